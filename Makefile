@@ -1,0 +1,40 @@
+# `make serve` and `make test` set up everything they need, on a fresh machine too.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# The CPU wheel of this version serves machines without a GPU; override for another build.
+TORCH ?= torch==2.13.0
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: serve test test-gpu lint clean
+
+serve: $(VENV)/.serve
+	$(BIN)/quire serve $(ARGS)
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest tests --ignore=tests/gpu $(ARGS)
+
+test-gpu: $(VENV)/.test
+	$(BIN)/python -m pytest tests/gpu -rs $(ARGS)
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --upgrade pip
+	$(BIN)/pip install -q "$(TORCH)"
+
+$(VENV)/.serve: pyproject.toml $(BIN)/python
+	$(BIN)/pip install -q -e ".[serve]"
+	touch $@
+
+$(VENV)/.test: pyproject.toml $(BIN)/python
+	$(BIN)/pip install -q -e ".[serve,test,lint]"
+	touch $@ $(VENV)/.serve
+
+clean:
+	rm -rf $(VENV) .cache

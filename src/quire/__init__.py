@@ -1,0 +1,1 @@
+"""quire: an LLM inference and serving engine."""

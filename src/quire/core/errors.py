@@ -1,0 +1,96 @@
+"""Every error a user can cause. Each knows its HTTP status, its code and the exit status of the command line.
+
+Our own mistakes are assertions, never these.
+"""
+
+
+class QuireError(Exception):
+    """Something the user asked for cannot be done; the message says what, with numbers, and what to do."""
+
+    status: int = 400
+    code: str = "invalid_request"
+    exit_code: int = 2
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class InvalidParameter(QuireError):
+    """A sampling or request parameter outside what it may be."""
+
+    code = "invalid_parameter"
+
+
+class InvalidPrompt(QuireError):
+    """A prompt that is empty, or holds token ids the model does not have."""
+
+    code = "invalid_prompt"
+
+
+class ContextLengthExceeded(QuireError):
+    """Prompt plus completion is longer than the model's context."""
+
+    code = "context_length_exceeded"
+
+    def __init__(self, limit: int, num_prompt: int, num_completion: int) -> None:
+        super().__init__(
+            f"This model's maximum context length is {limit} tokens. However, you requested "
+            f"{num_prompt + num_completion} tokens ({num_prompt} in the messages, {num_completion} in the "
+            f"completion). Please reduce the length of the messages or completion.",
+            param="messages",
+        )
+
+
+class NeverFits(QuireError):
+    """A request that would not fit even an empty KV cache."""
+
+    code = "never_fits"
+
+    def __init__(self, num_tokens: int, num_blocks: int, pool_blocks: int, block_size: int) -> None:
+        super().__init__(
+            f"This request needs {num_blocks} KV blocks ({num_tokens} tokens, {block_size} a block), but the "
+            f"whole cache holds {pool_blocks} ({pool_blocks * block_size} tokens). Shorten the prompt or "
+            f"max_tokens, or give the engine a larger KV cache (--kv-cache-memory).",
+            param="max_tokens",
+        )
+
+
+class ConfigError(QuireError):
+    """Settings that contradict each other or this machine."""
+
+    code = "invalid_config"
+
+
+class ModelNotFound(QuireError):
+    """No such model here, under that name, path or hub id."""
+
+    status = 404
+    code = "model_not_found"
+
+
+class UnsupportedModel(QuireError):
+    """A model, checkpoint or tokenizer that quire does not read; named, with the nearest that it does."""
+
+    code = "unsupported_model"
+
+
+class BrokenModelFile(QuireError):
+    """A model file that is damaged, truncated or inconsistent."""
+
+    code = "broken_model_file"
+
+
+class ChatTemplateError(QuireError):
+    """The model has no chat template, or its template refused these messages."""
+
+    code = "chat_template_error"
+
+
+class EngineFailed(QuireError):
+    """The engine itself failed; no request is to blame."""
+
+    status = 500
+    code = "engine_failed"
+    exit_code = 1

@@ -1,0 +1,17 @@
+"""Names for the integers that travel through the house, and the two array types."""
+
+from typing import NewType
+
+import numpy as np
+from numpy.typing import NDArray
+
+RequestId = NewType("RequestId", int)
+SequenceId = NewType("SequenceId", int)
+Row = NewType("Row", int)
+BlockId = NewType("BlockId", int)
+
+IntArray = NDArray[np.int32]
+FloatArray = NDArray[np.float32]
+
+# Block 0 of every pool: rows that ended on the device write here, and nobody reads it.
+NULL_BLOCK = BlockId(0)

@@ -1,0 +1,137 @@
+"""The bridge: the one language between those who decide and those who compute.
+
+A `StepPlan` is a difference. A row that has caught up *cruises*: it computes one token in every step without
+being mentioned, until a plan pauses or unseats it, or until it ends on the device (an end token, or its length).
+An ended row is inert: it computes nothing and emits nothing until it is unseated.
+
+A runner applies a plan in this order: leaves, seats, grants; then it runs the chunks and every cruising row that
+is not paused. A chunk whose output holds SAMPLE has reached the last known token: its row emits a token in this
+step and cruises from the next one.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum, Flag, auto
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from quire.core.ids import BlockId, FloatArray, IntArray, Row, SequenceId
+from quire.core.sampling import RowSampling
+
+
+class Output(Flag):
+    """What a chunk must give back."""
+
+    NONE = 0
+    SAMPLE = auto()
+    PROMPT_LOGPROBS = auto()
+
+
+class FinishReason(Enum):
+    """How a sequence ended. The values are what clients read."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A sequence sits down: all the runner needs to know of it until it leaves."""
+
+    row: Row
+    sequence: SequenceId
+    index: int  # which of its request's sequences; random numbers depend on it
+    tokens: IntArray  # every known token: the prompt, and what was generated before a preemption
+    num_prompt: int
+    max_length: int  # prompt and completion together; the row ends when it knows so many tokens
+    sampling: RowSampling
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """The row's block table grows by one block."""
+
+    row: Row
+    block: BlockId
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Compute positions [start, start + length) of the row's known tokens."""
+
+    row: Row
+    start: int
+    length: int
+    output: Output
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One forward pass, as a difference to the one before."""
+
+    step: int
+    leaves: tuple[Row, ...] = ()
+    seats: tuple[Seat, ...] = ()
+    grants: tuple[Grant, ...] = ()
+    chunks: tuple[Chunk, ...] = ()
+    pauses: tuple[Row, ...] = ()
+    num_cruising: int = 0  # rows that compute one token; some may have ended on the device meanwhile
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_cruising + sum(chunk.length for chunk in self.chunks)
+
+
+class TopLogprobs(NamedTuple):
+    """The log-probability of one token, its rank (1 is the likeliest), and the likeliest alternatives."""
+
+    token: int
+    logprob: float
+    rank: int
+    ids: IntArray
+    logprobs: FloatArray
+
+
+class PromptLogprobs(NamedTuple):
+    """Scores of prompt tokens start, start + 1, … of one row."""
+
+    row: Row
+    start: int
+    scores: tuple[TopLogprobs, ...]
+
+
+class Ended(NamedTuple):
+    """A row that ended on the device with the token it emitted in this step (none if it failed)."""
+
+    row: Row
+    reason: FinishReason
+
+
+def _no_tokens() -> IntArray:
+    return np.empty(0, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step gave: row `rows[i]` emitted `tokens[i]`."""
+
+    step: int
+    rows: IntArray = field(default_factory=_no_tokens)
+    tokens: IntArray = field(default_factory=_no_tokens)
+    ended: tuple[Ended, ...] = ()
+    logprobs: dict[Row, TopLogprobs] = field(default_factory=dict)
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+
+
+class Pending(Protocol):
+    """A step under way."""
+
+    def wait(self) -> StepResult: ...
+
+
+class Runner(Protocol):
+    """A body behind the bridge. Steps complete in the order of their launch."""
+
+    def launch(self, plan: StepPlan) -> Pending: ...
