@@ -70,6 +70,14 @@ class ModelNotFound(QuireError):
     code = "model_not_found"
 
 
+class FetchFailed(QuireError):
+    """A model could not be brought here: no network, no right to it, no room on the disk."""
+
+    status = 503
+    code = "fetch_failed"
+    exit_code = 1
+
+
 class UnsupportedModel(QuireError):
     """A model, checkpoint or tokenizer that quire does not read; named, with the nearest that it does."""
 

@@ -1,0 +1,1 @@
+"""Floor 2, paper: who holds which block of the KV cache."""

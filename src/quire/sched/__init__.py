@@ -1,0 +1,1 @@
+"""Floor 3, paper: who computes what in the next step."""
