@@ -29,11 +29,11 @@ $(BIN)/python:
 	$(BIN)/pip install -q "$(TORCH)"
 
 $(VENV)/.serve: pyproject.toml $(BIN)/python
-	$(BIN)/pip install -q -e ".[serve]"
+	$(BIN)/pip install -q -e ".[serve,cpu]"
 	touch $@
 
 $(VENV)/.test: pyproject.toml $(BIN)/python
-	$(BIN)/pip install -q -e ".[serve,test,lint]"
+	$(BIN)/pip install -q -e ".[test,lint]"
 	touch $@ $(VENV)/.serve
 
 clean:

@@ -18,8 +18,8 @@ MODULUS = 1_000_003  # a prime; the products below stay inside 63 bits for ids a
 
 def mix(tokens: Integers, positions: Integers) -> Integers:
     """Ties a token to its place: swapping two tokens, or shifting one, changes the sum."""
-    bound: Integers = (tokens + 1) * (positions + 17) % MODULUS  # type: ignore[operator]
-    return (bound * (bound + 7919) + tokens * 31) % MODULUS  # type: ignore[operator, no-any-return]
+    bound: Integers = (tokens + 1) * (positions + 17) % MODULUS  # type: ignore[operator, assignment]
+    return (bound * (bound + 7919) + tokens * 31) % MODULUS  # type: ignore[operator, return-value]
 
 
 def continuation(prompt: IntArray, vocab_size: int) -> Iterator[int]:

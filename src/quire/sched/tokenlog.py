@@ -34,7 +34,8 @@ class TokenLog:
         """All tokens a row emitted since a step, in order."""
         start = max(first_step - self._first_step, 0)
         column = self._matrix[start : self._num_steps, row]
-        return column[column != NO_TOKEN]
+        emitted: IntArray = column[column != NO_TOKEN]
+        return emitted
 
     def make_room(self, oldest_step: int) -> None:
         """Nobody will ask for steps before `oldest_step` any more: forget them, and grow if that is not enough."""

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -36,6 +36,16 @@ class World:
     arrival_chance: float
     abort_chance: float
     end_ids: tuple[int, ...]
+    min_tokens: (
+        bool  # some requests may not end early; a sampler would then choose another token than the oracle
+    )
+
+
+Body = Callable[[World], Runner]  # what runs behind the bridge
+
+
+def numpy_oracle(world: World) -> OracleRunner:
+    return OracleRunner(world.num_blocks, world.block_size, VOCAB_SIZE)
 
 
 def draw_world(dice: random.Random) -> World:
@@ -57,6 +67,7 @@ def draw_world(dice: random.Random) -> World:
         arrival_chance=dice.choice((0.05, 0.3, 1.0)),
         abort_chance=dice.choice((0.0, 0.0, 0.02, 0.2)),
         end_ids=dice.choice(((), (), (3,), tuple(range(0, VOCAB_SIZE, 7)))),
+        min_tokens=True,
     )
 
 
@@ -101,7 +112,7 @@ class _WatchedPending:
 class Trial:
     """One world, run to rest."""
 
-    def __init__(self, world: World, dice: random.Random, runner: Runner | None = None) -> None:
+    def __init__(self, world: World, dice: random.Random, body: Body = numpy_oracle) -> None:
         self.world = world
         self._dice = dice
         self._scheduler = Scheduler(
@@ -109,8 +120,7 @@ class Trial:
             max_rows=world.max_rows,
             max_step_tokens=world.max_step_tokens,
         )
-        body = runner or OracleRunner(world.num_blocks, world.block_size, VOCAB_SIZE)
-        self._watched = _WatchedRunner(body, self._scheduler)
+        self._watched = _WatchedRunner(body(world), self._scheduler)
         self._loop = Loop(self._scheduler, self._watched, world.depth)
         self._expected: dict[SequenceId, _Expected] = {}
         self._live: dict[RequestId, tuple[Sequence, ...]] = {}
@@ -125,7 +135,10 @@ class Trial:
     def run(self) -> None:
         """Raise AssertionError at the first violation."""
         while self._num_arrived < self.world.num_requests or not self._scheduler.idle:
-            if self._num_arrived < self.world.num_requests and self._dice.random() < self.world.arrival_chance:
+            if (
+                self._num_arrived < self.world.num_requests
+                and self._dice.random() < self.world.arrival_chance
+            ):
                 self._arrive()
             if self._live and self._dice.random() < self.world.abort_chance:
                 self._abort(self._dice.choice(list(self._live)))
@@ -140,14 +153,18 @@ class Trial:
             assert self._quiet_turns <= self.world.depth + 2, "something waits and nothing advances"  # I13
         audit_rest(self._scheduler)
         for sequence, expected in self._expected.items():
-            assert expected.num_terminal == 1, f"sequence {sequence} ended {expected.num_terminal} times"  # I12
+            assert expected.num_terminal == 1, (
+                f"sequence {sequence} ended {expected.num_terminal} times"
+            )  # I12
 
     def _arrive(self) -> None:
         world, dice = self.world, self._dice
-        prompt = np.array([dice.randrange(VOCAB_SIZE) for _ in range(dice.randint(1, world.max_prompt))], np.int32)
+        prompt = np.array(
+            [dice.randrange(VOCAB_SIZE) for _ in range(dice.randint(1, world.max_prompt))], np.int32
+        )
         max_tokens = dice.randint(1, world.max_output)
         end_ids = world.end_ids if dice.random() < 0.7 else ()
-        min_tokens = dice.choice((0, 0, max_tokens))
+        min_tokens = dice.choice((0, 0, max_tokens)) if world.min_tokens else 0
         request = Request(
             id=RequestId(self._num_arrived),
             prompt=prompt,
@@ -223,21 +240,27 @@ class Report:
     violations: list[Violation] = field(default_factory=list)
 
 
-def check(num_steps: int, seed: int, progress: Callable[[int], None] = lambda steps: None) -> Report:
+def check(
+    num_steps: int,
+    seed: int,
+    *,
+    body: Body = numpy_oracle,
+    min_tokens: bool = True,
+    progress: Callable[[int], None] = lambda steps: None,
+) -> Report:
     """Run random worlds until so many steps have been audited."""
     report = Report(seed)
     while report.steps < num_steps:
-        trial_seed = seed * 1_000_003 + report.trials
-        run_trial(trial_seed, report)
+        run_trial(seed * 1_000_003 + report.trials, report, body, min_tokens=min_tokens)
         progress(report.steps)
     return report
 
 
-def run_trial(trial_seed: int, report: Report) -> None:
+def run_trial(trial_seed: int, report: Report, body: Body = numpy_oracle, *, min_tokens: bool = True) -> None:
     """Run one world by its seed and add what it showed to the report."""
     dice = random.Random(trial_seed)
-    world = draw_world(dice)
-    trial = Trial(world, dice)
+    world = replace(draw_world(dice), min_tokens=min_tokens)
+    trial = Trial(world, dice, body)
     try:
         trial.run()
     except Exception as broken:  # whatever escapes from a legal workload is a violation

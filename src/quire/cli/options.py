@@ -1,0 +1,99 @@
+"""Options that several commands share, as decorators: of the engine, and of sampling."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import TypeVar
+
+import click
+
+from quire.config import DTYPES, EngineConfig
+from quire.core.sampling import SamplingParams
+
+Command = TypeVar("Command", bound=Callable[..., object])
+
+_UNITS = {"": 1, "k": 1000, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
+
+
+class Size(click.ParamType):  # type: ignore[type-arg]  # generic only in newer releases
+    """A whole number that may carry a unit: 32k, 2GiB, 500MB. `auto` means: derive it."""
+
+    name = "size"
+
+    def __init__(self, *, binary_k: bool = False) -> None:
+        self._units = {**_UNITS, "k": 1 << 10} if binary_k else _UNITS
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
+        if isinstance(value, int) or value is None:
+            return value
+        text = str(value).strip().lower()
+        if text == "auto":
+            return None
+        parts = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", text)
+        if parts is None:
+            self.fail(f"{value!r} is not a size; write a number, or for example 32k or 2GiB.", param, ctx)
+        return int(float(parts[1]) * self._units[parts[2] or ""])
+
+
+_ENGINE = (
+    click.option("--revision", help="Branch, tag or commit of a hub id."),
+    click.option("--token", help="Hub token, for models that need one."),
+    click.option("--load-format", type=click.Choice(["auto", "dummy"]), default="auto", show_default=True,
+                 help="dummy: invented weights at a named shape such as qwen3-0.6b."),
+    click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True),
+    click.option("--dtype", type=click.Choice(["auto", *DTYPES]), default="auto", show_default=True),
+    click.option("--max-model-len", type=Size(binary_k=True), help="Longest prompt plus completion, e.g. 32k."),
+    click.option("--block-size", type=int, default=16, show_default=True, help="Tokens in a KV block."),
+    click.option("--kv-cache-memory", type=Size(), help="Bytes for the KV cache, e.g. 2GiB."),
+    click.option("--max-num-seqs", type=int, help="Sequences that run at the same time."),
+    click.option("--max-num-batched-tokens", type=Size(binary_k=True), help="Tokens in one step."),
+    click.option("--run-ahead", type=click.IntRange(0, 2), help="Steps in flight."),
+    click.option("--threads", type=int, help="CPU threads."),
+)  # fmt: skip
+
+_SAMPLING = (
+    click.option(
+        "--temperature", type=float, help="0 is greedy. Default: what the model's makers say, else 0.7."
+    ),
+    click.option("--top-p", type=float, help="Smallest set of tokens that reaches this probability."),
+    click.option("--top-k", type=int, help="Only the k likeliest tokens."),
+    click.option("--min-p", type=float, help="Only tokens this likely compared with the likeliest."),
+    click.option("--repetition-penalty", type=float),
+    click.option("--presence-penalty", type=float),
+    click.option("--frequency-penalty", type=float),
+    click.option("--seed", type=int, help="The same seed gives the same text."),
+    click.option("--stop", multiple=True, help="End when this text comes. May be given several times."),
+)
+
+
+def engine_options(command: Command) -> Command:
+    for option in reversed(_ENGINE):
+        command = option(command)
+    return command
+
+
+def sampling_options(command: Command) -> Command:
+    for option in reversed(_SAMPLING):
+        command = option(command)
+    return command
+
+
+def engine_config(model: str | None, given: Mapping[str, object]) -> EngineConfig:
+    """The engine's settings out of all that a command was given."""
+    names = {field.name for field in fields(EngineConfig)} - {"model", "seed"}
+    said = {name: value for name, value in given.items() if name in names}
+    return EngineConfig(model=model, **said)  # type: ignore[arg-type]  # EngineConfig checks each
+
+
+def sampling_params(
+    given: Mapping[str, object], defaults: SamplingParams, max_tokens: int | None
+) -> SamplingParams:
+    """What the command line says, else what the model's makers say, else a mild temperature."""
+    names = {field.name for field in fields(SamplingParams)}
+    said = {name: getattr(defaults, name) for name in names}
+    if defaults == SamplingParams():
+        said["temperature"] = 0.7
+    said.update({name: value for name, value in given.items() if name in names and value is not None})
+    said["stop"] = list(given.get("stop") or ()) or None  # type: ignore[call-overload]
+    said["max_tokens"] = max_tokens
+    return SamplingParams(**said)

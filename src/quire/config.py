@@ -1,0 +1,167 @@
+"""The settings of an engine: what the user said, and what follows from it and the facts of model and machine.
+
+A setting the user left out is derived; `Resolved.reasons` says of each where its value came from. Nothing is changed
+in place, and no environment variable is read.
+"""
+
+from dataclasses import dataclass, field
+
+from quire.core.errors import ConfigError
+from quire.core.model import ModelSpec
+
+GIB = 1 << 30
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What a user may set. None means: derive it."""
+
+    model: str | None = None
+    revision: str | None = None
+    token: str | None = None  # for hub ids that need one
+    load_format: str = "auto"  # or "dummy": invented weights at a named shape
+    device: str = "auto"
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    block_size: int = 16
+    kv_cache_memory: int | None = None  # bytes
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    run_ahead: int | None = None  # steps in flight: 0, 1 or 2
+    seed: int = 0
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_choice("load_format", self.load_format, ("auto", "dummy"))
+        _check_choice("device", self.device, ("auto", "cpu", "cuda"))
+        _check_choice("dtype", self.dtype, ("auto", *DTYPES))
+        _check_count("max_model_len", self.max_model_len, 2, 2**24 - 1)
+        _check_count("block_size", self.block_size, 1, 256)
+        _check_count("kv_cache_memory", self.kv_cache_memory, 1, 2**60)
+        _check_count("max_num_seqs", self.max_num_seqs, 1, 65536)
+        _check_count("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**20)
+        _check_count("run_ahead", self.run_ahead, 0, 2)
+        _check_count("threads", self.threads, 1, 4096)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The facts of the device that settings follow from."""
+
+    device: str  # "cpu" or "cuda"
+    free_bytes: int  # memory that KV may be taken from, weights already loaded
+    fast_bfloat16: bool
+    num_cores: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """Every number the engine runs on."""
+
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    kv_bytes: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    run_ahead: int
+    reasons: dict[str, str] = field(default_factory=dict)
+
+
+def resolve_dtype(config: EngineConfig, machine: Machine) -> str:
+    """bf16 where the machine multiplies it fast, float32 elsewhere."""
+    if config.dtype != "auto":
+        if config.dtype == "float16" and machine.device == "cpu":
+            raise ConfigError(
+                "float16 is not for CPUs; use --dtype bfloat16 or --dtype float32.", param="dtype"
+            )
+        return config.dtype
+    return "bfloat16" if machine.fast_bfloat16 else "float32"
+
+
+def resolve(config: EngineConfig, spec: ModelSpec, kv_bytes_per_token: int, machine: Machine) -> Resolved:
+    """Settle all numbers for one model on one machine."""
+    reasons: dict[str, str] = {}
+    on_gpu = machine.device == "cuda"
+    rows = _pick(reasons, "max_num_seqs", config.max_num_seqs, 256 if on_gpu else 64, machine.device)
+    budget = _pick(
+        reasons,
+        "max_num_batched_tokens",
+        config.max_num_batched_tokens,
+        max(2048 if on_gpu else 512, rows),
+        "default",
+    )
+    if rows > budget:
+        raise ConfigError(
+            f"max_num_seqs is {rows}, more than max_num_batched_tokens, which is {budget}: every running sequence "
+            f"needs a token in each step. Use --max-num-batched-tokens {rows} or more.",
+            param="max_num_batched_tokens",
+        )
+    share = machine.free_bytes * 9 // 10 if on_gpu else min(machine.free_bytes // 4, 4 * GIB)
+    most_useful = rows * spec.max_positions * kv_bytes_per_token
+    kv_bytes = _pick(
+        reasons, "kv_cache_memory", config.kv_cache_memory, min(share, most_useful), "share of free memory"
+    )
+    num_blocks = kv_bytes // (kv_bytes_per_token * config.block_size)
+    pool_tokens = num_blocks * config.block_size
+    length = _resolve_length(config, spec, pool_tokens, kv_bytes_per_token, reasons)
+    return Resolved(
+        max_model_len=length,
+        block_size=config.block_size,
+        num_blocks=num_blocks,
+        kv_bytes=kv_bytes,
+        max_num_seqs=rows,
+        max_num_batched_tokens=budget,
+        run_ahead=_pick(reasons, "run_ahead", config.run_ahead, 1 if on_gpu else 0, machine.device),
+        reasons=reasons,
+    )
+
+
+def _resolve_length(
+    config: EngineConfig, spec: ModelSpec, pool_tokens: int, kv_bytes_per_token: int, reasons: dict[str, str]
+) -> int:
+    if pool_tokens < 2:
+        needed = 2 * kv_bytes_per_token * config.block_size
+        raise ConfigError(
+            f"The KV cache holds {pool_tokens} tokens, which is too few for any request; "
+            f"{needed} bytes hold two blocks. Use a larger --kv-cache-memory.",
+            param="kv_cache_memory",
+        )
+    wanted = config.max_model_len
+    if wanted is None:
+        reasons["max_model_len"] = (
+            "the model" if spec.max_positions <= pool_tokens + 1 else "what the KV cache holds"
+        )
+        return min(spec.max_positions, pool_tokens + 1)
+    if wanted > spec.max_positions:
+        raise ConfigError(
+            f"max_model_len is {wanted}, but the model was made for {spec.max_positions} positions. "
+            f"Use --max-model-len {spec.max_positions} or less.",
+            param="max_model_len",
+        )
+    if wanted > pool_tokens + 1:  # the last token is never computed
+        raise ConfigError(
+            f"max_model_len is {wanted}, but the KV cache holds {pool_tokens} tokens. Use --max-model-len "
+            f"{pool_tokens} or less, or --kv-cache-memory {wanted * kv_bytes_per_token} or more.",
+            param="max_model_len",
+        )
+    reasons["max_model_len"] = "you"
+    return wanted
+
+
+def _pick(reasons: dict[str, str], name: str, said: int | None, derived: int, why: str) -> int:
+    reasons[name] = why if said is None else "you"
+    return derived if said is None else said
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {value!r}.", param=name)
+
+
+def _check_count(name: str, value: int | None, low: int, high: int) -> None:
+    if value is not None and (
+        isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high
+    ):
+        raise ConfigError(f"{name} must be a whole number from {low} to {high}, not {value!r}.", param=name)

@@ -1,0 +1,1 @@
+"""Floor 7: where the two towers meet."""

@@ -1,0 +1,54 @@
+"""The engine in one process: a door, a scheduler, a runner and the loop between them. Knows ids, not text."""
+
+import random
+from collections.abc import Sequence as Many
+
+from quire.core.ids import RequestId
+from quire.core.request import Sequence
+from quire.core.sampling import MAX_SEED, SamplingParams
+from quire.core.step import FinishReason, Runner
+from quire.engine.door import Door
+from quire.kv.manager import KVManager
+from quire.sched.loop import Loop
+from quire.sched.scheduler import Absorbed, Scheduler
+
+
+class Engine:
+    """Submit, turn, and listen to what each turn absorbed."""
+
+    def __init__(
+        self, runner: Runner, door: Door, *, max_rows: int, max_step_tokens: int, depth: int, seed: int
+    ) -> None:
+        self.door = door
+        self.scheduler = Scheduler(
+            KVManager(door.num_blocks, door.block_size), max_rows=max_rows, max_step_tokens=max_step_tokens
+        )
+        self._loop = Loop(self.scheduler, runner, depth)
+        self._seeds = random.Random(seed)
+        self._next_request = 0
+
+    def submit(
+        self, prompt: Many[int], params: SamplingParams, bad_words: Many[tuple[int, ...]] = ()
+    ) -> tuple[Sequence, ...]:
+        """Queue a request; its sequences. A `QuireError` means that nothing happened."""
+        request = self.door.admit(
+            RequestId(self._next_request), prompt, params, bad_words, self._seeds.randint(0, MAX_SEED)
+        )
+        self._next_request += 1
+        return self.scheduler.add(request)
+
+    def abort(self, request_id: RequestId) -> None:
+        """Legal in every state, and twice."""
+        self.scheduler.abort(request_id)
+
+    def stop(self, sequence: Sequence) -> None:
+        """A stop string came in the text of this sequence."""
+        self.scheduler.finish(sequence, FinishReason.STOP)
+
+    def turn(self) -> Absorbed | None:
+        """One turn of the loop; None if no step was absorbed."""
+        return self._loop.turn()
+
+    @property
+    def idle(self) -> bool:
+        return self.scheduler.idle

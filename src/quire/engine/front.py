@@ -1,0 +1,200 @@
+"""The front: owns text. Turns prompts into ids, absorbed tokens into text, and stop strings into orders to stop."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from quire.core.errors import InvalidPrompt, QuireError
+from quire.core.ids import SequenceId
+from quire.core.sampling import SamplingParams
+from quire.core.step import FinishReason, PromptLogprobs
+from quire.engine.engine import Engine
+from quire.engine.outputs import Delta, Logprob, RequestMetrics, RequestOutput
+from quire.engine.transcript import Transcript, logprob_entry
+from quire.sched.scheduler import Absorbed
+from quire.text.stop import StopStrings
+from quire.text.tokenizer import Tokenizer
+
+Prompt = str | Mapping[str, object] | Sequence[int]
+
+
+class NoTokenizerError(QuireError):
+    """Text was given to, or wanted from, a model that has no tokenizer."""
+
+    code = "no_tokenizer"
+
+
+@dataclass(slots=True)
+class Ticket:
+    """A request under way, for the one who asked."""
+
+    request_id: str
+    prompt: str | None
+    prompt_ids: list[int]
+    params: SamplingParams
+    metrics: RequestMetrics
+    transcripts: tuple[Transcript, ...]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
+
+    @property
+    def finished(self) -> bool:
+        return all(transcript.finish_reason is not None for transcript in self.transcripts)
+
+    def output(self) -> RequestOutput:
+        """As far as it has come."""
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_ids,
+            outputs=[transcript.output() for transcript in self.transcripts],
+            metrics=self.metrics,
+            finished=self.finished,
+            prompt_logprobs=self.prompt_logprobs,
+        )
+
+
+class Front:
+    """Text in, text out, over one engine."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer | None, clock: Callable[[], float]) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._clock = clock
+        self._transcripts: dict[SequenceId, Transcript] = {}
+        self._tickets: dict[SequenceId, Ticket] = {}
+        self._silent: set[SequenceId] = set()  # no token yet
+        self._num_listening = 0
+
+    def submit(self, prompt: Prompt, params: SamplingParams, *, streaming: bool = False) -> Ticket:
+        """Queue a prompt: text, token ids, or {"prompt_token_ids": ids}."""
+        text, ids = self.encode(prompt)
+        if params.stop_strings and self._tokenizer is None:
+            raise NoTokenizerError(
+                "Stop strings need a tokenizer, and this model has none; use stop_token_ids."
+            )
+        stop_strings = StopStrings(params.stop_strings)
+        sequences = self._engine.submit(ids, params, self._spell(params.bad_words or ()))
+        request_id = str(sequences[0].request.id)
+        transcripts = tuple(
+            Transcript(
+                request_id, sequence, params, self._tokenizer, stop_strings=stop_strings, streaming=streaming
+            )
+            for sequence in sequences
+        )
+        metrics = RequestMetrics(self._clock(), self._engine.scheduler.last_absorbed + 1)
+        scores: list[dict[int, Logprob] | None] | None = None
+        if params.prompt_logprobs is not None:
+            scores = [None] * len(ids)
+        ticket = Ticket(request_id, text, ids, params, metrics, transcripts, scores)
+        for transcript in transcripts:
+            self._transcripts[transcript.sequence.id] = transcript
+            self._tickets[transcript.sequence.id] = ticket
+            self._silent.add(transcript.sequence.id)
+            self._num_listening += transcript.listening
+        return ticket
+
+    def abort(self, ticket: Ticket) -> None:
+        """Give up a request; what it has so far stays readable."""
+        self._engine.abort(ticket.transcripts[0].sequence.request.id)
+        for transcript in ticket.transcripts:
+            if transcript.finish_reason is None:
+                self._close(transcript, FinishReason.ABORT)
+
+    def turn(self) -> list[Delta]:
+        """One turn of the engine; what those who listen gained by it, and who finished."""
+        absorbed = self._engine.turn()
+        return [] if absorbed is None else self._read(absorbed)
+
+    @property
+    def idle(self) -> bool:
+        return self._engine.idle
+
+    def now(self) -> float:
+        """The clock that metrics are read on, in seconds."""
+        return self._clock()
+
+    def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """A prompt's text, if it came as text, and its ids."""
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise NoTokenizerError(
+                    'This model has no tokenizer; give {"prompt_token_ids": [...]} instead of text.'
+                )
+            return prompt, self._tokenizer.encode(prompt)
+        if isinstance(prompt, Mapping):
+            ids = prompt.get("prompt_token_ids")
+            if ids is None and isinstance(prompt.get("prompt"), str):
+                return self.encode(str(prompt["prompt"]))
+            if not isinstance(ids, Sequence) or isinstance(ids, str):
+                keys = ", ".join(map(repr, prompt)) or "nothing"
+                raise InvalidPrompt(
+                    f'A prompt given as a mapping needs "prompt_token_ids" (a list of ids) or "prompt" (a text); '
+                    f"this one has {keys}.",
+                    param="prompt",
+                )
+            return None, list(ids)
+        if isinstance(prompt, Sequence):
+            return None, [*prompt]
+        raise InvalidPrompt(f"A prompt is a text or token ids, not {type(prompt).__name__}.", param="prompt")
+
+    def _spell(self, words: Sequence[str]) -> list[tuple[int, ...]]:
+        """Every way a bad word may come: at the start of a text and after a space."""
+        if words and self._tokenizer is None:
+            raise NoTokenizerError("bad_words need a tokenizer, and this model has none; use logit_bias.")
+        spellings: set[tuple[int, ...]] = set()
+        for word in words:
+            assert self._tokenizer is not None
+            bare = word.lstrip(" ")
+            for form in (bare, " " + bare):
+                spellings.add(tuple(self._tokenizer.encode(form, add_special_tokens=False)))
+        return sorted(spellings)
+
+    def _read(self, absorbed: Absorbed) -> list[Delta]:
+        deltas = []
+        if self._silent:
+            self._note_first_tokens(absorbed)
+        for sequence_id, scores in absorbed.prompt_logprobs.items():
+            self._note_prompt_logprobs(self._tickets[sequence_id], scores)
+        ended = {sequence.id: sequence.finish_reason for sequence in absorbed.finished}
+        if self._num_listening:
+            for number, token in zip(absorbed.sequences.tolist(), absorbed.tokens.tolist(), strict=True):
+                sequence_id = SequenceId(number)
+                transcript = self._transcripts[sequence_id]
+                if not transcript.listening:
+                    continue
+                deltas.append(
+                    transcript.push(token, absorbed.logprobs.get(sequence_id), ended.get(sequence_id))
+                )
+                if transcript.stopped and sequence_id not in ended:
+                    self._engine.stop(transcript.sequence)
+                    ended[sequence_id] = FinishReason.STOP
+        for sequence_id, reason in ended.items():
+            assert reason is not None, sequence_id
+            deltas.append(self._close(self._transcripts[sequence_id], reason))
+        return deltas
+
+    def _close(self, transcript: Transcript, reason: FinishReason) -> Delta:
+        delta = transcript.close(reason)
+        sequence = transcript.sequence
+        del self._transcripts[sequence.id]
+        self._silent.discard(sequence.id)
+        self._num_listening -= transcript.listening
+        ticket = self._tickets.pop(sequence.id)
+        ticket.metrics.num_preemptions += sequence.num_preemptions
+        if ticket.finished:
+            ticket.metrics.finished_s = self._clock()
+            ticket.metrics.finished_step = self._engine.scheduler.last_absorbed
+        return delta
+
+    def _note_first_tokens(self, absorbed: Absorbed) -> None:
+        for number in absorbed.sequences.tolist():
+            sequence_id = SequenceId(number)
+            if sequence_id in self._silent:
+                self._silent.discard(sequence_id)
+                metrics = self._tickets[sequence_id].metrics
+                if metrics.first_token_s is None:
+                    metrics.first_token_s = self._clock()
+
+    def _note_prompt_logprobs(self, ticket: Ticket, scored: PromptLogprobs) -> None:
+        assert ticket.prompt_logprobs is not None, ticket.request_id
+        for offset, scores in enumerate(scored.scores):
+            ticket.prompt_logprobs[scored.start + offset] = logprob_entry(scores, self._tokenizer)

@@ -1,0 +1,58 @@
+"""What this machine is: device, memory, fast number formats. Asks torch and the operating system."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from quire.config import Machine
+from quire.core.errors import ConfigError
+
+# The instruction sets that decide how fast a CPU multiplies.
+_TELLING_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "avx512_vnni", "amx_int8")
+
+
+def pick_device(wanted: str) -> torch.device:
+    """`auto` is the CPU as long as the CPU has the only fast kernels."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "device is cuda, but torch finds no GPU on this machine; use --device cpu.", param="device"
+        )
+    return torch.device("cuda" if wanted == "cuda" else "cpu")
+
+
+def inspect(device: torch.device) -> Machine:
+    """The facts as of now: call it when the weights are loaded, to see the memory that is left."""
+    if device.type == "cuda":
+        return Machine("cuda", torch.cuda.mem_get_info(device)[0], fast_bfloat16=True, num_cores=num_cores())
+    return Machine("cpu", available_bytes(), "avx512_bf16" in cpu_features(), num_cores())
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def available_bytes() -> int:
+    """Memory that can be taken without pushing anything else out."""
+    for line in _lines(Path("/proc/meminfo")):
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def cpu_features() -> tuple[str, ...]:
+    """Which of the telling instruction sets this CPU has."""
+    for line in _lines(Path("/proc/cpuinfo")):
+        if line.startswith("flags"):
+            flags = set(line.split())
+            return tuple(name for name in _TELLING_FEATURES if name in flags)
+    return ()
+
+
+def _lines(path: Path) -> list[str]:
+    """A file of the kernel's, line by line; nothing where the kernel has no such file."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,71 @@
+"""What callers get back, in the shape people know."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One candidate token: its log-probability before any penalty or temperature, and its rank (1 is likeliest)."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One continuation."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None  # "stop", "length", "abort" or "error"; None while it runs
+    stop_reason: int | str | None = None  # the stop token id or stop string; None for the model's own end
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Times on the engine's clock, in seconds, and the steps between which the request lived."""
+
+    arrival_s: float
+    arrival_step: int
+    first_token_s: float | None = None
+    finished_s: float | None = None
+    finished_step: int | None = None
+    num_preemptions: int = 0
+
+    @property
+    def time_to_first_token_s(self) -> float | None:
+        return None if self.first_token_s is None else self.first_token_s - self.arrival_s
+
+    @property
+    def total_s(self) -> float | None:
+        return None if self.finished_s is None else self.finished_s - self.arrival_s
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request and its continuations."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    metrics: RequestMetrics
+    finished: bool = False
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one continuation gained since the last delta."""
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)

@@ -1,0 +1,134 @@
+"""One continuation as its reader sees it: tokens, text, log-probabilities, and how it ended.
+
+Text that nobody reads before the end is decoded once, at the end: a batch job pays nothing per token.
+"""
+
+from quire.core.request import Sequence
+from quire.core.sampling import SamplingParams
+from quire.core.step import FinishReason, TopLogprobs
+from quire.engine.outputs import CompletionOutput, Delta, Logprob
+from quire.text.stop import StopStrings
+from quire.text.stream import SequenceText
+from quire.text.tokenizer import Tokenizer
+
+
+class Transcript:
+    """Grows with `push`, ends with `close`."""
+
+    __slots__ = ("_logprobs", "_params", "_request_id", "_text", "_tokenizer", "_unsent", "finish_reason",
+                 "listening", "sequence", "stop_reason", "token_ids")  # fmt: skip
+
+    def __init__(
+        self,
+        request_id: str,
+        sequence: Sequence,
+        params: SamplingParams,
+        tokenizer: Tokenizer | None,
+        *,
+        stop_strings: StopStrings,
+        streaming: bool,
+    ) -> None:
+        self._request_id = request_id
+        self._params = params
+        self._tokenizer = tokenizer
+        self.sequence = sequence
+        self.listening = streaming or bool(stop_strings) or params.logprobs is not None
+        self.token_ids: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self._logprobs: list[dict[int, Logprob]] = []
+        self._unsent: list[dict[int, Logprob]] = []
+        self._text = None if tokenizer is None else SequenceText(
+            tokenizer,
+            stop_strings,
+            prompt_ids=sequence.request.prompt.tolist(),
+            skip_special_tokens=params.skip_special_tokens,
+            include_stop_in_output=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+        )  # fmt: skip
+
+    def push(self, token: int, scores: TopLogprobs | None, ended: FinishReason | None) -> Delta:
+        """One more token; with `ended` it is the last one."""
+        self.token_ids.append(token)
+        if scores is not None:
+            entry = logprob_entry(scores, self._tokenizer)
+            self._logprobs.append(entry)
+            self._unsent.append(entry)
+        silent = ended is FinishReason.STOP and not self._params.include_stop_str_in_output
+        text = "" if silent else self._say([token])
+        return self._delta(text, [token])
+
+    def close(self, reason: FinishReason) -> Delta:
+        """No more tokens come. Flushes what was held back, which may complete a stop string."""
+        if self.finish_reason is not None:
+            return self._delta("", [])
+        num_heard = len(self.token_ids)
+        if not self.listening:
+            self._hear_all(reason)
+        text = ""
+        if self._text is not None:
+            rest = self._text.finish()
+            text = rest.text
+            self.stop_reason = rest.stop
+        if self.stopped and reason is FinishReason.LENGTH:  # both in the same token
+            reason = FinishReason.STOP
+        if reason is FinishReason.STOP and self.stop_reason is None:
+            self.stop_reason = self._stop_token()
+        self.finish_reason = reason
+        return self._delta(text, self.token_ids[num_heard:])
+
+    @property
+    def stopped(self) -> bool:
+        """A stop string came; the engine does not know yet."""
+        return isinstance(self.stop_reason, str)
+
+    def output(self) -> CompletionOutput:
+        wants_logprobs = self._params.logprobs is not None
+        chosen = (entry[token].logprob for entry, token in zip(self._logprobs, self.token_ids, strict=False))
+        return CompletionOutput(
+            index=self.sequence.index,
+            text="" if self._text is None else self._text.text,
+            token_ids=list(self.token_ids),
+            finish_reason=None if self.finish_reason is None else self.finish_reason.value,
+            stop_reason=self.stop_reason,
+            logprobs=list(self._logprobs) if wants_logprobs else None,
+            cumulative_logprob=sum(chosen) if wants_logprobs else None,
+        )
+
+    def _hear_all(self, reason: FinishReason) -> None:
+        """All tokens at once, from the engine's own record."""
+        self.token_ids = self.sequence.tokens[len(self.sequence.request.prompt) :].tolist()
+        silent = reason is FinishReason.STOP and not self._params.include_stop_str_in_output
+        self._say(self.token_ids[:-1] if silent else self.token_ids)
+
+    def _say(self, tokens: list[int]) -> str:
+        if self._text is None:
+            return ""
+        said = self._text.push(tokens)
+        if said.stop is not None:
+            self.stop_reason = said.stop
+        return said.text
+
+    def _stop_token(self) -> int | None:
+        last = self.token_ids[-1] if self.token_ids else None
+        return last if last in (self._params.stop_token_ids or ()) else None
+
+    def _delta(self, text: str, token_ids: list[int]) -> Delta:
+        logprobs, self._unsent = self._unsent, []
+        reason = None if self.finish_reason is None else self.finish_reason.value
+        return Delta(
+            self._request_id, self.sequence.index, text, token_ids, reason, self.stop_reason, logprobs
+        )
+
+
+def logprob_entry(scores: TopLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
+    """The token itself first, then the likeliest alternatives."""
+
+    def logprob(token: int, value: float, rank: int) -> Logprob:
+        text = None if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False)
+        return Logprob(value, rank, text)
+
+    entry = {scores.token: logprob(scores.token, scores.logprob, scores.rank)}
+    for place, (token, value) in enumerate(zip(scores.ids.tolist(), scores.logprobs.tolist(), strict=True)):
+        entry.setdefault(token, logprob(token, value, place + 1))
+    return entry

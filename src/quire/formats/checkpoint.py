@@ -1,0 +1,66 @@
+"""An opened checkpoint: what a model is and where its tensors lie, alike for a folder and a GGUF file.
+
+Knows nothing of how the files are laid out, nor of what the bytes of a tensor mean.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from quire.core.model import ModelSpec
+
+MetadataValue = int | float | bool | str | list[int] | list[float] | list[bool] | list[str]
+
+
+class Source(Enum):
+    """Where a model comes from; it decides how tensors are named and where the tokenizer is."""
+
+    FOLDER = "huggingface"  # the tokenizer is tokenizer.json and its neighbours, in `path`
+    GGUF = "gguf"  # the tokenizer is in `metadata`
+    DUMMY = "dummy"  # invented weights at a real shape: no files, no tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor's bytes in a file. The extent was checked against the file's size."""
+
+    name: str
+    shape: tuple[int, ...]  # rows first, as torch writes it
+    encoding: str  # F32, F16, BF16, Q4_1, …: safetensors' and ggml's names agree where they overlap
+    path: Path
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """What the model's makers recommend for sampling; None where they say nothing."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+
+def possible_tokens(ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
+    """Each id once, without those that the model has no logit for and so can never emit."""
+    return tuple(token for token in dict.fromkeys(ids) if token < vocab_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """All that can be known of a model without reading its weights."""
+
+    source: Source
+    path: Path  # the folder or the file; for a dummy, its name
+    spec: ModelSpec
+    end_ids: tuple[int, ...] = ()
+    defaults: GenerationDefaults = GenerationDefaults()
+    tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
+    metadata: Mapping[str, MetadataValue] = field(default_factory=dict)  # GGUF only
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.num_bytes for tensor in self.tensors.values())

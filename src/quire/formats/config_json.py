@@ -1,0 +1,137 @@
+"""Turns a config.json into a `ModelSpec`. Defaults are those of transformers' configuration classes."""
+
+from quire.core.errors import UnsupportedModel
+from quire.core.model import ModelSpec
+from quire.formats.families import BY_ARCHITECTURE, BY_MODEL_TYPE, BiasRule, Family, WindowRule, unsupported
+from quire.formats.fields import Fields
+from quire.formats.geometry import MAX_LAYERS, check_geometry
+from quire.formats.rope_json import read_ropes
+
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+QWEN_MAX_WINDOW_LAYERS = 28
+
+
+def read_spec(config: Fields) -> ModelSpec:
+    """The description of the model, or a refusal that names what is not read."""
+    family = read_family(config)
+    if config.flag("use_bidirectional_attention", False):
+        raise UnsupportedModel(
+            f"{config.source} asks for attention in both directions; quire's decoders only look back."
+        )
+    num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
+    hidden_size = config.integer("hidden_size")
+    num_heads = config.integer("num_attention_heads")
+    head_dim = config.integer("head_dim", family.default_head_dim or hidden_size // num_heads)
+    asked_bias = family.bias is BiasRule.IF_ASKED and config.flag("attention_bias", False)
+    ropes = read_ropes(config, family, head_dim)
+    spec = ModelSpec(
+        family=family.name,
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=config.integer("num_key_value_heads", num_heads),
+        head_dim=head_dim,
+        ffn_size=config.integer("intermediate_size"),
+        vocab_size=config.integer("vocab_size"),
+        max_positions=config.integer("max_position_embeddings"),
+        norm_eps=config.number("rms_norm_eps", family.default_norm_eps, positive=True),
+        rope=ropes.rope,
+        tied_embeddings=config.flag("tie_word_embeddings", family.tied_by_default),
+        activation=_activation(config, family),
+        qkv_bias=asked_bias or family.bias is BiasRule.QKV,
+        output_bias=asked_bias,
+        mlp_bias=family.name == "llama" and config.flag("mlp_bias", False),
+        qk_norm=family.qk_norm,
+        sandwich_norms=family.gemma,
+        embedding_scale=hidden_size**0.5 if family.gemma else 1.0,
+        attention_scale=config.number("query_pre_attn_scalar", 256.0, positive=True) ** -0.5
+        if family.gemma
+        else None,
+        attention_softcap=_softcap(config, "attn_logit_softcapping", 50.0)
+        if family.name == "gemma2"
+        else 0.0,
+        final_softcap=_final_softcap(config, family),
+        windows=_windows(config, family, num_layers),
+        local_rope=ropes.local,
+    )
+    return check_geometry(spec, config.source)
+
+
+def read_family(config: Fields) -> Family:
+    """The architecture decides; the model type only where no architecture is named."""
+    architectures = config.texts("architectures") if config.has("architectures") else ()
+    if architectures:
+        name, known = architectures[0], BY_ARCHITECTURE
+    else:
+        name, known = config.text("model_type", ""), BY_MODEL_TYPE
+    family = known.get(name)
+    if family is None:
+        remark = (
+            " (it wants to run code from its own folder, which quire never does)"
+            if config.has("auto_map")
+            else ""
+        )
+        raise unsupported(config.source, name, known, remark)
+    return family
+
+
+def _activation(config: Fields, family: Family) -> str:
+    if family.gemma:
+        name = config.text("hidden_activation", "gelu_pytorch_tanh")
+    else:
+        name = config.text("hidden_act", "silu")
+    if name not in ACTIVATIONS:
+        raise UnsupportedModel(
+            f"{config.source} asks for the activation {name!r}; quire has {', '.join(sorted(ACTIVATIONS))}."
+        )
+    return ACTIVATIONS[name]
+
+
+def _final_softcap(config: Fields, family: Family) -> float:
+    if not family.gemma:
+        return 0.0
+    return _softcap(config, "final_logit_softcapping", 30.0 if family.name == "gemma2" else 0.0)
+
+
+def _softcap(config: Fields, key: str, default: float) -> float:
+    """An explicit null switches a softcap off; only an absent key means the default."""
+    return config.number(key, default if not config.mentions(key) else 0.0)
+
+
+def _windows(config: Fields, family: Family, num_layers: int) -> tuple[int, ...]:
+    if family.windows is WindowRule.NONE:
+        return ()
+    default = 0 if config.mentions("sliding_window") else family.default_window
+    window = config.integer("sliding_window", default, low=0)
+    if family.windows is WindowRule.UPPER_LAYERS and not config.flag("use_sliding_window", False):
+        window = 0
+    if window == 0:
+        return ()
+    windows = tuple(window if slides else 0 for slides in _sliding_layers(config, family, num_layers))
+    return windows if any(windows) else ()
+
+
+def _sliding_layers(config: Fields, family: Family, num_layers: int) -> list[bool]:
+    if family.windows is WindowRule.EVERY_LAYER:
+        return [True] * num_layers
+    if config.has("layer_types"):
+        return _layer_types(config, num_layers)
+    if family.windows is WindowRule.UPPER_LAYERS:
+        first = config.integer("max_window_layers", QWEN_MAX_WINDOW_LAYERS, low=0)
+        return [layer >= first for layer in range(num_layers)]
+    period = family.window_period
+    if family.local_rope:  # only Gemma 3 lets its config choose the period
+        period = config.integer("sliding_window_pattern", period)
+    return [(layer + 1) % period != 0 for layer in range(num_layers)]
+
+
+def _layer_types(config: Fields, num_layers: int) -> list[bool]:
+    types = config.texts("layer_types")
+    unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
+    among = f", among them {', '.join(unknown)}" if unknown else ""
+    if unknown or len(types) != num_layers:
+        raise UnsupportedModel(
+            f"layer_types in {config.source} must name {num_layers} layers, each full_attention or "
+            f"sliding_attention; it names {len(types)}{among}."
+        )
+    return [kind == "sliding_attention" for kind in types]

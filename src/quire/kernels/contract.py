@@ -1,0 +1,86 @@
+"""What a set of kernels must offer, and the shape of one step. Knows nothing of models, requests or devices.
+
+The KV store is one tensor [blocks, layers, 2, block_size, kv_heads, dim]: a block is one contiguous run
+across layers. Kernels get the strided view of one layer, `store[:, layer]`.
+Slot = block * block_size + offset.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """One step: the tokens of its sequences end to end, no padding. A decode is a sequence of one query."""
+
+    positions: Tensor  # [tokens] int64
+    slots: Tensor  # [tokens] int64: where each token's key and value are written
+    tables: Tensor  # [sequences, width] int32: block tables; only the blocks that hold keys are read
+    query_starts: (
+        Tensor  # [sequences + 1] int32: sequence s has tokens query_starts[s] to query_starts[s + 1]
+    )
+    context_lengths: Tensor  # [sequences] int32: keys the last query of the sequence sees, itself included
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRule:
+    """How a layer scores its keys."""
+
+    scale: float
+    window: int = (
+        0  # a key is seen if query position - key position < window; 0 means every key before the query
+    )
+    softcap: float = 0.0  # scores become softcap * tanh(score / softcap); 0 means unchanged
+
+
+class Rotation(NamedTuple):
+    """The turn of each token's position, over the full rotary width: x * cos + swap_halves(x) * sin."""
+
+    cos: Tensor  # [tokens, 1, rotary_dim] in the model's dtype
+    sin: Tensor  # [tokens, 1, rotary_dim] in the model's dtype; the first half is negated
+
+
+class StepAttention(Protocol):
+    """Attention for one step, prepared once and used by every layer."""
+
+    def write(self, key_value: Tensor, kv_layer: Tensor) -> None:
+        """Store new keys and values.
+
+        key_value: [tokens, 2, kv_heads, dim]; kv_layer: [blocks, 2, block_size, kv_heads, dim], strided.
+        """
+
+    def attend(self, query: Tensor, kv_layer: Tensor, rule: AttentionRule) -> Tensor:
+        """Each query over the keys of its own sequence, at or before its own position.
+
+        query: [tokens, heads, dim]; kv_layer: [blocks, 2, block_size, kv_heads, dim], strided.
+        Returns [tokens, heads * dim], as query. Query head h reads key head h // (heads / kv_heads).
+        """
+
+
+class Kernels(Protocol):
+    """One set of operations. Sums and roots are taken in float32, whatever the dtype of the tensors."""
+
+    name: str
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """Once, at load: the weight [out, in] in the form `linear` likes best (opaque to everyone else)."""
+
+    def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+        """x: [tokens, in]; packed: [out, in], packed; bias: [out]. Returns [tokens, out]."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        """x: [..., width]; weight: float32, [width] or broadcastable to x. Returns [..., width], as x."""
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        """residual += x in place, then its norm. x, residual: [tokens, width]; weight: [width] float32."""
+
+    def rotate(self, x: Tensor, rotation: Rotation) -> None:
+        """Turn the first rotary_dim of each head in place. x: [tokens, heads, dim], strided."""
+
+    def gate(self, gate_up: Tensor, activation: str) -> Tensor:
+        """activation(gate) * up ("silu" or "gelu_tanh"). gate_up: [tokens, 2 * ffn]. [tokens, ffn]."""
+
+    def plan(self, ragged: Ragged, block_size: int) -> StepAttention:
+        """Prepare the attention of one step."""

@@ -1,0 +1,200 @@
+"""The fast CPU path, bfloat16 and float32: few torch calls a layer, packed weights, and no padding anywhere.
+
+Knows nothing of models. Single queries go through `row_attention` where numba is installed.
+"""
+
+import math
+from importlib import import_module
+from itertools import pairwise
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.kernels.contract import AttentionRule, Ragged, Rotation
+
+_WORDS = {torch.bfloat16: torch.uint16, torch.float32: torch.uint32}
+
+
+class CpuKernels:
+    """Torch operations, oneDNN weights in bfloat16, and a compiled attention for single queries."""
+
+    name = "cpu"
+
+    def __init__(self, use_numba: bool = True) -> None:
+        self._compiled = _compiled_rows() if use_numba else None
+
+    @property
+    def compiled(self) -> bool:
+        """Whether single queries have their compiled attention."""
+        return self._compiled is not None
+
+    def pack(self, weight: Tensor) -> Tensor:
+        # In oneDNN's own layout bfloat16 runs 1.2 to 1.6 times as fast (docs/log.md); float32 gains nothing.
+        if weight.dtype is torch.bfloat16 and torch._C._has_mkldnn:
+            packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+            return packed
+        return weight
+
+    def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+        if packed.is_mkldnn:
+            product: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+            return product
+        return F.linear(x, packed, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        if weight.dim() == 1:
+            return F.rms_norm(x.float(), weight.shape, weight, epsilon).to(x.dtype)
+        return (F.rms_norm(x.float(), x.shape[-1:], None, epsilon) * weight).to(x.dtype)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        residual += x
+        return self.rms_norm(residual, weight, epsilon)
+
+    def rotate(self, x: Tensor, rotation: Rotation) -> None:
+        width = rotation.cos.shape[-1]
+        turning = x[..., :width]
+        swapped = turning.roll(width // 2, dims=-1)
+        torch.addcmul(turning * rotation.cos, swapped, rotation.sin, out=turning)
+
+    def gate(self, gate_up: Tensor, activation: str) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        if activation == "silu":
+            return F.silu(gate).mul_(up)
+        assert activation == "gelu_tanh", activation
+        return F.gelu(gate, approximate="tanh").mul_(up)
+
+    def plan(self, ragged: Ragged, block_size: int) -> "CpuAttention":
+        return CpuAttention(ragged, block_size, self._compiled)
+
+
+class _Chunk(NamedTuple):
+    """A sequence computed by itself: its tokens in the step, its blocks, and the keys its last query sees."""
+
+    tokens: slice
+    blocks: Tensor  # [blocks] int32
+    num_keys: int
+
+    @property
+    def num_queries(self) -> int:
+        return int(self.tokens.stop - self.tokens.start)
+
+
+class CpuAttention:
+    """One step: single queries together, longer chunks one by one."""
+
+    def __init__(self, ragged: Ragged, block_size: int, compiled: ModuleType | None) -> None:
+        self._compiled = compiled
+        self._block_size = block_size
+        self._blocks = ragged.slots // block_size
+        self._offsets = ragged.slots % block_size
+        starts = ragged.query_starts.tolist()
+        lengths = ragged.context_lengths.tolist()
+        single = [compiled is not None and end - start == 1 for start, end in pairwise(starts)]
+        singles = [s for s, alone in enumerate(single) if alone]
+        self._chunks = [
+            _Chunk(slice(starts[s], starts[s + 1]), ragged.tables[s], length)
+            for s, length in enumerate(lengths)
+            if not single[s]
+        ]
+        self._row_tokens = ragged.query_starts[singles].long()
+        self._row_tables = ragged.tables[singles].numpy()
+        self._row_lengths = ragged.context_lengths[singles].numpy()
+        self._masks: dict[tuple[int, int], Tensor] = {}
+        if compiled is not None:
+            compiled.use_threads(torch.get_num_threads())
+
+    def write(self, key_value: Tensor, kv_layer: Tensor) -> None:
+        kv_layer.transpose(1, 2).index_put_((self._blocks, self._offsets), key_value)
+
+    def attend(self, query: Tensor, kv_layer: Tensor, rule: AttentionRule) -> Tensor:
+        if not self._chunks:
+            return self._attend_rows(query, kv_layer, rule).flatten(1)
+        output = torch.empty_like(query, memory_format=torch.contiguous_format)
+        if len(self._row_tokens):
+            output[self._row_tokens] = self._attend_rows(query[self._row_tokens], kv_layer, rule)
+        for index, chunk in enumerate(self._chunks):
+            output[chunk.tokens] = self._attend_chunk(index, query[chunk.tokens], kv_layer, rule)
+        return output.flatten(1)
+
+    def _attend_rows(self, query: Tensor, kv_layer: Tensor, rule: AttentionRule) -> Tensor:
+        """query: [rows, heads, dim], in the order of the tables. Returns the same shape."""
+        wide = query.float() * rule.scale
+        output = torch.empty_like(wide)
+        assert self._compiled is not None
+        self._compiled.attend_rows(
+            wide.numpy(),
+            _words(kv_layer).numpy(),
+            torch.tensor(kv_layer.stride()).numpy(),
+            self._block_size,
+            kv_layer.shape[3],
+            self._row_tables,
+            self._row_lengths,
+            rule.window,
+            rule.softcap,
+            output.numpy(),
+        )
+        return output.to(query.dtype)
+
+    def _attend_chunk(self, index: int, query: Tensor, kv_layer: Tensor, rule: AttentionRule) -> Tensor:
+        """query: [queries, heads, dim] of one chunk. Returns the same shape."""
+        chunk = self._chunks[index]
+        first = max(0, chunk.num_keys - chunk.num_queries - rule.window + 1) if rule.window else 0
+        first_block, last_block = first // self._block_size, (chunk.num_keys - 1) // self._block_size
+        blocks = kv_layer.index_select(0, chunk.blocks[first_block : last_block + 1])
+        base = first_block * self._block_size
+        seen = blocks.transpose(0, 1).flatten(1, 2)[:, first - base : chunk.num_keys - base]
+        keys, values = seen.transpose(1, 2)  # [kv_heads, keys, dim] each
+        mask = self._mask(index, first, rule.window, query.dtype)
+        return _attend_dense(query.transpose(0, 1), keys, values, mask, rule).transpose(0, 1)
+
+    def _mask(self, index: int, first: int, window: int, dtype: torch.dtype) -> Tensor | None:
+        """[queries, keys], 0 where the key is seen, made once a step for all layers of one window."""
+        chunk = self._chunks[index]
+        if chunk.num_queries == 1:
+            return None
+        if (index, window) not in self._masks:
+            queries = torch.arange(chunk.num_keys - chunk.num_queries, chunk.num_keys)[:, None]
+            distance = queries - torch.arange(first, chunk.num_keys)[None, :]
+            hidden = distance < 0
+            if window:
+                hidden |= distance >= window
+            nothing = torch.zeros(hidden.shape, dtype=dtype)
+            self._masks[index, window] = nothing.masked_fill_(hidden, -math.inf)
+        return self._masks[index, window]
+
+
+def _attend_dense(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, rule: AttentionRule
+) -> Tensor:
+    """query: [heads, queries, dim]; keys, values: [kv_heads, keys, dim]; mask: [queries, keys]. As query."""
+    if not rule.softcap:
+        return F.scaled_dot_product_attention(
+            query[None], keys[None], values[None], attn_mask=mask, scale=rule.scale, enable_gqa=True
+        )[0]
+    group = query.shape[0] // keys.shape[0]
+    grouped = query.float().view(-1, group, *query.shape[1:])  # [kv_heads, group, queries, dim]
+    scores = (grouped @ keys.float().transpose(1, 2)[:, None]) * (rule.scale / rule.softcap)
+    scores.tanh_().mul_(rule.softcap)
+    if mask is not None:
+        scores += mask
+    attended: Tensor = scores.softmax(dim=-1) @ values.float()[:, None]
+    return attended.flatten(0, 1).to(query.dtype)
+
+
+def _compiled_rows() -> ModuleType | None:
+    """`row_attention`, where numba is installed and has a place to cache what it compiles."""
+    try:
+        return import_module("quire.kernels.row_attention")
+    except (ImportError, RuntimeError):
+        return None
+
+
+def _words(kv_layer: Tensor) -> Tensor:
+    """The layer's memory from its first number to its last as flat integers, other layers in between."""
+    assert kv_layer.stride(-1) == 1, kv_layer.stride()
+    dimensions = zip(kv_layer.shape, kv_layer.stride(), strict=True)
+    extent = 1 + sum((size - 1) * stride for size, stride in dimensions)
+    return kv_layer.as_strided((extent,), (1,)).view(_WORDS[kv_layer.dtype])

@@ -1,0 +1,90 @@
+"""The plain slow truth: every kernel as its definition reads, in float32. Others are tested against it."""
+
+import torch
+from torch import Tensor
+
+from quire.kernels.contract import AttentionRule, Ragged, Rotation
+
+
+class ReferenceKernels:
+    """Loops and definitions; nothing is fused, cached or skipped."""
+
+    name = "reference"
+
+    def pack(self, weight: Tensor) -> Tensor:
+        return weight
+
+    def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+        product = x.float() @ packed.float().T
+        return (product if bias is None else product + bias.float()).to(x.dtype)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        wide = x.float()
+        mean_square = (wide * wide).mean(dim=-1, keepdim=True)
+        return (wide / torch.sqrt(mean_square + epsilon) * weight).to(x.dtype)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        residual.copy_(residual + x)
+        return self.rms_norm(residual, weight, epsilon)
+
+    def rotate(self, x: Tensor, rotation: Rotation) -> None:
+        width = rotation.cos.shape[-1]
+        turning = x[..., :width].float()
+        left, right = turning.chunk(2, dim=-1)
+        swapped = torch.cat([right, left], dim=-1)
+        turned = turning * rotation.cos.float() + swapped * rotation.sin.float()
+        x[..., :width] = turned.to(x.dtype)
+
+    def gate(self, gate_up: Tensor, activation: str) -> Tensor:
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        if activation == "silu":
+            activated = gate * torch.sigmoid(gate)
+        else:
+            assert activation == "gelu_tanh", activation
+            inner = (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+            activated = 0.5 * gate * (1 + torch.tanh(inner))
+        return (activated * up).to(gate_up.dtype)
+
+    def plan(self, ragged: Ragged, block_size: int) -> "ReferenceAttention":
+        return ReferenceAttention(ragged, block_size)
+
+
+class ReferenceAttention:
+    """One sequence after the other, one query after the other."""
+
+    def __init__(self, ragged: Ragged, block_size: int) -> None:
+        self._ragged = ragged
+        self._block_size = block_size
+
+    def write(self, key_value: Tensor, kv_layer: Tensor) -> None:
+        for token, slot in enumerate(self._ragged.slots.tolist()):
+            kv_layer[slot // self._block_size, :, slot % self._block_size] = key_value[token]
+
+    def attend(self, query: Tensor, kv_layer: Tensor, rule: AttentionRule) -> Tensor:
+        output = torch.empty_like(query)
+        starts = self._ragged.query_starts.tolist()
+        for sequence, length in enumerate(self._ragged.context_lengths.tolist()):
+            tokens = range(starts[sequence], starts[sequence + 1])
+            for token in tokens:
+                position = length - (tokens.stop - token)  # the last query sees `length` keys
+                first = max(0, position - rule.window + 1) if rule.window else 0
+                keys = self._read(kv_layer, sequence, range(first, position + 1))
+                output[token] = _attend_one(query[token], keys, rule)
+        return output.flatten(1)
+
+    def _read(self, kv_layer: Tensor, sequence: int, positions: range) -> Tensor:
+        """The keys and values at these positions, through the block table: [keys, 2, kv_heads, dim]."""
+        table = self._ragged.tables[sequence].tolist()
+        size = self._block_size
+        return torch.stack([kv_layer[table[p // size], :, p % size] for p in positions]).float()
+
+
+def _attend_one(query: Tensor, key_value: Tensor, rule: AttentionRule) -> Tensor:
+    """query: [heads, dim]; key_value: [keys, 2, kv_heads, dim]. Returns [heads, dim]."""
+    group = query.shape[0] // key_value.shape[2]
+    keys, values = key_value.repeat_interleave(group, dim=2).unbind(dim=1)  # [keys, heads, dim]
+    scores = (query.float() * keys).sum(dim=-1) * rule.scale  # [keys, heads]
+    if rule.softcap:
+        scores = rule.softcap * torch.tanh(scores / rule.softcap)
+    weights = torch.softmax(scores, dim=0)
+    return (weights[:, :, None] * values).sum(dim=0).to(query.dtype)

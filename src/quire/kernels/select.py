@@ -1,0 +1,26 @@
+"""Chooses the kernels for a device, and says why. The only place that knows which sets exist."""
+
+from typing import NamedTuple
+
+from quire.core.errors import ConfigError
+from quire.kernels.contract import Kernels
+from quire.kernels.cpu import CpuKernels
+from quire.kernels.reference import ReferenceKernels
+
+
+class Choice(NamedTuple):
+    """A set of kernels, and the reason a person may read."""
+
+    kernels: Kernels
+    reason: str
+
+
+def select_kernels(name: str) -> Choice:
+    """By device ("cpu") or, for tests, by name ("reference")."""
+    if name == "cpu":
+        kernels = CpuKernels()
+        rows = "compiled by numba" if kernels.compiled else "by torch (install numba for a faster one)"
+        return Choice(kernels, f"the device is the CPU: packed bfloat16 weights, decode attention {rows}")
+    if name == "reference":
+        return Choice(ReferenceKernels(), "asked for by name: slow, and right by reading")
+    raise ConfigError(f'There are no kernels for "{name}": choose "cpu".', param="device")

@@ -1,0 +1,20 @@
+"""A weight matrix as the kernels like it, with its bias."""
+
+from torch import Tensor
+
+from quire.kernels.contract import Kernels
+
+
+class Linear:
+    """x @ weight.T + bias. Keeps the packed weight alone, so that the caller may let go of the plain one."""
+
+    __slots__ = ("_bias", "_kernels", "_packed")
+
+    def __init__(self, kernels: Kernels, weight: Tensor, bias: Tensor | None = None) -> None:
+        self._kernels = kernels
+        self._packed = kernels.pack(weight)
+        self._bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [tokens, in]. Returns [tokens, out]."""
+        return self._kernels.linear(x, self._packed, self._bias)

@@ -1,0 +1,22 @@
+"""The feed-forward half of a layer: widen, gate, narrow."""
+
+from torch import Tensor
+
+from quire.kernels.contract import Kernels
+from quire.layers.linear import Linear
+
+
+class GatedMlp:
+    """down(activation(gate(x)) * up(x)), with gate and up in one matrix."""
+
+    __slots__ = ("_activation", "_down", "_gate_up", "_kernels")
+
+    def __init__(self, kernels: Kernels, gate_up: Linear, down: Linear, activation: str) -> None:
+        self._kernels = kernels
+        self._gate_up = gate_up
+        self._down = down
+        self._activation = activation
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [tokens, hidden]. Returns [tokens, hidden]."""
+        return self._down(self._kernels.gate(self._gate_up(x), self._activation))

@@ -1,0 +1,108 @@
+"""Rotary embedding: the frequencies of every scaling, and the table of turns. Knows no model and no token.
+
+Each scaling follows transformers' `modeling_rope_utils.py`, constant by constant and in float32.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.core.model import RopeKind, RopeSpec
+from quire.kernels.contract import Rotation
+
+
+class Frequencies(NamedTuple):
+    """Radians per position, [rotary_dim / 2] float32, and the factor on every cos and sin."""
+
+    inverse: Tensor
+    attention_factor: float
+
+
+class RopeTable:
+    """cos and sin of every position up to a length. Where scaling depends on length, that length decides."""
+
+    __slots__ = ("_cos", "_sin")
+
+    def __init__(self, spec: RopeSpec, max_length: int, dtype: torch.dtype, device: torch.device) -> None:
+        frequencies = rope_frequencies(spec, max_length)
+        angles = torch.outer(torch.arange(max_length, dtype=torch.float32), frequencies.inverse)
+        cos, sin = angles.cos() * frequencies.attention_factor, angles.sin() * frequencies.attention_factor
+        self._cos = torch.cat([cos, cos], dim=-1)[:, None].to(device, dtype)  # [positions, 1, rotary_dim]
+        self._sin = torch.cat([-sin, sin], dim=-1)[:, None].to(device, dtype)
+
+    def at(self, positions: Tensor) -> Rotation:
+        """positions: [tokens] int64."""
+        return Rotation(self._cos.index_select(0, positions), self._sin.index_select(0, positions))
+
+
+def rope_frequencies(spec: RopeSpec, max_length: int) -> Frequencies:
+    """The frequencies for sequences of up to `max_length` tokens."""
+    plain = 1.0 / _wavelengths(spec)
+    match spec.kind:
+        case RopeKind.PLAIN:
+            return Frequencies(plain, 1.0)
+        case RopeKind.LINEAR:
+            return Frequencies(plain / spec.factor, 1.0)
+        case RopeKind.FACTORS:
+            return Frequencies(plain / torch.tensor(spec.short_factors, dtype=torch.float32), 1.0)
+        case RopeKind.LLAMA3:
+            return Frequencies(_llama3(spec, plain), 1.0)
+        case RopeKind.YARN:
+            return Frequencies(_yarn(spec, plain), _yarn_attention_factor(spec))
+        case RopeKind.LONGROPE:
+            long = max_length > spec.original_max_positions
+            factors = torch.tensor(spec.long_factors if long else spec.short_factors, dtype=torch.float32)
+            return Frequencies(1.0 / (factors * _wavelengths(spec)), _longrope_attention_factor(spec))
+
+
+def _wavelengths(spec: RopeSpec) -> Tensor:
+    exponents = torch.arange(0, spec.rotary_dim, 2, dtype=torch.int64).float() / spec.rotary_dim
+    return spec.theta**exponents
+
+
+def _llama3(spec: RopeSpec, plain: Tensor) -> Tensor:
+    """Slow turns are stretched, fast ones kept, those in between blended."""
+    turns = spec.original_max_positions / (2 * math.pi / plain)  # full turns within the original length
+    share = (turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
+    share = share.clamp(0, 1)
+    return (1 - share) * plain / spec.factor + share * plain
+
+
+def _yarn(spec: RopeSpec, plain: Tensor) -> Tensor:
+    """Like llama3's, but blended linearly over dimensions and not over turns."""
+    low, high = _yarn_dimension(spec, spec.beta_fast), _yarn_dimension(spec, spec.beta_slow)
+    if spec.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, spec.rotary_dim - 1)
+    if low == high:
+        high += 0.001  # as transformers does, against a division by zero
+    ramp = ((torch.arange(spec.rotary_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return plain / spec.factor * ramp + plain * (1 - ramp)
+
+
+def _yarn_dimension(spec: RopeSpec, turns: float) -> float:
+    """The dimension that makes so many full turns within the original length."""
+    wavelength = spec.original_max_positions / (turns * 2 * math.pi)
+    return spec.rotary_dim * math.log(wavelength) / (2 * math.log(spec.theta))
+
+
+def _yarn_attention_factor(spec: RopeSpec) -> float:
+    if spec.attention_factor is not None:
+        return spec.attention_factor
+    if spec.mscale and spec.mscale_all_dim:
+        return _mscale(spec.factor, spec.mscale) / _mscale(spec.factor, spec.mscale_all_dim)
+    return _mscale(spec.factor, 1.0)
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _longrope_attention_factor(spec: RopeSpec) -> float:
+    if spec.attention_factor is not None:
+        return spec.attention_factor
+    if spec.factor <= 1.0:
+        return 1.0
+    return math.sqrt(1 + math.log(spec.factor) / math.log(spec.original_max_positions))

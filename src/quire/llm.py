@@ -1,0 +1,249 @@
+"""The offline API: a model in this process, prompts in, texts out."""
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import cast
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from quire.config import EngineConfig
+from quire.core.errors import InvalidParameter, InvalidPrompt
+from quire.core.sampling import SamplingParams
+from quire.engine.build import Built, Watch, build
+from quire.engine.front import Front, NoTokenizerError, Prompt, Ticket
+from quire.engine.outputs import Delta, RequestOutput
+from quire.text.chat import render
+from quire.text.tokenizer import Tokenizer
+
+Message = Mapping[str, object]
+Conversation = Sequence[Message]
+
+
+class LLM:
+    """A loaded model. `LLM()` is the default one, `LLM("path, short name or hub id")` any other."""
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        revision: str | None = None,
+        token: str | None = None,
+        load_format: str = "auto",
+        device: str = "auto",
+        dtype: str = "auto",
+        max_model_len: int | None = None,
+        block_size: int = 16,
+        kv_cache_memory: int | None = None,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        run_ahead: int | None = None,
+        seed: int = 0,
+        threads: int | None = None,
+        watch: Watch | None = None,
+    ) -> None:
+        config = EngineConfig(
+            model=model,
+            revision=revision,
+            token=token,
+            load_format=load_format,
+            device=device,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            block_size=block_size,
+            kv_cache_memory=kv_cache_memory,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            run_ahead=run_ahead,
+            seed=seed,
+            threads=threads,
+        )
+        self.built: Built = build(config, watch)
+
+    @classmethod
+    def over(cls, built: Built) -> "LLM":
+        """The same over an engine that was built elsewhere."""
+        llm = cls.__new__(cls)
+        llm.built = built
+        return llm
+
+    @property
+    def front(self) -> Front:
+        return self.built.front
+
+    def get_tokenizer(self) -> Tokenizer:
+        tokenizer = self.built.tokenizer
+        if tokenizer is None:
+            raise NoTokenizerError("Dummy weights come without a tokenizer.")
+        return tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's makers recommend, where they say something; else the library's defaults."""
+        defaults = self.built.checkpoint.defaults
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        said = {name: getattr(defaults, name) for name in names if getattr(defaults, name) is not None}
+        return SamplingParams(**said)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Complete one or many prompts, each a text, a list of token ids or {"prompt_token_ids": ids}.
+
+        One `SamplingParams` serves all prompts, or there is one for each. If any is refused, none is run.
+        """
+        many = _prompts(prompts)
+        tickets = self._submit(many, self._params_for(many, sampling_params), streaming=False)
+        return self._finish(tickets, progress)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or many, through the model's chat template."""
+        prompts = [
+            self.chat_prompt(
+                conversation,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                chat_template=chat_template,
+            )
+            for conversation in _conversations(messages)
+        ]
+        return self.generate(prompts, sampling_params, progress=progress)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
+        """Complete one prompt, piece by piece. Leaving the loop early aborts the request."""
+        ticket = self.front.submit(
+            prompt, sampling_params or self.get_default_sampling_params(), streaming=True
+        )
+        return self._deltas(ticket)
+
+    def stream_chat(
+        self,
+        messages: Conversation,
+        sampling_params: SamplingParams | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+    ) -> Iterator[Delta]:
+        """Answer one conversation, piece by piece."""
+        prompt = self.chat_prompt(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template=chat_template,
+        )
+        return self.stream(prompt, sampling_params)
+
+    def chat_prompt(
+        self,
+        messages: Conversation,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+    ) -> Mapping[str, object]:
+        """A conversation as the prompt that `generate` takes."""
+        tokenizer = self.get_tokenizer()
+        text = render(
+            chat_template or tokenizer.chat_template,
+            messages,
+            add_generation_prompt=add_generation_prompt and not continue_final_message,
+            continue_final_message=continue_final_message,
+            named_tokens=tokenizer.named_tokens,
+        )
+        return {"prompt_token_ids": tokenizer.encode_chat(text)}
+
+    def _params_for(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> Sequence[SamplingParams]:
+        if params is None:
+            params = self.get_default_sampling_params()
+        if isinstance(params, SamplingParams):
+            return [params] * len(prompts)
+        if len(params) != len(prompts):
+            raise InvalidParameter(
+                f"There are {len(prompts)} prompts and {len(params)} sampling_params; give one, or one for each.",
+                param="sampling_params",
+            )
+        return params
+
+    def _submit(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, streaming: bool
+    ) -> list[Ticket]:
+        tickets: list[Ticket] = []
+        try:
+            for prompt, wanted in zip(prompts, params, strict=True):
+                tickets.append(self.front.submit(prompt, wanted, streaming=streaming))
+        except BaseException:
+            self._abort(tickets)
+            raise
+        return tickets
+
+    def _finish(self, tickets: list[Ticket], progress: bool | None) -> list[RequestOutput]:
+        show = progress if progress is not None else sys.stderr.isatty() and len(tickets) > 1
+        bar = Progress(
+            TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[speed]}"),
+            disable=not show,
+        )  # fmt: skip
+        try:
+            with bar:
+                self._run_with_bar(tickets, bar)
+        except BaseException:
+            self._abort(tickets)
+            raise
+        return [ticket.output() for ticket in tickets]
+
+    def _run_with_bar(self, tickets: list[Ticket], bar: Progress) -> None:
+        task = bar.add_task("generating", total=len(tickets), speed="")
+        pending = {ticket.request_id: ticket for ticket in tickets}
+        num_tokens = 0
+        while pending:
+            for delta in self.front.turn():
+                num_tokens += len(delta.token_ids)
+                ticket = pending.get(delta.request_id)
+                if ticket is not None and ticket.finished:
+                    del pending[delta.request_id]
+                    elapsed = bar.tasks[0].elapsed or 0.0
+                    bar.update(task, advance=1, speed=f"{num_tokens / max(elapsed, 1e-3):,.0f} tok/s")
+
+    def _deltas(self, ticket: Ticket) -> Iterator[Delta]:
+        try:
+            while not ticket.finished:
+                for delta in self.front.turn():
+                    if delta.request_id == ticket.request_id:
+                        yield delta
+        finally:
+            self._abort([ticket])
+
+    def _abort(self, tickets: list[Ticket]) -> None:
+        for ticket in tickets:
+            if not ticket.finished:
+                self.front.abort(ticket)
+
+
+def _prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """Many prompts from one or many; a flat list of ids is one prompt."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise InvalidPrompt(f"A prompt is a text or token ids, not {type(prompts).__name__}.", param="prompt")
+    if prompts and isinstance(prompts[0], int):
+        return [cast(Sequence[int], prompts)]
+    return cast(Sequence[Prompt], prompts)
+
+
+def _conversations(messages: Conversation | Sequence[Conversation]) -> Sequence[Conversation]:
+    if messages and isinstance(messages[0], Mapping):
+        return [cast(Conversation, messages)]
+    return cast(Sequence[Conversation], messages)

@@ -1,0 +1,112 @@
+"""The one decoder body. Families are values of `ModelSpec`; nothing here asks for a family's name."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.core.model import ModelSpec
+from quire.kernels.contract import AttentionRule, Kernels, Ragged
+from quire.layers.attention import Attention, HeadNorm, Heads
+from quire.layers.linear import Linear
+from quire.layers.mlp import GatedMlp
+from quire.layers.rope import RopeTable
+from quire.models.model import KvGeometry
+from quire.models.parameters import DecoderWeights, LayerWeights
+
+
+class _Layer:
+    """Attention and feed-forward, with their norms and the rope this layer turns by."""
+
+    __slots__ = (
+        "attention",
+        "attention_norm",
+        "attention_post_norm",
+        "mlp",
+        "mlp_norm",
+        "mlp_post_norm",
+        "rope",
+    )
+
+    def __init__(self, spec: ModelSpec, index: int, weights: LayerWeights, kernels: Kernels) -> None:
+        heads = Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        self.attention = Attention(
+            kernels,
+            heads,
+            AttentionRule(spec.scale, spec.window(index), spec.attention_softcap),
+            Linear(kernels, weights.qkv, weights.qkv_bias),
+            Linear(kernels, weights.output, weights.output_bias),
+            _head_norm(heads, weights, spec.norm_eps),
+        )
+        self.mlp = GatedMlp(
+            kernels,
+            Linear(kernels, weights.gate_up, weights.gate_up_bias),
+            Linear(kernels, weights.down, weights.down_bias),
+            spec.activation,
+        )
+        self.attention_norm = weights.attention_norm
+        self.attention_post_norm = weights.attention_post_norm
+        self.mlp_norm = weights.mlp_norm
+        self.mlp_post_norm = weights.mlp_post_norm
+        self.rope = spec.layer_rope(index)
+
+
+class Decoder:
+    """A decoder-only transformer over a paged KV store, for sequences of up to `max_length` tokens."""
+
+    def __init__(self, spec: ModelSpec, weights: DecoderWeights, kernels: Kernels, max_length: int) -> None:
+        self._spec = spec
+        self._kernels = kernels
+        self._embedding = weights.embedding
+        self._head = Linear(kernels, weights.head)
+        self._layers = [_Layer(spec, index, layer, kernels) for index, layer in enumerate(weights.layers)]
+        self._final_norm = weights.final_norm
+        dtype, device = weights.embedding.dtype, weights.embedding.device
+        self._ropes = {layer.rope: RopeTable(layer.rope, max_length, dtype, device) for layer in self._layers}
+        # Rounded to the model's dtype first, as these models were trained.
+        self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
+
+    @property
+    def vocab_size(self) -> int:
+        return self._spec.vocab_size
+
+    @property
+    def kv_geometry(self) -> KvGeometry:
+        spec = self._spec
+        return KvGeometry(spec.num_layers, spec.num_kv_heads, spec.head_dim, self._embedding.dtype)
+
+    @torch.inference_mode()
+    def forward(self, tokens: Tensor, ragged: Ragged, kv: Tensor) -> Tensor:
+        """tokens: [tokens] int64; kv: the store, see `kernels.contract`. Returns [tokens, hidden], normed."""
+        step = self._kernels.plan(ragged, block_size=kv.shape[3])
+        rotations = {rope: table.at(ragged.positions) for rope, table in self._ropes.items()}
+        residual = F.embedding(tokens, self._embedding)
+        if self._embedding_scale != 1.0:
+            residual *= self._embedding_scale
+        normed = self._kernels.rms_norm(residual, self._layers[0].attention_norm, self._spec.norm_eps)
+        next_norms = [layer.attention_norm for layer in self._layers[1:]] + [self._final_norm]
+        for index, (layer, next_norm) in enumerate(zip(self._layers, next_norms, strict=True)):
+            attended = layer.attention(normed, rotations[layer.rope], step, kv[:, index])
+            normed = self._add(attended, residual, layer.attention_post_norm, layer.mlp_norm)
+            normed = self._add(layer.mlp(normed), residual, layer.mlp_post_norm, next_norm)
+        return normed
+
+    def _add(self, x: Tensor, residual: Tensor, post_norm: Tensor | None, next_norm: Tensor) -> Tensor:
+        """Close one half of a layer: its own norm if it has one, the residual, the norm of what follows."""
+        if post_norm is not None:
+            x = self._kernels.rms_norm(x, post_norm, self._spec.norm_eps)
+        return self._kernels.add_rms_norm(x, residual, next_norm, self._spec.norm_eps)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [rows, hidden], normed. Returns [rows, vocab] float32."""
+        logits = self._head(hidden).float()
+        cap = self._spec.final_softcap
+        return logits.div_(cap).tanh_().mul_(cap) if cap else logits
+
+
+def _head_norm(heads: Heads, weights: LayerWeights, epsilon: float) -> HeadNorm | None:
+    if weights.query_norm is None or weights.key_norm is None:
+        return None
+    queries = weights.query_norm.expand(heads.queries, heads.dim)
+    keys = weights.key_norm.expand(heads.keys, heads.dim)
+    return HeadNorm(torch.cat([queries, keys]), epsilon)

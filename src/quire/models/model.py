@@ -1,0 +1,40 @@
+"""What a runner needs of a model: the real decoder and the integer oracle answer alike."""
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from quire.kernels.contract import Ragged
+
+
+class KvGeometry(NamedTuple):
+    """What one token stores, and in which type."""
+
+    num_layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    def store_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        return (num_blocks, self.num_layers, 2, block_size, self.kv_heads, self.head_dim)
+
+    def block_bytes(self, block_size: int) -> int:
+        return 2 * self.num_layers * block_size * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+
+class Model(Protocol):
+    """Tokens in, hidden states out; logits only for the rows that ask."""
+
+    @property
+    def vocab_size(self) -> int:
+        """The width of the logits."""
+
+    @property
+    def kv_geometry(self) -> KvGeometry: ...
+
+    def forward(self, tokens: Tensor, ragged: Ragged, kv: Tensor) -> Tensor:
+        """tokens: [tokens] int64; kv: the store, which takes the new keys and values. [tokens, hidden]."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [rows, hidden], some rows of what `forward` gave. Returns [rows, vocab] float32."""

@@ -1,0 +1,57 @@
+"""The integer model of `core.oracle` behind the real runner: it judges slots and tables without float noise.
+
+A token's key slot holds the token, its value slot the position. The next token is a sum over what is read
+back through the block table, and over nothing else: a misrouted or early-freed slot changes it at once.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.core.oracle import mix
+from quire.kernels.contract import Ragged
+from quire.models.model import KvGeometry
+
+
+class OracleModel:
+    """next = Σ mix(token_i, i) mod V."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def kv_geometry(self) -> KvGeometry:
+        return KvGeometry(num_layers=1, kv_heads=1, head_dim=1, dtype=torch.int32)
+
+    def forward(self, tokens: Tensor, ragged: Ragged, kv: Tensor) -> Tensor:
+        """tokens: [tokens] int64; kv: [blocks, 1, 2, block_size, 1, 1]. [tokens, 1]: what follows each."""
+        store = kv[:, 0, :, :, 0, 0].transpose(1, 2)  # [blocks, block_size, 2]
+        block_size = store.shape[1]
+        written = torch.stack([tokens, ragged.positions], dim=1).to(store.dtype)
+        store.index_put_((ragged.slots // block_size, ragged.slots % block_size), written)
+
+        lengths = ragged.context_lengths.long()
+        key_ends = lengths.cumsum(0)
+        sequence_of_key = torch.repeat_interleave(torch.arange(len(lengths), device=kv.device), lengths)
+        index = torch.arange(len(sequence_of_key), device=kv.device) - (key_ends - lengths)[sequence_of_key]
+        blocks = ragged.tables[sequence_of_key, index // block_size].long()
+        key, position = store[blocks, index % block_size].long().unbind(dim=1)
+        totals = F.pad(
+            mix(key, position).cumsum(0), (1, 0)
+        )  # totals[k]: the sum over the first k keys of the step
+
+        query_ends = ragged.query_starts[1:].long()
+        num_queries = ragged.query_starts.diff().long()
+        sequence_of_query = torch.repeat_interleave(torch.arange(len(lengths), device=kv.device), num_queries)
+        still_to_come = query_ends[sequence_of_query] - torch.arange(len(tokens), device=kv.device) - 1
+        last_key = key_ends[sequence_of_query] - still_to_come
+        first_key = (key_ends - lengths)[sequence_of_query]
+        return ((totals[last_key] - totals[first_key]) % self._vocab_size)[:, None]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [rows, 1] int64. Returns [rows, vocab] float32: 1 at the next token, 0 elsewhere."""
+        return F.one_hot(hidden[:, 0], self._vocab_size).float()

@@ -1,0 +1,1 @@
+"""Floor 6, metal: follows plans on a device. Never sees a queue."""

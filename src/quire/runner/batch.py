@@ -1,0 +1,92 @@
+"""Builds the flat, ragged inputs of one step: cruising rows first, one token each, then the chunks. No padding."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.core.ids import NULL_BLOCK, IntArray
+from quire.core.step import Chunk, Output, StepPlan
+from quire.kernels.contract import Ragged
+from quire.runner.rows import RowTable
+from quire.sampling.rows import RowBatch
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScoring:
+    """Part of a chunk whose tokens are to be scored: hidden states [first, first + len(targets)) predict them."""
+
+    chunk: Chunk
+    first: int
+    targets: IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """What the model reads in one step, and who gets what afterwards."""
+
+    tokens: Tensor  # [tokens] int64
+    ragged: Ragged
+    sampled_at: Tensor  # [n] int64: places in the flat batch whose logits are needed
+    sampling: RowBatch  # the n rows that get a token
+    scoring: tuple[PromptScoring, ...]
+
+
+def build_batch(table: RowTable, plan: StepPlan, cruising: IntArray) -> StepBatch:
+    """The batch of a plan that `table` has applied."""
+    device = table.device
+    chunks = plan.chunks
+    rows = np.concatenate([cruising, np.array([chunk.row for chunk in chunks], dtype=np.int32)])
+    query_lengths = np.ones(len(rows), dtype=np.int64)
+    query_lengths[len(cruising) :] = [chunk.length for chunk in chunks]
+    query_starts = np.zeros(len(rows) + 1, dtype=np.int64)
+    np.cumsum(query_lengths, out=query_starts[1:])
+    samples = np.ones(len(rows), dtype=np.bool_)
+    samples[len(cruising) :] = [Output.SAMPLE in chunk.output for chunk in chunks]
+
+    device_rows = torch.from_numpy(rows).to(device, torch.int64)
+    cruising_rows = device_rows[: len(cruising)]
+    cruising_lengths = table.lengths[cruising_rows]
+    tokens, positions, contexts = table.last_tokens[cruising_rows], cruising_lengths - 1, cruising_lengths
+    if chunks:
+        known = [table.seats[c.row].tokens[c.start : c.start + c.length] for c in chunks]
+        places = [np.arange(c.start, c.start + c.length) for c in chunks]
+        ends = torch.tensor([c.start + c.length for c in chunks], device=device)
+        tokens = torch.cat([tokens, torch.from_numpy(np.concatenate(known)).to(device, torch.int64)])
+        positions = torch.cat([positions, torch.from_numpy(np.concatenate(places)).to(device)])
+        contexts = torch.cat([contexts, ends])
+    ragged = Ragged(
+        positions=positions,
+        slots=_slots(table, np.repeat(rows, query_lengths), positions),
+        tables=table.tables[device_rows, : int(table.num_blocks[rows].max(initial=0))],
+        query_starts=torch.from_numpy(query_starts).to(device, torch.int32),
+        context_lengths=contexts.to(torch.int32),
+    )
+    sampling_rows = rows[samples]
+    sampled_at = torch.from_numpy(query_starts[1:][samples] - 1).to(device)
+    batch = RowBatch(
+        rows=device_rows if samples.all() else torch.from_numpy(sampling_rows).to(device, torch.int64),
+        host_rows=sampling_rows,
+        positions=positions[sampled_at] + 1,
+    )
+    scoring = _scoring(table, chunks, query_starts[len(cruising) :])
+    return StepBatch(tokens, ragged, sampled_at, batch, scoring)
+
+
+def _slots(table: RowTable, token_rows: IntArray, positions: Tensor) -> Tensor:
+    """Where each token's keys and values are written; ended rows write to the null block."""
+    rows = torch.from_numpy(token_rows).to(table.device, torch.int64)
+    blocks = table.tables[rows, positions // table.block_size].long()
+    blocks = torch.where(table.alive[rows], blocks, NULL_BLOCK)
+    return blocks * table.block_size + positions % table.block_size
+
+
+def _scoring(table: RowTable, chunks: tuple[Chunk, ...], starts: np.ndarray) -> tuple[PromptScoring, ...]:
+    scoring = []
+    for chunk, first in zip(chunks, starts, strict=False):
+        if Output.PROMPT_LOGPROBS in chunk.output:
+            seat = table.seats[chunk.row]
+            stop = min(chunk.start + chunk.length + 1, seat.num_prompt)
+            scoring.append(PromptScoring(chunk, int(first), seat.tokens[chunk.start + 1 : stop]))
+    return tuple(scoring)

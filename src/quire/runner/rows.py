@@ -1,0 +1,78 @@
+"""The persistent batch on the device: block tables, lengths and last tokens by row, kept up by differences.
+
+What the device alone can know (which token came, who ended) lives in tensors; what follows from plans is kept on
+the host as well, so that building a batch never waits for the device.
+"""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.core.ids import IntArray, Row
+from quire.core.step import Grant, Output, Seat, StepPlan
+
+
+class RowTable:
+    """One line per row. A row that ended is not alive: it writes to the null block and emits nothing."""
+
+    def __init__(self, max_rows: int, max_length: int, block_size: int, device: torch.device) -> None:
+        self.block_size = block_size
+        self.device = device
+        width = -(-max_length // block_size)
+        self.tables = torch.zeros(max_rows, width, dtype=torch.int32, device=device)
+        self.lengths = torch.zeros(max_rows, dtype=torch.int64, device=device)  # known tokens
+        self.last_tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self.alive = torch.zeros(max_rows, dtype=torch.bool, device=device)
+        self.num_blocks: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
+        self._tokens_left: NDArray[np.int64] = np.zeros(
+            max_rows, dtype=np.int64
+        )  # until the length ends the row
+        self.cruising: NDArray[np.bool_] = np.zeros(max_rows, dtype=np.bool_)
+        self.seats: dict[Row, Seat] = {}
+        self._next_step = 0
+
+    def apply(self, plan: StepPlan) -> IntArray:
+        """Follow the differences; the rows that cruise through this step."""
+        assert plan.step == self._next_step, f"plan {plan.step} came, {self._next_step} was due"
+        self._next_step += 1
+        for row in plan.leaves:
+            del self.seats[row]
+            self.cruising[row] = False
+        for seat in plan.seats:
+            self._sit(seat)
+        if plan.grants:
+            self._grant(plan.grants)
+        moving = self.cruising.copy()
+        moving[list(plan.pauses)] = False
+        rows = np.flatnonzero(moving).astype(np.int32)
+        assert len(rows) == plan.num_cruising, f"{len(rows)} rows cruise, the plan says {plan.num_cruising}"
+        caught_up = [chunk.row for chunk in plan.chunks if Output.SAMPLE in chunk.output]
+        self._tokens_left[rows] -= 1
+        self._tokens_left[caught_up] -= 1
+        self.cruising[caught_up] = True
+        self.cruising &= self._tokens_left > 0
+        return rows
+
+    def advance(self, rows: Tensor, tokens: Tensor, emitted: Tensor, ended: Tensor) -> None:
+        """Rows that emitted a token know one more; rows that ended are inert from now on."""
+        self.last_tokens[rows] = torch.where(emitted, tokens, self.last_tokens[rows])
+        self.lengths[rows] += emitted
+        self.alive[rows] &= ~ended
+
+    def _sit(self, seat: Seat) -> None:
+        assert seat.row not in self.seats, f"row {seat.row} is taken"
+        self.seats[seat.row] = seat
+        self.num_blocks[seat.row] = 0
+        self._tokens_left[seat.row] = seat.max_length - len(seat.tokens)
+        self.lengths[seat.row] = len(seat.tokens)
+        self.alive[seat.row] = True
+
+    def _grant(self, grants: tuple[Grant, ...]) -> None:
+        columns = []
+        for grant in grants:
+            columns.append(int(self.num_blocks[grant.row]))
+            self.num_blocks[grant.row] += 1
+        places = torch.tensor([[grant.row for grant in grants], columns], device=self.device)
+        blocks = torch.tensor([grant.block for grant in grants], dtype=torch.int32, device=self.device)
+        self.tables[places[0], places[1]] = blocks

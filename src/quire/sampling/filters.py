@@ -1,0 +1,115 @@
+"""Which tokens may be drawn, and how likely each is: temperature, min-p, top-k, top-p.
+
+Weights are whole numbers. Sums of integers do not depend on the order in which a device adds them, so a row
+gets the same token alone and in any batch, and a shortcut gives exactly what the full sort gives. Ignorant of
+rows.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# The weight of the likeliest token. One 2**-41 as likely weighs nothing; the sum of 2**22 fits an int64.
+ONE = 2**40
+
+# On the CPU the likeliest few usually settle a row, and a sort costs ten times as much: look there first.
+_NARROW = (256, 2048)
+# On an accelerator asking "was that enough?" would stall; top-k alone never has to ask.
+_WIDEST_TOP_K = 1024
+
+
+def token_weights(
+    logits: Tensor,  # [n, vocab] float32
+    highest: Tensor,  # [n] float32, the largest logit of each row
+    temperature: Tensor,  # [n] float64, above 0
+) -> Tensor:  # [n, vocab] int64, the largest of each row is ONE
+    """Softmax at a temperature, up to its denominator. The largest exponent is 0, so nothing can overflow."""
+    exponents = (logits - highest[:, None]).div_(temperature.float()[:, None])
+    return exponents.exp_().mul_(ONE).long()
+
+
+def drop_unlikely(
+    weights: Tensor,  # [n, vocab] int64
+    min_p: Tensor,  # [n] float64; 0 keeps all
+) -> Tensor:  # [n, vocab] int64
+    """Set to 0, in place, what is below min_p times the largest."""
+    return weights.masked_fill_(weights < (min_p * ONE).ceil().long()[:, None], 0)
+
+
+def ordering_keys(logits: Tensor) -> Tensor:  # [n, vocab] float32 -> [n, vocab] int64
+    """Integers in the order of the logits, all different: of equal logits the lowest id comes out largest."""
+    bits = (logits + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0, which is its equal
+    ascending = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return ascending.long().bitwise_left_shift_(32).sub_(torch.arange(logits.shape[-1], device=logits.device))
+
+
+def ids_of(keys: Tensor) -> Tensor:
+    """The token ids that these keys were made of."""
+    return -keys & 0xFFFFFFFF
+
+
+class Cut(NamedTuple):
+    """How far down its sorted tokens a row's choice reaches."""
+
+    lowest_key: Tensor  # [n] int64: of the last token that may be drawn
+    settled: Tensor  # [n] bool: the tokens looked at were enough to say so
+
+
+def keep_likeliest(
+    logits: Tensor,  # [n, vocab] float32
+    weights: Tensor,  # [n, vocab] int64
+    top_k: Tensor,  # [n] int64, from 1 to vocab
+    top_p: Tensor,  # [n] float64; 1 keeps all
+    widest_top_k: int,  # the largest top_k, as the host knows it; vocab if any row has only top_p
+) -> Tensor:  # [n, vocab] int64
+    """Set to 0, in place, all but the top k, and of those all but the smallest set that reaches p."""
+    keys = ordering_keys(logits)
+    lowest_key = _lowest_keys(keys, weights, top_k, top_p, widest_top_k)
+    return weights.masked_fill_(keys < lowest_key[:, None], 0)
+
+
+def _lowest_keys(keys: Tensor, weights: Tensor, top_k: Tensor, top_p: Tensor, widest_top_k: int) -> Tensor:
+    vocab_size = keys.shape[-1]
+    if widest_top_k <= min(_WIDEST_TOP_K, vocab_size):
+        return _cut(keys, weights, top_k, top_p, widest_top_k).lowest_key
+    widths = [width for width in _NARROW if width < vocab_size] if keys.device.type == "cpu" else []
+    cut = _cut(keys, weights, top_k, top_p, widths[0] if widths else vocab_size)
+    for width in (*widths[1:], vocab_size) if widths else ():
+        rest = torch.nonzero(~cut.settled)[:, 0]
+        if len(rest) == 0:
+            break
+        wider = _cut(keys[rest], weights[rest], top_k[rest], top_p[rest], width)
+        cut.lowest_key[rest] = wider.lowest_key
+        cut.settled[rest] = wider.settled
+    return cut.lowest_key
+
+
+def _cut(keys: Tensor, weights: Tensor, top_k: Tensor, top_p: Tensor, width: int) -> Cut:
+    """Decide from the `width` likeliest tokens of each row."""
+    if width < keys.shape[-1]:
+        likeliest = keys.topk(width, dim=-1).values
+    else:
+        likeliest = keys.sort(dim=-1, descending=True).values
+    among_top_k = torch.arange(width, device=keys.device) < top_k[:, None]
+    reached = weights.gather(-1, ids_of(likeliest)).mul_(among_top_k).cumsum(-1)
+    all_seen = top_k <= width
+    cut_by_k = top_k < keys.shape[-1]
+    left = torch.where(
+        cut_by_k, reached[:, -1], weights.sum(-1)
+    )  # what top-k left; exact wherever it is settled
+    goal = torch.where(top_p < 1, (left.double() * top_p).ceil().long(), left)
+    last = (reached < goal[:, None]).sum(-1)
+    settled = torch.where(cut_by_k, all_seen, last < width)
+    return Cut(likeliest.gather(-1, last.clamp(max=width - 1)[:, None])[:, 0], settled)
+
+
+def draw(
+    weights: Tensor,  # [n, vocab] int64
+    chance: Tensor,  # [n] float64 in [0, 1)
+) -> Tensor:  # [n] int64
+    """Inverse of the cumulative distribution, tokens in the order of their ids."""
+    reached = weights.cumsum(-1)
+    total = reached[:, -1]
+    goal = torch.minimum((chance * total.double()).long(), total - 1)
+    return torch.searchsorted(reached, goal[:, None], right=True)[:, 0].clamp(max=weights.shape[-1] - 1)

@@ -1,0 +1,78 @@
+"""Log-probabilities of chosen or given tokens, their ranks, and the likeliest alternatives, from raw logits.
+
+The device's share (`score_tokens`) does not wait; `Scores.wait` brings the result over in one transfer.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.core.ids import IntArray, Row
+from quire.core.step import TopLogprobs
+from quire.sampling.filters import ids_of, ordering_keys
+
+_SCORED_AT_ONCE = 2**22  # logits; each holds some 24 bytes while they are scored
+
+
+class Scores(NamedTuple):
+    """Scores on their way to the host: integers, and floats by their bits, in one tensor."""
+
+    packed: Tensor  # [m, 3 + 2 * num_top] int32: token, rank, logprob, top ids, top logprobs
+    num_top: int
+
+    def wait(self, counts: Sequence[int] | NDArray[np.int64]) -> tuple[TopLogprobs, ...]:
+        """On the host, with `counts[i]` alternatives for the i-th token."""
+        integers: NDArray[np.int32] = self.packed.cpu().numpy()
+        floats = integers.view(np.float32)
+        first_logprob = 3 + self.num_top
+        return tuple(
+            TopLogprobs(
+                token=int(integers[i, 0]),
+                rank=int(integers[i, 1]),
+                logprob=float(floats[i, 2]),
+                ids=integers[i, 3 : 3 + count],
+                logprobs=floats[i, first_logprob : first_logprob + count],
+            )
+            for i, count in enumerate(counts)
+        )
+
+
+class RowScores(NamedTuple):
+    """The scores of the tokens that some rows were given in a step."""
+
+    host_rows: IntArray
+    counts: NDArray[np.int64]
+    scores: Scores
+
+    def wait(self) -> dict[Row, TopLogprobs]:
+        return {
+            Row(int(row)): score
+            for row, score in zip(self.host_rows, self.scores.wait(self.counts), strict=True)
+        }
+
+
+def score_tokens(
+    logits: Tensor,  # [m, vocab] float32
+    tokens: Tensor,  # [m] int64
+    num_top: int,
+) -> Scores:
+    """Score one token in each row of logits, e.g. prompt tokens under the logits of the position before."""
+    size = max(1, _SCORED_AT_ONCE // logits.shape[1])
+    pieces = [
+        _score_piece(logits[start : start + size], tokens[start : start + size], num_top)
+        for start in range(0, max(1, len(logits)), size)
+    ]
+    return Scores(torch.cat(pieces), num_top)
+
+
+def _score_piece(logits: Tensor, tokens: Tensor, num_top: int) -> Tensor:
+    logprobs = torch.log_softmax(logits, dim=-1)
+    rank = (logits > logits.gather(-1, tokens[:, None])).sum(-1, keepdim=True) + 1
+    top_ids = ids_of(ordering_keys(logits).topk(num_top, dim=-1).values)
+    places = torch.cat([tokens[:, None], top_ids], dim=-1)
+    scores = logprobs.gather(-1, places).view(torch.int32)
+    return torch.cat([tokens[:, None].int(), rank.int(), scores[:, :1], top_ids.int(), scores[:, 1:]], dim=-1)

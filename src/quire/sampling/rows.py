@@ -1,0 +1,155 @@
+"""The sampling parameters of every row, on the device, and on the host who asked for what.
+
+The host must know which stages a batch needs without asking the device: a greedy batch then costs an argmax,
+and a batch without top-k or top-p never sorts. Knows nothing of logits.
+"""
+
+from enum import IntFlag, auto
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.core.ids import IntArray, Row
+from quire.core.sampling import RowSampling
+from quire.core.step import Seat
+from quire.sampling.slots import grown
+
+# Below this the likeliest token wins in float32 whatever the logits; and it is still a normal float32.
+_LOWEST_TEMPERATURE = 1e-30
+
+
+class Ask(IntFlag):
+    """The stages of sampling that a row may need."""
+
+    RANDOM = auto()  # temperature above 0
+    TOP_K = auto()
+    TOP_P = auto()
+    MIN_P = auto()
+    OFFSETS = auto()  # logit bias, allowed ids, bad words of one token
+    BAD_WORDS = auto()  # of several tokens
+    MIN_TOKENS = auto()
+    PENALTIES = auto()
+    LOGPROBS = auto()
+
+
+class RowBatch(NamedTuple):
+    """The rows that get a token in this step."""
+
+    rows: Tensor  # [n] int64, on the device
+    host_rows: IntArray  # the same, on the host
+    positions: Tensor  # [n] int64: the index that the new token will have in its sequence
+
+    def piece(self, start: int, stop: int) -> "RowBatch":
+        return RowBatch(self.rows[start:stop], self.host_rows[start:stop], self.positions[start:stop])
+
+
+class Part(NamedTuple):
+    """Those of a batch that asked for something."""
+
+    at: Tensor  # [m] int64: their places in the batch
+    batch: RowBatch
+    whole: bool  # all asked
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Their share of a tensor whose first axis is the batch."""
+        return tensor if self.whole else tensor.index_select(0, self.at)
+
+    def put(self, tensor: Tensor, values: Tensor) -> Tensor:
+        """The tensor with their share replaced."""
+        return values if self.whole else tensor.index_copy(0, self.at, values)
+
+
+class SamplingRows:
+    """A table with one line per row; the names below are its columns."""
+
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
+        self.vocab_size = vocab_size
+        self.device = device
+        self.asks: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
+        self.host_top_k: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
+        self.host_num_logprobs: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
+        self._integers = torch.zeros(max_rows, 6, dtype=torch.int64, device=device)
+        self.seed, self.index, self.top_k, self.min_tokens, self.num_prompt, self.max_length = (
+            self._integers.unbind(1)
+        )
+        self._floats = torch.zeros(max_rows, 6, dtype=torch.float64, device=device)
+        self.temperature, self.top_p, self.min_p, self.repetition, self.presence, self.frequency = (
+            self._floats.unbind(1)
+        )
+        self.end_ids = torch.full((max_rows, 1), -1, dtype=torch.int64, device=device)  # padded with -1
+
+    def seat(self, seat: Seat) -> None:
+        sampling = seat.sampling
+        self.asks[seat.row] = _asks(sampling)
+        self.host_top_k[seat.row] = sampling.top_k or self.vocab_size
+        self.host_num_logprobs[seat.row] = sampling.num_logprobs or 0
+        integers = (
+            sampling.seed,
+            seat.index,
+            sampling.top_k or self.vocab_size,
+            sampling.min_tokens,
+            seat.num_prompt,
+            seat.max_length,
+        )
+        floats = (
+            max(sampling.temperature, _LOWEST_TEMPERATURE),
+            sampling.top_p,
+            sampling.min_p,
+            sampling.repetition_penalty,
+            sampling.presence_penalty,
+            sampling.frequency_penalty,
+        )
+        self._integers[seat.row].copy_(torch.tensor(integers, dtype=torch.int64), non_blocking=True)
+        self._floats[seat.row].copy_(torch.tensor(floats, dtype=torch.float64), non_blocking=True)
+        self._set_end_ids(seat.row, sampling.end_ids)
+
+    def leave(self, row: Row) -> None:
+        self.asks[row] = 0
+
+    def union(self, batch: RowBatch) -> Ask:
+        """All that any row of the batch asks for."""
+        return Ask(int(np.bitwise_or.reduce(self.asks[batch.host_rows], initial=0)))
+
+    def part(self, batch: RowBatch, ask: Ask) -> Part | None:
+        """Those rows of the batch that ask for any of these; None if nobody does."""
+        at = np.flatnonzero(self.asks[batch.host_rows] & int(ask))
+        if len(at) == 0:
+            return None
+        places = torch.from_numpy(at).to(self.device, non_blocking=True)
+        if len(at) == len(batch.host_rows):
+            return Part(places, batch, whole=True)
+        rows = batch.rows.index_select(0, places)
+        positions = batch.positions.index_select(0, places)
+        return Part(places, RowBatch(rows, batch.host_rows[at], positions), whole=False)
+
+    def _set_end_ids(self, row: Row, end_ids: tuple[int, ...]) -> None:
+        width = self.end_ids.shape[1]
+        if len(end_ids) > width:
+            width = max(len(end_ids), 2 * width)
+            self.end_ids = grown(self.end_ids, (self.end_ids.shape[0], width), fill=-1)
+        padded = torch.tensor(end_ids + (-1,) * (width - len(end_ids)), dtype=torch.int64)
+        self.end_ids[row].copy_(padded, non_blocking=True)
+
+
+def _asks(sampling: RowSampling) -> Ask:
+    wanted = {
+        Ask.RANDOM: sampling.temperature > 0,
+        Ask.TOP_K: sampling.top_k > 0,
+        Ask.TOP_P: sampling.top_p < 1,
+        Ask.MIN_P: sampling.min_p > 0,
+        Ask.OFFSETS: bool(sampling.logit_bias)
+        or sampling.allowed_ids is not None
+        or any(len(word) == 1 for word in sampling.bad_words),
+        Ask.BAD_WORDS: any(len(word) > 1 for word in sampling.bad_words),
+        Ask.MIN_TOKENS: sampling.min_tokens > 0 and bool(sampling.end_ids),
+        Ask.PENALTIES: sampling.penalized,
+        Ask.LOGPROBS: sampling.num_logprobs is not None,
+    }
+    asks = Ask(0)
+    for ask, is_wanted in wanted.items():
+        if is_wanted:
+            asks |= ask
+    return asks

@@ -1,0 +1,191 @@
+"""Chooses the next token of every row of a step: logits in, tokens out, all rows at once.
+
+The order of the stages:
+    raw logits -> offsets (allowed ids, bias, one-token bad words) -> bad words -> min_tokens
+    -> repetition, then frequency and presence penalties -> temperature -> min-p -> top-k -> top-p -> draw
+A row's token depends on its own logits, parameters and tokens alone, bit for bit, not on its batch or its row
+number. Nothing here waits for an accelerator.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.core.ids import Row
+from quire.core.step import Seat
+from quire.sampling.bad_words import BadWords
+from quire.sampling.ends import Ends, find_ends, forbid_early_ends
+from quire.sampling.filters import draw, drop_unlikely, keep_likeliest, token_weights
+from quire.sampling.logprobs import RowScores, score_tokens
+from quire.sampling.offsets import Offsets
+from quire.sampling.penalties import Penalties
+from quire.sampling.random import uniform
+from quire.sampling.rows import Ask, RowBatch, SamplingRows
+
+_SHAPING = Ask.OFFSETS | Ask.BAD_WORDS | Ask.MIN_TOKENS | Ask.PENALTIES
+
+# Logits drawn from at once; each takes some 40 bytes meanwhile. On the CPU what fits the cache is fastest
+# (2**16 to 2**22 tried); elsewhere this bounds the memory to 640 MiB.
+_DRAWN_AT_ONCE_CPU = 2**18
+_DRAWN_AT_ONCE = 2**24
+
+# Tokens compared at once in the first of two rounds on the CPU, where argmax is not vectorized but amax is.
+_BLOCK = 64
+
+
+class Sampled(NamedTuple):
+    """A row that is not finite had a NaN or +inf logit, or nothing left to choose. Ignore its token."""
+
+    tokens: Tensor  # [n] int64
+    finite: Tensor  # [n] bool
+
+
+class Sampler:
+    """The sampling state of all rows, and what is done with it in each step."""
+
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
+        self._rows = SamplingRows(max_rows, vocab_size, device)
+        self._offsets = Offsets(max_rows, vocab_size, device)
+        self._bad_words = BadWords(max_rows, device)
+        self._penalties = Penalties(max_rows, vocab_size, device)
+
+    @property
+    def num_bytes(self) -> int:
+        """What rows that asked for vocabulary-wide state have made it hold; it never shrinks."""
+        return self._offsets.num_bytes + self._bad_words.num_bytes + self._penalties.num_bytes
+
+    def seat(self, seat: Seat) -> None:
+        """A sequence sits down with every token it knows."""
+        self._rows.seat(seat)
+        asks = self._rows.asks[seat.row]
+        if asks & Ask.OFFSETS:
+            self._offsets.seat(seat)
+        if asks & Ask.BAD_WORDS:
+            self._bad_words.seat(seat)
+        if asks & Ask.PENALTIES:
+            self._penalties.seat(seat)
+
+    def leave(self, row: Row) -> None:
+        self._rows.leave(row)
+        self._offsets.leave(row)
+        self._bad_words.leave(row)
+        self._penalties.leave(row)
+
+    def sample(
+        self,
+        logits: Tensor,  # [n, vocab] float32; not changed
+        batch: RowBatch,
+    ) -> Sampled:
+        """Choose a token for every row of the batch. `commit` tells the rows' state of it."""
+        tokens, highest = _likeliest(logits)
+        finite = torch.isfinite(highest)
+        shaped = self._shape(logits, batch)
+        if shaped is not logits:
+            tokens, highest = _likeliest(shaped)
+            finite &= torch.isfinite(highest)
+        random = self._rows.part(batch, Ask.RANDOM)
+        if random is not None:
+            drawn = self._draw(random.of(shaped), random.of(highest), random.batch)
+            tokens = random.put(tokens, drawn)
+        return Sampled(torch.where(finite, tokens, 0), finite)
+
+    def weights(self, logits: Tensor, batch: RowBatch) -> Tensor:  # [n, vocab] int64
+        """What `sample` draws from: the chances of all tokens, in proportion. For rows with a temperature."""
+        shaped = self._shape(logits, batch)
+        return self._weigh(shaped, _likeliest(shaped).logits, batch)
+
+    def commit(self, batch: RowBatch, tokens: Tensor) -> None:
+        """The rows now know these tokens; those whose state depends on them take note."""
+        penalized = self._rows.part(batch, Ask.PENALTIES)
+        if penalized is not None:
+            self._penalties.commit(penalized, tokens)
+        wary = self._rows.part(batch, Ask.BAD_WORDS)
+        if wary is not None:
+            self._bad_words.commit(wary, tokens)
+
+    def ends(self, batch: RowBatch, tokens: Tensor) -> Ends:
+        """Which rows end with these tokens."""
+        return find_ends(self._rows, batch, tokens)
+
+    def score(self, logits: Tensor, batch: RowBatch, tokens: Tensor) -> RowScores | None:
+        """Log-probabilities, from the raw logits, for the rows that asked; None if none did."""
+        asking = self._rows.part(batch, Ask.LOGPROBS)
+        if asking is None:
+            return None
+        counts = self._rows.host_num_logprobs[asking.batch.host_rows]
+        scores = score_tokens(asking.of(logits), asking.of(tokens), int(counts.max()))
+        return RowScores(asking.batch.host_rows, counts, scores)
+
+    def _shape(self, logits: Tensor, batch: RowBatch) -> Tensor:
+        """The logits after all that forbids, favours or penalizes single tokens; a copy if anything does."""
+        if not self._rows.union(batch) & _SHAPING:
+            return logits
+        shaped = logits.clone()
+        offset = self._rows.part(batch, Ask.OFFSETS)
+        if offset is not None:
+            self._offsets.apply(shaped, offset)
+        wary = self._rows.part(batch, Ask.BAD_WORDS)
+        if wary is not None:
+            self._bad_words.apply(shaped, wary)
+        unending = self._rows.part(batch, Ask.MIN_TOKENS)
+        if unending is not None:
+            forbid_early_ends(shaped, unending, self._rows)
+        penalized = self._rows.part(batch, Ask.PENALTIES)
+        if penalized is not None:
+            self._penalties.apply(shaped, penalized, self._rows)
+        return shaped
+
+    def _draw(self, logits: Tensor, highest: Tensor, batch: RowBatch) -> Tensor:
+        """In pieces that bound the memory; rows do not see each other, so the pieces do not show."""
+        at_once = _DRAWN_AT_ONCE_CPU if logits.device.type == "cpu" else _DRAWN_AT_ONCE
+        size = max(1, at_once // logits.shape[1])
+        drawn = [
+            self._draw_piece(
+                logits[start : start + size], highest[start : start + size], batch.piece(start, start + size)
+            )
+            for start in range(0, len(logits), size)
+        ]
+        return torch.cat(drawn)
+
+    def _draw_piece(self, logits: Tensor, highest: Tensor, batch: RowBatch) -> Tensor:
+        rows = self._rows
+        chance = uniform(
+            rows.seed.index_select(0, batch.rows), rows.index.index_select(0, batch.rows), batch.positions
+        )
+        return draw(self._weigh(logits, highest, batch), chance)
+
+    def _weigh(self, logits: Tensor, highest: Tensor, batch: RowBatch) -> Tensor:
+        """Temperature, min-p, top-k, top-p."""
+        rows = self._rows
+        weights = token_weights(logits, highest, rows.temperature.index_select(0, batch.rows))
+        if rows.union(batch) & Ask.MIN_P:
+            weights = drop_unlikely(weights, rows.min_p.index_select(0, batch.rows))
+        choosy = rows.part(batch, Ask.TOP_K | Ask.TOP_P)
+        if choosy is not None:
+            kept = keep_likeliest(
+                choosy.of(logits),
+                choosy.of(weights),
+                rows.top_k.index_select(0, choosy.batch.rows),
+                rows.top_p.index_select(0, choosy.batch.rows),
+                int(rows.host_top_k[choosy.batch.host_rows].max()),
+            )
+            weights = choosy.put(weights, kept)
+        return weights
+
+
+class _Likeliest(NamedTuple):
+    tokens: Tensor  # [n] int64, the lowest id where several are likeliest
+    logits: Tensor  # [n] float32; NaN if any of the row is
+
+
+def _likeliest(logits: Tensor) -> _Likeliest:
+    vocab_size = logits.shape[1]
+    if logits.device.type == "cpu" and vocab_size % _BLOCK == 0:
+        blocks = logits.view(-1, vocab_size // _BLOCK, _BLOCK)
+        best_block = blocks.amax(-1).argmax(-1, keepdim=True)
+        inside = blocks.take_along_dim(best_block[:, :, None], dim=1)[:, 0].argmax(-1, keepdim=True)
+        tokens = best_block * _BLOCK + inside
+    else:
+        tokens = logits.argmax(-1, keepdim=True)
+    return _Likeliest(tokens[:, 0], logits.gather(-1, tokens)[:, 0])

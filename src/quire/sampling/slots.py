@@ -1,0 +1,58 @@
+"""Slots for what only some rows need, so that vocabulary-wide state is paid for by those who ask.
+
+Owns slot numbers. Knows nothing of what is kept in them; the tables grow beside it with `grown`.
+"""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.core.ids import IntArray, Row
+
+
+class SlotPool:
+    """Which slot a row holds. The number of slots doubles on demand, up to one for every row."""
+
+    __slots__ = ("_device", "_free", "_slot_of", "capacity")
+
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        self._device = device
+        self.capacity = 0
+        self._free: list[int] = []
+        self._slot_of: NDArray[np.int64] = np.full(max_rows, -1, dtype=np.int64)
+
+    def take(self, row: Row) -> int:
+        assert self._slot_of[row] < 0, f"row {row} already holds slot {self._slot_of[row]}"
+        if not self._free:
+            self._grow()
+        slot = self._free.pop()
+        self._slot_of[row] = slot
+        return slot
+
+    def give_back(self, row: Row) -> None:
+        """A row that holds none may be named too."""
+        if self._slot_of[row] >= 0:
+            self._free.append(int(self._slot_of[row]))
+            self._slot_of[row] = -1
+
+    def of(self, rows: IntArray) -> Tensor:  # [n] int64, on the device
+        slots: NDArray[np.int64] = self._slot_of[rows]
+        assert (slots >= 0).all(), f"rows without a slot among {rows}"
+        return torch.from_numpy(slots).to(self._device, non_blocking=True)
+
+    def _grow(self) -> None:
+        capacity = min(max(1, 2 * self.capacity), len(self._slot_of))
+        assert capacity > self.capacity, "more slots taken than there are rows"
+        self._free.extend(reversed(range(self.capacity, capacity)))
+        self.capacity = capacity
+
+
+def grown(table: Tensor, sizes: tuple[int, ...], fill: float = 0) -> Tensor:
+    """The table with at least these sizes; what is new holds `fill`."""
+    sizes = tuple(max(old, new) for old, new in zip(table.shape, sizes, strict=True))
+    if sizes == tuple(table.shape):
+        return table
+    larger = torch.full(sizes, fill, dtype=table.dtype, device=table.device)
+    larger[tuple(slice(0, old) for old in table.shape)] = table
+    return larger

@@ -1,0 +1,50 @@
+"""Memory for a decoder's weights, not yet filled. Knows the shapes, not where values come from."""
+
+from dataclasses import fields
+from math import prod
+
+import torch
+from torch import Tensor
+
+from quire.core.errors import ConfigError
+from quire.core.model import ModelSpec
+from quire.models.parameters import DecoderWeights, LayerWeights, layer_shapes
+
+LAYER_FIELDS = tuple(field.name for field in fields(LayerWeights))
+
+
+def empty_weights(spec: ModelSpec, dtype: torch.dtype, device: torch.device | str) -> DecoderWeights:
+    """Every tensor of the model: matrices in a dtype, norms in float32."""
+    try:
+        return _allocate(spec, dtype, device)
+    except RuntimeError as error:  # torch's allocators raise this, and torch.OutOfMemoryError is one
+        gibibytes = num_parameters(spec) * dtype.itemsize / 2**30
+        raise ConfigError(
+            f"There is no memory on {device} for the model's weights: they take {gibibytes:.1f} GiB. "
+            f"Use a smaller model, a narrower dtype or another device."
+        ) from error
+
+
+def num_parameters(spec: ModelSpec) -> int:
+    layer = sum(prod(shape) for shape in layer_shapes(spec).values())
+    tables = 1 if spec.tied_embeddings else 2
+    return spec.num_layers * layer + spec.hidden_size * (1 + tables * spec.vocab_size)
+
+
+def is_norm(field: str) -> bool:
+    return field.endswith("_norm")
+
+
+def _allocate(spec: ModelSpec, dtype: torch.dtype, device: torch.device | str) -> DecoderWeights:
+    embedding = torch.empty(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
+    head = embedding if spec.tied_embeddings else torch.empty_like(embedding)
+    final_norm = torch.empty(spec.hidden_size, dtype=torch.float32, device=device)
+    layers = tuple(_allocate_layer(spec, dtype, device) for _ in range(spec.num_layers))
+    return DecoderWeights(embedding, layers, final_norm, head)
+
+
+def _allocate_layer(spec: ModelSpec, dtype: torch.dtype, device: torch.device | str) -> LayerWeights:
+    tensors: dict[str, Tensor | None] = dict.fromkeys(LAYER_FIELDS)
+    for name, shape in layer_shapes(spec).items():
+        tensors[name] = torch.empty(shape, dtype=torch.float32 if is_norm(name) else dtype, device=device)
+    return LayerWeights(**tensors)  # type: ignore[arg-type]  # layer_shapes names all that is not optional

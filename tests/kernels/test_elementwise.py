@@ -1,0 +1,81 @@
+"""Norms, rotation, gates and linear layers of the CPU kernels against the reference."""
+
+import pytest
+import torch
+
+from quire.core.errors import ConfigError
+from quire.kernels.contract import Rotation
+from quire.kernels.cpu import CpuKernels
+from quire.kernels.reference import ReferenceKernels
+from quire.kernels.select import select_kernels
+
+DTYPES = [torch.float32, torch.bfloat16]
+FAST, TRUTH = CpuKernels(), ReferenceKernels()
+
+
+def close(fast: torch.Tensor, truth: torch.Tensor) -> None:
+    assert fast.dtype == truth.dtype
+    tolerance = 1e-5 if fast.dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(fast, truth, atol=tolerance, rtol=tolerance)
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 33])
+def test_a_packed_weight_multiplies_as_the_plain_one(dtype, bias, rows):
+    x, weight = drawn(rows, 48, dtype=dtype), drawn(40, 48, dtype=dtype, seed=1)
+    offset = drawn(40, dtype=dtype, seed=2) if bias else None
+    fast = FAST.linear(x, FAST.pack(weight), offset)
+    truth = TRUTH.linear(x, TRUTH.pack(weight), offset)
+    torch.testing.assert_close(fast, truth, atol=1e-4 if dtype == torch.float32 else 0.13, rtol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_agree_for_rows_and_for_heads(dtype):
+    x = drawn(5, 6, 32, dtype=dtype)
+    for weight in (drawn(32, seed=1), drawn(6, 32, seed=2)):
+        close(FAST.rms_norm(x, weight, 1e-5), TRUTH.rms_norm(x, weight, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_adding_to_the_residual_happens_in_place_and_before_the_norm(dtype):
+    x, weight = drawn(5, 32, dtype=dtype), drawn(32, seed=1)
+    residuals = [drawn(5, 32, dtype=dtype, seed=2) for _ in range(2)]
+    before = residuals[0].clone()
+    close(FAST.add_rms_norm(x, residuals[0], weight, 1e-5), TRUTH.add_rms_norm(x, residuals[1], weight, 1e-5))
+    assert torch.equal(residuals[0], residuals[1])
+    assert torch.equal(residuals[0], before + x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [16, 32])
+def test_rotation_turns_part_of_each_head_and_leaves_the_rest(dtype, width):
+    storage = [drawn(5, 7, 32, dtype=dtype) for _ in range(2)]
+    before = storage[0].clone()
+    rotation = Rotation(drawn(5, 1, width, dtype=dtype, seed=1), drawn(5, 1, width, dtype=dtype, seed=2))
+    for kernels, x in zip((FAST, TRUTH), storage, strict=True):
+        kernels.rotate(x[:, :4], rotation)
+    torch.testing.assert_close(
+        storage[0], storage[1], atol=1e-6 if dtype == torch.float32 else 0.06, rtol=1e-2
+    )
+    assert torch.equal(storage[0][:, 4:], before[:, 4:])
+    assert torch.equal(storage[0][..., width:], before[..., width:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_gates_agree(dtype, activation):
+    x = drawn(5, 64, dtype=dtype)
+    close(FAST.gate(x, activation), TRUTH.gate(x, activation))
+
+
+def test_kernels_are_chosen_with_a_reason_and_unknown_ones_refused():
+    choice = select_kernels("cpu")
+    assert choice.kernels.name == "cpu" and "CPU" in choice.reason
+    assert select_kernels("reference").kernels.name == "reference"
+    with pytest.raises(ConfigError, match="abacus"):
+        select_kernels("abacus")

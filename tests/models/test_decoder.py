@@ -1,0 +1,123 @@
+"""The one decoder body against transformers, family by family."""
+
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.kernels.cpu import CpuKernels
+from quire.kernels.reference import ReferenceKernels
+from quire.models.decoder import Decoder
+from tests.models.families import FAMILIES, VOCAB, Family, Twin, build
+from tests.models.running import Schedule, in_chunks, run
+
+TOLERANCE = 1e-4
+LENGTHS = [21, 13, 1, 30]
+BY_NAME = {family.name: family for family in FAMILIES}
+
+
+def prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in lengths]
+
+
+@cache
+def twin(name: str) -> Twin:
+    return build(BY_NAME[name])
+
+
+@cache
+def expected(name: str, lengths: tuple[int, ...]) -> list[torch.Tensor]:
+    with torch.inference_mode():
+        return [
+            twin(name).peer(torch.tensor([prompt])).logits[0].float() for prompt in prompts(list(lengths))
+        ]
+
+
+def decoder(name: str, max_length: int = 32) -> Decoder:
+    model = twin(name)
+    return Decoder(model.spec, model.weights, CpuKernels(), max_length)
+
+
+def assert_equal(
+    name: str, schedule: Schedule, lengths: list[int], max_length: int = 32, block_size: int = 4
+) -> None:
+    ours = run(decoder(name, max_length), prompts(lengths), schedule, block_size)
+    for mine, theirs in zip(ours, expected(name, tuple(lengths)), strict=True):
+        assert (mine - theirs).abs().max().item() <= TOLERANCE
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_whole_prompts_in_one_flat_batch_give_the_same_logits(family: Family):
+    assert_equal(family.name, [dict(enumerate(LENGTHS))], LENGTHS)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_token_by_token_gives_the_same_logits(family: Family):
+    assert_equal(family.name, in_chunks(LENGTHS, 1), LENGTHS)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_chunks_of_every_size_give_the_same_logits(family: Family):
+    for size in range(2, 13):
+        assert_equal(family.name, in_chunks([12], size), [12])
+
+
+@pytest.mark.parametrize("name", ["llama3", "mistral", "gemma2", "gemma3"])
+@settings(max_examples=15)
+@given(data=st.data(), block_size=st.sampled_from([1, 3, 16, 32]))
+def test_any_interleaving_of_chunks_and_decodes_gives_the_same_logits(name: str, data, block_size: int):
+    left = dict(enumerate(LENGTHS))
+    schedule: Schedule = []
+    while left:
+        members = data.draw(st.lists(st.sampled_from(sorted(left)), min_size=1, unique=True))
+        step = {s: data.draw(st.integers(1, min(left[s], 9))) for s in members}
+        schedule.append(step)
+        left = {s: count - step.get(s, 0) for s, count in left.items() if count > step.get(s, 0)}
+    assert_equal(name, schedule, LENGTHS, block_size=block_size)
+
+
+def test_longrope_takes_its_long_factors_when_sequences_may_outgrow_the_original_length():
+    lengths = [40, 35]  # beyond the 32 of the original
+    assert_equal("phi3-longrope", in_chunks(lengths, 7), lengths, max_length=64)
+
+
+def test_only_the_rows_asked_for_get_logits():
+    model = decoder("llama2")
+    prompt = prompts([9])
+    whole = run(model, prompt, in_chunks([9], 9))[0]
+    hidden = torch.randn(5, model._spec.hidden_size)
+    assert model.logits(hidden[[1, 3]]).shape == (2, VOCAB)
+    torch.testing.assert_close(model.logits(hidden[[1, 3]]), model.logits(hidden)[[1, 3]])
+    assert whole.dtype == torch.float32
+
+
+def test_the_cpu_kernels_and_the_reference_agree_through_a_whole_model():
+    model = twin("gemma3")
+    lengths = [10, 6]
+    fast, slow = (
+        run(Decoder(model.spec, model.weights, kernels, 32), prompts(lengths), in_chunks(lengths, 4))
+        for kernels in (CpuKernels(), ReferenceKernels())
+    )
+    for left, right in zip(fast, slow, strict=True):
+        torch.testing.assert_close(left, right, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"])
+def test_in_bfloat16_the_likeliest_token_is_the_same_up_to_near_ties(name: str):
+    """Against float32 on the same rounded weights, we are hardly further off than transformers in bf16."""
+    rounded = build(BY_NAME[name], torch.bfloat16)
+    exact = build(BY_NAME[name], torch.bfloat16).peer.float()
+    ids = prompts(LENGTHS)
+    ours = run(Decoder(rounded.spec, rounded.weights, CpuKernels(), 32), ids, in_chunks(LENGTHS, 5))
+    with torch.inference_mode():
+        truth = torch.cat([exact(torch.tensor([prompt])).logits[0] for prompt in ids])
+        peer = torch.cat([rounded.peer(torch.tensor([prompt])).logits[0].float() for prompt in ids])
+    mine = torch.cat(ours)
+    noise = (peer - truth).abs().max()
+    assert (mine - truth).abs().max() <= 1.5 * noise
+    chosen = truth.gather(1, mine.argmax(1, keepdim=True))[:, 0]
+    assert (truth.max(dim=1).values - chosen).max() <= 3 * noise
+    assert (mine.argmax(1) == truth.argmax(1)).float().mean() >= 0.8
