@@ -73,9 +73,7 @@ def resolve_dtype(config: EngineConfig, machine: Machine) -> str:
     """bf16 where the machine multiplies it fast, float32 elsewhere."""
     if config.dtype != "auto":
         if config.dtype == "float16" and machine.device == "cpu":
-            raise ConfigError(
-                "float16 is not for CPUs; use --dtype bfloat16 or --dtype float32.", param="dtype"
-            )
+            raise ConfigError("float16 is not for CPUs; use --dtype bfloat16 or --dtype float32.", param="dtype")
         return config.dtype
     return "bfloat16" if machine.fast_bfloat16 else "float32"
 
@@ -130,9 +128,7 @@ def _resolve_length(
         )
     wanted = config.max_model_len
     if wanted is None:
-        reasons["max_model_len"] = (
-            "the model" if spec.max_positions <= pool_tokens + 1 else "what the KV cache holds"
-        )
+        reasons["max_model_len"] = "the model" if spec.max_positions <= pool_tokens + 1 else "what the KV cache holds"
         return min(spec.max_positions, pool_tokens + 1)
     if wanted > spec.max_positions:
         raise ConfigError(
@@ -161,7 +157,5 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def _check_count(name: str, value: int | None, low: int, high: int) -> None:
-    if value is not None and (
-        isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high
-    ):
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high):
         raise ConfigError(f"{name} must be a whole number from {low} to {high}, not {value!r}.", param=name)

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from quire.config import EngineConfig
@@ -122,9 +123,7 @@ class LLM:
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
         """Complete one prompt, piece by piece. Leaving the loop early aborts the request."""
-        ticket = self.front.submit(
-            prompt, sampling_params or self.get_default_sampling_params(), streaming=True
-        )
+        ticket = self.front.submit(prompt, sampling_params or self.get_default_sampling_params(), streaming=True)
         return self._deltas(ticket)
 
     def stream_chat(
@@ -178,9 +177,7 @@ class LLM:
             )
         return params
 
-    def _submit(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, streaming: bool
-    ) -> list[Ticket]:
+    def _submit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, streaming: bool) -> list[Ticket]:
         tickets: list[Ticket] = []
         try:
             for prompt, wanted in zip(prompts, params, strict=True):
@@ -193,9 +190,14 @@ class LLM:
     def _finish(self, tickets: list[Ticket], progress: bool | None) -> list[RequestOutput]:
         show = progress if progress is not None else sys.stderr.isatty() and len(tickets) > 1
         bar = Progress(
-            TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[speed]}"),
+            TextColumn("generating"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[speed]}"),
+            console=Console(stderr=True),
             disable=not show,
-        )  # fmt: skip
+        )
         try:
             with bar:
                 self._run_with_bar(tickets, bar)

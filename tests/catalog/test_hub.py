@@ -68,9 +68,7 @@ def test_a_half_model_in_the_cache_is_completed(tmp_path: Path, monkeypatch: pyt
     assert (download.calls[1]["revision"], download.calls[1]["token"]) == ("v1", "secret")
 
 
-def test_only_weights_settings_and_tokenizers_are_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_weights_settings_and_tokenizers_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     remote = fill(tmp_path / "remote", "config.json", "tokenizer.json", "model.safetensors")
     download = install(monkeypatch, FakeDownload(None, remote))
     hub.fetch(NAME, revision=None, token=None, report=ignore)

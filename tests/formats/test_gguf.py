@@ -87,9 +87,7 @@ def test_longrope_of_phi3(tmp_path: Path) -> None:
     model = tiny_model("phi3")
     metadata = gguf_metadata("phi3", model.config)
     metadata |= {"phi3.rope.scaling.original_context_length": 64, "phi3.rope.scaling.attn_factor": 1.25}
-    factors = {
-        f"rope_factors_{word}.weight": np.full(4, n, np.float32) for word, n in (("short", 1), ("long", 3))
-    }
+    factors = {f"rope_factors_{word}.weight": np.full(4, n, np.float32) for word, n in (("short", 1), ("long", 3))}
     path = write_gguf(tmp_path / "m.gguf", "phi3", metadata, {**gguf_tensors("phi3", model), **factors})
     rope = open_checkpoint(path).spec.rope
     assert (rope.kind, rope.rotary_dim, rope.original_max_positions) == (RopeKind.LONGROPE, 8, 64)

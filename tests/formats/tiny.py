@@ -91,9 +91,7 @@ def gguf_metadata(family: str, config: transformers.PretrainedConfig) -> dict[st
 def gguf_tensors(family: str, model: transformers.PreTrainedModel) -> dict[str, np.ndarray]:
     """A state dict as llama.cpp's converter renames and rewrites it."""
     arch = next(
-        key
-        for key, name in gguf.MODEL_ARCH_NAMES.items()
-        if name == ("llama" if family == "mistral" else family)
+        key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == ("llama" if family == "mistral" else family)
     )
     names = gguf.get_tensor_name_map(arch, LAYERS)
     tied = model.config.tie_word_embeddings
@@ -148,12 +146,8 @@ def _add(writer: gguf.GGUFWriter, key: str, value: object) -> None:
         writer.add_array(key, list(value))
 
 
-def tiny_gguf(
-    path: Path, family: str, kind: GGMLQuantizationType = GGMLQuantizationType.F32, **more: object
-) -> Path:
+def tiny_gguf(path: Path, family: str, kind: GGMLQuantizationType = GGMLQuantizationType.F32, **more: object) -> Path:
     model = tiny_model(family)
     arch = "llama" if family == "mistral" else family
-    metadata = gguf_metadata(family, model.config) | {
-        key.replace("__", "."): value for key, value in more.items()
-    }
+    metadata = gguf_metadata(family, model.config) | {key.replace("__", "."): value for key, value in more.items()}
     return write_gguf(path, arch, metadata, gguf_tensors(family, model), kind)

@@ -14,9 +14,7 @@ FUNCTION_EXCEPTIONS: dict[str, str] = {}  # file:function: reason
 def test_a_file_is_short() -> None:
     lengths = {label(path): len(path.read_text().splitlines()) for path in source_files()}
     assert not {
-        name: length
-        for name, length in lengths.items()
-        if length >= MAX_FILE_LINES and name not in FILE_EXCEPTIONS
+        name: length for name, length in lengths.items() if length >= MAX_FILE_LINES and name not in FILE_EXCEPTIONS
     }
 
 

@@ -31,7 +31,8 @@ def build_house(folder: Path, room_name: str, line: str) -> None:
     for name in ROOMS:
         (folder / "quire" / name).mkdir(parents=True)
         (folder / "quire" / name / "__init__.py").touch()
-    (folder / "quire" / "__init__.py").touch()
+    for name in ("__init__", "version", "config", "llm"):
+        (folder / "quire" / f"{name}.py").touch()
     (folder / "quire" / room_name / "guest.py").write_text(f"{line}\n")
 
 
@@ -61,9 +62,7 @@ def test_a_room_without_a_floor_is_seen(tmp_path: Path) -> None:
 
 def loaded_by(code: str, *unwanted: str) -> str:
     """Which of these modules a fresh Python has loaded after some code, comma-separated."""
-    check = (
-        f"{code}\nimport sys\nprint(','.join(m for m in {unwanted!r} if m in sys.modules), file=sys.stderr)"
-    )
+    check = f"{code}\nimport sys\nprint(','.join(m for m in {unwanted!r} if m in sys.modules), file=sys.stderr)"
     result = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     return result.stderr.strip().splitlines()[-1] if result.stderr.strip() else ""

@@ -36,9 +36,7 @@ def foreign_code(tree: ast.AST) -> list[str]:
 def open_environments(tree: ast.AST) -> list[str]:
     """Template engines that a file makes or derives from, other than a sandbox."""
     classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    used = [dotted(base) for each in classes for base in each.bases] + [
-        dotted(call.func) for call in calls(tree)
-    ]
+    used = [dotted(base) for each in classes for base in each.bases] + [dotted(call.func) for call in calls(tree)]
     safe = {each.name for each in classes if SANDBOXES & {dotted(base) for base in each.bases}} | SANDBOXES
     names = [name.rsplit(".", 1)[-1] for name in used]
     return [name for name in names if name.endswith(("Environment", "Template")) and name not in safe]
@@ -70,9 +68,7 @@ def nested_imports(tree: ast.AST) -> list[int]:
     )
 
 
-def offenders(
-    law: Callable[[ast.Module], Collection[object]], spared: Collection[str] = ()
-) -> dict[str, object]:
+def offenders(law: Callable[[ast.Module], Collection[object]], spared: Collection[str] = ()) -> dict[str, object]:
     """What a law finds, by file. A file is spared by its own name or by its room's."""
     found = {
         label(path): law(syntax(path))

@@ -36,9 +36,7 @@ class Pages:
         return Pages(block_size, tables, num_blocks)
 
     def slot(self, sequence: int, position: int) -> int:
-        return (
-            self.tables[sequence][position // self.block_size] * self.block_size + position % self.block_size
-        )
+        return self.tables[sequence][position // self.block_size] * self.block_size + position % self.block_size
 
     def ragged(self, parts: dict[int, Part]) -> Ragged:
         """One step that computes these parts, in this order. Unused table entries name no block at all."""

@@ -22,9 +22,7 @@ PATHS = [
     pytest.param(False, id="torch"),
 ]
 
-mixtures = st.lists(
-    st.tuples(st.integers(0, 40), st.sampled_from([1, 1, 1, 2, 5, 20])), min_size=1, max_size=4
-)
+mixtures = st.lists(st.tuples(st.integers(0, 40), st.sampled_from([1, 1, 1, 2, 5, 20])), min_size=1, max_size=4)
 
 
 def attend_both(

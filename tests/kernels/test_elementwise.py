@@ -59,9 +59,7 @@ def test_rotation_turns_part_of_each_head_and_leaves_the_rest(dtype, width):
     rotation = Rotation(drawn(5, 1, width, dtype=dtype, seed=1), drawn(5, 1, width, dtype=dtype, seed=2))
     for kernels, x in zip((FAST, TRUTH), storage, strict=True):
         kernels.rotate(x[:, :4], rotation)
-    torch.testing.assert_close(
-        storage[0], storage[1], atol=1e-6 if dtype == torch.float32 else 0.06, rtol=1e-2
-    )
+    torch.testing.assert_close(storage[0], storage[1], atol=1e-6 if dtype == torch.float32 else 0.06, rtol=1e-2)
     assert torch.equal(storage[0][:, 4:], before[:, 4:])
     assert torch.equal(storage[0][..., width:], before[..., width:])
 

@@ -85,9 +85,7 @@ FAMILIES = [
         ),
         {"rope": rope(kind=RopeKind.LLAMA3, factor=8.0, original_max_positions=32)},
     ),
-    Family(
-        "linear", *LLAMA, peer_rope("linear", factor=4.0), {"rope": rope(kind=RopeKind.LINEAR, factor=4.0)}
-    ),
+    Family("linear", *LLAMA, peer_rope("linear", factor=4.0), {"rope": rope(kind=RopeKind.LINEAR, factor=4.0)}),
     Family(
         "yarn",
         *LLAMA,
@@ -124,9 +122,7 @@ FAMILIES = [
         {"windows": (WINDOW,) * LAYERS},
     ),
     Family("qwen2", *QWEN2, {}, {"qkv_bias": True}),
-    Family(
-        "qwen3", transformers.Qwen3ForCausalLM, transformers.Qwen3Config, {"head_dim": DIM}, {"qk_norm": True}
-    ),
+    Family("qwen3", transformers.Qwen3ForCausalLM, transformers.Qwen3Config, {"head_dim": DIM}, {"qk_norm": True}),
     Family(
         "gemma2",
         transformers.Gemma2ForCausalLM,

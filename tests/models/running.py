@@ -9,9 +9,7 @@ from tests.kernels.steps import Pages, Part
 Schedule = list[dict[int, int]]  # per step: how many tokens of which sequence
 
 
-def run(
-    model: Model, prompts: list[list[int]], schedule: Schedule, block_size: int = 4, seed: int = 0
-) -> list[Tensor]:
+def run(model: Model, prompts: list[list[int]], schedule: Schedule, block_size: int = 4, seed: int = 0) -> list[Tensor]:
     """The logits after every token of every prompt, computed as scheduled. Unwritten memory is poison."""
     pages = Pages.shuffled([len(prompt) for prompt in prompts], block_size, seed)
     geometry = model.kv_geometry

@@ -31,9 +31,7 @@ def twin(name: str) -> Twin:
 @cache
 def expected(name: str, lengths: tuple[int, ...]) -> list[torch.Tensor]:
     with torch.inference_mode():
-        return [
-            twin(name).peer(torch.tensor([prompt])).logits[0].float() for prompt in prompts(list(lengths))
-        ]
+        return [twin(name).peer(torch.tensor([prompt])).logits[0].float() for prompt in prompts(list(lengths))]
 
 
 def decoder(name: str, max_length: int = 32) -> Decoder:
@@ -41,9 +39,7 @@ def decoder(name: str, max_length: int = 32) -> Decoder:
     return Decoder(model.spec, model.weights, CpuKernels(), max_length)
 
 
-def assert_equal(
-    name: str, schedule: Schedule, lengths: list[int], max_length: int = 32, block_size: int = 4
-) -> None:
+def assert_equal(name: str, schedule: Schedule, lengths: list[int], max_length: int = 32, block_size: int = 4) -> None:
     ours = run(decoder(name, max_length), prompts(lengths), schedule, block_size)
     for mine, theirs in zip(ours, expected(name, tuple(lengths)), strict=True):
         assert (mine - theirs).abs().max().item() <= TOLERANCE

@@ -41,9 +41,7 @@ def test_every_tensor_has_its_shape(tied: bool) -> None:
     assert (weights.head is weights.embedding) == tied
     for layer in weights.layers:
         assert {name: tuple(tensor.shape) for name, tensor in tensors(layer).items()} == layer_shapes(spec)
-        assert (
-            torch.equal(layer.attention_norm, torch.ones(128)) and layer.attention_norm.dtype == torch.float32
-        )
+        assert torch.equal(layer.attention_norm, torch.ones(128)) and layer.attention_norm.dtype == torch.float32
         assert layer.qkv.dtype == torch.bfloat16
 
 

@@ -35,9 +35,7 @@ def fused_layer(state: State, layer: int, family: str) -> dict[str, Tensor]:
             parts = [own[f"self_attn.{letter}_proj.{kind}"] for letter in "qkv"]
             expected[f"qkv{suffix}"] = torch.cat(parts)
         if f"mlp.gate_proj.{kind}" in own:
-            expected[f"gate_up{suffix}"] = torch.cat(
-                [own[f"mlp.gate_proj.{kind}"], own[f"mlp.up_proj.{kind}"]]
-            )
+            expected[f"gate_up{suffix}"] = torch.cat([own[f"mlp.gate_proj.{kind}"], own[f"mlp.up_proj.{kind}"]])
         for stored, field in (
             ("self_attn.qkv_proj", "qkv"),
             ("mlp.gate_up_proj", "gate_up"),
@@ -91,18 +89,14 @@ def test_a_folder_gives_the_state_dict(tmp_path: Path, family: str, tied: bool) 
     assert checkpoint.spec.tied_embeddings == tied
     weights = load_weights(checkpoint, torch.float32)
     assert_same(weights, model.state_dict(), family, tied)
-    assert {name: tuple(t.shape) for name, t in fields_of(weights.layers[0]).items()} == layer_shapes(
-        checkpoint.spec
-    )
+    assert {name: tuple(t.shape) for name, t in fields_of(weights.layers[0]).items()} == layer_shapes(checkpoint.spec)
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_a_gguf_gives_the_state_dict(tmp_path: Path, family: str) -> None:
     model = tiny_model(family)
     arch = "llama" if family == "mistral" else family
-    path = write_gguf(
-        tmp_path / "m.gguf", arch, gguf_metadata(family, model.config), gguf_tensors(family, model)
-    )
+    path = write_gguf(tmp_path / "m.gguf", arch, gguf_metadata(family, model.config), gguf_tensors(family, model))
     weights = load_weights(open_checkpoint(path), torch.float32)
     assert_same(weights, model.state_dict(), family, model.config.tie_word_embeddings)
 
@@ -112,9 +106,7 @@ def test_quantized_matrices_are_what_gguf_says(tmp_path: Path, kind: str) -> Non
     model = tiny_model("qwen2")
     tensors = gguf_tensors("qwen2", model)
     quantization = GGMLQuantizationType[kind]
-    path = write_gguf(
-        tmp_path / "m.gguf", "qwen2", gguf_metadata("qwen2", model.config), tensors, quantization
-    )
+    path = write_gguf(tmp_path / "m.gguf", "qwen2", gguf_metadata("qwen2", model.config), tensors, quantization)
     weights = load_weights(open_checkpoint(path), torch.float32)
 
     def through(name: str) -> np.ndarray:

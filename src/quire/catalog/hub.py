@@ -44,9 +44,7 @@ def fetch(wanted: HubName, *, revision: str | None, token: str | None, report: R
     return found
 
 
-def _snapshot(
-    wanted: HubName, revision: str | None, token: str | None, report: Report, *, local: bool
-) -> Path:
+def _snapshot(wanted: HubName, revision: str | None, token: str | None, report: Report, *, local: bool) -> Path:
     return Path(
         snapshot_download(
             wanted.repository,
@@ -118,9 +116,7 @@ def _first_line(error: Exception) -> str:
 
 def _incomplete(wanted: HubName, folder: Path) -> QuireError:
     if wanted.file_name is not None:
-        return ModelNotFound(
-            f"{wanted.repository} has no file {wanted.file_name}; look at its list of files."
-        )
+        return ModelNotFound(f"{wanted.repository} has no file {wanted.file_name}; look at its list of files.")
     if (folder / "adapter_config.json").is_file():
         return UnsupportedModel(
             f"{wanted.repository} is an adapter, which quire does not read yet; merge it into its model."

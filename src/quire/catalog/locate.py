@@ -27,9 +27,7 @@ class Located:
 class FetchHub(Protocol):
     """Brings a model of the hub to this disk (`quire.catalog.hub.fetch`)."""
 
-    def __call__(
-        self, wanted: HubName, *, revision: str | None, token: str | None, report: Report
-    ) -> Path: ...
+    def __call__(self, wanted: HubName, *, revision: str | None, token: str | None, report: Report) -> Path: ...
 
 
 def locate(

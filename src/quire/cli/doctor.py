@@ -31,18 +31,12 @@ class Finding(NamedTuple):
 def doctor(as_json: bool) -> None:
     findings = examine()
     if as_json:
-        print(
-            json.dumps(
-                {finding.what: {"found": finding.found, "advice": finding.advice} for finding in findings}
-            )
-        )
+        print(json.dumps({finding.what: {"found": finding.found, "advice": finding.advice} for finding in findings}))
         return
     table = Table(box=None, show_header=False, pad_edge=False)
     for finding in findings:
         mark = "[yellow]![/]" if finding.advice else "[green]✓[/]"
-        table.add_row(
-            mark, finding.what, finding.found + (f"  [yellow]{finding.advice}[/]" if finding.advice else "")
-        )
+        table.add_row(mark, finding.what, finding.found + (f"  [yellow]{finding.advice}[/]" if finding.advice else ""))
     Console(highlight=False).print(table)
 
 
@@ -74,9 +68,7 @@ def _gpu() -> Finding:
     if not torch.cuda.is_available():
         return Finding("gpu", "none that torch can use")
     name = torch.cuda.get_device_name(0)
-    return Finding(
-        "gpu", name, "quire's fast GPU kernels are not written yet: --device cuda runs the plain reference."
-    )
+    return Finding("gpu", name, "quire's fast GPU kernels are not written yet: --device cuda runs the plain reference.")
 
 
 def _default_model() -> Finding:

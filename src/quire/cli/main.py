@@ -18,9 +18,7 @@ class Verbs(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
             near = get_close_matches(args[0], self.list_commands(ctx), n=1)
-            hint = (
-                f" Did you mean {near[0]}?" if near else f" There are: {', '.join(self.list_commands(ctx))}."
-            )
+            hint = f" Did you mean {near[0]}?" if near else f" There are: {', '.join(self.list_commands(ctx))}."
             ctx.fail(f"There is no command {args[0]!r}.{hint}")
         return super().resolve_command(ctx, args)
 
@@ -49,17 +47,13 @@ def main() -> None:
 @click.option("--chat", is_flag=True, help="Put the prompt through the model's chat template.")
 @sampling_options
 @engine_options
-@click.option(
-    "-v", "--verbose", is_flag=True, help="Say what happens while starting, and the speed at the end."
-)
+@click.option("-v", "--verbose", is_flag=True, help="Say what happens while starting, and the speed at the end.")
 def run(words: tuple[str, ...], **given: object) -> None:
     """Complete one prompt and print the text as it comes. A prompt of - is read from stdin."""
     from quire.cli.run import run as work
 
     if len(words) > 2:
-        raise click.UsageError(
-            f"run takes [MODEL] and one prompt, not {len(words)} words: put the prompt in quotes."
-        )
+        raise click.UsageError(f"run takes [MODEL] and one prompt, not {len(words)} words: put the prompt in quotes.")
     model, prompt = words if len(words) == 2 else (None, words[0])
     work(model, prompt, given)
 
@@ -120,9 +114,7 @@ def doctor(as_json: bool) -> None:
 
 
 @app.command()
-@click.option(
-    "--steps", type=click.IntRange(1), default=20_000, show_default=True, help="Audited steps to run."
-)
+@click.option("--steps", type=click.IntRange(1), default=20_000, show_default=True, help="Audited steps to run.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--runner", type=click.Choice(["numpy", "torch"]), default="numpy", show_default=True,
               help="numpy: the oracle runner. torch: the integer model behind the real runner.")  # fmt: skip

@@ -52,9 +52,7 @@ _ENGINE = (
 )  # fmt: skip
 
 _SAMPLING = (
-    click.option(
-        "--temperature", type=float, help="0 is greedy. Default: what the model's makers say, else 0.7."
-    ),
+    click.option("--temperature", type=float, help="0 is greedy. Default: what the model's makers say, else 0.7."),
     click.option("--top-p", type=float, help="Smallest set of tokens that reaches this probability."),
     click.option("--top-k", type=int, help="Only the k likeliest tokens."),
     click.option("--min-p", type=float, help="Only tokens this likely compared with the likeliest."),
@@ -85,9 +83,7 @@ def engine_config(model: str | None, given: Mapping[str, object]) -> EngineConfi
     return EngineConfig(model=model, **said)  # type: ignore[arg-type]  # EngineConfig checks each
 
 
-def sampling_params(
-    given: Mapping[str, object], defaults: SamplingParams, max_tokens: int | None
-) -> SamplingParams:
+def sampling_params(given: Mapping[str, object], defaults: SamplingParams, max_tokens: int | None) -> SamplingParams:
     """What the command line says, else what the model's makers say, else a mild temperature."""
     names = {field.name for field in fields(SamplingParams)}
     said = {name: getattr(defaults, name) for name in names}

@@ -62,9 +62,7 @@ class ModelSpec:
     attention_scale: float | None = None  # None means head_dim ** -0.5
     attention_softcap: float = 0.0  # 0 means none
     final_softcap: float = 0.0
-    windows: tuple[
-        int, ...
-    ] = ()  # per layer: keys a query may see, itself included; 0 means all; () means all 0
+    windows: tuple[int, ...] = ()  # per layer: keys a query may see, itself included; 0 means all; () means all 0
     local_rope: RopeSpec | None = None  # rope of the windowed layers where it differs (Gemma 3)
 
     @property

@@ -66,9 +66,7 @@ class SamplingParams:
             )
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
-                raise InvalidParameter(
-                    f"{name} must be true or false, not {getattr(self, name)!r}.", param=name
-                )
+                raise InvalidParameter(f"{name} must be true or false, not {getattr(self, name)!r}.", param=name)
         if self.seed is not None:
             _check_int("seed", self.seed, -MAX_SEED, MAX_SEED)
         for name in ("logprobs", "prompt_logprobs"):
@@ -81,9 +79,7 @@ class SamplingParams:
         for bias in (self.logit_bias or {}).values():
             _check_float("logit_bias", bias, -100.0, 100.0)
         if self.allowed_token_ids is not None and len(self.allowed_token_ids) == 0:
-            raise InvalidParameter(
-                "allowed_token_ids is empty: no token could follow.", param="allowed_token_ids"
-            )
+            raise InvalidParameter("allowed_token_ids is empty: no token could follow.", param="allowed_token_ids")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -178,17 +174,13 @@ def _token_ids(name: str, ids: Iterable[int], vocab_size: int) -> tuple[int, ...
 
 def _within_vocab(name: str, count: int | None, vocab_size: int) -> int | None:
     if count is not None and count > vocab_size:
-        raise InvalidParameter(
-            f"{name} is {count}, but the vocabulary has only {vocab_size} tokens.", param=name
-        )
+        raise InvalidParameter(f"{name} is {count}, but the vocabulary has only {vocab_size} tokens.", param=name)
     return count
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise InvalidParameter(
-            f"{name} must be a whole number from {low} to {high}, not {value!r}.", param=name
-        )
+        raise InvalidParameter(f"{name} must be a whole number from {low} to {high}, not {value!r}.", param=name)
 
 
 def _check_float(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:

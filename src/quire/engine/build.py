@@ -24,6 +24,7 @@ from quire.models.decoder import Decoder
 from quire.models.parameters import DecoderWeights
 from quire.runner.kv_store import new_store
 from quire.runner.model_runner import ModelRunner
+from quire.runner.warm_up import warm_up
 from quire.text.tokenizer import Tokenizer
 from quire.weights.dummy import dummy_weights
 from quire.weights.load import load_weights
@@ -89,9 +90,10 @@ def build(config: EngineConfig, watch: Watch | None = None) -> Built:
     model = Decoder(spec, weights, choice.kernels, resolved.max_model_len)
     watch.done("weights", f"{_num_weight_bytes(weights) / 2**30:.2f} GiB {dtype}")
 
+    kv = new_store(model.kv_geometry, resolved.num_blocks, resolved.block_size, device)
     runner = ModelRunner(
         model,
-        new_store(model.kv_geometry, resolved.num_blocks, resolved.block_size, device),
+        kv,
         max_rows=resolved.max_num_seqs,
         max_length=resolved.max_model_len,
     )
@@ -112,6 +114,8 @@ def build(config: EngineConfig, watch: Watch | None = None) -> Built:
     )
     num_tokens = resolved.num_blocks * resolved.block_size
     watch.done("kv cache", f"{resolved.kv_bytes / 2**30:.2f} GiB → {num_tokens:,} tokens")
+    warm_up(model, kv)
+    watch.done("warm-up", choice.reason)
     front = Front(engine, tokenizer, time.monotonic)
     return Built(name, engine, front, tokenizer, checkpoint, resolved, machine, dtype, choice.reason)
 

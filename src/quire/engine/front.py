@@ -68,16 +68,12 @@ class Front:
         """Queue a prompt: text, token ids, or {"prompt_token_ids": ids}."""
         text, ids = self.encode(prompt)
         if params.stop_strings and self._tokenizer is None:
-            raise NoTokenizerError(
-                "Stop strings need a tokenizer, and this model has none; use stop_token_ids."
-            )
+            raise NoTokenizerError("Stop strings need a tokenizer, and this model has none; use stop_token_ids.")
         stop_strings = StopStrings(params.stop_strings)
         sequences = self._engine.submit(ids, params, self._spell(params.bad_words or ()))
         request_id = str(sequences[0].request.id)
         transcripts = tuple(
-            Transcript(
-                request_id, sequence, params, self._tokenizer, stop_strings=stop_strings, streaming=streaming
-            )
+            Transcript(request_id, sequence, params, self._tokenizer, stop_strings=stop_strings, streaming=streaming)
             for sequence in sequences
         )
         metrics = RequestMetrics(self._clock(), self._engine.scheduler.last_absorbed + 1)
@@ -100,7 +96,7 @@ class Front:
                 self._close(transcript, FinishReason.ABORT)
 
     def turn(self) -> list[Delta]:
-        """One turn of the engine; what those who listen gained by it, and who finished."""
+        """One turn of the engine; what each who listens gained by it, and each who finished."""
         absorbed = self._engine.turn()
         return [] if absorbed is None else self._read(absorbed)
 
@@ -116,9 +112,7 @@ class Front:
         """A prompt's text, if it came as text, and its ids."""
         if isinstance(prompt, str):
             if self._tokenizer is None:
-                raise NoTokenizerError(
-                    'This model has no tokenizer; give {"prompt_token_ids": [...]} instead of text.'
-                )
+                raise NoTokenizerError('This model has no tokenizer; give {"prompt_token_ids": [...]} instead of text.')
             return prompt, self._tokenizer.encode(prompt)
         if isinstance(prompt, Mapping):
             ids = prompt.get("prompt_token_ids")
@@ -149,7 +143,7 @@ class Front:
         return sorted(spellings)
 
     def _read(self, absorbed: Absorbed) -> list[Delta]:
-        deltas = []
+        deltas: dict[SequenceId, Delta] = {}
         if self._silent:
             self._note_first_tokens(absorbed)
         for sequence_id, scores in absorbed.prompt_logprobs.items():
@@ -161,16 +155,16 @@ class Front:
                 transcript = self._transcripts[sequence_id]
                 if not transcript.listening:
                     continue
-                deltas.append(
-                    transcript.push(token, absorbed.logprobs.get(sequence_id), ended.get(sequence_id))
-                )
+                scored = absorbed.logprobs.get(sequence_id)
+                deltas[sequence_id] = transcript.push(token, scored, ended.get(sequence_id))
                 if transcript.stopped and sequence_id not in ended:
                     self._engine.stop(transcript.sequence)
                     ended[sequence_id] = FinishReason.STOP
         for sequence_id, reason in ended.items():
             assert reason is not None, sequence_id
-            deltas.append(self._close(self._transcripts[sequence_id], reason))
-        return deltas
+            last = self._close(self._transcripts[sequence_id], reason)
+            deltas[sequence_id] = deltas[sequence_id].then(last) if sequence_id in deltas else last
+        return list(deltas.values())
 
     def _close(self, transcript: Transcript, reason: FinishReason) -> Delta:
         delta = transcript.close(reason)

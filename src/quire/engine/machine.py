@@ -15,9 +15,7 @@ _TELLING_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "avx512_vnni"
 def pick_device(wanted: str) -> torch.device:
     """`auto` is the CPU as long as the CPU has the only fast kernels."""
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "device is cuda, but torch finds no GPU on this machine; use --device cpu.", param="device"
-        )
+        raise ConfigError("device is cuda, but torch finds no GPU on this machine; use --device cpu.", param="device")
     return torch.device("cuda" if wanted == "cuda" else "cpu")
 
 

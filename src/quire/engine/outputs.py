@@ -69,3 +69,15 @@ class Delta:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+
+    def then(self, later: "Delta") -> "Delta":
+        """Both as one."""
+        return Delta(
+            request_id=self.request_id,
+            index=self.index,
+            text=self.text + later.text,
+            token_ids=self.token_ids + later.token_ids,
+            finish_reason=later.finish_reason,
+            stop_reason=later.stop_reason,
+            logprobs=self.logprobs + later.logprobs,
+        )

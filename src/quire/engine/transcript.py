@@ -116,9 +116,7 @@ class Transcript:
     def _delta(self, text: str, token_ids: list[int]) -> Delta:
         logprobs, self._unsent = self._unsent, []
         reason = None if self.finish_reason is None else self.finish_reason.value
-        return Delta(
-            self._request_id, self.sequence.index, text, token_ids, reason, self.stop_reason, logprobs
-        )
+        return Delta(self._request_id, self.sequence.index, text, token_ids, reason, self.stop_reason, logprobs)
 
 
 def logprob_entry(scores: TopLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:

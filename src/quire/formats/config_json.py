@@ -44,12 +44,8 @@ def read_spec(config: Fields) -> ModelSpec:
         qk_norm=family.qk_norm,
         sandwich_norms=family.gemma,
         embedding_scale=hidden_size**0.5 if family.gemma else 1.0,
-        attention_scale=config.number("query_pre_attn_scalar", 256.0, positive=True) ** -0.5
-        if family.gemma
-        else None,
-        attention_softcap=_softcap(config, "attn_logit_softcapping", 50.0)
-        if family.name == "gemma2"
-        else 0.0,
+        attention_scale=config.number("query_pre_attn_scalar", 256.0, positive=True) ** -0.5 if family.gemma else None,
+        attention_softcap=_softcap(config, "attn_logit_softcapping", 50.0) if family.name == "gemma2" else 0.0,
         final_softcap=_final_softcap(config, family),
         windows=_windows(config, family, num_layers),
         local_rope=ropes.local,
@@ -66,11 +62,7 @@ def read_family(config: Fields) -> Family:
         name, known = config.text("model_type", ""), BY_MODEL_TYPE
     family = known.get(name)
     if family is None:
-        remark = (
-            " (it wants to run code from its own folder, which quire never does)"
-            if config.has("auto_map")
-            else ""
-        )
+        remark = " (it wants to run code from its own folder, which quire never does)" if config.has("auto_map") else ""
         raise unsupported(config.source, name, known, remark)
     return family
 

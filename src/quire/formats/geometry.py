@@ -11,9 +11,7 @@ def check_geometry(spec: ModelSpec, source: str) -> ModelSpec:
     if spec.vocab_size < 1:
         raise BrokenModelFile(f"{source} describes a model with an empty vocabulary.")
     if spec.head_dim % 2:
-        raise BrokenModelFile(
-            f"{source} describes heads of {spec.head_dim} dimensions; the number must be even."
-        )
+        raise BrokenModelFile(f"{source} describes heads of {spec.head_dim} dimensions; the number must be even.")
     if spec.num_heads % spec.num_kv_heads:
         raise BrokenModelFile(
             f"{source} describes {spec.num_heads} attention heads over {spec.num_kv_heads} key/value heads, "

@@ -148,9 +148,7 @@ def _parse(cursor: _Cursor) -> GgufFile:
     if version not in VERSIONS:
         big_endian = version & 0xFFFF == 0
         reason = "big-endian" if big_endian else f"GGUF version {version}"
-        raise UnsupportedModel(
-            f"{cursor.path} is {reason}; quire reads little-endian GGUF, versions 2 and 3."
-        )
+        raise UnsupportedModel(f"{cursor.path} is {reason}; quire reads little-endian GGUF, versions 2 and 3.")
     num_tensors = cursor.count(MIN_ENTRY_BYTES, "tensors")
     num_entries = cursor.count(MIN_ENTRY_BYTES, "metadata entries")
     metadata: dict[str, MetadataValue] = {}
@@ -179,9 +177,7 @@ def _tensor_info(cursor: _Cursor) -> StoredTensor:
         ) from error
     block_size, block_bytes = GGML_QUANT_SIZES[encoding]
     if shape[-1] % block_size:
-        raise cursor.broken(
-            f"tensor {name} has rows of {shape[-1]}, but {encoding.name} packs {block_size} together"
-        )
+        raise cursor.broken(f"tensor {name} has rows of {shape[-1]}, but {encoding.name} packs {block_size} together")
     num_bytes = block_bytes * (shape[-1] // block_size)
     for dimension in shape[:-1]:
         num_bytes *= dimension

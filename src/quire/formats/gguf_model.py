@@ -48,14 +48,11 @@ def _refuse_parts(general: Fields) -> None:
     """Files that hold something other than one whole model."""
     kind = general.text("general.type", "model")
     if kind != "model":
-        raise UnsupportedModel(
-            f"{general.source} holds no model but a GGUF {kind!r}, which quire does not read yet."
-        )
+        raise UnsupportedModel(f"{general.source} holds no model but a GGUF {kind!r}, which quire does not read yet.")
     parts = general.integer("split.count", 1, low=0)
     if parts > 1:
         raise UnsupportedModel(
-            f"{general.source} is one of {parts} parts of a split GGUF file. "
-            f"Join them with llama-gguf-split --merge."
+            f"{general.source} is one of {parts} parts of a split GGUF file. Join them with llama-gguf-split --merge."
         )
 
 
@@ -67,9 +64,7 @@ def _read_spec(file: GgufFile, family: Family, keys: Fields) -> ModelSpec:
     num_heads = _per_layer(keys, "attention.head_count", None)
     head_dim = keys.integer("attention.key_length", hidden_size // num_heads)
     if keys.integer("attention.value_length", head_dim) != head_dim:
-        raise UnsupportedModel(
-            f"{keys.source} has keys and values of different widths, which quire does not read."
-        )
+        raise UnsupportedModel(f"{keys.source} has keys and values of different widths, which quire does not read.")
     embedding = _tensor(file, "token_embd.weight")
     windows = _windows(keys, family, num_layers)
     spec = ModelSpec(
@@ -164,14 +159,10 @@ def _rope(file: GgufFile, family: Family, keys: Fields, head_dim: int) -> RopeSp
     theta = keys.number("rope.freq_base", family.default_theta, positive=True)
     rotary_dim = keys.integer("rope.dimension_count", head_dim)
     kind = keys.text("rope.scaling.type", "linear")  # llama.cpp's default; with a factor of 1 it is none
-    factor = keys.number(
-        "rope.scaling.factor", keys.number("rope.scale_linear", 1.0, positive=True), positive=True
-    )
+    factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 1.0, positive=True), positive=True)
     if ROPE_FACTORS in file.tensors:
         if kind != "none" and factor != 1.0:
-            raise UnsupportedModel(
-                f"{keys.source} has both rope factors and {kind} scaling; quire reads one of them."
-            )
+            raise UnsupportedModel(f"{keys.source} has both rope factors and {kind} scaling; quire reads one of them.")
         factors = _read_floats(_tensor(file, ROPE_FACTORS))
         return RopeSpec(theta, rotary_dim, RopeKind.FACTORS, short_factors=factors)
     max_positions = keys.integer("context_length")

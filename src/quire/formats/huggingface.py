@@ -102,9 +102,7 @@ def _index_tensors(folder: Path) -> dict[str, StoredTensor]:
             f"{folder} has its weights only as {pickled[0]}, which can run code when it is opened, so quire "
             f"does not read it. Convert the model to safetensors (transformers' save_pretrained does)."
         )
-    raise ModelNotFound(
-        f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}, so there are no weights to load."
-    )
+    raise ModelNotFound(f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}, so there are no weights to load.")
 
 
 def _read_shards(folder: Path) -> dict[str, StoredTensor]:
@@ -115,16 +113,12 @@ def _read_shards(folder: Path) -> dict[str, StoredTensor]:
     for shard in sorted(set(shard_of.values())):
         path = folder / shard
         if Path(shard).name != shard or not path.is_file():
-            raise BrokenModelFile(
-                f"{folder / INDEX_FILE} names the shard {shard!r}, which is not there. Fetch it."
-            )
+            raise BrokenModelFile(f"{folder / INDEX_FILE} names the shard {shard!r}, which is not there. Fetch it.")
         for name, stored in read_safetensors(path).items():
             if name in tensors:
                 raise BrokenModelFile(f"Tensor {name} lies both in {tensors[name].path.name} and in {shard}.")
             tensors[name] = stored
-    lost = [
-        name for name, shard in shard_of.items() if name not in tensors or tensors[name].path.name != shard
-    ]
+    lost = [name for name, shard in shard_of.items() if name not in tensors or tensors[name].path.name != shard]
     if lost:
         raise BrokenModelFile(
             f"{folder / INDEX_FILE} promises {len(lost)} tensors that its shards do not hold, "

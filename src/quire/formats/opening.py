@@ -14,9 +14,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     try:
         return _open(path)
     except OSError as error:
-        raise BrokenModelFile(
-            f"{error.filename or path} cannot be read: {error.strerror or error}."
-        ) from error
+        raise BrokenModelFile(f"{error.filename or path} cannot be read: {error.strerror or error}.") from error
 
 
 def _open(path: Path) -> Checkpoint:

@@ -35,9 +35,7 @@ def read_ropes(config: Fields, family: Family, head_dim: int) -> Ropes:
     if not family.local_rope:
         return Ropes(rope, None)
     local = scaling.mapping("sliding_attention") if nested else Fields({}, config.source)
-    theta = local.number(
-        "rope_theta", config.number("rope_local_base_freq", LOCAL_THETA, positive=True), positive=True
-    )
+    theta = local.number("rope_theta", config.number("rope_local_base_freq", LOCAL_THETA, positive=True), positive=True)
     return Ropes(rope, _scaled(local, config, family, theta, head_dim))
 
 
@@ -51,9 +49,7 @@ def _read_rope(scaling: Fields, config: Fields, family: Family, head_dim: int) -
 def _scaled(scaling: Fields, config: Fields, family: Family, theta: float, head_dim: int) -> RopeSpec:
     share = scaling.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
     if not 0.0 < share <= 1.0:
-        raise BrokenModelFile(
-            f"partial_rotary_factor in {config.source} must be above 0 and at most 1, not {share:g}."
-        )
+        raise BrokenModelFile(f"partial_rotary_factor in {config.source} must be above 0 and at most 1, not {share:g}.")
     rotary_dim = int(head_dim * share)
     kind = _kind(scaling, family)
     if kind is RopeKind.PLAIN:

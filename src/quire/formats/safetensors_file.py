@@ -71,6 +71,5 @@ def _stored(path: Path, name: str, entry: object, data_start: int, file_size: in
 
 def _are_sizes(values: object) -> TypeGuard[list[int]]:
     return isinstance(values, list) and all(
-        isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_DIMENSION
-        for value in values
+        isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_DIMENSION for value in values
     )

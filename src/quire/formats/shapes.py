@@ -8,9 +8,7 @@ from quire.core.model import ModelSpec, RopeKind, RopeSpec
 from quire.formats.checkpoint import Checkpoint, Source
 
 
-def _llama3(
-    factor: float, *, layers: int, hidden: int, heads: int, dim: int, ffn: int, tied: bool
-) -> ModelSpec:
+def _llama3(factor: float, *, layers: int, hidden: int, heads: int, dim: int, ffn: int, tied: bool) -> ModelSpec:
     rope = RopeSpec(
         500_000.0,
         dim,

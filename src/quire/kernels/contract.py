@@ -18,9 +18,7 @@ class Ragged:
     positions: Tensor  # [tokens] int64
     slots: Tensor  # [tokens] int64: where each token's key and value are written
     tables: Tensor  # [sequences, width] int32: block tables; only the blocks that hold keys are read
-    query_starts: (
-        Tensor  # [sequences + 1] int32: sequence s has tokens query_starts[s] to query_starts[s + 1]
-    )
+    query_starts: Tensor  # [sequences + 1] int32: sequence s has tokens query_starts[s] to query_starts[s + 1]
     context_lengths: Tensor  # [sequences] int32: keys the last query of the sequence sees, itself included
 
 
@@ -29,9 +27,7 @@ class AttentionRule:
     """How a layer scores its keys."""
 
     scale: float
-    window: int = (
-        0  # a key is seen if query position - key position < window; 0 means every key before the query
-    )
+    window: int = 0  # a key is seen if query position - key position < window; 0 means every key before the query
     softcap: float = 0.0  # scores become softcap * tanh(score / softcap); 0 means unchanged
 
 

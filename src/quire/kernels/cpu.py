@@ -9,6 +9,7 @@ from itertools import pairwise
 from types import ModuleType
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -32,7 +33,7 @@ class CpuKernels:
         return self._compiled is not None
 
     def pack(self, weight: Tensor) -> Tensor:
-        # In oneDNN's own layout bfloat16 runs 1.2 to 1.6 times as fast (docs/log.md); float32 gains nothing.
+        # bfloat16 in oneDNN's own layout: mostly 1.2 to 1.6 times as fast (docs/log.md). float32: not measured.
         if weight.dtype is torch.bfloat16 and torch._C._has_mkldnn:
             packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None)
             return packed
@@ -103,8 +104,9 @@ class CpuAttention:
         self._row_tables = ragged.tables[singles].numpy()
         self._row_lengths = ragged.context_lengths[singles].numpy()
         self._masks: dict[tuple[int, int], Tensor] = {}
+        self._num_threads = torch.get_num_threads()
         if compiled is not None:
-            compiled.use_threads(torch.get_num_threads())
+            compiled.use_threads(self._num_threads)
 
     def write(self, key_value: Tensor, kv_layer: Tensor) -> None:
         kv_layer.transpose(1, 2).index_put_((self._blocks, self._offsets), key_value)
@@ -124,12 +126,14 @@ class CpuAttention:
         wide = query.float() * rule.scale
         output = torch.empty_like(wide)
         assert self._compiled is not None
+        kv_heads = kv_layer.shape[3]
         self._compiled.attend_rows(
             wide.numpy(),
             _words(kv_layer).numpy(),
-            torch.tensor(kv_layer.stride()).numpy(),
+            np.array(kv_layer.stride(), dtype=np.uintp),
             self._block_size,
-            kv_layer.shape[3],
+            query.shape[1] // kv_heads,
+            1 if len(query) >= self._num_threads else kv_heads,  # a row's keys are best read by one thread
             self._row_tables,
             self._row_lengths,
             rule.window,
@@ -166,9 +170,7 @@ class CpuAttention:
         return self._masks[index, window]
 
 
-def _attend_dense(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, rule: AttentionRule
-) -> Tensor:
+def _attend_dense(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, rule: AttentionRule) -> Tensor:
     """query: [heads, queries, dim]; keys, values: [kv_heads, keys, dim]; mask: [queries, keys]. As query."""
     if not rule.softcap:
         return F.scaled_dot_product_attention(

@@ -40,9 +40,7 @@ class OracleModel:
         index = torch.arange(len(sequence_of_key), device=kv.device) - (key_ends - lengths)[sequence_of_key]
         blocks = ragged.tables[sequence_of_key, index // block_size].long()
         key, position = store[blocks, index % block_size].long().unbind(dim=1)
-        totals = F.pad(
-            mix(key, position).cumsum(0), (1, 0)
-        )  # totals[k]: the sum over the first k keys of the step
+        totals = F.pad(mix(key, position).cumsum(0), (1, 0))  # totals[k]: the sum over the first k keys of the step
 
         query_ends = ragged.query_starts[1:].long()
         num_queries = ragged.query_starts.diff().long()

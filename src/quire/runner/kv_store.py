@@ -8,11 +8,9 @@ from quire.models.model import KvGeometry
 
 
 def new_store(geometry: KvGeometry, num_blocks: int, block_size: int, device: torch.device) -> Tensor:
-    """A block is one contiguous run across layers. One block more than the pool lends: block 0, the null block."""
+    """Not filled: no slot is read before it was written. Block 0, the null block, comes on top of the pool's."""
     try:
-        return torch.zeros(
-            geometry.store_shape(num_blocks + 1, block_size), dtype=geometry.dtype, device=device
-        )
+        return torch.empty(geometry.store_shape(num_blocks + 1, block_size), dtype=geometry.dtype, device=device)
     except RuntimeError as error:  # what torch's allocators raise, torch.OutOfMemoryError included
         raise ConfigError(
             f"There is no memory for a KV cache of {num_blocks} blocks "

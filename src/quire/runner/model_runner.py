@@ -68,9 +68,7 @@ class ModelRunner:
         alive = self._rows.alive[rows]
         emitted = alive & sampled.finite
         self._rows.advance(rows, tokens, emitted, ends.stop | ends.length | ~sampled.finite)
-        outcome = torch.stack(
-            [tokens, alive.long(), sampled.finite.long(), ends.stop.long(), ends.length.long()]
-        )
+        outcome = torch.stack([tokens, alive.long(), sampled.finite.long(), ends.stop.long(), ends.length.long()])
         return RunningStep(step, batch.sampling.host_rows, outcome, scores, prompt_scores)
 
     def _score(self, part: PromptScoring, hidden: Tensor) -> list[Scores]:

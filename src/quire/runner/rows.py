@@ -25,9 +25,7 @@ class RowTable:
         self.last_tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.alive = torch.zeros(max_rows, dtype=torch.bool, device=device)
         self.num_blocks: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
-        self._tokens_left: NDArray[np.int64] = np.zeros(
-            max_rows, dtype=np.int64
-        )  # until the length ends the row
+        self._tokens_left: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # until the length ends the row
         self.cruising: NDArray[np.bool_] = np.zeros(max_rows, dtype=np.bool_)
         self.seats: dict[Row, Seat] = {}
         self._next_step = 0

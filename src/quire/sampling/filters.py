@@ -87,17 +87,13 @@ def _lowest_keys(keys: Tensor, weights: Tensor, top_k: Tensor, top_p: Tensor, wi
 
 def _cut(keys: Tensor, weights: Tensor, top_k: Tensor, top_p: Tensor, width: int) -> Cut:
     """Decide from the `width` likeliest tokens of each row."""
-    if width < keys.shape[-1]:
-        likeliest = keys.topk(width, dim=-1).values
-    else:
-        likeliest = keys.sort(dim=-1, descending=True).values
+    whole = width == keys.shape[-1]
+    likeliest = (keys.sort(dim=-1, descending=True) if whole else keys.topk(width, dim=-1)).values
     among_top_k = torch.arange(width, device=keys.device) < top_k[:, None]
     reached = weights.gather(-1, ids_of(likeliest)).mul_(among_top_k).cumsum(-1)
     all_seen = top_k <= width
     cut_by_k = top_k < keys.shape[-1]
-    left = torch.where(
-        cut_by_k, reached[:, -1], weights.sum(-1)
-    )  # what top-k left; exact wherever it is settled
+    left = torch.where(cut_by_k, reached[:, -1], weights.sum(-1))  # what top-k left; exact wherever it is settled
     goal = torch.where(top_p < 1, (left.double() * top_p).ceil().long(), left)
     last = (reached < goal[:, None]).sum(-1)
     settled = torch.where(cut_by_k, all_seen, last < width)

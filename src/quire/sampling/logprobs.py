@@ -49,10 +49,7 @@ class RowScores(NamedTuple):
     scores: Scores
 
     def wait(self) -> dict[Row, TopLogprobs]:
-        return {
-            Row(int(row)): score
-            for row, score in zip(self.host_rows, self.scores.wait(self.counts), strict=True)
-        }
+        return {Row(int(row)): score for row, score in zip(self.host_rows, self.scores.wait(self.counts), strict=True)}
 
 
 def score_tokens(

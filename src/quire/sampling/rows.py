@@ -72,12 +72,10 @@ class SamplingRows:
         self.host_top_k: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
         self.host_num_logprobs: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
         self._integers = torch.zeros(max_rows, 6, dtype=torch.int64, device=device)
-        self.seed, self.index, self.top_k, self.min_tokens, self.num_prompt, self.max_length = (
-            self._integers.unbind(1)
-        )
+        self.seed, self.index, self.top_k, self.min_tokens, self.num_prompt, self.max_length = self._integers.unbind(1)
         self._floats = torch.zeros(max_rows, 6, dtype=torch.float64, device=device)
-        self.temperature, self.top_p, self.min_p, self.repetition, self.presence, self.frequency = (
-            self._floats.unbind(1)
+        self.temperature, self.top_p, self.min_p, self.repetition, self.presence, self.frequency = self._floats.unbind(
+            1
         )
         self.end_ids = torch.full((max_rows, 1), -1, dtype=torch.int64, device=device)  # padded with -1
 

@@ -150,9 +150,7 @@ class Sampler:
 
     def _draw_piece(self, logits: Tensor, highest: Tensor, batch: RowBatch) -> Tensor:
         rows = self._rows
-        chance = uniform(
-            rows.seed.index_select(0, batch.rows), rows.index.index_select(0, batch.rows), batch.positions
-        )
+        chance = uniform(rows.seed.index_select(0, batch.rows), rows.index.index_select(0, batch.rows), batch.positions)
         return draw(self._weigh(logits, highest, batch), chance)
 
     def _weigh(self, logits: Tensor, highest: Tensor, batch: RowBatch) -> Tensor:

@@ -24,12 +24,8 @@ def audit(scheduler: Scheduler) -> None:
             assert waits == (sequence.state is State.WAITING), sequence
             waiting += waits
     assert waiting == scheduler.num_waiting, "the waiting are miscounted"  # I18
-    assert scheduler.num_cruising == sum(s.cruising and s.due_step >= 0 for s in running), (
-        "cruising miscounted"
-    )
-    assert scheduler.num_coasting == sum(s.cruising and s.due_step < 0 for s in running), (
-        "coasting miscounted"
-    )
+    assert scheduler.num_cruising == sum(s.cruising and s.due_step >= 0 for s in running), "cruising miscounted"
+    assert scheduler.num_coasting == sum(s.cruising and s.due_step < 0 for s in running), "coasting miscounted"
     assert scheduler.prefilling == sorted((s for s in running if not s.cruising), key=lambda s: s.id)
 
 

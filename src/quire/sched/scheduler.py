@@ -138,9 +138,7 @@ class Scheduler:
         heard = emitters >= 0
         if not heard.all():
             emitters, tokens = emitters[heard], tokens[heard]
-        logprobs = {
-            SequenceId(int(named[row])): top for row, top in result.logprobs.items() if named[row] >= 0
-        }
+        logprobs = {SequenceId(int(named[row])): top for row, top in result.logprobs.items() if named[row] >= 0}
         scores = {SequenceId(int(named[s.row])): s for s in result.prompt_logprobs if named[s.row] >= 0}
         ended = [(self.seating.seated[row], reason) for row, reason in result.ended]
         finished = tuple(sequence for sequence, reason in ended if self.finish(sequence, reason))
@@ -196,9 +194,7 @@ class Scheduler:
     def _choose_victim(self) -> Sequence:
         """The youngest that may still be preempted, so that the oldest always advances."""
         seated = self.seating.seated.values()
-        return max(
-            (s for s in seated if s.num_preemptions < MAX_PREEMPTIONS), key=lambda sequence: sequence.id
-        )
+        return max((s for s in seated if s.num_preemptions < MAX_PREEMPTIONS), key=lambda sequence: sequence.id)
 
     def _book(self, sequence: Sequence) -> None:
         """Come back when it needs a block, or when it has no more to compute."""

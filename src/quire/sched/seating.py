@@ -25,9 +25,7 @@ class Seating:
     def __init__(self, max_rows: int) -> None:
         self.seated: dict[Row, Sequence] = {}
         self.leaving: deque[Sequence] = deque()  # in order of release_step
-        self.row_sequence: NDArray[np.int64] = np.full(
-            max_rows, NOBODY, dtype=np.int64
-        )  # whose tokens are heard
+        self.row_sequence: NDArray[np.int64] = np.full(max_rows, NOBODY, dtype=np.int64)  # whose tokens are heard
         self._free = [Row(row) for row in range(max_rows - 1, -1, -1)]
         self._leaves: list[Row] = []  # what the runner has not been told yet
         self._log = TokenLog(max_rows)

@@ -59,9 +59,7 @@ class Api:
         return await self._answer(request, wanted, CHAT)
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse(
-            {"object": "list", "data": [{"id": self._name, "object": "model", "owned_by": "quire"}]}
-        )
+        return JSONResponse({"object": "list", "data": [{"id": self._name, "object": "model", "owned_by": "quire"}]})
 
     async def health(self, request: Request) -> Response:
         failure = self.service.failure

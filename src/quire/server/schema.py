@@ -24,9 +24,7 @@ class Wanted:
 def read_completion(body: object, defaults: SamplingParams) -> Wanted:
     fields_given = _mapping(body)
     prompt = fields_given.get("prompt")
-    if isinstance(prompt, str) or (
-        isinstance(prompt, list) and prompt and all(isinstance(i, int) for i in prompt)
-    ):
+    if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and all(isinstance(i, int) for i in prompt)):
         return _wanted(fields_given, prompt, defaults, _COMPLETION_TOKENS)
     raise InvalidPrompt("prompt must be a text or a list of token ids.", param="prompt")
 
@@ -48,9 +46,7 @@ def _mapping(body: object) -> Mapping[str, object]:
     return body
 
 
-def _wanted(
-    body: Mapping[str, object], prompt: Prompt, defaults: SamplingParams, max_tokens: int | None
-) -> Wanted:
+def _wanted(body: Mapping[str, object], prompt: Prompt, defaults: SamplingParams, max_tokens: int | None) -> Wanted:
     said = {name: getattr(defaults, name) for name in _SAMPLING}
     said.update({name: body[name] for name in _SAMPLING & body.keys() if body[name] is not None})
     wanted_tokens = body.get("max_completion_tokens", body.get("max_tokens"))

@@ -1,6 +1,7 @@
 """The engine on its own thread, for callers on an event loop. Orders go in through a queue, deltas come back."""
 
 import asyncio
+import logging
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -10,6 +11,8 @@ from quire.core.errors import EngineFailed, QuireError
 from quire.core.sampling import SamplingParams
 from quire.engine.front import Front, Prompt, Ticket
 from quire.engine.outputs import Delta, RequestOutput
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -75,27 +78,27 @@ class Service:
     def _run(self) -> None:
         while True:
             try:
-                idle = self._front.idle or self.failure is not None
-                order = self._orders.get(block=idle)
+                order = self._orders.get(block=self._front.idle or self.failure is not None)
             except queue.Empty:
-                self._turn()
-                continue
+                order = self._turn
             if order is None:
                 return
-            order()
+            try:
+                order()
+            except Exception:  # the loop itself broke: nobody's fault, everybody's end
+                _log.exception("the engine failed")
+                self._fail(EngineFailed("The engine failed; the server's log says how."))
 
     def _turn(self) -> None:
-        try:
-            deltas = self._front.turn()
-        except Exception as error:  # the loop itself broke: nobody's fault, everybody's end
-            self.failure = EngineFailed(f"The engine failed: {type(error).__name__}: {error}")
-            for caller in self._callers.values():
-                caller.tell(self.failure)
-            self._callers.clear()
-            return
-        for delta in deltas:
+        for delta in self._front.turn():
             caller = self._callers[delta.request_id]
             caller.tell(delta)
-            if caller.ticket is not None and caller.ticket.finished:
+            if delta.finish_reason is not None and caller.ticket is not None and caller.ticket.finished:
                 caller.tell(caller.ticket.output())
                 del self._callers[delta.request_id]
+
+    def _fail(self, failure: QuireError) -> None:
+        self.failure = failure
+        for caller in self._callers.values():
+            caller.tell(failure)
+        self._callers.clear()

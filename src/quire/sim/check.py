@@ -36,9 +36,7 @@ class World:
     arrival_chance: float
     abort_chance: float
     end_ids: tuple[int, ...]
-    min_tokens: (
-        bool  # some requests may not end early; a sampler would then choose another token than the oracle
-    )
+    min_tokens: bool  # some requests may not end early; a sampler would then choose another token than the oracle
 
 
 Body = Callable[[World], Runner]  # what runs behind the bridge
@@ -135,10 +133,7 @@ class Trial:
     def run(self) -> None:
         """Raise AssertionError at the first violation."""
         while self._num_arrived < self.world.num_requests or not self._scheduler.idle:
-            if (
-                self._num_arrived < self.world.num_requests
-                and self._dice.random() < self.world.arrival_chance
-            ):
+            if self._num_arrived < self.world.num_requests and self._dice.random() < self.world.arrival_chance:
                 self._arrive()
             if self._live and self._dice.random() < self.world.abort_chance:
                 self._abort(self._dice.choice(list(self._live)))
@@ -153,15 +148,11 @@ class Trial:
             assert self._quiet_turns <= self.world.depth + 2, "something waits and nothing advances"  # I13
         audit_rest(self._scheduler)
         for sequence, expected in self._expected.items():
-            assert expected.num_terminal == 1, (
-                f"sequence {sequence} ended {expected.num_terminal} times"
-            )  # I12
+            assert expected.num_terminal == 1, f"sequence {sequence} ended {expected.num_terminal} times"  # I12
 
     def _arrive(self) -> None:
         world, dice = self.world, self._dice
-        prompt = np.array(
-            [dice.randrange(VOCAB_SIZE) for _ in range(dice.randint(1, world.max_prompt))], np.int32
-        )
+        prompt = np.array([dice.randrange(VOCAB_SIZE) for _ in range(dice.randint(1, world.max_prompt))], np.int32)
         max_tokens = dice.randint(1, world.max_output)
         end_ids = world.end_ids if dice.random() < 0.7 else ()
         min_tokens = dice.choice((0, 0, max_tokens)) if world.min_tokens else 0

@@ -27,9 +27,7 @@ class FlightWatch:
         block_owner = {block: self._owner[row] for row, blocks in self._blocks.items() for block in blocks}
         for rows, blocks in self._in_flight:
             for seat in plan.seats:
-                assert rows.get(seat.row, seat.sequence) == seat.sequence, (
-                    f"row {seat.row} is still in flight"
-                )
+                assert rows.get(seat.row, seat.sequence) == seat.sequence, f"row {seat.row} is still in flight"
             for grant in plan.grants:
                 owner = self._owner[grant.row]
                 assert blocks.get(grant.block, owner) == owner, f"block {grant.block} is still in flight"

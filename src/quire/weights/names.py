@@ -105,9 +105,7 @@ class _Scheme(NamedTuple):
 
 
 SCHEMES = {
-    Source.FOLDER: _Scheme(
-        "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", "model.layers.{}."
-    ),
+    Source.FOLDER: _Scheme("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", "model.layers.{}."),
     Source.GGUF: _Scheme("token_embd.weight", "output_norm.weight", "output.weight", "blk.{}."),
 }
 
@@ -121,9 +119,7 @@ def expected_tensors(spec: ModelSpec, source: Source) -> dict[str, Target]:
     matrix = (spec.vocab_size, spec.hidden_size)
     targets = {
         scheme.embedding: Target(None, "embedding", Part.WHOLE, table, matrix),
-        scheme.final_norm: Target(
-            None, "final_norm", Part.WHOLE, Rows(0, spec.hidden_size), (spec.hidden_size,)
-        ),
+        scheme.final_norm: Target(None, "final_norm", Part.WHOLE, Rows(0, spec.hidden_size), (spec.hidden_size,)),
     }
     if not spec.tied_embeddings:
         targets[scheme.head] = Target(None, "head", Part.WHOLE, table, matrix)
