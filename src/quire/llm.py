@@ -8,11 +8,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from quire.config import EngineConfig
-from quire.core.errors import InvalidParameter, InvalidPrompt
+from quire.core.errors import InvalidParameter, InvalidPrompt, shown
 from quire.core.sampling import SamplingParams
 from quire.engine.build import Built, Watch, build
 from quire.engine.front import Front, NoTokenizerError, Prompt, Ticket
 from quire.engine.outputs import Delta, RequestOutput
+from quire.engine.unbroken import unbroken
 from quire.text.chat import render
 from quire.text.tokenizer import Tokenizer
 
@@ -170,6 +171,11 @@ class LLM:
             params = self.get_default_sampling_params()
         if isinstance(params, SamplingParams):
             return [params] * len(prompts)
+        if not isinstance(params, Sequence):
+            raise InvalidParameter(
+                f"sampling_params must be a SamplingParams or a list of them, not {shown(params)}.",
+                param="sampling_params",
+            )
         if len(params) != len(prompts):
             raise InvalidParameter(
                 f"There are {len(prompts)} prompts and {len(params)} sampling_params; give one, or one for each.",
@@ -211,7 +217,7 @@ class LLM:
         pending = {ticket.request_id: ticket for ticket in tickets}
         num_tokens = 0
         while pending:
-            for delta in self.front.turn():
+            for delta in self._turn():
                 num_tokens += len(delta.token_ids)
                 ticket = pending.get(delta.request_id)
                 if ticket is not None and ticket.finished:
@@ -219,10 +225,14 @@ class LLM:
                     elapsed = bar.tasks[0].elapsed or 0.0
                     bar.update(task, advance=1, speed=f"{num_tokens / max(elapsed, 1e-3):,.0f} tok/s")
 
+    def _turn(self) -> list[Delta]:
+        with unbroken():
+            return self.front.turn()
+
     def _deltas(self, ticket: Ticket) -> Iterator[Delta]:
         try:
             while not ticket.finished:
-                for delta in self.front.turn():
+                for delta in self._turn():
                     if delta.request_id == ticket.request_id:
                         yield delta
         finally:
@@ -238,7 +248,7 @@ def _prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """Many prompts from one or many; a flat list of ids is one prompt."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    if not isinstance(prompts, Sequence):
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
         raise InvalidPrompt(f"A prompt is a text or token ids, not {type(prompts).__name__}.", param="prompt")
     if prompts and isinstance(prompts[0], int):
         return [cast(Sequence[int], prompts)]
@@ -246,6 +256,10 @@ def _prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
 
 
 def _conversations(messages: Conversation | Sequence[Conversation]) -> Sequence[Conversation]:
+    if not isinstance(messages, Sequence):
+        raise InvalidPrompt(
+            f"messages must be a list of objects with role and content, not {shown(messages)}.", param="messages"
+        )
     if messages and isinstance(messages[0], Mapping):
         return [cast(Conversation, messages)]
     return cast(Sequence[Conversation], messages)

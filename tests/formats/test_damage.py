@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from quire.core.errors import BrokenModelFile, QuireError
 from quire.formats.opening import open_checkpoint
-from quire.weights.load import load_weights
 from tests.formats.tiny import save_folder, tiny_gguf, tiny_model
+from tests.weights.loading import load
 
 HEADER_BYTES = 3000  # of the tiny files: metadata, names, the first tensors' descriptions
 
@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def outcome(path: Path) -> QuireError | None:
     try:
-        load_weights(open_checkpoint(path), torch.float32)
+        load(open_checkpoint(path), torch.float32)
     except QuireError as error:
         return error
     return None

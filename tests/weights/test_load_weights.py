@@ -15,8 +15,9 @@ from quire.formats.checkpoint import StoredTensor
 from quire.formats.opening import open_checkpoint
 from quire.models.parameters import DecoderWeights, LayerWeights, layer_shapes
 from quire.weights.dequantize import TensorReader
-from quire.weights.load import load_weights
+from quire.weights.packed import GgufUnpacker
 from tests.formats.tiny import FAMILY_NAMES, gguf_metadata, gguf_tensors, save_folder, tiny_model, write_gguf
+from tests.weights.loading import load
 
 State = dict[str, Tensor]
 QUANTIZED = ("F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
@@ -87,7 +88,7 @@ def test_a_folder_gives_the_state_dict(tmp_path: Path, family: str, tied: bool) 
     model = tiny_model(family, tie_word_embeddings=tied)
     checkpoint = open_checkpoint(save_folder(model, tmp_path, shard_size="70KB"))
     assert checkpoint.spec.tied_embeddings == tied
-    weights = load_weights(checkpoint, torch.float32)
+    weights = load(checkpoint, torch.float32)
     assert_same(weights, model.state_dict(), family, tied)
     assert {name: tuple(t.shape) for name, t in fields_of(weights.layers[0]).items()} == layer_shapes(checkpoint.spec)
 
@@ -97,7 +98,7 @@ def test_a_gguf_gives_the_state_dict(tmp_path: Path, family: str) -> None:
     model = tiny_model(family)
     arch = "llama" if family == "mistral" else family
     path = write_gguf(tmp_path / "m.gguf", arch, gguf_metadata(family, model.config), gguf_tensors(family, model))
-    weights = load_weights(open_checkpoint(path), torch.float32)
+    weights = load(open_checkpoint(path), torch.float32)
     assert_same(weights, model.state_dict(), family, model.config.tie_word_embeddings)
 
 
@@ -107,7 +108,7 @@ def test_quantized_matrices_are_what_gguf_says(tmp_path: Path, kind: str) -> Non
     tensors = gguf_tensors("qwen2", model)
     quantization = GGMLQuantizationType[kind]
     path = write_gguf(tmp_path / "m.gguf", "qwen2", gguf_metadata("qwen2", model.config), tensors, quantization)
-    weights = load_weights(open_checkpoint(path), torch.float32)
+    weights = load(open_checkpoint(path), torch.float32)
 
     def through(name: str) -> np.ndarray:
         return gguf.quants.dequantize(gguf.quants.quantize(tensors[name], quantization), quantization)
@@ -142,14 +143,14 @@ def test_every_type_that_gguf_decodes_is_decoded_across_slices(
     path = tmp_path / "packed"
     path.write_bytes(b"before" + packed.tobytes() + b"after")
     stored = StoredTensor("packed", (33, 512), kind, path, len(b"before"), packed.nbytes)
-    values = torch.cat([rows.values.float() for rows in TensorReader().slices(stored)])
+    values = torch.cat([rows.values.float() for rows in TensorReader(GgufUnpacker()).slices(stored)])
     expected = gguf.quants.dequantize(packed, quantization).reshape(33, 512)
     np.testing.assert_array_equal(values.numpy(), expected)
 
 
 def test_matrices_take_the_dtype_and_norms_stay_float32(tmp_path: Path) -> None:
     model = tiny_model("gemma3").to(torch.bfloat16)
-    weights = load_weights(open_checkpoint(save_folder(model, tmp_path)), torch.bfloat16)
+    weights = load(open_checkpoint(save_folder(model, tmp_path)), torch.bfloat16)
     state = model.state_dict()
     assert weights.embedding.dtype == weights.layers[0].qkv.dtype == torch.bfloat16
     assert torch.equal(weights.embedding, state["model.embed_tokens.weight"])
@@ -161,7 +162,7 @@ def test_matrices_take_the_dtype_and_norms_stay_float32(tmp_path: Path) -> None:
 def test_progress_runs_to_the_end(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(save_folder(tiny_model("llama"), tmp_path))
     seen: list[tuple[int, int]] = []
-    load_weights(checkpoint, torch.float32, progress=lambda done, total: seen.append((done, total)))
+    load(checkpoint, torch.float32, progress=lambda done, total: seen.append((done, total)))
     assert seen == sorted(seen) and seen[-1] == (checkpoint.num_bytes, checkpoint.num_bytes)
 
 
@@ -181,25 +182,25 @@ def edited(tmp_path: Path, **tensors: Tensor | None) -> Path:
 def test_missing_tensors_are_named(tmp_path: Path) -> None:
     name = "model.layers.2.mlp.up_proj.weight"
     with pytest.raises(BrokenModelFile, match=rf"lacks 1 of the \d+ tensors.*{name}"):
-        load_weights(open_checkpoint(edited(tmp_path, **{name: None})), torch.float32)
+        load(open_checkpoint(edited(tmp_path, **{name: None})), torch.float32)
 
 
 def test_left_over_tensors_are_named(tmp_path: Path) -> None:
     name = "model.layers.2.self_attn.q_proj.lora_A.weight"
     with pytest.raises(BrokenModelFile, match=name):
-        load_weights(open_checkpoint(edited(tmp_path, **{name: torch.zeros(2)})), torch.float32)
+        load(open_checkpoint(edited(tmp_path, **{name: torch.zeros(2)})), torch.float32)
 
 
 def test_a_layer_too_many_is_left_over(tmp_path: Path) -> None:
     name = "model.layers.4.input_layernorm.weight"
     with pytest.raises(BrokenModelFile, match=name):
-        load_weights(open_checkpoint(edited(tmp_path, **{name: torch.zeros(64)})), torch.float32)
+        load(open_checkpoint(edited(tmp_path, **{name: torch.zeros(64)})), torch.float32)
 
 
 def test_wrong_shapes_give_both(tmp_path: Path) -> None:
     wrong = {"model.layers.0.mlp.down_proj.weight": torch.zeros(64, 95)}
     with pytest.raises(BrokenModelFile, match=r"\(64, 95\).*\(64, 96\)"):
-        load_weights(open_checkpoint(edited(tmp_path, **wrong)), torch.float32)
+        load(open_checkpoint(edited(tmp_path, **wrong)), torch.float32)
 
 
 def test_rotary_buffers_and_the_copy_of_a_tied_head_are_ignored(tmp_path: Path) -> None:
@@ -209,7 +210,7 @@ def test_rotary_buffers_and_the_copy_of_a_tied_head_are_ignored(tmp_path: Path) 
     state["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
     state["lm_head.weight"] = torch.zeros(80, 64)
     save_file(state, folder / "model.safetensors")
-    weights = load_weights(open_checkpoint(folder), torch.float32)
+    weights = load(open_checkpoint(folder), torch.float32)
     assert torch.equal(weights.head, model.state_dict()["model.embed_tokens.weight"])
 
 
@@ -217,7 +218,7 @@ def test_an_encoding_that_cannot_be_decoded_is_named_with_its_tensor(tmp_path: P
     name = "model.layers.0.mlp.down_proj.weight"
     folder = edited(tmp_path, **{name: torch.zeros(64, 96).to(torch.float8_e4m3fn)})
     with pytest.raises(UnsupportedModel, match=rf"{name}.*F8_E4M3"):
-        load_weights(open_checkpoint(folder), torch.float32)
+        load(open_checkpoint(folder), torch.float32)
     model = tiny_model("qwen2")
     tensors = gguf_tensors("qwen2", model)
     path = write_gguf(tmp_path / "m.gguf", "qwen2", gguf_metadata("qwen2", model.config), tensors)
@@ -226,12 +227,12 @@ def test_an_encoding_that_cannot_be_decoded_is_named_with_its_tensor(tmp_path: P
     content[place] = GGMLQuantizationType.I32
     path.write_bytes(bytes(content))
     with pytest.raises(UnsupportedModel, match=r"token_embd\.weight.*I32"):
-        load_weights(open_checkpoint(path), torch.float32)
+        load(open_checkpoint(path), torch.float32)
 
 
 def test_the_default_model_loads(default_model_path: Path) -> None:
     checkpoint = open_checkpoint(default_model_path)
-    weights = load_weights(checkpoint, torch.bfloat16)
+    weights = load(checkpoint, torch.bfloat16)
     assert weights.head is weights.embedding and len(weights.layers) == 30
     stored = checkpoint.tensors["blk.7.attn_k.weight"]
     packed = np.fromfile(stored.path, np.uint8, stored.num_bytes, offset=stored.offset).reshape(192, -1)

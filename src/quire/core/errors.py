@@ -3,6 +3,17 @@
 Our own mistakes are assertions, never these.
 """
 
+_SHOWN = 80  # characters of a wrong value that an error repeats
+
+
+def shown(value: object) -> str:
+    """A wrong value as an error message may repeat it: short, whatever it is."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # Python does not write out every int, nor every nesting
+        return f"a value of type {type(value).__name__} too large to show"
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
+
 
 class QuireError(Exception):
     """Something the user asked for cannot be done; the message says what, with numbers, and what to do."""

@@ -4,11 +4,10 @@
 and floats alone, checked against the width of the logits. Both are validated when they are made.
 """
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from quire.core.errors import InvalidParameter
+from quire.core.errors import InvalidParameter, shown
 
 # Caps on what one request may carry. They bound memory and time per row; generous beside what clients send.
 MAX_SEQUENCES = 128
@@ -66,18 +65,20 @@ class SamplingParams:
             )
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
-                raise InvalidParameter(f"{name} must be true or false, not {getattr(self, name)!r}.", param=name)
+                raise InvalidParameter(f"{name} must be true or false, not {shown(getattr(self, name))}.", param=name)
         if self.seed is not None:
             _check_int("seed", self.seed, -MAX_SEED, MAX_SEED)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
-        _check_strings("stop", self.stop_strings, MAX_STOP_STRINGS)
-        _check_strings("bad_words", tuple(self.bad_words or ()), MAX_BAD_WORDS)
-        _check_count("stop_token_ids", self.stop_token_ids or (), MAX_STOP_TOKEN_IDS)
-        _check_count("logit_bias", self.logit_bias or (), MAX_LOGIT_BIAS)
-        for bias in (self.logit_bias or {}).values():
-            _check_float("logit_bias", bias, -100.0, 100.0)
+        if not isinstance(self.stop, str):
+            _check_list("stop", self.stop, MAX_STOP_STRINGS)
+        _check_strings("stop", self.stop_strings)
+        _check_list("bad_words", self.bad_words, MAX_BAD_WORDS)
+        _check_strings("bad_words", self.bad_words or ())
+        _check_list("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
+        _check_bias(self.logit_bias)
+        _check_list("allowed_token_ids", self.allowed_token_ids, None)
         if self.allowed_token_ids is not None and len(self.allowed_token_ids) == 0:
             raise InvalidParameter("allowed_token_ids is empty: no token could follow.", param="allowed_token_ids")
 
@@ -165,7 +166,7 @@ def _token_ids(name: str, ids: Iterable[int], vocab_size: int) -> tuple[int, ...
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
             raise InvalidParameter(
-                f"{name} holds {token!r}, which is no token id of this model: ids run from 0 to {vocab_size - 1}.",
+                f"{name} holds {shown(token)}, which is no token id of this model: ids run from 0 to {vocab_size - 1}.",
                 param=name,
             )
         checked.append(token)
@@ -180,23 +181,41 @@ def _within_vocab(name: str, count: int | None, vocab_size: int) -> int | None:
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise InvalidParameter(f"{name} must be a whole number from {low} to {high}, not {value!r}.", param=name)
+        raise InvalidParameter(f"{name} must be a whole number from {low} to {high}, not {shown(value)}.", param=name)
 
 
 def _check_float(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value > high or value < low or (open_low and value == low):  # type: ignore[arg-type, operator]
+    if not number or not low <= value <= high or (open_low and value == low):  # type: ignore[operator]  # NaN is nowhere
         bounds = f"above {low:g} and at most {high:g}" if open_low else f"from {low:g} to {high:g}"
-        raise InvalidParameter(f"{name} must be a number {bounds}, not {value!r}.", param=name)
+        raise InvalidParameter(f"{name} must be a number {bounds}, not {shown(value)}.", param=name)
 
 
-def _check_strings(name: str, values: Sequence[object], most: int) -> None:
+def _check_list(name: str, values: object, most: int | None) -> None:
+    """None, or so many values at most. A text is not meant as the list of its letters."""
+    if values is None:
+        return
+    if not isinstance(values, Sequence | Set) or isinstance(values, str | bytes | bytearray | memoryview):
+        raise InvalidParameter(f"{name} must be a list, not {shown(values)}.", param=name)
     _check_count(name, values, most)
+
+
+def _check_strings(name: str, values: Iterable[object]) -> None:
     for value in values:
         if not isinstance(value, str) or not value:
-            raise InvalidParameter(f"{name} must hold non-empty strings, not {value!r}.", param=name)
+            raise InvalidParameter(f"{name} must hold non-empty strings, not {shown(value)}.", param=name)
 
 
-def _check_count(name: str, values: Sequence[object] | Mapping[int, float], most: int) -> None:
-    if len(values) > most:
+def _check_bias(values: object) -> None:
+    if values is None:
+        return
+    if not isinstance(values, Mapping):
+        raise InvalidParameter(f"logit_bias must map token ids to numbers, not be {shown(values)}.", param="logit_bias")
+    _check_count("logit_bias", values, MAX_LOGIT_BIAS)
+    for bias in values.values():
+        _check_float("logit_bias", bias, -100.0, 100.0)
+
+
+def _check_count(name: str, values: Collection[object], most: int | None) -> None:
+    if most is not None and len(values) > most:
         raise InvalidParameter(f"{name} holds {len(values)} entries; the most is {most}.", param=name)

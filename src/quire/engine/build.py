@@ -17,7 +17,7 @@ from quire.engine.engine import Engine
 from quire.engine.front import Front
 from quire.engine.machine import inspect, pick_device
 from quire.formats.checkpoint import Checkpoint, Source
-from quire.formats.opening import open_checkpoint
+from quire.formats.huggingface import open_folder
 from quire.formats.shapes import dummy_checkpoint
 from quire.kernels.select import select_kernels
 from quire.models.decoder import Decoder
@@ -26,6 +26,7 @@ from quire.runner.kv_store import new_store
 from quire.runner.model_runner import ModelRunner
 from quire.runner.warm_up import warm_up
 from quire.text.tokenizer import Tokenizer
+from quire.weights.dequantize import Unpacker
 from quire.weights.dummy import dummy_weights
 from quire.weights.load import load_weights
 
@@ -128,6 +129,10 @@ def _open(config: EngineConfig, watch: Watch) -> tuple[str, Checkpoint]:
     located = locate(
         config.model, fetch_hub=fetch_hub, revision=config.revision, token=config.token, report=watch.fetching
     )
+    if located.kind == "folder":
+        return located.name, open_folder(located.path)
+    from quire.formats.opening import open_checkpoint  # gguf is needed by those who read GGUF files alone
+
     return located.name, open_checkpoint(located.path)
 
 
@@ -157,7 +162,12 @@ def _weights(
 ) -> DecoderWeights:
     if checkpoint.source is Source.DUMMY:
         return dummy_weights(checkpoint.spec, dtype, device, config.seed)
-    return load_weights(checkpoint, dtype, device, watch.loading)
+    unpacker: Unpacker | None = None
+    if checkpoint.source is Source.GGUF:
+        from quire.weights.packed import GgufUnpacker
+
+        unpacker = GgufUnpacker()
+    return load_weights(checkpoint, dtype, device, watch.loading, unpacker)
 
 
 def weights_of(checkpoint: Checkpoint, dtype: torch.dtype) -> DecoderWeights:

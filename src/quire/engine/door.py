@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.core.errors import ContextLengthExceeded, InvalidParameter, InvalidPrompt, NeverFits
+from quire.core.errors import ContextLengthExceeded, InvalidParameter, InvalidPrompt, NeverFits, shown
 from quire.core.ids import IntArray, RequestId
 from quire.core.request import Request
 from quire.core.sampling import SamplingParams, row_sampling
@@ -52,10 +52,11 @@ class Door:
             raise ContextLengthExceeded(self.max_length, len(prompt), 1)
         for token in prompt:
             if isinstance(token, bool) or not isinstance(token, int | np.integer):
-                raise InvalidPrompt(f"The prompt holds {token!r}, which is no token id.", param="prompt")
+                raise InvalidPrompt(f"The prompt holds {shown(token)}, which is no token id.", param="prompt")
             if not 0 <= token < self.vocab_size:
                 raise InvalidPrompt(
-                    f"The prompt holds token id {token}, but this model's ids run from 0 to {self.vocab_size - 1}.",
+                    f"The prompt holds token id {shown(int(token))}, but this model's ids run from 0 to "
+                    f"{self.vocab_size - 1}.",
                     param="prompt",
                 )
         return np.array(prompt, dtype=np.int32)

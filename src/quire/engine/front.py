@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from quire.core.errors import InvalidPrompt, QuireError
+from quire.core.errors import InvalidParameter, InvalidPrompt, QuireError, shown
 from quire.core.ids import SequenceId
 from quire.core.sampling import SamplingParams
 from quire.core.step import FinishReason, PromptLogprobs
@@ -66,6 +66,10 @@ class Front:
 
     def submit(self, prompt: Prompt, params: SamplingParams, *, streaming: bool = False) -> Ticket:
         """Queue a prompt: text, token ids, or {"prompt_token_ids": ids}."""
+        if not isinstance(params, SamplingParams):
+            raise InvalidParameter(
+                f"sampling_params must be a SamplingParams, not {shown(params)}.", param="sampling_params"
+            )
         text, ids = self.encode(prompt)
         if params.stop_strings and self._tokenizer is None:
             raise NoTokenizerError("Stop strings need a tokenizer, and this model has none; use stop_token_ids.")
@@ -118,7 +122,7 @@ class Front:
             ids = prompt.get("prompt_token_ids")
             if ids is None and isinstance(prompt.get("prompt"), str):
                 return self.encode(str(prompt["prompt"]))
-            if not isinstance(ids, Sequence) or isinstance(ids, str):
+            if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
                 keys = ", ".join(map(repr, prompt)) or "nothing"
                 raise InvalidPrompt(
                     f'A prompt given as a mapping needs "prompt_token_ids" (a list of ids) or "prompt" (a text); '
@@ -126,7 +130,7 @@ class Front:
                     param="prompt",
                 )
             return None, list(ids)
-        if isinstance(prompt, Sequence):
+        if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
             return None, [*prompt]
         raise InvalidPrompt(f"A prompt is a text or token ids, not {type(prompt).__name__}.", param="prompt")
 

@@ -16,11 +16,13 @@ class Choice(NamedTuple):
 
 
 def select_kernels(name: str) -> Choice:
-    """By device ("cpu") or, for tests, by name ("reference")."""
+    """By device ("cpu", "cuda") or, for tests, by name ("reference")."""
     if name == "cpu":
         kernels = CpuKernels()
         rows = "compiled by numba" if kernels.compiled else "by torch (install numba for a faster one)"
         return Choice(kernels, f"the device is the CPU: packed bfloat16 weights, decode attention {rows}")
+    if name == "cuda":
+        return Choice(ReferenceKernels(), "no kernels are written for GPUs yet: the plain reference, slow and right")
     if name == "reference":
         return Choice(ReferenceKernels(), "asked for by name: slow, and right by reading")
-    raise ConfigError(f'There are no kernels for "{name}": choose "cpu".', param="device")
+    raise ConfigError(f'There are no kernels for "{name}": choose "cpu" or "cuda".', param="device")

@@ -1,16 +1,14 @@
-"""From a stored tensor's bytes to numbers: floats as they lie, packed ones through gguf's own arithmetic.
+"""From a stored tensor's bytes to numbers: floats as they lie, packed ones through whoever can unpack them.
 
 Files are memory-mapped; packed tensors are unpacked in slices, so that no second copy of one ever exists.
 """
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
-from gguf import quants
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -24,6 +22,25 @@ SLICE_VALUES = 2**18
 Bytes = NDArray[np.uint8]
 
 
+class Unpacker(Protocol):
+    """Knows packed encodings (`weights.packed.GgufUnpacker`)."""
+
+    def knows(self, encoding: str) -> bool: ...
+
+    def unpack(self, data: Bytes, encoding: str) -> Tensor:
+        """Flat float32 values."""
+
+
+class FloatsOnly:
+    """The unpacker of checkpoints that hold nothing packed."""
+
+    def knows(self, encoding: str) -> bool:
+        return False
+
+    def unpack(self, data: Bytes, encoding: str) -> Tensor:
+        raise AssertionError(f"{encoding} was not refused")
+
+
 class RowSlice(NamedTuple):
     start: int
     values: Tensor  # [rows, ...] in some float dtype, on the CPU
@@ -32,9 +49,10 @@ class RowSlice(NamedTuple):
 class TensorReader:
     """Keeps the files of a checkpoint mapped while it is read."""
 
-    __slots__ = ("_files",)
+    __slots__ = ("_files", "_unpacker")
 
-    def __init__(self) -> None:
+    def __init__(self, unpacker: Unpacker) -> None:
+        self._unpacker = unpacker
         self._files: dict[Path, Bytes] = {}
 
     def slices(self, stored: StoredTensor) -> Iterator[RowSlice]:
@@ -51,7 +69,7 @@ class TensorReader:
         step = num_rows if stored.encoding in PLAIN else max(1, SLICE_VALUES // max(1, row_values))
         for start in range(0, num_rows, step):
             stop = min(num_rows, start + step)
-            values = decode(data[start * row_bytes : stop * row_bytes], stored.encoding)
+            values = self._decode(data[start * row_bytes : stop * row_bytes], stored.encoding)
             yield RowSlice(start, values.view(stop - start, *stored.shape[1:]))
 
     def _map(self, path: Path) -> Bytes:
@@ -63,40 +81,21 @@ class TensorReader:
                 raise BrokenModelFile(f"{path} cannot be mapped: {error}.") from error
         return self._files[path]
 
-
-def decode(data: Bytes, encoding: str) -> Tensor:
-    """Flat values in the narrowest float dtype that holds them exactly."""
-    dtype = PLAIN.get(encoding)
-    if dtype is not None:
+    def _decode(self, data: Bytes, encoding: str) -> Tensor:
+        """Flat values in the narrowest float dtype that holds them exactly."""
+        dtype = PLAIN.get(encoding)
+        if dtype is None:
+            return self._unpacker.unpack(data, encoding)
         aligned = data if data.ctypes.data % dtype.itemsize == 0 else data.copy()
         return torch.from_numpy(aligned).view(dtype)
-    kind = GGMLQuantizationType[encoding]
-    return torch.from_numpy(quants.dequantize(data.reshape(1, -1), kind)).view(-1)
 
 
-def refuse_unreadable(tensors: Iterable[StoredTensor]) -> None:
+def refuse_unreadable(tensors: Iterable[StoredTensor], unpacker: Unpacker) -> None:
     """Say before any memory is taken that a tensor's encoding cannot be decoded."""
-    readable: dict[str, bool] = {}
     for stored in tensors:
         encoding = stored.encoding
-        if encoding not in readable:
-            readable[encoding] = _is_readable(encoding)
-        if not readable[encoding]:
+        if encoding not in PLAIN and not unpacker.knows(encoding):
             raise UnsupportedModel(
                 f"Tensor {stored.name} in {stored.path} is stored as {encoding}, which quire cannot decode. "
                 f"Use another quantization of the model, or its F16 or BF16 weights."
             )
-
-
-def _is_readable(encoding: str) -> bool:
-    if encoding in PLAIN:
-        return True
-    kind = GGMLQuantizationType.__members__.get(encoding)
-    if kind is None:
-        return False
-    block_bytes = GGML_QUANT_SIZES[kind][1]
-    try:
-        quants.dequantize(np.zeros((1, block_bytes), dtype=np.uint8), kind)
-    except NotImplementedError:
-        return False
-    return True

@@ -15,7 +15,7 @@ from quire.formats.checkpoint import Checkpoint, Source
 from quire.formats.families import BY_NAME
 from quire.models.parameters import DecoderWeights
 from quire.weights.allocate import empty_weights, is_norm
-from quire.weights.dequantize import TensorReader, refuse_unreadable
+from quire.weights.dequantize import FloatsOnly, TensorReader, Unpacker, refuse_unreadable
 from quire.weights.names import Part, Target, expected_tensors, is_ignorable
 
 NAMES_SHOWN = 4
@@ -28,11 +28,13 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
+    unpacker: Unpacker | None = None,
 ) -> DecoderWeights:
-    """Read every tensor of a checkpoint into fresh memory on a device."""
-    targets = _match(checkpoint)
+    """Read every tensor of a checkpoint into fresh memory on a device. Packed ones need an unpacker."""
+    unpacker = unpacker or FloatsOnly()
+    targets = _match(checkpoint, unpacker)
     weights = empty_weights(checkpoint.spec, dtype, device)
-    reader = TensorReader()
+    reader = TensorReader(unpacker)
     total = sum(checkpoint.tensors[name].num_bytes for name in targets)
     done = 0
     for name in sorted(targets, key=lambda name: _place_in_files(checkpoint, name)):
@@ -78,7 +80,7 @@ def _convert(values: Tensor, target: Target, checkpoint: Checkpoint) -> None:
         values.copy_(pairs.transpose(1, 2).reshape(values.shape))
 
 
-def _match(checkpoint: Checkpoint) -> dict[str, Target]:
+def _match(checkpoint: Checkpoint, unpacker: Unpacker) -> dict[str, Target]:
     """The tensors to read, by stored name; an error names those that are missing, left over or misshapen."""
     spec, source, stored = checkpoint.spec, checkpoint.source, checkpoint.tensors
     targets = expected_tensors(spec, source)
@@ -100,7 +102,7 @@ def _match(checkpoint: Checkpoint) -> dict[str, Target]:
                 f"Tensor {name} in {stored[name].path} has the shape {stored[name].shape}, "
                 f"but the model's description asks for {target.shape}."
             )
-    refuse_unreadable(stored[name] for name in targets)
+    refuse_unreadable((stored[name] for name in targets), unpacker)
     return targets
 
 

@@ -1,0 +1,50 @@
+"""The same runner on the GPU: CUDA is a choice of kernels, not another runner."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from quire.core.sampling import SamplingParams
+from quire.engine.door import Door
+from quire.engine.engine import Engine
+from quire.engine.front import Front
+from quire.engine.oracle import torch_oracle
+from quire.formats.shapes import SHAPES
+from quire.kernels.reference import ReferenceKernels
+from quire.models.decoder import Decoder
+from quire.runner.kv_store import new_store
+from quire.runner.model_runner import ModelRunner
+from quire.sim.check import check
+from quire.weights.dummy import dummy_weights
+
+NUM_BLOCKS = 64
+BLOCK_SIZE = 16
+
+
+def test_the_integer_model_behind_the_real_runner_on_the_gpu() -> None:
+    report = check(1_500, 11, body=partial(torch_oracle, device="cuda"), min_tokens=False)
+    assert report.violations == []
+
+
+def _greedy(device: str, prompts: list[list[int]]) -> list[list[int]]:
+    spec = SHAPES["smollm2-135m"]
+    weights = dummy_weights(spec, torch.float32, device)
+    model = Decoder(spec, weights, ReferenceKernels(), max_length=256)
+    kv = new_store(model.kv_geometry, NUM_BLOCKS, BLOCK_SIZE, torch.device(device))
+    runner = ModelRunner(model, kv, max_rows=8, max_length=256)
+    door = Door(spec.vocab_size, (), 256, NUM_BLOCKS, BLOCK_SIZE)
+    engine = Engine(runner, door, max_rows=8, max_step_tokens=32, depth=1, seed=0)
+    front = Front(engine, None, lambda: 0.0)
+    params = SamplingParams(temperature=0, max_tokens=8)
+    tickets = [front.submit(prompt, params) for prompt in prompts]
+    while not all(ticket.finished for ticket in tickets):
+        front.turn()
+    return [ticket.output().outputs[0].token_ids for ticket in tickets]
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_the_decoder_answers_on_the_gpu_as_on_the_cpu(count: int) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    prompts = [[(7 * i + 13 * j) % 49152 for i in range(5 + 9 * j)] for j in range(count)]
+    assert _greedy("cuda", prompts) == _greedy("cpu", prompts)

@@ -1,0 +1,62 @@
+"""Models small enough to run in a test, as a user has them: a folder with weights, tokenizer and chat template."""
+
+import json
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from quire.text.tokenizer import _BYTE_OF
+
+SPECIAL = ("<unk>", "<s>", "</s>")
+END = SPECIAL.index("</s>")
+FIRST_BYTE = len(SPECIAL)
+VOCAB = FIRST_BYTE + 256
+CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }}|{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+
+
+def byte_ids(text: str) -> list[int]:
+    """How `write_tokenizer` spells a text, if its vocabulary holds all bytes."""
+    return [FIRST_BYTE + byte for byte in text.encode()]
+
+
+def write_tokenizer(folder: Path, num_tokens: int = VOCAB) -> None:
+    """One token a byte, in the order of their values, after the special ones; as many as there is room for."""
+    letters = sorted(_BYTE_OF, key=_BYTE_OF.__getitem__)
+    pieces = [*SPECIAL, *letters][:num_tokens]
+    backend = Tokenizer(models.BPE({piece: place for place, piece in enumerate(pieces)}, [], unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(list(SPECIAL))
+    backend.save(str(folder / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": CHAT_TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def write_model(folder: Path, model: PreTrainedModel, num_tokens: int = VOCAB) -> Path:
+    model.save_pretrained(folder)
+    write_tokenizer(folder, num_tokens)
+    return folder
+
+
+def tiny_llama(vocab_size: int = VOCAB, seed: int = 0) -> LlamaForCausalLM:
+    """Random, and with opinions: weights large enough that its logits lie far apart."""
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        bos_token_id=1,
+        eos_token_id=END,
+    )
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter *= 4
+    return model
