@@ -6,7 +6,7 @@ in place, and no environment variable is read.
 
 from dataclasses import dataclass, field
 
-from quire.core.errors import ConfigError
+from quire.core.errors import ConfigError, shown
 from quire.core.model import ModelSpec
 
 GIB = 1 << 30
@@ -37,11 +37,12 @@ class EngineConfig:
         _check_choice("device", self.device, ("auto", "cpu", "cuda"))
         _check_choice("dtype", self.dtype, ("auto", *DTYPES))
         _check_count("max_model_len", self.max_model_len, 2, 2**24 - 1)
-        _check_count("block_size", self.block_size, 1, 256)
+        _check_whole("block_size", self.block_size, 1, 256)
         _check_count("kv_cache_memory", self.kv_cache_memory, 1, 2**60)
         _check_count("max_num_seqs", self.max_num_seqs, 1, 65536)
         _check_count("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**20)
         _check_count("run_ahead", self.run_ahead, 0, 2)
+        _check_whole("seed", self.seed, -(2**63) + 1, 2**63 - 1)
         _check_count("threads", self.threads, 1, 4096)
 
 
@@ -137,9 +138,10 @@ def _resolve_length(
             param="max_model_len",
         )
     if wanted > pool_tokens + 1:  # the last token is never computed
+        enough = -(-(wanted - 1) // config.block_size) * config.block_size * kv_bytes_per_token
         raise ConfigError(
             f"max_model_len is {wanted}, but the KV cache holds {pool_tokens} tokens. Use --max-model-len "
-            f"{pool_tokens} or less, or --kv-cache-memory {wanted * kv_bytes_per_token} or more.",
+            f"{pool_tokens + 1} or less, or --kv-cache-memory {enough} or more.",
             param="max_model_len",
         )
     reasons["max_model_len"] = "you"
@@ -157,5 +159,10 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def _check_count(name: str, value: int | None, low: int, high: int) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high):
-        raise ConfigError(f"{name} must be a whole number from {low} to {high}, not {value!r}.", param=name)
+    if value is not None:
+        _check_whole(name, value, low, high)
+
+
+def _check_whole(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ConfigError(f"{name} must be a whole number from {low} to {high}, not {shown(value)}.", param=name)

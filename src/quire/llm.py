@@ -1,8 +1,9 @@
 """The offline API: a model in this process, prompts in, texts out."""
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
+from weakref import WeakValueDictionary
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -11,6 +12,7 @@ from quire.config import EngineConfig
 from quire.core.errors import InvalidParameter, InvalidPrompt, shown
 from quire.core.sampling import SamplingParams
 from quire.engine.build import Built, Watch, build
+from quire.engine.delta_stream import DeltaStream
 from quire.engine.front import Front, NoTokenizerError, Prompt, Ticket
 from quire.engine.outputs import Delta, RequestOutput
 from quire.engine.unbroken import unbroken
@@ -59,14 +61,18 @@ class LLM:
             seed=seed,
             threads=threads,
         )
-        self.built: Built = build(config, watch)
+        self._serve(build(config, watch))
 
     @classmethod
     def over(cls, built: Built) -> "LLM":
         """The same over an engine that was built elsewhere."""
         llm = cls.__new__(cls)
-        llm.built = built
+        llm._serve(built)
         return llm
+
+    def _serve(self, built: Built) -> None:
+        self.built = built
+        self._streams: WeakValueDictionary[str, DeltaStream] = WeakValueDictionary()
 
     @property
     def front(self) -> Front:
@@ -122,10 +128,12 @@ class LLM:
         ]
         return self.generate(prompts, sampling_params, progress=progress)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> DeltaStream:
         """Complete one prompt, piece by piece. Leaving the loop early aborts the request."""
         ticket = self.front.submit(prompt, sampling_params or self.get_default_sampling_params(), streaming=True)
-        return self._deltas(ticket)
+        stream = DeltaStream(self.front, ticket, self._turn)
+        self._streams[ticket.request_id] = stream
+        return stream
 
     def stream_chat(
         self,
@@ -135,7 +143,7 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template: str | None = None,
-    ) -> Iterator[Delta]:
+    ) -> DeltaStream:
         """Answer one conversation, piece by piece."""
         prompt = self.chat_prompt(
             messages,
@@ -226,17 +234,14 @@ class LLM:
                     bar.update(task, advance=1, speed=f"{num_tokens / max(elapsed, 1e-3):,.0f} tok/s")
 
     def _turn(self) -> list[Delta]:
+        """One turn of the engine. Whoever caused it, open streams get what is theirs."""
         with unbroken():
-            return self.front.turn()
-
-    def _deltas(self, ticket: Ticket) -> Iterator[Delta]:
-        try:
-            while not ticket.finished:
-                for delta in self._turn():
-                    if delta.request_id == ticket.request_id:
-                        yield delta
-        finally:
-            self._abort([ticket])
+            deltas = self.front.turn()
+            for delta in deltas:
+                stream = self._streams.get(delta.request_id)
+                if stream is not None:
+                    stream.put(delta)
+        return deltas
 
     def _abort(self, tickets: list[Ticket]) -> None:
         for ticket in tickets:

@@ -77,3 +77,21 @@ def test_kernels_are_chosen_with_a_reason_and_unknown_ones_refused():
     assert select_kernels("reference").kernels.name == "reference"
     with pytest.raises(ConfigError, match="abacus"):
         select_kernels("abacus")
+
+
+def test_near_ties_of_the_logits_are_settled_in_float32() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 32, generator=generator).bfloat16()
+    weight = torch.randn(64, 32, generator=generator).bfloat16()
+    weight[1] = weight[0]
+    weight[1, 0] += weight[1, 0].abs() * 2**-7  # so close that bfloat16 logits cannot tell them apart
+    weight[:2] += 4 * x.mean(0).sign()
+    cpu = CpuKernels()
+    exact = ReferenceKernels().logits(x, weight, weight)
+    settled = cpu.logits(x, cpu.pack(weight), weight)
+    assert settled.dtype is torch.float32
+    assert torch.equal(settled.argmax(-1), exact.argmax(-1))
+    highest = exact.amax(-1, keepdim=True)
+    near = exact >= highest - highest.abs() * 2**-7
+    torch.testing.assert_close(settled[near], exact[near], atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(settled, exact, atol=0.1, rtol=2**-7)

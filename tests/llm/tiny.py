@@ -7,13 +7,13 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from quire.text.tokenizer import _BYTE_OF
-
 SPECIAL = ("<unk>", "<s>", "</s>")
 END = SPECIAL.index("</s>")
 FIRST_BYTE = len(SPECIAL)
 VOCAB = FIRST_BYTE + 256
-CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }}|{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}|{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
 
 
 def byte_ids(text: str) -> list[int]:
@@ -21,10 +21,16 @@ def byte_ids(text: str) -> list[int]:
     return [FIRST_BYTE + byte for byte in text.encode()]
 
 
+def byte_letters() -> list[str]:
+    """GPT-2's letter for each byte: itself where it can be printed, else the next free one from U+0100 on."""
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    borrowed = iter(sorted(letter for letter in letters if ord(letter) >= 0x100))
+    return [chr(byte) if chr(byte) in letters else next(borrowed) for byte in range(256)]
+
+
 def write_tokenizer(folder: Path, num_tokens: int = VOCAB) -> None:
     """One token a byte, in the order of their values, after the special ones; as many as there is room for."""
-    letters = sorted(_BYTE_OF, key=_BYTE_OF.__getitem__)
-    pieces = [*SPECIAL, *letters][:num_tokens]
+    pieces = [*SPECIAL, *byte_letters()][:num_tokens]
     backend = Tokenizer(models.BPE({piece: place for place, piece in enumerate(pieces)}, [], unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

@@ -6,13 +6,12 @@ from collections.abc import Mapping
 
 import torch
 import transformers
-from rich.console import Console
 from rich.table import Table
 
 from quire.bench.race import Race, race
 from quire.bench.rival import as_llama
-from quire.cli.console import err
-from quire.cli.start import headline, start
+from quire.cli.console import err, out
+from quire.cli.start import start
 from quire.engine.build import weights_of
 from quire.llm import LLM
 from quire.version import __version__
@@ -30,7 +29,8 @@ def race_transformers(model: str | None, given: Mapping[str, object]) -> None:
         repeats=int(str(given["repeats"])),
         say=lambda text: err.print(text, style="dim"),
     )
-    table = Table(title=f"{headline(built)} · transformers {transformers.__version__}", title_justify="left")
+    out.print(f"{built.name} · {built.dtype} · quire {__version__} · transformers {transformers.__version__}")
+    table = Table()
     for column in ("discipline", "quire tok/s", "transformers tok/s", "times faster (each repeat)"):
         table.add_column(column, justify="left" if column == "discipline" else "right")
     for each in races:
@@ -41,7 +41,7 @@ def race_transformers(model: str | None, given: Mapping[str, object]) -> None:
             f"{each.rival.tokens_per_s:.1f}",
             f"{each.ratio:.2f} ({ratios})",
         )
-    Console().print(table)
+    out.print(table)
     if given["as_json"]:
         print(json.dumps(_summary(races, built.dtype)))
 

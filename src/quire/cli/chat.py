@@ -6,8 +6,9 @@ from contextlib import suppress
 
 from quire.cli.console import err
 from quire.cli.options import sampling_params
+from quire.cli.reply import say
 from quire.cli.start import start
-from quire.core.errors import QuireError
+from quire.core.errors import ContextLengthExceeded, NeverFits, QuireError
 from quire.core.sampling import SamplingParams
 from quire.llm import LLM
 
@@ -37,34 +38,41 @@ class Conversation:
         self._system = text or None
         self.clear()
 
-    def undo(self) -> None:
+    def undo(self) -> bool:
+        """Whether there was a question to forget."""
         while self._messages and self._messages[-1]["role"] != "system":
             if self._messages.pop()["role"] == "user":
-                break
+                return True
+        return False
 
     def ask(self, text: str) -> None:
         """Print the reply as it comes. What was said before an interruption stays in the conversation."""
         self._messages.append({"role": "user", "content": text})
-        said: list[str] = []
         try:
-            with suppress(KeyboardInterrupt):
-                for delta in self._llm.stream_chat(self._messages, self._params):
-                    said.append(delta.text)
-                    print(delta.text, end="", flush=True)
+            reply = say(self._llm, self._llm.chat_prompt(self._messages), self._params)
         except QuireError as error:
             self._messages.pop()
             err.print(error.message, style="red")
+            if isinstance(error, ContextLengthExceeded | NeverFits):
+                err.print("/clear or /undo makes room in the conversation.", style="dim")
             return
-        print("\n")
-        self._messages.append({"role": "assistant", "content": "".join(said)})
+        print()
+        if reply.finish_reason == "length":
+            err.print("(cut off: the context or --max-tokens is used up; /clear makes room)", style="dim")
+        elif reply.finish_reason == "abort":
+            err.print("(stopped)", style="dim")
+        print(flush=True)
+        if reply.text:
+            self._messages.append({"role": "assistant", "content": reply.text})
+        else:
+            self._messages.pop()
 
 
 def chat(model: str | None, given: Mapping[str, object]) -> None:
+    sampling_params(given, SamplingParams())  # refuses a bad parameter before a model is loaded for nothing
     llm = LLM.over(start(model, given, report=True))
-    max_tokens = given["max_tokens"]
-    params = sampling_params(
-        given, llm.get_default_sampling_params(), None if max_tokens is None else int(str(max_tokens))
-    )
+    llm.chat_prompt([{"role": "user", "content": "hi"}])  # a model that cannot chat says so now
+    params = sampling_params(given, llm.get_default_sampling_params())
     system = given["system"]
     conversation = Conversation(llm, params, None if system is None else str(system))
     with suppress(ImportError):
@@ -95,8 +103,8 @@ def _handle(line: str, conversation: Conversation) -> None:
         conversation.clear()
         err.print("Forgotten.", style="dim")
     elif command == "/undo":
-        conversation.undo()
-        err.print("The last question is forgotten.", style="dim")
+        forgotten = conversation.undo()
+        err.print("The last question is forgotten." if forgotten else "There is nothing to forget.", style="dim")
     elif command == "/system":
         conversation.set_system(rest.strip())
         err.print("A new conversation begins.", style="dim")
@@ -108,7 +116,7 @@ def _handle(line: str, conversation: Conversation) -> None:
 
 def _read() -> str:
     """One message; a line that ends in a backslash goes on."""
-    prompt = "› " if sys.stdin.isatty() else ""
+    prompt = "› " if sys.stdin.isatty() and sys.stdout.isatty() else ""
     line = input(prompt)
     while line.endswith("\\"):
         line = line[:-1] + "\n" + input("… " if prompt else "")

@@ -1,23 +1,32 @@
-"""What the commands show while they work: bars and start-up phases, on stderr, so that stdout is the answer alone."""
+"""What the commands show while they work. The answer alone goes to `out`; bars, phases and remarks go to `err`."""
 
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 
 from quire.catalog.progress import FetchProgress
 
-err = Console(stderr=True, highlight=False)
+_ENDLESS = 10_000  # columns: what goes to a file or a pipe is never wrapped
 
 
-def size(num_bytes: int) -> str:
+def _console(*, stderr: bool) -> Console:
+    terminal = (sys.stderr if stderr else sys.stdout).isatty()
+    return Console(stderr=stderr, highlight=False, markup=False, emoji=False, width=None if terminal else _ENDLESS)
+
+
+out = _console(stderr=False)
+err = _console(stderr=True)
+
+
+def size(num_bytes: float) -> str:
     """Bytes as people say them."""
     for unit in ("B", "KiB", "MiB"):
         if num_bytes < 1024:
             return f"{num_bytes:,.0f} {unit}"
-        num_bytes /= 1024  # type: ignore[assignment]
+        num_bytes /= 1024
     return f"{num_bytes:,.2f} GiB"
 
 
@@ -31,39 +40,38 @@ class Bars:
             DownloadColumn(binary_units=True),
             TransferSpeedColumn(),
             console=err,
+            transient=True,
+            disable=not err.is_terminal,
         )
-        self._tasks: dict[str, object] = {}
+        self._tasks: dict[str, TaskID] = {}
 
     def fetched(self, progress: FetchProgress) -> None:
-        self.show(progress.phase.value, progress.done_bytes, progress.total_bytes)
+        self._show(progress.phase.value, progress.done_bytes, progress.total_bytes)
 
     def loaded(self, done: int, total: int) -> None:
         if err.is_terminal:
-            self.show("loading", done, total)
+            self._show("loading", done, total)
 
-    def show(self, name: str, done: int, total: int) -> None:
+    def _show(self, name: str, done: int, total: int) -> None:
         if name not in self._tasks:
             if not err.is_terminal:
-                err.print(f"{name} {size(total) if total else ''}".strip())
+                err.print(f"{name} {size(total)}" if total else name)
             self._tasks[name] = self._progress.add_task(name, total=total or None)
-        self._progress.update(self._tasks[name], completed=done, total=total or None)  # type: ignore[arg-type]
+        self._progress.update(self._tasks[name], completed=done, total=total or None)
 
     def start(self) -> None:
-        if err.is_terminal:
-            self._progress.start()
+        self._progress.start()
 
     def stop(self) -> None:
-        if err.is_terminal:
-            self._progress.stop()
+        self._progress.stop()
 
 
 @contextmanager
 def bars() -> Iterator[Bars]:
-    """Bars that are gone from the screen's way when the block ends."""
+    """Bars that are gone from the screen when the block ends."""
     drawn = Bars()
     drawn.start()
     try:
         yield drawn
     finally:
         drawn.stop()
-        sys.stderr.flush()

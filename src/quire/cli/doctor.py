@@ -8,12 +8,12 @@ from importlib import metadata
 from typing import NamedTuple
 
 import torch
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from quire.catalog.names import DEFAULT_MODEL
 from quire.catalog.store import models_folder, present
-from quire.cli.console import size
+from quire.cli.console import out, size
 from quire.config import EngineConfig, resolve_dtype
 from quire.engine.machine import cpu_features, inspect, pick_device
 from quire.kernels.select import select_kernels
@@ -35,9 +35,13 @@ def doctor(as_json: bool) -> None:
         return
     table = Table(box=None, show_header=False, pad_edge=False)
     for finding in findings:
-        mark = "[yellow]![/]" if finding.advice else "[green]✓[/]"
-        table.add_row(mark, finding.what, finding.found + (f"  [yellow]{finding.advice}[/]" if finding.advice else ""))
-    Console(highlight=False).print(table)
+        mark = Text("!", "yellow") if finding.advice else Text("✓", "green")
+        table.add_row(mark, finding.what, Text.assemble(finding.found, (_aside(finding.advice), "yellow")))
+    out.print(table)
+
+
+def _aside(advice: str) -> str:
+    return f"  → {advice}" if advice else ""
 
 
 def examine() -> list[Finding]:

@@ -1,10 +1,14 @@
 """`quire`: one command, a few verbs. Each verb's work is imported when it is called, so that --help is quick."""
 
+import io
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 
 import click
 
+from quire.catalog.names import short_name
 from quire.cli.options import engine_options, sampling_options
 from quire.core.errors import QuireError
 from quire.version import __version__
@@ -34,6 +38,9 @@ def app() -> None:
 
 def main() -> None:
     """The console script: errors a user can cause end in one sentence, not in a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a model may say what the terminal cannot show
     try:
         app()
     except QuireError as error:
@@ -41,21 +48,32 @@ def main() -> None:
         raise SystemExit(error.exit_code) from None
 
 
+@contextmanager
+def waking() -> Iterator[None]:
+    """A sign of life on a terminal while the heavy libraries are imported."""
+    from quire.cli.console import err
+
+    with err.status("waking up"):
+        yield
+
+
 @app.command()
 @click.argument("words", nargs=-1, required=True, metavar='[MODEL] "PROMPT"')
-@click.option("--max-tokens", type=int, default=256, show_default=True)
+@click.option("--max-tokens", type=int, default=256, show_default=True, help="Longest completion.")
 @click.option("--chat", is_flag=True, help="Put the prompt through the model's chat template.")
 @sampling_options
 @engine_options
 @click.option("-v", "--verbose", is_flag=True, help="Say what happens while starting, and the speed at the end.")
 def run(words: tuple[str, ...], **given: object) -> None:
     """Complete one prompt and print the text as it comes. A prompt of - is read from stdin."""
-    from quire.cli.run import run as work
-
     if len(words) > 2:
         raise click.UsageError(f"run takes [MODEL] and one prompt, not {len(words)} words: put the prompt in quotes.")
+    if len(words) == 1 and short_name(words[0]):
+        raise click.UsageError(f'{words[0]} is a model; say what to complete: quire run {words[0]} "PROMPT".')
+    with waking():
+        from quire.cli.run import run as work
     model, prompt = words if len(words) == 2 else (None, words[0])
-    work(model, prompt, given)
+    raise SystemExit(work(model, prompt, given))
 
 
 @app.command()
@@ -66,19 +84,22 @@ def run(words: tuple[str, ...], **given: object) -> None:
 @engine_options
 def chat(model: str | None, **given: object) -> None:
     """Talk with a model in the terminal."""
-    from quire.cli.chat import chat as work
+    with waking():
+        from quire.cli.chat import chat as work
 
     work(model, given)
 
 
 @app.command()
 @click.argument("model", required=False)
-@click.option("--host", default="127.0.0.1", show_default=True)
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any free port.")
+@click.option("--insecure-no-key", is_flag=True, help="Serve beyond this machine although there are no API keys yet.")
 @engine_options
 def serve(model: str | None, host: str, port: int, **given: object) -> None:
     """Serve a model over HTTP, in the form OpenAI's clients know."""
-    from quire.cli.serve import serve as work
+    with waking():
+        from quire.cli.serve import serve as work
 
     work(model, host, port, given)
 
@@ -98,8 +119,10 @@ def models(
 
     if verify:
         work.verify(model)
-    elif fetch or model is not None:
+    elif fetch:
         work.fetch(model, revision, token)
+    elif model is not None:
+        raise click.UsageError(f"quire models --fetch {model} brings it here; quire models alone lists what is here.")
     else:
         work.show(as_json)
 
@@ -108,14 +131,15 @@ def models(
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def doctor(as_json: bool) -> None:
     """What this machine has, what would be used, what is missing."""
-    from quire.cli.doctor import doctor as work
+    with waking():
+        from quire.cli.doctor import doctor as work
 
     work(as_json)
 
 
 @app.command()
 @click.option("--steps", type=click.IntRange(1), default=20_000, show_default=True, help="Audited steps to run.")
-@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True, help="The same seed gives the same workloads.")
 @click.option("--runner", type=click.Choice(["numpy", "torch"]), default="numpy", show_default=True,
               help="numpy: the oracle runner. torch: the integer model behind the real runner.")  # fmt: skip
 def check(steps: int, seed: int, runner: str) -> None:
@@ -132,8 +156,8 @@ def bench() -> None:
 
 @bench.command("transformers")
 @click.argument("model", required=False)
-@click.option("--requests", type=click.IntRange(1), default=32, show_default=True)
-@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True)
+@click.option("--requests", type=click.IntRange(1), default=32, show_default=True, help="Prompts of the mixed race.")
+@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Times each race is run.")
 @click.option(
     "--batch",
     type=click.IntRange(1),
@@ -141,11 +165,13 @@ def bench() -> None:
     show_default=True,
     help="Size of transformers' static batches.",
 )
-@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True)
-@click.option("--threads", type=int)
+@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True,
+              help="Number format of the weights.")  # fmt: skip
+@click.option("--threads", type=int, help="CPU threads, for both.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
 def bench_transformers(model: str | None, **given: object) -> None:
     """Race transformers' generate on the same weights, interleaved, in one process."""
-    from quire.cli.bench import race_transformers as work
+    with waking():
+        from quire.cli.bench import race_transformers as work
 
     work(model, given)

@@ -2,7 +2,6 @@
 
 import json
 
-from rich.console import Console
 from rich.table import Table
 
 from quire.catalog import hub
@@ -11,7 +10,7 @@ from quire.catalog.locate import locate
 from quire.catalog.names import DEFAULT_MODEL, short_name
 from quire.catalog.store import models_folder
 from quire.catalog.store import verify as verify_file
-from quire.cli.console import bars, size
+from quire.cli.console import bars, out, size
 from quire.core.errors import ModelNotFound
 from quire.formats.shapes import SHAPES
 
@@ -34,11 +33,10 @@ def show(as_json: bool) -> None:
             entry.license or "",
             str(entry.where),
         )
-    out = Console()
     out.print(table)
     if any(entry.state is not State.PRESENT for entry in listed):
-        out.print("\nquire models --fetch NAME brings a model here.", highlight=False)
-    out.print(f"Shapes for --load-format dummy: {', '.join(SHAPES)}", highlight=False)
+        out.print("\nquire models --fetch NAME brings a model here.")
+    out.print(f"Shapes for --load-format dummy: {', '.join(SHAPES)}")
 
 
 def fetch(model: str | None, revision: str | None, token: str | None) -> None:

@@ -40,9 +40,12 @@ _ENGINE = (
     click.option("--token", help="Hub token, for models that need one."),
     click.option("--load-format", type=click.Choice(["auto", "dummy"]), default="auto", show_default=True,
                  help="dummy: invented weights at a named shape such as qwen3-0.6b."),
-    click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True),
-    click.option("--dtype", type=click.Choice(["auto", *DTYPES]), default="auto", show_default=True),
-    click.option("--max-model-len", type=Size(binary_k=True), help="Longest prompt plus completion, e.g. 32k."),
+    click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True,
+                 help="Where the model runs."),
+    click.option("--dtype", type=click.Choice(["auto", *DTYPES]), default="auto", show_default=True,
+                 help="Number format of weights and KV cache."),
+    click.option("--max-model-len", type=Size(binary_k=True),
+                 help="Longest prompt plus completion, e.g. 32k. auto: what model and memory allow."),
     click.option("--block-size", type=int, default=16, show_default=True, help="Tokens in a KV block."),
     click.option("--kv-cache-memory", type=Size(), help="Bytes for the KV cache, e.g. 2GiB."),
     click.option("--max-num-seqs", type=int, help="Sequences that run at the same time."),
@@ -56,9 +59,9 @@ _SAMPLING = (
     click.option("--top-p", type=float, help="Smallest set of tokens that reaches this probability."),
     click.option("--top-k", type=int, help="Only the k likeliest tokens."),
     click.option("--min-p", type=float, help="Only tokens this likely compared with the likeliest."),
-    click.option("--repetition-penalty", type=float),
-    click.option("--presence-penalty", type=float),
-    click.option("--frequency-penalty", type=float),
+    click.option("--repetition-penalty", type=float, help="Above 1: what stood before becomes less likely."),
+    click.option("--presence-penalty", type=float, help="Above 0: what was said becomes less likely."),
+    click.option("--frequency-penalty", type=float, help="Above 0: the more often said, the less likely."),
     click.option("--seed", type=int, help="The same seed gives the same text."),
     click.option("--stop", multiple=True, help="End when this text comes. May be given several times."),
 )
@@ -83,7 +86,7 @@ def engine_config(model: str | None, given: Mapping[str, object]) -> EngineConfi
     return EngineConfig(model=model, **said)  # type: ignore[arg-type]  # EngineConfig checks each
 
 
-def sampling_params(given: Mapping[str, object], defaults: SamplingParams, max_tokens: int | None) -> SamplingParams:
+def sampling_params(given: Mapping[str, object], defaults: SamplingParams) -> SamplingParams:
     """What the command line says, else what the model's makers say, else a mild temperature."""
     names = {field.name for field in fields(SamplingParams)}
     said = {name: getattr(defaults, name) for name in names}
@@ -91,5 +94,5 @@ def sampling_params(given: Mapping[str, object], defaults: SamplingParams, max_t
         said["temperature"] = 0.7
     said.update({name: value for name, value in given.items() if name in names and value is not None})
     said["stop"] = list(given.get("stop") or ()) or None  # type: ignore[call-overload]
-    said["max_tokens"] = max_tokens
+    said["max_tokens"] = given["max_tokens"]
     return SamplingParams(**said)

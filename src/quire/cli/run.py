@@ -5,28 +5,29 @@ from collections.abc import Mapping
 
 from quire.cli.console import err
 from quire.cli.options import sampling_params
+from quire.cli.reply import say
 from quire.cli.start import start
+from quire.core.sampling import SamplingParams
 from quire.llm import LLM
 
+_INTERRUPTED = 130  # what shells expect after Ctrl-C
 
-def run(model: str | None, prompt: str, given: Mapping[str, object]) -> None:
-    text = sys.stdin.read() if prompt == "-" else prompt
+
+def run(model: str | None, prompt: str, given: Mapping[str, object]) -> int:
+    """The exit status."""
+    sampling_params(given, SamplingParams())  # refuses a bad parameter before a model is loaded for nothing
+    text = _from_stdin() if prompt == "-" else prompt
     llm = LLM.over(start(model, given, report=bool(given["verbose"])))
-    params = sampling_params(given, llm.get_default_sampling_params(), int(str(given["max_tokens"])))
-    if given["chat"]:
-        deltas = llm.stream_chat([{"role": "user", "content": text}], params)
-    else:
-        deltas = llm.stream(text, params)
-    num_tokens = 0
-    started_s = llm.front.now()
-    try:
-        for delta in deltas:
-            num_tokens += len(delta.token_ids)
-            print(delta.text, end="", flush=True)
-    except KeyboardInterrupt:
-        print()
-        raise SystemExit(130) from None
+    params = sampling_params(given, llm.get_default_sampling_params())
+    reply = say(llm, llm.chat_prompt([{"role": "user", "content": text}]) if given["chat"] else text, params)
     print()
     if given["verbose"]:
-        seconds = llm.front.now() - started_s
-        err.print(f"{num_tokens} tokens · {num_tokens / max(seconds, 1e-9):.1f} tok/s", style="dim")
+        speed = reply.num_tokens / max(reply.seconds, 1e-9)
+        err.print(f"{reply.num_tokens} tokens · {speed:.1f} tok/s · {reply.finish_reason}", style="dim")
+    return _INTERRUPTED if reply.finish_reason == "abort" else 0
+
+
+def _from_stdin() -> str:
+    if sys.stdin.isatty():
+        err.print("Type the prompt; Ctrl-D on an empty line ends it.", style="dim")
+    return sys.stdin.read()

@@ -66,11 +66,20 @@ class Kernels(Protocol):
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
         """x: [tokens, in]; packed: [out, in], packed; bias: [out]. Returns [tokens, out]."""
 
+    def logits(self, x: Tensor, packed: Tensor, weight: Tensor) -> Tensor:
+        """x: [rows, in]; packed: [vocab, in], packed; weight: the same, not packed. Returns [rows, vocab] float32.
+
+        The largest of each row, and what comes close to it, are not rounded to bfloat16: there, ties are common.
+        """
+
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """x: [..., width]; weight: float32, [width] or broadcastable to x. Returns [..., width], as x."""
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        """residual += x in place, then its norm. x, residual: [tokens, width]; weight: [width] float32."""
+        """residual += x in place, then its norm, in x's dtype.
+
+        x: [tokens, width]; residual: [tokens, width], float32 or x's dtype; weight: [width] float32.
+        """
 
     def rotate(self, x: Tensor, rotation: Rotation) -> None:
         """Turn the first rotary_dim of each head in place. x: [tokens, heads, dim], strided."""

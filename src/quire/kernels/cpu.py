@@ -16,6 +16,9 @@ from torch import Tensor
 
 from quire.kernels.contract import AttentionRule, Ragged, Rotation
 
+# Two steps of bfloat16: logits this close to the highest, relative to it, may have changed places by rounding.
+_NEAR = 2.0**-6
+
 _WORDS = {torch.bfloat16: torch.uint16, torch.float32: torch.uint32}
 
 
@@ -45,6 +48,15 @@ class CpuKernels:
             return product
         return F.linear(x, packed, bias)
 
+    def logits(self, x: Tensor, packed: Tensor, weight: Tensor) -> Tensor:
+        logits = self.linear(x, packed, None).float()
+        if x.dtype is torch.float32:
+            return logits
+        highest = logits.amax(dim=-1, keepdim=True)
+        rows, tokens = (logits >= highest - highest.abs() * _NEAR).nonzero().unbind(dim=1)
+        logits[rows, tokens] = (x[rows].float() * weight[tokens].float()).sum(dim=-1)
+        return logits
+
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         if weight.dim() == 1:
             return F.rms_norm(x.float(), weight.shape, weight, epsilon).to(x.dtype)
@@ -52,7 +64,7 @@ class CpuKernels:
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         residual += x
-        return self.rms_norm(residual, weight, epsilon)
+        return self.rms_norm(residual, weight, epsilon).to(x.dtype)
 
     def rotate(self, x: Tensor, rotation: Rotation) -> None:
         width = rotation.cos.shape[-1]

@@ -18,6 +18,9 @@ class ReferenceKernels:
         product = x.float() @ packed.float().T
         return (product if bias is None else product + bias.float()).to(x.dtype)
 
+    def logits(self, x: Tensor, packed: Tensor, weight: Tensor) -> Tensor:
+        return x.float() @ weight.float().T
+
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         wide = x.float()
         mean_square = (wide * wide).mean(dim=-1, keepdim=True)
@@ -25,7 +28,7 @@ class ReferenceKernels:
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         residual.copy_(residual + x)
-        return self.rms_norm(residual, weight, epsilon)
+        return self.rms_norm(residual, weight, epsilon).to(x.dtype)
 
     def rotate(self, x: Tensor, rotation: Rotation) -> None:
         width = rotation.cos.shape[-1]

@@ -57,7 +57,8 @@ class Decoder:
         self._spec = spec
         self._kernels = kernels
         self._embedding = weights.embedding
-        self._head = Linear(kernels, weights.head)
+        self._head = weights.head
+        self._packed_head = kernels.pack(weights.head)
         self._layers = [_Layer(spec, index, layer, kernels) for index, layer in enumerate(weights.layers)]
         self._final_norm = weights.final_norm
         dtype, device = weights.embedding.dtype, weights.embedding.device
@@ -79,10 +80,11 @@ class Decoder:
         """tokens: [tokens] int64; kv: the store, see `kernels.contract`. Returns [tokens, hidden], normed."""
         step = self._kernels.plan(ragged, block_size=kv.shape[3])
         rotations = {rope: table.at(ragged.positions) for rope, table in self._ropes.items()}
-        residual = F.embedding(tokens, self._embedding)
+        embedded = F.embedding(tokens, self._embedding)
         if self._embedding_scale != 1.0:
-            residual *= self._embedding_scale
-        normed = self._kernels.rms_norm(residual, self._layers[0].attention_norm, self._spec.norm_eps)
+            embedded *= self._embedding_scale
+        residual = embedded.float()  # dozens of additions in bfloat16 would lose accuracy (docs/log.md)
+        normed = self._kernels.rms_norm(embedded, self._layers[0].attention_norm, self._spec.norm_eps)
         next_norms = [layer.attention_norm for layer in self._layers[1:]] + [self._final_norm]
         for index, (layer, next_norm) in enumerate(zip(self._layers, next_norms, strict=True)):
             attended = layer.attention(normed, rotations[layer.rope], step, kv[:, index])
@@ -99,7 +101,7 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [rows, hidden], normed. Returns [rows, vocab] float32."""
-        logits = self._head(hidden).float()
+        logits = self._kernels.logits(hidden, self._packed_head, self._head)
         cap = self._spec.final_softcap
         return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 

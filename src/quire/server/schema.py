@@ -1,67 +1,101 @@
-"""OpenAI-shaped bodies to prompts and sampling parameters, and outputs back to bodies."""
+"""Reads OpenAI-shaped bodies: prompts, sampling parameters, how to answer. Knows no engine and writes no answer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from quire.core.errors import InvalidParameter, InvalidPrompt
+from quire.core.errors import InvalidParameter, InvalidPrompt, ModelNotFound
 from quire.core.sampling import SamplingParams
 from quire.engine.front import Prompt
 
 _SAMPLING = {field.name for field in fields(SamplingParams)} - {"logprobs", "prompt_logprobs"}
 _COMPLETION_TOKENS = 16  # what OpenAI's completions give when nothing is said
 
+# Each of these changes what a client gets back: better refused by name than left out in silence.
+_NOT_SERVED = ("logprobs", "top_logprobs", "prompt_logprobs", "echo", "suffix", "tools", "functions", "response_format",
+               "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+               "use_beam_search", "best_of")  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """One call, read."""
+    """How one call wants to be answered."""
 
-    prompt: Prompt
     params: SamplingParams
     stream: bool
     include_usage: bool
 
 
-def read_completion(body: object, defaults: SamplingParams) -> Wanted:
-    fields_given = _mapping(body)
-    prompt = fields_given.get("prompt")
+def fields_of(body: object, served: str) -> Mapping[str, object]:
+    """The fields of a body that asks for the served model, and for nothing that is not served."""
+    if not isinstance(body, Mapping):
+        raise InvalidPrompt("The body must be a JSON object.")
+    model = body.get("model")
+    if model is not None and model != served:
+        raise ModelNotFound(f"There is no model {model!r:.100} here; this server has {served!r}.", param="model")
+    for name in _NOT_SERVED:
+        value = body.get(name)
+        if not (value is None or value is False or value in ("", [], {}) or _harmless(name, value, body)):
+            raise InvalidParameter(f"{name} is not served here yet; leave it away.", param=name)
+    return body
+
+
+def prompt_of(body: Mapping[str, object]) -> Prompt:
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
     if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and all(isinstance(i, int) for i in prompt)):
-        return _wanted(fields_given, prompt, defaults, _COMPLETION_TOKENS)
-    raise InvalidPrompt("prompt must be a text or a list of token ids.", param="prompt")
+        return prompt
+    raise InvalidPrompt("prompt must be one text or one list of token ids.", param="prompt")
 
 
-def read_chat(body: object, defaults: SamplingParams, prompt: Prompt) -> Wanted:
-    return _wanted(_mapping(body), prompt, defaults, None)
-
-
-def messages_of(body: object) -> list[Mapping[str, object]]:
-    messages = _mapping(body).get("messages")
+def messages_of(body: Mapping[str, object]) -> list[Mapping[str, object]]:
+    messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise InvalidPrompt("messages must be a list of at least one message.", param="messages")
     return messages
 
 
-def _mapping(body: object) -> Mapping[str, object]:
-    if not isinstance(body, Mapping):
-        raise InvalidPrompt("The body must be a JSON object.")
-    return body
+def read_completion(body: Mapping[str, object], defaults: SamplingParams) -> Wanted:
+    return _wanted(body, defaults, _COMPLETION_TOKENS)
 
 
-def _wanted(body: Mapping[str, object], prompt: Prompt, defaults: SamplingParams, max_tokens: int | None) -> Wanted:
+def read_chat(body: Mapping[str, object], defaults: SamplingParams) -> Wanted:
+    return _wanted(body, defaults, None)
+
+
+def _wanted(body: Mapping[str, object], defaults: SamplingParams, max_tokens: int | None) -> Wanted:
     said = {name: getattr(defaults, name) for name in _SAMPLING}
+    said["max_tokens"] = max_tokens
     said.update({name: body[name] for name in _SAMPLING & body.keys() if body[name] is not None})
-    wanted_tokens = body.get("max_completion_tokens", body.get("max_tokens"))
-    said["max_tokens"] = max_tokens if wanted_tokens is None else wanted_tokens
+    if body.get("max_completion_tokens") is not None:
+        said["max_tokens"] = body["max_completion_tokens"]
     if isinstance(said["logit_bias"], Mapping):
         said["logit_bias"] = _bias(said["logit_bias"])
-    stream = body.get("stream") or False
-    if not isinstance(stream, bool):
-        raise InvalidParameter("stream must be true or false.", param="stream")
-    options = body.get("stream_options") or {}
-    include_usage = isinstance(options, Mapping) and options.get("include_usage") is True
+    stream = _flag(body, "stream")
+    options = body.get("stream_options")
+    if options is not None and not (stream and isinstance(options, Mapping)):
+        raise InvalidParameter("stream_options is an object, and only for stream: true.", param="stream_options")
+    include_usage = _flag(options, "include_usage") if isinstance(options, Mapping) else False
     try:
-        return Wanted(prompt, SamplingParams(**said), stream, include_usage)
+        return Wanted(SamplingParams(**said), stream, include_usage)
     except (TypeError, AttributeError) as error:  # a list where a number belongs, and its like
         raise InvalidParameter(f"A parameter has the wrong type: {error}.") from error
+
+
+def _harmless(name: str, value: object, body: Mapping[str, object]) -> bool:
+    """A field that is not served, said in a way that asks for nothing."""
+    return (
+        (name == "response_format" and value == {"type": "text"})
+        or (name == "best_of" and value == (body.get("n") or 1))
+        or (name == "tools" and body.get("tool_choice") == "none")
+    )
+
+
+def _flag(body: Mapping[str, object], name: str) -> bool:
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise InvalidParameter(f"{name} must be true or false, not {value!r:.100}.", param=name)
+    return bool(value)
 
 
 def _bias(bias: Mapping[str, object]) -> dict[int, object]:

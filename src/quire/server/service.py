@@ -1,30 +1,48 @@
-"""The engine on its own thread, for callers on an event loop. Orders go in through a queue, deltas come back."""
+"""The engine on its own thread, for callers on an event loop. Orders go in through a queue, news come back."""
 
 import asyncio
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 from quire.core.errors import EngineFailed, QuireError
 from quire.core.sampling import SamplingParams
-from quire.engine.front import Front, Prompt, Ticket
+from quire.engine.front import Front, Ticket
 from quire.engine.outputs import Delta, RequestOutput
 
 _log = logging.getLogger(__name__)
 
+News = Delta | RequestOutput
 
-@dataclass(slots=True, eq=False)
-class Caller:
-    """Someone on an event loop who waits for one request. The inbox ends with an output or an error."""
 
-    loop: asyncio.AbstractEventLoop
-    inbox: "asyncio.Queue[Delta | RequestOutput | QuireError]"
-    ticket: Ticket | None = None
+class Stopping(QuireError):
+    """The server was told to end."""
 
-    def tell(self, news: Delta | RequestOutput | QuireError) -> None:
-        self.loop.call_soon_threadsafe(self.inbox.put_nowait, news)
+    status = 503
+    code = "server_stopping"
+
+
+class Call:
+    """Someone on an event loop who waits for one request."""
+
+    __slots__ = ("_inbox", "_loop", "ticket")
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._inbox: asyncio.Queue[News | QuireError] = asyncio.Queue()
+        self.ticket: Ticket | None = None  # the engine's thread alone touches it
+
+    def tell(self, news: News | QuireError) -> None:
+        """From the engine's thread."""
+        self._loop.call_soon_threadsafe(self._inbox.put_nowait, news)
+
+    async def hear(self) -> News:
+        """The next news; the last is the whole output, or an error that is raised."""
+        news = await self._inbox.get()
+        if isinstance(news, QuireError):
+            raise news
+        return news
 
 
 class Service:
@@ -33,47 +51,58 @@ class Service:
     def __init__(self, front: Front) -> None:
         self._front = front
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._callers: dict[str, Caller] = {}
+        self._calls: dict[str, Call] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.failure: QuireError | None = None
 
     def start(self) -> None:
         self._thread.start()
 
+    def dismiss(self) -> None:
+        """Send everyone away, now and from now on, so that nobody keeps the server from ending."""
+        self._orders.put(lambda: self._fail(Stopping("The server is stopping; ask again when it is back.")))
+
     def stop(self) -> None:
         """End the thread after the turn it is in."""
         self._orders.put(None)
         self._thread.join()
 
-    async def stream(self, prompt: Prompt, params: SamplingParams) -> AsyncIterator[Delta | RequestOutput]:
-        """Deltas as they come, then the whole output. Leaving early aborts the request."""
-        caller = Caller(asyncio.get_running_loop(), asyncio.Queue())
-        self._orders.put(lambda: self._submit(caller, prompt, params))
-        try:
-            while True:
-                news = await caller.inbox.get()
-                if isinstance(news, QuireError):
-                    raise news
-                yield news
-                if isinstance(news, RequestOutput):
-                    return
-        finally:
-            self._orders.put(lambda: self._abort(caller))
+    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, *, streaming: bool) -> Call:
+        """Order a completion. Whoever does must `leave` the call, however it ends."""
+        call = Call()
+        self._orders.put(lambda: self._submit(call, prompt_ids, params, streaming))
+        return call
 
-    def _submit(self, caller: Caller, prompt: Prompt, params: SamplingParams) -> None:
+    def leave(self, call: Call) -> None:
+        """Nobody listens any more: an unfinished request is aborted."""
+        self._orders.put(lambda: self._leave(call))
+
+    @property
+    def num_calls(self) -> int:
+        return len(self._calls)
+
+    @property
+    def idle(self) -> bool:
+        """Whether the engine has nothing left to do."""
+        return self._front.idle
+
+    def _submit(self, call: Call, prompt_ids: Sequence[int], params: SamplingParams, streaming: bool) -> None:
         if self.failure is not None:
-            caller.tell(self.failure)
+            call.tell(self.failure)
             return
         try:
-            caller.ticket = self._front.submit(prompt, params, streaming=True)
+            call.ticket = self._front.submit(prompt_ids, params, streaming=streaming)
         except QuireError as error:
-            caller.tell(error)
+            call.tell(error)
+        except Exception:  # our mistake, but this request's alone: nothing has begun
+            _log.exception("a request broke its own submission")
+            call.tell(EngineFailed("The engine could not take this request; the server's log says why."))
         else:
-            self._callers[caller.ticket.request_id] = caller
+            self._calls[call.ticket.request_id] = call
 
-    def _abort(self, caller: Caller) -> None:
-        if caller.ticket is not None and self._callers.pop(caller.ticket.request_id, None) is not None:
-            self._front.abort(caller.ticket)
+    def _leave(self, call: Call) -> None:
+        if call.ticket is not None and self._calls.pop(call.ticket.request_id, None) is not None:
+            self._front.abort(call.ticket)
 
     def _run(self) -> None:
         while True:
@@ -90,15 +119,17 @@ class Service:
                 self._fail(EngineFailed("The engine failed; the server's log says how."))
 
     def _turn(self) -> None:
-        for delta in self._front.turn():
-            caller = self._callers[delta.request_id]
-            caller.tell(delta)
-            if delta.finish_reason is not None and caller.ticket is not None and caller.ticket.finished:
-                caller.tell(caller.ticket.output())
-                del self._callers[delta.request_id]
+        deltas = self._front.turn()
+        for delta in deltas:
+            self._calls[delta.request_id].tell(delta)
+        for request_id in {delta.request_id for delta in deltas if delta.finish_reason is not None}:
+            call = self._calls[request_id]
+            if call.ticket is not None and call.ticket.finished:
+                del self._calls[request_id]
+                call.tell(call.ticket.output())
 
     def _fail(self, failure: QuireError) -> None:
         self.failure = failure
-        for caller in self._callers.values():
-            caller.tell(failure)
-        self._callers.clear()
+        for call in self._calls.values():
+            call.tell(failure)
+        self._calls.clear()

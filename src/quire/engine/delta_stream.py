@@ -1,0 +1,39 @@
+"""One request, read piece by piece by whoever asked for it, while others may turn the same engine."""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from quire.engine.front import Front, Ticket
+from quire.engine.outputs import Delta
+
+
+class DeltaStream(Iterator[Delta]):
+    """The deltas of a request, in order. Closing it, or letting go of it, gives the request up."""
+
+    def __init__(self, front: Front, ticket: Ticket, turn: Callable[[], object]) -> None:
+        self._front = front
+        self._ticket = ticket
+        self._turn = turn  # must `put` what it brings for this request
+        self._unread: deque[Delta] = deque()
+
+    def put(self, delta: Delta) -> None:
+        self._unread.append(delta)
+
+    def __next__(self) -> Delta:
+        try:
+            while not self._unread and not self._ticket.finished:
+                self._turn()
+        except BaseException:
+            self.close()
+            raise
+        if not self._unread:
+            raise StopIteration
+        return self._unread.popleft()
+
+    def close(self) -> None:
+        self._unread.clear()
+        if not self._ticket.finished:
+            self._front.abort(self._ticket)
+
+    def __del__(self) -> None:
+        self.close()

@@ -1,0 +1,33 @@
+"""How the tests call the command line: in this process where that is enough, else as a user's shell would."""
+
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from quire.cli.main import main
+
+QUIRE = str(Path(sys.executable).with_name("quire"))
+SMALL = ("--threads", "1", "--max-model-len", "512", "--kv-cache-memory", "64MiB")  # quick to start, kind to others
+
+
+class Said(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+
+class Shell:
+    """Runs `quire` in this process and returns what it said."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self._monkeypatch = monkeypatch
+        self._capsys = capsys
+
+    def __call__(self, *arguments: str) -> Said:
+        self._monkeypatch.setattr(sys, "argv", ["quire", *arguments])
+        with pytest.raises(SystemExit) as end:
+            main()
+        said = self._capsys.readouterr()
+        return Said(int(end.value.code or 0), said.out, said.err)

@@ -1,0 +1,113 @@
+"""`quire chat` in a real terminal: one conversation through everything a user may do."""
+
+import io
+from collections.abc import Iterator
+from typing import cast
+
+import pexpect
+import pytest
+
+from quire.cli.chat import Conversation
+from quire.cli.reply import Reply
+from quire.core.sampling import SamplingParams
+from quire.llm import LLM
+from tests.cli.commands import QUIRE, SMALL, Shell
+
+PROMPT = "\r\n› "
+
+
+@pytest.fixture(scope="module")
+def terminal(default_model_path: object) -> Iterator["pexpect.spawn[str]"]:
+    chat = pexpect.spawn(
+        QUIRE, ["chat", "--temperature", "0", *SMALL], encoding="utf-8", timeout=120, dimensions=(40, 100)
+    )
+    chat.expect("Type a message")
+    chat.expect("› ")
+    yield chat
+    chat.close(force=True)
+
+
+def ask(terminal: "pexpect.spawn[str]", line: str) -> str:
+    """What comes between a line and the next prompt."""
+    terminal.sendline(line)
+    terminal.expect_exact(PROMPT)
+    return str(terminal.before).partition("\r\n")[2]
+
+
+def test_help_lists_the_commands(terminal: "pexpect.spawn[str]") -> None:
+    shown = ask(terminal, "/help")
+    assert all(command in shown for command in ("/help", "/system", "/clear", "/undo", "/quit"))
+
+
+def test_an_unknown_command_is_not_sent_to_the_model(terminal: "pexpect.spawn[str]") -> None:
+    assert "There is no /nope; /help lists what there is." in ask(terminal, "/nope")
+
+
+def test_control_c_at_the_prompt_does_not_leave(terminal: "pexpect.spawn[str]") -> None:
+    terminal.sendcontrol("c")
+    terminal.expect("Ctrl-D or /quit leaves")
+    terminal.expect_exact(PROMPT)
+
+
+def test_control_c_stops_the_reply_and_not_the_program(terminal: "pexpect.spawn[str]") -> None:
+    terminal.sendline("Write a very long story about a dragon and a castle.")
+    terminal.expect("castle\\.\r\n")
+    terminal.expect(r"\w+\W+\w+")  # the reply has begun
+    terminal.sendcontrol("c")
+    terminal.expect_exact("(stopped)")
+    terminal.expect_exact(PROMPT)
+    assert "Paris" in ask(terminal, "What is the capital of France?")
+
+
+def test_the_conversation_is_remembered_until_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[tuple[str, str]]] = []
+
+    class Echo:
+        def chat_prompt(self, messages: list[dict[str, str]]) -> list[tuple[str, str]]:
+            return [(message["role"], message["content"]) for message in messages]
+
+    def say(llm: object, prompt: list[tuple[str, str]], params: object) -> Reply:
+        asked.append(prompt)
+        return Reply("" if prompt[-1][1] == "silence" else prompt[-1][1].upper(), "stop", 1, 1.0)
+
+    monkeypatch.setattr("quire.cli.chat.say", say)
+    conversation = Conversation(cast(LLM, Echo()), SamplingParams(), "be brief")
+    assert not conversation.undo()
+    for question in ("one", "silence", "two", "three"):
+        conversation.ask(question)
+    start = [("system", "be brief"), ("user", "one"), ("assistant", "ONE")]
+    assert asked[-1] == [*start, ("user", "two"), ("assistant", "TWO"), ("user", "three")], "without the silence"
+    assert conversation.undo() and conversation.undo()
+    conversation.ask("four")
+    assert asked[-1] == [*start, ("user", "four")]
+    conversation.set_system("")
+    conversation.ask("five")
+    assert asked[-1] == [("user", "five")]
+
+
+def test_an_overflow_is_refused_and_the_chat_goes_on(terminal: "pexpect.spawn[str]") -> None:
+    ask(terminal, "/clear")
+    refused = ask(terminal, "word " * 600)
+    assert "maximum context length is 512 tokens" in refused
+    assert "/clear or /undo makes room" in refused
+    assert "Paris" in ask(terminal, "What is the capital of France?")
+
+
+def test_a_line_may_go_on_in_the_next(terminal: "pexpect.spawn[str]") -> None:
+    terminal.sendline("What is the capital\\")
+    terminal.expect_exact("… ")
+    assert "Paris" in ask(terminal, "of France?")
+
+
+def test_control_d_leaves(terminal: "pexpect.spawn[str]") -> None:
+    terminal.sendeof()
+    terminal.expect(pexpect.EOF)
+    terminal.close()
+    assert terminal.exitstatus == 0
+
+
+def test_quit_leaves(quire: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("/help\n/quit\nthis is never asked\n"))
+    said = quire("chat", *SMALL)
+    assert (said.status, said.out) == (0, "")
+    assert said.err.splitlines()[-1].startswith("Ctrl-C stops a reply.")

@@ -1,0 +1,71 @@
+"""Whatever a user gets wrong ends in one sentence on stderr, an exit status, and no traceback."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.cli.commands import Shell
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("run nosuchmodel hi", "There is no model 'nosuchmodel'"),
+        ("run smollm3 hi", "Did you mean smollm2"),
+        ("run ./nowhere.gguf hi", "There is no file or folder ./nowhere.gguf"),
+        ("run hi --temperature -3", "temperature must be a number from 0 to 100, not -3.0."),
+        ("run hi --max-tokens 0", "max_tokens must be a whole number"),
+        ("run hi --top-p 0", "top_p must be a number above 0"),
+        ("run hi --threads 0", "threads must be a whole number from 1"),
+        ("run hi --dtype float16", "float16 is not for CPUs"),
+        ("run hi --load-format dummy", "Dummy weights need the name of a shape"),
+        ("chat --presence-penalty 9", "presence_penalty must be a number from -2 to 2"),
+        ("models --verify org/name", "org/name is not one"),
+        ("serve --host 0.0.0.0", "--insecure-no-key"),
+        ("serve --host 256.1.1.1 --insecure-no-key", "Cannot listen on 256.1.1.1:8000"),
+    ],
+)
+def test_a_mistake_is_one_sentence(quire: Shell, line: str, words: str) -> None:
+    said = quire(*line.split())
+    assert said.status == 2
+    assert said.out == ""
+    assert said.err.startswith("quire: ") and words in said.err
+    assert said.err.count("\n") == 1, "one line, wherever it goes"
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("chatt", "Did you mean chat?"),
+        ("bench transformer", "Did you mean transformers?"),
+        ("frobnicate", "There are: bench, chat, check"),
+        ("run hi --temprature 0", "--temperature"),
+        ("run one two three", "put the prompt in quotes"),
+        ("run smollm2", "smollm2 is a model"),
+        ("models smollm2", "quire models --fetch smollm2"),
+        ("run hi --max-model-len lots", "'lots' is not a size"),
+        ("check --steps 0", "--steps"),
+    ],
+)
+def test_a_wrong_command_line_says_what_was_meant(quire: Shell, line: str, words: str) -> None:
+    said = quire(*line.split())
+    assert (said.status, said.out) == (2, "")
+    assert words in said.err
+
+
+def test_a_truncated_file_is_named(quire: Shell, default_model_path: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "half.gguf"
+    with default_model_path.open("rb") as whole:
+        damaged.write_bytes(whole.read(1_000_000))
+    said = quire("run", str(damaged), "hi")
+    assert said.status == 2
+    assert str(damaged) in said.err and "damaged" in said.err
+
+
+def test_a_taken_port_is_refused_before_a_model_is_loaded(quire: Shell) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = quire("serve", "nosuchmodel", "--port", str(port))
+    assert said.status == 2
+    assert f"Cannot listen on 127.0.0.1:{port}: Address already in use. Use another --port" in said.err

@@ -1,0 +1,127 @@
+"""From what the user said and what machine and model are to every number the engine runs on."""
+
+import pytest
+
+from quire.config import GIB, EngineConfig, Machine, resolve, resolve_dtype
+from quire.core.errors import ConfigError
+from quire.core.model import ModelSpec, RopeSpec
+
+SPEC = ModelSpec(
+    family="llama", num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16, ffn_size=96,
+    vocab_size=100, max_positions=1000, norm_eps=1e-5, rope=RopeSpec(10000.0, 16), tied_embeddings=True,
+)  # fmt: skip
+PER_TOKEN = SPEC.kv_bytes_per_token(4)
+CPU = Machine("cpu", free_bytes=8 * GIB, fast_bfloat16=True, num_cores=2)
+GPU = Machine("cuda", free_bytes=80 * GIB, fast_bfloat16=True, num_cores=2)
+
+
+def resolved(machine: Machine = CPU, **said: object):
+    return resolve(EngineConfig(**said), SPEC, PER_TOKEN, machine)
+
+
+def refusal(**said: object) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        resolved(**said)
+    assert caught.value.message.endswith(".")
+    return caught.value
+
+
+def test_everything_is_derived_and_says_from_what():
+    numbers = resolved()
+    assert numbers.max_model_len == 1000 and numbers.reasons["max_model_len"] == "the model"
+    assert (numbers.max_num_seqs, numbers.max_num_batched_tokens, numbers.run_ahead) == (64, 512, 0)
+    assert numbers.block_size == 16
+    assert numbers.kv_bytes == 64 * 1000 * PER_TOKEN  # no more than all rows could use
+    assert set(numbers.reasons) == {
+        "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory", "max_model_len", "run_ahead",
+    }  # fmt: skip
+    gpu = resolved(GPU)
+    assert (gpu.max_num_seqs, gpu.max_num_batched_tokens, gpu.run_ahead) == (256, 2048, 1)
+
+
+def test_what_the_user_says_is_kept():
+    numbers = resolved(
+        max_model_len=500, block_size=8, kv_cache_memory=600 * PER_TOKEN, max_num_seqs=3, max_num_batched_tokens=9,
+        run_ahead=2,
+    )  # fmt: skip
+    assert (numbers.max_model_len, numbers.block_size, numbers.num_blocks) == (500, 8, 75)
+    assert (numbers.max_num_seqs, numbers.max_num_batched_tokens, numbers.run_ahead) == (3, 9, 2)
+    assert set(numbers.reasons.values()) == {"you"}
+
+
+def test_only_whole_blocks_count():
+    assert resolved(kv_cache_memory=33 * PER_TOKEN).num_blocks == 2
+
+
+def test_little_memory_shortens_the_context():
+    numbers = resolved(kv_cache_memory=160 * PER_TOKEN)
+    assert numbers.max_model_len == 161  # the last token is never computed
+    assert numbers.reasons["max_model_len"] == "what the KV cache holds"
+    poor = Machine("cpu", free_bytes=4 * 320 * PER_TOKEN, fast_bfloat16=False, num_cores=1)
+    assert resolved(poor).kv_bytes == 320 * PER_TOKEN
+
+
+def test_a_longer_context_than_the_models():
+    error = refusal(max_model_len=1001)
+    assert error.param == "max_model_len" and "1001" in error.message and "1000" in error.message
+
+
+def test_a_longer_context_than_the_cache():
+    error = refusal(max_model_len=500, kv_cache_memory=160 * PER_TOKEN)
+    assert error.param == "max_model_len"
+    assert all(str(number) in error.message for number in (500, 160, 512 * PER_TOKEN))
+    assert resolved(max_model_len=161, kv_cache_memory=160 * PER_TOKEN).max_model_len == 161
+
+
+def test_the_memory_an_error_asks_for_is_enough():
+    error = refusal(max_model_len=500, kv_cache_memory=160 * PER_TOKEN)
+    asked = int(error.message.rpartition("--kv-cache-memory ")[2].split()[0])
+    assert resolved(max_model_len=500, kv_cache_memory=asked).max_model_len == 500
+    needed = [int(word) for word in refusal(kv_cache_memory=1).message.split() if word.isdigit()]
+    assert resolved(kv_cache_memory=needed[-1]).num_blocks == 2
+
+
+@pytest.mark.parametrize("kv_bytes", [1, PER_TOKEN, 15 * PER_TOKEN])
+def test_a_cache_too_small_for_anything(kv_bytes):
+    error = refusal(kv_cache_memory=kv_bytes)
+    assert error.param == "kv_cache_memory" and "0 tokens" in error.message
+    assert refusal(kv_cache_memory=PER_TOKEN, block_size=1).param == "kv_cache_memory"
+
+
+def test_more_rows_than_a_step_holds():
+    error = refusal(max_num_seqs=100, max_num_batched_tokens=99)
+    assert error.param == "max_num_batched_tokens" and "100" in error.message and "99" in error.message
+    assert resolved(max_num_seqs=2000).max_num_batched_tokens == 2000
+
+
+def test_dtypes_follow_the_machine():
+    slow = Machine("cpu", GIB, fast_bfloat16=False, num_cores=2)
+    assert resolve_dtype(EngineConfig(), CPU) == "bfloat16"
+    assert resolve_dtype(EngineConfig(), slow) == "float32"
+    assert resolve_dtype(EngineConfig(dtype="bfloat16"), slow) == "bfloat16"
+    assert resolve_dtype(EngineConfig(dtype="float16"), GPU) == "float16"
+    with pytest.raises(ConfigError, match="bfloat16"):
+        resolve_dtype(EngineConfig(dtype="float16"), CPU)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("load_format", ["pickle", "", None, 5, []]),
+        ("device", ["tpu", None, 0, ["cpu"]]),
+        ("dtype", ["int8", None, 16]),
+        ("max_model_len", [0, 1, -5, 2**24, 1.0, "10", True]),
+        ("block_size", [0, -1, 257, 1.0, "16", True, None]),
+        ("kv_cache_memory", [0, -1, 2**61, 1e9, "1GB"]),
+        ("max_num_seqs", [0, 65537, 1.0, True]),
+        ("max_num_batched_tokens", [0, 2**20 + 1, "x"]),
+        ("run_ahead", [-1, 3, 1.0, True, "1"]),
+        ("threads", [0, 4097, "2"]),
+        ("seed", [None, "x", 1.5, True, 2**63, -(2**63)]),
+    ],
+)
+def test_settings_outside_what_they_may_be(name, values):
+    for value in values:
+        with pytest.raises(ConfigError) as caught:
+            EngineConfig(**{name: value})
+        assert caught.value.param == name and repr(value) in caught.value.message

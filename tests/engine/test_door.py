@@ -1,0 +1,140 @@
+"""Whatever is wrong with a request is said at the door: one sentence, with the numbers and the parameter."""
+
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.core.errors import ContextLengthExceeded, InvalidParameter, InvalidPrompt, NeverFits, QuireError
+from quire.core.ids import RequestId
+from quire.core.request import Request
+from quire.core.sampling import MAX_SEQUENCES, SamplingParams
+from quire.engine.door import Door
+from tests.engine.junk import junk
+
+VOCAB = 100
+DOOR = Door(vocab_size=VOCAB, end_ids=(2,), max_length=64, num_blocks=10, block_size=4)
+ROOMY = Door(vocab_size=VOCAB, end_ids=(2,), max_length=64, num_blocks=100, block_size=4)
+
+
+def admit(prompt: object, door: Door = DOOR, **params: object) -> Request:
+    settings = {"max_tokens": 4} | params
+    return door.admit(RequestId(0), prompt, SamplingParams(**settings), (), fresh_seed=9)  # type: ignore[arg-type]
+
+
+def refusal(kind: type[QuireError], prompt: object = (5, 6), door: Door = DOOR, **params: object) -> QuireError:
+    with pytest.raises(kind) as caught:
+        admit(prompt, door, **params)
+    assert type(caught.value) is kind
+    assert caught.value.message.endswith(".") and "\n" not in caught.value.message
+    assert len(caught.value.message) < 400
+    return caught.value
+
+
+def numbers(error: QuireError) -> set[int]:
+    return {int(number) for number in re.findall(r"-?\d+", error.message)}
+
+
+def test_a_good_request_gets_in_as_it_is():
+    request = admit([5, 99, 0], n=2, seed=4, stop_token_ids=[7])
+    assert request.prompt.tolist() == [5, 99, 0] and request.prompt.dtype == np.int32
+    assert (request.max_tokens, request.num_sequences, request.max_length) == (4, 2, 7)
+    assert request.sampling.end_ids == (2, 7) and request.sampling.seed == 4
+    assert admit([5]).sampling.seed == 9
+    assert admit(np.array([5, 6])).prompt.tolist() == [5, 6]
+
+
+def test_an_empty_prompt():
+    assert refusal(InvalidPrompt, []).param == "prompt"
+
+
+@pytest.mark.parametrize("token", [VOCAB, VOCAB + 1, -1, -(2**31), 2**31, 2**63, 2**64 + 5, np.int64(VOCAB)])
+def test_a_token_the_model_does_not_have(token):
+    error = refusal(InvalidPrompt, [5, token, 6])
+    assert error.param == "prompt"
+    assert {int(token), VOCAB - 1} <= numbers(error)
+
+
+@pytest.mark.parametrize(
+    "token",
+    [True, False, 1.0, float("nan"), "5", None, [5], b"5", {}, np.float32(1), pytest.param(10**5000, id="huge")],
+)
+def test_what_is_no_token_at_all(token):
+    assert refusal(InvalidPrompt, [5, token]).param == "prompt"
+
+
+def test_a_prompt_longer_than_the_context():
+    for length in (64, 65, 1000):
+        assert {64, length} <= numbers(refusal(ContextLengthExceeded, [5] * length, ROOMY))
+    assert admit([5] * 63, ROOMY, max_tokens=1).max_length == 64
+
+
+def test_a_completion_longer_than_the_context():
+    assert {64, 60, 5, 65} <= numbers(refusal(ContextLengthExceeded, [5] * 60, ROOMY, max_tokens=5))
+    assert admit([5] * 60, ROOMY, max_tokens=4).max_length == 64
+    refusal(ContextLengthExceeded, [5], ROOMY, max_tokens=2**31 - 1)
+
+
+def test_what_would_not_fit_an_empty_cache():
+    """Ten blocks of four hold 40 positions; the last token is never computed."""
+    assert admit([5] * 31, max_tokens=10).max_length == 41
+    error = refusal(NeverFits, [5] * 31, max_tokens=11)
+    assert {41, 11, 10, 4, 40} <= numbers(error)
+    assert "--kv-cache-memory" in error.message
+
+
+def test_left_out_max_tokens_are_what_fits():
+    assert admit([5] * 31, max_tokens=None).max_length == 41
+    assert admit([5] * 31, ROOMY, max_tokens=None).max_length == 64
+    refusal(NeverFits, [5] * 50, max_tokens=None)
+    error = refusal(InvalidParameter, [5] * 31, max_tokens=None, min_tokens=11)
+    assert error.param == "min_tokens" and {11, 10} <= numbers(error)
+
+
+@pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids", "logit_bias"])
+@pytest.mark.parametrize("token", [VOCAB, -1, 2**40, True, 1.0, "5", None])
+def test_token_ids_in_parameters_are_the_models(name, token):
+    value = {token: 1.0} if name == "logit_bias" else [5, token]
+    error = refusal(InvalidParameter, **{name: value})
+    assert error.param == name and VOCAB - 1 in numbers(error)
+
+
+def test_more_logprobs_than_tokens():
+    small = Door(vocab_size=10, end_ids=(), max_length=64, num_blocks=10, block_size=4)
+    assert numbers(refusal(InvalidParameter, door=small, logprobs=11)) == {11, 10}
+    assert refusal(InvalidParameter, door=small, prompt_logprobs=11).param == "prompt_logprobs"
+
+
+def test_many_continuations_have_a_cap():
+    assert MAX_SEQUENCES in numbers(refusal(InvalidParameter, n=MAX_SEQUENCES + 1))
+
+
+def test_a_bad_word_of_too_many_tokens():
+    with pytest.raises(InvalidParameter, match="33 tokens"):
+        DOOR.admit(RequestId(0), [5], SamplingParams(max_tokens=2), [tuple(range(33))], fresh_seed=0)
+
+
+@given(prompt=st.lists(junk, max_size=70))
+def test_any_prompt_is_admitted_or_refused(prompt):
+    try:
+        request = admit(prompt)
+    except QuireError as error:
+        assert error.message
+    else:
+        assert all(type(token) is int and 0 <= token < VOCAB for token in prompt)
+        assert request.prompt.tolist() == prompt
+
+
+@given(values=st.dictionaries(st.sampled_from(sorted(SamplingParams.__dataclass_fields__)), junk, max_size=3))
+def test_any_parameters_are_admitted_or_refused(values):
+    try:
+        params = SamplingParams(**values)
+        request = ROOMY.admit(RequestId(0), [5], params, (), fresh_seed=0)
+    except QuireError as error:
+        assert error.message and len(error.message) < 400
+    else:
+        assert 1 <= request.max_tokens <= 63
+        assert params.stop_strings == () or all(params.stop_strings)
+        hash((request.sampling.end_ids, request.sampling.logit_bias, request.sampling.allowed_ids))

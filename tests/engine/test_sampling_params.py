@@ -1,0 +1,137 @@
+"""Every field of `SamplingParams` refuses what it cannot mean, and says which field it was."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.core.errors import InvalidParameter
+from quire.core.sampling import (
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_SEED,
+    MAX_SEQUENCES,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+)
+from tests.engine.junk import junk
+
+NAN, INF = float("nan"), float("inf")
+NO_NUMBERS = ["1", "", [1], (), {}, {1: 2}, b"1", True, False, object()]
+
+FLOATS = {  # field: the numbers just outside
+    "temperature": [-0.1, 100.1],
+    "top_p": [0.0, -0.5, 1.01],
+    "min_p": [-0.01, 1.01],
+    "repetition_penalty": [0.0, -1.0, 101],
+    "presence_penalty": [-2.1, 2.1],
+    "frequency_penalty": [-2.1, 2.1],
+}
+INTEGERS = {
+    "n": [0, -1, MAX_SEQUENCES + 1],
+    "top_k": [-2, 2**31],
+    "max_tokens": [0, -1, 2**31],
+    "min_tokens": [-1, 2**31],
+    "seed": [MAX_SEED + 1, -MAX_SEED - 1],
+    "logprobs": [-1, MAX_LOGPROBS + 1],
+    "prompt_logprobs": [-1, MAX_LOGPROBS + 1],
+}
+OPTIONAL = {"max_tokens", "seed", "logprobs", "prompt_logprobs"}
+BOOLEANS = ["ignore_eos", "skip_special_tokens", "include_stop_str_in_output"]
+LISTS = {
+    "stop": ["x"] * (MAX_STOP_STRINGS + 1),
+    "bad_words": ["x"] * (MAX_BAD_WORDS + 1),
+    "stop_token_ids": [1] * (MAX_STOP_TOKEN_IDS + 1),
+    "logit_bias": dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 1.0),
+}
+
+
+def refused(name: str, value: object) -> str:
+    with pytest.raises(InvalidParameter) as caught:
+        SamplingParams(**{name: value})
+    assert caught.value.param == name
+    assert name in caught.value.message
+    return caught.value.message
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_floats(name):
+    for value in [*FLOATS[name], NAN, INF, -INF, 10**400, -(10**5000), None, *NO_NUMBERS]:
+        refused(name, value)
+    for value in FLOATS[name]:
+        assert repr(value) in refused(name, value)
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_whole_numbers(name):
+    for value in [*INTEGERS[name], NAN, INF, 1.0, 1.5, 10**400, *NO_NUMBERS, *([] if name in OPTIONAL else [None])]:
+        refused(name, value)
+    for value in INTEGERS[name]:
+        assert repr(value) in refused(name, value)
+
+
+@pytest.mark.parametrize("name", BOOLEANS)
+def test_switches(name):
+    for value in [0, 1, None, "true", 1.0, []]:
+        refused(name, value)
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_lists_have_a_cap_with_its_number(name):
+    assert str(len(LISTS[name])) in refused(name, LISTS[name])
+    assert str(len(LISTS[name]) - 1) in refused(name, LISTS[name])
+
+
+@pytest.mark.parametrize("name", ["stop", "bad_words"])
+def test_lists_of_strings(name):
+    for value in [[""], ["a", ""], [1], [None], [["a"]], 5, True, 1.5, {"a": 1}, b"a", iter(["a"])]:
+        refused(name, value)
+    refused("stop", "")
+    refused("bad_words", "word")  # not its letters
+
+
+@pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids"])
+def test_lists_of_token_ids(name):
+    for value in ["12", b"12", 5, True, 1.5, {1: 2}, iter([1])]:
+        refused(name, value)
+    refused("allowed_token_ids", [])
+
+
+def test_biases():
+    for value in [[1], [(1, 2.0)], "x", 5, {1: NAN}, {1: INF}, {1: "2"}, {1: None}, {1: 100.5}, {1: -101}, {1: True}]:
+        refused("logit_bias", value)
+
+
+def test_min_tokens_above_max_tokens():
+    with pytest.raises(InvalidParameter, match=r"min_tokens is 9.*max_tokens, which is 8") as caught:
+        SamplingParams(min_tokens=9, max_tokens=8)
+    assert caught.value.param == "min_tokens"
+
+
+def test_the_edges_are_inside():
+    SamplingParams(
+        n=MAX_SEQUENCES, temperature=100, top_p=1, top_k=-1, min_p=1, repetition_penalty=100, presence_penalty=-2,
+        frequency_penalty=2, max_tokens=None, min_tokens=2**31 - 1, stop="a", stop_token_ids=(), seed=-MAX_SEED,
+        logprobs=MAX_LOGPROBS, prompt_logprobs=0, logit_bias={}, bad_words=[], allowed_token_ids=range(3),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(SamplingParams)])
+@given(value=junk)
+def test_any_junk_is_taken_or_refused(name, value):
+    try:
+        params = SamplingParams(**{name: value})
+    except InvalidParameter as error:
+        assert error.param in (name, "min_tokens")
+        assert len(error.message) < 300
+    else:
+        assert isinstance(params.stop_strings, tuple)
+        assert params.greedy == (params.temperature == 0)
+
+
+@given(st.lists(st.text(min_size=1, max_size=3), max_size=5))
+def test_stop_strings_are_always_a_tuple(stop):
+    assert SamplingParams(stop=stop).stop_strings == tuple(stop)

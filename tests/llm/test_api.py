@@ -1,0 +1,191 @@
+"""The offline API: prompts of every form, outputs of the known shape, chat, and who returns when."""
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.core.errors import ChatTemplateError, InvalidParameter, InvalidPrompt, QuireError
+from quire.engine.front import NoTokenizerError
+from quire.sched.audit import audit, audit_rest
+from tests.llm.tiny import VOCAB, byte_ids
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+
+
+@pytest.fixture(autouse=True)
+def _at_rest(llm: LLM):
+    """Every test leaves every block and row behind."""
+    yield
+    while not llm.front.idle:
+        llm.front.turn()
+    audit(llm.built.engine.scheduler)
+    audit_rest(llm.built.engine.scheduler)
+
+
+def test_a_prompt_is_the_same_in_every_form(llm):
+    ids = byte_ids("Hello")
+    forms = ["Hello", {"prompt": "Hello"}, {"prompt_token_ids": ids}, ids, tuple(ids)]
+    alone = [llm.generate(form, GREEDY) for form in forms]
+    assert all(len(outputs) == 1 for outputs in alone)
+    together = llm.generate(forms, GREEDY)
+    expected = alone[0][0].outputs[0].token_ids
+    for output in [outputs[0] for outputs in alone] + together:
+        assert output.prompt_token_ids == ids
+        assert output.outputs[0].token_ids == expected
+    assert [output.prompt for output in together] == ["Hello", "Hello", None, None, None]
+
+
+def test_outputs_come_in_the_order_of_the_prompts(llm):
+    lengths = [9, 1, 30, 4, 17]
+    params = [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True) for length in lengths]
+    outputs = llm.generate([f"prompt {length}" for length in lengths], params)
+    assert [output.prompt for output in outputs] == [f"prompt {length}" for length in lengths]
+    assert [len(output.outputs[0].token_ids) for output in outputs] == lengths
+    assert len({output.request_id for output in outputs}) == len(lengths)
+
+
+def test_no_prompts_give_no_outputs(llm):
+    assert llm.generate([], GREEDY) == []
+
+
+def test_the_numbers_of_prompts_and_parameters_must_agree(llm):
+    with pytest.raises(InvalidParameter, match=r"3 prompts and 2 sampling_params"):
+        llm.generate(["a", "b", "c"], [GREEDY, GREEDY])
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, 5, "greedy", [{"temperature": 0}], [None]])
+def test_parameters_of_another_type_are_refused(llm, params):
+    with pytest.raises(InvalidParameter, match="sampling_params") as caught:
+        llm.generate("a", params)
+    assert caught.value.param == "sampling_params"
+
+
+@pytest.mark.parametrize("prompt", [None, 5, 1.5, b"bytes", object(), [1.5], [None], [b"x"], {"text": "x"}, {}])
+def test_prompts_of_another_type_are_refused(llm, prompt):
+    with pytest.raises(InvalidPrompt):
+        llm.generate(prompt, GREEDY)
+
+
+def test_the_shape_of_an_output(llm):
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+    output = llm.generate("shape", params)[0]
+    completion = output.outputs[0]
+    assert output.finished and output.prompt == "shape"
+    assert completion.index == 0
+    assert completion.finish_reason == "length" and completion.stop_reason is None
+    assert completion.text == llm.get_tokenizer().decode(completion.token_ids)
+    assert len(completion.token_ids) == len(completion.logprobs) == 6
+    for token, entry in zip(completion.token_ids, completion.logprobs, strict=True):
+        assert entry[token].rank == 1  # greedy
+        assert len(entry) == 2
+        assert entry[token].decoded_token == llm.get_tokenizer().decode([token])
+        assert all(scored.logprob <= 0.0 for scored in entry.values())
+    chosen = [entry[token].logprob for token, entry in zip(completion.token_ids, completion.logprobs, strict=True)]
+    assert completion.cumulative_logprob == pytest.approx(sum(chosen))
+    assert output.prompt_logprobs[0] is None
+    assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
+    for token, entry in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True):
+        assert token in entry and 1 <= len(entry) <= 2
+
+
+def test_what_was_not_asked_for_is_absent(llm):
+    output = llm.generate("shape", GREEDY)[0]
+    assert output.prompt_logprobs is None
+    assert output.outputs[0].logprobs is None and output.outputs[0].cumulative_logprob is None
+
+
+def test_metrics_are_in_order(llm):
+    metrics = llm.generate("times", SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True))[0].metrics
+    assert metrics.arrival_s <= metrics.first_token_s <= metrics.finished_s
+    assert 0.0 <= metrics.time_to_first_token_s <= metrics.total_s
+    assert metrics.finished_step - metrics.arrival_step == 4  # five steps, the first and the last counted
+    assert metrics.num_preemptions == 0
+
+
+def test_one_refused_request_among_many_leaves_nothing_behind(llm):
+    scheduler = llm.built.engine.scheduler
+    with pytest.raises(InvalidPrompt, match=str(VOCAB)):
+        llm.generate([[5, 6], "fine", [5, VOCAB], "also fine"], GREEDY)
+    assert scheduler.idle and not scheduler.families
+    assert len(llm.generate(["fine", "also fine"], GREEDY)) == 2
+
+
+def test_chat_renders_the_models_template(llm):
+    messages = [{"role": "u", "content": "hi"}]
+    output = llm.chat(messages, GREEDY)[0]
+    assert output.prompt_token_ids == byte_ids("u:hi|a:")
+    assert output.outputs[0].token_ids == llm.generate("u:hi|a:", GREEDY)[0].outputs[0].token_ids
+    open_ended = llm.chat(messages, GREEDY, add_generation_prompt=False)[0]
+    assert open_ended.prompt_token_ids == byte_ids("u:hi|")
+
+
+def test_chat_can_continue_the_last_message(llm):
+    messages = [{"role": "u", "content": "hi"}, {"role": "a", "content": "Well"}]
+    output = llm.chat(messages, GREEDY, continue_final_message=True)[0]
+    assert output.prompt_token_ids == byte_ids("u:hi|a:Well")
+
+
+def test_chat_takes_many_conversations_and_another_template(llm):
+    conversations = [[{"role": "u", "content": text}] for text in ("one", "two")]
+    outputs = llm.chat(conversations, GREEDY, chat_template="{{ messages[0].content }}!")
+    assert [output.prompt_token_ids for output in outputs] == [byte_ids("one!"), byte_ids("two!")]
+
+
+@pytest.mark.parametrize("messages", ["hi", 5, {"role": "u", "content": "x"}, [], [[]], ["hi"], [{"role": "u"}]])
+def test_messages_that_are_none_are_refused_or_nothing(llm, messages):
+    if messages == []:
+        assert llm.chat(messages, GREEDY) == []
+        return
+    with pytest.raises(InvalidPrompt):
+        llm.chat(messages, GREEDY)
+
+
+def test_a_template_that_fails_is_the_users_error(llm):
+    with pytest.raises(ChatTemplateError):
+        llm.chat([{"role": "u", "content": "x"}], GREEDY, chat_template="{{ 1 / 0 }}")
+
+
+def test_short_requests_return_after_their_own_steps(llm):
+    """64 at once: each leaves when it is done, and never waits for a longer neighbour."""
+    lengths = [10 if index % 4 else 200 for index in range(64)]
+    params = [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True) for length in lengths]
+    outputs = llm.generate([[3 + index] * 5 for index in range(64)], params)
+    assert llm.built.resolved.max_num_seqs >= 64
+    for length, output in zip(lengths, outputs, strict=True):
+        assert len(output.outputs[0].token_ids) == length
+        assert output.metrics.finished_step - output.metrics.arrival_step == length - 1
+
+
+def test_the_batch_re_forms_when_rows_are_few(tiny_folder):
+    """Four rows, one long request: the short ones pass through the other three while it runs."""
+    few = LLM(str(tiny_folder), dtype="float32", max_num_seqs=4)
+    lengths = [200] + [10] * 15
+    params = [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True) for length in lengths]
+    outputs = few.generate([[3 + index] * 5 for index in range(16)], params)
+    finished = [output.metrics.finished_step - output.metrics.arrival_step for output in outputs]
+    assert finished[0] == 199
+    assert max(finished[1:]) < 60
+
+
+def test_dummy_weights_need_ids_and_give_ids():
+    dummy = LLM("smollm2-135m", load_format="dummy", kv_cache_memory=1 << 26)
+    output = dummy.generate([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=3))[0]
+    assert len(output.outputs[0].token_ids) == 3 and output.outputs[0].text == ""
+    for refused in (
+        lambda: dummy.generate("text", GREEDY),
+        lambda: dummy.generate([1], SamplingParams(stop="x")),
+        lambda: dummy.generate([1], SamplingParams(bad_words=["x"])),
+        dummy.get_tokenizer,
+    ):
+        with pytest.raises(NoTokenizerError):
+            refused()
+    audit_rest(dummy.built.engine.scheduler)
+
+
+def test_the_makers_recommendations_are_the_default(llm):
+    assert isinstance(llm.get_default_sampling_params(), SamplingParams)
+    assert len(llm.generate("x")[0].outputs[0].token_ids) <= SamplingParams().max_tokens
+
+
+def test_an_unknown_model_is_one_sentence():
+    with pytest.raises(QuireError, match="no-such-model"):
+        LLM("./no-such-model")

@@ -1,0 +1,118 @@
+"""Every family from a folder, through the whole engine, against transformers: greedy ids and log-probabilities."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from quire import LLM, SamplingParams
+from quire.sched.audit import audit_rest
+from tests.llm.tiny import write_model
+from tests.models.families import FAMILIES, MAX_POSITIONS, VOCAB, WINDOW, build
+
+NAMES = ["llama2", "llama-tied", "llama3", "yarn", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"]
+NUM_NEW = 14
+NEVER = VOCAB + 7  # an end token that no row of logits has
+
+
+def _prompts() -> list[list[int]]:
+    random = torch.Generator().manual_seed(1)
+    lengths = [1, 3, WINDOW, 17, 40, 25]
+    return [torch.randint(3, VOCAB, (length,), generator=random).tolist() for length in lengths]
+
+
+PROMPTS = _prompts()
+
+
+@dataclass(frozen=True)
+class Saved:
+    peer: PreTrainedModel
+    folder: Path
+    expected: list[list[int]]
+
+    def open(self, **settings: object) -> LLM:
+        return LLM(str(self.folder), dtype="float32", **settings)
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    family = next(family for family in FAMILIES if family.name == request.param)
+    peer = build(family).peer
+    folder = write_model(tmp_path_factory.mktemp(request.param), peer, num_tokens=VOCAB)
+    return Saved(peer, folder, [_continuation(peer, prompt) for prompt in PROMPTS])
+
+
+@torch.inference_mode()
+def _continuation(peer: PreTrainedModel, prompt: Sequence[int]) -> list[int]:
+    ids = torch.tensor([prompt])
+    generated = peer.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW, do_sample=False,
+        eos_token_id=NEVER, pad_token_id=0,
+    )  # fmt: skip
+    return generated[0, len(prompt) :].tolist()
+
+
+@torch.inference_mode()
+def _log_probabilities(peer: PreTrainedModel, tokens: Sequence[int]) -> torch.Tensor:
+    return torch.log_softmax(peer(torch.tensor([tokens])).logits[0].float(), dim=-1)
+
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"block_size": 1, "max_num_batched_tokens": 7, "max_num_seqs": 4},
+        {"block_size": 4, "max_num_batched_tokens": 6, "max_num_seqs": 6, "run_ahead": 1},
+        {"block_size": 16, "max_num_batched_tokens": 3, "max_num_seqs": 2, "run_ahead": 2},
+    ],
+    ids=["as it comes", "blocks of 1", "blocks of 4", "chunks of 3"],
+)
+def test_greedy_ids_are_those_of_transformers(saved, settings):
+    llm = saved.open(**settings)
+    outputs = llm.generate(PROMPTS, GREEDY)
+    assert [output.outputs[0].token_ids for output in outputs] == saved.expected
+    audit_rest(llm.built.engine.scheduler)
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_preemption_changes_no_token(saved, block_size):
+    """The cache holds the longest request and little more: the others are sent back and come again."""
+    bytes_per_token = saved.open().built.checkpoint.spec.kv_bytes_per_token(4)
+    llm = saved.open(block_size=block_size, kv_cache_memory=64 * bytes_per_token, run_ahead=1)
+    repeated = [*PROMPTS, *PROMPTS]
+    outputs = llm.generate(repeated, GREEDY)
+    assert [output.outputs[0].token_ids for output in outputs] == [*saved.expected, *saved.expected]
+    assert sum(output.metrics.num_preemptions for output in outputs) > 0
+    audit_rest(llm.built.engine.scheduler)
+
+
+def test_log_probabilities_are_those_of_transformers(saved):
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True, logprobs=5, prompt_logprobs=3)
+    llm = saved.open(max_num_batched_tokens=11, max_num_seqs=4, block_size=4)
+    for output in llm.generate(PROMPTS, params):
+        prompt, completion = output.prompt_token_ids, output.outputs[0]
+        truth = _log_probabilities(saved.peer, [*prompt, *completion.token_ids])
+        assert output.prompt_logprobs[0] is None
+        scored = [*output.prompt_logprobs[1:], *completion.logprobs]
+        tokens = [*prompt[1:], *completion.token_ids]
+        for place, (token, entry) in enumerate(zip(tokens, scored, strict=True)):
+            num_top = 3 if place < len(prompt) - 1 else 5
+            likeliest = truth[place].topk(num_top).indices.tolist()
+            assert set(entry) == {token, *likeliest}
+            for candidate, score in entry.items():
+                assert score.logprob == pytest.approx(truth[place, candidate].item(), abs=1e-4)
+                assert score.rank == 1 + int((truth[place] > truth[place, candidate]).sum())
+
+
+def test_a_whole_context_is_usable(saved):
+    llm = saved.open()
+    assert llm.built.resolved.max_model_len == MAX_POSITIONS
+    prompt = (PROMPTS[4] * 7)[: MAX_POSITIONS - NUM_NEW]
+    output = llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True))[0]
+    assert output.outputs[0].token_ids == _continuation(saved.peer, prompt)

@@ -1,0 +1,54 @@
+"""One real server for all tests of this folder, with the default model, as a user would start it."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+import openai
+import pytest
+
+QUIRE = str(Path(sys.executable).with_name("quire"))
+SMALL = ("--threads", "1", "--max-model-len", "1k", "--kv-cache-memory", "256MiB")
+
+
+class Running(NamedTuple):
+    url: str
+    process: "subprocess.Popen[str]"
+
+
+def start_server() -> Running:
+    """A server on a free port, once it says that it is ready."""
+    process = subprocess.Popen(
+        [QUIRE, "serve", "--port", "0", *SMALL], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    said = []
+    for line in process.stderr:
+        said.append(line)
+        if line.startswith("Ready"):
+            process.stderr.readline()  # the curl line
+            return Running(line.split()[-1], process)
+    raise AssertionError("the server ended before it was ready:\n" + "".join(said))
+
+
+@pytest.fixture(scope="session")
+def server(default_model_path: Path) -> Iterator[Running]:
+    running = start_server()
+    yield running
+    running.process.terminate()
+    running.process.wait(30)
+
+
+@pytest.fixture(scope="session")
+def http(server: Running) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=120) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        yield client

@@ -1,0 +1,114 @@
+"""Whatever a client sends, it gets an OpenAI-shaped error with the right status, and the server goes on."""
+
+import json
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+HI = {"prompt": "hi", "max_tokens": 1}
+SAY_HI = [{"role": "user", "content": "hi"}]
+
+
+def refusal(answer: httpx.Response) -> dict[str, str]:
+    assert set(answer.json()) == {"error"}
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    return error  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "code", "words"),
+    [
+        ("completions", {**HI, "model": "gpt-x"}, 404, "model_not_found", "this server has 'smollm2-135m-instruct'"),
+        ("completions", {**HI, "max_tokens": 5000}, 400, "context_length_exceeded", "maximum context length is 1024"),
+        ("completions", {"prompt": "word " * 2000}, 400, "context_length_exceeded", "(2001 in the messages"),
+        ("completions", {"prompt": ""}, 400, "invalid_prompt", "empty"),
+        ("completions", {"prompt": [10**6]}, 400, "invalid_prompt", "1000000"),
+        ("completions", {"prompt": ["one", "two"]}, 400, "invalid_prompt", "one text"),
+        ("completions", {**HI, "temperature": -1}, 400, "invalid_parameter", "temperature"),
+        ("completions", {**HI, "temperature": "x" * 10**6}, 400, "invalid_parameter", "temperature"),
+        ("completions", {**HI, "logit_bias": {"no": 1}}, 400, "invalid_parameter", "logit_bias"),
+        ("completions", {**HI, "stream": "yes"}, 400, "invalid_parameter", "stream"),
+        ("completions", {**HI, "stream_options": {}}, 400, "invalid_parameter", "stream_options"),
+        ("completions", {**HI, "echo": True}, 400, "invalid_parameter", "echo is not served"),
+        ("completions", {**HI, "logprobs": 0}, 400, "invalid_parameter", "logprobs is not served"),
+        ("chat/completions", {}, 400, "invalid_prompt", "messages"),
+        ("chat/completions", {"messages": [{"role": 7}]}, 400, "invalid_prompt", "role"),
+        ("chat/completions", {"messages": SAY_HI, "tools": [{}]}, 400, "invalid_parameter", "tools is not served"),
+        ("chat/completions", [], 400, "invalid_prompt", "JSON object"),
+        ("nowhere", {}, 404, "invalid_request", "POST /v1/nowhere is not served"),
+    ],
+)
+def test_a_refusal_names_its_reason(
+    http: httpx.Client, path: str, body: object, status: int, code: str, words: str
+) -> None:
+    answer = http.post(f"/v1/{path}", json=body)
+    error = refusal(answer)
+    assert (answer.status_code, error["code"]) == (status, code)
+    assert words in error["message"]
+    assert len(error["message"]) <= 1000
+
+
+def test_a_stream_that_cannot_begin_is_a_real_error(http: httpx.Client) -> None:
+    assert http.post("/v1/completions", json={**HI, "max_tokens": 5000, "stream": True}).status_code == 400
+
+
+@pytest.mark.parametrize("body", [b"", b"junk", b"{", b"\xff\xfe", b'"\\ud800"', b"[" * 100_000, b"1" * 5000])
+def test_a_body_that_is_not_json(http: httpx.Client, body: bytes) -> None:
+    answer = http.post("/v1/completions", content=body)
+    assert answer.status_code == 400
+    refusal(answer)
+
+
+def test_an_endless_body_is_cut_off(http: httpx.Client) -> None:
+    def pieces() -> Iterator[bytes]:
+        for _ in range(17):
+            yield b" " * (1 << 20)
+
+    answer = http.post("/v1/completions", content=pieces())
+    assert answer.status_code == 413
+    assert "16777216 bytes" in refusal(answer)["message"]
+
+
+def test_fields_that_ask_for_nothing_are_let_through(http: httpx.Client) -> None:
+    harmless = {
+        "tools": [],
+        "response_format": {"type": "text"},
+        "logprobs": None,
+        "best_of": 1,
+        "user": "me",
+        "n": None,
+    }
+    assert http.post("/v1/completions", json={**HI, **harmless}).status_code == 200
+
+
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=5,
+)
+FIELDS = st.sampled_from(
+    [
+        "prompt", "messages", "temperature", "top_p", "top_k", "min_p", "n", "max_tokens", "max_completion_tokens",
+        "stop", "stop_token_ids", "seed", "logit_bias", "bad_words", "allowed_token_ids", "ignore_eos", "stream",
+        "stream_options", "model", "min_tokens", "presence_penalty", "skip_special_tokens", "tools", "best_of",
+    ]
+)  # fmt: skip
+
+
+@given(path=st.sampled_from(["completions", "chat/completions"]), junk=st.dictionaries(FIELDS, JUNK, max_size=3))
+@settings(max_examples=60)
+def test_junk_is_never_the_servers_fault(http: httpx.Client, path: str, junk: dict[str, object]) -> None:
+    body = {"prompt": "hi", "messages": SAY_HI, "max_tokens": 1, **junk}
+    content = json_with_everything(body)
+    answer = http.post(f"/v1/{path}", content=content)
+    assert answer.status_code in (200, 400, 404), answer.text
+
+
+def json_with_everything(body: object) -> bytes:
+    """As careless clients write it: NaN and lone surrogates included."""
+    return json.dumps(body).encode()
