@@ -33,7 +33,7 @@ def test_the_commands_exist(command: str) -> None:
 
 
 def test_the_flags_exist() -> None:
-    flags = {flag for flag in re.findall(r"--[a-z][a-z-]+", README)}
+    flags = set(re.findall(r"--[a-z][a-z-]+", README))
     commands = ("run", "chat", "serve", "models", "doctor", "check")
     helps = "".join(CliRunner().invoke(app, [command, "--help"]).output for command in commands)
     assert flags, "the README shows no flags"

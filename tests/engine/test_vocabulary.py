@@ -30,3 +30,13 @@ def test_parameters_with_such_tokens_are_refused(narrow):
         with pytest.raises(InvalidParameter, match=str(WIDTH - 1)):
             narrow.generate("plain", params)
     audit_rest(narrow.built.engine.scheduler)
+
+
+def test_logits_without_a_token_are_silent(tmp_path):
+    """Models pad their logits; such an id may be asked for and emitted, and stands for no text."""
+    wide = LLM(str(write_model(tmp_path, tiny_llama(VOCAB + 16), VOCAB)), dtype="float32")
+    padding = VOCAB + 3
+    params = SamplingParams(temperature=0.0, max_tokens=3, allowed_token_ids=[padding], logprobs=1)
+    deltas = list(wide.stream([FIRST_BYTE + ord("a"), padding], params))
+    assert [token for delta in deltas for token in delta.token_ids] == [padding] * 3
+    assert "".join(delta.text for delta in deltas) == ""

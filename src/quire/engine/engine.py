@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence as Many
 
+from quire.core.errors import EngineFailed
 from quire.core.ids import RequestId
 from quire.core.request import Sequence
 from quire.core.sampling import MAX_SEED, SamplingParams
@@ -26,11 +27,13 @@ class Engine:
         self._loop = Loop(self.scheduler, runner, depth)
         self._seeds = random.Random(seed)
         self._next_request = 0
+        self._failure: str | None = None
 
     def submit(
         self, prompt: Many[int], params: SamplingParams, bad_words: Many[tuple[int, ...]] = ()
     ) -> tuple[Sequence, ...]:
         """Queue a request; its sequences. A `QuireError` means that nothing happened."""
+        self._check_alive()
         request = self.door.admit(
             RequestId(self._next_request), prompt, params, bad_words, self._seeds.randint(0, MAX_SEED)
         )
@@ -47,7 +50,16 @@ class Engine:
 
     def turn(self) -> Absorbed | None:
         """One turn of the loop; None if no step was absorbed."""
-        return self._loop.turn()
+        self._check_alive()
+        try:
+            return self._loop.turn()
+        except BaseException as error:  # a step was planned and not taken in: scheduler and runner are at odds
+            self._failure = f"{type(error).__name__}: {error}"
+            raise
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise EngineFailed(f"This engine failed in an earlier step ({self._failure}); load the model again.")
 
     @property
     def idle(self) -> bool:

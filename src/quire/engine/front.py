@@ -76,10 +76,14 @@ class Front:
         stop_strings = StopStrings(params.stop_strings)
         sequences = self._engine.submit(ids, params, self._spell(params.bad_words or ()))
         request_id = str(sequences[0].request.id)
-        transcripts = tuple(
-            Transcript(request_id, sequence, params, self._tokenizer, stop_strings=stop_strings, streaming=streaming)
-            for sequence in sequences
-        )
+        try:
+            transcripts = tuple(
+                Transcript(request_id, each, params, self._tokenizer, stop_strings=stop_strings, streaming=streaming)
+                for each in sequences
+            )
+        except BaseException:
+            self._engine.abort(sequences[0].request.id)
+            raise
         metrics = RequestMetrics(self._clock(), self._engine.scheduler.last_absorbed + 1)
         scores: list[dict[int, Logprob] | None] | None = None
         if params.prompt_logprobs is not None:

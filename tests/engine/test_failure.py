@@ -1,0 +1,38 @@
+"""An engine whose step failed says so, to everybody who comes later."""
+
+import pytest
+
+from quire.core.errors import EngineFailed
+from quire.core.sampling import SamplingParams
+from quire.core.step import StepPlan
+from quire.engine.door import Door
+from quire.engine.engine import Engine
+from quire.sim.toy import Done, ToyRunner
+
+
+class Fragile:
+    """The toy, until it breaks."""
+
+    def __init__(self) -> None:
+        self._toy = ToyRunner(50)
+        self.broken = False
+
+    def launch(self, plan: StepPlan) -> Done:
+        if self.broken:
+            raise MemoryError("out of memory")
+        return self._toy.launch(plan)
+
+
+def test_a_failed_step_is_the_end_of_an_engine_and_it_says_why() -> None:
+    runner = Fragile()
+    door = Door(vocab_size=50, end_ids=(), max_length=100, num_blocks=10, block_size=4)
+    engine = Engine(runner, door, max_rows=2, max_step_tokens=8, depth=0, seed=0)
+    engine.submit([1, 2], SamplingParams(max_tokens=5))
+    assert engine.turn() is not None
+    runner.broken = True
+    with pytest.raises(MemoryError):
+        engine.turn()
+    with pytest.raises(EngineFailed, match="out of memory"):
+        engine.turn()
+    with pytest.raises(EngineFailed, match="load the model again"):
+        engine.submit([1], SamplingParams())
