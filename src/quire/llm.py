@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import cast
 from weakref import WeakValueDictionary
 
@@ -34,7 +35,7 @@ class LLM:
         token: str | None = None,
         load_format: str = "auto",
         device: str = "auto",
-        dtype: str = "auto",
+        dtype: object = "auto",  # a name, or torch's own
         max_model_len: int | None = None,
         block_size: int = 16,
         kv_cache_memory: int | None = None,
@@ -51,7 +52,7 @@ class LLM:
             token=token,
             load_format=load_format,
             device=device,
-            dtype=dtype,
+            dtype=str(dtype).removeprefix("torch."),
             max_model_len=max_model_len,
             block_size=block_size,
             kv_cache_memory=kv_cache_memory,
@@ -81,7 +82,7 @@ class LLM:
     def get_tokenizer(self) -> Tokenizer:
         tokenizer = self.built.tokenizer
         if tokenizer is None:
-            raise NoTokenizerError("Dummy weights come without a tokenizer.")
+            raise NoTokenizerError("it cannot chat, and takes token ids alone")
         return tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -116,7 +117,10 @@ class LLM:
         chat_template: str | None = None,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or many, through the model's chat template."""
+        """Answer one conversation or many, through the model's chat template.
+
+        Without sampling_params an answer may take the rest of the context.
+        """
         prompts = [
             self.chat_prompt(
                 conversation,
@@ -126,7 +130,7 @@ class LLM:
             )
             for conversation in _conversations(messages)
         ]
-        return self.generate(prompts, sampling_params, progress=progress)
+        return self.generate(prompts, sampling_params or self._chat_defaults(), progress=progress)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> DeltaStream:
         """Complete one prompt, piece by piece. Leaving the loop early aborts the request."""
@@ -151,7 +155,7 @@ class LLM:
             continue_final_message=continue_final_message,
             chat_template=chat_template,
         )
-        return self.stream(prompt, sampling_params)
+        return self.stream(prompt, sampling_params or self._chat_defaults())
 
     def chat_prompt(
         self,
@@ -171,6 +175,9 @@ class LLM:
             named_tokens=tokenizer.named_tokens,
         )
         return {"prompt_token_ids": tokenizer.encode_chat(text)}
+
+    def _chat_defaults(self) -> SamplingParams:
+        return replace(self.get_default_sampling_params(), max_tokens=None)
 
     def _params_for(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None

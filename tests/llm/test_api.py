@@ -1,6 +1,9 @@
 """The offline API: prompts of every form, outputs of the known shape, chat, and who returns when."""
 
+import shutil
+
 import pytest
+import torch
 
 from quire import LLM, SamplingParams
 from quire.core.errors import ChatTemplateError, InvalidParameter, InvalidPrompt, QuireError
@@ -118,6 +121,16 @@ def test_chat_renders_the_models_template(llm):
     assert open_ended.prompt_token_ids == byte_ids("u:hi|")
 
 
+def test_an_answer_without_parameters_may_take_the_rest_of_the_context(llm):
+    messages = [{"role": "user", "content": "hi"}]
+    stream = llm.stream_chat(messages)
+    assert stream._ticket.params.max_tokens is None
+    stream.close()
+    output = llm.chat(messages)[0]
+    room = llm.built.resolved.max_model_len - len(output.prompt_token_ids)
+    assert output.outputs[0].finish_reason == "stop" or len(output.outputs[0].token_ids) == room
+
+
 def test_chat_can_continue_the_last_message(llm):
     messages = [{"role": "u", "content": "hi"}, {"role": "a", "content": "Well"}]
     output = llm.chat(messages, GREEDY, continue_final_message=True)[0]
@@ -189,3 +202,22 @@ def test_the_makers_recommendations_are_the_default(llm):
 def test_an_unknown_model_is_one_sentence():
     with pytest.raises(QuireError, match="no-such-model"):
         LLM("./no-such-model")
+
+
+def test_a_folder_without_a_tokenizer_takes_token_ids_alone(llm, tiny_folder, tmp_path):
+    bare = tmp_path / "bare"
+    shutil.copytree(tiny_folder, bare, ignore=shutil.ignore_patterns("tokenizer*"))
+    silent = LLM(str(bare), dtype=torch.float32)
+    prompt = {"prompt_token_ids": byte_ids("plain")}
+    answer = silent.generate(prompt, GREEDY)[0].outputs[0]
+    assert answer.token_ids == llm.generate(prompt, GREEDY)[0].outputs[0].token_ids
+    assert answer.text == ""
+    for refused in (
+        lambda: silent.generate("text", GREEDY),
+        lambda: silent.chat([{"role": "u", "content": "hi"}]),
+        lambda: silent.generate(prompt, SamplingParams(stop="x")),
+        lambda: silent.generate(prompt, SamplingParams(bad_words=["x"])),
+    ):
+        with pytest.raises(QuireError, match="no tokenizer"):
+            refused()
+    audit_rest(silent.built.engine.scheduler)

@@ -137,9 +137,11 @@ def _open(config: EngineConfig, watch: Watch) -> tuple[str, Checkpoint]:
 
 
 def _tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
+    """None where there is none: such a model still takes token ids, and refuses text with a reason."""
     match checkpoint.source:
         case Source.FOLDER:
-            return Tokenizer.from_folder(checkpoint.path)
+            has_one = (checkpoint.path / "tokenizer.json").is_file()
+            return Tokenizer.from_folder(checkpoint.path) if has_one else None
         case Source.GGUF:
             return Tokenizer.from_gguf(checkpoint.metadata)
         case Source.DUMMY:

@@ -22,6 +22,11 @@ class NoTokenizerError(QuireError):
 
     code = "no_tokenizer"
 
+    def __init__(self, instead: str) -> None:
+        super().__init__(
+            f"This model has no tokenizer (a folder needs tokenizer.json, dummy weights have none); {instead}."
+        )
+
 
 @dataclass(slots=True)
 class Ticket:
@@ -72,7 +77,7 @@ class Front:
             )
         text, ids = self.encode(prompt)
         if params.stop_strings and self._tokenizer is None:
-            raise NoTokenizerError("Stop strings need a tokenizer, and this model has none; use stop_token_ids.")
+            raise NoTokenizerError("use stop_token_ids instead of stop strings")
         stop_strings = StopStrings(params.stop_strings)
         sequences = self._engine.submit(ids, params, self._spell(params.bad_words or ()))
         request_id = str(sequences[0].request.id)
@@ -120,7 +125,7 @@ class Front:
         """A prompt's text, if it came as text, and its ids."""
         if isinstance(prompt, str):
             if self._tokenizer is None:
-                raise NoTokenizerError('This model has no tokenizer; give {"prompt_token_ids": [...]} instead of text.')
+                raise NoTokenizerError('give {"prompt_token_ids": [...]} instead of text')
             return prompt, self._tokenizer.encode(prompt)
         if isinstance(prompt, Mapping):
             ids = prompt.get("prompt_token_ids")
@@ -141,7 +146,7 @@ class Front:
     def _spell(self, words: Sequence[str]) -> list[tuple[int, ...]]:
         """Every way a bad word may come: at the start of a text and after a space."""
         if words and self._tokenizer is None:
-            raise NoTokenizerError("bad_words need a tokenizer, and this model has none; use logit_bias.")
+            raise NoTokenizerError("use logit_bias instead of bad_words")
         spellings: set[tuple[int, ...]] = set()
         for word in words:
             assert self._tokenizer is not None
