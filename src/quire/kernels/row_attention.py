@@ -49,12 +49,13 @@ def _score_block(
     shift: np.uint32,
 ) -> None:
     for i in range(count):
-        for h in range(uintp(queries.shape[0])):
-            key = base + i * strides[2] + (h // group) * strides[3]
-            total = np.float32(0)
-            for d in range(uintp(queries.shape[1])):
-                total += queries[h, d] * _as_float(np.uint32(np.uint32(words[key + d]) << shift))
-            scores[h, start + i] = total
+        for k in range(uintp(queries.shape[0]) // group):
+            key = base + i * strides[2] + k * strides[3]
+            for h in range(k * group, (k + uintp(1)) * group):
+                total = np.float32(0)
+                for d in range(uintp(queries.shape[1])):
+                    total += queries[h, d] * _as_float(np.uint32(np.uint32(words[key + d]) << shift))
+                scores[h, start + i] = total
 
 
 def _add_block(
@@ -69,11 +70,12 @@ def _add_block(
     shift: np.uint32,
 ) -> None:
     for i in range(count):
-        for h in range(uintp(result.shape[0])):
-            value = base + i * strides[2] + (h // group) * strides[3]
-            weight = scores[h, start + i]
-            for d in range(uintp(result.shape[1])):
-                result[h, d] += weight * _as_float(np.uint32(np.uint32(words[value + d]) << shift))
+        for k in range(uintp(result.shape[0]) // group):
+            value = base + i * strides[2] + k * strides[3]
+            for h in range(k * group, (k + uintp(1)) * group):
+                weight = scores[h, start + i]
+                for d in range(uintp(result.shape[1])):
+                    result[h, d] += weight * _as_float(np.uint32(np.uint32(words[value + d]) << shift))
 
 
 def _softmax(scores: FloatArray, softcap: np.float32) -> None:
