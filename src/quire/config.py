@@ -98,7 +98,9 @@ def resolve(config: EngineConfig, spec: ModelSpec, kv_bytes_per_token: int, mach
             param="max_num_batched_tokens",
         )
     share = machine.free_bytes * 9 // 10 if on_gpu else min(machine.free_bytes // 4, 4 * GIB)
-    most_useful = rows * spec.max_positions * kv_bytes_per_token
+    longest = min(spec.max_positions, config.max_model_len or spec.max_positions)
+    blocks_each = -(-longest // config.block_size)
+    most_useful = rows * blocks_each * config.block_size * kv_bytes_per_token
     kv_bytes = _pick(
         reasons, "kv_cache_memory", config.kv_cache_memory, min(share, most_useful), "share of free memory"
     )

@@ -1,8 +1,11 @@
 """The offline API: a model in this process, prompts in, texts out."""
 
+import os
 import sys
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import cast
 from weakref import WeakValueDictionary
 
@@ -10,11 +13,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from quire.config import EngineConfig
-from quire.core.errors import InvalidParameter, InvalidPrompt, shown
+from quire.core.errors import InvalidParameter, InvalidPrompt, NoTokenizer, shown
 from quire.core.sampling import SamplingParams
 from quire.engine.build import Built, Watch, build
 from quire.engine.delta_stream import DeltaStream
-from quire.engine.front import Front, NoTokenizerError, Prompt, Ticket
+from quire.engine.front import Front, Prompt, Ticket, as_list
 from quire.engine.outputs import Delta, RequestOutput
 from quire.engine.unbroken import unbroken
 from quire.text.chat import render
@@ -29,7 +32,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | None = None,
+        model: str | os.PathLike[str] | None = None,
         *,
         revision: str | None = None,
         token: str | None = None,
@@ -47,7 +50,7 @@ class LLM:
         watch: Watch | None = None,
     ) -> None:
         config = EngineConfig(
-            model=model,
+            model=os.fspath(model) if isinstance(model, os.PathLike) else model,
             revision=revision,
             token=token,
             load_format=load_format,
@@ -74,6 +77,7 @@ class LLM:
     def _serve(self, built: Built) -> None:
         self.built = built
         self._streams: WeakValueDictionary[str, DeltaStream] = WeakValueDictionary()
+        self._abandoned: deque[Ticket] = deque()
 
     @property
     def front(self) -> Front:
@@ -82,7 +86,7 @@ class LLM:
     def get_tokenizer(self) -> Tokenizer:
         tokenizer = self.built.tokenizer
         if tokenizer is None:
-            raise NoTokenizerError("it cannot chat, and takes token ids alone")
+            raise NoTokenizer("it cannot chat, and takes token ids alone")
         return tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -130,12 +134,14 @@ class LLM:
             )
             for conversation in _conversations(messages)
         ]
-        return self.generate(prompts, sampling_params or self._chat_defaults(), progress=progress)
+        params = self._chat_defaults() if sampling_params is None else sampling_params
+        return self.generate(prompts, params, progress=progress)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> DeltaStream:
         """Complete one prompt, piece by piece. Leaving the loop early aborts the request."""
-        ticket = self.front.submit(prompt, sampling_params or self.get_default_sampling_params(), streaming=True)
-        stream = DeltaStream(self.front, ticket, self._turn)
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        ticket = self.front.submit(prompt, params, streaming=True)
+        stream = DeltaStream(self.front, ticket, self._turn, self._abandoned)
         self._streams[ticket.request_id] = stream
         return stream
 
@@ -155,7 +161,7 @@ class LLM:
             continue_final_message=continue_final_message,
             chat_template=chat_template,
         )
-        return self.stream(prompt, sampling_params or self._chat_defaults())
+        return self.stream(prompt, self._chat_defaults() if sampling_params is None else sampling_params)
 
     def chat_prompt(
         self,
@@ -243,6 +249,8 @@ class LLM:
     def _turn(self) -> list[Delta]:
         """One turn of the engine. Whoever caused it, open streams get what is theirs."""
         with unbroken():
+            while self._abandoned:
+                self._abort([self._abandoned.popleft()])
             deltas = self.front.turn()
             for delta in deltas:
                 stream = self._streams.get(delta.request_id)
@@ -260,11 +268,12 @@ def _prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """Many prompts from one or many; a flat list of ids is one prompt."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+    listed = as_list(prompts)
+    if not isinstance(listed, Sequence) or isinstance(listed, bytes):
         raise InvalidPrompt(f"A prompt is a text or token ids, not {type(prompts).__name__}.", param="prompt")
-    if prompts and isinstance(prompts[0], int):
-        return [cast(Sequence[int], prompts)]
-    return cast(Sequence[Prompt], prompts)
+    if listed and isinstance(listed[0], Integral):
+        return [cast(Sequence[int], listed)]
+    return cast(Sequence[Prompt], listed)
 
 
 def _conversations(messages: Conversation | Sequence[Conversation]) -> Sequence[Conversation]:

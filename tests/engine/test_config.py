@@ -1,5 +1,7 @@
 """From what the user said and what machine and model are to every number the engine runs on."""
 
+from dataclasses import replace
+
 import pytest
 
 from quire.config import GIB, EngineConfig, Machine, resolve, resolve_dtype
@@ -31,7 +33,7 @@ def test_everything_is_derived_and_says_from_what():
     assert numbers.max_model_len == 1000 and numbers.reasons["max_model_len"] == "the model"
     assert (numbers.max_num_seqs, numbers.max_num_batched_tokens, numbers.run_ahead) == (64, 512, 0)
     assert numbers.block_size == 16
-    assert numbers.kv_bytes == 64 * 1000 * PER_TOKEN  # no more than all rows could use
+    assert numbers.kv_bytes == 64 * 1008 * PER_TOKEN  # no more than all rows could use, in whole blocks
     assert set(numbers.reasons) == {
         "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory", "max_model_len", "run_ahead",
     }  # fmt: skip
@@ -125,3 +127,11 @@ def test_settings_outside_what_they_may_be(name, values):
         with pytest.raises(ConfigError) as caught:
             EngineConfig(**{name: value})
         assert caught.value.param == name and repr(value) in caught.value.message
+
+
+@pytest.mark.parametrize(("positions", "block_size"), [(100, 16), (512, 100), (100, 256), (7, 8)])
+def test_a_single_row_gets_the_whole_context_whatever_the_block_size(positions: int, block_size: int) -> None:
+    spec = replace(SPEC, max_positions=positions)
+    numbers = resolve(EngineConfig(max_num_seqs=1, block_size=block_size), spec, PER_TOKEN, CPU)
+    assert numbers.max_model_len == positions
+    assert numbers.reasons["max_model_len"] == "the model"

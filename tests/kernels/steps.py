@@ -23,6 +23,7 @@ class Pages:
     block_size: int
     tables: list[list[int]]
     num_blocks: int
+    lengths: list[int]  # what each sequence will hold in the end
 
     @staticmethod
     def shuffled(lengths: list[int], block_size: int, seed: int, num_spare: int = 3) -> "Pages":
@@ -33,19 +34,20 @@ class Pages:
         for count in needed:
             tables.append(order[:count])
             order = order[count:]
-        return Pages(block_size, tables, num_blocks)
+        return Pages(block_size, tables, num_blocks, lengths)
 
     def slot(self, sequence: int, position: int) -> int:
         return self.tables[sequence][position // self.block_size] * self.block_size + position % self.block_size
 
     def ragged(self, parts: dict[int, Part]) -> Ragged:
         """One step that computes these parts, in this order. Unused table entries name no block at all."""
-        positions, slots, starts, lengths, tables = [], [], [0], [], []
+        positions, slots, starts, lengths, tables, reaches = [], [], [0], [], [], []
         width = max(len(self.tables[sequence]) for sequence in parts)
         for sequence, part in parts.items():
             places = range(part.num_before, part.num_before + part.num_new)
             positions += list(places)
             slots += [self.slot(sequence, position) for position in places]
+            reaches += [self.lengths[sequence]] * part.num_new
             starts.append(len(positions))
             lengths.append(places.stop)
             table = self.tables[sequence]
@@ -56,6 +58,7 @@ class Pages:
             tables=torch.tensor(tables, dtype=torch.int32),
             query_starts=torch.tensor(starts, dtype=torch.int32),
             context_lengths=torch.tensor(lengths, dtype=torch.int32),
+            reaches=torch.tensor(reaches),
         )
 
 

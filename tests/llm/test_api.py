@@ -2,12 +2,12 @@
 
 import shutil
 
+import numpy as np
 import pytest
 import torch
 
 from quire import LLM, SamplingParams
-from quire.core.errors import ChatTemplateError, InvalidParameter, InvalidPrompt, QuireError
-from quire.engine.front import NoTokenizerError
+from quire.core.errors import ChatTemplateError, InvalidParameter, InvalidPrompt, NoTokenizer, QuireError
 from quire.sched.audit import audit, audit_rest
 from tests.llm.tiny import VOCAB, byte_ids
 
@@ -108,7 +108,7 @@ def test_one_refused_request_among_many_leaves_nothing_behind(llm):
     scheduler = llm.built.engine.scheduler
     with pytest.raises(InvalidPrompt, match=str(VOCAB)):
         llm.generate([[5, 6], "fine", [5, VOCAB], "also fine"], GREEDY)
-    assert scheduler.idle and not scheduler.families
+    assert scheduler.idle and not scheduler.sequences_of
     assert len(llm.generate(["fine", "also fine"], GREEDY)) == 2
 
 
@@ -189,7 +189,7 @@ def test_dummy_weights_need_ids_and_give_ids():
         lambda: dummy.generate([1], SamplingParams(bad_words=["x"])),
         dummy.get_tokenizer,
     ):
-        with pytest.raises(NoTokenizerError):
+        with pytest.raises(NoTokenizer):
             refused()
     audit_rest(dummy.built.engine.scheduler)
 
@@ -221,3 +221,40 @@ def test_a_folder_without_a_tokenizer_takes_token_ids_alone(llm, tiny_folder, tm
         with pytest.raises(QuireError, match="no tokenizer"):
             refused()
     audit_rest(silent.built.engine.scheduler)
+
+
+def test_a_model_may_be_a_path_and_prompts_may_be_arrays(llm, tiny_folder):
+    ids = byte_ids("array")
+    expected = llm.generate(ids, GREEDY)[0].outputs[0].token_ids
+    for form in (np.array(ids), torch.tensor(ids), list(np.array(ids)), {"prompt_token_ids": np.array(ids)}):
+        assert llm.generate(form, GREEDY)[0].outputs[0].token_ids == expected
+    stopping = SamplingParams(temperature=0, max_tokens=8, stop_token_ids=[np.int64(expected[0])])
+    assert llm.generate(ids, stopping)[0].outputs[0].stop_reason == expected[0]
+    assert LLM(tiny_folder, dtype="float32").generate(ids, GREEDY)[0].outputs[0].token_ids == expected
+
+
+def test_chat_refuses_as_many_parameters_as_generate_does(llm):
+    with pytest.raises(InvalidParameter, match="1 prompts and 0 sampling_params"):
+        llm.chat([{"role": "u", "content": "x"}], [])
+
+
+@pytest.mark.parametrize(
+    "left_nothing",
+    [
+        {"allowed_token_ids": [7], "stop_token_ids": [7], "min_tokens": 1},
+        {"allowed_token_ids": byte_ids("x"), "bad_words": ["x"]},
+    ],
+)
+def test_parameters_that_leave_no_token_are_refused(llm, left_nothing):
+    with pytest.raises(InvalidParameter, match="no token that could follow"):
+        llm.generate("abc", SamplingParams(**left_nothing))
+
+
+def test_a_sequence_that_fails_says_why_and_its_neighbour_goes_on(llm):
+    """A bad word of two tokens leaves nothing once its first token has come."""
+    params = SamplingParams(temperature=0, max_tokens=4, allowed_token_ids=byte_ids("x"), bad_words=["xx"])
+    failed, well = llm.generate(["abc", "abc"], [params, GREEDY])
+    assert failed.outputs[0].finish_reason == "error"
+    assert "no token to choose" in failed.outputs[0].error
+    assert well.outputs[0].error is None
+    assert well.outputs[0].token_ids == llm.generate("abc", GREEDY)[0].outputs[0].token_ids

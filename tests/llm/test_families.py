@@ -116,3 +116,13 @@ def test_a_whole_context_is_usable(saved):
     prompt = (PROMPTS[4] * 7)[: MAX_POSITIONS - NUM_NEW]
     output = llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True))[0]
     assert output.outputs[0].token_ids == _continuation(saved.peer, prompt)
+
+
+def test_longrope_short_and_long_requests_side_by_side(tmp_path: Path) -> None:
+    """Each by the factors of its own length, as transformers; the original length is 32."""
+    peer = build(next(family for family in FAMILIES if family.name == "phi3-longrope")).peer
+    folder = write_model(tmp_path, peer, num_tokens=VOCAB)
+    prompts = [prompt for prompt in PROMPTS if len(prompt) + NUM_NEW <= 32 or len(prompt) > 32]
+    assert {len(prompt) > 32 for prompt in prompts} == {True, False}
+    outputs = LLM(str(folder), dtype="float32", max_num_batched_tokens=9, max_num_seqs=9).generate(prompts, GREEDY)
+    assert [output.outputs[0].token_ids for output in outputs] == [_continuation(peer, prompt) for prompt in prompts]

@@ -1,11 +1,13 @@
 """Streams and interruptions: pieces that join to the whole, and an engine that stays usable whoever leaves."""
 
+import gc
 import signal
 from itertools import islice
 
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.runner.model_runner import ModelRunner
 from quire.sched.audit import audit, audit_rest
 from tests.llm.tiny import byte_ids
 
@@ -16,7 +18,7 @@ ACCENTS = SamplingParams(seed=3, max_tokens=60, ignore_eos=True, allowed_token_i
 def drain(llm: LLM) -> None:
     """Nobody waits any more: a few turns give everything back."""
     for _ in range(5):
-        llm.front.turn()
+        llm._turn()
     audit(llm.built.engine.scheduler)
     audit_rest(llm.built.engine.scheduler)
 
@@ -131,3 +133,34 @@ def test_an_interrupt_while_reading_stops_the_reply_only(llm):
                 signal.raise_signal(signal.SIGINT)
     drain(llm)
     assert llm.generate("reply", LONG)[0].finished
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_stream_that_is_collected_in_the_middle_of_a_step_harms_nobody(tiny_folder, monkeypatch, depth):
+    llm = LLM(str(tiny_folder), dtype="float32", run_ahead=depth)
+    expected = llm.generate("abc", SamplingParams(temperature=0, max_tokens=12))[0].outputs[0].token_ids
+
+    class Job:
+        """Garbage that only the collector can find."""
+
+        def __init__(self) -> None:
+            self.me = self
+            self.stream = llm.stream("dropped", SamplingParams(temperature=0, max_tokens=40))
+            next(self.stream)
+
+    original = ModelRunner.launch
+
+    def launch(self, plan):
+        gc.collect()
+        return original(self, plan)
+
+    monkeypatch.setattr(ModelRunner, "launch", launch)
+    gc.disable()
+    try:
+        for _ in range(3):
+            Job()
+            output = llm.generate("abc", SamplingParams(temperature=0, max_tokens=12))[0].outputs[0]
+            assert output.token_ids == expected
+    finally:
+        gc.enable()
+    drain(llm)

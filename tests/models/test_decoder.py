@@ -75,8 +75,8 @@ def test_any_interleaving_of_chunks_and_decodes_gives_the_same_logits(name: str,
     assert_equal(name, schedule, LENGTHS, block_size=block_size)
 
 
-def test_longrope_takes_its_long_factors_when_sequences_may_outgrow_the_original_length():
-    lengths = [40, 35]  # beyond the 32 of the original
+def test_longrope_turns_short_and_long_sequences_of_one_batch_by_their_own_factors():
+    lengths = [40, 7, 35, 32]  # the original length is 32
     assert_equal("phi3-longrope", in_chunks(lengths, 7), lengths, max_length=64)
 
 

@@ -100,3 +100,15 @@ def test_the_bytes_of_a_stream(http: httpx.Client, path: str, asked: dict[str, o
     bodies = [json.loads(event.removeprefix("data: ")) for event in events]
     assert all("usage" not in body for body in bodies), "only for those who ask"
     assert [body["choices"][0]["finish_reason"] for body in bodies].count("length") == 1
+
+
+def test_a_sequence_that_fails_is_an_error_and_not_an_end(http: httpx.Client) -> None:
+    """A bad word of two tokens leaves nothing once its first token has come."""
+    asked = {"prompt": "a", "max_tokens": 9, "allowed_token_ids": [260], "bad_words": ["the the"]}
+    whole = http.post("/v1/completions", json=asked)
+    assert whole.status_code == 500
+    assert whole.json()["error"]["code"] == "numerical_error"
+    streamed = http.post("/v1/completions", json={**asked, "stream": True}).text
+    assert "numerical_error" in streamed
+    assert "[DONE]" not in streamed and '"finish_reason": "' not in streamed
+    assert http.get("/health").status_code == 200

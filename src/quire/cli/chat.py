@@ -10,6 +10,7 @@ from quire.cli.reply import say
 from quire.cli.start import start
 from quire.core.errors import ContextLengthExceeded, NeverFits, QuireError
 from quire.core.sampling import SamplingParams
+from quire.formats.checkpoint import GenerationDefaults
 from quire.llm import LLM
 
 HELP = """\
@@ -69,10 +70,10 @@ class Conversation:
 
 
 def chat(model: str | None, given: Mapping[str, object]) -> None:
-    sampling_params(given, SamplingParams())  # refuses a bad parameter before a model is loaded for nothing
+    sampling_params(given, GenerationDefaults())  # refuses a bad parameter before a model is loaded for nothing
     llm = LLM.over(start(model, given, report=True))
     llm.chat_prompt([{"role": "user", "content": "hi"}])  # a model that cannot chat says so now
-    params = sampling_params(given, llm.get_default_sampling_params())
+    params = sampling_params(given, llm.built.checkpoint.defaults)
     system = given["system"]
     conversation = Conversation(llm, params, None if system is None else str(system))
     with suppress(ImportError):

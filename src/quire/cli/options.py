@@ -2,13 +2,14 @@
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import TypeVar
 
 import click
 
 from quire.config import DTYPES, EngineConfig
 from quire.core.sampling import SamplingParams
+from quire.formats.checkpoint import GenerationDefaults
 
 Command = TypeVar("Command", bound=Callable[..., object])
 
@@ -34,6 +35,8 @@ class Size(click.ParamType):  # type: ignore[type-arg]  # generic only in newer 
             self.fail(f"{value!r} is not a size; write a number, or for example 32k or 2GiB.", param, ctx)
         return int(float(parts[1]) * self._units[parts[2] or ""])
 
+
+_MILD_TEMPERATURE = 0.7  # where neither user nor makers say anything
 
 _ENGINE = (
     click.option("--revision", help="Branch, tag or commit of a hub id."),
@@ -86,13 +89,12 @@ def engine_config(model: str | None, given: Mapping[str, object]) -> EngineConfi
     return EngineConfig(model=model, **said)  # type: ignore[arg-type]  # EngineConfig checks each
 
 
-def sampling_params(given: Mapping[str, object], defaults: SamplingParams) -> SamplingParams:
+def sampling_params(given: Mapping[str, object], makers: GenerationDefaults) -> SamplingParams:
     """What the command line says, else what the model's makers say, else a mild temperature."""
     names = {field.name for field in fields(SamplingParams)}
-    said = {name: getattr(defaults, name) for name in names}
-    if defaults == SamplingParams():
-        said["temperature"] = 0.7
+    said: dict[str, object] = {"temperature": _MILD_TEMPERATURE}
+    said.update({name: value for name, value in asdict(makers).items() if value is not None})
     said.update({name: value for name, value in given.items() if name in names and value is not None})
     said["stop"] = list(given.get("stop") or ()) or None  # type: ignore[call-overload]
     said["max_tokens"] = given["max_tokens"]
-    return SamplingParams(**said)
+    return SamplingParams(**said)  # type: ignore[arg-type]  # SamplingParams checks each

@@ -107,6 +107,31 @@ class ChatTemplateError(QuireError):
     code = "chat_template_error"
 
 
+class NoTokenizer(QuireError):
+    """Text was given to, or wanted from, a model that has no tokenizer."""
+
+    code = "no_tokenizer"
+
+    def __init__(self, instead: str) -> None:
+        super().__init__(
+            f"This model has no tokenizer (a folder needs tokenizer.json, dummy weights have none); {instead}."
+        )
+
+
+class NumericalError(QuireError):
+    """A sequence that could not go on: it ended with the finish reason "error"."""
+
+    status = 500
+    code = "numerical_error"
+    exit_code = 1
+
+    def __init__(self) -> None:
+        super().__init__(
+            "There was no token to choose: the model's logits were not finite, or the parameters left none "
+            "(penalties, logit_bias, bad_words and allowed_token_ids together)."
+        )
+
+
 class EngineFailed(QuireError):
     """The engine itself failed; no request is to blame."""
 

@@ -6,6 +6,7 @@ and floats alone, checked against the width of the logits. Both are validated wh
 
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from numbers import Integral
 
 from quire.core.errors import InvalidParameter, shown
 
@@ -52,7 +53,7 @@ class SamplingParams:
         _check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _check_int("top_k", self.top_k, -1, 2**31 - 1)
         _check_float("min_p", self.min_p, 0.0, 1.0)
-        _check_float("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _check_float("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.max_tokens is not None:
@@ -130,6 +131,11 @@ def row_sampling(
     stop_ids = _token_ids("stop_token_ids", params.stop_token_ids or (), vocab_size)
     ends = stop_ids if params.ignore_eos else (*end_ids, *stop_ids)
     allowed = params.allowed_token_ids
+    allowed_ids = None if allowed is None else _token_ids("allowed_token_ids", allowed, vocab_size)
+    forbidden = _bad_words(bad_words, vocab_size)
+    if allowed_ids is not None:
+        early = set(ends) if params.min_tokens > 0 else set()
+        _check_some_left(set(allowed_ids) - early - {word[0] for word in forbidden if len(word) == 1})
     biased = _token_ids("logit_bias", params.logit_bias or (), vocab_size)
     return RowSampling(
         temperature=float(params.temperature),
@@ -143,11 +149,20 @@ def row_sampling(
         min_tokens=params.min_tokens,
         end_ids=tuple(sorted(set(ends))),
         logit_bias=tuple(zip(biased, map(float, (params.logit_bias or {}).values()), strict=True)),
-        bad_words=_bad_words(bad_words, vocab_size),
-        allowed_ids=None if allowed is None else _token_ids("allowed_token_ids", allowed, vocab_size),
+        bad_words=forbidden,
+        allowed_ids=allowed_ids,
         num_logprobs=_within_vocab("logprobs", params.logprobs, vocab_size),
         num_prompt_logprobs=_within_vocab("prompt_logprobs", params.prompt_logprobs, vocab_size),
     )
+
+
+def _check_some_left(allowed: set[int]) -> None:
+    if not allowed:
+        raise InvalidParameter(
+            "allowed_token_ids, without bad_words and, while min_tokens asks for more, without the tokens that end "
+            "the text, leaves no token that could follow.",
+            param="allowed_token_ids",
+        )
 
 
 def _bad_words(words: Iterable[tuple[int, ...]], vocab_size: int) -> tuple[tuple[int, ...], ...]:
@@ -161,15 +176,15 @@ def _bad_words(words: Iterable[tuple[int, ...]], vocab_size: int) -> tuple[tuple
     return checked
 
 
-def _token_ids(name: str, ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
+def _token_ids(name: str, ids: Iterable[object], vocab_size: int) -> tuple[int, ...]:
     checked = []
     for token in ids:
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+        if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= int(token) < vocab_size:
             raise InvalidParameter(
                 f"{name} holds {shown(token)}, which is no token id of this model: ids run from 0 to {vocab_size - 1}.",
                 param=name,
             )
-        checked.append(token)
+        checked.append(int(token))
     return tuple(checked)
 
 

@@ -10,10 +10,11 @@ from quire.engine.outputs import Delta
 class DeltaStream(Iterator[Delta]):
     """The deltas of a request, in order. Closing it, or letting go of it, gives the request up."""
 
-    def __init__(self, front: Front, ticket: Ticket, turn: Callable[[], object]) -> None:
+    def __init__(self, front: Front, ticket: Ticket, turn: Callable[[], object], abandoned: deque[Ticket]) -> None:
         self._front = front
         self._ticket = ticket
         self._turn = turn  # must `put` what it brings for this request
+        self._abandoned = abandoned  # requests that whoever turns the engine must abort
         self._unread: deque[Delta] = deque()
 
     def put(self, delta: Delta) -> None:
@@ -36,4 +37,5 @@ class DeltaStream(Iterator[Delta]):
             self._front.abort(self._ticket)
 
     def __del__(self) -> None:
-        self.close()
+        # Garbage is collected anywhere, in the middle of a step too: leave a note, and touch nothing.
+        self._abandoned.append(self._ticket)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from quire.core.errors import InvalidParameter, InvalidPrompt, QuireError, shown
+from quire.core.errors import InvalidParameter, InvalidPrompt, NoTokenizer, shown
 from quire.core.ids import SequenceId
 from quire.core.sampling import SamplingParams
 from quire.core.step import FinishReason, PromptLogprobs
@@ -17,15 +17,9 @@ from quire.text.tokenizer import Tokenizer
 Prompt = str | Mapping[str, object] | Sequence[int]
 
 
-class NoTokenizerError(QuireError):
-    """Text was given to, or wanted from, a model that has no tokenizer."""
-
-    code = "no_tokenizer"
-
-    def __init__(self, instead: str) -> None:
-        super().__init__(
-            f"This model has no tokenizer (a folder needs tokenizer.json, dummy weights have none); {instead}."
-        )
+def as_list(ids: object) -> object:
+    """A numpy array or a tensor as the list it stands for; anything else as it is."""
+    return ids.tolist() if hasattr(ids, "tolist") else ids
 
 
 @dataclass(slots=True)
@@ -66,7 +60,7 @@ class Front:
         self._clock = clock
         self._transcripts: dict[SequenceId, Transcript] = {}
         self._tickets: dict[SequenceId, Ticket] = {}
-        self._silent: set[SequenceId] = set()  # no token yet
+        self._awaiting_first: set[SequenceId] = set()  # no token yet
         self._num_listening = 0
 
     def submit(self, prompt: Prompt, params: SamplingParams, *, streaming: bool = False) -> Ticket:
@@ -77,7 +71,7 @@ class Front:
             )
         text, ids = self.encode(prompt)
         if params.stop_strings and self._tokenizer is None:
-            raise NoTokenizerError("use stop_token_ids instead of stop strings")
+            raise NoTokenizer("use stop_token_ids instead of stop strings")
         stop_strings = StopStrings(params.stop_strings)
         sequences = self._engine.submit(ids, params, self._spell(params.bad_words or ()))
         request_id = str(sequences[0].request.id)
@@ -97,7 +91,7 @@ class Front:
         for transcript in transcripts:
             self._transcripts[transcript.sequence.id] = transcript
             self._tickets[transcript.sequence.id] = ticket
-            self._silent.add(transcript.sequence.id)
+            self._awaiting_first.add(transcript.sequence.id)
             self._num_listening += transcript.listening
         return ticket
 
@@ -125,28 +119,32 @@ class Front:
         """A prompt's text, if it came as text, and its ids."""
         if isinstance(prompt, str):
             if self._tokenizer is None:
-                raise NoTokenizerError('give {"prompt_token_ids": [...]} instead of text')
+                raise NoTokenizer('give {"prompt_token_ids": [...]} instead of text')
             return prompt, self._tokenizer.encode(prompt)
         if isinstance(prompt, Mapping):
             ids = prompt.get("prompt_token_ids")
             if ids is None and isinstance(prompt.get("prompt"), str):
                 return self.encode(str(prompt["prompt"]))
-            if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
+            if ids is None:
                 keys = ", ".join(map(repr, prompt)) or "nothing"
                 raise InvalidPrompt(
                     f'A prompt given as a mapping needs "prompt_token_ids" (a list of ids) or "prompt" (a text); '
                     f"this one has {keys}.",
                     param="prompt",
                 )
-            return None, list(ids)
-        if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
-            return None, [*prompt]
+            return self._ids(ids)
+        return self._ids(prompt)
+
+    def _ids(self, prompt: object) -> tuple[None, list[int]]:
+        ids = as_list(prompt)
+        if isinstance(ids, Sequence) and not isinstance(ids, str | bytes):
+            return None, [*ids]
         raise InvalidPrompt(f"A prompt is a text or token ids, not {type(prompt).__name__}.", param="prompt")
 
     def _spell(self, words: Sequence[str]) -> list[tuple[int, ...]]:
         """Every way a bad word may come: at the start of a text and after a space."""
         if words and self._tokenizer is None:
-            raise NoTokenizerError("use logit_bias instead of bad_words")
+            raise NoTokenizer("use logit_bias instead of bad_words")
         spellings: set[tuple[int, ...]] = set()
         for word in words:
             assert self._tokenizer is not None
@@ -157,7 +155,7 @@ class Front:
 
     def _read(self, absorbed: Absorbed) -> list[Delta]:
         deltas: dict[SequenceId, Delta] = {}
-        if self._silent:
+        if self._awaiting_first:
             self._note_first_tokens(absorbed)
         for sequence_id, scores in absorbed.prompt_logprobs.items():
             self._note_prompt_logprobs(self._tickets[sequence_id], scores)
@@ -183,7 +181,7 @@ class Front:
         delta = transcript.close(reason)
         sequence = transcript.sequence
         del self._transcripts[sequence.id]
-        self._silent.discard(sequence.id)
+        self._awaiting_first.discard(sequence.id)
         self._num_listening -= transcript.listening
         ticket = self._tickets.pop(sequence.id)
         ticket.metrics.num_preemptions += sequence.num_preemptions
@@ -195,8 +193,8 @@ class Front:
     def _note_first_tokens(self, absorbed: Absorbed) -> None:
         for number in absorbed.sequences.tolist():
             sequence_id = SequenceId(number)
-            if sequence_id in self._silent:
-                self._silent.discard(sequence_id)
+            if sequence_id in self._awaiting_first:
+                self._awaiting_first.discard(sequence_id)
                 metrics = self._tickets[sequence_id].metrics
                 if metrics.first_token_s is None:
                     metrics.first_token_s = self._clock()

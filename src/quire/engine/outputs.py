@@ -23,6 +23,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None  # the stop token id or stop string; None for the model's own end
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
+    error: str | None = None  # why it failed, where the finish reason is "error"
 
 
 @dataclass(slots=True)

@@ -3,6 +3,7 @@
 Text that nobody reads before the end is decoded once, at the end: a batch job pays nothing per token.
 """
 
+from quire.core.errors import NumericalError
 from quire.core.request import Sequence
 from quire.core.sampling import SamplingParams
 from quire.core.step import FinishReason, TopLogprobs
@@ -93,6 +94,7 @@ class Transcript:
             stop_reason=self.stop_reason,
             logprobs=list(self._logprobs) if wants_logprobs else None,
             cumulative_logprob=sum(chosen) if wants_logprobs else None,
+            error=NumericalError().message if self.finish_reason is FinishReason.ERROR else None,
         )
 
     def _hear_all(self, reason: FinishReason) -> None:

@@ -1,4 +1,4 @@
-"""Turns a config.json into a `ModelSpec`. Defaults are those of transformers' configuration classes."""
+"""Turns a config.json into a `ModelSpec`. A field that the file must have and has not is named in the error."""
 
 from quire.core.errors import UnsupportedModel
 from quire.core.model import ModelSpec

@@ -20,6 +20,7 @@ class Ragged:
     tables: Tensor  # [sequences, width] int32: block tables; only the blocks that hold keys are read
     query_starts: Tensor  # [sequences + 1] int32: sequence s has tokens query_starts[s] to query_starts[s + 1]
     context_lengths: Tensor  # [sequences] int32: keys the last query of the sequence sees, itself included
+    reaches: Tensor  # [tokens] int64: the most tokens that the token's sequence may come to hold
 
 
 @dataclass(frozen=True, slots=True)

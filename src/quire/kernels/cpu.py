@@ -18,6 +18,7 @@ from quire.kernels.contract import AttentionRule, Ragged, Rotation
 
 # Two steps of bfloat16: logits this close to the highest, relative to it, may have changed places by rounding.
 _NEAR = 2.0**-6
+_MANY = 64  # near ones, for each row, that are still worth their memory
 
 _WORDS = {torch.bfloat16: torch.uint16, torch.float32: torch.uint32}
 
@@ -54,6 +55,8 @@ class CpuKernels:
             return logits
         highest = logits.amax(dim=-1, keepdim=True)
         rows, tokens = (logits >= highest - highest.abs() * _NEAR).nonzero().unbind(dim=1)
+        if len(rows) > _MANY * len(x):  # flat logits: no token stands out, whichever way they are rounded
+            return logits
         logits[rows, tokens] = (x[rows].float() * weight[tokens].float()).sum(dim=-1)
         return logits
 

@@ -21,20 +21,37 @@ class Frequencies(NamedTuple):
 
 
 class RopeTable:
-    """cos and sin of every position up to a length. Where scaling depends on length, that length decides."""
+    """cos and sin of every position up to a length.
 
-    __slots__ = ("_cos", "_sin")
+    longrope turns short sequences otherwise than long ones: it has a second table behind the first, and what a
+    sequence may come to hold at most decides which is read, once for its whole life.
+    """
+
+    __slots__ = ("_cos", "_long_from", "_max_length", "_sin")
 
     def __init__(self, spec: RopeSpec, max_length: int, dtype: torch.dtype, device: torch.device) -> None:
-        frequencies = rope_frequencies(spec, max_length)
-        angles = torch.outer(torch.arange(max_length, dtype=torch.float32), frequencies.inverse)
-        cos, sin = angles.cos() * frequencies.attention_factor, angles.sin() * frequencies.attention_factor
-        self._cos = torch.cat([cos, cos], dim=-1)[:, None].to(device, dtype)  # [positions, 1, rotary_dim]
-        self._sin = torch.cat([-sin, sin], dim=-1)[:, None].to(device, dtype)
+        self._max_length = max_length
+        self._long_from: int | None = None
+        lengths = [max_length]
+        if spec.kind is RopeKind.LONGROPE and max_length > spec.original_max_positions:
+            self._long_from = spec.original_max_positions
+            lengths = [spec.original_max_positions, max_length]
+        tables = [_turns(rope_frequencies(spec, length), max_length) for length in lengths]
+        self._cos = torch.cat([cos for cos, _ in tables]).to(device, dtype)  # [tables * positions, 1, rotary_dim]
+        self._sin = torch.cat([sin for _, sin in tables]).to(device, dtype)
 
-    def at(self, positions: Tensor) -> Rotation:
-        """positions: [tokens] int64."""
+    def at(self, positions: Tensor, reaches: Tensor) -> Rotation:
+        """positions: [tokens] int64; reaches: [tokens] int64, the most tokens each one's sequence may hold."""
+        if self._long_from is not None:
+            positions = positions + self._max_length * (reaches > self._long_from)
         return Rotation(self._cos.index_select(0, positions), self._sin.index_select(0, positions))
+
+
+def _turns(frequencies: Frequencies, max_length: int) -> Rotation:
+    """Of every position: [positions, 1, rotary_dim] float32."""
+    angles = torch.outer(torch.arange(max_length, dtype=torch.float32), frequencies.inverse)
+    cos, sin = angles.cos() * frequencies.attention_factor, angles.sin() * frequencies.attention_factor
+    return Rotation(torch.cat([cos, cos], dim=-1)[:, None], torch.cat([-sin, sin], dim=-1)[:, None])
 
 
 def rope_frequencies(spec: RopeSpec, max_length: int) -> Frequencies:

@@ -79,7 +79,7 @@ class Decoder:
     def forward(self, tokens: Tensor, ragged: Ragged, kv: Tensor) -> Tensor:
         """tokens: [tokens] int64; kv: the store, see `kernels.contract`. Returns [tokens, hidden], normed."""
         step = self._kernels.plan(ragged, block_size=kv.shape[3])
-        rotations = {rope: table.at(ragged.positions) for rope, table in self._ropes.items()}
+        rotations = {rope: table.at(ragged.positions, ragged.reaches) for rope, table in self._ropes.items()}
         embedded = F.embedding(tokens, self._embedding)
         if self._embedding_scale != 1.0:
             embedded *= self._embedding_scale

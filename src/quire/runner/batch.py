@@ -56,12 +56,14 @@ def build_batch(table: RowTable, plan: StepPlan, cruising: IntArray) -> StepBatc
         tokens = torch.cat([tokens, torch.from_numpy(np.concatenate(known)).to(device, torch.int64)])
         positions = torch.cat([positions, torch.from_numpy(np.concatenate(places)).to(device)])
         contexts = torch.cat([contexts, ends])
+    token_rows = torch.from_numpy(np.repeat(rows, query_lengths)).to(device, torch.int64)
     ragged = Ragged(
         positions=positions,
-        slots=_slots(table, np.repeat(rows, query_lengths), positions),
+        slots=_slots(table, token_rows, positions),
         tables=table.tables[device_rows, : int(table.num_blocks[rows].max(initial=0))],
         query_starts=torch.from_numpy(query_starts).to(device, torch.int32),
         context_lengths=contexts.to(torch.int32),
+        reaches=table.reaches[token_rows],
     )
     sampling_rows = rows[samples]
     sampled_at = torch.from_numpy(query_starts[1:][samples] - 1).to(device)
@@ -74,9 +76,8 @@ def build_batch(table: RowTable, plan: StepPlan, cruising: IntArray) -> StepBatc
     return StepBatch(tokens, ragged, sampled_at, batch, scoring)
 
 
-def _slots(table: RowTable, token_rows: IntArray, positions: Tensor) -> Tensor:
-    """Where each token's keys and values are written; ended rows write to the null block."""
-    rows = torch.from_numpy(token_rows).to(table.device, torch.int64)
+def _slots(table: RowTable, rows: Tensor, positions: Tensor) -> Tensor:
+    """Where each token's keys and values are written; ended rows write to the null block. rows: [tokens] int64."""
     blocks = table.tables[rows, positions // table.block_size].long()
     blocks = torch.where(table.alive[rows], blocks, NULL_BLOCK)
     return blocks * table.block_size + positions % table.block_size

@@ -22,6 +22,7 @@ class RowTable:
         width = -(-max_length // block_size)
         self.tables = torch.zeros(max_rows, width, dtype=torch.int32, device=device)
         self.lengths = torch.zeros(max_rows, dtype=torch.int64, device=device)  # known tokens
+        self.reaches = torch.zeros(max_rows, dtype=torch.int64, device=device)  # tokens it may come to hold
         self.last_tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.alive = torch.zeros(max_rows, dtype=torch.bool, device=device)
         self.num_blocks: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
@@ -64,6 +65,7 @@ class RowTable:
         self.num_blocks[seat.row] = 0
         self._tokens_left[seat.row] = seat.max_length - len(seat.tokens)
         self.lengths[seat.row] = len(seat.tokens)
+        self.reaches[seat.row] = seat.max_length
         self.alive[seat.row] = True
 
     def _grant(self, grants: tuple[Grant, ...]) -> None:

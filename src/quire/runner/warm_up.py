@@ -19,6 +19,7 @@ def warm_up(model: Model, kv: Tensor) -> None:
         tables=torch.full((2, 2), NULL_BLOCK, dtype=torch.int32, device=device),
         query_starts=torch.tensor([0, 2, 3], dtype=torch.int32, device=device),
         context_lengths=torch.tensor([2, 1], dtype=torch.int32, device=device),
+        reaches=torch.tensor([2, 2, 1], device=device),
     )
     hidden = model.forward(torch.zeros(3, dtype=torch.int64, device=device), ragged, kv)
     model.logits(hidden[1:])

@@ -17,8 +17,8 @@ def audit(scheduler: Scheduler) -> None:
         assert held == _blocks_planned(scheduler, sequence), f"{sequence} holds {held} blocks"
     assert scheduler.kv.num_tables == len(seated), "somebody who does not sit has a table"  # I8
     waiting = 0
-    for family in scheduler.families.values():  # I10
-        for sequence in family:
+    for siblings in scheduler.sequences_of.values():  # I10
+        for sequence in siblings:
             assert sequence.state is not State.FINISHED, f"{sequence} is finished and not forgotten"
             waits = sequence.row is None
             assert waits == (sequence.state is State.WAITING), sequence

@@ -21,6 +21,8 @@ class Loop:
         plan = self.scheduler.plan()
         if plan is not None:
             self._in_flight.append(self._runner.launch(plan))
+        else:
+            assert self._in_flight or self.scheduler.idle, "something waits, and nothing advances"
         if self._in_flight and (plan is None or len(self._in_flight) > self.depth):
             return self.scheduler.absorb(self._in_flight.popleft().wait())
         return None

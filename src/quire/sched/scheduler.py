@@ -75,7 +75,7 @@ class Scheduler:
         self.last_absorbed = -1
         self.queue = WaitingQueue()
         self.seating = Seating(max_rows)
-        self.families: dict[RequestId, list[Sequence]] = {}
+        self.sequences_of: dict[RequestId, list[Sequence]] = {}
         self.prefilling: list[Sequence] = []  # in order of arrival
         self.num_cruising = 0
         self.num_coasting = 0  # rows whose last step is in flight: they end by length when it is absorbed
@@ -86,20 +86,20 @@ class Scheduler:
 
     def add(self, request: Request) -> tuple[Sequence, ...]:
         """Queue a request that passed the door; its continuations, in order."""
-        assert request.id not in self.families, request.id
-        family = []
+        assert request.id not in self.sequences_of, request.id
+        siblings = []
         for index in range(request.num_sequences):
             sequence = Sequence(request, SequenceId(self._next_sequence), index)
             self._next_sequence += 1
             self.queue.push(sequence)
-            family.append(sequence)
-        self.families[request.id] = family
-        return tuple(family)
+            siblings.append(sequence)
+        self.sequences_of[request.id] = siblings
+        return tuple(siblings)
 
     def abort(self, request_id: RequestId) -> tuple[Sequence, ...]:
         """End a request, whatever state it is in; those of its sequences that had not ended yet."""
-        family = tuple(self.families.get(request_id, ()))
-        return tuple(sequence for sequence in family if self.finish(sequence, FinishReason.ABORT))
+        siblings = tuple(self.sequences_of.get(request_id, ()))
+        return tuple(sequence for sequence in siblings if self.finish(sequence, FinishReason.ABORT))
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> bool:
         """End one sequence, whatever state it is in; False if it had ended already."""
@@ -156,7 +156,7 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """Nothing waits, sits or is in flight."""
-        return not self.families and self.last_planned == self.last_absorbed
+        return not self.sequences_of and self.last_planned == self.last_absorbed
 
     # Planning: cruising rows first.
 
@@ -310,7 +310,7 @@ class Scheduler:
                 self._forget(sequence)
 
     def _forget(self, sequence: Sequence) -> None:
-        family = self.families[sequence.request.id]
-        family.remove(sequence)
-        if not family:
-            del self.families[sequence.request.id]
+        siblings = self.sequences_of[sequence.request.id]
+        siblings.remove(sequence)
+        if not siblings:
+            del self.sequences_of[sequence.request.id]

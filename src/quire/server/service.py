@@ -6,8 +6,9 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 
-from quire.core.errors import EngineFailed, QuireError
+from quire.core.errors import EngineFailed, NumericalError, QuireError
 from quire.core.sampling import SamplingParams
+from quire.core.step import FinishReason
 from quire.engine.front import Front, Ticket
 from quire.engine.outputs import Delta, RequestOutput
 
@@ -121,12 +122,22 @@ class Service:
     def _turn(self) -> None:
         deltas = self._front.turn()
         for delta in deltas:
-            self._calls[delta.request_id].tell(delta)
+            if delta.finish_reason == FinishReason.ERROR.value:
+                self._refuse(delta.request_id)
+            elif delta.request_id in self._calls:
+                self._calls[delta.request_id].tell(delta)
         for request_id in {delta.request_id for delta in deltas if delta.finish_reason is not None}:
-            call = self._calls[request_id]
-            if call.ticket is not None and call.ticket.finished:
+            call = self._calls.get(request_id)
+            if call is not None and call.ticket is not None and call.ticket.finished:
                 del self._calls[request_id]
                 call.tell(call.ticket.output())
+
+    def _refuse(self, request_id: str) -> None:
+        """One continuation failed, and with it the request: after the first byte that is an error, not an end."""
+        call = self._calls.pop(request_id, None)
+        if call is not None and call.ticket is not None:
+            self._front.abort(call.ticket)
+            call.tell(NumericalError())
 
     def _fail(self, failure: QuireError) -> None:
         self.failure = failure
