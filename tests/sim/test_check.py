@@ -9,22 +9,27 @@ from quire.core.step import FinishReason, StepPlan
 from quire.engine.oracle import torch_oracle
 from quire.kv.manager import KVManager
 from quire.sched.seating import Seating
-from quire.sim.check import Trial, check, draw_world, numpy_oracle
+from quire.sim.check import Report, Trial, check, draw_world, numpy_oracle, run_trial
 from quire.sim.oracle import OracleRunner
 from quire.sim.rows import Rows
 from quire.sim.toy import Done
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_thousands_of_random_steps_against_the_oracle(seed: int) -> None:
-    report = check(12_000, seed)
+def test_thousands_of_random_workloads_against_the_oracle(seed: int) -> None:
+    report = Report(seed)
+    for trial in range(1_000):
+        run_trial(1_000_000 * seed + trial, report)
     assert report.violations == []
-    assert report.preemptions > 50, "the worlds are too comfortable to show anything"
+    assert report.preemptions > 1_000, "the worlds are too comfortable to show anything"
 
 
 def test_the_integer_model_behind_the_real_runner() -> None:
-    report = check(1_500, 3, body=torch_oracle, min_tokens=False)
+    report = Report(3)
+    for trial in range(60):
+        run_trial(3_000_000 + trial, report, torch_oracle, min_tokens=False)
     assert report.violations == []
+    assert report.preemptions > 50
 
 
 def test_a_seed_brings_the_same_run_again() -> None:
