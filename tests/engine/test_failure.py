@@ -7,7 +7,8 @@ from quire.core.sampling import SamplingParams
 from quire.core.step import StepPlan
 from quire.engine.door import Door
 from quire.engine.engine import Engine
-from quire.sim.toy import Done, ToyRunner
+from quire.sim.rows import Done
+from quire.sim.toy import ToyRunner
 
 
 class Fragile:

@@ -12,7 +12,8 @@ from quire.kv.manager import KVManager
 from quire.sched.audit import audit
 from quire.sched.loop import Loop
 from quire.sched.scheduler import Absorbed, Scheduler
-from quire.sim.toy import Done, ToyRunner
+from quire.sim.rows import Done
+from quire.sim.toy import ToyRunner
 
 VOCAB = 1000
 

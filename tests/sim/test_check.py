@@ -11,8 +11,7 @@ from quire.kv.manager import KVManager
 from quire.sched.seating import Seating
 from quire.sim.check import Report, Trial, check, draw_world, numpy_oracle, run_trial
 from quire.sim.oracle import OracleRunner
-from quire.sim.rows import Rows
-from quire.sim.toy import Done
+from quire.sim.rows import Done, Rows
 
 
 @pytest.mark.parametrize("seed", [1, 2])

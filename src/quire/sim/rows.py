@@ -3,11 +3,14 @@
 The toy and the oracle share it. The torch runner does the same with tensors; both must agree.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from quire.core.ids import BlockId, Row
-from quire.core.step import Ended, FinishReason, Output, Seat, StepPlan
+from quire.core.step import Ended, FinishReason, Output, Seat, StepPlan, StepResult
 
 
 class Work(NamedTuple):
@@ -30,12 +33,38 @@ class SeatedRow:
     ended: bool = False
 
 
+class Done:
+    """A step that was computed when it was launched."""
+
+    __slots__ = ("_result",)
+
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    def wait(self) -> StepResult:
+        return self._result
+
+
 class Rows:
     """The persistent batch of a runner without tensors."""
 
     def __init__(self) -> None:
         self.rows: dict[Row, SeatedRow] = {}
         self._next_step = 0
+
+    def run(self, plan: StepPlan, next_token: Callable[[Work, SeatedRow], int]) -> Done:
+        """Carry a plan out: compute all its work, and emit where a row has caught up."""
+        emitted = []
+        ended = []
+        for work in self.apply(plan):
+            token = next_token(work, self.rows[work.row])
+            if work.samples:
+                emitted.append((work.row, token))
+                end = self.emit(work.row, token)
+                if end is not None:
+                    ended.append(end)
+        pairs = np.array(emitted, dtype=np.int32).reshape(-1, 2)
+        return Done(StepResult(plan.step, pairs[:, 0], pairs[:, 1], tuple(ended)))
 
     def apply(self, plan: StepPlan) -> list[Work]:
         """Follow the differences; what is to be computed now. Cruising rows first, then chunks."""

@@ -3,22 +3,8 @@
 Answers can be computed by hand, so that an engine test needs no model and no KV cache.
 """
 
-import numpy as np
-
-from quire.core.step import StepPlan, StepResult
-from quire.sim.rows import Rows
-
-
-class Done:
-    """A step that was computed when it was launched."""
-
-    __slots__ = ("_result",)
-
-    def __init__(self, result: StepResult) -> None:
-        self._result = result
-
-    def wait(self) -> StepResult:
-        return self._result
+from quire.core.step import StepPlan
+from quire.sim.rows import Done, Rows, SeatedRow, Work
 
 
 class ToyRunner:
@@ -29,14 +15,7 @@ class ToyRunner:
         self._rows = Rows()
 
     def launch(self, plan: StepPlan) -> Done:
-        emitted = []
-        ended = []
-        for work in self._rows.apply(plan):
-            if work.samples:
-                token = sum(self._rows.rows[work.row].tokens) % self._vocab_size
-                emitted.append((work.row, token))
-                end = self._rows.emit(work.row, token)
-                if end is not None:
-                    ended.append(end)
-        pairs = np.array(emitted, dtype=np.int32).reshape(-1, 2)
-        return Done(StepResult(plan.step, pairs[:, 0], pairs[:, 1], tuple(ended)))
+        return self._rows.run(plan, self._next_token)
+
+    def _next_token(self, work: Work, row: SeatedRow) -> int:
+        return sum(row.tokens) % self._vocab_size
