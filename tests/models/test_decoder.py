@@ -4,6 +4,7 @@ from functools import cache
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -101,19 +102,23 @@ def test_the_cpu_kernels_and_the_reference_agree_through_a_whole_model():
         torch.testing.assert_close(left, right, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["llama3", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"])
-def test_in_bfloat16_the_likeliest_token_is_the_same_up_to_near_ties(name: str):
-    """Against float32 on the same rounded weights, we are hardly further off than transformers in bf16."""
-    rounded = build(BY_NAME[name], torch.bfloat16)
-    exact = build(BY_NAME[name], torch.bfloat16).peer.float()
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_in_bfloat16_every_family_keeps_the_promised_bars(family: Family):
+    """Against float32 on the same rounded weights: mean KL, the likeliest token but for near-ties, and the noise."""
+    rounded = build(family, torch.bfloat16)
+    exact = build(family, torch.bfloat16).peer.float()
     ids = prompts(LENGTHS)
-    ours = run(Decoder(rounded.spec, rounded.weights, CpuKernels(), 32), ids, in_chunks(LENGTHS, 5))
+    mine = torch.cat(run(Decoder(rounded.spec, rounded.weights, CpuKernels(), 32), ids, in_chunks(LENGTHS, 5)))
     with torch.inference_mode():
         truth = torch.cat([exact(torch.tensor([prompt])).logits[0] for prompt in ids])
         peer = torch.cat([rounded.peer(torch.tensor([prompt])).logits[0].float() for prompt in ids])
-    mine = torch.cat(ours)
+    divergence = F.kl_div(mine.log_softmax(-1), truth.log_softmax(-1), log_target=True, reduction="batchmean")
+    assert divergence.item() <= 1e-3
     noise = (peer - truth).abs().max()
     assert (mine - truth).abs().max() <= 1.5 * noise
-    chosen = truth.gather(1, mine.argmax(1, keepdim=True))[:, 0]
-    assert (truth.max(dim=1).values - chosen).max() <= 3 * noise
-    assert (mine.argmax(1) == truth.argmax(1)).float().mean() >= 0.8
+    lost = truth.amax(dim=1) - truth.gather(1, mine.argmax(1, keepdim=True))[:, 0]
+    assert lost.max() <= noise, "a disagreement that is no near-tie"
+    highest, second = truth.topk(2, dim=1).values.unbind(dim=1)
+    clear = highest - second > noise
+    assert clear.float().mean() > 0.5, "too many ties to say anything"
+    assert (lost[clear] == 0).all()
