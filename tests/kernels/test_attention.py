@@ -60,8 +60,8 @@ def attend_both(
     mixture=mixtures,
     block_size=st.sampled_from([1, 2, 3, 8, 16, 32, 128]),
     kv_heads=st.sampled_from([1, 2, 3]),
-    group=st.sampled_from([1, 2, 3, 4]),
-    dim=st.sampled_from([16, 24, 64, 128]),
+    group=st.sampled_from([1, 3, 11, 15]),  # 11 heads are computed one by one, 15 five by five
+    dim=st.sampled_from([16, 24, 64, 77, 128, 256]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     window=st.sampled_from([0, 0, 1, 7, 64]),
     softcap=st.sampled_from([0.0, 0.0, 5.0]),
@@ -82,6 +82,39 @@ def test_every_mixture_of_chunks_and_decodes_agrees_with_the_reference(
         seed=seed,
     )
     torch.testing.assert_close(fast, truth, atol=TOLERANCE[dtype], rtol=0.0)
+
+
+@pytest.mark.parametrize("use_numba", PATHS)
+@pytest.mark.parametrize("group", range(1, 9))
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_every_group_of_heads_agrees_for_one_row_and_for_several(use_numba, group, num_rows):
+    """One row divides its heads among the threads, several rows divide the rows."""
+    parts = [Part(num_before, 1) for num_before in (40, 0, 18)][:num_rows]
+    fast, truth = attend_both(
+        use_numba, parts, heads=2 * group, kv_heads=2, dim=64, dtype=torch.bfloat16, rule=AttentionRule(0.2, window=30)
+    )
+    torch.testing.assert_close(fast, truth, atol=TOLERANCE[torch.bfloat16], rtol=0.0)
+
+
+@pytest.mark.parametrize("use_numba", PATHS)
+def test_weights_are_exact_over_the_whole_range_of_scores(use_numba):
+    """A large scale makes scores far apart: the softmax must neither overflow nor lose small weights early."""
+    for scale in (1e-3, 1.0, 8.0, 100.0):
+        fast, truth = attend_both(use_numba, [Part(50, 1), Part(7, 1)], rule=AttentionRule(scale))
+        torch.testing.assert_close(fast, truth, atol=1e-4, rtol=0.0)
+
+
+@pytest.mark.parametrize("use_numba", PATHS)
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_key_or_value_that_is_not_a_number_shows_in_its_own_row_only(use_numba, side):
+    pages = Pages.shuffled([9, 9], block_size=4, seed=0)
+    store = torch.zeros(pages.num_blocks, 1, 2, 4, 1, 16)
+    slot = pages.slot(1, 3)
+    store[slot // 4, 0, side, slot % 4] = math.nan
+    step = CpuKernels(use_numba).plan(pages.ragged({0: Part(8, 1), 1: Part(8, 1)}), 4)
+    attended = step.attend(torch.ones(2, 1, 16), store[:, 0], AttentionRule(1.0))
+    assert attended[0].isfinite().all()
+    assert attended[1].isnan().all()
 
 
 @pytest.mark.parametrize("use_numba", PATHS)

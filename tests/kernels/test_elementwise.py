@@ -1,5 +1,7 @@
 """Norms, rotation, gates and linear layers of the CPU kernels against the reference."""
 
+import math
+
 import pytest
 import torch
 
@@ -11,6 +13,10 @@ from quire.kernels.select import select_kernels
 
 DTYPES = [torch.float32, torch.bfloat16]
 FAST, TRUTH = CpuKernels(), ReferenceKernels()
+NORMS = [
+    pytest.param(FAST, id="numba", marks=pytest.mark.skipif(not FAST.compiled, reason="numba is not installed")),
+    pytest.param(CpuKernels(use_numba=False), id="torch"),
+]
 
 
 def close(fast: torch.Tensor, truth: torch.Tensor) -> None:
@@ -34,21 +40,56 @@ def test_a_packed_weight_multiplies_as_the_plain_one(dtype, bias, rows):
     torch.testing.assert_close(fast, truth, atol=1e-4 if dtype == torch.float32 else 0.13, rtol=1e-2)
 
 
+@pytest.mark.parametrize("kernels", NORMS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_norms_agree_for_rows_and_for_heads(dtype):
+def test_norms_agree_for_rows_and_for_heads(kernels, dtype):
     x = drawn(5, 6, 32, dtype=dtype)
     for weight in (drawn(32, seed=1), drawn(6, 32, seed=2)):
-        close(FAST.rms_norm(x, weight, 1e-5), TRUTH.rms_norm(x, weight, 1e-5))
+        close(kernels.rms_norm(x, weight, 1e-5), TRUTH.rms_norm(x, weight, 1e-5))
+    close(kernels.rms_norm(x[:, :4], weight[:4], 1e-5), TRUTH.rms_norm(x[:, :4], weight[:4], 1e-5))
 
 
+@pytest.mark.parametrize("kernels", NORMS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_adding_to_the_residual_happens_in_place_and_before_the_norm(dtype):
-    x, weight = drawn(5, 32, dtype=dtype), drawn(32, seed=1)
-    residuals = [drawn(5, 32, dtype=dtype, seed=2) for _ in range(2)]
-    before = residuals[0].clone()
-    close(FAST.add_rms_norm(x, residuals[0], weight, 1e-5), TRUTH.add_rms_norm(x, residuals[1], weight, 1e-5))
+@pytest.mark.parametrize(("rows", "width"), [(0, 8), (1, 1), (1, 576), (3, 7), (32, 577), (200, 33)])
+def test_norms_agree_at_every_size(kernels, dtype, rows, width):
+    x, weight = drawn(rows, width, dtype=dtype), drawn(width, seed=1)
+    close(kernels.rms_norm(x, weight, 1e-5), TRUTH.rms_norm(x, weight, 1e-5))
+    residuals = [drawn(rows, width, seed=2) for _ in range(2)]
+    close(kernels.add_rms_norm(x, residuals[0], weight, 1e-5), TRUTH.add_rms_norm(x, residuals[1], weight, 1e-5))
     assert torch.equal(residuals[0], residuals[1])
-    assert torch.equal(residuals[0], before + x)
+
+
+@pytest.mark.parametrize("kernels", NORMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("residual_dtype", DTYPES)
+def test_adding_to_the_residual_happens_in_place_and_before_the_norm(kernels, dtype, residual_dtype):
+    x, weight = drawn(5, 32, dtype=dtype), drawn(32, seed=1)
+    residuals = [drawn(5, 32, dtype=residual_dtype, seed=2) for _ in range(2)]
+    before = residuals[0].clone()
+    close(kernels.add_rms_norm(x, residuals[0], weight, 1e-5), TRUTH.add_rms_norm(x, residuals[1], weight, 1e-5))
+    assert torch.equal(residuals[0], residuals[1])
+    assert torch.equal(residuals[0], (before + x).to(residual_dtype))
+
+
+@pytest.mark.parametrize("kernels", NORMS)
+def test_norms_round_to_the_nearest_bfloat16_and_halves_to_even(kernels):
+    """A row of ones has norm 1, so that the output is the weight, rounded."""
+    half = 2.0**-8  # of the last place of a bfloat16 between 1 and 2
+    weight = torch.tensor([1 + half, 1 + 3 * half, 1 + half * 1.01, 1 + half * 0.99, -1 - half, 3.4e38, 0.0, -0.0])
+    x = torch.ones(2, 8, dtype=torch.bfloat16)
+    assert torch.equal(kernels.rms_norm(x, weight, 0.0), weight.bfloat16().expand(2, 8))
+
+
+@pytest.mark.parametrize("kernels", NORMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_stays_in_its_row_and_shows(kernels, dtype, bad):
+    x = drawn(3, 32, dtype=dtype)
+    x[1, 5] = bad
+    normed = kernels.add_rms_norm(x, torch.zeros(3, 32), torch.ones(32), 1e-5)
+    assert normed[1, 5].isnan()
+    assert normed[[0, 2]].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -79,10 +120,11 @@ def test_kernels_are_chosen_with_a_reason_and_unknown_ones_refused():
         select_kernels("abacus")
 
 
-def test_near_ties_of_the_logits_are_settled_in_float32() -> None:
+@pytest.mark.parametrize("vocab_size", [64, 65, 320])
+def test_near_ties_of_the_logits_are_settled_in_float32(vocab_size) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(4, 32, generator=generator).bfloat16()
-    weight = torch.randn(64, 32, generator=generator).bfloat16()
+    weight = torch.randn(vocab_size, 32, generator=generator).bfloat16()
     weight[1] = weight[0]
     weight[1, 0] += weight[1, 0].abs() * 2**-7  # so close that bfloat16 logits cannot tell them apart
     weight[:2] += 4 * x.mean(0).sign()

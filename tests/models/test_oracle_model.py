@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.core.oracle import continuation
+from quire.core.oracle import candidates, continuation, total
 from quire.models.oracle import OracleModel
 from tests.kernels.steps import Pages, Part
 from tests.models.running import in_chunks, run
@@ -27,7 +27,7 @@ def following(tokens: list[int], vocab_size: int) -> int:
 def test_every_token_of_every_mixture_is_followed_by_the_closed_form(prompts, chunk, block_size):
     rows = run(OracleModel(997), prompts, in_chunks([len(prompt) for prompt in prompts], chunk), block_size)
     for prompt, logits in zip(prompts, rows, strict=True):
-        assert logits.sum(dim=1).eq(1).all()
+        assert logits.log_softmax(dim=1).equal(logits)
         assert logits.argmax(dim=1).tolist() == [following(prompt[: i + 1], 997) for i in range(len(prompt))]
 
 
@@ -45,9 +45,21 @@ def test_one_wrong_slot_changes_the_next_token():
     model.forward(torch.arange(7), pages.ragged({0: Part(0, 7)}), kv)
     last = pages.ragged({0: Part(7, 1)})
     right = model.forward(torch.tensor([7]), last, kv.clone()).item()
-    assert right == following(list(range(8)), 997)
+    assert right == total(np.arange(8, dtype=np.int32))
+    assert right % 997 == following(list(range(8)), 997)
     slot = pages.slot(0, 2)
     for part in (0, 1):
         damaged = kv.clone()
         damaged[slot // 4, 0, part, slot % 4] += 1
-        assert model.forward(torch.tensor([7]), last, damaged).item() != right
+        assert model.forward(torch.tensor([7]), last, damaged).item() % 997 != right % 997
+
+
+@given(prompt=token_lists, count=st.integers(1, 30), vocab_size=st.sampled_from([1, 2, 30, 97, 997, 1024]))
+def test_its_logits_are_the_closed_form_of_the_candidates(prompt, count, vocab_size):
+    known = np.array(prompt, dtype=np.int32)
+    expected = candidates(total(known), vocab_size, count)
+    logits = OracleModel(vocab_size).logits(torch.tensor([[total(known)]]))[0]
+    assert expected.ids.tolist() == logits.sort(descending=True, stable=True).indices[:count].tolist()
+    assert expected.logprobs.tolist() == logits.log_softmax(dim=0)[expected.ids.tolist()].tolist()
+    assert expected.ids[0] == following(prompt, vocab_size)
+    assert (np.diff(expected.logprobs) < 0).all()

@@ -1,17 +1,17 @@
 """The torch runner behind the bridge, driven by hand: rows that fail or end are inert, and harm nobody."""
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from quire.core.ids import BlockId, Row, SequenceId
-from quire.core.sampling import RowSampling
-from quire.core.step import Chunk, Ended, FinishReason, Grant, Output, Seat, StepPlan, StepResult
+from quire.core.ids import Row
+from quire.core.step import Ended, FinishReason, Seat, StepPlan, Tell
 from quire.kernels.contract import Ragged
 from quire.models.model import KvGeometry
 from quire.runner.kv_store import new_store
 from quire.runner.model_runner import ModelRunner
+from tests.runner.plans import emitted, grants, sample, tethered
+from tests.runner.plans import seat as seat_for
 
 VOCAB = 50
 POISON = 40  # the token after which the model's logits are not finite
@@ -42,13 +42,12 @@ class Scripted:
 
 def new_runner(nonsense: float = float("nan")) -> tuple[ModelRunner, Tensor]:
     model = Scripted(nonsense)
-    kv = new_store(model.kv_geometry, NUM_BLOCKS, BLOCK, torch.device("cpu")).zero_()
-    return ModelRunner(model, kv, max_rows=4, max_length=16), kv
+    stores = new_store(model.kv_geometry, NUM_BLOCKS, BLOCK, torch.device("cpu"))
+    return ModelRunner(model, stores, max_rows=4, max_length=16), stores.device.zero_()
 
 
 def seat(row: int, prompt: list[int], max_length: int = 12, **sampling: object) -> Seat:
-    tokens = np.array(prompt, dtype=np.int32)
-    return Seat(Row(row), SequenceId(row), 0, tokens, len(prompt), max_length, RowSampling(**sampling))  # type: ignore[arg-type]
+    return seat_for(row, prompt, max_length, **sampling)
 
 
 def opening(*seats: Seat) -> StepPlan:
@@ -56,13 +55,9 @@ def opening(*seats: Seat) -> StepPlan:
     return StepPlan(
         step=0,
         seats=seats,
-        grants=tuple(Grant(s.row, BlockId(1 + 3 * s.row + place)) for s in seats for place in range(3)),
-        chunks=tuple(Chunk(s.row, 0, len(s.tokens), Output.SAMPLE) for s in seats),
+        grants=grants({s.row: range(1 + 3 * s.row, 4 + 3 * s.row) for s in seats}),
+        chunks=tuple(sample(s.row, 0, len(s.tokens)) for s in seats),
     )
-
-
-def emitted(result: StepResult) -> dict[int, int]:
-    return dict(zip(result.rows.tolist(), result.tokens.tolist(), strict=True))
 
 
 @pytest.mark.parametrize("nonsense", [float("nan"), float("inf")])
@@ -130,8 +125,8 @@ def test_a_row_is_as_new_for_the_next_who_sits_there():
         step=1,
         leaves=(Row(0),),
         seats=(seat(0, [30]),),
-        grants=(Grant(Row(0), BlockId(9)),),
-        chunks=(Chunk(Row(0), 0, 1, Output.SAMPLE),),
+        grants=grants({0: [9]}),
+        chunks=(sample(0, 0, 1),),
     )
     result = runner.launch(again).wait()
     assert emitted(result) == {0: 31} and result.logprobs == {} and result.ended == ()
@@ -157,3 +152,73 @@ def test_a_seat_that_is_taken_is_our_mistake():
     runner.launch(opening(seat(0, [10])))
     with pytest.raises(AssertionError, match="taken"):
         runner.launch(StepPlan(step=1, seats=(seat(0, [11]),), num_cruising=1))
+
+
+def test_a_tethered_row_without_finite_logits_fails_alone():
+    runner, kv = new_runner()
+    plan = StepPlan(
+        step=0,
+        seats=(seat(0, [10], num_candidates=2), seat(1, [5, POISON], num_candidates=3), seat(2, [20])),
+        grants=grants({0: [1], 1: [2], 2: [3]}),
+        chunks=(tethered(0, 0, 1), tethered(1, 0, 2), sample(2, 0, 1)),
+    )
+    result = runner.launch(plan).wait()
+    assert result.ended == (Ended(Row(1), FinishReason.ERROR),)
+    assert result.candidates.keys() == {0} and result.candidates[Row(0)].ids.tolist() == [11, 0]
+    assert emitted(result) == {2: 21}
+    told = StepPlan(1, tells=(Tell(Row(1), (7,)),), chunks=(tethered(1, 2, 3),), num_cruising=1)
+    runner.launch(told)
+    assert kv[2, 0, 0, :, 0, 0].tolist() == [5, POISON, 0, 0]  # it is inert
+
+
+def test_padding_is_computed_in_the_null_block():
+    runner, kv = new_runner()
+    before = kv.fill_(9).clone()
+    result = runner.launch(StepPlan(step=0, num_padding=2)).wait()
+    assert emitted(result) == {} and result.ended == ()
+    before[0, 0, 0, 0] = 0  # token 0 at position 0
+    assert kv.equal(before)
+
+
+class Failing(Scripted):
+    """Loses a step when it is told to."""
+
+    broken = False
+
+    def forward(self, tokens: Tensor, ragged: Ragged, kv: Tensor) -> Tensor:
+        if self.broken:
+            raise MemoryError
+        return super().forward(tokens, ragged, kv)
+
+
+def test_a_reset_forgets_what_a_lost_step_left_half_done():
+    model = Failing()
+    runner = ModelRunner(
+        model, new_store(model.kv_geometry, NUM_BLOCKS, BLOCK, torch.device("cpu")), max_rows=4, max_length=16
+    )
+    runner.launch(opening(seat(0, [10]), seat(1, [20], repetition_penalty=2.0)))
+    model.broken = True
+    costly = {"logit_bias": ((7, 100.0),), "frequency_penalty": 1.0, "bad_words": ((1, 2),)}
+    with pytest.raises(MemoryError):
+        runner.launch(
+            StepPlan(
+                1, seats=(seat(2, [1], **costly),), grants=grants({2: [7]}), chunks=(sample(2, 0, 1),), num_cruising=2
+            )
+        )
+    model.broken = False
+    anew = StepPlan(
+        2,
+        seats=(seat(0, [10, 11]), seat(2, [30], **costly), seat(1, [40 - 5])),
+        grants=grants({0: [1], 2: [7], 1: [4]}),
+        chunks=(sample(0, 1, 2), sample(2, 0, 1), sample(1, 0, 1)),
+        reset=True,
+    )
+    assert emitted(runner.launch(anew).wait()) == {0: 12, 2: 7, 1: 36}
+    assert emitted(runner.launch(StepPlan(3, num_cruising=3)).wait()) == {0: 13, 2: 7, 1: 37}
+
+
+def test_a_told_row_that_cruises_is_our_mistake():
+    runner, _ = new_runner()
+    runner.launch(opening(seat(0, [10])))
+    with pytest.raises(AssertionError, match="cruises"):
+        runner.launch(StepPlan(1, tells=(Tell(Row(0), (3,)),), num_cruising=1))

@@ -132,6 +132,36 @@ class NumericalError(QuireError):
         )
 
 
+class DuplicateRequest(QuireError):
+    """A request came with the id of one that is still here."""
+
+    status = 409
+    code = "duplicate_request"
+
+    def __init__(self, request_id: int) -> None:
+        super().__init__(f"Request {request_id} is already here; give each request an id of its own.")
+
+
+class QueueFull(QuireError):
+    """More waits than the engine was told to let wait."""
+
+    status = 429
+    code = "queue_full"
+
+    def __init__(self, num_waiting: int, most: int, unit: str) -> None:
+        super().__init__(f"The queue is full: {num_waiting} {unit} wait, {most} may. Try again later.")
+
+
+class Draining(QuireError):
+    """The engine finishes what it has and accepts nothing new."""
+
+    status = 503
+    code = "draining"
+
+    def __init__(self) -> None:
+        super().__init__("This engine is shutting down and accepts no more requests; try another one.")
+
+
 class EngineFailed(QuireError):
     """The engine itself failed; no request is to blame."""
 

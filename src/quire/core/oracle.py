@@ -2,18 +2,27 @@
 
 next = Σ mix(token_i, i) mod V. Both oracles (the numpy runner and the integer model behind the real runner) put
 (token, position) into real KV slots and sum what they read back through the block table, so that any misrouted,
-stale, double-owned or early-freed slot changes a token at once. `mix` uses only + * %, and so serves numpy and
-torch alike.
+stale, double-owned or early-freed slot changes a token at once. `mix` and `deficit` use only + * %, and so serve
+numpy and torch alike.
+
+The candidates follow from the same sum Σ: the j-th likeliest token is (Σ + j) mod V, and its log-probability is
+-j * (24 + (Σ mod 2**16) / 1024). The likeliest token has all but 2**-34 of the probability, so that a float32
+softmax has nothing to round: scores, and sums of them, are exact on every body. How dear it is to leave the likeliest
+path (24 to 88) changes with every token, so that the beams of a search fork from each other and die.
 """
 
 from collections.abc import Iterator
 from typing import TypeVar
 
-from quire.core.ids import IntArray
+import numpy as np
+
+from quire.core.ids import FloatArray, IntArray
+from quire.core.step import Candidates
 
 Integers = TypeVar("Integers")  # int, a numpy int64 array or a torch int64 tensor
 
 MODULUS = 1_000_003  # a prime; the products below stay inside 63 bits for ids and positions under 2**24
+DEFICITS_PER_UNIT = 1024  # scores are whole numbers of 1 / 1024: a float32 holds them exactly down to -16,384
 
 
 def mix(tokens: Integers, positions: Integers) -> Integers:
@@ -34,3 +43,22 @@ def continuation(prompt: IntArray, vocab_size: int) -> Iterator[int]:
         yield token
         total += mix(token, position)
         position += 1
+
+
+def total(tokens: IntArray) -> int:
+    """Σ over these tokens, from position 0: what a row that has computed them reads back."""
+    wide = tokens.astype(np.int64)
+    return int(mix(wide, np.arange(len(wide))).sum())
+
+
+def deficit(totals: Integers, ranks: Integers) -> Integers:
+    """How far the token of this rank lies below the likeliest one, in units of 1 / DEFICITS_PER_UNIT."""
+    return ranks * (totals % 2**16 + 24 * DEFICITS_PER_UNIT)  # type: ignore[operator, return-value]
+
+
+def candidates(total: int, vocab_size: int, count: int) -> Candidates:
+    """The closed form: the likeliest tokens after this sum, likeliest first."""
+    ranks = np.arange(min(count, vocab_size))
+    falls = deficit(np.full_like(ranks, total), ranks)
+    logprobs: FloatArray = (-falls).astype(np.float32) / np.float32(DEFICITS_PER_UNIT)
+    return Candidates(((total + ranks) % vocab_size).astype(np.int32), logprobs)

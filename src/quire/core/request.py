@@ -6,6 +6,7 @@
 
 A waiting sequence owns nothing. A running one owns a row and its blocks. A leaving one computes nothing more,
 but steps in flight may still touch its row and blocks; they go back when the last of those steps is absorbed.
+The sequences of one request are a family: admitted, preempted and counted as one.
 """
 
 from dataclasses import dataclass
@@ -13,9 +14,30 @@ from enum import Enum
 
 import numpy as np
 
+from quire.core.events import Cause, Event, What
 from quire.core.ids import IntArray, RequestId, Row, SequenceId
 from quire.core.sampling import RowSampling
 from quire.core.step import FinishReason
+
+MOST_EVENTS = 64  # a family's story keeps its beginning and its latest events
+
+
+class EarlyStopping(Enum):
+    """When a beam search may end, as Hugging Face defines it."""
+
+    WHEN_FULL = "when_full"  # early_stopping=True: as soon as there are `width` finished hypotheses
+    WHEN_UNLIKELY = "when_unlikely"  # False: when the best running beam, at its present length, could not win any more
+    NEVER = "never"  # "never": when no running beam could win at any length
+
+
+@dataclass(frozen=True, slots=True)
+class BeamParams:
+    """Beam search in the place of sampling."""
+
+    width: int
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = EarlyStopping.WHEN_UNLIKELY
+    num_returned: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +48,12 @@ class Request:
     prompt: IntArray
     max_tokens: int
     sampling: RowSampling
-    num_sequences: int = 1
+    num_sequences: int = 1  # rows it occupies: continuations, or the width of its beam
+    beam: BeamParams | None = None
+    partition: str = ""  # who may share its cached prefix: API-key identity and cache salt
+    tenant: str = ""  # who pays for its service
+    priority: int = 0  # its class: lower comes first, as clients of other engines know it
+    deadline_s: float | None = None  # on the engine's clock; it must be seated before
 
     @property
     def max_length(self) -> int:
@@ -40,52 +67,103 @@ class State(Enum):
     FINISHED = "finished"
 
 
+class Family:
+    """A request inside the engine."""
+
+    __slots__ = ("arrived_s", "members", "num_cached", "num_preemptions", "request", "story", "was_seated")
+
+    def __init__(self, request: Request, first_id: int, arrived_s: float) -> None:
+        self.request = request
+        self.arrived_s = arrived_s
+        self.members = tuple(Sequence(self, SequenceId(first_id + i), i) for i in range(request.num_sequences))
+        self.num_preemptions = 0
+        self.was_seated = False
+        self.num_cached = 0  # prompt tokens that its first sitting down found in the cache
+        self.story: list[Event] = []
+
+    @property
+    def order(self) -> int:
+        """Families are numbered as they arrive."""
+        return self.members[0].id
+
+    @property
+    def answers(self) -> tuple["Sequence", ...]:
+        """The members a client hears of: of beams, as many as are to be returned."""
+        beam = self.request.beam
+        return self.members if beam is None else self.members[: beam.num_returned]
+
+    @property
+    def unfinished(self) -> tuple["Sequence", ...]:
+        return tuple(member for member in self.members if not member.finished)
+
+    @property
+    def finished(self) -> bool:
+        return all(member.finished for member in self.members)
+
+    def note(self, event: Event) -> None:
+        """Remember what happened; of a wait, only when its cause changes."""
+        if event.what is What.WAITED and self.waits_for is event.cause:
+            return
+        if len(self.story) == MOST_EVENTS:
+            del self.story[MOST_EVENTS // 2]
+        self.story.append(event)
+
+    @property
+    def waits_for(self) -> Cause | None:
+        last = self.story[-1] if self.story else None
+        return last.cause if last is not None and last.what is What.WAITED else None
+
+    def __repr__(self) -> str:
+        return f"Family({self.request.id}, {[member.state.value for member in self.members]})"
+
+
 class Sequence:
     """One continuation of a request."""
 
     __slots__ = (
-        "cruise_length",
-        "cruise_step",
-        "due_step",
+        "caught_up",
+        "family",
         "finish_reason",
         "id",
         "index",
+        "num_computed",
         "num_planned",
-        "num_preemptions",
         "release_step",
-        "request",
         "row",
+        "score",
         "seated_step",
         "state",
         "tokens",
     )
 
-    def __init__(self, request: Request, sequence_id: SequenceId, index: int) -> None:
-        self.request = request
+    def __init__(self, family: Family, sequence_id: SequenceId, index: int) -> None:
+        self.family = family
         self.id = sequence_id
         self.index = index
         self.state = State.WAITING
-        self.tokens = request.prompt  # prompt and generated, as of the last time it sat down or finished
+        self.tokens: IntArray = family.request.prompt  # as of its last sitting down, or the end; a beam's: always
+        self.score: float | None = None  # of a finished beam
         self.finish_reason: FinishReason | None = None
-        self.num_preemptions = 0
         self._clear_seat()
 
     def _clear_seat(self) -> None:
         self.row: Row | None = None
         self.seated_step = -1
         self.num_planned = 0  # known tokens computed by the steps planned so far, until it cruises
-        self.cruise_step: int | None = None  # in step s it computes position cruise_length + s - cruise_step
-        self.cruise_length = 0
-        self.due_step = -1  # the step in which it next needs a block or has no more to compute
+        self.num_computed = 0  # of those, the ones whose step is absorbed
+        self.caught_up = False  # all that it knew when it sat down is computed
         self.release_step = -1
 
     # The arrows.
 
-    def seat(self, row: Row, step: int) -> None:
+    def seat(self, row: Row, step: int, num_computed: int) -> None:
+        """Sit down with so many tokens found in the cache."""
         assert self.state is State.WAITING, self
         self.state = State.RUNNING
         self.row = row
         self.seated_step = step
+        self.num_planned = num_computed
+        self.num_computed = num_computed
 
     def leave(self, release_step: int, reason: FinishReason | None) -> None:
         """Stop computing. With a reason it is finished; with none it was preempted and will come back."""
@@ -106,13 +184,16 @@ class Sequence:
         assert self.state is State.LEAVING, self
         if self.finish_reason is None:
             self.tokens = np.concatenate([self.tokens, generated])
-            self.num_preemptions += 1
             self.state = State.WAITING
         else:
             self.state = State.FINISHED
         self._clear_seat()
 
     # What follows from the numbers.
+
+    @property
+    def request(self) -> Request:
+        return self.family.request
 
     @property
     def finished(self) -> bool:
@@ -122,20 +203,6 @@ class Sequence:
     def num_tokens(self) -> int:
         """Known tokens at its last sitting down (not those sampled since)."""
         return len(self.tokens)
-
-    @property
-    def cruising(self) -> bool:
-        return self.cruise_step is not None
-
-    def position_at(self, step: int) -> int:
-        """The position a cruising sequence computes in a step."""
-        assert self.cruise_step is not None, self
-        return self.cruise_length + step - self.cruise_step
-
-    def step_of(self, position: int) -> int:
-        """The step in which a cruising sequence computes a position."""
-        assert self.cruise_step is not None, self
-        return self.cruise_step + position - self.cruise_length
 
     @property
     def last_position(self) -> int:

@@ -113,6 +113,7 @@ class RowSampling:
     allowed_ids: tuple[int, ...] | None = None
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
+    num_candidates: int = 0  # likeliest tokens that a tethered row gives back
 
     @property
     def penalized(self) -> bool:

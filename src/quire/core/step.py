@@ -4,9 +4,11 @@ A `StepPlan` is a difference. A row that has caught up *cruises*: it computes on
 being mentioned, until a plan pauses or unseats it, or until it ends on the device (an end token, or its length).
 An ended row is inert: it computes nothing and emits nothing until it is unseated.
 
-A runner applies a plan in this order: leaves, seats, grants; then it runs the chunks and every cruising row that
-is not paused. A chunk whose output holds SAMPLE has reached the last known token: its row emits a token in this
-step and cruises from the next one.
+A runner applies a plan in this order: moves, leaves, seats, tells, grants; then it runs the chunks and every cruising
+row that is not paused. Moves are carried one after the other as they are listed, before this step writes anything. A
+chunk whose output holds SAMPLE has reached the last known token: its row emits a token in this step and cruises from
+the next one. A chunk whose output holds CANDIDATES has reached it too, but its row is *tethered*: it gives back its
+likeliest next tokens and computes nothing more until it is told which of them (or what else) follows.
 """
 
 from dataclasses import dataclass, field
@@ -15,7 +17,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from quire.core.ids import BlockId, FloatArray, IntArray, Row, SequenceId
+from quire.core.ids import FloatArray, IntArray, Row, SequenceId
+from quire.core.moves import Move
 from quire.core.sampling import RowSampling
 
 
@@ -25,6 +28,7 @@ class Output(Flag):
     NONE = 0
     SAMPLE = auto()
     PROMPT_LOGPROBS = auto()
+    CANDIDATES = auto()
 
 
 class FinishReason(Enum):
@@ -34,6 +38,7 @@ class FinishReason(Enum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    EXPIRED = "expired"  # its deadline passed before it was seated
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +54,27 @@ class Seat:
     sampling: RowSampling
 
 
+def _none() -> IntArray:
+    return np.empty(0, dtype=np.int32)
+
+
 @dataclass(frozen=True, slots=True)
-class Grant:
-    """The row's block table grows by one block."""
+class Grants:
+    """The table of row `rows[i]` grows by `blocks[i]`. A row named several times gets its blocks in this order."""
+
+    rows: IntArray = field(default_factory=_none)
+    blocks: IntArray = field(default_factory=_none)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """A tethered row's known tokens grow by these."""
 
     row: Row
-    block: BlockId
+    tokens: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +92,16 @@ class StepPlan:
     """One forward pass, as a difference to the one before."""
 
     step: int
+    moves: tuple[Move, ...] = ()
     leaves: tuple[Row, ...] = ()
     seats: tuple[Seat, ...] = ()
-    grants: tuple[Grant, ...] = ()
+    tells: tuple[Tell, ...] = ()
+    grants: Grants = field(default_factory=Grants)
     chunks: tuple[Chunk, ...] = ()
     pauses: tuple[Row, ...] = ()
     num_cruising: int = 0  # rows that compute one token; some may have ended on the device meanwhile
+    num_padding: int = 0  # tokens computed into the null block and thrown away (static regimes alone)
+    reset: bool = False  # a step was lost: every row of the runner is empty, and its step numbers go on from here
 
     @property
     def num_tokens(self) -> int:
@@ -109,8 +133,11 @@ class Ended(NamedTuple):
     reason: FinishReason
 
 
-def _no_tokens() -> IntArray:
-    return np.empty(0, dtype=np.int32)
+class Candidates(NamedTuple):
+    """The likeliest next tokens of a tethered row, likeliest first, with their log-probabilities."""
+
+    ids: IntArray
+    logprobs: FloatArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,15 +145,25 @@ class StepResult:
     """What one step gave: row `rows[i]` emitted `tokens[i]`."""
 
     step: int
-    rows: IntArray = field(default_factory=_no_tokens)
-    tokens: IntArray = field(default_factory=_no_tokens)
+    rows: IntArray = field(default_factory=_none)
+    tokens: IntArray = field(default_factory=_none)
     ended: tuple[Ended, ...] = ()
     logprobs: dict[Row, TopLogprobs] = field(default_factory=dict)
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    candidates: dict[Row, Candidates] = field(default_factory=dict)
+
+
+class StepLost(Exception):
+    """A step whose result will never come: every step in flight is lost with it."""
+
+    def __init__(self, message: str, *, cache_intact: bool = True, too_large: bool = False) -> None:
+        super().__init__(message)
+        self.cache_intact = cache_intact  # what earlier steps wrote can still be read
+        self.too_large = too_large  # there was no memory for it
 
 
 class Pending(Protocol):
-    """A step under way."""
+    """A step under way. `wait`, like `launch`, may raise `StepLost`."""
 
     def wait(self) -> StepResult: ...
 

@@ -5,15 +5,13 @@ import torch
 from quire.models.oracle import OracleModel
 from quire.runner.kv_store import new_store
 from quire.runner.model_runner import ModelRunner
-from quire.sim.check import VOCAB_SIZE, World
+from quire.sim.world import VOCAB_SIZE, World
 
 
 def torch_oracle(world: World, device: str = "cpu") -> ModelRunner:
-    """Real rows, slots, tables and sampler on a device; only the model is made of integers."""
+    """Real rows, slots, tables, moves and sampler on a device; only the model is made of integers."""
     model = OracleModel(VOCAB_SIZE)
-    return ModelRunner(
-        model,
-        new_store(model.kv_geometry, world.num_blocks, world.block_size, torch.device(device)),
-        max_rows=world.max_rows,
-        max_length=world.max_prompt + world.max_output,
+    stores = new_store(
+        model.kv_geometry, world.num_blocks, world.block_size, torch.device(device), world.num_host_blocks
     )
+    return ModelRunner(model, stores, max_rows=world.max_rows, max_length=world.max_prompt + world.max_output)

@@ -1,6 +1,6 @@
 """The fast CPU path, bfloat16 and float32: few torch calls a layer, packed weights, and no padding anywhere.
 
-Knows nothing of models. Single queries go through `row_attention` where numba is installed.
+Knows nothing of models. Where numba is installed, single queries go through `row_attention`, norms through `row_norm`.
 """
 
 import math
@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels.contract import AttentionRule, Ragged, Rotation
@@ -19,21 +20,32 @@ from quire.kernels.contract import AttentionRule, Ragged, Rotation
 # Two steps of bfloat16: logits this close to the highest, relative to it, may have changed places by rounding.
 _NEAR = 2.0**-6
 _MANY = 64  # near ones, for each row, that are still worth their memory
+_BLOCK = 64  # logits of which only the highest is looked at first: one pass over all of them, and not three
 
-_WORDS = {torch.bfloat16: torch.uint16, torch.float32: torch.uint32}
+Words = NDArray[np.uint16] | NDArray[np.float32]
+
+# What numba takes: numpy has no bfloat16.
+_WORDS = {torch.bfloat16: torch.uint16, torch.float32: torch.float32}
+
+
+class _Compiled(NamedTuple):
+    """The modules that need numba."""
+
+    attention: ModuleType
+    norm: ModuleType
 
 
 class CpuKernels:
-    """Torch operations, oneDNN weights in bfloat16, and a compiled attention for single queries."""
+    """Torch operations, oneDNN weights in bfloat16, compiled norms and a compiled attention for single queries."""
 
     name = "cpu"
 
     def __init__(self, use_numba: bool = True) -> None:
-        self._compiled = _compiled_rows() if use_numba else None
+        self._compiled = _compiled() if use_numba else None
 
     @property
     def compiled(self) -> bool:
-        """Whether single queries have their compiled attention."""
+        """Whether norms and the attention of single queries are compiled."""
         return self._compiled is not None
 
     def pack(self, weight: Tensor) -> Tensor:
@@ -53,19 +65,31 @@ class CpuKernels:
         logits = self.linear(x, packed, None).float()
         if x.dtype is torch.float32:
             return logits
-        highest = logits.amax(dim=-1, keepdim=True)
-        rows, tokens = (logits >= highest - highest.abs() * _NEAR).nonzero().unbind(dim=1)
-        if len(rows) > _MANY * len(x):  # flat logits: no token stands out, whichever way they are rounded
-            return logits
-        logits[rows, tokens] = (x[rows].float() * weight[tokens].float()).sum(dim=-1)
+        near = _near_highest(logits)
+        if len(near.rows) <= _MANY * len(x):  # else flat: no token stands out, whichever way they are rounded
+            exact = (x[near.rows].float() * weight[near.tokens].float()).sum(dim=-1)
+            logits[near.rows, near.tokens] = exact
         return logits
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        if self._compiled is not None and weight.dim() == 1 and x.is_contiguous():
+            output = torch.empty_like(x)
+            width = x.shape[-1]
+            self._compiled.norm.norm(
+                _array(x.view(-1, width)), weight.numpy(), np.float32(epsilon), _array(output.view(-1, width))
+            )
+            return output
         if weight.dim() == 1:
             return F.rms_norm(x.float(), weight.shape, weight, epsilon).to(x.dtype)
         return (F.rms_norm(x.float(), x.shape[-1:], None, epsilon) * weight).to(x.dtype)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        if self._compiled is not None and residual.dtype is torch.float32:
+            output = torch.empty_like(x)
+            self._compiled.norm.add_norm(
+                _array(x), residual.numpy(), weight.numpy(), np.float32(epsilon), _array(output)
+            )
+            return output
         residual += x
         return self.rms_norm(residual, weight, epsilon).to(x.dtype)
 
@@ -101,7 +125,7 @@ class _Chunk(NamedTuple):
 class CpuAttention:
     """One step: single queries together, longer chunks one by one."""
 
-    def __init__(self, ragged: Ragged, block_size: int, compiled: ModuleType | None) -> None:
+    def __init__(self, ragged: Ragged, block_size: int, compiled: _Compiled | None) -> None:
         self._compiled = compiled
         self._block_size = block_size
         self._blocks = ragged.slots // block_size
@@ -121,7 +145,7 @@ class CpuAttention:
         self._masks: dict[tuple[int, int], Tensor] = {}
         self._num_threads = torch.get_num_threads()
         if compiled is not None:
-            compiled.use_threads(self._num_threads)
+            compiled.attention.use_threads(self._num_threads)
 
     def write(self, key_value: Tensor, kv_layer: Tensor) -> None:
         kv_layer.transpose(1, 2).index_put_((self._blocks, self._offsets), key_value)
@@ -138,24 +162,27 @@ class CpuAttention:
 
     def _attend_rows(self, query: Tensor, kv_layer: Tensor, rule: AttentionRule) -> Tensor:
         """query: [rows, heads, dim], in the order of the tables. Returns the same shape."""
-        wide = query.float() * rule.scale
-        output = torch.empty_like(wide)
         assert self._compiled is not None
+        rows, heads, dim = query.shape
         kv_heads = kv_layer.shape[3]
-        self._compiled.attend_rows(
-            wide.numpy(),
-            _words(kv_layer).numpy(),
-            np.array(kv_layer.stride(), dtype=np.uintp),
+        output = torch.empty(rows, heads, dim, dtype=query.dtype)
+        self._compiled.attention.attend_rows(
+            _flat(query),
+            _strides(query),
+            _flat(kv_layer),
+            _strides(kv_layer),
             self._block_size,
-            query.shape[1] // kv_heads,
-            1 if len(query) >= self._num_threads else kv_heads,  # a row's keys are best read by one thread
+            heads // kv_heads,
+            self._compiled.attention.tile_of(heads // kv_heads),
+            1 if rows >= self._num_threads else kv_heads,  # a row's keys are best read by one thread
             self._row_tables,
             self._row_lengths,
             rule.window,
-            rule.softcap,
-            output.numpy(),
+            np.float32(rule.scale),
+            np.float32(rule.softcap),
+            _array(output),
         )
-        return output.to(query.dtype)
+        return output
 
     def _attend_chunk(self, index: int, query: Tensor, kv_layer: Tensor, rule: AttentionRule) -> Tensor:
         """query: [queries, heads, dim] of one chunk. Returns the same shape."""
@@ -201,17 +228,43 @@ def _attend_dense(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | No
     return attended.flatten(0, 1).to(query.dtype)
 
 
-def _compiled_rows() -> ModuleType | None:
-    """`row_attention`, where numba is installed and has a place to cache what it compiles."""
+class _Near(NamedTuple):
+    """Logits close to the highest of their row."""
+
+    rows: Tensor  # [near] int64
+    tokens: Tensor  # [near] int64
+
+
+def _near_highest(logits: Tensor) -> _Near:  # [rows, vocab] float32
+    blocks = logits.view(len(logits), -1, math.gcd(logits.shape[-1], _BLOCK))
+    peaks = blocks.amax(dim=-1)
+    highest = peaks.amax(dim=-1, keepdim=True)
+    lowest = highest - highest.abs() * _NEAR
+    rows, places = (peaks >= lowest).nonzero().unbind(dim=1)
+    found, offsets = (blocks[rows, places] >= lowest[rows]).nonzero().unbind(dim=1)
+    return _Near(rows[found], places[found] * blocks.shape[-1] + offsets)
+
+
+def _compiled() -> _Compiled | None:
+    """Where numba is installed and has a place to cache what it compiles."""
     try:
-        return import_module("quire.kernels.row_attention")
+        return _Compiled(import_module("quire.kernels.row_attention"), import_module("quire.kernels.row_norm"))
     except (ImportError, RuntimeError):
         return None
 
 
-def _words(kv_layer: Tensor) -> Tensor:
-    """The layer's memory from its first number to its last as flat integers, other layers in between."""
-    assert kv_layer.stride(-1) == 1, kv_layer.stride()
-    dimensions = zip(kv_layer.shape, kv_layer.stride(), strict=True)
-    extent = 1 + sum((size - 1) * stride for size, stride in dimensions)
-    return kv_layer.as_strided((extent,), (1,)).view(_WORDS[kv_layer.dtype])
+def _array(x: Tensor) -> Words:
+    """The same memory, bfloat16 as its bits."""
+    array: Words = x.view(_WORDS[x.dtype]).numpy()
+    return array
+
+
+def _flat(x: Tensor) -> Words:
+    """The same memory from its first number to its last, whatever lies in between."""
+    assert x.stride(-1) == 1, x.stride()
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return _array(x.as_strided((extent,), (1,)))
+
+
+def _strides(x: Tensor) -> NDArray[np.uintp]:
+    return np.array(x.stride(), dtype=np.uintp)

@@ -1,11 +1,25 @@
-"""Block tables of sequences and promises to them. Knows positions, not tokens; no rows, no steps.
+"""Gives blocks to rows: from the prefix tree what is known, from the pool what is new, and promises of more.
 
 A reservation is a count, not blocks: blocks enter a table only in the plan that first writes them. What is promised
-to one sequence cannot be taken by another.
+to one row cannot be taken by another. Knows rows and tokens; no steps, no queues, no tensors. Copies that become
+necessary (partial blocks, demotions, promotions) collect as orders for the next plan.
 """
 
-from quire.core.ids import BlockId, SequenceId
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.core.ids import BlockId, IntArray, RequestId, Row
+from quire.core.moves import Move, Place, Tier
 from quire.kv.pool import BlockPool
+from quire.kv.radix import Match, RadixTree
+from quire.kv.radix_node import TOKEN_BYTES, Node
+from quire.kv.tables import Tables
+
+# Blocks evicted at once, ahead of need: a trim costs about the same for one block and for many.
+_TRIM = 32
 
 
 def count_blocks(num_positions: int, block_size: int) -> int:
@@ -13,77 +27,240 @@ def count_blocks(num_positions: int, block_size: int) -> int:
     return -(-num_positions // block_size)
 
 
+class Owner(NamedTuple):
+    """On whose behalf blocks are looked up, kept and evicted."""
+
+    request: RequestId
+    partition: str
+    priority: int
+
+
 class KVManager:
-    """The tables of all seated sequences over one pool."""
+    """The tables of all seated rows over one pool, and the prefix tree beside them."""
 
-    __slots__ = ("_promised", "_tables", "block_size", "num_promised", "pool")
+    __slots__ = ("_committed", "_frozen", "_moves", "_nodes", "_worth_keeping", "block_size", "host", "num_promised",
+                 "pool", "promised", "step", "tables", "tree")  # fmt: skip
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_rows: int,
+        *,
+        prefix: bool = True,
+        num_host_blocks: int = 0,
+        worth_keeping: Callable[[int, int], bool] = lambda start, stop: True,
+    ) -> None:
         self.pool = BlockPool(num_blocks)
+        self.host = BlockPool(num_host_blocks) if num_host_blocks else None
         self.block_size = block_size
-        self.num_promised = 0  # blocks promised to sequences and not yet in their tables
-        self._tables: dict[SequenceId, list[BlockId]] = {}
-        self._promised: dict[SequenceId, int] = {}
+        self.tree = RadixTree(block_size, self.pool, self.host) if prefix else None
+        self.tables = Tables(max_rows)
+        self.promised: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # by row, not yet in its table
+        self.num_promised = 0
+        self.step = 0  # of the plan in the making; evictions remember it
+        self._worth_keeping = worth_keeping  # whether positions [start, stop) are cheaper to bring back than to compute
+        self._nodes: dict[Row, Node] = {}  # the deepest node of the tree that is in the row's table
+        self._committed: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # leading blocks shared with the tree
+        self._frozen: set[Row] = set()  # somebody else put the same tokens into the tree first
+        self._moves: list[Move] = []
 
     @property
     def num_available(self) -> int:
-        """Free blocks that nobody was promised."""
-        return self.pool.num_free - self.num_promised
+        """Blocks that nobody holds and nobody was promised."""
+        return self.pool.num_free + self.pool.num_idle - self.num_promised
 
-    def open(self, sequence: SequenceId, num_reserved: int) -> bool:
-        """Give a sequence an empty table and a promise of so many blocks; False if they are not there."""
-        assert sequence not in self._tables, sequence
-        if num_reserved > self.num_available:
-            return False
-        self._tables[sequence] = []
-        self._promised[sequence] = num_reserved
-        self.num_promised += num_reserved
+    def match(self, owner: Owner, tokens: IntArray, limit: int) -> Match | None:
+        """The longest known prefix of tokens[:limit]."""
+        return None if self.tree is None or limit <= 0 else self.tree.match(owner.partition, tokens, limit)
+
+    def num_found(self, match: Match | None) -> int:
+        """All tokens of a match, wherever they lie."""
+        if match is None:
+            return 0
+        num_partial = 0 if match.partial is None else match.partial.num_tokens
+        return match.num_tokens + len(match.host_blocks) * self.block_size + num_partial
+
+    def fits(self, match: Match | None, num_more: int) -> bool:
+        """Whether the match could be held and so many blocks beyond it promised."""
+        num_idle = 0 if match is None else self.pool.count_idle(match.blocks)
+        return num_more <= self.num_available - num_idle
+
+    def open(self, row: Row, owner: Owner, match: Match | None, num_more: int) -> int:
+        """Begin a row's table with what is known, and promise so many blocks beyond; the positions it holds."""
+        assert self.tables.lengths[row] == 0 and self.fits(match, num_more), row
+        self.promise(row, num_more)
+        if match is None or self.tree is None:
+            return 0
+        self.pool.share(match.blocks)
+        self.tables.append(row, match.blocks)
+        self._nodes[row] = match.node
+        self._committed[row] = len(match.blocks)
+        num_tokens = match.num_tokens
+        from_host = match.host_node is not None or (match.partial is not None and match.partial.place.tier is Tier.HOST)
+        if match.host_node is not None:
+            blocks = self._spend(row, len(match.host_blocks), owner.request, demoting=False)
+            self._moves.extend(self.tree.promote(match.host_node, blocks))
+            self._nodes[row] = match.host_node
+            self._committed[row] += len(blocks)
+            num_tokens += len(blocks) * self.block_size
+        if match.partial is not None:
+            block = self._spend(row, 1, owner.request, demoting=not from_host)
+            self._moves.append(Move(match.partial.place, Place(Tier.DEVICE, BlockId(int(block[0])))))
+            num_tokens += match.partial.num_tokens
+        return num_tokens
+
+    def fork(self, parent: Row, child: Row, owner: Owner, tokens: IntArray) -> None:
+        """Begin the child's table with the parent's first tokens: full blocks shared, the partial one copied."""
+        assert self.tables.lengths[child] == 0, child
+        num_full = len(tokens) // self.block_size
+        shared = self.tables.of(parent)[: num_full + 1].copy()
+        self.pool.share(shared[:num_full])
+        self.tables.append(child, shared[:num_full])
+        self._find_own_node(child, owner, tokens[: num_full * self.block_size])
+        if len(tokens) % self.block_size:
+            block = self._spend(child, 1, owner.request)
+            source = Place(Tier.DEVICE, BlockId(int(shared[num_full])))
+            self._moves.append(Move(source, Place(Tier.DEVICE, BlockId(int(block[0])))))
+
+    def _find_own_node(self, row: Row, owner: Owner, tokens: IntArray) -> None:
+        """Where in the tree the row's blocks are, if they are in it."""
+        if self.tree is None:
+            return
+        match = self.tree.match(owner.partition, tokens, len(tokens))
+        held = self.tables.of(row)
+        same = held[: len(match.blocks)] == match.blocks
+        num_own = len(same) if same.all() else int(same.argmin())
+        if num_own < len(match.blocks):
+            match = self.tree.match(owner.partition, tokens, num_own * self.block_size)
+        self._nodes[row] = match.node
+        self._committed[row] = num_own
+        if num_own < len(held):  # the parent has copies of its own, which somebody else's in the tree stand before
+            self._frozen.add(row)
+
+    def grow(self, row: Row, by: RequestId) -> bool:
+        """One more block for a row's table, from its promise if any is left; False if there is none to give."""
+        if self.promised[row] == 0:
+            if self.num_available == 0:
+                return False
+            self.promise(row, 1)
+        self._spend(row, 1, by)
         return True
 
-    def grow(self, sequence: SequenceId) -> BlockId | None:
-        """One more block for its table, from its promise if any is left; None if there is none to give."""
-        if self._promised[sequence] > 0:
-            self._promised[sequence] -= 1
-            self.num_promised -= 1
-        elif self.num_available == 0:
+    def grow_each(self, rows: IntArray) -> IntArray | None:
+        """One more block for each row; None, and nothing done, if not everyone can have one."""
+        kept = self.promised[rows] > 0
+        num_kept = int(np.count_nonzero(kept))
+        if len(rows) - num_kept > self.num_available:
             return None
-        block = self.pool.take()
-        self._tables[sequence].append(block)
-        return block
+        self._make_free(len(rows), None)
+        blocks = self.pool.take(len(rows))
+        self.promised[rows] -= kept
+        self.num_promised -= num_kept
+        self.tables.append_each(rows, blocks)
+        return blocks
 
-    def grow_to(self, sequence: SequenceId, num_positions: int) -> list[BlockId]:
-        """The blocks its table lacks to hold so many positions, out of its promise."""
-        missing = count_blocks(num_positions, self.block_size) - len(self._tables[sequence])
-        assert missing <= self._promised[sequence], (sequence, missing)
-        blocks = [self.grow(sequence) for _ in range(missing)]
-        return [block for block in blocks if block is not None]
+    def grow_to(self, row: Row, num_positions: int, by: RequestId) -> IntArray:
+        """The blocks a row's table lacks to hold so many positions, out of its promise."""
+        missing = count_blocks(num_positions, self.block_size) - int(self.tables.lengths[row])
+        return self._spend(row, max(missing, 0), by)
 
-    def close(self, sequence: SequenceId) -> None:
-        """Forget the sequence: its blocks lose a reader, its promise lapses."""
-        self.num_promised -= self._promised.pop(sequence)
-        self.pool.release(reversed(self._tables.pop(sequence)))
+    def commit(self, row: Row, owner: Owner, tokens: IntArray) -> None:
+        """Positions [0, len(tokens)) of the row are written for good: let others find their whole blocks."""
+        num_blocks = len(tokens) // self.block_size
+        if self.tree is None or row in self._frozen or num_blocks <= self._committed[row]:
+            return
+        start = int(self._committed[row]) * self.block_size
+        known = tokens[: num_blocks * self.block_size]
+        blocks = self.tables.of(row)[:num_blocks].copy()
+        inserted = self.tree.insert(owner.partition, known, blocks, start, owner.priority, owner.request, leaving=False)
+        if inserted.conflict:  # its own copies stay its own, and what comes after them
+            self._frozen.add(row)
+        else:
+            self._nodes[row] = inserted.node
+            self._committed[row] = num_blocks
 
-    def capacity(self, sequence: SequenceId) -> int:
-        """Positions its table can hold."""
-        return len(self._tables[sequence]) * self.block_size
+    def close(self, row: Row, owner: Owner, tokens: IntArray) -> None:
+        """The row's table goes back; its positions [0, len(tokens)) stay in the tree for who comes next."""
+        self.promise(row, -int(self.promised[row]))
+        blocks = self.tables.of(row).copy()
+        node = self._nodes.pop(row, None)
+        if self.tree is not None and len(tokens):
+            held = blocks[: count_blocks(len(tokens), self.block_size)]
+            start = int(self._committed[row]) * self.block_size
+            last = self.tree.insert(owner.partition, tokens, held, start, owner.priority, owner.request).node
+            self.pool.release(blocks)
+            self.tree.idle(last)
+        else:
+            self.pool.release(blocks)
+        if self.tree is not None and node is not None:
+            self.tree.idle(node)
+        self.tables.clear(row)
+        self._committed[row] = 0
+        self._frozen.discard(row)
 
-    def table(self, sequence: SequenceId) -> tuple[BlockId, ...]:
-        return tuple(self._tables[sequence])
+    def take_moves(self) -> tuple[Move, ...]:
+        """The copies that the next plan must carry."""
+        moves, self._moves = tuple(self._moves), []
+        return moves
 
     @property
-    def num_tables(self) -> int:
-        return len(self._tables)
+    def has_orders(self) -> bool:
+        """Whether copies wait for the next plan."""
+        return bool(self._moves)
+
+    def reset_cache(self) -> int:
+        """Forget every prefix that no row holds; the blocks that became free."""
+        return 0 if self.tree is None else self.tree.reset()
+
+    def lose(self) -> None:
+        """What the device held is gone: forget the orders, and every prefix. No row may be open."""
+        assert not self.tables.lengths.any(), "lose() with open tables"
+        self._moves.clear()
+        self.reset_cache()
+
+    def shrink(self, count: int) -> int:
+        """Take up to so many blocks out of service that nobody holds or was promised; how many there were."""
+        count = min(count, max(self.num_available, 0))
+        self._make_free(count, None)
+        return self.pool.retire(count)
+
+    def promise(self, row: Row, count: int) -> None:
+        """Keep so many more blocks for a row; fewer, if the count is negative."""
+        self.promised[row] += count
+        self.num_promised += count
+
+    def _spend(self, row: Row, count: int, by: RequestId, *, demoting: bool = True) -> IntArray:
+        """Blocks out of the row's promise, into its table. Without demoting, the host tier stays as it is."""
+        assert count <= self.promised[row], (row, count, self.promised[row])
+        self._make_free(count, by, demoting=demoting)
+        blocks = self.pool.take(count)
+        self.promise(row, -count)
+        self.tables.append(row, blocks)
+        return blocks
+
+    def _make_free(self, count: int, by: RequestId | None, *, demoting: bool = True) -> None:
+        short = count - self.pool.num_free
+        if short > 0:
+            assert self.tree is not None, "promises were not kept"
+            demote = self._shall_demote if demoting and self.host is not None else None
+            evicted = self.tree.evict(short, batch=_TRIM, step=self.step, by=by, demote=demote)
+            self._moves.extend(evicted.moves)
+
+    def _shall_demote(self, node: Node, num_blocks: int) -> bool:
+        stop = len(node.path()) // TOKEN_BYTES
+        return self._worth_keeping(max(stop - num_blocks * self.block_size, 0), stop)
 
     def audit(self) -> None:
         """References = readers, no block twice in a table, promises add up and can be kept."""
         self.pool.audit()
-        readers: dict[BlockId, int] = {}
-        for sequence, blocks in self._tables.items():
-            assert len(set(blocks)) == len(blocks), f"a block is twice in the table of sequence {sequence}"
-            for block in blocks:
-                readers[block] = readers.get(block, 0) + 1
-        for block, count in readers.items():
-            assert self.pool.num_references(block) == count, f"block {block} has {count} readers"
-        assert len(readers) + self.pool.num_free == self.pool.num_blocks, "a block is held by nobody"
-        assert self.num_promised == sum(self._promised.values()), "promises do not add up"
-        assert self.num_available >= 0, "more blocks are promised than free"
+        readers: NDArray[np.int64] = np.zeros(self.pool.num_blocks + 1, dtype=np.int64)
+        for row in np.flatnonzero(self.tables.lengths):
+            blocks = self.tables.of(Row(int(row)))
+            assert len(np.unique(blocks)) == len(blocks), f"a block is twice in the table of row {row}"
+            readers[blocks] += 1
+        self.pool.audit_readers(readers)
+        if self.tree is not None:
+            self.tree.audit()
+        assert self.num_promised == int(self.promised.sum()), "promises do not add up"
+        assert self.promised.min() >= 0 and self.num_available >= 0, "more blocks are promised than can be had"

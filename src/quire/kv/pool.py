@@ -1,55 +1,111 @@
-"""Owns block ids. Knows nothing of tokens, tensors or requests."""
+"""Owns block ids. Knows nothing of tokens, tensors or requests.
 
-from collections.abc import Iterable
+A block is free, or it has references: one from each table that holds it, and one from the prefix tree if it is cached.
+A cached block that no table holds is *idle*: it can be had by evicting it.
+"""
 
 import numpy as np
+from numpy.typing import NDArray
 
-from quire.core.ids import NULL_BLOCK, BlockId
+from quire.core.ids import NULL_BLOCK, BlockId, IntArray
 
 
 class BlockPool:
-    """A fixed number of blocks, each free or referenced by its readers. Block 0 is the null block, never lent."""
+    """A fixed number of blocks. Block 0 is the null block, never lent. Every verb takes many blocks at once."""
 
-    __slots__ = ("_free", "_references", "num_blocks")
+    __slots__ = ("_cached", "_free", "_num_retired", "_references", "num_blocks", "num_cached", "num_free", "num_idle")
 
     def __init__(self, num_blocks: int) -> None:
-        assert num_blocks > 0, num_blocks
+        assert num_blocks >= 0, num_blocks
         self.num_blocks = num_blocks
-        self._references = np.zeros(num_blocks + 1, dtype=np.int32)
-        self._free = [BlockId(block) for block in range(num_blocks, 0, -1)]
+        self.num_free = num_blocks
+        self.num_cached = 0
+        self.num_idle = 0
+        self._num_retired = 0
+        self._free: IntArray = np.arange(num_blocks, 0, -1, dtype=np.int32)  # a stack: the first num_free are free
+        self._references: IntArray = np.zeros(num_blocks + 1, dtype=np.int32)
+        self._cached: NDArray[np.bool_] = np.zeros(num_blocks + 1, dtype=np.bool_)
+
+    def take(self, count: int) -> IntArray:
+        """Free blocks, each now with one reference."""
+        assert count <= self.num_free, f"take({count}) from {self.num_free} free blocks: ask num_free first"
+        self.num_free -= count
+        blocks = self._free[self.num_free : self.num_free + count][::-1].copy()
+        self._references[blocks] = 1
+        return blocks
+
+    def share(self, blocks: IntArray) -> None:
+        """One more reference to each of some distinct blocks."""
+        before = self._references[blocks]
+        assert (before > 0).all(), blocks
+        self.num_idle -= int(np.count_nonzero(self._cached[blocks] & (before == 1)))
+        self._references[blocks] = before + 1
+
+    def release(self, blocks: IntArray) -> int:
+        """One reference less to each of some distinct blocks; how many of them are free now."""
+        after = self._references[blocks] - 1
+        assert (after >= 0).all(), blocks
+        self._references[blocks] = after
+        self.num_idle += int(np.count_nonzero(self._cached[blocks] & (after == 1)))
+        freed = blocks[after == 0]
+        assert not self._cached[freed].any(), "a cached block lost its last reference outside the tree"
+        self._free[self.num_free : self.num_free + len(freed)] = freed[::-1]
+        self.num_free += len(freed)
+        return len(freed)
+
+    def adopt(self, blocks: IntArray) -> None:
+        """The tree takes blocks that tables hold: they are cached from now on."""
+        assert not self._cached[blocks].any() and (self._references[blocks] > 0).all(), blocks
+        self._cached[blocks] = True
+        self._references[blocks] += 1
+        self.num_cached += len(blocks)
+
+    def disown(self, blocks: IntArray) -> int:
+        """The tree lets go of blocks; how many of them are free now."""
+        assert self._cached[blocks].all(), blocks
+        self.num_idle -= int(np.count_nonzero(self._references[blocks] == 1))
+        self._cached[blocks] = False
+        self.num_cached -= len(blocks)
+        return self.release(blocks)
+
+    def retire(self, count: int) -> int:
+        """Take up to so many free blocks out of service for ever; how many there were."""
+        count = min(count, self.num_free)
+        self.num_free -= count
+        self._num_retired += count
+        return count
 
     @property
-    def num_free(self) -> int:
-        return len(self._free)
+    def num_in_service(self) -> int:
+        return self.num_blocks - self._num_retired
 
-    def take(self) -> BlockId:
-        """A free block, now with one reader."""
-        assert self._free, "take() from an empty pool: ask num_free first"
-        block = self._free.pop()
-        self._references[block] = 1
-        return block
-
-    def share(self, block: BlockId) -> None:
-        """One more reader of a block that has at least one."""
-        assert self._references[block] > 0, block
-        self._references[block] += 1
-
-    def release(self, blocks: Iterable[BlockId]) -> None:
-        """One reader less of each; a block without readers is free."""
-        for block in blocks:
-            assert self._references[block] > 0, block
-            self._references[block] -= 1
-            if self._references[block] == 0:
-                self._free.append(block)
-
-    def num_references(self, block: BlockId) -> int:
+    def references(self, block: BlockId) -> int:
         return int(self._references[block])
 
+    def is_idle(self, block: BlockId) -> bool:
+        return bool(self._cached[block]) and self._references[block] == 1
+
+    def count_idle(self, blocks: IntArray) -> int:
+        return int(np.count_nonzero(self._cached[blocks] & (self._references[blocks] == 1)))
+
+    def count_readers(self, blocks: IntArray, counts: NDArray[np.int64]) -> int:
+        """How many of some distinct blocks have no other readers than the `counts` given."""
+        return int(np.count_nonzero(self._references[blocks] - self._cached[blocks] == counts))
+
+    def audit_readers(self, readers: NDArray[np.int64]) -> None:
+        """Every reference is one of a table (`readers`, by block) or the tree's."""
+        wrong = np.flatnonzero(self._references != readers + self._cached)
+        assert len(wrong) == 0, (
+            f"block {wrong[0]}: {self._references[wrong[0]]} references, {readers[wrong[0]]} readers"
+        )
+
     def audit(self) -> None:
-        """A block is free xor referenced; the free list has no duplicates; the null block is neither."""
-        free = set(self._free)
-        assert len(free) == len(self._free), "a block is twice in the free list"
-        assert NULL_BLOCK not in free and self._references[NULL_BLOCK] == 0, "the null block was lent"
-        assert not self._references[self._free].any(), "a free block has readers"
+        """A block is free or referenced, never both; the counts are true."""
+        free = self._free[: self.num_free]
+        assert len(set(free.tolist())) == len(free), "a block is free twice"
+        assert not self._references[free].any(), "a free block is referenced"
+        assert self._references[NULL_BLOCK] == 0 and NULL_BLOCK not in free, "the null block was lent"
         held = int(np.count_nonzero(self._references))
-        assert held + len(free) == self.num_blocks, f"{held} held + {len(free)} free != {self.num_blocks}"
+        assert len(free) + held == self.num_in_service, f"{self.num_in_service - held - len(free)} blocks are lost"
+        assert self.num_cached == int(self._cached.sum()), "cached blocks are miscounted"
+        assert self.num_idle == int((self._cached & (self._references == 1)).sum()), "idle blocks are miscounted"

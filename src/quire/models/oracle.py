@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.core.oracle import mix
+from quire.core.oracle import DEFICITS_PER_UNIT, deficit, mix
 from quire.kernels.contract import Ragged
 from quire.models.model import KvGeometry
 
 
 class OracleModel:
-    """next = Σ mix(token_i, i) mod V."""
+    """next = Σ mix(token_i, i) mod V. A hidden state is that sum."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -28,7 +28,7 @@ class OracleModel:
         return KvGeometry(num_layers=1, kv_heads=1, head_dim=1, dtype=torch.int32)
 
     def forward(self, tokens: Tensor, ragged: Ragged, kv: Tensor) -> Tensor:
-        """tokens: [tokens] int64; kv: [blocks, 1, 2, block_size, 1, 1]. [tokens, 1]: what follows each."""
+        """tokens: [tokens] int64; kv: [blocks, 1, 2, block_size, 1, 1]. [tokens, 1] int64: the sum up to each."""
         store = kv[:, 0, :, :, 0, 0].transpose(1, 2)  # [blocks, block_size, 2]
         block_size = store.shape[1]
         written = torch.stack([tokens, ragged.positions], dim=1).to(store.dtype)
@@ -48,8 +48,9 @@ class OracleModel:
         still_to_come = query_ends[sequence_of_query] - torch.arange(len(tokens), device=kv.device) - 1
         last_key = key_ends[sequence_of_query] - still_to_come
         first_key = (key_ends - lengths)[sequence_of_query]
-        return ((totals[last_key] - totals[first_key]) % self._vocab_size)[:, None]
+        return (totals[last_key] - totals[first_key])[:, None]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [rows, 1] int64. Returns [rows, vocab] float32: 1 at the next token, 0 elsewhere."""
-        return F.one_hot(hidden[:, 0], self._vocab_size).float()
+        """hidden: [rows, 1] int64. Returns [rows, vocab] float32; a softmax leaves them as they are."""
+        ranks = (torch.arange(self._vocab_size, device=hidden.device) - hidden) % self._vocab_size
+        return -deficit(hidden, ranks).float() / DEFICITS_PER_UNIT

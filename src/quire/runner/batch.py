@@ -1,9 +1,15 @@
-"""Builds the flat, ragged inputs of one step: cruising rows first, one token each, then the chunks. No padding."""
+"""Builds the flat, ragged inputs of one step: cruising rows first, one token each, then the chunks.
+
+Nothing is padded, but that a plan may ask for so many tokens of padding (static regimes do): they come last.
+"""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.core.ids import NULL_BLOCK, IntArray
@@ -22,14 +28,21 @@ class PromptScoring:
     targets: IntArray
 
 
+class Asking(NamedTuple):
+    """Some rows of the step whose logits are needed."""
+
+    at: Tensor  # [n] int64: their places in the flat batch
+    batch: RowBatch
+
+
 @dataclass(frozen=True, slots=True)
 class StepBatch:
     """What the model reads in one step, and who gets what afterwards."""
 
     tokens: Tensor  # [tokens] int64
     ragged: Ragged
-    sampled_at: Tensor  # [n] int64: places in the flat batch whose logits are needed
-    sampling: RowBatch  # the n rows that get a token
+    sampling: Asking  # the rows that get a token
+    tethered: Asking | None  # the rows that give back their candidates
     scoring: tuple[PromptScoring, ...]
 
 
@@ -65,15 +78,51 @@ def build_batch(table: RowTable, plan: StepPlan, cruising: IntArray) -> StepBatc
         context_lengths=contexts.to(torch.int32),
         reaches=table.reaches[token_rows],
     )
-    sampling_rows = rows[samples]
-    sampled_at = torch.from_numpy(query_starts[1:][samples] - 1).to(device)
-    batch = RowBatch(
-        rows=device_rows if samples.all() else torch.from_numpy(sampling_rows).to(device, torch.int64),
-        host_rows=sampling_rows,
-        positions=positions[sampled_at] + 1,
+    if plan.num_padding:
+        tokens, ragged = _padded(tokens, ragged, plan.num_padding)
+    tethered = np.zeros(len(rows), dtype=np.bool_)
+    tethered[len(cruising) :] = [Output.CANDIDATES in chunk.output for chunk in chunks]
+    last_tokens = query_starts[1:] - 1
+    return StepBatch(
+        tokens,
+        ragged,
+        sampling=_asking(rows, samples, last_tokens, device_rows, positions),
+        tethered=_asking(rows, tethered, last_tokens, device_rows, positions) if tethered.any() else None,
+        scoring=_scoring(table, chunks, query_starts[len(cruising) :]),
     )
-    scoring = _scoring(table, chunks, query_starts[len(cruising) :])
-    return StepBatch(tokens, ragged, sampled_at, batch, scoring)
+
+
+def _asking(
+    rows: IntArray,
+    who: NDArray[np.bool_],
+    last_tokens: NDArray[np.int64],  # of each row, in the flat batch
+    device_rows: Tensor,  # [rows] int64
+    positions: Tensor,  # [tokens] int64
+) -> Asking:
+    asking = rows[who]
+    at = torch.from_numpy(last_tokens[who]).to(positions.device)
+    batch = RowBatch(
+        rows=device_rows if who.all() else torch.from_numpy(asking).to(positions.device, torch.int64),
+        host_rows=asking,
+        positions=positions[at] + 1,
+    )
+    return Asking(at, batch)
+
+
+def _padded(tokens: Tensor, ragged: Ragged, count: int) -> tuple[Tensor, Ragged]:
+    """The step with so many sequences more, each of one token in the first slot of the null block."""
+    nothing = tokens.new_zeros(count)
+    starts = ragged.query_starts[-1] + torch.arange(1, count + 1, dtype=torch.int32, device=tokens.device)
+    missing_width = int(ragged.tables.shape[1] == 0)
+    padded = Ragged(
+        positions=torch.cat([ragged.positions, nothing]),
+        slots=torch.cat([ragged.slots, nothing]),
+        tables=F.pad(ragged.tables, (0, missing_width, 0, count), value=NULL_BLOCK),
+        query_starts=torch.cat([ragged.query_starts, starts]),
+        context_lengths=F.pad(ragged.context_lengths, (0, count), value=1),
+        reaches=F.pad(ragged.reaches, (0, count), value=1),
+    )
+    return torch.cat([tokens, nothing]), padded
 
 
 def _slots(table: RowTable, rows: Tensor, positions: Tensor) -> Tensor:

@@ -1,19 +1,105 @@
-"""The KV store: the bytes of all blocks on the device."""
+"""The KV stores: the bytes of all blocks, on the device and, where there is a second tier, on the host.
+
+Carries moves between blocks; knows nothing of what they hold. Where the device is the CPU the host's tier is
+another buffer, and the code is the same.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from statistics import median
 
 import torch
 from torch import Tensor
 
 from quire.core.errors import ConfigError
+from quire.core.ids import BlockId
+from quire.core.moves import Move, Place, Run, Tier, runs
 from quire.models.model import KvGeometry
 
+# Blocks copied at once, and how often, to learn what a copy costs: enough to see past a hiccup.
+_MEASURED_BLOCKS = 8
+_MEASURED_ROUNDS = 5
 
-def new_store(geometry: KvGeometry, num_blocks: int, block_size: int, device: torch.device) -> Tensor:
-    """Not filled: no slot is read before it was written. Block 0, the null block, comes on top of the pool's."""
+
+class KvStores:
+    """One tensor for each tier. Block 0 of each, the null block, comes on top of the pool's."""
+
+    __slots__ = ("device", "host")
+
+    def __init__(self, device: Tensor, host: Tensor | None = None) -> None:
+        self.device = device  # [blocks + 1, layers, 2, block_size, kv_heads, dim]
+        self.host = host  # [host blocks + 1, …], pinned if the device is not the CPU
+
+    @property
+    def block_size(self) -> int:
+        return self.device.shape[3]
+
+    def carry(self, moves: Iterable[Move]) -> None:
+        """Copy blocks, in the order of the moves. Does not wait for the device."""
+        for run in runs(moves):
+            self._copy(run)
+
+    def _copy(self, run: Run) -> None:
+        assert (run.src, run.dst) != (Tier.HOST, Tier.HOST), f"a move inside the host's store: {run}"
+        source, target = self._store(run.src), self._store(run.dst)
+        if source.is_cuda and target.is_cuda:  # one launch for the run
+            index = torch.tensor([run.sources, run.targets]).to(source.device, non_blocking=True)
+            target.index_copy_(0, index[1], source.index_select(0, index[0]))
+            return
+        for src, dst in zip(run.sources, run.targets, strict=True):  # a plain copy each: 10 x an indexed one on the CPU
+            target[dst].copy_(source[src], non_blocking=True)
+
+    def _store(self, tier: Tier) -> Tensor:
+        if tier is Tier.DEVICE:
+            return self.device
+        assert self.host is not None, "a move to or from the host, which has no store"
+        return self.host
+
+
+def new_store(
+    geometry: KvGeometry, num_blocks: int, block_size: int, device: torch.device, num_host_blocks: int = 0
+) -> KvStores:
+    """Not filled: no slot is read before it was written."""
+    block_bytes = geometry.block_bytes(block_size)
+    shape = geometry.store_shape(num_blocks + 1, block_size)
     try:
-        return torch.empty(geometry.store_shape(num_blocks + 1, block_size), dtype=geometry.dtype, device=device)
+        store = torch.empty(shape, dtype=geometry.dtype, device=device)
     except RuntimeError as error:  # what torch's allocators raise, torch.OutOfMemoryError included
         raise ConfigError(
-            f"There is no memory for a KV cache of {num_blocks} blocks "
-            f"({geometry.block_bytes(block_size) * num_blocks} bytes); use a smaller --kv-cache-memory.",
+            f"There is no memory for a KV cache of {num_blocks} blocks ({block_bytes * num_blocks} bytes); "
+            f"use a smaller --kv-cache-memory.",
             param="kv_cache_memory",
         ) from error
+    if num_host_blocks == 0:
+        return KvStores(store)
+    shape = geometry.store_shape(num_host_blocks + 1, block_size)
+    try:
+        host = torch.empty(shape, dtype=geometry.dtype, pin_memory=device.type == "cuda")
+    except RuntimeError as error:
+        raise ConfigError(
+            f"There is no memory on the host for {num_host_blocks} swapped KV blocks "
+            f"({block_bytes * num_host_blocks} bytes); make the host's share of the KV cache smaller."
+        ) from error
+    return KvStores(store, host)
+
+
+def measure_transfer(stores: KvStores, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Seconds to copy one block between device and host: the median of some copies out and back.
+
+    To be called before the host holds anything. What the device holds stays.
+    """
+    assert stores.host is not None, "there is no host tier to measure"
+    count = min(_MEASURED_BLOCKS, len(stores.device), len(stores.host))
+    here = [Place(Tier.DEVICE, BlockId(block)) for block in range(count)]
+    there = [Place(Tier.HOST, BlockId(block)) for block in range(count)]
+    out = [Move(src, dst) for src, dst in zip(here, there, strict=True)]
+    back = [Move(dst, src) for src, dst in zip(here, there, strict=True)]
+    seconds = []
+    for _ in range(_MEASURED_ROUNDS + 1):
+        begun = clock()
+        stores.carry(out)
+        stores.carry(back)
+        if stores.device.is_cuda:
+            torch.cuda.synchronize(stores.device.device)
+        seconds.append(clock() - begun)
+    return median(seconds[1:]) / (2 * count)  # the first round touches fresh pages

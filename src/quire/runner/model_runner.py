@@ -1,9 +1,9 @@
-"""Carries plans out with a model: build the batch, run it, sample, advance the rows. One verb, `launch`.
+"""Carries plans out with a model: move blocks, build the batch, run it, sample, advance the rows. One verb, `launch`.
 
 Nothing between `launch` and `wait` waits for the device, so that steps can be in flight on one that runs behind.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -12,8 +12,10 @@ from torch import Tensor
 from quire.core.ids import IntArray, Row
 from quire.core.step import Ended, FinishReason, PromptLogprobs, StepPlan, StepResult
 from quire.models.model import Model
-from quire.runner.batch import PromptScoring, StepBatch, build_batch
+from quire.runner.batch import Asking, PromptScoring, build_batch
+from quire.runner.kv_store import KvStores
 from quire.runner.rows import RowTable
+from quire.sampling.candidates import RowCandidates
 from quire.sampling.logprobs import RowScores, Scores, score_tokens
 from quire.sampling.sampler import Sampler
 
@@ -22,54 +24,68 @@ _SCORED_AT_ONCE = 64
 
 
 class ModelRunner:
-    """A model, its KV store and its rows on one device."""
+    """A model, its KV stores and its rows on one device."""
 
-    def __init__(
-        self,
-        model: Model,
-        kv: Tensor,  # [blocks + 1, layers, 2, block_size, kv_heads, dim]
-        *,
-        max_rows: int,
-        max_length: int,
-    ) -> None:
+    def __init__(self, model: Model, stores: KvStores, *, max_rows: int, max_length: int) -> None:
+        device = stores.device.device
         self._model = model
-        self._kv = kv
-        self._rows = RowTable(max_rows, max_length, block_size=kv.shape[3], device=kv.device)
-        self._sampler = Sampler(max_rows, model.vocab_size, kv.device)
+        self._stores = stores
+        self._rows = RowTable(max_rows, max_length, stores.block_size, device)
+        self._sampler = Sampler(max_rows, model.vocab_size, device)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> "RunningStep":
+        self._stores.carry(plan.moves)
+        self._tell_sampler(plan)
+        cruising = self._rows.apply(plan)
+        batch = build_batch(self._rows, plan, cruising)
+        if len(batch.tokens) == 0:
+            return RunningStep(plan.step)
+        hidden = self._model.forward(batch.tokens, batch.ragged, self._stores.device)
+        return RunningStep(
+            plan.step,
+            self._sample(batch.sampling, hidden) if len(batch.sampling.at) else None,
+            self._find_candidates(batch.tethered, hidden) if batch.tethered is not None else None,
+            tuple((part, self._score(part, hidden)) for part in batch.scoring),
+        )
+
+    def _tell_sampler(self, plan: StepPlan) -> None:
+        """The rows' sampling state follows the same differences as the row table."""
+        if plan.reset:
+            self._sampler.clear()
         for row in plan.leaves:
             self._sampler.leave(row)
         for seat in plan.seats:
             self._sampler.seat(seat)
-        cruising = self._rows.apply(plan)
-        batch = build_batch(self._rows, plan, cruising)
-        hidden = self._model.forward(batch.tokens, batch.ragged, self._kv)
-        prompt_scores = tuple((part, self._score(part, hidden)) for part in batch.scoring)
-        return self._sample(plan.step, batch, hidden, prompt_scores)
+        for tell in plan.tells:
+            self._sampler.tell(tell.row, tell.tokens)
 
     def _sample(
         self,
-        step: int,
-        batch: StepBatch,
+        asking: Asking,
         hidden: Tensor,  # [tokens, hidden]
-        prompt_scores: tuple[tuple[PromptScoring, list[Scores]], ...],
-    ) -> "RunningStep":
-        rows = batch.sampling.rows
-        if len(rows) == 0:
-            return RunningStep(step, batch.sampling.host_rows, None, None, prompt_scores)
-        logits = self._model.logits(hidden[batch.sampled_at])
-        sampled = self._sampler.sample(logits, batch.sampling)
+    ) -> "Emission":
+        batch = asking.batch
+        logits = self._model.logits(hidden[asking.at])
+        sampled = self._sampler.sample(logits, batch)
         tokens = sampled.tokens
-        scores = self._sampler.score(logits, batch.sampling, tokens)
-        ends = self._sampler.ends(batch.sampling, tokens)
-        self._sampler.commit(batch.sampling, tokens)
-        alive = self._rows.alive[rows]
+        scores = self._sampler.score(logits, batch, tokens)
+        ends = self._sampler.ends(batch, tokens)
+        self._sampler.commit(batch, tokens)
+        alive = self._rows.alive[batch.rows]
         emitted = alive & sampled.finite
-        self._rows.advance(rows, tokens, emitted, ends.stop | ends.length | ~sampled.finite)
+        self._rows.advance(batch.rows, tokens, emitted, ends.stop | ends.length | ~sampled.finite)
         outcome = torch.stack([tokens, alive.long(), sampled.finite.long(), ends.stop.long(), ends.length.long()])
-        return RunningStep(step, batch.sampling.host_rows, outcome, scores, prompt_scores)
+        return Emission(batch.host_rows, outcome, scores)
+
+    def _find_candidates(
+        self,
+        asking: Asking,
+        hidden: Tensor,  # [tokens, hidden]
+    ) -> RowCandidates:
+        found = self._sampler.candidates(self._model.logits(hidden[asking.at]), asking.batch)
+        self._rows.end(asking.batch.rows, ~found.finite)
+        return found
 
     def _score(self, part: PromptScoring, hidden: Tensor) -> list[Scores]:
         """Scores of prompt tokens, a few positions at a time: logits of a whole prompt would be vast."""
@@ -87,19 +103,14 @@ class ModelRunner:
 
 
 @dataclass(frozen=True, slots=True)
-class RunningStep:
-    """A launched step; its outcome is on the device until somebody waits for it."""
+class Emission:
+    """The tokens that rows were given, on the device until somebody waits for them."""
 
-    step: int
     rows: IntArray
-    outcome: Tensor | None  # [5, n] int64: token, alive, finite, stop, length
+    outcome: Tensor  # [5, n] int64: token, alive, finite, stop, length
     scores: RowScores | None
-    prompt_scores: tuple[tuple[PromptScoring, list[Scores]], ...]
 
-    def wait(self) -> StepResult:
-        prompt_logprobs = tuple(_collect(part, pieces) for part, pieces in self.prompt_scores)
-        if self.outcome is None:
-            return StepResult(self.step, prompt_logprobs=prompt_logprobs)
+    def wait(self, step: int) -> StepResult:
         tokens, alive, finite, stop, length = self.outcome.cpu().numpy()
         emitted = (alive & finite).astype(np.bool_)
         over = np.flatnonzero(alive & (stop | length | (1 - finite)))
@@ -108,14 +119,29 @@ class RunningStep:
         if not emitted.all():
             spoke = set(self.rows[emitted].tolist())
             logprobs = {row: top for row, top in logprobs.items() if row in spoke}
-        return StepResult(
-            step=self.step,
-            rows=self.rows[emitted],
-            tokens=tokens[emitted].astype(np.int32),
-            ended=ended,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-        )
+        return StepResult(step, self.rows[emitted], tokens[emitted].astype(np.int32), ended, logprobs)
+
+
+@dataclass(frozen=True, slots=True)
+class RunningStep:
+    """A launched step; its outcome is on the device until somebody waits for it."""
+
+    step: int
+    emission: Emission | None = None
+    candidates: RowCandidates | None = None
+    prompt_scores: tuple[tuple[PromptScoring, list[Scores]], ...] = ()
+
+    def wait(self) -> StepResult:
+        result = StepResult(self.step) if self.emission is None else self.emission.wait(self.step)
+        if self.candidates is not None:
+            found = self.candidates.wait()
+            failed = tuple(Ended(row, FinishReason.ERROR) for row, best in found.items() if best is None)
+            likeliest = {row: best for row, best in found.items() if best is not None}
+            result = replace(result, ended=result.ended + failed, candidates=likeliest)
+        if self.prompt_scores:
+            scores = tuple(_collect(part, pieces) for part, pieces in self.prompt_scores)
+            result = replace(result, prompt_logprobs=scores)
+        return result
 
 
 def _reason(finite: int, stop: int) -> FinishReason:

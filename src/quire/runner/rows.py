@@ -4,13 +4,15 @@ What the device alone can know (which token came, who ended) lives in tensors; w
 the host as well, so that building a batch never waits for the device.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.core.ids import IntArray, Row
-from quire.core.step import Grant, Output, Seat, StepPlan
+from quire.core.step import Grants, Output, Seat, StepPlan, Tell
 
 
 class RowTable:
@@ -33,14 +35,20 @@ class RowTable:
 
     def apply(self, plan: StepPlan) -> IntArray:
         """Follow the differences; the rows that cruise through this step."""
-        assert plan.step == self._next_step, f"plan {plan.step} came, {self._next_step} was due"
-        self._next_step += 1
+        if plan.reset:
+            self.seats.clear()
+            self.cruising[:] = False
+        else:
+            assert plan.step == self._next_step, f"plan {plan.step} came, {self._next_step} was due"
+        self._next_step = plan.step + 1
         for row in plan.leaves:
             del self.seats[row]
             self.cruising[row] = False
         for seat in plan.seats:
             self._sit(seat)
-        if plan.grants:
+        for tell in plan.tells:
+            self._hear(tell)
+        if len(plan.grants):
             self._grant(plan.grants)
         moving = self.cruising.copy()
         moving[list(plan.pauses)] = False
@@ -57,6 +65,10 @@ class RowTable:
         """Rows that emitted a token know one more; rows that ended are inert from now on."""
         self.last_tokens[rows] = torch.where(emitted, tokens, self.last_tokens[rows])
         self.lengths[rows] += emitted
+        self.end(rows, ended)
+
+    def end(self, rows: Tensor, ended: Tensor) -> None:
+        """Those of the rows that ended are inert from now on."""
         self.alive[rows] &= ~ended
 
     def _sit(self, seat: Seat) -> None:
@@ -68,11 +80,19 @@ class RowTable:
         self.reaches[seat.row] = seat.max_length
         self.alive[seat.row] = True
 
-    def _grant(self, grants: tuple[Grant, ...]) -> None:
-        columns = []
-        for grant in grants:
-            columns.append(int(self.num_blocks[grant.row]))
-            self.num_blocks[grant.row] += 1
-        places = torch.tensor([[grant.row for grant in grants], columns], device=self.device)
-        blocks = torch.tensor([grant.block for grant in grants], dtype=torch.int32, device=self.device)
-        self.tables[places[0], places[1]] = blocks
+    def _hear(self, tell: Tell) -> None:
+        assert not self.cruising[tell.row], f"row {tell.row} cruises: it finds its tokens itself"
+        seat = self.seats[tell.row]
+        known = np.concatenate([seat.tokens, np.array(tell.tokens, dtype=np.int32)])
+        self.seats[tell.row] = replace(seat, tokens=known)
+        self._tokens_left[tell.row] -= len(tell.tokens)
+        self.lengths[tell.row] = len(known)
+
+    def _grant(self, grants: Grants) -> None:
+        """A row may be named several times: its blocks stay in order because the sort does."""
+        order = np.argsort(grants.rows, kind="stable")
+        rows = grants.rows[order].astype(np.int64)
+        columns = self.num_blocks[rows] + np.arange(len(rows)) - np.searchsorted(rows, rows)
+        np.add.at(self.num_blocks, rows, 1)
+        places = torch.from_numpy(np.stack([rows, columns, grants.blocks[order]])).to(self.device, non_blocking=True)
+        self.tables[places[0], places[1]] = places[2].int()

@@ -71,6 +71,7 @@ class SamplingRows:
         self.asks: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
         self.host_top_k: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
         self.host_num_logprobs: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
+        self.host_num_candidates: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
         self._integers = torch.zeros(max_rows, 6, dtype=torch.int64, device=device)
         self.seed, self.index, self.top_k, self.min_tokens, self.num_prompt, self.max_length = self._integers.unbind(1)
         self._floats = torch.zeros(max_rows, 6, dtype=torch.float64, device=device)
@@ -84,6 +85,7 @@ class SamplingRows:
         self.asks[seat.row] = _asks(sampling)
         self.host_top_k[seat.row] = sampling.top_k or self.vocab_size
         self.host_num_logprobs[seat.row] = sampling.num_logprobs or 0
+        self.host_num_candidates[seat.row] = min(sampling.num_candidates, self.vocab_size)
         integers = (
             sampling.seed,
             seat.index,

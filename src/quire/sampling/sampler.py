@@ -3,18 +3,21 @@
 The order of the stages:
     raw logits -> offsets (allowed ids, bias, one-token bad words) -> bad words -> min_tokens
     -> repetition, then frequency and presence penalties -> temperature -> min-p -> top-k -> top-p -> draw
+Tethered rows give back their candidates instead, from the logits as they are before the temperature.
 A row's token depends on its own logits, parameters and tokens alone, bit for bit, not on its batch or its row
 number. Nothing here waits for an accelerator.
 """
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from quire.core.ids import Row
 from quire.core.step import Seat
 from quire.sampling.bad_words import BadWords
+from quire.sampling.candidates import RowCandidates, likeliest
 from quire.sampling.ends import Ends, find_ends, forbid_early_ends
 from quire.sampling.filters import draw, drop_unlikely, keep_likeliest, token_weights
 from quire.sampling.logprobs import RowScores, score_tokens
@@ -23,6 +26,7 @@ from quire.sampling.penalties import Penalties
 from quire.sampling.random import uniform
 from quire.sampling.rows import Ask, RowBatch, SamplingRows
 
+_REMEMBERING = Ask.BAD_WORDS | Ask.PENALTIES  # whose state depends on the tokens
 _SHAPING = Ask.OFFSETS | Ask.BAD_WORDS | Ask.MIN_TOKENS | Ask.PENALTIES
 
 # Logits drawn from at once; each takes some 40 bytes meanwhile. On the CPU what fits the cache is fastest
@@ -45,6 +49,7 @@ class Sampler:
     """The sampling state of all rows, and what is done with it in each step."""
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
+        self._max_rows = max_rows
         self._rows = SamplingRows(max_rows, vocab_size, device)
         self._offsets = Offsets(max_rows, vocab_size, device)
         self._bad_words = BadWords(max_rows, device)
@@ -72,23 +77,41 @@ class Sampler:
         self._bad_words.leave(row)
         self._penalties.leave(row)
 
+    def clear(self) -> None:
+        """Every row is empty, whatever a lost step had left half done."""
+        for row in range(self._max_rows):
+            self.leave(Row(row))
+
+    def tell(self, row: Row, tokens: tuple[int, ...]) -> None:
+        """A tethered row's tokens go on with these."""
+        if not self._rows.asks[row] & _REMEMBERING:
+            return
+        place = torch.tensor([row], device=self._rows.device)
+        batch = RowBatch(place, np.array([row], dtype=np.int32), positions=place)  # nobody reads the positions
+        for token in tokens:
+            self.commit(batch, torch.tensor([token], device=self._rows.device))
+
     def sample(
         self,
         logits: Tensor,  # [n, vocab] float32; not changed
         batch: RowBatch,
     ) -> Sampled:
         """Choose a token for every row of the batch. `commit` tells the rows' state of it."""
-        tokens, highest = _likeliest(logits)
-        finite = torch.isfinite(highest)
-        shaped = self._shape(logits, batch)
-        if shaped is not logits:
-            tokens, highest = _likeliest(shaped)
-            finite &= torch.isfinite(highest)
+        shaped, tokens, highest, finite = self._best(logits, batch)
         random = self._rows.part(batch, Ask.RANDOM)
         if random is not None:
             drawn = self._draw(random.of(shaped), random.of(highest), random.batch)
             tokens = random.put(tokens, drawn)
         return Sampled(torch.where(finite, tokens, 0), finite)
+
+    def candidates(
+        self,
+        logits: Tensor,  # [n, vocab] float32; not changed
+        batch: RowBatch,
+    ) -> RowCandidates:
+        """The likeliest tokens of every row of the batch, as many as it asks for."""
+        shaped, _, _, finite = self._best(logits, batch)
+        return likeliest(shaped, finite, batch.host_rows, self._rows.host_num_candidates[batch.host_rows])
 
     def weights(self, logits: Tensor, batch: RowBatch) -> Tensor:  # [n, vocab] int64
         """What `sample` draws from: the chances of all tokens, in proportion. For rows with a temperature."""
@@ -116,6 +139,15 @@ class Sampler:
         counts = self._rows.host_num_logprobs[asking.batch.host_rows]
         scores = score_tokens(asking.of(logits), asking.of(tokens), int(counts.max()))
         return RowScores(asking.batch.host_rows, counts, scores)
+
+    def _best(self, logits: Tensor, batch: RowBatch) -> "_Best":
+        tokens, highest = _likeliest(logits)
+        finite = torch.isfinite(highest)
+        shaped = self._shape(logits, batch)
+        if shaped is not logits:
+            tokens, highest = _likeliest(shaped)
+            finite &= torch.isfinite(highest)
+        return _Best(shaped, tokens, highest, finite)
 
     def _shape(self, logits: Tensor, batch: RowBatch) -> Tensor:
         """The logits after all that forbids, favours or penalizes single tokens; a copy if anything does."""
@@ -170,6 +202,15 @@ class Sampler:
             )
             weights = choosy.put(weights, kept)
         return weights
+
+
+class _Best(NamedTuple):
+    """The logits as a row's parameters shape them, and what is likeliest among them."""
+
+    shaped: Tensor  # [n, vocab] float32
+    tokens: Tensor  # [n] int64
+    highest: Tensor  # [n] float32
+    finite: Tensor  # [n] bool: no NaN, no +inf, and something left to choose
 
 
 class _Likeliest(NamedTuple):

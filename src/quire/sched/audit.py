@@ -8,43 +8,83 @@ from quire.sched.scheduler import Scheduler
 
 def audit(scheduler: Scheduler) -> None:
     """Raise AssertionError at the first law that does not hold. The numbers are those of the promises (I1–I18)."""
-    scheduler.kv.audit()  # I1–I4
-    scheduler.seating.audit()
-    seated = scheduler.seating.seated
+    books = scheduler.books
+    scheduler.kv.audit()  # I1–I5
+    books.seating.audit()
+    seated = books.seating.seated
     running = [sequence for sequence in seated.values() if sequence.state is State.RUNNING]
     for sequence in running:  # I7
-        held = len(scheduler.kv.table(sequence.id))
+        assert sequence.row is not None, sequence
+        held = int(scheduler.kv.tables.lengths[sequence.row])
         assert held == _blocks_planned(scheduler, sequence), f"{sequence} holds {held} blocks"
-    assert scheduler.kv.num_tables == len(seated), "somebody who does not sit has a table"  # I8
-    waiting = 0
-    for siblings in scheduler.sequences_of.values():  # I10
-        for sequence in siblings:
-            assert sequence.state is not State.FINISHED, f"{sequence} is finished and not forgotten"
-            waits = sequence.row is None
-            assert waits == (sequence.state is State.WAITING), sequence
-            waiting += waits
-    assert waiting == scheduler.num_waiting, "the waiting are miscounted"  # I18
-    assert scheduler.num_cruising == sum(s.cruising and s.due_step >= 0 for s in running), "cruising miscounted"
-    assert scheduler.num_coasting == sum(s.cruising and s.due_step < 0 for s in running), "coasting miscounted"
-    assert scheduler.prefilling == sorted((s for s in running if not s.cruising), key=lambda s: s.id)
+    for row in range(scheduler.max_rows):  # I8
+        owns = scheduler.kv.tables.lengths[row] or scheduler.kv.promised[row]
+        assert row in seated or not owns, f"nobody sits in row {row}, which owns blocks"
+    _audit_families(scheduler)
+    cruise = books.cruise
+    cruising = [s for s in running if s.row is not None and cruise.cruises(s.row)]
+    coasting = [s for s in running if s.row is not None and cruise.coasts(s.row)]
+    assert cruise.num_cruising == len(cruising), "cruising miscounted"  # I18
+    assert cruise.num_coasting == len(coasting), "coasting miscounted"
+    working = {s.id for s in books.prefilling} | {s.id for s in books.tethered}
+    unplanned = {s.id for s in running if s.num_planned < s.num_tokens}
+    assert working <= unplanned and unplanned - working <= _resting(scheduler), "somebody's tokens are forgotten"
+    assert [s.id for s in books.prefilling] == sorted(s.id for s in books.prefilling), "prefills out of order"
+
+
+def _audit_families(scheduler: Scheduler) -> None:
+    """A family is in one place: it sits, waits in the queue, or waits for a prefix (I10)."""
+    books = scheduler.books
+    parked = {family.order for family in books.leaders.parked if not family.finished}
+    for family in books.families.values():
+        states = {member.state for member in family.members}
+        assert states != {State.FINISHED}, f"{family} is finished and not forgotten"
+        for member in family.members:
+            assert (member.row is None) == (member.state in (State.WAITING, State.FINISHED)), member
+        sits = bool(states & {State.RUNNING, State.LEAVING})
+        places = sits + (family in books.room) + (family.order in parked)
+        assert places == 1, f"{family} is in {places} places"
+        whole = not family.finished or sits
+        assert whole, f"{family} waits and is finished"
+    waiting = sum(family in books.room for family in books.families.values())
+    assert waiting == len(books.room), "the waiting are miscounted"
 
 
 def audit_plan(scheduler: Scheduler, plan: StepPlan) -> None:
     """Budget and row limits hold (I9)."""
-    assert 0 < plan.num_tokens <= scheduler.max_step_tokens, f"{plan.num_tokens} tokens in step {plan.step}"
-    assert len(scheduler.seating.seated) <= scheduler.max_rows, "too many rows"
+    assert plan.num_tokens > 0, f"nothing to compute in step {plan.step}"
+    if scheduler.policy.regime.chunked:
+        assert plan.num_tokens <= scheduler.max_step_tokens, f"{plan.num_tokens} tokens in step {plan.step}"
+    assert len(scheduler.books.seating.seated) <= scheduler.max_rows, "too many rows"
 
 
 def audit_rest(scheduler: Scheduler) -> None:
-    """With nothing to do, everything is free again (I15)."""
+    """With nothing to do, everything is free or cached (I15)."""
     assert scheduler.idle, "not at rest"
-    assert scheduler.kv.num_available == scheduler.kv.pool.num_blocks, "blocks were lost"
-    assert scheduler.seating.num_free == scheduler.max_rows, "rows were lost"
+    pool = scheduler.kv.pool
+    assert scheduler.kv.num_available == pool.num_in_service, "blocks were lost"
+    assert pool.num_idle == pool.num_cached, "a cached block is held by nobody who is here"
+    assert scheduler.books.seating.num_free == scheduler.max_rows, "rows were lost"
+    assert not scheduler.books.leaders.parked, "somebody waits for a leader that is gone"
+    scheduler.reset_cache()
+    assert pool.num_free == pool.num_in_service, "the cache cannot be emptied"
+    host = scheduler.kv.host
+    assert host is None or host.num_free == host.num_blocks, "the host tier cannot be emptied"
+
+
+def _resting(scheduler: Scheduler) -> set[int]:
+    """Those that sit and wait for others of their family: siblings for the prompt, beams for each other."""
+    books = scheduler.books
+    awaiting: set[int] = set(books.forks.waiting)
+    for family in books.families.values():
+        if family.request.beam is not None:
+            awaiting |= {m.id for m in family.members} - {m.id for m in books.beams.live(family)}
+    return awaiting
 
 
 def _blocks_planned(scheduler: Scheduler, sequence: Sequence) -> int:
-    """A table covers exactly what was computed or planned."""
-    positions = sequence.num_planned
-    if sequence.cruising:
-        positions = min(sequence.position_at(scheduler.last_planned), sequence.last_position) + 1
+    """A table covers exactly what was computed or planned, or nothing yet."""
+    if sequence.id in _resting(scheduler):
+        return 0
+    positions = scheduler.books.num_computed(sequence)
     return count_blocks(positions, scheduler.kv.block_size)

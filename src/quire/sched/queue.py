@@ -1,40 +1,254 @@
-"""The waiting room: sequences in order of arrival. Knows nothing of blocks or rows."""
+"""The waiting room: families that wait for seats, in the order of the policy. Knows nothing of memory or rows.
 
-from heapq import heappop, heappush
+A class has two lanes, a lane one queue for each tenant, a queue its families by deadline, then arrival. The head of a
+lane is the head of its least-served tenant; the heads of lanes and of classes are compared by `order.Key`, a class
+being as old as the longer waiting of its two lane heads. So all tenants of a class age together: a long backlog
+gives a tenant no claim over the others. Every heap drops lazily what has gone, so the cost of an operation grows with
+the number of classes in use and the logarithm of the rest, not with the number waiting.
+"""
 
-from quire.core.ids import SequenceId
-from quire.core.request import Sequence, State
+from collections.abc import Iterator, Mapping
+from heapq import heappop, heappush, heapreplace
+from typing import NamedTuple
+
+from quire.core.request import Family
+from quire.sched.order import Key, Lane, OrderPolicy, aged_class, lane, urgent_before, yields
+from quire.sched.shares import Shares
+
+_SLACK = 32  # a heap this much longer than twice its living entries is rebuilt
 
 
-class WaitingQueue:
-    """First come, first served; a preempted sequence comes back to its old place. Ids grow with arrival."""
+class Urgency(NamedTuple):
+    """How pressing the head is. A running seat is taken by base class alone, else two classes that age would swap it
+    back and forth."""
 
-    __slots__ = ("_heap", "_waiting")
+    aged_class: int
+    base_class: int
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[SequenceId, Sequence]] = []
-        self._waiting: set[SequenceId] = set()
+
+class _Ticket(NamedTuple):
+    family: Family
+    since_s: float
+
+
+class _Place(NamedTuple):
+    """Within a queue; the smallest first."""
+
+    deadline_s: float
+    order: int
+
+
+class _Entry(NamedTuple):
+    """A tenant's queue in the heap of its lane: a lower bound, since service grows and places are vacated."""
+
+    service: float
+    place: _Place
+    tenant: str
+
+
+class _Head(NamedTuple):
+    key: Key
+    base_class: int
+    overtaker: int | None  # its order
+
+
+class _TenantQueue:
+    """The families of one tenant in one lane of one class. Those no longer among the tickets are dropped lazily."""
+
+    __slots__ = ("_heap", "_tickets", "entry", "num_waiting")
+
+    def __init__(self, tickets: Mapping[int, _Ticket]) -> None:
+        self._tickets = tickets
+        self._heap: list[_Place] = []
+        self.entry: _Entry | None = None  # the one in the lane's heap that counts
+        self.num_waiting = 0
+
+    def push(self, place: _Place) -> None:
+        heappush(self._heap, place)
+        self.num_waiting += 1
+
+    def forget_one(self) -> None:
+        self.num_waiting -= 1
+        if len(self._heap) > 2 * self.num_waiting + _SLACK:
+            self._heap = sorted({place for place in self._heap if place.order in self._tickets})
+
+    def head(self) -> _Place:
+        while self._heap[0].order not in self._tickets:
+            heappop(self._heap)
+        return self._heap[0]
+
+
+class _LaneQueue:
+    """The tenants of one lane of one class, least service first."""
+
+    __slots__ = ("_heap", "_shares", "_tenants", "_tickets")
+
+    def __init__(self, tickets: Mapping[int, _Ticket], shares: Shares | None) -> None:
+        self._tickets = tickets
+        self._shares = shares
+        self._tenants: dict[str, _TenantQueue] = {}
+        self._heap: list[_Entry] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._tenants)
+
+    def push(self, tenant: str, place: _Place) -> None:
+        queue = self._tenants.get(tenant)
+        if queue is None:
+            queue = self._tenants[tenant] = _TenantQueue(self._tickets)
+        queue.push(place)
+        entry = _Entry(self._service(tenant), place, tenant)
+        if queue.entry is None or entry < queue.entry:
+            queue.entry = entry
+            heappush(self._heap, entry)
+            self._tidy()
+
+    def forget_one(self, tenant: str) -> None:
+        queue = self._tenants[tenant]
+        queue.forget_one()
+        if queue.num_waiting == 0:
+            del self._tenants[tenant]
+            self._tidy()
+
+    def head(self) -> _Entry | None:
+        while self._heap:
+            entry = self._heap[0]
+            queue = self._tenants.get(entry.tenant)
+            if queue is None or queue.entry is not entry:
+                heappop(self._heap)
+                continue
+            service, place = self._service(entry.tenant), queue.head()
+            if service == entry.service and place == entry.place:
+                return entry
+            queue.entry = _Entry(service, place, entry.tenant)
+            heapreplace(self._heap, queue.entry)
+        return None
+
+    def _service(self, tenant: str) -> float:
+        return 0.0 if self._shares is None else self._shares.service(tenant)
+
+    def _tidy(self) -> None:
+        if len(self._heap) > 2 * len(self._tenants) + _SLACK:
+            self._heap = sorted(queue.entry for queue in self._tenants.values() if queue.entry is not None)
+
+
+class _ClassQueue:
+    """The two lanes of one class."""
+
+    __slots__ = ("_policy", "_tickets", "base_class", "long", "short")
+
+    def __init__(
+        self, base_class: int, policy: OrderPolicy, tickets: Mapping[int, _Ticket], shares: Shares | None
+    ) -> None:
+        self.base_class = base_class
+        self.short = _LaneQueue(tickets, shares)
+        self.long = _LaneQueue(tickets, shares)
+        self._policy = policy
+        self._tickets = tickets
+
+    def head(self, now_s: float) -> _Head:
+        short, long = self.short.head(), self.long.head()
+        short_waited_s = 0.0 if short is None else now_s - self._tickets[short.place.order].since_s
+        long_waited_s = 0.0 if long is None else now_s - self._tickets[long.place.order].since_s
+        aged = aged_class(self.base_class, max(short_waited_s, long_waited_s), self._policy.ageing_s)
+        short_key = None if short is None else Key(aged, short.service, False, *short.place)
+        if long is not None:
+            long_yields = yields(Lane.LONG, long_waited_s, self._policy.lane_patience_s)
+            long_key = Key(aged, long.service, long_yields, *long.place)
+            if short_key is None or long_key < short_key:
+                return _Head(long_key, self.base_class, short_key.order if short_key and long_yields else None)
+        assert short_key is not None, f"nobody waits in class {self.base_class}"
+        return _Head(short_key, self.base_class, None)
+
+
+class WaitingRoom:
+    """Families in, the next ones to admit out."""
+
+    __slots__ = ("_classes", "_deadlines", "_policy", "_shares", "_tickets", "num_tokens")
+
+    def __init__(self, policy: OrderPolicy, shares: Shares) -> None:
+        self._policy = policy
+        self._shares = shares if policy.fair else None
+        self._tickets: dict[int, _Ticket] = {}  # who waits, by order
+        self._classes: dict[int, _ClassQueue] = {}
+        self._deadlines: list[_Place] = []
+        self.num_tokens = 0  # of the prompts that wait
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._tickets)
 
-    def push(self, sequence: Sequence) -> None:
-        assert sequence.state is State.WAITING and sequence.id not in self._waiting, sequence
-        self._waiting.add(sequence.id)
-        heappush(self._heap, (sequence.id, sequence))
+    def __contains__(self, family: Family) -> bool:
+        return family.order in self._tickets
 
-    def discard(self, sequence: Sequence) -> None:
-        """Take out one that was aborted; its entry is dropped when it comes to the front."""
-        self._waiting.discard(sequence.id)
+    # Coming and going.
 
-    def first(self) -> Sequence | None:
-        while self._heap and self._heap[0][0] not in self._waiting:
-            heappop(self._heap)
-        return self._heap[0][1] if self._heap else None
+    def push(self, family: Family, since_s: float) -> None:
+        """Wait, from now; or, for one that waited elsewhere meanwhile, from when it began to. Its tenant must have
+        arrived in the shares. A preempted family finds its old place, and has met its deadline already."""
+        assert family not in self, family
+        request = family.request
+        place = _Place(urgent_before(request.deadline_s), family.order)
+        self._tickets[family.order] = _Ticket(family, since_s)
+        self.num_tokens += len(request.prompt)
+        queue = self._classes.get(request.priority)
+        if queue is None:
+            queue = _ClassQueue(request.priority, self._policy, self._tickets, self._shares)
+            self._classes[request.priority] = queue
+        self._lane_of(family, queue).push(self._tenant_of(family), place)
+        if request.deadline_s is not None:
+            heappush(self._deadlines, place)
 
-    def pop(self) -> Sequence:
-        sequence = self.first()
-        assert sequence is not None, "pop() from an empty queue"
-        heappop(self._heap)
-        self._waiting.discard(sequence.id)
-        return sequence
+    def pop(self, family: Family) -> float:
+        """It is admitted, or waits elsewhere. Answers since when it waited."""
+        ticket = self._tickets.pop(family.order)
+        self.num_tokens -= len(family.request.prompt)
+        queue = self._classes[family.request.priority]
+        self._lane_of(family, queue).forget_one(self._tenant_of(family))
+        if not (queue.short or queue.long):
+            del self._classes[family.request.priority]
+        if len(self._deadlines) > 2 * len(self) + _SLACK:
+            self._deadlines = sorted({place for place in self._deadlines if place.order in self._tickets})
+        return ticket.since_s
+
+    def discard(self, family: Family) -> None:
+        """It gave up; no matter if it does not wait here."""
+        if family in self:
+            self.pop(family)
+
+    def expire(self, now_s: float) -> list[Family]:
+        """Take out those that were not seated before their deadline, the earliest first."""
+        expired = []
+        while self._deadlines and self._deadlines[0].deadline_s <= now_s:
+            ticket = self._tickets.get(heappop(self._deadlines).order)
+            if ticket is not None and not ticket.family.was_seated:
+                self.pop(ticket.family)
+                expired.append(ticket.family)
+        return expired
+
+    # Who is next.
+
+    def candidates(self, now_s: float) -> Iterator[Family]:
+        """The head; then, if it cannot be admitted, who may overtake it: the short lane of its class, as long as the
+        head is a long prompt with patience. Nobody else: what the head needs must come free some day. After a push
+        or a pop, ask anew."""
+        head = self._head(now_s)
+        if head is None:
+            return
+        overtaker = None if head.overtaker is None else self._tickets[head.overtaker].family
+        yield self._tickets[head.key.order].family
+        if overtaker is not None:
+            yield overtaker
+
+    def urgency(self, now_s: float) -> Urgency | None:
+        head = self._head(now_s)
+        return None if head is None else Urgency(head.key.aged_class, head.base_class)
+
+    def _head(self, now_s: float) -> _Head | None:
+        return min((queue.head(now_s) for queue in self._classes.values()), default=None)
+
+    def _lane_of(self, family: Family, queue: _ClassQueue) -> _LaneQueue:
+        short = lane(len(family.request.prompt), self._policy.long_prompt) is Lane.SHORT
+        return queue.short if short else queue.long
+
+    def _tenant_of(self, family: Family) -> str:
+        return family.request.tenant if self._shares is not None else ""

@@ -8,33 +8,29 @@ three laws keep that safe:
 (c) a step in which a row was denied a block admits nobody.
 """
 
-from bisect import insort
-from dataclasses import dataclass, field
+from collections import deque
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.core.ids import BlockId, IntArray, RequestId, SequenceId
-from quire.core.request import Request, Sequence, State
-from quire.core.step import (
-    Chunk,
-    FinishReason,
-    Grant,
-    Output,
-    PromptLogprobs,
-    Seat,
-    StepPlan,
-    StepResult,
-    TopLogprobs,
-)
-from quire.kv.manager import KVManager, count_blocks
-from quire.sched.calendar import Calendar
-from quire.sched.queue import WaitingQueue
-from quire.sched.seating import Seating
+from quire.core.errors import Draining, DuplicateRequest, NeverFits, QueueFull
+from quire.core.ids import IntArray, RequestId, Row, SequenceId
+from quire.core.request import Family, Request, Sequence, State
+from quire.core.step import Candidates, FinishReason, PromptLogprobs, StepPlan, StepResult, TopLogprobs
+from quire.kv.manager import KVManager
+from quire.sched.admission import Admission
+from quire.sched.beams import Turn
+from quire.sched.books import Books
+from quire.sched.cost import UNMEASURED, CostTable, StepShape
+from quire.sched.draft import Draft
+from quire.sched.feeding import Feeding
+from quire.sched.owner import owner_of
+from quire.sched.policy import Policy
+from quire.sched.pressure import Pressure
+from quire.sched.reserve import most_blocks
 
-# A sequence preempted so often comes back only with its whole length promised, and is then never a victim.
-MAX_PREEMPTIONS = 3
+_UNBOUNDED = 1 << 40  # tokens of a step, where a prompt may not be cut
 
 
 class Absorbed(NamedTuple):
@@ -48,269 +44,277 @@ class Absorbed(NamedTuple):
     prompt_logprobs: dict[SequenceId, PromptLogprobs]
 
 
-@dataclass(slots=True)
-class _Draft:
-    """A plan in the making."""
+class _Flight(NamedTuple):
+    """A planned step whose result has not come."""
 
     step: int
-    budget: int
-    pressure: bool = False
-    num_cruising: int = 0
-    seats: list[Seat] = field(default_factory=list)
-    grants: list[Grant] = field(default_factory=list)
-    chunks: list[Chunk] = field(default_factory=list)
-    paused: list[Sequence] = field(default_factory=list)
+    chunks: tuple[tuple[Sequence, int], ...]  # whose chunk, and the position where it ends
+    shape: StepShape
+    planned_s: float
 
 
 class Scheduler:
     """All requests of one engine, from `add` to their last block."""
 
-    def __init__(self, kv: KVManager, *, max_rows: int, max_step_tokens: int) -> None:
+    def __init__(
+        self,
+        kv: KVManager,
+        *,
+        max_rows: int,
+        max_step_tokens: int,
+        policy: Policy | None = None,
+        cost: CostTable | None = None,
+    ) -> None:
         assert 0 < max_rows <= max_step_tokens, (max_rows, max_step_tokens)
+        self.policy = policy or Policy()
+        self.cost = cost or CostTable(UNMEASURED)
         self.kv = kv
         self.max_rows = max_rows
         self.max_step_tokens = max_step_tokens
-        self.num_preemptions = 0
-        self.last_planned = -1
-        self.last_absorbed = -1
-        self.queue = WaitingQueue()
-        self.seating = Seating(max_rows)
-        self.sequences_of: dict[RequestId, list[Sequence]] = {}
-        self.prefilling: list[Sequence] = []  # in order of arrival
-        self.num_cruising = 0
-        self.num_coasting = 0  # rows whose last step is in flight: they end by length when it is absorbed
-        self._calendar = Calendar()
+        self.books = Books(kv, self.policy, max_rows)
+        pressure = Pressure(self.books, self.cost)
+        self._feeding = Feeding(self.books, pressure, self.cost, max_rows)
+        self.admission = Admission(self.books, pressure, self._feeding.take_chunk)
+        self.draining = False
+        self._in_flight: deque[_Flight] = deque()
+        self._ended_early: list[Sequence] = []  # not by a step; told with the next result
+        self._reset = False  # the runner must forget all rows
+        self._absorbed_s = 0.0
         self._next_sequence = 0
 
     # Requests come and go.
 
-    def add(self, request: Request) -> tuple[Sequence, ...]:
-        """Queue a request that passed the door; its continuations, in order."""
-        assert request.id not in self.sequences_of, request.id
-        siblings = []
-        for index in range(request.num_sequences):
-            sequence = Sequence(request, SequenceId(self._next_sequence), index)
-            self._next_sequence += 1
-            self.queue.push(sequence)
-            siblings.append(sequence)
-        self.sequences_of[request.id] = siblings
-        return tuple(siblings)
+    def add(self, request: Request, now_s: float = 0.0) -> tuple[Sequence, ...]:
+        """Queue a request that passed the door; its continuations, in order. A `QuireError` means: not accepted."""
+        if request.id in self.books.families:
+            raise DuplicateRequest(request.id)
+        if self.draining:
+            raise Draining()
+        needed, blocks = most_blocks(request, self.kv.block_size), self.kv.pool.num_in_service
+        if needed > blocks or request.num_sequences > self.max_rows:
+            raise NeverFits(request.max_length - 1, needed, blocks, self.kv.block_size)
+        waiting, room = len(self.books.room), self.books.room
+        most, most_tokens = self.policy.max_waiting, self.policy.max_waiting_tokens
+        if most is not None and waiting >= most:
+            raise QueueFull(waiting, most, "requests")
+        if most_tokens is not None and waiting and room.num_tokens + len(request.prompt) > most_tokens:
+            raise QueueFull(room.num_tokens, most_tokens, "prompt tokens")
+        family = Family(request, self._next_sequence, now_s)
+        self._next_sequence += request.num_sequences
+        self.books.enter(family)
+        return family.members
 
     def abort(self, request_id: RequestId) -> tuple[Sequence, ...]:
         """End a request, whatever state it is in; those of its sequences that had not ended yet."""
-        siblings = tuple(self.sequences_of.get(request_id, ()))
-        return tuple(sequence for sequence in siblings if self.finish(sequence, FinishReason.ABORT))
+        family = self.books.families.get(request_id)
+        members = () if family is None else family.members
+        ended = {member.id for member in members if self.finish(member, FinishReason.ABORT)}
+        return tuple(member for member in (() if family is None else family.answers) if member.id in ended)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> bool:
         """End one sequence, whatever state it is in; False if it had ended already."""
-        if sequence.finished:
-            return False
-        if sequence.state is State.RUNNING:
-            self._depart(sequence, reason)
-            return True
-        self.seating.settle(sequence)
-        self.queue.discard(sequence)
-        sequence.finish(reason)
-        if sequence.state is State.FINISHED:
-            self._forget(sequence)
-        return True
+        return self.books.finish(sequence, reason)
+
+    def drain(self) -> None:
+        """Accept nobody any more; who is here is served to the end."""
+        self.draining = True
 
     # One step.
 
-    def plan(self) -> StepPlan | None:
+    def plan(self, now_s: float = 0.0) -> StepPlan | None:
         """The next step, or None if nothing can be computed before an absorption."""
-        draft = _Draft(self.last_planned + 1, self.max_step_tokens)
-        self._feed_cruising(draft)
-        for sequence in tuple(self.prefilling):
-            if draft.budget > 0:
-                self._take_chunk(sequence, draft)
-        if not draft.pressure:  # law (c)
-            self._admit(draft)
+        draft = self._begin(now_s)
+        self._feeding.cruising(draft)
+        self._feeding.fresh(draft)
+        self._feeding.tethered(draft)
+        self._feeding.prefills(draft)
+        self.admission.admit(draft)
         return self._commit(draft)
 
-    def absorb(self, result: StepResult) -> Absorbed:
+    def absorb(self, result: StepResult, now_s: float = 0.0) -> Absorbed:
         """Take in the oldest step in flight."""
-        assert result.step == self.last_absorbed + 1 <= self.last_planned, (result.step, self.last_absorbed)
-        self.last_absorbed = result.step
-        self.seating.note(result)
-        named = self.seating.row_sequence
-        emitters, tokens = named[result.rows], result.tokens
+        flight = self._in_flight.popleft()
+        assert result.step == flight.step == self.books.last_absorbed + 1, (result.step, flight.step)
+        self.books.last_absorbed = result.step
+        self._observe(flight, now_s)
+        seating = self.books.seating
+        seating.note(result)
+        emitters, tokens = seating.named(result.rows), result.tokens
         heard = emitters >= 0
         if not heard.all():
             emitters, tokens = emitters[heard], tokens[heard]
-        logprobs = {SequenceId(int(named[row])): top for row, top in result.logprobs.items() if named[row] >= 0}
-        scores = {SequenceId(int(named[s.row])): s for s in result.prompt_logprobs if named[s.row] >= 0}
-        ended = [(self.seating.seated[row], reason) for row, reason in result.ended]
-        finished = tuple(sequence for sequence, reason in ended if self.finish(sequence, reason))
-        self._release_up_to(result.step)
-        return Absorbed(result.step, emitters, tokens, finished, logprobs, scores)
+        logprobs = {name: top for row, top in result.logprobs.items() if (name := seating.listener(row)) is not None}
+        scores = {name: s for s in result.prompt_logprobs if (name := seating.listener(s.row)) is not None}
+        failed = {row for row, reason in result.ended if reason is FinishReason.ERROR}
+        for sequence, stop in flight.chunks:
+            self._note_computed(sequence, stop, failed=sequence.row in failed)
+        finished = self._finish_ended(result) + self._advance_beams(result.candidates)
+        self.books.release_up_to(result.step)
+        finished, self._ended_early = finished + self._ended_early, []
+        return Absorbed(result.step, emitters, tokens, tuple(finished), logprobs, scores)
 
-    @property
-    def num_waiting(self) -> int:
-        return len(self.queue)
-
-    @property
-    def num_running(self) -> int:
-        return len(self.seating.seated) - len(self.seating.leaving)
+    def overdue(self) -> Absorbed | None:
+        """Those who ended without a step to be told with, if there are any."""
+        if not self._ended_early:
+            return None
+        ended, self._ended_early = tuple(self._ended_early), []
+        nobody = np.empty(0, dtype=np.int64)
+        return Absorbed(self.books.last_absorbed, nobody, nobody.astype(np.int32), ended, {}, {})
 
     @property
     def idle(self) -> bool:
-        """Nothing waits, sits or is in flight."""
-        return not self.sequences_of and self.last_planned == self.last_absorbed
+        """Nothing waits, sits or is in flight, and nobody is still to be told."""
+        return not self.books.families and not self._in_flight and not self._ended_early
 
-    # Planning: cruising rows first.
+    # Planning.
 
-    def _feed_cruising(self, draft: _Draft) -> None:
-        for sequence in self._calendar.due(draft.step):
-            if sequence.state is not State.RUNNING:  # an older one has just taken its place
-                continue
-            if sequence.position_at(draft.step) > sequence.last_position:
-                self._coast(sequence)
-                continue
-            block = self._find_block(sequence, draft)
-            if block is not None:
-                assert sequence.row is not None, sequence
-                draft.grants.append(Grant(sequence.row, block))
-                self._book(sequence)
-            elif sequence.state is State.RUNNING:
-                draft.paused.append(sequence)
-        draft.num_cruising = self.num_cruising - len(draft.paused)
-        draft.budget -= draft.num_cruising
+    def _begin(self, now_s: float) -> Draft:
+        books = self.books
+        books.now_s = now_s
+        step = books.last_planned + 1
+        self.kv.step = step
+        for family in books.room.expire(now_s):
+            self._end_early(family, FinishReason.EXPIRED)
+        self.admission.take_seats(now_s)
+        return Draft(step, now_s, self.max_step_tokens if self.policy.regime.chunked else _UNBOUNDED)
 
-    def _find_block(self, sequence: Sequence, draft: _Draft) -> BlockId | None:
-        while True:
-            block = self.kv.grow(sequence.id)
-            if block is not None:
-                return block
-            draft.pressure = True
-            if self.seating.leaving or self.num_coasting:  # law (b)
-                return None
-            victim = self._choose_victim()
-            self.num_preemptions += 1
-            self._depart(victim, None)
-            if victim is sequence:
-                return None
-
-    def _choose_victim(self) -> Sequence:
-        """The youngest that may still be preempted, so that the oldest always advances."""
-        seated = self.seating.seated.values()
-        return max((s for s in seated if s.num_preemptions < MAX_PREEMPTIONS), key=lambda sequence: sequence.id)
-
-    def _book(self, sequence: Sequence) -> None:
-        """Come back when it needs a block, or when it has no more to compute."""
-        needs_block = sequence.step_of(self.kv.capacity(sequence.id))
-        has_ended = sequence.step_of(sequence.last_position + 1)
-        self._calendar.book(sequence, min(needs_block, has_ended))
-
-    def _coast(self, sequence: Sequence) -> None:
-        self._calendar.cancel(sequence)
-        self.num_cruising -= 1
-        self.num_coasting += 1
-
-    # Planning: then what must catch up.
-
-    def _take_chunk(self, sequence: Sequence, draft: _Draft) -> None:
-        """As much of its known tokens as the budget holds; with the last of them, it starts to cruise."""
-        assert sequence.row is not None, sequence
-        start = sequence.num_planned
-        length = min(draft.budget, sequence.num_tokens - start)
-        blocks = self.kv.grow_to(sequence.id, start + length)
-        draft.grants.extend(Grant(sequence.row, block) for block in blocks)
-        draft.budget -= length
-        sequence.num_planned += length
-        output = Output.NONE
-        if sequence.request.sampling.num_prompt_logprobs is not None and start < len(sequence.request.prompt):
-            output |= Output.PROMPT_LOGPROBS
-        if sequence.num_planned == sequence.num_tokens:
-            output |= Output.SAMPLE
-            self.prefilling.remove(sequence)
-            self._start_cruising(sequence, draft.step + 1)
-        draft.chunks.append(Chunk(sequence.row, start, length, output))
-
-    def _start_cruising(self, sequence: Sequence, step: int) -> None:
-        sequence.cruise_step = step
-        sequence.cruise_length = sequence.num_tokens
-        if sequence.num_tokens > sequence.last_position:
-            self.num_coasting += 1
-        else:
-            self.num_cruising += 1
-            self._book(sequence)
-
-    # Planning: then new work.
-
-    def _admit(self, draft: _Draft) -> None:
-        while draft.budget > 0 and self.seating.num_free:
-            sequence = self.queue.first()
-            if sequence is None or not self.kv.open(sequence.id, self._blocks_to_reserve(sequence)):
-                return
-            self.queue.pop()
-            row = self.seating.sit(sequence, draft.step)
-            insort(self.prefilling, sequence, key=lambda waiting: waiting.id)
-            request = sequence.request
-            draft.seats.append(
-                Seat(
-                    row=row,
-                    sequence=sequence.id,
-                    index=sequence.index,
-                    tokens=sequence.tokens,
-                    num_prompt=len(request.prompt),
-                    max_length=request.max_length,
-                    sampling=request.sampling,
-                )
-            )
-            self._take_chunk(sequence, draft)
-
-    def _blocks_to_reserve(self, sequence: Sequence) -> int:
-        """Known tokens and one more; after too many preemptions, everything it can ever need."""
-        num_positions = sequence.last_position + 1
-        if sequence.num_preemptions < MAX_PREEMPTIONS:
-            num_positions = min(num_positions, sequence.num_tokens + 1)
-        return count_blocks(num_positions, self.kv.block_size)
-
-    def _commit(self, draft: _Draft) -> StepPlan | None:
-        if draft.num_cruising == 0 and not draft.chunks:
-            for sequence in draft.paused:  # the step is not taken: they ask again in the same one
-                self._calendar.book(sequence, draft.step)
+    def _commit(self, draft: Draft) -> StepPlan | None:
+        books = self.books
+        if draft.empty:
+            for row in draft.paused:  # the step is not taken: they ask again in the same one
+                books.cruise.book_again(row, draft.step)
+            assert not draft.seats and not draft.chunks, draft.seats
             return None
-        for sequence in draft.paused:
-            assert sequence.cruise_step is not None, sequence
-            sequence.cruise_step += 1
-            self._calendar.book(sequence, draft.step + 1)
-        self.last_planned = draft.step
-        return StepPlan(
-            step=draft.step,
-            leaves=self.seating.take_leaves(),
-            seats=tuple(draft.seats),
-            grants=tuple(draft.grants),
-            chunks=tuple(draft.chunks),
-            pauses=tuple(sequence.row for sequence in draft.paused if sequence.row is not None),
-            num_cruising=draft.num_cruising,
-        )
+        for row in draft.paused:
+            books.cruise.book_paused(row, draft.step)
+        for sequence in books.fresh:
+            assert sequence.row is not None, sequence
+            books.seating.tell(sequence.row)
+        books.fresh, books.tells = [], []
+        books.last_planned = draft.step
+        chunks = tuple((s, chunk.start + chunk.length) for s, chunk in zip(draft.chunked, draft.chunks, strict=True))
+        self._in_flight.append(_Flight(draft.step, chunks, self._feeding.shape(draft), draft.now_s))
+        moves = self.kv.take_moves()
+        num_padding = self._padding(draft)
+        tally = books.tally
+        tally.computed_tokens += draft.num_cruising + sum(chunk.length for chunk in draft.chunks)
+        tally.padding_tokens += num_padding
+        tally.moved_blocks += len(moves)
+        reset, self._reset = self._reset, False
+        return draft.build(moves, books.seating.take_leaves(), num_padding=num_padding, reset=reset)
 
-    # Leaving.
+    def _padding(self, draft: Draft) -> int:
+        """What a padded batch computes for nothing: short prompts up to the longest, and members that have ended."""
+        if not self.policy.regime.padded:
+            return 0
+        longest = max((chunk.length for chunk in draft.chunks), default=1)
+        width = max(self.admission.batch_size, draft.num_cruising + len(draft.chunks))
+        return width * longest - draft.num_cruising - sum(chunk.length for chunk in draft.chunks)
 
-    def _depart(self, sequence: Sequence, reason: FinishReason | None) -> None:
-        """Get up from the row: finished for a reason, or preempted for none."""
-        if not sequence.cruising:
-            self.prefilling.remove(sequence)
-        elif sequence.due_step >= 0:
-            self._calendar.cancel(sequence)
-            self.num_cruising -= 1
-        else:
-            self.num_coasting -= 1
-        self.seating.rise(sequence, reason, self.last_planned)
-        self._release_up_to(self.last_absorbed)
+    def _observe(self, flight: _Flight, now_s: float) -> None:
+        """How long a step took: from its plan, or from the step before it if that came back later."""
+        started_s = max(flight.planned_s, self._absorbed_s)
+        self._absorbed_s = now_s
+        costs_matter = self.policy.itl_target_s is not None or self.kv.host is not None
+        if costs_matter and now_s > started_s:
+            self.cost.observe(flight.shape, now_s - started_s)
 
-    def _release_up_to(self, step: int) -> None:
-        for sequence in self.seating.release_up_to(step):
-            self.kv.close(sequence.id)
-            if sequence.state is State.WAITING:
-                self.queue.push(sequence)
-            else:
-                self._forget(sequence)
+    # Absorbing.
 
-    def _forget(self, sequence: Sequence) -> None:
-        siblings = self.sequences_of[sequence.request.id]
-        siblings.remove(sequence)
-        if not siblings:
-            del self.sequences_of[sequence.request.id]
+    def _note_computed(self, sequence: Sequence, stop: int, *, failed: bool) -> None:
+        """A chunk's keys and values are written: others may find them, followers and siblings may begin."""
+        books, row = self.books, sequence.row
+        assert row is not None, sequence
+        sequence.num_computed = stop
+        sequence.caught_up = stop == sequence.num_planned == sequence.num_tokens or sequence.caught_up
+        if failed or sequence.state is not State.RUNNING:
+            return
+        self.kv.commit(row, owner_of(sequence), sequence.tokens[:stop])
+        books.wake(books.leaders.advance(sequence))
+        if sequence.num_computed == sequence.num_tokens:
+            books.wake(books.leaders.end(sequence))
+        for sibling in books.forks.fork(sequence):
+            books.tally.forks += 1
+            books.fresh.append(sibling)
+            books.catch_up(sibling)
+
+    def _finish_ended(self, result: StepResult) -> list[Sequence]:
+        finished = []
+        ended = [(self.books.seating.seated[row], reason) for row, reason in result.ended]
+        for sequence, reason in ended:
+            if sequence.request.beam is not None:  # a search that has lost a beam is no search
+                self._end_early(sequence.family, reason)
+            elif self.finish(sequence, reason):
+                finished.append(sequence)
+                self.books.lengths.note(max(sequence.num_tokens - len(sequence.request.prompt), 1))
+        return finished
+
+    def _advance_beams(self, candidates: dict[Row, Candidates]) -> list[Sequence]:
+        finished: list[Sequence] = []
+        for row, offered in candidates.items():
+            sequence = self.books.seating.seated.get(row)
+            if sequence is None or sequence.state is not State.RUNNING:
+                continue
+            turn = self.books.beams.offer(sequence, offered)
+            if turn is not None:
+                finished.extend(self._follow_beams(sequence.family, turn))
+        return finished
+
+    def _follow_beams(self, family: Family, turn: Turn) -> list[Sequence]:
+        books = self.books
+        if turn.results is None:
+            books.tally.forks += len(turn.seated)
+            books.tells.extend(turn.tells)
+            books.fresh.extend(turn.seated)
+            for beam in turn.live:
+                books.catch_up(beam)
+            return []
+        finished = []
+        for member, hypothesis in zip(family.members, turn.results, strict=False):
+            member.tokens = np.concatenate([family.request.prompt, np.array(hypothesis.tokens, dtype=np.int32)])
+            member.score = hypothesis.score
+            finished.append(member)
+        for member in family.members:
+            reason = turn.results[member.index].finish_reason if member.index < len(turn.results) else None
+            self.finish(member, reason or FinishReason.ABORT)
+        return finished
+
+    # When something breaks.
+
+    def lose_steps(self, *, keep_cache: bool) -> None:
+        """The steps in flight gave nothing: everybody who sits will be seated again, with what was absorbed before."""
+        books = self.books
+        self._in_flight.clear()
+        books.tally.lost_steps += books.last_planned - books.last_absorbed
+        books.seating.forget_steps(books.last_planned)
+        books.last_absorbed = books.last_planned
+        for sequence in tuple(books.seating.seated.values()):
+            if sequence.state is State.RUNNING:
+                books.withdraw(sequence.family)
+        books.release_up_to(books.last_absorbed)
+        books.seating.forget_runner()
+        books.fresh, books.tells = [], []
+        self._reset = True
+        if not keep_cache:
+            self.kv.lose()
+
+    def fail_largest(self) -> None:
+        """There was no memory for a step: the family that holds most blocks ends, so that the others can go on."""
+        waiting = [family for family in self.books.families.values() if not family.finished]
+        largest = max(waiting, key=lambda family: (most_blocks(family.request, 1), family.order), default=None)
+        if largest is not None:
+            self._end_early(largest, FinishReason.ERROR)
+
+    def _end_early(self, family: Family, reason: FinishReason) -> None:
+        ended = {member.id for member in family.members if self.finish(member, reason)}
+        self._ended_early.extend(member for member in family.answers if member.id in ended)
+
+    def reset_cache(self) -> int:
+        """Forget every cached prefix that nobody holds; the blocks that became free."""
+        return self.kv.reset_cache()
+
+    def shrink(self, num_blocks: int) -> int:
+        """Take blocks out of service, as far as everyone who is here still fits; how many."""
+        needs = [most_blocks(family.request, self.kv.block_size) for family in self.books.families.values()]
+        spare = self.kv.pool.num_in_service - max(needs, default=1)
+        return self.kv.shrink(min(num_blocks, max(spare, 0)))

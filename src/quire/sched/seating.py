@@ -4,12 +4,12 @@ Law (a) of run-ahead lives here: a row, and with it the sequence's blocks, is gi
 that touched it has been absorbed. Knows nothing of blocks, budgets or queues.
 """
 
-from collections import deque
+from collections import Counter, deque
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.core.ids import Row
+from quire.core.ids import IntArray, Row, SequenceId
 from quire.core.request import Sequence, State
 from quire.core.step import FinishReason, StepResult
 from quire.sched.tokenlog import TokenLog
@@ -20,26 +20,39 @@ NOBODY = -1
 class Seating:
     """The rows of the persistent batch, seen from the host."""
 
-    __slots__ = ("_free", "_leaves", "_log", "leaving", "row_sequence", "seated")
+    __slots__ = ("_classes", "_free", "_leaves", "_log", "_told", "leaving", "row_sequence", "seated")
 
     def __init__(self, max_rows: int) -> None:
         self.seated: dict[Row, Sequence] = {}
         self.leaving: deque[Sequence] = deque()  # in order of release_step
         self.row_sequence: NDArray[np.int64] = np.full(max_rows, NOBODY, dtype=np.int64)  # whose tokens are heard
+        self._classes: Counter[int] = Counter()  # of those who sit
         self._free = [Row(row) for row in range(max_rows - 1, -1, -1)]
         self._leaves: list[Row] = []  # what the runner has not been told yet
+        self._told: set[Row] = set()  # the rows that the runner knows to be taken
         self._log = TokenLog(max_rows)
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
-    def sit(self, sequence: Sequence, step: int) -> Row:
-        row = self._free.pop()
-        sequence.seat(row, step)
+    def take_row(self) -> Row:
+        return self._free.pop()
+
+    def sit(self, sequence: Sequence, row: Row, step: int, num_computed: int) -> None:
+        sequence.seat(row, step, num_computed)
         self.seated[row] = sequence
         self.row_sequence[row] = sequence.id
-        return row
+        self._classes[sequence.request.priority] += 1
+
+    @property
+    def lowest_class(self) -> int:
+        """The highest number among those who sit: the least important."""
+        return max(self._classes, default=0)
+
+    def tell(self, row: Row) -> None:
+        """The runner is told who sits there."""
+        self._told.add(row)
 
     def note(self, result: StepResult) -> None:
         """Remember what the rows emitted."""
@@ -47,11 +60,27 @@ class Seating:
             self._log.make_room(min((s.seated_step for s in self.seated.values()), default=result.step))
         self._log.append(result.step, result.rows, result.tokens)
 
-    def rise(self, sequence: Sequence, reason: FinishReason | None, last_planned: int) -> None:
+    def forget_steps(self, step: int) -> None:
+        """The steps in flight are lost: the next one to be noted comes after `step`."""
+        self._log.restart(step + 1)
+
+    def named(self, rows: NDArray[np.int32]) -> NDArray[np.int64]:
+        """Whose each row's token is; NOBODY if it is not heard."""
+        names: NDArray[np.int64] = self.row_sequence[rows]
+        return names
+
+    def listener(self, row: Row) -> SequenceId | None:
+        name = int(self.row_sequence[row])
+        return None if name == NOBODY else SequenceId(name)
+
+    def rise(self, sequence: Sequence, reason: FinishReason | None, release_step: int) -> None:
         """Stop computing: finished for a reason, or preempted for none."""
-        assert sequence.row is not None, sequence
-        sequence.leave(last_planned, reason)
-        self._leaves.append(sequence.row)
+        row = sequence.row
+        assert row is not None, sequence
+        sequence.leave(release_step, reason)
+        if row in self._told:
+            self._told.discard(row)
+            self._leaves.append(row)
         self.leaving.append(sequence)
         if reason is not None:
             self.settle(sequence)
@@ -63,24 +92,47 @@ class Seating:
             sequence.tokens = np.concatenate([sequence.tokens, generated])
             self.row_sequence[sequence.row] = NOBODY
 
-    def release_up_to(self, step: int) -> list[Sequence]:
-        """Those whom no step in flight touches any more. Their rows are free; their blocks are the caller's duty."""
-        released = []
-        while self.leaving and self.leaving[0].release_step <= step:
-            sequence = self.leaving.popleft()
-            row = sequence.row
-            assert row is not None, sequence
-            del self.seated[row]
-            self.row_sequence[row] = NOBODY
-            self._free.append(row)
-            sequence.release(self._log.gather(row, sequence.seated_step))
-            released.append(sequence)
-        return released
+    def known(self, sequence: Sequence) -> IntArray:
+        """The tokens it knows by now."""
+        if sequence.finished or sequence.row is None:
+            return sequence.tokens
+        generated = self._log.gather(sequence.row, sequence.seated_step)
+        known: IntArray = np.concatenate([sequence.tokens, generated])
+        return known
+
+    def next_released(self, step: int) -> Sequence | None:
+        """One whom no step in flight touches any more: its row is still its own, its tokens are all known."""
+        if not self.leaving or self.leaving[0].release_step > step:
+            return None
+        return self.leaving.popleft()
+
+    def release(self, sequence: Sequence) -> None:
+        """Its row is free; it waits again, or is finished."""
+        row = sequence.row
+        assert row is not None, sequence
+        del self.seated[row]
+        self._classes[sequence.request.priority] -= 1
+        self._classes += Counter()  # drops the zeros
+        self.row_sequence[row] = NOBODY
+        self._free.append(row)
+        sequence.release(self._log.gather(row, sequence.seated_step))
+
+    def swap(self, sequence: Sequence) -> None:
+        """The runner is to forget what it knows of this row: it will be told anew."""
+        assert sequence.row is not None, sequence
+        if sequence.row in self._told:
+            self._told.discard(sequence.row)
+            self._leaves.append(sequence.row)
 
     def take_leaves(self) -> tuple[Row, ...]:
         """The rows to unseat in the next plan."""
         leaves, self._leaves = tuple(self._leaves), []
         return leaves
+
+    def forget_runner(self) -> None:
+        """The runner knows no row any more."""
+        self._told.clear()
+        self._leaves.clear()
 
     def audit(self) -> None:
         assert len(self.seated) + len(self._free) == len(self.row_sequence), "a row is lost"

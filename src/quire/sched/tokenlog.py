@@ -37,6 +37,14 @@ class TokenLog:
         emitted: IntArray = column[column != NO_TOKEN]
         return emitted
 
+    def restart(self, step: int) -> None:
+        """Steps were lost: go on with this one, nothing noted in between."""
+        while self._first_step + self._num_steps < step:
+            if self.full:
+                self.make_room(self._first_step)
+            self._matrix[self._num_steps] = NO_TOKEN
+            self._num_steps += 1
+
     def make_room(self, oldest_step: int) -> None:
         """Nobody will ask for steps before `oldest_step` any more: forget them, and grow if that is not enough."""
         forgotten = min(max(oldest_step - self._first_step, 0), self._num_steps)

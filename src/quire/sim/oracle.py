@@ -1,7 +1,9 @@
 """The exact oracle as a runner: real KV slots in numpy, tokens derived from what is read back through the tables."""
 
 import numpy as np
+from numpy.typing import NDArray
 
+from quire.core.moves import Place, Run, Tier, runs
 from quire.core.oracle import mix
 from quire.core.step import StepPlan
 from quire.sim.rows import Done, Rows, SeatedRow, Work
@@ -10,16 +12,30 @@ from quire.sim.rows import Done, Rows, SeatedRow, Work
 class OracleRunner:
     """One slot holds (token, position). The next token is Σ mix over all slots of the row, modulo the vocabulary."""
 
-    def __init__(self, num_blocks: int, block_size: int, vocab_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, vocab_size: int, num_host_blocks: int = 0) -> None:
         self._block_size = block_size
-        self._vocab_size = vocab_size
-        self._rows = Rows()
-        self._slots = np.full(((num_blocks + 1) * block_size, 2), -1, dtype=np.int64)
+        self._rows = Rows(vocab_size)
+        self._stores = {
+            Tier.DEVICE: np.full((num_blocks + 1, block_size, 2), -1, dtype=np.int64),
+            Tier.HOST: np.full((num_host_blocks + 1, block_size, 2), -1, dtype=np.int64),
+        }
+        self._slots = self._stores[Tier.DEVICE].reshape(-1, 2)  # a view
+
+    def read(self, place: Place) -> NDArray[np.int64]:  # [block_size, 2]
+        """What a block holds: (token, position) in each slot."""
+        block: NDArray[np.int64] = self._stores[place.tier][place.block]
+        return block
 
     def launch(self, plan: StepPlan) -> Done:
-        return self._rows.run(plan, self._next_token)
+        for run in runs(plan.moves):
+            self._carry(run)
+        return self._rows.run(plan, self._total)
 
-    def _next_token(self, work: Work, row: SeatedRow) -> int:
+    def _carry(self, run: Run) -> None:
+        assert (run.src, run.dst) != (Tier.HOST, Tier.HOST), f"a move inside the host's store: {run}"
+        self._stores[run.dst][list(run.targets)] = self._stores[run.src][list(run.sources)]
+
+    def _total(self, work: Work, row: SeatedRow) -> int:
         """Write the positions that are computed; then read everything back."""
         positions = np.arange(work.stop)
         blocks = np.array(row.blocks, dtype=np.int64)[positions // self._block_size]
@@ -27,4 +43,4 @@ class OracleRunner:
         self._slots[slots[work.start :], 0] = row.tokens[work.start : work.stop]
         self._slots[slots[work.start :], 1] = positions[work.start :]
         read = self._slots[slots]
-        return int(mix(read[:, 0], read[:, 1]).sum()) % self._vocab_size
+        return int(mix(read[:, 0], read[:, 1]).sum())

@@ -1,6 +1,7 @@
-"""How a runner reads plans, in plain Python: seats, leaves, grants and cruising turned into this step's work.
+"""How a runner reads plans, in plain Python: seats, leaves, tells, grants and cruising turned into this step's work.
 
-The toy and the oracle share it. The torch runner does the same with tensors; both must agree.
+The toy and the oracle share it. The torch runner does the same with tensors; both must agree. Padding is ignored:
+there is nothing here that it could slow down. So is everything that shapes logits: these bodies have none.
 """
 
 from collections.abc import Callable
@@ -10,16 +11,17 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.core.ids import BlockId, Row
+from quire.core.oracle import candidates
 from quire.core.step import Ended, FinishReason, Output, Seat, StepPlan, StepResult
 
 
 class Work(NamedTuple):
-    """Compute positions [start, stop) of a row's tokens; emit the next one if `samples`."""
+    """Compute positions [start, stop) of a row's tokens, and give back what `output` names."""
 
     row: Row
     start: int
     stop: int
-    samples: bool
+    output: Output
 
 
 @dataclass(slots=True)
@@ -48,50 +50,68 @@ class Done:
 class Rows:
     """The persistent batch of a runner without tensors."""
 
-    def __init__(self) -> None:
+    def __init__(self, vocab_size: int) -> None:
         self.rows: dict[Row, SeatedRow] = {}
+        self._vocab_size = vocab_size
         self._next_step = 0
 
-    def run(self, plan: StepPlan, next_token: Callable[[Work, SeatedRow], int]) -> Done:
-        """Carry a plan out: compute all its work, and emit where a row has caught up."""
+    def run(self, plan: StepPlan, total: Callable[[Work, SeatedRow], int]) -> Done:
+        """Carry a plan out, but for its moves. `total` computes some work and says what the next tokens follow from."""
         emitted = []
         ended = []
+        likeliest = {}
         for work in self.apply(plan):
-            token = next_token(work, self.rows[work.row])
-            if work.samples:
+            row = self.rows[work.row]
+            follows = total(work, row)
+            if Output.CANDIDATES in work.output:
+                likeliest[work.row] = candidates(follows, self._vocab_size, row.seat.sampling.num_candidates)
+            elif Output.SAMPLE in work.output:
+                token = follows % self._vocab_size
                 emitted.append((work.row, token))
                 end = self.emit(work.row, token)
                 if end is not None:
                     ended.append(end)
         pairs = np.array(emitted, dtype=np.int32).reshape(-1, 2)
-        return Done(StepResult(plan.step, pairs[:, 0], pairs[:, 1], tuple(ended)))
+        return Done(StepResult(plan.step, pairs[:, 0], pairs[:, 1], tuple(ended), candidates=likeliest))
 
     def apply(self, plan: StepPlan) -> list[Work]:
         """Follow the differences; what is to be computed now. Cruising rows first, then chunks."""
-        assert plan.step == self._next_step, f"plan {plan.step} came, {self._next_step} was due"
-        self._next_step += 1
-        for row in plan.leaves:
-            del self.rows[row]
-        for seat in plan.seats:
-            assert seat.row not in self.rows, f"row {seat.row} is taken"
-            self.rows[seat.row] = SeatedRow(seat, seat.tokens.tolist())
-        for grant in plan.grants:
-            self.rows[grant.row].blocks.append(grant.block)
+        self._follow(plan)
         paused = set(plan.pauses)
         work = [
-            Work(row, len(seated.tokens) - 1, len(seated.tokens), samples=True)
+            Work(row, len(seated.tokens) - 1, len(seated.tokens), Output.SAMPLE)
             for row, seated in self.rows.items()
             if seated.cruising and not seated.ended and row not in paused
         ]
         assert len(work) <= plan.num_cruising, f"{len(work)} rows cruise, the plan says {plan.num_cruising}"
         for chunk in plan.chunks:
             stop = chunk.start + chunk.length
-            samples = Output.SAMPLE in chunk.output
             seated = self.rows[chunk.row]
-            assert not seated.cruising and samples == (stop == len(seated.tokens)), chunk
+            samples, tethered = Output.SAMPLE in chunk.output, Output.CANDIDATES in chunk.output
+            assert not seated.cruising and not (samples and tethered), chunk
+            assert (samples or tethered) == (stop == len(seated.tokens)), chunk
             seated.cruising = samples
-            work.append(Work(chunk.row, chunk.start, stop, samples))
+            work.append(Work(chunk.row, chunk.start, stop, chunk.output))
         return work
+
+    def _follow(self, plan: StepPlan) -> None:
+        if plan.reset:
+            self.rows.clear()
+        else:
+            assert plan.step == self._next_step, f"plan {plan.step} came, {self._next_step} was due"
+        assert plan.num_padding >= 0, plan
+        self._next_step = plan.step + 1
+        for row in plan.leaves:
+            del self.rows[row]
+        for seat in plan.seats:
+            assert seat.row not in self.rows, f"row {seat.row} is taken"
+            self.rows[seat.row] = SeatedRow(seat, seat.tokens.tolist())
+        for tell in plan.tells:
+            seated = self.rows[tell.row]
+            assert not seated.cruising, f"row {tell.row} cruises: it finds its tokens itself"
+            seated.tokens.extend(tell.tokens)
+        for number, block in zip(plan.grants.rows.tolist(), plan.grants.blocks.tolist(), strict=True):
+            self.rows[Row(number)].blocks.append(BlockId(block))
 
     def emit(self, row: Row, token: int) -> Ended | None:
         """A row gains a token; how it ended, if it did."""

@@ -1,6 +1,7 @@
 """The toy: a model whose next token is the sum of all tokens before it, modulo the vocabulary.
 
-Answers can be computed by hand, so that an engine test needs no model and no KV cache.
+Answers can be computed by hand, so that an engine test needs no model and no KV cache: moves are ignored. Its
+candidates follow from the sum as the oracle's do.
 """
 
 from quire.core.step import StepPlan
@@ -11,11 +12,10 @@ class ToyRunner:
     """Follows plans and adds up tokens."""
 
     def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
-        self._rows = Rows()
+        self._rows = Rows(vocab_size)
 
     def launch(self, plan: StepPlan) -> Done:
-        return self._rows.run(plan, self._next_token)
+        return self._rows.run(plan, self._total)
 
-    def _next_token(self, work: Work, row: SeatedRow) -> int:
-        return sum(row.tokens) % self._vocab_size
+    def _total(self, work: Work, row: SeatedRow) -> int:
+        return sum(row.tokens)

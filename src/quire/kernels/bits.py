@@ -1,0 +1,66 @@
+"""Numbers as the bits they are stored in, for code compiled by numba: bfloat16, which numpy does not know, and float32.
+
+All in 32-bit registers: numba's own integers would be widened to 64 bits, which halves what a vector holds.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+Words = NDArray[np.uint16] | NDArray[np.float32]  # uint16: the bits of bfloat16
+
+# No "nnan" or "ninf": weights that are not finite must show in the logits.
+OPTIONS = {
+    "nogil": True,
+    "cache": True,
+    "error_model": "numpy",
+    "fastmath": {"reassoc", "contract", "nsz", "arcp", "afn"},
+}
+
+_WORD, _HALF, _FLOAT = ir.IntType(32), ir.IntType(16), ir.FloatType()  # type: ignore[no-untyped-call]
+
+Generated = tuple[object, Callable[..., object]]
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def widen(typing_context: object, word: Any) -> Generated:
+    """The float32 that a stored number stands for: bfloat16 is float32 without its lower 16 bits."""
+
+    def generate(context: object, builder: Any, signature: object, arguments: Any) -> object:
+        if word == numba.types.float32:
+            return arguments[0]
+        return builder.bitcast(builder.shl(builder.zext(arguments[0], _WORD), _WORD(16)), _FLOAT)
+
+    return numba.types.float32(word), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def narrow(typing_context: object, number: object, like: Any) -> Generated:
+    """A float32 as the same kind of word as `like`: to bfloat16, the nearest, of two equally near the even one."""
+
+    def generate(context: object, builder: Any, signature: object, arguments: Any) -> object:
+        if like == numba.types.float32:
+            return arguments[0]
+        bits = builder.bitcast(arguments[0], _WORD)
+        odd = builder.and_(builder.lshr(bits, _WORD(16)), _WORD(1))
+        rounded = builder.lshr(builder.add(bits, builder.add(odd, _WORD(0x7FFF))), _WORD(16))
+        is_nan = builder.fcmp_unordered("uno", arguments[0], arguments[0])
+        return builder.trunc(builder.select(is_nan, _WORD(0x7FC0), rounded), _HALF)
+
+    return like(numba.types.float32, like), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def power_of_two(typing_context: object, exponent: object) -> Generated:
+    """2 to a whole float32 from -126 to 127: 1.5 * 2**23 + n has n in its lower bits, where exponents come from."""
+
+    def generate(context: object, builder: Any, signature: object, arguments: Any) -> object:
+        biased = builder.fadd(arguments[0], _FLOAT(1.5 * 2**23 + 127))
+        return builder.bitcast(builder.shl(builder.bitcast(biased, _WORD), _WORD(23)), _FLOAT)
+
+    return numba.types.float32(numba.types.float32), generate

@@ -1,0 +1,83 @@
+"""The leaves of one tier in the order of their eviction. Knows nothing of what becomes of them.
+
+The least important class goes first, and in it the least recently used leaf. Importance and stamps only ever grow, so
+an entry made long ago is at worst too early: it is put right when it comes up, and a touch never searches the heap.
+"""
+
+from heapq import heapify, heappop, heappush, heapreplace
+
+from quire.core.ids import BlockId
+from quire.core.moves import Tier
+from quire.kv.pool import BlockPool
+from quire.kv.radix_node import Node
+
+_Entry = tuple[int, int, int, Node]
+
+
+def _entry(node: Node) -> _Entry:
+    return -node.priority, node.stamp, node.serial, node
+
+
+class Leaves:
+    """Nodes of one tier that have idle blocks at their end and nothing of this tier below them."""
+
+    __slots__ = ("_heap", "_limit", "_pool", "_queued", "_tier")
+
+    def __init__(self, tier: Tier, pool: BlockPool) -> None:
+        self._tier = tier
+        self._pool = pool
+        self._heap: list[_Entry] = []
+        self._queued: set[Node] = set()  # whose entry is in the heap
+        self._limit = 64
+
+    def offer(self, node: Node) -> None:
+        """Take a node in, if there is something to evict and it is not here yet."""
+        if node in self._queued or not self.is_evictable(node):
+            return
+        self._queued.add(node)
+        heappush(self._heap, _entry(node))
+        if len(self._heap) > self._limit:
+            self._purge()
+
+    def first(self) -> Node | None:
+        """The next to be evicted. It stays here until it has nothing more to evict."""
+        heap = self._heap
+        while heap:
+            entry = heap[0]
+            node = entry[3]
+            if not self.is_evictable(node):
+                heappop(heap)
+                self._queued.remove(node)
+            elif entry[:3] != (now := _entry(node))[:3]:
+                heapreplace(heap, now)
+            else:
+                return node
+        return None
+
+    def is_evictable(self, node: Node) -> bool:
+        if node.tier is not self._tier or not len(node.blocks):
+            return False
+        leaf = node.num_device_children == 0 if self._tier is Tier.DEVICE else not node.children
+        return leaf and self._pool.is_idle(BlockId(int(node.blocks[-1])))
+
+    def num_idle(self, node: Node) -> int:
+        """Idle blocks at the end of a node. Tables hold paths from the root: what follows an idle block is idle."""
+        blocks = node.blocks
+        low, high = 0, len(blocks)
+        while low < high:
+            middle = (low + high) // 2 if low else 0  # mostly the whole node is idle: look there first
+            if self._pool.is_idle(BlockId(int(blocks[middle]))):
+                high = middle
+            else:
+                low = middle + 1
+        return len(blocks) - low
+
+    def __contains__(self, node: Node) -> bool:
+        return node in self._queued
+
+    def _purge(self) -> None:
+        """Forget entries of nodes that have nothing to evict any more."""
+        self._heap = [entry for entry in self._heap if self.is_evictable(entry[3])]
+        heapify(self._heap)
+        self._queued = {entry[3] for entry in self._heap}
+        self._limit = max(64, 2 * len(self._heap))

@@ -1,0 +1,125 @@
+"""One node of the prefix tree: a run of blocks and what is known of their use. Knows nothing of pools or eviction.
+
+Tokens are kept as big-endian bytes: comparing them is one memcmp, and their order is the order of the tokens.
+"""
+
+from bisect import bisect_left, insort
+
+import numpy as np
+
+from quire.core.ids import IntArray, RequestId
+from quire.core.moves import Tier
+
+TOKEN_BYTES = 4
+NO_BLOCKS: IntArray = np.empty(0, dtype=np.int32)
+
+
+def encode(tokens: IntArray) -> bytes:
+    return tokens.astype(">u4").tobytes()
+
+
+def decode(data: bytes) -> tuple[int, ...]:
+    return tuple(np.frombuffer(data, dtype=">u4").tolist())
+
+
+def common_length(left: bytes, right: bytes) -> int:
+    """How many tokens two short runs have in common from their start."""
+    size = min(len(left), len(right))
+    differing_bits = (int.from_bytes(left[:size], "big") ^ int.from_bytes(right[:size], "big")).bit_length()
+    return (size - (differing_bits + 7) // 8) // TOKEN_BYTES
+
+
+class Node:
+    """A run of blocks of one tier. A root has none; nor has a node that left the tree (it still knows its parent)."""
+
+    __slots__ = (
+        "blocks",
+        "children",
+        "keys",
+        "num_device_children",
+        "owner",
+        "parent",
+        "partition",
+        "priority",
+        "serial",
+        "stamp",
+        "tier",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        partition: str,
+        tokens: bytes,
+        blocks: IntArray,
+        serial: int,
+        tier: Tier = Tier.DEVICE,
+        stamp: int = 0,
+        priority: int = 0,
+        owner: RequestId | None = None,
+    ) -> None:
+        self.partition = partition
+        self.tokens = tokens
+        self.blocks = blocks  # never written in place: matches show them to others
+        self.serial = serial  # nodes are numbered as they are made: the last word on equal stamps
+        self.tier = tier
+        self.stamp = stamp  # last use
+        self.priority = priority  # the most important class that used it
+        self.owner = owner  # who inserted it
+        self.parent: Node | None = None
+        self.children: dict[bytes, Node] = {}  # by the tokens of their first block, or the fill if that is all
+        self.keys: list[bytes] = []  # of the children, sorted: the nearest relatives of a run are neighbours
+        self.num_device_children = 0
+
+    def attach(self, key: bytes, child: "Node") -> None:
+        assert key not in self.children, key
+        self.children[key] = child
+        insort(self.keys, key)
+        child.parent = self
+        self.num_device_children += child.tier is Tier.DEVICE
+
+    def detach(self, key: bytes) -> None:
+        child = self.children.pop(key)
+        del self.keys[bisect_left(self.keys, key)]
+        self.num_device_children -= child.tier is Tier.DEVICE
+        self.inherit(child)
+
+    def inherit(self, child: "Node") -> None:
+        """A use of the child was a use of its parent: made good when the child goes, so that a touch costs nothing."""
+        self.stamp = max(self.stamp, child.stamp)
+        self.priority = min(self.priority, child.priority)
+
+    def split(self, tokens: bytes, blocks: IntArray, serial: int, key: bytes) -> "Node":
+        """Cut off the upper part as a new node. This one stays the lower: who holds it still holds its path's end."""
+        upper = Node(self.partition, tokens, blocks, serial, self.tier, self.stamp, self.priority, self.owner)
+        parent = self.parent
+        assert parent is not None
+        parent.children[key] = upper
+        upper.parent = parent
+        self.tokens = self.tokens[len(tokens) :]
+        self.blocks = self.blocks[len(blocks) :]
+        upper.attach(self.tokens[: len(key)], self)
+        return upper
+
+    def nearest(self, run: bytes) -> tuple["Node | None", int]:
+        """The child whose first block has most tokens in common with a run, and how many; on the device if it can."""
+        at = bisect_left(self.keys, run)
+        best: Node | None = None
+        most = 0
+        for key in self.keys[max(at - 1, 0) : at + 1]:
+            child, length = self.children[key], common_length(key, run)
+            if length > most or (length == most > 0 and child.tier is Tier.DEVICE):
+                best, most = child, length
+        return best, most
+
+    def path(self) -> bytes:
+        """Every token from the root to the end of this node."""
+        parts: list[bytes] = []
+        node: Node | None = self
+        while node is not None:
+            parts.append(node.tokens)
+            node = node.parent
+        return b"".join(reversed(parts))
+
+    def __repr__(self) -> str:
+        return f"Node({self.partition!r}, {decode(self.path())}, {self.tier.value} {self.blocks.tolist()})"

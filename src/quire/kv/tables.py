@@ -1,0 +1,46 @@
+"""Block tables by row: which blocks hold a row's positions. Knows nothing of tokens or of who else holds a block."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.core.ids import IntArray, Row
+
+
+class Tables:
+    """One line of block ids per row, as wide as the longest has needed so far."""
+
+    __slots__ = ("_blocks", "lengths")
+
+    def __init__(self, max_rows: int) -> None:
+        self._blocks: IntArray = np.zeros((max_rows, 8), dtype=np.int32)
+        self.lengths: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
+
+    def of(self, row: Row) -> IntArray:
+        """The row's blocks, in order: a view."""
+        line: IntArray = self._blocks[row, : self.lengths[row]]
+        return line
+
+    def last(self, row: Row) -> int:
+        return int(self._blocks[row, self.lengths[row] - 1])
+
+    def append(self, row: Row, blocks: IntArray) -> None:
+        """Several more blocks for one row."""
+        start = int(self.lengths[row])
+        self._widen(start + len(blocks))
+        self._blocks[row, start : start + len(blocks)] = blocks
+        self.lengths[row] = start + len(blocks)
+
+    def append_each(self, rows: IntArray, blocks: IntArray) -> None:
+        """One more block for each of some distinct rows."""
+        ends = self.lengths[rows]
+        self._widen(int(ends.max(initial=0)) + 1)
+        self._blocks[rows, ends] = blocks
+        self.lengths[rows] = ends + 1
+
+    def clear(self, row: Row) -> None:
+        self.lengths[row] = 0
+
+    def _widen(self, width: int) -> None:
+        if width > self._blocks.shape[1]:
+            more = max(width, 2 * self._blocks.shape[1]) - self._blocks.shape[1]
+            self._blocks = np.pad(self._blocks, ((0, 0), (0, more)))

@@ -1,0 +1,210 @@
+"""New work: who of the waiting sits down in this step, with what of the cache, and at whose expense.
+
+Whole prompts are reserved, outputs as the stance says. A family that computes what another is just computing waits
+for it. A higher class may take seats from a lower one.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from quire.core.events import Cause, Event, What
+from quire.core.ids import RequestId
+from quire.core.request import Family, Sequence
+from quire.kv.ghosts import Miss
+from quire.kv.radix import Match
+from quire.sched.books import Books
+from quire.sched.draft import Draft
+from quire.sched.forks import blocks_beyond
+from quire.sched.leaders import Follow
+from quire.sched.owner import owner_of
+from quire.sched.pressure import Pressure
+from quire.sched.reserve import Stance, positions_to_reserve, shared_blocks
+
+
+class Claim(NamedTuple):
+    """What a family needs to sit down."""
+
+    leader: Sequence
+    match: Match | None
+    leader_blocks: int  # beyond the match
+    siblings: tuple[Sequence, ...]
+    sibling_blocks: tuple[int, ...]
+
+    @property
+    def num_rows(self) -> int:
+        return 1 + len(self.siblings)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.leader_blocks + sum(self.sibling_blocks)
+
+
+class Admission:
+    """Seats families as long as there is budget, a row and room in the cache."""
+
+    __slots__ = ("_books", "_pressure", "_promised_to", "_take_chunk", "_window_since_s", "batch_size", "cause")
+
+    def __init__(self, books: Books, pressure: Pressure, take_chunk: Callable[[Sequence, Draft], None]) -> None:
+        self._books = books
+        self._pressure = pressure
+        self._take_chunk = take_chunk
+        self._promised_to: Family | None = None  # seats were taken for it: nobody else gets them
+        self._window_since_s: float | None = None  # a sealed batch waits for members
+        self.cause: Cause | None = None  # what the first in the queue waits for
+        self.batch_size = 0  # of the sealed batch that runs
+
+    def take_seats(self, now_s: float) -> None:
+        """Let the head of the queue have seats of lower classes, if it cannot sit otherwise."""
+        room = self._books.room
+        if self._promised_to is not None and self._promised_to not in room:
+            self._promised_to = None
+        if not room or not self._pressure.outranks(room.urgency(now_s)):
+            return
+        family = next(room.candidates(now_s))
+        claim = self._claim(family)
+        if self._lacks(claim) is not None and self._follow(family, claim) is None:
+            if self._pressure.take_seats(family, claim.num_rows, claim.num_blocks):
+                self._promised_to = family
+
+    def admit(self, draft: Draft) -> None:
+        """Seat whoever can be seated; `cause` says what kept the next one out."""
+        self.cause = None
+        if not self._books.room:
+            return
+        if draft.pressure:
+            self.cause = Cause.PRESSURE  # law (c)
+        elif self._closed(draft.now_s):
+            self.cause = Cause.SEATS
+        while self._books.room and self.cause is None:
+            self.cause = self._admit_next(draft)
+        if draft.seats:
+            self.batch_size = len(self._books.seating.seated)
+
+    def _admit_next(self, draft: Draft) -> Cause | None:
+        """Seat the first who can be seated; what keeps the head out, if nobody could."""
+        books = self._books
+        if draft.budget <= 0:
+            return Cause.BUDGET
+        if books.seating.num_free == 0:
+            return Cause.SEATS
+        kept_out: Cause | None = None
+        for family in self._candidates(draft.now_s):
+            claim = self._claim(family)
+            follow = self._follow(family, claim)
+            if follow is not None:
+                books.room.pop(family)
+                books.leaders.park(family, follow)
+                family.note(Event(draft.step, What.WAITED, other=follow.leader.request.id, cause=Cause.PREFIX))
+                return None
+            cause = self._lacks(claim)
+            if cause is None:
+                self._sit(family, claim, draft)
+                self._take_chunk(claim.leader, draft)
+                return None
+            family.note(Event(draft.step, What.WAITED, cause=cause))
+            kept_out = kept_out or cause
+        return kept_out
+
+    def _candidates(self, now_s: float) -> Iterable[Family]:
+        """The one for whom seats were taken, as long as it waits for them; else as the queue says."""
+        if self._promised_to is not None and self._promised_to in self._books.room:
+            return (self._promised_to,)
+        return self._books.room.candidates(now_s)
+
+    def _closed(self, now_s: float) -> bool:
+        """Whether a sealed batch takes nobody yet: the last one still runs, or its window has not passed."""
+        regime, books = self._books.policy.regime, self._books
+        if not regime.sealed:
+            return False
+        if books.seating.seated:
+            return True
+        if self._window_since_s is None or now_s < self._window_since_s:  # clocks may jump
+            self._window_since_s = now_s
+        full = len(books.room) >= books.seating.num_free
+        if not full and now_s < self._window_since_s + regime.window_s:
+            return True
+        self._window_since_s = None
+        return False
+
+    def _claim(self, family: Family) -> Claim:
+        books, kv = self._books, self._books.kv
+        request = family.request
+        computing = books.beams.live(family) if request.beam is not None else family.unfinished
+        leader = computing[0]
+        limit = 0 if request.sampling.num_prompt_logprobs is not None else leader.num_tokens - 1
+        match = kv.match(owner_of(leader), leader.tokens, limit)
+        num_matched = 0 if match is None else len(match.blocks)
+        siblings = tuple(member for member in family.unfinished if member is not leader)
+        shared = shared_blocks(request, kv.block_size)
+        return Claim(
+            leader,
+            match,
+            blocks_beyond(self._positions(leader), num_matched, kv.block_size),
+            siblings,
+            tuple(blocks_beyond(self._positions(sibling), shared, kv.block_size) for sibling in siblings),
+        )
+
+    def _positions(self, sequence: Sequence) -> int:
+        policy = self._books.policy
+        stance = Stance.NEVER if policy.regime.contiguous else policy.stance
+        immune = sequence.family.num_preemptions >= policy.max_preemptions
+        return positions_to_reserve(sequence, stance, self._books.lengths, immune=immune)
+
+    def _lacks(self, claim: Claim) -> Cause | None:
+        if claim.num_rows > self._books.seating.num_free:
+            return Cause.SEATS
+        return None if self._books.kv.fits(claim.match, claim.num_blocks) else Cause.BLOCKS
+
+    def _follow(self, family: Family, claim: Claim) -> Follow | None:
+        if self._books.kv.tree is None or claim.leader.request.sampling.num_prompt_logprobs is not None:
+            return None
+        return self._books.leaders.find(family, claim.leader.tokens, self._books.kv.num_found(claim.match))
+
+    def _sit(self, family: Family, claim: Claim, draft: Draft) -> None:
+        books, leader = self._books, claim.leader
+        books.room.pop(family)
+        row = books.seating.take_row()
+        num_cached = books.kv.open(row, owner_of(leader), claim.match, claim.leader_blocks)
+        books.seating.sit(leader, row, draft.step, num_cached)
+        draft.seat(leader, books.kv.tables.of(row).copy())
+        books.seating.tell(row)
+        for sibling, num_blocks in zip(claim.siblings, claim.sibling_blocks, strict=True):
+            sibling_row = books.seating.take_row()
+            books.seating.sit(sibling, sibling_row, draft.step, 0)
+            books.kv.promise(sibling_row, num_blocks)
+        started = family.request.beam is None or len(books.beams.live(family)) > 1
+        if started:
+            live = books.beams.live(family) if family.request.beam is not None else claim.siblings
+            books.forks.expect(leader, tuple(sibling for sibling in live if sibling is not leader))
+        books.leaders.lead(leader)
+        books.catch_up(leader)
+        self._count(family, leader, num_cached, draft.step)
+        if self._promised_to is family:
+            self._promised_to = None
+
+    def _count(self, family: Family, leader: Sequence, num_cached: int, step: int) -> None:
+        tally, request = self._books.tally, family.request
+        family.note(Event(step, What.SEATED, tokens=num_cached))
+        if family.was_seated:
+            tally.recomputed_tokens += max(leader.num_tokens - 1 - num_cached, 0)
+            return
+        family.was_seated = True
+        family.num_cached = min(num_cached, len(request.prompt))
+        tally.prompt_tokens += len(request.prompt)
+        tally.cached_tokens += family.num_cached
+        tree = self._books.kv.tree
+        if tree is not None and num_cached < len(request.prompt) - 1:
+            num_whole = num_cached // self._books.kv.block_size * self._books.kv.block_size
+            miss = tree.miss_reason(request.partition, leader.tokens, num_whole)
+            num_missed = len(request.prompt) - num_cached
+            family.note(Event(step, What.MISSED, tokens=num_missed, other=_evictor(miss), detail=_why(miss)))
+
+
+def _why(miss: Miss | None) -> str:
+    if miss is None:
+        return "less than a block"
+    return miss.kind.value if miss.step is None else f"{miss.kind.value} in step {miss.step}"
+
+
+def _evictor(miss: Miss | None) -> RequestId | None:
+    return None if miss is None else miss.by

@@ -1,0 +1,180 @@
+"""Everything a scheduler keeps, and how a sequence leaves it: the part that planning and absorbing share."""
+
+from bisect import insort
+from collections.abc import Iterable
+
+import numpy as np
+
+from quire.core.events import Event, What
+from quire.core.ids import IntArray, RequestId, Row
+from quire.core.request import Family, Sequence, State
+from quire.core.step import FinishReason, Tell
+from quire.kv.manager import KVManager
+from quire.sched.beams import BeamFamilies
+from quire.sched.cruise import Cruise
+from quire.sched.forks import Forks
+from quire.sched.leaders import Leaders
+from quire.sched.lengths import LengthQuantile
+from quire.sched.owner import owner_of
+from quire.sched.policy import Policy
+from quire.sched.queue import WaitingRoom
+from quire.sched.seating import Seating
+from quire.sched.shares import Shares
+from quire.sched.tally import Tally
+
+
+class Books:
+    """Who waits, who sits, who leaves; and what they hold."""
+
+    def __init__(self, kv: KVManager, policy: Policy, max_rows: int) -> None:
+        self.kv = kv
+        self.policy = policy
+        self.families: dict[RequestId, Family] = {}
+        self.shares = Shares(policy.order.weights)
+        self.room = WaitingRoom(policy.order, self.shares)
+        self.seating = Seating(max_rows)
+        self.cruise = Cruise(max_rows, kv.block_size)
+        self.leaders = Leaders(kv.block_size)
+        self.forks = Forks(kv, self.seating)
+        self.beams = BeamFamilies(kv, self.seating)
+        self.lengths = LengthQuantile()
+        self.tally = Tally()
+        self.prefilling: list[Sequence] = []  # must catch up; in order of arrival
+        self.tethered: list[Sequence] = []  # beams with one token to compute
+        self.fresh: list[Sequence] = []  # they sit, and the runner has not been told
+        self.tells: list[Tell] = []
+        self.last_planned = -1
+        self.last_absorbed = -1
+        self.now_s = 0.0
+
+    # Coming.
+
+    def enter(self, family: Family) -> None:
+        self.families[family.request.id] = family
+        self.shares.arrive(family.request.tenant)
+        self.room.push(family, family.arrived_s)
+        family.note(Event(self.last_planned + 1, What.ARRIVED, tokens=len(family.request.prompt)))
+
+    def catch_up(self, sequence: Sequence) -> None:
+        """It has known tokens to compute."""
+        if sequence.request.beam is not None and sequence.num_tokens - sequence.num_planned == 1:
+            insort(self.tethered, sequence, key=lambda other: other.id)
+        else:
+            insort(self.prefilling, sequence, key=lambda other: other.id)
+
+    def caught_up(self, sequence: Sequence) -> None:
+        """It has no more known tokens to plan."""
+        for working in (self.prefilling, self.tethered):
+            if sequence in working:
+                working.remove(sequence)
+
+    # Leaving.
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> bool:
+        """End one sequence, whatever state it is in; False if it had ended already."""
+        if sequence.finished:
+            return False
+        if sequence.state is State.RUNNING:
+            self.depart(sequence, reason)
+        else:
+            self.seating.settle(sequence)
+            sequence.finish(reason)
+            self.settle(sequence.family)
+        return True
+
+    def preempt(self, family: Family, by: RequestId) -> None:
+        """The whole family makes room. It comes back to its old place in the queue."""
+        family.num_preemptions += 1
+        self.tally.preemptions += 1
+        num_computed = max((self.num_computed(member) for member in self.running(family)), default=0)
+        family.note(Event(self.last_planned + 1, What.PREEMPTED, tokens=num_computed, other=by))
+        self.withdraw(family)
+
+    def withdraw(self, family: Family) -> None:
+        """All its running members get up; they will be seated again."""
+        self.beams.rest(family)
+        for member in self.running(family):
+            if member.state is State.RUNNING:
+                self.depart(member, None)
+
+    def running(self, family: Family) -> tuple[Sequence, ...]:
+        return tuple(member for member in family.members if member.state is State.RUNNING)
+
+    def depart(self, sequence: Sequence, reason: FinishReason | None) -> None:
+        """Get up from the row: finished for a reason, or preempted for none."""
+        assert sequence.row is not None, sequence
+        self.caught_up(sequence)
+        self.fresh = [other for other in self.fresh if other is not sequence]
+        self.tells = [tell for tell in self.tells if tell.row != sequence.row]
+        self.cruise.stop(sequence.row)
+        self.wake(self.leaders.end(sequence))
+        orphans = self.forks.orphans(sequence)
+        self.seating.rise(sequence, reason, self.last_planned)
+        self.release_up_to(self.last_absorbed)
+        for orphan in orphans:
+            if orphan.state is State.RUNNING:
+                self.depart(orphan, None)
+
+    def release_up_to(self, step: int) -> None:
+        """Law (a): what the steps in flight no longer touch goes back."""
+        while (sequence := self.seating.next_released(step)) is not None:
+            row = sequence.row
+            assert row is not None, sequence
+            self.kv.close(row, owner_of(sequence), self._kept(sequence))
+            self.seating.release(sequence)
+            self.settle(sequence.family)
+
+    def _kept(self, sequence: Sequence) -> IntArray:
+        """The tokens whose keys and values are known to be right, for the tree."""
+        if sequence.finish_reason is FinishReason.ERROR or sequence.request.beam is not None:
+            return sequence.tokens[:0]
+        known = self.seating.known(sequence)
+        num_computed = sequence.num_computed
+        if sequence.caught_up:
+            num_computed = max(num_computed, len(known) - 1)
+        return known[:num_computed]
+
+    def settle(self, family: Family) -> None:
+        """When no member sits any more, the family waits again or is forgotten."""
+        if any(member.state in (State.RUNNING, State.LEAVING) for member in family.members):
+            return
+        request = family.request
+        if request.id not in self.families:
+            return
+        if not family.finished:
+            if family not in self.room and family not in self.leaders.parked:
+                self.room.push(family, self.now_s)
+            return
+        self.room.discard(family)
+        del self.families[request.id]
+        self.beams.forget(family)
+        self.shares.depart(request.tenant)
+        reasons = ",".join(sorted({m.finish_reason.value for m in family.members if m.finish_reason is not None}))
+        family.note(Event(self.last_absorbed, What.FINISHED, detail=reasons))
+
+    def wake(self, families: Iterable[Family]) -> None:
+        """Whom these waited for has come far enough, or is gone."""
+        for family in families:
+            if not family.finished and family not in self.room:
+                self.room.push(family, family.arrived_s)
+
+    # What follows from the books.
+
+    def num_computed(self, sequence: Sequence) -> int:
+        """Positions planned for a seated sequence so far."""
+        assert sequence.row is not None, sequence
+        if self.cruise.cruises(sequence.row) or self.cruise.coasts(sequence.row):
+            return self.cruise.position_at(sequence.row, self.last_planned) + 1
+        return sequence.num_planned
+
+    def num_freed(self, family: Family) -> int:
+        """Blocks and promises that would come back if the whole family left."""
+        rows = [member.row for member in self.running(family) if member.row is not None]
+        tables = [self.kv.tables.of(row) for row in rows]
+        blocks, counts = np.unique(np.concatenate(tables), return_counts=True)
+        return self.kv.pool.count_readers(blocks, counts) + sum(int(self.kv.promised[row]) for row in rows)
+
+    def row_sequences(self, rows: Iterable[int]) -> list[Sequence]:
+        """Who sits in these rows: the most important first, then the earliest."""
+        seated = [self.seating.seated[Row(row)] for row in rows]
+        return sorted(seated, key=lambda sequence: (sequence.request.priority, sequence.id))

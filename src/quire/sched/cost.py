@@ -1,0 +1,186 @@
+"""What a step costs in seconds: a roofline of model and device, corrected by the steps that were measured.
+
+A pure function of its constants and of what it was told, in order: no clock, no device. Knows nothing of requests.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from math import inf
+from typing import NamedTuple
+
+# None of these numbers was tuned.
+WINDOW = 15  # measurements a median looks back on
+FEWEST = 3  # measurements before a median corrects anything: one outlier among them does no harm
+TOLERANCE = 0.05  # a correction stays until the median has moved away from it by so much
+MOST_BUCKETS = 1024  # the one observed longest ago is forgotten first
+
+
+class StepShape(NamedTuple):
+    """All that the cost of a step depends on."""
+
+    num_rows: int = 0  # decoding rows
+    num_context: int = 0  # KV tokens that the decoding rows read, together
+    num_chunk_tokens: int = 0
+    chunk_context: int = 0  # KV tokens that the chunks' tokens read, itself and all before it for each, together
+
+    def with_chunk(self, start: int, length: int) -> "StepShape":
+        """The same step with a further chunk of the positions [start, start + length)."""
+        pairs = length * start + length * (length + 1) // 2
+        num_rows, num_context, num_chunk_tokens, chunk_context = self
+        return StepShape(num_rows, num_context, num_chunk_tokens + length, chunk_context + pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """The roofline: overhead, the slower of reading the weights and multiplying by them, and attention."""
+
+    seconds_per_step: float  # whatever the step holds
+    seconds_per_weights: float  # reading them once: a step with few tokens waits for memory
+    seconds_per_token: float  # multiplying by them: one with many for arithmetic
+    seconds_per_context_token: float  # one KV token read by a decoding row
+    seconds_per_attention_pair: float  # one KV token read by one token of a chunk
+
+
+# A small model on a small machine, until somebody measures: only the proportions matter.
+UNMEASURED = Constants(1e-3, 1e-2, 1e-4, 1e-8, 1e-8)
+
+
+def roofline(
+    *,
+    num_parameters: int,
+    weight_bytes: int,
+    kv_bytes_per_token: int,
+    flops_per_s: float,
+    bytes_per_s: float,
+    overhead_s: float,
+) -> Constants:
+    """The constants that model and device promise. Parameters are those that one token meets."""
+    return Constants(
+        seconds_per_step=overhead_s,
+        seconds_per_weights=weight_bytes / bytes_per_s,
+        seconds_per_token=2 * num_parameters / flops_per_s,
+        seconds_per_context_token=kv_bytes_per_token / bytes_per_s,
+        # 2 operations for each number of K and V and each query head that shares it: 16-bit numbers, 4 such heads.
+        seconds_per_attention_pair=4 * kv_bytes_per_token / flops_per_s,
+    )
+
+
+class _Bucket(NamedTuple):
+    """Shapes alike. A factor of 2 in what a step computes, of 4 in how far back it reads."""
+
+    num_rows: int
+    num_context: int
+    num_chunk_tokens: int
+    depth: int
+
+
+class _Kind(NamedTuple):
+    """All shapes that do the same kinds of work."""
+
+    decodes: bool
+    prefills: bool
+
+
+class CostTable:
+    """Predicts seconds. `version` grows whenever a prediction may have changed."""
+
+    __slots__ = ("_buckets", "_constants", "_kinds", "_largest_chunk", "_seconds_per_block", "version")
+
+    def __init__(self, constants: Constants, largest_chunk: int = 2048) -> None:
+        assert largest_chunk > 0
+        self._constants = constants
+        self._largest_chunk = largest_chunk
+        self._buckets: dict[_Bucket, _RunningMedian] = {}  # by their last observation, the oldest first
+        self._kinds: dict[_Kind, _RunningMedian] = {}
+        self._seconds_per_block: float | None = None
+        self.version = 0
+
+    # Steps.
+
+    def predict_s(self, shape: StepShape) -> float:
+        """The roofline times the correction of its bucket; of its kind, where the bucket has none."""
+        known = self._buckets.get(_bucket(shape))
+        if known is None or known.value is None:
+            known = self._kinds.get(_kind(shape))
+        correction = 1.0 if known is None or known.value is None else known.value
+        return correction * self._roofline_s(shape)
+
+    def observe(self, shape: StepShape, seconds: float) -> None:
+        """A step of this shape took so long."""
+        assert seconds > 0, seconds
+        ratio = seconds / self._roofline_s(shape)
+        bucket = _bucket(shape)
+        known = self._buckets.pop(bucket, None) or _RunningMedian()
+        self._buckets[bucket] = known
+        changed = known.note(ratio)
+        changed |= self._kinds.setdefault(_kind(shape), _RunningMedian()).note(ratio)
+        if len(self._buckets) > MOST_BUCKETS:
+            forgotten = self._buckets.pop(next(iter(self._buckets)))
+            changed |= forgotten.value is not None
+        self.version += changed
+
+    def _roofline_s(self, shape: StepShape) -> float:
+        constants = self._constants
+        num_tokens = shape.num_rows + shape.num_chunk_tokens
+        return (
+            constants.seconds_per_step
+            + max(constants.seconds_per_weights, constants.seconds_per_token * num_tokens)
+            + constants.seconds_per_context_token * shape.num_context
+            + constants.seconds_per_attention_pair * shape.chunk_context
+        )
+
+    # Preemption: compute again, or carry to the host and back.
+
+    def recompute_s(self, start: int, stop: int) -> float:
+        """Computing the positions [start, stop) again, in steps that hold nothing else."""
+        starts = range(start, stop, self._largest_chunk)
+        lengths = (min(self._largest_chunk, stop - first) for first in starts)
+        return sum(self.predict_s(StepShape().with_chunk(*chunk)) for chunk in zip(starts, lengths, strict=True))
+
+    def set_transfer(self, seconds_per_block: float | None) -> None:
+        """What carrying one block one way takes, as measured. None: there is nowhere to carry it."""
+        self.version += seconds_per_block != self._seconds_per_block
+        self._seconds_per_block = seconds_per_block
+
+    def transfer_s(self, num_blocks: int) -> float:
+        """Carrying so many blocks one way."""
+        return inf if self._seconds_per_block is None else num_blocks * self._seconds_per_block
+
+    def cheaper_to_swap(self, start: int, stop: int, num_blocks: int) -> bool:
+        """Whether carrying the blocks that hold [start, stop) away and back takes less than computing it again."""
+        return 2 * self.transfer_s(num_blocks) < self.recompute_s(start, stop)
+
+
+class _RunningMedian:
+    """The correction that the latest ratios of observed to predicted seconds agree on."""
+
+    __slots__ = ("_recent", "value")
+
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque(maxlen=WINDOW)
+        self.value: float | None = None
+
+    def note(self, ratio: float) -> bool:
+        """Whether the correction changed."""
+        self._recent.append(ratio)
+        if len(self._recent) < FEWEST:
+            return False
+        middle = sorted(self._recent)[len(self._recent) // 2]
+        if self.value is not None and abs(middle - self.value) <= TOLERANCE * self.value:
+            return False
+        self.value = middle
+        return True
+
+
+def _bucket(shape: StepShape) -> _Bucket:
+    depth = shape.chunk_context // max(1, shape.num_chunk_tokens)
+    return _Bucket(
+        shape.num_rows.bit_length(),
+        (shape.num_context.bit_length() + 1) // 2,
+        shape.num_chunk_tokens.bit_length(),
+        (depth.bit_length() + 1) // 2,
+    )
+
+
+def _kind(shape: StepShape) -> _Kind:
+    return _Kind(shape.num_rows > 0, shape.num_chunk_tokens > 0)

@@ -1,0 +1,103 @@
+"""The rows that compute one token in every step, and which of them needs attention in which step.
+
+Whoever cruises is never looked at in between: a row's position follows from the step's number, and a calendar knows
+when it needs its next block or has no more to compute. Everything is done for many rows at once.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.core.ids import IntArray, Row
+
+_NEVER = -1
+
+
+class Cruise:
+    """Positions and appointments of cruising rows."""
+
+    __slots__ = ("_block_size", "_days", "_due", "_end", "_offset", "num_coasting", "num_cruising")
+
+    def __init__(self, max_rows: int, block_size: int) -> None:
+        self.num_cruising = 0
+        self.num_coasting = 0  # rows whose last step is in flight: they end by length when it is absorbed
+        self._block_size = block_size
+        self._offset: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # in step s a row computes offset + s
+        self._end: NDArray[np.int64] = np.full(max_rows, _NEVER, dtype=np.int64)  # the step after its last one
+        self._due: NDArray[np.int64] = np.full(max_rows, _NEVER, dtype=np.int64)  # the step of its appointment
+        self._days: dict[int, list[IntArray]] = {}
+
+    def start(self, row: Row, step: int, position: int, last_position: int, capacity: int) -> None:
+        """Compute `position` in `step`, and so on to `last_position`; the table holds `capacity` positions."""
+        self._offset[row] = position - step
+        self._end[row] = last_position + 1 - self._offset[row]
+        if position > last_position:
+            self.num_coasting += 1
+        else:
+            self.num_cruising += 1
+            self._book(row, int(min(capacity - self._offset[row], self._end[row])))
+
+    def stop(self, row: Row) -> None:
+        """The row leaves. It may not have cruised at all."""
+        if self._due[row] != _NEVER:
+            self.num_cruising -= 1
+        elif self._end[row] != _NEVER:
+            self.num_coasting -= 1
+        self._due[row] = _NEVER
+        self._end[row] = _NEVER
+
+    def due(self, step: int) -> IntArray:
+        """The rows that cannot take this step without one more block. Those at their end coast from now on."""
+        parts = self._days.pop(step, None)
+        if parts is None:
+            return np.empty(0, dtype=np.int32)
+        rows = parts[0] if len(parts) == 1 else np.unique(np.concatenate(parts))
+        rows = rows[self._due[rows] == step]
+        ended = self._end[rows] == step
+        if ended.any():
+            self._due[rows[ended]] = _NEVER
+            self.num_cruising -= int(np.count_nonzero(ended))
+            self.num_coasting += int(np.count_nonzero(ended))
+            rows = rows[~ended]
+        return rows
+
+    def book_granted(self, rows: IntArray, step: int) -> None:
+        """Each has got the block that it needed in this step."""
+        following = step + self._block_size
+        days = np.minimum(self._end[rows], following)
+        self._due[rows] = days
+        late = days == following
+        if late.all():
+            self._days.setdefault(following, []).append(rows)
+            return
+        self._days.setdefault(following, []).append(rows[late])
+        for row, day in zip(rows[~late].tolist(), days[~late].tolist(), strict=True):
+            self._book(Row(row), day)
+
+    def book_paused(self, row: Row, step: int) -> None:
+        """It sits this step out and asks again in the next."""
+        self._offset[row] -= 1
+        self._end[row] += 1
+        self._book(row, step + 1)
+
+    def book_again(self, row: Row, step: int) -> None:
+        """The step was not taken: it asks again in the same one."""
+        self._book(row, step)
+
+    def _book(self, row: Row, day: int) -> None:
+        self._due[row] = day
+        self._days.setdefault(day, []).append(np.array([row], dtype=np.int32))
+
+    def cruises(self, row: Row) -> bool:
+        return bool(self._due[row] != _NEVER)
+
+    def coasts(self, row: Row) -> bool:
+        return bool(self._due[row] == _NEVER and self._end[row] != _NEVER)
+
+    def position_at(self, row: Row, step: int) -> int:
+        """The position a row computes in a step; of one that coasts, never more than its last."""
+        return int(min(self._offset[row] + step, self._offset[row] + self._end[row] - 1))
+
+    def num_context(self, step: int) -> int:
+        """Positions that all cruising rows together read in a step."""
+        cruising = self._due != _NEVER
+        return int(self._offset[cruising].sum()) + step * self.num_cruising

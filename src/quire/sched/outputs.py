@@ -1,0 +1,14 @@
+"""What a chunk must give back."""
+
+from quire.core.request import Sequence
+from quire.core.step import Output
+
+
+def output_of(sequence: Sequence, start: int, length: int) -> Output:
+    """Scores of the prompt where asked for; with the last known token, the next one or the candidates for it."""
+    output = Output.NONE
+    if sequence.request.sampling.num_prompt_logprobs is not None and start < len(sequence.request.prompt):
+        output |= Output.PROMPT_LOGPROBS
+    if start + length == sequence.num_tokens:
+        output |= Output.SAMPLE if sequence.request.beam is None else Output.CANDIDATES
+    return output

@@ -1,0 +1,38 @@
+"""How long a prefill chunk may be, so that the step it joins keeps a time. Knows shapes and costs, no requests."""
+
+from quire.sched.cost import CostTable, StepShape
+
+LEAST = 16  # tokens that a step prefills at any price, so that prompts never starve: one block
+
+
+def largest_chunk(table: CostTable, num_rows: int, num_context: int, start: int, most: int, target_s: float) -> int:
+    """The largest chunk from position `start`, `most` tokens at most, for a step that otherwise only decodes."""
+    return largest_next_chunk(table, StepShape(num_rows, num_context), start, most, target_s)
+
+
+def largest_next_chunk(table: CostTable, shape: StepShape, start: int, most: int, target_s: float) -> int:
+    """The largest further chunk with which a step of this shape is predicted to take no more than `target_s`.
+
+    A step's first chunk has `LEAST` tokens (or `most`, if that is less) even if the step then takes longer; a further
+    one may have none. Lengths are tried in doubling steps, then bisected: a corrected table need not be monotone, and
+    what exceeds the target at a shorter length is not trusted at a longer one.
+    """
+    least = 0 if shape.num_chunk_tokens else min(most, LEAST)
+
+    def fits(length: int) -> bool:
+        return table.predict_s(shape.with_chunk(start, length)) <= target_s
+
+    good, bad = least, most + 1
+    probe = max(1, least)
+    while probe < bad:
+        if not fits(probe):
+            bad = probe
+            break
+        good, probe = probe, 2 * probe
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        if fits(middle):
+            good = middle
+        else:
+            bad = middle
+    return good

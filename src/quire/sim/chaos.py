@@ -1,0 +1,112 @@
+"""A runner that everything goes wrong with, on demand: between the loop and a body that is always right.
+
+It also watches every plan on its way: budgets, law (a), law (c), I6 and I17.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from quire.core.ids import Row
+from quire.core.request import State
+from quire.core.step import Ended, FinishReason, Pending, Runner, StepLost, StepPlan, StepResult
+from quire.sched.audit import audit, audit_plan
+from quire.sched.scheduler import Scheduler
+from quire.sim.flight import FlightWatch
+
+
+class Chaos:
+    """Troubles ordered for the next step. A body that has died is built anew."""
+
+    def __init__(self, build: Callable[[], Runner], scheduler: Scheduler, block_size: int) -> None:
+        self._build = build
+        self._body = build()
+        self._scheduler = scheduler
+        self._block_size = block_size
+        self._flight = FlightWatch(block_size)
+        self._silenced: set[Row] = set()  # rows that failed: inert until they leave
+        self._known: set[int] = set()  # families that were seated
+        self.num_preemptions = 0  # before this turn
+        self.now_s = 0.0
+        self.loses: StepLost | None = None  # the next result
+        self.poisons = False  # one row of the next result
+
+    @property
+    def body(self) -> Runner:
+        return self._body
+
+    def launch(self, plan: StepPlan) -> "_Watched":
+        scheduler = self._scheduler
+        audit(scheduler)
+        audit_plan(scheduler, plan)
+        pressed = bool(plan.pauses) or scheduler.books.tally.preemptions > self.num_preemptions
+        taken = scheduler.books.tally.seats_taken > 0  # a priority seat swap is not pressure
+        assert taken or not (pressed and plan.chunks and self._admits(plan)), "a step under pressure admitted somebody"
+        self._check_deadlines(plan)
+        self._flight.launch(plan)
+        self._silenced -= set(plan.leaves)
+        if plan.reset:
+            self._silenced.clear()
+        return _Watched(self._body.launch(plan), self)
+
+    def _admits(self, plan: StepPlan) -> bool:
+        """Siblings and beams of those who sit already are no new work."""
+        seated = self._scheduler.books.seating.seated
+        return any(seated[seat.row].family.members[0].id == seat.sequence for seat in plan.seats
+                   if seated[seat.row].request.beam is None)  # fmt: skip
+
+    def _check_deadlines(self, plan: StepPlan) -> None:
+        """Nobody sits down for the first time after its deadline (I17)."""
+        for seat in plan.seats:
+            family = self._scheduler.books.seating.seated[seat.row].family
+            if family.order not in self._known:
+                deadline_s = family.request.deadline_s
+                assert deadline_s is None or self.now_s < deadline_s, f"{family} was seated after its deadline"
+                self._known.add(family.order)
+
+    def settle(self, pending: Pending) -> StepResult:
+        """The result, or what became of it."""
+        if self.loses is not None:
+            lost, self.loses = self.loses, None
+            if not lost.cache_intact:
+                self._body = self._build()
+            raise lost
+        result = pending.wait()
+        self._flight.absorb()
+        row = self._first_running(result) if self.poisons else None
+        if row is not None:
+            self.poisons = False
+            self._silenced.add(row)
+            return self._silence(result, Ended(row, FinishReason.ERROR))
+        return self._silence(result, None) if self._silenced else result
+
+    def _first_running(self, result: StepResult) -> Row | None:
+        """A row that speaks in this result and has not been told to leave."""
+        seated = self._scheduler.books.seating.seated
+        rows = (Row(row) for row in [*result.rows.tolist(), *result.candidates])
+        return next((row for row in rows if row in seated and seated[row].state is State.RUNNING), None)
+
+    def _silence(self, result: StepResult, ended: Ended | None) -> StepResult:
+        heard = ~np.isin(result.rows, list(self._silenced))
+        others = tuple(each for each in result.ended if each.row not in self._silenced)
+        return replace(
+            result,
+            rows=result.rows[heard],
+            tokens=result.tokens[heard],
+            ended=others if ended is None else (*others, ended),
+            candidates={row: top for row, top in result.candidates.items() if row not in self._silenced},
+        )
+
+
+class _Watched:
+    """A step under way, and what may become of it."""
+
+    __slots__ = ("_chaos", "_pending")
+
+    def __init__(self, pending: Pending, chaos: Chaos) -> None:
+        self._pending = pending
+        self._chaos = chaos
+
+    def wait(self) -> StepResult:
+        return self._chaos.settle(self._pending)

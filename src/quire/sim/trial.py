@@ -1,0 +1,271 @@
+"""One random world, run to rest: the shipped loop, scheduler and cache against the closed form."""
+
+import random
+from collections import Counter
+from collections.abc import Callable
+
+from quire.core.errors import Draining, DuplicateRequest, NeverFits, QueueFull
+from quire.core.events import Cause, What
+from quire.core.ids import IntArray, RequestId, SequenceId
+from quire.core.request import Family, Sequence, State
+from quire.core.step import FinishReason, Runner, StepLost
+from quire.kv.manager import KVManager
+from quire.sched.audit import audit, audit_rest
+from quire.sched.loop import Loop
+from quire.sched.order import lane
+from quire.sched.scheduler import Absorbed, Scheduler
+from quire.sim.chaos import Chaos
+from quire.sim.contents import audit_contents
+from quire.sim.expected import Expected, expect
+from quire.sim.world import VOCAB_SIZE, Happening, World, draw_request
+
+Body = Callable[[World], Runner]  # what runs behind the bridge
+_CONTENTS_EVERY = 16  # turns between two looks at every cached token
+
+
+class Trial:
+    """Draws what happens, lets it happen, and checks everything after every turn."""
+
+    def __init__(self, world: World, dice: random.Random, body: Body) -> None:
+        self.world = world
+        self.events: list[Happening] = []  # in order
+        self.steps = 0
+        self._dice = dice
+        self._now_s = 0.0
+        kv = KVManager(
+            world.num_blocks,
+            world.block_size,
+            world.max_rows,
+            prefix=world.policy.regime.prefix,
+            num_host_blocks=world.num_host_blocks,
+            worth_keeping=lambda start, stop: dice.random() < 0.8,
+        )
+        self.scheduler = Scheduler(
+            kv, max_rows=world.max_rows, max_step_tokens=world.max_step_tokens, policy=world.policy
+        )
+        self._chaos = Chaos(lambda: body(world), self.scheduler, world.block_size)
+        self._loop = Loop(self.scheduler, self._chaos, world.depth, lambda: self._now_s)
+        self._expected: dict[SequenceId, Expected] = {}
+        self._live: dict[RequestId, tuple[Sequence, ...]] = {}
+        self._past: list[IntArray] = []
+        self._num_arrived = 0
+        self._num_moved = 0
+        self._quiet_turns = 0
+        self._latest_s = 0.0
+        self._seated: set[int] = set()
+
+    def run(self) -> None:
+        """Raise AssertionError at the first violation."""
+        turns = 0
+        while self._num_arrived < self.world.num_requests or not self.scheduler.idle:
+            self._now_s += 0.01
+            self._let_happen()
+            self._latest_s = max(self._latest_s, self._now_s)
+            busy = bool(self._live)
+            tally = self.scheduler.books.tally
+            self._chaos.num_preemptions, self._chaos.now_s = tally.preemptions, self._now_s
+            num_lost = tally.lost_steps
+            absorbed = self._loop.turn()
+            self._note_consequences()
+            audit(self.scheduler)
+            if turns % _CONTENTS_EVERY == 0:
+                audit_contents(self.scheduler.kv, self._chaos.body)  # I5, I16
+            turns += 1
+            if absorbed is not None:
+                self.steps += 1
+                self._hear(absorbed)
+            lost = tally.lost_steps > num_lost
+            advanced = absorbed is not None or lost or not busy
+            self._quiet_turns = 0 if advanced else self._quiet_turns + 1
+            patience = (
+                self.world.depth + 2 + (200 if self.world.policy.regime.window_s else 0)
+            )  # the clock may jump back
+            assert self._quiet_turns <= patience, "something waits and nothing advances"  # I13
+        audit_rest(self.scheduler)
+        for sequence, expected in self._expected.items():
+            assert expected.num_terminal == 1, f"sequence {sequence} ended {expected.num_terminal} times"  # I12
+
+    # What happens.
+
+    def _let_happen(self) -> None:
+        dice, chances = self._dice, self.world.chances
+        if self._num_arrived < self.world.num_requests and dice.random() < self.world.arrival_chance:
+            self._arrive()
+        if self._live and dice.random() < chances.abort:
+            self._abort(dice.choice(list(self._live)))
+        if self._live and dice.random() < chances.stop:
+            self._stop(dice.choice(list(self._live)))
+        if self._live and dice.random() < chances.duplicate:
+            self._duplicate(dice.choice(list(self._live)))
+        if dice.random() < chances.delay:
+            self._now_s += dice.choice((0.05, 0.5, 3.0))
+            self.events.append(Happening.DELAY)
+        if dice.random() < chances.jump:
+            self._now_s += dice.choice((1e6, -5.0, 60.0))
+            self.events.append(Happening.JUMP)
+        if dice.random() < chances.reset:
+            self.scheduler.reset_cache()
+            self.events.append(Happening.RESET)
+        if dice.random() < chances.shrink and self.scheduler.shrink(dice.randint(1, 4)):
+            self.events.append(Happening.SHRINK)
+        self._break_something()
+
+    def _break_something(self) -> None:
+        dice, chances, chaos = self._dice, self.world.chances, self._chaos
+        if dice.random() < chances.poison:
+            chaos.poisons = True
+        for chance, event, lost in (
+            (chances.lose, Happening.LOSE, StepLost("lost")),
+            (chances.die, Happening.DIE, StepLost("the worker died", cache_intact=False)),
+            (chances.starve, Happening.STARVE, StepLost("out of memory", too_large=True)),
+        ):
+            if self._live and dice.random() < chance:
+                chaos.loses = lost
+                self.events.append(event)
+
+    def _arrive(self) -> None:
+        world, dice = self.world, self._dice
+        past = dice.choice(self._past) if self._past and dice.random() < 0.3 else None
+        request = draw_request(dice, world, self._num_arrived, self._now_s, past)
+        self._num_arrived += 1
+        if world.drains and self._num_arrived == world.num_requests:
+            self.scheduler.drain()
+            self.events.append(Happening.DRAIN)
+        if request.beam is not None:
+            self.events.append(Happening.ARRIVE_BEAMS)
+        elif request.num_sequences > 1:
+            self.events.append(Happening.ARRIVE_FAMILY)
+        else:
+            self.events.append(Happening.ARRIVE if past is None else Happening.ARRIVE_FOLLOWUP)
+        try:
+            members = self.scheduler.add(request, self._now_s)
+        except (QueueFull, Draining, NeverFits) as refused:
+            assert isinstance(refused, Draining) == self.scheduler.draining, refused
+            shrunk = self.scheduler.kv.pool.num_in_service < world.num_blocks
+            assert shrunk or not isinstance(refused, NeverFits), refused
+            self.events.append(Happening.OVERFLOW)
+            return
+        self._live[request.id] = members
+        outcomes = expect(request, VOCAB_SIZE)
+        for sequence, expected in zip(members, outcomes, strict=False):
+            self._expected[sequence.id] = expected
+
+    def _abort(self, request_id: RequestId) -> None:
+        self.events.append(Happening.ABORT)
+        self._end(self.scheduler.abort(request_id), FinishReason.ABORT)
+        assert self.scheduler.abort(request_id) == (), "an abort is not idempotent"
+
+    def _stop(self, request_id: RequestId) -> None:
+        """The front stops one continuation."""
+        running = [s for s in self._live[request_id] if s.state is State.RUNNING and s.request.beam is None]
+        if running:
+            self.events.append(Happening.STOP)
+            sequence = self._dice.choice(running)
+            assert self.scheduler.finish(sequence, FinishReason.STOP), sequence
+            self._end((sequence,), FinishReason.STOP)
+
+    def _end(self, sequences: tuple[Sequence, ...], reason: FinishReason) -> None:
+        for sequence in sequences:
+            expected = self._expected.get(sequence.id)
+            if expected is not None:
+                expected.reason = reason
+                expected.tokens = list(expected.heard)
+                self._terminate(sequence)
+        self._forget_finished()
+
+    def _duplicate(self, request_id: RequestId) -> None:
+        self.events.append(Happening.DUPLICATE)
+        if request_id not in self.scheduler.books.families:
+            return
+        try:
+            self.scheduler.add(self._live[request_id][0].request, self._now_s)
+        except DuplicateRequest:
+            return
+        raise AssertionError(f"request {request_id} was accepted twice")
+
+    def _note_consequences(self) -> None:
+        tally = self.scheduler.books.tally
+        if tally.preemptions > self._chaos.num_preemptions:
+            self.events.append(Happening.PREEMPT)
+        if tally.moved_blocks > self._num_moved:
+            self._num_moved = tally.moved_blocks
+            self.events.append(Happening.DEMOTE)
+        self._check_overtaking()
+
+    def _check_overtaking(self) -> None:
+        """Nobody of the same class, tenant and lane is seated before one who came earlier and could choose (I14)."""
+        books = self.scheduler.books
+        seated = {s.family.order: s.family for s in books.seating.seated.values()}
+        fresh = [family for order, family in seated.items() if order not in self._seated]
+        if not fresh:
+            return
+        self._seated |= set(seated)
+        waiting = [f for f in books.families.values() if f in books.room and not _sat_or_followed(f)]
+        for family in fresh:
+            for other in waiting:
+                assert other.order > family.order or not self._alike(family, other), f"{family} overtook {other}"
+
+    def _alike(self, one: Family, other: Family) -> bool:
+        long_prompt = self.world.policy.order.long_prompt
+
+        def key(family: Family) -> tuple[object, ...]:
+            request = family.request
+            return (request.priority, request.tenant, lane(len(request.prompt), long_prompt), request.deadline_s)
+
+        return key(one) == key(other)
+
+    # What is heard.
+
+    def _hear(self, absorbed: Absorbed) -> None:
+        for number, token in zip(absorbed.sequences.tolist(), absorbed.tokens.tolist(), strict=True):
+            expected = self._expected[SequenceId(number)]
+            assert expected.num_terminal == 0, f"sequence {number} spoke after its end"  # I11
+            expected.heard.append(token)
+            right = expected.tokens[: len(expected.heard)]
+            assert expected.heard == right, f"sequence {number}: {expected.heard} is not {right}"
+        for sequence in absorbed.finished:
+            expected = self._expected[sequence.id]
+            self._expect_trouble(sequence, expected)
+            self._terminate(sequence)
+        self._forget_finished()
+
+    def _expect_trouble(self, sequence: Sequence, expected: Expected) -> None:
+        """Some may end otherwise than the closed form says, if something went wrong for them."""
+        reason = sequence.finish_reason
+        if reason is FinishReason.EXPIRED:
+            deadline_s = sequence.request.deadline_s
+            assert deadline_s is not None and deadline_s <= self._latest_s and not expected.heard, sequence
+            self.events.append(Happening.EXPIRE)
+        elif reason is FinishReason.ERROR:
+            assert self.world.chances.poison or self.world.chances.starve, sequence
+            self.events.append(Happening.POISON)
+        else:
+            return
+        expected.reason = reason
+        expected.tokens = list(expected.heard)
+
+    def _terminate(self, sequence: Sequence) -> None:
+        expected = self._expected[sequence.id]
+        expected.num_terminal += 1
+        assert sequence.finish_reason is expected.reason, f"{sequence} ended by {sequence.finish_reason}"
+        told = sequence.tokens[len(sequence.request.prompt) :].tolist()
+        if expected.spoken:
+            assert told == expected.heard, f"{sequence} kept {told}, but {expected.heard} was heard"
+        elif expected.reason in (FinishReason.STOP, FinishReason.LENGTH):
+            expected.heard = told
+        assert expected.heard == expected.tokens, f"{sequence}: {expected.heard} is not {expected.tokens}"
+        self._past.append(sequence.tokens)
+
+    def _forget_finished(self) -> None:
+        for request_id, members in tuple(self._live.items()):
+            if all(member.finished for member in members):
+                del self._live[request_id]
+
+    @property
+    def event_counts(self) -> Counter[Happening]:
+        return Counter(self.events)
+
+
+def _sat_or_followed(family: Family) -> bool:
+    """Whether it was seated before, or chose to wait for another's prefix."""
+    return any(event.what is What.SEATED or event.cause is Cause.PREFIX for event in family.story)

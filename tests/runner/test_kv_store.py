@@ -1,0 +1,75 @@
+"""Moves copy whole blocks between tiers; what a copy costs is measured."""
+
+from itertools import count
+
+import pytest
+import torch
+
+from quire.core.errors import ConfigError
+from quire.models.model import KvGeometry
+from quire.runner.kv_store import KvStores, measure_transfer, new_store
+from tests.runner.plans import DEVICE, HOST, moves
+
+GEOMETRY = KvGeometry(num_layers=2, kv_heads=1, head_dim=3, dtype=torch.float32)
+CPU = torch.device("cpu")
+
+
+def filled(num_blocks: int = 5, num_host_blocks: int = 3) -> KvStores:
+    """Block b of the device holds b, block b of the host -b."""
+    stores = new_store(GEOMETRY, num_blocks, 4, CPU, num_host_blocks)
+    assert stores.host is not None
+    for block in range(num_blocks + 1):
+        stores.device[block] = block
+    for block in range(num_host_blocks + 1):
+        stores.host[block] = -block
+    return stores
+
+
+def values(store: torch.Tensor | None) -> list[float]:
+    assert store is not None
+    flat = store.flatten(1)
+    assert flat.eq(flat[:, :1]).all()
+    return flat[:, 0].tolist()
+
+
+def test_the_stores_have_a_null_block_each_and_the_same_blocks() -> None:
+    stores = new_store(GEOMETRY, 5, 4, CPU, 3)
+    assert stores.host is not None
+    assert (len(stores.device), len(stores.host)) == (6, 4)
+    assert stores.device.shape[1:] == stores.host.shape[1:] == (2, 2, 4, 1, 3)
+    assert stores.block_size == 4
+    assert new_store(GEOMETRY, 5, 4, CPU).host is None
+
+
+def test_blocks_move_within_and_between_the_tiers() -> None:
+    stores = filled()
+    stores.carry(moves(DEVICE, DEVICE, (1, 4), (2, 5)))
+    assert values(stores.device) == [0, 1, 2, 3, 1, 2]
+    stores.carry(moves(DEVICE, HOST, (5, 1), (3, 2)))
+    assert values(stores.host) == [0, 2, 3, -3]
+    stores.carry(moves(HOST, DEVICE, (3, 1)))
+    assert values(stores.device) == [0, -3, 2, 3, 1, 2]
+
+
+def test_blocks_may_change_places_by_way_of_the_host() -> None:
+    stores = filled()
+    stores.carry(moves(DEVICE, HOST, (1, 1), (2, 2)) + moves(HOST, DEVICE, (1, 2), (2, 1)))
+    assert values(stores.device)[:3] == [0, 2, 1]
+
+
+def test_a_move_to_a_host_that_has_no_store_is_our_mistake() -> None:
+    with pytest.raises(AssertionError, match="no store"):
+        new_store(GEOMETRY, 5, 4, CPU).carry(moves(DEVICE, HOST, (1, 1)))
+
+
+@pytest.mark.parametrize(("num_blocks", "num_host_blocks"), [(2**45, 0), (1, 2**45)])
+def test_stores_that_do_not_fit_are_refused_with_the_numbers(num_blocks: int, num_host_blocks: int) -> None:
+    with pytest.raises(ConfigError, match=str(2**45)):
+        new_store(GEOMETRY, num_blocks, 4, CPU, num_host_blocks)
+
+
+def test_the_cost_of_a_copy_is_seconds_per_block_and_the_device_keeps_its_own() -> None:
+    stores = filled(num_blocks=5, num_host_blocks=3)
+    ticks = count(step=16.0)  # seconds between two looks at the clock: out and back of four blocks
+    assert measure_transfer(stores, lambda: next(ticks)) == 2.0
+    assert values(stores.device) == [0, 1, 2, 3, 4, 5]

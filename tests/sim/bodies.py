@@ -1,0 +1,53 @@
+"""The bodies that judge each other: both oracles on the same plans, and the closed form beside them."""
+
+from itertools import islice
+
+import numpy as np
+import torch
+
+from quire.core.oracle import candidates, continuation, total
+from quire.core.step import Candidates, StepPlan, StepResult
+from quire.models.oracle import OracleModel
+from quire.runner.kv_store import new_store
+from quire.runner.model_runner import ModelRunner
+from quire.sim.oracle import OracleRunner
+from tests.runner.plans import emitted
+
+VOCAB = 97
+BLOCK = 4
+NUM_BLOCKS = 24
+NUM_HOST_BLOCKS = 8
+
+
+class Bodies:
+    """The numpy oracle and the integer model behind the torch runner, side by side."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        model = OracleModel(VOCAB)
+        stores = new_store(model.kv_geometry, NUM_BLOCKS, BLOCK, torch.device(device), NUM_HOST_BLOCKS)
+        self.paper = OracleRunner(NUM_BLOCKS, BLOCK, VOCAB, NUM_HOST_BLOCKS)
+        self.metal = ModelRunner(model, stores, max_rows=4, max_length=40)
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """What both say."""
+        paper, metal = self.paper.launch(plan).wait(), self.metal.launch(plan).wait()
+        assert emitted(paper) == emitted(metal)
+        assert set(paper.ended) == set(metal.ended)
+        assert paper.candidates.keys() == metal.candidates.keys()
+        for row, likeliest in paper.candidates.items():
+            assert_same(metal.candidates[row], likeliest)
+        return paper
+
+
+def assert_same(found: Candidates, expected: Candidates) -> None:
+    """Bit for bit: the oracle's scores are made so that no softmax rounds them."""
+    assert found.ids.tolist() == expected.ids.tolist()
+    assert found.logprobs.tolist() == expected.logprobs.tolist()
+
+
+def following(known: list[int], count: int) -> list[int]:
+    return list(islice(continuation(np.array(known, np.int32), VOCAB), count))
+
+
+def after(known: list[int], count: int) -> Candidates:
+    return candidates(total(np.array(known, np.int32)), VOCAB, count)
