@@ -1,74 +1,373 @@
-"""Tables and promises against an obvious model."""
+"""Tables, promises, prefixes and forks against dicts; and a memory that does as the plans say.
 
+Every slot of the memory holds the whole prefix that ends there, as keys and values do in effect. So whatever a row
+reads through its table must be its own past, whoever wrote it, copied it or carried it to the host and back.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from quire.core.ids import SequenceId
-from quire.kv.manager import KVManager, count_blocks
+from quire.core.ids import BlockId, IntArray, RequestId, Row
+from quire.core.moves import Place, Tier
+from quire.kv.manager import KVManager, Owner, count_blocks
+from quire.kv.radix_node import decode
+
+ROWS = 4
+Prefix = tuple[int, ...]
+TOKENS = st.lists(st.integers(0, 1), max_size=14)
+
+
+def ids(tokens: Prefix | list[int]) -> IntArray:
+    return np.array(tokens, dtype=np.int32)
+
+
+def common(left: Prefix, right: Prefix) -> int:
+    pairs = zip(left, right, strict=False)
+    return next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(left), len(right)))
+
+
+@dataclass(slots=True)
+class Open:
+    """A row as the test knows it."""
+
+    owner: Owner
+    tokens: list[int]  # those written, or found written
+    num_blocks: int
+    promised: int
+    in_tree: int = 0  # leading blocks that are the tree's own
+    frozen: bool = False  # others' blocks stand in the tree before its own
+    pending: list[int] = field(default_factory=list)  # the next launch writes these
 
 
 class ManagerMachine(RuleBasedStateMachine):
-    @initialize(blocks=st.integers(1, 12), size=st.integers(1, 5))
-    def build(self, blocks: int, size: int) -> None:
-        self.kv = KVManager(blocks, size)
-        self.tables: dict[SequenceId, int] = {}  # blocks held
-        self.promises: dict[SequenceId, int] = {}
-        self.next_id = 0
+    @initialize(
+        blocks=st.sampled_from((3, 6, 10, 60)),
+        size=st.integers(1, 4),
+        prefix=st.sampled_from((True, True, True, False)),
+        host=st.sampled_from((0, 0, 2, 8)),
+        keeps=st.sampled_from((1, 2)),
+    )
+    def build(self, blocks: int, size: int, prefix: bool, host: int, keeps: int) -> None:
+        self.kv = KVManager(
+            blocks,
+            size,
+            ROWS,
+            prefix=prefix,
+            num_host_blocks=host if prefix else 0,
+            worth_keeping=lambda start, stop: stop % keeps == 0,
+        )
+        self.size = size
+        self.rows: dict[Row, Open] = {}
+        self.memory: dict[Place, list[Prefix | None]] = {}
+        self.corpus: dict[str, set[Prefix]] = {}  # everything that was let into the tree
+        self.complete = True  # nothing of it was evicted
+        self.num_served = 0
+
+    # What is obvious.
+
+    def held(self) -> set[int]:
+        return {block for row in self.rows for block in self.kv.tables.of(row).tolist()}
 
     def available(self) -> int:
-        return self.kv.pool.num_blocks - sum(self.tables.values()) - sum(self.promises.values())
+        promised = sum(each.promised for each in self.rows.values())
+        return self.kv.pool.num_in_service - len(self.held()) - promised
 
-    @rule(reserved=st.integers(0, 8))
-    def open(self, reserved: int) -> None:
-        sequence = SequenceId(self.next_id)
-        self.next_id += 1
-        fits = reserved <= self.available()
-        assert self.kv.open(sequence, reserved) == fits
-        if fits:
-            self.tables[sequence] = 0
-            self.promises[sequence] = reserved
+    def longest(self, partition: str, tokens: Prefix) -> int:
+        return max((common(known, tokens) for known in self.corpus.get(partition, ())), default=0)
+
+    def let_in(self, each: Open, tokens: Prefix) -> None:
+        if self.kv.tree is not None:
+            self.corpus.setdefault(each.owner.partition, set()).add(tokens)
+
+    def pick(self, data: st.DataObject) -> tuple[Row, Open]:
+        row = data.draw(st.sampled_from(sorted(self.rows)))
+        return row, self.rows[row]
+
+    def free_row(self) -> Row:
+        return Row(min(set(range(ROWS)) - self.rows.keys()))
+
+    def watch_evictions(self) -> None:
+        if self.kv.tree is not None and self.kv.tree.num_evicted:
+            self.complete = False
+
+    # What happens.
+
+    @rule(
+        data=st.data(),
+        tokens=TOKENS,
+        partition=st.sampled_from(("", "", "b")),
+        priority=st.integers(0, 1),
+        extra=st.integers(0, 4),
+    )
+    @precondition(lambda self: len(self.rows) < ROWS)
+    def open(self, data: st.DataObject, tokens: list[int], partition: str, priority: int, extra: int) -> None:
+        known = [path for path in self.corpus.get(partition, ()) if path]
+        if known and data.draw(st.booleans()):
+            tokens = [*data.draw(st.sampled_from(sorted(known))), *tokens]
+        limit = data.draw(st.integers(0, len(tokens)))
+        self.num_served += 1
+        owner = Owner(RequestId(self.num_served), partition, priority)
+        match = self.kv.match(owner, ids(tokens), limit)
+        num_found = self.kv.num_found(match)
+        if self.complete:
+            assert num_found == self.longest(partition, tuple(tokens[:limit]))
+        num_more = extra
+        num_idle = num_kept = 0
+        if match is not None:
+            num_more += len(match.host_blocks) + (match.partial is not None)
+            num_idle = len(set(match.blocks.tolist()) - self.held())
+            num_kept = len(match.blocks) + len(match.host_blocks)
+        fits = num_more <= self.available() - num_idle
+        assert self.kv.fits(match, num_more) == fits
+        if not fits:
+            return
+        row = self.free_row()
+        assert self.kv.open(row, owner, match, num_more) == num_found
+        num_blocks = count_blocks(num_found, self.size)
+        spent = num_blocks - (0 if match is None else len(match.blocks))
+        self.rows[row] = Open(owner, tokens[:num_found], num_blocks, num_more - spent, num_kept)
+        self.watch_evictions()
+
+    @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=6))
+    @precondition(lambda self: self.rows)
+    def write(self, data: st.DataObject, tokens: list[int]) -> None:
+        """As far as the table reaches; never into a block that somebody else can see."""
+        row, each = self.pick(data)
+        start = len(each.tokens) + len(each.pending)
+        tokens = tokens[: each.num_blocks * self.size - start]
+        for position in range(start, start + len(tokens)):
+            assert self.kv.pool.references(BlockId(int(self.kv.tables.of(row)[position // self.size]))) == 1
+        each.pending += tokens
+
+    @rule()
+    def launch(self) -> None:
+        """A plan goes out: moves one after the other, then what its rows write. What they read is their own."""
+        for move in self.kv.take_moves():
+            self.memory[move.dst] = list(self.memory.get(move.src, [None] * self.size))
+        for row, each in self.rows.items():
+            start = len(each.tokens)
+            each.tokens += each.pending
+            each.pending = []
+            table = self.kv.tables.of(row).tolist()
+            for position in range(start, len(each.tokens)):
+                block = self.memory.setdefault(Place(Tier.DEVICE, table[position // self.size]), [None] * self.size)
+                block[position % self.size] = tuple(each.tokens[: position + 1])
+        for row, each in self.rows.items():
+            self.assert_holds(Tier.DEVICE, self.kv.tables.of(row).tolist(), tuple(each.tokens), 0)
+        if self.kv.tree is not None:
+            for node in self.kv.tree.nodes():
+                path = decode(node.path())
+                start = len(path) - len(decode(node.tokens))
+                self.assert_holds(node.tier, node.blocks.tolist(), path, start)
+
+    def assert_holds(self, tier: Tier, blocks: list[int], path: Prefix, start: int) -> None:
+        for position in range(start, len(path)):
+            place = Place(tier, BlockId(blocks[(position - start) // self.size]))
+            assert self.memory[place][position % self.size] == path[: position + 1], (place, position)
 
     @rule(data=st.data())
-    @precondition(lambda self: self.tables)
+    @precondition(lambda self: self.rows)
     def grow(self, data: st.DataObject) -> None:
-        sequence = data.draw(st.sampled_from(sorted(self.tables)))
-        possible = self.promises[sequence] > 0 or self.available() > 0
-        block = self.kv.grow(sequence)
-        assert (block is not None) == possible
+        row, each = self.pick(data)
+        possible = each.promised > 0 or self.available() > 0
+        assert self.kv.grow(row, each.owner.request) == possible
         if possible:
-            self.promises[sequence] = max(0, self.promises[sequence] - 1)
-            self.tables[sequence] += 1
+            each.promised = max(0, each.promised - 1)
+            each.num_blocks += 1
+        self.watch_evictions()
 
     @rule(data=st.data())
-    @precondition(lambda self: self.tables)
+    @precondition(lambda self: self.rows)
+    def grow_each(self, data: st.DataObject) -> None:
+        rows = data.draw(st.lists(st.sampled_from(sorted(self.rows)), unique=True))
+        beyond = sum(self.rows[row].promised == 0 for row in rows)
+        possible = beyond <= self.available()
+        blocks = self.kv.grow_each(ids(rows))
+        assert (blocks is not None) == possible
+        if blocks is not None:
+            assert [self.kv.tables.last(row) for row in rows] == blocks.tolist()
+            for row in rows:
+                self.rows[row].promised = max(0, self.rows[row].promised - 1)
+                self.rows[row].num_blocks += 1
+        self.watch_evictions()
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.rows)
     def grow_to(self, data: st.DataObject) -> None:
-        sequence = data.draw(st.sampled_from(sorted(self.tables)))
-        most = (self.tables[sequence] + self.promises[sequence]) * self.kv.block_size
-        positions = data.draw(st.integers(0, most))
-        held = self.tables[sequence]
-        wanted = max(held, count_blocks(positions, self.kv.block_size))
-        assert len(self.kv.grow_to(sequence, positions)) == wanted - held
-        self.promises[sequence] -= wanted - held
-        self.tables[sequence] = wanted
+        row, each = self.pick(data)
+        positions = data.draw(st.integers(0, (each.num_blocks + each.promised) * self.size))
+        missing = max(count_blocks(positions, self.size) - each.num_blocks, 0)
+        blocks = self.kv.grow_to(row, positions, each.owner.request)
+        assert blocks.tolist() == self.kv.tables.of(row)[each.num_blocks :].tolist()
+        assert len(blocks) == missing
+        each.promised -= missing
+        each.num_blocks += missing
+        self.watch_evictions()
 
     @rule(data=st.data())
-    @precondition(lambda self: self.tables)
+    @precondition(lambda self: self.rows)
+    def commit(self, data: st.DataObject) -> None:
+        row, each = self.pick(data)
+        tokens = tuple(each.tokens[: data.draw(st.integers(0, len(each.tokens)))])
+        self.kv.commit(row, each.owner, ids(tokens))
+        self.note_commit(each, tokens)
+
+    def note_commit(self, each: Open, tokens: Prefix) -> None:
+        num_blocks = len(tokens) // self.size
+        if each.frozen or num_blocks <= each.in_tree:
+            return
+        whole = tokens[: num_blocks * self.size]
+        if self.longest(each.owner.partition, whole) // self.size > each.in_tree:
+            each.frozen = True
+        else:
+            each.in_tree = num_blocks
+            self.let_in(each, whole)
+
+    @rule(data=st.data(), commits=st.booleans(), extra=st.integers(0, 3))
+    @precondition(lambda self: 0 < len(self.rows) < ROWS)
+    def fork(self, data: st.DataObject, commits: bool, extra: int) -> None:
+        parent, each = self.pick(data)
+        tokens = tuple(each.tokens[: data.draw(st.integers(0, len(each.tokens)))])
+        if commits:
+            self.kv.commit(parent, each.owner, ids(tokens))
+            self.note_commit(each, tokens)
+        num_full, partial = len(tokens) // self.size, len(tokens) % self.size > 0
+        if partial + extra > self.available():
+            return
+        child = self.free_row()
+        self.kv.promise(child, partial + extra)
+        self.kv.fork(parent, child, each.owner, ids(tokens))
+        shared = self.kv.tables.of(parent)[:num_full].tolist()
+        assert self.kv.tables.of(child)[:num_full].tolist() == shared, "full blocks are shared"
+        in_tree = min(each.in_tree, num_full)
+        self.rows[child] = Open(each.owner, list(tokens), num_full + partial, extra, in_tree, in_tree < num_full)
+        self.watch_evictions()
+
+    @rule(data=st.data())
+    @precondition(lambda self: any(not each.pending for each in self.rows.values()))
     def close(self, data: st.DataObject) -> None:
-        sequence = data.draw(st.sampled_from(sorted(self.tables)))
-        self.kv.close(sequence)
-        del self.tables[sequence], self.promises[sequence]
+        row = data.draw(st.sampled_from(sorted(row for row, each in self.rows.items() if not each.pending)))
+        each = self.rows[row]
+        least = min(each.in_tree * self.size, len(each.tokens))
+        kept = data.draw(st.one_of(st.just(0), st.integers(least, len(each.tokens)), st.just(len(each.tokens))))
+        self.kv.close(row, each.owner, ids(each.tokens[:kept]))
+        self.let_in(each, tuple(each.tokens[:kept]))
+        del self.rows[row]
+
+    @rule()
+    def reset(self) -> None:
+        num_free = self.kv.pool.num_free
+        self.kv.reset_cache()
+        self.complete = False
+        if not self.rows:
+            assert self.kv.pool.num_free == self.kv.pool.num_in_service >= num_free
+            self.corpus.clear()
+            self.complete = self.kv.tree is None or not self.kv.tree.num_evicted
+
+    @rule(count=st.integers(1, 2))
+    def shrink(self, count: int) -> None:
+        expected = min(count, self.available())
+        assert self.kv.shrink(count) == expected
+        self.watch_evictions()
 
     @invariant()
     def agrees(self) -> None:
-        self.kv.audit()
-        assert self.kv.num_available == self.available()
-        for sequence, held in self.tables.items():
-            assert len(self.kv.table(sequence)) == held
-            assert self.kv.capacity(sequence) == held * self.kv.block_size
+        kv = self.kv
+        kv.audit()
+        assert kv.num_available == self.available() >= 0
+        for row in range(ROWS):
+            each = self.rows.get(Row(row))
+            assert kv.tables.lengths[row] == (0 if each is None else each.num_blocks)
+            assert kv.promised[row] == (0 if each is None else each.promised)
+        assert kv.host is None or kv.host.num_blocks == kv.host.num_free + kv.host.num_idle, "host blocks have no reader"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "kv"):
+            return
+        self.launch()
+        for row, each in self.rows.items():
+            self.kv.close(row, each.owner, ids(each.tokens))
+        self.rows.clear()
+        self.launch()
+        self.agrees()
+        self.kv.reset_cache()
+        assert self.kv.pool.num_free == self.kv.pool.num_in_service
+        assert self.kv.host is None or self.kv.host.num_free == self.kv.host.num_blocks
 
 
 TestManagerMachine = ManagerMachine.TestCase
+ME = Owner(RequestId(1), "", 0)
+
+
+def filled(kv: KVManager, tokens: list[int]) -> None:
+    """Somebody computed these, and left."""
+    kv.open(Row(0), ME, None, count_blocks(len(tokens), kv.block_size))
+    kv.grow_to(Row(0), len(tokens), ME.request)
+    kv.close(Row(0), ME, ids(tokens))
 
 
 def test_blocks_are_counted_upwards() -> None:
     assert [count_blocks(n, 16) for n in (0, 1, 15, 16, 17)] == [0, 1, 1, 1, 2]
+
+
+def test_a_hit_shares_whole_blocks_and_copies_the_partial_one() -> None:
+    kv = KVManager(8, 4, 2)
+    filled(kv, [1, 2, 3, 4, 5, 6, 7])
+    match = kv.match(ME, ids([1, 2, 3, 4, 5, 6, 9]), 6)
+    assert match is not None and kv.num_found(match) == 6
+    assert kv.open(Row(1), ME, match, 1) == 6
+    (move,) = kv.take_moves()
+    first, copy = kv.tables.of(Row(1)).tolist()
+    assert (first, move.src.block, move.dst.block) == (1, 2, copy) and copy not in (1, 2)
+    assert kv.pool.references(BlockId(1)) == 2 and kv.pool.references(BlockId(2)) == 1
+
+
+def test_the_source_of_a_copy_may_be_the_block_that_makes_room_for_it() -> None:
+    """The cache is full: to hold the copy, the very block it is copied from must be evicted. The copy is still right."""
+    kv = KVManager(2, 4, 2)
+    filled(kv, [1, 2, 3, 4, 5, 6, 7])
+    match = kv.match(ME, ids([1, 2, 3, 4, 5, 9]), 5)
+    assert kv.open(Row(1), ME, match, 1) == 5
+    assert [(move.src.block, move.dst.block) for move in kv.take_moves()] == [(2, 2)]
+
+
+def test_what_does_not_fit_cannot_be_opened() -> None:
+    kv = KVManager(2, 4, 2)
+    assert not kv.fits(None, 3)
+    with pytest.raises(AssertionError):
+        kv.open(Row(0), ME, None, 3)
+
+
+def test_a_matched_block_that_is_idle_is_not_available_twice() -> None:
+    """Both blocks are cached: the match holds one, so only the other can be promised."""
+    kv = KVManager(2, 4, 2)
+    filled(kv, [1, 2, 3, 4, 5, 6, 7, 8])
+    match = kv.match(ME, ids([1, 2, 3, 4, 9]), 4)
+    assert kv.num_available == 2
+    assert kv.fits(match, 1) and not kv.fits(match, 2)
+
+
+def test_more_than_was_promised_cannot_be_grown_to() -> None:
+    kv = KVManager(4, 4, 2)
+    kv.open(Row(0), ME, None, 1)
+    with pytest.raises(AssertionError):
+        kv.grow_to(Row(0), 5, ME.request)
+
+
+def test_losing_the_device_forgets_orders_and_prefixes() -> None:
+    kv = KVManager(4, 4, 2, num_host_blocks=4)
+    filled(kv, [1, 2, 3, 4, 5, 6])
+    match = kv.match(ME, ids([1, 2, 3, 4, 5, 9]), 5)
+    kv.open(Row(1), ME, match, 1)
+    with pytest.raises(AssertionError, match="open tables"):
+        kv.lose()
+    kv.close(Row(1), ME, ids([]))
+    assert kv.has_orders
+    kv.lose()
+    assert not kv.has_orders and kv.take_moves() == ()
+    assert kv.num_found(kv.match(ME, ids([1, 2, 3, 4, 5, 6]), 6)) == 0
+    assert kv.pool.num_free == 4

@@ -59,11 +59,15 @@ class NeverFits(QuireError):
 
     code = "never_fits"
 
-    def __init__(self, num_tokens: int, num_blocks: int, pool_blocks: int, block_size: int) -> None:
+    def __init__(
+        self, num_tokens: int, num_blocks: int, pool_blocks: int, block_size: int, num_sequences: int = 1
+    ) -> None:
+        whole = f"{num_tokens} tokens" if num_sequences == 1 else f"{num_sequences} continuations of {num_tokens} tokens"
+        fewer = "" if num_sequences == 1 else "ask for fewer continuations, "
         super().__init__(
-            f"This request needs {num_blocks} KV blocks ({num_tokens} tokens, {block_size} a block), but the "
+            f"This request needs {num_blocks} KV blocks ({whole}, {block_size} a block), but the "
             f"whole cache holds {pool_blocks} ({pool_blocks * block_size} tokens). Shorten the prompt or "
-            f"max_tokens, or give the engine a larger KV cache (--kv-cache-memory).",
+            f"max_tokens, {fewer}or give the engine a larger KV cache (--kv-cache-memory).",
             param="max_tokens",
         )
 
@@ -130,6 +134,17 @@ class NumericalError(QuireError):
             "There was no token to choose: the model's logits were not finite, or the parameters left none "
             "(penalties, logit_bias, bad_words and allowed_token_ids together)."
         )
+
+
+class DeadlineExpired(QuireError):
+    """A request was not begun before its timeout: it ended with the finish reason "expired"."""
+
+    status = 408
+    code = "deadline_expired"
+    exit_code = 1
+
+    def __init__(self) -> None:
+        super().__init__("The request waited longer than its timeout_s and was not begun; allow more, or try again.")
 
 
 class DuplicateRequest(QuireError):

@@ -70,7 +70,7 @@ class State(Enum):
 class Family:
     """A request inside the engine."""
 
-    __slots__ = ("arrived_s", "members", "num_cached", "num_preemptions", "request", "story", "was_seated")
+    __slots__ = ("arrived_s", "members", "num_cached", "num_preemptions", "request", "seated_s", "story", "was_seated")
 
     def __init__(self, request: Request, first_id: int, arrived_s: float) -> None:
         self.request = request
@@ -78,6 +78,7 @@ class Family:
         self.members = tuple(Sequence(self, SequenceId(first_id + i), i) for i in range(request.num_sequences))
         self.num_preemptions = 0
         self.was_seated = False
+        self.seated_s: float | None = None  # when it first sat down
         self.num_cached = 0  # prompt tokens that its first sitting down found in the cache
         self.story: list[Event] = []
 

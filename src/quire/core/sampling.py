@@ -4,10 +4,11 @@
 and floats alone, checked against the width of the logits. Both are validated when they are made.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 
+from quire.core.checks import check_bool, check_count, check_float, check_int, check_list, check_strings
 from quire.core.errors import InvalidParameter, shown
 
 # Caps on what one request may carry. They bound memory and time per row; generous beside what clients send.
@@ -19,6 +20,13 @@ MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_TOKENS = 32
 MAX_LOGPROBS = 100
 MAX_SEED = 2**63 - 1
+MAX_LENGTH_PENALTY = 10.0
+
+# What a beam search cannot take into account, with the values that ask for nothing.
+_NOT_WITH_BEAMS: Mapping[str, tuple[object, ...]] = {
+    "top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,), "repetition_penalty": (1.0,), "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,), "stop_strings": ((),), "logprobs": (None,),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,42 +54,58 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    best_of: int | None = None  # continuations computed, of which the n likeliest per token are returned; None: n
+    use_beam_search: bool = False
+    beam_width: int | None = None  # None: best_of, or n
+    length_penalty: float = 1.0  # of beams: their score is divided by their length to this power
+    early_stopping: bool | str = False  # of beams: False, True or "never", as Hugging Face defines them
 
     def __post_init__(self) -> None:
-        _check_int("n", self.n, 1, MAX_SEQUENCES)
-        _check_float("temperature", self.temperature, 0.0, 100.0)
-        _check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _check_int("top_k", self.top_k, -1, 2**31 - 1)
-        _check_float("min_p", self.min_p, 0.0, 1.0)
-        _check_float("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
-        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        check_int("n", self.n, 1, MAX_SEQUENCES)
+        check_float("temperature", self.temperature, 0.0, 100.0)
+        check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        check_int("top_k", self.top_k, -1, 2**31 - 1)
+        check_float("min_p", self.min_p, 0.0, 1.0)
+        check_float("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
+            check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParameter(
                 f"min_tokens is {self.min_tokens}, more than max_tokens, which is {self.max_tokens}.",
                 param="min_tokens",
             )
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidParameter(f"{name} must be true or false, not {shown(getattr(self, name))}.", param=name)
+            check_bool(name, getattr(self, name))
         if self.seed is not None:
-            _check_int("seed", self.seed, -MAX_SEED, MAX_SEED)
+            check_int("seed", self.seed, -MAX_SEED, MAX_SEED)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
+                check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
         if not isinstance(self.stop, str):
-            _check_list("stop", self.stop, MAX_STOP_STRINGS)
-        _check_strings("stop", self.stop_strings)
-        _check_list("bad_words", self.bad_words, MAX_BAD_WORDS)
-        _check_strings("bad_words", self.bad_words or ())
-        _check_list("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
+            check_list("stop", self.stop, MAX_STOP_STRINGS)
+        check_strings("stop", self.stop_strings)
+        check_list("bad_words", self.bad_words, MAX_BAD_WORDS)
+        check_strings("bad_words", self.bad_words or ())
+        check_list("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
         _check_bias(self.logit_bias)
-        _check_list("allowed_token_ids", self.allowed_token_ids, None)
+        check_list("allowed_token_ids", self.allowed_token_ids, None)
         if self.allowed_token_ids is not None and len(self.allowed_token_ids) == 0:
             raise InvalidParameter("allowed_token_ids is empty: no token could follow.", param="allowed_token_ids")
+        _check_choosing(self)
+
+    @property
+    def num_sequences(self) -> int:
+        """The continuations that are computed; `n` of them are returned."""
+        width = self.beam_width if self.use_beam_search else None
+        return width or self.best_of or self.n
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the continuations are compared when all have ended: nothing can be told before."""
+        return self.use_beam_search or self.num_sequences > self.n
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -138,6 +162,7 @@ def row_sampling(
         early = set(ends) if params.min_tokens > 0 else set()
         _check_some_left(set(allowed_ids) - early - {word[0] for word in forbidden if len(word) == 1})
     biased = _token_ids("logit_bias", params.logit_bias or (), vocab_size)
+    hidden = params.logprobs is None and params.chooses and not params.use_beam_search  # best_of compares them
     return RowSampling(
         temperature=float(params.temperature),
         top_k=0 if params.top_k == -1 or params.top_k >= vocab_size else params.top_k,
@@ -152,7 +177,7 @@ def row_sampling(
         logit_bias=tuple(zip(biased, map(float, (params.logit_bias or {}).values()), strict=True)),
         bad_words=forbidden,
         allowed_ids=allowed_ids,
-        num_logprobs=_within_vocab("logprobs", params.logprobs, vocab_size),
+        num_logprobs=0 if hidden else _within_vocab("logprobs", params.logprobs, vocab_size),
         num_prompt_logprobs=_within_vocab("prompt_logprobs", params.prompt_logprobs, vocab_size),
     )
 
@@ -195,43 +220,55 @@ def _within_vocab(name: str, count: int | None, vocab_size: int) -> int | None:
     return count
 
 
-def _check_int(name: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise InvalidParameter(f"{name} must be a whole number from {low} to {high}, not {shown(value)}.", param=name)
-
-
-def _check_float(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not low <= value <= high or (open_low and value == low):  # type: ignore[operator]  # NaN is nowhere
-        bounds = f"above {low:g} and at most {high:g}" if open_low else f"from {low:g} to {high:g}"
-        raise InvalidParameter(f"{name} must be a number {bounds}, not {shown(value)}.", param=name)
-
-
-def _check_list(name: str, values: object, most: int | None) -> None:
-    """None, or so many values at most. A text is not meant as the list of its letters."""
-    if values is None:
-        return
-    if not isinstance(values, Sequence | Set) or isinstance(values, str | bytes | bytearray | memoryview):
-        raise InvalidParameter(f"{name} must be a list, not {shown(values)}.", param=name)
-    _check_count(name, values, most)
-
-
-def _check_strings(name: str, values: Iterable[object]) -> None:
-    for value in values:
-        if not isinstance(value, str) or not value:
-            raise InvalidParameter(f"{name} must hold non-empty strings, not {shown(value)}.", param=name)
-
-
 def _check_bias(values: object) -> None:
     if values is None:
         return
     if not isinstance(values, Mapping):
         raise InvalidParameter(f"logit_bias must map token ids to numbers, not be {shown(values)}.", param="logit_bias")
-    _check_count("logit_bias", values, MAX_LOGIT_BIAS)
+    check_count("logit_bias", values, MAX_LOGIT_BIAS)
     for bias in values.values():
-        _check_float("logit_bias", bias, -100.0, 100.0)
+        check_float("logit_bias", bias, -100.0, 100.0)
 
 
-def _check_count(name: str, values: Collection[object], most: int | None) -> None:
-    if most is not None and len(values) > most:
-        raise InvalidParameter(f"{name} holds {len(values)} entries; the most is {most}.", param=name)
+def _check_choosing(params: SamplingParams) -> None:
+    """best_of and beams: what they may be, and what makes no sense beside them."""
+    check_bool("use_beam_search", params.use_beam_search)
+    check_float("length_penalty", params.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
+    if not isinstance(params.early_stopping, bool) and params.early_stopping != "never":
+        raise InvalidParameter(
+            f'early_stopping must be true, false or "never", not {shown(params.early_stopping)}.',
+            param="early_stopping",
+        )
+    for name in ("best_of", "beam_width"):
+        if getattr(params, name) is not None:
+            check_int(name, getattr(params, name), params.n, MAX_SEQUENCES)
+    if params.use_beam_search:
+        _check_beams(params)
+        return
+    for name, usual in (("beam_width", None), ("length_penalty", 1.0), ("early_stopping", False)):
+        if getattr(params, name) != usual:
+            raise InvalidParameter(f"{name} is for beams alone; say use_beam_search=True too.", param=name)
+    if params.greedy and params.chooses:
+        raise InvalidParameter(
+            f"best_of is {params.best_of}, but without a temperature all continuations are the same; use a "
+            f"temperature above 0, or leave best_of away.",
+            param="best_of",
+        )
+
+
+def _check_beams(params: SamplingParams) -> None:
+    if params.beam_width is not None and params.best_of not in (None, params.beam_width):
+        raise InvalidParameter(
+            f"best_of is {params.best_of} and beam_width is {params.beam_width}: with beams both say how many are "
+            f"kept; give one of them.",
+            param="best_of",
+        )
+    if params.temperature not in (0.0, 1.0):
+        raise InvalidParameter(
+            f"temperature is {params.temperature}, but a beam search draws nothing by chance; leave it away.",
+            param="temperature",
+        )
+    for name, idle in _NOT_WITH_BEAMS.items():
+        if getattr(params, name) not in idle:
+            said = name.removesuffix("_strings")
+            raise InvalidParameter(f"{said} does not go with a beam search; leave it away.", param=said)

@@ -3,16 +3,25 @@
 Whoever asks, whatever checked before: each request is validated here, in one place, against the model and the pool.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from quire.core.errors import ContextLengthExceeded, InvalidParameter, InvalidPrompt, NeverFits, shown
 from quire.core.ids import IntArray, RequestId
-from quire.core.request import Request
+from quire.core.request import BeamParams, EarlyStopping, Request
 from quire.core.sampling import SamplingParams, row_sampling
-from quire.kv.manager import count_blocks
+from quire.engine.terms import USUAL, Terms
+from quire.sched.beam import BeamSearch
+from quire.sched.reserve import most_blocks
+
+_EARLY_STOPPING = {
+    True: EarlyStopping.WHEN_FULL,
+    False: EarlyStopping.WHEN_UNLIKELY,
+    "never": EarlyStopping.NEVER,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +31,7 @@ class Door:
     vocab_size: int  # the width of the logits
     end_ids: tuple[int, ...]
     max_length: int
+    max_rows: int
     num_blocks: int
     block_size: int
 
@@ -32,9 +42,12 @@ class Door:
         params: SamplingParams,
         bad_words: Sequence[tuple[int, ...]],
         fresh_seed: int,
+        terms: Terms = USUAL,
+        now_s: float = 0.0,
     ) -> Request:
         """A valid request, or a `QuireError` that says with numbers why not."""
         tokens = self._checked_prompt(prompt)
+        self._check_rows(params)
         sampling = row_sampling(
             params,
             vocab_size=self.vocab_size,
@@ -42,8 +55,19 @@ class Door:
             bad_words=bad_words,
             fresh_seed=fresh_seed,
         )
-        max_tokens = self._completion_length(len(tokens), params)
-        return Request(request_id, tokens, max_tokens, sampling, params.n)
+        request = Request(
+            request_id,
+            tokens,
+            max_tokens=params.max_tokens or 1,
+            sampling=sampling,
+            num_sequences=params.num_sequences,
+            beam=_beam(params),
+            partition=terms.partition,
+            tenant=terms.tenant,
+            priority=terms.priority,
+            deadline_s=terms.deadline_s(now_s),
+        )
+        return self._with_candidates(self._with_length(request, params))
 
     def _checked_prompt(self, prompt: Sequence[int]) -> IntArray:
         if len(prompt) == 0:
@@ -61,26 +85,52 @@ class Door:
                 )
         return np.array(prompt, dtype=np.int32)
 
-    def _completion_length(self, num_prompt: int, params: SamplingParams) -> int:
-        """What was asked for, if it can ever fit; what fits, if nothing was asked for."""
-        if params.max_tokens is None:
-            longest = min(self.max_length, self.num_blocks * self.block_size + 1) - num_prompt
-            if longest < 1:
-                self._refuse(num_prompt, 1)
-            if params.min_tokens > longest:
-                raise InvalidParameter(
-                    f"min_tokens is {params.min_tokens}, but only {longest} tokens fit after this prompt.",
-                    param="min_tokens",
-                )
-            return longest
-        if num_prompt + params.max_tokens > self.max_length:
-            raise ContextLengthExceeded(self.max_length, num_prompt, params.max_tokens)
-        self._refuse(num_prompt, params.max_tokens)
-        return params.max_tokens
+    def _check_rows(self, params: SamplingParams) -> None:
+        if params.num_sequences <= self.max_rows:
+            return
+        name = "beam_width" if params.use_beam_search else "best_of" if params.chooses else "n"
+        raise InvalidParameter(
+            f"This request runs {params.num_sequences} sequences at once ({name}), but this engine runs "
+            f"{self.max_rows} in all; ask for fewer, or start it with --max-num-seqs {params.num_sequences}.",
+            param=name,
+        )
 
-    def _refuse(self, num_prompt: int, num_completion: int) -> None:
-        """Raise if so many tokens would not fit an empty pool. The last token of all is never computed."""
-        num_positions = num_prompt + num_completion - 1
-        needed = count_blocks(num_positions, self.block_size)
+    def _with_length(self, request: Request, params: SamplingParams) -> Request:
+        """With the length that was asked for, if it can ever fit; with what fits, if nothing was asked for."""
+        num_prompt = len(request.prompt)
+        if num_prompt + request.max_tokens > self.max_length:
+            raise ContextLengthExceeded(self.max_length, num_prompt, request.max_tokens)
+        needed = self._most_blocks(request, request.max_tokens)
         if needed > self.num_blocks:
-            raise NeverFits(num_positions, needed, self.num_blocks, self.block_size)
+            longest = request.max_length - 1  # the last token of all is never computed
+            raise NeverFits(longest, needed, self.num_blocks, self.block_size, request.num_sequences)
+        if params.max_tokens is not None:
+            return request
+        lengths = range(1, self.max_length - num_prompt + 1)
+        longest = bisect_right(lengths, self.num_blocks, key=lambda length: self._most_blocks(request, length))
+        if params.min_tokens > longest:
+            raise InvalidParameter(
+                f"min_tokens is {params.min_tokens}, but only {longest} tokens fit after this prompt.",
+                param="min_tokens",
+            )
+        return replace(request, max_tokens=longest)
+
+    def _most_blocks(self, request: Request, max_tokens: int) -> int:
+        """What its whole family would need: the prompt once, each continuation for itself."""
+        return most_blocks(replace(request, max_tokens=max_tokens), self.block_size)
+
+    def _with_candidates(self, request: Request) -> Request:
+        """Each beam gives back as many tokens as the search may need to see."""
+        if request.beam is None:
+            return request
+        ends = request.sampling.end_ids
+        search = BeamSearch(request.beam, len(request.prompt), request.max_length, ends)
+        count = min(search.num_candidates, self.vocab_size)
+        return replace(request, sampling=replace(request.sampling, num_candidates=count))
+
+
+def _beam(params: SamplingParams) -> BeamParams | None:
+    if not params.use_beam_search:
+        return None
+    stopping = _EARLY_STOPPING[params.early_stopping]
+    return BeamParams(params.num_sequences, float(params.length_penalty), stopping, params.n)

@@ -1,15 +1,16 @@
 """The engine in one process: a door, a scheduler, a runner and the loop between them. Knows ids, not text."""
 
 import random
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 
 from quire.core.errors import EngineFailed
 from quire.core.ids import RequestId
-from quire.core.request import Sequence
+from quire.core.request import Family, Sequence
 from quire.core.sampling import MAX_SEED, SamplingParams
 from quire.core.step import FinishReason, Runner
 from quire.engine.door import Door
-from quire.kv.manager import KVManager
+from quire.engine.terms import USUAL, Terms
 from quire.sched.loop import Loop
 from quire.sched.scheduler import Absorbed, Scheduler
 
@@ -18,27 +19,37 @@ class Engine:
     """Submit, turn, and listen to what each turn absorbed."""
 
     def __init__(
-        self, runner: Runner, door: Door, *, max_rows: int, max_step_tokens: int, depth: int, seed: int
+        self, scheduler: Scheduler, runner: Runner, door: Door, *, depth: int, seed: int, clock: Callable[[], float]
     ) -> None:
         self.door = door
-        self.scheduler = Scheduler(
-            KVManager(door.num_blocks, door.block_size), max_rows=max_rows, max_step_tokens=max_step_tokens
-        )
-        self._loop = Loop(self.scheduler, runner, depth)
+        self.scheduler = scheduler
+        self.clock = clock
+        self._loop = Loop(scheduler, runner, depth, clock)
         self._seeds = random.Random(seed)
         self._next_request = 0
         self._failure: str | None = None
 
     def submit(
-        self, prompt: Many[int], params: SamplingParams, bad_words: Many[tuple[int, ...]] = ()
-    ) -> tuple[Sequence, ...]:
-        """Queue a request; its sequences. A `QuireError` means that nothing happened."""
+        self,
+        prompt: Many[int],
+        params: SamplingParams,
+        bad_words: Many[tuple[int, ...]] = (),
+        terms: Terms = USUAL,
+    ) -> Family:
+        """Queue a request. A `QuireError` means that nothing happened."""
         self._check_alive()
+        now_s = self.clock()
         request = self.door.admit(
-            RequestId(self._next_request), prompt, params, bad_words, self._seeds.randint(0, MAX_SEED)
+            RequestId(self._next_request),
+            prompt,
+            params,
+            bad_words,
+            self._seeds.randint(0, MAX_SEED),
+            terms,
+            now_s,
         )
         self._next_request += 1
-        return self.scheduler.add(request)
+        return self.scheduler.add(request, now_s)[0].family
 
     def abort(self, request_id: RequestId) -> None:
         """Legal in every state, and twice."""

@@ -1,14 +1,15 @@
 """The front: owns text. Turns prompts into ids, absorbed tokens into text, and stop strings into orders to stop."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 from quire.core.errors import InvalidParameter, InvalidPrompt, NoTokenizer, shown
 from quire.core.ids import SequenceId
 from quire.core.sampling import SamplingParams
 from quire.core.step import FinishReason, PromptLogprobs
 from quire.engine.engine import Engine
-from quire.engine.outputs import Delta, Logprob, RequestMetrics, RequestOutput
+from quire.engine.outputs import Delta, Logprob, RequestMetrics
+from quire.engine.terms import USUAL, Terms
+from quire.engine.ticket import Ticket
 from quire.engine.transcript import Transcript, logprob_entry
 from quire.sched.scheduler import Absorbed
 from quire.text.stop import StopStrings
@@ -22,48 +23,21 @@ def as_list(ids: object) -> object:
     return ids.tolist() if hasattr(ids, "tolist") else ids
 
 
-@dataclass(slots=True)
-class Ticket:
-    """A request under way, for the one who asked."""
-
-    request_id: str
-    prompt: str | None
-    prompt_ids: list[int]
-    params: SamplingParams
-    metrics: RequestMetrics
-    transcripts: tuple[Transcript, ...]
-    prompt_logprobs: list[dict[int, Logprob] | None] | None
-
-    @property
-    def finished(self) -> bool:
-        return all(transcript.finish_reason is not None for transcript in self.transcripts)
-
-    def output(self) -> RequestOutput:
-        """As far as it has come."""
-        return RequestOutput(
-            request_id=self.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=self.prompt_ids,
-            outputs=[transcript.output() for transcript in self.transcripts],
-            metrics=self.metrics,
-            finished=self.finished,
-            prompt_logprobs=self.prompt_logprobs,
-        )
-
-
 class Front:
     """Text in, text out, over one engine."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer | None, clock: Callable[[], float]) -> None:
+    def __init__(self, engine: Engine, tokenizer: Tokenizer | None) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
-        self._clock = clock
         self._transcripts: dict[SequenceId, Transcript] = {}
         self._tickets: dict[SequenceId, Ticket] = {}
         self._awaiting_first: set[SequenceId] = set()  # no token yet
+        self._choosing: set[str] = set()  # requests whose continuations are compared at the end
         self._num_listening = 0
 
-    def submit(self, prompt: Prompt, params: SamplingParams, *, streaming: bool = False) -> Ticket:
+    def submit(
+        self, prompt: Prompt, params: SamplingParams, *, terms: Terms = USUAL, streaming: bool = False
+    ) -> Ticket:
         """Queue a prompt: text, token ids, or {"prompt_token_ids": ids}."""
         if not isinstance(params, SamplingParams):
             raise InvalidParameter(
@@ -73,21 +47,23 @@ class Front:
         if params.stop_strings and self._tokenizer is None:
             raise NoTokenizer("use stop_token_ids instead of stop strings")
         stop_strings = StopStrings(params.stop_strings)
-        sequences = self._engine.submit(ids, params, self._spell(params.bad_words or ()))
-        request_id = str(sequences[0].request.id)
+        family = self._engine.submit(ids, params, self._spell(params.bad_words or ()), terms)
+        request_id = str(family.request.id)
         try:
             transcripts = tuple(
                 Transcript(request_id, each, params, self._tokenizer, stop_strings=stop_strings, streaming=streaming)
-                for each in sequences
+                for each in family.answers
             )
         except BaseException:
-            self._engine.abort(sequences[0].request.id)
+            self._engine.abort(family.request.id)
             raise
-        metrics = RequestMetrics(self._clock(), self._engine.scheduler.last_absorbed + 1)
+        metrics = RequestMetrics(family.arrived_s, self._engine.scheduler.books.last_absorbed + 1)
         scores: list[dict[int, Logprob] | None] | None = None
         if params.prompt_logprobs is not None:
             scores = [None] * len(ids)
-        ticket = Ticket(request_id, text, ids, params, metrics, transcripts, scores)
+        ticket = Ticket(request_id, text, ids, params, family, metrics, transcripts, scores)
+        if params.chooses:
+            self._choosing.add(request_id)
         for transcript in transcripts:
             self._transcripts[transcript.sequence.id] = transcript
             self._tickets[transcript.sequence.id] = ticket
@@ -97,10 +73,11 @@ class Front:
 
     def abort(self, ticket: Ticket) -> None:
         """Give up a request; what it has so far stays readable."""
-        self._engine.abort(ticket.transcripts[0].sequence.request.id)
+        self._engine.abort(ticket.family.request.id)
         for transcript in ticket.transcripts:
             if transcript.finish_reason is None:
                 self._close(transcript, FinishReason.ABORT)
+        self._choosing.discard(ticket.request_id)
 
     def turn(self) -> list[Delta]:
         """One turn of the engine; what each who listens gained by it, and each who finished."""
@@ -113,7 +90,7 @@ class Front:
 
     def now(self) -> float:
         """The clock that metrics are read on, in seconds."""
-        return self._clock()
+        return self._engine.clock()
 
     def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """A prompt's text, if it came as text, and its ids."""
@@ -159,7 +136,7 @@ class Front:
             self._note_first_tokens(absorbed)
         for sequence_id, scores in absorbed.prompt_logprobs.items():
             self._note_prompt_logprobs(self._tickets[sequence_id], scores)
-        ended = {sequence.id: sequence.finish_reason for sequence in absorbed.finished}
+        ended = self._ended(absorbed)
         if self._num_listening:
             for number, token in zip(absorbed.sequences.tolist(), absorbed.tokens.tolist(), strict=True):
                 sequence_id = SequenceId(number)
@@ -171,11 +148,32 @@ class Front:
                 if transcript.stopped and sequence_id not in ended:
                     self._engine.stop(transcript.sequence)
                     ended[sequence_id] = FinishReason.STOP
+        tickets = {self._tickets[sequence_id].request_id: self._tickets[sequence_id] for sequence_id in ended}
         for sequence_id, reason in ended.items():
-            assert reason is not None, sequence_id
             last = self._close(self._transcripts[sequence_id], reason)
             deltas[sequence_id] = deltas[sequence_id].then(last) if sequence_id in deltas else last
-        return list(deltas.values())
+        return self._told(deltas, tickets)
+
+    def _ended(self, absorbed: Absorbed) -> dict[SequenceId, FinishReason]:
+        """Who ended, of those who are listened to. Beams end together, those without a result too."""
+        ended: dict[SequenceId, FinishReason] = {}
+        for sequence in absorbed.finished:
+            family = sequence.family
+            for member in (sequence,) if family.request.beam is None else family.answers:
+                if member.id in self._transcripts and member.finish_reason is not None:
+                    ended[member.id] = member.finish_reason
+        return ended
+
+    def _told(self, deltas: dict[SequenceId, Delta], ended: Mapping[str, Ticket]) -> list[Delta]:
+        """What callers hear now: of continuations that are compared nothing, until all of them have ended."""
+        if not self._choosing:
+            return list(deltas.values())
+        told = [delta for delta in deltas.values() if delta.request_id not in self._choosing]
+        for request_id, ticket in ended.items():
+            if request_id in self._choosing and ticket.finished:
+                self._choosing.discard(request_id)
+                told.extend(ticket.last_words())
+        return told
 
     def _close(self, transcript: Transcript, reason: FinishReason) -> Delta:
         delta = transcript.close(reason)
@@ -184,11 +182,19 @@ class Front:
         self._awaiting_first.discard(sequence.id)
         self._num_listening -= transcript.listening
         ticket = self._tickets.pop(sequence.id)
-        ticket.metrics.num_preemptions += sequence.num_preemptions
         if ticket.finished:
-            ticket.metrics.finished_s = self._clock()
-            ticket.metrics.finished_step = self._engine.scheduler.last_absorbed
+            self._note_end(ticket)
         return delta
+
+    def _note_end(self, ticket: Ticket) -> None:
+        metrics, family = ticket.metrics, ticket.family
+        metrics.finished_s = self.now()
+        metrics.finished_step = self._engine.scheduler.books.last_absorbed
+        metrics.seated_s = family.seated_s
+        metrics.num_preemptions = family.num_preemptions
+        metrics.num_cached_tokens = family.num_cached
+        if family.request.beam is not None:
+            metrics.first_token_s = metrics.finished_s
 
     def _note_first_tokens(self, absorbed: Absorbed) -> None:
         for number in absorbed.sequences.tolist():
@@ -197,7 +203,7 @@ class Front:
                 self._awaiting_first.discard(sequence_id)
                 metrics = self._tickets[sequence_id].metrics
                 if metrics.first_token_s is None:
-                    metrics.first_token_s = self._clock()
+                    metrics.first_token_s = self.now()
 
     def _note_prompt_logprobs(self, ticket: Ticket, scored: PromptLogprobs) -> None:
         assert ticket.prompt_logprobs is not None, ticket.request_id

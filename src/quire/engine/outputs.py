@@ -16,14 +16,15 @@ class Logprob:
 class CompletionOutput:
     """One continuation."""
 
-    index: int
+    index: int  # where continuations are compared, the best is 0
     text: str
     token_ids: list[int]
-    finish_reason: str | None  # "stop", "length", "abort" or "error"; None while it runs
+    finish_reason: str | None  # "stop", "length", "abort", "error" or "expired"; None while it runs
     stop_reason: int | str | None = None  # the stop token id or stop string; None for the model's own end
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
-    error: str | None = None  # why it failed, where the finish reason is "error"
+    score: float | None = None  # of a beam: what beams are ordered by; with best_of: log-probability per token
+    error: str | None = None  # why it failed, where the finish reason is "error" or "expired"
 
 
 @dataclass(slots=True)
@@ -35,7 +36,14 @@ class RequestMetrics:
     first_token_s: float | None = None
     finished_s: float | None = None
     finished_step: int | None = None
+    seated_s: float | None = None
     num_preemptions: int = 0
+    num_cached_tokens: int = 0  # of the prompt, found in the cache
+
+    @property
+    def queue_s(self) -> float | None:
+        """How long it waited to be begun."""
+        return None if self.seated_s is None else self.seated_s - self.arrival_s
 
     @property
     def time_to_first_token_s(self) -> float | None:

@@ -3,7 +3,7 @@
 Text that nobody reads before the end is decoded once, at the end: a batch job pays nothing per token.
 """
 
-from quire.core.errors import NumericalError
+from quire.core.errors import DeadlineExpired, NumericalError, QuireError
 from quire.core.request import Sequence
 from quire.core.sampling import SamplingParams
 from quire.core.step import FinishReason, TopLogprobs
@@ -12,12 +12,17 @@ from quire.text.stop import StopStrings
 from quire.text.stream import SequenceText
 from quire.text.tokenizer import Tokenizer
 
+_FAILURES: dict[FinishReason, QuireError] = {
+    FinishReason.ERROR: NumericalError(),
+    FinishReason.EXPIRED: DeadlineExpired(),
+}
+
 
 class Transcript:
     """Grows with `push`, ends with `close`."""
 
-    __slots__ = ("_logprobs", "_params", "_request_id", "_text", "_tokenizer", "_unsent", "finish_reason",
-                 "listening", "sequence", "stop_reason", "token_ids")  # fmt: skip
+    __slots__ = ("_cumulative", "_logprobs", "_params", "_request_id", "_text", "_tokenizer", "_unsent",
+                 "finish_reason", "listening", "sequence", "stop_reason", "token_ids")  # fmt: skip
 
     def __init__(
         self,
@@ -33,10 +38,12 @@ class Transcript:
         self._params = params
         self._tokenizer = tokenizer
         self.sequence = sequence
-        self.listening = streaming or bool(stop_strings) or params.logprobs is not None
+        scored = sequence.request.sampling.num_logprobs is not None
+        self.listening = (streaming and not params.chooses) or bool(stop_strings) or scored
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
+        self._cumulative = 0.0 if scored else None
         self._logprobs: list[dict[int, Logprob]] = []
         self._unsent: list[dict[int, Logprob]] = []
         self._text = None if tokenizer is None else SequenceText(
@@ -51,7 +58,9 @@ class Transcript:
     def push(self, token: int, scores: TopLogprobs | None, ended: FinishReason | None) -> Delta:
         """One more token; with `ended` it is the last one."""
         self.token_ids.append(token)
-        if scores is not None:
+        if scores is not None and self._cumulative is not None:
+            self._cumulative += scores.logprob
+        if scores is not None and self._params.logprobs is not None:
             entry = logprob_entry(scores, self._tokenizer)
             self._logprobs.append(entry)
             self._unsent.append(entry)
@@ -83,18 +92,31 @@ class Transcript:
         """A stop string came; the engine does not know yet."""
         return isinstance(self.stop_reason, str)
 
+    @property
+    def score(self) -> float | None:
+        """What continuations are compared by, as OpenAI's best_of does: log-probability per token. Beams bring theirs."""
+        if self.sequence.request.beam is not None:
+            return self.sequence.score
+        failed = self.finish_reason in _FAILURES or not self.token_ids
+        return None if failed or self._cumulative is None else self._cumulative / len(self.token_ids)
+
+    @property
+    def _cumulative_logprob(self) -> float | None:
+        score = self.sequence.score
+        return self._cumulative if score is None else score * len(self.token_ids) ** self._params.length_penalty
+
     def output(self) -> CompletionOutput:
-        wants_logprobs = self._params.logprobs is not None
-        chosen = (entry[token].logprob for entry, token in zip(self._logprobs, self.token_ids, strict=False))
+        failure = None if self.finish_reason is None else _FAILURES.get(self.finish_reason)
         return CompletionOutput(
             index=self.sequence.index,
             text="" if self._text is None else self._text.text,
             token_ids=list(self.token_ids),
             finish_reason=None if self.finish_reason is None else self.finish_reason.value,
             stop_reason=self.stop_reason,
-            logprobs=list(self._logprobs) if wants_logprobs else None,
-            cumulative_logprob=sum(chosen) if wants_logprobs else None,
-            error=NumericalError().message if self.finish_reason is FinishReason.ERROR else None,
+            logprobs=None if self._params.logprobs is None else list(self._logprobs),
+            cumulative_logprob=self._cumulative_logprob,
+            score=self.score if self._params.chooses else None,
+            error=None if failure is None else failure.message,
         )
 
     def _hear_all(self, reason: FinishReason) -> None:

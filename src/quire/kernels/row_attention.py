@@ -218,5 +218,5 @@ attend_rows = numba.njit(parallel=True, **OPTIONS)(_attend_rows)
 
 
 def use_threads(count: int) -> None:
-    """As many threads as torch uses: both share one OpenMP pool, and more would only wait."""
+    """As many threads as torch uses. numba's wheel brings its own OpenMP pool beside torch's: more would only wait."""
     numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))

@@ -19,8 +19,8 @@ def select_kernels(name: str) -> Choice:
     """By device ("cpu", "cuda") or, for tests, by name ("reference")."""
     if name == "cpu":
         kernels = CpuKernels()
-        rows = "compiled by numba" if kernels.compiled else "by torch (install numba for a faster one)"
-        return Choice(kernels, f"the device is the CPU: packed bfloat16 weights, decode attention {rows}")
+        rows = "compiled by numba" if kernels.compiled else "by torch (install numba for faster ones)"
+        return Choice(kernels, f"the device is the CPU: packed bfloat16 weights, norms and decode attention {rows}")
     if name == "cuda":
         return Choice(ReferenceKernels(), "no kernels are written for GPUs yet: the plain reference, slow and right")
     if name == "reference":

@@ -49,8 +49,7 @@ class BlockPool:
         self.num_idle += int(np.count_nonzero(self._cached[blocks] & (after == 1)))
         freed = blocks[after == 0]
         assert not self._cached[freed].any(), "a cached block lost its last reference outside the tree"
-        self._free[self.num_free : self.num_free + len(freed)] = freed[::-1]
-        self.num_free += len(freed)
+        self._push(freed)
         return len(freed)
 
     def adopt(self, blocks: IntArray) -> None:
@@ -63,10 +62,18 @@ class BlockPool:
     def disown(self, blocks: IntArray) -> int:
         """The tree lets go of blocks; how many of them are free now."""
         assert self._cached[blocks].all(), blocks
-        self.num_idle -= int(np.count_nonzero(self._references[blocks] == 1))
+        after = self._references[blocks] - 1
+        self._references[blocks] = after
         self._cached[blocks] = False
         self.num_cached -= len(blocks)
-        return self.release(blocks)
+        freed = blocks[after == 0] if after.any() else blocks  # nearly always all of them
+        self.num_idle -= len(freed)
+        self._push(freed)
+        return len(freed)
+
+    def _push(self, freed: IntArray) -> None:
+        self._free[self.num_free : self.num_free + len(freed)] = freed[::-1]
+        self.num_free += len(freed)
 
     def retire(self, count: int) -> int:
         """Take up to so many free blocks out of service for ever; how many there were."""

@@ -58,13 +58,15 @@ class Admission:
         room = self._books.room
         if self._promised_to is not None and self._promised_to not in room:
             self._promised_to = None
-        if not room or not self._pressure.outranks(room.urgency(now_s)):
+        if not room or not self._pressure.outranks(room.best_class):
             return
         family = next(room.candidates(now_s))
+        if not self._pressure.outranks(family.request.priority):
+            return
         claim = self._claim(family)
-        if self._lacks(claim) is not None and self._follow(family, claim) is None:
-            if self._pressure.take_seats(family, claim.num_rows, claim.num_blocks):
-                self._promised_to = family
+        lacks = self._lacks(claim) is not None and self._follow(family, claim) is None
+        if lacks and self._pressure.take_seats(family, claim.num_rows, claim.num_blocks):
+            self._promised_to = family
 
     def admit(self, draft: Draft) -> None:
         """Seat whoever can be seated; `cause` says what kept the next one out."""
@@ -189,6 +191,7 @@ class Admission:
             tally.recomputed_tokens += max(leader.num_tokens - 1 - num_cached, 0)
             return
         family.was_seated = True
+        family.seated_s = self._books.now_s
         family.num_cached = min(num_cached, len(request.prompt))
         tally.prompt_tokens += len(request.prompt)
         tally.cached_tokens += family.num_cached

@@ -35,7 +35,7 @@ def audit(scheduler: Scheduler) -> None:
 def _audit_families(scheduler: Scheduler) -> None:
     """A family is in one place: it sits, waits in the queue, or waits for a prefix (I10)."""
     books = scheduler.books
-    parked = {family.order for family in books.leaders.parked if not family.finished}
+    parked = {family.order for family in books.leaders.followers}
     for family in books.families.values():
         states = {member.state for member in family.members}
         assert states != {State.FINISHED}, f"{family} is finished and not forgotten"
@@ -65,7 +65,7 @@ def audit_rest(scheduler: Scheduler) -> None:
     assert scheduler.kv.num_available == pool.num_in_service, "blocks were lost"
     assert pool.num_idle == pool.num_cached, "a cached block is held by nobody who is here"
     assert scheduler.books.seating.num_free == scheduler.max_rows, "rows were lost"
-    assert not scheduler.books.leaders.parked, "somebody waits for a leader that is gone"
+    assert not list(scheduler.books.leaders.followers), "somebody waits for a leader that is gone"
     scheduler.reset_cache()
     assert pool.num_free == pool.num_in_service, "the cache cannot be emptied"
     host = scheduler.kv.host

@@ -80,6 +80,8 @@ class Books:
             self.seating.settle(sequence)
             sequence.finish(reason)
             self.settle(sequence.family)
+        if reason in (FinishReason.STOP, FinishReason.LENGTH) and sequence.request.beam is None:
+            self.lengths.note(max(len(sequence.tokens) - len(sequence.request.prompt), 1))
         return True
 
     def preempt(self, family: Family, by: RequestId) -> None:
@@ -142,10 +144,11 @@ class Books:
         if request.id not in self.families:
             return
         if not family.finished:
-            if family not in self.room and family not in self.leaders.parked:
+            if family not in self.room and not self.leaders.follows(family):
                 self.room.push(family, self.now_s)
             return
         self.room.discard(family)
+        self.leaders.forget(family)
         del self.families[request.id]
         self.beams.forget(family)
         self.shares.depart(request.tenant)
@@ -155,8 +158,7 @@ class Books:
     def wake(self, families: Iterable[Family]) -> None:
         """Whom these waited for has come far enough, or is gone."""
         for family in families:
-            if not family.finished and family not in self.room:
-                self.room.push(family, family.arrived_s)
+            self.room.push(family, family.arrived_s)
 
     # What follows from the books.
 

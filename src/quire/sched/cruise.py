@@ -50,7 +50,7 @@ class Cruise:
         parts = self._days.pop(step, None)
         if parts is None:
             return np.empty(0, dtype=np.int32)
-        rows = parts[0] if len(parts) == 1 else np.unique(np.concatenate(parts))
+        rows: IntArray = parts[0] if len(parts) == 1 else np.unique(np.concatenate(parts))
         rows = rows[self._due[rows] == step]
         ended = self._end[rows] == step
         if ended.any():

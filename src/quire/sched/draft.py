@@ -11,13 +11,14 @@ from quire.core.step import Chunk, Grants, Output, Seat, StepPlan, Tell
 class Draft:
     """Collects the differences of one step within its token budget."""
 
-    __slots__ = ("_granted", "_granted_rows", "budget", "chunked", "chunks", "now_s", "num_cruising", "paused",
+    __slots__ = ("_granted", "_granted_rows", "budget", "chunked", "chunks", "kept", "now_s", "num_cruising", "paused",
                  "pressure", "seats", "step", "tells")  # fmt: skip
 
     def __init__(self, step: int, now_s: float, budget: int) -> None:
         self.step = step
         self.now_s = now_s
         self.budget = budget
+        self.kept = 0  # of the budget, for long prompts
         self.pressure = False  # a running row was denied a block
         self.num_cruising = 0
         self.seats: list[Seat] = []

@@ -63,7 +63,7 @@ class Feeding:
         cruise.book_granted(granted_rows, draft.step)
         self._charge_decodes(granted_rows)
 
-    # Planning: then what must catch up. From here on nobody is preempted.
+    # What must catch up. From here on nobody is preempted.
 
     def fresh(self, draft: Draft) -> None:
         """Siblings and beams that have begun since the last plan."""
@@ -77,30 +77,38 @@ class Feeding:
             if draft.budget > 0:
                 self.take_chunk(sequence, draft)
 
-    def prefills(self, draft: Draft) -> None:
-        """Short prompts first; a long one takes half of what is left if others wait for it."""
-        if not self._books.prefilling:
-            return
+    def short_prefills(self, draft: Draft) -> None:
+        """Unfinished prompts; half of what the step has left is kept for long ones, if there are any."""
         draft.budget = self._sized(draft)
-        long_prompt = self._books.policy.order.long_prompt
-        short = [s for s in self._books.prefilling if s.num_tokens < long_prompt]
-        long = [s for s in self._books.prefilling if s.num_tokens >= long_prompt]
-        for sequence in short:
-            if draft.budget > 0:
+        if self._long():
+            draft.kept = draft.budget // 2 if self._books.policy.regime.chunked else 0
+            draft.budget -= draft.kept
+        for sequence in tuple(self._books.prefilling):
+            if draft.budget <= 0:
+                break
+            if not self._is_long(sequence):
                 self.take_chunk(sequence, draft)
-        spared = draft.budget // 2 if self._books.room and self._books.policy.regime.chunked else 0
-        draft.budget -= spared
-        for sequence in long:
-            if draft.budget > 0:
+
+    def long_prefills(self, draft: Draft) -> None:
+        """Long prompts, after new work: they take their half, and what nobody else needed."""
+        draft.budget += draft.kept
+        for sequence in self._long():
+            if draft.budget > 0 and sequence not in draft.chunked:
                 self.take_chunk(sequence, draft)
-        draft.budget += spared
+
+    def _long(self) -> list[Sequence]:
+        return [sequence for sequence in self._books.prefilling if self._is_long(sequence)]
+
+    def _is_long(self, sequence: Sequence) -> bool:
+        return sequence.num_tokens >= self._books.policy.order.long_prompt
 
     def _sized(self, draft: Draft) -> int:
-        """The tokens that prefills may take: what the budget leaves, or fewer if the step has a time to keep."""
-        target_s = self._books.policy.itl_target_s
-        if target_s is None or draft.num_cruising == 0:
+        """The tokens that prompts may take: what the budget leaves, or fewer if the step has a time to keep."""
+        books, target_s = self._books, self._books.policy.itl_target_s
+        unhurried = target_s is None or draft.num_cruising == 0 or not books.policy.regime.chunked
+        if target_s is None or unhurried or not (books.prefilling or books.room):
             return draft.budget
-        start = self._books.prefilling[0].num_planned
+        start = books.prefilling[0].num_planned if books.prefilling else 0
         return largest_next_chunk(self._cost, self.shape(draft), start, draft.budget, target_s)
 
     def take_chunk(self, sequence: Sequence, draft: Draft) -> None:
@@ -124,7 +132,8 @@ class Feeding:
     def _charge_decodes(self, rows: IntArray) -> None:
         """A block's worth of tokens, and of room, paid for when the block is given."""
         block_size, service = self._books.kv.block_size, self._service
-        costs = block_size * (service.decode + service.block_step * self._books.kv.tables.lengths[rows])
+        num_blocks: NDArray[np.float64] = self._books.kv.tables.lengths[rows].astype(np.float64)
+        costs: NDArray[np.float64] = num_blocks * (block_size * service.block_step) + block_size * service.decode
         self._books.shares.charge_many(self._tenants[rows], costs)
 
     def shape(self, draft: Draft) -> StepShape:

@@ -3,6 +3,7 @@
 Knows tokens, not blocks: what a leader has computed is found in the tree by those who followed it.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -21,12 +22,13 @@ class Follow(NamedTuple):
 class Leaders:
     """Leaders by the block their tokens begin with; followers by leader."""
 
-    __slots__ = ("_block_size", "_by_start", "_parked")
+    __slots__ = ("_block_size", "_by_start", "_followers", "_parked")
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._by_start: dict[tuple[str, bytes], list[Sequence]] = {}
-        self._parked: dict[SequenceId, list[tuple[int, Family]]] = {}
+        self._parked: dict[SequenceId, list[tuple[int, Family]]] = {}  # by leader, with the tokens it waits for
+        self._followers: dict[int, Family] = {}  # all of them, by order
 
     def lead(self, sequence: Sequence) -> None:
         """A sequence begins to compute its known tokens."""
@@ -41,13 +43,14 @@ class Leaders:
         for leader in self._by_start.get((family.request.partition, tokens[: self._block_size].tobytes()), ()):
             common = _common_prefix(leader.tokens, tokens[:-1]) // self._block_size * self._block_size
             useful = common >= num_matched + self._block_size and common > leader.num_computed
-            if useful and leader.request.priority <= family.request.priority:
-                if best is None or common > best.num_tokens:
-                    best = Follow(leader, common)
+            may_lead = leader.request.priority <= family.request.priority
+            if useful and may_lead and (best is None or common > best.num_tokens):
+                best = Follow(leader, common)
         return best
 
     def park(self, family: Family, follow: Follow) -> None:
         self._parked.setdefault(follow.leader.id, []).append((follow.num_tokens, family))
+        self._followers[family.order] = family
 
     def advance(self, leader: Sequence) -> list[Family]:
         """The leader has computed more: those who waited for no more than that."""
@@ -58,7 +61,7 @@ class Leaders:
         self._parked[leader.id] = [entry for entry in parked if entry[0] > leader.num_computed]
         if not self._parked[leader.id]:
             del self._parked[leader.id]
-        return ready
+        return self._released(ready)
 
     def end(self, leader: Sequence) -> list[Family]:
         """The leader has caught up or leaves: all who still waited for it."""
@@ -69,11 +72,26 @@ class Leaders:
                 others.remove(leader)
                 if not others:
                     del self._by_start[start]
-        return [family for _, family in self._parked.pop(leader.id, [])]
+        return self._released([family for _, family in self._parked.pop(leader.id, [])])
+
+    def forget(self, family: Family) -> None:
+        """It gave up; no matter if it followed nobody."""
+        self._followers.pop(family.order, None)
+
+    def _released(self, families: list[Family]) -> list[Family]:
+        """Those of them who still wait."""
+        return [family for family in families if self._followers.pop(family.order, None) is not None]
+
+    def follows(self, family: Family) -> bool:
+        return family.order in self._followers
 
     @property
-    def parked(self) -> list[Family]:
-        return [family for entries in self._parked.values() for _, family in entries]
+    def num_followers(self) -> int:
+        return len(self._followers)
+
+    @property
+    def followers(self) -> Iterable[Family]:
+        return self._followers.values()
 
     def _start(self, sequence: Sequence) -> tuple[str, bytes]:
         return sequence.request.partition, sequence.tokens[: self._block_size].tobytes()

@@ -5,19 +5,16 @@ from collections.abc import Iterator
 from quire.core.ids import RequestId
 from quire.core.request import Family, State
 from quire.sched.books import Books
-from quire.sched.cost import CostTable
-from quire.sched.queue import Urgency
 from quire.sched.victims import Seated, choose_for_class, choose_victim
 
 
 class Pressure:
     """Preempts families, least lost work first, none too often."""
 
-    __slots__ = ("_books", "_cost")
+    __slots__ = ("_books",)
 
-    def __init__(self, books: Books, cost: CostTable) -> None:
+    def __init__(self, books: Books) -> None:
         self._books = books
-        self._cost = cost
 
     def make_room(self, by: RequestId) -> bool:
         """Preempt somebody so that a running row can have a block; False if nobody may be, or need be.
@@ -33,11 +30,10 @@ class Pressure:
         books.preempt(victim, by)
         return True
 
-    def outranks(self, urgency: Urgency | None) -> bool:
-        """Whether the head of the queue is of a higher class than somebody who sits."""
-        if urgency is None:
-            return False
-        return self._books.seating.lowest_class > urgency.base_class
+    def outranks(self, priority: int) -> bool:
+        """Whether a class is higher than that of somebody who sits. Ageing does not count: two classes that age would
+        take each other's seats for ever."""
+        return self._books.seating.lowest_class > priority
 
     def take_seats(self, family: Family, num_rows: int, num_blocks: int) -> bool:
         """Preempt the fewest of lower classes whose leaving lets this family sit. Not pressure: nobody was denied."""
@@ -66,5 +62,5 @@ class Pressure:
             if sequence.state is State.RUNNING and sequence.request.id not in seen:
                 seen.add(sequence.request.id)
                 members = self._books.running(sequence.family)
-                lost_s = sum(self._cost.recompute_s(0, self._books.num_computed(member)) for member in members)
-                yield Seated(sequence.family, len(members), lost_s)
+                num_lost = sum(self._books.num_computed(member) for member in members)
+                yield Seated(sequence.family, len(members), num_lost)

@@ -239,6 +239,11 @@ class WaitingRoom:
         if overtaker is not None:
             yield overtaker
 
+    @property
+    def best_class(self) -> int:
+        """The most important class that waits; somebody must."""
+        return min(self._classes)
+
     def urgency(self, now_s: float) -> Urgency | None:
         head = self._head(now_s)
         return None if head is None else Urgency(head.key.aged_class, head.base_class)

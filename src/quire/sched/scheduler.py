@@ -72,7 +72,7 @@ class Scheduler:
         self.max_rows = max_rows
         self.max_step_tokens = max_step_tokens
         self.books = Books(kv, self.policy, max_rows)
-        pressure = Pressure(self.books, self.cost)
+        pressure = Pressure(self.books)
         self._feeding = Feeding(self.books, pressure, self.cost, max_rows)
         self.admission = Admission(self.books, pressure, self._feeding.take_chunk)
         self.draining = False
@@ -93,12 +93,12 @@ class Scheduler:
         needed, blocks = most_blocks(request, self.kv.block_size), self.kv.pool.num_in_service
         if needed > blocks or request.num_sequences > self.max_rows:
             raise NeverFits(request.max_length - 1, needed, blocks, self.kv.block_size)
-        waiting, room = len(self.books.room), self.books.room
         most, most_tokens = self.policy.max_waiting, self.policy.max_waiting_tokens
-        if most is not None and waiting >= most:
-            raise QueueFull(waiting, most, "requests")
-        if most_tokens is not None and waiting and room.num_tokens + len(request.prompt) > most_tokens:
-            raise QueueFull(room.num_tokens, most_tokens, "prompt tokens")
+        if most is not None and self.num_waiting >= most:
+            raise QueueFull(self.num_waiting, most, "requests")
+        num_tokens = self.books.room.num_tokens
+        if most_tokens is not None and num_tokens and num_tokens + len(request.prompt) > most_tokens:
+            raise QueueFull(num_tokens, most_tokens, "prompt tokens")
         family = Family(request, self._next_sequence, now_s)
         self._next_sequence += request.num_sequences
         self.books.enter(family)
@@ -127,8 +127,9 @@ class Scheduler:
         self._feeding.cruising(draft)
         self._feeding.fresh(draft)
         self._feeding.tethered(draft)
-        self._feeding.prefills(draft)
+        self._feeding.short_prefills(draft)
         self.admission.admit(draft)
+        self._feeding.long_prefills(draft)
         return self._commit(draft)
 
     def absorb(self, result: StepResult, now_s: float = 0.0) -> Absorbed:
@@ -160,6 +161,11 @@ class Scheduler:
         ended, self._ended_early = tuple(self._ended_early), []
         nobody = np.empty(0, dtype=np.int64)
         return Absorbed(self.books.last_absorbed, nobody, nobody.astype(np.int32), ended, {}, {})
+
+    @property
+    def num_waiting(self) -> int:
+        """Families that do not sit: in the queue, or for another's prefix."""
+        return len(self.books.room) + self.books.leaders.num_followers
 
     @property
     def idle(self) -> bool:
@@ -235,6 +241,8 @@ class Scheduler:
             books.wake(books.leaders.end(sequence))
         for sibling in books.forks.fork(sequence):
             books.tally.forks += 1
+            if sibling.num_tokens > len(sibling.request.prompt):  # it had come further before a preemption
+                books.tally.recomputed_tokens += sibling.num_tokens - 1 - sibling.num_computed
             books.fresh.append(sibling)
             books.catch_up(sibling)
 
@@ -246,7 +254,6 @@ class Scheduler:
                 self._end_early(sequence.family, reason)
             elif self.finish(sequence, reason):
                 finished.append(sequence)
-                self.books.lengths.note(max(sequence.num_tokens - len(sequence.request.prompt), 1))
         return finished
 
     def _advance_beams(self, candidates: dict[Row, Candidates]) -> list[Sequence]:

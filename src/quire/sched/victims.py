@@ -11,12 +11,12 @@ class Seated(NamedTuple):
 
     family: Family
     num_rows: int
-    lost_s: float  # what it would cost to compute again what it has computed
+    num_lost: int  # positions it has computed: what bringing it back costs grows with them
 
 
-def by_least_loss(seated: Seated) -> tuple[int, float, int]:
+def by_least_loss(seated: Seated) -> tuple[int, int, int]:
     """The least important class first, then the least lost work, then the latest arrival."""
-    return (-seated.family.request.priority, seated.lost_s, -seated.family.order)
+    return (-seated.family.request.priority, seated.num_lost, -seated.family.order)
 
 
 def choose_victim(

@@ -59,6 +59,7 @@ class Trial:
         turns = 0
         while self._num_arrived < self.world.num_requests or not self.scheduler.idle:
             self._now_s += 0.01
+            before = (self._chaos.num_launched, self.scheduler.books.tally.lost_steps, len(self.events))
             self._let_happen()
             self._latest_s = max(self._latest_s, self._now_s)
             busy = bool(self._live)
@@ -67,7 +68,9 @@ class Trial:
             num_lost = tally.lost_steps
             absorbed = self._loop.turn()
             self._note_consequences()
-            audit(self.scheduler)
+            stirred = (self._chaos.num_launched, tally.lost_steps, len(self.events))
+            if stirred != before or absorbed is not None:
+                audit(self.scheduler)
             if turns % _CONTENTS_EVERY == 0:
                 audit_contents(self.scheduler.kv, self._chaos.body)  # I5, I16
             turns += 1
@@ -89,7 +92,8 @@ class Trial:
 
     def _let_happen(self) -> None:
         dice, chances = self._dice, self.world.chances
-        if self._num_arrived < self.world.num_requests and dice.random() < self.world.arrival_chance:
+        arrives = self.scheduler.idle or dice.random() < self.world.arrival_chance
+        if arrives and self._num_arrived < self.world.num_requests:
             self._arrive()
         if self._live and dice.random() < chances.abort:
             self._abort(dice.choice(list(self._live)))

@@ -1,0 +1,178 @@
+"""What planning costs: microseconds of `plan` and `absorb` together, by running rows and waiting requests.
+
+Conditions: prefix cache on, the pool full of cached blocks, so that every new block costs an eviction; rows cruise with
+their block boundaries spread evenly; one step in flight. In the steady line nobody comes or goes; in the other, one row
+of a hundred finishes in each step and another request takes its place. Only `plan` and `absorb` are timed, in CPU time
+of the thread: a busy machine does not count. A figure is the median over rounds of the mean over a round's steps, so
+that what happens once in many steps is in it. All configurations take turns, round by round.
+"""
+
+import gc
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence as Many
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from quire.bench.meter import Meter
+from quire.core.ids import IntArray, RequestId
+from quire.core.request import Request
+from quire.core.sampling import RowSampling
+from quire.kv.manager import KVManager
+from quire.sched.scheduler import Scheduler
+from quire.sim.bulk import BulkRunner
+from quire.sim.rows import Done
+
+ROWS = (16, 64, 256, 1024, 4096)
+WAITING = (0, 100, 10_000, 100_000)
+TURNOVERS = (0.0, 0.01)
+ROUND = 64  # timed steps
+_WARM = 8  # untimed steps at the beginning of a round: somebody else's data is in the processor's caches
+_BLOCK = 16
+_PROMPT = 64  # tokens, and up to a block more
+_LIFE = 100  # steps of a row where there is turnover
+_VOCAB_SIZE = 1 << 15
+
+
+class Setting(NamedTuple):
+    rows: int
+    waiting: int
+    turnover: float
+
+
+@dataclass(slots=True)
+class Line:
+    """What one setting cost, round by round."""
+
+    setting: Setting
+    us: list[float] = field(default_factory=list)
+    instructions: list[float] = field(default_factory=list)  # none where the machine does not count them
+
+    @property
+    def median_us(self) -> float:
+        return statistics.median(self.us)
+
+    @property
+    def median_instructions(self) -> float | None:
+        return statistics.median(self.instructions) if self.instructions else None
+
+
+def measure(
+    rows: Many[int] = ROWS,
+    waiting: Many[int] = WAITING,
+    *,
+    rounds: int = 7,
+    seed: int = 0,
+    say: Callable[[str], None] = lambda text: None,
+) -> list[Line]:
+    """A line for every setting. They are built first and then measured in turns."""
+    settings = [Setting(some, many, share) for some in rows for share in TURNOVERS for many in waiting]
+    prompts, meter = Prompts(seed), Meter()
+    stands = []
+    for setting in settings:
+        say(f"building {setting.rows} rows, {setting.waiting} waiting, {setting.turnover:.0%} turnover")
+        stands.append(Stand(setting, prompts, meter, num_steps=(rounds + 1) * (ROUND + _WARM)))
+    lines = [Line(setting) for setting in settings]
+    gc.collect()
+    gc.freeze()
+    for number in range(rounds + 1):
+        say(f"round {number} of {rounds}")
+        for stand, line in zip(stands, lines, strict=True):
+            stand.round()
+            if number > 0:
+                line.us.append(meter.ns / 1000 / ROUND)
+                line.instructions.extend([meter.instructions / ROUND] if meter.counts else [])
+    gc.unfreeze()
+    meter.close()
+    return lines
+
+
+class Prompts:
+    """Random prompts that share nothing; the same for everybody who asks in the same order."""
+
+    def __init__(self, seed: int) -> None:
+        self._dice = np.random.default_rng(seed)
+        self._drawn: list[IntArray] = []
+
+    def __iter__(self) -> Iterator[IntArray]:
+        number = 0
+        while True:
+            while number >= len(self._drawn):
+                matrix = self._dice.integers(1, _VOCAB_SIZE, (4096, _PROMPT + _BLOCK), dtype=np.int32)
+                self._drawn.extend(line[: _PROMPT + i % _BLOCK] for i, line in enumerate(matrix))
+            yield self._drawn[number]
+            number += 1
+
+
+class Stand:
+    """A scheduler in one setting, ready to be measured."""
+
+    def __init__(self, setting: Setting, prompts: Prompts, meter: Meter, num_steps: int) -> None:
+        self._prompts = iter(prompts)
+        self._num_requests = 0
+        self._turnover = setting.turnover > 0
+        life = _LIFE if self._turnover else num_steps + 2 * _BLOCK
+        per_row = (_PROMPT + _BLOCK + life) // _BLOCK + 1
+        num_blocks = setting.rows * 2 * per_row + 8 * per_row
+        self.scheduler = Scheduler(
+            KVManager(num_blocks, _BLOCK, setting.rows),
+            max_rows=setting.rows,
+            max_step_tokens=setting.rows + 16_384,
+        )
+        self._body = BulkRunner(setting.rows)
+        self._flying: deque[Done] = deque()
+        self._meter = meter
+        self._settled = False  # from then on, whoever finishes is replaced
+        self._fill()
+        for number in range(setting.rows):
+            self._add(1 + _LIFE * (number + 1) // setting.rows if self._turnover else life)
+        while len(self.scheduler.books.room):
+            self._turn()
+        for _ in range(setting.waiting):
+            self._add(_LIFE)
+        self._settled = True
+        for _ in range(2 * _LIFE if self._turnover else _BLOCK):
+            self._turn()
+        kv = self.scheduler.kv
+        assert kv.pool.num_free < 64 and len(self.scheduler.books.room) >= setting.waiting, (kv.pool.num_free, setting)
+
+    def _fill(self) -> None:
+        """Requests that leave the whole pool cached."""
+        pool = self.scheduler.kv.pool
+        while pool.num_free > _PROMPT // _BLOCK:
+            for _ in range(max(1, min(self.scheduler.max_rows, pool.num_free * _BLOCK // (_PROMPT + _BLOCK)))):
+                self._add(1)
+            while not self.scheduler.idle:
+                self._turn()
+
+    def _add(self, num_output: int) -> None:
+        request = Request(RequestId(self._num_requests), next(self._prompts), num_output, RowSampling())
+        self._num_requests += 1
+        self.scheduler.add(request)
+
+    def round(self) -> None:
+        """The meter says what it cost."""
+        for _ in range(_WARM):
+            self._turn()
+        self._meter.clear()
+        for _ in range(ROUND):
+            self._turn()
+
+    def _turn(self) -> None:
+        """One step with one in flight, as on a device. Whoever finishes is replaced."""
+        meter = self._meter
+        meter.start()
+        plan = self.scheduler.plan()
+        meter.stop()
+        if plan is not None:
+            self._flying.append(self._body.launch(plan))
+        if not self._flying or (plan is not None and len(self._flying) <= 1):
+            return
+        result = self._flying.popleft().wait()
+        meter.start()
+        absorbed = self.scheduler.absorb(result)
+        meter.stop()
+        for _ in absorbed.finished if self._settled else ():
+            self._add(_LIFE)

@@ -1,0 +1,42 @@
+"""Checks of single values that a user gave. Each raises `InvalidParameter`, which names the parameter."""
+
+from collections.abc import Collection, Iterable, Sequence, Set
+
+from quire.core.errors import InvalidParameter, shown
+
+
+def check_int(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise InvalidParameter(f"{name} must be a whole number from {low} to {high}, not {shown(value)}.", param=name)
+
+
+def check_float(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not low <= value <= high or (open_low and value == low):  # type: ignore[operator]  # NaN is nowhere
+        bounds = f"above {low:g} and at most {high:g}" if open_low else f"from {low:g} to {high:g}"
+        raise InvalidParameter(f"{name} must be a number {bounds}, not {shown(value)}.", param=name)
+
+
+def check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise InvalidParameter(f"{name} must be true or false, not {shown(value)}.", param=name)
+
+
+def check_list(name: str, values: object, most: int | None) -> None:
+    """None, or so many values at most. A text is not meant as the list of its letters."""
+    if values is None:
+        return
+    if not isinstance(values, Sequence | Set) or isinstance(values, str | bytes | bytearray | memoryview):
+        raise InvalidParameter(f"{name} must be a list, not {shown(values)}.", param=name)
+    check_count(name, values, most)
+
+
+def check_strings(name: str, values: Iterable[object]) -> None:
+    for value in values:
+        if not isinstance(value, str) or not value:
+            raise InvalidParameter(f"{name} must hold non-empty strings, not {shown(value)}.", param=name)
+
+
+def check_count(name: str, values: Collection[object], most: int | None) -> None:
+    if most is not None and len(values) > most:
+        raise InvalidParameter(f"{name} holds {len(values)} entries; the most is {most}.", param=name)

@@ -1,0 +1,53 @@
+"""On what terms a request is served, beyond how it is sampled: its class, who pays, who may share, how long it waits."""
+
+from dataclasses import dataclass
+from typing import TypedDict
+
+from quire.core.checks import check_float, check_int
+from quire.core.errors import InvalidParameter, shown
+
+MOST_URGENT, LEAST_URGENT = -100, 100
+MAX_NAME_CHARACTERS = 256
+MAX_TIMEOUT_S = 1e6  # eleven days
+
+
+class TermsSaid(TypedDict, total=False):
+    """The same as keywords."""
+
+    priority: int
+    tenant: str
+    cache_salt: str
+    timeout_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a caller may say about one request. The default is what everybody gets."""
+
+    priority: int = 0  # its class: lower comes first
+    tenant: str = ""  # whose share of the engine it uses
+    cache_salt: str = ""  # only requests of the same tenant and salt find each other's cached prefixes
+    timeout_s: float | None = None  # it must be begun before, or it ends as "expired"
+
+    def __post_init__(self) -> None:
+        check_int("priority", self.priority, MOST_URGENT, LEAST_URGENT)
+        for name in ("tenant", "cache_salt"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or len(value) > MAX_NAME_CHARACTERS:
+                raise InvalidParameter(
+                    f"{name} must be a text of at most {MAX_NAME_CHARACTERS} characters, not {shown(value)}.",
+                    param=name,
+                )
+        if self.timeout_s is not None:
+            check_float("timeout_s", self.timeout_s, 0.0, MAX_TIMEOUT_S)
+
+    @property
+    def partition(self) -> str:
+        """One name for tenant and salt; no two pairs have the same."""
+        return f"{len(self.tenant)}:{self.tenant}{self.cache_salt}" if self.tenant or self.cache_salt else ""
+
+    def deadline_s(self, now_s: float) -> float | None:
+        return None if self.timeout_s is None else now_s + self.timeout_s
+
+
+USUAL = Terms()

@@ -1,0 +1,287 @@
+"""What a journal holds: one record for each call that a scheduler got. Knows their bytes, not what they cause.
+
+A journal is MAGIC, one byte of version, the blueprint as a text of JSON, then records: one byte of kind, and the
+fields in the order of the classes below, as `sched/packing.py` packs them. Steps are numbered by counting the plans
+that were not empty. What cannot be derived by following the plans is written; what can be, is not. Tokens are
+written once, when the row that emitted them was left.
+"""
+
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+
+from quire.core.ids import FloatArray, IntArray, RequestId, Row, SequenceId
+from quire.core.request import BeamParams, EarlyStopping, Request
+from quire.core.sampling import RowSampling
+from quire.core.step import Candidates, Ended, FinishReason
+from quire.sched.packing import Packer, Unpacker, Unreadable
+
+MAGIC = b"quire journal\n"
+VERSION = 1
+
+_REASONS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR, FinishReason.EXPIRED)
+_STOPPINGS = (EarlyStopping.WHEN_FULL, EarlyStopping.WHEN_UNLIKELY, EarlyStopping.NEVER)
+
+
+class Kind(IntEnum):
+    """The first byte of a record."""
+
+    ARRIVED = 1
+    ABORTED = 2
+    STOPPED = 3
+    DRAINED = 4
+    CACHE_RESET = 5
+    SHRUNK = 6
+    STEPS_LOST = 7
+    LARGEST_FAILED = 8
+    PLANNED = 9
+    RESTED = 10
+    ABSORBED = 11
+    SPOKEN = 12
+    ANSWERED = 13
+    ENDED = 14
+
+
+class Summary(NamedTuple):
+    """A plan in numbers, for people."""
+
+    step: int
+    num_cruising: int
+    num_chunk_tokens: int
+    num_moves: int
+    num_leaves: int
+    num_seats: int
+    num_tells: int
+    num_grants: int
+    num_chunks: int
+    num_pauses: int
+
+
+class Arrived(NamedTuple):
+    """`add`. Of the sampling, what decisions depend on."""
+
+    request: Request
+    now_s: float
+
+    def pack(self, packer: Packer) -> None:
+        request, sampling, beam = self.request, self.request.sampling, self.request.beam
+        packer.count(Kind.ARRIVED)
+        packer.real(self.now_s)
+        packer.count(request.id)
+        packer.array(request.prompt)
+        packer.count(request.max_tokens)
+        packer.count(request.num_sequences)
+        packer.text(request.partition)
+        packer.text(request.tenant)
+        packer.signed(request.priority)
+        packer.array(sampling.end_ids)
+        packer.count(sampling.min_tokens)
+        packer.count(sampling.num_candidates)
+        scored = sampling.num_prompt_logprobs is not None
+        packer.count(scored | (request.deadline_s is not None) << 1 | (beam is not None) << 2)
+        if request.deadline_s is not None:
+            packer.real(request.deadline_s)
+        if beam is not None:
+            packer.count(beam.width)
+            packer.real(beam.length_penalty)
+            packer.count(_STOPPINGS.index(beam.early_stopping))
+            packer.count(beam.num_returned)
+
+
+class Aborted(NamedTuple):
+    """`abort`."""
+
+    request: RequestId
+
+    def pack(self, packer: Packer) -> None:
+        packer.count(Kind.ABORTED)
+        packer.count(self.request)
+
+
+class Stopped(NamedTuple):
+    """`finish`: the front ended one sequence."""
+
+    sequence: SequenceId
+    reason: FinishReason
+
+    def pack(self, packer: Packer) -> None:
+        packer.count(Kind.STOPPED)
+        packer.count(self.sequence)
+        packer.count(_REASONS.index(self.reason))
+
+
+class Order(NamedTuple):
+    """`drain`, `reset_cache`, `shrink`, `lose_steps` or `fail_largest`. `number`: the blocks; whether to keep."""
+
+    kind: Kind
+    number: int = 0
+
+    def pack(self, packer: Packer) -> None:
+        packer.count(self.kind)
+        if self.kind in (Kind.SHRUNK, Kind.STEPS_LOST):
+            packer.count(self.number)
+
+
+class Planned(NamedTuple):
+    """`plan`, and what came of it: nothing, or a plan with this checksum."""
+
+    now_s: float
+    cost_version: int
+    checksum: int
+    summary: Summary | None
+
+    def pack(self, packer: Packer) -> None:
+        packer.count(Kind.RESTED if self.summary is None else Kind.PLANNED)
+        packer.real(self.now_s)
+        packer.count(self.cost_version)
+        if self.summary is not None:
+            packer.data += self.checksum.to_bytes(4, "little")
+            for number in self.summary[1:]:
+                packer.count(number)
+
+
+class AbsorbedStep(NamedTuple):
+    """`absorb`. Of the result: who ended, the candidates, and the rows that spoke against expectation, or did not."""
+
+    now_s: float
+    ended: tuple[Ended, ...]
+    surprising: IntArray
+    candidates: dict[Row, Candidates]
+
+    def pack(self, packer: Packer) -> None:
+        packer.count(Kind.ABSORBED)
+        packer.real(self.now_s)
+        packer.count(len(self.ended))
+        for row, reason in self.ended:
+            packer.count(row)
+            packer.count(_REASONS.index(reason))
+        packer.count(len(self.candidates))
+        for row, candidates in self.candidates.items():
+            packer.count(row)
+            packer.array(candidates.ids)
+            packer.reals(candidates.logprobs)
+        packer.array(self.surprising)
+
+
+class Spoken(NamedTuple):
+    """All that a row emitted from the step it was taken in until it was left."""
+
+    row: Row
+    first_step: int
+    tokens: IntArray
+
+    def pack(self, packer: Packer) -> None:
+        packer.count(Kind.SPOKEN)
+        packer.count(self.row)
+        packer.count(self.first_step)
+        packer.array(self.tokens)
+
+
+class Answered(NamedTuple):
+    """Whether evicted blocks were worth keeping in the host tier, in the order in which it was asked."""
+
+    answers: tuple[bool, ...]
+
+    def pack(self, packer: Packer) -> None:
+        packer.count(Kind.ANSWERED)
+        packer.count(len(self.answers))
+        packer.data += np.packbits(np.array(self.answers, dtype=bool)).tobytes()
+
+
+class EndOfJournal(NamedTuple):
+    """It was closed in order. The checksum is that of all bytes before this record."""
+
+    checksum: int
+
+    def pack(self, packer: Packer) -> None:
+        packer.count(Kind.ENDED)
+        packer.data += self.checksum.to_bytes(4, "little")
+
+
+Record = Arrived | Aborted | Stopped | Order | Planned | AbsorbedStep | Spoken | Answered | EndOfJournal
+
+
+class Reader:
+    """Records, one after the other. Knows the number of the step that the next plan is for."""
+
+    __slots__ = ("_next_step", "_unpacker")
+
+    def __init__(self, unpacker: Unpacker) -> None:
+        self._unpacker = unpacker
+        self._next_step = 0
+
+    def read(self) -> Record:
+        """Raises `Unreadable`."""
+        unpacker = self._unpacker
+        start, number = unpacker.position, unpacker.count()
+        try:
+            kind = Kind(number)
+            return self._read(kind)
+        except (ValueError, IndexError, KeyError, OverflowError) as broken:
+            raise Unreadable(f"there is no record at byte {start}") from broken
+
+    def _read(self, kind: Kind) -> Record:
+        unpacker = self._unpacker
+        if kind is Kind.ARRIVED:
+            return _read_arrival(unpacker)
+        if kind is Kind.ABORTED:
+            return Aborted(RequestId(unpacker.count()))
+        if kind is Kind.STOPPED:
+            return Stopped(SequenceId(unpacker.count()), _REASONS[unpacker.count()])
+        if kind is Kind.RESTED:
+            return Planned(unpacker.real(), unpacker.count(), 0, None)
+        if kind is Kind.PLANNED:
+            return self._read_plan()
+        if kind is Kind.ABSORBED:
+            return _read_absorption(unpacker)
+        if kind is Kind.SPOKEN:
+            return Spoken(Row(unpacker.count()), unpacker.count(), unpacker.array().astype(np.int32))
+        if kind is Kind.ANSWERED:
+            count = unpacker.count()
+            bits = np.unpackbits(np.frombuffer(unpacker.raw(-(-count // 8)), dtype=np.uint8), count=count)
+            return Answered(tuple(bits.astype(bool).tolist()))
+        if kind is Kind.ENDED:
+            return EndOfJournal(int.from_bytes(unpacker.raw(4), "little"))
+        return Order(kind, unpacker.count() if kind in (Kind.SHRUNK, Kind.STEPS_LOST) else 0)
+
+    def _read_plan(self) -> Planned:
+        unpacker = self._unpacker
+        now_s, version, checksum = unpacker.real(), unpacker.count(), int.from_bytes(unpacker.raw(4), "little")
+        numbers = [unpacker.count() for _ in Summary._fields[1:]]
+        self._next_step += 1
+        return Planned(now_s, version, checksum, Summary(self._next_step - 1, *numbers))
+
+
+def _read_arrival(unpacker: Unpacker) -> Arrived:
+    now_s, number, prompt = unpacker.real(), RequestId(unpacker.count()), unpacker.array().astype(np.int32)
+    max_tokens, num_sequences = unpacker.count(), unpacker.count()
+    partition, tenant, priority = unpacker.text(), unpacker.text(), unpacker.signed()
+    end_ids, min_tokens, num_candidates = tuple(unpacker.array().tolist()), unpacker.count(), unpacker.count()
+    flags = unpacker.count()
+    deadline_s = unpacker.real() if flags & 2 else None
+    beam = None
+    if flags & 4:
+        width, penalty = unpacker.count(), unpacker.real()
+        beam = BeamParams(width, penalty, _STOPPINGS[unpacker.count()], unpacker.count())
+    sampling = RowSampling(
+        end_ids=end_ids,
+        min_tokens=min_tokens,
+        num_candidates=num_candidates,
+        num_prompt_logprobs=0 if flags & 1 else None,
+    )
+    return Arrived(
+        Request(number, prompt, max_tokens, sampling, num_sequences, beam, partition, tenant, priority, deadline_s),
+        now_s,
+    )
+
+
+def _read_absorption(unpacker: Unpacker) -> AbsorbedStep:
+    now_s = unpacker.real()
+    ended = tuple(Ended(Row(unpacker.count()), _REASONS[unpacker.count()]) for _ in range(unpacker.count()))
+    candidates = {}
+    for _ in range(unpacker.count()):
+        row, ids = Row(unpacker.count()), unpacker.array().astype(np.int32)
+        logprobs: FloatArray = unpacker.reals()
+        candidates[row] = Candidates(ids, logprobs)
+    return AbsorbedStep(now_s, ended, unpacker.array().astype(np.int32), candidates)
