@@ -11,6 +11,8 @@ from quire.core.model import ModelSpec
 
 GIB = 1 << 30
 DTYPES = ("bfloat16", "float16", "float32")
+OVERCOMMITS = ("never", "hedge", "optimistic")
+REGIMES = ("static", "dynamic", "continuous", "paged", "chunked", "prefix")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,12 @@ class EngineConfig:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     run_ahead: int | None = None  # steps in flight: 0, 1 or 2
+    enable_prefix_caching: bool = True
+    host_kv_memory: int = 0  # bytes on the host for KV that had to leave the device
+    overcommit: str = "hedge"  # how far KV is promised beyond what there is
+    itl_target_ms: float | None = None  # the time between two tokens that prefills must leave room for
+    max_waiting: int | None = None  # requests; None: no limit
+    regime: str | None = None  # for experiments: an earlier step of the arc from static batching to prefix reuse
     seed: int = 0
     threads: int | None = None
 
@@ -42,6 +50,18 @@ class EngineConfig:
         _check_count("max_num_seqs", self.max_num_seqs, 1, 65536)
         _check_count("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**20)
         _check_count("run_ahead", self.run_ahead, 0, 2)
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise ConfigError(
+                f"enable_prefix_caching must be true or false, not {shown(self.enable_prefix_caching)}.",
+                param="enable_prefix_caching",
+            )
+        _check_whole("host_kv_memory", self.host_kv_memory, 0, 2**60)
+        _check_choice("overcommit", self.overcommit, OVERCOMMITS)
+        if self.itl_target_ms is not None:
+            _check_milliseconds("itl_target_ms", self.itl_target_ms, 10**6)
+        _check_count("max_waiting", self.max_waiting, 1, 2**31 - 1)
+        if self.regime is not None:
+            _check_choice("regime", self.regime, REGIMES)
         _check_whole("seed", self.seed, -(2**63) + 1, 2**63 - 1)
         _check_count("threads", self.threads, 1, 4096)
 
@@ -67,6 +87,8 @@ class Resolved:
     max_num_seqs: int
     max_num_batched_tokens: int
     run_ahead: int
+    regime: str
+    num_host_blocks: int
     reasons: dict[str, str] = field(default_factory=dict)
 
 
@@ -115,8 +137,38 @@ def resolve(config: EngineConfig, spec: ModelSpec, kv_bytes_per_token: int, mach
         max_num_seqs=rows,
         max_num_batched_tokens=budget,
         run_ahead=_pick(reasons, "run_ahead", config.run_ahead, 1 if on_gpu else 0, machine.device),
+        regime=_resolve_regime(config, reasons),
+        num_host_blocks=_resolve_host_blocks(config, kv_bytes_per_token * config.block_size),
         reasons=reasons,
     )
+
+
+def _resolve_regime(config: EngineConfig, reasons: dict[str, str]) -> str:
+    if config.regime == "prefix" and not config.enable_prefix_caching:
+        raise ConfigError(
+            "The regime is prefix, but prefix caching is switched off. Use --regime chunked, or leave one away.",
+            param="regime",
+        )
+    reasons["regime"] = "default" if config.regime is None and config.enable_prefix_caching else "you"
+    return config.regime or ("prefix" if config.enable_prefix_caching else "chunked")
+
+
+def _resolve_host_blocks(config: EngineConfig, block_bytes: int) -> int:
+    if config.host_kv_memory == 0:
+        return 0
+    if not config.enable_prefix_caching or config.regime not in (None, "prefix"):
+        raise ConfigError(
+            "host_kv_memory keeps prefixes that the KV cache has no room for, and so needs prefix caching. Use "
+            "--enable-prefix-caching, or --host-kv-memory 0.",
+            param="host_kv_memory",
+        )
+    if config.host_kv_memory < block_bytes:
+        raise ConfigError(
+            f"host_kv_memory is {config.host_kv_memory} bytes, less than one KV block, which has {block_bytes}. Use "
+            f"--host-kv-memory {block_bytes} or more, or 0 for none.",
+            param="host_kv_memory",
+        )
+    return config.host_kv_memory // block_bytes
 
 
 def _resolve_length(
@@ -158,6 +210,12 @@ def _pick(reasons: dict[str, str], name: str, said: int | None, derived: int, wh
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {value!r}.", param=name)
+
+
+def _check_milliseconds(name: str, value: object, high: int) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < value <= high:  # type: ignore[operator]  # NaN is nowhere
+        raise ConfigError(f"{name} must be a number above 0 and at most {high}, not {shown(value)}.", param=name)
 
 
 def _check_count(name: str, value: int | None, low: int, high: int) -> None:

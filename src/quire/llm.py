@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
-from typing import cast
+from typing import Unpack, cast
 from weakref import WeakValueDictionary
 
 from rich.console import Console
@@ -17,8 +17,10 @@ from quire.core.errors import InvalidParameter, InvalidPrompt, NoTokenizer, show
 from quire.core.sampling import SamplingParams
 from quire.engine.build import Built, Watch, build
 from quire.engine.delta_stream import DeltaStream
-from quire.engine.front import Front, Prompt, Ticket, as_list
+from quire.engine.front import Front, Prompt, as_list
 from quire.engine.outputs import Delta, RequestOutput
+from quire.engine.terms import Terms, TermsSaid
+from quire.engine.ticket import Ticket
 from quire.engine.unbroken import unbroken
 from quire.text.chat import render
 from quire.text.tokenizer import Tokenizer
@@ -45,6 +47,12 @@ class LLM:
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
         run_ahead: int | None = None,
+        enable_prefix_caching: bool = True,
+        host_kv_memory: int = 0,
+        overcommit: str = "hedge",
+        itl_target_ms: float | None = None,
+        max_waiting: int | None = None,
+        regime: str | None = None,
         seed: int = 0,
         threads: int | None = None,
         watch: Watch | None = None,
@@ -62,6 +70,12 @@ class LLM:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             run_ahead=run_ahead,
+            enable_prefix_caching=enable_prefix_caching,
+            host_kv_memory=host_kv_memory,
+            overcommit=overcommit,
+            itl_target_ms=itl_target_ms,
+            max_waiting=max_waiting,
+            regime=regime,
             seed=seed,
             threads=threads,
         )
@@ -102,13 +116,15 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool | None = None,
+        **terms: Unpack[TermsSaid],
     ) -> list[RequestOutput]:
         """Complete one or many prompts, each a text, a list of token ids or {"prompt_token_ids": ids}.
 
-        One `SamplingParams` serves all prompts, or there is one for each. If any is refused, none is run.
+        One `SamplingParams` serves all prompts, or there is one for each. If any is refused, none is run. The terms
+        (`priority`, `tenant`, `cache_salt`, `timeout_s`) are those of each prompt.
         """
         many = _prompts(prompts)
-        tickets = self._submit(many, self._params_for(many, sampling_params), streaming=False)
+        tickets = self._submit(many, self._params_for(many, sampling_params), Terms(**terms))
         return self._finish(tickets, progress)
 
     def chat(
@@ -120,6 +136,7 @@ class LLM:
         continue_final_message: bool = False,
         chat_template: str | None = None,
         progress: bool | None = None,
+        **terms: Unpack[TermsSaid],
     ) -> list[RequestOutput]:
         """Answer one conversation or many, through the model's chat template.
 
@@ -135,12 +152,17 @@ class LLM:
             for conversation in _conversations(messages)
         ]
         params = self._chat_defaults() if sampling_params is None else sampling_params
-        return self.generate(prompts, params, progress=progress)
+        return self.generate(prompts, params, progress=progress, **terms)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> DeltaStream:
-        """Complete one prompt, piece by piece. Leaving the loop early aborts the request."""
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, **terms: Unpack[TermsSaid]
+    ) -> DeltaStream:
+        """Complete one prompt, piece by piece. Leaving the loop early aborts the request.
+
+        Beams, and continuations of which the best are chosen, come in one piece each, at the end.
+        """
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        ticket = self.front.submit(prompt, params, streaming=True)
+        ticket = self.front.submit(prompt, params, terms=Terms(**terms), streaming=True)
         stream = DeltaStream(self.front, ticket, self._turn, self._abandoned)
         self._streams[ticket.request_id] = stream
         return stream
@@ -153,6 +175,7 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template: str | None = None,
+        **terms: Unpack[TermsSaid],
     ) -> DeltaStream:
         """Answer one conversation, piece by piece."""
         prompt = self.chat_prompt(
@@ -161,7 +184,8 @@ class LLM:
             continue_final_message=continue_final_message,
             chat_template=chat_template,
         )
-        return self.stream(prompt, self._chat_defaults() if sampling_params is None else sampling_params)
+        params = self._chat_defaults() if sampling_params is None else sampling_params
+        return self.stream(prompt, params, **terms)
 
     def chat_prompt(
         self,
@@ -204,11 +228,11 @@ class LLM:
             )
         return params
 
-    def _submit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, streaming: bool) -> list[Ticket]:
+    def _submit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], terms: Terms) -> list[Ticket]:
         tickets: list[Ticket] = []
         try:
             for prompt, wanted in zip(prompts, params, strict=True):
-                tickets.append(self.front.submit(prompt, wanted, streaming=streaming))
+                tickets.append(self.front.submit(prompt, wanted, terms=terms))
         except BaseException:
             self._abort(tickets)
             raise

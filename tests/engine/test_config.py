@@ -1,12 +1,14 @@
 """From what the user said and what machine and model are to every number the engine runs on."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
-from quire.config import GIB, EngineConfig, Machine, resolve, resolve_dtype
+from quire.config import GIB, OVERCOMMITS, REGIMES, EngineConfig, Machine, resolve, resolve_dtype
 from quire.core.errors import ConfigError
 from quire.core.model import ModelSpec, RopeSpec
+from quire.sched import policy
+from quire.sched.reserve import Stance
 
 SPEC = ModelSpec(
     family="llama", num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16, ffn_size=96,
@@ -35,7 +37,7 @@ def test_everything_is_derived_and_says_from_what():
     assert numbers.block_size == 16
     assert numbers.kv_bytes == 64 * 1008 * PER_TOKEN  # no more than all rows could use, in whole blocks
     assert set(numbers.reasons) == {
-        "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory", "max_model_len", "run_ahead",
+        "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory", "max_model_len", "run_ahead", "regime",
     }  # fmt: skip
     gpu = resolved(GPU)
     assert (gpu.max_num_seqs, gpu.max_num_batched_tokens, gpu.run_ahead) == (256, 2048, 1)
@@ -44,11 +46,37 @@ def test_everything_is_derived_and_says_from_what():
 def test_what_the_user_says_is_kept():
     numbers = resolved(
         max_model_len=500, block_size=8, kv_cache_memory=600 * PER_TOKEN, max_num_seqs=3, max_num_batched_tokens=9,
-        run_ahead=2,
+        run_ahead=2, regime="paged",
     )  # fmt: skip
     assert (numbers.max_model_len, numbers.block_size, numbers.num_blocks) == (500, 8, 75)
     assert (numbers.max_num_seqs, numbers.max_num_batched_tokens, numbers.run_ahead) == (3, 9, 2)
+    assert numbers.regime == "paged"
     assert set(numbers.reasons.values()) == {"you"}
+
+
+def test_the_regime_follows_the_switch_for_prefixes():
+    assert (resolved().regime, resolved(enable_prefix_caching=False).regime) == ("prefix", "chunked")
+    assert resolved(enable_prefix_caching=False, regime="static").regime == "static"
+    assert refusal(enable_prefix_caching=False, regime="prefix").param == "regime"
+
+
+def test_the_names_of_settings_are_those_of_the_scheduler():
+    assert set(REGIMES) == set(policy.REGIMES)
+    assert set(OVERCOMMITS) == {stance.value for stance in Stance}
+
+
+def test_the_host_keeps_whole_blocks_of_prefixes():
+    block = 16 * PER_TOKEN
+    assert resolved().num_host_blocks == resolved(GPU).num_host_blocks == 0
+    assert resolved(host_kv_memory=3 * block + 5).num_host_blocks == 3
+    error = refusal(host_kv_memory=block - 1)
+    assert error.param == "host_kv_memory" and str(block) in error.message and str(block - 1) in error.message
+    assert refusal(host_kv_memory=block, enable_prefix_caching=False).param == "host_kv_memory"
+    assert refusal(host_kv_memory=block, regime="paged").param == "host_kv_memory"
+
+
+def test_there_are_fewer_than_thirty_settings():
+    assert len(fields(EngineConfig)) < 30
 
 
 def test_only_whole_blocks_count():
@@ -119,6 +147,12 @@ def test_dtypes_follow_the_machine():
         ("max_num_batched_tokens", [0, 2**20 + 1, "x"]),
         ("run_ahead", [-1, 3, 1.0, True, "1"]),
         ("threads", [0, 4097, "2"]),
+        ("enable_prefix_caching", [None, 0, 1, "yes"]),
+        ("host_kv_memory", [-1, None, 1.5, "1GB", True]),
+        ("overcommit", ["always", None, 1, ["never"]]),
+        ("itl_target_ms", [0, -1.0, float("nan"), float("inf"), "20", True, 10**7]),
+        ("max_waiting", [0, -1, 1.5, True, "9"]),
+        ("regime", ["orca", "", 5]),
         ("seed", [None, "x", 1.5, True, 2**63, -(2**63)]),
     ],
 )

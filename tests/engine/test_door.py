@@ -15,8 +15,8 @@ from quire.engine.door import Door
 from tests.engine.junk import junk
 
 VOCAB = 100
-DOOR = Door(vocab_size=VOCAB, end_ids=(2,), max_length=64, num_blocks=10, block_size=4)
-ROOMY = Door(vocab_size=VOCAB, end_ids=(2,), max_length=64, num_blocks=100, block_size=4)
+DOOR = Door(vocab_size=VOCAB, end_ids=(2,), max_length=64, max_rows=8, num_blocks=10, block_size=4)
+ROOMY = Door(vocab_size=VOCAB, end_ids=(2,), max_length=64, max_rows=8, num_blocks=100, block_size=4)
 
 
 def admit(prompt: object, door: Door = DOOR, **params: object) -> Request:
@@ -102,7 +102,7 @@ def test_token_ids_in_parameters_are_the_models(name, token):
 
 
 def test_more_logprobs_than_tokens():
-    small = Door(vocab_size=10, end_ids=(), max_length=64, num_blocks=10, block_size=4)
+    small = Door(vocab_size=10, end_ids=(), max_length=64, max_rows=8, num_blocks=10, block_size=4)
     assert numbers(refusal(InvalidParameter, door=small, logprobs=11)) == {11, 10}
     assert refusal(InvalidParameter, door=small, prompt_logprobs=11).param == "prompt_logprobs"
 

@@ -1,14 +1,16 @@
-"""What the scheduler promises, shown on steps and never on time."""
+"""What the scheduler promises of any batch, shown on steps and never on time."""
 
-import numpy as np
 import pytest
 
+from quire.core.errors import Draining, DuplicateRequest, NeverFits, QueueFull
 from quire.core.ids import RequestId
 from quire.core.request import State
 from quire.core.step import FinishReason, Output
-from quire.sched.audit import audit_rest
-from quire.sched.scheduler import MAX_PREEMPTIONS
-from tests.sched.helpers import Bench, toy_answer
+from quire.sched.cost import Constants, CostTable
+from quire.sched.order import OrderPolicy
+from quire.sched.policy import Policy
+from quire.sched.reserve import Stance
+from tests.sched.helpers import NEVER, Bench, counting, toy_answer
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
 
@@ -21,12 +23,11 @@ def test_the_toy_answers_as_by_hand(depth: int) -> None:
     assert bench.heard[one.id] == toy_answer([1, 2, 3], 5) == [6, 12, 24, 48, 96]
     assert bench.heard[two.id] == [7, 14, 28]
     assert one.finish_reason is FinishReason.LENGTH
-    audit_rest(bench.scheduler)
 
 
 def test_a_short_request_beside_a_long_one_returns_after_its_own_steps() -> None:
     bench = Bench(blocks=200)
-    long, short = bench.add([1] * 8, 200), bench.add([1] * 8, 10)
+    long, short = bench.add([1] * 8, 200), bench.add([2] * 8, 10)
     bench.run()
     assert bench.finished[short.id] == 9  # its prompt and first token in step 0, then one token a step
     assert bench.finished[long.id] == 199
@@ -34,110 +35,85 @@ def test_a_short_request_beside_a_long_one_returns_after_its_own_steps() -> None
 
 def test_sixty_four_mixed_requests_share_a_batch_that_reforms_every_step() -> None:
     bench = Bench(blocks=4000, rows=64, budget=512)
-    lengths = {bench.add([3] * (1 + i % 7), 1 + 3 * i).id: 1 + 3 * i for i in range(64)}
+    prompts = [[100 + i] * (1 + i % 7) for i in range(64)]
+    lengths = {bench.add(prompt, 1 + 3 * i).id: 1 + 3 * i for i, prompt in enumerate(prompts)}
     bench.run()
     assert all(bench.finished[sequence] == length - 1 for sequence, length in lengths.items())
-    assert len(bench.recorder.plans) == max(lengths.values())
-    for plan in bench.recorder.plans[1:]:
+    assert len(bench.plans) == max(lengths.values())
+    for plan in bench.plans[1:]:
         assert plan.num_cruising == sum(length > plan.step for length in lengths.values())
 
 
 def test_a_steady_step_mentions_nobody() -> None:
     bench = Bench(blocks=100, block_size=8)
-    for _ in range(4):
-        bench.add([1] * 8, 40)
-    for _ in range(2):
-        bench.turn()
-    quiet = [bench.recorder.plans[-1] for _ in range(6) if bench.turn()]
+    for i in range(4):
+        bench.add([1 + i] * 8, 40)
+    bench.turns(2)
+    quiet = [bench.plan for _ in range(6) if bench.turn()]
     assert len(quiet) == 6
     for plan in quiet:
         assert plan.num_cruising == 4
-        assert not (plan.seats or plan.leaves or plan.grants or plan.chunks or plan.pauses)
+        assert not (plan.moves or plan.seats or plan.leaves or plan.tells or plan.chunks or plan.pauses)
+        assert len(plan.grants) == 0
+
+
+def test_a_block_is_granted_in_the_step_that_first_writes_it() -> None:
+    bench = Bench(block_size=4)
+    bench.add([1] * 3, 11)
+    bench.run()
+    granted = [plan.step for plan in bench.plans for _ in plan.grants.rows]
+    assert granted == [0, 2, 6, 10]  # position 4 is computed in step 2; 12, the last, in step 10
 
 
 def test_a_prompt_is_chunked_by_what_the_decodes_leave_of_the_budget() -> None:
     bench = Bench(blocks=100, rows=4, budget=10)
     bench.add([1] * 4, 30)
     bench.turn()
-    late = bench.add([1] * 25, 5)
+    late = bench.add([2] * 25, 5)
     bench.run()
-    chunks = [(c.length, c.output) for plan in bench.recorder.plans for c in plan.chunks if c.row != 0]
-    assert chunks == [(9, Output.NONE), (9, Output.NONE), (7, Output.SAMPLE)]
-    assert bench.heard[late.id] == toy_answer([1] * 25, 5)
+    chunks = [(chunk.start, chunk.length, chunk.output) for chunk in bench.chunks_of(late)]
+    assert chunks == [(0, 9, Output.NONE), (9, 9, Output.NONE), (18, 7, Output.SAMPLE)]
+    assert bench.heard[late.id] == toy_answer([2] * 25, 5)
 
 
 def test_decodes_come_before_prefills_and_those_before_new_work() -> None:
     bench = Bench(blocks=100, rows=3, budget=6)
     bench.add([1], 20)
     bench.turn()
-    first, second = bench.add([1] * 9, 2), bench.add([1] * 2, 2)
+    first, second = bench.add([2] * 9, 2), bench.add([3] * 2, 2)
     bench.turn()
-    (chunk,) = bench.recorder.plans[-1].chunks
+    (chunk,) = bench.plan.chunks
     assert chunk.length == 5 and first.state is State.RUNNING and second.state is State.WAITING
     bench.turn()
-    old, new = bench.recorder.plans[-1].chunks
+    old, new = bench.plan.chunks
     assert (old.start, old.length, new.length) == (5, 4, 1)
 
 
-@DEPTHS
-def test_pressure_preempts_the_youngest_and_loses_nothing(depth: int) -> None:
-    bench = Bench(blocks=6, block_size=4, rows=3, depth=depth)
-    prompts = [[i + 1] * 4 for i in range(3)]
-    sequences = [bench.add(prompt, 16) for prompt in prompts]
+def test_a_long_prefill_leaves_half_of_a_step_to_the_others_and_takes_what_they_do_not_need() -> None:
+    """16 prompt tokens are long here, and a step has 8."""
+    policy = Policy(order=OrderPolicy(long_prompt=16), stance=Stance.NEVER)
+    bench = Bench(blocks=100, rows=3, budget=8, policy=policy)
+    long = bench.add(counting(1, 40), 2)
+    bench.turn()
+    late = bench.add(counting(500, 9), 2)
+    bench.turns(3)
+    assert [chunk.length for chunk in bench.chunks_of(long)] == [8, 4, 4, 7]
+    assert [chunk.length for chunk in bench.chunks_of(late)] == [4, 4, 1]
     bench.run()
-    for prompt, sequence in zip(prompts, sequences, strict=True):
-        assert bench.heard[sequence.id] == toy_answer(prompt, 16)
-    assert sequences[0].num_preemptions == 0, "the oldest always advances"
-    assert sequences[2].num_preemptions > 0
-    assert all(sequence.num_preemptions <= MAX_PREEMPTIONS for sequence in sequences)
-    audit_rest(bench.scheduler)
+    assert bench.heard[late.id] == toy_answer(counting(500, 9), 2)
 
 
-def test_law_b_a_denied_row_waits_if_blocks_are_on_their_way_back() -> None:
-    bench = Bench(blocks=5, block_size=8, rows=3, depth=2)
-    ending, going_on = bench.add([1] * 8, 9), bench.add([2] * 8, 17)
-    for _ in range(5):
-        bench.turn()
-    bystander = bench.add([3], 8)
+def test_a_chunk_keeps_the_time_of_the_step_it_joins() -> None:
+    """One second for every token: of a step that may take 20, one is a decode and 19 are left."""
+    cost = CostTable(Constants(0.0, 0.0, 1.0, 0.0, 0.0))
+    policy = Policy(stance=Stance.NEVER, itl_target_s=20.0)
+    bench = Bench(blocks=100, rows=3, budget=64, policy=policy, cost=cost)
+    bench.add([1] * 40, 30)
+    bench.turn()
+    assert bench.plan.chunks[0].length == 40, "nobody decodes: there is no time to keep"
+    late = bench.add([2] * 50, 2)
     bench.run()
-    paused = [plan for plan in bench.recorder.plans if plan.pauses]
-    assert paused and all(plan.num_cruising > 0 for plan in paused)
-    assert bench.scheduler.num_preemptions == 0
-    assert bench.heard[going_on.id] == toy_answer([2] * 8, 17)
-    assert bench.heard[ending.id] == toy_answer([1] * 8, 9)
-    assert bench.heard[bystander.id] == toy_answer([3], 8)
-
-
-@DEPTHS
-def test_law_a_nothing_goes_back_while_a_step_in_flight_touches_it(depth: int) -> None:
-    bench = Bench(depth=depth, blocks=20)
-    sequence = bench.add([1] * 8, 30)
-    for _ in range(6):
-        bench.turn()
-    in_flight = bench.scheduler.last_planned - bench.scheduler.last_absorbed
-    assert in_flight == depth
-    bench.scheduler.abort(sequence.request.id)
-    held = bench.scheduler.kv.pool.num_blocks - bench.scheduler.kv.pool.num_free
-    assert (held > 0) == (depth > 0)
-    bench.run()
-    audit_rest(bench.scheduler)
-
-
-@DEPTHS
-@pytest.mark.parametrize("turns", range(12))
-def test_an_abort_is_legal_at_every_moment_and_idempotent(depth: int, turns: int) -> None:
-    bench = Bench(blocks=7, block_size=2, rows=2, budget=3, depth=depth)
-    victim, other = bench.add([5] * 6, 6), bench.add([2, 3], 6)
-    for _ in range(turns):
-        bench.turn()
-    ended = bench.scheduler.abort(victim.request.id)
-    assert ended == (() if victim.id in bench.finished else (victim,))
-    assert bench.scheduler.abort(victim.request.id) == ()
-    silence = len(bench.heard[victim.id])
-    bench.run()
-    assert len(bench.heard[victim.id]) == silence, "it spoke after its end"
-    assert bench.heard[other.id] == toy_answer([2, 3], 6)
-    audit_rest(bench.scheduler)
+    assert [chunk.length for chunk in bench.chunks_of(late)] == [19, 19, 12]
 
 
 def test_an_end_token_ends_a_sequence_and_counts_as_its_last() -> None:
@@ -149,17 +125,60 @@ def test_an_end_token_ends_a_sequence_and_counts_as_its_last() -> None:
     assert sequence.tokens.tolist() == [1, 2, 3, 6, 12, 24]
 
 
-def test_a_sequence_alone_may_fill_the_pool_to_the_last_block() -> None:
-    for depth in (0, 1, 2):
-        bench = Bench(blocks=4, block_size=4, rows=1, depth=depth)
-        sequence = bench.add([1] * 4, 13)  # 16 positions are computed: the last token is not
-        bench.run()
-        assert bench.heard[sequence.id] == toy_answer([1] * 4, 13)
-        assert bench.scheduler.num_preemptions == 0
+@DEPTHS
+def test_a_sequence_alone_may_fill_the_pool_to_the_last_block(depth: int) -> None:
+    bench = Bench(blocks=4, block_size=4, rows=1, depth=depth)
+    sequence = bench.add([1] * 4, 13)  # 16 positions are computed: the last token is not
+    bench.run()
+    assert bench.heard[sequence.id] == toy_answer([1] * 4, 13)
+    assert bench.num_preemptions == 0
+    with pytest.raises(NeverFits, match="5 KV blocks"):
+        bench.add([1] * 4, 14)
+
+
+@DEPTHS
+def test_law_a_nothing_goes_back_while_a_step_in_flight_touches_it(depth: int) -> None:
+    bench = Bench(depth=depth, blocks=20)
+    sequence = bench.add([1] * 8, 30)
+    bench.turns(6)
+    books = bench.scheduler.books
+    assert books.last_planned - books.last_absorbed == depth
+    bench.scheduler.abort(sequence.request.id)
+    pool = bench.scheduler.kv.pool
+    assert (pool.num_free + pool.num_idle < pool.num_blocks) == (depth > 0)
+    assert (books.seating.num_free < 8) == (depth > 0)
+    bench.run()
+
+
+@DEPTHS
+@pytest.mark.parametrize("turns", range(12))
+def test_an_abort_is_legal_at_every_moment_and_idempotent(depth: int, turns: int) -> None:
+    bench = Bench(blocks=7, block_size=2, rows=2, budget=3, depth=depth, oracle=True)
+    victim, other = bench.add([5] * 6, 6), bench.add([2, 3], 6)
+    expected = Bench(oracle=True)
+    alone = expected.add([2, 3], 6)
+    expected.run()
+    bench.turns(turns)
+    ended = bench.scheduler.abort(victim.request.id)
+    assert ended == (() if victim.id in bench.finished else (victim,))
+    assert bench.scheduler.abort(victim.request.id) == ()
+    silence = len(bench.heard[victim.id])
+    bench.run()
+    assert len(bench.heard[victim.id]) == silence, "it spoke after its end"
+    assert bench.heard[other.id] == expected.heard[alone.id]
 
 
 def test_an_unknown_request_can_be_aborted() -> None:
     assert Bench().scheduler.abort(RequestId(17)) == ()
+
+
+def test_a_finished_sequence_cannot_be_finished_again() -> None:
+    bench = Bench()
+    sequence = bench.add([1], 9)
+    bench.turn()
+    assert bench.scheduler.finish(sequence, FinishReason.STOP)
+    assert not bench.scheduler.finish(sequence, FinishReason.ABORT)
+    assert sequence.finish_reason is FinishReason.STOP and sequence.tokens.tolist() == [1, 1]
 
 
 def test_a_runner_refuses_a_plan_out_of_order() -> None:
@@ -167,14 +186,72 @@ def test_a_runner_refuses_a_plan_out_of_order() -> None:
     bench.add([1], 3)
     bench.turn()
     with pytest.raises(AssertionError, match="was due"):
-        bench.recorder.launch(bench.recorder.plans[0])
+        bench.recorder.body.launch(bench.plans[0])
 
 
-def test_tokens_of_a_preempted_sequence_are_kept() -> None:
-    bench = Bench(blocks=6, block_size=2, rows=2)
-    bench.add([1, 1], 9)
-    young = bench.add([2, 2], 9)
-    while young.num_preemptions == 0:
-        bench.turn()
-    known = np.concatenate([[2, 2], bench.heard[young.id]])
-    assert young.tokens.tolist() == known.tolist()
+def test_an_id_that_is_here_is_refused_and_may_come_again_later() -> None:
+    bench = Bench()
+    sequence = bench.add([1], 2)
+    with pytest.raises(DuplicateRequest, match="0"):
+        bench.scheduler.add(sequence.request)
+    bench.run()
+    bench.scheduler.add(sequence.request)
+
+
+def test_a_full_queue_refuses() -> None:
+    bench = Bench(rows=1, policy=Policy(max_waiting=2))
+    for i in range(2):
+        bench.add([i], 3)
+    with pytest.raises(QueueFull, match="2 requests wait, 2 may"):
+        bench.add([7], 3)
+    bench.turn()
+    bench.add([8], 3)  # one sits now
+
+
+def test_a_queue_full_of_tokens_refuses_but_never_an_empty_one() -> None:
+    bench = Bench(rows=1, policy=Policy(max_waiting_tokens=10))
+    bench.add([1] * 12, 2)
+    with pytest.raises(QueueFull, match="12 prompt tokens wait, 10 may"):
+        bench.add([2], 2)
+    bench.turn()
+    bench.add([3] * 6, 2)
+    bench.add([4] * 4, 2)
+    with pytest.raises(QueueFull, match="10 prompt tokens"):
+        bench.add([5], 2)
+
+
+def test_a_draining_engine_serves_who_is_here_and_refuses_the_rest() -> None:
+    bench = Bench(rows=1)
+    one, two = bench.add([1], 3), bench.add([2], 3)
+    bench.turn()
+    bench.scheduler.drain()
+    with pytest.raises(Draining):
+        bench.add([3], 3)
+    bench.run()
+    assert bench.heard[one.id] == [1, 2, 4] and bench.heard[two.id] == [2, 4, 8]
+
+
+def test_more_continuations_than_rows_never_fit() -> None:
+    with pytest.raises(NeverFits):
+        Bench(rows=2).add_family([1], 2, 3)
+
+
+def test_the_pool_shrinks_only_as_far_as_everyone_here_still_fits() -> None:
+    bench = Bench(blocks=12, block_size=4, policy=NEVER)
+    small, large = bench.add([1] * 4, 5), bench.add([2] * 4, 13)  # 2 and 4 blocks
+    assert bench.scheduler.shrink(20) == 8, "the larger needs four"
+    bench.run()
+    assert bench.scheduler.kv.pool.num_in_service == 4
+    assert bench.heard[small.id] == toy_answer([1] * 4, 5)
+    assert bench.heard[large.id] == toy_answer([2] * 4, 13)
+    assert bench.scheduler.shrink(20) == 3, "one block stays in service at any rate"
+
+
+def test_what_sits_keeps_its_blocks_and_promises_when_the_pool_shrinks() -> None:
+    bench = Bench(blocks=12, block_size=4, policy=NEVER)
+    bench.add([1] * 4, 5)
+    bench.add([2] * 4, 13)
+    bench.turn()
+    assert bench.scheduler.shrink(20) == 6
+    assert bench.scheduler.kv.num_available == 0
+    bench.run()

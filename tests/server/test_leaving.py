@@ -14,6 +14,7 @@ from quire.core.errors import EngineFailed, InvalidPrompt
 from quire.core.sampling import SamplingParams
 from quire.engine.build import Built
 from quire.engine.front import Front
+from quire.engine.terms import Terms
 from quire.server.app import make_app
 from quire.server.service import Service
 from tests.server.conftest import Running, start_server
@@ -64,7 +65,7 @@ class Breaking:
     def __init__(self) -> None:
         self.idle = True
 
-    def submit(self, prompt: list[int], params: SamplingParams, *, streaming: bool) -> SimpleNamespace:
+    def submit(self, prompt: list[int], params: SamplingParams, *, terms: Terms, streaming: bool) -> SimpleNamespace:
         if prompt == [0]:
             raise InvalidPrompt("no")
         if prompt == [1]:

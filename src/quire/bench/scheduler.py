@@ -135,8 +135,9 @@ class Stand:
         self._settled = True
         for _ in range(2 * _LIFE if self._turnover else _BLOCK):
             self._turn()
-        kv = self.scheduler.kv
-        assert kv.pool.num_free < 64 and len(self.scheduler.books.room) >= setting.waiting, (kv.pool.num_free, setting)
+        while len(self.scheduler.books.room) < setting.waiting:
+            self._add(_LIFE)
+        assert self.scheduler.kv.pool.num_free < 64, setting
 
     def _fill(self) -> None:
         """Requests that leave the whole pool cached."""

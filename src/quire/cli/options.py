@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import click
 
-from quire.config import DTYPES, EngineConfig
+from quire.config import DTYPES, OVERCOMMITS, REGIMES, EngineConfig
 from quire.core.sampling import SamplingParams
 from quire.formats.checkpoint import GenerationDefaults
 
@@ -54,6 +54,16 @@ _ENGINE = (
     click.option("--max-num-seqs", type=int, help="Sequences that run at the same time."),
     click.option("--max-num-batched-tokens", type=Size(binary_k=True), help="Tokens in one step."),
     click.option("--run-ahead", type=click.IntRange(0, 2), help="Steps in flight."),
+    click.option("--enable-prefix-caching/--no-enable-prefix-caching", default=True, show_default=True,
+                 help="Find again what was computed for an earlier prompt."),
+    click.option("--host-kv-memory", type=Size(), default=0, show_default=True,
+                 help="Bytes in the host's memory for KV that had to leave the cache, e.g. 8GiB."),
+    click.option("--overcommit", type=click.Choice(OVERCOMMITS), default="hedge", show_default=True,
+                 help="How far KV is promised beyond what there is: never preempt, hedge, or optimistic."),
+    click.option("--itl-target", "itl_target_ms", type=float, metavar="MS",
+                 help="Milliseconds between two tokens that prompts of others may not exceed."),
+    click.option("--max-waiting", type=int, help="Requests that may wait; more are refused. Default: no limit."),
+    click.option("--regime", type=click.Choice(REGIMES), help="For experiments: schedule as earlier engines did."),
     click.option("--threads", type=int, help="CPU threads."),
 )  # fmt: skip
 

@@ -62,7 +62,9 @@ class NeverFits(QuireError):
     def __init__(
         self, num_tokens: int, num_blocks: int, pool_blocks: int, block_size: int, num_sequences: int = 1
     ) -> None:
-        whole = f"{num_tokens} tokens" if num_sequences == 1 else f"{num_sequences} continuations of {num_tokens} tokens"
+        whole = (
+            f"{num_tokens} tokens" if num_sequences == 1 else f"{num_sequences} continuations of {num_tokens} tokens"
+        )
         fewer = "" if num_sequences == 1 else "ask for fewer continuations, "
         super().__init__(
             f"This request needs {num_blocks} KV blocks ({whole}, {block_size} a block), but the "
@@ -103,6 +105,12 @@ class BrokenModelFile(QuireError):
     """A model file that is damaged, truncated or inconsistent."""
 
     code = "broken_model_file"
+
+
+class BrokenJournal(QuireError):
+    """A file that is no journal of a scheduler, or one whose beginning cannot be read."""
+
+    code = "broken_journal"
 
 
 class ChatTemplateError(QuireError):

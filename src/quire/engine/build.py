@@ -12,6 +12,8 @@ from quire.catalog.locate import locate
 from quire.catalog.progress import Report, ignore
 from quire.config import EngineConfig, Machine, Resolved, resolve, resolve_dtype
 from quire.core.errors import ConfigError, ModelNotFound
+from quire.core.model import ModelSpec
+from quire.engine.costs import first_costs
 from quire.engine.door import Door
 from quire.engine.engine import Engine
 from quire.engine.front import Front
@@ -20,11 +22,16 @@ from quire.formats.checkpoint import Checkpoint, Source
 from quire.formats.huggingface import open_folder
 from quire.formats.shapes import dummy_checkpoint
 from quire.kernels.select import select_kernels
+from quire.kv.manager import KVManager, count_blocks
 from quire.models.decoder import Decoder
 from quire.models.parameters import DecoderWeights
-from quire.runner.kv_store import new_store
+from quire.runner.kv_store import KvStores, measure_transfer, new_store
 from quire.runner.model_runner import ModelRunner
 from quire.runner.warm_up import warm_up
+from quire.sched.cost import CostTable
+from quire.sched.policy import REGIMES, Policy
+from quire.sched.reserve import Stance
+from quire.sched.scheduler import Scheduler
 from quire.text.tokenizer import Tokenizer
 from quire.weights.dequantize import Unpacker
 from quire.weights.dummy import dummy_weights
@@ -91,34 +98,86 @@ def build(config: EngineConfig, watch: Watch | None = None) -> Built:
     model = Decoder(spec, weights, choice.kernels, resolved.max_model_len)
     watch.done("weights", f"{_num_weight_bytes(weights) / 2**30:.2f} GiB {dtype}")
 
-    kv = new_store(model.kv_geometry, resolved.num_blocks, resolved.block_size, device)
-    runner = ModelRunner(
-        model,
-        kv,
-        max_rows=resolved.max_num_seqs,
-        max_length=resolved.max_model_len,
+    stores = new_store(model.kv_geometry, resolved.num_blocks, resolved.block_size, device, resolved.num_host_blocks)
+    costs = _costs(spec, weights, _DTYPES[dtype].itemsize, machine, resolved, stores)
+    engine = Engine(
+        _scheduler(config, resolved, costs),
+        ModelRunner(model, stores, max_rows=resolved.max_num_seqs, max_length=resolved.max_model_len),
+        _door(spec, _end_ids(checkpoint, tokenizer), resolved),
+        depth=resolved.run_ahead,
+        seed=config.seed,
+        clock=time.monotonic,
     )
-    door = Door(
+    watch.done("kv cache", _describe_cache(resolved))
+    warm_up(model, stores)
+    watch.done("warm-up", choice.reason)
+    front = Front(engine, tokenizer)
+    return Built(name, engine, front, tokenizer, checkpoint, resolved, machine, dtype, choice.reason)
+
+
+def _door(spec: ModelSpec, end_ids: tuple[int, ...], resolved: Resolved) -> Door:
+    return Door(
         vocab_size=spec.vocab_size,
-        end_ids=_end_ids(checkpoint, tokenizer),
+        end_ids=end_ids,
         max_length=resolved.max_model_len,
+        max_rows=resolved.max_num_seqs,
         num_blocks=resolved.num_blocks,
         block_size=resolved.block_size,
     )
-    engine = Engine(
-        runner,
-        door,
+
+
+def _scheduler(config: EngineConfig, resolved: Resolved, costs: CostTable) -> Scheduler:
+    regime = REGIMES[resolved.regime]
+    itl_target_ms = config.itl_target_ms
+    policy = Policy(
+        regime=regime,
+        stance=Stance(config.overcommit),
+        itl_target_s=None if itl_target_ms is None else itl_target_ms / 1000,
+        max_waiting=config.max_waiting,
+    )
+    kv = KVManager(
+        resolved.num_blocks,
+        resolved.block_size,
+        resolved.max_num_seqs,
+        prefix=regime.prefix,
+        num_host_blocks=resolved.num_host_blocks,
+        worth_keeping=lambda start, stop: costs.cheaper_to_swap(
+            start, stop, count_blocks(stop - start, resolved.block_size)
+        ),
+    )
+    return Scheduler(
+        kv,
         max_rows=resolved.max_num_seqs,
         max_step_tokens=resolved.max_num_batched_tokens,
-        depth=resolved.run_ahead,
-        seed=config.seed,
+        policy=policy,
+        cost=costs,
     )
-    num_tokens = resolved.num_blocks * resolved.block_size
-    watch.done("kv cache", f"{resolved.kv_bytes / 2**30:.2f} GiB → {num_tokens:,} tokens")
-    warm_up(model, kv)
-    watch.done("warm-up", choice.reason)
-    front = Front(engine, tokenizer, time.monotonic)
-    return Built(name, engine, front, tokenizer, checkpoint, resolved, machine, dtype, choice.reason)
+
+
+def _costs(
+    spec: ModelSpec, weights: DecoderWeights, itemsize: int, machine: Machine, resolved: Resolved, stores: KvStores
+) -> CostTable:
+    """The embedding is looked up, not multiplied by, unless it is the head too."""
+    read_bytes = _num_weight_bytes(weights)
+    if weights.head is not weights.embedding:
+        read_bytes -= weights.embedding.nbytes
+    costs = first_costs(
+        machine,
+        num_parameters=read_bytes // itemsize,
+        weight_bytes=read_bytes,
+        kv_bytes_per_token=spec.kv_bytes_per_token(itemsize),
+        largest_chunk=resolved.max_num_batched_tokens,
+    )
+    if resolved.num_host_blocks:
+        costs.set_transfer(measure_transfer(stores))
+    return costs
+
+
+def _describe_cache(resolved: Resolved) -> str:
+    text = f"{resolved.kv_bytes / 2**30:.2f} GiB → {resolved.num_blocks * resolved.block_size:,} tokens"
+    if resolved.num_host_blocks:
+        text += f" · host {resolved.num_host_blocks * resolved.block_size:,} tokens"
+    return text
 
 
 def _open(config: EngineConfig, watch: Watch) -> tuple[str, Checkpoint]:

@@ -3,8 +3,9 @@
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from quire.engine.front import Front, Ticket
+from quire.engine.front import Front
 from quire.engine.outputs import Delta
+from quire.engine.ticket import Ticket
 
 
 class DeltaStream(Iterator[Delta]):

@@ -135,7 +135,8 @@ class Front:
         if self._awaiting_first:
             self._note_first_tokens(absorbed)
         for sequence_id, scores in absorbed.prompt_logprobs.items():
-            self._note_prompt_logprobs(self._tickets[sequence_id], scores)
+            if sequence_id in self._tickets:  # a beam that nobody listens to may compute the prompt again
+                self._note_prompt_logprobs(self._tickets[sequence_id], scores)
         ended = self._ended(absorbed)
         if self._num_listening:
             for number, token in zip(absorbed.sequences.tolist(), absorbed.tokens.tolist(), strict=True):

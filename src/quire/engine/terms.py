@@ -1,4 +1,4 @@
-"""On what terms a request is served, beyond how it is sampled: its class, who pays, who may share, how long it waits."""
+"""On what terms a request is served, beyond how it is sampled: its class, who pays, who may share, its patience."""
 
 from dataclasses import dataclass
 from typing import TypedDict

@@ -94,7 +94,7 @@ class Transcript:
 
     @property
     def score(self) -> float | None:
-        """What continuations are compared by, as OpenAI's best_of does: log-probability per token. Beams bring theirs."""
+        """What continuations are compared by: log-probability per token, as OpenAI's best_of. Beams bring their own."""
         if self.sequence.request.beam is not None:
             return self.sequence.score
         failed = self.finish_reason in _FAILURES or not self.token_ids

@@ -199,6 +199,13 @@ class KVManager:
         self._committed[row] = 0
         self._frozen.discard(row)
 
+    def distrust(self, row: Row, owner: Owner) -> None:
+        """The row's table goes back, and nobody else shall find what this request has written."""
+        node = self._nodes.get(row)
+        self.close(row, owner, np.empty(0, dtype=np.int32))
+        if self.tree is not None and node is not None:
+            self.tree.drop(node, owner.request)
+
     def take_moves(self) -> tuple[Move, ...]:
         """The copies that the next plan must carry."""
         moves, self._moves = tuple(self._moves), []

@@ -277,6 +277,21 @@ class RadixTree:
         self.generation += num_blocks > 0
         return Evicted(num_blocks, tuple(moves))
 
+    def drop(self, node: Node, owner: RequestId) -> None:
+        """Forget what this owner put into the tree from this node upwards, as far as nobody holds it."""
+        while node.parent is not None:
+            parent = node.parent
+            if len(node.blocks):
+                if (
+                    node.owner != owner
+                    or node.children
+                    or not self._pool_of(node).is_idle(BlockId(int(node.blocks[0])))
+                ):
+                    return
+                self._remove(node)
+                self.generation += 1
+            node = parent
+
     def reset(self) -> int:
         """Drop everything idle, on both tiers; how many blocks are free again. Past evictions are forgotten too."""
         before = self._pool.num_free + self._host.num_free

@@ -122,13 +122,16 @@ class Books:
         while (sequence := self.seating.next_released(step)) is not None:
             row = sequence.row
             assert row is not None, sequence
-            self.kv.close(row, owner_of(sequence), self._kept(sequence))
+            if sequence.finish_reason is FinishReason.ERROR:
+                self.kv.distrust(row, owner_of(sequence))
+            else:
+                self.kv.close(row, owner_of(sequence), self._kept(sequence))
             self.seating.release(sequence)
             self.settle(sequence.family)
 
     def _kept(self, sequence: Sequence) -> IntArray:
         """The tokens whose keys and values are known to be right, for the tree."""
-        if sequence.finish_reason is FinishReason.ERROR or sequence.request.beam is not None:
+        if sequence.request.beam is not None:
             return sequence.tokens[:0]
         known = self.seating.known(sequence)
         num_computed = sequence.num_computed

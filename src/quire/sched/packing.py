@@ -15,7 +15,11 @@ _LONGEST_COUNT = 10  # bytes
 
 
 class Unreadable(Exception):
-    """The bytes end too early, or are none that were packed."""
+    """The bytes are none that were packed, or end too early."""
+
+    def __init__(self, message: str, *, at_end: bool = False) -> None:
+        super().__init__(message)
+        self.at_end = at_end
 
 
 class Packer:
@@ -74,7 +78,7 @@ class Unpacker:
     def raw(self, length: int) -> bytes:
         stop = self.position + length
         if stop > len(self._data):
-            raise Unreadable(f"it ends inside a record, at byte {len(self._data)}")
+            raise Unreadable(f"it ends inside a record, at byte {len(self._data)}", at_end=True)
         taken = self._data[self.position : stop]
         self.position = stop
         return taken

@@ -51,6 +51,7 @@ class _Flight(NamedTuple):
     chunks: tuple[tuple[Sequence, int], ...]  # whose chunk, and the position where it ends
     shape: StepShape
     planned_s: float
+    moves: bool  # whether it copies blocks
 
 
 class Scheduler:
@@ -108,7 +109,7 @@ class Scheduler:
         """End a request, whatever state it is in; those of its sequences that had not ended yet."""
         family = self.books.families.get(request_id)
         members = () if family is None else family.members
-        ended = {member.id for member in members if self.finish(member, FinishReason.ABORT)}
+        ended = {member.id for member in members if self.books.finish(member, FinishReason.ABORT)}
         return tuple(member for member in (() if family is None else family.answers) if member.id in ended)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> bool:
@@ -199,8 +200,8 @@ class Scheduler:
         books.fresh, books.tells = [], []
         books.last_planned = draft.step
         chunks = tuple((s, chunk.start + chunk.length) for s, chunk in zip(draft.chunked, draft.chunks, strict=True))
-        self._in_flight.append(_Flight(draft.step, chunks, self._feeding.shape(draft), draft.now_s))
         moves = self.kv.take_moves()
+        self._in_flight.append(_Flight(draft.step, chunks, self._feeding.shape(draft), draft.now_s, bool(moves)))
         num_padding = self._padding(draft)
         tally = books.tally
         tally.computed_tokens += draft.num_cruising + sum(chunk.length for chunk in draft.chunks)
@@ -252,7 +253,7 @@ class Scheduler:
         for sequence, reason in ended:
             if sequence.request.beam is not None:  # a search that has lost a beam is no search
                 self._end_early(sequence.family, reason)
-            elif self.finish(sequence, reason):
+            elif self.books.finish(sequence, reason):
                 finished.append(sequence)
         return finished
 
@@ -283,14 +284,18 @@ class Scheduler:
             finished.append(member)
         for member in family.members:
             reason = turn.results[member.index].finish_reason if member.index < len(turn.results) else None
-            self.finish(member, reason or FinishReason.ABORT)
+            self.books.finish(member, reason or FinishReason.ABORT)
         return finished
 
     # When something breaks.
 
     def lose_steps(self, *, keep_cache: bool) -> None:
-        """The steps in flight gave nothing: everybody who sits will be seated again, with what was absorbed before."""
+        """The steps in flight gave nothing: everybody who sits will be seated again, with what was absorbed before.
+
+        Nobody knows whether a lost step copied its blocks: if it had any to copy, the cache cannot be trusted.
+        """
         books = self.books
+        keep_cache = keep_cache and not any(flight.moves for flight in self._in_flight)
         self._in_flight.clear()
         books.tally.lost_steps += books.last_planned - books.last_absorbed
         books.seating.forget_steps(books.last_planned)
@@ -313,7 +318,7 @@ class Scheduler:
             self._end_early(largest, FinishReason.ERROR)
 
     def _end_early(self, family: Family, reason: FinishReason) -> None:
-        ended = {member.id for member in family.members if self.finish(member, reason)}
+        ended = {member.id for member in family.members if self.books.finish(member, reason)}
         self._ended_early.extend(member for member in family.answers if member.id in ended)
 
     def reset_cache(self) -> int:

@@ -66,7 +66,12 @@ class Answer:
 def usage(output: RequestOutput) -> Body:
     prompt = len(output.prompt_token_ids)
     completion = sum(len(each.token_ids) for each in output.outputs)
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": output.metrics.num_cached_tokens},
+    }
 
 
 def error_body(error: QuireError) -> Body:

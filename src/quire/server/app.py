@@ -93,7 +93,7 @@ class Api:
     async def _answer(self, request: Request, prompt: Prompt, wanted: Wanted, *, chat: bool) -> Response:
         _, ids = await run_in_threadpool(self._llm.front.encode, prompt)  # a long text takes long to read
         answer = Answer(self._name, chat)
-        call = self._service.submit(ids, wanted.params, streaming=wanted.stream)
+        call = self._service.submit(ids, wanted.params, terms=wanted.terms, streaming=wanted.stream)
         try:
             if not wanted.stream:
                 output = await _unless_gone(request, _output(call))

@@ -6,14 +6,15 @@ from dataclasses import dataclass, fields
 from quire.core.errors import InvalidParameter, InvalidPrompt, ModelNotFound
 from quire.core.sampling import SamplingParams
 from quire.engine.front import Prompt
+from quire.engine.terms import Terms
 
 _SAMPLING = {field.name for field in fields(SamplingParams)} - {"logprobs", "prompt_logprobs"}
 _COMPLETION_TOKENS = 16  # what OpenAI's completions give when nothing is said
 
 # Each of these changes what a client gets back: better refused by name than left out in silence.
 _NOT_SERVED = ("logprobs", "top_logprobs", "prompt_logprobs", "echo", "suffix", "tools", "functions", "response_format",
-               "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-               "use_beam_search", "best_of")  # fmt: skip
+               "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")  # fmt: skip
+_TERMS = {"priority", "cache_salt", "timeout_s"}  # the tenant is not the client's to say
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,7 @@ class Wanted:
     """How one call wants to be answered."""
 
     params: SamplingParams
+    terms: Terms
     stream: bool
     include_usage: bool
 
@@ -64,7 +66,8 @@ def read_chat(body: Mapping[str, object], defaults: SamplingParams) -> Wanted:
 
 
 def _wanted(body: Mapping[str, object], defaults: SamplingParams, max_tokens: int | None) -> Wanted:
-    said = {name: getattr(defaults, name) for name in _SAMPLING}
+    searching = _flag(body, "use_beam_search")  # where the makers' temperature has no meaning
+    said = {name: getattr(SamplingParams() if searching else defaults, name) for name in _SAMPLING}
     said["max_tokens"] = max_tokens
     said.update({name: body[name] for name in _SAMPLING & body.keys() if body[name] is not None})
     if body.get("max_completion_tokens") is not None:
@@ -76,18 +79,17 @@ def _wanted(body: Mapping[str, object], defaults: SamplingParams, max_tokens: in
     if options is not None and not (stream and isinstance(options, Mapping)):
         raise InvalidParameter("stream_options is an object, and only for stream: true.", param="stream_options")
     include_usage = _flag(options, "include_usage") if isinstance(options, Mapping) else False
+    terms = {name: body[name] for name in _TERMS & body.keys() if body[name] is not None}
     try:
-        return Wanted(SamplingParams(**said), stream, include_usage)
+        return Wanted(SamplingParams(**said), Terms(**terms), stream, include_usage)  # type: ignore[arg-type]
     except (TypeError, AttributeError) as error:  # a list where a number belongs, and its like
         raise InvalidParameter(f"A parameter has the wrong type: {error}.") from error
 
 
 def _harmless(name: str, value: object, body: Mapping[str, object]) -> bool:
     """A field that is not served, said in a way that asks for nothing."""
-    return (
-        (name == "response_format" and value == {"type": "text"})
-        or (name == "best_of" and value == (body.get("n") or 1))
-        or (name == "tools" and body.get("tool_choice") == "none")
+    return (name == "response_format" and value == {"type": "text"}) or (
+        name == "tools" and body.get("tool_choice") == "none"
     )
 
 

@@ -6,15 +6,23 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 
-from quire.core.errors import EngineFailed, NumericalError, QuireError
+from quire.core.errors import DeadlineExpired, EngineFailed, NumericalError, QuireError
 from quire.core.sampling import SamplingParams
 from quire.core.step import FinishReason
-from quire.engine.front import Front, Ticket
+from quire.engine.front import Front
 from quire.engine.outputs import Delta, RequestOutput
+from quire.engine.terms import USUAL, Terms
+from quire.engine.ticket import Ticket
 
 _log = logging.getLogger(__name__)
 
 News = Delta | RequestOutput
+
+# Ends that are errors to a client. Each call gets its own: a raised exception remembers where.
+_FAILURES: dict[str | None, type[NumericalError] | type[DeadlineExpired]] = {
+    FinishReason.ERROR.value: NumericalError,
+    FinishReason.EXPIRED.value: DeadlineExpired,
+}
 
 
 class Stopping(QuireError):
@@ -68,10 +76,12 @@ class Service:
         self._orders.put(None)
         self._thread.join()
 
-    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, *, streaming: bool) -> Call:
+    def submit(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, terms: Terms = USUAL, streaming: bool
+    ) -> Call:
         """Order a completion. Whoever does must `leave` the call, however it ends."""
         call = Call()
-        self._orders.put(lambda: self._submit(call, prompt_ids, params, streaming))
+        self._orders.put(lambda: self._submit(call, prompt_ids, params, terms, streaming))
         return call
 
     def leave(self, call: Call) -> None:
@@ -87,12 +97,14 @@ class Service:
         """Whether the engine has nothing left to do."""
         return self._front.idle
 
-    def _submit(self, call: Call, prompt_ids: Sequence[int], params: SamplingParams, streaming: bool) -> None:
+    def _submit(
+        self, call: Call, prompt_ids: Sequence[int], params: SamplingParams, terms: Terms, streaming: bool
+    ) -> None:
         if self.failure is not None:
             call.tell(self.failure)
             return
         try:
-            call.ticket = self._front.submit(prompt_ids, params, streaming=streaming)
+            call.ticket = self._front.submit(prompt_ids, params, terms=terms, streaming=streaming)
         except QuireError as error:
             call.tell(error)
         except Exception:  # our mistake, but this request's alone: nothing has begun
@@ -122,8 +134,9 @@ class Service:
     def _turn(self) -> None:
         deltas = self._front.turn()
         for delta in deltas:
-            if delta.finish_reason == FinishReason.ERROR.value:
-                self._refuse(delta.request_id)
+            failure = _FAILURES.get(delta.finish_reason)
+            if failure is not None:
+                self._refuse(delta.request_id, failure())
             elif delta.request_id in self._calls:
                 self._calls[delta.request_id].tell(delta)
         for request_id in {delta.request_id for delta in deltas if delta.finish_reason is not None}:
@@ -132,12 +145,12 @@ class Service:
                 del self._calls[request_id]
                 call.tell(call.ticket.output())
 
-    def _refuse(self, request_id: str) -> None:
+    def _refuse(self, request_id: str, failure: QuireError) -> None:
         """One continuation failed, and with it the request: after the first byte that is an error, not an end."""
         call = self._calls.pop(request_id, None)
         if call is not None and call.ticket is not None:
             self._front.abort(call.ticket)
-            call.tell(NumericalError())
+            call.tell(failure)
 
     def _fail(self, failure: QuireError) -> None:
         self.failure = failure

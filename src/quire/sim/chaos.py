@@ -31,6 +31,7 @@ class Chaos:
         self.num_preemptions = 0  # before this turn
         self.now_s = 0.0
         self.loses: StepLost | None = None  # the next result
+        self.loses_early = False  # already when it is launched
         self.poisons = False  # one row of the next result
 
     @property
@@ -49,6 +50,8 @@ class Chaos:
         self._silenced -= set(plan.leaves)
         if plan.reset:
             self._silenced.clear()
+        if self.loses is not None and self.loses_early:  # before anything was carried out
+            self._raise_lost()
         return _Watched(self._body.launch(plan), self)
 
     def _admits(self, plan: StepPlan) -> bool:
@@ -66,13 +69,17 @@ class Chaos:
                 assert deadline_s is None or self.now_s < deadline_s, f"{family} was seated after its deadline"
                 self._known.add(family.order)
 
+    def _raise_lost(self) -> None:
+        lost, self.loses = self.loses, None
+        assert lost is not None
+        if not lost.cache_intact:
+            self._body = self._build()
+        raise lost
+
     def settle(self, pending: Pending) -> StepResult:
         """The result, or what became of it."""
         if self.loses is not None:
-            lost, self.loses = self.loses, None
-            if not lost.cache_intact:
-                self._body = self._build()
-            raise lost
+            self._raise_lost()
         result = pending.wait()
         self._flight.absorb()
         row = self._first_running(result) if self.poisons else None

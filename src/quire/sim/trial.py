@@ -3,14 +3,16 @@
 import random
 from collections import Counter
 from collections.abc import Callable
+from typing import BinaryIO
 
 from quire.core.errors import Draining, DuplicateRequest, NeverFits, QueueFull
 from quire.core.events import Cause, What
 from quire.core.ids import IntArray, RequestId, SequenceId
 from quire.core.request import Family, Sequence, State
 from quire.core.step import FinishReason, Runner, StepLost
-from quire.kv.manager import KVManager
 from quire.sched.audit import audit, audit_rest
+from quire.sched.blueprint import Blueprint
+from quire.sched.journal import JournaledScheduler
 from quire.sched.loop import Loop
 from quire.sched.order import lane
 from quire.sched.scheduler import Absorbed, Scheduler
@@ -20,29 +22,20 @@ from quire.sim.expected import Expected, expect
 from quire.sim.world import VOCAB_SIZE, Happening, World, draw_request
 
 Body = Callable[[World], Runner]  # what runs behind the bridge
+_MOST_BROKEN = 20  # steps of one world: with more, nobody would come through a long prompt
 _CONTENTS_EVERY = 16  # turns between two looks at every cached token
 
 
 class Trial:
     """Draws what happens, lets it happen, and checks everything after every turn."""
 
-    def __init__(self, world: World, dice: random.Random, body: Body) -> None:
+    def __init__(self, world: World, dice: random.Random, body: Body, journal: BinaryIO | None = None) -> None:
         self.world = world
         self.events: list[Happening] = []  # in order
         self.steps = 0
         self._dice = dice
         self._now_s = 0.0
-        kv = KVManager(
-            world.num_blocks,
-            world.block_size,
-            world.max_rows,
-            prefix=world.policy.regime.prefix,
-            num_host_blocks=world.num_host_blocks,
-            worth_keeping=lambda start, stop: dice.random() < 0.8,
-        )
-        self.scheduler = Scheduler(
-            kv, max_rows=world.max_rows, max_step_tokens=world.max_step_tokens, policy=world.policy
-        )
+        self.scheduler = _build(world, lambda start, stop: dice.random() < 0.8, journal)
         self._chaos = Chaos(lambda: body(world), self.scheduler, world.block_size)
         self._loop = Loop(self.scheduler, self._chaos, world.depth, lambda: self._now_s)
         self._expected: dict[SequenceId, Expected] = {}
@@ -50,6 +43,7 @@ class Trial:
         self._past: list[IntArray] = []
         self._num_arrived = 0
         self._num_moved = 0
+        self._num_broken = 0
         self._quiet_turns = 0
         self._latest_s = 0.0
         self._seated: set[int] = set()
@@ -123,8 +117,10 @@ class Trial:
             (chances.die, Happening.DIE, StepLost("the worker died", cache_intact=False)),
             (chances.starve, Happening.STARVE, StepLost("out of memory", too_large=True)),
         ):
-            if self._live and dice.random() < chance:
+            if self._live and self._num_broken < _MOST_BROKEN and dice.random() < chance:
+                self._num_broken += 1
                 chaos.loses = lost
+                chaos.loses_early = dice.random() < 0.5
                 self.events.append(event)
 
     def _arrive(self) -> None:
@@ -268,6 +264,26 @@ class Trial:
     @property
     def event_counts(self) -> Counter[Happening]:
         return Counter(self.events)
+
+
+def _build(world: World, worth_keeping: Callable[[int, int], bool], journal: BinaryIO | None) -> Scheduler:
+    """The scheduler of a world; if there is a file for it, one that writes down what it was asked."""
+    blueprint = Blueprint(
+        world.num_blocks,
+        world.block_size,
+        world.max_rows,
+        world.max_step_tokens,
+        num_host_blocks=world.num_host_blocks,
+        policy=world.policy,
+    )
+    if journal is not None:
+        return JournaledScheduler(blueprint, journal, worth_keeping)
+    return Scheduler(
+        blueprint.kv(worth_keeping),
+        max_rows=world.max_rows,
+        max_step_tokens=world.max_step_tokens,
+        policy=world.policy,
+    )
 
 
 def _sat_or_followed(family: Family) -> bool:

@@ -1,0 +1,244 @@
+"""Writes down every call that a scheduler gets, so that its decisions can be made again, elsewhere and later.
+
+A step costs tens of bytes (`sched/records.py`). The scheduler knows nothing of it: who wants a journal builds a
+`JournaledScheduler` in the place of a `Scheduler`.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import BinaryIO, NamedTuple
+from zlib import crc32
+
+import numpy as np
+
+from quire.core.ids import RequestId, Row
+from quire.core.moves import Tier
+from quire.core.request import Request, Sequence
+from quire.core.step import FinishReason, StepPlan, StepResult
+from quire.sched.blueprint import Blueprint
+from quire.sched.packing import Packer
+from quire.sched.records import (
+    MAGIC,
+    VERSION,
+    Aborted,
+    AbsorbedStep,
+    Answered,
+    Arrived,
+    EndOfJournal,
+    Kind,
+    Order,
+    Planned,
+    Record,
+    Spoken,
+    Stopped,
+    Summary,
+)
+from quire.sched.scheduler import Absorbed, Scheduler
+from quire.sched.speakers import Speakers
+from quire.sched.tokenlog import TokenLog
+
+_TIERS = tuple(Tier)
+
+
+def summarise(plan: StepPlan) -> Summary:
+    return Summary(
+        step=plan.step,
+        num_cruising=plan.num_cruising,
+        num_chunk_tokens=plan.num_tokens - plan.num_cruising,
+        num_moves=len(plan.moves),
+        num_leaves=len(plan.leaves),
+        num_seats=len(plan.seats),
+        num_tells=len(plan.tells),
+        num_grants=len(plan.grants),
+        num_chunks=len(plan.chunks),
+        num_pauses=len(plan.pauses),
+    )
+
+
+def checksum(plan: StepPlan) -> int:
+    """The same for the same plan; the counts keep its parts from running into each other."""
+    numbers: list[int] = [*summarise(plan), plan.num_padding, plan.reset]
+    for move in plan.moves:
+        for place in (move.src, move.dst):
+            numbers += (_TIERS.index(place.tier), place.block)
+    numbers += plan.leaves
+    for seat in plan.seats:
+        numbers += (seat.row, seat.sequence, seat.index, seat.num_prompt, seat.max_length)
+        numbers += (len(seat.tokens), crc32(seat.tokens.astype("<i4").tobytes()))
+    for tell in plan.tells:
+        numbers += (tell.row, len(tell.tokens), *tell.tokens)
+    for chunk in plan.chunks:
+        numbers += (chunk.row, chunk.start, chunk.length, chunk.output.value)
+    numbers += plan.pauses
+    start = crc32(np.array(numbers, dtype="<i8").tobytes())
+    return crc32(plan.grants.blocks.astype("<i4").tobytes(), crc32(plan.grants.rows.astype("<i4").tobytes(), start))
+
+
+class _Left(NamedTuple):
+    """A row that was left: what it emits up to a step is still its sitter's."""
+
+    row: Row
+    first_step: int
+    last_step: int
+
+
+class Journal:
+    """A file of records. What rows emit is kept until they are left, then written at once."""
+
+    def __init__(self, file: BinaryIO, blueprint: Blueprint) -> None:
+        self._file = file
+        self._checksum = 0
+        self._speakers = Speakers(blueprint.max_rows)
+        self._tokens = TokenLog(blueprint.max_rows)
+        self._sitting: dict[Row, int] = {}  # since which step
+        self._left: deque[_Left] = deque()
+        self._last_planned = -1
+        self._last_absorbed = -1
+        self._answers: list[bool] = []
+        header = Packer()
+        header.data += MAGIC + bytes((VERSION,))
+        header.text(blueprint.to_json())
+        self._write(header)
+
+    def overhear(self, question: Callable[[int, int], bool]) -> Callable[[int, int], bool]:
+        """The same question; its answers are written down."""
+
+        def ask(start: int, stop: int) -> bool:
+            answer = bool(question(start, stop))
+            self._answers.append(answer)
+            return answer
+
+        return ask
+
+    def note(self, record: Record) -> None:
+        self._write_answers()
+        packer = Packer()
+        record.pack(packer)
+        self._write(packer)
+
+    def planned(self, now_s: float, cost_version: int, plan: StepPlan | None) -> None:
+        if plan is None:
+            self.note(Planned(now_s, cost_version, 0, None))
+            return
+        self.note(Planned(now_s, cost_version, checksum(plan), summarise(plan)))
+        self._speakers.launch(plan)
+        self._last_planned = plan.step
+        for row in plan.leaves:
+            self._left.append(_Left(row, self._sitting.pop(row), plan.step - 1))
+        for seat in plan.seats:
+            self._sitting[seat.row] = plan.step
+        self._write_spoken()
+
+    def absorbed(self, now_s: float, result: StepResult) -> None:
+        expected = self._speakers.absorb(result.ended)
+        surprising = np.setxor1d(expected, result.rows).astype(np.int32)
+        self.note(AbsorbedStep(now_s, result.ended, surprising, result.candidates))
+        if self._tokens.full:
+            starts = (*self._sitting.values(), *(left.first_step for left in self._left))
+            self._tokens.make_room(min(starts, default=result.step))
+        self._tokens.append(result.step, result.rows, result.tokens)
+        self._last_absorbed = result.step
+        self._write_spoken()
+
+    def lost(self, *, keep_cache: bool) -> None:
+        """The steps in flight gave nothing, and every row is empty."""
+        self.note(Order(Kind.STEPS_LOST, keep_cache))
+        self._speakers.lose()
+        self._leave_all()
+        self._tokens.restart(self._last_planned + 1)
+        self._last_absorbed = self._last_planned
+
+    def close(self) -> None:
+        """Nothing more will come. What is still in flight counts as lost to the journal, not to the scheduler."""
+        self._leave_all()
+        self._write_answers()
+        self.note(EndOfJournal(self._checksum))
+        self._file.close()
+
+    def _leave_all(self) -> None:
+        self._left.extend(_Left(row, start, self._last_absorbed) for row, start in self._sitting.items())
+        self._sitting.clear()
+        self._write_spoken(whole=True)
+
+    def _write_spoken(self, *, whole: bool = False) -> None:
+        while self._left and (whole or self._left[0].last_step <= self._last_absorbed):
+            row, first_step, _ = self._left.popleft()
+            tokens = self._tokens.gather(row, first_step)
+            if len(tokens):
+                self.note(Spoken(row, first_step, tokens))
+
+    def _write_answers(self) -> None:
+        if self._answers:
+            packer = Packer()
+            Answered(tuple(self._answers)).pack(packer)
+            self._answers.clear()
+            self._write(packer)
+
+    def _write(self, packer: Packer) -> None:
+        self._file.write(packer.data)
+        self._checksum = crc32(packer.data, self._checksum)
+
+
+class JournaledScheduler(Scheduler):
+    """A scheduler whose every call is written down. Close its journal at the end."""
+
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        file: BinaryIO,
+        worth_keeping: Callable[[int, int], bool] = lambda start, stop: True,
+    ) -> None:
+        self.journal = Journal(file, blueprint)
+        super().__init__(
+            blueprint.kv(self.journal.overhear(worth_keeping)),
+            max_rows=blueprint.max_rows,
+            max_step_tokens=blueprint.max_step_tokens,
+            policy=blueprint.policy,
+            cost=blueprint.cost(),
+        )
+
+    def add(self, request: Request, now_s: float = 0.0) -> tuple[Sequence, ...]:
+        members = super().add(request, now_s)
+        self.journal.note(Arrived(request, now_s))
+        return members
+
+    def abort(self, request_id: RequestId) -> tuple[Sequence, ...]:
+        if request_id in self.books.families:
+            self.journal.note(Aborted(request_id))
+        return super().abort(request_id)
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> bool:
+        ended = super().finish(sequence, reason)
+        if ended:
+            self.journal.note(Stopped(sequence.id, reason))
+        return ended
+
+    def drain(self) -> None:
+        self.journal.note(Order(Kind.DRAINED))
+        super().drain()
+
+    def plan(self, now_s: float = 0.0) -> StepPlan | None:
+        plan = super().plan(now_s)
+        self.journal.planned(now_s, self.cost.version, plan)
+        return plan
+
+    def absorb(self, result: StepResult, now_s: float = 0.0) -> Absorbed:
+        absorbed = super().absorb(result, now_s)
+        self.journal.absorbed(now_s, result)
+        return absorbed
+
+    def lose_steps(self, *, keep_cache: bool) -> None:
+        self.journal.lost(keep_cache=keep_cache)
+        super().lose_steps(keep_cache=keep_cache)
+
+    def fail_largest(self) -> None:
+        self.journal.note(Order(Kind.LARGEST_FAILED))
+        super().fail_largest()
+
+    def reset_cache(self) -> int:
+        self.journal.note(Order(Kind.CACHE_RESET))
+        return super().reset_cache()
+
+    def shrink(self, num_blocks: int) -> int:
+        self.journal.note(Order(Kind.SHRUNK, num_blocks))
+        return super().shrink(num_blocks)
