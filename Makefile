@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: serve test test-gpu lint clean
+.PHONY: serve test test-gpu test-mutants lint clean
 
 serve: $(VENV)/.serve
 	$(BIN)/quire serve $(ARGS)
@@ -16,6 +16,10 @@ test: $(VENV)/.test
 
 test-gpu: $(VENV)/.test
 	$(BIN)/python -m pytest tests/gpu -rs $(ARGS)
+
+# Plants a bug at a time in a copy of the package; the suite must see 95 of 100.
+test-mutants: $(VENV)/.test
+	$(BIN)/python -m tests.mutants.run --jobs 2 $(ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check src tests

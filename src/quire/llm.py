@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from quire.config import EngineConfig
 from quire.core.errors import InvalidParameter, InvalidPrompt, NoTokenizer, shown
+from quire.core.ids import RequestId
 from quire.core.sampling import SamplingParams
 from quire.engine.build import Built, Watch, build
 from quire.engine.delta_stream import DeltaStream
@@ -22,6 +23,7 @@ from quire.engine.outputs import Delta, RequestOutput
 from quire.engine.terms import Terms, TermsSaid
 from quire.engine.ticket import Ticket
 from quire.engine.unbroken import unbroken
+from quire.sched.explain import Explanation
 from quire.text.chat import render
 from quire.text.tokenizer import Tokenizer
 
@@ -109,6 +111,18 @@ class LLM:
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         said = {name: getattr(defaults, name) for name in names if getattr(defaults, name) is not None}
         return SamplingParams(**said)
+
+    def reset_prefix_cache(self) -> int:
+        """Forget what earlier prompts have left behind; the KV blocks that became free."""
+        return self.built.engine.scheduler.reset_cache()
+
+    def explain(self, request_id: str) -> Explanation:
+        """What a request waited for, found and lost, step by step; `lines()` says it in words."""
+        if not isinstance(request_id, str) or not request_id.isdecimal():
+            raise InvalidParameter(
+                f"request_id must be that of a RequestOutput, not {shown(request_id)}.", param="request_id"
+            )
+        return self.built.engine.explain(RequestId(int(request_id)))
 
     def generate(
         self,

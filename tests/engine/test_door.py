@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 
 from quire.core.errors import ContextLengthExceeded, InvalidParameter, InvalidPrompt, NeverFits, QuireError
 from quire.core.ids import RequestId
-from quire.core.request import Request
+from quire.core.request import BeamParams, EarlyStopping, Request
 from quire.core.sampling import MAX_SEQUENCES, SamplingParams
 from quire.engine.door import Door
+from quire.engine.terms import Terms
+from quire.sched.reserve import most_blocks
 from tests.engine.junk import junk
 
 VOCAB = 100
@@ -27,7 +29,7 @@ def admit(prompt: object, door: Door = DOOR, **params: object) -> Request:
 def refusal(kind: type[QuireError], prompt: object = (5, 6), door: Door = DOOR, **params: object) -> QuireError:
     with pytest.raises(kind) as caught:
         admit(prompt, door, **params)
-    assert type(caught.value) is kind
+    assert kind is QuireError or type(caught.value) is kind
     assert caught.value.message.endswith(".") and "\n" not in caught.value.message
     assert len(caught.value.message) < 400
     return caught.value
@@ -109,6 +111,69 @@ def test_more_logprobs_than_tokens():
 
 def test_many_continuations_have_a_cap():
     assert MAX_SEQUENCES in numbers(refusal(InvalidParameter, n=MAX_SEQUENCES + 1))
+
+
+@pytest.mark.parametrize(
+    ("said", "name"),
+    [
+        ({"n": 9}, "n"),
+        ({"n": 2, "best_of": 9, "temperature": 1}, "best_of"),
+        ({"use_beam_search": True, "beam_width": 9}, "beam_width"),
+    ],
+)
+def test_more_continuations_than_the_engine_has_rows(said, name):
+    error = refusal(InvalidParameter, door=ROOMY, **said)
+    assert error.param == name and {9, 8} <= numbers(error)
+    assert "--max-num-seqs 9" in error.message
+
+
+def test_a_family_fits_as_a_whole_or_not_at_all():
+    """Ten blocks of four: the 9-token prompt fills two, which are shared; each of three tails may have two more."""
+    assert admit([5] * 9, n=3, max_tokens=8).max_length == 17
+    error = refusal(NeverFits, [5] * 9, n=3, max_tokens=9)
+    assert {3, 17, 11, 10} <= numbers(error) and "fewer continuations" in error.message
+    assert admit([5] * 9, n=3, max_tokens=None).max_tokens == 8
+    assert admit([5] * 9, max_tokens=None).max_tokens == 32
+    assert admit([5] * 9, max_tokens=None, use_beam_search=True, beam_width=3).max_tokens == 8
+
+
+@given(
+    num_prompt=st.integers(1, 60), count=st.integers(1, 8), num_blocks=st.integers(1, 40), block_size=st.integers(1, 9)
+)
+def test_a_length_left_out_is_the_longest_that_fits(num_prompt, count, num_blocks, block_size):
+    door = Door(vocab_size=VOCAB, end_ids=(), max_length=64, max_rows=8, num_blocks=num_blocks, block_size=block_size)
+    try:
+        request = admit([5] * num_prompt, door, n=count, max_tokens=None)
+    except NeverFits:
+        refusal(NeverFits, [5] * num_prompt, door, n=count, max_tokens=1)
+        return
+    assert most_blocks(request, block_size) <= num_blocks
+    refusal(QuireError, [5] * num_prompt, door, n=count, max_tokens=request.max_tokens + 1)
+
+
+def test_beams_get_candidates_for_every_end():
+    request = admit([5, 6], use_beam_search=True, beam_width=4, n=2, length_penalty=2, early_stopping="never")
+    assert request.beam == BeamParams(4, 2.0, EarlyStopping.NEVER, 2)
+    assert (request.num_sequences, request.sampling.num_candidates) == (4, 8)
+    more_ends = admit([5, 6], use_beam_search=True, beam_width=4, stop_token_ids=[7, 8])
+    assert more_ends.sampling.num_candidates == 16
+    narrow = Door(vocab_size=7, end_ids=(), max_length=64, max_rows=8, num_blocks=10, block_size=4)
+    assert admit([5, 6], narrow, use_beam_search=True, beam_width=4).sampling.num_candidates == 7
+    assert admit([5, 6], n=3).sampling.num_candidates == 0
+
+
+def test_what_best_of_compares_is_asked_for_and_nothing_else():
+    assert admit([5], n=2, best_of=3, temperature=1).sampling.num_logprobs == 0
+    assert admit([5], n=2, best_of=3, temperature=1, logprobs=4).sampling.num_logprobs == 4
+    assert admit([5], n=3, best_of=3).sampling.num_logprobs is None
+    assert admit([5], use_beam_search=True, beam_width=2).sampling.num_logprobs is None
+
+
+def test_terms_reach_the_request():
+    terms = Terms(priority=-3, tenant="t", cache_salt="s", timeout_s=2.5)
+    request = ROOMY.admit(RequestId(0), [5], SamplingParams(), (), 0, terms, now_s=10.0)
+    assert (request.priority, request.tenant, request.deadline_s) == (-3, "t", 12.5)
+    assert request.partition == terms.partition
 
 
 def test_a_bad_word_of_too_many_tokens():

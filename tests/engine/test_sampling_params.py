@@ -29,6 +29,7 @@ FLOATS = {  # field: the numbers just outside
     "repetition_penalty": [0.0, -1.0, 101],
     "presence_penalty": [-2.1, 2.1],
     "frequency_penalty": [-2.1, 2.1],
+    "length_penalty": [-10.1, 10.1],
 }
 INTEGERS = {
     "n": [0, -1, MAX_SEQUENCES + 1],
@@ -38,9 +39,11 @@ INTEGERS = {
     "seed": [MAX_SEED + 1, -MAX_SEED - 1],
     "logprobs": [-1, MAX_LOGPROBS + 1],
     "prompt_logprobs": [-1, MAX_LOGPROBS + 1],
+    "best_of": [0, -1, MAX_SEQUENCES + 1],
+    "beam_width": [0, -1, MAX_SEQUENCES + 1],
 }
-OPTIONAL = {"max_tokens", "seed", "logprobs", "prompt_logprobs"}
-BOOLEANS = ["ignore_eos", "skip_special_tokens", "include_stop_str_in_output"]
+OPTIONAL = {"max_tokens", "seed", "logprobs", "prompt_logprobs", "best_of", "beam_width"}
+BOOLEANS = ["ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "use_beam_search"]
 LISTS = {
     "stop": ["x"] * (MAX_STOP_STRINGS + 1),
     "bad_words": ["x"] * (MAX_BAD_WORDS + 1),
@@ -109,6 +112,52 @@ def test_min_tokens_above_max_tokens():
     with pytest.raises(InvalidParameter, match=r"min_tokens is 9.*max_tokens, which is 8") as caught:
         SamplingParams(min_tokens=9, max_tokens=8)
     assert caught.value.param == "min_tokens"
+
+
+@pytest.mark.parametrize("value", [None, 0, 1, "Never", "", [], 1.0])
+def test_early_stopping(value):
+    assert "never" in refused("early_stopping", value)
+
+
+@pytest.mark.parametrize(
+    ("said", "param", "words"),
+    [
+        ({"n": 3, "best_of": 2}, "best_of", "from 3 to"),
+        ({"n": 1, "best_of": 2, "temperature": 0}, "best_of", "all continuations are the same"),
+        ({"beam_width": 4}, "beam_width", "use_beam_search=True"),
+        ({"length_penalty": 0.5}, "length_penalty", "use_beam_search=True"),
+        ({"early_stopping": True}, "early_stopping", "use_beam_search=True"),
+        ({"use_beam_search": True, "n": 3, "beam_width": 2}, "beam_width", "from 3 to"),
+        ({"use_beam_search": True, "best_of": 3, "beam_width": 2}, "best_of", "give one of them"),
+        ({"use_beam_search": True, "temperature": 0.7}, "temperature", "0.7"),
+        ({"use_beam_search": True, "top_p": 0.9}, "top_p", "beam search"),
+        ({"use_beam_search": True, "top_k": 5}, "top_k", "beam search"),
+        ({"use_beam_search": True, "min_p": 0.1}, "min_p", "beam search"),
+        ({"use_beam_search": True, "repetition_penalty": 1.1}, "repetition_penalty", "beam search"),
+        ({"use_beam_search": True, "presence_penalty": 1}, "presence_penalty", "beam search"),
+        ({"use_beam_search": True, "frequency_penalty": -1}, "frequency_penalty", "beam search"),
+        ({"use_beam_search": True, "stop": "x"}, "stop", "beam search"),
+        ({"use_beam_search": True, "logprobs": 0}, "logprobs", "beam search"),
+    ],
+)
+def test_what_makes_no_sense_together(said, param, words):
+    with pytest.raises(InvalidParameter) as caught:
+        SamplingParams(**said)
+    assert caught.value.param == param
+    assert words in caught.value.message and caught.value.message.endswith(".")
+
+
+def test_how_many_are_computed_and_returned():
+    def counts(**said: object) -> tuple[int, int, bool]:
+        params = SamplingParams(**said)
+        return params.num_sequences, params.n, params.chooses
+
+    assert counts() == (1, 1, False)
+    assert counts(n=3) == counts(n=3, best_of=3) == (3, 3, False)
+    assert counts(n=2, best_of=5) == (5, 2, True)
+    assert counts(use_beam_search=True, n=2) == counts(use_beam_search=True, n=2, temperature=0) == (2, 2, True)
+    assert counts(use_beam_search=True, best_of=4) == counts(use_beam_search=True, beam_width=4) == (4, 1, True)
+    assert counts(use_beam_search=True, beam_width=4, best_of=4, stop=[], top_k=-1) == (4, 1, True)
 
 
 def test_the_edges_are_inside():

@@ -4,10 +4,10 @@ Every slot of the memory holds the whole prefix that ends there, as keys and val
 reads through its table must be its own past, whoever wrote it, copied it or carried it to the host and back.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -21,7 +21,7 @@ Prefix = tuple[int, ...]
 TOKENS = st.lists(st.integers(0, 1), max_size=14)
 
 
-def ids(tokens: Prefix | list[int]) -> IntArray:
+def ids(tokens: Sequence[int]) -> IntArray:
     return np.array(tokens, dtype=np.int32)
 
 
@@ -45,10 +45,10 @@ class Open:
 
 class ManagerMachine(RuleBasedStateMachine):
     @initialize(
-        blocks=st.sampled_from((3, 6, 10, 60)),
+        blocks=st.sampled_from((2, 5, 10, 60)),
         size=st.integers(1, 4),
         prefix=st.sampled_from((True, True, True, False)),
-        host=st.sampled_from((0, 0, 2, 8)),
+        host=st.sampled_from((0, 0, 1, 3, 8)),
         keeps=st.sampled_from((1, 2)),
     )
     def build(self, blocks: int, size: int, prefix: bool, host: int, keeps: int) -> None:
@@ -106,7 +106,8 @@ class ManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.rows) < ROWS)
     def open(self, data: st.DataObject, tokens: list[int], partition: str, priority: int, extra: int) -> None:
         known = [path for path in self.corpus.get(partition, ()) if path]
-        if known and data.draw(st.booleans()):
+        continues: bool = data.draw(st.booleans())
+        if known and continues:
             tokens = [*data.draw(st.sampled_from(sorted(known))), *tokens]
         limit = data.draw(st.integers(0, len(tokens)))
         self.num_served += 1
@@ -258,6 +259,13 @@ class ManagerMachine(RuleBasedStateMachine):
         self.let_in(each, tuple(each.tokens[:kept]))
         del self.rows[row]
 
+    @rule(data=st.data())
+    @precondition(lambda self: any(not each.pending for each in self.rows.values()))
+    def distrust(self, data: st.DataObject) -> None:
+        row = data.draw(st.sampled_from(sorted(row for row, each in self.rows.items() if not each.pending)))
+        self.kv.distrust(row, self.rows.pop(row).owner)
+        self.complete = False
+
     @rule()
     def reset(self) -> None:
         num_free = self.kv.pool.num_free
@@ -283,7 +291,9 @@ class ManagerMachine(RuleBasedStateMachine):
             each = self.rows.get(Row(row))
             assert kv.tables.lengths[row] == (0 if each is None else each.num_blocks)
             assert kv.promised[row] == (0 if each is None else each.promised)
-        assert kv.host is None or kv.host.num_blocks == kv.host.num_free + kv.host.num_idle, "host blocks have no reader"
+        assert kv.host is None or kv.host.num_blocks == kv.host.num_free + kv.host.num_idle, (
+            "host blocks have no reader"
+        )
 
     def teardown(self) -> None:
         if not hasattr(self, "kv"):
@@ -300,74 +310,3 @@ class ManagerMachine(RuleBasedStateMachine):
 
 
 TestManagerMachine = ManagerMachine.TestCase
-ME = Owner(RequestId(1), "", 0)
-
-
-def filled(kv: KVManager, tokens: list[int]) -> None:
-    """Somebody computed these, and left."""
-    kv.open(Row(0), ME, None, count_blocks(len(tokens), kv.block_size))
-    kv.grow_to(Row(0), len(tokens), ME.request)
-    kv.close(Row(0), ME, ids(tokens))
-
-
-def test_blocks_are_counted_upwards() -> None:
-    assert [count_blocks(n, 16) for n in (0, 1, 15, 16, 17)] == [0, 1, 1, 1, 2]
-
-
-def test_a_hit_shares_whole_blocks_and_copies_the_partial_one() -> None:
-    kv = KVManager(8, 4, 2)
-    filled(kv, [1, 2, 3, 4, 5, 6, 7])
-    match = kv.match(ME, ids([1, 2, 3, 4, 5, 6, 9]), 6)
-    assert match is not None and kv.num_found(match) == 6
-    assert kv.open(Row(1), ME, match, 1) == 6
-    (move,) = kv.take_moves()
-    first, copy = kv.tables.of(Row(1)).tolist()
-    assert (first, move.src.block, move.dst.block) == (1, 2, copy) and copy not in (1, 2)
-    assert kv.pool.references(BlockId(1)) == 2 and kv.pool.references(BlockId(2)) == 1
-
-
-def test_the_source_of_a_copy_may_be_the_block_that_makes_room_for_it() -> None:
-    """The cache is full: to hold the copy, the very block it is copied from must be evicted. The copy is still right."""
-    kv = KVManager(2, 4, 2)
-    filled(kv, [1, 2, 3, 4, 5, 6, 7])
-    match = kv.match(ME, ids([1, 2, 3, 4, 5, 9]), 5)
-    assert kv.open(Row(1), ME, match, 1) == 5
-    assert [(move.src.block, move.dst.block) for move in kv.take_moves()] == [(2, 2)]
-
-
-def test_what_does_not_fit_cannot_be_opened() -> None:
-    kv = KVManager(2, 4, 2)
-    assert not kv.fits(None, 3)
-    with pytest.raises(AssertionError):
-        kv.open(Row(0), ME, None, 3)
-
-
-def test_a_matched_block_that_is_idle_is_not_available_twice() -> None:
-    """Both blocks are cached: the match holds one, so only the other can be promised."""
-    kv = KVManager(2, 4, 2)
-    filled(kv, [1, 2, 3, 4, 5, 6, 7, 8])
-    match = kv.match(ME, ids([1, 2, 3, 4, 9]), 4)
-    assert kv.num_available == 2
-    assert kv.fits(match, 1) and not kv.fits(match, 2)
-
-
-def test_more_than_was_promised_cannot_be_grown_to() -> None:
-    kv = KVManager(4, 4, 2)
-    kv.open(Row(0), ME, None, 1)
-    with pytest.raises(AssertionError):
-        kv.grow_to(Row(0), 5, ME.request)
-
-
-def test_losing_the_device_forgets_orders_and_prefixes() -> None:
-    kv = KVManager(4, 4, 2, num_host_blocks=4)
-    filled(kv, [1, 2, 3, 4, 5, 6])
-    match = kv.match(ME, ids([1, 2, 3, 4, 5, 9]), 5)
-    kv.open(Row(1), ME, match, 1)
-    with pytest.raises(AssertionError, match="open tables"):
-        kv.lose()
-    kv.close(Row(1), ME, ids([]))
-    assert kv.has_orders
-    kv.lose()
-    assert not kv.has_orders and kv.take_moves() == ()
-    assert kv.num_found(kv.match(ME, ids([1, 2, 3, 4, 5, 6]), 6)) == 0
-    assert kv.pool.num_free == 4

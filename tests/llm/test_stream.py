@@ -34,7 +34,9 @@ def drain(llm: LLM) -> None:
     ids=["greedy", "characters of several tokens", "logprobs", "stop strings"],
 )
 def test_the_pieces_join_to_what_generate_gives(llm, params):
+    llm.reset_prefix_cache()  # a prompt of which less is computed has other rounding errors
     whole = llm.generate("stream", params)[0].outputs[0]
+    llm.reset_prefix_cache()
     deltas = list(llm.stream("stream", params))
     assert "".join(delta.text for delta in deltas) == whole.text
     assert [token for delta in deltas for token in delta.token_ids] == whole.token_ids

@@ -1,6 +1,7 @@
 """A scheduler over a body that can be computed by hand, driven turn by turn, so that a test can look in between."""
 
 from collections.abc import Sequence as Many
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -10,7 +11,7 @@ from quire.core.ids import BlockId, RequestId, Row, SequenceId
 from quire.core.oracle import continuation
 from quire.core.request import BeamParams, Request, Sequence
 from quire.core.sampling import RowSampling
-from quire.core.step import Chunk, Pending, Runner, StepPlan, StepResult
+from quire.core.step import Chunk, Ended, FinishReason, Pending, Runner, StepPlan, StepResult
 from quire.kv.manager import KVManager
 from quire.sched.audit import audit, audit_rest
 from quire.sched.cost import CostTable
@@ -29,27 +30,44 @@ NEVER = Policy(stance=Stance.NEVER)
 
 
 class Recorder:
-    """A body, with every plan kept and watched."""
+    """A body, with every plan kept and watched. A poisoned row fails in the next result."""
 
     def __init__(self, body: Runner, block_size: int) -> None:
         self.plans: list[StepPlan] = []
+        self.poisoned: Row | None = None
         self.body = body
         self._watch = FlightWatch(block_size)
 
     def launch(self, plan: StepPlan) -> "_Recorded":
         self.plans.append(plan)
         self._watch.launch(plan)
-        return _Recorded(self.body.launch(plan), self._watch)
+        return _Recorded(self.body.launch(plan), self)
+
+    def settle(self, pending: Pending) -> StepResult:
+        self._watch.absorb()
+        result, row = pending.wait(), self.poisoned
+        if row is None:
+            return result
+        self.poisoned = None
+        heard = result.rows != row
+        return replace(
+            result,
+            rows=result.rows[heard],
+            tokens=result.tokens[heard],
+            ended=(*(each for each in result.ended if each.row != row), Ended(row, FinishReason.ERROR)),
+            candidates={other: top for other, top in result.candidates.items() if other != row},
+        )
 
 
 class _Recorded:
-    def __init__(self, pending: Pending, watch: FlightWatch) -> None:
+    """A step under way, absorbed by the watch when it is waited for."""
+
+    def __init__(self, pending: Pending, recorder: Recorder) -> None:
         self._pending = pending
-        self._watch = watch
+        self._recorder = recorder
 
     def wait(self) -> StepResult:
-        self._watch.absorb()
-        return self._pending.wait()
+        return self._recorder.settle(self._pending)
 
 
 class Bench:
@@ -133,6 +151,10 @@ class Bench:
         """Until nobody is left. The cache is emptied, to see that it can be."""
         self.run_out()
         audit_rest(self.scheduler)
+
+    def poison(self, sequence: Sequence) -> None:
+        """The first row it sits in fails in the next result. At depth 0 alone: nothing may be in flight behind it."""
+        self.recorder.poisoned = Row(0) if sequence.row is None else sequence.row
 
     # What can be seen.
 

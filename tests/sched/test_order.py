@@ -110,7 +110,7 @@ def test_who_has_been_seated_no_longer_expires() -> None:
     preempted, late = family(0, deadline_s=5.0), family(1, deadline_s=5.0)
     room = room_of([preempted, late])
     room.pop(preempted)
-    preempted.num_preemptions = 1
+    preempted.was_seated = True
     room.push(preempted, 4.0)
     assert room.expire(4.9) == []
     assert room.expire(5.0) == [late]

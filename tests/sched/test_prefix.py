@@ -81,8 +81,7 @@ def test_an_answer_is_found_only_when_no_step_in_flight_writes_it(depth: int) ->
     prompt = [*SHARED, *heard, 5]
     second = bench.add(prompt, 3)
     bench.turn()
-    found = 10 if depth else len(heard) - 1 + 10
-    assert bench.chunks_of(second)[0].start == (found if depth == 0 else 8)
+    assert bench.chunks_of(second)[0].start == (8 if depth else len(SHARED) + len(heard) - 1)
     bench.run()
     assert bench.heard[second.id] == oracle_answer(prompt, 3)
 
@@ -138,6 +137,31 @@ def test_a_reset_cache_finds_nothing() -> None:
     assert bench.chunks_of(again)[0].start == 0
 
 
+def test_what_a_poisoned_sequence_wrote_is_never_found() -> None:
+    bench = Bench(oracle=True)
+    poisoned = bench.add(SHARED, 9)
+    bench.turns(3)
+    bench.poison(poisoned)
+    bench.turn()
+    again = bench.add(SHARED, 3)
+    bench.run()
+    assert bench.chunks_of(again)[0].start == 0
+    assert bench.heard[again.id] == oracle_answer(SHARED, 3)
+
+
+def test_who_shared_a_prefix_with_a_poisoned_one_leaves_it_as_it_was() -> None:
+    bench = Bench(oracle=True)
+    after(bench, SHARED[:8])
+    poisoned = bench.add([*SHARED, 1, 2], 9)
+    bench.turns(2)
+    bench.poison(poisoned)
+    bench.turn()
+    again = bench.add([*SHARED, 1, 2], 3)
+    bench.run()
+    assert bench.chunks_of(again)[0].start == 8, "the first two blocks were another's"
+    assert bench.heard[again.id] == oracle_answer([*SHARED, 1, 2], 3)
+
+
 # The host tier.
 
 
@@ -170,6 +194,31 @@ def test_a_partial_block_on_the_host_is_copied_from_there() -> None:
     assert sources == [Tier.HOST, Tier.HOST]
     bench.run()
     assert bench.heard[back.id] == oracle_answer(prompt, 2)
+
+
+def test_a_block_on_the_host_is_not_overwritten_while_it_is_copied_from() -> None:
+    """One block here and one there: to bring the partial block back, what lies here is dropped, not swapped."""
+    bench = Bench(oracle=True, blocks=1, host=1)
+    after(bench, counting(1, 3), 1)
+    after(bench, counting(100, 3), 1)
+    back = bench.add([1, 2, 500], 1)
+    bench.run()
+    assert bench.chunks_of(back)[0].start == 2
+    assert bench.heard[back.id] == oracle_answer([1, 2, 500], 1)
+
+
+def test_two_blocks_that_go_to_the_same_place_in_one_plan_go_there_in_order() -> None:
+    bench = Bench(oracle=True, blocks=2, host=1)
+    for first in (1, 100):
+        after(bench, counting(first, 3), 1)
+    for first in (200, 300):
+        bench.add(counting(first, 3), 1)
+    bench.run_out()
+    assert [move.dst.block for move in bench.plan.moves] == [1, 1]
+    back = bench.add([100, 101, 500], 1)
+    bench.run()
+    assert bench.chunks_of(back)[0].start == 2
+    assert bench.heard[back.id] == oracle_answer([100, 101, 500], 1)
 
 
 def test_a_full_host_forgets_the_least_recently_used() -> None:

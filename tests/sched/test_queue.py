@@ -94,7 +94,7 @@ class RoomAgainstList(RuleBasedStateMachine):
     @rule(data=st.data(), preempted=st.booleans())
     def come_back(self, data: st.DataObject, preempted: bool) -> None:
         each = self.away.pop(data.draw(st.integers(0, len(self.away) - 1)))
-        each.num_preemptions += preempted
+        each.was_seated |= preempted
         self.room.push(each, self.now_s)
         self.waiting[each.order] = (each, self.now_s)
 
@@ -105,7 +105,7 @@ class RoomAgainstList(RuleBasedStateMachine):
             for each, _ in self.waiting.values()
             if each.request.deadline_s is not None
             and each.request.deadline_s <= self.now_s
-            and each.num_preemptions == 0
+            and not each.was_seated
         ]
         expired = [each.order for each in self.room.expire(self.now_s)]
         assert expired == [order for _, order in sorted(late)]

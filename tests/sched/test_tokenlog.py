@@ -32,3 +32,26 @@ def test_a_log_whose_rows_keep_leaving_does_not_grow() -> None:
             log.make_room(step - 5)
         log.append(step, np.array([0], np.int32), np.array([step], np.int32))
     assert len(log._matrix) == 64
+
+
+def test_lost_steps_hold_nothing_and_what_came_before_them_stays() -> None:
+    for num_lost in (1, 5, 200):
+        log = TokenLog(2)
+        for step in range(60):
+            log.append(step, np.array([1], np.int32), np.array([step], np.int32))
+        log.restart(60 + num_lost)
+        if log.full:
+            log.make_room(0)
+        log.append(60 + num_lost, np.array([1], np.int32), np.array([7], np.int32))
+        assert log.gather(Row(1), 58).tolist() == [58, 59, 7]
+        assert log.gather(Row(1), 61).tolist() == [7]
+        assert log.gather(Row(0), 0).tolist() == []
+
+
+def test_lost_steps_do_not_bring_forgotten_ones_back() -> None:
+    log = TokenLog(1)
+    for step in range(64):
+        log.append(step, np.array([0], np.int32), np.array([step], np.int32))
+    log.make_room(60)
+    log.restart(70)
+    assert log.gather(Row(0), 60).tolist() == [60, 61, 62, 63]

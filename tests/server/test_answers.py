@@ -112,3 +112,20 @@ def test_a_sequence_that_fails_is_an_error_and_not_an_end(http: httpx.Client) ->
     assert "numerical_error" in streamed
     assert "[DONE]" not in streamed and '"finish_reason": "' not in streamed
     assert http.get("/health").status_code == 200
+
+
+def test_beams_and_the_best_of_many_are_served(http: httpx.Client) -> None:
+    beams = {"prompt": "The sky is", "max_tokens": 4, "use_beam_search": True, "n": 2, "priority": -1}
+    choices = http.post("/v1/completions", json=beams).json()["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1] and choices[0]["text"] != choices[1]["text"]
+    best = {"prompt": "The sky is", "max_tokens": 4, "best_of": 3, "n": 2, "seed": 1, "temperature": 1}
+    assert len(http.post("/v1/completions", json=best).json()["choices"]) == 2
+
+
+def test_usage_says_what_was_cached(http: httpx.Client) -> None:
+    body = {"prompt": "word " * 40, "max_tokens": 1, "cache_salt": "usage"}
+    cached = [
+        http.post("/v1/completions", json=body).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        for _ in range(2)
+    ]
+    assert cached[0] == 0 and cached[1] >= 39

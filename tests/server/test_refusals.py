@@ -34,6 +34,12 @@ def refusal(answer: httpx.Response) -> dict[str, str]:
         ("completions", {**HI, "logit_bias": {"no": 1}}, 400, "invalid_parameter", "logit_bias"),
         ("completions", {**HI, "stream": "yes"}, 400, "invalid_parameter", "stream"),
         ("completions", {**HI, "stream_options": {}}, 400, "invalid_parameter", "stream_options"),
+        ("completions", {**HI, "best_of": 2, "n": 3}, 400, "invalid_parameter", "best_of"),
+        ("completions", {**HI, "use_beam_search": True, "stop": "x"}, 400, "invalid_parameter", "beam search"),
+        ("completions", {**HI, "n": 100}, 400, "invalid_parameter", "--max-num-seqs 100"),
+        ("completions", {**HI, "priority": 1000}, 400, "invalid_parameter", "priority"),
+        ("completions", {**HI, "cache_salt": 7}, 400, "invalid_parameter", "cache_salt"),
+        ("completions", {**HI, "timeout_s": 0}, 408, "deadline_expired", "timeout_s"),
         ("completions", {**HI, "echo": True}, 400, "invalid_parameter", "echo is not served"),
         ("completions", {**HI, "logprobs": 0}, 400, "invalid_parameter", "logprobs is not served"),
         ("chat/completions", {}, 400, "invalid_prompt", "messages"),
@@ -96,6 +102,7 @@ FIELDS = st.sampled_from(
         "prompt", "messages", "temperature", "top_p", "top_k", "min_p", "n", "max_tokens", "max_completion_tokens",
         "stop", "stop_token_ids", "seed", "logit_bias", "bad_words", "allowed_token_ids", "ignore_eos", "stream",
         "stream_options", "model", "min_tokens", "presence_penalty", "skip_special_tokens", "tools", "best_of",
+        "use_beam_search", "beam_width", "length_penalty", "early_stopping", "priority", "cache_salt",
     ]
 )  # fmt: skip
 

@@ -1,41 +1,129 @@
 """`quire check`: drives the scheduler against the exact oracle and ends with one line of JSON."""
 
 import json
+import subprocess
+import sys
 import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
 
 from rich.progress import Progress
 
 from quire.cli.console import err
-from quire.sim.check import Body, numpy_oracle
+from quire.core.errors import ConfigError
+from quire.sim.check import Part, Report, numpy_oracle, possible_pairs, read_report, run_trial, trial_seeds
 from quire.sim.check import check as check_worlds
+from quire.sim.trial import Body
+
+_SHOWN = 10  # violations that are told in full
 
 
-def check(steps: int, seed: int, runner: str) -> int:
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What was asked for."""
+
+    steps: int
+    seed: int
+    runner: str
+    jobs: int = 1
+    part: str | None = None  # "2/4": what the second of four jobs does, told in full to the one that started it
+    trial: int | None = None
+    record: Path | None = None
+
+
+def check(wish: Wish) -> int:
     """The exit status: 1 if any law was broken."""
     started_s = time.monotonic()
-    with Progress(console=err, transient=True, disable=not err.is_terminal) as progress:
-        task = progress.add_task("checking", total=steps)
-        report = check_worlds(
-            steps,
-            seed,
-            body=_body(runner),
-            min_tokens=runner == "numpy",  # the sampler would then choose another token than the oracle
-            progress=lambda done: progress.update(task, completed=done),
-        )
-    seconds = time.monotonic() - started_s
-    for violation in report.violations[:10]:
-        err.print(f"trial seed {violation.trial_seed}: {violation.message}\n  {violation.world}", style="red")
-    summary = {
+    if wish.trial is not None or wish.record is not None:
+        report = _one_world(wish)
+    elif wish.jobs > 1:
+        report = _shared(wish)
+    else:
+        report = _alone(wish)
+    if wish.part is not None:
+        print(report.to_json())
+        return 0
+    for violation in report.violations[:_SHOWN]:
+        told = f"trial seed {violation.trial_seed}: {violation.message}\n  {violation.world}"
+        err.print(told, style="red", markup=False)
+    if report.violations:
+        again = report.violations[0].trial_seed
+        err.print(f"quire check --runner {wish.runner} --trial {again} brings the first one back.", style="red")
+    print(json.dumps(_summary(report, wish, time.monotonic() - started_s)))
+    return 1 if report.violations else 0
+
+
+def _summary(report: Report, wish: Wish, seconds: float) -> dict[str, object]:
+    return {
         "steps": report.steps,
         "violations": len(report.violations),
         "seed": report.seed,
         "trials": report.trials,
         "preemptions": report.preemptions,
-        "runner": runner,
+        "events": {event.value: count for event, count in sorted(report.events.items(), key=lambda e: e[0].value)},
+        "event_pairs": len(report.pairs),
+        "event_pairs_possible": len(possible_pairs()),
         "steps_per_s": round(report.steps / seconds),
+        "runner": wish.runner,
+        "jobs": wish.jobs,
     }
-    print(json.dumps(summary))
-    return 1 if report.violations else 0
+
+
+def _alone(wish: Wish) -> Report:
+    part = Part()
+    if wish.part is not None:
+        number, stride = wish.part.split("/")
+        part = Part(int(number) - 1, int(stride))
+    with Progress(console=err, transient=True, disable=not err.is_terminal or wish.part is not None) as progress:
+        task = progress.add_task("checking", total=wish.steps)
+        return check_worlds(
+            wish.steps,
+            wish.seed,
+            body=_body(wish.runner),
+            min_tokens=_knows_min_tokens(wish.runner),
+            progress=lambda done: progress.update(task, completed=done),
+            part=part,
+        )
+
+
+def _shared(wish: Wish) -> Report:
+    """As many processes of this same command; each takes its share of the worlds and of the steps."""
+    each = str(-(-wish.steps // wish.jobs))
+    command = [sys.executable, "-m", "quire", "check", "--seed", str(wish.seed), "--runner", wish.runner]
+    with err.status(f"checking, {wish.jobs} at a time"):
+        running = [
+            subprocess.Popen(
+                [*command, "--steps", each, "--part", f"{number + 1}/{wish.jobs}"], stdout=subprocess.PIPE, text=True
+            )
+            for number in range(wish.jobs)
+        ]
+        heard = [process.communicate()[0] for process in running]
+    report = Report(wish.seed)
+    for process, said in zip(running, heard, strict=True):
+        assert process.returncode == 0 and said, f"a part of the check ended with status {process.returncode}"
+        report.add(read_report(said.splitlines()[-1]))
+    return report
+
+
+def _one_world(wish: Wish) -> Report:
+    report = Report(wish.seed)
+    trial_seed = next(trial_seeds(wish.seed, Part())) if wish.trial is None else wish.trial
+    journal = None if wish.record is None else _writable(wish.record)
+    run_trial(trial_seed, report, _body(wish.runner), min_tokens=_knows_min_tokens(wish.runner), journal=journal)
+    return report
+
+
+def _writable(path: Path) -> BinaryIO:
+    try:
+        return path.open("wb")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}.", param="record") from error
+
+
+def _knows_min_tokens(runner: str) -> bool:
+    """The sampler behind the real runner would then choose another token than the oracle."""
+    return runner == "numpy"
 
 
 def _body(runner: str) -> Body:

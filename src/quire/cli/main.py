@@ -5,10 +5,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+from pathlib import Path
 
 import click
 
 from quire.catalog.names import short_name
+from quire.cli.counts import counts
 from quire.cli.options import engine_options, sampling_options
 from quire.core.errors import QuireError
 from quire.version import __version__
@@ -142,11 +144,28 @@ def doctor(as_json: bool) -> None:
 @click.option("--seed", type=int, default=0, show_default=True, help="The same seed gives the same workloads.")
 @click.option("--runner", type=click.Choice(["numpy", "torch"]), default="numpy", show_default=True,
               help="numpy: the oracle runner. torch: the integer model behind the real runner.")  # fmt: skip
-def check(steps: int, seed: int, runner: str) -> None:
+@click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Processes that share the steps.")
+@click.option("--trial", type=int, help="Run only the world with this trial seed.")
+@click.option("--record", type=click.Path(dir_okay=False, writable=True), metavar="FILE",
+              help="Run one world and write its journal, for quire replay.")  # fmt: skip
+@click.option("--part", hidden=True, help="What one of several jobs does.")
+def check(
+    steps: int, seed: int, runner: str, jobs: int, trial: int | None, record: str | None, part: str | None
+) -> None:
     """Random workloads through the scheduler against the exact oracle. The last line is one JSON object."""
+    from quire.cli.check import Wish
     from quire.cli.check import check as work
 
-    raise SystemExit(work(steps, seed, runner))
+    raise SystemExit(work(Wish(steps, seed, runner, jobs, part, trial, None if record is None else Path(record))))
+
+
+@app.command()
+@click.argument("file", type=click.Path(exists=True, dir_okay=False))
+def replay(file: str) -> None:
+    """Make every decision of a recorded run again. The last line is one JSON object; status 1 if one differs."""
+    from quire.cli.replay import replay as work
+
+    raise SystemExit(work(Path(file)))
 
 
 @app.group(cls=Verbs)
@@ -175,3 +194,36 @@ def bench_transformers(model: str | None, **given: object) -> None:
         from quire.cli.bench import race_transformers as work
 
     work(model, given)
+
+
+@bench.command("scheduler")
+@click.option("--rows", callback=counts(1), default="16,64,256,1024,4096", show_default=True, metavar="N,N,…",
+              help="Running rows to try.")  # fmt: skip
+@click.option("--waiting", callback=counts(0), default="0,100,10000,100000", show_default=True, metavar="N,N,…",
+              help="Waiting requests to try.")  # fmt: skip
+@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Rounds of 64 steps each.")
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write the curves to this SVG file.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON list instead of the table.")
+def bench_scheduler(
+    rows: tuple[int, ...], waiting: tuple[int, ...], rounds: int, plot: Path | None, as_json: bool
+) -> None:
+    """What a step of planning costs, by running rows and waiting requests: CPU time of plan and absorb."""
+    from quire.cli.paper_bench import scheduler as work
+
+    work(rows, waiting, rounds, plot, as_json)
+
+
+@bench.command("regimes")
+@click.option("--workload", default="sharegpt", show_default=True, help="sharegpt, mooncake, or a trace file.")
+@click.option("--requests", type=click.IntRange(1), help="Only so many of them.")
+@click.option("--rate", type=click.FloatRange(0, min_open=True), default=64.0, show_default=True,
+              help="Arrivals a second.")  # fmt: skip
+@click.option("--blocks", type=click.IntRange(1), default=16_384, show_default=True, help="KV blocks of 16 tokens.")
+@click.option("--max-model-len", type=click.IntRange(16), default=8192, show_default=True,
+              help="Longest request; what contiguous regimes reserve for each.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the tables.")
+def bench_regimes(workload: str, requests: int | None, as_json: bool, **given: float) -> None:
+    """The arc from static batching to prefix reuse, and the stances on overcommitment, on a simulated machine."""
+    from quire.cli.paper_bench import regimes as work
+
+    work(workload, requests, given, as_json)

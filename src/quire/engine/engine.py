@@ -4,15 +4,18 @@ import random
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 
-from quire.core.errors import EngineFailed
+from quire.core.errors import EngineFailed, InvalidParameter
 from quire.core.ids import RequestId
 from quire.core.request import Family, Sequence
 from quire.core.sampling import MAX_SEED, SamplingParams
 from quire.core.step import FinishReason, Runner
 from quire.engine.door import Door
 from quire.engine.terms import USUAL, Terms
+from quire.sched.explain import Explanation, explain
 from quire.sched.loop import Loop
 from quire.sched.scheduler import Absorbed, Scheduler
+
+MOST_REMEMBERED = 100  # finished requests that can still be explained
 
 
 class Engine:
@@ -27,6 +30,7 @@ class Engine:
         self._loop = Loop(scheduler, runner, depth, clock)
         self._seeds = random.Random(seed)
         self._next_request = 0
+        self._latest: dict[RequestId, Family] = {}
         self._failure: str | None = None
 
     def submit(
@@ -49,7 +53,21 @@ class Engine:
             now_s,
         )
         self._next_request += 1
-        return self.scheduler.add(request, now_s)[0].family
+        family = self.scheduler.add(request, now_s)[0].family
+        self._latest[request.id] = family
+        if len(self._latest) > MOST_REMEMBERED:
+            del self._latest[next(iter(self._latest))]
+        return family
+
+    def explain(self, request_id: RequestId) -> Explanation:
+        """The story of a request that is here, or is among the latest that were."""
+        books = self.scheduler.books
+        family = books.families.get(request_id) or self._latest.get(request_id)
+        if family is None:
+            raise InvalidParameter(
+                f"Request {request_id} is not remembered; the {MOST_REMEMBERED} latest are.", param="request_id"
+            )
+        return explain(family, books.stalls, books.last_planned + 1)
 
     def abort(self, request_id: RequestId) -> None:
         """Legal in every state, and twice."""

@@ -81,10 +81,13 @@ class KVManager:
         num_partial = 0 if match.partial is None else match.partial.num_tokens
         return match.num_tokens + len(match.host_blocks) * self.block_size + num_partial
 
-    def fits(self, match: Match | None, num_more: int) -> bool:
-        """Whether the match could be held and so many blocks beyond it promised."""
+    def shortage(self, match: Match | None, num_more: int) -> int:
+        """The blocks that are missing to hold a match and to promise so many beyond it; 0 or less if none is."""
         num_idle = 0 if match is None else self.pool.count_idle(match.blocks)
-        return num_more <= self.num_available - num_idle
+        return num_more + num_idle - self.num_available
+
+    def fits(self, match: Match | None, num_more: int) -> bool:
+        return self.shortage(match, num_more) <= 0
 
     def open(self, row: Row, owner: Owner, match: Match | None, num_more: int) -> int:
         """Begin a row's table with what is known, and promise so many blocks beyond; the positions it holds."""
@@ -187,8 +190,17 @@ class KVManager:
         node = self._nodes.pop(row, None)
         if self.tree is not None and len(tokens):
             held = blocks[: count_blocks(len(tokens), self.block_size)]
-            start = int(self._committed[row]) * self.block_size
-            last = self.tree.insert(owner.partition, tokens, held, start, owner.priority, owner.request).node
+            num_known = int(self._committed[row])
+            shared = self.pool.any_shared(held[num_known:])  # siblings still hold what would hang below others' blocks
+            last = self.tree.insert(
+                owner.partition,
+                tokens,
+                held,
+                num_known * self.block_size,
+                owner.priority,
+                owner.request,
+                leaving=not shared,
+            ).node
             self.pool.release(blocks)
             self.tree.idle(last)
         else:

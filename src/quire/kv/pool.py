@@ -92,6 +92,9 @@ class BlockPool:
     def is_idle(self, block: BlockId) -> bool:
         return bool(self._cached[block]) and self._references[block] == 1
 
+    def any_shared(self, blocks: IntArray) -> bool:
+        return bool((self._references[blocks] > 1).any())
+
     def count_idle(self, blocks: IntArray) -> int:
         return int(np.count_nonzero(self._cached[blocks] & (self._references[blocks] == 1)))
 

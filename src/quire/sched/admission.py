@@ -65,7 +65,8 @@ class Admission:
             return
         claim = self._claim(family)
         lacks = self._lacks(claim) is not None and self._follow(family, claim) is None
-        if lacks and self._pressure.take_seats(family, claim.num_rows, claim.num_blocks):
+        shortage = self._books.kv.shortage(claim.match, claim.num_blocks)
+        if lacks and self._pressure.take_seats(family, claim.num_rows, shortage):
             self._promised_to = family
 
     def admit(self, draft: Draft) -> None:
@@ -187,6 +188,7 @@ class Admission:
     def _count(self, family: Family, leader: Sequence, num_cached: int, step: int) -> None:
         tally, request = self._books.tally, family.request
         family.note(Event(step, What.SEATED, tokens=num_cached))
+        self._books.stalls.note_seated(step, family.order, request.id)
         if family.was_seated:
             tally.recomputed_tokens += max(leader.num_tokens - 1 - num_cached, 0)
             return

@@ -20,6 +20,7 @@ from quire.sched.policy import Policy
 from quire.sched.queue import WaitingRoom
 from quire.sched.seating import Seating
 from quire.sched.shares import Shares
+from quire.sched.stalls import Stalls
 from quire.sched.tally import Tally
 
 
@@ -39,6 +40,7 @@ class Books:
         self.beams = BeamFamilies(kv, self.seating)
         self.lengths = LengthQuantile()
         self.tally = Tally()
+        self.stalls = Stalls()
         self.prefilling: list[Sequence] = []  # must catch up; in order of arrival
         self.tethered: list[Sequence] = []  # beams with one token to compute
         self.fresh: list[Sequence] = []  # they sit, and the runner has not been told
@@ -68,6 +70,11 @@ class Books:
             if sequence in working:
                 working.remove(sequence)
 
+    def note_first_token(self, family: Family) -> None:
+        """A member has emitted its first token; only the family's first counts."""
+        if not any(event.what is What.FIRST_TOKEN for event in family.story):
+            family.note(Event(self.last_absorbed, What.FIRST_TOKEN))
+
     # Leaving.
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> bool:
@@ -88,12 +95,12 @@ class Books:
         """The whole family makes room. It comes back to its old place in the queue."""
         family.num_preemptions += 1
         self.tally.preemptions += 1
+        self.withdraw(family, by)
+
+    def withdraw(self, family: Family, by: RequestId | None) -> None:
+        """All its running members get up; they will be seated again. By nobody: their steps were lost."""
         num_computed = max((self.num_computed(member) for member in self.running(family)), default=0)
         family.note(Event(self.last_planned + 1, What.PREEMPTED, tokens=num_computed, other=by))
-        self.withdraw(family)
-
-    def withdraw(self, family: Family) -> None:
-        """All its running members get up; they will be seated again."""
         self.beams.rest(family)
         for member in self.running(family):
             if member.state is State.RUNNING:

@@ -120,18 +120,19 @@ class Journal:
         if plan is None:
             self.note(Planned(now_s, cost_version, 0, None))
             return
+        for row in plan.leaves:
+            self._left.append(_Left(row, self._sitting.pop(row), plan.step - 1))
+        self._write_spoken()  # before the plan, which may have found these tokens in the cache
         self.note(Planned(now_s, cost_version, checksum(plan), summarise(plan)))
         self._speakers.launch(plan)
         self._last_planned = plan.step
-        for row in plan.leaves:
-            self._left.append(_Left(row, self._sitting.pop(row), plan.step - 1))
         for seat in plan.seats:
             self._sitting[seat.row] = plan.step
-        self._write_spoken()
 
     def absorbed(self, now_s: float, result: StepResult) -> None:
-        expected = self._speakers.absorb(result.ended)
-        surprising = np.setxor1d(expected, result.rows).astype(np.int32)
+        surprises = self._speakers.absorb(result.ended)
+        surprises[result.rows] ^= True
+        surprising = np.flatnonzero(surprises).astype(np.int32)
         self.note(AbsorbedStep(now_s, result.ended, surprising, result.candidates))
         if self._tokens.full:
             starts = (*self._sitting.values(), *(left.first_step for left in self._left))
@@ -218,14 +219,17 @@ class JournaledScheduler(Scheduler):
         super().drain()
 
     def plan(self, now_s: float = 0.0) -> StepPlan | None:
-        plan = super().plan(now_s)
+        try:
+            plan = super().plan(now_s)
+        except BaseException:
+            self.journal.planned(now_s, self.cost.version, None)  # a replay fails in the same place
+            raise
         self.journal.planned(now_s, self.cost.version, plan)
         return plan
 
     def absorb(self, result: StepResult, now_s: float = 0.0) -> Absorbed:
-        absorbed = super().absorb(result, now_s)
         self.journal.absorbed(now_s, result)
-        return absorbed
+        return super().absorb(result, now_s)
 
     def lose_steps(self, *, keep_cache: bool) -> None:
         self.journal.lost(keep_cache=keep_cache)

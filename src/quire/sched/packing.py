@@ -50,9 +50,12 @@ class Packer:
 
     def array(self, numbers: Iterable[int] | NDArray[np.int32]) -> None:
         wide = np.fromiter(numbers, dtype=np.int64) if not isinstance(numbers, np.ndarray) else numbers
-        largest = int(wide.max(initial=0))
+        if not len(wide):
+            self.data += b"\0\1"
+            return
+        largest = int(wide.max())
         width = next(width for width in (1, 2, 4, 8) if largest < 1 << 8 * width)
-        assert wide.min(initial=0) >= 0, wide
+        assert wide.min() >= 0, wide
         self.count(len(wide))
         self.data.append(width)
         self.data += wide.astype(f"<u{width}").tobytes()

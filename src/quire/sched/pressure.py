@@ -35,8 +35,11 @@ class Pressure:
         take each other's seats for ever."""
         return self._books.seating.lowest_class > priority
 
-    def take_seats(self, family: Family, num_rows: int, num_blocks: int) -> bool:
-        """Preempt the fewest of lower classes whose leaving lets this family sit. Not pressure: nobody was denied."""
+    def take_seats(self, family: Family, num_rows: int, shortage: int) -> bool:
+        """Preempt the fewest of lower classes whose leaving lets this family sit, which lacks so many blocks.
+
+        This is not pressure: nobody was denied anything.
+        """
         books = self._books
         if books.seating.leaving:
             return False
@@ -45,8 +48,7 @@ class Pressure:
         if not free:
             return False
         missing_rows = num_rows - books.seating.num_free
-        missing_blocks = num_blocks - books.kv.num_available
-        chosen = choose_for_class(free, missing_rows, missing_blocks, books.num_freed)
+        chosen = choose_for_class(free, missing_rows, shortage, books.num_freed)
         for each in chosen:
             books.tally.seats_taken += 1
             books.preempt(each.family, family.request.id)

@@ -83,7 +83,10 @@ def replay(path: Path) -> ReplayReport:
     """Raises `BrokenJournal` for a file that is none."""
     data = path.read_bytes()
     contents = _read(path, data)
-    replayer = _Replayer(contents)
+    try:
+        replayer = _Replayer(contents)
+    except (AssertionError, TypeError, ValueError) as broken:
+        raise BrokenJournal(f"{path} begins like a journal, but no scheduler fits its settings: {broken}.") from broken
     difference = replayer.run(contents.records)
     steps = replayer.num_planned
     return ReplayReport(steps, difference, contents.condition, len(data), contents.step_bytes)
@@ -119,7 +122,7 @@ def _read(path: Path, data: bytes) -> _Contents:
         elif isinstance(record, Answered):
             answers += record.answers
         elif isinstance(record, EndOfJournal):
-            whole = unpacker.at_end and record.checksum == crc32(data[:start])
+            whole = record.checksum == crc32(data[:start]) and unpacker.position == len(data)
             condition = Condition.COMPLETE if whole else Condition.DAMAGED
             break
         else:
@@ -210,7 +213,9 @@ class _Replayer:
 
     def _result(self, record: AbsorbedStep) -> StepResult:
         """Whoever was still seated when the journal broke off emits zeros: nobody can have read them."""
-        rows = np.setxor1d(self._speakers.absorb(record.ended), record.surprising).astype(np.int32)
+        speaking = self._speakers.absorb(record.ended)
+        speaking[record.surprising] ^= True
+        rows = np.flatnonzero(speaking).astype(np.int32)
         tokens = np.array([next(self._tokens[row], 0) for row in rows.tolist()], dtype=np.int32)
         step = self._scheduler.books.last_absorbed + 1
         return StepResult(step, rows, tokens, record.ended, candidates=record.candidates)

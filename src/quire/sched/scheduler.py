@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.core.errors import Draining, DuplicateRequest, NeverFits, QueueFull
+from quire.core.events import Event, What
 from quire.core.ids import IntArray, RequestId, Row, SequenceId
 from quire.core.request import Family, Request, Sequence, State
 from quire.core.step import Candidates, FinishReason, PromptLogprobs, StepPlan, StepResult, TopLogprobs
@@ -187,6 +188,7 @@ class Scheduler:
 
     def _commit(self, draft: Draft) -> StepPlan | None:
         books = self.books
+        books.stalls.note(draft.step, self.admission.cause)
         if draft.empty:
             for row in draft.paused:  # the step is not taken: they ask again in the same one
                 books.cruise.book_again(row, draft.step)
@@ -234,13 +236,20 @@ class Scheduler:
         assert row is not None, sequence
         sequence.num_computed = stop
         sequence.caught_up = stop == sequence.num_planned == sequence.num_tokens or sequence.caught_up
+        if not failed and stop == sequence.num_tokens == len(sequence.request.prompt) and sequence.request.beam is None:
+            books.note_first_token(sequence.family)
         if failed or sequence.state is not State.RUNNING:
             return
         self.kv.commit(row, owner_of(sequence), sequence.tokens[:stop])
         books.wake(books.leaders.advance(sequence))
         if sequence.num_computed == sequence.num_tokens:
             books.wake(books.leaders.end(sequence))
-        for sibling in books.forks.fork(sequence):
+        siblings = books.forks.fork(sequence)
+        if siblings:
+            num_shared = min(sibling.num_computed for sibling in siblings)
+            whom = f"{len(siblings)} siblings"
+            sequence.family.note(Event(books.last_absorbed, What.FORKED, num_shared, detail=whom))
+        for sibling in siblings:
             books.tally.forks += 1
             if sibling.num_tokens > len(sibling.request.prompt):  # it had come further before a preemption
                 books.tally.recomputed_tokens += sibling.num_tokens - 1 - sibling.num_computed
@@ -272,6 +281,9 @@ class Scheduler:
         books = self.books
         if turn.results is None:
             books.tally.forks += len(turn.seated)
+            if turn.seated and family.story[-1].what is not What.FORKED:  # of a row of forks, the first
+                num_shared = turn.seated[0].num_computed
+                family.note(Event(books.last_absorbed, What.FORKED, num_shared, detail="beams"))
             books.tells.extend(turn.tells)
             books.fresh.extend(turn.seated)
             for beam in turn.live:
@@ -302,7 +314,7 @@ class Scheduler:
         books.last_absorbed = books.last_planned
         for sequence in tuple(books.seating.seated.values()):
             if sequence.state is State.RUNNING:
-                books.withdraw(sequence.family)
+                books.withdraw(sequence.family, by=None)
         books.release_up_to(books.last_absorbed)
         books.seating.forget_runner()
         books.fresh, books.tells = [], []

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.core.ids import IntArray
 from quire.core.step import Ended, FinishReason, Output, StepPlan
 
 
@@ -30,14 +29,14 @@ class Speakers:
         speaking[list(plan.pauses)] = False
         self._in_flight.append(speaking)
 
-    def absorb(self, ended: Iterable[Ended]) -> IntArray:
-        """Who should have spoken in the oldest step in flight, if these ended in it. They are silent from now on."""
+    def absorb(self, ended: Iterable[Ended]) -> NDArray[np.bool_]:
+        """By row, who should have spoken in the oldest step in flight, if these ended in it and are silent from now."""
         speaking = self._in_flight.popleft()
         for row, reason in ended:
             speaking[row] &= reason is not FinishReason.ERROR
             for later in (self._cruising, *self._in_flight):
                 later[row] = False
-        return np.flatnonzero(speaking).astype(np.int32)
+        return speaking
 
     def lose(self) -> None:
         """The steps in flight gave nothing."""

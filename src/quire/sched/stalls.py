@@ -40,7 +40,7 @@ class Stalls:
         self._seated: deque[Seated] = deque(maxlen=most)
 
     def note(self, step: int, cause: Cause | None) -> None:
-        """This plan ended with the head kept out. A step that was not taken is noted again, and the last note counts."""
+        """How a plan ended for the head. A step that was not taken is noted again, and the last note counts."""
         changes = self._changes
         if changes and changes[-1][0] == step:
             changes.pop()

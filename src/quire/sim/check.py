@@ -1,15 +1,31 @@
 """`quire check`: random worlds through the shipped scheduler against the exact oracle, audited at every step."""
 
+import json
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, product
+from typing import BinaryIO
 
 from quire.core.step import Runner
+from quire.sched.journal import JournaledScheduler
 from quire.sim.oracle import OracleRunner
 from quire.sim.trial import Body, Trial
 from quire.sim.world import VOCAB_SIZE, Happening, World, draw_world
+
+Pair = tuple[Happening, Happening]
+
+_ARRIVALS = {Happening.ARRIVE, Happening.ARRIVE_FAMILY, Happening.ARRIVE_BEAMS, Happening.ARRIVE_FOLLOWUP}
+
+
+def possible_pairs() -> frozenset[Pair]:
+    """What may follow what: only an arrival overflows the queue, and draining begins just before the last arrival."""
+    return frozenset(
+        (one, other)
+        for one, other in product(Happening, Happening)
+        if (other is not Happening.OVERFLOW or one in _ARRIVALS) and (one is not Happening.DRAIN or other in _ARRIVALS)
+    )
 
 
 def numpy_oracle(world: World) -> Runner:
@@ -18,10 +34,10 @@ def numpy_oracle(world: World) -> Runner:
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """A world in which a law broke. The trial's seed alone brings it back."""
+    """A world in which a law broke. The trial's seed alone brings it back; the world is for people."""
 
     trial_seed: int
-    world: World
+    world: str
     message: str
 
 
@@ -34,7 +50,7 @@ class Report:
     trials: int = 0
     preemptions: int = 0
     events: Counter[Happening] = field(default_factory=Counter)
-    pairs: set[tuple[Happening, Happening]] = field(default_factory=set)  # one came right after the other
+    pairs: set[Pair] = field(default_factory=set)  # one came right after the other
     violations: list[Violation] = field(default_factory=list)
 
     def add(self, other: "Report") -> None:
@@ -46,13 +62,48 @@ class Report:
         self.pairs |= other.pairs
         self.violations += other.violations
 
+    def to_json(self) -> str:
+        """All of it in one line, for whoever adds it up."""
+        plain = {
+            "seed": self.seed,
+            "steps": self.steps,
+            "trials": self.trials,
+            "preemptions": self.preemptions,
+            "events": {event.value: count for event, count in self.events.items()},
+            "pairs": [(one.value, other.value) for one, other in self.pairs],
+            "violations": [(each.trial_seed, each.world, each.message) for each in self.violations],
+        }
+        return json.dumps(plain)
 
-def trial_seeds(seed: int, first: int, stride: int) -> Iterable[int]:
-    """The seeds of a check's worlds; of several runs at once, each takes every `stride`-th."""
-    number = first
+
+def read_report(line: str) -> Report:
+    """What `to_json` wrote."""
+    plain = json.loads(line)
+    return Report(
+        plain["seed"],
+        plain["steps"],
+        plain["trials"],
+        plain["preemptions"],
+        Counter({Happening(event): count for event, count in plain["events"].items()}),
+        {(Happening(one), Happening(other)) for one, other in plain["pairs"]},
+        [Violation(*each) for each in plain["violations"]],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of several runs that share the worlds of a check: it takes every `stride`-th."""
+
+    first: int = 0
+    stride: int = 1
+
+
+def trial_seeds(seed: int, part: Part) -> Iterator[int]:
+    """The seeds of a check's worlds."""
+    number = part.first
     while True:
         yield seed * 1_000_003 + number
-        number += stride
+        number += part.stride
 
 
 def check(
@@ -62,28 +113,35 @@ def check(
     body: Body = numpy_oracle,
     min_tokens: bool = True,
     progress: Callable[[int], None] = lambda steps: None,
-    first: int = 0,
-    stride: int = 1,
+    part: Part | None = None,
 ) -> Report:
     """Run random worlds until so many steps have been audited."""
     report = Report(seed)
-    for trial_seed in trial_seeds(seed, first, stride):
-        if report.steps >= num_steps:
-            break
-        run_trial(trial_seed, report, body, min_tokens=min_tokens)
+    seeds = trial_seeds(seed, part or Part())
+    while report.steps < num_steps:
+        run_trial(next(seeds), report, body, min_tokens=min_tokens)
         progress(report.steps)
     return report
 
 
-def run_trial(trial_seed: int, report: Report, body: Body = numpy_oracle, *, min_tokens: bool = True) -> None:
-    """Run one world by its seed and add what it showed to the report."""
+def run_trial(
+    trial_seed: int,
+    report: Report,
+    body: Body = numpy_oracle,
+    *,
+    min_tokens: bool = True,
+    journal: BinaryIO | None = None,
+) -> None:
+    """Run one world by its seed and add what it showed to the report. The journal is closed at the end."""
     dice = random.Random(trial_seed)
     world = draw_world(dice, min_tokens=min_tokens)
-    trial = Trial(world, dice, body)
+    trial = Trial(world, dice, body, journal)
     try:
         trial.run()
     except Exception as broken:  # whatever escapes from a legal workload is a violation
-        report.violations.append(Violation(trial_seed, world, f"{type(broken).__name__}: {broken}"))
+        report.violations.append(Violation(trial_seed, str(world), f"{type(broken).__name__}: {broken}"))
+    if isinstance(trial.scheduler, JournaledScheduler):
+        trial.scheduler.journal.close()
     report.trials += 1
     report.steps += max(trial.steps, 1)
     report.preemptions += trial.scheduler.books.tally.preemptions

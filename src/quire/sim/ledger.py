@@ -6,7 +6,8 @@ can have, *live* the positions that are computed once the step is done.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence as Many
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,7 +33,8 @@ class Account:
     """Sums over all steps."""
 
     steps: int = 0
-    seconds: float = 0.0
+    seconds: float = 0.0  # computing
+    finished_s: float = 0.0  # when the last was served
     rows: int = 0  # computing rows
     tokens: int = 0  # without padding
     padding: int = 0
@@ -83,6 +85,7 @@ class Ledger:
             absorbed = self._loop.turn()
             if absorbed is None and self.plan is None:
                 self._sleep()
+            self.account.finished_s = self.now_s
             yield absorbed
 
     def run(self) -> Account:

@@ -1,0 +1,126 @@
+"""The arc from static batching to prefix reuse, and the three stances on overcommitment, on one simulated machine.
+
+The same requests go through the shipped scheduler under each regime. Time is what a roofline predicts for an 8B model
+on one H200 (no launch is timed here); memory is counted as `sim/ledger.py` says.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from quire.core.ids import RequestId
+from quire.core.request import Request
+from quire.core.sampling import RowSampling
+from quire.kv.manager import KVManager
+from quire.sched.cost import Constants, CostTable, roofline
+from quire.sched.policy import REGIMES, Policy, Regime
+from quire.sched.reserve import Stance
+from quire.sched.scheduler import Scheduler
+from quire.sim.ledger import Account, Arrival, Ledger
+from quire.workload.arrivals import prompt_of
+from quire.workload.trace import TraceRow
+
+VOCAB_SIZE = 1 << 15
+
+# Llama-3.1-8B in bf16: 8.0e9 parameters, 32 layers × 8 KV heads × 128 × (K and V) × 2 bytes a token. The H200's
+# measured ceilings: 762 TFLOP/s, 4.11 TB/s. 0.3 ms for all that is neither.
+LLAMA_8B_ON_H200 = roofline(
+    num_parameters=8_030_000_000,
+    weight_bytes=16_060_000_000,
+    kv_bytes_per_token=131_072,
+    flops_per_s=762e12,
+    bytes_per_s=4.11e12,
+    overhead_s=3e-4,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the requests run on."""
+
+    num_blocks: int = 16_384  # of 16 tokens: 34 GB of the 8B model's KV
+    block_size: int = 16
+    max_rows: int = 256
+    max_step_tokens: int = 8192
+    max_model_len: int = 8192  # a client that names no limit gets this, and contiguous regimes reserve it
+    constants: Constants = LLAMA_8B_ON_H200
+
+
+class Outcome(NamedTuple):
+    """What one run came to."""
+
+    name: str
+    account: Account
+    num_output: int  # tokens
+    preemptions: int
+    recomputed_share: float  # of all computed tokens
+    cached_share: float  # of prompt tokens
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_output / self.account.finished_s
+
+
+def arrivals(rows: Many[TraceRow], machine: Machine) -> list[Arrival]:
+    """Requests whose clients set no limit: only the body knows how long each answer is. Who never fits is cut."""
+    made = []
+    for number, row in enumerate(rows):
+        num_prompt = min(row.num_prompt, machine.max_model_len - 2)
+        num_output = min(row.num_output, machine.max_model_len - num_prompt - 1)
+        request = Request(
+            RequestId(number),
+            prompt_of(row, number, VOCAB_SIZE)[:num_prompt],
+            machine.max_model_len - num_prompt,
+            RowSampling(end_ids=(0,), min_tokens=num_output),
+        )
+        made.append(Arrival(row.arrived_s, request))
+    return made
+
+
+def run(name: str, policy: Policy, work: Many[Arrival], machine: Machine) -> Outcome:
+    regime = policy.regime
+    kv = KVManager(machine.num_blocks, machine.block_size, machine.max_rows, prefix=regime.prefix)
+    budget = max(machine.max_step_tokens, machine.max_rows)
+    scheduler = Scheduler(kv, max_rows=machine.max_rows, max_step_tokens=budget, policy=policy)
+    account = Ledger(scheduler, work, CostTable(machine.constants)).run()
+    tally = scheduler.books.tally
+    return Outcome(
+        name,
+        account,
+        sum(arrival.request.sampling.min_tokens for arrival in work),
+        tally.preemptions,
+        tally.recomputed_tokens / account.tokens,
+        tally.cached_tokens / tally.prompt_tokens,
+    )
+
+
+def compare_regimes(
+    work: Many[Arrival], machine: Machine, say: Callable[[str], None] = lambda text: None
+) -> list[Outcome]:
+    """Every regime of the arc, in its order."""
+    outcomes = []
+    for name, regime in REGIMES.items():
+        say(name)
+        outcomes.append(run(name, Policy(regime=regime), work, machine))
+    return outcomes
+
+
+def compare_stances(
+    work: Many[Arrival], machine: Machine, regime: Regime, say: Callable[[str], None] = lambda text: None
+) -> list[Outcome]:
+    """Every stance, where all come at once and those that have a row together want twice what the cache holds."""
+    wanted = [blocks_wanted(arrival.request, machine.block_size) for arrival in work]
+    demand = sum(wanted) * min(len(work), machine.max_rows) // len(work)
+    scarce = replace(machine, num_blocks=max(demand // 2, machine.max_model_len // machine.block_size))
+    work = [arrival._replace(at_s=0.0) for arrival in work]
+    outcomes = []
+    for stance in Stance:
+        say(stance.value)
+        outcomes.append(run(stance.value, Policy(regime=regime, stance=stance), work, scarce))
+    return outcomes
+
+
+def blocks_wanted(request: Request, block_size: int) -> int:
+    """What its prompt and its answer take, alone."""
+    return -(-(len(request.prompt) + request.sampling.min_tokens - 1) // block_size)

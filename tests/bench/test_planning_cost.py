@@ -1,0 +1,82 @@
+"""Planning costs the same with few and with many waiting. Counted in calls: no clock can make these tests fail."""
+
+import sys
+from types import FrameType
+
+import pytest
+
+from quire.bench.meter import Meter
+from quire.bench.scheduler import ROUND, TURNOVERS, Prompts, Setting, Stand, measure
+
+
+def stand(rows: int, waiting: int, turnover: float) -> Stand:
+    return Stand(Setting(rows, waiting, turnover), Prompts(0), Meter(), num_steps=200)
+
+
+def calls_of_a_round(built: Stand) -> int:
+    """Every call of Python or C that planning and absorbing make in a round."""
+    count = 0
+    scheduler = built.scheduler
+    inside = {type(scheduler).plan.__code__, type(scheduler).absorb.__code__}
+    depth = 0
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal count, depth
+        if frame.f_code in inside and event in ("call", "return"):
+            depth += 1 if event == "call" else -1
+        elif depth and event in ("call", "c_call"):
+            count += 1
+
+    sys.setprofile(note)
+    try:
+        built.round()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize("turnover", TURNOVERS)
+def test_calls_do_not_grow_with_the_queue(turnover: float) -> None:
+    few, many = (calls_of_a_round(stand(64, waiting, turnover)) for waiting in (100, 5000))
+    assert few > ROUND, "nothing was counted"
+    assert many <= 1.02 * few
+
+
+def test_a_queue_costs_a_handful_of_calls_in_a_steady_step() -> None:
+    none, many = (calls_of_a_round(stand(64, waiting, 0.0)) for waiting in (0, 2000))
+    assert many - none <= 16 * (ROUND + 8)
+
+
+def test_calls_of_a_steady_step_grow_with_evictions_alone() -> None:
+    """Sixteen times the rows need sixteen times the blocks; everything but their eviction is done in bulk."""
+    few, many = (calls_of_a_round(stand(rows, 0, 0.0)) for rows in (64, 1024))
+    assert many <= 2.5 * few
+
+
+def test_a_steady_round_meets_the_conditions() -> None:
+    built = stand(32, 50, 0.0)
+    books, tree = built.scheduler.books, built.scheduler.kv.tree
+    assert tree is not None
+    evicted, seated = tree.num_evicted, set(books.seating.row_sequence.tolist())
+    built.round()
+    assert tree.num_evicted - evicted >= 32 * ROUND // 16, "blocks came free without an eviction"
+    assert set(books.seating.row_sequence.tolist()) == seated, "somebody came or went"
+    assert len(books.room) == 50 and books.cruise.num_cruising == 32
+    assert books.tally.preemptions == 0
+
+
+def test_turnover_is_one_row_of_a_hundred_in_each_step() -> None:
+    built = stand(100, 50, 0.01)
+    seated = set(built.scheduler.books.seating.row_sequence.tolist())
+    built.round()
+    gone = seated - set(built.scheduler.books.seating.row_sequence.tolist())
+    assert len(gone) == pytest.approx(ROUND, rel=0.25)
+    assert 48 <= len(built.scheduler.books.room) <= 53
+    assert built.scheduler.books.cruise.num_cruising >= 95
+
+
+def test_every_setting_gets_a_line_and_every_round_a_figure() -> None:
+    lines = measure((4, 8), (0, 5), rounds=2)
+    assert {line.setting for line in lines} == {Setting(r, w, t) for r in (4, 8) for w in (0, 5) for t in TURNOVERS}
+    assert all(len(line.us) == 2 and line.median_us > 0 for line in lines)
+    assert len({len(line.instructions) for line in lines}) == 1, "instructions are counted for all or for nobody"

@@ -1,0 +1,62 @@
+"""Each regime does what its name says, to the same requests."""
+
+from dataclasses import replace
+
+import pytest
+
+from quire.bench.regimes import Machine, Outcome, arrivals, compare_regimes, compare_stances
+from quire.sched.policy import PREFIX
+from quire.workload.arrivals import poisson
+from quire.workload.samples import sample
+
+MACHINE = Machine(num_blocks=4096, max_rows=64)
+
+
+@pytest.fixture(scope="module")
+def arc() -> dict[str, Outcome]:
+    work = arrivals(poisson(sample("sharegpt")[:64], 64.0, seed=0), MACHINE)
+    return {outcome.name: outcome for outcome in compare_regimes(work, MACHINE)}
+
+
+def test_contiguous_regimes_waste_most_of_what_they_reserve_and_pages_nothing(arc: dict[str, Outcome]) -> None:
+    waste = {name: outcome.account.waste_reserved for name, outcome in arc.items()}
+    assert all(0.6 < waste[name] < 0.8 for name in ("static", "dynamic", "continuous"))
+    assert all(arc[name].account.waste_held < 0.02 for name in ("paged", "chunked", "prefix"))
+    assert all(waste[name] < 0.3 for name in ("paged", "chunked", "prefix")), "the hedge promises too much"
+
+
+def test_only_sealed_batches_are_padded(arc: dict[str, Outcome]) -> None:
+    padded = {name for name, outcome in arc.items() if outcome.account.padding}
+    assert padded == {"static", "dynamic"}
+    assert arc["static"].account.padding_share > 0.3
+
+
+def test_each_step_of_the_arc_is_no_slower_than_the_one_before(arc: dict[str, Outcome]) -> None:
+    speed = {name: outcome.tokens_per_s for name, outcome in arc.items()}
+    assert speed["continuous"] > 1.5 * speed["static"]
+    assert speed["paged"] > 1.05 * speed["continuous"]
+    assert speed["prefix"] >= 0.98 * speed["chunked"] >= 0.95 * speed["paged"]
+
+
+def test_chunks_bound_the_longest_step(arc: dict[str, Outcome]) -> None:
+    assert arc["chunked"].account.longest_step_s < 0.7 * arc["paged"].account.longest_step_s
+
+
+def test_everybody_is_answered_alike_in_all_regimes(arc: dict[str, Outcome]) -> None:
+    assert len({outcome.num_output for outcome in arc.values()}) == 1
+
+
+def test_shared_prompts_are_computed_once() -> None:
+    machine = replace(MACHINE, num_blocks=16_384)
+    work = arrivals(poisson(sample("mooncake")[:40], 8.0, seed=0), machine)
+    outcomes = {outcome.name: outcome for outcome in compare_regimes(work, machine)}
+    assert outcomes["prefix"].cached_share > 0.35
+    assert outcomes["prefix"].account.tokens < 0.7 * outcomes["chunked"].account.tokens
+
+
+def test_stances_trade_preemptions_for_a_fuller_batch() -> None:
+    work = arrivals(sample("sharegpt")[:96], replace(MACHINE, max_rows=32))
+    never, hedge, optimistic = compare_stances(work, replace(MACHINE, max_rows=32), PREFIX)
+    assert never.preemptions == 0
+    assert never.account.mean_batch < hedge.account.mean_batch < 1.05 * optimistic.account.mean_batch
+    assert hedge.preemptions < optimistic.preemptions

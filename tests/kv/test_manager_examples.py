@@ -1,0 +1,117 @@
+"""Tables, promises and prefixes by hand: one idea in each."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from quire.core.ids import BlockId, IntArray, RequestId, Row
+from quire.kv.manager import KVManager, Owner, count_blocks
+
+
+def ids(tokens: Sequence[int]) -> IntArray:
+    return np.array(tokens, dtype=np.int32)
+
+
+ME = Owner(RequestId(1), "", 0)
+
+
+def filled(kv: KVManager, tokens: list[int]) -> None:
+    """Somebody computed these, and left."""
+    kv.open(Row(0), ME, None, count_blocks(len(tokens), kv.block_size))
+    kv.grow_to(Row(0), len(tokens), ME.request)
+    kv.close(Row(0), ME, ids(tokens))
+
+
+def test_blocks_are_counted_upwards() -> None:
+    assert [count_blocks(n, 16) for n in (0, 1, 15, 16, 17)] == [0, 1, 1, 1, 2]
+
+
+def test_a_hit_shares_whole_blocks_and_copies_the_partial_one() -> None:
+    kv = KVManager(8, 4, 2)
+    filled(kv, [1, 2, 3, 4, 5, 6, 7])
+    match = kv.match(ME, ids([1, 2, 3, 4, 5, 6, 9]), 6)
+    assert match is not None and kv.num_found(match) == 6
+    assert kv.open(Row(1), ME, match, 1) == 6
+    (move,) = kv.take_moves()
+    first, copy = kv.tables.of(Row(1)).tolist()
+    assert (first, move.src.block, move.dst.block) == (1, 2, copy) and copy not in (1, 2)
+    assert kv.pool.references(BlockId(1)) == 2 and kv.pool.references(BlockId(2)) == 1
+
+
+def test_the_source_of_a_copy_may_be_the_block_that_makes_room_for_it() -> None:
+    """The cache is full: to hold the copy, the very block it is copied from must be evicted. It is still right."""
+    kv = KVManager(2, 4, 2)
+    filled(kv, [1, 2, 3, 4, 5, 6, 7])
+    match = kv.match(ME, ids([1, 2, 3, 4, 5, 9]), 5)
+    assert kv.open(Row(1), ME, match, 1) == 5
+    assert [(move.src.block, move.dst.block) for move in kv.take_moves()] == [(2, 2)]
+
+
+def test_what_does_not_fit_cannot_be_opened() -> None:
+    kv = KVManager(2, 4, 2)
+    assert not kv.fits(None, 3)
+    with pytest.raises(AssertionError):
+        kv.open(Row(0), ME, None, 3)
+
+
+def test_a_matched_block_that_is_idle_is_not_available_twice() -> None:
+    """Both blocks are cached: the match holds one, so only the other can be promised."""
+    kv = KVManager(2, 4, 2)
+    filled(kv, [1, 2, 3, 4, 5, 6, 7, 8])
+    match = kv.match(ME, ids([1, 2, 3, 4, 9]), 4)
+    assert kv.num_available == 2
+    assert kv.fits(match, 1) and not kv.fits(match, 2)
+
+
+def test_more_than_was_promised_cannot_be_grown_to() -> None:
+    kv = KVManager(4, 4, 2)
+    kv.open(Row(0), ME, None, 1)
+    with pytest.raises(AssertionError):
+        kv.grow_to(Row(0), 5, ME.request)
+
+
+def test_what_is_distrusted_is_found_by_nobody() -> None:
+    kv = KVManager(8, 4, 2)
+    filled(kv, [1, 2, 3, 4])
+    known = ids([1, 2, 3, 4, 5, 6, 7, 8, 9])
+    other = Owner(RequestId(2), "", 0)
+    kv.open(Row(1), other, kv.match(other, known, 8), 2)
+    kv.grow_to(Row(1), 9, other.request)
+    kv.commit(Row(1), other, known)
+    assert kv.num_found(kv.match(ME, known, 9)) == 8
+    kv.distrust(Row(1), other)
+    assert kv.num_found(kv.match(ME, known, 9)) == 4, "what another wrote stays"
+    kv.audit()
+
+
+def test_losing_the_device_forgets_orders_and_prefixes() -> None:
+    kv = KVManager(4, 4, 2, num_host_blocks=4)
+    filled(kv, [1, 2, 3, 4, 5, 6])
+    match = kv.match(ME, ids([1, 2, 3, 4, 5, 9]), 5)
+    kv.open(Row(1), ME, match, 1)
+    with pytest.raises(AssertionError, match="open tables"):
+        kv.lose()
+    kv.close(Row(1), ME, ids([]))
+    assert kv.has_orders
+    kv.lose()
+    assert kv.take_moves() == ()
+    assert kv.num_found(kv.match(ME, ids([1, 2, 3, 4, 5, 6]), 6)) == 0
+    assert kv.pool.num_free == 4
+
+
+def test_who_computed_the_same_later_keeps_its_own_copy_and_only_as_long_as_it_sits() -> None:
+    """Row 1 finds its blocks in the tree already. The next in row 1 has nothing to do with that."""
+    kv = KVManager(8, 4, 2)
+    known, fresh = ids([1, 2, 3, 4]), ids([5, 6, 7, 8])
+    for row in (Row(0), Row(1)):
+        kv.open(row, ME, None, 2)
+        kv.grow_to(row, 4, ME.request)
+        kv.commit(row, ME, known)
+    assert [kv.pool.references(BlockId(int(kv.tables.last(row)))) for row in (Row(0), Row(1))] == [2, 1]
+    kv.close(Row(1), ME, known)
+    kv.open(Row(1), ME, None, 1)
+    kv.grow_to(Row(1), 4, ME.request)
+    kv.commit(Row(1), ME, fresh)
+    assert kv.num_found(kv.match(ME, fresh, 4)) == 4
+    kv.audit()

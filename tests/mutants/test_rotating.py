@@ -1,0 +1,58 @@
+"""The mutants can still be planted; a few of them, others with every commit, are still seen."""
+
+import ast
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.mutants.run import DOSE, ROOT, Bench, Mutant, read_mutants
+
+NUM_TRIED = 3  # `make test-mutants` tries all
+MUTANTS = read_mutants()
+PAPER_FILES = {path.relative_to(ROOT / "src/quire").as_posix() for path in (ROOT / "src/quire").rglob("*.py")}
+
+
+def turn() -> int:
+    """Another number with every commit; always the same where there is no history."""
+    command = ["git", "rev-parse", "--short=7", "HEAD"]
+    try:
+        head = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return 0
+    return int(head, 16)
+
+
+def tried() -> list[Mutant]:
+    """Mutants that random worlds see, far apart from each other."""
+    quick = [mutant for mutant in MUTANTS if mutant.killer == DOSE]
+    first, stride = turn() % len(quick), len(quick) // NUM_TRIED
+    return [quick[(first + number * stride) % len(quick)] for number in range(NUM_TRIED)]
+
+
+def test_there_are_enough_and_each_has_its_name() -> None:
+    names = [mutant.name for mutant in MUTANTS]
+    assert len(names) >= 75
+    assert len(set(names)) == len(names)
+    assert {mutant.file for mutant in MUTANTS} <= PAPER_FILES
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_mutant_can_still_be_planted(mutant: Mutant) -> None:
+    source = (ROOT / "src" / "quire" / mutant.file).read_text(encoding="utf-8")
+    planted = mutant.apply(source)
+    assert ast.dump(ast.parse(planted)) != ast.dump(ast.parse(source))
+    assert mutant.killer == DOSE or (ROOT / mutant.killer).exists()
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    bench = Bench(Path(tmp_path_factory.mktemp("bench")))
+    bench.fill()
+    return bench
+
+
+@pytest.mark.parametrize("mutant", tried(), ids=lambda mutant: mutant.name)
+def test_a_mutant_is_seen(bench: Bench, mutant: Mutant) -> None:
+    seen = bench.kill(mutant, [DOSE])
+    assert seen is not None, f"nothing sees {mutant.name}: {mutant.bug}"

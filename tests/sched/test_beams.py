@@ -1,0 +1,110 @@
+"""Beam search in the engine: rows and tables follow the search, whose choices are the closed form's."""
+
+import pytest
+
+from quire.core.request import Sequence, State
+from quire.core.step import FinishReason, Output
+from quire.sched.reserve import most_blocks
+from quire.sim.expected import expect
+from tests.sched.helpers import VOCAB, Bench, counting, oracle_answer
+
+DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
+PROMPT = counting(1, 6)
+
+
+def assert_found(bench: Bench, members: tuple[Sequence, ...]) -> None:
+    """What the same search finds without an engine."""
+    outcomes = expect(members[0].request, VOCAB)
+    assert len(outcomes) == len(members)
+    for member, outcome in zip(members, outcomes, strict=True):
+        assert member.tokens[len(member.request.prompt) :].tolist() == outcome.tokens
+        assert member.finish_reason is outcome.reason and member.score is not None
+        assert bench.heard[member.id] == [], "beams are told at the end"
+        assert member.id in bench.finished
+
+
+@DEPTHS
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_the_search_finds_what_the_closed_form_says(depth: int, width: int) -> None:
+    bench = Bench(oracle=True, depth=depth)
+    members = bench.add_beams(PROMPT, 12, width)
+    other = bench.add([50, 51], 9)
+    bench.run()
+    assert_found(bench, members)
+    assert bench.heard[other.id] == oracle_answer([50, 51], 9)
+
+
+def test_rows_are_told_and_forked_and_share_what_they_have_in_common() -> None:
+    bench = Bench(oracle=True)
+    members = bench.add_beams(PROMPT, 8, 3)
+    bench.turn()
+    (chunk,) = bench.plan.chunks
+    assert chunk.output is Output.CANDIDATES and len(bench.plan.seats) == 1
+    bench.turn()
+    plan = bench.plan
+    assert len(plan.tells) == 1 and len(plan.seats) == 2, "the best continues in its row, two fork from it"
+    assert all(seat.tokens[:-1].tolist() == PROMPT for seat in plan.seats)
+    assert [(chunk.start, chunk.length, chunk.output) for chunk in plan.chunks] == [(6, 1, Output.CANDIDATES)] * 3
+    assert len(plan.moves) == 2, "the half block of the prompt is copied for each"
+    tables = [bench.table(member) for member in members]
+    assert tables[0][0] == tables[1][0] == tables[2][0] and bench.readers(tables[0][0]) == 3
+    bench.run()
+    assert_found(bench, members)
+
+
+def test_dead_beams_give_their_blocks_back() -> None:
+    """The living never hold more than they could need, and some search forks after its start."""
+    bench = Bench(oracle=True, block_size=2, blocks=40)
+    members = bench.add_beams(PROMPT, 16, 3)
+    most = most_blocks(members[0].request, 2)
+    while not bench.scheduler.idle:
+        bench.turn()
+        held = {block for member in members if member.row is not None for block in bench.table(member)}
+        assert len(held) <= most
+        assert all(bench.readers(block) > 0 for block in held)
+    assert bench.scheduler.books.tally.forks > 2, "somebody died after the first step"
+    assert_found(bench, members)
+    bench.run()
+
+
+def test_a_search_fits_where_its_worst_case_just_fits() -> None:
+    bench = Bench(oracle=True, blocks=4 + 2 * 3, rows=3)  # 13 positions: 4 blocks, one of them the prompt's
+    members = bench.add_beams(PROMPT, 8, 3)
+    assert most_blocks(members[0].request, 4) == 10
+    bench.run()
+    assert_found(bench, members)
+
+
+@DEPTHS
+@pytest.mark.parametrize("turns", range(1, 9))
+def test_a_search_preempted_in_the_middle_finds_the_same(depth: int, turns: int) -> None:
+    bench = Bench(oracle=True, depth=depth, rows=3)
+    members = bench.add_beams(PROMPT, 10, 3, priority=1)
+    bench.turns(turns)
+    urgent = bench.add([9], 2)
+    bench.run()
+    assert members[0].family.num_preemptions == 1
+    assert bench.finished[urgent.id] < bench.finished[members[0].id]
+    assert_found(bench, members)
+
+
+@DEPTHS
+@pytest.mark.parametrize("turns", range(8))
+def test_a_search_can_be_aborted_at_every_moment(depth: int, turns: int) -> None:
+    bench = Bench(oracle=True, depth=depth)
+    members = bench.add_beams(PROMPT, 6, 3)
+    bench.turns(turns)
+    ended = bench.scheduler.abort(members[0].request.id)
+    assert ended == (() if members[0].id in bench.finished else members)
+    bench.run()
+
+
+def test_a_search_that_loses_a_beam_ends() -> None:
+    bench = Bench(oracle=True)
+    members = bench.add_beams(PROMPT, 8, 3)
+    bench.turns(3)
+    bench.poison(next(member for member in members if member.state is State.RUNNING))
+    bench.turn()
+    assert [member.finish_reason for member in members] == [FinishReason.ERROR] * 3
+    bench.run()
+    assert set(bench.finished) == {member.id for member in members}

@@ -1,0 +1,258 @@
+"""A request can say what it waited for, what it found, who took its seat and what that cost."""
+
+import random
+from itertools import pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.core.events import Cause
+from quire.core.ids import RequestId
+from quire.core.request import Family, Sequence
+from quire.core.step import FinishReason
+from quire.sched.explain import Explanation, Wait, explain
+from quire.sched.order import OrderPolicy
+from quire.sched.policy import Policy
+from quire.sched.scheduler import Scheduler
+from quire.sched.stalls import Stalls
+from quire.sim.check import numpy_oracle
+from quire.sim.trial import Trial
+from quire.sim.world import draw_world
+from tests.sched.helpers import NEVER, Bench, counting
+
+
+def story(bench: Bench, sequence: Sequence) -> Explanation:
+    books = bench.scheduler.books
+    explanation = explain(sequence.family, books.stalls, books.last_planned + 1)
+    assert explanation.lines(), "there is always something to say"
+    return explanation
+
+
+def test_every_row_taken() -> None:
+    bench = Bench(rows=1)
+    first = bench.add(counting(0, 4), 3)
+    second = bench.add(counting(50, 4), 1)
+    bench.run_out()
+    assert story(bench, first).waits == ()
+    told = story(bench, second)
+    assert told.waits == (Wait(0, 3, Cause.SEATS),)
+    assert "step 0: waited 3 steps: every row was taken" in told.lines()
+
+
+def test_a_step_without_tokens_left() -> None:
+    bench = Bench(budget=8)
+    bench.add(counting(0, 8), 1)
+    second = bench.add(counting(50, 8), 1)
+    bench.run_out()
+    assert story(bench, second).waits == (Wait(0, 1, Cause.BUDGET),)
+
+
+def test_a_cache_without_room() -> None:
+    bench = Bench(blocks=4, policy=NEVER)
+    bench.add(counting(0, 8), 9)
+    second = bench.add(counting(50, 4), 1)
+    bench.turn()
+    assert story(bench, second).waits == (Wait(0, 1, Cause.BLOCKS),)
+    bench.run_out()
+    assert story(bench, second).waited(Cause.BLOCKS) == 9
+
+
+def test_pressure_admits_nobody() -> None:
+    bench = Bench(blocks=4, rows=4)
+    bench.add(counting(0, 6), 10)
+    bench.add(counting(30, 6), 10)
+    bench.turn()
+    third = bench.add(counting(60, 2), 1)
+    bench.run_out()
+    told = story(bench, third)
+    assert told.waited(Cause.PRESSURE) > 0
+    assert told.waited(Cause.BLOCKS) > 0
+
+
+def test_who_is_overtaken_waits_for_the_order() -> None:
+    bench = Bench(rows=1, policy=Policy(order=OrderPolicy(ageing_s=0)))
+    bench.add(counting(0, 4), 2)
+    humble = bench.add(counting(20, 4), 1, priority=1)
+    bench.turn()
+    noble = bench.add(counting(40, 4), 2)
+    bench.run_out()
+    told = story(bench, humble)
+    assert told.waits == (
+        Wait(0, 2, Cause.SEATS),
+        Wait(2, 3, Cause.ORDER, (noble.request.id,)),
+        Wait(3, 4, Cause.SEATS),
+    )
+    assert any("others came first" in line and f"(request {noble.request.id})" in line for line in told.lines())
+
+
+def test_waiting_for_the_same_prefix() -> None:
+    bench = Bench(budget=24)
+    leader = bench.add(counting(0, 20), 1)
+    follower = bench.add(counting(0, 20), 1)
+    bench.run_out()
+    told = story(bench, follower)
+    assert told.waits == (Wait(0, 1, Cause.PREFIX, (leader.request.id,)),)
+    assert told.sittings[0].num_found == 19
+
+
+def test_hits_and_what_was_never_seen() -> None:
+    bench = Bench()
+    bench.add(counting(0, 10), 3)
+    bench.run_out()
+    again = bench.add([*counting(0, 10), *counting(500, 8)], 1)
+    bench.run_out()
+    told = story(bench, again)
+    assert told.sittings[0].num_found == 10
+    assert told.shortfall is not None
+    assert (told.shortfall.num_tokens, told.shortfall.why) == (8, "never seen")
+    assert "10 tokens were in the cache" in " ".join(told.lines())
+
+
+def test_what_was_evicted_names_the_step_and_the_one_it_went_for() -> None:
+    bench = Bench(blocks=6)
+    bench.add(counting(0, 16), 1)
+    bench.run_out()
+    greedy = bench.add(counting(100, 22), 1)
+    bench.run_out()
+    again = bench.add(counting(0, 16), 1)
+    bench.run_out()
+    told = story(bench, again)
+    assert told.shortfall is not None
+    assert told.shortfall.why == f"evicted in step {greedy.family.story[-2].step}"
+    assert told.shortfall.evicted_for == greedy.request.id
+    assert f"to make room for request {greedy.request.id}" in " ".join(told.lines())
+
+
+def test_what_another_partition_holds_is_said_so() -> None:
+    bench = Bench()
+    bench.add(counting(0, 12), 1, partition="mine")
+    bench.run_out()
+    other = bench.add(counting(0, 12), 1, partition="yours")
+    bench.run_out()
+    told = story(bench, other)
+    assert told.shortfall is not None and told.shortfall.why == "other partition"
+
+
+def test_who_took_the_seat_and_what_was_lost() -> None:
+    bench = Bench(rows=1, blocks=16, policy=Policy(order=OrderPolicy(ageing_s=0)))
+    humble = bench.add(counting(0, 6), 8, priority=1)
+    bench.turns(3)
+    noble = bench.add(counting(100, 60 - 20), 20)
+    bench.turn()
+    assert story(bench, humble).interruptions[0].num_lost is None
+    bench.run_out()
+    told = story(bench, humble)
+    (interruption,) = told.interruptions
+    assert (interruption.by, interruption.num_computed) == (noble.request.id, 8)
+    assert interruption.num_lost == 8 - told.sittings[1].num_found
+    assert told.waits[-1].stop == told.sittings[1].step
+    assert any(line.endswith(f"8 tokens had been computed, {interruption.num_lost} tokens were lost")
+               for line in told.lines())  # fmt: skip
+
+
+def test_lost_steps_are_nobodys_fault() -> None:
+    bench = Bench()
+    sequence = bench.add(counting(0, 6), 4)
+    bench.turns(2)
+    bench.scheduler.lose_steps(keep_cache=False)
+    bench.run_out()
+    (interruption,) = story(bench, sequence).interruptions
+    assert (interruption.by, interruption.num_lost) == (None, 7)
+
+
+def test_a_life_from_first_token_to_end() -> None:
+    bench = Bench(budget=8)
+    members = bench.add_family(counting(0, 13), 3, 3)
+    bench.run_out()
+    told = story(bench, members[0])
+    assert [(fork.num_shared, fork.with_whom) for fork in told.forks] == [(12, "2 siblings")]
+    assert told.first_token_step == 1, "8 tokens of the prompt in step 0, 5 in step 1"
+    assert told.ending is not None and told.ending.reasons == FinishReason.LENGTH.value
+    steps = [int(line.split(":")[0].removeprefix("step ")) for line in told.lines()]
+    assert steps == sorted(steps)
+
+
+def test_beams_say_when_they_began_to_fork() -> None:
+    bench = Bench(oracle=True)
+    members = bench.add_beams(counting(0, 9), 6, 3)
+    bench.run_out()
+    told = story(bench, members[0])
+    assert told.forks[0].num_shared == 9 and told.forks[0].with_whom == "beams"
+    assert len(told.forks) <= 2, "a row of forks is told once"
+
+
+def test_steps_in_flight_hold_up_who_was_preempted() -> None:
+    bench = Bench(blocks=6, depth=2)
+    first = bench.add(counting(0, 6), 10)
+    bench.add(counting(30, 5), 10)  # it needs its next block a step later, and computes meanwhile
+    third = bench.add(counting(60, 5), 10)
+    bench.run_out()
+    told = story(bench, third)
+    interruption = told.interruptions[0]
+    assert interruption.by == first.request.id
+    assert told.waits[0].start == interruption.step and told.waits[0].cause is None, told.waits
+    waits = [wait for wait in told.waits if wait.stop <= told.sittings[1].step]
+    assert waits[-1].stop == told.sittings[1].step
+    for one, other in pairwise(waits):
+        assert one.stop == other.start, "no step of a wait is left unexplained"
+
+
+def test_lives_in_random_worlds_add_up() -> None:
+    """Every step of a wait has one cause, and whoever was interrupted says by whom."""
+    seen: set[Cause | None] = set()
+    for seed in range(40):
+        dice = random.Random(seed)
+        trial = Trial(draw_world(dice), dice, numpy_oracle)
+        lives = _Lives(trial.scheduler)
+        trial.run()
+        books = trial.scheduler.books
+        for family in lives.families:
+            told = explain(family, books.stalls, books.last_planned + 1)
+            assert told.lines() and told.ending is not None
+            for one, other in pairwise(told.waits):
+                assert one.stop <= other.start
+            if told.sittings:
+                before = [wait for wait in told.waits if wait.start < told.sittings[0].step]
+                waited = sum(wait.stop - wait.start for wait in before)
+                assert waited == told.sittings[0].step - told.arrived_step
+            seen |= {wait.cause for wait in told.waits}
+    assert seen >= set(Cause)
+
+
+class _Lives:
+    """Everybody a scheduler accepted."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.families: list[Family] = []
+        self._enter = scheduler.books.enter
+        scheduler.books.enter = self.enter  # type: ignore[method-assign]
+
+    def enter(self, family: Family) -> None:
+        self.families.append(family)
+        self._enter(family)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from([None, *Cause])), max_size=40), st.integers(0, 60))
+@settings(deadline=None)
+def test_stretches_are_what_each_step_was_last_noted_with(notes: list[tuple[int, Cause | None]], start: int) -> None:
+    stalls = Stalls()
+    last: dict[int, Cause | None] = {}
+    step = 0
+    for ahead, cause in notes:
+        step += min(ahead, 1)  # the same step again, or the next
+        stalls.note(step, cause)
+        last[step] = cause
+    stop = step + 1
+    found = [(number, stretch.cause) for stretch in stalls.between(start, stop) for number in range(*stretch[:2])]
+    assert found == [(number, last[number]) for number in sorted(last) if number >= start]
+    causes = [stretch.cause for stretch in stalls.between(0, stop)]
+    assert all(one is not other for one, other in pairwise(causes)), "a stretch is as long as its cause"
+
+
+def test_history_is_bounded() -> None:
+    stalls = Stalls(most=4)
+    for step in range(100):
+        stalls.note(step, Cause.SEATS if step % 2 else Cause.BLOCKS)
+        stalls.note_seated(step, step, RequestId(step))
+    assert sum(stretch.stop - stretch.start for stretch in stalls.between(0, 100)) == 4
+    assert [seated.step for seated in stalls.overtakers(-1, 0, 100)] == [96, 97, 98, 99]

@@ -1,0 +1,238 @@
+"""A journal brings every decision back: from any world, in tens of bytes a step, and no change of it goes unnoticed."""
+
+import io
+import random
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.core.errors import BrokenJournal, ConfigError
+from quire.core.ids import RequestId, Row
+from quire.core.request import Request
+from quire.core.sampling import RowSampling
+from quire.core.step import StepPlan
+from quire.sched.blueprint import Blueprint, read_blueprint
+from quire.sched.journal import JournaledScheduler, checksum
+from quire.sched.loop import Loop
+from quire.sched.order import OrderPolicy
+from quire.sched.packing import Packer, Unpacker
+from quire.sched.policy import DYNAMIC, Policy
+from quire.sched.records import MAGIC
+from quire.sched.replay import Condition, ReplayReport, replay
+from quire.sched.reserve import Stance
+from quire.sched.scheduler import Scheduler
+from quire.sched.seating import Seating
+from quire.sim.check import numpy_oracle
+from quire.sim.toy import ToyRunner
+from quire.sim.trial import Trial
+from quire.sim.world import Happening, World, draw_world
+
+NUM_WORLDS = 80
+
+
+def record(path: Path, seed: int, world: World | None = None) -> Trial:
+    """Run one world with a journal."""
+    dice = random.Random(seed)
+    drawn = draw_world(dice)
+    trial = Trial(world or drawn, dice, numpy_oracle, path.open("wb"))
+    trial.run()
+    assert isinstance(trial.scheduler, JournaledScheduler)
+    trial.scheduler.journal.close()
+    return trial
+
+
+def assert_same(report: ReplayReport, trial: Trial) -> None:
+    assert report.difference is None
+    assert report.condition is Condition.COMPLETE
+    assert report.steps == trial.scheduler.books.last_planned + 1
+
+
+def test_every_plan_of_many_worlds_comes_back(tmp_path: Path) -> None:
+    happened: Counter[Happening] = Counter()
+    for seed in range(NUM_WORLDS):
+        trial = record(tmp_path / "journal", seed)
+        assert_same(replay(tmp_path / "journal"), trial)
+        happened += trial.event_counts
+    assert set(happened) == set(Happening), "not everything happened"
+
+
+def test_beams_forks_host_tier_and_lost_steps_in_one_world(tmp_path: Path) -> None:
+    world = draw_world(random.Random(0))
+    world = replace(
+        world,
+        block_size=4,
+        num_blocks=18,
+        num_host_blocks=6,
+        max_rows=5,
+        max_step_tokens=20,
+        depth=2,
+        policy=Policy(stance=Stance.OPTIMISTIC, itl_target_s=0.015),
+        num_requests=30,
+        max_prompt=20,
+        max_output=40,
+        shared_prefix=np.arange(20, dtype=np.int32),
+        families=True,
+        beams=True,
+        deadlines=False,
+        chances=replace(world.chances, lose=0.02, die=0.01, starve=0.0, reset=0.0, shrink=0.0, jump=0.0),
+    )
+    num_preemptions = 0
+    for seed in range(4):
+        trial = record(tmp_path / "journal", seed, world)
+        assert_same(replay(tmp_path / "journal"), trial)
+        tally = trial.scheduler.books.tally
+        assert tally.forks and tally.moved_blocks and tally.lost_steps
+        assert trial.scheduler.cost.version > 0, "durations were observed, and they decide"
+        num_preemptions += tally.preemptions
+    assert num_preemptions > 0
+
+
+class Steady:
+    """Rows that only decode."""
+
+    def __init__(self, path: Path, num_rows: int, num_steps: int) -> None:
+        blueprint = Blueprint(num_rows * num_steps, 16, num_rows, 8 * num_rows)
+        self.scheduler = JournaledScheduler(blueprint, path.open("wb"))
+        loop = Loop(self.scheduler, ToyRunner(50_000), 1, lambda: 0.25)
+        for number in range(num_rows):
+            prompt = np.array([number, 5, 7], np.int32)
+            self.scheduler.add(Request(RequestId(number), prompt, num_steps, RowSampling()), 0.125)
+        while not self.scheduler.idle:
+            loop.turn()
+        self.scheduler.journal.close()
+
+
+def test_a_step_takes_tens_of_bytes_whatever_the_number_of_rows(tmp_path: Path) -> None:
+    sizes = []
+    for num_rows in (2, 48):
+        Steady(tmp_path / "journal", num_rows, 160)
+        report = replay(tmp_path / "journal")
+        assert report.difference is None and report.steps >= 160
+        sizes.append(report.bytes_per_step)
+    assert sizes[0] < 40 and sizes[1] < sizes[0] + 4, "only the rows that end are told apart"
+
+
+def test_another_decision_is_noticed_where_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Steady(tmp_path / "journal", 3, 20)
+
+    def from_the_other_end(self: Seating) -> Row:
+        return self._free.pop(0)
+
+    monkeypatch.setattr(Seating, "take_row", from_the_other_end)
+    difference = replay(tmp_path / "journal").difference
+    assert difference is not None and difference.step == 0
+    assert "seats 3" in difference.recorded and "seats 3" in difference.replayed
+
+
+def test_a_failure_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Scheduler._commit
+
+    def breaking(self: Scheduler, draft: object) -> StepPlan | None:
+        assert self.books.last_planned < 7, "it broke"
+        return original(self, draft)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Scheduler, "_commit", breaking)
+    with pytest.raises(AssertionError, match="it broke"):
+        Steady(tmp_path / "journal", 2, 20)
+    report = replay(tmp_path / "journal")
+    assert report.difference is not None
+    assert report.difference.step == 8 and "it broke" in report.difference.replayed
+
+
+def _journal(tmp_path: Path) -> bytes:
+    seed = next(s for s in range(100) if draw_world(random.Random(s)).policy.regime.prefix)
+    record(tmp_path / "journal", seed)
+    return (tmp_path / "journal").read_bytes()
+
+
+def _header_length(whole: bytes) -> int:
+    unpacker = Unpacker(whole)
+    unpacker.raw(len(MAGIC) + 1)
+    unpacker.text()
+    return unpacker.position
+
+
+def test_a_changed_byte_is_noticed(tmp_path: Path) -> None:
+    whole = _journal(tmp_path)
+    dice = random.Random(0)
+    for position in dice.sample(range(len(whole)), 60):
+        changed = bytearray(whole)
+        changed[position] ^= 1 << dice.randrange(8)
+        (tmp_path / "changed").write_bytes(changed)
+        try:
+            report = replay(tmp_path / "changed")
+        except (BrokenJournal, ConfigError):
+            assert position < _header_length(whole)
+            continue
+        assert report.difference is not None or report.condition is not Condition.COMPLETE, position
+
+
+def test_a_journal_that_was_cut_off_is_good_up_to_there(tmp_path: Path) -> None:
+    whole = _journal(tmp_path)
+    for length in random.Random(1).sample(range(_header_length(whole), len(whole)), 40):
+        (tmp_path / "cut").write_bytes(whole[:length])
+        report = replay(tmp_path / "cut")
+        assert report.difference is None, length
+        assert report.condition is Condition.CUT_OFF
+
+
+@pytest.mark.parametrize("content", [b"", b"GGUF", MAGIC, MAGIC + b"\x02", MAGIC + b"\x01\x02{}", MAGIC + b"\x01\xff"])
+def test_what_is_no_journal_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "journal").write_bytes(content)
+    with pytest.raises(BrokenJournal):
+        replay(tmp_path / "journal")
+
+
+def test_a_plan_has_a_checksum_of_its_own() -> None:
+    scheduler = JournaledScheduler(Blueprint(64, 4, 4, 32), io.BytesIO())
+    scheduler.add(Request(RequestId(0), np.arange(9, dtype=np.int32), 4, RowSampling()))
+    plan = scheduler.plan()
+    assert plan is not None
+    (seat,) = plan.seats
+    (chunk,) = plan.chunks
+    others = (
+        replace(plan, step=1),
+        replace(plan, num_cruising=1),
+        replace(plan, pauses=(Row(0),)),
+        replace(plan, leaves=(Row(0),)),
+        replace(plan, seats=(replace(seat, tokens=seat.tokens[::-1]),)),
+        replace(plan, chunks=(replace(chunk, start=1),)),
+        replace(plan, grants=replace(plan.grants, blocks=plan.grants.blocks[::-1])),
+        replace(plan, reset=True),
+    )
+    assert len({checksum(each) for each in (plan, *others)}) == 1 + len(others)
+    assert checksum(replace(plan)) == checksum(plan)
+
+
+def test_a_blueprint_survives_its_text() -> None:
+    order = OrderPolicy(fair=False, weights={"a": 0.1}, ageing_s=0.3)
+    policy = Policy(DYNAMIC, order, Stance.NEVER, itl_target_s=0.1, max_preemptions=1, max_waiting=5)
+    blueprint = Blueprint(10, 4, 2, 8, 3, policy, largest_chunk=7, seconds_per_block=1e-5)
+    assert read_blueprint(blueprint.to_json()) == blueprint
+
+
+@given(
+    st.integers(0, 2**63),
+    st.integers(-(2**40), 2**40),
+    st.floats(allow_nan=False),
+    st.text(),
+    st.lists(st.integers(0, 2**31 - 1)),
+)
+@settings(deadline=None)
+def test_what_is_packed_is_unpacked(count: int, signed: int, real: float, text: str, numbers: list[int]) -> None:
+    packer = Packer()
+    packer.count(count)
+    packer.signed(signed)
+    packer.real(real)
+    packer.text(text)
+    packer.array(np.array(numbers, np.int32))
+    packer.array(numbers)
+    unpacker = Unpacker(bytes(packer.data))
+    assert (unpacker.count(), unpacker.signed(), unpacker.real(), unpacker.text()) == (count, signed, real, text)
+    assert unpacker.array().tolist() == unpacker.array().tolist() == numbers
+    assert unpacker.at_end

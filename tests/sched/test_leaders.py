@@ -1,0 +1,189 @@
+"""Who waits for another's prefix instead of computing it twice, and when it goes on."""
+
+from dataclasses import replace
+
+import pytest
+
+from quire.core.errors import QueueFull
+from quire.core.events import Cause, What
+from quire.core.ids import RequestId
+from quire.core.request import Sequence, State
+from quire.core.sampling import RowSampling
+from quire.core.step import FinishReason
+from quire.sched.draft import Draft
+from quire.sched.leaders import Follow, Leaders
+from quire.sched.order import OrderPolicy
+from tests.sched.helpers import OPTIMISTIC, Bench, counting, events_of, oracle_answer
+from tests.sched.waiting import family
+
+LONG = counting(1, 16)
+DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
+
+
+def follower_of(bench: Bench, prompt: list[int]) -> tuple[Sequence, Sequence]:
+    """A leader that has begun its long prompt, and one who asks for some of the same."""
+    leader = bench.add(LONG, 5)
+    return leader, bench.add(prompt, 5)
+
+
+def test_a_follower_waits_until_the_leader_has_come_far_enough() -> None:
+    """6 tokens a step, of which a long prompt leaves to others what they need: it has 6, 12 and 16. Two blocks are
+    common: they are there after the second step, and one token of the third with them."""
+    policy = replace(OPTIMISTIC, order=OrderPolicy(long_prompt=16))
+    bench = Bench(oracle=True, budget=6, rows=4, policy=policy)
+    leader = bench.add(LONG, 5)
+    bench.turn()
+    follower = bench.add([*LONG[:9], 500], 5)
+    bench.turn()
+    (wait,) = events_of(follower, What.WAITED)
+    assert (wait.step, wait.cause, wait.other) == (1, Cause.PREFIX, leader.request.id)
+    bench.turn()
+    assert follower.seated_step == 2
+    assert [(chunk.start, chunk.length) for chunk in bench.chunks_of(follower)] == [(9, 1)]
+    assert [chunk.length for chunk in bench.chunks_of(leader)] == [6, 6, 4]
+    bench.run()
+    assert bench.heard[follower.id] == oracle_answer([*LONG[:9], 500], 5)
+    assert bench.heard[leader.id] == oracle_answer(LONG, 5)
+
+
+def test_who_follows_still_waits() -> None:
+    bench = Bench(oracle=True, policy=replace(OPTIMISTIC, max_waiting=1), depth=1)
+    bench.add(LONG, 5)
+    bench.turn()
+    follower = bench.add(LONG, 5)
+    bench.scheduler.admission.admit(Draft(1, 0.0, 8))
+    assert follower.family not in bench.scheduler.books.room and bench.scheduler.num_waiting == 1
+    with pytest.raises(QueueFull):
+        bench.add([600], 2)
+    bench.run()
+
+
+@DEPTHS
+def test_a_follower_of_a_whole_prompt_begins_when_it_is_absorbed(depth: int) -> None:
+    bench = Bench(oracle=True, depth=depth)
+    leader, follower = follower_of(bench, LONG)
+    bench.turns(depth + 1)
+    assert follower.state is State.WAITING and bench.scheduler.books.leaders.num_followers == 0
+    bench.turn()
+    assert follower.seated_step == depth + 1 and bench.chunks_of(follower)[0].start == 15
+    bench.run()
+    assert bench.heard[leader.id] == bench.heard[follower.id] == oracle_answer(LONG, 5)
+
+
+@DEPTHS
+def test_a_follower_goes_on_when_its_leader_is_aborted(depth: int) -> None:
+    """It takes over from where the leader's absorbed steps had come."""
+    bench = Bench(oracle=True, depth=depth, budget=5, rows=4)
+    leader, follower = follower_of(bench, LONG)
+    bench.turn()
+    bench.scheduler.abort(leader.request.id)
+    assert bench.scheduler.books.leaders.num_followers == 0
+    bench.turn()
+    assert bench.chunks_of(follower)[0].start == (5 if depth == 0 else 0)
+    bench.run()
+    assert bench.heard[follower.id] == oracle_answer(LONG, 5)
+
+
+@DEPTHS
+@pytest.mark.parametrize("turns", range(5))
+def test_a_follower_may_give_up(depth: int, turns: int) -> None:
+    bench = Bench(oracle=True, depth=depth, budget=5, rows=4)
+    leader, follower = follower_of(bench, LONG)
+    bench.turns(turns)
+    assert bench.scheduler.abort(follower.request.id) == (follower,)
+    bench.run()
+    assert bench.heard[leader.id] == oracle_answer(LONG, 5)
+
+
+def test_nobody_waits_for_a_lower_class() -> None:
+    """After 12 of 18 tokens a second asks the same. It waits for one more block, if it may wait at all."""
+    prompt = counting(1, 18)
+    starts = {}
+    for priority in (0, 1):
+        bench = Bench(oracle=True, budget=12)
+        bench.add(prompt, 3, priority=1)
+        bench.turn()
+        second = bench.add(prompt, 3, priority=priority)
+        bench.run()
+        starts[priority] = (bench.chunks_of(second)[0].start, events_of(second, What.WAITED) != [])
+        assert bench.heard[second.id] == oracle_answer(prompt, 3)
+    assert starts == {0: (12, False), 1: (16, True)}
+
+
+def test_less_than_a_block_is_not_worth_waiting_for() -> None:
+    bench = Bench(oracle=True)
+    leader, other = follower_of(bench, [*LONG[:3], 500, 501])
+    bench.turn()
+    assert other.seated_step == leader.seated_step == 0
+    bench.run()
+
+
+def test_who_wants_scores_of_its_prompt_waits_for_nobody() -> None:
+    bench = Bench(oracle=True)
+    bench.add(LONG, 3)
+    (scored,) = bench.ask(LONG, 3, RowSampling(num_prompt_logprobs=0))
+    bench.turn()
+    assert scored.seated_step == 0
+    bench.run()
+
+
+def test_a_poisoned_leaders_prefix_is_not_shared() -> None:
+    bench = Bench(oracle=True)
+    leader, follower = follower_of(bench, LONG)
+    bench.poison(leader)
+    bench.turn()
+    assert leader.finish_reason is FinishReason.ERROR and bench.heard[leader.id] == []
+    bench.run()
+    assert bench.chunks_of(follower)[0].start == 0
+    assert bench.heard[follower.id] == oracle_answer(LONG, 5)
+
+
+def test_a_follower_that_waited_keeps_its_place_in_the_queue() -> None:
+    """One row: the follower came before the other, and is woken when the leader leaves."""
+    bench = Bench(oracle=True, rows=2, budget=8)
+    bench.add([900], 30)
+    leader, follower = follower_of(bench, LONG)
+    bench.turn()
+    other = bench.add([700], 2)
+    bench.run()
+    assert bench.finished[follower.id] < bench.finished[other.id]
+    assert bench.finished[leader.id] < bench.finished[follower.id]
+
+
+# The index itself.
+
+
+def leading(order: int, tokens: int, leaders: Leaders) -> Sequence:
+    (sequence,) = family(order, num_tokens=tokens).members
+    leaders.lead(sequence)
+    return sequence
+
+
+def test_the_leader_with_most_in_common_is_followed() -> None:
+    leaders = Leaders(4)
+    short, long = leading(0, 8, leaders), leading(1, 16, leaders)
+    waiting = family(2, num_tokens=14)
+    assert leaders.find(waiting, waiting.request.prompt, 0) == Follow(long, 12)
+    assert leaders.find(waiting, waiting.request.prompt, 8) == Follow(long, 12)
+    assert leaders.find(waiting, waiting.request.prompt, 9) is None, "less than a block more than the match"
+    assert leaders.end(long) == []
+    assert leaders.find(waiting, waiting.request.prompt, 0) == Follow(short, 8)
+    short.num_computed = 8
+    assert leaders.find(waiting, waiting.request.prompt, 0) is None, "what is computed is found, not waited for"
+
+
+def test_followers_are_released_once_by_their_distance() -> None:
+    leaders = Leaders(4)
+    leader = leading(0, 16, leaders)
+    near, far = family(1), family(2)
+    leaders.park(near, Follow(leader, 4))
+    leaders.park(far, Follow(leader, 12))
+    leader.num_computed = 3
+    assert leaders.advance(leader) == [] and leaders.num_followers == 2
+    leader.num_computed = 4
+    assert leaders.advance(leader) == [near] and leaders.advance(leader) == []
+    assert leaders.follows(far) and not leaders.follows(near)
+    leaders.forget(far)
+    assert leaders.end(leader) == [], "who gave up is not woken"
+    assert list(leaders.followers) == []
+    assert leader.request.id == RequestId(0)

@@ -1,0 +1,281 @@
+"""When there is not enough: who waits, who gives way, to whom, and how often."""
+
+from dataclasses import replace
+
+import pytest
+
+from quire.core.events import Cause, What
+from quire.core.request import Sequence, State
+from quire.core.step import FinishReason
+from quire.sched.order import OrderPolicy
+from quire.sched.policy import Policy
+from quire.sched.reserve import Stance
+from tests.sched.helpers import NEVER, OPTIMISTIC, Bench, counting, events_of, oracle_answer, toy_answer
+
+DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
+
+
+# Blocks.
+
+
+@DEPTHS
+def test_pressure_loses_nothing_and_never_touches_the_first(depth: int) -> None:
+    bench = Bench(blocks=6, block_size=4, rows=3, depth=depth, oracle=True)
+    prompts = [[i + 1] * 4 for i in range(3)]
+    sequences = [bench.add(prompt, 16) for prompt in prompts]
+    bench.run()
+    for prompt, sequence in zip(prompts, sequences, strict=True):
+        assert bench.heard[sequence.id] == oracle_answer(prompt, 16)
+    families = [sequence.family for sequence in sequences]
+    assert families[0].num_preemptions == 0, "the first of all always advances"
+    assert families[2].num_preemptions > 0
+    assert all(family.num_preemptions <= OPTIMISTIC.max_preemptions for family in families)
+    assert bench.num_preemptions == sum(family.num_preemptions for family in families)
+
+
+def test_the_least_lost_work_is_preempted() -> None:
+    """The second has computed less than the third when blocks run out: it goes, though it came earlier."""
+    bench = Bench(blocks=9, block_size=4, rows=3)
+    bench.add([1] * 7, 30)
+    small = bench.add([2] * 4, 20)
+    large = bench.add([3] * 8, 20)
+    while bench.num_preemptions == 0:
+        bench.turn()
+    assert (small.family.num_preemptions, large.family.num_preemptions) == (1, 0)
+    (event,) = events_of(small, What.PREEMPTED)
+    assert event.tokens == 4 + len(bench.heard[small.id]) - 1
+    bench.run()
+
+
+def test_tokens_of_a_preempted_sequence_are_kept() -> None:
+    bench = Bench(blocks=6, block_size=2, rows=2)
+    bench.add([1, 1], 9)
+    young = bench.add([2, 2], 9)
+    while young.family.num_preemptions == 0:
+        bench.turn()
+    assert young.tokens.tolist() == [2, 2, *bench.heard[young.id]]
+    bench.run()
+
+
+def test_law_b_a_denied_row_waits_if_blocks_are_on_their_way_back() -> None:
+    bench = Bench(blocks=5, block_size=8, rows=3, depth=2, oracle=True)
+    ending, going_on = bench.add([1] * 8, 9), bench.add([2] * 8, 17)
+    bench.turns(5)
+    bystander = bench.add([3], 8)
+    bench.run()
+    paused = [plan for plan in bench.plans if plan.pauses]
+    assert paused and all(plan.num_cruising > 0 for plan in paused)
+    assert bench.num_preemptions == 0
+    assert bench.heard[going_on.id] == oracle_answer([2] * 8, 17)
+    assert bench.heard[ending.id] == oracle_answer([1] * 8, 9)
+    assert bench.heard[bystander.id] == oracle_answer([3], 8)
+
+
+@DEPTHS
+def test_law_c_a_step_in_which_a_row_was_denied_a_block_admits_nobody(depth: int) -> None:
+    bench = Bench(blocks=6, block_size=4, rows=3, depth=depth)
+    for i in range(6):
+        bench.add([i + 1] * 4, 16)
+    num_pressed = 0
+    while not bench.scheduler.idle:
+        num_preemptions, num_plans = bench.num_preemptions, len(bench.plans)
+        bench.turn()
+        if len(bench.plans) > num_plans and (bench.plan.pauses or bench.num_preemptions > num_preemptions):
+            num_pressed += 1
+            assert not bench.plan.seats
+            assert bench.scheduler.admission.cause in (Cause.PRESSURE, None)
+    assert num_pressed > 0
+
+
+def test_the_whole_length_is_promised_after_too_many_preemptions() -> None:
+    bench = Bench(blocks=7, block_size=4, rows=2, policy=replace(OPTIMISTIC, max_preemptions=1))
+    bench.add([1] * 4, 17)
+    young = bench.add([2] * 4, 17)  # 20 positions: 5 blocks
+    while not young.finished:
+        bench.turn()
+        if young.state is State.RUNNING and young.row is not None:
+            whole = len(bench.table(young)) + bench.scheduler.kv.promised[young.row]
+            assert (whole == 5) == (young.family.num_preemptions == 1 or len(bench.table(young)) == 5)
+    assert young.family.num_preemptions == 1
+    bench.run()
+    assert bench.heard[young.id] == toy_answer([2] * 4, 17)
+
+
+# Classes.
+
+
+def three_low(bench: Bench) -> list[Sequence]:
+    """Three of a low class: the second has least to lose."""
+    return [bench.add(counting(100 * i, length), 30, priority=5) for i, length in ((1, 8), (2, 4), (3, 12))]
+
+
+@DEPTHS
+def test_a_higher_class_takes_one_seat_of_the_lowest_with_least_to_lose(depth: int) -> None:
+    bench = Bench(rows=3, depth=depth, oracle=True)
+    low = three_low(bench)
+    bench.turns(depth + 2)
+    high = bench.add([50, 51], 4)
+    bench.turn()
+    assert [each.family.num_preemptions for each in low] == [0, 1, 0]
+    assert bench.scheduler.books.tally.seats_taken == 1
+    assert events_of(low[1], What.PREEMPTED)[0].other == high.request.id
+    assert (high.state is State.RUNNING) == (depth == 0), "seated at once if no step is in flight"
+    bench.run()
+    assert bench.num_preemptions == 1, "the seat is not taken back"
+    assert bench.finished[high.id] < bench.finished[low[0].id]
+    for i, length in ((1, 8), (2, 4), (3, 12)):
+        assert bench.heard[low[i - 1].id] == oracle_answer(counting(100 * i, length), 30)
+
+
+def test_the_seat_that_was_taken_goes_to_nobody_else() -> None:
+    """At depth 2 the row comes back two steps later: one who came meanwhile, of a still higher class, waits."""
+    bench = Bench(rows=3, depth=2, oracle=True)
+    three_low(bench)
+    bench.turns(4)
+    high = bench.add([50, 51], 4)
+    bench.turn()
+    higher = bench.add([60, 61], 4, priority=-1)
+    bench.run()
+    assert bench.finished[high.id] < bench.finished[higher.id] + 3
+    assert high.family.num_preemptions == 0
+
+
+def test_two_classes_that_age_do_not_swap_a_seat_for_ever() -> None:
+    policy = Policy(order=OrderPolicy(ageing_s=1.0), stance=Stance.NEVER)
+    bench = Bench(rows=1, oracle=True, policy=policy)
+    low = bench.add([7], 20, priority=1)
+    bench.turns(2)
+    high = bench.add([8], 20)
+    while not bench.scheduler.idle:
+        bench.now_s += 5.0
+        bench.turn()
+    assert bench.num_preemptions == 1
+    assert bench.finished[high.id] < bench.finished[low.id]
+
+
+@pytest.mark.parametrize("most", [0, 1, 2])
+def test_nobody_loses_its_seat_more_often_than_the_policy_says(most: int) -> None:
+    bench = Bench(rows=1, oracle=True, policy=replace(OPTIMISTIC, max_preemptions=most))
+    low = bench.add([7, 8, 9], 12, priority=1)
+    highs = []
+    for i in range(4):
+        bench.turns(2)
+        highs.append(bench.add([20 + i], 1))
+    bench.run()
+    assert low.family.num_preemptions == most == bench.scheduler.books.tally.seats_taken
+    assert sum(bench.finished[high.id] < bench.finished[low.id] for high in highs) == most
+    assert bench.heard[low.id] == oracle_answer([7, 8, 9], 12)
+
+
+def test_an_equal_class_takes_no_seat() -> None:
+    bench = Bench(rows=1)
+    first, second = bench.add([7], 6), bench.add([8], 2)
+    bench.run()
+    assert bench.num_preemptions == 0 and bench.finished[first.id] < bench.finished[second.id]
+
+
+def test_a_class_takes_blocks_too() -> None:
+    """6 of 8 blocks are promised to the low one, the high one needs 4."""
+    bench = Bench(blocks=8, rows=4, policy=NEVER)
+    low = bench.add([1] * 4, 21, priority=1)
+    bench.turn()
+    high = bench.add([2] * 4, 13)
+    bench.turn()
+    assert low.family.num_preemptions == 1 and high.state is State.RUNNING
+    bench.run()
+    assert bench.heard[low.id] == toy_answer([1] * 4, 21)
+
+
+def test_a_class_takes_blocks_even_if_what_is_free_is_its_own_prefix() -> None:
+    """3 of 8 blocks are to be had, but 2 of them hold the prefix that the high one needs beside 2 more."""
+    bench = Bench(blocks=8, rows=4, policy=NEVER, oracle=True)
+    bench.add(counting(1, 8), 1)
+    bench.run_out()
+    low = bench.add([200] * 4, 17, priority=1)
+    bench.turn()
+    high = bench.add([*counting(1, 8), 5, 6], 4)
+    bench.turn()
+    assert low.family.num_preemptions == 1 and high.state is State.RUNNING
+    bench.run()
+
+
+def test_nobody_is_sent_away_if_it_would_not_help() -> None:
+    """The first is of the same class and stays: with what the low one frees there is still too little."""
+    bench = Bench(blocks=8, rows=4, policy=NEVER)
+    bench.add([1] * 4, 17)  # 5 blocks
+    low = bench.add([2] * 4, 5, priority=1)  # 2 blocks
+    bench.turn()
+    high = bench.add([3] * 4, 13)  # 4 blocks
+    bench.turn()
+    assert low.family.num_preemptions == 0 and high.state is State.WAITING
+    assert high.family.waits_for is Cause.BLOCKS
+    bench.run()
+
+
+# The queue.
+
+
+def test_nobody_overtakes_a_short_head_that_lacks_blocks() -> None:
+    bench = Bench(blocks=10, rows=4, policy=NEVER)
+    bench.add([1] * 4, 21)  # 6 of 10 blocks
+    bench.turn()
+    head, behind = bench.add([2] * 12, 9), bench.add([3] * 4, 5)  # 5 blocks and 2
+    bench.turn()
+    assert head.state is behind.state is State.WAITING
+    assert head.family.waits_for is Cause.BLOCKS
+    bench.run()
+    assert events_of(head, What.SEATED)[0].step <= events_of(behind, What.SEATED)[0].step
+
+
+@pytest.mark.parametrize(("patience_s", "overtakes"), [(100.0, True), (0.0, False)])
+def test_only_the_short_lane_overtakes_a_long_head_that_has_patience(patience_s: float, overtakes: bool) -> None:
+    """Tenant x was served already, so that the long prompt of y is the head. It lacks blocks."""
+    order = OrderPolicy(long_prompt=16, lane_patience_s=patience_s, ageing_s=0.0)
+    bench = Bench(blocks=16, rows=6, policy=Policy(order=order, stance=Stance.NEVER))
+    bench.add([1] * 4, 37, tenant="x")  # 10 of 16 blocks
+    bench.turn()
+    head = bench.add([2] * 24, 5, tenant="y")  # 7 blocks
+    long = bench.add([3] * 16, 5, tenant="x")  # 5 blocks: they would fit
+    short = bench.add([4] * 4, 5, tenant="x")  # 2 blocks
+    bench.now_s = 1.0
+    bench.turn()
+    assert head.state is State.WAITING and head.family.waits_for is Cause.BLOCKS
+    assert long.state is State.WAITING, "a long prompt overtakes nobody"
+    assert (short.state is State.RUNNING) == overtakes
+    bench.run()
+
+
+def test_who_is_not_seated_before_its_deadline_expires() -> None:
+    bench = Bench(rows=1)
+    bench.add([1], 20)
+    bench.turn()
+    late = bench.add([2], 3, deadline_s=5.0)
+    bench.now_s = 4.9
+    bench.turn()
+    assert not late.finished
+    bench.now_s = 5.0
+    absorbed = bench.turn()
+    assert absorbed is not None and absorbed.finished == (late,)
+    assert late.finish_reason is FinishReason.EXPIRED and bench.heard[late.id] == []
+    bench.run()
+
+
+def test_who_sat_before_its_deadline_has_met_it_for_good() -> None:
+    bench = Bench(rows=1, oracle=True)
+    low = bench.add([7], 6, priority=1, deadline_s=5.0)
+    bench.turns(2)
+    bench.add([8], 6)
+    bench.turn()
+    assert low.state is State.WAITING
+    bench.now_s = 9.0
+    bench.run()
+    assert bench.heard[low.id] == oracle_answer([7], 6)
+
+
+def test_of_equals_the_earlier_deadline_goes_first() -> None:
+    bench = Bench(rows=1)
+    bench.add([1], 3)
+    bench.turn()
+    calm, urgent = bench.add([2], 2, deadline_s=900.0), bench.add([3], 2, deadline_s=800.0)
+    bench.run()
+    assert bench.finished[urgent.id] < bench.finished[calm.id]
