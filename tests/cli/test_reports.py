@@ -17,7 +17,8 @@ def test_check_ends_with_one_json_object(quire: Shell) -> None:
     said = quire("check", "--steps", "3000", "--seed", "5")
     summary = json.loads(said.out.splitlines()[-1])
     assert said.status == 0
-    assert (summary["steps"], summary["violations"], summary["seed"]) == (3000, 0, 5)
+    assert summary["steps"] >= 3000  # the last world runs to its end
+    assert (summary["violations"], summary["seed"]) == (0, 5)
 
 
 def test_check_fails_when_a_law_is_broken(quire: Shell, monkeypatch: pytest.MonkeyPatch) -> None:

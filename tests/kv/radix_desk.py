@@ -5,7 +5,8 @@ import numpy as np
 from quire.core.ids import IntArray, RequestId
 from quire.core.moves import Move
 from quire.kv.pool import BlockPool
-from quire.kv.radix import Inserted, RadixTree
+from quire.kv.answers import Inserted
+from quire.kv.radix import RadixTree
 from quire.kv.radix_node import Node
 
 ME = RequestId(1)

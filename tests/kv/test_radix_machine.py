@@ -11,7 +11,8 @@ from quire.core.ids import IntArray, RequestId
 from quire.core.moves import Tier
 from quire.kv.ghosts import MissKind
 from quire.kv.pool import BlockPool
-from quire.kv.radix import Match, RadixTree
+from quire.kv.answers import Match
+from quire.kv.radix import RadixTree
 from quire.kv.radix_node import Node
 
 Path = tuple[int, ...]

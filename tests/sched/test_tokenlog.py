@@ -31,7 +31,7 @@ def test_a_log_whose_rows_keep_leaving_does_not_grow() -> None:
         if log.full:
             log.make_room(step - 5)
         log.append(step, np.array([0], np.int32), np.array([step], np.int32))
-    assert len(log._matrix) == 64
+    assert len(log._pages) <= 2
 
 
 def test_lost_steps_hold_nothing_and_what_came_before_them_stays() -> None:

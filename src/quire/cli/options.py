@@ -95,7 +95,7 @@ def sampling_options(command: Command) -> Command:
 def engine_config(model: str | None, given: Mapping[str, object]) -> EngineConfig:
     """The engine's settings out of all that a command was given."""
     names = {field.name for field in fields(EngineConfig)} - {"model", "seed"}
-    said = {name: value for name, value in given.items() if name in names}
+    said = {name: value for name, value in given.items() if name in names and value is not None}
     return EngineConfig(model=model, **said)  # type: ignore[arg-type]  # EngineConfig checks each
 
 

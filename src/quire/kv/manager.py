@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from quire.core.ids import BlockId, IntArray, RequestId, Row
 from quire.core.moves import Move, Place, Tier
+from quire.kv.answers import Match
 from quire.kv.pool import BlockPool
-from quire.kv.radix import Match, RadixTree
+from quire.kv.radix import RadixTree
 from quire.kv.radix_node import TOKEN_BYTES, Node
 from quire.kv.tables import Tables
 

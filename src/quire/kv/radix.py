@@ -10,12 +10,12 @@ Moves must be carried in the order of the calls that returned them: their source
 
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import NamedTuple
 
 import numpy as np
 
 from quire.core.ids import BlockId, IntArray, RequestId
 from quire.core.moves import Move, Place, Tier
+from quire.kv.answers import Evicted, Inserted, Match, Partial
 from quire.kv.forest import Forest
 from quire.kv.ghosts import Ghosts, Miss, MissKind
 from quire.kv.leaves import Leaves
@@ -24,40 +24,6 @@ from quire.kv.radix_node import NO_BLOCKS, TOKEN_BYTES, Node, encode
 
 MOST_PARTITIONS_COMPARED = 8  # when a miss is explained
 Demote = Callable[[Node, int], bool]  # shall the last so many blocks of this node go to the host, or be dropped?
-
-
-class Partial(NamedTuple):
-    """The block that continues a match for less than its length. Who copies it holds it until the copy is ordered."""
-
-    place: Place
-    num_tokens: int
-    node: Node
-
-
-class Match(NamedTuple):
-    """The longest known prefix: whole blocks on the device, then whole blocks on the host, then part of a block."""
-
-    num_tokens: int  # on the device
-    blocks: IntArray
-    node: Node  # it ends where the device's part ends; the root if there is none
-    host_blocks: IntArray
-    host_node: Node | None  # it ends where the host's part ends: what `promote` wants
-    partial: Partial | None
-
-
-class Inserted(NamedTuple):
-    """The node where the path now ends; the blocks adopted; whether others' blocks already hold some of it."""
-
-    node: Node
-    num_adopted: int
-    conflict: bool
-
-
-class Evicted(NamedTuple):
-    """How many blocks of the device are free again, and the copies to the host to order for some of them."""
-
-    num_blocks: int
-    moves: tuple[Move, ...]
 
 
 class RadixTree:
@@ -264,6 +230,7 @@ class RadixTree:
         """Free at least so many blocks of the device, if so many are idle; up to a multiple of `batch` of one leaf."""
         num_blocks = 0
         moves: list[Move] = []
+        felled: list[IntArray] = []
         while num_blocks < count and (node := self._leaves.first()) is not None:
             wanted = -(-(count - num_blocks) // batch) * batch
             num_tail = min(wanted, self._leaves.num_idle(node))
@@ -271,7 +238,9 @@ class RadixTree:
             if demote is not None and demote(node, num_tail) and self._make_host_room(num_tail, step, by):
                 moves += self._demote(self._forest.cut_down(node, num_tail))
             else:
-                self._forget(self._forest.cut_down(node, num_tail), step, by)
+                self._forget(self._forest.cut_down(node, num_tail), step, by, felled)
+        if felled:
+            self._pool.disown(felled[0] if len(felled) == 1 else np.concatenate(felled))
         assert num_blocks >= count or not self._pool.num_idle, "an idle block is out of reach"
         self.num_evicted += num_blocks
         self.generation += num_blocks > 0
@@ -324,20 +293,23 @@ class RadixTree:
         self._leaves.offer(parent)
         return _moves(Tier.DEVICE, sources, Tier.HOST, node.blocks)
 
-    def _forget(self, node: Node, step: int, by: RequestId | None) -> None:
+    def _forget(self, node: Node, step: int, by: RequestId | None, felled: list[IntArray] | None = None) -> None:
         """Drop a node, and remember it as evicted."""
         if len(node.tokens) >= self._forest.block_bytes:
             path = node.path()
             first_end = len(path) - len(node.tokens) + self._forest.block_bytes
             self._ghosts.remember(node.partition, path[:first_end], step, by)
-        self._remove(node)
+        self._remove(node, felled)
 
-    def _remove(self, node: Node) -> None:
+    def _remove(self, node: Node, felled: list[IntArray] | None = None) -> None:
         """Drop a node and what is below it."""
         parent = node.parent
         assert parent is not None
         for each in self._forest.fell(node):
-            self._pool_of(each).disown(each.blocks)
+            if felled is not None and each.tier is Tier.DEVICE:
+                felled.append(each.blocks)
+            else:
+                self._pool_of(each).disown(each.blocks)
             each.blocks = NO_BLOCKS
         self._leaves_of(parent).offer(parent)
 

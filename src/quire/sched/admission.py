@@ -10,8 +10,8 @@ from typing import NamedTuple
 from quire.core.events import Cause, Event, What
 from quire.core.ids import RequestId
 from quire.core.request import Family, Sequence
+from quire.kv.answers import Match
 from quire.kv.ghosts import Miss
-from quire.kv.radix import Match
 from quire.sched.books import Books
 from quire.sched.draft import Draft
 from quire.sched.forks import blocks_beyond

@@ -1,39 +1,48 @@
 """The host's memory of emitted tokens, step by step, gathered per row when somebody leaves."""
 
+from collections import deque
+
 import numpy as np
 
 from quire.core.ids import IntArray, Row
 
 NO_TOKEN = -1
+_PAGE = 64  # steps
 
 
 class TokenLog:
-    """A matrix [steps, rows] that grows with the oldest seated row and forgets what lies before it."""
+    """Pages of [steps, rows]: a new one when the last is full; the oldest go when nobody will ask for them."""
 
-    __slots__ = ("_first_step", "_matrix", "_num_steps")
+    __slots__ = ("_first_step", "_max_rows", "_num_steps", "_pages", "_spare")
 
     def __init__(self, max_rows: int) -> None:
-        self._matrix = np.full((64, max_rows), NO_TOKEN, dtype=np.int32)
+        self._max_rows = max_rows
+        self._pages: deque[IntArray] = deque([self._blank()])
+        self._spare: list[IntArray] = []
         self._first_step = 0
         self._num_steps = 0
 
     @property
     def full(self) -> bool:
         """Whether `make_room` must come before the next step."""
-        return self._num_steps == len(self._matrix)
+        return self._num_steps == len(self._pages) * _PAGE
 
     def append(self, step: int, rows: IntArray, tokens: IntArray) -> None:
         """Note one step's tokens."""
         assert step == self._first_step + self._num_steps, (step, self._first_step, self._num_steps)
-        line = self._matrix[self._num_steps]
+        line = self._pages[-1][self._num_steps % _PAGE]
         line[:] = NO_TOKEN
         line[rows] = tokens
         self._num_steps += 1
 
     def gather(self, row: Row, first_step: int) -> IntArray:
         """All tokens a row emitted since a step, in order."""
-        start = max(first_step - self._first_step, 0)
-        column = self._matrix[start : self._num_steps, row]
+        start, stop = max(first_step - self._first_step, 0), self._num_steps
+        columns = [
+            self._pages[page][max(start - page * _PAGE, 0) : stop - page * _PAGE, row]
+            for page in range(start // _PAGE, -(-stop // _PAGE))
+        ]
+        column = columns[0] if len(columns) == 1 else np.concatenate(columns) if columns else np.empty(0, np.int32)
         emitted: IntArray = column[column != NO_TOKEN]
         return emitted
 
@@ -42,18 +51,16 @@ class TokenLog:
         while self._first_step + self._num_steps < step:
             if self.full:
                 self.make_room(self._first_step)
-            self._matrix[self._num_steps] = NO_TOKEN
+            self._pages[-1][self._num_steps % _PAGE] = NO_TOKEN
             self._num_steps += 1
 
     def make_room(self, oldest_step: int) -> None:
-        """Nobody will ask for steps before `oldest_step` any more: forget them, and grow if that is not enough."""
-        forgotten = min(max(oldest_step - self._first_step, 0), self._num_steps)
-        kept = self._matrix[forgotten : self._num_steps]
-        if len(kept) > len(self._matrix) // 2:
-            larger = np.full((2 * len(self._matrix), self._matrix.shape[1]), NO_TOKEN, dtype=np.int32)
-            larger[: len(kept)] = kept
-            self._matrix = larger
-        else:
-            self._matrix[: len(kept)] = kept
-        self._first_step += forgotten
-        self._num_steps -= forgotten
+        """Nobody will ask for steps before `oldest_step` any more: forget their pages; and begin a new one."""
+        while self._pages and self._first_step + _PAGE <= oldest_step and self._num_steps >= _PAGE:
+            self._spare = [self._pages.popleft()]
+            self._first_step += _PAGE
+            self._num_steps -= _PAGE
+        self._pages.append(self._spare.pop() if self._spare else self._blank())
+
+    def _blank(self) -> IntArray:
+        return np.empty((_PAGE, self._max_rows), dtype=np.int32)
