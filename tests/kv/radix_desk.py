@@ -4,8 +4,8 @@ import numpy as np
 
 from quire.core.ids import IntArray, RequestId
 from quire.core.moves import Move
-from quire.kv.pool import BlockPool
 from quire.kv.answers import Inserted
+from quire.kv.pool import BlockPool
 from quire.kv.radix import RadixTree
 from quire.kv.radix_node import Node
 

@@ -9,9 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from quire.core.ids import IntArray, RequestId
 from quire.core.moves import Tier
+from quire.kv.answers import Match
 from quire.kv.ghosts import MissKind
 from quire.kv.pool import BlockPool
-from quire.kv.answers import Match
 from quire.kv.radix import RadixTree
 from quire.kv.radix_node import Node
 

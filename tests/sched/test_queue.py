@@ -103,9 +103,7 @@ class RoomAgainstList(RuleBasedStateMachine):
         late = [
             (each.request.deadline_s, each.order)
             for each, _ in self.waiting.values()
-            if each.request.deadline_s is not None
-            and each.request.deadline_s <= self.now_s
-            and not each.was_seated
+            if each.request.deadline_s is not None and each.request.deadline_s <= self.now_s and not each.was_seated
         ]
         expired = [each.order for each in self.room.expire(self.now_s)]
         assert expired == [order for _, order in sorted(late)]

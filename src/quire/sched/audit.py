@@ -66,6 +66,10 @@ def audit_rest(scheduler: Scheduler) -> None:
     assert pool.num_idle == pool.num_cached, "a cached block is held by nobody who is here"
     assert scheduler.books.seating.num_free == scheduler.max_rows, "rows were lost"
     assert not list(scheduler.books.leaders.followers), "somebody waits for a leader that is gone"
+    books = scheduler.books
+    assert not books.beams.num_searches and not books.forks.waiting, "a family that is gone is remembered"
+    assert not books.leaders.num_leading, "somebody leads who is gone"
+    assert books.shares.num_active == 0, "a tenant with nothing here counts as active"
     scheduler.reset_cache()
     assert pool.num_free == pool.num_in_service, "the cache cannot be emptied"
     host = scheduler.kv.host

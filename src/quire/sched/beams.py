@@ -61,6 +61,10 @@ class BeamFamilies:
             self._of[family.request.id] = _Beams(family)
         return self._of[family.request.id].live
 
+    @property
+    def num_searches(self) -> int:
+        return len(self._of)
+
     def forget(self, family: Family) -> None:
         self._of.pop(family.request.id, None)
 

@@ -86,6 +86,10 @@ class Leaders:
         return family.order in self._followers
 
     @property
+    def num_leading(self) -> int:
+        return sum(map(len, self._by_start.values()))
+
+    @property
     def num_followers(self) -> int:
         return len(self._followers)
 

@@ -125,6 +125,11 @@ class Shares:
         squares = len(shares) * float(np.sum(shares**2))
         return float(np.sum(shares)) ** 2 / squares if squares else 1.0
 
+    @property
+    def num_active(self) -> int:
+        """Tenants with requests in the engine."""
+        return self._num_active
+
     def __len__(self) -> int:
         """Tenants remembered."""
         return len(self._index_of)

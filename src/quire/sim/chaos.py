@@ -14,6 +14,7 @@ from quire.core.step import Ended, FinishReason, Pending, Runner, StepLost, Step
 from quire.sched.audit import audit_plan
 from quire.sched.scheduler import Scheduler
 from quire.sim.flight import FlightWatch
+from quire.sim.oracle import OracleRunner
 
 
 class Chaos:
@@ -28,6 +29,7 @@ class Chaos:
         self._silenced: set[Row] = set()  # rows that failed: inert until they leave
         self._known: set[int] = set()  # families that were seated
         self.num_launched = 0
+        self.num_tokens = self.num_moves = self.num_padding = self.num_absorbed = 0
         self.num_preemptions = 0  # before this turn
         self.now_s = 0.0
         self.loses: StepLost | None = None  # the next result
@@ -41,6 +43,9 @@ class Chaos:
     def launch(self, plan: StepPlan) -> "_Watched":
         scheduler = self._scheduler
         self.num_launched += 1
+        self.num_tokens += plan.num_tokens
+        self.num_moves += len(plan.moves)
+        self.num_padding += plan.num_padding
         audit_plan(scheduler, plan)
         pressed = bool(plan.pauses) or scheduler.books.tally.preemptions > self.num_preemptions
         taken = scheduler.books.tally.seats_taken > 0  # a priority seat swap is not pressure
@@ -82,10 +87,13 @@ class Chaos:
             self._raise_lost()
         result = pending.wait()
         self._flight.absorb()
+        self.num_absorbed += 1
         row = self._first_running(result) if self.poisons else None
         if row is not None:
             self.poisons = False
             self._silenced.add(row)
+            if isinstance(self._body, OracleRunner):
+                self._body.spoil(row)
             return self._silence(result, Ended(row, FinishReason.ERROR))
         return self._silence(result, None) if self._silenced else result
 

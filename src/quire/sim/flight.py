@@ -65,6 +65,8 @@ class FlightWatch:
         for tell in plan.tells:
             self._rows[tell.row].num_tokens += len(tell.tokens)
         spans = dict(self._spans(plan))
+        num_cruising = len(spans) - len(plan.chunks)
+        assert num_cruising == plan.num_cruising, f"{num_cruising} rows cruise, the plan says {plan.num_cruising}"
         self._grant(plan, spans)
         self._check_writes(spans)
         self._in_flight.append({row: self._reading(row, span) for row, span in spans.items()})

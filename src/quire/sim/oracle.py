@@ -3,6 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.core.ids import Row
 from quire.core.moves import Place, Run, Tier, runs
 from quire.core.oracle import mix
 from quire.core.step import StepPlan
@@ -25,6 +26,13 @@ class OracleRunner:
         """What a block holds: (token, position) in each slot."""
         block: NDArray[np.int64] = self._stores[place.tier][place.block]
         return block
+
+    def spoil(self, row: Row) -> None:
+        """What a row whose logits were not finite has written last is not to be trusted."""
+        seated = self._rows.rows.get(row)
+        if seated is not None:
+            last = len(seated.tokens) - (2 if seated.cruising else 1)  # a tethered row has not heard its next token
+            self._stores[Tier.DEVICE][seated.blocks[last // self._block_size], last % self._block_size] = -7
 
     def launch(self, plan: StepPlan) -> Done:
         for run in runs(plan.moves):

@@ -44,6 +44,7 @@ class Trial:
         self._num_arrived = 0
         self._num_moved = 0
         self._num_broken = 0
+        self._families: list[Family] = []
         self._quiet_turns = 0
         self._latest_s = 0.0
         self._seated: set[int] = set()
@@ -74,13 +75,28 @@ class Trial:
             lost = tally.lost_steps > num_lost
             advanced = absorbed is not None or lost or not busy
             self._quiet_turns = 0 if advanced else self._quiet_turns + 1
-            patience = (
-                self.world.depth + 2 + (200 if self.world.policy.regime.window_s else 0)
-            )  # the clock may jump back
+            window = 200 if self.world.policy.regime.window_s else 0  # the clock may jump back
+            patience = self.world.depth + 2 + window
             assert self._quiet_turns <= patience, "something waits and nothing advances"  # I13
         audit_rest(self.scheduler)
+        self._recount()
         for sequence, expected in self._expected.items():
             assert expected.num_terminal == 1, f"sequence {sequence} ended {expected.num_terminal} times"  # I12
+
+    def _recount(self) -> None:
+        """Counters equal a recount, and everybody is done (I10, I18)."""
+        tally, chaos = self.scheduler.books.tally, self._chaos
+        assert tally.computed_tokens == chaos.num_tokens, "computed tokens are miscounted"
+        assert tally.moved_blocks == chaos.num_moves, "copies are miscounted"
+        assert tally.padding_tokens == chaos.num_padding, "padding is miscounted"
+        assert tally.lost_steps == chaos.num_launched - chaos.num_absorbed, "lost steps are miscounted"
+        assert tally.preemptions == sum(f.num_preemptions for f in self._families), "preemptions are miscounted"
+        seated = [family for family in self._families if family.was_seated]
+        assert tally.prompt_tokens == sum(len(f.request.prompt) for f in seated), "prompt tokens are miscounted"
+        assert tally.cached_tokens == sum(f.num_cached for f in seated), "cached tokens are miscounted"
+        for family in self._families:
+            assert family.num_preemptions <= self.world.policy.max_preemptions, f"{family} was preempted too often"
+            assert all(m.state is State.FINISHED and m.row is None for m in family.members), family
 
     # What happens.
 
@@ -137,6 +153,8 @@ class Trial:
             self.events.append(Happening.ARRIVE_FAMILY)
         else:
             self.events.append(Happening.ARRIVE if past is None else Happening.ARRIVE_FOLLOWUP)
+        most = world.policy.max_waiting
+        full = most is not None and self.scheduler.num_waiting >= most
         try:
             members = self.scheduler.add(request, self._now_s)
         except (QueueFull, Draining, NeverFits) as refused:
@@ -145,6 +163,8 @@ class Trial:
             assert shrunk or not isinstance(refused, NeverFits), refused
             self.events.append(Happening.OVERFLOW)
             return
+        assert not full and not self.scheduler.draining, f"{request.id} was accepted by a full or draining engine"
+        self._families.append(members[0].family)
         self._live[request.id] = members
         outcomes = expect(request, VOCAB_SIZE)
         for sequence, expected in zip(members, outcomes, strict=False):
@@ -152,8 +172,10 @@ class Trial:
 
     def _abort(self, request_id: RequestId) -> None:
         self.events.append(Happening.ABORT)
+        members = self._live[request_id]
         self._end(self.scheduler.abort(request_id), FinishReason.ABORT)
         assert self.scheduler.abort(request_id) == (), "an abort is not idempotent"
+        assert all(member.finished for member in members), f"request {request_id} was aborted and goes on"
 
     def _stop(self, request_id: RequestId) -> None:
         """The front stops one continuation."""

@@ -1,7 +1,7 @@
 """Random settings for `quire check`: a machine, a policy, a workload, and what goes wrong."""
 
 import random
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 
 import numpy as np
@@ -89,6 +89,11 @@ class World:
 
 def draw_world(dice: random.Random, *, min_tokens: bool = True) -> World:
     """Tiny pools, odd block sizes and all depths are as likely as comfortable ones; most troubles are off in most."""
+    world = _draw_world(dice, min_tokens=min_tokens)
+    return crowd(world, dice) if dice.random() < 0.4 else world
+
+
+def _draw_world(dice: random.Random, *, min_tokens: bool) -> World:
     block_size = dice.choice((1, 2, 3, 4, 5, 8, 16, 32))
     max_prompt = dice.choice((1, 5, 20, 80))
     max_output = dice.choice((1, 4, 16, 48))
@@ -118,6 +123,28 @@ def draw_world(dice: random.Random, *, min_tokens: bool = True) -> World:
         min_tokens=min_tokens,
         drains=dice.random() < 0.1,
         chances=Chances(**{field.name: dice.choice((0.0, 0.0, 0.0, 0.01, 0.1)) for field in fields(Chances)}),
+    )
+
+
+def crowd(world: World, dice: random.Random) -> World:
+    """The same world with small blocks, more rows than fit the cache, and a policy that takes the risk.
+
+    Most bugs hide where rows fight for blocks.
+    """
+    block_size, max_prompt = min(world.block_size, 5), min(world.max_prompt, 20)
+    max_output, max_rows = max(world.max_output, 16), dice.choice((3, 5, 8))
+    return replace(
+        world,
+        block_size=block_size,
+        max_prompt=max_prompt,
+        max_output=max_output,
+        max_rows=max_rows,
+        max_step_tokens=max_rows + dice.choice((1, 7, 31)),
+        num_blocks=count_blocks(max_prompt + max_output, block_size) + dice.choice((0, 1, 4)),
+        num_requests=max(world.num_requests, 12),
+        arrival_chance=1.0,
+        shared_prefix=world.shared_prefix[:max_prompt],
+        policy=replace(world.policy, stance=Stance.OPTIMISTIC, max_preemptions=dice.choice((1, 3)), max_waiting=None),
     )
 
 

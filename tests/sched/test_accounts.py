@@ -1,0 +1,158 @@
+"""Small promises about who pays, who is measured and who is remembered, each seen on one or two requests."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from quire.core.ids import RequestId
+from quire.core.request import State
+from quire.core.step import FinishReason, StepResult
+from quire.kv.manager import KVManager
+from quire.sched.cost import UNMEASURED, CostTable, StepShape
+from quire.sched.order import OrderPolicy
+from quire.sched.policy import REGIMES, Policy
+from quire.sched.scheduler import Scheduler
+from quire.sched.shares import ServiceCost
+from tests.sched.helpers import NEVER, OPTIMISTIC, Bench, counting
+
+LONG = counting(1, 16)
+
+
+def test_nobody_waits_for_the_prefix_of_another_partition() -> None:
+    """Waiting for it would tell how far another tenant's prompt has come."""
+    for own, others in (("b", ""), ("", "b"), ("a", "b")):
+        bench = Bench(oracle=True, budget=20, depth=1)
+        bench.add(LONG, 5, partition=others)
+        bench.turn()
+        stranger = bench.add(LONG, 5, partition=own)
+        bench.turn()
+        assert stranger.state is State.RUNNING and bench.scheduler.books.leaders.num_followers == 0
+        bench.run()
+
+
+def test_who_waited_for_a_prefix_keeps_the_age_it_had() -> None:
+    """Two classes; a class rises after 10 s. The follower came at 0 s and is woken at 8 s: at 11 s it has risen."""
+    policy = replace(OPTIMISTIC, order=OrderPolicy(ageing_s=10.0))
+    bench = Bench(oracle=True, budget=9, rows=1, depth=0, policy=policy)
+    leader = bench.add(LONG, 3, priority=1)
+    bench.turn()
+    bench.now_s = 0.5
+    follower = bench.add(LONG, 3, priority=1)
+    bench.scheduler.books.room.pop(follower.family)
+    bench.now_s = bench.scheduler.books.now_s = 8.0
+    bench.scheduler.books.wake([follower.family])
+    bench.now_s = 11.0
+    urgency = bench.scheduler.books.room.urgency(11.0)
+    assert urgency is not None and (urgency.aged_class, urgency.base_class) == (0, 1)
+    bench.run()
+    assert leader.finish_reason is FinishReason.LENGTH
+
+
+def test_the_last_block_goes_to_the_first_who_came() -> None:
+    """Two rows need a block in the same step, and there is one: the later one pauses, or goes."""
+    bench = Bench(blocks=5, block_size=4, rows=2)
+    first, second = bench.add([1, 2, 3, 4], 10), bench.add([5, 6, 7, 8], 10)
+    bench.turns(5)
+    assert len(bench.table(first)) == 3 or first.state is State.RUNNING
+    bench.run()
+    assert first.family.num_preemptions == 0 and second.family.num_preemptions >= 1
+    order = [sequence.id for sequence in bench.scheduler.books.row_sequences([])]
+    assert order == []
+
+
+def test_rows_are_fed_by_class_and_then_by_arrival() -> None:
+    bench = Bench(rows=4)
+    late = [bench.add([number], 9, priority=number % 2) for number in range(4)]
+    bench.turn()
+    rows = [sequence.row for sequence in late if sequence.row is not None]
+    fed = bench.scheduler.books.row_sequences(reversed(rows))
+    assert [sequence.id for sequence in fed] == [late[0].id, late[2].id, late[1].id, late[3].id]
+
+
+def test_what_a_client_cut_short_teaches_nothing_about_lengths() -> None:
+    bench = Bench()
+    lengths = bench.scheduler.books.lengths
+    for _ in range(20):
+        sequence = bench.add([1, 2, 3], 50)
+        bench.turns(3)
+        bench.scheduler.abort(sequence.request.id)
+        bench.run_out()
+    assert lengths.hedge(100) == 50, "nothing is learned: half of what it may generate"
+    for _ in range(20):
+        bench.add([1, 2, 3], 5)
+        bench.run_out()
+    assert lengths.hedge(100) == 5
+
+
+def test_recomputed_tokens_are_counted() -> None:
+    """Without a cache everything known before the preemption is computed again."""
+    bench = Bench(blocks=5, block_size=4, rows=2, policy=OPTIMISTIC.with_regime(REGIMES["chunked"]))
+    bench.add([1, 2, 3, 4], 10)
+    second = bench.add([5, 6, 7, 8], 10)
+    known = []
+    while not bench.scheduler.idle:
+        before = second.family.num_preemptions
+        bench.turn()
+        if second.family.num_preemptions > before:
+            known.append(len(bench.heard[second.id]) + 4)
+    assert known and bench.scheduler.books.tally.recomputed_tokens == sum(known) - len(known)
+
+
+def test_a_tenant_pays_for_prompt_answer_and_room() -> None:
+    service, block_size = ServiceCost(), 4
+    bench = Bench(blocks=64, block_size=block_size)
+    bench.add(counting(1, 8), 9, tenant="a")
+    bench.turn()
+    assert bench.scheduler.books.shares.total("a") == pytest.approx(8 * service.prefill)
+    bench.run()
+    granted = [3, 4]  # the blocks of its table when it got one more: 8 positions are answered, two blocks of them
+    paid = sum(block_size * (service.decode + service.block_step * blocks) for blocks in granted)
+    assert bench.scheduler.books.shares.total("a") == pytest.approx(8 * service.prefill + paid)
+
+
+def test_a_step_is_timed_from_the_one_before_it_when_they_overlap() -> None:
+    """Two steps planned at 0 s; results at 1 s and 1.5 s: the second took half a second, not one and a half."""
+    seen: list[float] = []
+
+    class Watched(CostTable):
+        def observe(self, shape: StepShape, seconds: float) -> None:
+            seen.append(seconds)
+
+    scheduler = Scheduler(
+        KVManager(16, 4, 2),
+        max_rows=2,
+        max_step_tokens=8,
+        policy=replace(NEVER, itl_target_s=9.0),
+        cost=Watched(UNMEASURED),
+    )
+    bench = Bench()
+    (sequence,) = bench.add_family([1, 2], 5, 1)
+    scheduler.add(replace(sequence.request, id=RequestId(9)), 0.0)
+    plans = [scheduler.plan(0.0), scheduler.plan(0.0)]
+    row = np.array([0], np.int32)
+    for plan, now_s in zip(plans, (1.0, 1.5), strict=True):
+        assert plan is not None
+        scheduler.absorb(StepResult(plan.step, row, row), now_s)
+    assert seen == [1.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("name", "sealed", "padded", "contiguous", "chunked", "prefix"),
+    [
+        ("static", True, True, True, False, False),
+        ("dynamic", True, True, True, False, False),
+        ("continuous", False, False, True, False, False),
+        ("paged", False, False, False, False, False),
+        ("chunked", False, False, False, True, False),
+        ("prefix", False, False, False, True, True),
+    ],
+)
+def test_the_regimes_are_those_of_the_arc(
+    name: str, sealed: bool, padded: bool, contiguous: bool, chunked: bool, prefix: bool
+) -> None:
+    regime = REGIMES[name]
+    assert (regime.sealed, regime.padded, regime.contiguous) == (sealed, padded, contiguous)
+    assert (regime.chunked, regime.prefix) == (chunked, prefix)
+    assert (regime.window_s > 0) == (name == "dynamic")
+    assert Policy().regime is REGIMES["prefix"]
