@@ -12,9 +12,11 @@ from quire.engine.front import Front
 from quire.engine.oracle import torch_oracle
 from quire.formats.shapes import SHAPES
 from quire.kernels.reference import ReferenceKernels
+from quire.kv.manager import KVManager
 from quire.models.decoder import Decoder
 from quire.runner.kv_store import new_store
 from quire.runner.model_runner import ModelRunner
+from quire.sched.scheduler import Scheduler
 from quire.sim.check import check
 from quire.weights.dummy import dummy_weights
 
@@ -33,9 +35,9 @@ def _greedy(device: str, prompts: list[list[int]]) -> list[list[int]]:
     model = Decoder(spec, weights, ReferenceKernels(), max_length=256)
     kv = new_store(model.kv_geometry, NUM_BLOCKS, BLOCK_SIZE, torch.device(device))
     runner = ModelRunner(model, kv, max_rows=8, max_length=256)
-    door = Door(spec.vocab_size, (), 256, NUM_BLOCKS, BLOCK_SIZE)
-    engine = Engine(runner, door, max_rows=8, max_step_tokens=32, depth=1, seed=0)
-    front = Front(engine, None, lambda: 0.0)
+    door = Door(spec.vocab_size, (), 256, 8, NUM_BLOCKS, BLOCK_SIZE)
+    scheduler = Scheduler(KVManager(NUM_BLOCKS, BLOCK_SIZE, 8), max_rows=8, max_step_tokens=32)
+    front = Front(Engine(scheduler, runner, door, depth=1, seed=0, clock=lambda: 0.0), None)
     params = SamplingParams(temperature=0, max_tokens=8)
     tickets = [front.submit(prompt, params) for prompt in prompts]
     while not all(ticket.finished for ticket in tickets):

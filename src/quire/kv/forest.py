@@ -120,13 +120,17 @@ class Forest:
         indexed = sum(len(partitions) for partitions in self._openings.values())
         assert indexed == sum(len(root.keys) for root in self._roots.values()), "a closed opening is indexed"
         for node in [*self._roots.values(), *self.nodes()]:
-            assert node.keys == sorted(node.children), f"unsorted keys below {node}"
-            assert all(key == child.tokens[: self.block_bytes] for key, child in node.children.items()), node
-            assert all(child.parent is node for child in node.children.values()), (
-                f"a child of {node} has another parent"
-            )
-            on_device = sum(child.tier is Tier.DEVICE for child in node.children.values())
-            assert on_device == node.num_device_children, f"device children of {node} are miscounted"
-            assert node.tier is Tier.DEVICE or not on_device, f"device blocks below the host node {node}"
             assert len(node.blocks) == -(-len(node.tokens) // self.block_bytes), f"tokens and blocks of {node} differ"
-            assert not node.children or len(node.tokens) % self.block_bytes == 0, f"children below the partial {node}"
+            if node.children or node.keys or node.num_device_children:
+                self._audit_children(node)
+
+    def _audit_children(self, node: Node) -> None:
+        assert node.keys == sorted(node.children), f"unsorted keys below {node}"
+        on_device = 0
+        for key, child in node.children.items():
+            assert key == child.tokens[: self.block_bytes], f"a child of {node} has a wrong key"
+            assert child.parent is node, f"a child of {node} has another parent"
+            on_device += child.tier is Tier.DEVICE
+        assert on_device == node.num_device_children, f"device children of {node} are miscounted"
+        assert node.tier is Tier.DEVICE or not on_device, f"device blocks below the host node {node}"
+        assert len(node.tokens) % self.block_bytes == 0, f"children below the partial {node}"

@@ -277,7 +277,7 @@ class KVManager:
         readers: NDArray[np.int64] = np.zeros(self.pool.num_blocks + 1, dtype=np.int64)
         for row in np.flatnonzero(self.tables.lengths):
             blocks = self.tables.of(Row(int(row)))
-            assert len(np.unique(blocks)) == len(blocks), f"a block is twice in the table of row {row}"
+            assert len(set(blocks.tolist())) == len(blocks), f"a block is twice in the table of row {row}"
             readers[blocks] += 1
         self.pool.audit_readers(readers)
         if self.tree is not None:

@@ -92,6 +92,11 @@ class BlockPool:
     def is_idle(self, block: BlockId) -> bool:
         return bool(self._cached[block]) and self._references[block] == 1
 
+    def idle_flags(self) -> list[bool]:
+        """By block id, for audits."""
+        flags: list[bool] = (self._cached & (self._references == 1)).tolist()
+        return flags
+
     def any_shared(self, blocks: IntArray) -> bool:
         return bool((self._references[blocks] > 1).any())
 

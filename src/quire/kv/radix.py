@@ -346,9 +346,11 @@ class RadixTree:
             blocks = [block for node in nodes for block in node.blocks.tolist()]
             assert len(set(blocks)) == len(blocks), f"a {tier.value} block is in the tree twice"
             assert len(blocks) == pool.num_cached, f"{tier.value}: {len(blocks)} blocks, {pool.num_cached} cached"
-            assert sum(map(pool.is_idle, blocks)) == pool.num_idle, f"idle {tier.value} blocks are not in the tree"
+            is_idle = pool.idle_flags()
+            num_idle = sum(is_idle[block] for block in blocks)
+            assert num_idle == pool.num_idle, f"idle {tier.value} blocks are not in the tree"
             for node in nodes:
-                idle = [pool.is_idle(block) for block in node.blocks.tolist()]
+                idle = [is_idle[block] for block in node.blocks.tolist()]
                 assert idle == sorted(idle), f"a held block below an idle one in {node}"
                 parent = node.parent
                 if not idle[0] and parent is not None and len(parent.blocks):

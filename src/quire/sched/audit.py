@@ -1,5 +1,7 @@
 """The invariants of a scheduler between two calls. Looks at every sequence: for tests and `quire check`."""
 
+import numpy as np
+
 from quire.core.request import Sequence, State
 from quire.core.step import StepPlan
 from quire.kv.manager import count_blocks
@@ -13,13 +15,14 @@ def audit(scheduler: Scheduler) -> None:
     books.seating.audit()
     seated = books.seating.seated
     running = [sequence for sequence in seated.values() if sequence.state is State.RUNNING]
+    resting = _resting(scheduler)
     for sequence in running:  # I7
         assert sequence.row is not None, sequence
         held = int(scheduler.kv.tables.lengths[sequence.row])
-        assert held == _blocks_planned(scheduler, sequence), f"{sequence} holds {held} blocks"
-    for row in range(scheduler.max_rows):  # I8
-        owns = scheduler.kv.tables.lengths[row] or scheduler.kv.promised[row]
-        assert row in seated or not owns, f"nobody sits in row {row}, which owns blocks"
+        planned = 0 if sequence.id in resting else _blocks_planned(scheduler, sequence)
+        assert held == planned, f"{sequence} holds {held} blocks, not {planned}"
+    for row in np.flatnonzero(scheduler.kv.tables.lengths + scheduler.kv.promised).tolist():  # I8
+        assert row in seated, f"nobody sits in row {row}, which owns blocks"
     _audit_families(scheduler)
     cruise = books.cruise
     cruising = [s for s in running if s.row is not None and cruise.cruises(s.row)]
@@ -28,7 +31,7 @@ def audit(scheduler: Scheduler) -> None:
     assert cruise.num_coasting == len(coasting), "coasting miscounted"
     working = {s.id for s in books.prefilling} | {s.id for s in books.tethered}
     unplanned = {s.id for s in running if s.num_planned < s.num_tokens}
-    assert working <= unplanned and unplanned - working <= _resting(scheduler), "somebody's tokens are forgotten"
+    assert working <= unplanned and unplanned - working <= resting, "somebody's tokens are forgotten"
     assert [s.id for s in books.prefilling] == sorted(s.id for s in books.prefilling), "prefills out of order"
 
 
@@ -36,18 +39,19 @@ def _audit_families(scheduler: Scheduler) -> None:
     """A family is in one place: it sits, waits in the queue, or waits for a prefix (I10)."""
     books = scheduler.books
     parked = {family.order for family in books.leaders.followers}
+    num_waiting = 0
     for family in books.families.values():
-        states = {member.state for member in family.members}
-        assert states != {State.FINISHED}, f"{family} is finished and not forgotten"
+        sits = finished = 0
         for member in family.members:
-            assert (member.row is None) == (member.state in (State.WAITING, State.FINISHED)), member
-        sits = bool(states & {State.RUNNING, State.LEAVING})
-        places = sits + (family in books.room) + (family.order in parked)
+            assert (member.row is None) == (member.state is State.WAITING or member.state is State.FINISHED), member
+            sits += member.row is not None
+            finished += member.finish_reason is not None
+        waits = family in books.room
+        num_waiting += waits
+        places = (sits > 0) + waits + (family.order in parked)
         assert places == 1, f"{family} is in {places} places"
-        whole = not family.finished or sits
-        assert whole, f"{family} waits and is finished"
-    waiting = sum(family in books.room for family in books.families.values())
-    assert waiting == len(books.room), "the waiting are miscounted"
+        assert sits or finished < len(family.members), f"{family} is finished and not forgotten"
+    assert num_waiting == len(books.room), "the waiting are miscounted"
 
 
 def audit_plan(scheduler: Scheduler, plan: StepPlan) -> None:
@@ -87,8 +91,6 @@ def _resting(scheduler: Scheduler) -> set[int]:
 
 
 def _blocks_planned(scheduler: Scheduler, sequence: Sequence) -> int:
-    """A table covers exactly what was computed or planned, or nothing yet."""
-    if sequence.id in _resting(scheduler):
-        return 0
+    """A table covers exactly what was computed or planned."""
     positions = scheduler.books.num_computed(sequence)
     return count_blocks(positions, scheduler.kv.block_size)
