@@ -48,8 +48,8 @@ def answers(folder: Path, **settings: object) -> Answers:
 
 @pytest.fixture(scope="module")
 def reference(folder: Path) -> Answers:
-    """One request at a time, one step at a time."""
-    return answers(folder, run_ahead=0, max_num_seqs=1)
+    """One request at a time (the one with two sequences takes both rows), one step at a time."""
+    return answers(folder, run_ahead=0, max_num_seqs=2, enable_prefix_caching=False)
 
 
 @pytest.mark.parametrize("run_ahead", [0, 1, 2])
