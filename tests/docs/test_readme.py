@@ -1,5 +1,6 @@
 """What the README shows is what happens: its Python runs, its commands and flags exist, its links lead somewhere."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -18,12 +19,24 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
 
 
-def test_the_python_example_runs(default_model_path: Path) -> None:
-    (code,) = blocks("python")
+def said_by(code: str) -> str:
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-2000:]
-    assert "Paris" in result.stdout
-    assert "length" in result.stdout
+    return result.stdout
+
+
+def test_the_first_python_example_runs(default_model_path: Path) -> None:
+    said = said_by(blocks("python")[0])
+    assert "Paris" in said and "length" in said
+
+
+def test_the_example_of_forks_runs(default_model_path: Path) -> None:
+    (code,) = blocks("python")[1:]
+    four, best, beam, *explained = said_by(code).splitlines()
+    assert len(ast.literal_eval(four.rpartition("] ")[0] + "]")) == 4
+    assert int(best.rpartition(" ")[2]) > 0, "the prompt was not found in the cache"
+    assert beam.startswith("[")
+    assert any("cache" in line or "cached" in line for line in explained), explained
 
 
 @pytest.mark.parametrize("command", re.findall(r"quire (\w+)[^\n`]*", "\n".join(blocks("bash"))))
@@ -34,7 +47,8 @@ def test_the_commands_exist(command: str) -> None:
 
 def test_the_flags_exist() -> None:
     flags = set(re.findall(r"--[a-z][a-z-]+", README))
-    commands = ("run", "chat", "serve", "models", "doctor", "check", "bench transformers")
+    commands = ("run", "chat", "serve", "models", "doctor", "check", "replay", "bench transformers", "bench scheduler",
+                "bench regimes")  # fmt: skip
     helps = "".join(CliRunner().invoke(app, [*command.split(), "--help"]).output for command in commands)
     assert flags, "the README shows no flags"
     assert {flag for flag in flags if flag not in helps} == set()

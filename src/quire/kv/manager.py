@@ -271,8 +271,8 @@ class KVManager:
         stop = len(node.path()) // TOKEN_BYTES
         return self._worth_keeping(max(stop - num_blocks * self.block_size, 0), stop)
 
-    def audit(self) -> None:
-        """References = readers, no block twice in a table, promises add up and can be kept."""
+    def audit(self, *, tree: bool = True) -> None:
+        """References = readers, no block twice in a table, promises add up and can be kept; perhaps the tree too."""
         self.pool.audit()
         readers: NDArray[np.int64] = np.zeros(self.pool.num_blocks + 1, dtype=np.int64)
         for row in np.flatnonzero(self.tables.lengths):
@@ -280,7 +280,7 @@ class KVManager:
             assert len(set(blocks.tolist())) == len(blocks), f"a block is twice in the table of row {row}"
             readers[blocks] += 1
         self.pool.audit_readers(readers)
-        if self.tree is not None:
+        if self.tree is not None and tree:
             self.tree.audit()
         assert self.num_promised == int(self.promised.sum()), "promises do not add up"
         assert self.promised.min() >= 0 and self.num_available >= 0, "more blocks are promised than can be had"

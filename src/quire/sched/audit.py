@@ -8,10 +8,10 @@ from quire.kv.manager import count_blocks
 from quire.sched.scheduler import Scheduler
 
 
-def audit(scheduler: Scheduler) -> None:
+def audit(scheduler: Scheduler, *, tree: bool = True) -> None:
     """Raise AssertionError at the first law that does not hold. The numbers are those of the promises (I1–I18)."""
     books = scheduler.books
-    scheduler.kv.audit()  # I1–I5
+    scheduler.kv.audit(tree=tree)  # I1–I5
     books.seating.audit()
     seated = books.seating.seated
     running = [sequence for sequence in seated.values() if sequence.state is State.RUNNING]

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from quire.core.ids import Row
-from quire.core.request import State
+from quire.core.request import Family, State
 from quire.core.step import Ended, FinishReason, Pending, Runner, StepLost, StepPlan, StepResult
 from quire.sched.audit import audit_plan
 from quire.sched.scheduler import Scheduler
@@ -28,6 +28,7 @@ class Chaos:
         self._flight = FlightWatch(block_size)
         self._silenced: set[Row] = set()  # rows that failed: inert until they leave
         self._known: set[int] = set()  # families that were seated
+        self.fresh: list[Family] = []  # those of them who were in this turn
         self.num_launched = 0
         self.num_tokens = self.num_moves = self.num_padding = self.num_absorbed = 0
         self.num_preemptions = 0  # before this turn
@@ -73,6 +74,7 @@ class Chaos:
                 deadline_s = family.request.deadline_s
                 assert deadline_s is None or self.now_s < deadline_s, f"{family} was seated after its deadline"
                 self._known.add(family.order)
+                self.fresh.append(family)
 
     def _raise_lost(self) -> None:
         lost, self.loses = self.loses, None

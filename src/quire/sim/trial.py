@@ -45,9 +45,9 @@ class Trial:
         self._num_moved = 0
         self._num_broken = 0
         self._families: list[Family] = []
+        self._tree_seen = (0, 0, -1)
         self._quiet_turns = 0
         self._latest_s = 0.0
-        self._seated: set[int] = set()
 
     def run(self) -> None:
         """Raise AssertionError at the first violation."""
@@ -65,7 +65,7 @@ class Trial:
             self._note_consequences()
             stirred = (self._chaos.num_launched, tally.lost_steps, len(self.events))
             if stirred != before or absorbed is not None:
-                audit(self.scheduler)
+                audit(self.scheduler, tree=self._tree_changed() or turns % _CONTENTS_EVERY == 0)
             if turns % _CONTENTS_EVERY == 0:
                 audit_contents(self.scheduler.kv, self._chaos.body)  # I5, I16
             turns += 1
@@ -82,6 +82,13 @@ class Trial:
         self._recount()
         for sequence, expected in self._expected.items():
             assert expected.num_terminal == 1, f"sequence {sequence} ended {expected.num_terminal} times"  # I12
+
+    def _tree_changed(self) -> bool:
+        """Whether the prefix tree, or what is held of it, is not what it was at the last look."""
+        kv = self.scheduler.kv
+        seen = (kv.pool.num_idle, kv.pool.num_cached, 0 if kv.tree is None else kv.tree.generation)
+        changed, self._tree_seen = seen != self._tree_seen, seen
+        return changed
 
     def _recount(self) -> None:
         """Counters equal a recount, and everybody is done (I10, I18)."""
@@ -216,12 +223,10 @@ class Trial:
 
     def _check_overtaking(self) -> None:
         """Nobody of the same class, tenant and lane is seated before one who came earlier and could choose (I14)."""
-        books = self.scheduler.books
-        seated = {s.family.order: s.family for s in books.seating.seated.values()}
-        fresh = [family for order, family in seated.items() if order not in self._seated]
+        fresh, self._chaos.fresh = self._chaos.fresh, []
         if not fresh:
             return
-        self._seated |= set(seated)
+        books = self.scheduler.books
         waiting = [f for f in books.families.values() if f in books.room and not _sat_or_followed(f)]
         for family in fresh:
             for other in waiting:
@@ -249,7 +254,8 @@ class Trial:
             expected = self._expected[sequence.id]
             self._expect_trouble(sequence, expected)
             self._terminate(sequence)
-        self._forget_finished()
+        if absorbed.finished:
+            self._forget_finished()
 
     def _expect_trouble(self, sequence: Sequence, expected: Expected) -> None:
         """Some may end otherwise than the closed form says, if something went wrong for them."""
