@@ -232,8 +232,8 @@ def test_a_higher_class_takes_a_seat_once_and_nobody_takes_it_back(depth: int, a
             waits = family.request.priority == 0 and not family.was_seated
             waited[family.request.id] = waited.get(family.request.id, 0) + waits
     assert all(family.finished for family in seen.values()) and len(seen) == 7
-    aged = ageing_s == 0.02  # so fast that who lost a seat soon stands before any class
-    assert aged or max(waited.values()) <= depth + 2, "a higher class did not get its seat"
+    # At 0.02 s whoever lost a seat soon stands before any class: still it does not keep the others from theirs.
+    assert max(waited.values()) <= depth + 2, "a higher class did not get its seat"
     assert [family.num_preemptions for family in seen.values() if family.request.priority == 0] == [0, 0, 0]
     tally = run.scheduler.books.tally
     assert 1 <= tally.preemptions == tally.seats_taken <= len(high)

@@ -54,15 +54,16 @@ class Admission:
         self.batch_size = 0  # of the sealed batch that runs
 
     def take_seats(self, now_s: float) -> None:
-        """Let the head of the queue have seats of lower classes, if it cannot sit otherwise."""
+        """Let the first of the highest class that waits have seats of lower classes, if it cannot sit otherwise.
+
+        Somebody of a lower class may have aged past it: that one has the next seat that comes free by itself.
+        """
         room = self._books.room
         if self._promised_to is not None and self._promised_to not in room:
             self._promised_to = None
         if not room or not self._pressure.outranks(room.best_class):
             return
-        family = next(room.candidates(now_s))
-        if not self._pressure.outranks(family.request.priority):
-            return
+        family = room.first_of_best(now_s)
         claim = self._claim(family)
         lacks = self._lacks(claim) is not None and self._follow(family, claim) is None
         shortage = self._books.kv.shortage(claim.match, claim.num_blocks)

@@ -244,6 +244,10 @@ class WaitingRoom:
         """The most important class that waits; somebody must."""
         return min(self._classes)
 
+    def first_of_best(self, now_s: float) -> Family:
+        """The first of the most important class, whoever has aged past it; somebody must wait."""
+        return self._tickets[self._classes[self.best_class].head(now_s).key.order].family
+
     def urgency(self, now_s: float) -> Urgency | None:
         head = self._head(now_s)
         return None if head is None else Urgency(head.key.aged_class, head.base_class)
