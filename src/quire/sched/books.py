@@ -162,7 +162,7 @@ class Books:
         del self.families[request.id]
         self.beams.forget(family)
         self.shares.depart(request.tenant)
-        reasons = ",".join(sorted({m.finish_reason.value for m in family.members if m.finish_reason is not None}))
+        reasons = ",".join(sorted({m.finish_reason.value for m in family.answers if m.finish_reason is not None}))
         family.note(Event(self.last_absorbed, What.FINISHED, detail=reasons))
 
     def wake(self, families: Iterable[Family]) -> None:
