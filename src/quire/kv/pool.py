@@ -36,6 +36,8 @@ class BlockPool:
 
     def share(self, blocks: IntArray) -> None:
         """One more reference to each of some distinct blocks."""
+        if not len(blocks):
+            return
         before = self._references[blocks]
         assert (before > 0).all(), blocks
         self.num_idle -= int(np.count_nonzero(self._cached[blocks] & (before == 1)))
@@ -98,10 +100,10 @@ class BlockPool:
         return flags
 
     def any_shared(self, blocks: IntArray) -> bool:
-        return bool((self._references[blocks] > 1).any())
+        return len(blocks) > 0 and bool((self._references[blocks] > 1).any())
 
     def count_idle(self, blocks: IntArray) -> int:
-        return int(np.count_nonzero(self._cached[blocks] & (self._references[blocks] == 1)))
+        return 0 if not len(blocks) else int(np.count_nonzero(self._cached[blocks] & (self._references[blocks] == 1)))
 
     def count_readers(self, blocks: IntArray, counts: NDArray[np.int64]) -> int:
         """How many of some distinct blocks have no other readers than the `counts` given."""

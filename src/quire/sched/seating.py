@@ -15,6 +15,7 @@ from quire.core.step import FinishReason, StepResult
 from quire.sched.tokenlog import TokenLog
 
 NOBODY = -1
+_NOTHING: IntArray = np.empty(0, dtype=np.int32)
 
 
 class Seating:
@@ -111,11 +112,13 @@ class Seating:
         row = sequence.row
         assert row is not None, sequence
         del self.seated[row]
-        self._classes[sequence.request.priority] -= 1
-        self._classes += Counter()  # drops the zeros
+        priority = sequence.request.priority
+        self._classes[priority] -= 1
+        if not self._classes[priority]:
+            del self._classes[priority]
         self.row_sequence[row] = NOBODY
         self._free.append(row)
-        sequence.release(self._log.gather(row, sequence.seated_step))
+        sequence.release(_NOTHING if sequence.finished else self._log.gather(row, sequence.seated_step))
 
     def swap(self, sequence: Sequence) -> None:
         """The runner is to forget what it knows of this row: it will be told anew."""
