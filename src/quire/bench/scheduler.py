@@ -30,7 +30,7 @@ ROWS = (16, 64, 256, 1024, 4096)
 WAITING = (0, 100, 10_000, 100_000)
 TURNOVERS = (0.0, 0.01)
 ROUND = 64  # timed steps
-_WARM = 8  # untimed steps at the beginning of a round: somebody else's data is in the processor's caches
+WARM = 32  # untimed steps at the beginning of a round: the other settings' data is in the processor's caches
 _BLOCK = 16
 _PROMPT = 64  # tokens, and up to a block more
 _CACHED = 512  # tokens of a text that lies in the cache when the measurement begins
@@ -75,7 +75,7 @@ def measure(
     stands = []
     for setting in settings:
         say(f"building {setting.rows} rows, {setting.waiting} waiting, {setting.turnover:.0%} turnover")
-        stands.append(Stand(setting, prompts, meter, num_steps=(rounds + 1) * (ROUND + _WARM)))
+        stands.append(Stand(setting, prompts, meter, num_steps=(rounds + 1) * (ROUND + WARM)))
     lines = [Line(setting) for setting in settings]
     gc.collect()
     gc.freeze()
@@ -157,7 +157,7 @@ class Stand:
 
     def round(self) -> None:
         """The meter says what it cost."""
-        for _ in range(_WARM):
+        for _ in range(WARM):
             self._turn()
         self._meter.clear()
         for _ in range(ROUND):

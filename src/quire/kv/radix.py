@@ -296,9 +296,9 @@ class RadixTree:
     def _forget(self, node: Node, step: int, by: RequestId | None, felled: list[IntArray] | None = None) -> None:
         """Drop a node, and remember it as evicted."""
         if len(node.tokens) >= self._forest.block_bytes:
-            path = node.path()
-            first_end = len(path) - len(node.tokens) + self._forest.block_bytes
-            self._ghosts.remember(node.partition, path[:first_end], step, by)
+            assert node.parent is not None, "a root stays"
+            path = node.parent.path() + node.tokens[: self._forest.block_bytes]  # the rest has long left the caches
+            self._ghosts.remember(node.partition, path, step, by)
         self._remove(node, felled)
 
     def _remove(self, node: Node, felled: list[IntArray] | None = None) -> None:
