@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from quire.core.errors import QueueFull
 from quire.core.ids import RequestId
 from quire.core.request import State
 from quire.core.step import FinishReason, StepResult
@@ -156,3 +157,28 @@ def test_the_regimes_are_those_of_the_arc(
     assert (regime.chunked, regime.prefix) == (chunked, prefix)
     assert (regime.window_s > 0) == (name == "dynamic")
     assert Policy().regime is REGIMES["prefix"]
+
+
+def test_no_memory_ends_somebody_who_was_seated() -> None:
+    """The one who waits could become the largest, but the step that was too large was not its own."""
+    bench = Bench(blocks=400, rows=2)
+    small, large = bench.add([1] * 8, 20), bench.add([2] * 40, 40)
+    bench.turn()
+    waiting = bench.add([3], 900)
+    bench.turn()
+    bench.scheduler.lose_steps(keep_cache=True)
+    bench.scheduler.fail_largest()
+    assert large.finish_reason is FinishReason.ERROR
+    assert waiting.finish_reason is None and small.finish_reason is None
+
+
+def test_followers_count_among_the_waiting_tokens() -> None:
+    bench = Bench(oracle=True, budget=9, policy=replace(OPTIMISTIC, max_waiting_tokens=20), depth=1)
+    bench.add(LONG, 5)
+    bench.turn()
+    bench.add(LONG, 5)
+    bench.turn()
+    assert bench.scheduler.books.leaders.num_followers == 1
+    with pytest.raises(QueueFull):
+        bench.add(LONG, 5)
+    bench.run()

@@ -42,7 +42,7 @@ class Forks:
         owner = owner_of(sibling)
         if sibling.num_tokens > len(sibling.request.prompt):
             match = self._kv.match(owner, sibling.tokens, sibling.num_tokens - 1)
-            if match is not None and match.num_tokens > num_shared:
+            if match is not None and self._kv.num_found(match) > num_shared:
                 promised = int(self._kv.promised[sibling.row])
                 num_shared_full = num_shared // self._kv.block_size
                 num_more = promised + num_shared_full - len(match.blocks)

@@ -90,6 +90,11 @@ class Leaders:
         return sum(map(len, self._by_start.values()))
 
     @property
+    def num_waiting_tokens(self) -> int:
+        """Of the prompts of those who follow."""
+        return sum(len(family.request.prompt) for family in self._followers.values())
+
+    @property
     def num_followers(self) -> int:
         return len(self._followers)
 

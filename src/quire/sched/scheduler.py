@@ -98,9 +98,10 @@ class Scheduler:
         most, most_tokens = self.policy.max_waiting, self.policy.max_waiting_tokens
         if most is not None and self.num_waiting >= most:
             raise QueueFull(self.num_waiting, most, "requests")
-        num_tokens = self.books.room.num_tokens
-        if most_tokens is not None and num_tokens and num_tokens + len(request.prompt) > most_tokens:
-            raise QueueFull(num_tokens, most_tokens, "prompt tokens")
+        if most_tokens is not None:
+            num_tokens = self.books.room.num_tokens + self.books.leaders.num_waiting_tokens
+            if num_tokens and num_tokens + len(request.prompt) > most_tokens:
+                raise QueueFull(num_tokens, most_tokens, "prompt tokens")
         family = Family(request, self._next_sequence, now_s)
         self._next_sequence += request.num_sequences
         self.books.enter(family)
@@ -323,9 +324,10 @@ class Scheduler:
             self.kv.lose()
 
     def fail_largest(self) -> None:
-        """There was no memory for a step: the family that holds most blocks ends, so that the others can go on."""
-        waiting = [family for family in self.books.families.values() if not family.finished]
-        largest = max(waiting, key=lambda family: (most_blocks(family.request, 1), family.order), default=None)
+        """There was no memory for a step: the largest family that was seated ends, so that the others can go on."""
+        here = [family for family in self.books.families.values() if not family.finished]
+        seated = [family for family in here if family.was_seated] or here
+        largest = max(seated, key=lambda family: (most_blocks(family.request, 1), family.order), default=None)
         if largest is not None:
             self._end_early(largest, FinishReason.ERROR)
 
