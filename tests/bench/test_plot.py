@@ -25,7 +25,8 @@ def test_an_svg_draws_each_curve_over_a_doubling_axis() -> None:
 
 
 def test_one_point_is_a_picture_too() -> None:
-    Tree.fromstring(svg("one", "rows", "µs", [Curve("alone", (Point(16, 0.5),))]))
+    picture = Tree.fromstring(svg("one", "rows", "µs", [Curve("alone", (Point(16, 0.5),))]))
+    assert "alone" in {text.text for text in picture.findall(f"{SPACE}text")}
 
 
 def test_bars_are_as_long_as_their_values() -> None:

@@ -27,7 +27,7 @@ Demote = Callable[[Node, int], bool]  # shall the last so many blocks of this no
 
 
 class RadixTree:
-    """All cached prefixes. `generation` changes with what a match may find: until then a match may be kept."""
+    """All cached prefixes. `generation` changes with what a match may find."""
 
     __slots__ = (
         "_clock",
