@@ -18,7 +18,8 @@ from quire.core.ids import RequestId
 from quire.core.sampling import SamplingParams
 from quire.engine.build import Built, Watch, build
 from quire.engine.delta_stream import DeltaStream
-from quire.engine.front import Front, Prompt, as_list
+from quire.engine.front import Prompt, as_list
+from quire.engine.local import LocalFront
 from quire.engine.outputs import Delta, RequestOutput
 from quire.engine.terms import Terms, TermsSaid
 from quire.engine.ticket import Ticket
@@ -96,7 +97,7 @@ class LLM:
         self._abandoned: deque[Ticket] = deque()
 
     @property
-    def front(self) -> Front:
+    def front(self) -> LocalFront:
         return self.built.front
 
     def get_tokenizer(self) -> Tokenizer:

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.core.errors import ContextLengthExceeded, InvalidParameter, InvalidPrompt, NeverFits, QuireError
-from quire.core.ids import RequestId
 from quire.core.request import BeamParams, EarlyStopping, Request
 from quire.core.sampling import MAX_SEQUENCES, SamplingParams
 from quire.engine.door import Door
+from quire.engine.messages import Order
 from quire.engine.terms import Terms
 from quire.sched.reserve import most_blocks
 from tests.engine.junk import junk
@@ -23,7 +23,7 @@ ROOMY = Door(vocab_size=VOCAB, end_ids=(2,), max_length=64, max_rows=8, num_bloc
 
 def admit(prompt: object, door: Door = DOOR, **params: object) -> Request:
     settings = {"max_tokens": 4} | params
-    return door.admit(RequestId(0), prompt, SamplingParams(**settings), (), fresh_seed=9)  # type: ignore[arg-type]
+    return door.admit(Order(0, prompt, SamplingParams(**settings)), fresh_seed=9)  # type: ignore[arg-type]
 
 
 def refusal(kind: type[QuireError], prompt: object = (5, 6), door: Door = DOOR, **params: object) -> QuireError:
@@ -171,14 +171,14 @@ def test_what_best_of_compares_is_asked_for_and_nothing_else():
 
 def test_terms_reach_the_request():
     terms = Terms(priority=-3, tenant="t", cache_salt="s", timeout_s=2.5)
-    request = ROOMY.admit(RequestId(0), [5], SamplingParams(), (), 0, terms, now_s=10.0)
+    request = ROOMY.admit(Order(0, [5], SamplingParams(), terms=terms), 0, now_s=10.0)
     assert (request.priority, request.tenant, request.deadline_s) == (-3, "t", 12.5)
     assert request.partition == terms.partition
 
 
 def test_a_bad_word_of_too_many_tokens():
     with pytest.raises(InvalidParameter, match="33 tokens"):
-        DOOR.admit(RequestId(0), [5], SamplingParams(max_tokens=2), [tuple(range(33))], fresh_seed=0)
+        DOOR.admit(Order(0, [5], SamplingParams(max_tokens=2), (tuple(range(33)),)), fresh_seed=0)
 
 
 @given(prompt=st.lists(junk, max_size=70))
@@ -196,7 +196,7 @@ def test_any_prompt_is_admitted_or_refused(prompt):
 def test_any_parameters_are_admitted_or_refused(values):
     try:
         params = SamplingParams(**values)
-        request = ROOMY.admit(RequestId(0), [5], params, (), fresh_seed=0)
+        request = ROOMY.admit(Order(0, [5], params), fresh_seed=0)
     except QuireError as error:
         assert error.message and len(error.message) < 400
     else:

@@ -7,6 +7,7 @@ from quire.core.sampling import SamplingParams
 from quire.core.step import StepPlan
 from quire.engine.door import Door
 from quire.engine.engine import Engine
+from quire.engine.messages import Order
 from quire.kv.manager import KVManager
 from quire.sched.scheduler import Scheduler
 from quire.sim.rows import Done
@@ -31,7 +32,7 @@ def test_a_failed_step_is_the_end_of_an_engine_and_it_says_why() -> None:
     door = Door(vocab_size=50, end_ids=(), max_length=100, max_rows=2, num_blocks=10, block_size=4)
     scheduler = Scheduler(KVManager(10, 4, 2), max_rows=2, max_step_tokens=8)
     engine = Engine(scheduler, runner, door, depth=0, seed=0, clock=lambda: 0.0)
-    engine.submit([1, 2], SamplingParams(max_tokens=5))
+    engine.submit(Order(0, [1, 2], SamplingParams(max_tokens=5)))
     assert engine.turn() is not None
     runner.broken = True
     with pytest.raises(MemoryError):
@@ -39,4 +40,4 @@ def test_a_failed_step_is_the_end_of_an_engine_and_it_says_why() -> None:
     with pytest.raises(EngineFailed, match="out of memory"):
         engine.turn()
     with pytest.raises(EngineFailed, match="load the model again"):
-        engine.submit([1], SamplingParams())
+        engine.submit(Order(1, [1], SamplingParams()))

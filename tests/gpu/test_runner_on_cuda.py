@@ -8,7 +8,7 @@ import torch
 from quire.core.sampling import SamplingParams
 from quire.engine.door import Door
 from quire.engine.engine import Engine
-from quire.engine.front import Front
+from quire.engine.local import LocalFront
 from quire.engine.oracle import torch_oracle
 from quire.formats.shapes import SHAPES
 from quire.kernels.reference import ReferenceKernels
@@ -37,7 +37,7 @@ def _greedy(device: str, prompts: list[list[int]]) -> list[list[int]]:
     runner = ModelRunner(model, kv, max_rows=8, max_length=256)
     door = Door(spec.vocab_size, (), 256, 8, NUM_BLOCKS, BLOCK_SIZE)
     scheduler = Scheduler(KVManager(NUM_BLOCKS, BLOCK_SIZE, 8), max_rows=8, max_step_tokens=32)
-    front = Front(Engine(scheduler, runner, door, depth=1, seed=0, clock=lambda: 0.0), None)
+    front = LocalFront(Engine(scheduler, runner, door, depth=1, seed=0, clock=lambda: 0.0), None)
     params = SamplingParams(temperature=0, max_tokens=8)
     tickets = [front.submit(prompt, params) for prompt in prompts]
     while not all(ticket.finished for ticket in tickets):

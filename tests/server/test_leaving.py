@@ -13,7 +13,7 @@ import pytest
 from quire.core.errors import EngineFailed, InvalidPrompt
 from quire.core.sampling import SamplingParams
 from quire.engine.build import Built
-from quire.engine.front import Front
+from quire.engine.local import LocalFront
 from quire.engine.terms import Terms
 from quire.server.app import make_app
 from quire.server.service import Service
@@ -79,7 +79,7 @@ class Breaking:
 
 def test_a_request_that_trips_does_not_take_others_along_and_a_broken_engine_says_so() -> None:
     async def story() -> list[int]:
-        front = cast(Front, Breaking())
+        front = cast(LocalFront, Breaking())
         service = Service(front)
         app = make_app(cast(Built, SimpleNamespace(name="m", front=front)), service)
         service.start()

@@ -108,6 +108,11 @@ class SamplingParams:
         return self.use_beam_search or self.num_sequences > self.n
 
     @property
+    def scored(self) -> bool:
+        """Whether every token comes with its log-probability: it was asked for, or best_of compares them."""
+        return self.logprobs is not None or (self.chooses and not self.use_beam_search)
+
+    @property
     def stop_strings(self) -> tuple[str, ...]:
         if self.stop is None:
             return ()
@@ -162,7 +167,7 @@ def row_sampling(
         early = set(ends) if params.min_tokens > 0 else set()
         _check_some_left(set(allowed_ids) - early - {word[0] for word in forbidden if len(word) == 1})
     biased = _token_ids("logit_bias", params.logit_bias or (), vocab_size)
-    hidden = params.logprobs is None and params.chooses and not params.use_beam_search  # best_of compares them
+    hidden = params.scored and params.logprobs is None
     return RowSampling(
         temperature=float(params.temperature),
         top_k=0 if params.top_k == -1 or params.top_k >= vocab_size else params.top_k,

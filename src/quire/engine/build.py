@@ -16,7 +16,7 @@ from quire.core.model import ModelSpec
 from quire.engine.costs import first_costs
 from quire.engine.door import Door
 from quire.engine.engine import Engine
-from quire.engine.front import Front
+from quire.engine.local import LocalFront
 from quire.engine.machine import inspect, pick_device
 from quire.formats.checkpoint import Checkpoint, Source
 from quire.formats.huggingface import open_folder
@@ -69,7 +69,7 @@ class Built:
 
     name: str
     engine: Engine
-    front: Front
+    front: LocalFront
     tokenizer: Tokenizer | None
     checkpoint: Checkpoint
     resolved: Resolved
@@ -111,7 +111,7 @@ def build(config: EngineConfig, watch: Watch | None = None) -> Built:
     watch.done("kv cache", _describe_cache(resolved))
     warm_up(model, stores)
     watch.done("warm-up", choice.reason)
-    front = Front(engine, tokenizer)
+    front = LocalFront(engine, tokenizer)
     return Built(name, engine, front, tokenizer, checkpoint, resolved, machine, dtype, choice.reason)
 
 

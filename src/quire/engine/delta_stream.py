@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from quire.engine.front import Front
+from quire.engine.local import LocalFront
 from quire.engine.outputs import Delta
 from quire.engine.ticket import Ticket
 
@@ -11,7 +11,7 @@ from quire.engine.ticket import Ticket
 class DeltaStream(Iterator[Delta]):
     """The deltas of a request, in order. Closing it, or letting go of it, gives the request up."""
 
-    def __init__(self, front: Front, ticket: Ticket, turn: Callable[[], object], abandoned: deque[Ticket]) -> None:
+    def __init__(self, front: LocalFront, ticket: Ticket, turn: Callable[[], object], abandoned: deque[Ticket]) -> None:
         self._front = front
         self._ticket = ticket
         self._turn = turn  # must `put` what it brings for this request

@@ -13,7 +13,7 @@ from quire.core.errors import ContextLengthExceeded, InvalidParameter, InvalidPr
 from quire.core.ids import IntArray, RequestId
 from quire.core.request import BeamParams, EarlyStopping, Request
 from quire.core.sampling import SamplingParams, row_sampling
-from quire.engine.terms import USUAL, Terms
+from quire.engine.messages import Order
 from quire.sched.beam import BeamSearch
 from quire.sched.reserve import most_blocks
 
@@ -35,28 +35,20 @@ class Door:
     num_blocks: int
     block_size: int
 
-    def admit(
-        self,
-        request_id: RequestId,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        bad_words: Sequence[tuple[int, ...]],
-        fresh_seed: int,
-        terms: Terms = USUAL,
-        now_s: float = 0.0,
-    ) -> Request:
+    def admit(self, order: Order, fresh_seed: int, now_s: float = 0.0) -> Request:
         """A valid request, or a `QuireError` that says with numbers why not."""
-        tokens = self._checked_prompt(prompt)
+        params, terms = order.params, order.terms
+        tokens = self._checked_prompt(order.prompt)
         self._check_rows(params)
         sampling = row_sampling(
             params,
             vocab_size=self.vocab_size,
             end_ids=self.end_ids,
-            bad_words=bad_words,
+            bad_words=order.bad_words,
             fresh_seed=fresh_seed,
         )
         request = Request(
-            request_id,
+            RequestId(order.number),
             tokens,
             max_tokens=params.max_tokens or 1,
             sampling=sampling,

@@ -2,18 +2,18 @@
 
 import random
 from collections.abc import Callable
-from collections.abc import Sequence as Many
 
 from quire.core.errors import EngineFailed, InvalidParameter
 from quire.core.ids import RequestId
-from quire.core.request import Family, Sequence
-from quire.core.sampling import MAX_SEED, SamplingParams
+from quire.core.request import Family
+from quire.core.sampling import MAX_SEED
 from quire.core.step import FinishReason, Runner
 from quire.engine.door import Door
-from quire.engine.terms import USUAL, Terms
+from quire.engine.messages import Accepted, Order, Progress
+from quire.engine.reporter import Reporter
 from quire.sched.explain import Explanation, explain
 from quire.sched.loop import Loop
-from quire.sched.scheduler import Absorbed, Scheduler
+from quire.sched.scheduler import Scheduler
 
 MOST_REMEMBERED = 100  # finished requests that can still be explained
 
@@ -29,35 +29,21 @@ class Engine:
         self.clock = clock
         self._loop = Loop(scheduler, runner, depth, clock)
         self._seeds = random.Random(seed)
-        self._next_request = 0
+        self._reporter = Reporter()
         self._latest: dict[RequestId, Family] = {}
         self._failure: str | None = None
 
-    def submit(
-        self,
-        prompt: Many[int],
-        params: SamplingParams,
-        bad_words: Many[tuple[int, ...]] = (),
-        terms: Terms = USUAL,
-    ) -> Family:
+    def submit(self, order: Order) -> Accepted:
         """Queue a request. A `QuireError` means that nothing happened."""
         self._check_alive()
         now_s = self.clock()
-        request = self.door.admit(
-            RequestId(self._next_request),
-            prompt,
-            params,
-            bad_words,
-            self._seeds.randint(0, MAX_SEED),
-            terms,
-            now_s,
-        )
-        self._next_request += 1
+        request = self.door.admit(order, self._seeds.randint(0, MAX_SEED), now_s)
         family = self.scheduler.add(request, now_s)[0].family
+        self._reporter.expect(family)
         self._latest[request.id] = family
         if len(self._latest) > MOST_REMEMBERED:
             del self._latest[next(iter(self._latest))]
-        return family
+        return Accepted(order.number, family.members[0].id, self.scheduler.books.last_absorbed + 1)
 
     def explain(self, request_id: RequestId) -> Explanation:
         """The story of a request that is here, or is among the latest that were."""
@@ -69,22 +55,27 @@ class Engine:
             )
         return explain(family, books.stalls, books.last_planned + 1)
 
-    def abort(self, request_id: RequestId) -> None:
+    def abort(self, number: int) -> None:
         """Legal in every state, and twice."""
-        self.scheduler.abort(request_id)
+        for sequence in self.scheduler.abort(RequestId(number)):
+            self._reporter.forget(sequence)
 
-    def stop(self, sequence: Sequence) -> None:
-        """A stop string came in the text of this sequence."""
-        self.scheduler.finish(sequence, FinishReason.STOP)
+    def stop(self, number: int, index: int) -> None:
+        """A stop string came in the text of this continuation. It may be over already."""
+        family = self.scheduler.books.families.get(RequestId(number))
+        if family is not None:
+            self.scheduler.finish(family.members[index], FinishReason.STOP)
+            self._reporter.forget(family.members[index])
 
-    def turn(self) -> Absorbed | None:
+    def turn(self) -> Progress | None:
         """One turn of the loop; None if no step was absorbed."""
         self._check_alive()
         try:
-            return self._loop.turn()
+            absorbed = self._loop.turn()
         except BaseException as error:  # a step was planned and not taken in: scheduler and runner are at odds
             self._failure = f"{type(error).__name__}: {error}"
             raise
+        return None if absorbed is None else self._reporter.report(absorbed)
 
     def _check_alive(self) -> None:
         if self._failure is not None:

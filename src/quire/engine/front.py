@@ -1,21 +1,44 @@
-"""The front: owns text. Turns prompts into ids, absorbed tokens into text, and stop strings into orders to stop."""
+"""The front: owns text. Turns prompts into orders, the engine's words into text, and stop strings into orders to stop.
 
-from collections.abc import Mapping, Sequence
+Knows no engine: whoever holds both carries the words from one to the other. Not safe for several threads at once.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from quire.core.errors import InvalidParameter, InvalidPrompt, NoTokenizer, shown
-from quire.core.ids import SequenceId
 from quire.core.sampling import SamplingParams
 from quire.core.step import FinishReason, PromptLogprobs
-from quire.engine.engine import Engine
+from quire.engine.messages import Accepted, Begun, Order, Progress
 from quire.engine.outputs import Delta, Logprob, RequestMetrics
 from quire.engine.terms import USUAL, Terms
 from quire.engine.ticket import Ticket
 from quire.engine.transcript import Transcript, logprob_entry
-from quire.sched.scheduler import Absorbed
 from quire.text.stop import StopStrings
 from quire.text.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, object] | Sequence[int]
+
+
+class Opened(NamedTuple):
+    """A request begun: what to send the engine, and what the caller will read."""
+
+    order: Order
+    ticket: Ticket
+
+
+class Stop(NamedTuple):
+    """An order to stop one continuation: its stop string came."""
+
+    number: int
+    continuation: int
+
+
+class Heard(NamedTuple):
+    """What each who listens gained, and each who finished; and what the engine must be told."""
+
+    deltas: list[Delta]
+    stops: list[Stop]
 
 
 def as_list(ids: object) -> object:
@@ -24,21 +47,20 @@ def as_list(ids: object) -> object:
 
 
 class Front:
-    """Text in, text out, over one engine."""
+    """Text in, text out."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer | None) -> None:
-        self._engine = engine
+    def __init__(self, tokenizer: Tokenizer | None, clock: Callable[[], float]) -> None:
+        self.now = clock  # metrics are read on it, in seconds
         self._tokenizer = tokenizer
-        self._transcripts: dict[SequenceId, Transcript] = {}
-        self._tickets: dict[SequenceId, Ticket] = {}
-        self._awaiting_first: set[SequenceId] = set()  # no token yet
-        self._choosing: set[str] = set()  # requests whose continuations are compared at the end
+        self._next_number = 0
+        self._tickets: dict[int, Ticket] = {}
+        self._transcripts: dict[int, Transcript] = {}  # by sequence, as the engine numbers them
+        self._sequences: dict[int, tuple[int, ...]] = {}  # of each request that the engine has accepted
+        self._choosing: set[int] = set()  # requests whose continuations are compared at the end
         self._num_listening = 0
 
-    def submit(
-        self, prompt: Prompt, params: SamplingParams, *, terms: Terms = USUAL, streaming: bool = False
-    ) -> Ticket:
-        """Queue a prompt: text, token ids, or {"prompt_token_ids": ids}."""
+    def open(self, prompt: Prompt, params: SamplingParams, *, terms: Terms = USUAL, streaming: bool = False) -> Opened:
+        """Begin with a prompt: text, token ids, or {"prompt_token_ids": ids}."""
         if not isinstance(params, SamplingParams):
             raise InvalidParameter(
                 f"sampling_params must be a SamplingParams, not {shown(params)}.", param="sampling_params"
@@ -46,51 +68,89 @@ class Front:
         text, ids = self.encode(prompt)
         if params.stop_strings and self._tokenizer is None:
             raise NoTokenizer("use stop_token_ids instead of stop strings")
+        number = self._next_number
+        order = Order(number, ids, params, tuple(self._spell(params.bad_words or ())), terms)
         stop_strings = StopStrings(params.stop_strings)
-        family = self._engine.submit(ids, params, self._spell(params.bad_words or ()), terms)
-        request_id = str(family.request.id)
-        try:
-            transcripts = tuple(
-                Transcript(request_id, each, params, self._tokenizer, stop_strings=stop_strings, streaming=streaming)
-                for each in family.answers
+        num_answers = params.n if params.use_beam_search else params.num_sequences
+        transcripts = tuple(
+            Transcript(
+                str(number),
+                index,
+                params,
+                self._tokenizer,
+                prompt_ids=ids,
+                stop_strings=stop_strings,
+                streaming=streaming,
             )
-        except BaseException:
-            self._engine.abort(family.request.id)
-            raise
-        metrics = RequestMetrics(family.arrived_s, self._engine.scheduler.books.last_absorbed + 1)
+            for index in range(num_answers)
+        )
         scores: list[dict[int, Logprob] | None] | None = None
         if params.prompt_logprobs is not None:
             scores = [None] * len(ids)
-        ticket = Ticket(request_id, text, ids, params, family, metrics, transcripts, scores)
+        ticket = Ticket(number, text, ids, params, RequestMetrics(self.now(), 0), transcripts, scores)
+        self._next_number += 1
+        self._tickets[number] = ticket
         if params.chooses:
-            self._choosing.add(request_id)
-        for transcript in transcripts:
-            self._transcripts[transcript.sequence.id] = transcript
-            self._tickets[transcript.sequence.id] = ticket
-            self._awaiting_first.add(transcript.sequence.id)
-            self._num_listening += transcript.listening
-        return ticket
+            self._choosing.add(number)
+        return Opened(order, ticket)
 
-    def abort(self, ticket: Ticket) -> None:
-        """Give up a request; what it has so far stays readable."""
-        self._engine.abort(ticket.family.request.id)
+    def accept(self, accepted: Accepted) -> None:
+        """The engine has queued a request. Whoever opened it may have dropped it since."""
+        ticket = self._tickets.get(accepted.number)
+        if ticket is None:
+            return
+        ticket.metrics.arrival_step = accepted.step
+        names = range(accepted.first_sequence, accepted.first_sequence + len(ticket.transcripts))
+        self._sequences[accepted.number] = tuple(names)
+        for name, transcript in zip(names, ticket.transcripts, strict=True):
+            self._transcripts[name] = transcript
+            self._num_listening += transcript.listening
+
+    def drop(self, ticket: Ticket) -> None:
+        """Give up a request, in any state; what it has so far stays readable. Its order was refused, or must be
+        aborted."""
         for transcript in ticket.transcripts:
             if transcript.finish_reason is None:
-                self._close(transcript, FinishReason.ABORT)
-        self._choosing.discard(ticket.request_id)
+                transcript.close(FinishReason.ABORT)
+        if self._tickets.pop(ticket.number, None) is not None:
+            ticket.metrics.finished_s = self.now()
+            for name in self._sequences.pop(ticket.number, ()):
+                self._forget(name)
+        self._choosing.discard(ticket.number)
 
-    def turn(self) -> list[Delta]:
-        """One turn of the engine; what each who listens gained by it, and each who finished."""
-        absorbed = self._engine.turn()
-        return [] if absorbed is None else self._read(absorbed)
-
-    @property
-    def idle(self) -> bool:
-        return self._engine.idle
-
-    def now(self) -> float:
-        """The clock that metrics are read on, in seconds."""
-        return self._engine.clock()
+    def hear(self, progress: Progress) -> Heard:
+        """What a turn of the engine means to those who wait. Sequences that nobody waits for any more are ignored."""
+        for begun in progress.begun:
+            self._note_first_token(begun)
+        for name, scores in progress.prompt_logprobs.items():
+            if name in self._transcripts:
+                self._note_prompt_logprobs(name, scores)
+        deltas: dict[int, Delta] = {}
+        stops: list[Stop] = []
+        ended = {over.sequence: over for over in progress.ended if over.sequence in self._transcripts}
+        closed: list[int] = []
+        if self._num_listening:
+            for name, token in zip(progress.sequences.tolist(), progress.tokens.tolist(), strict=True):
+                transcript = self._transcripts.get(name)
+                if transcript is None or not transcript.listening:
+                    continue
+                over = ended.get(name)
+                deltas[name] = transcript.push(
+                    token, progress.logprobs.get(name), None if over is None else over.reason
+                )
+                if transcript.stopped and over is None:
+                    stops.append(Stop(int(deltas[name].request_id), transcript.index))
+                    deltas[name] = deltas[name].then(transcript.close(FinishReason.STOP))
+                    closed.append(name)
+        for name, over in ended.items():
+            last = self._transcripts[name].end(over)
+            deltas[name] = deltas[name].then(last) if name in deltas else last
+            self._tickets[over.number].metrics.num_preemptions = over.num_preemptions
+            closed.append(name)
+        finished = self._settle({int(deltas[name].request_id) for name in closed}, progress.step)
+        for name in closed:
+            self._forget(name)
+        return Heard(self._told(deltas, finished), stops)
 
     def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """A prompt's text, if it came as text, and its ids."""
@@ -130,83 +190,42 @@ class Front:
                 spellings.add(tuple(self._tokenizer.encode(form, add_special_tokens=False)))
         return sorted(spellings)
 
-    def _read(self, absorbed: Absorbed) -> list[Delta]:
-        deltas: dict[SequenceId, Delta] = {}
-        if self._awaiting_first:
-            self._note_first_tokens(absorbed)
-        for sequence_id, scores in absorbed.prompt_logprobs.items():
-            if sequence_id in self._tickets:  # a beam that nobody listens to may compute the prompt again
-                self._note_prompt_logprobs(self._tickets[sequence_id], scores)
-        ended = self._ended(absorbed)
-        if self._num_listening:
-            for number, token in zip(absorbed.sequences.tolist(), absorbed.tokens.tolist(), strict=True):
-                sequence_id = SequenceId(number)
-                transcript = self._transcripts[sequence_id]
-                if not transcript.listening:
-                    continue
-                scored = absorbed.logprobs.get(sequence_id)
-                deltas[sequence_id] = transcript.push(token, scored, ended.get(sequence_id))
-                if transcript.stopped and sequence_id not in ended:
-                    self._engine.stop(transcript.sequence)
-                    ended[sequence_id] = FinishReason.STOP
-        tickets = {self._tickets[sequence_id].request_id: self._tickets[sequence_id] for sequence_id in ended}
-        for sequence_id, reason in ended.items():
-            last = self._close(self._transcripts[sequence_id], reason)
-            deltas[sequence_id] = deltas[sequence_id].then(last) if sequence_id in deltas else last
-        return self._told(deltas, tickets)
+    def _settle(self, numbers: set[int], step: int) -> list[Ticket]:
+        """Those of these requests that are finished now."""
+        finished = [ticket for number in numbers if (ticket := self._tickets[number]).finished]
+        for ticket in finished:
+            del self._tickets[ticket.number], self._sequences[ticket.number]
+            ticket.metrics.finished_s = self.now()
+            ticket.metrics.finished_step = step
+            if ticket.params.use_beam_search:
+                ticket.metrics.first_token_s = ticket.metrics.finished_s
+        return finished
 
-    def _ended(self, absorbed: Absorbed) -> dict[SequenceId, FinishReason]:
-        """Who ended, of those who are listened to. Beams end together, those without a result too."""
-        ended: dict[SequenceId, FinishReason] = {}
-        for sequence in absorbed.finished:
-            family = sequence.family
-            for member in (sequence,) if family.request.beam is None else family.answers:
-                if member.id in self._transcripts and member.finish_reason is not None:
-                    ended[member.id] = member.finish_reason
-        return ended
-
-    def _told(self, deltas: dict[SequenceId, Delta], ended: Mapping[str, Ticket]) -> list[Delta]:
+    def _told(self, deltas: Mapping[int, Delta], finished: Sequence[Ticket]) -> list[Delta]:
         """What callers hear now: of continuations that are compared nothing, until all of them have ended."""
         if not self._choosing:
             return list(deltas.values())
-        told = [delta for delta in deltas.values() if delta.request_id not in self._choosing]
-        for request_id, ticket in ended.items():
-            if request_id in self._choosing and ticket.finished:
-                self._choosing.discard(request_id)
+        told = [delta for delta in deltas.values() if int(delta.request_id) not in self._choosing]
+        for ticket in finished:
+            if ticket.number in self._choosing:
+                self._choosing.discard(ticket.number)
                 told.extend(ticket.last_words())
         return told
 
-    def _close(self, transcript: Transcript, reason: FinishReason) -> Delta:
-        delta = transcript.close(reason)
-        sequence = transcript.sequence
-        del self._transcripts[sequence.id]
-        self._awaiting_first.discard(sequence.id)
-        self._num_listening -= transcript.listening
-        ticket = self._tickets.pop(sequence.id)
-        if ticket.finished:
-            self._note_end(ticket)
-        return delta
+    def _forget(self, name: int) -> None:
+        transcript = self._transcripts.pop(name, None)
+        if transcript is not None:
+            self._num_listening -= transcript.listening
 
-    def _note_end(self, ticket: Ticket) -> None:
-        metrics, family = ticket.metrics, ticket.family
-        metrics.finished_s = self.now()
-        metrics.finished_step = self._engine.scheduler.books.last_absorbed
-        metrics.seated_s = family.seated_s
-        metrics.num_preemptions = family.num_preemptions
-        metrics.num_cached_tokens = family.num_cached
-        if family.request.beam is not None:
-            metrics.first_token_s = metrics.finished_s
+    def _note_first_token(self, begun: Begun) -> None:
+        ticket = self._tickets.get(begun.number)
+        if ticket is not None and ticket.metrics.first_token_s is None:
+            ticket.metrics.first_token_s = self.now()
+            ticket.metrics.seated_s = begun.seated_s
+            ticket.metrics.num_cached_tokens = begun.num_cached
 
-    def _note_first_tokens(self, absorbed: Absorbed) -> None:
-        for number in absorbed.sequences.tolist():
-            sequence_id = SequenceId(number)
-            if sequence_id in self._awaiting_first:
-                self._awaiting_first.discard(sequence_id)
-                metrics = self._tickets[sequence_id].metrics
-                if metrics.first_token_s is None:
-                    metrics.first_token_s = self.now()
-
-    def _note_prompt_logprobs(self, ticket: Ticket, scored: PromptLogprobs) -> None:
+    def _note_prompt_logprobs(self, name: int, scored: PromptLogprobs) -> None:
+        ticket = self._tickets[int(self._transcripts[name].request_id)]
         assert ticket.prompt_logprobs is not None, ticket.request_id
         for offset, scores in enumerate(scored.scores):
             ticket.prompt_logprobs[scored.start + offset] = logprob_entry(scores, self._tokenizer)

@@ -3,7 +3,6 @@ compared."""
 
 from dataclasses import dataclass, replace
 
-from quire.core.request import Family
 from quire.core.sampling import SamplingParams
 from quire.engine.outputs import Delta, Logprob, RequestMetrics, RequestOutput
 from quire.engine.transcript import Transcript
@@ -13,14 +12,17 @@ from quire.engine.transcript import Transcript
 class Ticket:
     """What the front keeps of one request."""
 
-    request_id: str
+    number: int
     prompt: str | None
     prompt_ids: list[int]
     params: SamplingParams
-    family: Family
     metrics: RequestMetrics
     transcripts: tuple[Transcript, ...]
     prompt_logprobs: list[dict[int, Logprob] | None] | None
+
+    @property
+    def request_id(self) -> str:
+        return str(self.number)
 
     @property
     def finished(self) -> bool:

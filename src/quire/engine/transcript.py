@@ -3,10 +3,12 @@
 Text that nobody reads before the end is decoded once, at the end: a batch job pays nothing per token.
 """
 
+from collections.abc import Sequence
+
 from quire.core.errors import DeadlineExpired, NumericalError, QuireError
-from quire.core.request import Sequence
 from quire.core.sampling import SamplingParams
 from quire.core.step import FinishReason, TopLogprobs
+from quire.engine.messages import Ended
 from quire.engine.outputs import CompletionOutput, Delta, Logprob
 from quire.text.stop import StopStrings
 from quire.text.stream import SequenceText
@@ -21,35 +23,36 @@ _FAILURES: dict[FinishReason, QuireError] = {
 class Transcript:
     """Grows with `push`, ends with `close`."""
 
-    __slots__ = ("_cumulative", "_logprobs", "_params", "_request_id", "_text", "_tokenizer", "_unsent",
-                 "finish_reason", "listening", "sequence", "stop_reason", "token_ids")  # fmt: skip
+    __slots__ = ("_beam_score", "_cumulative", "_logprobs", "_params", "_text", "_tokenizer", "_unsent",
+                 "finish_reason", "index", "listening", "request_id", "stop_reason", "token_ids")  # fmt: skip
 
     def __init__(
         self,
         request_id: str,
-        sequence: Sequence,
+        index: int,
         params: SamplingParams,
         tokenizer: Tokenizer | None,
         *,
+        prompt_ids: Sequence[int],
         stop_strings: StopStrings,
         streaming: bool,
     ) -> None:
-        self._request_id = request_id
+        self.request_id = request_id
         self._params = params
         self._tokenizer = tokenizer
-        self.sequence = sequence
-        scored = sequence.request.sampling.num_logprobs is not None
-        self.listening = (streaming and not params.chooses) or bool(stop_strings) or scored
+        self.index = index
+        self.listening = (streaming and not params.chooses) or bool(stop_strings) or params.scored
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
-        self._cumulative = 0.0 if scored else None
+        self._cumulative = 0.0 if params.scored else None
+        self._beam_score: float | None = None
         self._logprobs: list[dict[int, Logprob]] = []
         self._unsent: list[dict[int, Logprob]] = []
         self._text = None if tokenizer is None else SequenceText(
             tokenizer,
             stop_strings,
-            prompt_ids=sequence.request.prompt.tolist(),
+            prompt_ids=prompt_ids,
             skip_special_tokens=params.skip_special_tokens,
             include_stop_in_output=params.include_stop_str_in_output,
             min_tokens=params.min_tokens,
@@ -68,13 +71,24 @@ class Transcript:
         text = "" if silent else self._say([token])
         return self._delta(text, [token])
 
+    def end(self, ended: Ended) -> Delta:
+        """The engine says that it is over, and repeats all tokens for those who did not listen."""
+        num_heard = len(self.token_ids)
+        if not self.listening:
+            self.token_ids = ended.tokens.tolist()
+            silent = ended.reason is FinishReason.STOP and not self._params.include_stop_str_in_output
+            self._say(self.token_ids[:-1] if silent else self.token_ids)
+        self._beam_score = ended.score
+        return self._close(ended.reason, self.token_ids[num_heard:])
+
     def close(self, reason: FinishReason) -> Delta:
+        """It is over because the front says so."""
+        return self._close(reason, [])
+
+    def _close(self, reason: FinishReason, unheard: list[int]) -> Delta:
         """No more tokens come. Flushes what was held back, which may complete a stop string."""
         if self.finish_reason is not None:
             return self._delta("", [])
-        num_heard = len(self.token_ids)
-        if not self.listening:
-            self._hear_all(reason)
         text = ""
         if self._text is not None:
             rest = self._text.finish()
@@ -85,7 +99,7 @@ class Transcript:
         if reason is FinishReason.STOP and self.stop_reason is None:
             self.stop_reason = self._stop_token()
         self.finish_reason = reason
-        return self._delta(text, self.token_ids[num_heard:])
+        return self._delta(text, unheard)
 
     @property
     def stopped(self) -> bool:
@@ -95,20 +109,20 @@ class Transcript:
     @property
     def score(self) -> float | None:
         """What continuations are compared by: log-probability per token, as OpenAI's best_of. Beams bring their own."""
-        if self.sequence.request.beam is not None:
-            return self.sequence.score
+        if self._params.use_beam_search:
+            return self._beam_score
         failed = self.finish_reason in _FAILURES or not self.token_ids
         return None if failed or self._cumulative is None else self._cumulative / len(self.token_ids)
 
     @property
     def _cumulative_logprob(self) -> float | None:
-        score = self.sequence.score
+        score = self._beam_score
         return self._cumulative if score is None else score * len(self.token_ids) ** self._params.length_penalty
 
     def output(self) -> CompletionOutput:
         failure = None if self.finish_reason is None else _FAILURES.get(self.finish_reason)
         return CompletionOutput(
-            index=self.sequence.index,
+            index=self.index,
             text="" if self._text is None else self._text.text,
             token_ids=list(self.token_ids),
             finish_reason=None if self.finish_reason is None else self.finish_reason.value,
@@ -118,12 +132,6 @@ class Transcript:
             score=self.score if self._params.chooses else None,
             error=None if failure is None else failure.message,
         )
-
-    def _hear_all(self, reason: FinishReason) -> None:
-        """All tokens at once, from the engine's own record."""
-        self.token_ids = self.sequence.tokens[len(self.sequence.request.prompt) :].tolist()
-        silent = reason is FinishReason.STOP and not self._params.include_stop_str_in_output
-        self._say(self.token_ids[:-1] if silent else self.token_ids)
 
     def _say(self, tokens: list[int]) -> str:
         if self._text is None:
@@ -140,7 +148,7 @@ class Transcript:
     def _delta(self, text: str, token_ids: list[int]) -> Delta:
         logprobs, self._unsent = self._unsent, []
         reason = None if self.finish_reason is None else self.finish_reason.value
-        return Delta(self._request_id, self.sequence.index, text, token_ids, reason, self.stop_reason, logprobs)
+        return Delta(self.request_id, self.index, text, token_ids, reason, self.stop_reason, logprobs)
 
 
 def logprob_entry(scores: TopLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from quire.core.errors import DeadlineExpired, EngineFailed, NumericalError, QuireError
 from quire.core.sampling import SamplingParams
 from quire.core.step import FinishReason
-from quire.engine.front import Front
+from quire.engine.local import LocalFront
 from quire.engine.outputs import Delta, RequestOutput
 from quire.engine.terms import USUAL, Terms
 from quire.engine.ticket import Ticket
@@ -57,7 +57,7 @@ class Call:
 class Service:
     """Owns the front, and with it the engine, on one thread."""
 
-    def __init__(self, front: Front) -> None:
+    def __init__(self, front: LocalFront) -> None:
         self._front = front
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._calls: dict[str, Call] = {}

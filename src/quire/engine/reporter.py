@@ -1,0 +1,67 @@
+"""Turns what a step meant to the scheduler into what the front must hear: numbers and tokens, no families."""
+
+from quire.core.ids import SequenceId
+from quire.core.request import Family, Sequence
+from quire.engine.messages import Begun, Ended, Progress
+from quire.sched.scheduler import Absorbed
+
+
+class Reporter:
+    """Knows which continuations the front still waits for; each is reported as ended once."""
+
+    __slots__ = ("_awaiting_first", "_heard")
+
+    def __init__(self) -> None:
+        self._heard: dict[SequenceId, Sequence] = {}
+        self._awaiting_first: dict[SequenceId, Family] = {}
+
+    def expect(self, family: Family) -> None:
+        for member in family.answers:
+            self._heard[member.id] = member
+            self._awaiting_first[member.id] = family
+
+    def forget(self, sequence: Sequence) -> None:
+        """The front ended it itself."""
+        self._heard.pop(sequence.id, None)
+        self._awaiting_first.pop(sequence.id, None)
+
+    def report(self, absorbed: Absorbed) -> Progress:
+        begun = self._begun(absorbed) if self._awaiting_first else ()
+        return Progress(
+            absorbed.step,
+            absorbed.sequences,
+            absorbed.tokens,
+            begun,
+            tuple(self._ended(absorbed)),
+            {int(name): scores for name, scores in absorbed.logprobs.items()},
+            {int(name): s for name, s in absorbed.prompt_logprobs.items() if name in self._heard},
+        )
+
+    def _begun(self, absorbed: Absorbed) -> tuple[Begun, ...]:
+        """Who has a first token now; of siblings, the first counts."""
+        begun: dict[int, Begun] = {}
+        for number in absorbed.sequences.tolist():
+            family = self._awaiting_first.pop(SequenceId(number), None)
+            if family is not None:
+                begun[family.request.id] = Begun(family.request.id, family.seated_s, family.num_cached)
+        return tuple(begun.values())
+
+    def _ended(self, absorbed: Absorbed) -> list[Ended]:
+        """Beams end together, those without a result too."""
+        ended: list[Ended] = []
+        for sequence in absorbed.finished:
+            family = sequence.family
+            for member in (sequence,) if family.request.beam is None else family.answers:
+                if member.id in self._heard and member.finish_reason is not None:
+                    ended.append(_ended(member))
+                    self.forget(member)
+        return ended
+
+
+def _ended(sequence: Sequence) -> Ended:
+    assert sequence.finish_reason is not None, sequence
+    family = sequence.family
+    generated = sequence.tokens[len(family.request.prompt) :]
+    return Ended(
+        family.request.id, sequence.id, sequence.finish_reason, generated, sequence.score, family.num_preemptions
+    )
