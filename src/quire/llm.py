@@ -16,11 +16,12 @@ from quire.config import EngineConfig
 from quire.core.errors import InvalidParameter, InvalidPrompt, NoTokenizer, shown
 from quire.core.ids import RequestId
 from quire.core.sampling import SamplingParams
-from quire.engine.build import Built, Watch, build
+from quire.engine.build import Built, build
 from quire.engine.delta_stream import DeltaStream
 from quire.engine.front import Prompt, as_list
 from quire.engine.local import LocalFront
 from quire.engine.outputs import Delta, RequestOutput
+from quire.engine.phases import Watch
 from quire.engine.terms import Terms, TermsSaid
 from quire.engine.ticket import Ticket
 from quire.engine.unbroken import unbroken

@@ -6,8 +6,9 @@ from quire.catalog.names import DEFAULT_MODEL
 from quire.cli.console import bars, err
 from quire.cli.options import engine_config
 from quire.config import EngineConfig, resolve_dtype
-from quire.engine.build import Built, Phase, Watch, build
+from quire.engine.build import Built, build
 from quire.engine.machine import cpu_features, inspect, pick_device
+from quire.engine.phases import Phase, Watch
 from quire.version import __version__
 
 _SHOWN_FEATURES = {"avx512f": "AVX-512", "amx_bf16": "AMX", "avx2": "AVX2"}

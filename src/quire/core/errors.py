@@ -21,6 +21,7 @@ class QuireError(Exception):
     status: int = 400
     code: str = "invalid_request"
     exit_code: int = 2
+    retry_after_s: float | None = None  # when it is worth asking again, where that is known
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)

@@ -1,0 +1,57 @@
+"""From the name of a model to its file, its tokenizer and its end tokens. Loads no weights and needs no torch."""
+
+from typing import NamedTuple
+
+from quire.catalog.hub import fetch as fetch_hub
+from quire.catalog.locate import locate
+from quire.catalog.progress import Report, ignore
+from quire.config import EngineConfig
+from quire.core.errors import ModelNotFound
+from quire.formats.checkpoint import Checkpoint, Source
+from quire.formats.huggingface import open_folder
+from quire.formats.shapes import dummy_checkpoint
+from quire.text.tokenizer import Tokenizer
+
+
+class OpenedModel(NamedTuple):
+    """A model that was found; `tokenizer` is None where there is none: it takes token ids, and refuses text."""
+
+    name: str
+    checkpoint: Checkpoint
+    tokenizer: Tokenizer | None
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        if self.checkpoint.end_ids or self.tokenizer is None:
+            return self.checkpoint.end_ids
+        return tuple(self.tokenizer.end_ids)
+
+
+def open_model(config: EngineConfig, fetching: Report = ignore) -> OpenedModel:
+    """Find the model, and fetch it if it must be."""
+    name, checkpoint = _find(config, fetching)
+    return OpenedModel(name, checkpoint, _tokenizer(checkpoint))
+
+
+def _find(config: EngineConfig, fetching: Report) -> tuple[str, Checkpoint]:
+    if config.load_format == "dummy":
+        if config.model is None:
+            raise ModelNotFound("Dummy weights need the name of a shape, e.g. qwen3-0.6b.", param="model")
+        return config.model, dummy_checkpoint(config.model)
+    located = locate(config.model, fetch_hub=fetch_hub, revision=config.revision, token=config.token, report=fetching)
+    if located.kind == "folder":
+        return located.name, open_folder(located.path)
+    from quire.formats.opening import open_checkpoint  # gguf is needed by those who read GGUF files alone
+
+    return located.name, open_checkpoint(located.path)
+
+
+def _tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
+    match checkpoint.source:
+        case Source.FOLDER:
+            has_one = (checkpoint.path / "tokenizer.json").is_file()
+            return Tokenizer.from_folder(checkpoint.path) if has_one else None
+        case Source.GGUF:
+            return Tokenizer.from_gguf(checkpoint.metadata)
+        case Source.DUMMY:
+            return None

@@ -1,0 +1,48 @@
+"""Makes the deciding half of an engine, its door and its scheduler, from settled numbers. Needs no torch."""
+
+from quire.config import EngineConfig, Resolved
+from quire.engine.door import Door
+from quire.kv.manager import KVManager, count_blocks
+from quire.sched.cost import CostTable
+from quire.sched.policy import REGIMES, Policy
+from quire.sched.reserve import Stance
+from quire.sched.scheduler import Scheduler
+
+
+def make_door(vocab_size: int, end_ids: tuple[int, ...], resolved: Resolved) -> Door:
+    return Door(
+        vocab_size=vocab_size,
+        end_ids=end_ids,
+        max_length=resolved.max_model_len,
+        max_rows=resolved.max_num_seqs,
+        num_blocks=resolved.num_blocks,
+        block_size=resolved.block_size,
+    )
+
+
+def make_scheduler(config: EngineConfig, resolved: Resolved, costs: CostTable) -> Scheduler:
+    regime = REGIMES[resolved.regime]
+    itl_target_ms = config.itl_target_ms
+    policy = Policy(
+        regime=regime,
+        stance=Stance(config.overcommit),
+        itl_target_s=None if itl_target_ms is None else itl_target_ms / 1000,
+        max_waiting=config.max_waiting,
+    )
+    kv = KVManager(
+        resolved.num_blocks,
+        resolved.block_size,
+        resolved.max_num_seqs,
+        prefix=regime.prefix,
+        num_host_blocks=resolved.num_host_blocks,
+        worth_keeping=lambda start, stop: costs.cheaper_to_swap(
+            start, stop, count_blocks(stop - start, resolved.block_size)
+        ),
+    )
+    return Scheduler(
+        kv,
+        max_rows=resolved.max_num_seqs,
+        max_step_tokens=resolved.max_num_batched_tokens,
+        policy=policy,
+        cost=costs,
+    )

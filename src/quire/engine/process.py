@@ -1,0 +1,84 @@
+"""`python -m quire.engine.process FD`: an engine as a process of its own, at the end of an inherited socket.
+
+It dies with its parent: by the kernel's word where there is one (Linux), and when the socket closes everywhere.
+Signals that people send to a terminal's programs are left to the parent, which lets the engine finish its work.
+"""
+
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+from quire.core.errors import QuireError
+from quire.engine.engine import Engine
+from quire.engine.phases import Watch
+from quire.engine.station import Station
+from quire.engine.stats import Facts
+from quire.engine.wire import (
+    PhaseFrame,
+    ReadyFrame,
+    StartFrame,
+    Unpacker,
+    pack,
+    problem_frame,
+    read_for_engine,
+)
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(descriptor: int, parent: int) -> int:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s", stream=sys.stderr)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    _die_with_parent(parent)
+    wire = socket.socket(fileno=descriptor)
+    order = _first_order(wire)
+    if order is None:
+        return 0
+    watch = Watch(finished=lambda phase: wire.sendall(pack(PhaseFrame(*phase))))
+    try:
+        engine, facts = _build(order, watch)
+    except QuireError as error:
+        wire.sendall(pack(problem_frame(error, None)))
+        return error.exit_code
+    wire.sendall(pack(ReadyFrame(facts)))
+    Station(engine, wire, time.monotonic).run()
+    return 0
+
+
+def _build(order: StartFrame, watch: Watch) -> tuple[Engine, Facts]:
+    """Imports what it needs: torch takes seconds, and a script does without."""
+    if order.script is not None:
+        from quire.engine.scripted import build_scripted
+
+        return build_scripted(order.config, Path(order.script), watch)
+    from quire.engine.build import build
+
+    built = build(order.config, watch)
+    return built.engine, built.facts
+
+
+def _first_order(wire: socket.socket) -> StartFrame | None:
+    unpacker = Unpacker()
+    while data := wire.recv(1 << 16):
+        for frame in unpacker.feed(data):
+            order = read_for_engine(frame)
+            assert isinstance(order, StartFrame), order
+            return order
+    return None
+
+
+def _die_with_parent(parent: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before we asked
+        raise SystemExit(0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(int(sys.argv[1]), int(sys.argv[2])))

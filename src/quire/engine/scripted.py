@@ -1,0 +1,112 @@
+"""Composes an engine around a script in the place of a model: for clients and agents that are tested exactly.
+
+A script is a file of JSON lines. {"say": "…"} is what the model answers; with "when": "…" only where the prompt holds
+that text: the first line that fits is said. "end": false lets the text run on to its length; "break": true makes the
+row fail there, as one whose numbers are not finite. {"step_ms": 20} makes every step take that long.
+"""
+
+import os
+import time
+from pathlib import Path
+
+import msgspec
+
+from quire.config import EngineConfig, Machine, resolve
+from quire.core.errors import BrokenModelFile, NoTokenizer
+from quire.core.ids import IntArray
+from quire.engine.engine import Engine
+from quire.engine.opening import OpenedModel, open_model
+from quire.engine.phases import Watch
+from quire.engine.planning import make_door, make_scheduler
+from quire.engine.stats import Facts
+from quire.sched.cost import UNMEASURED, CostTable
+from quire.sim.scripted import Line, ScriptedRunner
+from quire.text.tokenizer import Tokenizer
+
+_KV_BYTES = 1 << 30  # what a small model's cache would be given; nothing is allocated
+
+
+class ScriptLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One line of the file."""
+
+    say: str | None = None
+    when: str | None = None
+    end: bool = True
+    broken: bool = msgspec.field(default=False, name="break")
+    step_ms: float | None = None
+
+
+def build_scripted(config: EngineConfig, path: Path, watch: Watch) -> tuple[Engine, Facts]:
+    """The engine, with the tokenizer, template and context of the model that was named."""
+    opened = open_model(config, watch.fetching)
+    if opened.tokenizer is None:
+        raise NoTokenizer("a script needs one")
+    script = Script(path, opened, opened.tokenizer)
+    spec = opened.checkpoint.spec
+    machine = Machine(device="cpu", free_bytes=4 * _KV_BYTES, fast_bfloat16=True, num_cores=os.cpu_count() or 1)
+    resolved = resolve(config, spec, spec.kv_bytes_per_token(2), machine)
+    watch.done("script", f"{len(script.lines)} lines · {path.name}")
+    engine = Engine(
+        make_scheduler(config, resolved, CostTable(UNMEASURED)),
+        ScriptedRunner(script.choose, spec.vocab_size, lambda: time.sleep(script.step_s)),
+        make_door(spec.vocab_size, opened.end_ids, resolved),
+        depth=resolved.run_ahead,
+        seed=config.seed,
+        clock=time.monotonic,
+    )
+    facts = Facts(
+        name=opened.name,
+        max_model_len=resolved.max_model_len,
+        vocab_size=spec.vocab_size,
+        max_num_seqs=resolved.max_num_seqs,
+        num_blocks=resolved.num_blocks,
+        block_size=resolved.block_size,
+        device="script",
+        dtype="none",
+        weight_bytes=0,
+        kv_bytes=0,
+        run_ahead=resolved.run_ahead,
+        pid=os.getpid(),
+    )
+    return engine, facts
+
+
+class Script:
+    """The lines of a file, as tokens."""
+
+    def __init__(self, path: Path, opened: OpenedModel, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.step_s = 0.0
+        self.lines: list[tuple[str | None, Line]] = []
+        for number, read in enumerate(_read(path), 1):
+            if read.step_ms is not None:
+                self.step_s = read.step_ms / 1000
+            if read.say is not None:
+                tokens = tokenizer.encode(read.say, add_special_tokens=False) if read.say else []
+                end = [opened.end_ids[0]] if read.end and not read.broken else []
+                if not tokens and not end and not read.broken:
+                    raise BrokenModelFile(f"Line {number} of {path.name} says nothing and does not end; give it text.")
+                self.lines.append((read.when, Line((*tokens, *end), read.broken)))
+        if not self.lines:
+            raise BrokenModelFile(f'{path.name} has no line that says something, such as {{"say": "Hello."}}.')
+
+    def choose(self, prompt: IntArray) -> Line:
+        """The first line that fits; if none does, the last."""
+        text = self._tokenizer.decode(prompt.tolist(), skip_special_tokens=False)
+        fitting = [line for when, line in self.lines if when is None or when in text]
+        return fitting[0] if fitting else self.lines[-1][1]
+
+
+def _read(path: Path) -> list[ScriptLine]:
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise BrokenModelFile(f"The script {path.name} cannot be read: {error.strerror}.") from error
+    read = []
+    for number, line in enumerate(lines, 1):
+        try:
+            if line.strip():
+                read.append(msgspec.json.decode(line, type=ScriptLine))
+        except (msgspec.DecodeError, ValueError) as error:
+            raise BrokenModelFile(f"Line {number} of {path.name} is not a line of a script: {error}.") from error
+    return read

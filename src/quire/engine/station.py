@@ -1,0 +1,150 @@
+"""The engine's end of the wire: reads orders, turns the engine, sends what each turn brought, and beats.
+
+The loop itself says that it is alive: a beat is sent by the thread that turns the engine and by nobody else. Whatever
+one order asks for can fail that order alone.
+"""
+
+import logging
+import select
+import socket
+from collections.abc import Callable
+
+import msgspec
+
+from quire.core.errors import EngineFailed, QuireError
+from quire.core.ids import RequestId
+from quire.engine.engine import Engine
+from quire.engine.stats import stats_of
+from quire.engine.wire import (
+    AbortFrame,
+    AskFrame,
+    BeatFrame,
+    BrokenFrame,
+    Message,
+    OrderFrame,
+    ReplyFrame,
+    StopFrame,
+    Unpacker,
+    accepted_frame,
+    order_of,
+    pack,
+    problem_frame,
+    progress_frame,
+    read_for_engine,
+)
+
+BEAT_S = 0.5  # between two beats, unless a step takes longer
+_READ_BYTES = 1 << 20
+
+_log = logging.getLogger(__name__)
+
+
+class Station:
+    """Runs until the front hangs up."""
+
+    def __init__(self, engine: Engine, wire: socket.socket, clock: Callable[[], float]) -> None:
+        self._engine = engine
+        self._wire = wire
+        self._clock = clock
+        self._unpacker = Unpacker()
+        self._beaten_s = -BEAT_S
+        self._hung_up = False
+
+    def run(self) -> None:
+        """The whole life of an engine process."""
+        while True:
+            self._read()
+            if self._hung_up:
+                return
+            if not self._engine.idle:
+                self._turn()
+            self._beat()
+
+    def _turn(self) -> None:
+        progress = self._engine.turn()
+        if progress is not None and not progress.empty:
+            self._send(progress_frame(progress))
+
+    def _beat(self) -> None:
+        now_s = self._clock()
+        if now_s - self._beaten_s >= BEAT_S:
+            self._beaten_s = now_s
+            self._send(BeatFrame(stats_of(self._engine)))
+
+    def _read(self) -> None:
+        """Every order that has come; with nothing to compute, wait for one until the next beat."""
+        patience_s = BEAT_S if self._engine.idle else 0.0
+        while select.select([self._wire], [], [], patience_s)[0]:
+            patience_s = 0.0
+            data = self._wire.recv(_READ_BYTES)
+            if not data:
+                self._hung_up = True
+                return
+            for frame in self._unpacker.feed(data):
+                self._obey(frame)
+
+    def _obey(self, frame: bytes) -> None:
+        number = _number_in(frame)
+        try:
+            self._follow(read_for_engine(frame))
+        except BrokenFrame as error:
+            _log.error("a frame could not be read and was dropped: %.200s", error)
+            self._refuse(number, EngineFailed("The engine could not read this request; the server's log says why."))
+        except QuireError as error:
+            self._refuse(number, error)
+        except Exception:  # our mistake, but this request's alone: nothing has begun
+            _log.exception("an order broke its own handling")
+            self._refuse(number, EngineFailed("The engine could not take this request; the server's log says why."))
+
+    def _follow(self, order: object) -> None:
+        match order:
+            case OrderFrame():
+                self._send(accepted_frame(self._engine.submit(order_of(order))))
+            case AbortFrame():
+                self._engine.abort(order.number)
+            case StopFrame():
+                self._engine.stop(order.number, order.index)
+            case AskFrame():
+                self._send(ReplyFrame(order.token, self._answer(order)))
+            case _:
+                raise BrokenFrame(f"an engine at work has no use for {type(order).__name__}")
+
+    def _answer(self, asked: AskFrame) -> bytes:
+        """A question's answer as JSON; what is wrong with the question is an answer too."""
+        try:
+            return msgspec.json.encode(self._answers(asked))
+        except QuireError as error:
+            problem = {"message": error.message, "status": error.status, "code": error.code, "param": error.param}
+            return msgspec.json.encode({"problem": problem})
+
+    def _answers(self, asked: AskFrame) -> object:
+        match asked.what:
+            case "explain":
+                explanation = self._engine.explain(RequestId(asked.number))
+                return {"lines": explanation.lines(), "explanation": explanation}
+            case "reset_prefix_cache":
+                return {"freed_blocks": self._engine.scheduler.reset_cache()}
+            case "drain":
+                self._engine.scheduler.drain()
+                return {}
+        raise EngineFailed(f"The engine has no answer to {asked.what!r:.40}.")
+
+    def _refuse(self, number: int | None, error: QuireError) -> None:
+        if number is not None:
+            self._send(problem_frame(error, number))
+
+    def _send(self, message: Message) -> None:
+        try:
+            self._wire.sendall(pack(message))
+        except OSError:
+            self._hung_up = True
+
+
+def _number_in(frame: bytes) -> int | None:
+    """The request a frame speaks of, if it is an order at all: read apart, for frames that are otherwise unreadable."""
+    try:
+        fields = msgspec.msgpack.decode(frame)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return None
+    is_order = isinstance(fields, list) and len(fields) > 1 and fields[0] == 2
+    return fields[1] if is_order and isinstance(fields[1], int) else None

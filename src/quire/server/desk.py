@@ -1,0 +1,242 @@
+"""Everybody who waits for an answer, on an event loop, over an engine in another process.
+
+Requests are opened on the loop; what the engine says is read, and turned into text, on the thread that carries it, and
+handed over once per frame. One lock keeps the two apart. When an engine is lost, everybody who waits is told at once.
+"""
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from quire.core.errors import DeadlineExpired, Draining, EngineFailed, NumericalError, QuireError
+from quire.core.sampling import SamplingParams
+from quire.core.step import FinishReason
+from quire.engine.child import Child
+from quire.engine.front import Front
+from quire.engine.messages import Progress
+from quire.engine.outputs import Delta, RequestOutput
+from quire.engine.stats import Facts, Stats
+from quire.engine.terms import USUAL, Terms
+from quire.engine.ticket import Ticket
+from quire.engine.wire import (
+    AbortFrame,
+    AcceptedFrame,
+    AskFrame,
+    BeatFrame,
+    ProblemFrame,
+    ProgressFrame,
+    ReplyFrame,
+    StopFrame,
+    ToFront,
+    accepted_of,
+    error_of,
+    order_frame,
+    progress_of,
+)
+from quire.server.call import Call
+from quire.text.tokenizer import Tokenizer
+
+_REMEMBERED_ENDS = 256  # finished requests that the drain rate is measured by
+
+# Ends that are errors to a client. Each call gets its own: a raised exception remembers where.
+_FAILURES: dict[str | None, Callable[[], QuireError]] = {
+    FinishReason.ERROR.value: NumericalError,
+    FinishReason.EXPIRED.value: DeadlineExpired,
+}
+
+
+class EngineRestarting(QuireError):
+    """There is no engine at the moment; one is being started."""
+
+    status = 503
+    code = "engine_unavailable"
+    retry_after_s = 2.0
+
+
+class EngineLost(QuireError):
+    """The engine died under this request."""
+
+    status = 503
+    code = "engine_lost"
+    retry_after_s = 2.0
+
+
+class Finished(NamedTuple):
+    """A request that is over, for those who count."""
+
+    ticket: Ticket
+    output: RequestOutput | None
+    failure: QuireError | None
+
+
+class Desk:
+    """Open a call, hear it, leave it."""
+
+    def __init__(self, tokenizer: Tokenizer | None, clock: Callable[[], float]) -> None:
+        self._front = Front(tokenizer, clock)
+        self._clock = clock
+        self._lock = threading.Lock()  # of the front: the loop opens and drops, the reading thread hears
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._child: Child | None = None
+        self._calls: dict[int, Call] = {}
+        self._asked: dict[int, asyncio.Future[bytes]] = {}
+        self._next_token = 0
+        self._ends: deque[float] = deque(maxlen=_REMEMBERED_ENDS)
+        self.draining = False
+        self.facts: Facts | None = None
+        self.stats: Stats | None = None
+        self.beaten_s = clock()
+        self.finished: Callable[[Finished], None] = lambda finished: None
+        self.progressed: Callable[[Delta, Ticket], None] = lambda delta, ticket: None
+
+    # Who is behind the desk.
+
+    def listen(self) -> None:
+        """From now on this thread's event loop is where news are told."""
+        self._loop = asyncio.get_running_loop()
+
+    def attach(self, child: Child, facts: Facts) -> None:
+        self._child, self.facts, self.beaten_s = child, facts, self._clock()
+
+    def detach(self) -> None:
+        """The engine is gone: everybody who waits is told so, and nobody comes until there is another."""
+        self._child, self.stats = None, None
+        for call in list(self._calls.values()):
+            self._end(call, failure=EngineLost("The engine stopped while it worked on this request; ask again."))
+        for asked in self._asked.values():
+            if not asked.done():
+                asked.set_exception(EngineLost("The engine stopped before it could answer; ask again."))
+        self._asked.clear()
+
+    @property
+    def attached(self) -> bool:
+        return self._child is not None
+
+    # Requests come and go.
+
+    def submit(self, prompt: Sequence[int], params: SamplingParams, *, terms: Terms = USUAL, streaming: bool) -> Call:
+        """Open a call. Whoever does must `leave` it, however it ends."""
+        if self.draining:
+            raise Draining()
+        if self._child is None:
+            raise EngineRestarting("The engine is being started; ask again in a moment.")
+        with self._lock:
+            order, ticket = self._front.open(prompt, params, terms=terms, streaming=streaming)
+        call = self._calls[ticket.number] = Call(ticket)
+        try:
+            self._child.send(order_frame(order))
+        except Exception as error:  # a number beyond 64 bits, and its like: never sent
+            self._end(call)
+            raise EngineFailed(f"This request cannot be sent to the engine: {error}.") from error
+        return call
+
+    def leave(self, call: Call) -> None:
+        """Nobody listens any more: an unfinished request is aborted."""
+        if self._calls.get(call.ticket.number) is call:
+            self._abort(call.ticket)
+            self._end(call)
+
+    async def ask(self, what: str, number: int = 0) -> bytes:
+        """The engine's answer, as JSON."""
+        if self._child is None:
+            raise EngineRestarting("The engine is being started; ask again in a moment.")
+        token, self._next_token = self._next_token, self._next_token + 1
+        asked: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._asked[token] = asked
+        try:
+            self._child.send(AskFrame(token, what, number))
+            return await asked
+        finally:
+            self._asked.pop(token, None)
+
+    @property
+    def num_calls(self) -> int:
+        return len(self._calls)
+
+    def drained_per_s(self) -> float | None:
+        """Requests that ended per second, lately; None if too few have."""
+        if len(self._ends) < 2:
+            return None
+        return (len(self._ends) - 1) / max(self._clock() - self._ends[0], 1e-3)
+
+    # What the engine says. On the reading thread.
+
+    def hear(self, said: ToFront) -> None:
+        match said:
+            case ProgressFrame():
+                self._advance(progress_of(said))
+            case AcceptedFrame():
+                with self._lock:
+                    self._front.accept(accepted_of(said))
+            case ProblemFrame():
+                self._on_loop(self._refused, said.number, error_of(said))
+            case BeatFrame():
+                self._on_loop(self._note_beat, said.stats)
+            case ReplyFrame():
+                self._on_loop(self._answered, said.token, said.body)
+
+    def _advance(self, progress: Progress) -> None:
+        with self._lock:
+            heard = self._front.hear(progress)
+        for number, index in heard.stops:
+            if self._child is not None:
+                self._child.send(StopFrame(number, index))
+        if heard.deltas:
+            self._on_loop(self._deliver, heard.deltas)
+
+    def _on_loop(self, verb: Callable[..., None], *arguments: object) -> None:
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(verb, *arguments)
+        except RuntimeError:  # the loop is closed: nobody is left to hear it
+            return
+
+    # The same, on the loop.
+
+    def _note_beat(self, stats: Stats) -> None:
+        self.stats, self.beaten_s = stats, self._clock()
+
+    def _answered(self, token: int, body: bytes) -> None:
+        asked = self._asked.get(token)
+        if asked is not None and not asked.done():
+            asked.set_result(body)
+
+    def _refused(self, number: int | None, error: QuireError) -> None:
+        call = None if number is None else self._calls.get(number)
+        if call is not None:
+            self._end(call, failure=error)
+
+    def _deliver(self, deltas: list[Delta]) -> None:
+        self.beaten_s = self._clock()
+        for delta in deltas:
+            call = self._calls.get(int(delta.request_id))
+            if call is None:
+                continue
+            failure = _FAILURES.get(delta.finish_reason)
+            if failure is not None:  # one continuation failed, and with it the request
+                self._abort(call.ticket)
+                self._end(call, failure=failure())
+                continue
+            self.progressed(delta, call.ticket)
+            call.tell(delta)
+            if delta.finish_reason is not None and call.ticket.finished:
+                self._end(call, output=call.ticket.output())
+
+    def _abort(self, ticket: Ticket) -> None:
+        if self._child is not None:
+            self._child.send(AbortFrame(ticket.number))
+
+    def _end(self, call: Call, *, output: RequestOutput | None = None, failure: QuireError | None = None) -> None:
+        """A call has one end: an output, a failure, or nobody to tell."""
+        ticket = call.ticket
+        del self._calls[ticket.number]
+        with self._lock:
+            self._front.drop(ticket)
+        if output is not None:
+            call.finish(output)
+            self._ends.append(self._clock())
+        elif failure is not None:
+            call.fail(failure)
+        self.finished(Finished(ticket, output, failure))

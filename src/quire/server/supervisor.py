@@ -1,0 +1,173 @@
+"""Keeps an engine process alive: starts it, watches its heartbeat, and starts another when it dies or hangs.
+
+Health is progress: what counts is the beat that the engine's own loop sends. A start that the user must mend (no such
+model, no memory) is not tried again.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from enum import Enum
+
+from quire.config import EngineConfig
+from quire.core.errors import EngineFailed, QuireError
+from quire.engine.child import Child
+from quire.engine.phases import Phase
+from quire.engine.stats import Facts
+from quire.engine.wire import PhaseFrame, ProblemFrame, ReadyFrame, StartFrame, ToFront, error_of
+from quire.server.desk import Desk
+
+READY_WITHIN_S = 5.0  # a beat older than this, and the server says that it is not ready
+KILL_AFTER_S = 30.0  # a beat older than this, and the engine is killed
+_LOOK_S = 0.25  # how often the beat is looked at
+_FIRST_WAIT_S = 0.25  # before a dead engine is started again; doubles with every start that fails
+_LONGEST_WAIT_S = 30.0
+_MOST_FAILED_STARTS = 8  # in a row; then the server gives up
+
+_log = logging.getLogger(__name__)
+
+
+class Health(Enum):
+    """How the engine is; the values are what `/ready` says."""
+
+    STARTING = "starting"
+    READY = "ready"
+    STALLED = "stalled"
+    RESTARTING = "restarting"
+    STOPPED = "stopped"
+
+
+class Supervisor:
+    """One engine after another, for one desk."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        script: str | None,
+        desk: Desk,
+        *,
+        clock: Callable[[], float],
+        phase: Callable[[Phase], None] = lambda phase: None,
+    ) -> None:
+        self._config = config
+        self._script = script
+        self._desk = desk
+        self._clock = clock
+        self._phase = phase
+        self._child: Child | None = None
+        self._ready = asyncio.Event()
+        self._ended = asyncio.Event()
+        self._refusal: QuireError | None = None
+        self._stopping = False
+        self._ever_ready = False
+        self.num_restarts = 0
+
+    @property
+    def health(self) -> Health:
+        if self._stopping:
+            return Health.STOPPED
+        if not self._desk.attached:
+            return Health.RESTARTING if self._ever_ready else Health.STARTING
+        return Health.READY if self._clock() - self._desk.beaten_s < READY_WITHIN_S else Health.STALLED
+
+    @property
+    def stalled_s(self) -> float:
+        """Since when nothing was heard from the engine's loop."""
+        return self._clock() - self._desk.beaten_s
+
+    @property
+    def engine_pid(self) -> int | None:
+        return None if self._child is None else self._child.pid
+
+    async def first_start(self) -> Facts:
+        """Start the engine; a `QuireError` says why it cannot be."""
+        self._desk.listen()
+        self._spawn()
+        await self._until_ready_or_ended()
+        if self._desk.facts is None:
+            raise self._refusal or EngineFailed("The engine process ended while it was starting; see above.")
+        return self._desk.facts
+
+    async def watch(self) -> None:
+        """From the first start on, until `stop`. An engine that cannot be started again is raised."""
+        num_failed = 0
+        while True:
+            await self._watch_one()
+            if self.health is Health.STOPPED:
+                return
+            status = None if self._child is None else self._child.exit_status()
+            _log.error("the engine process ended (status %s); starting another", status)
+            wait_s = min(_FIRST_WAIT_S * 2**num_failed, _LONGEST_WAIT_S)
+            await asyncio.sleep(wait_s)
+            self.num_restarts += 1
+            self._spawn()
+            await self._until_ready_or_ended()
+            num_failed = 0 if self._ready.is_set() else num_failed + 1
+            if num_failed >= _MOST_FAILED_STARTS:
+                raise self._refusal or EngineFailed(f"The engine could not be started {num_failed} times in a row.")
+
+    async def stop(self) -> None:
+        self._stopping = True
+        child, self._child = self._child, None
+        if child is not None:
+            await asyncio.to_thread(child.close)
+        self._desk.detach()
+
+    def _spawn(self) -> None:
+        self._ready, self._ended, self._refusal = asyncio.Event(), asyncio.Event(), None
+        loop = asyncio.get_running_loop()
+        ready, ended = self._ready, self._ended
+
+        def hear(said: ToFront) -> None:
+            match said:
+                case PhaseFrame():
+                    loop.call_soon_threadsafe(self._phase, Phase(said.name, said.seconds, said.detail))
+                case ReadyFrame():
+                    loop.call_soon_threadsafe(self._note_ready, child, said.facts, ready)
+                case ProblemFrame() if said.number is None:
+                    loop.call_soon_threadsafe(self._note_refusal, error_of(said))
+                case _:
+                    self._desk.hear(said)
+
+        def end() -> None:
+            try:
+                loop.call_soon_threadsafe(self._note_end, ended)
+            except RuntimeError:  # the loop is closed
+                return
+
+        child = self._child = Child(hear, end)
+        child.start()
+        child.send(StartFrame(self._config, self._script))
+
+    def _note_ready(self, child: Child, facts: Facts, ready: asyncio.Event) -> None:
+        if child is self._child:
+            self._ever_ready = True
+            self._desk.attach(child, facts)
+            ready.set()
+
+    def _note_refusal(self, error: QuireError) -> None:
+        self._refusal = error
+
+    def _note_end(self, ended: asyncio.Event) -> None:
+        if ended is self._ended:
+            self._desk.detach()
+        ended.set()
+
+    async def _until_ready_or_ended(self) -> None:
+        waits = [asyncio.ensure_future(self._ready.wait()), asyncio.ensure_future(self._ended.wait())]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+
+    async def _watch_one(self) -> None:
+        """Until this engine has ended. One that hangs is killed."""
+        while not self._ended.is_set():
+            if self._desk.attached and self.stalled_s > KILL_AFTER_S and self._child is not None:
+                _log.error("the engine's loop has not been heard for %.0f s; killing it", self.stalled_s)
+                self._child.kill()
+                await self._ended.wait()
+                return
+            try:
+                await asyncio.wait_for(self._ended.wait(), _LOOK_S)
+            except TimeoutError:
+                continue

@@ -1,0 +1,100 @@
+"""A model that says what it was told to say: real requests, real scheduling, no arithmetic.
+
+Every row follows the line that its prompt calls for, token by token, and then ends. A line may instead break its row,
+as a model whose numbers ran away would. Knows no text: lines are token ids, and whoever made them chooses among them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from quire.core.ids import IntArray, Row
+from quire.core.step import (
+    Candidates,
+    Ended,
+    FinishReason,
+    Output,
+    PromptLogprobs,
+    StepPlan,
+    StepResult,
+    TopLogprobs,
+)
+from quire.sim.rows import Done, Rows, SeatedRow, Work
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What is said, to the end token if it has one; a broken one fails where its tokens run out."""
+
+    tokens: tuple[int, ...]
+    broken: bool = False
+
+
+class ScriptedRunner:
+    """Follows plans, and for every row its line. `pause` is called once a step: a model takes its time."""
+
+    def __init__(self, choose: Callable[[IntArray], Line], vocab_size: int, pause: Callable[[], None]) -> None:
+        self._choose = choose
+        self._vocab_size = vocab_size
+        self._pause = pause
+        self._rows = Rows(vocab_size)
+        self._lines: dict[Row, Line] = {}
+
+    def launch(self, plan: StepPlan) -> Done:
+        self._pause()
+        work = self._rows.apply(plan)
+        if plan.reset:
+            self._lines.clear()
+        for seat in plan.seats:
+            self._lines[seat.row] = self._choose(seat.tokens[: seat.num_prompt])
+        return Done(self._result(plan.step, work))
+
+    def _result(self, step: int, work: list[Work]) -> StepResult:
+        emitted: list[tuple[int, int]] = []
+        ended: list[Ended] = []
+        logprobs: dict[Row, TopLogprobs] = {}
+        prompt_logprobs: list[PromptLogprobs] = []
+        candidates: dict[Row, Candidates] = {}
+        for each in work:
+            row = self._rows.rows[each.row]
+            if Output.PROMPT_LOGPROBS in each.output:
+                prompt_logprobs.append(self._prompt_scores(each, row))
+            if not each.output & (Output.SAMPLE | Output.CANDIDATES):
+                continue
+            token = self._next(each.row, row)
+            if token is None:
+                row.ended = True
+                ended.append(Ended(each.row, FinishReason.ERROR))
+                continue
+            if Output.CANDIDATES in each.output:
+                scores = self._scores(token, row.seat.sampling.num_candidates)
+                candidates[each.row] = Candidates(scores.ids, scores.logprobs)
+                continue
+            emitted.append((each.row, token))
+            if row.seat.sampling.num_logprobs is not None:
+                logprobs[each.row] = self._scores(token, row.seat.sampling.num_logprobs)
+            end = self._rows.emit(each.row, token)
+            if end is not None:
+                ended.append(end)
+        pairs = np.array(emitted, dtype=np.int32).reshape(-1, 2)
+        return StepResult(step, pairs[:, 0], pairs[:, 1], tuple(ended), logprobs, tuple(prompt_logprobs), candidates)
+
+    def _next(self, row: Row, seated: SeatedRow) -> int | None:
+        """The line's next token; after its last, the same again, for those who do not let it end."""
+        line = self._lines[row]
+        place = len(seated.tokens) - seated.seat.num_prompt
+        if place >= len(line.tokens) and line.broken:
+            return None
+        return line.tokens[min(place, len(line.tokens) - 1)]
+
+    def _prompt_scores(self, work: Work, row: SeatedRow) -> PromptLogprobs:
+        count = row.seat.sampling.num_prompt_logprobs or 0
+        first, last = max(work.start, 1), min(work.stop + 1, row.seat.num_prompt)
+        scores = tuple(self._scores(row.tokens[place], count) for place in range(first, last))
+        return PromptLogprobs(work.row, first, scores)
+
+    def _scores(self, token: int, count: int) -> TopLogprobs:
+        """The token is certain; beside it come its neighbours, ever less likely."""
+        ids = (np.arange(count, dtype=np.int32) + token) % self._vocab_size
+        return TopLogprobs(token, 0.0, 1, ids.astype(np.int32), -np.arange(count, dtype=np.float32))
