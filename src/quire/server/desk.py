@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from quire.core.errors import DeadlineExpired, Draining, EngineFailed, NumericalError, QuireError
+from quire.core.errors import DeadlineExpired, Draining, InvalidPrompt, NumericalError, QuireError
 from quire.core.sampling import SamplingParams
 from quire.core.step import FinishReason
 from quire.engine.child import Child
@@ -127,9 +127,9 @@ class Desk:
         call = self._calls[ticket.number] = Call(ticket)
         try:
             self._child.send(order_frame(order))
-        except Exception as error:  # a number beyond 64 bits, and its like: never sent
+        except (OverflowError, TypeError, ValueError) as error:  # a number beyond 64 bits, and its like: never sent
             self._end(call)
-            raise EngineFailed(f"This request cannot be sent to the engine: {error}.") from error
+            raise InvalidPrompt(f"This request holds what cannot be sent to the engine: {error}.") from error
         return call
 
     def leave(self, call: Call) -> None:

@@ -1,0 +1,75 @@
+"""Who may come in before a byte of the body is read: bounded queues, shares by key, and when to ask again.
+
+A refusal costs a look at two counters. The wait that it advises follows from how fast requests have been leaving.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable
+
+from quire.core.errors import Draining, QueueFull, QuireError
+from quire.server.desk import Desk, EngineRestarting
+from quire.server.supervisor import Health
+
+LONGEST_ADVICE_S = 60.0
+_USUAL_ADVICE_S = 1.0  # while nothing is known
+
+
+class ShareExhausted(QuireError):
+    """One key has as many requests open as it may."""
+
+    status = 429
+    code = "share_exhausted"
+
+    def __init__(self, num_open: int, most: int) -> None:
+        super().__init__(f"This key has {num_open} requests open, the most it may have is {most}. Try again later.")
+
+
+class Turnstile:
+    """Counts who is inside, by key."""
+
+    def __init__(self, desk: Desk, health: Callable[[], Health], *, max_waiting: int, max_waiting_tokens: int) -> None:
+        self._desk = desk
+        self._health = health
+        self._max_waiting = max_waiting
+        self._max_waiting_tokens = max_waiting_tokens
+        self._open: Counter[str] = Counter()
+        self.num_open = 0
+
+    def enter(self, name: str, most: int | None) -> None:
+        """Come in, or a `QuireError` with the time after which it is worth asking again."""
+        self._check_service()
+        facts, stats = self._desk.facts, self._desk.stats
+        assert facts is not None
+        num_waiting = self.num_open - facts.max_num_seqs
+        if num_waiting >= self._max_waiting:
+            raise self._advised(
+                QueueFull(num_waiting, self._max_waiting, "requests"), num_waiting - self._max_waiting + 1
+            )
+        if stats is not None and stats.num_waiting_tokens >= self._max_waiting_tokens:
+            raise self._advised(QueueFull(stats.num_waiting_tokens, self._max_waiting_tokens, "prompt tokens"), 1)
+        if most is not None and self._open[name] >= most:
+            raise self._advised(ShareExhausted(self._open[name], most), 1)
+        self._open[name] += 1
+        self.num_open += 1
+
+    def leave(self, name: str) -> None:
+        self.num_open -= 1
+        self._open[name] -= 1
+        if not self._open[name]:
+            del self._open[name]
+
+    def _check_service(self) -> None:
+        if self._desk.draining:
+            raise self._advised(Draining(), self.num_open)
+        if not self._desk.attached:
+            raise EngineRestarting("The engine is being started; ask again in a moment.")
+        if self._health() is Health.STALLED:
+            raise EngineRestarting("The engine has not been heard for some seconds; ask again in a moment.")
+
+    def _advised(self, error: QuireError, num_before: int) -> QuireError:
+        """Little's law: so many must leave first, and so many leave in a second."""
+        rate = self._desk.drained_per_s()
+        wait_s = _USUAL_ADVICE_S if rate is None else num_before / rate
+        error.retry_after_s = float(min(max(math.ceil(wait_s), 1), LONGEST_ADVICE_S))
+        return error

@@ -1,0 +1,269 @@
+"""The engine in its own process: it answers, it is heard by everybody once, and its death is survived."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from time import monotonic
+
+import pytest
+
+from quire.config import EngineConfig
+from quire.core.errors import BrokenModelFile, ModelNotFound, NumericalError, QuireError
+from quire.core.sampling import SamplingParams
+from quire.engine.opening import OpenedModel, open_model
+from quire.engine.outputs import Delta, RequestOutput
+from quire.server import supervisor as supervising
+from quire.server.call import Call
+from quire.server.desk import Desk, EngineLost, EngineRestarting
+from quire.server.supervisor import Health, Supervisor
+
+LINES = """
+{"say": "Nobody knows. 🙂 日本語", "when": "secret"}
+{"say": "Bang", "break": true, "when": "boom"}
+{"say": "on and on ", "end": false, "when": "endless"}
+{"say": "Hello there."}
+"""
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40)
+
+
+@pytest.fixture(scope="module")
+def opened(default_model_path: Path) -> OpenedModel:
+    return open_model(EngineConfig())
+
+
+class World:
+    """A desk with an engine behind it."""
+
+    def __init__(self, opened: OpenedModel, script: Path, config: EngineConfig) -> None:
+        assert opened.tokenizer is not None
+        self.tokenizer = opened.tokenizer
+        self.desk = Desk(opened.tokenizer, monotonic)
+        self.supervisor = Supervisor(config, str(script), self.desk, clock=monotonic)
+
+    def submit(self, text: str, params: SamplingParams = GREEDY, *, streaming: bool = True) -> Call:
+        return self.desk.submit(self.tokenizer.encode(text), params, streaming=streaming)
+
+    async def answer(self, text: str, params: SamplingParams = GREEDY, *, streaming: bool = True) -> RequestOutput:
+        call = self.submit(text, params, streaming=streaming)
+        try:
+            return await output(call)
+        finally:
+            self.desk.leave(call)
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(60):
+            while not holds():
+                await asyncio.sleep(0.01)
+
+
+async def output(call: Call) -> RequestOutput:
+    while not isinstance(news := await call.hear(), RequestOutput):
+        pass
+    return news
+
+
+@asynccontextmanager
+async def world(opened: OpenedModel, folder: Path, lines: str = LINES, **config: object) -> AsyncIterator[World]:
+    script = folder / "script.jsonl"
+    script.write_text(lines)
+    made = World(opened, script, EngineConfig(**config))  # type: ignore[arg-type]
+    await made.supervisor.first_start()
+    watching = asyncio.create_task(made.supervisor.watch())
+    try:
+        yield made
+    finally:
+        await made.supervisor.stop()
+        await watching
+
+
+def run(body: Awaitable[None]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(120):
+            await body
+
+    asyncio.run(bounded())
+
+
+def test_answers_streamed_and_whole_are_the_script(opened, tmp_path):
+    async def body() -> None:
+        async with world(opened, tmp_path) as w:
+            assert (await w.answer("hi")).outputs[0].text == "Hello there."
+            whole = await w.answer("a secret", streaming=False)
+            assert whole.outputs[0].text == "Nobody knows. 🙂 日本語" and whole.outputs[0].finish_reason == "stop"
+            call = w.submit("a secret")
+            pieces = []
+            while isinstance(news := await call.hear(), Delta):
+                pieces.append(news)
+            assert "".join(piece.text for piece in pieces) == whole.outputs[0].text == news.outputs[0].text
+            assert [piece.finish_reason for piece in pieces].count("stop") == 1 and pieces[-1].finish_reason == "stop"
+            assert news.metrics.num_cached_tokens > 0 and news.metrics.queue_s is not None
+
+    run(body())
+
+
+def test_stop_strings_lengths_siblings_beams_and_scores_cross_the_wire(opened, tmp_path):
+    async def body() -> None:
+        async with world(opened, tmp_path) as w:
+            stopped = (await w.answer("hi", SamplingParams(temperature=0.0, max_tokens=40, stop=["ther"]))).outputs[0]
+            assert (stopped.text, stopped.finish_reason, stopped.stop_reason) == ("Hello ", "stop", "ther")
+            short = (await w.answer("hi", SamplingParams(temperature=0.0, max_tokens=2))).outputs[0]
+            assert short.finish_reason == "length" and len(short.token_ids) == 2
+            twins = await w.answer("hi", SamplingParams(n=3, max_tokens=40))
+            assert [twin.text for twin in twins.outputs] == ["Hello there."] * 3
+            beams = await w.answer("hi", SamplingParams(n=2, use_beam_search=True, max_tokens=4))
+            assert len(beams.outputs) == 2 and beams.outputs[0].score is not None
+            scored = await w.answer("hi", SamplingParams(logprobs=2, prompt_logprobs=1, max_tokens=3))
+            assert scored.outputs[0].logprobs is not None and len(scored.outputs[0].logprobs) == 3
+            assert all(len(entry) == 2 for entry in scored.outputs[0].logprobs)
+            assert w.desk.num_calls == 0
+
+    run(body())
+
+
+def test_what_one_request_does_wrong_is_told_to_that_one(opened, tmp_path):
+    async def body() -> None:
+        async with world(opened, tmp_path) as w:
+            good = w.submit("hi")
+            with pytest.raises(NumericalError):
+                await w.answer("boom")
+            with pytest.raises(QuireError, match="ids run from 0") as refused:
+                call = w.desk.submit([10**6], GREEDY, streaming=True)
+                await call.hear()
+            assert refused.value.status == 400 and refused.value.param == "prompt"
+            with pytest.raises(QuireError, match="cannot be sent"):
+                w.desk.submit([2**70], GREEDY, streaming=True)
+            assert (await output(good)).outputs[0].text == "Hello there."
+            assert w.desk.num_calls == 0
+
+    run(body())
+
+
+def test_a_slow_reader_finds_everything_in_one_piece(opened, tmp_path):
+    async def body() -> None:
+        async with world(opened, tmp_path) as w:
+            call = w.submit("a secret")
+            await w.until(lambda: call.over)
+            news = await call.hear()
+            assert isinstance(news, Delta) and news.text == "Nobody knows. 🙂 日本語" and news.finish_reason == "stop"
+            assert isinstance(await call.hear(), RequestOutput)
+
+    run(body())
+
+
+def test_who_leaves_gives_everything_back(opened, tmp_path):
+    async def body() -> None:
+        async with world(opened, tmp_path, '{"step_ms": 2}' + LINES, max_num_seqs=4) as w:
+            calls = [w.submit("endless", SamplingParams(max_tokens=2000)) for _ in range(12)]  # eight of them wait
+            await calls[0].hear()
+            for call in calls:
+                w.desk.leave(call)
+                w.desk.leave(call)
+            stats = lambda: w.desk.stats  # noqa: E731
+            await w.until(lambda: stats() is not None and stats().num_running + stats().num_waiting == 0)
+            assert w.desk.stats.num_free_blocks + w.desk.stats.num_idle_blocks == w.desk.stats.num_blocks
+            assert (await w.answer("hi")).outputs[0].text == "Hello there."
+
+    run(body())
+
+
+def test_a_killed_engine_is_told_to_all_and_replaced(opened, tmp_path):
+    async def body() -> None:
+        async with world(opened, tmp_path, '{"step_ms": 5}' + LINES) as w:
+            calls = [w.submit("endless", SamplingParams(max_tokens=2000)) for _ in range(64)]
+            await calls[0].hear()
+            asked = asyncio.create_task(w.desk.ask("no such thing"))
+            await asyncio.sleep(0)
+            os.kill(w.supervisor.engine_pid, signal.SIGKILL)
+            told = await asyncio.gather(*map(output, calls), return_exceptions=True)
+            assert all(isinstance(each, EngineLost) for each in told)
+            assert len({id(each) for each in told}) == 64  # each its own
+            assert w.supervisor.health is Health.RESTARTING and w.supervisor.num_restarts == 0
+            with pytest.raises(EngineRestarting):
+                w.submit("hi")
+            await asyncio.gather(asked, return_exceptions=True)
+            await w.until(lambda: w.supervisor.health is Health.READY)
+            assert (await w.answer("hi")).outputs[0].text == "Hello there." and w.supervisor.num_restarts == 1
+
+    run(body())
+
+
+def test_an_engine_that_hangs_is_not_ready_then_killed_and_replaced(opened, tmp_path, monkeypatch):
+    monkeypatch.setattr(supervising, "READY_WITHIN_S", 1.5)
+    monkeypatch.setattr(supervising, "KILL_AFTER_S", 3.0)
+
+    async def body() -> None:
+        async with world(opened, tmp_path) as w:
+            pid = w.supervisor.engine_pid
+            call = w.submit("hi", SamplingParams(max_tokens=40))
+            await output(call)
+            os.kill(pid, signal.SIGSTOP)
+            await w.until(lambda: w.supervisor.health is Health.STALLED)
+            waiting = w.submit("hi")
+            with pytest.raises(EngineLost):
+                await waiting.hear()
+            await w.until(lambda: w.supervisor.health is Health.READY)
+            assert w.supervisor.engine_pid != pid
+            assert (await w.answer("hi")).outputs[0].text == "Hello there."
+
+    run(body())
+
+
+@pytest.mark.parametrize(
+    ("lines", "config", "kind"),
+    [
+        ("{}", {}, BrokenModelFile),
+        ('{"shout": "a"}', {}, BrokenModelFile),
+        (LINES, {"model": "no-such-model-anywhere"}, ModelNotFound),
+    ],
+)
+def test_a_start_that_cannot_be_says_why(opened, tmp_path, lines, config, kind):
+    async def body() -> None:
+        with pytest.raises(QuireError) as caught:
+            async with world(opened, tmp_path, lines, **config):
+                pass
+        assert caught.value.code == kind.code and caught.value.message.endswith(".")
+
+    run(body())
+
+
+def test_the_front_needs_no_torch():
+    code = "import sys, quire.server.supervisor, quire.engine.opening; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_an_engine_dies_with_its_parent(default_model_path, tmp_path):
+    (tmp_path / "script.jsonl").write_text(LINES)
+    program = f"""
+import asyncio, time
+from quire.config import EngineConfig
+from quire.server.desk import Desk
+from quire.server.supervisor import Supervisor
+async def main():
+    desk = Desk(None, time.monotonic)
+    supervisor = Supervisor(EngineConfig(), {str(tmp_path / "script.jsonl")!r}, desk, clock=time.monotonic)
+    await supervisor.first_start()
+    print(supervisor.engine_pid, flush=True)
+    await asyncio.sleep(100)
+asyncio.run(main())
+"""
+    front = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert front.stdout is not None
+    engine = int(front.stdout.readline())
+    front.kill()
+    front.wait(10)
+    deadline_s = monotonic() + 5
+    while Path(f"/proc/{engine}").exists() and _alive(engine):
+        assert monotonic() < deadline_s, "the engine outlived its parent by 5 s"
+        os.sched_yield()
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
