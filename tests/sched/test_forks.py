@@ -27,7 +27,7 @@ def test_siblings_share_the_prompts_blocks_and_copy_only_its_tail() -> None:
     assert [(move.src.block, move.dst.block) for move in plan.moves] == [(leader[2], table[2]) for table in siblings]
     assert bench.scheduler.books.tally.forks == 2
     bench.run()
-    assert all(bench.heard[member.id] == oracle_answer(PROMPT, 4) for member in members)
+    assert all(bench.heard[member.id] == oracle_answer(PROMPT, 4, member.index) for member in members)
     assert bench.scheduler.books.tally.computed_tokens == 10 + 2 + 3 * 3, "the prompt once, two last tokens, decodes"
 
 
@@ -38,12 +38,12 @@ def test_a_prompt_that_ends_with_its_block_is_shared_but_for_its_last_token() ->
     bench.turns(2)
     assert not len(bench.plan.moves), "position 8 is the first of a block: nothing to copy"
     bench.run()
-    assert all(bench.heard[member.id] == oracle_answer(PROMPT[:9], 3) for member in members)
+    assert all(bench.heard[member.id] == oracle_answer(PROMPT[:9], 3, member.index) for member in members)
     members = bench.add_family(PROMPT[:8], 3, 2)
     bench.turns(2)
     assert len(bench.plan.moves) == 1 and bench.readers(bench.table(members[0])[1]) == 1
     bench.run()
-    assert all(bench.heard[member.id] == oracle_answer(PROMPT[:8], 3) for member in members)
+    assert all(bench.heard[member.id] == oracle_answer(PROMPT[:8], 3, member.index) for member in members)
 
 
 def test_siblings_begin_when_all_but_the_prompts_last_token_is_computed() -> None:
@@ -59,7 +59,7 @@ def test_a_leader_that_ends_at_once_still_lets_its_siblings_begin(depth: int) ->
     bench = Bench(oracle=True, depth=depth)
     members = bench.add_family(PROMPT, 1, 3)
     bench.run()
-    assert [bench.heard[member.id] for member in members] == [oracle_answer(PROMPT, 1)] * 3
+    assert [bench.heard[member.id] for member in members] == [oracle_answer(PROMPT, 1, index) for index in range(3)]
     assert sum(chunk.length for plan in bench.plans for chunk in plan.chunks) == 12
 
 
@@ -74,7 +74,7 @@ def test_one_that_ends_leaves_the_others(depth: int, index: int, turns: int) -> 
     silence = len(bench.heard[members[index].id])
     bench.run()
     for member in members:
-        expected = oracle_answer(PROMPT, 6)
+        expected = oracle_answer(PROMPT, 6, member.index)
         assert bench.heard[member.id] == (expected[:silence] if member.index == index else expected)
         assert member.tokens.tolist() == PROMPT + bench.heard[member.id]
 
@@ -114,7 +114,7 @@ def test_a_poisoned_leaders_siblings_start_again() -> None:
     assert leader.finish_reason is FinishReason.ERROR
     assert [sibling.state for sibling in siblings] == [State.WAITING] * 2
     bench.run()
-    assert [bench.heard[sibling.id] for sibling in siblings] == [oracle_answer(PROMPT, 3)] * 2
+    assert [bench.heard[sibling.id] for sibling in siblings] == [oracle_answer(PROMPT, 3, index) for index in (1, 2)]
     assert [chunk.start for chunk in bench.chunks_of(siblings[0])] == [0], "nothing of the poisoned prompt was kept"
     assert siblings[0].family.num_preemptions == 0
 
@@ -133,7 +133,7 @@ def test_a_family_is_preempted_and_readmitted_as_one(depth: int) -> None:
     assert family.num_preemptions == len(events_of(members[0], What.PREEMPTED)) > 0
     assert first.family.num_preemptions == 0
     assert bench.heard[first.id] == oracle_answer([1, 2], 12)
-    assert [bench.heard[member.id] for member in members] == [oracle_answer([3, 4], 8)] * 2
+    assert [bench.heard[member.id] for member in members] == [oracle_answer([3, 4], 8, index) for index in range(2)]
     bench.run()
 
 
@@ -152,7 +152,7 @@ def test_what_a_family_may_need_counts_the_shared_blocks_once() -> None:
     bench = Bench(oracle=True, blocks=8)
     members = bench.add_family(PROMPT, 7, 3)
     bench.run()
-    assert all(bench.heard[member.id] == oracle_answer(PROMPT, 7) for member in members)
+    assert all(bench.heard[member.id] == oracle_answer(PROMPT, 7, member.index) for member in members)
     assert bench.num_preemptions == 0
     with pytest.raises(NeverFits, match="8 KV blocks"):
         Bench(blocks=7).add_family(PROMPT, 7, 3)
@@ -165,4 +165,4 @@ def test_a_family_begins_from_the_cache() -> None:
     members = bench.add_family([*PROMPT, 500], 3, 2)
     bench.run()
     assert bench.chunks_of(members[0])[0].start == 10
-    assert [bench.heard[member.id] for member in members] == [oracle_answer([*PROMPT, 500], 3)] * 2
+    assert all(bench.heard[member.id] == oracle_answer([*PROMPT, 500], 3, member.index) for member in members)

@@ -185,11 +185,11 @@ class Trial:
         assert all(member.finished for member in members), f"request {request_id} was aborted and goes on"
 
     def _stop(self, request_id: RequestId) -> None:
-        """The front stops one continuation."""
-        running = [s for s in self._live[request_id] if s.state is State.RUNNING and s.request.beam is None]
-        if running:
+        """The front stops one continuation. It may say so late: when that one was preempted, or waits again."""
+        going_on = [s for s in self._live[request_id] if not s.finished and s.request.beam is None]
+        if going_on:
             self.events.append(Happening.STOP)
-            sequence = self._dice.choice(running)
+            sequence = self._dice.choice(going_on)
             assert self.scheduler.finish(sequence, FinishReason.STOP), sequence
             self._end((sequence,), FinishReason.STOP)
 
