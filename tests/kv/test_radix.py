@@ -280,3 +280,21 @@ def test_many_touches_do_not_grow_the_heap() -> None:
         desk.put(turn)
         desk.tree.match("", ids(turn), 1)
     assert desk.tree.contents("") == {(turn,) for turn in range(292, 300)}
+
+
+def test_all_that_one_wrote_is_dropped_and_nothing_of_others() -> None:
+    """The path of 12 is in three nodes: others diverged from it after 4 and after 8, and were evicted."""
+    desk = Desk()
+    known = tuple(range(1, 13))
+    blocks, inserted = desk.hold(ids(*known))
+    for shared in (4, 8):
+        assert desk.length(*known[:shared], 99) == shared
+    desk.drop(blocks, inserted.node)
+    assert desk.tree.num_nodes >= 3
+    desk.tree.drop(inserted.node, OTHER)
+    assert desk.length(*known) == 12, "it was another who failed"
+    generation = desk.tree.generation
+    desk.tree.drop(inserted.node, ME)
+    desk.audit()
+    assert desk.length(*known) == 0 and desk.pool.num_free == 32
+    assert desk.tree.generation > generation

@@ -1,11 +1,18 @@
 """Several continuations of one prompt: computed once, shared by blocks, admitted and preempted as one."""
 
+import numpy as np
 import pytest
 
 from quire.core.errors import NeverFits
 from quire.core.events import What
-from quire.core.request import State
+from quire.core.ids import RequestId, Row
+from quire.core.request import Family, Request, State
+from quire.core.sampling import RowSampling
 from quire.core.step import FinishReason
+from quire.kv.manager import KVManager, Owner
+from quire.sched.forks import Forks
+from quire.sched.owner import owner_of
+from quire.sched.seating import Seating
 from tests.sched.helpers import Bench, counting, events_of, oracle_answer
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
@@ -166,3 +173,32 @@ def test_a_family_begins_from_the_cache() -> None:
     bench.run()
     assert bench.chunks_of(members[0])[0].start == 10
     assert all(bench.heard[member.id] == oracle_answer([*PROMPT, 500], 3, member.index) for member in members)
+
+
+@pytest.mark.parametrize(("num_blocks", "num_found", "num_promised"), [(8, 6, 1), (6, 5, 1)])
+def test_a_sibling_begins_with_its_past_if_that_fits_and_else_with_the_prompt(
+    num_blocks: int, num_found: int, num_promised: int
+) -> None:
+    """Another left the whole prompt in the cache, in three blocks; the leader holds three of its own. For its seven
+    tokens the sibling was promised two beyond the prompt's shared two; in the cache it finds three."""
+    kv, seating = KVManager(num_blocks, 2, 3), Seating(3)
+    prompt = np.array(PROMPT[:6], np.int32)
+    family = Family(Request(RequestId(1), prompt, 4, RowSampling(), 2), 0, 0.0)
+    leader, sibling = family.members
+    sibling.tokens = np.append(prompt, np.int32(99))
+    for member in (leader, sibling):
+        seating.sit(member, seating.take_row(), 0, 0)
+    assert leader.row is not None and sibling.row is not None
+    for row, owner in ((Row(2), Owner(RequestId(2), "", 0)), (leader.row, owner_of(leader))):
+        kv.open(row, owner, None, 3)
+        kv.grow_to(row, 6, owner.request)
+        kv.commit(row, owner, prompt)
+    kv.close(Row(2), Owner(RequestId(2), "", 0), prompt)
+    kv.promise(sibling.row, 2)
+    leader.num_computed = 6
+    forks = Forks(kv, seating)
+    forks.expect(leader, (sibling,))
+    assert forks.fork(leader) == (sibling,)
+    assert (sibling.num_computed, int(kv.promised[sibling.row])) == (num_found, num_promised)
+    assert (kv.tables.of(sibling.row)[:2] == kv.tables.of(leader.row)[:2]).all() == (num_found == 5)
+    kv.audit()

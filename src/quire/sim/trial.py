@@ -180,7 +180,10 @@ class Trial:
     def _abort(self, request_id: RequestId) -> None:
         self.events.append(Happening.ABORT)
         members = self._live[request_id]
-        self._end(self.scheduler.abort(request_id), FinishReason.ABORT)
+        heard_of = tuple(member for member in members[0].family.answers if not member.finished)
+        ended = self.scheduler.abort(request_id)
+        assert ended == heard_of, f"request {request_id} was aborted: {ended} ended, not {heard_of}"
+        self._end(ended, FinishReason.ABORT)
         assert self.scheduler.abort(request_id) == (), "an abort is not idempotent"
         assert all(member.finished for member in members), f"request {request_id} was aborted and goes on"
 
