@@ -298,3 +298,14 @@ def test_all_that_one_wrote_is_dropped_and_nothing_of_others() -> None:
     desk.audit()
     assert desk.length(*known) == 0 and desk.pool.num_free == 32
     assert desk.tree.generation > generation
+
+
+def test_a_leaf_that_was_held_when_the_others_were_tidied_up_is_evicted_later() -> None:
+    desk = Desk(num_blocks=200)
+    leaf = desk.put(1, 2, 3, 4).node
+    desk.pool.share(leaf.blocks)
+    for token in range(10, 110):
+        desk.put(token, 2, 3, 4)
+    desk.drop(leaf.blocks, leaf)
+    desk.evict(101)
+    assert desk.pool.num_free == 200

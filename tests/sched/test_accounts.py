@@ -212,3 +212,19 @@ def test_a_class_that_has_left_is_not_the_lowest_that_sits() -> None:
     assert lowest == [7, 2, 2, 2]
     bench.run()
     assert bench.scheduler.books.seating.lowest_class == 0
+
+
+def test_recomputed_tokens_of_siblings_are_counted() -> None:
+    """Without a cache: the leader computes all it knew again, a sibling all but what it shares of the prompt."""
+    policy = OPTIMISTIC.with_regime(REGIMES["chunked"])
+    bench = Bench(blocks=12, block_size=2, rows=3, policy=policy)
+    bench.add([1, 2], 12)
+    members = bench.add_family([3, 4, 5], 8, 2)
+    again = 0
+    while not bench.scheduler.idle:
+        before = members[0].family.num_preemptions
+        bench.turn()
+        if members[0].family.num_preemptions > before:
+            known = [3 + len(bench.heard[member.id]) for member in members]
+            again += known[0] - 1 + known[1] - 1 - 2
+    assert again and bench.scheduler.books.tally.recomputed_tokens == again

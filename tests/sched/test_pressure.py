@@ -217,6 +217,17 @@ def test_nobody_is_sent_away_for_one_who_would_only_wait_for_a_prefix() -> None:
     assert bench.heard[second.id] == oracle_answer(counting(1, 16), 2)
 
 
+def test_a_row_that_is_free_is_not_taken_from_anybody() -> None:
+    """Two of a lower class sit and one row is free: a family of two needs one more."""
+    bench = Bench(rows=3)
+    low = [bench.add([number], 9, priority=5) for number in (1, 2)]
+    bench.turn()
+    members = bench.add_family([3, 4], 2, 2)
+    bench.run()
+    assert sorted(sequence.family.num_preemptions for sequence in low) == [0, 1]
+    assert all(bench.finished[member.id] < bench.finished[low[0].id] for member in members)
+
+
 def test_nobody_is_sent_away_if_it_would_not_help() -> None:
     """The first is of the same class and stays: with what the low one frees there is still too little."""
     bench = Bench(blocks=8, rows=4, policy=NEVER)
