@@ -115,3 +115,36 @@ def test_who_computed_the_same_later_keeps_its_own_copy_and_only_as_long_as_it_s
     kv.commit(Row(1), ME, fresh)
     assert kv.num_found(kv.match(ME, fresh, 4)) == 4
     kv.audit()
+
+
+def forked_from_copies(kv: KVManager) -> IntArray:
+    """Row 0 published two blocks first; row 1 has copies of its own and one block more, and row 2 forked from it."""
+    known = ids(range(1, 13))
+    for row, length in ((Row(0), 8), (Row(1), 12)):
+        kv.open(row, ME, None, 3)
+        kv.grow_to(row, length, ME.request)
+        kv.commit(row, ME, known[:length])
+    kv.fork(Row(1), Row(2), ME, known)
+    kv.close(Row(0), ME, known[:8])
+    return known
+
+
+def test_what_a_fork_still_reads_is_not_hung_below_blocks_that_nobody_holds() -> None:
+    kv = KVManager(12, 4, 3)
+    known = forked_from_copies(kv)
+    kv.close(Row(1), ME, known)
+    kv.audit()
+    assert kv.num_found(kv.match(ME, known, 12)) == 8
+    kv.close(Row(2), ME, known)
+    kv.audit()
+    assert kv.num_found(kv.match(ME, known, 12)) == 12, "the last who reads it leaves it"
+
+
+def test_a_fork_keeps_to_itself_what_its_parent_does() -> None:
+    """Even when the blocks that stood before them are gone: row 1 would not know that its own are in the tree."""
+    kv = KVManager(12, 4, 3)
+    known = forked_from_copies(kv)
+    kv.reset_cache()
+    kv.commit(Row(2), ME, known)
+    assert kv.num_found(kv.match(ME, known, 12)) == 0
+    kv.audit()

@@ -280,3 +280,32 @@ def test_many_touches_do_not_grow_the_heap() -> None:
         desk.put(turn)
         desk.tree.match("", ids(turn), 1)
     assert desk.tree.contents("") == {(turn,) for turn in range(292, 300)}
+
+
+def test_all_that_one_wrote_is_dropped_and_nothing_of_others() -> None:
+    """The path of 12 is in three nodes: others diverged from it after 4 and after 8, and were evicted."""
+    desk = Desk()
+    known = tuple(range(1, 13))
+    blocks, inserted = desk.hold(ids(*known))
+    for shared in (4, 8):
+        assert desk.length(*known[:shared], 99) == shared
+    desk.drop(blocks, inserted.node)
+    assert desk.tree.num_nodes >= 3
+    desk.tree.drop(inserted.node, OTHER)
+    assert desk.length(*known) == 12, "it was another who failed"
+    generation = desk.tree.generation
+    desk.tree.drop(inserted.node, ME)
+    desk.audit()
+    assert desk.length(*known) == 0 and desk.pool.num_free == 32
+    assert desk.tree.generation > generation
+
+
+def test_a_leaf_that_was_held_when_the_others_were_tidied_up_is_evicted_later() -> None:
+    desk = Desk(num_blocks=200)
+    leaf = desk.put(1, 2, 3, 4).node
+    desk.pool.share(leaf.blocks)
+    for token in range(10, 110):
+        desk.put(token, 2, 3, 4)
+    desk.drop(leaf.blocks, leaf)
+    desk.evict(101)
+    assert desk.pool.num_free == 200

@@ -206,9 +206,9 @@ def toy_answer(prompt: Many[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def oracle_answer(prompt: Many[int], count: int) -> list[int]:
+def oracle_answer(prompt: Many[int], count: int, index: int = 0) -> list[int]:
     """The closed form."""
-    return list(islice(continuation(np.array(prompt, np.int32), VOCAB), count))
+    return list(islice(continuation(np.array(prompt, np.int32), VOCAB, index), count))
 
 
 def counting(first: int, count: int) -> list[int]:

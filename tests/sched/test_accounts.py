@@ -182,3 +182,49 @@ def test_followers_count_among_the_waiting_tokens() -> None:
     with pytest.raises(QueueFull):
         bench.add(LONG, 5)
     bench.run()
+
+
+def test_a_family_that_leaves_frees_what_only_its_members_share() -> None:
+    """10 prompt tokens in blocks of 4: two are shared by three, each has a tail of its own."""
+    bench = Bench(oracle=True)
+    members = bench.add_family(counting(1, 10), 9, 3)
+    bench.turns(2)
+    blocks = {block for member in members for block in bench.table(member)}
+    promised = sum(int(bench.scheduler.kv.promised[member.row]) for member in members if member.row is not None)
+    assert len(blocks) == 5
+    assert bench.scheduler.books.num_freed(members[0].family) == 5 + promised
+    reader = bench.add(counting(1, 10), 9)
+    bench.turn()
+    assert bench.table(reader)[:2] == bench.table(members[0])[:2]
+    promised = sum(int(bench.scheduler.kv.promised[member.row]) for member in members if member.row is not None)
+    assert bench.scheduler.books.num_freed(members[0].family) == 3 + promised, "another reads the prompt too"
+    bench.run()
+
+
+def test_a_class_that_has_left_is_not_the_lowest_that_sits() -> None:
+    bench = Bench()
+    bench.add([1], 9, priority=2)
+    bench.add([2], 2, priority=7)
+    lowest = []
+    for _ in range(4):
+        bench.turn()
+        lowest.append(bench.scheduler.books.seating.lowest_class)
+    assert lowest == [7, 2, 2, 2]
+    bench.run()
+    assert bench.scheduler.books.seating.lowest_class == 0
+
+
+def test_recomputed_tokens_of_siblings_are_counted() -> None:
+    """Without a cache: the leader computes all it knew again, a sibling all but what it shares of the prompt."""
+    policy = OPTIMISTIC.with_regime(REGIMES["chunked"])
+    bench = Bench(blocks=12, block_size=2, rows=3, policy=policy)
+    bench.add([1, 2], 12)
+    members = bench.add_family([3, 4, 5], 8, 2)
+    again = 0
+    while not bench.scheduler.idle:
+        before = members[0].family.num_preemptions
+        bench.turn()
+        if members[0].family.num_preemptions > before:
+            known = [3 + len(bench.heard[member.id]) for member in members]
+            again += known[0] - 1 + known[1] - 1 - 2
+    assert again and bench.scheduler.books.tally.recomputed_tokens == again

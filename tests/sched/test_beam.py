@@ -280,3 +280,12 @@ def test_forbidden_tokens_never_live_and_a_search_without_continuations_ends() -
     assert search.advance([row(t9=-0.1, t1=-2.0, t2=-np.inf)]) == BeamStep((0,), (1,))
     assert search.advance([row(t1=-np.inf)]) is None
     assert [result.tokens for result in search.results()] == [(9,)]
+
+
+def test_if_every_beam_proposes_every_end_there_is_enough_left_to_go_on_with() -> None:
+    params = BeamParams(width=2, early_stopping=EarlyStopping.NEVER)
+    search = BeamSearch(params, num_prompt=1, max_length=9, end_ids=[8, 9])
+    assert search.num_candidates == 6
+    assert search.advance([row(t1=-0.1, t2=-0.2, t3=-9.0)]) == BeamStep((0, 0), (1, 2))
+    rows = [row(t8=-1.0, t9=-1.1, t4=-1.2, t5=-7.0)] * 2
+    assert search.advance(rows) == BeamStep((0, 1), (4, 4)), "the best four are ends"

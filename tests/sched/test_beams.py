@@ -2,7 +2,8 @@
 
 import pytest
 
-from quire.core.request import Sequence, State
+from quire.core.request import BeamParams, Sequence, State
+from quire.core.sampling import RowSampling
 from quire.core.step import FinishReason, Output
 from quire.sched.reserve import most_blocks
 from quire.sim.expected import expect
@@ -108,3 +109,27 @@ def test_a_search_that_loses_a_beam_ends() -> None:
     assert [member.finish_reason for member in members] == [FinishReason.ERROR] * 3
     bench.run()
     assert set(bench.finished) == {member.id for member in members}
+
+
+@pytest.mark.parametrize("first", range(3, 8))
+@pytest.mark.parametrize("second", range(1, 6))
+def test_what_a_beam_offered_before_its_step_was_lost_is_forgotten(first: int, second: int) -> None:
+    """With four tokens a step the beams come back one after the other: some have offered when steps are lost again."""
+    bench = Bench(oracle=True, rows=3, budget=4)
+    members = bench.add_beams(PROMPT, 10, 3)
+    for turns in (first, second):
+        bench.turns(turns)
+        bench.scheduler.lose_steps(keep_cache=True)
+    bench.run()
+    assert_found(bench, members)
+
+
+@pytest.mark.parametrize("returned", [1, 2])
+def test_an_abort_names_only_the_beams_that_a_client_hears_of(returned: int) -> None:
+    bench = Bench(oracle=True)
+    members = bench.ask(
+        PROMPT, 6, RowSampling(num_candidates=6), num_sequences=3, beam=BeamParams(3, num_returned=returned)
+    )
+    bench.turns(3)
+    assert bench.scheduler.abort(members[0].request.id) == members[:returned]
+    bench.run()

@@ -1,11 +1,18 @@
 """Several continuations of one prompt: computed once, shared by blocks, admitted and preempted as one."""
 
+import numpy as np
 import pytest
 
 from quire.core.errors import NeverFits
 from quire.core.events import What
-from quire.core.request import State
+from quire.core.ids import RequestId, Row
+from quire.core.request import Family, Request, State
+from quire.core.sampling import RowSampling
 from quire.core.step import FinishReason
+from quire.kv.manager import KVManager, Owner
+from quire.sched.forks import Forks
+from quire.sched.owner import owner_of
+from quire.sched.seating import Seating
 from tests.sched.helpers import Bench, counting, events_of, oracle_answer
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
@@ -27,7 +34,7 @@ def test_siblings_share_the_prompts_blocks_and_copy_only_its_tail() -> None:
     assert [(move.src.block, move.dst.block) for move in plan.moves] == [(leader[2], table[2]) for table in siblings]
     assert bench.scheduler.books.tally.forks == 2
     bench.run()
-    assert all(bench.heard[member.id] == oracle_answer(PROMPT, 4) for member in members)
+    assert all(bench.heard[member.id] == oracle_answer(PROMPT, 4, member.index) for member in members)
     assert bench.scheduler.books.tally.computed_tokens == 10 + 2 + 3 * 3, "the prompt once, two last tokens, decodes"
 
 
@@ -38,12 +45,12 @@ def test_a_prompt_that_ends_with_its_block_is_shared_but_for_its_last_token() ->
     bench.turns(2)
     assert not len(bench.plan.moves), "position 8 is the first of a block: nothing to copy"
     bench.run()
-    assert all(bench.heard[member.id] == oracle_answer(PROMPT[:9], 3) for member in members)
+    assert all(bench.heard[member.id] == oracle_answer(PROMPT[:9], 3, member.index) for member in members)
     members = bench.add_family(PROMPT[:8], 3, 2)
     bench.turns(2)
     assert len(bench.plan.moves) == 1 and bench.readers(bench.table(members[0])[1]) == 1
     bench.run()
-    assert all(bench.heard[member.id] == oracle_answer(PROMPT[:8], 3) for member in members)
+    assert all(bench.heard[member.id] == oracle_answer(PROMPT[:8], 3, member.index) for member in members)
 
 
 def test_siblings_begin_when_all_but_the_prompts_last_token_is_computed() -> None:
@@ -59,7 +66,7 @@ def test_a_leader_that_ends_at_once_still_lets_its_siblings_begin(depth: int) ->
     bench = Bench(oracle=True, depth=depth)
     members = bench.add_family(PROMPT, 1, 3)
     bench.run()
-    assert [bench.heard[member.id] for member in members] == [oracle_answer(PROMPT, 1)] * 3
+    assert [bench.heard[member.id] for member in members] == [oracle_answer(PROMPT, 1, index) for index in range(3)]
     assert sum(chunk.length for plan in bench.plans for chunk in plan.chunks) == 12
 
 
@@ -74,7 +81,7 @@ def test_one_that_ends_leaves_the_others(depth: int, index: int, turns: int) -> 
     silence = len(bench.heard[members[index].id])
     bench.run()
     for member in members:
-        expected = oracle_answer(PROMPT, 6)
+        expected = oracle_answer(PROMPT, 6, member.index)
         assert bench.heard[member.id] == (expected[:silence] if member.index == index else expected)
         assert member.tokens.tolist() == PROMPT + bench.heard[member.id]
 
@@ -114,7 +121,7 @@ def test_a_poisoned_leaders_siblings_start_again() -> None:
     assert leader.finish_reason is FinishReason.ERROR
     assert [sibling.state for sibling in siblings] == [State.WAITING] * 2
     bench.run()
-    assert [bench.heard[sibling.id] for sibling in siblings] == [oracle_answer(PROMPT, 3)] * 2
+    assert [bench.heard[sibling.id] for sibling in siblings] == [oracle_answer(PROMPT, 3, index) for index in (1, 2)]
     assert [chunk.start for chunk in bench.chunks_of(siblings[0])] == [0], "nothing of the poisoned prompt was kept"
     assert siblings[0].family.num_preemptions == 0
 
@@ -133,7 +140,7 @@ def test_a_family_is_preempted_and_readmitted_as_one(depth: int) -> None:
     assert family.num_preemptions == len(events_of(members[0], What.PREEMPTED)) > 0
     assert first.family.num_preemptions == 0
     assert bench.heard[first.id] == oracle_answer([1, 2], 12)
-    assert [bench.heard[member.id] for member in members] == [oracle_answer([3, 4], 8)] * 2
+    assert [bench.heard[member.id] for member in members] == [oracle_answer([3, 4], 8, index) for index in range(2)]
     bench.run()
 
 
@@ -152,7 +159,7 @@ def test_what_a_family_may_need_counts_the_shared_blocks_once() -> None:
     bench = Bench(oracle=True, blocks=8)
     members = bench.add_family(PROMPT, 7, 3)
     bench.run()
-    assert all(bench.heard[member.id] == oracle_answer(PROMPT, 7) for member in members)
+    assert all(bench.heard[member.id] == oracle_answer(PROMPT, 7, member.index) for member in members)
     assert bench.num_preemptions == 0
     with pytest.raises(NeverFits, match="8 KV blocks"):
         Bench(blocks=7).add_family(PROMPT, 7, 3)
@@ -165,4 +172,33 @@ def test_a_family_begins_from_the_cache() -> None:
     members = bench.add_family([*PROMPT, 500], 3, 2)
     bench.run()
     assert bench.chunks_of(members[0])[0].start == 10
-    assert [bench.heard[member.id] for member in members] == [oracle_answer([*PROMPT, 500], 3)] * 2
+    assert all(bench.heard[member.id] == oracle_answer([*PROMPT, 500], 3, member.index) for member in members)
+
+
+@pytest.mark.parametrize(("num_blocks", "num_found", "num_promised"), [(8, 6, 1), (6, 5, 1)])
+def test_a_sibling_begins_with_its_past_if_that_fits_and_else_with_the_prompt(
+    num_blocks: int, num_found: int, num_promised: int
+) -> None:
+    """Another left the whole prompt in the cache, in three blocks; the leader holds three of its own. For its seven
+    tokens the sibling was promised two beyond the prompt's shared two; in the cache it finds three."""
+    kv, seating = KVManager(num_blocks, 2, 3), Seating(3)
+    prompt = np.array(PROMPT[:6], np.int32)
+    family = Family(Request(RequestId(1), prompt, 4, RowSampling(), 2), 0, 0.0)
+    leader, sibling = family.members
+    sibling.tokens = np.append(prompt, np.int32(99))
+    for member in (leader, sibling):
+        seating.sit(member, seating.take_row(), 0, 0)
+    assert leader.row is not None and sibling.row is not None
+    for row, owner in ((Row(2), Owner(RequestId(2), "", 0)), (leader.row, owner_of(leader))):
+        kv.open(row, owner, None, 3)
+        kv.grow_to(row, 6, owner.request)
+        kv.commit(row, owner, prompt)
+    kv.close(Row(2), Owner(RequestId(2), "", 0), prompt)
+    kv.promise(sibling.row, 2)
+    leader.num_computed = 6
+    forks = Forks(kv, seating)
+    forks.expect(leader, (sibling,))
+    assert forks.fork(leader) == (sibling,)
+    assert (sibling.num_computed, int(kv.promised[sibling.row])) == (num_found, num_promised)
+    assert (kv.tables.of(sibling.row)[:2] == kv.tables.of(leader.row)[:2]).all() == (num_found == 5)
+    kv.audit()

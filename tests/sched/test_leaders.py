@@ -95,6 +95,18 @@ def test_a_follower_may_give_up(depth: int, turns: int) -> None:
     assert bench.heard[leader.id] == oracle_answer(LONG, 5)
 
 
+def test_a_family_that_follows_and_loses_a_member_still_waits_in_one_place() -> None:
+    bench = Bench(oracle=True, budget=20, depth=1)
+    leader = bench.add(LONG, 5)
+    one, other = bench.add_family(LONG, 5, 2)
+    bench.turn()
+    assert bench.scheduler.books.leaders.follows(one.family)
+    assert bench.scheduler.finish(other, FinishReason.STOP)
+    assert bench.scheduler.num_waiting == 1 and one.family not in bench.scheduler.books.room
+    bench.run()
+    assert bench.heard[one.id] == bench.heard[leader.id] == oracle_answer(LONG, 5)
+
+
 def test_nobody_waits_for_a_lower_class() -> None:
     """After 12 of 18 tokens a second asks the same. It waits for one more block, if it may wait at all."""
     prompt = counting(1, 18)

@@ -51,7 +51,7 @@ def lossy_bench(depth: int, place: str, blocks: int = 64, host: int = 0) -> tupl
 def assert_right(bench: Bench, *sequences: Sequence) -> None:
     for sequence in sequences:
         prompt = sequence.request.prompt.tolist()
-        assert bench.heard[sequence.id] == oracle_answer(prompt, sequence.request.max_tokens)
+        assert bench.heard[sequence.id] == oracle_answer(prompt, sequence.request.max_tokens, sequence.index)
         assert sequence.tokens.tolist() == prompt + bench.heard[sequence.id]
 
 

@@ -199,6 +199,35 @@ def test_a_class_takes_blocks_even_if_what_is_free_is_its_own_prefix() -> None:
     bench.run()
 
 
+def test_nobody_is_sent_away_for_one_who_would_only_wait_for_a_prefix() -> None:
+    """The first computes 16 tokens, six at most in a step. One of its class asks the same, and no row is free."""
+    bench = Bench(oracle=True, rows=2, budget=6)
+    low = bench.add([900], 30, priority=5)
+    bench.turn()
+    first = bench.add(counting(1, 16), 9)
+    bench.turn()
+    second = bench.add(counting(1, 16), 2)
+    while first.num_computed < 12:
+        bench.turn()
+        assert low.family.num_preemptions == 0
+    while second.state is State.WAITING:
+        bench.turn()
+    assert low.family.num_preemptions == 1 and bench.chunks_of(second)[0].start >= 12
+    bench.run()
+    assert bench.heard[second.id] == oracle_answer(counting(1, 16), 2)
+
+
+def test_a_row_that_is_free_is_not_taken_from_anybody() -> None:
+    """Two of a lower class sit and one row is free: a family of two needs one more."""
+    bench = Bench(rows=3)
+    low = [bench.add([number], 9, priority=5) for number in (1, 2)]
+    bench.turn()
+    members = bench.add_family([3, 4], 2, 2)
+    bench.run()
+    assert sorted(sequence.family.num_preemptions for sequence in low) == [0, 1]
+    assert all(bench.finished[member.id] < bench.finished[low[0].id] for member in members)
+
+
 def test_nobody_is_sent_away_if_it_would_not_help() -> None:
     """The first is of the same class and stays: with what the low one frees there is still too little."""
     bench = Bench(blocks=8, rows=4, policy=NEVER)

@@ -142,6 +142,17 @@ def test_those_who_came_and_gave_up_leave_nothing_behind() -> None:
     assert len(room._deadlines) + len(lane._heap) + len(lane._tenants["b"]._heap) < 150
 
 
+def test_who_stays_still_expires_after_many_came_and_went() -> None:
+    stays = [family(0, deadline_s=9.0), family(1), family(2, deadline_s=5.0)]
+    room = room_of(stays)
+    for order in range(3, 200):
+        new = family(order, deadline_s=float(order))
+        room.push(new, 0.0)
+        room.discard(new)
+    assert room.expire(4.0) == []
+    assert room.expire(9.0) == [stays[2], stays[0]]
+
+
 class _CountedOrder(int):
     """An arrival number that counts its comparisons."""
 

@@ -114,6 +114,16 @@ def test_a_dynamic_batch_waits_for_its_window() -> None:
     bench.run()
 
 
+def test_a_window_begins_again_if_the_clock_is_set_back() -> None:
+    bench = Bench(rows=2, policy=Policy(regime=DYNAMIC))
+    bench.add([1] * 3, 2)
+    for now_s, begun in ((1000.0, 0), (7.0, 0), (7.05, 0), (7.11, 1)):
+        bench.now_s = now_s
+        bench.turn()
+        assert len(bench.plans) == begun
+    bench.run()
+
+
 def test_a_full_dynamic_batch_does_not_wait() -> None:
     bench = Bench(rows=2, policy=Policy(regime=DYNAMIC))
     bench.add([1] * 3, 2)

@@ -142,3 +142,15 @@ def test_the_least_active_is_known_however_often_it_came_and_went() -> None:
         shares.depart("stays")
         shares.arrive("new")
         assert shares.service("new") == 7.0
+
+
+def test_the_level_for_who_comes_to_an_empty_engine_is_the_highest_of_those_who_left() -> None:
+    shares = Shares({})
+    for tenant, cost in (("a", 100.0), ("b", 40.0)):
+        shares.arrive(tenant)
+        shares.charge(tenant, cost)
+    levels = {tenant: shares.service(tenant) for tenant in "ab"}
+    for tenant in sorted(levels, key=lambda name: -levels[name]):
+        shares.depart(tenant)
+    shares.arrive("c")
+    assert shares.service("c") == max(levels.values()) > min(levels.values())

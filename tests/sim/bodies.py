@@ -3,13 +3,10 @@
 from itertools import islice
 
 import numpy as np
-import torch
 
 from quire.core.oracle import candidates, continuation, total
 from quire.core.step import Candidates, StepPlan, StepResult
-from quire.models.oracle import OracleModel
-from quire.runner.kv_store import new_store
-from quire.runner.model_runner import ModelRunner
+from quire.engine.oracle import TorchOracle
 from quire.sim.oracle import OracleRunner
 from tests.runner.plans import emitted
 
@@ -23,10 +20,16 @@ class Bodies:
     """The numpy oracle and the integer model behind the torch runner, side by side."""
 
     def __init__(self, device: str = "cpu") -> None:
-        model = OracleModel(VOCAB)
-        stores = new_store(model.kv_geometry, NUM_BLOCKS, BLOCK, torch.device(device), NUM_HOST_BLOCKS)
         self.paper = OracleRunner(NUM_BLOCKS, BLOCK, VOCAB, NUM_HOST_BLOCKS)
-        self.metal = ModelRunner(model, stores, max_rows=4, max_length=40)
+        self.metal = TorchOracle(
+            vocab_size=VOCAB,
+            num_blocks=NUM_BLOCKS,
+            block_size=BLOCK,
+            num_host_blocks=NUM_HOST_BLOCKS,
+            max_rows=4,
+            max_length=40,
+            device=device,
+        )
 
     def run(self, plan: StepPlan) -> StepResult:
         """What both say."""
@@ -45,8 +48,8 @@ def assert_same(found: Candidates, expected: Candidates) -> None:
     assert found.logprobs.tolist() == expected.logprobs.tolist()
 
 
-def following(known: list[int], count: int) -> list[int]:
-    return list(islice(continuation(np.array(known, np.int32), VOCAB), count))
+def following(known: list[int], count: int, index: int = 0) -> list[int]:
+    return list(islice(continuation(np.array(known, np.int32), VOCAB, index), count))
 
 
 def after(known: list[int], count: int) -> Candidates:

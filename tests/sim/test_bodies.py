@@ -1,5 +1,7 @@
 """Every body behind the bridge gives the same answers to the same plans, and they are the closed form's."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -24,6 +26,12 @@ def test_the_candidates_by_hand() -> None:
     fall = 24 + (96 + 97 * 1024) % 65536 / 1024
     assert logprobs.tolist() == [0.0, -fall, -2 * fall]
     assert len(candidates(5, 3, 8).ids) == 3
+
+
+def test_the_index_leads_siblings_apart() -> None:
+    first, second = following(PROMPT, 2), following(PROMPT, 2, index=1)
+    assert second[0] == (first[0] + 1) % VOCAB
+    assert second[1] == following([*PROMPT, second[0]], 1, index=1)[0]
 
 
 def test_a_prefix_in_shared_blocks_is_computed_once() -> None:
@@ -53,6 +61,23 @@ def test_a_partial_block_is_copied_before_the_step_writes() -> None:
     )
     assert emitted(bodies.run(plan)) == {0: following(PROMPT, 2)[1], 1: following(fork, 1)[0]}
     assert emitted(bodies.run(StepPlan(2, num_cruising=2)))[1] == following(fork, 2)[1]
+
+
+def test_siblings_go_different_ways_from_the_same_blocks() -> None:
+    """The second shares two blocks and copies the third; it computes the last token of the prompt itself."""
+    bodies = Bodies()
+    bodies.run(opening(0, 1, 2, 3))
+    fork = StepPlan(
+        1,
+        moves=moves(DEVICE, DEVICE, (3, 5)),
+        seats=(replace(seat(1, PROMPT), index=2),),
+        grants=grants({1: [1, 2, 5]}),
+        chunks=(sample(1, 9, 10),),
+        num_cruising=1,
+    )
+    assert emitted(bodies.run(fork)) == {0: following(PROMPT, 2)[1], 1: following(PROMPT, 1, index=2)[0]}
+    both = bodies.run(StepPlan(2, num_cruising=2))
+    assert emitted(both) == {0: following(PROMPT, 3)[2], 1: following(PROMPT, 2, index=2)[1]}
 
 
 def test_a_swapped_row_goes_on_where_it_was_while_others_use_its_blocks() -> None:

@@ -1,14 +1,16 @@
 """The exact oracle's arithmetic: a "model" whose next token is an integer function of all tokens before it.
 
-next = Σ mix(token_i, i) mod V. Both oracles (the numpy runner and the integer model behind the real runner) put
-(token, position) into real KV slots and sum what they read back through the block table, so that any misrouted,
-stale, double-owned or early-freed slot changes a token at once. `mix` and `deficit` use only + * %, and so serve
-numpy and torch alike.
+next = (Σ mix(token_i, i) + index) mod V, the index being which of its request's sequences it is: siblings go different
+ways from their prompt's end, so that one who reads another's blocks is found out. Both oracles (the numpy runner and
+the integer model behind the real runner) put (token, position) into real KV slots and sum what they read back through
+the block table, so that any misrouted, stale, double-owned or early-freed slot changes a token at once. `mix` and
+`deficit` use only + * %, and so serve numpy and torch alike.
 
-The candidates follow from the same sum Σ: the j-th likeliest token is (Σ + j) mod V, and its log-probability is
--j * (24 + (Σ mod 2**16) / 1024). The likeliest token has all but 2**-34 of the probability, so that a float32
-softmax has nothing to round: scores, and sums of them, are exact on every body. How dear it is to leave the likeliest
-path (24 to 88) changes with every token, so that the beams of a search fork from each other and die.
+The candidates follow from Σ alone, since a beam may go on in any row of its search: the j-th likeliest token is
+(Σ + j) mod V, and its log-probability is -j * (24 + (Σ mod 2**16) / 1024). The likeliest token has all but 2**-34 of
+the probability, so that a float32 softmax has nothing to round: scores, and sums of them, are exact on every body. How
+dear it is to leave the likeliest path (24 to 88) changes with every token, so that the beams of a search fork from each
+other and die.
 """
 
 from collections.abc import Iterator
@@ -31,15 +33,15 @@ def mix(tokens: Integers, positions: Integers) -> Integers:
     return (bound * (bound + 7919) + tokens * 31) % MODULUS  # type: ignore[operator, return-value]
 
 
-def continuation(prompt: IntArray, vocab_size: int) -> Iterator[int]:
-    """The closed form: the tokens that follow a prompt, for ever."""
+def continuation(prompt: IntArray, vocab_size: int, index: int = 0) -> Iterator[int]:
+    """The closed form: the tokens that follow a prompt in its request's sequence of this index, for ever."""
     total = 0
     position = 0
     for token in prompt.tolist():
         total += mix(token, position)
         position += 1
     while True:
-        token = total % vocab_size
+        token = (total + index) % vocab_size
         yield token
         total += mix(token, position)
         position += 1

@@ -2,16 +2,56 @@
 
 import torch
 
+from quire.core.ids import Row
+from quire.core.step import Pending, StepPlan
 from quire.models.oracle import OracleModel
 from quire.runner.kv_store import new_store
 from quire.runner.model_runner import ModelRunner
 from quire.sim.world import VOCAB_SIZE, World
 
 
-def torch_oracle(world: World, device: str = "cpu") -> ModelRunner:
-    """Real rows, slots, tables, moves and sampler on a device; only the model is made of integers."""
-    model = OracleModel(VOCAB_SIZE)
-    stores = new_store(
-        model.kv_geometry, world.num_blocks, world.block_size, torch.device(device), world.num_host_blocks
+class TorchOracle:
+    """Real rows, slots, tables, moves and sampler on a device; only the model is made of integers.
+
+    It follows plans just so far as to tell the model which sequence of its request writes each block.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        num_blocks: int,
+        block_size: int,
+        num_host_blocks: int,
+        max_rows: int,
+        max_length: int,
+        device: str = "cpu",
+    ) -> None:
+        where = torch.device(device)
+        self._index_of_block = torch.zeros(num_blocks + 1, dtype=torch.int64, device=where)
+        self._index_of_row: dict[Row, int] = {}
+        model = OracleModel(vocab_size, self._index_of_block)
+        stores = new_store(model.kv_geometry, num_blocks, block_size, where, num_host_blocks)
+        self._runner = ModelRunner(model, stores, max_rows=max_rows, max_length=max_length)
+
+    def launch(self, plan: StepPlan) -> Pending:
+        for seat in plan.seats:
+            searches = seat.sampling.num_candidates > 0  # a beam's row says nothing of the beam
+            self._index_of_row[seat.row] = 0 if searches else seat.index
+        if len(plan.grants):
+            indices = [self._index_of_row[Row(row)] for row in plan.grants.rows.tolist()]
+            blocks = torch.from_numpy(plan.grants.blocks).long().to(self._index_of_block.device)
+            self._index_of_block[blocks] = torch.tensor(indices, device=self._index_of_block.device)
+        return self._runner.launch(plan)
+
+
+def torch_oracle(world: World, device: str = "cpu") -> TorchOracle:
+    return TorchOracle(
+        vocab_size=VOCAB_SIZE,
+        num_blocks=world.num_blocks,
+        block_size=world.block_size,
+        num_host_blocks=world.num_host_blocks,
+        max_rows=world.max_rows,
+        max_length=world.max_prompt + world.max_output,
+        device=device,
     )
-    return ModelRunner(model, stores, max_rows=world.max_rows, max_length=world.max_prompt + world.max_output)

@@ -1,7 +1,8 @@
 """The integer model of `core.oracle` behind the real runner: it judges slots and tables without float noise.
 
 A token's key slot holds the token, its value slot the position. The next token is a sum over what is read
-back through the block table, and over nothing else: a misrouted or early-freed slot changes it at once.
+back through the block table, and the index of the sequence that writes the slot: a misrouted or early-freed slot
+changes it at once. A model sees no rows; but a block that is written has one holder, and so one index.
 """
 
 import torch
@@ -14,10 +15,11 @@ from quire.models.model import KvGeometry
 
 
 class OracleModel:
-    """next = Σ mix(token_i, i) mod V. A hidden state is that sum."""
+    """next = (Σ mix(token_i, i) + index) mod V. A hidden state is that sum."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, index_of_block: Tensor | None = None) -> None:
         self._vocab_size = vocab_size
+        self._index_of_block = index_of_block  # [blocks] int64: of the sequence that writes it; none: all are 0
 
     @property
     def vocab_size(self) -> int:
@@ -48,7 +50,10 @@ class OracleModel:
         still_to_come = query_ends[sequence_of_query] - torch.arange(len(tokens), device=kv.device) - 1
         last_key = key_ends[sequence_of_query] - still_to_come
         first_key = (key_ends - lengths)[sequence_of_query]
-        return (totals[last_key] - totals[first_key])[:, None]
+        sums = totals[last_key] - totals[first_key]
+        if self._index_of_block is not None:
+            sums += self._index_of_block[ragged.slots // block_size]
+        return sums[:, None]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [rows, 1] int64. Returns [rows, vocab] float32; a softmax leaves them as they are."""

@@ -21,8 +21,13 @@ def audit(scheduler: Scheduler, *, tree: bool = True) -> None:
         held = int(scheduler.kv.tables.lengths[sequence.row])
         planned = 0 if sequence.id in resting else _blocks_planned(scheduler, sequence)
         assert held == planned, f"{sequence} holds {held} blocks, not {planned}"
+        kept = held + int(scheduler.kv.promised[sequence.row])
+        most = count_blocks(sequence.last_position + 1, scheduler.kv.block_size)
+        assert kept <= most, f"{kept} blocks are kept for {sequence}, which needs {most} at most"
     for row in np.flatnonzero(scheduler.kv.tables.lengths + scheduler.kv.promised).tolist():  # I8
         assert row in seated, f"nobody sits in row {row}, which owns blocks"
+    lowest = max((sequence.request.priority for sequence in seated.values()), default=0)
+    assert books.seating.lowest_class == lowest, "the lowest class that sits is not who sits"  # I18
     _audit_families(scheduler)
     cruise = books.cruise
     cruising = [s for s in running if s.row is not None and cruise.cruises(s.row)]
@@ -36,7 +41,8 @@ def audit(scheduler: Scheduler, *, tree: bool = True) -> None:
 
 
 def _audit_families(scheduler: Scheduler) -> None:
-    """A family is in one place: it sits, waits in the queue, or waits for a prefix (I10)."""
+    """A family is in one place: it sits, waits in the queue, or waits for a prefix (I10). A beam that has offered has
+    computed all that it knows."""
     books = scheduler.books
     parked = {family.order for family in books.leaders.followers}
     num_waiting = 0
@@ -46,6 +52,10 @@ def _audit_families(scheduler: Scheduler) -> None:
             assert (member.row is None) == (member.state is State.WAITING or member.state is State.FINISHED), member
             sits += member.row is not None
             finished += member.finish_reason is not None
+        offered = () if family.request.beam is None else books.beams.offered(family)
+        for member in family.members if offered else ():
+            ready = member.state is State.RUNNING and member.num_computed == member.num_tokens
+            assert ready or member.id not in offered, f"{member} has offered and goes on computing"
         waits = family in books.room
         num_waiting += waits
         places = (sits > 0) + waits + (family.order in parked)

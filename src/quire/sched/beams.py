@@ -61,6 +61,11 @@ class BeamFamilies:
             self._of[family.request.id] = _Beams(family)
         return self._of[family.request.id].live
 
+    def offered(self, family: Family) -> frozenset[SequenceId]:
+        """The living beams that have offered and wait for the others."""
+        beams = self._of.get(family.request.id)
+        return frozenset() if beams is None else frozenset(beams.offers)
+
     @property
     def num_searches(self) -> int:
         return len(self._of)

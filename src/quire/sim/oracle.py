@@ -11,7 +11,7 @@ from quire.sim.rows import Done, Rows, SeatedRow, Work
 
 
 class OracleRunner:
-    """One slot holds (token, position). The next token is Σ mix over all slots of the row, modulo the vocabulary."""
+    """One slot holds (token, position). The next token is (Σ mix over all slots of the row + index) mod V."""
 
     def __init__(self, num_blocks: int, block_size: int, vocab_size: int, num_host_blocks: int = 0) -> None:
         self._block_size = block_size

@@ -56,7 +56,8 @@ class Rows:
         self._next_step = 0
 
     def run(self, plan: StepPlan, total: Callable[[Work, SeatedRow], int]) -> Done:
-        """Carry a plan out, but for its moves. `total` computes some work and says what the next tokens follow from."""
+        """Carry a plan out, but for its moves. `total` computes some work and says what the next tokens follow from,
+        beside the sequence's index."""
         emitted = []
         ended = []
         likeliest = {}
@@ -66,7 +67,7 @@ class Rows:
             if Output.CANDIDATES in work.output:
                 likeliest[work.row] = candidates(follows, self._vocab_size, row.seat.sampling.num_candidates)
             elif Output.SAMPLE in work.output:
-                token = follows % self._vocab_size
+                token = (follows + row.seat.index) % self._vocab_size
                 emitted.append((work.row, token))
                 end = self.emit(work.row, token)
                 if end is not None:

@@ -1,4 +1,4 @@
-"""The toy: a model whose next token is the sum of all tokens before it, modulo the vocabulary.
+"""The toy: a model whose next token is the sum of all tokens before it, and its index, modulo the vocabulary.
 
 Answers can be computed by hand, so that an engine test needs no model and no KV cache: moves are ignored. Its
 candidates follow from the sum as the oracle's do.

@@ -180,16 +180,19 @@ class Trial:
     def _abort(self, request_id: RequestId) -> None:
         self.events.append(Happening.ABORT)
         members = self._live[request_id]
-        self._end(self.scheduler.abort(request_id), FinishReason.ABORT)
+        heard_of = tuple(member for member in members[0].family.answers if not member.finished)
+        ended = self.scheduler.abort(request_id)
+        assert ended == heard_of, f"request {request_id} was aborted: {ended} ended, not {heard_of}"
+        self._end(ended, FinishReason.ABORT)
         assert self.scheduler.abort(request_id) == (), "an abort is not idempotent"
         assert all(member.finished for member in members), f"request {request_id} was aborted and goes on"
 
     def _stop(self, request_id: RequestId) -> None:
-        """The front stops one continuation."""
-        running = [s for s in self._live[request_id] if s.state is State.RUNNING and s.request.beam is None]
-        if running:
+        """The front stops one continuation. It may say so late: when that one was preempted, or waits again."""
+        going_on = [s for s in self._live[request_id] if not s.finished and s.request.beam is None]
+        if going_on:
             self.events.append(Happening.STOP)
-            sequence = self._dice.choice(running)
+            sequence = self._dice.choice(going_on)
             assert self.scheduler.finish(sequence, FinishReason.STOP), sequence
             self._end((sequence,), FinishReason.STOP)
 
