@@ -12,6 +12,7 @@ from quire.core.step import FinishReason, Tell
 from quire.kv.manager import KVManager
 from quire.sched.beams import BeamFamilies
 from quire.sched.cruise import Cruise
+from quire.sched.deadlines import Deadlines
 from quire.sched.forks import Forks
 from quire.sched.leaders import Leaders
 from quire.sched.lengths import LengthQuantile
@@ -33,6 +34,7 @@ class Books:
         self.families: dict[RequestId, Family] = {}
         self.shares = Shares(policy.order.weights)
         self.room = WaitingRoom(policy.order, self.shares)
+        self.deadlines = Deadlines()
         self.seating = Seating(max_rows)
         self.cruise = Cruise(max_rows, kv.block_size)
         self.leaders = Leaders(kv.block_size)
@@ -55,6 +57,7 @@ class Books:
         self.families[family.request.id] = family
         self.shares.arrive(family.request.tenant)
         self.room.push(family, family.arrived_s)
+        self.deadlines.watch(family)
         family.note(Event(self.last_planned + 1, What.ARRIVED, tokens=len(family.request.prompt)))
 
     def catch_up(self, sequence: Sequence) -> None:

@@ -182,7 +182,7 @@ class Scheduler:
         books.now_s = now_s
         step = books.last_planned + 1
         self.kv.step = step
-        for family in books.room.expire(now_s):
+        for family in books.deadlines.expire(now_s):
             self._end_early(family, FinishReason.EXPIRED)
         self.admission.take_seats(now_s)
         return Draft(step, now_s, self.max_step_tokens if self.policy.regime.chunked else _UNBOUNDED)
