@@ -168,7 +168,7 @@ def test_no_memory_ends_somebody_who_was_seated() -> None:
     bench.turn()
     bench.scheduler.lose_steps(keep_cache=True)
     bench.scheduler.fail_largest()
-    assert large.finish_reason is FinishReason.ERROR
+    assert large.finish_reason is FinishReason.OUT_OF_MEMORY
     assert waiting.finish_reason is None and small.finish_reason is None
 
 

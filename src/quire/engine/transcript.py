@@ -3,19 +3,14 @@
 Text that nobody reads before the end is decoded once, at the end: a batch job pays nothing per token.
 """
 
-from quire.core.errors import DeadlineExpired, NumericalError, QuireError
 from quire.core.request import Sequence
 from quire.core.sampling import SamplingParams
 from quire.core.step import FinishReason, TopLogprobs
+from quire.engine.failures import FAILURES, failure_of
 from quire.engine.outputs import CompletionOutput, Delta, Logprob
 from quire.text.stop import StopStrings
 from quire.text.stream import SequenceText
 from quire.text.tokenizer import Tokenizer
-
-_FAILURES: dict[FinishReason, QuireError] = {
-    FinishReason.ERROR: NumericalError(),
-    FinishReason.EXPIRED: DeadlineExpired(),
-}
 
 
 class Transcript:
@@ -97,7 +92,7 @@ class Transcript:
         """What continuations are compared by: log-probability per token, as OpenAI's best_of. Beams bring their own."""
         if self.sequence.request.beam is not None:
             return self.sequence.score
-        failed = self.finish_reason in _FAILURES or not self.token_ids
+        failed = self.finish_reason in FAILURES or not self.token_ids
         return None if failed or self._cumulative is None else self._cumulative / len(self.token_ids)
 
     @property
@@ -106,7 +101,7 @@ class Transcript:
         return self._cumulative if score is None else score * len(self.token_ids) ** self._params.length_penalty
 
     def output(self) -> CompletionOutput:
-        failure = None if self.finish_reason is None else _FAILURES.get(self.finish_reason)
+        failure = failure_of(self.finish_reason, self.sequence.request)
         return CompletionOutput(
             index=self.sequence.index,
             text="" if self._text is None else self._text.text,

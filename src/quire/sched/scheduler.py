@@ -329,7 +329,7 @@ class Scheduler:
         seated = [family for family in here if family.was_seated] or here
         largest = max(seated, key=lambda family: (most_blocks(family.request, 1), family.order), default=None)
         if largest is not None:
-            self._end_early(largest, FinishReason.ERROR)
+            self._end_early(largest, FinishReason.OUT_OF_MEMORY)
 
     def _end_early(self, family: Family, reason: FinishReason) -> None:
         ended = {member.id for member in family.members if self.books.finish(member, reason)}

@@ -265,8 +265,10 @@ class Trial:
             assert deadline_s is not None and deadline_s <= self._latest_s and not expected.heard, sequence
             self.events.append(Happening.EXPIRE)
         elif reason is FinishReason.ERROR:
-            assert self.world.chances.poison or self.world.chances.starve, sequence
+            assert self.world.chances.poison, sequence
             self.events.append(Happening.POISON)
+        elif reason is FinishReason.OUT_OF_MEMORY:
+            assert self.world.chances.starve, sequence
         else:
             return
         expected.reason = reason
