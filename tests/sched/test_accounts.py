@@ -100,6 +100,17 @@ def test_recomputed_tokens_are_counted() -> None:
     assert known and bench.scheduler.books.tally.recomputed_tokens == sum(known) - len(known)
 
 
+def test_what_was_not_computed_before_is_not_recomputed() -> None:
+    """A prompt of 40 loses its seat after 8 tokens of it, and computes 40 from the beginning: 8 of them again."""
+    bench = Bench(budget=8, rows=1, policy=OPTIMISTIC.with_regime(REGIMES["chunked"]))
+    low = bench.add(counting(1, 40), 4, priority=1)
+    bench.turn()
+    bench.add([99], 2)
+    bench.run()
+    assert low.family.num_preemptions == 1
+    assert bench.scheduler.books.tally.recomputed_tokens == 8
+
+
 def test_a_tenant_pays_for_prompt_answer_and_room() -> None:
     service, block_size = ServiceCost(), 4
     bench = Bench(blocks=64, block_size=block_size)

@@ -191,7 +191,6 @@ class Admission:
         family.note(Event(step, What.SEATED, tokens=num_cached))
         self._books.stalls.note_seated(step, family.order, request.id)
         if family.was_seated:
-            tally.recomputed_tokens += max(leader.num_tokens - 1 - num_cached, 0)
             return
         family.was_seated = True
         family.seated_s = self._books.now_s

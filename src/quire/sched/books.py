@@ -115,6 +115,8 @@ class Books:
     def depart(self, sequence: Sequence, reason: FinishReason | None) -> None:
         """Get up from the row: finished for a reason, or preempted for none."""
         assert sequence.row is not None, sequence
+        if reason is None:
+            sequence.num_had = max(sequence.num_had, self.num_computed(sequence))
         self.caught_up(sequence)
         self.fresh = [other for other in self.fresh if other is not sequence]
         self.tells = [tell for tell in self.tells if tell.row != sequence.row]

@@ -252,8 +252,6 @@ class Scheduler:
             sequence.family.note(Event(books.last_absorbed, What.FORKED, num_shared, detail=whom))
         for sibling in siblings:
             books.tally.forks += 1
-            if sibling.num_tokens > len(sibling.request.prompt):  # it had come further before a preemption
-                books.tally.recomputed_tokens += sibling.num_tokens - 1 - sibling.num_computed
             books.fresh.append(sibling)
             books.catch_up(sibling)
 
