@@ -42,10 +42,13 @@ def _expect_one(request: Request, vocab_size: int) -> Expected:
 def _expect_beams(request: Request, vocab_size: int) -> list[Expected]:
     """The same search over the same candidates, without an engine."""
     assert request.beam is not None, request
-    search = BeamSearch(request.beam, len(request.prompt), request.max_length, request.sampling.end_ids)
+    sampling = request.sampling
+    search = BeamSearch(
+        request.beam, len(request.prompt), request.max_length, sampling.end_ids, min_tokens=sampling.min_tokens
+    )
     live = [request.prompt]
     while True:
-        offers = [candidates(total(tokens), vocab_size, request.sampling.num_candidates) for tokens in live]
+        offers = [candidates(total(tokens), vocab_size, sampling.num_candidates) for tokens in live]
         step = search.advance(offers)
         if step is None:
             break
