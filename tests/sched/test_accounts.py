@@ -11,6 +11,7 @@ from quire.core.request import State
 from quire.core.step import FinishReason, StepResult
 from quire.kv.manager import KVManager
 from quire.sched.cost import UNMEASURED, CostTable, StepShape
+from quire.sched.leaders import Follow
 from quire.sched.order import OrderPolicy
 from quire.sched.policy import REGIMES, Policy
 from quire.sched.scheduler import Scheduler
@@ -40,9 +41,12 @@ def test_who_waited_for_a_prefix_keeps_the_age_it_had() -> None:
     bench.turn()
     bench.now_s = 0.5
     follower = bench.add(LONG, 3, priority=1)
-    bench.scheduler.books.room.pop(follower.family)
-    bench.now_s = bench.scheduler.books.now_s = 8.0
-    bench.scheduler.books.wake([follower.family])
+    books = bench.scheduler.books
+    books.room.pop(follower.family)
+    books.leaders.park(follower.family, Follow(leader, 12))
+    bench.now_s = books.now_s = 8.0
+    books.leaders.end(leader)
+    books.wake()
     bench.now_s = 11.0
     urgency = bench.scheduler.books.room.urgency(11.0)
     assert urgency is not None and (urgency.aged_class, urgency.base_class) == (0, 1)

@@ -24,6 +24,8 @@ from quire.sched.shares import Shares
 from quire.sched.stalls import Stalls
 from quire.sched.tally import Tally
 
+MOST_WOKEN = 128  # followers in one step: about a millisecond
+
 
 class Books:
     """Who waits, who sits, who leaves; and what they hold."""
@@ -121,7 +123,7 @@ class Books:
         self.fresh = [other for other in self.fresh if other is not sequence]
         self.tells = [tell for tell in self.tells if tell.row != sequence.row]
         self.cruise.stop(sequence.row)
-        self.wake(self.leaders.end(sequence))
+        self.leaders.end(sequence)
         orphans = self.forks.orphans(sequence)
         self.seating.rise(sequence, reason, self.last_planned)
         self.release_up_to(self.last_absorbed)
@@ -170,9 +172,9 @@ class Books:
         reasons = ",".join(sorted({m.finish_reason.value for m in family.answers if m.finish_reason is not None}))
         family.note(Event(self.last_absorbed, What.FINISHED, detail=reasons))
 
-    def wake(self, families: Iterable[Family]) -> None:
-        """Whom these waited for has come far enough, or is gone."""
-        for family in families:
+    def wake(self) -> None:
+        """Some of those whose leader has come far enough, or is gone, go back to the queue."""
+        for family in self.leaders.take_ready(MOST_WOKEN):
             self.room.push(family, family.arrived_s)
 
     # What follows from the books.

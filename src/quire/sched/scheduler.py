@@ -184,6 +184,7 @@ class Scheduler:
         self.kv.step = step
         for family in books.deadlines.expire(now_s):
             self._end_early(family, FinishReason.EXPIRED)
+        books.wake()
         self.admission.take_seats(now_s)
         return Draft(step, now_s, self.max_step_tokens if self.policy.regime.chunked else _UNBOUNDED)
 
@@ -242,9 +243,9 @@ class Scheduler:
         if failed or sequence.state is not State.RUNNING:
             return
         self.kv.commit(row, owner_of(sequence), sequence.tokens[:stop])
-        books.wake(books.leaders.advance(sequence))
+        books.leaders.advance(sequence)
         if sequence.num_computed == sequence.num_tokens:
-            books.wake(books.leaders.end(sequence))
+            books.leaders.end(sequence)
         siblings = books.forks.fork(sequence)
         if siblings:
             num_shared = min(sibling.num_computed for sibling in siblings)
