@@ -4,9 +4,10 @@ import pytest
 
 from quire.core.errors import EngineFailed
 from quire.core.sampling import SamplingParams
-from quire.core.step import StepPlan
+from quire.core.step import StepLost, StepPlan
 from quire.engine.door import Door
 from quire.engine.engine import Engine
+from quire.engine.local import LocalFront
 from quire.engine.messages import Order
 from quire.kv.manager import KVManager
 from quire.sched.scheduler import Scheduler
@@ -20,18 +21,26 @@ class Fragile:
     def __init__(self) -> None:
         self._toy = ToyRunner(50)
         self.broken = False
+        self.lost: StepLost | None = None  # what the next step meets
 
     def launch(self, plan: StepPlan) -> Done:
+        if self.lost is not None:
+            lost, self.lost = self.lost, None
+            raise lost
         if self.broken:
             raise MemoryError("out of memory")
         return self._toy.launch(plan)
 
 
-def test_a_failed_step_is_the_end_of_an_engine_and_it_says_why() -> None:
-    runner = Fragile()
+def engine_of(runner: Fragile) -> Engine:
     door = Door(vocab_size=50, end_ids=(), max_length=100, max_rows=2, num_blocks=10, block_size=4)
     scheduler = Scheduler(KVManager(10, 4, 2), max_rows=2, max_step_tokens=8)
-    engine = Engine(scheduler, runner, door, depth=0, seed=0, clock=lambda: 0.0)
+    return Engine(scheduler, runner, door, depth=0, seed=0, clock=lambda: 0.0)
+
+
+def test_a_failed_step_is_the_end_of_an_engine_and_it_says_why() -> None:
+    runner = Fragile()
+    engine = engine_of(runner)
     engine.submit(Order(0, [1, 2], SamplingParams(max_tokens=5)))
     assert engine.turn() is not None
     runner.broken = True
@@ -41,3 +50,20 @@ def test_a_failed_step_is_the_end_of_an_engine_and_it_says_why() -> None:
         engine.turn()
     with pytest.raises(EngineFailed, match="load the model again"):
         engine.submit(Order(1, [1], SamplingParams()))
+
+
+def test_the_largest_of_a_step_without_memory_reads_so_and_with_its_numbers() -> None:
+    runner = Fragile()
+    front = LocalFront(engine_of(runner), tokenizer=None)
+    small = front.submit([1, 2], SamplingParams(max_tokens=3))
+    large = front.submit([3, 4, 5], SamplingParams(max_tokens=17))
+    front.turn()
+    runner.lost = StepLost("out of memory", too_large=True)
+    while not front.idle:
+        front.turn()
+    (ended,) = large.output().outputs
+    assert ended.finish_reason == "out_of_memory"
+    assert ended.error is not None
+    assert ended.error.startswith("Out of memory for a step: the largest request was ended")
+    assert "3 prompt tokens and up to 17 more" in ended.error
+    assert small.output().outputs[0].finish_reason == "length"

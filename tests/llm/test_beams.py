@@ -7,7 +7,7 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.sched.audit import audit_rest
-from tests.llm.tiny import END, byte_ids, tiny_llama, write_model
+from tests.llm.tiny import END, VOCAB, byte_ids, tiny_llama, write_model
 
 PROMPTS = ["beams", "a somewhat longer prompt to search from", "z"]
 NUM_NEW = 12
@@ -29,22 +29,24 @@ def searcher(peer, tmp_path_factory: pytest.TempPathFactory) -> LLM:
 
 
 @torch.inference_mode()
-def expected(peer, prompt: str, width: int, num_returned: int, penalty: float, stopping: bool | str):
+def expected(peer, prompt: str, width: int, num_returned: int, penalty: float, stopping: bool | str, **masks: object):
     ids = torch.tensor([byte_ids(prompt)])
     found = peer.generate(
         input_ids=ids, attention_mask=torch.ones_like(ids), num_beams=width, num_return_sequences=num_returned,
         length_penalty=penalty, early_stopping=stopping, max_new_tokens=NUM_NEW, do_sample=False,
-        eos_token_id=END, pad_token_id=0, return_dict_in_generate=True, output_scores=True,
+        eos_token_id=END, pad_token_id=0, return_dict_in_generate=True, output_scores=True, **masks,
     )  # fmt: skip
     rows = [row[ids.shape[1] :].tolist() for row in found.sequences]
     tokens = [row[: row.index(END) + 1] if END in row else row[:NUM_NEW] for row in rows]
     return tokens, found.sequences_scores.tolist()
 
 
-def search(width: int, num_returned: int = 1, penalty: float = 1.0, stopping: bool | str = False) -> SamplingParams:
+def search(
+    width: int, num_returned: int = 1, penalty: float = 1.0, stopping: bool | str = False, **masks: object
+) -> SamplingParams:
     return SamplingParams(
         n=num_returned, use_beam_search=True, beam_width=width, length_penalty=penalty, early_stopping=stopping,
-        max_tokens=NUM_NEW,
+        max_tokens=NUM_NEW, **masks,
     )  # fmt: skip
 
 
@@ -63,6 +65,38 @@ def test_beams_are_those_of_transformers(searcher, peer, width, penalty, stoppin
             assert beam.cumulative_logprob == pytest.approx(beam.score * len(beam.token_ids) ** penalty)
             assert beam.finish_reason == ("stop" if beam.token_ids[-1] == END else "length")
     audit_rest(searcher.built.engine.scheduler)
+
+
+def spelled(words: list[str]) -> list[list[int]]:
+    """A bad word may come at the start of a text and after a space."""
+    return [byte_ids(form) for word in words for form in (word, " " + word)]
+
+
+LETTERS = [byte_ids(letter)[0] for letter in "abcdefghijklmnopqrstuvwxyz"]
+MASKS = {
+    "min_tokens": ({"min_tokens": 5}, {"min_new_tokens": 5}),
+    "bad_words": ({"bad_words": ["e", "t", "aa", "xyz"]}, {"bad_words_ids": spelled(["e", "t", "aa", "xyz"])}),
+    "bias": (
+        {"logit_bias": {LETTERS[0]: 1.5, END: -2.0}},
+        {"sequence_bias": {(LETTERS[0],): 1.5, (END,): -2.0}},
+    ),
+    "allowed": (
+        {"allowed_token_ids": [END, *LETTERS]},
+        {"suppress_tokens": [token for token in range(VOCAB) if token not in (END, *LETTERS)]},
+    ),
+}
+
+
+@pytest.mark.parametrize("width", [2, 3, 5])
+@pytest.mark.parametrize("mask", MASKS)
+def test_beams_under_masks_are_those_of_transformers(searcher, peer, mask, width):
+    """What a mask takes away is nobody's: the others' probabilities stay what they were."""
+    ours, theirs = MASKS[mask]
+    outputs = searcher.generate(PROMPTS, search(width, width, **ours))
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        tokens, scores = expected(peer, prompt, width, width, 1.0, False, **theirs)
+        assert [beam.token_ids for beam in output.outputs] == tokens
+        assert [beam.score for beam in output.outputs] == pytest.approx(scores, abs=1e-4)
 
 
 def test_the_search_both_ends_early_and_runs_on(peer):

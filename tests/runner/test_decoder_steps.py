@@ -40,7 +40,11 @@ def logits_after(known: list[int]) -> Tensor:
 
 
 def assert_likeliest(found: Candidates, logits: Tensor, count: int) -> None:
-    expected = torch.log_softmax(logits.float(), dim=0).topk(count)
+    assert_best(found, torch.log_softmax(logits.float(), dim=0), count)
+
+
+def assert_best(found: Candidates, logprobs: Tensor, count: int) -> None:
+    expected = logprobs.topk(count)
     assert found.ids.tolist() == expected.indices.tolist()
     torch.testing.assert_close(torch.from_numpy(found.logprobs.copy()), expected.values, atol=1e-4, rtol=0)
 
@@ -62,11 +66,12 @@ def test_candidates_are_the_likeliest_of_a_softmax() -> None:
     assert_likeliest(second.candidates[Row(0)], logits_after([*PROMPT, third]), 6)
 
 
-def test_candidates_come_after_all_that_shapes_logits() -> None:
-    """Bias, forbidden tokens, bad words and penalties, which count what the row was told."""
+def test_candidates_come_after_all_that_shapes_log_probabilities() -> None:
+    """Bias, forbidden tokens, bad words and penalties, which count what the row was told. Nothing is normalised after
+    them: transformers' beam search does not."""
     runner = new_runner()
-    logits = logits_after(PROMPT)
-    order = logits.argsort(descending=True).tolist()
+    logprobs = torch.log_softmax(logits_after(PROMPT).float(), dim=0)
+    order = logprobs.argsort(descending=True).tolist()
     sampling = {
         "num_candidates": 5,
         "logit_bias": ((order[3], 4.0),),
@@ -80,18 +85,18 @@ def test_candidates_come_after_all_that_shapes_logits() -> None:
             0, seats=(seat(0, PROMPT, **sampling),), grants=grants({0: [1, 2, 3, 4]}), chunks=(tethered(0, 0, 10),)
         )
     ).wait()
-    logits[order[3]] += 4.0
-    logits[[order[1], order[4]]] = float("-inf")
-    assert_likeliest(first.candidates[Row(0)], logits, 5)
+    logprobs[order[3]] += 4.0
+    logprobs[[order[1], order[4]]] = float("-inf")
+    assert_best(first.candidates[Row(0)], logprobs, 5)
 
     said = (order[5], order[5], order[0])
     second = runner.launch(StepPlan(1, tells=(Tell(Row(0), said),), chunks=(tethered(0, 10, 13),))).wait()
-    logits = logits_after([*PROMPT, *said])
-    logits[order[3]] += 4.0
-    logits[[order[1], order[2]]] = float("-inf")
-    logits[order[5]] -= 4.0
-    logits[order[0]] -= 2.0
-    assert_likeliest(second.candidates[Row(0)], logits, 5)
+    logprobs = torch.log_softmax(logits_after([*PROMPT, *said]).float(), dim=0)
+    logprobs[order[3]] += 4.0
+    logprobs[[order[1], order[2]]] = float("-inf")
+    logprobs[order[5]] -= 4.0
+    logprobs[order[0]] -= 2.0
+    assert_best(second.candidates[Row(0)], logprobs, 5)
 
 
 def test_tokens_that_are_not_allowed_come_last_as_impossible() -> None:

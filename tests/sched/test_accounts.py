@@ -11,6 +11,7 @@ from quire.core.request import State
 from quire.core.step import FinishReason, StepResult
 from quire.kv.manager import KVManager
 from quire.sched.cost import UNMEASURED, CostTable, StepShape
+from quire.sched.leaders import Follow
 from quire.sched.order import OrderPolicy
 from quire.sched.policy import REGIMES, Policy
 from quire.sched.scheduler import Scheduler
@@ -40,9 +41,12 @@ def test_who_waited_for_a_prefix_keeps_the_age_it_had() -> None:
     bench.turn()
     bench.now_s = 0.5
     follower = bench.add(LONG, 3, priority=1)
-    bench.scheduler.books.room.pop(follower.family)
-    bench.now_s = bench.scheduler.books.now_s = 8.0
-    bench.scheduler.books.wake([follower.family])
+    books = bench.scheduler.books
+    books.room.pop(follower.family)
+    books.leaders.park(follower.family, Follow(leader, 12))
+    bench.now_s = books.now_s = 8.0
+    books.leaders.end(leader)
+    books.wake()
     bench.now_s = 11.0
     urgency = bench.scheduler.books.room.urgency(11.0)
     assert urgency is not None and (urgency.aged_class, urgency.base_class) == (0, 1)
@@ -98,6 +102,17 @@ def test_recomputed_tokens_are_counted() -> None:
         if second.family.num_preemptions > before:
             known.append(len(bench.heard[second.id]) + 4)
     assert known and bench.scheduler.books.tally.recomputed_tokens == sum(known) - len(known)
+
+
+def test_what_was_not_computed_before_is_not_recomputed() -> None:
+    """A prompt of 40 loses its seat after 8 tokens of it, and computes 40 from the beginning: 8 of them again."""
+    bench = Bench(budget=8, rows=1, policy=OPTIMISTIC.with_regime(REGIMES["chunked"]))
+    low = bench.add(counting(1, 40), 4, priority=1)
+    bench.turn()
+    bench.add([99], 2)
+    bench.run()
+    assert low.family.num_preemptions == 1
+    assert bench.scheduler.books.tally.recomputed_tokens == 8
 
 
 def test_a_tenant_pays_for_prompt_answer_and_room() -> None:
@@ -168,7 +183,7 @@ def test_no_memory_ends_somebody_who_was_seated() -> None:
     bench.turn()
     bench.scheduler.lose_steps(keep_cache=True)
     bench.scheduler.fail_largest()
-    assert large.finish_reason is FinishReason.ERROR
+    assert large.finish_reason is FinishReason.OUT_OF_MEMORY
     assert waiting.finish_reason is None and small.finish_reason is None
 
 

@@ -1,6 +1,8 @@
 """Who waits for another's prefix instead of computing it twice, and when it goes on."""
 
+import sys
 from dataclasses import replace
+from types import FrameType
 
 import pytest
 
@@ -10,6 +12,7 @@ from quire.core.ids import RequestId
 from quire.core.request import Sequence, State
 from quire.core.sampling import RowSampling
 from quire.core.step import FinishReason
+from quire.sched.admission import MOST_PARKED
 from quire.sched.draft import Draft
 from quire.sched.leaders import Follow, Leaders
 from quire.sched.order import OrderPolicy
@@ -63,7 +66,7 @@ def test_a_follower_of_a_whole_prompt_begins_when_it_is_absorbed(depth: int) -> 
     bench = Bench(oracle=True, depth=depth)
     leader, follower = follower_of(bench, LONG)
     bench.turns(depth + 1)
-    assert follower.state is State.WAITING and bench.scheduler.books.leaders.num_followers == 0
+    assert follower.state is State.WAITING
     bench.turn()
     assert follower.seated_step == depth + 1 and bench.chunks_of(follower)[0].start == 15
     bench.run()
@@ -77,7 +80,6 @@ def test_a_follower_goes_on_when_its_leader_is_aborted(depth: int) -> None:
     leader, follower = follower_of(bench, LONG)
     bench.turn()
     bench.scheduler.abort(leader.request.id)
-    assert bench.scheduler.books.leaders.num_followers == 0
     bench.turn()
     assert bench.chunks_of(follower)[0].start == (5 if depth == 0 else 0)
     bench.run()
@@ -178,7 +180,8 @@ def test_the_leader_with_most_in_common_is_followed() -> None:
     assert leaders.find(waiting, waiting.request.prompt, 0) == Follow(long, 12)
     assert leaders.find(waiting, waiting.request.prompt, 8) == Follow(long, 12)
     assert leaders.find(waiting, waiting.request.prompt, 9) is None, "less than a block more than the match"
-    assert leaders.end(long) == []
+    leaders.end(long)
+    assert leaders.take_ready(9) == []
     assert leaders.find(waiting, waiting.request.prompt, 0) == Follow(short, 8)
     short.num_computed = 8
     assert leaders.find(waiting, waiting.request.prompt, 0) is None, "what is computed is found, not waited for"
@@ -191,11 +194,64 @@ def test_followers_are_released_once_by_their_distance() -> None:
     leaders.park(near, Follow(leader, 4))
     leaders.park(far, Follow(leader, 12))
     leader.num_computed = 3
-    assert leaders.advance(leader) == [] and leaders.num_followers == 2
+    leaders.advance(leader)
+    assert leaders.take_ready(9) == [] and leaders.num_followers == 2
     leader.num_computed = 4
-    assert leaders.advance(leader) == [near] and leaders.advance(leader) == []
+    leaders.advance(leader)
+    assert leaders.take_ready(9) == [near] and leaders.take_ready(9) == []
     assert leaders.follows(far) and not leaders.follows(near)
     leaders.forget(far)
-    assert leaders.end(leader) == [], "who gave up is not woken"
-    assert list(leaders.followers) == []
+    leaders.end(leader)
+    assert leaders.take_ready(9) == [], "who gave up is not woken"
+    assert list(leaders.followers) == [] and leaders.num_waiting_tokens == 0
     assert leader.request.id == RequestId(0)
+
+
+def test_who_is_ready_goes_back_in_portions_the_highest_class_first() -> None:
+    leaders = Leaders(4)
+    leader = leading(0, 16, leaders)
+    low, others, high = family(1, priority=2), [family(order, priority=1) for order in range(2, 6)], family(6)
+    for each in (low, *others, high):
+        leaders.park(each, Follow(leader, 8))
+    leaders.end(leader)
+    assert leaders.num_followers == 6, "until they are taken they wait"
+    assert leaders.take_ready(2) == [high, others[0]]
+    leaders.forget(others[1])
+    assert leaders.take_ready(9) == [others[2], others[3], low]
+
+
+def _planning_work(num_followers: int, *, leader_leaves: bool) -> int:
+    """The most calls of one plan or absorption, while so many who ask for the same prompt wait for its first."""
+    bench = Bench(blocks=200, rows=3, budget=8, policy=replace(OPTIMISTIC, order=OrderPolicy(long_prompt=32)))
+    leader = bench.add(counting(1, 32), 2)
+    bench.turn()
+    for _ in range(num_followers):
+        bench.add(counting(1, 31), 2)
+    scheduler, most = bench.scheduler, 0
+    for number in range(6):
+        calls = 0
+
+        def count(frame: FrameType, event: str, argument: object) -> None:
+            nonlocal calls
+            calls += event in ("call", "c_call")
+
+        sys.setprofile(count)
+        plan = scheduler.plan()
+        sys.setprofile(None)
+        assert plan is not None
+        result = bench.recorder.launch(plan).wait()
+        planned, calls = calls, 0
+        sys.setprofile(count)
+        scheduler.absorb(result)
+        if leader_leaves and number == 2:
+            scheduler.abort(leader.request.id)
+        sys.setprofile(None)
+        most = max(most, planned, calls)
+    return most
+
+
+@pytest.mark.parametrize("leader_leaves", [False, True])
+def test_no_step_pays_for_all_who_follow(leader_leaves: bool) -> None:
+    few = _planning_work(MOST_PARKED + 50, leader_leaves=leader_leaves)
+    many = _planning_work(10 * MOST_PARKED, leader_leaves=leader_leaves)
+    assert many <= 1.3 * few

@@ -116,7 +116,7 @@ def test_a_step_for_which_there_was_no_memory_ends_the_largest(depth: int, place
     lossy.lost = StepLost("out of memory", too_large=True)
     absorbed = bench.turn()
     assert absorbed is not None and absorbed.finished == (large,), "told in the same turn"
-    assert large.finish_reason is FinishReason.ERROR
+    assert large.finish_reason is FinishReason.OUT_OF_MEMORY
     assert large.tokens.tolist() == counting(100, 20) + bench.heard[large.id]
     bench.run()
     assert_right(bench, small, middle)

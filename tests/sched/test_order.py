@@ -106,17 +106,6 @@ def test_between_equal_tenants_the_earlier_deadline_goes_first_whenever_it_comes
     assert drain(room) == [2, 0, 1]
 
 
-def test_who_has_been_seated_no_longer_expires() -> None:
-    preempted, late = family(0, deadline_s=5.0), family(1, deadline_s=5.0)
-    room = room_of([preempted, late])
-    room.pop(preempted)
-    preempted.was_seated = True
-    room.push(preempted, 4.0)
-    assert room.expire(4.9) == []
-    assert room.expire(5.0) == [late]
-    assert preempted in room
-
-
 def test_the_lowest_class_gets_through_a_steady_stream_of_the_highest() -> None:
     low = family(0, priority=4)
     room = room_of([low], OrderPolicy(ageing_s=10.0))

@@ -1,6 +1,8 @@
 """When there is not enough: who waits, who gives way, to whom, and how often."""
 
+import sys
 from dataclasses import replace
+from types import FrameType
 
 import pytest
 
@@ -308,3 +310,53 @@ def test_of_equals_the_earlier_deadline_goes_first() -> None:
     calm, urgent = bench.add([2], 2, deadline_s=900.0), bench.add([3], 2, deadline_s=800.0)
     bench.run()
     assert bench.finished[urgent.id] < bench.finished[calm.id]
+
+
+@pytest.mark.parametrize("most", [0, 3])
+def test_a_class_that_can_take_no_seat_looks_at_nobody_until_somebody_comes_or_goes(most: int) -> None:
+    """Nobody may be preempted, or all together would not do: every row sits, and 10 rows are wanted."""
+
+    def work(num_rows: int) -> tuple[int, int]:
+        bench = Bench(
+            blocks=400, block_size=64, rows=num_rows, policy=replace(OPTIMISTIC, max_preemptions=most), budget=999
+        )
+        for i in range(num_rows):
+            bench.add([i + 1], 50, priority=1 if most == 0 or i < 3 else 0)
+        bench.turns(2)
+        bench.add_family([900], 5, 10)
+        bench.turn()
+        calls = 0
+
+        def count(frame: FrameType, event: str, argument: object) -> None:
+            nonlocal calls
+            calls += event in ("call", "c_call")
+
+        sys.setprofile(count)
+        plan = bench.scheduler.plan()
+        sys.setprofile(None)
+        assert plan is not None
+        bench.scheduler.absorb(bench.recorder.launch(plan).wait())
+        return calls, bench.scheduler.books.tally.seats_taken
+
+    (few, none), (many, also_none) = work(16), work(128)
+    assert none == also_none == 0
+    assert many <= 1.1 * few
+
+
+def test_what_was_refused_is_tried_again_when_somebody_went() -> None:
+    """Two of the low class may not be preempted any more; when one is done, the other's kind gives way."""
+    bench = Bench(rows=2, policy=replace(OPTIMISTIC, max_preemptions=1))
+    first, second = bench.add([7], 6, priority=1), bench.add([8], 30, priority=1)
+    first.family.num_preemptions = second.family.num_preemptions = 1
+    bench.turn()
+    pair = bench.add_family([9], 4, 2)
+    bench.turns(3)
+    assert pair[0].state is State.WAITING
+    second.family.num_preemptions = 0
+    bench.turn()
+    assert pair[0].state is State.WAITING, "nobody came or went"
+    while not first.finished:
+        bench.turn()
+    bench.turns(2)
+    assert pair[0].state is State.RUNNING
+    bench.run()

@@ -91,24 +91,11 @@ class RoomAgainstList(RuleBasedStateMachine):
         self.away.append(head)
 
     @precondition(lambda self: self.away)
-    @rule(data=st.data(), preempted=st.booleans())
-    def come_back(self, data: st.DataObject, preempted: bool) -> None:
+    @rule(data=st.data())
+    def come_back(self, data: st.DataObject) -> None:
         each = self.away.pop(data.draw(st.integers(0, len(self.away) - 1)))
-        each.was_seated |= preempted
         self.room.push(each, self.now_s)
         self.waiting[each.order] = (each, self.now_s)
-
-    @rule()
-    def expire(self) -> None:
-        late = [
-            (each.request.deadline_s, each.order)
-            for each, _ in self.waiting.values()
-            if each.request.deadline_s is not None and each.request.deadline_s <= self.now_s and not each.was_seated
-        ]
-        expired = [each.order for each in self.room.expire(self.now_s)]
-        assert expired == [order for _, order in sorted(late)]
-        for order in expired:
-            self.shares.depart(self.waiting.pop(order)[0].request.tenant)
 
     @invariant()
     def the_next_are_as_documented(self) -> None:
@@ -139,18 +126,7 @@ def test_those_who_came_and_gave_up_leave_nothing_behind() -> None:
         room.discard(new)
         assert next(room.candidates(0.0)) is stays[0]
     lane = room._classes[0].short
-    assert len(room._deadlines) + len(lane._heap) + len(lane._tenants["b"]._heap) < 150
-
-
-def test_who_stays_still_expires_after_many_came_and_went() -> None:
-    stays = [family(0, deadline_s=9.0), family(1), family(2, deadline_s=5.0)]
-    room = room_of(stays)
-    for order in range(3, 200):
-        new = family(order, deadline_s=float(order))
-        room.push(new, 0.0)
-        room.discard(new)
-    assert room.expire(4.0) == []
-    assert room.expire(9.0) == [stays[2], stays[0]]
+    assert len(lane._heap) + len(lane._tenants["b"]._heap) < 150
 
 
 class _CountedOrder(int):
@@ -170,7 +146,7 @@ class _CountedOrder(int):
 
 
 def _work(num_waiting: int) -> tuple[int, int]:
-    """Calls and comparisons of 60 rounds of admitting, arriving, giving up, expiring and asking, while all age."""
+    """Calls and comparisons of 60 rounds of admitting, arriving, giving up and asking, while all age."""
     shares = Shares({})
     prompts = [np.zeros(1, dtype=np.int32), np.zeros(LONG, dtype=np.int32)]
     families = []
@@ -206,7 +182,6 @@ def _work(num_waiting: int) -> tuple[int, int]:
         room.pop(head)
         shares.charge(head.request.tenant, 3.0)
         room.discard(families[num_waiting - 1 - turn])
-        room.expire(now_s)
         room.urgency(now_s)
         room.push(families[num_waiting + turn], now_s)
     sys.setprofile(before)

@@ -7,18 +7,21 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import NamedTuple
 
+from quire.core.errors import QuireError
 from quire.core.sampling import SamplingParams
+from quire.engine.failures import failure_of
 from quire.engine.front import Prompt
 from quire.llm import LLM
 
 
 class Reply(NamedTuple):
-    """What was said, and how it ended: "stop", "length", or "abort" when the user had enough."""
+    """What was said, and how it ended: "stop", "length", or "abort" when the user had enough; or why it failed."""
 
     text: str
     finish_reason: str | None
     num_tokens: int
     seconds: float
+    failure: QuireError | None = None
 
 
 @dataclass(slots=True)
@@ -58,4 +61,5 @@ def say(llm: LLM, prompt: Prompt, params: SamplingParams) -> Reply:
             if not ticket.finished:
                 front.abort(ticket)
     said = ticket.output().outputs[0]
-    return Reply(said.text, said.finish_reason, len(said.token_ids), front.now() - started_s)
+    failure = failure_of(ticket.transcripts[0].finish_reason, len(ticket.prompt_ids), params)
+    return Reply(said.text, said.finish_reason, len(said.token_ids), front.now() - started_s, failure)

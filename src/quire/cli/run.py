@@ -7,7 +7,6 @@ from quire.cli.console import err
 from quire.cli.options import sampling_params
 from quire.cli.reply import say
 from quire.cli.start import start
-from quire.core.errors import NumericalError
 from quire.formats.checkpoint import GenerationDefaults
 from quire.llm import LLM
 
@@ -25,8 +24,8 @@ def run(model: str | None, prompt: str, given: Mapping[str, object]) -> int:
     if given["verbose"]:
         speed = reply.num_tokens / max(reply.seconds, 1e-9)
         err.print(f"{reply.num_tokens} tokens · {speed:.1f} tok/s · {reply.finish_reason}", style="dim")
-    if reply.finish_reason == "error":
-        raise NumericalError
+    if reply.failure is not None:
+        raise reply.failure
     return _INTERRUPTED if reply.finish_reason == "abort" else 0
 
 

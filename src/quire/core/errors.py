@@ -145,6 +145,22 @@ class NumericalError(QuireError):
         )
 
 
+class OutOfMemory(QuireError):
+    """The largest request of a step for which there was no memory: its finish reason is "out_of_memory"."""
+
+    status = 503
+    code = "out_of_memory"
+    exit_code = 1
+
+    def __init__(self, num_prompt: int, max_tokens: int | None, num_sequences: int) -> None:
+        longest = "as many more as fit" if max_tokens is None else f"up to {max_tokens} more"
+        super().__init__(
+            f"Out of memory for a step: the largest request was ended so that the others could go on. It was this one, "
+            f"of {num_prompt} prompt tokens and {longest} in {num_sequences} continuation(s). "
+            f"Ask for less at once, or start the engine with a smaller --max-num-batched-tokens."
+        )
+
+
 class DeadlineExpired(QuireError):
     """A request was not begun before its timeout: it ended with the finish reason "expired"."""
 

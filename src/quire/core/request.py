@@ -128,6 +128,7 @@ class Sequence:
         "id",
         "index",
         "num_computed",
+        "num_had",
         "num_planned",
         "release_step",
         "row",
@@ -145,6 +146,7 @@ class Sequence:
         self.tokens: IntArray = family.request.prompt  # as of its last sitting down, or the end; a beam's: always
         self.score: float | None = None  # of a finished beam
         self.finish_reason: FinishReason | None = None
+        self.num_had = 0  # positions computed or found by the time of a preemption: whatever it computes again
         self._clear_seat()
 
     def _clear_seat(self) -> None:

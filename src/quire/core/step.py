@@ -37,8 +37,9 @@ class FinishReason(Enum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
-    ERROR = "error"
+    ERROR = "error"  # there was no token to choose
     EXPIRED = "expired"  # its deadline passed before it was seated
+    OUT_OF_MEMORY = "out_of_memory"  # a step was too large for the device, and it was the largest
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,12 +19,12 @@ class CompletionOutput:
     index: int  # where continuations are compared, the best is 0
     text: str
     token_ids: list[int]
-    finish_reason: str | None  # "stop", "length", "abort", "error" or "expired"; None while it runs
+    finish_reason: str | None  # a value of `FinishReason`; None while it runs
     stop_reason: int | str | None = None  # the stop token id or stop string; None for the model's own end
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
     score: float | None = None  # of a beam: what beams are ordered by; with best_of: log-probability per token
-    error: str | None = None  # why it failed, where the finish reason is "error" or "expired"
+    error: str | None = None  # why it failed, if it did
 
 
 @dataclass(slots=True)

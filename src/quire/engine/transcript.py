@@ -5,25 +5,20 @@ Text that nobody reads before the end is decoded once, at the end: a batch job p
 
 from collections.abc import Sequence
 
-from quire.core.errors import DeadlineExpired, NumericalError, QuireError
 from quire.core.sampling import SamplingParams
 from quire.core.step import FinishReason, TopLogprobs
+from quire.engine.failures import FAILURES, failure_of
 from quire.engine.messages import Ended
 from quire.engine.outputs import CompletionOutput, Delta, Logprob
 from quire.text.stop import StopStrings
 from quire.text.stream import SequenceText
 from quire.text.tokenizer import Tokenizer
 
-_FAILURES: dict[FinishReason, QuireError] = {
-    FinishReason.ERROR: NumericalError(),
-    FinishReason.EXPIRED: DeadlineExpired(),
-}
-
 
 class Transcript:
     """Grows with `push`, ends with `close`."""
 
-    __slots__ = ("_beam_score", "_cumulative", "_logprobs", "_params", "_text", "_tokenizer", "_unsent",
+    __slots__ = ("_beam_score", "_cumulative", "_logprobs", "_num_prompt", "_params", "_text", "_tokenizer", "_unsent",
                  "finish_reason", "index", "listening", "request_id", "stop_reason", "token_ids")  # fmt: skip
 
     def __init__(
@@ -41,6 +36,7 @@ class Transcript:
         self._params = params
         self._tokenizer = tokenizer
         self.index = index
+        self._num_prompt = len(prompt_ids)
         self.listening = (streaming and not params.chooses) or bool(stop_strings) or params.scored
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
@@ -111,7 +107,7 @@ class Transcript:
         """What continuations are compared by: log-probability per token, as OpenAI's best_of. Beams bring their own."""
         if self._params.use_beam_search:
             return self._beam_score
-        failed = self.finish_reason in _FAILURES or not self.token_ids
+        failed = self.finish_reason in FAILURES or not self.token_ids
         return None if failed or self._cumulative is None else self._cumulative / len(self.token_ids)
 
     @property
@@ -120,7 +116,7 @@ class Transcript:
         return self._cumulative if score is None else score * len(self.token_ids) ** self._params.length_penalty
 
     def output(self) -> CompletionOutput:
-        failure = None if self.finish_reason is None else _FAILURES.get(self.finish_reason)
+        failure = failure_of(self.finish_reason, self._num_prompt, self._params)
         return CompletionOutput(
             index=self.index,
             text="" if self._text is None else self._text.text,

@@ -36,13 +36,12 @@ class RowCandidates(NamedTuple):
 
 
 def likeliest(
-    logits: Tensor,  # [n, vocab] float32, after all that forbids, favours or penalizes
+    logprobs: Tensor,  # [n, vocab] float32, after all that forbids, favours or penalizes
     finite: Tensor,  # [n] bool
     host_rows: IntArray,
     counts: NDArray[np.int64],  # [n], each at most vocab
 ) -> RowCandidates:
-    """Of equal logits the lowest id comes first. A token that is forbidden has -inf, and comes after all others."""
-    ids = ids_of(ordering_keys(logits).topk(int(counts.max()), dim=-1).values)
-    logprobs = torch.log_softmax(logits, dim=-1).gather(-1, ids)
-    packed = torch.cat([finite.int()[:, None], ids.int(), logprobs.view(torch.int32)], dim=-1)
+    """Of equals the lowest id comes first. A token that is forbidden has -inf, and comes after all others."""
+    ids = ids_of(ordering_keys(logprobs).topk(int(counts.max()), dim=-1).values)
+    packed = torch.cat([finite.int()[:, None], ids.int(), logprobs.gather(-1, ids).view(torch.int32)], dim=-1)
     return RowCandidates(host_rows, counts, finite, packed)

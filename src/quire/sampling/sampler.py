@@ -3,7 +3,8 @@
 The order of the stages:
     raw logits -> offsets (allowed ids, bias, one-token bad words) -> bad words -> min_tokens
     -> repetition, then frequency and presence penalties -> temperature -> min-p -> top-k -> top-p -> draw
-Tethered rows give back their candidates instead, from the logits as they are before the temperature.
+Tethered rows give back their candidates instead. As in transformers' beam search the logits are made log-probabilities
+first, the stages up to the penalties change those, and nothing is made to add up to one again.
 A row's token depends on its own logits, parameters and tokens alone, bit for bit, not on its batch or its row
 number. Nothing here waits for an accelerator.
 """
@@ -110,7 +111,7 @@ class Sampler:
         batch: RowBatch,
     ) -> RowCandidates:
         """The likeliest tokens of every row of the batch, as many as it asks for."""
-        shaped, _, _, finite = self._best(logits, batch)
+        shaped, _, _, finite = self._best(torch.log_softmax(logits, dim=-1), batch)
         return likeliest(shaped, finite, batch.host_rows, self._rows.host_num_candidates[batch.host_rows])
 
     def weights(self, logits: Tensor, batch: RowBatch) -> Tensor:  # [n, vocab] int64

@@ -20,6 +20,8 @@ from quire.sched.owner import owner_of
 from quire.sched.pressure import Pressure
 from quire.sched.reserve import Stance, positions_to_reserve, shared_blocks
 
+MOST_PARKED = 128  # followers of one step: a few milliseconds; whoever comes after them is looked at in the next
+
 
 class Claim(NamedTuple):
     """What a family needs to sit down."""
@@ -79,8 +81,12 @@ class Admission:
             self.cause = Cause.PRESSURE  # law (c)
         elif self._closed(draft.now_s):
             self.cause = Cause.SEATS
+        num_parked = self._books.leaders.num_followers
         while self._books.room and self.cause is None:
-            self.cause = self._admit_next(draft)
+            if self._books.leaders.num_followers - num_parked >= MOST_PARKED:
+                self.cause = Cause.ORDER
+            else:
+                self.cause = self._admit_next(draft)
         if draft.seats:
             self.batch_size = len(self._books.seating.seated)
 
@@ -191,7 +197,6 @@ class Admission:
         family.note(Event(step, What.SEATED, tokens=num_cached))
         self._books.stalls.note_seated(step, family.order, request.id)
         if family.was_seated:
-            tally.recomputed_tokens += max(leader.num_tokens - 1 - num_cached, 0)
             return
         family.was_seated = True
         family.seated_s = self._books.now_s

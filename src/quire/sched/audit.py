@@ -61,6 +61,9 @@ def _audit_families(scheduler: Scheduler) -> None:
         places = (sits > 0) + waits + (family.order in parked)
         assert places == 1, f"{family} is in {places} places"
         assert sits or finished < len(family.members), f"{family} is finished and not forgotten"
+        deadline_s = family.request.deadline_s
+        in_time = family.was_seated or deadline_s is None or deadline_s > books.now_s
+        assert in_time, f"the deadline of {family} has passed, and it waits on"  # I17
     assert num_waiting == len(books.room), "the waiting are miscounted"
 
 

@@ -12,6 +12,7 @@ from quire.core.step import FinishReason, Tell
 from quire.kv.manager import KVManager
 from quire.sched.beams import BeamFamilies
 from quire.sched.cruise import Cruise
+from quire.sched.deadlines import Deadlines
 from quire.sched.forks import Forks
 from quire.sched.leaders import Leaders
 from quire.sched.lengths import LengthQuantile
@@ -23,6 +24,8 @@ from quire.sched.shares import Shares
 from quire.sched.stalls import Stalls
 from quire.sched.tally import Tally
 
+MOST_WOKEN = 128  # followers in one step: about a millisecond
+
 
 class Books:
     """Who waits, who sits, who leaves; and what they hold."""
@@ -33,6 +36,7 @@ class Books:
         self.families: dict[RequestId, Family] = {}
         self.shares = Shares(policy.order.weights)
         self.room = WaitingRoom(policy.order, self.shares)
+        self.deadlines = Deadlines()
         self.seating = Seating(max_rows)
         self.cruise = Cruise(max_rows, kv.block_size)
         self.leaders = Leaders(kv.block_size)
@@ -55,6 +59,7 @@ class Books:
         self.families[family.request.id] = family
         self.shares.arrive(family.request.tenant)
         self.room.push(family, family.arrived_s)
+        self.deadlines.watch(family)
         family.note(Event(self.last_planned + 1, What.ARRIVED, tokens=len(family.request.prompt)))
 
     def catch_up(self, sequence: Sequence) -> None:
@@ -112,11 +117,13 @@ class Books:
     def depart(self, sequence: Sequence, reason: FinishReason | None) -> None:
         """Get up from the row: finished for a reason, or preempted for none."""
         assert sequence.row is not None, sequence
+        if reason is None:
+            sequence.num_had = max(sequence.num_had, self.num_computed(sequence))
         self.caught_up(sequence)
         self.fresh = [other for other in self.fresh if other is not sequence]
         self.tells = [tell for tell in self.tells if tell.row != sequence.row]
         self.cruise.stop(sequence.row)
-        self.wake(self.leaders.end(sequence))
+        self.leaders.end(sequence)
         orphans = self.forks.orphans(sequence)
         self.seating.rise(sequence, reason, self.last_planned)
         self.release_up_to(self.last_absorbed)
@@ -165,9 +172,9 @@ class Books:
         reasons = ",".join(sorted({m.finish_reason.value for m in family.answers if m.finish_reason is not None}))
         family.note(Event(self.last_absorbed, What.FINISHED, detail=reasons))
 
-    def wake(self, families: Iterable[Family]) -> None:
-        """Whom these waited for has come far enough, or is gone."""
-        for family in families:
+    def wake(self) -> None:
+        """Some of those whose leader has come far enough, or is gone, go back to the queue."""
+        for family in self.leaders.take_ready(MOST_WOKEN):
             self.room.push(family, family.arrived_s)
 
     # What follows from the books.

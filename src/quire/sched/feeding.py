@@ -121,6 +121,7 @@ class Feeding:
         sequence.num_planned += length
         output = output_of(sequence, start, length)
         draft.chunk(sequence, start, length, output)
+        self._books.tally.recomputed_tokens += max(min(start + length, sequence.num_had) - start, 0)
         self._books.shares.charge(sequence.request.tenant, length * self._service.prefill)
         if sequence.num_planned == sequence.num_tokens:
             self._books.caught_up(sequence)

@@ -3,6 +3,7 @@
 Knows tokens, not blocks: what a leader has computed is found in the tree by those who followed it.
 """
 
+from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -19,21 +20,35 @@ class Follow(NamedTuple):
     num_tokens: int
 
 
-class Leaders:
-    """Leaders by the block their tokens begin with; followers by leader."""
+class _Goal(NamedTuple):
+    """What some followers of one leader wait for, and their class."""
 
-    __slots__ = ("_block_size", "_by_start", "_followers", "_parked")
+    num_tokens: int
+    priority: int
+
+
+class Leaders:
+    """Leaders by the block their tokens begin with; followers by leader and goal. Whoever has reached its goal, or
+    has no leader any more, is ready: such go back to the queue in portions, so that thousands burden no single step.
+    """
+
+    __slots__ = ("_block_size", "_by_start", "_followers", "_parked", "_ready", "_start_of", "num_waiting_tokens")
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._by_start: dict[tuple[str, bytes], list[Sequence]] = {}
-        self._parked: dict[SequenceId, list[tuple[int, Family]]] = {}  # by leader, with the tokens it waits for
-        self._followers: dict[int, Family] = {}  # all of them, by order
+        self._start_of: dict[SequenceId, tuple[str, bytes]] = {}  # of those who lead
+        self._parked: dict[SequenceId, dict[_Goal, list[Family]]] = {}
+        self._ready: dict[int, deque[Family]] = {}  # by class
+        self._followers: dict[int, Family] = {}  # all of them, by order: the others among those above have given up
+        self.num_waiting_tokens = 0  # of the prompts of those who follow
 
     def lead(self, sequence: Sequence) -> None:
         """A sequence begins to compute its known tokens."""
         if sequence.num_tokens >= self._block_size:
-            self._by_start.setdefault(self._start(sequence), []).append(sequence)
+            start = (sequence.request.partition, sequence.tokens[: self._block_size].tobytes())
+            self._start_of[sequence.id] = start
+            self._by_start.setdefault(start, []).append(sequence)
 
     def find(self, family: Family, tokens: IntArray, num_matched: int) -> Follow | None:
         """Somebody of no lower class who is about to compute at least a block that this family has no match for."""
@@ -49,50 +64,60 @@ class Leaders:
         return best
 
     def park(self, family: Family, follow: Follow) -> None:
-        self._parked.setdefault(follow.leader.id, []).append((follow.num_tokens, family))
+        goals = self._parked.setdefault(follow.leader.id, {})
+        goals.setdefault(_Goal(follow.num_tokens, family.request.priority), []).append(family)
         self._followers[family.order] = family
+        self.num_waiting_tokens += len(family.request.prompt)
 
-    def advance(self, leader: Sequence) -> list[Family]:
-        """The leader has computed more: those who waited for no more than that."""
-        parked = self._parked.get(leader.id)
-        if parked is None:
-            return []
-        ready = [family for num_tokens, family in parked if num_tokens <= leader.num_computed]
-        self._parked[leader.id] = [entry for entry in parked if entry[0] > leader.num_computed]
-        if not self._parked[leader.id]:
+    def advance(self, leader: Sequence) -> None:
+        """The leader has computed more: those who waited for no more than that are ready."""
+        goals = self._parked.get(leader.id)
+        if goals is None:
+            return
+        for goal in [goal for goal in goals if goal.num_tokens <= leader.num_computed]:
+            self._make_ready(goal, goals.pop(goal))
+        if not goals:
             del self._parked[leader.id]
-        return self._released(ready)
 
-    def end(self, leader: Sequence) -> list[Family]:
-        """The leader has caught up or leaves: all who still waited for it."""
-        if leader.num_tokens >= self._block_size:
-            start = self._start(leader)
-            others = self._by_start.get(start, [])
-            if leader in others:
-                others.remove(leader)
-                if not others:
-                    del self._by_start[start]
-        return self._released([family for _, family in self._parked.pop(leader.id, [])])
+    def end(self, leader: Sequence) -> None:
+        """The leader has caught up or leaves: all who still waited for it are ready. No matter if it led nobody."""
+        start = self._start_of.pop(leader.id, None)
+        if start is None:
+            return
+        others = self._by_start[start]
+        others.remove(leader)
+        if not others:
+            del self._by_start[start]
+        for goal, families in self._parked.pop(leader.id, {}).items():
+            self._make_ready(goal, families)
+
+    def take_ready(self, most: int) -> list[Family]:
+        """Up to so many who need not wait for a prefix any more: the highest class first, then who was parked first."""
+        taken: list[Family] = []
+        while self._ready and len(taken) < most:
+            priority = min(self._ready)
+            family = self._ready[priority].popleft()
+            if not self._ready[priority]:
+                del self._ready[priority]
+            if self.follows(family):
+                self.forget(family)
+                taken.append(family)
+        return taken
 
     def forget(self, family: Family) -> None:
-        """It gave up; no matter if it followed nobody."""
-        self._followers.pop(family.order, None)
+        """It gave up, or waits elsewhere; no matter if it followed nobody."""
+        if self._followers.pop(family.order, None) is not None:
+            self.num_waiting_tokens -= len(family.request.prompt)
 
-    def _released(self, families: list[Family]) -> list[Family]:
-        """Those of them who still wait."""
-        return [family for family in families if self._followers.pop(family.order, None) is not None]
+    def _make_ready(self, goal: _Goal, families: list[Family]) -> None:
+        self._ready.setdefault(goal.priority, deque()).extend(families)
 
     def follows(self, family: Family) -> bool:
         return family.order in self._followers
 
     @property
     def num_leading(self) -> int:
-        return sum(map(len, self._by_start.values()))
-
-    @property
-    def num_waiting_tokens(self) -> int:
-        """Of the prompts of those who follow."""
-        return sum(len(family.request.prompt) for family in self._followers.values())
+        return len(self._start_of)
 
     @property
     def num_followers(self) -> int:
@@ -101,9 +126,6 @@ class Leaders:
     @property
     def followers(self) -> Iterable[Family]:
         return self._followers.values()
-
-    def _start(self, sequence: Sequence) -> tuple[str, bytes]:
-        return sequence.request.partition, sequence.tokens[: self._block_size].tobytes()
 
 
 def _common_prefix(one: IntArray, other: IntArray) -> int:

@@ -164,14 +164,13 @@ class _ClassQueue:
 class WaitingRoom:
     """Families in, the next ones to admit out."""
 
-    __slots__ = ("_classes", "_deadlines", "_policy", "_shares", "_tickets", "num_tokens")
+    __slots__ = ("_classes", "_policy", "_shares", "_tickets", "num_tokens")
 
     def __init__(self, policy: OrderPolicy, shares: Shares) -> None:
         self._policy = policy
         self._shares = shares if policy.fair else None
         self._tickets: dict[int, _Ticket] = {}  # who waits, by order
         self._classes: dict[int, _ClassQueue] = {}
-        self._deadlines: list[_Place] = []
         self.num_tokens = 0  # of the prompts that wait
 
     def __len__(self) -> int:
@@ -184,7 +183,7 @@ class WaitingRoom:
 
     def push(self, family: Family, since_s: float) -> None:
         """Wait, from now; or, for one that waited elsewhere meanwhile, from when it began to. Its tenant must have
-        arrived in the shares. A preempted family finds its old place, and has met its deadline already."""
+        arrived in the shares. A preempted family finds its old place."""
         assert family not in self, family
         request = family.request
         place = _Place(urgent_before(request.deadline_s), family.order)
@@ -195,8 +194,6 @@ class WaitingRoom:
             queue = _ClassQueue(request.priority, self._policy, self._tickets, self._shares)
             self._classes[request.priority] = queue
         self._lane_of(family, queue).push(self._tenant_of(family), place)
-        if request.deadline_s is not None:
-            heappush(self._deadlines, place)
 
     def pop(self, family: Family) -> float:
         """It is admitted, or waits elsewhere. Answers since when it waited."""
@@ -206,24 +203,12 @@ class WaitingRoom:
         self._lane_of(family, queue).forget_one(self._tenant_of(family))
         if not (queue.short or queue.long):
             del self._classes[family.request.priority]
-        if len(self._deadlines) > 2 * len(self) + _SLACK:
-            self._deadlines = sorted({place for place in self._deadlines if place.order in self._tickets})
         return ticket.since_s
 
     def discard(self, family: Family) -> None:
         """It gave up; no matter if it does not wait here."""
         if family in self:
             self.pop(family)
-
-    def expire(self, now_s: float) -> list[Family]:
-        """Take out those that were not seated before their deadline, the earliest first."""
-        expired = []
-        while self._deadlines and self._deadlines[0].deadline_s <= now_s:
-            ticket = self._tickets.get(heappop(self._deadlines).order)
-            if ticket is not None and not ticket.family.was_seated:
-                self.pop(ticket.family)
-                expired.append(ticket.family)
-        return expired
 
     # Who is next.
 

@@ -20,7 +20,14 @@ from quire.sched.packing import Packer, Unpacker, Unreadable
 MAGIC = b"quire journal\n"
 VERSION = 1
 
-_REASONS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR, FinishReason.EXPIRED)
+_REASONS = (
+    FinishReason.STOP,
+    FinishReason.LENGTH,
+    FinishReason.ABORT,
+    FinishReason.ERROR,
+    FinishReason.EXPIRED,
+    FinishReason.OUT_OF_MEMORY,
+)
 _STOPPINGS = (EarlyStopping.WHEN_FULL, EarlyStopping.WHEN_UNLIKELY, EarlyStopping.NEVER)
 
 

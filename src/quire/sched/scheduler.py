@@ -182,8 +182,9 @@ class Scheduler:
         books.now_s = now_s
         step = books.last_planned + 1
         self.kv.step = step
-        for family in books.room.expire(now_s):
+        for family in books.deadlines.expire(now_s):
             self._end_early(family, FinishReason.EXPIRED)
+        books.wake()
         self.admission.take_seats(now_s)
         return Draft(step, now_s, self.max_step_tokens if self.policy.regime.chunked else _UNBOUNDED)
 
@@ -242,9 +243,9 @@ class Scheduler:
         if failed or sequence.state is not State.RUNNING:
             return
         self.kv.commit(row, owner_of(sequence), sequence.tokens[:stop])
-        books.wake(books.leaders.advance(sequence))
+        books.leaders.advance(sequence)
         if sequence.num_computed == sequence.num_tokens:
-            books.wake(books.leaders.end(sequence))
+            books.leaders.end(sequence)
         siblings = books.forks.fork(sequence)
         if siblings:
             num_shared = min(sibling.num_computed for sibling in siblings)
@@ -252,8 +253,6 @@ class Scheduler:
             sequence.family.note(Event(books.last_absorbed, What.FORKED, num_shared, detail=whom))
         for sibling in siblings:
             books.tally.forks += 1
-            if sibling.num_tokens > len(sibling.request.prompt):  # it had come further before a preemption
-                books.tally.recomputed_tokens += sibling.num_tokens - 1 - sibling.num_computed
             books.fresh.append(sibling)
             books.catch_up(sibling)
 
@@ -329,7 +328,7 @@ class Scheduler:
         seated = [family for family in here if family.was_seated] or here
         largest = max(seated, key=lambda family: (most_blocks(family.request, 1), family.order), default=None)
         if largest is not None:
-            self._end_early(largest, FinishReason.ERROR)
+            self._end_early(largest, FinishReason.OUT_OF_MEMORY)
 
     def _end_early(self, family: Family, reason: FinishReason) -> None:
         ended = {member.id for member in family.members if self.books.finish(member, reason)}

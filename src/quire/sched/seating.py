@@ -21,11 +21,12 @@ _NOTHING: IntArray = np.empty(0, dtype=np.int32)
 class Seating:
     """The rows of the persistent batch, seen from the host."""
 
-    __slots__ = ("_classes", "_free", "_leaves", "_log", "_told", "leaving", "row_sequence", "seated")
+    __slots__ = ("_classes", "_free", "_leaves", "_log", "_told", "generation", "leaving", "row_sequence", "seated")
 
     def __init__(self, max_rows: int) -> None:
         self.seated: dict[Row, Sequence] = {}
         self.leaving: deque[Sequence] = deque()  # in order of release_step
+        self.generation = 0  # changes with who sits
         self.row_sequence: NDArray[np.int64] = np.full(max_rows, NOBODY, dtype=np.int64)  # whose tokens are heard
         self._classes: Counter[int] = Counter()  # of those who sit
         self._free = [Row(row) for row in range(max_rows - 1, -1, -1)]
@@ -45,11 +46,16 @@ class Seating:
         self.seated[row] = sequence
         self.row_sequence[row] = sequence.id
         self._classes[sequence.request.priority] += 1
+        self.generation += 1
 
     @property
     def lowest_class(self) -> int:
         """The highest number among those who sit: the least important."""
         return max(self._classes, default=0)
+
+    def num_below(self, priority: int) -> int:
+        """Rows of less important classes."""
+        return sum(count for each, count in self._classes.items() if each > priority)
 
     def tell(self, row: Row) -> None:
         """The runner is told who sits there."""
@@ -83,6 +89,7 @@ class Seating:
             self._told.discard(row)
             self._leaves.append(row)
         self.leaving.append(sequence)
+        self.generation += 1
         if reason is not None:
             self.settle(sequence)
 
@@ -112,6 +119,7 @@ class Seating:
         row = sequence.row
         assert row is not None, sequence
         del self.seated[row]
+        self.generation += 1
         priority = sequence.request.priority
         self._classes[priority] -= 1
         if not self._classes[priority]:

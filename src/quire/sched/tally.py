@@ -10,7 +10,7 @@ class Tally:
     prompt_tokens: int = 0  # of families seated for the first time
     cached_tokens: int = 0  # of those, found in the cache
     computed_tokens: int = 0  # planned in chunks and by cruising rows
-    recomputed_tokens: int = 0  # known before a preemption and not found again after it
+    recomputed_tokens: int = 0  # a sequence had them before a preemption, and computed them again after it
     padding_tokens: int = 0
     preemptions: int = 0
     seats_taken: int = 0  # preemptions for the sake of a higher class

@@ -10,10 +10,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from quire.core.errors import DeadlineExpired, Draining, InvalidPrompt, NumericalError, QuireError
+from quire.core.errors import Draining, InvalidPrompt, QuireError
 from quire.core.sampling import SamplingParams
 from quire.core.step import FinishReason
 from quire.engine.child import Child
+from quire.engine.failures import failure_of
 from quire.engine.front import Front
 from quire.engine.messages import Progress
 from quire.engine.outputs import Delta, RequestOutput
@@ -39,12 +40,6 @@ from quire.server.call import Call
 from quire.text.tokenizer import Tokenizer
 
 _REMEMBERED_ENDS = 256  # finished requests that the drain rate is measured by
-
-# Ends that are errors to a client. Each call gets its own: a raised exception remembers where.
-_FAILURES: dict[str | None, Callable[[], QuireError]] = {
-    FinishReason.ERROR.value: NumericalError,
-    FinishReason.EXPIRED.value: DeadlineExpired,
-}
 
 
 class EngineRestarting(QuireError):
@@ -214,10 +209,10 @@ class Desk:
             call = self._calls.get(int(delta.request_id))
             if call is None:
                 continue
-            failure = _FAILURES.get(delta.finish_reason)
+            failure = _failure(delta, call.ticket)
             if failure is not None:  # one continuation failed, and with it the request
                 self._abort(call.ticket)
-                self._end(call, failure=failure())
+                self._end(call, failure=failure)
                 continue
             self.progressed(delta, call.ticket)
             call.tell(delta)
@@ -240,3 +235,8 @@ class Desk:
         elif failure is not None:
             call.fail(failure)
         self.finished(Finished(ticket, output, failure))
+
+
+def _failure(delta: Delta, ticket: Ticket) -> QuireError | None:
+    reason = None if delta.finish_reason is None else FinishReason(delta.finish_reason)
+    return failure_of(reason, len(ticket.prompt_ids), ticket.params)

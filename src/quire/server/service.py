@@ -6,9 +6,10 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 
-from quire.core.errors import DeadlineExpired, EngineFailed, NumericalError, QuireError
+from quire.core.errors import EngineFailed, QuireError
 from quire.core.sampling import SamplingParams
 from quire.core.step import FinishReason
+from quire.engine.failures import failure_of
 from quire.engine.local import LocalFront
 from quire.engine.outputs import Delta, RequestOutput
 from quire.engine.terms import USUAL, Terms
@@ -17,12 +18,6 @@ from quire.engine.ticket import Ticket
 _log = logging.getLogger(__name__)
 
 News = Delta | RequestOutput
-
-# Ends that are errors to a client. Each call gets its own: a raised exception remembers where.
-_FAILURES: dict[str | None, type[NumericalError] | type[DeadlineExpired]] = {
-    FinishReason.ERROR.value: NumericalError,
-    FinishReason.EXPIRED.value: DeadlineExpired,
-}
 
 
 class Stopping(QuireError):
@@ -134,11 +129,15 @@ class Service:
     def _turn(self) -> None:
         deltas = self._front.turn()
         for delta in deltas:
-            failure = _FAILURES.get(delta.finish_reason)
-            if failure is not None:
-                self._refuse(delta.request_id, failure())
-            elif delta.request_id in self._calls:
-                self._calls[delta.request_id].tell(delta)
+            call = self._calls.get(delta.request_id)
+            if call is None or call.ticket is None:
+                continue
+            reason = None if delta.finish_reason is None else FinishReason(delta.finish_reason)
+            failure = failure_of(reason, len(call.ticket.prompt_ids), call.ticket.params)
+            if failure is None:
+                call.tell(delta)
+            else:
+                self._refuse(delta.request_id, failure)
         for request_id in {delta.request_id for delta in deltas if delta.finish_reason is not None}:
             call = self._calls.get(request_id)
             if call is not None and call.ticket is not None and call.ticket.finished:

@@ -15,17 +15,19 @@ from quire.sched.audit import audit_plan
 from quire.sched.scheduler import Scheduler
 from quire.sim.flight import FlightWatch
 from quire.sim.oracle import OracleRunner
+from quire.sim.recount import Recount
 
 
 class Chaos:
     """Troubles ordered for the next step. A body that has died is built anew."""
 
-    def __init__(self, build: Callable[[], Runner], scheduler: Scheduler, block_size: int) -> None:
+    def __init__(self, build: Callable[[], Runner], scheduler: Scheduler, block_size: int, recount: Recount) -> None:
         self._build = build
         self._body = build()
         self._scheduler = scheduler
         self._block_size = block_size
         self._flight = FlightWatch(block_size)
+        self._recount = recount
         self._silenced: set[Row] = set()  # rows that failed: inert until they leave
         self._known: set[int] = set()  # families that were seated
         self.fresh: list[Family] = []  # those of them who were in this turn
@@ -53,6 +55,7 @@ class Chaos:
         assert taken or not (pressed and plan.chunks and self._admits(plan)), "a step under pressure admitted somebody"
         self._check_deadlines(plan)
         self._flight.launch(plan)
+        self._recount.launch(plan)
         self._silenced -= set(plan.leaves)
         if plan.reset:
             self._silenced.clear()

@@ -24,11 +24,13 @@ class Hypothesis(NamedTuple):
 def search(request: Request, vocab_size: int) -> list[list[int]]:
     """The best finished hypotheses, best first: of equals the one that was finished earlier."""
     params, ends = request.beam, set(request.sampling.end_ids)
-    assert params is not None and request.sampling.min_tokens == 0, request
+    assert params is not None, request
     running = [Hypothesis([], 0)]
     finished: list[Hypothesis] = []
     while running and not _is_over(running, finished, params, request.max_tokens):
         everything = [longer for one in running for longer in _continue(one, request.prompt, vocab_size)]
+        if len(running[0].tokens) < request.sampling.min_tokens:
+            everything = [one for one in everything if one.tokens[-1] not in ends]
         everything.sort(key=lambda one: -one.score)  # among equals the better beam's
         best = everything[: params.width * max(2, 1 + len(ends))]
         stopped = [one.tokens[-1] in ends or len(one.tokens) == request.max_tokens for one in best]

@@ -19,6 +19,7 @@ from quire.sched.scheduler import Absorbed, Scheduler
 from quire.sim.chaos import Chaos
 from quire.sim.contents import audit_contents
 from quire.sim.expected import Expected, expect
+from quire.sim.recount import Recount
 from quire.sim.world import VOCAB_SIZE, Happening, World, draw_request
 
 Body = Callable[[World], Runner]  # what runs behind the bridge
@@ -36,7 +37,8 @@ class Trial:
         self._dice = dice
         self._now_s = 0.0
         self.scheduler = _build(world, lambda start, stop: dice.random() < 0.8, journal)
-        self._chaos = Chaos(lambda: body(world), self.scheduler, world.block_size)
+        self._recounted = Recount(self.scheduler.books)
+        self._chaos = Chaos(lambda: body(world), self.scheduler, world.block_size, self._recounted)
         self._loop = Loop(self.scheduler, self._chaos, world.depth, lambda: self._now_s)
         self._expected: dict[SequenceId, Expected] = {}
         self._live: dict[RequestId, tuple[Sequence, ...]] = {}
@@ -61,7 +63,9 @@ class Trial:
             tally = self.scheduler.books.tally
             self._chaos.num_preemptions, self._chaos.now_s = tally.preemptions, self._now_s
             num_lost = tally.lost_steps
+            self._recounted.begin()
             absorbed = self._loop.turn()
+            self._recounted.end(self._families)
             self._note_consequences()
             stirred = (self._chaos.num_launched, tally.lost_steps, len(self.events))
             if stirred != before or absorbed is not None:
@@ -92,7 +96,10 @@ class Trial:
 
     def _recount(self) -> None:
         """Counters equal a recount, and everybody is done (I10, I18)."""
-        tally, chaos = self.scheduler.books.tally, self._chaos
+        tally, chaos, recounted = self.scheduler.books.tally, self._chaos, self._recounted
+        assert tally.recomputed_tokens == recounted.recomputed_tokens, "recomputed tokens are miscounted"
+        assert tally.forks == recounted.forks, "forks are miscounted"
+        assert tally.seats_taken == recounted.seats_taken, "seats taken are miscounted"
         assert tally.computed_tokens == chaos.num_tokens, "computed tokens are miscounted"
         assert tally.moved_blocks == chaos.num_moves, "copies are miscounted"
         assert tally.padding_tokens == chaos.num_padding, "padding is miscounted"
@@ -268,8 +275,10 @@ class Trial:
             assert deadline_s is not None and deadline_s <= self._latest_s and not expected.heard, sequence
             self.events.append(Happening.EXPIRE)
         elif reason is FinishReason.ERROR:
-            assert self.world.chances.poison or self.world.chances.starve, sequence
+            assert self.world.chances.poison, sequence
             self.events.append(Happening.POISON)
+        elif reason is FinishReason.OUT_OF_MEMORY:
+            assert self.world.chances.starve, sequence
         else:
             return
         expected.reason = reason

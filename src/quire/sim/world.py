@@ -177,14 +177,18 @@ def draw_request(dice: random.Random, world: World, number: int, now_s: float, p
         returned = dice.randint(1, num_sequences)
         beam = BeamParams(num_sequences, dice.choice((0.0, 1.0, 2.0)), dice.choice(tuple(EarlyStopping)), returned)
     end_ids = world.end_ids if dice.random() < 0.7 else ()
-    can_wait = world.min_tokens and beam is None
+    min_tokens = 0
+    if world.min_tokens and beam is None:
+        min_tokens = dice.choice((0, 0, max_tokens))
+    elif world.min_tokens and number % 3 == 0:  # without the dice: the worlds of old seeds stay what they were
+        min_tokens = max_tokens // 2
     request = Request(
         id=RequestId(number),
         prompt=prompt,
         max_tokens=max_tokens,
         sampling=RowSampling(
             end_ids=end_ids,
-            min_tokens=dice.choice((0, 0, max_tokens)) if can_wait else 0,
+            min_tokens=min_tokens,
             num_candidates=0 if beam is None else max(2, 1 + len(set(end_ids))) * beam.width,
         ),
         num_sequences=num_sequences,
