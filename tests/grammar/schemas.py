@@ -5,7 +5,10 @@ _TREE: Schema = {
     "$defs": {
         "node": {
             "type": "object",
-            "properties": {"value": {"type": "integer"}, "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}},
+            "properties": {
+                "value": {"type": "integer"},
+                "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]},
+            },
             "required": ["value", "next"],
             "additionalProperties": False,
         }
@@ -79,7 +82,10 @@ SCHEMAS: list[Schema] = [
     {"anyOf": [{"type": "object", "properties": {"k": {"const": "x"}}, "required": ["k"]}, {"type": "null"}]},
     {"oneOf": [{"type": "integer"}, {"type": "boolean"}]},
     {
-        "$defs": {"cat": _closed(kind={"const": "cat"}), "dog": _closed(kind={"const": "dog"}, age={"type": "integer"})},
+        "$defs": {
+            "cat": _closed(kind={"const": "cat"}),
+            "dog": _closed(kind={"const": "dog"}, age={"type": "integer"}),
+        },
         "oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}],
         "discriminator": {"propertyName": "kind"},
     },

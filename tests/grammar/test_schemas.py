@@ -10,7 +10,7 @@ from quire.grammar.compiler import Compiler
 from tests.grammar.schemas import SCHEMAS, Schema
 from tests.grammar.writer import write
 
-NUM_ANSWERS = 6
+NUM_ANSWERS = 4
 
 
 def check_answers(compiler: Compiler, schema: Schema, num_answers: int) -> None:
@@ -40,4 +40,4 @@ def test_answers_through_byte_fallback_are_valid(fallback_compiler: Compiler, sc
 def test_a_json_object_is_an_object(compiler: Compiler) -> None:
     answers = [write(compiler, Grammar(GrammarKind.JSON_OBJECT, ""), seed) for seed in range(12)]
     finished = [json.loads(answer) for answer in answers if answer is not None]
-    assert len(finished) > 6 and all(isinstance(answer, dict) for answer in finished)
+    assert len(finished) > 3 and all(isinstance(answer, dict) for answer in finished)

@@ -52,7 +52,7 @@ def _checked_regex(text: str) -> str:
     num_backslashes = len(text) - len(text.rstrip("\\"))
     if num_backslashes % 2:
         raise InvalidGrammar("The regular expression ends in a backslash that escapes nothing.")
-    return regex_to_lark(text, "")
+    return regex_to_lark(text, "dw")  # \d and \w are ASCII, as in JavaScript: no digit that int() might not know
 
 
 def _choices(text: str) -> list[str]:
