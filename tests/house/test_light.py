@@ -18,7 +18,18 @@ outputs = llm.generate([[1, 2, 3], [4]], SamplingParams(temperature=0, max_token
 print([len(output.outputs[0].token_ids) for output in outputs])
 """
 
-ABSENT = ("gguf", "safetensors", "numba", "llvmlite", "transformers", "starlette", "uvicorn", "pydantic", "msgspec")
+ABSENT = (
+    "gguf",
+    "safetensors",
+    "numba",
+    "llvmlite",
+    "transformers",
+    "starlette",
+    "uvicorn",
+    "pydantic",
+    "msgspec",
+    "llguidance",
+)
 
 
 def test_the_offline_engine_needs_neither_web_stack_nor_gguf_nor_numba() -> None:

@@ -41,6 +41,18 @@ class InvalidPrompt(QuireError):
     code = "invalid_prompt"
 
 
+class InvalidGrammar(QuireError):
+    """A schema, regular expression, list of choices or grammar that cannot be followed."""
+
+    code = "invalid_grammar"
+
+
+class UnsupportedSchema(InvalidGrammar):
+    """A JSON schema that says something which would not be enforced; the message names the keyword and its place."""
+
+    code = "unsupported_schema"
+
+
 class ContextLengthExceeded(QuireError):
     """Prompt plus completion is longer than the model's context."""
 

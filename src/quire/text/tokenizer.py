@@ -79,6 +79,10 @@ class Tokenizer:
         """The token as the vocabulary spells it: bytes mapped to letters, spaces to marks."""
         return self._backend.id_to_token(token_id)
 
+    def to_json(self) -> str:
+        """The whole tokenizer as a tokenizer.json, for libraries that read those."""
+        return self._backend.to_str()
+
     def piece_bytes(self, token_id: int) -> bytes:
         """What a token of a byte-level vocabulary stands for; nothing if the id is no token."""
         assert self.byte_level

@@ -1,0 +1,192 @@
+"""Reads a JSON schema and refuses what would not be enforced, or would cost too much. Knows no compiler.
+
+The schema is read by the latest draft whatever its `$schema` says: an older draft would make keywords meaningless
+that its author wrote down.
+"""
+
+import copy
+import json
+import math
+from collections.abc import Iterator
+from fractions import Fraction
+
+from quire.core.errors import InvalidGrammar, UnsupportedSchema, shown
+from quire.grammar import limits
+from quire.grammar.keywords import ENFORCED, FORMATS, INSTEAD, NOTES, STRICTER, Places, children
+
+_COMBINING = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
+_WHERE_SHOWN = 120  # characters of a place that an error repeats
+
+
+def read_schema(text: str) -> dict[str, object]:
+    """The schema that a text holds, checked, and as it is to be compiled."""
+    if len(text.encode("utf-8", "surrogatepass")) > limits.SCHEMA_BYTES:
+        raise InvalidGrammar(
+            f"The JSON schema is {len(text)} characters long; {limits.SCHEMA_BYTES} bytes are the most. Shorten it."
+        )
+    return check_schema(_parse(text))
+
+
+def check_schema(schema: object) -> dict[str, object]:
+    """A schema already parsed: refused, or as it is to be compiled."""
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise InvalidGrammar(f"A JSON schema must be an object, not {shown(schema)}.")
+    _check_size(schema)
+    root = copy.deepcopy({keyword: value for keyword, value in schema.items() if keyword != "$schema"})
+    parts = list(_walk(root))
+    for part in parts:
+        _check_keywords(part)
+    schemas = [part.schema for part in parts if isinstance(part.schema, dict)]
+    _check_cost(schemas)
+    for part_schema in schemas:
+        _make_exact(part_schema)
+    return root
+
+
+def _parse(text: str) -> object:
+    try:
+        return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_once)
+    except RecursionError as error:
+        raise InvalidGrammar(f"The JSON schema is nested deeper than {limits.SCHEMA_DEPTH} levels.") from error
+    except ValueError as error:
+        raise InvalidGrammar(f"The JSON schema is not valid JSON: {str(error)[: limits.REASON_CHARACTERS]}.") from error
+
+
+def _no_constant(name: str) -> object:
+    raise ValueError(f"{name} is no JSON value")
+
+
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"the key {shown(name)} stands twice in one object")
+        found[name] = value
+    return found
+
+
+def _check_size(schema: dict[str, object]) -> None:
+    """Counted level by level, so that no nesting is too deep to count."""
+    level: list[object] = [schema]
+    num_nodes = 0
+    depth = 0
+    while level:
+        depth += 1
+        num_nodes += len(level)
+        if depth > limits.SCHEMA_DEPTH:
+            raise InvalidGrammar(f"The JSON schema is nested deeper than {limits.SCHEMA_DEPTH} levels.")
+        if num_nodes > limits.SCHEMA_NODES:
+            raise InvalidGrammar(f"The JSON schema has more than {limits.SCHEMA_NODES} objects and arrays in it.")
+        within = [value for node in level for value in _values(node)]
+        if any(isinstance(value, float) and not math.isfinite(value) for value in within):
+            raise InvalidGrammar("The JSON schema holds a number too large for a float.")
+        level = [value for value in within if isinstance(value, dict | list)]
+
+
+def _values(node: object) -> list[object]:
+    if isinstance(node, dict):
+        return list(node.values())
+    return node if isinstance(node, list) else []
+
+
+def _walk(root: dict[str, object]) -> Iterator[Places]:
+    waiting = [Places(root, "#")]
+    while waiting:
+        part = waiting.pop()
+        yield part
+        if isinstance(part.schema, dict):
+            waiting += children(part.schema, part.where)
+
+
+def _check_keywords(part: Places) -> None:
+    schema, where = part.schema, part.where[:_WHERE_SHOWN]
+    if isinstance(schema, bool):
+        return
+    if not isinstance(schema, dict):
+        raise InvalidGrammar(f"At {where} of the JSON schema stands {shown(schema)}, which is no schema.")
+    for keyword in schema:
+        annotation = keyword in NOTES or (keyword.startswith("x-") and keyword != "x-guidance")
+        if keyword not in ENFORCED and not annotation:
+            raise _unsupported(keyword, where, INSTEAD.get(keyword, "leave it out, or put it into $comment if a note"))
+    _check_format(schema, where)
+    _check_object(schema, where)
+    reference = schema.get("$ref")
+    if reference is not None and not (isinstance(reference, str) and reference.startswith("#")):
+        raise _unsupported("$ref", where, f"{shown(reference)} is outside this schema; put it under $defs")
+    if "additionalItems" in schema and not isinstance(schema.get("items"), list):
+        raise _unsupported("additionalItems", where, "it means nothing here; use items beside prefixItems")
+
+
+def _check_format(schema: dict[str, object], where: str) -> None:
+    """Formats are of strings: beside another type they say nothing."""
+    name = schema.get("format")
+    types = schema.get("type", "string")
+    of_strings = types == "string" or (isinstance(types, list) and "string" in types)
+    if name is not None and of_strings and name not in FORMATS:
+        known = ", ".join(sorted(FORMATS))
+        raise _unsupported("format", where, f"{shown(name)} is not enforced ({known} are); use pattern")
+
+
+def _check_object(schema: dict[str, object], where: str) -> None:
+    """Names beyond `properties` may repeat in the text, so that they cannot be counted upwards."""
+    properties, required = schema.get("properties"), schema.get("required")
+    if isinstance(properties, dict) and len(properties) > limits.SCHEMA_PROPERTIES:
+        raise InvalidGrammar(
+            f"The object at {where} of the JSON schema has {len(properties)} properties; "
+            f"{limits.SCHEMA_PROPERTIES} are the most."
+        )
+    least = schema.get("minProperties")
+    num_required = len(required) if isinstance(required, list) else 0
+    if isinstance(least, int) and least > max(1, num_required):
+        raise _unsupported("minProperties", where, f"{least} is more than are required; list them under required")
+
+
+def _check_cost(schemas: list[dict[str, object]]) -> None:
+    multiples = [_numerator(schema["multipleOf"]) for schema in schemas if "multipleOf" in schema]
+    combined = any(_intersects(schema) for schema in schemas)
+    if sum(multiples) > limits.MULTIPLES or (combined and math.lcm(*multiples) > limits.MULTIPLES):
+        raise _unsupported(
+            "multipleOf", "#", f"together they may need {limits.MULTIPLES} remainders; use rounder numbers"
+        )
+    patterns = {str(schema[keyword]) for schema in schemas for keyword in ("pattern", "format") if keyword in schema}
+    if combined and len(patterns) > limits.PATTERNS_IN_INTERSECTION:
+        raise InvalidGrammar(
+            f"The JSON schema has {len(patterns)} patterns and formats, and combines schemas with allOf or beside "
+            f"$ref, anyOf or oneOf; {limits.PATTERNS_IN_INTERSECTION} are the most then. Write the patterns into one."
+        )
+
+
+def _intersects(schema: dict[str, object]) -> bool:
+    """Whether a value must fulfil more than one schema at once here."""
+    parts = schema.get("allOf")
+    if isinstance(parts, list) and len(parts) > 1:
+        return True
+    combining = _COMBINING & schema.keys()
+    return len(combining) > 1 or (bool(combining) and bool((ENFORCED - _COMBINING) & schema.keys()))
+
+
+def _numerator(value: object) -> int:
+    """How many remainders a division by this number has, digits after the point included."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        raise InvalidGrammar(f"multipleOf must be a number above 0, not {shown(value)}.")
+    return Fraction(str(value)).numerator
+
+
+def _make_exact(schema: dict[str, object]) -> None:
+    """Dates and times become patterns that let only real ones pass."""
+    name = schema.get("format")
+    if not isinstance(name, str) or name not in STRICTER:
+        return
+    del schema["format"]
+    if "pattern" not in schema:
+        schema["pattern"] = STRICTER[name]
+        return
+    parts = schema.setdefault("allOf", [])
+    if isinstance(parts, list):
+        parts.append({"pattern": STRICTER[name]})
+
+
+def _unsupported(keyword: str, where: str, instead: str) -> UnsupportedSchema:
+    return UnsupportedSchema(f"The JSON-schema keyword {shown(keyword)} at {where} is not supported: {instead}.")
