@@ -15,7 +15,13 @@ MAX_SCALAR_CHARACTERS = 400  # the longest double has 309 digits before the poin
 
 Write = Callable[[str], None]
 
-_PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
+# Whole stretches at once, where they are there and simple; never gone back into, so one look at each character.
+_INSIDE = r'(?:[^"\\\x00-\x1f]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))'
+_NUMBER = r"-?(?:0|[1-9][0-9]{0,17}+)(?:\.[0-9]{1,18}+)?(?:[eE][+-]?[0-9]{1,3}+)?"
+_ITEM = rf'(?:"{_INSIDE}*+"|{_NUMBER}|true|false|null)[ \t\r\n]*+,[ \t\r\n]*+'
+_MEMBER = rf'"{_INSIDE}*+"[ \t\r\n]*+:[ \t\r\n]*+{_ITEM}'
+_STRING_STRETCH = re.compile(f"{_INSIDE}++")
+_STRETCHES = {"]": re.compile(f"(?:{_ITEM})++"), "}": re.compile(f"(?:{_MEMBER})++")}
 _SCALAR = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null")
 _SCALAR_LETTERS = frozenset("+-.0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ_")
 _HEXADECIMAL = frozenset("0123456789abcdefABCDEF")
@@ -66,7 +72,9 @@ def _after_value(tape: Tape, write: Write, closers: list[str]) -> Reading[bool]:
 
 
 def _key(tape: Tape, write: Write, closer: str) -> Reading[None]:
-    """In an object, the key and colon before a value; in a list, nothing."""
+    """In an object, the key and colon before a value; in a list, nothing. Simple values before it are read with it."""
+    yield from _space(tape, write)
+    write(tape.take_run(_STRETCHES[closer]))
     if closer == "]":
         return
     if (yield from _space(tape, write)) != '"':
@@ -93,18 +101,19 @@ def _simple(tape: Tape, write: Write, letter: str) -> Reading[None]:
 def _string(tape: Tape, write: Write) -> Reading[None]:
     write(tape.take())
     while True:
-        letter = yield from tape.peek()
+        letter = tape.ahead or (yield from tape.peek())
         if letter == "":
             raise Broken
-        if letter == "\\":
+        stretch = tape.take_run(_STRING_STRETCH)
+        if stretch:
+            write(stretch)
+        elif letter == "\\":
             yield from _escape(tape, write)
         elif letter < " ":
             write(json.dumps(tape.take())[1:-1])
-        elif letter == '"':
+        else:
             write(tape.take())
             return
-        else:
-            write(tape.take_run(_PLAIN))
 
 
 def _escape(tape: Tape, write: Write) -> Reading[None]:
@@ -122,7 +131,7 @@ def _escape(tape: Tape, write: Write) -> Reading[None]:
 
 def _space(tape: Tape, write: Write) -> Reading[str]:
     while True:
-        letter = yield from tape.peek()
+        letter = tape.ahead or (yield from tape.peek())
         if letter not in (" ", "\n", "\t", "\r"):
             return letter
         write(tape.take_run(SPACE))

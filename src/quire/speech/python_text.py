@@ -10,7 +10,7 @@ import re
 from quire.speech.json_text import MAX_DEPTH, MAX_SCALAR_CHARACTERS, Broken, Write
 from quire.speech.tape import Reading, Tape
 
-_PLAIN = re.compile(r"""[^"'\\]+""")
+_PLAIN = {"'": re.compile(r"[^'\\]+"), '"': re.compile(r'[^"\\]+')}
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _WORD_LETTERS = frozenset("+-.0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ_")
@@ -102,8 +102,8 @@ def _string(tape: Tape, write: Write) -> Reading[None]:
             raise Broken
         if letter == "\\":
             yield from _escape(tape, write)
-        elif letter not in ("'", '"'):
-            write(_inside(tape.take_run(_PLAIN)))
+        elif letter != quote:
+            write(_inside(tape.take_run(_PLAIN[quote])))
         elif (yield from tape.accept(end)):
             write('"')
             return

@@ -18,6 +18,15 @@ _PARAMETER_END = Markers("</parameter>")
 _FUNCTION_END = "</function>"
 _MARKERS = Markers(OPEN, FUNCTION)
 _WORDS = {"True": "true", "False": "false", "None": "null"}  # Python's, which the model writes now and then
+_KINDS: dict[type, frozenset[str]] = {
+    bool: frozenset({"boolean"}),
+    int: frozenset({"integer", "number"}),
+    float: frozenset({"number"}),
+    list: frozenset({"array"}),
+    dict: frozenset({"object"}),
+    str: frozenset(),  # a string in quotes, where a string may be: the quotes are part of it
+    type(None): frozenset({"null"}),
+}
 
 
 def read_qwen_coder(tape: Tape, voice: Voice) -> Reading[None]:
@@ -93,14 +102,13 @@ def _types(voice: Voice, name: str, key: str) -> frozenset[str]:
 
 
 def _as_json(text: str, types: frozenset[str]) -> str:
-    if types != {"string"}:
-        bare = _WORDS.get(text.strip(), text.strip())
-        try:
-            json.loads(bare, parse_constant=_refuse)
-            return bare
-        except (ValueError, RecursionError):
-            pass  # no JSON: a string
-    return json.dumps(text, ensure_ascii=False)
+    """The text is a string if the schema lets it be one and nothing else that it could be."""
+    bare = _WORDS.get(text.strip(), text.strip())
+    try:
+        kinds = _KINDS[type(json.loads(bare, parse_constant=_refuse))]
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
+    return json.dumps(text, ensure_ascii=False) if "string" in types and not types & kinds else bare
 
 
 def _refuse(word: str) -> None:

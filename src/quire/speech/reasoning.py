@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from quire.core.errors import ConfigError, shown
 from quire.speech.events import SpeechEvent, SpeechParser, Thought
 from quire.speech.tape import Markers, Reading, Tape
 from quire.speech.voice import Trailing
@@ -23,6 +24,15 @@ class ReasoningTags:
 
 THINK = ReasoningTags("think", "<think>", "</think>")
 MISTRAL_THINK = ReasoningTags("mistral", "[THINK]", "[/THINK]", needs_special_tokens=True)
+REASONING_TAGS = {tags.name: tags for tags in (THINK, MISTRAL_THINK)}
+
+
+def tags_by_name(name: str) -> ReasoningTags:
+    """The tags that an operator named."""
+    if name not in REASONING_TAGS:
+        known = ", ".join(sorted(REASONING_TAGS))
+        raise ConfigError(f"There are no reasoning tags {shown(name)}; choose one of {known}.")
+    return REASONING_TAGS[name]
 
 
 class ThoughtSplitter:

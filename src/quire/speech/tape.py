@@ -77,6 +77,11 @@ class Tape:
         self._record = None
         return text
 
+    @property
+    def ahead(self) -> str:
+        """The next character if it is there: cheaper than `peek`, which waits for it."""
+        return "" if self._is_full else self._text[self._place : self._place + 1]
+
     def peek(self) -> Reading[str]:
         """The next character; empty where the text ends."""
         while not self._is_full and self._place == len(self._text):
@@ -96,7 +101,7 @@ class Tape:
         return piece
 
     def take_run(self, pattern: re.Pattern[str]) -> str:
-        """As much as is there and matches. The pattern must match any part of what it matches."""
+        """As much as is there and matches, perhaps nothing. Whoever reads on must read the rest to the same end."""
         end = len(self._text) if self._record is None else min(len(self._text), self._place + self._room)
         match = pattern.match(self._text, self._place, end)
         return "" if match is None else self.take(match.end() - match.start())
@@ -136,7 +141,7 @@ class Tape:
     def skip_space(self) -> Reading[str]:
         """Takes JSON's white space, and says what comes after it."""
         while True:
-            letter = yield from self.peek()
+            letter = self.ahead or (yield from self.peek())
             if letter not in (" ", "\n", "\t", "\r"):
                 return letter
             self.take_run(SPACE)
