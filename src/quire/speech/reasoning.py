@@ -89,8 +89,7 @@ class ThoughtSplitter:
                 return
             if not self._tape.which(markers):
                 yield
-        self._trailing.drop()
-        self._tape.take(len(self._tags.end))
+        self._tape.take(len(self._tags.end))  # what the trailing still holds back is never told
         yield from self._skip_line_breaks()
 
     def _skip_line_breaks(self) -> Reading[None]:

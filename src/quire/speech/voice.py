@@ -61,12 +61,12 @@ class Voice:
 
     def argue(self, text: str) -> None:
         assert self._num_calls > 0
-        self._events.append(ToolArguments(self._num_calls - 1, text))
+        if text:
+            self._events.append(ToolArguments(self._num_calls - 1, text))
 
     def drain(self) -> list[SpeechEvent]:
-        events = merged(self._events)
-        self._events.clear()
-        return events
+        events, self._events = self._events, []
+        return merged(events) if len(events) > 1 else events  # mostly one, and this runs for every token
 
     def finish(self) -> list[SpeechEvent]:
         space = self._trailing.finish()
