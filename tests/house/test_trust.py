@@ -7,6 +7,7 @@ from tests.house.tree import dotted, imported_names, label, room, source_files, 
 
 UNPICKLERS = {"pickle", "_pickle", "marshal", "dill", "shelve", "cloudpickle", "joblib"}
 RUN_FOREIGN_CODE = {"eval", "exec", "torch.load", "torch.hub.load", "runpy.run_path", "runpy.run_module"}
+RUN_FOREIGN_CODE |= {"ast.parse", "ast.literal_eval", "literal_eval", "compile"}  # a model's words are read by hand
 TEMPLATE_FILES = {"text/chat.py", "text/sandbox.py"}  # who may know the template engine
 SANDBOXES = {"SandboxedEnvironment", "ImmutableSandboxedEnvironment"}  # which one, or what is derived from it
 # The command line starts in a blink, and the composition root picks one body of several.

@@ -9,7 +9,7 @@ SOURCE = ROOT / "src" / "quire"
 
 PAPER = ("core", "kv", "sched", "sim")
 METAL = ("kernels", "layers", "models", "sampling", "weights", "runner", "dist", "transfer", "spec")
-NEUTRAL = ("config", "formats", "catalog", "metrics", "workload", "text", "grammar")
+NEUTRAL = ("config", "formats", "catalog", "metrics", "workload", "text", "speech", "grammar")
 
 
 def source_files() -> list[Path]:

@@ -1,0 +1,118 @@
+"""Grammars that make a model call: Lark in llguidance's dialect, around the JSON schemas of the arguments.
+
+Knows nothing of how a grammar is compiled, nor of tokens: special tokens are named by whoever knows their ids.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+
+from quire.core.errors import InvalidParameter, shown
+from quire.core.grammar import Grammar, GrammarKind
+from quire.speech.formats import Brackets, ToolFormat
+from quire.speech.reasoning import ReasoningTags
+from quire.speech.tools import Tool
+
+# As models write JSON; without it a grammar allows white space without end.
+_SPACING = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+_COMPOSED = frozenset({"allOf", "anyOf", "oneOf", "not", "if", "$ref", "dependentSchemas", "patternProperties"})
+
+
+def tool_grammar(
+    tool_format: ToolFormat,
+    tools: Sequence[Tool],
+    choice: str | None,
+    parallel: bool,
+    *,
+    special_tokens: Mapping[str, int] | None = None,
+    open_thought: ReasoningTags | None = None,
+) -> Grammar:
+    """Calls and nothing else: of the function named by `choice`, or of any if it is None; several only if `parallel`.
+
+    `special_tokens` has the ids of those markers of the format that are special tokens of the model: a grammar matches
+    such tokens by id only. `open_thought` has the tags of a thought inside which the prompt ends: it comes first.
+    """
+    chosen = [tool for tool in tools if choice is None or tool.name == choice]
+    if not chosen:
+        known = ", ".join(tool.name for tool in tools) or "none"
+        raise InvalidParameter(
+            f"tool_choice asks for {shown(choice or 'any function')}, but the tools are: {known}.", param="tool_choice"
+        )
+    brackets, ids = tool_format.brackets, special_tokens or {}
+    calls = _calls(brackets, parallel, ids)
+    if open_thought is None:
+        rules = [f"start: {calls}"]
+    else:
+        rules = [f"start: thought {calls}", *_thought(open_thought, ids)]
+    return _lark([*rules, *_call_rules(brackets, chosen, ids)])
+
+
+def strict_grammar(
+    tool_format: ToolFormat, tools: Sequence[Tool], parallel: bool, *, special_tokens: Mapping[str, int] | None = None
+) -> Grammar | None:
+    """Free text in which a call, once it is opened, must be right: arguments of strict tools keep to their schemas.
+
+    None if no tool is strict, or if the format's calls have no opening mark that could set the rules in force.
+    """
+    ids = special_tokens or {}
+    brackets = tool_format.brackets
+    mark = next((mark for mark in tool_format.markers if brackets.opening.startswith(mark)), None)
+    if mark is None or not any(tool.strict for tool in tools):
+        return None
+    trigger = f"TEXT {_literal(mark, ids)}" if mark in ids else "trigger"
+    rest = _calls(brackets, parallel, ids, already=mark)
+    rules = ["start: marked* TEXT" if parallel else "start: TEXT | marked", f"marked: {trigger} {rest}"]
+    if mark not in ids:
+        rules.append(f"trigger[lazy]: TEXT {_literal(mark, ids)}")
+    rules.append(r"TEXT: /(.|\n)*/")
+    loose = [tool if tool.strict else Tool(tool.name) for tool in tools]
+    return _lark([*rules, *_call_rules(brackets, loose, ids)])
+
+
+def _calls(brackets: Brackets, parallel: bool, ids: Mapping[str, int], already: str = "") -> str:
+    """One call or several in their brackets, after that part of them which is already there."""
+    more = f"({_literal(brackets.between, ids)} call)*" if parallel else ""
+    opening = brackets.opening.removeprefix(already)
+    return _words(_literal(opening, ids), "call", more, _literal(brackets.closing, ids))
+
+
+def _call_rules(brackets: Brackets, tools: Sequence[Tool], ids: Mapping[str, int]) -> list[str]:
+    rules = ["call: " + " | ".join(f"call_{place}" for place in range(len(tools)))]
+    for place, tool in enumerate(tools):
+        name = json.dumps(tool.name, ensure_ascii=False)[1:-1]
+        before = _literal(brackets.before_name + name + brackets.before_arguments, ids)
+        schema = f"%json {json.dumps(_arguments_schema(tool))}"
+        rules.append(f"call_{place}: {_words(before, schema, _literal(brackets.after_arguments, ids))}")
+    return rules
+
+
+def _arguments_schema(tool: Tool) -> dict[str, object]:
+    """Arguments are an object. One that lists its properties has no others, unless it says so or is put together."""
+    schema: dict[str, object] = {"type": "object", **tool.parameters, "x-guidance": _SPACING}
+    if "properties" in schema and not _COMPOSED & schema.keys():
+        schema.setdefault("additionalProperties", False)
+    return schema
+
+
+def _thought(tags: ReasoningTags, ids: Mapping[str, int]) -> list[str]:
+    if tags.end in ids:
+        return [f"thought: THOUGHT {_literal(tags.end, ids)}", r"THOUGHT: /(.|\n)*/"]
+    return [f"thought[lazy]: THOUGHT {_literal(tags.end, ids)}", r"THOUGHT: /(.|\n)*/"]
+
+
+def _literal(text: str, ids: Mapping[str, int]) -> str:
+    """A text as the grammar writes it, special tokens by their ids; empty for none."""
+    if not text:
+        return ""
+    if not ids:
+        return json.dumps(text)
+    parts = re.split("(" + "|".join(re.escape(marker) for marker in ids) + ")", text)
+    return _words(*(f"<[{ids[part]}]>" if part in ids else json.dumps(part) for part in parts if part))
+
+
+def _words(*words: str) -> str:
+    return " ".join(word for word in words if word)
+
+
+def _lark(rules: Sequence[str]) -> Grammar:
+    return Grammar(GrammarKind.LARK, "\n".join(("%llguidance {}", *rules, "")))
