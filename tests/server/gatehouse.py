@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -169,6 +170,16 @@ def heard_until_closed(connection: socket.socket) -> bytes:
     return said
 
 
+def first_answer(connection: socket.socket) -> bytes:
+    """The next answer with a Content-Length, and nothing after it."""
+    said = b""
+    while not (match := re.search(rb"content-length: (\d+)\r\n(?:.+\r\n)*\r\n", said)):
+        said += connection.recv(1)
+    while len(said) < match.end() + int(match[1]):
+        said += connection.recv(match.end() + int(match[1]) - len(said))
+    return said
+
+
 def status_of(answer: bytes) -> int:
     """The status of a whole answer in raw bytes, which must be an HTTP/1.1 one with a JSON body and an id."""
     head, _, body = answer.partition(b"\r\n\r\n")
@@ -233,4 +244,3 @@ def gatehouse(
         server.should_exit = True
         thread.join(DEADLINE_S)
         assert not thread.is_alive()
-

@@ -25,8 +25,8 @@ from tests.server.gatehouse import (
     SECRET,
     Application,
     Gatehouse,
+    first_answer,
     gatehouse,
-    heard_until_closed,
 )
 
 LIMIT = 1 << 20
@@ -95,8 +95,9 @@ def mutations() -> list[tuple[str, dict[str, str]]]:
     headers = [
         {}, {"host": "health"}, {"host": "x/health"}, {"host": "x/health?"}, {"x-original-url": "/health"},
         {"x-forwarded-prefix": "/health"}, {"x-rewrite-url": "/health"}, {"x-forwarded-for": "127.0.0.1"},
-        {"authorization": ""}, {"authorization": "Bearer"}, {"authorization": "Bearer "}, {"authorization": "Bearer null"},
-        {"authorization": KEY}, {"authorization": f"Basic {KEY}"}, {"authorization": f"Bearer {KEY[:-1]}"},
+        {"authorization": ""}, {"authorization": "Bearer"}, {"authorization": "Bearer "},
+        {"authorization": "Bearer null"}, {"authorization": KEY},
+        {"authorization": f"Basic {KEY}"}, {"authorization": f"Bearer {KEY[:-1]}"},
         {"authorization": f"Bearer {KEY}x"}, {"authorization": f"Bearer {KEY.upper()}"}, {"x-api-key": ""},
         {"x-api-key": KEY[:-1]}, {"api-key": KEY}, {"cookie": f"authorization=Bearer {KEY}"},
     ]  # fmt: skip
@@ -247,18 +248,15 @@ def test_a_body_too_large_by_its_own_word_is_not_read(house: Gatehouse, holder: 
 
 def test_an_endless_body_is_read_up_to_the_limit(house: Gatehouse) -> None:
     head = (
-        b"POST /v1/echo HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n"
+        b"POST /v1/echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
         b"Authorization: Bearer " + KEY.encode() + b"\r\n\r\n"
     )
     chunk = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
     with house.connect() as connection:
         connection.sendall(head)
-        try:
-            for _ in range(10 * LIMIT // 0x10000):
-                connection.sendall(chunk)
-        except (ConnectionResetError, BrokenPipeError):
-            pass
-        answer = heard_until_closed(connection)
+        for _ in range(10 * LIMIT // 0x10000):
+            connection.sendall(chunk)
+        answer = first_answer(connection)
     assert answer.startswith(b"HTTP/1.1 413 ") and b"body_too_large" in answer
     assert house.application.num_read <= LIMIT
 

@@ -1,4 +1,4 @@
-"""What a command line says about the way into a server: keys, origins, sizes, TLS, logs. Checked before a model loads."""
+"""What a command line says about the way into a server: keys, origins, sizes, TLS, logs. Checked before a model is."""
 
 import ssl
 import sys

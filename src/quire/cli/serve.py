@@ -64,7 +64,7 @@ def _announce(scheme: str, host: str, port: int, seconds: float) -> None:
 
 
 def _check_host(host: str, *, keyed: bool, insecure: bool) -> None:
-    """Without keys whoever reaches the port may use the model: for this machine alone, unless somebody says otherwise."""
+    """Without keys whoever reaches the port may use the model: for this machine alone, unless told otherwise."""
     if not (keyed or insecure or _is_loopback(host)):
         raise ConfigError(
             f"Serving on {host} would let everybody who can reach it use the model. Give keys with --api-key-file "

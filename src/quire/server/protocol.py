@@ -100,7 +100,7 @@ class GuardedProtocol(HttpToolsProtocol):
         elif num_others >= self.limits.connections:
             self._enter(Phase.TURNED_AWAY, self.limits.linger_s, self._close)
         else:
-            self._enter(Phase.HEAD, self.limits.head_s, self._head_is_late)
+            self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
@@ -116,8 +116,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refuse(TooManyConnections("This server has no place for another connection; try again soon."))
             return
         if self._phase is Phase.ANSWER and self.cycle.response_complete:
-            self._num_head_bytes = 0
-            self._enter(Phase.HEAD, self.limits.head_s, self._head_is_late)
+            self._await_head()
         rest = self._take_head(data) if self._phase is Phase.HEAD else data
         if rest:
             self._take_rest(rest)
@@ -150,16 +149,14 @@ class GuardedProtocol(HttpToolsProtocol):
         except httptools.HttpParserUpgrade as offer:
             self._decline(data[offer.args[0] :])
         except httptools.HttpParserError:
-            if self._phase is Phase.ANSWER and self.cycle.response_complete:
-                self._close()
-            elif self._phase is Phase.ANSWER:  # the request itself was in order
+            if self._phase is Phase.ANSWER:  # the request itself was in order
                 self.cycle.keep_alive = False
                 self._enter(Phase.LAST_ANSWER)
             else:
                 self._refuse(self._refusal or MalformedHttp("This is not a valid HTTP/1.1 request."))
 
     def _decline(self, rest: bytes) -> None:
-        """Some clients offer HTTP/2 with a request. The parser would then pass over its body: read it without the offer."""
+        """Some clients offer HTTP/2 with a request; the parser then passes over its body. Read it without the offer."""
         lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
         lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
         self.parser = httptools.HttpRequestParser(self)
@@ -206,11 +203,10 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._phase is Phase.HEAD:
             return  # of an offer that will be declined
         super().on_message_complete()
-        self._enter(Phase.ANSWER)
         if self.cycle.response_complete:  # before all of it was here
-            self.timeout_keep_alive_task = self.loop.call_later(
-                self.timeout_keep_alive, self.timeout_keep_alive_handler
-            )
+            self._await_head()
+        else:
+            self._enter(Phase.ANSWER)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -229,6 +225,10 @@ class GuardedProtocol(HttpToolsProtocol):
         self._phase = phase
         if then is not None:
             self._timer = self.call_later(delay_s, then)
+
+    def _await_head(self) -> None:
+        self._num_head_bytes = self._num_spilt_bytes = 0
+        self._enter(Phase.HEAD, self.limits.head_s, self._head_is_late)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -255,13 +255,15 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _refuse(self, error: QuireError) -> None:
         """Answer for the application, unless it has begun to: then there is only the end."""
-        begun = self._dismiss_application()
-        request_id = new_request_id()
-        if self.hear is not None:
+        cycle, request_id = self.cycle, new_request_id()
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True
+            cycle.message_event.set()  # the application hears that its client is gone, and the gate tells of it
+            if cycle.response_started:
+                self._close()
+                return
+        elif self.hear is not None:
             self.hear(Answered(OTHER, OTHER, error.status, 0.0, NOBODY.name, request_id))
-        if begun:
-            self._close()
-            return
         reply = reply_to(error)
         headers = [*reply.headers, (b"x-request-id", request_id.encode("ascii")), (b"connection", b"close")]
         lines = b"".join(name + b": " + value + b"\r\n" for name, value in headers)
@@ -269,14 +271,6 @@ class GuardedProtocol(HttpToolsProtocol):
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self._enter(Phase.END, self.limits.linger_s, self._close)
-
-    def _dismiss_application(self) -> bool:
-        """Tell whoever works on this request that its client is gone; whether it had begun to answer."""
-        if self.cycle is None or self.cycle.response_complete:
-            return False
-        self.cycle.disconnected = True
-        self.cycle.message_event.set()
-        return self.cycle.response_started
 
     def _spill(self, num_bytes: int) -> None:
         self._num_spilt_bytes += num_bytes
