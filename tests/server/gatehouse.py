@@ -71,7 +71,7 @@ class Application:
         return JSONResponse({"length": len(body), "headers": [name.decode() for name, _ in request.headers.raw]})
 
     async def refuse(self, request: Request) -> Response:
-        raise InvalidPrompt("A bad prompt from /home/somebody/file.py at 0x7f00deadbeef: " + "\x00é" * 5000)
+        raise InvalidPrompt("A bad prompt from /home/somebody/file.py at 0x7f00deadbeef: " + "\x00" * 5000)
 
     async def full(self, request: Request) -> Response:
         raise QueueFull(3, 2, "requests")
