@@ -11,7 +11,7 @@ import click
 
 from quire.catalog.names import short_name
 from quire.cli.counts import counts
-from quire.cli.options import engine_options, sampling_options
+from quire.cli.options import engine_options, sampling_options, serving_options
 from quire.core.errors import QuireError
 from quire.version import __version__
 
@@ -94,9 +94,7 @@ def chat(model: str | None, **given: object) -> None:
 
 @app.command()
 @click.argument("model", required=False)
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any free port.")
-@click.option("--insecure-no-key", is_flag=True, help="Serve beyond this machine although there are no API keys yet.")
+@serving_options
 @engine_options
 def serve(model: str | None, host: str, port: int, **given: object) -> None:
     """Serve a model over HTTP, in the form OpenAI's clients know."""

@@ -1,8 +1,9 @@
-"""Options that several commands share, as decorators: of the engine, and of sampling."""
+"""Options in groups, as decorators: of the engine and of sampling, which several commands share, and of serving."""
 
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import TypeVar
 
 import click
@@ -67,6 +68,27 @@ _ENGINE = (
     click.option("--threads", type=int, help="CPU threads."),
 )  # fmt: skip
 
+_SERVING = (
+    click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on."),
+    click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any free port."),
+    click.option("--api-key", "api_keys", multiple=True, metavar="KEY",
+                 help="A key that clients must show; may be given several times. Other users of this machine can read "
+                 "it in the list of processes: --api-key-file keeps it from them."),
+    click.option("--api-key-file", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+                 help="One key per line, with name=, weight=, max_open= or trusted after it where wanted."),
+    click.option("--admin-key", metavar="KEY", help="The key of the admin's routes; without it they are refused."),
+    click.option("--insecure-no-key", is_flag=True, help="Serve beyond this machine without any API key."),
+    click.option("--allowed-origins", multiple=True, metavar="ORIGIN",
+                 help="An origin whose web pages may use this server, or *; may be given several times."),
+    click.option("--max-body", "max_body_bytes", type=Size(), default="16MiB", show_default=True,
+                 help="Largest body of a request."),
+    click.option("--ssl-keyfile", type=click.Path(dir_okay=False, path_type=Path), help="TLS: the private key."),
+    click.option("--ssl-certfile", type=click.Path(dir_okay=False, path_type=Path), help="TLS: the certificate."),
+    click.option("--root-path", default="", metavar="PATH", help="The path below which a proxy shows this server."),
+    click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True,
+                 help="How each request is logged, on stdout."),
+)  # fmt: skip
+
 _SAMPLING = (
     click.option("--temperature", type=float, help="0 is greedy. Default: what the model's makers say, else 0.7."),
     click.option("--top-p", type=float, help="Smallest set of tokens that reaches this probability."),
@@ -82,6 +104,12 @@ _SAMPLING = (
 
 def engine_options(command: Command) -> Command:
     for option in reversed(_ENGINE):
+        command = option(command)
+    return command
+
+
+def serving_options(command: Command) -> Command:
+    for option in reversed(_SERVING):
         command = option(command)
     return command
 

@@ -17,10 +17,12 @@ _FAREWELL_S = 2  # what a slow client gets to read its last words
 
 def serve(model: str | None, host: str, port: int, given: Mapping[str, object]) -> None:
     started_s = time.monotonic()
-    if importlib.util.find_spec("starlette") is None or importlib.util.find_spec("uvicorn") is None:
-        raise ConfigError('Serving needs starlette and uvicorn: pip install "quire[serve]".')
+    absent = [name for name in ("starlette", "uvicorn", "httptools") if importlib.util.find_spec(name) is None]
+    if absent:
+        raise ConfigError(f'Serving needs {" and ".join(absent)}: pip install "quire[serve]".')
     import uvicorn
 
+    from quire.cli.gatekeeping import Gatekeeping
     from quire.server.app import make_app
     from quire.server.service import Service
 
@@ -31,22 +33,28 @@ def serve(model: str | None, host: str, port: int, given: Mapping[str, object]) 
             service.dismiss()
             super().handle_exit(sig, frame)
 
-    _check_host(host, insecure=bool(given["insecure_no_key"]))
+    gatekeeping = Gatekeeping(given)
+    _check_host(host, keyed=gatekeeping.keyed, insecure=bool(given["insecure_no_key"]))
     _listen(host, port).close()  # refuses a taken port before a model is loaded for nothing
     built = start(model, given, report=True)
     service = Service(built.front)
-    app = make_app(built, service)
-    server = Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_FAREWELL_S))
+    server = Server(
+        uvicorn.Config(
+            gatekeeping.secure(make_app(built, service)),
+            timeout_graceful_shutdown=_FAREWELL_S,
+            **gatekeeping.uvicorn_settings(),
+        )
+    )
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, server.handle_exit)  # both are an order to end, not a crash
-    with _listen(host, port) as listening:
-        _announce(host, listening.getsockname()[1], time.monotonic() - started_s)
+    with gatekeeping.logging(), _listen(host, port) as listening:
+        _announce(gatekeeping.scheme, host, listening.getsockname()[1], time.monotonic() - started_s)
         server.run(sockets=[listening])
     err.print("Stopped.")
 
 
-def _announce(host: str, port: int, seconds: float) -> None:
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+def _announce(scheme: str, host: str, port: int, seconds: float) -> None:
+    url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
     err.print(f"Ready in {seconds:.1f} s  →  {url}")
     err.print(
         f"""  curl {url}/v1/chat/completions -H 'content-type: application/json' """
@@ -55,12 +63,12 @@ def _announce(host: str, port: int, seconds: float) -> None:
     )
 
 
-def _check_host(host: str, *, insecure: bool) -> None:
-    """Whoever reaches the port may use the model: that is for this machine alone, unless somebody says otherwise."""
-    if not insecure and not _is_loopback(host):
+def _check_host(host: str, *, keyed: bool, insecure: bool) -> None:
+    """Without keys whoever reaches the port may use the model: for this machine alone, unless told otherwise."""
+    if not (keyed or insecure or _is_loopback(host)):
         raise ConfigError(
-            f"Serving on {host} would let everybody who can reach it use the model, and there are no API keys yet. "
-            f"Use --host 127.0.0.1, or say --insecure-no-key.",
+            f"Serving on {host} would let everybody who can reach it use the model. Give keys with --api-key-file "
+            f"or --api-key, use --host 127.0.0.1, or say --insecure-no-key.",
             param="host",
         )
 

@@ -21,7 +21,7 @@ class QuireError(Exception):
     status: int = 400
     code: str = "invalid_request"
     exit_code: int = 2
-    retry_after_s: float | None = None  # when it is worth asking again, where that is known
+    retry_after_s: float | None = None  # when it is worth coming back; a 5xx without it would fail again
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -199,6 +199,7 @@ class QueueFull(QuireError):
 
     status = 429
     code = "queue_full"
+    retry_after_s = 1.0
 
     def __init__(self, num_waiting: int, most: int, unit: str) -> None:
         super().__init__(f"The queue is full: {num_waiting} {unit} wait, {most} may. Try again later.")
@@ -209,6 +210,7 @@ class Draining(QuireError):
 
     status = 503
     code = "draining"
+    retry_after_s = 5.0
 
     def __init__(self) -> None:
         super().__init__("This engine is shutting down and accepts no more requests; try another one.")

@@ -1,0 +1,96 @@
+"""What a command line says about the way into a server: keys, origins, sizes, TLS, logs. Checked before a model is."""
+
+import ssl
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+from starlette.applications import Starlette
+from starlette.types import ASGIApp
+
+from quire.core.errors import ConfigError
+from quire.server.gate import GateOptions, secure
+from quire.server.keys import make_key_ring
+from quire.server.logs import LogFormat, LogWriter, log_answer
+from quire.server.protocol import Limits, connection_limit, guarded
+
+_KEEP_ALIVE_S = 30  # longer than clients keep an idle connection, so that it is they who close it
+
+
+class Gatekeeping:
+    """The gate's settings, out of all that `quire serve` was given."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self._keys = make_key_ring(given["api_keys"], given["api_key_file"], given["admin_key"])
+        self._options = GateOptions(_body_limit(given["max_body_bytes"]), tuple(given["allowed_origins"]))
+        self._root_path = _root_path(given["root_path"])
+        self._certificate = _certificate(given["ssl_certfile"], given["ssl_keyfile"])
+        self._log_format = cast(LogFormat, given["log_format"])
+
+    @property
+    def keyed(self) -> bool:
+        return not self._keys.open
+
+    @property
+    def scheme(self) -> str:
+        return "https" if self._certificate else "http"
+
+    def secure(self, app: Starlette) -> ASGIApp:
+        return secure(app, keys=self._keys, options=self._options, hear=[log_answer])
+
+    def uvicorn_settings(self) -> dict[str, Any]:
+        certificate, key = self._certificate or (None, None)
+        return {
+            "http": guarded(Limits(connections=connection_limit()), log_answer),
+            "ws": "none",
+            "root_path": self._root_path,
+            "ssl_certfile": certificate,
+            "ssl_keyfile": key,
+            "timeout_keep_alive": _KEEP_ALIVE_S,
+            "server_header": False,
+            "access_log": False,
+            "log_config": None,
+            "log_level": "error",
+        }
+
+    @contextmanager
+    def logging(self) -> Iterator[None]:
+        """Log to stdout for as long as the block runs: the report of the start goes to stderr."""
+        writer = LogWriter(self._log_format, sys.stdout)
+        writer.install()
+        writer.start()
+        try:
+            yield
+        finally:
+            writer.stop()
+
+
+def _body_limit(num_bytes: int | None) -> int:
+    if not num_bytes:
+        raise ConfigError("--max-body must be at least 1 byte.", param="max_body")
+    return num_bytes
+
+
+def _root_path(path: str) -> str:
+    if path and (not path.isascii() or not path.startswith("/") or path.endswith("/")):
+        raise ConfigError(
+            f"--root-path {path!r:.100} must be empty, or begin with a slash and not end with one.", param="root_path"
+        )
+    return path
+
+
+def _certificate(certificate: Path | None, key: Path | None) -> tuple[Path, Path | None] | None:
+    if certificate is None:
+        if key is not None:
+            raise ConfigError("--ssl-keyfile needs --ssl-certfile beside it.", param="ssl_certfile")
+        return None
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
+    except OSError as error:  # ssl.SSLError is one
+        reason = error.strerror or "it cannot be read"
+        if isinstance(error, ssl.SSLError):
+            reason = "they are not a certificate and its key in PEM form, without a password"
+        raise ConfigError(f"Cannot use the certificate {certificate}: {reason}.", param="ssl_certfile") from error
+    return certificate, key

@@ -1,0 +1,225 @@
+"""The way in: who may pass, and how much they may carry. Everything is refused that is not known to be allowed.
+
+Pure ASGI, outside in: the witness (ids, headers, what came of it), CORS where it is wanted, the translator of errors,
+the door. Knows keys, paths and sizes; not what the application does.
+"""
+
+import re
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from starlette.applications import Starlette
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Router, compile_path
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.core.errors import ConfigError
+from quire.server.errors import (
+    CLIENT_LEFT,
+    AdminOnly,
+    BodyTooLarge,
+    ForeignOrigin,
+    Translator,
+    Unauthorized,
+    UnsupportedMediaType,
+)
+from quire.server.keys import ANONYMOUS, Identity, KeyRing
+from quire.server.routes import OTHER, RouteNames, patterns, route_path
+from quire.server.visit import Answered, Visit, begin_visit, visit_of
+
+Hear = Callable[[Answered], None]
+
+PUBLIC = frozenset({"/health", "/ready"})
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+
+_LABEL = re.compile(rb"[!-~]{1,128}")
+_ORIGIN = re.compile(r"\*|https?://[A-Za-z0-9.\[\]:-]+")
+_JSON = re.compile(rb"\s*application/(?:[\w.-]+\+)?json\s*(?:;.*)?", re.IGNORECASE)
+_HEADERS = [
+    (b"x-content-type-options", b"nosniff"),
+    (b"x-frame-options", b"DENY"),
+    (b"referrer-policy", b"no-referrer"),
+]
+_SHOWN = {b"authorization", b"x-api-key"}
+
+
+@dataclass(frozen=True, slots=True)
+class GateOptions:
+    """What the operator allows."""
+
+    max_body_bytes: int = 16 << 20
+    allowed_origins: tuple[str, ...] = ()
+    admin_routes: tuple[str, ...] = ()  # patterns; all below /admin/ are the admin's in any case
+
+    def __post_init__(self) -> None:
+        for origin in self.allowed_origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"{origin!r:.100} is not an origin; write for example https://example.org:8443, or * for all.",
+                    param="allowed_origins",
+                )
+
+
+def secure(
+    app: Starlette | Router, *, keys: KeyRing, options: GateOptions | None = None, hear: Sequence[Hear] = ()
+) -> ASGIApp:
+    """The application behind the gate. Whoever hears is told of each request when it is over."""
+    options = options or GateOptions()
+    guarded: ASGIApp = Translator(Door(app, keys, options))
+    if options.allowed_origins:
+        guarded = CORSMiddleware(
+            guarded,
+            allow_origins=options.allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "x-quire-request-id", "retry-after", "retry-after-ms"],
+        )
+    return Witness(app, guarded, RouteNames(patterns(app.routes)), hear)
+
+
+def new_request_id() -> str:
+    """The server's own id: nobody can choose it or guess it, and a person can read it out."""
+    return secrets.token_hex(8)
+
+
+class Witness:
+    """Gives every request its ids and every answer its headers, and tells of both when they are over."""
+
+    def __init__(self, app: ASGIApp, guarded: ASGIApp, names: RouteNames, hear: Sequence[Hear]) -> None:
+        self._app = app
+        self._guarded = guarded
+        self._names = names
+        self._hear = hear
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        assert scope["type"] == "http", "served without WebSockets"
+        began_s = time.monotonic()
+        visit = Visit(new_request_id(), _label(scope))
+        begin_visit(scope, visit)
+        headers = [
+            (b"x-request-id", (visit.label or visit.request_id).encode("ascii")),
+            (b"x-quire-request-id", visit.request_id.encode("ascii")),
+            *_HEADERS,
+        ]
+
+        async def tell(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                visit.status = message["status"]
+                message = {**message, "headers": [*message.get("headers", ()), *headers]}
+            elif not message.get("more_body", False):
+                visit.complete = True
+            await send(message)
+
+        try:
+            await self._guarded(scope, receive, tell)
+        finally:
+            self._tell(scope, visit, time.monotonic() - began_s)
+
+    def _tell(self, scope: Scope, visit: Visit, duration_s: float) -> None:
+        method = scope["method"] if scope["method"] in METHODS else OTHER
+        status = visit.status if visit.status is not None and visit.complete else CLIENT_LEFT
+        answered = Answered(
+            self._names.name(route_path(scope)),
+            method,
+            500 if visit.failed else status,
+            duration_s,
+            visit.identity.name,
+            visit.request_id,
+            visit.label,
+            visit.num_prompt_tokens,
+            visit.num_completion_tokens,
+        )
+        for hear in self._hear:
+            hear(answered)
+
+
+class Door:
+    """Asks for the key, then looks at what is carried in. What it refuses, it refuses before reading a body."""
+
+    def __init__(self, app: ASGIApp, keys: KeyRing, options: GateOptions) -> None:
+        self._app = app
+        self._keys = keys
+        self._limit = options.max_body_bytes
+        self._origins = frozenset(options.allowed_origins)
+        self._admin = tuple(compile_path(pattern)[0] for pattern in options.admin_routes)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))  # of several, the first counts
+        visit = visit_of(scope)
+        visit.identity = self._identify(scope, headers, visit)
+        scope["headers"] = [pair for pair in scope["headers"] if pair[0] not in _SHOWN]  # nobody behind needs the key
+        if scope["method"] not in ("GET", "HEAD"):
+            self._check_origin(headers)
+        self._check_body(scope["method"], headers)
+        await self._app(scope, self._limited(receive), send)
+
+    def _identify(self, scope: Scope, headers: dict[bytes, bytes], visit: Visit) -> Identity:
+        path = route_path(scope)
+        identity = next((found for key in _keys_shown(headers) if (found := self._keys.find(key))), None)
+        if path in PUBLIC and scope["method"] in ("GET", "HEAD"):
+            return identity or visit.identity
+        if path == "/admin" or path.startswith("/admin/") or any(regex.match(path) for regex in self._admin):
+            return self._admit_admin(identity)
+        if identity is not None:
+            return identity
+        if self._keys.open:
+            return ANONYMOUS
+        raise Unauthorized("No valid API key was given; send it as 'Authorization: Bearer KEY' or as 'x-api-key: KEY'.")
+
+    def _admit_admin(self, identity: Identity | None) -> Identity:
+        if not self._keys.has_admin and (identity is not None or self._keys.open):
+            raise AdminOnly("This route needs the admin key, and this server has none: start it with --admin-key.")
+        if identity is None:
+            raise Unauthorized("This route needs the admin key; send it as 'Authorization: Bearer KEY'.")
+        if not identity.admin:
+            raise AdminOnly("This route needs the admin key, and another key was given.")
+        return identity
+
+    def _check_origin(self, headers: dict[bytes, bytes]) -> None:
+        """Without keys, any web page that its user opens could use the model: only this server's own pages may."""
+        origin = headers.get(b"origin", b"").decode("latin-1")
+        if not self._keys.open or not origin or "*" in self._origins or origin in self._origins:
+            return
+        if origin.partition("://")[2] != headers.get(b"host", b"").decode("latin-1"):
+            raise ForeignOrigin(
+                "A web page of another origin may not use this server; allow it with --allowed-origins."
+            )
+
+    def _check_body(self, method: str, headers: dict[bytes, bytes]) -> None:
+        kind = headers.get(b"content-type")
+        if kind is not None and method in ("POST", "PUT", "PATCH") and not _JSON.fullmatch(kind):
+            raise UnsupportedMediaType("The body must be JSON: send the header 'Content-Type: application/json'.")
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length[:20]) > self._limit:
+            raise BodyTooLarge(self._limit)
+
+    def _limited(self, receive: Receive) -> Receive:
+        num_bytes = 0
+
+        async def take() -> Message:
+            nonlocal num_bytes
+            if num_bytes > self._limit:
+                raise BodyTooLarge(self._limit)
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._limit:
+                raise BodyTooLarge(self._limit)
+            return message
+
+        return take
+
+
+def _keys_shown(headers: dict[bytes, bytes]) -> list[bytes]:
+    shown = [headers[b"x-api-key"]] if b"x-api-key" in headers else []
+    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+    return [*shown, key.strip()] if scheme.lower() == b"bearer" else shown
+
+
+def _label(scope: Scope) -> str | None:
+    value = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+    return value.decode("ascii") if _LABEL.fullmatch(value) else None

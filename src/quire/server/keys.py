@@ -1,0 +1,135 @@
+"""Who a client is, by the key it shows. Keeps digests of keys, never keys. Knows no routes and no engine.
+
+A key file has one key per line, and what follows a key is optional:
+
+    # name groups what a key does in logs and shares; weight is its part of the engine under load
+    sk-first
+    sk-second name=batch weight=0.5 max_open=8
+    sk-third name=ops trusted
+"""
+
+import hashlib
+import re
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.core.errors import ConfigError
+
+_KEY = re.compile(r"[!-~]{1,512}")
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A holder of keys. Its name may stand in logs and metrics; several keys may share it."""
+
+    name: str
+    weight: float = 1.0  # its share of the engine, compared with the others'
+    trusted: bool = False  # may say how urgent its requests are
+    admin: bool = False
+    max_open: int | None = None  # requests it may have open at once; None: no limit of its own
+
+
+ANONYMOUS = Identity("anonymous", trusted=True)  # without keys everybody is the operator
+NOBODY = Identity("nobody", max_open=0)  # who showed no key where one was wanted
+ADMIN = Identity("admin", trusted=True, admin=True)
+
+
+class KeyRing:
+    """The keys of this server. With none, everybody is welcome; the admin key alone closes only what is the admin's."""
+
+    __slots__ = ("_identities",)
+
+    def __init__(self, keys: Iterable[tuple[str, Identity]] = ()) -> None:
+        self._identities: dict[bytes, Identity] = {}
+        for key, identity in keys:
+            if not _KEY.fullmatch(key):
+                raise ConfigError(f"The key of {identity.name} must be 1 to 512 visible ASCII characters, no spaces.")
+            digest = _digest(key.encode())
+            if digest in self._identities:
+                raise ConfigError(f"One key was given twice, for {self._identities[digest].name} and {identity.name}.")
+            self._identities[digest] = identity
+        _check_names(self._identities.values())
+
+    @property
+    def open(self) -> bool:
+        """Whether a client needs no key."""
+        return all(identity.admin for identity in self._identities.values())
+
+    @property
+    def has_admin(self) -> bool:
+        return any(identity.admin for identity in self._identities.values())
+
+    def find(self, shown: bytes) -> Identity | None:
+        """Whose key this is. The work is the same whichever key fits, and if none does."""
+        digest = _digest(shown)
+        found = None
+        for kept, identity in self._identities.items():
+            if secrets.compare_digest(kept, digest):
+                found = identity
+        return found
+
+    def __repr__(self) -> str:
+        return f"KeyRing({len(self._identities)} keys)"
+
+
+def make_key_ring(keys: Sequence[str], file: Path | None = None, admin_key: str | None = None) -> KeyRing:
+    """The keys of a command line: given one by one, from a file, and the admin's."""
+    held = [(key, Identity(f"key-{number}")) for number, key in enumerate(keys, start=1)]
+    if file is not None:
+        held += read_keys(file, first_number=len(held) + 1)
+    if admin_key is not None:
+        held.append((admin_key, ADMIN))
+    return KeyRing(held)
+
+
+def read_keys(file: Path, *, first_number: int = 1) -> list[tuple[str, Identity]]:
+    """The keys of a file, numbered where they have no name. An error says which line, never what it holds."""
+    try:
+        lines = file.read_text(encoding="ascii").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not plain ASCII text"
+        raise ConfigError(f"Cannot read the API keys in {file}: {reason}.", param="api_key_file") from error
+    held: list[tuple[str, Identity]] = []
+    for number, line in enumerate(lines, start=1):
+        words = line.split()
+        if words and not words[0].startswith("#"):
+            held.append((words[0], _identity(words[1:], f"key-{first_number + len(held)}", f"{file}, line {number}")))
+    if not held:
+        raise ConfigError(f"{file} holds no API key; write one per line.", param="api_key_file")
+    return held
+
+
+def _identity(words: Sequence[str], name: str, where: str) -> Identity:
+    said = dict(word.partition("=")[::2] for word in words)
+    unknown = set(said) - {"name", "weight", "max_open", "trusted"}
+    if unknown or len(said) < len(words) or said.get("trusted"):
+        raise ConfigError(
+            f"{where}: after a key may stand name=…, weight=…, max_open=… and trusted, each once.", param="api_key_file"
+        )
+    try:
+        weight = float(said.get("weight", 1))
+        max_open = int(said["max_open"]) if "max_open" in said else None
+    except ValueError as error:
+        raise ConfigError(f"{where}: weight and max_open are numbers.", param="api_key_file") from error
+    if not 0 < weight <= 1000 or (max_open is not None and max_open < 1):
+        raise ConfigError(f"{where}: weight is above 0 and at most 1000, max_open at least 1.", param="api_key_file")
+    return Identity(said.get("name", name), weight, trusted="trusted" in said, max_open=max_open)
+
+
+def _check_names(identities: Iterable[Identity]) -> None:
+    """A name is one holder: its keys agree in everything else."""
+    known: dict[str, Identity] = {}
+    for identity in identities:
+        if not _NAME.fullmatch(identity.name):
+            raise ConfigError("The name of a key must be 1 to 64 letters, digits, dots, dashes or underscores.")
+        if identity.name in (ANONYMOUS.name, NOBODY.name):
+            raise ConfigError(f"No key may have the name {identity.name}: clients without a key have it.")
+        if known.setdefault(identity.name, identity) != identity:
+            raise ConfigError(f"The keys named {identity.name} must agree in weight, max_open and trusted.")
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

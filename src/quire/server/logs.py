@@ -1,0 +1,176 @@
+"""Log lines: JSON for machines, short ones for people. A line is one event, whatever its fields hold.
+
+Writing happens on a thread of its own behind a bounded queue: a log that cannot be written costs lines, which are
+counted, and never time. An exception is logged by its kind and stack; its message may repeat what a client sent.
+"""
+
+import json
+import logging
+import queue
+import traceback
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from logging.handlers import QueueHandler, QueueListener
+from typing import Literal, TextIO
+
+from quire.server.visit import Answered
+
+LogFormat = Literal["text", "json"]
+
+MAX_FIELD_CHARACTERS = 256
+_MAX_STACK_CHARACTERS = 8192
+_MAX_QUEUED_LINES = 8192
+_FAREWELL_S = 1.0  # for the last lines, when the reader of the log has gone deaf
+_NOT_LOGGED = frozenset({"/health", "/ready", "/metrics"})  # asked every few seconds by machines
+
+_Lines = queue.Queue[logging.LogRecord | None]
+
+_access = logging.getLogger("quire.access")
+
+
+def log_answer(answered: Answered) -> None:
+    """One line per request, for `secure(..., hear=[log_answer])`."""
+    if answered.route in _NOT_LOGGED:
+        return
+    fields: dict[str, object] = {
+        "id": answered.request_id,
+        "client_id": answered.label,
+        "method": answered.method,
+        "route": answered.route,
+        "status": answered.status,
+        "duration_ms": round(answered.duration_s * 1000, 3),
+        "key": answered.identity_name,
+        "prompt_tokens": answered.num_prompt_tokens,
+        "completion_tokens": answered.num_completion_tokens,
+    }
+    said = {name: value for name, value in fields.items() if value is not None}
+    _access.info("request", extra={"fields": said})
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line, in ASCII: no field can break it or colour it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "event": _bounded(record.getMessage()),
+        }
+        line.update({name: _bounded(value) for name, value in _fields(record).items()})
+        if record.exc_info:
+            line["stack"] = _stack(record)
+        return json.dumps(line)
+
+
+class TextLines(logging.Formatter):
+    """A short line for a person: the time, what happened, and the fields in their order."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
+        level = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()} "
+        fields = [f"{name}={_bounded(value)}" for name, value in _fields(record).items()]
+        line = f"{time} {level}{' '.join([str(_bounded(record.getMessage())), *fields])}"
+        safe = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in line)
+        return f"{safe}\n{_stack(record)}" if record.exc_info else safe
+
+
+class LogWriter:
+    """The one handler of this process, and the thread that writes. `stop` waits only so long."""
+
+    __slots__ = ("_listener", "handler")
+
+    def __init__(self, form: LogFormat, stream: TextIO, max_lines: int = _MAX_QUEUED_LINES) -> None:
+        lines: _Lines = queue.Queue(max_lines)
+        sink = _Sink(stream)
+        sink.setFormatter(JsonLines() if form == "json" else TextLines())
+        self.handler = DroppingHandler(lines)
+        self._listener = _Listener(lines, sink)
+
+    def start(self) -> None:
+        self._listener.start()
+
+    def stop(self) -> None:
+        self._listener.stop()
+
+    def install(self) -> None:
+        """Take over all logging of this process: ours from information on, others' from warnings on."""
+        root = logging.getLogger()
+        root.handlers[:] = [self.handler]
+        root.setLevel(logging.WARNING)
+        logging.getLogger("quire").setLevel(logging.INFO)
+
+
+class DroppingHandler(QueueHandler):
+    """Puts a record in the queue, or counts it where the queue is full. Formats nothing, waits for nothing."""
+
+    def __init__(self, lines: _Lines) -> None:
+        super().__init__(lines)
+        self.num_dropped = 0
+        self._num_told = 0
+
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        return record
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        try:
+            self.queue.put_nowait(record)
+            if self.num_dropped > self._num_told:
+                num_lost = self.num_dropped
+                self.queue.put_nowait(_lost(num_lost - self._num_told))
+                self._num_told = num_lost
+        except queue.Full:
+            self.num_dropped += 1
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # the library's name
+        self.num_dropped += 1
+
+
+class _Listener(QueueListener):
+    def __init__(self, lines: _Lines, sink: logging.Handler) -> None:
+        super().__init__(lines, sink)
+        self._lines = lines
+
+    def stop(self) -> None:
+        thread = self._thread
+        if thread is None:
+            return
+        try:
+            self._lines.put(None, timeout=_FAREWELL_S)
+        except queue.Full:
+            return
+        thread.join(_FAREWELL_S)
+
+
+class _Sink(logging.StreamHandler[TextIO]):
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # the library's name
+        """A stream that is gone: there is nowhere to say so."""
+
+
+def _lost(num_lines: int) -> logging.LogRecord:
+    record = logging.LogRecord("quire.log", logging.WARNING, "", 0, "log_lines_lost", None, None)
+    record.fields = {"lines": num_lines}
+    return record
+
+
+def _fields(record: logging.LogRecord) -> Mapping[str, object]:
+    fields = record.__dict__.get("fields", {})
+    assert isinstance(fields, dict)
+    return fields
+
+
+def _bounded(value: object) -> object:
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    text = str(value)
+    return text if len(text) <= MAX_FIELD_CHARACTERS else text[: MAX_FIELD_CHARACTERS - 1] + "…"
+
+
+def _stack(record: logging.LogRecord) -> str:
+    """Kinds and frames of an exception and of what caused it, without their messages."""
+    error = record.exc_info[1] if record.exc_info else None
+    parts: list[str] = []
+    while error is not None and len(parts) < 8:
+        frames = "".join(traceback.format_tb(error.__traceback__))
+        parts.append(f"{frames}{type(error).__module__}.{type(error).__qualname__}")
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return "\nwhile handling\n".join(parts)[-_MAX_STACK_CHARACTERS:]

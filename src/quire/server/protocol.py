@@ -1,0 +1,300 @@
+"""HTTP/1.1 as this server takes it: uvicorn's httptools protocol with limits that act while bytes arrive.
+
+A connection carries one request at a time. Its head must come soon and be small, its body must not stall, and what
+is malformed is answered and cut off. Knows bytes and time; neither keys nor routes.
+"""
+
+import asyncio
+import resource
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from quire.core.errors import QuireError
+from quire.server.errors import reply_to
+from quire.server.gate import Hear, new_request_id
+from quire.server.keys import NOBODY
+from quire.server.routes import OTHER
+from quire.server.visit import Answered
+
+_MAX_CONNECTIONS = 4096
+_FILES_KEPT = 128  # descriptors that are no client's
+
+
+class MalformedHttp(QuireError):
+    """Bytes that are no HTTP/1.1 request, or one that could be read in two ways."""
+
+    code = "malformed_http"
+
+
+class HeadTooLarge(QuireError):
+    """A request line and headers beyond the limits."""
+
+    status = 431
+    code = "headers_too_large"
+
+
+class TooSlow(QuireError):
+    """A request that did not come to its end in time."""
+
+    status = 408
+    code = "request_timeout"
+
+
+class TooManyConnections(QuireError):
+    """More clients than there are places."""
+
+    status = 503
+    code = "too_many_connections"
+    retry_after_s = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one connection may take, and how many there may be."""
+
+    head_bytes: int = 16 << 10  # request line and headers; also what a chunk may have around it
+    headers: int = 64
+    head_s: float = 10.0
+    stall_s: float = 30.0  # without a byte of a body that is not all here
+    linger_s: float = 2.0  # what comes after a refusal is thrown away so long: a reset would take the answer with it
+    linger_bytes: int = 16 << 20
+    connections: int = _MAX_CONNECTIONS
+    turned_away: int = 256  # connections beyond that which are still told so
+
+
+class Phase(Enum):
+    """What a connection is waiting for."""
+
+    HEAD = auto()
+    BODY = auto()
+    ANSWER = auto()  # the request is here; after the answer, the next one
+    LAST_ANSWER = auto()  # the client spoke out of turn: it is not heard any more
+    END = auto()  # all is said; what still comes is thrown away
+    TURNED_AWAY = auto()  # one too many; told so at its first word
+
+
+class GuardedProtocol(HttpToolsProtocol):
+    """One connection. Made by uvicorn; see `guarded` for how it gets its limits."""
+
+    limits = Limits()
+    hear: Hear | None = None
+
+    _phase = Phase.HEAD
+    _timer: asyncio.Handle | None = None
+    _num_head_bytes = 0
+    _num_framing_bytes = 0  # since the last byte of a body
+    _num_spilt_bytes = 0
+    _refusal: QuireError | None = None
+
+    # What the transport calls
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        num_others = len(self.connections) - 1
+        if num_others >= self.limits.connections + self.limits.turned_away:
+            transport.abort()
+        elif num_others >= self.limits.connections:
+            self._enter(Phase.TURNED_AWAY, self.limits.linger_s, self._close)
+        else:
+            self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing() or self._phase is Phase.LAST_ANSWER:
+            return
+        if self._phase is Phase.END:
+            self._spill(len(data))
+            return
+        if self._phase is Phase.TURNED_AWAY:
+            self._refuse(TooManyConnections("This server has no place for another connection; try again soon."))
+            return
+        if self._phase is Phase.ANSWER and self.cycle.response_complete:
+            self._await_head()
+        rest = self._take_head(data) if self._phase is Phase.HEAD else data
+        if rest:
+            self._take_rest(rest)
+
+    def _take_head(self, data: bytes) -> bytes:
+        """Feed no more than a head may have; what is left over belongs to the body, if there is to be one."""
+        room = self.limits.head_bytes - self._num_head_bytes
+        self._num_head_bytes += len(data[:room])
+        self._feed(data[:room])
+        if self._phase is Phase.HEAD and self._num_head_bytes >= self.limits.head_bytes:
+            self._refuse(HeadTooLarge(f"Request line and headers are larger than {self.limits.head_bytes} bytes."))
+        return data[room:] if self._phase in (Phase.BODY, Phase.ANSWER) else b""
+
+    def _take_rest(self, data: bytes) -> None:
+        self._num_framing_bytes += len(data)
+        self._feed(data)
+        if self._phase is not Phase.BODY:
+            return
+        if self.cycle.response_complete:
+            self._spill(len(data))
+        elif self._num_framing_bytes > self.limits.head_bytes:
+            self._refuse(MalformedHttp(f"More than {self.limits.head_bytes} bytes around a chunk of the body."))
+        else:
+            self._enter(Phase.BODY, self.limits.stall_s, self._body_is_late)
+
+    def _feed(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            self._decline(data[offer.args[0] :])
+        except httptools.HttpParserError:
+            if self._phase is Phase.ANSWER:  # the request itself was in order
+                self.cycle.keep_alive = False
+                self._enter(Phase.LAST_ANSWER)
+            else:
+                self._refuse(self._refusal or MalformedHttp("This is not a valid HTTP/1.1 request."))
+
+    def _decline(self, rest: bytes) -> None:
+        """Some clients offer HTTP/2 with a request; the parser then passes over its body. Read it without the offer."""
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
+        lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)
+        self._feed(b"\r\n".join([*lines, b"", b""]) + rest)
+
+    # What the parser calls; it stops at an exception, and what was wrong is told
+
+    def on_message_begin(self) -> None:
+        if self._phase is Phase.ANSWER:
+            raise self._refused(MalformedHttp("A request came before the answer to the one before it."))
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._phase is not Phase.HEAD:
+            raise self._refused(MalformedHttp("Headers after the body are not taken."))
+        if len(self.headers) >= self.limits.headers:
+            raise self._refused(HeadTooLarge(f"There are more than {self.limits.headers} headers."))
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
+            return
+        names = [name for name, _ in self.headers]
+        version = self.parser.get_http_version()
+        if version not in ("1.0", "1.1"):
+            raise self._refused(MalformedHttp("Only HTTP/1.1 and HTTP/1.0 are spoken here."))
+        if not self.url.startswith(b"/") or self.parser.get_method() == b"CONNECT":
+            raise self._refused(MalformedHttp("The target of a request must be a path, which begins with a slash."))
+        if names.count(b"host") > 1 or (version == "1.1" and b"host" not in names):
+            raise self._refused(MalformedHttp("A request must have one Host header."))
+        if names.count(b"content-length") + names.count(b"transfer-encoding") > 1:
+            raise self._refused(MalformedHttp("The length of the body is given more than once."))
+        if any(name == b"transfer-encoding" and value.lower() != b"chunked" for name, value in self.headers):
+            raise self._refused(MalformedHttp("The only Transfer-Encoding that is read is chunked."))
+        super().on_headers_complete()
+        self._num_framing_bytes = 0
+        self._enter(Phase.BODY, self.limits.stall_s, self._body_is_late)
+
+    def on_body(self, body: bytes) -> None:
+        self._num_framing_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self._phase is Phase.HEAD:
+            return  # of an offer that will be declined
+        super().on_message_complete()
+        if self.cycle.response_complete:  # before all of it was here
+            self._await_head()
+        else:
+            self._enter(Phase.ANSWER)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._phase is Phase.BODY and not self.transport.is_closing():
+            self._unset_keepalive_if_required()
+            self._enter(Phase.BODY, self.limits.linger_s, self._close)
+
+    # What time brings
+
+    def call_later(self, delay_s: float, then: Callable[[], None]) -> asyncio.Handle:
+        return self.loop.call_later(delay_s, then)
+
+    def _enter(self, phase: Phase, delay_s: float = 0.0, then: Callable[[], None] | None = None) -> None:
+        """A new phase, or the same from the beginning: the timer of the old one no longer counts."""
+        self._stop_timer()
+        self._phase = phase
+        if then is not None:
+            self._timer = self.call_later(delay_s, then)
+
+    def _await_head(self) -> None:
+        self._num_head_bytes = self._num_spilt_bytes = 0
+        self._enter(Phase.HEAD, self.limits.head_s, self._head_is_late)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _head_is_late(self) -> None:
+        if self._num_head_bytes == 0:
+            self._close()
+        else:
+            self._refuse(TooSlow(f"The headers were not complete after {self.limits.head_s:g} s."))
+
+    def _body_is_late(self) -> None:
+        if self.flow.read_paused:  # it is the application that does not read
+            self._enter(Phase.BODY, self.limits.stall_s, self._body_is_late)
+        else:
+            self._refuse(TooSlow(f"Nothing more of the body came for {self.limits.stall_s:g} s."))
+
+    # How it ends
+
+    def _refused(self, error: QuireError) -> QuireError:
+        self._refusal = error
+        return error
+
+    def _refuse(self, error: QuireError) -> None:
+        """Answer for the application, unless it has begun to: then there is only the end."""
+        cycle, request_id = self.cycle, new_request_id()
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True
+            cycle.message_event.set()  # the application hears that its client is gone, and the gate tells of it
+            if cycle.response_started:
+                self._close()
+                return
+        elif self.hear is not None:
+            self.hear(Answered(OTHER, OTHER, error.status, 0.0, NOBODY.name, request_id))
+        reply = reply_to(error)
+        headers = [*reply.headers, (b"x-request-id", request_id.encode("ascii")), (b"connection", b"close")]
+        lines = b"".join(name + b": " + value + b"\r\n" for name, value in headers)
+        self.transport.write(STATUS_LINE[reply.status] + lines + b"\r\n" + reply.body)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._enter(Phase.END, self.limits.linger_s, self._close)
+
+    def _spill(self, num_bytes: int) -> None:
+        self._num_spilt_bytes += num_bytes
+        if self._num_spilt_bytes > self.limits.linger_bytes:
+            self._close()
+
+    def _close(self) -> None:
+        self._stop_timer()
+        if not self.transport.is_closing():
+            self.transport.close()
+
+
+def guarded(limits: Limits, hear: Hear | None = None) -> type[GuardedProtocol]:
+    """The protocol with these limits, for uvicorn's `http=`. Whoever hears is told of what never reached the gate."""
+
+    class Guarded(GuardedProtocol):
+        pass
+
+    Guarded.limits = limits
+    Guarded.hear = None if hear is None else staticmethod(hear)
+    return Guarded
+
+
+def connection_limit(most: int = _MAX_CONNECTIONS) -> int:
+    """So many connections, or as many as this process may have files open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return most if soft == resource.RLIM_INFINITY else max(1, min(most, soft - _FILES_KEPT))

@@ -1,0 +1,48 @@
+"""One request as the gate sees it: its ids, its holder, what came of it. Endpoints read it and note their tokens."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from starlette.types import Scope
+
+from quire.server.keys import NOBODY, Identity
+
+_STATE_KEY = "quire.visit"
+
+
+@dataclass(slots=True)
+class Visit:
+    """Lives as long as the request. The client's own label is only ever repeated to it, never looked up."""
+
+    request_id: str
+    label: str | None = None
+    identity: Identity = NOBODY
+    num_prompt_tokens: int | None = None  # the endpoint's to note
+    num_completion_tokens: int | None = None
+    status: int | None = None  # once the response has begun
+    complete: bool = False
+    failed: bool = False  # ended by a mistake of ours, however it began
+
+
+class Answered(NamedTuple):
+    """A request is over. Route, method and status come from closed sets, so that a metric may be labelled by them."""
+
+    route: str
+    method: str
+    status: int
+    duration_s: float
+    identity_name: str
+    request_id: str
+    label: str | None = None
+    num_prompt_tokens: int | None = None
+    num_completion_tokens: int | None = None
+
+
+def begin_visit(scope: Scope, visit: Visit) -> None:
+    scope.setdefault("state", {})[_STATE_KEY] = visit
+
+
+def visit_of(scope: Scope) -> Visit:
+    visit = scope["state"][_STATE_KEY]
+    assert isinstance(visit, Visit)
+    return visit
