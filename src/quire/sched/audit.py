@@ -53,7 +53,7 @@ def _audit_families(scheduler: Scheduler) -> None:
             sits += member.row is not None
             finished += member.finish_reason is not None
         offered = () if family.request.beam is None else books.beams.offered(family)
-        for member in family.members if offered else ():
+        for member in family.unfinished if offered else ():
             ready = member.state is State.RUNNING and member.num_computed == member.num_tokens
             assert ready or member.id not in offered, f"{member} has offered and goes on computing"
         waits = family in books.room
