@@ -52,6 +52,22 @@ def test_byte_order_does_not_hide_the_nearest_child() -> None:
     assert desk.tree.num_nodes == 40
 
 
+def test_what_one_owner_goes_on_writing_is_one_node() -> None:
+    """Two chunks, then an answer that ends in a partial block; another request's answer to the same is its own."""
+    desk = Desk()
+    blocks = desk.pool.take(4)
+    for stop in (4, 12):
+        desk.tree.insert("", ids(*range(stop)), blocks[: stop // 4], 0, 0, ME, leaving=False)
+    last = desk.tree.insert("", ids(*range(14)), blocks, 12, 0, ME).node
+    assert desk.tree.num_nodes == 1 and last.blocks.tolist() == blocks.tolist()
+    assert desk.length(*range(14)) == 14
+    desk.drop(blocks, last)
+    others = desk.pool.take(4)
+    desk.drop(others, desk.tree.insert("", ids(*range(12), 77, 78), others, 0, 0, OTHER).node)
+    assert desk.tree.num_nodes == 3, "the common part, and what follows it for each"
+    assert desk.tree.reset() == 5
+
+
 def test_a_partial_leaf_gives_way_to_what_continues_it() -> None:
     desk = Desk()
     desk.put(1, 2, 3, 4, 5)

@@ -164,7 +164,12 @@ class RadixTree:
         return Inserted(node, num_adopted, conflict)
 
     def _grow(self, node: Node, rest: bytes, blocks: IntArray, priority: int, owner: RequestId) -> Inserted:
-        """Hang what is left of a path below the node where the known part ends."""
+        """Hang what is left of a path below the node where the known part ends, or let it go on, if that is a leaf of
+        the same owner: so a prompt computed in many chunks, and its answer, are one node."""
+        if node.may_extend(priority, owner):
+            node.extend(rest, blocks)
+            self._pool.adopt(blocks)
+            return Inserted(node, len(blocks), False)
         if len(rest) < self._forest.block_bytes:
             known, num_tokens = node.nearest(rest)
             if known is not None and num_tokens * TOKEN_BYTES == len(rest):

@@ -101,6 +101,16 @@ class Node:
         upper.attach(self.tokens[: len(key)], self)
         return upper
 
+    def may_extend(self, priority: int, owner: RequestId) -> bool:
+        """Whether this is a leaf of the device that the same owner may go on writing into, rather than below."""
+        mine = self.owner == owner and self.priority == priority
+        return mine and not self.children and self.tier is Tier.DEVICE and self.parent is not None
+
+    def extend(self, tokens: bytes, blocks: IntArray) -> None:
+        """A leaf of whole blocks goes on with these."""
+        self.tokens += tokens
+        self.blocks = np.concatenate([self.blocks, blocks])
+
     def nearest(self, run: bytes) -> tuple["Node | None", int]:
         """The child whose first block has most tokens in common with a run, and how many; on the device if it can."""
         at = bisect_left(self.keys, run)

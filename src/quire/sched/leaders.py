@@ -32,11 +32,12 @@ class Leaders:
     has no leader any more, is ready: such go back to the queue in portions, so that thousands burden no single step.
     """
 
-    __slots__ = ("_block_size", "_by_start", "_followers", "_parked", "_ready", "num_waiting_tokens")
+    __slots__ = ("_block_size", "_by_start", "_followers", "_parked", "_ready", "_start_of", "num_waiting_tokens")
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._by_start: dict[tuple[str, bytes], list[Sequence]] = {}
+        self._start_of: dict[SequenceId, tuple[str, bytes]] = {}  # of those who lead
         self._parked: dict[SequenceId, dict[_Goal, list[Family]]] = {}
         self._ready: dict[int, deque[Family]] = {}  # by class
         self._followers: dict[int, Family] = {}  # all of them, by order: the others among those above have given up
@@ -45,7 +46,9 @@ class Leaders:
     def lead(self, sequence: Sequence) -> None:
         """A sequence begins to compute its known tokens."""
         if sequence.num_tokens >= self._block_size:
-            self._by_start.setdefault(self._start(sequence), []).append(sequence)
+            start = (sequence.request.partition, sequence.tokens[: self._block_size].tobytes())
+            self._start_of[sequence.id] = start
+            self._by_start.setdefault(start, []).append(sequence)
 
     def find(self, family: Family, tokens: IntArray, num_matched: int) -> Follow | None:
         """Somebody of no lower class who is about to compute at least a block that this family has no match for."""
@@ -77,14 +80,14 @@ class Leaders:
             del self._parked[leader.id]
 
     def end(self, leader: Sequence) -> None:
-        """The leader has caught up or leaves: all who still waited for it are ready."""
-        if leader.num_tokens >= self._block_size:
-            start = self._start(leader)
-            others = self._by_start.get(start, [])
-            if leader in others:
-                others.remove(leader)
-                if not others:
-                    del self._by_start[start]
+        """The leader has caught up or leaves: all who still waited for it are ready. No matter if it led nobody."""
+        start = self._start_of.pop(leader.id, None)
+        if start is None:
+            return
+        others = self._by_start[start]
+        others.remove(leader)
+        if not others:
+            del self._by_start[start]
         for goal, families in self._parked.pop(leader.id, {}).items():
             self._make_ready(goal, families)
 
@@ -114,7 +117,7 @@ class Leaders:
 
     @property
     def num_leading(self) -> int:
-        return sum(map(len, self._by_start.values()))
+        return len(self._start_of)
 
     @property
     def num_followers(self) -> int:
@@ -123,9 +126,6 @@ class Leaders:
     @property
     def followers(self) -> Iterable[Family]:
         return self._followers.values()
-
-    def _start(self, sequence: Sequence) -> tuple[str, bytes]:
-        return sequence.request.partition, sequence.tokens[: self._block_size].tobytes()
 
 
 def _common_prefix(one: IntArray, other: IntArray) -> int:
