@@ -97,6 +97,11 @@ class Cruise:
         """The position a row computes in a step; of one that coasts, never more than its last."""
         return int(min(self._offset[row] + step, self._offset[row] + self._end[row] - 1))
 
+    def positions_at(self, rows: IntArray, step: int) -> NDArray[np.int64]:
+        """The positions that cruising rows compute in a step."""
+        positions: NDArray[np.int64] = self._offset[rows] + step
+        return positions
+
     def num_computed(self, step: int) -> NDArray[np.int64]:
         """By row, the positions computed up to a step; -1 for rows that neither cruise nor coast."""
         computed = np.minimum(step, self._end - 1) + self._offset + 1

@@ -75,7 +75,7 @@ class Scheduler:
         self.max_step_tokens = max_step_tokens
         self.books = Books(kv, self.policy, max_rows)
         pressure = Pressure(self.books)
-        self._feeding = Feeding(self.books, pressure, self.cost, max_rows)
+        self._feeding = Feeding(self.books, pressure, self.cost)
         self.admission = Admission(self.books, pressure, self._feeding.take_chunk)
         self.draining = False
         self._in_flight: deque[_Flight] = deque()
