@@ -162,6 +162,20 @@ def test_beams_pay_for_their_tokens_and_their_room() -> None:
     assert bench.scheduler.books.shares.total("a") == pytest.approx(first + others)
 
 
+def test_the_cost_table_learns_from_every_step_that_took_time() -> None:
+    """No target and no host tier: nothing asks for the prediction yet, and it is right when something does."""
+    bench = Bench(depth=0)
+    bench.add([1, 2, 3], 30)
+    predicted_s = bench.scheduler.cost.predict_s(StepShape(1, 10))
+    bench.turns(5)
+    assert bench.scheduler.cost.version == 0, "no time passed"
+    for number in range(5):
+        plan = bench.scheduler.plan(float(number))
+        assert plan is not None
+        bench.scheduler.absorb(bench.recorder.launch(plan).wait(), number + 0.5)
+    assert bench.scheduler.cost.predict_s(StepShape(1, 10)) == pytest.approx(0.5, rel=0.1) != predicted_s
+
+
 def test_a_step_is_timed_from_the_one_before_it_when_they_overlap() -> None:
     """Two steps planned at 0 s; results at 1 s and 1.5 s: the second took half a second, not one and a half."""
     seen: list[float] = []

@@ -135,9 +135,7 @@ class Feeding:
                 books.charges.start(row, tenant, position)
 
     def shape(self, draft: Draft) -> StepShape:
-        """What the step costs depends on this. Only looked at where the cost decides something."""
-        if self._books.policy.itl_target_s is None and self._books.kv.host is None:
-            return StepShape(draft.num_cruising)
+        """What the step costs depends on this."""
         shape = StepShape(draft.num_cruising, self._books.cruise.num_context(draft.step))
         for chunk in draft.chunks:
             shape = shape.with_chunk(chunk.start, chunk.length)

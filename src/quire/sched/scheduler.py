@@ -223,11 +223,11 @@ class Scheduler:
         return width * longest - draft.num_cruising - sum(chunk.length for chunk in draft.chunks)
 
     def _observe(self, flight: _Flight, now_s: float) -> None:
-        """How long a step took: from its plan, or from the step before it if that came back later."""
+        """How long a step took: from its plan, or from the step before it if that came back later. Where no time
+        passes, as in a bench that gives none, there is nothing to learn."""
         started_s = max(flight.planned_s, self._absorbed_s)
         self._absorbed_s = now_s
-        costs_matter = self.policy.itl_target_s is not None or self.kv.host is not None
-        if costs_matter and now_s > started_s:
+        if now_s > started_s:
             self.cost.observe(flight.shape, now_s - started_s)
 
     # Absorbing.
