@@ -91,7 +91,7 @@ class Books:
         if sequence.state is State.RUNNING:
             self.depart(sequence, reason)
         else:
-            self.seating.settle(sequence)
+            self.seating.fix_tokens(sequence)
             sequence.finish(reason)
             self.settle(sequence.family)
         if reason in (FinishReason.STOP, FinishReason.LENGTH) and sequence.request.beam is None:

@@ -106,8 +106,9 @@ class Feeding:
     def _sized(self, draft: Draft) -> int:
         """The tokens that prompts may take: what the budget leaves, or fewer if the step has a time to keep."""
         books, target_s = self._books, self._books.policy.itl_target_s
-        unhurried = target_s is None or draft.num_cruising == 0 or not books.policy.regime.chunked
-        if target_s is None or unhurried or not (books.prefilling or books.room):
+        if target_s is None or draft.num_cruising == 0 or not books.policy.regime.chunked:
+            return draft.budget
+        if not (books.prefilling or books.room):
             return draft.budget
         start = books.prefilling[0].num_planned if books.prefilling else 0
         return largest_next_chunk(self._cost, self.shape(draft), start, draft.budget, target_s)
