@@ -120,11 +120,60 @@ def test_a_tenant_pays_for_prompt_answer_and_room() -> None:
     bench = Bench(blocks=64, block_size=block_size)
     bench.add(counting(1, 8), 9, tenant="a")
     bench.turn()
-    assert bench.scheduler.books.shares.total("a") == pytest.approx(8 * service.prefill)
+    begun = 8 * service.prefill + service.decode + 2 * service.block_step
+    assert bench.scheduler.books.shares.total("a") == pytest.approx(begun)
     bench.run()
-    granted = [3, 4]  # the blocks of its table when it got one more: 8 positions are answered, two blocks of them
-    paid = sum(block_size * (service.decode + service.block_step * blocks) for blocks in granted)
-    assert bench.scheduler.books.shares.total("a") == pytest.approx(8 * service.prefill + paid)
+    held = [3] * block_size + [4] * block_size  # blocks, in each of the 8 steps that gave the rest of the answer
+    paid = sum(service.decode + service.block_step * blocks for blocks in held)
+    assert bench.scheduler.books.shares.total("a") == pytest.approx(begun + paid)
+
+
+def test_a_short_answer_is_paid_by_the_token() -> None:
+    """Answers of 1 to 5 tokens within one block of 16: nobody gets a block on the way, and everybody pays."""
+    service = ServiceCost()
+    for num_tokens in range(1, 6):
+        bench = Bench(blocks=64, block_size=16)
+        bench.add(counting(1, 8), num_tokens, tenant="a")
+        bench.run()
+        each = service.decode + service.block_step
+        assert bench.scheduler.books.shares.total("a") == pytest.approx(8 * service.prefill + num_tokens * each)
+
+
+def test_a_preempted_row_has_paid_for_what_it_computed() -> None:
+    service = ServiceCost()
+    bench = Bench(blocks=64, block_size=16, rows=1)
+    bench.add([1, 2, 3], 9, tenant="a", priority=1)
+    bench.turns(4)
+    bench.add([4], 1, tenant="b")
+    bench.turn()
+    each = service.decode + service.block_step
+    assert bench.scheduler.books.shares.total("a") == pytest.approx(3 * service.prefill + 4 * each)
+    bench.run()
+
+
+def test_beams_pay_for_their_tokens_and_their_room() -> None:
+    """3 beams of 5 tokens after 4: the first step is one row's; the 4 others are 3 rows', of 1 + 1 blocks each."""
+    service = ServiceCost()
+    bench = Bench(blocks=64, block_size=4, policy=OPTIMISTIC)
+    bench.add_beams([1, 2, 3, 4], 5, 3, tenant="a")
+    bench.run()
+    first = 4 * service.prefill + service.decode + service.block_step
+    others = 4 * 3 * (service.decode + 2 * service.block_step)
+    assert bench.scheduler.books.shares.total("a") == pytest.approx(first + others)
+
+
+def test_the_cost_table_learns_from_every_step_that_took_time() -> None:
+    """No target and no host tier: nothing asks for the prediction yet, and it is right when something does."""
+    bench = Bench(depth=0)
+    bench.add([1, 2, 3], 30)
+    predicted_s = bench.scheduler.cost.predict_s(StepShape(1, 10))
+    bench.turns(5)
+    assert bench.scheduler.cost.version == 0, "no time passed"
+    for number in range(5):
+        plan = bench.scheduler.plan(float(number))
+        assert plan is not None
+        bench.scheduler.absorb(bench.recorder.launch(plan).wait(), number + 0.5)
+    assert bench.scheduler.cost.predict_s(StepShape(1, 10)) == pytest.approx(0.5, rel=0.1) != predicted_s
 
 
 def test_a_step_is_timed_from_the_one_before_it_when_they_overlap() -> None:

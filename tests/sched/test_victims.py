@@ -7,8 +7,8 @@ from quire.sched.victims import Seated, choose_for_class, choose_victim
 from tests.sched.waiting import family
 
 
-def seated(order: int, num_lost: int, priority: int = 0, num_rows: int = 1) -> Seated:
-    return Seated(family(order, priority=priority), num_rows, num_lost)
+def seated(order: int, num_computed: int, priority: int = 0, num_rows: int = 1) -> Seated:
+    return Seated(family(order, priority=priority), num_rows, num_computed)
 
 
 def victim(

@@ -44,12 +44,14 @@ class Claim(NamedTuple):
 class Admission:
     """Seats families as long as there is budget, a row and room in the cache."""
 
-    __slots__ = ("_books", "_pressure", "_promised_to", "_take_chunk", "_window_since_s", "batch_size", "cause")
+    __slots__ = ("_books", "_num_parked", "_pressure", "_promised_to", "_take_chunk", "_window_since_s", "batch_size",
+                 "cause")  # fmt: skip
 
     def __init__(self, books: Books, pressure: Pressure, take_chunk: Callable[[Sequence, Draft], None]) -> None:
         self._books = books
         self._pressure = pressure
         self._take_chunk = take_chunk
+        self._num_parked = 0  # in this step
         self._promised_to: Family | None = None  # seats were taken for it: nobody else gets them
         self._window_since_s: float | None = None  # a sealed batch waits for members
         self.cause: Cause | None = None  # what the first in the queue waits for
@@ -81,12 +83,9 @@ class Admission:
             self.cause = Cause.PRESSURE  # law (c)
         elif self._closed(draft.now_s):
             self.cause = Cause.SEATS
-        num_parked = self._books.leaders.num_followers
+        self._num_parked = 0
         while self._books.room and self.cause is None:
-            if self._books.leaders.num_followers - num_parked >= MOST_PARKED:
-                self.cause = Cause.ORDER
-            else:
-                self.cause = self._admit_next(draft)
+            self.cause = self._admit_next(draft)
         if draft.seats:
             self.batch_size = len(self._books.seating.seated)
 
@@ -97,6 +96,8 @@ class Admission:
             return Cause.BUDGET
         if books.seating.num_free == 0:
             return Cause.SEATS
+        if self._num_parked == MOST_PARKED:
+            return Cause.ORDER
         kept_out: Cause | None = None
         for family in self._candidates(draft.now_s):
             claim = self._claim(family)
@@ -104,6 +105,7 @@ class Admission:
             if follow is not None:
                 books.room.pop(family)
                 books.leaders.park(family, follow)
+                self._num_parked += 1
                 family.note(Event(draft.step, What.WAITED, other=follow.leader.request.id, cause=Cause.PREFIX))
                 return None
             cause = self._lacks(claim)

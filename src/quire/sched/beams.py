@@ -124,7 +124,7 @@ class BeamFamilies:
         owner = owner_of(member)
         if self._kv.tables.lengths[member.row]:
             self._kv.close(member.row, owner, member.tokens[:0])
-            self._seating.swap(member)
+            self._seating.forget_row(member)
         else:
             self._kv.promise(member.row, -int(self._kv.promised[member.row]))
         self._kv.promise(member.row, self._whole(member))

@@ -11,6 +11,7 @@ from quire.core.request import Family, Sequence, State
 from quire.core.step import FinishReason, Tell
 from quire.kv.manager import KVManager
 from quire.sched.beams import BeamFamilies
+from quire.sched.charges import Charges
 from quire.sched.cruise import Cruise
 from quire.sched.deadlines import Deadlines
 from quire.sched.forks import Forks
@@ -35,6 +36,7 @@ class Books:
         self.policy = policy
         self.families: dict[RequestId, Family] = {}
         self.shares = Shares(policy.order.weights)
+        self.charges = Charges(self.shares, max_rows)
         self.room = WaitingRoom(policy.order, self.shares)
         self.deadlines = Deadlines()
         self.seating = Seating(max_rows)
@@ -89,7 +91,7 @@ class Books:
         if sequence.state is State.RUNNING:
             self.depart(sequence, reason)
         else:
-            self.seating.settle(sequence)
+            self.seating.fix_tokens(sequence)
             sequence.finish(reason)
             self.settle(sequence.family)
         if reason in (FinishReason.STOP, FinishReason.LENGTH) and sequence.request.beam is None:
@@ -117,6 +119,7 @@ class Books:
     def depart(self, sequence: Sequence, reason: FinishReason | None) -> None:
         """Get up from the row: finished for a reason, or preempted for none."""
         assert sequence.row is not None, sequence
+        self._bill(sequence)
         if reason is None:
             sequence.num_had = max(sequence.num_had, self.num_computed(sequence))
         self.caught_up(sequence)
@@ -130,6 +133,15 @@ class Books:
         for orphan in orphans:
             if orphan.state is State.RUNNING:
                 self.depart(orphan, None)
+
+    def _bill(self, sequence: Sequence) -> None:
+        """It pays for what it computed since it last got a block."""
+        row = sequence.row
+        assert row is not None, sequence
+        if self.cruise.cruises(row) or self.cruise.coasts(row):
+            rows = np.array([row], dtype=np.int32)
+            positions = np.array([self.num_computed(sequence)], dtype=np.int64)
+            self.charges.pay(rows, positions, self.kv.tables.lengths[rows])
 
     def release_up_to(self, step: int) -> None:
         """Law (a): what the steps in flight no longer touch goes back."""

@@ -15,7 +15,7 @@ _NEVER = -1
 class Cruise:
     """Positions and appointments of cruising rows."""
 
-    __slots__ = ("_block_size", "_days", "_due", "_end", "_offset", "num_coasting", "num_cruising")
+    __slots__ = ("_block_size", "_days", "_due", "_end", "_offset", "_sum_of_offsets", "num_coasting", "num_cruising")
 
     def __init__(self, max_rows: int, block_size: int) -> None:
         self.num_cruising = 0
@@ -25,6 +25,7 @@ class Cruise:
         self._end: NDArray[np.int64] = np.full(max_rows, _NEVER, dtype=np.int64)  # the step after its last one
         self._due: NDArray[np.int64] = np.full(max_rows, _NEVER, dtype=np.int64)  # the step of its appointment
         self._days: dict[int, list[IntArray]] = {}
+        self._sum_of_offsets = 0  # of the rows that cruise
 
     def start(self, row: Row, step: int, position: int, last_position: int, capacity: int) -> None:
         """Compute `position` in `step`, and so on to `last_position`; the table holds `capacity` positions."""
@@ -34,12 +35,14 @@ class Cruise:
             self.num_coasting += 1
         else:
             self.num_cruising += 1
+            self._sum_of_offsets += int(self._offset[row])
             self._book(row, int(min(capacity - self._offset[row], self._end[row])))
 
     def stop(self, row: Row) -> None:
         """The row leaves. It may not have cruised at all."""
         if self._due[row] != _NEVER:
             self.num_cruising -= 1
+            self._sum_of_offsets -= int(self._offset[row])
         elif self._end[row] != _NEVER:
             self.num_coasting -= 1
         self._due[row] = _NEVER
@@ -57,6 +60,7 @@ class Cruise:
             self._due[rows[ended]] = _NEVER
             self.num_cruising -= int(np.count_nonzero(ended))
             self.num_coasting += int(np.count_nonzero(ended))
+            self._sum_of_offsets -= int(self._offset[rows[ended]].sum())
             rows = rows[~ended]
         return rows
 
@@ -76,6 +80,7 @@ class Cruise:
     def book_paused(self, row: Row, step: int) -> None:
         """It sits this step out and asks again in the next."""
         self._offset[row] -= 1
+        self._sum_of_offsets -= 1
         self._end[row] += 1
         self._book(row, step + 1)
 
@@ -97,6 +102,11 @@ class Cruise:
         """The position a row computes in a step; of one that coasts, never more than its last."""
         return int(min(self._offset[row] + step, self._offset[row] + self._end[row] - 1))
 
+    def positions_at(self, rows: IntArray, step: int) -> NDArray[np.int64]:
+        """The positions that cruising rows compute in a step."""
+        positions: NDArray[np.int64] = self._offset[rows] + step
+        return positions
+
     def num_computed(self, step: int) -> NDArray[np.int64]:
         """By row, the positions computed up to a step; -1 for rows that neither cruise nor coast."""
         computed = np.minimum(step, self._end - 1) + self._offset + 1
@@ -104,5 +114,4 @@ class Cruise:
 
     def num_context(self, step: int) -> int:
         """Positions that all cruising rows together read in a step."""
-        cruising = self._due != _NEVER
-        return int(self._offset[cruising].sum()) + step * self.num_cruising
+        return self._sum_of_offsets + step * self.num_cruising

@@ -1,7 +1,6 @@
 """Who computes what in a step: cruising rows first, then what must catch up. Fills a draft, within its budget."""
 
 import numpy as np
-from numpy.typing import NDArray
 
 from quire.core.ids import IntArray, Row
 from quire.core.request import Sequence, State
@@ -11,21 +10,18 @@ from quire.sched.cost import CostTable, StepShape
 from quire.sched.draft import Draft
 from quire.sched.outputs import output_of
 from quire.sched.pressure import Pressure
-from quire.sched.shares import ServiceCost
 from quire.sched.sizing import largest_next_chunk
 
 
 class Feeding:
     """Gives rows their blocks and their chunks."""
 
-    __slots__ = ("_books", "_cost", "_pressure", "_service", "_tenants")
+    __slots__ = ("_books", "_cost", "_pressure")
 
-    def __init__(self, books: Books, pressure: Pressure, cost: CostTable, max_rows: int) -> None:
+    def __init__(self, books: Books, pressure: Pressure, cost: CostTable) -> None:
         self._books = books
         self._pressure = pressure
         self._cost = cost
-        self._service = ServiceCost()
-        self._tenants: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # whom a row's service is charged to
 
     # Cruising rows.
 
@@ -39,7 +35,7 @@ class Feeding:
             else:
                 draft.grant_each(rows, blocks)
                 cruise.book_granted(rows, draft.step)
-                self._charge_decodes(rows)
+                self._charge(rows, draft.step)
         draft.num_cruising = cruise.num_cruising - len(draft.paused)
         draft.budget -= draft.num_cruising
 
@@ -61,7 +57,12 @@ class Feeding:
         granted_rows = np.array(fed, dtype=np.int32)
         draft.grant_each(granted_rows, np.array([self._books.kv.tables.last(row) for row in fed], dtype=np.int32))
         cruise.book_granted(granted_rows, draft.step)
-        self._charge_decodes(granted_rows)
+        self._charge(granted_rows, draft.step)
+
+    def _charge(self, rows: IntArray, step: int) -> None:
+        """Each has just got a block: it pays for what it computed and held before."""
+        books = self._books
+        books.charges.pay(rows, books.cruise.positions_at(rows, step), books.kv.tables.lengths[rows] - 1)
 
     # What must catch up. From here on nobody is preempted.
 
@@ -75,7 +76,7 @@ class Feeding:
     def tethered(self, draft: Draft) -> None:
         for sequence in tuple(self._books.tethered):
             if draft.budget > 0:
-                self.take_chunk(sequence, draft)
+                self.take_chunk(sequence, draft, decoding=True)
 
     def short_prefills(self, draft: Draft) -> None:
         """Unfinished prompts; half of what the step has left is kept for long ones, if there are any."""
@@ -105,42 +106,37 @@ class Feeding:
     def _sized(self, draft: Draft) -> int:
         """The tokens that prompts may take: what the budget leaves, or fewer if the step has a time to keep."""
         books, target_s = self._books, self._books.policy.itl_target_s
-        unhurried = target_s is None or draft.num_cruising == 0 or not books.policy.regime.chunked
-        if target_s is None or unhurried or not (books.prefilling or books.room):
+        if target_s is None or draft.num_cruising == 0 or not books.policy.regime.chunked:
+            return draft.budget
+        if not (books.prefilling or books.room):
             return draft.budget
         start = books.prefilling[0].num_planned if books.prefilling else 0
         return largest_next_chunk(self._cost, self.shape(draft), start, draft.budget, target_s)
 
-    def take_chunk(self, sequence: Sequence, draft: Draft) -> None:
-        """As much of its known tokens as the budget holds; with the last of them, it starts to cruise."""
-        row = sequence.row
+    def take_chunk(self, sequence: Sequence, draft: Draft, *, decoding: bool = False) -> None:
+        """As much of its known tokens as the budget holds; with the last of them, it starts to cruise. A beam that only
+        computes the token it was told is decoding: it pays for the token that it gives, not for this one too."""
+        books, row = self._books, sequence.row
         assert row is not None, sequence
         start = sequence.num_planned
         length = min(draft.budget, sequence.num_tokens - start)
-        draft.grant(row, self._books.kv.grow_to(row, start + length, sequence.request.id))
+        draft.grant(row, books.kv.grow_to(row, start + length, sequence.request.id))
         sequence.num_planned += length
         output = output_of(sequence, start, length)
         draft.chunk(sequence, start, length, output)
-        self._books.tally.recomputed_tokens += max(min(start + length, sequence.num_had) - start, 0)
-        self._books.shares.charge(sequence.request.tenant, length * self._service.prefill)
-        if sequence.num_planned == sequence.num_tokens:
-            self._books.caught_up(sequence)
+        books.tally.recomputed_tokens += max(min(start + length, sequence.num_had) - start, 0)
+        num_blocks, tenant = int(books.kv.tables.lengths[row]), sequence.request.tenant
+        catches_up = sequence.num_planned == sequence.num_tokens
+        books.charges.chunk(tenant, 0 if decoding else length, int(catches_up), num_blocks)
+        if catches_up:
+            books.caught_up(sequence)
             if Output.SAMPLE in output:
-                capacity = int(self._books.kv.tables.lengths[row]) * self._books.kv.block_size
-                self._books.cruise.start(row, draft.step + 1, sequence.num_tokens, sequence.last_position, capacity)
-                self._tenants[row] = self._books.shares.index(sequence.request.tenant)
-
-    def _charge_decodes(self, rows: IntArray) -> None:
-        """A block's worth of tokens, and of room, paid for when the block is given."""
-        block_size, service = self._books.kv.block_size, self._service
-        num_blocks: NDArray[np.float64] = self._books.kv.tables.lengths[rows].astype(np.float64)
-        costs: NDArray[np.float64] = num_blocks * (block_size * service.block_step) + block_size * service.decode
-        self._books.shares.charge_many(self._tenants[rows], costs)
+                capacity, position = num_blocks * books.kv.block_size, sequence.num_tokens
+                books.cruise.start(row, draft.step + 1, position, sequence.last_position, capacity)
+                books.charges.start(row, tenant, position)
 
     def shape(self, draft: Draft) -> StepShape:
-        """What the step costs depends on this. Only looked at where the cost decides something."""
-        if self._books.policy.itl_target_s is None and self._books.kv.host is None:
-            return StepShape(draft.num_cruising)
+        """What the step costs depends on this."""
         shape = StepShape(draft.num_cruising, self._books.cruise.num_context(draft.step))
         for chunk in draft.chunks:
             shape = shape.with_chunk(chunk.start, chunk.length)

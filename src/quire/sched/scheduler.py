@@ -75,7 +75,7 @@ class Scheduler:
         self.max_step_tokens = max_step_tokens
         self.books = Books(kv, self.policy, max_rows)
         pressure = Pressure(self.books)
-        self._feeding = Feeding(self.books, pressure, self.cost, max_rows)
+        self._feeding = Feeding(self.books, pressure, self.cost)
         self.admission = Admission(self.books, pressure, self._feeding.take_chunk)
         self.draining = False
         self._in_flight: deque[_Flight] = deque()
@@ -223,11 +223,11 @@ class Scheduler:
         return width * longest - draft.num_cruising - sum(chunk.length for chunk in draft.chunks)
 
     def _observe(self, flight: _Flight, now_s: float) -> None:
-        """How long a step took: from its plan, or from the step before it if that came back later."""
+        """How long a step took: from its plan, or from the step before it if that came back later. Where no time
+        passes, as in a bench that gives none, there is nothing to learn."""
         started_s = max(flight.planned_s, self._absorbed_s)
         self._absorbed_s = now_s
-        costs_matter = self.policy.itl_target_s is not None or self.kv.host is not None
-        if costs_matter and now_s > started_s:
+        if now_s > started_s:
             self.cost.observe(flight.shape, now_s - started_s)
 
     # Absorbing.

@@ -91,9 +91,9 @@ class Seating:
         self.leaving.append(sequence)
         self.generation += 1
         if reason is not None:
-            self.settle(sequence)
+            self.fix_tokens(sequence)
 
-    def settle(self, sequence: Sequence) -> None:
+    def fix_tokens(self, sequence: Sequence) -> None:
         """Fix the tokens of a sequence whose outcome is decided; what its row emits later is not heard."""
         if sequence.row is not None:
             generated = self._log.gather(sequence.row, sequence.seated_step)
@@ -128,7 +128,7 @@ class Seating:
         self._free.append(row)
         sequence.release(_NOTHING if sequence.finished else self._log.gather(row, sequence.seated_step))
 
-    def swap(self, sequence: Sequence) -> None:
+    def forget_row(self, sequence: Sequence) -> None:
         """The runner is to forget what it knows of this row: it will be told anew."""
         assert sequence.row is not None, sequence
         if sequence.row in self._told:

@@ -11,12 +11,12 @@ class Seated(NamedTuple):
 
     family: Family
     num_rows: int
-    num_lost: int  # positions it has computed: what bringing it back costs grows with them
+    num_computed: int  # positions: what bringing it back costs grows with them
 
 
 def by_least_loss(seated: Seated) -> tuple[int, int, int]:
     """The least important class first, then the least lost work, then the latest arrival."""
-    return (-seated.family.request.priority, seated.num_lost, -seated.family.order)
+    return (-seated.family.request.priority, seated.num_computed, -seated.family.order)
 
 
 def choose_victim(
