@@ -19,7 +19,7 @@ from quire.engine.opening import OpenedModel, open_model
 from quire.engine.outputs import Delta, RequestOutput
 from quire.server import supervisor as supervising
 from quire.server.call import Call
-from quire.server.desk import Desk, EngineLost, EngineRestarting
+from quire.server.service import EngineLost, EngineRestarting, Service
 from quire.server.supervisor import Health, Supervisor
 
 LINES = """
@@ -37,23 +37,23 @@ def opened(default_model_path: Path) -> OpenedModel:
 
 
 class World:
-    """A desk with an engine behind it."""
+    """A service with an engine behind it."""
 
     def __init__(self, opened: OpenedModel, script: Path, config: EngineConfig) -> None:
         assert opened.tokenizer is not None
         self.tokenizer = opened.tokenizer
-        self.desk = Desk(opened.tokenizer, monotonic)
-        self.supervisor = Supervisor(config, str(script), self.desk, clock=monotonic)
+        self.service = Service(opened.tokenizer, monotonic)
+        self.supervisor = Supervisor(config, str(script), self.service, clock=monotonic)
 
     def submit(self, text: str, params: SamplingParams = GREEDY, *, streaming: bool = True) -> Call:
-        return self.desk.submit(self.tokenizer.encode(text), params, streaming=streaming)
+        return self.service.submit(self.tokenizer.encode(text), params, streaming=streaming)
 
     async def answer(self, text: str, params: SamplingParams = GREEDY, *, streaming: bool = True) -> RequestOutput:
         call = self.submit(text, params, streaming=streaming)
         try:
             return await output(call)
         finally:
-            self.desk.leave(call)
+            self.service.leave(call)
 
     async def until(self, holds: Callable[[], bool]) -> None:
         async with asyncio.timeout(60):
@@ -120,7 +120,7 @@ def test_stop_strings_lengths_siblings_beams_and_scores_cross_the_wire(opened, t
             scored = await w.answer("hi", SamplingParams(logprobs=2, prompt_logprobs=1, max_tokens=3))
             assert scored.outputs[0].logprobs is not None and len(scored.outputs[0].logprobs) == 3
             assert all(len(entry) == 2 for entry in scored.outputs[0].logprobs)
-            assert w.desk.num_calls == 0
+            assert w.service.num_calls == 0
 
     run(body())
 
@@ -132,13 +132,13 @@ def test_what_one_request_does_wrong_is_told_to_that_one(opened, tmp_path):
             with pytest.raises(NumericalError):
                 await w.answer("boom")
             with pytest.raises(QuireError, match="ids run from 0") as refused:
-                call = w.desk.submit([10**6], GREEDY, streaming=True)
+                call = w.service.submit([10**6], GREEDY, streaming=True)
                 await call.hear()
             assert refused.value.status == 400 and refused.value.param == "prompt"
             with pytest.raises(QuireError, match="cannot be sent"):
-                w.desk.submit([2**70], GREEDY, streaming=True)
+                w.service.submit([2**70], GREEDY, streaming=True)
             assert (await output(good)).outputs[0].text == "Hello there."
-            assert w.desk.num_calls == 0
+            assert w.service.num_calls == 0
 
     run(body())
 
@@ -161,11 +161,11 @@ def test_who_leaves_gives_everything_back(opened, tmp_path):
             calls = [w.submit("endless", SamplingParams(max_tokens=2000)) for _ in range(12)]  # eight of them wait
             await calls[0].hear()
             for call in calls:
-                w.desk.leave(call)
-                w.desk.leave(call)
-            stats = lambda: w.desk.stats  # noqa: E731
+                w.service.leave(call)
+                w.service.leave(call)
+            stats = lambda: w.service.stats  # noqa: E731
             await w.until(lambda: stats() is not None and stats().num_running + stats().num_waiting == 0)
-            assert w.desk.stats.num_free_blocks + w.desk.stats.num_idle_blocks == w.desk.stats.num_blocks
+            assert w.service.stats.num_free_blocks + w.service.stats.num_idle_blocks == w.service.stats.num_blocks
             assert (await w.answer("hi")).outputs[0].text == "Hello there."
 
     run(body())
@@ -176,7 +176,7 @@ def test_a_killed_engine_is_told_to_all_and_replaced(opened, tmp_path):
         async with world(opened, tmp_path, '{"step_ms": 5}' + LINES) as w:
             calls = [w.submit("endless", SamplingParams(max_tokens=2000)) for _ in range(64)]
             await calls[0].hear()
-            asked = asyncio.create_task(w.desk.ask("no such thing"))
+            asked = asyncio.create_task(w.service.ask("no such thing"))
             await asyncio.sleep(0)
             os.kill(w.supervisor.engine_pid, signal.SIGKILL)
             told = await asyncio.gather(*map(output, calls), return_exceptions=True)
@@ -241,11 +241,11 @@ def test_an_engine_dies_with_its_parent(default_model_path, tmp_path):
     program = f"""
 import asyncio, time
 from quire.config import EngineConfig
-from quire.server.desk import Desk
+from quire.server.service import Service
 from quire.server.supervisor import Supervisor
 async def main():
-    desk = Desk(None, time.monotonic)
-    supervisor = Supervisor(EngineConfig(), {str(tmp_path / "script.jsonl")!r}, desk, clock=time.monotonic)
+    service = Service(None, time.monotonic)
+    supervisor = Supervisor(EngineConfig(), {str(tmp_path / "script.jsonl")!r}, service, clock=time.monotonic)
     await supervisor.first_start()
     print(supervisor.engine_pid, flush=True)
     await asyncio.sleep(100)

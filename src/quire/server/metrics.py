@@ -17,7 +17,7 @@ from quire.core.step import FinishReason
 from quire.engine.outputs import Delta, RequestOutput
 from quire.engine.stats import Stats
 from quire.engine.ticket import Ticket
-from quire.server.desk import Finished
+from quire.server.service import Finished
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -1,158 +1,242 @@
-"""The engine on its own thread, for callers on an event loop. Orders go in through a queue, news come back."""
+"""Everybody who waits for an answer, on an event loop, over an engine in another process.
+
+Requests are opened on the loop; what the engine says is read, and turned into text, on the thread that carries it, and
+handed over once per frame. One lock keeps the two apart. When an engine is lost, everybody who waits is told at once.
+"""
 
 import asyncio
-import logging
-import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from quire.core.errors import EngineFailed, QuireError
+from quire.core.errors import Draining, InvalidPrompt, QuireError
 from quire.core.sampling import SamplingParams
 from quire.core.step import FinishReason
+from quire.engine.child import Child
 from quire.engine.failures import failure_of
-from quire.engine.local import LocalFront
+from quire.engine.front import Front
+from quire.engine.messages import Progress
 from quire.engine.outputs import Delta, RequestOutput
+from quire.engine.stats import Facts, Stats
 from quire.engine.terms import USUAL, Terms
 from quire.engine.ticket import Ticket
+from quire.engine.wire import (
+    AbortFrame,
+    AcceptedFrame,
+    AskFrame,
+    BeatFrame,
+    ProblemFrame,
+    ProgressFrame,
+    ReplyFrame,
+    StopFrame,
+    ToFront,
+    accepted_of,
+    error_of,
+    order_frame,
+    progress_of,
+)
+from quire.server.call import Call
+from quire.text.tokenizer import Tokenizer
 
-_log = logging.getLogger(__name__)
-
-News = Delta | RequestOutput
+_REMEMBERED_ENDS = 256  # finished requests that the drain rate is measured by
 
 
-class Stopping(QuireError):
-    """The server was told to end."""
+class EngineRestarting(QuireError):
+    """There is no engine at the moment; one is being started."""
 
     status = 503
-    code = "server_stopping"
+    code = "engine_unavailable"
+    retry_after_s = 2.0
 
 
-class Call:
-    """Someone on an event loop who waits for one request."""
+class EngineLost(QuireError):
+    """The engine died under this request."""
 
-    __slots__ = ("_inbox", "_loop", "ticket")
+    status = 503
+    code = "engine_lost"
+    retry_after_s = 2.0
 
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._inbox: asyncio.Queue[News | QuireError] = asyncio.Queue()
-        self.ticket: Ticket | None = None  # the engine's thread alone touches it
 
-    def tell(self, news: News | QuireError) -> None:
-        """From the engine's thread."""
-        self._loop.call_soon_threadsafe(self._inbox.put_nowait, news)
+class Finished(NamedTuple):
+    """A request that is over, for those who count."""
 
-    async def hear(self) -> News:
-        """The next news; the last is the whole output, or an error that is raised."""
-        news = await self._inbox.get()
-        if isinstance(news, QuireError):
-            raise news
-        return news
+    ticket: Ticket
+    output: RequestOutput | None
+    failure: QuireError | None
 
 
 class Service:
-    """Owns the front, and with it the engine, on one thread."""
+    """Open a call, hear it, leave it."""
 
-    def __init__(self, front: LocalFront) -> None:
-        self._front = front
-        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._calls: dict[str, Call] = {}
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self.failure: QuireError | None = None
+    def __init__(self, tokenizer: Tokenizer | None, clock: Callable[[], float]) -> None:
+        self._front = Front(tokenizer, clock)
+        self._clock = clock
+        self._lock = threading.Lock()  # of the front: the loop opens and drops, the reading thread hears
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._child: Child | None = None
+        self._calls: dict[int, Call] = {}
+        self._asked: dict[int, asyncio.Future[bytes]] = {}
+        self._next_token = 0
+        self._ends: deque[float] = deque(maxlen=_REMEMBERED_ENDS)
+        self.draining = False
+        self.facts: Facts | None = None
+        self.stats: Stats | None = None
+        self.beaten_s = clock()
+        self.finished: Callable[[Finished], None] = lambda finished: None
+        self.progressed: Callable[[Delta, Ticket], None] = lambda delta, ticket: None
 
-    def start(self) -> None:
-        self._thread.start()
+    # Who is behind it.
 
-    def dismiss(self) -> None:
-        """Send everyone away, now and from now on, so that nobody keeps the server from ending."""
-        self._orders.put(lambda: self._fail(Stopping("The server is stopping; ask again when it is back.")))
+    def listen(self) -> None:
+        """From now on this thread's event loop is where news are told."""
+        self._loop = asyncio.get_running_loop()
 
-    def stop(self) -> None:
-        """End the thread after the turn it is in."""
-        self._orders.put(None)
-        self._thread.join()
+    def attach(self, child: Child, facts: Facts) -> None:
+        self._child, self.facts, self.beaten_s = child, facts, self._clock()
 
-    def submit(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, terms: Terms = USUAL, streaming: bool
-    ) -> Call:
-        """Order a completion. Whoever does must `leave` the call, however it ends."""
-        call = Call()
-        self._orders.put(lambda: self._submit(call, prompt_ids, params, terms, streaming))
+    def detach(self) -> None:
+        """The engine is gone: everybody who waits is told so, and nobody comes until there is another."""
+        self._child, self.stats = None, None
+        for call in list(self._calls.values()):
+            self._end(call, failure=EngineLost("The engine stopped while it worked on this request; ask again."))
+        for asked in self._asked.values():
+            if not asked.done():
+                asked.set_exception(EngineLost("The engine stopped before it could answer; ask again."))
+        self._asked.clear()
+
+    @property
+    def attached(self) -> bool:
+        return self._child is not None
+
+    # Requests come and go.
+
+    def submit(self, prompt: Sequence[int], params: SamplingParams, *, terms: Terms = USUAL, streaming: bool) -> Call:
+        """Open a call. Whoever does must `leave` it, however it ends."""
+        if self.draining:
+            raise Draining()
+        if self._child is None:
+            raise EngineRestarting("The engine is being started; ask again in a moment.")
+        with self._lock:
+            order, ticket = self._front.open(prompt, params, terms=terms, streaming=streaming)
+        call = self._calls[ticket.number] = Call(ticket)
+        try:
+            self._child.send(order_frame(order))
+        except (OverflowError, TypeError, ValueError) as error:  # a number beyond 64 bits, and its like: never sent
+            self._end(call)
+            raise InvalidPrompt(f"This request holds what cannot be sent to the engine: {error}.") from error
         return call
 
     def leave(self, call: Call) -> None:
         """Nobody listens any more: an unfinished request is aborted."""
-        self._orders.put(lambda: self._leave(call))
+        if self._calls.get(call.ticket.number) is call:
+            self._abort(call.ticket)
+            self._end(call)
+
+    async def ask(self, what: str, number: int = 0) -> bytes:
+        """The engine's answer, as JSON."""
+        if self._child is None:
+            raise EngineRestarting("The engine is being started; ask again in a moment.")
+        token, self._next_token = self._next_token, self._next_token + 1
+        asked: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._asked[token] = asked
+        try:
+            self._child.send(AskFrame(token, what, number))
+            return await asked
+        finally:
+            self._asked.pop(token, None)
 
     @property
     def num_calls(self) -> int:
         return len(self._calls)
 
-    @property
-    def idle(self) -> bool:
-        """Whether the engine has nothing left to do."""
-        return self._front.idle
+    def drained_per_s(self) -> float | None:
+        """Requests that ended per second, lately; None if too few have."""
+        if len(self._ends) < 2:
+            return None
+        return (len(self._ends) - 1) / max(self._clock() - self._ends[0], 1e-3)
 
-    def _submit(
-        self, call: Call, prompt_ids: Sequence[int], params: SamplingParams, terms: Terms, streaming: bool
-    ) -> None:
-        if self.failure is not None:
-            call.tell(self.failure)
-            return
+    # What the engine says. On the reading thread.
+
+    def hear(self, said: ToFront) -> None:
+        match said:
+            case ProgressFrame():
+                self._advance(progress_of(said))
+            case AcceptedFrame():
+                with self._lock:
+                    self._front.accept(accepted_of(said))
+            case ProblemFrame():
+                self._on_loop(self._refused, said.number, error_of(said))
+            case BeatFrame():
+                self._on_loop(self._note_beat, said.stats)
+            case ReplyFrame():
+                self._on_loop(self._answered, said.token, said.body)
+
+    def _advance(self, progress: Progress) -> None:
+        with self._lock:
+            heard = self._front.hear(progress)
+        for number, index in heard.stops:
+            if self._child is not None:
+                self._child.send(StopFrame(number, index))
+        if heard.deltas:
+            self._on_loop(self._deliver, heard.deltas)
+
+    def _on_loop(self, verb: Callable[..., None], *arguments: object) -> None:
+        assert self._loop is not None
         try:
-            call.ticket = self._front.submit(prompt_ids, params, terms=terms, streaming=streaming)
-        except QuireError as error:
-            call.tell(error)
-        except Exception:  # our mistake, but this request's alone: nothing has begun
-            _log.exception("a request broke its own submission")
-            call.tell(EngineFailed("The engine could not take this request; the server's log says why."))
-        else:
-            self._calls[call.ticket.request_id] = call
+            self._loop.call_soon_threadsafe(verb, *arguments)
+        except RuntimeError:  # the loop is closed: nobody is left to hear it
+            return
 
-    def _leave(self, call: Call) -> None:
-        if call.ticket is not None and self._calls.pop(call.ticket.request_id, None) is not None:
-            self._front.abort(call.ticket)
+    # The same, on the loop.
 
-    def _run(self) -> None:
-        while True:
-            try:
-                order = self._orders.get(block=self._front.idle or self.failure is not None)
-            except queue.Empty:
-                order = self._turn
-            if order is None:
-                return
-            try:
-                order()
-            except Exception:  # the loop itself broke: nobody's fault, everybody's end
-                _log.exception("the engine failed")
-                self._fail(EngineFailed("The engine failed; the server's log says how."))
+    def _note_beat(self, stats: Stats) -> None:
+        self.stats, self.beaten_s = stats, self._clock()
 
-    def _turn(self) -> None:
-        deltas = self._front.turn()
+    def _answered(self, token: int, body: bytes) -> None:
+        asked = self._asked.get(token)
+        if asked is not None and not asked.done():
+            asked.set_result(body)
+
+    def _refused(self, number: int | None, error: QuireError) -> None:
+        call = None if number is None else self._calls.get(number)
+        if call is not None:
+            self._end(call, failure=error)
+
+    def _deliver(self, deltas: list[Delta]) -> None:
+        self.beaten_s = self._clock()
         for delta in deltas:
-            call = self._calls.get(delta.request_id)
-            if call is None or call.ticket is None:
+            call = self._calls.get(int(delta.request_id))
+            if call is None:
                 continue
-            reason = None if delta.finish_reason is None else FinishReason(delta.finish_reason)
-            failure = failure_of(reason, len(call.ticket.prompt_ids), call.ticket.params)
-            if failure is None:
-                call.tell(delta)
-            else:
-                self._refuse(delta.request_id, failure)
-        for request_id in {delta.request_id for delta in deltas if delta.finish_reason is not None}:
-            call = self._calls.get(request_id)
-            if call is not None and call.ticket is not None and call.ticket.finished:
-                del self._calls[request_id]
-                call.tell(call.ticket.output())
+            failure = _failure(delta, call.ticket)
+            if failure is not None:  # one continuation failed, and with it the request
+                self._abort(call.ticket)
+                self._end(call, failure=failure)
+                continue
+            self.progressed(delta, call.ticket)
+            call.tell(delta)
+            if delta.finish_reason is not None and call.ticket.finished:
+                self._end(call, output=call.ticket.output())
 
-    def _refuse(self, request_id: str, failure: QuireError) -> None:
-        """One continuation failed, and with it the request: after the first byte that is an error, not an end."""
-        call = self._calls.pop(request_id, None)
-        if call is not None and call.ticket is not None:
-            self._front.abort(call.ticket)
-            call.tell(failure)
+    def _abort(self, ticket: Ticket) -> None:
+        if self._child is not None:
+            self._child.send(AbortFrame(ticket.number))
 
-    def _fail(self, failure: QuireError) -> None:
-        self.failure = failure
-        for call in self._calls.values():
-            call.tell(failure)
-        self._calls.clear()
+    def _end(self, call: Call, *, output: RequestOutput | None = None, failure: QuireError | None = None) -> None:
+        """A call has one end: an output, a failure, or nobody to tell."""
+        ticket = call.ticket
+        del self._calls[ticket.number]
+        with self._lock:
+            self._front.drop(ticket)
+        if output is not None:
+            call.finish(output)
+            self._ends.append(self._clock())
+        elif failure is not None:
+            call.fail(failure)
+        self.finished(Finished(ticket, output, failure))
+
+
+def _failure(delta: Delta, ticket: Ticket) -> QuireError | None:
+    reason = None if delta.finish_reason is None else FinishReason(delta.finish_reason)
+    return failure_of(reason, len(ticket.prompt_ids), ticket.params)

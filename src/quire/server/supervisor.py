@@ -15,7 +15,7 @@ from quire.engine.child import Child
 from quire.engine.phases import Phase
 from quire.engine.stats import Facts
 from quire.engine.wire import PhaseFrame, ProblemFrame, ReadyFrame, StartFrame, ToFront, error_of
-from quire.server.desk import Desk
+from quire.server.service import Service
 
 READY_WITHIN_S = 5.0  # a beat older than this, and the server says that it is not ready
 KILL_AFTER_S = 30.0  # a beat older than this, and the engine is killed
@@ -38,20 +38,20 @@ class Health(Enum):
 
 
 class Supervisor:
-    """One engine after another, for one desk."""
+    """One engine after another, for one service."""
 
     def __init__(
         self,
         config: EngineConfig,
         script: str | None,
-        desk: Desk,
+        service: Service,
         *,
         clock: Callable[[], float],
         phase: Callable[[Phase], None] = lambda phase: None,
     ) -> None:
         self._config = config
         self._script = script
-        self._desk = desk
+        self._service = service
         self._clock = clock
         self._phase = phase
         self._child: Child | None = None
@@ -66,14 +66,14 @@ class Supervisor:
     def health(self) -> Health:
         if self._stopping:
             return Health.STOPPED
-        if not self._desk.attached:
+        if not self._service.attached:
             return Health.RESTARTING if self._ever_ready else Health.STARTING
-        return Health.READY if self._clock() - self._desk.beaten_s < READY_WITHIN_S else Health.STALLED
+        return Health.READY if self._clock() - self._service.beaten_s < READY_WITHIN_S else Health.STALLED
 
     @property
     def stalled_s(self) -> float:
         """Since when nothing was heard from the engine's loop."""
-        return self._clock() - self._desk.beaten_s
+        return self._clock() - self._service.beaten_s
 
     @property
     def engine_pid(self) -> int | None:
@@ -81,12 +81,12 @@ class Supervisor:
 
     async def first_start(self) -> Facts:
         """Start the engine; a `QuireError` says why it cannot be."""
-        self._desk.listen()
+        self._service.listen()
         self._spawn()
         await self._until_ready_or_ended()
-        if self._desk.facts is None:
+        if self._service.facts is None:
             raise self._refusal or EngineFailed("The engine process ended while it was starting; see above.")
-        return self._desk.facts
+        return self._service.facts
 
     async def watch(self) -> None:
         """From the first start on, until `stop`. An engine that cannot be started again is raised."""
@@ -111,7 +111,7 @@ class Supervisor:
         child, self._child = self._child, None
         if child is not None:
             await asyncio.to_thread(child.close)
-        self._desk.detach()
+        self._service.detach()
 
     def _spawn(self) -> None:
         self._ready, self._ended, self._refusal = asyncio.Event(), asyncio.Event(), None
@@ -127,7 +127,7 @@ class Supervisor:
                 case ProblemFrame() if said.number is None:
                     loop.call_soon_threadsafe(self._note_refusal, error_of(said))
                 case _:
-                    self._desk.hear(said)
+                    self._service.hear(said)
 
         def end() -> None:
             try:
@@ -142,7 +142,7 @@ class Supervisor:
     def _note_ready(self, child: Child, facts: Facts, ready: asyncio.Event) -> None:
         if child is self._child:
             self._ever_ready = True
-            self._desk.attach(child, facts)
+            self._service.attach(child, facts)
             ready.set()
 
     def _note_refusal(self, error: QuireError) -> None:
@@ -150,7 +150,7 @@ class Supervisor:
 
     def _note_end(self, ended: asyncio.Event) -> None:
         if ended is self._ended:
-            self._desk.detach()
+            self._service.detach()
         ended.set()
 
     async def _until_ready_or_ended(self) -> None:
@@ -162,7 +162,7 @@ class Supervisor:
     async def _watch_one(self) -> None:
         """Until this engine has ended. One that hangs is killed."""
         while not self._ended.is_set():
-            if self._desk.attached and self.stalled_s > KILL_AFTER_S and self._child is not None:
+            if self._service.attached and self.stalled_s > KILL_AFTER_S and self._child is not None:
                 _log.error("the engine's loop has not been heard for %.0f s; killing it", self.stalled_s)
                 self._child.kill()
                 await self._ended.wait()

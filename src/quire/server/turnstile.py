@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from quire.core.errors import Draining, QueueFull, QuireError
-from quire.server.desk import Desk, EngineRestarting
+from quire.server.service import EngineRestarting, Service
 from quire.server.supervisor import Health
 
 LONGEST_ADVICE_S = 60.0
@@ -28,8 +28,10 @@ class ShareExhausted(QuireError):
 class Turnstile:
     """Counts who is inside, by key."""
 
-    def __init__(self, desk: Desk, health: Callable[[], Health], *, max_waiting: int, max_waiting_tokens: int) -> None:
-        self._desk = desk
+    def __init__(
+        self, service: Service, health: Callable[[], Health], *, max_waiting: int, max_waiting_tokens: int
+    ) -> None:
+        self._service = service
         self._health = health
         self._max_waiting = max_waiting
         self._max_waiting_tokens = max_waiting_tokens
@@ -39,7 +41,7 @@ class Turnstile:
     def enter(self, name: str, most: int | None) -> None:
         """Come in, or a `QuireError` with the time after which it is worth asking again."""
         self._check_service()
-        facts, stats = self._desk.facts, self._desk.stats
+        facts, stats = self._service.facts, self._service.stats
         assert facts is not None
         num_waiting = self.num_open - facts.max_num_seqs
         if num_waiting >= self._max_waiting:
@@ -60,16 +62,16 @@ class Turnstile:
             del self._open[name]
 
     def _check_service(self) -> None:
-        if self._desk.draining:
+        if self._service.draining:
             raise self._advised(Draining(), self.num_open)
-        if not self._desk.attached:
+        if not self._service.attached:
             raise EngineRestarting("The engine is being started; ask again in a moment.")
         if self._health() is Health.STALLED:
             raise EngineRestarting("The engine has not been heard for some seconds; ask again in a moment.")
 
     def _advised(self, error: QuireError, num_before: int) -> QuireError:
         """Little's law: so many must leave first, and so many leave in a second."""
-        rate = self._desk.drained_per_s()
+        rate = self._service.drained_per_s()
         wait_s = _USUAL_ADVICE_S if rate is None else num_before / rate
         error.retry_after_s = float(min(max(math.ceil(wait_s), 1), LONGEST_ADVICE_S))
         return error
