@@ -17,11 +17,13 @@ _FAREWELL_S = 2  # what a slow client gets to read its last words
 
 def serve(model: str | None, host: str, port: int, given: Mapping[str, object]) -> None:
     started_s = time.monotonic()
-    if importlib.util.find_spec("starlette") is None or importlib.util.find_spec("uvicorn") is None:
-        raise ConfigError('Serving needs starlette and uvicorn: pip install "quire[serve]".')
+    if any(importlib.util.find_spec(name) is None for name in ("starlette", "uvicorn", "msgspec")):
+        raise ConfigError('Serving needs starlette, uvicorn and msgspec: pip install "quire[serve]".')
     import uvicorn
 
+    from quire.llm import LLM
     from quire.server.app import make_app
+    from quire.server.served import Served
     from quire.server.service import Service
 
     class Server(uvicorn.Server):
@@ -35,7 +37,16 @@ def serve(model: str | None, host: str, port: int, given: Mapping[str, object]) 
     _listen(host, port).close()  # refuses a taken port before a model is loaded for nothing
     built = start(model, given, report=True)
     service = Service(built.front)
-    app = make_app(built, service)
+    served = Served(
+        name=built.name,
+        tokenizer=built.tokenizer,
+        chat_template=None if built.tokenizer is None else built.tokenizer.chat_template,
+        defaults=LLM.over(built).get_default_sampling_params(),
+        max_model_len=built.resolved.max_model_len,
+        vocab_size=built.checkpoint.spec.vocab_size,
+        created=int(time.time()),
+    )
+    app = make_app(served, service)
     server = Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_FAREWELL_S))
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, server.handle_exit)  # both are an order to end, not a crash
