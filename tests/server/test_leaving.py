@@ -12,10 +12,10 @@ import pytest
 
 from quire.core.errors import EngineFailed, InvalidPrompt
 from quire.core.sampling import SamplingParams
-from quire.engine.build import Built
 from quire.engine.front import Front
 from quire.engine.terms import Terms
 from quire.server.app import make_app
+from quire.server.served import Served
 from quire.server.service import Service
 from tests.server.conftest import Running, start_server
 
@@ -81,7 +81,7 @@ def test_a_request_that_trips_does_not_take_others_along_and_a_broken_engine_say
     async def story() -> list[int]:
         front = cast(Front, Breaking())
         service = Service(front)
-        app = make_app(cast(Built, SimpleNamespace(name="m", front=front)), service)
+        app = make_app(Served("m", None, None, SamplingParams(), 64, 100, created=0), service)
         service.start()
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://m") as client:
             health = []
