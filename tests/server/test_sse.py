@@ -41,6 +41,9 @@ async def ask(app: Any, sent: list[Message], on_send: Any, gone: asyncio.Event |
         return {"type": "http.disconnect"}
 
     async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            for _ in range(10):  # as whatever stands between may take its time: nothing may overtake it
+                await asyncio.sleep(0)
         sent.append(message)
         on_send(message)
 
@@ -122,6 +125,13 @@ def test_our_own_mistake_in_the_middle_is_an_event(served: Served) -> None:
     assert '"content":"hello"' in answer.text and "its log says why" in answer.text
     assert "[DONE]" not in answer.text
     assert script.num_left > 0
+
+
+def test_nothing_overtakes_the_headers(served: Served) -> None:
+    sent: list[Message] = []
+    asyncio.run(ask(app_over(Script(["a", "b"]), served), sent, lambda message: None))
+    assert [each["type"] for each in sent].index("http.response.start") == 0
+    assert b"".join(each["body"] for each in sent[1:]).endswith(DONE)
 
 
 @pytest.mark.parametrize("spoken", [False, True])

@@ -4,13 +4,15 @@ import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import openai
 import pytest
 
+from quire.core.grammar import Grammar
 from quire.server.served import Served
+from quire.server.voices import Tool, ToolChoice
 from tests.server.scripted import Script, SemicolonVoice, app_over, bodies, post
 
 ASK = [{"role": "user", "content": "What is the weather?"}]
@@ -127,6 +129,25 @@ def test_a_call_that_must_come_is_a_grammar_of_the_voice(speaker: Served) -> Non
         both = post(app_over(script, speaker), "/v1/chat/completions",
                     {**asked, "response_format": {"type": "json_object"}})  # fmt: skip
         assert "tool must be called" in both.json()["error"]["message"]
+
+
+class Unforced(SemicolonVoice):
+    """Calls by itself what it was told to call."""
+
+    def tool_grammar(self, tools: Sequence[Tool], choice: ToolChoice, *, parallel: bool) -> Grammar:
+        return cast(Grammar, None)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("choice", "told"), [("required", "tool_calls"), ({"type": "function", "function": {"name": "weather"}}, "stop")]
+)
+def test_a_call_of_a_named_tool_is_an_ordinary_end(served: Served, choice: object, told: str, stream: bool) -> None:
+    app = app_over(Script(["C:weather;A:{};"]), replace(served, voice=Unforced()))
+    asked = {"messages": ASK, "tools": TOOLS, "tool_choice": choice, "stream": stream}
+    answer = post(app, "/v1/chat/completions", asked)
+    last = bodies(answer.text)[-1] if stream else answer.json()
+    assert last["choices"][0]["finish_reason"] == told
 
 
 def test_tools_reach_the_template_unless_none_may_be_called(speaker: Served) -> None:

@@ -4,7 +4,7 @@ dialogue ──render──▶ prompt ──submit──▶ deltas ──parse�
 """
 
 import uuid
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from starlette.concurrency import run_in_threadpool
@@ -26,33 +26,52 @@ class Spoken(NamedTuple):
     delta: Delta
 
 
-@dataclass(slots=True)
 class ToolCall:
     """A call of a tool, as far as it has been said."""
 
-    name: str
-    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
-    arguments: str = ""
+    __slots__ = ("_pieces", "id", "name")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.id = f"call_{uuid.uuid4().hex[:24]}"
+        self._pieces: list[str] = []
+
+    def add(self, text: str) -> None:
+        self._pieces.append(text)
+
+    @property
+    def arguments(self) -> str:
+        return "".join(self._pieces)
 
 
-@dataclass(slots=True)
 class Said:
-    """All that one choice said."""
+    """All that one choice said, so far."""
 
-    text: str = ""
-    thought: str = ""
-    calls: dict[int, ToolCall] = field(default_factory=dict)
+    __slots__ = ("_text", "_thought", "calls")
+
+    def __init__(self) -> None:
+        self._text: list[str] = []
+        self._thought: list[str] = []
+        self.calls: dict[int, ToolCall] = {}
 
     def add(self, event: SpeechEvent) -> None:
         match event:
             case Text(text):
-                self.text += text
+                self._text.append(text)
             case Thought(text):
-                self.thought += text
+                self._thought.append(text)
             case ToolStart(index, name):
                 self.calls[index] = ToolCall(name)
             case ToolArguments(index, text):
-                self.calls[index].arguments += text
+                self.calls[index].add(text)
+
+    @property
+    def text(self) -> str:
+        return "".join(self._text)
+
+    @property
+    def thought(self) -> str:
+        return "".join(self._thought)
 
 
 class Answered(NamedTuple):
@@ -121,7 +140,7 @@ class Exchange:
 
     async def num_thought_tokens(self) -> int:
         """What the thoughts of all choices take."""
-        thoughts = [said.thought for said in self.said if said.thought]
+        thoughts = [thought for said in self.said if (thought := said.thought)]
         if not thoughts:
             return 0
         encoded = await run_in_threadpool(self._served.text().encode_batch, thoughts, add_special_tokens=False)

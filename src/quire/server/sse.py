@@ -84,11 +84,13 @@ class EventStream(Response):
         self._sent_s = time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        tasks = [asyncio.ensure_future(work) for work in (self._send_all(send), hang_up(receive), self._tick(send))]
+        tasks: list[asyncio.Future[None]] = []
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             if not self._first.done():
                 await self._say(send, KEEP_ALIVE)
+            work = (self._send_all(send), hang_up(receive), self._tick(send))
+            tasks += map(asyncio.ensure_future, work)
             await asyncio.wait(tasks[:2], return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._first.cancel()
