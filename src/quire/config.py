@@ -4,6 +4,7 @@ A setting the user left out is derived; `Resolved.reasons` says of each where it
 in place, and no environment variable is read.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from quire.core.errors import ConfigError, shown
@@ -39,6 +40,7 @@ class EngineConfig:
     regime: str | None = None  # for experiments: an earlier step of the arc from static batching to prefix reuse
     seed: int = 0
     threads: int | None = None
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)  # shares of the engine; 1 if not named
 
     def __post_init__(self) -> None:
         _check_choice("load_format", self.load_format, ("auto", "dummy"))

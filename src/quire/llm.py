@@ -20,6 +20,7 @@ from quire.engine.build import Built, build
 from quire.engine.delta_stream import DeltaStream
 from quire.engine.front import Prompt, as_list
 from quire.engine.local import LocalFront
+from quire.engine.opening import default_params
 from quire.engine.outputs import Delta, RequestOutput
 from quire.engine.phases import Watch
 from quire.engine.terms import Terms, TermsSaid
@@ -109,10 +110,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's makers recommend, where they say something; else the library's defaults."""
-        defaults = self.built.checkpoint.defaults
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        said = {name: getattr(defaults, name) for name in names if getattr(defaults, name) is not None}
-        return SamplingParams(**said)
+        return default_params(self.built.checkpoint)
 
     def reset_prefix_cache(self) -> int:
         """Forget what earlier prompts have left behind; the KV blocks that became free."""

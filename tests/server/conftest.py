@@ -1,4 +1,4 @@
-"""One real server for all tests of this folder, with the default model, as a user would start it."""
+"""One real server for all tests of this folder, with the default model, as a user would start it; and its facts."""
 
 import subprocess
 import sys
@@ -9,6 +9,11 @@ from typing import NamedTuple
 import httpx
 import openai
 import pytest
+
+from quire.core.sampling import SamplingParams
+from quire.formats.opening import open_checkpoint
+from quire.server.served import Served
+from quire.text.tokenizer import Tokenizer
 
 QUIRE = str(Path(sys.executable).with_name("quire"))
 SMALL = ("--threads", "1", "--max-model-len", "1k", "--kv-cache-memory", "256MiB")
@@ -52,3 +57,20 @@ def http(server: Running) -> Iterator[httpx.Client]:
 def client(server: Running) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
         yield client
+
+
+@pytest.fixture(scope="session")
+def served(default_model_path: Path) -> Served:
+    """The facts of the default model, without its weights."""
+    checkpoint = open_checkpoint(default_model_path)
+    tokenizer = Tokenizer.from_gguf(checkpoint.metadata)
+    return Served(
+        name="org/model",
+        aliases=("other",),
+        tokenizer=tokenizer,
+        chat_template=tokenizer.chat_template,
+        defaults=SamplingParams(),
+        max_model_len=1024,
+        vocab_size=checkpoint.spec.vocab_size,
+        created=1_700_000_000,
+    )

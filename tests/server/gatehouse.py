@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from quire.core.errors import InvalidPrompt, QueueFull
-from quire.server.errors import HANDLERS
+from quire.server.replies import HANDLERS
 from quire.server.gate import GateOptions, secure
 from quire.server.keys import ADMIN, Identity, KeyRing
 from quire.server.protocol import GuardedProtocol, Limits, guarded

@@ -10,13 +10,15 @@ from hypothesis import strategies as st
 
 HI = {"prompt": "hi", "max_tokens": 1}
 SAY_HI = [{"role": "user", "content": "hi"}]
+IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
 def refusal(answer: httpx.Response) -> dict[str, str]:
     assert set(answer.json()) == {"error"}
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
-    assert error["type"] == "invalid_request_error"
+    assert error["type"] == ("not_found_error" if answer.status_code == 404 else "invalid_request_error")
     return error  # type: ignore[no-any-return]
 
 
@@ -28,23 +30,66 @@ def refusal(answer: httpx.Response) -> dict[str, str]:
         ("completions", {"prompt": "word " * 2000}, 400, "context_length_exceeded", "(2001 in the messages"),
         ("completions", {"prompt": ""}, 400, "invalid_prompt", "empty"),
         ("completions", {"prompt": [10**6]}, 400, "invalid_prompt", "1000000"),
-        ("completions", {"prompt": ["one", "two"]}, 400, "invalid_prompt", "one text"),
+        ("completions", {"prompt": ["one", 2]}, 400, "invalid_prompt", "ids not beside texts"),
+        ("completions", {"prompt": []}, 400, "invalid_prompt", "not empty"),
+        ("completions", {"prompt": ["a"] * 129}, 400, "invalid_prompt", "129 prompts"),
+        ("completions", {"prompt": [[10**30]], "echo": True}, 400, "invalid_prompt", "ids run from 0"),
         ("completions", {**HI, "temperature": -1}, 400, "invalid_parameter", "temperature"),
         ("completions", {**HI, "temperature": "x" * 10**6}, 400, "invalid_parameter", "temperature"),
         ("completions", {**HI, "logit_bias": {"no": 1}}, 400, "invalid_parameter", "logit_bias"),
         ("completions", {**HI, "stream": "yes"}, 400, "invalid_parameter", "stream"),
         ("completions", {**HI, "stream_options": {}}, 400, "invalid_parameter", "stream_options"),
-        ("completions", {**HI, "best_of": 2, "n": 3}, 400, "invalid_parameter", "best_of"),
+        ("completions", {**HI, "best_of": 3, "n": 2}, 400, "invalid_parameter", "best_of must be left away or be n"),
+        ("completions", {**HI, "suffix": "x"}, 400, "invalid_parameter", "suffix"),
+        ("completions", {**HI, "truncate_prompt_tokens": 0}, 400, "invalid_parameter", "truncate_prompt_tokens"),
+        ("completions", {**HI, "guided_json": {"type": "object"}}, 400, "invalid_parameter", "use response_format"),
+        ("completions", {**HI, "stream": True, "prompt_logprobs": 1}, 400, "invalid_parameter", "be streamed"),
+        ("completions", {**HI, "response_format": {"type": "json_object"}}, 400, "invalid_parameter", "json_object"),
         ("completions", {**HI, "use_beam_search": True, "stop": "x"}, 400, "invalid_parameter", "beam search"),
         ("completions", {**HI, "n": 100}, 400, "invalid_parameter", "--max-num-seqs 100"),
         ("completions", {**HI, "priority": 1000}, 400, "invalid_parameter", "priority"),
         ("completions", {**HI, "cache_salt": 7}, 400, "invalid_parameter", "cache_salt"),
         ("completions", {**HI, "timeout_s": 0}, 408, "deadline_expired", "timeout_s"),
-        ("completions", {**HI, "echo": True}, 400, "invalid_parameter", "echo is not served"),
-        ("completions", {**HI, "logprobs": 0}, 400, "invalid_parameter", "logprobs is not served"),
+        ("completions", {**HI, "logprobs": 101}, 400, "invalid_parameter", "logprobs"),
         ("chat/completions", {}, 400, "invalid_prompt", "messages"),
         ("chat/completions", {"messages": [{"role": 7}]}, 400, "invalid_prompt", "role"),
-        ("chat/completions", {"messages": SAY_HI, "tools": [{}]}, 400, "invalid_parameter", "tools is not served"),
+        ("chat/completions", {"messages": SAY_HI, "tools": [{}]}, 400, "invalid_parameter", "tools[0]"),
+        ("chat/completions", {"messages": SAY_HI, "tool_choice": "required"}, 400, "invalid_parameter", "no tools"),
+        (
+            "chat/completions",
+            {"messages": SAY_HI, "tools": TOOLS, "tool_choice": "maybe"},
+            400,
+            "invalid_parameter",
+            "'maybe'",
+        ),
+        (
+            "chat/completions",
+            {"messages": SAY_HI, "tools": TOOLS, "tool_choice": {"function": {"name": "g"}}},
+            400,
+            "invalid_parameter",
+            "'g'",
+        ),
+        (
+            "chat/completions",
+            {"messages": SAY_HI, "tools": TOOLS, "tool_choice": "required"},
+            400,
+            "invalid_parameter",
+            "no format for tool calls",
+        ),
+        ("chat/completions", {"messages": SAY_HI, "functions": [{"name": "f"}]}, 400, "invalid_parameter", "use tools"),
+        ("chat/completions", {"messages": SAY_HI, "chat_template": "x"}, 400, "invalid_parameter", "chat_template"),
+        ("chat/completions", {"messages": SAY_HI, "documents": [{}]}, 400, "invalid_parameter", "documents"),
+        (
+            "chat/completions",
+            {"messages": SAY_HI, "chat_template_kwargs": {"messages": []}},
+            400,
+            "invalid_parameter",
+            "field of its own",
+        ),
+        ("chat/completions", {"messages": SAY_HI, "top_logprobs": 2}, 400, "invalid_parameter", "logprobs: true"),
+        ("chat/completions", {"messages": SAY_HI, "max_tokens": 0}, 400, "invalid_parameter", "max_tokens"),
+        ("chat/completions", {"messages": IMAGE}, 400, "invalid_prompt", "reads text only"),
+        ("chat/completions", {"messages": []}, 400, "invalid_prompt", "messages"),
         ("chat/completions", [], 400, "invalid_prompt", "JSON object"),
         ("nowhere", {}, 404, "invalid_request", "POST /v1/nowhere is not served"),
     ],
@@ -102,7 +147,10 @@ FIELDS = st.sampled_from(
         "prompt", "messages", "temperature", "top_p", "top_k", "min_p", "n", "max_tokens", "max_completion_tokens",
         "stop", "stop_token_ids", "seed", "logit_bias", "bad_words", "allowed_token_ids", "ignore_eos", "stream",
         "stream_options", "model", "min_tokens", "presence_penalty", "skip_special_tokens", "tools", "best_of",
-        "use_beam_search", "beam_width", "length_penalty", "early_stopping", "priority", "cache_salt",
+        "use_beam_search", "beam_width", "length_penalty", "early_stopping", "priority", "cache_salt", "logprobs",
+        "top_logprobs", "prompt_logprobs", "echo", "suffix", "truncate_prompt_tokens", "tool_choice",
+        "return_token_ids", "response_format", "structured_outputs", "chat_template_kwargs", "reasoning_effort",
+        "continue_final_message",
     ]
 )  # fmt: skip
 

@@ -11,9 +11,11 @@ from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
 from quire.core.errors import ConfigError
+from quire.server.app import ADMIN_ROUTES
 from quire.server.gate import GateOptions, secure
 from quire.server.keys import make_key_ring
 from quire.server.logs import LogFormat, LogWriter, log_answer
+from quire.server.metrics import Metrics
 from quire.server.protocol import Limits, connection_limit, guarded
 
 _KEEP_ALIVE_S = 30  # longer than clients keep an idle connection, so that it is they who close it
@@ -24,7 +26,9 @@ class Gatekeeping:
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         self._keys = make_key_ring(given["api_keys"], given["api_key_file"], given["admin_key"])
-        self._options = GateOptions(_body_limit(given["max_body_bytes"]), tuple(given["allowed_origins"]))
+        self._options = GateOptions(
+            _body_limit(given["max_body_bytes"]), tuple(given["allowed_origins"]), admin_routes=ADMIN_ROUTES
+        )
         self._root_path = _root_path(given["root_path"])
         self._certificate = _certificate(given["ssl_certfile"], given["ssl_keyfile"])
         self._log_format = cast(LogFormat, given["log_format"])
@@ -37,8 +41,12 @@ class Gatekeeping:
     def scheme(self) -> str:
         return "https" if self._certificate else "http"
 
-    def secure(self, app: Starlette) -> ASGIApp:
-        return secure(app, keys=self._keys, options=self._options, hear=[log_answer])
+    @property
+    def weights(self) -> dict[str, float]:
+        return self._keys.weights
+
+    def secure(self, app: Starlette, metrics: Metrics) -> ASGIApp:
+        return secure(app, keys=self._keys, options=self._options, hear=[log_answer, metrics.answered])
 
     def uvicorn_settings(self) -> dict[str, Any]:
         certificate, key = self._certificate or (None, None)

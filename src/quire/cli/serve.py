@@ -1,61 +1,82 @@
-"""`quire serve`: the engine over HTTP."""
+"""`quire serve`: the engine over HTTP. This process never loads torch: the engine has its own."""
 
 import importlib.util
 import ipaddress
-import signal
 import socket
 import time
 from collections.abc import Mapping
-from types import FrameType
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from quire.cli.console import err
-from quire.cli.start import start
+from quire.catalog.names import DEFAULT_MODEL
+from quire.cli.console import bars, err
+from quire.cli.options import engine_config
+from quire.config import EngineConfig
 from quire.core.errors import ConfigError
+from quire.engine.opening import open_model
+from quire.engine.phases import Phase
+from quire.version import __version__
 
-_FAREWELL_S = 2  # what a slow client gets to read its last words
+if TYPE_CHECKING:
+    from quire.engine.stats import Facts
+    from quire.server.served import Served
+
+_NEEDED = ("starlette", "uvicorn", "httptools", "uvloop", "msgspec", "llguidance", "prometheus_client")
+_MAX_WAITING = 1024
 
 
-def serve(model: str | None, host: str, port: int, given: Mapping[str, object]) -> None:
+def serve(model: str | None, host: str, port: int, given: Mapping[str, Any]) -> None:
     started_s = time.monotonic()
-    absent = [name for name in ("starlette", "uvicorn", "httptools") if importlib.util.find_spec(name) is None]
+    absent = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if absent:
-        raise ConfigError(f'Serving needs {" and ".join(absent)}: pip install "quire[serve]".')
-    import uvicorn
-
+        raise ConfigError(f'Serving needs {", ".join(absent)}: pip install "quire[serve]".')
     from quire.cli.gatekeeping import Gatekeeping
-    from quire.server.app import make_app
-    from quire.server.service import Service
-
-    class Server(uvicorn.Server):
-        """Ends at once: whoever still waits for text is told so."""
-
-        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            service.dismiss()
-            super().handle_exit(sig, frame)
+    from quire.server.lifecycle import Listeners, serve_until_told
 
     gatekeeping = Gatekeeping(given)
     _check_host(host, keyed=gatekeeping.keyed, insecure=bool(given["insecure_no_key"]))
-    _listen(host, port).close()  # refuses a taken port before a model is loaded for nothing
-    built = start(model, given, report=True)
-    service = Service(built.front)
-    server = Server(
-        uvicorn.Config(
-            gatekeeping.secure(make_app(built, service)),
-            timeout_graceful_shutdown=_FAREWELL_S,
-            **gatekeeping.uvicorn_settings(),
-        )
-    )
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, server.handle_exit)  # both are an order to end, not a crash
-    with gatekeeping.logging(), _listen(host, port) as listening:
-        _announce(gatekeeping.scheme, host, listening.getsockname()[1], time.monotonic() - started_s)
-        server.run(sockets=[listening])
+    config = replace(engine_config(model, given), tenant_weights=gatekeeping.weights)
+    with _listen(host, port) as listening:  # refuses a taken port before a model is loaded for nothing
+        err.print(f"quire {__version__} · {config.model or DEFAULT_MODEL.name}")
+        plan = _plan(config, given)
+        url = f"{gatekeeping.scheme}://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
+
+        def tell_ready(served: "Served", facts: "Facts") -> None:
+            _announce(url, time.monotonic() - started_s)
+
+        listeners = Listeners(_tell_phase, tell_ready, lambda line: err.print(time.strftime("%H:%M:%S ") + line))
+        with gatekeeping.logging():
+            serve_until_told(plan, listeners, listening, gatekeeping.secure, gatekeeping.uvicorn_settings())
     err.print("Stopped.")
 
 
-def _announce(scheme: str, host: str, port: int, seconds: float) -> None:
-    url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
-    err.print(f"Ready in {seconds:.1f} s  →  {url}")
+def _plan(config: EngineConfig, given: Mapping[str, Any]) -> Any:
+    from quire.server.lifecycle import Plan
+
+    with bars() as drawn:
+        opened = open_model(config, drawn.fetched)
+    template: Path | None = given["chat_template"]
+    script: Path | None = given["script"]
+    max_waiting = config.max_waiting or _MAX_WAITING
+    return Plan(
+        opened=opened,
+        config=replace(config, max_waiting=max_waiting),
+        script=None if script is None else str(script.absolute()),
+        aliases=tuple(given["aliases"]),
+        chat_template=None if template is None else template.read_text(encoding="utf-8"),
+        max_waiting=max_waiting,
+        max_waiting_tokens=given["max_waiting_tokens"],
+        drain_s=given["drain_s"],
+    )
+
+
+def _tell_phase(phase: Phase) -> None:
+    err.print(f"  {phase.name:<10}{phase.seconds:5.1f} s   {phase.detail}")
+
+
+def _announce(url: str, seconds: float) -> None:
+    err.print(f"Ready in {seconds:.1f} s  →  {url}   (chat /  · docs /docs · metrics /metrics)")
     err.print(
         f"""  curl {url}/v1/chat/completions -H 'content-type: application/json' """
         """-d '{"messages":[{"role":"user","content":"hi"}]}'""",

@@ -7,6 +7,7 @@ from quire.catalog.locate import locate
 from quire.catalog.progress import Report, ignore
 from quire.config import EngineConfig
 from quire.core.errors import ModelNotFound
+from quire.core.sampling import SamplingParams
 from quire.formats.checkpoint import Checkpoint, Source
 from quire.formats.huggingface import open_folder
 from quire.formats.shapes import dummy_checkpoint
@@ -25,6 +26,17 @@ class OpenedModel(NamedTuple):
         if self.checkpoint.end_ids or self.tokenizer is None:
             return self.checkpoint.end_ids
         return tuple(self.tokenizer.end_ids)
+
+    @property
+    def default_params(self) -> SamplingParams:
+        return default_params(self.checkpoint)
+
+
+def default_params(checkpoint: Checkpoint) -> SamplingParams:
+    """What the model's makers recommend, where they say something; else the library's defaults."""
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    said = {name: getattr(checkpoint.defaults, name) for name in names}
+    return SamplingParams(**{name: value for name, value in said.items() if value is not None})
 
 
 def open_model(config: EngineConfig, fetching: Report = ignore) -> OpenedModel:

@@ -4,6 +4,7 @@ from quire.config import EngineConfig, Resolved
 from quire.engine.door import Door
 from quire.kv.manager import KVManager, count_blocks
 from quire.sched.cost import CostTable
+from quire.sched.order import OrderPolicy
 from quire.sched.policy import REGIMES, Policy
 from quire.sched.reserve import Stance
 from quire.sched.scheduler import Scheduler
@@ -28,6 +29,7 @@ def make_scheduler(config: EngineConfig, resolved: Resolved, costs: CostTable) -
         stance=Stance(config.overcommit),
         itl_target_s=None if itl_target_ms is None else itl_target_ms / 1000,
         max_waiting=config.max_waiting,
+        order=OrderPolicy(weights=config.tenant_weights),
     )
     kv = KVManager(
         resolved.num_blocks,

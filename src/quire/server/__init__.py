@@ -1,1 +1,1 @@
-"""Floor 9: the engine over HTTP, in its simplest form. The full surface is a later chapter."""
+"""Floor 9: the engine over HTTP, in the shapes that OpenAI's clients know."""

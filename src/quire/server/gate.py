@@ -16,16 +16,16 @@ from starlette.routing import Router, compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.core.errors import ConfigError
-from quire.server.errors import (
+from quire.server.errors import BodyTooLarge
+from quire.server.keys import ANONYMOUS, Identity, KeyRing
+from quire.server.replies import (
     CLIENT_LEFT,
     AdminOnly,
-    BodyTooLarge,
     ForeignOrigin,
     Translator,
     Unauthorized,
     UnsupportedMediaType,
 )
-from quire.server.keys import ANONYMOUS, Identity, KeyRing
 from quire.server.routes import OTHER, RouteNames, patterns, route_path
 from quire.server.visit import Answered, Visit, begin_visit, visit_of
 

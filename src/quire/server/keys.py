@@ -31,6 +31,11 @@ class Identity:
     admin: bool = False
     max_open: int | None = None  # requests it may have open at once; None: no limit of its own
 
+    @property
+    def tenant(self) -> str:
+        """Whose share of the engine, and whose cached prefixes, its requests use. Without keys all are one."""
+        return "" if self is ANONYMOUS else self.name
+
 
 ANONYMOUS = Identity("anonymous", trusted=True)  # without keys everybody is the operator
 NOBODY = Identity("nobody", max_open=0)  # who showed no key where one was wanted
@@ -70,6 +75,12 @@ class KeyRing:
             if secrets.compare_digest(kept, digest):
                 found = identity
         return found
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Of those whose share is not the usual one."""
+        held = self._identities.values()
+        return {identity.tenant: identity.weight for identity in held if identity.weight != 1.0}
 
     def __repr__(self) -> str:
         return f"KeyRing({len(self._identities)} keys)"

@@ -18,6 +18,7 @@ from quire.engine.outputs import Delta, RequestOutput
 from quire.engine.stats import Stats
 from quire.engine.ticket import Ticket
 from quire.server.service import Finished
+from quire.server.visit import Answered
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -91,6 +92,10 @@ class Metrics:
             self.refused(end.failure)
         else:
             self.left.inc()
+
+    def answered(self, answer: Answered) -> None:
+        """A request over HTTP is over."""
+        self.http.labels(answer.route, answer.method, str(answer.status)).inc()
 
     def refused(self, error: QuireError) -> None:
         self.refusals.labels(error.code if error.code in _CODES else "other").inc()

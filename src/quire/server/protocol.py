@@ -14,9 +14,9 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from quire.core.errors import QuireError
-from quire.server.errors import reply_to
 from quire.server.gate import Hear, new_request_id
 from quire.server.keys import NOBODY
+from quire.server.replies import reply_to
 from quire.server.routes import OTHER
 from quire.server.visit import Answered
 

@@ -37,8 +37,11 @@ from quire.engine.wire import (
     progress_of,
 )
 from quire.server.call import Call
+from quire.server.terms import terms_for
+from quire.server.visit import CURRENT
 from quire.text.tokenizer import Tokenizer
 
+_REMEMBERED_REQUESTS = 1000  # that can be explained or aborted by their id
 _REMEMBERED_ENDS = 256  # finished requests that the drain rate is measured by
 
 
@@ -56,6 +59,13 @@ class EngineLost(QuireError):
     status = 503
     code = "engine_lost"
     retry_after_s = 2.0
+
+
+class Aborted(QuireError):
+    """Somebody with the admin key ended this request."""
+
+    status = 503
+    code = "aborted"
 
 
 class Finished(NamedTuple):
@@ -78,12 +88,14 @@ class Service:
         self._calls: dict[int, Call] = {}
         self._asked: dict[int, asyncio.Future[bytes]] = {}
         self._next_token = 0
+        self._latest: dict[str, list[int]] = {}  # what came with the latest requests, by the server's own ids
         self._ends: deque[float] = deque(maxlen=_REMEMBERED_ENDS)
         self.draining = False
         self.facts: Facts | None = None
         self.stats: Stats | None = None
         self.beaten_s = clock()
         self.finished: Callable[[Finished], None] = lambda finished: None
+        self.lost: Callable[[], None] = lambda: None
         self.progressed: Callable[[Delta, Ticket], None] = lambda delta, ticket: None
 
     # Who is behind it.
@@ -97,6 +109,7 @@ class Service:
 
     def detach(self) -> None:
         """The engine is gone: everybody who waits is told so, and nobody comes until there is another."""
+        self.lost()
         self._child, self.stats = None, None
         for call in list(self._calls.values()):
             self._end(call, failure=EngineLost("The engine stopped while it worked on this request; ask again."))
@@ -117,9 +130,13 @@ class Service:
             raise Draining()
         if self._child is None:
             raise EngineRestarting("The engine is being started; ask again in a moment.")
+        visit = CURRENT.get()
+        terms = terms_for(visit, terms)
         with self._lock:
             order, ticket = self._front.open(prompt, params, terms=terms, streaming=streaming)
         call = self._calls[ticket.number] = Call(ticket)
+        if visit is not None:
+            self._note_visit(visit.request_id, ticket.number)
         try:
             self._child.send(order_frame(order))
         except (OverflowError, TypeError, ValueError) as error:  # a number beyond 64 bits, and its like: never sent
@@ -133,6 +150,25 @@ class Service:
             self._abort(call.ticket)
             self._end(call)
 
+    def abort(self, number: int) -> bool:
+        """End a request from outside; whoever waits for it is told. False if it was over."""
+        call = self._calls.get(number)
+        if call is None:
+            return False
+        self._abort(call.ticket)
+        self._end(call, failure=Aborted("This request was ended by the operator."))
+        return True
+
+    def dismiss(self, failure: Callable[[], QuireError]) -> None:
+        """Everybody who waits is told this, and their requests are given up."""
+        for call in list(self._calls.values()):
+            self._abort(call.ticket)
+            self._end(call, failure=failure())
+
+    def numbers_of(self, request_id: str) -> tuple[int, ...]:
+        """The prompts that came with a request, if it is one of the latest."""
+        return tuple(self._latest.get(request_id, ()))
+
     async def ask(self, what: str, number: int = 0) -> bytes:
         """The engine's answer, as JSON."""
         if self._child is None:
@@ -145,6 +181,11 @@ class Service:
             return await asked
         finally:
             self._asked.pop(token, None)
+
+    def _note_visit(self, request_id: str, number: int) -> None:
+        self._latest.setdefault(request_id, []).append(number)
+        if len(self._latest) > _REMEMBERED_REQUESTS:
+            del self._latest[next(iter(self._latest))]
 
     @property
     def num_calls(self) -> int:

@@ -25,6 +25,13 @@ class ShareExhausted(QuireError):
         super().__init__(f"This key has {num_open} requests open, the most it may have is {most}. Try again later.")
 
 
+class Paused(QuireError):
+    """The operator lets nobody in for a while."""
+
+    status = 503
+    code = "paused"
+
+
 class Turnstile:
     """Counts who is inside, by key."""
 
@@ -37,6 +44,7 @@ class Turnstile:
         self._max_waiting_tokens = max_waiting_tokens
         self._open: Counter[str] = Counter()
         self.num_open = 0
+        self.paused = False  # by the operator
 
     def enter(self, name: str, most: int | None) -> None:
         """Come in, or a `QuireError` with the time after which it is worth asking again."""
@@ -64,6 +72,8 @@ class Turnstile:
     def _check_service(self) -> None:
         if self._service.draining:
             raise self._advised(Draining(), self.num_open)
+        if self.paused:
+            raise self._advised(Paused("The operator has paused this server; ask again later."), 1)
         if not self._service.attached:
             raise EngineRestarting("The engine is being started; ask again in a moment.")
         if self._health() is Health.STALLED:

@@ -1,5 +1,6 @@
 """One request as the gate sees it: its ids, its holder, what came of it. Endpoints read it and note their tokens."""
 
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -8,6 +9,8 @@ from starlette.types import Scope
 from quire.server.keys import NOBODY, Identity
 
 _STATE_KEY = "quire.visit"
+
+CURRENT: ContextVar["Visit | None"] = ContextVar("visit", default=None)  # whose request a task works on
 
 
 @dataclass(slots=True)
@@ -19,6 +22,8 @@ class Visit:
     identity: Identity = NOBODY
     num_prompt_tokens: int | None = None  # the endpoint's to note
     num_completion_tokens: int | None = None
+    priority: int | None = None  # what its headers say
+    timeout_s: float | None = None
     status: int | None = None  # once the response has begun
     complete: bool = False
     failed: bool = False  # ended by a mistake of ours, however it began

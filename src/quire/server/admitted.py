@@ -1,0 +1,52 @@
+"""An endpoint behind the turnstile: counted from before its body is read until its last byte is sent.
+
+What a request's headers say of its class and its patience is read here.
+"""
+
+from collections.abc import Awaitable, Callable
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import request_response
+from starlette.types import Receive, Scope, Send
+
+from quire.core.errors import InvalidParameter
+from quire.server.turnstile import Turnstile
+from quire.server.visit import CURRENT, visit_of
+
+_PRIORITY = b"x-quire-priority"
+_TIMEOUT = b"x-quire-timeout-s"
+
+
+class Admitted:
+    """ASGI: comes in, answers, goes out."""
+
+    def __init__(self, endpoint: Callable[[Request], Awaitable[Response]], turnstile: Turnstile) -> None:
+        self._app = request_response(endpoint)
+        self._turnstile = turnstile
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        visit = visit_of(scope)
+        self._turnstile.enter(visit.identity.name, visit.identity.max_open)
+        try:
+            urgency = _number(scope, _PRIORITY)
+            visit.priority = None if urgency is None else int(urgency)
+            visit.timeout_s = _number(scope, _TIMEOUT)
+            token = CURRENT.set(visit)
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                CURRENT.reset(token)
+        finally:
+            self._turnstile.leave(visit.identity.name)
+
+
+def _number(scope: Scope, header: bytes) -> float | None:
+    value = next((value for name, value in scope["headers"] if name == header), None)
+    if value is None:
+        return None
+    try:
+        return float(value)
+    except (ValueError, OverflowError) as error:
+        name = header.decode()
+        raise InvalidParameter(f"The header {name} must be a number, not {value[:40]!r}.", param=name) from error

@@ -1,0 +1,49 @@
+"""Bytes to a typed body: the one place where clients' JSON is parsed. Whatever they send, a refusal is a 4xx."""
+
+import re
+from typing import TypeVar
+
+import msgspec
+
+from quire.core.errors import InvalidParameter, InvalidPrompt, QuireError
+from quire.server.bodies.depth import nests_deeper
+from quire.server.bodies.legacy import Legacy, refuse_legacy
+
+MAX_DEPTH = 64  # of nested lists and objects
+
+_PROMPTS = ("prompt", "messages", "input", "tokens")
+_PLACE = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
+_MISSING = re.compile(r"missing required field `(?P<name>[^`]*)`")
+_MAX_WORDS = 300  # characters of msgspec's words, which may hold a name that a client chose
+
+Kind = TypeVar("Kind", bound=msgspec.Struct)
+
+
+def decode(body: bytes, kind: type[Kind]) -> Kind:
+    """A body of this kind, or an error that names the field."""
+    if body.count(b"[") + body.count(b"{") > MAX_DEPTH and nests_deeper(body, MAX_DEPTH):
+        raise InvalidPrompt(f"The body is nested more than {MAX_DEPTH} levels deep.")
+    try:
+        decoded = msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise _misfit(str(error)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidPrompt(f"The body is not JSON: {str(error)[:_MAX_WORDS]}.") from error
+    if isinstance(decoded, Legacy):
+        refuse_legacy(decoded)
+    return decoded
+
+
+def _misfit(words: str) -> QuireError:
+    """msgspec says what it expected, and where: `$.stop[0]`."""
+    found = _PLACE.match(words)
+    assert found is not None, words
+    what, path = found["what"][:_MAX_WORDS], (found["path"] or "")[:_MAX_WORDS]
+    missing = _MISSING.search(what)
+    if missing is not None:
+        path = f"{path}.{missing['name']}".lstrip(".")
+        what = "it is missing"
+    if not path:
+        return InvalidPrompt(f"The body must be a JSON object: {what}.")
+    error = InvalidPrompt if re.split(r"[.\[]", path)[0] in _PROMPTS else InvalidParameter
+    return error(f"{path} cannot be read: {what}.", param=path)

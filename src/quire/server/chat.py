@@ -1,0 +1,76 @@
+"""POST /v1/chat/completions."""
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.core.errors import InvalidParameter
+from quire.server.bodies.chat import ChatBody, NamedTool
+from quire.server.chat_answer import ChatAnswer
+from quire.server.desk import Desk
+from quire.server.dialogue import Dialogue, check_tools
+from quire.server.edge import json_response, read, unless_gone
+from quire.server.exchange import Exchange, Spoken
+from quire.server.frames import Label
+from quire.server.scores import Spelling
+from quire.server.sse import DONE, Events, stream
+from quire.server.translate import Wanted, chat_wanted
+
+
+async def chat_completions(desk: Desk, request: Request) -> Response:
+    body = await read(request, ChatBody)
+    served = desk.served
+    served.check_model(body.model)
+    wanted, dialogue = chat_wanted(body, served), _dialogue(body)
+    exchange = await Exchange.begin(
+        desk.service, served, dialogue, wanted, truncate=body.truncate_prompt_tokens, echo=bool(body.echo)
+    )
+    try:
+        answer = ChatAnswer(
+            Label(served.name, "chatcmpl"),
+            exchange,
+            wanted,
+            Spelling(served.tokenizer, as_ids=wanted.tokens_as_ids),
+            tell_thoughts=body.include_reasoning is not False,
+        )
+        if wanted.stream:
+            return await stream(request, _events(exchange, answer, wanted), exchange.leave, desk.keep_alive_s)
+        answered = await unless_gone(request, exchange.whole())
+        exchange.leave()
+        return json_response(answer.whole(answered, await exchange.num_thought_tokens()))
+    except BaseException:
+        exchange.leave()
+        raise
+
+
+async def _events(exchange: Exchange, answer: ChatAnswer, wanted: Wanted) -> Events:
+    while isinstance(news := await exchange.hear(), Spoken):
+        if chunks := answer.chunks(news):
+            yield chunks
+    if wanted.include_usage:
+        yield answer.usage_chunk(news, await exchange.num_thought_tokens())
+    yield DONE
+
+
+def _dialogue(body: ChatBody) -> Dialogue:
+    if body.chat_template is not None:
+        raise InvalidParameter(
+            "chat_template is not taken from requests: the server runs the model's own. Use chat_template_kwargs.",
+            param="chat_template",
+        )
+    if body.documents:
+        raise InvalidParameter("documents are not served here; put their text into the messages.", param="documents")
+    choice = body.tool_choice
+    named = choice.function.name if isinstance(choice, NamedTool) else None
+    variables = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", body.reasoning_effort)
+        variables.setdefault("enable_thinking", body.reasoning_effort != "none")
+    return Dialogue(
+        messages=body.messages,
+        tools=body.tools or [],
+        tool_choice=check_tools(body.tools, choice if isinstance(choice, str) else None, named),
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        template_variables=variables,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=bool(body.continue_final_message),
+    )

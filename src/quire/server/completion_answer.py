@@ -1,0 +1,137 @@
+"""Writes the answers of completions: whole, and chunk by chunk. Choices are numbered prompt by prompt."""
+
+from dataclasses import dataclass
+
+from quire.engine.outputs import CompletionOutput, Delta, Logprob, RequestOutput
+from quire.server.frames import Frames, Label
+from quire.server.scores import CompletionScores, Spelling, prompt_scores
+from quire.server.translate import Wanted
+from quire.server.usage import running_usage, usage
+
+Body = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One prompt, and its text if that is to be repeated."""
+
+    ids: list[int]
+    echo: str | None
+
+
+class CompletionAnswer:
+    """The bodies of one answer."""
+
+    def __init__(self, label: Label, prompts: list[Asked], wanted: Wanted, spelling: Spelling) -> None:
+        self._label = label
+        self._prompts = prompts
+        self._wanted = wanted
+        self._spelling = spelling
+        self._frames = Frames(label.head("text_completion"), b'"text":', b',"logprobs":null,"finish_reason":null}')
+        self._scored = wanted.params.logprobs is not None
+        self._bare = not self._scored and not wanted.return_token_ids and not wanted.continuous_usage
+        self._spoken: dict[int, _Choice] = {}
+        self._num_prompt = sum(len(prompt.ids) for prompt in prompts)
+        self._num_tokens = 0
+
+    def whole(self, outputs: list[RequestOutput]) -> Body:
+        return {
+            **self._label.head("text_completion"),
+            "choices": self._choices(outputs),
+            "usage": self._usage(outputs),
+        }
+
+    def whole_as_chunks(self, outputs: list[RequestOutput]) -> bytes:
+        """Where the scores of a prompt are to be streamed: they are known when all is."""
+        return b"".join(self._frames.choice(choice) for choice in self._choices(outputs))
+
+    def chunks(self, place: int, delta: Delta) -> bytes:
+        """The reason comes with the last text."""
+        index = place * self._wanted.params.n + delta.index
+        choice = self._spoken.get(index)
+        if choice is None:
+            choice = self._spoken[index] = _Choice(CompletionScores(self._spelling))
+            choice.text = self._prompts[place].echo or ""
+        if not self._wanted.without_tokens:
+            choice.text += delta.text
+            if not self._bare:
+                self._num_tokens += len(delta.token_ids)
+                choice.token_ids += delta.token_ids
+                choice.scores += delta.logprobs
+        if delta.finish_reason is None and not choice.text:
+            return b""
+        text, choice.text = choice.text, ""
+        if self._bare and delta.finish_reason is None:
+            return self._frames.text(index, text)
+        return self._chunk(index, text, choice, delta, self._prompts[place].ids)
+
+    def usage_chunk(self, outputs: list[RequestOutput]) -> bytes:
+        return self._frames.last({"usage": self._usage(outputs)})
+
+    def _chunk(self, index: int, text: str, choice: "_Choice", delta: Delta, prompt_ids: list[int]) -> bytes:
+        scores, choice.scores = choice.scores, []
+        said: Body = {
+            "index": index,
+            "text": text,
+            "logprobs": choice.logprobs.piece(scores) if self._scored else None,
+            "finish_reason": delta.finish_reason and self._reason(delta.finish_reason),
+        }
+        if delta.finish_reason is not None:
+            said["stop_reason"] = delta.stop_reason
+        if self._wanted.return_token_ids:
+            said["token_ids"], choice.token_ids = choice.token_ids, []
+            if not choice.opened:
+                said["prompt_token_ids"] = prompt_ids
+        choice.opened = True
+        running = running_usage(self._num_prompt, self._num_tokens)
+        return self._frames.choice(said, {"usage": running} if self._wanted.continuous_usage else None)
+
+    def _choices(self, outputs: list[RequestOutput]) -> list[Body]:
+        return [
+            self._choice(place * self._wanted.params.n + each.index, self._prompts[place], output, each)
+            for place, output in enumerate(outputs)
+            for each in output.outputs
+        ]
+
+    def _choice(self, index: int, prompt: Asked, request: RequestOutput, output: CompletionOutput) -> Body:
+        dropped = self._wanted.without_tokens
+        choice: Body = {
+            "index": index,
+            "text": (prompt.echo or "") + ("" if dropped else output.text),
+            "logprobs": self._scores(prompt, request, output),
+            "finish_reason": self._reason(output.finish_reason),
+            "stop_reason": None if dropped else output.stop_reason,
+        }
+        if request.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_scores(request.prompt_logprobs)
+        if self._wanted.return_token_ids:
+            choice.update(prompt_token_ids=prompt.ids, token_ids=[] if dropped else output.token_ids)
+        return choice
+
+    def _scores(self, prompt: Asked, request: RequestOutput, output: CompletionOutput) -> Body | None:
+        if not self._scored:
+            return None
+        scores = CompletionScores(self._spelling)
+        told = [] if self._wanted.without_tokens else output.logprobs or []
+        if prompt.echo is None:
+            return scores.piece(told)
+        return scores.piece([*(request.prompt_logprobs or []), *told], self._spelling.alone(prompt.ids[0]))
+
+    def _reason(self, reason: str | None) -> str | None:
+        return "length" if self._wanted.without_tokens else reason
+
+    def _usage(self, outputs: list[RequestOutput]) -> Body:
+        return usage(outputs, without_tokens=self._wanted.without_tokens)
+
+
+class _Choice:
+    """What a choice of a stream has gained and not told yet."""
+
+    __slots__ = ("logprobs", "opened", "scores", "text", "token_ids")
+
+    def __init__(self, logprobs: CompletionScores) -> None:
+        self.logprobs = logprobs
+        self.scores: list[dict[int, Logprob]] = []
+        self.text = ""
+        self.token_ids: list[int] = []
+        self.opened = False

@@ -1,0 +1,93 @@
+"""POST /v1/completions."""
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.core.errors import InvalidPrompt
+from quire.engine.outputs import RequestOutput
+from quire.server.bodies.completion import CompletionBody
+from quire.server.chorus import Chorus
+from quire.server.completion_answer import Asked, CompletionAnswer
+from quire.server.desk import Desk
+from quire.server.edge import json_response, read, unless_gone
+from quire.server.frames import Label
+from quire.server.scores import Spelling
+from quire.server.served import Served
+from quire.server.sse import DONE, Events, stream
+from quire.server.translate import Wanted, completion_wanted, shortened
+
+MAX_PROMPTS = 128
+
+
+async def completions(desk: Desk, request: Request) -> Response:
+    body = await read(request, CompletionBody)
+    served = desk.served
+    served.check_model(body.model)
+    wanted = completion_wanted(body, served)
+    prompts = await run_in_threadpool(_prompts, body, wanted, served)
+    answer = CompletionAnswer(
+        Label(served.name, "cmpl"), prompts, wanted, Spelling(served.tokenizer, as_ids=wanted.tokens_as_ids)
+    )
+    at_once = wanted.stream and wanted.params.prompt_logprobs is not None
+    chorus = Chorus(desk.service, [prompt.ids for prompt in prompts], wanted, streaming=wanted.stream and not at_once)
+    try:
+        if wanted.stream:
+            events = _scored_events if at_once else _events
+            return await stream(request, events(chorus, answer, wanted, len(prompts)), chorus.leave, desk.keep_alive_s)
+        outputs = await unless_gone(request, chorus.outputs())
+        chorus.leave()
+        return json_response(answer.whole(outputs))
+    except BaseException:
+        chorus.leave()
+        raise
+
+
+async def _events(chorus: Chorus, answer: CompletionAnswer, wanted: Wanted, num_prompts: int) -> Events:
+    outputs: dict[int, RequestOutput] = {}
+    while len(outputs) < num_prompts:
+        place, news = await chorus.hear()
+        if isinstance(news, RequestOutput):
+            outputs[place] = news
+        elif chunks := answer.chunks(place, news):
+            yield chunks
+    if wanted.include_usage:
+        yield answer.usage_chunk(list(outputs.values()))
+    yield DONE
+
+
+async def _scored_events(chorus: Chorus, answer: CompletionAnswer, wanted: Wanted, num_prompts: int) -> Events:
+    outputs = await chorus.outputs()
+    yield answer.whole_as_chunks(outputs)
+    if wanted.include_usage:
+        yield answer.usage_chunk(outputs)
+    yield DONE
+
+
+def _prompts(body: CompletionBody, wanted: Wanted, served: Served) -> list[Asked]:
+    """Each as ids, with its text where that is to come back. A long text takes long to read."""
+    prompts = []
+    for prompt in _listed(body.prompt):
+        special = body.add_special_tokens is not False
+        whole = served.text().encode(prompt, special) if isinstance(prompt, str) else served.checked_ids(prompt)
+        ids = shortened(whole, body.truncate_prompt_tokens, wanted, served)
+        text = prompt if isinstance(prompt, str) and len(ids) == len(whole) else served.spelled(ids)
+        prompts.append(Asked(ids, text if body.echo else None))
+    return prompts
+
+
+def _listed(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
+    """One text, one list of ids, or a list of such."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if prompt and all(isinstance(item, int) for item in prompt):
+        return [[item for item in prompt if isinstance(item, int)]]
+    many = [item for item in prompt if not isinstance(item, int)]
+    if not many or len(many) != len(prompt):
+        raise InvalidPrompt(
+            "prompt must be a text, a list of token ids, or a list of such; not empty, and ids not beside texts.",
+            param="prompt",
+        )
+    if len(many) > MAX_PROMPTS:
+        raise InvalidPrompt(f"There are {len(many)} prompts; a request may bring {MAX_PROMPTS}.", param="prompt")
+    return many

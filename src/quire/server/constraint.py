@@ -1,0 +1,94 @@
+"""What an answer may say: response_format and structured_outputs as one `Grammar`. Compiles nothing."""
+
+import msgspec
+
+from quire.core.errors import InvalidParameter, QuireError, shown
+from quire.core.grammar import Grammar, GrammarKind
+from quire.server.bodies.decode import MAX_DEPTH
+from quire.server.bodies.depth import nests_deeper
+from quire.server.bodies.sampling import Json, ResponseFormat, SamplingBody, StructuredOutputs
+
+MAX_CHOICES = 1024
+_KINDS = ("json", "json_object", "regex", "choice", "grammar")
+
+
+def grammar_of(body: SamplingBody) -> Grammar | None:
+    """None where an answer is free."""
+    formatted = None if body.response_format is None else _formatted(body.response_format)
+    structured = None if body.structured_outputs is None else _structured(body.structured_outputs)
+    if formatted is not None and structured is not None:
+        raise InvalidParameter(
+            "response_format and structured_outputs both say what the answer may be; give one of them.",
+            param="structured_outputs",
+        )
+    return formatted or structured
+
+
+def _formatted(wanted: ResponseFormat) -> Grammar | None:
+    match wanted.type:
+        case "text":
+            return None
+        case "json_object":
+            return Grammar(GrammarKind.JSON_OBJECT, "")
+        case "json_schema":
+            schema = None if wanted.json_schema is None else wanted.json_schema.schema
+            return Grammar(GrammarKind.JSON_SCHEMA, _schema_text(schema, "response_format.json_schema.schema"))
+    raise InvalidParameter(
+        f"response_format.type is {shown(wanted.type)}; it may be 'text', 'json_object' or 'json_schema'. Other "
+        f"constraints go into structured_outputs.",
+        param="response_format.type",
+    )
+
+
+def _structured(wanted: StructuredOutputs) -> Grammar | None:
+    if wanted.structural_tag is not None:
+        raise _refused("structural_tag", "it is not served here; use tools")
+    said = [name for name in _KINDS if getattr(wanted, name) not in (None, False)]
+    if len(said) > 1:
+        raise InvalidParameter(
+            f"structured_outputs says {' and '.join(said)}; an answer can follow one of them.",
+            param="structured_outputs",
+        )
+    match said:
+        case ["json"]:
+            return Grammar(GrammarKind.JSON_SCHEMA, _schema_text(wanted.json, "structured_outputs.json"))
+        case ["json_object"]:
+            return Grammar(GrammarKind.JSON_OBJECT, "")
+        case ["regex"]:
+            return Grammar(GrammarKind.REGEX, _text(wanted.regex, "regex"))
+        case ["choice"]:
+            return Grammar(GrammarKind.CHOICE, _choices(wanted.choice or []))
+        case ["grammar"]:
+            return Grammar(GrammarKind.LARK, _text(wanted.grammar, "grammar"))
+    return None
+
+
+def _schema_text(schema: Json, where: str) -> str:
+    """The schema as compact JSON. vLLM's clients may send it as a text of JSON."""
+    if isinstance(schema, str):
+        if nests_deeper(schema.encode(), MAX_DEPTH):
+            raise InvalidParameter(f"{where} is nested more than {MAX_DEPTH} levels deep.", param=where)
+        try:
+            schema = msgspec.json.decode(schema)
+        except ValueError as error:
+            raise InvalidParameter(f"{where} is a text that is not JSON: {error}.", param=where) from error
+    if not isinstance(schema, dict | bool):
+        raise InvalidParameter(f"{where} must be a JSON schema: an object, not {shown(schema)}.", param=where)
+    return msgspec.json.encode(schema).decode()
+
+
+def _choices(choices: list[str]) -> str:
+    if not 1 <= len(choices) <= MAX_CHOICES or not all(choices):
+        raise _refused("choice", f"it must hold 1 to {MAX_CHOICES} texts that are not empty, not {len(choices)}")
+    return msgspec.json.encode(choices).decode()
+
+
+def _text(text: str | None, name: str) -> str:
+    if not text:
+        raise _refused(name, "it is empty")
+    return text
+
+
+def _refused(name: str, reason: str) -> QuireError:
+    param = f"structured_outputs.{name}"
+    return InvalidParameter(f"{param}: {reason}.", param=param)

@@ -1,0 +1,138 @@
+"""A conversation that a chat-like surface wants continued: messages, tools, and what the chat template is told.
+
+Every surface brings its own shape to this one. Knows no sampling and no answers.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+
+from quire.core.errors import InvalidParameter, shown
+from quire.core.grammar import Grammar
+from quire.server.served import Served
+from quire.server.voices import SpeechParser, ToolChoice
+from quire.text.chat import render
+
+Message = Mapping[str, object]
+
+MAX_TOOLS = 1024
+_MODES = ("none", "auto", "required")
+
+
+class Rendered(NamedTuple):
+    """A conversation as the model reads it."""
+
+    text: str
+    ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Dialogue:
+    """What is to be continued."""
+
+    messages: list[dict[str, object]]
+    tools: list[dict[str, object]] = field(default_factory=list)
+    tool_choice: ToolChoice = ToolChoice()  # noqa: RUF009  a NamedTuple never changes
+    parallel_tool_calls: bool = True
+    template_variables: Mapping[str, object] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    def rendered(self, served: Served) -> Rendered:
+        """Through the model's own template. Takes its time: not for an event loop."""
+        tokenizer = served.text()
+        text = render(
+            served.chat_template,
+            [_for_template(message, served.chat_template or "") for message in self.messages],
+            add_generation_prompt=self.add_generation_prompt and not self.continue_final_message,
+            continue_final_message=self.continue_final_message,
+            tools=self.tools if self.tools and self.tool_choice.mode != "none" else None,
+            named_tokens=tokenizer.named_tokens,
+            extra=self.template_variables,
+        )
+        return Rendered(text, tokenizer.encode_chat(text))
+
+    @property
+    def calls_tools(self) -> bool:
+        return bool(self.tools) and self.tool_choice.mode != "none"
+
+    def parser(self, served: Served, prompt: str) -> SpeechParser:
+        """For one continuation."""
+        return served.voice.parser(tools=self.calls_tools, prompt=prompt)
+
+    def grammar(self, served: Served, asked: Grammar | None) -> Grammar | None:
+        """What a continuation may say: a call where one must come, else what the client asked for."""
+        if not self.calls_tools or self.tool_choice.mode == "auto":
+            return asked
+        if asked is not None:
+            raise InvalidParameter(
+                "A tool must be called, so there is no answer that response_format could shape; give one of the two.",
+                param="tool_choice",
+            )
+        return served.voice.tool_grammar(self.tools, self.tool_choice, parallel=self.parallel_tool_calls)
+
+
+def check_tools(tools: list[dict[str, object]] | None, mode: str | None, name: str | None) -> ToolChoice:
+    """The choice among these tools. Nothing said means "auto"."""
+    names = [_tool_name(tool, place) for place, tool in enumerate(tools or [])]
+    if len(names) > MAX_TOOLS:
+        raise InvalidParameter(f"There are {len(names)} tools; the most is {MAX_TOOLS}.", param="tools")
+    if name is not None:
+        if name not in names:
+            raise InvalidParameter(f"tool_choice names {shown(name)}, which is not among tools.", param="tool_choice")
+        return ToolChoice("named", name)
+    if mode is None:
+        return ToolChoice()
+    if mode not in _MODES:
+        raise InvalidParameter(
+            f"tool_choice is {shown(mode)}; it may be 'none', 'auto', 'required' or name one function.",
+            param="tool_choice",
+        )
+    if mode == "required" and not names:
+        raise InvalidParameter("tool_choice requires a call, but there are no tools.", param="tool_choice")
+    return ToolChoice(mode)
+
+
+def _tool_name(tool: Mapping[str, object], place: int) -> str:
+    function = tool.get("function")
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if tool.get("type", "function") != "function" or not isinstance(name, str) or not name:
+        raise InvalidParameter(
+            f'tools[{place}] must be {{"type": "function", "function": {{"name": …}}}}.', param=f"tools[{place}]"
+        )
+    return name
+
+
+def _for_template(message: Message, template: str) -> Message:
+    """As templates know messages: older roles, arguments as data, one name for thoughts."""
+    told = dict(message)
+    if told.get("role") == "developer" and "developer" not in template:
+        told["role"] = "system"
+    if "reasoning" in told and not told.get("reasoning_content"):
+        told["reasoning_content"] = told["reasoning"]
+    calls = told.get("tool_calls")
+    if isinstance(calls, list):
+        told["tool_calls"] = [_with_data(call) for call in calls]
+    return told
+
+
+def _with_data(call: object) -> object:
+    """Arguments come as a text of JSON; templates write them as JSON themselves."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    arguments = function.get("arguments") if isinstance(function, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(arguments, str):
+        return call
+    try:
+        data = msgspec.json.decode(arguments or "{}")
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": data}} if isinstance(data, dict) else call
+
+
+def final_text(dialogue: Dialogue) -> str:
+    """The text of a last message that the assistant has begun, or nothing."""
+    last = dialogue.messages[-1] if dialogue.messages else {}
+    content = last.get("content")
+    return content if last.get("role") == "assistant" and isinstance(content, str) else ""

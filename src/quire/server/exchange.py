@@ -1,0 +1,159 @@
+"""A dialogue under way: what its continuations say, as events. The pipeline that all chat-like surfaces share.
+
+dialogue ──render──▶ prompt ──submit──▶ deltas ──parse──▶ Text, Thought, ToolStart, ToolArguments per choice
+"""
+
+import uuid
+from dataclasses import replace
+from typing import NamedTuple
+
+from starlette.concurrency import run_in_threadpool
+
+from quire.engine.outputs import CompletionOutput, Delta, RequestOutput
+from quire.server.chorus import Chorus
+from quire.server.dialogue import Dialogue, Rendered, final_text
+from quire.server.served import Served
+from quire.server.service import Service
+from quire.server.translate import Wanted, shortened
+from quire.server.voices import SpeechEvent, SpeechParser, Text, Thought, ToolArguments, ToolStart
+
+
+class Spoken(NamedTuple):
+    """What one choice said with one delta."""
+
+    choice: int
+    events: list[SpeechEvent]
+    delta: Delta
+
+
+class ToolCall:
+    """A call of a tool, as far as it has been said."""
+
+    __slots__ = ("_pieces", "id", "name")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.id = f"call_{uuid.uuid4().hex[:24]}"
+        self._pieces: list[str] = []
+
+    def add(self, text: str) -> None:
+        self._pieces.append(text)
+
+    @property
+    def arguments(self) -> str:
+        return "".join(self._pieces)
+
+
+class Said:
+    """All that one choice said, so far."""
+
+    __slots__ = ("_text", "_thought", "calls")
+
+    def __init__(self) -> None:
+        self._text: list[str] = []
+        self._thought: list[str] = []
+        self.calls: dict[int, ToolCall] = {}
+
+    def add(self, event: SpeechEvent) -> None:
+        match event:
+            case Text(text):
+                self._text.append(text)
+            case Thought(text):
+                self._thought.append(text)
+            case ToolStart(index, name):
+                self.calls[index] = ToolCall(name)
+            case ToolArguments(index, text):
+                self.calls[index].add(text)
+
+    @property
+    def text(self) -> str:
+        return "".join(self._text)
+
+    @property
+    def thought(self) -> str:
+        return "".join(self._thought)
+
+
+class Answered(NamedTuple):
+    """A whole answer: the engine's output, and what each choice said."""
+
+    output: RequestOutput
+    said: list[Said]
+
+
+class Exchange:
+    """Whoever makes one must `leave` it, however it ends."""
+
+    __slots__ = ("_chorus", "_dialogue", "_parsers", "_prefix", "_served", "num_choices", "prompt_ids", "said")
+
+    def __init__(
+        self, service: Service, served: Served, dialogue: Dialogue, wanted: Wanted, prompt: Rendered, prefix: str
+    ) -> None:
+        self._served = served
+        self._dialogue = dialogue
+        self._prefix = prefix
+        self.num_choices = wanted.params.n
+        self.prompt_ids = prompt.ids
+        self.said = [Said() for _ in range(self.num_choices)]
+        self._parsers: list[SpeechParser] = [dialogue.parser(served, prompt.text) for _ in range(self.num_choices)]
+        constrained = replace(wanted, grammar=dialogue.grammar(served, wanted.grammar))
+        self._chorus = Chorus(service, [prompt.ids], constrained, streaming=wanted.stream)
+
+    @classmethod
+    async def begin(
+        cls,
+        service: Service,
+        served: Served,
+        dialogue: Dialogue,
+        wanted: Wanted,
+        *,
+        truncate: int | None = None,
+        echo: bool = False,
+    ) -> "Exchange":
+        """Render and submit. With `echo`, a message that the assistant had begun is said again."""
+        prompt = await run_in_threadpool(dialogue.rendered, served)
+        prompt = Rendered(prompt.text, shortened(prompt.ids, truncate, wanted, served))
+        return cls(service, served, dialogue, wanted, prompt, final_text(dialogue) if echo else "")
+
+    def opening(self) -> list[SpeechEvent]:
+        """What each choice begins with, before the model says anything."""
+        return [Text(self._prefix)] if self._prefix else []
+
+    async def hear(self) -> Spoken | RequestOutput:
+        """What somebody said; the last is the whole output."""
+        _, news = await self._chorus.hear()
+        if isinstance(news, RequestOutput):
+            return news
+        return Spoken(news.index, self._heard(news.index, news.text, ended=news.finish_reason is not None), news)
+
+    async def whole(self) -> Answered:
+        """All of it, when all have ended."""
+        [output] = await self._chorus.outputs()
+        for choice in output.outputs:
+            self._heard(choice.index, choice.text, ended=True)
+        return Answered(output, self.said)
+
+    def finish_reason(self, choice: CompletionOutput | Delta) -> str | None:
+        """As OpenAI has it: a turn that ended in calls ended for them, unless the client had named the tool itself."""
+        called = self.said[choice.index].calls and self._dialogue.tool_choice.mode != "named"
+        return "tool_calls" if called and choice.finish_reason == "stop" else choice.finish_reason
+
+    async def num_thought_tokens(self) -> int:
+        """What the thoughts of all choices take."""
+        thoughts = [thought for said in self.said if (thought := said.thought)]
+        if not thoughts:
+            return 0
+        encoded = await run_in_threadpool(self._served.text().encode_batch, thoughts, add_special_tokens=False)
+        return sum(map(len, encoded))
+
+    def leave(self) -> None:
+        self._chorus.leave()
+
+    def _heard(self, index: int, text: str, *, ended: bool) -> list[SpeechEvent]:
+        said, parser = self.said[index], self._parsers[index]
+        events = parser.push(text) if text else []
+        if ended:
+            events = events + parser.finish()
+        for event in events:
+            said.add(event)
+        return events

@@ -1,0 +1,184 @@
+"""A server's life on one event loop: it listens, starts an engine, lets people in, drains, and ends.
+
+The socket answers from the first moment: until the engine is there, with 503 and when to come back. A first SIGTERM
+drains: nobody new comes in, whoever is inside is served to the end or to the timeout. A second one, or Ctrl-C, ends it.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.types import ASGIApp
+
+from quire.config import EngineConfig
+from quire.core.errors import QuireError
+from quire.engine.opening import OpenedModel
+from quire.engine.phases import Phase
+from quire.engine.stats import Facts
+from quire.server.app import make_app
+from quire.server.desk import Desk
+from quire.server.metrics import Metrics
+from quire.server.served import Served, served_from
+from quire.server.service import Service
+from quire.server.status import StatusLine
+from quire.server.supervisor import Supervisor
+from quire.server.turnstile import Turnstile
+
+_FAREWELL_S = 2  # what a slow client gets to read its last words
+_LOOK_S = 0.05
+
+_log = logging.getLogger(__name__)
+
+
+class Stopping(QuireError):
+    """The server was told to end."""
+
+    status = 503
+    code = "server_stopping"
+    retry_after_s = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to be served, and how."""
+
+    opened: OpenedModel
+    config: EngineConfig
+    script: str | None = None
+    aliases: tuple[str, ...] = ()
+    chat_template: str | None = None  # in the place of the model's own
+    max_waiting: int = 1024
+    max_waiting_tokens: int = 4_000_000
+    drain_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Listeners:
+    """Who is told how it goes."""
+
+    phase: Callable[[Phase], None]
+    ready: Callable[[Served, Facts], None]
+    status: Callable[[str], None]
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn, but for how it ends."""
+
+    def __init__(self, config: uvicorn.Config, service: Service, drain_s: float) -> None:
+        super().__init__(config)
+        self._service = service
+        self._drain_s = drain_s
+        self._loop = asyncio.get_running_loop()
+        self._draining: asyncio.Task[None] | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if sig == signal.SIGTERM and not self._service.draining:
+            self._service.draining = True
+            self._loop.call_soon_threadsafe(self._begin_draining)
+            return
+        self._loop.call_soon_threadsafe(self._end)
+
+    def _begin_draining(self) -> None:
+        self._draining = asyncio.ensure_future(self._drain())
+
+    async def _drain(self) -> None:
+        _log.info("draining: %d requests are open", self._service.num_calls)
+        deadline_s = time.monotonic() + self._drain_s
+        while self._service.num_calls and time.monotonic() < deadline_s:
+            await asyncio.sleep(_LOOK_S)
+        self._end()
+
+    def _end(self) -> None:
+        """Whoever still waits for text is told so."""
+        self._service.draining = True
+        self._service.dismiss(lambda: Stopping("The server is stopping; ask again when it is back."))
+        self.should_exit = True
+
+
+class House:
+    """Everything of one server, on a running event loop."""
+
+    def __init__(self, plan: Plan, listeners: Listeners) -> None:
+        self._plan = plan
+        self._listeners = listeners
+        clock = time.monotonic
+        self.service = Service(plan.opened.tokenizer, clock)
+        self.supervisor = Supervisor(plan.config, plan.script, self.service, clock=clock, phase=listeners.phase)
+        turnstile = Turnstile(
+            self.service,
+            lambda: self.supervisor.health,
+            max_waiting=plan.max_waiting,
+            max_waiting_tokens=plan.max_waiting_tokens,
+        )
+        self.metrics = Metrics(lambda: self.service.stats, clock)
+        self.metrics.engine.num_restarts = lambda: self.supervisor.num_restarts
+        self.service.finished = self.metrics.finished
+        self.service.progressed = self.metrics.progressed
+        self.service.lost = self.metrics.engine.note_loss
+        self.desk = Desk(self.service, self.supervisor, turnstile, self.metrics)
+        self.app = make_app(self.desk)
+
+    async def keep(self) -> None:
+        """Start the engine and keep one running. Ends only with an error."""
+        facts = await self.supervisor.first_start()
+        plan = self._plan
+        self.desk.known = served_from(plan.opened, facts, plan.aliases, plan.chat_template)
+        self._listeners.ready(self.desk.known, facts)
+        status = StatusLine(self.service, self.metrics, time.monotonic)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(status.tell(self._listeners.status))
+            tasks.create_task(self.supervisor.watch())
+
+
+def serve_until_told(
+    plan: Plan,
+    listeners: Listeners,
+    listening: socket.socket,
+    secure: Callable[[Starlette, Metrics], ASGIApp],
+    settings: dict[str, Any],
+) -> None:
+    """Until a signal. A `QuireError` says why the engine could not be started, or not be kept."""
+
+    async def life() -> None:
+        house = House(plan, listeners)
+        config = uvicorn.Config(
+            secure(house.app, house.metrics), lifespan="off", timeout_graceful_shutdown=_FAREWELL_S, **settings
+        )
+        server = DrainingServer(config, house.service, plan.drain_s)
+        keeping = asyncio.create_task(house.keep())
+        keeping.add_done_callback(lambda _: setattr(server, "should_exit", True))
+        try:
+            await server.serve(sockets=[listening])
+        finally:
+            await house.supervisor.stop()
+            keeping.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await _first_error(keeping)
+
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        runner.run(life())
+
+
+async def _first_error(task: "asyncio.Task[None]") -> None:
+    try:
+        await task
+    except* QuireError as errors:
+        first: BaseException = errors
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        raise first from None
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    import uvloop
+
+    return uvloop.new_event_loop

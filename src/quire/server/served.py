@@ -1,0 +1,73 @@
+"""The facts of what is served: names, text, limits, defaults. Knows no engine, and no HTTP."""
+
+import time
+from dataclasses import dataclass
+
+from quire.core.errors import InvalidPrompt, ModelNotFound, NoTokenizer, shown
+from quire.core.sampling import SamplingParams
+from quire.engine.opening import OpenedModel
+from quire.engine.stats import Facts
+from quire.server.voices import PLAIN, Voice
+from quire.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One model, as clients may ask about it."""
+
+    name: str
+    tokenizer: Tokenizer | None
+    chat_template: str | None
+    defaults: SamplingParams  # what the model's makers recommend
+    max_model_len: int
+    vocab_size: int  # the width of the logits: token ids run below it
+    created: int  # seconds since 1970
+    aliases: tuple[str, ...] = ()
+    voice: Voice = PLAIN  # how the model speaks of thoughts and tools
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.aliases)
+
+    def check_model(self, name: str | None) -> None:
+        """None asks for whatever is served."""
+        if name is not None and name not in self.names:
+            here = ", ".join(map(repr, self.names))
+            raise ModelNotFound(f"There is no model {shown(name)} here; this server has {here}.", param="model")
+
+    def text(self) -> Tokenizer:
+        """The tokenizer, where text is needed."""
+        if self.tokenizer is None:
+            raise NoTokenizer("it takes a prompt of token ids, and cannot chat")
+        return self.tokenizer
+
+    def checked_ids(self, ids: list[int]) -> list[int]:
+        """Token ids that this model has."""
+        for token in ids:
+            if not 0 <= token < self.vocab_size:
+                raise InvalidPrompt(
+                    f"There is no token {shown(token)}: this model's ids run from 0 to {self.vocab_size - 1}.",
+                    param="prompt",
+                )
+        return ids
+
+    def spelled(self, ids: list[int]) -> str:
+        """The text of token ids, special ones too; nothing where there is no tokenizer."""
+        return "" if self.tokenizer is None else self.tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def served_from(
+    opened: OpenedModel, facts: Facts, aliases: tuple[str, ...] = (), chat_template: str | None = None
+) -> Served:
+    """What an engine over this model can do for clients. With aliases, the first is the name it goes by."""
+    own = None if opened.tokenizer is None else opened.tokenizer.chat_template
+    return Served(
+        name=aliases[0] if aliases else opened.name,
+        tokenizer=opened.tokenizer,
+        chat_template=chat_template or own,
+        defaults=opened.default_params,
+        max_model_len=facts.max_model_len,
+        vocab_size=facts.vocab_size,
+        created=int(time.time()),
+        aliases=aliases[1:],
+    )

@@ -1,0 +1,122 @@
+"""Server-sent events: headers that wait for something to say, comments against silence, errors as events.
+
+What fails before the first byte is a real error with its own status; after it, an event and a close: no `[DONE]`.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from quire.server.edge import as_told, hang_up
+from quire.server.errors import error_body
+
+KEEP_ALIVE_S = 15.0
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
+
+Events = AsyncGenerator[bytes, None]
+
+
+def event(body: Mapping[str, object]) -> bytes:
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+def error_event(error: Exception) -> bytes:
+    return event(error_body(as_told(error)))
+
+
+async def stream(
+    request: Request,
+    events: Events,
+    leave: Callable[[], None],
+    keep_alive_s: float = KEEP_ALIVE_S,
+    failed: Callable[[Exception], bytes] = error_event,
+) -> Response:
+    """An answer made of these events; `leave` is called when it ends, however it ends.
+
+    Waits for the first event as long as a client's proxies surely do, so that an early error keeps its status.
+    """
+    first = asyncio.ensure_future(anext(events))
+    gone = asyncio.ensure_future(hang_up(request.receive))
+    try:
+        await asyncio.wait({first, gone}, timeout=keep_alive_s, return_when=asyncio.FIRST_COMPLETED)
+        if first.done():
+            first.result()
+        elif gone.done():
+            raise ClientDisconnect
+        return EventStream(first, events, leave, keep_alive_s, failed)
+    except BaseException:
+        first.cancel()
+        leave()
+        raise
+    finally:
+        gone.cancel()
+
+
+class EventStream(Response):
+    """The events, sent as they come. One task sends, one breaks long silences, one watches for a hang-up."""
+
+    def __init__(
+        self,
+        first: "asyncio.Future[bytes]",
+        events: Events,
+        leave: Callable[[], None],
+        keep_alive_s: float,
+        failed: Callable[[Exception], bytes],
+    ) -> None:
+        super().__init__(headers=HEADERS)
+        del self.headers["content-length"]
+        self._first = first
+        self._events = events
+        self._leave = leave
+        self._keep_alive_s = keep_alive_s
+        self._failed = failed
+        self._sent_s = time.monotonic()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        tasks: list[asyncio.Future[None]] = []
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            if not self._first.done():
+                await self._say(send, KEEP_ALIVE)
+            work = (self._send_all(send), hang_up(receive), self._tick(send))
+            tasks += map(asyncio.ensure_future, work)
+            await asyncio.wait(tasks[:2], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._first.cancel()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, self._first, return_exceptions=True)
+            self._leave()
+            await self._events.aclose()
+
+    async def _send_all(self, send: Send) -> None:
+        try:
+            await self._say(send, await self._first)
+            async for chunk in self._events:
+                await self._say(send, chunk)
+        except Exception as error:
+            await self._say(send, self._failed(error))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _tick(self, send: Send) -> None:
+        while True:
+            silent_s = time.monotonic() - self._sent_s
+            if silent_s >= self._keep_alive_s:
+                await self._say(send, KEEP_ALIVE)
+                silent_s = 0.0
+            await asyncio.sleep(self._keep_alive_s - silent_s)
+
+    async def _say(self, send: Send, chunk: bytes) -> None:
+        self._sent_s = time.monotonic()
+        await send({"type": "http.response.body", "body": chunk, "more_body": True})

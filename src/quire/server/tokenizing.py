@@ -1,0 +1,75 @@
+"""Text and tokens without an answer: /tokenize, /detokenize, /tokenizer_info, /apply-template."""
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.core.errors import InvalidParameter
+from quire.server.bodies.tokenizing import ApplyTemplateBody, DetokenizeBody, TokenizeBody
+from quire.server.desk import Desk
+from quire.server.dialogue import Dialogue
+from quire.server.edge import json_response, read
+from quire.server.served import Served
+
+
+async def tokenize(desk: Desk, request: Request) -> Response:
+    body = await read(request, TokenizeBody)
+    served = desk.served
+    served.check_model(body.model)
+    ids = await run_in_threadpool(_ids, body, served)
+    told: dict[str, object] = {"count": len(ids), "max_model_len": served.max_model_len, "tokens": ids}
+    if body.return_token_strs:
+        told["token_strs"] = [served.text().id_to_piece(token) for token in ids]
+    return json_response(told)
+
+
+async def detokenize(desk: Desk, request: Request) -> Response:
+    body = await read(request, DetokenizeBody)
+    desk.served.check_model(body.model)
+    desk.served.text()
+    ids = desk.served.checked_ids(body.tokens)
+    return json_response({"prompt": await run_in_threadpool(desk.served.spelled, ids)})
+
+
+async def tokenizer_info(desk: Desk, request: Request) -> Response:
+    """In the words of a tokenizer_config.json: lm-eval needs no other download."""
+    served = desk.served
+    tokenizer = served.text()
+    return json_response(
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **tokenizer.named_tokens,
+            "bos_token_id": tokenizer.bos_id,
+            "eos_token_id": tokenizer.eos_id,
+            "chat_template": served.chat_template,
+            "vocab_size": tokenizer.vocab_size,
+            "model_max_length": served.max_model_len,
+        }
+    )
+
+
+async def apply_template(desk: Desk, request: Request) -> Response:
+    body = await read(request, ApplyTemplateBody)
+    desk.served.check_model(body.model)
+    rendered = await run_in_threadpool(_dialogue(body, body.messages).rendered, desk.served)
+    return json_response({"prompt": rendered.text})
+
+
+def _ids(body: TokenizeBody, served: Served) -> list[int]:
+    """A text gets its special tokens unless somebody says no; a template has written its own."""
+    if body.messages is not None and body.prompt is None:
+        rendered = _dialogue(body, body.messages).rendered(served)
+        return served.text().encode(rendered.text) if body.add_special_tokens else rendered.ids
+    if body.prompt is not None and body.messages is None:
+        return served.text().encode(body.prompt, body.add_special_tokens is not False)
+    raise InvalidParameter("Give prompt or messages, and not both.", param="prompt")
+
+
+def _dialogue(body: TokenizeBody | ApplyTemplateBody, messages: list[dict[str, object]]) -> Dialogue:
+    return Dialogue(
+        messages=messages,
+        tools=body.tools or [],
+        template_variables=body.chat_template_kwargs or {},
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=bool(body.continue_final_message),
+    )

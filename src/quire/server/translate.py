@@ -1,0 +1,108 @@
+"""Typed bodies to what the engine takes: sampling parameters, terms, a grammar, and how to answer. Knows no text."""
+
+from dataclasses import dataclass, fields, replace
+
+from msgspec import UNSET
+
+from quire.core.errors import InvalidParameter
+from quire.core.grammar import Grammar
+from quire.core.sampling import SamplingParams
+from quire.engine.terms import Terms
+from quire.server.bodies.chat import ChatBody
+from quire.server.bodies.completion import CompletionBody
+from quire.server.bodies.sampling import SamplingBody
+from quire.server.constraint import grammar_of
+from quire.server.served import Served
+
+_COMPLETION_TOKENS = 16  # what OpenAI's completions give when nothing is said
+
+# Fields that a body and `SamplingParams` call by the same name and mean alike; n, max_tokens and logprobs need care.
+_SAMPLING = tuple(
+    field.name
+    for field in fields(SamplingParams)
+    if field.name in SamplingBody.__struct_fields__ and field.name not in ("best_of", "max_tokens")
+)
+_TERMS = ("priority", "cache_salt", "timeout_s")  # the tenant is not the client's to say
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """How one request wants to be answered."""
+
+    params: SamplingParams
+    terms: Terms
+    grammar: Grammar | None
+    stream: bool
+    include_usage: bool = False
+    continuous_usage: bool = False
+    return_token_ids: bool = False
+    tokens_as_ids: bool = False  # how tokens are spelled where their log-probabilities are told
+    without_tokens: bool = False  # max_tokens is 0: the prompt alone is wanted; one token is computed, and dropped
+
+
+def completion_wanted(body: CompletionBody, served: Served) -> Wanted:
+    """Unset, max_tokens is OpenAI's 16; null fills the context."""
+    max_tokens = _COMPLETION_TOKENS if body.max_tokens is UNSET else body.max_tokens
+    best_of = body.best_of
+    if best_of is not None and best_of != (body.n or 1):
+        raise InvalidParameter(
+            f"best_of is {best_of} and n is {body.n or 1}: every continuation that is computed is returned here, so "
+            f"best_of must be left away or be n.",
+            param="best_of",
+        )
+    echoed = bool(body.echo) and body.logprobs is not None
+    prompt_logprobs = body.logprobs if echoed and body.prompt_logprobs is None else body.prompt_logprobs
+    if max_tokens == 0:
+        scores = _wanted(body, served, 1, body.logprobs, prompt_logprobs)
+        return replace(scores, without_tokens=True)
+    return _wanted(body, served, max_tokens, body.logprobs, prompt_logprobs)
+
+
+def chat_wanted(body: ChatBody, served: Served) -> Wanted:
+    """Unset, an answer may take the rest of the context."""
+    max_tokens = None if body.max_tokens is UNSET else body.max_tokens
+    if body.max_completion_tokens is not None:
+        max_tokens = body.max_completion_tokens
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidParameter("top_logprobs is for logprobs: true alone.", param="top_logprobs")
+    return _wanted(body, served, max_tokens, (body.top_logprobs or 0) if body.logprobs else None, body.prompt_logprobs)
+
+
+def _wanted(
+    body: SamplingBody, served: Served, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
+) -> Wanted:
+    stream = bool(body.stream)
+    options = body.stream_options
+    if options is not None and not stream:
+        raise InvalidParameter("stream_options is for stream: true alone.", param="stream_options")
+    if stream and body.prompt_logprobs is not None:
+        raise InvalidParameter("prompt_logprobs cannot be streamed; ask without stream.", param="prompt_logprobs")
+    usual = SamplingParams() if body.use_beam_search else served.defaults  # a search has no use for a temperature
+    said = {name: getattr(usual, name) for name in _SAMPLING}
+    said.update({name: value for name in _SAMPLING if (value := getattr(body, name)) is not None})
+    said.update(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+    terms = {name: value for name in _TERMS if (value := getattr(body, name)) is not None}
+    continuous = options is not None and bool(options.continuous_usage_stats)
+    return Wanted(
+        params=SamplingParams(**said),
+        terms=Terms(**terms),
+        grammar=grammar_of(body),
+        stream=stream,
+        include_usage=options is not None and bool(options.include_usage),
+        continuous_usage=continuous,
+        return_token_ids=bool(body.return_token_ids),
+        tokens_as_ids=bool(body.return_tokens_as_token_ids),
+    )
+
+
+def shortened(ids: list[int], truncate: int | None, wanted: Wanted, served: Served) -> list[int]:
+    """The end of a prompt, if it was asked to be cut: to so many tokens, or, with -1, to what the context holds."""
+    if truncate is None:
+        return ids
+    if truncate == -1:
+        truncate = max(served.max_model_len - (wanted.params.max_tokens or 1), 1)
+    if not 1 <= truncate <= served.max_model_len:
+        raise InvalidParameter(
+            f"truncate_prompt_tokens must be -1, or from 1 to {served.max_model_len}.", param="truncate_prompt_tokens"
+        )
+    return ids[-truncate:]
