@@ -139,9 +139,8 @@ class Books:
         row = sequence.row
         assert row is not None, sequence
         if self.cruise.cruises(row) or self.cruise.coasts(row):
-            rows = np.array([row], dtype=np.int32)
-            positions = np.array([self.num_computed(sequence)], dtype=np.int64)
-            self.charges.pay(rows, positions, self.kv.tables.lengths[rows])
+            num_blocks = int(self.kv.tables.lengths[row])
+            self.charges.pay_last(row, sequence.request.tenant, self.num_computed(sequence), num_blocks)
 
     def release_up_to(self, step: int) -> None:
         """Law (a): what the steps in flight no longer touch goes back."""

@@ -33,6 +33,11 @@ class Charges:
         self._tenants[row] = self._shares.index(tenant)
         self._paid_up_to[row] = position
 
+    def pay_last(self, row: Row, tenant: str, position: int, num_blocks: int) -> None:
+        """The row leaves: it has computed all before this position, and held so many blocks since it last paid."""
+        num_tokens = position - int(self._paid_up_to[row])
+        self._shares.charge(tenant, num_tokens * (self._prices.decode + num_blocks * self._prices.block_step))
+
     def pay(self, rows: IntArray, positions: NDArray[np.int64], num_blocks: NDArray[np.int64]) -> None:
         """Each has computed all before this position, and held so many blocks since it last paid."""
         num_tokens = positions - self._paid_up_to[rows]
