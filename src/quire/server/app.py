@@ -13,6 +13,7 @@ from starlette.routing import Route
 
 from quire.core.errors import QuireError
 from quire.server import models, people, tokenizing
+from quire.server.answers import error_body
 from quire.server.bodies.chat import ChatBody
 from quire.server.bodies.completion import CompletionBody
 from quire.server.bodies.tokenizing import ApplyTemplateBody, DetokenizeBody, TokenizeBody
@@ -20,7 +21,6 @@ from quire.server.chat import chat_completions
 from quire.server.completions import completions
 from quire.server.desk import Desk
 from quire.server.edge import answering, json_response
-from quire.server.errors import error_body
 from quire.server.openapi import Door, openapi
 from quire.server.served import Served
 from quire.server.service import Service

@@ -12,8 +12,8 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from quire.core.errors import EngineFailed, QuireError
+from quire.server.answers import error_body
 from quire.server.bodies.decode import Kind, decode
-from quire.server.errors import BodyTooLarge, error_body
 
 MAX_BODY_BYTES = 16 << 20
 _SHORT_BYTES = 1 << 16  # what is decoded faster than a thread is asked
@@ -23,6 +23,13 @@ _log = logging.getLogger(__name__)
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 T = TypeVar("T")
+
+
+class BodyTooLarge(QuireError):
+    """More bytes than any request may have."""
+
+    status = 413
+    code = "body_too_large"
 
 
 async def read(request: Request, kind: type[Kind]) -> Kind:

@@ -12,13 +12,6 @@ _TYPES = {
 }
 
 
-class BodyTooLarge(QuireError):
-    """More bytes than any request may have."""
-
-    status = 413
-    code = "body_too_large"
-
-
 def error_body(error: QuireError, status: int | None = None) -> dict[str, object]:
     status = error.status if status is None else status
     kind = "server_error" if status >= 500 else _TYPES.get(status, "invalid_request_error")
