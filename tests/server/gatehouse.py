@@ -17,10 +17,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from quire.core.errors import InvalidPrompt, QueueFull
-from quire.server.replies import HANDLERS
 from quire.server.gate import GateOptions, secure
 from quire.server.keys import ADMIN, Identity, KeyRing
 from quire.server.protocol import GuardedProtocol, Limits, guarded
+from quire.server.replies import HANDLERS
 from quire.server.visit import Answered, visit_of
 
 KEY = "sk-right-key-0123456789"

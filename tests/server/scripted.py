@@ -90,10 +90,10 @@ class Semicolons:
 class SemicolonVoice:
     """A model that speaks so."""
 
-    def parser(self, *, tools: bool, prompt: str) -> SpeechParser:
+    def parser(self, *, tools: Sequence[Tool], prompt: str) -> SpeechParser:
         return Semicolons()
 
-    def tool_grammar(self, tools: Sequence[Tool], choice: ToolChoice, *, parallel: bool) -> Grammar:
+    def tool_grammar(self, tools: Sequence[Tool], choice: ToolChoice, *, parallel: bool, prompt: str) -> Grammar:
         return Grammar(GrammarKind.LARK, f"{choice.mode} {choice.name} {parallel}")
 
 

@@ -32,7 +32,7 @@ def test_an_unlikely_token_is_not_among_the_likeliest() -> None:
 
 def test_of_two_tokens_that_look_alike_the_likelier_is_told(served: Served) -> None:
     """Else a client that compares with the maximum would call an unlikely token the model's own choice."""
-    entry = {5: Logprob(-3.0, 2, "x"), 6: Logprob(-0.5, 1, "x")}
+    entry = {5: Logprob(-3.0, 3, "x"), 6: Logprob(-0.5, 1, "x"), 7: Logprob(-0.7, 2, "x")}
     told = CompletionScores(Spelling(served.tokenizer, as_ids=False)).piece([entry])
     assert told["token_logprobs"] == [-3.0]
     assert told["top_logprobs"] == [{"x": -0.5}]

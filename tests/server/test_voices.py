@@ -134,7 +134,7 @@ def test_a_call_that_must_come_is_a_grammar_of_the_voice(speaker: Served) -> Non
 class Unforced(SemicolonVoice):
     """Calls by itself what it was told to call."""
 
-    def tool_grammar(self, tools: Sequence[Tool], choice: ToolChoice, *, parallel: bool) -> Grammar:
+    def tool_grammar(self, tools: Sequence[Tool], choice: ToolChoice, *, parallel: bool, prompt: str) -> Grammar:
         return cast(Grammar, None)
 
 

@@ -24,22 +24,20 @@ async def chat_completions(desk: Desk, request: Request) -> Response:
     exchange = await Exchange.begin(
         desk.service, served, dialogue, wanted, truncate=body.truncate_prompt_tokens, echo=bool(body.echo)
     )
+    answer = ChatAnswer(
+        Label(served.name, "chatcmpl"),
+        exchange,
+        wanted,
+        Spelling(served.tokenizer, as_ids=wanted.tokens_as_ids),
+        tell_thoughts=body.include_reasoning is not False,
+    )
+    if wanted.stream:
+        return await stream(request, _events(exchange, answer, wanted), exchange.leave, desk.keep_alive_s)
     try:
-        answer = ChatAnswer(
-            Label(served.name, "chatcmpl"),
-            exchange,
-            wanted,
-            Spelling(served.tokenizer, as_ids=wanted.tokens_as_ids),
-            tell_thoughts=body.include_reasoning is not False,
-        )
-        if wanted.stream:
-            return await stream(request, _events(exchange, answer, wanted), exchange.leave, desk.keep_alive_s)
         answered = await unless_gone(request, exchange.whole())
+    finally:
         exchange.leave()
-        return json_response(answer.whole(answered, await exchange.num_thought_tokens()))
-    except BaseException:
-        exchange.leave()
-        raise
+    return json_response(answer.whole(answered, await exchange.num_thought_tokens()))
 
 
 async def _events(exchange: Exchange, answer: ChatAnswer, wanted: Wanted) -> Events:

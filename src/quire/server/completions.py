@@ -31,16 +31,14 @@ async def completions(desk: Desk, request: Request) -> Response:
     )
     at_once = wanted.stream and wanted.params.prompt_logprobs is not None
     chorus = Chorus(desk.service, [prompt.ids for prompt in prompts], wanted, streaming=wanted.stream and not at_once)
+    if wanted.stream:
+        events = (_scored_events if at_once else _events)(chorus, answer, wanted, len(prompts))
+        return await stream(request, events, chorus.leave, desk.keep_alive_s)
     try:
-        if wanted.stream:
-            events = _scored_events if at_once else _events
-            return await stream(request, events(chorus, answer, wanted, len(prompts)), chorus.leave, desk.keep_alive_s)
         outputs = await unless_gone(request, chorus.outputs())
+    finally:
         chorus.leave()
-        return json_response(answer.whole(outputs))
-    except BaseException:
-        chorus.leave()
-        raise
+    return json_response(answer.whole(outputs))
 
 
 async def _events(chorus: Chorus, answer: CompletionAnswer, wanted: Wanted, num_prompts: int) -> Events:

@@ -48,30 +48,30 @@ class Dialogue:
             [_for_template(message, served.chat_template or "") for message in self.messages],
             add_generation_prompt=self.add_generation_prompt and not self.continue_final_message,
             continue_final_message=self.continue_final_message,
-            tools=self.tools if self.tools and self.tool_choice.mode != "none" else None,
+            tools=self.callable_tools or None,
             named_tokens=tokenizer.named_tokens,
             extra=self.template_variables,
         )
         return Rendered(text, tokenizer.encode_chat(text))
 
     @property
-    def calls_tools(self) -> bool:
-        return bool(self.tools) and self.tool_choice.mode != "none"
+    def callable_tools(self) -> list[dict[str, object]]:
+        return [] if self.tool_choice.mode == "none" else self.tools
 
     def parser(self, served: Served, prompt: str) -> SpeechParser:
         """For one continuation."""
-        return served.voice.parser(tools=self.calls_tools, prompt=prompt)
+        return served.voice.parser(tools=self.callable_tools, prompt=prompt)
 
-    def grammar(self, served: Served, asked: Grammar | None) -> Grammar | None:
+    def grammar(self, served: Served, asked: Grammar | None, prompt: str) -> Grammar | None:
         """What a continuation may say: a call where one must come, else what the client asked for."""
-        if not self.calls_tools or self.tool_choice.mode == "auto":
+        if not self.callable_tools or self.tool_choice.mode == "auto":
             return asked
         if asked is not None:
             raise InvalidParameter(
                 "A tool must be called, so there is no answer that response_format could shape; give one of the two.",
                 param="tool_choice",
             )
-        return served.voice.tool_grammar(self.tools, self.tool_choice, parallel=self.parallel_tool_calls)
+        return served.voice.tool_grammar(self.tools, self.tool_choice, parallel=self.parallel_tool_calls, prompt=prompt)
 
 
 def check_tools(tools: list[dict[str, object]] | None, mode: str | None, name: str | None) -> ToolChoice:

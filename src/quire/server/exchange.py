@@ -96,7 +96,7 @@ class Exchange:
         self.prompt_ids = prompt.ids
         self.said = [Said() for _ in range(self.num_choices)]
         self._parsers: list[SpeechParser] = [dialogue.parser(served, prompt.text) for _ in range(self.num_choices)]
-        constrained = replace(wanted, grammar=dialogue.grammar(served, wanted.grammar))
+        constrained = replace(wanted, grammar=dialogue.grammar(served, wanted.grammar, prompt.text))
         self._chorus = Chorus(service, [prompt.ids], constrained, streaming=wanted.stream)
 
     @classmethod

@@ -7,7 +7,7 @@ is kept and added, so that counters never fall.
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
@@ -35,6 +35,9 @@ _CODES = frozenset(
      "context_length_exceeded", "numerical_error", "engine_failed", "invalid_parameter", "invalid_prompt",
      "invalid_grammar", "unsupported_schema", "request_timeout"}
 )  # fmt: skip
+
+
+disable_created_metrics()  # type: ignore[no-untyped-call]  # when a series began: nobody asked
 
 
 class Metrics:

@@ -62,11 +62,11 @@ class ToolChoice(NamedTuple):
 class Voice(Protocol):
     """What the server must know of a model's format."""
 
-    def parser(self, *, tools: bool, prompt: str) -> SpeechParser:
-        """For one continuation of this prompt, which may end in the middle of a thought."""
+    def parser(self, *, tools: Sequence[Tool], prompt: str) -> SpeechParser:
+        """For one continuation of this prompt, which may end in the middle of a thought and may call these tools."""
         ...
 
-    def tool_grammar(self, tools: Sequence[Tool], choice: ToolChoice, *, parallel: bool) -> Grammar:
+    def tool_grammar(self, tools: Sequence[Tool], choice: ToolChoice, *, parallel: bool, prompt: str) -> Grammar:
         """What a continuation that must call a tool may say."""
         ...
 
@@ -88,10 +88,10 @@ class PlainVoice:
 
     __slots__ = ()
 
-    def parser(self, *, tools: bool, prompt: str) -> SpeechParser:
+    def parser(self, *, tools: Sequence[Tool], prompt: str) -> SpeechParser:
         return PlainParser()
 
-    def tool_grammar(self, tools: Sequence[Tool], choice: ToolChoice, *, parallel: bool) -> Grammar:
+    def tool_grammar(self, tools: Sequence[Tool], choice: ToolChoice, *, parallel: bool, prompt: str) -> Grammar:
         raise InvalidParameter(
             "This model's chat template has no format for tool calls that is known here, so none can be required; "
             'use tool_choice: "auto" or "none".',
