@@ -35,7 +35,7 @@ def start_server() -> Running:
         said.append(line)
         if line.startswith("Ready"):
             process.stderr.readline()  # the curl line
-            return Running(line.split()[-1], process)
+            return Running(line.split()[5], process)
     raise AssertionError("the server ended before it was ready:\n" + "".join(said))
 
 
