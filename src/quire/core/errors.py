@@ -157,6 +157,17 @@ class NumericalError(QuireError):
         )
 
 
+class RequestFailed(QuireError):
+    """A request that broke the step it was in, and no other: its finish reason is "failed"."""
+
+    status = 500
+    code = "request_failed"
+    exit_code = 1
+
+    def __init__(self) -> None:
+        super().__init__("The engine failed on this request, and on no other; its log says how. It was not retried.")
+
+
 class OutOfMemory(QuireError):
     """The largest request of a step for which there was no memory: its finish reason is "out_of_memory"."""
 

@@ -39,6 +39,7 @@ class FinishReason(Enum):
     ABORT = "abort"
     ERROR = "error"  # there was no token to choose
     EXPIRED = "expired"  # its deadline passed before it was seated
+    FAILED = "failed"  # a step failed because of it, or its own admission did
     OUT_OF_MEMORY = "out_of_memory"  # a step was too large for the device, and it was the largest
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from quire.core.errors import EngineFailed, InvalidParameter
+from quire.core.faults import Site, trip
 from quire.core.grammar import Grammar
 from quire.core.ids import RequestId
 from quire.core.request import Family
@@ -50,6 +51,7 @@ class Engine:
     def submit(self, order: Order) -> Accepted:
         """Queue a request. A `QuireError` means that nothing happened."""
         self._check_alive()
+        trip(Site.ADD, order.number)
         now_s = self.clock()
         grammar = order.params.grammar
         if grammar is not None:
@@ -94,6 +96,13 @@ class Engine:
         if family is not None:
             self.scheduler.finish(family.members[index], FinishReason.STOP)
             self._reporter.forget(family.members[index])
+
+    def number_of(self, sequence: int) -> int | None:
+        """Whose continuation this is, if it is not forgotten."""
+        families = [*self.scheduler.books.families.values(), *self._latest.values()]
+        named = (family for family in families for member in family.members if member.id == sequence)
+        family = next(named, None)
+        return None if family is None else family.request.id
 
     def turn(self) -> Progress | None:
         """One turn of the loop; None if no step was absorbed."""

@@ -3,19 +3,23 @@
 Knows no engine: whoever holds both carries the words from one to the other. Not safe for several threads at once.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from quire.core.errors import InvalidParameter, InvalidPrompt, NoTokenizer, shown
+from quire.core.faults import Site, trip
 from quire.core.sampling import SamplingParams
-from quire.core.step import FinishReason, PromptLogprobs
-from quire.engine.messages import Accepted, Begun, Order, Progress
+from quire.core.step import FinishReason, PromptLogprobs, TopLogprobs
+from quire.engine.messages import Accepted, Begun, Ended, Order, Progress
 from quire.engine.outputs import Delta, Logprob, RequestMetrics
 from quire.engine.terms import USUAL, Terms
 from quire.engine.ticket import Ticket
 from quire.engine.transcript import Transcript, logprob_entry
 from quire.text.stop import StopStrings
 from quire.text.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
 
 Prompt = str | Mapping[str, object] | Sequence[int]
 
@@ -135,10 +139,10 @@ class Front:
                 if transcript is None or not transcript.listening:
                     continue
                 over = ended.get(name)
-                deltas[name] = transcript.push(token, progress.logprobs.get(name), over)
-                if transcript.stopped and over is None:
-                    stops.append(Stop(int(deltas[name].request_id), transcript.index))
-                    deltas[name] = deltas[name].then(transcript.close(FinishReason.STOP))
+                delta = self._said(transcript, token, progress.logprobs.get(name), over)
+                deltas[name] = delta
+                if over is None and delta.finish_reason is not None:  # its stop string came, or its text broke
+                    stops.append(Stop(int(delta.request_id), transcript.index))
                     closed.append(name)
         for name, over in ended.items():
             last = self._transcripts[name].end(over)
@@ -149,6 +153,18 @@ class Front:
         for name in closed:
             self._forget(name)
         return Heard(self._told(deltas, finished), stops)
+
+    def _said(self, transcript: Transcript, token: int, scores: TopLogprobs | None, over: Ended | None) -> Delta:
+        """One more token of a continuation. Whatever goes wrong with its text is its own end alone."""
+        try:
+            trip(Site.STOP_CHECK, int(transcript.request_id))
+            delta = transcript.push(token, scores, over)
+            if transcript.stopped and over is None:
+                delta = delta.then(transcript.close(FinishReason.STOP))
+        except Exception:
+            _log.exception("request %s broke its own text", transcript.request_id)
+            return transcript.fail()
+        return delta
 
     def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """A prompt's text, if it came as text, and its ids."""

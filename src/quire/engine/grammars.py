@@ -9,6 +9,7 @@ from collections.abc import Sequence as Many
 
 import numpy as np
 
+from quire.core.faults import Site, trip
 from quire.core.grammar import Grammar
 from quire.core.ids import IntArray, SequenceId
 from quire.core.request import Family, Sequence
@@ -59,6 +60,7 @@ class Grammars:
 
     def _fill(self, sequence: Sequence, row: IntArray) -> None:
         try:
+            trip(Site.GRAMMAR_MASK, sequence.id)
             _, matcher = self._followed[sequence.id]
             if not matcher.fill(row):
                 _log.error("the grammar of request %s gave up", sequence.request.id)
@@ -73,7 +75,7 @@ class Grammars:
         for number, token in zip(absorbed.sequences.tolist(), absorbed.tokens.tolist(), strict=True):
             followed = self._followed.get(SequenceId(number))
             if followed is not None and not followed[0].finished:
-                reason = _taken(followed[1], token)
+                reason = _taken(followed[1], number, token)
                 if reason is not None:
                     scheduler.conclude(followed[0], reason)
         for name in [name for name, (sequence, _) in self._followed.items() if sequence.finished]:
@@ -84,11 +86,12 @@ class Grammars:
         return len(self._followed)
 
 
-def _taken(matcher: Matcher, token: int) -> FinishReason | None:
+def _taken(matcher: Matcher, name: int, token: int) -> FinishReason | None:
     try:
+        trip(Site.GRAMMAR_ADVANCE, name)
         if not matcher.advance(token):
-            return FinishReason.ERROR
+            return FinishReason.FAILED
     except Exception:
         _log.exception("a grammar broke over a token")
-        return FinishReason.ERROR
+        return FinishReason.FAILED
     return FinishReason.STOP if matcher.stopped else None

@@ -1,6 +1,6 @@
 """What front and engine say to each other, whether they share a process or not. Plain data; knows no wire."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -71,6 +71,26 @@ class Progress:
     ended: tuple[Ended, ...] = ()
     logprobs: dict[int, TopLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
+
+    def numbers(self, number_of: Callable[[int], int | None]) -> set[int]:
+        """The requests that it speaks of. `number_of` knows whose a sequence is."""
+        named = [*self.sequences.tolist(), *self.logprobs, *self.prompt_logprobs]
+        owners = {number for name in named if (number := number_of(name)) is not None}
+        return owners | {begun.number for begun in self.begun} | {over.number for over in self.ended}
+
+    def only(self, number: int, number_of: Callable[[int], int | None]) -> "Progress":
+        """What it says of one request."""
+        whose = [number_of(name) == number for name in self.sequences.tolist()]
+        mine = np.array(whose, dtype=np.bool_)
+        return Progress(
+            self.step,
+            self.sequences[mine],
+            self.tokens[mine],
+            tuple(begun for begun in self.begun if begun.number == number),
+            tuple(over for over in self.ended if over.number == number),
+            {name: scores for name, scores in self.logprobs.items() if number_of(name) == number},
+            {name: scores for name, scores in self.prompt_logprobs.items() if number_of(name) == number},
+        )
 
     @property
     def empty(self) -> bool:

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from quire.core.errors import EngineFailed, QuireError
+from quire.core.errors import EngineFailed, QuireError, RequestFailed
+from quire.core.faults import Site, trip
 from quire.core.grammar import Grammar
 from quire.core.ids import RequestId
 from quire.engine.engine import Engine
-from quire.engine.messages import Order
+from quire.engine.messages import Order, Progress
 from quire.engine.stats import stats_of
 from quire.engine.wire import (
     AbortFrame,
@@ -77,7 +78,24 @@ class Station:
     def _turn(self) -> None:
         progress = self._engine.turn()
         if progress is not None and not progress.empty:
+            self._tell(progress)
+
+    def _tell(self, progress: Progress) -> None:
+        """What cannot be written fails its own request; the rest is told without it."""
+        try:
             self._send(progress_frame(progress))
+        except Exception as error:
+            numbers = progress.numbers(self._engine.number_of)
+            if len(numbers) == 1:
+                (number,) = numbers
+                _log.exception("what request %s said could not be sent", number)
+                self._engine.abort(number)
+                self._refuse(number, RequestFailed())
+            elif numbers:
+                for number in numbers:
+                    self._tell(progress.only(number, self._engine.number_of))
+            else:
+                raise error
 
     def _beat(self) -> None:
         now_s = self._clock()
@@ -105,6 +123,8 @@ class Station:
     def _obey(self, frame: bytes) -> None:
         number = _number_in(frame)
         try:
+            if number is not None:
+                trip(Site.DECODE_FRAME, number)
             self._follow(read_for_engine(frame))
         except BrokenFrame as error:
             _log.error("a frame could not be read and was dropped: %.200s", error)

@@ -81,6 +81,11 @@ class Transcript:
         """It is over because the front says so."""
         return self._close(reason, [])
 
+    def fail(self) -> Delta:
+        """Its text broke; nothing more is read from it."""
+        self.finish_reason = FinishReason.FAILED
+        return self._delta("", [])
+
     def _close(self, reason: FinishReason, unheard: list[int]) -> Delta:
         """No more tokens come. Flushes what was held back, which may complete a stop string."""
         if self.finish_reason is not None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from quire.config import EngineConfig
 from quire.core.errors import QuireError
+from quire.core.faults import Site, trip
 from quire.core.ids import Row
 from quire.core.sampling import SamplingParams
 from quire.core.step import FinishReason, PromptLogprobs, TopLogprobs
@@ -280,6 +281,7 @@ def progress_of(frame: ProgressFrame) -> Progress:
 
 
 def _ended_frame(over: Ended) -> EndedFrame:
+    trip(Site.ENCODE_FRAME, over.number)
     tokens = over.tokens.astype("<i4", copy=False).tobytes()
     return EndedFrame(over.number, over.sequence, over.reason, tokens, over.score, over.num_preemptions, over.by_token)
 

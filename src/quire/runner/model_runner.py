@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.core.faults import Site, trip_any
 from quire.core.ids import IntArray, Row
 from quire.core.step import Ended, FinishReason, Masks, PromptLogprobs, StepPlan, StepResult
 from quire.models.model import Model
@@ -38,9 +39,11 @@ class ModelRunner:
         self._stores.carry(plan.moves)
         self._tell_sampler(plan)
         cruising = self._rows.apply(plan)
+        self._trip(Site.BUILD_BATCH)
         batch = build_batch(self._rows, plan, cruising)
         if len(batch.tokens) == 0:
             return RunningStep(plan.step)
+        self._trip(Site.FORWARD)
         hidden = self._model.forward(batch.tokens, batch.ragged, self._stores.device)
         return RunningStep(
             plan.step,
@@ -48,6 +51,9 @@ class ModelRunner:
             self._find_candidates(batch.tethered, hidden) if batch.tethered is not None else None,
             tuple((part, self._score(part, hidden)) for part in batch.scoring),
         )
+
+    def _trip(self, site: Site) -> None:
+        trip_any(site, (seat.sequence for seat in self._rows.seats.values()))
 
     def _tell_sampler(self, plan: StepPlan) -> None:
         """The rows' sampling state follows the same differences as the row table."""
@@ -68,8 +74,11 @@ class ModelRunner:
     ) -> "Emission":
         batch = asking.batch
         logits = self._model.logits(hidden[asking.at])
+        for site in (Site.LOGITS_PROCESSORS, Site.PENALTIES, Site.SAMPLE):  # one call does all three
+            self._trip(site)
         sampled = self._sampler.sample(logits, batch, masks)
         tokens = sampled.tokens
+        self._trip(Site.LOGPROBS)
         scores = self._sampler.score(logits, batch, tokens)
         ends = self._sampler.ends(batch, tokens)
         self._sampler.commit(batch, tokens)

@@ -4,10 +4,12 @@ Whole prompts are reserved, outputs as the stance says. A family that computes w
 for it. A higher class may take seats from a lower one.
 """
 
+import logging
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from quire.core.events import Cause, Event, What
+from quire.core.faults import Site, trip
 from quire.core.ids import RequestId
 from quire.core.request import Family, Sequence
 from quire.kv.answers import Match
@@ -19,6 +21,8 @@ from quire.sched.leaders import Follow
 from quire.sched.owner import owner_of
 from quire.sched.pressure import Pressure
 from quire.sched.reserve import Stance, positions_to_reserve, shared_blocks
+
+_log = logging.getLogger(__name__)
 
 MOST_PARKED = 128  # followers of one step: a few milliseconds; whoever comes after them is looked at in the next
 
@@ -65,7 +69,7 @@ class Admission:
         room = self._books.room
         if self._promised_to is not None and self._promised_to not in room:
             self._promised_to = None
-        if not room or not self._pressure.outranks(room.best_class):
+        if not room or self._books.only is not None or not self._pressure.outranks(room.best_class):
             return
         family = room.first_of_best(now_s)
         claim = self._claim(family)
@@ -100,7 +104,12 @@ class Admission:
             return Cause.ORDER
         kept_out: Cause | None = None
         for family in self._candidates(draft.now_s):
-            claim = self._claim(family)
+            if not books.may_sit(family):
+                books.set_aside(family)
+                return None
+            claim = self._checked_claim(family)
+            if claim is None:
+                return None
             follow = self._follow(family, claim)
             if follow is not None:
                 books.room.pop(family)
@@ -137,6 +146,18 @@ class Admission:
             return True
         self._window_since_s = None
         return False
+
+    def _checked_claim(self, family: Family) -> Claim | None:
+        """None: its own look-up failed, and the family with it. Nothing was changed yet."""
+        try:
+            trip(Site.PREFIX_LOOKUP, family.request.id)
+            claim = self._claim(family)
+            trip(Site.ALLOCATE, family.request.id)
+        except Exception:
+            _log.exception("request %s broke its own admission", family.request.id)
+            self._books.fail(family)
+            return None
+        return claim
 
     def _claim(self, family: Family) -> Claim:
         books, kv = self._books, self._books.kv

@@ -56,7 +56,7 @@ def _audit_families(scheduler: Scheduler) -> None:
         for member in family.unfinished if offered else ():
             ready = member.state is State.RUNNING and member.num_computed == member.num_tokens
             assert ready or member.id not in offered, f"{member} has offered and goes on computing"
-        waits = family in books.room
+        waits = family in books.room or family in books.aside
         num_waiting += waits
         places = (sits > 0) + waits + (family.order in parked)
         assert places == 1, f"{family} is in {places} places"
@@ -64,7 +64,8 @@ def _audit_families(scheduler: Scheduler) -> None:
         deadline_s = family.request.deadline_s
         in_time = family.was_seated or deadline_s is None or deadline_s > books.now_s
         assert in_time, f"the deadline of {family} has passed, and it waits on"  # I17
-    assert num_waiting == len(books.room), "the waiting are miscounted"
+    aside = sum(not family.finished for family in books.aside)
+    assert num_waiting == len(books.room) + aside, "the waiting are miscounted"
 
 
 def audit_plan(scheduler: Scheduler, plan: StepPlan) -> None:
@@ -86,6 +87,7 @@ def audit_rest(scheduler: Scheduler) -> None:
     books = scheduler.books
     assert not books.beams.num_searches and not books.forks.waiting, "a family that is gone is remembered"
     assert not books.leaders.num_leading, "somebody leads who is gone"
+    assert books.only is None and not books.aside and not len(books.masked), "somebody stands aside for nobody"
     assert books.shares.num_active == 0, "a tenant with nothing here counts as active"
     scheduler.reset_cache()
     assert pool.num_free == pool.num_in_service, "the cache cannot be emptied"

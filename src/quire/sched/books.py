@@ -53,6 +53,9 @@ class Books:
         self.tethered: list[Sequence] = []  # beams with one token to compute
         self.fresh: list[Sequence] = []  # they sit, and the runner has not been told
         self.tells: list[Tell] = []
+        self.ended_early: list[Sequence] = []  # not by a step; told with the next result
+        self.only: frozenset[int] | None = None  # while a failed step is looked into: who may sit, by order
+        self.aside: list[Family] = []  # the others, who would have come to sit meanwhile
         self.last_planned = -1
         self.last_absorbed = -1
         self.now_s = 0.0
@@ -65,6 +68,22 @@ class Books:
         self.room.push(family, family.arrived_s)
         self.deadlines.watch(family)
         family.note(Event(self.last_planned + 1, What.ARRIVED, tokens=len(family.request.prompt)))
+
+    def may_sit(self, family: Family) -> bool:
+        return self.only is None or family.order in self.only
+
+    def set_aside(self, family: Family) -> None:
+        """It may not sit for now."""
+        self.room.discard(family)
+        self.aside.append(family)
+
+    def sit_only(self, only: frozenset[int] | None) -> None:
+        """From now on these alone may sit, or everybody; whoever stood aside is in the queue again."""
+        self.only = only
+        aside, self.aside = self.aside, []
+        for family in aside:
+            if not family.finished:
+                self.room.push(family, family.arrived_s)
 
     def catch_up(self, sequence: Sequence) -> None:
         """It has known tokens to compute."""
@@ -99,6 +118,11 @@ class Books:
         if reason in (FinishReason.STOP, FinishReason.LENGTH) and sequence.request.beam is None:
             self.lengths.note(max(len(sequence.tokens) - len(sequence.request.prompt), 1))
         return True
+
+    def fail(self, family: Family, reason: FinishReason = FinishReason.FAILED) -> None:
+        """A whole family ends without a step to be told with: those who wait for it hear of it in the next result."""
+        ended = {member.id for member in family.members if self.finish(member, reason)}
+        self.ended_early.extend(member for member in family.answers if member.id in ended)
 
     def preempt(self, family: Family, by: RequestId) -> None:
         """The whole family makes room. It comes back to its old place in the queue."""
@@ -150,7 +174,7 @@ class Books:
         while (sequence := self.seating.next_released(step)) is not None:
             row = sequence.row
             assert row is not None, sequence
-            if sequence.finish_reason is FinishReason.ERROR:
+            if sequence.finish_reason in (FinishReason.ERROR, FinishReason.FAILED):
                 self.kv.distrust(row, owner_of(sequence))
             else:
                 self.kv.close(row, owner_of(sequence), self._kept(sequence))

@@ -1,5 +1,6 @@
 """Keeps up to `depth` steps in flight between a scheduler and a runner. Depth 0 is synchronous."""
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -7,11 +8,25 @@ import numpy as np
 
 from quire.core.ids import IntArray
 from quire.core.request import Sequence as Continuation
-from quire.core.step import Masks, Pending, Runner, StepLost, StepPlan
+from quire.core.step import Masks, Pending, Runner, StepLost, StepPlan, StepResult
+from quire.sched.inquest import Inquest
 from quire.sched.scheduler import Absorbed, Scheduler
 
 # What each of some sequences may say next, as the bits of a row of `Masks`.
 MaskSource = Callable[[Sequence[Continuation]], IntArray]
+
+
+_MOST_IN_VAIN = 5  # failed steps in a row for which nobody could be blamed: then the engine is at fault
+
+_log = logging.getLogger(__name__)
+
+
+class _StepFailed(Exception):
+    """A body raised something in a step."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
 
 
 class Loop:
@@ -32,30 +47,90 @@ class Loop:
         self._clock = clock
         self._masks = masks
         self._in_flight: deque[Pending] = deque()
+        self._inquest: Inquest | None = None
+        self._num_in_vain = 0  # inquests since the last that found somebody
 
     def turn(self) -> Absorbed | None:
         """Launch what can be launched; absorb the oldest step once more than `depth` fly or none could be added."""
         try:
-            return self._turn() or self.scheduler.overdue()
+            absorbed = self._turn()
         except StepLost as lost:
             self._in_flight.clear()
             self.scheduler.lose_steps(keep_cache=lost.cache_intact)
             if lost.too_large:
                 self.scheduler.fail_largest()
             return self.scheduler.overdue()
+        except _StepFailed as failed:
+            self._look_into(failed.cause)
+            return self.scheduler.overdue()
+        if absorbed is not None and self._inquest is not None:
+            self._clear(self._inquest, absorbed)
+        return absorbed or self.scheduler.overdue()
 
     def _turn(self) -> Absorbed | None:
         plan = self.scheduler.plan(self._clock())
         if plan is not None:
             self._in_flight.append(self._launch(plan))
-        if self._in_flight and (plan is None or len(self._in_flight) > self.depth):
-            return self.scheduler.absorb(self._in_flight.popleft().wait(), self._clock())
+        depth = self.depth if self._inquest is None else 0
+        if self._in_flight and (plan is None or len(self._in_flight) > depth):
+            return self.scheduler.absorb(self._wait(self._in_flight.popleft()), self._clock())
         return None
 
     def _launch(self, plan: StepPlan) -> Pending:
-        if not plan.masked:
-            return self._runner.launch(plan)
-        assert self._masks is not None, "a masked row, and nobody to say what it may choose"
-        seated = self.scheduler.books.seating.seated
-        bits = self._masks([seated[row] for row in plan.masked])
-        return self._runner.launch(plan, Masks(np.array(plan.masked, dtype=np.int32), bits))
+        try:
+            if not plan.masked:
+                return self._runner.launch(plan)
+            assert self._masks is not None, "a masked row, and nobody to say what it may choose"
+            seated = self.scheduler.books.seating.seated
+            bits = self._masks([seated[row] for row in plan.masked])
+            return self._runner.launch(plan, Masks(np.array(plan.masked, dtype=np.int32), bits))
+        except StepLost:
+            raise
+        except Exception as error:
+            raise _StepFailed(error) from error
+
+    def _wait(self, pending: Pending) -> StepResult:
+        try:
+            return pending.wait()
+        except StepLost:
+            raise
+        except Exception as error:
+            raise _StepFailed(error) from error
+
+    # Which request made a step fail.
+
+    def _look_into(self, error: Exception) -> None:
+        """Its suspects compute again, in halves; whoever fails alone is ended, and all others go on."""
+        scheduler = self.scheduler
+        _log.error("a step failed: %s: %s", type(error).__name__, error, exc_info=error)
+        suspects = scheduler.running_families()
+        self._in_flight.clear()
+        scheduler.lose_steps(keep_cache=True)
+        if self._inquest is None:
+            self._num_in_vain += 1
+            if not suspects or self._num_in_vain > _MOST_IN_VAIN:
+                raise error
+            self._inquest, blamed = Inquest(suspects), None
+            if len(suspects) == 1:
+                (blamed,) = suspects
+        else:
+            blamed = self._inquest.fail()
+        if blamed is not None:
+            _log.error("request %s failed alone: it is ended", blamed.request.id)
+            self._num_in_vain = 0
+            scheduler.books.fail(blamed)
+        if self._inquest.hopeless:
+            raise error
+        self._go_on()
+
+    def _clear(self, inquest: Inquest, absorbed: Absorbed) -> None:
+        if inquest.hear(absorbed.sequences.tolist()):
+            self.scheduler.withdraw_all()
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """The next group sits apart; with nobody left under suspicion, everybody may."""
+        inquest = self._inquest
+        if inquest is not None and not inquest.open:
+            self._inquest = inquest = None
+        self.scheduler.books.sit_only(None if inquest is None else inquest.group)

@@ -79,7 +79,6 @@ class Scheduler:
         self.admission = Admission(self.books, pressure, self._feeding.take_chunk)
         self.draining = False
         self._in_flight: deque[_Flight] = deque()
-        self._ended_early: list[Sequence] = []  # not by a step; told with the next result
         self._reset = False  # the runner must forget all rows
         self._absorbed_s = 0.0
         self._next_sequence = 0
@@ -121,7 +120,7 @@ class Scheduler:
     def conclude(self, sequence: Sequence, reason: FinishReason) -> None:
         """End one sequence for a reason that no step has found; it is told with the next result."""
         if self.books.finish(sequence, reason):
-            self._ended_early.append(sequence)
+            self.books.ended_early.append(sequence)
 
     def drain(self) -> None:
         """Accept nobody any more; who is here is served to the end."""
@@ -159,26 +158,26 @@ class Scheduler:
             self._note_computed(sequence, stop, failed=sequence.row in failed)
         finished = self._finish_ended(result) + self._advance_beams(result.candidates)
         self.books.release_up_to(result.step)
-        finished, self._ended_early = finished + self._ended_early, []
+        finished, self.books.ended_early = finished + self.books.ended_early, []
         return Absorbed(result.step, emitters, tokens, tuple(finished), logprobs, scores)
 
     def overdue(self) -> Absorbed | None:
         """Those who ended without a step to be told with, if there are any."""
-        if not self._ended_early:
+        if not self.books.ended_early:
             return None
-        ended, self._ended_early = tuple(self._ended_early), []
+        ended, self.books.ended_early = tuple(self.books.ended_early), []
         nobody = np.empty(0, dtype=np.int64)
         return Absorbed(self.books.last_absorbed, nobody, nobody.astype(np.int32), ended, {}, {})
 
     @property
     def num_waiting(self) -> int:
         """Families that do not sit: in the queue, or for another's prefix."""
-        return len(self.books.room) + self.books.leaders.num_followers
+        return len(self.books.room) + self.books.leaders.num_followers + len(self.books.aside)
 
     @property
     def idle(self) -> bool:
         """Nothing waits, sits or is in flight, and nobody is still to be told."""
-        return not self.books.families and not self._in_flight and not self._ended_early
+        return not self.books.families and not self._in_flight and not self.books.ended_early
 
     # Planning.
 
@@ -188,7 +187,7 @@ class Scheduler:
         step = books.last_planned + 1
         self.kv.step = step
         for family in books.deadlines.expire(now_s):
-            self._end_early(family, FinishReason.EXPIRED)
+            self.books.fail(family, FinishReason.EXPIRED)
         books.wake()
         self.admission.take_seats(now_s)
         return Draft(step, now_s, self.max_step_tokens if self.policy.regime.chunked else _UNBOUNDED)
@@ -281,7 +280,7 @@ class Scheduler:
         ended = [(self.books.seating.seated[row], reason) for row, reason in result.ended]
         for sequence, reason in ended:
             if sequence.request.beam is not None:  # a search that has lost a beam is no search
-                self._end_early(sequence.family, reason)
+                self.books.fail(sequence.family, reason)
             elif self.books.finish(sequence, reason):
                 finished.append(sequence)
         return finished
@@ -332,9 +331,7 @@ class Scheduler:
         books.tally.lost_steps += books.last_planned - books.last_absorbed
         books.seating.forget_steps(books.last_planned)
         books.last_absorbed = books.last_planned
-        for sequence in tuple(books.seating.seated.values()):
-            if sequence.state is State.RUNNING:
-                books.withdraw(sequence.family, by=None)
+        self.withdraw_all()
         books.release_up_to(books.last_absorbed)
         books.seating.forget_runner()
         books.fresh, books.tells = [], []
@@ -342,17 +339,25 @@ class Scheduler:
         if not keep_cache:
             self.kv.lose()
 
+    def withdraw_all(self) -> None:
+        """Everybody who sits gets up and will be seated again; what was absorbed stays in the cache."""
+        for sequence in tuple(self.books.seating.seated.values()):
+            if sequence.state is State.RUNNING:
+                self.books.withdraw(sequence.family, by=None)
+
+    def running_families(self) -> list[Family]:
+        """Those who compute, in the order of their arrival."""
+        seated = self.books.seating.seated.values()
+        running = {s.family.order: s.family for s in seated if s.state is State.RUNNING}
+        return [running[order] for order in sorted(running)]
+
     def fail_largest(self) -> None:
         """There was no memory for a step: the largest family that was seated ends, so that the others can go on."""
         here = [family for family in self.books.families.values() if not family.finished]
         seated = [family for family in here if family.was_seated] or here
         largest = max(seated, key=lambda family: (most_blocks(family.request, 1), family.order), default=None)
         if largest is not None:
-            self._end_early(largest, FinishReason.OUT_OF_MEMORY)
-
-    def _end_early(self, family: Family, reason: FinishReason) -> None:
-        ended = {member.id for member in family.members if self.books.finish(member, reason)}
-        self._ended_early.extend(member for member in family.answers if member.id in ended)
+            self.books.fail(largest, FinishReason.OUT_OF_MEMORY)
 
     def reset_cache(self) -> int:
         """Forget every cached prefix that nobody holds; the blocks that became free."""
