@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 
 import pytest
 
@@ -47,6 +48,12 @@ def opened(default_model_path):
     return open_model(EngineConfig())
 
 
+@pytest.fixture(scope="module")
+def unharmed() -> dict[tuple[int, bool], dict[int, list[int] | str]]:
+    """What everybody says when nothing is poisoned, by depth and grammar."""
+    return {}
+
+
 class World:
     """An engine behind its station, and a front at the other end of the socket."""
 
@@ -78,7 +85,7 @@ class World:
         """What each request said, or how it failed."""
         ours, theirs = socket.socketpair()
         ours.settimeout(60)
-        thread = threading.Thread(target=Station(self.engine, theirs, _ticking()).run)
+        thread = threading.Thread(target=Station(self.engine, theirs, time.monotonic).run)
         with ours, theirs:
             tickets = [self._open(ours, number) for number in range(NUM_REQUESTS)]
             thread.start()
@@ -127,16 +134,13 @@ class World:
         return outcomes
 
 
-def _ticking():
-    ticks = iter(range(10**9))
-    return lambda: float(next(ticks))
-
-
 @pytest.mark.parametrize("site", list(Site), ids=lambda site: site.value)
 @pytest.mark.parametrize("depth", [0, 1])
-def test_poison_at_each_site_fails_one_request_alone(opened, site, depth):
+def test_poison_at_each_site_fails_one_request_alone(opened, unharmed, site, depth):
     masked = site in (Site.GRAMMAR_MASK, Site.GRAMMAR_ADVANCE)
-    clean = World(opened, depth, masked=masked).run()
+    if (depth, masked) not in unharmed:
+        unharmed[depth, masked] = World(opened, depth, masked=masked).run()
+    clean = unharmed[depth, masked]
     assert all(isinstance(outcome, list) and len(outcome) == 12 for outcome in clean.values()), clean
     world = World(opened, depth, masked=masked)
     with armed(site, POISONED):
