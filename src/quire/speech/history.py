@@ -77,7 +77,8 @@ def _normal_call(call: object) -> object:
     arguments = function.get("arguments")
     if not isinstance(arguments, str):
         return call
-    return {**call, "function": {**function, "arguments": _as_object(arguments)}}
+    named = {"name": function.get("name"), **function}  # models write the name first, so templates should show it so
+    return {**call, "function": {**named, "arguments": _as_object(arguments)}}
 
 
 def _as_object(text: str) -> object:
