@@ -18,10 +18,12 @@ LINES = [
     {"say": f"<think>\n{THOUGHT}\n</think>\n\nLet me see.\n{CALL}", "when": "call please"},
     {"say": "<think>\non and on", "end": False, "when": "endless please"},
     {"say": "Plain.", "when": "plain please"},
+    {"say": f'<think>\n{THOUGHT}\n</think>\n\n{{"ok": true}}', "when": "json please"},
     {"say": f"<think>\n{THOUGHT}\n</think>\n\nIt rains."},
 ]
 ALWAYS_LINES = [
     {"say": f"{THOUGHT}\n</think>\n\n{CALL}", "when": "call please"},
+    {"say": f'{THOUGHT}\n</think>\n\n{{"ok": true}}', "when": "json please"},
     {"say": f"{THOUGHT}\n</think>\n\nIt rains."},
 ]
 
@@ -112,6 +114,23 @@ def test_a_history_may_hold_thoughts_under_either_name(thinker: openai.OpenAI, n
     ]
     answer = thinker._client.post(thinker.base_url.join("/apply-template"), json={"messages": messages})
     assert "<think>\nRain?\n</think>\n\nIt rains." in answer.json()["prompt"]
+
+
+@pytest.mark.parametrize("constraint", [{"json_object": True}, {"choice": ['{"ok": true}', "no"]}])
+@pytest.mark.parametrize("name", ["thinker", "always"])
+def test_an_answer_of_a_form_may_come_after_a_thought(
+    name: str, constraint: dict[str, object], request: pytest.FixtureRequest
+) -> None:
+    answer = ask(request.getfixturevalue(name), "json please", extra_body={"structured_outputs": constraint})
+    assert said(answer.choices[0].message) == ('{"ok": true}', THOUGHT, THOUGHT)
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_who_was_told_not_to_think_answers_at_once(thinker: openai.OpenAI) -> None:
+    [choice] = ask(
+        thinker, "Hi", reasoning_effort="none", extra_body={"structured_outputs": {"choice": ["<think>", "Not"]}}
+    ).choices
+    assert said(choice.message) == ("Not", None, None)
 
 
 def test_a_grammar_that_cannot_come_after_a_thought_is_refused(always: openai.OpenAI) -> None:
