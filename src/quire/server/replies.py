@@ -1,6 +1,6 @@
 """Errors on their way to a client: what the gate itself refuses, and how any error is written. Knows no engine.
 
-A body is OpenAI-shaped, or Anthropic-shaped where Anthropic's clients ask; it is bounded, and holds no path of this
+A body is OpenAI-shaped, or Anthropic's or TGI's where their clients ask; it is bounded, and holds no path of this
 machine and no address in its memory.
 """
 
@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, ExceptionHandler, Receive, Scope, Send
 from quire.core.errors import QuireError
 from quire.server.errors import error_body
 from quire.server.routes import route_path
+from quire.server.tgi_errors import TGI_PATHS, tgi_error
 from quire.server.visit import visit_of
 
 Headers = list[tuple[bytes, bytes]]
@@ -100,8 +101,11 @@ def reply_to(error: QuireError, *, path: str = "/", request_id: str = "") -> Rep
         kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
         told = {"type": kind, "message": parts["message"]}
         body = {"type": "error", "error": told, "request_id": request_id}
+    status = error.status
+    if path in TGI_PATHS:
+        status, body = tgi_error(error, parts["message"])
     content = json.dumps(body, ensure_ascii=False).encode("utf-8", "replace")
-    return Reply(error.status, _headers(error, len(content)), content)
+    return Reply(status, _headers(error, len(content)), content)
 
 
 def _headers(error: QuireError, num_bytes: int) -> Headers:
