@@ -58,7 +58,10 @@ def test_the_least_that_can_be_asked(client: openai.OpenAI) -> None:
 
 def test_the_object_is_what_the_type_demands(http: httpx.Client) -> None:
     """Validated, not only constructed: the client itself lets anything through."""
-    tools = [{"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}, {"type": "web_search"}]
+    tools = [
+        {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True},
+        {"type": "web_search"},
+    ]
     told = http.post("/v1/responses", json={"input": "hi", "metadata": {"a": "b"}, "tools": tools, "temperature": 0.5})
     body = told.json()
     answer = Response.model_validate(body, strict=True)
