@@ -91,7 +91,7 @@ class Reply(NamedTuple):
     body: bytes
 
 
-def reply_to(error: QuireError, *, path: str = "/", request_id: str = "") -> Reply:
+def reply_to(error: QuireError, *, path: str = "", request_id: str = "") -> Reply:
     """An error as it goes to the client that asked for this path."""
     body = error_body(error)
     parts = body["error"]
