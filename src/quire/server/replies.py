@@ -136,10 +136,16 @@ def known(error: Exception, scope: Scope) -> QuireError:
     return OwnMistake(visit_of(scope).request_id)
 
 
+def _asked_path(scope: Scope) -> str:
+    """Whose shape an error takes; at / it is TGI's for those who post, and nobody's for those who look at the page."""
+    path = route_path(scope)
+    return path if path != "/" or scope["method"] == "POST" else ""
+
+
 async def _answer(request: Request, error: Exception) -> Response:
     told = known(error, request.scope)
     extra: Mapping[str, str] = (error.headers or {}) if isinstance(error, HTTPException) else {}
-    reply = reply_to(told, path=route_path(request.scope), request_id=visit_of(request.scope).request_id)
+    reply = reply_to(told, path=_asked_path(request.scope), request_id=visit_of(request.scope).request_id)
     headers = {name.decode("ascii"): value.decode("ascii") for name, value in reply.headers}
     return Response(reply.body, reply.status, {**extra, **headers})
 
@@ -175,6 +181,6 @@ class Translator:
                 visit.failed = True
                 _log.error("request_failed", exc_info=error, extra={"fields": {"id": visit.request_id}})
             if visit.status is None:
-                reply = reply_to(told, path=route_path(scope), request_id=visit.request_id)
+                reply = reply_to(told, path=_asked_path(scope), request_id=visit.request_id)
                 await send({"type": "http.response.start", "status": reply.status, "headers": reply.headers})
                 await send({"type": "http.response.body", "body": reply.body})
