@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.server.turn import Closed, Grown, Opened, Piece, PieceKind, Turn
-from quire.server.voices import SpeechEvent, Text, Thought, ToolArguments, ToolStart
+from quire.speech.events import SpeechEvent, Text, Thought, ToolArguments, ToolStart
 
 
 @st.composite

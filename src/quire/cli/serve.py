@@ -16,6 +16,8 @@ from quire.config import EngineConfig
 from quire.core.errors import ConfigError
 from quire.engine.opening import open_model
 from quire.engine.phases import Phase
+from quire.speech.formats import by_name
+from quire.speech.reasoning import tags_by_name
 from quire.version import __version__
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ def serve(model: str | None, host: str, port: int, given: Mapping[str, Any]) -> 
         url = f"{gatekeeping.scheme}://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
 
         def tell_ready(served: "Served", facts: "Facts") -> None:
+            err.print(f"  {'speech':<20}{_speech(served)}")
             _announce(url, time.monotonic() - started_s)
 
         listeners = Listeners(_tell_phase, tell_ready, lambda line: err.print(time.strftime("%H:%M:%S ") + line))
@@ -54,6 +57,9 @@ def serve(model: str | None, host: str, port: int, given: Mapping[str, Any]) -> 
 def _plan(config: EngineConfig, given: Mapping[str, Any]) -> Any:
     from quire.server.lifecycle import Plan
 
+    tool_parser, reasoning_parser = given["tool_call_parser"], given["reasoning_parser"]
+    tool_format = None if tool_parser is None else by_name(tool_parser)
+    reasoning_tags = None if reasoning_parser is None else tags_by_name(reasoning_parser)
     with bars() as drawn:
         opened = open_model(config, drawn.fetched)
     template: Path | None = given["chat_template"]
@@ -65,6 +71,8 @@ def _plan(config: EngineConfig, given: Mapping[str, Any]) -> Any:
         script=None if script is None else str(script.absolute()),
         aliases=tuple(given["aliases"]),
         chat_template=None if template is None else template.read_text(encoding="utf-8"),
+        tool_format=tool_format,
+        reasoning_tags=reasoning_tags,
         max_waiting=max_waiting,
         max_waiting_tokens=given["max_waiting_tokens"],
         drain_s=given["drain_s"],
@@ -73,6 +81,10 @@ def _plan(config: EngineConfig, given: Mapping[str, Any]) -> Any:
 
 def _tell_phase(phase: Phase) -> None:
     err.print(f"  {phase.name:<10}{phase.seconds:5.1f} s   {phase.detail}")
+
+
+def _speech(served: "Served") -> str:
+    return "no chat template: prompts only" if served.chat_template is None else served.voice.description
 
 
 def _announce(url: str, seconds: float) -> None:

@@ -6,7 +6,7 @@ from quire.server.frames import Frames, Label
 from quire.server.scores import Spelling, chat_scores, prompt_scores
 from quire.server.translate import Wanted
 from quire.server.usage import running_usage, usage
-from quire.server.voices import SpeechEvent, Text, Thought, ToolArguments, ToolStart
+from quire.speech.events import SpeechEvent, Text, Thought, ToolArguments, ToolStart
 
 Body = dict[str, object]
 

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from quire.core.errors import InvalidParameter
 from quire.engine.outputs import RequestOutput
 from quire.server.call import Call, News
 from quire.server.service import Service
@@ -24,11 +23,7 @@ class Chorus:
     __slots__ = ("_calls", "_service", "_waiting")
 
     def __init__(self, service: Service, prompts: Sequence[list[int]], wanted: Wanted, *, streaming: bool) -> None:
-        if wanted.grammar is not None:
-            raise InvalidParameter(
-                f"Constrained answers ({wanted.grammar.kind.value}) are not served by this engine.",
-                param="response_format",
-            )
+        assert wanted.grammar == wanted.params.grammar, "a grammar reaches the engine through a Constrainer"
         self._service = service
         self._calls: list[Call] = []
         self._waiting: dict[asyncio.Future[News], int] = {}

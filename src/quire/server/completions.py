@@ -15,7 +15,7 @@ from quire.server.frames import Label
 from quire.server.scores import Spelling
 from quire.server.served import Served
 from quire.server.sse import DONE, Events, stream
-from quire.server.translate import Wanted, completion_wanted, shortened
+from quire.server.translate import Wanted, completion_wanted, constrained, shortened
 
 MAX_PROMPTS = 128
 
@@ -25,6 +25,7 @@ async def completions(desk: Desk, request: Request) -> Response:
     served = desk.served
     served.check_model(body.model)
     wanted = completion_wanted(body, served)
+    wanted = await constrained(wanted, wanted.grammar, served)
     prompts = await run_in_threadpool(_prompts, body, wanted, served)
     answer = CompletionAnswer(
         Label(served.name, "cmpl"), prompts, wanted, Spelling(served.tokenizer, as_ids=wanted.tokens_as_ids)

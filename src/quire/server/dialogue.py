@@ -7,15 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import msgspec
-
 from quire.core.errors import InvalidParameter, shown
 from quire.core.grammar import Grammar
 from quire.server.served import Served
-from quire.server.voices import SpeechParser, ToolChoice
+from quire.server.voices import Message, ToolChoice
+from quire.speech.events import SpeechParser
 from quire.text.chat import render
-
-Message = Mapping[str, object]
 
 MAX_TOOLS = 1024
 _MODES = ("none", "auto", "required")
@@ -43,12 +40,14 @@ class Dialogue:
     def rendered(self, served: Served) -> Rendered:
         """Through the model's own template. Takes its time: not for an event loop."""
         tokenizer = served.text()
+        known = [_for_template(message, served.chat_template or "") for message in self.messages]
+        told = served.voice.told(known, self.callable_tools)
         text = render(
             served.chat_template,
-            [_for_template(message, served.chat_template or "") for message in self.messages],
+            told.messages,
             add_generation_prompt=self.add_generation_prompt and not self.continue_final_message,
             continue_final_message=self.continue_final_message,
-            tools=self.callable_tools or None,
+            tools=told.tools or None,
             named_tokens=tokenizer.named_tokens,
             extra=self.template_variables,
         )
@@ -60,18 +59,20 @@ class Dialogue:
 
     def parser(self, served: Served, prompt: str) -> SpeechParser:
         """For one continuation."""
-        return served.voice.parser(tools=self.callable_tools, prompt=prompt)
+        tools, parallel = self.callable_tools, self.parallel_tool_calls
+        return served.voice.parser(tools=tools, parallel=parallel, prompt=prompt)
 
     def grammar(self, served: Served, asked: Grammar | None, prompt: str) -> Grammar | None:
         """What a continuation may say: a call where one must come, else what the client asked for."""
-        if not self.callable_tools or self.tool_choice.mode == "auto":
-            return asked
+        voice, tools, parallel = served.voice, self.callable_tools, self.parallel_tool_calls
+        if not tools or self.tool_choice.mode == "auto":
+            return voice.answer_grammar(asked, tools, parallel=parallel, prompt=prompt)
         if asked is not None:
             raise InvalidParameter(
                 "A tool must be called, so there is no answer that response_format could shape; give one of the two.",
                 param="tool_choice",
             )
-        return served.voice.tool_grammar(self.tools, self.tool_choice, parallel=self.parallel_tool_calls, prompt=prompt)
+        return voice.call_grammar(tools, self.tool_choice, parallel=parallel, prompt=prompt)
 
 
 def check_tools(tools: list[dict[str, object]] | None, mode: str | None, name: str | None) -> ToolChoice:
@@ -102,33 +103,21 @@ def _tool_name(tool: Mapping[str, object], place: int) -> str:
         raise InvalidParameter(
             f'tools[{place}] must be {{"type": "function", "function": {{"name": …}}}}.', param=f"tools[{place}]"
         )
+    parameters = function.get("parameters") if isinstance(function, Mapping) else None
+    if not isinstance(parameters, Mapping | None):
+        where = f"tools[{place}].function.parameters"
+        raise InvalidParameter(f"{where} must be a JSON schema: an object, not {shown(parameters)}.", param=where)
     return name
 
 
 def _for_template(message: Message, template: str) -> Message:
-    """As templates know messages: older roles, arguments as data, one name for thoughts."""
+    """As templates know messages: older roles, one name for thoughts."""
     told = dict(message)
     if told.get("role") == "developer" and "developer" not in template:
         told["role"] = "system"
     if "reasoning" in told and not told.get("reasoning_content"):
         told["reasoning_content"] = told["reasoning"]
-    calls = told.get("tool_calls")
-    if isinstance(calls, list):
-        told["tool_calls"] = [_with_data(call) for call in calls]
     return told
-
-
-def _with_data(call: object) -> object:
-    """Arguments come as a text of JSON; templates write them as JSON themselves."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    arguments = function.get("arguments") if isinstance(function, Mapping) else None
-    if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(arguments, str):
-        return call
-    try:
-        data = msgspec.json.decode(arguments or "{}")
-    except (ValueError, RecursionError):
-        return call
-    return {**call, "function": {**function, "arguments": data}} if isinstance(data, dict) else call
 
 
 def final_text(dialogue: Dialogue) -> str:

@@ -14,8 +14,8 @@ from quire.server.chorus import Chorus
 from quire.server.dialogue import Dialogue, Rendered, final_text
 from quire.server.served import Served
 from quire.server.service import Service
-from quire.server.translate import Wanted, clamped, shortened
-from quire.server.voices import SpeechEvent, SpeechParser, Text, Thought, ToolArguments, ToolStart
+from quire.server.translate import Wanted, clamped, constrained, shortened
+from quire.speech.events import SpeechEvent, SpeechParser, Text, Thought, ToolArguments, ToolStart
 
 
 class Spoken(NamedTuple):
@@ -92,8 +92,7 @@ class Exchange:
         self.prompt_ids = prompt.ids
         self.said = [Said() for _ in range(self.num_choices)]
         self._parsers: list[SpeechParser] = [dialogue.parser(served, prompt.text) for _ in range(self.num_choices)]
-        constrained = replace(wanted, grammar=dialogue.grammar(served, wanted.grammar, prompt.text))
-        self._chorus = Chorus(service, [prompt.ids], constrained, streaming=wanted.stream)
+        self._chorus = Chorus(service, [prompt.ids], wanted, streaming=wanted.stream)
 
     @classmethod
     async def begin(
@@ -107,11 +106,14 @@ class Exchange:
         echo: bool = False,
         clamp: bool = False,
     ) -> "Exchange":
-        """Render and submit. With `echo`, a message that the assistant had begun is said again.
+        """Render, constrain and submit. With `echo`, a message that the assistant had begun is said again.
 
         With `clamp`, an answer that may be longer than the context allows is as long as it allows.
         """
         prompt = await run_in_threadpool(dialogue.rendered, served)
+        wanted = await constrained(wanted, dialogue.grammar(served, wanted.grammar, prompt.text), served)
+        if served.voice.keeps_special_tokens(tools=bool(dialogue.callable_tools)):
+            wanted = replace(wanted, params=replace(wanted.params, skip_special_tokens=False))
         prompt = Rendered(prompt.text, shortened(prompt.ids, truncate, wanted, served))
         wanted = clamped(wanted, len(prompt.ids), served) if clamp else wanted
         return cls(service, served, dialogue, wanted, prompt, final_text(dialogue) if echo else "")

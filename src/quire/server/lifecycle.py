@@ -25,6 +25,7 @@ from quire.engine.opening import OpenedModel
 from quire.engine.phases import Phase
 from quire.engine.stats import Facts
 from quire.server.app import make_app
+from quire.server.constraining import Constrainer
 from quire.server.desk import Desk
 from quire.server.metrics import Metrics
 from quire.server.served import Served, served_from
@@ -32,6 +33,8 @@ from quire.server.service import Service
 from quire.server.status import StatusLine
 from quire.server.supervisor import Supervisor
 from quire.server.turnstile import Turnstile
+from quire.speech.formats import ToolFormat
+from quire.speech.reasoning import ReasoningTags
 
 _FAREWELL_S = 2  # what a slow client gets to read its last words
 _LOOK_S = 0.05
@@ -56,6 +59,8 @@ class Plan:
     script: str | None = None
     aliases: tuple[str, ...] = ()
     chat_template: str | None = None  # in the place of the model's own
+    tool_format: ToolFormat | None = None  # in the place of what the template shows
+    reasoning_tags: ReasoningTags | None = None
     max_waiting: int = 1024
     max_waiting_tokens: int = 4_000_000
     drain_s: float = 30.0
@@ -129,9 +134,20 @@ class House:
 
     async def keep(self) -> None:
         """Start the engine and keep one running. Ends only with an error."""
-        facts = await self.supervisor.first_start()
         plan = self._plan
-        self.desk.known = served_from(plan.opened, facts, plan.aliases, plan.chat_template)
+        opened = plan.opened
+        constrainer = Constrainer(opened.tokenizer, opened.end_ids, opened.checkpoint.spec.vocab_size)
+        constrainer.warm()  # while the engine loads
+        facts = await self.supervisor.first_start()
+        self.desk.known = served_from(
+            opened,
+            facts,
+            constrainer,
+            aliases=plan.aliases,
+            chat_template=plan.chat_template,
+            tool_format=plan.tool_format,
+            reasoning_tags=plan.reasoning_tags,
+        )
         self._listeners.ready(self.desk.known, facts)
         status = StatusLine(self.service, self.metrics, time.monotonic)
         async with asyncio.TaskGroup() as tasks:

@@ -54,7 +54,9 @@ def kept_tools(body: ResponsesBody) -> list[dict[str, Json]]:
 
 
 def _function(tool: Mapping[str, Json]) -> dict[str, Json]:
-    return {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
+    """As chat completions know it."""
+    named = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
+    return {**named, "strict": True} if tool.get("strict") is True else named
 
 
 def _tool_choice(body: ResponsesBody) -> str | NamedTool | None:

@@ -7,7 +7,10 @@ from quire.core.errors import InvalidPrompt, ModelNotFound, NoTokenizer, shown
 from quire.core.sampling import SamplingParams
 from quire.engine.opening import OpenedModel
 from quire.engine.stats import Facts
-from quire.server.voices import PLAIN, Voice
+from quire.server.constraining import Constrainer
+from quire.server.voices import Voice, find_voice
+from quire.speech.formats import ToolFormat
+from quire.speech.reasoning import ReasoningTags
 from quire.text.tokenizer import Tokenizer
 
 
@@ -23,7 +26,8 @@ class Served:
     vocab_size: int  # the width of the logits: token ids run below it
     created: int  # seconds since 1970
     aliases: tuple[str, ...] = ()
-    voice: Voice = PLAIN  # how the model speaks of thoughts and tools
+    voice: Voice = Voice()  # noqa: RUF009  frozen; how the model speaks of thoughts and tools
+    constrainer: Constrainer | None = None  # who sees to it that a grammar can be followed
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -57,17 +61,30 @@ class Served:
 
 
 def served_from(
-    opened: OpenedModel, facts: Facts, aliases: tuple[str, ...] = (), chat_template: str | None = None
+    opened: OpenedModel,
+    facts: Facts,
+    constrainer: Constrainer,
+    *,
+    aliases: tuple[str, ...] = (),
+    chat_template: str | None = None,
+    tool_format: ToolFormat | None = None,
+    reasoning_tags: ReasoningTags | None = None,
 ) -> Served:
-    """What an engine over this model can do for clients. With aliases, the first is the name it goes by."""
+    """What an engine over this model can do for clients. With aliases, the first is the name it goes by.
+
+    Template, format and tags are what an operator says; else they are what the model's files show.
+    """
     own = None if opened.tokenizer is None else opened.tokenizer.chat_template
+    template = chat_template or own
     return Served(
         name=aliases[0] if aliases else opened.name,
         tokenizer=opened.tokenizer,
-        chat_template=chat_template or own,
+        chat_template=template,
         defaults=opened.default_params,
         max_model_len=facts.max_model_len,
         vocab_size=facts.vocab_size,
         created=int(time.time()),
         aliases=aliases[1:],
+        voice=find_voice(template, opened.tokenizer, tool_format, reasoning_tags),
+        constrainer=constrainer,
     )

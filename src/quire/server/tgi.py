@@ -15,7 +15,7 @@ from quire.server.served import Served
 from quire.server.sse import Events, stream
 from quire.server.tgi_answer import TgiAnswer
 from quire.server.tgi_request import as_completion
-from quire.server.translate import Wanted, completion_wanted, shortened
+from quire.server.translate import Wanted, completion_wanted, constrained, shortened
 from quire.version import __version__
 
 
@@ -71,6 +71,7 @@ async def _begin(desk: Desk, body: GenerateBody, *, streaming: bool) -> tuple[Ch
     served = desk.served
     completion = as_completion(body, stream=streaming)
     wanted = completion_wanted(completion, served)
+    wanted = await constrained(wanted, wanted.grammar, served)
     ids = await run_in_threadpool(_ids, body, completion.truncate_prompt_tokens, wanted, served)
     answer = TgiAnswer(body.inputs, len(ids), body.parameters or TgiParameters(), served.text())
     return Chorus(desk.service, [ids], wanted, streaming=streaming), answer

@@ -7,7 +7,7 @@ from starlette.responses import Response
 from quire.core.errors import InvalidParameter
 from quire.server.bodies.tokenizing import ApplyTemplateBody, DetokenizeBody, TokenizeBody
 from quire.server.desk import Desk
-from quire.server.dialogue import Dialogue
+from quire.server.dialogue import Dialogue, check_tools
 from quire.server.edge import json_response, read
 from quire.server.served import Served
 
@@ -69,6 +69,7 @@ def _dialogue(body: TokenizeBody | ApplyTemplateBody, messages: list[dict[str, o
     return Dialogue(
         messages=messages,
         tools=body.tools or [],
+        tool_choice=check_tools(body.tools, None, None),
         template_variables=body.chat_template_kwargs or {},
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),

@@ -20,7 +20,7 @@ _COMPLETION_TOKENS = 16  # what OpenAI's completions give when nothing is said
 _SAMPLING = tuple(
     field.name
     for field in fields(SamplingParams)
-    if field.name in SamplingBody.__struct_fields__ and field.name not in ("best_of", "max_tokens")
+    if field.name in SamplingBody.__struct_fields__ and field.name not in ("best_of", "max_tokens", "grammar")
 )
 _TERMS = ("priority", "cache_salt", "timeout_s")  # the tenant is not the client's to say
 
@@ -93,6 +93,16 @@ def _wanted(
         return_token_ids=bool(body.return_token_ids),
         tokens_as_ids=bool(body.return_tokens_as_token_ids),
     )
+
+
+async def constrained(wanted: Wanted, grammar: Grammar | None, served: Served) -> Wanted:
+    """The same request, held to a grammar of which it is certain that it can be followed."""
+    if grammar is None:
+        return wanted
+    if served.constrainer is None:
+        raise InvalidParameter("The answers of this model cannot be constrained.", param="response_format")
+    await served.constrainer.check(grammar, wanted.grammar)
+    return replace(wanted, grammar=grammar, params=replace(wanted.params, grammar=grammar))
 
 
 def shortened(ids: list[int], truncate: int | None, wanted: Wanted, served: Served) -> list[int]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from enum import Enum
 from typing import NamedTuple
 
-from quire.server.voices import SpeechEvent, Text, Thought, ToolArguments, ToolStart
+from quire.speech.events import SpeechEvent, Text, Thought, ToolArguments, ToolStart
 
 
 class PieceKind(Enum):

@@ -1,55 +1,29 @@
-"""How a model speaks: the events that its text is made of, and the seam to whoever knows a model's format.
+"""How the served model speaks of thoughts and tools: the seam between requests and `speech/`. Knows no HTTP.
 
-A voice makes one parser for each continuation. The plain voice has no thoughts and no tools: all is text.
+A voice is found once, from the model's chat template and tokenizer. For each request it says what the template is told,
+what a continuation may say, and what a continuation said.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from quire.core.errors import InvalidParameter
 from quire.core.grammar import Grammar
+from quire.speech.detect import Manner, detect
+from quire.speech.events import SpeechEvent, SpeechParser, ToolArguments, ToolStart
+from quire.speech.forced import strict_grammar, tool_grammar
+from quire.speech.formats import GENERIC, ToolFormat
+from quire.speech.history import in_words, normal_calls, with_short_ids
+from quire.speech.instructions import tool_instructions
+from quire.speech.parser import make_parser
+from quire.speech.reasoning import ReasoningTags
+from quire.speech.shaped import shaped_answer
+from quire.speech.tools import Tool
+from quire.text.messages import plain_messages
+from quire.text.tokenizer import Tokenizer
 
-Tool = Mapping[str, object]
-
-
-class Text(NamedTuple):
-    """A piece of the answer."""
-
-    text: str
-
-
-class Thought(NamedTuple):
-    """A piece of what comes before the answer."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class ToolStart:
-    """A call of a tool begins."""
-
-    index: int
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class ToolArguments:
-    """A piece of the JSON text of a call's arguments."""
-
-    index: int
-    text: str
-
-
-SpeechEvent = Text | Thought | ToolStart | ToolArguments
-
-
-class SpeechParser(Protocol):
-    """The events of one continuation."""
-
-    def push(self, text: str) -> list[SpeechEvent]: ...
-
-    def finish(self) -> list[SpeechEvent]: ...  # no more text comes: what was held back
+Message = Mapping[str, object]
+DeclaredTool = Mapping[str, object]  # as OpenAI's clients send it, checked
 
 
 class ToolChoice(NamedTuple):
@@ -59,44 +33,145 @@ class ToolChoice(NamedTuple):
     name: str | None = None
 
 
-class Voice(Protocol):
-    """What the server must know of a model's format."""
+class Told(NamedTuple):
+    """What the chat template is given."""
 
-    def parser(self, *, tools: Sequence[Tool], prompt: str) -> SpeechParser:
+    messages: Sequence[Message]
+    tools: Sequence[DeclaredTool]
+
+
+@dataclass(frozen=True, slots=True)
+class Voice:
+    """A model's manner, and the ids of those of its markers that are special tokens."""
+
+    manner: Manner = Manner()  # noqa: RUF009  frozen
+    special_tokens: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def tool_format(self) -> ToolFormat:
+        return self.manner.tools or GENERIC
+
+    @property
+    def description(self) -> str:
+        tags = self.manner.reasoning
+        return f"tools: {self.tool_format.name} · reasoning: {'none' if tags is None else tags.name}"
+
+    def told(self, messages: Sequence[Message], tools: Sequence[DeclaredTool]) -> Told:
+        """A template without words for tools gets calls and results as text, and the tools as instructions."""
+        normal: list[dict[str, object]] = [normal_calls(message) for message in messages]
+        if self.tool_format.is_instructed:
+            written = in_words(plain_messages(normal))
+            return Told(_instructed(written, tool_instructions(_read(tools))) if tools else written, ())
+        if self.tool_format.has_short_ids:
+            normal = [with_short_ids(message) for message in normal]
+        return Told(normal, tools)
+
+    def parser(self, *, tools: Sequence[DeclaredTool], parallel: bool, prompt: str) -> SpeechParser:
         """For one continuation of this prompt, which may end in the middle of a thought and may call these tools."""
-        ...
+        tags = self.manner.reasoning
+        parser = make_parser(
+            self.manner,
+            tools=bool(tools),
+            reasoning=tags is not None,
+            forced_thought=tags is not None and tags.is_open_after(prompt),
+            schemas={tool.name: tool.parameters for tool in _read(tools)},
+        )
+        return parser if parallel or not tools else FirstCall(parser)
 
-    def tool_grammar(self, tools: Sequence[Tool], choice: ToolChoice, *, parallel: bool, prompt: str) -> Grammar:
-        """What a continuation that must call a tool may say."""
-        ...
+    def keeps_special_tokens(self, *, tools: bool) -> bool:
+        """Whether the parser needs to see special tokens, which are usually left out of a text."""
+        tags = self.manner.reasoning
+        markers = (*(self.tool_format.markers if tools else ()), *((tags.start, tags.end) if tags else ()))
+        return any(marker in self.special_tokens for marker in markers)
 
+    def call_grammar(
+        self, tools: Sequence[DeclaredTool], choice: ToolChoice, *, parallel: bool, prompt: str
+    ) -> Grammar:
+        """What a continuation that must call a tool may say. The tool that was named is called once."""
+        tags = self.manner.reasoning
+        return tool_grammar(
+            self.tool_format,
+            _read(tools),
+            choice.name,
+            parallel and choice.name is None,
+            special_tokens=self.special_tokens,
+            open_thought=tags if tags is not None and tags.is_open_after(prompt) else None,
+        )
 
-class PlainParser:
-    """All is text."""
-
-    __slots__ = ()
-
-    def push(self, text: str) -> list[SpeechEvent]:
-        return [Text(text)] if text else []
-
-    def finish(self) -> list[SpeechEvent]:
-        return []
-
-
-class PlainVoice:
-    """A model of which nothing is known."""
-
-    __slots__ = ()
-
-    def parser(self, *, tools: Sequence[Tool], prompt: str) -> SpeechParser:
-        return PlainParser()
-
-    def tool_grammar(self, tools: Sequence[Tool], choice: ToolChoice, *, parallel: bool, prompt: str) -> Grammar:
-        raise InvalidParameter(
-            "This model's chat template has no format for tool calls that is known here, so none can be required; "
-            'use tool_choice: "auto" or "none".',
-            param="tool_choice",
+    def answer_grammar(
+        self, asked: Grammar | None, tools: Sequence[DeclaredTool], *, parallel: bool, prompt: str
+    ) -> Grammar | None:
+        """What a continuation that may call tools may say: all, but for calls of strict tools, unless more is asked."""
+        if asked is None:
+            return strict_grammar(self.tool_format, _read(tools), parallel, special_tokens=self.special_tokens)
+        return shaped_answer(
+            asked,
+            self.tool_format,
+            _read(tools),
+            parallel,
+            special_tokens=self.special_tokens,
+            tags=self.manner.reasoning,
+            prompt=prompt,
         )
 
 
-PLAIN = PlainVoice()
+class FirstCall:
+    """Passes on one call and no more: the client wants no parallel ones."""
+
+    __slots__ = ("_parser",)
+
+    def __init__(self, parser: SpeechParser) -> None:
+        self._parser = parser
+
+    def push(self, text: str) -> list[SpeechEvent]:
+        return _without_later_calls(self._parser.push(text))
+
+    def finish(self) -> list[SpeechEvent]:
+        return _without_later_calls(self._parser.finish())
+
+
+def find_voice(
+    template: str | None,
+    tokenizer: Tokenizer | None,
+    tool_format: ToolFormat | None = None,
+    reasoning_tags: ReasoningTags | None = None,
+) -> Voice:
+    """The manner that the template shows, unless an operator knows better."""
+    found = detect(template)
+    manner = Manner(tool_format or found.tools, reasoning_tags or found.reasoning)
+    tags = manner.reasoning
+    markers = ((manner.tools or GENERIC).markers, () if tags is None else (tags.start, tags.end))
+    return Voice(manner, {} if tokenizer is None else _special_ids([*markers[0], *markers[1]], tokenizer))
+
+
+def _special_ids(markers: Sequence[str], tokenizer: Tokenizer) -> dict[str, int]:
+    ids = {marker: tokenizer.token_to_id(marker) for marker in markers}
+    return {marker: number for marker, number in ids.items() if number is not None and number in tokenizer.special_ids}
+
+
+def _without_later_calls(events: list[SpeechEvent]) -> list[SpeechEvent]:
+    return [event for event in events if not isinstance(event, ToolStart | ToolArguments) or event.index == 0]
+
+
+def _instructed(messages: list[dict[str, object]], instructions: str) -> list[dict[str, object]]:
+    """Instructions stand at the end of the system message; without one, they are it."""
+    first = messages[0] if messages else {}
+    if first.get("role") != "system":
+        return [{"role": "system", "content": instructions}, *messages]
+    return [{**first, "content": f"{first['content']}\n\n{instructions}"}, *messages[1:]]
+
+
+def _read(tools: Sequence[DeclaredTool]) -> list[Tool]:
+    return [_tool(tool) for tool in tools]
+
+
+def _tool(declared: DeclaredTool) -> Tool:
+    function = declared["function"]
+    assert isinstance(function, Mapping), "the dialogue checks tools"
+    description = function.get("description")
+    return Tool(
+        name=str(function["name"]),
+        description=description if isinstance(description, str) else "",
+        parameters=function.get("parameters") or {},
+        strict=function.get("strict") is True,
+    )

@@ -13,8 +13,6 @@ from quire.speech.formats import Brackets, ToolFormat
 from quire.speech.reasoning import ReasoningTags
 from quire.speech.tools import Tool
 
-# As models write JSON; without it a grammar allows white space without end.
-_SPACING = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 _COMPOSED = frozenset({"allOf", "anyOf", "oneOf", "not", "if", "$ref", "dependentSchemas", "patternProperties"})
 
 
@@ -38,13 +36,11 @@ def tool_grammar(
         raise InvalidParameter(
             f"tool_choice asks for {shown(choice or 'any function')}, but the tools are: {known}.", param="tool_choice"
         )
-    brackets, ids = tool_format.brackets, special_tokens or {}
-    calls = _calls(brackets, parallel, ids)
+    ids = special_tokens or {}
+    calls = calls_rules(tool_format, chosen, parallel, ids)
     if open_thought is None:
-        rules = [f"start: {calls}"]
-    else:
-        rules = [f"start: thought {calls}", *_thought(open_thought, ids)]
-    return _lark([*rules, *_call_rules(brackets, chosen, ids)])
+        return lark(["start: calls", *calls])
+    return lark(["start: thought calls", *thought_rules(open_thought, ids), *calls])
 
 
 def strict_grammar(
@@ -59,48 +55,58 @@ def strict_grammar(
     mark = next((mark for mark in tool_format.markers if brackets.opening.startswith(mark)), None)
     if mark is None or not any(tool.strict for tool in tools):
         return None
-    trigger = f"TEXT {_literal(mark, ids)}" if mark in ids else "trigger"
+    trigger = f"TEXT {literal(mark, ids)}" if mark in ids else "trigger"
     rest = _calls(brackets, parallel, ids, already=mark)
     rules = ["start: marked* TEXT" if parallel else "start: TEXT | marked", f"marked: {trigger} {rest}"]
     if mark not in ids:
-        rules.append(f"trigger[lazy]: TEXT {_literal(mark, ids)}")
+        rules.append(f"trigger[lazy]: TEXT {literal(mark, ids)}")
     rules.append(r"TEXT: /(.|\n)*/")
     loose = [tool if tool.strict else Tool(tool.name) for tool in tools]
-    return _lark([*rules, *_call_rules(brackets, loose, ids)])
+    return lark([*rules, *_call_rules(brackets, loose, ids)])
+
+
+def calls_rules(tool_format: ToolFormat, tools: Sequence[Tool], parallel: bool, ids: Mapping[str, int]) -> list[str]:
+    """The rule `calls`: one call of these tools, or several, in the format's brackets."""
+    brackets = tool_format.brackets
+    return [f"calls: {_calls(brackets, parallel, ids)}", *_call_rules(brackets, tools, ids)]
+
+
+def thought_rules(tags: ReasoningTags, ids: Mapping[str, int]) -> list[str]:
+    """The rule `thought`: the rest of a thought that has begun, its end, and the line breaks after it."""
+    end = literal(tags.end, ids)
+    if tags.end in ids:
+        rules = [f"thought: THOUGHT {end} BREAKS?"]
+    else:
+        rules = ["thought: thinking BREAKS?", f"thinking[lazy]: THOUGHT {end}"]
+    return [*rules, r"THOUGHT: /(.|\n)*/", r"BREAKS: /\n{1,2}/"]
 
 
 def _calls(brackets: Brackets, parallel: bool, ids: Mapping[str, int], already: str = "") -> str:
     """One call or several in their brackets, after that part of them which is already there."""
-    more = f"({_literal(brackets.between, ids)} call)*" if parallel else ""
+    more = f"({literal(brackets.between, ids)} call)*" if parallel else ""
     opening = brackets.opening.removeprefix(already)
-    return _words(_literal(opening, ids), "call", more, _literal(brackets.closing, ids))
+    return _words(literal(opening, ids), "call", more, literal(brackets.closing, ids))
 
 
 def _call_rules(brackets: Brackets, tools: Sequence[Tool], ids: Mapping[str, int]) -> list[str]:
     rules = ["call: " + " | ".join(f"call_{place}" for place in range(len(tools)))]
     for place, tool in enumerate(tools):
         name = json.dumps(tool.name, ensure_ascii=False)[1:-1]
-        before = _literal(brackets.before_name + name + brackets.before_arguments, ids)
+        before = literal(brackets.before_name + name + brackets.before_arguments, ids)
         schema = f"%json {json.dumps(_arguments_schema(tool))}"
-        rules.append(f"call_{place}: {_words(before, schema, _literal(brackets.after_arguments, ids))}")
+        rules.append(f"call_{place}: {_words(before, schema, literal(brackets.after_arguments, ids))}")
     return rules
 
 
 def _arguments_schema(tool: Tool) -> dict[str, object]:
     """Arguments are an object. One that lists its properties has no others, unless it says so or is put together."""
-    schema: dict[str, object] = {"type": "object", **tool.parameters, "x-guidance": _SPACING}
+    schema: dict[str, object] = {"type": "object", **tool.parameters}
     if "properties" in schema and not _COMPOSED & schema.keys():
         schema.setdefault("additionalProperties", False)
     return schema
 
 
-def _thought(tags: ReasoningTags, ids: Mapping[str, int]) -> list[str]:
-    if tags.end in ids:
-        return [f"thought: THOUGHT {_literal(tags.end, ids)}", r"THOUGHT: /(.|\n)*/"]
-    return [f"thought[lazy]: THOUGHT {_literal(tags.end, ids)}", r"THOUGHT: /(.|\n)*/"]
-
-
-def _literal(text: str, ids: Mapping[str, int]) -> str:
+def literal(text: str, ids: Mapping[str, int]) -> str:
     """A text as the grammar writes it, special tokens by their ids; empty for none."""
     if not text:
         return ""
@@ -114,5 +120,6 @@ def _words(*words: str) -> str:
     return " ".join(word for word in words if word)
 
 
-def _lark(rules: Sequence[str]) -> Grammar:
+def lark(rules: Sequence[str]) -> Grammar:
+    """Rules as one grammar."""
     return Grammar(GrammarKind.LARK, "\n".join(("%llguidance {}", *rules, "")))

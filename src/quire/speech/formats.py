@@ -37,6 +37,7 @@ class ToolFormat:
     markers: tuple[str, ...]  # strings that must reach the parser as text
     needs_special_tokens: bool = False  # some markers are special tokens, which detokenizing must not skip
     is_instructed: bool = False  # the template has no words for tools: the system message needs instructions.py
+    has_short_ids: bool = False  # the template refuses ids of calls that are not nine letters and digits
     brackets: Brackets = _OBJECT  # when it is made to call; a format without JSON borrows the tags of Hermes
 
 
@@ -55,6 +56,7 @@ MISTRAL = ToolFormat(
     read_mistral,
     (TOOL_CALLS,),
     needs_special_tokens=True,
+    has_short_ids=True,
     brackets=Brackets(f"{TOOL_CALLS} [", '{"name": "', '", "arguments": ', "}", ", ", "]"),
 )
 MISTRAL_ARGS = ToolFormat(
@@ -62,6 +64,7 @@ MISTRAL_ARGS = ToolFormat(
     read_mistral,
     (TOOL_CALLS, CALL_ID, ARGS),
     needs_special_tokens=True,
+    has_short_ids=True,
     brackets=Brackets(TOOL_CALLS, "", ARGS, "", TOOL_CALLS, ""),
 )
 PYTHONIC = ToolFormat("pythonic", read_pythonic, (PYTHON_START, PYTHON_END, FUNCTION_CALLS), needs_special_tokens=True)

@@ -21,6 +21,10 @@ class ReasoningTags:
         """Whether a rendered prompt ends inside a thought, so that the answer shows only the end tag."""
         return prompt.rstrip().endswith(self.start)
 
+    def is_closed_after(self, prompt: str) -> bool:
+        """Whether a rendered prompt ends with a thought that is over: the model is not to think."""
+        return prompt.rstrip().endswith(self.end)
+
 
 THINK = ReasoningTags("think", "<think>", "</think>")
 MISTRAL_THINK = ReasoningTags("mistral", "[THINK]", "[/THINK]", needs_special_tokens=True)
