@@ -86,6 +86,15 @@ def test_parameters(http: httpx.Client, parameters: dict[str, Any], reason: str,
         assert len(whole["details"]["top_tokens"]) == 3 and last["top_tokens"]
 
 
+@pytest.mark.parametrize(
+    ("grammar", "text"),
+    [({"type": "regex", "value": "on and on[.]"}, "on and on."), ({"type": "json", "value": {"const": 7}}, "7")],
+)
+def test_an_answer_after_a_grammar(http: httpx.Client, grammar: dict[str, Any], text: str) -> None:
+    body = {"inputs": "endless", "parameters": {"grammar": grammar}}
+    assert http.post("/generate", json=body).json() == {"generated_text": text}
+
+
 def test_the_default_length(http: httpx.Client) -> None:
     body = {"inputs": "endless", "parameters": {"details": True}}
     assert http.post("/generate", json=body).json()["details"]["generated_tokens"] == 100
