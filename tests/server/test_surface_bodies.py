@@ -14,10 +14,9 @@ from quire.server.bodies.responses import ResponsesBody
 from quire.server.bodies.tgi import GenerateBody
 from quire.server.chat import dialogue_of
 
-WORDS = st.sampled_from(
-    "message function_call function_call_output reasoning user assistant system text input_text tool_use tool_result "
-    "thinking function allowed_tools auto any tool f json json_schema".split()
-)
+KINDS = ("message", "function_call", "function_call_output", "reasoning", "text", "input_text", "tool_use",
+         "tool_result", "thinking", "function", "allowed_tools", "json", "json_schema")  # fmt: skip
+WORDS = st.sampled_from((*KINDS, "user", "assistant", "system", "auto", "any", "tool", "f"))
 JSON: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers(-5, 5) | WORDS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3),
