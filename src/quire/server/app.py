@@ -8,10 +8,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from quire.server import models, operations, people, tokenizing
+from quire.server import messages, models, operations, people, responses, tgi, tokenizing
 from quire.server.admitted import Admitted
 from quire.server.bodies.chat import ChatBody
 from quire.server.bodies.completion import CompletionBody
+from quire.server.bodies.messages import CountTokensBody, MessagesBody
+from quire.server.bodies.responses import ResponsesBody
+from quire.server.bodies.tgi import GenerateBody
 from quire.server.bodies.tokenizing import ApplyTemplateBody, DetokenizeBody, TokenizeBody
 from quire.server.chat import chat_completions
 from quire.server.completions import completions
@@ -22,12 +25,22 @@ from quire.server.replies import HANDLERS
 DOORS = (
     Door("POST", "/v1/chat/completions", chat_completions, "Continue a conversation.", ChatBody, generates=True),
     Door("POST", "/v1/completions", completions, "Continue one prompt or many.", CompletionBody, generates=True),
+    Door("POST", "/v1/responses", responses.responses, "Answer a row of items.", ResponsesBody, generates=True),
+    Door("GET", "/v1/responses/{response_id}", responses.stored_response, "None is stored: always 404."),
+    Door("DELETE", "/v1/responses/{response_id}", responses.stored_response, "None is stored: always 404."),
+    Door("POST", "/v1/responses/{response_id}/cancel", responses.stored_response, "None is stored: always 404."),
+    Door("POST", "/v1/messages", messages.messages, "Continue it for Anthropic's.", MessagesBody, generates=True),
+    Door("POST", "/v1/messages/count_tokens", messages.count_tokens, "Its length in tokens.", CountTokensBody),
     Door("GET", "/v1/models", models.models, "The models that are served."),
     Door("GET", "/v1/models/{name:path}", models.model, "One of them."),
     Door("POST", "/tokenize", tokenizing.tokenize, "The tokens of a text or a conversation.", TokenizeBody),
     Door("POST", "/detokenize", tokenizing.detokenize, "The text of tokens.", DetokenizeBody),
     Door("GET", "/tokenizer_info", tokenizing.tokenizer_info, "What a tokenizer_config.json would say."),
     Door("POST", "/apply-template", tokenizing.apply_template, "The text of a conversation.", ApplyTemplateBody),
+    Door("POST", "/", tgi.root, "Continue a text for TGI's clients, in a list.", GenerateBody, generates=True),
+    Door("POST", "/generate", tgi.generate, "Continue a text for TGI's clients.", GenerateBody, generates=True),
+    Door("POST", "/generate_stream", tgi.generate_stream, "The same, streamed.", GenerateBody, generates=True),
+    Door("GET", "/info", tgi.info, "What is served, in TGI's words."),
     Door("GET", "/health", operations.health, "Whether the engine lives."),
     Door("GET", "/ready", operations.ready, "Whether a request sent now would be served."),
     Door("GET", "/load", operations.load, "How much it has to do."),

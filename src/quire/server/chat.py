@@ -20,7 +20,7 @@ async def chat_completions(desk: Desk, request: Request) -> Response:
     body = await read(request, ChatBody)
     served = desk.served
     served.check_model(body.model)
-    wanted, dialogue = chat_wanted(body, served), _dialogue(body)
+    wanted, dialogue = chat_wanted(body, served), dialogue_of(body)
     exchange = await Exchange.begin(
         desk.service, served, dialogue, wanted, truncate=body.truncate_prompt_tokens, echo=bool(body.echo)
     )
@@ -49,7 +49,8 @@ async def _events(exchange: Exchange, answer: ChatAnswer, wanted: Wanted) -> Eve
     yield DONE
 
 
-def _dialogue(body: ChatBody) -> Dialogue:
+def dialogue_of(body: ChatBody) -> Dialogue:
+    """What a chat wants continued."""
     if body.chat_template is not None:
         raise InvalidParameter(
             "chat_template is not taken from requests: the server runs the model's own. Use chat_template_kwargs.",

@@ -14,7 +14,7 @@ from quire.server.chorus import Chorus
 from quire.server.dialogue import Dialogue, Rendered, final_text
 from quire.server.served import Served
 from quire.server.service import Service
-from quire.server.translate import Wanted, constrained, shortened
+from quire.server.translate import Wanted, clamped, constrained, shortened
 from quire.speech.events import SpeechEvent, SpeechParser, Text, Thought, ToolArguments, ToolStart
 
 
@@ -47,19 +47,15 @@ class ToolCall:
 class Said:
     """All that one choice said, so far."""
 
-    __slots__ = ("_text", "_thought", "calls")
+    __slots__ = ("calls", "events")
 
     def __init__(self) -> None:
-        self._text: list[str] = []
-        self._thought: list[str] = []
+        self.events: list[SpeechEvent] = []  # in the order they were said
         self.calls: dict[int, ToolCall] = {}
 
     def add(self, event: SpeechEvent) -> None:
+        self.events.append(event)
         match event:
-            case Text(text):
-                self._text.append(text)
-            case Thought(text):
-                self._thought.append(text)
             case ToolStart(index, name):
                 self.calls[index] = ToolCall(name)
             case ToolArguments(index, text):
@@ -67,11 +63,11 @@ class Said:
 
     @property
     def text(self) -> str:
-        return "".join(self._text)
+        return "".join(event.text for event in self.events if isinstance(event, Text))
 
     @property
     def thought(self) -> str:
-        return "".join(self._thought)
+        return "".join(event.text for event in self.events if isinstance(event, Thought))
 
 
 class Answered(NamedTuple):
@@ -108,13 +104,18 @@ class Exchange:
         *,
         truncate: int | None = None,
         echo: bool = False,
+        clamp: bool = False,
     ) -> "Exchange":
-        """Render, constrain and submit. With `echo`, a message that the assistant had begun is said again."""
+        """Render, constrain and submit. With `echo`, a message that the assistant had begun is said again.
+
+        With `clamp`, an answer that may be longer than the context allows is as long as it allows.
+        """
         prompt = await run_in_threadpool(dialogue.rendered, served)
         wanted = await constrained(wanted, dialogue.grammar(served, wanted.grammar, prompt.text), served)
         if served.voice.keeps_special_tokens(tools=bool(dialogue.callable_tools)):
             wanted = replace(wanted, params=replace(wanted.params, skip_special_tokens=False))
         prompt = Rendered(prompt.text, shortened(prompt.ids, truncate, wanted, served))
+        wanted = clamped(wanted, len(prompt.ids), served) if clamp else wanted
         return cls(service, served, dialogue, wanted, prompt, final_text(dialogue) if echo else "")
 
     def opening(self) -> list[SpeechEvent]:

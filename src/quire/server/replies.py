@@ -1,6 +1,6 @@
 """Errors on their way to a client: what the gate itself refuses, and how any error is written. Knows no engine.
 
-A body is OpenAI-shaped, or Anthropic-shaped where Anthropic's clients ask; it is bounded, and holds no path of this
+A body is OpenAI-shaped, or Anthropic's or TGI's where their clients ask; it is bounded, and holds no path of this
 machine and no address in its memory.
 """
 
@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, ExceptionHandler, Receive, Scope, Send
 from quire.core.errors import QuireError
 from quire.server.errors import error_body
 from quire.server.routes import route_path
+from quire.server.tgi_errors import TGI_PATHS, tgi_error
 from quire.server.visit import visit_of
 
 Headers = list[tuple[bytes, bytes]]
@@ -90,7 +91,7 @@ class Reply(NamedTuple):
     body: bytes
 
 
-def reply_to(error: QuireError, *, path: str = "/", request_id: str = "") -> Reply:
+def reply_to(error: QuireError, *, path: str = "", request_id: str = "") -> Reply:
     """An error as it goes to the client that asked for this path."""
     body = error_body(error)
     parts = body["error"]
@@ -100,8 +101,11 @@ def reply_to(error: QuireError, *, path: str = "/", request_id: str = "") -> Rep
         kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
         told = {"type": kind, "message": parts["message"]}
         body = {"type": "error", "error": told, "request_id": request_id}
+    status = error.status
+    if path in TGI_PATHS:
+        status, body = tgi_error(error, parts["message"])
     content = json.dumps(body, ensure_ascii=False).encode("utf-8", "replace")
-    return Reply(error.status, _headers(error, len(content)), content)
+    return Reply(status, _headers(error, len(content)), content)
 
 
 def _headers(error: QuireError, num_bytes: int) -> Headers:
@@ -132,10 +136,16 @@ def known(error: Exception, scope: Scope) -> QuireError:
     return OwnMistake(visit_of(scope).request_id)
 
 
+def _asked_path(scope: Scope) -> str:
+    """Whose shape an error takes; at / it is TGI's for those who post, and nobody's for those who look at the page."""
+    path = route_path(scope)
+    return path if path != "/" or scope["method"] == "POST" else ""
+
+
 async def _answer(request: Request, error: Exception) -> Response:
     told = known(error, request.scope)
     extra: Mapping[str, str] = (error.headers or {}) if isinstance(error, HTTPException) else {}
-    reply = reply_to(told, path=route_path(request.scope), request_id=visit_of(request.scope).request_id)
+    reply = reply_to(told, path=_asked_path(request.scope), request_id=visit_of(request.scope).request_id)
     headers = {name.decode("ascii"): value.decode("ascii") for name, value in reply.headers}
     return Response(reply.body, reply.status, {**extra, **headers})
 
@@ -171,6 +181,6 @@ class Translator:
                 visit.failed = True
                 _log.error("request_failed", exc_info=error, extra={"fields": {"id": visit.request_id}})
             if visit.status is None:
-                reply = reply_to(told, path=route_path(scope), request_id=visit.request_id)
+                reply = reply_to(told, path=_asked_path(scope), request_id=visit.request_id)
                 await send({"type": "http.response.start", "status": reply.status, "headers": reply.headers})
                 await send({"type": "http.response.body", "body": reply.body})

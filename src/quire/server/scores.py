@@ -84,7 +84,7 @@ class CompletionScores:
                 continue
             token_id, logprob = next(iter(entry.items()))
             tokens.append(self._spelling.unique(token_id, logprob))
-            values.append(_clamped(logprob.logprob))
+            values.append(finite(logprob.logprob))
             tops.append(self._top(entry))
             self._offset += len(logprob.decoded_token or "")
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
@@ -92,7 +92,7 @@ class CompletionScores:
     def _top(self, entry: Entry) -> dict[str, float]:
         top: dict[str, float] = {}
         for token_id, logprob in entry.items():
-            name, value = self._spelling.unique(token_id, logprob), _clamped(logprob.logprob)
+            name, value = self._spelling.unique(token_id, logprob), finite(logprob.logprob)
             top[name] = max(value, top.get(name, value))  # two tokens of one spelling: the likelier
         return top
 
@@ -107,7 +107,7 @@ def prompt_scores(entries: Sequence[Entry | None] | None) -> list[dict[str, obje
 
 def _ranked(logprob: Logprob) -> dict[str, object]:
     return {
-        "logprob": _clamped(logprob.logprob),
+        "logprob": finite(logprob.logprob),
         "rank": logprob.rank,
         "decoded_token": logprob.decoded_token,
     }
@@ -117,10 +117,11 @@ def _scored(token_id: int, logprob: Logprob, spelling: Spelling) -> dict[str, ob
     token = spelling.token(token_id, logprob)
     return {
         "token": token,
-        "logprob": _clamped(logprob.logprob),
+        "logprob": finite(logprob.logprob),
         "bytes": list(spelling.bytes(token_id, logprob.decoded_token or "")),
     }
 
 
-def _clamped(value: float) -> float:
+def finite(value: float) -> float:
+    """As JSON can say it."""
     return max(value, _LEAST)

@@ -31,6 +31,10 @@ def event(body: Mapping[str, object]) -> bytes:
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
+def named_event(name: str, body: Mapping[str, object]) -> bytes:
+    return b"event: " + name.encode() + b"\n" + event(body)
+
+
 def error_event(error: Exception) -> bytes:
     return event(error_body(as_told(error)))
 

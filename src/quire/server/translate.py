@@ -116,3 +116,11 @@ def shortened(ids: list[int], truncate: int | None, wanted: Wanted, served: Serv
             f"truncate_prompt_tokens must be -1, or from 1 to {served.max_model_len}.", param="truncate_prompt_tokens"
         )
     return ids[-truncate:]
+
+
+def clamped(wanted: Wanted, num_prompt: int, served: Served) -> Wanted:
+    """With what the context leaves, if more was asked for."""
+    max_tokens = wanted.params.max_tokens
+    if max_tokens is None or num_prompt + max_tokens <= served.max_model_len:
+        return wanted
+    return replace(wanted, params=replace(wanted.params, max_tokens=None))

@@ -1,0 +1,164 @@
+"""What a client of /v1/messages asks for, as a chat. Knows Anthropic's blocks, and what its clients put in them."""
+
+from collections.abc import Sequence
+
+import msgspec
+from msgspec import UNSET
+
+from quire.core.errors import InvalidParameter, InvalidPrompt, shown
+from quire.server.bodies.carried import carried
+from quire.server.bodies.chat import ChatBody, FunctionName, NamedTool
+from quire.server.bodies.messages import (
+    AnthropicMessage,
+    AnthropicTool,
+    Block,
+    CountTokensBody,
+    MessagesBody,
+    OutputFormat,
+)
+from quire.server.bodies.sampling import Json, NamedSchema, ResponseFormat
+from quire.server.conversation import Conversation
+
+_BILLING = "x-anthropic-billing-header"  # begins a block that Claude Code changes from session to session
+_MODES = {"auto": "auto", "any": "required", "none": "none"}
+_THINKING = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
+
+
+def as_chat(body: CountTokensBody) -> ChatBody:
+    """The same question to /v1/chat/completions. A last message of the assistant is gone on with."""
+    conversation = _conversation(body)
+    choice = body.tool_choice
+    config = body.output_config
+    said = carried(body)
+    said["chat_template_kwargs"] = {"enable_thinking": _thinks(body), **(body.chat_template_kwargs or {})}
+    return ChatBody(
+        **said,
+        messages=conversation.messages,
+        tools=[_tool(tool) for tool in body.tools or [] if tool.type in (None, "custom")] or None,
+        tool_choice=_tool_choice(body),
+        parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,
+        continue_final_message=conversation.begun,
+        reasoning_effort=None if config is None else config.effort,
+        response_format=_response_format(None if config is None else config.format),
+        max_tokens=body.max_tokens if isinstance(body, MessagesBody) else UNSET,
+        stop=body.stop_sequences if isinstance(body, MessagesBody) else None,
+    )
+
+
+def _thinks(body: CountTokensBody) -> bool:
+    """Anthropic's models think where they are told to."""
+    if body.thinking is None:
+        return False
+    kind = body.thinking.type
+    if kind not in _THINKING:
+        raise InvalidParameter(
+            f"thinking.type is {shown(kind)}; it may be one of {', '.join(_THINKING)}.", param="thinking.type"
+        )
+    return _THINKING[kind]
+
+
+def _tool(tool: AnthropicTool) -> dict[str, Json]:
+    function: dict[str, Json] = {"name": tool.name, "parameters": tool.input_schema}
+    if tool.description is not None:
+        function["description"] = tool.description
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(body: CountTokensBody) -> str | NamedTool | None:
+    choice = body.tool_choice
+    if choice is None:
+        return None
+    if choice.type == "tool" and choice.name is not None:
+        return NamedTool(function=FunctionName(name=choice.name))
+    if choice.type not in _MODES:
+        raise InvalidParameter(
+            f"tool_choice.type is {shown(choice.type)}; it may be 'auto', 'any', 'none', or 'tool' with a name.",
+            param="tool_choice",
+        )
+    return _MODES[choice.type]
+
+
+def _response_format(wanted: OutputFormat | None) -> ResponseFormat | None:
+    if wanted is None:
+        return None
+    return ResponseFormat(type=wanted.type, json_schema=NamedSchema(schema=wanted.schema))
+
+
+def _conversation(body: CountTokensBody) -> Conversation:
+    conversation = Conversation()
+    if system := _system(body.system):
+        conversation.say("system", system)
+    for place, message in enumerate(body.messages):
+        _tell(message, f"messages[{place}]", conversation)
+    if not body.messages:
+        raise InvalidPrompt("messages is empty: there is nothing to answer.", param="messages")
+    return conversation
+
+
+def _system(system: str | Sequence[Block] | None) -> str:
+    if system is None or isinstance(system, str):
+        return system or ""
+    texts = [_text(block, f"system[{place}]") for place, block in enumerate(system)]
+    if texts and texts[0].startswith(_BILLING):
+        del texts[0]
+    return "\n".join(texts)
+
+
+def _tell(message: AnthropicMessage, where: str, conversation: Conversation) -> None:
+    role, content = message.role, message.content
+    if role not in ("user", "assistant", "system"):
+        raise _refused(f"{where}.role is {shown(role)}; it may be 'user' or 'assistant'", where)
+    if isinstance(content, str):
+        conversation.say(role, content)
+        return
+    if not content:
+        raise _refused(f"{where}.content is empty", where)
+    texts: list[str] = []
+    for place, block in enumerate(content):
+        spot = f"{where}.content[{place}]"
+        kind = block.get("type")
+        if kind == "tool_result" and role == "user":
+            _flush(role, texts, conversation)
+            conversation.result(_word(block, "tool_use_id", spot), _result(block.get("content", ""), f"{spot}.content"))
+        elif kind == "tool_use" and role == "assistant":
+            arguments = msgspec.json.encode(block.get("input") or {}).decode()
+            _flush(role, texts, conversation)
+            conversation.call(_word(block, "id", spot), _word(block, "name", spot), arguments)
+        elif kind == "thinking" and role == "assistant":
+            conversation.think(_word(block, "thinking", spot))
+        elif kind != "redacted_thinking":
+            texts.append(_text(block, spot))
+    _flush(role, texts, conversation)
+
+
+def _flush(role: str, texts: list[str], conversation: Conversation) -> None:
+    """Texts side by side are one."""
+    if texts:
+        conversation.say(role, "\n".join(texts))
+        texts.clear()
+
+
+def _result(content: Json, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise _refused(f"{where} must be a text or a list of blocks, not {shown(content)}", where)
+    return "\n".join(_text(block, f"{where}[{place}]") for place, block in enumerate(content))
+
+
+def _text(block: Json, where: str) -> str:
+    text = block.get("text") if isinstance(block, dict) and block.get("type") == "text" else None
+    if not isinstance(text, str):
+        raise _refused(f"{where} must be a block of text, not {shown(block)}: this model reads text only", where)
+    return text
+
+
+def _word(block: Block, name: str, where: str) -> str:
+    value = block.get(name)
+    if not isinstance(value, str):
+        raise _refused(f"{where}.{name} must be a text, not {shown(value)}", where)
+    return value
+
+
+def _refused(why: str, where: str) -> InvalidPrompt:
+    return InvalidPrompt(f"{why}.", param=where)

@@ -1,0 +1,150 @@
+"""What a client of /v1/responses asks for, as a chat. Nothing is stored here, so all of it must be in the request."""
+
+from collections.abc import Mapping
+
+from msgspec import UNSET
+
+from quire.core.errors import InvalidParameter, InvalidPrompt, shown
+from quire.server.bodies.carried import carried
+from quire.server.bodies.chat import ChatBody, FunctionName, NamedTool
+from quire.server.bodies.responses import ResponsesBody, TextFormat
+from quire.server.bodies.sampling import Json, NamedSchema, ResponseFormat
+from quire.server.conversation import Conversation
+
+_STORED = ("previous_response_id", "conversation", "prompt", "background")
+_ROLES = ("user", "assistant", "system", "developer")
+_TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "reasoning_text": "text", "summary_text": "text",
+          "refusal": "refusal"}  # fmt: skip
+
+
+def as_chat(body: ResponsesBody) -> ChatBody:
+    """The same question to /v1/chat/completions."""
+    for name in _STORED:
+        if getattr(body, name):
+            raise InvalidParameter(
+                f"{name} needs responses that are stored, and this server stores none: send the whole conversation "
+                f"as input.",
+                param=name,
+            )
+    if body.truncation not in (None, "auto", "disabled"):
+        raise InvalidParameter(
+            f"truncation is {shown(body.truncation)}; it may be 'auto' or 'disabled'.", param="truncation"
+        )
+    return ChatBody(
+        **carried(body),
+        messages=_messages(body),
+        tools=[{"type": "function", "function": _function(tool)} for tool in kept_tools(body)] or None,
+        tool_choice=_tool_choice(body),
+        parallel_tool_calls=body.parallel_tool_calls,
+        max_tokens=UNSET if body.max_output_tokens is None else body.max_output_tokens,
+        reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
+        response_format=_response_format(None if body.text is None else body.text.format),
+    )
+
+
+def kept_tools(body: ResponsesBody) -> list[dict[str, Json]]:
+    """The functions. Tools of other kinds run at OpenAI; a client that offers them can do without."""
+    functions = [tool for tool in body.tools or [] if tool.get("type") == "function"]
+    choice = body.tool_choice
+    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+        return functions
+    allowed = choice.get("tools")
+    names = [tool.get("name") for tool in allowed if isinstance(tool, dict)] if isinstance(allowed, list) else []
+    return [tool for tool in functions if tool.get("name") in names]
+
+
+def _function(tool: Mapping[str, Json]) -> dict[str, Json]:
+    """As chat completions know it."""
+    named = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
+    return {**named, "strict": True} if tool.get("strict") is True else named
+
+
+def _tool_choice(body: ResponsesBody) -> str | NamedTool | None:
+    choice = body.tool_choice
+    if not isinstance(choice, dict):
+        return choice
+    kind, name, mode = choice.get("type"), choice.get("name"), choice.get("mode")
+    if kind == "function" and isinstance(name, str):
+        return NamedTool(function=FunctionName(name=name))
+    if kind == "allowed_tools" and isinstance(mode, str):
+        return mode
+    raise InvalidParameter(
+        f"tool_choice is {shown(choice)}; it may be 'none', 'auto', 'required', "
+        f'{{"type": "function", "name": …}} or {{"type": "allowed_tools", "mode": …, "tools": […]}}.',
+        param="tool_choice",
+    )
+
+
+def _response_format(wanted: TextFormat | None) -> ResponseFormat | None:
+    if wanted is None:
+        return None
+    if wanted.type == "json_schema":
+        return ResponseFormat(type="json_schema", json_schema=NamedSchema(name=wanted.name, schema=wanted.schema))
+    return ResponseFormat(type=wanted.type)
+
+
+def _messages(body: ResponsesBody) -> list[dict[str, Json]]:
+    conversation = Conversation()
+    if body.instructions:
+        conversation.say("system", body.instructions)
+    if isinstance(body.input, str):
+        conversation.say("user", body.input)
+    else:
+        for place, item in enumerate(body.input):
+            _tell(item, f"input[{place}]", conversation)
+    if not conversation.messages:
+        raise InvalidPrompt("input is empty: there is nothing to answer.", param="input")
+    return conversation.messages
+
+
+def _tell(item: Mapping[str, Json], where: str, conversation: Conversation) -> None:
+    kind = item.get("type", "message")
+    match kind:
+        case "message":
+            role = item.get("role")
+            if role not in _ROLES:
+                raise _refused(f"{where}.role is {shown(role)}; it may be one of {', '.join(_ROLES)}", where)
+            conversation.say(role, _text(item.get("content"), f"{where}.content"))
+        case "function_call":
+            name, arguments = _word(item, "name", where), _word(item, "arguments", where)
+            conversation.call(_word(item, "call_id", where), name, arguments)
+        case "function_call_output":
+            conversation.result(_word(item, "call_id", where), _text(item.get("output"), f"{where}.output"))
+        case "reasoning":
+            if thought := _text(item.get("content") or item.get("summary") or "", f"{where}.content"):
+                conversation.think(thought)
+        case "item_reference":
+            raise _refused(f"{where} refers to an item that would be stored, and this server stores none", where)
+        case _:
+            raise _refused(
+                f"{where}.type is {shown(kind)}; served here are message, function_call, function_call_output "
+                f"and reasoning",
+                where,
+            )
+
+
+def _text(content: Json, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise _refused(f"{where} must be a text or a list of parts, not {shown(content)}", where)
+    return "\n".join(_part(part, f"{where}[{place}]") for place, part in enumerate(content))
+
+
+def _part(part: Json, where: str) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    text = part.get(_TEXTS[kind]) if isinstance(kind, str) and kind in _TEXTS else None
+    if not isinstance(text, str):
+        raise _refused(f"{where} must hold text, not {shown(part)}: this model reads text only", where)
+    return text
+
+
+def _word(item: Mapping[str, Json], name: str, where: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise _refused(f"{where}.{name} must be a text, not {shown(value)}", where)
+    return value
+
+
+def _refused(why: str, where: str) -> InvalidPrompt:
+    return InvalidPrompt(f"{why}.", param=where)
