@@ -143,6 +143,12 @@ class RowSampling:
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
     num_candidates: int = 0  # likeliest tokens that a tethered row gives back
+    pooled: bool = False  # the prompt's hidden states are summed, and no token follows
+
+    @property
+    def prompt_wide(self) -> bool:
+        """Whether every position of the prompt must be computed: what is cached has no logits and no hidden states."""
+        return self.pooled or self.num_prompt_logprobs is not None
 
     @property
     def penalized(self) -> bool:

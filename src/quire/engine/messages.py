@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.core.errors import QuireError
-from quire.core.ids import IntArray
+from quire.core.ids import FloatArray, IntArray
 from quire.core.sampling import SamplingParams
 from quire.core.step import FinishReason, PromptLogprobs, TopLogprobs
 from quire.engine.terms import USUAL, Terms
@@ -23,6 +23,7 @@ class Order:
     params: SamplingParams
     bad_words: tuple[tuple[int, ...], ...] = ()  # as this model spells them
     terms: Terms = USUAL
+    pooled: bool = False  # an embedding is wanted, and no token
 
 
 class Accepted(NamedTuple):
@@ -41,7 +42,7 @@ class Refused(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """A request's first token has come."""
+    """A request's first token has come, or its embedding."""
 
     number: int
     seated_s: float | None
@@ -70,6 +71,7 @@ class Progress:
     ended: tuple[Ended, ...] = ()
     logprobs: dict[int, TopLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
+    pooled: dict[int, FloatArray] = field(default_factory=dict)  # the sum of a prompt's hidden states
 
     @property
     def empty(self) -> bool:

@@ -12,16 +12,19 @@ from quire.server import models, operations, people, tokenizing
 from quire.server.admitted import Admitted
 from quire.server.bodies.chat import ChatBody
 from quire.server.bodies.completion import CompletionBody
+from quire.server.bodies.embedding import EmbeddingBody
 from quire.server.bodies.tokenizing import ApplyTemplateBody, DetokenizeBody, TokenizeBody
 from quire.server.chat import chat_completions
 from quire.server.completions import completions
 from quire.server.desk import Desk
+from quire.server.embeddings import embeddings
 from quire.server.openapi import Door, openapi
 from quire.server.replies import HANDLERS
 
 DOORS = (
     Door("POST", "/v1/chat/completions", chat_completions, "Continue a conversation.", ChatBody, generates=True),
     Door("POST", "/v1/completions", completions, "Continue one prompt or many.", CompletionBody, generates=True),
+    Door("POST", "/v1/embeddings", embeddings, "Turn texts into vectors.", EmbeddingBody, generates=True),
     Door("GET", "/v1/models", models.models, "The models that are served."),
     Door("GET", "/v1/models/{name:path}", models.model, "One of them."),
     Door("POST", "/tokenize", tokenizing.tokenize, "The tokens of a text or a conversation.", TokenizeBody),
