@@ -1,6 +1,5 @@
 """`quire serve`: the engine over HTTP. This process never loads torch: the engine has its own."""
 
-import importlib.util
 import ipaddress
 import socket
 import time
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.catalog.names import DEFAULT_MODEL
 from quire.cli.console import bars, err
+from quire.cli.extras import check_serving
 from quire.cli.options import engine_config
 from quire.config import EngineConfig
 from quire.core.errors import ConfigError
@@ -22,15 +22,12 @@ if TYPE_CHECKING:
     from quire.engine.stats import Facts
     from quire.server.served import Served
 
-_NEEDED = ("starlette", "uvicorn", "httptools", "uvloop", "msgspec", "llguidance", "prometheus_client")
 _MAX_WAITING = 1024
 
 
 def serve(model: str | None, host: str, port: int, given: Mapping[str, Any]) -> None:
     started_s = time.monotonic()
-    absent = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if absent:
-        raise ConfigError(f'Serving needs {", ".join(absent)}: pip install "quire[serve]".')
+    check_serving()
     from quire.cli.gatekeeping import Gatekeeping
     from quire.server.lifecycle import Listeners, serve_until_told
 

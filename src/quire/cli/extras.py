@@ -1,0 +1,13 @@
+"""Whether what an optional part of quire needs is installed."""
+
+import importlib.util
+
+from quire.core.errors import ConfigError
+
+_SERVING = ("starlette", "uvicorn", "httptools", "uvloop", "msgspec", "llguidance", "prometheus_client")
+
+
+def check_serving() -> None:
+    absent = [name for name in _SERVING if importlib.util.find_spec(name) is None]
+    if absent:
+        raise ConfigError(f'Serving needs {", ".join(absent)}: pip install "quire[serve]".')
