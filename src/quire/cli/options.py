@@ -101,6 +101,8 @@ _SERVING = (
                  help="Prompt tokens that may wait; more requests are refused."),
     click.option("--shutdown-timeout", "drain_s", type=click.FloatRange(0, 3600), default=30.0, show_default=True,
                  help="Seconds that open requests get after a SIGTERM."),
+    click.option("--otlp-endpoint", metavar="URL",
+                 help="Send a trace of each request to this OpenTelemetry collector, e.g. http://127.0.0.1:4318."),
     click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True,
                  help="How each request is logged, on stdout."),
 )  # fmt: skip

@@ -1,5 +1,6 @@
 """`quire serve`: the engine over HTTP. This process never loads torch: the engine has its own."""
 
+import contextlib
 import ipaddress
 import socket
 import time
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.catalog.names import DEFAULT_MODEL
 from quire.cli.console import bars, err
-from quire.cli.extras import check_serving
+from quire.cli.extras import check_serving, check_tracing
 from quire.cli.options import engine_config
 from quire.config import EngineConfig
 from quire.core.errors import ConfigError
@@ -42,10 +43,27 @@ def serve(model: str | None, host: str, port: int, given: Mapping[str, Any]) -> 
         def tell_ready(served: "Served", facts: "Facts") -> None:
             _announce(url, time.monotonic() - started_s)
 
-        listeners = Listeners(_tell_phase, tell_ready, lambda line: err.print(time.strftime("%H:%M:%S ") + line))
-        with gatekeeping.logging():
+        tracing = _tracing(given["otlp_endpoint"])
+        listeners = Listeners(
+            _tell_phase, tell_ready, lambda line: err.print(time.strftime("%H:%M:%S ") + line), tracing
+        )
+        with gatekeeping.logging(), contextlib.closing(tracing) if tracing else contextlib.nullcontext():
             serve_until_told(plan, listeners, listening, gatekeeping.secure, gatekeeping.uvicorn_settings())
     err.print("Stopped.")
+
+
+def _tracing(endpoint: str | None) -> Any:
+    """Who follows requests, if anybody is to be told."""
+    if endpoint is None:
+        return None
+    if not endpoint.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"--otlp-endpoint {endpoint!r:.100} must begin with http:// or https://.", param="otlp_endpoint"
+        )
+    check_tracing()
+    from quire.server.tracing import open_tracing
+
+    return open_tracing(endpoint)
 
 
 def _plan(config: EngineConfig, given: Mapping[str, Any]) -> Any:
