@@ -13,10 +13,19 @@ from quire.version import __version__
 if TYPE_CHECKING:
     from quire.core.errors import QuireError
     from quire.core.sampling import SamplingParams
-    from quire.engine.outputs import CompletionOutput, Delta, RequestOutput
+    from quire.engine.outputs import CompletionOutput, Delta, EmbeddingOutput, RequestOutput
     from quire.llm import LLM
 
-__all__ = ["LLM", "CompletionOutput", "Delta", "QuireError", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "Delta",
+    "EmbeddingOutput",
+    "QuireError",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
 
 _HOMES = {
     "LLM": "quire.llm",
@@ -24,6 +33,7 @@ _HOMES = {
     "QuireError": "quire.core.errors",
     "CompletionOutput": "quire.engine.outputs",
     "Delta": "quire.engine.outputs",
+    "EmbeddingOutput": "quire.engine.outputs",
     "RequestOutput": "quire.engine.outputs",
 }
 

@@ -16,12 +16,15 @@ from quire.config import EngineConfig
 from quire.core.errors import InvalidParameter, InvalidPrompt, NoTokenizer, shown
 from quire.core.ids import RequestId
 from quire.core.sampling import SamplingParams
+from quire.core.step import FinishReason
 from quire.engine.build import Built, build
 from quire.engine.delta_stream import DeltaStream
+from quire.engine.embedding import EMBEDDING
+from quire.engine.failures import failure_of
 from quire.engine.front import Prompt, as_list
 from quire.engine.local import LocalFront
 from quire.engine.opening import default_params
-from quire.engine.outputs import Delta, RequestOutput
+from quire.engine.outputs import Delta, EmbeddingOutput, RequestOutput
 from quire.engine.phases import Watch
 from quire.engine.terms import Terms, TermsSaid
 from quire.engine.ticket import Ticket
@@ -168,6 +171,17 @@ class LLM:
         params = self._chat_defaults() if sampling_params is None else sampling_params
         return self.generate(prompts, params, progress=progress, **terms)
 
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], *, progress: bool | None = None, **terms: Unpack[TermsSaid]
+    ) -> list[EmbeddingOutput]:
+        """One or many prompts as vectors: the mean of each one's last hidden states, at length one.
+
+        Raises what went wrong for the first that came to nothing.
+        """
+        many = _prompts(prompts)
+        tickets = self._submit(many, [EMBEDDING] * len(many), Terms(**terms), pooled=True)
+        return [_embedding(output) for output in self._finish(tickets, progress)]
+
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **terms: Unpack[TermsSaid]
     ) -> DeltaStream:
@@ -242,11 +256,13 @@ class LLM:
             )
         return params
 
-    def _submit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], terms: Terms) -> list[Ticket]:
+    def _submit(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], terms: Terms, *, pooled: bool = False
+    ) -> list[Ticket]:
         tickets: list[Ticket] = []
         try:
             for prompt, wanted in zip(prompts, params, strict=True):
-                tickets.append(self.front.submit(prompt, wanted, terms=terms))
+                tickets.append(self.front.submit(prompt, wanted, terms=terms, pooled=pooled))
         except BaseException:
             self._abort(tickets)
             raise
@@ -312,6 +328,15 @@ def _prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     if listed and isinstance(listed[0], Integral):
         return [cast(Sequence[int], listed)]
     return cast(Sequence[Prompt], listed)
+
+
+def _embedding(output: RequestOutput) -> EmbeddingOutput:
+    ids = output.prompt_token_ids
+    failure = failure_of(FinishReason(output.outputs[0].finish_reason), len(ids), EMBEDDING)
+    if failure is not None:
+        raise failure
+    assert output.embedding is not None, output
+    return EmbeddingOutput(output.request_id, output.prompt, ids, output.embedding, output.metrics)
 
 
 def _conversations(messages: Conversation | Sequence[Conversation]) -> Sequence[Conversation]:

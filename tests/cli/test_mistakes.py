@@ -48,7 +48,7 @@ def test_a_mistake_is_one_sentence(quire: Shell, line: str, words: str) -> None:
     [
         ("chatt", "Did you mean chat?"),
         ("bench transformer", "Did you mean transformers?"),
-        ("frobnicate", "There are: bench, chat, check"),
+        ("frobnicate", "There are: batch, bench, chat, check"),
         ("run hi --temprature 0", "--temperature"),
         ("run one two three", "put the prompt in quotes"),
         ("run smollm2", "smollm2 is a model"),

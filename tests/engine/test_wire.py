@@ -39,7 +39,14 @@ from quire.engine.wire import (
 PARAMS = SamplingParams(
     n=3, temperature=0.5, stop=["a", "ü"], logit_bias={7: -1.5}, seed=2**62, logprobs=2, max_tokens=None
 )
-ORDER = Order(5, [1, 2, 49151], PARAMS, ((1, 2), (3,)), Terms(priority=-3, tenant="t", cache_salt="s", timeout_s=1.5))
+ORDER = Order(
+    5,
+    [1, 2, 49151],
+    PARAMS,
+    ((1, 2), (3,)),
+    Terms(priority=-3, tenant="t", cache_salt="s", timeout_s=1.5),
+    pooled=True,
+)
 
 
 def crossed(message: Message) -> bytes:
@@ -69,6 +76,7 @@ def test_progress_crosses_whole():
         (Ended(1, 3, FinishReason.LENGTH, np.array([70], dtype=np.int32), -0.5, 2, True),),
         {3: scores(70)},
         {4: PromptLogprobs(Row(1), 1, (scores(8), scores(9)))},
+        {5: np.array([0.5, -2.0], dtype=np.float32)},
     )
     back = progress_of(read_for_front(crossed(progress_frame(progress))))
     assert back.sequences.tolist() == [3, 4] and back.tokens.tolist() == [70, 80] and back.step == 9
@@ -77,6 +85,7 @@ def test_progress_crosses_whole():
     assert over.tokens.tolist() == [70] and over[:3] == progress.ended[0][:3] and over[4:] == (-0.5, 2, True)
     assert back.logprobs[3].ids.tolist() == [70, 1] and back.logprobs[3][:3] == (70, -0.25, 2)
     assert [top.token for top in back.prompt_logprobs[4].scores] == [8, 9] and back.prompt_logprobs[4].start == 1
+    assert back.pooled[5].dtype == np.float32 and back.pooled[5].tolist() == [0.5, -2.0]
     assert not back.empty and Progress(3).empty
 
 

@@ -90,6 +90,12 @@ def test_the_shape_of_an_output(llm):
         assert token in entry and 1 <= len(entry) <= 2
 
 
+def test_scores_of_the_prompt_come_with_a_single_token(llm):
+    """The prompt, its scores, the token and the end come in one step."""
+    scored = llm.generate("shape", SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1))[0].prompt_logprobs
+    assert scored[0] is None and all(entry is not None for entry in scored[1:])
+
+
 def test_what_was_not_asked_for_is_absent(llm):
     output = llm.generate("shape", GREEDY)[0]
     assert output.prompt_logprobs is None

@@ -56,6 +56,7 @@ class Recorder:
             tokens=result.tokens[heard],
             ended=(*(each for each in result.ended if each.row != row), Ended(row, FinishReason.ERROR)),
             candidates={other: top for other, top in result.candidates.items() if other != row},
+            pooled={other: total for other, total in result.pooled.items() if other != row},
         )
 
 
@@ -94,6 +95,7 @@ class Bench:
         self.loop = Loop(self.scheduler, self.recorder, depth, lambda: self.now_s)
         self.heard: dict[SequenceId, list[int]] = {}
         self.finished: dict[SequenceId, int] = {}  # the step it finished in
+        self.pooled: dict[SequenceId, float] = {}
         self._num_requests = 0
 
     # What is asked.
@@ -130,6 +132,9 @@ class Bench:
         if absorbed is not None:
             for number, token in zip(absorbed.sequences.tolist(), absorbed.tokens.tolist(), strict=True):
                 self.heard[SequenceId(number)].append(token)
+            for name, total in absorbed.pooled.items():
+                assert name not in self.pooled, f"{name} was pooled twice"
+                self.pooled[name] = float(total[0])
             for sequence in absorbed.finished:
                 assert sequence.id not in self.finished, f"{sequence} ended twice"
                 self.finished[sequence.id] = absorbed.step

@@ -10,17 +10,20 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from time import monotonic
 
+import numpy as np
 import pytest
 
 from quire.config import EngineConfig
 from quire.core.errors import BrokenModelFile, ModelNotFound, NumericalError, QuireError
 from quire.core.sampling import SamplingParams
+from quire.engine.embedding import unit
 from quire.engine.opening import OpenedModel, open_model
 from quire.engine.outputs import Delta, RequestOutput
 from quire.server import supervisor as supervising
 from quire.server.call import Call
 from quire.server.service import EngineLost, EngineRestarting, Service
 from quire.server.supervisor import Health, Supervisor
+from quire.sim.scripted import counted
 
 LINES = """
 {"say": "Nobody knows. 🙂 日本語", "when": "secret"}
@@ -267,3 +270,23 @@ def _alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except OSError:
         return False
+
+
+def test_an_embedding_crosses_the_wire(opened, tmp_path):
+    """The scripted body counts tokens by their remainder; a line that breaks, breaks an embedding too."""
+
+    async def body() -> None:
+        async with world(opened, tmp_path) as w:
+            ids = w.tokenizer.encode("a secret")
+            call = w.service.embed(ids)
+            counts = counted(np.array(ids))
+            found = (await output(call)).embedding
+            assert found is not None and found.tolist() == unit(counts).tolist()
+            assert call.ticket.metrics.first_token_s is not None
+            with pytest.raises(NumericalError):
+                await output(w.service.embed(w.tokenizer.encode("boom")))
+            left = w.service.embed(ids)
+            w.service.leave(left)
+            assert (await w.answer("hi")).outputs[0].text == "Hello there."
+
+    run(body())

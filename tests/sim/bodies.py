@@ -39,6 +39,9 @@ class Bodies:
         assert paper.candidates.keys() == metal.candidates.keys()
         for row, likeliest in paper.candidates.items():
             assert_same(metal.candidates[row], likeliest)
+        assert {row: sums.tolist() for row, sums in paper.pooled.items()} == {
+            row: sums.tolist() for row, sums in metal.pooled.items()
+        }
         return paper
 
 

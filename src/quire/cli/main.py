@@ -11,7 +11,7 @@ import click
 
 from quire.catalog.names import short_name
 from quire.cli.counts import counts
-from quire.cli.options import engine_options, sampling_options, serving_options
+from quire.cli.options import batch_options, engine_options, sampling_options, serving_options
 from quire.core.errors import QuireError
 from quire.version import __version__
 
@@ -102,6 +102,25 @@ def serve(model: str | None, host: str, port: int, **given: object) -> None:
         from quire.cli.serve import serve as work
 
     work(model, host, port, given)
+
+
+@app.command()
+@click.argument("source", metavar="INPUT.jsonl")
+@click.argument("model", required=False)
+@click.option("-o", "--output", "target", required=True, metavar="OUTPUT.jsonl", help="Where answers go; - is stdout.")
+@click.option("--concurrency", type=click.IntRange(1), help="Requests under way. Default: what keeps the engine full.")
+@batch_options
+@engine_options
+def batch(source: str, target: str, model: str | None, **given: object) -> None:
+    """Answer a file of requests in OpenAI's batch format; - is stdin.
+
+    What the output holds already is skipped, so that an interrupted run can be taken up again. Status 1 if a line
+    could not be read or was refused.
+    """
+    with waking():
+        from quire.cli.batch import batch as work
+
+    raise SystemExit(work(source, target, model, given))
 
 
 @app.command()

@@ -69,6 +69,20 @@ _ENGINE = (
     click.option("--threads", type=int, help="CPU threads."),
 )  # fmt: skip
 
+# As what a model is served, and what speaks in its place: of serve and of batch.
+_MODEL_GUISE = (
+    click.option("--served-model-name", "aliases", multiple=True, metavar="NAME",
+                 help="The name clients ask for; may be given several times, the first is the one that is told."),
+    click.option("--chat-template", type=click.Path(dir_okay=False, exists=True, path_type=Path), metavar="FILE",
+                 help="A chat template in the place of the model's own."),
+    click.option("--tool-call-parser", metavar="NAME",
+                 help="How the model writes calls of tools. Default: what its chat template shows."),
+    click.option("--reasoning-parser", metavar="NAME",
+                 help="How the model marks its thoughts. Default: what its chat template shows."),
+    click.option("--script", type=click.Path(dir_okay=False, exists=True, path_type=Path), metavar="FILE",
+                 help="Say the lines of this file instead of running the model: for tests of clients and agents."),
+)  # fmt: skip
+
 _SERVING = (
     click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on."),
     click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any free port."),
@@ -86,20 +100,13 @@ _SERVING = (
     click.option("--ssl-keyfile", type=click.Path(dir_okay=False, path_type=Path), help="TLS: the private key."),
     click.option("--ssl-certfile", type=click.Path(dir_okay=False, path_type=Path), help="TLS: the certificate."),
     click.option("--root-path", default="", metavar="PATH", help="The path below which a proxy shows this server."),
-    click.option("--served-model-name", "aliases", multiple=True, metavar="NAME",
-                 help="The name clients ask for; may be given several times, the first is the one that is told."),
-    click.option("--chat-template", type=click.Path(dir_okay=False, exists=True, path_type=Path), metavar="FILE",
-                 help="A chat template in the place of the model's own."),
-    click.option("--tool-call-parser", metavar="NAME",
-                 help="How the model writes calls of tools. Default: what its chat template shows."),
-    click.option("--reasoning-parser", metavar="NAME",
-                 help="How the model marks its thoughts. Default: what its chat template shows."),
-    click.option("--script", type=click.Path(dir_okay=False, exists=True, path_type=Path), metavar="FILE",
-                 help="Say the lines of this file instead of running the model: for tests of clients and agents."),
+    *_MODEL_GUISE,
     click.option("--max-waiting-tokens", type=Size(), default="4m", show_default=True,
                  help="Prompt tokens that may wait; more requests are refused."),
     click.option("--shutdown-timeout", "drain_s", type=click.FloatRange(0, 3600), default=30.0, show_default=True,
                  help="Seconds that open requests get after a SIGTERM."),
+    click.option("--otlp-endpoint", metavar="URL",
+                 help="Send a trace of each request to this OpenTelemetry collector, e.g. http://127.0.0.1:4318."),
     click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True,
                  help="How each request is logged, on stdout."),
 )  # fmt: skip
@@ -125,6 +132,12 @@ def engine_options(command: Command) -> Command:
 
 def serving_options(command: Command) -> Command:
     for option in reversed(_SERVING):
+        command = option(command)
+    return command
+
+
+def batch_options(command: Command) -> Command:
+    for option in reversed(_MODEL_GUISE):
         command = option(command)
     return command
 

@@ -1,6 +1,6 @@
 """`quire serve`: the engine over HTTP. This process never loads torch: the engine has its own."""
 
-import importlib.util
+import contextlib
 import ipaddress
 import socket
 import time
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.catalog.names import DEFAULT_MODEL
 from quire.cli.console import bars, err
+from quire.cli.extras import check_serving, check_tracing
 from quire.cli.options import engine_config
 from quire.config import EngineConfig
 from quire.core.errors import ConfigError
@@ -24,15 +25,12 @@ if TYPE_CHECKING:
     from quire.engine.stats import Facts
     from quire.server.served import Served
 
-_NEEDED = ("starlette", "uvicorn", "httptools", "uvloop", "msgspec", "llguidance", "prometheus_client")
 _MAX_WAITING = 1024
 
 
 def serve(model: str | None, host: str, port: int, given: Mapping[str, Any]) -> None:
     started_s = time.monotonic()
-    absent = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if absent:
-        raise ConfigError(f'Serving needs {", ".join(absent)}: pip install "quire[serve]".')
+    check_serving()
     from quire.cli.gatekeeping import Gatekeeping
     from quire.server.lifecycle import Listeners, serve_until_told
 
@@ -48,10 +46,27 @@ def serve(model: str | None, host: str, port: int, given: Mapping[str, Any]) -> 
             err.print(f"  {'speech':<20}{_speech(served)}")
             _announce(url, time.monotonic() - started_s)
 
-        listeners = Listeners(_tell_phase, tell_ready, lambda line: err.print(time.strftime("%H:%M:%S ") + line))
-        with gatekeeping.logging():
+        tracing = _tracing(given["otlp_endpoint"])
+        listeners = Listeners(
+            _tell_phase, tell_ready, lambda line: err.print(time.strftime("%H:%M:%S ") + line), tracing
+        )
+        with gatekeeping.logging(), contextlib.closing(tracing) if tracing else contextlib.nullcontext():
             serve_until_told(plan, listeners, listening, gatekeeping.secure, gatekeeping.uvicorn_settings())
     err.print("Stopped.")
+
+
+def _tracing(endpoint: str | None) -> Any:
+    """Who follows requests, if anybody is to be told."""
+    if endpoint is None:
+        return None
+    if not endpoint.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"--otlp-endpoint {endpoint!r:.100} must begin with http:// or https://.", param="otlp_endpoint"
+        )
+    check_tracing()
+    from quire.server.tracing import open_tracing
+
+    return open_tracing(endpoint)
 
 
 def _plan(config: EngineConfig, given: Mapping[str, Any]) -> Any:

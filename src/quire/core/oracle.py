@@ -53,6 +53,12 @@ def total(tokens: IntArray) -> int:
     return int(mix(wide, np.arange(len(wide))).sum())
 
 
+def pooled(tokens: IntArray) -> float:
+    """The sum of Σ as it stands after each of these tokens: of all hidden states. A float32 holds it, rounded once."""
+    wide = tokens.astype(np.int64)
+    return float(np.float32(mix(wide, np.arange(len(wide))).cumsum().sum()))
+
+
 def deficit(totals: Integers, ranks: Integers) -> Integers:
     """How far the token of this rank lies below the likeliest one, in units of 1 / DEFICITS_PER_UNIT."""
     return ranks * (totals % 2**16 + 24 * DEFICITS_PER_UNIT)  # type: ignore[operator, return-value]

@@ -148,6 +148,12 @@ class RowSampling:
     num_prompt_logprobs: int | None = None
     num_candidates: int = 0  # likeliest tokens that a tethered row gives back
     masked: bool = False  # every token is chosen under a mask
+    pooled: bool = False  # the prompt's hidden states are summed, and no token follows
+
+    @property
+    def prompt_wide(self) -> bool:
+        """Whether every position of the prompt must be computed: what is cached has no logits and no hidden states."""
+        return self.pooled or self.num_prompt_logprobs is not None
 
     @property
     def penalized(self) -> bool:

@@ -8,7 +8,9 @@ A runner applies a plan in this order: moves, leaves, seats, tells, grants; then
 row that is not paused. Moves are carried one after the other as they are listed, before this step writes anything. A
 chunk whose output holds SAMPLE has reached the last known token: its row emits a token in this step and cruises from
 the next one. A chunk whose output holds CANDIDATES has reached it too, but its row is *tethered*: it gives back its
-likeliest next tokens and computes nothing more until it is told which of them (or what else) follows.
+likeliest next tokens and computes nothing more until it is told which of them (or what else) follows. A chunk whose
+output holds POOLED adds its hidden states to its row's sum; with the last known token the sum is given back, and the
+row has ended without a token.
 """
 
 from dataclasses import dataclass, field
@@ -29,6 +31,7 @@ class Output(Flag):
     SAMPLE = auto()
     PROMPT_LOGPROBS = auto()
     CANDIDATES = auto()
+    POOLED = auto()
 
 
 class FinishReason(Enum):
@@ -130,7 +133,7 @@ class PromptLogprobs(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """A row that ended on the device with the token it emitted in this step (none if it failed)."""
+    """A row that ended on the device with the token it emitted in this step (none if it failed, or was pooled)."""
 
     row: Row
     reason: FinishReason
@@ -154,6 +157,7 @@ class StepResult:
     logprobs: dict[Row, TopLogprobs] = field(default_factory=dict)
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     candidates: dict[Row, Candidates] = field(default_factory=dict)
+    pooled: dict[Row, FloatArray] = field(default_factory=dict)  # the sum of the row's hidden states
 
 
 class Masks(NamedTuple):

@@ -51,7 +51,7 @@ class Door:
             RequestId(order.number),
             tokens,
             max_tokens=params.max_tokens or 1,
-            sampling=sampling,
+            sampling=replace(sampling, pooled=order.pooled),
             num_sequences=params.num_sequences,
             beam=_beam(params),
             partition=terms.partition,

@@ -11,6 +11,7 @@ from quire.core.errors import InvalidParameter, InvalidPrompt, NoTokenizer, show
 from quire.core.faults import Site, trip
 from quire.core.sampling import SamplingParams
 from quire.core.step import FinishReason, PromptLogprobs, TopLogprobs
+from quire.engine.embedding import unit
 from quire.engine.messages import Accepted, Begun, Ended, Order, Progress
 from quire.engine.outputs import Delta, Logprob, RequestMetrics
 from quire.engine.terms import USUAL, Terms
@@ -63,8 +64,16 @@ class Front:
         self._choosing: set[int] = set()  # requests whose continuations are compared at the end
         self._num_listening = 0
 
-    def open(self, prompt: Prompt, params: SamplingParams, *, terms: Terms = USUAL, streaming: bool = False) -> Opened:
-        """Begin with a prompt: text, token ids, or {"prompt_token_ids": ids}."""
+    def open(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        terms: Terms = USUAL,
+        streaming: bool = False,
+        pooled: bool = False,
+    ) -> Opened:
+        """Begin with a prompt: text, token ids, or {"prompt_token_ids": ids}. Pooled, it comes to an embedding."""
         if not isinstance(params, SamplingParams):
             raise InvalidParameter(
                 f"sampling_params must be a SamplingParams, not {shown(params)}.", param="sampling_params"
@@ -73,7 +82,7 @@ class Front:
         if params.stop_strings and self._tokenizer is None:
             raise NoTokenizer("use stop_token_ids instead of stop strings")
         number = self._next_number
-        order = Order(number, ids, params, tuple(self._spell(params.bad_words or ())), terms)
+        order = Order(number, ids, params, tuple(self._spell(params.bad_words or ())), terms, pooled)
         stop_strings = StopStrings(params.stop_strings)
         num_answers = params.n if params.use_beam_search else params.num_sequences
         transcripts = tuple(
@@ -129,6 +138,9 @@ class Front:
         for name, scores in progress.prompt_logprobs.items():
             if name in self._transcripts:
                 self._note_prompt_logprobs(name, scores)
+        for name, total in progress.pooled.items():
+            if name in self._transcripts:
+                self._tickets[int(self._transcripts[name].request_id)].embedding = unit(total)
         deltas: dict[int, Delta] = {}
         stops: list[Stop] = []
         ended = {over.sequence: over for over in progress.ended if over.sequence in self._transcripts}

@@ -17,10 +17,16 @@ class LocalFront:
         self._front = Front(tokenizer, engine.clock)
 
     def submit(
-        self, prompt: Prompt, params: SamplingParams, *, terms: Terms = USUAL, streaming: bool = False
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        terms: Terms = USUAL,
+        streaming: bool = False,
+        pooled: bool = False,
     ) -> Ticket:
-        """Queue a prompt. A `QuireError` means that nothing happened."""
-        order, ticket = self._front.open(prompt, params, terms=terms, streaming=streaming)
+        """Queue a prompt, pooled if it is to become an embedding. A `QuireError` means that nothing happened."""
+        order, ticket = self._front.open(prompt, params, terms=terms, streaming=streaming, pooled=pooled)
         try:
             accepted = self._engine.submit(order)
         except BaseException:

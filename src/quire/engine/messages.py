@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.core.errors import QuireError
-from quire.core.ids import IntArray
+from quire.core.ids import FloatArray, IntArray
 from quire.core.sampling import SamplingParams
 from quire.core.step import FinishReason, PromptLogprobs, TopLogprobs
 from quire.engine.terms import USUAL, Terms
@@ -23,6 +23,7 @@ class Order:
     params: SamplingParams
     bad_words: tuple[tuple[int, ...], ...] = ()  # as this model spells them
     terms: Terms = USUAL
+    pooled: bool = False  # an embedding is wanted, and no token
 
 
 class Accepted(NamedTuple):
@@ -41,7 +42,7 @@ class Refused(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """A request's first token has come."""
+    """A request's first token has come, or its embedding."""
 
     number: int
     seated_s: float | None
@@ -71,10 +72,11 @@ class Progress:
     ended: tuple[Ended, ...] = ()
     logprobs: dict[int, TopLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
+    pooled: dict[int, FloatArray] = field(default_factory=dict)  # the sum of a prompt's hidden states
 
     def numbers(self, number_of: Callable[[int], int | None]) -> set[int]:
         """The requests that it speaks of. `number_of` knows whose a sequence is."""
-        named = [*self.sequences.tolist(), *self.logprobs, *self.prompt_logprobs]
+        named = [*self.sequences.tolist(), *self.logprobs, *self.prompt_logprobs, *self.pooled]
         owners = {number for name in named if (number := number_of(name)) is not None}
         return owners | {begun.number for begun in self.begun} | {over.number for over in self.ended}
 
@@ -90,6 +92,7 @@ class Progress:
             tuple(over for over in self.ended if over.number == number),
             {name: scores for name, scores in self.logprobs.items() if number_of(name) == number},
             {name: scores for name, scores in self.prompt_logprobs.items() if number_of(name) == number},
+            {name: vector for name, vector in self.pooled.items() if number_of(name) == number},
         )
 
     @property

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from quire.core.ids import FloatArray
+
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
@@ -65,6 +67,18 @@ class RequestOutput:
     metrics: RequestMetrics
     finished: bool = False
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    embedding: FloatArray | None = None  # where that was asked for, in the place of a continuation
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """A prompt and its embedding, a vector of length one."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    embedding: FloatArray
+    metrics: RequestMetrics
 
 
 @dataclass(frozen=True, slots=True)

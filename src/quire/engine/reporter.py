@@ -28,20 +28,17 @@ class Reporter:
 
     def report(self, absorbed: Absorbed) -> Progress:
         begun = self._begun(absorbed) if self._awaiting_first else ()
-        return Progress(
-            absorbed.step,
-            absorbed.sequences,
-            absorbed.tokens,
-            begun,
-            tuple(self._ended(absorbed)),
-            {int(name): scores for name, scores in absorbed.logprobs.items()},
-            {int(name): s for name, s in absorbed.prompt_logprobs.items() if name in self._heard},
-        )
+        heard = self._heard
+        scores = {int(name): each for name, each in absorbed.prompt_logprobs.items() if name in heard}
+        pooled = {int(name): total for name, total in absorbed.pooled.items() if name in heard}
+        logprobs = {int(name): each for name, each in absorbed.logprobs.items()}
+        ended = tuple(self._ended(absorbed))  # last: who has ended is not heard any more
+        return Progress(absorbed.step, absorbed.sequences, absorbed.tokens, begun, ended, logprobs, scores, pooled)
 
     def _begun(self, absorbed: Absorbed) -> tuple[Begun, ...]:
-        """Who has a first token now; of siblings, the first counts."""
+        """Who has a first token now, or an embedding; of siblings, the first counts."""
         begun: dict[int, Begun] = {}
-        for number in absorbed.sequences.tolist():
+        for number in (*absorbed.sequences.tolist(), *absorbed.pooled):
             family = self._awaiting_first.pop(SequenceId(number), None)
             if family is not None:
                 begun[family.request.id] = Begun(family.request.id, family.seated_s, family.num_cached)

@@ -3,6 +3,7 @@ compared."""
 
 from dataclasses import dataclass, replace
 
+from quire.core.ids import FloatArray
 from quire.core.sampling import SamplingParams
 from quire.engine.outputs import Delta, Logprob, RequestMetrics, RequestOutput
 from quire.engine.transcript import Transcript
@@ -19,6 +20,7 @@ class Ticket:
     metrics: RequestMetrics
     transcripts: tuple[Transcript, ...]
     prompt_logprobs: list[dict[int, Logprob] | None] | None
+    embedding: FloatArray | None = None
 
     @property
     def request_id(self) -> str:
@@ -39,6 +41,7 @@ class Ticket:
             metrics=self.metrics,
             finished=self.finished,
             prompt_logprobs=self.prompt_logprobs,
+            embedding=self.embedding,
         )
 
     def last_words(self) -> list[Delta]:

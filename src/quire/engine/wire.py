@@ -45,6 +45,7 @@ class OrderFrame(Message, tag=2, frozen=True):
     params: SamplingParams
     bad_words: tuple[tuple[int, ...], ...]
     terms: Terms
+    pooled: bool
 
 
 class AbortFrame(Message, tag=3, frozen=True):
@@ -142,6 +143,7 @@ class ProgressFrame(Message, tag=5, frozen=True):
     ended: list[EndedFrame]
     logprobs: dict[int, ScoresFrame]
     prompt_logprobs: dict[int, PromptScoresFrame]
+    pooled: dict[int, bytes]
 
 
 class BeatFrame(Message, tag=6, frozen=True):
@@ -214,11 +216,11 @@ def read_for_front(frame: bytes) -> ToFront:
 
 
 def order_frame(order: Order) -> OrderFrame:
-    return OrderFrame(order.number, list(order.prompt), order.params, order.bad_words, order.terms)
+    return OrderFrame(order.number, list(order.prompt), order.params, order.bad_words, order.terms, order.pooled)
 
 
 def order_of(frame: OrderFrame) -> Order:
-    return Order(frame.number, frame.prompt, frame.params, frame.bad_words, frame.terms)
+    return Order(frame.number, frame.prompt, frame.params, frame.bad_words, frame.terms, frame.pooled)
 
 
 def accepted_frame(accepted: Accepted) -> AcceptedFrame:
@@ -262,6 +264,7 @@ def progress_frame(progress: Progress) -> ProgressFrame:
             name: PromptScoresFrame(scored.row, scored.start, [_scores_frame(top) for top in scored.scores])
             for name, scored in progress.prompt_logprobs.items()
         },
+        {name: total.astype("<f4", copy=False).tobytes() for name, total in progress.pooled.items()},
     )
 
 
@@ -277,6 +280,7 @@ def progress_of(frame: ProgressFrame) -> Progress:
             name: PromptLogprobs(Row(scored.row), scored.start, tuple(_scores_of(top) for top in scored.scores))
             for name, scored in frame.prompt_logprobs.items()
         },
+        {name: np.frombuffer(total, dtype="<f4") for name, total in frame.pooled.items()},
     )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from quire.core.ids import NULL_BLOCK, IntArray
 from quire.core.step import Chunk, Output, StepPlan
 from quire.kernels.contract import Ragged
+from quire.runner.pooling import Pooling
 from quire.runner.rows import RowTable
 from quire.sampling.rows import RowBatch
 
@@ -44,6 +45,7 @@ class StepBatch:
     sampling: Asking  # the rows that get a token
     tethered: Asking | None  # the rows that give back their candidates
     scoring: tuple[PromptScoring, ...]
+    pooling: tuple[Pooling, ...]
 
 
 def build_batch(table: RowTable, plan: StepPlan, cruising: IntArray) -> StepBatch:
@@ -89,6 +91,7 @@ def build_batch(table: RowTable, plan: StepPlan, cruising: IntArray) -> StepBatc
         sampling=_asking(rows, samples, last_tokens, device_rows, positions),
         tethered=_asking(rows, tethered, last_tokens, device_rows, positions) if tethered.any() else None,
         scoring=_scoring(table, chunks, query_starts[len(cruising) :]),
+        pooling=_pooling(table, chunks, query_starts[len(cruising) :]),
     )
 
 
@@ -140,3 +143,11 @@ def _scoring(table: RowTable, chunks: tuple[Chunk, ...], starts: np.ndarray) -> 
             stop = min(chunk.start + chunk.length + 1, seat.num_prompt)
             scoring.append(PromptScoring(chunk, int(first), seat.tokens[chunk.start + 1 : stop]))
     return tuple(scoring)
+
+
+def _pooling(table: RowTable, chunks: tuple[Chunk, ...], starts: np.ndarray) -> tuple[Pooling, ...]:
+    return tuple(
+        Pooling(chunk, int(first), last=chunk.start + chunk.length == table.seats[chunk.row].num_prompt)
+        for chunk, first in zip(chunks, starts, strict=False)
+        if Output.POOLED in chunk.output
+    )

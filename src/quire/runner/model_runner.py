@@ -15,6 +15,7 @@ from quire.core.step import Ended, FinishReason, Masks, PromptLogprobs, StepPlan
 from quire.models.model import Model
 from quire.runner.batch import Asking, PromptScoring, build_batch
 from quire.runner.kv_store import KvStores
+from quire.runner.pooling import PooledRows, Pools
 from quire.runner.rows import RowTable
 from quire.sampling.candidates import RowCandidates
 from quire.sampling.logprobs import RowScores, Scores, score_tokens
@@ -33,11 +34,12 @@ class ModelRunner:
         self._stores = stores
         self._rows = RowTable(max_rows, max_length, stores.block_size, device)
         self._sampler = Sampler(max_rows, model.vocab_size, device)
+        self._pools = Pools()
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, masks: Masks | None = None) -> "RunningStep":
         self._stores.carry(plan.moves)
-        self._tell_sampler(plan)
+        self._follow(plan)
         cruising = self._rows.apply(plan)
         self._trip(Site.BUILD_BATCH)
         batch = build_batch(self._rows, plan, cruising)
@@ -50,17 +52,20 @@ class ModelRunner:
             self._sample(batch.sampling, hidden, masks) if len(batch.sampling.at) else None,
             self._find_candidates(batch.tethered, hidden) if batch.tethered is not None else None,
             tuple((part, self._score(part, hidden)) for part in batch.scoring),
+            self._pools.add(batch.pooling, hidden),
         )
 
     def _trip(self, site: Site) -> None:
         trip_any(site, (seat.sequence for seat in self._rows.seats.values()))
 
-    def _tell_sampler(self, plan: StepPlan) -> None:
-        """The rows' sampling state follows the same differences as the row table."""
+    def _follow(self, plan: StepPlan) -> None:
+        """What is sampled and summed by row follows the same differences as the row table."""
         if plan.reset:
             self._sampler.clear()
+            self._pools.clear()
         for row in plan.leaves:
             self._sampler.leave(row)
+            self._pools.leave(row)
         for seat in plan.seats:
             self._sampler.seat(seat)
         for tell in plan.tells:
@@ -140,6 +145,7 @@ class RunningStep:
     emission: Emission | None = None
     candidates: RowCandidates | None = None
     prompt_scores: tuple[tuple[PromptScoring, list[Scores]], ...] = ()
+    pooled: PooledRows | None = None
 
     def wait(self) -> StepResult:
         result = StepResult(self.step) if self.emission is None else self.emission.wait(self.step)
@@ -151,6 +157,11 @@ class RunningStep:
         if self.prompt_scores:
             scores = tuple(_collect(part, pieces) for part, pieces in self.prompt_scores)
             result = replace(result, prompt_logprobs=scores)
+        if self.pooled is not None:
+            sums = self.pooled.wait()
+            over = tuple(Ended(row, _reason(total is not None, stop=True)) for row, total in sums.items())
+            whole = {row: total for row, total in sums.items() if total is not None}
+            result = replace(result, ended=result.ended + over, pooled=whole)
         return result
 
 

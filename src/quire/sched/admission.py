@@ -164,7 +164,7 @@ class Admission:
         request = family.request
         computing = books.beams.live(family) if request.beam is not None else family.unfinished
         leader = computing[0]
-        limit = 0 if request.sampling.num_prompt_logprobs is not None else leader.num_tokens - 1
+        limit = 0 if request.sampling.prompt_wide else leader.num_tokens - 1
         match = kv.match(owner_of(leader), leader.tokens, limit)
         num_matched = 0 if match is None else len(match.blocks)
         siblings = tuple(member for member in family.unfinished if member is not leader)
@@ -189,7 +189,7 @@ class Admission:
         return None if self._books.kv.fits(claim.match, claim.num_blocks) else Cause.BLOCKS
 
     def _follow(self, family: Family, claim: Claim) -> Follow | None:
-        if self._books.kv.tree is None or claim.leader.request.sampling.num_prompt_logprobs is not None:
+        if self._books.kv.tree is None or claim.leader.request.sampling.prompt_wide:
             return None
         return self._books.leaders.find(family, claim.leader.tokens, self._books.kv.num_found(claim.match))
 

@@ -115,7 +115,8 @@ class Books:
             self.seating.fix_tokens(sequence)
             sequence.finish(reason)
             self.settle(sequence.family)
-        if reason in (FinishReason.STOP, FinishReason.LENGTH) and sequence.request.beam is None:
+        speaks = sequence.request.beam is None and not sequence.request.sampling.pooled
+        if speaks and reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.lengths.note(max(len(sequence.tokens) - len(sequence.request.prompt), 1))
         return True
 

@@ -124,8 +124,9 @@ class Feeding:
         return largest_next_chunk(self._cost, self.shape(draft), start, draft.budget, target_s)
 
     def take_chunk(self, sequence: Sequence, draft: Draft, *, decoding: bool = False) -> None:
-        """As much of its known tokens as the budget holds; with the last of them, it starts to cruise. A beam that only
-        computes the token it was told is decoding: it pays for the token that it gives, not for this one too."""
+        """As much of its known tokens as the budget holds; with the last of them it starts to cruise, or, pooled, to
+        coast. A beam that only computes the token it was told is decoding: it pays for the token that it gives, not for
+        this one too."""
         books, row = self._books, sequence.row
         assert row is not None, sequence
         start = sequence.num_planned
@@ -137,10 +138,11 @@ class Feeding:
         books.tally.recomputed_tokens += max(min(start + length, sequence.num_had) - start, 0)
         num_blocks, tenant = int(books.kv.tables.lengths[row]), sequence.request.tenant
         catches_up = sequence.num_planned == sequence.num_tokens
-        books.charges.chunk(tenant, 0 if decoding else length, int(catches_up), num_blocks)
+        pooled = Output.POOLED in output
+        books.charges.chunk(tenant, 0 if decoding else length, int(catches_up and not pooled), num_blocks)
         if catches_up:
             books.caught_up(sequence)
-            if Output.SAMPLE in output:
+            if pooled or Output.SAMPLE in output:
                 if sequence.request.sampling.masked:
                     self._books.masked.note(row, draft.step)
                 capacity, position = num_blocks * books.kv.block_size, sequence.num_tokens

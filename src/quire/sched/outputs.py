@@ -5,7 +5,10 @@ from quire.core.step import Output
 
 
 def output_of(sequence: Sequence, start: int, length: int) -> Output:
-    """Scores of the prompt where asked for; with the last known token, the next one or the candidates for it."""
+    """Scores of the prompt where asked for; with the last known token, the next one or the candidates for it. Of a
+    prompt that is pooled, nothing else."""
+    if sequence.request.sampling.pooled:
+        return Output.POOLED
     output = Output.NONE
     if sequence.request.sampling.num_prompt_logprobs is not None and start < len(sequence.request.prompt):
         output |= Output.PROMPT_LOGPROBS

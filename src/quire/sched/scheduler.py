@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from quire.core.errors import Draining, DuplicateRequest, NeverFits, QueueFull
 from quire.core.events import Event, What
-from quire.core.ids import IntArray, RequestId, Row, SequenceId
+from quire.core.ids import FloatArray, IntArray, RequestId, Row, SequenceId
 from quire.core.request import Family, Request, Sequence, State
 from quire.core.step import Candidates, FinishReason, Output, PromptLogprobs, StepPlan, StepResult, TopLogprobs
 from quire.kv.manager import KVManager
@@ -43,6 +43,7 @@ class Absorbed(NamedTuple):
     finished: tuple[Sequence, ...]
     logprobs: dict[SequenceId, TopLogprobs]
     prompt_logprobs: dict[SequenceId, PromptLogprobs]
+    pooled: dict[SequenceId, FloatArray]
 
 
 class _Flight(NamedTuple):
@@ -153,13 +154,14 @@ class Scheduler:
             emitters, tokens = emitters[heard], tokens[heard]
         logprobs = {name: top for row, top in result.logprobs.items() if (name := seating.listener(row)) is not None}
         scores = {name: s for s in result.prompt_logprobs if (name := seating.listener(s.row)) is not None}
+        pooled = {name: total for row, total in result.pooled.items() if (name := seating.listener(row)) is not None}
         failed = {row for row, reason in result.ended if reason is FinishReason.ERROR}
         for sequence, stop in flight.chunks:
             self._note_computed(sequence, stop, failed=sequence.row in failed)
         finished = self._finish_ended(result) + self._advance_beams(result.candidates)
         self.books.release_up_to(result.step)
         finished, self.books.ended_early = finished + self.books.ended_early, []
-        return Absorbed(result.step, emitters, tokens, tuple(finished), logprobs, scores)
+        return Absorbed(result.step, emitters, tokens, tuple(finished), logprobs, scores, pooled)
 
     def overdue(self) -> Absorbed | None:
         """Those who ended without a step to be told with, if there are any."""
@@ -167,7 +169,7 @@ class Scheduler:
             return None
         ended, self.books.ended_early = tuple(self.books.ended_early), []
         nobody = np.empty(0, dtype=np.int64)
-        return Absorbed(self.books.last_absorbed, nobody, nobody.astype(np.int32), ended, {}, {})
+        return Absorbed(self.books.last_absorbed, nobody, nobody.astype(np.int32), ended, {}, {}, {})
 
     @property
     def num_waiting(self) -> int:
@@ -257,7 +259,9 @@ class Scheduler:
         assert row is not None, sequence
         sequence.num_computed = stop
         sequence.caught_up = stop == sequence.num_planned == sequence.num_tokens or sequence.caught_up
-        if not failed and stop == sequence.num_tokens == len(sequence.request.prompt) and sequence.request.beam is None:
+        request = sequence.request
+        speaks = request.beam is None and not request.sampling.pooled
+        if not failed and stop == sequence.num_tokens == len(request.prompt) and speaks:
             books.note_first_token(sequence.family)
         if failed or sequence.state is not State.RUNNING:
             return

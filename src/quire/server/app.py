@@ -12,6 +12,7 @@ from quire.server import messages, models, operations, people, responses, tgi, t
 from quire.server.admitted import Admitted
 from quire.server.bodies.chat import ChatBody
 from quire.server.bodies.completion import CompletionBody
+from quire.server.bodies.embedding import EmbeddingBody
 from quire.server.bodies.messages import CountTokensBody, MessagesBody
 from quire.server.bodies.responses import ResponsesBody
 from quire.server.bodies.tgi import GenerateBody
@@ -19,6 +20,7 @@ from quire.server.bodies.tokenizing import ApplyTemplateBody, DetokenizeBody, To
 from quire.server.chat import chat_completions
 from quire.server.completions import completions
 from quire.server.desk import Desk
+from quire.server.embeddings import embeddings
 from quire.server.openapi import Door, openapi
 from quire.server.replies import HANDLERS
 
@@ -31,6 +33,7 @@ DOORS = (
     Door("POST", "/v1/responses/{response_id}/cancel", responses.stored_response, "None is stored: always 404."),
     Door("POST", "/v1/messages", messages.messages, "Continue it for Anthropic's.", MessagesBody, generates=True),
     Door("POST", "/v1/messages/count_tokens", messages.count_tokens, "Its length in tokens.", CountTokensBody),
+    Door("POST", "/v1/embeddings", embeddings, "Turn texts into vectors.", EmbeddingBody, generates=True),
     Door("GET", "/v1/models", models.models, "The models that are served."),
     Door("GET", "/v1/models/{name:path}", models.model, "One of them."),
     Door("POST", "/tokenize", tokenizing.tokenize, "The tokens of a text or a conversation.", TokenizeBody),

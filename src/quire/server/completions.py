@@ -4,7 +4,6 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.core.errors import InvalidPrompt
 from quire.engine.outputs import RequestOutput
 from quire.server.bodies.completion import CompletionBody
 from quire.server.chorus import Chorus
@@ -12,6 +11,7 @@ from quire.server.completion_answer import Asked, CompletionAnswer
 from quire.server.desk import Desk
 from quire.server.edge import json_response, read, unless_gone
 from quire.server.frames import Label
+from quire.server.listed import listed
 from quire.server.scores import Spelling
 from quire.server.served import Served
 from quire.server.sse import DONE, Events, stream
@@ -66,27 +66,10 @@ async def _scored_events(chorus: Chorus, answer: CompletionAnswer, wanted: Wante
 def _prompts(body: CompletionBody, wanted: Wanted, served: Served) -> list[Asked]:
     """Each as ids, with its text where that is to come back. A long text takes long to read."""
     prompts = []
-    for prompt in _listed(body.prompt):
+    for prompt in listed(body.prompt, param="prompt", most=MAX_PROMPTS):
         special = body.add_special_tokens is not False
         whole = served.text().encode(prompt, special) if isinstance(prompt, str) else served.checked_ids(prompt)
         ids = shortened(whole, body.truncate_prompt_tokens, wanted, served)
         text = prompt if isinstance(prompt, str) and len(ids) == len(whole) else served.spelled(ids)
         prompts.append(Asked(ids, text if body.echo else None))
     return prompts
-
-
-def _listed(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
-    """One text, one list of ids, or a list of such."""
-    if isinstance(prompt, str):
-        return [prompt]
-    if prompt and all(isinstance(item, int) for item in prompt):
-        return [[item for item in prompt if isinstance(item, int)]]
-    many = [item for item in prompt if not isinstance(item, int)]
-    if not many or len(many) != len(prompt):
-        raise InvalidPrompt(
-            "prompt must be a text, a list of token ids, or a list of such; not empty, and ids not beside texts.",
-            param="prompt",
-        )
-    if len(many) > MAX_PROMPTS:
-        raise InvalidPrompt(f"There are {len(many)} prompts; a request may bring {MAX_PROMPTS}.", param="prompt")
-    return many

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
 from starlette.applications import Starlette
@@ -29,7 +29,7 @@ from quire.server.constraining import Constrainer
 from quire.server.desk import Desk
 from quire.server.metrics import Metrics
 from quire.server.served import Served, served_from
-from quire.server.service import Service
+from quire.server.service import Finished, Service
 from quire.server.status import StatusLine
 from quire.server.supervisor import Supervisor
 from quire.server.turnstile import Turnstile
@@ -66,6 +66,14 @@ class Plan:
     drain_s: float = 30.0
 
 
+class Tracer(Protocol):
+    """Who follows requests from end to end: `tracing.py`, if it is there."""
+
+    def around(self, app: ASGIApp, house: "House") -> ASGIApp: ...
+
+    def finished(self, end: Finished) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Listeners:
     """Who is told how it goes."""
@@ -73,6 +81,7 @@ class Listeners:
     phase: Callable[[Phase], None]
     ready: Callable[[Served, Facts], None]
     status: Callable[[str], None]
+    tracer: Tracer | None = None
 
 
 class DrainingServer(uvicorn.Server):
@@ -126,11 +135,16 @@ class House:
         )
         self.metrics = Metrics(lambda: self.service.stats, clock)
         self.metrics.engine.num_restarts = lambda: self.supervisor.num_restarts
-        self.service.finished = self.metrics.finished
+        self.service.finished = self._note_end
         self.service.progressed = self.metrics.progressed
         self.service.lost = self.metrics.engine.note_loss
         self.desk = Desk(self.service, self.supervisor, turnstile, self.metrics)
         self.app = make_app(self.desk)
+
+    def _note_end(self, end: Finished) -> None:
+        self.metrics.finished(end)
+        if self._listeners.tracer is not None:
+            self._listeners.tracer.finished(end)
 
     async def keep(self) -> None:
         """Start the engine and keep one running. Ends only with an error."""
@@ -166,9 +180,10 @@ def serve_until_told(
 
     async def life() -> None:
         house = House(plan, listeners)
-        config = uvicorn.Config(
-            secure(house.app, house.metrics), lifespan="off", timeout_graceful_shutdown=_FAREWELL_S, **settings
-        )
+        app = secure(house.app, house.metrics)
+        if listeners.tracer is not None:
+            app = listeners.tracer.around(app, house)
+        config = uvicorn.Config(app, lifespan="off", timeout_graceful_shutdown=_FAREWELL_S, **settings)
         server = DrainingServer(config, house.service, plan.drain_s)
         keeping = asyncio.create_task(house.keep())
         keeping.add_done_callback(lambda _: setattr(server, "should_exit", True))

@@ -45,13 +45,13 @@ class Served:
             raise NoTokenizer("it takes a prompt of token ids, and cannot chat")
         return self.tokenizer
 
-    def checked_ids(self, ids: list[int]) -> list[int]:
+    def checked_ids(self, ids: list[int], param: str = "prompt") -> list[int]:
         """Token ids that this model has."""
         for token in ids:
             if not 0 <= token < self.vocab_size:
                 raise InvalidPrompt(
                     f"There is no token {shown(token)}: this model's ids run from 0 to {self.vocab_size - 1}.",
-                    param="prompt",
+                    param=param,
                 )
         return ids
 

@@ -14,6 +14,7 @@ from quire.core.errors import Draining, InvalidPrompt, QuireError
 from quire.core.sampling import SamplingParams
 from quire.core.step import FinishReason
 from quire.engine.child import Child
+from quire.engine.embedding import EMBEDDING
 from quire.engine.failures import failure_of
 from quire.engine.front import Front
 from quire.engine.messages import Progress
@@ -126,6 +127,21 @@ class Service:
 
     def submit(self, prompt: Sequence[int], params: SamplingParams, *, terms: Terms = USUAL, streaming: bool) -> Call:
         """Open a call. Whoever does must `leave` it, however it ends."""
+        return self._open(prompt, params, terms, streaming=streaming)
+
+    def embed(self, prompt: Sequence[int], *, terms: Terms = USUAL) -> Call:
+        """Open a call whose output is the prompt's embedding; else as `submit`."""
+        return self._open(prompt, EMBEDDING, terms, pooled=True)
+
+    def _open(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        terms: Terms,
+        *,
+        streaming: bool = False,
+        pooled: bool = False,
+    ) -> Call:
         if self.draining:
             raise Draining()
         if self._child is None:
@@ -133,7 +149,7 @@ class Service:
         visit = CURRENT.get()
         terms = terms_for(visit, terms)
         with self._lock:
-            order, ticket = self._front.open(prompt, params, terms=terms, streaming=streaming)
+            order, ticket = self._front.open(prompt, params, terms=terms, streaming=streaming, pooled=pooled)
         call = self._calls[ticket.number] = Call(ticket)
         if visit is not None:
             self._note_visit(visit.request_id, ticket.number)

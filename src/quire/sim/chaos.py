@@ -105,7 +105,7 @@ class Chaos:
     def _first_running(self, result: StepResult) -> Row | None:
         """A row that speaks in this result and has not been told to leave."""
         seated = self._scheduler.books.seating.seated
-        rows = (Row(row) for row in [*result.rows.tolist(), *result.candidates])
+        rows = (Row(row) for row in [*result.rows.tolist(), *result.candidates, *result.pooled])
         return next((row for row in rows if row in seated and seated[row].state is State.RUNNING), None)
 
     def _silence(self, result: StepResult, ended: Ended | None) -> StepResult:
@@ -117,6 +117,7 @@ class Chaos:
             tokens=result.tokens[heard],
             ended=others if ended is None else (*others, ended),
             candidates={row: top for row, top in result.candidates.items() if row not in self._silenced},
+            pooled={row: total for row, total in result.pooled.items() if row not in self._silenced},
         )
 
 

@@ -16,7 +16,7 @@ from quire.sim.world import VOCAB_SIZE, Happening, World, draw_world
 
 Pair = tuple[Happening, Happening]
 
-_ARRIVALS = {Happening.ARRIVE, Happening.ARRIVE_FAMILY, Happening.ARRIVE_BEAMS, Happening.ARRIVE_FOLLOWUP}
+_ARRIVALS = frozenset(event for event in Happening if event.value.startswith("arrive"))
 
 
 def possible_pairs() -> frozenset[Pair]:

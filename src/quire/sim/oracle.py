@@ -37,13 +37,13 @@ class OracleRunner:
     def launch(self, plan: StepPlan, masks: Masks | None = None) -> Done:
         for run in runs(plan.moves):
             self._carry(run)
-        return self._rows.run(plan, self._total, masks)
+        return self._rows.run(plan, self._totals, masks)
 
     def _carry(self, run: Run) -> None:
         assert (run.src, run.dst) != (Tier.HOST, Tier.HOST), f"a move inside the host's store: {run}"
         self._stores[run.dst][list(run.targets)] = self._stores[run.src][list(run.sources)]
 
-    def _total(self, work: Work, row: SeatedRow) -> int:
+    def _totals(self, work: Work, row: SeatedRow) -> NDArray[np.int64]:
         """Write the positions that are computed; then read everything back."""
         positions = np.arange(work.stop)
         blocks = np.array(row.blocks, dtype=np.int64)[positions // self._block_size]
@@ -51,4 +51,5 @@ class OracleRunner:
         self._slots[slots[work.start :], 0] = row.tokens[work.start : work.stop]
         self._slots[slots[work.start :], 1] = positions[work.start :]
         read = self._slots[slots]
-        return int(mix(read[:, 0], read[:, 1]).sum())
+        sums: NDArray[np.int64] = mix(read[:, 0], read[:, 1]).cumsum()
+        return sums[work.start :]

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from quire.core.ids import BlockId, IntArray, Row
+from quire.core.ids import BlockId, FloatArray, IntArray, Row
 from quire.core.oracle import candidates
 from quire.core.step import Ended, FinishReason, Masks, Output, Seat, StepPlan, StepResult
 
@@ -33,6 +34,7 @@ class SeatedRow:
     blocks: list[BlockId] = field(default_factory=list)
     cruising: bool = False
     ended: bool = False
+    pooled: int = 0  # the sum of what was computed so far, if it is to be pooled
 
 
 class Done:
@@ -68,17 +70,28 @@ class Rows:
         self._vocab_size = vocab_size
         self._next_step = 0
 
-    def run(self, plan: StepPlan, total: Callable[[Work, SeatedRow], int], masks: Masks | None = None) -> Done:
-        """Carry a plan out, but for its moves. `total` computes some work and says what the next tokens follow from,
-        beside the sequence's index. Under a mask it is the first allowed one from there on."""
+    def run(
+        self, plan: StepPlan, totals: Callable[[Work, SeatedRow], NDArray[np.int64]], masks: Masks | None = None
+    ) -> Done:
+        """Carry a plan out, but for its moves. `totals` computes some work and says for each of its positions what the
+        tokens after it follow from, beside the sequence's index: these are the hidden states. Under a mask the next
+        token is the first allowed one from there on."""
         bits = check_masks(plan, masks)
         emitted = []
         ended = []
         likeliest = {}
+        pooled: dict[Row, FloatArray] = {}
         for work in self.apply(plan):
             row = self.rows[work.row]
-            follows = total(work, row)
-            if Output.CANDIDATES in work.output:
+            states = totals(work, row)
+            follows = int(states[-1])
+            if Output.POOLED in work.output:
+                row.pooled += int(states.sum())
+                if work.stop == row.seat.num_prompt:
+                    row.ended = True
+                    pooled[work.row] = np.array([row.pooled], dtype=np.float32)
+                    ended.append(Ended(work.row, FinishReason.STOP))
+            elif Output.CANDIDATES in work.output:
                 likeliest[work.row] = candidates(follows, self._vocab_size, row.seat.sampling.num_candidates)
             elif Output.SAMPLE in work.output:
                 token = (follows + row.seat.index) % self._vocab_size
@@ -89,7 +102,7 @@ class Rows:
                 if end is not None:
                     ended.append(end)
         pairs = np.array(emitted, dtype=np.int32).reshape(-1, 2)
-        return Done(StepResult(plan.step, pairs[:, 0], pairs[:, 1], tuple(ended), candidates=likeliest))
+        return Done(StepResult(plan.step, pairs[:, 0], pairs[:, 1], tuple(ended), candidates=likeliest, pooled=pooled))
 
     def apply(self, plan: StepPlan) -> list[Work]:
         """Follow the differences; what is to be computed now. Cruising rows first, then chunks."""
@@ -105,8 +118,10 @@ class Rows:
             stop = chunk.start + chunk.length
             seated = self.rows[chunk.row]
             samples, tethered = Output.SAMPLE in chunk.output, Output.CANDIDATES in chunk.output
-            assert not seated.cruising and not (samples and tethered), chunk
-            assert (samples or tethered) == (stop == len(seated.tokens)), chunk
+            pooled = Output.POOLED in chunk.output
+            assert not seated.cruising and samples + tethered + pooled <= 1, chunk
+            assert pooled or (samples or tethered) == (stop == len(seated.tokens)), chunk
+            assert pooled == seated.seat.sampling.pooled and not seated.ended, chunk
             seated.cruising = samples
             work.append(Work(chunk.row, chunk.start, stop, chunk.output))
         return work

@@ -1,7 +1,8 @@
 """A model that says what it was told to say: real requests, real scheduling, no arithmetic.
 
 Every row follows the line that its prompt calls for, token by token, and then ends. A line may instead break its row,
-as a model whose numbers ran away would. Knows no text: lines are token ids, and whoever made them chooses among them.
+as a model whose numbers ran away would. A prompt's embedding counts its tokens by their id's remainder. Knows no text:
+lines are token ids, and whoever made them chooses among them.
 """
 
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.core.ids import IntArray, Row
+from quire.core.ids import FloatArray, IntArray, Row
 from quire.core.step import (
     Candidates,
     Ended,
@@ -22,6 +23,8 @@ from quire.core.step import (
     TopLogprobs,
 )
 from quire.sim.rows import Done, Rows, SeatedRow, Work, check_masks, first_allowed
+
+EMBEDDING_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +60,16 @@ class ScriptedRunner:
         logprobs: dict[Row, TopLogprobs] = {}
         prompt_logprobs: list[PromptLogprobs] = []
         candidates: dict[Row, Candidates] = {}
+        pooled: dict[Row, FloatArray] = {}
         for each in work:
             row = self._rows.rows[each.row]
             if Output.PROMPT_LOGPROBS in each.output:
                 prompt_logprobs.append(self._prompt_scores(each, row))
+            if Output.POOLED in each.output and each.stop == row.seat.num_prompt:
+                row.ended = True
+                ended.append(Ended(each.row, FinishReason.ERROR if self._lines[each.row].broken else FinishReason.STOP))
+                if not self._lines[each.row].broken:
+                    pooled[each.row] = counted(row.seat.tokens)
             if not each.output & (Output.SAMPLE | Output.CANDIDATES):
                 continue
             token = self._next(each.row, row)
@@ -81,7 +90,9 @@ class ScriptedRunner:
             if end is not None:
                 ended.append(end)
         pairs = np.array(emitted, dtype=np.int32).reshape(-1, 2)
-        return StepResult(step, pairs[:, 0], pairs[:, 1], tuple(ended), logprobs, tuple(prompt_logprobs), candidates)
+        return StepResult(
+            step, pairs[:, 0], pairs[:, 1], tuple(ended), logprobs, tuple(prompt_logprobs), candidates, pooled
+        )
 
     def _next(self, row: Row, seated: SeatedRow) -> int | None:
         """The line's next token; after its last, the same again, for those who do not let it end."""
@@ -101,3 +112,8 @@ class ScriptedRunner:
         """The token is certain; beside it come its neighbours, ever less likely."""
         ids = (np.arange(count, dtype=np.int32) + token) % self._vocab_size
         return TopLogprobs(token, 0.0, 1, ids.astype(np.int32), -np.arange(count, dtype=np.float32))
+
+
+def counted(tokens: IntArray) -> FloatArray:
+    """How many of the tokens have each remainder: what a prompt's hidden states add up to."""
+    return np.bincount(tokens % EMBEDDING_SIZE, minlength=EMBEDDING_SIZE).astype(np.float32)

@@ -4,6 +4,9 @@ Answers can be computed by hand, so that an engine test needs no model and no KV
 candidates follow from the sum as the oracle's do.
 """
 
+import numpy as np
+from numpy.typing import NDArray
+
 from quire.core.step import Masks, StepPlan
 from quire.sim.rows import Done, Rows, SeatedRow, Work
 
@@ -15,7 +18,7 @@ class ToyRunner:
         self._rows = Rows(vocab_size)
 
     def launch(self, plan: StepPlan, masks: Masks | None = None) -> Done:
-        return self._rows.run(plan, self._total, masks)
+        return self._rows.run(plan, self._totals, masks)
 
-    def _total(self, work: Work, row: SeatedRow) -> int:
-        return sum(row.tokens)
+    def _totals(self, work: Work, row: SeatedRow) -> NDArray[np.int64]:
+        return np.cumsum(row.tokens[: work.stop], dtype=np.int64)[work.start :]

@@ -161,7 +161,9 @@ class Trial:
         if world.drains and self._num_arrived == world.num_requests:
             self.scheduler.drain()
             self.events.append(Happening.DRAIN)
-        if request.beam is not None:
+        if request.sampling.pooled:
+            self.events.append(Happening.ARRIVE_POOLED)
+        elif request.beam is not None:
             self.events.append(Happening.ARRIVE_BEAMS)
         elif request.num_sequences > 1:
             self.events.append(Happening.ARRIVE_FAMILY)
@@ -207,8 +209,7 @@ class Trial:
         for sequence in sequences:
             expected = self._expected.get(sequence.id)
             if expected is not None:
-                expected.reason = reason
-                expected.tokens = list(expected.heard)
+                expected.cut(reason)
                 self._terminate(sequence)
         self._forget_finished()
 
@@ -260,6 +261,9 @@ class Trial:
             expected.heard.append(token)
             right = expected.tokens[: len(expected.heard)]
             assert expected.heard == right, f"sequence {number}: {expected.heard} is not {right}"
+        for name, total in absorbed.pooled.items():
+            assert self._expected[name].heard_pooled is None, f"sequence {name} was pooled twice"
+            self._expected[name].heard_pooled = float(total[0])
         for sequence in absorbed.finished:
             expected = self._expected[sequence.id]
             self._expect_trouble(sequence, expected)
@@ -281,8 +285,7 @@ class Trial:
             assert self.world.chances.starve, sequence
         else:
             return
-        expected.reason = reason
-        expected.tokens = list(expected.heard)
+        expected.cut(reason)
 
     def _terminate(self, sequence: Sequence) -> None:
         expected = self._expected[sequence.id]
@@ -294,6 +297,8 @@ class Trial:
         elif expected.reason in (FinishReason.STOP, FinishReason.LENGTH):
             expected.heard = told
         assert expected.heard == expected.tokens, f"{sequence}: {expected.heard} is not {expected.tokens}"
+        pooled = expected.heard_pooled
+        assert pooled == expected.pooled, f"{sequence} was pooled to {pooled}, not {expected.pooled}"
         self._past.append(sequence.tokens)
 
     def _forget_finished(self) -> None:

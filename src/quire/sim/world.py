@@ -24,6 +24,7 @@ class Happening(Enum):
     ARRIVE_FAMILY = "arrive_family"
     ARRIVE_BEAMS = "arrive_beams"
     ARRIVE_FOLLOWUP = "arrive_followup"  # the prompt is an earlier conversation, continued
+    ARRIVE_POOLED = "arrive_pooled"  # an embedding is wanted, and no token
     ABORT = "abort"
     STOP = "stop"  # a stop string, found by the front
     DELAY = "delay"  # a result comes late
@@ -81,6 +82,7 @@ class World:
     deadlines: bool
     families: bool
     beams: bool
+    embeddings: bool
     end_ids: tuple[int, ...]
     min_tokens: bool
     drains: bool
@@ -90,6 +92,8 @@ class World:
 def draw_world(dice: random.Random, *, min_tokens: bool = True) -> World:
     """Tiny pools, odd block sizes and all depths are as likely as comfortable ones; most troubles are off in most."""
     world = _draw_world(dice, min_tokens=min_tokens)
+    pools = int(world.shared_prefix.sum()) % 4 == 0  # without the dice: the worlds of old seeds stay what they were
+    world = replace(world, embeddings=pools)
     return crowd(world, dice) if dice.random() < 0.4 else world
 
 
@@ -119,6 +123,7 @@ def _draw_world(dice: random.Random, *, min_tokens: bool) -> World:
         deadlines=dice.random() < 0.2,
         families=dice.random() < 0.4,
         beams=dice.random() < 0.3,
+        embeddings=False,
         end_ids=dice.choice(((), (), (3,), tuple(range(0, VOCAB_SIZE, 7)))),
         min_tokens=min_tokens,
         drains=dice.random() < 0.1,
@@ -198,6 +203,8 @@ def draw_request(dice: random.Random, world: World, number: int, now_s: float, p
         priority=dice.choice(world.priorities),
         deadline_s=now_s + dice.choice((0.0, 1.0, 20.0)) if world.deadlines and dice.random() < 0.5 else None,
     )
+    if world.embeddings and number % 3 == 1:
+        return replace(_alone(request), max_tokens=1, sampling=RowSampling(pooled=True))
     fits = num_sequences <= world.max_rows and most_blocks(request, world.block_size) <= world.num_blocks
     return request if fits else _alone(request)
 

@@ -1,0 +1,142 @@
+"""`quire batch`: a file of requests to a file of answers. This process never loads torch: the engine has its own."""
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from quire.catalog.names import DEFAULT_MODEL
+from quire.cli.console import bars, err
+from quire.cli.extras import check_serving
+from quire.cli.options import engine_config
+from quire.core.errors import ConfigError
+from quire.engine.opening import open_model
+from quire.engine.phases import Phase
+from quire.version import __version__
+
+_STANDARD = "-"
+_MAX_WAITING = 4096
+
+
+def batch(source: str, target: str, model: str | None, given: Mapping[str, Any]) -> int:
+    """The exit status: 0 if every line was answered well."""
+    check_serving()
+    from quire.server.batch import Desired, run_batch
+    from quire.server.lifecycle import Plan
+
+    config = engine_config(model, given)
+    if source != _STANDARD and target != _STANDARD and Path(source).resolve() == Path(target).resolve():
+        raise ConfigError(f"{source} cannot be both the input and the output.", param="output")
+    with _reading(source) as lines, _writing(target) as written:
+        err.print(f"quire {__version__} · {config.model or DEFAULT_MODEL.name}")
+        with bars() as drawn:
+            opened = open_model(config, drawn.fetched)
+        template: Path | None = given["chat_template"]
+        script: Path | None = given["script"]
+        plan = Plan(
+            opened=opened,
+            config=replace(config, max_waiting=config.max_waiting or _MAX_WAITING),
+            script=None if script is None else str(script.absolute()),
+            aliases=tuple(given["aliases"]),
+            chat_template=None if template is None else template.read_text(encoding="utf-8"),
+            max_waiting=config.max_waiting or _MAX_WAITING,
+        )
+        past = _past(target)
+        with _bar(source) as bar:
+            task = bar.tasks[0].id
+            desired = Desired(
+                lines,
+                past,
+                lambda line: _write(written, line),
+                _tell_phase,
+                lambda tally: bar.update(task, completed=tally.num_lines),
+                given["concurrency"],
+            )
+            tally = run_batch(plan, desired)
+    told = [f"{tally.num_answered} answered"]
+    told += [f"{tally.num_refused} refused"] if tally.num_refused else []
+    told += [f"{tally.num_unreadable} unreadable"] if tally.num_unreadable else []
+    told += [f"{tally.num_skipped} answered before"] if tally.num_skipped else []
+    err.print(", ".join(told) + ".")
+    return 0 if tally.clean else 1
+
+
+@contextmanager
+def _reading(source: str) -> Iterator[IO[bytes]]:
+    if source == _STANDARD:
+        yield sys.stdin.buffer
+        return
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context(open(source, "rb"))
+        except OSError as error:
+            raise ConfigError(f"Cannot read {source}: {error.strerror}.", param="input") from error
+        yield file
+
+
+@contextmanager
+def _writing(target: str) -> Iterator[IO[bytes]]:
+    """At the end of what is there. A line that was cut off in the middle is taken back first."""
+    if target == _STANDARD:
+        yield sys.stdout.buffer
+        return
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context(open(target, "a+b"))
+        except OSError as error:
+            raise ConfigError(f"Cannot write {target}: {error.strerror}.", param="output") from error
+        file.truncate(_end_of_lines(file))
+        yield file
+
+
+def _end_of_lines(file: IO[bytes]) -> int:
+    """Where the last whole line of a file ends."""
+    file.seek(0)
+    return sum(len(line) for line in file if line.endswith(b"\n"))
+
+
+def _past(target: str) -> Any:
+    from quire.server.batch_lines import BadLine, Past
+
+    past = Past()
+    if target != _STANDARD:
+        with open(target, "rb") as file:
+            for line in file:
+                try:
+                    past.note(line)
+                except BadLine as bad:
+                    raise ConfigError(f"{target}: {bad.message}", param="output") from bad
+    return past
+
+
+def _write(file: IO[bytes], line: bytes) -> None:
+    file.write(line)
+    file.flush()  # whoever ends this keeps what was answered
+
+
+@contextmanager
+def _bar(source: str) -> Iterator[Progress]:
+    bar = Progress(
+        TextColumn("answering"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=err,
+        disable=not err.is_terminal,
+    )
+    bar.add_task("answering", total=None if source == _STANDARD else _count(source))
+    with bar:
+        yield bar
+
+
+def _count(source: str) -> int:
+    with open(source, "rb") as file:
+        return sum(1 for line in file if line.strip())
+
+
+def _tell_phase(phase: Phase) -> None:
+    err.print(f"  {phase.name:<10}{phase.seconds:5.1f} s   {phase.detail}")

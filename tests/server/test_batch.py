@@ -1,0 +1,161 @@
+"""`quire batch`: a file of requests through the real stack, with a scripted model in the place of a large one."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.server.batch_lines import BadLine, Past, Reply, answered, read_line, refused
+
+QUIRE = str(Path(sys.executable).with_name("quire"))
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+SCRIPT = """
+{"say": "Nobody knows.", "when": "secret"}
+{"say": "Bang", "break": true, "when": "boom"}
+{"say": "Hello."}
+"""
+
+
+def asked(custom_id: str, url: str, **body: object) -> dict[str, object]:
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
+
+
+def chat(custom_id: str, text: str, **body: object) -> dict[str, object]:
+    return asked(custom_id, URLS[0], messages=[{"role": "user", "content": text}], **body)
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory, default_model_path: Path) -> Path:
+    path = tmp_path_factory.mktemp("script") / "lines.jsonl"
+    path.write_text(SCRIPT)
+    return path
+
+
+def run(script: Path, *arguments: str, lines: bytes = b"") -> "subprocess.CompletedProcess[bytes]":
+    command = [QUIRE, "batch", *arguments, "--script", str(script), "--max-model-len", "1k"]
+    return subprocess.run(command, input=lines, capture_output=True, timeout=120, check=False)
+
+
+def written(lines: Iterable[object]) -> bytes:
+    return b"".join((line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines)
+
+
+def entries(output: bytes) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in output.splitlines()]
+
+
+def test_every_endpoint_and_every_mistake_in_one_file(script: Path, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(
+        written(
+            [
+                chat("a", "a secret"),
+                asked("b", URLS[1], prompt=["x", "y"], max_tokens=3),
+                b"{nonsense",
+                asked("c", URLS[2], input=["one", "two"]),
+                b"",
+                asked("d", "/v1/files"),
+                chat("a", "again"),
+                chat("e", "hi", stream=True),
+                chat("f", "hi", model="gpt-5"),
+                chat("g", "boom"),
+                chat("h", "hi", n=2),
+            ]
+        )
+    )
+    done = run(script, str(source), "-o", str(target))
+    assert done.returncode == 1, done.stderr.decode()
+    assert b"4 answered, 2 refused, 4 unreadable." in done.stderr
+    told = entries(target.read_bytes())
+    good = {entry["custom_id"]: entry["response"] for entry in told if entry["custom_id"] is not None}
+    assert set(good) == set("abcfgh") and len({entry["id"] for entry in told}) == len(told) == 10
+    assert good["a"]["body"]["choices"][0]["message"]["content"] == "Nobody knows."
+    assert good["a"]["request_id"] and len(good["h"]["body"]["choices"]) == 2
+    assert [choice["index"] for choice in good["b"]["body"]["choices"]] == [0, 1]
+    assert [len(each["embedding"]) for each in good["c"]["body"]["data"]] == [16, 16]
+    statuses = {name: response["status_code"] for name, response in good.items()}
+    assert statuses == {"a": 200, "b": 200, "c": 200, "h": 200, "f": 404, "g": 500}
+    assert good["f"]["body"]["error"]["code"] == "model_not_found"
+    bad = {entry["error"]["line"]: entry for entry in told if entry["error"] is not None}
+    assert set(bad) == {3, 6, 7, 8}
+    assert all(f"Line {line}" in entry["error"]["message"] and entry["response"] is None for line, entry in bad.items())
+
+    again = run(script, str(source), "-o", str(target))
+    assert again.returncode == 0 and b"0 answered, 10 answered before." in again.stderr
+    assert entries(target.read_bytes()) == told, "a second run adds nothing"
+
+
+def test_an_interrupted_run_is_taken_up_again(script: Path, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(written(chat(str(number), "hi") for number in range(12)))
+    assert run(script, str(source), "-o", str(target), "--concurrency", "3").returncode == 0
+    whole = target.read_bytes().splitlines(keepends=True)
+    target.write_bytes(b"".join(whole[:5]) + whole[5][:40])  # the sixth line was cut off
+    done = run(script, str(source), "-o", str(target))
+    assert done.returncode == 0 and b"7 answered, 5 answered before." in done.stderr
+    assert sorted(int(entry["custom_id"]) for entry in entries(target.read_bytes())) == list(range(12))
+
+
+def test_from_stdin_to_stdout(script: Path) -> None:
+    done = run(script, "-", "-o", "-", lines=written([chat("1", "hi"), chat("2", "a secret")]))
+    assert done.returncode == 0, done.stderr.decode()
+    told = {entry["custom_id"]: entry["response"]["body"] for entry in entries(done.stdout)}
+    assert told["2"]["choices"][0]["message"]["content"] == "Nobody knows." and len(told) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("absent.jsonl", "-o", "-"), b"Cannot read absent.jsonl"),
+        (("in.jsonl", "-o", "in.jsonl"), b"both the input and the output"),
+        (("in.jsonl", "-o", "no/such/folder.jsonl"), b"Cannot write no/such/folder.jsonl"),
+        (("in.jsonl", "-o", "foreign.jsonl"), b"foreign.jsonl: The output holds a line that is no answer"),
+    ],
+)
+def test_files_that_cannot_be(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], words: bytes
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("in.jsonl").write_bytes(written([chat("1", "hi")]))
+    Path("foreign.jsonl").write_text("name,age\n")
+    done = run(script, *arguments)
+    assert done.returncode not in (0, 1) and words in done.stderr, done.stderr.decode()
+    assert Path("foreign.jsonl").read_text() == "name,age\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"[]",
+        b"7",
+        b"{}",
+        b'{"custom_id": 5, "url": "/v1/completions", "body": {}}',
+        b'{"custom_id": "a", "url": "/v1/completions"}',
+        b'{"custom_id": "a", "url": "/v1/completions", "body": []}',
+        b'{"custom_id": "a", "url": "/v1/completions", "body": {}, "method": "GET"}',
+        b'{"custom_id": "a", "url": "/v1/completions", "body": {"stream": true}}',
+        b"\xff\xfe",
+        b"[" * 100_000,
+    ],
+)
+def test_a_line_that_is_no_request_is_named(text: bytes) -> None:
+    with pytest.raises(BadLine, match="Line 7"):
+        read_line(7, text, URLS)
+
+
+def test_a_body_is_passed_on_to_the_letter() -> None:
+    line = read_line(1, b'{"custom_id": "a", "url": "/v1/completions", "body": {"prompt":  "x", "seed": 1e400}}', URLS)
+    assert line.body == b'{"prompt":  "x", "seed": 1e400}'
+
+
+def test_the_past_is_read_from_what_was_written() -> None:
+    past = Past()
+    line = read_line(1, written([asked("a", URLS[1])]), URLS)
+    assert not past.answered(line)
+    past.note(answered(line, Reply(500, "id", b"not JSON")))
+    past.note(refused(4, BadLine("Line 4 …")))
+    assert past.answered(line) and past.refused(4) and not past.refused(1) and len(past) == 2
