@@ -39,6 +39,7 @@ class Heard(NamedTuple):
 
     deltas: list[Delta]
     stops: list[Stop]
+    finished: list[Ticket]  # whose last words are among these deltas
 
 
 def as_list(ids: object) -> object:
@@ -150,7 +151,7 @@ class Front:
         finished = self._settle({int(deltas[name].request_id) for name in closed}, progress.step)
         for name in closed:
             self._forget(name)
-        return Heard(self._told(deltas, finished), stops)
+        return Heard(self._told(deltas, finished), stops, finished)
 
     def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """A prompt's text, if it came as text, and its ids."""
