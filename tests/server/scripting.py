@@ -13,6 +13,7 @@ from tests.server.serving import Running, serving
 CONTROL = "Hello there."  # what every script says when nothing else is asked for
 LINES: tuple[dict[str, Any], ...] = (
     {"say": "Bang bang bang bang bang bang bang bang", "break": True, "when": "boom"},
+    {"say": "", "break": True, "when": "dud"},
     {"say": "on and on and ", "end": False, "when": "endless"},
     {"say": "Nobody knows. 🙂 日本語", "when": "secret"},
     {"say": CONTROL},
@@ -26,13 +27,13 @@ def scripted(folder: Path, *arguments: str, step_ms: float = 2) -> Iterator[Runn
     """A server of the lines above, every step of which takes so long."""
     file = folder / f"script-{step_ms}.jsonl"
     file.write_text("\n".join(json.dumps(line) for line in ({"step_ms": step_ms}, *LINES)))
-    with serving("--script", str(file), "--max-model-len", "8k", *arguments) as running:
+    with serving("--script", str(file), "--max-model-len", "8k", "--kv-cache-memory", "3GiB", *arguments) as running:
         yield running
 
 
 def asked(text: str, **fields: object) -> dict[str, Any]:
     """A body for /v1/completions."""
-    return {"prompt": text, "max_tokens": 4000, "temperature": 0, **fields}
+    return {"prompt": text, "max_tokens": 2000, "temperature": 0, **fields}
 
 
 def check_control(client: httpx.Client) -> None:

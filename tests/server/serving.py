@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -45,7 +46,7 @@ class Running:
     def stop(self) -> int:
         """End it as an operator would; its exit status."""
         if self.process.poll() is None:
-            self.process.terminate()
+            self.process.send_signal(signal.SIGINT)  # at once, whoever is inside
         try:
             return self.process.wait(PATIENCE_S)
         finally:
