@@ -5,6 +5,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.server.crowd import Told, Visitor, request, tell, tell_all
@@ -12,7 +13,7 @@ from tests.server.scripting import CONTROL, asked, check_control, scripted
 from tests.server.serving import Running, counted, load, wait_until, wait_until_at_rest
 
 NUM_SEATS, NUM_WAITING = 4, 4
-ENDLESS = request(asked("endless", stream=True), headers={"Authorization": "Bearer sk-ops"})
+ENDLESS = request(asked("endless", max_tokens=6000, stream=True), headers={"Authorization": "Bearer sk-ops"})
 LIMITED = {"Authorization": "Bearer sk-limited"}
 OPS = {"Authorization": "Bearer sk-ops"}
 
@@ -33,11 +34,11 @@ async def fill(server: Running, num_visitors: int) -> list[Visitor]:
     for visitor in visitors[:NUM_SEATS]:
         await visitor.hear(b'"text"')
     with server.client(headers=OPS) as client:
-        wait_until(lambda: load(client)["num_requests"] == num_visitors)
+        await asyncio.to_thread(wait_until, lambda: load(client)["num_requests"] == num_visitors)
     return visitors
 
 
-def leave(server: Running, visitors: list[Visitor]) -> None:
+def leave(visitors: list[Visitor]) -> None:
     for visitor in visitors:
         visitor.leave()
 
@@ -47,7 +48,7 @@ def test_a_full_queue_refuses_before_it_reads_a_body(server: Running) -> None:
         inside = await fill(server, NUM_SEATS + NUM_WAITING)
         head, _, _ = request(asked("hi"), headers=OPS).partition(b"\r\n\r\n")  # a body is promised, and never comes
         told = await tell_all(server.port, [head + b"\r\n\r\n"] * 20)
-        leave(server, inside)
+        leave(inside)
         return told
 
     told = asyncio.run(crowd())
@@ -65,7 +66,7 @@ def test_a_key_has_its_share(server: Running) -> None:
             await visitor.hear(b'"text"')
         refused = await tell(server.port, request(asked("hi"), headers=LIMITED))
         other = await tell(server.port, request(asked("hi"), headers=OPS))
-        leave(server, mine)
+        leave(mine)
         return refused, other
 
     refused, other = asyncio.run(crowd())
@@ -81,7 +82,7 @@ def test_a_deadline_that_passes_in_the_queue_spends_nothing(server: Running) -> 
         inside = await fill(server, NUM_SEATS)
         impatient = request(asked("hi " * 500), headers={**OPS, "X-Quire-Timeout-S": "0.2"})
         told = await tell(server.port, impatient)
-        leave(server, inside)
+        leave(inside)
         return told
 
     with server.client(headers=OPS) as client:
@@ -94,8 +95,15 @@ def test_a_deadline_that_passes_in_the_queue_spends_nothing(server: Running) -> 
         check_control(client)
 
 
-@pytest.mark.parametrize(("header", "value"), [("x-quire-priority", "nan"), ("x-quire-timeout-s", "inf"),
-                                               ("x-quire-priority", "1e999"), ("x-quire-priority", "urgent")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("header", "value"),
+    [
+        ("x-quire-priority", "nan"),
+        ("x-quire-timeout-s", "inf"),
+        ("x-quire-priority", "1e999"),
+        ("x-quire-priority", "urgent"),
+    ],
+)
 def test_a_header_that_is_no_number_is_refused(server: Running, header: str, value: str) -> None:
     told = asyncio.run(tell(server.port, request(asked("hi"), headers={**OPS, header: value})))
     assert told.status == 400 and header.encode() in told.body
@@ -106,25 +114,22 @@ def test_nothing_leaks_when_clients_leave(server: Running, state: str) -> None:
     """Forty times in each state: 200 in all."""
     plain, long = request(asked("endless"), headers=OPS), request(asked("endless " * 1500), headers=OPS)
 
-    async def crowd() -> None:
+    async def crowd(client: httpx.Client) -> None:
         inside = await fill(server, NUM_SEATS) if state == "queued" else []
         for _ in range(10):
             said = {"prefill": long, "plain": plain, "half a body": plain[:-20]}.get(state, ENDLESS)
             visitors = [await Visitor.ask(server.port, said) for _ in range(NUM_WAITING)]
-            if state == "streaming":
-                for visitor in visitors:
-                    await visitor.hear(b'"text"')
-            elif state != "half a body":
-                with server.client(headers=OPS) as client:
-                    wait_until(lambda: load(client)["num_requests"] > len(inside))
-            leave(server, visitors)
-            with server.client(headers=OPS) as client:
-                wait_until(lambda: load(client)["server_load"] <= len(inside))
-        leave(server, inside)
+            for visitor in visitors if state == "streaming" else ():
+                await visitor.hear(b'"text"')
+            known = "server_load" if state == "half a body" else "num_requests"
+            await asyncio.to_thread(wait_until, lambda: load(client)[known] > len(inside))  # noqa: B023
+            leave(visitors)
+            await asyncio.to_thread(wait_until, lambda: load(client)["server_load"] <= len(inside))
+        leave(inside)
 
     with server.client(headers=OPS) as client:
         wait_until_at_rest(client)
-        asyncio.run(crowd())
+        asyncio.run(crowd(client))
         wait_until_at_rest(client)
         check_control(client)
 
