@@ -65,6 +65,14 @@ class Visitor:
             assert piece, f"closed before {words!r}: {bytes(self.heard)!r}"
             self.heard += piece
 
+    async def hear_some(self) -> None:
+        """Whatever comes next; nothing, if the connection was closed."""
+        self.heard += await self._reader.read(1 << 16)
+
+    def end(self) -> None:
+        """Nothing more will be said."""
+        self._writer.write_eof()
+
     async def hear_all(self) -> Told:
         try:
             while piece := await self._reader.read(1 << 16):

@@ -1,4 +1,4 @@
-"""JSON that is made to hurt, over the real server: refused with a 4xx, in bounded memory, and the next request is right."""
+"""JSON that is made to hurt, over the real server: refused, in bounded memory, and the next request is right."""
 
 import json
 import threading
@@ -37,6 +37,7 @@ BOMBS = {
     + b",".join([b'{"type":"function","function":{"name":"f"}}'] * 2000)
     + b"]}",
     "a long text": b'{"prompt":"' + b"a " * (1 << 20) + b'"}',
+    "a long chat": b'{"messages":[{"role":"user","content":"' + b"a " * (1 << 20) + b'"}]}',
     "one long word": b'{"prompt":"' + b"a" * (1 << 18) + b'"}',
     "a wide schema": json.dumps(
         {"prompt": "hi", "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": {

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from tests.server.crowd import Told, Visitor, request, tell, tell_all
 from tests.server.scripting import CONTROL, asked, check_control, scripted
-from tests.server.serving import Running, counted, is_alive, wait_until, wait_until_at_rest
+from tests.server.serving import Running, counted, is_alive, load, wait_until, wait_until_at_rest
 
 NUM_STREAMS = 64
 
@@ -29,6 +30,8 @@ def test_a_killed_engine_is_told_to_everybody_and_replaced(server: Running) -> N
         plain = [await Visitor.ask(server.port, request(asked("endless"))) for _ in range(8)]
         for stream in streams:
             await stream.hear(b'"text"')
+        with server.client() as client:
+            await asyncio.to_thread(wait_until, lambda: load(client)["num_requests"] == NUM_STREAMS + 8)
         os.kill(engine, signal.SIGKILL)
         told = await asyncio.gather(*(visitor.hear_all() for visitor in [*streams, *plain]))
         late = await tell(server.port, request(asked("hi")))
@@ -114,3 +117,24 @@ def test_a_thousand_connections_are_no_burden(server: Running) -> None:
         assert all(told.status == 200 and CONTROL.encode() in told.body for told in asyncio.run(crowd()))
         wait_until(lambda: server.num_files <= num_files + 4)
         check_control(client)
+
+
+def test_who_does_not_read_harms_nobody(server: Running) -> None:
+    """Fifty of them: what they have not read is bounded, the engine is done with them, and the others are answered."""
+    slow = [socket.socket() for _ in range(50)]
+    said = request(asked("endless", max_tokens=800, stream=True, logprobs=5))
+    with server.client() as client:
+        wait_until_at_rest(client)
+        before_bytes = server.resident_bytes
+        for each in slow:
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            each.connect(("127.0.0.1", server.port))
+            each.sendall(said)
+        wait_until(lambda: load(client)["num_requests"] == len(slow))
+        check_control(client)
+        wait_until(lambda: load(client)["num_requests"] == 0)
+        assert server.resident_bytes - before_bytes < 64 << 20
+        check_control(client)
+        for each in slow:
+            each.close()
+        wait_until_at_rest(client)
