@@ -6,13 +6,13 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: serve test test-gpu test-mutants lint clean
+.PHONY: serve test test-gpu test-mutants test-chaos lint clean
 
 serve: $(VENV)/.serve
 	$(BIN)/quire serve $(ARGS)
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest tests --ignore=tests/gpu $(ARGS)
+	$(BIN)/python -m pytest tests --ignore=tests/gpu --ignore=tests/chaos $(ARGS)
 
 test-gpu: $(VENV)/.test
 	$(BIN)/python -m pytest tests/gpu -rs $(ARGS)
@@ -20,6 +20,10 @@ test-gpu: $(VENV)/.test
 # Plants a bug at a time in a copy of the package; the suite must see 95 of 100.
 test-mutants: $(VENV)/.test
 	$(BIN)/python -m tests.mutants.run --jobs 2 $(ARGS)
+
+# Kills, crowds and overload at length against the real server, a table of figures at the end; some minutes.
+test-chaos: $(VENV)/.test
+	$(BIN)/python -m pytest tests/chaos -s $(ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check src tests

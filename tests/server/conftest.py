@@ -1,10 +1,7 @@
 """One real server for all tests of this folder, with the default model, as a user would start it; and its facts."""
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import httpx
 import openai
@@ -14,37 +11,23 @@ from quire.core.sampling import SamplingParams
 from quire.formats.opening import open_checkpoint
 from quire.server.served import Served
 from quire.text.tokenizer import Tokenizer
+from tests.server.scripting import scripted
+from tests.server.serving import Running, serving
 
-QUIRE = str(Path(sys.executable).with_name("quire"))
 SMALL = ("--threads", "1", "--max-model-len", "1k", "--kv-cache-memory", "256MiB")
-
-
-class Running(NamedTuple):
-    url: str
-    process: "subprocess.Popen[str]"
-
-
-def start_server() -> Running:
-    """A server on a free port, once it says that it is ready."""
-    process = subprocess.Popen(
-        [QUIRE, "serve", "--port", "0", *SMALL], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stderr is not None
-    said = []
-    for line in process.stderr:
-        said.append(line)
-        if line.startswith("Ready"):
-            process.stderr.readline()  # the curl line
-            return Running(line.split()[5], process)
-    raise AssertionError("the server ended before it was ready:\n" + "".join(said))
 
 
 @pytest.fixture(scope="session")
 def server(default_model_path: Path) -> Iterator[Running]:
-    running = start_server()
-    yield running
-    running.process.terminate()
-    running.process.wait(30)
+    with serving(*SMALL) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def scripted_server(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server that says a script, for all tests that leave it as they found it."""
+    with scripted(tmp_path_factory.mktemp("script")) as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

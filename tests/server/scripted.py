@@ -1,63 +1,77 @@
-"""The server around a script: exact pieces of text come from it, in a known order, over the real calls."""
+"""The application in this process, around a stand-in that says exact pieces of text: for tests of how it writes them.
+
+What an engine does is tested with a real one: see `scripting.py`.
+"""
 
 import asyncio
 import json
+import math
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import httpx
-from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
+from quire.config import EngineConfig
 from quire.core.errors import QuireError
 from quire.core.grammar import Grammar, GrammarKind
 from quire.core.sampling import SamplingParams
+from quire.engine.front import Front
 from quire.engine.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput
+from quire.engine.stats import Facts
 from quire.engine.terms import Terms
 from quire.server.app import make_app
+from quire.server.call import Call
+from quire.server.desk import Desk
+from quire.server.gate import secure
+from quire.server.keys import KeyRing
+from quire.server.metrics import Metrics
 from quire.server.served import Served
-from quire.server.service import Call, Service
+from quire.server.service import Service
+from quire.server.supervisor import Supervisor
+from quire.server.turnstile import Turnstile
 from quire.server.voices import SpeechEvent, SpeechParser, Text, Thought, Tool, ToolArguments, ToolChoice, ToolStart
 
 T = TypeVar("T")
 
 
 class Script:
-    """In the engine's place: each choice says its pieces, one token each, the choices in turns."""
+    """In the engine's place, where the pieces that come must be exact: each choice says its own, one token each."""
 
     def __init__(self, *choices: Sequence[str], reason: str = "stop", failure: QuireError | None = None) -> None:
         self.choices = choices
         self.reason = reason
-        self.told_failure = failure  # after the pieces, in the place of an end
+        self.told_failure = failure  # in the place of all that
         self.asked: list[tuple[list[int], SamplingParams, Terms]] = []
         self.calls: list[Call] = []
         self.num_left = 0
-        self.failure: QuireError | None = None
-
-    def start(self) -> None: ...
-
-    def stop(self) -> None: ...
+        self.attached, self.draining, self.beaten_s = True, False, math.inf
+        self.facts = Facts("script", 1024, 49152, 64, 64, 16, "script", "none", 0, 0, 1, 0)
+        self.stats = None
 
     def submit(self, ids: list[int], params: SamplingParams, *, terms: Terms, streaming: bool) -> Call:
         self.asked.append((ids, params, terms))
-        call = Call()
+        opened = Front(None, time.monotonic).open(ids, params, terms=terms, streaming=streaming)
+        call = Call(opened.ticket)
         self.calls.append(call)
         self.speak(call, ids, streaming)
         return call
 
     def speak(self, call: Call, ids: list[int], streaming: bool) -> None:
+        if self.told_failure is not None:
+            call.fail(self.told_failure)
+            return
         for place in range(max(map(len, self.choices), default=0)) if streaming else ():
             for index, pieces in enumerate(self.choices):
                 if place < len(pieces):
-                    last = place == len(pieces) - 1 and self.told_failure is None
-                    call.tell(Delta("0", index, pieces[place], [place], self.reason if last else None))
-        if self.told_failure is not None:
-            call.tell(self.told_failure)
-            return
+                    reason = self.reason if place == len(pieces) - 1 else None
+                    call.tell(Delta("0", index, pieces[place], [place], reason))
         outputs = [
             CompletionOutput(index, "".join(pieces), list(range(len(pieces))), self.reason)
             for index, pieces in enumerate(self.choices)
         ]
-        call.tell(RequestOutput("0", None, ids, outputs, RequestMetrics(0.0, 0), finished=True))
+        call.finish(RequestOutput("0", None, ids, outputs, RequestMetrics(0.0, 0), finished=True))
 
     def leave(self, call: Call) -> None:
         self.num_left += 1
@@ -97,11 +111,17 @@ class SemicolonVoice:
         return Grammar(GrammarKind.LARK, f"{choice.mode} {choice.name} {parallel}")
 
 
-def app_over(script: Script, served: Served, keep_alive_s: float = 60.0) -> Starlette:
-    return make_app(served, cast(Service, script), keep_alive_s=keep_alive_s)
+def app_over(script: Script, served: Served, keep_alive_s: float = 60.0) -> ASGIApp:
+    """The real application behind the real gate; only the engine is missing."""
+    service = cast(Service, script)
+    supervisor = Supervisor(EngineConfig(), None, service, clock=time.monotonic)
+    turnstile = Turnstile(service, lambda: supervisor.health, max_waiting=64, max_waiting_tokens=10**6)
+    metrics = Metrics(lambda: None, time.monotonic)
+    desk = Desk(service, supervisor, turnstile, metrics, keep_alive_s, known=served)
+    return secure(make_app(desk), keys=KeyRing())
 
 
-def story(app: Starlette, tell: Callable[[httpx.AsyncClient], Awaitable[T]]) -> T:
+def story(app: ASGIApp, tell: Callable[[httpx.AsyncClient], Awaitable[T]]) -> T:
     """Run a client's story against the app in this process."""
 
     async def run() -> T:
@@ -111,7 +131,7 @@ def story(app: Starlette, tell: Callable[[httpx.AsyncClient], Awaitable[T]]) -> 
     return asyncio.run(run())
 
 
-def post(app: Starlette, path: str, body: dict[str, object]) -> httpx.Response:
+def post(app: ASGIApp, path: str, body: dict[str, object]) -> httpx.Response:
     return story(app, lambda client: client.post(path, json=body))
 
 

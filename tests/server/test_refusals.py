@@ -18,7 +18,9 @@ def refusal(answer: httpx.Response) -> dict[str, str]:
     assert set(answer.json()) == {"error"}
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
-    assert error["type"] == ("not_found_error" if answer.status_code == 404 else "invalid_request_error")
+    assert error["type"] == {404: "not_found_error", 504: "server_error"}.get(
+        answer.status_code, "invalid_request_error"
+    )
     return error  # type: ignore[no-any-return]
 
 
@@ -49,7 +51,7 @@ def refusal(answer: httpx.Response) -> dict[str, str]:
         ("completions", {**HI, "n": 100}, 400, "invalid_parameter", "--max-num-seqs 100"),
         ("completions", {**HI, "priority": 1000}, 400, "invalid_parameter", "priority"),
         ("completions", {**HI, "cache_salt": 7}, 400, "invalid_parameter", "cache_salt"),
-        ("completions", {**HI, "timeout_s": 0}, 408, "deadline_expired", "timeout_s"),
+        ("completions", {**HI, "timeout_s": 0}, 504, "deadline_expired", "timeout_s"),
         ("completions", {**HI, "logprobs": 101}, 400, "invalid_parameter", "logprobs"),
         ("chat/completions", {}, 400, "invalid_prompt", "messages"),
         ("chat/completions", {"messages": [{"role": 7}]}, 400, "invalid_prompt", "role"),
@@ -91,7 +93,7 @@ def refusal(answer: httpx.Response) -> dict[str, str]:
         ("chat/completions", {"messages": IMAGE}, 400, "invalid_prompt", "reads text only"),
         ("chat/completions", {"messages": []}, 400, "invalid_prompt", "messages"),
         ("chat/completions", [], 400, "invalid_prompt", "JSON object"),
-        ("nowhere", {}, 404, "invalid_request", "POST /v1/nowhere is not served"),
+        ("nowhere", {}, 404, "not_served", "POST /v1/nowhere is not served"),
     ],
 )
 def test_a_refusal_names_its_reason(

@@ -8,10 +8,12 @@ import pytest
 
 from quire.core.errors import EngineFailed, InvalidPrompt, NumericalError
 from quire.engine.outputs import Delta
+from quire.server.call import Call
 from quire.server.served import Served
-from quire.server.service import Call
 from quire.server.sse import DONE, KEEP_ALIVE
 from tests.server.scripted import Script, app_over, post
+from tests.server.scripting import asked
+from tests.server.serving import Running
 
 CHAT = "/v1/chat/completions"
 ASK = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
@@ -89,13 +91,12 @@ def test_an_error_before_the_first_byte_keeps_its_status(served: Served, failure
     assert script.num_left > 0
 
 
-def test_an_error_in_the_middle_ends_without_an_end(served: Served) -> None:
-    script = Script(["one", " two"], failure=EngineFailed("It broke."))
-    answer = post(app_over(script, served), CHAT, ASK)
+def test_an_error_in_the_middle_ends_without_an_end(scripted_server: Running) -> None:
+    with scripted_server.client() as client:
+        answer = client.post("/v1/completions", json=asked("boom", stream=True))
     assert answer.status_code == 200
-    assert '"content":" two"' in answer.text and '"engine_failed"' in answer.text
+    assert '"text":" bang"' in answer.text and '"numerical_error"' in answer.text
     assert "[DONE]" not in answer.text and '"finish_reason":"' not in answer.text
-    assert script.num_left > 0
 
 
 class Tripping(Script):

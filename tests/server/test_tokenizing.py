@@ -122,7 +122,8 @@ def test_every_endpoint_is_described_with_its_body(http: httpx.Client) -> None:
     told = http.get("/openapi.json").json()
     assert set(told["paths"]) == {
         "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{name}", "/tokenize", "/detokenize",
-        "/tokenizer_info", "/apply-template", "/health", "/load", "/version",
+        "/tokenizer_info", "/apply-template", "/health", "/ready", "/load", "/metrics", "/version",
+        "/requests/{request_id}/explain", "/abort_requests", "/reset_prefix_cache", "/pause", "/resume",
     }  # fmt: skip
     schemas = told["components"]["schemas"]
     references = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(told)))

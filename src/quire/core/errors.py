@@ -187,7 +187,7 @@ class OutOfMemory(QuireError):
 class DeadlineExpired(QuireError):
     """A request was not begun before its timeout: it ended with the finish reason "expired"."""
 
-    status = 408
+    status = 504
     code = "deadline_expired"
     exit_code = 1
 

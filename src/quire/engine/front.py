@@ -44,6 +44,7 @@ class Heard(NamedTuple):
 
     deltas: list[Delta]
     stops: list[Stop]
+    finished: list[Ticket]  # whose last words are among these deltas
 
 
 def as_list(ids: object) -> object:
@@ -164,7 +165,7 @@ class Front:
         finished = self._settle({int(deltas[name].request_id) for name in closed}, progress.step)
         for name in closed:
             self._forget(name)
-        return Heard(self._told(deltas, finished), stops)
+        return Heard(self._told(deltas, finished), stops, finished)
 
     def _said(self, transcript: Transcript, token: int, scores: TopLogprobs | None, over: Ended | None) -> Delta:
         """One more token of a continuation. Whatever goes wrong with its text is its own end alone."""

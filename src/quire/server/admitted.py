@@ -3,6 +3,7 @@
 What a request's headers say of its class and its patience is read here.
 """
 
+import math
 from collections.abc import Awaitable, Callable
 
 from starlette.requests import Request
@@ -46,7 +47,10 @@ def _number(scope: Scope, header: bytes) -> float | None:
     if value is None:
         return None
     try:
-        return float(value)
-    except (ValueError, OverflowError) as error:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
         name = header.decode()
-        raise InvalidParameter(f"The header {name} must be a number, not {value[:40]!r}.", param=name) from error
+        raise InvalidParameter(f"The header {name} must be a number, not {value[:40]!r}.", param=name)
+    return number

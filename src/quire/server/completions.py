@@ -68,7 +68,10 @@ def _prompts(body: CompletionBody, wanted: Wanted, served: Served) -> list[Asked
     prompts = []
     for prompt in listed(body.prompt, param="prompt", most=MAX_PROMPTS):
         special = body.add_special_tokens is not False
-        whole = served.text().encode(prompt, special) if isinstance(prompt, str) else served.checked_ids(prompt)
+        if isinstance(prompt, str):
+            whole = served.text().encode(served.readable(prompt), special)
+        else:
+            whole = served.checked_ids(prompt)
         ids = shortened(whole, body.truncate_prompt_tokens, wanted, served)
         text = prompt if isinstance(prompt, str) and len(ids) == len(whole) else served.spelled(ids)
         prompts.append(Asked(ids, text if body.echo else None))

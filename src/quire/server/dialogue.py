@@ -51,7 +51,7 @@ class Dialogue:
             named_tokens=tokenizer.named_tokens,
             extra=self.template_variables,
         )
-        return Rendered(text, tokenizer.encode_chat(text))
+        return Rendered(text, tokenizer.encode_chat(served.readable(text)))
 
     @property
     def callable_tools(self) -> list[dict[str, object]]:

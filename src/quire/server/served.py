@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass
 
-from quire.core.errors import InvalidPrompt, ModelNotFound, NoTokenizer, shown
+from quire.core.errors import ContextLengthExceeded, InvalidPrompt, ModelNotFound, NoTokenizer, shown
 from quire.core.sampling import SamplingParams
 from quire.engine.opening import OpenedModel
 from quire.engine.stats import Facts
@@ -12,6 +12,8 @@ from quire.server.voices import Voice, find_voice
 from quire.speech.formats import ToolFormat
 from quire.speech.reasoning import ReasoningTags
 from quire.text.tokenizer import Tokenizer
+
+_LONGEST_TOKEN = 128  # characters: a run of spaces in the vocabularies of GPT-4 and Llama 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,13 @@ class Served:
         if self.tokenizer is None:
             raise NoTokenizer("it takes a prompt of token ids, and cannot chat")
         return self.tokenizer
+
+    def readable(self, text: str) -> str:
+        """A text that may fit. One that cannot, however long its tokens, is not read for nothing: that takes memory."""
+        least = -(-len(text) // _LONGEST_TOKEN)
+        if least > self.max_model_len:
+            raise ContextLengthExceeded(self.max_model_len, least, 0)
+        return text
 
     def checked_ids(self, ids: list[int], param: str = "prompt") -> list[int]:
         """Token ids that this model has."""

@@ -236,7 +236,7 @@ class Service:
             if self._child is not None:
                 self._child.send(StopFrame(number, index))
         if heard.deltas:
-            self._on_loop(self._deliver, heard.deltas)
+            self._on_loop(self._deliver, heard.deltas, heard.finished)
 
     def _on_loop(self, verb: Callable[..., None], *arguments: object) -> None:
         assert self._loop is not None
@@ -260,7 +260,7 @@ class Service:
         if call is not None:
             self._end(call, failure=error)
 
-    def _deliver(self, deltas: list[Delta]) -> None:
+    def _deliver(self, deltas: list[Delta], finished: list[Ticket]) -> None:
         self.beaten_s = self._clock()
         for delta in deltas:
             call = self._calls.get(int(delta.request_id))
@@ -273,8 +273,10 @@ class Service:
                 continue
             self.progressed(delta, call.ticket)
             call.tell(delta)
-            if delta.finish_reason is not None and call.ticket.finished:
-                self._end(call, output=call.ticket.output())
+        for ticket in finished:  # after the last words of all its continuations
+            call = self._calls.get(ticket.number)
+            if call is not None:
+                self._end(call, output=ticket.output())
 
     def _abort(self, ticket: Ticket) -> None:
         if self._child is not None:

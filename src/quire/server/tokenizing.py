@@ -61,7 +61,7 @@ def _ids(body: TokenizeBody, served: Served) -> list[int]:
         rendered = _dialogue(body, body.messages).rendered(served)
         return served.text().encode(rendered.text) if body.add_special_tokens else rendered.ids
     if body.prompt is not None and body.messages is None:
-        return served.text().encode(body.prompt, body.add_special_tokens is not False)
+        return served.text().encode(served.readable(body.prompt), body.add_special_tokens is not False)
     raise InvalidParameter("Give prompt or messages, and not both.", param="prompt")
 
 

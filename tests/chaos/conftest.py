@@ -1,0 +1,29 @@
+"""A server that takes a beating, and a table of what was seen."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.server.scripting import scripted
+from tests.server.serving import Running
+
+Report = Callable[[str, object], None]
+
+NUM_SEATS = 64
+
+
+@pytest.fixture(scope="session")
+def server(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    seats = ("--max-num-seqs", str(NUM_SEATS), "--max-waiting", str(NUM_SEATS))
+    with scripted(tmp_path_factory.mktemp("chaos"), *seats) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def report() -> Iterator[Report]:
+    """Says a figure; all of them are printed at the end."""
+    figures: list[tuple[str, object]] = []
+    yield lambda what, figure: figures.append((what, figure))
+    width = max((len(what) for what, _ in figures), default=0)
+    print("\n" + "\n".join(f"| {what:<{width}} | {figure} |" for what, figure in figures))

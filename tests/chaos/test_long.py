@@ -1,0 +1,214 @@
+"""The promises at length: kills, disconnects, slow readers, malformed requests, overload, a soak. `make test-chaos`."""
+
+import asyncio
+import os
+import random
+import signal
+import socket
+import statistics
+import time
+
+from tests.chaos.conftest import NUM_SEATS, Report
+from tests.server.crowd import Told, Visitor, request, tell, tell_all
+from tests.server.scripting import CONTROL, asked, check_control
+from tests.server.serving import Running, load, wait_until, wait_until_at_rest
+from tests.server.test_bombs import BOMBS
+
+ENDLESS = request(asked("endless", stream=True))
+SHORT = request(asked("endless", max_tokens=50, stream=True))
+
+
+def percentile(values: list[float], percent: int) -> float:
+    return sorted(values)[min(len(values) * percent // 100, len(values) - 1)]
+
+
+def test_malformed_requests(server: Running, report: Report) -> None:
+    """10,000: good requests with some bytes changed, cut or doubled."""
+    chance = random.Random(7)
+    good = [request(asked("hi", max_tokens=2)), request({"messages": [{"role": "user"}]}, "/v1/chat/completions")]
+
+    def spoilt() -> bytes:
+        said = bytearray(chance.choice(good))
+        for _ in range(chance.randrange(1, 6)):
+            place = chance.randrange(len(said))
+            kind = chance.randrange(3)
+            if kind == 0:
+                said[place] = chance.randrange(256)
+            elif kind == 1:
+                del said[place : place + chance.randrange(1, 8)]
+            else:
+                said[place:place] = said[place : place + chance.randrange(1, 64)]
+        return bytes(said)
+
+    async def one(said: bytes) -> Told:
+        visitor = await Visitor.ask(server.port, said)
+        visitor.end()  # a body that lacks some bytes is not waited for
+        return await visitor.hear_all()
+
+    async def crowd() -> list[Told]:
+        told: list[Told] = []
+        for _ in range(100):
+            told += await asyncio.gather(*(one(spoilt()) for _ in range(100)))
+        return told
+
+    before_bytes = server.resident_bytes
+    told = asyncio.run(crowd())
+    statuses = {status: [each.status for each in told].count(status) for status in {each.status for each in told}}
+    with server.client() as client:
+        for bomb in BOMBS.values():
+            assert client.post("/v1/completions", content=bomb).status_code in (400, 413)
+        check_control(client)
+        wait_until_at_rest(client)
+    report("10,000 malformed requests: statuses (0: hung up)", dict(sorted(statuses.items())))
+    report("front's memory after them and the bombs, MiB more", (server.resident_bytes - before_bytes) >> 20)
+    assert len(told) == 10_000 and not any(status >= 500 for status in statuses)
+    assert server.resident_bytes - before_bytes < 128 << 20
+
+
+def test_disconnects(server: Running, report: Report) -> None:
+    """1,000, at a random moment: on their way in, queued, in their prompt, streaming, plain."""
+    chance = random.Random(11)
+    kinds = [ENDLESS, request(asked("endless")), request(asked("endless " * 1500, stream=True)), ENDLESS[:-9]]
+
+    async def one() -> None:
+        visitor = await Visitor.ask(server.port, chance.choice(kinds))
+        if chance.random() < 0.3:
+            await visitor.hear_some()
+        await asyncio.sleep(chance.random() * 0.3)
+        visitor.leave()
+
+    async def crowd() -> None:
+        for _ in range(10):
+            await asyncio.gather(*(one() for _ in range(100)))
+
+    with server.client() as client:
+        wait_until_at_rest(client)
+        asyncio.run(crowd())
+        began_s = time.monotonic()
+        wait_until_at_rest(client)
+        report("1,000 disconnects: all blocks back after, s (a beat is 0.5)", round(time.monotonic() - began_s, 2))
+        check_control(client)
+
+
+def test_slow_readers(server: Running, report: Report) -> None:
+    """500 sockets that never read, a crowd of seats at a time; others are answered meanwhile."""
+    said = request(asked("endless", max_tokens=300, stream=True, logprobs=5))
+    slow: list[socket.socket] = []
+    with server.client() as client:
+        wait_until_at_rest(client)
+        before_bytes = server.resident_bytes
+        while len(slow) < 500:
+            for _ in range(50):
+                each = socket.socket()
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                each.connect(("127.0.0.1", server.port))
+                each.sendall(said)
+                slow.append(each)
+            check_control(client)
+            wait_until(lambda: load(client)["num_requests"] == 0)
+        grown_bytes = server.resident_bytes - before_bytes
+        report("500 slow readers: front's memory, MiB more", grown_bytes >> 20)
+        assert grown_bytes < 256 << 20
+        for each in slow:
+            each.close()
+        wait_until_at_rest(client)
+        check_control(client)
+
+
+def test_overload(server: Running, report: Report) -> None:
+    """Ten times as many clients as seats, against as many as seats: what is answered per second must not fall."""
+
+    async def loaded(num_clients: int, seconds: float) -> tuple[int, list[float]]:
+        refusals_s: list[float] = []
+        answered = 0
+        until_s = time.monotonic() + seconds
+
+        async def client() -> None:
+            nonlocal answered
+            while time.monotonic() < until_s:
+                told = await tell(server.port, SHORT)
+                if told.complete:
+                    answered += time.monotonic() < until_s
+                else:
+                    assert told.status == 429 and told.retry_after_s, told
+                    refusals_s.append(told.seconds)
+                    await asyncio.sleep(1)  # as told; a client that does not listen only harms itself
+
+        await asyncio.gather(*(client() for _ in range(num_clients)))
+        return answered, refusals_s
+
+    with server.client() as client:
+        wait_until_at_rest(client)
+        peak, _ = asyncio.run(loaded(NUM_SEATS, 10))
+        answered, refusals_s = asyncio.run(loaded(10 * NUM_SEATS, 10))
+        began_s = time.monotonic()
+        wait_until_at_rest(client)
+        check_control(client)
+    report("peak, answers/s with as many clients as seats", peak / 10)
+    report("10× overload, answers/s", answered / 10)
+    report("refusals, number and p99 in ms", (len(refusals_s), round(1000 * percentile(refusals_s, 99), 1)))
+    report("recovery after it, s", round(time.monotonic() - began_s, 2))
+    assert answered >= 0.9 * peak
+
+
+def test_soak(server: Running, report: Report) -> None:
+    """Rounds of requests of which a fifth is left early: what the front holds must not grow from round to round."""
+    chance = random.Random(3)
+
+    async def one() -> None:
+        visitor = await Visitor.ask(server.port, SHORT)
+        if chance.random() < 0.2:
+            await visitor.hear_some()
+            visitor.leave()
+        else:
+            assert (await visitor.hear_all()).complete
+
+    async def round_of(num_requests: int) -> None:
+        seats = asyncio.Semaphore(NUM_SEATS)
+
+        async def seated() -> None:
+            async with seats:
+                await one()
+
+        await asyncio.gather(*(seated() for _ in range(num_requests)))
+
+    held: list[tuple[int, int, int]] = []
+    with server.client() as client:
+        for _ in range(8):
+            asyncio.run(round_of(500))
+            wait_until_at_rest(client)
+            held.append((server.resident_bytes >> 10, server.num_files, server.num_threads))
+    report("soak of 4,000 with 20 % aborts: (KiB, files, threads) after half and at the end", (held[3], held[-1]))
+    assert statistics.median(kib for kib, _, _ in held[4:]) < statistics.median(kib for kib, _, _ in held[:4]) + 8192
+    assert held[-1][1] <= held[3][1] + 4 and held[-1][2] <= held[3][2]
+
+
+def test_kills(server: Running, report: Report) -> None:
+    """The engine is killed under 64 streams, then stopped for good: each time everybody is told and it comes back."""
+
+    async def crowd(number: int) -> list[float]:
+        visitors = [await Visitor.ask(server.port, ENDLESS) for _ in range(NUM_SEATS)]
+        for visitor in visitors:
+            await visitor.hear(b'"text"')
+        os.kill(server.engine_pid, number)
+        struck_s = time.monotonic()
+
+        async def outcome(visitor: Visitor) -> float:
+            told = await visitor.hear_all()
+            assert told.failed and not told.complete
+            return time.monotonic() - struck_s
+
+        return list(await asyncio.gather(*map(outcome, visitors)))
+
+    with server.client() as client:
+        for number, name in ((signal.SIGKILL, "kill -9"), (signal.SIGSTOP, "SIGSTOP")):
+            wait_until_at_rest(client)
+            last_s = max(asyncio.run(crowd(number)))
+            began_s = time.monotonic()
+            wait_until(lambda: client.get("/ready").status_code == 200)
+            report(f"{name} under 64 streams: last outcome after, s", round(last_s, 2))
+            report(f"{name}: another engine after, s", round(time.monotonic() - began_s, 2))
+            check_control(client)
+            assert last_s < (1 if number == signal.SIGKILL else 35)
+        told = asyncio.run(tell_all(server.port, [request(asked("hi"))] * 64))
+        assert all(CONTROL.encode() in each.body for each in told)

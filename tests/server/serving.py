@@ -1,0 +1,133 @@
+"""Real `quire serve` processes for tests: started, spoken to, looked at from outside, and ended."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+QUIRE = str(Path(sys.executable).with_name("quire"))
+PATIENCE_S = 60  # for what must come; a test that waits so long has failed
+
+
+class Running:
+    """A server that has said it is ready."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.said: list[str] = []
+        self._ready = threading.Event()
+        self.process = subprocess.Popen(
+            [QUIRE, "serve", "--port", "0", *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        assert self._ready.wait(PATIENCE_S) and self.process.poll() is None, "".join(self.said)
+        self.url = next(line for line in self.said if line.startswith("Ready")).split()[5]
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.said.append(line)
+            if line.startswith("Ready"):
+                self._ready.set()
+        self._ready.set()
+
+    def client(self, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, **{"timeout": PATIENCE_S, **options})
+
+    def stop(self) -> int:
+        """End it as an operator would; its exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)  # at once, whoever is inside
+        try:
+            return self.process.wait(PATIENCE_S)
+        finally:
+            self.process.kill()
+            self._reader.join(PATIENCE_S)
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    @property
+    def engine_pid(self) -> int:
+        """Its one child."""
+        pid = self.process.pid
+        [child] = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return int(child)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Anonymous memory of the front: what it holds, without the files it has mapped."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        found = re.search(r"RssAnon:\s+(\d+) kB", status)
+        assert found is not None, status
+        return int(found[1]) << 10
+
+    @property
+    def num_files(self) -> int:
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+
+    @property
+    def num_threads(self) -> int:
+        return len(os.listdir(f"/proc/{self.process.pid}/task"))
+
+
+@contextlib.contextmanager
+def serving(*arguments: str) -> Iterator[Running]:
+    running = Running(*arguments)
+    try:
+        yield running
+    finally:
+        running.stop()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
+def wait_until(holds: Callable[[], object], patience_s: float = PATIENCE_S) -> None:
+    deadline_s = time.monotonic() + patience_s
+    while not holds():
+        assert time.monotonic() < deadline_s, "what was waited for did not come"
+        time.sleep(0.01)
+
+
+def load(client: httpx.Client) -> dict[str, Any]:
+    return client.get("/load").json()  # type: ignore[no-any-return]
+
+
+def kv_blocks(client: httpx.Client) -> dict[str, float]:
+    """KV blocks by state, as `/metrics` tells them."""
+    page = client.get("/metrics").text
+    return {state: float(value) for state, value in re.findall(r'quire_kv_blocks\{state="(\w+)"\} (\S+)', page)}
+
+
+def counted(client: httpx.Client, name: str) -> float:
+    """A counter or gauge without labels."""
+    found = re.search(rf"^quire_{name} (\S+)$", client.get("/metrics").text, re.MULTILINE)
+    assert found is not None, name
+    return float(found[1])
+
+
+def wait_until_at_rest(client: httpx.Client) -> None:
+    """Nobody is served, nobody waits, and every KV block is free or cached: nothing has leaked."""
+
+    def at_rest() -> bool:
+        told = load(client)
+        busy = ("server_load", "num_requests", "num_requests_running", "num_requests_waiting", "kv_cache_usage")
+        return not any(told.get(name, 1) for name in busy)
+
+    wait_until(at_rest)
+    assert kv_blocks(client)["held"] == 0
