@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quire.core.ids import BlockId, Row
+from quire.core.ids import BlockId, IntArray, Row
 from quire.core.oracle import candidates
-from quire.core.step import Ended, FinishReason, Output, Seat, StepPlan, StepResult
+from quire.core.step import Ended, FinishReason, Masks, Output, Seat, StepPlan, StepResult
 
 
 class Work(NamedTuple):
@@ -47,6 +47,19 @@ class Done:
         return self._result
 
 
+def check_masks(plan: StepPlan, masks: Masks | None) -> dict[Row, IntArray]:
+    """The mask of each row; a plan and its masks must name the same rows."""
+    named = () if masks is None else tuple(masks.rows.tolist())
+    assert named == plan.masked, (named, plan.masked)
+    return {} if masks is None else {Row(row): bits for row, bits in zip(named, masks.bits, strict=True)}
+
+
+def first_allowed(token: int, bits: IntArray, vocab_size: int) -> int:
+    """The first token from this one on, round the vocabulary, that a mask allows; there must be one."""
+    allowed = np.unpackbits(bits.astype("<i4").view(np.uint8), bitorder="little")[:vocab_size]
+    return int((token + np.argmax(np.roll(allowed, -token))) % vocab_size)
+
+
 class Rows:
     """The persistent batch of a runner without tensors."""
 
@@ -55,9 +68,10 @@ class Rows:
         self._vocab_size = vocab_size
         self._next_step = 0
 
-    def run(self, plan: StepPlan, total: Callable[[Work, SeatedRow], int]) -> Done:
+    def run(self, plan: StepPlan, total: Callable[[Work, SeatedRow], int], masks: Masks | None = None) -> Done:
         """Carry a plan out, but for its moves. `total` computes some work and says what the next tokens follow from,
-        beside the sequence's index."""
+        beside the sequence's index. Under a mask it is the first allowed one from there on."""
+        bits = check_masks(plan, masks)
         emitted = []
         ended = []
         likeliest = {}
@@ -68,6 +82,8 @@ class Rows:
                 likeliest[work.row] = candidates(follows, self._vocab_size, row.seat.sampling.num_candidates)
             elif Output.SAMPLE in work.output:
                 token = (follows + row.seat.index) % self._vocab_size
+                if row.seat.sampling.masked:
+                    token = first_allowed(token, bits[work.row], self._vocab_size)
                 emitted.append((work.row, token))
                 end = self.emit(work.row, token)
                 if end is not None:

@@ -4,7 +4,7 @@ Answers can be computed by hand, so that an engine test needs no model and no KV
 candidates follow from the sum as the oracle's do.
 """
 
-from quire.core.step import StepPlan
+from quire.core.step import Masks, StepPlan
 from quire.sim.rows import Done, Rows, SeatedRow, Work
 
 
@@ -14,8 +14,8 @@ class ToyRunner:
     def __init__(self, vocab_size: int) -> None:
         self._rows = Rows(vocab_size)
 
-    def launch(self, plan: StepPlan) -> Done:
-        return self._rows.run(plan, self._total)
+    def launch(self, plan: StepPlan, masks: Masks | None = None) -> Done:
+        return self._rows.run(plan, self._total, masks)
 
     def _total(self, work: Work, row: SeatedRow) -> int:
         return sum(row.tokens)
