@@ -90,6 +90,13 @@ def test_the_shape_of_an_output(llm):
         assert token in entry and 1 <= len(entry) <= 2
 
 
+def test_a_prompt_is_scored_when_its_only_token_is_its_last(llm):
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    (output,) = llm.generate("The capital of France is Paris", params)
+    assert output.prompt_logprobs is not None
+    assert output.prompt_logprobs[0] is None and None not in output.prompt_logprobs[1:]
+
+
 def test_what_was_not_asked_for_is_absent(llm):
     output = llm.generate("shape", GREEDY)[0]
     assert output.prompt_logprobs is None

@@ -28,6 +28,8 @@ class Reporter:
 
     def report(self, absorbed: Absorbed) -> Progress:
         begun = self._begun(absorbed) if self._awaiting_first else ()
+        # Before the ended are forgotten: a request of one token ends with the step that scores its prompt.
+        prompt_logprobs = {int(name): s for name, s in absorbed.prompt_logprobs.items() if name in self._heard}
         return Progress(
             absorbed.step,
             absorbed.sequences,
@@ -35,7 +37,7 @@ class Reporter:
             begun,
             tuple(self._ended(absorbed)),
             {int(name): scores for name, scores in absorbed.logprobs.items()},
-            {int(name): s for name, s in absorbed.prompt_logprobs.items() if name in self._heard},
+            prompt_logprobs,
         )
 
     def _begun(self, absorbed: Absorbed) -> tuple[Begun, ...]:
