@@ -44,6 +44,26 @@ def python(name: str) -> str:
     return str(environment(name) / "bin" / "python")
 
 
+# Cases that must fail, since what they need is not built; one that succeeds must leave this table.
+NOT_YET: dict[str, str] = {
+    "tools": "the voice is not connected",
+    "tools_stream": "the voice is not connected",
+    "tools_required": "the voice is not connected",
+    "responses": "no /v1/responses",
+    "responses_stream": "no /v1/responses",
+    "responses_tools": "no /v1/responses",
+    "responses_json_schema": "no /v1/responses",
+    "messages": "no /v1/messages",
+}
+
+
+def surprises(went: list[Outcome]) -> dict[str, str]:
+    """What went otherwise than it should, by case."""
+    assert went, "the script has no cases"
+    wrong = {case: error for case, error in went if error and case not in NOT_YET}
+    return wrong | {case: "works now: take it from NOT_YET" for case, error in went if not error and case in NOT_YET}
+
+
 def outcomes(*command: str) -> list[Outcome]:
     """What a script reported, case by case; one that ended before its end has no outcomes at all."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)

@@ -1,7 +1,21 @@
 """The anthropic client."""
 
 import anthropic
-from cases import ASK_WEATHER, CITY, GREET, GREETING, KEY, MODEL, TOO_LONG, URL, WEATHER, WEATHER_SCHEMA, main, raises, same
+from cases import (
+    ASK_WEATHER,
+    CITY,
+    GREET,
+    GREETING,
+    KEY,
+    MODEL,
+    TOO_LONG,
+    URL,
+    WEATHER,
+    WEATHER_SCHEMA,
+    main,
+    raises,
+    same,
+)
 
 client = anthropic.Anthropic(base_url=URL, api_key=KEY, max_retries=0)
 HELLO = [{"role": "user", "content": GREET}]

@@ -23,7 +23,7 @@ from cases import (
 )
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else the import looks for prices in the internet
-import litellm  # noqa: E402
+import litellm
 
 SETTINGS = {"model": f"openai/{MODEL}", "api_base": f"{URL}/v1", "api_key": KEY, "num_retries": 0}
 HELLO = [{"role": "user", "content": GREET}]

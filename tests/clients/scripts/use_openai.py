@@ -78,7 +78,8 @@ def completions() -> None:
     answer = client.completions.create(model=MODEL, prompt=[GREET, ASK_PERSON], max_tokens=64)
     same([choice.text for choice in answer.choices], [GREETING, json.dumps(PERSON)])
     scored = client.completions.create(model=MODEL, prompt=GREET, max_tokens=1, echo=True, logprobs=1)
-    same(scored.choices[0].logprobs.token_logprobs[0], None)
+    scores = scored.choices[0].logprobs.token_logprobs
+    same([score is None for score in scores], [True] + [False] * (len(scores) - 1))
     pieces = client.completions.create(model=MODEL, prompt=GREET, max_tokens=64, stream=True)
     same("".join(piece.choices[0].text for piece in pieces), GREETING)
 
@@ -103,7 +104,9 @@ def tools_stream() -> None:
 
 def tools_required() -> None:
     for wish in ("required", {"type": "function", "function": {"name": "get_weather"}}):
-        choice = client.chat.completions.create(model=MODEL, messages=QUESTION, tools=[TOOL], tool_choice=wish).choices[0]
+        choice = client.chat.completions.create(model=MODEL, messages=QUESTION, tools=[TOOL], tool_choice=wish).choices[
+            0
+        ]
         same(json.loads(choice.message.tool_calls[0].function.arguments), {"city": CITY})
 
 

@@ -3,7 +3,22 @@
 import asyncio
 
 import pydantic
-from cases import ASK_PERSON, ASK_WEATHER, CITY, GREET, GREETING, KEY, MODEL, PERSON, TOO_LONG, URL, WEATHER, main, raises, same
+from cases import (
+    ASK_PERSON,
+    ASK_WEATHER,
+    CITY,
+    GREET,
+    GREETING,
+    KEY,
+    MODEL,
+    PERSON,
+    TOO_LONG,
+    URL,
+    WEATHER,
+    main,
+    raises,
+    same,
+)
 from pydantic_ai import Agent, NativeOutput
 from pydantic_ai.exceptions import ModelHTTPError
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
