@@ -46,14 +46,20 @@ def python(name: str) -> str:
 
 # Cases that must fail, since what they need is not built; one that succeeds must leave this table.
 NOT_YET: dict[str, str] = {
-    "tools": "the voice is not connected",
-    "tools_stream": "the voice is not connected",
-    "tools_required": "the voice is not connected",
-    "responses": "no /v1/responses",
-    "responses_stream": "no /v1/responses",
-    "responses_tools": "no /v1/responses",
-    "responses_json_schema": "no /v1/responses",
-    "messages": "no /v1/messages",
+    **dict.fromkeys(("tools", "tools_stream", "tools_required"), "the voice is not connected"),
+    **dict.fromkeys(("responses", "responses_stream", "responses_tools", "responses_json_schema"), "no /v1/responses"),
+    **dict.fromkeys(("json_schema", "json_schema_stream", "json_object"), "the server takes no grammars"),
+    **dict.fromkeys(
+        (
+            "messages",
+            "messages_system",
+            "messages_stream",
+            "messages_tools",
+            "messages_tools_stream",
+            "messages_errors",
+        ),
+        "no /v1/messages",
+    ),
 }
 
 

@@ -23,7 +23,7 @@ QUESTION = [{"role": "user", "content": ASK_WEATHER}]
 TOOL = {"name": "get_weather", "description": "The weather of a city.", "input_schema": WEATHER_SCHEMA}
 
 
-def chat() -> None:
+def messages() -> None:
     answer = client.messages.create(model=MODEL, max_tokens=100, messages=HELLO)
     same([(block.type, block.text) for block in answer.content], [("text", GREETING)])
     same((answer.stop_reason, answer.role), ("end_turn", "assistant"))
@@ -31,7 +31,7 @@ def chat() -> None:
     same(counted.input_tokens, answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0))
 
 
-def system() -> None:
+def messages_system() -> None:
     blocks = [{"type": "text", "text": "Be kind.", "cache_control": {"type": "ephemeral"}}]
     answer = client.messages.create(model=MODEL, max_tokens=100, system=blocks, messages=HELLO)
     same(answer.content[0].text, GREETING)
@@ -40,13 +40,13 @@ def system() -> None:
     same((stopped.content[0].text, stopped.stop_reason, stopped.stop_sequence), ("Hello", "stop_sequence", "!"))
 
 
-def stream() -> None:
+def messages_stream() -> None:
     with client.messages.stream(model=MODEL, max_tokens=100, messages=HELLO) as events:
         same("".join(events.text_stream), GREETING)
         same(events.get_final_message().stop_reason, "end_turn")
 
 
-def tools() -> None:
+def messages_tools() -> None:
     first = client.messages.create(model=MODEL, max_tokens=100, messages=QUESTION, tools=[TOOL])
     (call,) = [block for block in first.content if block.type == "tool_use"]
     same((call.name, call.input, first.stop_reason), ("get_weather", {"city": CITY}, "tool_use"))
@@ -55,14 +55,14 @@ def tools() -> None:
     same(client.messages.create(model=MODEL, max_tokens=100, messages=told, tools=[TOOL]).content[0].text, WEATHER)
 
 
-def tools_stream() -> None:
+def messages_tools_stream() -> None:
     with client.messages.stream(model=MODEL, max_tokens=100, messages=QUESTION, tools=[TOOL]) as events:
         final = events.get_final_message()
     (call,) = [block for block in final.content if block.type == "tool_use"]
     same((call.name, call.input, final.stop_reason), ("get_weather", {"city": CITY}, "tool_use"))
 
 
-def errors() -> None:
+def messages_errors() -> None:
     create = client.messages.create
     raises(anthropic.NotFoundError, lambda: create(model="other", max_tokens=9, messages=HELLO))
     long = [{"role": "user", "content": TOO_LONG}]
@@ -73,4 +73,4 @@ def errors() -> None:
 
 
 if __name__ == "__main__":
-    main(chat, system, stream, tools, tools_stream, errors)
+    main(messages, messages_system, messages_stream, messages_tools, messages_tools_stream, messages_errors)

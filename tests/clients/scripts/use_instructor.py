@@ -27,11 +27,11 @@ def json_object() -> None:
     same(ask(instructor.Mode.JSON, ASK_PERSON), Person(**PERSON))
 
 
-def tools() -> None:
+def tools_required() -> None:
     same(ask(instructor.Mode.TOOLS, CALL_PERSON), Person(**PERSON))
 
 
-def stream() -> None:
+def json_schema_stream() -> None:
     several = instructor.from_openai(client, mode=instructor.Mode.JSON_SCHEMA)
     asked = [{"role": "user", "content": ASK_PERSON}]
     *_, last = several.chat.completions.create_partial(model=MODEL, messages=asked, response_model=Person)
@@ -43,4 +43,4 @@ def errors() -> None:
 
 
 if __name__ == "__main__":
-    main(json_schema, json_object, tools, stream, errors)
+    main(json_schema, json_object, json_schema_stream, tools_required, errors)
