@@ -21,7 +21,7 @@ LINES: tuple[dict[str, object], ...] = (
     },
     {
         "when": "with Bash",
-        "say": '<tool_call>\n{"name": "Bash", "arguments": {"command": "echo word > seen.txt", "description": "Say it."}}'
+        "say": '<tool_call>\n{"name": "Bash", "arguments": {"command": "echo word > seen.txt", "description": "Say"}}'
         "\n</tool_call>",
     },
     {"say": "Hello from the script."},

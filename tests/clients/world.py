@@ -24,6 +24,7 @@ LINES: tuple[dict[str, object], ...] = (
         "say": f'<tool_call>\n{{"name": "Person", "arguments": {json.dumps(PERSON)}}}\n</tool_call>',
     },
     {"when": "How old is Ada?", "say": json.dumps(PERSON)},
+    {"when": "Who is she?", "say": json.dumps(PERSON)},  # as docs/clients/instructor.md asks
     {"say": "Hello! Grüße, 你好, 🙂👩‍🚀."},
 )
 
