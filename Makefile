@@ -6,16 +6,20 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: serve test test-gpu test-mutants test-chaos lint clean
+.PHONY: serve test test-gpu test-clients test-mutants test-chaos lint clean
 
 serve: $(VENV)/.serve
 	$(BIN)/quire serve $(ARGS)
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest tests --ignore=tests/gpu --ignore=tests/chaos $(ARGS)
+	$(BIN)/python -m pytest tests --ignore=tests/gpu --ignore=tests/chaos --ignore=tests/clients $(ARGS)
 
 test-gpu: $(VENV)/.test
 	$(BIN)/python -m pytest tests/gpu -rs $(ARGS)
+
+# The clients people bring, each in its own environment below .venv-clients, against the real server.
+test-clients: $(VENV)/.test
+	$(BIN)/python -m pytest tests/clients $(ARGS)
 
 # Plants a bug at a time in a copy of the package; the suite must see 95 of 100.
 test-mutants: $(VENV)/.test
@@ -45,4 +49,4 @@ $(VENV)/.test: pyproject.toml $(BIN)/python
 	touch $@ $(VENV)/.serve
 
 clean:
-	rm -rf $(VENV) .cache
+	rm -rf $(VENV) .venv-clients .cache

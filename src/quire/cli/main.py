@@ -1,5 +1,6 @@
 """`quire`: one command, a few verbs. Each verb's work is imported when it is called, so that --help is quick."""
 
+import importlib.util
 import io
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import click
 from quire.catalog.names import short_name
 from quire.cli.counts import counts
 from quire.cli.options import batch_options, engine_options, sampling_options, serving_options
-from quire.core.errors import QuireError
+from quire.core.errors import ConfigError, QuireError
 from quire.version import __version__
 
 
@@ -144,6 +145,23 @@ def models(
         raise click.UsageError(f"quire models --fetch {model} brings it here; quire models alone lists what is here.")
     else:
         work.show(as_json)
+
+
+@app.command()
+@click.argument("url", default="http://127.0.0.1:8000")
+@click.option("--api-key-file", type=click.Path(dir_okay=False, exists=True, path_type=Path), metavar="FILE",
+              help="The first key of this file opens the server; it may be the server's own.")  # fmt: skip
+@click.option("--every", "every_s", type=click.FloatRange(0.1, 3600), default=1.0, show_default=True,
+              help="Seconds between two looks.")  # fmt: skip
+@click.option("--once", is_flag=True, help="Two looks, one report.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per report.")
+def top(url: str, api_key_file: Path | None, every_s: float, once: bool, as_json: bool) -> None:
+    """What the server at URL is doing, now and now and now."""
+    if importlib.util.find_spec("prometheus_client") is None:
+        raise ConfigError('quire top needs prometheus_client: pip install "quire[serve]".')
+    from quire.cli.top import top as work
+
+    work(url, api_key_file, every_s=every_s, once=once, as_json=as_json)
 
 
 @app.command()

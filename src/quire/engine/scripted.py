@@ -7,6 +7,7 @@ row fail there, as one whose numbers are not finite. {"step_ms": 20} makes every
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -43,6 +44,8 @@ def build_scripted(config: EngineConfig, path: Path, watch: Watch) -> tuple[Engi
         raise NoTokenizer("a script needs one")
     script = Script(path, opened, opened.tokenizer)
     spec = opened.checkpoint.spec
+    if config.max_model_len is not None:  # a script has no positions to run out of; agents need long ones
+        spec = replace(spec, max_positions=max(spec.max_positions, config.max_model_len))
     machine = Machine(device="cpu", free_bytes=4 * _KV_BYTES, fast_bfloat16=True, num_cores=os.cpu_count() or 1)
     resolved = resolve(config, spec, spec.kv_bytes_per_token(2), machine)
     watch.done("script", f"{len(script.lines)} lines · {path.name}")

@@ -1,0 +1,46 @@
+"""The lines that docs/clients shows are run as they stand, but for the address, the model's name and the key."""
+
+import re
+import subprocess
+
+import pytest
+
+from tests.clients.environments import NOT_YET, REQUIREMENTS, python
+from tests.clients.world import KEY, MODEL
+from tests.house.tree import ROOT
+
+PAGES = ROOT / "docs" / "clients"
+
+# page: the environment its Python runs in, and the case that says whether the server can do it
+SHOWN = {
+    "openai": ("openai-3", "chat"),
+    "anthropic": ("anthropic", "messages"),
+    "langchain": ("langchain", "chat"),
+    "litellm": ("litellm", "chat"),
+    "instructor": ("instructor", "json_schema"),
+    "pydantic-ai": ("pydantic-ai", "chat"),
+}
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("page", SHOWN)
+def test_the_lines_of_a_page_work(page: str, scripted_url: str, request: pytest.FixtureRequest) -> None:
+    client, case = SHOWN[page]
+    if case in NOT_YET:
+        request.applymarker(pytest.mark.xfail(reason=NOT_YET[case], strict=True))
+    (code,) = re.findall(r"```python\n(.*?)```", (PAGES / f"{page}.md").read_text(), re.DOTALL)
+    for shown, real in (("http://127.0.0.1:8000", scripted_url), ("smollm2-135m-instruct", MODEL), ("sk-me", KEY)):
+        assert shown in code
+        code = code.replace(shown, real)
+    done = subprocess.run([python(client), "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert page == "instructor" or done.stdout.startswith("Hello!"), done.stdout
+
+
+def test_every_client_has_a_page() -> None:
+    shown = (PAGES / "README.md").read_text()
+    links = re.findall(r"\]\(([a-z-]+\.md)\)", shown)
+    assert sorted(set(links)) == sorted(path.name for path in PAGES.glob("*.md") if path.name != "README.md")
+    pages = {path.stem for path in PAGES.glob("*.md")} | {"guidellm"}  # which has its lines in benchmarks.md
+    clients = {re.sub(r"-(2|3|npm)$", "", path.stem) for path in REQUIREMENTS.iterdir()}
+    assert clients <= pages

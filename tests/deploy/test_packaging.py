@@ -1,0 +1,146 @@
+"""What is shipped for operators fits what quire is: flags, routes, files, users, times. Nothing is built here."""
+
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from quire.server.app import DOORS
+from tests.deploy.files import DEPLOY, commands, documents, exists, serve_help, shutdown_s, stages, unit
+from tests.house.tree import ROOT
+
+PATHS = {door.path for door in DOORS}
+
+
+@pytest.mark.parametrize("place", ["Dockerfile", "systemd", "kubernetes"])
+def test_every_flag_is_one_that_serve_has(place: str) -> None:
+    words = commands()[place]
+    assert words[0] == "serve"
+    flags = {word.partition("=")[0] for word in words if word.startswith("--")}
+    assert flags
+    known = set(re.findall(r"--[a-z][a-z-]+", serve_help()))
+    assert flags <= known
+
+
+@pytest.mark.parametrize("place", ["Dockerfile", "systemd", "kubernetes"])
+def test_nobody_serves_without_keys(place: str) -> None:
+    words = " ".join(commands()[place])
+    assert "--api-key-file" in words and "--insecure-no-key" not in words and "--api-key " not in words
+
+
+@pytest.mark.parametrize("stage", ["cpu", "cuda"])
+def test_an_image_runs_as_somebody_else_than_root(stage: str) -> None:
+    user = [each.rest for each in stages()[stage].instructions if each.word == "USER"][-1]
+    assert user.partition(":")[0] not in ("root", "0")
+
+
+def test_a_plain_build_makes_the_cpu_image() -> None:
+    assert list(stages())[-1] == "cpu"
+
+
+def test_what_the_image_copies_is_there_and_not_ignored() -> None:
+    let_in = [line[1:] for line in (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines() if line[:1] == "!"]
+    sources = []
+    for stage in stages().values():
+        for each in stage.instructions:
+            if each.word == "COPY" and "--from=" not in each.rest:
+                sources += each.rest.split()[:-1]
+    assert {"pyproject.toml", "src"} <= set(sources)
+    assert [source for source in sources if not exists(source, ROOT) or source not in let_in] == []
+
+
+def test_no_secret_is_baked_into_an_image() -> None:
+    for stage in stages().values():
+        for each in stage.instructions:
+            assert each.word not in ("ENV", "ARG") or not re.search(r"(?i)key|token|secret|passw", each.rest), each
+
+
+def test_the_image_keeps_its_caches_in_its_volume_and_is_watched() -> None:
+    base = stages()["cpu"].instructions
+    (volume,) = [each.rest for each in base if each.word == "VOLUME"]
+    settings = dict(word.split("=", 1) for each in base if each.word == "ENV" for word in each.rest.split())
+    assert all(settings[name].startswith(volume) for name in ("XDG_CACHE_HOME", "HF_HOME", "NUMBA_CACHE_DIR"))
+    (check,) = [each.rest for each in base if each.word == "HEALTHCHECK"]
+    assert re.findall(r":8000(/[a-z]+)", check) == ["/health"] and "/health" in PATHS
+
+
+def test_compose_names_only_what_it_defines_and_what_exists() -> None:
+    (compose,) = documents("compose.yaml")
+    assert set(compose["services"]) == {"quire", "prometheus", "grafana"}
+    for name, service in compose["services"].items():
+        assert ("image" in service) != ("build" in service), name
+        assert set(service.get("secrets", ())) <= set(compose["secrets"])
+        assert all(port.startswith("127.0.0.1:") for port in service["ports"]), name
+        for volume in service["volumes"]:
+            source = volume.split(":")[0]
+            assert exists(source) if source.startswith(".") else source in compose["volumes"], volume
+    assert all(secret["file"].startswith("./secrets/") for secret in compose["secrets"].values())
+    assert "secrets/" in (DEPLOY / ".gitignore").read_text().splitlines()
+    build = compose["services"]["quire"]["build"]
+    assert (DEPLOY / build["context"] / build["dockerfile"]).resolve() == (DEPLOY / "Dockerfile").resolve()
+
+
+def test_whoever_stops_quire_waits_for_its_open_requests() -> None:
+    (compose,) = documents("compose.yaml")
+    told = commands()
+    grace_s = float(compose["services"]["quire"]["stop_grace_period"].removesuffix("s"))
+    assert grace_s > shutdown_s(told["Dockerfile"])
+    assert float(unit()["Service"]["TimeoutStopSec"]) > shutdown_s(told["systemd"])
+    pod = deployment()["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    pause_s = float(container["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert pod["terminationGracePeriodSeconds"] > pause_s + shutdown_s(told["kubernetes"])
+
+
+def deployment() -> dict[str, object]:
+    return next(each for each in documents("kubernetes/quire.yaml") if each["kind"] == "Deployment")
+
+
+def test_the_pod_is_probed_where_quire_answers_and_finds_its_volumes() -> None:
+    pod = deployment()["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    probes = {name: container[name]["httpGet"]["path"] for name in ("startupProbe", "readinessProbe", "livenessProbe")}
+    assert probes == {"startupProbe": "/ready", "readinessProbe": "/ready", "livenessProbe": "/health"}
+    assert set(probes.values()) <= PATHS
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    assert pod["securityContext"]["runAsNonRoot"] and container["securityContext"]["readOnlyRootFilesystem"]
+    user = next(each.rest for each in reversed(stages()["cpu"].instructions) if each.word == "USER")
+    assert str(pod["securityContext"]["runAsUser"]) == user.partition(":")[0]
+    claims = [each["metadata"]["name"] for each in documents("kubernetes/quire.yaml") if "Claim" in each["kind"]]
+    assert [v["persistentVolumeClaim"]["claimName"] for v in pod["volumes"] if "persistentVolumeClaim" in v] == claims
+    service = next(each for each in documents("kubernetes/quire.yaml") if each["kind"] == "Service")
+    assert service["spec"]["selector"].items() <= deployment()["spec"]["template"]["metadata"]["labels"].items()
+
+
+def test_the_unit_is_hardened_and_comes_back() -> None:
+    service = unit()["Service"]
+    assert (service["Type"], service["Restart"], service["KillMode"]) == ("exec", "on-failure", "mixed")
+    for setting in ("DynamicUser", "NoNewPrivileges", "ProtectHome", "PrivateTmp", "LockPersonality"):
+        assert service[setting] == "yes"
+    assert service["ProtectSystem"] == "strict" and service["LoadCredential"].startswith("keys:")
+    assert "%d/keys" in service["ExecStart"]
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd here")
+def test_systemd_has_nothing_to_say_but_that_quire_is_not_installed() -> None:
+    command = ["systemd-analyze", "verify", str(DEPLOY / "systemd" / "quire.service")]
+    said = subprocess.run(command, capture_output=True, text=True, check=False).stderr
+    ours = [line for line in said.splitlines() if line.startswith(("quire.service", str(DEPLOY)))]
+    assert all("/opt/quire/bin/quire is not executable" in line for line in ours), ours
+
+
+def test_the_proxy_holds_nothing_back() -> None:
+    text = (DEPLOY / "nginx" / "quire.conf").read_text()
+    settings = re.sub(r"#.*", "", text)
+    assert settings.count("{") == settings.count("}")
+    for line in ("proxy_buffering off;", "proxy_http_version 1.1;", "gzip off;", "proxy_next_upstream off;"):
+        assert line in settings
+    assert re.search(r"client_max_body_size 16m;", settings) and "default: 16MiB" in serve_help().replace("\n", " ")
+
+
+def test_the_readme_shows_every_file() -> None:
+    shown = (DEPLOY / "README.md").read_text()
+    files = [path.relative_to(DEPLOY).as_posix() for path in DEPLOY.rglob("*.*") if path.parent.name != "secrets"]
+    ours = [name for name in files if not name.startswith(("grafana/provisioning", ".", "README")) and "." in name]
+    assert [name for name in ours if name not in shown and name != "Dockerfile.dockerignore"] == []
