@@ -38,7 +38,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     },
     "pattern": {
         "type": "object",
-        "properties": {"day": {"type": "string", "format": "date"}, "id": {"type": "string", "pattern": "^[A-Z]{2}\\d$"}},
+        "properties": {"day": {"type": "string", "format": "date"}, "id": {"type": "string", "pattern": "^[A-Z]\\d$"}},
         "required": ["day", "id"],
         "additionalProperties": False,
     },
