@@ -15,7 +15,6 @@ from starlette.types import ASGIApp
 
 from quire.config import EngineConfig
 from quire.core.errors import QuireError
-from quire.core.grammar import Grammar, GrammarKind
 from quire.core.sampling import SamplingParams
 from quire.engine.front import Front
 from quire.engine.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput
@@ -31,7 +30,6 @@ from quire.server.served import Served
 from quire.server.service import Service
 from quire.server.supervisor import Supervisor
 from quire.server.turnstile import Turnstile
-from quire.server.voices import SpeechEvent, SpeechParser, Text, Thought, Tool, ToolArguments, ToolChoice, ToolStart
 
 T = TypeVar("T")
 
@@ -75,40 +73,6 @@ class Script:
 
     def leave(self, call: Call) -> None:
         self.num_left += 1
-
-
-class Semicolons:
-    """A made-up format: `T:thought;`, `C:tool;`, `A:arguments;`, anything else is text. Holds back until the `;`."""
-
-    def __init__(self) -> None:
-        self.held = ""
-        self.num_calls = 0
-
-    def push(self, text: str) -> list[SpeechEvent]:
-        *pieces, self.held = (self.held + text).split(";")
-        return [self.event(piece) for piece in pieces]
-
-    def finish(self) -> list[SpeechEvent]:
-        return [Text(self.held)] if self.held else []
-
-    def event(self, piece: str) -> SpeechEvent:
-        kind, said = piece[:2], piece[2:]
-        if kind == "T:":
-            return Thought(said)
-        if kind == "C:":
-            self.num_calls += 1
-            return ToolStart(self.num_calls - 1, said)
-        return ToolArguments(self.num_calls - 1, said) if kind == "A:" else Text(piece)
-
-
-class SemicolonVoice:
-    """A model that speaks so."""
-
-    def parser(self, *, tools: Sequence[Tool], prompt: str) -> SpeechParser:
-        return Semicolons()
-
-    def tool_grammar(self, tools: Sequence[Tool], choice: ToolChoice, *, parallel: bool, prompt: str) -> Grammar:
-        return Grammar(GrammarKind.LARK, f"{choice.mode} {choice.name} {parallel}")
 
 
 def app_over(script: Script, served: Served, keep_alive_s: float = 60.0) -> ASGIApp:

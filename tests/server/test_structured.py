@@ -38,10 +38,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     },
     "pattern": {
         "type": "object",
-        "properties": {
-            "day": {"type": "string", "format": "date"},
-            "id": {"type": "string", "pattern": "^[A-Z]{2}\\d$"},
-        },
+        "properties": {"day": {"type": "string", "format": "date"}, "id": {"type": "string", "pattern": "^[A-Z]\\d$"}},
         "required": ["day", "id"],
         "additionalProperties": False,
     },
@@ -93,14 +90,14 @@ def test_the_parse_helper_gets_its_type(client: openai.OpenAI) -> None:
 
 def test_any_object_is_an_object(client: openai.OpenAI) -> None:
     asked: Any = {"model": MODEL, "messages": ASK, "response_format": {"type": "json_object"}, "temperature": 0}
-    choice = client.chat.completions.create(**asked, max_tokens=60).choices[0]
+    choice = client.chat.completions.create(**asked, max_tokens=24).choices[0]
     content = choice.message.content or ""
     assert content.startswith("{")
     if choice.finish_reason == "stop":
         json.loads(content)
     else:
         assert choice.finish_reason == "length"
-    streamed = client.chat.completions.create(**asked, max_tokens=60, stream=True)
+    streamed = client.chat.completions.create(**asked, max_tokens=24, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == content
 
 
@@ -214,7 +211,7 @@ def test_a_strict_tool_is_called_right_or_not_at_all(scripted: openai.OpenAI) ->
     held = scripted.chat.completions.create(model=MODEL, messages=messages, tools=[strict], max_tokens=40).choices[0]
     assert held.message.tool_calls is not None
     written = held.message.tool_calls[0].function.arguments  # type: ignore[union-attr]
-    assert '"city": "' in written or '"city":"' in written, "a number was not to be had"
+    assert re.match(r'\{\s*"city":\s*"', written), "a number was not to be had"
 
 
 def test_a_grammar_that_takes_too_long_is_refused(served: Served) -> None:
@@ -236,6 +233,6 @@ def test_what_the_documentation_shows_works(server: Running) -> None:
     examples = re.findall(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
     assert len(examples) >= 3
     code = "\n".join(examples).replace("http://127.0.0.1:8000", server.url)
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=200)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=280)
     assert result.returncode == 0, result.stderr[-2000:]
     assert result.stdout.count("\n") >= len(examples)

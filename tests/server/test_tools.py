@@ -150,6 +150,17 @@ def test_the_stream_helper_puts_calls_together(speaker: Speaker) -> None:
     assert (named_arguments(final.message), final.finish_reason) == ([ONE, TWO], "tool_calls")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_is_cut_says_so(speaker: Speaker, stream: bool) -> None:
+    whole = json.dumps(OSLO, ensure_ascii=False)
+    answer = speaker.ask("one please", max_tokens=24, stream=stream)
+    told = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+    parts = [choice.delta if stream else choice.message for choice in told]
+    written = "".join(call.function.arguments for part in parts for call in part.tool_calls or [])
+    assert whole.startswith(written) and written != whole
+    assert told[-1].finish_reason == "length"
+
+
 def test_a_call_that_is_none_comes_as_text(speaker: Speaker) -> None:
     [choice] = speaker.ask("broken please").choices
     assert (choice.message.content, choice.finish_reason) == (speaker.dialect.broken, "stop")
@@ -195,7 +206,7 @@ def test_calls_and_results_go_back_to_the_model(speaker: Speaker) -> None:
 def test_a_template_without_tools_gets_words_instead(speaker: Speaker) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
     messages: list[dict[str, Any]] = [
-        {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
+        {"role": "developer", "content": [{"type": "text", "text": "Be"}, {"type": "text", "text": "brief."}]},
         {"role": "user", "content": "When?"},
         {"role": "assistant", "content": "Well.", "tool_calls": [call, call]},
         {"role": "tool", "tool_call_id": "call_1", "content": "noon"},
@@ -203,7 +214,7 @@ def test_a_template_without_tools_gets_words_instead(speaker: Speaker) -> None:
     ]
     prompt = speaker.rendered(messages, tools=TOOLS)
     told = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-    assert prompt.startswith("<|im_start|>system\nBe brief.\n\nYou can call functions.")
+    assert prompt.startswith("<|im_start|>system\nBe\nbrief.\n\nYou can call functions.")
     assert (
         f"<|im_start|>assistant\nWell.\n{told}\n{told}<|im_end|>\n<|im_start|>user\n<tool_response>\nnoon\n" in prompt
     )
