@@ -73,7 +73,7 @@ def test_progress_crosses_whole():
         np.array([3, 4], dtype=np.int64),
         np.array([70, 80], dtype=np.int32),
         (Begun(1, 2.5, 16), Begun(2, None, 0)),
-        (Ended(1, 3, FinishReason.LENGTH, np.array([70], dtype=np.int32), -0.5, 2),),
+        (Ended(1, 3, FinishReason.LENGTH, np.array([70], dtype=np.int32), -0.5, 2, True),),
         {3: scores(70)},
         {4: PromptLogprobs(Row(1), 1, (scores(8), scores(9)))},
         {5: np.array([0.5, -2.0], dtype=np.float32)},
@@ -82,7 +82,7 @@ def test_progress_crosses_whole():
     assert back.sequences.tolist() == [3, 4] and back.tokens.tolist() == [70, 80] and back.step == 9
     assert back.begun == progress.begun
     (over,) = back.ended
-    assert over.tokens.tolist() == [70] and over[:3] == progress.ended[0][:3] and over[4:] == (-0.5, 2)
+    assert over.tokens.tolist() == [70] and over[:3] == progress.ended[0][:3] and over[4:] == (-0.5, 2, True)
     assert back.logprobs[3].ids.tolist() == [70, 1] and back.logprobs[3][:3] == (70, -0.25, 2)
     assert [top.token for top in back.prompt_logprobs[4].scores] == [8, 9] and back.prompt_logprobs[4].start == 1
     assert back.pooled[5].dtype == np.float32 and back.pooled[5].tolist() == [0.5, -2.0]

@@ -10,6 +10,7 @@ from numbers import Integral
 
 from quire.core.checks import check_bool, check_count, check_float, check_int, check_list, check_strings
 from quire.core.errors import InvalidParameter, shown
+from quire.core.grammar import Grammar
 
 # Caps on what one request may carry. They bound memory and time per row; generous beside what clients send.
 MAX_SEQUENCES = 128
@@ -25,7 +26,7 @@ MAX_LENGTH_PENALTY = 10.0
 # What a beam search cannot take into account, with the values that ask for nothing.
 _NOT_WITH_BEAMS: Mapping[str, tuple[object, ...]] = {
     "top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,), "repetition_penalty": (1.0,), "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,), "stop_strings": ((),), "logprobs": (None,),
+    "frequency_penalty": (0.0,), "stop_strings": ((),), "logprobs": (None,), "grammar": (None,),
 }  # fmt: skip
 
 
@@ -59,6 +60,7 @@ class SamplingParams:
     beam_width: int | None = None  # None: best_of, or n
     length_penalty: float = 1.0  # of beams: their score is divided by their length to this power
     early_stopping: bool | str = False  # of beams: False, True or "never", as Hugging Face defines them
+    grammar: Grammar | None = None  # what the text may be
 
     def __post_init__(self) -> None:
         check_int("n", self.n, 1, MAX_SEQUENCES)
@@ -94,6 +96,8 @@ class SamplingParams:
         check_list("allowed_token_ids", self.allowed_token_ids, None)
         if self.allowed_token_ids is not None and len(self.allowed_token_ids) == 0:
             raise InvalidParameter("allowed_token_ids is empty: no token could follow.", param="allowed_token_ids")
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise InvalidParameter(f"grammar must be a Grammar, not {shown(self.grammar)}.", param="grammar")
         _check_choosing(self)
 
     @property
@@ -143,6 +147,7 @@ class RowSampling:
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
     num_candidates: int = 0  # likeliest tokens that a tethered row gives back
+    masked: bool = False  # every token is chosen under a mask
     pooled: bool = False  # the prompt's hidden states are summed, and no token follows
 
     @property
@@ -190,6 +195,7 @@ def row_sampling(
         allowed_ids=allowed_ids,
         num_logprobs=0 if hidden else _within_vocab("logprobs", params.logprobs, vocab_size),
         num_prompt_logprobs=_within_vocab("prompt_logprobs", params.prompt_logprobs, vocab_size),
+        masked=params.grammar is not None,
     )
 
 

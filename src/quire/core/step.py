@@ -103,6 +103,7 @@ class StepPlan:
     grants: Grants = field(default_factory=Grants)
     chunks: tuple[Chunk, ...] = ()
     pauses: tuple[Row, ...] = ()
+    masked: tuple[Row, ...] = ()  # rows that choose a token in this step under a mask, which comes beside the plan
     num_cruising: int = 0  # rows that compute one token; some may have ended on the device meanwhile
     num_padding: int = 0  # tokens computed into the null block and thrown away (static regimes alone)
     reset: bool = False  # a step was lost: every row of the runner is empty, and its step numbers go on from here
@@ -158,6 +159,13 @@ class StepResult:
     pooled: dict[Row, FloatArray] = field(default_factory=dict)  # the sum of the row's hidden states
 
 
+class Masks(NamedTuple):
+    """What masked rows may choose in a step: row `rows[i]` token t, if bit t % 32 of `bits[i, t // 32]` is set."""
+
+    rows: IntArray
+    bits: IntArray  # [rows, words]
+
+
 class StepLost(Exception):
     """A step whose result will never come: every step in flight is lost with it."""
 
@@ -176,4 +184,4 @@ class Pending(Protocol):
 class Runner(Protocol):
     """A body behind the bridge. Steps complete in the order of their launch."""
 
-    def launch(self, plan: StepPlan) -> Pending: ...
+    def launch(self, plan: StepPlan, masks: Masks | None = None) -> Pending: ...

@@ -15,7 +15,7 @@ from quire.engine.local import LocalFront
 from quire.engine.machine import inspect, pick_device
 from quire.engine.opening import open_model
 from quire.engine.phases import Watch
-from quire.engine.planning import make_door, make_scheduler
+from quire.engine.planning import make_door, make_grammars, make_scheduler
 from quire.engine.stats import Facts
 from quire.formats.checkpoint import Checkpoint, Source
 from quire.kernels.select import select_kernels
@@ -97,6 +97,7 @@ def build(config: EngineConfig, watch: Watch | None = None) -> Built:
         depth=resolved.run_ahead,
         seed=config.seed,
         clock=time.monotonic,
+        grammars=make_grammars(opened, spec.vocab_size),
     )
     watch.done("kv cache", _describe_cache(resolved))
     warm_up(model, stores)

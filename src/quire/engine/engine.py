@@ -2,8 +2,10 @@
 
 import random
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from quire.core.errors import EngineFailed, InvalidParameter
+from quire.core.grammar import Grammar
 from quire.core.ids import RequestId
 from quire.core.request import Family
 from quire.core.sampling import MAX_SEED
@@ -15,6 +17,9 @@ from quire.sched.explain import Explanation, explain
 from quire.sched.loop import Loop
 from quire.sched.scheduler import Scheduler
 
+if TYPE_CHECKING:  # llguidance is needed by those who follow grammars alone
+    from quire.engine.grammars import Grammars
+
 MOST_REMEMBERED = 100  # finished requests that can still be explained
 
 
@@ -22,12 +27,21 @@ class Engine:
     """Submit, turn, and listen to what each turn absorbed."""
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, door: Door, *, depth: int, seed: int, clock: Callable[[], float]
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        door: Door,
+        *,
+        depth: int,
+        seed: int,
+        clock: Callable[[], float],
+        grammars: "Grammars | None" = None,
     ) -> None:
         self.door = door
         self.scheduler = scheduler
         self.clock = clock
-        self._loop = Loop(scheduler, runner, depth, clock)
+        self.grammars = grammars
+        self._loop = Loop(scheduler, runner, depth, clock, None if grammars is None else grammars.masks)
         self._seeds = random.Random(seed)
         self._reporter = Reporter()
         self._latest: dict[RequestId, Family] = {}
@@ -37,13 +51,27 @@ class Engine:
         """Queue a request. A `QuireError` means that nothing happened."""
         self._check_alive()
         now_s = self.clock()
+        grammar = order.params.grammar
+        if grammar is not None:
+            self._prepare(grammar)
         request = self.door.admit(order, self._seeds.randint(0, MAX_SEED), now_s)
         family = self.scheduler.add(request, now_s)[0].family
+        if grammar is not None and self.grammars is not None:
+            self.grammars.begin(family, grammar)
         self._reporter.expect(family)
         self._latest[request.id] = family
         if len(self._latest) > MOST_REMEMBERED:
             del self._latest[next(iter(self._latest))]
         return Accepted(order.number, family.members[0].id, self.scheduler.books.last_absorbed + 1)
+
+    def _prepare(self, grammar: Grammar) -> None:
+        if self.grammars is None:
+            raise InvalidParameter(
+                "This engine follows no grammars: that needs a model with a tokenizer, and llguidance "
+                '(pip install "quire[serve]").',
+                param="grammar",
+            )
+        self.grammars.prepare(grammar)
 
     def explain(self, request_id: RequestId) -> Explanation:
         """The story of a request that is here, or is among the latest that were."""
@@ -75,7 +103,11 @@ class Engine:
         except BaseException as error:  # a step was planned and not taken in: scheduler and runner are at odds
             self._failure = f"{type(error).__name__}: {error}"
             raise
-        return None if absorbed is None else self._reporter.report(absorbed)
+        if absorbed is None:
+            return None
+        if self.grammars is not None:
+            self.grammars.advance(absorbed, self.scheduler)
+        return self._reporter.report(absorbed)
 
     def _check_alive(self) -> None:
         if self._failure is not None:

@@ -147,9 +147,7 @@ class Front:
                 if transcript is None or not transcript.listening:
                     continue
                 over = ended.get(name)
-                deltas[name] = transcript.push(
-                    token, progress.logprobs.get(name), None if over is None else over.reason
-                )
+                deltas[name] = transcript.push(token, progress.logprobs.get(name), over)
                 if transcript.stopped and over is None:
                     stops.append(Stop(int(deltas[name].request_id), transcript.index))
                     deltas[name] = deltas[name].then(transcript.close(FinishReason.STOP))

@@ -58,6 +58,7 @@ class Ended(NamedTuple):
     tokens: IntArray
     score: float | None  # of a beam
     num_preemptions: int
+    by_token: bool = False  # its last token is the end of the text, and not a part of it
 
 
 @dataclass(frozen=True, slots=True)

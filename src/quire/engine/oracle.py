@@ -3,7 +3,7 @@
 import torch
 
 from quire.core.ids import Row
-from quire.core.step import Pending, StepPlan
+from quire.core.step import Masks, Pending, StepPlan
 from quire.models.oracle import OracleModel
 from quire.runner.kv_store import new_store
 from quire.runner.model_runner import ModelRunner
@@ -34,7 +34,7 @@ class TorchOracle:
         stores = new_store(model.kv_geometry, num_blocks, block_size, where, num_host_blocks)
         self._runner = ModelRunner(model, stores, max_rows=max_rows, max_length=max_length)
 
-    def launch(self, plan: StepPlan) -> Pending:
+    def launch(self, plan: StepPlan, masks: Masks | None = None) -> Pending:
         for seat in plan.seats:
             searches = seat.sampling.num_candidates > 0  # a beam's row says nothing of the beam
             self._index_of_row[seat.row] = 0 if searches else seat.index
@@ -42,7 +42,7 @@ class TorchOracle:
             indices = [self._index_of_row[Row(row)] for row in plan.grants.rows.tolist()]
             blocks = torch.from_numpy(plan.grants.blocks).long().to(self._index_of_block.device)
             self._index_of_block[blocks] = torch.tensor(indices, device=self._index_of_block.device)
-        return self._runner.launch(plan)
+        return self._runner.launch(plan, masks)
 
 
 def torch_oracle(world: World, device: str = "cpu") -> TorchOracle:

@@ -1,13 +1,20 @@
 """Makes the deciding half of an engine, its door and its scheduler, from settled numbers. Needs no torch."""
 
+import importlib.util
+from typing import TYPE_CHECKING
+
 from quire.config import EngineConfig, Resolved
 from quire.engine.door import Door
+from quire.engine.opening import OpenedModel
 from quire.kv.manager import KVManager, count_blocks
 from quire.sched.cost import CostTable
 from quire.sched.order import OrderPolicy
 from quire.sched.policy import REGIMES, Policy
 from quire.sched.reserve import Stance
 from quire.sched.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from quire.engine.grammars import Grammars
 
 
 def make_door(vocab_size: int, end_ids: tuple[int, ...], resolved: Resolved) -> Door:
@@ -19,6 +26,15 @@ def make_door(vocab_size: int, end_ids: tuple[int, ...], resolved: Resolved) -> 
         num_blocks=resolved.num_blocks,
         block_size=resolved.block_size,
     )
+
+
+def make_grammars(opened: OpenedModel, vocab_size: int) -> "Grammars | None":
+    """None where there is no tokenizer, or nothing to compile grammars with."""
+    if opened.tokenizer is None or importlib.util.find_spec("llguidance") is None:
+        return None
+    from quire.engine.grammars import Grammars
+
+    return Grammars(opened.tokenizer, opened.end_ids, vocab_size)
 
 
 def make_scheduler(config: EngineConfig, resolved: Resolved, costs: CostTable) -> Scheduler:

@@ -2,6 +2,7 @@
 
 from quire.core.ids import SequenceId
 from quire.core.request import Family, Sequence
+from quire.core.step import FinishReason
 from quire.engine.messages import Begun, Ended, Progress
 from quire.sched.scheduler import Absorbed
 
@@ -59,6 +60,13 @@ def _ended(sequence: Sequence) -> Ended:
     assert sequence.finish_reason is not None, sequence
     family = sequence.family
     generated = sequence.tokens[len(family.request.prompt) :]
+    stopped = sequence.finish_reason is FinishReason.STOP and len(generated) > 0
     return Ended(
-        family.request.id, sequence.id, sequence.finish_reason, generated, sequence.score, family.num_preemptions
+        family.request.id,
+        sequence.id,
+        sequence.finish_reason,
+        generated,
+        sequence.score,
+        family.num_preemptions,
+        by_token=stopped and int(generated[-1]) in family.request.sampling.end_ids,
     )

@@ -17,7 +17,7 @@ from quire.core.ids import IntArray
 from quire.engine.engine import Engine
 from quire.engine.opening import OpenedModel, open_model
 from quire.engine.phases import Watch
-from quire.engine.planning import make_door, make_scheduler
+from quire.engine.planning import make_door, make_grammars, make_scheduler
 from quire.engine.stats import Facts
 from quire.sched.cost import UNMEASURED, CostTable
 from quire.sim.scripted import Line, ScriptedRunner
@@ -53,6 +53,7 @@ def build_scripted(config: EngineConfig, path: Path, watch: Watch) -> tuple[Engi
         depth=resolved.run_ahead,
         seed=config.seed,
         clock=time.monotonic,
+        grammars=make_grammars(opened, spec.vocab_size),
     )
     facts = Facts(
         name=opened.name,

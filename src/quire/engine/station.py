@@ -5,15 +5,20 @@ one order asks for can fail that order alone.
 """
 
 import logging
+import queue
 import select
 import socket
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from quire.core.errors import EngineFailed, QuireError
+from quire.core.grammar import Grammar
 from quire.core.ids import RequestId
 from quire.engine.engine import Engine
+from quire.engine.messages import Order
 from quire.engine.stats import stats_of
 from quire.engine.wire import (
     AbortFrame,
@@ -33,6 +38,9 @@ from quire.engine.wire import (
     read_for_engine,
 )
 
+if TYPE_CHECKING:
+    from quire.grammar.compiler import Compiled
+
 BEAT_S = 0.5  # between two beats, unless a step takes longer
 _READ_BYTES = 1 << 20
 
@@ -49,9 +57,15 @@ class Station:
         self._unpacker = Unpacker()
         self._beaten_s = -BEAT_S
         self._hung_up = False
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._compiling: set[int] = set()
+        self._compiled: queue.SimpleQueue[tuple[Order, Future[Compiled]]] = queue.SimpleQueue()
+        self._bell, self._heard_bell = socket.socketpair()
 
     def run(self) -> None:
         """The whole life of an engine process."""
+        if self._engine.grammars is not None:
+            self._pool.submit(self._engine.grammars.wake)  # so that the first who brings one need not wait for it
         while True:
             self._read()
             if self._hung_up:
@@ -74,8 +88,13 @@ class Station:
     def _read(self) -> None:
         """Every order that has come; with nothing to compute, wait for one until the next beat."""
         patience_s = BEAT_S if self._engine.idle else 0.0
-        while select.select([self._wire], [], [], patience_s)[0]:
+        while ready := select.select([self._wire, self._heard_bell], [], [], patience_s)[0]:
             patience_s = 0.0
+            if self._heard_bell in ready:
+                self._heard_bell.recv(_READ_BYTES)
+                self._take_compiled()
+            if self._wire not in ready:
+                continue
             data = self._wire.recv(_READ_BYTES)
             if not data:
                 self._hung_up = True
@@ -98,9 +117,12 @@ class Station:
 
     def _follow(self, order: object) -> None:
         match order:
+            case OrderFrame() if order.params.grammar is not None:
+                self._compile(order_of(order), order.params.grammar)
             case OrderFrame():
-                self._send(accepted_frame(self._engine.submit(order_of(order))))
+                self._submit(order_of(order))
             case AbortFrame():
+                self._compiling.discard(order.number)
                 self._engine.abort(order.number)
             case StopFrame():
                 self._engine.stop(order.number, order.index)
@@ -108,6 +130,38 @@ class Station:
                 self._send(ReplyFrame(order.token, self._answer(order)))
             case _:
                 raise BrokenFrame(f"an engine at work has no use for {type(order).__name__}")
+
+    def _submit(self, order: Order) -> None:
+        self._send(accepted_frame(self._engine.submit(order)))
+
+    def _compile(self, order: Order, grammar: Grammar) -> None:
+        """A grammar may take long to compile: meanwhile the others go on, and the order waits at the door."""
+        if self._engine.grammars is None:
+            self._submit(order)  # which says why not
+            return
+        self._compiling.add(order.number)
+        compiling = self._pool.submit(self._engine.grammars.prepare, grammar)
+        compiling.add_done_callback(lambda done: self._compiled_now(order, done))
+
+    def _compiled_now(self, order: Order, done: "Future[Compiled]") -> None:
+        """On the compiler's thread: the loop is woken, wherever it waits."""
+        self._compiled.put((order, done))
+        self._bell.send(b"!")
+
+    def _take_compiled(self) -> None:
+        while not self._compiled.empty():
+            order, done = self._compiled.get()
+            if order.number not in self._compiling:  # aborted meanwhile
+                continue
+            self._compiling.discard(order.number)
+            try:
+                done.result()
+                self._submit(order)
+            except QuireError as error:
+                self._refuse(order.number, error)
+            except Exception:
+                _log.exception("a grammar broke its own compilation")
+                self._refuse(order.number, EngineFailed("The grammar of this request could not be compiled."))
 
     def _answer(self, asked: AskFrame) -> bytes:
         """A question's answer as JSON; what is wrong with the question is an answer too."""

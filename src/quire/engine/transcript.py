@@ -54,7 +54,7 @@ class Transcript:
             min_tokens=params.min_tokens,
         )  # fmt: skip
 
-    def push(self, token: int, scores: TopLogprobs | None, ended: FinishReason | None) -> Delta:
+    def push(self, token: int, scores: TopLogprobs | None, ended: Ended | None) -> Delta:
         """One more token; with `ended` it is the last one."""
         self.token_ids.append(token)
         if scores is not None and self._cumulative is not None:
@@ -63,7 +63,7 @@ class Transcript:
             entry = logprob_entry(scores, self._tokenizer)
             self._logprobs.append(entry)
             self._unsent.append(entry)
-        silent = ended is FinishReason.STOP and not self._params.include_stop_str_in_output
+        silent = ended is not None and ended.by_token and not self._params.include_stop_str_in_output
         text = "" if silent else self._say([token])
         return self._delta(text, [token])
 
@@ -72,7 +72,7 @@ class Transcript:
         num_heard = len(self.token_ids)
         if not self.listening:
             self.token_ids = ended.tokens.tolist()
-            silent = ended.reason is FinishReason.STOP and not self._params.include_stop_str_in_output
+            silent = ended.by_token and not self._params.include_stop_str_in_output
             self._say(self.token_ids[:-1] if silent else self.token_ids)
         self._beam_score = ended.score
         return self._close(ended.reason, self.token_ids[num_heard:])

@@ -125,6 +125,7 @@ class EndedFrame(Message, frozen=True):
     tokens: bytes
     score: float | None
     num_preemptions: int
+    by_token: bool
 
 
 class BegunFrame(Message, frozen=True):
@@ -284,12 +285,12 @@ def progress_of(frame: ProgressFrame) -> Progress:
 
 def _ended_frame(over: Ended) -> EndedFrame:
     tokens = over.tokens.astype("<i4", copy=False).tobytes()
-    return EndedFrame(over.number, over.sequence, over.reason, tokens, over.score, over.num_preemptions)
+    return EndedFrame(over.number, over.sequence, over.reason, tokens, over.score, over.num_preemptions, over.by_token)
 
 
 def _ended_of(frame: EndedFrame) -> Ended:
     tokens = np.frombuffer(frame.tokens, dtype="<i4")
-    return Ended(frame.number, frame.sequence, frame.reason, tokens, frame.score, frame.num_preemptions)
+    return Ended(frame.number, frame.sequence, frame.reason, tokens, frame.score, frame.num_preemptions, frame.by_token)
 
 
 def _scores_frame(top: TopLogprobs) -> ScoresFrame:

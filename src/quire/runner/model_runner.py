@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.core.ids import IntArray, Row
-from quire.core.step import Ended, FinishReason, PromptLogprobs, StepPlan, StepResult
+from quire.core.step import Ended, FinishReason, Masks, PromptLogprobs, StepPlan, StepResult
 from quire.models.model import Model
 from quire.runner.batch import Asking, PromptScoring, build_batch
 from quire.runner.kv_store import KvStores
@@ -36,7 +36,7 @@ class ModelRunner:
         self._pools = Pools()
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> "RunningStep":
+    def launch(self, plan: StepPlan, masks: Masks | None = None) -> "RunningStep":
         self._stores.carry(plan.moves)
         self._follow(plan)
         cruising = self._rows.apply(plan)
@@ -46,7 +46,7 @@ class ModelRunner:
         hidden = self._model.forward(batch.tokens, batch.ragged, self._stores.device)
         return RunningStep(
             plan.step,
-            self._sample(batch.sampling, hidden) if len(batch.sampling.at) else None,
+            self._sample(batch.sampling, hidden, masks) if len(batch.sampling.at) else None,
             self._find_candidates(batch.tethered, hidden) if batch.tethered is not None else None,
             tuple((part, self._score(part, hidden)) for part in batch.scoring),
             self._pools.add(batch.pooling, hidden),
@@ -69,10 +69,11 @@ class ModelRunner:
         self,
         asking: Asking,
         hidden: Tensor,  # [tokens, hidden]
+        masks: Masks | None,
     ) -> "Emission":
         batch = asking.batch
         logits = self._model.logits(hidden[asking.at])
-        sampled = self._sampler.sample(logits, batch)
+        sampled = self._sampler.sample(logits, batch, masks)
         tokens = sampled.tokens
         scores = self._sampler.score(logits, batch, tokens)
         ends = self._sampler.ends(batch, tokens)

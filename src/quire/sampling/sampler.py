@@ -1,7 +1,7 @@
 """Chooses the next token of every row of a step: logits in, tokens out, all rows at once.
 
 The order of the stages:
-    raw logits -> offsets (allowed ids, bias, one-token bad words) -> bad words -> min_tokens
+    raw logits -> masks of the step -> offsets (allowed ids, bias, one-token bad words) -> bad words -> min_tokens
     -> repetition, then frequency and presence penalties -> temperature -> min-p -> top-k -> top-p -> draw
 Tethered rows give back their candidates instead. As in transformers' beam search the logits are made log-probabilities
 first, the stages up to the penalties change those, and nothing is made to add up to one again.
@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from quire.core.ids import Row
-from quire.core.step import Seat
+from quire.core.step import Masks, Seat
 from quire.sampling.bad_words import BadWords
 from quire.sampling.candidates import RowCandidates, likeliest
 from quire.sampling.ends import Ends, find_ends, forbid_early_ends
 from quire.sampling.filters import draw, drop_unlikely, keep_likeliest, token_weights
 from quire.sampling.logprobs import RowScores, score_tokens
+from quire.sampling.masks import apply_masks
 from quire.sampling.offsets import Offsets
 from quire.sampling.penalties import Penalties
 from quire.sampling.random import uniform
@@ -96,9 +97,10 @@ class Sampler:
         self,
         logits: Tensor,  # [n, vocab] float32; not changed
         batch: RowBatch,
+        masks: Masks | None = None,
     ) -> Sampled:
         """Choose a token for every row of the batch. `commit` tells the rows' state of it."""
-        shaped, tokens, highest, finite = self._best(logits, batch)
+        shaped, tokens, highest, finite = self._best(logits, batch, masks)
         random = self._rows.part(batch, Ask.RANDOM)
         if random is not None:
             drawn = self._draw(random.of(shaped), random.of(highest), random.batch)
@@ -141,20 +143,22 @@ class Sampler:
         scores = score_tokens(asking.of(logits), asking.of(tokens), int(counts.max()))
         return RowScores(asking.batch.host_rows, counts, scores)
 
-    def _best(self, logits: Tensor, batch: RowBatch) -> "_Best":
+    def _best(self, logits: Tensor, batch: RowBatch, masks: Masks | None = None) -> "_Best":
         tokens, highest = _likeliest(logits)
         finite = torch.isfinite(highest)
-        shaped = self._shape(logits, batch)
+        shaped = self._shape(logits, batch, masks)
         if shaped is not logits:
             tokens, highest = _likeliest(shaped)
             finite &= torch.isfinite(highest)
         return _Best(shaped, tokens, highest, finite)
 
-    def _shape(self, logits: Tensor, batch: RowBatch) -> Tensor:
+    def _shape(self, logits: Tensor, batch: RowBatch, masks: Masks | None = None) -> Tensor:
         """The logits after all that forbids, favours or penalizes single tokens; a copy if anything does."""
-        if not self._rows.union(batch) & _SHAPING:
+        if masks is None and not self._rows.union(batch) & _SHAPING:
             return logits
         shaped = logits.clone()
+        if masks is not None:
+            apply_masks(shaped, batch, masks)
         offset = self._rows.part(batch, Ask.OFFSETS)
         if offset is not None:
             self._offsets.apply(shaped, offset)

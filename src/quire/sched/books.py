@@ -17,6 +17,7 @@ from quire.sched.deadlines import Deadlines
 from quire.sched.forks import Forks
 from quire.sched.leaders import Leaders
 from quire.sched.lengths import LengthQuantile
+from quire.sched.masked import MaskedRows
 from quire.sched.owner import owner_of
 from quire.sched.policy import Policy
 from quire.sched.queue import WaitingRoom
@@ -45,6 +46,7 @@ class Books:
         self.forks = Forks(kv, self.seating)
         self.beams = BeamFamilies(kv, self.seating)
         self.lengths = LengthQuantile()
+        self.masked = MaskedRows()
         self.tally = Tally()
         self.stalls = Stalls()
         self.prefilling: list[Sequence] = []  # must catch up; in order of arrival
@@ -127,6 +129,7 @@ class Books:
         self.fresh = [other for other in self.fresh if other is not sequence]
         self.tells = [tell for tell in self.tells if tell.row != sequence.row]
         self.cruise.stop(sequence.row)
+        self.masked.forget(sequence.row)
         self.leaders.end(sequence)
         orphans = self.forks.orphans(sequence)
         self.seating.rise(sequence, reason, self.last_planned)

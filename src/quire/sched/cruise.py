@@ -88,6 +88,20 @@ class Cruise:
         """The step was not taken: it asks again in the same one."""
         self._book(row, step)
 
+    def hold(self, row: Row) -> None:
+        """It sits a step out before anybody has asked whether it needs a block for it."""
+        self._shift(row, 1)
+
+    def let_go(self, row: Row) -> None:
+        """The step was not taken: it did not sit it out after all."""
+        self._shift(row, -1)
+
+    def _shift(self, row: Row, num_steps: int) -> None:
+        self._offset[row] -= num_steps
+        self._sum_of_offsets -= num_steps
+        self._end[row] += num_steps
+        self._book(row, int(self._due[row]) + num_steps)
+
     def _book(self, row: Row, day: int) -> None:
         self._due[row] = day
         self._days.setdefault(day, []).append(np.array([row], dtype=np.int32))

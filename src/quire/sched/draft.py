@@ -11,8 +11,8 @@ from quire.core.step import Chunk, Grants, Output, Seat, StepPlan, Tell
 class Draft:
     """Collects the differences of one step within its token budget."""
 
-    __slots__ = ("_granted", "_granted_rows", "budget", "chunked", "chunks", "kept", "now_s", "num_cruising", "paused",
-                 "pressure", "seats", "step", "tells")  # fmt: skip
+    __slots__ = ("_granted", "_granted_rows", "budget", "chunked", "chunks", "held", "kept", "now_s", "num_cruising",
+                 "paused", "pressure", "seats", "step", "tells")  # fmt: skip
 
     def __init__(self, step: int, now_s: float, budget: int) -> None:
         self.step = step
@@ -25,7 +25,8 @@ class Draft:
         self.tells: list[Tell] = []
         self.chunks: list[Chunk] = []
         self.chunked: list[Sequence] = []  # whose each chunk is
-        self.paused: list[Row] = []
+        self.paused: list[Row] = []  # denied a block
+        self.held: list[Row] = []  # their next token needs the one in flight
         self._granted_rows: list[IntArray] = []
         self._granted: list[IntArray] = []
 
@@ -68,7 +69,15 @@ class Draft:
     def empty(self) -> bool:
         return self.num_cruising == 0 and not self.chunks
 
-    def build(self, moves: tuple[Move, ...], leaves: tuple[Row, ...], *, num_padding: int, reset: bool) -> StepPlan:
+    def build(
+        self,
+        moves: tuple[Move, ...],
+        leaves: tuple[Row, ...],
+        *,
+        masked: tuple[Row, ...],
+        num_padding: int,
+        reset: bool,
+    ) -> StepPlan:
         return StepPlan(
             step=self.step,
             moves=moves,
@@ -77,7 +86,8 @@ class Draft:
             tells=tuple(self.tells),
             grants=Grants(_joined(self._granted_rows), _joined(self._granted)),
             chunks=tuple(self.chunks),
-            pauses=tuple(self.paused),
+            pauses=(*self.paused, *self.held),
+            masked=masked,
             num_cruising=self.num_cruising,
             num_padding=num_padding,
             reset=reset,

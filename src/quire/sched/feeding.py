@@ -27,6 +27,8 @@ class Feeding:
 
     def cruising(self, draft: Draft) -> None:
         cruise = self._books.cruise
+        if len(self._books.masked):
+            self._hold_back(draft)
         rows = cruise.due(draft.step)
         if len(rows):
             blocks = self._books.kv.grow_each(rows)
@@ -36,8 +38,16 @@ class Feeding:
                 draft.grant_each(rows, blocks)
                 cruise.book_granted(rows, draft.step)
                 self._charge(rows, draft.step)
-        draft.num_cruising = cruise.num_cruising - len(draft.paused)
+        draft.held = [row for row in draft.held if cruise.cruises(row)]  # some may have had to go
+        draft.num_cruising = cruise.num_cruising - len(draft.paused) - len(draft.held)
         draft.budget -= draft.num_cruising
+
+    def _hold_back(self, draft: Draft) -> None:
+        """Masked rows whose last token is in flight sit this step out."""
+        cruise = self._books.cruise
+        draft.held = [row for row in self._books.masked.unknown(self._books.last_absorbed) if cruise.cruises(row)]
+        for row in draft.held:
+            cruise.hold(row)
 
     def _one_by_one(self, rows: IntArray, draft: Draft) -> None:
         """There are not blocks for all: the first come first, and may cost others their seat."""
@@ -133,6 +143,8 @@ class Feeding:
         if catches_up:
             books.caught_up(sequence)
             if pooled or Output.SAMPLE in output:
+                if sequence.request.sampling.masked:
+                    self._books.masked.note(row, draft.step)
                 capacity, position = num_blocks * books.kv.block_size, sequence.num_tokens
                 books.cruise.start(row, draft.step + 1, position, sequence.last_position, capacity)
                 books.charges.start(row, tenant, position)

@@ -69,7 +69,7 @@ def checksum(plan: StepPlan) -> int:
         numbers += (tell.row, len(tell.tokens), *tell.tokens)
     for chunk in plan.chunks:
         numbers += (chunk.row, chunk.start, chunk.length, chunk.output.value)
-    numbers += plan.pauses
+    numbers += (*plan.pauses, len(plan.masked), *plan.masked)
     start = crc32(np.array(numbers, dtype="<i8").tobytes())
     return crc32(plan.grants.blocks.astype("<i4").tobytes(), crc32(plan.grants.rows.astype("<i4").tobytes(), start))
 

@@ -86,7 +86,8 @@ class Arrived(NamedTuple):
         packer.count(sampling.min_tokens)
         packer.count(sampling.num_candidates)
         scored = sampling.num_prompt_logprobs is not None
-        packer.count(scored | (request.deadline_s is not None) << 1 | (beam is not None) << 2 | sampling.pooled << 3)
+        timed, beams = request.deadline_s is not None, beam is not None
+        packer.count(scored | timed << 1 | beams << 2 | sampling.masked << 3 | sampling.pooled << 4)
         if request.deadline_s is not None:
             packer.real(request.deadline_s)
         if beam is not None:
@@ -276,7 +277,8 @@ def _read_arrival(unpacker: Unpacker) -> Arrived:
         min_tokens=min_tokens,
         num_candidates=num_candidates,
         num_prompt_logprobs=0 if flags & 1 else None,
-        pooled=bool(flags & 8),
+        masked=bool(flags & 8),
+        pooled=bool(flags & 16),
     )
     return Arrived(
         Request(number, prompt, max_tokens, sampling, num_sequences, beam, partition, tenant, priority, deadline_s),

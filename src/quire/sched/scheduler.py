@@ -18,7 +18,7 @@ from quire.core.errors import Draining, DuplicateRequest, NeverFits, QueueFull
 from quire.core.events import Event, What
 from quire.core.ids import FloatArray, IntArray, RequestId, Row, SequenceId
 from quire.core.request import Family, Request, Sequence, State
-from quire.core.step import Candidates, FinishReason, PromptLogprobs, StepPlan, StepResult, TopLogprobs
+from quire.core.step import Candidates, FinishReason, Output, PromptLogprobs, StepPlan, StepResult, TopLogprobs
 from quire.kv.manager import KVManager
 from quire.sched.admission import Admission
 from quire.sched.beams import Turn
@@ -119,6 +119,11 @@ class Scheduler:
         """End one sequence, whatever state it is in; False if it had ended already."""
         return self.books.finish(sequence, reason)
 
+    def conclude(self, sequence: Sequence, reason: FinishReason) -> None:
+        """End one sequence for a reason that no step has found; it is told with the next result."""
+        if self.books.finish(sequence, reason):
+            self._ended_early.append(sequence)
+
     def drain(self) -> None:
         """Accept nobody any more; who is here is served to the end."""
         self.draining = True
@@ -196,6 +201,8 @@ class Scheduler:
         if draft.empty:
             for row in draft.paused:  # the step is not taken: they ask again in the same one
                 books.cruise.book_again(row, draft.step)
+            for row in draft.held:
+                books.cruise.let_go(row)
             assert not draft.seats and not draft.chunks, draft.seats
             return None
         for row in draft.paused:
@@ -214,7 +221,20 @@ class Scheduler:
         tally.padding_tokens += num_padding
         tally.moved_blocks += len(moves)
         reset, self._reset = self._reset, False
-        return draft.build(moves, books.seating.take_leaves(), num_padding=num_padding, reset=reset)
+        leaves, masked = books.seating.take_leaves(), self._masked(draft)
+        return draft.build(moves, leaves, masked=masked, num_padding=num_padding, reset=reset)
+
+    def _masked(self, draft: Draft) -> tuple[Row, ...]:
+        """The masked rows that choose a token in this step."""
+        masked, cruise = self.books.masked, self.books.cruise
+        if not len(masked):
+            return ()
+        idle = {*draft.paused, *draft.held}
+        choosing = {chunk.row for chunk in draft.chunks if Output.SAMPLE in chunk.output}
+        rows = [row for row in masked if row in choosing or (cruise.cruises(row) and row not in idle)]
+        for row in rows:
+            masked.note(row, draft.step)
+        return tuple(rows)
 
     def _padding(self, draft: Draft) -> int:
         """What a padded batch computes for nothing: short prompts up to the longest, and members that have ended."""

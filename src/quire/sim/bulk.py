@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.core.ids import IntArray, Row
-from quire.core.step import Ended, FinishReason, Output, Seat, StepPlan, StepResult
+from quire.core.step import Ended, FinishReason, Masks, Output, Seat, StepPlan, StepResult
 from quire.sched.cost import StepShape
 from quire.sim.rows import Done
 
@@ -36,7 +36,7 @@ class BulkRunner:
         self._full: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # known tokens at which it is cut off
         self._cruising: NDArray[np.bool_] = np.zeros(max_rows, dtype=np.bool_)
 
-    def launch(self, plan: StepPlan) -> Done:
+    def launch(self, plan: StepPlan, masks: Masks | None = None) -> Done:
         if plan.reset:
             self._cruising[:] = False
         self._cruising[list(plan.leaves)] = False

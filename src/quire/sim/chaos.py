@@ -10,7 +10,7 @@ import numpy as np
 
 from quire.core.ids import Row
 from quire.core.request import Family, State
-from quire.core.step import Ended, FinishReason, Pending, Runner, StepLost, StepPlan, StepResult
+from quire.core.step import Ended, FinishReason, Masks, Pending, Runner, StepLost, StepPlan, StepResult
 from quire.sched.audit import audit_plan
 from quire.sched.scheduler import Scheduler
 from quire.sim.flight import FlightWatch
@@ -43,7 +43,7 @@ class Chaos:
     def body(self) -> Runner:
         return self._body
 
-    def launch(self, plan: StepPlan) -> "_Watched":
+    def launch(self, plan: StepPlan, masks: Masks | None = None) -> "_Watched":
         scheduler = self._scheduler
         self.num_launched += 1
         self.num_tokens += plan.num_tokens
@@ -61,7 +61,7 @@ class Chaos:
             self._silenced.clear()
         if self.loses is not None and self.loses_early:  # before anything was carried out
             self._raise_lost()
-        return _Watched(self._body.launch(plan), self)
+        return _Watched(self._body.launch(plan, masks), self)
 
     def _admits(self, plan: StepPlan) -> bool:
         """Siblings and beams of those who sit already are no new work."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from quire.core.request import Request
-from quire.core.step import Pending, StepPlan, StepResult
+from quire.core.step import Masks, Pending, StepPlan, StepResult
 from quire.sched.cost import CostTable
 from quire.sched.loop import Loop
 from quire.sched.scheduler import Absorbed, Scheduler
@@ -93,10 +93,10 @@ class Ledger:
             pass
         return self.account
 
-    def launch(self, plan: StepPlan) -> Pending:
+    def launch(self, plan: StepPlan, masks: Masks | None = None) -> Pending:
         """The ledger is the runner that the loop sees."""
         self.plan = plan
-        pending = self._body.launch(plan)
+        pending = self._body.launch(plan, masks)
         seconds = self._cost.predict_s(self._body.shape)
         self._done_s = max(self._done_s, self.now_s) + seconds
         self._write(plan, seconds)

@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 from quire.core.ids import Row
 from quire.core.moves import Place, Run, Tier, runs
 from quire.core.oracle import mix
-from quire.core.step import StepPlan
+from quire.core.step import Masks, StepPlan
 from quire.sim.rows import Done, Rows, SeatedRow, Work
 
 
@@ -34,10 +34,10 @@ class OracleRunner:
             last = len(seated.tokens) - (2 if seated.cruising else 1)  # a tethered row has not heard its next token
             self._stores[Tier.DEVICE][seated.blocks[last // self._block_size], last % self._block_size] = -7
 
-    def launch(self, plan: StepPlan) -> Done:
+    def launch(self, plan: StepPlan, masks: Masks | None = None) -> Done:
         for run in runs(plan.moves):
             self._carry(run)
-        return self._rows.run(plan, self._totals)
+        return self._rows.run(plan, self._totals, masks)
 
     def _carry(self, run: Run) -> None:
         assert (run.src, run.dst) != (Tier.HOST, Tier.HOST), f"a move inside the host's store: {run}"

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.core.ids import BlockId, FloatArray, Row
+from quire.core.ids import BlockId, FloatArray, IntArray, Row
 from quire.core.oracle import candidates
-from quire.core.step import Ended, FinishReason, Output, Seat, StepPlan, StepResult
+from quire.core.step import Ended, FinishReason, Masks, Output, Seat, StepPlan, StepResult
 
 
 class Work(NamedTuple):
@@ -49,6 +49,19 @@ class Done:
         return self._result
 
 
+def check_masks(plan: StepPlan, masks: Masks | None) -> dict[Row, IntArray]:
+    """The mask of each row; a plan and its masks must name the same rows."""
+    named = () if masks is None else tuple(masks.rows.tolist())
+    assert named == plan.masked, (named, plan.masked)
+    return {} if masks is None else {Row(row): bits for row, bits in zip(named, masks.bits, strict=True)}
+
+
+def first_allowed(token: int, bits: IntArray, vocab_size: int) -> int:
+    """The first token from this one on, round the vocabulary, that a mask allows; there must be one."""
+    allowed = np.unpackbits(bits.astype("<i4").view(np.uint8), bitorder="little")[:vocab_size]
+    return int((token + np.argmax(np.roll(allowed, -token))) % vocab_size)
+
+
 class Rows:
     """The persistent batch of a runner without tensors."""
 
@@ -57,9 +70,13 @@ class Rows:
         self._vocab_size = vocab_size
         self._next_step = 0
 
-    def run(self, plan: StepPlan, totals: Callable[[Work, SeatedRow], NDArray[np.int64]]) -> Done:
+    def run(
+        self, plan: StepPlan, totals: Callable[[Work, SeatedRow], NDArray[np.int64]], masks: Masks | None = None
+    ) -> Done:
         """Carry a plan out, but for its moves. `totals` computes some work and says for each of its positions what the
-        tokens after it follow from, beside the sequence's index: these are the hidden states."""
+        tokens after it follow from, beside the sequence's index: these are the hidden states. Under a mask the next
+        token is the first allowed one from there on."""
+        bits = check_masks(plan, masks)
         emitted = []
         ended = []
         likeliest = {}
@@ -78,6 +95,8 @@ class Rows:
                 likeliest[work.row] = candidates(follows, self._vocab_size, row.seat.sampling.num_candidates)
             elif Output.SAMPLE in work.output:
                 token = (follows + row.seat.index) % self._vocab_size
+                if row.seat.sampling.masked:
+                    token = first_allowed(token, bits[work.row], self._vocab_size)
                 emitted.append((work.row, token))
                 end = self.emit(work.row, token)
                 if end is not None:

@@ -15,13 +15,14 @@ from quire.core.step import (
     Candidates,
     Ended,
     FinishReason,
+    Masks,
     Output,
     PromptLogprobs,
     StepPlan,
     StepResult,
     TopLogprobs,
 )
-from quire.sim.rows import Done, Rows, SeatedRow, Work
+from quire.sim.rows import Done, Rows, SeatedRow, Work, check_masks, first_allowed
 
 EMBEDDING_SIZE = 16
 
@@ -44,16 +45,16 @@ class ScriptedRunner:
         self._rows = Rows(vocab_size)
         self._lines: dict[Row, Line] = {}
 
-    def launch(self, plan: StepPlan) -> Done:
+    def launch(self, plan: StepPlan, masks: Masks | None = None) -> Done:
         self._pause()
         work = self._rows.apply(plan)
         if plan.reset:
             self._lines.clear()
         for seat in plan.seats:
             self._lines[seat.row] = self._choose(seat.tokens[: seat.num_prompt])
-        return Done(self._result(plan.step, work))
+        return Done(self._result(plan.step, work, check_masks(plan, masks)))
 
-    def _result(self, step: int, work: list[Work]) -> StepResult:
+    def _result(self, step: int, work: list[Work], bits: dict[Row, IntArray]) -> StepResult:
         emitted: list[tuple[int, int]] = []
         ended: list[Ended] = []
         logprobs: dict[Row, TopLogprobs] = {}
@@ -76,6 +77,8 @@ class ScriptedRunner:
                 row.ended = True
                 ended.append(Ended(each.row, FinishReason.ERROR))
                 continue
+            if each.row in bits:
+                token = first_allowed(token, bits[each.row], self._vocab_size)
             if Output.CANDIDATES in each.output:
                 scores = self._scores(token, row.seat.sampling.num_candidates)
                 candidates[each.row] = Candidates(scores.ids, scores.logprobs)

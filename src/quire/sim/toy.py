@@ -7,7 +7,7 @@ candidates follow from the sum as the oracle's do.
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.core.step import StepPlan
+from quire.core.step import Masks, StepPlan
 from quire.sim.rows import Done, Rows, SeatedRow, Work
 
 
@@ -17,8 +17,8 @@ class ToyRunner:
     def __init__(self, vocab_size: int) -> None:
         self._rows = Rows(vocab_size)
 
-    def launch(self, plan: StepPlan) -> Done:
-        return self._rows.run(plan, self._totals)
+    def launch(self, plan: StepPlan, masks: Masks | None = None) -> Done:
+        return self._rows.run(plan, self._totals, masks)
 
     def _totals(self, work: Work, row: SeatedRow) -> NDArray[np.int64]:
         return np.cumsum(row.tokens[: work.stop], dtype=np.int64)[work.start :]

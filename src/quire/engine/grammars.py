@@ -1,0 +1,94 @@
+"""Grammars at work: one matcher for each continuation that must follow one, and their masks for the next step.
+
+Fails closed: a matcher that gives up allows nothing, and its row, with nothing to choose, ends alone with an error.
+"""
+
+import logging
+import threading
+from collections.abc import Sequence as Many
+
+import numpy as np
+
+from quire.core.grammar import Grammar
+from quire.core.ids import IntArray, SequenceId
+from quire.core.request import Family, Sequence
+from quire.core.step import FinishReason
+from quire.grammar.compiler import Compiled, Compiler
+from quire.grammar.matcher import Matcher
+from quire.grammar.tokens import Vocabulary
+from quire.sched.scheduler import Absorbed, Scheduler
+from quire.text.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
+
+
+class Grammars:
+    """Begins with a family, follows its tokens, forgets who has ended."""
+
+    __slots__ = ("_compiler", "_followed", "_lock", "_num_words", "_spelling")
+
+    def __init__(self, tokenizer: Tokenizer, end_ids: tuple[int, ...], vocab_size: int) -> None:
+        self._spelling = (tokenizer, end_ids, vocab_size)
+        self._num_words = -(-vocab_size // 32)
+        self._lock = threading.Lock()
+        self._compiler: Compiler | None = None
+        self._followed: dict[SequenceId, tuple[Sequence, Matcher]] = {}
+
+    def prepare(self, grammar: Grammar) -> Compiled:
+        """Compile, or find compiled; an `InvalidGrammar` says why not. From any thread."""
+        return self.wake().compile(grammar)
+
+    def wake(self) -> Compiler:
+        """The compiler. Reading a vocabulary takes a second or so, and is done by the first who asks."""
+        with self._lock:
+            if self._compiler is None:
+                self._compiler = Compiler(Vocabulary(*self._spelling))
+            return self._compiler
+
+    def begin(self, family: Family, grammar: Grammar) -> None:
+        compiled = self.prepare(grammar)
+        for member in family.members:
+            self._followed[member.id] = (member, compiled.matcher())
+
+    def masks(self, sequences: Many[Sequence]) -> IntArray:
+        """What each may say next."""
+        bits = np.zeros((len(sequences), self._num_words), dtype=np.int32)
+        for sequence, row in zip(sequences, bits, strict=True):
+            self._fill(sequence, row)
+        return bits
+
+    def _fill(self, sequence: Sequence, row: IntArray) -> None:
+        try:
+            _, matcher = self._followed[sequence.id]
+            if not matcher.fill(row):
+                _log.error("the grammar of request %s gave up", sequence.request.id)
+        except Exception:  # this row's alone: it may say nothing, and ends
+            row[:] = 0
+            _log.exception("the grammar of request %s broke", sequence.request.id)
+
+    def advance(self, absorbed: Absorbed, scheduler: Scheduler) -> None:
+        """Take in what was said. Whoever can say no more has ended, whether or not an end token came."""
+        if not self._followed:
+            return
+        for number, token in zip(absorbed.sequences.tolist(), absorbed.tokens.tolist(), strict=True):
+            followed = self._followed.get(SequenceId(number))
+            if followed is not None and not followed[0].finished:
+                reason = _taken(followed[1], token)
+                if reason is not None:
+                    scheduler.conclude(followed[0], reason)
+        for name in [name for name, (sequence, _) in self._followed.items() if sequence.finished]:
+            del self._followed[name]
+
+    @property
+    def num_followed(self) -> int:
+        return len(self._followed)
+
+
+def _taken(matcher: Matcher, token: int) -> FinishReason | None:
+    try:
+        if not matcher.advance(token):
+            return FinishReason.ERROR
+    except Exception:
+        _log.exception("a grammar broke over a token")
+        return FinishReason.ERROR
+    return FinishReason.STOP if matcher.stopped else None

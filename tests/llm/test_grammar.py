@@ -1,0 +1,79 @@
+"""Answers that must follow a grammar, from the real model through the real engine."""
+
+import json
+import re
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.core.errors import InvalidGrammar, InvalidParameter
+from quire.core.grammar import Grammar, GrammarKind
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+PERSON = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA))
+
+
+@pytest.fixture(scope="module")
+def llm(default_model_path):
+    return LLM(threads=1, max_model_len=512, kv_cache_memory=64 << 20)
+
+
+def settle(llm):
+    while not llm.front.idle:
+        llm.front.turn()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_schema_is_kept_by_every_continuation(llm, temperature):
+    params = SamplingParams(n=3, temperature=temperature, max_tokens=80, seed=3, grammar=PERSON)
+    (output,) = llm.chat([{"role": "user", "content": "Name a person and an age."}], params)
+    for said in output.outputs:
+        assert said.finish_reason == "stop", said
+        person = json.loads(said.text)
+        assert set(person) == {"name", "age"} and 0 <= person["age"] <= 99 and len(person["name"]) <= 12
+    settle(llm)
+    assert llm.built.engine.grammars.num_followed == 0
+
+
+def test_choices_and_patterns_and_free_answers_side_by_side(llm):
+    choice = SamplingParams(
+        temperature=0.0, max_tokens=20, grammar=Grammar(GrammarKind.CHOICE, '["red", "green blue"]')
+    )
+    pattern = SamplingParams(
+        temperature=1.0, seed=1, max_tokens=40, grammar=Grammar(GrammarKind.REGEX, "[a-f]{3}-[0-9]{4}")
+    )
+    free = SamplingParams(temperature=0.0, max_tokens=12)
+    alone = llm.generate("The sky is", free)[0].outputs[0].text
+    one, two, three = llm.generate(["Colour:", "Code:", "The sky is"], [choice, pattern, free])
+    assert one.outputs[0].text in ("red", "green blue")
+    assert re.fullmatch("[a-f]{3}-[0-9]{4}", two.outputs[0].text)
+    assert three.outputs[0].text == alone
+    assert one.outputs[0].finish_reason == two.outputs[0].finish_reason == "stop"
+
+
+def test_a_cut_answer_says_so_and_an_unended_one_ends_with_its_grammar(llm):
+    cut = llm.generate("x", SamplingParams(max_tokens=3, grammar=PERSON))[0].outputs[0]
+    assert cut.finish_reason == "length"
+    stubborn = SamplingParams(
+        max_tokens=50, ignore_eos=True, min_tokens=30, grammar=Grammar(GrammarKind.CHOICE, '["yes"]')
+    )
+    said = llm.generate("x", stubborn)[0].outputs[0]
+    assert (said.text, said.finish_reason) == ("yes", "stop")
+
+
+def test_what_is_no_grammar_is_refused_and_nothing_is_left_behind(llm):
+    with pytest.raises(InvalidGrammar):
+        llm.generate("x", SamplingParams(grammar=Grammar(GrammarKind.JSON_SCHEMA, '{"type": 7}')))
+    with pytest.raises(InvalidParameter, match="beam search"):
+        SamplingParams(n=2, use_beam_search=True, grammar=PERSON)
+    with pytest.raises(InvalidParameter, match="must be a Grammar"):
+        SamplingParams(grammar="{}")
+    assert llm.front.idle and llm.built.engine.grammars.num_followed == 0
