@@ -86,8 +86,8 @@ class Arrived(NamedTuple):
         packer.count(sampling.min_tokens)
         packer.count(sampling.num_candidates)
         scored = sampling.num_prompt_logprobs is not None
-        flags = scored | (request.deadline_s is not None) << 1 | (beam is not None) << 2
-        packer.count(flags | sampling.masked << 3 | sampling.pooled << 4)
+        timed, beams = request.deadline_s is not None, beam is not None
+        packer.count(scored | timed << 1 | beams << 2 | sampling.masked << 3 | sampling.pooled << 4)
         if request.deadline_s is not None:
             packer.real(request.deadline_s)
         if beam is not None:

@@ -23,7 +23,7 @@ from quire.server.service import Service
 from quire.server.translate import Wanted, shortened
 
 MAX_INPUTS = 2048  # as OpenAI has it
-_AT_ONCE = 64  # inputs of one request that are with the engine: enough to fill it, too few to fill its queue
+_AT_ONCE = 32  # inputs of one request that are with the engine: they fill a step, and leave room for others
 _FORMATS = ("float", "base64")
 
 
