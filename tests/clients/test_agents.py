@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.environments import NOT_YET, environment
+from tests.clients.environments import environment
 from tests.clients.serving import scripted
 from tests.clients.world import FOLDER
 
@@ -69,7 +69,6 @@ def ask(command: list[str], home: Path, settings: dict[str, str]) -> str:
     return done.stdout.strip().splitlines()[-1]
 
 
-@pytest.mark.xfail("responses" in NOT_YET, reason="no /v1/responses", strict=True)
 def test_codex_answers_and_uses_its_shell(url: str, tmp_path: Path) -> None:
     binary = str(environment("codex") / "node_modules" / ".bin" / "codex")
     (tmp_path / "config.toml").write_text(CODEX_CONFIG.format(url=url))
@@ -80,7 +79,6 @@ def test_codex_answers_and_uses_its_shell(url: str, tmp_path: Path) -> None:
     assert (tmp_path / "seen.txt").read_text() == "word\n"
 
 
-@pytest.mark.xfail("messages" in NOT_YET, reason="no /v1/messages", strict=True)
 def test_claude_code_answers_and_uses_its_shell(url: str, tmp_path: Path) -> None:
     binary = str(environment("claude-code") / "node_modules" / ".bin" / "claude")
     settings = {

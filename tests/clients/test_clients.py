@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from tests.clients.environments import SCRIPTS, environment, outcomes, python, surprises
+from tests.clients.environments import SCRIPTS, environment, errors, outcomes, python
 from tests.clients.world import MODEL
 
 SCRIPT_OF = {
@@ -23,7 +23,7 @@ SCRIPT_OF = {
 @pytest.mark.parametrize("client", SCRIPT_OF)
 def test_a_python_client(client: str, scripted_url: str) -> None:
     went = outcomes(python(client), str(SCRIPTS / SCRIPT_OF[client]), scripted_url, MODEL)
-    assert surprises(went) == {}
+    assert errors(went) == {}
 
 
 @pytest.mark.timeout(900)
@@ -31,4 +31,4 @@ def test_a_python_client(client: str, scripted_url: str) -> None:
 def test_the_npm_client(scripted_url: str) -> None:
     home = environment("openai-npm")
     went = outcomes("node", str(SCRIPTS / "use_openai.mjs"), scripted_url, MODEL, str(home))
-    assert surprises(went) == {}
+    assert errors(went) == {}

@@ -5,34 +5,31 @@ import subprocess
 
 import pytest
 
-from tests.clients.environments import NOT_YET, REQUIREMENTS, python
+from tests.clients.environments import REQUIREMENTS, python
 from tests.clients.world import KEY, MODEL
 from tests.house.tree import ROOT
 
 PAGES = ROOT / "docs" / "clients"
 
-# page: the environment its Python runs in, and the case that says whether the server can do it
+# page: the environment its Python runs in
 SHOWN = {
-    "openai": ("openai-3", "chat"),
-    "anthropic": ("anthropic", "messages"),
-    "langchain": ("langchain", "chat"),
-    "litellm": ("litellm", "chat"),
-    "instructor": ("instructor", "json_schema"),
-    "pydantic-ai": ("pydantic-ai", "chat"),
+    "openai": "openai-3",
+    "anthropic": "anthropic",
+    "langchain": "langchain",
+    "litellm": "litellm",
+    "instructor": "instructor",
+    "pydantic-ai": "pydantic-ai",
 }
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", SHOWN)
-def test_the_lines_of_a_page_work(page: str, scripted_url: str, request: pytest.FixtureRequest) -> None:
-    client, case = SHOWN[page]
-    if case in NOT_YET:
-        request.applymarker(pytest.mark.xfail(reason=NOT_YET[case], strict=True))
+def test_the_lines_of_a_page_work(page: str, scripted_url: str) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", (PAGES / f"{page}.md").read_text(), re.DOTALL)
     for shown, real in (("http://127.0.0.1:8000", scripted_url), ("smollm2-135m-instruct", MODEL), ("sk-me", KEY)):
         assert shown in code
         code = code.replace(shown, real)
-    done = subprocess.run([python(client), "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([python(SHOWN[page]), "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert page == "instructor" or done.stdout.startswith("Hello!"), done.stdout
 

@@ -3,11 +3,11 @@
 import sys
 from pathlib import Path
 
-from tests.clients.environments import SCRIPTS, outcomes, surprises
+from tests.clients.environments import SCRIPTS, errors, outcomes
 from tests.clients.world import MODEL, world
 
 
 def test_the_openai_client(tmp_path: Path, default_model_path: Path) -> None:
     with world(tmp_path) as url:
         went = outcomes(sys.executable, str(SCRIPTS / "use_openai.py"), url, MODEL)
-    assert surprises(went) == {}
+    assert errors(went) == {}
