@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
+import uvloop
 from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
@@ -164,7 +165,7 @@ def serve_until_told(
             with contextlib.suppress(asyncio.CancelledError):
                 await _first_error(keeping)
 
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(life())
 
 
@@ -176,9 +177,3 @@ async def _first_error(task: "asyncio.Task[None]") -> None:
         while isinstance(first, BaseExceptionGroup):
             first = first.exceptions[0]
         raise first from None
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
-    import uvloop
-
-    return uvloop.new_event_loop
