@@ -9,7 +9,7 @@ from pathlib import Path
 import openai
 
 from quire.catalog.names import DEFAULT_MODEL
-from tests.server.conftest import QUIRE
+from tests.server.serving import QUIRE
 
 MODEL = DEFAULT_MODEL.name
 

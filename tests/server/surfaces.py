@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.server.conftest import QUIRE
+from tests.server.serving import QUIRE
 
 MODEL = "smollm2-135m-instruct"
 PLAIN = "Bonjour! 🙂 你好, naïve friend."

@@ -7,7 +7,9 @@ from dataclasses import replace
 import httpx
 import pytest
 
+from quire.server.app import DOORS
 from quire.server.served import Served
+from quire.server.voices import find_voice
 from quire.version import __version__
 from tests.server.scripted import Script, app_over, post, story
 
@@ -37,8 +39,9 @@ def test_a_conversation_counts_as_a_chat_would_be_charged(http: httpx.Client) ->
 
 
 def test_variables_and_tools_reach_the_template(served: Served) -> None:
-    template = "{{ mood }} {{ tools | length }} {{ messages[0].content }}"
-    app = app_over(Script(), replace(served, chat_template=template))
+    template = "{{ mood }} {{ tools | length }} {{ messages[0].content }}{# <tool_call> #}"
+    voice = find_voice(template, served.tokenizer)
+    app = app_over(Script(), replace(served, chat_template=template, voice=voice))
     tools = [{"type": "function", "function": {"name": "f"}}]
     asked = {"messages": ASK, "tools": tools, "chat_template_kwargs": {"mood": "calm"}}
     assert post(app, "/apply-template", asked).json() == {"prompt": "calm 1 hi"}
@@ -121,6 +124,8 @@ def test_a_page_needs_nothing_from_elsewhere(http: httpx.Client, path: str) -> N
 def test_every_endpoint_is_described_with_its_body(http: httpx.Client) -> None:
     told = http.get("/openapi.json").json()
     assert set(told["paths"]) == {
+        *(door.path.replace(":path", "") for door in DOORS if door.in_schema and door.path.startswith("/v1/")),
+        "/", "/generate", "/generate_stream", "/info",
         "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{name}", "/tokenize", "/detokenize",
         "/tokenizer_info", "/apply-template", "/health", "/ready", "/load", "/metrics", "/version",
         "/requests/{request_id}/explain", "/abort_requests", "/reset_prefix_cache", "/pause", "/resume",

@@ -21,7 +21,7 @@ from quire.text.stream import SequenceText
 from quire.text.tokenizer import Tokenizer
 from quire.text.vocabulary import Vocabulary
 from tests.server.chat_templates import LLAMA_3_1, MISTRAL_V3, QWEN_3
-from tests.server.conftest import QUIRE
+from tests.server.serving import QUIRE
 from tests.server.speaking import MODEL, speaking
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"]}

@@ -42,6 +42,31 @@ _ERROR = {
     },
     "required": ["error"],
 }
+_ANTHROPIC_ERROR = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+            "required": ["type", "message"],
+        },
+    },
+    "required": ["type", "error"],
+}
+_TGI_ERROR = {
+    "type": "object",
+    "properties": {"error": {"type": "string"}, "error_type": {"type": "string"}},
+    "required": ["error", "error_type"],
+}
+ERRORS = {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR, "TgiError": _TGI_ERROR}
+
+
+def error_of(door: Door) -> str:
+    """In whose words a door refuses: the name of one of `ERRORS`."""
+    if door.path.startswith("/v1/messages"):
+        return "AnthropicError"
+    return "TgiError" if door.path in ("/", "/generate", "/generate_stream") else "Error"
 
 
 def openapi(doors: Sequence[Door]) -> dict[str, object]:
@@ -58,14 +83,14 @@ def openapi(doors: Sequence[Door]) -> dict[str, object]:
         "openapi": "3.1.0",
         "info": {"title": "quire", "version": __version__, "description": "An LLM behind OpenAI's HTTP interface."},
         "paths": paths,
-        "components": {"schemas": {**components, "Error": _ERROR}},
+        "components": {"schemas": {**components, **ERRORS}},
     }
 
 
 def _operation(door: Door, schema: dict[str, object] | None) -> dict[str, object]:
     refused = {
         "description": "Refused; the body says why.",
-        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+        "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{error_of(door)}"}}},
     }
     operation: dict[str, object] = {
         "summary": door.summary,
