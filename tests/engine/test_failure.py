@@ -4,7 +4,7 @@ import pytest
 
 from quire.core.errors import EngineFailed
 from quire.core.sampling import SamplingParams
-from quire.core.step import StepLost, StepPlan
+from quire.core.step import FinishReason, StepLost, StepPlan
 from quire.engine.door import Door
 from quire.engine.engine import Engine
 from quire.engine.local import LocalFront
@@ -38,18 +38,22 @@ def engine_of(runner: Fragile) -> Engine:
     return Engine(scheduler, runner, door, depth=0, seed=0, clock=lambda: 0.0)
 
 
-def test_a_failed_step_is_the_end_of_an_engine_and_it_says_why() -> None:
+def test_an_engine_whose_every_step_fails_says_why_to_everybody_who_comes_later() -> None:
     runner = Fragile()
     engine = engine_of(runner)
     engine.submit(Order(0, [1, 2], SamplingParams(max_tokens=5)))
     assert engine.turn() is not None
     runner.broken = True
+    for number in range(1, 3):  # each fails alone, and is taken to be at fault
+        progress = engine.turn()
+        assert progress is not None and [over.reason for over in progress.ended] == [FinishReason.FAILED]
+        engine.submit(Order(number, [1, 2], SamplingParams(max_tokens=5)))
     with pytest.raises(MemoryError):
         engine.turn()
     with pytest.raises(EngineFailed, match="out of memory"):
         engine.turn()
     with pytest.raises(EngineFailed, match="load the model again"):
-        engine.submit(Order(1, [1], SamplingParams()))
+        engine.submit(Order(9, [1], SamplingParams()))
 
 
 def test_the_largest_of_a_step_without_memory_reads_so_and_with_its_numbers() -> None:

@@ -88,4 +88,4 @@ def test_giving_up_a_choice_gives_everything_back(llm):
     stream.close()
     while not llm.front.idle:
         llm.front.turn()
-    assert not llm.front._choosing
+    assert not llm.front._front._choosing

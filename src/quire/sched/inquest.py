@@ -9,20 +9,16 @@ from collections.abc import Iterable
 from quire.core.ids import SequenceId
 from quire.core.request import Family
 
-_MOST_CULPRITS = 3  # all alone, and nobody innocent so far: then it is not the requests that fail
-
 
 class Inquest:
     """From the first failure until every suspect was cleared or blamed."""
 
-    __slots__ = ("_groups", "_lengths", "_num_cleared", "_unheard", "culprits")
+    __slots__ = ("_groups", "_lengths", "_unheard")
 
     def __init__(self, suspects: Iterable[Family]) -> None:
         self._groups = [list(suspects)]
-        self._num_cleared = 0
         self._unheard: set[SequenceId] = set()
         self._lengths: dict[int, int] = {}  # of the group's beams when it began: they emit nothing, but they grow
-        self.culprits: list[Family] = []
         assert self._groups[0], "a step failed, and nobody sat in it"
         self.fail()
 
@@ -35,18 +31,12 @@ class Inquest:
     def open(self) -> bool:
         return bool(self._groups)
 
-    @property
-    def hopeless(self) -> bool:
-        """Whoever is asked fails: the engine is broken, not a request."""
-        return len(self.culprits) >= _MOST_CULPRITS and self._num_cleared == 0
-
     def fail(self) -> Family | None:
         """The group that sat has failed; whom it leaves to blame, if it was one alone."""
         group = self._groups.pop()
         blamed = None
         if len(group) == 1:
             (blamed,) = group
-            self.culprits.append(blamed)
         else:
             middle = len(group) // 2
             self._groups += [group[middle:], group[:middle]]
@@ -58,7 +48,7 @@ class Inquest:
         self._unheard -= {SequenceId(name) for name in emitters}
         if not all(self._is_cleared(family) for family in self._groups[-1]):
             return False
-        self._num_cleared += len(self._groups.pop())
+        self._groups.pop()
         self._begin()
         return True
 

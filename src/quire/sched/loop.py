@@ -16,6 +16,7 @@ from quire.sched.scheduler import Absorbed, Scheduler
 MaskSource = Callable[[Sequence[Continuation]], IntArray]
 
 
+_MOST_BLAMED = 3  # requests that failed alone, one after the other, without a step that succeeded between them
 _MOST_IN_VAIN = 5  # failed steps in a row for which nobody could be blamed: then the engine is at fault
 
 _log = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ class Loop:
         self._in_flight: deque[Pending] = deque()
         self._inquest: Inquest | None = None
         self._num_in_vain = 0  # inquests since the last that found somebody
+        self._num_blamed = 0  # requests ended since a step last succeeded
 
     def turn(self) -> Absorbed | None:
         """Launch what can be launched; absorb the oldest step once more than `depth` fly or none could be added."""
@@ -63,6 +65,8 @@ class Loop:
         except _StepFailed as failed:
             self._look_into(failed.cause)
             return self.scheduler.overdue()
+        if absorbed is not None:
+            self._num_blamed = 0
         if absorbed is not None and self._inquest is not None:
             self._clear(self._inquest, absorbed)
         return absorbed or self.scheduler.overdue()
@@ -118,8 +122,9 @@ class Loop:
         if blamed is not None:
             _log.error("request %s failed alone: it is ended", blamed.request.id)
             self._num_in_vain = 0
+            self._num_blamed += 1
             scheduler.books.fail(blamed)
-        if self._inquest.hopeless:
+        if self._num_blamed >= _MOST_BLAMED:  # whoever is asked fails: the engine is broken, not a request
             raise error
         self._go_on()
 
