@@ -99,10 +99,11 @@ def test_every_group_of_heads_agrees_for_one_row_and_for_several(use_numba, grou
 
 @pytest.mark.parametrize("use_numba", PATHS)
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
-def test_float32_queries_over_a_bfloat16_store_are_not_rounded(use_numba, softcap):
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
+def test_float32_queries_over_a_narrower_store_are_not_rounded(use_numba, stored, softcap):
     parts = [Part(20, 1), Part(3, 7), Part(0, 1)]
     rule = AttentionRule(0.3, softcap=softcap)
-    fast, truth = attend_both(use_numba, parts, dtype=torch.bfloat16, activations=torch.float32, rule=rule)
+    fast, truth = attend_both(use_numba, parts, dtype=stored, activations=torch.float32, rule=rule)
     torch.testing.assert_close(fast, truth, atol=TOLERANCE[torch.float32], rtol=0.0)
 
 

@@ -60,14 +60,17 @@ class StepAttention(Protocol):
 class Kernels(Protocol):
     """One set of operations. Sums and roots are taken in float32, whatever the dtype of the tensors.
 
-    Weights, and keys and values in the store, have the model's dtype. What flows between the operations has the dtype
-    that `activations` names: wider where that is cheap, because roundings of bfloat16 add up from layer to layer.
+    Weights have the model's dtype, keys and values in the store the one that `stored` names. What flows between the
+    operations has the one of `activations`: wider where that is cheap, because roundings of bfloat16 add up.
     """
 
     name: str
 
     def activations(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of x, queries, rotations and all results, for a model of that dtype: the same, or float32."""
+
+    def stored(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of the KV store, for a model of that dtype: the same, or another of the same size."""
 
     def pack(self, weight: Tensor) -> Tensor:
         """Once, at load: the weight [out, in] in the form `linear` likes best (opaque to everyone else)."""

@@ -23,10 +23,10 @@ _NEAR = 2.0**-6
 _MANY = 64  # near ones, for each row, that are still worth their memory
 _BLOCK = 64  # logits of which only the highest is looked at first: one pass over all of them, and not three
 
-Words = NDArray[np.uint16] | NDArray[np.float32]
+Words = NDArray[np.uint16] | NDArray[np.int16] | NDArray[np.float32]
 
-# What numba takes: numpy has no bfloat16.
-_WORDS = {torch.bfloat16: torch.uint16, torch.float32: torch.float32}
+# What numba takes: numpy has no bfloat16, and numba no float16.
+_WORDS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16, torch.float32: torch.float32}
 
 
 class _Compiled(NamedTuple):
@@ -58,6 +58,10 @@ class CpuKernels:
 
     def activations(self, dtype: torch.dtype) -> torch.dtype:
         return torch.float32 if self._product is not None else dtype
+
+    def stored(self, dtype: torch.dtype) -> torch.dtype:
+        # float16 has three more bits than bfloat16, which is worth something only if they are not rounded off before.
+        return torch.float16 if self._product is not None and dtype is torch.bfloat16 else dtype
 
     def pack(self, weight: Tensor) -> Tensor:
         if self._product is not None and weight.dtype is torch.bfloat16 and self._product.fits(*weight.shape):

@@ -14,6 +14,9 @@ class ReferenceKernels:
     def activations(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
 
+    def stored(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype
+
     def pack(self, weight: Tensor) -> Tensor:
         return weight
 

@@ -76,7 +76,8 @@ class Decoder:
     @property
     def kv_geometry(self) -> KvGeometry:
         spec = self._spec
-        return KvGeometry(spec.num_layers, spec.num_kv_heads, spec.head_dim, self._embedding.dtype)
+        stored = self._kernels.stored(self._embedding.dtype)
+        return KvGeometry(spec.num_layers, spec.num_kv_heads, spec.head_dim, stored)
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, ragged: Ragged, kv: Tensor) -> Tensor:
