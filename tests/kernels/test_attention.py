@@ -34,6 +34,7 @@ def attend_both(
     kv_heads: int = 2,
     dim: int = 16,
     dtype: torch.dtype = torch.float32,
+    activations: torch.dtype | None = None,
     rule: AttentionRule | None = None,
     seed: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,7 +45,7 @@ def attend_both(
     fill(store, LAYER, pages, [part.num_before for part in parts], generator)
     ragged = pages.ragged(dict(enumerate(parts)))
     num_tokens = len(ragged.positions)
-    qkv = torch.randn(num_tokens, heads + 2 * kv_heads, dim, generator=generator).to(dtype)
+    qkv = torch.randn(num_tokens, heads + 2 * kv_heads, dim, generator=generator).to(activations or dtype)
     outputs = []
     for kernels in (CpuKernels(use_numba), ReferenceKernels()):
         layer = store.clone()[:, LAYER]
@@ -94,6 +95,16 @@ def test_every_group_of_heads_agrees_for_one_row_and_for_several(use_numba, grou
         use_numba, parts, heads=2 * group, kv_heads=2, dim=64, dtype=torch.bfloat16, rule=AttentionRule(0.2, window=30)
     )
     torch.testing.assert_close(fast, truth, atol=TOLERANCE[torch.bfloat16], rtol=0.0)
+
+
+@pytest.mark.parametrize("use_numba", PATHS)
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
+def test_float32_queries_over_a_narrower_store_are_not_rounded(use_numba, stored, softcap):
+    parts = [Part(20, 1), Part(3, 7), Part(0, 1)]
+    rule = AttentionRule(0.3, softcap=softcap)
+    fast, truth = attend_both(use_numba, parts, dtype=stored, activations=torch.float32, rule=rule)
+    torch.testing.assert_close(fast, truth, atol=TOLERANCE[torch.float32], rtol=0.0)
 
 
 @pytest.mark.parametrize("use_numba", PATHS)

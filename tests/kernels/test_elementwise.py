@@ -12,7 +12,7 @@ from quire.kernels.reference import ReferenceKernels
 from quire.kernels.select import select_kernels
 
 DTYPES = [torch.float32, torch.bfloat16]
-FAST, TRUTH = CpuKernels(), ReferenceKernels()
+FAST, TRUTH = CpuKernels(use_tiles=False), ReferenceKernels()
 NORMS = [
     pytest.param(FAST, id="numba", marks=pytest.mark.skipif(not FAST.compiled, reason="numba is not installed")),
     pytest.param(CpuKernels(use_numba=False), id="torch"),
@@ -128,7 +128,7 @@ def test_near_ties_of_the_logits_are_settled_in_float32(vocab_size) -> None:
     weight[1] = weight[0]
     weight[1, 0] += weight[1, 0].abs() * 2**-7  # so close that bfloat16 logits cannot tell them apart
     weight[:2] += 4 * x.mean(0).sign()
-    cpu = CpuKernels()
+    cpu = CpuKernels(use_tiles=False)
     exact = ReferenceKernels().logits(x, weight, weight)
     settled = cpu.logits(x, cpu.pack(weight), weight)
     assert settled.dtype is torch.float32

@@ -1,4 +1,4 @@
-"""Numbers as the bits they are stored in, for code compiled by numba: bfloat16, which numpy does not know, and float32.
+"""Numbers as the bits they are stored in, for code compiled by numba: bfloat16, which numpy does not know, and others.
 
 All in 32-bit registers: numba's own integers would be widened to 64 bits, which halves what a vector holds.
 """
@@ -12,7 +12,7 @@ from llvmlite import ir
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-Words = NDArray[np.uint16] | NDArray[np.float32]  # uint16: the bits of bfloat16
+Words = NDArray[np.uint16] | NDArray[np.int16] | NDArray[np.float32]  # the bits of bfloat16, of float16; float32
 
 # No "nnan" or "ninf": weights that are not finite must show in the logits.
 OPTIONS = {
@@ -23,17 +23,20 @@ OPTIONS = {
 }
 
 _WORD, _HALF, _FLOAT = ir.IntType(32), ir.IntType(16), ir.FloatType()  # type: ignore[no-untyped-call]
+_FLOAT16 = ir.HalfType()  # type: ignore[no-untyped-call]
 
 Generated = tuple[object, Callable[..., object]]
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def widen(typing_context: object, word: Any) -> Generated:
-    """The float32 that a stored number stands for: bfloat16 is float32 without its lower 16 bits."""
+    """The float32 that a stored number stands for: bfloat16 (unsigned) is float32 without its lower 16 bits."""
 
     def generate(context: object, builder: Any, signature: object, arguments: Any) -> object:
         if word == numba.types.float32:
             return arguments[0]
+        if word == numba.types.int16:
+            return builder.fpext(builder.bitcast(arguments[0], _FLOAT16), _FLOAT)
         return builder.bitcast(builder.shl(builder.zext(arguments[0], _WORD), _WORD(16)), _FLOAT)
 
     return numba.types.float32(word), generate

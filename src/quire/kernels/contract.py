@@ -8,6 +8,7 @@ Slot = block * block_size + offset.
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -35,15 +36,15 @@ class AttentionRule:
 class Rotation(NamedTuple):
     """The turn of each token's position, over the full rotary width: x * cos + swap_halves(x) * sin."""
 
-    cos: Tensor  # [tokens, 1, rotary_dim] in the model's dtype
-    sin: Tensor  # [tokens, 1, rotary_dim] in the model's dtype; the first half is negated
+    cos: Tensor  # [tokens, 1, rotary_dim] as what is turned
+    sin: Tensor  # [tokens, 1, rotary_dim] as what is turned; the first half is negated
 
 
 class StepAttention(Protocol):
     """Attention for one step, prepared once and used by every layer."""
 
     def write(self, key_value: Tensor, kv_layer: Tensor) -> None:
-        """Store new keys and values.
+        """Store new keys and values, rounded to the store's dtype.
 
         key_value: [tokens, 2, kv_heads, dim]; kv_layer: [blocks, 2, block_size, kv_heads, dim], strided.
         """
@@ -57,15 +58,25 @@ class StepAttention(Protocol):
 
 
 class Kernels(Protocol):
-    """One set of operations. Sums and roots are taken in float32, whatever the dtype of the tensors."""
+    """One set of operations. Sums and roots are taken in float32, whatever the dtype of the tensors.
+
+    Weights have the model's dtype, keys and values in the store the one that `stored` names. What flows between the
+    operations has the one of `activations`: wider where that is cheap, because roundings of bfloat16 add up.
+    """
 
     name: str
+
+    def activations(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of x, queries, rotations and all results, for a model of that dtype: the same, or float32."""
+
+    def stored(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of the KV store, for a model of that dtype: the same, or another of the same size."""
 
     def pack(self, weight: Tensor) -> Tensor:
         """Once, at load: the weight [out, in] in the form `linear` likes best (opaque to everyone else)."""
 
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-        """x: [tokens, in]; packed: [out, in], packed; bias: [out]. Returns [tokens, out]."""
+        """x: [tokens, in]; packed: [out, in], packed; bias: [out]. Returns [tokens, out], as x."""
 
     def logits(self, x: Tensor, packed: Tensor, weight: Tensor) -> Tensor:
         """x: [rows, in]; packed: [vocab, in], packed; weight: the same, not packed. Returns [rows, vocab] float32.

@@ -1,6 +1,7 @@
 """The fast CPU path, bfloat16 and float32: few torch calls a layer, packed weights, and no padding anywhere.
 
-Knows nothing of models. Where numba is installed, single queries go through `row_attention`, norms through `row_norm`.
+Knows nothing of models. Where numba is installed, single queries go through `row_attention`, norms through `row_norm`,
+and products through `tile_product` if the CPU has a matrix unit: then activations are float32 in a bfloat16 model too.
 """
 
 import math
@@ -22,10 +23,10 @@ _NEAR = 2.0**-6
 _MANY = 64  # near ones, for each row, that are still worth their memory
 _BLOCK = 64  # logits of which only the highest is looked at first: one pass over all of them, and not three
 
-Words = NDArray[np.uint16] | NDArray[np.float32]
+Words = NDArray[np.uint16] | NDArray[np.int16] | NDArray[np.float32]
 
-# What numba takes: numpy has no bfloat16.
-_WORDS = {torch.bfloat16: torch.uint16, torch.float32: torch.float32}
+# What numba takes: numpy has no bfloat16, and numba no float16.
+_WORDS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16, torch.float32: torch.float32}
 
 
 class _Compiled(NamedTuple):
@@ -33,22 +34,38 @@ class _Compiled(NamedTuple):
 
     attention: ModuleType
     norm: ModuleType
+    product: ModuleType | None  # where the CPU has a matrix unit
 
 
 class CpuKernels:
-    """Torch operations, oneDNN weights in bfloat16, compiled norms and a compiled attention for single queries."""
+    """Torch operations; products, norms and the attention of single queries compiled where they can be."""
 
     name = "cpu"
 
-    def __init__(self, use_numba: bool = True) -> None:
+    def __init__(self, use_numba: bool = True, use_tiles: bool = True) -> None:
         self._compiled = _compiled() if use_numba else None
+        self._product = self._compiled.product if self._compiled is not None and use_tiles else None
 
     @property
     def compiled(self) -> bool:
         """Whether norms and the attention of single queries are compiled."""
         return self._compiled is not None
 
+    @property
+    def exact(self) -> bool:
+        """Whether activations stay float32 in a bfloat16 model: the CPU has a matrix unit."""
+        return self._product is not None
+
+    def activations(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float32 if self._product is not None else dtype
+
+    def stored(self, dtype: torch.dtype) -> torch.dtype:
+        # float16 has three more bits than bfloat16, which is worth something only if they are not rounded off before.
+        return torch.float16 if self._product is not None and dtype is torch.bfloat16 else dtype
+
     def pack(self, weight: Tensor) -> Tensor:
+        if self._product is not None and weight.dtype is torch.bfloat16 and self._product.fits(*weight.shape):
+            return _as_tiles(weight)
         # bfloat16 in oneDNN's own layout: mostly 1.2 to 1.6 times as fast (docs/log.md). float32: not measured.
         if weight.dtype is torch.bfloat16 and torch._C._has_mkldnn:
             packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None)
@@ -56,14 +73,22 @@ class CpuKernels:
         return weight
 
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+        if _is_tiles(packed):
+            return self._multiply(x, packed, bias)
         if packed.is_mkldnn:
-            product: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-            return product
-        return F.linear(x, packed, bias)
+            product: Tensor = torch.ops.mkldnn._linear_pointwise(x.to(packed.dtype), packed, bias, "none", [], "")
+            return product.to(x.dtype)
+        return F.linear(x.to(packed.dtype), packed, bias).to(x.dtype)
+
+    def _multiply(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+        assert self._product is not None
+        output = torch.empty(len(x), packed.shape[0] * packed.shape[3])
+        self._product.multiply(x.contiguous().numpy(), _array(packed), torch.get_num_threads(), output.numpy())
+        return output if bias is None else output.add_(bias)
 
     def logits(self, x: Tensor, packed: Tensor, weight: Tensor) -> Tensor:
         logits = self.linear(x, packed, None).float()
-        if x.dtype is torch.float32:
+        if weight.dtype is torch.float32 or _is_tiles(packed):
             return logits
         near = _near_highest(logits)
         if len(near.rows) <= _MANY * len(x):  # else flat: no token stands out, whichever way they are rounded
@@ -148,7 +173,7 @@ class CpuAttention:
             compiled.attention.use_threads(self._num_threads)
 
     def write(self, key_value: Tensor, kv_layer: Tensor) -> None:
-        kv_layer.transpose(1, 2).index_put_((self._blocks, self._offsets), key_value)
+        kv_layer.transpose(1, 2).index_put_((self._blocks, self._offsets), key_value.to(kv_layer.dtype))
 
     def attend(self, query: Tensor, kv_layer: Tensor, rule: AttentionRule) -> Tensor:
         if not self._chunks:
@@ -192,7 +217,7 @@ class CpuAttention:
         blocks = kv_layer.index_select(0, chunk.blocks[first_block : last_block + 1])
         base = first_block * self._block_size
         seen = blocks.transpose(0, 1).flatten(1, 2)[:, first - base : chunk.num_keys - base]
-        keys, values = seen.transpose(1, 2)  # [kv_heads, keys, dim] each
+        keys, values = seen.transpose(1, 2).to(query.dtype)  # [kv_heads, keys, dim] each
         mask = self._mask(index, first, rule.window, query.dtype)
         return _attend_dense(query.transpose(0, 1), keys, values, mask, rule).transpose(0, 1)
 
@@ -248,9 +273,21 @@ def _near_highest(logits: Tensor) -> _Near:  # [rows, vocab] float32
 def _compiled() -> _Compiled | None:
     """Where numba is installed and has a place to cache what it compiles."""
     try:
-        return _Compiled(import_module("quire.kernels.row_attention"), import_module("quire.kernels.row_norm"))
+        attention, norm = import_module("quire.kernels.row_attention"), import_module("quire.kernels.row_norm")
+        has_tiles = import_module("quire.kernels.tiles").has_tiles() and torch.cpu._init_amx()
+        return _Compiled(attention, norm, import_module("quire.kernels.tile_product") if has_tiles else None)
     except (ImportError, RuntimeError):
         return None
+
+
+def _as_tiles(weight: Tensor) -> Tensor:
+    """[out, in] as [out / 16, in / 32, 16, 16, 2]: blocks of 32 inputs in pairs, and of 16 outputs."""
+    out, width = weight.shape
+    return weight.view(out // 16, 16, width // 32, 16, 2).permute(0, 2, 3, 1, 4).contiguous()
+
+
+def _is_tiles(packed: Tensor) -> bool:
+    return packed.dim() == 5
 
 
 def _array(x: Tensor) -> Words:

@@ -11,6 +11,12 @@ class ReferenceKernels:
 
     name = "reference"
 
+    def activations(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype
+
+    def stored(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype
+
     def pack(self, weight: Tensor) -> Tensor:
         return weight
 

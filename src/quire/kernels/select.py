@@ -20,7 +20,8 @@ def select_kernels(name: str) -> Choice:
     if name == "cpu":
         kernels = CpuKernels()
         rows = "compiled by numba" if kernels.compiled else "by torch (install numba for faster ones)"
-        return Choice(kernels, f"the device is the CPU: packed bfloat16 weights, norms and decode attention {rows}")
+        products = "float32 times bfloat16 on its matrix unit" if kernels.exact else "packed bfloat16 weights"
+        return Choice(kernels, f"the device is the CPU: {products}, norms and decode attention {rows}")
     if name == "cuda":
         return Choice(ReferenceKernels(), "no kernels are written for GPUs yet: the plain reference, slow and right")
     if name == "reference":

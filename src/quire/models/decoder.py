@@ -62,7 +62,10 @@ class Decoder:
         self._layers = [_Layer(spec, index, layer, kernels) for index, layer in enumerate(weights.layers)]
         self._final_norm = weights.final_norm
         dtype, device = weights.embedding.dtype, weights.embedding.device
-        self._ropes = {layer.rope: RopeTable(layer.rope, max_length, dtype, device) for layer in self._layers}
+        self._activations = kernels.activations(dtype)
+        self._ropes = {
+            layer.rope: RopeTable(layer.rope, max_length, self._activations, device) for layer in self._layers
+        }
         # Rounded to the model's dtype first, as these models were trained.
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
 
@@ -73,7 +76,8 @@ class Decoder:
     @property
     def kv_geometry(self) -> KvGeometry:
         spec = self._spec
-        return KvGeometry(spec.num_layers, spec.num_kv_heads, spec.head_dim, self._embedding.dtype)
+        stored = self._kernels.stored(self._embedding.dtype)
+        return KvGeometry(spec.num_layers, spec.num_kv_heads, spec.head_dim, stored)
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, ragged: Ragged, kv: Tensor) -> Tensor:
@@ -83,8 +87,9 @@ class Decoder:
         embedded = F.embedding(tokens, self._embedding)
         if self._embedding_scale != 1.0:
             embedded *= self._embedding_scale
-        residual = embedded.float()  # dozens of additions in bfloat16 would lose accuracy (docs/log.md)
+        embedded = embedded.to(self._activations)
         normed = self._kernels.rms_norm(embedded, self._layers[0].attention_norm, self._spec.norm_eps)
+        residual = embedded.float()  # dozens of additions in bfloat16 would lose accuracy (docs/log.md)
         next_norms = [layer.attention_norm for layer in self._layers[1:]] + [self._final_norm]
         for index, (layer, next_norm) in enumerate(zip(self._layers, next_norms, strict=True)):
             attended = layer.attention(normed, rotations[layer.rope], step, kv[:, index])
