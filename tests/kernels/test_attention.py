@@ -168,3 +168,14 @@ def test_new_keys_land_in_their_slots_and_nowhere_else():
     flat = stores[0][:, 1].transpose(1, 2).flatten(0, 1)
     assert torch.equal(flat[ragged.slots], new)
     assert stores[0].count_nonzero() == new.numel()
+
+
+@pytest.mark.parametrize("use_numba", PATHS)
+def test_what_a_half_cannot_hold_is_stored_as_its_largest_and_nan_as_nan(use_numba):
+    pages = Pages.shuffled([2], block_size=4, seed=0)
+    store = torch.zeros(pages.num_blocks, 1, 2, 4, 1, 16, dtype=torch.float16)
+    step = CpuKernels(use_numba).plan(pages.ragged({0: Part(0, 2)}), 4)
+    written = torch.tensor([1e6, math.nan])[:, None, None, None].expand(2, 2, 1, 16).contiguous()
+    step.write(written, store[:, 0])
+    first, second = (store[pages.slot(0, place) // 4, 0, :, pages.slot(0, place) % 4] for place in (0, 1))
+    assert (first == torch.finfo(torch.float16).max).all() and second.isnan().all()

@@ -25,6 +25,8 @@ _BLOCK = 64  # logits of which only the highest is looked at first: one pass ove
 
 Words = NDArray[np.uint16] | NDArray[np.int16] | NDArray[np.float32]
 
+_LARGEST_HALF = torch.finfo(torch.float16).max
+
 # What numba takes: numpy has no bfloat16, and numba no float16.
 _WORDS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16, torch.float32: torch.float32}
 
@@ -173,6 +175,10 @@ class CpuAttention:
             compiled.attention.use_threads(self._num_threads)
 
     def write(self, key_value: Tensor, kv_layer: Tensor) -> None:
+        if (
+            kv_layer.dtype is torch.float16
+        ):  # its largest number is small: beyond it, the largest is nearer than infinity
+            key_value = key_value.clamp(-_LARGEST_HALF, _LARGEST_HALF)
         kv_layer.transpose(1, 2).index_put_((self._blocks, self._offsets), key_value.to(kv_layer.dtype))
 
     def attend(self, query: Tensor, kv_layer: Tensor, rule: AttentionRule) -> Tensor:
