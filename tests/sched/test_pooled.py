@@ -85,7 +85,7 @@ def test_output_lengths_are_learned_from_those_who_speak() -> None:
     bench = Bench(oracle=True)
     lengths = bench.scheduler.books.lengths
     before = lengths.hedge(40, 0)
-    for first in range(0, 80, 10):
+    for first in range(0, 80, 4):  # more than it takes to count as learned
         embed(bench, counting(first, 5))
     bench.run()
     assert lengths.hedge(40, 0) == before

@@ -274,12 +274,12 @@ class KVManager:
     def audit(self, *, tree: bool = True) -> None:
         """References = readers, no block twice in a table, promises add up and can be kept; perhaps the tree too."""
         self.pool.audit()
-        readers: NDArray[np.int64] = np.zeros(self.pool.num_blocks + 1, dtype=np.int64)
-        for row in np.flatnonzero(self.tables.lengths):
-            blocks = self.tables.of(Row(int(row)))
-            assert len(set(blocks.tolist())) == len(blocks), f"a block is twice in the table of row {row}"
-            readers[blocks] += 1
-        self.pool.audit_readers(readers)
+        read: list[int] = []
+        for row in np.flatnonzero(self.tables.lengths).tolist():
+            blocks = self.tables.of(Row(row)).tolist()
+            assert len(set(blocks)) == len(blocks), f"a block is twice in the table of row {row}"
+            read += blocks
+        self.pool.audit_readers(np.bincount(np.array(read, dtype=np.int64), minlength=self.pool.num_blocks + 1))
         if self.tree is not None and tree:
             self.tree.audit()
         assert self.num_promised == int(self.promised.sum()), "promises do not add up"

@@ -118,11 +118,13 @@ class BlockPool:
 
     def audit(self) -> None:
         """A block is free or referenced, never both; the counts are true."""
-        free = self._free[: self.num_free]
-        assert len(set(free.tolist())) == len(free), "a block is free twice"
-        assert not self._references[free].any(), "a free block is referenced"
-        assert self._references[NULL_BLOCK] == 0 and NULL_BLOCK not in free, "the null block was lent"
-        held = int(np.count_nonzero(self._references))
+        free = self._free[: self.num_free].tolist()
+        references, cached = self._references.tolist(), self._cached.tolist()
+        assert len(set(free)) == len(free), "a block is free twice"
+        assert not any(references[block] for block in free), "a free block is referenced"
+        assert references[NULL_BLOCK] == 0 and NULL_BLOCK not in free, "the null block was lent"
+        held = len(references) - references.count(0)
         assert len(free) + held == self.num_in_service, f"{self.num_in_service - held - len(free)} blocks are lost"
-        assert self.num_cached == int(self._cached.sum()), "cached blocks are miscounted"
-        assert self.num_idle == int((self._cached & (self._references == 1)).sum()), "idle blocks are miscounted"
+        assert self.num_cached == sum(cached), "cached blocks are miscounted"
+        num_idle = sum(kept and readers == 1 for kept, readers in zip(cached, references, strict=True))
+        assert self.num_idle == num_idle, "idle blocks are miscounted"

@@ -1,7 +1,5 @@
 """The invariants of a scheduler between two calls. Looks at every sequence: for tests and `quire check`."""
 
-import numpy as np
-
 from quire.core.request import Sequence, State
 from quire.core.step import StepPlan
 from quire.kv.manager import count_blocks
@@ -16,16 +14,17 @@ def audit(scheduler: Scheduler, *, tree: bool = True) -> None:
     seated = books.seating.seated
     running = [sequence for sequence in seated.values() if sequence.state is State.RUNNING]
     resting = _resting(scheduler)
+    lengths, promised = scheduler.kv.tables.lengths.tolist(), scheduler.kv.promised.tolist()
     for sequence in running:  # I7
         assert sequence.row is not None, sequence
-        held = int(scheduler.kv.tables.lengths[sequence.row])
+        held = lengths[sequence.row]
         planned = 0 if sequence.id in resting else _blocks_planned(scheduler, sequence)
         assert held == planned, f"{sequence} holds {held} blocks, not {planned}"
-        kept = held + int(scheduler.kv.promised[sequence.row])
+        kept = held + promised[sequence.row]
         most = count_blocks(sequence.last_position + 1, scheduler.kv.block_size)
         assert kept <= most, f"{kept} blocks are kept for {sequence}, which needs {most} at most"
-    for row in np.flatnonzero(scheduler.kv.tables.lengths + scheduler.kv.promised).tolist():  # I8
-        assert row in seated, f"nobody sits in row {row}, which owns blocks"
+    for row, (held, kept) in enumerate(zip(lengths, promised, strict=True)):  # I8
+        assert (held == 0 and kept == 0) or row in seated, f"nobody sits in row {row}, which owns blocks"
     lowest = max((sequence.request.priority for sequence in seated.values()), default=0)
     assert books.seating.lowest_class == lowest, "the lowest class that sits is not who sits"  # I18
     _audit_families(scheduler)

@@ -1,7 +1,7 @@
 """Beam search written down plainly, as Hugging Face defines it: the judge of the shipped one. Slow on purpose.
 
-It shares no line with `sched/beam.py`: whole hypotheses in lists, every token of the vocabulary considered in every
-step, every sum taken anew from the oracle's closed form. Scores are whole numbers of 1 / 1024 until normalised.
+It shares no line with `sched/beam.py`: whole hypotheses in lists, every token that could be among the best considered
+in every step, every sum taken anew from the oracle's closed form. Scores are whole numbers of 1 / 1024 until normalised.
 """
 
 from typing import NamedTuple
@@ -25,14 +25,16 @@ def search(request: Request, vocab_size: int) -> list[list[int]]:
     """The best finished hypotheses, best first: of equals the one that was finished earlier."""
     params, ends = request.beam, set(request.sampling.end_ids)
     assert params is not None, request
+    num_best = params.width * max(2, 1 + len(ends))
+    num_ranks = min(vocab_size, num_best + len(ends))  # of one beam: what comes later is among the best of no step
     running = [Hypothesis([], 0)]
     finished: list[Hypothesis] = []
     while running and not _is_over(running, finished, params, request.max_tokens):
-        everything = [longer for one in running for longer in _continue(one, request.prompt, vocab_size)]
+        everything = [longer for one in running for longer in _continue(one, request.prompt, vocab_size, num_ranks)]
         if len(running[0].tokens) < request.sampling.min_tokens:
             everything = [one for one in everything if one.tokens[-1] not in ends]
         everything.sort(key=lambda one: -one.score)  # among equals the better beam's
-        best = everything[: params.width * max(2, 1 + len(ends))]
+        best = everything[:num_best]
         stopped = [one.tokens[-1] in ends or len(one.tokens) == request.max_tokens for one in best]
         finished += [one for one, stops in list(zip(best, stopped, strict=True))[: params.width] if stops]
         finished.sort(key=lambda one: -normalised(one.score, len(one.tokens), params))
@@ -50,12 +52,12 @@ def normalised(score: int, length: int, params: BeamParams) -> np.float32:
     return np.float32(np.float32(score / DEFICITS_PER_UNIT) / np.float32(length**params.length_penalty))
 
 
-def _continue(one: Hypothesis, prompt: IntArray, vocab_size: int) -> list[Hypothesis]:
-    """With every token there is, likeliest first."""
+def _continue(one: Hypothesis, prompt: IntArray, vocab_size: int, num_ranks: int) -> list[Hypothesis]:
+    """With each of the likeliest tokens, likeliest first."""
     summed = total(np.concatenate([prompt, np.array(one.tokens, dtype=np.int32)]))
     return [
         Hypothesis([*one.tokens, (summed + rank) % vocab_size], one.score - deficit(summed, rank))
-        for rank in range(vocab_size)
+        for rank in range(num_ranks)
     ]
 
 
