@@ -14,7 +14,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
-    """One step: the tokens of its sequences end to end, no padding. A decode is a sequence of one query."""
+    """One step: the tokens of its sequences end to end. A decode is a sequence of one query.
+
+    A sequence without keys (context length 0) is padding: what attention gives its queries has no meaning.
+    """
 
     positions: Tensor  # [tokens] int64
     slots: Tensor  # [tokens] int64: where each token's key and value are written
@@ -22,6 +25,7 @@ class Ragged:
     query_starts: Tensor  # [sequences + 1] int32: sequence s has tokens query_starts[s] to query_starts[s + 1]
     context_lengths: Tensor  # [sequences] int32: keys the last query of the sequence sees, itself included
     reaches: Tensor  # [tokens] int64: the most tokens that the token's sequence may come to hold
+    num_decodes: int = 0  # so many sequences, the first ones, are known to be decodes; others may be
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,11 @@
 
 A token's key slot holds the token, its value slot the position. The next token is a sum over what is read
 back through the block table, and the index of the sequence that writes the slot: a misrouted or early-freed slot
-changes it at once. A model sees no rows; but a block that is written has one holder, and so one index.
+changes it at once. A model sees no rows; but a block that is written has one holder, and so one index. No shape here
+depends on what a tensor holds, so that a step can be captured.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from quire.core.oracle import DEFICITS_PER_UNIT, deficit, mix
@@ -36,21 +36,16 @@ class OracleModel:
         written = torch.stack([tokens, ragged.positions], dim=1).to(store.dtype)
         store.index_put_((ragged.slots // block_size, ragged.slots % block_size), written)
 
-        lengths = ragged.context_lengths.long()
-        key_ends = lengths.cumsum(0)
-        sequence_of_key = torch.repeat_interleave(torch.arange(len(lengths), device=kv.device), lengths)
-        index = torch.arange(len(sequence_of_key), device=kv.device) - (key_ends - lengths)[sequence_of_key]
-        blocks = ragged.tables[sequence_of_key, index // block_size].long()
-        key, position = store[blocks, index % block_size].long().unbind(dim=1)
-        totals = F.pad(mix(key, position).cumsum(0), (1, 0))  # totals[k]: the sum over the first k keys of the step
+        places = torch.arange(ragged.tables.shape[1] * block_size, device=kv.device)
+        blocks = ragged.tables[:, places // block_size].long().clamp(max=len(store) - 1)  # unused ones name any
+        key, position = store[blocks, places % block_size].long().unbind(dim=-1)  # each [sequences, width]
+        totals = mix(key, position).cumsum(dim=1)  # [sequence, k]: the sum over its keys up to the k-th
 
-        query_ends = ragged.query_starts[1:].long()
-        num_queries = ragged.query_starts.diff().long()
-        sequence_of_query = torch.repeat_interleave(torch.arange(len(lengths), device=kv.device), num_queries)
-        still_to_come = query_ends[sequence_of_query] - torch.arange(len(tokens), device=kv.device) - 1
-        last_key = key_ends[sequence_of_query] - still_to_come
-        first_key = (key_ends - lengths)[sequence_of_query]
-        sums = totals[last_key] - totals[first_key]
+        flat = torch.arange(len(tokens), dtype=torch.int32, device=kv.device)
+        sequence = torch.searchsorted(ragged.query_starts, flat, right=True) - 1
+        still_to_come = ragged.query_starts[sequence + 1] - flat
+        last_key = (ragged.context_lengths[sequence] - still_to_come).clamp(min=0)  # padding has no key
+        sums = totals[sequence, last_key]
         if self._index_of_block is not None:
             sums += self._index_of_block[ragged.slots // block_size]
         return sums[:, None]

@@ -15,9 +15,13 @@ from torch import Tensor
 from quire.core.ids import NULL_BLOCK, IntArray
 from quire.core.step import Chunk, Output, StepPlan
 from quire.kernels.contract import Ragged
+from quire.kernels.host_copies import upload_integers
 from quire.runner.pooling import Pooling
 from quire.runner.rows import RowTable
 from quire.sampling.rows import RowBatch
+
+NO_TOKENS: IntArray = np.empty(0, dtype=np.int32)
+NO_PLACES: NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,6 @@ class StepBatch:
 
 def build_batch(table: RowTable, plan: StepPlan, cruising: IntArray) -> StepBatch:
     """The batch of a plan that `table` has applied."""
-    device = table.device
     chunks = plan.chunks
     rows = np.concatenate([cruising, np.array([chunk.row for chunk in chunks], dtype=np.int32)])
     query_lengths = np.ones(len(rows), dtype=np.int64)
@@ -59,57 +62,86 @@ def build_batch(table: RowTable, plan: StepPlan, cruising: IntArray) -> StepBatc
     np.cumsum(query_lengths, out=query_starts[1:])
     samples = np.ones(len(rows), dtype=np.bool_)
     samples[len(cruising) :] = [Output.SAMPLE in chunk.output for chunk in chunks]
+    tethered = np.zeros(len(rows), dtype=np.bool_)
+    tethered[len(cruising) :] = [Output.CANDIDATES in chunk.output for chunk in chunks]
+    last_tokens = query_starts[1:] - 1
 
-    device_rows = torch.from_numpy(rows).to(device, torch.int64)
-    cruising_rows = device_rows[: len(cruising)]
-    cruising_lengths = table.lengths[cruising_rows]
-    tokens, positions, contexts = table.last_tokens[cruising_rows], cruising_lengths - 1, cruising_lengths
-    if chunks:
-        known = [table.seats[c.row].tokens[c.start : c.start + c.length] for c in chunks]
-        places = [np.arange(c.start, c.start + c.length) for c in chunks]
-        ends = torch.tensor([c.start + c.length for c in chunks], device=device)
-        tokens = torch.cat([tokens, torch.from_numpy(np.concatenate(known)).to(device, torch.int64)])
-        positions = torch.cat([positions, torch.from_numpy(np.concatenate(places)).to(device)])
-        contexts = torch.cat([contexts, ends])
-    token_rows = torch.from_numpy(np.repeat(rows, query_lengths)).to(device, torch.int64)
+    device_rows, chunk_rows, known, places, ends, starts, sampling_at, tethered_at = upload_integers(
+        table.device,
+        rows,
+        np.repeat(rows[len(cruising) :], query_lengths[len(cruising) :]),
+        *_known(table, chunks),
+        query_starts,
+        last_tokens[samples],
+        last_tokens[tethered],
+    )
+    cruise = cruising_tokens(table, device_rows[: len(cruising)])
+    token_rows = torch.cat([device_rows[: len(cruising)], chunk_rows])
+    tokens, positions = torch.cat([cruise.tokens, known]), torch.cat([cruise.positions, places])
     ragged = Ragged(
         positions=positions,
         slots=_slots(table, token_rows, positions),
         tables=table.tables[device_rows, : int(table.num_blocks[rows].max(initial=0))],
-        query_starts=torch.from_numpy(query_starts).to(device, torch.int32),
-        context_lengths=contexts.to(torch.int32),
+        query_starts=starts.int(),
+        context_lengths=torch.cat([cruise.lengths, ends]).int(),
         reaches=table.reaches[token_rows],
+        num_decodes=len(cruising),
     )
     if plan.num_padding:
         tokens, ragged = _padded(tokens, ragged, plan.num_padding)
-    tethered = np.zeros(len(rows), dtype=np.bool_)
-    tethered[len(cruising) :] = [Output.CANDIDATES in chunk.output for chunk in chunks]
-    last_tokens = query_starts[1:] - 1
     return StepBatch(
         tokens,
         ragged,
-        sampling=_asking(rows, samples, last_tokens, device_rows, positions),
-        tethered=_asking(rows, tethered, last_tokens, device_rows, positions) if tethered.any() else None,
+        sampling=Asking(sampling_at, RowBatch(token_rows[sampling_at], rows[samples], positions[sampling_at] + 1)),
+        tethered=Asking(tethered_at, RowBatch(token_rows[tethered_at], rows[tethered], positions[tethered_at] + 1))
+        if len(tethered_at)
+        else None,
         scoring=_scoring(table, chunks, query_starts[len(cruising) :]),
         pooling=_pooling(table, chunks, query_starts[len(cruising) :]),
     )
 
 
-def _asking(
-    rows: IntArray,
-    who: NDArray[np.bool_],
-    last_tokens: NDArray[np.int64],  # of each row, in the flat batch
-    device_rows: Tensor,  # [rows] int64
-    positions: Tensor,  # [tokens] int64
-) -> Asking:
-    asking = rows[who]
-    at = torch.from_numpy(last_tokens[who]).to(positions.device)
-    batch = RowBatch(
-        rows=device_rows if who.all() else torch.from_numpy(asking).to(positions.device, torch.int64),
-        host_rows=asking,
-        positions=positions[at] + 1,
+class Cruise(NamedTuple):
+    """The next token of rows that go on by themselves: which, where, and how many keys it sees."""
+
+    tokens: Tensor  # [rows] int64
+    positions: Tensor  # [rows] int64
+    lengths: Tensor  # [rows] int64
+
+
+def cruising_tokens(table: RowTable, rows: Tensor) -> Cruise:
+    """rows: [rows] int64."""
+    lengths = table.lengths[rows]
+    return Cruise(table.last_tokens[rows], lengths - 1, lengths)
+
+
+def cruising_batch(table: RowTable, rows: Tensor) -> tuple[Tensor, Ragged]:
+    """A step in which these rows cruise and nothing else happens, found on the device alone. rows: [rows] int64.
+
+    Whoever is not alive has no keys: nothing is read for it.
+    """
+    cruise = cruising_tokens(table, rows)
+    ragged = Ragged(
+        positions=cruise.positions,
+        slots=_slots(table, rows, cruise.positions),
+        tables=table.tables[rows],
+        query_starts=torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device),
+        context_lengths=(cruise.lengths * table.alive[rows]).int(),
+        reaches=table.reaches[rows],
+        num_decodes=len(rows),
     )
-    return Asking(at, batch)
+    return cruise.tokens, ragged
+
+
+def _known(table: RowTable, chunks: tuple[Chunk, ...]) -> tuple[IntArray, NDArray[np.int64], NDArray[np.int64]]:
+    """The tokens of all chunks, their places in their sequences, and where each chunk ends."""
+    if not chunks:
+        return NO_TOKENS, NO_PLACES, NO_PLACES
+    tokens = np.concatenate(
+        [table.seats[chunk.row].tokens[chunk.start : chunk.start + chunk.length] for chunk in chunks]
+    )
+    places = np.concatenate([np.arange(chunk.start, chunk.start + chunk.length) for chunk in chunks])
+    return tokens, places, np.array([chunk.start + chunk.length for chunk in chunks])
 
 
 def _padded(tokens: Tensor, ragged: Ragged, count: int) -> tuple[Tensor, Ragged]:
@@ -124,6 +156,7 @@ def _padded(tokens: Tensor, ragged: Ragged, count: int) -> tuple[Tensor, Ragged]
         query_starts=torch.cat([ragged.query_starts, starts]),
         context_lengths=F.pad(ragged.context_lengths, (0, count), value=1),
         reaches=F.pad(ragged.reaches, (0, count), value=1),
+        num_decodes=ragged.num_decodes,
     )
     return torch.cat([tokens, nothing]), padded
 

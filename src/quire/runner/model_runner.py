@@ -12,6 +12,7 @@ from torch import Tensor
 from quire.core.faults import Site, trip_any
 from quire.core.ids import IntArray, Row
 from quire.core.step import Ended, FinishReason, Masks, PromptLogprobs, StepPlan, StepResult
+from quire.kernels.host_copies import Landing, upload
 from quire.models.model import Model
 from quire.runner.batch import Asking, PromptScoring, build_batch
 from quire.runner.kv_store import KvStores
@@ -91,7 +92,7 @@ class ModelRunner:
         emitted = alive & sampled.finite
         self._rows.advance(batch.rows, tokens, emitted, ends.stop | ends.length | ~sampled.finite)
         outcome = torch.stack([tokens, alive.long(), sampled.finite.long(), ends.stop.long(), ends.length.long()])
-        return Emission(batch.host_rows, outcome, scores)
+        return Emission(batch.host_rows, Landing(outcome), scores)
 
     def _find_candidates(
         self,
@@ -105,7 +106,7 @@ class ModelRunner:
     def _score(self, part: PromptScoring, hidden: Tensor) -> list[Scores]:
         """Scores of prompt tokens, a few positions at a time: logits of a whole prompt would be vast."""
         num_top = self._rows.seats[part.chunk.row].sampling.num_prompt_logprobs or 0
-        targets = torch.from_numpy(part.targets).to(hidden.device, torch.int64)
+        targets = upload(part.targets, hidden.device).long()
         states = hidden[part.first : part.first + len(targets)]
         return [
             score_tokens(
@@ -119,14 +120,14 @@ class ModelRunner:
 
 @dataclass(frozen=True, slots=True)
 class Emission:
-    """The tokens that rows were given, on the device until somebody waits for them."""
+    """The tokens that rows were given, on their way to the host."""
 
     rows: IntArray
-    outcome: Tensor  # [5, n] int64: token, alive, finite, stop, length
+    outcome: Landing  # [5, n] int64: token, alive, finite, stop, length
     scores: RowScores | None
 
     def wait(self, step: int) -> StepResult:
-        tokens, alive, finite, stop, length = self.outcome.cpu().numpy()
+        tokens, alive, finite, stop, length = self.outcome.wait()
         emitted = (alive & finite).astype(np.bool_)
         over = np.flatnonzero(alive & (stop | length | (1 - finite)))
         ended = tuple(Ended(Row(int(self.rows[i])), _reason(finite[i], stop[i])) for i in over)

@@ -6,11 +6,13 @@ its sums are exact.
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from quire.core.ids import FloatArray, Row
 from quire.core.step import Chunk
+from quire.kernels.host_copies import Landing
 
 
 class Pooling(NamedTuple):
@@ -22,16 +24,16 @@ class Pooling(NamedTuple):
 
 
 class PooledRows(NamedTuple):
-    """The sums that a step completed, on the device until somebody waits for them."""
+    """The sums that a step completed, on their way to the host."""
 
     rows: tuple[Row, ...]
-    sums: Tensor  # [rows, hidden]
+    sums: Landing  # [rows, hidden] float32
 
     def wait(self) -> dict[Row, FloatArray | None]:
         """None where it is not finite."""
-        sums = self.sums.float().cpu()
-        finite = sums.isfinite().all(dim=1).tolist()
-        return {row: sums[i].numpy() if finite[i] else None for i, row in enumerate(self.rows)}
+        sums = self.sums.wait()
+        finite = np.isfinite(sums).all(axis=1)
+        return {row: sums[i] if finite[i] else None for i, row in enumerate(self.rows)}
 
 
 class Pools:
@@ -55,7 +57,9 @@ class Pools:
             if chunk.start > 0:
                 total += self._sums.pop(chunk.row)
             (complete if last else self._sums)[chunk.row] = total
-        return PooledRows(tuple(complete), torch.stack(tuple(complete.values()))) if complete else None
+        if not complete:
+            return None
+        return PooledRows(tuple(complete), Landing(torch.stack(tuple(complete.values())).float()))
 
     def leave(self, row: Row) -> None:
         """The row is empty; it may never have been pooled."""

@@ -11,22 +11,28 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.core.ids import IntArray, Row
+from quire.core.ids import NULL_BLOCK, IntArray, Row
 from quire.core.step import Grants, Output, Seat, StepPlan, Tell
+from quire.kernels.host_copies import upload_integers
 
 
 class RowTable:
-    """One line per row. A row that ended is not alive: it writes to the null block and emits nothing."""
+    """One line per row. A row that ended is not alive: it writes to the null block and emits nothing.
+
+    On the device there is one line more, of `nobody`, who is never alive: whatever is too wide for a step's rows may
+    name it.
+    """
 
     def __init__(self, max_rows: int, max_length: int, block_size: int, device: torch.device) -> None:
         self.block_size = block_size
         self.device = device
+        self.nobody = Row(max_rows)
         width = -(-max_length // block_size)
-        self.tables = torch.zeros(max_rows, width, dtype=torch.int32, device=device)
-        self.lengths = torch.zeros(max_rows, dtype=torch.int64, device=device)  # known tokens
-        self.reaches = torch.zeros(max_rows, dtype=torch.int64, device=device)  # tokens it may come to hold
-        self.last_tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self.alive = torch.zeros(max_rows, dtype=torch.bool, device=device)
+        self.tables = torch.full((max_rows + 1, width), NULL_BLOCK, dtype=torch.int32, device=device)
+        self.lengths = torch.ones(max_rows + 1, dtype=torch.int64, device=device)  # known tokens
+        self.reaches = torch.ones(max_rows + 1, dtype=torch.int64, device=device)  # tokens it may come to hold
+        self.last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
+        self.alive = torch.zeros(max_rows + 1, dtype=torch.bool, device=device)
         self.num_blocks: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
         self._tokens_left: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # until the length ends the row
         self.cruising: NDArray[np.bool_] = np.zeros(max_rows, dtype=np.bool_)
@@ -94,5 +100,5 @@ class RowTable:
         rows = grants.rows[order].astype(np.int64)
         columns = self.num_blocks[rows] + np.arange(len(rows)) - np.searchsorted(rows, rows)
         np.add.at(self.num_blocks, rows, 1)
-        places = torch.from_numpy(np.stack([rows, columns, grants.blocks[order]])).to(self.device, non_blocking=True)
-        self.tables[places[0], places[1]] = places[2].int()
+        at, column, block = upload_integers(self.device, rows, columns, grants.blocks[order])
+        self.tables[at, column] = block.int()

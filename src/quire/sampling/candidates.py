@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quire.core.ids import IntArray, Row
 from quire.core.step import Candidates
+from quire.kernels.host_copies import Landing
 from quire.sampling.filters import ids_of, ordering_keys
 
 
@@ -21,11 +22,11 @@ class RowCandidates(NamedTuple):
     host_rows: IntArray
     counts: NDArray[np.int64]
     finite: Tensor  # [n] bool: a row that is not has failed
-    packed: Tensor  # [n, 1 + 2 * most] int32: finite, ids, logprobs
+    packed: Landing  # [n, 1 + 2 * most] int32: finite, ids, logprobs
 
     def wait(self) -> dict[Row, Candidates | None]:
         """By row; None for one that failed."""
-        integers: NDArray[np.int32] = self.packed.cpu().numpy()
+        integers: NDArray[np.int32] = self.packed.wait()
         floats = integers.view(np.float32)
         first_logprob = 1 + (integers.shape[1] - 1) // 2
         found: dict[Row, Candidates | None] = {}
@@ -44,4 +45,4 @@ def likeliest(
     """Of equals the lowest id comes first. A token that is forbidden has -inf, and comes after all others."""
     ids = ids_of(ordering_keys(logprobs).topk(int(counts.max()), dim=-1).values)
     packed = torch.cat([finite.int()[:, None], ids.int(), logprobs.gather(-1, ids).view(torch.int32)], dim=-1)
-    return RowCandidates(host_rows, counts, finite, packed)
+    return RowCandidates(host_rows, counts, finite, Landing(packed))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quire.core.ids import IntArray, Row
 from quire.core.step import TopLogprobs
+from quire.kernels.host_copies import Landing
 from quire.sampling.filters import ids_of, ordering_keys
 
 _SCORED_AT_ONCE = 2**22  # logits; each holds some 24 bytes while they are scored
@@ -21,12 +22,12 @@ _SCORED_AT_ONCE = 2**22  # logits; each holds some 24 bytes while they are score
 class Scores(NamedTuple):
     """Scores on their way to the host: integers, and floats by their bits, in one tensor."""
 
-    packed: Tensor  # [m, 3 + 2 * num_top] int32: token, rank, logprob, top ids, top logprobs
+    packed: Landing  # [m, 3 + 2 * num_top] int32: token, rank, logprob, top ids, top logprobs
     num_top: int
 
     def wait(self, counts: Sequence[int] | NDArray[np.int64]) -> tuple[TopLogprobs, ...]:
         """On the host, with `counts[i]` alternatives for the i-th token."""
-        integers: NDArray[np.int32] = self.packed.cpu().numpy()
+        integers: NDArray[np.int32] = self.packed.wait()
         floats = integers.view(np.float32)
         first_logprob = 3 + self.num_top
         return tuple(
@@ -63,7 +64,7 @@ def score_tokens(
         _score_piece(logits[start : start + size], tokens[start : start + size], num_top)
         for start in range(0, max(1, len(logits)), size)
     ]
-    return Scores(torch.cat(pieces), num_top)
+    return Scores(Landing(torch.cat(pieces)), num_top)
 
 
 def _score_piece(logits: Tensor, tokens: Tensor, num_top: int) -> Tensor:

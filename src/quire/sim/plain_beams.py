@@ -1,7 +1,8 @@
 """Beam search written down plainly, as Hugging Face defines it: the judge of the shipped one. Slow on purpose.
 
 It shares no line with `sched/beam.py`: whole hypotheses in lists, every token that could be among the best considered
-in every step, every sum taken anew from the oracle's closed form. Scores are whole numbers of 1 / 1024 until normalised.
+in every step, every sum taken anew from the oracle's closed form. Scores are whole numbers of 1 / 1024 until they are
+normalised.
 """
 
 from typing import NamedTuple
