@@ -13,6 +13,7 @@ from quire.core.model import ModelSpec
 GIB = 1 << 30
 DTYPES = ("bfloat16", "float16", "float32")
 OVERCOMMITS = ("never", "hedge", "optimistic")
+USUAL_UTILIZATION = 0.9  # of a GPU's memory, where the user does not say
 REGIMES = ("static", "dynamic", "continuous", "paged", "chunked", "prefix")
 
 
@@ -29,6 +30,7 @@ class EngineConfig:
     max_model_len: int | None = None
     block_size: int = 16
     kv_cache_memory: int | None = None  # bytes
+    gpu_memory_utilization: float | None = None  # share of the GPU's memory that quire may take in all
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     run_ahead: int | None = None  # steps in flight: 0, 1 or 2
@@ -49,6 +51,7 @@ class EngineConfig:
         _check_count("max_model_len", self.max_model_len, 2, 2**24 - 1)
         _check_whole("block_size", self.block_size, 1, 256)
         _check_count("kv_cache_memory", self.kv_cache_memory, 1, 2**60)
+        _check_share("gpu_memory_utilization", self.gpu_memory_utilization)
         _check_count("max_num_seqs", self.max_num_seqs, 1, 65536)
         _check_count("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**20)
         _check_count("run_ahead", self.run_ahead, 0, 2)
@@ -76,6 +79,7 @@ class Machine:
     free_bytes: int  # memory that KV may be taken from, weights already loaded
     fast_bfloat16: bool
     num_cores: int
+    total_bytes: int = 0  # of a GPU; 0 where the memory is everybody's
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +95,7 @@ class Resolved:
     run_ahead: int
     regime: str
     num_host_blocks: int
+    workspace_bytes: int  # left free on a GPU for activations, logits and recorded steps
     reasons: dict[str, str] = field(default_factory=dict)
 
 
@@ -121,7 +126,11 @@ def resolve(config: EngineConfig, spec: ModelSpec, kv_bytes_per_token: int, mach
             f"needs a token in each step. Use --max-num-batched-tokens {rows} or more.",
             param="max_num_batched_tokens",
         )
-    share = machine.free_bytes * 9 // 10 if on_gpu else min(machine.free_bytes // 4, 4 * GIB)
+    workspace = _workspace_bytes(spec, rows, budget) if on_gpu else 0
+    if on_gpu:
+        share = _gpu_share(config, machine, workspace)
+    else:
+        share = min(machine.free_bytes // 4, 4 * GIB)
     longest = min(spec.max_positions, config.max_model_len or spec.max_positions)
     blocks_each = -(-longest // config.block_size)
     most_useful = rows * blocks_each * config.block_size * kv_bytes_per_token
@@ -141,8 +150,34 @@ def resolve(config: EngineConfig, spec: ModelSpec, kv_bytes_per_token: int, mach
         run_ahead=_pick(reasons, "run_ahead", config.run_ahead, 1 if on_gpu else 0, machine.device),
         regime=_resolve_regime(config, reasons),
         num_host_blocks=_resolve_host_blocks(config, kv_bytes_per_token * config.block_size),
+        workspace_bytes=workspace,
         reasons=reasons,
     )
+
+
+def _workspace_bytes(spec: ModelSpec, rows: int, budget: int) -> int:
+    """What the largest step holds at once, counted generously: activations of every token, logits of every row, and
+    what libraries and recorded steps take for themselves."""
+    heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    activations = budget * (4 * spec.hidden_size + 3 * spec.ffn_size + 2 * heads) * 4
+    logits = 3 * rows * spec.vocab_size * 4
+    return GIB + activations + logits
+
+
+def _gpu_share(config: EngineConfig, machine: Machine, workspace: int) -> int:
+    """What is left of quire's share of the card: others' memory, the weights and the workspace taken away."""
+    utilization = USUAL_UTILIZATION if config.gpu_memory_utilization is None else config.gpu_memory_utilization
+    taken = machine.total_bytes - machine.free_bytes
+    left = int(machine.total_bytes * utilization) - taken - workspace
+    if left <= 0 and config.kv_cache_memory is None:
+        raise ConfigError(
+            f"Of {machine.total_bytes} bytes on the GPU {taken} are taken, by the weights or by others, and "
+            f"{workspace} are kept for the work of a step: nothing is left for the KV cache within "
+            f"{utilization:.0%}. Use a larger --gpu-memory-utilization, a smaller --max-num-batched-tokens, or "
+            f"another GPU.",
+            param="gpu_memory_utilization",
+        )
+    return max(left, 0)
 
 
 def _resolve_regime(config: EngineConfig, reasons: dict[str, str]) -> str:
@@ -218,6 +253,12 @@ def _check_milliseconds(name: str, value: object, high: int) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not 0 < value <= high:  # type: ignore[operator]  # NaN is nowhere
         raise ConfigError(f"{name} must be a number above 0 and at most {high}, not {shown(value)}.", param=name)
+
+
+def _check_share(name: str, value: object) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is not None and not (number and 0 < value <= 1):  # type: ignore[operator]  # NaN is nowhere
+        raise ConfigError(f"{name} must be a number above 0 and at most 1, not {shown(value)}.", param=name)
 
 
 def _check_count(name: str, value: int | None, low: int, high: int) -> None:

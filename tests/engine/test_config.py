@@ -16,7 +16,7 @@ SPEC = ModelSpec(
 )  # fmt: skip
 PER_TOKEN = SPEC.kv_bytes_per_token(4)
 CPU = Machine("cpu", free_bytes=8 * GIB, fast_bfloat16=True, num_cores=2)
-GPU = Machine("cuda", free_bytes=80 * GIB, fast_bfloat16=True, num_cores=2)
+GPU = Machine("cuda", free_bytes=70 * GIB, fast_bfloat16=True, num_cores=2, total_bytes=80 * GIB)
 
 
 def resolved(machine: Machine = CPU, **said: object):
@@ -41,6 +41,21 @@ def test_everything_is_derived_and_says_from_what():
     }  # fmt: skip
     gpu = resolved(GPU)
     assert (gpu.max_num_seqs, gpu.max_num_batched_tokens, gpu.run_ahead) == (256, 2048, 1)
+
+
+def test_a_gpu_keeps_room_for_the_work_of_a_step():
+    """The rest of quire's share of the card: the 10 GiB that are taken and the workspace go off."""
+    large = replace(SPEC, max_positions=10**6)
+    for said, share in ((None, 0.9), (0.5, 0.5), (1, 1.0)):
+        numbers = resolve(EngineConfig(gpu_memory_utilization=said), large, PER_TOKEN, GPU)
+        left = int(80 * GIB * share) - 10 * GIB - numbers.workspace_bytes
+        assert numbers.kv_bytes == left and numbers.workspace_bytes > GIB
+    plain = resolve(EngineConfig(kv_cache_memory=GIB), large, PER_TOKEN, GPU)
+    assert plain.kv_bytes == GIB, "plain bytes are taken as they are"
+    with pytest.raises(ConfigError, match="nothing is left for the KV cache within 10%") as caught:
+        resolve(EngineConfig(gpu_memory_utilization=0.1), large, PER_TOKEN, GPU)
+    assert caught.value.param == "gpu_memory_utilization"
+    assert resolved(CPU).workspace_bytes == 0
 
 
 def test_what_the_user_says_is_kept():
@@ -143,6 +158,7 @@ def test_dtypes_follow_the_machine():
         ("max_model_len", [0, 1, -5, 2**24, 1.0, "10", True]),
         ("block_size", [0, -1, 257, 1.0, "16", True, None]),
         ("kv_cache_memory", [0, -1, 2**61, 1e9, "1GB"]),
+        ("gpu_memory_utilization", [0, -0.1, 1.01, float("nan"), "0.9", True]),
         ("max_num_seqs", [0, 65537, 1.0, True]),
         ("max_num_batched_tokens", [0, 2**20 + 1, "x"]),
         ("run_ahead", [-1, 3, 1.0, True, "1"]),

@@ -52,6 +52,8 @@ _ENGINE = (
                  help="Longest prompt plus completion, e.g. 32k. auto: what model and memory allow."),
     click.option("--block-size", type=int, default=16, show_default=True, help="Tokens in a KV block."),
     click.option("--kv-cache-memory", type=Size(), help="Bytes for the KV cache, e.g. 2GiB."),
+    click.option("--gpu-memory-utilization", type=float, metavar="SHARE",
+                 help="Share of the GPU's memory that quire may take in all. Default: 0.9."),
     click.option("--max-num-seqs", type=int, help="Sequences that run at the same time."),
     click.option("--max-num-batched-tokens", type=Size(binary_k=True), help="Tokens in one step."),
     click.option("--run-ahead", type=click.IntRange(0, 2), help="Steps in flight."),

@@ -22,7 +22,8 @@ def pick_device(wanted: str) -> torch.device:
 def inspect(device: torch.device) -> Machine:
     """The facts as of now: call it when the weights are loaded, to see the memory that is left."""
     if device.type == "cuda":
-        return Machine("cuda", torch.cuda.mem_get_info(device)[0], fast_bfloat16=True, num_cores=num_cores())
+        free, total = torch.cuda.mem_get_info(device)
+        return Machine("cuda", free, fast_bfloat16=True, num_cores=num_cores(), total_bytes=total)
     return Machine("cpu", available_bytes(), "avx512_bf16" in cpu_features(), num_cores())
 
 
