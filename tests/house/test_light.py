@@ -1,4 +1,4 @@
-"""The offline engine and its benchmarks run on a machine that has little: torch, numpy, tokenizers, jinja2, click and rich."""
+"""The offline engine and its benchmarks run where there is little: torch, numpy, tokenizers, jinja2, click and rich."""
 
 import subprocess
 import sys

@@ -22,7 +22,8 @@ from quire.engine.phases import Phase
 
 # Started with `--since SECONDS` (of the monotonic clock) and the settings as JSON on stdin; prints a line of JSON.
 CHILD = (sys.executable, "-m", "quire", "bench", "first-token")
-_CACHES = {"TRITON_CACHE_DIR": "triton", "CUDA_CACHE_PATH": "cuda"}  # where compilers keep what they made
+# Where compilers keep what they made.
+_CACHES = {"TRITON_CACHE_DIR": "triton", "CUDA_CACHE_PATH": "cuda", "NUMBA_CACHE_DIR": "numba"}
 
 
 class Start(NamedTuple):
