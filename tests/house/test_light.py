@@ -1,4 +1,4 @@
-"""The offline engine runs on a machine that has little: torch, numpy, tokenizers, jinja2, click and rich."""
+"""The offline engine and its benchmarks run where there is little: torch, numpy, tokenizers, jinja2, click and rich."""
 
 import subprocess
 import sys
@@ -12,6 +12,7 @@ class Absent:
             raise ImportError(name)
 
 sys.meta_path.insert(0, Absent())
+import quire.cli.engine_bench, quire.cli.race, quire.cli.startup_bench
 from quire import LLM, SamplingParams
 llm = LLM("smollm2-135m", load_format="dummy", max_model_len=64, kv_cache_memory=64 << 20)
 outputs = llm.generate([[1, 2, 3], [4]], SamplingParams(temperature=0, max_tokens=3))

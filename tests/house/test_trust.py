@@ -13,7 +13,10 @@ SANDBOXES = {"SandboxedEnvironment", "ImmutableSandboxedEnvironment"}  # which o
 # The command line starts in a blink, and the composition root picks one body of several.
 LAZY = {"cli", "__init__", "engine/build.py", "engine/opening.py", "engine/planning.py", "engine/process.py"}
 # Where things lie is the user's to say; how quire behaves is a setting, not a variable.
-READS_ENVIRONMENT = {"catalog/store.py": "XDG_CACHE_HOME"}
+READS_ENVIRONMENT = {
+    "catalog/store.py": "XDG_CACHE_HOME",
+    "bench/startup.py": "handed on to the process that is measured, with other folders for compiled kernels",
+}
 
 
 def calls(tree: ast.AST) -> list[ast.Call]:

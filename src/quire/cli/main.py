@@ -3,8 +3,6 @@
 import importlib.util
 import io
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -12,7 +10,9 @@ import click
 
 from quire.catalog.names import short_name
 from quire.cli.counts import counts
+from quire.cli.measure import MEASURES
 from quire.cli.options import batch_options, engine_options, sampling_options, serving_options
+from quire.cli.waking import waking
 from quire.core.errors import ConfigError, QuireError
 from quire.version import __version__
 
@@ -49,15 +49,6 @@ def main() -> None:
     except QuireError as error:
         print(f"quire: {error.message}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
-
-
-@contextmanager
-def waking() -> Iterator[None]:
-    """A sign of life on a terminal while the heavy libraries are imported."""
-    from quire.cli.console import err
-
-    with err.status("waking up"):
-        yield
 
 
 @app.command()
@@ -205,7 +196,7 @@ def replay(file: str) -> None:
 
 @app.group(cls=Verbs)
 def bench() -> None:
-    """Measure. Figures are ratios taken in one run."""
+    """Measure. Races are ratios taken in one run; figures of one engine stand with machine and command."""
 
 
 @bench.command("transformers")
@@ -262,3 +253,7 @@ def bench_regimes(workload: str, requests: int | None, as_json: bool, **given: f
     from quire.cli.paper_bench import regimes as work
 
     work(workload, requests, given, as_json)
+
+
+for measure in MEASURES:
+    bench.add_command(measure)

@@ -39,6 +39,9 @@ class Size(click.ParamType):  # type: ignore[type-arg]  # generic only in newer 
 
 _MILD_TEMPERATURE = 0.7  # where neither user nor makers say anything
 
+_PREFIX_CACHING = click.option("--enable-prefix-caching/--no-enable-prefix-caching", default=True, show_default=True,
+                               help="Find again what was computed for an earlier prompt.")  # fmt: skip
+
 _ENGINE = (
     click.option("--revision", help="Branch, tag or commit of a hub id."),
     click.option("--token", help="Hub token, for models that need one."),
@@ -57,8 +60,7 @@ _ENGINE = (
     click.option("--max-num-seqs", type=int, help="Sequences that run at the same time."),
     click.option("--max-num-batched-tokens", type=Size(binary_k=True), help="Tokens in one step."),
     click.option("--run-ahead", type=click.IntRange(0, 2), help="Steps in flight."),
-    click.option("--enable-prefix-caching/--no-enable-prefix-caching", default=True, show_default=True,
-                 help="Find again what was computed for an earlier prompt."),
+    _PREFIX_CACHING,
     click.option("--host-kv-memory", type=Size(), default=0, show_default=True,
                  help="Bytes in the host's memory for KV that had to leave the cache, e.g. 8GiB."),
     click.option("--overcommit", type=click.Choice(OVERCOMMITS), default="hedge", show_default=True,
@@ -129,6 +131,16 @@ _SAMPLING = (
 def engine_options(command: Command) -> Command:
     for option in reversed(_ENGINE):
         command = option(command)
+    return command
+
+
+def measured_engine_options(command: Command) -> Command:
+    """The same but for prefix caching, which is off unless it is what is measured."""
+    command = click.option("--prefix-cache", "enable_prefix_caching", is_flag=True,
+                           help="Switch prefix caching on; it is emptied before each repeat.")(command)  # fmt: skip
+    for option in reversed(_ENGINE):
+        if option is not _PREFIX_CACHING:
+            command = option(command)
     return command
 
 

@@ -1,11 +1,12 @@
 """Loads a model for a command, and says how that goes."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from quire.catalog.names import DEFAULT_MODEL
 from quire.cli.console import bars, err
 from quire.cli.options import engine_config
 from quire.config import EngineConfig, resolve_dtype
+from quire.core.step import Runner
 from quire.engine.build import Built, build
 from quire.engine.machine import cpu_features, inspect, pick_device
 from quire.engine.phases import Phase, Watch
@@ -14,13 +15,19 @@ from quire.version import __version__
 _SHOWN_FEATURES = {"avx512f": "AVX-512", "amx_bf16": "AMX", "avx2": "AVX2"}
 
 
-def start(model: str | None, given: Mapping[str, object], *, report: bool) -> Built:
+def start(
+    model: str | None,
+    given: Mapping[str, object],
+    *,
+    report: bool,
+    observe: Callable[[Runner], Runner] = lambda runner: runner,
+) -> Built:
     """The engine, with a line per phase if the report is wanted and a bar for whatever takes long."""
     config = engine_config(model, given)
     if report:
         err.print(headline(config))
     with bars() as drawn:
-        return build(config, Watch(drawn.fetched, drawn.loaded, _tell if report else lambda phase: None))
+        return build(config, Watch(drawn.fetched, drawn.loaded, _tell if report else lambda phase: None), observe)
 
 
 def headline(config: EngineConfig) -> str:

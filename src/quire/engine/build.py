@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from quire.config import EngineConfig, Machine, Resolved, resolve, resolve_dtype
 from quire.core.errors import ConfigError
 from quire.core.model import ModelSpec
+from quire.core.step import Runner
 from quire.engine.costs import first_costs
 from quire.engine.engine import Engine
 from quire.engine.local import LocalFront
@@ -67,8 +69,13 @@ class Built:
         )
 
 
-def build(config: EngineConfig, watch: Watch | None = None) -> Built:
-    """Find the model, load it, size the cache. A `QuireError` says what is wrong with model, settings or machine."""
+def build(
+    config: EngineConfig, watch: Watch | None = None, observe: Callable[[Runner], Runner] = lambda runner: runner
+) -> Built:
+    """Find the model, load it, size the cache. A `QuireError` says what is wrong with model, settings or machine.
+
+    Whoever measures may put an observer around the runner.
+    """
     watch = watch or Watch()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -92,7 +99,7 @@ def build(config: EngineConfig, watch: Watch | None = None) -> Built:
     costs = _costs(spec, weights, _DTYPES[dtype].itemsize, machine, resolved, stores)
     engine = Engine(
         make_scheduler(config, resolved, costs),
-        ModelRunner(model, stores, max_rows=resolved.max_num_seqs, max_length=resolved.max_model_len),
+        observe(ModelRunner(model, stores, max_rows=resolved.max_num_seqs, max_length=resolved.max_model_len)),
         make_door(spec.vocab_size, opened.end_ids, resolved),
         depth=resolved.run_ahead,
         seed=config.seed,

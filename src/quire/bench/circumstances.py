@@ -1,0 +1,71 @@
+"""Where, with what and how a figure was taken: what must stand beside it so that somebody else can take it again."""
+
+import os
+import platform
+import shlex
+from collections.abc import Sequence as Many
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from quire.engine.build import Built
+from quire.engine.machine import cpu_features, num_cores
+from quire.version import __version__
+
+_PACKAGES = ("torch", "triton", "numpy", "numba")  # those that a figure may hang on
+
+Facts = dict[str, object]
+
+
+def circumstances(arguments: Many[str], device: str) -> Facts:
+    """Of any measurement."""
+    return {
+        "command": shlex.join(["quire", *arguments]),
+        "machine": machine(device),
+        "versions": versions(),
+    }
+
+
+def settings(built: Built) -> Facts:
+    """What the engine that was measured ran on, derived numbers included."""
+    resolved = asdict(built.resolved)
+    del resolved["reasons"]
+    return {**resolved, "dtype": built.dtype, "kernels": built.kernels, "weight_bytes": built.weight_bytes}
+
+
+def machine(device: str) -> Facts:
+    found: Facts = {
+        "device": device,
+        "cpu": _cpu_name(),
+        "cpu_features": cpu_features(),
+        "cores": num_cores(),
+        "threads": torch.get_num_threads(),
+        "load": os.getloadavg()[0],
+    }
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        found |= {"gpu": properties.name, "gpu_bytes": properties.total_memory}
+    return found
+
+
+def versions() -> Facts:
+    found = {name: _version(name) for name in _PACKAGES}
+    return {"quire": __version__, "python": platform.python_version(), **found, "cuda": torch.version.cuda}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor() or platform.machine()

@@ -1,0 +1,68 @@
+"""How long a fresh process takes from its start to its first token, and what that is made of.
+
+Compiled kernels are kept in a folder of their own: empty for a cold start, as that start left it for the warm one. What
+the operating system has read once it still has in memory, in both.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
+
+from quire.config import EngineConfig
+from quire.core.errors import EngineFailed
+from quire.engine.phases import Phase
+
+# Started with `--since SECONDS` (of the monotonic clock) and the settings as JSON on stdin; prints a line of JSON.
+CHILD = (sys.executable, "-m", "quire", "bench", "first-token")
+# Where compilers keep what they made.
+_CACHES = {"TRITON_CACHE_DIR": "triton", "CUDA_CACHE_PATH": "cuda", "NUMBA_CACHE_DIR": "numba"}
+
+
+class Start(NamedTuple):
+    """One process, from its start to its first token."""
+
+    caches: str  # "cold" or "warm"
+    seconds: float
+    phases: tuple[Phase, ...]
+
+
+def measure_starts(
+    config: EngineConfig,
+    *,
+    repeats: int,
+    say: Callable[[str], None],
+    child: Many[str] | None = None,  # in the place of `CHILD`
+) -> list[Start]:
+    """A cold start and a warm one, `repeats` times."""
+    starts = []
+    for number in range(repeats):
+        with tempfile.TemporaryDirectory(prefix="quire-kernels-") as folder:
+            for caches in ("cold", "warm"):
+                say(f"repeat {number + 1} of {repeats}: {caches}")
+                starts.append(_start(config, caches, Path(folder), child or CHILD))
+    return starts
+
+
+def _start(config: EngineConfig, caches: str, folder: Path, child: Many[str]) -> Start:
+    environment = dict(os.environ) | {name: str(folder / place) for name, place in _CACHES.items()}
+    started_s = time.monotonic()
+    ended = subprocess.run(
+        [*child, "--since", repr(started_s)],
+        input=json.dumps(asdict(config)),
+        stdout=subprocess.PIPE,
+        env=environment,
+        text=True,
+        check=False,
+    )
+    if ended.returncode != 0:
+        raise EngineFailed(f"The process that was measured ended with status {ended.returncode}; it said why above.")
+    told = json.loads(ended.stdout.splitlines()[-1])
+    return Start(caches, told["first_token_s"] - started_s, tuple(Phase(*phase) for phase in told["phases"]))

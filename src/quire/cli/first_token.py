@@ -1,0 +1,36 @@
+"""The process that `quire bench startup` measures: loads a model, makes one token, prints where the time went."""
+
+import json
+import sys
+import time
+
+import torch
+
+from quire.config import EngineConfig
+from quire.core.sampling import SamplingParams
+from quire.engine.build import build
+from quire.engine.machine import pick_device
+from quire.engine.phases import Phase, Watch
+from quire.llm import LLM
+
+_PROMPT = list(range(1, 17))  # token ids that every model has
+
+
+def first_token(since_s: float, reached_s: float, torch_s: float) -> None:
+    """`since_s`: the process was started; then it came to its command, and then torch was imported."""
+    config = EngineConfig(**json.load(sys.stdin))
+    phases = [
+        Phase("python", reached_s - since_s, "interpreter and command line"),
+        Phase("torch", torch_s - reached_s, "import"),
+        Phase("quire", time.monotonic() - torch_s, "import"),
+    ]
+    watch = Watch(finished=phases.append)
+    device = pick_device(config.device)
+    if device.type == "cuda":
+        torch.zeros(1, device=device)
+        torch.cuda.synchronize()
+        watch.done("cuda", "context")
+    llm = LLM.over(build(config, watch))
+    llm.generate(_PROMPT, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True), progress=False)
+    watch.done("first token", f"a prompt of {len(_PROMPT)} tokens")
+    print(json.dumps({"first_token_s": time.monotonic(), "phases": phases}))

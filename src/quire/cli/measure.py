@@ -1,0 +1,127 @@
+"""The verbs of `quire bench` that measure an engine: throughput, latency, startup, and a race with another engine."""
+
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from typing import TypeVar
+
+import click
+
+from quire.bench.workload import Part
+from quire.cli.options import measured_engine_options
+from quire.cli.waking import waking
+
+Verb = TypeVar("Verb", bound=Callable[..., object])
+
+THROUGHPUT = ("nano", "1k1k", "exp", "bs8", "bs64", "bs256")
+LATENCY = ("bs1", "bs8", "bs64", "bs256", "prefill2k", "prefill8k")
+
+
+def names(allowed: Many[str]) -> Callable[[click.Context, click.Parameter, str], tuple[str, ...]]:
+    """The callback of an option such as `nano,exp`."""
+
+    def parse(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str, ...]:
+        words = tuple(word.strip() for word in value.split(","))
+        for word in words:
+            if word not in allowed:
+                raise click.BadParameter(f"there is no workload {word!r} here; there are {', '.join(allowed)}.")
+        return words
+
+    return parse
+
+
+def _model_option(verb: Verb) -> Verb:
+    return click.option("--model", metavar="NAME", help="A model, or a shape for --load-format dummy.")(verb)
+
+
+def _workload_options(allowed: Many[str], usual: str) -> Callable[[Verb], Verb]:
+    """What throughput and latency have in common."""
+    options = (
+        click.option("--workload", "workloads", callback=names(allowed), default=usual, show_default=True,
+                     metavar="NAME,…", help=f"One or several of {', '.join(allowed)}."),
+        click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Times each is run."),
+        click.option("--seed", type=click.IntRange(0), help="Draw other requests than the published ones."),
+        click.option("--requests", type=click.IntRange(1), help="Only the first so many: a trial, no figure."),
+        click.option("--scale", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True,
+                     help="Shorten every prompt and answer to this share: a trial, no figure."),
+        click.option("--json", "as_json", is_flag=True, help="Print one JSON object per workload instead of a table."),
+    )  # fmt: skip
+
+    def decorate(verb: Verb) -> Verb:
+        for option in reversed(options):
+            verb = option(verb)
+        return verb
+
+    return decorate
+
+
+@click.command()
+@_model_option
+@_workload_options(THROUGHPUT, "nano")
+@measured_engine_options
+def throughput(
+    model: str | None, workloads: tuple[str, ...], requests: int | None, scale: float, **given: object
+) -> None:
+    """Offline throughput: all requests at once, greedy, answers of forced lengths."""
+    with waking():
+        from quire.cli.engine_bench import throughput as work
+
+    work(model, workloads, Part(requests, scale), given)
+
+
+@click.command()
+@_model_option
+@_workload_options(LATENCY, "bs1")
+@measured_engine_options
+def latency(model: str | None, workloads: tuple[str, ...], requests: int | None, scale: float, **given: object) -> None:
+    """Time per token of a closed batch, time to the first token, and the gaps between tokens."""
+    with waking():
+        from quire.cli.engine_bench import latency as work
+
+    work(model, workloads, Part(requests, scale), given)
+
+
+@click.command()
+@_model_option
+@click.option("--repeats", type=click.IntRange(1), default=1, show_default=True, help="Times both starts are made.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
+@measured_engine_options
+def startup(model: str | None, repeats: int, as_json: bool, **given: object) -> None:
+    """What a fresh process does until its first token, with compiled kernels in its caches and without."""
+    with waking():
+        from quire.cli.startup_bench import startup as work
+
+    work(model, repeats, as_json, given)
+
+
+@click.command("first-token", hidden=True)
+@click.option("--since", "since_s", type=float, required=True, help="When this process was started.")
+def first_token(since_s: float) -> None:
+    """What `startup` starts: reads settings from stdin, makes one token, and says how long each part took."""
+    reached_s = time.monotonic()
+    import torch  # noqa: F401  # timed by itself: it is most of all imports
+
+    torch_s = time.monotonic()
+    from quire.cli.first_token import first_token as work
+
+    work(since_s, reached_s, torch_s)
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.option("--rival", required=True, metavar="COMMAND",
+              help="Prints a JSON line for each workload: workload, seconds, output_tokens.")  # fmt: skip
+@click.option("--rounds", type=click.IntRange(1), default=1, show_default=True, help="Turns of the rival.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
+@click.argument("ours", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- throughput|latency OPTIONS…")
+def race(rival: str, rounds: int, as_json: bool, ours: tuple[str, ...]) -> None:
+    """Take turns with another engine: quire, the rival, quire. All after -- is a `quire bench` of ours."""
+    if ours[0] not in ("throughput", "latency"):
+        raise click.UsageError(f"after -- comes throughput or latency with its options, not {ours[0]!r}.")
+    from quire.cli.race import race as work
+
+    work([sys.executable, "-m", "quire", "bench", *ours, "--json"], shlex.split(rival), rounds, as_json)
+
+
+MEASURES = (throughput, latency, startup, first_token, race)

@@ -1,0 +1,36 @@
+"""What the tests of measurements share: the command line in this process, and a model of a few thousand numbers."""
+
+import pytest
+
+from quire.core.model import ModelSpec, RopeSpec
+from quire.engine import build
+from quire.formats.shapes import SHAPES
+from quire.kernels.select import Choice, select_kernels
+from tests.cli.commands import Shell
+
+TINY = ModelSpec(
+    family="llama",
+    num_layers=2,
+    hidden_size=32,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=16,
+    ffn_size=48,
+    vocab_size=97,
+    max_positions=256,
+    norm_eps=1e-5,
+    rope=RopeSpec(10_000.0, 16),
+    tied_embeddings=True,
+)
+
+
+@pytest.fixture
+def quire(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Shell:
+    """`quire` with a shape named "tiny", on the plain kernels: compiling others takes longer than all of the tests."""
+
+    def plain(device: str) -> Choice:
+        return select_kernels("reference")
+
+    monkeypatch.setitem(SHAPES, "tiny", TINY)
+    monkeypatch.setattr(build, "select_kernels", plain)
+    return Shell(monkeypatch, capsys)

@@ -1,0 +1,85 @@
+"""`quire bench throughput` and `latency` on a tiny model: what they print for people and for programs."""
+
+import json
+
+import pytest
+
+from quire.bench.workload import Part, named_jobs
+from tests.bench.conftest import TINY
+from tests.cli.commands import Shell
+
+ENGINE = ("--model", "tiny", "--load-format", "dummy", "--device", "cpu", "--threads", "1", "--kv-cache-memory", "1MiB")
+PART = ("--requests", "3", "--scale", "0.01", "--repeats", "2")
+
+
+def test_throughput_is_told_with_its_circumstances(quire: Shell) -> None:
+    said = quire("bench", "throughput", *ENGINE, *PART, "--workload", "nano,exp", "--json")
+    assert said.status == 0, said.err
+    nano, exp = map(json.loads, said.out.splitlines())
+    assert (nano["workload"], nano["seed"], exp["workload"], exp["seed"]) == ("nano", 0, "exp", 2)
+    jobs = named_jobs("nano", TINY.vocab_size, part=Part(3, 0.01))
+    assert nano["requests"] == 3
+    assert nano["input_tokens"] == sum(len(job.prompt) for job in jobs)
+    assert nano["output_tokens"] == sum(job.num_output for job in jobs)
+    assert nano["output_tokens_per_s"] == nano["output_tokens"] / nano["seconds"]
+    assert len(nano["repeats"]) == 2
+    first, second = (repeat["seconds"] for repeat in nano["repeats"])
+    assert nano["seconds"] == (first + second) / 2
+    assert not nano["whole"], "a part is never taken for the workload"
+    assert nano["settings"]["regime"] == "chunked", "the prefix cache is off"
+    assert nano["repeats"][0]["gpu_busy"] is None and "the device is the CPU" in nano["repeats"][0]["gpu_busy_note"]
+    assert nano["command"].startswith("quire bench throughput --model tiny")
+    assert {"quire", "torch", "python", "numpy"} <= nano["versions"].keys()
+    assert nano["machine"]["device"] == "cpu"
+
+
+def test_the_prefix_cache_is_empty_before_each_repeat(quire: Shell) -> None:
+    said = quire("bench", "throughput", *ENGINE, "--block-size", "4", *PART, "--prefix-cache", "--json")
+    told = json.loads(said.out)
+    assert told["settings"]["regime"] == "prefix"
+    assert [repeat["cached_tokens"] for repeat in told["repeats"]] == [0, 0]
+
+
+def test_latency_is_derived_from_its_steps(quire: Shell) -> None:
+    said = quire("bench", "latency", *ENGINE, "--scale", "0.05", "--repeats", "1", "--workload", "bs8", "--json")
+    assert said.status == 0, said.err
+    told = json.loads(said.out)
+    assert (told["requests"], told["input_tokens"], told["output_tokens"]) == (8, 8 * 52, 8 * 7)
+    [repeat] = told["repeats"]
+    assert sum(each["prompt_tokens"] for each in repeat["steps"]) == 8 * 52
+    assert sum(each["output_tokens"] for each in repeat["steps"]) == 8 * 7
+    done = [each["done_s"] for each in repeat["steps"]]
+    assert done == sorted(done)
+    assert told["gap_ms"]["p50"] <= told["gap_ms"]["p90"] <= told["gap_ms"]["p99"] <= told["gap_ms"]["max"]
+    assert len(repeat["first_token_s"]) == 8
+    assert told["ms_per_token"] == 1000 * told["seconds"] / 7
+
+
+def test_a_prefill_has_a_first_token_and_no_gaps(quire: Shell) -> None:
+    said = quire("bench", "latency", *ENGINE, "--scale", "0.01", "--repeats", "1", "--workload", "prefill8k", "--json")
+    told = json.loads(said.out)
+    assert (told["input_tokens"], told["output_tokens"], told["gap_ms"]) == (82, 1, None)
+    assert told["first_token_ms"]["p50"] > 0
+
+
+def test_tables_say_that_a_part_is_a_trial(quire: Shell) -> None:
+    said = quire("bench", "throughput", *ENGINE, *PART)
+    assert "nano" in said.out and "a trial" in said.out and "the device is the CPU" in said.out
+    said = quire("bench", "latency", *ENGINE, "--scale", "0.01", "--repeats", "1", "--workload", "bs8,prefill2k")
+    assert "bs8" in said.out and "prefill2k" in said.out, said.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("throughput", "--workload", "nono"), "there is no workload 'nono' here; there are nano, 1k1k, exp, bs8"),
+        (("throughput", "--workload", "bs1"), "bs8, bs64, bs256"),
+        (("latency", "--workload", "bs8,nano"), "there are bs1, bs8, bs64, bs256, prefill2k, prefill8k"),
+        (("throughput", "--model", "qwen-0.6b", "--load-format", "dummy"), "there are llama-3.1-8b"),
+        (("race", "--rival", "true", "--", "startup"), "after -- comes throughput or latency"),
+    ],
+)
+def test_wrong_names_get_the_right_ones(quire: Shell, arguments: tuple[str, ...], words: str) -> None:
+    said = quire("bench", *arguments)
+    assert said.status == 2
+    assert words in said.err

@@ -1,0 +1,108 @@
+"""What is derived from the events of steps, on clocks whose every reading is known."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from quire.bench.closed import Percentiles, percentiles_ms
+from quire.bench.device_clock import Mark
+from quire.bench.observer import Observer, Span, StepEvent, busy, steady_decode, token_gaps_s
+from quire.core.ids import Row, SequenceId
+from quire.core.step import Masks, Pending, StepPlan, StepResult
+
+
+class AtSecond:
+    """A mark that the device passes at a known second."""
+
+    def __init__(self, second: float, *, passed: bool = True) -> None:
+        self.second = second
+        self._passed = passed
+
+    def passed(self) -> bool:
+        return self._passed
+
+    def seconds_since(self, earlier: Mark) -> float:
+        assert isinstance(earlier, AtSecond)
+        return self.second - earlier.second
+
+
+class Marks:
+    """A device clock that gives out known marks."""
+
+    def __init__(self, *marks: AtSecond) -> None:
+        self._marks: Iterator[AtSecond] = iter(marks)
+
+    def mark(self) -> AtSecond:
+        return next(self._marks)
+
+
+class Echo:
+    """A runner whose step gives row 0 a token."""
+
+    def launch(self, plan: StepPlan, masks: Masks | None = None) -> Pending:
+        return Said(StepResult(plan.step, np.array([0], np.int32), np.array([5], np.int32)))
+
+
+class Said:
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    def wait(self) -> StepResult:
+        return self._result
+
+
+def step(done_s: float, *rows: int, seats: tuple[tuple[int, int], ...] = (), num_prompt: int = 0) -> StepEvent:
+    sat = tuple((Row(row), SequenceId(sequence)) for row, sequence in seats)
+    return StepEvent(done_s, done_s, num_prompt, sat, np.array(rows, np.int32), None)
+
+
+def spanned(first_s: float, last_s: float, *, late: bool = False) -> StepEvent:
+    return StepEvent(0.0, 0.0, 0, (), np.empty(0, np.int32), Span(AtSecond(first_s), AtSecond(last_s), late))
+
+
+def test_gaps_are_between_tokens_of_one_sequence() -> None:
+    steps = [
+        step(1, 0, seats=((0, 10), (1, 11))),
+        step(3, 0, 1),
+        step(4, 1),
+        step(9, 0, 1, seats=((0, 12),)),  # another sequence in row 0: its first token
+        step(10, 0),
+    ]
+    assert token_gaps_s(steps) == [2, 1, 5, 1]
+
+
+def test_a_preempted_sequence_waited_between_its_tokens_whatever_its_row() -> None:
+    assert token_gaps_s([step(1, 0, seats=((0, 7),)), step(8, 3, seats=((3, 7),))]) == [7]
+
+
+def test_busy_is_work_by_work_and_what_lies_between() -> None:
+    found = busy([spanned(1, 4), spanned(5, 6, late=True), spanned(6, 9), spanned(11, 12)])
+    assert found == (8 / 11, 1 / 4)
+    assert busy([step(1, 0)]) is None and busy([]) is None
+
+
+def test_steady_decode_is_the_longest_run_without_prompts() -> None:
+    steps = [step(1), step(2, num_prompt=8), step(3), step(4), step(5, num_prompt=1), step(6)]
+    assert steady_decode(steps) == steps[2:4]
+    assert steady_decode(steps[1:2]) == []
+
+
+def test_an_observed_runner_says_the_same_and_is_noted() -> None:
+    hours = iter(range(100))
+    marks = Marks(AtSecond(1), AtSecond(2, passed=False), AtSecond(2), AtSecond(5), AtSecond(6), AtSecond(7))
+    observer = Observer(lambda: float(next(hours)), marks)
+    runner = observer.around(Echo())
+    flying = [runner.launch(StepPlan(number)) for number in range(3)]
+    assert [pending.wait().step for pending in flying] == [0, 1, 2]
+    assert [(event.launched_s, event.done_s) for event in observer.steps] == [(0, 3), (1, 4), (2, 5)]
+    spans = [event.span for event in observer.steps]
+    assert [span is not None and span.late for span in spans] == [True, False, True], "the device was not kept waiting"
+    assert busy(observer.steps) == (5 / 6, 2 / 3)
+    observer.clear()
+    assert observer.steps == []
+
+
+def test_percentiles_are_values_that_were_measured() -> None:
+    assert percentiles_ms([number / 1000 for number in range(100, 0, -1)]) == Percentiles(50, 90, 99, 100)
+    assert percentiles_ms([0.004]) == Percentiles(4, 4, 4, 4)
+    assert percentiles_ms([]) is None
