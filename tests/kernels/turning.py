@@ -46,18 +46,19 @@ class Turning(NamedTuple):
         has_norm: bool,
         dim: int = 32,
         stored: torch.dtype | None = None,
+        num_in_chunk: int = 3,
         device: str = "cpu",
     ) -> "Turning":
         generator = torch.Generator().manual_seed(dim + rotary_dim)
-        pages = Pages.shuffled([10, 3, 7], BLOCK_SIZE, seed=1)
-        ragged = pages.ragged({0: Part(7, 3), 1: Part(2, 1), 2: Part(0, 1)})
+        pages = Pages.shuffled([7 + num_in_chunk, 3, 7], BLOCK_SIZE, seed=1)
+        ragged = pages.ragged({0: Part(7, num_in_chunk), 1: Part(2, 1), 2: Part(0, 1)}, device)
         num_tokens = len(ragged.slots)
         qkv = torch.randn(num_tokens, HEADS + 2 * KV_HEADS, dim, generator=generator)
         weight = torch.randn(HEADS + KV_HEADS, dim, generator=generator)
         cos, sin = torch.randn(2, num_tokens, 1, rotary_dim, generator=generator).to(device, dtype)
         shape = (pages.num_blocks, NUM_LAYERS, 2, BLOCK_SIZE, KV_HEADS, dim)
         return Turning(
-            ragged=Ragged(**{name: getattr(ragged, name).to(device) for name in Ragged.__slots__}),
+            ragged=ragged,
             qkv=qkv.to(device, dtype),
             head_norm=HeadNorm(weight.to(device), 1e-5) if has_norm else None,
             rotation=Rotation(cos, sin),
