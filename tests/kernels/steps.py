@@ -39,7 +39,7 @@ class Pages:
     def slot(self, sequence: int, position: int) -> int:
         return self.tables[sequence][position // self.block_size] * self.block_size + position % self.block_size
 
-    def ragged(self, parts: dict[int, Part]) -> Ragged:
+    def ragged(self, parts: dict[int, Part], device: str = "cpu") -> Ragged:
         """One step that computes these parts, in this order. Unused table entries name no block at all."""
         positions, slots, starts, lengths, tables, reaches = [], [], [0], [], [], []
         width = max(len(self.tables[sequence]) for sequence in parts)
@@ -53,12 +53,12 @@ class Pages:
             table = self.tables[sequence]
             tables.append(table + [2**30] * (width - len(table)))
         return Ragged(
-            positions=torch.tensor(positions),
-            slots=torch.tensor(slots),
-            tables=torch.tensor(tables, dtype=torch.int32),
-            query_starts=torch.tensor(starts, dtype=torch.int32),
-            context_lengths=torch.tensor(lengths, dtype=torch.int32),
-            reaches=torch.tensor(reaches),
+            positions=torch.tensor(positions, device=device),
+            slots=torch.tensor(slots, device=device),
+            tables=torch.tensor(tables, dtype=torch.int32, device=device),
+            query_starts=torch.tensor(starts, dtype=torch.int32, device=device),
+            context_lengths=torch.tensor(lengths, dtype=torch.int32, device=device),
+            reaches=torch.tensor(reaches, device=device),
         )
 
 

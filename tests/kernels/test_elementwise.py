@@ -1,4 +1,4 @@
-"""Norms, rotation, gates and linear layers of the CPU kernels against the reference."""
+"""Norms, gates and linear layers of the CPU kernels against the reference."""
 
 import math
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from quire.core.errors import ConfigError
-from quire.kernels.contract import Rotation
 from quire.kernels.cpu import CpuKernels
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.select import select_kernels
@@ -42,11 +41,10 @@ def test_a_packed_weight_multiplies_as_the_plain_one(dtype, bias, rows):
 
 @pytest.mark.parametrize("kernels", NORMS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_norms_agree_for_rows_and_for_heads(kernels, dtype):
-    x = drawn(5, 6, 32, dtype=dtype)
-    for weight in (drawn(32, seed=1), drawn(6, 32, seed=2)):
-        close(kernels.rms_norm(x, weight, 1e-5), TRUTH.rms_norm(x, weight, 1e-5))
-    close(kernels.rms_norm(x[:, :4], weight[:4], 1e-5), TRUTH.rms_norm(x[:, :4], weight[:4], 1e-5))
+def test_norms_agree_for_rows_and_for_some_of_the_heads(kernels, dtype):
+    x, weight = drawn(5, 6, 32, dtype=dtype), drawn(32, seed=1)
+    close(kernels.rms_norm(x, weight, 1e-5), TRUTH.rms_norm(x, weight, 1e-5))
+    close(kernels.rms_norm(x[:, :4], weight, 1e-5), TRUTH.rms_norm(x[:, :4], weight, 1e-5))
 
 
 @pytest.mark.parametrize("kernels", NORMS)
@@ -90,19 +88,6 @@ def test_what_is_not_finite_stays_in_its_row_and_shows(kernels, dtype, bad):
     normed = kernels.add_rms_norm(x, torch.zeros(3, 32), torch.ones(32), 1e-5)
     assert normed[1, 5].isnan()
     assert normed[[0, 2]].isfinite().all()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [16, 32])
-def test_rotation_turns_part_of_each_head_and_leaves_the_rest(dtype, width):
-    storage = [drawn(5, 7, 32, dtype=dtype) for _ in range(2)]
-    before = storage[0].clone()
-    rotation = Rotation(drawn(5, 1, width, dtype=dtype, seed=1), drawn(5, 1, width, dtype=dtype, seed=2))
-    for kernels, x in zip((FAST, TRUTH), storage, strict=True):
-        kernels.rotate(x[:, :4], rotation)
-    torch.testing.assert_close(storage[0], storage[1], atol=1e-6 if dtype == torch.float32 else 0.06, rtol=1e-2)
-    assert torch.equal(storage[0][:, 4:], before[:, 4:])
-    assert torch.equal(storage[0][..., width:], before[..., width:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -174,7 +174,7 @@ FAMILIES = [
 ]
 
 
-def build(family: Family, dtype: torch.dtype = torch.float32, seed: int = 0) -> Twin:
+def build(family: Family, dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu") -> Twin:
     common: dict[str, object] = {
         "vocab_size": VOCAB,
         "hidden_size": HIDDEN,
@@ -198,7 +198,7 @@ def build(family: Family, dtype: torch.dtype = torch.float32, seed: int = 0) -> 
                 parameter += 0.3 * torch.randn_like(parameter)
             else:
                 parameter *= 4
-    peer = peer.to(dtype)
+    peer = peer.to(device, dtype)
     values: dict[str, object] = {"rope": rope(), "tied_embeddings": False} | family.spec
     spec = ModelSpec(
         family=family.name,

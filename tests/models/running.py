@@ -9,19 +9,26 @@ from tests.kernels.steps import Pages, Part
 Schedule = list[dict[int, int]]  # per step: how many tokens of which sequence
 
 
-def run(model: Model, prompts: list[list[int]], schedule: Schedule, block_size: int = 4, seed: int = 0) -> list[Tensor]:
+def run(
+    model: Model,
+    prompts: list[list[int]],
+    schedule: Schedule,
+    block_size: int = 4,
+    seed: int = 0,
+    device: str = "cpu",
+) -> list[Tensor]:
     """The logits after every token of every prompt, computed as scheduled. Unwritten memory is poison."""
     pages = Pages.shuffled([len(prompt) for prompt in prompts], block_size, seed)
     geometry = model.kv_geometry
     poison = float("nan") if geometry.dtype.is_floating_point else 2**20
-    kv = torch.full(geometry.store_shape(pages.num_blocks, block_size), poison, dtype=geometry.dtype)
+    kv = torch.full(geometry.store_shape(pages.num_blocks, block_size), poison, dtype=geometry.dtype, device=device)
     done = [0] * len(prompts)
     logits: list[list[Tensor]] = [[] for _ in prompts]
     for step in schedule:
         parts = {sequence: Part(done[sequence], count) for sequence, count in step.items()}
         tokens = [prompts[s][part.num_before : part.num_before + part.num_new] for s, part in parts.items()]
-        flat = torch.tensor([token for chunk in tokens for token in chunk])
-        rows = model.logits(model.forward(flat, pages.ragged(parts), kv))
+        flat = torch.tensor([token for chunk in tokens for token in chunk], device=device)
+        rows = model.logits(model.forward(flat, pages.ragged(parts, device), kv))
         for sequence, chunk in zip(parts, rows.split([len(chunk) for chunk in tokens]), strict=True):
             logits[sequence].append(chunk)
             done[sequence] += len(chunk)

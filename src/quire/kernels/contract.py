@@ -44,13 +44,22 @@ class Rotation(NamedTuple):
     sin: Tensor  # [tokens, 1, rotary_dim] as what is turned; the first half is negated
 
 
+class HeadNorm(NamedTuple):
+    """RMSNorm over each query head and key head by itself."""
+
+    weight: Tensor  # [heads + kv_heads, dim] float32: query heads, then key heads
+    epsilon: float
+
+
 class StepAttention(Protocol):
     """Attention for one step, prepared once and used by every layer."""
 
-    def write(self, key_value: Tensor, kv_layer: Tensor) -> None:
-        """Store new keys and values, rounded to the store's dtype.
+    def turn_and_write(self, qkv: Tensor, head_norm: HeadNorm | None, rotation: Rotation, kv_layer: Tensor) -> None:
+        """Norm queries and keys if there is a norm, turn the first rotary_dim of each, and store keys and values.
 
-        key_value: [tokens, 2, kv_heads, dim]; kv_layer: [blocks, 2, block_size, kv_heads, dim], strided.
+        qkv: [tokens, heads + 2 * kv_heads, dim]: queries, keys, values; kv_layer: [blocks, 2, block_size, kv_heads,
+        dim], strided. Queries change in place, keys and values are rounded to the store's dtype. What qkv has in the
+        place of the keys afterwards is not said: whoever wants them reads the store.
         """
 
     def attend(self, query: Tensor, kv_layer: Tensor, rule: AttentionRule) -> Tensor:
@@ -89,16 +98,13 @@ class Kernels(Protocol):
         """
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        """x: [..., width]; weight: float32, [width] or broadcastable to x. Returns [..., width], as x."""
+        """x: [..., width]; weight: [width] float32. Returns [..., width], as x."""
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """residual += x in place, then its norm, in x's dtype.
 
         x: [tokens, width]; residual: [tokens, width], float32 or x's dtype; weight: [width] float32.
         """
-
-    def rotate(self, x: Tensor, rotation: Rotation) -> None:
-        """Turn the first rotary_dim of each head in place. x: [tokens, heads, dim], strided."""
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
         """activation(gate) * up ("silu" or "gelu_tanh"). gate_up: [tokens, 2 * ffn]. [tokens, ffn]."""

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.kernels.contract import AttentionRule, Ragged, Rotation
+from quire.kernels.contract import AttentionRule, HeadNorm, Ragged, Rotation
 
 # Two steps of bfloat16: logits this close to the highest, relative to it, may have changed places by rounding.
 _NEAR = 2.0**-6
@@ -99,16 +99,14 @@ class CpuKernels:
         return logits
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        if self._compiled is not None and weight.dim() == 1 and x.is_contiguous():
+        if self._compiled is not None and x.is_contiguous():
             output = torch.empty_like(x)
             width = x.shape[-1]
             self._compiled.norm.norm(
                 _array(x.view(-1, width)), weight.numpy(), np.float32(epsilon), _array(output.view(-1, width))
             )
             return output
-        if weight.dim() == 1:
-            return F.rms_norm(x.float(), weight.shape, weight, epsilon).to(x.dtype)
-        return (F.rms_norm(x.float(), x.shape[-1:], None, epsilon) * weight).to(x.dtype)
+        return F.rms_norm(x.float(), weight.shape, weight, epsilon).to(x.dtype)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         if self._compiled is not None and residual.dtype is torch.float32:
@@ -119,12 +117,6 @@ class CpuKernels:
             return output
         residual += x
         return self.rms_norm(residual, weight, epsilon).to(x.dtype)
-
-    def rotate(self, x: Tensor, rotation: Rotation) -> None:
-        width = rotation.cos.shape[-1]
-        turning = x[..., :width]
-        swapped = turning.roll(width // 2, dims=-1)
-        torch.addcmul(turning * rotation.cos, swapped, rotation.sin, out=turning)
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -174,10 +166,17 @@ class CpuAttention:
         if compiled is not None:
             compiled.attention.use_threads(self._num_threads)
 
+    def turn_and_write(self, qkv: Tensor, head_norm: HeadNorm | None, rotation: Rotation, kv_layer: Tensor) -> None:
+        kv_heads = kv_layer.shape[3]
+        turning, heads = qkv[:, :-kv_heads], qkv.shape[1] - 2 * kv_heads
+        if head_norm is not None:
+            _norm_heads(turning, head_norm)
+        _rotate(turning, rotation)
+        self.write(qkv[:, heads:].view(-1, 2, kv_heads, qkv.shape[2]), kv_layer)
+
     def write(self, key_value: Tensor, kv_layer: Tensor) -> None:
-        if (
-            kv_layer.dtype is torch.float16
-        ):  # its largest number is small: beyond it, the largest is nearer than infinity
+        """key_value: [tokens, 2, kv_heads, dim], stored as it is."""
+        if kv_layer.dtype is torch.float16:  # what is beyond its largest number is nearer to that than to infinity
             key_value = key_value.clamp(-_LARGEST_HALF, _LARGEST_HALF)
         kv_layer.transpose(1, 2).index_put_((self._blocks, self._offsets), key_value.to(kv_layer.dtype))
 
@@ -241,6 +240,19 @@ class CpuAttention:
             nothing = torch.zeros(hidden.shape, dtype=dtype)
             self._masks[index, window] = nothing.masked_fill_(hidden, -math.inf)
         return self._masks[index, window]
+
+
+def _norm_heads(x: Tensor, norm: HeadNorm) -> None:
+    """In place. x: [tokens, heads, dim], strided."""
+    x.copy_(F.rms_norm(x.float(), x.shape[-1:], None, norm.epsilon) * norm.weight)
+
+
+def _rotate(x: Tensor, rotation: Rotation) -> None:
+    """Turn the first rotary_dim of each head in place. x: [tokens, heads, dim], strided."""
+    width = rotation.cos.shape[-1]
+    turning = x[..., :width]
+    swapped = turning.roll(width // 2, dims=-1)
+    torch.addcmul(turning * rotation.cos, swapped, rotation.sin, out=turning)
 
 
 def _attend_dense(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, rule: AttentionRule) -> Tensor:

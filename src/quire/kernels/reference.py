@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from quire.kernels.contract import AttentionRule, Ragged, Rotation
+from quire.kernels.contract import AttentionRule, HeadNorm, Ragged, Rotation
 
 
 class ReferenceKernels:
@@ -28,21 +28,11 @@ class ReferenceKernels:
         return x.float() @ weight.float().T
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        wide = x.float()
-        mean_square = (wide * wide).mean(dim=-1, keepdim=True)
-        return (wide / torch.sqrt(mean_square + epsilon) * weight).to(x.dtype)
+        return _rms_norm(x, weight, epsilon)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         residual.copy_(residual + x)
-        return self.rms_norm(residual, weight, epsilon).to(x.dtype)
-
-    def rotate(self, x: Tensor, rotation: Rotation) -> None:
-        width = rotation.cos.shape[-1]
-        turning = x[..., :width].float()
-        left, right = turning.chunk(2, dim=-1)
-        swapped = torch.cat([right, left], dim=-1)
-        turned = turning * rotation.cos.float() + swapped * rotation.sin.float()
-        x[..., :width] = turned.to(x.dtype)
+        return _rms_norm(residual, weight, epsilon).to(x.dtype)
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
         gate, up = gate_up.float().chunk(2, dim=-1)
@@ -65,7 +55,16 @@ class ReferenceAttention:
         self._ragged = ragged
         self._block_size = block_size
 
+    def turn_and_write(self, qkv: Tensor, head_norm: HeadNorm | None, rotation: Rotation, kv_layer: Tensor) -> None:
+        kv_heads = kv_layer.shape[3]
+        turning, heads = qkv[:, :-kv_heads], qkv.shape[1] - 2 * kv_heads
+        if head_norm is not None:
+            turning.copy_(_rms_norm(turning, head_norm.weight, head_norm.epsilon))
+        _rotate(turning, rotation)
+        self.write(qkv[:, heads:].view(-1, 2, kv_heads, qkv.shape[2]), kv_layer)
+
     def write(self, key_value: Tensor, kv_layer: Tensor) -> None:
+        """key_value: [tokens, 2, kv_heads, dim], stored as it is."""
         for token, slot in enumerate(self._ragged.slots.tolist()):
             kv_layer[slot // self._block_size, :, slot % self._block_size] = key_value[token]
 
@@ -86,6 +85,23 @@ class ReferenceAttention:
         table = self._ragged.tables[sequence].tolist()
         size = self._block_size
         return torch.stack([kv_layer[table[p // size], :, p % size] for p in positions]).float()
+
+
+def _rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """x: [..., width]; weight: float32, broadcastable to x. As x."""
+    wide = x.float()
+    mean_square = (wide * wide).mean(dim=-1, keepdim=True)
+    return (wide / torch.sqrt(mean_square + epsilon) * weight).to(x.dtype)
+
+
+def _rotate(x: Tensor, rotation: Rotation) -> None:
+    """Turn the first rotary_dim of each head in place. x: [tokens, heads, dim], strided."""
+    width = rotation.cos.shape[-1]
+    turning = x[..., :width].float()
+    left, right = turning.chunk(2, dim=-1)
+    swapped = torch.cat([right, left], dim=-1)
+    turned = turning * rotation.cos.float() + swapped * rotation.sin.float()
+    x[..., :width] = turned.to(x.dtype)
 
 
 def _attend_one(query: Tensor, key_value: Tensor, rule: AttentionRule) -> Tensor:

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from quire.kernels.contract import AttentionRule, Kernels, Rotation, StepAttention
+from quire.kernels.contract import AttentionRule, HeadNorm, Rotation, StepAttention
 from quire.layers.linear import Linear
 
 
@@ -16,28 +16,14 @@ class Heads(NamedTuple):
     dim: int
 
 
-class HeadNorm(NamedTuple):
-    """RMSNorm over each query head and key head by itself."""
-
-    weight: Tensor  # [queries + keys, dim] float32
-    epsilon: float
-
-
 class Attention:
     """Self-attention over the KV store."""
 
-    __slots__ = ("_head_norm", "_heads", "_kernels", "_output", "_qkv", "_rule")
+    __slots__ = ("_head_norm", "_heads", "_output", "_qkv", "_rule")
 
     def __init__(
-        self,
-        kernels: Kernels,
-        heads: Heads,
-        rule: AttentionRule,
-        qkv: Linear,
-        output: Linear,
-        head_norm: HeadNorm | None,
+        self, heads: Heads, rule: AttentionRule, qkv: Linear, output: Linear, head_norm: HeadNorm | None
     ) -> None:
-        self._kernels = kernels
         self._heads = heads
         self._rule = rule
         self._qkv = qkv
@@ -48,9 +34,5 @@ class Attention:
         """x: [tokens, hidden]; kv_layer: [blocks, 2, block_size, kv_heads, dim]. Returns [tokens, hidden]."""
         queries, keys, dim = self._heads
         qkv = self._qkv(x).view(-1, queries + 2 * keys, dim)
-        turning = qkv[:, : queries + keys]
-        if self._head_norm is not None:
-            turning.copy_(self._kernels.rms_norm(turning, self._head_norm.weight, self._head_norm.epsilon))
-        self._kernels.rotate(turning, rotation)
-        step.write(qkv[:, queries:].view(-1, 2, keys, dim), kv_layer)
+        step.turn_and_write(qkv, self._head_norm, rotation, kv_layer)
         return self._output(step.attend(qkv[:, :queries], kv_layer, self._rule))

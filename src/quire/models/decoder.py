@@ -5,8 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.core.model import ModelSpec
-from quire.kernels.contract import AttentionRule, Kernels, Ragged
-from quire.layers.attention import Attention, HeadNorm, Heads
+from quire.kernels.contract import AttentionRule, HeadNorm, Kernels, Ragged
+from quire.layers.attention import Attention, Heads
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMlp
 from quire.layers.rope import RopeTable
@@ -30,7 +30,6 @@ class _Layer:
     def __init__(self, spec: ModelSpec, index: int, weights: LayerWeights, kernels: Kernels) -> None:
         heads = Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim)
         self.attention = Attention(
-            kernels,
             heads,
             AttentionRule(spec.scale, spec.window(index), spec.attention_softcap),
             Linear(kernels, weights.qkv, weights.qkv_bias),

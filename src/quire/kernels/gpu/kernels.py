@@ -1,0 +1,60 @@
+"""The kernels for GPUs: products by torch, everything around them fused in Triton. Knows nothing of models."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.kernels.contract import AttentionRule, HeadNorm, Ragged, Rotation
+from quire.kernels.gpu import gates, norms, turns
+from quire.kernels.reference import ReferenceAttention
+
+
+class GpuKernels:
+    """Launches only: nothing here waits for the device or reads from it, so that a graph may hold it."""
+
+    name = "gpu"
+
+    def activations(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype
+
+    def stored(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype
+
+    def pack(self, weight: Tensor) -> Tensor:
+        return weight
+
+    def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, packed, bias)
+
+    def logits(self, x: Tensor, packed: Tensor, weight: Tensor) -> Tensor:
+        if weight.is_cuda and weight.dtype is not torch.float32:
+            return torch.mm(x, weight.T, out_dtype=torch.float32)  # the sums are float32 anyway: not rounded at the end
+        return x.float() @ weight.float().T
+
+    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        return norms.rms_norm(x, weight, epsilon)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        return norms.add_rms_norm(x, residual, weight, epsilon)
+
+    def gate(self, gate_up: Tensor, activation: str) -> Tensor:
+        return gates.gate(gate_up, activation)
+
+    def plan(self, ragged: Ragged, block_size: int) -> "GpuStep":
+        return GpuStep(ragged, block_size)
+
+
+class GpuStep:
+    """One step: keys and values written by the fused kernel, read by the reference's attention."""
+
+    __slots__ = ("_attention", "_slots")
+
+    def __init__(self, ragged: Ragged, block_size: int) -> None:
+        self._slots = ragged.slots
+        self._attention = ReferenceAttention(ragged, block_size)
+
+    def turn_and_write(self, qkv: Tensor, head_norm: HeadNorm | None, rotation: Rotation, kv_layer: Tensor) -> None:
+        turns.turn_and_write(qkv, head_norm, rotation, self._slots, kv_layer)
+
+    def attend(self, query: Tensor, kv_layer: Tensor, rule: AttentionRule) -> Tensor:
+        return self._attention.attend(query, kv_layer, rule)

@@ -1,0 +1,139 @@
+"""RMS norms, alone or with the addition to the residual before them, in one pass. Knows rows and no model."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_WIDEST = 16_384  # numbers in a row: a program holds whole rows in registers
+_NUMBERS = 1_024  # a program's at least: narrow rows share one
+_NUMBERS_PER_WARP = 256  # 16 bytes of halves for each thread
+_MOST_WARPS = 16
+
+
+class _Tiles(NamedTuple):
+    """What one program works on."""
+
+    rows: int
+    padded_width: int
+    num_warps: int
+
+
+def _tiles(width: int) -> _Tiles:
+    assert width <= _WIDEST, f"rows of {width} numbers; the widest that a program holds have {_WIDEST}"
+    padded = triton.next_power_of_2(width)
+    rows = max(1, _NUMBERS // padded)
+    return _Tiles(rows, padded, min(_MOST_WARPS, max(1, rows * padded // _NUMBERS_PER_WARP)))
+
+
+@triton.jit
+def _normed(
+    wide,  # [ROWS, PADDED_WIDTH] float32, 0 beyond WIDTH
+    weight,  # [WIDTH] float32
+    epsilon,
+    WIDTH: tl.constexpr,
+    PADDED_WIDTH: tl.constexpr,
+):
+    column = tl.arange(0, PADDED_WIDTH)
+    inverse = tl.rsqrt(tl.sum(wide * wide, axis=1) / WIDTH + epsilon)
+    return wide * inverse[:, None] * tl.load(weight + column, mask=column < WIDTH, other=0.0)[None, :]
+
+
+@triton.jit
+def _norm_rows(
+    x,  # [outer, inner, WIDTH], strided
+    weight,  # [WIDTH] float32
+    output,  # [outer * inner, WIDTH]
+    num_rows,
+    num_inner,
+    outer_stride,
+    inner_stride,
+    epsilon,
+    WIDTH: tl.constexpr,
+    PADDED_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, PADDED_WIDTH)[None, :]
+    inside = (row < num_rows)[:, None] & (column < WIDTH)
+    source = x + (row // num_inner * outer_stride + row % num_inner * inner_stride)[:, None]
+    wide = tl.load(source + column, mask=inside, other=0.0).to(tl.float32)
+    normed = _normed(wide, weight, epsilon, WIDTH, PADDED_WIDTH)
+    tl.store(output + row[:, None] * WIDTH + column, normed.to(output.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _add_norm_rows(
+    x,  # [rows, WIDTH], strided
+    residual,  # [rows, WIDTH], strided: x is added to it
+    weight,  # [WIDTH] float32
+    output,  # [rows, WIDTH]
+    num_rows,
+    x_stride,
+    residual_stride,
+    epsilon,
+    WIDTH: tl.constexpr,
+    PADDED_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, PADDED_WIDTH)[None, :]
+    inside = (row < num_rows)[:, None] & (column < WIDTH)
+    residual_place = residual + row[:, None] * residual_stride + column
+    added = tl.load(x + row[:, None] * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    before = tl.load(residual_place, mask=inside, other=0.0).to(tl.float32)
+    total = (before + added).to(residual.dtype.element_ty)
+    tl.store(residual_place, total, mask=inside)
+    normed = _normed(total.to(tl.float32), weight, epsilon, WIDTH, PADDED_WIDTH)
+    tl.store(output + row[:, None] * WIDTH + column, normed.to(output.dtype.element_ty), mask=inside)
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """x: [rows, width] or [tokens, heads, width], strided; weight: [width] float32. As x, contiguous."""
+    assert x.dim() in (2, 3) and x.stride(-1) == 1 and weight.is_contiguous(), (x.shape, x.stride(), weight.stride())
+    width, num_inner = x.shape[-1], x.shape[1] if x.dim() == 3 else 1
+    num_rows, tiles = x.shape[0] * num_inner, _tiles(width)
+    output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _norm_rows[(triton.cdiv(num_rows, tiles.rows),)](
+        x,
+        weight,
+        output,
+        num_rows,
+        num_inner,
+        x.stride(0),
+        x.stride(-2),
+        epsilon,
+        WIDTH=width,
+        PADDED_WIDTH=tiles.padded_width,
+        ROWS=tiles.rows,
+        num_warps=tiles.num_warps,
+    )
+    return output
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """residual += x in place, then its norm, as x.
+
+    x: [tokens, width]; residual: [tokens, width], float32 or x's dtype; weight: [width] float32.
+    """
+    assert x.stride(1) == residual.stride(1) == 1 and weight.is_contiguous(), (x.stride(), residual.stride())
+    num_rows, width = x.shape
+    tiles = _tiles(width)
+    output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _add_norm_rows[(triton.cdiv(num_rows, tiles.rows),)](
+        x,
+        residual,
+        weight,
+        output,
+        num_rows,
+        x.stride(0),
+        residual.stride(0),
+        epsilon,
+        WIDTH=width,
+        PADDED_WIDTH=tiles.padded_width,
+        ROWS=tiles.rows,
+        num_warps=tiles.num_warps,
+    )
+    return output

@@ -1,0 +1,81 @@
+"""Builds what `turn_and_write` works on: heads, a norm, a rotation, and a store full of NaN."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.kernels.contract import HeadNorm, Kernels, Ragged, Rotation
+from tests.kernels.steps import Pages, Part
+
+HEADS, KV_HEADS = 4, 2
+LAYER, NUM_LAYERS = 1, 3
+BLOCK_SIZE = 4
+
+
+class Parted(NamedTuple):
+    """One buffer's heads."""
+
+    query: Tensor  # [tokens, heads, dim]
+    key: Tensor  # [tokens, kv_heads, dim]
+    value: Tensor  # [tokens, kv_heads, dim]
+
+
+class Turned(NamedTuple):
+    """What `turn_and_write` left behind."""
+
+    query: Tensor  # [tokens, heads, dim]
+    store: Tensor  # [blocks, layers, 2, block_size, kv_heads, dim]
+
+
+class Turning(NamedTuple):
+    """One step's input, of several sequences."""
+
+    ragged: Ragged
+    qkv: Tensor  # [tokens, heads + 2 * kv_heads, dim]
+    head_norm: HeadNorm | None
+    rotation: Rotation
+    store: Tensor  # [blocks, layers, 2, block_size, kv_heads, dim], NaN everywhere
+
+    @staticmethod
+    def drawn(
+        dtype: torch.dtype,
+        *,
+        rotary_dim: int,
+        has_norm: bool,
+        dim: int = 32,
+        stored: torch.dtype | None = None,
+        num_in_chunk: int = 3,
+        device: str = "cpu",
+    ) -> "Turning":
+        generator = torch.Generator().manual_seed(dim + rotary_dim)
+        pages = Pages.shuffled([7 + num_in_chunk, 3, 7], BLOCK_SIZE, seed=1)
+        ragged = pages.ragged({0: Part(7, num_in_chunk), 1: Part(2, 1), 2: Part(0, 1)}, device)
+        num_tokens = len(ragged.slots)
+        qkv = torch.randn(num_tokens, HEADS + 2 * KV_HEADS, dim, generator=generator)
+        weight = torch.randn(HEADS + KV_HEADS, dim, generator=generator)
+        cos, sin = torch.randn(2, num_tokens, 1, rotary_dim, generator=generator).to(device, dtype)
+        shape = (pages.num_blocks, NUM_LAYERS, 2, BLOCK_SIZE, KV_HEADS, dim)
+        return Turning(
+            ragged=ragged,
+            qkv=qkv.to(device, dtype),
+            head_norm=HeadNorm(weight.to(device), 1e-5) if has_norm else None,
+            rotation=Rotation(cos, sin),
+            store=torch.full(shape, math.nan, dtype=stored or dtype, device=device),
+        )
+
+    def through(self, kernels: Kernels) -> Turned:
+        """On copies."""
+        qkv, store = self.qkv.clone(), self.store.clone()
+        step = kernels.plan(self.ragged, BLOCK_SIZE)
+        step.turn_and_write(qkv, self.head_norm, self.rotation, store[:, LAYER])
+        return Turned(heads_apart(qkv).query, store)
+
+    def written(self, store: Tensor) -> Tensor:
+        """What lies in the step's slots: [tokens, 2, kv_heads, dim]."""
+        return store[:, LAYER].transpose(1, 2).flatten(0, 1)[self.ragged.slots]
+
+
+def heads_apart(qkv: Tensor) -> Parted:
+    return Parted(*qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=1))
