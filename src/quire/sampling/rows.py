@@ -15,6 +15,7 @@ from torch import Tensor
 from quire.core.ids import IntArray, Row
 from quire.core.sampling import RowSampling
 from quire.core.step import Seat
+from quire.kernels.choosing import ChoiceTable, EndColumns, Stages
 from quire.sampling.slots import grown
 
 # Below this the likeliest token wins in float32 whatever the logits; and it is still a normal float32.
@@ -33,6 +34,9 @@ class Ask(IntFlag):
     MIN_TOKENS = auto()
     PENALTIES = auto()
     LOGPROBS = auto()
+
+
+SHAPING = Ask.OFFSETS | Ask.BAD_WORDS | Ask.MIN_TOKENS | Ask.PENALTIES  # what changes logits before the choice
 
 
 class RowBatch(NamedTuple):
@@ -72,12 +76,11 @@ class SamplingRows:
         self.host_top_k: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
         self.host_num_logprobs: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
         self.host_num_candidates: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
-        self._integers = torch.zeros(max_rows, 6, dtype=torch.int64, device=device)
-        self.seed, self.index, self.top_k, self.min_tokens, self.num_prompt, self.max_length = self._integers.unbind(1)
-        self._floats = torch.zeros(max_rows, 6, dtype=torch.float64, device=device)
-        self.temperature, self.top_p, self.min_p, self.repetition, self.presence, self.frequency = self._floats.unbind(
-            1
-        )
+        integers = torch.zeros(max_rows, 7, dtype=torch.int64, device=device)
+        self.seed, self.index, self.top_k, _, self.min_tokens, self.num_prompt, self.max_length = integers.unbind(1)
+        floats = torch.zeros(max_rows, 6, dtype=torch.float64, device=device)
+        self.temperature, self.top_p, self.min_p, self.repetition, self.presence, self.frequency = floats.unbind(1)
+        self.table = ChoiceTable(integers, floats)  # its columns come first
         self.end_ids = torch.full((max_rows, 1), -1, dtype=torch.int64, device=device)  # padded with -1
 
     def seat(self, seat: Seat) -> None:
@@ -90,6 +93,7 @@ class SamplingRows:
             sampling.seed,
             seat.index,
             sampling.top_k or self.vocab_size,
+            int(sampling.temperature > 0),
             sampling.min_tokens,
             seat.num_prompt,
             seat.max_length,
@@ -102,8 +106,8 @@ class SamplingRows:
             sampling.presence_penalty,
             sampling.frequency_penalty,
         )
-        self._integers[seat.row].copy_(torch.tensor(integers, dtype=torch.int64), non_blocking=True)
-        self._floats[seat.row].copy_(torch.tensor(floats, dtype=torch.float64), non_blocking=True)
+        self.table.integers[seat.row].copy_(torch.tensor(integers, dtype=torch.int64), non_blocking=True)
+        self.table.floats[seat.row].copy_(torch.tensor(floats, dtype=torch.float64), non_blocking=True)
         self._set_end_ids(seat.row, sampling.end_ids)
 
     def leave(self, row: Row) -> None:
@@ -112,6 +116,19 @@ class SamplingRows:
     def union(self, batch: RowBatch) -> Ask:
         """All that any row of the batch asks for."""
         return Ask(int(np.bitwise_or.reduce(self.asks[batch.host_rows], initial=0)))
+
+    def stages(self, batch: RowBatch) -> Stages | None:
+        """What choosing the batch's tokens takes; None if it takes more than a kernel does."""
+        asks = self.union(batch)
+        if asks & SHAPING:
+            return None
+        if asks & Ask.RANDOM:
+            return Stages.CHOOSY if asks & (Ask.TOP_K | Ask.TOP_P) else Stages.RANDOM
+        return Stages.GREEDY
+
+    @property
+    def ends(self) -> EndColumns:
+        return EndColumns(self.max_length, self.end_ids)
 
     def part(self, batch: RowBatch, ask: Ask) -> Part | None:
         """Those rows of the batch that ask for any of these; None if nobody does."""

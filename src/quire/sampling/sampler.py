@@ -17,6 +17,7 @@ from torch import Tensor
 
 from quire.core.ids import Row
 from quire.core.step import Masks, Seat
+from quire.kernels.choosing import ChooseTokens, Chosen, EndColumns, Stages
 from quire.sampling.bad_words import BadWords
 from quire.sampling.candidates import RowCandidates, likeliest
 from quire.sampling.ends import Ends, find_ends, forbid_early_ends
@@ -26,10 +27,9 @@ from quire.sampling.masks import apply_masks
 from quire.sampling.offsets import Offsets
 from quire.sampling.penalties import Penalties
 from quire.sampling.random import uniform
-from quire.sampling.rows import Ask, RowBatch, SamplingRows
+from quire.sampling.rows import SHAPING, Ask, RowBatch, SamplingRows
 
 _REMEMBERING = Ask.BAD_WORDS | Ask.PENALTIES  # whose state depends on the tokens
-_SHAPING = Ask.OFFSETS | Ask.BAD_WORDS | Ask.MIN_TOKENS | Ask.PENALTIES
 
 # Logits drawn from at once; each takes some 40 bytes meanwhile. On the CPU what fits the cache is fastest
 # (2**16 to 2**22 tried); elsewhere this bounds the memory to 640 MiB.
@@ -40,18 +40,18 @@ _DRAWN_AT_ONCE = 2**24
 _BLOCK = 64
 
 
-class Sampled(NamedTuple):
-    """A row that is not finite had a NaN or +inf logit, or nothing left to choose. Ignore its token."""
-
-    tokens: Tensor  # [n] int64
-    finite: Tensor  # [n] bool
-
-
 class Sampler:
     """The sampling state of all rows, and what is done with it in each step."""
 
-    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        max_rows: int,
+        vocab_size: int,
+        device: torch.device,
+        choose_tokens: ChooseTokens | None = None,  # None: a chain of tensor operations
+    ) -> None:
         self._max_rows = max_rows
+        self._choose_tokens = choose_tokens
         self._rows = SamplingRows(max_rows, vocab_size, device)
         self._offsets = Offsets(max_rows, vocab_size, device)
         self._bad_words = BadWords(max_rows, device)
@@ -98,14 +98,32 @@ class Sampler:
         logits: Tensor,  # [n, vocab] float32; not changed
         batch: RowBatch,
         masks: Masks | None = None,
-    ) -> Sampled:
+    ) -> Chosen:
         """Choose a token for every row of the batch. `commit` tells the rows' state of it."""
+        stages = self.stages(batch) if masks is None else None
+        if stages is not None:
+            return self.choose(logits, batch.rows, batch.positions, stages)
         shaped, tokens, highest, finite = self._best(logits, batch, masks)
         random = self._rows.part(batch, Ask.RANDOM)
         if random is not None:
             drawn = self._draw(random.of(shaped), random.of(highest), random.batch)
             tokens = random.put(tokens, drawn)
-        return Sampled(torch.where(finite, tokens, 0), finite)
+        return Chosen(torch.where(finite, tokens, 0), finite)
+
+    def stages(self, batch: RowBatch) -> Stages | None:
+        """What `choose` must do for the batch; None if `choose` cannot, or there is no kernel for it."""
+        return None if self._choose_tokens is None else self._rows.stages(batch)
+
+    def choose(
+        self,
+        logits: Tensor,  # [n, vocab] float32; not changed
+        rows: Tensor,  # [n] int64; -1 is padding
+        positions: Tensor,  # [n] int64
+        stages: Stages,
+    ) -> Chosen:
+        """As `sample`, for rows that ask for nothing beyond these stages. Everything is read on the device."""
+        assert self._choose_tokens is not None, "no kernel was given"
+        return self._choose_tokens(logits, rows, positions, self._rows.table, stages)
 
     def candidates(
         self,
@@ -129,6 +147,11 @@ class Sampler:
         wary = self._rows.part(batch, Ask.BAD_WORDS)
         if wary is not None:
             self._bad_words.commit(wary, tokens)
+
+    @property
+    def end_columns(self) -> EndColumns:
+        """For kernels that end rows. Another tensor once a row has more end tokens than any had before."""
+        return self._rows.ends
 
     def ends(self, batch: RowBatch, tokens: Tensor) -> Ends:
         """Which rows end with these tokens."""
@@ -154,7 +177,7 @@ class Sampler:
 
     def _shape(self, logits: Tensor, batch: RowBatch, masks: Masks | None = None) -> Tensor:
         """The logits after all that forbids, favours or penalizes single tokens; a copy if anything does."""
-        if masks is None and not self._rows.union(batch) & _SHAPING:
+        if masks is None and not self._rows.union(batch) & SHAPING:
             return logits
         shaped = logits.clone()
         if masks is not None:
