@@ -1,0 +1,186 @@
+"""Attention of many new tokens per sequence over its pages, its own keys among them. Bound by tensor cores.
+
+A program takes some tokens of one sequence with all query heads of one key head: packed, they fill a tile of rows even
+when tokens are few, and the diagonal wastes little. The grid follows from host integers: every sequence has room for
+one tile more than its tokens could need, and a program finds its sequence itself. Knows nothing of writing keys.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.contract import AttentionRule
+from quire.kernels.gpu.key_tile import LOWEST, Rates, block_ids, divided, fold, key_offsets, load_rows, score
+
+_SMALLEST_DOT = 16  # rows a tensor core takes
+_SEARCHED_AT_ONCE = 64  # sequences
+
+
+class ChunkTiles(NamedTuple):
+    """How the work is cut. The defaults come from `_tiles`; others are for measuring and testing."""
+
+    rows: int  # (token, query head) pairs
+    keys: int
+    warps: int
+    stages: int
+
+
+def _tiles(rows_per_sequence: int, dim: int, element_bytes: int) -> ChunkTiles:
+    """Untuned. 128 rows and eight warps are two warp groups; keys and values of a stage fit beside the queries."""
+    rows = max(_SMALLEST_DOT, min(128, triton.next_power_of_2(rows_per_sequence)))
+    if element_bytes > 2:  # no tensor cores: only right, not fast
+        return ChunkTiles(min(rows, 32), 32, 4, 2)
+    if rows < 128:
+        return ChunkTiles(rows, 64 if dim <= 128 else 32, 4, 3)
+    if dim > 128:
+        return ChunkTiles(128, 64, 8, 2)
+    return ChunkTiles(128, 128, 8, 2)
+
+
+@triton.jit
+def _find_sequence(query_starts, first_token, num_sequences, tile, TOKENS: tl.constexpr, AT_ONCE: tl.constexpr):
+    """The last sequence whose tiles begin at or before this one. They begin at start // TOKENS + sequence."""
+    found = -1
+    for start in range(0, num_sequences, AT_ONCE):
+        sequences = start + tl.arange(0, AT_ONCE)
+        starts = tl.load(query_starts + sequences, mask=sequences < num_sequences, other=0) - first_token
+        begun = (starts // TOKENS + sequences <= tile) & (sequences < num_sequences)
+        found += tl.sum(begun.to(tl.int32), 0)
+    return found
+
+
+@triton.jit
+def _over_keys(
+    queries, places, keys, table, begin, end, last_key, window, dims, rate, cap_rate,
+    block_stride, side_stride, slot_stride, gathered, running_max, running_sum,
+    TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr,
+    MASKED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """Whole tiles from begin on; places: [rows], each query's position. Unmasked if every query sees every key."""
+    CHECKED: tl.constexpr = MASKED or DIM != dims.shape[0]
+    in_tile = tl.arange(0, TILE)
+    blocks = block_ids(table, begin + in_tile, last_key, BLOCK_SIZE)
+    for start in range(begin, end, TILE):
+        positions = start + in_tile
+        inside = positions < last_key
+        offsets = key_offsets(blocks, positions, block_stride, slot_stride, BLOCK_SIZE)
+        blocks = block_ids(table, positions + TILE, last_key, BLOCK_SIZE)  # one tile ahead: keys wait for no table
+        scores = score(queries, load_rows(keys, offsets, inside, dims, DIM, CHECKED), cap_rate, CAPPED)
+        if MASKED:
+            visible = positions[None, :] <= places[:, None]
+            if WINDOWED:
+                visible = visible & (places[:, None] - positions[None, :] < window)
+            scores = tl.where(visible, scores, float("-inf"))
+        values = load_rows(keys + side_stride, offsets, inside, dims, DIM, CHECKED).to(queries.dtype)
+        gathered, running_max, running_sum = fold(scores, values, rate, gathered, running_max, running_sum)
+    return gathered, running_max, running_sum
+
+
+@triton.jit
+def _attend_tile(
+    queries, places, first_place, last_place, keys, table, window, dims, rate, cap_rate,
+    block_stride, side_stride, slot_stride,
+    TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """[rows, dims] over all keys they see: masked where a window begins, unmasked, masked along the diagonal."""
+    running_max = tl.full([queries.shape[0]], LOWEST, tl.float32)
+    running_sum = tl.zeros([queries.shape[0]], tl.float32)
+    gathered = tl.zeros([queries.shape[0], dims.shape[0]], tl.float32)
+    last_key = last_place + 1
+    first_key = 0
+    if WINDOWED:
+        first_key = tl.maximum(first_place - window + 1, 0)
+        hidden = tl.maximum(last_place - window + 1 - first_key, 0)  # keys that not every query sees any more
+        body = first_key + tl.cdiv(hidden, TILE) * TILE
+        gathered, running_max, running_sum = _over_keys(
+            queries, places, keys, table, first_key, tl.minimum(body, last_key), last_key, window, dims, rate, cap_rate,
+            block_stride, side_stride, slot_stride, gathered, running_max, running_sum,
+            TILE, BLOCK_SIZE, DIM, True, True, CAPPED,
+        )  # fmt: skip
+    else:
+        body = first_key
+    edge = body + tl.maximum(first_place + 1 - body, 0) // TILE * TILE
+    gathered, running_max, running_sum = _over_keys(
+        queries, places, keys, table, body, edge, last_key, window, dims, rate, cap_rate,
+        block_stride, side_stride, slot_stride, gathered, running_max, running_sum,
+        TILE, BLOCK_SIZE, DIM, False, WINDOWED, CAPPED,
+    )  # fmt: skip
+    gathered, running_max, running_sum = _over_keys(
+        queries, places, keys, table, edge, last_key, last_key, window, dims, rate, cap_rate,
+        block_stride, side_stride, slot_stride, gathered, running_max, running_sum,
+        TILE, BLOCK_SIZE, DIM, True, WINDOWED, CAPPED,
+    )  # fmt: skip
+    return divided(gathered, running_sum)
+
+
+@triton.jit
+def _chunk_kernel(
+    query, store, tables, query_starts, context_lengths, output, first_token, num_sequences,
+    query_row_stride, query_head_stride, block_stride, side_stride, slot_stride, head_stride, table_stride, output_stride,
+    window, rate, cap_rate,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """One program: TOKENS tokens of a sequence, and a key head with its GROUP of query heads."""
+    kv_head = tl.program_id(0)
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the last tokens of a sequence see most: they begin first
+    sequence = _find_sequence(query_starts, first_token, num_sequences, tile, TOKENS, AT_ONCE)
+    start = tl.load(query_starts + sequence)
+    num_queries = tl.load(query_starts + sequence + 1) - start
+    first_query = (tile - (start - first_token) // TOKENS - sequence) * TOKENS
+    if first_query >= num_queries:
+        return
+    last_query = tl.minimum(first_query + TOKENS, num_queries) - 1
+    num_before = tl.load(context_lengths + sequence) - num_queries
+
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, DIM_PADDED)
+    queries_of_rows = tl.minimum(first_query + rows // GROUP, last_query)  # rows left over repeat the last
+    tokens = (start + queries_of_rows).to(tl.int64)
+    heads = kv_head * GROUP + rows % GROUP
+    wanted = tokens[:, None] * query_row_stride + heads[:, None] * query_head_stride + dims[None, :]
+    queries = tl.load(query + wanted, mask=dims[None, :] < DIM, other=0.0)
+    answer = _attend_tile(
+        queries, num_before + queries_of_rows, num_before + first_query, num_before + last_query,
+        store + kv_head * head_stride, tables + sequence * table_stride, window, dims, rate, cap_rate,
+        block_stride, side_stride, slot_stride, TILE, BLOCK_SIZE, DIM, WINDOWED, CAPPED,
+    )  # fmt: skip
+    own = first_query + rows // GROUP <= last_query
+    targets = output + tokens[:, None] * output_stride + heads[:, None] * DIM + dims[None, :]
+    tl.store(targets, answer.to(output.dtype.element_ty), mask=own[:, None] & (dims[None, :] < DIM))
+
+
+def chunk_attention(
+    query: Tensor,  # [tokens, heads, dim], strided
+    kv_layer: Tensor,  # [blocks, 2, block_size, kv_heads, dim], strided
+    tables: Tensor,  # [sequences, width] int32
+    query_starts: Tensor,  # [sequences + 1] int32: sequence s has tokens query_starts[s] to query_starts[s + 1]
+    context_lengths: Tensor,  # [sequences] int32
+    rule: AttentionRule,
+    output: Tensor,  # [tokens, heads * dim]; tokens of no sequence are left as they are
+    first_token: int = 0,  # query_starts[0], as the host knows it
+    tiles: ChunkTiles | None = None,
+) -> None:
+    """The queries of each sequence over its keys, up to each one's own, into output."""
+    num_tokens, heads, dim = query.shape
+    num_sequences = len(context_lengths)
+    _, _, block_size, kv_heads, _ = kv_layer.shape
+    assert query.stride(2) == kv_layer.stride(4) == tables.stride(1) == output.stride(1) == 1
+    group = heads // kv_heads
+    num_tokens -= first_token
+    tiles = tiles or _tiles(-(-num_tokens // num_sequences) * group, dim, kv_layer.element_size())
+    tokens_per_tile = tiles.rows // group
+    assert tokens_per_tile > 0, (tiles, group)
+    rates = Rates.of(rule)
+    _chunk_kernel[(kv_heads, num_tokens // tokens_per_tile + num_sequences)](
+        query, kv_layer, tables, query_starts, context_lengths, output, first_token, num_sequences,
+        query.stride(0), query.stride(1), *kv_layer.stride()[:4], tables.stride(0), output.stride(0),
+        rule.window, rates.rate, rates.cap_rate,
+        ROWS=tiles.rows, TOKENS=tokens_per_tile, TILE=tiles.keys, AT_ONCE=_SEARCHED_AT_ONCE,
+        BLOCK_SIZE=block_size, GROUP=group, DIM=dim, DIM_PADDED=max(_SMALLEST_DOT, triton.next_power_of_2(dim)),
+        WINDOWED=rule.window > 0, CAPPED=rule.softcap > 0,
+        num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip

@@ -1,0 +1,194 @@
+"""Paged attention in Triton against the reference, over shuffled stores with NaN wherever no key is."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.kernels.contract import AttentionRule, Ragged
+from quire.kernels.gpu.attention import GpuAttention
+from quire.kernels.gpu.chunk_attention import ChunkTiles, chunk_attention
+from quire.kernels.gpu.decode_attention import DecodeTiles, decode_attention
+from quire.kernels.gpu.split_merge import SplitScratch
+from quire.kernels.reference import ReferenceKernels
+from tests.kernels.steps import Pages, Part, fill
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()  # not in the interpreter
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+NUM_LAYERS = 2
+LAYER = 1
+
+lengths_before = st.one_of(st.integers(0, 40), st.integers(0, 200))
+chunks = st.lists(st.tuples(lengths_before, st.sampled_from([1, 2, 5, 20, 70])), max_size=3)
+rules = st.builds(AttentionRule, st.just(0.2), st.sampled_from([0, 0, 1, 7, 64]), st.sampled_from([0.0, 0.0, 5.0]))
+
+
+class Step:
+    """A step whose keys are all written, on the device, and what the reference says of it."""
+
+    def __init__(
+        self,
+        parts: list[Part],
+        *,
+        block_size: int = 16,
+        group: int = 2,
+        kv_heads: int = 2,
+        dim: int = 16,
+        dtype: torch.dtype = torch.float32,
+        rule: AttentionRule | None = None,
+        seed: int = 0,
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        lengths = [part.num_before + part.num_new for part in parts]
+        pages = Pages.shuffled(lengths, block_size, seed)
+        store = torch.full((pages.num_blocks, NUM_LAYERS, 2, block_size, kv_heads, dim), math.nan, dtype=dtype)
+        fill(store, LAYER, pages, lengths, generator)
+        ragged = pages.ragged(dict(enumerate(parts)))
+        heads = group * kv_heads
+        num_tokens = len(ragged.positions)
+        qkv = torch.randn(num_tokens, heads + 2 * kv_heads, dim, generator=generator).to(dtype)
+        self.rule = rule or AttentionRule(dim**-0.5)
+        self.truth = ReferenceKernels().plan(ragged, block_size).attend(qkv[:, :heads], store[:, LAYER], self.rule)
+        self.ragged = Ragged(*(getattr(ragged, field).to(DEVICE) for field in Ragged.__slots__))
+        self.kv_layer = store.to(DEVICE)[:, LAYER]
+        self.query = qkv.to(DEVICE)[:, :heads]
+        self.num_decodes = next((i for i, part in enumerate(parts) if part.num_new > 1), len(parts))
+
+    def attend(self) -> torch.Tensor:
+        return GpuAttention(self.ragged, self.num_decodes).attend(self.query, self.kv_layer, self.rule)
+
+    def decode(self, tiles: DecodeTiles, scratch: SplitScratch | None = None) -> torch.Tensor:
+        output = torch.full_like(self.truth, math.nan, device=DEVICE)
+        tables, lengths = self.ragged.tables, self.ragged.context_lengths
+        decode_attention(self.query, self.kv_layer, tables, lengths, self.rule, output, scratch, tiles)
+        return output
+
+    def check(self, output: torch.Tensor) -> None:
+        torch.testing.assert_close(output.cpu(), self.truth, atol=TOLERANCE[self.truth.dtype], rtol=0.0)
+
+
+@settings(max_examples=25)
+@given(
+    decodes=st.lists(lengths_before, max_size=3),
+    chunks=chunks,
+    block_size=st.sampled_from([1, 3, 8, 16, 32, 128]),
+    kv_heads=st.sampled_from([1, 2]),
+    group=st.sampled_from([1, 3, 4, 7, 8]),
+    dim=st.sampled_from([16, 24, 64]),
+    dtype=st.sampled_from(DTYPES),
+    rule=rules,
+    seed=st.integers(0, 1000),
+)
+def test_every_mixture_agrees_with_the_reference(
+    decodes, chunks, block_size, kv_heads, group, dim, dtype, rule, seed
+):
+    parts = [Part(num_before, 1) for num_before in decodes] + [Part(*chunk) for chunk in chunks]
+    if parts:
+        step = Step(
+            parts,
+            block_size=block_size,
+            kv_heads=kv_heads,
+            group=group,
+            dim=dim,
+            dtype=dtype,
+            rule=rule,
+            seed=seed,
+        )
+        step.check(step.attend())
+
+
+@pytest.mark.parametrize("dim", [80, 96, 128, 256])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_heads_of_real_models_agree(dim, dtype):
+    step = Step([Part(60, 1), Part(3, 40)], kv_heads=1, group=4, dim=dim, dtype=dtype)
+    step.check(step.attend())
+
+
+@pytest.mark.parametrize("splits", [1, 2, 5, 64])
+@pytest.mark.parametrize("min_tiles", [1, 3])
+@pytest.mark.parametrize("window", [0, 100])
+def test_short_and_long_rows_agree_however_they_are_split(splits, min_tiles, window):
+    """Lengths around the edges of tiles and shares: one key, a full tile, one more, and many splits' worth."""
+    parts = [Part(length - 1, 1) for length in (1, 16, 17, 300, 32, 33, 129)]
+    step = Step(parts, group=3, rule=AttentionRule(0.3, window))
+    step.check(step.decode(DecodeTiles(16, 4, 2, splits, min_tiles)))
+
+
+def test_one_scratch_serves_layer_after_layer():
+    """The counters are zero again, and what earlier rows left in the scratch is not seen by shorter ones."""
+    tiles = DecodeTiles(16, 4, 2, splits=8, min_tiles=1)
+    scratch = SplitScratch.allocate(3, 4, 2, 16, 8, torch.device(DEVICE))
+    scratch.parts.fill_(math.nan), scratch.maxima.fill_(math.nan), scratch.sums.fill_(math.nan)
+    for lengths in ([120, 40, 16], [17, 128, 1], [64, 65]):
+        step = Step([Part(length - 1, 1) for length in lengths])
+        step.check(step.decode(tiles, scratch))
+        assert not scratch.arrivals.any()
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_rows_of_padding_become_zeros_and_read_nothing(splits):
+    step = Step([Part(20, 1), Part(40, 1), Part(80, 1)])
+    step.ragged.context_lengths[1] = 0
+    step.ragged.tables[1] = 2**30  # no block at all: reading it would be an error
+    step.truth[1] = 0
+    step.check(step.decode(DecodeTiles(16, 4, 2, splits, 1)))
+
+
+@pytest.mark.parametrize("rows", [16, 64])
+def test_chunks_agree_for_any_number_of_sequences_and_leave_other_tokens_alone(rows):
+    """More sequences than are searched at once; sequences without queries lie before, between and after."""
+    parts = [Part(index % 5, 1 + index % 3) for index in range(70)]
+    for empty in (0, 30, 69):
+        parts[empty] = Part(7, 0)
+    step = Step(parts, group=3, kv_heads=1)
+    query = torch.cat([step.query, torch.full_like(step.query[:4], math.nan)])
+    output = torch.full((len(query), step.truth.shape[1]), 7.0, device=DEVICE)
+    ragged = step.ragged
+    tiles = ChunkTiles(rows, 16, 4, 2)
+    chunk_attention(
+        query, step.kv_layer, ragged.tables, ragged.query_starts, ragged.context_lengths, step.rule, output, tiles=tiles
+    )
+    step.check(output[:-4])
+    assert (output[-4:] == 7.0).all()
+
+
+@pytest.mark.parametrize("window", [1, 5, 16, 33, 64])
+@pytest.mark.parametrize("num_before", [0, 15, 50])
+def test_a_window_that_begins_inside_a_tile_of_keys_agrees(window, num_before):
+    step = Step([Part(num_before, 45)], group=1, kv_heads=1, rule=AttentionRule(0.3, window))
+    output = torch.empty_like(step.truth, device=DEVICE)
+    ragged = step.ragged
+    chunk_attention(
+        step.query,
+        step.kv_layer,
+        ragged.tables,
+        ragged.query_starts,
+        ragged.context_lengths,
+        step.rule,
+        output,
+        tiles=ChunkTiles(32, 16, 4, 2),
+    )
+    step.check(output)
+
+
+def test_weights_are_exact_over_the_whole_range_of_scores():
+    """Scores far apart, in tiles and splits whose maxima differ: nothing overflows, small weights are not lost."""
+    for scale in (1e-3, 1.0, 100.0):
+        step = Step([Part(300, 1), Part(7, 1), Part(90, 30)], rule=AttentionRule(scale))
+        torch.testing.assert_close(step.attend().cpu(), step.truth, atol=2e-4, rtol=0.0)
+
+
+def test_what_freed_blocks_hold_changes_nothing():
+    """Beyond a window and beyond a row's end nothing is read: the same bits with NaN there and with zeros."""
+    parts = [Part(50, 1), Part(5, 1), Part(33, 9), Part(0, 20)]
+    step = Step(parts, block_size=8, rule=AttentionRule(0.25, window=11))
+    poisoned = step.attend()
+    step.kv_layer.nan_to_num_(nan=0.0)
+    assert poisoned.isfinite().all()
+    assert torch.equal(poisoned, step.attend())
+    for row, first_block in ((0, (50 - 11) // 8), (2, (33 - 11) // 8)):
+        step.kv_layer[step.ragged.tables[row, :first_block].long()] = math.nan
+    assert torch.equal(poisoned, step.attend())
