@@ -36,6 +36,8 @@ from quire.text.tokenizer import Tokenizer
 Message = Mapping[str, object]
 Conversation = Sequence[Message]
 
+_MANY = 16  # prompts that are worth preparing every size of step for
+
 
 class LLM:
     """A loaded model. `LLM()` is the default one, `LLM("path, short name or hub id")` any other."""
@@ -52,6 +54,7 @@ class LLM:
         max_model_len: int | None = None,
         block_size: int = 16,
         kv_cache_memory: int | None = None,
+        gpu_memory_utilization: float | None = None,
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
         run_ahead: int | None = None,
@@ -75,6 +78,7 @@ class LLM:
             max_model_len=max_model_len,
             block_size=block_size,
             kv_cache_memory=kv_cache_memory,
+            gpu_memory_utilization=gpu_memory_utilization,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             run_ahead=run_ahead,
@@ -142,6 +146,8 @@ class LLM:
         """
         many = _prompts(prompts)
         tickets = self._submit(many, self._params_for(many, sampling_params), Terms(**terms))
+        while len(many) >= _MANY and self.built.engine.prepare():
+            pass
         return self._finish(tickets, progress)
 
     def chat(

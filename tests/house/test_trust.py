@@ -11,7 +11,10 @@ RUN_FOREIGN_CODE |= {"ast.parse", "ast.literal_eval", "literal_eval", "compile"}
 TEMPLATE_FILES = {"text/chat.py", "text/sandbox.py"}  # who may know the template engine
 SANDBOXES = {"SandboxedEnvironment", "ImmutableSandboxedEnvironment"}  # which one, or what is derived from it
 # The command line starts in a blink, and the composition root picks one body of several.
-LAZY = {"cli", "__init__", "engine/build.py", "engine/opening.py", "engine/planning.py", "engine/process.py"}
+LAZY = {
+    "cli", "__init__", "engine/build.py", "engine/opening.py", "engine/planning.py", "engine/process.py",
+    "kernels/select.py",
+}  # fmt: skip
 # Where things lie is the user's to say; how quire behaves is a setting, not a variable.
 READS_ENVIRONMENT = {
     "catalog/store.py": "XDG_CACHE_HOME",

@@ -7,6 +7,7 @@ import numpy as np
 from quire.core.oracle import candidates, continuation, total
 from quire.core.step import Candidates, StepPlan, StepResult
 from quire.engine.oracle import TorchOracle
+from quire.kernels.choosing import Choosing
 from quire.sim.oracle import OracleRunner
 from tests.runner.plans import emitted
 
@@ -19,7 +20,7 @@ NUM_HOST_BLOCKS = 8
 class Bodies:
     """The numpy oracle and the integer model behind the torch runner, side by side."""
 
-    def __init__(self, device: str = "cpu") -> None:
+    def __init__(self, device: str = "cpu", choosing: Choosing | None = None) -> None:
         self.paper = OracleRunner(NUM_BLOCKS, BLOCK, VOCAB, NUM_HOST_BLOCKS)
         self.metal = TorchOracle(
             vocab_size=VOCAB,
@@ -29,6 +30,7 @@ class Bodies:
             max_rows=4,
             max_length=40,
             device=device,
+            choosing=choosing,
         )
 
     def run(self, plan: StepPlan) -> StepResult:

@@ -32,6 +32,8 @@ from quire.weights.dequantize import Unpacker
 from quire.weights.dummy import dummy_weights
 from quire.weights.load import load_weights
 
+_PREPARED_FIRST = 3  # the most rows there can be, one row, and half as many as the most
+
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -97,18 +99,25 @@ def build(
 
     stores = new_store(model.kv_geometry, resolved.num_blocks, resolved.block_size, device, resolved.num_host_blocks)
     costs = _costs(spec, weights, _DTYPES[dtype].itemsize, machine, resolved, stores)
+    rows, length = resolved.max_num_seqs, resolved.max_model_len
+    runner = ModelRunner(model, stores, max_rows=rows, max_length=length, choosing=choice.choosing)
     engine = Engine(
         make_scheduler(config, resolved, costs),
-        observe(ModelRunner(model, stores, max_rows=resolved.max_num_seqs, max_length=resolved.max_model_len)),
+        observe(runner),
         make_door(spec.vocab_size, opened.end_ids, resolved),
         depth=resolved.run_ahead,
         seed=config.seed,
         clock=time.monotonic,
         grammars=make_grammars(opened, spec.vocab_size),
+        prepare=runner.prepare,
     )
     watch.done("kv cache", _describe_cache(resolved))
     warm_up(model, stores)
     watch.done("warm-up", choice.reason)
+    if choice.choosing is not None:
+        for _ in range(_PREPARED_FIRST):
+            engine.prepare()
+        watch.done("recording", f"{_PREPARED_FIRST} sizes of steps, the others when idle")
     front = LocalFront(engine, tokenizer)
     return Built(name, engine, front, tokenizer, checkpoint, resolved, machine, dtype, choice.reason, weight_bytes)
 

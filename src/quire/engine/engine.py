@@ -37,6 +37,7 @@ class Engine:
         seed: int,
         clock: Callable[[], float],
         grammars: "Grammars | None" = None,
+        prepare: Callable[[], bool] | None = None,
     ) -> None:
         self.door = door
         self.scheduler = scheduler
@@ -47,6 +48,8 @@ class Engine:
         self._reporter = Reporter()
         self._latest: dict[RequestId, Family] = {}
         self._failure: str | None = None
+        self._prepare_runner = prepare  # a piece of work that makes later steps faster; whether more is left
+        self._unprepared = prepare is not None
 
     def submit(self, order: Order) -> Accepted:
         """Queue a request. A `QuireError` means that nothing happened."""
@@ -117,6 +120,16 @@ class Engine:
         if self.grammars is not None:
             self.grammars.advance(absorbed, self.scheduler)
         return self._reporter.report(absorbed)
+
+    def prepare(self) -> bool:
+        """With nothing else to do: a piece of work that makes later steps faster. Whether more of it is left."""
+        if self._unprepared and self._prepare_runner is not None:
+            self._unprepared = self._prepare_runner()
+        return self._unprepared
+
+    @property
+    def prepared(self) -> bool:
+        return not self._unprepared
 
     def _check_alive(self) -> None:
         if self._failure is not None:

@@ -1,6 +1,7 @@
 """What this machine is: device, memory, fast number formats. Asks torch and the operating system."""
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -13,10 +14,12 @@ _TELLING_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "avx512_vnni"
 
 
 def pick_device(wanted: str) -> torch.device:
-    """`auto` is the CPU as long as the CPU has the only fast kernels."""
-    if wanted == "cuda" and not torch.cuda.is_available():
+    """`auto` is the GPU where there is one that torch can use and Triton to compile for it, else the CPU."""
+    usable = torch.cuda.is_available()
+    if wanted == "cuda" and not usable:
         raise ConfigError("device is cuda, but torch finds no GPU on this machine; use --device cpu.", param="device")
-    return torch.device("cuda" if wanted == "cuda" else "cpu")
+    fast = usable and find_spec("triton") is not None
+    return torch.device("cuda" if wanted == "cuda" or (wanted == "auto" and fast) else "cpu")
 
 
 def inspect(device: torch.device) -> Machine:

@@ -4,6 +4,7 @@ import torch
 
 from quire.core.ids import Row
 from quire.core.step import Masks, Pending, StepPlan
+from quire.kernels.choosing import Choosing
 from quire.models.oracle import OracleModel
 from quire.runner.kv_store import new_store
 from quire.runner.model_runner import ModelRunner
@@ -26,13 +27,20 @@ class TorchOracle:
         max_rows: int,
         max_length: int,
         device: str = "cpu",
+        choosing: Choosing | None = None,
     ) -> None:
         where = torch.device(device)
         self._index_of_block = torch.zeros(num_blocks + 1, dtype=torch.int64, device=where)
         self._index_of_row: dict[Row, int] = {}
         model = OracleModel(vocab_size, self._index_of_block)
         stores = new_store(model.kv_geometry, num_blocks, block_size, where, num_host_blocks)
-        self._runner = ModelRunner(model, stores, max_rows=max_rows, max_length=max_length)
+        self._runner = ModelRunner(model, stores, max_rows=max_rows, max_length=max_length, choosing=choosing)
+        while self._runner.prepare():
+            pass
+
+    @property
+    def num_replayed(self) -> int:
+        return self._runner.num_replayed
 
     def launch(self, plan: StepPlan, masks: Masks | None = None) -> Pending:
         for seat in plan.seats:
@@ -45,7 +53,7 @@ class TorchOracle:
         return self._runner.launch(plan, masks)
 
 
-def torch_oracle(world: World, device: str = "cpu") -> TorchOracle:
+def torch_oracle(world: World, device: str = "cpu", choosing: Choosing | None = None) -> TorchOracle:
     return TorchOracle(
         vocab_size=VOCAB_SIZE,
         num_blocks=world.num_blocks,
@@ -54,4 +62,5 @@ def torch_oracle(world: World, device: str = "cpu") -> TorchOracle:
         max_rows=world.max_rows,
         max_length=world.max_prompt + world.max_output,
         device=device,
+        choosing=choosing,
     )

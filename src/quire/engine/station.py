@@ -73,6 +73,8 @@ class Station:
                 return
             if not self._engine.idle:
                 self._turn()
+            else:
+                self._engine.prepare()
             self._beat()
 
     def _turn(self) -> None:
@@ -104,8 +106,8 @@ class Station:
             self._send(BeatFrame(stats_of(self._engine)))
 
     def _read(self) -> None:
-        """Every order that has come; with nothing to compute, wait for one until the next beat."""
-        patience_s = BEAT_S if self._engine.idle else 0.0
+        """Every order that has come; with nothing to compute or prepare, wait for one until the next beat."""
+        patience_s = BEAT_S if self._engine.idle and self._engine.prepared else 0.0
         while ready := select.select([self._wire, self._heard_bell], [], [], patience_s)[0]:
             patience_s = 0.0
             if self._heard_bell in ready:

@@ -9,6 +9,8 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+PADDING = -1  # in the place of a row number
+
 
 class Stages(IntEnum):
     """How much may be asked of a batch; each holds all before it. A stage more costs a launch more."""
@@ -72,3 +74,10 @@ class FinishRows(Protocol):
         state: RowState,
     ) -> Tensor:  # [5, n] int64: token, alive before, finite, stop, length
         ...
+
+
+class Choosing(NamedTuple):
+    """The two together."""
+
+    choose: ChooseTokens
+    finish: FinishRows

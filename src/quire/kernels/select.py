@@ -1,8 +1,10 @@
 """Chooses the kernels for a device, and says why. The only place that knows which sets exist."""
 
+from importlib.util import find_spec
 from typing import NamedTuple
 
 from quire.core.errors import ConfigError
+from quire.kernels.choosing import Choosing
 from quire.kernels.contract import Kernels
 from quire.kernels.cpu import CpuKernels
 from quire.kernels.reference import ReferenceKernels
@@ -13,6 +15,7 @@ class Choice(NamedTuple):
 
     kernels: Kernels
     reason: str
+    choosing: Choosing | None = None  # None: tokens are chosen by tensor operations
 
 
 def select_kernels(name: str) -> Choice:
@@ -23,7 +26,18 @@ def select_kernels(name: str) -> Choice:
         products = "float32 times bfloat16 on its matrix unit" if kernels.exact else "packed bfloat16 weights"
         return Choice(kernels, f"the device is the CPU: {products}, norms and decode attention {rows}")
     if name == "cuda":
-        return Choice(ReferenceKernels(), "no kernels are written for GPUs yet: the plain reference, slow and right")
+        return _gpu_choice()
     if name == "reference":
         return Choice(ReferenceKernels(), "asked for by name: slow, and right by reading")
     raise ConfigError(f'There are no kernels for "{name}": choose "cpu" or "cuda".', param="device")
+
+
+def _gpu_choice() -> Choice:
+    if find_spec("triton") is None:
+        return Choice(ReferenceKernels(), 'Triton is not installed (pip install "quire[gpu]"): the reference, slow')
+    from quire.kernels.gpu.finish import finish_rows  # a CPU never waits for Triton to be loaded
+    from quire.kernels.gpu.kernels import GpuKernels
+    from quire.kernels.gpu.sample import choose_tokens
+
+    reason = "the device is a GPU: products by torch, attention and all between by Triton"
+    return Choice(GpuKernels(), reason, Choosing(choose_tokens, finish_rows))

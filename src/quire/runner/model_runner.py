@@ -12,14 +12,17 @@ from torch import Tensor
 from quire.core.faults import Site, trip_any
 from quire.core.ids import IntArray, Row
 from quire.core.step import Ended, FinishReason, Masks, PromptLogprobs, StepPlan, StepResult
+from quire.kernels.choosing import PADDING, Choosing, Chosen, Stages
 from quire.kernels.host_copies import Landing, upload
 from quire.models.model import Model
-from quire.runner.batch import Asking, PromptScoring, build_batch
+from quire.runner.batch import Asking, PromptScoring, build_batch, cruising_batch
 from quire.runner.kv_store import KvStores
 from quire.runner.pooling import PooledRows, Pools
 from quire.runner.rows import RowTable
+from quire.runner.steady import SteadySteps
 from quire.sampling.candidates import RowCandidates
 from quire.sampling.logprobs import RowScores, Scores, score_tokens
+from quire.sampling.rows import RowBatch
 from quire.sampling.sampler import Sampler
 
 # Prompt positions whose logits exist at the same time: 64 x a vocabulary of 150,000 are 40 MB.
@@ -29,13 +32,33 @@ _SCORED_AT_ONCE = 64
 class ModelRunner:
     """A model, its KV stores and its rows on one device."""
 
-    def __init__(self, model: Model, stores: KvStores, *, max_rows: int, max_length: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        stores: KvStores,
+        *,
+        max_rows: int,
+        max_length: int,
+        choosing: Choosing | None = None,  # with it, steady steps are recorded and replayed
+    ) -> None:
         device = stores.device.device
         self._model = model
         self._stores = stores
         self._rows = RowTable(max_rows, max_length, stores.block_size, device)
-        self._sampler = Sampler(max_rows, model.vocab_size, device)
+        self._sampler = Sampler(max_rows + 1, model.vocab_size, device, None if choosing is None else choosing.choose)
         self._pools = Pools()
+        self._finish = None if choosing is None else choosing.finish
+        self._steady = None if choosing is None else SteadySteps(self._cruise, max_rows, self._rows.nobody, device)
+        self._ends = self._sampler.end_columns.end_ids
+        self.num_replayed = 0  # steps that were not built but replayed
+
+    @torch.inference_mode()
+    def prepare(self) -> bool:
+        """Between steps, if there is time: record one more size of steady steps. Whether more is left to do."""
+        if self._steady is None:
+            return False
+        self._steady.record_next()
+        return self._steady.num_missing > 0
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, masks: Masks | None = None) -> "RunningStep":
@@ -43,6 +66,10 @@ class ModelRunner:
         self._follow(plan)
         cruising = self._rows.apply(plan)
         self._trip(Site.BUILD_BATCH)
+        if masks is None and not plan.chunks and not plan.num_padding:
+            emission = self._replay(cruising)
+            if emission is not None:
+                return RunningStep(plan.step, emission)
         batch = build_batch(self._rows, plan, cruising)
         if len(batch.tokens) == 0:
             return RunningStep(plan.step)
@@ -55,6 +82,31 @@ class ModelRunner:
             tuple((part, self._score(part, hidden)) for part in batch.scoring),
             self._pools.add(batch.pooling, hidden),
         )
+
+    def _replay(self, cruising: IntArray) -> "Emission | None":
+        """A step of cruising rows alone as it was recorded; None if it was not, or if somebody asks for more."""
+        if self._steady is None or self._sampler.asks_for_more(cruising):
+            return None
+        if self._ends is not self._sampler.end_columns.end_ids:  # the table became wider: recorded steps read the old
+            self._ends = self._sampler.end_columns.end_ids
+            self._steady.forget()
+        for site in (Site.FORWARD, Site.LOGITS_PROCESSORS, Site.PENALTIES, Site.SAMPLE, Site.LOGPROBS):
+            self._trip(site)
+        outcome = self._steady.launch(cruising)
+        if outcome is None:
+            return None
+        self.num_replayed += 1
+        return Emission(cruising, Landing(outcome), None)
+
+    def _cruise(self, rows: Tensor) -> Tensor:
+        """What is recorded: the next token of these rows, whoever they are. rows: [n] int64. [5, n] int64."""
+        assert self._finish is not None
+        tokens, ragged = cruising_batch(self._rows, rows)
+        logits = self._model.logits(self._model.forward(tokens, ragged, self._stores.device))
+        speaking = torch.where(self._rows.alive[rows], rows, PADDING)
+        positions = ragged.positions + 1
+        chosen = self._sampler.choose(logits, speaking, positions, Stages.CHOOSY)
+        return self._finish(chosen, speaking, positions, self._sampler.end_columns, self._rows.state)
 
     def _trip(self, site: Site) -> None:
         trip_any(site, (seat.sequence for seat in self._rows.seats.values()))
@@ -82,17 +134,22 @@ class ModelRunner:
         logits = self._model.logits(hidden[asking.at])
         for site in (Site.LOGITS_PROCESSORS, Site.PENALTIES, Site.SAMPLE):  # one call does all three
             self._trip(site)
-        sampled = self._sampler.sample(logits, batch, masks)
-        tokens = sampled.tokens
+        chosen = self._sampler.sample(logits, batch, masks)
         self._trip(Site.LOGPROBS)
-        scores = self._sampler.score(logits, batch, tokens)
-        ends = self._sampler.ends(batch, tokens)
-        self._sampler.commit(batch, tokens)
+        scores = self._sampler.score(logits, batch, chosen.tokens)
+        self._sampler.commit(batch, chosen.tokens)
+        return Emission(batch.host_rows, Landing(self._advance(batch, chosen)), scores)
+
+    def _advance(self, batch: RowBatch, chosen: Chosen) -> Tensor:
+        """The rows take their tokens; what became of each, [5, n] int64: token, alive, finite, stop, length."""
+        if self._finish is not None:
+            return self._finish(chosen, batch.rows, batch.positions, self._sampler.end_columns, self._rows.state)
+        ends = self._sampler.ends(batch, chosen.tokens)
         alive = self._rows.alive[batch.rows]
-        emitted = alive & sampled.finite
-        self._rows.advance(batch.rows, tokens, emitted, ends.stop | ends.length | ~sampled.finite)
-        outcome = torch.stack([tokens, alive.long(), sampled.finite.long(), ends.stop.long(), ends.length.long()])
-        return Emission(batch.host_rows, Landing(outcome), scores)
+        over = ends.stop | ends.length | ~chosen.finite
+        self._rows.advance(batch.rows, chosen.tokens, alive & chosen.finite, over)
+        found = (chosen.tokens, alive, chosen.finite, ends.stop, ends.length)
+        return torch.stack([each.long() for each in found])
 
     def _find_candidates(
         self,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quire.core.ids import NULL_BLOCK, IntArray, Row
 from quire.core.step import Grants, Output, Seat, StepPlan, Tell
+from quire.kernels.choosing import RowState
 from quire.kernels.host_copies import upload_integers
 
 
@@ -38,6 +39,10 @@ class RowTable:
         self.cruising: NDArray[np.bool_] = np.zeros(max_rows, dtype=np.bool_)
         self.seats: dict[Row, Seat] = {}
         self._next_step = 0
+
+    @property
+    def state(self) -> RowState:
+        return RowState(self.last_tokens, self.lengths, self.alive)
 
     def apply(self, plan: StepPlan) -> IntArray:
         """Follow the differences; the rows that cruise through this step."""

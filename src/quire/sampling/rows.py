@@ -18,6 +18,8 @@ from quire.core.step import Seat
 from quire.kernels.choosing import ChoiceTable, EndColumns, Stages
 from quire.sampling.slots import grown
 
+_USUAL_ENDS = 4  # end tokens a row may have before the table must be made wider
+
 # Below this the likeliest token wins in float32 whatever the logits; and it is still a normal float32.
 _LOWEST_TEMPERATURE = 1e-30
 
@@ -81,7 +83,7 @@ class SamplingRows:
         floats = torch.zeros(max_rows, 6, dtype=torch.float64, device=device)
         self.temperature, self.top_p, self.min_p, self.repetition, self.presence, self.frequency = floats.unbind(1)
         self.table = ChoiceTable(integers, floats)  # its columns come first
-        self.end_ids = torch.full((max_rows, 1), -1, dtype=torch.int64, device=device)  # padded with -1
+        self.end_ids = torch.full((max_rows, _USUAL_ENDS), -1, dtype=torch.int64, device=device)  # padded with -1
 
     def seat(self, seat: Seat) -> None:
         sampling = seat.sampling
@@ -115,7 +117,10 @@ class SamplingRows:
 
     def union(self, batch: RowBatch) -> Ask:
         """All that any row of the batch asks for."""
-        return Ask(int(np.bitwise_or.reduce(self.asks[batch.host_rows], initial=0)))
+        return self.union_of(batch.host_rows)
+
+    def union_of(self, rows: IntArray) -> Ask:
+        return Ask(int(np.bitwise_or.reduce(self.asks[rows], initial=0)))
 
     def stages(self, batch: RowBatch) -> Stages | None:
         """What choosing the batch's tokens takes; None if it takes more than a kernel does."""

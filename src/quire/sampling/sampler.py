@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.core.ids import Row
+from quire.core.ids import IntArray, Row
 from quire.core.step import Masks, Seat
 from quire.kernels.choosing import ChooseTokens, Chosen, EndColumns, Stages
 from quire.sampling.bad_words import BadWords
@@ -109,6 +109,10 @@ class Sampler:
             drawn = self._draw(random.of(shaped), random.of(highest), random.batch)
             tokens = random.put(tokens, drawn)
         return Chosen(torch.where(finite, tokens, 0), finite)
+
+    def asks_for_more(self, rows: IntArray) -> bool:
+        """Whether any of these rows asks for something that `choose` does not do, or for scores."""
+        return bool(self._rows.union_of(rows) & (SHAPING | Ask.LOGPROBS))
 
     def stages(self, batch: RowBatch) -> Stages | None:
         """What `choose` must do for the batch; None if `choose` cannot, or there is no kernel for it."""

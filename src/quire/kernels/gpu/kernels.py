@@ -6,7 +6,7 @@ from torch import Tensor
 
 from quire.kernels.contract import AttentionRule, HeadNorm, Ragged, Rotation
 from quire.kernels.gpu import gates, norms, turns
-from quire.kernels.reference import ReferenceAttention
+from quire.kernels.gpu.attention import GpuAttention
 
 
 class GpuKernels:
@@ -41,17 +41,17 @@ class GpuKernels:
         return gates.gate(gate_up, activation)
 
     def plan(self, ragged: Ragged, block_size: int) -> "GpuStep":
-        return GpuStep(ragged, block_size)
+        return GpuStep(ragged)
 
 
 class GpuStep:
-    """One step: keys and values written by the fused kernel, read by the reference's attention."""
+    """One step: keys and values written by one kernel, read by two."""
 
     __slots__ = ("_attention", "_slots")
 
-    def __init__(self, ragged: Ragged, block_size: int) -> None:
+    def __init__(self, ragged: Ragged) -> None:
         self._slots = ragged.slots
-        self._attention = ReferenceAttention(ragged, block_size)
+        self._attention = GpuAttention(ragged, ragged.num_decodes)
 
     def turn_and_write(self, qkv: Tensor, head_norm: HeadNorm | None, rotation: Rotation, kv_layer: Tensor) -> None:
         turns.turn_and_write(qkv, head_norm, rotation, self._slots, kv_layer)
