@@ -96,6 +96,21 @@ def startup(model: str | None, repeats: int, as_json: bool, **given: object) -> 
     work(model, repeats, as_json, given)
 
 
+@click.command()
+@click.option("--heads", type=click.IntRange(1), default=32, show_default=True, help="Query heads.")
+@click.option("--kv-heads", type=click.IntRange(1), default=8, show_default=True, help="Key heads.")
+@click.option("--head-dim", type=click.IntRange(16, 256), default=128, show_default=True, help="Width of a head.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per kernel instead of the table.")
+def kernels(heads: int, kv_heads: int, head_dim: int, as_json: bool) -> None:
+    """Times of the GPU's attention kernels, and the rates they come to."""
+    if heads % kv_heads:
+        raise click.UsageError(f"--heads is {heads}, which {kv_heads} key heads do not divide.")
+    with waking():
+        from quire.cli.kernel_bench import kernels as work
+
+    work(heads, kv_heads, head_dim, as_json)
+
+
 @click.command("first-token", hidden=True)
 @click.option("--since", "since_s", type=float, required=True, help="When this process was started.")
 def first_token(since_s: float) -> None:
@@ -124,4 +139,4 @@ def race(rival: str, rounds: int, as_json: bool, ours: tuple[str, ...]) -> None:
     work([sys.executable, "-m", "quire", "bench", *ours, "--json"], shlex.split(rival), rounds, as_json)
 
 
-MEASURES = (throughput, latency, startup, first_token, race)
+MEASURES = (throughput, latency, startup, kernels, first_token, race)

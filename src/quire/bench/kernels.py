@@ -1,0 +1,119 @@
+"""Times of single kernels on a GPU, beside the floor that bytes or products set. Knows shapes, no models.
+
+Each kernel is recorded many times over different layers of a store larger than the cache, and the recording replayed:
+what a launch costs the host is not in the figure, as it is not in a served step.
+"""
+
+from collections.abc import Callable, Iterator
+from statistics import median
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.core.errors import ConfigError
+from quire.kernels.contract import AttentionRule
+from quire.kernels.gpu.chunk_attention import ChunkTiles, chunk_attention
+from quire.kernels.gpu.decode_attention import DecodeTiles, decode_attention, decode_tiles
+from quire.kernels.gpu.split_merge import SplitScratch
+
+_BLOCK_SIZE = 16
+_CACHE_BYTES = 1 << 28  # more than any GPU keeps on the chip
+_REPLAYS = 7
+
+
+class HeadShape(NamedTuple):
+    """Heads of an attention layer."""
+
+    queries: int = 32
+    keys: int = 8
+    dim: int = 128
+
+
+class Figure(NamedTuple):
+    """The time of one launch, and the rate that it comes to."""
+
+    name: str
+    microseconds: float
+    rate: float
+    unit: str  # of the rate: TB/s or TFLOP/s
+
+
+# Rows x keys, and new tokens: the shapes that docs/performance/gpu.md has the field's figures for.
+DECODES = ((1, 1024), (8, 1024), (64, 1024), (256, 1024), (64, 4096), (16, 16384))
+CHUNKS = (2048, 8192, 32768)
+
+
+def measure_kernels(shape: HeadShape, dtype: torch.dtype = torch.bfloat16) -> Iterator[Figure]:
+    """One figure after the other, as it is found."""
+    if not torch.cuda.is_available():
+        raise ConfigError("There is no GPU here; the times of its kernels need one.", param="device")
+    for rows, length in DECODES:
+        yield measure_decode(rows, length, shape, dtype)
+    for length in CHUNKS:
+        yield measure_chunk(length, shape, dtype)
+
+
+def measure_decode(
+    rows: int, length: int, shape: HeadShape, dtype: torch.dtype, tiles: DecodeTiles | None = None
+) -> Figure:
+    layers = _layers(rows * length, shape, dtype)
+    tables = _tables(rows, length)
+    lengths = torch.full((rows,), length, dtype=torch.int32, device="cuda")
+    query = torch.randn(rows, shape.queries, shape.dim, dtype=dtype, device="cuda")
+    output = torch.empty(rows, shape.queries * shape.dim, dtype=dtype, device="cuda")
+    tiles = tiles or decode_tiles(query, layers[0], tables)
+    scratch = SplitScratch.allocate(rows, shape.queries, shape.keys, shape.dim, tiles.splits, query.device)
+    rule = AttentionRule(shape.dim**-0.5)
+    seconds = _seconds(layers, lambda kv: decode_attention(query, kv, tables, lengths, rule, output, scratch, tiles))
+    num_bytes = 2 * rows * length * shape.keys * shape.dim * dtype.itemsize
+    return Figure(f"decode {rows}x{length}", seconds * 1e6, num_bytes / seconds / 1e12, "TB/s")
+
+
+def measure_chunk(length: int, shape: HeadShape, dtype: torch.dtype, tiles: ChunkTiles | None = None) -> Figure:
+    layers = _layers(length, shape, dtype)[:4]
+    tables = _tables(1, length)
+    starts = torch.tensor([0, length], dtype=torch.int32, device="cuda")
+    query = torch.randn(length, shape.queries, shape.dim, dtype=dtype, device="cuda")
+    output = torch.empty(length, shape.queries * shape.dim, dtype=dtype, device="cuda")
+    rule = AttentionRule(shape.dim**-0.5)
+    seconds = _seconds(
+        layers, lambda kv: chunk_attention(query, kv, tables, starts, starts[1:], rule, output, 0, tiles)
+    )
+    operations = 2 * shape.queries * shape.dim * length * length  # two products over half the square
+    return Figure(f"chunk {length}", seconds * 1e6, operations / seconds / 1e12, "TFLOP/s")
+
+
+def _layers(num_tokens: int, shape: HeadShape, dtype: torch.dtype) -> list[Tensor]:
+    """Layers of one store, together larger than the cache: [blocks, 2, block_size, kv_heads, dim] each."""
+    layer_bytes = 2 * num_tokens * shape.keys * shape.dim * dtype.itemsize
+    count = max(2, min(32, _CACHE_BYTES // layer_bytes + 1))
+    num_blocks = num_tokens // _BLOCK_SIZE + 1
+    store = torch.randn(num_blocks, count, 2, _BLOCK_SIZE, shape.keys, shape.dim, dtype=dtype, device="cuda")
+    return [store[:, layer] for layer in range(count)]
+
+
+def _tables(rows: int, length: int) -> Tensor:
+    """Every row its own blocks, scattered over the store. [rows, width] int32."""
+    width = length // _BLOCK_SIZE
+    return (1 + torch.randperm(rows * width, device="cuda")).view(rows, width).int()
+
+
+def _seconds(layers: list[Tensor], launch: Callable[[Tensor], None]) -> float:
+    """Of one launch: the median over replays of a launch for each layer in a row."""
+    launch(layers[0])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for layer in layers:
+            launch(layer)
+    graph.replay()
+    found: list[float] = []
+    for _ in range(_REPLAYS):
+        begun, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begun.record()
+        graph.replay()
+        done.record()
+        done.synchronize()
+        found.append(begun.elapsed_time(done) / 1000 / len(layers))
+    return median(found)

@@ -1,0 +1,94 @@
+"""The engine on a GPU: recorded steps, built steps and the plain reference say the same; so does the integer oracle."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from quire.core.model import ModelSpec
+from quire.core.sampling import SamplingParams
+from quire.engine.door import Door
+from quire.engine.engine import Engine
+from quire.engine.local import LocalFront
+from quire.engine.oracle import TorchOracle, torch_oracle
+from quire.formats.shapes import SHAPES
+from quire.kernels.contract import Kernels
+from quire.kernels.reference import ReferenceKernels
+from quire.kernels.select import Choice, select_kernels
+from quire.kv.manager import KVManager
+from quire.models.decoder import Decoder
+from quire.runner.kv_store import new_store
+from quire.runner.model_runner import ModelRunner
+from quire.sched.scheduler import Scheduler
+from quire.sim.check import check
+from quire.sim.world import World
+from quire.weights.dummy import dummy_weights
+
+CUDA = torch.device("cuda")
+NUM_BLOCKS, BLOCK_SIZE, LENGTH, ROWS = 512, 16, 512, 20
+
+
+@pytest.fixture(scope="module")
+def choice() -> Choice:
+    chosen = select_kernels("cuda")
+    assert chosen.choosing is not None, chosen.reason
+    return chosen
+
+
+def run(spec: ModelSpec, kernels: Kernels, params: Callable[[int], SamplingParams], choice: Choice | None) -> tuple:
+    """What 24 requests say, on 20 rows, in steps of 96 tokens; and how many steps were replayed."""
+    model = Decoder(spec, dummy_weights(spec, torch.float32, CUDA, 3), kernels, LENGTH)
+    stores = new_store(model.kv_geometry, NUM_BLOCKS, BLOCK_SIZE, CUDA)
+    stores.device.fill_(torch.nan)  # nothing that was not written is read
+    choosing = None if choice is None else choice.choosing
+    runner = ModelRunner(model, stores, max_rows=ROWS, max_length=LENGTH, choosing=choosing)
+    while runner.prepare():
+        pass
+    door = Door(spec.vocab_size, (), LENGTH, ROWS, NUM_BLOCKS, BLOCK_SIZE)
+    scheduler = Scheduler(KVManager(NUM_BLOCKS, BLOCK_SIZE, ROWS), max_rows=ROWS, max_step_tokens=96)
+    front = LocalFront(Engine(scheduler, runner, door, depth=1, seed=0, clock=lambda: 0.0), None)
+    prompts = [[(7 * i + 13 * j * j) % spec.vocab_size for i in range(3 + 11 * j)] for j in range(24)]
+    tickets = [front.submit(prompt, params(place)) for place, prompt in enumerate(prompts)]
+    while not all(ticket.finished for ticket in tickets):
+        front.turn()
+    return [ticket.output().outputs[0].token_ids for ticket in tickets], runner.num_replayed
+
+
+def greedy(place: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=4 + place)
+
+
+def mixed(place: int) -> SamplingParams:
+    """Every fifth asks for something that is not replayed."""
+    kinds: list[dict[str, object]] = [
+        {"temperature": 0},
+        {"temperature": 0.8, "seed": place},
+        {"temperature": 1.2, "seed": place, "top_k": 7},
+        {"temperature": 0.9, "seed": place, "top_p": 0.7, "min_p": 0.01},
+        {"temperature": 0.5, "seed": place, "presence_penalty": 0.4},
+    ]
+    return SamplingParams(max_tokens=4 + place, **kinds[place % 5 if place > 18 else place % 4])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shape", ["smollm2-135m", "qwen3-0.6b"])
+@pytest.mark.parametrize("params", [greedy, mixed])
+def test_replayed_built_and_referred_to_say_the_same(shape: str, params: Callable, choice: Choice) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    spec = SHAPES[shape]
+    replayed, count = run(spec, choice.kernels, params, choice)
+    built, none = run(spec, choice.kernels, params, None)
+    assert count > 10 and none == 0
+    assert replayed == built
+    truth, _ = run(spec, ReferenceKernels(), params, None)
+    assert built == truth
+
+
+def test_the_integer_oracle_in_recorded_steps(choice: Choice) -> None:
+    bodies: list[TorchOracle] = []
+
+    def body(world: World) -> TorchOracle:
+        bodies.append(torch_oracle(world, "cuda", choice.choosing))
+        return bodies[-1]
+
+    assert check(1_000, 17, body=body, min_tokens=False).violations == []
+    assert sum(body.num_replayed for body in bodies) > 150
