@@ -67,14 +67,14 @@ def normal(num_rows: int, vocab_size: int, spread: float = 4.0) -> Tensor:
     return (torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(0)) * spread).to(DEVICE)
 
 
-@pytest.mark.parametrize(("vocab_size", "spread"), [(1, 1.0), (1000, 0.05), (1000, 1.0), (5000, 6.0)])
+@pytest.mark.parametrize(("vocab_size", "spread"), [(1, 1.0), (1000, 0.05), (1000, 1.0), (2500, 6.0)])
 def test_every_kind_of_row_gets_the_token_of_the_plain_sampler(vocab_size: int, spread: float) -> None:
     samplings = [sampling for sampling in MIXTURE if sampling.top_k <= vocab_size]
     agree(samplings, normal(len(samplings), vocab_size, spread))
 
 
 def test_at_the_size_of_a_real_vocabulary_too() -> None:
-    agree(list(MIXTURE[::2]), normal(5, 49152, spread=3.0).to(torch.bfloat16).float())
+    agree([MIXTURE[0], MIXTURE[5], MIXTURE[8]], normal(3, 49152, spread=3.0).to(torch.bfloat16).float())
 
 
 ROWS = st.builds(
@@ -87,7 +87,7 @@ ROWS = st.builds(
 )
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(st.lists(ROWS, min_size=1, max_size=3), st.integers(0, 2**32), st.sampled_from([1, 2, 40]), st.integers(0, 9))
 def test_of_equal_logits_the_lowest_ids_stay(rows: list[RowSampling], seed: int, values: int, position: int) -> None:
     ties = torch.randint(-values, values, (len(rows), 2100), generator=torch.Generator().manual_seed(seed))

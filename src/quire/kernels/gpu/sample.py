@@ -38,8 +38,6 @@ from quire.kernels.gpu.token_weights import (
 )
 
 _MAX_CANDIDATES = 16384  # listed per row, 4 bytes each; a row with more is read whole
-_WARPS = 4
-_DRAW_WARPS = 8  # one program a row: it needs all it can get
 
 # The columns of a ChoiceTable.
 _SEED, _INDEX, _TOP_K, _IS_RANDOM = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
@@ -79,7 +77,7 @@ def choose_tokens(
     finite = torch.empty(num_rows, dtype=torch.bool, device=logits.device)
     if num_rows == 0:
         return Chosen(tokens, finite)
-    tile = _tile(num_rows)
+    tile, num_warps = _tiles(num_rows)
     num_tiles = triton.cdiv(vocab_size, tile)
     tiles = triton.next_power_of_2(num_tiles)
     random, choosy = stages >= Stages.RANDOM, stages >= Stages.CHOOSY
@@ -87,28 +85,31 @@ def choose_tokens(
     every = (num_rows, num_tiles)
     source = (logits, logits.stride(0), vocab_size, num_tiles, rows)
     asked = (table.integers, table.integers.stride(0), table.floats, table.floats.stride(0))
-    _best[every](*source, *scratch, TILE=tile, CHOOSY=choosy, num_warps=_WARPS)
+    _best[every](*source, *scratch, TILE=tile, CHOOSY=choosy, num_warps=num_warps)
     _weigh[every if random else (num_rows, 1)](
         *source, *asked, *scratch, tokens, finite,
-        TILE=tile, TILES=tiles, RANDOM=random, CHOOSY=choosy, num_warps=_WARPS,
+        TILE=tile, TILES=tiles, RANDOM=random, CHOOSY=choosy, num_warps=num_warps,
     )  # fmt: skip
     if choosy:
         _shortlist[every](
-            *source, *asked, *scratch, finite, TILE=tile, TILES=tiles, CAPACITY=_MAX_CANDIDATES, num_warps=_WARPS
+            *source, *asked, *scratch, finite, TILE=tile, TILES=tiles, CAPACITY=_MAX_CANDIDATES, num_warps=num_warps
         )
     if random:
         _draw[(num_rows,)](
             *source, *asked, *scratch, positions, tokens, finite,
-            TILE=tile, TILES=tiles, CHOOSY=choosy, CAPACITY=_MAX_CANDIDATES, num_warps=_DRAW_WARPS,
+            TILE=tile, TILES=tiles, CHOOSY=choosy, CAPACITY=_MAX_CANDIDATES, num_warps=2 * num_warps,
         )  # fmt: skip
     return Chosen(tokens, finite)
 
 
-def _tile(num_rows: int) -> int:
-    """Tokens a program reads: few where there are few rows, so that the whole device reads. Guesses."""
+def _tiles(num_rows: int) -> tuple[int, int]:
+    """Tokens that a program reads, and its warps: small where there are few rows, so that the whole device reads.
+
+    Not tuned. With half the warps the widest tile spills registers, in `_draw` too, which takes twice as many.
+    """
     if num_rows <= 8:
-        return 2048
-    return 4096 if num_rows <= 64 else 8192
+        return 2048, 4
+    return (4096, 4) if num_rows <= 64 else (8192, 8)
 
 
 def _scratch(num_rows: int, num_tiles: int, choosy: bool, device: torch.device) -> _Scratch:
@@ -311,28 +312,42 @@ def _draw(
                 )  # fmt: skip
     chance = uniform(tl.load(integers + _SEED), tl.load(integers + _INDEX), tl.load(positions + at))
     goal = tl.minimum((chance * total.to(tl.float64)).to(tl.int64), total - 1)
+    tile, before = _find_tile(
+        logits, listed, count, num_listed, row_highest, temperature, least,
+        last_key, top_key, goal, by_tile, num_tiles, TILE, TILES,
+    )  # fmt: skip
+    ids = tile * TILE + tl.arange(0, TILE)
+    values = tl.load(logits + ids, mask=ids < vocab_size, other=float("-inf"))
+    kept = (ids < vocab_size) & (key_of(order_of(values), ids) >= last_key)
+    inside = tl.where(kept, weights_of(exponents_of(values, row_highest, temperature), least), 0)
+    passed = tl.sum((before + tl.cumsum(inside, 0) <= goal).to(tl.int32))
+    tl.store(tokens + at, tl.minimum(tile * TILE + passed, vocab_size - 1))
 
-    # The first tile with which the weight goes beyond the goal; `before` is that of all tiles before it.
+
+@triton.jit
+def _find_tile(
+    logits, listed, count, num_listed, highest, temperature, least,
+    last_key, top_key, goal, by_tile, num_tiles, TILE: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """(the first tile with which the weight goes beyond the goal, the weight of all tiles before it).
+
+    by_tile: [TILES] int64, the weights of what is surely kept; the candidates from `last_key` up come on top.
+    """
+    tiles = tl.arange(0, TILES)
     low = tl.zeros([], dtype=tl.int32)
     high = low + num_tiles - 1
     before = tl.zeros([], dtype=tl.int64)
     while low < high:
         middle = (low + high) // 2
         _, among = measure(
-            logits, listed, count, num_listed, row_highest, temperature, least, last_key, top_key, (middle + 1) * TILE
+            logits, listed, count, num_listed, highest, temperature, least, last_key, top_key, (middle + 1) * TILE
         )
         reached = among + tl.sum(tl.where(tiles <= middle, by_tile, 0))
         beyond = reached > goal
         high = tl.where(beyond, middle, high)
         low = tl.where(beyond, low, middle + 1)
         before = tl.where(beyond, before, reached)
-
-    ids = low * TILE + tl.arange(0, TILE)
-    values = tl.load(logits + ids, mask=ids < vocab_size, other=float("-inf"))
-    kept = (ids < vocab_size) & (key_of(order_of(values), ids) >= last_key)
-    inside = tl.where(kept, weights_of(exponents_of(values, row_highest, temperature), least), 0)
-    passed = tl.sum((before + tl.cumsum(inside, 0) <= goal).to(tl.int32))
-    tl.store(tokens + at, tl.minimum(low * TILE + passed, vocab_size - 1))
+    return low, before
 
 
 @triton.jit
