@@ -21,8 +21,8 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 NUM_LAYERS = 2
 LAYER = 1
 
-lengths_before = st.one_of(st.integers(0, 40), st.integers(0, 200))
-chunks = st.lists(st.tuples(lengths_before, st.sampled_from([1, 2, 5, 20, 70])), max_size=3)
+lengths_before = st.integers(0, 40) | st.integers(0, 150)
+chunks = st.lists(st.tuples(lengths_before, st.sampled_from([1, 2, 5, 20, 40])), max_size=2)
 rules = st.builds(AttentionRule, st.just(0.2), st.sampled_from([0, 0, 1, 7, 64]), st.sampled_from([0.0, 0.0, 5.0]))
 
 
@@ -70,9 +70,9 @@ class Step:
         torch.testing.assert_close(output.cpu(), self.truth, atol=TOLERANCE[self.truth.dtype], rtol=0.0)
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
-    decodes=st.lists(lengths_before, max_size=3),
+    decodes=st.lists(lengths_before, max_size=2),
     chunks=chunks,
     block_size=st.sampled_from([1, 3, 8, 16, 32, 128]),
     kv_heads=st.sampled_from([1, 2]),
@@ -82,9 +82,7 @@ class Step:
     rule=rules,
     seed=st.integers(0, 1000),
 )
-def test_every_mixture_agrees_with_the_reference(
-    decodes, chunks, block_size, kv_heads, group, dim, dtype, rule, seed
-):
+def test_every_mixture_agrees_with_the_reference(decodes, chunks, block_size, kv_heads, group, dim, dtype, rule, seed):
     parts = [Part(num_before, 1) for num_before in decodes] + [Part(*chunk) for chunk in chunks]
     if parts:
         step = Step(
@@ -107,38 +105,35 @@ def test_heads_of_real_models_agree(dim, dtype):
     step.check(step.attend())
 
 
-@pytest.mark.parametrize("splits", [1, 2, 5, 64])
-@pytest.mark.parametrize("min_tiles", [1, 3])
-@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize("splits, min_tiles, window", [(1, 1, 0), (5, 1, 0), (32, 1, 0), (5, 3, 0), (5, 1, 100)])
 def test_short_and_long_rows_agree_however_they_are_split(splits, min_tiles, window):
     """Lengths around the edges of tiles and shares: one key, a full tile, one more, and many splits' worth."""
-    parts = [Part(length - 1, 1) for length in (1, 16, 17, 300, 32, 33, 129)]
-    step = Step(parts, group=3, rule=AttentionRule(0.3, window))
+    parts = [Part(length - 1, 1) for length in (1, 17, 32, 300, 129)]
+    step = Step(parts, group=3, kv_heads=1, rule=AttentionRule(0.3, window))
     step.check(step.decode(DecodeTiles(16, 4, 2, splits, min_tiles)))
 
 
 def test_one_scratch_serves_layer_after_layer():
     """The counters are zero again, and what earlier rows left in the scratch is not seen by shorter ones."""
-    tiles = DecodeTiles(16, 4, 2, splits=8, min_tiles=1)
-    scratch = SplitScratch.allocate(3, 4, 2, 16, 8, torch.device(DEVICE))
+    tiles = DecodeTiles(16, 4, 2, splits=5, min_tiles=1)
+    scratch = SplitScratch.allocate(3, 2, 1, 16, 5, torch.device(DEVICE))
     scratch.parts.fill_(math.nan), scratch.maxima.fill_(math.nan), scratch.sums.fill_(math.nan)
-    for lengths in ([120, 40, 16], [17, 128, 1], [64, 65]):
-        step = Step([Part(length - 1, 1) for length in lengths])
+    for lengths in ([80, 40, 16], [17, 81, 1], [33]):
+        step = Step([Part(length - 1, 1) for length in lengths], kv_heads=1)
         step.check(step.decode(tiles, scratch))
         assert not scratch.arrivals.any()
 
 
 @pytest.mark.parametrize("splits", [1, 4])
 def test_rows_of_padding_become_zeros_and_read_nothing(splits):
-    step = Step([Part(20, 1), Part(40, 1), Part(80, 1)])
+    step = Step([Part(20, 1), Part(40, 1), Part(80, 1)], kv_heads=1)
     step.ragged.context_lengths[1] = 0
     step.ragged.tables[1] = 2**30  # no block at all: reading it would be an error
     step.truth[1] = 0
     step.check(step.decode(DecodeTiles(16, 4, 2, splits, 1)))
 
 
-@pytest.mark.parametrize("rows", [16, 64])
-def test_chunks_agree_for_any_number_of_sequences_and_leave_other_tokens_alone(rows):
+def test_chunks_agree_for_any_number_of_sequences_and_leave_other_tokens_alone():
     """More sequences than are searched at once; sequences without queries lie before, between and after."""
     parts = [Part(index % 5, 1 + index % 3) for index in range(70)]
     for empty in (0, 30, 69):
@@ -147,44 +142,33 @@ def test_chunks_agree_for_any_number_of_sequences_and_leave_other_tokens_alone(r
     query = torch.cat([step.query, torch.full_like(step.query[:4], math.nan)])
     output = torch.full((len(query), step.truth.shape[1]), 7.0, device=DEVICE)
     ragged = step.ragged
-    tiles = ChunkTiles(rows, 16, 4, 2)
-    chunk_attention(
-        query, step.kv_layer, ragged.tables, ragged.query_starts, ragged.context_lengths, step.rule, output, tiles=tiles
-    )
+    starts, lengths = ragged.query_starts, ragged.context_lengths
+    chunk_attention(query, step.kv_layer, ragged.tables, starts, lengths, step.rule, output)
     step.check(output[:-4])
     assert (output[-4:] == 7.0).all()
 
 
-@pytest.mark.parametrize("window", [1, 5, 16, 33, 64])
-@pytest.mark.parametrize("num_before", [0, 15, 50])
+@pytest.mark.parametrize("window, num_before", [(1, 0), (5, 50), (16, 15), (33, 50), (64, 50), (64, 0)])
 def test_a_window_that_begins_inside_a_tile_of_keys_agrees(window, num_before):
     step = Step([Part(num_before, 45)], group=1, kv_heads=1, rule=AttentionRule(0.3, window))
     output = torch.empty_like(step.truth, device=DEVICE)
     ragged = step.ragged
-    chunk_attention(
-        step.query,
-        step.kv_layer,
-        ragged.tables,
-        ragged.query_starts,
-        ragged.context_lengths,
-        step.rule,
-        output,
-        tiles=ChunkTiles(32, 16, 4, 2),
-    )
+    starts, lengths, tiles = ragged.query_starts, ragged.context_lengths, ChunkTiles(32, 16, 4, 2)
+    chunk_attention(step.query, step.kv_layer, ragged.tables, starts, lengths, step.rule, output, tiles=tiles)
     step.check(output)
 
 
 def test_weights_are_exact_over_the_whole_range_of_scores():
     """Scores far apart, in tiles and splits whose maxima differ: nothing overflows, small weights are not lost."""
     for scale in (1e-3, 1.0, 100.0):
-        step = Step([Part(300, 1), Part(7, 1), Part(90, 30)], rule=AttentionRule(scale))
+        step = Step([Part(200, 1), Part(7, 1), Part(70, 20)], kv_heads=1, rule=AttentionRule(scale))
         torch.testing.assert_close(step.attend().cpu(), step.truth, atol=2e-4, rtol=0.0)
 
 
 def test_what_freed_blocks_hold_changes_nothing():
     """Beyond a window and beyond a row's end nothing is read: the same bits with NaN there and with zeros."""
     parts = [Part(50, 1), Part(5, 1), Part(33, 9), Part(0, 20)]
-    step = Step(parts, block_size=8, rule=AttentionRule(0.25, window=11))
+    step = Step(parts, block_size=8, kv_heads=1, rule=AttentionRule(0.25, window=11))
     poisoned = step.attend()
     step.kv_layer.nan_to_num_(nan=0.0)
     assert poisoned.isfinite().all()

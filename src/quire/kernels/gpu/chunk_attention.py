@@ -12,7 +12,17 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.contract import AttentionRule
-from quire.kernels.gpu.key_tile import LOWEST, Rates, block_ids, divided, fold, key_offsets, load_rows, score
+from quire.kernels.gpu.key_tile import (
+    LOWEST,
+    Rates,
+    block_ids,
+    block_start,
+    divided,
+    fold,
+    key_offsets,
+    load_rows,
+    score,
+)
 
 _SMALLEST_DOT = 16  # rows a tensor core takes
 _SEARCHED_AT_ONCE = 64  # sequences
@@ -31,12 +41,12 @@ def _tiles(rows_per_sequence: int, dim: int, element_bytes: int) -> ChunkTiles:
     """Untuned. 128 rows and eight warps are two warp groups; keys and values of a stage fit beside the queries."""
     rows = max(_SMALLEST_DOT, min(128, triton.next_power_of_2(rows_per_sequence)))
     if element_bytes > 2:  # no tensor cores: only right, not fast
-        return ChunkTiles(min(rows, 32), 32, 4, 2)
+        return ChunkTiles(min(rows, 32), 32 if dim <= 128 else 16, 8, 2)
     if rows < 128:
         return ChunkTiles(rows, 64 if dim <= 128 else 32, 4, 3)
     if dim > 128:
         return ChunkTiles(128, 64, 8, 2)
-    return ChunkTiles(128, 128, 8, 2)
+    return ChunkTiles(128, 128, 8, 3)
 
 
 @triton.jit
@@ -59,14 +69,14 @@ def _over_keys(
     MASKED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Whole tiles from begin on; places: [rows], each query's position. Unmasked if every query sees every key."""
-    CHECKED: tl.constexpr = MASKED or DIM != dims.shape[0]
+    CHECKED: tl.constexpr = MASKED or dims.shape[0] != DIM
     in_tile = tl.arange(0, TILE)
-    blocks = block_ids(table, begin + in_tile, last_key, BLOCK_SIZE)
+    blocks = block_ids(table, begin, in_tile, last_key, BLOCK_SIZE)
     for start in range(begin, end, TILE):
         positions = start + in_tile
         inside = positions < last_key
-        offsets = key_offsets(blocks, positions, block_stride, slot_stride, BLOCK_SIZE)
-        blocks = block_ids(table, positions + TILE, last_key, BLOCK_SIZE)  # one tile ahead: keys wait for no table
+        offsets = key_offsets(blocks, start, in_tile, block_stride, slot_stride, BLOCK_SIZE)
+        blocks = block_ids(table, start + TILE, in_tile, last_key, BLOCK_SIZE)  # one tile ahead: keys wait for no table
         scores = score(queries, load_rows(keys, offsets, inside, dims, DIM, CHECKED), cap_rate, CAPPED)
         if MASKED:
             visible = positions[None, :] <= places[:, None]
@@ -91,7 +101,7 @@ def _attend_tile(
     last_key = last_place + 1
     first_key = 0
     if WINDOWED:
-        first_key = tl.maximum(first_place - window + 1, 0)
+        first_key = block_start(tl.maximum(first_place - window + 1, 0), TILE, BLOCK_SIZE)
         hidden = tl.maximum(last_place - window + 1 - first_key, 0)  # keys that not every query sees any more
         body = first_key + tl.cdiv(hidden, TILE) * TILE
         gathered, running_max, running_sum = _over_keys(
@@ -118,8 +128,8 @@ def _attend_tile(
 @triton.jit
 def _chunk_kernel(
     query, store, tables, query_starts, context_lengths, output, first_token, num_sequences,
-    query_row_stride, query_head_stride, block_stride, side_stride, slot_stride, head_stride, table_stride, output_stride,
-    window, rate, cap_rate,
+    query_row_stride, query_head_stride, block_stride, side_stride, slot_stride, head_stride,
+    table_stride, output_stride, window, rate, cap_rate,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr,

@@ -13,7 +13,17 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.contract import AttentionRule
-from quire.kernels.gpu.key_tile import LOWEST, Rates, block_ids, divided, fold, key_offsets, load_rows, score
+from quire.kernels.gpu.key_tile import (
+    LOWEST,
+    Rates,
+    block_ids,
+    block_start,
+    divided,
+    fold,
+    key_offsets,
+    load_rows,
+    score,
+)
 from quire.kernels.gpu.split_merge import SplitScratch, is_last, merge_parts, store_part
 
 _SMALLEST_DOT = 16  # rows a tensor core takes
@@ -37,30 +47,33 @@ def _tiles(pairs: int, dim: int, element_bytes: int, max_keys: int, processors: 
     """`pairs`: rows times key heads. Untuned: sized for four programs of some 48 KB on a Hopper processor."""
     row_bytes = triton.next_power_of_2(dim) * element_bytes
     keys = max(32, min(64, 8192 // row_bytes))
-    stages = 4 if row_bytes <= 256 else 3 if row_bytes <= 512 else 2
+    stages = 4 if row_bytes <= 256 else 3
+    warps = 4
+    if element_bytes > 2:  # no tensor cores: only right, not fast
+        keys, warps, stages = 16, 8, 2
     fair = round(_PROGRAMS_PER_PROCESSOR * processors / pairs)
     # Rows that fill the device by themselves are split only where one is so long that the others wait for it.
     splits, min_keys = (fair, 128) if fair > 1 else (4, 2048)
     useful = -(-max_keys // min_keys)
-    return DecodeTiles(keys, 4, stages, min(splits, useful, _MOST_SPLITS), -(-min_keys // keys))
+    return DecodeTiles(keys, warps, stages, min(splits, useful, _MOST_SPLITS), -(-min_keys // keys))
 
 
 @triton.jit
 def _gather_keys(
-    query, keys, table, begin, end, dims, rate, cap_rate, block_stride, side_stride, slot_stride,
+    query, keys, table, first, begin, end, dims, rate, cap_rate, block_stride, side_stride, slot_stride,
     TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """query: [members, dims] over the keys from begin to end. Returns (gathered, maximum, sum)."""
+    """query: [members, dims] over the keys from begin to end, none before first. Returns (gathered, maximum, sum)."""
     running_max = tl.full([query.shape[0]], LOWEST, tl.float32)
     running_sum = tl.zeros([query.shape[0]], tl.float32)
     gathered = tl.zeros([query.shape[0], dims.shape[0]], tl.float32)
-    places = tl.arange(0, TILE)
-    blocks = block_ids(table, begin + places, end, BLOCK_SIZE)
+    in_tile = tl.arange(0, TILE)
+    blocks = block_ids(table, begin, in_tile, end, BLOCK_SIZE)
     for start in range(begin, end, TILE):
-        positions = start + places
-        inside = positions < end
-        offsets = key_offsets(blocks, positions, block_stride, slot_stride, BLOCK_SIZE)
-        blocks = block_ids(table, positions + TILE, end, BLOCK_SIZE)  # one tile ahead: keys wait for no table
+        positions = start + in_tile
+        inside = (positions >= first) & (positions < end)
+        offsets = key_offsets(blocks, start, in_tile, block_stride, slot_stride, BLOCK_SIZE)
+        blocks = block_ids(table, start + TILE, in_tile, end, BLOCK_SIZE)  # one tile ahead: keys wait for no table
         scores = score(query, load_rows(keys, offsets, inside, dims, DIM, True), cap_rate, CAPPED)
         scores = tl.where(inside[None, :], scores, float("-inf"))
         values = load_rows(keys + side_stride, offsets, inside, dims, DIM, True).to(query.dtype)
@@ -71,8 +84,8 @@ def _gather_keys(
 @triton.jit
 def _decode_kernel(
     query, store, tables, context_lengths, output, parts, maxima, sums, arrivals,
-    query_row_stride, query_head_stride, block_stride, side_stride, slot_stride, head_stride, table_stride, output_stride,
-    window, rate, cap_rate,
+    query_row_stride, query_head_stride, block_stride, side_stride, slot_stride, head_stride,
+    table_stride, output_stride, window, rate, cap_rate,
     SPLITS: tl.constexpr, MIN_TILES: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, GROUP_TIGHT: tl.constexpr,
     DIM: tl.constexpr, DIM_PADDED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
@@ -83,12 +96,13 @@ def _decode_kernel(
     first = 0
     if WINDOWED:
         first = tl.maximum(length - window, 0)
-    num_tiles = tl.cdiv(length - first, TILE)
+    first_tile = block_start(first, TILE, BLOCK_SIZE)
+    num_tiles = tl.cdiv(length - first_tile, TILE)
     share = tl.maximum(tl.cdiv(num_tiles, SPLITS), MIN_TILES)
     num_splits = tl.cdiv(num_tiles, share)
     if split >= tl.maximum(num_splits, 1):  # a row of padding still gets its zeros
         return
-    begin = first + split * share * TILE
+    begin = first_tile + split * share * TILE
     end = tl.minimum(begin + share * TILE, length)
 
     members = tl.arange(0, GROUP_PADDED)
@@ -97,8 +111,8 @@ def _decode_kernel(
     places = (kv_head * GROUP + members)[:, None] * query_head_stride + dims[None, :]
     queries = tl.load(query + row.to(tl.int64) * query_row_stride + places, mask=present, other=0.0)
     gathered, running_max, running_sum = _gather_keys(
-        queries, store + kv_head * head_stride, tables + row * table_stride, begin, end, dims, rate, cap_rate,
-        block_stride, side_stride, slot_stride, TILE, BLOCK_SIZE, DIM, CAPPED,
+        queries, store + kv_head * head_stride, tables + row * table_stride, first, begin, end, dims,
+        rate, cap_rate, block_stride, side_stride, slot_stride, TILE, BLOCK_SIZE, DIM, CAPPED,
     )  # fmt: skip
 
     target = output + row.to(tl.int64) * output_stride + kv_head * GROUP * DIM
@@ -108,7 +122,8 @@ def _decode_kernel(
     else:
         pair = row * tl.num_programs(0) + kv_head
         first_part = pair * SPLITS * GROUP
-        store_part(parts, maxima, sums, first_part + split * GROUP, gathered, running_max, running_sum, members, dims, GROUP, DIM)
+        own_part = first_part + split * GROUP
+        store_part(parts, maxima, sums, own_part, gathered, running_max, running_sum, members, dims, GROUP, DIM)
         if is_last(arrivals + pair, num_splits):
             heads = tl.arange(0, GROUP_TIGHT)
             merged = merge_parts(parts, maxima, sums, first_part, num_splits, heads, dims, AT_ONCE, GROUP, DIM)

@@ -30,15 +30,32 @@ class Rates(NamedTuple):
 
 
 @triton.jit
-def block_ids(table, positions, end, BLOCK_SIZE: tl.constexpr):
-    """The block of each position before `end`; 0, which is always a block, for the others."""
-    return tl.load(table + positions // BLOCK_SIZE, mask=positions < end, other=0)
+def block_start(position, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Where tiles must begin to see this position: at its block's first key, so that every tile has whole blocks."""
+    start = position
+    if TILE % BLOCK_SIZE == 0:
+        start = position // BLOCK_SIZE * BLOCK_SIZE
+    return start
 
 
 @triton.jit
-def key_offsets(blocks, positions, block_stride, slot_stride, BLOCK_SIZE: tl.constexpr):
+def block_ids(table, start, in_tile, end, BLOCK_SIZE: tl.constexpr):
+    """The block of each key of the tile that begins at `start`; 0, which is always a block, from `end` on."""
+    if in_tile.shape[0] % BLOCK_SIZE == 0:
+        pointers = table + start // BLOCK_SIZE + in_tile // BLOCK_SIZE
+    else:
+        pointers = table + (start + in_tile) // BLOCK_SIZE
+    return tl.load(pointers, mask=start + in_tile < end, other=0)
+
+
+@triton.jit
+def key_offsets(blocks, start, in_tile, block_stride, slot_stride, BLOCK_SIZE: tl.constexpr):
     """Elements from the store's first key to each key. 64 bits: a store has more than 2**31 elements."""
-    return blocks.to(tl.int64) * block_stride + (positions % BLOCK_SIZE) * slot_stride
+    if in_tile.shape[0] % BLOCK_SIZE == 0:
+        slots = in_tile % BLOCK_SIZE  # the same for every tile
+    else:
+        slots = (start + in_tile) % BLOCK_SIZE
+    return blocks.to(tl.int64) * block_stride + slots * slot_stride
 
 
 @triton.jit

@@ -41,7 +41,8 @@ class SplitScratch:
 
 @triton.jit
 def store_part(
-    parts, maxima, sums, first_part, gathered, running_max, running_sum, members, dims, GROUP: tl.constexpr, DIM: tl.constexpr
+    parts, maxima, sums, first_part, gathered, running_max, running_sum, members, dims,
+    GROUP: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     """gathered: [members, dims], of which GROUP and DIM count."""
     numbers = first_part + members
