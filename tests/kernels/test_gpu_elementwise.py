@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quire.kernels.gpu import norms
+from quire.kernels.gpu import norms, turns
 from quire.kernels.gpu.kernels import GpuKernels
 from quire.kernels.reference import ReferenceKernels
 from quire.models.decoder import Decoder
@@ -89,7 +89,7 @@ def test_a_gate_far_from_zero_is_open_or_shut():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("dim", "rotary_dim"), [(32, 32), (32, 16), (20, 12)])
+@pytest.mark.parametrize(("dim", "rotary_dim"), [(32, 32), (20, 12)])
 @pytest.mark.parametrize("has_norm", [False, True])
 def test_turned_queries_and_the_store_agree_and_unwritten_slots_stay_poisoned(dtype, dim, rotary_dim, has_norm):
     turning = Turning.drawn(dtype, dim=dim, rotary_dim=rotary_dim, has_norm=has_norm, device=DEVICE)
@@ -110,17 +110,16 @@ def test_a_store_of_another_dtype_takes_keys_and_values_rounded():
     close(turning.through(FAST).store, turning.through(TRUTH).store)
 
 
-@pytest.mark.parametrize("dim", [128, 256])
-def test_heads_as_wide_as_real_ones_turn(dim):
-    turning = Turning.drawn(torch.float16, dim=dim, rotary_dim=dim, has_norm=True, device=DEVICE)
+def test_the_widest_heads_turn():
+    turning = Turning.drawn(torch.float16, dim=256, rotary_dim=256, has_norm=True, device=DEVICE)
     fast, truth = turning.through(FAST), turning.through(TRUTH)
     close(fast.query, truth.query)
     close(fast.store, truth.store)
 
 
-def test_many_tokens_turn_as_few_do():
-    """From 128 on, a program has more heads."""
-    turning = Turning.drawn(torch.float32, dim=8, rotary_dim=8, has_norm=True, num_in_chunk=127, device=DEVICE)
+def test_a_program_with_the_heads_that_many_tokens_bring_turns_them_alike(monkeypatch):
+    monkeypatch.setattr(turns, "_MANY_TOKENS", 1)
+    turning = Turning.drawn(torch.float32, dim=128, rotary_dim=128, has_norm=True, device=DEVICE)
     fast, truth = turning.through(FAST), turning.through(TRUTH)
     close(fast.query, truth.query)
     close(fast.store, truth.store)
@@ -169,11 +168,11 @@ def test_a_whole_decoder_agrees_with_the_reference(name):
     """One with a norm of its heads, and one with norms after each half, another gate and capped scores."""
     family = next(family for family in FAMILIES if family.name == name)
     twin = build(family, device=DEVICE)
-    lengths = [6, 3]
+    lengths = [5, 2]
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in lengths]
     fast, truth = (
-        run(Decoder(twin.spec, twin.weights, kernels, 16), prompts, in_chunks(lengths, 4), device=DEVICE)
+        run(Decoder(twin.spec, twin.weights, kernels, 16), prompts, in_chunks(lengths, 3), device=DEVICE)
         for kernels in (FAST, TRUTH)
     )
     for left, right in zip(fast, truth, strict=True):

@@ -46,12 +46,11 @@ class Turning(NamedTuple):
         has_norm: bool,
         dim: int = 32,
         stored: torch.dtype | None = None,
-        num_in_chunk: int = 3,
         device: str = "cpu",
     ) -> "Turning":
         generator = torch.Generator().manual_seed(dim + rotary_dim)
-        pages = Pages.shuffled([7 + num_in_chunk, 3, 7], BLOCK_SIZE, seed=1)
-        ragged = pages.ragged({0: Part(7, num_in_chunk), 1: Part(2, 1), 2: Part(0, 1)}, device)
+        pages = Pages.shuffled([10, 3, 7], BLOCK_SIZE, seed=1)
+        ragged = pages.ragged({0: Part(7, 3), 1: Part(2, 1), 2: Part(0, 1)}, device)
         num_tokens = len(ragged.slots)
         qkv = torch.randn(num_tokens, HEADS + 2 * KV_HEADS, dim, generator=generator)
         weight = torch.randn(HEADS + KV_HEADS, dim, generator=generator)

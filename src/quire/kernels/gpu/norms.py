@@ -31,14 +31,12 @@ def _tiles(width: int) -> _Tiles:
 @triton.jit
 def _normed(
     wide,  # [ROWS, PADDED_WIDTH] float32, 0 beyond WIDTH
-    weight,  # [WIDTH] float32
+    scale,  # [1, PADDED_WIDTH] float32
     epsilon,
     WIDTH: tl.constexpr,
-    PADDED_WIDTH: tl.constexpr,
 ):
-    column = tl.arange(0, PADDED_WIDTH)
     inverse = tl.rsqrt(tl.sum(wide * wide, axis=1) / WIDTH + epsilon)
-    return wide * inverse[:, None] * tl.load(weight + column, mask=column < WIDTH, other=0.0)[None, :]
+    return wide * inverse[:, None] * scale
 
 
 @triton.jit
@@ -58,9 +56,10 @@ def _norm_rows(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, PADDED_WIDTH)[None, :]
     inside = (row < num_rows)[:, None] & (column < WIDTH)
+    scale = tl.load(weight + column, mask=column < WIDTH, other=0.0)  # now, so that the sum need not be waited for
     source = x + (row // num_inner * outer_stride + row % num_inner * inner_stride)[:, None]
     wide = tl.load(source + column, mask=inside, other=0.0).to(tl.float32)
-    normed = _normed(wide, weight, epsilon, WIDTH, PADDED_WIDTH)
+    normed = _normed(wide, scale, epsilon, WIDTH)
     tl.store(output + row[:, None] * WIDTH + column, normed.to(output.dtype.element_ty), mask=inside)
 
 
@@ -81,12 +80,13 @@ def _add_norm_rows(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, PADDED_WIDTH)[None, :]
     inside = (row < num_rows)[:, None] & (column < WIDTH)
+    scale = tl.load(weight + column, mask=column < WIDTH, other=0.0)  # now, so that the sum need not be waited for
     residual_place = residual + row[:, None] * residual_stride + column
     added = tl.load(x + row[:, None] * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     before = tl.load(residual_place, mask=inside, other=0.0).to(tl.float32)
     total = (before + added).to(residual.dtype.element_ty)
     tl.store(residual_place, total, mask=inside)
-    normed = _normed(total.to(tl.float32), weight, epsilon, WIDTH, PADDED_WIDTH)
+    normed = _normed(total.to(tl.float32), scale, epsilon, WIDTH)
     tl.store(output + row[:, None] * WIDTH + column, normed.to(output.dtype.element_ty), mask=inside)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.kernels.contract import HeadNorm, Rotation
 
 _MANY_TOKENS = 128  # from here on there are programs enough with more heads in each
-_HEADS_OF_FEW, _HEADS_OF_MANY = 4, 16  # in one program; not measured yet
+_HEADS_OF_FEW, _HEADS_OF_MANY = 4, 16  # in one program at least; not measured
 _NUMBERS_PER_WARP = 256  # 16 bytes of halves for each thread
 _MOST_WARPS = 8
 
@@ -29,10 +29,10 @@ class _Tiles(NamedTuple):
 
 
 def _tiles(num_tokens: int, dim: int, rotary_dim: int) -> _Tiles:
-    heads = _HEADS_OF_MANY if num_tokens >= _MANY_TOKENS else _HEADS_OF_FEW
     half = triton.next_power_of_2(rotary_dim // 2)
+    heads = max(_HEADS_OF_MANY if num_tokens >= _MANY_TOKENS else _HEADS_OF_FEW, _NUMBERS_PER_WARP // half)
     rest = triton.next_power_of_2(dim - rotary_dim) if dim > rotary_dim else 0
-    return _Tiles(heads, half, rest, min(_MOST_WARPS, max(1, heads * half // _NUMBERS_PER_WARP)))
+    return _Tiles(heads, half, rest, min(_MOST_WARPS, heads * half // _NUMBERS_PER_WARP))
 
 
 @triton.jit
@@ -51,20 +51,40 @@ def _read(
 
 
 @triton.jit
-def _write(part, rows, there, START: tl.constexpr, COUNT: tl.constexpr, PADDED: tl.constexpr):
-    """The counterpart of `_read`."""
+def _write(
+    part,  # [heads, PADDED] float32
+    rows,  # [heads] pointers
+    stored_rows,  # [heads] pointers
+    stays,  # [heads]: whether the head goes to its row
+    leaves,  # [heads]: whether it goes to its stored row
+    START: tl.constexpr,
+    COUNT: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """The counterpart of `_read`, to one of two places."""
     column = tl.arange(0, PADDED)[None, :]
-    inside = there[:, None] & (column < COUNT)
-    tl.store(rows[:, None] + START + column, part.to(rows.dtype.element_ty), mask=inside)
+    stays = stays[:, None] & (column < COUNT)
+    leaves = leaves[:, None] & (column < COUNT)
+    tl.store(rows[:, None] + START + column, part.to(rows.dtype.element_ty), mask=stays)
+    tl.store(stored_rows[:, None] + START + column, part.to(stored_rows.dtype.element_ty), mask=leaves)
 
 
 @triton.jit
-def _turned(part, other, cos, sin, START: tl.constexpr, COUNT: tl.constexpr, PADDED: tl.constexpr):
-    """part * cos + other * sin, of one half; cos, sin: the token's row."""
-    column = tl.arange(0, PADDED)
-    along = tl.load(cos + START + column, mask=column < COUNT, other=0.0).to(tl.float32)
-    across = tl.load(sin + START + column, mask=column < COUNT, other=0.0).to(tl.float32)
-    return part * along[None, :] + other * across[None, :]
+def _turned(
+    left,  # [heads, PADDED] float32
+    right,  # [heads, PADDED] float32
+    cos,  # [heads] pointers, all to the token's row: laid out as the heads are, turns go through no shared memory
+    sin,  # [heads] pointers, all to the token's row
+    turns,  # [heads]: whether the head is turned
+    HALF: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """Both halves."""
+    turned_left = left * _read(cos, turns, 0.0, 0, HALF, PADDED)
+    turned_left += right * _read(sin, turns, 0.0, 0, HALF, PADDED)
+    turned_right = right * _read(cos, turns, 0.0, HALF, HALF, PADDED)
+    turned_right += left * _read(sin, turns, 0.0, HALF, HALF, PADDED)
+    return tl.where(turns[:, None], turned_left, left), tl.where(turns[:, None], turned_right, right)
 
 
 @triton.jit
@@ -96,8 +116,7 @@ def _turn_and_write(
     REST: tl.constexpr = DIM - ROTARY_DIM
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    exists = head < QUERIES + 2 * KEYS
-    turns = head < QUERIES + KEYS
+    exists, turns = head < QUERIES + 2 * KEYS, head < QUERIES + KEYS
     rows = qkv + token * token_stride + head * head_stride
     left = _read(rows, exists, 0.0, 0, HALF, PADDED_HALF)
     right = _read(rows, exists, 0.0, HALF, HALF, PADDED_HALF)
@@ -115,24 +134,18 @@ def _turn_and_write(
         if REST > 0:
             rest *= inverse * _read(weights, turns, 1.0, ROTARY_DIM, REST, PADDED_REST)
 
-    turned_left = _turned(left, right, cos + token * ROTARY_DIM, sin + token * ROTARY_DIM, 0, HALF, PADDED_HALF)
-    turned_right = _turned(right, left, cos + token * ROTARY_DIM, sin + token * ROTARY_DIM, HALF, HALF, PADDED_HALF)
-    left = tl.where(turns[:, None], turned_left, left)
-    right = tl.where(turns[:, None], turned_right, right)
+    turn = token * ROTARY_DIM + tl.zeros([HEADS], tl.int32)
+    left, right = _turned(left, right, cos + turn, sin + turn, turns, HALF, PADDED_HALF)
 
     slot = tl.load(slots + token)  # int64, as what follows from it: a store has more than 2^31 numbers
     side = (head >= QUERIES + KEYS).to(tl.int32)  # 0: a key, 1: a value
     block_offset = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * offset_stride
     stored_rows = kv_layer + block_offset + side * side_stride + (head - QUERIES - side * KEYS) * kv_head_stride
-    is_query = head < QUERIES
-    is_stored = (head >= QUERIES) & exists
-    _write(left, rows, is_query, 0, HALF, PADDED_HALF)
-    _write(right, rows, is_query, HALF, HALF, PADDED_HALF)
-    _write(left, stored_rows, is_stored, 0, HALF, PADDED_HALF)
-    _write(right, stored_rows, is_stored, HALF, HALF, PADDED_HALF)
+    stays, leaves = head < QUERIES, exists & (head >= QUERIES)
+    _write(left, rows, stored_rows, stays, leaves, 0, HALF, PADDED_HALF)
+    _write(right, rows, stored_rows, stays, leaves, HALF, HALF, PADDED_HALF)
     if REST > 0:
-        _write(rest, rows, is_query, ROTARY_DIM, REST, PADDED_REST)
-        _write(rest, stored_rows, is_stored, ROTARY_DIM, REST, PADDED_REST)
+        _write(rest, rows, stored_rows, stays, leaves, ROTARY_DIM, REST, PADDED_REST)
 
 
 def turn_and_write(
