@@ -90,7 +90,7 @@ def test_rows_that_end_in_a_recorded_step_write_nothing_more() -> None:
 
 def test_more_end_tokens_than_the_table_had_room_for() -> None:
     bodies = Bodies(choosing=PLAIN_CHOOSING)
-    wide = tuple(range(200, 209)) + (following(PROMPT, 2)[1],)
+    wide = (*range(200, 209), following(PROMPT, 2)[1])
     bodies.run(
         StepPlan(0, seats=(seat(0, PROMPT, end_ids=wide),), grants=grants({0: [1, 2]}), chunks=(sample(0, 0, 6),))
     )
