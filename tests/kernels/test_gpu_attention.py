@@ -11,6 +11,8 @@ from quire.kernels.contract import AttentionRule, Ragged
 from quire.kernels.gpu.attention import GpuAttention
 from quire.kernels.gpu.chunk_attention import ChunkTiles, chunk_attention
 from quire.kernels.gpu.decode_attention import DecodeTiles, decode_attention
+from quire.kernels.gpu.gather_context import TILE_KEYS, gather_context
+from quire.kernels.gpu.gathered_attention import gathered_attention
 from quire.kernels.gpu.split_merge import SplitScratch
 from quire.kernels.reference import ReferenceKernels
 from tests.kernels.steps import Pages, Part, fill
@@ -50,6 +52,7 @@ class Step:
         heads = group * kv_heads
         num_tokens = len(ragged.positions)
         qkv = torch.randn(num_tokens, heads + 2 * kv_heads, dim, generator=generator).to(dtype)
+        self.pages = pages
         self.rule = rule or AttentionRule(dim**-0.5)
         self.truth = ReferenceKernels().plan(ragged, block_size).attend(qkv[:, :heads], store[:, LAYER], self.rule)
         self.ragged = Ragged(*(getattr(ragged, field).to(DEVICE) for field in Ragged.__slots__))
@@ -64,6 +67,18 @@ class Step:
         output = torch.full_like(self.truth, math.nan, device=DEVICE)
         tables, lengths = self.ragged.tables, self.ragged.context_lengths
         decode_attention(self.query, self.kv_layer, tables, lengths, self.rule, output, scratch, tiles)
+        return output
+
+    def attend_gathered(self, tiles: ChunkTiles | None = None) -> torch.Tensor:
+        """The only sequence of the step, through a workspace with NaN in it."""
+        num_keys = (self.pages.lengths[0] // TILE_KEYS + 1) * TILE_KEYS
+        workspace = torch.full((num_keys, *self.kv_layer.shape[1:2], *self.kv_layer.shape[3:]), math.nan)
+        workspace = workspace.to(self.kv_layer)
+        output = torch.full_like(self.truth, math.nan, device=DEVICE)
+        ragged = self.ragged
+        gather_context(self.kv_layer, ragged.tables[0], ragged.context_lengths, workspace)
+        starts, lengths = ragged.query_starts, ragged.context_lengths
+        gathered_attention(self.query, workspace, starts, lengths, self.rule, output, tiles)
         return output
 
     def check(self, output: torch.Tensor) -> None:
@@ -176,3 +191,26 @@ def test_what_freed_blocks_hold_changes_nothing():
     for row, first_block in ((0, (50 - 11) // 8), (2, (33 - 11) // 8)):
         step.kv_layer[step.ragged.tables[row, :first_block].long()] = math.nan
     assert torch.equal(poisoned, step.attend())
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("num_before, num_new, window, softcap", [(0, 20, 0, 0.0), (40, 24, 0, 5.0), (70, 20, 9, 0.0)])
+def test_gathered_keys_give_the_same_as_pages(num_before, num_new, window, softcap, dtype):
+    rule = AttentionRule(0.2, window, softcap)
+    step = Step([Part(num_before, num_new)], group=3, kv_heads=2, dtype=dtype, rule=rule)
+    step.check(step.attend_gathered(ChunkTiles(32, 16, 4, 2)))
+
+
+def test_a_gathered_context_has_its_keys_in_order_and_then_zeros():
+    pages = Pages.shuffled([130], block_size=3, seed=0)
+    store = torch.full((pages.num_blocks, 1, 2, 3, 3, 16), math.nan)
+    fill(store, 0, pages, [130], torch.Generator().manual_seed(0))
+    workspace = torch.full((3 * TILE_KEYS, 2, 3, 16), 7.0, device=DEVICE)
+    ragged = pages.ragged({0: Part(129, 1)})
+    lengths = ragged.context_lengths.to(DEVICE)
+    gather_context(store.to(DEVICE)[:, 0], ragged.tables[0].to(DEVICE), lengths, workspace)
+    slots = [pages.slot(0, position) for position in range(130)]
+    wanted = torch.stack([store[slot // 3, 0, :, slot % 3] for slot in slots])
+    assert torch.equal(workspace[:130].cpu(), wanted)
+    assert (workspace[130 : 2 * TILE_KEYS] == 0).all()
+    assert (workspace[2 * TILE_KEYS :] == 7.0).all()
