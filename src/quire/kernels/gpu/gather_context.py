@@ -13,7 +13,7 @@ TILE_KEYS = 128  # the largest tile that may be read from the workspace
 _COPIED_KEYS = 16  # by a program, and of one side
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["table", "context_length"])
 def _gather_kernel(
     store, table, context_length, workspace, block_stride, side_stride, slot_stride,
     KEYS: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PADDED: tl.constexpr,

@@ -42,7 +42,7 @@ def _over_run(
     return gathered, running_max, running_sum
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window"], do_not_specialize_on_alignment=["query_starts", "context_length"])
 def _gathered_kernel(
     query, run, query_starts, context_length, output,
     query_row_stride, query_head_stride, output_stride, window, rate, cap_rate,
