@@ -125,7 +125,10 @@ def _attend_tile(
     return divided(gathered, running_sum)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["first_token", "num_sequences", "window"],  # one compilation serves every batch
+    do_not_specialize_on_alignment=["tables", "query_starts", "context_lengths"],
+)
 def _chunk_kernel(
     query, store, tables, query_starts, context_lengths, output, first_token, num_sequences,
     query_row_stride, query_head_stride, block_stride, side_stride, slot_stride, head_stride,

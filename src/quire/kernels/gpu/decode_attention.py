@@ -81,13 +81,16 @@ def _gather_keys(
     return gathered, running_max, running_sum
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["window", "max_splits", "min_tiles"],  # one compilation serves every batch
+    do_not_specialize_on_alignment=["tables", "context_lengths"],
+)
 def _decode_kernel(
     query, store, tables, context_lengths, output, parts, maxima, sums, arrivals,
     query_row_stride, query_head_stride, block_stride, side_stride, slot_stride, head_stride,
-    table_stride, output_stride, window, rate, cap_rate,
-    SPLITS: tl.constexpr, MIN_TILES: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, GROUP_TIGHT: tl.constexpr,
+    table_stride, output_stride, window, rate, cap_rate, max_splits, min_tiles,
+    TILE: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, GROUP_TIGHT: tl.constexpr,
     DIM: tl.constexpr, DIM_PADDED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """One program: a row, a key head with its GROUP of query heads, and one share of the row's keys."""
@@ -98,7 +101,7 @@ def _decode_kernel(
         first = tl.maximum(length - window, 0)
     first_tile = block_start(first, TILE, BLOCK_SIZE)
     num_tiles = tl.cdiv(length - first_tile, TILE)
-    share = tl.maximum(tl.cdiv(num_tiles, SPLITS), MIN_TILES)
+    share = tl.maximum(tl.cdiv(num_tiles, max_splits), min_tiles)
     num_splits = tl.cdiv(num_tiles, share)
     if split >= tl.maximum(num_splits, 1):  # a row of padding still gets its zeros
         return
@@ -121,7 +124,7 @@ def _decode_kernel(
         tl.store(target + members[:, None] * DIM + dims[None, :], answer, mask=present)
     else:
         pair = row * tl.num_programs(0) + kv_head
-        first_part = pair * SPLITS * GROUP
+        first_part = pair * max_splits * GROUP
         own_part = first_part + split * GROUP
         store_part(parts, maxima, sums, own_part, gathered, running_max, running_sum, members, dims, GROUP, DIM)
         if is_last(arrivals + pair, num_splits):
@@ -165,8 +168,8 @@ def decode_attention(
         query, kv_layer, tables, context_lengths, output,
         scratch.parts, scratch.maxima, scratch.sums, scratch.arrivals,
         query.stride(0), query.stride(1), *kv_layer.stride()[:4], tables.stride(0), output.stride(0),
-        rule.window, rates.rate, rates.cap_rate,
-        SPLITS=tiles.splits, MIN_TILES=tiles.min_tiles, TILE=tiles.keys,
+        rule.window, rates.rate, rates.cap_rate, tiles.splits, tiles.min_tiles,
+        TILE=tiles.keys,
         AT_ONCE=max(1, _MERGED_AT_ONCE // (group_tight * dim_padded)),
         BLOCK_SIZE=block_size, GROUP=group, GROUP_PADDED=max(_SMALLEST_DOT, group_tight), GROUP_TIGHT=group_tight,
         DIM=dim, DIM_PADDED=dim_padded, WINDOWED=rule.window > 0, CAPPED=rule.softcap > 0,

@@ -1,0 +1,115 @@
+"""Attention of one long chunk over keys that were gathered into one run: tiles come through the copy engine.
+
+The same result as chunk attention over pages, for chunks so long that copying the keys first costs little beside the
+products. One sequence at a time, head dims that are powers of two. Knows nothing of pages, so a windowed layer's early
+ones must still be there. Not used by `GpuAttention`: it stands here to be measured against chunk attention.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from quire.kernels.contract import AttentionRule
+from quire.kernels.gpu.chunk_attention import ChunkTiles
+from quire.kernels.gpu.key_tile import LOWEST, Rates, divided, fold, score
+
+
+def _tiles(dim: int, element_bytes: int) -> ChunkTiles:
+    """Untuned: what fits beside the queries."""
+    if element_bytes > 2:  # no tensor cores: only right, not fast
+        return ChunkTiles(32, 16, 8, 2)
+    return ChunkTiles(128, 128 if dim <= 128 else 64, 8, 3 if dim <= 128 else 2)
+
+
+@triton.jit
+def _over_run(
+    queries, places, run, key_column, value_column, begin, end, window, rate, cap_rate,
+    gathered, running_max, running_sum,
+    TILE: tl.constexpr, MASKED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """Whole tiles from begin on; places: [rows], each query's position. Unmasked if every query sees every key."""
+    for start in range(begin, end, TILE):
+        scores = score(queries, run.load([start, key_column]), cap_rate, CAPPED)
+        if MASKED:
+            positions = start + tl.arange(0, TILE)
+            visible = positions[None, :] <= places[:, None]
+            if WINDOWED:
+                visible = visible & (places[:, None] - positions[None, :] < window)
+            scores = tl.where(visible, scores, float("-inf"))
+        values = run.load([start, value_column]).to(queries.dtype)
+        gathered, running_max, running_sum = fold(scores, values, rate, gathered, running_max, running_sum)
+    return gathered, running_max, running_sum
+
+
+@triton.jit(do_not_specialize=["window"], do_not_specialize_on_alignment=["query_starts", "context_length"])
+def _gathered_kernel(
+    query, run, query_starts, context_length, output,
+    query_row_stride, query_head_stride, output_stride, window, rate, cap_rate,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """One program: TOKENS tokens, and a key head with its GROUP of query heads."""
+    kv_head = tl.program_id(0)
+    first_query = (tl.num_programs(1) - 1 - tl.program_id(1)) * TOKENS  # the last tokens see most: they begin first
+    start = tl.load(query_starts)
+    num_queries = tl.load(query_starts + 1) - start
+    if first_query >= num_queries:
+        return
+    last_query = tl.minimum(first_query + TOKENS, num_queries) - 1
+    num_before = tl.load(context_length) - num_queries
+
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, DIM)
+    queries_of_rows = tl.minimum(first_query + rows // GROUP, last_query)  # rows left over repeat the last
+    tokens = (start + queries_of_rows).to(tl.int64)
+    heads = kv_head * GROUP + rows % GROUP
+    queries = tl.load(query + tokens[:, None] * query_row_stride + heads[:, None] * query_head_stride + dims[None, :])
+    places = num_before + queries_of_rows
+    key_column, value_column = kv_head * DIM, (tl.num_programs(0) + kv_head) * DIM
+    gathered = tl.zeros([ROWS, DIM], tl.float32)
+    running_max = tl.full([ROWS], LOWEST, tl.float32)
+    running_sum = tl.zeros([ROWS], tl.float32)
+    edge = (num_before + first_query + 1) // TILE * TILE  # before it no query meets a key later than itself
+    begin = 0
+    if WINDOWED:
+        begin = tl.maximum(num_before + first_query - window + 1, 0) // TILE * TILE
+    gathered, running_max, running_sum = _over_run(
+        queries, places, run, key_column, value_column, begin, edge, window, rate, cap_rate,
+        gathered, running_max, running_sum, TILE, WINDOWED, WINDOWED, CAPPED,
+    )  # fmt: skip
+    gathered, running_max, running_sum = _over_run(
+        queries, places, run, key_column, value_column, tl.maximum(begin, edge), num_before + last_query + 1,
+        window, rate, cap_rate, gathered, running_max, running_sum, TILE, True, WINDOWED, CAPPED,
+    )  # fmt: skip
+    answer = divided(gathered, running_sum).to(output.dtype.element_ty)
+    targets = output + tokens[:, None] * output_stride + heads[:, None] * DIM + dims[None, :]
+    tl.store(targets, answer, mask=(first_query + rows // GROUP <= last_query)[:, None])
+
+
+def gathered_attention(
+    query: Tensor,  # [tokens, heads, dim], strided
+    workspace: Tensor,  # [keys, 2, kv_heads, dim], as gather_context left it
+    query_starts: Tensor,  # [2] int32: the sequence has tokens query_starts[0] to query_starts[1]
+    context_length: Tensor,  # [1] int32
+    rule: AttentionRule,
+    output: Tensor,  # [tokens, heads * dim]; other tokens are left as they are
+    tiles: ChunkTiles | None = None,
+) -> None:
+    """The queries of one sequence over its gathered keys, up to each one's own, into output."""
+    num_tokens, heads, dim = query.shape
+    kv_heads = workspace.shape[2]
+    assert dim == triton.next_power_of_2(dim) and dim >= 16, dim
+    assert query.stride(2) == output.stride(1) == 1
+    tiles = tiles or _tiles(dim, workspace.element_size())
+    group = heads // kv_heads
+    tokens_per_tile = tiles.rows // group
+    rates = Rates.of(rule)
+    run = TensorDescriptor.from_tensor(workspace.flatten(1), [tiles.keys, dim])
+    _gathered_kernel[(kv_heads, -(-num_tokens // tokens_per_tile))](
+        query, run, query_starts, context_length, output,
+        query.stride(0), query.stride(1), output.stride(0), rule.window, rates.rate, rates.cap_rate,
+        ROWS=tiles.rows, TOKENS=tokens_per_tile, TILE=tiles.keys, GROUP=group, DIM=dim,
+        WINDOWED=rule.window > 0, CAPPED=rule.softcap > 0,
+        num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
