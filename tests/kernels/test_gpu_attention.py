@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kernels.contract import AttentionRule, Ragged
+from quire.kernels.contract import AttentionRule
 from quire.kernels.gpu.attention import GpuAttention
 from quire.kernels.gpu.chunk_attention import ChunkTiles, chunk_attention
 from quire.kernels.gpu.decode_attention import DecodeTiles, decode_attention
@@ -55,7 +55,7 @@ class Step:
         self.pages = pages
         self.rule = rule or AttentionRule(dim**-0.5)
         self.truth = ReferenceKernels().plan(ragged, block_size).attend(qkv[:, :heads], store[:, LAYER], self.rule)
-        self.ragged = Ragged(*(getattr(ragged, field).to(DEVICE) for field in Ragged.__slots__))
+        self.ragged = pages.ragged(dict(enumerate(parts)), DEVICE)
         self.kv_layer = store.to(DEVICE)[:, LAYER]
         self.query = qkv.to(DEVICE)[:, :heads]
         self.num_decodes = next((i for i, part in enumerate(parts) if part.num_new > 1), len(parts))

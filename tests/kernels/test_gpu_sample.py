@@ -135,7 +135,7 @@ def test_a_batch_that_asks_for_more_takes_the_long_way() -> None:
 
 def row_table(num_rows: int) -> RowTable:
     table = RowTable(num_rows, 64, 16, DEVICE)
-    table.alive[:] = torch.arange(num_rows, device=DEVICE) % 5 != 4
+    table.alive[:] = torch.arange(num_rows + 1, device=DEVICE) % 5 != 4
     table.lengths[:] = 7
     table.last_tokens[:] = 99
     return table

@@ -38,6 +38,8 @@ from quire.kernels.gpu.token_weights import (
 )
 
 _MAX_CANDIDATES = 16384  # listed per row, 4 bytes each; a row with more is read whole
+# Tokens that a program reads, and its warps; one size for every batch, because each is compiled for a second or two.
+_TILE, _WARPS = 4096, 8
 
 # The columns of a ChoiceTable.
 _SEED, _INDEX, _TOP_K, _IS_RANDOM = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
@@ -77,39 +79,28 @@ def choose_tokens(
     finite = torch.empty(num_rows, dtype=torch.bool, device=logits.device)
     if num_rows == 0:
         return Chosen(tokens, finite)
-    tile, num_warps = _tiles(num_rows)
-    num_tiles = triton.cdiv(vocab_size, tile)
-    tiles = triton.next_power_of_2(num_tiles)
+    num_tiles = triton.cdiv(vocab_size, _TILE)
+    tiles = max(2, triton.next_power_of_2(num_tiles))  # Triton 3.6 cannot take sums of a single number
     random, choosy = stages >= Stages.RANDOM, stages >= Stages.CHOOSY
     scratch = _scratch(num_rows, num_tiles, choosy, logits.device)
     every = (num_rows, num_tiles)
     source = (logits, logits.stride(0), vocab_size, num_tiles, rows)
     asked = (table.integers, table.integers.stride(0), table.floats, table.floats.stride(0))
-    _best[every](*source, *scratch, TILE=tile, CHOOSY=choosy, num_warps=num_warps)
+    _best[every](*source, *scratch, TILE=_TILE, CHOOSY=choosy, num_warps=_WARPS)
     _weigh[every if random else (num_rows, 1)](
         *source, *asked, *scratch, tokens, finite,
-        TILE=tile, TILES=tiles, RANDOM=random, CHOOSY=choosy, num_warps=num_warps,
+        TILE=_TILE, TILES=tiles, RANDOM=random, CHOOSY=choosy, num_warps=_WARPS,
     )  # fmt: skip
     if choosy:
         _shortlist[every](
-            *source, *asked, *scratch, finite, TILE=tile, TILES=tiles, CAPACITY=_MAX_CANDIDATES, num_warps=num_warps
+            *source, *asked, *scratch, finite, TILE=_TILE, TILES=tiles, CAPACITY=_MAX_CANDIDATES, num_warps=_WARPS
         )
     if random:
         _draw[(num_rows,)](
             *source, *asked, *scratch, positions, tokens, finite,
-            TILE=tile, TILES=tiles, CHOOSY=choosy, CAPACITY=_MAX_CANDIDATES, num_warps=2 * num_warps,
+            TILE=_TILE, TILES=tiles, CHOOSY=choosy, CAPACITY=_MAX_CANDIDATES, num_warps=2 * _WARPS,
         )  # fmt: skip
     return Chosen(tokens, finite)
-
-
-def _tiles(num_rows: int) -> tuple[int, int]:
-    """Tokens that a program reads, and its warps: small where there are few rows, so that the whole device reads.
-
-    Not tuned. With half the warps the widest tile spills registers, in `_draw` too, which takes twice as many.
-    """
-    if num_rows <= 8:
-        return 2048, 4
-    return (4096, 4) if num_rows <= 64 else (8192, 8)
 
 
 def _scratch(num_rows: int, num_tiles: int, choosy: bool, device: torch.device) -> _Scratch:
