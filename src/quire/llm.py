@@ -36,7 +36,7 @@ from quire.text.tokenizer import Tokenizer
 Message = Mapping[str, object]
 Conversation = Sequence[Message]
 
-_MANY = 16  # prompts that are worth preparing every size of step for
+_MANY = 16  # prompts that are worth preparing for
 
 
 class LLM:
@@ -146,8 +146,8 @@ class LLM:
         """
         many = _prompts(prompts)
         tickets = self._submit(many, self._params_for(many, sampling_params), Terms(**terms))
-        while len(many) >= _MANY and self.built.engine.prepare():
-            pass
+        if len(many) >= _MANY:
+            self.built.engine.prepare_for_many()
         return self._finish(tickets, progress)
 
     def chat(

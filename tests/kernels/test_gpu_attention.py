@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.kernels.contract import AttentionRule
+from quire.kernels.gpu import attention
 from quire.kernels.gpu.attention import GpuAttention
 from quire.kernels.gpu.chunk_attention import ChunkTiles, chunk_attention
 from quire.kernels.gpu.decode_attention import DecodeTiles, decode_attention
@@ -197,6 +198,20 @@ def test_gathered_keys_give_the_same_as_pages(num_before, num_new, window, softc
     rule = AttentionRule(0.2, window, softcap)
     step = Step([Part(num_before, num_new)], group=3, kv_heads=2, dtype=dtype, rule=rule)
     step.check(step.attend_gathered(ChunkTiles(32, 16, 4, 2)))
+
+
+def test_a_long_chunk_is_gathered_beside_decodes(monkeypatch):
+    gathering = []
+    monkeypatch.setattr(attention, "_FEWEST_GATHERING", 16)
+    monkeypatch.setattr(attention, "gather_context", lambda *given: (gathering.append(1), gather_context(*given)))
+    step = Step([Part(60, 1), Part(5, 1), Part(7, 20)], group=3, dtype=torch.float16)
+    step.check(step.attend())
+    assert gathering == [1]
+    short = Step([Part(60, 1), Part(7, 15)], dtype=torch.float16)
+    short.check(short.attend())
+    several = Step([Part(7, 20), Part(3, 20)], dtype=torch.float16)
+    several.check(several.attend())
+    assert gathering == [1], "few tokens, or several chunks, are read through their pages"
 
 
 def test_a_gathered_context_has_its_keys_in_order_and_then_zeros():

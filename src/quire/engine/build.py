@@ -32,7 +32,7 @@ from quire.weights.dequantize import Unpacker
 from quire.weights.dummy import dummy_weights
 from quire.weights.load import load_weights
 
-_PREPARED_FIRST = 3  # the most rows there can be, one row, and half as many as the most
+_PREPARED_FIRST = 10  # shapes of steps: the most rows there can be, one row, and prompts of most lengths beside them
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -100,7 +100,14 @@ def build(
     stores = new_store(model.kv_geometry, resolved.num_blocks, resolved.block_size, device, resolved.num_host_blocks)
     costs = _costs(spec, weights, _DTYPES[dtype].itemsize, machine, resolved, stores)
     rows, length = resolved.max_num_seqs, resolved.max_model_len
-    runner = ModelRunner(model, stores, max_rows=rows, max_length=length, choosing=choice.choosing)
+    runner = ModelRunner(
+        model,
+        stores,
+        max_rows=rows,
+        max_length=length,
+        choosing=choice.choosing,
+        max_step_tokens=resolved.max_num_batched_tokens,
+    )
     engine = Engine(
         make_scheduler(config, resolved, costs),
         observe(runner),
@@ -117,7 +124,7 @@ def build(
     if choice.choosing is not None:
         for _ in range(_PREPARED_FIRST):
             engine.prepare()
-        watch.done("recording", f"{_PREPARED_FIRST} sizes of steps, the others when idle")
+        watch.done("recording", f"{_PREPARED_FIRST} shapes of steps, the others when idle")
     front = LocalFront(engine, tokenizer)
     return Built(name, engine, front, tokenizer, checkpoint, resolved, machine, dtype, choice.reason, weight_bytes)
 

@@ -34,7 +34,9 @@ class TorchOracle:
         self._index_of_row: dict[Row, int] = {}
         model = OracleModel(vocab_size, self._index_of_block)
         stores = new_store(model.kv_geometry, num_blocks, block_size, where, num_host_blocks)
-        self._runner = ModelRunner(model, stores, max_rows=max_rows, max_length=max_length, choosing=choosing)
+        self._runner = ModelRunner(
+            model, stores, max_rows=max_rows, max_length=max_length, choosing=choosing, max_step_tokens=16
+        )
         while self._runner.prepare():
             pass
 

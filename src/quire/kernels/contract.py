@@ -16,7 +16,8 @@ from torch import Tensor
 class Ragged:
     """One step: the tokens of its sequences end to end. A decode is a sequence of one query.
 
-    A sequence without keys (context length 0) is padding: what attention gives its queries has no meaning.
+    A sequence without keys (context length 0) is padding, and so are tokens behind the last sequence: what attention
+    gives them has no meaning. They write to the null block, which nobody reads.
     """
 
     positions: Tensor  # [tokens] int64

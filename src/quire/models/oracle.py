@@ -42,10 +42,10 @@ class OracleModel:
         totals = mix(key, position).cumsum(dim=1)  # [sequence, k]: the sum over its keys up to the k-th
 
         flat = torch.arange(len(tokens), dtype=torch.int32, device=kv.device)
-        sequence = torch.searchsorted(ragged.query_starts, flat, right=True) - 1
+        sequence = torch.searchsorted(ragged.query_starts[1:-1], flat, right=True)  # the last one's for padding
         still_to_come = ragged.query_starts[sequence + 1] - flat
-        last_key = (ragged.context_lengths[sequence] - still_to_come).clamp(min=0)  # padding has no key
-        sums = totals[sequence, last_key]
+        last_key = ragged.context_lengths[sequence] - still_to_come
+        sums = totals[sequence, last_key.clamp(0, len(places) - 1)]  # padding sees any
         if self._index_of_block is not None:
             sums += self._index_of_block[ragged.slots // block_size]
         return sums[:, None]

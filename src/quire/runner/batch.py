@@ -14,9 +14,11 @@ from torch import Tensor
 
 from quire.core.ids import NULL_BLOCK, IntArray
 from quire.core.step import Chunk, Output, StepPlan
+from quire.kernels.choosing import PADDING
 from quire.kernels.contract import Ragged
 from quire.kernels.host_copies import upload_integers
 from quire.runner.pooling import Pooling
+from quire.runner.recorded import ChunkArrays, ChunkInputs
 from quire.runner.rows import RowTable
 from quire.sampling.rows import RowBatch
 
@@ -115,22 +117,73 @@ def cruising_tokens(table: RowTable, rows: Tensor) -> Cruise:
     return Cruise(table.last_tokens[rows], lengths - 1, lengths)
 
 
-def cruising_batch(table: RowTable, rows: Tensor) -> tuple[Tensor, Ragged]:
-    """A step in which these rows cruise and nothing else happens, found on the device alone. rows: [rows] int64.
+class DeviceBatch(NamedTuple):
+    """A step that the device finds out for itself: what the model reads, and whose tokens are wanted."""
+
+    tokens: Tensor  # [tokens] int64
+    ragged: Ragged
+    last_tokens: Tensor  # [rows + chunks] int64: in the flat batch
+    speaking: Tensor  # [rows + chunks] int64: the rows that get a token, or PADDING
+
+
+def cruising_batch(table: RowTable, rows: Tensor) -> DeviceBatch:
+    """A step in which these rows cruise and nothing else happens. rows: [rows] int64.
 
     Whoever is not alive has no keys: nothing is read for it.
     """
     cruise = cruising_tokens(table, rows)
+    alive = table.alive[rows]
+    places = torch.arange(len(rows) + 1, device=rows.device)
     ragged = Ragged(
         positions=cruise.positions,
         slots=_slots(table, rows, cruise.positions),
         tables=table.tables[rows],
-        query_starts=torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device),
-        context_lengths=(cruise.lengths * table.alive[rows]).int(),
+        query_starts=places.int(),
+        context_lengths=(cruise.lengths * alive).int(),
         reaches=table.reaches[rows],
         num_decodes=len(rows),
     )
-    return cruise.tokens, ragged
+    return DeviceBatch(cruise.tokens, ragged, places[:-1], torch.where(alive, rows, PADDING))
+
+
+def mixed_batch(table: RowTable, rows: Tensor, chunks: ChunkInputs) -> DeviceBatch:
+    """A step with chunks of prompts behind the rows that cruise."""
+    cruise = cruising_batch(table, rows)
+    before = cruise.ragged
+    ragged = Ragged(
+        positions=torch.cat([before.positions, chunks.positions]),
+        slots=torch.cat([before.slots, _slots(table, chunks.token_rows, chunks.positions)]),
+        tables=torch.cat([before.tables, table.tables[chunks.rows]]),
+        query_starts=torch.cat([before.query_starts[:-1], (chunks.starts + len(rows)).int()]),
+        context_lengths=torch.cat([before.context_lengths, chunks.ends.int()]),
+        reaches=torch.cat([before.reaches, table.reaches[chunks.token_rows]]),
+        num_decodes=len(rows),
+    )
+    return DeviceBatch(
+        torch.cat([cruise.tokens, chunks.tokens]),
+        ragged,
+        torch.cat([cruise.last_tokens, (chunks.starts[1:] + len(rows) - 1).clamp(min=0)]),
+        torch.cat([cruise.speaking, chunks.speaking]),
+    )
+
+
+def chunk_arrays(table: RowTable, chunks: tuple[Chunk, ...]) -> ChunkArrays | None:
+    """What the host knows of a step's chunks; None if one of them must give back more than a token."""
+    if any(chunk.output not in (Output.NONE, Output.SAMPLE) for chunk in chunks):
+        return None
+    tokens, places, ends = _known(table, chunks)
+    rows = np.array([chunk.row for chunk in chunks], dtype=np.int64)
+    lengths = np.array([chunk.length for chunk in chunks], dtype=np.int64)
+    samples = np.array([chunk.output is Output.SAMPLE for chunk in chunks], dtype=np.bool_)
+    return ChunkArrays(
+        tokens=tokens,
+        positions=places,
+        token_rows=np.repeat(rows, lengths),
+        starts=np.concatenate([[0], lengths.cumsum()]),
+        ends=ends,
+        rows=rows,
+        speaking=np.where(samples, rows, PADDING),
+    )
 
 
 def _known(table: RowTable, chunks: tuple[Chunk, ...]) -> tuple[IntArray, NDArray[np.int64], NDArray[np.int64]]:

@@ -11,15 +11,16 @@ from torch import Tensor
 
 from quire.core.faults import Site, trip_any
 from quire.core.ids import IntArray, Row
-from quire.core.step import Ended, FinishReason, Masks, PromptLogprobs, StepPlan, StepResult
-from quire.kernels.choosing import PADDING, Choosing, Chosen, Stages
+from quire.core.step import Chunk, Ended, FinishReason, Masks, PromptLogprobs, StepPlan, StepResult
+from quire.kernels.choosing import Choosing, Chosen, Stages
 from quire.kernels.host_copies import Landing, upload
 from quire.models.model import Model
-from quire.runner.batch import Asking, PromptScoring, build_batch, cruising_batch
+from quire.runner.batch import Asking, PromptScoring, build_batch, chunk_arrays, cruising_batch, mixed_batch
 from quire.runner.kv_store import KvStores
 from quire.runner.pooling import PooledRows, Pools
+from quire.runner.recorded import ChunkInputs, RecordedSteps
 from quire.runner.rows import RowTable
-from quire.runner.steady import SteadySteps
+from quire.runner.shapes import shapes_to_record
 from quire.sampling.candidates import RowCandidates
 from quire.sampling.logprobs import RowScores, Scores, score_tokens
 from quire.sampling.rows import RowBatch
@@ -39,7 +40,8 @@ class ModelRunner:
         *,
         max_rows: int,
         max_length: int,
-        choosing: Choosing | None = None,  # with it, steady steps are recorded and replayed
+        choosing: Choosing | None = None,  # with it, steps are recorded and replayed
+        max_step_tokens: int = 0,  # that recorded steps may have beside those of rows that cruise
     ) -> None:
         device = stores.device.device
         self._model = model
@@ -48,17 +50,20 @@ class ModelRunner:
         self._sampler = Sampler(max_rows + 1, model.vocab_size, device, None if choosing is None else choosing.choose)
         self._pools = Pools()
         self._finish = None if choosing is None else choosing.finish
-        self._steady = None if choosing is None else SteadySteps(self._cruise, max_rows, self._rows.nobody, device)
+        self._recorded: RecordedSteps | None = None
+        if choosing is not None:
+            shapes = shapes_to_record(max_rows, max_step_tokens)
+            self._recorded = RecordedSteps(self._step, shapes, self._rows.nobody, device)
         self._ends = self._sampler.end_columns.end_ids
         self.num_replayed = 0  # steps that were not built but replayed
 
     @torch.inference_mode()
     def prepare(self) -> bool:
-        """Between steps, if there is time: record one more size of steady steps. Whether more is left to do."""
-        if self._steady is None:
+        """Between steps, if there is time: record one more shape of steps. Whether more is left to do."""
+        if self._recorded is None:
             return False
-        self._steady.record_next()
-        return self._steady.num_missing > 0
+        self._recorded.record_next()
+        return self._recorded.num_missing > 0
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, masks: Masks | None = None) -> "RunningStep":
@@ -66,8 +71,8 @@ class ModelRunner:
         self._follow(plan)
         cruising = self._rows.apply(plan)
         self._trip(Site.BUILD_BATCH)
-        if masks is None and not plan.chunks and not plan.num_padding:
-            emission = self._replay(cruising)
+        if masks is None and not plan.num_padding:
+            emission = self._replay(cruising, plan.chunks)
             if emission is not None:
                 return RunningStep(plan.step, emission)
         batch = build_batch(self._rows, plan, cruising)
@@ -83,30 +88,35 @@ class ModelRunner:
             self._pools.add(batch.pooling, hidden),
         )
 
-    def _replay(self, cruising: IntArray) -> "Emission | None":
-        """A step of cruising rows alone as it was recorded; None if it was not, or if somebody asks for more."""
-        if self._steady is None or self._sampler.asks_for_more(cruising):
+    def _replay(self, cruising: IntArray, chunks: tuple[Chunk, ...]) -> "Emission | None":
+        """The step as it was recorded; None if it was not, or if somebody asks for more than was recorded."""
+        if self._recorded is None:
+            return None
+        rows = np.concatenate([cruising, np.array([chunk.row for chunk in chunks], dtype=np.int32)])
+        arrays = chunk_arrays(self._rows, chunks) if chunks else None
+        if (chunks and arrays is None) or self._sampler.asks_for_more(rows):
             return None
         if self._ends is not self._sampler.end_columns.end_ids:  # the table became wider: recorded steps read the old
             self._ends = self._sampler.end_columns.end_ids
-            self._steady.forget()
+            self._recorded.forget()
         for site in (Site.FORWARD, Site.LOGITS_PROCESSORS, Site.PENALTIES, Site.SAMPLE, Site.LOGPROBS):
             self._trip(site)
-        outcome = self._steady.launch(cruising)
+        outcome = self._recorded.launch(cruising, arrays)
         if outcome is None:
             return None
         self.num_replayed += 1
-        return Emission(cruising, Landing(outcome), None)
+        return Emission(rows, Landing(outcome), None)
 
-    def _cruise(self, rows: Tensor) -> Tensor:
-        """What is recorded: the next token of these rows, whoever they are. rows: [n] int64. [5, n] int64."""
+    def _step(self, rows: Tensor, chunks: ChunkInputs | None) -> Tensor:
+        """What is recorded: the next token of these rows and chunks, whoever they are. [5, rows + chunks] int64."""
         assert self._finish is not None
-        tokens, ragged = cruising_batch(self._rows, rows)
-        logits = self._model.logits(self._model.forward(tokens, ragged, self._stores.device))
-        speaking = torch.where(self._rows.alive[rows], rows, PADDING)
-        positions = ragged.positions + 1
-        chosen = self._sampler.choose(logits, speaking, positions, Stages.CHOOSY)
-        return self._finish(chosen, speaking, positions, self._sampler.end_columns, self._rows.state)
+        batch = cruising_batch(self._rows, rows) if chunks is None else mixed_batch(self._rows, rows, chunks)
+        hidden = self._model.forward(batch.tokens, batch.ragged, self._stores.device)
+        if chunks is not None:
+            hidden = hidden[batch.last_tokens]
+        positions = batch.ragged.positions[batch.last_tokens] + 1
+        chosen = self._sampler.choose(self._model.logits(hidden), batch.speaking, positions, Stages.CHOOSY)
+        return self._finish(chosen, batch.speaking, positions, self._sampler.end_columns, self._rows.state)
 
     def _trip(self, site: Site) -> None:
         trip_any(site, (seat.sequence for seat in self._rows.seats.values()))

@@ -1,27 +1,34 @@
-"""One step's attention on the GPU: rows of one query to the decode kernel, the others to the chunk kernel.
+"""One step's attention on the GPU: rows of one query to the decode kernel, the others to a kernel for chunks.
 
 Prepared once a step and used by every layer. Knows which rows decode from the host alone and reads nothing back.
 """
 
 import torch
+import triton
 from torch import Tensor
 
 from quire.kernels.contract import AttentionRule, Ragged
 from quire.kernels.gpu.chunk_attention import chunk_attention
 from quire.kernels.gpu.decode_attention import decode_attention, decode_tiles
+from quire.kernels.gpu.gather_context import TILE_KEYS, gather_context
+from quire.kernels.gpu.gathered_attention import gathered_attention
 from quire.kernels.gpu.split_merge import SplitScratch
+
+_FEWEST_GATHERING = 1024  # tokens of one chunk
+_MOST_GATHERED_BYTES = 1 << 28
 
 
 class GpuAttention:
     """The first `num_decodes` sequences have one query each, so theirs are also the first tokens."""
 
-    __slots__ = ("_num_decodes", "_ragged", "_scratch")
+    __slots__ = ("_num_decodes", "_ragged", "_scratch", "_workspace")
 
     def __init__(self, ragged: Ragged, num_decodes: int) -> None:
         assert 0 <= num_decodes <= len(ragged.context_lengths), num_decodes
         self._ragged = ragged
         self._num_decodes = num_decodes
         self._scratch: SplitScratch | None = None
+        self._workspace: Tensor | None = None
 
     def attend(self, query: Tensor, kv_layer: Tensor, rule: AttentionRule) -> Tensor:
         """query: [tokens, heads, dim]; kv_layer: [blocks, 2, block_size, kv_heads, dim], strided.
@@ -33,18 +40,36 @@ class GpuAttention:
         if self._num_decodes:
             self._decode(query[: self._num_decodes], kv_layer, rule, output)
         if self._num_decodes < len(self._ragged.context_lengths):
-            chunks = slice(self._num_decodes, None)
-            chunk_attention(
-                query,
-                kv_layer,
-                self._ragged.tables[chunks],
-                self._ragged.query_starts[chunks],
-                self._ragged.context_lengths[chunks],
-                rule,
-                output,
-                first_token=self._num_decodes,
-            )
+            self._attend_chunks(query, kv_layer, rule, output)
         return output
+
+    def _attend_chunks(self, query: Tensor, kv_layer: Tensor, rule: AttentionRule, output: Tensor) -> None:
+        chunks = slice(self._num_decodes, None)
+        tables, starts = self._ragged.tables[chunks], self._ragged.query_starts[chunks]
+        lengths = self._ragged.context_lengths[chunks]
+        if self._is_long(query, kv_layer, tables, rule):
+            workspace = self._gather(kv_layer, tables[0], lengths)
+            gathered_attention(query, workspace, starts, lengths, rule, output)
+        else:
+            first = self._num_decodes
+            chunk_attention(query, kv_layer, tables, starts, lengths, rule, output, first_token=first)
+
+    def _is_long(self, query: Tensor, kv_layer: Tensor, tables: Tensor, rule: AttentionRule) -> bool:
+        """Whether there is one chunk, and copying its keys first is little beside its products."""
+        num_tokens, _, dim = query.shape
+        regular = dim == triton.next_power_of_2(dim) and rule.window == 0 and kv_layer.element_size() == 2
+        num_keys = tables.shape[1] * kv_layer.shape[2]
+        small = 2 * num_keys * kv_layer.stride(2) * kv_layer.element_size() <= _MOST_GATHERED_BYTES
+        return len(tables) == 1 and num_tokens - self._num_decodes >= _FEWEST_GATHERING and regular and small
+
+    def _gather(self, kv_layer: Tensor, table: Tensor, length: Tensor) -> Tensor:
+        """[keys, 2, kv_heads, dim]; the workspace serves every layer of the step."""
+        _, sides, block_size, kv_heads, dim = kv_layer.shape
+        if self._workspace is None:
+            num_keys = -(-len(table) * block_size // TILE_KEYS) * TILE_KEYS
+            self._workspace = kv_layer.new_empty(num_keys, sides, kv_heads, dim)
+        gather_context(kv_layer, table, length, self._workspace)
+        return self._workspace
 
     def _decode(self, query: Tensor, kv_layer: Tensor, rule: AttentionRule, output: Tensor) -> None:
         rows, heads, dim = query.shape

@@ -38,15 +38,13 @@ class ChunkTiles(NamedTuple):
 
 
 def _tiles(rows_per_sequence: int, dim: int, element_bytes: int) -> ChunkTiles:
-    """Untuned. 128 rows and eight warps are two warp groups; keys and values of a stage fit beside the queries."""
-    rows = max(_SMALLEST_DOT, min(128, triton.next_power_of_2(rows_per_sequence)))
+    """Measured on an H200 with heads of 128 (docs/performance/gpu.md): two programs of 64 rows beat one of 128."""
+    rows = max(_SMALLEST_DOT, min(64 if dim <= 128 else 128, triton.next_power_of_2(rows_per_sequence)))
     if element_bytes > 2:  # no tensor cores: only right, not fast
         return ChunkTiles(min(rows, 32), 32 if dim <= 128 else 16, 8, 2)
-    if rows < 128:
-        return ChunkTiles(rows, 64 if dim <= 128 else 32, 4, 3)
-    if dim > 128:
+    if rows == 128:
         return ChunkTiles(128, 64, 8, 2)
-    return ChunkTiles(128, 128, 8, 3)
+    return ChunkTiles(rows, 64 if dim <= 128 else 32, 4, 3)
 
 
 @triton.jit

@@ -27,10 +27,15 @@ from quire.kernels.gpu.key_tile import (
 from quire.kernels.gpu.split_merge import SplitScratch, is_last, merge_parts, store_part
 
 _SMALLEST_DOT = 16  # rows a tensor core takes
-_MOST_SPLITS = 64
-_PROGRAMS_PER_PROCESSOR = 4
+
+# Measured on an H200 (docs/performance/gpu.md): with up to so many pairs of a row and a key head, a row is shared by up
+# to so many programs, each of which takes at least so many keys. More programs than the best for rows of one length:
+# where lengths differ, the others wait for the longest.
+_SPLITS = ((16, 64, 64), (32, 32, 128), (64, 16, 256), (512, 8, 512), (1024, 4, 1024))
+_FEWEST_SPLITS = (2, 4096)
+_MEASURED_PROCESSORS = 132
+_TILE_BYTES = 16384  # of keys, and as many of values
 _MERGED_AT_ONCE = 8192  # float32 values the merging program holds
-_PROCESSORS_WITHOUT_GPU = 132  # what the interpreter pretends
 
 
 class DecodeTiles(NamedTuple):
@@ -44,18 +49,14 @@ class DecodeTiles(NamedTuple):
 
 
 def _tiles(pairs: int, dim: int, element_bytes: int, max_keys: int, processors: int) -> DecodeTiles:
-    """`pairs`: rows times key heads. Untuned: sized for four programs of some 48 KB on a Hopper processor."""
-    row_bytes = triton.next_power_of_2(dim) * element_bytes
-    keys = max(32, min(64, 8192 // row_bytes))
-    stages = 4 if row_bytes <= 256 else 3
-    warps = 4
+    """`pairs`: rows times key heads."""
+    keys, warps, stages = _TILE_BYTES // (triton.next_power_of_2(dim) * element_bytes), 2, 3
     if element_bytes > 2:  # no tensor cores: only right, not fast
         keys, warps, stages = 16, 8, 2
-    fair = round(_PROGRAMS_PER_PROCESSOR * processors / pairs)
-    # Rows that fill the device by themselves are split only where one is so long that the others wait for it.
-    splits, min_keys = (fair, 128) if fair > 1 else (4, 2048)
+    fullness = pairs * _MEASURED_PROCESSORS / processors
+    splits, min_keys = next((cut[1:] for cut in _SPLITS if fullness <= cut[0]), _FEWEST_SPLITS)
     useful = -(-max_keys // min_keys)
-    return DecodeTiles(keys, warps, stages, min(splits, useful, _MOST_SPLITS), -(-min_keys // keys))
+    return DecodeTiles(keys, warps, stages, min(splits, useful), -(-min_keys // keys))
 
 
 @triton.jit
@@ -138,7 +139,7 @@ def decode_tiles(query: Tensor, kv_layer: Tensor, tables: Tensor) -> DecodeTiles
     """How these rows would be cut: for whoever provides the scratch."""
     rows, _, dim = query.shape
     _, _, block_size, kv_heads, _ = kv_layer.shape
-    processors = _PROCESSORS_WITHOUT_GPU
+    processors = _MEASURED_PROCESSORS  # what the interpreter pretends
     if query.is_cuda:
         processors = torch.cuda.get_device_properties(query.device).multi_processor_count
     return _tiles(rows * kv_heads, dim, kv_layer.element_size(), tables.shape[1] * block_size, processors)

@@ -2,7 +2,7 @@
 
 The same result as chunk attention over pages, for chunks so long that copying the keys first costs little beside the
 products. One sequence at a time, head dims that are powers of two. Knows nothing of pages, so a windowed layer's early
-ones must still be there. Not used by `GpuAttention`: it stands here to be measured against chunk attention.
+ones must still be there.
 """
 
 import triton
@@ -16,10 +16,10 @@ from quire.kernels.gpu.key_tile import LOWEST, Rates, divided, fold, score
 
 
 def _tiles(dim: int, element_bytes: int) -> ChunkTiles:
-    """Untuned: what fits beside the queries."""
+    """Measured on an H200 with heads of 128 (docs/performance/gpu.md): two programs hide each other's softmax."""
     if element_bytes > 2:  # no tensor cores: only right, not fast
         return ChunkTiles(32, 16, 8, 2)
-    return ChunkTiles(128, 128 if dim <= 128 else 64, 8, 3 if dim <= 128 else 2)
+    return ChunkTiles(128, 64, 4, 2) if dim <= 128 else ChunkTiles(128, 64, 8, 2)
 
 
 @triton.jit

@@ -80,7 +80,7 @@ def choose_tokens(
     if num_rows == 0:
         return Chosen(tokens, finite)
     num_tiles = triton.cdiv(vocab_size, _TILE)
-    tiles = max(2, triton.next_power_of_2(num_tiles))  # Triton 3.6 cannot take sums of a single number
+    tiles = triton.next_power_of_2(num_tiles)
     random, choosy = stages >= Stages.RANDOM, stages >= Stages.CHOOSY
     scratch = _scratch(num_rows, num_tiles, choosy, logits.device)
     every = (num_rows, num_tiles)
@@ -256,7 +256,7 @@ def _shortlist(
         tl.atomic_max(facts + _HIGH, tl.max(tl.where(among, keys, LOWEST_KEY)), sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles"])  # Triton 3.6 fails on a search among one
 def _draw(
     logits, logits_stride, vocab_size, num_tiles, rows,
     integers, integers_stride, floats, floats_stride,
