@@ -22,7 +22,9 @@ PATHS = [
     pytest.param(False, id="torch"),
 ]
 
-mixtures = st.lists(st.tuples(st.integers(0, 40), st.sampled_from([1, 1, 1, 2, 5, 8, 9, 20, 33])), min_size=1, max_size=4)
+mixtures = st.lists(
+    st.tuples(st.integers(0, 40), st.sampled_from([1, 1, 1, 2, 5, 8, 9, 20, 33])), min_size=1, max_size=4
+)
 
 
 def attend_both(
@@ -156,7 +158,9 @@ def test_a_window_hides_keys_that_are_a_window_away(use_numba):
 
 
 @pytest.mark.skipif(not CpuKernels().compiled, reason="numba is not installed")
-@pytest.mark.parametrize(("part", "num_rows"), [(Part(40, 8), 8), (Part(40, 9), 0), (Part(0, 32), 32), (Part(0, 33), 0)])
+@pytest.mark.parametrize(
+    ("part", "num_rows"), [(Part(40, 8), 8), (Part(40, 9), 0), (Part(0, 32), 32), (Part(0, 33), 0)]
+)
 def test_short_chunks_are_computed_with_the_decodes(part, num_rows):
     """A call of torch's for each of many short chunks made steps slow. One decode stands beside the chunk."""
     pages = Pages.shuffled([part.num_before + part.num_new, 5], block_size=16, seed=0)

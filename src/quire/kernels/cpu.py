@@ -22,7 +22,7 @@ from quire.kernels.contract import AttentionRule, Ragged, Rotation
 # Two steps of bfloat16: logits this close to the highest, relative to it, may have changed places by rounding.
 _NEAR = 2.0**-6
 _MANY = 64  # near ones, for each row, that are still worth their memory
-# A chunk of so few queries, or with so few keys, is computed query by query: a call of torch's costs more (docs/log.md).
+# Chunks of so few queries, or with so few keys, are computed query by query: a call of torch's costs more.
 _FEW_QUERIES = 8
 _FEW_KEYS = 32
 _BLOCK = 64  # logits of which only the highest is looked at first: one pass over all of them, and not three
