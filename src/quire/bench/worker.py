@@ -28,7 +28,8 @@ class Worker:
     def tell(self, question: Mapping[str, object]) -> None:
         """A question whose answer is heard later."""
         assert self._process.stdin is not None
-        print(json.dumps(question), file=self._process.stdin, flush=True)
+        self._process.stdin.write(json.dumps(question) + "\n")
+        self._process.stdin.flush()
 
     def hear(self) -> Any:
         """The next answer. What was refused is raised here in its words."""
@@ -54,7 +55,8 @@ def answer_all(answer: Callable[[Any], Mapping[str, object]]) -> None:
             told: Mapping[str, object] = {**answer(json.loads(line)), "cpu_s": time.process_time() - began_s}
         except QuireError as error:
             told = {"problem": error.message}
-        print(json.dumps(told), flush=True)
+        sys.stdout.write(json.dumps(told) + "\n")
+        sys.stdout.flush()
 
 
 def cpu_seconds(pid: int) -> float:
