@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from quire.core.errors import ConfigError, shown
 from quire.core.model import ModelSpec
 
+MOST_SEATS = 256  # that are taken where nobody says how many
 GIB = 1 << 30
 DTYPES = ("bfloat16", "float16", "float32")
 OVERCOMMITS = ("never", "hedge", "optimistic")
@@ -112,7 +113,7 @@ def resolve(config: EngineConfig, spec: ModelSpec, kv_bytes_per_token: int, mach
     """Settle all numbers for one model on one machine."""
     reasons: dict[str, str] = {}
     on_gpu = machine.device == "cuda"
-    rows = _pick(reasons, "max_num_seqs", config.max_num_seqs, 256 if on_gpu else 64, machine.device)
+    rows = _pick(reasons, "max_num_seqs", config.max_num_seqs, MOST_SEATS if on_gpu else 64, machine.device)
     budget = _pick(
         reasons,
         "max_num_batched_tokens",

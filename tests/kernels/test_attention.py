@@ -22,7 +22,9 @@ PATHS = [
     pytest.param(False, id="torch"),
 ]
 
-mixtures = st.lists(st.tuples(st.integers(0, 40), st.sampled_from([1, 1, 1, 2, 5, 20])), min_size=1, max_size=4)
+mixtures = st.lists(
+    st.tuples(st.integers(0, 40), st.sampled_from([1, 1, 1, 2, 5, 8, 9, 20, 33])), min_size=1, max_size=4
+)
 
 
 def attend_both(
@@ -153,6 +155,17 @@ def test_a_window_hides_keys_that_are_a_window_away(use_numba):
     fill(torch.empty(pages.num_blocks, NUM_LAYERS, 2, 16, 2, 16), LAYER, pages, [6, 0], generator)
     values = torch.randn(5, 6, 16, generator=generator)[:, 4:]
     torch.testing.assert_close(fast, values.flatten(1))
+
+
+@pytest.mark.skipif(not CpuKernels().compiled, reason="numba is not installed")
+@pytest.mark.parametrize(
+    ("part", "num_rows"), [(Part(40, 8), 8), (Part(40, 9), 0), (Part(0, 32), 32), (Part(0, 33), 0)]
+)
+def test_short_chunks_are_computed_with_the_decodes(part, num_rows):
+    """A call of torch's for each of many short chunks made steps slow. One decode stands beside the chunk."""
+    pages = Pages.shuffled([part.num_before + part.num_new, 5], block_size=16, seed=0)
+    step = CpuKernels().plan(pages.ragged({0: part, 1: Part(4, 1)}), 16)
+    assert step.num_rows == num_rows + 1
 
 
 def test_new_keys_land_in_their_slots_and_nowhere_else():

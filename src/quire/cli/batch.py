@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -39,7 +38,7 @@ def batch(source: str, target: str, model: str | None, given: Mapping[str, Any])
         script: Path | None = given["script"]
         plan = Plan(
             opened=opened,
-            config=replace(config, max_waiting=config.max_waiting or _MAX_WAITING),
+            config=config,
             script=None if script is None else str(script.absolute()),
             aliases=tuple(given["aliases"]),
             chat_template=None if template is None else template.read_text(encoding="utf-8"),

@@ -222,6 +222,23 @@ def bench_transformers(model: str | None, **given: object) -> None:
     work(model, given)
 
 
+@bench.command("serve")
+@click.option("--model", help="A path, a short name or a hub id. Default: the default model.")
+@click.option("--streams", type=click.IntRange(1, 4096), default=64, show_default=True, help="Streams at once.")
+@click.option("--output-tokens", type=click.IntRange(1), default=64, show_default=True, help="Tokens of each stream.")
+@click.option("--repeats", type=click.IntRange(1), default=5, show_default=True, help="Times each is run, in turns.")
+@click.option("--threads", type=click.IntRange(1), help="CPU threads of either engine.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
+def bench_serve(
+    model: str | None, streams: int, output_tokens: int, repeats: int, threads: int | None, as_json: bool
+) -> None:
+    """What the server costs: the same streams through the engine alone and over HTTP, interleaved, with CPU times."""
+    from quire.bench.serving import Load
+    from quire.cli.serving_bench import serve as work
+
+    work(Load(model, streams, output_tokens, threads), repeats, as_json)
+
+
 @bench.command("scheduler")
 @click.option("--rows", callback=counts(1), default="16,64,256,1024,4096", show_default=True, metavar="N,N,…",
               help="Running rows to try.")  # fmt: skip

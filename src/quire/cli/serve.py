@@ -79,16 +79,15 @@ def _plan(config: EngineConfig, given: Mapping[str, Any]) -> Any:
         opened = open_model(config, drawn.fetched)
     template: Path | None = given["chat_template"]
     script: Path | None = given["script"]
-    max_waiting = config.max_waiting or _MAX_WAITING
     return Plan(
         opened=opened,
-        config=replace(config, max_waiting=max_waiting),
+        config=config,
         script=None if script is None else str(script.absolute()),
         aliases=tuple(given["aliases"]),
         chat_template=None if template is None else template.read_text(encoding="utf-8"),
         tool_format=tool_format,
         reasoning_tags=reasoning_tags,
-        max_waiting=max_waiting,
+        max_waiting=config.max_waiting or _MAX_WAITING,
         max_waiting_tokens=given["max_waiting_tokens"],
         drain_s=given["drain_s"],
     )

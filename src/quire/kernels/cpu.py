@@ -1,7 +1,8 @@
 """The fast CPU path, bfloat16 and float32: few torch calls a layer, packed weights, and no padding anywhere.
 
-Knows nothing of models. Where numba is installed, single queries go through `row_attention`, norms through `row_norm`,
-and products through `tile_product` if the CPU has a matrix unit: then activations are float32 in a bfloat16 model too.
+Knows nothing of models. Where numba is installed, the queries of decodes and of short chunks go through
+`row_attention`, norms through `row_norm`, and products through `tile_product` if the CPU has a matrix unit: then
+activations are float32 in a bfloat16 model too.
 """
 
 import math
@@ -21,6 +22,9 @@ from quire.kernels.contract import AttentionRule, HeadNorm, Ragged, Rotation
 # Two steps of bfloat16: logits this close to the highest, relative to it, may have changed places by rounding.
 _NEAR = 2.0**-6
 _MANY = 64  # near ones, for each row, that are still worth their memory
+# Chunks of so few queries, or with so few keys, are computed query by query: a call of torch's costs more.
+_FEW_QUERIES = 8
+_FEW_KEYS = 32
 _BLOCK = 64  # logits of which only the highest is looked at first: one pass over all of them, and not three
 
 Words = NDArray[np.uint16] | NDArray[np.int16] | NDArray[np.float32]
@@ -141,8 +145,27 @@ class _Chunk(NamedTuple):
         return int(self.tokens.stop - self.tokens.start)
 
 
+class _Rows(NamedTuple):
+    """Queries that are each computed by themselves, over the keys up to their own."""
+
+    tokens: Tensor  # [rows] int64: places in the step
+    tables: Tensor  # [rows, width] int32
+    lengths: Tensor  # [rows] int32
+
+
+def _rows(ragged: Ragged, by_row: list[bool]) -> _Rows:
+    """All queries of the sequences that are computed by row."""
+    chosen = torch.tensor(by_row, dtype=torch.bool)
+    num_queries = ragged.query_starts.diff()
+    sequences = torch.arange(len(by_row)).repeat_interleave(num_queries)
+    tokens = chosen[sequences].nonzero().flatten()
+    sequences = sequences[tokens]
+    num_later = ragged.query_starts[1:][sequences] - 1 - tokens  # queries of the same sequence, whose keys are not seen
+    return _Rows(tokens, ragged.tables[sequences], (ragged.context_lengths[sequences] - num_later).int())
+
+
 class CpuAttention:
-    """One step: single queries together, longer chunks one by one."""
+    """One step: the queries of decodes and short chunks together, longer chunks one by one."""
 
     def __init__(self, ragged: Ragged, block_size: int, compiled: _Compiled | None) -> None:
         self._compiled = compiled
@@ -151,20 +174,28 @@ class CpuAttention:
         self._offsets = ragged.slots % block_size
         starts = ragged.query_starts.tolist()
         lengths = ragged.context_lengths.tolist()
-        single = [compiled is not None and end - start == 1 for start, end in pairwise(starts)]
-        singles = [s for s, alone in enumerate(single) if alone]
+        by_row = [
+            compiled is not None and (end - start <= _FEW_QUERIES or length <= _FEW_KEYS)
+            for (start, end), length in zip(pairwise(starts), lengths, strict=True)
+        ]
         self._chunks = [
             _Chunk(slice(starts[s], starts[s + 1]), ragged.tables[s], length)
             for s, length in enumerate(lengths)
-            if not single[s]
+            if not by_row[s]
         ]
-        self._row_tokens = ragged.query_starts[singles].long()
-        self._row_tables = ragged.tables[singles].numpy()
-        self._row_lengths = ragged.context_lengths[singles].numpy()
+        rows = _rows(ragged, by_row)
+        self._row_tokens = rows.tokens
+        self._row_tables = rows.tables.numpy()
+        self._row_lengths = rows.lengths.numpy()
         self._masks: dict[tuple[int, int], Tensor] = {}
         self._num_threads = torch.get_num_threads()
         if compiled is not None:
             compiled.attention.use_threads(self._num_threads)
+
+    @property
+    def num_rows(self) -> int:
+        """Queries that are computed one by one, all in one call."""
+        return len(self._row_tokens)
 
     def turn_and_write(self, qkv: Tensor, head_norm: HeadNorm | None, rotation: Rotation, kv_layer: Tensor) -> None:
         kv_heads = kv_layer.shape[3]
@@ -181,7 +212,7 @@ class CpuAttention:
         kv_layer.transpose(1, 2).index_put_((self._blocks, self._offsets), key_value.to(kv_layer.dtype))
 
     def attend(self, query: Tensor, kv_layer: Tensor, rule: AttentionRule) -> Tensor:
-        if not self._chunks:
+        if not self._chunks:  # the rows are all tokens, in their order
             return self._attend_rows(query, kv_layer, rule).flatten(1)
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
         if len(self._row_tokens):
@@ -292,6 +323,9 @@ def _compiled() -> _Compiled | None:
     """Where numba is installed and has a place to cache what it compiles."""
     try:
         attention, norm = import_module("quire.kernels.row_attention"), import_module("quire.kernels.row_norm")
+        num_threads = torch.get_num_threads()
+        attention.use_threads(num_threads)
+        torch.set_num_threads(num_threads)  # where both share one OpenMP, numba's first use sets all cores for both
         has_tiles = import_module("quire.kernels.tiles").has_tiles() and torch.cpu._init_amx()
         return _Compiled(attention, norm, import_module("quire.kernels.tile_product") if has_tiles else None)
     except (ImportError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Attention of single queries over their block tables, compiled by numba: what decoding spends its time on.
+"""Attention query by query over block tables, compiled by numba: what decoding spends its time on.
 
 Reads keys and values where they lie and gathers nothing. Knows arrays, not torch. What bounds it is the number of
 instructions, so a key is turned into floats once for several query heads, a `tile`: a tuple of zeros, because the
@@ -218,5 +218,5 @@ attend_rows = numba.njit(parallel=True, **OPTIONS)(_attend_rows)
 
 
 def use_threads(count: int) -> None:
-    """As many threads as torch uses. numba's wheel brings its own OpenMP pool beside torch's: more would only wait."""
+    """As many threads as torch uses: where numba has a pool of its own beside torch's, more would only wait."""
     numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))

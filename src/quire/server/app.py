@@ -7,6 +7,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from quire.server import messages, models, operations, people, responses, tgi, tokenizing
 from quire.server.admitted import Admitted
@@ -23,6 +24,8 @@ from quire.server.desk import Desk
 from quire.server.embeddings import embeddings
 from quire.server.openapi import Door, openapi
 from quire.server.replies import HANDLERS
+from quire.server.routes import route_path
+from quire.server.visit import visit_of
 
 DOORS = (
     Door("POST", "/v1/chat/completions", chat_completions, "Continue a conversation.", ChatBody, generates=True),
@@ -60,7 +63,24 @@ DOORS = (
 ADMIN_ROUTES = tuple(door.path for door in DOORS if door.admin)
 
 
-def make_app(desk: Desk) -> Starlette:
+_GENERATING = frozenset((door.method, door.path) for door in DOORS if door.generates)
+
+
+class Application(Starlette):
+    """Refuses whom the turnstile would refuse before it looks for a route: under overload that is most of the work."""
+
+    def __init__(self, desk: Desk, routes: list[Route]) -> None:
+        super().__init__(routes=routes, exception_handlers=HANDLERS)
+        self._turnstile = desk.turnstile
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (scope["method"], route_path(scope)) in _GENERATING:
+            identity = visit_of(scope).identity
+            self._turnstile.check(identity.name, identity.max_open)
+        await super().__call__(scope, receive, send)
+
+
+def make_app(desk: Desk) -> Application:
     """The endpoints over one desk. Errors are raised through it: the gate around it answers them."""
     described = msgspec.json.encode(openapi(DOORS))
 
@@ -69,7 +89,7 @@ def make_app(desk: Desk) -> Starlette:
 
     routes = [_route(door, desk) for door in DOORS]
     routes.append(Route("/openapi.json", schema))
-    return Starlette(routes=routes, exception_handlers=HANDLERS)
+    return Application(desk, routes)
 
 
 def _route(door: Door, desk: Desk) -> Route:

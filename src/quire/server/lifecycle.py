@@ -11,7 +11,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ import uvloop
 from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
-from quire.config import EngineConfig
+from quire.config import MOST_SEATS, EngineConfig
 from quire.core.errors import QuireError
 from quire.engine.opening import OpenedModel
 from quire.engine.phases import Phase
@@ -65,6 +65,12 @@ class Plan:
     max_waiting: int = 1024
     max_waiting_tokens: int = 4_000_000
     drain_s: float = 30.0
+
+
+def behind_turnstile(config: EngineConfig, max_waiting: int) -> EngineConfig:
+    """The engine's own bound, never met by those whom the turnstile lets in one by one: a burst between two steps waits
+    in the engine even where seats are free."""
+    return replace(config, max_waiting=max_waiting + (config.max_num_seqs or MOST_SEATS))
 
 
 class Tracer(Protocol):
@@ -127,7 +133,8 @@ class House:
         self._listeners = listeners
         clock = time.monotonic
         self.service = Service(plan.opened.tokenizer, clock)
-        self.supervisor = Supervisor(plan.config, plan.script, self.service, clock=clock, phase=listeners.phase)
+        config = behind_turnstile(plan.config, plan.max_waiting)
+        self.supervisor = Supervisor(config, plan.script, self.service, clock=clock, phase=listeners.phase)
         turnstile = Turnstile(
             self.service,
             lambda: self.supervisor.health,

@@ -70,7 +70,9 @@ class TextLines(logging.Formatter):
         level = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()} "
         fields = [f"{name}={_bounded(value)}" for name, value in _fields(record).items()]
         line = f"{time} {level}{' '.join([str(_bounded(record.getMessage())), *fields])}"
-        safe = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in line)
+        safe = line
+        if not line.isprintable():
+            safe = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in line)
         return f"{safe}\n{_stack(record)}" if record.exc_info else safe
 
 

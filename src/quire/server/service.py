@@ -266,7 +266,7 @@ class Service:
             call = self._calls.get(int(delta.request_id))
             if call is None:
                 continue
-            failure = _failure(delta, call.ticket)
+            failure = None if delta.finish_reason is None else _failure(delta.finish_reason, call.ticket)
             if failure is not None:  # one continuation failed, and with it the request
                 self._abort(call.ticket)
                 self._end(call, failure=failure)
@@ -296,6 +296,5 @@ class Service:
         self.finished(Finished(ticket, output, failure))
 
 
-def _failure(delta: Delta, ticket: Ticket) -> QuireError | None:
-    reason = None if delta.finish_reason is None else FinishReason(delta.finish_reason)
-    return failure_of(reason, len(ticket.prompt_ids), ticket.params)
+def _failure(reason: str, ticket: Ticket) -> QuireError | None:
+    return failure_of(FinishReason(reason), len(ticket.prompt_ids), ticket.params)

@@ -47,7 +47,13 @@ class Turnstile:
         self.paused = False  # by the operator
 
     def enter(self, name: str, most: int | None) -> None:
-        """Come in, or a `QuireError` with the time after which it is worth asking again."""
+        """Come in, if `check` has nothing against it."""
+        self.check(name, most)
+        self._open[name] += 1
+        self.num_open += 1
+
+    def check(self, name: str, most: int | None) -> None:
+        """A `QuireError` if nobody may come in, with the time after which it is worth asking again."""
         self._check_service()
         facts, stats = self._service.facts, self._service.stats
         assert facts is not None
@@ -60,8 +66,6 @@ class Turnstile:
             raise self._advised(QueueFull(stats.num_waiting_tokens, self._max_waiting_tokens, "prompt tokens"), 1)
         if most is not None and self._open[name] >= most:
             raise self._advised(ShareExhausted(self._open[name], most), 1)
-        self._open[name] += 1
-        self.num_open += 1
 
     def leave(self, name: str) -> None:
         self.num_open -= 1
