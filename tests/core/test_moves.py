@@ -1,5 +1,7 @@
 """Runs of moves: carried all at once, each gives what its moves give one after the other."""
 
+from random import Random
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,17 +22,20 @@ def test_runs_hold_every_move_in_order(moves: list[Move]) -> None:
     assert told == moves
 
 
-@given(MOVES)
-def test_a_run_may_be_carried_all_at_once(moves: list[Move]) -> None:
+@given(MOVES, st.randoms(use_true_random=False))
+def test_a_run_may_be_carried_all_at_once_or_in_any_order(moves: list[Move], dice: Random) -> None:
     slowly = {Place(tier, BlockId(block)): f"{tier}{block}" for tier in Tier for block in range(1, 4)}
-    at_once = dict(slowly)
+    at_once, shuffled = dict(slowly), dict(slowly)
     for move in moves:
         slowly[move.dst] = slowly[move.src]
     for run in runs(moves):
         assert len(set(run.targets)) == len(run.targets), "two moves of a run write the same block"
         read = [at_once[Place(run.src, source)] for source in run.sources]
         at_once.update({Place(run.dst, target): held for target, held in zip(run.targets, read, strict=True)})
-    assert at_once == slowly
+        pairs = list(zip(run.sources, run.targets, strict=True))
+        for source, target in dice.sample(pairs, len(pairs)):
+            shuffled[Place(run.dst, target)] = shuffled[Place(run.src, source)]
+    assert at_once == slowly == shuffled
 
 
 def test_a_long_transfer_is_one_run() -> None:

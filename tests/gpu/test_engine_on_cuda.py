@@ -97,7 +97,7 @@ def test_the_integer_oracle_in_recorded_steps(choice: Choice) -> None:
     bodies: list[TorchOracle] = []
 
     def body(world: World) -> TorchOracle:
-        bodies.append(torch_oracle(world, "cuda", choice.choosing))
+        bodies.append(torch_oracle(world, "cuda", choice.choosing, choice.copy_blocks))
         return bodies[-1]
 
     assert check(1_000, 17, body=body, min_tokens=False).violations == []

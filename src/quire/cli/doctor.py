@@ -19,6 +19,8 @@ from quire.engine.machine import cpu_features, inspect, pick_device
 from quire.kernels.select import select_kernels
 from quire.version import __version__
 
+_OLDEST_CAPABILITY = (8, 0)  # of a GPU whose tensor cores multiply bfloat16
+
 
 class Finding(NamedTuple):
     """One line: what was looked at, what is there, and what to do if something is missing."""
@@ -61,6 +63,7 @@ def examine() -> list[Finding]:
         ),
         Finding("kernels", select_kernels(device.type).reason),
         _default_model(),
+        _package("triton", "kernels for GPUs", 'pip install "quire[gpu]"'),
         _package("numba", "faster decode attention on CPUs", 'pip install "quire[cpu]"'),
         _package("starlette", "quire serve", 'pip install "quire[serve]"'),
         _package("uvicorn", "quire serve", 'pip install "quire[serve]"'),
@@ -71,8 +74,11 @@ def examine() -> list[Finding]:
 def _gpu() -> Finding:
     if not torch.cuda.is_available():
         return Finding("gpu", "none that torch can use")
-    name = torch.cuda.get_device_name(0)
-    return Finding("gpu", name, "quire's fast GPU kernels are not written yet: --device cuda runs the plain reference.")
+    major, minor = torch.cuda.get_device_capability(0)
+    name = f"{torch.cuda.get_device_name(0)} (compute capability {major}.{minor})"
+    if (major, minor) < _OLDEST_CAPABILITY:
+        return Finding("gpu", name, "its tensor cores do not multiply bfloat16: use --dtype float16 or --device cpu.")
+    return Finding("gpu", name)
 
 
 def _default_model() -> Finding:

@@ -34,7 +34,7 @@ class Move:
 class Run(NamedTuple):
     """Neighbouring moves between the same two stores: block `sources[i]` goes to `targets[i]`.
 
-    None reads what another of its run wrote, and no two write the same block: they may be carried all at once.
+    No block is written that another move of its run reads or writes: they may be carried all at once, in any order.
     """
 
     src: Tier
@@ -46,13 +46,15 @@ class Run(NamedTuple):
 def runs(moves: Iterable[Move]) -> Iterator[Run]:
     """The moves in their order, as few runs."""
     run: list[Move] = []
+    read: set[Place] = set()
     written: set[Place] = set()
     for move in moves:
         alike = not run or (move.src.tier, move.dst.tier) == (run[0].src.tier, run[0].dst.tier)
-        if not alike or move.src in written or move.dst in written:
+        if not alike or move.src in written or move.dst in written or move.dst in read:
             yield _run(run)
-            run, written = [], set()
+            run, read, written = [], set(), set()
         run.append(move)
+        read.add(move.src)
         written.add(move.dst)
     if run:
         yield _run(run)

@@ -97,7 +97,14 @@ def build(
     weight_bytes = _num_weight_bytes(weights)
     watch.done("weights", f"{weight_bytes / 2**30:.2f} GiB {dtype}")
 
-    stores = new_store(model.kv_geometry, resolved.num_blocks, resolved.block_size, device, resolved.num_host_blocks)
+    stores = new_store(
+        model.kv_geometry,
+        resolved.num_blocks,
+        resolved.block_size,
+        device,
+        resolved.num_host_blocks,
+        choice.copy_blocks,
+    )
     costs = _costs(spec, weights, _DTYPES[dtype].itemsize, machine, resolved, stores)
     rows, length = resolved.max_num_seqs, resolved.max_model_len
     runner = ModelRunner(

@@ -6,7 +6,7 @@ from quire.core.ids import Row
 from quire.core.step import Masks, Pending, StepPlan
 from quire.kernels.choosing import Choosing
 from quire.models.oracle import OracleModel
-from quire.runner.kv_store import new_store
+from quire.runner.kv_store import CopyBlocks, new_store
 from quire.runner.model_runner import ModelRunner
 from quire.sim.world import VOCAB_SIZE, World
 
@@ -28,12 +28,13 @@ class TorchOracle:
         max_length: int,
         device: str = "cpu",
         choosing: Choosing | None = None,
+        copy_blocks: CopyBlocks | None = None,
     ) -> None:
         where = torch.device(device)
         self._index_of_block = torch.zeros(num_blocks + 1, dtype=torch.int64, device=where)
         self._index_of_row: dict[Row, int] = {}
         model = OracleModel(vocab_size, self._index_of_block)
-        stores = new_store(model.kv_geometry, num_blocks, block_size, where, num_host_blocks)
+        stores = new_store(model.kv_geometry, num_blocks, block_size, where, num_host_blocks, copy_blocks)
         self._runner = ModelRunner(
             model, stores, max_rows=max_rows, max_length=max_length, choosing=choosing, max_step_tokens=16
         )
@@ -55,7 +56,9 @@ class TorchOracle:
         return self._runner.launch(plan, masks)
 
 
-def torch_oracle(world: World, device: str = "cpu", choosing: Choosing | None = None) -> TorchOracle:
+def torch_oracle(
+    world: World, device: str = "cpu", choosing: Choosing | None = None, copy_blocks: CopyBlocks | None = None
+) -> TorchOracle:
     return TorchOracle(
         vocab_size=VOCAB_SIZE,
         num_blocks=world.num_blocks,
@@ -65,4 +68,5 @@ def torch_oracle(world: World, device: str = "cpu", choosing: Choosing | None = 
         max_length=world.max_prompt + world.max_output,
         device=device,
         choosing=choosing,
+        copy_blocks=copy_blocks,
     )

@@ -1,7 +1,10 @@
 """Chooses the kernels for a device, and says why. The only place that knows which sets exist."""
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import NamedTuple
+
+from torch import Tensor
 
 from quire.core.errors import ConfigError
 from quire.kernels.choosing import Choosing
@@ -16,6 +19,7 @@ class Choice(NamedTuple):
     kernels: Kernels
     reason: str
     choosing: Choosing | None = None  # None: tokens are chosen by tensor operations
+    copy_blocks: Callable[[Tensor, Tensor, Tensor], None] | None = None  # None: block by block
 
 
 def select_kernels(name: str) -> Choice:
@@ -35,9 +39,10 @@ def select_kernels(name: str) -> Choice:
 def _gpu_choice() -> Choice:
     if find_spec("triton") is None:
         return Choice(ReferenceKernels(), 'Triton is not installed (pip install "quire[gpu]"): the reference, slow')
-    from quire.kernels.gpu.finish import finish_rows  # a CPU never waits for Triton to be loaded
+    from quire.kernels.gpu.copies import copy_blocks  # a CPU never waits for Triton to be loaded
+    from quire.kernels.gpu.finish import finish_rows
     from quire.kernels.gpu.kernels import GpuKernels
     from quire.kernels.gpu.sample import choose_tokens
 
     reason = "the device is a GPU: products by torch, attention and all between by Triton"
-    return Choice(GpuKernels(), reason, Choosing(choose_tokens, finish_rows))
+    return Choice(GpuKernels(), reason, Choosing(choose_tokens, finish_rows), copy_blocks)

@@ -8,13 +8,17 @@ import time
 from collections.abc import Callable, Iterable
 from statistics import median
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from quire.core.errors import ConfigError
 from quire.core.ids import BlockId
 from quire.core.moves import Move, Place, Run, Tier, runs
+from quire.kernels.host_copies import upload_integers
 from quire.models.model import KvGeometry
+
+CopyBlocks = Callable[[Tensor, Tensor, Tensor], None]  # store, sources and targets, each [blocks] int64
 
 # Blocks copied at once, and how often, to learn what a copy costs: enough to see past a hiccup.
 _MEASURED_BLOCKS = 8
@@ -24,11 +28,12 @@ _MEASURED_ROUNDS = 5
 class KvStores:
     """One tensor for each tier. Block 0 of each, the null block, comes on top of the pool's."""
 
-    __slots__ = ("device", "host")
+    __slots__ = ("_copy_blocks", "device", "host")
 
-    def __init__(self, device: Tensor, host: Tensor | None = None) -> None:
+    def __init__(self, device: Tensor, host: Tensor | None = None, copy_blocks: CopyBlocks | None = None) -> None:
         self.device = device  # [blocks + 1, layers, 2, block_size, kv_heads, dim]
         self.host = host  # [host blocks + 1, …], pinned if the device is not the CPU
+        self._copy_blocks = copy_blocks  # inside the device's store; None: block by block
 
     @property
     def block_size(self) -> int:
@@ -42,9 +47,8 @@ class KvStores:
     def _copy(self, run: Run) -> None:
         assert (run.src, run.dst) != (Tier.HOST, Tier.HOST), f"a move inside the host's store: {run}"
         source, target = self._store(run.src), self._store(run.dst)
-        if source.is_cuda and target.is_cuda:  # one launch for the run
-            index = torch.tensor([run.sources, run.targets]).to(source.device, non_blocking=True)
-            target.index_copy_(0, index[1], source.index_select(0, index[0]))
+        if source is target and self._copy_blocks is not None:  # one launch for the run
+            self._copy_blocks(source, *upload_integers(source.device, np.array(run.sources), np.array(run.targets)))
             return
         for src, dst in zip(run.sources, run.targets, strict=True):  # a plain copy each: 10 x an indexed one on the CPU
             target[dst].copy_(source[src], non_blocking=True)
@@ -57,7 +61,12 @@ class KvStores:
 
 
 def new_store(
-    geometry: KvGeometry, num_blocks: int, block_size: int, device: torch.device, num_host_blocks: int = 0
+    geometry: KvGeometry,
+    num_blocks: int,
+    block_size: int,
+    device: torch.device,
+    num_host_blocks: int = 0,
+    copy_blocks: CopyBlocks | None = None,
 ) -> KvStores:
     """Not filled: no slot is read before it was written."""
     block_bytes = geometry.block_bytes(block_size)
@@ -71,7 +80,7 @@ def new_store(
             param="kv_cache_memory",
         ) from error
     if num_host_blocks == 0:
-        return KvStores(store)
+        return KvStores(store, copy_blocks=copy_blocks)
     shape = geometry.store_shape(num_host_blocks + 1, block_size)
     try:
         host = torch.empty(shape, dtype=geometry.dtype, pin_memory=device.type == "cuda")
@@ -80,7 +89,7 @@ def new_store(
             f"There is no memory on the host for {num_host_blocks} swapped KV blocks "
             f"({block_bytes * num_host_blocks} bytes); make the host's share of the KV cache smaller."
         ) from error
-    return KvStores(store, host)
+    return KvStores(store, host, copy_blocks)
 
 
 def measure_transfer(stores: KvStores, clock: Callable[[], float] = time.perf_counter) -> float:
