@@ -97,7 +97,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert pool.num_cached == len(self.cached)
         assert pool.num_idle == len(idle)
         assert pool.num_in_service == pool.num_blocks - self.num_retired
-        readers = np.zeros(pool.num_blocks + 1, dtype=np.int64)
+        readers = [0] * (pool.num_blocks + 1)
         for block, count in self.readers.items():
             readers[block] = count
             assert pool.references(BlockId(block)) == count + (block in self.cached)
@@ -165,7 +165,7 @@ def test_the_audits_see_a_lost_block_and_a_reader_too_many() -> None:
     pool = BlockPool(2)
     block = pool.take(1)
     with pytest.raises(AssertionError, match="0 readers"):
-        pool.audit_readers(np.zeros(3, dtype=np.int64))
+        pool.audit_readers([0, 0, 0])
     pool.num_free -= 1
     with pytest.raises(AssertionError, match="lost"):
         pool.audit()

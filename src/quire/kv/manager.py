@@ -274,13 +274,16 @@ class KVManager:
     def audit(self, *, tree: bool = True) -> None:
         """References = readers, no block twice in a table, promises add up and can be kept; perhaps the tree too."""
         self.pool.audit()
-        read: list[int] = []
-        for row in np.flatnonzero(self.tables.lengths).tolist():
-            blocks = self.tables.of(Row(row)).tolist()
-            assert len(set(blocks)) == len(blocks), f"a block is twice in the table of row {row}"
-            read += blocks
-        self.pool.audit_readers(np.bincount(np.array(read, dtype=np.int64), minlength=self.pool.num_blocks + 1))
+        readers = [0] * (self.pool.num_blocks + 1)
+        for row, length in enumerate(self.tables.lengths.tolist()):
+            if length:
+                blocks = self.tables.of(Row(row)).tolist()
+                assert len(set(blocks)) == length, f"a block is twice in the table of row {row}"
+                for block in blocks:
+                    readers[block] += 1
+        self.pool.audit_readers(readers)
         if self.tree is not None and tree:
             self.tree.audit()
-        assert self.num_promised == int(self.promised.sum()), "promises do not add up"
-        assert self.promised.min() >= 0 and self.num_available >= 0, "more blocks are promised than can be had"
+        promised = self.promised.tolist()
+        assert self.num_promised == sum(promised), "promises do not add up"
+        assert min(promised) >= 0 and self.num_available >= 0, "more blocks are promised than can be had"

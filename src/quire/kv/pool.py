@@ -109,12 +109,13 @@ class BlockPool:
         """How many of some distinct blocks have no other readers than the `counts` given."""
         return int(np.count_nonzero(self._references[blocks] - self._cached[blocks] == counts))
 
-    def audit_readers(self, readers: NDArray[np.int64]) -> None:
+    def audit_readers(self, readers: list[int]) -> None:
         """Every reference is one of a table (`readers`, by block) or the tree's."""
-        wrong = np.flatnonzero(self._references != readers + self._cached)
-        assert len(wrong) == 0, (
-            f"block {wrong[0]}: {self._references[wrong[0]]} references, {readers[wrong[0]]} readers"
-        )
+        references = self._references.tolist()
+        due = [count + kept for count, kept in zip(readers, self._cached.tolist(), strict=True)]
+        if references != due:
+            wrong = next(block for block, count in enumerate(due) if count != references[block])
+            raise AssertionError(f"block {wrong}: {references[wrong]} references, {readers[wrong]} readers")
 
     def audit(self) -> None:
         """A block is free or referenced, never both; the counts are true."""
