@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from quire.core.errors import QuireError
+from quire.core.garbage import keep_for_good
 from quire.engine.engine import Engine
 from quire.engine.phases import Watch
 from quire.engine.station import Station
@@ -46,6 +47,7 @@ def main(descriptor: int, parent: int) -> int:
     except QuireError as error:
         wire.sendall(pack(problem_frame(error, None)))
         return error.exit_code
+    keep_for_good()
     wire.sendall(pack(ReadyFrame(facts)))
     Station(engine, wire, time.monotonic).run()
     return 0

@@ -22,6 +22,7 @@ from starlette.types import ASGIApp
 
 from quire.config import MOST_SEATS, EngineConfig
 from quire.core.errors import QuireError
+from quire.core.garbage import keep_for_good
 from quire.engine.opening import OpenedModel
 from quire.engine.phases import Phase
 from quire.engine.stats import Facts
@@ -41,6 +42,10 @@ _FAREWELL_S = 2  # what a slow client gets to read its last words
 _LOOK_S = 0.05
 
 _log = logging.getLogger(__name__)
+
+# The event loop takes one connection from a listening socket in a turn: with one socket, a crowd waits for as many
+# turns as it has heads. These are the same socket, so often.
+_ACCEPTED_AT_ONCE = 32
 
 
 class Stopping(QuireError):
@@ -170,6 +175,7 @@ class House:
             tool_format=plan.tool_format,
             reasoning_tags=plan.reasoning_tags,
         )
+        keep_for_good()
         self._listeners.ready(self.desk.known, facts)
         status = StatusLine(self.service, self.metrics, time.monotonic)
         async with asyncio.TaskGroup() as tasks:
@@ -196,7 +202,7 @@ def serve_until_told(
         keeping = asyncio.create_task(house.keep())
         keeping.add_done_callback(lambda _: setattr(server, "should_exit", True))
         try:
-            await server.serve(sockets=[listening])
+            await server.serve(sockets=[listening, *(listening.dup() for _ in range(_ACCEPTED_AT_ONCE - 1))])
         finally:
             await house.supervisor.stop()
             keeping.cancel()
