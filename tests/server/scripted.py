@@ -17,6 +17,7 @@ from quire.config import EngineConfig
 from quire.core.errors import QuireError
 from quire.core.sampling import SamplingParams
 from quire.engine.front import Front
+from quire.engine.memory import MemoryLedger
 from quire.engine.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput
 from quire.engine.stats import Facts
 from quire.engine.terms import Terms
@@ -45,7 +46,7 @@ class Script:
         self.calls: list[Call] = []
         self.num_left = 0
         self.attached, self.draining, self.beaten_s = True, False, math.inf
-        self.facts = Facts("script", 1024, 49152, 64, 64, 16, "script", "none", 0, 0, 1, 0)
+        self.facts = Facts("script", 1024, 49152, 64, 64, 16, "script", "none", MemoryLedger(), 1, 0)
         self.stats = None
 
     def submit(self, ids: list[int], params: SamplingParams, *, terms: Terms, streaming: bool) -> Call:

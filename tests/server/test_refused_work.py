@@ -11,6 +11,7 @@ from starlette.types import Message, Scope
 
 from quire.config import EngineConfig
 from quire.engine.child import Child
+from quire.engine.memory import MemoryLedger
 from quire.engine.stats import Facts
 from quire.server.app import DOORS, Application, make_app
 from quire.server.desk import Desk
@@ -22,7 +23,7 @@ from quire.server.supervisor import Health, Supervisor
 from quire.server.turnstile import Turnstile
 
 LIMIT_BYTES = 1000
-FACTS = Facts("m", 64, 100, 1, 8, 16, "cpu", "float32", 0, 0, 0, os.getpid())  # one seat
+FACTS = Facts("m", 64, 100, 1, 8, 16, "cpu", "float32", MemoryLedger(), 0, os.getpid())  # one seat
 GENERATING = [door.path for door in DOORS if door.generates]
 
 

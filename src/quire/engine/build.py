@@ -15,12 +15,13 @@ from quire.engine.costs import first_costs
 from quire.engine.engine import Engine
 from quire.engine.local import LocalFront
 from quire.engine.machine import inspect, pick_device
-from quire.engine.opening import open_model
+from quire.engine.memory import MemoryLedger, settle
+from quire.engine.opening import OpenedModel, open_model
 from quire.engine.phases import Watch
 from quire.engine.planning import make_door, make_grammars, make_scheduler
 from quire.engine.stats import Facts
 from quire.formats.checkpoint import Checkpoint, Source
-from quire.kernels.select import select_kernels
+from quire.kernels.select import Choice, select_kernels
 from quire.models.decoder import Decoder
 from quire.models.parameters import DecoderWeights
 from quire.runner.kv_store import KvStores, measure_transfer, new_store
@@ -50,7 +51,7 @@ class Built:
     machine: Machine
     dtype: str
     kernels: str
-    weight_bytes: int
+    memory: MemoryLedger
 
     @property
     def facts(self) -> Facts:
@@ -64,8 +65,7 @@ class Built:
             block_size=resolved.block_size,
             device=self.machine.device,
             dtype=self.dtype,
-            weight_bytes=self.weight_bytes,
-            kv_bytes=resolved.kv_bytes,
+            memory=self.memory,
             run_ahead=resolved.run_ahead,
             pid=os.getpid(),
         )
@@ -106,34 +106,64 @@ def build(
         choice.copy_blocks,
     )
     costs = _costs(spec, weights, _DTYPES[dtype].itemsize, machine, resolved, stores)
-    rows, length = resolved.max_num_seqs, resolved.max_model_len
-    runner = ModelRunner(
-        model,
-        stores,
-        max_rows=rows,
-        max_length=length,
-        choosing=choice.choosing,
-        max_step_tokens=resolved.max_num_batched_tokens,
-    )
-    engine = Engine(
-        make_scheduler(config, resolved, costs),
-        observe(runner),
-        make_door(spec.vocab_size, opened.end_ids, resolved),
-        depth=resolved.run_ahead,
-        seed=config.seed,
-        clock=time.monotonic,
-        grammars=make_grammars(opened, spec.vocab_size),
-        prepare=runner.prepare,
-    )
+    engine = _engine(config, opened, resolved, model, stores, costs, choice, observe)
     watch.done("kv cache", _describe_cache(resolved))
+    before = inspect(device)
     warm_up(model, stores)
     watch.done("warm-up", choice.reason)
     if choice.choosing is not None:
         for _ in range(_PREPARED_FIRST):
             engine.prepare()
         watch.done("recording", f"{_PREPARED_FIRST} shapes of steps, the others when idle")
+    memory = _ledger(weight_bytes, resolved, before, inspect(device))
+    watch.done("memory", memory.describe())
     front = LocalFront(engine, tokenizer)
-    return Built(name, engine, front, tokenizer, checkpoint, resolved, machine, dtype, choice.reason, weight_bytes)
+    return Built(name, engine, front, tokenizer, checkpoint, resolved, machine, dtype, choice.reason, memory)
+
+
+def _engine(
+    config: EngineConfig,
+    opened: OpenedModel,
+    resolved: Resolved,
+    model: Decoder,
+    stores: KvStores,
+    costs: CostTable,
+    choice: Choice,
+    observe: Callable[[Runner], Runner],
+) -> Engine:
+    runner = ModelRunner(
+        model,
+        stores,
+        max_rows=resolved.max_num_seqs,
+        max_length=resolved.max_model_len,
+        choosing=choice.choosing,
+        max_step_tokens=resolved.max_num_batched_tokens,
+    )
+    return Engine(
+        make_scheduler(config, resolved, costs),
+        observe(runner),
+        make_door(model.vocab_size, opened.end_ids, resolved),
+        depth=resolved.run_ahead,
+        seed=config.seed,
+        clock=time.monotonic,
+        grammars=make_grammars(opened, model.vocab_size),
+        prepare=runner.prepare,
+        span=torch.cuda.nvtx.range if stores.device.is_cuda else None,
+    )
+
+
+def _ledger(weight_bytes: int, resolved: Resolved, before: Machine, now: Machine) -> MemoryLedger:
+    """`before`: as it was with weights and KV cache in their places, and nothing computed yet."""
+    if now.device == "cpu":
+        return MemoryLedger(weights=weight_bytes, kv=resolved.kv_bytes)
+    return settle(
+        weights=weight_bytes,
+        kv=resolved.kv_bytes,
+        recorded=max(before.free_bytes - now.free_bytes, 0),
+        workspace=resolved.workspace_bytes,
+        free=now.free_bytes,
+        total=now.total_bytes,
+    )
 
 
 def _costs(

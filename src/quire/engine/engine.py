@@ -15,7 +15,7 @@ from quire.engine.door import Door
 from quire.engine.messages import Accepted, Order, Progress
 from quire.engine.reporter import Reporter
 from quire.sched.explain import Explanation, explain
-from quire.sched.loop import Loop
+from quire.sched.loop import Loop, Span
 from quire.sched.scheduler import Scheduler
 
 if TYPE_CHECKING:  # llguidance is needed by those who follow grammars alone
@@ -39,12 +39,13 @@ class Engine:
         clock: Callable[[], float],
         grammars: "Grammars | None" = None,
         prepare: Callable[[], bool] | None = None,
+        span: Span | None = None,
     ) -> None:
         self.door = door
         self.scheduler = scheduler
         self.clock = clock
         self.grammars = grammars
-        self._loop = Loop(scheduler, runner, depth, clock, None if grammars is None else grammars.masks)
+        self._loop = Loop(scheduler, runner, depth, clock, None if grammars is None else grammars.masks, span)
         self._seeds = random.Random(seed)
         self._reporter = Reporter()
         self._latest: dict[RequestId, Family] = {}

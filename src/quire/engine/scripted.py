@@ -16,6 +16,7 @@ from quire.config import EngineConfig, Machine, resolve
 from quire.core.errors import BrokenModelFile, NoTokenizer
 from quire.core.ids import IntArray
 from quire.engine.engine import Engine
+from quire.engine.memory import MemoryLedger
 from quire.engine.opening import OpenedModel, open_model
 from quire.engine.phases import Watch
 from quire.engine.planning import make_door, make_grammars, make_scheduler
@@ -67,8 +68,7 @@ def build_scripted(config: EngineConfig, path: Path, watch: Watch) -> tuple[Engi
         block_size=resolved.block_size,
         device="script",
         dtype="none",
-        weight_bytes=0,
-        kv_bytes=0,
+        memory=MemoryLedger(),
         run_ahead=resolved.run_ahead,
         pid=os.getpid(),
     )

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from quire.engine.engine import Engine
+from quire.engine.memory import MemoryLedger
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +18,7 @@ class Facts:
     block_size: int
     device: str
     dtype: str
-    weight_bytes: int
-    kv_bytes: int
+    memory: MemoryLedger
     run_ahead: int
     pid: int
 

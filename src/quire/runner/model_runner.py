@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.core.faults import Site, trip_any
 from quire.core.ids import IntArray, Row
-from quire.core.step import Chunk, Ended, FinishReason, Masks, PromptLogprobs, StepPlan, StepResult
+from quire.core.step import Chunk, Ended, FinishReason, Masks, PromptLogprobs, StepLost, StepPlan, StepResult
 from quire.kernels.choosing import Choosing, Chosen, Stages
 from quire.kernels.host_copies import Landing, upload
 from quire.models.model import Model
@@ -65,8 +65,15 @@ class ModelRunner:
         self._recorded.record_next()
         return self._recorded.num_missing > 0
 
-    @torch.inference_mode()
     def launch(self, plan: StepPlan, masks: Masks | None = None) -> "RunningStep":
+        try:
+            return self._launch(plan, masks)
+        except torch.OutOfMemoryError as error:
+            torch.cuda.empty_cache()  # what lies in pieces becomes whole again
+            raise StepLost(f"no memory for a step of {plan.num_tokens} tokens: {error}", too_large=True) from error
+
+    @torch.inference_mode()
+    def _launch(self, plan: StepPlan, masks: Masks | None) -> "RunningStep":
         self._stores.carry(plan.moves)
         self._follow(plan)
         cruising = self._rows.apply(plan)

@@ -3,6 +3,7 @@
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 
@@ -14,6 +15,14 @@ from quire.sched.scheduler import Absorbed, Scheduler
 
 # What each of some sequences may say next, as the bits of a row of `Masks`.
 MaskSource = Callable[[Sequence[Continuation]], IntArray]
+# Marks a part of a turn for whoever profiles.
+Span = Callable[[str], AbstractContextManager[object]]
+
+_NOTHING: AbstractContextManager[object] = nullcontext()
+
+
+def _unwatched(name: str) -> AbstractContextManager[object]:
+    return _NOTHING
 
 
 _MOST_BLAMED = 3  # requests that failed alone, one after the other, without a step that succeeded between them
@@ -40,6 +49,7 @@ class Loop:
         depth: int,
         clock: Callable[[], float],
         masks: MaskSource | None = None,
+        span: Span | None = None,
     ) -> None:
         assert depth >= 0, depth
         self.scheduler = scheduler
@@ -47,6 +57,7 @@ class Loop:
         self._runner = runner
         self._clock = clock
         self._masks = masks
+        self._span: Span = span or _unwatched
         self._in_flight: deque[Pending] = deque()
         self._inquest: Inquest | None = None
         self._num_in_vain = 0  # inquests since the last that found somebody
@@ -72,12 +83,17 @@ class Loop:
         return absorbed or self.scheduler.overdue()
 
     def _turn(self) -> Absorbed | None:
-        plan = self.scheduler.plan(self._clock())
+        with self._span("plan"):
+            plan = self.scheduler.plan(self._clock())
         if plan is not None:
-            self._in_flight.append(self._launch(plan))
+            with self._span("launch"):
+                self._in_flight.append(self._launch(plan))
         depth = self.depth if self._inquest is None else 0
         if self._in_flight and (plan is None or len(self._in_flight) > depth):
-            return self.scheduler.absorb(self._wait(self._in_flight.popleft()), self._clock())
+            with self._span("wait"):
+                result = self._wait(self._in_flight.popleft())
+            with self._span("absorb"):
+                return self.scheduler.absorb(result, self._clock())
         return None
 
     def _launch(self, plan: StepPlan) -> Pending:

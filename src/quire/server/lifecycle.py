@@ -148,6 +148,7 @@ class House:
         )
         self.metrics = Metrics(lambda: self.service.stats, clock)
         self.metrics.engine.num_restarts = lambda: self.supervisor.num_restarts
+        self.metrics.engine.memory = lambda: None if self.service.facts is None else self.service.facts.memory
         self.service.finished = self._note_end
         self.service.progressed = self.metrics.progressed
         self.service.lost = self.metrics.engine.note_loss

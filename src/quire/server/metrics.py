@@ -17,6 +17,7 @@ from prometheus_client.utils import floatToGoString
 
 from quire.core.errors import QuireError
 from quire.core.step import FinishReason
+from quire.engine.memory import MemoryLedger
 from quire.engine.outputs import Delta, RequestOutput
 from quire.engine.stats import Stats
 from quire.engine.ticket import Ticket
@@ -160,6 +161,7 @@ class EngineGauges(Collector):
         self._latest: Stats | None = None
         self._earlier = dict.fromkeys(_COUNTED, 0)  # what engines before this one counted
         self.num_restarts: Callable[[], int] = lambda: 0
+        self.memory: Callable[[], MemoryLedger | None] = lambda: None
 
     def note_loss(self) -> None:
         """The engine is gone, and its counts with it."""
@@ -190,6 +192,14 @@ class EngineGauges(Collector):
         for name, (field, text) in names.items():
             yield _counter(name, text, self.total(field))
         yield from self._gauges(stats)
+        yield self._memory_gauge()
+
+    def _memory_gauge(self) -> Metric:
+        ledger = self.memory()
+        memory = GaugeMetricFamily("quire_memory_bytes", "The device's memory by who holds it.", labels=["holder"])
+        for holder in fields(MemoryLedger):
+            memory.add_metric([holder.name], 0 if ledger is None else getattr(ledger, holder.name))
+        return memory
 
     def _gauges(self, stats: Stats | None) -> Iterator[Metric]:
         idle = dict.fromkeys((field.name for field in fields(Stats)), 0)

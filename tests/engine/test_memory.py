@@ -1,0 +1,78 @@
+"""The ledger of a device's memory adds up, and a step without memory costs the largest request alone."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from quire.core.sampling import SamplingParams
+from quire.core.step import FinishReason
+from quire.engine.door import Door
+from quire.engine.engine import Engine
+from quire.engine.local import LocalFront
+from quire.engine.memory import MemoryLedger, settle
+from quire.kernels.contract import Ragged
+from quire.kv.manager import KVManager
+from quire.models.oracle import OracleModel
+from quire.runner.kv_store import new_store
+from quire.runner.model_runner import ModelRunner
+from quire.sched.scheduler import Scheduler
+
+VOCAB, BLOCKS, BLOCK, ROWS = 97, 64, 4, 4
+sizes = st.integers(0, 10**12)
+
+
+@given(sizes, sizes, sizes, sizes, sizes, sizes)
+def test_the_ledger_adds_up(weights: int, kv: int, recorded: int, other: int, workspace: int, free: int) -> None:
+    total = weights + kv + recorded + other + free
+    ledger = settle(weights=weights, kv=kv, recorded=recorded, workspace=workspace, free=free, total=total)
+    assert ledger.weights + ledger.kv + ledger.recorded + ledger.other + ledger.workspace + ledger.free == total
+    assert ledger.other == other and ledger.workspace == min(workspace, free)
+
+
+def test_what_is_nothing_is_not_told() -> None:
+    assert MemoryLedger(weights=3 << 30, kv=1 << 29).describe() == "weights 3.00 GiB · kv 0.50 GiB"
+
+
+class Small(OracleModel):
+    """A model on a device that has no room for steps of more tokens than so many."""
+
+    max_tokens = 12
+
+    def forward(self, tokens: Tensor, ragged: Ragged, kv: Tensor) -> Tensor:
+        if len(tokens) > self.max_tokens:
+            raise torch.OutOfMemoryError(f"tried to allocate {len(tokens)} tokens")
+        return super().forward(tokens, ragged, kv)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_step_without_memory_fails_the_largest_and_nobody_else(depth: int) -> None:
+    model = Small(VOCAB)
+    stores = new_store(model.kv_geometry, BLOCKS, BLOCK, torch.device("cpu"))
+    runner = ModelRunner(model, stores, max_rows=ROWS, max_length=64)
+    door = Door(VOCAB, (), 64, ROWS, BLOCKS, BLOCK)
+    scheduler = Scheduler(KVManager(BLOCKS, BLOCK, ROWS), max_rows=ROWS, max_step_tokens=64)
+    parts: list[str] = []
+
+    class Noted:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __enter__(self) -> None:
+            parts.append(self.name)
+
+        def __exit__(self, *error: object) -> None:
+            parts.append(f"/{self.name}")
+
+    engine = Engine(scheduler, runner, door, depth=depth, seed=0, clock=lambda: 0.0, span=Noted)
+    front = LocalFront(engine, None)
+    params = SamplingParams(temperature=0, max_tokens=5)
+    small, large = front.submit([3, 1, 4], params), front.submit(list(range(40)), params)
+    for _ in range(60):
+        front.turn()
+    assert large.output().outputs[0].finish_reason == FinishReason.OUT_OF_MEMORY.value
+    answer = small.output().outputs[0]
+    assert (len(answer.token_ids), answer.finish_reason) == (5, "length")
+    assert {"plan", "launch", "wait", "absorb"} <= set(parts)
+    assert parts.count("absorb") == parts.count("/absorb") > 3, "what is marked also ends"
