@@ -99,6 +99,22 @@ def test_chunks_come_behind_the_rows_and_nobodys_are_empty() -> None:
     assert recorded.launch(np.array([9], np.int32), chunks._replace(rows=np.arange(4))) is None, "a chunk too many"
 
 
+def test_the_pace_is_that_of_the_smallest_decode_and_the_largest_step() -> None:
+    step = Recording()
+    recorded = RecordedSteps(step, [Shape(4), Shape(1), Shape(4, 2, 6)], NOBODY, CPU)
+    assert recorded.pace() is None
+    recorded.record_next()
+    assert recorded.pace() is None, "no step with chunks"
+    while recorded.record_next():
+        pass
+    seen: list[int] = []
+    recorded_step = recorded._step
+    recorded._step = lambda rows, chunks: (seen.append(len(rows)), recorded_step(rows, chunks))[1]
+    pace = recorded.pace()
+    assert pace is not None and pace.decode_s > 0 and pace.token_s > 0
+    assert set(seen) == {1, 4} and step.rows == [NOBODY] * 4, "nobody takes part"
+
+
 def test_worlds_in_which_everything_goes_wrong() -> None:
     bodies: list[TorchOracle] = []
 

@@ -11,7 +11,7 @@ from quire.config import EngineConfig, Machine, Resolved, resolve, resolve_dtype
 from quire.core.errors import ConfigError
 from quire.core.model import ModelSpec
 from quire.core.step import Runner
-from quire.engine.costs import first_costs
+from quire.engine.costs import first_costs, usual_itl_s
 from quire.engine.engine import Engine
 from quire.engine.local import LocalFront
 from quire.engine.machine import inspect, pick_device
@@ -21,13 +21,15 @@ from quire.engine.phases import Watch
 from quire.engine.planning import make_door, make_grammars, make_scheduler
 from quire.engine.stats import Facts
 from quire.formats.checkpoint import Checkpoint, Source
-from quire.kernels.select import Choice, select_kernels
+from quire.kernels.select import select_kernels
 from quire.models.decoder import Decoder
 from quire.models.parameters import DecoderWeights
 from quire.runner.kv_store import KvStores, measure_transfer, new_store
 from quire.runner.model_runner import ModelRunner
+from quire.runner.recorded import Pace
 from quire.runner.warm_up import warm_up
 from quire.sched.cost import CostTable
+from quire.sched.scheduler import Scheduler
 from quire.text.tokenizer import Tokenizer
 from quire.weights.dequantize import Unpacker
 from quire.weights.dummy import dummy_weights
@@ -72,11 +74,16 @@ class Built:
 
 
 def build(
-    config: EngineConfig, watch: Watch | None = None, observe: Callable[[Runner], Runner] = lambda runner: runner
+    config: EngineConfig,
+    watch: Watch | None = None,
+    observe: Callable[[Runner], Runner] = lambda runner: runner,
+    *,
+    serving: bool = False,
 ) -> Built:
     """Find the model, load it, size the cache. A `QuireError` says what is wrong with model, settings or machine.
 
-    Whoever measures may put an observer around the runner.
+    Whoever measures may put an observer around the runner. Whoever serves people does not let prompts stretch the time
+    between tokens; whoever works through a batch takes prompts as fast as they go.
     """
     watch = watch or Watch()
     if config.threads is not None:
@@ -105,32 +112,6 @@ def build(
         resolved.num_host_blocks,
         choice.copy_blocks,
     )
-    costs = _costs(spec, weights, _DTYPES[dtype].itemsize, machine, resolved, stores)
-    engine = _engine(config, opened, resolved, model, stores, costs, choice, observe)
-    watch.done("kv cache", _describe_cache(resolved))
-    before = inspect(device)
-    warm_up(model, stores)
-    watch.done("warm-up", choice.reason)
-    if choice.choosing is not None:
-        for _ in range(_PREPARED_FIRST):
-            engine.prepare()
-        watch.done("recording", f"{_PREPARED_FIRST} shapes of steps, the others when idle")
-    memory = _ledger(weight_bytes, resolved, before, inspect(device))
-    watch.done("memory", memory.describe())
-    front = LocalFront(engine, tokenizer)
-    return Built(name, engine, front, tokenizer, checkpoint, resolved, machine, dtype, choice.reason, memory)
-
-
-def _engine(
-    config: EngineConfig,
-    opened: OpenedModel,
-    resolved: Resolved,
-    model: Decoder,
-    stores: KvStores,
-    costs: CostTable,
-    choice: Choice,
-    observe: Callable[[Runner], Runner],
-) -> Engine:
     runner = ModelRunner(
         model,
         stores,
@@ -139,16 +120,51 @@ def _engine(
         choosing=choice.choosing,
         max_step_tokens=resolved.max_num_batched_tokens,
     )
+    watch.done("kv cache", _describe_cache(resolved))
+    before = inspect(device)
+    warm_up(model, stores)
+    watch.done("warm-up", choice.reason)
+    pace = _record(runner, watch) if choice.choosing is not None else None
+    costs = _costs(spec, weights, _DTYPES[dtype].itemsize, machine, resolved, stores, pace)
+    scheduler = make_scheduler(config, resolved, costs, usual_itl_s(pace) if serving and pace is not None else None)
+    engine = _engine(config, opened, resolved, scheduler, runner, observe)
+    memory = _ledger(weight_bytes, resolved, before, inspect(device))
+    watch.done("memory", memory.describe())
+    front = LocalFront(engine, tokenizer)
+    return Built(name, engine, front, tokenizer, checkpoint, resolved, machine, dtype, choice.reason, memory)
+
+
+def _record(runner: ModelRunner, watch: Watch) -> Pace | None:
+    """The first shapes of steps, and how fast they are."""
+    for _ in range(_PREPARED_FIRST):
+        runner.prepare()
+    pace = runner.pace()
+    told = f"{_PREPARED_FIRST} shapes of steps, the others when idle"
+    if pace is not None:
+        told += f" · one row {1e3 * pace.decode_s:.2f} ms · {1e6 * pace.token_s:.1f} µs a token of prompts"
+    watch.done("recording", told)
+    return pace
+
+
+def _engine(
+    config: EngineConfig,
+    opened: OpenedModel,
+    resolved: Resolved,
+    scheduler: Scheduler,
+    runner: ModelRunner,
+    observe: Callable[[Runner], Runner],
+) -> Engine:
+    vocab_size = opened.checkpoint.spec.vocab_size
     return Engine(
-        make_scheduler(config, resolved, costs),
+        scheduler,
         observe(runner),
-        make_door(model.vocab_size, opened.end_ids, resolved),
+        make_door(vocab_size, opened.end_ids, resolved),
         depth=resolved.run_ahead,
         seed=config.seed,
         clock=time.monotonic,
-        grammars=make_grammars(opened, model.vocab_size),
+        grammars=make_grammars(opened, vocab_size),
         prepare=runner.prepare,
-        span=torch.cuda.nvtx.range if stores.device.is_cuda else None,
+        span=torch.cuda.nvtx.range if runner.device.type == "cuda" else None,
     )
 
 
@@ -167,7 +183,13 @@ def _ledger(weight_bytes: int, resolved: Resolved, before: Machine, now: Machine
 
 
 def _costs(
-    spec: ModelSpec, weights: DecoderWeights, itemsize: int, machine: Machine, resolved: Resolved, stores: KvStores
+    spec: ModelSpec,
+    weights: DecoderWeights,
+    itemsize: int,
+    machine: Machine,
+    resolved: Resolved,
+    stores: KvStores,
+    pace: Pace | None,
 ) -> CostTable:
     """The embedding is looked up, not multiplied by, unless it is the head too."""
     read_bytes = _num_weight_bytes(weights)
@@ -179,6 +201,7 @@ def _costs(
         weight_bytes=read_bytes,
         kv_bytes_per_token=spec.kv_bytes_per_token(itemsize),
         largest_chunk=resolved.max_num_batched_tokens,
+        pace=pace,
     )
     if resolved.num_host_blocks:
         costs.set_transfer(measure_transfer(stores))

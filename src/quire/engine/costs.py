@@ -1,14 +1,16 @@
 """What steps will cost on this machine, before any was measured: a roofline of the model and of round device numbers.
 
-The device numbers are stated, not measured: sustained (not peak) rates of an ordinary machine of each kind, within a
-factor of three or so. They decide only the first steps; the table corrects itself by the median of what steps of a
-kind really took. What copying a block to the host and back takes is measured at the start, by `measure_transfer`.
+Where steps are recorded, two of them are timed, and the roofline follows from that. Elsewhere the device numbers are
+stated, not measured: sustained (not peak) rates of an ordinary machine of each kind, within a factor of three or so.
+They decide only the first steps; the table corrects itself by the median of what steps of a kind really took. What
+copying a block to the host and back takes is measured at the start, by `measure_transfer`.
 """
 
 from typing import NamedTuple
 
 from quire.config import Machine
-from quire.sched.cost import CostTable, roofline
+from quire.runner.recorded import Pace
+from quire.sched.cost import Constants, CostTable, roofline
 
 
 class Rates(NamedTuple):
@@ -33,10 +35,44 @@ def device_rates(machine: Machine) -> Rates:
     return Rates(_CPU_CORE_FLOPS_PER_S * machine.num_cores, _CPU_BYTES_PER_S, _CPU_OVERHEAD_S)
 
 
+# While others' prompts are computed, a token may take so many times as long as it would alone; and never less than what
+# nobody notices.
+_MOST_STRETCHED = 2.5
+_UNNOTICED_S = 0.01
+
+
+def usual_itl_s(pace: Pace) -> float:
+    """The time between two tokens to aim at, where the user names none."""
+    return max(_UNNOTICED_S, _MOST_STRETCHED * pace.decode_s)
+
+
+def measured_costs(pace: Pace, *, weight_bytes: int, kv_bytes_per_token: int, num_parameters: int) -> Constants:
+    """A step with one row reads the weights once; a full one multiplies by them."""
+    return roofline(
+        num_parameters=num_parameters,
+        weight_bytes=weight_bytes,
+        kv_bytes_per_token=kv_bytes_per_token,
+        flops_per_s=2 * num_parameters / pace.token_s,
+        bytes_per_s=weight_bytes / pace.decode_s,
+        overhead_s=0.0,
+    )
+
+
 def first_costs(
-    machine: Machine, *, num_parameters: int, weight_bytes: int, kv_bytes_per_token: int, largest_chunk: int
+    machine: Machine,
+    *,
+    num_parameters: int,
+    weight_bytes: int,
+    kv_bytes_per_token: int,
+    largest_chunk: int,
+    pace: Pace | None = None,
 ) -> CostTable:
     """The table an engine starts with. Parameters are those that one token meets."""
+    if pace is not None:
+        measured = measured_costs(
+            pace, weight_bytes=weight_bytes, kv_bytes_per_token=kv_bytes_per_token, num_parameters=num_parameters
+        )
+        return CostTable(measured, largest_chunk)
     rates = device_rates(machine)
     constants = roofline(
         num_parameters=num_parameters,

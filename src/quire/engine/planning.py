@@ -37,13 +37,16 @@ def make_grammars(opened: OpenedModel, vocab_size: int) -> "Grammars | None":
     return Grammars(opened.tokenizer, opened.end_ids, vocab_size)
 
 
-def make_scheduler(config: EngineConfig, resolved: Resolved, costs: CostTable) -> Scheduler:
+def make_scheduler(
+    config: EngineConfig, resolved: Resolved, costs: CostTable, usual_itl_s: float | None = None
+) -> Scheduler:
+    """`usual_itl_s`: the time between two tokens to aim at, where the settings name none."""
     regime = REGIMES[resolved.regime]
-    itl_target_ms = config.itl_target_ms
+    itl_target_s = usual_itl_s if config.itl_target_ms is None else config.itl_target_ms / 1000
     policy = Policy(
         regime=regime,
         stance=Stance(config.overcommit),
-        itl_target_s=None if itl_target_ms is None else itl_target_ms / 1000,
+        itl_target_s=itl_target_s,
         max_waiting=config.max_waiting,
         order=OrderPolicy(weights=config.tenant_weights),
     )

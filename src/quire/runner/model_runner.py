@@ -18,7 +18,7 @@ from quire.models.model import Model
 from quire.runner.batch import Asking, PromptScoring, build_batch, chunk_arrays, cruising_batch, mixed_batch
 from quire.runner.kv_store import KvStores
 from quire.runner.pooling import PooledRows, Pools
-from quire.runner.recorded import ChunkInputs, RecordedSteps
+from quire.runner.recorded import ChunkInputs, Pace, RecordedSteps
 from quire.runner.rows import RowTable
 from quire.runner.shapes import shapes_to_record
 from quire.sampling.candidates import RowCandidates
@@ -44,6 +44,7 @@ class ModelRunner:
         max_step_tokens: int = 0,  # that recorded steps may have beside those of rows that cruise
     ) -> None:
         device = stores.device.device
+        self.device = device
         self._model = model
         self._stores = stores
         self._rows = RowTable(max_rows, max_length, stores.block_size, device)
@@ -64,6 +65,11 @@ class ModelRunner:
             return False
         self._recorded.record_next()
         return self._recorded.num_missing > 0
+
+    @torch.inference_mode()
+    def pace(self) -> Pace | None:
+        """How fast recorded steps are; None if too few are recorded. Between steps."""
+        return None if self._recorded is None else self._recorded.pace()
 
     def launch(self, plan: StepPlan, masks: Masks | None = None) -> "RunningStep":
         try:

@@ -15,7 +15,7 @@ from torch import Tensor
 from quire.core.ids import IntArray, Row
 from quire.kernels.choosing import PADDING
 from quire.kernels.host_copies import upload
-from quire.runner.replay import Recorder, Replay
+from quire.runner.replay import Recorder, Replay, seconds_of
 
 _SPARE_TOKENS = 256  # that a shape may have beyond twice what a step needs: as dear as building it
 
@@ -32,6 +32,13 @@ class Shape(NamedTuple):
             return self.chunks == 0 and self.rows >= step.rows
         enough = self.rows >= step.rows and self.chunks >= step.chunks and self.tokens >= step.tokens
         return enough and self.rows + self.tokens <= 2 * (step.rows + step.tokens) + _SPARE_TOKENS
+
+
+class Pace(NamedTuple):
+    """How fast steps are whose rows have read nothing yet."""
+
+    decode_s: float  # of a step with one row
+    token_s: float  # for each token of a step with as many as there can be
 
 
 class ChunkInputs(NamedTuple):
@@ -99,6 +106,18 @@ class RecordedSteps:
         self._recorded[shape] = self._recorder.record(lambda: self._step(rows, chunks))
         self._chosen.clear()
         return shape
+
+    def pace(self) -> Pace | None:
+        """Of the recorded steps, with nobody in them; None without a decode and a step with chunks. Between steps."""
+        decodes = [shape for shape in self._recorded if not shape.chunks]
+        mixed = [shape for shape in self._recorded if shape.chunks]
+        if not decodes or not mixed:
+            return None
+        smallest, largest = min(decodes), max(mixed, key=lambda shape: shape.rows + shape.tokens)
+        self._place_rows(np.empty(0, dtype=np.int32))
+        self._place_chunks(largest, None)
+        decode_s, largest_s = (seconds_of(self._recorded[shape], self._device) for shape in (smallest, largest))
+        return Pace(decode_s, largest_s / (largest.rows + largest.tokens))
 
     def forget(self) -> None:
         """What was recorded reads tensors that are out of use."""

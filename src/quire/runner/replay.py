@@ -4,12 +4,16 @@ A graph repeats the same launches on the same addresses: the work must read its 
 and must not look at what they hold.
 """
 
+import time
 from collections.abc import Callable
+from statistics import median
 
 import torch
 from torch import Tensor
 
 Replay = Callable[[], Tensor]
+
+_TIMED = 5  # replays whose median counts
 
 
 class Recorder:
@@ -36,3 +40,22 @@ class Recorder:
             return result
 
         return replay
+
+
+def seconds_of(replay: Replay, device: torch.device) -> float:
+    """How long it takes from its beginning to its end on the device: the median of a few."""
+    replay()
+    return median(_seconds_once(replay, device) for _ in range(_TIMED))
+
+
+def _seconds_once(replay: Replay, device: torch.device) -> float:
+    if device.type != "cuda":
+        begun_s = time.perf_counter()
+        replay()
+        return time.perf_counter() - begun_s
+    begun, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begun.record()
+    replay()
+    done.record()
+    done.synchronize()
+    return float(begun.elapsed_time(done)) / 1000
