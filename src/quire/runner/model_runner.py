@@ -4,6 +4,7 @@ Nothing between `launch` and `wait` waits for the device, so that steps can be i
 """
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,14 +12,14 @@ from torch import Tensor
 
 from quire.core.faults import Site, trip_any
 from quire.core.ids import IntArray, Row
-from quire.core.step import Chunk, Ended, FinishReason, Masks, PromptLogprobs, StepLost, StepPlan, StepResult
-from quire.kernels.choosing import Choosing, Chosen, Stages
-from quire.kernels.host_copies import Landing, upload
+from quire.core.step import Chunk, Ended, FinishReason, Masks, Output, PromptLogprobs, StepLost, StepPlan, StepResult
+from quire.kernels.choosing import PADDING, Choosing, Chosen, Stages
+from quire.kernels.host_copies import Landing, upload, upload_integers
 from quire.models.model import Model
 from quire.runner.batch import Asking, PromptScoring, build_batch, chunk_arrays, cruising_batch, mixed_batch
 from quire.runner.kv_store import KvStores
 from quire.runner.pooling import PooledRows, Pools
-from quire.runner.recorded import ChunkInputs, Pace, RecordedSteps
+from quire.runner.recorded import ChunkInputs, Pace, RecordedSteps, Shape
 from quire.runner.rows import RowTable
 from quire.runner.shapes import shapes_to_record
 from quire.sampling.candidates import RowCandidates
@@ -52,9 +53,11 @@ class ModelRunner:
         self._pools = Pools()
         self._finish = None if choosing is None else choosing.finish
         self._recorded: RecordedSteps | None = None
+        self._said: Said | None = None
         if choosing is not None:
             shapes = shapes_to_record(max_rows, max_step_tokens)
-            self._recorded = RecordedSteps(self._step, shapes, self._rows.nobody, device)
+            self._said = Said.by(max(shape.rows + shape.chunks for shape in shapes), model.vocab_size, device)
+            self._recorded = RecordedSteps(self._forward, self._choose, shapes, self._rows.nobody, device)
         self._ends = self._sampler.end_columns.end_ids
         self.num_replayed = 0  # steps that were not built but replayed
 
@@ -64,7 +67,7 @@ class ModelRunner:
         if self._recorded is None:
             return False
         self._recorded.record_next()
-        return self._recorded.num_missing > 0
+        return not self._recorded.complete
 
     @torch.inference_mode()
     def pace(self) -> Pace | None:
@@ -84,8 +87,8 @@ class ModelRunner:
         self._follow(plan)
         cruising = self._rows.apply(plan)
         self._trip(Site.BUILD_BATCH)
-        if masks is None and not plan.num_padding:
-            emission = self._replay(cruising, plan.chunks)
+        if not plan.num_padding:
+            emission = self._replay(cruising, plan.chunks, masks)
             if emission is not None:
                 return RunningStep(plan.step, emission)
         batch = build_batch(self._rows, plan, cruising)
@@ -101,35 +104,66 @@ class ModelRunner:
             self._pools.add(batch.pooling, hidden),
         )
 
-    def _replay(self, cruising: IntArray, chunks: tuple[Chunk, ...]) -> "Emission | None":
-        """The step as it was recorded; None if it was not, or if somebody asks for more than was recorded."""
+    def _replay(self, cruising: IntArray, chunks: tuple[Chunk, ...], masks: Masks | None) -> "Emission | None":
+        """The step as it was recorded; None if it was not, or if a chunk must give back more than a token."""
         if self._recorded is None:
             return None
-        rows = np.concatenate([cruising, np.array([chunk.row for chunk in chunks], dtype=np.int32)])
         arrays = chunk_arrays(self._rows, chunks) if chunks else None
-        if (chunks and arrays is None) or self._sampler.asks_for_more(rows):
+        if chunks and arrays is None:
             return None
-        if self._ends is not self._sampler.end_columns.end_ids:  # the table became wider: recorded steps read the old
-            self._ends = self._sampler.end_columns.end_ids
-            self._recorded.forget()
-        for site in (Site.FORWARD, Site.LOGITS_PROCESSORS, Site.PENALTIES, Site.SAMPLE, Site.LOGPROBS):
-            self._trip(site)
-        outcome = self._recorded.launch(cruising, arrays)
-        if outcome is None:
+        self._trip(Site.FORWARD)
+        shape = self._recorded.forward(cruising, arrays)
+        if shape is None:
             return None
         self.num_replayed += 1
-        return Emission(rows, Landing(outcome), None)
+        rows = np.concatenate([cruising, np.array([chunk.row for chunk in chunks], dtype=np.int32)])
+        if masks is None and not self._sampler.asks_for_more(rows):
+            outcome = self._choose_as_recorded(shape, len(cruising), len(chunks))
+            if outcome is not None:
+                return Emission(rows, Landing(outcome), None)
+        return self._choose_at_length(shape, rows, len(cruising), chunks, masks)
 
-    def _step(self, rows: Tensor, chunks: ChunkInputs | None) -> Tensor:
-        """What is recorded: the next token of these rows and chunks, whoever they are. [5, rows + chunks] int64."""
-        assert self._finish is not None
+    def _choose_as_recorded(self, shape: Shape, num_rows: int, num_chunks: int) -> Tensor | None:
+        """[5, num_rows + num_chunks] int64; None if it is not recorded."""
+        assert self._recorded is not None
+        if self._ends is not self._sampler.end_columns.end_ids:  # the table became wider: records read the old
+            self._ends = self._sampler.end_columns.end_ids
+            self._recorded.forget_choices()
+        for site in (Site.LOGITS_PROCESSORS, Site.PENALTIES, Site.SAMPLE, Site.LOGPROBS):
+            self._trip(site)
+        return self._recorded.choose(shape, num_rows, num_chunks)
+
+    def _choose_at_length(
+        self, shape: Shape, rows: IntArray, num_cruising: int, chunks: tuple[Chunk, ...], masks: Masks | None
+    ) -> "Emission":
+        """Of what a replayed model said, for those of the rows that get a token."""
+        assert self._said is not None
+        speak = np.ones(len(rows), dtype=np.bool_)
+        speak[num_cruising:] = [Output.SAMPLE in chunk.output for chunk in chunks]
+        places = np.arange(len(rows))
+        places[num_cruising:] += shape.rows - num_cruising
+        at, device_rows = upload_integers(self.device, places[speak], rows[speak])
+        batch = RowBatch(device_rows, rows[speak], self._said.positions[at])
+        return self._choose_from(self._said.logits[at], batch, masks)
+
+    def _forward(self, rows: Tensor, chunks: ChunkInputs | None) -> Tensor:
+        """What is recorded of the model: what it says after these rows and chunks, whoever they are."""
+        assert self._said is not None
         batch = cruising_batch(self._rows, rows) if chunks is None else mixed_batch(self._rows, rows, chunks)
         hidden = self._model.forward(batch.tokens, batch.ragged, self._stores.device)
         if chunks is not None:
             hidden = hidden[batch.last_tokens]
-        positions = batch.ragged.positions[batch.last_tokens] + 1
-        chosen = self._sampler.choose(self._model.logits(hidden), batch.speaking, positions, Stages.CHOOSY)
-        return self._finish(chosen, batch.speaking, positions, self._sampler.end_columns, self._rows.state)
+        said = self._said.first(len(batch.speaking))
+        said.speaking.copy_(batch.speaking)
+        said.positions.copy_(batch.ragged.positions[batch.last_tokens] + 1)
+        return said.logits.copy_(self._model.logits(hidden))
+
+    def _choose(self, count: int) -> Tensor:
+        """What is recorded of choosing, for so many. [5, count] int64."""
+        assert self._finish is not None and self._said is not None
+        logits, speaking, positions = self._said.first(count)
+        chosen = self._sampler.choose(logits, speaking, positions, Stages.CHOOSY)
+        return self._finish(chosen, speaking, positions, self._sampler.end_columns, self._rows.state)
 
     def _trip(self, site: Site) -> None:
         trip_any(site, (seat.sequence for seat in self._rows.seats.values()))
@@ -153,8 +187,14 @@ class ModelRunner:
         hidden: Tensor,  # [tokens, hidden]
         masks: Masks | None,
     ) -> "Emission":
-        batch = asking.batch
-        logits = self._model.logits(hidden[asking.at])
+        return self._choose_from(self._model.logits(hidden[asking.at]), asking.batch, masks)
+
+    def _choose_from(
+        self,
+        logits: Tensor,  # [n, vocab] float32
+        batch: RowBatch,
+        masks: Masks | None,
+    ) -> "Emission":
         for site in (Site.LOGITS_PROCESSORS, Site.PENALTIES, Site.SAMPLE):  # one call does all three
             self._trip(site)
         chosen = self._sampler.sample(logits, batch, masks)
@@ -196,6 +236,25 @@ class ModelRunner:
             )
             for start in range(0, len(targets), _SCORED_AT_ONCE)
         ]
+
+
+class Said(NamedTuple):
+    """Where a recorded model leaves what it says, for whoever chooses tokens from it. It stays in place."""
+
+    logits: Tensor  # [most, vocab] float32
+    speaking: Tensor  # [most] int64: the row that gets a token, or PADDING
+    positions: Tensor  # [most] int64: where in its sequence the token will be
+
+    @staticmethod
+    def by(most: int, vocab_size: int, device: torch.device) -> "Said":
+        return Said(
+            logits=torch.zeros(most, vocab_size, dtype=torch.float32, device=device),
+            speaking=torch.full((most,), PADDING, dtype=torch.int64, device=device),
+            positions=torch.zeros(most, dtype=torch.int64, device=device),
+        )
+
+    def first(self, count: int) -> "Said":
+        return Said(*(each[:count] for each in self))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,13 @@
 """Steps that are recorded by shape and replayed. The host says who takes part; nothing else is built for such a step.
 
-A step runs as the smallest recorded shape that holds it, the places that are left filled with nobody. What no recorded
-shape holds, without holding much more, is nobody's here: whoever asks builds it in the plain way.
+A step is recorded in two parts: the model, by shape, and the choice of tokens for whoever asks for nothing unusual, by
+the number of them. For others the second part is not replayed. A step runs as the smallest recorded shape that holds
+it, the places that are left filled with nobody. What no recorded shape holds, without holding much more, is nobody's
+here: whoever asks builds it in the plain way.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -65,47 +68,58 @@ class ChunkArrays(NamedTuple):
     speaking: NDArray[np.int64]
 
 
-# The outcome [5, rows + chunks] int64 of rows [rows] int64 that cruise, and of chunks.
-Step = Callable[[Tensor, ChunkInputs | None], Tensor]
+# The model on rows [rows] int64 that cruise, and on chunks; what it says lies where whoever chooses looks for it.
+Forward = Callable[[Tensor, ChunkInputs | None], Tensor]
+# The outcome [5, count] int64 of choosing a token for each of so many.
+Choose = Callable[[int], Tensor]
 
 
 class RecordedSteps:
     """The recorded shapes of one step."""
 
     __slots__ = (
-        "_chosen", "_device", "_here", "_inputs", "_missing", "_nobody", "_recorded", "_recorder", "_rows", "_step",
+        "_choices", "_choose", "_device", "_fits", "_forward", "_here", "_inputs", "_missing", "_nobody", "_recorded",
+        "_recorder", "_rows",
     )  # fmt: skip
 
-    def __init__(self, step: Step, shapes: list[Shape], nobody: Row, device: torch.device) -> None:
+    def __init__(
+        self, forward: Forward, choose: Choose, shapes: list[Shape], nobody: Row, device: torch.device
+    ) -> None:
         """`shapes`: what is worth recording, the most useful first."""
-        self._step = step
+        self._forward = forward
+        self._choose = choose
         self._nobody = nobody
         self._device = device
         self._recorder = Recorder(device)
         self._missing = shapes
         self._recorded: dict[Shape, Replay] = {}
-        self._chosen: dict[Shape, Shape | None] = {}  # for steps, until another shape is recorded
+        self._choices: dict[int, Replay] = {}
+        self._fits: dict[Shape, Shape | None] = {}  # for steps, until another shape is recorded
         max_rows = max(shape.rows for shape in shapes)
         self._rows = torch.full((max_rows,), nobody, dtype=torch.int64, device=device)
         self._here: NDArray[np.int64] = np.full(max_rows, nobody, dtype=np.int64)  # what `_rows` holds
         self._inputs = torch.zeros(max(map(_num_inputs, shapes)), dtype=torch.int64, device=device)
 
     @property
-    def num_missing(self) -> int:
-        return len(self._missing)
+    def complete(self) -> bool:
+        return not self._missing and not self._counts_missing()
 
     def record_next(self) -> Shape | None:
-        """Record the most useful shape that is missing; None if none is. To be called between steps."""
-        if not self._missing:
-            return None
-        shape = self._missing.pop(0)
+        """Record the most useful shape that is missing, and what is missing of earlier ones. Between steps."""
+        shape = self._missing.pop(0) if self._missing else None
         self._place_rows(np.empty(0, dtype=np.int32))
-        self._place_chunks(shape, None)
-        rows = self._rows[: shape.rows]
-        chunks = self._views(shape) if shape.chunks else None
-        self._recorded[shape] = self._recorder.record(lambda: self._step(rows, chunks))
-        self._chosen.clear()
+        if shape is not None:
+            self._place_chunks(shape, None)
+            rows = self._rows[: shape.rows]
+            chunks = self._views(shape) if shape.chunks else None
+            self._recorded[shape] = self._recorder.record(lambda: self._forward(rows, chunks))
+            self._fits.clear()
+        for count in self._counts_missing():
+            self._choices[count] = self._recorder.record(partial(self._choose, count))
         return shape
+
+    def _counts_missing(self) -> set[int]:
+        return {shape.rows + shape.chunks for shape in self._recorded} - self._choices.keys()
 
     def pace(self) -> Pace | None:
         """Of the recorded steps, with nobody in them; None without a decode and a step with chunks. Between steps."""
@@ -119,33 +133,39 @@ class RecordedSteps:
         decode_s, largest_s = (seconds_of(self._recorded[shape], self._device) for shape in (smallest, largest))
         return Pace(decode_s, largest_s / (largest.rows + largest.tokens))
 
-    def forget(self) -> None:
-        """What was recorded reads tensors that are out of use."""
-        self._missing = [*self._recorded, *self._missing]
-        self._recorded.clear()
-        self._chosen.clear()
+    def forget_choices(self) -> None:
+        """How tokens are chosen was recorded with tensors that are out of use."""
+        self._choices.clear()
 
-    def launch(self, rows: IntArray, chunks: ChunkArrays | None = None) -> Tensor | None:
-        """The outcome of these rows and chunks, which the next launch overwrites; None if no shape fits.
-
-        [5, rows + chunks] int64.
-        """
+    def forward(self, rows: IntArray, chunks: ChunkArrays | None = None) -> Shape | None:
+        """Replay the model for these rows and chunks. The shape that it ran as; None if none fits, and nothing ran."""
         step = Shape(len(rows)) if chunks is None else Shape(len(rows), len(chunks.rows), len(chunks.tokens))
         shape = self._fitting(step)
         if shape is None:
             return None
         self._place_rows(rows)
-        if chunks is None:
-            return self._recorded[shape]()[:, : len(rows)]
         self._place_chunks(shape, chunks)
-        outcome = self._recorded[shape]()
-        return torch.cat([outcome[:, : len(rows)], outcome[:, shape.rows : shape.rows + len(chunks.rows)]], dim=1)
+        self._recorded[shape]()
+        return shape
+
+    def choose(self, shape: Shape, num_rows: int, num_chunks: int) -> Tensor | None:
+        """Replay the choice after a step of so many; the next overwrites its outcome. None if it is not recorded.
+
+        [5, num_rows + num_chunks] int64.
+        """
+        replay = self._choices.get(shape.rows + shape.chunks)
+        if replay is None:
+            return None
+        outcome = replay()
+        if not num_chunks:
+            return outcome[:, :num_rows]
+        return torch.cat([outcome[:, :num_rows], outcome[:, shape.rows : shape.rows + num_chunks]], dim=1)
 
     def _fitting(self, step: Shape) -> Shape | None:
-        if step not in self._chosen:
+        if step not in self._fits:
             fitting = [shape for shape in self._recorded if shape.holds(step)]
-            self._chosen[step] = min(fitting, key=lambda shape: (shape.rows + shape.tokens, shape.chunks), default=None)
-        return self._chosen[step]
+            self._fits[step] = min(fitting, key=lambda shape: (shape.rows + shape.tokens, shape.chunks), default=None)
+        return self._fits[step]
 
     def _place_rows(self, rows: IntArray) -> None:
         """Nothing is sent if the same rows took part in the last step, which is usual."""
