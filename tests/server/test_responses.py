@@ -75,7 +75,7 @@ def test_the_events_of_a_text_in_order(http: httpx.Client) -> None:
     events = streamed(http, input="hi")
     kinds = [event["type"] for event in events]
     num_deltas = kinds.count("response.output_text.delta")
-    assert num_deltas > 3
+    assert num_deltas >= 1, "a reader that is late gets several in one"
     assert kinds == [
         "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added",
         *["response.output_text.delta"] * num_deltas,
