@@ -64,7 +64,7 @@ def test_the_events_of_a_text_in_order(http: httpx.Client) -> None:
         EVENT.validate_python(event)
     kinds = [event["type"] for event in events]
     num_deltas = kinds.count("content_block_delta")
-    assert num_deltas > 3
+    assert num_deltas >= 1, "a reader that is late gets several in one"
     assert kinds == [
         "message_start", "content_block_start", *["content_block_delta"] * num_deltas,
         "content_block_stop", "message_delta", "message_stop",
