@@ -6,7 +6,6 @@ from quire.catalog.names import DEFAULT_MODEL
 from quire.cli.console import bars, err
 from quire.cli.options import engine_config
 from quire.config import EngineConfig, resolve_dtype
-from quire.core.garbage import keep_for_good
 from quire.core.step import Runner
 from quire.engine.build import Built, build
 from quire.engine.machine import cpu_features, inspect, pick_device
@@ -28,9 +27,7 @@ def start(
     if report:
         err.print(headline(config))
     with bars() as drawn:
-        built = build(config, Watch(drawn.fetched, drawn.loaded, _tell if report else lambda phase: None), observe)
-    keep_for_good()
-    return built
+        return build(config, Watch(drawn.fetched, drawn.loaded, _tell if report else lambda phase: None), observe)
 
 
 def headline(config: EngineConfig) -> str:

@@ -5,6 +5,8 @@ refusal.
 """
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 # New objects before the young are looked through, and how often that before the older are. Python's 700 is for small
 # programs: a server under load makes so many in a few milliseconds.
@@ -16,3 +18,15 @@ def keep_for_good() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_THRESHOLDS)
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """The same for a while: in somebody else's process, while something is measured."""
+    thresholds = gc.get_threshold()
+    keep_for_good()
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()

@@ -1,0 +1,27 @@
+"""A process that is ours keeps what it has; whoever only measures leaves things as they were."""
+
+import gc
+import subprocess
+import sys
+
+from quire.core.garbage import undisturbed
+
+
+def test_what_is_measured_undisturbed_is_disturbed_afterwards() -> None:
+    before, frozen = gc.get_threshold(), gc.get_freeze_count()
+    with undisturbed():
+        assert gc.get_freeze_count() > frozen and gc.get_threshold()[0] > before[0]
+    assert gc.get_threshold() == before and gc.get_freeze_count() == 0
+
+
+def test_a_process_keeps_for_good_what_it_has() -> None:
+    code = """
+import gc
+from quire.core.garbage import keep_for_good
+class Ring: pass
+ring = Ring(); ring.self = ring; del ring
+keep_for_good()
+print(gc.get_freeze_count() > 1000, any(isinstance(each, Ring) for each in gc.get_objects()), gc.get_threshold()[0])
+"""
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said.stdout.split() == ["True", "False", "20000"], "garbage of the start is not kept"
