@@ -14,6 +14,7 @@ MOST_SEATS = 256  # that are taken where nobody says how many
 GIB = 1 << 30
 DTYPES = ("bfloat16", "float16", "float32")
 OVERCOMMITS = ("never", "hedge", "optimistic")
+_CPU_STEP, _GPU_STEP, _GPU_BATCH_STEP = 512, 2048, 8192  # tokens, where the user does not say
 USUAL_UTILIZATION = 0.9  # of a GPU's memory, where the user does not say
 REGIMES = ("static", "dynamic", "continuous", "paged", "chunked", "prefix")
 
@@ -109,8 +110,10 @@ def resolve_dtype(config: EngineConfig, machine: Machine) -> str:
     return "bfloat16" if machine.fast_bfloat16 else "float32"
 
 
-def resolve(config: EngineConfig, spec: ModelSpec, kv_bytes_per_token: int, machine: Machine) -> Resolved:
-    """Settle all numbers for one model on one machine."""
+def resolve(
+    config: EngineConfig, spec: ModelSpec, kv_bytes_per_token: int, machine: Machine, *, serving: bool = False
+) -> Resolved:
+    """Settle all numbers for one model on one machine. Whoever serves people takes smaller steps than for a batch."""
     reasons: dict[str, str] = {}
     on_gpu = machine.device == "cuda"
     rows = _pick(reasons, "max_num_seqs", config.max_num_seqs, MOST_SEATS if on_gpu else 64, machine.device)
@@ -118,7 +121,7 @@ def resolve(config: EngineConfig, spec: ModelSpec, kv_bytes_per_token: int, mach
         reasons,
         "max_num_batched_tokens",
         config.max_num_batched_tokens,
-        max(2048 if on_gpu else 512, rows),
+        max((_GPU_STEP if serving else _GPU_BATCH_STEP) if on_gpu else _CPU_STEP, rows),
         "default",
     )
     if rows > budget:

@@ -40,7 +40,8 @@ def test_everything_is_derived_and_says_from_what():
         "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory", "max_model_len", "run_ahead", "regime",
     }  # fmt: skip
     gpu = resolved(GPU)
-    assert (gpu.max_num_seqs, gpu.max_num_batched_tokens, gpu.run_ahead) == (256, 2048, 1)
+    assert (gpu.max_num_seqs, gpu.max_num_batched_tokens, gpu.run_ahead) == (256, 8192, 1)
+    assert resolve(EngineConfig(), SPEC, PER_TOKEN, GPU, serving=True).max_num_batched_tokens == 2048
 
 
 def test_a_gpu_keeps_room_for_the_work_of_a_step():

@@ -35,7 +35,7 @@ from quire.weights.dequantize import Unpacker
 from quire.weights.dummy import dummy_weights
 from quire.weights.load import load_weights
 
-_PREPARED_FIRST = 10  # shapes of steps: the most rows there can be, one row, and prompts of most lengths beside them
+_PREPARED_FIRST = 14  # shapes of steps: the most rows there can be, one row, and prompts of most lengths beside them
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -99,7 +99,7 @@ def build(
     weights = _weights(config, checkpoint, _DTYPES[dtype], device, watch)
     choice = select_kernels(device.type)
     machine = inspect(device)
-    resolved = resolve(config, spec, spec.kv_bytes_per_token(_DTYPES[dtype].itemsize), machine)
+    resolved = resolve(config, spec, spec.kv_bytes_per_token(_DTYPES[dtype].itemsize), machine, serving=serving)
     model = Decoder(spec, weights, choice.kernels, resolved.max_model_len)
     weight_bytes = _num_weight_bytes(weights)
     watch.done("weights", f"{weight_bytes / 2**30:.2f} GiB {dtype}")
