@@ -145,9 +145,9 @@ class LLM:
         (`priority`, `tenant`, `cache_salt`, `timeout_s`) are those of each prompt.
         """
         many = _prompts(prompts)
-        tickets = self._submit(many, self._params_for(many, sampling_params), Terms(**terms))
         if len(many) >= _MANY:
             self.built.engine.prepare_for_many()
+        tickets = self._submit(many, self._params_for(many, sampling_params), Terms(**terms))
         return self._finish(tickets, progress)
 
     def chat(

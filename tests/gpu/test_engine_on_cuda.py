@@ -45,8 +45,8 @@ def run(
     stores.device.fill_(torch.nan)  # nothing that was not written is read
     choosing = None if choice is None else choice.choosing
     runner = ModelRunner(model, stores, max_rows=ROWS, max_length=LENGTH, choosing=choosing)
-    while runner.prepare():
-        pass
+    while not runner.prepared:
+        runner.prepare()
     door = Door(spec.vocab_size, (), LENGTH, ROWS, NUM_BLOCKS, BLOCK_SIZE)
     scheduler = Scheduler(KVManager(NUM_BLOCKS, BLOCK_SIZE, ROWS), max_rows=ROWS, max_step_tokens=96)
     front = LocalFront(Engine(scheduler, runner, door, depth=1, seed=0, clock=lambda: 0.0), None)

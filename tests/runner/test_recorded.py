@@ -1,6 +1,7 @@
 """Steps that are recorded by shape: the same tokens as steps that are built, whoever comes, goes or ends."""
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,11 +14,13 @@ from quire.engine.engine import Engine
 from quire.engine.local import LocalFront
 from quire.engine.oracle import TorchOracle, torch_oracle
 from quire.kernels.choosing import PADDING, Choosing
+from quire.kernels.contract import Ragged
 from quire.kv.manager import KVManager
 from quire.models.oracle import OracleModel
 from quire.runner.kv_store import new_store
 from quire.runner.model_runner import ModelRunner
 from quire.runner.recorded import ChunkArrays, ChunkInputs, RecordedSteps, Shape
+from quire.runner.replay import Recorder, Replay
 from quire.runner.shapes import shapes_to_record
 from quire.sched.scheduler import Scheduler
 from quire.sim.check import check
@@ -187,13 +190,16 @@ WISHES: list[dict[str, object]] = [
 ]
 
 
-def answers(choosing: Choosing | None) -> tuple[list[object], int]:
-    """What requests with all kinds of wishes are told, and how many steps were replayed."""
+def answers(choosing: Choosing | None, *, busily: bool = False) -> tuple[list[object], int]:
+    """What requests with all kinds of wishes are told, and how many steps were replayed.
+
+    Busily: everything is recorded while they run, instead of before.
+    """
     model = OracleModel(300)
     stores = new_store(model.kv_geometry, 128, 4, CPU)
     runner = ModelRunner(model, stores, max_rows=5, max_length=128, choosing=choosing, max_step_tokens=24)
-    while runner.prepare():
-        pass
+    while not runner.prepared and not busily:
+        runner.prepare()
     scheduler = Scheduler(KVManager(128, 4, 5), max_rows=5, max_step_tokens=24)
     engine = Engine(scheduler, runner, Door(300, (), 128, 5, 128, 4), depth=1, seed=0, clock=lambda: 0.0)
     front = LocalFront(engine, None)
@@ -203,6 +209,9 @@ def answers(choosing: Choosing | None) -> tuple[list[object], int]:
         tickets.append(front.submit([(place * 31 + i * 7) % 300 for i in range(2 + 3 * place)], params))
     while not all(ticket.finished for ticket in tickets):
         front.turn()
+        if busily:
+            runner.prepare()
+    assert runner.prepared or not busily, "what was forgotten is recorded again"
     outputs = [ticket.output().outputs[0] for ticket in tickets]
     return [(each.token_ids, each.finish_reason, each.logprobs) for each in outputs], runner.num_replayed
 
@@ -212,3 +221,42 @@ def test_those_who_ask_for_more_get_it_from_a_replayed_model_too() -> None:
     built, none = answers(None)
     assert replayed == built
     assert count > 15 and none == 0
+
+
+def test_recording_while_others_run_changes_nothing_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work that is recorded is also done, as it is before a CUDA graph is captured. Wide tables of end tokens come on
+    the way, so that choices are recorded again and again."""
+
+    def record(recorder: Recorder, work: Replay) -> Replay:
+        work()
+        return work
+
+    monkeypatch.setattr(Recorder, "record", record)
+    busy, count = answers(PLAIN_CHOOSING, busily=True)
+    built, _ = answers(None)
+    assert busy == built
+    assert count > 5
+
+
+class Full(OracleModel):
+    """A model for whose larger steps there is no memory."""
+
+    def forward(self, tokens: torch.Tensor, ragged: Ragged, kv: torch.Tensor) -> torch.Tensor:
+        if len(tokens) > 5:
+            raise torch.OutOfMemoryError("no memory")
+        return super().forward(tokens, ragged, kv)
+
+
+def test_without_memory_nothing_more_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Recorder, "record", lambda recorder, work: (work(), work)[1])
+    model = Full(300)
+    stores = new_store(model.kv_geometry, 128, 4, CPU)
+    runner = ModelRunner(model, stores, max_rows=5, max_length=128, choosing=PLAIN_CHOOSING, max_step_tokens=24)
+    for _ in range(10):
+        runner.prepare()
+    assert runner.prepared
+    first = runner.launch(
+        StepPlan(0, seats=(seat(0, PROMPT[:3]),), grants=grants({0: [1]}), chunks=(sample(0, 0, 3),))
+    ).wait()
+    second = runner.launch(StepPlan(1, num_cruising=1)).wait()
+    assert (len(first.rows), len(second.rows), runner.num_replayed) == (1, 1, 1), "decodes were recorded before"

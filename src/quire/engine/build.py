@@ -163,7 +163,7 @@ def _engine(
         seed=config.seed,
         clock=time.monotonic,
         grammars=make_grammars(opened, vocab_size),
-        prepare=runner.prepare,
+        preparing=runner,
         span=torch.cuda.nvtx.range if runner.device.type == "cuda" else None,
     )
 

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from quire.core.errors import EngineFailed, InvalidParameter
 from quire.core.faults import Site, trip
@@ -25,6 +25,15 @@ _PREPARED_FOR_MANY = 40  # pieces of preparation, some 0.1 s each
 MOST_REMEMBERED = 100  # finished requests that can still be explained
 
 
+class Preparing(Protocol):
+    """Somebody who can use spare time to make later steps faster, a piece at a time."""
+
+    @property
+    def prepared(self) -> bool: ...
+
+    def prepare(self) -> None: ...
+
+
 class Engine:
     """Submit, turn, and listen to what each turn absorbed."""
 
@@ -38,7 +47,7 @@ class Engine:
         seed: int,
         clock: Callable[[], float],
         grammars: "Grammars | None" = None,
-        prepare: Callable[[], bool] | None = None,
+        preparing: Preparing | None = None,
         span: Span | None = None,
     ) -> None:
         self.door = door
@@ -50,8 +59,7 @@ class Engine:
         self._reporter = Reporter()
         self._latest: dict[RequestId, Family] = {}
         self._failure: str | None = None
-        self._prepare_runner = prepare  # a piece of work that makes later steps faster; whether more is left
-        self._unprepared = prepare is not None
+        self._preparing = preparing
 
     def submit(self, order: Order) -> Accepted:
         """Queue a request. A `QuireError` means that nothing happened."""
@@ -125,9 +133,9 @@ class Engine:
 
     def prepare(self) -> bool:
         """With nothing else to do: a piece of work that makes later steps faster. Whether more of it is left."""
-        if self._unprepared and self._prepare_runner is not None:
-            self._unprepared = self._prepare_runner()
-        return self._unprepared
+        if self._preparing is not None and not self._preparing.prepared:
+            self._preparing.prepare()
+        return not self.prepared
 
     def prepare_for_many(self) -> None:
         """Before a large batch: the most useful part of it."""
@@ -137,7 +145,7 @@ class Engine:
 
     @property
     def prepared(self) -> bool:
-        return not self._unprepared
+        return self._preparing is None or self._preparing.prepared
 
     def _check_alive(self) -> None:
         if self._failure is not None:

@@ -38,8 +38,8 @@ class TorchOracle:
         self._runner = ModelRunner(
             model, stores, max_rows=max_rows, max_length=max_length, choosing=choosing, max_step_tokens=16
         )
-        while self._runner.prepare():
-            pass
+        while not self._runner.prepared:
+            self._runner.prepare()
 
     @property
     def num_replayed(self) -> int:

@@ -3,6 +3,7 @@
 Nothing between `launch` and `wait` waits for the device, so that steps can be in flight on one that runs behind.
 """
 
+import logging
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -26,6 +27,8 @@ from quire.sampling.candidates import RowCandidates
 from quire.sampling.logprobs import RowScores, Scores, score_tokens
 from quire.sampling.rows import RowBatch
 from quire.sampling.sampler import Sampler
+
+_log = logging.getLogger(__name__)
 
 # Prompt positions whose logits exist at the same time: 64 x a vocabulary of 150,000 are 40 MB.
 _SCORED_AT_ONCE = 64
@@ -61,13 +64,22 @@ class ModelRunner:
         self._ends = self._sampler.end_columns.end_ids
         self.num_replayed = 0  # steps that were not built but replayed
 
+    @property
+    def prepared(self) -> bool:
+        return self._recorded is None or self._recorded.complete
+
     @torch.inference_mode()
-    def prepare(self) -> bool:
-        """Between steps, if there is time: record one more shape of steps. Whether more is left to do."""
-        if self._recorded is None:
-            return False
-        self._recorded.record_next()
-        return not self._recorded.complete
+    def prepare(self) -> None:
+        """Between steps, if there is time: record one more shape of steps. Without memory for it no more are."""
+        if self._recorded is None or self._said is None:
+            return
+        self._said.speaking.fill_(PADDING)  # what is recorded is done as well: nobody's tokens are chosen a second time
+        try:
+            self._recorded.record_next()
+        except RuntimeError as error:  # torch.OutOfMemoryError, or what an interrupted capture makes of it
+            _log.warning("no more steps are recorded: %s", error)
+            self._recorded.give_up()
+            torch.cuda.empty_cache()
 
     @torch.inference_mode()
     def pace(self) -> Pace | None:

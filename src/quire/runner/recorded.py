@@ -78,8 +78,8 @@ class RecordedSteps:
     """The recorded shapes of one step."""
 
     __slots__ = (
-        "_choices", "_choose", "_device", "_fits", "_forward", "_here", "_inputs", "_missing", "_nobody", "_recorded",
-        "_recorder", "_rows",
+        "_choices", "_choose", "_device", "_fits", "_forward", "_gave_up", "_here", "_inputs", "_missing", "_nobody",
+        "_recorded", "_recorder", "_rows",
     )  # fmt: skip
 
     def __init__(
@@ -94,6 +94,7 @@ class RecordedSteps:
         self._missing = shapes
         self._recorded: dict[Shape, Replay] = {}
         self._choices: dict[int, Replay] = {}
+        self._gave_up = False
         self._fits: dict[Shape, Shape | None] = {}  # for steps, until another shape is recorded
         max_rows = max(shape.rows for shape in shapes)
         self._rows = torch.full((max_rows,), nobody, dtype=torch.int64, device=device)
@@ -102,7 +103,7 @@ class RecordedSteps:
 
     @property
     def complete(self) -> bool:
-        return not self._missing and not self._counts_missing()
+        return self._gave_up or (not self._missing and not self._counts_missing())
 
     def record_next(self) -> Shape | None:
         """Record the most useful shape that is missing, and what is missing of earlier ones. Between steps."""
@@ -133,6 +134,11 @@ class RecordedSteps:
         decode_s, largest_s = (seconds_of(self._recorded[shape], self._device) for shape in (smallest, largest))
         return Pace(decode_s, largest_s / (largest.rows + largest.tokens))
 
+    def give_up(self) -> None:
+        """Record nothing more; what is recorded stays."""
+        self._missing.clear()
+        self._gave_up = True
+
     def forget_choices(self) -> None:
         """How tokens are chosen was recorded with tensors that are out of use."""
         self._choices.clear()
@@ -162,18 +168,22 @@ class RecordedSteps:
         return torch.cat([outcome[:, :num_rows], outcome[:, shape.rows : shape.rows + num_chunks]], dim=1)
 
     def _fitting(self, step: Shape) -> Shape | None:
-        if step not in self._fits:
-            fitting = [shape for shape in self._recorded if shape.holds(step)]
-            self._fits[step] = min(fitting, key=lambda shape: (shape.rows + shape.tokens, shape.chunks), default=None)
-        return self._fits[step]
+        """Remembered for decodes, of which there are few."""
+        if step in self._fits:
+            return self._fits[step]
+        holding = (shape for shape in self._recorded if shape.holds(step))
+        fitting = min(holding, key=lambda shape: (shape.rows + shape.tokens, shape.chunks), default=None)
+        if not step.chunks:
+            self._fits[step] = fitting
+        return fitting
 
     def _place_rows(self, rows: IntArray) -> None:
         """Nothing is sent if the same rows took part in the last step, which is usual."""
         wanted = np.full_like(self._here, self._nobody)
         wanted[: len(rows)] = rows
         if not np.array_equal(wanted, self._here):
-            self._here = wanted
             self._rows.copy_(upload(wanted, self._device), non_blocking=True)
+            self._here = wanted
 
     def _place_chunks(self, shape: Shape, chunks: ChunkArrays | None) -> None:
         """The chunks in the layout of a shape; None: nobody's."""

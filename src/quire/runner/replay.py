@@ -32,7 +32,10 @@ class Recorder:
         work()  # compiles, and lets libraries take their workspaces, which a capture must not
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with (  # the outer one, because a capture that fails would leave its own stream as the current one
+            torch.cuda.stream(torch.cuda.current_stream(self._device)),
+            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+        ):
             result = work()
 
         def replay() -> Tensor:
