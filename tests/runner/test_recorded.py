@@ -190,22 +190,30 @@ WISHES: list[dict[str, object]] = [
 ]
 
 
-def answers(choosing: Choosing | None, *, busily: bool = False) -> tuple[list[object], int]:
-    """What requests with all kinds of wishes are told, and how many steps were replayed.
+WIDTHS = (2, 5, 9, 33)
+GROWING: list[dict[str, object]] = [{"stop_token_ids": list(range(299, 299 - 3 * width, -3))} for width in WIDTHS]
+    {"stop_token_ids": list(range(299, 299 - 3 * width, -3))} for width in (2, 5, 9, 33)
+]
 
-    Busily: everything is recorded while they run, instead of before.
+
+def answers(
+    choosing: Choosing | None, wishes: list[dict[str, object]] = WISHES, *, busily: bool = False
+) -> tuple[list[object], int]:
+    """What requests with these wishes are told, and how many steps were replayed.
+
+    Busily: what is missing is recorded after every turn, too.
     """
     model = OracleModel(300)
     stores = new_store(model.kv_geometry, 128, 4, CPU)
     runner = ModelRunner(model, stores, max_rows=5, max_length=128, choosing=choosing, max_step_tokens=24)
-    while not runner.prepared and not busily:
+    while not runner.prepared:
         runner.prepare()
     scheduler = Scheduler(KVManager(128, 4, 5), max_rows=5, max_step_tokens=24)
     engine = Engine(scheduler, runner, Door(300, (), 128, 5, 128, 4), depth=1, seed=0, clock=lambda: 0.0)
     front = LocalFront(engine, None)
     tickets = []
     for place in range(14):
-        params = SamplingParams(temperature=0, max_tokens=6 + place % 5, **WISHES[place % 7])  # type: ignore[arg-type]
+        params = SamplingParams(temperature=0, max_tokens=6 + place % 5, **wishes[place % len(wishes)])  # type: ignore[arg-type]
         tickets.append(front.submit([(place * 31 + i * 7) % 300 for i in range(2 + 3 * place)], params))
     while not all(ticket.finished for ticket in tickets):
         front.turn()
@@ -224,18 +232,19 @@ def test_those_who_ask_for_more_get_it_from_a_replayed_model_too() -> None:
 
 
 def test_recording_while_others_run_changes_nothing_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work that is recorded is also done, as it is before a CUDA graph is captured. Wide tables of end tokens come on
-    the way, so that choices are recorded again and again."""
+    """Work that is recorded is also done, as it is before a CUDA graph is captured. Ever more end tokens come on the
+    way, so that choices are forgotten and recorded again."""
 
     def record(recorder: Recorder, work: Replay) -> Replay:
         work()
         return work
 
     monkeypatch.setattr(Recorder, "record", record)
-    busy, count = answers(PLAIN_CHOOSING, busily=True)
-    built, _ = answers(None)
-    assert busy == built
-    assert count > 5
+    for wishes in (WISHES, GROWING):
+        busy, count = answers(PLAIN_CHOOSING, wishes, busily=True)
+        built, _ = answers(None, wishes)
+        assert busy == built
+        assert count > 15
 
 
 class Full(OracleModel):
