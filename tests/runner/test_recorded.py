@@ -192,8 +192,6 @@ WISHES: list[dict[str, object]] = [
 
 WIDTHS = (2, 5, 9, 33)
 GROWING: list[dict[str, object]] = [{"stop_token_ids": list(range(299, 299 - 3 * width, -3))} for width in WIDTHS]
-    {"stop_token_ids": list(range(299, 299 - 3 * width, -3))} for width in (2, 5, 9, 33)
-]
 
 
 def answers(
