@@ -36,8 +36,6 @@ from quire.text.tokenizer import Tokenizer
 Message = Mapping[str, object]
 Conversation = Sequence[Message]
 
-_MANY = 16  # prompts that are worth preparing for
-
 
 class LLM:
     """A loaded model. `LLM()` is the default one, `LLM("path, short name or hub id")` any other."""
@@ -145,8 +143,6 @@ class LLM:
         (`priority`, `tenant`, `cache_salt`, `timeout_s`) are those of each prompt.
         """
         many = _prompts(prompts)
-        if len(many) >= _MANY:
-            self.built.engine.prepare_for_many()
         tickets = self._submit(many, self._params_for(many, sampling_params), Terms(**terms))
         return self._finish(tickets, progress)
 

@@ -43,7 +43,7 @@ def samplers(samplings: list[RowSampling], vocab_size: int) -> tuple[Sampler, Sa
     for sampler in pair:
         for row, sampling in enumerate(samplings):
             tokens = np.zeros(1, dtype=np.int32)
-            sampler.seat(Seat(Row(row), SequenceId(row), row, tokens, 1, 1000, sampling))
+            sampler.seat([Seat(Row(row), SequenceId(row), row, tokens, 1, 1000, sampling)])
     return pair
 
 

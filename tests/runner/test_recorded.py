@@ -17,11 +17,13 @@ from quire.kernels.choosing import PADDING, Choosing
 from quire.kernels.contract import Ragged
 from quire.kv.manager import KVManager
 from quire.models.oracle import OracleModel
+from quire.runner import recorded
 from quire.runner.kv_store import new_store
 from quire.runner.model_runner import ModelRunner
-from quire.runner.recorded import ChunkArrays, ChunkInputs, RecordedSteps, Shape
+from quire.runner.recorded import ChunkArrays, ChunkInputs, RecordedSteps
+from quire.runner.regrets import Regrets
 from quire.runner.replay import Recorder, Replay
-from quire.runner.shapes import shapes_to_record
+from quire.runner.shapes import Shape, shapes_to_record
 from quire.sched.scheduler import Scheduler
 from quire.sim.check import check
 from quire.sim.world import World
@@ -36,8 +38,10 @@ PROMPT = [5, 96, 3, 41, 0, 17]
 
 @given(max_rows=st.integers(1, 600), max_tokens=st.integers(1, 9000))
 def test_shapes_waste_little_and_come_in_the_order_of_their_use(max_rows: int, max_tokens: int) -> None:
-    shapes = shapes_to_record(max_rows, max_tokens)
-    assert len(set(shapes)) == len(shapes) and len(shapes) < 150
+    wanted = shapes_to_record(max_rows, max_tokens)
+    assert len(wanted.first) < 20
+    shapes = [*wanted.first, *wanted.soon, *wanted.later]
+    assert len(set(shapes)) == len(shapes) and len(shapes) < 250
     assert shapes[:2] == list(dict.fromkeys([Shape(max_rows), Shape(1)])) or max_rows == 1
     decodes = [shape for shape in shapes if shape.chunks == 0]
     for rows in range(1, max_rows + 1):
@@ -60,7 +64,12 @@ class Recording:
 
     def record_all(self) -> None:
         while not self.recorded.complete:
-            self.recorded.record_next()
+            self.record_next()
+
+    def record_next(self) -> Shape | None:
+        shape = self.recorded.next_missing
+        self.recorded.record(shape)
+        return shape
 
     def forward(self, rows: torch.Tensor, chunks: ChunkInputs | None) -> torch.Tensor:
         self.rows = rows.tolist()
@@ -74,18 +83,18 @@ class Recording:
 
 def test_the_next_shape_takes_the_rows_and_nobody_fills_the_rest() -> None:
     step = Recording(Shape(16), Shape(1), Shape(4))
-    recorded = step.recorded
-    assert recorded.forward(np.array([3], np.int32)) is None, "nothing is recorded"
-    assert recorded.record_next() == Shape(16)
-    assert recorded.forward(np.array([3, 7, 9], np.int32)) == Shape(16)
+    steps = step.recorded
+    assert steps.forward(np.array([3], np.int32)) is None, "nothing is recorded"
+    assert step.record_next() == Shape(16)
+    assert steps.forward(np.array([3, 7, 9], np.int32)) == Shape(16)
     assert step.rows == [3, 7, 9] + [NOBODY] * 13
-    outcome = recorded.choose(Shape(16), 3, 0)
+    outcome = steps.choose(Shape(16), 3, 0)
     assert outcome is not None and outcome.tolist() == [[3, 7, 9]] * 5
-    assert recorded.record_next() == Shape(1) and not recorded.complete
-    recorded.forward(np.array([7], np.int32))
+    assert step.record_next() == Shape(1) and not steps.complete
+    steps.forward(np.array([7], np.int32))
     assert step.rows == [7]
     step.record_all()
-    recorded.forward(np.array([1, 2, 3], np.int32))
+    steps.forward(np.array([1, 2, 3], np.int32))
     assert step.rows == [1, 2, 3, NOBODY]
 
 
@@ -132,7 +141,7 @@ def test_chunks_come_behind_the_rows_and_nobodys_are_empty() -> None:
 def test_the_pace_is_that_of_the_smallest_decode_and_the_largest_step() -> None:
     step = Recording(Shape(4), Shape(1), Shape(4, 2, 6))
     assert step.recorded.pace() is None
-    step.recorded.record_next()
+    step.record_next()
     assert step.recorded.pace() is None, "no step with chunks"
     step.record_all()
     pace = step.recorded.pace()
@@ -195,17 +204,21 @@ GROWING: list[dict[str, object]] = [{"stop_token_ids": list(range(299, 299 - 3 *
 
 
 def answers(
-    choosing: Choosing | None, wishes: list[dict[str, object]] = WISHES, *, busily: bool = False
+    choosing: Choosing | None, wishes: list[dict[str, object]] = WISHES, *, busily: bool = False, first: int = 99
 ) -> tuple[list[object], int]:
     """What requests with these wishes are told, and how many steps were replayed.
 
-    Busily: what is missing is recorded after every turn, too.
+    Busily: what is missing is recorded after every turn, too. First: so many shapes are recorded before; the others on
+    demand.
     """
     model = OracleModel(300)
     stores = new_store(model.kv_geometry, 128, 4, CPU)
-    runner = ModelRunner(model, stores, max_rows=5, max_length=128, choosing=choosing, max_step_tokens=24)
-    while not runner.prepared:
+    runner = ModelRunner(
+        model, stores, max_rows=5, max_length=128, choosing=choosing, max_step_tokens=24, on_demand=True
+    )
+    for _ in range(first):
         runner.prepare()
+    runner.pace()
     scheduler = Scheduler(KVManager(128, 4, 5), max_rows=5, max_step_tokens=24)
     engine = Engine(scheduler, runner, Door(300, (), 128, 5, 128, 4), depth=1, seed=0, clock=lambda: 0.0)
     front = LocalFront(engine, None)
@@ -243,6 +256,39 @@ def test_recording_while_others_run_changes_nothing_for_them(monkeypatch: pytest
         built, _ = answers(None, wishes)
         assert busy == built
         assert count > 15
+
+
+def test_what_steps_were_without_for_too_long_is_recorded_before_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the clocks say: recording costs next to nothing here, and every token too many a second."""
+    monkeypatch.setattr(Recorder, "record", lambda recorder, work: (work(), work)[1])
+    monkeypatch.setattr(recorded, "seconds_of", lambda replay, device: 1.0)
+    few, some = answers(PLAIN_CHOOSING, first=4)
+    many, most = answers(PLAIN_CHOOSING)
+    grown, _ = answers(PLAIN_CHOOSING, GROWING, first=4)
+    assert few == many and some == most, "all steps are replayed, one way or the other"
+    assert grown == answers(None, GROWING)[0]
+
+
+def test_regrets_add_up_by_shape_until_they_reach_the_cost_of_recording() -> None:
+    regrets = Regrets()
+    missing = [Shape(4), Shape(2), Shape(4, 1, 8), Shape(4, 2, 8)]
+    regrets.took(Shape(8), 9.0)
+    regrets.took(Shape(1), 1.0)
+    assert regrets.worth(Shape(2), Shape(8), missing) is None, "what a token costs is not known"
+    regrets.token_s = 0.125
+    assert regrets.worth(Shape(2), Shape(8), missing) is None, "0.75 s"
+    assert regrets.worth(Shape(3), Shape(8), missing) is None, "0.5 s, of another"
+    assert regrets.worth(Shape(1), Shape(8), missing) == Shape(2), "1.5 s"
+    assert regrets.worth(Shape(8), Shape(8), missing) is None
+    assert not regrets.better_built(Shape(3, 1, 3), Shape(90, 1, 8)), "no such was recorded"
+    chunk = Shape(3, 1, 3)
+    assert regrets.worth(chunk, None, missing) is None, "no such was recorded: its cost is not known"
+    regrets.took(Shape(4, 1, 16), 2.0)
+    assert regrets.better_built(chunk, Shape(4, 1, 8)), "1.5 s, and building takes 1"
+    assert not regrets.better_built(chunk, Shape(4, 1, 4)), "1 s as well"
+    assert not regrets.better_built(Shape(3, 1, 20), Shape(3, 1, 20)), "it computes as long, whoever launches it"
+    tries = [regrets.worth(chunk, None, missing) for _ in range(8)]
+    assert tries == [None] * 7 + [Shape(4, 1, 8)], "building costs 1 s, of which 0.75 pass while the device computes"
 
 
 class Full(OracleModel):

@@ -30,7 +30,7 @@ class Case:
 
 def seat(sampler: Sampler, row: int, case: Case) -> None:
     tokens = np.array(case.tokens, dtype=np.int32)
-    sampler.seat(Seat(Row(row), SequenceId(row), case.index, tokens, case.num_prompt, case.max_length, case.sampling))
+    sampler.seat([Seat(Row(row), SequenceId(row), case.index, tokens, case.num_prompt, case.max_length, case.sampling)])
 
 
 def batch_of(rows: list[int], positions: list[int]) -> RowBatch:

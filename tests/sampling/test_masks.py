@@ -23,7 +23,7 @@ def bits_of(allowed: set[int]) -> np.ndarray:
 def sampler_with(rows: dict[int, RowSampling]) -> Sampler:
     sampler = Sampler(8, VOCAB, torch.device("cpu"))
     for row, sampling in rows.items():
-        sampler.seat(Seat(Row(row), SequenceId(row), 0, np.array([1, 2], dtype=np.int32), 2, 100, sampling))
+        sampler.seat([Seat(Row(row), SequenceId(row), 0, np.array([1, 2], dtype=np.int32), 2, 100, sampling)])
     return sampler
 
 

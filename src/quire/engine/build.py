@@ -35,8 +35,6 @@ from quire.weights.dequantize import Unpacker
 from quire.weights.dummy import dummy_weights
 from quire.weights.load import load_weights
 
-_PREPARED_FIRST = 14  # shapes of steps: the most rows there can be, one row, and prompts of most lengths beside them
-
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -103,7 +101,6 @@ def build(
     model = Decoder(spec, weights, choice.kernels, resolved.max_model_len)
     weight_bytes = _num_weight_bytes(weights)
     watch.done("weights", f"{weight_bytes / 2**30:.2f} GiB {dtype}")
-
     stores = new_store(
         model.kv_geometry,
         resolved.num_blocks,
@@ -119,12 +116,13 @@ def build(
         max_length=resolved.max_model_len,
         choosing=choice.choosing,
         max_step_tokens=resolved.max_num_batched_tokens,
+        on_demand=not serving,
     )
     watch.done("kv cache", _describe_cache(resolved))
     before = inspect(device)
     warm_up(model, stores)
     watch.done("warm-up", choice.reason)
-    pace = _record(runner, watch) if choice.choosing is not None else None
+    pace = _record(runner, watch, serving) if choice.choosing is not None else None
     costs = _costs(spec, weights, _DTYPES[dtype].itemsize, machine, resolved, stores, pace)
     scheduler = make_scheduler(config, resolved, costs, usual_itl_s(pace) if serving and pace is not None else None)
     engine = _engine(config, opened, resolved, scheduler, runner, observe)
@@ -134,12 +132,13 @@ def build(
     return Built(name, engine, front, tokenizer, checkpoint, resolved, machine, dtype, choice.reason, memory)
 
 
-def _record(runner: ModelRunner, watch: Watch) -> Pace | None:
-    """The first shapes of steps, and how fast they are."""
-    for _ in range(_PREPARED_FIRST):
+def _record(runner: ModelRunner, watch: Watch, serving: bool) -> Pace | None:
+    """The first shapes of steps, and how fast they are. A server is ready sooner, and goes on when it is idle."""
+    num_shapes = runner.num_first + (0 if serving else runner.num_soon)
+    for _ in range(num_shapes):
         runner.prepare()
     pace = runner.pace()
-    told = f"{_PREPARED_FIRST} shapes of steps, the others when idle"
+    told = f"{num_shapes} shapes of steps, the others when {'idle' if serving else 'it pays'}"
     if pace is not None:
         told += f" · one row {1e3 * pace.decode_s:.2f} ms · {1e6 * pace.token_s:.1f} µs a token of prompts"
     watch.done("recording", told)

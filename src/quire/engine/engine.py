@@ -21,7 +21,6 @@ from quire.sched.scheduler import Scheduler
 if TYPE_CHECKING:  # llguidance is needed by those who follow grammars alone
     from quire.engine.grammars import Grammars
 
-_PREPARED_FOR_MANY = 40  # pieces of preparation, some 0.1 s each
 MOST_REMEMBERED = 100  # finished requests that can still be explained
 
 
@@ -136,12 +135,6 @@ class Engine:
         if self._preparing is not None and not self._preparing.prepared:
             self._preparing.prepare()
         return not self.prepared
-
-    def prepare_for_many(self) -> None:
-        """Before a large batch: the most useful part of it."""
-        for _ in range(_PREPARED_FOR_MANY):
-            if not self.prepare():
-                return
 
     @property
     def prepared(self) -> bool:

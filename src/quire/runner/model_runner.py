@@ -20,9 +20,9 @@ from quire.models.model import Model
 from quire.runner.batch import Asking, PromptScoring, build_batch, chunk_arrays, cruising_batch, mixed_batch
 from quire.runner.kv_store import KvStores
 from quire.runner.pooling import PooledRows, Pools
-from quire.runner.recorded import ChunkInputs, Pace, RecordedSteps, Shape
+from quire.runner.recorded import ChunkInputs, Pace, RecordedSteps, shape_of
 from quire.runner.rows import RowTable
-from quire.runner.shapes import shapes_to_record
+from quire.runner.shapes import Shape, shapes_to_record
 from quire.sampling.candidates import RowCandidates
 from quire.sampling.logprobs import RowScores, Scores, score_tokens
 from quire.sampling.rows import RowBatch
@@ -46,6 +46,7 @@ class ModelRunner:
         max_length: int,
         choosing: Choosing | None = None,  # with it, steps are recorded and replayed
         max_step_tokens: int = 0,  # that recorded steps may have beside those of rows that cruise
+        on_demand: bool = False,  # record before a step what steps like it were without for too long
     ) -> None:
         device = stores.device.device
         self.device = device
@@ -55,10 +56,14 @@ class ModelRunner:
         self._sampler = Sampler(max_rows + 1, model.vocab_size, device, None if choosing is None else choosing.choose)
         self._pools = Pools()
         self._finish = None if choosing is None else choosing.finish
+        self._on_demand = on_demand
+        self.num_first = self.num_soon = 0  # shapes of steps that `prepare` records first, and soon after
         self._recorded: RecordedSteps | None = None
         self._said: Said | None = None
         if choosing is not None:
-            shapes = shapes_to_record(max_rows, max_step_tokens)
+            wanted = shapes_to_record(max_rows, max_step_tokens)
+            shapes = [*wanted.first, *wanted.soon, *wanted.later]
+            self.num_first, self.num_soon = len(wanted.first), len(wanted.soon)
             self._said = Said.by(max(shape.rows + shape.chunks for shape in shapes), model.vocab_size, device)
             self._recorded = RecordedSteps(self._forward, self._choose, shapes, self._rows.nobody, device)
         self._ends = self._sampler.end_columns.end_ids
@@ -71,11 +76,15 @@ class ModelRunner:
     @torch.inference_mode()
     def prepare(self) -> None:
         """Between steps, if there is time: record one more shape of steps. Without memory for it no more are."""
-        if self._recorded is None or self._said is None:
-            return
+        if self._recorded is not None:
+            self._record(self._recorded.next_missing)
+
+    def _record(self, shape: Shape | None) -> None:
+        """Between steps: this one, and what became missing of others."""
+        assert self._recorded is not None and self._said is not None
         self._said.speaking.fill_(PADDING)  # what is recorded is done as well: nobody's tokens are chosen a second time
         try:
-            self._recorded.record_next()
+            self._recorded.record(shape)
         except RuntimeError as error:  # torch.OutOfMemoryError, or what an interrupted capture makes of it
             _log.warning("no more steps are recorded: %s", error)
             self._recorded.give_up()
@@ -123,6 +132,10 @@ class ModelRunner:
         arrays = chunk_arrays(self._rows, chunks) if chunks else None
         if chunks and arrays is None:
             return None
+        if self._on_demand:
+            wanted = self._recorded.worth_recording(shape_of(cruising, arrays))
+            if wanted is not None or self._recorded.forgot:
+                self._record(wanted)
         self._trip(Site.FORWARD)
         shape = self._recorded.forward(cruising, arrays)
         if shape is None:
@@ -188,8 +201,7 @@ class ModelRunner:
         for row in plan.leaves:
             self._sampler.leave(row)
             self._pools.leave(row)
-        for seat in plan.seats:
-            self._sampler.seat(seat)
+        self._sampler.seat(plan.seats)
         for tell in plan.tells:
             self._sampler.tell(tell.row, tell.tokens)
 

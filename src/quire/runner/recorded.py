@@ -6,6 +6,7 @@ it, the places that are left filled with nobody. What no recorded shape holds, w
 here: whoever asks builds it in the plain way.
 """
 
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -18,23 +19,9 @@ from torch import Tensor
 from quire.core.ids import IntArray, Row
 from quire.kernels.choosing import PADDING
 from quire.kernels.host_copies import upload
+from quire.runner.regrets import Regrets
 from quire.runner.replay import Recorder, Replay, seconds_of
-
-_SPARE_TOKENS = 256  # that a shape may have beyond twice what a step needs: as dear as building it
-
-
-class Shape(NamedTuple):
-    """How much a step computes."""
-
-    rows: int  # that cruise, one token each
-    chunks: int = 0
-    tokens: int = 0  # of all chunks
-
-    def holds(self, step: "Shape") -> bool:
-        if step.chunks == 0:
-            return self.chunks == 0 and self.rows >= step.rows
-        enough = self.rows >= step.rows and self.chunks >= step.chunks and self.tokens >= step.tokens
-        return enough and self.rows + self.tokens <= 2 * (step.rows + step.tokens) + _SPARE_TOKENS
+from quire.runner.shapes import Shape
 
 
 class Pace(NamedTuple):
@@ -68,6 +55,10 @@ class ChunkArrays(NamedTuple):
     speaking: NDArray[np.int64]
 
 
+def shape_of(rows: IntArray, chunks: ChunkArrays | None) -> Shape:
+    return Shape(len(rows)) if chunks is None else Shape(len(rows), len(chunks.rows), len(chunks.tokens))
+
+
 # The model on rows [rows] int64 that cruise, and on chunks; what it says lies where whoever chooses looks for it.
 Forward = Callable[[Tensor, ChunkInputs | None], Tensor]
 # The outcome [5, count] int64 of choosing a token for each of so many.
@@ -79,7 +70,7 @@ class RecordedSteps:
 
     __slots__ = (
         "_choices", "_choose", "_device", "_fits", "_forward", "_gave_up", "_here", "_inputs", "_missing", "_nobody",
-        "_recorded", "_recorder", "_rows",
+        "_recorded", "_recorder", "_regrets", "_rows",
     )  # fmt: skip
 
     def __init__(
@@ -95,6 +86,7 @@ class RecordedSteps:
         self._recorded: dict[Shape, Replay] = {}
         self._choices: dict[int, Replay] = {}
         self._gave_up = False
+        self._regrets = Regrets()
         self._fits: dict[Shape, Shape | None] = {}  # for steps, until another shape is recorded
         max_rows = max(shape.rows for shape in shapes)
         self._rows = torch.full((max_rows,), nobody, dtype=torch.int64, device=device)
@@ -103,13 +95,19 @@ class RecordedSteps:
 
     @property
     def complete(self) -> bool:
-        return self._gave_up or (not self._missing and not self._counts_missing())
+        return self._gave_up or (not self._missing and not self.forgot)
 
-    def record_next(self) -> Shape | None:
-        """Record the most useful shape that is missing, and what is missing of earlier ones. Between steps."""
-        shape = self._missing.pop(0) if self._missing else None
+    @property
+    def next_missing(self) -> Shape | None:
+        """The most useful one that is not recorded."""
+        return self._missing[0] if self._missing else None
+
+    def record(self, shape: Shape | None) -> None:
+        """This one that is missing, and what is missing of others. Between steps."""
+        begun_s = time.perf_counter()
         self._place_rows(np.empty(0, dtype=np.int32))
         if shape is not None:
+            self._missing.remove(shape)
             self._place_chunks(shape, None)
             rows = self._rows[: shape.rows]
             chunks = self._views(shape) if shape.chunks else None
@@ -117,7 +115,20 @@ class RecordedSteps:
             self._fits.clear()
         for count in self._counts_missing():
             self._choices[count] = self._recorder.record(partial(self._choose, count))
-        return shape
+        if shape is not None:
+            self._regrets.took(shape, time.perf_counter() - begun_s)
+
+    @property
+    def forgot(self) -> bool:
+        """Whether choices that were recorded are missing again."""
+        return bool(self._counts_missing())
+
+    def worth_recording(self, step: Shape) -> Shape | None:
+        """The missing shape whose want, with this step, has cost as much as recording it will."""
+        ran_as = self._fitting(step)
+        if ran_as is not None and ran_as.size == step.size:
+            return None
+        return self._regrets.worth(step, ran_as, self._missing)
 
     def _counts_missing(self) -> set[int]:
         return {shape.rows + shape.chunks for shape in self._recorded} - self._choices.keys()
@@ -128,11 +139,12 @@ class RecordedSteps:
         mixed = [shape for shape in self._recorded if shape.chunks]
         if not decodes or not mixed:
             return None
-        smallest, largest = min(decodes), max(mixed, key=lambda shape: shape.rows + shape.tokens)
+        smallest, largest = min(decodes), max(mixed, key=Shape.order)
         self._place_rows(np.empty(0, dtype=np.int32))
         self._place_chunks(largest, None)
         decode_s, largest_s = (seconds_of(self._recorded[shape], self._device) for shape in (smallest, largest))
-        return Pace(decode_s, largest_s / (largest.rows + largest.tokens))
+        self._regrets.token_s = largest_s / largest.size
+        return Pace(decode_s, self._regrets.token_s)
 
     def give_up(self) -> None:
         """Record nothing more; what is recorded stays."""
@@ -145,8 +157,7 @@ class RecordedSteps:
 
     def forward(self, rows: IntArray, chunks: ChunkArrays | None = None) -> Shape | None:
         """Replay the model for these rows and chunks. The shape that it ran as; None if none fits, and nothing ran."""
-        step = Shape(len(rows)) if chunks is None else Shape(len(rows), len(chunks.rows), len(chunks.tokens))
-        shape = self._fitting(step)
+        shape = self._fitting(shape_of(rows, chunks))
         if shape is None:
             return None
         self._place_rows(rows)
@@ -172,7 +183,9 @@ class RecordedSteps:
         if step in self._fits:
             return self._fits[step]
         holding = (shape for shape in self._recorded if shape.holds(step))
-        fitting = min(holding, key=lambda shape: (shape.rows + shape.tokens, shape.chunks), default=None)
+        fitting = min(holding, key=Shape.order, default=None)
+        if fitting is not None and self._regrets.better_built(step, fitting):
+            fitting = None
         if not step.chunks:
             self._fits[step] = fitting
         return fitting

@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.core.ids import NULL_BLOCK, IntArray, Row
 from quire.core.step import Grants, Output, Seat, StepPlan, Tell
 from quire.kernels.choosing import RowState
-from quire.kernels.host_copies import upload_integers
+from quire.kernels.host_copies import upload, upload_integers
 
 
 class RowTable:
@@ -55,8 +55,8 @@ class RowTable:
         for row in plan.leaves:
             del self.seats[row]
             self.cruising[row] = False
-        for seat in plan.seats:
-            self._sit(seat)
+        if plan.seats:
+            self._sit(plan.seats)
         for tell in plan.tells:
             self._hear(tell)
         if len(plan.grants):
@@ -82,14 +82,17 @@ class RowTable:
         """Those of the rows that ended are inert from now on."""
         self.alive[rows] &= ~ended
 
-    def _sit(self, seat: Seat) -> None:
-        assert seat.row not in self.seats, f"row {seat.row} is taken"
-        self.seats[seat.row] = seat
-        self.num_blocks[seat.row] = 0
-        self._tokens_left[seat.row] = seat.max_length - len(seat.tokens)
-        self.lengths[seat.row] = len(seat.tokens)
-        self.reaches[seat.row] = seat.max_length
-        self.alive[seat.row] = True
+    def _sit(self, seats: tuple[Seat, ...]) -> None:
+        for seat in seats:
+            assert seat.row not in self.seats, f"row {seat.row} is taken"
+            self.seats[seat.row] = seat
+            self.num_blocks[seat.row] = 0
+            self._tokens_left[seat.row] = seat.max_length - len(seat.tokens)
+        known = np.array([(seat.row, len(seat.tokens), seat.max_length) for seat in seats], dtype=np.int64)
+        rows, lengths, reaches = upload(known, self.device).unbind(1)
+        self.lengths[rows] = lengths
+        self.reaches[rows] = reaches
+        self.alive.index_fill_(0, rows, True)
 
     def _hear(self, tell: Tell) -> None:
         assert not self.cruising[tell.row], f"row {tell.row} cruises: it finds its tokens itself"
@@ -97,7 +100,7 @@ class RowTable:
         known = np.concatenate([seat.tokens, np.array(tell.tokens, dtype=np.int32)])
         self.seats[tell.row] = replace(seat, tokens=known)
         self._tokens_left[tell.row] -= len(tell.tokens)
-        self.lengths[tell.row] = len(known)
+        self.lengths.index_fill_(0, upload(np.array([tell.row]), self.device), len(known))
 
     def _grant(self, grants: Grants) -> None:
         """A row may be named several times: its blocks stay in order because the sort does."""

@@ -1,42 +1,77 @@
-"""Which shapes of steps are worth recording, the most useful first. Knows sizes alone."""
+"""Shapes of steps, and which are worth recording, the most useful first. Knows sizes alone."""
 
-from quire.runner.recorded import Shape
+from typing import NamedTuple
 
 _FEW_CHUNKS = 4  # most steps begin or go on with a prompt or two
 _LONG = 2048  # tokens of one prompt, for which there are other kernels than for several
 _CROWDS = (16, 64)  # of chunks
 _CROWDED = 8  # tokens of a chunk in a crowd, at the least
 _FEWEST_TOKENS = 16
+_BESIDE = (32, 8, 64, 128)  # rows that decode beside a prompt, when they are fewer than there can be
+_SPARE_TOKENS = 256  # that a shape may have beyond twice what a step needs: as dear as building it
 
 
-def shapes_to_record(max_rows: int, max_tokens: int) -> list[Shape]:
+class Shape(NamedTuple):
+    """How much a step computes."""
+
+    rows: int  # that cruise, one token each
+    chunks: int = 0
+    tokens: int = 0  # of all chunks
+
+    def holds(self, step: "Shape") -> bool:
+        if step.chunks == 0:
+            return self.chunks == 0 and self.rows >= step.rows
+        enough = self.rows >= step.rows and self.chunks >= step.chunks and self.tokens >= step.tokens
+        return enough and self.size <= 2 * step.size + _SPARE_TOKENS
+
+    @property
+    def size(self) -> int:
+        """Tokens that are computed."""
+        return self.rows + self.tokens
+
+    def order(self) -> tuple[int, int]:
+        """The smaller the better, for a step that it holds."""
+        return self.size, self.chunks
+
+
+class Wanted(NamedTuple):
+    """What is worth recording, the most useful first."""
+
+    first: list[Shape]  # before anything runs
+    soon: list[Shape]
+    later: list[Shape]
+
+
+def shapes_to_record(max_rows: int, max_tokens: int) -> Wanted:
     """For steps of up to so many rows, and of up to so many tokens in all.
 
-    First what can stand in for every other decode, one row alone, and a prompt that begins while many decode; then
-    decodes by halves; then prompts beside fewer rows, and many prompts at once.
+    First what can stand in for every other decode, one row alone, and a prompt that begins while many decode; soon
+    decodes by halves; later a prompt alone and beside fewer rows, with less to spare, and many prompts at once.
     """
     assert max_rows > 0 and max_tokens >= 0, (max_rows, max_tokens)
     decodes = [Shape(rows) for rows in _by_use(row_sizes(max_rows))]
-    chunk_sizes = token_sizes(max_tokens)
-    beside = [size for size in (max_rows, 0, *row_sizes(max_rows)[-5:-1], 8) if size <= max_rows]
-    prompts = [
-        Shape(rows, min(chunks, max_rows), tokens)
-        for rows in beside
-        for tokens in chunk_sizes
-        for chunks in ((1, _FEW_CHUNKS) if tokens >= _LONG else (_FEW_CHUNKS,))
+    sizes = token_sizes(max_tokens)
+    coarse = [size for size in sizes if size == max_tokens or size.bit_count() == 1]
+    beside = dict.fromkeys(min(rows, max_rows) for rows in _BESIDE)
+    later = [
+        *_prompts(0, coarse, max_rows),
+        *_prompts(max_rows, sizes, max_rows),
+        *(shape for rows in beside for shape in _prompts(rows, coarse, max_rows)),
+        *(shape for crowd in _CROWDS for rows in (max_rows, 0) for shape in _crowds(rows, crowd, sizes, max_rows)),
+        *(shape for rows in (0, *beside) for shape in _prompts(rows, sizes, max_rows)),
     ]
-    crowds = [
-        Shape(rows, crowd, tokens)
-        for crowd in _CROWDS
-        for rows in (max_rows, 0)
-        for tokens in chunk_sizes
-        if crowd <= max_rows and tokens >= _CROWDED * crowd
-    ]
-    return list(
-        dict.fromkeys(
-            [*decodes[:2], *(shape for shape in prompts if shape.rows == max_rows), *decodes[2:], *crowds, *prompts]
-        )
-    )
+    first = list(dict.fromkeys([*decodes[:2], *_prompts(max_rows, coarse, max_rows)]))
+    return Wanted(first, decodes[2:], [shape for shape in dict.fromkeys(later) if shape not in first])
+
+
+def _prompts(rows: int, sizes: list[int], max_rows: int) -> list[Shape]:
+    """A prompt or a few beside so many rows."""
+    counts = {size: (1, _FEW_CHUNKS) if size >= _LONG else (_FEW_CHUNKS,) for size in sizes}
+    return [Shape(rows, min(count, max_rows), size) for size in sizes for count in counts[size]]
+
+
+def _crowds(rows: int, crowd: int, sizes: list[int], max_rows: int) -> list[Shape]:
+    return [Shape(rows, crowd, size) for size in sizes if crowd <= max_rows and size >= _CROWDED * crowd]
 
 
 def row_sizes(max_rows: int) -> tuple[int, ...]:
@@ -46,13 +81,12 @@ def row_sizes(max_rows: int) -> tuple[int, ...]:
 
 
 def token_sizes(max_tokens: int) -> list[int]:
-    """Powers of two, the largest being all that a step may compute; none if that is nothing."""
+    """Powers of two and the middles between them, the largest being all that a step may compute; none if nothing."""
     if not max_tokens:
         return []
-    sizes = [max_tokens]
-    while sizes[-1] > 2 * _FEWEST_TOKENS:
-        sizes.append(1 << (sizes[-1] - 1).bit_length() - 1)
-    return sizes[::-1]
+    powers = [1 << exponent for exponent in range(_FEWEST_TOKENS.bit_length() - 1, max_tokens.bit_length())]
+    middles = [power * 3 // 2 for power in powers]
+    return sorted(size for size in {*powers, *middles, max_tokens} if size <= max_tokens)
 
 
 def _by_use(sizes: tuple[int, ...]) -> list[int]:

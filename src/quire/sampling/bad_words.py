@@ -8,6 +8,7 @@ from torch import Tensor
 
 from quire.core.ids import Row
 from quire.core.step import Seat
+from quire.kernels.host_copies import upload
 from quire.sampling.forbid import forbid
 from quire.sampling.rows import Part
 from quire.sampling.slots import SlotPool, grown
@@ -43,9 +44,9 @@ class BadWords:
             lasts[place] = word[-1]
         latest = seat.tokens[::-1][:length].tolist()
         tail = torch.tensor(latest + [_MISSING] * (length - len(latest)), dtype=torch.int32)
-        self._beginnings[slot].copy_(beginnings, non_blocking=True)
-        self._lasts[slot].copy_(lasts, non_blocking=True)
-        self._tails[slot].copy_(tail, non_blocking=True)
+        self._beginnings[slot].copy_(upload(beginnings.numpy(), self._beginnings.device))
+        self._lasts[slot].copy_(upload(lasts.numpy(), self._lasts.device))
+        self._tails[slot].copy_(upload(tail.numpy(), self._tails.device))
 
     def leave(self, row: Row) -> None:
         self._slots.give_back(row)

@@ -11,6 +11,7 @@ from torch import Tensor
 from quire.core.ids import Row
 from quire.core.sampling import RowSampling
 from quire.core.step import Seat
+from quire.kernels.host_copies import upload
 from quire.sampling.rows import Part
 from quire.sampling.slots import SlotPool, grown
 
@@ -30,7 +31,7 @@ class Offsets:
     def seat(self, seat: Seat) -> None:
         slot = self._slots.take(seat.row)
         self._offsets = grown(self._offsets, (self._slots.capacity, self._vocab_size))
-        self._offsets[slot].copy_(self._vector(seat.sampling), non_blocking=True)
+        self._offsets[slot].copy_(upload(self._vector(seat.sampling).numpy(), self._offsets.device))
 
     def leave(self, row: Row) -> None:
         self._slots.give_back(row)

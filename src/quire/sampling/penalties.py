@@ -8,6 +8,7 @@ from torch import Tensor
 
 from quire.core.ids import Row
 from quire.core.step import Seat
+from quire.kernels.host_copies import upload
 from quire.sampling.rows import Part, SamplingRows
 from quire.sampling.slots import SlotPool, grown
 
@@ -30,7 +31,7 @@ class Penalties:
         sizes = (self._slots.capacity, self._vocab_size)
         self._in_prompt = grown(self._in_prompt, sizes)
         self._generated = grown(self._generated, sizes)
-        tokens = torch.from_numpy(seat.tokens).to(self._generated.device, torch.int64, non_blocking=True)
+        tokens = upload(seat.tokens, self._generated.device).long()
         self._in_prompt[slot].zero_().index_fill_(0, tokens[: seat.num_prompt], True)
         generated = tokens[seat.num_prompt :]
         self._generated[slot].zero_().index_add_(0, generated, torch.ones_like(generated, dtype=torch.int32))

@@ -4,6 +4,7 @@ The host must know which stages a batch needs without asking the device: a greed
 and a batch without top-k or top-p never sorts. Knows nothing of logits.
 """
 
+from collections.abc import Sequence as Many
 from enum import IntFlag, auto
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from quire.core.ids import IntArray, Row
 from quire.core.sampling import RowSampling
 from quire.core.step import Seat
 from quire.kernels.choosing import ChoiceTable, EndColumns, Stages
+from quire.kernels.host_copies import upload
 from quire.sampling.slots import grown
 
 _USUAL_ENDS = 4  # end tokens a row may have before the table must be made wider
@@ -85,13 +87,31 @@ class SamplingRows:
         self.table = ChoiceTable(integers, floats)  # its columns come first
         self.end_ids = torch.full((max_rows, _USUAL_ENDS), -1, dtype=torch.int64, device=device)  # padded with -1
 
-    def seat(self, seat: Seat) -> None:
+    def seat(self, seats: Many[Seat]) -> None:
+        """All who sit down in a step, in two copies to the device."""
+        if not seats:
+            return
+        for seat in seats:
+            sampling = seat.sampling
+            self.asks[seat.row] = _asks(sampling)
+            self.host_top_k[seat.row] = sampling.top_k or self.vocab_size
+            self.host_num_logprobs[seat.row] = sampling.num_logprobs or 0
+            self.host_num_candidates[seat.row] = min(sampling.num_candidates, self.vocab_size)
+        self._widen_ends(max(len(seat.sampling.end_ids) for seat in seats))
+        width, num_integers = self.end_ids.shape[1], self.table.integers.shape[1]
+        integers = np.array(
+            [(seat.row, *self._integers(seat), *_padded(seat.sampling.end_ids, width)) for seat in seats],
+            dtype=np.int64,
+        )
+        lines = upload(integers, self.device)
+        rows = lines[:, 0]
+        self.table.integers[rows] = lines[:, 1 : 1 + num_integers]
+        self.end_ids[rows] = lines[:, 1 + num_integers :]
+        self.table.floats[rows] = upload(np.array([_floats(seat.sampling) for seat in seats]), self.device)
+
+    def _integers(self, seat: Seat) -> tuple[int, ...]:
         sampling = seat.sampling
-        self.asks[seat.row] = _asks(sampling)
-        self.host_top_k[seat.row] = sampling.top_k or self.vocab_size
-        self.host_num_logprobs[seat.row] = sampling.num_logprobs or 0
-        self.host_num_candidates[seat.row] = min(sampling.num_candidates, self.vocab_size)
-        integers = (
+        return (
             sampling.seed,
             seat.index,
             sampling.top_k or self.vocab_size,
@@ -100,17 +120,6 @@ class SamplingRows:
             seat.num_prompt,
             seat.max_length,
         )
-        floats = (
-            max(sampling.temperature, _LOWEST_TEMPERATURE),
-            sampling.top_p,
-            sampling.min_p,
-            sampling.repetition_penalty,
-            sampling.presence_penalty,
-            sampling.frequency_penalty,
-        )
-        self.table.integers[seat.row].copy_(torch.tensor(integers, dtype=torch.int64), non_blocking=True)
-        self.table.floats[seat.row].copy_(torch.tensor(floats, dtype=torch.float64), non_blocking=True)
-        self._set_end_ids(seat.row, sampling.end_ids)
 
     def leave(self, row: Row) -> None:
         self.asks[row] = 0
@@ -140,20 +149,32 @@ class SamplingRows:
         at = np.flatnonzero(self.asks[batch.host_rows] & int(ask))
         if len(at) == 0:
             return None
-        places = torch.from_numpy(at).to(self.device, non_blocking=True)
+        places = upload(at, self.device)
         if len(at) == len(batch.host_rows):
             return Part(places, batch, whole=True)
         rows = batch.rows.index_select(0, places)
         positions = batch.positions.index_select(0, places)
         return Part(places, RowBatch(rows, batch.host_rows[at], positions), whole=False)
 
-    def _set_end_ids(self, row: Row, end_ids: tuple[int, ...]) -> None:
-        width = self.end_ids.shape[1]
-        if len(end_ids) > width:
-            width = max(len(end_ids), 2 * width)
-            self.end_ids = grown(self.end_ids, (self.end_ids.shape[0], width), fill=-1)
-        padded = torch.tensor(end_ids + (-1,) * (width - len(end_ids)), dtype=torch.int64)
-        self.end_ids[row].copy_(padded, non_blocking=True)
+    def _widen_ends(self, needed: int) -> None:
+        num_rows, width = self.end_ids.shape
+        if needed > width:
+            self.end_ids = grown(self.end_ids, (num_rows, max(needed, 2 * width)), fill=-1)
+
+
+def _floats(sampling: RowSampling) -> tuple[float, ...]:
+    return (
+        max(sampling.temperature, _LOWEST_TEMPERATURE),
+        sampling.top_p,
+        sampling.min_p,
+        sampling.repetition_penalty,
+        sampling.presence_penalty,
+        sampling.frequency_penalty,
+    )
+
+
+def _padded(end_ids: tuple[int, ...], width: int) -> tuple[int, ...]:
+    return end_ids + (-1,) * (width - len(end_ids))
 
 
 def _asks(sampling: RowSampling) -> Ask:

@@ -9,6 +9,7 @@ A row's token depends on its own logits, parameters and tokens alone, bit for bi
 number. Nothing here waits for an accelerator.
 """
 
+from collections.abc import Sequence as Many
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch import Tensor
 from quire.core.ids import IntArray, Row
 from quire.core.step import Masks, Seat
 from quire.kernels.choosing import ChooseTokens, Chosen, EndColumns, Stages
+from quire.kernels.host_copies import upload
 from quire.sampling.bad_words import BadWords
 from quire.sampling.candidates import RowCandidates, likeliest
 from quire.sampling.ends import Ends, find_ends, forbid_early_ends
@@ -62,16 +64,17 @@ class Sampler:
         """What rows that asked for vocabulary-wide state have made it hold; it never shrinks."""
         return self._offsets.num_bytes + self._bad_words.num_bytes + self._penalties.num_bytes
 
-    def seat(self, seat: Seat) -> None:
-        """A sequence sits down with every token it knows."""
-        self._rows.seat(seat)
-        asks = self._rows.asks[seat.row]
-        if asks & Ask.OFFSETS:
-            self._offsets.seat(seat)
-        if asks & Ask.BAD_WORDS:
-            self._bad_words.seat(seat)
-        if asks & Ask.PENALTIES:
-            self._penalties.seat(seat)
+    def seat(self, seats: Many[Seat]) -> None:
+        """Sequences sit down, each with every token it knows."""
+        self._rows.seat(seats)
+        for seat in seats:
+            asks = self._rows.asks[seat.row]
+            if asks & Ask.OFFSETS:
+                self._offsets.seat(seat)
+            if asks & Ask.BAD_WORDS:
+                self._bad_words.seat(seat)
+            if asks & Ask.PENALTIES:
+                self._penalties.seat(seat)
 
     def leave(self, row: Row) -> None:
         self._rows.leave(row)
@@ -88,10 +91,10 @@ class Sampler:
         """A tethered row's tokens go on with these."""
         if not self._rows.asks[row] & _REMEMBERING:
             return
-        place = torch.tensor([row], device=self._rows.device)
+        place = upload(np.array([row], dtype=np.int64), self._rows.device)
         batch = RowBatch(place, np.array([row], dtype=np.int32), positions=place)  # nobody reads the positions
         for token in tokens:
-            self.commit(batch, torch.tensor([token], device=self._rows.device))
+            self.commit(batch, upload(np.array([token], dtype=np.int64), self._rows.device))
 
     def sample(
         self,

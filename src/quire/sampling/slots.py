@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.core.ids import IntArray, Row
+from quire.kernels.host_copies import upload
 
 
 class SlotPool:
@@ -39,7 +40,7 @@ class SlotPool:
     def of(self, rows: IntArray) -> Tensor:  # [n] int64, on the device
         slots: NDArray[np.int64] = self._slot_of[rows]
         assert (slots >= 0).all(), f"rows without a slot among {rows}"
-        return torch.from_numpy(slots).to(self._device, non_blocking=True)
+        return upload(slots, self._device)
 
     def _grow(self) -> None:
         capacity = min(max(1, 2 * self.capacity), len(self._slot_of))
