@@ -66,6 +66,12 @@ class Door:
             raise InvalidPrompt("The prompt is empty; it needs at least one token.", param="prompt")
         if len(prompt) >= self.max_length:
             raise ContextLengthExceeded(self.max_length, len(prompt), 1)
+        plain = set(map(type, prompt)) == {int}  # as nearly always, and then there is no need to look at each
+        if not plain or min(prompt) < 0 or max(prompt) >= self.vocab_size:
+            self._check_ids(prompt)
+        return np.array(prompt, dtype=np.int32)
+
+    def _check_ids(self, prompt: Sequence[int]) -> None:
         for token in prompt:
             if isinstance(token, bool) or not isinstance(token, int | np.integer):
                 raise InvalidPrompt(f"The prompt holds {shown(token)}, which is no token id.", param="prompt")
@@ -75,7 +81,6 @@ class Door:
                     f"{self.vocab_size - 1}.",
                     param="prompt",
                 )
-        return np.array(prompt, dtype=np.int32)
 
     def _check_rows(self, params: SamplingParams) -> None:
         if params.num_sequences <= self.max_rows:
