@@ -263,6 +263,7 @@ def test_what_steps_were_without_for_too_long_is_recorded_before_one(monkeypatch
     """Whatever the clocks say: recording costs next to nothing here, and every token too many a second."""
     monkeypatch.setattr(Recorder, "record", lambda recorder, work: (work(), work)[1])
     monkeypatch.setattr(recorded, "seconds_of", lambda replay, device: 1.0)
+    monkeypatch.setattr(Regrets, "better_built", lambda regrets, step, shape: False)
     few, some = answers(PLAIN_CHOOSING, first=4)
     many, most = answers(PLAIN_CHOOSING)
     grown, _ = answers(PLAIN_CHOOSING, GROWING, first=4)
