@@ -1,4 +1,4 @@
-"""The kernels for GPUs: products by torch, everything around them fused in Triton. Knows nothing of models."""
+"""The kernels for GPUs: large products by torch, the rest by Triton. Knows nothing of models."""
 
 import torch
 import torch.nn.functional as F
@@ -7,6 +7,7 @@ from torch import Tensor
 from quire.kernels.contract import AttentionRule, HeadNorm, Ragged, Rotation
 from quire.kernels.gpu import gates, norms, turns
 from quire.kernels.gpu.attention import GpuAttention
+from quire.kernels.gpu.skinny_product import fits, skinny_product
 
 
 class GpuKernels:
@@ -24,6 +25,8 @@ class GpuKernels:
         return weight
 
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+        if fits(x, packed):
+            return skinny_product(x, packed, bias)
         return F.linear(x, packed, bias)
 
     def logits(self, x: Tensor, packed: Tensor, weight: Tensor) -> Tensor:

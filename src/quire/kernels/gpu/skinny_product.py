@@ -1,0 +1,161 @@
+"""Few rows times a small weight: what a decode of a small model spends its time on. Bound by how soon bytes arrive.
+
+Every program takes a few outputs over the whole input, so nobody waits for anybody: no second launch, no atomics, sums
+in float32 and in one order. There are enough programs that all of the weight is asked for at once. A row's product does
+not depend on its neighbours, nor on how many there are as long as the same kernel serves them: one row is multiplied
+and summed, several go through the tensor cores, which add in another order. Knows nothing of gates or of large weights.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_MOST_ROWS = 8  # the tensor cores take 16; from where on the library is as fast is not yet measured
+_DOT_ROWS = 16  # what a tensor core takes: missing rows are zeros
+# At 4 TB/s, 32 MiB take 8 µs: from there on the library is bound by bytes too (measured on the layers of an 8B model).
+_WEIGHT_BYTES = 32 * 2**20
+_IN_WIDTHS = range(256, 16_385, 16)  # narrower: nothing to stream; wider: too long a loop; between: 16-byte loads
+_SUM_COLUMNS = 256  # of a warp at once: 16 bytes a thread
+_ANY = 2**31
+
+
+class SkinnyTiles(NamedTuple):
+    """How the work is cut. The defaults come from `_tiles`; others are for measuring and testing."""
+
+    outs: int  # outputs of a program
+    warps: int  # each takes its own columns of the input
+    columns: int  # of a warp at once
+    stages: int  # tiles in flight, one more than are waited for; without dots all that registers hold
+    dots: bool  # on tensor cores, up to 16 rows at once; else each row by itself
+
+
+# The first line whose (most rows, most in, most out) are not exceeded. Lines for several rows do not tell how many: the
+# order of a row's sum would follow its neighbours. Reckoned from the bytes in flight, not yet measured.
+_TILES = (
+    (1, 1023, _ANY, SkinnyTiles(outs=4, warps=2, columns=_SUM_COLUMNS, stages=1, dots=False)),
+    (1, _ANY, 2048, SkinnyTiles(outs=2, warps=4, columns=_SUM_COLUMNS, stages=1, dots=False)),
+    (1, _ANY, _ANY, SkinnyTiles(outs=4, warps=4, columns=_SUM_COLUMNS, stages=1, dots=False)),
+    (_ANY, 1023, _ANY, SkinnyTiles(outs=8, warps=2, columns=64, stages=5, dots=True)),
+    (_ANY, _ANY, 2048, SkinnyTiles(outs=8, warps=8, columns=64, stages=4, dots=True)),
+    (_ANY, _ANY, _ANY, SkinnyTiles(outs=16, warps=4, columns=64, stages=4, dots=True)),
+)
+
+
+def _tiles(num_rows: int, in_width: int, out_width: int) -> SkinnyTiles:
+    bounds = (line for line in _TILES if num_rows <= line[0] and in_width <= line[1] and out_width <= line[2])
+    return next(bounds)[3]
+
+
+@triton.jit
+def _sum_kernel(
+    x,  # [rows, IN]
+    weight,  # [out_width, IN]
+    bias,  # [out_width] if HAS_BIAS
+    output,  # [rows, out_width]
+    out_width,
+    IN: tl.constexpr,
+    OUTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """One program: a row and OUTS outputs. The loop is unrolled, so that its loads are all asked for at the start."""
+    row = tl.program_id(0)
+    outs = tl.program_id(1) * OUTS + tl.arange(0, OUTS)
+    present = outs < out_width
+    columns = tl.arange(0, COLUMNS)[None, :]
+    row_columns = x + row * IN + columns
+    weight_columns = weight + tl.minimum(outs, out_width - 1)[:, None] * IN + columns
+    total = tl.zeros([OUTS, COLUMNS], tl.float32)
+    for start in tl.static_range(0, IN, COLUMNS):
+        if start + COLUMNS <= IN:
+            weights = tl.load(weight_columns + start)
+            numbers = tl.load(row_columns + start)
+        else:
+            inside = columns < IN - start
+            weights = tl.load(weight_columns + start, mask=inside, other=0.0)
+            numbers = tl.load(row_columns + start, mask=inside, other=0.0)
+        total += weights.to(tl.float32) * numbers.to(tl.float32)
+    product = tl.sum(total, axis=1)
+    if HAS_BIAS:
+        product += tl.load(bias + outs, mask=present, other=0.0).to(tl.float32)
+    tl.store(output + row * out_width + outs, product.to(output.dtype.element_ty), mask=present)
+
+
+@triton.jit(do_not_specialize=["num_rows"])  # one compilation serves every number of rows
+def _dot_kernel(
+    x,  # [num_rows, IN]
+    weight,  # [out_width, IN]
+    bias,  # [out_width] if HAS_BIAS
+    output,  # [num_rows, out_width]
+    num_rows,
+    out_width,
+    IN: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """One program: all rows and OUTS outputs. A tile is SPLITS products side by side, one for each warp."""
+    outs = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
+    rows = tl.arange(0, ROWS)
+    columns = (tl.arange(0, SPLITS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :])[:, None, :]
+    seated = tl.broadcast_to((rows < num_rows)[None, :, None], [SPLITS, ROWS, COLUMNS])
+    row_columns = rows[None, :, None] * IN + columns
+    weight_columns = tl.minimum(outs, out_width - 1)[None, :, None] * IN + columns
+    total = tl.zeros([SPLITS, ROWS, OUTS], tl.float32)
+    for start in tl.range(0, IN, SPLITS * COLUMNS):
+        if IN % (SPLITS * COLUMNS) == 0:
+            weights = tl.load(weight + start + weight_columns)
+            numbers = tl.load(x + start + row_columns, mask=seated, other=0.0)
+        else:
+            inside = columns < IN - start
+            weights = tl.load(weight + start + weight_columns, mask=inside, other=0.0)
+            numbers = tl.load(x + start + row_columns, mask=seated & inside, other=0.0)
+        total = tl.dot(numbers, tl.permute(weights, (0, 2, 1)), total, input_precision="ieee")
+    product = tl.sum(total, axis=0)
+    if HAS_BIAS:
+        product += tl.load(bias + outs, mask=outs < out_width, other=0.0).to(tl.float32)[None, :]
+    present = (rows < num_rows)[:, None] & (outs < out_width)[None, :]
+    places = rows[:, None] * out_width + outs[None, :]
+    tl.store(output + places, product.to(output.dtype.element_ty), mask=present)
+
+
+def fits(x: Tensor, weight: Tensor) -> bool:
+    """Whether `skinny_product` is the one to use: few rows, and a weight whose bytes take less than a launch or two."""
+    return (
+        1 <= x.shape[0] <= _MOST_ROWS
+        and weight.shape[1] in _IN_WIDTHS
+        and weight.nbytes < _WEIGHT_BYTES
+        and weight.dtype in (torch.bfloat16, torch.float16)
+        and x.dtype is weight.dtype
+        and x.is_contiguous()
+        and weight.is_contiguous()
+    )
+
+
+def skinny_product(x: Tensor, weight: Tensor, bias: Tensor | None, tiles: SkinnyTiles | None = None) -> Tensor:
+    """x: [rows, in]; weight: [out, in]; bias: [out]; all contiguous. Returns [rows, out], as x."""
+    (num_rows, in_width), out_width = x.shape, weight.shape[0]
+    assert x.is_contiguous() and weight.is_contiguous() and (bias is None or bias.is_contiguous())
+    assert weight.shape[1] == in_width and weight.numel() < _ANY, (x.shape, weight.shape)
+    tiles = tiles or _tiles(num_rows, in_width, out_width)
+    assert not tiles.dots or num_rows <= _DOT_ROWS, (num_rows, tiles)
+    output = torch.empty(num_rows, out_width, dtype=x.dtype, device=x.device)
+    groups = triton.cdiv(out_width, tiles.outs)
+    if tiles.dots:
+        _dot_kernel[(groups,)](
+            x, weight, bias, output, num_rows, out_width,
+            IN=in_width, ROWS=_DOT_ROWS, OUTS=tiles.outs, SPLITS=tiles.warps, COLUMNS=tiles.columns,
+            HAS_BIAS=bias is not None, num_warps=tiles.warps, num_stages=tiles.stages,
+        )  # fmt: skip
+    else:
+        _sum_kernel[(num_rows, groups)](  # rows side by side: whoever reads the same weights reads them together
+            x, weight, bias, output, out_width,
+            IN=in_width, OUTS=tiles.outs, COLUMNS=tiles.warps * tiles.columns,
+            HAS_BIAS=bias is not None, num_warps=tiles.warps, num_stages=tiles.stages,
+        )  # fmt: skip
+    return output
