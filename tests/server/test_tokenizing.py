@@ -7,8 +7,15 @@ from dataclasses import replace
 import httpx
 import pytest
 
+from quire.core.sampling import SamplingParams
+from quire.engine.outputs import Delta
+from quire.engine.terms import Terms
 from quire.server.app import DOORS
+from quire.server.completion_answer import Asked, CompletionAnswer
+from quire.server.frames import Label
+from quire.server.scores import Spelling
 from quire.server.served import Served
+from quire.server.translate import Wanted
 from quire.server.voices import find_voice
 from quire.version import __version__
 from tests.server.scripted import Script, app_over, post, story
@@ -103,6 +110,19 @@ def test_a_model_without_a_tokenizer_takes_ids_alone(served: Served) -> None:
     for path, body in (("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": ASK})):
         refused = post(app, path, body)
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "no_tokenizer")
+
+
+@pytest.mark.parametrize(("has_text", "counting", "told"), [(True, False, 2), (False, False, 3), (True, True, 3)])
+def test_a_stream_tells_of_tokens_without_words_where_that_is_news(
+    served: Served, has_text: bool, counting: bool, told: int
+) -> None:
+    """Else whoever measures a model of invented weights, which has no words, would hear nothing until the end."""
+    wanted = Wanted(SamplingParams(), Terms(), None, stream=True, continuous_usage=counting)
+    spelling = Spelling(served.tokenizer if has_text else None, as_ids=False)
+    answer = CompletionAnswer(Label("m", "cmpl"), [Asked([1], None)], wanted, spelling)
+    chunks = [answer.chunks(0, Delta("0", 0, text, [7])) for text in ("", "a")]
+    chunks.append(answer.chunks(0, Delta("0", 0, "", [7], "stop")))
+    assert sum(chunk != b"" for chunk in chunks) == told and chunks[-1] != b""
 
 
 def test_the_version(http: httpx.Client) -> None:

@@ -30,6 +30,8 @@ class CompletionAnswer:
         self._frames = Frames(label.head("text_completion"), b'"text":', b',"logprobs":null,"finish_reason":null}')
         self._scored = wanted.params.logprobs is not None
         self._bare = not self._scored and not wanted.return_token_ids and not wanted.continuous_usage
+        # Where a token has no text, or everybody's number of tokens is asked for, each is told of as it comes.
+        self._tells_silence = wanted.continuous_usage or not spelling.has_text
         self._spoken: dict[int, _Choice] = {}
         self._num_prompt = sum(len(prompt.ids) for prompt in prompts)
         self._num_tokens = 0
@@ -58,7 +60,7 @@ class CompletionAnswer:
                 self._num_tokens += len(delta.token_ids)
                 choice.token_ids += delta.token_ids
                 choice.scores += delta.logprobs
-        if delta.finish_reason is None and not choice.text:
+        if delta.finish_reason is None and not choice.text and not self._tells_silence:
             return b""
         text, choice.text = choice.text, ""
         if self._bare and delta.finish_reason is None:

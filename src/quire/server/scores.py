@@ -19,6 +19,10 @@ class Spelling:
         self._tokenizer = tokenizer
         self._as_ids = as_ids or tokenizer is None
 
+    @property
+    def has_text(self) -> bool:
+        return self._tokenizer is not None
+
     def token(self, token_id: int, logprob: Logprob) -> str:
         return f"token_id:{token_id}" if self._as_ids else logprob.decoded_token or ""
 
