@@ -96,8 +96,14 @@ CHOICES = {
     "a turned weight": (HALF, WEIGHT.T.contiguous().T, False),
     "narrow": (HALF[:, :240].contiguous(), WEIGHT[:, :240].contiguous(), False),
     "loads of less than 16 bytes": (HALF[:, :1020].contiguous(), WEIGHT[:, :1020].contiguous(), False),
-    "a large weight": (HALF, WEIGHT.repeat(1024, 1), False),
+    "wide outputs": (HALF, WEIGHT.repeat(512, 1), False),
 }
+
+
+def test_large_weights_are_for_one_row_or_narrow_outputs():
+    wide, narrow = (torch.empty(*shape, dtype=torch.float16, device=DEVICE) for shape in ((8192, 1024), (1024, 8192)))
+    assert fits(HALF[:1], wide) and not fits(HALF, wide)
+    assert fits(HALF.repeat(1, 8), narrow) and not fits(HALF.repeat(1, 8), narrow.repeat(3, 1))
 
 
 @pytest.mark.parametrize("choice", CHOICES)

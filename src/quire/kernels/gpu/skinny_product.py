@@ -13,10 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_MOST_ROWS = 8  # the tensor cores take 16; from where on the library is as fast is not yet measured
+_MOST_ROWS = 8  # the tensor cores take 16 as well as 8, but few are left who would ask
 _DOT_ROWS = 16  # what a tensor core takes: missing rows are zeros
-# At 4 TB/s, 32 MiB take 8 µs: from there on the library is bound by bytes too (measured on the layers of an 8B model).
-_WEIGHT_BYTES = 32 * 2**20
+# Several rows: where the library is slower, measured on an H200 with layers of models from 0.1B to 8B. It is as fast
+# with wide outputs, which give it programs enough, and with weights whose bytes take long.
+_WIDE_BYTES = 8 * 2**20
+_NARROW_BYTES = 40 * 2**20
 _IN_WIDTHS = range(256, 16_385, 16)  # narrower: nothing to stream; wider: too long a loop; between: 16-byte loads
 _SUM_COLUMNS = 256  # of a warp at once: 16 bytes a thread
 _ANY = 2**31
@@ -33,14 +35,13 @@ class SkinnyTiles(NamedTuple):
 
 
 # The first line whose (most rows, most in, most out) are not exceeded. Lines for several rows do not tell how many: the
-# order of a row's sum would follow its neighbours. Reckoned from the bytes in flight, not yet measured.
+# order of a row's sum would follow its neighbours. Measured on an H200 (docs/performance/gpu.md).
 _TILES = (
-    (1, 1023, _ANY, SkinnyTiles(outs=4, warps=2, columns=_SUM_COLUMNS, stages=1, dots=False)),
-    (1, _ANY, 2048, SkinnyTiles(outs=2, warps=4, columns=_SUM_COLUMNS, stages=1, dots=False)),
-    (1, _ANY, _ANY, SkinnyTiles(outs=4, warps=4, columns=_SUM_COLUMNS, stages=1, dots=False)),
+    (1, 4096, _ANY, SkinnyTiles(outs=2, warps=4, columns=_SUM_COLUMNS, stages=1, dots=False)),
+    (1, _ANY, _ANY, SkinnyTiles(outs=2, warps=2, columns=_SUM_COLUMNS, stages=1, dots=False)),
     (_ANY, 1023, _ANY, SkinnyTiles(outs=8, warps=2, columns=64, stages=5, dots=True)),
-    (_ANY, _ANY, 2048, SkinnyTiles(outs=8, warps=8, columns=64, stages=4, dots=True)),
-    (_ANY, _ANY, _ANY, SkinnyTiles(outs=16, warps=4, columns=64, stages=4, dots=True)),
+    (_ANY, _ANY, 1536, SkinnyTiles(outs=8, warps=4, columns=64, stages=4, dots=True)),
+    (_ANY, _ANY, _ANY, SkinnyTiles(outs=16, warps=4, columns=64, stages=6, dots=True)),
 )
 
 
@@ -125,16 +126,21 @@ def _dot_kernel(
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:
-    """Whether `skinny_product` is the one to use: few rows, and a weight whose bytes take less than a launch or two."""
+    """Whether `skinny_product` is the one to use: for one row always, for a few where the library is slower."""
     return (
         1 <= x.shape[0] <= _MOST_ROWS
         and weight.shape[1] in _IN_WIDTHS
-        and weight.nbytes < _WEIGHT_BYTES
+        and (x.shape[0] == 1 or _slow_elsewhere(weight))
         and weight.dtype in (torch.bfloat16, torch.float16)
         and x.dtype is weight.dtype
         and x.is_contiguous()
         and weight.is_contiguous()
     )
+
+
+def _slow_elsewhere(weight: Tensor) -> bool:
+    out_width, in_width = weight.shape
+    return weight.nbytes < _WIDE_BYTES or (out_width <= in_width and weight.nbytes < _NARROW_BYTES)
 
 
 def skinny_product(x: Tensor, weight: Tensor, bias: Tensor | None, tiles: SkinnyTiles | None = None) -> Tensor:
