@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from quire.sched import cost
 from quire.sched.cost import Constants, CostTable, StepShape, roofline
-from quire.sched.sizing import LEAST, largest_chunk, largest_next_chunk
+from quire.sched.sizing import LEAST, PATIENCE_S, largest_chunk, largest_next_chunk, stretched
 
 # A step of 1 ms, weights read in 10 ms, 0.1 ms a token, 1 µs for a KV token read.
 ROUND = Constants(1e-3, 10e-3, 1e-4, 1e-6, 1e-6)
@@ -214,6 +214,26 @@ def test_more_work_beside_it_leaves_less_room(
     assert largest_chunk(table, rows, context, start + more_context, most, target_s) <= largest_chunk(
         table, rows, context, start, most, target_s
     )
+
+
+@given(MEASURED, SHAPES, STARTS, MOSTS, TARGETS, st.lists(st.integers(1, 3000), max_size=6, unique=True).map(sorted))
+def test_a_chunk_that_is_cut_has_the_size_of_a_grain(
+    measured: list[tuple[StepShape, float]], shape: StepShape, start: int, most: int, target_s: float, grains: list[int]
+) -> None:
+    table = taught(measured)
+    length = largest_next_chunk(table, shape, start, most, target_s, (*grains, 4000))
+    least = 0 if shape.num_chunk_tokens else min(most, LEAST)
+    assert length in {least, most, *grains} and least <= length <= most
+    assert length == least or table.predict_s(shape.with_chunk(start, length)) <= target_s
+    larger = next((size for size in [*grains, most] if length < size <= most), None)
+    assert larger is None or table.predict_s(shape.with_chunk(start, larger)) > target_s
+
+
+def test_a_target_is_stretched_by_what_waits_and_no_further() -> None:
+    assert [stretched(0.01, backlog_s, 2.5) for backlog_s in (0.0, PATIENCE_S, 2 * PATIENCE_S, 9.0)] == [
+        0.01, 0.01, 0.02, 0.025
+    ]  # fmt: skip
+    assert stretched(0.01, 9.0, 1.0) == 0.01
 
 
 def test_chunks_fill_a_step_one_after_the_other() -> None:

@@ -211,7 +211,7 @@ def test_a_plan_has_a_checksum_of_its_own() -> None:
 
 def test_a_blueprint_survives_its_text() -> None:
     order = OrderPolicy(fair=False, weights={"a": 0.1}, ageing_s=0.3)
-    policy = Policy(DYNAMIC, order, Stance.NEVER, itl_target_s=0.1, max_preemptions=1, max_waiting=5)
+    policy = Policy(DYNAMIC, order, Stance.NEVER, itl_target_s=0.1, itl_stretch=2.0, grains=(16, 24), max_waiting=5)
     blueprint = Blueprint(10, 4, 2, 8, 3, policy, largest_chunk=7, seconds_per_block=1e-5)
     assert read_blueprint(blueprint.to_json()) == blueprint
 

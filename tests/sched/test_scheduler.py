@@ -1,5 +1,7 @@
 """What the scheduler promises of any batch, shown on steps and never on time."""
 
+from dataclasses import replace
+
 import pytest
 
 from quire.core.errors import Draining, DuplicateRequest, NeverFits, QueueFull
@@ -114,6 +116,24 @@ def test_a_chunk_keeps_the_time_of_the_step_it_joins() -> None:
     late = bench.add([2] * 50, 2)
     bench.run()
     assert [chunk.length for chunk in bench.chunks_of(late)] == [19, 19, 12]
+
+
+def test_a_chunk_that_is_cut_is_cut_at_a_grain_and_grows_while_prompts_pile_up() -> None:
+    """As above, but that 16 tokens take no less than 19, and that steps may take twice as long for long queues."""
+    cost = CostTable(Constants(0.0, 0.0, 1.0, 0.0, 0.0))
+    policy = Policy(stance=Stance.NEVER, itl_target_s=20.0, itl_stretch=2.0, grains=(16, 24, 32, 48))
+    bench = Bench(blocks=100, rows=3, budget=64, policy=policy, cost=cost)
+    bench.add([1] * 40, 30)
+    bench.turn()
+    late = bench.add([2] * 50, 2)
+    bench.run()
+    assert [chunk.length for chunk in bench.chunks_of(late)] == [32, 18], "40 s, as 50 tokens are a long queue here"
+    strict = Bench(blocks=100, rows=3, budget=64, policy=replace(policy, itl_stretch=1.0), cost=cost)
+    strict.add([1] * 40, 30)
+    strict.turn()
+    late = strict.add([2] * 50, 2)
+    strict.run()
+    assert [chunk.length for chunk in strict.chunks_of(late)] == [16, 16, 16, 2]
 
 
 def test_an_end_token_ends_a_sequence_and_counts_as_its_last() -> None:

@@ -27,6 +27,7 @@ from quire.models.parameters import DecoderWeights
 from quire.runner.kv_store import KvStores, measure_transfer, new_store
 from quire.runner.model_runner import ModelRunner
 from quire.runner.recorded import Pace
+from quire.runner.shapes import token_sizes
 from quire.runner.warm_up import warm_up
 from quire.sched.cost import CostTable
 from quire.sched.scheduler import Scheduler
@@ -124,7 +125,9 @@ def build(
     watch.done("warm-up", choice.reason)
     pace = _record(runner, watch, serving) if choice.choosing is not None else None
     costs = _costs(spec, weights, _DTYPES[dtype].itemsize, machine, resolved, stores, pace)
-    scheduler = make_scheduler(config, resolved, costs, usual_itl_s(pace) if serving and pace is not None else None)
+    usual_s = usual_itl_s(pace) if serving and pace is not None else None
+    grains = tuple(token_sizes(resolved.max_num_batched_tokens)) if choice.choosing is not None else ()
+    scheduler = make_scheduler(config, resolved, costs, usual_s, grains)
     engine = _engine(config, opened, resolved, scheduler, runner, observe)
     memory = _ledger(weight_bytes, resolved, before, inspect(device))
     watch.done("memory", memory.describe())

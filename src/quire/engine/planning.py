@@ -16,6 +16,8 @@ from quire.sched.scheduler import Scheduler
 if TYPE_CHECKING:
     from quire.engine.grammars import Grammars
 
+_ITL_STRETCH = 2.5  # of a time between two tokens that nobody asked for
+
 
 def make_door(vocab_size: int, end_ids: tuple[int, ...], resolved: Resolved) -> Door:
     return Door(
@@ -38,15 +40,21 @@ def make_grammars(opened: OpenedModel, vocab_size: int) -> "Grammars | None":
 
 
 def make_scheduler(
-    config: EngineConfig, resolved: Resolved, costs: CostTable, usual_itl_s: float | None = None
+    config: EngineConfig,
+    resolved: Resolved,
+    costs: CostTable,
+    usual_itl_s: float | None = None,
+    grains: tuple[int, ...] = (),
 ) -> Scheduler:
     """`usual_itl_s`: the time between two tokens to aim at, where the settings name none."""
     regime = REGIMES[resolved.regime]
-    itl_target_s = usual_itl_s if config.itl_target_ms is None else config.itl_target_ms / 1000
+    said_s = None if config.itl_target_ms is None else config.itl_target_ms / 1000
     policy = Policy(
         regime=regime,
         stance=Stance(config.overcommit),
-        itl_target_s=itl_target_s,
+        itl_target_s=usual_itl_s if said_s is None else said_s,
+        itl_stretch=_ITL_STRETCH if said_s is None else 1.0,
+        grains=grains,
         max_waiting=config.max_waiting,
         order=OrderPolicy(weights=config.tenant_weights),
     )

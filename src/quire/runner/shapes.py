@@ -46,7 +46,7 @@ def shapes_to_record(max_rows: int, max_tokens: int) -> Wanted:
     """For steps of up to so many rows, and of up to so many tokens in all.
 
     First what can stand in for every other decode, one row alone, and a prompt that begins while many decode; soon
-    decodes by halves; later a prompt alone and beside fewer rows, with less to spare, and many prompts at once.
+    decodes by halves and a prompt alone; later a prompt beside fewer rows, with less to spare, and many at once.
     """
     assert max_rows > 0 and max_tokens >= 0, (max_rows, max_tokens)
     decodes = [Shape(rows) for rows in _by_use(row_sizes(max_rows))]
@@ -54,14 +54,14 @@ def shapes_to_record(max_rows: int, max_tokens: int) -> Wanted:
     coarse = [size for size in sizes if size == max_tokens or size.bit_count() == 1]
     beside = dict.fromkeys(min(rows, max_rows) for rows in _BESIDE)
     later = [
-        *_prompts(0, coarse, max_rows),
         *_prompts(max_rows, sizes, max_rows),
         *(shape for rows in beside for shape in _prompts(rows, coarse, max_rows)),
         *(shape for crowd in _CROWDS for rows in (max_rows, 0) for shape in _crowds(rows, crowd, sizes, max_rows)),
         *(shape for rows in (0, *beside) for shape in _prompts(rows, sizes, max_rows)),
     ]
     first = list(dict.fromkeys([*decodes[:2], *_prompts(max_rows, coarse, max_rows)]))
-    return Wanted(first, decodes[2:], [shape for shape in dict.fromkeys(later) if shape not in first])
+    soon = [*decodes[2:], *_prompts(0, coarse, max_rows)]
+    return Wanted(first, soon, [shape for shape in dict.fromkeys(later) if shape not in (*first, *soon)])
 
 
 def _prompts(rows: int, sizes: list[int], max_rows: int) -> list[Shape]:

@@ -52,5 +52,6 @@ def read_blueprint(text: str) -> Blueprint:
     policy = plain.pop("policy")
     regime, order = Regime(**policy.pop("regime")), OrderPolicy(**policy.pop("order"))
     constants = Constants(**plain.pop("constants"))
-    stance = Stance(policy.pop("stance"))
-    return Blueprint(policy=Policy(regime=regime, order=order, stance=stance, **policy), constants=constants, **plain)
+    stance, grains = Stance(policy.pop("stance")), tuple(policy.pop("grains"))
+    made = Policy(regime=regime, order=order, stance=stance, grains=grains, **policy)
+    return Blueprint(policy=made, constants=constants, **plain)

@@ -53,7 +53,7 @@ class Cruise:
         parts = self._days.pop(step, None)
         if parts is None:
             return np.empty(0, dtype=np.int32)
-        rows = parts[0] if len(parts) == 1 else _each_once(np.concatenate(parts))
+        rows: IntArray = parts[0] if len(parts) == 1 else _each_once(np.concatenate(parts))
         rows = rows[self._due[rows] == step]
         ended = self._end[rows] == step
         if ended.any():
@@ -134,4 +134,7 @@ class Cruise:
 def _each_once(rows: IntArray) -> IntArray:
     """In order. np.unique loads masked arrays when it is first called, a tenth of a second in the middle of a step."""
     rows.sort()
-    return rows[np.concatenate([[True], rows[1:] != rows[:-1]])]
+    differs = np.ones(len(rows), dtype=np.bool_)
+    differs[1:] = rows[1:] != rows[:-1]
+    once: IntArray = rows[differs]
+    return once

@@ -10,7 +10,7 @@ from quire.sched.cost import CostTable, StepShape
 from quire.sched.draft import Draft
 from quire.sched.outputs import output_of
 from quire.sched.pressure import Pressure
-from quire.sched.sizing import largest_next_chunk
+from quire.sched.sizing import largest_next_chunk, stretched
 
 
 class Feeding:
@@ -121,7 +121,14 @@ class Feeding:
         if not (books.prefilling or books.room):
             return draft.budget
         start = books.prefilling[0].num_planned if books.prefilling else 0
-        return largest_next_chunk(self._cost, self.shape(draft), start, draft.budget, target_s)
+        stretched_s = stretched(target_s, self._cost.backlog_s(self._num_unread()), books.policy.itl_stretch)
+        shape, grains = self.shape(draft), books.policy.grains
+        return largest_next_chunk(self._cost, shape, start, draft.budget, stretched_s, grains)
+
+    def _num_unread(self) -> int:
+        """Tokens of prompts that have still to be computed, of all who sit or wait."""
+        prefilling = sum(sequence.num_tokens - sequence.num_planned for sequence in self._books.prefilling)
+        return prefilling + self._books.room.num_tokens
 
     def take_chunk(self, sequence: Sequence, draft: Draft, *, decoding: bool = False) -> None:
         """As much of its known tokens as the budget holds; with the last of them it starts to cruise, or, pooled, to

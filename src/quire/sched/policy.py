@@ -36,6 +36,8 @@ class Policy:
     order: OrderPolicy = field(default_factory=OrderPolicy)
     stance: Stance = Stance.HEDGE
     itl_target_s: float | None = None  # no step should take longer; None: the token budget alone decides
+    itl_stretch: float = 1.0  # so many times longer it may take, at the most, while prompts pile up
+    grains: tuple[int, ...] = ()  # prompt tokens of a step, ascending, that a device computes as soon as a few fewer
     max_preemptions: int = 3  # of one family; then it comes back with its whole length promised
     max_waiting: int | None = None  # families
     max_waiting_tokens: int | None = None  # of their prompts

@@ -1,8 +1,11 @@
 """How long a prefill chunk may be, so that the step it joins keeps a time. Knows shapes and costs, no requests."""
 
+from itertools import takewhile
+
 from quire.sched.cost import CostTable, StepShape
 
 LEAST = 16  # tokens that a step prefills at any price, so that prompts never starve: one block
+PATIENCE_S = 0.3  # of prompts that are read one after the other: from here on those who decode wait a little, too
 
 
 def largest_chunk(table: CostTable, num_rows: int, num_context: int, start: int, most: int, target_s: float) -> int:
@@ -10,18 +13,29 @@ def largest_chunk(table: CostTable, num_rows: int, num_context: int, start: int,
     return largest_next_chunk(table, StepShape(num_rows, num_context), start, most, target_s)
 
 
-def largest_next_chunk(table: CostTable, shape: StepShape, start: int, most: int, target_s: float) -> int:
+def stretched(target_s: float, backlog_s: float, most: float) -> float:
+    """The time a step may take while reading all prompts that are here would take so long: `most` times as long."""
+    return target_s * min(max(backlog_s / PATIENCE_S, 1.0), most)
+
+
+def largest_next_chunk(
+    table: CostTable, shape: StepShape, start: int, most: int, target_s: float, grains: tuple[int, ...] = ()
+) -> int:
     """The largest further chunk with which a step of this shape is predicted to take no more than `target_s`.
 
     A step's first chunk has `LEAST` tokens (or `most`, if that is less) even if the step then takes longer; a further
-    one may have none. Lengths are tried in doubling steps, then bisected: a corrected table need not be monotone, and
-    what exceeds the target at a shorter length is not trusted at a longer one.
+    one may have none. Lengths are tried in ascending order, because a corrected table need not be monotone, and what
+    exceeds the target at a shorter length is not trusted at a longer one: those of the grains or, without any, in
+    doubling steps, then bisected.
     """
     least = 0 if shape.num_chunk_tokens else min(most, LEAST)
 
     def fits(length: int) -> bool:
         return table.predict_s(shape.with_chunk(start, length)) <= target_s
 
+    if grains:
+        lengths = [*(grain for grain in grains if least < grain < most), most]
+        return max(takewhile(fits, lengths), default=least)
     good, bad = least, most + 1
     probe = max(1, least)
     while probe < bad:
