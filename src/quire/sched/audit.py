@@ -69,9 +69,10 @@ def _audit_families(scheduler: Scheduler) -> None:
 
 def audit_plan(scheduler: Scheduler, plan: StepPlan) -> None:
     """Budget and row limits hold (I9)."""
-    assert plan.num_tokens > 0, f"nothing to compute in step {plan.step}"
+    num_tokens = plan.num_tokens
+    assert num_tokens > 0, f"nothing to compute in step {plan.step}"
     if scheduler.policy.regime.chunked:
-        assert plan.num_tokens <= scheduler.max_step_tokens, f"{plan.num_tokens} tokens in step {plan.step}"
+        assert num_tokens <= scheduler.max_step_tokens, f"{num_tokens} tokens in step {plan.step}"
     assert len(scheduler.books.seating.seated) <= scheduler.max_rows, "too many rows"
 
 

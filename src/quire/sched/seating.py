@@ -151,7 +151,8 @@ class Seating:
         assert not self.seated.keys() & set(self._free), "a seated row is free"
         leaving = sum(sequence.state is State.LEAVING for sequence in self.seated.values())
         assert leaving == len(self.leaving), "the way out is miscounted"
+        names = self.row_sequence.tolist()
         for row, sequence in self.seated.items():
             assert sequence.row == row, sequence
-            heard = self.row_sequence[row] != NOBODY
+            heard = names[row] != NOBODY
             assert heard != sequence.finished, f"{sequence}: heard is {heard}"

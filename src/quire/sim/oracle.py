@@ -20,7 +20,6 @@ class OracleRunner:
             Tier.DEVICE: np.full((num_blocks + 1, block_size, 2), -1, dtype=np.int64),
             Tier.HOST: np.full((num_host_blocks + 1, block_size, 2), -1, dtype=np.int64),
         }
-        self._slots = self._stores[Tier.DEVICE].reshape(-1, 2)  # a view
 
     def read(self, place: Place) -> NDArray[np.int64]:  # [block_size, 2]
         """What a block holds: (token, position) in each slot."""
@@ -45,11 +44,9 @@ class OracleRunner:
 
     def _totals(self, work: Work, row: SeatedRow) -> NDArray[np.int64]:
         """Write the positions that are computed; then read everything back."""
-        positions = np.arange(work.stop)
-        blocks = np.array(row.blocks, dtype=np.int64)[positions // self._block_size]
-        slots = blocks * self._block_size + positions % self._block_size
-        self._slots[slots[work.start :], 0] = row.tokens[work.start : work.stop]
-        self._slots[slots[work.start :], 1] = positions[work.start :]
-        read = self._slots[slots]
+        device, size = self._stores[Tier.DEVICE], self._block_size
+        for position in range(work.start, work.stop):
+            device[row.blocks[position // size], position % size] = row.tokens[position], position
+        read = device.take(row.blocks[: -(-work.stop // size)], axis=0).reshape(-1, 2)[: work.stop]
         sums: NDArray[np.int64] = mix(read[:, 0], read[:, 1]).cumsum()
         return sums[work.start :]

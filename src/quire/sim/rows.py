@@ -85,15 +85,7 @@ class Rows:
             row = self.rows[work.row]
             states = totals(work, row)
             follows = int(states[-1])
-            if Output.POOLED in work.output:
-                row.pooled += int(states.sum())
-                if work.stop == row.seat.num_prompt:
-                    row.ended = True
-                    pooled[work.row] = np.array([row.pooled], dtype=np.float32)
-                    ended.append(Ended(work.row, FinishReason.STOP))
-            elif Output.CANDIDATES in work.output:
-                likeliest[work.row] = candidates(follows, self._vocab_size, row.seat.sampling.num_candidates)
-            elif Output.SAMPLE in work.output:
+            if Output.SAMPLE in work.output:
                 token = (follows + row.seat.index) % self._vocab_size
                 if row.seat.sampling.masked:
                     token = first_allowed(token, bits[work.row], self._vocab_size)
@@ -101,6 +93,14 @@ class Rows:
                 end = self.emit(work.row, token)
                 if end is not None:
                     ended.append(end)
+            elif Output.POOLED in work.output:
+                row.pooled += int(states.sum())
+                if work.stop == row.seat.num_prompt:
+                    row.ended = True
+                    pooled[work.row] = np.array([row.pooled], dtype=np.float32)
+                    ended.append(Ended(work.row, FinishReason.STOP))
+            elif Output.CANDIDATES in work.output:
+                likeliest[work.row] = candidates(follows, self._vocab_size, row.seat.sampling.num_candidates)
         pairs = np.array(emitted, dtype=np.int32).reshape(-1, 2)
         return Done(StepResult(plan.step, pairs[:, 0], pairs[:, 1], tuple(ended), candidates=likeliest, pooled=pooled))
 

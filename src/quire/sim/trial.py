@@ -142,14 +142,14 @@ class Trial:
         dice, chances, chaos = self._dice, self.world.chances, self._chaos
         if dice.random() < chances.poison:
             chaos.poisons = True
-        for chance, event, lost in (
-            (chances.lose, Happening.LOSE, StepLost("lost")),
-            (chances.die, Happening.DIE, StepLost("the worker died", cache_intact=False)),
-            (chances.starve, Happening.STARVE, StepLost("out of memory", too_large=True)),
+        for chance, event in (
+            (chances.lose, Happening.LOSE),
+            (chances.die, Happening.DIE),
+            (chances.starve, Happening.STARVE),
         ):
             if self._live and self._num_broken < _MOST_BROKEN and dice.random() < chance:
                 self._num_broken += 1
-                chaos.loses = lost
+                chaos.loses = _loss(event)
                 chaos.loses_early = dice.random() < 0.5
                 self.events.append(event)
 
@@ -329,6 +329,11 @@ def _build(world: World, worth_keeping: Callable[[int, int], bool], journal: Bin
         max_step_tokens=world.max_step_tokens,
         policy=world.policy,
     )
+
+
+def _loss(event: Happening) -> StepLost:
+    """How a step is lost by an event."""
+    return StepLost(event.value, cache_intact=event is not Happening.DIE, too_large=event is Happening.STARVE)
 
 
 def _sat_or_followed(family: Family) -> bool:
