@@ -122,7 +122,7 @@ class BlockPool:
         free = self._free[: self.num_free].tolist()
         references, cached = self._references.tolist(), self._cached.tolist()
         assert len(set(free)) == len(free), "a block is free twice"
-        assert not any([references[block] for block in free]), "a free block is referenced"
+        assert not sum([references[block] for block in free]), "a free block is referenced"
         assert references[NULL_BLOCK] == 0 and NULL_BLOCK not in free, "the null block was lent"
         held = len(references) - references.count(0)
         assert len(free) + held == self.num_in_service, f"{self.num_in_service - held - len(free)} blocks are lost"

@@ -342,17 +342,17 @@ class RadixTree:
 
     def audit(self) -> None:
         """The tree is sound, the pools agree with it, the law holds, and every idle leaf waits for eviction."""
-        self._forest.audit()
+        everything = self._forest.audit()
         for tier, pool, leaves in (
             (Tier.DEVICE, self._pool, self._leaves),
             (Tier.HOST, self._host, self._host_leaves),
         ):
-            nodes = [node for node in self._forest.nodes() if node.tier is tier]
+            nodes = [node for node in everything if node.tier is tier]
             blocks = [block for node in nodes for block in node.blocks.tolist()]
             assert len(set(blocks)) == len(blocks), f"a {tier.value} block is in the tree twice"
             assert len(blocks) == pool.num_cached, f"{tier.value}: {len(blocks)} blocks, {pool.num_cached} cached"
             is_idle = pool.idle_flags()
-            num_idle = sum(is_idle[block] for block in blocks)
+            num_idle = sum([is_idle[block] for block in blocks])
             assert num_idle == pool.num_idle, f"idle {tier.value} blocks are not in the tree"
             for node in nodes:
                 idle = [is_idle[block] for block in node.blocks.tolist()]

@@ -166,7 +166,7 @@ class Books:
         """It pays for what it computed since it last got a block."""
         row = sequence.row
         assert row is not None, sequence
-        if self.cruise.cruises(row) or self.cruise.coasts(row):
+        if self.cruise.under_way(row):
             num_blocks = int(self.kv.tables.lengths[row])
             self.charges.pay_last(row, sequence.request.tenant, self.num_computed(sequence), num_blocks)
 
@@ -221,7 +221,7 @@ class Books:
     def num_computed(self, sequence: Sequence) -> int:
         """Positions planned for a seated sequence so far."""
         assert sequence.row is not None, sequence
-        if self.cruise.cruises(sequence.row) or self.cruise.coasts(sequence.row):
+        if self.cruise.under_way(sequence.row):
             return self.cruise.position_at(sequence.row, self.last_planned) + 1
         return sequence.num_planned
 

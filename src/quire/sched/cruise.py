@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from quire.core.ids import IntArray, Row
 
 _NEVER = -1
+_NOBODY: IntArray = np.empty(0, dtype=np.int32)
 
 
 class Cruise:
@@ -52,14 +53,15 @@ class Cruise:
         """The rows that cannot take this step without one more block. Those at their end coast from now on."""
         parts = self._days.pop(step, None)
         if parts is None:
-            return np.empty(0, dtype=np.int32)
+            return _NOBODY
         rows: IntArray = parts[0] if len(parts) == 1 else np.unique(np.concatenate(parts))
         rows = rows[self._due[rows] == step]
         ended = self._end[rows] == step
-        if ended.any():
+        num_ended = int(np.count_nonzero(ended))
+        if num_ended:
             self._due[rows[ended]] = _NEVER
-            self.num_cruising -= int(np.count_nonzero(ended))
-            self.num_coasting += int(np.count_nonzero(ended))
+            self.num_cruising -= num_ended
+            self.num_coasting += num_ended
             self._sum_of_offsets -= int(self._offset[rows[ended]].sum())
             rows = rows[~ended]
         return rows
@@ -70,7 +72,7 @@ class Cruise:
         days = np.minimum(self._end[rows], following)
         self._due[rows] = days
         late = days == following
-        if late.all():
+        if np.count_nonzero(late) == len(late):
             self._days.setdefault(following, []).append(rows)
             return
         self._days.setdefault(following, []).append(rows[late])
@@ -112,9 +114,13 @@ class Cruise:
     def coasts(self, row: Row) -> bool:
         return bool(self._due[row] == _NEVER and self._end[row] != _NEVER)
 
+    def under_way(self, row: Row) -> bool:
+        """Whether it cruises or coasts."""
+        return bool(self._end[row] != _NEVER)
+
     def position_at(self, row: Row, step: int) -> int:
         """The position a row computes in a step; of one that coasts, never more than its last."""
-        return int(min(self._offset[row] + step, self._offset[row] + self._end[row] - 1))
+        return int(self._offset[row]) + min(step, int(self._end[row]) - 1)
 
     def positions_at(self, rows: IntArray, step: int) -> NDArray[np.int64]:
         """The positions that cruising rows compute in a step."""
