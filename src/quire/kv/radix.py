@@ -143,7 +143,7 @@ class RadixTree:
             mine = blocks[at // block_bytes : (at + length) // block_bytes]
             if child.tier is Tier.DEVICE and at + length > start * TOKEN_BYTES:
                 differs = child.blocks[: len(mine)] != mine
-                if differs.any():
+                if np.count_nonzero(differs):
                     conflict = True
                     length = length if leaving else int(differs.argmax()) * block_bytes
             if length:

@@ -100,8 +100,9 @@ class Books:
 
     def note_first_token(self, family: Family) -> None:
         """A member has emitted its first token; only the family's first counts."""
-        if not any(event.what is What.FIRST_TOKEN for event in family.story):
-            family.note(Event(self.last_absorbed, What.FIRST_TOKEN))
+        first_token = What.FIRST_TOKEN
+        if not any(event.what is first_token for event in family.story):
+            family.note(Event(self.last_absorbed, first_token))
 
     # Leaving.
 
@@ -194,7 +195,7 @@ class Books:
 
     def settle(self, family: Family) -> None:
         """When no member sits any more, the family waits again or is forgotten."""
-        if any(member.state in (State.RUNNING, State.LEAVING) for member in family.members):
+        if any(member.row is not None for member in family.members):
             return
         request = family.request
         if request.id not in self.families:

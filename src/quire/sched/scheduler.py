@@ -150,7 +150,7 @@ class Scheduler:
         seating.note(result)
         emitters, tokens = seating.named(result.rows), result.tokens
         heard = emitters >= 0
-        if not heard.all():
+        if np.count_nonzero(heard) < len(heard):
             emitters, tokens = emitters[heard], tokens[heard]
         logprobs = {name: top for row, top in result.logprobs.items() if (name := seating.listener(row)) is not None}
         scores = {name: s for s in result.prompt_logprobs if (name := seating.listener(s.row)) is not None}
