@@ -123,13 +123,13 @@ class BlockPool:
 
     def audit(self) -> None:
         """A block is free or referenced, never both; the counts are true."""
-        free = self._free[: self.num_free].tolist()
-        references, cached = self._references.tolist(), self._cached.tolist()
-        assert len(set(free)) == len(free), "a block is free twice"
-        assert not sum([references[block] for block in free]), "a free block is referenced"
-        assert references[NULL_BLOCK] == 0 and NULL_BLOCK not in free, "the null block was lent"
-        held = len(references) - references.count(0)
+        free = self._free[: self.num_free]
+        distinct = set(free.tolist())
+        assert len(distinct) == len(free), "a block is free twice"
+        assert not np.count_nonzero(self._references[free]), "a free block is referenced"
+        assert self._references[NULL_BLOCK] == 0 and NULL_BLOCK not in distinct, "the null block was lent"
+        held = np.count_nonzero(self._references)
         assert len(free) + held == self.num_in_service, f"{self.num_in_service - held - len(free)} blocks are lost"
-        assert self.num_cached == sum(cached), "cached blocks are miscounted"
-        num_idle = list(zip(cached, references, strict=True)).count((True, 1))
+        assert self.num_cached == np.count_nonzero(self._cached), "cached blocks are miscounted"
+        num_idle = np.count_nonzero(self._cached & (self._references == 1))
         assert self.num_idle == num_idle, "idle blocks are miscounted"
