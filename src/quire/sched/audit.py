@@ -8,6 +8,7 @@ from quire.sched.scheduler import Scheduler
 
 _ROWLESS = (State.WAITING, State.FINISHED)
 
+
 def audit(scheduler: Scheduler, *, tree: bool = True) -> None:
     """Raise AssertionError at the first law that does not hold. The numbers are those of the promises (I1–I18)."""
     books = scheduler.books

@@ -211,7 +211,7 @@ class Scheduler:
             books.seating.tell(sequence.row)
         books.fresh, books.tells = [], []
         books.last_planned = draft.step
-        chunks = tuple((s, chunk.start + chunk.length) for s, chunk in zip(draft.chunked, draft.chunks, strict=True))
+        chunks = tuple([(s, chunk.start + chunk.length) for s, chunk in zip(draft.chunked, draft.chunks, strict=True)])
         moves = self.kv.take_moves()
         self._in_flight.append(_Flight(draft.step, chunks, self._feeding.shape(draft), draft.now_s, bool(moves)))
         num_padding = self._padding(draft)

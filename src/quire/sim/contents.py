@@ -5,8 +5,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.core.ids import BlockId
-from quire.core.moves import Place
+from quire.core.ids import IntArray
+from quire.core.moves import Tier
 from quire.core.step import Runner
 from quire.kv.manager import KVManager
 from quire.kv.radix_node import TOKEN_BYTES
@@ -16,7 +16,7 @@ from quire.kv.radix_node import TOKEN_BYTES
 class Readable(Protocol):
     """A body whose blocks can be looked into: (token, position) for each slot."""
 
-    def read(self, place: Place) -> NDArray[np.int64]: ...
+    def read(self, tier: Tier, blocks: IntArray) -> NDArray[np.int64]: ...  # [blocks, block_size, 2]
 
 
 def audit_contents(kv: KVManager, body: Runner) -> None:
@@ -26,6 +26,7 @@ def audit_contents(kv: KVManager, body: Runner) -> None:
     for node in kv.tree.nodes():
         tokens = np.frombuffer(node.tokens, dtype=">u4").astype(np.int64)
         start = len(node.path()) // TOKEN_BYTES - len(tokens)
-        held = np.concatenate([body.read(Place(node.tier, BlockId(int(block)))) for block in node.blocks])
-        right = np.stack([tokens, np.arange(start, start + len(tokens))], axis=1)
-        assert (held[: len(tokens)] == right).all(), f"{node} holds {held[: len(tokens)].tolist()}"
+        held = body.read(node.tier, node.blocks).reshape(-1, 2)[: len(tokens)]
+        places = np.arange(start, start + len(tokens))
+        right = np.array_equal(held[:, 0], tokens) and np.array_equal(held[:, 1], places)
+        assert right, f"{node} holds {held.tolist()}"

@@ -5,12 +5,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.core.ids import Row
-from quire.core.moves import Place, Run, Tier, runs
+from quire.core.ids import IntArray, Row
+from quire.core.moves import Run, Tier, runs
 from quire.core.oracle import mix
 from quire.core.step import Masks, StepPlan
 from quire.sim.rows import Done, Rows, SeatedRow, Work
-
 
 _SLOT_BYTES = 2 * np.dtype(np.int64).itemsize
 
@@ -34,10 +33,10 @@ class OracleRunner:
             Tier.HOST: np.full((num_host_blocks + 1, block_size, 2), -1, dtype=np.int64),
         }
 
-    def read(self, place: Place) -> NDArray[np.int64]:  # [block_size, 2]
-        """What a block holds: (token, position) in each slot."""
-        block: NDArray[np.int64] = self._stores[place.tier][place.block]
-        return block
+    def read(self, tier: Tier, blocks: IntArray) -> NDArray[np.int64]:  # [blocks, block_size, 2]
+        """What some blocks hold: (token, position) in each slot."""
+        held: NDArray[np.int64] = self._stores[tier][blocks]
+        return held
 
     def spoil(self, row: Row) -> None:
         """What a row whose logits were not finite has written last is not to be trusted."""

@@ -50,6 +50,12 @@ class Trial:
         self._tree_seen = (0, 0, -1)
         self._quiet_turns = 0
         self._latest_s = 0.0
+        chances = world.chances
+        self._losses = (
+            (Happening.LOSE, chances.lose),
+            (Happening.DIE, chances.die),
+            (Happening.STARVE, chances.starve),
+        )
 
     def run(self) -> None:
         """Raise AssertionError at the first violation."""
@@ -142,11 +148,7 @@ class Trial:
         dice, chances, chaos = self._dice, self.world.chances, self._chaos
         if dice.random() < chances.poison:
             chaos.poisons = True
-        for chance, event in (
-            (chances.lose, Happening.LOSE),
-            (chances.die, Happening.DIE),
-            (chances.starve, Happening.STARVE),
-        ):
+        for event, chance in self._losses:
             if self._live and self._num_broken < _MOST_BROKEN and dice.random() < chance:
                 self._num_broken += 1
                 chaos.loses = _loss(event)
