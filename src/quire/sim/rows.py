@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from quire.core.ids import BlockId, FloatArray, IntArray, Row
 from quire.core.oracle import candidates
@@ -70,9 +69,7 @@ class Rows:
         self._vocab_size = vocab_size
         self._next_step = 0
 
-    def run(
-        self, plan: StepPlan, totals: Callable[[Work, SeatedRow], NDArray[np.int64]], masks: Masks | None = None
-    ) -> Done:
+    def run(self, plan: StepPlan, totals: Callable[[Work, SeatedRow], list[int]], masks: Masks | None = None) -> Done:
         """Carry a plan out, but for its moves. `totals` computes some work and says for each of its positions what the
         tokens after it follow from, beside the sequence's index: these are the hidden states. Under a mask the next
         token is the first allowed one from there on."""
@@ -84,7 +81,7 @@ class Rows:
         for work in self.apply(plan):
             row = self.rows[work.row]
             states = totals(work, row)
-            follows = int(states[-1])
+            follows = states[-1]
             if Output.SAMPLE in work.output:
                 token = (follows + row.seat.index) % self._vocab_size
                 if row.seat.sampling.masked:
@@ -94,7 +91,7 @@ class Rows:
                 if end is not None:
                     ended.append(end)
             elif Output.POOLED in work.output:
-                row.pooled += int(states.sum())
+                row.pooled += sum(states)
                 if work.stop == row.seat.num_prompt:
                     row.ended = True
                     pooled[work.row] = np.array([row.pooled], dtype=np.float32)
