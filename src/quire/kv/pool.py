@@ -104,7 +104,7 @@ class BlockPool:
         return flags
 
     def any_shared(self, blocks: IntArray) -> bool:
-        return len(blocks) > 0 and np.count_nonzero(self._references[blocks] > 1) > 0
+        return len(blocks) > 0 and bool(np.count_nonzero(self._references[blocks] > 1))
 
     def count_idle(self, blocks: IntArray) -> int:
         return 0 if not len(blocks) else int(np.count_nonzero(self._cached[blocks] & (self._references[blocks] == 1)))

@@ -32,8 +32,8 @@ def audit(scheduler: Scheduler, *, tree: bool = True) -> None:
         num_cruising += cruise.cruises(row)
         num_coasting += cruise.coasts(row)
     assert (cruise.num_cruising, cruise.num_coasting) == (num_cruising, num_coasting), "cruising miscounted"  # I18
-    for row, (held, kept) in enumerate(zip(lengths, promised, strict=True)):  # I8
-        assert (held == 0 and kept == 0) or row in seated, f"nobody sits in row {row}, which owns blocks"
+    for number, (held, kept) in enumerate(zip(lengths, promised, strict=True)):  # I8
+        assert (held == 0 and kept == 0) or number in seated, f"nobody sits in row {number}, which owns blocks"
     lowest = max([sequence.request.priority for sequence in seated.values()], default=0)
     assert books.seating.lowest_class == lowest, "the lowest class that sits is not who sits"  # I18
     _audit_families(scheduler)

@@ -54,7 +54,9 @@ class Cruise:
         parts = self._days.pop(step, None)
         if parts is None:
             return _NOBODY
-        rows: IntArray = parts[0] if len(parts) == 1 else np.unique(np.concatenate(parts))
+        rows: IntArray = parts[0]
+        if len(parts) > 1:  # mostly one row each: a set is there before numpy has begun to sort
+            rows = np.array(sorted({row for part in parts for row in part.tolist()}), dtype=np.int32)
         rows = rows[self._due[rows] == step]
         ended = self._end[rows] == step
         num_ended = int(np.count_nonzero(ended))
