@@ -112,8 +112,8 @@ class Forest:
         return {decode(node.path()) for node in self.nodes(partition) if not node.children}
 
     def audit(self) -> list[Node]:
-        """Keys are right and sorted, sizes match, only leaves are partial, and below the host there is no device. All
-        nodes but the roots."""
+        """Keys are right and sorted, sizes match, only leaves are partial, and below the host there is no device.
+        Gives all nodes but the roots."""
         nodes = list(self.nodes())
         assert self.num_nodes == len(nodes), "nodes are miscounted"
         for partition, root in self._roots.items():
