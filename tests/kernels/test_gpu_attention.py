@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from quire.kernels.contract import AttentionRule
 from quire.kernels.gpu import attention
 from quire.kernels.gpu.attention import GpuAttention
-from quire.kernels.gpu.chunk_attention import ChunkTiles, chunk_attention
+from quire.kernels.gpu.chunk_attention import ChunkTiles, chunk_attention, chunk_scratch
 from quire.kernels.gpu.decode_attention import DecodeTiles, decode_attention
 from quire.kernels.gpu.gather_context import TILE_KEYS, gather_context
 from quire.kernels.gpu.gathered_attention import gathered_attention
@@ -170,6 +170,23 @@ def test_a_window_that_begins_inside_a_tile_of_keys_agrees(window, num_before):
     starts, lengths, tiles = ragged.query_starts, ragged.context_lengths, ChunkTiles(32, 16, 4, 2)
     chunk_attention(step.query, step.kv_layer, ragged.tables, starts, lengths, step.rule, output, tiles=tiles)
     step.check(output)
+
+
+@pytest.mark.parametrize("splits, min_tiles", [(2, 1), (7, 1), (5, 3)])
+def test_chunks_agree_however_programs_share_their_keys(splits, min_tiles):
+    """One scratch for all: its counters are zero again. Chunks that share and chunks too short for it lie together."""
+    tiles = ChunkTiles(32, 16, 4, 2, splits, min_tiles)
+    scratch = None
+    for parts in ([Part(75, 12), Part(0, 3), Part(31, 11)], [Part(0, 21), Part(120, 2), Part(16, 1)]):
+        step = Step(parts, group=3, kv_heads=2, rule=AttentionRule(0.3))
+        scratch = scratch or chunk_scratch(step.query, 2, 3, tiles, 0)
+        scratch.parts.fill_(math.nan), scratch.maxima.fill_(math.nan), scratch.sums.fill_(math.nan)
+        output = torch.empty_like(step.truth, device=DEVICE)
+        ragged = step.ragged
+        starts, lengths = ragged.query_starts, ragged.context_lengths
+        chunk_attention(step.query, step.kv_layer, ragged.tables, starts, lengths, step.rule, output, 0, scratch, tiles)
+        step.check(output)
+        assert not scratch.arrivals.any()
 
 
 def test_weights_are_exact_over_the_whole_range_of_scores():

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from quire.core.ids import RequestId, SequenceId
+from quire.core.ids import RequestId
 from quire.core.request import Family, Request
 from quire.sched.order import Key, OrderPolicy
 from quire.sched.queue import Urgency, WaitingRoom
@@ -160,9 +160,7 @@ def _work(num_waiting: int) -> tuple[int, int]:
             priority=order % 3,
             deadline_s=1e9 + order if order % 7 == 0 else None,
         )
-        new = Family(request, 0, 0.0)
-        new.members[0].id = SequenceId(_CountedOrder(order))
-        families.append(new)
+        families.append(Family(request, _CountedOrder(order), 0.0))
     for tenant in "abcdefgh":
         shares.arrive(tenant)
     room = room_of(families[:num_waiting], shares=shares)

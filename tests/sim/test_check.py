@@ -111,7 +111,7 @@ def test_a_wrong_slot_is_found() -> None:
     class Misrouted(OracleRunner):
         def launch(self, plan: StepPlan) -> Done:
             if plan.step % 10 == 9:
-                self._slots[self._block_size : 2 * self._block_size] += 1  # somebody else wrote into block 1
+                self._device[1] = [(token + 1, position + 1) for token, position in self._device[1]]  # not by its owner
             return super().launch(plan)
 
     def misrouted(world: World) -> Misrouted:

@@ -78,7 +78,7 @@ def measure_chunk(length: int, shape: HeadShape, dtype: torch.dtype, tiles: Chun
     output = torch.empty(length, shape.queries * shape.dim, dtype=dtype, device="cuda")
     rule = AttentionRule(shape.dim**-0.5)
     seconds = _seconds(
-        layers, lambda kv: chunk_attention(query, kv, tables, starts, starts[1:], rule, output, 0, tiles)
+        layers, lambda kv: chunk_attention(query, kv, tables, starts, starts[1:], rule, output, tiles=tiles)
     )
     operations = 2 * shape.queries * shape.dim * length * length  # two products over half the square
     return Figure(f"chunk {length}", seconds * 1e6, operations / seconds / 1e12, "TFLOP/s")

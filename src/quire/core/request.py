@@ -70,10 +70,12 @@ class State(Enum):
 class Family:
     """A request inside the engine."""
 
-    __slots__ = ("arrived_s", "members", "num_cached", "num_preemptions", "request", "seated_s", "story", "was_seated")
+    __slots__ = ("arrived_s", "members", "num_cached", "num_preemptions", "order", "request", "seated_s", "story",
+                 "was_seated")  # fmt: skip
 
     def __init__(self, request: Request, first_id: int, arrived_s: float) -> None:
         self.request = request
+        self.order = first_id  # families are numbered as they arrive
         self.arrived_s = arrived_s
         self.members = tuple(Sequence(self, SequenceId(first_id + i), i) for i in range(request.num_sequences))
         self.num_preemptions = 0
@@ -83,11 +85,6 @@ class Family:
         self.story: list[Event] = []
 
     @property
-    def order(self) -> int:
-        """Families are numbered as they arrive."""
-        return self.members[0].id
-
-    @property
     def answers(self) -> tuple["Sequence", ...]:
         """The members a client hears of: of beams, as many as are to be returned."""
         beam = self.request.beam
@@ -95,7 +92,7 @@ class Family:
 
     @property
     def unfinished(self) -> tuple["Sequence", ...]:
-        return tuple(member for member in self.members if not member.finished)
+        return tuple([member for member in self.members if member.finish_reason is None])
 
     @property
     def finished(self) -> bool:
@@ -131,6 +128,7 @@ class Sequence:
         "num_had",
         "num_planned",
         "release_step",
+        "request",
         "row",
         "score",
         "seated_step",
@@ -140,6 +138,7 @@ class Sequence:
 
     def __init__(self, family: Family, sequence_id: SequenceId, index: int) -> None:
         self.family = family
+        self.request = family.request
         self.id = sequence_id
         self.index = index
         self.state = State.WAITING
@@ -193,10 +192,6 @@ class Sequence:
         self._clear_seat()
 
     # What follows from the numbers.
-
-    @property
-    def request(self) -> Request:
-        return self.family.request
 
     @property
     def finished(self) -> bool:

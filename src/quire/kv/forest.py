@@ -111,18 +111,21 @@ class Forest:
         """The tokens of every path that ends at a leaf."""
         return {decode(node.path()) for node in self.nodes(partition) if not node.children}
 
-    def audit(self) -> None:
-        """Keys are right and sorted, sizes match, only leaves are partial, and below the host there is no device."""
-        assert self.num_nodes == sum(1 for _ in self.nodes()), "nodes are miscounted"
+    def audit(self) -> list[Node]:
+        """Keys are right and sorted, sizes match, only leaves are partial, and below the host there is no device.
+        Gives all nodes but the roots."""
+        nodes = list(self.nodes())
+        assert self.num_nodes == len(nodes), "nodes are miscounted"
         for partition, root in self._roots.items():
             assert root.children and root.parent is None and root.partition == partition, partition
             assert all(partition in self._openings[key] for key in root.keys), "an opening is not indexed"
-        indexed = sum(len(partitions) for partitions in self._openings.values())
-        assert indexed == sum(len(root.keys) for root in self._roots.values()), "a closed opening is indexed"
-        for node in [*self._roots.values(), *self.nodes()]:
+        indexed = sum([len(partitions) for partitions in self._openings.values()])
+        assert indexed == sum([len(root.keys) for root in self._roots.values()]), "a closed opening is indexed"
+        for node in [*self._roots.values(), *nodes]:
             assert len(node.blocks) == -(-len(node.tokens) // self.block_bytes), f"tokens and blocks of {node} differ"
             if node.children or node.keys or node.num_device_children:
                 self._audit_children(node)
+        return nodes
 
     def _audit_children(self, node: Node) -> None:
         assert node.keys == sorted(node.children), f"unsorted keys below {node}"

@@ -21,10 +21,11 @@ def _entry(node: Node) -> _Entry:
 class Leaves:
     """Nodes of one tier that have idle blocks at their end and nothing of this tier below them."""
 
-    __slots__ = ("_heap", "_limit", "_pool", "_queued", "_tier")
+    __slots__ = ("_heap", "_limit", "_on_device", "_pool", "_queued", "_tier")
 
     def __init__(self, tier: Tier, pool: BlockPool) -> None:
         self._tier = tier
+        self._on_device = tier is Tier.DEVICE
         self._pool = pool
         self._heap: list[_Entry] = []
         self._queued: set[Node] = set()  # whose entry is in the heap
@@ -57,7 +58,7 @@ class Leaves:
     def is_evictable(self, node: Node) -> bool:
         if node.tier is not self._tier or not len(node.blocks):
             return False
-        leaf = node.num_device_children == 0 if self._tier is Tier.DEVICE else not node.children
+        leaf = node.num_device_children == 0 if self._on_device else not node.children
         return leaf and self._pool.is_idle(BlockId(int(node.blocks[-1])))
 
     def num_idle(self, node: Node) -> int:

@@ -16,7 +16,7 @@ from quire.core.moves import Move, Place, Tier
 from quire.kv.answers import Match
 from quire.kv.pool import BlockPool
 from quire.kv.radix import RadixTree
-from quire.kv.radix_node import TOKEN_BYTES, Node
+from quire.kv.radix_node import NO_BLOCKS, TOKEN_BYTES, Node
 from quire.kv.tables import Tables
 
 # Blocks evicted at once, ahead of need: a trim costs about the same for one block and for many.
@@ -167,7 +167,7 @@ class KVManager:
     def grow_to(self, row: Row, num_positions: int, by: RequestId) -> IntArray:
         """The blocks a row's table lacks to hold so many positions, out of its promise."""
         missing = count_blocks(num_positions, self.block_size) - int(self.tables.lengths[row])
-        return self._spend(row, max(missing, 0), by)
+        return self._spend(row, missing, by) if missing > 0 else NO_BLOCKS
 
     def commit(self, row: Row, owner: Owner, tokens: IntArray) -> None:
         """Positions [0, len(tokens)) of the row are written for good: let others find their whole blocks."""

@@ -11,7 +11,10 @@ from quire.core.ids import NULL_BLOCK, BlockId, IntArray
 
 
 class BlockPool:
-    """A fixed number of blocks. Block 0 is the null block, never lent. Every verb takes many blocks at once."""
+    """A fixed number of blocks. Block 0 is the null block, never lent. Every verb takes many blocks at once.
+
+    They are mostly few: numpy then counts in a third of the time that `any` and `all` take.
+    """
 
     __slots__ = ("_cached", "_free", "_num_retired", "_references", "num_blocks", "num_cached", "num_free", "num_idle")
 
@@ -39,36 +42,37 @@ class BlockPool:
         if not len(blocks):
             return
         before = self._references[blocks]
-        assert (before > 0).all(), blocks
+        assert np.count_nonzero(before > 0) == len(blocks), blocks
         self.num_idle -= int(np.count_nonzero(self._cached[blocks] & (before == 1)))
         self._references[blocks] = before + 1
 
     def release(self, blocks: IntArray) -> int:
         """One reference less to each of some distinct blocks; how many of them are free now."""
         after = self._references[blocks] - 1
-        assert (after >= 0).all(), blocks
+        assert np.count_nonzero(after >= 0) == len(blocks), blocks
         self._references[blocks] = after
         self.num_idle += int(np.count_nonzero(self._cached[blocks] & (after == 1)))
         freed = blocks[after == 0]
-        assert not self._cached[freed].any(), "a cached block lost its last reference outside the tree"
+        assert not np.count_nonzero(self._cached[freed]), "a cached block lost its last reference outside the tree"
         self._push(freed)
         return len(freed)
 
     def adopt(self, blocks: IntArray) -> None:
         """The tree takes blocks that tables hold: they are cached from now on."""
-        assert not self._cached[blocks].any() and (self._references[blocks] > 0).all(), blocks
+        before = self._references[blocks]
+        assert np.count_nonzero(before > 0) == len(blocks) and not np.count_nonzero(self._cached[blocks]), blocks
         self._cached[blocks] = True
-        self._references[blocks] += 1
+        self._references[blocks] = before + 1
         self.num_cached += len(blocks)
 
     def disown(self, blocks: IntArray) -> int:
         """The tree lets go of blocks; how many of them are free now."""
-        assert self._cached[blocks].all(), blocks
+        assert np.count_nonzero(self._cached[blocks]) == len(blocks), blocks
         after = self._references[blocks] - 1
         self._references[blocks] = after
         self._cached[blocks] = False
         self.num_cached -= len(blocks)
-        freed = blocks[after == 0] if after.any() else blocks  # nearly always all of them
+        freed = blocks[after == 0] if np.count_nonzero(after) else blocks  # nearly always all of them
         self.num_idle -= len(freed)
         self._push(freed)
         return len(freed)
@@ -100,7 +104,7 @@ class BlockPool:
         return flags
 
     def any_shared(self, blocks: IntArray) -> bool:
-        return len(blocks) > 0 and bool((self._references[blocks] > 1).any())
+        return len(blocks) > 0 and bool(np.count_nonzero(self._references[blocks] > 1))
 
     def count_idle(self, blocks: IntArray) -> int:
         return 0 if not len(blocks) else int(np.count_nonzero(self._cached[blocks] & (self._references[blocks] == 1)))
@@ -119,13 +123,13 @@ class BlockPool:
 
     def audit(self) -> None:
         """A block is free or referenced, never both; the counts are true."""
-        free = self._free[: self.num_free].tolist()
-        references, cached = self._references.tolist(), self._cached.tolist()
-        assert len(set(free)) == len(free), "a block is free twice"
-        assert not any(references[block] for block in free), "a free block is referenced"
-        assert references[NULL_BLOCK] == 0 and NULL_BLOCK not in free, "the null block was lent"
-        held = len(references) - references.count(0)
+        free = self._free[: self.num_free]
+        distinct = set(free.tolist())
+        assert len(distinct) == len(free), "a block is free twice"
+        assert not np.count_nonzero(self._references[free]), "a free block is referenced"
+        assert self._references[NULL_BLOCK] == 0 and NULL_BLOCK not in distinct, "the null block was lent"
+        held = np.count_nonzero(self._references)
         assert len(free) + held == self.num_in_service, f"{self.num_in_service - held - len(free)} blocks are lost"
-        assert self.num_cached == sum(cached), "cached blocks are miscounted"
-        num_idle = sum(kept and readers == 1 for kept, readers in zip(cached, references, strict=True))
+        assert self.num_cached == np.count_nonzero(self._cached), "cached blocks are miscounted"
+        num_idle = np.count_nonzero(self._cached & (self._references == 1))
         assert self.num_idle == num_idle, "idle blocks are miscounted"

@@ -143,7 +143,7 @@ class RadixTree:
             mine = blocks[at // block_bytes : (at + length) // block_bytes]
             if child.tier is Tier.DEVICE and at + length > start * TOKEN_BYTES:
                 differs = child.blocks[: len(mine)] != mine
-                if differs.any():
+                if np.count_nonzero(differs):
                     conflict = True
                     length = length if leaving else int(differs.argmax()) * block_bytes
             if length:
@@ -342,26 +342,27 @@ class RadixTree:
 
     def audit(self) -> None:
         """The tree is sound, the pools agree with it, the law holds, and every idle leaf waits for eviction."""
-        self._forest.audit()
+        everything = self._forest.audit()
         for tier, pool, leaves in (
             (Tier.DEVICE, self._pool, self._leaves),
             (Tier.HOST, self._host, self._host_leaves),
         ):
-            nodes = [node for node in self._forest.nodes() if node.tier is tier]
-            blocks = [block for node in nodes for block in node.blocks.tolist()]
+            runs = [(node, node.blocks.tolist()) for node in everything if node.tier is tier]
+            blocks = [block for _, run in runs for block in run]
             assert len(set(blocks)) == len(blocks), f"a {tier.value} block is in the tree twice"
             assert len(blocks) == pool.num_cached, f"{tier.value}: {len(blocks)} blocks, {pool.num_cached} cached"
-            is_idle = pool.idle_flags()
-            num_idle = sum(is_idle[block] for block in blocks)
-            assert num_idle == pool.num_idle, f"idle {tier.value} blocks are not in the tree"
-            for node in nodes:
-                idle = [is_idle[block] for block in node.blocks.tolist()]
+            is_idle = pool.idle_flags() if blocks else []
+            num_idle = 0
+            for node, run in runs:
+                idle = [is_idle[block] for block in run]
+                num_idle += sum(idle)
                 assert idle == sorted(idle), f"a held block below an idle one in {node}"
                 parent = node.parent
                 if not idle[0] and parent is not None and len(parent.blocks):
                     last = BlockId(int(parent.blocks[-1]))
                     assert not self._pool_of(parent).is_idle(last), f"the held {node} hangs below the idle {parent}"
-                assert not leaves.is_evictable(node) or node in leaves, f"nobody would evict {node}"
+                assert node in leaves or not leaves.is_evictable(node), f"nobody would evict {node}"
+            assert num_idle == pool.num_idle, f"idle {tier.value} blocks are not in the tree"
 
 
 def _joined(runs: list[IntArray]) -> IntArray:

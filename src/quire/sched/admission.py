@@ -162,19 +162,19 @@ class Admission:
     def _claim(self, family: Family) -> Claim:
         books, kv = self._books, self._books.kv
         request = family.request
-        computing = books.beams.live(family) if request.beam is not None else family.unfinished
-        leader = computing[0]
+        unfinished = family.unfinished
+        leader = unfinished[0] if request.beam is None else books.beams.live(family)[0]
         limit = 0 if request.sampling.prompt_wide else leader.num_tokens - 1
         match = kv.match(owner_of(leader), leader.tokens, limit)
         num_matched = 0 if match is None else len(match.blocks)
-        siblings = tuple(member for member in family.unfinished if member is not leader)
+        siblings = tuple([member for member in unfinished if member is not leader])
         shared = shared_blocks(request, kv.block_size)
         return Claim(
             leader,
             match,
             blocks_beyond(self._positions(leader), num_matched, kv.block_size),
             siblings,
-            tuple(blocks_beyond(self._positions(sibling), shared, kv.block_size) for sibling in siblings),
+            tuple([blocks_beyond(self._positions(sibling), shared, kv.block_size) for sibling in siblings]),
         )
 
     def _positions(self, sequence: Sequence) -> int:

@@ -1,9 +1,12 @@
 """The invariants of a scheduler between two calls. Looks at every sequence: for tests and `quire check`."""
 
-from quire.core.request import Sequence, State
+from quire.core.ids import SequenceId
+from quire.core.request import Family, Sequence, State
 from quire.core.step import StepPlan
 from quire.kv.manager import count_blocks
 from quire.sched.scheduler import Scheduler
+
+_ROWLESS = (State.WAITING, State.FINISHED)
 
 
 def audit(scheduler: Scheduler, *, tree: bool = True) -> None:
@@ -15,63 +18,72 @@ def audit(scheduler: Scheduler, *, tree: bool = True) -> None:
     running = [sequence for sequence in seated.values() if sequence.state is State.RUNNING]
     resting = _resting(scheduler)
     lengths, promised = scheduler.kv.tables.lengths.tolist(), scheduler.kv.promised.tolist()
+    cruise = books.cruise
+    num_cruising = num_coasting = 0
     for sequence in running:  # I7
-        assert sequence.row is not None, sequence
-        held = lengths[sequence.row]
+        row = sequence.row
+        assert row is not None, sequence
+        held = lengths[row]
         planned = 0 if sequence.id in resting else _blocks_planned(scheduler, sequence)
         assert held == planned, f"{sequence} holds {held} blocks, not {planned}"
-        kept = held + promised[sequence.row]
+        kept = held + promised[row]
         most = count_blocks(sequence.last_position + 1, scheduler.kv.block_size)
         assert kept <= most, f"{kept} blocks are kept for {sequence}, which needs {most} at most"
-    for row, (held, kept) in enumerate(zip(lengths, promised, strict=True)):  # I8
-        assert (held == 0 and kept == 0) or row in seated, f"nobody sits in row {row}, which owns blocks"
-    lowest = max((sequence.request.priority for sequence in seated.values()), default=0)
+        num_cruising += cruise.cruises(row)
+        num_coasting += cruise.coasts(row)
+    assert (cruise.num_cruising, cruise.num_coasting) == (num_cruising, num_coasting), "cruising miscounted"  # I18
+    for number, (held, kept) in enumerate(zip(lengths, promised, strict=True)):  # I8
+        assert (held == 0 and kept == 0) or number in seated, f"nobody sits in row {number}, which owns blocks"
+    lowest = max([sequence.request.priority for sequence in seated.values()], default=0)
     assert books.seating.lowest_class == lowest, "the lowest class that sits is not who sits"  # I18
     _audit_families(scheduler)
-    cruise = books.cruise
-    cruising = [s for s in running if s.row is not None and cruise.cruises(s.row)]
-    coasting = [s for s in running if s.row is not None and cruise.coasts(s.row)]
-    assert cruise.num_cruising == len(cruising), "cruising miscounted"  # I18
-    assert cruise.num_coasting == len(coasting), "coasting miscounted"
-    working = {s.id for s in books.prefilling} | {s.id for s in books.tethered}
+    working = {s.id for s in (*books.prefilling, *books.tethered)}
     unplanned = {s.id for s in running if s.num_planned < s.num_tokens}
     assert working <= unplanned and unplanned - working <= resting, "somebody's tokens are forgotten"
-    assert [s.id for s in books.prefilling] == sorted(s.id for s in books.prefilling), "prefills out of order"
+    order = [s.id for s in books.prefilling]
+    assert order == sorted(order), "prefills out of order"
 
 
 def _audit_families(scheduler: Scheduler) -> None:
-    """A family is in one place: it sits, waits in the queue, or waits for a prefix (I10). A beam that has offered has
-    computed all that it knows."""
+    """A family is in one place: it sits, waits in the queue, or waits for a prefix (I10)."""
     books = scheduler.books
+    room, aside = books.room, books.aside
     parked = {family.order for family in books.leaders.followers}
     num_waiting = 0
     for family in books.families.values():
+        request = family.request
         sits = finished = 0
         for member in family.members:
-            assert (member.row is None) == (member.state is State.WAITING or member.state is State.FINISHED), member
+            assert (member.row is None) == (member.state in _ROWLESS), member
             sits += member.row is not None
             finished += member.finish_reason is not None
-        offered = () if family.request.beam is None else books.beams.offered(family)
-        for member in family.unfinished if offered else ():
-            ready = member.state is State.RUNNING and member.num_computed == member.num_tokens
-            assert ready or member.id not in offered, f"{member} has offered and goes on computing"
-        waits = family in books.room or family in books.aside
+        if request.beam is not None:
+            _audit_offers(family, books.beams.offered(family))
+        waits = family in room or family in aside
         num_waiting += waits
         places = (sits > 0) + waits + (family.order in parked)
         assert places == 1, f"{family} is in {places} places"
         assert sits or finished < len(family.members), f"{family} is finished and not forgotten"
-        deadline_s = family.request.deadline_s
+        deadline_s = request.deadline_s
         in_time = family.was_seated or deadline_s is None or deadline_s > books.now_s
         assert in_time, f"the deadline of {family} has passed, and it waits on"  # I17
-    aside = sum(not family.finished for family in books.aside)
-    assert num_waiting == len(books.room) + aside, "the waiting are miscounted"
+    num_aside = sum([not family.finished for family in aside])
+    assert num_waiting == len(room) + num_aside, "the waiting are miscounted"
+
+
+def _audit_offers(family: Family, offered: frozenset[SequenceId]) -> None:
+    """A beam that has offered has computed all that it knows."""
+    for member in family.unfinished if offered else ():
+        ready = member.state is State.RUNNING and member.num_computed == member.num_tokens
+        assert ready or member.id not in offered, f"{member} has offered and goes on computing"
 
 
 def audit_plan(scheduler: Scheduler, plan: StepPlan) -> None:
     """Budget and row limits hold (I9)."""
-    assert plan.num_tokens > 0, f"nothing to compute in step {plan.step}"
+    num_tokens = plan.num_tokens
+    assert num_tokens > 0, f"nothing to compute in step {plan.step}"
     if scheduler.policy.regime.chunked:
-        assert plan.num_tokens <= scheduler.max_step_tokens, f"{plan.num_tokens} tokens in step {plan.step}"
+        assert num_tokens <= scheduler.max_step_tokens, f"{num_tokens} tokens in step {plan.step}"
     assert len(scheduler.books.seating.seated) <= scheduler.max_rows, "too many rows"
 
 

@@ -100,8 +100,9 @@ class Books:
 
     def note_first_token(self, family: Family) -> None:
         """A member has emitted its first token; only the family's first counts."""
-        if not any(event.what is What.FIRST_TOKEN for event in family.story):
-            family.note(Event(self.last_absorbed, What.FIRST_TOKEN))
+        first_token = What.FIRST_TOKEN
+        if not any(event.what is first_token for event in family.story):
+            family.note(Event(self.last_absorbed, first_token))
 
     # Leaving.
 
@@ -166,7 +167,7 @@ class Books:
         """It pays for what it computed since it last got a block."""
         row = sequence.row
         assert row is not None, sequence
-        if self.cruise.cruises(row) or self.cruise.coasts(row):
+        if self.cruise.under_way(row):
             num_blocks = int(self.kv.tables.lengths[row])
             self.charges.pay_last(row, sequence.request.tenant, self.num_computed(sequence), num_blocks)
 
@@ -194,7 +195,7 @@ class Books:
 
     def settle(self, family: Family) -> None:
         """When no member sits any more, the family waits again or is forgotten."""
-        if any(member.state in (State.RUNNING, State.LEAVING) for member in family.members):
+        if any(member.row is not None for member in family.members):
             return
         request = family.request
         if request.id not in self.families:
@@ -221,7 +222,7 @@ class Books:
     def num_computed(self, sequence: Sequence) -> int:
         """Positions planned for a seated sequence so far."""
         assert sequence.row is not None, sequence
-        if self.cruise.cruises(sequence.row) or self.cruise.coasts(sequence.row):
+        if self.cruise.under_way(sequence.row):
             return self.cruise.position_at(sequence.row, self.last_planned) + 1
         return sequence.num_planned
 

@@ -112,8 +112,11 @@ class CostTable:
         bucket = _bucket(shape)
         known = self._buckets.pop(bucket, None) or _RunningMedian()
         self._buckets[bucket] = known
+        kind = _kind(shape)
+        if kind not in self._kinds:
+            self._kinds[kind] = _RunningMedian()
         changed = known.note(ratio)
-        changed |= self._kinds.setdefault(_kind(shape), _RunningMedian()).note(ratio)
+        changed |= self._kinds[kind].note(ratio)
         if len(self._buckets) > MOST_BUCKETS:
             forgotten = self._buckets.pop(next(iter(self._buckets)))
             changed |= forgotten.value is not None

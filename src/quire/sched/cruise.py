@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from quire.core.ids import IntArray, Row
 
 _NEVER = -1
+_NOBODY: IntArray = np.empty(0, dtype=np.int32)
 
 
 class Cruise:
@@ -52,14 +53,17 @@ class Cruise:
         """The rows that cannot take this step without one more block. Those at their end coast from now on."""
         parts = self._days.pop(step, None)
         if parts is None:
-            return np.empty(0, dtype=np.int32)
-        rows: IntArray = parts[0] if len(parts) == 1 else _each_once(np.concatenate(parts))
+            return _NOBODY
+        rows: IntArray = parts[0]
+        if len(parts) > 1:  # mostly one row each: a set is there before numpy has begun to sort
+            rows = np.array(sorted({row for part in parts for row in part.tolist()}), dtype=np.int32)
         rows = rows[self._due[rows] == step]
         ended = self._end[rows] == step
-        if ended.any():
+        num_ended = int(np.count_nonzero(ended))
+        if num_ended:
             self._due[rows[ended]] = _NEVER
-            self.num_cruising -= int(np.count_nonzero(ended))
-            self.num_coasting += int(np.count_nonzero(ended))
+            self.num_cruising -= num_ended
+            self.num_coasting += num_ended
             self._sum_of_offsets -= int(self._offset[rows[ended]].sum())
             rows = rows[~ended]
         return rows
@@ -70,7 +74,7 @@ class Cruise:
         days = np.minimum(self._end[rows], following)
         self._due[rows] = days
         late = days == following
-        if late.all():
+        if np.count_nonzero(late) == len(late):
             self._days.setdefault(following, []).append(rows)
             return
         self._days.setdefault(following, []).append(rows[late])
@@ -112,9 +116,13 @@ class Cruise:
     def coasts(self, row: Row) -> bool:
         return bool(self._due[row] == _NEVER and self._end[row] != _NEVER)
 
+    def under_way(self, row: Row) -> bool:
+        """Whether it cruises or coasts."""
+        return bool(self._end[row] != _NEVER)
+
     def position_at(self, row: Row, step: int) -> int:
         """The position a row computes in a step; of one that coasts, never more than its last."""
-        return int(min(self._offset[row] + step, self._offset[row] + self._end[row] - 1))
+        return int(self._offset[row]) + min(step, int(self._end[row]) - 1)
 
     def positions_at(self, rows: IntArray, step: int) -> NDArray[np.int64]:
         """The positions that cruising rows compute in a step."""
@@ -129,12 +137,3 @@ class Cruise:
     def num_context(self, step: int) -> int:
         """Positions that all cruising rows together read in a step."""
         return self._sum_of_offsets + step * self.num_cruising
-
-
-def _each_once(rows: IntArray) -> IntArray:
-    """In order. np.unique loads masked arrays when it is first called, a tenth of a second in the middle of a step."""
-    rows.sort()
-    differs = np.ones(len(rows), dtype=np.bool_)
-    differs[1:] = rows[1:] != rows[:-1]
-    once: IntArray = rows[differs]
-    return once

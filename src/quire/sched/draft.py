@@ -7,6 +7,8 @@ from quire.core.moves import Move
 from quire.core.request import Sequence
 from quire.core.step import Chunk, Grants, Output, Seat, StepPlan, Tell
 
+_NO_GRANTS = Grants()
+
 
 class Draft:
     """Collects the differences of one step within its token budget."""
@@ -84,7 +86,7 @@ class Draft:
             leaves=leaves,
             seats=tuple(self.seats),
             tells=tuple(self.tells),
-            grants=Grants(_joined(self._granted_rows), _joined(self._granted)),
+            grants=Grants(_joined(self._granted_rows), _joined(self._granted)) if self._granted else _NO_GRANTS,
             chunks=tuple(self.chunks),
             pauses=(*self.paused, *self.held),
             masked=masked,
@@ -95,6 +97,4 @@ class Draft:
 
 
 def _joined(parts: list[IntArray]) -> IntArray:
-    if len(parts) == 1:
-        return parts[0]
-    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)

@@ -38,7 +38,8 @@ class Feeding:
                 draft.grant_each(rows, blocks)
                 cruise.book_granted(rows, draft.step)
                 self._charge(rows, draft.step)
-        draft.held = [row for row in draft.held if cruise.cruises(row)]  # some may have had to go
+        if draft.held:
+            draft.held = [row for row in draft.held if cruise.cruises(row)]  # some may have had to go
         draft.num_cruising = cruise.num_cruising - len(draft.paused) - len(draft.held)
         draft.budget -= draft.num_cruising
 

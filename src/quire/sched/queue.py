@@ -238,7 +238,7 @@ class WaitingRoom:
         return None if head is None else Urgency(head.key.aged_class, head.base_class)
 
     def _head(self, now_s: float) -> _Head | None:
-        return min((queue.head(now_s) for queue in self._classes.values()), default=None)
+        return min([queue.head(now_s) for queue in self._classes.values()], default=None)
 
     def _lane_of(self, family: Family, queue: _ClassQueue) -> _LaneQueue:
         short = lane(len(family.request.prompt), self._policy.long_prompt) is Lane.SHORT

@@ -150,7 +150,7 @@ class Scheduler:
         seating.note(result)
         emitters, tokens = seating.named(result.rows), result.tokens
         heard = emitters >= 0
-        if not heard.all():
+        if np.count_nonzero(heard) < len(heard):
             emitters, tokens = emitters[heard], tokens[heard]
         logprobs = {name: top for row, top in result.logprobs.items() if (name := seating.listener(row)) is not None}
         scores = {name: s for s in result.prompt_logprobs if (name := seating.listener(s.row)) is not None}
@@ -211,7 +211,7 @@ class Scheduler:
             books.seating.tell(sequence.row)
         books.fresh, books.tells = [], []
         books.last_planned = draft.step
-        chunks = tuple((s, chunk.start + chunk.length) for s, chunk in zip(draft.chunked, draft.chunks, strict=True))
+        chunks = tuple([(s, chunk.start + chunk.length) for s, chunk in zip(draft.chunked, draft.chunks, strict=True)])
         moves = self.kv.take_moves()
         self._in_flight.append(_Flight(draft.step, chunks, self._feeding.shape(draft), draft.now_s, bool(moves)))
         num_padding = self._padding(draft)

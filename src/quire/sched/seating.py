@@ -147,11 +147,14 @@ class Seating:
 
     def audit(self) -> None:
         assert len(self.seated) + len(self._free) == len(self.row_sequence), "a row is lost"
-        assert len(set(self._free)) == len(self._free), "a row is twice free"
-        assert not self.seated.keys() & set(self._free), "a seated row is free"
-        leaving = sum(sequence.state is State.LEAVING for sequence in self.seated.values())
-        assert leaving == len(self.leaving), "the way out is miscounted"
+        free = set(self._free)
+        assert len(free) == len(self._free), "a row is twice free"
+        assert free.isdisjoint(self.seated), "a seated row is free"
+        names = self.row_sequence.tolist()
+        num_leaving = 0
         for row, sequence in self.seated.items():
             assert sequence.row == row, sequence
-            heard = self.row_sequence[row] != NOBODY
+            heard = names[row] != NOBODY
             assert heard != sequence.finished, f"{sequence}: heard is {heard}"
+            num_leaving += sequence.state is State.LEAVING
+        assert num_leaving == len(self.leaving), "the way out is miscounted"

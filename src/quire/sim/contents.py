@@ -1,22 +1,19 @@
 """What the cache says it holds against what the body's slots hold (I5, I16). Needs a body that can be read."""
 
+from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 
-import numpy as np
-from numpy.typing import NDArray
-
-from quire.core.ids import BlockId
-from quire.core.moves import Place
+from quire.core.moves import Tier
 from quire.core.step import Runner
 from quire.kv.manager import KVManager
-from quire.kv.radix_node import TOKEN_BYTES
+from quire.kv.radix_node import TOKEN_BYTES, decode
 
 
 @runtime_checkable
 class Readable(Protocol):
     """A body whose blocks can be looked into: (token, position) for each slot."""
 
-    def read(self, place: Place) -> NDArray[np.int64]: ...
+    def read(self, tier: Tier, blocks: Iterable[int]) -> list[tuple[int, int]]: ...
 
 
 def audit_contents(kv: KVManager, body: Runner) -> None:
@@ -24,8 +21,8 @@ def audit_contents(kv: KVManager, body: Runner) -> None:
     if kv.tree is None or kv.has_orders or not isinstance(body, Readable):
         return
     for node in kv.tree.nodes():
-        tokens = np.frombuffer(node.tokens, dtype=">u4").astype(np.int64)
-        start = len(node.path()) // TOKEN_BYTES - len(tokens)
-        held = np.concatenate([body.read(Place(node.tier, BlockId(int(block)))) for block in node.blocks])
-        right = np.stack([tokens, np.arange(start, start + len(tokens))], axis=1)
-        assert (held[: len(tokens)] == right).all(), f"{node} holds {held[: len(tokens)].tolist()}"
+        tokens = decode(node.tokens)
+        stop = len(node.path()) // TOKEN_BYTES
+        held = body.read(node.tier, node.blocks.tolist())[: len(tokens)]
+        right = list(zip(tokens, range(stop - len(tokens), stop), strict=True))
+        assert held == right, f"{node} holds {held}"

@@ -11,7 +11,7 @@ hits, forks), but then nobody writes it. A move writes a block that no live tabl
 Rows that ended on the device are taken to cruise on until they leave: the host plans for them as if they did.
 """
 
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -48,7 +48,7 @@ class FlightWatch:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._rows: dict[Row, _Sitter] = {}
-        self._holders: Counter[BlockId] = Counter()
+        self._holders: defaultdict[BlockId, int] = defaultdict(int)
         self._in_flight: deque[dict[Row, _Reading]] = deque()
 
     def launch(self, plan: StepPlan) -> None:
@@ -58,7 +58,8 @@ class FlightWatch:
             self._holders.clear()
             self._in_flight.clear()
         for row in plan.leaves:
-            self._holders.subtract(self._rows.pop(row).table)
+            for block in self._rows.pop(row).table:
+                self._holders[block] -= 1
         self._check_moves(plan)
         for seat in plan.seats:
             self._sit(seat)
@@ -68,7 +69,6 @@ class FlightWatch:
         num_cruising = len(spans) - len(plan.chunks)
         assert num_cruising == plan.num_cruising, f"{num_cruising} rows cruise, the plan says {plan.num_cruising}"
         self._grant(plan, spans)
-        self._check_writes(spans)
         self._in_flight.append({row: self._reading(row, span) for row, span in spans.items()})
         self._advance(plan, spans)
 
@@ -120,18 +120,15 @@ class FlightWatch:
             if block in each.table[each.first_written if writing else 0 : each.stop]
         }
 
-    def _check_writes(self, spans: dict[Row, range]) -> None:
-        for row, span in spans.items():
-            table = self._rows[row].table
-            last = (span.stop - 1) // self._block_size
-            assert last < len(table), f"row {row} writes position {span.stop - 1} beyond its {len(table)} blocks"
-            for block in table[span.start // self._block_size : last + 1]:
-                assert self._holders[block] == 1, f"row {row} writes block {block}, which {self._holders[block]} hold"
-
     def _reading(self, row: Row, span: range) -> _Reading:
+        """What a row reads; what it writes must be its own."""
         sitter = self._rows[row]
-        stop = -(-span.stop // self._block_size)
-        return _Reading(sitter.sequence, sitter.table, span.start // self._block_size, stop)
+        table = sitter.table
+        first, stop = span.start // self._block_size, -(-span.stop // self._block_size)
+        assert stop <= len(table), f"row {row} writes position {span.stop - 1} beyond its {len(table)} blocks"
+        for block in table[first:stop]:
+            assert self._holders[block] == 1, f"row {row} writes block {block}, which {self._holders[block]} hold"
+        return _Reading(sitter.sequence, table, first, stop)
 
     def _advance(self, plan: StepPlan, spans: dict[Row, range]) -> None:
         """Rows that sampled know one token more, and cruise until their length ends them."""

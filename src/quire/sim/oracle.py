@@ -1,13 +1,32 @@
-"""The exact oracle as a runner: real KV slots in numpy, tokens derived from what is read back through the tables."""
+"""The exact oracle as a runner: real KV slots, and tokens derived from what is read back through the tables.
 
-import numpy as np
-from numpy.typing import NDArray
+Plain lists, not arrays: the worlds of `quire check` are small, and a row that cruises writes one slot in a step.
+"""
+
+from collections.abc import Iterable
+from itertools import accumulate, chain, islice, starmap
+from typing import NamedTuple
 
 from quire.core.ids import Row
-from quire.core.moves import Place, Run, Tier, runs
+from quire.core.moves import Run, Tier, runs
 from quire.core.oracle import mix
 from quire.core.step import Masks, StepPlan
 from quire.sim.rows import Done, Rows, SeatedRow, Work
+
+Slot = tuple[int, int]  # token, position
+
+_EMPTY: Slot = (-1, -1)
+_SPOILED: Slot = (-7, -7)
+
+
+class _Reading(NamedTuple):
+    """What a row's slots held, and Σ mix over them."""
+
+    slots: list[Slot]
+    total: int
+
+
+_UNREAD = _Reading([], 0)
 
 
 class OracleRunner:
@@ -17,22 +36,23 @@ class OracleRunner:
         self._block_size = block_size
         self._rows = Rows(vocab_size)
         self._stores = {
-            Tier.DEVICE: np.full((num_blocks + 1, block_size, 2), -1, dtype=np.int64),
-            Tier.HOST: np.full((num_host_blocks + 1, block_size, 2), -1, dtype=np.int64),
+            Tier.DEVICE: [[_EMPTY] * block_size for _ in range(num_blocks + 1)],
+            Tier.HOST: [[_EMPTY] * block_size for _ in range(num_host_blocks + 1)],
         }
-        self._slots = self._stores[Tier.DEVICE].reshape(-1, 2)  # a view
+        self._device = self._stores[Tier.DEVICE]
+        self._readings: dict[Row, _Reading] = {}  # the last of each row
 
-    def read(self, place: Place) -> NDArray[np.int64]:  # [block_size, 2]
-        """What a block holds: (token, position) in each slot."""
-        block: NDArray[np.int64] = self._stores[place.tier][place.block]
-        return block
+    def read(self, tier: Tier, blocks: Iterable[int]) -> list[Slot]:
+        """What the slots of some blocks hold, one after the other."""
+        store = self._stores[tier]
+        return list(chain.from_iterable([store[block] for block in blocks]))
 
     def spoil(self, row: Row) -> None:
         """What a row whose logits were not finite has written last is not to be trusted."""
         seated = self._rows.rows.get(row)
         if seated is not None:
             last = len(seated.tokens) - (2 if seated.cruising else 1)  # a tethered row has not heard its next token
-            self._stores[Tier.DEVICE][seated.blocks[last // self._block_size], last % self._block_size] = -7
+            self._device[seated.blocks[last // self._block_size]][last % self._block_size] = _SPOILED
 
     def launch(self, plan: StepPlan, masks: Masks | None = None) -> Done:
         for run in runs(plan.moves):
@@ -41,15 +61,21 @@ class OracleRunner:
 
     def _carry(self, run: Run) -> None:
         assert (run.src, run.dst) != (Tier.HOST, Tier.HOST), f"a move inside the host's store: {run}"
-        self._stores[run.dst][list(run.targets)] = self._stores[run.src][list(run.sources)]
+        source, target = self._stores[run.src], self._stores[run.dst]
+        for src, dst in zip(run.sources, run.targets, strict=True):
+            target[dst] = list(source[src])
 
-    def _totals(self, work: Work, row: SeatedRow) -> NDArray[np.int64]:
-        """Write the positions that are computed; then read everything back."""
-        positions = np.arange(work.stop)
-        blocks = np.array(row.blocks, dtype=np.int64)[positions // self._block_size]
-        slots = blocks * self._block_size + positions % self._block_size
-        self._slots[slots[work.start :], 0] = row.tokens[work.start : work.stop]
-        self._slots[slots[work.start :], 1] = positions[work.start :]
-        read = self._slots[slots]
-        sums: NDArray[np.int64] = mix(read[:, 0], read[:, 1]).cumsum()
-        return sums[work.start :]
+    def _totals(self, work: Work, row: SeatedRow) -> list[int]:
+        """Write the positions that are computed; then read everything back. Slots before them that read as they did the
+        last time need not be summed again."""
+        device, size = self._device, self._block_size
+        for position in range(work.start, work.stop):
+            device[row.blocks[position // size]][position % size] = row.tokens[position], position
+        read = list(islice(chain.from_iterable([device[block] for block in row.blocks]), work.stop))
+        before = self._readings.get(work.row, _UNREAD)
+        if before.slots != read[: work.start]:
+            before = _UNREAD
+        num_known = len(before.slots)
+        sums = list(accumulate(starmap(mix, read[num_known:]), initial=before.total))
+        self._readings[work.row] = _Reading(read, sums[-1])
+        return sums[1 + work.start - num_known :]

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from quire.core.ids import BlockId, FloatArray, IntArray, Row
 from quire.core.oracle import candidates
@@ -70,9 +69,7 @@ class Rows:
         self._vocab_size = vocab_size
         self._next_step = 0
 
-    def run(
-        self, plan: StepPlan, totals: Callable[[Work, SeatedRow], NDArray[np.int64]], masks: Masks | None = None
-    ) -> Done:
+    def run(self, plan: StepPlan, totals: Callable[[Work, SeatedRow], list[int]], masks: Masks | None = None) -> Done:
         """Carry a plan out, but for its moves. `totals` computes some work and says for each of its positions what the
         tokens after it follow from, beside the sequence's index: these are the hidden states. Under a mask the next
         token is the first allowed one from there on."""
@@ -84,16 +81,8 @@ class Rows:
         for work in self.apply(plan):
             row = self.rows[work.row]
             states = totals(work, row)
-            follows = int(states[-1])
-            if Output.POOLED in work.output:
-                row.pooled += int(states.sum())
-                if work.stop == row.seat.num_prompt:
-                    row.ended = True
-                    pooled[work.row] = np.array([row.pooled], dtype=np.float32)
-                    ended.append(Ended(work.row, FinishReason.STOP))
-            elif Output.CANDIDATES in work.output:
-                likeliest[work.row] = candidates(follows, self._vocab_size, row.seat.sampling.num_candidates)
-            elif Output.SAMPLE in work.output:
+            follows = states[-1]
+            if Output.SAMPLE in work.output:
                 token = (follows + row.seat.index) % self._vocab_size
                 if row.seat.sampling.masked:
                     token = first_allowed(token, bits[work.row], self._vocab_size)
@@ -101,6 +90,14 @@ class Rows:
                 end = self.emit(work.row, token)
                 if end is not None:
                     ended.append(end)
+            elif Output.POOLED in work.output:
+                row.pooled += sum(states)
+                if work.stop == row.seat.num_prompt:
+                    row.ended = True
+                    pooled[work.row] = np.array([row.pooled], dtype=np.float32)
+                    ended.append(Ended(work.row, FinishReason.STOP))
+            elif Output.CANDIDATES in work.output:
+                likeliest[work.row] = candidates(follows, self._vocab_size, row.seat.sampling.num_candidates)
         pairs = np.array(emitted, dtype=np.int32).reshape(-1, 2)
         return Done(StepResult(plan.step, pairs[:, 0], pairs[:, 1], tuple(ended), candidates=likeliest, pooled=pooled))
 

@@ -4,8 +4,7 @@ Answers can be computed by hand, so that an engine test needs no model and no KV
 candidates follow from the sum as the oracle's do.
 """
 
-import numpy as np
-from numpy.typing import NDArray
+from itertools import accumulate
 
 from quire.core.step import Masks, StepPlan
 from quire.sim.rows import Done, Rows, SeatedRow, Work
@@ -20,5 +19,5 @@ class ToyRunner:
     def launch(self, plan: StepPlan, masks: Masks | None = None) -> Done:
         return self._rows.run(plan, self._totals, masks)
 
-    def _totals(self, work: Work, row: SeatedRow) -> NDArray[np.int64]:
-        return np.cumsum(row.tokens[: work.stop], dtype=np.int64)[work.start :]
+    def _totals(self, work: Work, row: SeatedRow) -> list[int]:
+        return list(accumulate(row.tokens[: work.stop]))[work.start :]

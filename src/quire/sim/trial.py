@@ -50,6 +50,12 @@ class Trial:
         self._tree_seen = (0, 0, -1)
         self._quiet_turns = 0
         self._latest_s = 0.0
+        chances = world.chances
+        self._losses = (
+            (Happening.LOSE, chances.lose),
+            (Happening.DIE, chances.die),
+            (Happening.STARVE, chances.starve),
+        )
 
     def run(self) -> None:
         """Raise AssertionError at the first violation."""
@@ -142,14 +148,10 @@ class Trial:
         dice, chances, chaos = self._dice, self.world.chances, self._chaos
         if dice.random() < chances.poison:
             chaos.poisons = True
-        for chance, event, lost in (
-            (chances.lose, Happening.LOSE, StepLost("lost")),
-            (chances.die, Happening.DIE, StepLost("the worker died", cache_intact=False)),
-            (chances.starve, Happening.STARVE, StepLost("out of memory", too_large=True)),
-        ):
+        for event, chance in self._losses:
             if self._live and self._num_broken < _MOST_BROKEN and dice.random() < chance:
                 self._num_broken += 1
-                chaos.loses = lost
+                chaos.loses = _loss(event)
                 chaos.loses_early = dice.random() < 0.5
                 self.events.append(event)
 
@@ -329,6 +331,11 @@ def _build(world: World, worth_keeping: Callable[[int, int], bool], journal: Bin
         max_step_tokens=world.max_step_tokens,
         policy=world.policy,
     )
+
+
+def _loss(event: Happening) -> StepLost:
+    """How a step is lost by an event."""
+    return StepLost(event.value, cache_intact=event is not Happening.DIE, too_large=event is Happening.STARVE)
 
 
 def _sat_or_followed(family: Family) -> bool:

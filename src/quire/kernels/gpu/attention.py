@@ -8,7 +8,7 @@ import triton
 from torch import Tensor
 
 from quire.kernels.contract import AttentionRule, Ragged
-from quire.kernels.gpu.chunk_attention import chunk_attention
+from quire.kernels.gpu.chunk_attention import chunk_attention, chunk_scratch, chunk_tiles
 from quire.kernels.gpu.decode_attention import decode_attention, decode_tiles
 from quire.kernels.gpu.gather_context import TILE_KEYS, gather_context
 from quire.kernels.gpu.gathered_attention import gathered_attention
@@ -21,13 +21,14 @@ _MOST_GATHERED_BYTES = 1 << 28
 class GpuAttention:
     """The first `num_decodes` sequences have one query each, so theirs are also the first tokens."""
 
-    __slots__ = ("_num_decodes", "_ragged", "_scratch", "_workspace")
+    __slots__ = ("_chunk_scratch", "_num_decodes", "_ragged", "_scratch", "_workspace")
 
     def __init__(self, ragged: Ragged, num_decodes: int) -> None:
         assert 0 <= num_decodes <= len(ragged.context_lengths), num_decodes
         self._ragged = ragged
         self._num_decodes = num_decodes
         self._scratch: SplitScratch | None = None
+        self._chunk_scratch: SplitScratch | None = None
         self._workspace: Tensor | None = None
 
     def attend(self, query: Tensor, kv_layer: Tensor, rule: AttentionRule) -> Tensor:
@@ -51,8 +52,23 @@ class GpuAttention:
             workspace = self._gather(kv_layer, tables[0], lengths)
             gathered_attention(query, workspace, starts, lengths, rule, output)
         else:
-            first = self._num_decodes
-            chunk_attention(query, kv_layer, tables, starts, lengths, rule, output, first_token=first)
+            self._attend_short(query, kv_layer, tables, starts, lengths, rule, output)
+
+    def _attend_short(
+        self,
+        query: Tensor,
+        kv_layer: Tensor,
+        tables: Tensor,
+        starts: Tensor,
+        lengths: Tensor,
+        rule: AttentionRule,
+        output: Tensor,
+    ) -> None:
+        first, kv_heads = self._num_decodes, kv_layer.shape[3]
+        tiles = chunk_tiles(query, kv_layer, tables, rule, first)
+        if tiles.splits > 1 and self._chunk_scratch is None:
+            self._chunk_scratch = chunk_scratch(query, kv_heads, len(tables), tiles, first)
+        chunk_attention(query, kv_layer, tables, starts, lengths, rule, output, first, self._chunk_scratch, tiles)
 
     def _is_long(self, query: Tensor, kv_layer: Tensor, tables: Tensor, rule: AttentionRule) -> bool:
         """Whether there is one chunk, and copying its keys first is little beside its products."""

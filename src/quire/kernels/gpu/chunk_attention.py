@@ -1,12 +1,14 @@
 """Attention of many new tokens per sequence over its pages, its own keys among them. Bound by tensor cores.
 
 A program takes some tokens of one sequence with all query heads of one key head: packed, they fill a tile of rows even
-when tokens are few, and the diagonal wastes little. The grid follows from host integers: every sequence has room for
-one tile more than its tokens could need, and a program finds its sequence itself. Knows nothing of writing keys.
+when tokens are few, and the diagonal wastes little. Where that makes too few programs for the card, several share the
+keys of a tile. The grid follows from host integers: every sequence has room for one tile more than its tokens could
+need, and a program finds its sequence itself. Knows nothing of writing keys.
 """
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,9 +25,13 @@ from quire.kernels.gpu.key_tile import (
     load_rows,
     score,
 )
+from quire.kernels.gpu.split_merge import SplitScratch, is_last, merge_parts, store_part
 
 _SMALLEST_DOT = 16  # rows a tensor core takes
 _SEARCHED_AT_ONCE = 64  # sequences
+_PROGRAMS_PER_PROCESSOR = 4  # that hide each other's waiting, as for decodes
+_FEWEST_SHARED = 256  # keys that are worth a program
+_MOST_SPLITS = 16
 
 
 class ChunkTiles(NamedTuple):
@@ -35,6 +41,8 @@ class ChunkTiles(NamedTuple):
     keys: int
     warps: int
     stages: int
+    splits: int = 1  # programs that share the keys of a tile, at the most
+    min_tiles: int = 1  # of keys that a program takes at the least
 
 
 def _tiles(rows_per_sequence: int, dim: int, element_bytes: int) -> ChunkTiles:
@@ -88,17 +96,18 @@ def _over_keys(
 
 @triton.jit
 def _attend_tile(
-    queries, places, first_place, last_place, keys, table, window, dims, rate, cap_rate,
+    queries, places, first_place, last_place, begin, stop, keys, table, window, dims, rate, cap_rate,
     block_stride, side_stride, slot_stride,
     TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """[rows, dims] over all keys they see: masked where a window begins, unmasked, masked along the diagonal."""
+    """Over the keys [begin, stop) as far as they see them: masked where a window begins, unmasked, masked along the
+    diagonal. What was gathered, and the running maximum and sum of the weights."""
     running_max = tl.full([queries.shape[0]], LOWEST, tl.float32)
     running_sum = tl.zeros([queries.shape[0]], tl.float32)
     gathered = tl.zeros([queries.shape[0], dims.shape[0]], tl.float32)
     last_key = last_place + 1
-    first_key = 0
-    if WINDOWED:
+    body = begin
+    if WINDOWED:  # nobody shares: all keys that are seen
         first_key = block_start(tl.maximum(first_place - window + 1, 0), TILE, BLOCK_SIZE)
         hidden = tl.maximum(last_place - window + 1 - first_key, 0)  # keys that not every query sees any more
         body = first_key + tl.cdiv(hidden, TILE) * TILE
@@ -107,35 +116,33 @@ def _attend_tile(
             block_stride, side_stride, slot_stride, gathered, running_max, running_sum,
             TILE, BLOCK_SIZE, DIM, True, True, CAPPED,
         )  # fmt: skip
-    else:
-        body = first_key
-    edge = body + tl.maximum(first_place + 1 - body, 0) // TILE * TILE
+    edge = tl.minimum(body + tl.maximum(first_place + 1 - body, 0) // TILE * TILE, stop)
     gathered, running_max, running_sum = _over_keys(
         queries, places, keys, table, body, edge, last_key, window, dims, rate, cap_rate,
         block_stride, side_stride, slot_stride, gathered, running_max, running_sum,
         TILE, BLOCK_SIZE, DIM, False, WINDOWED, CAPPED,
     )  # fmt: skip
     gathered, running_max, running_sum = _over_keys(
-        queries, places, keys, table, edge, last_key, last_key, window, dims, rate, cap_rate,
+        queries, places, keys, table, edge, stop, last_key, window, dims, rate, cap_rate,
         block_stride, side_stride, slot_stride, gathered, running_max, running_sum,
         TILE, BLOCK_SIZE, DIM, True, WINDOWED, CAPPED,
     )  # fmt: skip
-    return divided(gathered, running_sum)
+    return gathered, running_max, running_sum
 
 
 @triton.jit(
-    do_not_specialize=["first_token", "num_sequences", "window"],  # one compilation serves every batch
+    do_not_specialize=["first_token", "num_sequences", "table_stride", "window", "min_tiles", "max_splits"],
     do_not_specialize_on_alignment=["tables", "query_starts", "context_lengths"],
 )
 def _chunk_kernel(
-    query, store, tables, query_starts, context_lengths, output, first_token, num_sequences,
-    query_row_stride, query_head_stride, block_stride, side_stride, slot_stride, head_stride,
-    table_stride, output_stride, window, rate, cap_rate,
+    query, store, tables, query_starts, context_lengths, output, parts, maxima, sums, arrivals,
+    first_token, num_sequences, query_row_stride, query_head_stride, block_stride, side_stride, slot_stride,
+    head_stride, table_stride, output_stride, window, rate, cap_rate, min_tiles, max_splits,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
-    WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """One program: TOKENS tokens of a sequence, and a key head with its GROUP of query heads."""
+    """One program: TOKENS tokens of a sequence, a key head with its GROUP of query heads, and a share of the keys."""
     kv_head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the last tokens of a sequence see most: they begin first
     sequence = _find_sequence(query_starts, first_token, num_sequences, tile, TOKENS, AT_ONCE)
@@ -146,6 +153,15 @@ def _chunk_kernel(
         return
     last_query = tl.minimum(first_query + TOKENS, num_queries) - 1
     num_before = tl.load(context_lengths + sequence) - num_queries
+    begin, stop, num_splits = 0, num_before + last_query + 1, 1
+    if SHARED:
+        split, num_tiles = tl.program_id(2), tl.cdiv(stop, TILE)
+        share = tl.maximum(tl.cdiv(num_tiles, max_splits), min_tiles)
+        num_splits = tl.cdiv(num_tiles, share)
+        if split >= num_splits:
+            return
+        begin = split * share * TILE
+        stop = tl.minimum(begin + share * TILE, stop)
 
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, DIM_PADDED)
@@ -154,14 +170,52 @@ def _chunk_kernel(
     heads = kv_head * GROUP + rows % GROUP
     wanted = tokens[:, None] * query_row_stride + heads[:, None] * query_head_stride + dims[None, :]
     queries = tl.load(query + wanted, mask=dims[None, :] < DIM, other=0.0)
-    answer = _attend_tile(
-        queries, num_before + queries_of_rows, num_before + first_query, num_before + last_query,
+    gathered, running_max, running_sum = _attend_tile(
+        queries, num_before + queries_of_rows, num_before + first_query, num_before + last_query, begin, stop,
         store + kv_head * head_stride, tables + sequence * table_stride, window, dims, rate, cap_rate,
         block_stride, side_stride, slot_stride, TILE, BLOCK_SIZE, DIM, WINDOWED, CAPPED,
     )  # fmt: skip
-    own = first_query + rows // GROUP <= last_query
+    own = (first_query + rows // GROUP <= last_query)[:, None] & (dims[None, :] < DIM)
     targets = output + tokens[:, None] * output_stride + heads[:, None] * DIM + dims[None, :]
-    tl.store(targets, answer.to(output.dtype.element_ty), mask=own[:, None] & (dims[None, :] < DIM))
+    if num_splits == 1:
+        tl.store(targets, divided(gathered, running_sum).to(output.dtype.element_ty), mask=own)
+    else:
+        pair = tile * tl.num_programs(0) + kv_head
+        first_part = pair * max_splits * ROWS
+        own_part = first_part + tl.program_id(2) * ROWS
+        store_part(parts, maxima, sums, own_part, gathered, running_max, running_sum, rows, dims, ROWS, DIM)
+        if is_last(arrivals + pair, num_splits):
+            merged = merge_parts(parts, maxima, sums, first_part, num_splits, rows, dims, 1, ROWS, DIM)
+            tl.store(targets, merged.to(output.dtype.element_ty), mask=own)
+
+
+def chunk_tiles(query: Tensor, kv_layer: Tensor, tables: Tensor, rule: AttentionRule, first_token: int) -> ChunkTiles:
+    """How these chunks would be cut: for whoever provides the scratch."""
+    num_tokens, heads, dim = query.shape
+    _, _, block_size, kv_heads, _ = kv_layer.shape
+    group, num_tokens = heads // kv_heads, num_tokens - first_token
+    tiles = _tiles(-(-num_tokens // len(tables)) * group, dim, kv_layer.element_size())
+    if rule.window or not query.is_cuda:  # a window bounds the keys; the interpreter has one processor
+        return tiles
+    processors = torch.cuda.get_device_properties(query.device).multi_processor_count
+    programs = -(-num_tokens * group // tiles.rows) * kv_heads
+    min_tiles = -(-_FEWEST_SHARED // tiles.keys)
+    most = -(-tables.shape[1] * block_size // (min_tiles * tiles.keys))
+    splits = min(-(-_PROGRAMS_PER_PROCESSOR * processors // programs), most, _MOST_SPLITS)
+    return tiles._replace(splits=max(splits, 1), min_tiles=min_tiles)
+
+
+def chunk_scratch(
+    query: Tensor, kv_heads: int, num_sequences: int, tiles: ChunkTiles, first_token: int
+) -> SplitScratch:
+    num_tokens, heads, dim = query.shape
+    num_tiles = _num_tiles(num_tokens - first_token, num_sequences, tiles, heads // kv_heads)
+    rows = kv_heads * tiles.rows
+    return SplitScratch.allocate(num_tiles, rows, kv_heads, dim, tiles.splits, query.device)
+
+
+def _num_tiles(num_tokens: int, num_sequences: int, tiles: ChunkTiles, group: int) -> int:
+    return num_tokens // (tiles.rows // group) + num_sequences
 
 
 def chunk_attention(
@@ -173,6 +227,7 @@ def chunk_attention(
     rule: AttentionRule,
     output: Tensor,  # [tokens, heads * dim]; tokens of no sequence are left as they are
     first_token: int = 0,  # query_starts[0], as the host knows it
+    scratch: SplitScratch | None = None,  # if programs share keys
     tiles: ChunkTiles | None = None,
 ) -> None:
     """The queries of each sequence over its keys, up to each one's own, into output."""
@@ -181,17 +236,20 @@ def chunk_attention(
     _, _, block_size, kv_heads, _ = kv_layer.shape
     assert query.stride(2) == kv_layer.stride(4) == tables.stride(1) == output.stride(1) == 1
     group = heads // kv_heads
-    num_tokens -= first_token
-    tiles = tiles or _tiles(-(-num_tokens // num_sequences) * group, dim, kv_layer.element_size())
+    tiles = tiles or chunk_tiles(query, kv_layer, tables, rule, first_token)
     tokens_per_tile = tiles.rows // group
-    assert tokens_per_tile > 0, (tiles, group)
+    assert tokens_per_tile > 0 and (tiles.splits == 1 or not rule.window), (tiles, group)
+    shares = (output,) * 4  # read by nobody
+    if tiles.splits > 1:
+        scratch = scratch or chunk_scratch(query, kv_heads, num_sequences, tiles, first_token)
+        shares = (scratch.parts, scratch.maxima, scratch.sums, scratch.arrivals)
     rates = Rates.of(rule)
-    _chunk_kernel[(kv_heads, num_tokens // tokens_per_tile + num_sequences)](
-        query, kv_layer, tables, query_starts, context_lengths, output, first_token, num_sequences,
-        query.stride(0), query.stride(1), *kv_layer.stride()[:4], tables.stride(0), output.stride(0),
-        rule.window, rates.rate, rates.cap_rate,
+    _chunk_kernel[(kv_heads, _num_tiles(num_tokens - first_token, num_sequences, tiles, group), tiles.splits)](
+        query, kv_layer, tables, query_starts, context_lengths, output, *shares,
+        first_token, num_sequences, query.stride(0), query.stride(1), *kv_layer.stride()[:4],
+        tables.stride(0), output.stride(0), rule.window, rates.rate, rates.cap_rate, tiles.min_tiles, tiles.splits,
         ROWS=tiles.rows, TOKENS=tokens_per_tile, TILE=tiles.keys, AT_ONCE=_SEARCHED_AT_ONCE,
         BLOCK_SIZE=block_size, GROUP=group, DIM=dim, DIM_PADDED=max(_SMALLEST_DOT, triton.next_power_of_2(dim)),
-        WINDOWED=rule.window > 0, CAPPED=rule.softcap > 0,
+        WINDOWED=rule.window > 0, CAPPED=rule.softcap > 0, SHARED=tiles.splits > 1,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip

@@ -83,7 +83,7 @@ def _gather_keys(
 
 
 @triton.jit(
-    do_not_specialize=["window", "max_splits", "min_tiles"],  # one compilation serves every batch
+    do_not_specialize=["table_stride", "window", "max_splits", "min_tiles"],  # one compilation serves every batch
     do_not_specialize_on_alignment=["tables", "context_lengths"],
 )
 def _decode_kernel(

@@ -39,7 +39,7 @@ def _normed(
     return wide * inverse[:, None] * scale
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # one compilation serves every batch
 def _norm_rows(
     x,  # [outer, inner, WIDTH], strided
     weight,  # [WIDTH] float32
@@ -63,7 +63,7 @@ def _norm_rows(
     tl.store(output + row[:, None] * WIDTH + column, normed.to(output.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _add_norm_rows(
     x,  # [rows, WIDTH], strided
     residual,  # [rows, WIDTH], strided: x is added to it
