@@ -126,8 +126,11 @@ def test_a_chunk_that_is_cut_is_cut_at_a_grain_and_grows_while_prompts_pile_up()
     bench.add([1] * 40, 30)
     bench.turn()
     late = bench.add([2] * 50, 2)
+    bench.turn()
+    assert [chunk.length for chunk in bench.chunks_of(late)] == [16], "it is alone: nobody waits behind it"
+    bench.add([3] * 50, 2)
     bench.run()
-    assert [chunk.length for chunk in bench.chunks_of(late)] == [32, 18], "40 s, as 50 tokens are a long queue here"
+    assert [chunk.length for chunk in bench.chunks_of(late)] == [16, 32, 2], "40 s, because somebody waits"
     strict = Bench(blocks=100, rows=3, budget=64, policy=replace(policy, itl_stretch=1.0), cost=cost)
     strict.add([1] * 40, 30)
     strict.turn()

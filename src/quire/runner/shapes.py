@@ -7,7 +7,8 @@ _LONG = 2048  # tokens of one prompt, for which there are other kernels than for
 _CROWDS = (16, 64)  # of chunks
 _CROWDED = 8  # tokens of a chunk in a crowd, at the least
 _FEWEST_TOKENS = 16
-_BESIDE = (32, 8, 64, 128)  # rows that decode beside a prompt, when they are fewer than there can be
+_BESIDE = (32, 8, 16, 64, 128)  # rows that decode beside a prompt, when they are fewer than there can be
+_FINE = (128, 1024)  # tokens between which there are more sizes: where a chunk is cut that decodes have to wait for
 _SPARE_TOKENS = 256  # that a shape may have beyond twice what a step needs: as dear as building it
 
 
@@ -54,13 +55,13 @@ def shapes_to_record(max_rows: int, max_tokens: int) -> Wanted:
     coarse = [size for size in sizes if size == max_tokens or size.bit_count() == 1]
     beside = dict.fromkeys(min(rows, max_rows) for rows in _BESIDE)
     later = [
-        *_prompts(max_rows, sizes, max_rows),
         *(shape for rows in beside for shape in _prompts(rows, coarse, max_rows)),
-        *(shape for crowd in _CROWDS for rows in (max_rows, 0) for shape in _crowds(rows, crowd, sizes, max_rows)),
-        *(shape for rows in (0, *beside) for shape in _prompts(rows, sizes, max_rows)),
+        *(shape for rows in beside for shape in _prompts(rows, sizes, max_rows)),
+        *(shape for crowd in _CROWDS for rows in (max_rows, 0) for shape in _crowds(rows, crowd, coarse, max_rows)),
+        *(shape for rows in (0, max_rows) for shape in _prompts(rows, sizes, max_rows)),
     ]
     first = list(dict.fromkeys([*decodes[:2], *_prompts(max_rows, coarse, max_rows)]))
-    soon = [*decodes[2:], *_prompts(0, coarse, max_rows)]
+    soon = list(dict.fromkeys([*decodes[2:], *_prompts(0, coarse, max_rows)]))
     return Wanted(first, soon, [shape for shape in dict.fromkeys(later) if shape not in (*first, *soon)])
 
 
@@ -86,7 +87,8 @@ def token_sizes(max_tokens: int) -> list[int]:
         return []
     powers = [1 << exponent for exponent in range(_FEWEST_TOKENS.bit_length() - 1, max_tokens.bit_length())]
     middles = [power * 3 // 2 for power in powers]
-    return sorted(size for size in {*powers, *middles, max_tokens} if size <= max_tokens)
+    quarters = [power * odd // 4 for power in powers if power in range(*_FINE) for odd in (5, 7)]
+    return sorted(size for size in {*powers, *middles, *quarters, max_tokens} if size <= max_tokens)
 
 
 def _by_use(sizes: tuple[int, ...]) -> list[int]:

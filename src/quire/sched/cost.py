@@ -132,10 +132,6 @@ class CostTable:
             + constants.seconds_per_attention_pair * shape.chunk_context
         )
 
-    def backlog_s(self, num_tokens: int) -> float:
-        """Reading so many tokens of prompts, in steps that are full of them."""
-        return self._constants.seconds_per_token * num_tokens
-
     # Preemption: compute again, or carry to the host and back.
 
     def recompute_s(self, start: int, stop: int) -> float:

@@ -122,14 +122,21 @@ class Feeding:
         if not (books.prefilling or books.room):
             return draft.budget
         start = books.prefilling[0].num_planned if books.prefilling else 0
-        stretched_s = stretched(target_s, self._cost.backlog_s(self._num_unread()), books.policy.itl_stretch)
         shape, grains = self.shape(draft), books.policy.grains
+        length = largest_next_chunk(self._cost, shape, start, draft.budget, target_s, grains)
+        queue_s = target_s * self._num_behind() / max(length, 1)
+        stretched_s = stretched(target_s, queue_s, books.policy.itl_stretch)
+        if stretched_s == target_s:
+            return length
         return largest_next_chunk(self._cost, shape, start, draft.budget, stretched_s, grains)
 
-    def _num_unread(self) -> int:
-        """Tokens of prompts that have still to be computed, of all who sit or wait."""
-        prefilling = sum(sequence.num_tokens - sequence.num_planned for sequence in self._books.prefilling)
-        return prefilling + self._books.room.num_tokens
+    def _num_behind(self) -> int:
+        """Tokens of prompts that have still to be computed, but for those of the longest: what others wait for."""
+        prefilling, room = self._books.prefilling, self._books.room
+        if len(prefilling) + len(room) < 2:
+            return 0
+        unread = [sequence.num_tokens - sequence.num_planned for sequence in prefilling]
+        return sum(unread) - max(unread, default=0) + room.num_tokens
 
     def take_chunk(self, sequence: Sequence, draft: Draft, *, decoding: bool = False) -> None:
         """As much of its known tokens as the budget holds; with the last of them it starts to cruise, or, pooled, to

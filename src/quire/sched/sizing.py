@@ -5,7 +5,7 @@ from itertools import takewhile
 from quire.sched.cost import CostTable, StepShape
 
 LEAST = 16  # tokens that a step prefills at any price, so that prompts never starve: one block
-PATIENCE_S = 0.3  # of prompts that are read one after the other: from here on those who decode wait a little, too
+PATIENCE_S = 0.12  # for which prompts wait behind each other; beyond it those who decode wait a little, too
 
 
 def largest_chunk(table: CostTable, num_rows: int, num_context: int, start: int, most: int, target_s: float) -> int:
@@ -13,9 +13,9 @@ def largest_chunk(table: CostTable, num_rows: int, num_context: int, start: int,
     return largest_next_chunk(table, StepShape(num_rows, num_context), start, most, target_s)
 
 
-def stretched(target_s: float, backlog_s: float, most: float) -> float:
-    """The time a step may take while reading all prompts that are here would take so long: `most` times as long."""
-    return target_s * min(max(backlog_s / PATIENCE_S, 1.0), most)
+def stretched(target_s: float, queue_s: float, most: float) -> float:
+    """The time that a step may take while prompts wait so long behind each other; at the most `most` times as long."""
+    return target_s * min(max(queue_s / PATIENCE_S, 1.0), most)
 
 
 def largest_next_chunk(

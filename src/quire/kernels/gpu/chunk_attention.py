@@ -29,7 +29,7 @@ from quire.kernels.gpu.split_merge import SplitScratch, is_last, merge_parts, st
 
 _SMALLEST_DOT = 16  # rows a tensor core takes
 _SEARCHED_AT_ONCE = 64  # sequences
-_PROGRAMS_PER_PROCESSOR = 4  # that hide each other's waiting, as for decodes
+_PROGRAMS_PER_PROCESSOR = 2  # as many as have room; with more, the last wait for a turn of their own
 _FEWEST_SHARED = 256  # keys that are worth a program
 _MOST_SPLITS = 16
 
@@ -201,7 +201,7 @@ def chunk_tiles(query: Tensor, kv_layer: Tensor, tables: Tensor, rule: Attention
     programs = -(-num_tokens * group // tiles.rows) * kv_heads
     min_tiles = -(-_FEWEST_SHARED // tiles.keys)
     most = -(-tables.shape[1] * block_size // (min_tiles * tiles.keys))
-    splits = min(-(-_PROGRAMS_PER_PROCESSOR * processors // programs), most, _MOST_SPLITS)
+    splits = min(_PROGRAMS_PER_PROCESSOR * processors // programs, most, _MOST_SPLITS)
     return tiles._replace(splits=max(splits, 1), min_tiles=min_tiles)
 
 
