@@ -7,7 +7,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Scope
 
 from quire.server import messages, models, operations, people, responses, tgi, tokenizing
 from quire.server.admitted import Admitted
@@ -67,17 +67,17 @@ _GENERATING = frozenset((door.method, door.path) for door in DOORS if door.gener
 
 
 class Application(Starlette):
-    """Refuses whom the turnstile would refuse before it looks for a route: under overload that is most of the work."""
+    """The endpoints, and whom they would refuse before they are asked: under overload that is most of the work."""
 
     def __init__(self, desk: Desk, routes: list[Route]) -> None:
         super().__init__(routes=routes, exception_handlers=HANDLERS)
         self._turnstile = desk.turnstile
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (scope["method"], route_path(scope)) in _GENERATING:
+    def check(self, scope: Scope) -> None:
+        """For the gate: a `QuireError` if this request would have to wait for the engine, and nobody else may."""
+        if (scope["method"], route_path(scope)) in _GENERATING:
             identity = visit_of(scope).identity
             self._turnstile.check(identity.name, identity.max_open)
-        await super().__call__(scope, receive, send)
 
 
 def make_app(desk: Desk) -> Application:
