@@ -278,6 +278,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if not cycle.keep_alive:
             self._close() if self._phase is Phase.ANSWER else self._linger()
         cycle.on_response()
+        cycle.on_response = lambda: None  # it points here: a ring for the garbage collector, of every refusal
 
     def _refused(self, error: QuireError) -> QuireError:
         self._refusal = error
