@@ -46,7 +46,7 @@ class Gatekeeping:
 
     def secure(self, app: Application, metrics: Metrics) -> ASGIApp:
         hear = [log_answer, metrics.answered]
-        return secure(app, keys=self._keys, options=self._options, hear=hear, check=app.check)
+        return secure(app, keys=self._keys, options=self._options, hear=hear, admit=app.admit)
 
     def uvicorn_settings(self, app: ASGIApp) -> dict[str, Any]:
         """For an application behind the gate."""

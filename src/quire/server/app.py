@@ -67,17 +67,20 @@ _GENERATING = frozenset((door.method, door.path) for door in DOORS if door.gener
 
 
 class Application(Starlette):
-    """The endpoints, and whom they would refuse before they are asked: under overload that is most of the work."""
+    """The endpoints, and who may come to them: under overload, to refuse is most of the work."""
 
     def __init__(self, desk: Desk, routes: list[Route]) -> None:
         super().__init__(routes=routes, exception_handlers=HANDLERS)
         self._turnstile = desk.turnstile
 
-    def check(self, scope: Scope) -> None:
-        """For the gate: a `QuireError` if this request would have to wait for the engine, and nobody else may."""
+    def admit(self, scope: Scope) -> None:
+        """For the gate, before the body is read: a place for a request that wants the engine, or a `QuireError`.
+
+        Taken here and not at the endpoint: of a crowd that comes in one turn of the event loop, all would pass.
+        """
         if (scope["method"], route_path(scope)) in _GENERATING:
             identity = visit_of(scope).identity
-            self._turnstile.check(identity.name, identity.max_open)
+            self._turnstile.enter(identity.name, identity.max_open)
 
 
 def make_app(desk: Desk) -> Application:

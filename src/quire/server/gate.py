@@ -34,7 +34,7 @@ from quire.server.routes import OTHER, RouteNames, patterns, route_path
 from quire.server.visit import Answered, Visit, begin_visit, has_visit, visit_of
 
 Hear = Callable[[Answered], None]
-Check = Callable[[Scope], None]  # a `QuireError` for whom the application would refuse, whatever the body says
+Admit = Callable[[Scope], None]  # the application's own door: a `QuireError`, or it will be called for this request
 TurnAway = Callable[[Scope], Reply | None]
 
 PUBLIC = frozenset({"/health", "/ready"})
@@ -74,11 +74,11 @@ def secure(
     keys: KeyRing,
     options: GateOptions | None = None,
     hear: Sequence[Hear] = (),
-    check: Check | None = None,
+    admit: Admit | None = None,
 ) -> ASGIApp:
     """The application behind the gate. Whoever hears is told of each request when it is over."""
     options = options or GateOptions()
-    door = Door(app, keys, options, check)
+    door = Door(app, keys, options, admit)
     guarded: ASGIApp = Translator(door)
     if options.allowed_origins:
         guarded = CORSMiddleware(
@@ -169,10 +169,10 @@ class Witness:
 class Door:
     """Asks for the key, then looks at what is carried in. What it refuses, it refuses before reading a body."""
 
-    def __init__(self, app: ASGIApp, keys: KeyRing, options: GateOptions, check: Check | None) -> None:
+    def __init__(self, app: ASGIApp, keys: KeyRing, options: GateOptions, admit: Admit | None) -> None:
         self._app = app
         self._keys = keys
-        self._check = check
+        self._admit = admit
         self._limit = options.max_body_bytes
         self._origins = frozenset(options.allowed_origins)
         self._admin = tuple(compile_path(pattern)[0] for pattern in options.admin_routes)
@@ -191,8 +191,8 @@ class Door:
         if scope["method"] not in ("GET", "HEAD"):
             self._check_origin(headers)
         self._check_body(scope["method"], headers)
-        if self._check is not None:
-            self._check(scope)
+        if self._admit is not None:
+            self._admit(scope)
         visit.passed = True
 
     def _identify(self, scope: Scope, headers: dict[bytes, bytes], visit: Visit) -> Identity:

@@ -45,7 +45,7 @@ from quire.text.tokenizer import Tokenizer
 _REMEMBERED_REQUESTS = 1000  # that can be explained or aborted by their id
 _REMEMBERED_ENDS = 256  # finished requests that the drain rate is measured by
 _THE_END = -1  # of all continuations of a call
-_TOLD_AT_ONCE = 8  # calls, before the loop looks at its sockets again: whoever is told answers its client at once
+TOLD_AT_ONCE = 8  # calls, before the loop looks at its sockets again: whoever is told answers its client at once
 
 
 class EngineRestarting(QuireError):
@@ -277,7 +277,7 @@ class Service:
 
     def _tell_some(self) -> None:
         """A few now, the others in the loop's next turns: between two turns it sees who else has come."""
-        for _ in range(min(_TOLD_AT_ONCE, len(self._untold))):
+        for _ in range(min(TOLD_AT_ONCE, len(self._untold))):
             (number, _), news = self._untold.popitem(last=False)
             call = self._calls.get(number)
             if call is None:
