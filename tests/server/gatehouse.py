@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from quire.core.errors import InvalidPrompt, QueueFull
-from quire.server.gate import GateOptions, secure
+from quire.server.gate import Admit, GateOptions, early_refusals, secure
 from quire.server.keys import ADMIN, Identity, KeyRing
 from quire.server.protocol import GuardedProtocol, Limits, guarded
 from quire.server.replies import HANDLERS
@@ -197,16 +197,13 @@ def gatehouse(
     options: GateOptions | None = None,
     limits: Limits | None = None,
     timers: Timers | None = None,
+    admit: Admit | None = None,
     **settings: object,
 ) -> Iterator[Gatehouse]:
     application, heard = Application(), list[Answered]()
-    app = secure(
-        application.starlette,
-        keys=keys,
-        options=options or GateOptions(admin_routes=ADMIN_ROUTES),
-        hear=[heard.append],
-    )
-    protocol = guarded(limits or Limits(), heard.append)
+    options = options or GateOptions(admin_routes=ADMIN_ROUTES)
+    app = secure(application.starlette, keys=keys, options=options, hear=[heard.append], admit=admit)
+    protocol = guarded(limits or Limits(), heard.append, early_refusals(app, options))
     config = uvicorn.Config(
         app,
         http=timers.protocol(protocol) if timers else protocol,

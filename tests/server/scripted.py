@@ -83,7 +83,8 @@ def app_over(script: Script, served: Served, keep_alive_s: float = 60.0) -> ASGI
     turnstile = Turnstile(service, lambda: supervisor.health, max_waiting=64, max_waiting_tokens=10**6)
     metrics = Metrics(lambda: None, time.monotonic)
     desk = Desk(service, supervisor, turnstile, metrics, keep_alive_s, known=served)
-    return secure(make_app(desk), keys=KeyRing())
+    app = make_app(desk)
+    return secure(app, keys=KeyRing(), admit=app.admit)
 
 
 def story(app: ASGIApp, tell: Callable[[httpx.AsyncClient], Awaitable[T]]) -> T:

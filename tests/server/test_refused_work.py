@@ -46,7 +46,7 @@ class Visit:
     """One request whose body comes in pieces of 400 bytes; counts how many were taken."""
 
     def __init__(self, app: Application, path: str) -> None:
-        self._app = secure(app, keys=KeyRing([]), options=GateOptions(max_body_bytes=LIMIT_BYTES))
+        self._app = secure(app, keys=KeyRing([]), options=GateOptions(max_body_bytes=LIMIT_BYTES), admit=app.admit)
         self._path = path
         self.num_read = 0
         self.status = 0

@@ -53,7 +53,7 @@ def traced(opened: OpenedModel, folder: Path, talk: Callable[[Ask], Awaitable[No
         ready = asyncio.Event()
         listeners = Listeners(lambda phase: None, lambda served, facts: ready.set(), lambda line: None, tracing)
         house = House(Plan(opened, EngineConfig(), str(script)), listeners)
-        app = tracing.around(secure(house.app, keys=KeyRing()), house)
+        app = tracing.around(secure(house.app, keys=KeyRing(), admit=house.app.admit), house)
         keeping = asyncio.create_task(house.keep())
 
         async def ask(path: str, headers: tuple[tuple[bytes, bytes], ...] = (), **body: object) -> Reply:

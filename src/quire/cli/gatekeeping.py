@@ -7,12 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
 from quire.core.errors import ConfigError
-from quire.server.app import ADMIN_ROUTES
-from quire.server.gate import GateOptions, secure
+from quire.server.app import ADMIN_ROUTES, Application
+from quire.server.gate import GateOptions, early_refusals, secure
 from quire.server.keys import make_key_ring
 from quire.server.logs import LogFormat, LogWriter, log_answer
 from quire.server.metrics import Metrics
@@ -45,13 +44,17 @@ class Gatekeeping:
     def weights(self) -> dict[str, float]:
         return self._keys.weights
 
-    def secure(self, app: Starlette, metrics: Metrics) -> ASGIApp:
-        return secure(app, keys=self._keys, options=self._options, hear=[log_answer, metrics.answered])
+    def secure(self, app: Application, metrics: Metrics) -> ASGIApp:
+        hear = [log_answer, metrics.answered]
+        return secure(app, keys=self._keys, options=self._options, hear=hear, admit=app.admit)
 
-    def uvicorn_settings(self) -> dict[str, Any]:
+    def uvicorn_settings(self, app: ASGIApp) -> dict[str, Any]:
+        """For an application behind the gate."""
         certificate, key = self._certificate or (None, None)
+        limits, turn_away = Limits(connections=connection_limit()), early_refusals(app, self._options)
         return {
-            "http": guarded(Limits(connections=connection_limit()), log_answer),
+            "app": app,
+            "http": guarded(limits, log_answer, turn_away),
             "ws": "none",
             "root_path": self._root_path,
             "ssl_certfile": certificate,

@@ -51,7 +51,7 @@ def serve(model: str | None, host: str, port: int, given: Mapping[str, Any]) -> 
             _tell_phase, tell_ready, lambda line: err.print(time.strftime("%H:%M:%S ") + line), tracing
         )
         with gatekeeping.logging(), contextlib.closing(tracing) if tracing else contextlib.nullcontext():
-            serve_until_told(plan, listeners, listening, gatekeeping.secure, gatekeeping.uvicorn_settings())
+            serve_until_told(plan, listeners, listening, gatekeeping.secure, gatekeeping.uvicorn_settings)
     err.print("Stopped.")
 
 

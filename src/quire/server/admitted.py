@@ -1,4 +1,4 @@
-"""An endpoint behind the turnstile: counted from before its body is read until its last byte is sent.
+"""An endpoint behind the turnstile: whoever was let in is counted until its last byte is sent.
 
 What a request's headers say of its class and its patience is read here.
 """
@@ -20,7 +20,7 @@ _TIMEOUT = b"x-quire-timeout-s"
 
 
 class Admitted:
-    """ASGI: comes in, answers, goes out."""
+    """ASGI: answers one whom `Application.admit` let in, and lets it out."""
 
     def __init__(self, endpoint: Callable[[Request], Awaitable[Response]], turnstile: Turnstile) -> None:
         self._app = request_response(endpoint)
@@ -28,7 +28,6 @@ class Admitted:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         visit = visit_of(scope)
-        self._turnstile.enter(visit.identity.name, visit.identity.max_open)
         try:
             urgency = _number(scope, _PRIORITY)
             visit.priority = None if urgency is None else int(urgency)

@@ -7,7 +7,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Scope
 
 from quire.server import messages, models, operations, people, responses, tgi, tokenizing
 from quire.server.admitted import Admitted
@@ -67,17 +67,20 @@ _GENERATING = frozenset((door.method, door.path) for door in DOORS if door.gener
 
 
 class Application(Starlette):
-    """Refuses whom the turnstile would refuse before it looks for a route: under overload that is most of the work."""
+    """The endpoints, and who may come to them: under overload, to refuse is most of the work."""
 
     def __init__(self, desk: Desk, routes: list[Route]) -> None:
         super().__init__(routes=routes, exception_handlers=HANDLERS)
         self._turnstile = desk.turnstile
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (scope["method"], route_path(scope)) in _GENERATING:
+    def admit(self, scope: Scope) -> None:
+        """For the gate, before the body is read: a place for a request that wants the engine, or a `QuireError`.
+
+        Taken here and not at the endpoint: of a crowd that comes in one turn of the event loop, all would pass.
+        """
+        if (scope["method"], route_path(scope)) in _GENERATING:
             identity = visit_of(scope).identity
-            self._turnstile.check(identity.name, identity.max_open)
-        await super().__call__(scope, receive, send)
+            self._turnstile.enter(identity.name, identity.max_open)
 
 
 def make_app(desk: Desk) -> Application:

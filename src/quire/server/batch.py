@@ -142,7 +142,7 @@ def run_batch(plan: Plan, desired: Desired) -> Tally:
         ready = asyncio.Event()
         listeners = Listeners(desired.phase, lambda served, facts: ready.set(), lambda line: None)
         house = House(plan, listeners)
-        app = secure(house.app, keys=KeyRing(), hear=[house.metrics.answered])
+        app = secure(house.app, keys=KeyRing(), hear=[house.metrics.answered], admit=house.app.admit)
         batch = Batch(app, desired.lines, desired.past, desired.write, desired.tell)
 
         async def work() -> None:

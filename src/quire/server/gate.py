@@ -1,11 +1,11 @@
 """The way in: who may pass, and how much they may carry. Everything is refused that is not known to be allowed.
 
 Pure ASGI, outside in: the witness (ids, headers, what came of it), CORS where it is wanted, the translator of errors,
-the door. Knows keys, paths and sizes; not what the application does.
+the door. Whoever holds a request's head may ask before all that whether the door would refuse it: `turn_away`. Knows
+keys, paths and sizes; not what the application does.
 """
 
 import re
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,18 +18,24 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire.core.errors import ConfigError
 from quire.server.errors import BodyTooLarge
 from quire.server.keys import ANONYMOUS, Identity, KeyRing
+from quire.server.random_ids import RandomIds
 from quire.server.replies import (
     CLIENT_LEFT,
     AdminOnly,
     ForeignOrigin,
+    Headers,
+    Reply,
     Translator,
     Unauthorized,
     UnsupportedMediaType,
+    translated,
 )
 from quire.server.routes import OTHER, RouteNames, patterns, route_path
-from quire.server.visit import Answered, Visit, begin_visit, visit_of
+from quire.server.visit import Answered, Visit, begin_visit, has_visit, visit_of
 
 Hear = Callable[[Answered], None]
+Admit = Callable[[Scope], None]  # the application's own door: a `QuireError`, or it will be called for this request
+TurnAway = Callable[[Scope], Reply | None]
 
 PUBLIC = frozenset({"/health", "/ready"})
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
@@ -63,11 +69,17 @@ class GateOptions:
 
 
 def secure(
-    app: Starlette | Router, *, keys: KeyRing, options: GateOptions | None = None, hear: Sequence[Hear] = ()
+    app: Starlette | Router,
+    *,
+    keys: KeyRing,
+    options: GateOptions | None = None,
+    hear: Sequence[Hear] = (),
+    admit: Admit | None = None,
 ) -> ASGIApp:
     """The application behind the gate. Whoever hears is told of each request when it is over."""
     options = options or GateOptions()
-    guarded: ASGIApp = Translator(Door(app, keys, options))
+    door = Door(app, keys, options, admit)
+    guarded: ASGIApp = Translator(door)
     if options.allowed_origins:
         guarded = CORSMiddleware(
             guarded,
@@ -76,20 +88,24 @@ def secure(
             allow_headers=["*"],
             expose_headers=["x-request-id", "x-quire-request-id", "retry-after", "retry-after-ms"],
         )
-    return Witness(app, guarded, RouteNames(patterns(app.routes)), hear)
+    return Witness(app, guarded, door, RouteNames(patterns(app.routes)), hear)
 
 
-def new_request_id() -> str:
-    """The server's own id: nobody can choose it or guess it, and a person can read it out."""
-    return secrets.token_hex(8)
+def early_refusals(app: ASGIApp, options: GateOptions) -> TurnAway | None:
+    """How to refuse without asking `app`; None where somebody around the door adds to its answers or wants to see."""
+    return app.turn_away if isinstance(app, Witness) and not options.allowed_origins else None
+
+
+new_request_id = RandomIds().draw  # the server's own: a person can read it out
 
 
 class Witness:
     """Gives every request its ids and every answer its headers, and tells of both when they are over."""
 
-    def __init__(self, app: ASGIApp, guarded: ASGIApp, names: RouteNames, hear: Sequence[Hear]) -> None:
+    def __init__(self, app: ASGIApp, guarded: ASGIApp, door: "Door", names: RouteNames, hear: Sequence[Hear]) -> None:
         self._app = app
         self._guarded = guarded
+        self._door = door
         self._names = names
         self._hear = hear
 
@@ -98,14 +114,8 @@ class Witness:
             await self._app(scope, receive, send)
             return
         assert scope["type"] == "http", "served without WebSockets"
-        began_s = time.monotonic()
-        visit = Visit(new_request_id(), _label(scope))
-        begin_visit(scope, visit)
-        headers = [
-            (b"x-request-id", (visit.label or visit.request_id).encode("ascii")),
-            (b"x-quire-request-id", visit.request_id.encode("ascii")),
-            *_HEADERS,
-        ]
+        visit = visit_of(scope) if has_visit(scope) else self._begin(scope)
+        headers = _headers(visit)
 
         async def tell(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -118,16 +128,34 @@ class Witness:
         try:
             await self._guarded(scope, receive, tell)
         finally:
-            self._tell(scope, visit, time.monotonic() - began_s)
+            self._tell(scope, visit)
 
-    def _tell(self, scope: Scope, visit: Visit, duration_s: float) -> None:
+    def turn_away(self, scope: Scope) -> Reply | None:
+        """The whole answer to one whom the door refuses, who is told of; None: it passed, and may be asked in."""
+        visit = self._begin(scope)
+        try:
+            self._door.look(scope, visit)
+        except Exception as error:
+            reply = translated(error, scope)
+            visit.status, visit.complete = reply.status, True
+            self._tell(scope, visit)
+            return reply._replace(headers=[*reply.headers, *_headers(visit)])
+        return None
+
+    @staticmethod
+    def _begin(scope: Scope) -> Visit:
+        visit = Visit(new_request_id(), time.monotonic(), _label(scope))
+        begin_visit(scope, visit)
+        return visit
+
+    def _tell(self, scope: Scope, visit: Visit) -> None:
         method = scope["method"] if scope["method"] in METHODS else OTHER
         status = visit.status if visit.status is not None and visit.complete else CLIENT_LEFT
         answered = Answered(
             self._names.name(route_path(scope)),
             method,
             500 if visit.failed else status,
-            duration_s,
+            time.monotonic() - visit.began_s,
             visit.identity.name,
             visit.request_id,
             visit.label,
@@ -141,22 +169,31 @@ class Witness:
 class Door:
     """Asks for the key, then looks at what is carried in. What it refuses, it refuses before reading a body."""
 
-    def __init__(self, app: ASGIApp, keys: KeyRing, options: GateOptions) -> None:
+    def __init__(self, app: ASGIApp, keys: KeyRing, options: GateOptions, admit: Admit | None) -> None:
         self._app = app
         self._keys = keys
+        self._admit = admit
         self._limit = options.max_body_bytes
         self._origins = frozenset(options.allowed_origins)
         self._admin = tuple(compile_path(pattern)[0] for pattern in options.admin_routes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))  # of several, the first counts
         visit = visit_of(scope)
+        if not visit.passed:
+            self.look(scope, visit)
+        await self._app(scope, self._limited(receive), send)
+
+    def look(self, scope: Scope, visit: Visit) -> None:
+        """Let it pass, or raise what speaks against it. Once: nobody behind the door sees the key."""
+        headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))  # of several, the first counts
         visit.identity = self._identify(scope, headers, visit)
-        scope["headers"] = [pair for pair in scope["headers"] if pair[0] not in _SHOWN]  # nobody behind needs the key
+        scope["headers"] = [pair for pair in scope["headers"] if pair[0] not in _SHOWN]
         if scope["method"] not in ("GET", "HEAD"):
             self._check_origin(headers)
         self._check_body(scope["method"], headers)
-        await self._app(scope, self._limited(receive), send)
+        if self._admit is not None:
+            self._admit(scope)
+        visit.passed = True
 
     def _identify(self, scope: Scope, headers: dict[bytes, bytes], visit: Visit) -> Identity:
         path = route_path(scope)
@@ -218,6 +255,14 @@ def _keys_shown(headers: dict[bytes, bytes]) -> list[bytes]:
     shown = [headers[b"x-api-key"]] if b"x-api-key" in headers else []
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
     return [*shown, key.strip()] if scheme.lower() == b"bearer" else shown
+
+
+def _headers(visit: Visit) -> Headers:
+    return [
+        (b"x-request-id", (visit.label or visit.request_id).encode("ascii")),
+        (b"x-quire-request-id", visit.request_id.encode("ascii")),
+        *_HEADERS,
+    ]
 
 
 def _label(scope: Scope) -> str | None:

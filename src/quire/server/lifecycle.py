@@ -17,7 +17,6 @@ from typing import Any, Protocol
 
 import uvicorn
 import uvloop
-from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
 from quire.config import MOST_SEATS, EngineConfig
@@ -26,7 +25,7 @@ from quire.core.garbage import keep_for_good
 from quire.engine.opening import OpenedModel
 from quire.engine.phases import Phase
 from quire.engine.stats import Facts
-from quire.server.app import make_app
+from quire.server.app import Application, make_app
 from quire.server.constraining import Constrainer
 from quire.server.desk import Desk
 from quire.server.metrics import Metrics
@@ -188,8 +187,8 @@ def serve_until_told(
     plan: Plan,
     listeners: Listeners,
     listening: socket.socket,
-    secure: Callable[[Starlette, Metrics], ASGIApp],
-    settings: dict[str, Any],
+    secure: Callable[[Application, Metrics], ASGIApp],
+    settings: Callable[[ASGIApp], dict[str, Any]],
 ) -> None:
     """Until a signal. A `QuireError` says why the engine could not be started, or not be kept."""
 
@@ -198,7 +197,7 @@ def serve_until_told(
         app = secure(house.app, house.metrics)
         if listeners.tracer is not None:
             app = listeners.tracer.around(app, house)
-        config = uvicorn.Config(app, lifespan="off", timeout_graceful_shutdown=_FAREWELL_S, **settings)
+        config = uvicorn.Config(lifespan="off", timeout_graceful_shutdown=_FAREWELL_S, **settings(app))
         server = DrainingServer(config, house.service, plan.drain_s)
         keeping = asyncio.create_task(house.keep())
         keeping.add_done_callback(lambda _: setattr(server, "should_exit", True))

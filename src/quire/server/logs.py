@@ -1,12 +1,14 @@
 """Log lines: JSON for machines, short ones for people. A line is one event, whatever its fields hold.
 
 Writing happens on a thread of its own behind a bounded queue: a log that cannot be written costs lines, which are
-counted, and never time. An exception is logged by its kind and stack; its message may repeat what a client sent.
+counted, and never time. That thread rests between two looks, so that a busy process wakes it now and then and not with
+every line. An exception is logged by its kind and stack; its message may repeat what a client sent.
 """
 
 import json
 import logging
 import queue
+import threading
 import traceback
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -20,17 +22,18 @@ LogFormat = Literal["text", "json"]
 MAX_FIELD_CHARACTERS = 256
 _MAX_STACK_CHARACTERS = 8192
 _MAX_QUEUED_LINES = 8192
+_REST_S = 0.02
 _FAREWELL_S = 1.0  # for the last lines, when the reader of the log has gone deaf
 _NOT_LOGGED = frozenset({"/health", "/ready", "/metrics"})  # asked every few seconds by machines
 
-_Lines = queue.Queue[logging.LogRecord | None]
+_Lines = queue.SimpleQueue[logging.LogRecord | None]
 
 _access = logging.getLogger("quire.access")
 
 
 def log_answer(answered: Answered) -> None:
     """One line per request, for `secure(..., hear=[log_answer])`."""
-    if answered.route in _NOT_LOGGED:
+    if answered.route in _NOT_LOGGED or not _access.isEnabledFor(logging.INFO):
         return
     fields: dict[str, object] = {
         "id": answered.request_id,
@@ -43,8 +46,9 @@ def log_answer(answered: Answered) -> None:
         "prompt_tokens": answered.num_prompt_tokens,
         "completion_tokens": answered.num_completion_tokens,
     }
-    said = {name: value for name, value in fields.items() if value is not None}
-    _access.info("request", extra={"fields": said})
+    record = _record(_access.name, logging.INFO, "request")  # `info` would look for the line of code that called it
+    record.fields = {name: value for name, value in fields.items() if value is not None}
+    _access.handle(record)
 
 
 class JsonLines(logging.Formatter):
@@ -82,10 +86,10 @@ class LogWriter:
     __slots__ = ("_listener", "handler")
 
     def __init__(self, form: LogFormat, stream: TextIO, max_lines: int = _MAX_QUEUED_LINES) -> None:
-        lines: _Lines = queue.Queue(max_lines)
+        lines: _Lines = queue.SimpleQueue()
         sink = _Sink(stream)
         sink.setFormatter(JsonLines() if form == "json" else TextLines())
-        self.handler = DroppingHandler(lines)
+        self.handler = DroppingHandler(lines, max_lines)
         self._listener = _Listener(lines, sink)
 
     def start(self) -> None:
@@ -105,8 +109,10 @@ class LogWriter:
 class DroppingHandler(QueueHandler):
     """Puts a record in the queue, or counts it where the queue is full. Formats nothing, waits for nothing."""
 
-    def __init__(self, lines: _Lines) -> None:
+    def __init__(self, lines: _Lines, max_lines: int) -> None:
         super().__init__(lines)
+        self._lines = lines
+        self._max_lines = max_lines
         self.num_dropped = 0
         self._num_told = 0
 
@@ -114,14 +120,14 @@ class DroppingHandler(QueueHandler):
         return record
 
     def enqueue(self, record: logging.LogRecord) -> None:
-        try:
-            self.queue.put_nowait(record)
-            if self.num_dropped > self._num_told:
-                num_lost = self.num_dropped
-                self.queue.put_nowait(_lost(num_lost - self._num_told))
-                self._num_told = num_lost
-        except queue.Full:
+        if self._lines.qsize() >= self._max_lines:
             self.num_dropped += 1
+            return
+        self._lines.put(record)
+        if self.num_dropped > self._num_told:
+            num_lost = self.num_dropped
+            self._lines.put(_lost(num_lost - self._num_told))
+            self._num_told = num_lost
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # the library's name
         self.num_dropped += 1
@@ -131,15 +137,19 @@ class _Listener(QueueListener):
     def __init__(self, lines: _Lines, sink: logging.Handler) -> None:
         super().__init__(lines, sink)
         self._lines = lines
+        self._stopped = threading.Event()
+
+    def handle(self, record: logging.LogRecord) -> None:
+        super().handle(record)
+        if self._lines.empty():
+            self._stopped.wait(_REST_S)
 
     def stop(self) -> None:
         thread = self._thread
         if thread is None:
             return
-        try:
-            self._lines.put(None, timeout=_FAREWELL_S)
-        except queue.Full:
-            return
+        self._stopped.set()
+        self._lines.put(None)
         thread.join(_FAREWELL_S)
 
 
@@ -149,9 +159,13 @@ class _Sink(logging.StreamHandler[TextIO]):
 
 
 def _lost(num_lines: int) -> logging.LogRecord:
-    record = logging.LogRecord("quire.log", logging.WARNING, "", 0, "log_lines_lost", None, None)
+    record = _record("quire.log", logging.WARNING, "log_lines_lost")
     record.fields = {"lines": num_lines}
     return record
+
+
+def _record(logger: str, level: int, event: str) -> logging.LogRecord:
+    return logging.LogRecord(logger, level, "", 0, event, None, None)
 
 
 def _fields(record: logging.LogRecord) -> Mapping[str, object]:

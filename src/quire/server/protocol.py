@@ -1,7 +1,8 @@
 """HTTP/1.1 as this server takes it: uvicorn's httptools protocol with limits that act while bytes arrive.
 
 A connection carries one request at a time. Its head must come soon and be small, its body must not stall, and what
-is malformed is answered and cut off. Knows bytes and time; neither keys nor routes.
+is malformed is answered and cut off. Whom the gate turns away by the head alone is answered here: no task is made for
+it, and no body kept. Knows bytes and time; neither keys nor routes.
 """
 
 import asyncio
@@ -9,14 +10,17 @@ import resource
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import cast
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from starlette.types import Scope
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from quire.core.errors import QuireError
-from quire.server.gate import Hear, new_request_id
+from quire.server.gate import Hear, TurnAway, new_request_id
 from quire.server.keys import NOBODY
-from quire.server.replies import reply_to
+from quire.server.replies import Reply, reply_to
 from quire.server.routes import OTHER
 from quire.server.visit import Answered
 
@@ -82,6 +86,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     limits = Limits()
     hear: Hear | None = None
+    turn_away: TurnAway | None = None
 
     _phase = Phase.HEAD
     _timer: asyncio.Handle | None = None
@@ -89,6 +94,7 @@ class GuardedProtocol(HttpToolsProtocol):
     _num_framing_bytes = 0  # since the last byte of a body
     _num_spilt_bytes = 0
     _refusal: QuireError | None = None
+    _early_reply: Reply | None = None
 
     # What the transport calls
 
@@ -149,11 +155,13 @@ class GuardedProtocol(HttpToolsProtocol):
         except httptools.HttpParserUpgrade as offer:
             self._decline(data[offer.args[0] :])
         except httptools.HttpParserError:
-            if self._phase is Phase.ANSWER:  # the request itself was in order
+            if self._phase is Phase.ANSWER or self._early_reply is not None:  # the request itself was in order
                 self.cycle.keep_alive = False
                 self._enter(Phase.LAST_ANSWER)
             else:
                 self._refuse(self._refusal or MalformedHttp("This is not a valid HTTP/1.1 request."))
+        if self._early_reply is not None:
+            self._answer_early(self._early_reply)
 
     def _decline(self, rest: bytes) -> None:
         """Some clients offer HTTP/2 with a request; the parser then passes over its body. Read it without the offer."""
@@ -195,9 +203,17 @@ class GuardedProtocol(HttpToolsProtocol):
         self._num_framing_bytes = 0
         self._enter(Phase.BODY, self.limits.stall_s, self._body_is_late)
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        """Only for those whom the gate has nothing against, and for who does not read its answers: that one waits."""
+        if self.turn_away is not None and not self.flow.write_paused:
+            self._early_reply = self.turn_away(cast(Scope, cycle.scope))
+        if self._early_reply is None:
+            super()._start_asgi_task(cycle, app)
+
     def on_body(self, body: bytes) -> None:
         self._num_framing_bytes = 0
-        super().on_body(body)
+        if self._early_reply is None:
+            super().on_body(body)
 
     def on_message_complete(self) -> None:
         if self._phase is Phase.HEAD:
@@ -249,6 +265,21 @@ class GuardedProtocol(HttpToolsProtocol):
 
     # How it ends
 
+    def _answer_early(self, reply: Reply) -> None:
+        """In the place of the application. What has not come of the body is thrown away."""
+        cycle, self._early_reply = self.cycle, None
+        cycle.response_started = cycle.response_complete = True
+        if cycle.waiting_for_100_continue and self._phase is Phase.BODY:
+            cycle.keep_alive = False  # who asked before sending its body will not send it now
+        headers = [*cycle.default_headers, *reply.headers]
+        if not cycle.keep_alive:
+            headers.append((b"connection", b"close"))
+        self._write(reply._replace(headers=headers, body=b"" if cycle.scope["method"] == "HEAD" else reply.body))
+        if not cycle.keep_alive:
+            self._close() if self._phase is Phase.ANSWER else self._linger()
+        cycle.on_response()
+        cycle.on_response = lambda: None  # it points here: a ring for the garbage collector, of every refusal
+
     def _refused(self, error: QuireError) -> QuireError:
         self._refusal = error
         return error
@@ -266,8 +297,15 @@ class GuardedProtocol(HttpToolsProtocol):
             self.hear(Answered(OTHER, OTHER, error.status, 0.0, NOBODY.name, request_id))
         reply = reply_to(error)
         headers = [*reply.headers, (b"x-request-id", request_id.encode("ascii")), (b"connection", b"close")]
-        lines = b"".join(name + b": " + value + b"\r\n" for name, value in headers)
+        self._write(reply._replace(headers=headers))
+        self._linger()
+
+    def _write(self, reply: Reply) -> None:
+        lines = b"".join([name + b": " + value + b"\r\n" for name, value in reply.headers])
         self.transport.write(STATUS_LINE[reply.status] + lines + b"\r\n" + reply.body)
+
+    def _linger(self) -> None:
+        """Nothing more is said; what the client is still saying is let run out."""
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self._enter(Phase.END, self.limits.linger_s, self._close)
@@ -283,7 +321,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.close()
 
 
-def guarded(limits: Limits, hear: Hear | None = None) -> type[GuardedProtocol]:
+def guarded(limits: Limits, hear: Hear | None = None, turn_away: TurnAway | None = None) -> type[GuardedProtocol]:
     """The protocol with these limits, for uvicorn's `http=`. Whoever hears is told of what never reached the gate."""
 
     class Guarded(GuardedProtocol):
@@ -291,6 +329,7 @@ def guarded(limits: Limits, hear: Hear | None = None) -> type[GuardedProtocol]:
 
     Guarded.limits = limits
     Guarded.hear = None if hear is None else staticmethod(hear)
+    Guarded.turn_away = None if turn_away is None else staticmethod(turn_away)
     return Guarded
 
 

@@ -27,6 +27,7 @@ Headers = list[tuple[bytes, bytes]]
 CLIENT_LEFT = 499  # nobody reads it; what servers write in their logs for a client that hung up
 
 _MAX_MESSAGE_BYTES = 3000  # as JSON; a body stays below 4 kB
+_MOST_BYTES = 6  # of a character, as JSON
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
 _MACHINE_PATH = re.compile(r"(?<![\w/.-])/(?:usr|home|root|tmp|opt|var|etc|mnt|srv|proc|sys|dev|Users)/[^\s'\",;:)]*")
 _ANTHROPIC_TYPES = {
@@ -122,6 +123,8 @@ def _headers(error: QuireError, num_bytes: int) -> Headers:
 
 def _fit_to_print(message: str) -> str:
     message = _MACHINE_PATH.sub("a path", _ADDRESS.sub("an address", message))
+    if len(message) * _MOST_BYTES <= _MAX_MESSAGE_BYTES:
+        return message
     while (num_bytes := len(json.dumps(message, ensure_ascii=False).encode("utf-8", "replace"))) > _MAX_MESSAGE_BYTES:
         message = message[: len(message) * _MAX_MESSAGE_BYTES // num_bytes]
     return message
@@ -140,6 +143,15 @@ def _asked_path(scope: Scope) -> str:
     """Whose shape an error takes; at / it is TGI's for those who post, and nobody's for those who look at the page."""
     path = route_path(scope)
     return path if path != "/" or scope["method"] == "POST" else ""
+
+
+def translated(error: Exception, scope: Scope) -> Reply:
+    """An error as it goes to the client of this request; our own are logged."""
+    told, visit = known(error, scope), visit_of(scope)
+    if isinstance(told, OwnMistake):
+        visit.failed = True
+        _log.error("request_failed", exc_info=error, extra={"fields": {"id": visit.request_id}})
+    return reply_to(told, path=_asked_path(scope), request_id=visit.request_id)
 
 
 async def _answer(request: Request, error: Exception) -> Response:
@@ -176,11 +188,7 @@ class Translator:
         except ClientDisconnect:
             return
         except Exception as error:
-            told = known(error, scope)
-            if isinstance(told, OwnMistake):
-                visit.failed = True
-                _log.error("request_failed", exc_info=error, extra={"fields": {"id": visit.request_id}})
+            reply = translated(error, scope)
             if visit.status is None:
-                reply = reply_to(told, path=_asked_path(scope), request_id=visit.request_id)
                 await send({"type": "http.response.start", "status": reply.status, "headers": reply.headers})
                 await send({"type": "http.response.body", "body": reply.body})

@@ -6,7 +6,7 @@ handed over once per frame. One lock keeps the two apart. When an engine is lost
 
 import asyncio
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -44,6 +44,8 @@ from quire.text.tokenizer import Tokenizer
 
 _REMEMBERED_REQUESTS = 1000  # that can be explained or aborted by their id
 _REMEMBERED_ENDS = 256  # finished requests that the drain rate is measured by
+_THE_END = -1  # of all continuations of a call
+TOLD_AT_ONCE = 8  # calls, before the loop looks at its sockets again: whoever is told answers its client at once
 
 
 class EngineRestarting(QuireError):
@@ -87,6 +89,7 @@ class Service:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._child: Child | None = None
         self._calls: dict[int, Call] = {}
+        self._untold: OrderedDict[tuple[int, int], Delta | Ticket] = OrderedDict()  # by call and continuation
         self._asked: dict[int, asyncio.Future[bytes]] = {}
         self._next_token = 0
         self._latest: dict[str, list[int]] = {}  # what came with the latest requests, by the server's own ids
@@ -262,21 +265,39 @@ class Service:
 
     def _deliver(self, deltas: list[Delta], finished: list[Ticket]) -> None:
         self.beaten_s = self._clock()
+        is_telling = bool(self._untold)
         for delta in deltas:
-            call = self._calls.get(int(delta.request_id))
+            key = (int(delta.request_id), delta.index)
+            before = self._untold.get(key)
+            self._untold[key] = before.then(delta) if isinstance(before, Delta) else delta
+        for ticket in finished:  # after the last words of all its continuations
+            self._untold[ticket.number, _THE_END] = ticket
+        if not is_telling:
+            self._tell_some()
+
+    def _tell_some(self) -> None:
+        """A few now, the others in the loop's next turns: between two turns it sees who else has come."""
+        for _ in range(min(TOLD_AT_ONCE, len(self._untold))):
+            (number, _), news = self._untold.popitem(last=False)
+            call = self._calls.get(number)
             if call is None:
                 continue
-            failure = None if delta.finish_reason is None else _failure(delta.finish_reason, call.ticket)
-            if failure is not None:  # one continuation failed, and with it the request
-                self._abort(call.ticket)
-                self._end(call, failure=failure)
-                continue
+            if isinstance(news, Ticket):
+                self._end(call, output=news.output())
+            else:
+                self._tell(call, news)
+        if self._untold:
+            assert self._loop is not None
+            self._loop.call_soon(self._tell_some)
+
+    def _tell(self, call: Call, delta: Delta) -> None:
+        failure = None if delta.finish_reason is None else _failure(delta.finish_reason, call.ticket)
+        if failure is not None:  # one continuation failed, and with it the request
+            self._abort(call.ticket)
+            self._end(call, failure=failure)
+        else:
             self.progressed(delta, call.ticket)
             call.tell(delta)
-        for ticket in finished:  # after the last words of all its continuations
-            call = self._calls.get(ticket.number)
-            if call is not None:
-                self._end(call, output=ticket.output())
 
     def _abort(self, ticket: Ticket) -> None:
         if self._child is not None:

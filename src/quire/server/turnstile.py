@@ -47,13 +47,12 @@ class Turnstile:
         self.paused = False  # by the operator
 
     def enter(self, name: str, most: int | None) -> None:
-        """Come in, if `check` has nothing against it."""
-        self.check(name, most)
+        """Come in; a `QuireError` if nobody may, with the time after which it is worth asking again."""
+        self._check(name, most)
         self._open[name] += 1
         self.num_open += 1
 
-    def check(self, name: str, most: int | None) -> None:
-        """A `QuireError` if nobody may come in, with the time after which it is worth asking again."""
+    def _check(self, name: str, most: int | None) -> None:
         self._check_service()
         facts, stats = self._service.facts, self._service.stats
         assert facts is not None
@@ -68,6 +67,7 @@ class Turnstile:
             raise self._advised(ShareExhausted(self._open[name], most), 1)
 
     def leave(self, name: str) -> None:
+        assert self._open[name] > 0, name
         self.num_open -= 1
         self._open[name] -= 1
         if not self._open[name]:

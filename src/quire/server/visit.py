@@ -18,7 +18,9 @@ class Visit:
     """Lives as long as the request. The client's own label is only ever repeated to it, never looked up."""
 
     request_id: str
+    began_s: float  # when its head was here
     label: str | None = None
+    passed: bool = False  # the door has nothing against it
     identity: Identity = NOBODY
     num_prompt_tokens: int | None = None  # the endpoint's to note
     num_completion_tokens: int | None = None
@@ -45,6 +47,10 @@ class Answered(NamedTuple):
 
 def begin_visit(scope: Scope, visit: Visit) -> None:
     scope.setdefault("state", {})[_STATE_KEY] = visit
+
+
+def has_visit(scope: Scope) -> bool:
+    return _STATE_KEY in scope.get("state", ())
 
 
 def visit_of(scope: Scope) -> Visit:

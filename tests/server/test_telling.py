@@ -1,0 +1,113 @@
+"""What the engine says reaches everybody whole and in order, a few callers in each turn of the event loop."""
+
+import asyncio
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.core.sampling import SamplingParams
+from quire.core.step import FinishReason
+from quire.engine.child import Child
+from quire.engine.memory import MemoryLedger
+from quire.engine.messages import Ended, Progress
+from quire.engine.outputs import Delta, RequestOutput
+from quire.engine.stats import Facts
+from quire.engine.ticket import Ticket
+from quire.engine.wire import AcceptedFrame, progress_frame
+from quire.server.call import Call
+from quire.server.service import TOLD_AT_ONCE, Service
+
+FACTS = Facts("m", 64, 100, 64, 64, 16, "cpu", "float32", MemoryLedger(), 0, os.getpid())
+PARAMS = SamplingParams(temperature=0.0, max_tokens=64)
+CALLERS = 3 * TOLD_AT_ONCE
+
+
+@pytest.fixture(scope="module")
+def child() -> Iterator[Child]:
+    """A real process that was never told what to load: orders to it lead nowhere."""
+    child = Child(lambda said: None, lambda: None)
+    child.start()
+    yield child
+    child.close()
+
+
+def opened(child: Child, num_calls: int) -> tuple[Service, list[Call]]:
+    """On a running loop; sequences are numbered as their calls."""
+    service = Service(None, time.monotonic)
+    service.listen()
+    service.attach(child, FACTS)
+    calls = [service.submit([1, 2], PARAMS, streaming=True) for _ in range(num_calls)]
+    for number in range(num_calls):
+        service.hear(AcceptedFrame(number, number, 0))
+    return service, calls
+
+
+def say(service: Service, tokens: dict[int, int], ended: dict[int, list[int]] | None = None) -> None:
+    over = [
+        Ended(number, number, FinishReason.LENGTH, np.array(said, np.int32), None, 0)
+        for number, said in (ended or {}).items()
+    ]
+    names = np.array(list(tokens), np.int64)
+    service.hear(progress_frame(Progress(0, names, np.array(list(tokens.values()), np.int32), ended=tuple(over))))
+
+
+async def heard(call: Call) -> list[int]:
+    """Its tokens, as they came; the last news must say the same."""
+    tokens: list[int] = []
+    while isinstance(news := await call.hear(), Delta):
+        tokens += news.token_ids
+    assert isinstance(news, RequestOutput) and news.outputs[0].token_ids == tokens
+    return tokens
+
+
+STEPS = st.lists(st.tuples(st.sets(st.integers(0, CALLERS - 1)), st.integers(0, 3)), max_size=6)
+
+
+@given(STEPS)
+@settings(max_examples=40)
+def test_everybody_hears_all_of_it_in_order(child: Child, steps: list[tuple[set[int], int]]) -> None:
+    async def story() -> None:
+        service, calls = opened(child, CALLERS)
+        listening = [asyncio.ensure_future(heard(call)) for call in calls]
+        said: dict[int, list[int]] = {number: [] for number in range(CALLERS)}
+        for token, (speakers, turns) in enumerate(steps):
+            say(service, dict.fromkeys(speakers, token))
+            for number in speakers:
+                said[number].append(token)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+        last = dict.fromkeys(range(CALLERS), 99)
+        say(service, last, {number: [*tokens, 99] for number, tokens in said.items()})
+        assert await asyncio.gather(*listening) == [[*tokens, 99] for tokens in said.values()]
+        assert service.num_calls == 0
+
+    asyncio.run(story())
+
+
+def test_few_are_told_in_one_turn_and_what_waits_is_merged(child: Child) -> None:
+    async def story() -> None:
+        service, calls = opened(child, CALLERS)
+        turn = 0
+        told: list[tuple[int, int]] = []  # in which turn, and how many tokens
+
+        def note(delta: Delta, ticket: Ticket) -> None:
+            told.append((turn, len(delta.token_ids)))
+
+        service.progressed = note
+        for token in range(4):
+            say(service, dict.fromkeys(range(CALLERS), token))
+        while sum(num_tokens for _, num_tokens in told) < 4 * CALLERS:
+            turn += 1
+            await asyncio.sleep(0)
+        assert max(Counter(turn for turn, _ in told).values()) <= TOLD_AT_ONCE
+        assert len(told) < 2 * CALLERS
+        for call in calls:
+            service.leave(call)
+
+    asyncio.run(story())
