@@ -40,10 +40,10 @@ class Small(OracleModel):
 
     max_tokens = 12
 
-    def forward(self, tokens: Tensor, ragged: Ragged, kv: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, ragged: Ragged, kv: Tensor, wanted: Tensor | None = None) -> Tensor:
         if len(tokens) > self.max_tokens:
             raise torch.OutOfMemoryError(f"tried to allocate {len(tokens)} tokens")
-        return super().forward(tokens, ragged, kv)
+        return super().forward(tokens, ragged, kv, wanted)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])

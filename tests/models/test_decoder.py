@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from quire.kernels.cpu import CpuKernels
 from quire.kernels.reference import ReferenceKernels
 from quire.models.decoder import Decoder
+from tests.kernels.steps import Pages, Part
 from tests.models.families import FAMILIES, VOCAB, Family, Twin, build
 from tests.models.running import Schedule, in_chunks, run
 
@@ -89,6 +90,21 @@ def test_only_the_rows_asked_for_get_logits():
     assert model.logits(hidden[[1, 3]]).shape == (2, VOCAB)
     torch.testing.assert_close(model.logits(hidden[[1, 3]]), model.logits(hidden)[[1, 3]])
     assert whole.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["llama2", "gemma3"])
+def test_states_that_nobody_wants_are_not_missed(name: str):
+    """Of two chunks the wanted states, in any order, are those of the whole; keys and values are all there."""
+    model, pages = decoder(name), Pages.shuffled([9, 5], 4, seed=0)
+    ragged, tokens = pages.ragged({0: Part(0, 9), 1: Part(0, 5)}), torch.tensor([*prompts([9])[0], *prompts([5])[0]])
+    stores = [torch.zeros(model.kv_geometry.store_shape(pages.num_blocks, 4)) for _ in range(2)]
+    whole = model.forward(tokens, ragged, stores[0])
+    wanted = torch.tensor([13, 8, 2])
+    torch.testing.assert_close(model.forward(tokens, ragged, stores[1], wanted), whole[wanted])
+    torch.testing.assert_close(stores[0], stores[1])
+    out = torch.empty(3, VOCAB)
+    assert model.logits(whole[wanted], out=out) is out
+    torch.testing.assert_close(out, model.logits(whole)[wanted])
 
 
 def test_the_cpu_kernels_and_the_reference_agree_through_a_whole_model():

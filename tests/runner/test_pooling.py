@@ -25,12 +25,12 @@ class Halves:
     vocab_size = VOCAB
     kv_geometry = KvGeometry(num_layers=1, kv_heads=1, head_dim=1, dtype=torch.int32)
 
-    def forward(self, tokens: Tensor, ragged: Ragged, kv: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, ragged: Ragged, kv: Tensor, wanted: Tensor | None = None) -> Tensor:
         states = torch.stack([tokens, tokens / 2], dim=1).to(torch.bfloat16)
         states[tokens == POISON] = float("nan")
-        return states
+        return states if wanted is None else states[wanted]
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         return torch.nn.functional.one_hot(hidden[:, 0].long() + 1, VOCAB).float()
 
 

@@ -296,10 +296,12 @@ def test_regrets_add_up_by_shape_until_they_reach_the_cost_of_recording() -> Non
 class Full(OracleModel):
     """A model for whose larger steps there is no memory."""
 
-    def forward(self, tokens: torch.Tensor, ragged: Ragged, kv: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, tokens: torch.Tensor, ragged: Ragged, kv: torch.Tensor, wanted: torch.Tensor | None = None
+    ) -> torch.Tensor:
         if len(tokens) > 5:
             raise torch.OutOfMemoryError("no memory")
-        return super().forward(tokens, ragged, kv)
+        return super().forward(tokens, ragged, kv, wanted)
 
 
 def test_without_memory_nothing_more_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,11 +28,11 @@ class Scripted:
     vocab_size = VOCAB
     kv_geometry = KvGeometry(num_layers=1, kv_heads=1, head_dim=1, dtype=torch.int32)
 
-    def forward(self, tokens: Tensor, ragged: Ragged, kv: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, ragged: Ragged, kv: Tensor, wanted: Tensor | None = None) -> Tensor:
         kv[ragged.slots // BLOCK, 0, 0, ragged.slots % BLOCK, 0, 0] = tokens.int()
-        return tokens[:, None]
+        return (tokens if wanted is None else tokens[wanted])[:, None]
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         last = hidden[:, 0]
         logits = torch.zeros(len(last), VOCAB)
         logits[torch.arange(len(last)), (last + 1) % VOCAB] = 5.0
@@ -185,10 +185,10 @@ class Failing(Scripted):
 
     broken = False
 
-    def forward(self, tokens: Tensor, ragged: Ragged, kv: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, ragged: Ragged, kv: Tensor, wanted: Tensor | None = None) -> Tensor:
         if self.broken:
             raise MemoryError
-        return super().forward(tokens, ragged, kv)
+        return super().forward(tokens, ragged, kv, wanted)
 
 
 def test_a_reset_forgets_what_a_lost_step_left_half_done():

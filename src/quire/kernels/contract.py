@@ -92,8 +92,9 @@ class Kernels(Protocol):
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
         """x: [tokens, in]; packed: [out, in], packed; bias: [out]. Returns [tokens, out], as x."""
 
-    def logits(self, x: Tensor, packed: Tensor, weight: Tensor) -> Tensor:
-        """x: [rows, in]; packed: [vocab, in], packed; weight: the same, not packed. Returns [rows, vocab] float32.
+    def logits(self, x: Tensor, packed: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        """x: [rows, in]; packed: [vocab, in], packed; weight: the same, not packed. Returns [rows, vocab] float32:
+        `out`, if given.
 
         The largest of each row, and what comes close to it, are not rounded to bfloat16: there, ties are common.
         """

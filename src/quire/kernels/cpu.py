@@ -92,7 +92,11 @@ class CpuKernels:
         self._product.multiply(x.contiguous().numpy(), _array(packed), torch.get_num_threads(), output.numpy())
         return output if bias is None else output.add_(bias)
 
-    def logits(self, x: Tensor, packed: Tensor, weight: Tensor) -> Tensor:
+    def logits(self, x: Tensor, packed: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        logits = self._logits(x, packed, weight)
+        return logits if out is None else out.copy_(logits)
+
+    def _logits(self, x: Tensor, packed: Tensor, weight: Tensor) -> Tensor:
         logits = self.linear(x, packed, None).float()
         if weight.dtype is torch.float32 or _is_tiles(packed):
             return logits

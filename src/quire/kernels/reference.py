@@ -24,8 +24,8 @@ class ReferenceKernels:
         product = x.float() @ packed.float().T
         return (product if bias is None else product + bias.float()).to(x.dtype)
 
-    def logits(self, x: Tensor, packed: Tensor, weight: Tensor) -> Tensor:
-        return x.float() @ weight.float().T
+    def logits(self, x: Tensor, packed: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        return torch.mm(x.float(), weight.float().T, out=out)
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         return _rms_norm(x, weight, epsilon)

@@ -30,9 +30,15 @@ class Attention:
         self._output = output
         self._head_norm = head_norm
 
-    def __call__(self, x: Tensor, rotation: Rotation, step: StepAttention, kv_layer: Tensor) -> Tensor:
-        """x: [tokens, hidden]; kv_layer: [blocks, 2, block_size, kv_heads, dim]. Returns [tokens, hidden]."""
+    def __call__(
+        self, x: Tensor, rotation: Rotation, step: StepAttention, kv_layer: Tensor, wanted: Tensor | None = None
+    ) -> Tensor:
+        """x: [tokens, hidden]; kv_layer: [blocks, 2, block_size, kv_heads, dim]; wanted: [n] int64, or all tokens.
+
+        Returns [n, hidden].
+        """
         queries, keys, dim = self._heads
         qkv = self._qkv(x).view(-1, queries + 2 * keys, dim)
         step.turn_and_write(qkv, self._head_norm, rotation, kv_layer)
-        return self._output(step.attend(qkv[:, :queries], kv_layer, self._rule))
+        attended = step.attend(qkv[:, :queries], kv_layer, self._rule)
+        return self._output(attended if wanted is None else attended.index_select(0, wanted))

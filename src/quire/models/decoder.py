@@ -79,8 +79,11 @@ class Decoder:
         return KvGeometry(spec.num_layers, spec.num_kv_heads, spec.head_dim, stored)
 
     @torch.inference_mode()
-    def forward(self, tokens: Tensor, ragged: Ragged, kv: Tensor) -> Tensor:
-        """tokens: [tokens] int64; kv: the store, see `kernels.contract`. Returns [tokens, hidden], normed."""
+    def forward(self, tokens: Tensor, ragged: Ragged, kv: Tensor, wanted: Tensor | None = None) -> Tensor:
+        """tokens: [tokens] int64; kv: the store, see `kernels.contract`; wanted: [n] int64. [n, hidden], normed.
+
+        Behind the last layer's attention only what is wanted is computed.
+        """
         step = self._kernels.plan(ragged, block_size=kv.shape[3])
         rotations = {rope: table.at(ragged.positions, ragged.reaches) for rope, table in self._ropes.items()}
         embedded = F.embedding(tokens, self._embedding)
@@ -91,7 +94,10 @@ class Decoder:
         residual = embedded.float()  # dozens of additions in bfloat16 would lose accuracy (docs/log.md)
         next_norms = [layer.attention_norm for layer in self._layers[1:]] + [self._final_norm]
         for index, (layer, next_norm) in enumerate(zip(self._layers, next_norms, strict=True)):
-            attended = layer.attention(normed, rotations[layer.rope], step, kv[:, index])
+            left = wanted if layer is self._layers[-1] else None
+            attended = layer.attention(normed, rotations[layer.rope], step, kv[:, index], left)
+            if left is not None:
+                residual = residual.index_select(0, left)
             normed = self._add(attended, residual, layer.attention_post_norm, layer.mlp_norm)
             normed = self._add(layer.mlp(normed), residual, layer.mlp_post_norm, next_norm)
         return normed
@@ -103,9 +109,9 @@ class Decoder:
         return self._kernels.add_rms_norm(x, residual, next_norm, self._spec.norm_eps)
 
     @torch.inference_mode()
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [rows, hidden], normed. Returns [rows, vocab] float32."""
-        logits = self._kernels.logits(hidden, self._packed_head, self._head)
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """hidden: [rows, hidden], normed. Returns [rows, vocab] float32: `out`, if given."""
+        logits = self._kernels.logits(hidden, self._packed_head, self._head, out)
         cap = self._spec.final_softcap
         return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 

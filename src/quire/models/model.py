@@ -33,8 +33,9 @@ class Model(Protocol):
     @property
     def kv_geometry(self) -> KvGeometry: ...
 
-    def forward(self, tokens: Tensor, ragged: Ragged, kv: Tensor) -> Tensor:
-        """tokens: [tokens] int64; kv: the store, which takes the new keys and values. [tokens, hidden]."""
+    def forward(self, tokens: Tensor, ragged: Ragged, kv: Tensor, wanted: Tensor | None = None) -> Tensor:
+        """tokens: [tokens] int64; kv: the store, which takes the new keys and values; wanted: [n] int64, the tokens
+        whose states are asked for, at least one of them; None: all. [n, hidden]."""
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [rows, hidden], some rows of what `forward` gave. Returns [rows, vocab] float32."""
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """hidden: [rows, hidden], some rows of what `forward` gave. Returns [rows, vocab] float32: `out`, if given."""

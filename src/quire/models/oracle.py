@@ -29,8 +29,8 @@ class OracleModel:
     def kv_geometry(self) -> KvGeometry:
         return KvGeometry(num_layers=1, kv_heads=1, head_dim=1, dtype=torch.int32)
 
-    def forward(self, tokens: Tensor, ragged: Ragged, kv: Tensor) -> Tensor:
-        """tokens: [tokens] int64; kv: [blocks, 1, 2, block_size, 1, 1]. [tokens, 1] int64: the sum up to each."""
+    def forward(self, tokens: Tensor, ragged: Ragged, kv: Tensor, wanted: Tensor | None = None) -> Tensor:
+        """tokens: [tokens] int64; kv: [blocks, 1, 2, block_size, 1, 1]. [n, 1] int64: the sum up to each."""
         store = kv[:, 0, :, :, 0, 0].transpose(1, 2)  # [blocks, block_size, 2]
         block_size = store.shape[1]
         written = torch.stack([tokens, ragged.positions], dim=1).to(store.dtype)
@@ -48,9 +48,10 @@ class OracleModel:
         sums = totals[sequence, last_key.clamp(0, len(places) - 1)]  # padding sees any
         if self._index_of_block is not None:
             sums += self._index_of_block[ragged.slots // block_size]
-        return sums[:, None]
+        return sums[:, None] if wanted is None else sums[wanted, None]
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """hidden: [rows, 1] int64. Returns [rows, vocab] float32; a softmax leaves them as they are."""
         ranks = (torch.arange(self._vocab_size, device=hidden.device) - hidden) % self._vocab_size
-        return -deficit(hidden, ranks).float() / DEFICITS_PER_UNIT
+        logits = -deficit(hidden, ranks).float() / DEFICITS_PER_UNIT
+        return logits if out is None else out.copy_(logits)

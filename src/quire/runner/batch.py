@@ -38,7 +38,7 @@ class PromptScoring:
 class Asking(NamedTuple):
     """Some rows of the step whose logits are needed."""
 
-    at: Tensor  # [n] int64: their places in the flat batch
+    at: Tensor  # [n] int64: their places among the states that are wanted
     batch: RowBatch
 
 
@@ -48,6 +48,7 @@ class StepBatch:
 
     tokens: Tensor  # [tokens] int64
     ragged: Ragged
+    wanted: Tensor | None  # [n] int64: the tokens whose states are needed; None: all
     sampling: Asking  # the rows that get a token
     tethered: Asking | None  # the rows that give back their candidates
     scoring: tuple[PromptScoring, ...]
@@ -91,16 +92,23 @@ def build_batch(table: RowTable, plan: StepPlan, cruising: IntArray) -> StepBatc
     )
     if plan.num_padding:
         tokens, ragged = _padded(tokens, ragged, plan.num_padding)
-    return StepBatch(
-        tokens,
-        ragged,
-        sampling=Asking(sampling_at, RowBatch(token_rows[sampling_at], rows[samples], positions[sampling_at] + 1)),
-        tethered=Asking(tethered_at, RowBatch(token_rows[tethered_at], rows[tethered], positions[tethered_at] + 1))
-        if len(tethered_at)
-        else None,
-        scoring=_scoring(table, chunks, query_starts[len(cruising) :]),
-        pooling=_pooling(table, chunks, query_starts[len(cruising) :]),
-    )
+    sampling = Asking(sampling_at, RowBatch(token_rows[sampling_at], rows[samples], positions[sampling_at] + 1))
+    tethers = Asking(tethered_at, RowBatch(token_rows[tethered_at], rows[tethered], positions[tethered_at] + 1))
+    scoring = _scoring(table, chunks, query_starts[len(cruising) :])
+    pooling = _pooling(table, chunks, query_starts[len(cruising) :])
+    wanted = None
+    if chunks and not scoring and not pooling:
+        wanted, sampling, tethers = _few(sampling, tethers)
+    return StepBatch(tokens, ragged, wanted, sampling, tethers if len(tethered_at) else None, scoring, pooling)
+
+
+def _few(sampling: Asking, tethered: Asking) -> tuple[Tensor, Asking, Asking]:
+    """The states that the two need, and where they will lie. At least one: a model computes no step without any."""
+    wanted = torch.cat([sampling.at, tethered.at])
+    places = torch.arange(len(wanted), device=wanted.device)
+    split = len(sampling.at)
+    sampling, tethered = Asking(places[:split], sampling.batch), Asking(places[split:], tethered.batch)
+    return wanted if len(wanted) else wanted.new_zeros(1), sampling, tethered
 
 
 class Cruise(NamedTuple):

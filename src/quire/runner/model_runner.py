@@ -116,7 +116,7 @@ class ModelRunner:
         if len(batch.tokens) == 0:
             return RunningStep(plan.step)
         self._trip(Site.FORWARD)
-        hidden = self._model.forward(batch.tokens, batch.ragged, self._stores.device)
+        hidden = self._model.forward(batch.tokens, batch.ragged, self._stores.device, batch.wanted)
         return RunningStep(
             plan.step,
             self._sample(batch.sampling, hidden, masks) if len(batch.sampling.at) else None,
@@ -175,13 +175,12 @@ class ModelRunner:
         """What is recorded of the model: what it says after these rows and chunks, whoever they are."""
         assert self._said is not None
         batch = cruising_batch(self._rows, rows) if chunks is None else mixed_batch(self._rows, rows, chunks)
-        hidden = self._model.forward(batch.tokens, batch.ragged, self._stores.device)
-        if chunks is not None:
-            hidden = hidden[batch.last_tokens]
+        wanted = None if chunks is None else batch.last_tokens
+        hidden = self._model.forward(batch.tokens, batch.ragged, self._stores.device, wanted)
         said = self._said.first(len(batch.speaking))
         said.speaking.copy_(batch.speaking)
         said.positions.copy_(batch.ragged.positions[batch.last_tokens] + 1)
-        return said.logits.copy_(self._model.logits(hidden))
+        return self._model.logits(hidden, out=said.logits)
 
     def _choose(self, count: int) -> Tensor:
         """What is recorded of choosing, for so many. [5, count] int64."""

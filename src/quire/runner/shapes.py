@@ -76,8 +76,8 @@ def _crowds(rows: int, crowd: int, sizes: list[int], max_rows: int) -> list[Shap
 
 
 def row_sizes(max_rows: int) -> tuple[int, ...]:
-    """Powers of two, then by sixteens from 32 and by thirty-twos from 128: never twice what is needed."""
-    sizes = {1, 2, 4, 8, 16, *range(32, 128, 16), *range(128, max_rows, 32)}
+    """Powers of two, then by sixteens from 32 and by thirty-twos from 256: never twice what is needed."""
+    sizes = {1, 2, 4, 8, 16, *range(32, 256, 16), *range(256, max_rows, 32)}
     return (*sorted(size for size in sizes if size < max_rows), max_rows)
 
 

@@ -29,10 +29,10 @@ class GpuKernels:
             return skinny_product(x, packed, bias)
         return F.linear(x, packed, bias)
 
-    def logits(self, x: Tensor, packed: Tensor, weight: Tensor) -> Tensor:
-        if weight.is_cuda and weight.dtype is not torch.float32:
-            return torch.mm(x, weight.T, out_dtype=torch.float32)  # the sums are float32 anyway: not rounded at the end
-        return x.float() @ weight.float().T
+    def logits(self, x: Tensor, packed: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        if weight.is_cuda and weight.dtype is not torch.float32:  # the sums are float32 anyway: not rounded at the end
+            return torch.mm(x, weight.T, out_dtype=torch.float32, out=out)
+        return torch.mm(x.float(), weight.float().T, out=out)
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         return norms.rms_norm(x, weight, epsilon)
