@@ -37,7 +37,7 @@ def device_rates(machine: Machine) -> Rates:
 
 # While others' prompts are computed, a token may take so many times as long as it would alone; and never less than what
 # nobody notices.
-_MOST_STRETCHED = 2.6
+_MOST_STRETCHED = 2.7
 _UNNOTICED_S = 0.01
 
 

@@ -73,6 +73,8 @@ def _prompts(body: CompletionBody, wanted: Wanted, served: Served) -> list[Asked
         else:
             whole = served.checked_ids(prompt)
         ids = shortened(whole, body.truncate_prompt_tokens, wanted, served)
-        text = prompt if isinstance(prompt, str) and len(ids) == len(whole) else served.spelled(ids)
-        prompts.append(Asked(ids, text if body.echo else None))
+        echo = None
+        if body.echo:
+            echo = prompt if isinstance(prompt, str) and len(ids) == len(whole) else served.spelled(ids)
+        prompts.append(Asked(ids, echo))
     return prompts
