@@ -125,9 +125,7 @@ def build(
     watch.done("warm-up", choice.reason)
     pace = _record(runner, watch, serving) if choice.choosing is not None else None
     costs = _costs(spec, weights, _DTYPES[dtype].itemsize, machine, resolved, stores, pace)
-    usual_s = usual_itl_s(pace) if serving and pace is not None else None
-    grains = tuple(token_sizes(resolved.max_num_batched_tokens)) if choice.choosing is not None else ()
-    scheduler = make_scheduler(config, resolved, costs, usual_s, grains)
+    scheduler = _scheduler(config, resolved, costs, pace, serving)
     engine = _engine(config, opened, resolved, scheduler, runner, observe)
     memory = _ledger(weight_bytes, resolved, before, inspect(device))
     watch.done("memory", memory.describe())
@@ -146,6 +144,16 @@ def _record(runner: ModelRunner, watch: Watch, serving: bool) -> Pace | None:
         told += f" · one row {1e3 * pace.decode_s:.2f} ms · {1e6 * pace.token_s:.1f} µs a token of prompts"
     watch.done("recording", told)
     return pace
+
+
+def _scheduler(
+    config: EngineConfig, resolved: Resolved, costs: CostTable, pace: Pace | None, serving: bool
+) -> Scheduler:
+    """Where steps are recorded, it knows their sizes; where people are served as well, the time they may take."""
+    if pace is None:
+        return make_scheduler(config, resolved, costs)
+    grains = tuple(token_sizes(resolved.max_num_batched_tokens))
+    return make_scheduler(config, resolved, costs, usual_itl_s(pace) if serving else None, grains)
 
 
 def _engine(
