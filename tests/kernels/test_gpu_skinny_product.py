@@ -33,7 +33,7 @@ def close(product: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: to
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 @pytest.mark.parametrize("tiles", [SUMS, DOTS], ids=["sums", "dots"])
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     num_rows=st.integers(1, 16),
     in_width=st.integers(1, 10).map(lambda chunks: 16 * chunks),
