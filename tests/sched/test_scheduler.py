@@ -131,6 +131,17 @@ def test_a_chunk_that_is_cut_is_cut_at_a_grain_and_grows_while_prompts_pile_up()
     bench.add([3] * 50, 2)
     bench.run()
     assert [chunk.length for chunk in bench.chunks_of(late)] == [16, 32, 2], "40 s, because somebody waits"
+    hasty = CostTable(
+        Constants(0.0, 0.0, 1e-4, 0.0, 0.0)
+    )  # 16 tokens in 1.6 ms: 1,500 take 0.15 s, ten next to nothing
+    quick = Bench(blocks=500, rows=4, budget=64, policy=replace(policy, itl_target_s=2e-3), cost=hasty)
+    quick.add([1] * 40, 30)
+    quick.turn()
+    long = quick.add([2] * 1500, 2)
+    quick.turn()
+    short = quick.add([3] * 10, 2)
+    quick.turn()
+    assert sum(chunk.length for chunk in (*quick.chunks_of(long), *quick.chunks_of(short))) == 32, "ten tokens wait"
     strict = Bench(blocks=100, rows=3, budget=64, policy=replace(policy, itl_stretch=1.0), cost=cost)
     strict.add([1] * 40, 30)
     strict.turn()
