@@ -94,25 +94,73 @@ def test_disconnects(server: Running, report: Report) -> None:
         check_control(client)
 
 
+def never_reading(port: int, said: bytes) -> socket.socket:
+    visitor = socket.socket()
+    visitor.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    visitor.connect(("127.0.0.1", port))
+    visitor.sendall(said)
+    return visitor
+
+
+async def gaps_s(port: int) -> list[float]:
+    """Between the tokens of eight streams that are read as they come."""
+    said = request(asked("endless", max_tokens=300, stream=True))
+
+    async def one() -> list[float]:
+        visitor = await Visitor.ask(port, said)
+        await visitor.hear(b"data: ")
+        gaps: list[float] = []
+        while b"[DONE]" not in visitor.heard:
+            before, heard_s = len(visitor.heard), time.monotonic()
+            await visitor.hear_some()
+            count = visitor.heard.count(b"data: ", before)
+            gaps += [(time.monotonic() - heard_s) / max(count, 1)] * count
+        visitor.leave()
+        return gaps
+
+    return [gap for gaps in await asyncio.gather(*(one() for _ in range(8))) for gap in gaps]
+
+
+async def gaps_beside_s(port: int, num_others: int, reading: bool) -> list[float]:
+    """The same beside others, who read or never do; the engine works as much for these as for those."""
+    said = request(asked("endless", max_tokens=300, stream=True))
+    if reading:
+        others = asyncio.gather(*(tell(port, said) for _ in range(num_others)))
+        found = await gaps_s(port)
+        await others
+        return found
+    silent = [never_reading(port, said) for _ in range(num_others)]
+    found = await gaps_s(port)
+    for each in silent:
+        each.close()
+    return found
+
+
+def beside(port: int, *, reading: bool) -> float:
+    """p99 in ms, beside 40 others."""
+    return round(1000 * percentile(asyncio.run(gaps_beside_s(port, 40, reading)), 99), 2)
+
+
 def test_slow_readers(server: Running, report: Report) -> None:
     """500 sockets that never read, a crowd of seats at a time; others are answered meanwhile."""
     said = request(asked("endless", max_tokens=300, stream=True, logprobs=5))
     slow: list[socket.socket] = []
     with server.client() as client:
         wait_until_at_rest(client)
+        report("p99 between tokens, ms: beside 40 who read", [beside(server.port, reading=True) for _ in range(5)])
         before_bytes = server.resident_bytes
         while len(slow) < 500:
-            for _ in range(50):
-                each = socket.socket()
-                each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-                each.connect(("127.0.0.1", server.port))
-                each.sendall(said)
-                slow.append(each)
+            slow += [never_reading(server.port, said) for _ in range(50)]
             check_control(client)
             wait_until(lambda: load(client)["num_requests"] == 0)
         grown_bytes = server.resident_bytes - before_bytes
         report("500 slow readers: front's memory, MiB more", grown_bytes >> 20)
         assert grown_bytes < 256 << 20
+        p99_ms: dict[bool, list[float]] = {True: [], False: []}
+        for reading in (True, False) * 5:
+            p99_ms[reading].append(beside(server.port, reading=reading))
+        report("the same with the answers of 500 who never do unread", p99_ms[True])
+        report("the same beside 40 more who never do instead", p99_ms[False])
         for each in slow:
             each.close()
         wait_until_at_rest(client)

@@ -1,6 +1,7 @@
 """Paged attention in Triton against the reference, over shuffled stores with NaN wherever no key is."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -215,6 +216,21 @@ def test_gathered_keys_give_the_same_as_pages(num_before, num_new, window, softc
     rule = AttentionRule(0.2, window, softcap)
     step = Step([Part(num_before, num_new)], group=3, kv_heads=2, dtype=dtype, rule=rule)
     step.check(step.attend_gathered(ChunkTiles(32, 16, 4, 2)))
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_keys_beyond_two_to_the_31_numbers_are_found(gathered):
+    """The same blocks at the end of a large store, of which nothing else is touched: no memory is spent on it."""
+    parts = [Part(30, 12)] if gathered else [Part(20, 1), Part(40, 1), Part(9, 12)]
+    step = Step(parts, dtype=torch.float16)
+    near = step.attend_gathered(ChunkTiles(32, 16, 4, 2)) if gathered else step.attend()
+    blocks = step.kv_layer.contiguous()
+    first = 2**31 // blocks[0].numel() + 1
+    step.kv_layer = torch.empty(first + len(blocks), *blocks.shape[1:], dtype=blocks.dtype, device=DEVICE)
+    step.kv_layer[first:] = blocks
+    step.ragged = replace(step.ragged, tables=step.ragged.tables + first)
+    far = step.attend_gathered(ChunkTiles(32, 16, 4, 2)) if gathered else step.attend()
+    assert torch.equal(far, near)
 
 
 def test_a_long_chunk_is_gathered_beside_decodes(monkeypatch):
