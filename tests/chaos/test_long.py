@@ -159,6 +159,7 @@ def test_slow_readers(server: Running, report: Report) -> None:
         p99_ms: dict[bool, list[float]] = {True: [], False: []}
         for reading in (True, False) * 5:
             p99_ms[reading].append(beside(server.port, reading=reading))
+            wait_until(lambda: load(client)["num_requests"] == 0)
         report("the same with the answers of 500 who never do unread", p99_ms[True])
         report("the same beside 40 more who never do instead", p99_ms[False])
         for each in slow:
