@@ -104,10 +104,14 @@ def test_choices_that_are_forgotten_are_recorded_again() -> None:
     step.recorded.forget_choices()
     assert step.recorded.forward(np.array([1], np.int32)) == Shape(2) and not step.recorded.complete
     assert step.recorded.choose(Shape(2), 1, 0) is None
+    assert step.recorded.forgot
     step.record_all()
     step.recorded.forward(np.array([1], np.int32))
     outcome = step.recorded.choose(Shape(2), 1, 0)
     assert outcome is not None and outcome.tolist() == [[1]] * 5
+    step.recorded.forget_choices()
+    step.recorded.give_up()
+    assert step.recorded.complete and not step.recorded.forgot, "nobody tries again before every step"
 
 
 def test_chunks_come_behind_the_rows_and_nobodys_are_empty() -> None:

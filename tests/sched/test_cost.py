@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from quire.sched import cost
 from quire.sched.cost import Constants, CostTable, StepShape, roofline
-from quire.sched.sizing import LEAST, PATIENCE_S, largest_chunk, largest_next_chunk, stretched
+from quire.sched.sizing import LEAST, PATIENCE_S, largest_next_chunk, stretched
 
 # A step of 1 ms, weights read in 10 ms, 0.1 ms a token, 1 µs for a KV token read.
 ROUND = Constants(1e-3, 10e-3, 1e-4, 1e-6, 1e-6)
@@ -177,6 +177,11 @@ def test_swapping_pays_when_there_and_back_is_cheaper() -> None:
 
 ROWS, CONTEXTS, STARTS = st.integers(0, 300), st.integers(0, 200_000), st.integers(0, 20_000)
 MOSTS, TARGETS = st.integers(0, 3000), st.floats(1e-3, 0.5)
+
+
+def largest_chunk(table: CostTable, num_rows: int, num_context: int, start: int, most: int, target_s: float) -> int:
+    """For a step that otherwise only decodes."""
+    return largest_next_chunk(table, StepShape(num_rows, num_context), start, most, target_s)
 
 
 @given(ROWS, CONTEXTS, STARTS, MOSTS, TARGETS)

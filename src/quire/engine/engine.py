@@ -130,11 +130,10 @@ class Engine:
             self.grammars.advance(absorbed, self.scheduler)
         return self._reporter.report(absorbed)
 
-    def prepare(self) -> bool:
-        """With nothing else to do: a piece of work that makes later steps faster. Whether more of it is left."""
+    def prepare(self) -> None:
+        """With nothing else to do: a piece of work that makes later steps faster, if any is left."""
         if self._preparing is not None and not self._preparing.prepared:
             self._preparing.prepare()
-        return not self.prepared
 
     @property
     def prepared(self) -> bool:

@@ -95,7 +95,7 @@ class RecordedSteps:
 
     @property
     def complete(self) -> bool:
-        return self._gave_up or (not self._missing and not self.forgot)
+        return not self._missing and not self.forgot
 
     @property
     def next_missing(self) -> Shape | None:
@@ -120,8 +120,8 @@ class RecordedSteps:
 
     @property
     def forgot(self) -> bool:
-        """Whether choices that were recorded are missing again."""
-        return bool(self._counts_missing())
+        """Whether choices that were recorded are missing again, and may be recorded."""
+        return not self._gave_up and bool(self._counts_missing())
 
     def worth_recording(self, step: Shape) -> Shape | None:
         """The missing shape whose want, with this step, has cost as much as recording it will."""

@@ -1,7 +1,7 @@
 """Whether a missing shape of steps should be recorded now. Knows costs and shapes, and records nothing itself.
 
 A shape is worth it once doing without it has cost as much as recording it does. Whoever does so never loses more than
-twice what he had lost knowing what comes.
+twice what he would have lost knowing what comes.
 """
 
 from collections import defaultdict
@@ -18,9 +18,7 @@ class Regrets:
     __slots__ = ("_lost_s", "_quickest_s", "token_s")
 
     def __init__(self) -> None:
-        self.token_s: float | None = (
-            None  # what a token more costs a step; None: not known yet, and nothing is worth it
-        )
+        self.token_s: float | None = None  # what a token more costs a step; while it is not known nothing is worth it
         self._quickest_s: dict[bool, float] = {}  # recording, with chunks and without
         self._lost_s: defaultdict[Shape, float] = defaultdict(float)
 

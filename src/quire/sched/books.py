@@ -4,6 +4,7 @@ from bisect import insort
 from collections.abc import Iterable
 
 import numpy as np
+import numpy.ma  # np.unique would load it, in the middle of the first step that preempts somebody
 
 from quire.core.events import Event, What
 from quire.core.ids import IntArray, RequestId, Row

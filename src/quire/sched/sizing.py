@@ -8,11 +8,6 @@ LEAST = 16  # tokens that a step prefills at any price, so that prompts never st
 PATIENCE_S = 0.08  # for which prompts wait behind each other; beyond it those who decode wait a little, too
 
 
-def largest_chunk(table: CostTable, num_rows: int, num_context: int, start: int, most: int, target_s: float) -> int:
-    """The largest chunk from position `start`, `most` tokens at most, for a step that otherwise only decodes."""
-    return largest_next_chunk(table, StepShape(num_rows, num_context), start, most, target_s)
-
-
 def stretched(target_s: float, queue_s: float, most: float) -> float:
     """The time that a step may take while prompts wait so long behind each other; at the most `most` times as long."""
     return target_s * min(max(queue_s / PATIENCE_S, 1.0), most)

@@ -29,7 +29,7 @@ def finish_rows(
     return outcome
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_end_ids"])  # one compilation serves every batch
 def _finish(
     tokens, finite, rows, positions, num_rows,
     max_length, max_length_stride, end_ids, num_end_ids,
