@@ -1,5 +1,7 @@
 """Steps that are recorded by shape: the same tokens as steps that are built, whoever comes, goes or ends."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -23,7 +25,7 @@ from quire.runner.model_runner import ModelRunner
 from quire.runner.recorded import ChunkArrays, ChunkInputs, RecordedSteps
 from quire.runner.regrets import Regrets
 from quire.runner.replay import Recorder, Replay
-from quire.runner.shapes import Shape, shapes_to_record
+from quire.runner.shapes import Shape, prompt_sizes, rows_beside, shapes_to_record
 from quire.sched.scheduler import Scheduler
 from quire.sim.check import check
 from quire.sim.world import World
@@ -51,6 +53,24 @@ def test_shapes_waste_little_and_come_in_the_order_of_their_use(max_rows: int, m
         if tokens:
             assert any(shape.holds(Shape(max_rows, 1, tokens)) for shape in shapes), tokens
             assert any(shape.holds(Shape(0, 1, tokens)) for shape in shapes), tokens
+
+
+@given(rows=st.integers(0, 300), max_tokens=st.integers(1, 9000))
+def test_steps_with_prompts_end_where_tiles_do(rows: int, max_tokens: int) -> None:
+    *sizes, most = prompt_sizes(rows, max_tokens)
+    assert most == max_tokens and sizes == sorted(set(sizes)) and all(0 < size < most for size in sizes)
+    for size in sizes:
+        odd = (rows + size) >> ((rows + size) & -(rows + size)).bit_length() - 1
+        assert odd in (1, 3, 5), (rows, size)
+    for smaller, larger in itertools.pairwise([*sizes, most]):
+        assert rows + larger <= 2 * (rows + smaller)
+
+
+@given(max_rows=st.integers(1, 600), max_tokens=st.integers(1, 9000))
+def test_what_a_chunk_is_cut_to_is_recorded(max_rows: int, max_tokens: int) -> None:
+    wanted = shapes_to_record(max_rows, max_tokens)
+    shapes = {(shape.rows, shape.tokens) for shape in (*wanted.first, *wanted.soon, *wanted.later)}
+    assert shapes >= {(rows, size) for rows in rows_beside(max_rows) for size in prompt_sizes(rows, max_tokens)}
 
 
 class Recording:

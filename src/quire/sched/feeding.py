@@ -122,7 +122,7 @@ class Feeding:
         if not (books.prefilling or books.room):
             return draft.budget
         start = books.prefilling[0].num_planned if books.prefilling else 0
-        shape, grains = self.shape(draft), books.policy.grains
+        shape, grains = self.shape(draft), books.policy.grains_beside(draft.num_cruising)
         length = largest_next_chunk(self._cost, shape, start, draft.budget, target_s, grains)
         queue_s = target_s * self._num_behind() / max(length, 1)
         stretched_s = stretched(target_s, queue_s, books.policy.itl_stretch)
