@@ -7,7 +7,7 @@ _LONG = 2048  # tokens of one prompt, for which there are other kernels than for
 _CROWDS = (16, 64)  # of chunks
 _CROWDED = 8  # tokens of a chunk in a crowd, at the least
 _FEWEST_TOKENS = 16
-_BESIDE = (32, 16, 8, 64, 48, 128, 96)  # rows that decode beside a prompt, when they are fewer than there can be
+_BESIDE = (32, 16, 8, 64, 48, 128, 96, 256)  # rows that decode beside a prompt, when they are fewer than there can be
 _FINE = (128, 1024)  # tokens between which there are more sizes: where a chunk is cut that decodes have to wait for
 _SPARE_TOKENS = 256  # that a shape may have beyond twice what a step needs: as dear as building it
 
@@ -47,7 +47,8 @@ def shapes_to_record(max_rows: int, max_tokens: int) -> Wanted:
     """For steps of up to so many rows, and of up to so many tokens in all.
 
     First what can stand in for every other decode, one row alone, and a prompt that begins while many decode; soon
-    decodes by halves and a prompt alone; later a prompt beside fewer rows, with less to spare, and many at once.
+    decodes by halves, a prompt alone, and as many prompts as a step takes; later a prompt beside fewer rows, with less
+    to spare, and smaller crowds.
     """
     assert max_rows > 0 and max_tokens >= 0, (max_rows, max_tokens)
     decodes = [Shape(rows) for rows in _by_use(row_sizes(max_rows))]
@@ -62,7 +63,10 @@ def shapes_to_record(max_rows: int, max_tokens: int) -> Wanted:
         *(shape for rows in (0, max_rows) for shape in _prompts(rows, fine[rows], max_rows)),
     ]
     first = list(dict.fromkeys([*decodes[:2], *_prompts(max_rows, doubling, max_rows)]))
-    soon = list(dict.fromkeys([*decodes[2:], *_prompts(0, doubling, max_rows)]))
+    largest = [
+        shape for crowd in _CROWDS for rows in (0, max_rows) for shape in _crowds(rows, crowd, doubling[-1:], max_rows)
+    ]
+    soon = list(dict.fromkeys([*decodes[2:], *_prompts(0, doubling, max_rows), *largest]))
     return Wanted(first, soon, [shape for shape in dict.fromkeys(later) if shape not in (*first, *soon)])
 
 
