@@ -56,6 +56,7 @@ class ModelRunner:
         self._sampler = Sampler(max_rows + 1, model.vocab_size, device, None if choosing is None else choosing.choose)
         self._pools = Pools()
         self._finish = None if choosing is None else choosing.finish
+        self._cruise = None if choosing is None else choosing.cruise
         self._on_demand = on_demand
         self.num_first = self.num_soon = 0  # shapes of steps that `prepare` records first, and soon after
         self._recorded: RecordedSteps | None = None
@@ -174,13 +175,16 @@ class ModelRunner:
 
     def _forward(self, rows: Tensor, chunks: ChunkInputs | None) -> Tensor:
         """What is recorded of the model: what it says after these rows and chunks, whoever they are."""
-        assert self._said is not None
-        batch = cruising_batch(self._rows, rows) if chunks is None else mixed_batch(self._rows, rows, chunks)
-        wanted = None if chunks is None else batch.last_tokens
+        assert self._said is not None and self._cruise is not None
+        if chunks is None:
+            batch, wanted = cruising_batch(self._rows, rows, self._cruise), None
+        else:
+            batch = mixed_batch(self._rows, rows, chunks, self._cruise)
+            wanted = batch.last_tokens
         hidden = self._model.forward(batch.tokens, batch.ragged, self._stores.device, wanted)
         said = self._said.first(len(batch.speaking))
         said.speaking.copy_(batch.speaking)
-        said.positions.copy_(batch.ragged.positions[batch.last_tokens] + 1)
+        said.positions.copy_(batch.ragged.context_lengths)  # where the next one will be, of all who speak
         return self._model.logits(hidden, out=said.logits)
 
     def _choose(self, count: int, stages: Stages) -> Tensor:
