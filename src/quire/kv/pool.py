@@ -99,7 +99,7 @@ class BlockPool:
     def references(self, block: BlockId) -> int:
         return int(self._references[block])
 
-    def is_idle(self, block: BlockId) -> bool:
+    def is_idle(self, block: int) -> bool:
         return bool(self._cached.item(block)) and self._references.item(block) == 1
 
     def idle_flags(self) -> list[bool]:
