@@ -30,14 +30,16 @@ class Cruise:
 
     def start(self, row: Row, step: int, position: int, last_position: int, capacity: int) -> None:
         """Compute `position` in `step`, and so on to `last_position`; the table holds `capacity` positions."""
-        self._offset[row] = position - step
-        self._end[row] = last_position + 1 - self._offset[row]
+        offset = position - step
+        end = last_position + 1 - offset
+        self._offset[row] = offset
+        self._end[row] = end
         if position > last_position:
             self.num_coasting += 1
         else:
             self.num_cruising += 1
-            self._sum_of_offsets += int(self._offset[row])
-            self._book(row, int(min(capacity - self._offset[row], self._end[row])))
+            self._sum_of_offsets += offset
+            self._book(row, min(capacity - offset, end))
 
     def stop(self, row: Row) -> None:
         """The row leaves. It may not have cruised at all."""
