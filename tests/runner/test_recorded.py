@@ -1,8 +1,11 @@
 """Steps that are recorded by shape: the same tokens as steps that are built, whoever comes, goes or ends."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +16,7 @@ from quire.engine.door import Door
 from quire.engine.engine import Engine
 from quire.engine.local import LocalFront
 from quire.engine.oracle import TorchOracle, torch_oracle
-from quire.kernels.choosing import PADDING, Choosing
+from quire.kernels.choosing import PADDING, Choosing, Chosen
 from quire.kernels.contract import Ragged
 from quire.kv.manager import KVManager
 from quire.models.oracle import OracleModel
@@ -208,7 +211,12 @@ GROWING: list[dict[str, object]] = [{"stop_token_ids": list(range(299, 299 - 3 *
 
 
 def answers(
-    choosing: Choosing | None, wishes: list[dict[str, object]] = WISHES, *, busily: bool = False, first: int = 99
+    choosing: Choosing | None,
+    wishes: list[dict[str, object]] = WISHES,
+    *,
+    busily: bool = False,
+    first: int = 99,
+    recording: bool = True,
 ) -> tuple[list[object], int]:
     """What requests with these wishes are told, and how many steps were replayed.
 
@@ -218,7 +226,14 @@ def answers(
     model = OracleModel(300)
     stores = new_store(model.kv_geometry, 128, 4, CPU)
     runner = ModelRunner(
-        model, stores, max_rows=5, max_length=128, choosing=choosing, max_step_tokens=24, on_demand=True
+        model,
+        stores,
+        max_rows=5,
+        max_length=128,
+        choosing=choosing,
+        max_step_tokens=24,
+        on_demand=True,
+        recording=recording,
     )
     for _ in range(first):
         runner.prepare()
@@ -245,6 +260,19 @@ def test_those_who_ask_for_more_get_it_from_a_replayed_model_too() -> None:
     built, none = answers(None)
     assert replayed == built
     assert count > 15 and none == 0
+
+
+def test_kernels_that_wait_are_never_recorded_and_rows_end_as_ever() -> None:
+    """Not even on demand, nor between steps; what ends rows on the device is the same."""
+    finished: list[Chosen] = []
+
+    def finish(chosen: Chosen, *given: Any) -> Tensor:
+        finished.append(chosen)
+        return PLAIN_CHOOSING.finish(chosen, *given)
+
+    never, none = answers(PLAIN_CHOOSING._replace(finish=finish), busily=True, recording=False)
+    assert never == answers(PLAIN_CHOOSING)[0]
+    assert none == 0 and finished
 
 
 def test_recording_while_others_run_changes_nothing_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
