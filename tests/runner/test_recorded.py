@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from quire.core.ids import Row
 from quire.core.sampling import SamplingParams
