@@ -31,13 +31,13 @@ def paged(pool: Tensor, pages: Tensor, length: int) -> Tensor:
 
 
 def ragged(query, pools, tables, lengths, starts, max_queries, scale, left, softcap):
-    """Tokens of no sequence become NaN: nobody may read them."""
+    """Tokens of no sequence, and of those without keys, become NaN: nobody may read them."""
     output = torch.full_like(query, torch.nan)
     assert tables.dtype == lengths.dtype == starts.dtype == torch.int32 and starts[0] == 0
     for sequence, length in enumerate(lengths.tolist()):
         first, end = starts[sequence : sequence + 2].tolist()
         assert end - first <= max_queries
-        if end > first:
+        if end > first and length:
             keys, values = (paged(pool, tables[sequence], length) for pool in pools)
             output[first:end] = one_sequence(query[first:end], keys, values, scale, left, softcap)
     return output
@@ -101,7 +101,7 @@ class FlashInferWrapper:
         assert indptr.dtype == indices.dtype == last_page_len.dtype == torch.int32
         self.num_plans += 1
         self.heads, self.kv_heads, self.dim = num_qo_heads, num_kv_heads, head_dim
-        self.rows = [
+        self.rows = [  # pages, and how many keys they hold
             (indices[begin:end], (end - begin - 1) * page_size + last if end > begin else 0)
             for begin, end, last in zip(indptr[:-1].tolist(), indptr[1:].tolist(), last_page_len.tolist(), strict=True)
         ]
@@ -111,4 +111,4 @@ class FlashInferWrapper:
         assert q.shape == (len(self.rows), self.heads, self.dim) and paged_kv_cache[0].shape[2] == self.kv_heads
         for row, (pages, length) in enumerate(self.rows):
             keys, values = (paged(pool, pages, length) for pool in paged_kv_cache) if length else (None, None)
-            out[row] = one_sequence(q[row : row + 1], keys, values, *self.rule)[0] if length else 0
+            out[row] = one_sequence(q[row : row + 1], keys, values, *self.rule)[0] if length else torch.nan

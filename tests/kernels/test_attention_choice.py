@@ -33,8 +33,8 @@ def test_figures_choose_fa3_for_one_long_chunk_and_our_own_kernels_for_all_else(
     assert parts(choice) == ("quire", "quire", "fa3") and choice.others == ["fa3"]
     assert choice.reasons == (
         "decodes by quire: 255 µs at 16 × 16,384 on an H200, fa3 257",
-        "chunks by quire",
         "one long chunk by fa3 1.2: 904 µs at 8,192 tokens on an H200, quire 1,113",
+        "chunks by quire",
         "torch not: nothing was measured with it here; ask for it by name",
         "flashinfer not: nothing was measured with it here; ask for it by name",
     )
@@ -62,6 +62,7 @@ def test_a_library_that_is_slower_everywhere_stays_idle(monkeypatch):
 def test_auto_refuses_nobody_and_says_what_was_left_out(here, needs, told):
     choice = choose_attention("auto", needs, here)
     assert parts(choice) == ("quire",) * 3 and choice.others == []
+    assert choice.reasons[0] == "all by quire"
     assert any(reason.startswith(told) for reason in choice.reasons), choice.reasons
 
 

@@ -107,7 +107,7 @@ def choose_attention(wanted: str, needs: AttentionNeeds, here: Surroundings) -> 
     refusals = {name: _refusal(name, needs, here) for name in _ABILITIES}
     fit = [name for name, refusal in refusals.items() if not refusal]
     best = {part: _fastest(part, fit) for part in PARTS}
-    reasons = [_figures(part, best[part], fit, here) for part in PARTS]
+    reasons = _by_figures(best, fit, here)
     reasons += [f"{name} not: {refusal or _why_idle(name, best)}" for name, refusal in refusals.items()
                 if name not in best.values()]  # fmt: skip
     return AttentionChoice(**best, reasons=tuple(reasons))
@@ -170,15 +170,21 @@ def _share_of_own(part: str, name: str) -> float:
     return exp(sum(ratios) / len(ratios))
 
 
-def _figures(part: str, best: str, fit: list[str], here: Surroundings) -> str:
-    shapes, figures = _MEASURED[part]
-    rivals = [name for name in fit if name in figures]
-    who = best if best == OWN_NAME else here.found[best].what
-    if not rivals:
-        return f"{PARTS[part]} by {who}"
-    others = [name for name in (OWN_NAME, *rivals) if name != best]
-    told = ", ".join(f"{name} {figures[name][-1]:,.0f}" for name in others)
-    return f"{PARTS[part]} by {who}: {figures[best][-1]:,.0f} µs at {shapes[-1]} on an H200, {told}"
+def _by_figures(best: Mapping[str, str], fit: list[str], here: Surroundings) -> list[str]:
+    """A reason for each part in which there was somebody to compare with; the others in one."""
+    reasons, alone = [], []
+    for part, name in best.items():
+        shapes, figures = _MEASURED[part]
+        rivals = [rival for rival in (OWN_NAME, *fit) if rival in figures and rival != name]
+        if rivals:
+            who = name if name == OWN_NAME else here.found[name].what
+            told = ", ".join(f"{rival} {figures[rival][-1]:,.0f}" for rival in rivals)
+            reasons.append(f"{PARTS[part]} by {who}: {figures[name][-1]:,.0f} µs at {shapes[-1]} on an H200, {told}")
+        else:
+            alone.append(PARTS[part])
+    if alone:
+        reasons.append(f"{'all' if len(alone) == len(PARTS) else ' and '.join(alone)} by {OWN_NAME}")
+    return reasons
 
 
 def _why_idle(name: str, best: Mapping[str, str]) -> str:
