@@ -37,8 +37,11 @@ def answer(step: Step, backends: Backends) -> torch.Tensor:
     return GpuAttention(step.ragged, step.num_decodes, backends).attend(step.query, step.kv_layer, step.rule)
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("parts", [MIXED, MIXED[:4], MIXED[4:]], ids=["mixed", "decodes", "chunks"])
+@pytest.mark.parametrize(
+    ("parts", "rule"),
+    [(MIXED, RULES[2]), (MIXED[:4], RULES[1]), (MIXED[4:], RULES[0])],
+    ids=["mixed", "decodes", "chunks"],
+)
 @pytest.mark.parametrize(
     ("call", "stranger"),
     [(by_wheel, strangers.flash_attn_with_kvcache), (by_operator, strangers.vllm_forward)],
@@ -70,8 +73,9 @@ def test_padding_is_handed_on_as_rows_without_keys_and_tokens_of_nobody(decodes)
     torch.testing.assert_close(output.cpu(), truth.cpu(), atol=2e-5, rtol=0.0)
 
 
-@pytest.mark.parametrize("rule", RULES[:2])
-@pytest.mark.parametrize("stranger", [strangers.varlen_attn, strangers.earlier_varlen_attn])
+@pytest.mark.parametrize(
+    ("stranger", "rule"), [(strangers.varlen_attn, RULES[0]), (strangers.earlier_varlen_attn, RULES[1])]
+)
 def test_torch_gets_one_long_chunk_with_its_keys_gathered(stranger, rule, monkeypatch):
     monkeypatch.setattr(attention, "_FEWEST_GATHERING", 16)
     calls = []
