@@ -96,7 +96,7 @@ class Cruise(NamedTuple):
     reaches: Tensor  # [n] int64
     speaking: Tensor  # [n] int64: the row, or PADDING
     context_lengths: Tensor  # [n] int32
-    tables: Tensor  # [n, width] int32; only the blocks that hold keys have a meaning
+    tables: Tensor  # [n, width] int32
 
 
 class CruiseRows(Protocol):

@@ -60,6 +60,5 @@ def _cruise(
         tl.store(numbers + 4 * num_rows + at, tl.where(is_alive, row, PADDING))
         tl.store(context_lengths + at, tl.where(is_alive, length, 0).to(tl.int32))
     column = part * COLUMNS + tl.arange(0, COLUMNS)
-    holds_keys = (column < width) & (column * BLOCK_SIZE < length)
-    taken = tl.load(table + column, mask=holds_keys, other=0)
-    tl.store(taken_tables + at.to(tl.int64) * width + column, taken, mask=holds_keys)
+    taken = tl.load(table + column, mask=column < width, other=0)
+    tl.store(taken_tables + at.to(tl.int64) * width + column, taken, mask=column < width)
