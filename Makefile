@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The CPU wheel of this version serves machines without a GPU; override for another build.
 TORCH ?= torch==2.13.0
 # Two processes share the files of tests; a file's tests stay together, and so do the servers they start.
-WORKERS ?= -n 2 --dist loadfile
+WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Servers and commands are started by the hundred: what Python has compiled once, the next one finds.
 unexport PYTHONDONTWRITEBYTECODE
