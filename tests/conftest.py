@@ -17,6 +17,9 @@ from tests.kernels.interpreting import patch_once_a_launch
 
 if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined: before anything imports one
+# One thread for each process, for those that the tests start too: beside each other, threads that spin while they wait
+# for one another take the cores that somebody needs, and what takes a second takes minutes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 settings.register_profile(
     "ci",
@@ -28,7 +31,7 @@ settings.register_profile(
 )
 settings.load_profile("ci")
 
-TORCH_THREADS = 1  # small tensors gain nothing by more, and threads that spin for each other take others' cores
+TORCH_THREADS = 1
 
 
 @pytest.fixture(scope="session")
