@@ -11,6 +11,7 @@ from quire.core.errors import ConfigError, shown
 from quire.core.model import ModelSpec
 
 MOST_SEATS = 256  # that are taken where nobody says how many
+_MOST_BATCH_SEATS = 512  # on a GPU, where nobody waits for his next token
 GIB = 1 << 30
 DTYPES = ("bfloat16", "float16", "float32")
 OVERCOMMITS = ("never", "hedge", "optimistic")
@@ -116,7 +117,8 @@ def resolve(
     """Settle all numbers for one model on one machine. Whoever serves people takes smaller steps than for a batch."""
     reasons: dict[str, str] = {}
     on_gpu = machine.device == "cuda"
-    rows = _pick(reasons, "max_num_seqs", config.max_num_seqs, MOST_SEATS if on_gpu else 64, machine.device)
+    usual_rows = (MOST_SEATS if serving else _MOST_BATCH_SEATS) if on_gpu else 64
+    rows = _pick(reasons, "max_num_seqs", config.max_num_seqs, usual_rows, machine.device)
     budget = _pick(
         reasons,
         "max_num_batched_tokens",

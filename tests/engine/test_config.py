@@ -40,8 +40,9 @@ def test_everything_is_derived_and_says_from_what():
         "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory", "max_model_len", "run_ahead", "regime",
     }  # fmt: skip
     gpu = resolved(GPU)
-    assert (gpu.max_num_seqs, gpu.max_num_batched_tokens, gpu.run_ahead) == (256, 8192, 1)
-    assert resolve(EngineConfig(), SPEC, PER_TOKEN, GPU, serving=True).max_num_batched_tokens == 2048
+    assert (gpu.max_num_seqs, gpu.max_num_batched_tokens, gpu.run_ahead) == (512, 8192, 1)
+    served = resolve(EngineConfig(), SPEC, PER_TOKEN, GPU, serving=True)
+    assert (served.max_num_seqs, served.max_num_batched_tokens) == (256, 2048)
 
 
 def test_a_gpu_keeps_room_for_the_work_of_a_step():

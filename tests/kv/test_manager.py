@@ -187,7 +187,7 @@ class ManagerMachine(RuleBasedStateMachine):
         rows = data.draw(st.lists(st.sampled_from(sorted(self.rows)), unique=True))
         beyond = sum(self.rows[row].promised == 0 for row in rows)
         possible = beyond <= self.available()
-        blocks = self.kv.grow_each(ids(rows))
+        blocks = self.kv.grow_each(np.array(rows, dtype=np.intp))
         assert (blocks is not None) == possible
         if blocks is not None:
             assert [self.kv.tables.last(row) for row in rows] == blocks.tolist()

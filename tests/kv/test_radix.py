@@ -257,7 +257,7 @@ def test_only_some_partitions_are_compared() -> None:
 def test_ghosts_are_bounded() -> None:
     ghosts = Ghosts(capacity=2)
     for step, path in enumerate((b"a", b"b", b"a", b"c")):
-        ghosts.remember("", path, step, None)
+        ghosts.remember("", path, Miss(MissKind.EVICTED, step))
     assert len(ghosts) == 2 and ghosts.find("", b"b") is None
     assert ghosts.find("", b"a") == Miss(MissKind.EVICTED, 2, None)
     assert ghosts.find("a", b"") is None, "partition and path are told apart"

@@ -28,7 +28,7 @@ def test_tables_hold_what_was_appended_in_order(acts: list[tuple[str, object, ob
             assert isinstance(who, set) and isinstance(what, int)
             rows = sorted(who)
             blocks = [what + row for row in rows]
-            tables.append_each(np.array(rows, dtype=np.int32), np.array(blocks, dtype=np.int32))
+            tables.append_each(np.array(rows, dtype=np.intp), np.array(blocks, dtype=np.int32))
             for row, block in zip(rows, blocks, strict=True):
                 model[row].append(block)
         else:

@@ -1,9 +1,10 @@
-"""The kernels that choose tokens and end rows, written with tensor operations: what recorded steps are tested with."""
+"""The kernels that work by row, written with tensor operations: what recorded steps are tested with."""
 
 import torch
 from torch import Tensor
 
 from quire.kernels.choosing import ChoiceTable, Choosing, Chosen, EndColumns, RowState, Stages
+from quire.kernels.cruising import cruise_plainly
 
 
 def choose_likeliest(logits: Tensor, rows: Tensor, positions: Tensor, table: ChoiceTable, stages: Stages) -> Chosen:
@@ -26,4 +27,4 @@ def finish_plainly(chosen: Chosen, rows: Tensor, positions: Tensor, ends: EndCol
     return torch.stack([each.long() for each in (chosen.tokens, alive, chosen.finite & real, stop, length)])
 
 
-PLAIN_CHOOSING = Choosing(choose_likeliest, finish_plainly)
+PLAIN_CHOOSING = Choosing(choose_likeliest, finish_plainly, cruise_plainly)

@@ -1,10 +1,13 @@
 """Steps that are recorded by shape: the same tokens as steps that are built, whoever comes, goes or ends."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from quire.core.ids import Row
 from quire.core.sampling import SamplingParams
@@ -13,7 +16,7 @@ from quire.engine.door import Door
 from quire.engine.engine import Engine
 from quire.engine.local import LocalFront
 from quire.engine.oracle import TorchOracle, torch_oracle
-from quire.kernels.choosing import PADDING, Choosing
+from quire.kernels.choosing import PADDING, ChoiceTable, Choosing, Chosen, Stages
 from quire.kernels.contract import Ragged
 from quire.kv.manager import KVManager
 from quire.models.oracle import OracleModel
@@ -23,7 +26,7 @@ from quire.runner.model_runner import ModelRunner
 from quire.runner.recorded import ChunkArrays, ChunkInputs, RecordedSteps
 from quire.runner.regrets import Regrets
 from quire.runner.replay import Recorder, Replay
-from quire.runner.shapes import Shape, shapes_to_record
+from quire.runner.shapes import Shape, prompt_sizes, rows_beside, shapes_to_record
 from quire.sched.scheduler import Scheduler
 from quire.sim.check import check
 from quire.sim.world import World
@@ -53,6 +56,24 @@ def test_shapes_waste_little_and_come_in_the_order_of_their_use(max_rows: int, m
             assert any(shape.holds(Shape(0, 1, tokens)) for shape in shapes), tokens
 
 
+@given(rows=st.integers(0, 300), max_tokens=st.integers(1, 9000))
+def test_steps_with_prompts_end_where_tiles_do(rows: int, max_tokens: int) -> None:
+    *sizes, most = prompt_sizes(rows, max_tokens)
+    assert most == max_tokens and sizes == sorted(set(sizes)) and all(0 < size < most for size in sizes)
+    for size in sizes:
+        odd = (rows + size) >> ((rows + size) & -(rows + size)).bit_length() - 1
+        assert odd in (1, 3, 5), (rows, size)
+    for smaller, larger in itertools.pairwise([*sizes, most]):
+        assert rows + larger <= 2 * (rows + smaller)
+
+
+@given(max_rows=st.integers(1, 600), max_tokens=st.integers(1, 9000))
+def test_what_a_chunk_is_cut_to_is_recorded(max_rows: int, max_tokens: int) -> None:
+    wanted = shapes_to_record(max_rows, max_tokens)
+    shapes = {(shape.rows, shape.tokens) for shape in (*wanted.first, *wanted.soon, *wanted.later)}
+    assert shapes >= {(rows, size) for rows in rows_beside(max_rows) for size in prompt_sizes(rows, max_tokens)}
+
+
 class Recording:
     """A step that says what it saw, and chooses everybody's row as a token."""
 
@@ -60,6 +81,7 @@ class Recording:
         self.rows: list[int] = []
         self.chunks: dict[str, list[int]] = {}
         self.everybody = torch.empty(0, dtype=torch.int64)
+        self.stages: Stages | None = None
         self.recorded = RecordedSteps(self.forward, self.choose, list(shapes), NOBODY, CPU)
 
     def record_all(self) -> None:
@@ -77,7 +99,8 @@ class Recording:
         self.everybody = rows if chunks is None else torch.cat([rows, chunks.rows])
         return self.everybody
 
-    def choose(self, count: int) -> torch.Tensor:
+    def choose(self, count: int, stages: Stages) -> torch.Tensor:
+        self.stages = stages
         return self.everybody[:count].repeat(5, 1)
 
 
@@ -88,8 +111,10 @@ def test_the_next_shape_takes_the_rows_and_nobody_fills_the_rest() -> None:
     assert step.record_next() == Shape(16)
     assert steps.forward(np.array([3, 7, 9], np.int32)) == Shape(16)
     assert step.rows == [3, 7, 9] + [NOBODY] * 13
-    outcome = steps.choose(Shape(16), 3, 0)
+    outcome = steps.choose(Shape(16), 3, 0, drawing=True)
     assert outcome is not None and outcome.tolist() == [[3, 7, 9]] * 5
+    assert step.stages is Stages.CHOOSY
+    assert steps.choose(Shape(16), 3, 0, drawing=False) is not None and step.stages is Stages.GREEDY
     assert step.record_next() == Shape(1) and not steps.complete
     steps.forward(np.array([7], np.int32))
     assert step.rows == [7]
@@ -103,11 +128,11 @@ def test_choices_that_are_forgotten_are_recorded_again() -> None:
     step.record_all()
     step.recorded.forget_choices()
     assert step.recorded.forward(np.array([1], np.int32)) == Shape(2) and not step.recorded.complete
-    assert step.recorded.choose(Shape(2), 1, 0) is None
+    assert step.recorded.choose(Shape(2), 1, 0, drawing=False) is None
     assert step.recorded.forgot
     step.record_all()
     step.recorded.forward(np.array([1], np.int32))
-    outcome = step.recorded.choose(Shape(2), 1, 0)
+    outcome = step.recorded.choose(Shape(2), 1, 0, drawing=False)
     assert outcome is not None and outcome.tolist() == [[1]] * 5
     step.recorded.forget_choices()
     step.recorded.give_up()
@@ -137,7 +162,7 @@ def test_chunks_come_behind_the_rows_and_nobodys_are_empty() -> None:
         "rows": [5, 6, NOBODY],
         "speaking": [5, PADDING, PADDING],
     }
-    outcome = step.recorded.choose(shape, 1, 2)
+    outcome = step.recorded.choose(shape, 1, 2, drawing=False)
     assert outcome is not None and outcome.tolist() == [[9, 5, 6]] * 5
     assert step.recorded.forward(np.array([9], np.int32), chunks._replace(rows=np.arange(4))) is None, "one too many"
 
@@ -229,7 +254,8 @@ def answers(
     front = LocalFront(engine, None)
     tickets = []
     for place in range(14):
-        params = SamplingParams(temperature=0, max_tokens=6 + place % 5, **wishes[place % len(wishes)])  # type: ignore[arg-type]
+        wish = {"temperature": 0, "max_tokens": 6 + place % 5} | wishes[place % len(wishes)]
+        params = SamplingParams(**wish)  # type: ignore[arg-type]
         tickets.append(front.submit([(place * 31 + i * 7) % 300 for i in range(2 + 3 * place)], params))
     while not all(ticket.finished for ticket in tickets):
         front.turn()
@@ -245,6 +271,21 @@ def test_those_who_ask_for_more_get_it_from_a_replayed_model_too() -> None:
     built, none = answers(None)
     assert replayed == built
     assert count > 15 and none == 0
+
+
+def test_a_step_in_which_nobody_draws_is_chosen_without_what_drawing_takes() -> None:
+    seen = set()
+
+    def choose(logits: Tensor, rows: Tensor, positions: Tensor, table: ChoiceTable, stages: Stages) -> Chosen:
+        drawing = bool(table.integers[rows[rows >= 0], 3].any())
+        seen.add((drawing, stages))
+        tokens = logits.argmax(dim=-1)  # of these logits one alone is possible
+        return Chosen(tokens, torch.ones_like(rows, dtype=torch.bool))
+
+    drawing = [{"seed": 5, "temperature": 0.8, "max_tokens": 4}, {"seed": 6, "temperature": 1.3, "top_k": 9}]
+    replayed, count = answers(PLAIN_CHOOSING._replace(choose=choose), [{"max_tokens": 40}, {}, *drawing, {}])
+    assert seen >= {(False, Stages.GREEDY), (True, Stages.CHOOSY)} and (True, Stages.GREEDY) not in seen
+    assert replayed == answers(None, [{"max_tokens": 40}, {}, *drawing, {}])[0] and count > 15
 
 
 def test_recording_while_others_run_changes_nothing_for_them(monkeypatch: pytest.MonkeyPatch) -> None:

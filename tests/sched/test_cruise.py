@@ -43,7 +43,7 @@ def test_every_row_is_due_exactly_when_its_table_is_full(data: st.DataObject) ->
             for row in paused:  # nobody would compute: the step is asked for again
                 cruise.book_again(Row(row), step)
             assert sorted(cruise.due(step).tolist()) == sorted(paused)
-        fed = np.array([row for row in due.tolist() if row not in paused], dtype=np.int32)
+        fed = np.array([row for row in due.tolist() if row not in paused], dtype=np.intp)
         cruise.book_granted(fed, step)
         for row in fed.tolist():
             rows[row].capacity += SIZE

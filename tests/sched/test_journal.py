@@ -21,7 +21,7 @@ from quire.sched.journal import JournaledScheduler, checksum
 from quire.sched.loop import Loop
 from quire.sched.order import OrderPolicy
 from quire.sched.packing import Packer, Unpacker
-from quire.sched.policy import DYNAMIC, Policy
+from quire.sched.policy import DYNAMIC, Grains, Policy
 from quire.sched.records import MAGIC
 from quire.sched.replay import Condition, ReplayReport, replay
 from quire.sched.reserve import Stance
@@ -211,7 +211,8 @@ def test_a_plan_has_a_checksum_of_its_own() -> None:
 
 def test_a_blueprint_survives_its_text() -> None:
     order = OrderPolicy(fair=False, weights={"a": 0.1}, ageing_s=0.3)
-    policy = Policy(DYNAMIC, order, Stance.NEVER, itl_target_s=0.1, itl_stretch=2.0, grains=(16, 24), max_waiting=5)
+    grains = (Grains(2, (16, 24)), Grains(8, (24,)))
+    policy = Policy(DYNAMIC, order, Stance.NEVER, itl_target_s=0.1, itl_stretch=2.0, grains=grains, max_waiting=5)
     blueprint = Blueprint(10, 4, 2, 8, 3, policy, largest_chunk=7, seconds_per_block=1e-5)
     assert read_blueprint(blueprint.to_json()) == blueprint
 

@@ -10,7 +10,7 @@ from quire.core.request import State
 from quire.core.step import FinishReason, Output
 from quire.sched.cost import Constants, CostTable
 from quire.sched.order import OrderPolicy
-from quire.sched.policy import Policy
+from quire.sched.policy import Grains, Policy
 from quire.sched.reserve import Stance
 from tests.sched.helpers import NEVER, Bench, counting, toy_answer
 
@@ -121,7 +121,8 @@ def test_a_chunk_keeps_the_time_of_the_step_it_joins() -> None:
 def test_a_chunk_that_is_cut_is_cut_at_a_grain_and_grows_while_prompts_pile_up() -> None:
     """As above, but that 16 tokens take no less than 19, and that steps may take twice as long for long queues."""
     cost = CostTable(Constants(0.0, 0.0, 1.0, 0.0, 0.0))
-    policy = Policy(stance=Stance.NEVER, itl_target_s=20.0, itl_stretch=2.0, grains=(16, 24, 32, 48))
+    grains = (Grains(1, (16, 24, 32, 48)), Grains(4, (12, 20)))
+    policy = Policy(stance=Stance.NEVER, itl_target_s=20.0, itl_stretch=2.0, grains=grains)
     bench = Bench(blocks=100, rows=3, budget=64, policy=policy, cost=cost)
     bench.add([1] * 40, 30)
     bench.turn()
@@ -148,6 +149,13 @@ def test_a_chunk_that_is_cut_is_cut_at_a_grain_and_grows_while_prompts_pile_up()
     late = strict.add([2] * 50, 2)
     strict.run()
     assert [chunk.length for chunk in strict.chunks_of(late)] == [16, 16, 16, 2]
+    crowd = Bench(blocks=100, rows=6, budget=64, policy=replace(policy, itl_target_s=25.0, itl_stretch=1.0), cost=cost)
+    for start in (1, 5):
+        crowd.add([start] * 30, 30)
+    crowd.turn()
+    late = crowd.add([2] * 50, 2)
+    crowd.run()
+    assert [chunk.length for chunk in crowd.chunks_of(late)] == [20, 20, 10], "two decode: steps have other sizes"
 
 
 def test_an_end_token_ends_a_sequence_and_counts_as_its_last() -> None:

@@ -27,9 +27,10 @@ from quire.models.parameters import DecoderWeights
 from quire.runner.kv_store import KvStores, measure_transfer, new_store
 from quire.runner.model_runner import ModelRunner
 from quire.runner.recorded import Pace
-from quire.runner.shapes import token_sizes
+from quire.runner.shapes import prompt_sizes, rows_beside
 from quire.runner.warm_up import warm_up
 from quire.sched.cost import CostTable
+from quire.sched.policy import Grains
 from quire.sched.scheduler import Scheduler
 from quire.text.tokenizer import Tokenizer
 from quire.weights.dequantize import Unpacker
@@ -152,7 +153,8 @@ def _scheduler(
     """Where steps are recorded, it knows their sizes; where people are served as well, the time they may take."""
     if pace is None:
         return make_scheduler(config, resolved, costs)
-    grains = tuple(token_sizes(resolved.max_num_batched_tokens))
+    most = resolved.max_num_batched_tokens
+    grains = tuple(Grains(rows, tuple(prompt_sizes(rows, most))) for rows in sorted(rows_beside(resolved.max_num_seqs)))
     return make_scheduler(config, resolved, costs, usual_itl_s(pace) if serving else None, grains)
 
 

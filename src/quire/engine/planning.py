@@ -9,7 +9,7 @@ from quire.engine.opening import OpenedModel
 from quire.kv.manager import KVManager, count_blocks
 from quire.sched.cost import CostTable
 from quire.sched.order import OrderPolicy
-from quire.sched.policy import REGIMES, Policy
+from quire.sched.policy import REGIMES, Grains, Policy
 from quire.sched.reserve import Stance
 from quire.sched.scheduler import Scheduler
 
@@ -44,7 +44,7 @@ def make_scheduler(
     resolved: Resolved,
     costs: CostTable,
     usual_itl_s: float | None = None,
-    grains: tuple[int, ...] = (),
+    grains: tuple[Grains, ...] = (),
 ) -> Scheduler:
     """`usual_itl_s`: the time between two tokens to aim at, where the settings name none."""
     regime = REGIMES[resolved.regime]

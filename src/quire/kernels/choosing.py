@@ -1,6 +1,6 @@
-"""What a kernel that chooses tokens, and one that ends rows, must offer. Knows nothing of rows' other wishes.
+"""What the kernels must offer that work by row: what each does next, which token it gets, and whether that ends it.
 
-Both read what a row asks for from tables on the device, by row number, so that one recorded graph serves any mixture
+All read what is known of a row from columns on the device, by row number, so that one recorded graph serves any mixture
 of rows. Row -1 is padding: nothing is read or written for it, and its results are zeros.
 """
 
@@ -76,8 +76,43 @@ class FinishRows(Protocol):
         ...
 
 
+class RowColumns(NamedTuple):
+    """What is known of every row that is going on."""
+
+    tables: Tensor  # [max_rows, width] int32: block tables
+    lengths: Tensor  # [max_rows] int64: known tokens, at least one
+    reaches: Tensor  # [max_rows] int64: tokens it may come to hold
+    last_tokens: Tensor  # [max_rows] int64
+    alive: Tensor  # [max_rows] bool
+
+
+class Cruise(NamedTuple):
+    """The next token of some rows: which, where, and what it sees. Whoever is not alive sees nothing, says nothing, and
+    writes to the null block."""
+
+    tokens: Tensor  # [n] int64
+    positions: Tensor  # [n] int64
+    slots: Tensor  # [n] int64: where its key and value are written
+    reaches: Tensor  # [n] int64
+    speaking: Tensor  # [n] int64: the row, or PADDING
+    context_lengths: Tensor  # [n] int32
+    tables: Tensor  # [n, width] int32; only the blocks that hold keys have a meaning
+
+
+class CruiseRows(Protocol):
+    """What rows that go on by themselves do next."""
+
+    def __call__(
+        self,
+        rows: Tensor,  # [n] int64, none of them padding
+        columns: RowColumns,
+        block_size: int,
+    ) -> Cruise: ...
+
+
 class Choosing(NamedTuple):
-    """The two together."""
+    """The three together."""
 
     choose: ChooseTokens
     finish: FinishRows
+    cruise: CruiseRows

@@ -40,9 +40,10 @@ def _gpu_choice() -> Choice:
     if find_spec("triton") is None:
         return Choice(ReferenceKernels(), 'Triton is not installed (pip install "quire[gpu]"): the reference, slow')
     from quire.kernels.gpu.copies import copy_blocks  # a CPU never waits for Triton to be loaded
+    from quire.kernels.gpu.cruise import cruise_rows
     from quire.kernels.gpu.finish import finish_rows
     from quire.kernels.gpu.kernels import GpuKernels
     from quire.kernels.gpu.sample import choose_tokens
 
     reason = "the device is a GPU: products by torch, attention and all between by Triton"
-    return Choice(GpuKernels(), reason, Choosing(choose_tokens, finish_rows), copy_blocks)
+    return Choice(GpuKernels(), reason, Choosing(choose_tokens, finish_rows, cruise_rows), copy_blocks)

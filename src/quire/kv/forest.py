@@ -46,8 +46,9 @@ class Forest:
         key = node.tokens[: self.block_bytes]
         parent.detach(key)
         if parent.parent is None:
-            del self._openings[key][parent.partition]
-            if not self._openings[key]:
+            partitions = self._openings[key]
+            del partitions[parent.partition]
+            if not partitions:
                 del self._openings[key]
             if not parent.children:
                 del self._roots[parent.partition]
@@ -123,12 +124,12 @@ class Forest:
         assert indexed == sum([len(root.keys) for root in self._roots.values()]), "a closed opening is indexed"
         for node in [*self._roots.values(), *nodes]:
             assert len(node.blocks) == -(-len(node.tokens) // self.block_bytes), f"tokens and blocks of {node} differ"
-            if node.children or node.keys or node.num_device_children:
+            if node.children or len(node.keys) or node.num_device_children:
                 self._audit_children(node)
         return nodes
 
     def _audit_children(self, node: Node) -> None:
-        assert node.keys == sorted(node.children), f"unsorted keys below {node}"
+        assert list(node.keys) == sorted(node.children), f"unsorted keys below {node}"
         on_device = 0
         for key, child in node.children.items():
             assert key == child.tokens[: self.block_bytes], f"a child of {node} has a wrong key"

@@ -35,9 +35,9 @@ class Ghosts:
         self._capacity = capacity
         self._misses: OrderedDict[bytes, Miss] = OrderedDict()
 
-    def remember(self, partition: str, path: bytes, step: int, by: RequestId | None) -> None:
+    def remember(self, partition: str, path: bytes, miss: Miss) -> None:
         digest = _digest(partition, path)
-        self._misses[digest] = Miss(MissKind.EVICTED, step, by)
+        self._misses[digest] = miss
         self._misses.move_to_end(digest)
         if len(self._misses) > self._capacity:
             self._misses.popitem(last=False)

@@ -6,7 +6,6 @@ an entry made long ago is at worst too early: it is put right when it comes up, 
 
 from heapq import heapify, heappop, heappush, heapreplace
 
-from quire.core.ids import BlockId
 from quire.core.moves import Tier
 from quire.kv.pool import BlockPool
 from quire.kv.radix_node import Node
@@ -49,7 +48,7 @@ class Leaves:
             if not self.is_evictable(node):
                 heappop(heap)
                 self._queued.remove(node)
-            elif entry[:3] != (now := _entry(node))[:3]:
+            elif entry != (now := _entry(node)):
                 heapreplace(heap, now)
             else:
                 return node
@@ -59,7 +58,7 @@ class Leaves:
         if node.tier is not self._tier or not len(node.blocks):
             return False
         leaf = node.num_device_children == 0 if self._on_device else not node.children
-        return leaf and self._pool.is_idle(BlockId(int(node.blocks[-1])))
+        return leaf and self._pool.is_idle(node.blocks.item(-1))
 
     def num_idle(self, node: Node) -> int:
         """Idle blocks at the end of a node. Tables hold paths from the root: what follows an idle block is idle."""
@@ -67,7 +66,7 @@ class Leaves:
         low, high = 0, len(blocks)
         while low < high:
             middle = (low + high) // 2 if low else 0  # mostly the whole node is idle: look there first
-            if self._pool.is_idle(BlockId(int(blocks[middle]))):
+            if self._pool.is_idle(blocks.item(middle)):
                 high = middle
             else:
                 low = middle + 1

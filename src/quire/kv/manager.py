@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.core.ids import BlockId, IntArray, RequestId, Row
+from quire.core.ids import BlockId, IndexArray, IntArray, RequestId, Row
 from quire.core.moves import Move, Place, Tier
 from quire.kv.answers import Match
 from quire.kv.pool import BlockPool
@@ -151,15 +151,16 @@ class KVManager:
         self._spend(row, 1, by)
         return True
 
-    def grow_each(self, rows: IntArray) -> IntArray | None:
+    def grow_each(self, rows: IndexArray) -> IntArray | None:
         """One more block for each row; None, and nothing done, if not everyone can have one."""
-        kept = self.promised[rows] > 0
+        promised = self.promised[rows]
+        kept = promised > 0
         num_kept = int(np.count_nonzero(kept))
         if len(rows) - num_kept > self.num_available:
             return None
         self._make_free(len(rows), None)
         blocks = self.pool.take(len(rows))
-        self.promised[rows] -= kept
+        self.promised[rows] = promised - kept
         self.num_promised -= num_kept
         self.tables.append_each(rows, blocks)
         return blocks

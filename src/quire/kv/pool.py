@@ -7,7 +7,7 @@ A cached block that no table holds is *idle*: it can be had by evicting it.
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.core.ids import NULL_BLOCK, BlockId, IntArray
+from quire.core.ids import NULL_BLOCK, BlockId, IndexArray, IntArray
 
 
 class BlockPool:
@@ -34,43 +34,47 @@ class BlockPool:
         assert count <= self.num_free, f"take({count}) from {self.num_free} free blocks: ask num_free first"
         self.num_free -= count
         blocks = self._free[self.num_free : self.num_free + count][::-1].copy()
-        self._references[blocks] = 1
+        self._references[_indices(blocks)] = 1
         return blocks
 
     def share(self, blocks: IntArray) -> None:
         """One more reference to each of some distinct blocks."""
         if not len(blocks):
             return
-        before = self._references[blocks]
+        at = _indices(blocks)
+        before = self._references[at]
         assert np.count_nonzero(before > 0) == len(blocks), blocks
-        self.num_idle -= int(np.count_nonzero(self._cached[blocks] & (before == 1)))
-        self._references[blocks] = before + 1
+        self.num_idle -= int(np.count_nonzero(self._cached[at] & (before == 1)))
+        self._references[at] = before + 1
 
     def release(self, blocks: IntArray) -> int:
         """One reference less to each of some distinct blocks; how many of them are free now."""
-        after = self._references[blocks] - 1
+        at = _indices(blocks)
+        after, cached = self._references[at] - 1, self._cached[at]
         assert np.count_nonzero(after >= 0) == len(blocks), blocks
-        self._references[blocks] = after
-        self.num_idle += int(np.count_nonzero(self._cached[blocks] & (after == 1)))
+        self._references[at] = after
+        self.num_idle += int(np.count_nonzero(cached & (after == 1)))
         freed = blocks[after == 0]
-        assert not np.count_nonzero(self._cached[freed]), "a cached block lost its last reference outside the tree"
+        assert not np.count_nonzero(cached & (after == 0)), "a cached block lost its last reference outside the tree"
         self._push(freed)
         return len(freed)
 
     def adopt(self, blocks: IntArray) -> None:
         """The tree takes blocks that tables hold: they are cached from now on."""
-        before = self._references[blocks]
-        assert np.count_nonzero(before > 0) == len(blocks) and not np.count_nonzero(self._cached[blocks]), blocks
-        self._cached[blocks] = True
-        self._references[blocks] = before + 1
+        at = _indices(blocks)
+        before = self._references[at]
+        assert np.count_nonzero(before > 0) == len(blocks) and not np.count_nonzero(self._cached[at]), blocks
+        self._cached[at] = True
+        self._references[at] = before + 1
         self.num_cached += len(blocks)
 
     def disown(self, blocks: IntArray) -> int:
         """The tree lets go of blocks; how many of them are free now."""
-        assert np.count_nonzero(self._cached[blocks]) == len(blocks), blocks
-        after = self._references[blocks] - 1
-        self._references[blocks] = after
-        self._cached[blocks] = False
+        at = _indices(blocks)
+        assert np.count_nonzero(self._cached[at]) == len(blocks), blocks
+        after = self._references[at] - 1
+        self._references[at] = after
+        self._cached[at] = False
         self.num_cached -= len(blocks)
         freed = blocks[after == 0] if np.count_nonzero(after) else blocks  # nearly always all of them
         self.num_idle -= len(freed)
@@ -95,8 +99,8 @@ class BlockPool:
     def references(self, block: BlockId) -> int:
         return int(self._references[block])
 
-    def is_idle(self, block: BlockId) -> bool:
-        return bool(self._cached[block]) and self._references[block] == 1
+    def is_idle(self, block: int) -> bool:
+        return bool(self._cached.item(block)) and self._references.item(block) == 1
 
     def idle_flags(self) -> list[bool]:
         """By block id, for audits."""
@@ -104,14 +108,16 @@ class BlockPool:
         return flags
 
     def any_shared(self, blocks: IntArray) -> bool:
-        return len(blocks) > 0 and bool(np.count_nonzero(self._references[blocks] > 1))
+        return len(blocks) > 0 and bool(np.count_nonzero(self._references[_indices(blocks)] > 1))
 
     def count_idle(self, blocks: IntArray) -> int:
-        return 0 if not len(blocks) else int(np.count_nonzero(self._cached[blocks] & (self._references[blocks] == 1)))
+        at = _indices(blocks)
+        return 0 if not len(blocks) else int(np.count_nonzero(self._cached[at] & (self._references[at] == 1)))
 
     def count_readers(self, blocks: IntArray, counts: NDArray[np.int64]) -> int:
         """How many of some distinct blocks have no other readers than the `counts` given."""
-        return int(np.count_nonzero(self._references[blocks] - self._cached[blocks] == counts))
+        at = _indices(blocks)
+        return int(np.count_nonzero(self._references[at] - self._cached[at] == counts))
 
     def audit_readers(self, readers: list[int]) -> None:
         """Every reference is one of a table (`readers`, by block) or the tree's."""
@@ -133,3 +139,8 @@ class BlockPool:
         assert self.num_cached == np.count_nonzero(self._cached), "cached blocks are miscounted"
         num_idle = np.count_nonzero(self._cached & (self._references == 1))
         assert self.num_idle == num_idle, "idle blocks are miscounted"
+
+
+def _indices(blocks: IntArray) -> IndexArray:
+    """Made once for all look-ups of a verb."""
+    return blocks.astype(np.intp)

@@ -177,7 +177,7 @@ class RadixTree:
         first = rest[: self._forest.block_bytes]
         for end in range(TOKEN_BYTES, len(first), TOKEN_BYTES):
             redundant = node.children.get(first[:end])
-            if redundant is not None and self._pool_of(redundant).is_idle(BlockId(int(redundant.blocks[0]))):
+            if redundant is not None and self._pool_of(redundant).is_idle(redundant.blocks.item(0)):
                 self._remove(redundant)
         leaf = self._forest.grow(node, rest, blocks.copy(), priority, owner)
         self._pool.adopt(leaf.blocks)
@@ -234,16 +234,17 @@ class RadixTree:
     ) -> Evicted:
         """Free at least so many blocks of the device, if so many are idle; up to a multiple of `batch` of one leaf."""
         num_blocks = 0
+        miss = Miss(MissKind.EVICTED, step, by)
         moves: list[Move] = []
         felled: list[IntArray] = []
         while num_blocks < count and (node := self._leaves.first()) is not None:
             wanted = -(-(count - num_blocks) // batch) * batch
             num_tail = min(wanted, self._leaves.num_idle(node))
             num_blocks += num_tail
-            if demote is not None and demote(node, num_tail) and self._make_host_room(num_tail, step, by):
+            if demote is not None and demote(node, num_tail) and self._make_host_room(num_tail, miss):
                 moves += self._demote(self._forest.cut_down(node, num_tail))
             else:
-                self._forget(self._forest.cut_down(node, num_tail), step, by, felled)
+                self._forget(self._forest.cut_down(node, num_tail), miss, felled)
         if felled:
             self._pool.disown(felled[0] if len(felled) == 1 else np.concatenate(felled))
         assert num_blocks >= count or not self._pool.num_idle, "an idle block is out of reach"
@@ -256,11 +257,7 @@ class RadixTree:
         while node.parent is not None:
             parent = node.parent
             if len(node.blocks):
-                if (
-                    node.owner != owner
-                    or node.children
-                    or not self._pool_of(node).is_idle(BlockId(int(node.blocks[0])))
-                ):
+                if node.owner != owner or node.children or not self._pool_of(node).is_idle(node.blocks.item(0)):
                     return
                 self._remove(node)
                 self.generation += 1
@@ -276,11 +273,11 @@ class RadixTree:
         self.generation += 1
         return self._pool.num_free + self._host.num_free - before
 
-    def _make_host_room(self, count: int, step: int, by: RequestId | None) -> bool:
+    def _make_host_room(self, count: int, miss: Miss) -> bool:
         if count > self._host.num_free + self._host.num_idle:
             return False
         while (missing := count - self._host.num_free) > 0 and (node := self._host_leaves.first()) is not None:
-            self._forget(self._forest.cut_down(node, min(missing, self._host_leaves.num_idle(node))), step, by)
+            self._forget(self._forest.cut_down(node, min(missing, self._host_leaves.num_idle(node))), miss)
         return count <= self._host.num_free
 
     def _demote(self, node: Node) -> tuple[Move, ...]:
@@ -298,12 +295,12 @@ class RadixTree:
         self._leaves.offer(parent)
         return _moves(Tier.DEVICE, sources, Tier.HOST, node.blocks)
 
-    def _forget(self, node: Node, step: int, by: RequestId | None, felled: list[IntArray] | None = None) -> None:
-        """Drop a node, and remember it as evicted."""
+    def _forget(self, node: Node, miss: Miss, felled: list[IntArray] | None = None) -> None:
+        """Drop a node, and remember how, for those who will miss it."""
         if len(node.tokens) >= self._forest.block_bytes:
             assert node.parent is not None, "a root stays"
             path = node.parent.path() + node.tokens[: self._forest.block_bytes]  # the rest has long left the caches
-            self._ghosts.remember(node.partition, path, step, by)
+            self._ghosts.remember(node.partition, path, miss)
         self._remove(node, felled)
 
     def _remove(self, node: Node, felled: list[IntArray] | None = None) -> None:
@@ -359,8 +356,8 @@ class RadixTree:
                 assert idle == sorted(idle), f"a held block below an idle one in {node}"
                 parent = node.parent
                 if not idle[0] and parent is not None and len(parent.blocks):
-                    last = BlockId(int(parent.blocks[-1]))
-                    assert not self._pool_of(parent).is_idle(last), f"the held {node} hangs below the idle {parent}"
+                    idle_above = self._pool_of(parent).is_idle(parent.blocks.item(-1))
+                    assert not idle_above, f"the held {node} hangs below the idle {parent}"
                 assert node in leaves or not leaves.is_evictable(node), f"nobody would evict {node}"
             assert num_idle == pool.num_idle, f"idle {tier.value} blocks are not in the tree"
 

@@ -3,15 +3,15 @@
 Tokens are kept as big-endian bytes: comparing them is one memcmp, and their order is the order of the tokens.
 """
 
-from bisect import bisect_left, insort
-
 import numpy as np
 
 from quire.core.ids import IntArray, RequestId
 from quire.core.moves import Tier
+from quire.kv.sorted_keys import SortedKeys
 
 TOKEN_BYTES = 4
 NO_BLOCKS: IntArray = np.empty(0, dtype=np.int32)
+_NO_KEYS = SortedKeys()
 
 
 def encode(tokens: IntArray) -> bytes:
@@ -68,19 +68,21 @@ class Node:
         self.owner = owner  # who inserted it
         self.parent: Node | None = None
         self.children: dict[bytes, Node] = {}  # by the tokens of their first block, or the fill if that is all
-        self.keys: list[bytes] = []  # of the children, sorted: the nearest relatives of a run are neighbours
+        self.keys = _NO_KEYS  # of the children: the nearest relatives of a run are neighbours
         self.num_device_children = 0
 
     def attach(self, key: bytes, child: "Node") -> None:
         assert key not in self.children, key
         self.children[key] = child
-        insort(self.keys, key)
+        if self.keys is _NO_KEYS:  # most nodes never have a child
+            self.keys = SortedKeys()
+        self.keys.add(key)
         child.parent = self
         self.num_device_children += child.tier is Tier.DEVICE
 
     def detach(self, key: bytes) -> None:
         child = self.children.pop(key)
-        del self.keys[bisect_left(self.keys, key)]
+        self.keys.remove(key)
         self.num_device_children -= child.tier is Tier.DEVICE
         self.inherit(child)
 
@@ -113,10 +115,9 @@ class Node:
 
     def nearest(self, run: bytes) -> tuple["Node | None", int]:
         """The child whose first block has most tokens in common with a run, and how many; on the device if it can."""
-        at = bisect_left(self.keys, run)
         best: Node | None = None
         most = 0
-        for key in self.keys[max(at - 1, 0) : at + 1]:
+        for key in self.keys.around(run):
             child, length = self.children[key], common_length(key, run)
             if length > most or (length == most > 0 and child.tier is Tier.DEVICE):
                 best, most = child, length

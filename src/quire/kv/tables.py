@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.core.ids import IntArray, Row
+from quire.core.ids import IndexArray, IntArray, Row
 
 
 class Tables:
@@ -30,7 +30,7 @@ class Tables:
         self._blocks[row, start : start + len(blocks)] = blocks
         self.lengths[row] = start + len(blocks)
 
-    def append_each(self, rows: IntArray, blocks: IntArray) -> None:
+    def append_each(self, rows: IndexArray, blocks: IntArray) -> None:
         """One more block for each of some distinct rows."""
         ends = self.lengths[rows]
         self._widen(int(ends.max(initial=0)) + 1)

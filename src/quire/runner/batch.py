@@ -14,8 +14,9 @@ from torch import Tensor
 
 from quire.core.ids import NULL_BLOCK, IntArray
 from quire.core.step import Chunk, Output, StepPlan
-from quire.kernels.choosing import PADDING
+from quire.kernels.choosing import PADDING, CruiseRows
 from quire.kernels.contract import Ragged
+from quire.kernels.cruising import slots_of
 from quire.kernels.host_copies import upload_integers
 from quire.runner.pooling import Pooling
 from quire.runner.recorded import ChunkArrays, ChunkInputs
@@ -78,15 +79,16 @@ def build_batch(table: RowTable, plan: StepPlan, cruising: IntArray) -> StepBatc
         last_tokens[samples],
         last_tokens[tethered],
     )
-    cruise = cruising_tokens(table, device_rows[: len(cruising)])
-    token_rows = torch.cat([device_rows[: len(cruising)], chunk_rows])
-    tokens, positions = torch.cat([cruise.tokens, known]), torch.cat([cruise.positions, places])
+    cruising_rows = device_rows[: len(cruising)]
+    lengths = table.lengths[cruising_rows]
+    token_rows = torch.cat([cruising_rows, chunk_rows])
+    tokens, positions = torch.cat([table.last_tokens[cruising_rows], known]), torch.cat([lengths - 1, places])
     ragged = Ragged(
         positions=positions,
-        slots=_slots(table, token_rows, positions),
+        slots=slots_of(token_rows, positions, table.columns, table.block_size),
         tables=table.tables[device_rows, : int(table.num_blocks[rows].max(initial=0))],
         query_starts=starts.int(),
-        context_lengths=torch.cat([cruise.lengths, ends]).int(),
+        context_lengths=torch.cat([lengths, ends]).int(),
         reaches=table.reaches[token_rows],
         num_decodes=len(cruising),
     )
@@ -111,20 +113,6 @@ def _few(sampling: Asking, tethered: Asking) -> tuple[Tensor, Asking, Asking]:
     return wanted if len(wanted) else wanted.new_zeros(1), sampling, tethered
 
 
-class Cruise(NamedTuple):
-    """The next token of rows that go on by themselves: which, where, and how many keys it sees."""
-
-    tokens: Tensor  # [rows] int64
-    positions: Tensor  # [rows] int64
-    lengths: Tensor  # [rows] int64
-
-
-def cruising_tokens(table: RowTable, rows: Tensor) -> Cruise:
-    """rows: [rows] int64."""
-    lengths = table.lengths[rows]
-    return Cruise(table.last_tokens[rows], lengths - 1, lengths)
-
-
 class DeviceBatch(NamedTuple):
     """A step that the device finds out for itself: what the model reads, and whose tokens are wanted."""
 
@@ -134,33 +122,30 @@ class DeviceBatch(NamedTuple):
     speaking: Tensor  # [rows + chunks] int64: the rows that get a token, or PADDING
 
 
-def cruising_batch(table: RowTable, rows: Tensor) -> DeviceBatch:
-    """A step in which these rows cruise and nothing else happens. rows: [rows] int64.
-
-    Whoever is not alive has no keys: nothing is read for it.
-    """
-    cruise = cruising_tokens(table, rows)
-    alive = table.alive[rows]
-    places = torch.arange(len(rows) + 1, device=rows.device)
+def cruising_batch(table: RowTable, rows: Tensor, cruise: CruiseRows) -> DeviceBatch:
+    """A step in which these rows cruise and nothing else happens. rows: [rows] int64."""
+    found = cruise(rows, table.columns, table.block_size)
+    places = table.places[: len(rows) + 1]
     ragged = Ragged(
-        positions=cruise.positions,
-        slots=_slots(table, rows, cruise.positions),
-        tables=table.tables[rows],
+        positions=found.positions,
+        slots=found.slots,
+        tables=found.tables,
         query_starts=places.int(),
-        context_lengths=(cruise.lengths * alive).int(),
-        reaches=table.reaches[rows],
+        context_lengths=found.context_lengths,
+        reaches=found.reaches,
         num_decodes=len(rows),
     )
-    return DeviceBatch(cruise.tokens, ragged, places[:-1], torch.where(alive, rows, PADDING))
+    return DeviceBatch(found.tokens, ragged, places[:-1], found.speaking)
 
 
-def mixed_batch(table: RowTable, rows: Tensor, chunks: ChunkInputs) -> DeviceBatch:
+def mixed_batch(table: RowTable, rows: Tensor, chunks: ChunkInputs, cruise: CruiseRows) -> DeviceBatch:
     """A step with chunks of prompts behind the rows that cruise."""
-    cruise = cruising_batch(table, rows)
-    before = cruise.ragged
+    cruising = cruising_batch(table, rows, cruise)
+    before = cruising.ragged
+    chunk_slots = slots_of(chunks.token_rows, chunks.positions, table.columns, table.block_size)
     ragged = Ragged(
         positions=torch.cat([before.positions, chunks.positions]),
-        slots=torch.cat([before.slots, _slots(table, chunks.token_rows, chunks.positions)]),
+        slots=torch.cat([before.slots, chunk_slots]),
         tables=torch.cat([before.tables, table.tables[chunks.rows]]),
         query_starts=torch.cat([before.query_starts[:-1], (chunks.starts + len(rows)).int()]),
         context_lengths=torch.cat([before.context_lengths, chunks.ends.int()]),
@@ -168,10 +153,10 @@ def mixed_batch(table: RowTable, rows: Tensor, chunks: ChunkInputs) -> DeviceBat
         num_decodes=len(rows),
     )
     return DeviceBatch(
-        torch.cat([cruise.tokens, chunks.tokens]),
+        torch.cat([cruising.tokens, chunks.tokens]),
         ragged,
-        torch.cat([cruise.last_tokens, (chunks.starts[1:] + len(rows) - 1).clamp(min=0)]),
-        torch.cat([cruise.speaking, chunks.speaking]),
+        torch.cat([cruising.last_tokens, (chunks.starts[1:] + len(rows) - 1).clamp(min=0)]),
+        torch.cat([cruising.speaking, chunks.speaking]),
     )
 
 
@@ -220,13 +205,6 @@ def _padded(tokens: Tensor, ragged: Ragged, count: int) -> tuple[Tensor, Ragged]
         num_decodes=ragged.num_decodes,
     )
     return torch.cat([tokens, nothing]), padded
-
-
-def _slots(table: RowTable, rows: Tensor, positions: Tensor) -> Tensor:
-    """Where each token's keys and values are written; ended rows write to the null block. rows: [tokens] int64."""
-    blocks = table.tables[rows, positions // table.block_size].long()
-    blocks = torch.where(table.alive[rows], blocks, NULL_BLOCK)
-    return blocks * table.block_size + positions % table.block_size
 
 
 def _scoring(table: RowTable, chunks: tuple[Chunk, ...], starts: np.ndarray) -> tuple[PromptScoring, ...]:

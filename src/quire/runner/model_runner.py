@@ -56,6 +56,7 @@ class ModelRunner:
         self._sampler = Sampler(max_rows + 1, model.vocab_size, device, None if choosing is None else choosing.choose)
         self._pools = Pools()
         self._finish = None if choosing is None else choosing.finish
+        self._cruise = None if choosing is None else choosing.cruise
         self._on_demand = on_demand
         self.num_first = self.num_soon = 0  # shapes of steps that `prepare` records first, and soon after
         self._recorded: RecordedSteps | None = None
@@ -143,20 +144,21 @@ class ModelRunner:
         self.num_replayed += 1
         rows = np.concatenate([cruising, np.array([chunk.row for chunk in chunks], dtype=np.int32)])
         if masks is None and not self._sampler.asks_for_more(rows):
-            outcome = self._choose_as_recorded(shape, len(cruising), len(chunks))
+            outcome = self._choose_as_recorded(shape, rows, len(cruising))
             if outcome is not None:
                 return Emission(rows, Landing(outcome), None)
         return self._choose_at_length(shape, rows, len(cruising), chunks, masks)
 
-    def _choose_as_recorded(self, shape: Shape, num_rows: int, num_chunks: int) -> Tensor | None:
-        """[5, num_rows + num_chunks] int64; None if it is not recorded."""
+    def _choose_as_recorded(self, shape: Shape, rows: IntArray, num_cruising: int) -> Tensor | None:
+        """[5, rows] int64; None if it is not recorded."""
         assert self._recorded is not None
         if self._ends is not self._sampler.end_columns.end_ids:  # the table became wider: records read the old
             self._ends = self._sampler.end_columns.end_ids
             self._recorded.forget_choices()
         for site in (Site.LOGITS_PROCESSORS, Site.PENALTIES, Site.SAMPLE, Site.LOGPROBS):
             self._trip(site)
-        return self._recorded.choose(shape, num_rows, num_chunks)
+        num_chunks = len(rows) - num_cruising
+        return self._recorded.choose(shape, num_cruising, num_chunks, drawing=self._sampler.draws(rows))
 
     def _choose_at_length(
         self, shape: Shape, rows: IntArray, num_cruising: int, chunks: tuple[Chunk, ...], masks: Masks | None
@@ -173,20 +175,23 @@ class ModelRunner:
 
     def _forward(self, rows: Tensor, chunks: ChunkInputs | None) -> Tensor:
         """What is recorded of the model: what it says after these rows and chunks, whoever they are."""
-        assert self._said is not None
-        batch = cruising_batch(self._rows, rows) if chunks is None else mixed_batch(self._rows, rows, chunks)
-        wanted = None if chunks is None else batch.last_tokens
+        assert self._said is not None and self._cruise is not None
+        if chunks is None:
+            batch, wanted = cruising_batch(self._rows, rows, self._cruise), None
+        else:
+            batch = mixed_batch(self._rows, rows, chunks, self._cruise)
+            wanted = batch.last_tokens
         hidden = self._model.forward(batch.tokens, batch.ragged, self._stores.device, wanted)
         said = self._said.first(len(batch.speaking))
         said.speaking.copy_(batch.speaking)
-        said.positions.copy_(batch.ragged.positions[batch.last_tokens] + 1)
+        said.positions.copy_(batch.ragged.context_lengths)  # where the next one will be, of all who speak
         return self._model.logits(hidden, out=said.logits)
 
-    def _choose(self, count: int) -> Tensor:
+    def _choose(self, count: int, stages: Stages) -> Tensor:
         """What is recorded of choosing, for so many. [5, count] int64."""
         assert self._finish is not None and self._said is not None
         logits, speaking, positions = self._said.first(count)
-        chosen = self._sampler.choose(logits, speaking, positions, Stages.CHOOSY)
+        chosen = self._sampler.choose(logits, speaking, positions, stages)
         return self._finish(chosen, speaking, positions, self._sampler.end_columns, self._rows.state)
 
     def _trip(self, site: Site) -> None:

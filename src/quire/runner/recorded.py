@@ -1,9 +1,9 @@
 """Steps that are recorded by shape and replayed. The host says who takes part; nothing else is built for such a step.
 
 A step is recorded in two parts: the model, by shape, and the choice of tokens for whoever asks for nothing unusual, by
-the number of them. For others the second part is not replayed. A step runs as the smallest recorded shape that holds
-it, the places that are left filled with nobody. What no recorded shape holds, without holding much more, is nobody's
-here: whoever asks builds it in the plain way.
+the number of them and by whether any of them draws. For others the second part is not replayed. A step runs as the
+smallest recorded shape that holds it, the places that are left filled with nobody. What no recorded shape holds,
+without holding much more, is nobody's here: whoever asks builds it in the plain way.
 """
 
 import time
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.core.ids import IntArray, Row
-from quire.kernels.choosing import PADDING
+from quire.kernels.choosing import PADDING, Stages
 from quire.kernels.host_copies import upload
 from quire.runner.regrets import Regrets
 from quire.runner.replay import Recorder, Replay, seconds_of
@@ -61,8 +61,10 @@ def shape_of(rows: IntArray, chunks: ChunkArrays | None) -> Shape:
 
 # The model on rows [rows] int64 that cruise, and on chunks; what it says lies where whoever chooses looks for it.
 Forward = Callable[[Tensor, ChunkInputs | None], Tensor]
-# The outcome [5, count] int64 of choosing a token for each of so many.
-Choose = Callable[[int], Tensor]
+# The outcome [5, count] int64 of choosing a token for each of so many, none of whom goes beyond these stages.
+Choose = Callable[[int, Stages], Tensor]
+
+_STAGES = (Stages.GREEDY, Stages.CHOOSY)  # a choice is recorded for each
 
 
 class RecordedSteps:
@@ -84,7 +86,7 @@ class RecordedSteps:
         self._recorder = Recorder(device)
         self._missing = shapes
         self._recorded: dict[Shape, Replay] = {}
-        self._choices: dict[int, Replay] = {}
+        self._choices: dict[tuple[int, Stages], Replay] = {}
         self._gave_up = False
         self._regrets = Regrets()
         self._fits: dict[Shape, Shape | None] = {}  # for steps, until another shape is recorded
@@ -113,15 +115,15 @@ class RecordedSteps:
             chunks = self._views(shape) if shape.chunks else None
             self._recorded[shape] = self._recorder.record(lambda: self._forward(rows, chunks))
             self._fits.clear()
-        for count in self._counts_missing():
-            self._choices[count] = self._recorder.record(partial(self._choose, count))
+        for count, stages in sorted(self._choices_missing()):
+            self._choices[count, stages] = self._recorder.record(partial(self._choose, count, stages))
         if shape is not None:
             self._regrets.took(shape, time.perf_counter() - begun_s)
 
     @property
     def forgot(self) -> bool:
         """Whether choices that were recorded are missing again, and may be recorded."""
-        return not self._gave_up and bool(self._counts_missing())
+        return not self._gave_up and bool(self._choices_missing())
 
     def worth_recording(self, step: Shape) -> Shape | None:
         """The missing shape whose want, with this step, has cost as much as recording it will."""
@@ -130,8 +132,9 @@ class RecordedSteps:
             return None
         return self._regrets.worth(step, ran_as, self._missing)
 
-    def _counts_missing(self) -> set[int]:
-        return {shape.rows + shape.chunks for shape in self._recorded} - self._choices.keys()
+    def _choices_missing(self) -> set[tuple[int, Stages]]:
+        counts = {shape.rows + shape.chunks for shape in self._recorded}
+        return {(count, stages) for count in counts for stages in _STAGES} - self._choices.keys()
 
     def pace(self) -> Pace | None:
         """Of the recorded steps, with nobody in them; None without a decode and a step with chunks. Between steps."""
@@ -165,12 +168,12 @@ class RecordedSteps:
         self._recorded[shape]()
         return shape
 
-    def choose(self, shape: Shape, num_rows: int, num_chunks: int) -> Tensor | None:
+    def choose(self, shape: Shape, num_rows: int, num_chunks: int, *, drawing: bool) -> Tensor | None:
         """Replay the choice after a step of so many; the next overwrites its outcome. None if it is not recorded.
 
-        [5, num_rows + num_chunks] int64.
+        `drawing`: whether any of them draws its token. [5, num_rows + num_chunks] int64.
         """
-        replay = self._choices.get(shape.rows + shape.chunks)
+        replay = self._choices.get((shape.rows + shape.chunks, Stages.CHOOSY if drawing else Stages.GREEDY))
         if replay is None:
             return None
         outcome = replay()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.core.ids import NULL_BLOCK, IntArray, Row
 from quire.core.step import Grants, Output, Seat, StepPlan, Tell
-from quire.kernels.choosing import RowState
+from quire.kernels.choosing import RowColumns, RowState
 from quire.kernels.host_copies import upload, upload_integers
 
 
@@ -34,6 +34,7 @@ class RowTable:
         self.reaches = torch.ones(max_rows + 1, dtype=torch.int64, device=device)  # tokens it may come to hold
         self.last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
         self.alive = torch.zeros(max_rows + 1, dtype=torch.bool, device=device)
+        self.places = torch.arange(max_rows + 2, device=device)
         self.num_blocks: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
         self._tokens_left: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # until the length ends the row
         self.cruising: NDArray[np.bool_] = np.zeros(max_rows, dtype=np.bool_)
@@ -43,6 +44,10 @@ class RowTable:
     @property
     def state(self) -> RowState:
         return RowState(self.last_tokens, self.lengths, self.alive)
+
+    @property
+    def columns(self) -> RowColumns:
+        return RowColumns(self.tables, self.lengths, self.reaches, self.last_tokens, self.alive)
 
     def apply(self, plan: StepPlan) -> IntArray:
         """Follow the differences; the rows that cruise through this step."""

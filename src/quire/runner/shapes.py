@@ -7,7 +7,7 @@ _LONG = 2048  # tokens of one prompt, for which there are other kernels than for
 _CROWDS = (16, 64)  # of chunks
 _CROWDED = 8  # tokens of a chunk in a crowd, at the least
 _FEWEST_TOKENS = 16
-_BESIDE = (32, 8, 16, 64, 128)  # rows that decode beside a prompt, when they are fewer than there can be
+_BESIDE = (32, 16, 8, 64, 48, 128, 96, 256)  # rows that decode beside a prompt, when they are fewer than there can be
 _FINE = (128, 1024)  # tokens between which there are more sizes: where a chunk is cut that decodes have to wait for
 _SPARE_TOKENS = 256  # that a shape may have beyond twice what a step needs: as dear as building it
 
@@ -47,21 +47,26 @@ def shapes_to_record(max_rows: int, max_tokens: int) -> Wanted:
     """For steps of up to so many rows, and of up to so many tokens in all.
 
     First what can stand in for every other decode, one row alone, and a prompt that begins while many decode; soon
-    decodes by halves and a prompt alone; later a prompt beside fewer rows, with less to spare, and many at once.
+    decodes by halves, a prompt alone, and as many prompts as a step takes; later a prompt beside fewer rows, with less
+    to spare, and smaller crowds.
     """
     assert max_rows > 0 and max_tokens >= 0, (max_rows, max_tokens)
     decodes = [Shape(rows) for rows in _by_use(row_sizes(max_rows))]
-    sizes = token_sizes(max_tokens)
-    coarse = [size for size in sizes if size == max_tokens or size.bit_count() == 1]
-    beside = dict.fromkeys(min(rows, max_rows) for rows in _BESIDE)
+    doubling = doubling_sizes(max_tokens)
+    beside = rows_beside(max_rows)[:-1]
+    fine = {rows: prompt_sizes(rows, max_tokens) for rows in (0, *beside, max_rows)}
+    halves = {rows: [size for size in fine[rows] if (rows + size).bit_count() == 1] for rows in beside}
     later = [
-        *(shape for rows in beside for shape in _prompts(rows, coarse, max_rows)),
-        *(shape for rows in beside for shape in _prompts(rows, sizes, max_rows)),
-        *(shape for crowd in _CROWDS for rows in (max_rows, 0) for shape in _crowds(rows, crowd, coarse, max_rows)),
-        *(shape for rows in (0, max_rows) for shape in _prompts(rows, sizes, max_rows)),
+        *(shape for rows in beside for shape in _prompts(rows, halves[rows], max_rows)),
+        *(shape for rows in beside for shape in _prompts(rows, fine[rows], max_rows)),
+        *(shape for crowd in _CROWDS for rows in (max_rows, 0) for shape in _crowds(rows, crowd, doubling, max_rows)),
+        *(shape for rows in (0, max_rows) for shape in _prompts(rows, fine[rows], max_rows)),
     ]
-    first = list(dict.fromkeys([*decodes[:2], *_prompts(max_rows, coarse, max_rows)]))
-    soon = list(dict.fromkeys([*decodes[2:], *_prompts(0, coarse, max_rows)]))
+    first = list(dict.fromkeys([*decodes[:2], *_prompts(max_rows, doubling, max_rows)]))
+    largest = [
+        shape for crowd in _CROWDS for rows in (0, max_rows) for shape in _crowds(rows, crowd, doubling[-1:], max_rows)
+    ]
+    soon = list(dict.fromkeys([*decodes[2:], *_prompts(0, doubling, max_rows), *largest]))
     return Wanted(first, soon, [shape for shape in dict.fromkeys(later) if shape not in (*first, *soon)])
 
 
@@ -81,14 +86,32 @@ def row_sizes(max_rows: int) -> tuple[int, ...]:
     return (*sorted(size for size in sizes if size < max_rows), max_rows)
 
 
-def token_sizes(max_tokens: int) -> list[int]:
-    """Powers of two and the middles between them, the largest being all that a step may compute; none if nothing."""
+def rows_beside(max_rows: int) -> list[int]:
+    """Up to how many rows decode beside a prompt, the most useful first; the last are as many as there can be."""
+    return [*(rows for rows in _BESIDE if rows < max_rows), max_rows]
+
+
+def prompt_sizes(rows: int, max_tokens: int) -> list[int]:
+    """Tokens of prompts beside so many rows, ascending; the last are all that a step may compute. None if nothing.
+
+    Products are computed in tiles of so many tokens: a step that ends where its last tile does wastes nothing. So it is
+    rows and prompts together that make a power of two, or a middle or a quarter between two of them.
+    """
     if not max_tokens:
         return []
-    powers = [1 << exponent for exponent in range(_FEWEST_TOKENS.bit_length() - 1, max_tokens.bit_length())]
+    powers = [1 << exponent for exponent in range(_FEWEST_TOKENS.bit_length() - 1, (rows + max_tokens).bit_length())]
     middles = [power * 3 // 2 for power in powers]
-    quarters = [power * odd // 4 for power in powers if power in range(*_FINE) for odd in (5, 7)]
-    return sorted(size for size in {*powers, *middles, *quarters, max_tokens} if size <= max_tokens)
+    quarters = [power * 5 // 4 for power in powers if power in range(*_FINE)]
+    sizes = (total - rows for total in (*powers, *middles, *quarters))
+    return [*sorted(size for size in sizes if _FEWEST_TOKENS <= size < max_tokens), max_tokens]
+
+
+def doubling_sizes(max_tokens: int) -> list[int]:
+    """Tokens of prompts, ascending; the last are all that a step may compute. None if nothing."""
+    if not max_tokens:
+        return []
+    powers = (1 << exponent for exponent in range(_FEWEST_TOKENS.bit_length() - 1, max_tokens.bit_length()))
+    return [*(power for power in powers if power < max_tokens), max_tokens]
 
 
 def _by_use(sizes: tuple[int, ...]) -> list[int]:

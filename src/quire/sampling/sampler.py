@@ -117,6 +117,10 @@ class Sampler:
         """Whether any of these rows asks for something that `choose` does not do, or for scores."""
         return bool(self._rows.union_of(rows) & (SHAPING | Ask.LOGPROBS))
 
+    def draws(self, rows: IntArray) -> bool:
+        """Whether any of these rows draws its token."""
+        return bool(self._rows.union_of(rows) & Ask.RANDOM)
+
     def stages(self, batch: RowBatch) -> Stages | None:
         """What `choose` must do for the batch; None if `choose` cannot, or there is no kernel for it."""
         return None if self._choose_tokens is None else self._rows.stages(batch)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from quire.kv.manager import KVManager
 from quire.sched.cost import UNMEASURED, Constants, CostTable
 from quire.sched.order import OrderPolicy
-from quire.sched.policy import Policy, Regime
+from quire.sched.policy import Grains, Policy, Regime
 from quire.sched.reserve import Stance
 
 
@@ -52,6 +52,6 @@ def read_blueprint(text: str) -> Blueprint:
     policy = plain.pop("policy")
     regime, order = Regime(**policy.pop("regime")), OrderPolicy(**policy.pop("order"))
     constants = Constants(**plain.pop("constants"))
-    stance, grains = Stance(policy.pop("stance")), tuple(policy.pop("grains"))
-    made = Policy(regime=regime, order=order, stance=stance, grains=grains, **policy)
+    grains = tuple(Grains(rows, tuple(prompt_tokens)) for rows, prompt_tokens in policy.pop("grains"))
+    made = Policy(regime=regime, order=order, stance=Stance(policy.pop("stance")), grains=grains, **policy)
     return Blueprint(policy=made, constants=constants, **plain)

@@ -7,7 +7,7 @@ blocks in each of those steps. So the price is by the token, and nobody looks at
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.core.ids import IntArray, Row
+from quire.core.ids import IndexArray, Row
 from quire.sched.shares import ServiceCost, Shares
 
 
@@ -38,7 +38,7 @@ class Charges:
         num_tokens = position - int(self._paid_up_to[row])
         self._shares.charge(tenant, num_tokens * (self._prices.decode + num_blocks * self._prices.block_step))
 
-    def pay(self, rows: IntArray, positions: NDArray[np.int64], num_blocks: NDArray[np.int64]) -> None:
+    def pay(self, rows: IndexArray, positions: NDArray[np.int64], num_blocks: NDArray[np.int64]) -> None:
         """Each has computed all before this position, and held so many blocks since it last paid."""
         num_tokens = positions - self._paid_up_to[rows]
         self._paid_up_to[rows] = positions

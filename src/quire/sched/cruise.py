@@ -7,10 +7,10 @@ when it needs its next block or has no more to compute. Everything is done for m
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.core.ids import IntArray, Row
+from quire.core.ids import IndexArray, Row
 
 _NEVER = -1
-_NOBODY: IntArray = np.empty(0, dtype=np.int32)
+_NOBODY: IndexArray = np.empty(0, dtype=np.intp)
 
 
 class Cruise:
@@ -25,19 +25,21 @@ class Cruise:
         self._offset: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # in step s a row computes offset + s
         self._end: NDArray[np.int64] = np.full(max_rows, _NEVER, dtype=np.int64)  # the step after its last one
         self._due: NDArray[np.int64] = np.full(max_rows, _NEVER, dtype=np.int64)  # the step of its appointment
-        self._days: dict[int, list[IntArray]] = {}
+        self._days: dict[int, list[IndexArray]] = {}
         self._sum_of_offsets = 0  # of the rows that cruise
 
     def start(self, row: Row, step: int, position: int, last_position: int, capacity: int) -> None:
         """Compute `position` in `step`, and so on to `last_position`; the table holds `capacity` positions."""
-        self._offset[row] = position - step
-        self._end[row] = last_position + 1 - self._offset[row]
+        offset = position - step
+        end = last_position + 1 - offset
+        self._offset[row] = offset
+        self._end[row] = end
         if position > last_position:
             self.num_coasting += 1
         else:
             self.num_cruising += 1
-            self._sum_of_offsets += int(self._offset[row])
-            self._book(row, int(min(capacity - self._offset[row], self._end[row])))
+            self._sum_of_offsets += offset
+            self._book(row, min(capacity - offset, end))
 
     def stop(self, row: Row) -> None:
         """The row leaves. It may not have cruised at all."""
@@ -49,14 +51,14 @@ class Cruise:
         self._due[row] = _NEVER
         self._end[row] = _NEVER
 
-    def due(self, step: int) -> IntArray:
+    def due(self, step: int) -> IndexArray:
         """The rows that cannot take this step without one more block. Those at their end coast from now on."""
         parts = self._days.pop(step, None)
         if parts is None:
             return _NOBODY
-        rows: IntArray = parts[0]
+        rows: IndexArray = parts[0]
         if len(parts) > 1:  # mostly one row each: a set is there before numpy has begun to sort
-            rows = np.array(sorted({row for part in parts for row in part.tolist()}), dtype=np.int32)
+            rows = np.array(sorted({row for part in parts for row in part.tolist()}), dtype=np.intp)
         rows = rows[self._due[rows] == step]
         ended = self._end[rows] == step
         num_ended = int(np.count_nonzero(ended))
@@ -68,7 +70,7 @@ class Cruise:
             rows = rows[~ended]
         return rows
 
-    def book_granted(self, rows: IntArray, step: int) -> None:
+    def book_granted(self, rows: IndexArray, step: int) -> None:
         """Each has got the block that it needed in this step."""
         following = step + self._block_size
         days = np.minimum(self._end[rows], following)
@@ -108,7 +110,7 @@ class Cruise:
 
     def _book(self, row: Row, day: int) -> None:
         self._due[row] = day
-        self._days.setdefault(day, []).append(np.array([row], dtype=np.int32))
+        self._days.setdefault(day, []).append(np.array([row], dtype=np.intp))
 
     def cruises(self, row: Row) -> bool:
         return bool(self._due[row] != _NEVER)
@@ -124,7 +126,7 @@ class Cruise:
         """The position a row computes in a step; of one that coasts, never more than its last."""
         return int(self._offset[row]) + min(step, int(self._end[row]) - 1)
 
-    def positions_at(self, rows: IntArray, step: int) -> NDArray[np.int64]:
+    def positions_at(self, rows: IndexArray, step: int) -> NDArray[np.int64]:
         """The positions that cruising rows compute in a step."""
         positions: NDArray[np.int64] = self._offset[rows] + step
         return positions

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from quire.core.ids import IntArray, Row
+from quire.core.ids import IndexArray, IntArray, Row
 from quire.core.moves import Move
 from quire.core.request import Sequence
 from quire.core.step import Chunk, Grants, Output, Seat, StepPlan, Tell
@@ -55,10 +55,10 @@ class Draft:
             self._granted_rows.append(np.full(len(blocks), row, dtype=np.int32))
             self._granted.append(blocks)
 
-    def grant_each(self, rows: IntArray, blocks: IntArray) -> None:
+    def grant_each(self, rows: IndexArray, blocks: IntArray) -> None:
         """One block for each row."""
         if len(rows):
-            self._granted_rows.append(rows)
+            self._granted_rows.append(rows.astype(np.int32))
             self._granted.append(blocks)
 
     def chunk(self, sequence: Sequence, start: int, length: int, output: Output) -> None:

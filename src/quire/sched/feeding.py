@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from quire.core.ids import IntArray, Row
+from quire.core.ids import IndexArray, Row
 from quire.core.request import Sequence, State
 from quire.core.step import Output
 from quire.sched.books import Books
@@ -50,7 +50,7 @@ class Feeding:
         for row in draft.held:
             cruise.hold(row)
 
-    def _one_by_one(self, rows: IntArray, draft: Draft) -> None:
+    def _one_by_one(self, rows: IndexArray, draft: Draft) -> None:
         """There are not blocks for all: the first come first, and may cost others their seat."""
         cruise = self._books.cruise
         fed: list[Row] = []
@@ -65,12 +65,12 @@ class Feeding:
             (fed if granted else draft.paused).append(row)
         fed = [row for row in fed if cruise.cruises(row)]  # some had to go after all
         draft.paused = [row for row in draft.paused if cruise.cruises(row)]
-        granted_rows = np.array(fed, dtype=np.int32)
+        granted_rows = np.array(fed, dtype=np.intp)
         draft.grant_each(granted_rows, np.array([self._books.kv.tables.last(row) for row in fed], dtype=np.int32))
         cruise.book_granted(granted_rows, draft.step)
         self._charge(granted_rows, draft.step)
 
-    def _charge(self, rows: IntArray, step: int) -> None:
+    def _charge(self, rows: IndexArray, step: int) -> None:
         """Each has just got a block: it pays for what it computed and held before."""
         books = self._books
         books.charges.pay(rows, books.cruise.positions_at(rows, step), books.kv.tables.lengths[rows] - 1)
@@ -122,7 +122,7 @@ class Feeding:
         if not (books.prefilling or books.room):
             return draft.budget
         start = books.prefilling[0].num_planned if books.prefilling else 0
-        shape, grains = self.shape(draft), books.policy.grains
+        shape, grains = self.shape(draft), books.policy.grains_beside(draft.num_cruising)
         length = largest_next_chunk(self._cost, shape, start, draft.budget, target_s, grains)
         queue_s = target_s * self._num_behind() / max(length, 1)
         stretched_s = stretched(target_s, queue_s, books.policy.itl_stretch)

@@ -9,9 +9,9 @@ def output_of(sequence: Sequence, start: int, length: int) -> Output:
     prompt that is pooled, nothing else."""
     if sequence.request.sampling.pooled:
         return Output.POOLED
-    output = Output.NONE
-    if sequence.request.sampling.num_prompt_logprobs is not None and start < len(sequence.request.prompt):
-        output |= Output.PROMPT_LOGPROBS
+    following = Output.NONE
     if start + length == sequence.num_tokens:
-        output |= Output.SAMPLE if sequence.request.beam is None else Output.CANDIDATES
-    return output
+        following = Output.SAMPLE if sequence.request.beam is None else Output.CANDIDATES
+    if sequence.request.sampling.num_prompt_logprobs is not None and start < len(sequence.request.prompt):
+        return following | Output.PROMPT_LOGPROBS
+    return following

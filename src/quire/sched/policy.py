@@ -1,6 +1,7 @@
 """Everything about a scheduler that can be chosen, in one place; and the regimes of the arc as choices of it."""
 
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from quire.sched.order import OrderPolicy
 from quire.sched.reserve import Stance
@@ -28,6 +29,13 @@ PREFIX = Regime()
 REGIMES = {regime.name: regime for regime in (STATIC, DYNAMIC, ORCA, PAGED, CHUNKED, PREFIX)}
 
 
+class Grains(NamedTuple):
+    """Sizes of steps that a device computes as soon as anything a little smaller."""
+
+    rows: int  # up to so many decode
+    prompt_tokens: tuple[int, ...]  # beside them, ascending
+
+
 @dataclass(frozen=True, slots=True)
 class Policy:
     """The choices of one scheduler."""
@@ -37,10 +45,14 @@ class Policy:
     stance: Stance = Stance.HEDGE
     itl_target_s: float | None = None  # no step should take longer; None: the token budget alone decides
     itl_stretch: float = 1.0  # so many times longer it may take, at the most, while prompts pile up
-    grains: tuple[int, ...] = ()  # prompt tokens of a step, ascending, that a device computes as soon as a few fewer
+    grains: tuple[Grains, ...] = ()  # ascending
     max_preemptions: int = 3  # of one family; then it comes back with its whole length promised
     max_waiting: int | None = None  # families
     max_waiting_tokens: int | None = None  # of their prompts
+
+    def grains_beside(self, num_rows: int) -> tuple[int, ...]:
+        """Of prompts in a step in which so many decode; none if nothing is known of such steps."""
+        return next((grains.prompt_tokens for grains in self.grains if grains.rows >= num_rows), ())
 
     def with_regime(self, regime: Regime) -> "Policy":
         return replace(self, regime=regime)

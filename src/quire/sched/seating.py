@@ -73,7 +73,7 @@ class Seating:
 
     def named(self, rows: NDArray[np.int32]) -> NDArray[np.int64]:
         """Whose each row's token is; NOBODY if it is not heard."""
-        names: NDArray[np.int64] = self.row_sequence[rows]
+        names: NDArray[np.int64] = self.row_sequence[rows.astype(np.intp)]
         return names
 
     def listener(self, row: Row) -> SequenceId | None:

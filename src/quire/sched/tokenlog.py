@@ -32,7 +32,7 @@ class TokenLog:
         assert step == self._first_step + self._num_steps, (step, self._first_step, self._num_steps)
         line = self._pages[-1][self._num_steps % _PAGE]
         line[:] = NO_TOKEN
-        line[rows] = tokens
+        line[rows.astype(np.intp)] = tokens
         self._num_steps += 1
 
     def gather(self, row: Row, first_step: int) -> IntArray:

@@ -1,0 +1,39 @@
+"""Keys in pieces against one sorted list."""
+
+from bisect import bisect_left
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.kv.sorted_keys import SortedKeys
+
+KEYS = st.binary(max_size=2)
+
+
+@given(st.lists(KEYS), st.lists(KEYS, min_size=1), st.integers(2, 4))
+def test_whoever_comes_or_goes_the_neighbours_of_a_run_are_known(
+    turns: list[bytes], runs: list[bytes], most: int
+) -> None:
+    """Who is there goes, who is not comes."""
+    keys, model = SortedKeys(most), list[bytes]()
+    for key in turns:
+        if key in model:
+            keys.remove(key)
+            model.remove(key)
+        else:
+            keys.add(key)
+            model = sorted([*model, key])
+        assert list(keys) == model and len(keys) == len(model)
+        for run in [*runs, key]:
+            at = bisect_left(model, run)
+            assert keys.around(run) == model[max(at - 1, 0) : at + 1]
+
+
+def test_a_piece_is_never_longer_than_it_may_be() -> None:
+    keys = SortedKeys(4)
+    for number in range(100):
+        keys.add(bytes((number * 37 % 101,)))
+    assert max(len(piece) for piece in keys._pieces) <= 4
+    for number in range(100):
+        keys.remove(bytes((number * 37 % 101,)))
+    assert keys._pieces == [[]] and not keys._bounds
