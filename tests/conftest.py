@@ -13,7 +13,6 @@ from quire.catalog.names import DEFAULT_MODEL
 from quire.catalog.progress import ignore
 from quire.catalog.store import models_folder
 from quire.catalog.wheel import fetch
-from tests.kernels.interpreting import patch_once_a_launch
 
 if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined: before anything imports one
@@ -41,10 +40,8 @@ def default_model_path() -> Path:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _fast_libraries() -> Iterator[None]:
+def _few_torch_threads() -> Iterator[None]:
     """A module that uses torch has imported it by now; the others do not pay for it."""
     if "torch" in sys.modules:
         importlib.import_module("torch").set_num_threads(TORCH_THREADS)
-    if "triton.runtime.interpreter" in sys.modules:
-        patch_once_a_launch(sys.modules["triton.runtime.interpreter"])
     yield
