@@ -14,6 +14,7 @@ MOST_SEATS = 256  # that are taken where nobody says how many
 _MOST_BATCH_SEATS = 512  # on a GPU, where nobody waits for his next token
 GIB = 1 << 30
 DTYPES = ("bfloat16", "float16", "float32")
+ATTENTION_BACKENDS = ("auto", "quire", "torch", "fa3", "flashinfer")
 OVERCOMMITS = ("never", "hedge", "optimistic")
 _CPU_STEP, _GPU_STEP, _GPU_BATCH_STEP = 512, 2048, 8192  # tokens, where the user does not say
 USUAL_UTILIZATION = 0.9  # of a GPU's memory, where the user does not say
@@ -30,6 +31,7 @@ class EngineConfig:
     load_format: str = "auto"  # or "dummy": invented weights at a named shape
     device: str = "auto"
     dtype: str = "auto"
+    attention_backend: str = "auto"  # who attends on a GPU; "quire": our own kernels alone
     max_model_len: int | None = None
     block_size: int = 16
     kv_cache_memory: int | None = None  # bytes
@@ -51,6 +53,7 @@ class EngineConfig:
         _check_choice("load_format", self.load_format, ("auto", "dummy"))
         _check_choice("device", self.device, ("auto", "cpu", "cuda"))
         _check_choice("dtype", self.dtype, ("auto", *DTYPES))
+        _check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         _check_count("max_model_len", self.max_model_len, 2, 2**24 - 1)
         _check_whole("block_size", self.block_size, 1, 256)
         _check_count("kv_cache_memory", self.kv_cache_memory, 1, 2**60)

@@ -49,6 +49,7 @@ class LLM:
         load_format: str = "auto",
         device: str = "auto",
         dtype: object = "auto",  # a name, or torch's own
+        attention_backend: str = "auto",
         max_model_len: int | None = None,
         block_size: int = 16,
         kv_cache_memory: int | None = None,
@@ -73,6 +74,7 @@ class LLM:
             load_format=load_format,
             device=device,
             dtype=str(dtype).removeprefix("torch."),
+            attention_backend=attention_backend,
             max_model_len=max_model_len,
             block_size=block_size,
             kv_cache_memory=kv_cache_memory,

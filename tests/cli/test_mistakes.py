@@ -19,6 +19,7 @@ from tests.cli.commands import Shell
         ("run hi --top-p 0", "top_p must be a number above 0"),
         ("run hi --threads 0", "threads must be a whole number from 1"),
         ("run hi --dtype float16", "float16 is not for CPUs"),
+        ("run hi --device cpu --attention-backend fa3", "The attention backend fa3 needs a GPU"),
         ("run hi --load-format dummy", "Dummy weights need the name of a shape"),
         ("chat --presence-penalty 9", "presence_penalty must be a number from -2 to 2"),
         ("models --verify org/name", "org/name is not one"),

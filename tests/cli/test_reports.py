@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from quire.cli import doctor
 from quire.cli.options import Size
+from quire.kernels.attention_choice import USUAL_NEEDS
+from quire.kernels.reference import ReferenceKernels
+from quire.kernels.select import Choice
 from quire.sim.check import VOCAB_SIZE, World
 from quire.sim.oracle import OracleRunner
 from tests.cli.commands import Shell
@@ -63,6 +67,14 @@ def test_doctor_advises_in_full(quire: Shell, monkeypatch: pytest.MonkeyPatch) -
     findings = json.loads(quire("doctor", "--json").out)
     assert findings["numba"]["advice"] == 'pip install "quire[cpu]"'
     assert {"torch", "device", "memory", "kernels", "default model"} <= findings.keys()
+
+
+def test_doctor_says_who_attends_and_why(quire: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = Choice(ReferenceKernels(), "for a test", attention=("decodes by quire", "fa3 not: it needs a card"))
+    asked: list[object] = []
+    monkeypatch.setattr(doctor, "select_kernels", lambda *given: asked.append(given) or chosen)
+    assert json.loads(quire("doctor", "--json").out)["attention"]["found"] == " · ".join(chosen.attention)
+    assert asked[0][1:] == (USUAL_NEEDS,), "what is usual is what is tried"
 
 
 @pytest.mark.parametrize(

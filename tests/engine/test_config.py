@@ -157,6 +157,7 @@ def test_dtypes_follow_the_machine():
         ("load_format", ["pickle", "", None, 5, []]),
         ("device", ["tpu", None, 0, ["cpu"]]),
         ("dtype", ["int8", None, 16]),
+        ("attention_backend", ["xformers", "", None, 3]),
         ("max_model_len", [0, 1, -5, 2**24, 1.0, "10", True]),
         ("block_size", [0, -1, 257, 1.0, "16", True, None]),
         ("kv_cache_memory", [0, -1, 2**61, 1e9, "1GB"]),

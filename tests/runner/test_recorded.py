@@ -1,6 +1,7 @@
 """Steps that are recorded by shape: the same tokens as steps that are built, whoever comes, goes or ends."""
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -233,7 +234,12 @@ GROWING: list[dict[str, object]] = [{"stop_token_ids": list(range(299, 299 - 3 *
 
 
 def answers(
-    choosing: Choosing | None, wishes: list[dict[str, object]] = WISHES, *, busily: bool = False, first: int = 99
+    choosing: Choosing | None,
+    wishes: list[dict[str, object]] = WISHES,
+    *,
+    busily: bool = False,
+    first: int = 99,
+    recording: bool = True,
 ) -> tuple[list[object], int]:
     """What requests with these wishes are told, and how many steps were replayed.
 
@@ -243,7 +249,14 @@ def answers(
     model = OracleModel(300)
     stores = new_store(model.kv_geometry, 128, 4, CPU)
     runner = ModelRunner(
-        model, stores, max_rows=5, max_length=128, choosing=choosing, max_step_tokens=24, on_demand=True
+        model,
+        stores,
+        max_rows=5,
+        max_length=128,
+        choosing=choosing,
+        max_step_tokens=24,
+        on_demand=True,
+        recording=recording,
     )
     for _ in range(first):
         runner.prepare()
@@ -286,6 +299,19 @@ def test_a_step_in_which_nobody_draws_is_chosen_without_what_drawing_takes() -> 
     replayed, count = answers(PLAIN_CHOOSING._replace(choose=choose), [{"max_tokens": 40}, {}, *drawing, {}])
     assert seen >= {(False, Stages.GREEDY), (True, Stages.CHOOSY)} and (True, Stages.GREEDY) not in seen
     assert replayed == answers(None, [{"max_tokens": 40}, {}, *drawing, {}])[0] and count > 15
+
+
+def test_kernels_that_wait_are_never_recorded_and_rows_end_as_ever() -> None:
+    """Not even on demand, nor between steps; what ends rows on the device is the same."""
+    finished: list[Chosen] = []
+
+    def finish(chosen: Chosen, *given: Any) -> Tensor:
+        finished.append(chosen)
+        return PLAIN_CHOOSING.finish(chosen, *given)
+
+    never, none = answers(PLAIN_CHOOSING._replace(finish=finish), busily=True, recording=False)
+    assert never == answers(PLAIN_CHOOSING)[0]
+    assert none == 0 and finished
 
 
 def test_recording_while_others_run_changes_nothing_for_them(monkeypatch: pytest.MonkeyPatch) -> None:

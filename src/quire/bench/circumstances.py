@@ -32,7 +32,13 @@ def settings(built: Built) -> Facts:
     """What the engine that was measured ran on, derived numbers included."""
     resolved = asdict(built.resolved)
     del resolved["reasons"]
-    return {**resolved, "dtype": built.dtype, "kernels": built.kernels, "memory": asdict(built.memory)}
+    return {
+        **resolved,
+        "dtype": built.dtype,
+        "kernels": built.kernels,
+        "attention": list(built.attention),
+        "memory": asdict(built.memory),
+    }
 
 
 def machine(device: str) -> Facts:

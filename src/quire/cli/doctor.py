@@ -16,6 +16,7 @@ from quire.catalog.store import models_folder, present
 from quire.cli.console import out, size
 from quire.config import EngineConfig, resolve_dtype
 from quire.engine.machine import cpu_features, inspect, pick_device
+from quire.kernels.attention_choice import USUAL_NEEDS
 from quire.kernels.select import select_kernels
 from quire.version import __version__
 
@@ -50,6 +51,7 @@ def examine() -> list[Finding]:
     device = pick_device("auto")
     machine = inspect(device)
     dtype = resolve_dtype(EngineConfig(), machine)
+    kernels = select_kernels(device.type, USUAL_NEEDS)
     return [
         Finding("quire", f"{__version__} on Python {platform.python_version()}, {platform.system()}"),
         Finding("torch", str(torch.__version__)),
@@ -61,7 +63,8 @@ def examine() -> list[Finding]:
             "dtype",
             f"{dtype} ({'fast' if machine.fast_bfloat16 else 'bfloat16 would be slow'} on this machine)",
         ),
-        Finding("kernels", select_kernels(device.type).reason),
+        Finding("kernels", kernels.reason),
+        *([Finding("attention", " · ".join(kernels.attention))] if kernels.attention else []),
         _default_model(),
         _package("triton", "kernels for GPUs", 'pip install "quire[gpu]"'),
         _package("numba", "faster decode attention on CPUs", 'pip install "quire[cpu]"'),

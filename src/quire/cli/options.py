@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import click
 
-from quire.config import DTYPES, OVERCOMMITS, REGIMES, EngineConfig
+from quire.config import ATTENTION_BACKENDS, DTYPES, OVERCOMMITS, REGIMES, EngineConfig
 from quire.core.sampling import SamplingParams
 from quire.formats.checkpoint import GenerationDefaults
 
@@ -51,6 +51,8 @@ _ENGINE = (
                  help="Where the model runs."),
     click.option("--dtype", type=click.Choice(["auto", *DTYPES]), default="auto", show_default=True,
                  help="Number format of weights and KV cache."),
+    click.option("--attention-backend", type=click.Choice(ATTENTION_BACKENDS), default="auto", show_default=True,
+                 help="Whose attention runs on a GPU. auto: the fastest that is installed, as measured."),
     click.option("--max-model-len", type=Size(binary_k=True),
                  help="Longest prompt plus completion, e.g. 32k. auto: what model and memory allow."),
     click.option("--block-size", type=int, default=16, show_default=True, help="Tokens in a KV block."),

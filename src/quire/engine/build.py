@@ -21,7 +21,9 @@ from quire.engine.phases import Watch
 from quire.engine.planning import make_door, make_grammars, make_scheduler
 from quire.engine.stats import Facts
 from quire.formats.checkpoint import Checkpoint, Source
-from quire.kernels.select import select_kernels
+from quire.kernels.attention_choice import AttentionNeeds
+from quire.kernels.contract import AttentionRule
+from quire.kernels.select import Choice, select_kernels
 from quire.models.decoder import Decoder
 from quire.models.parameters import DecoderWeights
 from quire.runner.kv_store import KvStores, measure_transfer, new_store
@@ -54,6 +56,7 @@ class Built:
     dtype: str
     kernels: str
     memory: MemoryLedger
+    attention: tuple[str, ...] = ()  # reasons for who attends to what, where there is a choice
 
     @property
     def facts(self) -> Facts:
@@ -96,8 +99,8 @@ def build(
     spec = checkpoint.spec
     watch.done("config", f"context {spec.max_positions:,} · {spec.num_layers} layers · {spec.family}")
 
+    choice = _kernels(config, spec, _DTYPES[dtype], device, watch)
     weights = _weights(config, checkpoint, _DTYPES[dtype], device, watch)
-    choice = select_kernels(device.type)
     machine = inspect(device)
     resolved = resolve(config, spec, spec.kv_bytes_per_token(_DTYPES[dtype].itemsize), machine, serving=serving)
     model = Decoder(spec, weights, choice.kernels, resolved.max_model_len)
@@ -111,7 +114,36 @@ def build(
         resolved.num_host_blocks,
         choice.copy_blocks,
     )
-    runner = ModelRunner(
+    runner = _runner(model, stores, resolved, choice, serving)
+    watch.done("kv cache", _describe_cache(resolved))
+    before = inspect(device)
+    warm_up(model, stores)
+    watch.done("warm-up", choice.reason)
+    pace = _record(runner, watch, serving) if choice.choosing is not None and choice.recordable else None
+    costs = _costs(spec, weights, _DTYPES[dtype].itemsize, machine, resolved, stores, pace)
+    scheduler = _scheduler(config, resolved, costs, pace, serving)
+    engine = _engine(config, opened, resolved, scheduler, runner, observe)
+    memory = _ledger(weight_bytes, resolved, before, inspect(device))
+    watch.done("memory", memory.describe())
+    front = LocalFront(engine, tokenizer)
+    return Built(
+        name, engine, front, tokenizer, checkpoint, resolved, machine, dtype, choice.reason, memory, choice.attention
+    )
+
+
+def _kernels(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device, watch: Watch) -> Choice:
+    """Before the weights are read: whoever asked for attention that is not to be had waits for nothing."""
+    windows = dict.fromkeys(spec.window(layer) for layer in range(spec.num_layers))
+    rules = tuple(AttentionRule(spec.scale, window, spec.attention_softcap) for window in windows)
+    needs = AttentionNeeds(spec.num_heads, spec.num_kv_heads, spec.head_dim, dtype, config.block_size, rules)
+    choice = select_kernels(device.type, needs, config.attention_backend)
+    if choice.attention:
+        watch.done("attention", " · ".join(choice.attention))
+    return choice
+
+
+def _runner(model: Decoder, stores: KvStores, resolved: Resolved, choice: Choice, serving: bool) -> ModelRunner:
+    return ModelRunner(
         model,
         stores,
         max_rows=resolved.max_num_seqs,
@@ -119,19 +151,8 @@ def build(
         choosing=choice.choosing,
         max_step_tokens=resolved.max_num_batched_tokens,
         on_demand=not serving,
+        recording=choice.recordable,
     )
-    watch.done("kv cache", _describe_cache(resolved))
-    before = inspect(device)
-    warm_up(model, stores)
-    watch.done("warm-up", choice.reason)
-    pace = _record(runner, watch, serving) if choice.choosing is not None else None
-    costs = _costs(spec, weights, _DTYPES[dtype].itemsize, machine, resolved, stores, pace)
-    scheduler = _scheduler(config, resolved, costs, pace, serving)
-    engine = _engine(config, opened, resolved, scheduler, runner, observe)
-    memory = _ledger(weight_bytes, resolved, before, inspect(device))
-    watch.done("memory", memory.describe())
-    front = LocalFront(engine, tokenizer)
-    return Built(name, engine, front, tokenizer, checkpoint, resolved, machine, dtype, choice.reason, memory)
 
 
 def _record(runner: ModelRunner, watch: Watch, serving: bool) -> Pace | None:

@@ -1,15 +1,26 @@
 """Chooses the kernels for a device, and says why. The only place that knows which sets exist."""
 
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from quire.core.errors import ConfigError
+from quire.kernels.attention_choice import (
+    OWN_NAME,
+    PARTS,
+    AttentionNeeds,
+    Surroundings,
+    choose_attention,
+)
 from quire.kernels.choosing import Choosing
 from quire.kernels.contract import Kernels
 from quire.kernels.cpu import CpuKernels
+from quire.kernels.find_backends import find_backends
+from quire.kernels.gpu.backends.share import OWN, AttentionBackend, Backends
 from quire.kernels.reference import ReferenceKernels
 
 
@@ -20,24 +31,40 @@ class Choice(NamedTuple):
     reason: str
     choosing: Choosing | None = None  # None: tokens are chosen by tensor operations
     copy_blocks: Callable[[Tensor, Tensor, Tensor], None] | None = None  # None: block by block
+    attention: tuple[str, ...] = ()  # reasons for who attends to what, where there is a choice
+    recordable: bool = True  # whether a graph may hold a step of these kernels
 
 
-def select_kernels(name: str) -> Choice:
-    """By device ("cpu", "cuda") or, for tests, by name ("reference")."""
+def select_kernels(name: str, needs: AttentionNeeds | None = None, backend: str = "auto") -> Choice:
+    """By device ("cpu", "cuda") or, for tests, by name ("reference").
+
+    `backend`: who attends on a GPU. Unless the needs of the model are known, only our own kernels do.
+    """
+    if name != "cuda" and backend not in ("auto", OWN_NAME):
+        raise ConfigError(
+            f"The attention backend {backend} needs a GPU, and the device is the CPU. Use --device cuda, or leave "
+            f"--attention-backend away.",
+            param="attention_backend",
+        )
     if name == "cpu":
         kernels = CpuKernels()
         rows = "compiled by numba" if kernels.compiled else "by torch (install numba for faster ones)"
         products = "float32 times bfloat16 on its matrix unit" if kernels.exact else "packed bfloat16 weights"
         return Choice(kernels, f"the device is the CPU: {products}, norms and decode attention {rows}")
     if name == "cuda":
-        return _gpu_choice()
+        return _gpu_choice(needs, backend)
     if name == "reference":
         return Choice(ReferenceKernels(), "asked for by name: slow, and right by reading")
     raise ConfigError(f'There are no kernels for "{name}": choose "cpu" or "cuda".', param="device")
 
 
-def _gpu_choice() -> Choice:
+def _gpu_choice(needs: AttentionNeeds | None, backend: str) -> Choice:
     if find_spec("triton") is None:
+        if backend not in ("auto", OWN_NAME):
+            raise ConfigError(
+                f'The attention backend {backend} needs Triton beside it: pip install "quire[gpu]".',
+                param="attention_backend",
+            )
         return Choice(ReferenceKernels(), 'Triton is not installed (pip install "quire[gpu]"): the reference, slow')
     from quire.kernels.gpu.copies import copy_blocks  # a CPU never waits for Triton to be loaded
     from quire.kernels.gpu.cruise import cruise_rows
@@ -45,5 +72,45 @@ def _gpu_choice() -> Choice:
     from quire.kernels.gpu.kernels import GpuKernels
     from quire.kernels.gpu.sample import choose_tokens
 
+    backends, reasons = OWN, tuple[str, ...]()
+    if needs is not None:
+        here = Surroundings(torch.cuda.get_device_capability(), find_backends())
+        backends, reasons = settle_attention(backend, needs, here, torch.device("cuda"))
     reason = "the device is a GPU: products by torch, attention and all between by Triton"
-    return Choice(GpuKernels(), reason, Choosing(choose_tokens, finish_rows, cruise_rows), copy_blocks)
+    choosing = Choosing(choose_tokens, finish_rows, cruise_rows)
+    return Choice(GpuKernels(backends), reason, choosing, copy_blocks, reasons, backends.recordable)
+
+
+def settle_attention(
+    wanted: str, needs: AttentionNeeds, here: Surroundings, device: torch.device
+) -> tuple[Backends, tuple[str, ...]]:
+    """Choose, try what was chosen, and choose again without what failed. Refuses only what was asked for by name."""
+    from quire.kernels.gpu.backends.trial import Trial, tried
+
+    trials: dict[str, Trial] = {}
+    while True:
+        choice = choose_attention(wanted, needs, here)
+        for name in choice.others:
+            if name not in trials:
+                parts = [part for part in PARTS if getattr(choice, part) == name]
+                trials[name] = tried(partial(_load, name, device), parts, needs, device)
+                here = here.after_trial(name, trials[name].fault)
+        if not any(trials[name].fault for name in choice.others):
+            found = [trials[name].backend if name in trials else None for name in choice[: len(PARTS)]]
+            return Backends(*found), choice.reasons
+
+
+def _load(name: str, device: torch.device) -> AttentionBackend:
+    """A library is imported here, and only when it was chosen."""
+    if name == "torch":
+        from quire.kernels.gpu.backends.torch_varlen import TorchVarlen
+
+        return TorchVarlen()
+    if name == "fa3":
+        from quire.kernels.gpu.backends.fa3 import Fa3
+
+        return Fa3.load()
+    assert name == "flashinfer", name
+    from quire.kernels.gpu.backends.flashinfer import FlashInfer
+
+    return FlashInfer.load(device)

@@ -44,9 +44,10 @@ class ModelRunner:
         *,
         max_rows: int,
         max_length: int,
-        choosing: Choosing | None = None,  # with it, steps are recorded and replayed
+        choosing: Choosing | None = None,  # with it, steps are recorded and replayed if they can be
         max_step_tokens: int = 0,  # that recorded steps may have beside those of rows that cruise
         on_demand: bool = False,  # record before a step what steps like it were without for too long
+        recording: bool = True,  # False: the model's kernels wait for the device, which no recorded step may
     ) -> None:
         device = stores.device.device
         self.device = device
@@ -61,7 +62,7 @@ class ModelRunner:
         self.num_first = self.num_soon = 0  # shapes of steps that `prepare` records first, and soon after
         self._recorded: RecordedSteps | None = None
         self._said: Said | None = None
-        if choosing is not None:
+        if choosing is not None and recording:
             wanted = shapes_to_record(max_rows, max_step_tokens)
             shapes = [*wanted.first, *wanted.soon, *wanted.later]
             self.num_first, self.num_soon = len(wanted.first), len(wanted.soon)

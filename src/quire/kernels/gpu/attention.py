@@ -1,6 +1,7 @@
 """One step's attention on the GPU: rows of one query to the decode kernel, the others to a kernel for chunks.
 
-Prepared once a step and used by every layer. Knows which rows decode from the host alone and reads nothing back.
+Prepared once a step and used by every layer. Knows which rows decode from the host alone and reads nothing back. Where
+another library was chosen for a part of the step, that part is handed to it.
 """
 
 import torch
@@ -8,6 +9,7 @@ import triton
 from torch import Tensor
 
 from quire.kernels.contract import AttentionRule, Ragged
+from quire.kernels.gpu.backends.share import OWN, Backends, Share, ShareAttention
 from quire.kernels.gpu.chunk_attention import chunk_attention, chunk_scratch, chunk_tiles
 from quire.kernels.gpu.decode_attention import decode_attention, decode_tiles
 from quire.kernels.gpu.gather_context import TILE_KEYS, gather_context
@@ -21,15 +23,19 @@ _MOST_GATHERED_BYTES = 1 << 28
 class GpuAttention:
     """The first `num_decodes` sequences have one query each, so theirs are also the first tokens."""
 
-    __slots__ = ("_chunk_scratch", "_num_decodes", "_ragged", "_scratch", "_workspace")
+    __slots__ = (
+        "_chunk_scratch", "_num_decodes", "_others_chunks", "_others_decodes", "_ragged", "_scratch", "_workspace",
+    )  # fmt: skip
 
-    def __init__(self, ragged: Ragged, num_decodes: int) -> None:
+    def __init__(self, ragged: Ragged, num_decodes: int, backends: Backends = OWN) -> None:
         assert 0 <= num_decodes <= len(ragged.context_lengths), num_decodes
         self._ragged = ragged
         self._num_decodes = num_decodes
         self._scratch: SplitScratch | None = None
         self._chunk_scratch: SplitScratch | None = None
         self._workspace: Tensor | None = None
+        self._others_decodes = _decodes_of_others(ragged, num_decodes, backends)
+        self._others_chunks = _chunks_of_others(ragged, num_decodes, backends)
 
     def attend(self, query: Tensor, kv_layer: Tensor, rule: AttentionRule) -> Tensor:
         """query: [tokens, heads, dim]; kv_layer: [blocks, 2, block_size, kv_heads, dim], strided.
@@ -38,9 +44,15 @@ class GpuAttention:
         """
         num_tokens, heads, dim = query.shape
         output = torch.empty(num_tokens, heads * dim, dtype=query.dtype, device=query.device)
-        if self._num_decodes:
-            self._decode(query[: self._num_decodes], kv_layer, rule, output)
-        if self._num_decodes < len(self._ragged.context_lengths):
+        first, others = self._num_decodes, self._others_decodes
+        if others is not None and others.takes(kv_layer):
+            others.attend(query[:first], kv_layer, rule, output[:first])
+        elif first:
+            self._decode(query[:first], kv_layer, rule, output)
+        others = self._others_chunks
+        if others is not None and others.takes(kv_layer):
+            others.attend(query[first:], kv_layer, rule, output[first:])
+        elif first < len(self._ragged.context_lengths):
             self._attend_chunks(query, kv_layer, rule, output)
         return output
 
@@ -96,3 +108,26 @@ class GpuAttention:
             self._scratch = SplitScratch.allocate(*need, query.device)
         lengths = self._ragged.context_lengths[:rows]
         decode_attention(query, kv_layer, tables, lengths, rule, output, self._scratch, tiles)
+
+
+def _decodes_of_others(ragged: Ragged, num_decodes: int, backends: Backends) -> ShareAttention | None:
+    """The decodes, if there are any and they are not ours."""
+    if backends.decodes is None or not num_decodes:
+        return None
+    rows = slice(num_decodes)
+    starts = ragged.query_starts[: num_decodes + 1]
+    return backends.decodes.share(Share(ragged.tables[rows], starts, ragged.context_lengths[rows], max_queries=1))
+
+
+def _chunks_of_others(ragged: Ragged, num_decodes: int, backends: Backends) -> ShareAttention | None:
+    """The chunks, if there are any and they are not ours."""
+    num_chunks = len(ragged.context_lengths) - num_decodes
+    num_tokens = len(ragged.positions) - num_decodes
+    is_long = num_chunks == 1 and num_tokens >= _FEWEST_GATHERING
+    backend = backends.long_chunk if is_long else backends.chunks
+    if backend is None or not num_chunks:
+        return None
+    chunks = slice(num_decodes, None)
+    starts = ragged.query_starts[chunks]
+    starts = starts - num_decodes if num_decodes else starts
+    return backend.share(Share(ragged.tables[chunks], starts, ragged.context_lengths[chunks], num_tokens))

@@ -7,13 +7,20 @@ from torch import Tensor
 from quire.kernels.contract import AttentionRule, HeadNorm, Ragged, Rotation
 from quire.kernels.gpu import gates, norms, turns
 from quire.kernels.gpu.attention import GpuAttention
+from quire.kernels.gpu.backends.share import OWN, Backends
 from quire.kernels.gpu.skinny_product import fits, skinny_product
 
 
 class GpuKernels:
-    """Launches only: nothing here waits for the device or reads from it, so that a graph may hold it."""
+    """Launches only: nothing here waits for the device or reads from it, so that a graph may hold it.
+
+    Other libraries may do parts of the attention; theirs may wait (`Backends.recordable`).
+    """
 
     name = "gpu"
+
+    def __init__(self, backends: Backends = OWN) -> None:
+        self._backends = backends
 
     def activations(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
@@ -44,7 +51,7 @@ class GpuKernels:
         return gates.gate(gate_up, activation)
 
     def plan(self, ragged: Ragged, block_size: int) -> "GpuStep":
-        return GpuStep(ragged)
+        return GpuStep(ragged, self._backends)
 
 
 class GpuStep:
@@ -52,9 +59,9 @@ class GpuStep:
 
     __slots__ = ("_attention", "_slots")
 
-    def __init__(self, ragged: Ragged) -> None:
+    def __init__(self, ragged: Ragged, backends: Backends = OWN) -> None:
         self._slots = ragged.slots
-        self._attention = GpuAttention(ragged, ragged.num_decodes)
+        self._attention = GpuAttention(ragged, ragged.num_decodes, backends)
 
     def turn_and_write(self, qkv: Tensor, head_norm: HeadNorm | None, rotation: Rotation, kv_layer: Tensor) -> None:
         turns.turn_and_write(qkv, head_norm, rotation, self._slots, kv_layer)

@@ -1,0 +1,83 @@
+"""torch's own attention over ragged sequences, for one long chunk: its keys are gathered into one run first.
+
+Its form for pages wants blocks of 256 keys, and a torch later than 2.11. Knows nothing of when it is used.
+"""
+
+from collections.abc import Callable
+from inspect import signature
+
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+from quire.kernels.contract import AttentionRule
+from quire.kernels.gpu.backends.share import Share, window_left
+from quire.kernels.gpu.gather_context import TILE_KEYS, gather_context
+
+Attend = Callable[..., Tensor | tuple[Tensor, Tensor]]
+
+_MOST_GATHERED_BYTES = 1 << 28
+
+
+class TorchVarlen:
+    """For one sequence at a time."""
+
+    __slots__ = ("_attend", "_told")
+
+    recordable = True
+
+    def __init__(self, attend: Attend = varlen_attn) -> None:
+        self._attend = attend
+        grouped = "enable_gqa" in signature(attend).parameters  # earlier ones group heads without being told
+        self._told = {"enable_gqa": True} if grouped else {}
+
+    def share(self, share: Share) -> "GatheredChunk":
+        assert len(share.tables) == 1, share.tables.shape
+        return GatheredChunk(share, self._attend, self._told)
+
+
+class GatheredChunk:
+    """One chunk of a step; the workspace and the starts serve every layer."""
+
+    __slots__ = ("_attend", "_key_starts", "_share", "_told", "_workspace")
+
+    def __init__(self, share: Share, attend: Attend, told: dict[str, bool]) -> None:
+        self._share = share
+        self._attend = attend
+        self._told = told
+        lengths = share.context_lengths
+        self._key_starts = torch.cat([lengths.new_zeros(1), lengths])
+        self._workspace: Tensor | None = None
+
+    def takes(self, kv_layer: Tensor) -> bool:
+        num_keys = self._share.tables.shape[1] * kv_layer.shape[2]
+        return 2 * num_keys * kv_layer.stride(2) * kv_layer.element_size() <= _MOST_GATHERED_BYTES
+
+    def attend(self, query: Tensor, kv_layer: Tensor, rule: AttentionRule, output: Tensor) -> None:
+        assert not rule.softcap, "torch has no soft cap: whoever chooses knows"
+        run = self._gather(kv_layer)
+        keys, values = run.unbind(1)
+        answer = self._attend(
+            query,
+            keys,
+            values,
+            self._share.query_starts,
+            self._key_starts,
+            self._share.max_queries,
+            len(run),
+            scale=rule.scale,
+            window_size=(window_left(rule), 0),  # nothing behind the query is seen
+            **self._told,
+        )
+        assert isinstance(answer, Tensor), "nothing beside the answer was asked for"
+        output.view(query.shape).copy_(answer)
+
+    def _gather(self, kv_layer: Tensor) -> Tensor:
+        """[keys, 2, kv_heads, dim]."""
+        _, sides, block_size, kv_heads, dim = kv_layer.shape
+        table = self._share.tables[0]
+        if self._workspace is None:
+            num_keys = -(-len(table) * block_size // TILE_KEYS) * TILE_KEYS
+            self._workspace = kv_layer.new_empty(num_keys, sides, kv_heads, dim)
+        gather_context(kv_layer, table, self._share.context_lengths, self._workspace)
+        return self._workspace
