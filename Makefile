@@ -4,7 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 # The CPU wheel of this version serves machines without a GPU; override for another build.
 TORCH ?= torch==2.13.0
+# Two processes share the files of tests; a file's tests stay together, and so do the servers they start.
+WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Servers and commands are started by the hundred: what Python has compiled once, the next one finds.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: serve test test-gpu test-clients test-mutants test-chaos lint clean
 
@@ -12,7 +16,7 @@ serve: $(VENV)/.serve
 	$(BIN)/quire serve $(ARGS)
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest tests --ignore=tests/gpu --ignore=tests/chaos --ignore=tests/clients $(ARGS)
+	$(BIN)/python -m pytest tests --ignore=tests/gpu --ignore=tests/chaos --ignore=tests/clients $(WORKERS) $(ARGS)
 
 test-gpu: $(VENV)/.test
 	$(BIN)/python -m pytest tests/gpu -rs $(ARGS)

@@ -16,6 +16,9 @@ from quire.catalog.wheel import fetch
 
 if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined: before anything imports one
+# One thread for each process, for those that the tests start too: beside each other, threads that spin while they wait
+# for one another take the cores that somebody needs, and what takes a second takes minutes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 settings.register_profile(
     "ci",
@@ -27,7 +30,7 @@ settings.register_profile(
 )
 settings.load_profile("ci")
 
-TORCH_THREADS = 2
+TORCH_THREADS = 1
 
 
 @pytest.fixture(scope="session")

@@ -77,6 +77,10 @@ def test_importing_quire_is_light() -> None:
     assert loaded_by("import quire", "torch", "transformers", "huggingface_hub", "tokenizers") == ""
 
 
+def test_a_model_on_this_disk_is_opened_without_the_hub() -> None:
+    assert loaded_by("import quire.engine.opening", "torch", "huggingface_hub") == ""
+
+
 def test_help_is_light() -> None:
     code = (
         "import sys\nsys.argv = ['quire', '--help']\nfrom quire.cli.main import main\n"

@@ -19,6 +19,7 @@ from quire.engine.build import weights_of
 from quire.formats.opening import open_checkpoint
 from quire.kernels.cpu import CpuKernels
 from quire.models.decoder import Decoder
+from quire.models.parameters import DecoderWeights
 from quire.text.tokenizer import Tokenizer
 from tests.llm.prose import PROSE
 from tests.models.running import in_chunks, run
@@ -66,6 +67,37 @@ def twin(default_model_path: Path) -> Iterator[LlamaForCausalLM]:
     gc.collect()
 
 
+@pytest.fixture(scope="module")
+def rounded(default_model_path: Path) -> DecoderWeights:
+    """The weights in bfloat16, as both engines load them."""
+    return weights_of(open_checkpoint(default_model_path), torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def half(default_model_path: Path, rounded: DecoderWeights) -> LlamaForCausalLM:
+    """The rival: transformers in bfloat16."""
+    return as_llama(open_checkpoint(default_model_path).spec, rounded, torch.bfloat16)
+
+
+class Prose(NamedTuple):
+    """A long text, and what transformers says at every place of it."""
+
+    ids: list[int]
+    exact: torch.Tensor  # [places, vocabulary] float32, computed so from the weights in bfloat16
+    theirs: torch.Tensor  # the same, computed in bfloat16
+
+
+@pytest.fixture(scope="module")
+@torch.inference_mode()
+def prose(default_model_path: Path, rounded: DecoderWeights, half: LlamaForCausalLM) -> Prose:
+    checkpoint = open_checkpoint(default_model_path)
+    ids = Tokenizer.from_gguf(checkpoint.metadata).encode(PROSE)
+    assert len(ids) > 900
+    whole = torch.tensor([ids])
+    exact = as_llama(checkpoint.spec, rounded, torch.float32)
+    return Prose(ids, exact(whole).logits[0], half(whole).logits[0].float())
+
+
 @torch.inference_mode()
 def _generate(peer: LlamaForCausalLM, prompt: list[int]) -> list[int]:
     ids = torch.tensor([prompt])
@@ -90,21 +122,27 @@ def _logits(peer: LlamaForCausalLM, said: Continuation) -> torch.Tensor:
 
 
 def test_float32_gives_the_same_greedy_ids(default_model_path, twin):
+    """Token by token, after the very tokens that quire chose: as long as all agree, that is what the twin generates.
+
+    Its own loop is asked for the shortest and the longest prompt.
+    """
     continuations = _continuations(LLM(str(default_model_path), dtype="float32"))
     assert len(continuations) >= 20
-    assert max(len(said.prompt) for said in continuations) >= 300
+    by_length = sorted(continuations, key=lambda said: len(said.prompt))
+    assert len(by_length[-1].prompt) >= 300
     for said in continuations:
+        assert len(said.tokens) == NUM_NEW
+        assert said.tokens == _logits(twin, said).argmax(dim=-1).tolist(), said.prompt
+    for said in (by_length[0], by_length[-1]):
         assert said.tokens == _generate(twin, said.prompt), said.prompt
 
 
-def test_bfloat16_is_float32_up_to_near_ties_and_no_worse_than_transformers(default_model_path, twin):
+def test_bfloat16_is_float32_up_to_near_ties_and_no_worse_than_transformers(default_model_path, twin, half):
     """Judged token by token, after the very tokens that quire chose; float32 is the truth.
 
     Two bf16 computations differ by the roundings of both (measured: quire agrees with float32 on 526 of 528 tokens,
     transformers' bf16 on 510, the two with each other on 508), so agreement with transformers' bf16 says little.
     """
-    checkpoint = open_checkpoint(default_model_path)
-    half = as_llama(checkpoint.spec, weights_of(checkpoint, torch.bfloat16), torch.bfloat16)
     ours_true = theirs_true = total = 0
     for said in _continuations(LLM(str(default_model_path), dtype="bfloat16")):
         chosen = torch.tensor(said.tokens)
@@ -121,21 +159,15 @@ def test_bfloat16_is_float32_up_to_near_ties_and_no_worse_than_transformers(defa
 @torch.inference_mode()
 @pytest.mark.parametrize("use_tiles", [True, False], ids=["tiles", "oneDNN"])
 def test_bfloat16_logits_keep_the_promise_and_are_no_further_from_float32_than_transformers(
-    default_model_path, use_tiles
+    default_model_path, rounded, prose, use_tiles
 ):
     """The truth: transformers in float32 on the same weights, rounded to bfloat16 as both engines load them."""
     kernels = CpuKernels(use_tiles=use_tiles)
     if kernels.exact != use_tiles:
         pytest.skip("this CPU has no matrix unit, or numba is not installed")
-    checkpoint = open_checkpoint(default_model_path)
-    weights = weights_of(checkpoint, torch.bfloat16)
-    ids = Tokenizer.from_gguf(checkpoint.metadata).encode(PROSE)
-    assert len(ids) > 900
-    exact = as_llama(checkpoint.spec, weights, torch.float32)(torch.tensor([ids])).logits[0]
-    theirs = as_llama(checkpoint.spec, weights, torch.bfloat16)(torch.tensor([ids])).logits[0].float()
-    ours = run(Decoder(checkpoint.spec, weights, kernels, len(ids)), [ids], in_chunks([len(ids)], 128), block_size=16)[
-        0
-    ]
+    ids, exact, theirs = prose
+    decoder = Decoder(open_checkpoint(default_model_path).spec, rounded, kernels, len(ids))
+    ours = run(decoder, [ids], in_chunks([len(ids)], 128), block_size=16)[0]
     lost = exact.amax(dim=-1) - exact.gather(1, ours.argmax(dim=-1)[:, None])[:, 0]
     assert lost.max().item() <= (NEAR_TIE_EXACT if kernels.exact else NEAR_TIE)
     agreement = (lost == 0).float().mean().item()

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,8 @@ from typing import Any
 import pytest
 
 from quire.server.batch_lines import BadLine, Past, Reply, answered, read_line, refused
+from tests.cli.commands import QUIRE, Shell
 
-QUIRE = str(Path(sys.executable).with_name("quire"))
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 SCRIPT = """
 {"say": "Nobody knows.", "when": "secret"}
@@ -110,20 +109,25 @@ def test_from_stdin_to_stdout(script: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("absent.jsonl", "-o", "-"), b"Cannot read absent.jsonl"),
-        (("in.jsonl", "-o", "in.jsonl"), b"both the input and the output"),
-        (("in.jsonl", "-o", "no/such/folder.jsonl"), b"Cannot write no/such/folder.jsonl"),
-        (("in.jsonl", "-o", "foreign.jsonl"), b"foreign.jsonl: The output holds a line that is no answer"),
+        (("absent.jsonl", "-o", "-"), "Cannot read absent.jsonl"),
+        (("in.jsonl", "-o", "in.jsonl"), "both the input and the output"),
+        (("in.jsonl", "-o", "no/such/folder.jsonl"), "Cannot write no/such/folder.jsonl"),
+        (("in.jsonl", "-o", "foreign.jsonl"), "foreign.jsonl: The output holds a line that is no answer"),
     ],
 )
 def test_files_that_cannot_be(
-    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], words: bytes
+    script: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    words: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("in.jsonl").write_bytes(written([chat("1", "hi")]))
     Path("foreign.jsonl").write_text("name,age\n")
-    done = run(script, *arguments)
-    assert done.returncode not in (0, 1) and words in done.stderr, done.stderr.decode()
+    said = Shell(monkeypatch, capsys)("batch", *arguments, "--script", str(script), "--max-model-len", "1k")
+    assert said.status not in (0, 1) and words in " ".join(said.err.split()), said.err
     assert Path("foreign.jsonl").read_text() == "name,age\n"
 
 

@@ -56,7 +56,7 @@ def flood(name: str, num_characters: int) -> str:
 @pytest.mark.parametrize("name", FLOODS)
 @pytest.mark.parametrize("tool_format", FORMATS.values(), ids=lambda each: each.name)
 def test_work_grows_with_the_length(tool_format: ToolFormat, name: str) -> None:
-    whole, half = flood(name, 8000), flood(name, 4000)
+    whole, half = flood(name, 4000), flood(name, 2000)
     assert count_work(tool_format, [whole]) <= 2.2 * count_work(tool_format, [half]) + 200
     assert count_work(tool_format, list(whole)) <= 2.2 * count_work(tool_format, list(half)) + 200
 

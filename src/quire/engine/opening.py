@@ -1,9 +1,10 @@
 """From the name of a model to its file, its tokenizer and its end tokens. Loads no weights and needs no torch."""
 
+from pathlib import Path
 from typing import NamedTuple
 
-from quire.catalog.hub import fetch as fetch_hub
 from quire.catalog.locate import locate
+from quire.catalog.names import HubName
 from quire.catalog.progress import Report, ignore
 from quire.config import EngineConfig
 from quire.core.errors import ModelNotFound
@@ -50,12 +51,18 @@ def _find(config: EngineConfig, fetching: Report) -> tuple[str, Checkpoint]:
         if config.model is None:
             raise ModelNotFound("Dummy weights need the name of a shape, e.g. qwen3-0.6b.", param="model")
         return config.model, dummy_checkpoint(config.model)
-    located = locate(config.model, fetch_hub=fetch_hub, revision=config.revision, token=config.token, report=fetching)
+    located = locate(config.model, fetch_hub=_fetch_hub, revision=config.revision, token=config.token, report=fetching)
     if located.kind == "folder":
         return located.name, open_folder(located.path)
     from quire.formats.opening import open_checkpoint  # gguf is needed by those who read GGUF files alone
 
     return located.name, open_checkpoint(located.path)
+
+
+def _fetch_hub(wanted: HubName, *, revision: str | None, token: str | None, report: Report) -> Path:
+    from quire.catalog.hub import fetch  # the hub's client takes longer to load than the rest of a server's front
+
+    return fetch(wanted, revision=revision, token=token, report=report)
 
 
 def _tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
