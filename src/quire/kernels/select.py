@@ -7,6 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from quire.core.errors import ConfigError
+from quire.kernels.ahead import CompilingAhead
 from quire.kernels.choosing import Choosing
 from quire.kernels.contract import Kernels
 from quire.kernels.cpu import CpuKernels
@@ -20,6 +21,7 @@ class Choice(NamedTuple):
     reason: str
     choosing: Choosing | None = None  # None: tokens are chosen by tensor operations
     copy_blocks: Callable[[Tensor, Tensor, Tensor], None] | None = None  # None: block by block
+    ahead: CompilingAhead | None = None  # None: there is nothing to compile
 
 
 def select_kernels(name: str) -> Choice:
@@ -39,10 +41,12 @@ def select_kernels(name: str) -> Choice:
 def _gpu_choice() -> Choice:
     if find_spec("triton") is None:
         return Choice(ReferenceKernels(), 'Triton is not installed (pip install "quire[gpu]"): the reference, slow')
-    from quire.kernels.gpu.copies import copy_blocks  # a CPU never waits for Triton to be loaded
+    from quire.kernels.gpu.compiling import compile_first, compile_launched  # a CPU never waits for Triton to be loaded
+    from quire.kernels.gpu.copies import copy_blocks
     from quire.kernels.gpu.finish import finish_rows
     from quire.kernels.gpu.kernels import GpuKernels
     from quire.kernels.gpu.sample import choose_tokens
 
     reason = "the device is a GPU: products by torch, attention and all between by Triton"
-    return Choice(GpuKernels(), reason, Choosing(choose_tokens, finish_rows), copy_blocks)
+    ahead = CompilingAhead(compile_first, compile_launched)
+    return Choice(GpuKernels(), reason, Choosing(choose_tokens, finish_rows), copy_blocks, ahead)

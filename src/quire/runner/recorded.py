@@ -108,15 +108,25 @@ class RecordedSteps:
         self._place_rows(np.empty(0, dtype=np.int32))
         if shape is not None:
             self._missing.remove(shape)
-            self._place_chunks(shape, None)
-            rows = self._rows[: shape.rows]
-            chunks = self._views(shape) if shape.chunks else None
-            self._recorded[shape] = self._recorder.record(lambda: self._forward(rows, chunks))
+            self._recorded[shape] = self._recorder.record(self._work(shape))
             self._fits.clear()
         for count in self._counts_missing():
             self._choices[count] = self._recorder.record(partial(self._choose, count))
         if shape is not None:
             self._regrets.took(shape, time.perf_counter() - begun_s)
+
+    def rehearse(self, shapes: list[Shape]) -> None:
+        """Go through these once and record nothing: for whoever would see what they launch. Between steps."""
+        self._place_rows(np.empty(0, dtype=np.int32))
+        for shape in shapes:
+            self._work(shape)()
+        for count in sorted({shape.rows + shape.chunks for shape in shapes}):
+            self._choose(count)
+
+    def _work(self, shape: Shape) -> Replay:
+        """The model on a shape with nobody in it."""
+        self._place_chunks(shape, None)
+        return partial(self._forward, self._rows[: shape.rows], self._views(shape) if shape.chunks else None)
 
     @property
     def forgot(self) -> bool:

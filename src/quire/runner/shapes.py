@@ -42,6 +42,13 @@ class Wanted(NamedTuple):
     soon: list[Shape]
     later: list[Shape]
 
+    @property
+    def telling(self) -> list[Shape]:
+        """The fewest and smallest that between them run what the first and the soon do, but for other sizes of it."""
+        few = min((shape for shape in self.soon if not shape.chunks), default=None)
+        first = [shape for shape in self.first if shape.tokens <= _LONG]
+        return first if few is None else [*first, few]
+
 
 def shapes_to_record(max_rows: int, max_tokens: int) -> Wanted:
     """For steps of up to so many rows, and of up to so many tokens in all.
