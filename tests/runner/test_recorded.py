@@ -54,9 +54,7 @@ def test_shapes_waste_little_and_come_in_the_order_of_their_use(max_rows: int, m
 
 
 @given(max_rows=st.integers(1, 600), max_tokens=st.integers(0, 9000))
-def test_shapes_to_go_through_are_few_and_short_and_attend_in_every_way(
-    max_rows: int, max_tokens: int
-) -> None:
+def test_shapes_to_go_through_are_few_and_short_and_attend_in_every_way(max_rows: int, max_tokens: int) -> None:
     wanted = shapes_to_record(max_rows, max_tokens)
     telling = wanted.telling
     assert set(telling) <= {*wanted.first, *wanted.soon} and len(set(telling)) == len(telling) < 16
