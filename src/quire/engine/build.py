@@ -131,9 +131,9 @@ def build(
 
 
 def _rehearse(model: Decoder, stores: KvStores, runner: ModelRunner) -> None:
-    """All that is launched before anybody asks for anything, and more."""
-    warm_up(model, stores)
+    """All that is launched before anybody asks for anything, what takes long to compile first."""
     runner.rehearse()
+    warm_up(model, stores)
 
 
 def _record(runner: ModelRunner, watch: Watch, serving: bool) -> Pace | None:

@@ -118,10 +118,10 @@ class RecordedSteps:
     def rehearse(self, shapes: list[Shape]) -> None:
         """Go through these once and record nothing: for whoever would see what they launch. Between steps."""
         self._place_rows(np.empty(0, dtype=np.int32))
+        for count in {shape.rows + shape.chunks for shape in shapes}:
+            self._choose(count)
         for shape in shapes:
             self._work(shape)()
-        for count in sorted({shape.rows + shape.chunks for shape in shapes}):
-            self._choose(count)
 
     def _work(self, shape: Shape) -> Replay:
         """The model on a shape with nobody in it."""

@@ -44,10 +44,10 @@ class Wanted(NamedTuple):
 
     @property
     def telling(self) -> list[Shape]:
-        """The fewest and smallest that between them run what the first and the soon do, but for other sizes of it."""
-        few = min((shape for shape in self.soon if not shape.chunks), default=None)
-        first = [shape for shape in self.first if shape.tokens <= _LONG]
-        return first if few is None else [*first, few]
+        """A few that between them launch what the first and the soon do, the dearest to compile before others."""
+        few = [shape for shape in self.soon if not shape.chunks]
+        short = [shape for shape in self.first if shape.tokens <= _LONG]
+        return sorted(short + sorted(few)[:1], key=Shape.order, reverse=True)
 
 
 def shapes_to_record(max_rows: int, max_tokens: int) -> Wanted:
