@@ -75,6 +75,16 @@ def test_what_a_chunk_is_cut_to_is_recorded(max_rows: int, max_tokens: int) -> N
     assert shapes >= {(rows, size) for rows in rows_beside(max_rows) for size in prompt_sizes(rows, max_tokens)}
 
 
+@given(max_rows=st.integers(1, 600), max_tokens=st.integers(0, 9000))
+def test_shapes_to_go_through_are_few_and_short_and_attend_in_every_way(max_rows: int, max_tokens: int) -> None:
+    wanted = shapes_to_record(max_rows, max_tokens)
+    telling = wanted.telling
+    assert set(telling) <= {*wanted.first, *wanted.soon} and len(set(telling)) == len(telling) < 16
+    assert all(shape.tokens <= 2048 for shape in telling)
+    assert {Shape(1), Shape(max_rows)} <= set(telling)
+    assert {shape.chunks for shape in wanted.first} == {shape.chunks for shape in telling}
+
+
 class Recording:
     """A step that says what it saw, and chooses everybody's row as a token."""
 
@@ -122,6 +132,13 @@ def test_the_next_shape_takes_the_rows_and_nobody_fills_the_rest() -> None:
     step.record_all()
     steps.forward(np.array([1, 2, 3], np.int32))
     assert step.rows == [1, 2, 3, NOBODY]
+
+
+def test_a_rehearsal_goes_through_its_shapes_with_nobody_and_records_none() -> None:
+    step = Recording(Shape(4), Shape(2, 3, 8))
+    step.recorded.rehearse([Shape(2, 3, 8)])
+    assert step.rows == [NOBODY] * 2 and step.chunks["rows"] == [NOBODY] * 3
+    assert step.recorded.next_missing == Shape(4) and step.recorded.forward(np.array([1], np.int32)) is None
 
 
 def test_choices_that_are_forgotten_are_recorded_again() -> None:

@@ -11,6 +11,7 @@ from quire.config import EngineConfig, Machine, Resolved, resolve, resolve_dtype
 from quire.core.errors import ConfigError
 from quire.core.model import ModelSpec
 from quire.core.step import Runner
+from quire.engine.ahead import Ahead
 from quire.engine.costs import first_costs, usual_itl_s
 from quire.engine.engine import Engine
 from quire.engine.local import LocalFront
@@ -100,23 +101,19 @@ def build(
     watch.done("config", f"context {spec.max_positions:,} · {spec.num_layers} layers · {spec.family}")
 
     choice = _kernels(config, spec, _DTYPES[dtype], device, watch)
+    ahead = Ahead(choice.ahead)
     weights = _weights(config, checkpoint, _DTYPES[dtype], device, watch)
     machine = inspect(device)
     resolved = resolve(config, spec, spec.kv_bytes_per_token(_DTYPES[dtype].itemsize), machine, serving=serving)
     model = Decoder(spec, weights, choice.kernels, resolved.max_model_len)
     weight_bytes = _num_weight_bytes(weights)
     watch.done("weights", f"{weight_bytes / 2**30:.2f} GiB {dtype}")
-    stores = new_store(
-        model.kv_geometry,
-        resolved.num_blocks,
-        resolved.block_size,
-        device,
-        resolved.num_host_blocks,
-        choice.copy_blocks,
-    )
+    num_blocks, num_host_blocks = resolved.num_blocks, resolved.num_host_blocks
+    stores = new_store(model.kv_geometry, num_blocks, resolved.block_size, device, num_host_blocks, choice.copy_blocks)
     runner = _runner(model, stores, resolved, choice, serving)
     watch.done("kv cache", _describe_cache(resolved))
     before = inspect(device)
+    ahead.compile(lambda: _rehearse(model, stores, runner), machine.num_cores, watch)
     warm_up(model, stores)
     watch.done("warm-up", choice.reason)
     pace = _record(runner, watch, serving) if choice.choosing is not None and choice.recordable else None
@@ -153,6 +150,12 @@ def _runner(model: Decoder, stores: KvStores, resolved: Resolved, choice: Choice
         on_demand=not serving,
         recording=choice.recordable,
     )
+
+
+def _rehearse(model: Decoder, stores: KvStores, runner: ModelRunner) -> None:
+    """All that is launched before anybody asks for anything, what takes long to compile first."""
+    runner.rehearse()
+    warm_up(model, stores)
 
 
 def _record(runner: ModelRunner, watch: Watch, serving: bool) -> Pace | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
     """The array on the device, of the same type. Where the device is the CPU the two share their memory."""
     host = torch.from_numpy(np.ascontiguousarray(array))
-    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 def upload_integers(device: torch.device, *arrays: NDArray[np.integer]) -> tuple[Tensor, ...]:

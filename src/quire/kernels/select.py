@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.core.errors import ConfigError
+from quire.kernels.ahead import CompilingAhead
 from quire.kernels.attention_choice import (
     OWN_NAME,
     PARTS,
@@ -33,6 +34,7 @@ class Choice(NamedTuple):
     copy_blocks: Callable[[Tensor, Tensor, Tensor], None] | None = None  # None: block by block
     attention: tuple[str, ...] = ()  # reasons for who attends to what, where there is a choice
     recordable: bool = True  # whether a graph may hold a step of these kernels
+    ahead: CompilingAhead | None = None  # None: there is nothing to compile
 
 
 def select_kernels(name: str, needs: AttentionNeeds | None = None, backend: str = "auto") -> Choice:
@@ -66,6 +68,7 @@ def _gpu_choice(needs: AttentionNeeds | None, backend: str) -> Choice:
                 param="attention_backend",
             )
         return Choice(ReferenceKernels(), 'Triton is not installed (pip install "quire[gpu]"): the reference, slow')
+    from quire.kernels.gpu.compiling import compile_first, compile_launched
     from quire.kernels.gpu.copies import copy_blocks  # a CPU never waits for Triton to be loaded
     from quire.kernels.gpu.cruise import cruise_rows
     from quire.kernels.gpu.finish import finish_rows
@@ -78,7 +81,8 @@ def _gpu_choice(needs: AttentionNeeds | None, backend: str) -> Choice:
         backends, reasons = settle_attention(backend, needs, here, torch.device("cuda"))
     reason = "the device is a GPU: products by torch, attention and all between by Triton"
     choosing = Choosing(choose_tokens, finish_rows, cruise_rows)
-    return Choice(GpuKernels(backends), reason, choosing, copy_blocks, reasons, backends.recordable)
+    ahead = CompilingAhead(compile_first, compile_launched)
+    return Choice(GpuKernels(backends), reason, choosing, copy_blocks, reasons, backends.recordable, ahead)
 
 
 def settle_attention(

@@ -61,11 +61,13 @@ class ModelRunner:
         self._on_demand = on_demand
         self.num_first = self.num_soon = 0  # shapes of steps that `prepare` records first, and soon after
         self._recorded: RecordedSteps | None = None
+        self._telling: list[Shape] = []
         self._said: Said | None = None
         if choosing is not None and recording:
             wanted = shapes_to_record(max_rows, max_step_tokens)
             shapes = [*wanted.first, *wanted.soon, *wanted.later]
             self.num_first, self.num_soon = len(wanted.first), len(wanted.soon)
+            self._telling = wanted.telling
             self._said = Said.by(max(shape.rows + shape.chunks for shape in shapes), model.vocab_size, device)
             self._recorded = RecordedSteps(self._forward, self._choose, shapes, self._rows.nobody, device)
         self._ends = self._sampler.end_columns.end_ids
@@ -80,6 +82,12 @@ class ModelRunner:
         """Between steps, if there is time: record one more shape of steps. Without memory for it no more are."""
         if self._recorded is not None:
             self._record(self._recorded.next_missing)
+
+    @torch.inference_mode()
+    def rehearse(self) -> None:
+        """Go through steps that between them launch what most others do. Nobody takes part. Between steps."""
+        if self._recorded is not None:
+            self._recorded.rehearse(self._telling)
 
     def _record(self, shape: Shape | None) -> None:
         """Between steps: this one, and what became missing of others."""

@@ -9,6 +9,7 @@ without holding much more, is nobody's here: whoever asks builds it in the plain
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -110,15 +111,25 @@ class RecordedSteps:
         self._place_rows(np.empty(0, dtype=np.int32))
         if shape is not None:
             self._missing.remove(shape)
-            self._place_chunks(shape, None)
-            rows = self._rows[: shape.rows]
-            chunks = self._views(shape) if shape.chunks else None
-            self._recorded[shape] = self._recorder.record(lambda: self._forward(rows, chunks))
+            self._recorded[shape] = self._recorder.record(self._work(shape))
             self._fits.clear()
         for count, stages in sorted(self._choices_missing()):
             self._choices[count, stages] = self._recorder.record(partial(self._choose, count, stages))
         if shape is not None:
             self._regrets.took(shape, time.perf_counter() - begun_s)
+
+    def rehearse(self, shapes: list[Shape]) -> None:
+        """Go through these once and record nothing: for whoever would see what they launch. Between steps."""
+        self._place_rows(np.empty(0, dtype=np.int32))
+        for count, stages in product({shape.rows + shape.chunks for shape in shapes}, _STAGES):
+            self._choose(count, stages)
+        for shape in shapes:
+            self._work(shape)()
+
+    def _work(self, shape: Shape) -> Replay:
+        """The model on a shape with nobody in it."""
+        self._place_chunks(shape, None)
+        return partial(self._forward, self._rows[: shape.rows], self._views(shape) if shape.chunks else None)
 
     @property
     def forgot(self) -> bool:

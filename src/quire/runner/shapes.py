@@ -42,6 +42,13 @@ class Wanted(NamedTuple):
     soon: list[Shape]
     later: list[Shape]
 
+    @property
+    def telling(self) -> list[Shape]:
+        """A few that between them launch what the first and the soon do, the dearest to compile before others."""
+        few = [shape for shape in self.soon if not shape.chunks]
+        short = [shape for shape in self.first if shape.tokens <= _LONG]
+        return sorted(short + sorted(few)[:1], key=Shape.order, reverse=True)
+
 
 def shapes_to_record(max_rows: int, max_tokens: int) -> Wanted:
     """For steps of up to so many rows, and of up to so many tokens in all.

@@ -25,6 +25,7 @@ from quire.kernels.gpu.key_tile import (
     load_rows,
     score,
 )
+from quire.kernels.gpu.launch import launch
 from quire.kernels.gpu.split_merge import SplitScratch, is_last, merge_parts, store_part
 
 _SMALLEST_DOT = 16  # rows a tensor core takes
@@ -244,7 +245,8 @@ def chunk_attention(
         scratch = scratch or chunk_scratch(query, kv_heads, num_sequences, tiles, first_token)
         shares = (scratch.parts, scratch.maxima, scratch.sums, scratch.arrivals)
     rates = Rates.of(rule)
-    _chunk_kernel[(kv_heads, _num_tiles(num_tokens - first_token, num_sequences, tiles, group), tiles.splits)](
+    launch(
+        _chunk_kernel, (kv_heads, _num_tiles(num_tokens - first_token, num_sequences, tiles, group), tiles.splits),
         query, kv_layer, tables, query_starts, context_lengths, output, *shares,
         first_token, num_sequences, query.stride(0), query.stride(1), *kv_layer.stride()[:4],
         tables.stride(0), output.stride(0), rule.window, rates.rate, rates.cap_rate, tiles.min_tiles, tiles.splits,

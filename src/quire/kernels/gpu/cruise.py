@@ -7,6 +7,7 @@ from torch import Tensor
 
 from quire.core.ids import NULL_BLOCK
 from quire.kernels.choosing import PADDING, Cruise, RowColumns
+from quire.kernels.gpu.launch import launch, to_be_filled
 
 _COLUMNS = 1024  # of a block table, for one program
 
@@ -14,11 +15,12 @@ _COLUMNS = 1024  # of a block table, for one program
 def cruise_rows(rows: Tensor, columns: RowColumns, block_size: int) -> Cruise:
     """See `CruiseRows`."""
     num_rows, width = len(rows), columns.tables.shape[1]
-    numbers = torch.empty(5, num_rows, dtype=torch.int64, device=rows.device)
-    context_lengths = torch.empty(num_rows, dtype=torch.int32, device=rows.device)
-    tables = torch.empty(num_rows, width, dtype=torch.int32, device=rows.device)
+    numbers = to_be_filled((5, num_rows), torch.int64, rows.device)
+    context_lengths = to_be_filled((num_rows,), torch.int32, rows.device)
+    tables = to_be_filled((num_rows, width), torch.int32, rows.device)
     if num_rows:
-        _cruise[(num_rows, triton.cdiv(width, _COLUMNS))](
+        launch(
+            _cruise, (num_rows, triton.cdiv(width, _COLUMNS)),
             rows, *columns, numbers, context_lengths, tables, num_rows, width,
             BLOCK_SIZE=block_size, NULL_BLOCK=int(NULL_BLOCK), PADDING=PADDING, COLUMNS=_COLUMNS,
         )  # fmt: skip

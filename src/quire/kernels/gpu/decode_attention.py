@@ -24,6 +24,7 @@ from quire.kernels.gpu.key_tile import (
     load_rows,
     score,
 )
+from quire.kernels.gpu.launch import launch
 from quire.kernels.gpu.split_merge import SplitScratch, is_last, merge_parts, store_part
 
 _SMALLEST_DOT = 16  # rows a tensor core takes
@@ -165,7 +166,8 @@ def decode_attention(
     group = heads // kv_heads
     group_tight, dim_padded = triton.next_power_of_2(group), max(_SMALLEST_DOT, triton.next_power_of_2(dim))
     rates = Rates.of(rule)
-    _decode_kernel[(kv_heads, tiles.splits, rows)](
+    launch(
+        _decode_kernel, (kv_heads, tiles.splits, rows),
         query, kv_layer, tables, context_lengths, output,
         scratch.parts, scratch.maxima, scratch.sums, scratch.arrivals,
         query.stride(0), query.stride(1), *kv_layer.stride()[:4], tables.stride(0), output.stride(0),

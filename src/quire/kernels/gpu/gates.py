@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.gpu.launch import launch
+
 _NUMBERS = 1_024  # of a program: 16 bytes of halves for each of 128 threads
 _NUM_WARPS = 4
 
@@ -38,7 +40,9 @@ def gate(gate_up: Tensor, activation: str) -> Tensor:
     assert gate_up.stride(1) == 1, gate_up.stride()
     num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     output = torch.empty(num_tokens, width, dtype=gate_up.dtype, device=gate_up.device)
-    _gate[(num_tokens, triton.cdiv(width, _NUMBERS))](
+    launch(
+        _gate,
+        (num_tokens, triton.cdiv(width, _NUMBERS)),
         gate_up,
         output,
         gate_up.stride(0),

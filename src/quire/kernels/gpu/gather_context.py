@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.gpu.key_tile import block_ids, key_offsets
+from quire.kernels.gpu.launch import launch
 
 TILE_KEYS = 128  # the largest tile that may be read from the workspace
 _COPIED_KEYS = 16  # by a program, and of one side
@@ -45,7 +46,8 @@ def gather_context(
     assert len(workspace) % TILE_KEYS == 0 and workspace.is_contiguous(), workspace.shape
     assert kv_layer.stride(3) == dim and kv_layer.stride(4) == 1, kv_layer.stride()
     width = kv_heads * dim
-    _gather_kernel[(len(workspace) // _COPIED_KEYS, 2)](
+    launch(
+        _gather_kernel, (len(workspace) // _COPIED_KEYS, 2),
         kv_layer, table, context_length, workspace, *kv_layer.stride()[:3],
         KEYS=_COPIED_KEYS, TILE=TILE_KEYS, BLOCK_SIZE=block_size,
         WIDTH=width, WIDTH_PADDED=triton.next_power_of_2(width), num_warps=8,

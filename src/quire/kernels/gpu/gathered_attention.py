@@ -13,6 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from quire.kernels.contract import AttentionRule
 from quire.kernels.gpu.chunk_attention import ChunkTiles
 from quire.kernels.gpu.key_tile import LOWEST, Rates, divided, fold, score
+from quire.kernels.gpu.launch import launch
 
 
 def _tiles(dim: int, element_bytes: int) -> ChunkTiles:
@@ -106,7 +107,8 @@ def gathered_attention(
     tokens_per_tile = tiles.rows // group
     rates = Rates.of(rule)
     run = TensorDescriptor.from_tensor(workspace.flatten(1), [tiles.keys, dim])
-    _gathered_kernel[(kv_heads, -(-num_tokens // tokens_per_tile))](
+    launch(
+        _gathered_kernel, (kv_heads, -(-num_tokens // tokens_per_tile)),
         query, run, query_starts, context_length, output,
         query.stride(0), query.stride(1), output.stride(0), rule.window, rates.rate, rates.cap_rate,
         ROWS=tiles.rows, TOKENS=tokens_per_tile, TILE=tiles.keys, GROUP=group, DIM=dim,

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.gpu.launch import launch
+
 _WIDEST = 16_384  # numbers in a row: a program holds whole rows in registers
 _NUMBERS = 1_024  # a program's at least: narrow rows share one
 _NUMBERS_PER_WARP = 256  # 16 bytes of halves for each thread
@@ -96,7 +98,9 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     width, num_inner = x.shape[-1], x.shape[1] if x.dim() == 3 else 1
     num_rows, tiles = x.shape[0] * num_inner, _tiles(width)
     output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _norm_rows[(triton.cdiv(num_rows, tiles.rows),)](
+    launch(
+        _norm_rows,
+        (triton.cdiv(num_rows, tiles.rows),),
         x,
         weight,
         output,
@@ -122,7 +126,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) ->
     num_rows, width = x.shape
     tiles = _tiles(width)
     output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _add_norm_rows[(triton.cdiv(num_rows, tiles.rows),)](
+    launch(
+        _add_norm_rows,
+        (triton.cdiv(num_rows, tiles.rows),),
         x,
         residual,
         weight,

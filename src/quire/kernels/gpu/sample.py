@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.choosing import ChoiceTable, Chosen, Stages
+from quire.kernels.gpu.launch import launch
 from quire.kernels.gpu.likeliest import (
     BINS,
     bins_of,
@@ -86,17 +87,20 @@ def choose_tokens(
     every = (num_rows, num_tiles)
     source = (logits, logits.stride(0), vocab_size, num_tiles, rows)
     asked = (table.integers, table.integers.stride(0), table.floats, table.floats.stride(0))
-    _best[every](*source, *scratch, TILE=_TILE, CHOOSY=choosy, num_warps=_WARPS)
-    _weigh[every if random else (num_rows, 1)](
+    launch(_best, every, *source, *scratch, TILE=_TILE, CHOOSY=choosy, num_warps=_WARPS)
+    launch(
+        _weigh, every if random else (num_rows, 1),
         *source, *asked, *scratch, tokens, finite,
         TILE=_TILE, TILES=tiles, RANDOM=random, CHOOSY=choosy, num_warps=_WARPS,
     )  # fmt: skip
     if choosy:
-        _shortlist[every](
-            *source, *asked, *scratch, finite, TILE=_TILE, TILES=tiles, CAPACITY=_MAX_CANDIDATES, num_warps=_WARPS
-        )
+        launch(
+            _shortlist, every,
+            *source, *asked, *scratch, finite, TILE=_TILE, TILES=tiles, CAPACITY=_MAX_CANDIDATES, num_warps=_WARPS,
+        )  # fmt: skip
     if random:
-        _draw[(num_rows,)](
+        launch(
+            _draw, (num_rows,),
             *source, *asked, *scratch, positions, tokens, finite,
             TILE=_TILE, TILES=tiles, CHOOSY=choosy, CAPACITY=_MAX_CANDIDATES, num_warps=2 * _WARPS,
         )  # fmt: skip

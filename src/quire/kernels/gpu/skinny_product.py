@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.gpu.launch import launch
+
 _MOST_ROWS = 8  # the tensor cores take 16 as well as 8, but few are left who would ask
 _DOT_ROWS = 16  # what a tensor core takes: missing rows are zeros
 # Several rows: where the library is slower, measured on an H200 with layers of models from 0.1B to 8B. It is as fast
@@ -153,13 +155,15 @@ def skinny_product(x: Tensor, weight: Tensor, bias: Tensor | None, tiles: Skinny
     output = torch.empty(num_rows, out_width, dtype=x.dtype, device=x.device)
     groups = triton.cdiv(out_width, tiles.outs)
     if tiles.dots:
-        _dot_kernel[(groups,)](
+        launch(
+            _dot_kernel, (groups,),
             x, weight, bias, output, num_rows, out_width,
             IN=in_width, ROWS=_DOT_ROWS, OUTS=tiles.outs, SPLITS=tiles.warps, COLUMNS=tiles.columns,
             HAS_BIAS=bias is not None, num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
     else:
-        _sum_kernel[(num_rows, groups)](  # rows side by side: whoever reads the same weights reads them together
+        launch(
+            _sum_kernel, (num_rows, groups),  # rows side by side: whoever reads the same weights reads them together
             x, weight, bias, output, out_width,
             IN=in_width, OUTS=tiles.outs, COLUMNS=tiles.warps * tiles.columns,
             HAS_BIAS=bias is not None, num_warps=tiles.warps, num_stages=tiles.stages,

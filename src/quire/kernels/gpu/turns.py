@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.contract import HeadNorm, Rotation
+from quire.kernels.gpu.launch import launch
 
 _MANY_TOKENS = 128  # from here on there are programs enough with more heads in each
 _HEADS_OF_FEW, _HEADS_OF_MANY = 4, 16  # in one program at least; not measured
@@ -162,7 +163,9 @@ def turn_and_write(
     block_size, kv_heads = kv_layer.shape[2:4]
     rotary_dim = rotation.cos.shape[-1]
     tiles = _tiles(num_tokens, dim, rotary_dim)
-    _turn_and_write[(num_tokens, triton.cdiv(num_heads, tiles.heads))](
+    launch(
+        _turn_and_write,
+        (num_tokens, triton.cdiv(num_heads, tiles.heads)),
         qkv,
         kv_layer,
         slots,

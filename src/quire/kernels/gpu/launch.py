@@ -1,0 +1,56 @@
+"""The one door to the card: every launch of a Triton kernel goes through it. Knows nothing of what kernels do.
+
+In a rehearsal what would be launched is compiled and not launched. Whoever goes through a step there has all of its
+kernels compiled, and keeps no list of them.
+"""
+
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+from triton.runtime import KernelInterface
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+_ALIGNMENT = 16  # bytes: Triton compiles for tensors that begin at a multiple of it, and for others
+
+# What was launched in the rehearsal that this thread is in, as Triton tells launches apart, or finer; None: in none.
+_rehearsed: ContextVar[set[Hashable] | None] = ContextVar("quire_rehearsed", default=None)
+
+
+@contextmanager
+def rehearsal() -> Iterator[None]:
+    """In this thread nothing is launched meanwhile: tensors that kernels would fill hold anything."""
+    token = _rehearsed.set(set())
+    try:
+        yield
+    finally:
+        _rehearsed.reset(token)
+
+
+def launch(kernel: KernelInterface[object], grid: tuple[int, ...], *args: object, **constants: object) -> None:
+    rehearsed = _rehearsed.get()
+    if rehearsed is None:
+        kernel[grid](*args, **constants)
+        return
+    variant = (id(kernel), *map(_kind, args), *constants.items())
+    if variant not in rehearsed:  # most are of layers before: asking Triton takes a millisecond
+        rehearsed.add(variant)
+        kernel.warmup(*args, grid=grid, **constants)
+
+
+def to_be_filled(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What a kernel will fill that others find their way by: in a rehearsal, zeros."""
+    make = torch.empty if _rehearsed.get() is None else torch.zeros
+    return make(size, dtype=dtype, device=device)
+
+
+def _kind(arg: object) -> Hashable:
+    """All that a compilation can depend on."""
+    if isinstance(arg, Tensor):
+        return arg.dtype, arg.data_ptr() % _ALIGNMENT == 0
+    if isinstance(arg, TensorDescriptor):
+        return arg.base.dtype, tuple(arg.block_shape)
+    assert arg is None or isinstance(arg, int | float), arg
+    return arg

@@ -1,0 +1,117 @@
+"""Run in a process of its own, where kernels are compiled and not interpreted, for a card that need not be there.
+
+Prints a line of JSON: how many kernels were compiled ahead, what failed, and which of a runner's kernels a rehearsal of
+a few shapes finds, and which all shapes have.
+"""
+
+import json
+from concurrent.futures import Executor, Future
+
+import torch
+import triton
+from triton import AsyncCompileMode
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from quire.core.model import ModelSpec, RopeSpec
+from quire.kernels.gpu.compiling import compile_launched
+from quire.kernels.gpu.copies import copy_blocks
+from quire.kernels.gpu.gates import gate
+from quire.kernels.gpu.launch import launch, rehearsal
+from quire.kernels.select import select_kernels
+from quire.models.decoder import Decoder
+from quire.runner.kv_store import new_store
+from quire.runner.model_runner import ModelRunner
+from quire.runner.shapes import shapes_to_record
+from quire.weights.allocate import empty_weights
+
+SPEC = ModelSpec("llama", 2, 256, 4, 2, 64, 512, 997, 4096, 1e-5, RopeSpec(10_000.0, 64), tied_embeddings=True)
+META = torch.device("meta")
+
+
+class Card:
+    """A driver that knows its target, and takes code without running any."""
+
+    class utils:  # noqa: N801 -- as Triton's drivers have it
+        @staticmethod
+        def get_device_properties(device):
+            return {"max_shared_mem": 232_448}
+
+        @staticmethod
+        def load_binary(name, code, shared, device):
+            return "module", "function", 32, 0, 1024
+
+        @staticmethod
+        def unload_module(module):
+            pass
+
+    @staticmethod
+    def launcher_cls(source, metadata):
+        return lambda *args: None
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+@triton.jit
+def nonsense(x):
+    x.is_no_method_of_a_pointer()
+
+
+def compiled() -> dict[str, object]:
+    def play() -> None:
+        for width in (64, 128, 64):
+            gate(torch.empty(2, width, dtype=torch.bfloat16, device=META), "silu")
+        launch(nonsense, (1,), torch.empty(1, device=META))
+        copy_blocks(torch.empty(4, 32, device=META), *torch.zeros(2, 1, dtype=torch.int64, device=META))
+
+    done = compile_launched(play, 2)
+    broken = compile_launched(lambda: 1 // 0, 1)  # type: ignore[arg-type, return-value]
+    return {"num_kernels": done.num_kernels, "errors": done.errors, "broken": broken.errors}
+
+
+class Listing(Executor):
+    """Compiles nothing, and has a list of what it should have compiled."""
+
+    def __init__(self) -> None:
+        self.variants: list[str] = []
+
+    def submit(self, compile_kernel, /):
+        [source] = [c.cell_contents for c in compile_kernel.__closure__ if hasattr(c.cell_contents, "constants")]
+        self.variants.append(f"{source.fn.__name__} {source.signature} {source.constants} {source.attrs}")
+        listed: Future[object] = Future()
+        listed.set_exception(NotImplementedError())
+        return listed
+
+
+def variants_of(runner: ModelRunner) -> list[str]:
+    listing = Listing()
+    with AsyncCompileMode(listing, ignore_errors=True), rehearsal():
+        runner.rehearse()
+    return listing.variants
+
+
+def new_runner() -> ModelRunner:
+    choice = select_kernels("cuda")
+    model = Decoder(SPEC, empty_weights(SPEC, torch.bfloat16, META), choice.kernels, 16)
+    stores = new_store(model.kv_geometry, 1, 16, META)
+    return ModelRunner(model, stores, max_rows=48, max_length=4096, choosing=choice.choosing, max_step_tokens=4096)
+
+
+def found() -> dict[str, object]:
+    runner = new_runner()
+    few = variants_of(runner)
+    wanted = shapes_to_record(48, 4096)
+    runner._telling = [*wanted.first, *wanted.soon]
+    return {"few": few, "all": variants_of(runner)}
+
+
+if __name__ == "__main__":
+    driver.set_active(Card())
+    print(json.dumps(compiled() | found()))

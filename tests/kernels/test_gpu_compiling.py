@@ -1,0 +1,65 @@
+"""Kernels that are compiled ahead: a rehearsal launches nothing, and finds each variant that steps launch, once."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from threading import Thread
+
+import pytest
+import torch
+
+from quire.kernels.gpu.copies import copy_blocks
+from quire.kernels.gpu.launch import rehearsal
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """What tests/kernels/apart.py prints."""
+    told = {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("kernels")), "PYTHONPATH": ":".join(filter(None, sys.path))}
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | told
+    child = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.apart"],
+        env=environment,
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert child.returncode == 0, child.stderr
+    return json.loads(child.stdout.splitlines()[-1])
+
+
+def copied() -> bool:
+    store = torch.arange(2, device=DEVICE)[:, None].repeat(1, 8)
+    copy_blocks(store, *torch.tensor([[1], [0]], device=DEVICE))
+    return store[0, 0].item() == 1
+
+
+def test_nothing_is_launched_in_a_rehearsal_but_by_other_threads() -> None:
+    seen = []
+    with rehearsal():
+        seen.append(copied())
+        other = Thread(target=lambda: seen.append(copied()))
+        other.start()
+        other.join()
+    seen.append(copied())
+    assert seen == [False, True, True]
+
+
+def test_each_variant_is_compiled_once_and_one_that_fails_harms_no_other(apart: dict[str, list[str]]) -> None:
+    assert apart["num_kernels"] == 3, "one gate for both widths, a copy, and nonsense"
+    [error] = apart["errors"]
+    assert "is_no_method_of_a_pointer" in error
+    assert apart["broken"] == ["integer division or modulo by zero"], "a rehearsal that breaks off is told, not raised"
+
+
+def test_the_shapes_that_are_gone_through_tell_of_all_that_are_recorded_early(apart: dict[str, list[str]]) -> None:
+    few, everything = apart["few"], apart["all"]
+    assert set(few) == set(everything)
+    assert len(set(few)) == len(few), "no variant is compiled twice"
+    names = {variant.split()[0] for variant in few}
+    assert {"_decode_kernel", "_chunk_kernel", "_gathered_kernel", "_draw", "_sum_kernel", "_dot_kernel"} <= names
