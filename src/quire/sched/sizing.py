@@ -5,7 +5,7 @@ from itertools import takewhile
 from quire.sched.cost import CostTable, StepShape
 
 LEAST = 16  # tokens that a step prefills at any price, so that prompts never starve: one block
-PATIENCE_S = 0.08  # for which prompts wait behind each other; beyond it those who decode wait a little, too
+PATIENCE_S = 0.06  # for which prompts wait behind each other; beyond it those who decode wait a little, too
 
 
 def stretched(target_s: float, queue_s: float, most: float) -> float:
