@@ -40,7 +40,8 @@ folder.mkdir(exist_ok=True)
 settings = json.load(sys.stdin)
 since = float(sys.argv[sys.argv.index("--since") + 1])
 print("a remark")
-print(json.dumps({"first_token_s": since + 5, "phases": [["empty", float(empty), settings["model"]]]}))
+batch = " for batches" * ("--batch" in sys.argv)
+print(json.dumps({"first_token_s": since + 5, "phases": [["empty", float(empty), settings["model"] + batch]]}))
 """
 
 
@@ -67,6 +68,9 @@ def test_both_starts_are_told_for_people_and_for_programs(quire: Shell, monkeypa
         ("warm", "empty"),
     ]
     assert told["command"] == "quire bench startup --model tiny --json"
+    assert not told["batch"] and told["starts"][0]["phases"][0]["detail"] == "tiny"
+    told = json.loads(quire("bench", "startup", "--model", "tiny", "--batch", "--json").out)
+    assert told["batch"] and told["starts"][0]["phases"][0]["detail"] == "tiny for batches"
 
 
 def test_a_machine_that_has_little_comes_to_its_first_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -374,8 +374,8 @@ def test_regrets_add_up_by_shape_until_they_reach_the_cost_of_recording() -> Non
     chunk = Shape(3, 1, 3)
     assert regrets.worth(chunk, None, missing) is None, "no such was recorded: its cost is not known"
     regrets.took(Shape(4, 1, 16), 2.0)
-    assert regrets.better_built(chunk, Shape(4, 1, 8)), "1.5 s, and building takes 1"
-    assert not regrets.better_built(chunk, Shape(4, 1, 4)), "1 s as well"
+    assert regrets.better_built(chunk, Shape(4, 1, 9)), "1.625 s, and building takes 1"
+    assert not regrets.better_built(chunk, Shape(4, 1, 8)), "1.5 s: little more"
     assert not regrets.better_built(Shape(3, 1, 20), Shape(3, 1, 20)), "it computes as long, whoever launches it"
     tries = [regrets.worth(chunk, None, missing) for _ in range(8)]
     assert tries == [None] * 7 + [Shape(4, 1, 8)], "building costs 1 s, of which 0.75 pass while the device computes"

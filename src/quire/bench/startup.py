@@ -39,7 +39,7 @@ def measure_starts(
     *,
     repeats: int,
     say: Callable[[str], None],
-    child: Many[str] | None = None,  # in the place of `CHILD`
+    child: Many[str],  # `CHILD`, perhaps with more options
 ) -> list[Start]:
     """A cold start and a warm one, `repeats` times."""
     starts = []
@@ -47,7 +47,7 @@ def measure_starts(
         with tempfile.TemporaryDirectory(prefix="quire-kernels-") as folder:
             for caches in ("cold", "warm"):
                 say(f"repeat {number + 1} of {repeats}: {caches}")
-                starts.append(_start(config, caches, Path(folder), child or CHILD))
+                starts.append(_start(config, caches, Path(folder), child))
     return starts
 
 

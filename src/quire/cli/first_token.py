@@ -16,7 +16,7 @@ from quire.llm import LLM
 _PROMPT = list(range(1, 17))  # token ids that every model has
 
 
-def first_token(since_s: float, reached_s: float, torch_s: float) -> None:
+def first_token(since_s: float, reached_s: float, torch_s: float, serving: bool) -> None:
     """`since_s`: the process was started; then it came to its command, and then torch was imported."""
     config = EngineConfig(**json.load(sys.stdin))
     phases = [
@@ -30,7 +30,7 @@ def first_token(since_s: float, reached_s: float, torch_s: float) -> None:
         torch.zeros(1, device=device)
         torch.cuda.synchronize()
         watch.done("cuda", "context")
-    llm = LLM.over(build(config, watch))
+    llm = LLM.over(build(config, watch, serving=serving))
     llm.generate(_PROMPT, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True), progress=False)
     watch.done("first token", f"a prompt of {len(_PROMPT)} tokens")
     print(json.dumps({"first_token_s": time.monotonic(), "phases": phases}))

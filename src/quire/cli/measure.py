@@ -86,14 +86,17 @@ def latency(model: str | None, workloads: tuple[str, ...], requests: int | None,
 @click.command()
 @_model_option
 @click.option("--repeats", type=click.IntRange(1), default=1, show_default=True, help="Times both starts are made.")
+@click.option(
+    "--batch", is_flag=True, help="As an engine for batches starts, which records more steps before the first."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 @measured_engine_options
-def startup(model: str | None, repeats: int, as_json: bool, **given: object) -> None:
-    """What a fresh process does until its first token, with compiled kernels in its caches and without."""
+def startup(model: str | None, repeats: int, batch: bool, as_json: bool, **given: object) -> None:
+    """What a fresh process that serves does until its first token, with compiled kernels in its caches and without."""
     with waking():
         from quire.cli.startup_bench import startup as work
 
-    work(model, repeats, as_json, given)
+    work(model, repeats, batch, as_json, given)
 
 
 @click.command()
@@ -113,7 +116,8 @@ def kernels(heads: int, kv_heads: int, head_dim: int, as_json: bool) -> None:
 
 @click.command("first-token", hidden=True)
 @click.option("--since", "since_s", type=float, required=True, help="When this process was started.")
-def first_token(since_s: float) -> None:
+@click.option("--batch", is_flag=True, help="As an engine for batches.")
+def first_token(since_s: float, batch: bool) -> None:
     """What `startup` starts: reads settings from stdin, makes one token, and says how long each part took."""
     reached_s = time.monotonic()
     import torch  # noqa: F401  # timed by itself: it is most of all imports
@@ -121,7 +125,7 @@ def first_token(since_s: float) -> None:
     torch_s = time.monotonic()
     from quire.cli.first_token import first_token as work
 
-    work(since_s, reached_s, torch_s)
+    work(since_s, reached_s, torch_s, serving=not batch)
 
 
 @click.command(context_settings={"ignore_unknown_options": True})

@@ -8,6 +8,7 @@ from collections.abc import Sequence as Many
 
 from rich.table import Table
 
+from quire.bench import startup as measured
 from quire.bench.circumstances import circumstances
 from quire.bench.startup import Start, measure_starts
 from quire.cli.console import err, out
@@ -18,13 +19,14 @@ from quire.engine.machine import pick_device
 _CACHES = ("cold", "warm")
 
 
-def startup(model: str | None, repeats: int, as_json: bool, given: Mapping[str, object]) -> None:
+def startup(model: str | None, repeats: int, batch: bool, as_json: bool, given: Mapping[str, object]) -> None:
     config = engine_config(model, given)
-    starts = measure_starts(config, repeats=repeats, say=lambda text: err.print(text, style="dim"))
+    child = [*measured.CHILD, *(["--batch"] if batch else [])]
+    starts = measure_starts(config, repeats=repeats, child=child, say=lambda text: err.print(text, style="dim"))
     if as_json:
         plain = [{**start._asdict(), "phases": [phase._asdict() for phase in start.phases]} for start in starts]
         facts = circumstances(sys.argv[1:], pick_device(config.device).type)
-        print(json.dumps({"bench": "startup", "model": model, "starts": plain, **facts}))
+        print(json.dumps({"bench": "startup", "model": model, "batch": batch, "starts": plain, **facts}))
         return
     out.print(_table(starts, headline(config)))
     out.print("Medians, in seconds. Cold: no compiled kernels; files that were read before are in memory in both.")

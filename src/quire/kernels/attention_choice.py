@@ -83,17 +83,17 @@ class _Measured(NamedTuple):
     microseconds: Mapping[str, tuple[float, ...]]  # by name, for each shape
 
 
-# One H200, 32 query and 8 key heads of 128, bfloat16, blocks of 16: docs/performance/gpu.md, sections 2 and 3.
+# One H200, 32 query and 8 key heads of 128, bfloat16, blocks of 16, all in one run: docs/performance/gpu.md, section 11.
 # A library enters with a figure for every shape of a part; without figures nobody is chosen but by name.
 _MEASURED = {
     "decodes": _Measured(
-        ("1 × 1,024", "8 × 1,024", "64 × 1,024", "256 × 1,024", "64 × 4,096", "16 × 16,384"),
-        {"quire": (7.4, 14.9, 75.6, 247.9, 258.5, 255.0), "fa3": (12.0, 14.9, 78.1, 283.0, 258.0, 257.0)},
+        ("64 × 1,024", "256 × 1,024"),
+        {"quire": (78.7, 254.3), "fa3": (80.1, 277.2), "flashinfer": (108.1, 371.5)},
     ),
     "chunks": _Measured((), {}),
     "long_chunk": _Measured(
         ("2,048 tokens", "8,192 tokens"),
-        {"quire": (88.3, 1113.0), "fa3": (81.0, 904.0)},
+        {"quire": (88.9, 1112.8), "fa3": (75.1, 857.7), "torch": (186.4, 1778.8)},
     ),
 }
 

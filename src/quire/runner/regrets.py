@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from quire.runner.shapes import Shape
 
 _BUILDS = 2  # times that everything is launched to record it; a step that is built is launched once
+_LITTLE = 1.5  # times as long as it could take a step may take, rather than keep the host from all else
 
 
 class Regrets:
@@ -28,11 +29,11 @@ class Regrets:
         self._quickest_s[kind] = min(seconds, self._quickest_s.get(kind, seconds))
 
     def better_built(self, step: Shape, shape: Shape) -> bool:
-        """Whether a step takes longer in a shape that holds it than built launch by launch."""
+        """Whether a step takes much longer in a shape that holds it than built launch by launch."""
         recording_s = self._quickest_s.get(bool(step.chunks))
         if recording_s is None or self.token_s is None:
             return False
-        return self.token_s * shape.size > max(recording_s / _BUILDS, self.token_s * step.size)
+        return self.token_s * shape.size > _LITTLE * max(recording_s / _BUILDS, self.token_s * step.size)
 
     def worth(self, step: Shape, ran_as: Shape | None, missing: Iterable[Shape]) -> Shape | None:
         """The missing shape to record now, when a step runs as another or (None) is built launch by launch."""

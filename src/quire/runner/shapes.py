@@ -54,8 +54,7 @@ def shapes_to_record(max_rows: int, max_tokens: int) -> Wanted:
     """For steps of up to so many rows, and of up to so many tokens in all.
 
     First what can stand in for every other decode, one row alone, and a prompt that begins while many decode; soon
-    decodes by halves, a prompt alone, and as many prompts as a step takes; later a prompt beside fewer rows, with less
-    to spare, and smaller crowds.
+    decodes by halves and a prompt alone; later a prompt beside fewer rows, with less to spare, and many at once.
     """
     assert max_rows > 0 and max_tokens >= 0, (max_rows, max_tokens)
     decodes = [Shape(rows) for rows in _by_use(row_sizes(max_rows))]
@@ -70,10 +69,7 @@ def shapes_to_record(max_rows: int, max_tokens: int) -> Wanted:
         *(shape for rows in (0, max_rows) for shape in _prompts(rows, fine[rows], max_rows)),
     ]
     first = list(dict.fromkeys([*decodes[:2], *_prompts(max_rows, doubling, max_rows)]))
-    largest = [
-        shape for crowd in _CROWDS for rows in (0, max_rows) for shape in _crowds(rows, crowd, doubling[-1:], max_rows)
-    ]
-    soon = list(dict.fromkeys([*decodes[2:], *_prompts(0, doubling, max_rows), *largest]))
+    soon = list(dict.fromkeys([*decodes[2:], *_prompts(0, doubling, max_rows)]))
     return Wanted(first, soon, [shape for shape in dict.fromkeys(later) if shape not in (*first, *soon)])
 
 
