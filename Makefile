@@ -10,7 +10,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Servers and commands are started by the hundred: what Python has compiled once, the next one finds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve test test-gpu test-clients test-mutants test-chaos lint clean
+SANITIZED := tests/kernels/test_gpu_cruise.py tests/kernels/test_gpu_copies.py tests/kernels/test_gpu_elementwise.py
+
+.PHONY: serve test test-gpu sanitize test-clients test-mutants test-chaos lint clean
 
 serve: $(VENV)/.serve
 	$(BIN)/quire serve $(ARGS)
@@ -18,8 +20,13 @@ serve: $(VENV)/.serve
 test: $(VENV)/.test
 	$(BIN)/python -m pytest tests --ignore=tests/gpu --ignore=tests/chaos --ignore=tests/clients $(WORKERS) $(ARGS)
 
+# With a GPU the kernels' own tests run on it, too; without one, in Triton's interpreter, and tests/gpu is skipped.
 test-gpu: $(VENV)/.test
-	$(BIN)/python -m pytest tests/gpu -rs $(ARGS)
+	$(BIN)/python -m pytest tests/gpu tests/kernels/test_gpu_*.py -rs $(ARGS)
+
+# Accesses beyond memory in small tests of the kernels, on a GPU, with NVIDIA's compute-sanitizer.
+sanitize: $(VENV)/.test
+	compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python -m pytest $(SANITIZED) $(ARGS)
 
 # The clients people bring, each in its own environment below .venv-clients, against the real server.
 test-clients: $(VENV)/.test

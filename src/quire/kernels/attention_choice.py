@@ -83,7 +83,7 @@ class _Measured(NamedTuple):
     microseconds: Mapping[str, tuple[float, ...]]  # by name, for each shape
 
 
-# One H200, 32 query and 8 key heads of 128, bfloat16, blocks of 16, all in one run: docs/performance/gpu.md, section 11.
+# One H200, 32 query and 8 key heads of 128, bfloat16, blocks of 16, one run: docs/performance/gpu.md, section 11.
 # A library enters with a figure for every shape of a part; without figures nobody is chosen but by name.
 _MEASURED = {
     "decodes": _Measured(
