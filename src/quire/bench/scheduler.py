@@ -132,6 +132,9 @@ class Stand:
             self._add(1 + _LIFE * (number + 1) // setting.rows if self._turnover else life)
         while len(self.scheduler.books.room):
             self._turn()
+        num_gone = setting.rows - len(self.scheduler.books.families)  # while others still sat down
+        for number in range(num_gone):
+            self._add(1 + _LIFE * (number + 1) // num_gone)
         for _ in range(setting.waiting):
             self._add(_LIFE)
         self._settled = True
