@@ -141,8 +141,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete one or many prompts, each a text, a list of token ids or {"prompt_token_ids": ids}.
 
-        One `SamplingParams` serves all prompts, or there is one for each. If any is refused, none is answered. The
-        terms (`priority`, `tenant`, `cache_salt`, `timeout_s`) are those of each prompt.
+        One `SamplingParams` serves all prompts, or there is one for each. If any is refused, none is run. The terms
+        (`priority`, `tenant`, `cache_salt`, `timeout_s`) are those of each prompt.
         """
         many = _prompts(prompts)
         tickets = self._submit(many, self._params_for(many, sampling_params), Terms(**terms))
@@ -263,16 +263,10 @@ class LLM:
     def _submit(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], terms: Terms, *, pooled: bool = False
     ) -> list[Ticket]:
-        """Queue all of them. As soon as there is enough for a step it begins, while the others are queued."""
         tickets: list[Ticket] = []
-        step_tokens, num_tokens = self.built.resolved.max_num_batched_tokens, 0
         try:
             for prompt, wanted in zip(prompts, params, strict=True):
                 tickets.append(self.front.submit(prompt, wanted, terms=terms, pooled=pooled))
-                num_tokens += len(tickets[-1].prompt_ids)
-                if num_tokens >= step_tokens:
-                    self._turn()
-                    num_tokens = 0
         except BaseException:
             self._abort(tickets)
             raise
@@ -299,8 +293,7 @@ class LLM:
 
     def _run_with_bar(self, tickets: list[Ticket], bar: Progress) -> None:
         task = bar.add_task("generating", total=len(tickets), speed="")
-        pending = {ticket.request_id: ticket for ticket in tickets if not ticket.finished}
-        bar.update(task, completed=len(tickets) - len(pending))
+        pending = {ticket.request_id: ticket for ticket in tickets}
         num_tokens = 0
         while pending:
             for delta in self._turn():

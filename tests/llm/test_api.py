@@ -1,7 +1,6 @@
 """The offline API: prompts of every form, outputs of the known shape, chat, and who returns when."""
 
 import shutil
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -117,20 +116,6 @@ def test_one_refused_request_among_many_leaves_nothing_behind(llm):
         llm.generate([[5, 6], "fine", [5, VOCAB], "also fine"], GREEDY)
     assert scheduler.idle and not scheduler.books.families
     assert len(llm.generate(["fine", "also fine"], GREEDY)) == 2
-
-
-def test_the_first_step_begins_while_later_prompts_are_queued(llm, tiny_folder):
-    prompts = [[3 + index] * 5 for index in range(9)]
-    narrow = LLM(str(tiny_folder), dtype="float32", max_num_batched_tokens=16, max_num_seqs=8)
-    outputs = narrow.generate(prompts, [replace(GREEDY, max_tokens=1 + index % 3) for index in range(9)])
-    assert outputs[0].metrics.arrival_step == 0 < outputs[-1].metrics.arrival_step
-    alone = llm.generate(prompts, replace(GREEDY, max_tokens=3))
-    for index, (output, other) in enumerate(zip(outputs, alone, strict=True)):
-        assert output.outputs[0].token_ids == other.outputs[0].token_ids[: 1 + index % 3]
-    with pytest.raises(InvalidPrompt, match=str(VOCAB)):
-        narrow.generate([*prompts, [VOCAB]], GREEDY)
-    assert not narrow.built.engine.scheduler.books.families
-    assert [len(output.outputs) for output in narrow.generate(prompts, GREEDY)] == [1] * 9
 
 
 def test_chat_renders_the_models_template(llm):
