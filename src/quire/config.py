@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from quire.core.errors import ConfigError, shown
 from quire.core.model import ModelSpec
 
-MOST_SEATS = 256  # that are taken where nobody says how many
-_MOST_BATCH_SEATS = 512  # on a GPU, where nobody waits for his next token
+MOST_SEATS = 256  # of a server on a GPU, where nobody says how many
+_BATCH_SEATS = 512  # on a GPU, where nobody waits for his next token
+_CPU_SEATS = 64
 GIB = 1 << 30
 DTYPES = ("bfloat16", "float16", "float32")
 ATTENTION_BACKENDS = ("auto", "quire", "torch", "fa3", "flashinfer")
@@ -120,7 +121,8 @@ def resolve(
     """Settle all numbers for one model on one machine. Whoever serves people takes smaller steps than for a batch."""
     reasons: dict[str, str] = {}
     on_gpu = machine.device == "cuda"
-    usual_rows = (MOST_SEATS if serving else _MOST_BATCH_SEATS) if on_gpu else 64
+    usual_rows = (MOST_SEATS if serving else _BATCH_SEATS) if on_gpu else _CPU_SEATS
+    usual_rows = min(usual_rows, config.max_num_batched_tokens or usual_rows)
     rows = _pick(reasons, "max_num_seqs", config.max_num_seqs, usual_rows, machine.device)
     budget = _pick(
         reasons,

@@ -41,6 +41,8 @@ def test_everything_is_derived_and_says_from_what():
     }  # fmt: skip
     gpu = resolved(GPU)
     assert (gpu.max_num_seqs, gpu.max_num_batched_tokens, gpu.run_ahead) == (512, 8192, 1)
+    few = resolved(GPU, max_num_batched_tokens=300)
+    assert (few.max_num_seqs, few.max_num_batched_tokens) == (300, 300), "nobody asked for more seats than tokens"
     served = resolve(EngineConfig(), SPEC, PER_TOKEN, GPU, serving=True)
     assert (served.max_num_seqs, served.max_num_batched_tokens) == (256, 2048)
 

@@ -117,8 +117,7 @@ def test_the_loop_beats_and_says_how_it_stands(wire):
 
 
 def test_a_refused_order_and_an_unreadable_one_leave_the_others_alone(wire):
-    wire.send(order(1, [1, 2]))
-    wire.send(order(2, [VOCAB]), order(1, [5]))
+    wire.send(order(1, [1, 2]), order(2, [VOCAB]), order(1, [5]))  # at once: the first is still here
     refused, duplicate = wire.next(ProblemFrame), wire.next(ProblemFrame)
     assert (refused.number, refused.status, refused.param) == (2, 400, "prompt")
     assert (duplicate.number, duplicate.code) == (1, "duplicate_request")

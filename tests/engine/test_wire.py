@@ -63,8 +63,9 @@ def test_an_order_crosses_whole():
 
 
 def test_the_settings_cross_whole():
-    start = StartFrame(EngineConfig(model="m", threads=2, itl_target_ms=12.5), "script")
-    assert read_for_engine(crossed(start)) == start
+    for serving in (True, False):
+        start = StartFrame(EngineConfig(model="m", threads=2, itl_target_ms=12.5), "script", serving)
+        assert read_for_engine(crossed(start)) == start
 
 
 def test_progress_crosses_whole():

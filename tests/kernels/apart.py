@@ -72,8 +72,9 @@ def compiled() -> dict[str, object]:
         copy_blocks(torch.empty(4, 32, device=META), *torch.zeros(2, 1, dtype=torch.int64, device=META))
 
     done = compile_launched(play, 2)
+    left = [entry for cache, *_ in nonsense.device_caches.values() for entry in cache.values()]
     broken = compile_launched(lambda: 1 // 0, 1)  # type: ignore[arg-type, return-value]
-    return {"num_kernels": done.num_kernels, "errors": done.errors, "broken": broken.errors}
+    return {"num_kernels": done.num_kernels, "errors": done.errors, "broken": broken.errors, "left": len(left)}
 
 
 class Listing(Executor):

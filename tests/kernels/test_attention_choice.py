@@ -30,7 +30,7 @@ def refusal(name: str, here: Surroundings = HOPPER, **needs: object) -> str:
 
 def test_figures_choose_fa3_for_one_long_chunk_and_our_own_kernels_for_all_else():
     choice = choose_attention("auto", USUAL_NEEDS, HOPPER)
-    assert parts(choice) == ("quire", "quire", "fa3") and choice.others == ["fa3"]
+    assert parts(choice) == ("quire", "quire", "fa3") and choice.others == [("long_chunk", "fa3")]
     assert choice.reasons == (
         "decodes by quire: 254 µs at 256 × 1,024 on an H200, fa3 277, flashinfer 372",
         "one long chunk by fa3 1.2: 858 µs at 8,192 tokens on an H200, quire 1,113, torch 1,779",
@@ -112,7 +112,7 @@ def test_every_name_that_the_settings_know_is_known_here():
 
 def test_a_cpu_has_no_choice():
     assert select.select_kernels("cpu", USUAL_NEEDS, "quire").attention == ()
-    with pytest.raises(ConfigError, match=r"fa3 needs a GPU, and the device is the CPU\. Use --device cuda") as caught:
+    with pytest.raises(ConfigError, match=r"fa3 needs a GPU, and the device is the CPU\. Leave") as caught:
         select.select_kernels("cpu", USUAL_NEEDS, "fa3")
     assert caught.value.param == "attention_backend"
 

@@ -8,8 +8,8 @@ import torch
 from torch.nn.attention.varlen import varlen_attn
 
 from quire.core.errors import ConfigError
-from quire.kernels import select
-from quire.kernels.attention_choice import AttentionNeeds, Surroundings
+from quire.kernels import attention_choice, select
+from quire.kernels.attention_choice import PARTS, AttentionNeeds, Surroundings
 from quire.kernels.contract import AttentionRule
 from quire.kernels.find_backends import Found
 from quire.kernels.gpu import attention
@@ -19,7 +19,7 @@ from quire.kernels.gpu.backends.fa3 import Fa3, by_operator, by_wheel
 from quire.kernels.gpu.backends.flashinfer import FlashInfer, pages_of
 from quire.kernels.gpu.backends.share import OWN, Backends
 from quire.kernels.gpu.backends.torch_varlen import TorchVarlen
-from quire.kernels.gpu.backends.trial import tried
+from quire.kernels.gpu.backends.trial import trial_fault
 from tests.kernels import strangers
 from tests.kernels.steps import Part
 from tests.kernels.test_gpu_attention import DEVICE, Step
@@ -153,25 +153,26 @@ HERE_DEVICE = torch.device(DEVICE)
 
 def test_a_library_that_agrees_stands_its_trial():
     backend = fa3()
-    assert tried(lambda: backend, ["decodes", "chunks", "long_chunk"], NEEDS, HERE_DEVICE) == (backend, "")
+    for part in PARTS:
+        assert trial_fault(lambda: backend, part, NEEDS, HERE_DEVICE) == "", part
     flashinfer = FlashInfer(strangers.FlashInferWrapper)
-    assert tried(lambda: flashinfer, ["decodes"], NEEDS, HERE_DEVICE).fault == ""
-    assert tried(lambda: TorchVarlen(strangers.varlen_attn), ["long_chunk"], NEEDS, HERE_DEVICE).fault == ""
+    assert trial_fault(lambda: flashinfer, "decodes", NEEDS, HERE_DEVICE) == ""
+    assert trial_fault(lambda: TorchVarlen(strangers.varlen_attn), "long_chunk", NEEDS, HERE_DEVICE) == ""
 
 
 def test_a_library_that_forgets_the_window_is_found_out():
     def forgetful(*given, window_size, **named):
         return strangers.flash_attn_with_kvcache(*given, window_size=(-1, 0), **named)
 
-    fault = tried(lambda: fa3(stranger=forgetful), ["decodes"], NEEDS, HERE_DEVICE).fault
-    assert fault.startswith("decodes differ by ")
+    wide = NEEDS._replace(rules=(AttentionRule(0.3), AttentionRule(0.3, 4_096)))
+    assert trial_fault(lambda: fa3(stranger=forgetful), "decodes", wide, HERE_DEVICE).startswith("decodes differ by ")
     unwindowed = NEEDS._replace(rules=NEEDS.rules[:1])
-    assert tried(lambda: fa3(stranger=forgetful), ["decodes"], unwindowed, HERE_DEVICE).fault == ""
+    assert trial_fault(lambda: fa3(stranger=forgetful), "decodes", unwindowed, HERE_DEVICE) == ""
 
 
 def test_nan_is_no_agreement():
-    fault = tried(lambda: fa3(stranger=lambda q, *rest, **named: q * torch.nan), ["chunks"], NEEDS, HERE_DEVICE).fault
-    assert "differ by nan" in fault
+    nonsense = fa3(stranger=lambda q, *rest, **named: q * torch.nan)
+    assert "differ by nan" in trial_fault(lambda: nonsense, "chunks", NEEDS, HERE_DEVICE)
 
 
 def broken(*given, **named):
@@ -184,6 +185,26 @@ def test_auto_goes_on_without_what_fails_and_a_name_is_refused_with_the_reason(m
     assert backends == OWN and "fa3 not: it was tried and failed (RuntimeError: no kernel image)" in reasons
     with pytest.raises(ConfigError, match=r"fa3 cannot be used: it was tried and failed .*no kernel image"):
         select.settle_attention("fa3", NEEDS, HERE, HERE_DEVICE)
+
+
+def test_whoever_takes_over_a_part_is_tried_for_it_too(monkeypatch):
+    """fa3 is the best at one long chunk, and the second at decodes: there flashinfer is the best, and fails."""
+    figures = {
+        "decodes": {"quire": (3.0,), "fa3": (2.0,), "flashinfer": (1.0,)},
+        "chunks": {},
+        "long_chunk": {"quire": (2.0,), "fa3": (1.0,)},
+    }
+    measured = {part: attention_choice._Measured(("a shape",), micros) for part, micros in figures.items()}
+    monkeypatch.setattr(attention_choice, "_MEASURED", measured)
+
+    def good_for_chunks_alone(*given, max_seqlen_q, **named):
+        return strangers.flash_attn_with_kvcache(*given, max_seqlen_q=max_seqlen_q, **named) * (max_seqlen_q > 1)
+
+    others = {"fa3": fa3(stranger=good_for_chunks_alone), "flashinfer": fa3(stranger=broken)}
+    monkeypatch.setattr(select, "_load", lambda name, device: others[name])
+    backends, reasons = select.settle_attention("auto", NEEDS, HERE, HERE_DEVICE)
+    assert backends == OWN, "a library that fails at one part is trusted with none"
+    assert any(reason.startswith("fa3 not: it was tried and failed (decodes differ by") for reason in reasons), reasons
 
 
 def test_what_cannot_be_loaded_is_not_used(monkeypatch):

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kernels.choosing import Cruise, RowColumns
+from quire.kernels.choosing import NextTokens, RowColumns
 from quire.kernels.cruising import cruise_plainly
 from quire.kernels.gpu import cruise
 from quire.kernels.gpu.cruise import cruise_rows
@@ -34,7 +34,7 @@ def test_a_kernel_finds_what_tensor_operations_find(seed: int, max_rows: int, wi
         patch.setattr(cruise, "_COLUMNS", 16)
         found = cruise_rows(rows, columns, block_size)
     expected = cruise_plainly(rows, columns, block_size)
-    for name, mine, others in zip(Cruise._fields, found, expected, strict=True):
+    for name, mine, others in zip(NextTokens._fields, found, expected, strict=True):
         assert mine.dtype == others.dtype and torch.equal(mine, others), name
 
 

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from quire.core.errors import InvalidParameter
+from quire.engine.child import Child
+from quire.engine.wire import StartFrame
 from quire.server.batch_lines import BadLine, Past, Reply, answered, read_line, refused
 from tests.cli.commands import QUIRE, Shell
 
@@ -129,6 +132,23 @@ def test_files_that_cannot_be(
     said = Shell(monkeypatch, capsys)("batch", *arguments, "--script", str(script), "--max-model-len", "1k")
     assert said.status not in (0, 1) and words in " ".join(said.err.split()), said.err
     assert Path("foreign.jsonl").read_text() == "name,age\n"
+
+
+def test_an_engine_for_a_file_is_one_for_batches(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a GPU it has more seats and longer steps than a server's."""
+    started: list[StartFrame] = []
+
+    def send(child: Child, message: StartFrame) -> None:
+        started.append(message)
+        raise InvalidParameter("Seen enough.", param="test")
+
+    monkeypatch.setattr(Child, "send", send)
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(written([chat("1", "hi")]))
+    said = Shell(monkeypatch, capsys)("batch", str(path), "-o", "-", "--script", str(script), "--max-model-len", "1k")
+    assert "Seen enough." in said.err and [start.serving for start in started] == [False]
 
 
 @pytest.mark.parametrize(

@@ -38,16 +38,18 @@ def measure_starts(
     config: EngineConfig,
     *,
     repeats: int,
+    batch: bool = False,  # an engine for batches, not for a server
     say: Callable[[str], None],
-    child: Many[str],  # `CHILD`, perhaps with more options
+    child: Many[str] | None = None,  # in the place of `CHILD`
 ) -> list[Start]:
     """A cold start and a warm one, `repeats` times."""
+    command = [*(child or CHILD), *(["--batch"] if batch else [])]
     starts = []
     for number in range(repeats):
         with tempfile.TemporaryDirectory(prefix="quire-kernels-") as folder:
             for caches in ("cold", "warm"):
                 say(f"repeat {number + 1} of {repeats}: {caches}")
-                starts.append(_start(config, caches, Path(folder), child))
+                starts.append(_start(config, caches, Path(folder), command))
     return starts
 
 

@@ -43,6 +43,7 @@ def batch(source: str, target: str, model: str | None, given: Mapping[str, Any])
             aliases=tuple(given["aliases"]),
             chat_template=None if template is None else template.read_text(encoding="utf-8"),
             max_waiting=config.max_waiting or _MAX_WAITING,
+            serving=False,
         )
         past = _past(target)
         with _bar(source) as bar:

@@ -8,7 +8,6 @@ from collections.abc import Sequence as Many
 
 from rich.table import Table
 
-from quire.bench import startup as measured
 from quire.bench.circumstances import circumstances
 from quire.bench.startup import Start, measure_starts
 from quire.cli.console import err, out
@@ -21,8 +20,7 @@ _CACHES = ("cold", "warm")
 
 def startup(model: str | None, repeats: int, batch: bool, as_json: bool, given: Mapping[str, object]) -> None:
     config = engine_config(model, given)
-    child = [*measured.CHILD, *(["--batch"] if batch else [])]
-    starts = measure_starts(config, repeats=repeats, child=child, say=lambda text: err.print(text, style="dim"))
+    starts = measure_starts(config, repeats=repeats, batch=batch, say=lambda text: err.print(text, style="dim"))
     if as_json:
         plain = [{**start._asdict(), "phases": [phase._asdict() for phase in start.phases]} for start in starts]
         facts = circumstances(sys.argv[1:], pick_device(config.device).type)

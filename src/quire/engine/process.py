@@ -61,7 +61,7 @@ def _build(order: StartFrame, watch: Watch) -> tuple[Engine, Facts]:
         return build_scripted(order.config, Path(order.script), watch)
     from quire.engine.build import build
 
-    built = build(order.config, watch, serving=True)
+    built = build(order.config, watch, serving=order.serving)
     return built.engine, built.facts
 
 

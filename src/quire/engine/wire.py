@@ -37,6 +37,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True):
 class StartFrame(Message, tag=1, frozen=True):
     config: EngineConfig
     script: str | None  # the path of a scripted model's lines, in the place of a model
+    serving: bool = True  # False: nobody waits for his next token
 
 
 class OrderFrame(Message, tag=2, frozen=True):

@@ -50,8 +50,13 @@ class AttentionChoice(NamedTuple):
     reasons: tuple[str, ...]
 
     @property
-    def others(self) -> list[str]:
-        return [name for name in dict.fromkeys(self[:3]) if name != OWN_NAME]
+    def by_part(self) -> dict[str, str]:
+        return {part: getattr(self, part) for part in PARTS}
+
+    @property
+    def others(self) -> list[tuple[str, str]]:
+        """Part and name, where it is not we who do it."""
+        return [(part, name) for part, name in self.by_part.items() if name != OWN_NAME]
 
 
 class _Ability(NamedTuple):
@@ -59,16 +64,16 @@ class _Ability(NamedTuple):
 
     parts: tuple[str, ...]
     oldest: tuple[int, int]  # compute capability
-    newest: tuple[int, int]  # the first that is too new
+    newest: tuple[int, int] | None  # the first that is too new; None: none is
     softcap: bool
     note: str = ""
 
 
 _ABILITIES = {
-    "torch": _Ability(("long_chunk",), (8, 0), (99, 0), softcap=False, note="it has no pages of our size"),
+    "torch": _Ability(("long_chunk",), (8, 0), None, softcap=False, note="it has no pages of our size"),
     "fa3": _Ability(("decodes", "chunks", "long_chunk"), (9, 0), (10, 0), softcap=True),
     "flashinfer": _Ability(
-        ("decodes",), (8, 0), (99, 0), softcap=True,
+        ("decodes",), (8, 0), None, softcap=True,
         note="it plans with lengths on the host, so steps are not recorded but built launch by launch",
     ),
 }  # fmt: skip
@@ -139,7 +144,8 @@ def _refusal(name: str, needs: AttentionNeeds, here: Surroundings) -> str:
         return f"it needs {found.missing}"
     if found.fault:
         return f"it was tried and failed ({found.fault})"
-    if not ability.oldest <= here.capability < ability.newest:
+    too_new = ability.newest is not None and here.capability >= ability.newest
+    if too_new or here.capability < ability.oldest:
         major, minor = here.capability
         return f"it is not for GPUs of compute capability {major}.{minor}, but for {_span(ability)}"
     if needs.dtype not in _DTYPES:
@@ -153,7 +159,7 @@ def _refusal(name: str, needs: AttentionNeeds, here: Surroundings) -> str:
 
 def _span(ability: _Ability) -> str:
     major, minor = ability.oldest
-    return f"{major}.{minor} and later" if ability.newest > (90, 0) else f"{major}.x"
+    return f"{major}.{minor} and later" if ability.newest is None else f"{major}.x"
 
 
 def _fastest(part: str, fit: list[str]) -> str:

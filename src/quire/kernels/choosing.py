@@ -86,7 +86,7 @@ class RowColumns(NamedTuple):
     alive: Tensor  # [max_rows] bool
 
 
-class Cruise(NamedTuple):
+class NextTokens(NamedTuple):
     """The next token of some rows: which, where, and what it sees. Whoever is not alive sees nothing, says nothing, and
     writes to the null block."""
 
@@ -107,7 +107,7 @@ class CruiseRows(Protocol):
         rows: Tensor,  # [n] int64, none of them padding
         columns: RowColumns,
         block_size: int,
-    ) -> Cruise: ...
+    ) -> NextTokens: ...
 
 
 class Choosing(NamedTuple):

@@ -4,14 +4,14 @@ import torch
 from torch import Tensor
 
 from quire.core.ids import NULL_BLOCK
-from quire.kernels.choosing import PADDING, Cruise, RowColumns
+from quire.kernels.choosing import PADDING, NextTokens, RowColumns
 
 
-def cruise_plainly(rows: Tensor, columns: RowColumns, block_size: int) -> Cruise:
+def cruise_plainly(rows: Tensor, columns: RowColumns, block_size: int) -> NextTokens:
     """See `CruiseRows`."""
     lengths, alive = columns.lengths[rows], columns.alive[rows]
     positions = lengths - 1
-    return Cruise(
+    return NextTokens(
         tokens=columns.last_tokens[rows],
         positions=positions,
         slots=slots_of(rows, positions, columns, block_size),

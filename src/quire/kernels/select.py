@@ -12,7 +12,6 @@ from quire.core.errors import ConfigError
 from quire.kernels.ahead import CompilingAhead
 from quire.kernels.attention_choice import (
     OWN_NAME,
-    PARTS,
     AttentionNeeds,
     Surroundings,
     choose_attention,
@@ -44,8 +43,8 @@ def select_kernels(name: str, needs: AttentionNeeds | None = None, backend: str 
     """
     if name != "cuda" and backend not in ("auto", OWN_NAME):
         raise ConfigError(
-            f"The attention backend {backend} needs a GPU, and the device is the CPU. Use --device cuda, or leave "
-            f"--attention-backend away.",
+            f"The attention backend {backend} needs a GPU, and the device is the CPU. Leave --attention-backend away, "
+            f"or use --device cuda where there is one.",
             param="attention_backend",
         )
     if name == "cpu":
@@ -89,19 +88,27 @@ def settle_attention(
     wanted: str, needs: AttentionNeeds, here: Surroundings, device: torch.device
 ) -> tuple[Backends, tuple[str, ...]]:
     """Choose, try what was chosen, and choose again without what failed. Refuses only what was asked for by name."""
-    from quire.kernels.gpu.backends.trial import Trial, tried
+    from quire.kernels.gpu.backends.trial import trial_fault
 
-    trials: dict[str, Trial] = {}
+    loaded: dict[str, AttentionBackend] = {}
+    good: set[tuple[str, str]] = set()
     while True:
         choice = choose_attention(wanted, needs, here)
-        for name in choice.others:
-            if name not in trials:
-                parts = [part for part in PARTS if getattr(choice, part) == name]
-                trials[name] = tried(partial(_load, name, device), parts, needs, device)
-                here = here.after_trial(name, trials[name].fault)
-        if not any(trials[name].fault for name in choice.others):
-            found = [trials[name].backend if name in trials else None for name in choice[: len(PARTS)]]
-            return Backends(*found), choice.reasons
+        untried = [(part, name) for part, name in choice.others if (part, name) not in good]
+        if not untried:
+            return Backends(**{part: loaded.get(name) for part, name in choice.by_part.items()}), choice.reasons
+        part, name = untried[0]
+        fault = trial_fault(partial(_loaded, name, device, loaded), part, needs, device)
+        if fault:
+            here = here.after_trial(name, fault)
+        else:
+            good.add((part, name))
+
+
+def _loaded(name: str, device: torch.device, loaded: dict[str, AttentionBackend]) -> AttentionBackend:
+    if name not in loaded:
+        loaded[name] = _load(name, device)
+    return loaded[name]
 
 
 def _load(name: str, device: torch.device) -> AttentionBackend:

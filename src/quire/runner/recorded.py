@@ -66,6 +66,7 @@ Forward = Callable[[Tensor, ChunkInputs | None], Tensor]
 Choose = Callable[[int, Stages], Tensor]
 
 _STAGES = (Stages.GREEDY, Stages.CHOOSY)  # a choice is recorded for each
+_CHOICES_AT_ONCE = 4  # are recorded, where many are missing: steps wait for it
 
 
 class RecordedSteps:
@@ -106,14 +107,16 @@ class RecordedSteps:
         return self._missing[0] if self._missing else None
 
     def record(self, shape: Shape | None) -> None:
-        """This one that is missing, and what is missing of others. Between steps."""
+        """This one that is missing, and a few choices that are missing of others. Between steps."""
         begun_s = time.perf_counter()
         self._place_rows(np.empty(0, dtype=np.int32))
         if shape is not None:
             self._missing.remove(shape)
             self._recorded[shape] = self._recorder.record(self._work(shape))
             self._fits.clear()
-        for count, stages in sorted(self._choices_missing()):
+        own = set() if shape is None else {shape.rows + shape.chunks}
+        missing = sorted(self._choices_missing(), key=lambda choice: (choice[0] not in own, choice))
+        for count, stages in missing[:_CHOICES_AT_ONCE]:
             self._choices[count, stages] = self._recorder.record(partial(self._choose, count, stages))
         if shape is not None:
             self._regrets.took(shape, time.perf_counter() - begun_s)

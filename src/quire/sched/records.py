@@ -18,7 +18,7 @@ from quire.core.step import Candidates, Ended, FinishReason
 from quire.sched.packing import Packer, Unpacker, Unreadable
 
 MAGIC = b"quire journal\n"
-VERSION = 1
+VERSION = 2
 
 _REASONS = (
     FinishReason.STOP,

@@ -69,6 +69,7 @@ class Plan:
     max_waiting: int = 1024
     max_waiting_tokens: int = 4_000_000
     drain_s: float = 30.0
+    serving: bool = True  # False: a file of requests, none of which is in a hurry
 
 
 def behind_turnstile(config: EngineConfig, max_waiting: int) -> EngineConfig:
@@ -138,7 +139,9 @@ class House:
         clock = time.monotonic
         self.service = Service(plan.opened.tokenizer, clock)
         config = behind_turnstile(plan.config, plan.max_waiting)
-        self.supervisor = Supervisor(config, plan.script, self.service, clock=clock, phase=listeners.phase)
+        self.supervisor = Supervisor(
+            config, plan.script, self.service, clock=clock, phase=listeners.phase, serving=plan.serving
+        )
         turnstile = Turnstile(
             self.service,
             lambda: self.supervisor.health,

@@ -48,9 +48,9 @@ class Supervisor:
         *,
         clock: Callable[[], float],
         phase: Callable[[Phase], None] = lambda phase: None,
+        serving: bool = True,  # False: nobody waits for his next token
     ) -> None:
-        self._config = config
-        self._script = script
+        self._order = StartFrame(config, script, serving)
         self._service = service
         self._clock = clock
         self._phase = phase
@@ -137,7 +137,7 @@ class Supervisor:
 
         child = self._child = Child(hear, end)
         child.start()
-        child.send(StartFrame(self._config, self._script))
+        child.send(self._order)
 
     def _note_ready(self, child: Child, facts: Facts, ready: asyncio.Event) -> None:
         if child is self._child:

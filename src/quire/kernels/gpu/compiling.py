@@ -4,12 +4,14 @@ Triton's passes, ptxas and the C compiler that makes the launchers let other thr
 Python sources goes on side by side.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 from triton import AsyncCompileMode
+from triton.runtime import KernelInterface
+from triton.runtime._async_compile import FutureKernel
 
 from quire.kernels.ahead import Compiled
 from quire.kernels.gpu.copies import copy_blocks
@@ -38,13 +40,25 @@ def compile_launched(play: Callable[[], None], num_threads: int) -> Compiled:
     """All that `play` launches, which meanwhile launches nothing. What fails is left to whoever launches in earnest."""
     crew = _Crew(num_threads)
     errors: list[BaseException] = []
+    kernels: set[KernelInterface[object]] = set()
     try:
-        with crew, AsyncCompileMode(crew, ignore_errors=True), rehearsal():
+        with crew, AsyncCompileMode(crew, ignore_errors=True), rehearsal(kernels):
             play()
     except Exception as error:  # whatever it is, the steps themselves will meet it and be heard
         errors.append(error)
-    errors += filter(None, (future.exception() for future in crew.futures))
-    return Compiled(len(crew.futures), tuple(map(str, errors)))
+    failures = [failure for future in crew.futures if (failure := future.exception()) is not None]
+    if errors or failures:
+        _forget_unfinished(kernels)
+    return Compiled(len(crew.futures) - len(failures), tuple(map(str, errors + failures)))
+
+
+def _forget_unfinished(kernels: Iterable[KernelInterface[object]]) -> None:
+    """Whoever launches one that failed has it compiled again; Triton 3.6 would remember the failure."""
+    for kernel in kernels:
+        for made, *_ in getattr(kernel, "device_caches", {}).values():
+            unfinished = [key for key, each in made.items() if isinstance(each, FutureKernel) and each.kernel is None]
+            for variant in unfinished:
+                del made[variant]
 
 
 def compile_first() -> None:

@@ -6,13 +6,13 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.core.ids import NULL_BLOCK
-from quire.kernels.choosing import PADDING, Cruise, RowColumns
+from quire.kernels.choosing import PADDING, NextTokens, RowColumns
 from quire.kernels.gpu.launch import launch, to_be_filled
 
 _COLUMNS = 1024  # of a block table, for one program
 
 
-def cruise_rows(rows: Tensor, columns: RowColumns, block_size: int) -> Cruise:
+def cruise_rows(rows: Tensor, columns: RowColumns, block_size: int) -> NextTokens:
     """See `CruiseRows`."""
     num_rows, width = len(rows), columns.tables.shape[1]
     numbers = to_be_filled((5, num_rows), torch.int64, rows.device)
@@ -25,7 +25,7 @@ def cruise_rows(rows: Tensor, columns: RowColumns, block_size: int) -> Cruise:
             BLOCK_SIZE=block_size, NULL_BLOCK=int(NULL_BLOCK), PADDING=PADDING, COLUMNS=_COLUMNS,
         )  # fmt: skip
     tokens, positions, slots, taken_reaches, speaking = numbers
-    return Cruise(tokens, positions, slots, taken_reaches, speaking, context_lengths, tables)
+    return NextTokens(tokens, positions, slots, taken_reaches, speaking, context_lengths, tables)
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # one compilation serves every batch

@@ -7,6 +7,7 @@ kernels compiled, and keeps no list of them.
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,34 +16,44 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 _ALIGNMENT = 16  # bytes: Triton compiles for tensors that begin at a multiple of it, and for others
 
-# What was launched in the rehearsal that this thread is in, as Triton tells launches apart, or finer; None: in none.
-_rehearsed: ContextVar[set[Hashable] | None] = ContextVar("quire_rehearsed", default=None)
+
+class _Rehearsal(NamedTuple):
+    """What was launched in it."""
+
+    variants: set[Hashable]  # as Triton tells launches apart, or finer
+    kernels: set[KernelInterface[object]]
+
+
+# The one that this thread is in.
+_rehearsal: ContextVar[_Rehearsal | None] = ContextVar("quire_rehearsal", default=None)
 
 
 @contextmanager
-def rehearsal() -> Iterator[None]:
-    """In this thread nothing is launched meanwhile: tensors that kernels would fill hold anything."""
-    token = _rehearsed.set(set())
+def rehearsal(kernels: set[KernelInterface[object]] | None = None) -> Iterator[None]:
+    """In this thread nothing is launched meanwhile: tensors that kernels would fill hold anything. The kernels that
+    would have been launched are put into the set."""
+    token = _rehearsal.set(_Rehearsal(set(), set() if kernels is None else kernels))
     try:
         yield
     finally:
-        _rehearsed.reset(token)
+        _rehearsal.reset(token)
 
 
 def launch(kernel: KernelInterface[object], grid: tuple[int, ...], *args: object, **constants: object) -> None:
-    rehearsed = _rehearsed.get()
+    rehearsed = _rehearsal.get()
     if rehearsed is None:
         kernel[grid](*args, **constants)
         return
     variant = (id(kernel), *map(_kind, args), *constants.items())
-    if variant not in rehearsed:  # most are of layers before: asking Triton takes a millisecond
-        rehearsed.add(variant)
+    if variant not in rehearsed.variants:  # most are of layers before: asking Triton takes a millisecond
+        rehearsed.variants.add(variant)
+        rehearsed.kernels.add(kernel)
         kernel.warmup(*args, grid=grid, **constants)
 
 
 def to_be_filled(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """What a kernel will fill that others find their way by: in a rehearsal, zeros."""
-    make = torch.empty if _rehearsed.get() is None else torch.zeros
+    make = torch.empty if _rehearsal.get() is None else torch.zeros
     return make(size, dtype=dtype, device=device)
 
 
@@ -53,4 +64,4 @@ def _kind(arg: object) -> Hashable:
     if isinstance(arg, TensorDescriptor):
         return arg.base.dtype, tuple(arg.block_shape)
     assert arg is None or isinstance(arg, int | float), arg
-    return arg
+    return type(arg), arg  # 1, 1.0 and True are equal

@@ -1,7 +1,7 @@
 """A library is tried before it is used: a small step of the model's own shape, compared with our own kernels."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,28 +14,22 @@ from quire.kernels.gpu.backends.share import AttentionBackend, Share
 _TOLERANCE = {torch.float16: 8e-3, torch.bfloat16: 6e-2}  # of answers whose values are about 1
 # Keys before and new tokens of each sequence.
 _TRIED = {"decodes": ((0, 1), (7, 1), (31, 1)), "chunks": ((0, 20), (25, 9)), "long_chunk": ((25, 40),)}
-
-
-class Trial(NamedTuple):
-    """A library that stood its trial, or what went wrong."""
-
-    backend: AttentionBackend | None
-    fault: str = ""  # in a line
+_NARROW = 5  # keys that a window is cut to, so that it ends within these
 
 
 @torch.inference_mode()
-def tried(load: Callable[[], AttentionBackend], parts: list[str], needs: AttentionNeeds, device: torch.device) -> Trial:
-    """Load it, and compare each of these parts for every rule of the model."""
+def trial_fault(load: Callable[[], AttentionBackend], part: str, needs: AttentionNeeds, device: torch.device) -> str:
+    """Load it, and compare this part for every rule of the model. What went wrong, in a line; empty if nothing did."""
+    rules = {*needs.rules, *(replace(rule, window=_NARROW) for rule in needs.rules if rule.window)}
     try:
         backend = load()
-        for part in parts:
-            for rule in needs.rules:
-                apart = _difference(backend, part, needs, rule, device)
-                if not apart <= _TOLERANCE[needs.dtype]:
-                    return Trial(None, f"{PARTS[part]} differ by {apart:.3g} from our own kernels' on a small step")
+        for rule in rules:
+            apart = _difference(backend, part, needs, rule, device)
+            if not apart <= _TOLERANCE[needs.dtype]:
+                return f"{PARTS[part]} differ by {apart:.3g} from our own kernels' on a small step"
     except Exception as error:  # a stranger's code may raise anything, and then it is not used
-        return Trial(None, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}")
-    return Trial(backend)
+        return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
+    return ""
 
 
 def _difference(
