@@ -12,9 +12,8 @@ from quire.kernels import attention_choice, select
 from quire.kernels.attention_choice import PARTS, AttentionNeeds, Surroundings
 from quire.kernels.contract import AttentionRule
 from quire.kernels.find_backends import Found
-from quire.kernels.gpu import attention
+from quire.kernels.gpu import attention, gather_context
 from quire.kernels.gpu.attention import GpuAttention
-from quire.kernels.gpu.backends import torch_varlen
 from quire.kernels.gpu.backends.fa3 import Fa3, by_operator, by_wheel
 from quire.kernels.gpu.backends.flashinfer import FlashInfer, pages_of
 from quire.kernels.gpu.backends.share import OWN, Backends
@@ -88,7 +87,7 @@ def test_torch_gets_one_long_chunk_with_its_keys_gathered(stranger, rule, monkey
     step = Step(LONG, rule=rule)
     step.check(answer(step, Backends(long_chunk=TorchVarlen(counted))))
     assert len(calls) == 1 and len(calls[0][0]) == 33, "the decodes are not its affair"
-    monkeypatch.setattr(torch_varlen, "_MOST_GATHERED_BYTES", 100)
+    monkeypatch.setattr(gather_context, "_MOST_BYTES", 100)
     step.check(answer(step, Backends(long_chunk=TorchVarlen(counted))))
     assert len(calls) == 1, "more keys than are worth gathering are not its affair either"
 

@@ -13,7 +13,7 @@ from quire.kernels.gpu import attention
 from quire.kernels.gpu.attention import GpuAttention
 from quire.kernels.gpu.chunk_attention import ChunkTiles, chunk_attention, chunk_scratch
 from quire.kernels.gpu.decode_attention import DecodeTiles, decode_attention
-from quire.kernels.gpu.gather_context import TILE_KEYS, gather_context
+from quire.kernels.gpu.gather_context import TILE_KEYS, ContextCopy, gather_context
 from quire.kernels.gpu.gathered_attention import gathered_attention
 from quire.kernels.gpu.split_merge import SplitScratch
 from quire.kernels.reference import ReferenceKernels
@@ -236,7 +236,8 @@ def test_keys_beyond_two_to_the_31_numbers_are_found(gathered):
 def test_a_long_chunk_is_gathered_beside_decodes(monkeypatch):
     gathering = []
     monkeypatch.setattr(attention, "_FEWEST_GATHERING", 16)
-    monkeypatch.setattr(attention, "gather_context", lambda *given: (gathering.append(1), gather_context(*given)))
+    gather = ContextCopy.gather
+    monkeypatch.setattr(ContextCopy, "gather", lambda *given: (gathering.append(1), gather(*given))[1])
     step = Step([Part(60, 1), Part(5, 1), Part(7, 20)], group=3, dtype=torch.float16)
     step.check(step.attend())
     assert gathering == [1]

@@ -12,19 +12,18 @@ from quire.kernels.contract import AttentionRule, Ragged
 from quire.kernels.gpu.backends.share import OWN, Backends, Share, ShareAttention
 from quire.kernels.gpu.chunk_attention import chunk_attention, chunk_scratch, chunk_tiles
 from quire.kernels.gpu.decode_attention import decode_attention, decode_tiles
-from quire.kernels.gpu.gather_context import TILE_KEYS, gather_context
+from quire.kernels.gpu.gather_context import ContextCopy
 from quire.kernels.gpu.gathered_attention import gathered_attention
 from quire.kernels.gpu.split_merge import SplitScratch
 
 _FEWEST_GATHERING = 1024  # tokens of one chunk
-_MOST_GATHERED_BYTES = 1 << 28
 
 
 class GpuAttention:
     """The first `num_decodes` sequences have one query each, so theirs are also the first tokens."""
 
     __slots__ = (
-        "_chunk_scratch", "_num_decodes", "_others_chunks", "_others_decodes", "_ragged", "_scratch", "_workspace",
+        "_chunk_scratch", "_copy", "_num_decodes", "_others_chunks", "_others_decodes", "_ragged", "_scratch",
     )  # fmt: skip
 
     def __init__(self, ragged: Ragged, num_decodes: int, backends: Backends = OWN) -> None:
@@ -33,7 +32,7 @@ class GpuAttention:
         self._num_decodes = num_decodes
         self._scratch: SplitScratch | None = None
         self._chunk_scratch: SplitScratch | None = None
-        self._workspace: Tensor | None = None
+        self._copy = ContextCopy()
         self._others_decodes = _decodes_of_others(ragged, num_decodes, backends)
         self._others_chunks = _chunks_of_others(ragged, num_decodes, backends)
 
@@ -61,7 +60,7 @@ class GpuAttention:
         tables, starts = self._ragged.tables[chunks], self._ragged.query_starts[chunks]
         lengths = self._ragged.context_lengths[chunks]
         if self._is_long(query, kv_layer, tables, rule):
-            workspace = self._gather(kv_layer, tables[0], lengths)
+            workspace = self._copy.gather(kv_layer, tables[0], lengths)
             gathered_attention(query, workspace, starts, lengths, rule, output)
         else:
             self._attend_short(query, kv_layer, tables, starts, lengths, rule, output)
@@ -86,18 +85,8 @@ class GpuAttention:
         """Whether there is one chunk, and copying its keys first is little beside its products."""
         num_tokens, _, dim = query.shape
         regular = dim == triton.next_power_of_2(dim) and rule.window == 0 and kv_layer.element_size() == 2
-        num_keys = tables.shape[1] * kv_layer.shape[2]
-        small = 2 * num_keys * kv_layer.stride(2) * kv_layer.element_size() <= _MOST_GATHERED_BYTES
-        return len(tables) == 1 and num_tokens - self._num_decodes >= _FEWEST_GATHERING and regular and small
-
-    def _gather(self, kv_layer: Tensor, table: Tensor, length: Tensor) -> Tensor:
-        """[keys, 2, kv_heads, dim]; the workspace serves every layer of the step."""
-        _, sides, block_size, kv_heads, dim = kv_layer.shape
-        if self._workspace is None:
-            num_keys = -(-len(table) * block_size // TILE_KEYS) * TILE_KEYS
-            self._workspace = kv_layer.new_empty(num_keys, sides, kv_heads, dim)
-        gather_context(kv_layer, table, length, self._workspace)
-        return self._workspace
+        alone = len(tables) == 1 and num_tokens - self._num_decodes >= _FEWEST_GATHERING
+        return alone and regular and ContextCopy.fits(kv_layer, tables[0])
 
     def _decode(self, query: Tensor, kv_layer: Tensor, rule: AttentionRule, output: Tensor) -> None:
         rows, heads, dim = query.shape

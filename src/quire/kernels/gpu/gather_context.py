@@ -12,6 +12,7 @@ from quire.kernels.gpu.launch import launch
 
 TILE_KEYS = 128  # the largest tile that may be read from the workspace
 _COPIED_KEYS = 16  # by a program, and of one side
+_MOST_BYTES = 1 << 28  # that a copy may take
 
 
 @triton.jit(do_not_specialize_on_alignment=["table", "context_length"])
@@ -52,3 +53,27 @@ def gather_context(
         KEYS=_COPIED_KEYS, TILE=TILE_KEYS, BLOCK_SIZE=block_size,
         WIDTH=width, WIDTH_PADDED=triton.next_power_of_2(width), num_warps=8,
     )  # fmt: skip
+
+
+class ContextCopy:
+    """The keys and values of one sequence, one behind the other. What holds them serves every layer of a step."""
+
+    __slots__ = ("_workspace",)
+
+    def __init__(self) -> None:
+        self._workspace: Tensor | None = None
+
+    @staticmethod
+    def fits(kv_layer: Tensor, table: Tensor) -> bool:
+        """Whether all that the table can name is little enough to be copied."""
+        num_keys = len(table) * kv_layer.shape[2]
+        return 2 * num_keys * kv_layer.stride(2) * kv_layer.element_size() <= _MOST_BYTES
+
+    def gather(self, kv_layer: Tensor, table: Tensor, context_length: Tensor) -> Tensor:
+        """[keys, 2, kv_heads, dim]."""
+        _, sides, block_size, kv_heads, dim = kv_layer.shape
+        if self._workspace is None:
+            num_keys = -(-len(table) * block_size // TILE_KEYS) * TILE_KEYS
+            self._workspace = kv_layer.new_empty(num_keys, sides, kv_heads, dim)
+        gather_context(kv_layer, table, context_length, self._workspace)
+        return self._workspace

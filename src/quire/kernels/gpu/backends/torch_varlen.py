@@ -12,11 +12,9 @@ from torch.nn.attention.varlen import varlen_attn
 
 from quire.kernels.contract import AttentionRule
 from quire.kernels.gpu.backends.share import Share, window_left
-from quire.kernels.gpu.gather_context import TILE_KEYS, gather_context
+from quire.kernels.gpu.gather_context import ContextCopy
 
 Attend = Callable[..., Tensor | tuple[Tensor, Tensor]]
-
-_MOST_GATHERED_BYTES = 1 << 28
 
 
 class TorchVarlen:
@@ -39,7 +37,7 @@ class TorchVarlen:
 class GatheredChunk:
     """One chunk of a step; the workspace and the starts serve every layer."""
 
-    __slots__ = ("_attend", "_key_starts", "_share", "_told", "_workspace")
+    __slots__ = ("_attend", "_copy", "_key_starts", "_share", "_told")
 
     def __init__(self, share: Share, attend: Attend, told: dict[str, bool]) -> None:
         self._share = share
@@ -47,15 +45,14 @@ class GatheredChunk:
         self._told = told
         lengths = share.context_lengths
         self._key_starts = torch.cat([lengths.new_zeros(1), lengths])
-        self._workspace: Tensor | None = None
+        self._copy = ContextCopy()
 
     def takes(self, kv_layer: Tensor) -> bool:
-        num_keys = self._share.tables.shape[1] * kv_layer.shape[2]
-        return 2 * num_keys * kv_layer.stride(2) * kv_layer.element_size() <= _MOST_GATHERED_BYTES
+        return ContextCopy.fits(kv_layer, self._share.tables[0])
 
     def attend(self, query: Tensor, kv_layer: Tensor, rule: AttentionRule, output: Tensor) -> None:
         assert not rule.softcap, "torch has no soft cap: whoever chooses knows"
-        run = self._gather(kv_layer)
+        run = self._copy.gather(kv_layer, self._share.tables[0], self._share.context_lengths)
         keys, values = run.unbind(1)
         answer = self._attend(
             query,
@@ -71,13 +68,3 @@ class GatheredChunk:
         )
         assert isinstance(answer, Tensor), "nothing beside the answer was asked for"
         output.view(query.shape).copy_(answer)
-
-    def _gather(self, kv_layer: Tensor) -> Tensor:
-        """[keys, 2, kv_heads, dim]."""
-        _, sides, block_size, kv_heads, dim = kv_layer.shape
-        table = self._share.tables[0]
-        if self._workspace is None:
-            num_keys = -(-len(table) * block_size // TILE_KEYS) * TILE_KEYS
-            self._workspace = kv_layer.new_empty(num_keys, sides, kv_heads, dim)
-        gather_context(kv_layer, table, self._share.context_lengths, self._workspace)
-        return self._workspace
