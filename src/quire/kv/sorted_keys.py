@@ -1,7 +1,7 @@
 """Keys in their order, and the neighbours of any run among them. Knows nothing of what they stand for.
 
-They lie in short pieces: whoever comes or goes moves a few others, however many there are. (As in `sortedcontainers`, of
-which fifty lines are no reason for another package below the offline engine.)
+They lie in short pieces: whoever comes or goes moves a few others, however many there are. (As in `sortedcontainers`;
+these fifty lines are no reason for another package below the offline engine.)
 """
 
 from bisect import bisect_left, bisect_right, insort
