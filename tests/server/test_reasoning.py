@@ -63,7 +63,12 @@ def test_a_thought_is_no_part_of_the_answer(name: str, request: pytest.FixtureRe
     assert ["".join(part or "" for part in parts) for parts in zip(*told, strict=True)] == [
         "It rains.", THOUGHT, THOUGHT
     ]  # fmt: skip
-    assert len([part for part in told if part[1]]) > 1, "thoughts are told as they come"
+
+
+def test_thoughts_are_told_as_they_come(thinker: openai.OpenAI) -> None:
+    """A long one: of a short one a late reader may hear all at once."""
+    stream = ask(thinker, "endless please", stream=True, max_tokens=2_000)
+    assert len([chunk for chunk in stream if said(chunk.choices[0].delta)[1]]) > 1
 
 
 def test_a_thought_goes_before_a_call(thinker: openai.OpenAI) -> None:
