@@ -15,6 +15,7 @@ from quire.kernels.gpu.chunk_attention import ChunkTiles, chunk_attention, chunk
 from quire.kernels.gpu.decode_attention import DecodeTiles, decode_attention
 from quire.kernels.gpu.gather_context import TILE_KEYS, ContextCopy, gather_context
 from quire.kernels.gpu.gathered_attention import gathered_attention
+from quire.kernels.gpu.longest_first import longest_first
 from quire.kernels.gpu.split_merge import SplitScratch
 from quire.kernels.reference import ReferenceKernels
 from tests.kernels.steps import Pages, Part, fill
@@ -65,10 +66,13 @@ class Step:
     def attend(self) -> torch.Tensor:
         return GpuAttention(self.ragged, self.num_decodes).attend(self.query, self.kv_layer, self.rule)
 
-    def decode(self, tiles: DecodeTiles, scratch: SplitScratch | None = None) -> torch.Tensor:
+    def decode(
+        self, tiles: DecodeTiles, scratch: SplitScratch | None = None, order: torch.Tensor | None = None
+    ) -> torch.Tensor:
         output = torch.full_like(self.truth, math.nan, device=DEVICE)
         tables, lengths = self.ragged.tables, self.ragged.context_lengths
-        decode_attention(self.query, self.kv_layer, tables, lengths, self.rule, output, scratch, tiles)
+        order = order if order is None else order.to(DEVICE)
+        decode_attention(self.query, self.kv_layer, tables, lengths, self.rule, output, scratch, tiles, order)
         return output
 
     def attend_gathered(self, tiles: ChunkTiles | None = None) -> torch.Tensor:
@@ -261,3 +265,28 @@ def test_a_gathered_context_has_its_keys_in_order_and_then_zeros():
     assert torch.equal(workspace[:130].cpu(), wanted)
     assert (workspace[130 : 2 * TILE_KEYS] == 0).all()
     assert (workspace[2 * TILE_KEYS :] == 7.0).all()
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=70))
+@settings(max_examples=15, deadline=None)
+def test_the_longest_rows_come_first_and_equal_ones_in_their_order(lengths):
+    order = longest_first(torch.tensor(lengths, dtype=torch.int32, device=DEVICE)).tolist()
+    assert order == sorted(range(len(lengths)), key=lambda row: -lengths[row])
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_rows_agree_in_whichever_order_they_are_taken(splits):
+    step = Step([Part(num_before, 1) for num_before in (3, 70, 0, 150, 33)], kv_heads=1)
+    for order in ([3, 1, 4, 0, 2], [0, 1, 2, 3, 4]):
+        step.check(step.decode(DecodeTiles(16, 4, 2, splits, 1), order=torch.tensor(order, dtype=torch.int32)))
+
+
+def test_many_rows_are_taken_longest_first(monkeypatch):
+    taken = []
+    decode = attention.decode_attention
+    monkeypatch.setattr(attention, "_FEWEST_ORDERED", 3)
+    monkeypatch.setattr(attention, "decode_attention", lambda *args: (taken.append(args[-1]), decode(*args)))
+    for num_rows in (2, 3):
+        step = Step([Part(20 * row, 1) for row in range(num_rows)], kv_heads=1)
+        step.check(step.attend())
+    assert taken[0] is None and taken[1].tolist() == [2, 1, 0]

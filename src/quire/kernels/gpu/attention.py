@@ -14,16 +14,18 @@ from quire.kernels.gpu.chunk_attention import chunk_attention, chunk_scratch, ch
 from quire.kernels.gpu.decode_attention import decode_attention, decode_tiles
 from quire.kernels.gpu.gather_context import ContextCopy
 from quire.kernels.gpu.gathered_attention import gathered_attention
+from quire.kernels.gpu.longest_first import longest_first
 from quire.kernels.gpu.split_merge import SplitScratch
 
 _FEWEST_GATHERING = 1024  # tokens of one chunk
+_FEWEST_ORDERED = 33  # rows: with fewer all programs begin at once
 
 
 class GpuAttention:
     """The first `num_decodes` sequences have one query each, so theirs are also the first tokens."""
 
     __slots__ = (
-        "_chunk_scratch", "_copy", "_num_decodes", "_others_chunks", "_others_decodes", "_ragged", "_scratch",
+        "_chunk_scratch", "_copy", "_num_decodes", "_order", "_others_chunks", "_others_decodes", "_ragged", "_scratch",
     )  # fmt: skip
 
     def __init__(self, ragged: Ragged, num_decodes: int, backends: Backends = OWN) -> None:
@@ -31,6 +33,7 @@ class GpuAttention:
         self._ragged = ragged
         self._num_decodes = num_decodes
         self._scratch: SplitScratch | None = None
+        self._order: Tensor | None = None
         self._chunk_scratch: SplitScratch | None = None
         self._copy = ContextCopy()
         self._others_decodes = _decodes_of_others(ragged, num_decodes, backends)
@@ -96,7 +99,9 @@ class GpuAttention:
         if self._scratch is None or not self._scratch.holds(*need):
             self._scratch = SplitScratch.allocate(*need, query.device)
         lengths = self._ragged.context_lengths[:rows]
-        decode_attention(query, kv_layer, tables, lengths, rule, output, self._scratch, tiles)
+        if rows >= _FEWEST_ORDERED and self._order is None:
+            self._order = longest_first(lengths)
+        decode_attention(query, kv_layer, tables, lengths, rule, output, self._scratch, tiles, self._order)
 
 
 def _decodes_of_others(ragged: Ragged, num_decodes: int, backends: Backends) -> ShareAttention | None:

@@ -24,15 +24,16 @@ from quire.kernels.gpu.key_tile import (
     load_rows,
     score,
 )
-from quire.kernels.gpu.launch import launch
+from quire.kernels.gpu.launch import launch_early
+from quire.kernels.gpu.overlap import wait_for_others
 from quire.kernels.gpu.split_merge import SplitScratch, is_last, merge_parts, store_part
 
 _SMALLEST_DOT = 16  # rows a tensor core takes
 
 # Measured on an H200 (docs/performance/gpu.md): with up to so many pairs of a row and a key head, a row is shared by up
 # to so many programs, each of which takes at least so many keys. More programs than the best for rows of one length:
-# where lengths differ, the others wait for the longest.
-_SPLITS = ((16, 64, 64), (32, 32, 128), (64, 16, 256), (512, 8, 512), (1024, 4, 1024))
+# where lengths differ, the others wait for the longest. Many rows are taken longest first, which leaves little to wait.
+_SPLITS = ((16, 64, 64), (32, 32, 128), (64, 16, 256), (256, 8, 512), (512, 4, 1024), (1024, 4, 2048))
 _FEWEST_SPLITS = (2, 4096)
 _MEASURED_PROCESSORS = 132
 _TILE_BYTES = 16384  # of keys, and as many of values
@@ -85,18 +86,22 @@ def _gather_keys(
 
 @triton.jit(
     do_not_specialize=["table_stride", "window", "max_splits", "min_tiles"],  # one compilation serves every batch
-    do_not_specialize_on_alignment=["tables", "context_lengths"],
+    do_not_specialize_on_alignment=["tables", "context_lengths", "order"],
 )
 def _decode_kernel(
-    query, store, tables, context_lengths, output, parts, maxima, sums, arrivals,
+    query, store, tables, context_lengths, order, output, parts, maxima, sums, arrivals,
     query_row_stride, query_head_stride, block_stride, side_stride, slot_stride, head_stride,
     table_stride, output_stride, window, rate, cap_rate, max_splits, min_tiles,
     TILE: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, GROUP_TIGHT: tl.constexpr,
-    DIM: tl.constexpr, DIM_PADDED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+    DIM: tl.constexpr, DIM_PADDED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, ORDERED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program: a row, a key head with its GROUP of query heads, and one share of the row's keys."""
     kv_head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    wait_for_others(EARLY)
+    if ORDERED:
+        row = tl.load(order + row)
     length = tl.load(context_lengths + row)
     first = 0
     if WINDOWED:
@@ -155,6 +160,7 @@ def decode_attention(
     output: Tensor,  # [rows, heads * dim]
     scratch: SplitScratch | None = None,
     tiles: DecodeTiles | None = None,
+    order: Tensor | None = None,  # [rows] int32: which row is taken first, second, ...
 ) -> None:
     """The query of each row over the keys of its row, into output."""
     rows, heads, dim = query.shape
@@ -166,9 +172,9 @@ def decode_attention(
     group = heads // kv_heads
     group_tight, dim_padded = triton.next_power_of_2(group), max(_SMALLEST_DOT, triton.next_power_of_2(dim))
     rates = Rates.of(rule)
-    launch(
+    launch_early(
         _decode_kernel, (kv_heads, tiles.splits, rows),
-        query, kv_layer, tables, context_lengths, output,
+        query, kv_layer, tables, context_lengths, order, output,
         scratch.parts, scratch.maxima, scratch.sums, scratch.arrivals,
         query.stride(0), query.stride(1), *kv_layer.stride()[:4], tables.stride(0), output.stride(0),
         rule.window, rates.rate, rates.cap_rate, tiles.splits, tiles.min_tiles,
@@ -176,5 +182,6 @@ def decode_attention(
         AT_ONCE=max(1, _MERGED_AT_ONCE // (group_tight * dim_padded)),
         BLOCK_SIZE=block_size, GROUP=group, GROUP_PADDED=max(_SMALLEST_DOT, group_tight), GROUP_TIGHT=group_tight,
         DIM=dim, DIM_PADDED=dim_padded, WINDOWED=rule.window > 0, CAPPED=rule.softcap > 0,
+        ORDERED=order is not None,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip

@@ -5,7 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.gpu.launch import launch
+from quire.kernels.gpu.launch import launch_early
+from quire.kernels.gpu.overlap import wait_for_others
 
 _NUMBERS = 1_024  # of a program: 16 bytes of halves for each of 128 threads
 _NUM_WARPS = 4
@@ -19,7 +20,9 @@ def _gate(
     width,
     IS_SILU: tl.constexpr,
     NUMBERS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_others(EARLY)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * NUMBERS + tl.arange(0, NUMBERS)
     inside = column < width
@@ -40,7 +43,7 @@ def gate(gate_up: Tensor, activation: str) -> Tensor:
     assert gate_up.stride(1) == 1, gate_up.stride()
     num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     output = torch.empty(num_tokens, width, dtype=gate_up.dtype, device=gate_up.device)
-    launch(
+    launch_early(
         _gate,
         (num_tokens, triton.cdiv(width, _NUMBERS)),
         gate_up,

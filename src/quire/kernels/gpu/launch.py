@@ -7,13 +7,16 @@ kernels compiled, and keeps no list of them.
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from triton import knobs
 from triton.runtime import KernelInterface
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+_FIRST_TO_OVERLAP = (9, 0)  # compute capability of Hopper
 _ALIGNMENT = 16  # bytes: Triton compiles for tensors that begin at a multiple of it, and for others
 
 
@@ -49,6 +52,20 @@ def launch(kernel: KernelInterface[object], grid: tuple[int, ...], *args: object
         rehearsed.variants.add(variant)
         rehearsed.kernels.add(kernel)
         kernel.warmup(*args, grid=grid, **constants)
+
+
+def launch_early(kernel: KernelInterface[object], grid: tuple[int, ...], *args: object, **constants: object) -> None:
+    """A kernel that may begin while the one before it ends: see `overlap`."""
+    if _can_begin_early():
+        launch(kernel, grid, *args, **constants, EARLY=True, launch_pdl=True)
+    else:
+        launch(kernel, grid, *args, **constants, EARLY=False)
+
+
+@cache
+def _can_begin_early() -> bool:
+    on_card = torch.cuda.is_available() and not knobs.runtime.interpret
+    return on_card and torch.cuda.get_device_capability() >= _FIRST_TO_OVERLAP
 
 
 def to_be_filled(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.gpu.launch import launch
+from quire.kernels.gpu.launch import launch_early
+from quire.kernels.gpu.overlap import wait_for_others
 
 _WIDEST = 16_384  # numbers in a row: a program holds whole rows in registers
 _NUMBERS = 1_024  # a program's at least: narrow rows share one
@@ -54,11 +55,13 @@ def _norm_rows(
     WIDTH: tl.constexpr,
     PADDED_WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, PADDED_WIDTH)[None, :]
     inside = (row < num_rows)[:, None] & (column < WIDTH)
     scale = tl.load(weight + column, mask=column < WIDTH, other=0.0)  # now, so that the sum need not be waited for
+    wait_for_others(EARLY)
     source = x + (row // num_inner * outer_stride + row % num_inner * inner_stride)[:, None]
     wide = tl.load(source + column, mask=inside, other=0.0).to(tl.float32)
     normed = _normed(wide, scale, epsilon, WIDTH)
@@ -78,11 +81,13 @@ def _add_norm_rows(
     WIDTH: tl.constexpr,
     PADDED_WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, PADDED_WIDTH)[None, :]
     inside = (row < num_rows)[:, None] & (column < WIDTH)
     scale = tl.load(weight + column, mask=column < WIDTH, other=0.0)  # now, so that the sum need not be waited for
+    wait_for_others(EARLY)
     residual_place = residual + row[:, None] * residual_stride + column
     added = tl.load(x + row[:, None] * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     before = tl.load(residual_place, mask=inside, other=0.0).to(tl.float32)
@@ -98,7 +103,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     width, num_inner = x.shape[-1], x.shape[1] if x.dim() == 3 else 1
     num_rows, tiles = x.shape[0] * num_inner, _tiles(width)
     output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    launch(
+    launch_early(
         _norm_rows,
         (triton.cdiv(num_rows, tiles.rows),),
         x,
@@ -126,7 +131,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) ->
     num_rows, width = x.shape
     tiles = _tiles(width)
     output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    launch(
+    launch_early(
         _add_norm_rows,
         (triton.cdiv(num_rows, tiles.rows),),
         x,

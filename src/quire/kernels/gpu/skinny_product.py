@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.gpu.launch import launch
+from quire.kernels.gpu.launch import launch_early
+from quire.kernels.gpu.overlap import wait_for_others
 
 _MOST_ROWS = 8  # the tensor cores take 16 as well as 8, but few are left who would ask
 _DOT_ROWS = 16  # what a tensor core takes: missing rows are zeros
@@ -23,6 +24,7 @@ _WIDE_BYTES = 8 * 2**20
 _NARROW_BYTES = 40 * 2**20
 _IN_WIDTHS = range(256, 16_385, 16)  # narrower: nothing to stream; wider: too long a loop; between: 16-byte loads
 _SUM_COLUMNS = 256  # of a warp at once: 16 bytes a thread
+_MOST_AHEAD = 4096  # weights of an output that registers hold while the input is waited for
 _ANY = 2**31
 
 
@@ -61,18 +63,27 @@ def _sum_kernel(
     out_width,
     IN: tl.constexpr,
     OUTS: tl.constexpr,
+    AHEAD: tl.constexpr,
     COLUMNS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """One program: a row and OUTS outputs. The loop is unrolled, so that its loads are all asked for at the start."""
+    """One program: a row and OUTS outputs. The first AHEAD weights are asked for before the input is there; the loop is
+    unrolled, so that its loads are all asked for as soon as it is."""
     row = tl.program_id(0)
     outs = tl.program_id(1) * OUTS + tl.arange(0, OUTS)
     present = outs < out_width
+    weight_rows = weight + tl.minimum(outs, out_width - 1)[:, None] * IN
+    ahead = tl.arange(0, AHEAD)[None, :]
+    weights_ahead = tl.load(weight_rows + ahead)
+    wait_for_others(EARLY)
+    numbers_ahead = tl.load(x + row * IN + ahead)
+    product = tl.sum(weights_ahead.to(tl.float32) * numbers_ahead.to(tl.float32), axis=1)
     columns = tl.arange(0, COLUMNS)[None, :]
     row_columns = x + row * IN + columns
-    weight_columns = weight + tl.minimum(outs, out_width - 1)[:, None] * IN + columns
+    weight_columns = weight_rows + columns
     total = tl.zeros([OUTS, COLUMNS], tl.float32)
-    for start in tl.static_range(0, IN, COLUMNS):
+    for start in tl.static_range(AHEAD, IN, COLUMNS):
         if start + COLUMNS <= IN:
             weights = tl.load(weight_columns + start)
             numbers = tl.load(row_columns + start)
@@ -81,7 +92,7 @@ def _sum_kernel(
             weights = tl.load(weight_columns + start, mask=inside, other=0.0)
             numbers = tl.load(row_columns + start, mask=inside, other=0.0)
         total += weights.to(tl.float32) * numbers.to(tl.float32)
-    product = tl.sum(total, axis=1)
+    product += tl.sum(total, axis=1)
     if HAS_BIAS:
         product += tl.load(bias + outs, mask=present, other=0.0).to(tl.float32)
     tl.store(output + row * out_width + outs, product.to(output.dtype.element_ty), mask=present)
@@ -101,6 +112,7 @@ def _dot_kernel(
     SPLITS: tl.constexpr,
     COLUMNS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One program: all rows and OUTS outputs. A tile is SPLITS products side by side, one for each warp."""
     outs = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
@@ -108,6 +120,7 @@ def _dot_kernel(
     columns = (tl.arange(0, SPLITS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :])[:, None, :]
     seated = tl.broadcast_to((rows < num_rows)[None, :, None], [SPLITS, ROWS, COLUMNS])
     row_columns = rows[None, :, None] * IN + columns
+    wait_for_others(EARLY)
     weight_columns = tl.minimum(outs, out_width - 1)[None, :, None] * IN + columns
     total = tl.zeros([SPLITS, ROWS, OUTS], tl.float32)
     for start in tl.range(0, IN, SPLITS * COLUMNS):
@@ -145,6 +158,10 @@ def _slow_elsewhere(weight: Tensor) -> bool:
     return weight.nbytes < _WIDE_BYTES or (out_width <= in_width and weight.nbytes < _NARROW_BYTES)
 
 
+def _ahead(in_width: int) -> int:
+    return min(_MOST_AHEAD, 1 << in_width.bit_length() - 1)
+
+
 def skinny_product(x: Tensor, weight: Tensor, bias: Tensor | None, tiles: SkinnyTiles | None = None) -> Tensor:
     """x: [rows, in]; weight: [out, in]; bias: [out]; all contiguous. Returns [rows, out], as x."""
     (num_rows, in_width), out_width = x.shape, weight.shape[0]
@@ -155,17 +172,17 @@ def skinny_product(x: Tensor, weight: Tensor, bias: Tensor | None, tiles: Skinny
     output = torch.empty(num_rows, out_width, dtype=x.dtype, device=x.device)
     groups = triton.cdiv(out_width, tiles.outs)
     if tiles.dots:
-        launch(
+        launch_early(
             _dot_kernel, (groups,),
             x, weight, bias, output, num_rows, out_width,
             IN=in_width, ROWS=_DOT_ROWS, OUTS=tiles.outs, SPLITS=tiles.warps, COLUMNS=tiles.columns,
             HAS_BIAS=bias is not None, num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
     else:
-        launch(
+        launch_early(
             _sum_kernel, (num_rows, groups),  # rows side by side: whoever reads the same weights reads them together
             x, weight, bias, output, out_width,
-            IN=in_width, OUTS=tiles.outs, COLUMNS=tiles.warps * tiles.columns,
+            IN=in_width, OUTS=tiles.outs, AHEAD=_ahead(in_width), COLUMNS=tiles.warps * tiles.columns,
             HAS_BIAS=bias is not None, num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
     return output

@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.contract import HeadNorm, Rotation
-from quire.kernels.gpu.launch import launch
+from quire.kernels.gpu.launch import launch_early
+from quire.kernels.gpu.overlap import wait_for_others
 
 _MANY_TOKENS = 128  # from here on there are programs enough with more heads in each
 _HEADS_OF_FEW, _HEADS_OF_MANY = 4, 16  # in one program at least; not measured
@@ -112,7 +113,9 @@ def _turn_and_write(
     HEADS: tl.constexpr,
     PADDED_HALF: tl.constexpr,
     PADDED_REST: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_others(EARLY)
     HALF: tl.constexpr = ROTARY_DIM // 2
     REST: tl.constexpr = DIM - ROTARY_DIM
     token = tl.program_id(0).to(tl.int64)
@@ -163,7 +166,7 @@ def turn_and_write(
     block_size, kv_heads = kv_layer.shape[2:4]
     rotary_dim = rotation.cos.shape[-1]
     tiles = _tiles(num_tokens, dim, rotary_dim)
-    launch(
+    launch_early(
         _turn_and_write,
         (num_tokens, triton.cdiv(num_heads, tiles.heads)),
         qkv,

@@ -1,0 +1,18 @@
+"""Kernels that begin while the one before them ends, which hides most of a launch. Compiled into those of every layer.
+
+A card from Hopper on begins such a kernel (`launch_early`) as soon as all programs of the one before have come past
+`wait_for_others`. Before it a kernel may read what nobody writes, such as weights, and must write nothing. Every
+program comes past it: so whoever waited for one kernel has waited for all before it. Knows nothing of what kernels do.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra import cuda
+
+
+@triton.jit
+def wait_for_others(EARLY: tl.constexpr):
+    """Until all that was launched before is done and can be seen. Then the next may begin."""
+    if EARLY:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
