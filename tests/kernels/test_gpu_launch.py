@@ -1,0 +1,90 @@
+"""Which launches go straight to a kernel that was compiled for one like them."""
+
+import pytest
+import torch
+from triton.compiler import CompiledKernel
+
+from quire.kernels.gpu import launch as door
+from quire.kernels.gpu.launch import launch
+
+
+class Compiled(CompiledKernel):
+    """Notes what it is launched with, and on which grid."""
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[object, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, int, int]):
+        return lambda *args: self.launched.append((grid, *args))
+
+
+class Kernel:
+    """Compiles anew whenever it is asked, as Triton would for arguments of a new kind."""
+
+    arg_names = ("x", "count", "rate", "WIDTH", "ROWS")
+
+    def __init__(self) -> None:
+        self.made: list[Compiled] = []
+
+    def __getitem__(self, grid: tuple[int, ...]):
+        def run(*args: object, **constants: object) -> Compiled:
+            self.made.append(Compiled())
+            return self.made[-1]
+
+        return run
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    monkeypatch.setattr(door, "_found", {})
+    return Kernel()
+
+
+def start(kernel, x, count=3, rate=0.5, width=16, rows=4, grid=(7,)):
+    launch(kernel, grid, x, count, rate, num_warps=4, ROWS=rows, WIDTH=width)
+
+
+def test_a_launch_like_an_earlier_one_asks_nobody_and_has_its_constants_in_order(kernel):
+    first, second = torch.zeros(8), torch.zeros(8)
+    start(kernel, first)
+    start(kernel, second, grid=(9, 2))
+    assert len(kernel.made) == 1
+    [(grid, x, *others)] = kernel.made[0].launched
+    assert grid == (9, 2, 1) and x is second and others == [3, 0.5, 16, 4]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"x": torch.zeros(8, dtype=torch.int32)},
+        {"x": torch.zeros(9)[1:]},  # begins between two multiples of 16 bytes
+        {"count": 1},
+        {"count": 16},
+        {"rate": 0.25},
+        {"width": 32},
+        {"rows": 8},
+    ],
+)
+def test_a_launch_unlike_all_earlier_ones_is_left_to_triton(kernel, changed):
+    usual = {"x": torch.zeros(8)}
+    start(kernel, **usual)
+    start(kernel, **{**usual, **changed})
+    assert len(kernel.made) == 2 and not any(made.launched for made in kernel.made)
+    start(kernel, **{**usual, **changed})
+    assert [len(made.launched) for made in kernel.made] == [0, 1]
+
+
+def test_two_kernels_are_told_apart(kernel):
+    other = Kernel()
+    for each in (kernel, other):
+        start(each, torch.zeros(8))
+    assert len(kernel.made) == len(other.made) == 1
+
+
+def test_no_more_than_a_bound_is_remembered(kernel, monkeypatch):
+    monkeypatch.setattr(door, "_MOST_FOUND", 3)
+    for count in (2, 3, 4, 5, 6):
+        start(kernel, torch.zeros(8), count)
+    assert len(door._found) <= 3
+    start(kernel, torch.zeros(8), 6)
+    assert kernel.made[-1].launched
