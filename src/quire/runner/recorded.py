@@ -73,8 +73,8 @@ class RecordedSteps:
     """The recorded shapes of one step."""
 
     __slots__ = (
-        "_choices", "_choose", "_device", "_fits", "_forward", "_gave_up", "_here", "_inputs", "_missing", "_nobody",
-        "_recorded", "_recorder", "_regrets", "_rows",
+        "_choices", "_choose", "_device", "_fits", "_forward", "_gave_up", "_here", "_inputs", "_missing",
+        "_missing_choices", "_missing_decodes", "_nobody", "_recorded", "_recorder", "_regrets", "_rows",
     )  # fmt: skip
 
     def __init__(
@@ -90,6 +90,7 @@ class RecordedSteps:
         self._recorded: dict[Shape, Replay] = {}
         self._choices: dict[tuple[int, Stages], Replay] = {}
         self._gave_up = False
+        self._note_missing()
         self._regrets = Regrets()
         self._fits: dict[Shape, Shape | None] = {}  # for steps, until another shape is recorded
         max_rows = max(shape.rows for shape in shapes)
@@ -114,10 +115,12 @@ class RecordedSteps:
             self._missing.remove(shape)
             self._recorded[shape] = self._recorder.record(self._work(shape))
             self._fits.clear()
+            self._note_missing()
         own = set() if shape is None else {shape.rows + shape.chunks}
-        missing = sorted(self._choices_missing(), key=lambda choice: (choice[0] not in own, choice))
+        missing = sorted(self._missing_choices, key=lambda choice: (choice[0] not in own, choice))
         for count, stages in missing[:_CHOICES_AT_ONCE]:
             self._choices[count, stages] = self._recorder.record(partial(self._choose, count, stages))
+        self._note_missing()
         if shape is not None:
             self._regrets.took(shape, time.perf_counter() - begun_s)
 
@@ -137,18 +140,20 @@ class RecordedSteps:
     @property
     def forgot(self) -> bool:
         """Whether choices that were recorded are missing again, and may be recorded."""
-        return not self._gave_up and bool(self._choices_missing())
+        return not self._gave_up and bool(self._missing_choices)
 
     def worth_recording(self, step: Shape) -> Shape | None:
         """The missing shape whose want, with this step, has cost as much as recording it will."""
         ran_as = self._fitting(step)
         if ran_as is not None and ran_as.size == step.size:
             return None
-        return self._regrets.worth(step, ran_as, self._missing)
+        return self._regrets.worth(step, ran_as, self._missing if step.chunks else self._missing_decodes)
 
-    def _choices_missing(self) -> set[tuple[int, Stages]]:
+    def _note_missing(self) -> None:
+        """What every step asks for, found when it changes."""
         counts = {shape.rows + shape.chunks for shape in self._recorded}
-        return {(count, stages) for count in counts for stages in _STAGES} - self._choices.keys()
+        self._missing_choices = set(product(counts, _STAGES)) - self._choices.keys()
+        self._missing_decodes = [shape for shape in self._missing if not shape.chunks]
 
     def pace(self) -> Pace | None:
         """Of the recorded steps, with nobody in them; None without a decode and a step with chunks. Between steps."""
@@ -166,11 +171,13 @@ class RecordedSteps:
     def give_up(self) -> None:
         """Record nothing more; what is recorded stays."""
         self._missing.clear()
+        self._note_missing()
         self._gave_up = True
 
     def forget_choices(self) -> None:
         """How tokens are chosen was recorded with tensors that are out of use."""
         self._choices.clear()
+        self._note_missing()
 
     def forward(self, rows: IntArray, chunks: ChunkArrays | None = None) -> Shape | None:
         """Replay the model for these rows and chunks. The shape that it ran as; None if none fits, and nothing ran."""
