@@ -51,7 +51,7 @@ class Door:
             RequestId(order.number),
             tokens,
             max_tokens=params.max_tokens or 1,
-            sampling=replace(sampling, pooled=order.pooled),
+            sampling=replace(sampling, pooled=True) if order.pooled else sampling,
             num_sequences=params.num_sequences,
             beam=_beam(params),
             partition=terms.partition,
@@ -97,7 +97,7 @@ class Door:
         num_prompt = len(request.prompt)
         if num_prompt + request.max_tokens > self.max_length:
             raise ContextLengthExceeded(self.max_length, num_prompt, request.max_tokens)
-        needed = self._most_blocks(request, request.max_tokens)
+        needed = most_blocks(request, self.block_size)
         if needed > self.num_blocks:
             longest = request.max_length - 1  # the last token of all is never computed
             raise NeverFits(longest, needed, self.num_blocks, self.block_size, request.num_sequences)
