@@ -11,18 +11,26 @@ from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import KernelInterface
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 _FIRST_TO_OVERLAP = (9, 0)  # compute capability of Hopper
 _MOST_FOUND = 10_000  # kinds of launches that are remembered
 _ALIGNMENT = 16  # bytes: Triton compiles for tensors that begin at a multiple of it, and for others
+
+
+@runtime_checkable
+class _Descriptor(Protocol):
+    """A tensor for the copy engine, as Triton describes it or as Gluon does. The layout of a block in shared memory, which
+    Gluon wants to be told, follows from its dtype and shape."""
+
+    base: Tensor
+    block_shape: list[int]
 
 
 class _Rehearsal(NamedTuple):
@@ -79,10 +87,10 @@ def _alike(arg: object) -> Hashable:
     """All of an argument that a compilation can depend on, and more of numbers."""
     if isinstance(arg, Tensor):
         return arg.dtype, arg.data_ptr() % _ALIGNMENT == 0
-    if isinstance(arg, TensorDescriptor):
-        return arg.base.dtype, tuple(arg.block_shape)
-    assert arg is None or isinstance(arg, int | float), arg
-    return arg
+    if arg is None or isinstance(arg, int | float):
+        return arg
+    assert isinstance(arg, _Descriptor), arg
+    return arg.base.dtype, tuple(arg.block_shape)
 
 
 def _rehearse(
