@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from quire.core.errors import ConfigError
-from quire.kernels.contract import AttentionRule
-from quire.kernels.gpu.chunk_attention import ChunkTiles, chunk_attention
+from quire.kernels.contract import AttentionRule, Ragged
+from quire.kernels.gpu.attention import GpuAttention
 from quire.kernels.gpu.decode_attention import DecodeTiles, decode_attention, decode_tiles
+from quire.kernels.gpu.hopper_chunks import HopperChunks
 from quire.kernels.gpu.split_merge import SplitScratch
 
 _BLOCK_SIZE = 16
@@ -70,16 +71,16 @@ def measure_decode(
     return Figure(f"decode {rows}x{length}", seconds * 1e6, num_bytes / seconds / 1e12, "TB/s")
 
 
-def measure_chunk(length: int, shape: HeadShape, dtype: torch.dtype, tiles: ChunkTiles | None = None) -> Figure:
+def measure_chunk(length: int, shape: HeadShape, dtype: torch.dtype) -> Figure:
+    """As a step of one prompt has it, by whichever of our kernels is for it; what is done once a step is done once."""
     layers = _layers(length, shape, dtype)[:4]
-    tables = _tables(1, length)
     starts = torch.tensor([0, length], dtype=torch.int32, device="cuda")
+    places = torch.arange(length, device="cuda")
+    ragged = Ragged(places, places, _tables(1, length), starts, starts[1:], places)
     query = torch.randn(length, shape.queries, shape.dim, dtype=dtype, device="cuda")
-    output = torch.empty(length, shape.queries * shape.dim, dtype=dtype, device="cuda")
     rule = AttentionRule(shape.dim**-0.5)
-    seconds = _seconds(
-        layers, lambda kv: chunk_attention(query, kv, tables, starts, starts[1:], rule, output, tiles=tiles)
-    )
+    attention = GpuAttention(ragged, 0, hopper=HopperChunks.find())
+    seconds = _seconds(layers, lambda kv: attention.attend(query, kv, rule))
     operations = 2 * shape.queries * shape.dim * length * length  # two products over half the square
     return Figure(f"chunk {length}", seconds * 1e6, operations / seconds / 1e12, "TFLOP/s")
 
@@ -99,7 +100,7 @@ def _tables(rows: int, length: int) -> Tensor:
     return (1 + torch.randperm(rows * width, device="cuda")).view(rows, width).int()
 
 
-def _seconds(layers: list[Tensor], launch: Callable[[Tensor], None]) -> float:
+def _seconds(layers: list[Tensor], launch: Callable[[Tensor], object]) -> float:
     """Of one launch: the median over replays of a launch for each layer in a row."""
     launch(layers[0])
     torch.cuda.synchronize()

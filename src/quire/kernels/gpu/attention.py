@@ -14,6 +14,7 @@ from quire.kernels.gpu.chunk_attention import chunk_attention, chunk_scratch, ch
 from quire.kernels.gpu.decode_attention import decode_attention, decode_tiles
 from quire.kernels.gpu.gather_context import ContextCopy
 from quire.kernels.gpu.gathered_attention import gathered_attention
+from quire.kernels.gpu.hopper_chunks import HopperChunks
 from quire.kernels.gpu.longest_first import longest_first
 from quire.kernels.gpu.split_merge import SplitScratch
 
@@ -25,10 +26,13 @@ class GpuAttention:
     """The first `num_decodes` sequences have one query each, so theirs are also the first tokens."""
 
     __slots__ = (
-        "_chunk_scratch", "_copy", "_num_decodes", "_order", "_others_chunks", "_others_decodes", "_ragged", "_scratch",
+        "_chunk_scratch", "_copy", "_hopper", "_items", "_num_decodes", "_order", "_others_chunks", "_others_decodes",
+        "_ragged", "_scratch",
     )  # fmt: skip
 
-    def __init__(self, ragged: Ragged, num_decodes: int, backends: Backends = OWN) -> None:
+    def __init__(
+        self, ragged: Ragged, num_decodes: int, backends: Backends = OWN, hopper: HopperChunks | None = None
+    ) -> None:
         assert 0 <= num_decodes <= len(ragged.context_lengths), num_decodes
         self._ragged = ragged
         self._num_decodes = num_decodes
@@ -36,6 +40,8 @@ class GpuAttention:
         self._order: Tensor | None = None
         self._chunk_scratch: SplitScratch | None = None
         self._copy = ContextCopy()
+        self._hopper = hopper
+        self._items: Tensor | None = None
         self._others_decodes = _decodes_of_others(ragged, num_decodes, backends)
         self._others_chunks = _chunks_of_others(ragged, num_decodes, backends)
 
@@ -62,11 +68,32 @@ class GpuAttention:
         chunks = slice(self._num_decodes, None)
         tables, starts = self._ragged.tables[chunks], self._ragged.query_starts[chunks]
         lengths = self._ragged.context_lengths[chunks]
-        if self._is_long(query, kv_layer, tables, rule):
-            workspace = self._copy.gather(kv_layer, tables[0], lengths)
+        is_long = self._is_long(query, kv_layer, tables, rule)
+        workspace = self._copy.gather(kv_layer, tables[0], lengths) if is_long else None
+        if self._attend_on_hopper(query, kv_layer, tables, workspace, rule, output):
+            return
+        if workspace is not None:
             gathered_attention(query, workspace, starts, lengths, rule, output)
         else:
             self._attend_short(query, kv_layer, tables, starts, lengths, rule, output)
+
+    def _attend_on_hopper(
+        self,
+        query: Tensor,
+        kv_layer: Tensor,
+        tables: Tensor,
+        workspace: Tensor | None,
+        rule: AttentionRule,
+        output: Tensor,
+    ) -> bool:
+        """False: it is not for this, and nothing was done."""
+        first = self._num_decodes
+        if self._hopper is None or not self._hopper.takes(query, kv_layer, rule, len(query) - first):
+            return False
+        if self._items is None:
+            starts, lengths = self._ragged.query_starts[first:], self._ragged.context_lengths[first:]
+            self._items = self._hopper.list_work(query, kv_layer, starts, lengths, first)
+        return self._hopper.attend(query, kv_layer, tables, workspace, self._items, rule, output)
 
     def _attend_short(
         self,

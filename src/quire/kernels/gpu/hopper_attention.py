@@ -67,15 +67,6 @@ def _turn(turn):
 
 
 @gluon.jit
-def _load_pages(store, rows, column, ready, pages, first, PAGES: gl.constexpr, SLABS: gl.constexpr):
-    """A tile of keys or of values; rows: where each page begins in the store."""
-    for page in gl.static_range(PAGES):
-        for slab in gl.static_range(SLABS):
-            target = pages.index(first + slab * PAGES + page)
-            tma.async_copy_global_to_shared(store, [rows[page], column + slab * _SLAB], ready, target)
-
-
-@gluon.jit
 def _page_rows(table, first_page, last_page, page_rows, PAGES: gl.constexpr):
     """Where each page of a tile begins in the store. Behind the last, that one again: every page is some page."""
     rows = ()
@@ -83,8 +74,26 @@ def _page_rows(table, first_page, last_page, page_rows, PAGES: gl.constexpr):
         number = gl.minimum(first_page + page, last_page)
         if table is not None:
             number = gl.load(table + number)
-        rows = rows + (number * page_rows,)
+        rows += (number * page_rows,)  # type: ignore[assignment]
     return rows
+
+
+@gluon.jit
+def _load_tile(
+    store, rows, further, column, ready, empty, pages, count,
+    TILE: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr,
+):  # fmt: skip
+    """Keys or values, as soon as their buffer is free: `further` rows behind those at which the pages begin."""
+    PAGES: gl.constexpr = TILE // PAGE
+    SLABS: gl.constexpr = DIM // _SLAB
+    slot = count % STAGES
+    mbarrier.wait(empty.index(slot), ((count // STAGES) & 1) ^ 1)
+    mbarrier.expect(ready.index(slot), TILE * DIM * 2)
+    for page in gl.static_range(PAGES):
+        for slab in gl.static_range(SLABS):
+            target = pages.index((slot * SLABS + slab) * PAGES + page)
+            source = [rows[page] + further, column + slab * _SLAB]
+            tma.async_copy_global_to_shared(store, source, ready.index(slot), target)
 
 
 @gluon.jit
@@ -95,12 +104,11 @@ def _load(
 ):  # fmt: skip
     """The warp that loads: for each tile of rows its queries, and its tiles of keys and values."""
     PAGES: gl.constexpr = TILE // PAGE
-    SLABS: gl.constexpr = DIM // _SLAB
     q_bufs, _, _, k_pages, v_pages = buffers
     q_ready, q_empty, k_ready, k_empty, v_ready, v_empty = barriers
     count = 0  # tiles of keys so far
     done = 0  # tiles of rows so far
-    for turn in range(0, gl.cdiv(total, gl.num_programs(0))):
+    for turn in range(gl.cdiv(total, gl.num_programs(0))):
         number = _turn(turn)
         kv_head = number % kv_heads
         item = items + number // kv_heads * NUM_FIELDS
@@ -112,13 +120,10 @@ def _load(
             if tables is not None:
                 table = tables + gl.load(item + SEQUENCE) * table_stride
             num_tiles = last_place // TILE + 1
-            for i in range(0, num_tiles):
+            for i in range(num_tiles):
                 rows = _page_rows(table, (num_tiles - 1 - i) * PAGES, last_page, page_rows, PAGES)
-                slot = count % STAGES
-                phase = (count // STAGES) & 1
-                mbarrier.wait(k_empty.index(slot), phase ^ 1)
-                mbarrier.expect(k_ready.index(slot), TILE * DIM * 2)
-                _load_pages(store, rows, kv_head * DIM, k_ready.index(slot), k_pages, slot * SLABS * PAGES, PAGES, SLABS)
+                column = kv_head * DIM
+                _load_tile(store, rows, 0, column, k_ready, k_empty, k_pages, count, TILE, DIM, STAGES, PAGE)
                 if i == 0:
                     for half in gl.static_range(_HALVES):
                         mbarrier.wait(q_empty.index(half), (done & 1) ^ 1)
@@ -127,13 +132,8 @@ def _load(
                             query, [first_row + half * (TOKENS // _HALVES), kv_head * GROUP, 0],
                             q_ready.index(half), q_bufs.index(half),
                         )  # fmt: skip
-                mbarrier.wait(v_empty.index(slot), phase ^ 1)
-                mbarrier.expect(v_ready.index(slot), TILE * DIM * 2)
-                beside = ()
-                for page in gl.static_range(PAGES):
-                    beside = beside + (rows[page] + side_rows,)
-                column = kv_head * DIM + side_columns
-                _load_pages(store, beside, column, v_ready.index(slot), v_pages, slot * SLABS * PAGES, PAGES, SLABS)
+                column += side_columns
+                _load_tile(store, rows, side_rows, column, v_ready, v_empty, v_pages, count, TILE, DIM, STAGES, PAGE)
                 count += 1
             done += 1
 
@@ -155,20 +155,29 @@ def _soften(scores, rate, running_max, running_sum):
 
 
 @gluon.jit
-def _zero_behind(pages, first, last, length, PAGE: gl.constexpr, PAGES: gl.constexpr, SLABS: gl.constexpr):
+def _zero_behind(
+    v_pages, v_ready, count, last, length,
+    TILE: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr,
+):  # fmt: skip
     """What a page holds behind the last key may be anything, even not a number, and no weight would make it nothing.
 
-    Both groups write the same zeros: neither waits for the other."""
+    Both groups write the same zeros: neither waits for the other.
+    """
+    PAGES: gl.constexpr = TILE // PAGE
+    SLABS: gl.constexpr = DIM // _SLAB
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [_WARPS, 1], [1, 0])
-    in_page = gl.arange(0, PAGE, layout=gl.SliceLayout(1, layout))
-    for page in range((length - last) // PAGE, PAGES):
-        present = gl.expand_dims(last + page * PAGE + in_page < length, 1)
-        for slab in gl.static_range(SLABS):
-            there = pages.index(first + slab * PAGES + page)
-            values = there.load(layout)
-            there.store(gl.where(present, values, gl.full_like(values, 0.0)))
-    fence_async_shared()
-    gl.thread_barrier()
+    if last + TILE > length:
+        slot = count % STAGES
+        mbarrier.wait(v_ready.index(slot), (count // STAGES) & 1)
+        in_page = gl.arange(0, PAGE, layout=gl.SliceLayout(1, layout))
+        for page in range((length - last) // PAGE, PAGES):
+            present = gl.expand_dims(last + page * PAGE + in_page < length, 1)
+            for slab in gl.static_range(SLABS):
+                there = v_pages.index((slot * SLABS + slab) * PAGES + page)
+                values = there.load(layout)
+                there.store(gl.where(present, values, gl.full_like(values, 0.0)))
+        fence_async_shared()
+        gl.thread_barrier()
 
 
 @gluon.jit
@@ -211,26 +220,21 @@ def _attend_item(
 ):  # fmt: skip
     """The first tile by itself, then the masked ones, then the others. What was gathered, the sums of the weights, and
     how many tiles of keys there were by then. The last values are still to be freed: by whoever is done with them."""
-    _, k_bufs, v_bufs, _, v_pages = buffers
-    _, _, k_ready, k_empty, v_ready, v_empty = barriers
+    _, k_bufs, _, _, v_pages = buffers
+    _, _, k_ready, k_empty, v_ready, _ = barriers
     row_layout: gl.constexpr = gl.SliceLayout(1, _product_layout(TILE))
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, _product_layout(DIM), 2)
     first_place = gl.load(item + FIRST_PLACE)
-    length = gl.load(item + LENGTH)
     last = gl.load(item + LAST_PLACE) // TILE * TILE
     edge = (first_place + 1) // TILE * TILE  # before it no query meets a key later than itself
     slot = count % STAGES
-    phase = (count // STAGES) & 1
-    mbarrier.wait(k_ready.index(slot), phase)
+    mbarrier.wait(k_ready.index(slot), (count // STAGES) & 1)
     zeros = gl.zeros([_ROWS, TILE], gl.float32, _product_layout(TILE))
     asked = warpgroup_mma(queries, k_bufs.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=[asked])
     mbarrier.arrive(k_empty.index(slot), count=1)
-    if PAGED:  # keys that were gathered end in zeros
-        if last + TILE > length:
-            mbarrier.wait(v_ready.index(slot), phase)
-            SLABS: gl.constexpr = DIM // _SLAB
-            _zero_behind(v_pages, slot * SLABS * (TILE // PAGE), last, length, PAGE, TILE // PAGE, SLABS)
+    if PAGED:  # values that were gathered end in zeros
+        _zero_behind(v_pages, v_ready, count, last, gl.load(item + LENGTH), TILE, DIM, STAGES, PAGE)
     running_max = gl.full([_ROWS], LOWEST, gl.float32, row_layout)
     running_sum = gl.zeros([_ROWS], gl.float32, row_layout)
     heavy, _, running_max, running_sum = _soften(_hide(scores, last, places, TILE), rate, running_max, running_sum)
@@ -263,7 +267,7 @@ def _attend(
     dims = gl.arange(0, DIM, layout=gl.SliceLayout(0, out_layout))
     count = 0
     done = 0
-    for turn in range(0, gl.cdiv(total, gl.num_programs(0))):
+    for turn in range(gl.cdiv(total, gl.num_programs(0))):
         number = _turn(turn)
         item = items + number // kv_heads * NUM_FIELDS
         last_place = gl.load(item + LAST_PLACE, mask=number < total, other=-1)
@@ -314,7 +318,7 @@ def _hopper_kernel(
     PAGES: gl.constexpr = STAGES * TILE // PAGE * (DIM // _SLAB)
     PAGED: gl.constexpr = tables is not None
     tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, DIM], store.dtype)
-    q_bufs = gl.allocate_shared_memory(query.dtype, [_HALVES] + query.block_type.shape, query.layout)
+    q_bufs = gl.allocate_shared_memory(query.dtype, [_HALVES, TOKENS // _HALVES, GROUP, DIM], query.layout)
     k_bufs = gl.allocate_shared_memory(store.dtype, [STAGES, TILE, DIM], tile_layout)
     v_bufs = gl.allocate_shared_memory(store.dtype, [STAGES, TILE, DIM], tile_layout)
     k_pages = k_bufs._reinterpret(store.dtype, [PAGES, PAGE, _SLAB], store.layout)
@@ -337,13 +341,15 @@ def _hopper_kernel(
 
 def gathered_pages(workspace: Tensor) -> Tensor:
     """[keys, 2, kv_heads, dim] as pages of a tile each: [tiles, 2, keys of a tile, kv_heads, dim], strided."""
-    return workspace.unflatten(0, (-1, _tiles(is_paged=False).keys)).transpose(1, 2)
+    pages: Tensor = workspace.unflatten(0, (-1, _tiles(is_paged=False).keys)).transpose(1, 2)
+    return pages
 
 
 def hopper_attention(
     query: Tensor,  # [tokens, heads, dim], strided
     pages: Tensor,  # [pages, 2, page_size, kv_heads, dim], strided: a layer of the store, or gathered_pages
-    tables: Tensor | None,  # [sequences, width] int32; None: one sequence, its pages in order, zeros behind its last key
+    tables: Tensor
+    | None,  # [sequences, width] int32; None: one sequence, its pages in order, zeros behind its last key
     items: Tensor,  # what work_list says, with 128 rows to a tile
     rule: AttentionRule,  # without window and soft cap
     output: Tensor,  # [tokens, heads * dim]; tokens of no sequence are left as they are

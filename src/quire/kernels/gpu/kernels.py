@@ -8,6 +8,7 @@ from quire.kernels.contract import AttentionRule, HeadNorm, Ragged, Rotation
 from quire.kernels.gpu import gates, norms, turns
 from quire.kernels.gpu.attention import GpuAttention
 from quire.kernels.gpu.backends.share import OWN, Backends
+from quire.kernels.gpu.hopper_chunks import HopperChunks
 from quire.kernels.gpu.skinny_product import fits, skinny_product
 
 
@@ -21,6 +22,7 @@ class GpuKernels:
 
     def __init__(self, backends: Backends = OWN) -> None:
         self._backends = backends
+        self._hopper = HopperChunks.find()
 
     def activations(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
@@ -51,7 +53,7 @@ class GpuKernels:
         return gates.gate(gate_up, activation)
 
     def plan(self, ragged: Ragged, block_size: int) -> "GpuStep":
-        return GpuStep(ragged, self._backends)
+        return GpuStep(ragged, self._backends, self._hopper)
 
 
 class GpuStep:
@@ -59,9 +61,9 @@ class GpuStep:
 
     __slots__ = ("_attention", "_slots")
 
-    def __init__(self, ragged: Ragged, backends: Backends = OWN) -> None:
+    def __init__(self, ragged: Ragged, backends: Backends = OWN, hopper: HopperChunks | None = None) -> None:
         self._slots = ragged.slots
-        self._attention = GpuAttention(ragged, ragged.num_decodes, backends)
+        self._attention = GpuAttention(ragged, ragged.num_decodes, backends, hopper)
 
     def turn_and_write(self, qkv: Tensor, head_norm: HeadNorm | None, rotation: Rotation, kv_layer: Tensor) -> None:
         turns.turn_and_write(qkv, head_norm, rotation, self._slots, kv_layer)

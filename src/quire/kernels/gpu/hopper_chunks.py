@@ -1,0 +1,99 @@
+"""Which chunks go to the kernel for Hopper, as long as it can be compiled. Knows the kernel's bounds, not its ways.
+
+It is written in Gluon, a part of Triton that changes from release to release: where it is missing, or cannot be
+compiled, that is told in one line, and the kernels for every card go on.
+"""
+
+import logging
+
+import torch
+from torch import Tensor
+from triton import knobs
+
+from quire.kernels.contract import AttentionRule
+from quire.kernels.gpu.work_list import work_list
+
+try:
+    from quire.kernels.gpu.hopper_attention import TILE_ROWS, gathered_pages, hopper_attention
+except (ImportError, AttributeError) as error:
+    _missing = f"{type(error).__name__}: {error}"
+else:
+    _missing = ""
+
+_CAPABILITY = (9, 0)
+_DTYPES = (torch.bfloat16, torch.float16)
+_DIMS = (64, 128)
+_PAGE_SIZES = (8, 16, 32, 64, 128)  # of whole rows of eight, that fill a tile of keys
+_LARGEST_GROUP = 64  # query heads of a key head: half a tile
+_MOST_ROWS = 1 << 31  # of the store: the copy engine counts in 32 bits
+_log = logging.getLogger(__name__)
+
+
+class HopperChunks:
+    """The kernel on one card."""
+
+    __slots__ = ("_is_broken", "_num_processors")
+
+    def __init__(self, num_processors: int) -> None:
+        self._num_processors = num_processors
+        self._is_broken = False
+
+    @staticmethod
+    def find() -> "HopperChunks | None":
+        """None where kernels are interpreted, on other cards, and with a Triton that has no Gluon for it."""
+        if knobs.runtime.interpret or not torch.cuda.is_available():
+            return None
+        if torch.cuda.get_device_capability() != _CAPABILITY:
+            return None
+        if _missing:
+            _log.warning("attention of chunks by the kernels for every card: %s", _missing)
+            return None
+        return HopperChunks(torch.cuda.get_device_properties("cuda").multi_processor_count)
+
+    def takes(self, query: Tensor, kv_layer: Tensor, rule: AttentionRule, num_tokens: int) -> bool:
+        """Whether the kernel is for chunks of so many tokens in all. Where they have tiles for half of the processors
+        only, programs should share their keys: it has none that do."""
+        _, heads, dim = query.shape
+        kv_heads = kv_layer.shape[3]
+        group = heads // kv_heads
+        if self._is_broken or rule.window or rule.softcap or dim not in _DIMS or kv_layer.shape[2] not in _PAGE_SIZES:
+            return False
+        if group > _LARGEST_GROUP or group.bit_count() != 1 or query.dtype not in _DTYPES:
+            return False
+        is_regular = kv_layer.dtype == query.dtype and _is_regular(kv_layer) and query.data_ptr() % 16 == 0
+        num_tiles = -(-num_tokens * group // TILE_ROWS) * kv_heads
+        return is_regular and 2 * num_tiles > self._num_processors
+
+    def list_work(self, query: Tensor, kv_layer: Tensor, starts: Tensor, lengths: Tensor, first_token: int) -> Tensor:
+        """For every layer of a step."""
+        num_tokens, heads, _ = query.shape
+        tile_tokens = TILE_ROWS * kv_layer.shape[3] // heads
+        return work_list(starts, lengths, num_tokens - first_token, first_token, tile_tokens)
+
+    def attend(
+        self,
+        query: Tensor,
+        kv_layer: Tensor,
+        tables: Tensor,
+        workspace: Tensor | None,  # the keys of the only sequence, if they were gathered
+        items: Tensor,
+        rule: AttentionRule,
+        output: Tensor,
+    ) -> bool:
+        """False: it could not be compiled, and nothing was launched; nor will anything be."""
+        pages, named = (kv_layer, tables) if workspace is None else (gathered_pages(workspace), None)
+        try:
+            hopper_attention(query, pages, named, items, rule, output, self._num_processors)
+        except Exception as error:  # whatever it is that this Triton does not know
+            self._is_broken = True
+            told = str(error).strip().partition("\n")[0][:200]
+            _log.warning("attention of chunks by the kernels for every card: %s: %s", type(error).__name__, told)
+        return not self._is_broken
+
+
+def _is_regular(kv_layer: Tensor) -> bool:
+    """Whether its keys are rows at equal distances, as the copy engine wants them."""
+    block_stride, side_stride, slot_stride, head_stride, _ = kv_layer.stride()
+    whole_rows = block_stride % slot_stride == 0 and side_stride % slot_stride == 0
+    is_aligned = kv_layer.data_ptr() % 16 == 0 and head_stride == kv_layer.shape[4]
+    return whole_rows and is_aligned and len(kv_layer) * (block_stride // slot_stride) < _MOST_ROWS
