@@ -17,6 +17,7 @@ from quire.core.model import ModelSpec, RopeSpec
 from quire.kernels.gpu.compiling import compile_launched
 from quire.kernels.gpu.copies import copy_blocks
 from quire.kernels.gpu.gates import gate
+from quire.kernels.gpu.hopper_chunks import HopperChunks
 from quire.kernels.gpu.launch import launch, rehearsal
 from quire.kernels.select import select_kernels
 from quire.models.decoder import Decoder
@@ -98,15 +99,15 @@ def variants_of(runner: ModelRunner) -> list[str]:
     return listing.variants
 
 
-def new_runner() -> ModelRunner:
+def new_runner(hopper: HopperChunks | None = None) -> ModelRunner:
     choice = select_kernels("cuda")
+    choice.kernels._hopper = hopper
     model = Decoder(SPEC, empty_weights(SPEC, torch.bfloat16, META), choice.kernels, 16)
     stores = new_store(model.kv_geometry, 1, 16, META)
     return ModelRunner(model, stores, max_rows=48, max_length=4096, choosing=choice.choosing, max_step_tokens=4096)
 
 
-def found() -> dict[str, object]:
-    runner = new_runner()
+def found(runner: ModelRunner) -> dict[str, object]:
     few = variants_of(runner)
     wanted = shapes_to_record(48, 4096)
     runner._telling = [*wanted.first, *wanted.soon]
@@ -115,4 +116,4 @@ def found() -> dict[str, object]:
 
 if __name__ == "__main__":
     driver.set_active(Card())
-    print(json.dumps(compiled() | found()))
+    print(json.dumps(compiled() | found(new_runner()) | {"on hopper": found(new_runner(HopperChunks(8)))}))

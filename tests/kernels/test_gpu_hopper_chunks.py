@@ -1,0 +1,110 @@
+"""Which chunks go to the kernel for Hopper, and that steps are right without it. It is itself tested in tests/gpu."""
+
+import importlib.util
+import logging
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from triton import knobs
+
+from quire.kernels.contract import AttentionRule
+from quire.kernels.gpu import hopper_chunks
+from quire.kernels.gpu.attention import GpuAttention
+from quire.kernels.gpu.hopper_chunks import HopperChunks
+from tests.kernels.steps import Part
+from tests.kernels.test_gpu_attention import Step
+
+PROCESSORS = 132
+PLAIN = AttentionRule(0.1)
+
+
+def takes(
+    tokens: int = 1024,
+    heads: int = 32,
+    kv_heads: int = 8,
+    dim: int = 128,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.bfloat16,
+    rule: AttentionRule = PLAIN,
+) -> bool:
+    query = torch.empty(tokens, heads + 2 * kv_heads, dim, dtype=dtype, device="meta")[:, :heads]
+    kv_layer = torch.empty(9, 2, 2, block_size, kv_heads, dim, dtype=dtype, device="meta")[:, 1]
+    return HopperChunks(PROCESSORS).takes(query, kv_layer, rule, tokens)
+
+
+def test_usual_shapes_are_taken() -> None:
+    for dim in (64, 128):
+        for group in (1, 2, 4, 8, 16):
+            for block_size in (8, 16, 32, 64, 128):
+                assert takes(4096, 8 * group, 8, dim, block_size), (dim, group, block_size)
+    assert takes(dtype=torch.float16)
+
+
+def test_what_the_kernel_has_not_is_left_to_others() -> None:
+    for dim in (32, 80, 96, 256):
+        assert not takes(dim=dim)
+    for heads in (24, 56):  # three or seven query heads to a key head do not fill a tile
+        assert not takes(heads=heads)
+    for block_size in (1, 4, 24, 256):
+        assert not takes(block_size=block_size)
+    assert not takes(dtype=torch.float32)
+    assert not takes(rule=replace(PLAIN, window=64))
+    assert not takes(rule=replace(PLAIN, softcap=5.0))
+
+
+def test_few_tokens_are_left_to_programs_that_share_keys() -> None:
+    """256 tokens of 32 query heads are 64 tiles: less than half of the processors would have one."""
+    assert not takes(256)
+    assert takes(288)
+
+
+def test_a_store_whose_rows_are_not_at_equal_distances_is_left_to_others() -> None:
+    query = torch.empty(1024, 32, 128, dtype=torch.bfloat16, device="meta")
+    store = torch.empty(9, 2, 2, 16, 8, 136, dtype=torch.bfloat16, device="meta")[..., :128]
+    assert not HopperChunks(PROCESSORS).takes(query, store[:, 1], PLAIN, 1024)
+
+
+def test_where_kernels_are_interpreted_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even on such a card; without the interpreter there is one, and on a later card none again."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    properties = type("Properties", (), {"multi_processor_count": PROCESSORS})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(knobs.runtime, "interpret", True)
+    assert HopperChunks.find() is None
+    monkeypatch.setattr(knobs.runtime, "interpret", False)
+    assert HopperChunks.find() is not None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    assert HopperChunks.find() is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card, and the kernel may be compiled for it")
+def test_a_kernel_that_cannot_be_compiled_is_told_of_once_and_steps_come_out_right(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    hopper = HopperChunks(1)
+    step = Step([Part(30, 1), Part(7, 20), Part(0, 10)], group=2, kv_heads=1, dim=64, dtype=torch.float16)
+    for _ in range(2):
+        step.check(GpuAttention(step.ragged, 1, hopper=hopper).attend(step.query, step.kv_layer, step.rule))
+    [line] = caplog.records
+    assert line.levelno == logging.WARNING and "kernels for every card" in line.message
+    assert "\n" not in line.message
+
+
+def test_a_triton_without_gluon_is_told_of_and_nothing_else_happens(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)
+    monkeypatch.delitem(sys.modules, "quire.kernels.gpu.hopper_attention")
+    spec = importlib.util.spec_from_file_location("without_gluon", hopper_chunks.__file__)
+    assert spec is not None and spec.loader is not None
+    without = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(without)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(knobs.runtime, "interpret", False)
+    assert without.HopperChunks.find() is None
+    [line] = caplog.records
+    assert "triton.experimental.gluon" in line.message
