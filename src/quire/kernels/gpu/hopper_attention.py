@@ -218,8 +218,8 @@ def _attend_item(
     item, buffers, barriers, queries, places, rate, count,
     TILE: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr, PAGED: gl.constexpr,
 ):  # fmt: skip
-    """The first tile by itself, then the masked ones, then the others. What was gathered, the sums of the weights, and
-    how many tiles of keys there were by then. The last values are still to be freed: by whoever is done with them."""
+    """The first tile by itself, then the masked ones, then the others. The weights of the last tile, whose values are
+    still to be added; what was gathered until then; the sums of all weights; and the count of tiles after it."""
     _, k_bufs, _, _, v_pages = buffers
     _, _, k_ready, k_empty, v_ready, _ = barriers
     row_layout: gl.constexpr = gl.SliceLayout(1, _product_layout(TILE))
