@@ -14,6 +14,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from quire.core.model import ModelSpec, RopeSpec
+from quire.kernels.contract import AttentionRule, Ragged
+from quire.kernels.gpu.attention import GpuAttention
 from quire.kernels.gpu.compiling import compile_launched
 from quire.kernels.gpu.copies import copy_blocks
 from quire.kernels.gpu.gates import gate
@@ -78,6 +80,18 @@ def compiled() -> dict[str, object]:
     return {"num_kernels": done.num_kernels, "errors": done.errors, "broken": broken.errors, "left": len(left)}
 
 
+def compiled_for_hopper() -> dict[str, object]:
+    """Chunks over their pages: the kernel that no interpreter runs."""
+    nothing = torch.zeros(64, dtype=torch.int64, device=META)
+    tables, starts = (torch.zeros(size, dtype=torch.int32, device=META) for size in ((2, 8), (3,)))
+    ragged = Ragged(nothing, nothing, tables, starts, starts[:2], nothing)
+    query = torch.empty(64, 8, 64, dtype=torch.bfloat16, device=META)
+    kv_layer = torch.empty(9, 2, 16, 2, 64, dtype=torch.bfloat16, device=META)
+    attention = GpuAttention(ragged, 0, hopper=HopperChunks(1))
+    done = compile_launched(lambda: attention.attend(query, kv_layer, AttentionRule(0.1)) and None, 2)
+    return {"num_for_hopper": done.num_kernels, "errors_for_hopper": done.errors}
+
+
 class Listing(Executor):
     """Compiles nothing, and has a list of what it should have compiled."""
 
@@ -116,4 +130,8 @@ def found(runner: ModelRunner) -> dict[str, object]:
 
 if __name__ == "__main__":
     driver.set_active(Card())
-    print(json.dumps(compiled() | found(new_runner()) | {"on hopper": found(new_runner(HopperChunks(8)))}))
+    print(
+        json.dumps(
+            compiled() | compiled_for_hopper() | found(new_runner()) | {"on hopper": found(new_runner(HopperChunks(8)))}
+        )
+    )

@@ -59,6 +59,11 @@ def test_each_variant_is_compiled_once_and_one_that_fails_harms_no_other(apart: 
     assert apart["broken"] == ["integer division or modulo by zero"], "a rehearsal that breaks off is told, not raised"
 
 
+def test_the_kernel_for_hopper_is_compiled_with_this_triton(apart: dict[str, Any]) -> None:
+    assert apart["errors_for_hopper"] == []
+    assert apart["num_for_hopper"] == 2, "it and its list"
+
+
 @pytest.mark.parametrize(
     "kernels_of_chunks", [{"_chunk_kernel", "_gathered_kernel"}, {"_list_kernel", "_hopper_kernel"}]
 )

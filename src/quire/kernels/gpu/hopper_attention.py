@@ -17,13 +17,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from quire.kernels.contract import AttentionRule
+from quire.kernels.gpu.gluon_names import group_barrier, load_block, reinterpreted
 from quire.kernels.gpu.key_tile import LOWEST, Rates
 from quire.kernels.gpu.launch import launch
 from quire.kernels.gpu.work_list import FIRST_PLACE, FIRST_ROW, LAST_PLACE, LENGTH, NUM_FIELDS, SEQUENCE
@@ -93,7 +93,7 @@ def _load_tile(
         for slab in gl.static_range(SLABS):
             target = pages.index((slot * SLABS + slab) * PAGES + page)
             source = [rows[page] + further, column + slab * _SLAB]
-            tma.async_copy_global_to_shared(store, source, ready.index(slot), target)
+            load_block(store, source, ready.index(slot), target)
 
 
 @gluon.jit
@@ -128,7 +128,7 @@ def _load(
                     for half in gl.static_range(_HALVES):
                         mbarrier.wait(q_empty.index(half), (done & 1) ^ 1)
                         mbarrier.expect(q_ready.index(half), query.block_type.nbytes)
-                        tma.async_copy_global_to_shared(
+                        load_block(
                             query, [first_row + half * (TOKENS // _HALVES), kv_head * GROUP, 0],
                             q_ready.index(half), q_bufs.index(half),
                         )  # fmt: skip
@@ -177,7 +177,7 @@ def _zero_behind(
                 values = there.load(layout)
                 there.store(gl.where(present, values, gl.full_like(values, 0.0)))
         fence_async_shared()
-        gl.thread_barrier()
+        group_barrier()
 
 
 @gluon.jit
@@ -318,11 +318,12 @@ def _hopper_kernel(
     PAGES: gl.constexpr = STAGES * TILE // PAGE * (DIM // _SLAB)
     PAGED: gl.constexpr = tables is not None
     tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, DIM], store.dtype)
+    page_layout: gl.constexpr = store.layout
     q_bufs = gl.allocate_shared_memory(query.dtype, [_HALVES, TOKENS // _HALVES, GROUP, DIM], query.layout)
     k_bufs = gl.allocate_shared_memory(store.dtype, [STAGES, TILE, DIM], tile_layout)
     v_bufs = gl.allocate_shared_memory(store.dtype, [STAGES, TILE, DIM], tile_layout)
-    k_pages = k_bufs._reinterpret(store.dtype, [PAGES, PAGE, _SLAB], store.layout)
-    v_pages = v_bufs._reinterpret(store.dtype, [PAGES, PAGE, _SLAB], store.layout)
+    k_pages = reinterpreted(k_bufs, [PAGES, PAGE, _SLAB], page_layout)
+    v_pages = reinterpreted(v_bufs, [PAGES, PAGE, _SLAB], page_layout)
     buffers = (q_bufs, k_bufs, v_bufs, k_pages, v_pages)
     q_ready, q_empty = _new_barriers(_HALVES, 1, 1)
     k_ready, k_empty = _new_barriers(STAGES, 1, _HALVES)

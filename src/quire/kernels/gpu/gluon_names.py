@@ -1,0 +1,21 @@
+"""What Gluon's releases call differently: Triton 3.6 by one name, later ones by another. Knows no kernel."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+_IS_PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+
+# A block of a described tensor into shared memory, by the copy engine.
+load_block = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+group_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # for the warps of one task
+
+
+@gluon.jit
+def reinterpreted(memory, shape: gl.constexpr, layout: gl.constexpr):
+    """The same shared memory in another shape and layout."""
+    if _IS_PUBLIC:
+        seen = memory.reinterpret(memory.dtype, shape, layout)
+    else:
+        seen = memory._reinterpret(memory.dtype, shape, layout)
+    return seen
