@@ -52,6 +52,20 @@ class HeadNorm(NamedTuple):
     epsilon: float
 
 
+class Parts(NamedTuple):
+    """A product that nobody has added up yet: each part is that of some of the input's columns."""
+
+    sums: Tensor  # [parts, tokens, out] float32
+    dtype: torch.dtype  # of the product
+
+    def whole(self) -> Tensor:
+        """[tokens, out]: added in the order of the parts, and rounded once."""
+        total = self.sums[0]
+        for part in self.sums[1:]:
+            total = total + part
+        return total.to(self.dtype)
+
+
 class StepAttention(Protocol):
     """Attention for one step, prepared once and used by every layer."""
 
@@ -92,6 +106,9 @@ class Kernels(Protocol):
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
         """x: [tokens, in]; packed: [out, in], packed; bias: [out]. Returns [tokens, out], as x."""
 
+    def linear_to_add(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor | Parts:
+        """The same for `add_rms_norm` alone, which reads it anyway and so may be left to add up parts."""
+
     def logits(self, x: Tensor, packed: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
         """x: [rows, in]; packed: [vocab, in], packed; weight: the same, not packed. Returns [rows, vocab] float32:
         `out`, if given.
@@ -102,7 +119,7 @@ class Kernels(Protocol):
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """x: [..., width]; weight: [width] float32. Returns [..., width], as x."""
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    def add_rms_norm(self, x: Tensor | Parts, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """residual += x in place, then its norm, in x's dtype.
 
         x: [tokens, width]; residual: [tokens, width], float32 or x's dtype; weight: [width] float32.

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.kernels.contract import AttentionRule, HeadNorm, Ragged, Rotation
+from quire.kernels.contract import AttentionRule, HeadNorm, Parts, Ragged, Rotation
 
 # Two steps of bfloat16: logits this close to the highest, relative to it, may have changed places by rounding.
 _NEAR = 2.0**-6
@@ -92,6 +92,9 @@ class CpuKernels:
         self._product.multiply(x.contiguous().numpy(), _array(packed), torch.get_num_threads(), output.numpy())
         return output if bias is None else output.add_(bias)
 
+    def linear_to_add(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+        return self.linear(x, packed, bias)
+
     def logits(self, x: Tensor, packed: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
         logits = self._logits(x, packed, weight)
         return logits if out is None else out.copy_(logits)
@@ -116,7 +119,9 @@ class CpuKernels:
             return output
         return F.rms_norm(x.float(), weight.shape, weight, epsilon).to(x.dtype)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    def add_rms_norm(self, x: Tensor | Parts, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        if isinstance(x, Parts):
+            x = x.whole()
         if self._compiled is not None and residual.dtype is torch.float32:
             output = torch.empty_like(x)
             self._compiled.norm.add_norm(

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from quire.kernels.contract import AttentionRule, HeadNorm, Ragged, Rotation
+from quire.kernels.contract import AttentionRule, HeadNorm, Parts, Ragged, Rotation
 
 
 class ReferenceKernels:
@@ -24,14 +24,17 @@ class ReferenceKernels:
         product = x.float() @ packed.float().T
         return (product if bias is None else product + bias.float()).to(x.dtype)
 
+    def linear_to_add(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+        return self.linear(x, packed, bias)
+
     def logits(self, x: Tensor, packed: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
         return torch.mm(x.float(), weight.float().T, out=out)
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         return _rms_norm(x, weight, epsilon)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        residual.copy_(residual + x)
+    def add_rms_norm(self, x: Tensor | Parts, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        residual.copy_(residual + (x.whole() if isinstance(x, Parts) else x))
         return _rms_norm(residual, weight, epsilon).to(x.dtype)
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:

@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from quire.kernels.contract import AttentionRule, HeadNorm, Rotation, StepAttention
-from quire.layers.linear import Linear
+from quire.kernels.contract import AttentionRule, HeadNorm, Parts, Rotation, StepAttention
+from quire.layers.linear import Linear, Product
 
 
 class Heads(NamedTuple):
@@ -22,7 +22,7 @@ class Attention:
     __slots__ = ("_head_norm", "_heads", "_output", "_qkv", "_rule")
 
     def __init__(
-        self, heads: Heads, rule: AttentionRule, qkv: Linear, output: Linear, head_norm: HeadNorm | None
+        self, heads: Heads, rule: AttentionRule, qkv: Linear, output: Product, head_norm: HeadNorm | None
     ) -> None:
         self._heads = heads
         self._rule = rule
@@ -32,10 +32,10 @@ class Attention:
 
     def __call__(
         self, x: Tensor, rotation: Rotation, step: StepAttention, kv_layer: Tensor, wanted: Tensor | None = None
-    ) -> Tensor:
+    ) -> Tensor | Parts:
         """x: [tokens, hidden]; kv_layer: [blocks, 2, block_size, kv_heads, dim]; wanted: [n] int64, or all tokens.
 
-        Returns [n, hidden].
+        Returns [n, hidden], as the output projection does.
         """
         queries, keys, dim = self._heads
         qkv = self._qkv(x).view(-1, queries + 2 * keys, dim)

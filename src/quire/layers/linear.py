@@ -1,8 +1,16 @@
 """A weight matrix as the kernels like it, with its bias."""
 
+from typing import Protocol
+
 from torch import Tensor
 
-from quire.kernels.contract import Kernels
+from quire.kernels.contract import Kernels, Parts
+
+
+class Product(Protocol):
+    """A product that may be left in parts, where a sum with the residual follows: see `Kernels.linear_to_add`."""
+
+    def __call__(self, x: Tensor) -> Tensor | Parts: ...
 
 
 class Linear:
@@ -18,3 +26,7 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         """x: [tokens, in]. Returns [tokens, out]."""
         return self._kernels.linear(x, self._packed, self._bias)
+
+    def to_add(self, x: Tensor) -> Tensor | Parts:
+        """The same as a `Product`."""
+        return self._kernels.linear_to_add(x, self._packed, self._bias)

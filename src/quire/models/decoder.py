@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.core.model import ModelSpec
-from quire.kernels.contract import AttentionRule, HeadNorm, Kernels, Ragged
+from quire.kernels.contract import AttentionRule, HeadNorm, Kernels, Parts, Ragged
 from quire.layers.attention import Attention, Heads
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMlp
@@ -29,17 +29,19 @@ class _Layer:
 
     def __init__(self, spec: ModelSpec, index: int, weights: LayerWeights, kernels: Kernels) -> None:
         heads = Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        output = Linear(kernels, weights.output, weights.output_bias)
+        down = Linear(kernels, weights.down, weights.down_bias)
         self.attention = Attention(
             heads,
             AttentionRule(spec.scale, spec.window(index), spec.attention_softcap),
             Linear(kernels, weights.qkv, weights.qkv_bias),
-            Linear(kernels, weights.output, weights.output_bias),
+            output.to_add if weights.attention_post_norm is None else output,
             _head_norm(heads, weights, spec.norm_eps),
         )
         self.mlp = GatedMlp(
             kernels,
             Linear(kernels, weights.gate_up, weights.gate_up_bias),
-            Linear(kernels, weights.down, weights.down_bias),
+            down.to_add if weights.mlp_post_norm is None else down,
             spec.activation,
         )
         self.attention_norm = weights.attention_norm
@@ -102,9 +104,10 @@ class Decoder:
             normed = self._add(layer.mlp(normed), residual, layer.mlp_post_norm, next_norm)
         return normed
 
-    def _add(self, x: Tensor, residual: Tensor, post_norm: Tensor | None, next_norm: Tensor) -> Tensor:
+    def _add(self, x: Tensor | Parts, residual: Tensor, post_norm: Tensor | None, next_norm: Tensor) -> Tensor:
         """Close one half of a layer: its own norm if it has one, the residual, the norm of what follows."""
         if post_norm is not None:
+            assert isinstance(x, Tensor), "what has a norm of its own is not left in parts"
             x = self._kernels.rms_norm(x, post_norm, self._spec.norm_eps)
         return self._kernels.add_rms_norm(x, residual, next_norm, self._spec.norm_eps)
 

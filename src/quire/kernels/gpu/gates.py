@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.gpu.launch import launch_early
-from quire.kernels.gpu.overlap import wait_for_others
+from quire.kernels.gpu.overlap import let_next_begin, wait_for_others
 
 _NUMBERS = 1_024  # of a program: 16 bytes of halves for each of 128 threads
 _NUM_WARPS = 4
@@ -22,6 +22,7 @@ def _gate(
     NUMBERS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    let_next_begin(EARLY)
     wait_for_others(EARLY)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * NUMBERS + tl.arange(0, NUMBERS)

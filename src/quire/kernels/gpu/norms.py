@@ -7,8 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.contract import Parts
 from quire.kernels.gpu.launch import launch_early
-from quire.kernels.gpu.overlap import wait_for_others
+from quire.kernels.gpu.overlap import let_next_begin, wait_for_others
 
 _WIDEST = 16_384  # numbers in a row: a program holds whole rows in registers
 _NUMBERS = 1_024  # a program's at least: narrow rows share one
@@ -70,7 +71,7 @@ def _norm_rows(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _add_norm_rows(
-    x,  # [rows, WIDTH], strided
+    x,  # [rows, WIDTH], strided; or [PARTS, rows, WIDTH] float32
     residual,  # [rows, WIDTH], strided: x is added to it
     weight,  # [WIDTH] float32
     output,  # [rows, WIDTH]
@@ -81,15 +82,23 @@ def _add_norm_rows(
     WIDTH: tl.constexpr,
     PADDED_WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
+    PARTS: tl.constexpr,  # 0: none
     EARLY: tl.constexpr,
 ):
+    """Parts are added in their order and rounded once, as the product that they are the parts of."""
+    let_next_begin(EARLY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, PADDED_WIDTH)[None, :]
     inside = (row < num_rows)[:, None] & (column < WIDTH)
     scale = tl.load(weight + column, mask=column < WIDTH, other=0.0)  # now, so that the sum need not be waited for
     wait_for_others(EARLY)
     residual_place = residual + row[:, None] * residual_stride + column
-    added = tl.load(x + row[:, None] * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    x_place = x + row[:, None] * x_stride + column
+    added = tl.load(x_place, mask=inside, other=0.0).to(tl.float32)
+    if PARTS > 0:
+        for part in tl.static_range(1, PARTS):
+            added += tl.load(x_place + part * num_rows * x_stride, mask=inside, other=0.0)
+        added = added.to(output.dtype.element_ty).to(tl.float32)
     before = tl.load(residual_place, mask=inside, other=0.0).to(tl.float32)
     total = (before + added).to(residual.dtype.element_ty)
     tl.store(residual_place, total, mask=inside)
@@ -122,29 +131,32 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return output
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+def add_rms_norm(x: Tensor | Parts, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """residual += x in place, then its norm, as x.
 
     x: [tokens, width]; residual: [tokens, width], float32 or x's dtype; weight: [width] float32.
     """
-    assert x.stride(1) == residual.stride(1) == 1 and weight.is_contiguous(), (x.stride(), residual.stride())
-    num_rows, width = x.shape
+    added, num_parts = (x.sums, len(x.sums)) if isinstance(x, Parts) else (x, 0)
+    assert added.stride(-1) == residual.stride(1) == 1 and weight.is_contiguous(), (added.stride(), residual.stride())
+    assert num_parts == 0 or added.is_contiguous(), added.stride()
+    num_rows, width = residual.shape
     tiles = _tiles(width)
-    output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    output = torch.empty(num_rows, width, dtype=x.dtype, device=residual.device)
     launch_early(
         _add_norm_rows,
         (triton.cdiv(num_rows, tiles.rows),),
-        x,
+        added,
         residual,
         weight,
         output,
         num_rows,
-        x.stride(0),
+        added.stride(-2),
         residual.stride(0),
         epsilon,
         WIDTH=width,
         PADDED_WIDTH=tiles.padded_width,
         ROWS=tiles.rows,
+        PARTS=num_parts,
         num_warps=tiles.num_warps,
     )
     return output
