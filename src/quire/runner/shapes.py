@@ -9,6 +9,7 @@ _CROWDED = 8  # tokens of a chunk in a crowd, at the least
 _FEWEST_TOKENS = 16
 _BESIDE = (32, 16, 8, 64, 48, 128, 96, 256)  # rows that decode beside a prompt, when they are fewer than there can be
 _FINE = (128, 1024)  # tokens between which there are more sizes: where a chunk is cut that decodes have to wait for
+_TELLING_ROWS = (16, 32, 64, 128)  # up to each of them products have a kernel of their own
 _SPARE_TOKENS = 256  # that a shape may have beyond twice what a step needs: as dear as building it
 
 
@@ -45,9 +46,10 @@ class Wanted(NamedTuple):
     @property
     def telling(self) -> list[Shape]:
         """A few that between them launch what the first and the soon do, the dearest to compile before others."""
-        few = [shape for shape in self.soon if not shape.chunks]
+        decodes = sorted(shape for shape in self.soon if not shape.chunks)
+        few = decodes[:1] + [shape for shape in decodes[1:] if shape.rows in _TELLING_ROWS]
         short = [shape for shape in self.first if shape.tokens <= _LONG]
-        return sorted(short + sorted(few)[:1], key=Shape.order, reverse=True)
+        return sorted(short + few, key=Shape.order, reverse=True)
 
 
 def shapes_to_record(max_rows: int, max_tokens: int) -> Wanted:

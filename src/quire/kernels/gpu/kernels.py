@@ -1,14 +1,15 @@
-"""The kernels for GPUs: large products by torch, the rest by Triton. Knows nothing of models."""
+"""The kernels for GPUs: products of many rows by torch, the rest by Triton. Knows nothing of models."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.contract import AttentionRule, HeadNorm, Ragged, Rotation
+from quire.kernels.contract import AttentionRule, HeadNorm, Parts, Ragged, Rotation
 from quire.kernels.gpu import gates, norms, turns
 from quire.kernels.gpu.attention import GpuAttention
 from quire.kernels.gpu.backends.share import OWN, Backends
 from quire.kernels.gpu.hopper_chunks import HopperChunks
+from quire.kernels.gpu.hopper_products import HopperProducts
 from quire.kernels.gpu.skinny_product import fits, skinny_product
 
 
@@ -23,6 +24,7 @@ class GpuKernels:
     def __init__(self, backends: Backends = OWN) -> None:
         self._backends = backends
         self._hopper = HopperChunks.find()
+        self._products = HopperProducts.find()
 
     def activations(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
@@ -36,7 +38,14 @@ class GpuKernels:
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
         if fits(x, packed):
             return skinny_product(x, packed, bias)
-        return F.linear(x, packed, bias)
+        product = None if self._products is None else self._products.product(x, packed, bias)
+        return F.linear(x, packed, bias) if product is None else product
+
+    def linear_to_add(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor | Parts:
+        if fits(x, packed):
+            return skinny_product(x, packed, bias)
+        product = None if self._products is None else self._products.parts(x, packed, bias)
+        return F.linear(x, packed, bias) if product is None else product
 
     def logits(self, x: Tensor, packed: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
         if weight.is_cuda and weight.dtype is not torch.float32:  # the sums are float32 anyway: not rounded at the end
@@ -46,7 +55,7 @@ class GpuKernels:
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         return norms.rms_norm(x, weight, epsilon)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    def add_rms_norm(self, x: Tensor | Parts, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         return norms.add_rms_norm(x, residual, weight, epsilon)
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:

@@ -1,0 +1,92 @@
+"""Which products of few rows go to the kernel with a ring, as long as it can be compiled. Knows its bounds alone.
+
+It is written in Gluon, as the one for chunks (`hopper_chunks`): where it is missing, or cannot be compiled, that is
+told in one line, and products are the library's.
+"""
+
+import logging
+
+import torch
+from torch import Tensor
+from triton import knobs
+
+from quire.kernels.contract import Parts
+from quire.kernels.gpu.product_cut import MOST_ROWS, OUTS, Cut, cut
+
+try:
+    from quire.kernels.gpu.ring_product import described, ring_product
+except (ImportError, AttributeError) as error:
+    _missing = f"{type(error).__name__}: {error}"
+else:
+    _missing = ""
+
+_CAPABILITY = (9, 0)
+_DTYPES = (torch.bfloat16, torch.float16)
+_ALIGNMENT = 16  # bytes: of tensors, and of their rows, as the copy engine wants them
+_MOST_NUMBERS = 2**31
+_MOST_TILES = 8192
+_log = logging.getLogger(__name__)
+
+
+class HopperProducts:
+    """The kernel on one card, with the room that programs share sums in: for one stream at a time. The room is there
+    before anything is recorded and never moves; a launch leaves its counters as it found them, at zero."""
+
+    __slots__ = ("_arrivals", "_described", "_is_broken", "_num_processors", "_shares")
+
+    def __init__(self, num_processors: int, device: torch.device | str) -> None:
+        self._num_processors = num_processors
+        self._is_broken = False
+        self._described: dict[int, object] = {}  # by a weight's id; they hold the weights
+        self._shares = torch.empty(num_processors * OUTS * MOST_ROWS, device=device)
+        self._arrivals = torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
+
+    @staticmethod
+    def find() -> "HopperProducts | None":
+        """None where kernels are interpreted, on other cards, and with a Triton that has no Gluon for it."""
+        if knobs.runtime.interpret or not torch.cuda.is_available():
+            return None
+        if torch.cuda.get_device_capability() != _CAPABILITY:
+            return None
+        if _missing:
+            _log.warning("products of few rows by the library: %s", _missing)
+            return None
+        return HopperProducts(torch.cuda.get_device_properties("cuda").multi_processor_count, "cuda")
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        """[rows, out], as x. None: it is another's, and nothing was launched."""
+        how = self._cut(x, weight, bias, may_part=False)
+        return None if how is None else self._multiply(x, weight, bias, how)
+
+    def parts(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | Parts | None:
+        """The same, and in parts where there are more processors than tiles."""
+        how = self._cut(x, weight, bias, may_part=True)
+        output = None if how is None else self._multiply(x, weight, bias, how)
+        return Parts(output, x.dtype) if output is not None and output.dim() == 3 else output
+
+    def _cut(self, x: Tensor, weight: Tensor, bias: Tensor | None, may_part: bool) -> Cut | None:
+        if len(x) > MOST_ROWS or self._is_broken or weight.dtype not in _DTYPES or x.dtype is not weight.dtype:
+            return None
+        out_width, in_width = weight.shape
+        if (
+            in_width * weight.element_size() % _ALIGNMENT
+            or weight.numel() >= _MOST_NUMBERS
+            or out_width > OUTS * _MOST_TILES
+        ):
+            return None
+        is_regular = x.is_contiguous() and weight.is_contiguous() and (bias is None or bias.is_contiguous())
+        if not is_regular or x.data_ptr() % _ALIGNMENT or weight.data_ptr() % _ALIGNMENT:
+            return None
+        return cut(len(x), in_width, out_width, self._num_processors, may_part)
+
+    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, how: Cut) -> Tensor | None:
+        try:
+            known = self._described.get(id(weight))
+            if known is None:  # a weight is multiplied step after step, and never moves
+                known = self._described[id(weight)] = described(weight)
+            return ring_product(x, known, bias, self._shares, self._arrivals, how)
+        except Exception as error:  # whatever it is that this Triton does not know
+            self._is_broken = True
+            told = str(error).strip().partition("\n")[0][:200]
+            _log.warning("products of few rows by the library: %s: %s", type(error).__name__, told)
+            return None

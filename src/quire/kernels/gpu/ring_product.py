@@ -1,0 +1,216 @@
+"""x @ weight.T for up to 128 rows on Hopper, in Gluon: one warp streams weights, four multiply. Bound by memory.
+
+The warp that loads has a ring of slices, and fills it with weights before the input is there, while other kernels still
+run. For the tensor cores the weights are the rows, of which they take 64, and the rows are columns, of which they take
+16. `product_cut` says how the work is cut. Sums are float32 and in one order, whoever comes first. Knows nothing of
+when it is the one to use.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from quire.kernels.gpu.gluon_names import group_barrier, load_block
+from quire.kernels.gpu.launch import launch_early
+from quire.kernels.gpu.overlap import let_next_begin, wait_for_others
+from quire.kernels.gpu.product_cut import COLUMNS, MOST_ROWS, OUTS, STREAM, Cut
+
+_OUTS = gl.constexpr(OUTS)
+_COLUMNS = gl.constexpr(COLUMNS)
+_STREAM = gl.constexpr(STREAM)
+_TURNED = gl.constexpr(gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1]))  # eight outputs of a row for each thread
+_WARPS = 4
+_LOADER_REGISTERS = gl.constexpr(40)
+_GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+def _registers(box_rows: int) -> int:
+    """Of a thread: what the sums need, and no more, so that programs of two kernels fit on a processor."""
+    return 128 if box_rows == MOST_ROWS else 80
+
+
+@gluon.jit
+def _share(program, total, num_programs):
+    """The first of a program's units, and the one behind its last."""
+    return program * total // num_programs, (program + 1) * total // num_programs
+
+
+@gluon.jit
+def _last_sharer(tile, num_slices, total, num_programs):
+    """The program that has the last unit of a tile."""
+    return ((tile + 1) * num_slices * num_programs - 1) // total
+
+
+@gluon.jit
+def _ask(weight, unit, num_slices, ready, buffer, num_bytes: gl.constexpr):
+    """The weights of a unit; what is announced includes the rows, which follow."""
+    mbarrier.expect(ready, num_bytes)
+    load_block(weight, [unit // num_slices * _OUTS, unit % num_slices * _COLUMNS], ready, buffer)
+
+
+@gluon.jit
+def _load(
+    weight, x, w_bufs, x_bufs, ready, empty, total, num_slices, num_programs,
+    STAGES: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    """The warp that loads: weights for the whole ring, then the rows beside them, then both as slots come free."""
+    num_bytes: gl.constexpr = weight.block_type.nbytes + x.block_type.nbytes
+    first, end = _share(gl.program_id(0), total, num_programs)
+    ahead = gl.minimum(end - first, STAGES)
+    let_next_begin(EARLY)
+    for i in range(ahead):
+        _ask(weight, first + i, num_slices, ready.index(i), w_bufs.index(i), num_bytes)
+    wait_for_others(EARLY)
+    for i in range(ahead):
+        load_block(x, [0, (first + i) % num_slices * _COLUMNS], ready.index(i), x_bufs.index(i))
+    for i in range(ahead, end - first):
+        slot = i % STAGES
+        mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
+        _ask(weight, first + i, num_slices, ready.index(slot), w_bufs.index(slot), num_bytes)
+        load_block(x, [0, (first + i) % num_slices * _COLUMNS], ready.index(slot), x_bufs.index(slot))
+
+
+@gluon.jit
+def _store(sums, output, tile, num_rows, out_width, TURNED: gl.constexpr):
+    """sums: [outputs, rows]. TURNED: first so that a thread has outputs that lie side by side."""
+    layout: gl.constexpr = _TURNED if TURNED else sums.type.layout
+    numbers = gl.convert_layout(sums.to(output.dtype.element_ty), layout)
+    outs = gl.expand_dims(tile * _OUTS + gl.arange(0, _OUTS, layout=gl.SliceLayout(1, layout)), 1)
+    rows = gl.expand_dims(gl.arange(0, sums.shape[1], layout=gl.SliceLayout(0, layout)), 0)
+    gl.store(output + rows * out_width + outs, numbers, mask=(rows < num_rows) & (outs < out_width))
+
+
+@gluon.jit
+def _add_others(sums, places, shares, arrival, program, last_program):
+    """What the programs behind this one have of its tile, in their order, as soon as all have arrived."""
+    arrived = gl.atomic_add(arrival, 0, sem="acquire", scope="gpu")
+    while arrived < last_program - program:
+        arrived = gl.atomic_add(arrival, 0, sem="acquire", scope="gpu")
+    group_barrier()
+    for other in range(program + 1, last_program + 1):
+        sums += gl.load(shares + other * (sums.shape[0] * sums.shape[1]) + places, cache_modifier=".cg")
+    gl.store(arrival, 0)  # for the next launch
+    return sums
+
+
+@gluon.jit
+def _multiply_run(w_bufs, x_bufs, ready, empty, sums, count, num_units, STAGES: gl.constexpr):
+    """Units of one tile, as they come. `count`: those before them."""
+    for unit in range(num_units):
+        slot = count % STAGES
+        mbarrier.wait(ready.index(slot), (count // STAGES) & 1)
+        adding = warpgroup_mma(w_bufs.index(slot), x_bufs.index(slot).permute((1, 0)), sums, is_async=True)
+        sums = warpgroup_mma_wait(1, deps=[adding])
+        mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=unit > 0)
+        count += 1
+    sums = warpgroup_mma_wait(0, deps=[sums])
+    mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
+    return sums, count
+
+
+@gluon.jit
+def _multiply(
+    bias, output, shares, arrivals, w_bufs, x_bufs, ready, empty, total, num_slices, num_programs, num_rows, out_width,
+    ROWS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    """The four warps that multiply. Tile by tile: sums of this program's run, and what they are part of."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    program = gl.program_id(0)
+    first, end = _share(program, total, num_programs)
+    wait_for_others(EARLY)  # nothing is written, and nothing but weights read, before
+    outs = gl.arange(0, _OUTS, layout=gl.SliceLayout(1, layout))
+    places = gl.expand_dims(outs * ROWS, 1) + gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout)), 0)
+    count = 0
+    for tile in range(first // num_slices, (end + num_slices - 1) // num_slices):
+        begin = gl.maximum(first, tile * num_slices)
+        num_units = gl.minimum(end, (tile + 1) * num_slices) - begin
+        sums = gl.zeros([_OUTS, ROWS], gl.float32, layout)
+        sums, count = _multiply_run(w_bufs, x_bufs, ready, empty, sums, count, num_units, STAGES)
+        has_first = begin == tile * num_slices
+        if bias is not None:
+            present = (tile * _OUTS + outs < out_width) & has_first
+            offsets = gl.load(bias + tile * _OUTS + outs, mask=present, other=0.0).to(gl.float32)
+            sums += gl.expand_dims(offsets, 1)
+        if PARTS > 1:
+            _store(sums, output + program % PARTS * (num_rows * out_width), tile, num_rows, out_width, False)
+        elif PARTS == 1:
+            _store(sums, output, tile, num_rows, out_width, True)
+        else:
+            if has_first:
+                last_program = _last_sharer(tile, num_slices, total, num_programs)
+                if last_program > program:
+                    sums = _add_others(sums, places, shares, arrivals + tile, program, last_program)
+                _store(sums, output, tile, num_rows, out_width, True)
+            else:
+                gl.store(shares + program * (_OUTS * ROWS) + places, sums)
+                group_barrier()
+                gl.atomic_add(arrivals + tile, 1, sem="release", scope="gpu")
+
+
+# One compilation serves every width and number of rows that are cut alike.
+@gluon.jit(do_not_specialize=["total", "num_slices", "num_programs", "num_rows"])
+def _ring_kernel(
+    weight,  # [out_width, in_width], described by tiles and slices
+    x,  # [num_rows, in_width], described by ROWS and slices
+    bias,  # [out_width] or None
+    output,  # [num_rows, out_width], or [PARTS, num_rows, out_width] float32
+    shares,  # [programs, 64, ROWS] float32
+    arrivals,  # [tiles] int32: zeros between launches
+    total, num_slices, num_programs, num_rows, out_width,
+    ROWS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    w_bufs = gl.allocate_shared_memory(weight.dtype, [STAGES, _OUTS, _COLUMNS], weight.layout)
+    x_bufs = gl.allocate_shared_memory(x.dtype, [STAGES, ROWS, _COLUMNS], x.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    fence_async_shared()
+    gl.warp_specialize([
+        (_multiply, (bias, output, shares, arrivals, w_bufs, x_bufs, ready, empty, total, num_slices, num_programs,
+                     num_rows, out_width, ROWS, PARTS, STAGES, EARLY)),
+        (_load, (weight, x, w_bufs, x_bufs, ready, empty, total, num_slices, num_programs, STAGES, EARLY)),
+    ], [1], [_LOADER_REGISTERS])  # fmt: skip
+
+
+@cache
+def _layout(box_rows: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([box_rows, COLUMNS], _GLUON_TYPES[dtype])
+
+
+def described(tensor: Tensor, box_rows: int = OUTS) -> TensorDescriptor:
+    """For the copy engine: a weight by tiles, or rows by their number. Who keeps one keeps the tensor."""
+    return TensorDescriptor.from_tensor(tensor, [box_rows, COLUMNS], _layout(box_rows, tensor.dtype))
+
+
+def ring_product(
+    x: Tensor,  # [rows, in], contiguous
+    weight: TensorDescriptor,  # [out, in], described
+    bias: Tensor | None,  # [out]
+    shares: Tensor,  # room for as many sums as programs have
+    arrivals: Tensor,  # [tiles] int32: zeros, and zeros again
+    cut: Cut,
+) -> Tensor:
+    """[rows, out], as x; or [parts, rows, out] float32."""
+    num_rows, out_width = len(x), weight.shape[0]
+    shape = (cut.parts, num_rows, out_width) if cut.parts > 1 else (num_rows, out_width)
+    output = torch.empty(shape, dtype=torch.float32 if cut.parts > 1 else x.dtype, device=x.device)
+    launch_early(
+        _ring_kernel, (cut.num_programs,),
+        weight, described(x, cut.box_rows), bias, output, shares, arrivals,
+        cut.num_tiles * cut.num_slices, cut.num_slices, cut.num_programs, num_rows, out_width,
+        ROWS=cut.box_rows, PARTS=cut.parts, STAGES=cut.stages,
+        num_warps=_WARPS, maxnreg=_registers(cut.box_rows),
+    )  # fmt: skip
+    return output
