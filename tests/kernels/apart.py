@@ -20,6 +20,7 @@ from quire.kernels.gpu.compiling import compile_launched
 from quire.kernels.gpu.copies import copy_blocks
 from quire.kernels.gpu.gates import gate
 from quire.kernels.gpu.hopper_chunks import HopperChunks
+from quire.kernels.gpu.hopper_products import HopperProducts
 from quire.kernels.gpu.launch import launch, rehearsal
 from quire.kernels.select import select_kernels
 from quire.models.decoder import Decoder
@@ -28,7 +29,7 @@ from quire.runner.model_runner import ModelRunner
 from quire.runner.shapes import shapes_to_record
 from quire.weights.allocate import empty_weights
 
-SPEC = ModelSpec("llama", 2, 256, 4, 2, 64, 512, 997, 4096, 1e-5, RopeSpec(10_000.0, 64), tied_embeddings=True)
+SPEC = ModelSpec("llama", 2, 256, 4, 2, 64, 2048, 997, 4096, 1e-5, RopeSpec(10_000.0, 64), tied_embeddings=True)
 META = torch.device("meta")
 
 
@@ -81,14 +82,23 @@ def compiled() -> dict[str, object]:
 
 
 def compiled_for_hopper() -> dict[str, object]:
-    """Chunks over their pages: the kernel that no interpreter runs."""
+    """Chunks over their pages, and products cut in each of three ways: the kernels that no interpreter runs."""
     nothing = torch.zeros(64, dtype=torch.int64, device=META)
     tables, starts = (torch.zeros(size, dtype=torch.int32, device=META) for size in ((2, 8), (3,)))
     ragged = Ragged(nothing, nothing, tables, starts, starts[:2], nothing)
     query = torch.empty(64, 8, 64, dtype=torch.bfloat16, device=META)
     kv_layer = torch.empty(9, 2, 16, 2, 64, dtype=torch.bfloat16, device=META)
     attention = GpuAttention(ragged, 0, hopper=HopperChunks(1))
-    done = compile_launched(lambda: attention.attend(query, kv_layer, AttentionRule(0.1)) and None, 2)
+    products = HopperProducts(132, META)
+    x, bias = torch.empty(16, 1024, dtype=torch.bfloat16, device=META), torch.empty(4096, device=META)
+    whole, many, few = (torch.empty(out, 1024, dtype=x.dtype, device=META) for out in (4096, 16_384, 1024))
+
+    def play() -> None:
+        attention.attend(query, kv_layer, AttentionRule(0.1))
+        assert None not in (products.product(x, whole, bias), products.product(x, many, None))
+        assert products.parts(x, few, None) is not None
+
+    done = compile_launched(play, 2)
     return {"num_for_hopper": done.num_kernels, "errors_for_hopper": done.errors}
 
 
@@ -113,9 +123,10 @@ def variants_of(runner: ModelRunner) -> list[str]:
     return listing.variants
 
 
-def new_runner(hopper: HopperChunks | None = None) -> ModelRunner:
+def new_runner(hopper: HopperChunks | None = None, products: HopperProducts | None = None) -> ModelRunner:
     choice = select_kernels("cuda")
     choice.kernels._hopper = hopper
+    choice.kernels._products = products
     model = Decoder(SPEC, empty_weights(SPEC, torch.bfloat16, META), choice.kernels, 16)
     stores = new_store(model.kv_geometry, 1, 16, META)
     return ModelRunner(model, stores, max_rows=48, max_length=4096, choosing=choice.choosing, max_step_tokens=4096)
@@ -130,8 +141,5 @@ def found(runner: ModelRunner) -> dict[str, object]:
 
 if __name__ == "__main__":
     driver.set_active(Card())
-    print(
-        json.dumps(
-            compiled() | compiled_for_hopper() | found(new_runner()) | {"on hopper": found(new_runner(HopperChunks(8)))}
-        )
-    )
+    hopper = new_runner(HopperChunks(8), HopperProducts(132, META))
+    print(json.dumps(compiled() | compiled_for_hopper() | found(new_runner()) | {"on hopper": found(hopper)}))

@@ -59,20 +59,20 @@ def test_each_variant_is_compiled_once_and_one_that_fails_harms_no_other(apart: 
     assert apart["broken"] == ["integer division or modulo by zero"], "a rehearsal that breaks off is told, not raised"
 
 
-def test_the_kernel_for_hopper_is_compiled_with_this_triton(apart: dict[str, Any]) -> None:
+def test_the_kernels_for_hopper_are_compiled_with_this_triton(apart: dict[str, Any]) -> None:
     assert apart["errors_for_hopper"] == []
-    assert apart["num_for_hopper"] == 2, "it and its list"
+    assert apart["num_for_hopper"] == 5, "that for chunks, its list, and a product cut in three ways"
 
 
 @pytest.mark.parametrize(
-    "kernels_of_chunks", [{"_chunk_kernel", "_gathered_kernel"}, {"_list_kernel", "_hopper_kernel"}]
+    "its_kernels", [{"_chunk_kernel", "_gathered_kernel"}, {"_list_kernel", "_hopper_kernel", "_ring_kernel"}]
 )
 def test_the_shapes_that_are_gone_through_tell_of_all_that_are_recorded_early(
-    apart: dict[str, Any], kernels_of_chunks: set[str]
+    apart: dict[str, Any], its_kernels: set[str]
 ) -> None:
-    told = apart["on hopper"] if "_hopper_kernel" in kernels_of_chunks else apart
+    told = apart["on hopper"] if "_hopper_kernel" in its_kernels else apart
     few, everything = told["few"], told["all"]
     assert set(few) == set(everything)
     assert len(set(few)) == len(few), "no variant is compiled twice"
     names = {variant.split()[0] for variant in few}
-    assert {"_decode_kernel", "_draw", "_sum_kernel", "_dot_kernel"} | kernels_of_chunks <= names
+    assert {"_decode_kernel", "_draw", "_sum_kernel", "_dot_kernel"} | its_kernels <= names

@@ -6,6 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from quire.kernels.contract import Parts
+from quire.kernels.cpu import CpuKernels
 from quire.kernels.gpu import norms, turns
 from quire.kernels.gpu.kernels import GpuKernels
 from quire.kernels.reference import ReferenceKernels
@@ -19,7 +21,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 DTYPES = list(TOLERANCE)
 WIDTHS = [16, 100, 576, 4096]
-FAST, TRUTH = GpuKernels(), ReferenceKernels()
+FAST, TRUTH, CPU = GpuKernels(), ReferenceKernels(), CpuKernels()
 
 
 def close(fast: torch.Tensor, truth: torch.Tensor) -> None:
@@ -56,6 +58,21 @@ def test_the_residual_grows_in_place_and_its_norm_agrees(dtype, width, wide_resi
     close(residuals[0], residuals[1])
     if residuals[0].dtype is not torch.bfloat16:
         assert torch.equal(residuals[0], residuals[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_parts", [1, 2, 8])
+def test_parts_are_added_in_their_order_rounded_once_and_added_to_the_residual(dtype, num_parts):
+    for width in (100, 4096):
+        parts, weight = Parts(drawn(num_parts, 3, width), dtype), drawn(width, seed=1)
+        residuals = [drawn(3, width, seed=2) for _ in range(3)]
+        normed = FAST.add_rms_norm(parts, residuals[0], weight, 1e-5)
+        assert normed.dtype is dtype
+        close(normed, TRUTH.add_rms_norm(parts, residuals[1], weight, 1e-5))
+        CPU.add_rms_norm(Parts(parts.sums.cpu(), dtype), wide := residuals[2].cpu(), weight.cpu(), 1e-5)
+        if dtype is not torch.bfloat16 or DEVICE == "cuda":
+            assert torch.equal(residuals[0], residuals[1]), "as the plain product would have been"
+            assert torch.equal(residuals[0].cpu(), wide)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
