@@ -87,8 +87,11 @@ def compiled_for_hopper() -> dict[str, object]:
     ragged = Ragged(nothing, nothing, tables, starts, starts[:2], nothing)
     query = torch.empty(64, 8, 64, dtype=torch.bfloat16, device=META)
     kv_layer = torch.empty(9, 2, 16, 2, 64, dtype=torch.bfloat16, device=META)
-    attention = GpuAttention(ragged, 0, hopper=HopperChunks(1))
-    done = compile_launched(lambda: attention.attend(query, kv_layer, AttentionRule(0.1)) and None, 2)
+
+    def play() -> None:
+        GpuAttention(ragged, 0, hopper=HopperChunks(1)).attend(query, kv_layer, AttentionRule(0.1))
+
+    done = compile_launched(play, 2)
     return {"num_for_hopper": done.num_kernels, "errors_for_hopper": done.errors}
 
 
