@@ -33,7 +33,7 @@ class Forest:
         self.num_nodes += 1
         leaf = Node(parent.partition, tokens, blocks, self._num_made, Tier.DEVICE, 0, priority, owner)
         key = tokens[: self.block_bytes]
-        parent.attach(key, leaf)
+        parent.attach(key, leaf, self.block_bytes)
         if parent.parent is None:
             self._roots[parent.partition] = parent
             self._openings.setdefault(key, {})[parent.partition] = None
@@ -44,7 +44,7 @@ class Forest:
         parent = node.parent
         assert parent is not None, "a root stays"
         key = node.tokens[: self.block_bytes]
-        parent.detach(key)
+        parent.detach(key, self.block_bytes)
         if parent.parent is None:
             partitions = self._openings[key]
             del partitions[parent.partition]
@@ -124,13 +124,15 @@ class Forest:
         assert indexed == sum([len(root.keys) for root in self._roots.values()]), "a closed opening is indexed"
         for node in [*self._roots.values(), *nodes]:
             assert len(node.blocks) == -(-len(node.tokens) // self.block_bytes), f"tokens and blocks of {node} differ"
-            if node.children or len(node.keys) or node.num_device_children:
+            if node.children or len(node.keys) or node.num_device_children or node.num_partial_children:
                 self._audit_children(node)
         return nodes
 
     def _audit_children(self, node: Node) -> None:
         assert list(node.keys) == sorted(node.children), f"unsorted keys below {node}"
         on_device = 0
+        num_partial = sum([len(key) < self.block_bytes for key in node.children])
+        assert num_partial == node.num_partial_children, f"partial children of {node} are miscounted"
         for key, child in node.children.items():
             assert key == child.tokens[: self.block_bytes], f"a child of {node} has a wrong key"
             assert child.parent is node, f"a child of {node} has another parent"

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from quire.core.ids import BlockId, IndexArray, IntArray, RequestId, Row
 from quire.core.moves import Move, Place, Tier
-from quire.kv.answers import Match
+from quire.kv.answers import Inserted, Match
 from quire.kv.pool import BlockPool
 from quire.kv.radix import RadixTree
 from quire.kv.radix_node import NO_BLOCKS, TOKEN_BYTES, Node
@@ -62,7 +62,7 @@ class KVManager:
         self.step = 0  # of the plan in the making; evictions remember it
         self._worth_keeping = worth_keeping  # whether positions [start, stop) are cheaper to bring back than to compute
         self._nodes: dict[Row, Node] = {}  # the deepest node of the tree that is in the row's table
-        self._committed: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # leading blocks shared with the tree
+        self._committed = [0] * max_rows  # leading blocks shared with the tree
         self._frozen: set[Row] = set()  # somebody else put the same tokens into the tree first
         self._moves: list[Move] = []
 
@@ -92,11 +92,13 @@ class KVManager:
 
     def open(self, row: Row, owner: Owner, match: Match | None, num_more: int) -> int:
         """Begin a row's table with what is known, and promise so many blocks beyond; the positions it holds."""
-        assert self.tables.lengths[row] == 0 and self.fits(match, num_more), row
+        assert self.tables.lengths[row] == 0, row
         self.promise(row, num_more)
         if match is None or self.tree is None:
+            assert self.num_available >= 0, num_more
             return 0
         self.pool.share(match.blocks)
+        assert self.num_available >= 0, (match, num_more)
         self.tables.append(row, match.blocks)
         self._nodes[row] = match.node
         self._committed[row] = len(match.blocks)
@@ -175,40 +177,38 @@ class KVManager:
         num_blocks = len(tokens) // self.block_size
         if self.tree is None or row in self._frozen or num_blocks <= self._committed[row]:
             return
-        start = int(self._committed[row]) * self.block_size
-        known = tokens[: num_blocks * self.block_size]
-        blocks = self.tables.of(row)[:num_blocks].copy()
-        inserted = self.tree.insert(owner.partition, known, blocks, start, owner.priority, owner.request, leaving=False)
+        inserted = self._insert(self.tree, row, owner, tokens[: num_blocks * self.block_size], leaving=False)
         if inserted.conflict:  # its own copies stay its own, and what comes after them
             self._frozen.add(row)
         else:
             self._nodes[row] = inserted.node
             self._committed[row] = num_blocks
 
+    def _insert(self, tree: RadixTree, row: Row, owner: Owner, tokens: IntArray, *, leaving: bool) -> Inserted:
+        """Make a row's path known, from where it is known already."""
+        blocks = self.tables.of(row)[: count_blocks(len(tokens), self.block_size)]
+        num_known = self._committed[row]
+        node = self._nodes.get(row) if num_known else None
+        if node is not None and not node.ends_with(blocks.item(num_known - 1)):  # a sibling has gone on with it
+            node = None
+        start = num_known * self.block_size
+        return tree.insert(owner.partition, tokens, blocks, start, owner.priority, owner.request, leaving, node)
+
     def close(self, row: Row, owner: Owner, tokens: IntArray) -> None:
         """The row's table goes back; its positions [0, len(tokens)) stay in the tree for who comes next."""
         self.promise(row, -int(self.promised[row]))
-        blocks = self.tables.of(row).copy()
-        node = self._nodes.pop(row, None)
+        blocks = self.tables.of(row)
+        last = None
         if self.tree is not None and len(tokens):
-            held = blocks[: count_blocks(len(tokens), self.block_size)]
-            num_known = int(self._committed[row])
-            shared = self.pool.any_shared(held[num_known:])  # siblings still hold what would hang below others' blocks
-            last = self.tree.insert(
-                owner.partition,
-                tokens,
-                held,
-                num_known * self.block_size,
-                owner.priority,
-                owner.request,
-                leaving=not shared,
-            ).node
-            self.pool.release(blocks)
-            self.tree.idle(last)
-        else:
-            self.pool.release(blocks)
-        if self.tree is not None and node is not None:
-            self.tree.idle(node)
+            num_held = count_blocks(len(tokens), self.block_size)
+            shared = self.pool.any_shared(blocks[self._committed[row] : num_held])
+            # Siblings still hold what would hang below others' blocks.
+            last = self._insert(self.tree, row, owner, tokens, leaving=not shared).node
+        self.pool.release(blocks)
+        node = self._nodes.pop(row, None)
+        for each in (last,) if node is last else (last, node):
+            if self.tree is not None and each is not None:
+                self.tree.idle(each)
         self.tables.clear(row)
         self._committed[row] = 0
         self._frozen.discard(row)

@@ -124,16 +124,21 @@ class RadixTree:
         priority: int,
         owner: RequestId,
         leaving: bool = True,
+        node: Node | None = None,
     ) -> Inserted:
         """Make a table's path known: blocks[i] holds the i-th block of tokens. Adopts what is new.
 
-        Positions before `start` are known through this very table. Where others' blocks hold the same tokens, the
-        caller keeps its own; if it is not leaving, nothing below such a conflict is adopted.
+        Positions before `start` are known through this very table, up to `node` if the caller can name it. Where the
+        blocks of others hold the same tokens, the caller keeps its own; if it is not leaving, nothing below such a
+        conflict is adopted.
         """
         assert len(blocks) == -(-len(tokens) // self.block_size) and start % self.block_size == 0, (len(tokens), start)
+        if node is None:
+            node = self._forest.root(partition)
+        else:  # the way to it need not be gone again
+            tokens, blocks, start = tokens[start:], blocks[start // self.block_size :], 0
         block_bytes = self._forest.block_bytes
         data = encode(tokens)
-        node = self._forest.root(partition)
         at = num_adopted = 0
         conflict = False
         while (child := node.children.get(data[at : at + block_bytes])) is not None:
@@ -175,7 +180,7 @@ class RadixTree:
             if known is not None and num_tokens * TOKEN_BYTES == len(rest):
                 return self._keep_known(node, known, rest, blocks)
         first = rest[: self._forest.block_bytes]
-        for end in range(TOKEN_BYTES, len(first), TOKEN_BYTES):
+        for end in range(TOKEN_BYTES, len(first), TOKEN_BYTES) if node.num_partial_children else ():
             redundant = node.children.get(first[:end])
             if redundant is not None and self._pool_of(redundant).is_idle(redundant.blocks.item(0)):
                 self._remove(redundant)

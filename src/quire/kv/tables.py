@@ -17,7 +17,7 @@ class Tables:
 
     def of(self, row: Row) -> IntArray:
         """The row's blocks, in order: a view."""
-        line: IntArray = self._blocks[row, : self.lengths[row]]
+        line: IntArray = self._blocks[row, : self.lengths.item(row)]
         return line
 
     def last(self, row: Row) -> int:
@@ -25,10 +25,11 @@ class Tables:
 
     def append(self, row: Row, blocks: IntArray) -> None:
         """Several more blocks for one row."""
-        start = int(self.lengths[row])
-        self._widen(start + len(blocks))
-        self._blocks[row, start : start + len(blocks)] = blocks
-        self.lengths[row] = start + len(blocks)
+        start = self.lengths.item(row)
+        stop = start + len(blocks)
+        self._widen(stop)
+        self._blocks[row, start:stop] = blocks
+        self.lengths[row] = stop
 
     def append_each(self, rows: IndexArray, blocks: IntArray) -> None:
         """One more block for each of some distinct rows."""
