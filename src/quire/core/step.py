@@ -82,8 +82,7 @@ class Tell:
     tokens: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Compute positions [start, start + length) of the row's known tokens."""
 
     row: Row

@@ -6,13 +6,13 @@ necessary (partial blocks, demotions, promotions) collect as orders for the next
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.core.ids import BlockId, IndexArray, IntArray, RequestId, Row
 from quire.core.moves import Move, Place, Tier
+from quire.core.request import Owner
 from quire.kv.answers import Inserted, Match
 from quire.kv.pool import BlockPool
 from quire.kv.radix import RadixTree
@@ -26,14 +26,6 @@ _TRIM = 32
 def count_blocks(num_positions: int, block_size: int) -> int:
     """How many blocks hold so many positions."""
     return -(-num_positions // block_size)
-
-
-class Owner(NamedTuple):
-    """On whose behalf blocks are looked up, kept and evicted."""
-
-    request: RequestId
-    partition: str
-    priority: int
 
 
 class KVManager:
@@ -99,7 +91,8 @@ class KVManager:
             return 0
         self.pool.share(match.blocks)
         assert self.num_available >= 0, (match, num_more)
-        self.tables.append(row, match.blocks)
+        if len(match.blocks):
+            self.tables.append(row, match.blocks)
         self._nodes[row] = match.node
         self._committed[row] = len(match.blocks)
         num_tokens = match.num_tokens
@@ -169,7 +162,7 @@ class KVManager:
 
     def grow_to(self, row: Row, num_positions: int, by: RequestId) -> IntArray:
         """The blocks a row's table lacks to hold so many positions, out of its promise."""
-        missing = count_blocks(num_positions, self.block_size) - int(self.tables.lengths[row])
+        missing = count_blocks(num_positions, self.block_size) - self.tables.lengths.item(row)
         return self._spend(row, missing, by) if missing > 0 else NO_BLOCKS
 
     def commit(self, row: Row, owner: Owner, tokens: IntArray) -> None:
@@ -196,7 +189,7 @@ class KVManager:
 
     def close(self, row: Row, owner: Owner, tokens: IntArray) -> None:
         """The row's table goes back; its positions [0, len(tokens)) stay in the tree for who comes next."""
-        self.promise(row, -int(self.promised[row]))
+        self.promise(row, -self.promised.item(row))
         blocks = self.tables.of(row)
         last = None
         if self.tree is not None and len(tokens):
@@ -248,12 +241,12 @@ class KVManager:
 
     def promise(self, row: Row, count: int) -> None:
         """Keep so many more blocks for a row; fewer, if the count is negative."""
-        self.promised[row] += count
+        self.promised[row] = self.promised.item(row) + count
         self.num_promised += count
 
     def _spend(self, row: Row, count: int, by: RequestId, *, demoting: bool = True) -> IntArray:
         """Blocks out of the row's promise, into its table. Without demoting, the host tier stays as it is."""
-        assert count <= self.promised[row], (row, count, self.promised[row])
+        assert count <= self.promised.item(row), (row, count, self.promised[row])
         self._make_free(count, by, demoting=demoting)
         blocks = self.pool.take(count)
         self.promise(row, -count)

@@ -18,7 +18,6 @@ from quire.sched.books import Books
 from quire.sched.draft import Draft
 from quire.sched.forks import blocks_beyond
 from quire.sched.leaders import Follow
-from quire.sched.owner import owner_of
 from quire.sched.pressure import Pressure
 from quire.sched.reserve import Stance, positions_to_reserve, shared_blocks
 
@@ -33,8 +32,8 @@ class Claim(NamedTuple):
     leader: Sequence
     match: Match | None
     leader_blocks: int  # beyond the match
-    siblings: tuple[Sequence, ...]
-    sibling_blocks: tuple[int, ...]
+    siblings: tuple[Sequence, ...] = ()
+    sibling_blocks: tuple[int, ...] = ()
 
     @property
     def num_rows(self) -> int:
@@ -120,7 +119,6 @@ class Admission:
             cause = self._lacks(claim)
             if cause is None:
                 self._sit(family, claim, draft)
-                self._take_chunk(claim.leader, draft)
                 return None
             family.note(Event(draft.step, What.WAITED, cause=cause))
             kept_out = kept_out or cause
@@ -165,17 +163,15 @@ class Admission:
         unfinished = family.unfinished
         leader = unfinished[0] if request.beam is None else books.beams.live(family)[0]
         limit = 0 if request.sampling.prompt_wide else leader.num_tokens - 1
-        match = kv.match(owner_of(leader), leader.tokens, limit)
+        match = kv.match(family.owner, leader.tokens, limit)
         num_matched = 0 if match is None else len(match.blocks)
+        leader_blocks = blocks_beyond(self._positions(leader), num_matched, kv.block_size)
+        if len(unfinished) == 1:
+            return Claim(leader, match, leader_blocks)
         siblings = tuple([member for member in unfinished if member is not leader])
         shared = shared_blocks(request, kv.block_size)
-        return Claim(
-            leader,
-            match,
-            blocks_beyond(self._positions(leader), num_matched, kv.block_size),
-            siblings,
-            tuple([blocks_beyond(self._positions(sibling), shared, kv.block_size) for sibling in siblings]),
-        )
+        sibling_blocks = [blocks_beyond(self._positions(sibling), shared, kv.block_size) for sibling in siblings]
+        return Claim(leader, match, leader_blocks, siblings, tuple(sibling_blocks))
 
     def _positions(self, sequence: Sequence) -> int:
         policy = self._books.policy
@@ -197,23 +193,31 @@ class Admission:
         books, leader = self._books, claim.leader
         books.room.pop(family)
         row = books.seating.take_row()
-        num_cached = books.kv.open(row, owner_of(leader), claim.match, claim.leader_blocks)
+        num_cached = books.kv.open(row, family.owner, claim.match, claim.leader_blocks)
         books.seating.sit(leader, row, draft.step, num_cached)
         draft.seat(leader, books.kv.tables.of(row).copy())
         books.seating.tell(row)
-        for sibling, num_blocks in zip(claim.siblings, claim.sibling_blocks, strict=True):
-            sibling_row = books.seating.take_row()
-            books.seating.sit(sibling, sibling_row, draft.step, 0)
-            books.kv.promise(sibling_row, num_blocks)
-        started = family.request.beam is None or len(books.beams.live(family)) > 1
-        if started:
-            live = books.beams.live(family) if family.request.beam is not None else claim.siblings
-            books.forks.expect(leader, tuple(sibling for sibling in live if sibling is not leader))
+        if claim.siblings:
+            self._sit_beside(leader, claim, draft.step)
         books.leaders.lead(leader)
-        books.catch_up(leader)
         self._count(family, leader, num_cached, draft.step)
         if self._promised_to is family:
             self._promised_to = None
+        self._take_chunk(leader, draft)
+        if leader.num_planned < leader.num_tokens:
+            books.prefill(leader)
+
+    def _sit_beside(self, leader: Sequence, claim: Claim, step: int) -> None:
+        """Siblings take their rows and wait for the leader's prompt."""
+        books, family = self._books, leader.family
+        for sibling, num_blocks in zip(claim.siblings, claim.sibling_blocks, strict=True):
+            sibling_row = books.seating.take_row()
+            books.seating.sit(sibling, sibling_row, step, 0)
+            books.kv.promise(sibling_row, num_blocks)
+        if family.request.beam is None:
+            books.forks.expect(leader, claim.siblings)
+        elif len(books.beams.live(family)) > 1:
+            books.forks.expect(leader, tuple([beam for beam in books.beams.live(family) if beam is not leader]))
 
     def _count(self, family: Family, leader: Sequence, num_cached: int, step: int) -> None:
         tally, request = self._books.tally, family.request

@@ -35,7 +35,7 @@ class Charges:
 
     def pay_last(self, row: Row, tenant: str, position: int, num_blocks: int) -> None:
         """The row leaves: it has computed all before this position, and held so many blocks since it last paid."""
-        num_tokens = position - int(self._paid_up_to[row])
+        num_tokens = position - self._paid_up_to.item(row)
         self._shares.charge(tenant, num_tokens * (self._prices.decode + num_blocks * self._prices.block_step))
 
     def pay(self, rows: IndexArray, positions: NDArray[np.int64], num_blocks: NDArray[np.int64]) -> None:

@@ -16,7 +16,8 @@ _NOBODY: IndexArray = np.empty(0, dtype=np.intp)
 class Cruise:
     """Positions and appointments of cruising rows."""
 
-    __slots__ = ("_block_size", "_days", "_due", "_end", "_offset", "_sum_of_offsets", "num_coasting", "num_cruising")
+    __slots__ = ("_block_size", "_days", "_due", "_end", "_offset", "_single_days", "_sum_of_offsets", "num_coasting",
+                 "num_cruising")  # fmt: skip
 
     def __init__(self, max_rows: int, block_size: int) -> None:
         self.num_cruising = 0
@@ -25,7 +26,8 @@ class Cruise:
         self._offset: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # in step s a row computes offset + s
         self._end: NDArray[np.int64] = np.full(max_rows, _NEVER, dtype=np.int64)  # the step after its last one
         self._due: NDArray[np.int64] = np.full(max_rows, _NEVER, dtype=np.int64)  # the step of its appointment
-        self._days: dict[int, list[IndexArray]] = {}
+        self._days: dict[int, list[IndexArray]] = {}  # appointments that many made together
+        self._single_days: dict[int, list[int]] = {}  # and those that one row made
         self._sum_of_offsets = 0  # of the rows that cruise
 
     def start(self, row: Row, step: int, position: int, last_position: int, capacity: int) -> None:
@@ -45,7 +47,7 @@ class Cruise:
         """The row leaves. It may not have cruised at all."""
         if self._due[row] != _NEVER:
             self.num_cruising -= 1
-            self._sum_of_offsets -= int(self._offset[row])
+            self._sum_of_offsets -= self._offset.item(row)
         elif self._end[row] != _NEVER:
             self.num_coasting -= 1
         self._due[row] = _NEVER
@@ -53,12 +55,13 @@ class Cruise:
 
     def due(self, step: int) -> IndexArray:
         """The rows that cannot take this step without one more block. Those at their end coast from now on."""
-        parts = self._days.pop(step, None)
-        if parts is None:
+        parts, singles = self._days.pop(step, ()), self._single_days.pop(step, ())
+        if not parts and not singles:
             return _NOBODY
-        rows: IndexArray = parts[0]
-        if len(parts) > 1:  # mostly one row each: a set is there before numpy has begun to sort
-            rows = np.array(sorted({row for part in parts for row in part.tolist()}), dtype=np.intp)
+        if len(parts) == 1 and not singles:
+            rows: IndexArray = parts[0]
+        else:  # mostly few: a set is there before numpy has begun to sort
+            rows = np.array(sorted(set(singles).union(*[part.tolist() for part in parts])), dtype=np.intp)
         rows = rows[self._due[rows] == step]
         ended = self._end[rows] == step
         num_ended = int(np.count_nonzero(ended))
@@ -110,7 +113,7 @@ class Cruise:
 
     def _book(self, row: Row, day: int) -> None:
         self._due[row] = day
-        self._days.setdefault(day, []).append(np.array([row], dtype=np.intp))
+        self._single_days.setdefault(day, []).append(row)
 
     def cruises(self, row: Row) -> bool:
         return bool(self._due[row] != _NEVER)
@@ -120,11 +123,11 @@ class Cruise:
 
     def under_way(self, row: Row) -> bool:
         """Whether it cruises or coasts."""
-        return bool(self._end[row] != _NEVER)
+        return self._end.item(row) != _NEVER
 
     def position_at(self, row: Row, step: int) -> int:
         """The position a row computes in a step; of one that coasts, never more than its last."""
-        return int(self._offset[row]) + min(step, int(self._end[row]) - 1)
+        return self._offset.item(row) + min(step, self._end.item(row) - 1)
 
     def positions_at(self, rows: IndexArray, step: int) -> NDArray[np.int64]:
         """The positions that cruising rows compute in a step."""

@@ -26,7 +26,6 @@ from quire.sched.books import Books
 from quire.sched.cost import UNMEASURED, CostTable, StepShape
 from quire.sched.draft import Draft
 from quire.sched.feeding import Feeding
-from quire.sched.owner import owner_of
 from quire.sched.policy import Policy
 from quire.sched.pressure import Pressure
 from quire.sched.reserve import most_blocks
@@ -265,7 +264,7 @@ class Scheduler:
             books.note_first_token(sequence.family)
         if failed or sequence.state is not State.RUNNING:
             return
-        self.kv.commit(row, owner_of(sequence), sequence.tokens[:stop])
+        self.kv.commit(row, sequence.family.owner, sequence.tokens[:stop])
         books.leaders.advance(sequence)
         if sequence.num_computed == sequence.num_tokens:
             books.leaders.end(sequence)

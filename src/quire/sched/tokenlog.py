@@ -38,10 +38,8 @@ class TokenLog:
     def gather(self, row: Row, first_step: int) -> IntArray:
         """All tokens a row emitted since a step, in order."""
         start, stop = max(first_step - self._first_step, 0), self._num_steps
-        columns = [
-            self._pages[page][max(start - page * _PAGE, 0) : stop - page * _PAGE, row]
-            for page in range(start // _PAGE, -(-stop // _PAGE))
-        ]
+        pages = range(start // _PAGE, -(-stop // _PAGE))
+        columns = [self._pages[page][max(start - page * _PAGE, 0) : stop - page * _PAGE, row] for page in pages]
         column = columns[0] if len(columns) == 1 else np.concatenate(columns) if columns else np.empty(0, np.int32)
         emitted: IntArray = column[column != NO_TOKEN]
         return emitted
