@@ -1,6 +1,7 @@
 """The shape of the prefix tree: one trie of runs of blocks per partition. Knows nothing of pools or eviction."""
 
 from collections.abc import Iterator
+from itertools import islice
 
 import numpy as np
 
@@ -95,9 +96,10 @@ class Forest:
             node, at = child, at + length
         return True
 
-    def partitions_opening(self, data: bytes) -> Iterator[str]:
-        """The partitions that know the first block of a path."""
-        return iter(self._openings.get(data[: self.block_bytes], ()))
+    def partitions_opening(self, data: bytes, most: int, *, without: str) -> list[str]:
+        """Some of the other partitions that know the first block of a path."""
+        partitions = self._openings.get(data[: self.block_bytes])
+        return [] if partitions is None else list(islice((each for each in partitions if each != without), most))
 
     def nodes(self, partition: str | None = None) -> Iterator[Node]:
         """Every node but the roots, parents first."""

@@ -9,7 +9,6 @@ Moves must be carried in the order of the calls that returned them: their source
 """
 
 from collections.abc import Callable, Iterator
-from itertools import islice
 
 import numpy as np
 
@@ -23,6 +22,7 @@ from quire.kv.pool import BlockPool
 from quire.kv.radix_node import NO_BLOCKS, TOKEN_BYTES, Node, encode
 
 MOST_PARTITIONS_COMPARED = 8  # when a miss is explained
+_NEVER_SEEN = Miss(MissKind.NEVER_SEEN)
 Demote = Callable[[Node, int], bool]  # shall the last so many blocks of this node go to the host, or be dropped?
 
 
@@ -108,10 +108,10 @@ class RadixTree:
         miss = self._ghosts.find(partition, data)
         if miss is not None:
             return miss
-        others = (other for other in self._forest.partitions_opening(data) if other != partition)
-        if any(self._forest.holds(other, data) for other in islice(others, MOST_PARTITIONS_COMPARED)):
-            return Miss(MissKind.OTHER_PARTITION)
-        return Miss(MissKind.NEVER_SEEN)
+        for other in self._forest.partitions_opening(data, MOST_PARTITIONS_COMPARED, without=partition):
+            if self._forest.holds(other, data):
+                return Miss(MissKind.OTHER_PARTITION)
+        return _NEVER_SEEN
 
     # Growing.
 

@@ -3,6 +3,8 @@
 Tokens are kept as big-endian bytes: comparing them is one memcmp, and their order is the order of the tokens.
 """
 
+import sys
+
 import numpy as np
 
 from quire.core.ids import IntArray, RequestId
@@ -12,11 +14,12 @@ from quire.kv.sorted_keys import SortedKeys
 TOKEN_BYTES = 4
 NO_BLOCKS: IntArray = np.empty(0, dtype=np.int32)
 _NO_KEYS = SortedKeys()
-_BIG_ENDIAN = np.dtype(">u4")
+_LITTLE_ENDIAN = sys.byteorder == "little"
 
 
 def encode(tokens: IntArray) -> bytes:
-    return tokens.astype(_BIG_ENDIAN).tobytes()
+    assert tokens.itemsize == TOKEN_BYTES, tokens.dtype
+    return (tokens.byteswap() if _LITTLE_ENDIAN else tokens).tobytes()
 
 
 def decode(data: bytes) -> tuple[int, ...]:

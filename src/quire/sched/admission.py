@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from quire.core.events import Cause, Event, What
 from quire.core.faults import Site, trip
-from quire.core.ids import RequestId
 from quire.core.request import Family, Sequence
 from quire.kv.answers import Match
 from quire.kv.ghosts import Miss
@@ -221,7 +220,7 @@ class Admission:
 
     def _count(self, family: Family, leader: Sequence, num_cached: int, step: int) -> None:
         tally, request = self._books.tally, family.request
-        family.note(Event(step, What.SEATED, tokens=num_cached))
+        family.note(Event(step, What.SEATED, num_cached))
         self._books.stalls.note_seated(step, family.order, request.id)
         if family.was_seated:
             return
@@ -234,15 +233,11 @@ class Admission:
         if tree is not None and num_cached < len(request.prompt) - 1:
             num_whole = num_cached // self._books.kv.block_size * self._books.kv.block_size
             miss = tree.miss_reason(request.partition, leader.tokens, num_whole)
-            num_missed = len(request.prompt) - num_cached
-            family.note(Event(step, What.MISSED, tokens=num_missed, other=_evictor(miss), detail=_why(miss)))
+            evictor = None if miss is None else miss.by
+            family.note(Event(step, What.MISSED, len(request.prompt) - num_cached, evictor, None, _why(miss)))
 
 
 def _why(miss: Miss | None) -> str:
     if miss is None:
         return "less than a block"
     return miss.kind.value if miss.step is None else f"{miss.kind.value} in step {miss.step}"
-
-
-def _evictor(miss: Miss | None) -> RequestId | None:
-    return None if miss is None else miss.by

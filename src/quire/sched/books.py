@@ -215,8 +215,8 @@ class Books:
         del self.families[request.id]
         self.beams.forget(family)
         self.shares.depart(request.tenant)
-        reasons = ",".join(sorted({m.finish_reason.value for m in family.answers if m.finish_reason is not None}))
-        family.note(Event(self.last_absorbed, What.FINISHED, detail=reasons))
+        reasons = {member.finish_reason.value for member in family.answers if member.finish_reason is not None}
+        family.note(Event(self.last_absorbed, What.FINISHED, detail=",".join(sorted(reasons))))
 
     def wake(self) -> None:
         """Some of those whose leader has come far enough, or is gone, go back to the queue."""

@@ -45,10 +45,10 @@ class Cruise:
 
     def stop(self, row: Row) -> None:
         """The row leaves. It may not have cruised at all."""
-        if self._due[row] != _NEVER:
+        if self._due.item(row) != _NEVER:
             self.num_cruising -= 1
             self._sum_of_offsets -= self._offset.item(row)
-        elif self._end[row] != _NEVER:
+        elif self._end.item(row) != _NEVER:
             self.num_coasting -= 1
         self._due[row] = _NEVER
         self._end[row] = _NEVER
