@@ -5,6 +5,8 @@ from numpy.typing import NDArray
 
 from quire.core.ids import IndexArray, IntArray, Row
 
+_ONE = np.array(1)  # numpy adds it in half the time
+
 
 class Tables:
     """One line of block ids per row, as wide as the longest has needed so far."""
@@ -34,9 +36,12 @@ class Tables:
     def append_each(self, rows: IndexArray, blocks: IntArray) -> None:
         """One more block for each of some distinct rows."""
         ends = self.lengths[rows]
-        self._widen(int(ends.max(initial=0)) + 1)
-        self._blocks[rows, ends] = blocks
-        self.lengths[rows] = ends + 1
+        try:
+            self._blocks[rows, ends] = blocks
+        except IndexError:  # nothing was written yet; to look for the longest each time would cost more
+            self._widen(int(ends.max()) + 1)
+            self._blocks[rows, ends] = blocks
+        self.lengths[rows] = ends + _ONE
 
     def clear(self, row: Row) -> None:
         self.lengths[row] = 0
