@@ -31,8 +31,8 @@ def count_blocks(num_positions: int, block_size: int) -> int:
 class KVManager:
     """The tables of all seated rows over one pool, and the prefix tree beside them."""
 
-    __slots__ = ("_committed", "_frozen", "_moves", "_nodes", "_worth_keeping", "block_size", "host", "num_promised",
-                 "pool", "promised", "step", "tables", "tree")  # fmt: skip
+    __slots__ = ("_committed", "_forked", "_frozen", "_moves", "_nodes", "_worth_keeping", "block_size", "host",
+                 "num_promised", "pool", "promised", "step", "tables", "tree")  # fmt: skip
 
     def __init__(
         self,
@@ -56,6 +56,7 @@ class KVManager:
         self._nodes: dict[Row, Node] = {}  # the deepest node of the tree that is in the row's table
         self._committed = [0] * max_rows  # leading blocks shared with the tree
         self._frozen: set[Row] = set()  # somebody else put the same tokens into the tree first
+        self._forked: set[Row] = set()  # parents and children: others may hold blocks of theirs that are in no tree
         self._moves: list[Move] = []
 
     @property
@@ -76,7 +77,7 @@ class KVManager:
 
     def shortage(self, match: Match | None, num_more: int) -> int:
         """The blocks that are missing to hold a match and to promise so many beyond it; 0 or less if none is."""
-        num_idle = 0 if match is None else self.pool.count_idle(match.blocks)
+        num_idle = 0 if match is None or not len(match.blocks) else self.pool.count_idle(match.blocks)
         return num_more + num_idle - self.num_available
 
     def fits(self, match: Match | None, num_more: int) -> bool:
@@ -112,6 +113,7 @@ class KVManager:
     def fork(self, parent: Row, child: Row, owner: Owner, tokens: IntArray) -> None:
         """Begin the child's table with the parent's first tokens: full blocks shared, the partial one copied."""
         assert self.tables.lengths[child] == 0, child
+        self._forked.update((parent, child))
         num_full = len(tokens) // self.block_size
         shared = self.tables.of(parent)[: num_full + 1].copy()
         self.pool.share(shared[:num_full])
@@ -194,7 +196,7 @@ class KVManager:
         last = None
         if self.tree is not None and len(tokens):
             num_held = count_blocks(len(tokens), self.block_size)
-            shared = self.pool.any_shared(blocks[self._committed[row] : num_held])
+            shared = row in self._forked and self.pool.any_shared(blocks[self._committed[row] : num_held])
             # Siblings still hold what would hang below others' blocks.
             last = self._insert(self.tree, row, owner, tokens, leaving=not shared).node
         self.pool.release(blocks)
@@ -205,6 +207,7 @@ class KVManager:
         self.tables.clear(row)
         self._committed[row] = 0
         self._frozen.discard(row)
+        self._forked.discard(row)
 
     def distrust(self, row: Row, owner: Owner) -> None:
         """The row's table goes back, and nobody else shall find what this request has written."""
@@ -247,7 +250,8 @@ class KVManager:
     def _spend(self, row: Row, count: int, by: RequestId, *, demoting: bool = True) -> IntArray:
         """Blocks out of the row's promise, into its table. Without demoting, the host tier stays as it is."""
         assert count <= self.promised.item(row), (row, count, self.promised[row])
-        self._make_free(count, by, demoting=demoting)
+        if count > self.pool.num_free:
+            self._make_free(count, by, demoting=demoting)
         blocks = self.pool.take(count)
         self.promise(row, -count)
         self.tables.append(row, blocks)

@@ -89,15 +89,14 @@ class RadixTree:
         self._touch(device)
         if host_node is not None:
             self._touch(host_node)
+        child, num_tokens = node.nearest(data[at : at + block_bytes])
+        partial = None
+        if child is not None:
+            partial = Partial(Place(child.tier, BlockId(child.blocks.item(0))), num_tokens, child)
+        if not at:  # mostly
+            return Match(0, NO_BLOCKS, device, NO_BLOCKS, None, partial)
         blocks = _joined(found)
-        partial = self._partial(node, data[at : at + block_bytes])
         return Match(len(blocks) * self.block_size, blocks, device, _joined(host_found), host_node, partial)
-
-    def _partial(self, node: Node, run: bytes) -> Partial | None:
-        child, num_tokens = node.nearest(run)
-        if child is None:
-            return None
-        return Partial(Place(child.tier, BlockId(int(child.blocks[0]))), num_tokens, child)
 
     def miss_reason(self, partition: str, tokens: IntArray, num_matched: int) -> Miss | None:
         """Why the first whole block after a match was not there; None if there is no such block."""
@@ -161,12 +160,15 @@ class RadixTree:
                 num_adopted += len(mine)
         assert at >= start * TOKEN_BYTES, "what the caller said to be known is not in the tree"
         if at < len(data) and (leaving or not conflict):
-            grown = self._grow(node, data[at:], blocks[at // block_bytes :], priority, owner)
-            node, num_adopted = grown.node, num_adopted + grown.num_adopted
+            inserted = self._grow(node, data[at:], blocks[at // block_bytes :], priority, owner)
+            node, num_adopted = inserted.node, num_adopted + inserted.num_adopted
+        else:
+            inserted = Inserted(node, num_adopted, conflict)
         self._touch(node)
         node.priority = min(node.priority, priority)
         self.generation += num_adopted > 0
-        return Inserted(node, num_adopted, conflict)
+        plain = num_adopted == inserted.num_adopted and not conflict
+        return inserted if plain else Inserted(node, num_adopted, conflict)
 
     def _grow(self, node: Node, rest: bytes, blocks: IntArray, priority: int, owner: RequestId) -> Inserted:
         """Hang what is left of a path below the node where the known part ends, or let it go on, if that is a leaf of

@@ -29,7 +29,8 @@ class Tables:
         """Several more blocks for one row."""
         start = self.lengths.item(row)
         stop = start + len(blocks)
-        self._widen(stop)
+        if stop > self._blocks.shape[1]:
+            self._widen(stop)
         self._blocks[row, start:stop] = blocks
         self.lengths[row] = stop
 
@@ -47,6 +48,5 @@ class Tables:
         self.lengths[row] = 0
 
     def _widen(self, width: int) -> None:
-        if width > self._blocks.shape[1]:
-            more = max(width, 2 * self._blocks.shape[1]) - self._blocks.shape[1]
-            self._blocks = np.pad(self._blocks, ((0, 0), (0, more)))
+        more = max(width, 2 * self._blocks.shape[1]) - self._blocks.shape[1]
+        self._blocks = np.pad(self._blocks, ((0, 0), (0, more)))

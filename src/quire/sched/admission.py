@@ -13,6 +13,7 @@ from quire.core.faults import Site, trip
 from quire.core.request import Family, Sequence
 from quire.kv.answers import Match
 from quire.kv.ghosts import Miss
+from quire.kv.radix_node import NO_BLOCKS
 from quire.sched.books import Books
 from quire.sched.draft import Draft
 from quire.sched.forks import blocks_beyond
@@ -102,7 +103,7 @@ class Admission:
             return Cause.ORDER
         kept_out: Cause | None = None
         for family in self._candidates(draft.now_s):
-            if not books.may_sit(family):
+            if books.only is not None and not books.may_sit(family):
                 books.set_aside(family)
                 return None
             claim = self._checked_claim(family)
@@ -194,7 +195,7 @@ class Admission:
         row = books.seating.take_row()
         num_cached = books.kv.open(row, family.owner, claim.match, claim.leader_blocks)
         books.seating.sit(leader, row, draft.step, num_cached)
-        draft.seat(leader, books.kv.tables.of(row).copy())
+        draft.seat(leader, books.kv.tables.of(row).copy() if num_cached else NO_BLOCKS)
         books.seating.tell(row)
         if claim.siblings:
             self._sit_beside(leader, claim, draft.step)

@@ -41,9 +41,9 @@ class Draft:
         request = sequence.request
         self.seats.append(
             Seat(
-                row=sequence.row,
-                sequence=sequence.id,
-                index=sequence.index,
+                sequence.row,
+                sequence.id,
+                branch=sequence.index,
                 tokens=sequence.tokens,
                 num_prompt=len(request.prompt),
                 max_length=request.max_length,
