@@ -54,15 +54,15 @@ class Leaves:
             in_line = not heap or (len(line) > 0 and line[0] < heap[0])
             entry = line[0] if in_line else heap[0]
             node = entry[3]
-            evictable, now = self.is_evictable(node), _entry(node)
-            if evictable and entry == now:
+            evictable = self.is_evictable(node)
+            if evictable and entry == _entry(node):
                 return node
             if in_line:
                 line.popleft()
             else:
                 heappop(heap)
             if evictable:  # it was used meanwhile
-                self._enter(now)
+                self._enter(_entry(node))
             else:
                 self._queued.remove(node)
         return None

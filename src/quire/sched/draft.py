@@ -32,7 +32,7 @@ class Draft:
         self.held: list[Row] = []  # their next token needs the one in flight
         self._fed_rows: IntArray = _NONE  # each gets one of the blocks
         self._fed: IntArray = _NONE
-        self._granted_rows: list[Row] = []  # each gets several
+        self._granted_rows: list[Row] = []  # one for each block of the others
         self._granted: list[IntArray] = []
 
     def seat(self, sequence: Sequence, blocks: IntArray) -> None:
@@ -55,7 +55,7 @@ class Draft:
     def grant(self, row: Row, blocks: IntArray) -> None:
         """Several blocks for one row."""
         if len(blocks):
-            self._granted_rows.append(row)
+            self._granted_rows += [row] * len(blocks)
             self._granted.append(blocks)
 
     def grant_each(self, rows: IndexArray, blocks: IntArray) -> None:
@@ -100,5 +100,5 @@ class Draft:
     def _grants(self) -> Grants:
         if not self._granted:
             return Grants(self._fed_rows, self._fed) if len(self._fed) else _NO_GRANTS
-        granted_rows = np.repeat(np.array(self._granted_rows, np.int32), [len(blocks) for blocks in self._granted])
+        granted_rows = np.array(self._granted_rows, dtype=np.int32)
         return Grants(np.concatenate([self._fed_rows, granted_rows]), np.concatenate([self._fed, *self._granted]))
