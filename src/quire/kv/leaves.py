@@ -76,9 +76,11 @@ class Leaves:
     def num_idle(self, node: Node) -> int:
         """Idle blocks at the end of a node. Tables hold paths from the root: what follows an idle block is idle."""
         blocks = node.blocks
-        low, high = 0, len(blocks)
+        if self._pool.is_idle(blocks.item(0)):  # mostly
+            return len(blocks)
+        low, high = 1, len(blocks)
         while low < high:
-            middle = (low + high) // 2 if low else 0  # mostly the whole node is idle: look there first
+            middle = (low + high) // 2
             if self._pool.is_idle(blocks.item(middle)):
                 high = middle
             else:

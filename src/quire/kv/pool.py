@@ -37,8 +37,9 @@ class BlockPool:
     def take(self, count: int) -> IntArray:
         """Free blocks, each now with one reference."""
         assert count <= self.num_free, f"take({count}) from {self.num_free} free blocks: ask num_free first"
-        self.num_free -= count
-        blocks = self._free[self.num_free : self.num_free + count][::-1].copy()
+        stop = self.num_free
+        self.num_free = stop - count
+        blocks = self._free[self.num_free : stop][::-1].copy()
         self._references[_indices(blocks)] = _TABLE
         return blocks
 

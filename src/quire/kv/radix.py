@@ -320,7 +320,8 @@ class RadixTree:
             else:
                 self._pool_of(each).disown(each.blocks)
             each.blocks = NO_BLOCKS
-        self._leaves_of(parent).offer(parent)
+        if parent.parent is not None:  # a root has nothing to evict
+            self._leaves_of(parent).offer(parent)
 
     # What both tiers share.
 

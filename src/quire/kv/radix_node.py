@@ -139,6 +139,8 @@ class Node:
 
     def path(self) -> bytes:
         """Every token from the root to the end of this node."""
+        if self.parent is None:
+            return self.tokens
         parts: list[bytes] = []
         node: Node | None = self
         while node is not None:

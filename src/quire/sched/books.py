@@ -120,9 +120,10 @@ class Books:
             self.seating.fix_tokens(sequence)
             sequence.finish(reason)
             self.settle(sequence.family)
-        speaks = sequence.request.beam is None and not sequence.request.sampling.pooled
+        request = sequence.request
+        speaks = request.beam is None and not request.sampling.pooled
         if speaks and reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self.lengths.note(max(len(sequence.tokens) - len(sequence.request.prompt), 1))
+            self.lengths.note(max(len(sequence.tokens) - len(request.prompt), 1))
         return True
 
     def fail(self, family: Family, reason: FinishReason = FinishReason.FAILED) -> None:

@@ -67,7 +67,8 @@ class Cruise:
             rows: IndexArray = parts[0]
         else:  # mostly few: a set is there before numpy has begun to sort
             rows = np.array(sorted(set(singles).union(*[part.tolist() for part in parts])), dtype=np.intp)
-        return rows[self._due[rows] == step]
+        due: IndexArray = rows[self._due[rows] == step]
+        return due
 
     def _coast(self, row: Row) -> None:
         """Its last step is planned."""
