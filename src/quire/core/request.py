@@ -135,6 +135,7 @@ class Sequence:
         "finish_reason",
         "id",
         "index",
+        "last_position",
         "num_computed",
         "num_had",
         "num_planned",
@@ -152,6 +153,7 @@ class Sequence:
         self.request = family.request
         self.id = sequence_id
         self.index = index
+        self.last_position = family.request.max_length - 2  # whose computation gives a token
         self.state = State.WAITING
         self.tokens: IntArray = family.request.prompt  # as of its last sitting down, or the end; a beam's: always
         self.score: float | None = None  # of a finished beam
@@ -212,11 +214,6 @@ class Sequence:
     def num_tokens(self) -> int:
         """Known tokens at its last sitting down (not those sampled since)."""
         return len(self.tokens)
-
-    @property
-    def last_position(self) -> int:
-        """The last position whose computation gives a token: the token at max_length - 1 is never computed."""
-        return self.request.max_length - 2
 
     def __repr__(self) -> str:
         return f"Sequence({self.id}, {self.state.value}, row={self.row}, tokens={len(self.tokens)})"

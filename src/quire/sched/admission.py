@@ -41,7 +41,7 @@ class Claim(NamedTuple):
 
     @property
     def num_blocks(self) -> int:
-        return self.leader_blocks + sum(self.sibling_blocks)
+        return self.leader_blocks + sum(self.sibling_blocks) if self.siblings else self.leader_blocks
 
 
 class Admission:
@@ -182,7 +182,7 @@ class Admission:
     def _lacks(self, claim: Claim) -> Cause | None:
         if claim.num_rows > self._books.seating.num_free:
             return Cause.SEATS
-        return None if self._books.kv.fits(claim.match, claim.num_blocks) else Cause.BLOCKS
+        return None if self._books.kv.shortage(claim.match, claim.num_blocks) <= 0 else Cause.BLOCKS
 
     def _follow(self, family: Family, claim: Claim) -> Follow | None:
         if self._books.kv.tree is None or claim.leader.request.sampling.prompt_wide:
