@@ -12,7 +12,7 @@ from quire.core.ids import NULL_BLOCK, BlockId, IndexArray, IntArray
 _TREE, _TABLE = 1, 2  # what a reference counts
 _IDLE = _TREE
 # The same as arrays: numpy takes twice as long to add a number of Python's to a few others.
-_FREE_S, _TREE_S, _TABLE_S = (np.array(count, dtype=np.int32) for count in (0, _TREE, _TABLE))
+_FREE_ARRAY, _TREE_ARRAY, _TABLE_ARRAY = (np.array(count, dtype=np.int32) for count in (0, _TREE, _TABLE))
 
 
 class BlockPool:
@@ -48,7 +48,7 @@ class BlockPool:
         if not len(blocks):
             return
         at = _indices(blocks)
-        after = self._references[at] + _TABLE_S
+        after = self._references[at] + _TABLE_ARRAY
         self._references[at] = after
         counts = after.tolist()
         assert min(counts) > _TABLE, blocks
@@ -57,14 +57,14 @@ class BlockPool:
     def release(self, blocks: IntArray) -> int:
         """One reference less to each of some distinct blocks; how many of them are free now."""
         at = _indices(blocks)
-        after = self._references[at] - _TABLE_S
+        after = self._references[at] - _TABLE_ARRAY
         self._references[at] = after
         counts = after.tolist()
         assert min(counts, default=0) >= 0, f"{blocks}: one is free, or lost its last reference outside the tree"
         self.num_idle += counts.count(_IDLE)
         num_freed: int = counts.count(0)
         if num_freed:
-            self._push(blocks[after == _FREE_S])
+            self._push(blocks[after == _FREE_ARRAY])
         return num_freed
 
     def adopt(self, blocks: IntArray) -> None:
@@ -74,13 +74,13 @@ class BlockPool:
         counts = before.tolist()
         alone = counts.count(_TABLE) == len(counts)
         assert alone or all(count > 0 and count % _TABLE == 0 for count in counts), blocks
-        self._references[at] = before + _TREE_S
+        self._references[at] = before + _TREE_ARRAY
         self.num_cached += len(blocks)
 
     def disown(self, blocks: IntArray) -> int:
         """The tree lets go of blocks; how many of them are free now."""
         at = _indices(blocks)
-        after = self._references[at] - _TREE_S
+        after = self._references[at] - _TREE_ARRAY
         self._references[at] = after
         self.num_cached -= len(blocks)
         freed = blocks
