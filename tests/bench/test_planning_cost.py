@@ -80,3 +80,9 @@ def test_every_setting_gets_a_line_and_every_round_a_figure() -> None:
     assert {line.setting for line in lines} == {Setting(r, w, t) for r in (4, 8) for w in (0, 5) for t in TURNOVERS}
     assert all(len(line.us) == 2 and line.median_us > 0 for line in lines)
     assert len({len(line.instructions) for line in lines}) == 1, "instructions are counted for all or for nobody"
+
+
+def test_one_that_comes_and_one_that_goes_cost_fewer_than_five_hundred_calls() -> None:
+    """In every step of the one stand a request takes the place of another; in the other nobody comes or goes."""
+    busy, steady = (calls_of_a_round(stand(100, 0, turnover)) for turnover in (0.01, 0.0))
+    assert busy - steady <= 470 * (ROUND + WARM)

@@ -88,13 +88,12 @@ def compiled_for_hopper() -> dict[str, object]:
     ragged = Ragged(nothing, nothing, tables, starts, starts[:2], nothing)
     query = torch.empty(64, 8, 64, dtype=torch.bfloat16, device=META)
     kv_layer = torch.empty(9, 2, 16, 2, 64, dtype=torch.bfloat16, device=META)
-    attention = GpuAttention(ragged, 0, hopper=HopperChunks(1))
     products = HopperProducts(132, META)
     x, bias = torch.empty(16, 1024, dtype=torch.bfloat16, device=META), torch.empty(4096, device=META)
     whole, many, few = (torch.empty(out, 1024, dtype=x.dtype, device=META) for out in (4096, 16_384, 1024))
 
     def play() -> None:
-        attention.attend(query, kv_layer, AttentionRule(0.1))
+        GpuAttention(ragged, 0, hopper=HopperChunks(1)).attend(query, kv_layer, AttentionRule(0.1))
         assert None not in (products.product(x, whole, bias), products.product(x, many, None))
         assert products.parts(x, few, None) is not None
 

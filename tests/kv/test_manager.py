@@ -13,7 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from quire.core.ids import BlockId, IntArray, RequestId, Row
 from quire.core.moves import Place, Tier
-from quire.kv.manager import KVManager, Owner, count_blocks
+from quire.core.request import Owner
+from quire.kv.manager import KVManager, count_blocks
 from quire.kv.radix_node import decode
 
 ROWS = 4

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from quire.core.ids import BlockId, IntArray, RequestId, Row
-from quire.kv.manager import KVManager, Owner, count_blocks
+from quire.core.request import Owner
+from quire.kv.manager import KVManager, count_blocks
 
 
 def ids(tokens: Sequence[int]) -> IntArray:

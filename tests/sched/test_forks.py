@@ -6,12 +6,11 @@ import pytest
 from quire.core.errors import NeverFits
 from quire.core.events import What
 from quire.core.ids import RequestId, Row
-from quire.core.request import Family, Request, State
+from quire.core.request import Family, Owner, Request, State
 from quire.core.sampling import RowSampling
 from quire.core.step import FinishReason
-from quire.kv.manager import KVManager, Owner
+from quire.kv.manager import KVManager
 from quire.sched.forks import Forks
-from quire.sched.owner import owner_of
 from quire.sched.seating import Seating
 from tests.sched.helpers import Bench, counting, events_of, oracle_answer
 
@@ -189,7 +188,7 @@ def test_a_sibling_begins_with_its_past_if_that_fits_and_else_with_the_prompt(
     for member in (leader, sibling):
         seating.sit(member, seating.take_row(), 0, 0)
     assert leader.row is not None and sibling.row is not None
-    for row, owner in ((Row(2), Owner(RequestId(2), "", 0)), (leader.row, owner_of(leader))):
+    for row, owner in ((Row(2), Owner(RequestId(2), "", 0)), (leader.row, leader.family.owner)):
         kv.open(row, owner, None, 3)
         kv.grow_to(row, 6, owner.request)
         kv.commit(row, owner, prompt)

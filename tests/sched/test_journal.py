@@ -200,8 +200,8 @@ def test_a_plan_has_a_checksum_of_its_own() -> None:
         replace(plan, num_cruising=1),
         replace(plan, pauses=(Row(0),)),
         replace(plan, leaves=(Row(0),)),
-        replace(plan, seats=(replace(seat, tokens=seat.tokens[::-1]),)),
-        replace(plan, chunks=(replace(chunk, start=1),)),
+        replace(plan, seats=(seat._replace(tokens=seat.tokens[::-1]),)),
+        replace(plan, chunks=(chunk._replace(start=1),)),
         replace(plan, grants=replace(plan.grants, blocks=plan.grants.blocks[::-1])),
         replace(plan, reset=True),
     )

@@ -101,7 +101,7 @@ def test_a_preempted_family_finds_its_old_place() -> None:
 
 def test_between_equal_tenants_the_earlier_deadline_goes_first_whenever_it_comes() -> None:
     room = room_of([family(0, tenant="a", deadline_s=9.0), family(1, tenant="b")])
-    assert next(room.candidates(0.0)).order == 0
+    assert room.candidates(0.0)[0].order == 0
     room.push(family(2, tenant="b", deadline_s=5.0), 0.0)
     assert drain(room) == [2, 0, 1]
 
@@ -111,7 +111,7 @@ def test_the_lowest_class_gets_through_a_steady_stream_of_the_highest() -> None:
     room = room_of([low], OrderPolicy(ageing_s=10.0))
     for second in range(1, 100):
         room.push(family(second, priority=0), float(second))
-        head = next(room.candidates(float(second)))
+        head = room.candidates(float(second))[0]
         room.pop(head)
         if head is low:
             break
@@ -130,7 +130,7 @@ def test_a_long_prompt_yields_to_chats_and_is_not_starved() -> None:
     admitted = []
     for second in range(20):
         room.push(family(second + 1), float(second))
-        admitted.append(next(room.candidates(float(second))))
+        admitted.append(room.candidates(float(second))[0])
         room.pop(admitted[-1])
     assert admitted.index(long) == 10
 
@@ -171,7 +171,7 @@ def test_a_flood_takes_no_more_than_its_share(weights: dict[str, float], toleran
     for _ in range(3):
         arrive("quiet", 0.0)
     for second in range(1500):
-        head = next(room.candidates(float(second)))
+        head = room.candidates(float(second))[0]
         room.pop(head)
         shares.charge(head.request.tenant, float(random.integers(1, 200)))
         if head.request.tenant == "quiet":

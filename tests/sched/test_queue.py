@@ -85,7 +85,7 @@ class RoomAgainstList(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting)
     @rule()
     def admit_head(self) -> None:
-        head = next(self.room.candidates(self.now_s))
+        head = self.room.candidates(self.now_s)[0]
         self.room.pop(head)
         del self.waiting[head.order]
         self.away.append(head)
@@ -124,7 +124,7 @@ def test_those_who_came_and_gave_up_leave_nothing_behind() -> None:
         new = family(order, tenant="b", deadline_s=float(2000 - order))
         room.push(new, 0.0)
         room.discard(new)
-        assert next(room.candidates(0.0)) is stays[0]
+        assert room.candidates(0.0)[0] is stays[0]
     lane = room._classes[0].short
     assert len(lane._heap) + len(lane._tenants["b"]._heap) < 150
 
@@ -176,7 +176,7 @@ def _work(num_waiting: int) -> tuple[int, int]:
     for turn in range(60):
         now_s = turn * 7.0
         list(room.candidates(now_s))
-        head = next(room.candidates(now_s))
+        head = room.candidates(now_s)[0]
         room.pop(head)
         shares.charge(head.request.tenant, 3.0)
         room.discard(families[num_waiting - 1 - turn])

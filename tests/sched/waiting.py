@@ -38,7 +38,7 @@ def drain(room: WaitingRoom, now_s: float = 0.0) -> list[int]:
     """Admit everybody, always the head."""
     orders = []
     while room:
-        head = next(room.candidates(now_s))
+        head = room.candidates(now_s)[0]
         room.pop(head)
         orders.append(head.order)
     return orders

@@ -1,7 +1,5 @@
 """Every body behind the bridge gives the same answers to the same plans, and they are the closed form's."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -70,7 +68,7 @@ def test_siblings_go_different_ways_from_the_same_blocks() -> None:
     fork = StepPlan(
         1,
         moves=moves(DEVICE, DEVICE, (3, 5)),
-        seats=(replace(seat(1, PROMPT), index=2),),
+        seats=(seat(1, PROMPT)._replace(branch=2),),
         grants=grants({1: [1, 2, 5]}),
         chunks=(sample(1, 9, 10),),
         num_cruising=1,

@@ -7,7 +7,6 @@ of the thread: a busy machine does not count. A figure is the median over rounds
 that what happens once in many steps is in it. All configurations take turns, round by round.
 """
 
-import gc
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.bench.meter import Meter
+from quire.core.garbage import undisturbed
 from quire.core.ids import IntArray, RequestId
 from quire.core.request import Request
 from quire.core.sampling import RowSampling
@@ -77,16 +77,14 @@ def measure(
         say(f"building {setting.rows} rows, {setting.waiting} waiting, {setting.turnover:.0%} turnover")
         stands.append(Stand(setting, prompts, meter, num_steps=(rounds + 1) * (ROUND + WARM)))
     lines = [Line(setting) for setting in settings]
-    gc.collect()
-    gc.freeze()
-    for number in range(rounds + 1):
-        say(f"round {number} of {rounds}")
-        for stand, line in zip(stands, lines, strict=True):
-            stand.round()
-            if number > 0:
-                line.us.append(meter.ns / 1000 / ROUND)
-                line.instructions.extend([meter.instructions / ROUND] if meter.counts else [])
-    gc.unfreeze()
+    with undisturbed():  # as in an engine's process
+        for number in range(rounds + 1):
+            say(f"round {number} of {rounds}")
+            for stand, line in zip(stands, lines, strict=True):
+                stand.round()
+                if number > 0:
+                    line.us.append(meter.ns / 1000 / ROUND)
+                    line.instructions.extend([meter.instructions / ROUND] if meter.counts else [])
     meter.close()
     return lines
 

@@ -11,6 +11,7 @@ The sequences of one request are a family: admitted, preempted and counted as on
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -60,6 +61,14 @@ class Request:
         return len(self.prompt) + self.max_tokens
 
 
+class Owner(NamedTuple):
+    """On whose behalf blocks are looked up, kept and evicted."""
+
+    request: RequestId
+    partition: str
+    priority: int
+
+
 class State(Enum):
     WAITING = "waiting"
     RUNNING = "running"
@@ -70,16 +79,18 @@ class State(Enum):
 class Family:
     """A request inside the engine."""
 
-    __slots__ = ("arrived_s", "members", "num_cached", "num_preemptions", "order", "request", "seated_s", "story",
-                 "was_seated")  # fmt: skip
+    __slots__ = ("arrived_s", "members", "num_cached", "num_preemptions", "order", "owner", "request", "seated_s",
+                 "spoke", "story", "was_seated")  # fmt: skip
 
     def __init__(self, request: Request, first_id: int, arrived_s: float) -> None:
         self.request = request
+        self.owner = Owner(request.id, request.partition, request.priority)
         self.order = first_id  # families are numbered as they arrive
         self.arrived_s = arrived_s
         self.members = tuple(Sequence(self, SequenceId(first_id + i), i) for i in range(request.num_sequences))
         self.num_preemptions = 0
         self.was_seated = False
+        self.spoke = False  # a member has emitted a token
         self.seated_s: float | None = None  # when it first sat down
         self.num_cached = 0  # prompt tokens that its first sitting down found in the cache
         self.story: list[Event] = []
@@ -96,7 +107,7 @@ class Family:
 
     @property
     def finished(self) -> bool:
-        return all(member.finished for member in self.members)
+        return None not in [member.finish_reason for member in self.members]
 
     def note(self, event: Event) -> None:
         """Remember what happened; of a wait, only when its cause changes."""
@@ -124,6 +135,7 @@ class Sequence:
         "finish_reason",
         "id",
         "index",
+        "last_position",
         "num_computed",
         "num_had",
         "num_planned",
@@ -141,6 +153,7 @@ class Sequence:
         self.request = family.request
         self.id = sequence_id
         self.index = index
+        self.last_position = family.request.max_length - 2  # whose computation gives a token
         self.state = State.WAITING
         self.tokens: IntArray = family.request.prompt  # as of its last sitting down, or the end; a beam's: always
         self.score: float | None = None  # of a finished beam
@@ -201,11 +214,6 @@ class Sequence:
     def num_tokens(self) -> int:
         """Known tokens at its last sitting down (not those sampled since)."""
         return len(self.tokens)
-
-    @property
-    def last_position(self) -> int:
-        """The last position whose computation gives a token: the token at max_length - 1 is never computed."""
-        return self.request.max_length - 2
 
     def __repr__(self) -> str:
         return f"Sequence({self.id}, {self.state.value}, row={self.row}, tokens={len(self.tokens)})"

@@ -46,13 +46,12 @@ class FinishReason(Enum):
     OUT_OF_MEMORY = "out_of_memory"  # a step was too large for the device, and it was the largest
 
 
-@dataclass(frozen=True, slots=True)
-class Seat:
+class Seat(NamedTuple):
     """A sequence sits down: all the runner needs to know of it until it leaves."""
 
     row: Row
     sequence: SequenceId
-    index: int  # which of its request's sequences; random numbers depend on it
+    branch: int  # which of its request's sequences; random numbers depend on it
     tokens: IntArray  # every known token: the prompt, and what was generated before a preemption
     num_prompt: int
     max_length: int  # prompt and completion together; the row ends when it knows so many tokens
@@ -82,8 +81,7 @@ class Tell:
     tokens: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Compute positions [start, start + length) of the row's known tokens."""
 
     row: Row

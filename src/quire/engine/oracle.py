@@ -48,7 +48,7 @@ class TorchOracle:
     def launch(self, plan: StepPlan, masks: Masks | None = None) -> Pending:
         for seat in plan.seats:
             searches = seat.sampling.num_candidates > 0  # a beam's row says nothing of the beam
-            self._index_of_row[seat.row] = 0 if searches else seat.index
+            self._index_of_row[seat.row] = 0 if searches else seat.branch
         if len(plan.grants):
             indices = [self._index_of_row[Row(row)] for row in plan.grants.rows.tolist()]
             blocks = torch.from_numpy(plan.grants.blocks).long().to(self._index_of_block.device)

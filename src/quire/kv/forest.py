@@ -1,6 +1,7 @@
 """The shape of the prefix tree: one trie of runs of blocks per partition. Knows nothing of pools or eviction."""
 
 from collections.abc import Iterator
+from itertools import islice
 
 import numpy as np
 
@@ -33,7 +34,7 @@ class Forest:
         self.num_nodes += 1
         leaf = Node(parent.partition, tokens, blocks, self._num_made, Tier.DEVICE, 0, priority, owner)
         key = tokens[: self.block_bytes]
-        parent.attach(key, leaf)
+        parent.attach(key, leaf, self.block_bytes)
         if parent.parent is None:
             self._roots[parent.partition] = parent
             self._openings.setdefault(key, {})[parent.partition] = None
@@ -44,7 +45,7 @@ class Forest:
         parent = node.parent
         assert parent is not None, "a root stays"
         key = node.tokens[: self.block_bytes]
-        parent.detach(key)
+        parent.detach(key, self.block_bytes)
         if parent.parent is None:
             partitions = self._openings[key]
             del partitions[parent.partition]
@@ -95,9 +96,10 @@ class Forest:
             node, at = child, at + length
         return True
 
-    def partitions_opening(self, data: bytes) -> Iterator[str]:
-        """The partitions that know the first block of a path."""
-        return iter(self._openings.get(data[: self.block_bytes], ()))
+    def partitions_opening(self, data: bytes, most: int, *, without: str) -> list[str]:
+        """Some of the other partitions that know the first block of a path."""
+        partitions = self._openings.get(data[: self.block_bytes])
+        return [] if partitions is None else list(islice((each for each in partitions if each != without), most))
 
     def nodes(self, partition: str | None = None) -> Iterator[Node]:
         """Every node but the roots, parents first."""
@@ -124,13 +126,15 @@ class Forest:
         assert indexed == sum([len(root.keys) for root in self._roots.values()]), "a closed opening is indexed"
         for node in [*self._roots.values(), *nodes]:
             assert len(node.blocks) == -(-len(node.tokens) // self.block_bytes), f"tokens and blocks of {node} differ"
-            if node.children or len(node.keys) or node.num_device_children:
+            if node.children or len(node.keys) or node.num_device_children or node.num_partial_children:
                 self._audit_children(node)
         return nodes
 
     def _audit_children(self, node: Node) -> None:
         assert list(node.keys) == sorted(node.children), f"unsorted keys below {node}"
         on_device = 0
+        num_partial = sum([len(key) < self.block_bytes for key in node.children])
+        assert num_partial == node.num_partial_children, f"partial children of {node} are miscounted"
         for key, child in node.children.items():
             assert key == child.tokens[: self.block_bytes], f"a child of {node} has a wrong key"
             assert child.parent is node, f"a child of {node} has another parent"

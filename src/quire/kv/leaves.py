@@ -1,10 +1,11 @@
 """The leaves of one tier in the order of their eviction. Knows nothing of what becomes of them.
 
 The least important class goes first, and in it the least recently used leaf. Importance and stamps only ever grow, so
-an entry made long ago is at worst too early: it is put right when it comes up, and a touch never searches the heap.
+an entry made long ago is at worst too early: it is put right when it comes up, and a touch never searches for it.
 """
 
-from heapq import heapify, heappop, heappush, heapreplace
+from collections import deque
+from heapq import heapify, heappop, heappush
 
 from quire.core.moves import Tier
 from quire.kv.pool import BlockPool
@@ -20,14 +21,15 @@ def _entry(node: Node) -> _Entry:
 class Leaves:
     """Nodes of one tier that have idle blocks at their end and nothing of this tier below them."""
 
-    __slots__ = ("_heap", "_limit", "_on_device", "_pool", "_queued", "_tier")
+    __slots__ = ("_heap", "_limit", "_line", "_on_device", "_pool", "_queued", "_tier")
 
     def __init__(self, tier: Tier, pool: BlockPool) -> None:
         self._tier = tier
         self._on_device = tier is Tier.DEVICE
         self._pool = pool
-        self._heap: list[_Entry] = []
-        self._queued: set[Node] = set()  # whose entry is in the heap
+        self._line: deque[_Entry] = deque()  # those that came in their order, as nearly all do
+        self._heap: list[_Entry] = []  # the others
+        self._queued: set[Node] = set()  # whose entry is in one of them
         self._limit = 64
 
     def offer(self, node: Node) -> None:
@@ -35,23 +37,34 @@ class Leaves:
         if node in self._queued or not self.is_evictable(node):
             return
         self._queued.add(node)
-        heappush(self._heap, _entry(node))
-        if len(self._heap) > self._limit:
+        self._enter(_entry(node))
+        if len(self._queued) > self._limit:
             self._purge()
+
+    def _enter(self, entry: _Entry) -> None:
+        if not self._line or self._line[-1] < entry:
+            self._line.append(entry)
+        else:
+            heappush(self._heap, entry)
 
     def first(self) -> Node | None:
         """The next to be evicted. It stays here until it has nothing more to evict."""
-        heap = self._heap
-        while heap:
-            entry = heap[0]
+        line, heap = self._line, self._heap
+        while line or heap:
+            in_line = not heap or (len(line) > 0 and line[0] < heap[0])
+            entry = line[0] if in_line else heap[0]
             node = entry[3]
-            if not self.is_evictable(node):
-                heappop(heap)
-                self._queued.remove(node)
-            elif entry != (now := _entry(node)):
-                heapreplace(heap, now)
-            else:
+            evictable = self.is_evictable(node)
+            if evictable and entry == _entry(node):
                 return node
+            if in_line:
+                line.popleft()
+            else:
+                heappop(heap)
+            if evictable:  # it was used meanwhile
+                self._enter(_entry(node))
+            else:
+                self._queued.remove(node)
         return None
 
     def is_evictable(self, node: Node) -> bool:
@@ -63,9 +76,11 @@ class Leaves:
     def num_idle(self, node: Node) -> int:
         """Idle blocks at the end of a node. Tables hold paths from the root: what follows an idle block is idle."""
         blocks = node.blocks
-        low, high = 0, len(blocks)
+        if self._pool.is_idle(blocks.item(0)):  # mostly
+            return len(blocks)
+        low, high = 1, len(blocks)
         while low < high:
-            middle = (low + high) // 2 if low else 0  # mostly the whole node is idle: look there first
+            middle = (low + high) // 2
             if self._pool.is_idle(blocks.item(middle)):
                 high = middle
             else:
@@ -77,7 +92,8 @@ class Leaves:
 
     def _purge(self) -> None:
         """Forget entries of nodes that have nothing to evict any more."""
+        self._line = deque([entry for entry in self._line if self.is_evictable(entry[3])])
         self._heap = [entry for entry in self._heap if self.is_evictable(entry[3])]
         heapify(self._heap)
-        self._queued = {entry[3] for entry in self._heap}
-        self._limit = max(64, 2 * len(self._heap))
+        self._queued = {entry[3] for entry in (*self._line, *self._heap)}
+        self._limit = max(64, 2 * len(self._queued))

@@ -6,14 +6,14 @@ necessary (partial blocks, demotions, promotions) collect as orders for the next
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.core.ids import BlockId, IndexArray, IntArray, RequestId, Row
 from quire.core.moves import Move, Place, Tier
-from quire.kv.answers import Match
+from quire.core.request import Owner
+from quire.kv.answers import Inserted, Match
 from quire.kv.pool import BlockPool
 from quire.kv.radix import RadixTree
 from quire.kv.radix_node import NO_BLOCKS, TOKEN_BYTES, Node
@@ -28,19 +28,11 @@ def count_blocks(num_positions: int, block_size: int) -> int:
     return -(-num_positions // block_size)
 
 
-class Owner(NamedTuple):
-    """On whose behalf blocks are looked up, kept and evicted."""
-
-    request: RequestId
-    partition: str
-    priority: int
-
-
 class KVManager:
     """The tables of all seated rows over one pool, and the prefix tree beside them."""
 
-    __slots__ = ("_committed", "_frozen", "_moves", "_nodes", "_worth_keeping", "block_size", "host", "num_promised",
-                 "pool", "promised", "step", "tables", "tree")  # fmt: skip
+    __slots__ = ("_committed", "_forked", "_frozen", "_moves", "_nodes", "_worth_keeping", "block_size", "host",
+                 "num_promised", "pool", "promised", "step", "tables", "tree")  # fmt: skip
 
     def __init__(
         self,
@@ -62,8 +54,9 @@ class KVManager:
         self.step = 0  # of the plan in the making; evictions remember it
         self._worth_keeping = worth_keeping  # whether positions [start, stop) are cheaper to bring back than to compute
         self._nodes: dict[Row, Node] = {}  # the deepest node of the tree that is in the row's table
-        self._committed: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # leading blocks shared with the tree
+        self._committed = [0] * max_rows  # leading blocks shared with the tree
         self._frozen: set[Row] = set()  # somebody else put the same tokens into the tree first
+        self._forked: set[Row] = set()  # parents and children: others may hold blocks of theirs that are in no tree
         self._moves: list[Move] = []
 
     @property
@@ -84,7 +77,7 @@ class KVManager:
 
     def shortage(self, match: Match | None, num_more: int) -> int:
         """The blocks that are missing to hold a match and to promise so many beyond it; 0 or less if none is."""
-        num_idle = 0 if match is None else self.pool.count_idle(match.blocks)
+        num_idle = 0 if match is None or not len(match.blocks) else self.pool.count_idle(match.blocks)
         return num_more + num_idle - self.num_available
 
     def fits(self, match: Match | None, num_more: int) -> bool:
@@ -92,12 +85,15 @@ class KVManager:
 
     def open(self, row: Row, owner: Owner, match: Match | None, num_more: int) -> int:
         """Begin a row's table with what is known, and promise so many blocks beyond; the positions it holds."""
-        assert self.tables.lengths[row] == 0 and self.fits(match, num_more), row
+        assert self.tables.lengths[row] == 0, row
         self.promise(row, num_more)
         if match is None or self.tree is None:
+            assert self.num_available >= 0, num_more
             return 0
         self.pool.share(match.blocks)
-        self.tables.append(row, match.blocks)
+        assert self.num_available >= 0, (match, num_more)
+        if len(match.blocks):
+            self.tables.append(row, match.blocks)
         self._nodes[row] = match.node
         self._committed[row] = len(match.blocks)
         num_tokens = match.num_tokens
@@ -117,6 +113,7 @@ class KVManager:
     def fork(self, parent: Row, child: Row, owner: Owner, tokens: IntArray) -> None:
         """Begin the child's table with the parent's first tokens: full blocks shared, the partial one copied."""
         assert self.tables.lengths[child] == 0, child
+        self._forked.update((parent, child))
         num_full = len(tokens) // self.block_size
         shared = self.tables.of(parent)[: num_full + 1].copy()
         self.pool.share(shared[:num_full])
@@ -167,7 +164,7 @@ class KVManager:
 
     def grow_to(self, row: Row, num_positions: int, by: RequestId) -> IntArray:
         """The blocks a row's table lacks to hold so many positions, out of its promise."""
-        missing = count_blocks(num_positions, self.block_size) - int(self.tables.lengths[row])
+        missing = count_blocks(num_positions, self.block_size) - self.tables.lengths.item(row)
         return self._spend(row, missing, by) if missing > 0 else NO_BLOCKS
 
     def commit(self, row: Row, owner: Owner, tokens: IntArray) -> None:
@@ -175,43 +172,42 @@ class KVManager:
         num_blocks = len(tokens) // self.block_size
         if self.tree is None or row in self._frozen or num_blocks <= self._committed[row]:
             return
-        start = int(self._committed[row]) * self.block_size
-        known = tokens[: num_blocks * self.block_size]
-        blocks = self.tables.of(row)[:num_blocks].copy()
-        inserted = self.tree.insert(owner.partition, known, blocks, start, owner.priority, owner.request, leaving=False)
+        inserted = self._insert(self.tree, row, owner, tokens[: num_blocks * self.block_size], leaving=False)
         if inserted.conflict:  # its own copies stay its own, and what comes after them
             self._frozen.add(row)
         else:
             self._nodes[row] = inserted.node
             self._committed[row] = num_blocks
 
+    def _insert(self, tree: RadixTree, row: Row, owner: Owner, tokens: IntArray, *, leaving: bool) -> Inserted:
+        """Make a row's path known, from where it is known already."""
+        blocks = self.tables.of(row)[: count_blocks(len(tokens), self.block_size)]
+        num_known = self._committed[row]
+        node = self._nodes.get(row) if num_known else None
+        if node is not None and not node.ends_with(blocks.item(num_known - 1)):  # a sibling has gone on with it
+            node = None
+        start = num_known * self.block_size
+        return tree.insert(owner.partition, tokens, blocks, start, owner.priority, owner.request, leaving, node)
+
     def close(self, row: Row, owner: Owner, tokens: IntArray) -> None:
         """The row's table goes back; its positions [0, len(tokens)) stay in the tree for who comes next."""
-        self.promise(row, -int(self.promised[row]))
-        blocks = self.tables.of(row).copy()
-        node = self._nodes.pop(row, None)
+        self.promise(row, -self.promised.item(row))
+        blocks = self.tables.of(row)
+        last = None
         if self.tree is not None and len(tokens):
-            held = blocks[: count_blocks(len(tokens), self.block_size)]
-            num_known = int(self._committed[row])
-            shared = self.pool.any_shared(held[num_known:])  # siblings still hold what would hang below others' blocks
-            last = self.tree.insert(
-                owner.partition,
-                tokens,
-                held,
-                num_known * self.block_size,
-                owner.priority,
-                owner.request,
-                leaving=not shared,
-            ).node
-            self.pool.release(blocks)
-            self.tree.idle(last)
-        else:
-            self.pool.release(blocks)
-        if self.tree is not None and node is not None:
-            self.tree.idle(node)
+            num_held = count_blocks(len(tokens), self.block_size)
+            shared = row in self._forked and self.pool.any_shared(blocks[self._committed[row] : num_held])
+            # Siblings still hold what would hang below others' blocks.
+            last = self._insert(self.tree, row, owner, tokens, leaving=not shared).node
+        self.pool.release(blocks)
+        node = self._nodes.pop(row, None)
+        for each in (last,) if node is last else (last, node):
+            if self.tree is not None and each is not None:
+                self.tree.idle(each)
         self.tables.clear(row)
         self._committed[row] = 0
         self._frozen.discard(row)
+        self._forked.discard(row)
 
     def distrust(self, row: Row, owner: Owner) -> None:
         """The row's table goes back, and nobody else shall find what this request has written."""
@@ -248,13 +244,14 @@ class KVManager:
 
     def promise(self, row: Row, count: int) -> None:
         """Keep so many more blocks for a row; fewer, if the count is negative."""
-        self.promised[row] += count
+        self.promised[row] = self.promised.item(row) + count
         self.num_promised += count
 
     def _spend(self, row: Row, count: int, by: RequestId, *, demoting: bool = True) -> IntArray:
         """Blocks out of the row's promise, into its table. Without demoting, the host tier stays as it is."""
-        assert count <= self.promised[row], (row, count, self.promised[row])
-        self._make_free(count, by, demoting=demoting)
+        assert count <= self.promised.item(row), (row, count, self.promised[row])
+        if count > self.pool.num_free:
+            self._make_free(count, by, demoting=demoting)
         blocks = self.pool.take(count)
         self.promise(row, -count)
         self.tables.append(row, blocks)

@@ -9,7 +9,6 @@ Moves must be carried in the order of the calls that returned them: their source
 """
 
 from collections.abc import Callable, Iterator
-from itertools import islice
 
 import numpy as np
 
@@ -23,6 +22,7 @@ from quire.kv.pool import BlockPool
 from quire.kv.radix_node import NO_BLOCKS, TOKEN_BYTES, Node, encode
 
 MOST_PARTITIONS_COMPARED = 8  # when a miss is explained
+_NEVER_SEEN = Miss(MissKind.NEVER_SEEN)
 Demote = Callable[[Node, int], bool]  # shall the last so many blocks of this node go to the host, or be dropped?
 
 
@@ -89,15 +89,14 @@ class RadixTree:
         self._touch(device)
         if host_node is not None:
             self._touch(host_node)
+        child, num_tokens = node.nearest(data[at : at + block_bytes])
+        partial = None
+        if child is not None:
+            partial = Partial(Place(child.tier, BlockId(child.blocks.item(0))), num_tokens, child)
+        if not at:  # mostly
+            return Match(0, NO_BLOCKS, device, NO_BLOCKS, None, partial)
         blocks = _joined(found)
-        partial = self._partial(node, data[at : at + block_bytes])
         return Match(len(blocks) * self.block_size, blocks, device, _joined(host_found), host_node, partial)
-
-    def _partial(self, node: Node, run: bytes) -> Partial | None:
-        child, num_tokens = node.nearest(run)
-        if child is None:
-            return None
-        return Partial(Place(child.tier, BlockId(int(child.blocks[0]))), num_tokens, child)
 
     def miss_reason(self, partition: str, tokens: IntArray, num_matched: int) -> Miss | None:
         """Why the first whole block after a match was not there; None if there is no such block."""
@@ -108,10 +107,10 @@ class RadixTree:
         miss = self._ghosts.find(partition, data)
         if miss is not None:
             return miss
-        others = (other for other in self._forest.partitions_opening(data) if other != partition)
-        if any(self._forest.holds(other, data) for other in islice(others, MOST_PARTITIONS_COMPARED)):
-            return Miss(MissKind.OTHER_PARTITION)
-        return Miss(MissKind.NEVER_SEEN)
+        for other in self._forest.partitions_opening(data, MOST_PARTITIONS_COMPARED, without=partition):
+            if self._forest.holds(other, data):
+                return Miss(MissKind.OTHER_PARTITION)
+        return _NEVER_SEEN
 
     # Growing.
 
@@ -124,16 +123,21 @@ class RadixTree:
         priority: int,
         owner: RequestId,
         leaving: bool = True,
+        node: Node | None = None,
     ) -> Inserted:
         """Make a table's path known: blocks[i] holds the i-th block of tokens. Adopts what is new.
 
-        Positions before `start` are known through this very table. Where others' blocks hold the same tokens, the
-        caller keeps its own; if it is not leaving, nothing below such a conflict is adopted.
+        Positions before `start` are known through this very table, up to `node` if the caller can name it. Where the
+        blocks of others hold the same tokens, the caller keeps its own; if it is not leaving, nothing below such a
+        conflict is adopted.
         """
         assert len(blocks) == -(-len(tokens) // self.block_size) and start % self.block_size == 0, (len(tokens), start)
+        if node is None:
+            node = self._forest.root(partition)
+        else:  # the way to it need not be gone again
+            tokens, blocks, start = tokens[start:], blocks[start // self.block_size :], 0
         block_bytes = self._forest.block_bytes
         data = encode(tokens)
-        node = self._forest.root(partition)
         at = num_adopted = 0
         conflict = False
         while (child := node.children.get(data[at : at + block_bytes])) is not None:
@@ -156,12 +160,15 @@ class RadixTree:
                 num_adopted += len(mine)
         assert at >= start * TOKEN_BYTES, "what the caller said to be known is not in the tree"
         if at < len(data) and (leaving or not conflict):
-            grown = self._grow(node, data[at:], blocks[at // block_bytes :], priority, owner)
-            node, num_adopted = grown.node, num_adopted + grown.num_adopted
+            inserted = self._grow(node, data[at:], blocks[at // block_bytes :], priority, owner)
+            node, num_adopted = inserted.node, num_adopted + inserted.num_adopted
+        else:
+            inserted = Inserted(node, num_adopted, conflict)
         self._touch(node)
         node.priority = min(node.priority, priority)
         self.generation += num_adopted > 0
-        return Inserted(node, num_adopted, conflict)
+        plain = num_adopted == inserted.num_adopted and not conflict
+        return inserted if plain else Inserted(node, num_adopted, conflict)
 
     def _grow(self, node: Node, rest: bytes, blocks: IntArray, priority: int, owner: RequestId) -> Inserted:
         """Hang what is left of a path below the node where the known part ends, or let it go on, if that is a leaf of
@@ -175,7 +182,7 @@ class RadixTree:
             if known is not None and num_tokens * TOKEN_BYTES == len(rest):
                 return self._keep_known(node, known, rest, blocks)
         first = rest[: self._forest.block_bytes]
-        for end in range(TOKEN_BYTES, len(first), TOKEN_BYTES):
+        for end in range(TOKEN_BYTES, len(first), TOKEN_BYTES) if node.num_partial_children else ():
             redundant = node.children.get(first[:end])
             if redundant is not None and self._pool_of(redundant).is_idle(redundant.blocks.item(0)):
                 self._remove(redundant)
@@ -313,7 +320,8 @@ class RadixTree:
             else:
                 self._pool_of(each).disown(each.blocks)
             each.blocks = NO_BLOCKS
-        self._leaves_of(parent).offer(parent)
+        if parent.parent is not None:  # a root has nothing to evict
+            self._leaves_of(parent).offer(parent)
 
     # What both tiers share.
 

@@ -3,6 +3,8 @@
 Tokens are kept as big-endian bytes: comparing them is one memcmp, and their order is the order of the tokens.
 """
 
+import sys
+
 import numpy as np
 
 from quire.core.ids import IntArray, RequestId
@@ -12,10 +14,12 @@ from quire.kv.sorted_keys import SortedKeys
 TOKEN_BYTES = 4
 NO_BLOCKS: IntArray = np.empty(0, dtype=np.int32)
 _NO_KEYS = SortedKeys()
+_LITTLE_ENDIAN = sys.byteorder == "little"
 
 
 def encode(tokens: IntArray) -> bytes:
-    return tokens.astype(">u4").tobytes()
+    assert tokens.itemsize == TOKEN_BYTES, tokens.dtype
+    return (tokens.byteswap() if _LITTLE_ENDIAN else tokens).tobytes()
 
 
 def decode(data: bytes) -> tuple[int, ...]:
@@ -37,6 +41,7 @@ class Node:
         "children",
         "keys",
         "num_device_children",
+        "num_partial_children",
         "owner",
         "parent",
         "partition",
@@ -70,8 +75,9 @@ class Node:
         self.children: dict[bytes, Node] = {}  # by the tokens of their first block, or the fill if that is all
         self.keys = _NO_KEYS  # of the children: the nearest relatives of a run are neighbours
         self.num_device_children = 0
+        self.num_partial_children = 0  # less than a block long
 
-    def attach(self, key: bytes, child: "Node") -> None:
+    def attach(self, key: bytes, child: "Node", block_bytes: int) -> None:
         assert key not in self.children, key
         self.children[key] = child
         if self.keys is _NO_KEYS:  # most nodes never have a child
@@ -79,11 +85,13 @@ class Node:
         self.keys.add(key)
         child.parent = self
         self.num_device_children += child.tier is Tier.DEVICE
+        self.num_partial_children += len(key) < block_bytes
 
-    def detach(self, key: bytes) -> None:
+    def detach(self, key: bytes, block_bytes: int) -> None:
         child = self.children.pop(key)
         self.keys.remove(key)
         self.num_device_children -= child.tier is Tier.DEVICE
+        self.num_partial_children -= len(key) < block_bytes
         self.inherit(child)
 
     def inherit(self, child: "Node") -> None:
@@ -100,13 +108,17 @@ class Node:
         upper.parent = parent
         self.tokens = self.tokens[len(tokens) :]
         self.blocks = self.blocks[len(blocks) :]
-        upper.attach(self.tokens[: len(key)], self)
+        upper.attach(self.tokens[: len(key)], self, len(key))
         return upper
 
     def may_extend(self, priority: int, owner: RequestId) -> bool:
         """Whether this is a leaf of the device that the same owner may go on writing into, rather than below."""
         mine = self.owner == owner and self.priority == priority
         return mine and not self.children and self.tier is Tier.DEVICE and self.parent is not None
+
+    def ends_with(self, block: int) -> bool:
+        """Whether the last block of this node, on the device, is this one. It may have grown, or left the tree."""
+        return len(self.blocks) > 0 and self.tier is Tier.DEVICE and self.blocks.item(-1) == block
 
     def extend(self, tokens: bytes, blocks: IntArray) -> None:
         """A leaf of whole blocks goes on with these."""
@@ -118,6 +130,8 @@ class Node:
         best: Node | None = None
         most = 0
         for key in self.keys.around(run):
+            if key[:TOKEN_BYTES] != run[:TOKEN_BYTES]:  # mostly
+                continue
             child, length = self.children[key], common_length(key, run)
             if length > most or (length == most > 0 and child.tier is Tier.DEVICE):
                 best, most = child, length
@@ -125,6 +139,8 @@ class Node:
 
     def path(self) -> bytes:
         """Every token from the root to the end of this node."""
+        if self.parent is None:
+            return self.tokens
         parts: list[bytes] = []
         node: Node | None = self
         while node is not None:

@@ -5,6 +5,8 @@ from numpy.typing import NDArray
 
 from quire.core.ids import IndexArray, IntArray, Row
 
+_ONE = np.array(1)  # numpy adds it in half the time
+
 
 class Tables:
     """One line of block ids per row, as wide as the longest has needed so far."""
@@ -17,7 +19,7 @@ class Tables:
 
     def of(self, row: Row) -> IntArray:
         """The row's blocks, in order: a view."""
-        line: IntArray = self._blocks[row, : self.lengths[row]]
+        line: IntArray = self._blocks[row, : self.lengths.item(row)]
         return line
 
     def last(self, row: Row) -> int:
@@ -25,22 +27,26 @@ class Tables:
 
     def append(self, row: Row, blocks: IntArray) -> None:
         """Several more blocks for one row."""
-        start = int(self.lengths[row])
-        self._widen(start + len(blocks))
-        self._blocks[row, start : start + len(blocks)] = blocks
-        self.lengths[row] = start + len(blocks)
+        start = self.lengths.item(row)
+        stop = start + len(blocks)
+        if stop > self._blocks.shape[1]:
+            self._widen(stop)
+        self._blocks[row, start:stop] = blocks
+        self.lengths[row] = stop
 
     def append_each(self, rows: IndexArray, blocks: IntArray) -> None:
         """One more block for each of some distinct rows."""
         ends = self.lengths[rows]
-        self._widen(int(ends.max(initial=0)) + 1)
-        self._blocks[rows, ends] = blocks
-        self.lengths[rows] = ends + 1
+        try:
+            self._blocks[rows, ends] = blocks
+        except IndexError:  # nothing was written yet; to look for the longest each time would cost more
+            self._widen(int(ends.max()) + 1)
+            self._blocks[rows, ends] = blocks
+        self.lengths[rows] = ends + _ONE
 
     def clear(self, row: Row) -> None:
         self.lengths[row] = 0
 
     def _widen(self, width: int) -> None:
-        if width > self._blocks.shape[1]:
-            more = max(width, 2 * self._blocks.shape[1]) - self._blocks.shape[1]
-            self._blocks = np.pad(self._blocks, ((0, 0), (0, more)))
+        more = max(width, 2 * self._blocks.shape[1]) - self._blocks.shape[1]
+        self._blocks = np.pad(self._blocks, ((0, 0), (0, more)))

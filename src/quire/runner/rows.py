@@ -4,8 +4,6 @@ What the device alone can know (which token came, who ended) lives in tensors; w
 the host as well, so that building a batch never waits for the device.
 """
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -103,7 +101,7 @@ class RowTable:
         assert not self.cruising[tell.row], f"row {tell.row} cruises: it finds its tokens itself"
         seat = self.seats[tell.row]
         known = np.concatenate([seat.tokens, np.array(tell.tokens, dtype=np.int32)])
-        self.seats[tell.row] = replace(seat, tokens=known)
+        self.seats[tell.row] = seat._replace(tokens=known)
         self._tokens_left[tell.row] -= len(tell.tokens)
         self.lengths.index_fill_(0, upload(np.array([tell.row]), self.device), len(known))
 

@@ -113,7 +113,7 @@ class SamplingRows:
         sampling = seat.sampling
         return (
             sampling.seed,
-            seat.index,
+            seat.branch,
             sampling.top_k or self.vocab_size,
             int(sampling.temperature > 0),
             sampling.min_tokens,

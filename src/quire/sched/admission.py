@@ -10,15 +10,14 @@ from typing import NamedTuple
 
 from quire.core.events import Cause, Event, What
 from quire.core.faults import Site, trip
-from quire.core.ids import RequestId
 from quire.core.request import Family, Sequence
 from quire.kv.answers import Match
 from quire.kv.ghosts import Miss
+from quire.kv.radix_node import NO_BLOCKS
 from quire.sched.books import Books
 from quire.sched.draft import Draft
 from quire.sched.forks import blocks_beyond
 from quire.sched.leaders import Follow
-from quire.sched.owner import owner_of
 from quire.sched.pressure import Pressure
 from quire.sched.reserve import Stance, positions_to_reserve, shared_blocks
 
@@ -33,8 +32,8 @@ class Claim(NamedTuple):
     leader: Sequence
     match: Match | None
     leader_blocks: int  # beyond the match
-    siblings: tuple[Sequence, ...]
-    sibling_blocks: tuple[int, ...]
+    siblings: tuple[Sequence, ...] = ()
+    sibling_blocks: tuple[int, ...] = ()
 
     @property
     def num_rows(self) -> int:
@@ -42,7 +41,7 @@ class Claim(NamedTuple):
 
     @property
     def num_blocks(self) -> int:
-        return self.leader_blocks + sum(self.sibling_blocks)
+        return self.leader_blocks + sum(self.sibling_blocks) if self.siblings else self.leader_blocks
 
 
 class Admission:
@@ -104,7 +103,7 @@ class Admission:
             return Cause.ORDER
         kept_out: Cause | None = None
         for family in self._candidates(draft.now_s):
-            if not books.may_sit(family):
+            if books.only is not None and not books.may_sit(family):
                 books.set_aside(family)
                 return None
             claim = self._checked_claim(family)
@@ -120,7 +119,6 @@ class Admission:
             cause = self._lacks(claim)
             if cause is None:
                 self._sit(family, claim, draft)
-                self._take_chunk(claim.leader, draft)
                 return None
             family.note(Event(draft.step, What.WAITED, cause=cause))
             kept_out = kept_out or cause
@@ -165,17 +163,15 @@ class Admission:
         unfinished = family.unfinished
         leader = unfinished[0] if request.beam is None else books.beams.live(family)[0]
         limit = 0 if request.sampling.prompt_wide else leader.num_tokens - 1
-        match = kv.match(owner_of(leader), leader.tokens, limit)
+        match = kv.match(family.owner, leader.tokens, limit)
         num_matched = 0 if match is None else len(match.blocks)
+        leader_blocks = blocks_beyond(self._positions(leader), num_matched, kv.block_size)
+        if len(unfinished) == 1:
+            return Claim(leader, match, leader_blocks)
         siblings = tuple([member for member in unfinished if member is not leader])
         shared = shared_blocks(request, kv.block_size)
-        return Claim(
-            leader,
-            match,
-            blocks_beyond(self._positions(leader), num_matched, kv.block_size),
-            siblings,
-            tuple([blocks_beyond(self._positions(sibling), shared, kv.block_size) for sibling in siblings]),
-        )
+        sibling_blocks = [blocks_beyond(self._positions(sibling), shared, kv.block_size) for sibling in siblings]
+        return Claim(leader, match, leader_blocks, siblings, tuple(sibling_blocks))
 
     def _positions(self, sequence: Sequence) -> int:
         policy = self._books.policy
@@ -186,7 +182,7 @@ class Admission:
     def _lacks(self, claim: Claim) -> Cause | None:
         if claim.num_rows > self._books.seating.num_free:
             return Cause.SEATS
-        return None if self._books.kv.fits(claim.match, claim.num_blocks) else Cause.BLOCKS
+        return None if self._books.kv.shortage(claim.match, claim.num_blocks) <= 0 else Cause.BLOCKS
 
     def _follow(self, family: Family, claim: Claim) -> Follow | None:
         if self._books.kv.tree is None or claim.leader.request.sampling.prompt_wide:
@@ -197,27 +193,35 @@ class Admission:
         books, leader = self._books, claim.leader
         books.room.pop(family)
         row = books.seating.take_row()
-        num_cached = books.kv.open(row, owner_of(leader), claim.match, claim.leader_blocks)
+        num_cached = books.kv.open(row, family.owner, claim.match, claim.leader_blocks)
         books.seating.sit(leader, row, draft.step, num_cached)
-        draft.seat(leader, books.kv.tables.of(row).copy())
+        draft.seat(leader, books.kv.tables.of(row).copy() if num_cached else NO_BLOCKS)
         books.seating.tell(row)
-        for sibling, num_blocks in zip(claim.siblings, claim.sibling_blocks, strict=True):
-            sibling_row = books.seating.take_row()
-            books.seating.sit(sibling, sibling_row, draft.step, 0)
-            books.kv.promise(sibling_row, num_blocks)
-        started = family.request.beam is None or len(books.beams.live(family)) > 1
-        if started:
-            live = books.beams.live(family) if family.request.beam is not None else claim.siblings
-            books.forks.expect(leader, tuple(sibling for sibling in live if sibling is not leader))
+        if claim.siblings:
+            self._sit_beside(leader, claim, draft.step)
         books.leaders.lead(leader)
-        books.catch_up(leader)
         self._count(family, leader, num_cached, draft.step)
         if self._promised_to is family:
             self._promised_to = None
+        self._take_chunk(leader, draft)
+        if leader.num_planned < leader.num_tokens:
+            books.prefill(leader)
+
+    def _sit_beside(self, leader: Sequence, claim: Claim, step: int) -> None:
+        """Siblings take their rows and wait for the leader's prompt."""
+        books, family = self._books, leader.family
+        for sibling, num_blocks in zip(claim.siblings, claim.sibling_blocks, strict=True):
+            sibling_row = books.seating.take_row()
+            books.seating.sit(sibling, sibling_row, step, 0)
+            books.kv.promise(sibling_row, num_blocks)
+        if family.request.beam is None:
+            books.forks.expect(leader, claim.siblings)
+        elif len(books.beams.live(family)) > 1:
+            books.forks.expect(leader, tuple([beam for beam in books.beams.live(family) if beam is not leader]))
 
     def _count(self, family: Family, leader: Sequence, num_cached: int, step: int) -> None:
         tally, request = self._books.tally, family.request
-        family.note(Event(step, What.SEATED, tokens=num_cached))
+        family.note(Event(step, What.SEATED, num_cached))
         self._books.stalls.note_seated(step, family.order, request.id)
         if family.was_seated:
             return
@@ -230,15 +234,11 @@ class Admission:
         if tree is not None and num_cached < len(request.prompt) - 1:
             num_whole = num_cached // self._books.kv.block_size * self._books.kv.block_size
             miss = tree.miss_reason(request.partition, leader.tokens, num_whole)
-            num_missed = len(request.prompt) - num_cached
-            family.note(Event(step, What.MISSED, tokens=num_missed, other=_evictor(miss), detail=_why(miss)))
+            evictor = None if miss is None else miss.by
+            family.note(Event(step, What.MISSED, len(request.prompt) - num_cached, evictor, None, _why(miss)))
 
 
 def _why(miss: Miss | None) -> str:
     if miss is None:
         return "less than a block"
     return miss.kind.value if miss.step is None else f"{miss.kind.value} in step {miss.step}"
-
-
-def _evictor(miss: Miss | None) -> RequestId | None:
-    return None if miss is None else miss.by

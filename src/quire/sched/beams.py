@@ -13,7 +13,6 @@ from quire.core.request import Family, Sequence, State
 from quire.core.step import Candidates, Tell
 from quire.kv.manager import KVManager, count_blocks
 from quire.sched.beam import BeamSearch, BeamStep, Hypothesis
-from quire.sched.owner import owner_of
 from quire.sched.seating import Seating
 
 
@@ -121,7 +120,7 @@ class BeamFamilies:
     def _clear(self, member: Sequence) -> None:
         """A dead beam gives its blocks back and keeps its row and its promise."""
         assert member.row is not None and member.state is State.RUNNING, member
-        owner = owner_of(member)
+        owner = member.family.owner
         if self._kv.tables.lengths[member.row]:
             self._kv.close(member.row, owner, member.tokens[:0])
             self._seating.forget_row(member)
@@ -131,7 +130,7 @@ class BeamFamilies:
 
     def _fork(self, parent: Sequence, child: Sequence, num_computed: int) -> None:
         assert parent.row is not None and child.row is not None, (parent, child)
-        owner = owner_of(parent)
+        owner = parent.family.owner
         tokens = parent.tokens[:num_computed]
         self._kv.commit(parent.row, owner, tokens)
         num_full = num_computed // self._kv.block_size

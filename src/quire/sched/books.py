@@ -19,7 +19,6 @@ from quire.sched.forks import Forks
 from quire.sched.leaders import Leaders
 from quire.sched.lengths import LengthQuantile
 from quire.sched.masked import MaskedRows
-from quire.sched.owner import owner_of
 from quire.sched.policy import Policy
 from quire.sched.queue import WaitingRoom
 from quire.sched.seating import Seating
@@ -91,7 +90,11 @@ class Books:
         if sequence.request.beam is not None and sequence.num_tokens - sequence.num_planned == 1:
             insort(self.tethered, sequence, key=lambda other: other.id)
         else:
-            insort(self.prefilling, sequence, key=lambda other: other.id)
+            self.prefill(sequence)
+
+    def prefill(self, sequence: Sequence) -> None:
+        """It has known tokens to compute, as many as a step will give it."""
+        insort(self.prefilling, sequence, key=lambda other: other.id)
 
     def caught_up(self, sequence: Sequence) -> None:
         """It has no more known tokens to plan."""
@@ -101,9 +104,9 @@ class Books:
 
     def note_first_token(self, family: Family) -> None:
         """A member has emitted its first token; only the family's first counts."""
-        first_token = What.FIRST_TOKEN
-        if not any(event.what is first_token for event in family.story):
-            family.note(Event(self.last_absorbed, first_token))
+        if not family.spoke:
+            family.spoke = True
+            family.note(Event(self.last_absorbed, What.FIRST_TOKEN))
 
     # Leaving.
 
@@ -117,9 +120,10 @@ class Books:
             self.seating.fix_tokens(sequence)
             sequence.finish(reason)
             self.settle(sequence.family)
-        speaks = sequence.request.beam is None and not sequence.request.sampling.pooled
+        request = sequence.request
+        speaks = request.beam is None and not request.sampling.pooled
         if speaks and reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self.lengths.note(max(len(sequence.tokens) - len(sequence.request.prompt), 1))
+            self.lengths.note(max(len(sequence.tokens) - len(request.prompt), 1))
         return True
 
     def fail(self, family: Family, reason: FinishReason = FinishReason.FAILED) -> None:
@@ -152,8 +156,10 @@ class Books:
         if reason is None:
             sequence.num_had = max(sequence.num_had, self.num_computed(sequence))
         self.caught_up(sequence)
-        self.fresh = [other for other in self.fresh if other is not sequence]
-        self.tells = [tell for tell in self.tells if tell.row != sequence.row]
+        if self.fresh:
+            self.fresh = [other for other in self.fresh if other is not sequence]
+        if self.tells:
+            self.tells = [tell for tell in self.tells if tell.row != sequence.row]
         self.cruise.stop(sequence.row)
         self.masked.forget(sequence.row)
         self.leaders.end(sequence)
@@ -169,8 +175,8 @@ class Books:
         row = sequence.row
         assert row is not None, sequence
         if self.cruise.under_way(row):
-            num_blocks = int(self.kv.tables.lengths[row])
-            self.charges.pay_last(row, sequence.request.tenant, self.num_computed(sequence), num_blocks)
+            position = self.cruise.position_at(row, self.last_planned) + 1
+            self.charges.pay_last(row, sequence.request.tenant, position, self.kv.tables.lengths.item(row))
 
     def release_up_to(self, step: int) -> None:
         """Law (a): what the steps in flight no longer touch goes back."""
@@ -178,9 +184,9 @@ class Books:
             row = sequence.row
             assert row is not None, sequence
             if sequence.finish_reason in (FinishReason.ERROR, FinishReason.FAILED):
-                self.kv.distrust(row, owner_of(sequence))
+                self.kv.distrust(row, sequence.family.owner)
             else:
-                self.kv.close(row, owner_of(sequence), self._kept(sequence))
+                self.kv.close(row, sequence.family.owner, self._kept(sequence))
             self.seating.release(sequence)
             self.settle(sequence.family)
 
@@ -196,7 +202,7 @@ class Books:
 
     def settle(self, family: Family) -> None:
         """When no member sits any more, the family waits again or is forgotten."""
-        if any(member.row is not None for member in family.members):
+        if [member for member in family.members if member.row is not None]:
             return
         request = family.request
         if request.id not in self.families:
@@ -210,8 +216,8 @@ class Books:
         del self.families[request.id]
         self.beams.forget(family)
         self.shares.depart(request.tenant)
-        reasons = ",".join(sorted({m.finish_reason.value for m in family.answers if m.finish_reason is not None}))
-        family.note(Event(self.last_absorbed, What.FINISHED, detail=reasons))
+        reasons = {member.finish_reason.value for member in family.answers if member.finish_reason is not None}
+        family.note(Event(self.last_absorbed, What.FINISHED, detail=",".join(sorted(reasons))))
 
     def wake(self) -> None:
         """Some of those whose leader has come far enough, or is gone, go back to the queue."""

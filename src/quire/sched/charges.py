@@ -14,11 +14,13 @@ from quire.sched.shares import ServiceCost, Shares
 class Charges:
     """The open bills of all rows."""
 
-    __slots__ = ("_paid_up_to", "_prices", "_shares", "_tenants")
+    __slots__ = ("_block_step", "_decode", "_paid_up_to", "_prices", "_shares", "_tenants")
 
     def __init__(self, shares: Shares, max_rows: int, prices: ServiceCost | None = None) -> None:
         self._shares = shares
         self._prices = prices or ServiceCost()
+        # As arrays: numpy multiplies by them in half the time.
+        self._decode, self._block_step = np.array(self._prices.decode), np.array(self._prices.block_step)
         self._tenants: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # by row, as the shares number them
         self._paid_up_to: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # position
 
@@ -35,12 +37,12 @@ class Charges:
 
     def pay_last(self, row: Row, tenant: str, position: int, num_blocks: int) -> None:
         """The row leaves: it has computed all before this position, and held so many blocks since it last paid."""
-        num_tokens = position - int(self._paid_up_to[row])
+        num_tokens = position - self._paid_up_to.item(row)
         self._shares.charge(tenant, num_tokens * (self._prices.decode + num_blocks * self._prices.block_step))
 
     def pay(self, rows: IndexArray, positions: NDArray[np.int64], num_blocks: NDArray[np.int64]) -> None:
         """Each has computed all before this position, and held so many blocks since it last paid."""
         num_tokens = positions - self._paid_up_to[rows]
         self._paid_up_to[rows] = positions
-        costs: NDArray[np.float64] = num_tokens * (self._prices.decode + num_blocks * self._prices.block_step)
+        costs: NDArray[np.float64] = num_tokens * (self._decode + num_blocks * self._block_step)
         self._shares.charge_many(self._tenants[rows], costs)

@@ -4,6 +4,7 @@ A pure function of its constants and of what it was told, in order: no clock, no
 """
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
@@ -25,9 +26,15 @@ class StepShape(NamedTuple):
 
     def with_chunk(self, start: int, length: int) -> "StepShape":
         """The same step with a further chunk of the positions [start, start + length)."""
-        pairs = length * start + length * (length + 1) // 2
+        return self.with_chunks(((start, length),))
+
+    def with_chunks(self, chunks: Iterable[tuple[int, int]]) -> "StepShape":
+        """The same step with further chunks, each by its start and its length."""
         num_rows, num_context, num_chunk_tokens, chunk_context = self
-        return StepShape(num_rows, num_context, num_chunk_tokens + length, chunk_context + pairs)
+        for start, length in chunks:
+            num_chunk_tokens += length
+            chunk_context += length * start + length * (length + 1) // 2
+        return StepShape(num_rows, num_context, num_chunk_tokens, chunk_context)
 
 
 @dataclass(frozen=True, slots=True)

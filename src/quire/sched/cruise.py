@@ -16,7 +16,8 @@ _NOBODY: IndexArray = np.empty(0, dtype=np.intp)
 class Cruise:
     """Positions and appointments of cruising rows."""
 
-    __slots__ = ("_block_size", "_days", "_due", "_end", "_offset", "_sum_of_offsets", "num_coasting", "num_cruising")
+    __slots__ = ("_block_size", "_days", "_due", "_end", "_last_days", "_offset", "_single_days", "_sum_of_offsets",
+                 "num_coasting", "num_cruising")  # fmt: skip
 
     def __init__(self, max_rows: int, block_size: int) -> None:
         self.num_cruising = 0
@@ -25,7 +26,9 @@ class Cruise:
         self._offset: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # in step s a row computes offset + s
         self._end: NDArray[np.int64] = np.full(max_rows, _NEVER, dtype=np.int64)  # the step after its last one
         self._due: NDArray[np.int64] = np.full(max_rows, _NEVER, dtype=np.int64)  # the step of its appointment
-        self._days: dict[int, list[IndexArray]] = {}
+        self._days: dict[int, list[IndexArray]] = {}  # appointments that many made together
+        self._single_days: dict[int, list[Row]] = {}  # those that one row made
+        self._last_days: dict[int, list[Row]] = {}  # and those to coast from then on
         self._sum_of_offsets = 0  # of the rows that cruise
 
     def start(self, row: Row, step: int, position: int, last_position: int, capacity: int) -> None:
@@ -43,45 +46,48 @@ class Cruise:
 
     def stop(self, row: Row) -> None:
         """The row leaves. It may not have cruised at all."""
-        if self._due[row] != _NEVER:
+        if self._due.item(row) != _NEVER:
             self.num_cruising -= 1
-            self._sum_of_offsets -= int(self._offset[row])
-        elif self._end[row] != _NEVER:
+            self._sum_of_offsets -= self._offset.item(row)
+        elif self._end.item(row) != _NEVER:
             self.num_coasting -= 1
         self._due[row] = _NEVER
         self._end[row] = _NEVER
 
     def due(self, step: int) -> IndexArray:
         """The rows that cannot take this step without one more block. Those at their end coast from now on."""
-        parts = self._days.pop(step, None)
-        if parts is None:
+        parts, singles = self._days.pop(step, ()), self._single_days.pop(step, ())
+        ending = self._last_days.pop(step, ())
+        for row in ending:
+            if self._due.item(row) == step == self._end.item(row):
+                self._coast(row)
+        if not parts and not singles:
             return _NOBODY
-        rows: IndexArray = parts[0]
-        if len(parts) > 1:  # mostly one row each: a set is there before numpy has begun to sort
-            rows = np.array(sorted({row for part in parts for row in part.tolist()}), dtype=np.intp)
-        rows = rows[self._due[rows] == step]
-        ended = self._end[rows] == step
-        num_ended = int(np.count_nonzero(ended))
-        if num_ended:
-            self._due[rows[ended]] = _NEVER
-            self.num_cruising -= num_ended
-            self.num_coasting += num_ended
-            self._sum_of_offsets -= int(self._offset[rows[ended]].sum())
-            rows = rows[~ended]
-        return rows
+        if len(parts) == 1 and not singles and not ending:
+            rows: IndexArray = parts[0]
+        else:  # mostly few: a set is there before numpy has begun to sort
+            rows = np.array(sorted(set(singles).union(*[part.tolist() for part in parts])), dtype=np.intp)
+        due: IndexArray = rows[self._due[rows] == step]
+        return due
+
+    def _coast(self, row: Row) -> None:
+        """Its last step is planned."""
+        self._due[row] = _NEVER
+        self.num_cruising -= 1
+        self.num_coasting += 1
+        self._sum_of_offsets -= self._offset.item(row)
 
     def book_granted(self, rows: IndexArray, step: int) -> None:
         """Each has got the block that it needed in this step."""
         following = step + self._block_size
-        days = np.minimum(self._end[rows], following)
-        self._due[rows] = days
-        late = days == following
-        if np.count_nonzero(late) == len(late):
-            self._days.setdefault(following, []).append(rows)
-            return
-        self._days.setdefault(following, []).append(rows[late])
-        for row, day in zip(rows[~late].tolist(), days[~late].tolist(), strict=True):
-            self._book(Row(row), day)
+        ends = self._end[rows]
+        ending = ends <= following
+        self._due[rows] = following
+        if np.count_nonzero(ending):
+            for row, day in zip(rows[ending].tolist(), ends[ending].tolist(), strict=True):
+                self._book(Row(row), day)
+            rows = rows[~ending]
+        self._days.setdefault(following, []).append(rows)
 
     def book_paused(self, row: Row, step: int) -> None:
         """It sits this step out and asks again in the next."""
@@ -110,7 +116,8 @@ class Cruise:
 
     def _book(self, row: Row, day: int) -> None:
         self._due[row] = day
-        self._days.setdefault(day, []).append(np.array([row], dtype=np.intp))
+        days = self._last_days if day == self._end.item(row) else self._single_days
+        days.setdefault(day, []).append(row)
 
     def cruises(self, row: Row) -> bool:
         return bool(self._due[row] != _NEVER)
@@ -120,11 +127,11 @@ class Cruise:
 
     def under_way(self, row: Row) -> bool:
         """Whether it cruises or coasts."""
-        return bool(self._end[row] != _NEVER)
+        return self._end.item(row) != _NEVER
 
     def position_at(self, row: Row, step: int) -> int:
         """The position a row computes in a step; of one that coasts, never more than its last."""
-        return int(self._offset[row]) + min(step, int(self._end[row]) - 1)
+        return self._offset.item(row) + min(step, self._end.item(row) - 1)
 
     def positions_at(self, rows: IndexArray, step: int) -> NDArray[np.int64]:
         """The positions that cruising rows compute in a step."""

@@ -8,13 +8,14 @@ from quire.core.request import Sequence
 from quire.core.step import Chunk, Grants, Output, Seat, StepPlan, Tell
 
 _NO_GRANTS = Grants()
+_NONE: IntArray = np.empty(0, dtype=np.int32)
 
 
 class Draft:
     """Collects the differences of one step within its token budget."""
 
-    __slots__ = ("_granted", "_granted_rows", "budget", "chunked", "chunks", "held", "kept", "now_s", "num_cruising",
-                 "paused", "pressure", "seats", "step", "tells")  # fmt: skip
+    __slots__ = ("_fed", "_fed_rows", "_granted", "_granted_rows", "budget", "chunked", "chunks", "held", "kept",
+                 "now_s", "num_cruising", "paused", "pressure", "seats", "step", "tells")  # fmt: skip
 
     def __init__(self, step: int, now_s: float, budget: int) -> None:
         self.step = step
@@ -29,7 +30,9 @@ class Draft:
         self.chunked: list[Sequence] = []  # whose each chunk is
         self.paused: list[Row] = []  # denied a block
         self.held: list[Row] = []  # their next token needs the one in flight
-        self._granted_rows: list[IntArray] = []
+        self._fed_rows: IntArray = _NONE  # each gets one of the blocks
+        self._fed: IntArray = _NONE
+        self._granted_rows: list[Row] = []  # one for each block of the others
         self._granted: list[IntArray] = []
 
     def seat(self, sequence: Sequence, blocks: IntArray) -> None:
@@ -38,9 +41,9 @@ class Draft:
         request = sequence.request
         self.seats.append(
             Seat(
-                row=sequence.row,
-                sequence=sequence.id,
-                index=sequence.index,
+                sequence.row,
+                sequence.id,
+                branch=sequence.index,
                 tokens=sequence.tokens,
                 num_prompt=len(request.prompt),
                 max_length=request.max_length,
@@ -52,14 +55,13 @@ class Draft:
     def grant(self, row: Row, blocks: IntArray) -> None:
         """Several blocks for one row."""
         if len(blocks):
-            self._granted_rows.append(np.full(len(blocks), row, dtype=np.int32))
+            self._granted_rows += [row] * len(blocks)
             self._granted.append(blocks)
 
     def grant_each(self, rows: IndexArray, blocks: IntArray) -> None:
-        """One block for each row."""
-        if len(rows):
-            self._granted_rows.append(rows.astype(np.int32))
-            self._granted.append(blocks)
+        """One block for each row: those that cruise, once and before all others."""
+        assert not len(self._fed) and not self._granted, "the order of the grants is that of the plan"
+        self._fed_rows, self._fed = rows.astype(np.int32), blocks
 
     def chunk(self, sequence: Sequence, start: int, length: int, output: Output) -> None:
         assert sequence.row is not None and 0 < length <= self.budget, (sequence, length, self.budget)
@@ -86,7 +88,7 @@ class Draft:
             leaves=leaves,
             seats=tuple(self.seats),
             tells=tuple(self.tells),
-            grants=Grants(_joined(self._granted_rows), _joined(self._granted)) if self._granted else _NO_GRANTS,
+            grants=self._grants(),
             chunks=tuple(self.chunks),
             pauses=(*self.paused, *self.held),
             masked=masked,
@@ -95,6 +97,8 @@ class Draft:
             reset=reset,
         )
 
-
-def _joined(parts: list[IntArray]) -> IntArray:
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    def _grants(self) -> Grants:
+        if not self._granted:
+            return Grants(self._fed_rows, self._fed) if len(self._fed) else _NO_GRANTS
+        granted_rows = np.array(self._granted_rows, dtype=np.int32)
+        return Grants(np.concatenate([self._fed_rows, granted_rows]), np.concatenate([self._fed, *self._granted]))

@@ -4,7 +4,6 @@ import numpy as np
 
 from quire.core.ids import IndexArray, Row
 from quire.core.request import Sequence, State
-from quire.core.step import Output
 from quire.sched.books import Books
 from quire.sched.cost import CostTable, StepShape
 from quire.sched.draft import Draft
@@ -142,31 +141,27 @@ class Feeding:
         """As much of its known tokens as the budget holds; with the last of them it starts to cruise, or, pooled, to
         coast. A beam that only computes the token it was told is decoding: it pays for the token that it gives, not for
         this one too."""
-        books, row = self._books, sequence.row
+        books, row, request, num_tokens = self._books, sequence.row, sequence.request, len(sequence.tokens)
         assert row is not None, sequence
         start = sequence.num_planned
-        length = min(draft.budget, sequence.num_tokens - start)
-        draft.grant(row, books.kv.grow_to(row, start + length, sequence.request.id))
-        sequence.num_planned += length
-        output = output_of(sequence, start, length)
-        draft.chunk(sequence, start, length, output)
+        length = min(draft.budget, num_tokens - start)
+        draft.grant(row, books.kv.grow_to(row, start + length, request.id))
+        sequence.num_planned = start + length
+        draft.chunk(sequence, start, length, output_of(sequence, start, length))
         books.tally.recomputed_tokens += max(min(start + length, sequence.num_had) - start, 0)
-        num_blocks, tenant = int(books.kv.tables.lengths[row]), sequence.request.tenant
-        catches_up = sequence.num_planned == sequence.num_tokens
-        pooled = Output.POOLED in output
+        num_blocks, tenant, pooled = books.kv.tables.lengths.item(row), request.tenant, request.sampling.pooled
+        catches_up = sequence.num_planned == num_tokens
         books.charges.chunk(tenant, 0 if decoding else length, int(catches_up and not pooled), num_blocks)
         if catches_up:
             books.caught_up(sequence)
-            if pooled or Output.SAMPLE in output:
-                if sequence.request.sampling.masked:
+            if pooled or request.beam is None:
+                if request.sampling.masked:
                     self._books.masked.note(row, draft.step)
-                capacity, position = num_blocks * books.kv.block_size, sequence.num_tokens
-                books.cruise.start(row, draft.step + 1, position, sequence.last_position, capacity)
-                books.charges.start(row, tenant, position)
+                capacity = num_blocks * books.kv.block_size
+                books.cruise.start(row, draft.step + 1, num_tokens, sequence.last_position, capacity)
+                books.charges.start(row, tenant, num_tokens)
 
     def shape(self, draft: Draft) -> StepShape:
         """What the step costs depends on this."""
         shape = StepShape(draft.num_cruising, self._books.cruise.num_context(draft.step))
-        for chunk in draft.chunks:
-            shape = shape.with_chunk(chunk.start, chunk.length)
-        return shape
+        return shape.with_chunks([(chunk.start, chunk.length) for chunk in draft.chunks]) if draft.chunks else shape

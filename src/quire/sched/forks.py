@@ -7,7 +7,6 @@ and a copy of the partial one; it computes the prompt's last token itself. Rows 
 from quire.core.ids import SequenceId
 from quire.core.request import Sequence, State
 from quire.kv.manager import KVManager, count_blocks
-from quire.sched.owner import owner_of
 from quire.sched.seating import Seating
 
 
@@ -39,7 +38,7 @@ class Forks:
         """Its own past if the tree still has it, else the leader's prompt; the positions it begins with."""
         assert leader.row is not None and sibling.row is not None, sibling
         num_shared = len(leader.request.prompt) - 1
-        owner = owner_of(sibling)
+        owner = sibling.family.owner
         if sibling.num_tokens > len(sibling.request.prompt):
             match = self._kv.match(owner, sibling.tokens, sibling.num_tokens - 1)
             if match is not None and self._kv.num_found(match) > num_shared:
@@ -55,7 +54,7 @@ class Forks:
 
     def orphans(self, leader: Sequence) -> tuple[Sequence, ...]:
         """The leader leaves: those it leaves behind."""
-        return tuple(s for s in self._siblings.pop(leader.id, ()) if s.state is State.RUNNING)
+        return tuple([s for s in self._siblings.pop(leader.id, ()) if s.state is State.RUNNING])
 
     @property
     def waiting(self) -> frozenset[SequenceId]:

@@ -63,7 +63,7 @@ def checksum(plan: StepPlan) -> int:
             numbers += (_TIERS.index(place.tier), place.block)
     numbers += plan.leaves
     for seat in plan.seats:
-        numbers += (seat.row, seat.sequence, seat.index, seat.num_prompt, seat.max_length)
+        numbers += (seat.row, seat.sequence, seat.branch, seat.num_prompt, seat.max_length)
         numbers += (len(seat.tokens), crc32(seat.tokens.astype("<i4").tobytes()))
     for tell in plan.tells:
         numbers += (tell.row, len(tell.tokens), *tell.tokens)

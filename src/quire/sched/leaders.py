@@ -45,7 +45,7 @@ class Leaders:
 
     def lead(self, sequence: Sequence) -> None:
         """A sequence begins to compute its known tokens."""
-        if sequence.num_tokens >= self._block_size:
+        if len(sequence.tokens) >= self._block_size:
             start = (sequence.request.partition, sequence.tokens[: self._block_size].tobytes())
             self._start_of[sequence.id] = start
             self._by_start.setdefault(start, []).append(sequence)

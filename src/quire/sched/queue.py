@@ -7,7 +7,7 @@ gives a tenant no claim over the others. Every heap drops lazily what has gone, 
 the number of classes in use and the logarithm of the rest, not with the number waiting.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from heapq import heappop, heappush, heapreplace
 from typing import NamedTuple
 
@@ -29,6 +29,7 @@ class Urgency(NamedTuple):
 class _Ticket(NamedTuple):
     family: Family
     since_s: float
+    lane: "_LaneQueue"
 
 
 class _Place(NamedTuple):
@@ -122,7 +123,16 @@ class _LaneQueue:
                 return entry
             queue.entry = _Entry(service, place, entry.tenant)
             heapreplace(self._heap, queue.entry)
+            if self._heap[0] is queue.entry:
+                return queue.entry
         return None
+
+    def lone_head(self) -> _Place | None:
+        """The first of the only tenant here; None if there are several, or nobody."""
+        if len(self._tenants) != 1:
+            return None
+        (queue,) = self._tenants.values()
+        return queue.head()
 
     def _service(self, tenant: str) -> float:
         return 0.0 if self._shares is None else self._shares.service(tenant)
@@ -145,6 +155,12 @@ class _ClassQueue:
         self.long = _LaneQueue(tickets, shares)
         self._policy = policy
         self._tickets = tickets
+
+    def lone_head(self) -> _Place | None:
+        """The first, where nobody need be compared: one tenant waits, in one lane."""
+        if not self.long:
+            return self.short.lone_head()
+        return None if self.short else self.long.lone_head()
 
     def head(self, now_s: float) -> _Head:
         short, long = self.short.head(), self.long.head()
@@ -186,23 +202,25 @@ class WaitingRoom:
         arrived in the shares. A preempted family finds its old place."""
         assert family not in self, family
         request = family.request
-        place = _Place(urgent_before(request.deadline_s), family.order)
-        self._tickets[family.order] = _Ticket(family, since_s)
         self.num_tokens += len(request.prompt)
         queue = self._classes.get(request.priority)
         if queue is None:
             queue = _ClassQueue(request.priority, self._policy, self._tickets, self._shares)
             self._classes[request.priority] = queue
-        self._lane_of(family, queue).push(self._tenant_of(family), place)
+        is_long = lane(len(request.prompt), self._policy.long_prompt) is Lane.LONG
+        ticket = _Ticket(family, since_s, queue.long if is_long else queue.short)
+        self._tickets[family.order] = ticket
+        ticket.lane.push(self._tenant_of(family), _Place(urgent_before(request.deadline_s), family.order))
 
     def pop(self, family: Family) -> float:
         """It is admitted, or waits elsewhere. Answers since when it waited."""
         ticket = self._tickets.pop(family.order)
         self.num_tokens -= len(family.request.prompt)
-        queue = self._classes[family.request.priority]
-        self._lane_of(family, queue).forget_one(self._tenant_of(family))
-        if not (queue.short or queue.long):
-            del self._classes[family.request.priority]
+        ticket.lane.forget_one(self._tenant_of(family))
+        if not ticket.lane:
+            queue = self._classes[family.request.priority]
+            if not (queue.short or queue.long):
+                del self._classes[family.request.priority]
         return ticket.since_s
 
     def discard(self, family: Family) -> None:
@@ -212,17 +230,20 @@ class WaitingRoom:
 
     # Who is next.
 
-    def candidates(self, now_s: float) -> Iterator[Family]:
+    def candidates(self, now_s: float) -> tuple[Family, ...]:
         """The head; then, if it cannot be admitted, who may overtake it: the short lane of its class, as long as the
         head is a long prompt with patience. Nobody else: what the head needs must come free some day. After a push
         or a pop, ask anew."""
+        if len(self._classes) == 1:
+            (queue,) = self._classes.values()
+            lone = queue.lone_head()
+            if lone is not None:
+                return (self._tickets[lone.order].family,)
         head = self._head(now_s)
         if head is None:
-            return
-        overtaker = None if head.overtaker is None else self._tickets[head.overtaker].family
-        yield self._tickets[head.key.order].family
-        if overtaker is not None:
-            yield overtaker
+            return ()
+        first = self._tickets[head.key.order].family
+        return (first,) if head.overtaker is None else (first, self._tickets[head.overtaker].family)
 
     @property
     def best_class(self) -> int:
@@ -239,10 +260,6 @@ class WaitingRoom:
 
     def _head(self, now_s: float) -> _Head | None:
         return min([queue.head(now_s) for queue in self._classes.values()], default=None)
-
-    def _lane_of(self, family: Family, queue: _ClassQueue) -> _LaneQueue:
-        short = lane(len(family.request.prompt), self._policy.long_prompt) is Lane.SHORT
-        return queue.short if short else queue.long
 
     def _tenant_of(self, family: Family) -> str:
         return family.request.tenant if self._shares is not None else ""

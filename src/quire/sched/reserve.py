@@ -32,9 +32,10 @@ def positions_to_reserve(sequence: Sequence, stance: Stance, lengths: LengthQuan
     whole = sequence.last_position + 1
     if immune or stance is Stance.NEVER or request.beam is not None:
         return whole
-    known = sequence.num_tokens + 1
+    num_tokens = len(sequence.tokens)
+    known = num_tokens + 1
     if stance is Stance.HEDGE:
         num_prompt = len(request.prompt)
-        expected = lengths.hedge(request.max_tokens, sequence.num_tokens - num_prompt)
+        expected = lengths.hedge(request.max_tokens, num_tokens - num_prompt)
         known = max(known, num_prompt + expected)
     return min(whole, known)

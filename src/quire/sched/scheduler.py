@@ -26,7 +26,6 @@ from quire.sched.books import Books
 from quire.sched.cost import UNMEASURED, CostTable, StepShape
 from quire.sched.draft import Draft
 from quire.sched.feeding import Feeding
-from quire.sched.owner import owner_of
 from quire.sched.policy import Policy
 from quire.sched.pressure import Pressure
 from quire.sched.reserve import most_blocks
@@ -255,19 +254,18 @@ class Scheduler:
 
     def _note_computed(self, sequence: Sequence, stop: int, *, failed: bool) -> None:
         """A chunk's keys and values are written: others may find them, followers and siblings may begin."""
-        books, row = self.books, sequence.row
+        books, row, request, num_tokens = self.books, sequence.row, sequence.request, len(sequence.tokens)
         assert row is not None, sequence
         sequence.num_computed = stop
-        sequence.caught_up = stop == sequence.num_planned == sequence.num_tokens or sequence.caught_up
-        request = sequence.request
+        sequence.caught_up = stop == sequence.num_planned == num_tokens or sequence.caught_up
         speaks = request.beam is None and not request.sampling.pooled
-        if not failed and stop == sequence.num_tokens == len(request.prompt) and speaks:
+        if not failed and stop == num_tokens == len(request.prompt) and speaks:
             books.note_first_token(sequence.family)
         if failed or sequence.state is not State.RUNNING:
             return
-        self.kv.commit(row, owner_of(sequence), sequence.tokens[:stop])
+        self.kv.commit(row, sequence.family.owner, sequence.tokens[:stop])
         books.leaders.advance(sequence)
-        if sequence.num_computed == sequence.num_tokens:
+        if stop == num_tokens:
             books.leaders.end(sequence)
         siblings = books.forks.fork(sequence)
         if siblings:

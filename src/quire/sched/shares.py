@@ -99,20 +99,25 @@ class Shares:
     # Service.
 
     def charge(self, tenant: str, cost: float) -> None:
+        self._charge(self.index(tenant), cost)
+
+    def _charge(self, index: int, cost: float) -> None:
         assert cost >= 0, cost
-        index = self.index(tenant)
-        self._total[index] += cost
-        self._service[index] += cost * self._inverse_weight[index]
+        self._total[index] = self._total.item(index) + cost
+        self._service[index] = self._service.item(index) + cost * self._inverse_weight.item(index)
 
     def charge_many(self, indices: NDArray[np.int64], costs: NDArray[np.float64]) -> None:
         """Charge by index; a tenant may be named many times."""
         sums = np.bincount(indices, costs)
+        if len(sums) == 1:  # mostly there is one tenant
+            self._charge(0, sums.item())
+            return
         self._total[: len(sums)] += sums
         self._service[: len(sums)] += sums * self._inverse_weight[: len(sums)]
 
     def service(self, tenant: str) -> float:
         """Its clock: cost by weight, lifted over idle times. Never falls while the tenant is active."""
-        return float(self._service[self.index(tenant)])
+        return self._service.item(self.index(tenant))
 
     def total(self, tenant: str) -> float:
         """All it was charged since it became known."""

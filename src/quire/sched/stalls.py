@@ -37,7 +37,7 @@ class Stalls:
 
     def __init__(self, most: int = MOST) -> None:
         self._changes: deque[tuple[int, Cause | None]] = deque(maxlen=most)  # from which step on, what
-        self._seated: deque[Seated] = deque(maxlen=most)
+        self._seated: deque[tuple[int, int, RequestId]] = deque(maxlen=most)  # as in `Seated`, which few ever ask for
 
     def note(self, step: int, cause: Cause | None) -> None:
         """How a plan ended for the head. A step that was not taken is noted again, and the last note counts."""
@@ -48,7 +48,7 @@ class Stalls:
             changes.append((step, cause))
 
     def note_seated(self, step: int, order: int, request: RequestId) -> None:
-        self._seated.append(Seated(step, order, request))
+        self._seated.append((step, order, request))
 
     def between(self, start: int, stop: int) -> tuple[Stretch, ...]:
         """The steps [start, stop) by cause, in order. What is forgotten is left out."""
@@ -66,4 +66,4 @@ class Stalls:
 
     def overtakers(self, order: int, start: int, stop: int) -> tuple[Seated, ...]:
         """Those who came later and sat down in the steps [start, stop)."""
-        return tuple(seated for seated in self._seated if start <= seated.step < stop and seated.order > order)
+        return tuple(Seated(*each) for each in self._seated if start <= each[0] < stop and each[1] > order)

@@ -83,7 +83,7 @@ class Rows:
             states = totals(work, row)
             follows = states[-1]
             if Output.SAMPLE in work.output:
-                token = (follows + row.seat.index) % self._vocab_size
+                token = (follows + row.seat.branch) % self._vocab_size
                 if row.seat.sampling.masked:
                     token = first_allowed(token, bits[work.row], self._vocab_size)
                 emitted.append((work.row, token))

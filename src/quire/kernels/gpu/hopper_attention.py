@@ -33,7 +33,9 @@ _HALVES = gl.constexpr(2)  # groups of warps
 _ROWS = gl.constexpr(64)  # of a group: what a product of four warps takes
 _WARPS = gl.constexpr(4)  # of a group
 _SLAB = gl.constexpr(64)  # columns that lie together in shared memory: 128 bytes
-_REGISTERS = 504  # of a loader's thread and one of each group
+_REGISTERS = (
+    168  # of each thread when a program begins: all that 12 warps can have. The loader gives the groups of its own
+)
 _GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
@@ -349,8 +351,7 @@ def gathered_pages(workspace: Tensor) -> Tensor:
 def hopper_attention(
     query: Tensor,  # [tokens, heads, dim], strided
     pages: Tensor,  # [pages, 2, page_size, kv_heads, dim], strided: a layer of the store, or gathered_pages
-    tables: Tensor
-    | None,  # [sequences, width] int32; None: one sequence, its pages in order, zeros behind its last key
+    tables: Tensor | None,  # [sequences, width] int32; None: one sequence, pages in order, zeros behind its last key
     items: Tensor,  # what work_list says, with 128 rows to a tile
     rule: AttentionRule,  # without window and soft cap
     output: Tensor,  # [tokens, heads * dim]; tokens of no sequence are left as they are
@@ -371,7 +372,7 @@ def hopper_attention(
     page_rows = page_stride // slot_stride
     num_rows = (num_pages - 1) * page_rows + side_rows + page_size
     flat = pages.as_strided((num_rows, side_columns + kv_heads * dim), (slot_stride, 1))
-    registers = (_REGISTERS - tiles.loader_registers) // 2 // 8 * 8
+    registers = (3 * _REGISTERS - tiles.loader_registers) // 2 // 8 * 8
     total = len(items) * kv_heads
     launch(
         _hopper_kernel, (min(total, num_programs),),
@@ -379,7 +380,7 @@ def hopper_attention(
         tables, items, output, total, kv_heads, 0 if tables is None else tables.stride(0),
         page_rows, side_rows, side_columns, output.stride(0), Rates.of(rule).rate,
         TOKENS=tokens, TILE=tiles.keys, GROUP=group, DIM=dim, STAGES=tiles.stages, PAGE=page_size,
-        REGISTERS=registers, LOADER_REGISTERS=tiles.loader_registers, num_warps=_WARPS.value, maxnreg=168,
+        REGISTERS=registers, LOADER_REGISTERS=tiles.loader_registers, num_warps=_WARPS.value, maxnreg=_REGISTERS,
     )  # fmt: skip
 
 

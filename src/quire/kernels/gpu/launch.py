@@ -25,8 +25,8 @@ _ALIGNMENT = 16  # bytes: Triton compiles for tensors that begin at a multiple o
 
 
 class _Descriptor(Protocol):
-    """A tensor for the copy engine, as Triton describes it or as Gluon does. The layout of a block in shared memory,
-    which Gluon wants to be told, follows from its dtype and shape."""
+    """A tensor for the copy engine, as Triton describes it or as Gluon does, which wants to be told how a block lies in
+    shared memory: that follows from dtype and shape."""
 
     base: Tensor
     block_shape: list[int]

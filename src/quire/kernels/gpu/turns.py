@@ -97,24 +97,11 @@ def _turn_and_write(
     cos,  # [tokens, ROTARY_DIM]
     sin,  # [tokens, ROTARY_DIM]
     weight,  # [QUERIES + KEYS, DIM] float32, read if HAS_NORM
-    epsilon,
-    token_stride,
-    head_stride,
-    block_stride,
-    side_stride,
-    offset_stride,
-    kv_head_stride,
-    QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
-    DIM: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    HEADS: tl.constexpr,
-    PADDED_HALF: tl.constexpr,
-    PADDED_REST: tl.constexpr,
+    epsilon, token_stride, head_stride, block_stride, side_stride, offset_stride, kv_head_stride,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HAS_NORM: tl.constexpr, HEADS: tl.constexpr, PADDED_HALF: tl.constexpr, PADDED_REST: tl.constexpr,
     EARLY: tl.constexpr,
-):
+):  # fmt: skip
     wait_for_others(EARLY)
     HALF: tl.constexpr = ROTARY_DIM // 2
     REST: tl.constexpr = DIM - ROTARY_DIM
