@@ -48,6 +48,7 @@ def test_every_slice_of_every_tile_is_somebodys_and_shares_are_equal(
     assert [unit for run in runs for unit in run] == list(range(how.num_tiles * how.num_slices))
     sizes = {len(run) for run in runs}
     assert max(sizes) - min(sizes) <= 1 and min(sizes) >= 1 and 1 <= how.stages <= max(sizes)
+    assert how.stages > 1 or max(sizes) == 1, "a slot is given back when the next slice is being multiplied"
     assert how.stages * (OUTS + how.box_rows) * COLUMNS * 2 < SHARED_BYTES
     if how.parts == STREAM:
         total = how.num_tiles * how.num_slices
