@@ -130,6 +130,19 @@ def test_a_kernel_that_cannot_be_compiled_is_told_of_once_and_products_come_out_
     assert "\n" not in line.message
 
 
+def test_want_of_memory_is_not_taken_for_a_broken_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def out_of_memory(*given: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(hopper_products, "ring_product", out_of_memory)
+    products = HopperProducts(PROCESSORS, "cpu")
+    x, weight = torch.randn(9, 256).half(), torch.randn(4096, 256).half()
+    with pytest.raises(torch.OutOfMemoryError):
+        products.product(x, weight, None)
+    monkeypatch.setattr(hopper_products, "ring_product", lambda *given: F.linear(x, weight))
+    assert products.product(x, weight, None) is not None
+
+
 def test_parts_are_for_those_who_add_and_few_rows_keep_their_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_products, "ring_product", ring_sums)
     kernels = with_products()

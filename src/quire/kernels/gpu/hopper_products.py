@@ -85,6 +85,8 @@ class HopperProducts:
             if known is None:  # a weight is multiplied step after step, and never moves
                 known = self._described[id(weight)] = described(weight)
             return ring_product(x, known, bias, self._shares, self._arrivals, how)
+        except torch.OutOfMemoryError:  # says nothing of the kernel
+            raise
         except Exception as error:  # whatever it is that this Triton does not know
             self._is_broken = True
             told = str(error).strip().partition("\n")[0][:200]
