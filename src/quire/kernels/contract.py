@@ -122,7 +122,7 @@ class Kernels(Protocol):
     def add_rms_norm(self, x: Tensor | Parts, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """residual += x in place, then its norm, in x's dtype.
 
-        x: [tokens, width]; residual: [tokens, width], float32 or x's dtype; weight: [width] float32.
+        x: [tokens, width], or parts of it; residual: [tokens, width], float32 or x's dtype; weight: [width] float32.
         """
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:

@@ -8,7 +8,7 @@ from quire.kernels.contract import Kernels, Parts
 
 
 class Product(Protocol):
-    """A product that may be left in parts, where a sum with the residual follows: see `Kernels.linear_to_add`."""
+    """[tokens, in] to [tokens, out], perhaps in parts: for `Kernels.add_rms_norm` alone, unless it is a `Linear`."""
 
     def __call__(self, x: Tensor) -> Tensor | Parts: ...
 
@@ -28,5 +28,5 @@ class Linear:
         return self._kernels.linear(x, self._packed, self._bias)
 
     def to_add(self, x: Tensor) -> Tensor | Parts:
-        """The same as a `Product`."""
+        """The same, perhaps in parts: see `Kernels.linear_to_add`."""
         return self._kernels.linear_to_add(x, self._packed, self._bias)

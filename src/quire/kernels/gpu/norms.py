@@ -134,7 +134,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 def add_rms_norm(x: Tensor | Parts, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """residual += x in place, then its norm, as x.
 
-    x: [tokens, width]; residual: [tokens, width], float32 or x's dtype; weight: [width] float32.
+    x: [tokens, width], or parts of it; residual: [tokens, width], float32 or x's dtype; weight: [width] float32.
     """
     added, num_parts = (x.sums, len(x.sums)) if isinstance(x, Parts) else (x, 0)
     assert added.stride(-1) == residual.stride(1) == 1 and weight.is_contiguous(), (added.stride(), residual.stride())
