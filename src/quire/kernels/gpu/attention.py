@@ -5,7 +5,6 @@ another library was chosen for a part of the step, that part is handed to it.
 """
 
 import torch
-import triton
 from torch import Tensor
 
 from quire.kernels.contract import AttentionRule, Ragged
@@ -15,6 +14,7 @@ from quire.kernels.gpu.decode_attention import decode_attention, decode_tiles
 from quire.kernels.gpu.gather_context import ContextCopy
 from quire.kernels.gpu.gathered_attention import gathered_attention
 from quire.kernels.gpu.hopper_chunks import HopperChunks
+from quire.kernels.gpu.host_sizes import next_power_of_2
 from quire.kernels.gpu.longest_first import longest_first
 from quire.kernels.gpu.split_merge import SplitScratch
 
@@ -114,7 +114,7 @@ class GpuAttention:
     def _is_long(self, query: Tensor, kv_layer: Tensor, tables: Tensor, rule: AttentionRule) -> bool:
         """Whether there is one chunk, and copying its keys first is little beside its products."""
         num_tokens, _, dim = query.shape
-        regular = dim == triton.next_power_of_2(dim) and rule.window == 0 and kv_layer.element_size() == 2
+        regular = dim == next_power_of_2(dim) and rule.window == 0 and kv_layer.element_size() == 2
         alone = len(tables) == 1 and num_tokens - self._num_decodes >= _FEWEST_GATHERING
         return alone and regular and ContextCopy.fits(kv_layer, tables[0])
 

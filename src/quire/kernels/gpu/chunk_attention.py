@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.contract import AttentionRule
+from quire.kernels.gpu.host_sizes import next_power_of_2
 from quire.kernels.gpu.key_tile import (
     LOWEST,
     Rates,
@@ -48,7 +49,7 @@ class ChunkTiles(NamedTuple):
 
 def _tiles(rows_per_sequence: int, dim: int, element_bytes: int) -> ChunkTiles:
     """Measured on an H200 with heads of 128 (docs/performance/gpu.md): two programs of 64 rows beat one of 128."""
-    rows = max(_SMALLEST_DOT, min(64 if dim <= 128 else 128, triton.next_power_of_2(rows_per_sequence)))
+    rows = max(_SMALLEST_DOT, min(64 if dim <= 128 else 128, next_power_of_2(rows_per_sequence)))
     if element_bytes > 2:  # no tensor cores: only right, not fast
         return ChunkTiles(min(rows, 32), 32 if dim <= 128 else 16, 8, 2)
     if rows == 128:
@@ -251,7 +252,7 @@ def chunk_attention(
         first_token, num_sequences, query.stride(0), query.stride(1), *kv_layer.stride()[:4],
         tables.stride(0), output.stride(0), rule.window, rates.rate, rates.cap_rate, tiles.min_tiles, tiles.splits,
         ROWS=tiles.rows, TOKENS=tokens_per_tile, TILE=tiles.keys, AT_ONCE=_SEARCHED_AT_ONCE,
-        BLOCK_SIZE=block_size, GROUP=group, DIM=dim, DIM_PADDED=max(_SMALLEST_DOT, triton.next_power_of_2(dim)),
+        BLOCK_SIZE=block_size, GROUP=group, DIM=dim, DIM_PADDED=max(_SMALLEST_DOT, next_power_of_2(dim)),
         WINDOWED=rule.window > 0, CAPPED=rule.softcap > 0, SHARED=tiles.splits > 1,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.gpu.host_sizes import cdiv
 from quire.kernels.gpu.launch import launch
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)  # the widest that divides a block is copied
@@ -40,5 +41,5 @@ def copy_blocks(store: Tensor, sources: Tensor, targets: Tensor) -> None:
     word = next(word for word in _WORDS if block_bytes % word.itemsize == 0)
     words = store.view(len(store), -1).view(word)
     words_per_block = words.shape[1]
-    grid = (len(sources), triton.cdiv(words_per_block, _NUM_WORDS))
+    grid = (len(sources), cdiv(words_per_block, _NUM_WORDS))
     launch(_copy, grid, words, sources, targets, words_per_block, WORDS=_NUM_WORDS, num_warps=_NUM_WARPS)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from quire.core.ids import NULL_BLOCK
 from quire.kernels.choosing import PADDING, NextTokens, RowColumns
+from quire.kernels.gpu.host_sizes import cdiv
 from quire.kernels.gpu.launch import launch, to_be_filled
 
 _COLUMNS = 1024  # of a block table, for one program
@@ -20,7 +21,7 @@ def cruise_rows(rows: Tensor, columns: RowColumns, block_size: int) -> NextToken
     tables = to_be_filled((num_rows, width), torch.int32, rows.device)
     if num_rows:
         launch(
-            _cruise, (num_rows, triton.cdiv(width, _COLUMNS)),
+            _cruise, (num_rows, cdiv(width, _COLUMNS)),
             rows, *columns, numbers, context_lengths, tables, num_rows, width,
             BLOCK_SIZE=block_size, NULL_BLOCK=int(NULL_BLOCK), PADDING=PADDING, COLUMNS=_COLUMNS,
         )  # fmt: skip

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.contract import AttentionRule
+from quire.kernels.gpu.host_sizes import next_power_of_2
 from quire.kernels.gpu.key_tile import (
     LOWEST,
     Rates,
@@ -52,7 +53,7 @@ class DecodeTiles(NamedTuple):
 
 def _tiles(pairs: int, dim: int, element_bytes: int, max_keys: int, processors: int) -> DecodeTiles:
     """`pairs`: rows times key heads."""
-    keys, warps, stages = _TILE_BYTES // (triton.next_power_of_2(dim) * element_bytes), 2, 3
+    keys, warps, stages = _TILE_BYTES // (next_power_of_2(dim) * element_bytes), 2, 3
     if element_bytes > 2:  # no tensor cores: only right, not fast
         keys, warps, stages = 16, 8, 2
     fullness = pairs * _MEASURED_PROCESSORS / processors
@@ -170,7 +171,7 @@ def decode_attention(
     scratch = scratch or SplitScratch.allocate(rows, heads, kv_heads, dim, tiles.splits, query.device)
     assert scratch.holds(rows, heads, kv_heads, dim, tiles.splits), (rows, tiles)
     group = heads // kv_heads
-    group_tight, dim_padded = triton.next_power_of_2(group), max(_SMALLEST_DOT, triton.next_power_of_2(dim))
+    group_tight, dim_padded = next_power_of_2(group), max(_SMALLEST_DOT, next_power_of_2(dim))
     rates = Rates.of(rule)
     launch_early(
         _decode_kernel, (kv_heads, tiles.splits, rows),

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.choosing import Chosen, EndColumns, RowState
+from quire.kernels.gpu.host_sizes import cdiv
 from quire.kernels.gpu.launch import launch
 
 _BLOCK = 64  # rows of one program
@@ -23,7 +24,7 @@ def finish_rows(
     outcome = torch.empty(5, num_rows, dtype=torch.int64, device=rows.device)
     if num_rows:
         launch(
-            _finish, (triton.cdiv(num_rows, _BLOCK),),
+            _finish, (cdiv(num_rows, _BLOCK),),
             *chosen, rows, positions, num_rows,
             ends.max_length, ends.max_length.stride(0), ends.end_ids, ends.end_ids.shape[1],
             *state, outcome, BLOCK=_BLOCK,

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.gpu.host_sizes import cdiv
 from quire.kernels.gpu.launch import launch_early
 from quire.kernels.gpu.overlap import let_next_begin, wait_for_others
 
@@ -46,7 +47,7 @@ def gate(gate_up: Tensor, activation: str) -> Tensor:
     output = torch.empty(num_tokens, width, dtype=gate_up.dtype, device=gate_up.device)
     launch_early(
         _gate,
-        (num_tokens, triton.cdiv(width, _NUMBERS)),
+        (num_tokens, cdiv(width, _NUMBERS)),
         gate_up,
         output,
         gate_up.stride(0),

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.gpu.host_sizes import next_power_of_2
 from quire.kernels.gpu.key_tile import block_ids, key_offsets
 from quire.kernels.gpu.launch import launch
 
@@ -51,7 +52,7 @@ def gather_context(
         _gather_kernel, (len(workspace) // _COPIED_KEYS, 2),
         kv_layer, table, context_length, workspace, *kv_layer.stride()[:3],
         KEYS=_COPIED_KEYS, TILE=TILE_KEYS, BLOCK_SIZE=block_size,
-        WIDTH=width, WIDTH_PADDED=triton.next_power_of_2(width), num_warps=8,
+        WIDTH=width, WIDTH_PADDED=next_power_of_2(width), num_warps=8,
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.kernels.contract import AttentionRule
 from quire.kernels.gpu.chunk_attention import ChunkTiles
+from quire.kernels.gpu.host_sizes import next_power_of_2
 from quire.kernels.gpu.key_tile import LOWEST, Rates, divided, fold, score
 from quire.kernels.gpu.launch import launch
 
@@ -100,7 +101,7 @@ def gathered_attention(
     """The queries of one sequence over its gathered keys, up to each one's own, into output."""
     num_tokens, heads, dim = query.shape
     kv_heads = workspace.shape[2]
-    assert dim == triton.next_power_of_2(dim) and dim >= 16, dim
+    assert dim == next_power_of_2(dim) and dim >= 16, dim
     assert query.stride(2) == output.stride(1) == 1
     tiles = tiles or _tiles(dim, workspace.element_size())
     group = heads // kv_heads

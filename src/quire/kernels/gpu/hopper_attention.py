@@ -8,6 +8,7 @@ gathered are a store whose pages are as large as a tile. Knows nothing of window
 between programs: it is for chunks with work for every processor.
 """
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -33,9 +34,7 @@ _HALVES = gl.constexpr(2)  # groups of warps
 _ROWS = gl.constexpr(64)  # of a group: what a product of four warps takes
 _WARPS = gl.constexpr(4)  # of a group
 _SLAB = gl.constexpr(64)  # columns that lie together in shared memory: 128 bytes
-_REGISTERS = (
-    168  # of each thread when a program begins: all that 12 warps can have. The loader gives the groups of its own
-)
+_REGISTERS = 168  # of each thread at the start: all that 12 warps can have. The loader gives the groups of its own
 _GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
@@ -376,7 +375,7 @@ def hopper_attention(
     total = len(items) * kv_heads
     launch(
         _hopper_kernel, (min(total, num_programs),),
-        _described(query, [tokens // _HALVES.value, group, dim]), _described(flat, [page_size, _SLAB.value]),
+        _described(query, tokens // _HALVES.value, group, dim), _described(flat, page_size, _SLAB.value),
         tables, items, output, total, kv_heads, 0 if tables is None else tables.stride(0),
         page_rows, side_rows, side_columns, output.stride(0), Rates.of(rule).rate,
         TOKENS=tokens, TILE=tiles.keys, GROUP=group, DIM=dim, STAGES=tiles.stages, PAGE=page_size,
@@ -384,7 +383,11 @@ def hopper_attention(
     )  # fmt: skip
 
 
-def _described(tensor: Tensor, block: list[int]) -> TensorDescriptor:
+def _described(tensor: Tensor, *block: int) -> TensorDescriptor:
     """For the copy engine, which then copies such blocks."""
-    layout = gl.NVMMASharedLayout.get_default_for(block, _GLUON_TYPES[tensor.dtype])
-    return TensorDescriptor.from_tensor(tensor, block, layout)
+    return TensorDescriptor.from_tensor(tensor, list(block), _layout(block, tensor.dtype))
+
+
+@cache
+def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(list(block), _GLUON_TYPES[dtype])

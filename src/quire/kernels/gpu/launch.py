@@ -88,7 +88,7 @@ def _alike(arg: object) -> Hashable:
         return arg.dtype, arg.data_ptr() % _ALIGNMENT == 0
     if arg is None or isinstance(arg, int | float):
         return arg
-    described = cast(_Descriptor, arg)  # asking whether it is one would take 10 µs
+    described = cast(_Descriptor, arg)  # asking whether it is one takes ten times as long as all else here
     return described.base.dtype, tuple(described.block_shape)
 
 

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.gpu.host_sizes import cdiv
 from quire.kernels.gpu.launch import launch, to_be_filled
 
 _ROWS = 16  # of a program
@@ -34,7 +35,7 @@ def longest_first(lengths: Tensor) -> Tensor:
     num_rows = len(lengths)
     order = to_be_filled((num_rows,), torch.int32, lengths.device)
     launch(
-        _rank, (triton.cdiv(num_rows, _ROWS),), lengths, order, num_rows,
+        _rank, (cdiv(num_rows, _ROWS),), lengths, order, num_rows,
         ROWS=_ROWS, AT_ONCE=_AT_ONCE, num_warps=_NUM_WARPS,
     )  # fmt: skip
     return order

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.contract import Parts
+from quire.kernels.gpu.host_sizes import cdiv, next_power_of_2
 from quire.kernels.gpu.launch import launch_early
 from quire.kernels.gpu.overlap import let_next_begin, wait_for_others
 
@@ -27,7 +28,7 @@ class _Tiles(NamedTuple):
 
 def _tiles(width: int) -> _Tiles:
     assert width <= _WIDEST, f"rows of {width} numbers; the widest that a program holds have {_WIDEST}"
-    padded = triton.next_power_of_2(width)
+    padded = next_power_of_2(width)
     rows = max(1, _NUMBERS // padded)
     return _Tiles(rows, padded, min(_MOST_WARPS, max(1, rows * padded // _NUMBERS_PER_WARP)))
 
@@ -114,7 +115,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     launch_early(
         _norm_rows,
-        (triton.cdiv(num_rows, tiles.rows),),
+        (cdiv(num_rows, tiles.rows),),
         x,
         weight,
         output,
@@ -144,7 +145,7 @@ def add_rms_norm(x: Tensor | Parts, residual: Tensor, weight: Tensor, epsilon: f
     output = torch.empty(num_rows, width, dtype=x.dtype, device=residual.device)
     launch_early(
         _add_norm_rows,
-        (triton.cdiv(num_rows, tiles.rows),),
+        (cdiv(num_rows, tiles.rows),),
         added,
         residual,
         weight,

@@ -7,6 +7,8 @@ tile after tile: whole tiles, runs that tiles do not bound, or as many parts of 
 from functools import cache
 from typing import NamedTuple
 
+from quire.kernels.gpu.host_sizes import cdiv, next_power_of_2
+
 OUTS = 64  # of a tile: what a product of four warps takes
 COLUMNS = 128  # of a slice
 STREAM = 0  # in the place of parts: runs that tiles do not bound
@@ -40,16 +42,16 @@ def cut(num_rows: int, in_width: int, out_width: int, num_processors: int, may_p
     is_small = in_width * out_width * _BYTES <= _SMALL_BYTES
     if num_rows not in range(_FEWEST_ROWS, (MOST_ROWS if is_small else _MOST_ROWS_OF_LARGE) + 1):
         return None
-    num_tiles, num_slices = -(-out_width // OUTS), -(-in_width // COLUMNS)
+    num_tiles, num_slices = cdiv(out_width, OUTS), cdiv(in_width, COLUMNS)
     parts = _parts(num_tiles, num_slices, num_processors, may_part)
     num_programs = num_processors if parts == STREAM else num_tiles * parts
     if num_programs < _FEWEST_PROGRAMS:
         return None
-    box_rows = max(_FEWEST_BOX_ROWS, 1 << (num_rows - 1).bit_length())
+    box_rows = max(_FEWEST_BOX_ROWS, next_power_of_2(num_rows))
     ring_bytes = _RING_BYTES - (_TURNING_BYTES if parts <= 1 else 0)
     held = ring_bytes // ((OUTS + box_rows) * COLUMNS * _BYTES)
     # No more than a program has use for: one of the next kernel may find room beside it, and load its own.
-    stages = min(_MOST_STAGES, held, -(-num_tiles * num_slices // num_programs))
+    stages = min(_MOST_STAGES, held, cdiv(num_tiles * num_slices, num_programs))
     return Cut(box_rows, num_tiles, num_slices, num_programs, parts, stages)
 
 

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.choosing import ChoiceTable, Chosen, Stages
+from quire.kernels.gpu.host_sizes import cdiv, next_power_of_2
 from quire.kernels.gpu.launch import launch
 from quire.kernels.gpu.likeliest import (
     BINS,
@@ -80,8 +81,8 @@ def choose_tokens(
     finite = torch.empty(num_rows, dtype=torch.bool, device=logits.device)
     if num_rows == 0:
         return Chosen(tokens, finite)
-    num_tiles = triton.cdiv(vocab_size, _TILE)
-    tiles = triton.next_power_of_2(num_tiles)
+    num_tiles = cdiv(vocab_size, _TILE)
+    tiles = next_power_of_2(num_tiles)
     random, choosy = stages >= Stages.RANDOM, stages >= Stages.CHOOSY
     scratch = _scratch(num_rows, num_tiles, choosy, logits.device)
     every = (num_rows, num_tiles)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.gpu.host_sizes import cdiv
 from quire.kernels.gpu.launch import launch_early
 from quire.kernels.gpu.overlap import wait_for_others
 
@@ -170,7 +171,7 @@ def skinny_product(x: Tensor, weight: Tensor, bias: Tensor | None, tiles: Skinny
     tiles = tiles or _tiles(num_rows, in_width, out_width)
     assert not tiles.dots or num_rows <= _DOT_ROWS, (num_rows, tiles)
     output = torch.empty(num_rows, out_width, dtype=x.dtype, device=x.device)
-    groups = triton.cdiv(out_width, tiles.outs)
+    groups = cdiv(out_width, tiles.outs)
     if tiles.dots:
         launch_early(
             _dot_kernel, (groups,),

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.contract import HeadNorm, Rotation
+from quire.kernels.gpu.host_sizes import cdiv, next_power_of_2
 from quire.kernels.gpu.launch import launch_early
 from quire.kernels.gpu.overlap import wait_for_others
 
@@ -31,9 +32,9 @@ class _Tiles(NamedTuple):
 
 
 def _tiles(num_tokens: int, dim: int, rotary_dim: int) -> _Tiles:
-    half = triton.next_power_of_2(rotary_dim // 2)
+    half = next_power_of_2(rotary_dim // 2)
     heads = max(_HEADS_OF_MANY if num_tokens >= _MANY_TOKENS else _HEADS_OF_FEW, _NUMBERS_PER_WARP // half)
-    rest = triton.next_power_of_2(dim - rotary_dim) if dim > rotary_dim else 0
+    rest = next_power_of_2(dim - rotary_dim) if dim > rotary_dim else 0
     return _Tiles(heads, half, rest, min(_MOST_WARPS, heads * half // _NUMBERS_PER_WARP))
 
 
@@ -155,7 +156,7 @@ def turn_and_write(
     tiles = _tiles(num_tokens, dim, rotary_dim)
     launch_early(
         _turn_and_write,
-        (num_tokens, triton.cdiv(num_heads, tiles.heads)),
+        (num_tokens, cdiv(num_heads, tiles.heads)),
         qkv,
         kv_layer,
         slots,

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.gpu.host_sizes import cdiv
 from quire.kernels.gpu.launch import launch, to_be_filled
 
 # Of an item, int32 each:
@@ -98,7 +99,7 @@ def work_list(
     num_items = num_tokens // tile_tokens + num_sequences
     items = to_be_filled((num_items, NUM_FIELDS.value), torch.int32, query_starts.device)
     launch(
-        _list_kernel, (triton.cdiv(num_items, _TILES),),
+        _list_kernel, (cdiv(num_items, _TILES),),
         query_starts, context_lengths, items, first_token, num_sequences, num_items,
         TOKENS=tile_tokens, TILES=_TILES, AT_ONCE=_AT_ONCE, SEARCHED=_SEARCHED_AT_ONCE, num_warps=_NUM_WARPS,
     )  # fmt: skip
