@@ -8,10 +8,8 @@ gathered are a store whose pages are as large as a tile. Knows nothing of window
 between programs: it is for chunks with work for every processor.
 """
 
-from functools import cache
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -21,9 +19,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from quire.kernels.contract import AttentionRule
+from quire.kernels.gpu.described import described
 from quire.kernels.gpu.gluon_names import group_barrier, load_block, reinterpreted
 from quire.kernels.gpu.key_tile import LOWEST, Rates
 from quire.kernels.gpu.launch import launch
@@ -35,7 +33,6 @@ _ROWS = gl.constexpr(64)  # of a group: what a product of four warps takes
 _WARPS = gl.constexpr(4)  # of a group
 _SLAB = gl.constexpr(64)  # columns that lie together in shared memory: 128 bytes
 _REGISTERS = 168  # of each thread at the start: all that 12 warps can have. The loader gives the groups of its own
-_GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 class HopperTiles(NamedTuple):
@@ -375,19 +372,9 @@ def hopper_attention(
     total = len(items) * kv_heads
     launch(
         _hopper_kernel, (min(total, num_programs),),
-        _described(query, tokens // _HALVES.value, group, dim), _described(flat, page_size, _SLAB.value),
+        described(query, tokens // _HALVES.value, group, dim), described(flat, page_size, _SLAB.value),
         tables, items, output, total, kv_heads, 0 if tables is None else tables.stride(0),
         page_rows, side_rows, side_columns, output.stride(0), Rates.of(rule).rate,
         TOKENS=tokens, TILE=tiles.keys, GROUP=group, DIM=dim, STAGES=tiles.stages, PAGE=page_size,
         REGISTERS=registers, LOADER_REGISTERS=tiles.loader_registers, num_warps=_WARPS.value, maxnreg=_REGISTERS,
     )  # fmt: skip
-
-
-def _described(tensor: Tensor, *block: int) -> TensorDescriptor:
-    """For the copy engine, which then copies such blocks."""
-    return TensorDescriptor.from_tensor(tensor, list(block), _layout(block, tensor.dtype))
-
-
-@cache
-def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for(list(block), _GLUON_TYPES[dtype])

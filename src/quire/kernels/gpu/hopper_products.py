@@ -14,7 +14,7 @@ from quire.kernels.contract import Parts
 from quire.kernels.gpu.product_cut import MOST_ROWS, OUTS, Cut, cut
 
 try:
-    from quire.kernels.gpu.ring_product import described, ring_product
+    from quire.kernels.gpu.ring_product import ring_product, tiles_of
 except (ImportError, AttributeError) as error:
     _missing = f"{type(error).__name__}: {error}"
 else:
@@ -83,7 +83,7 @@ class HopperProducts:
         try:
             known = self._described.get(id(weight))
             if known is None:  # a weight is multiplied step after step, and never moves
-                known = self._described[id(weight)] = described(weight)
+                known = self._described[id(weight)] = tiles_of(weight)
             return ring_product(x, known, bias, self._shares, self._arrivals, how)
         except torch.OutOfMemoryError:  # says nothing of the kernel
             raise

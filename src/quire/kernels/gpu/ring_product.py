@@ -6,8 +6,6 @@ run. For the tensor cores the weights are the rows, of which they take 64, and t
 when it is the one to use.
 """
 
-from functools import cache
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -20,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from quire.kernels.gpu.described import described
 from quire.kernels.gpu.gluon_names import group_barrier, load_block
 from quire.kernels.gpu.launch import launch_early
 from quire.kernels.gpu.overlap import let_next_begin, wait_for_others
@@ -31,7 +30,6 @@ _STREAM = gl.constexpr(STREAM)
 _TURNED = gl.constexpr(gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1]))  # eight outputs of a row for each thread
 _WARPS = 4
 _LOADER_REGISTERS = gl.constexpr(40)
-_GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 def _registers(box_rows: int) -> int:
@@ -184,19 +182,14 @@ def _ring_kernel(
     ], [1], [_LOADER_REGISTERS])  # fmt: skip
 
 
-@cache
-def _layout(box_rows: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for([box_rows, COLUMNS], _GLUON_TYPES[dtype])
-
-
-def described(tensor: Tensor, box_rows: int = OUTS) -> TensorDescriptor:
-    """For the copy engine: a weight by tiles, or rows by their number. Who keeps one keeps the tensor."""
-    return TensorDescriptor.from_tensor(tensor, [box_rows, COLUMNS], _layout(box_rows, tensor.dtype))
+def tiles_of(weight: Tensor) -> TensorDescriptor:
+    """A weight [out, in], as it is multiplied step after step."""
+    return described(weight, OUTS, COLUMNS)
 
 
 def ring_product(
     x: Tensor,  # [rows, in], contiguous
-    weight: TensorDescriptor,  # [out, in], described
+    weight: TensorDescriptor,  # [out, in], by `tiles_of`
     bias: Tensor | None,  # [out]
     shares: Tensor,  # room for as many sums as programs have
     arrivals: Tensor,  # [tiles] int32: zeros, and zeros again
@@ -208,7 +201,7 @@ def ring_product(
     output = torch.empty(shape, dtype=torch.float32 if cut.parts > 1 else x.dtype, device=x.device)
     launch_early(
         _ring_kernel, (cut.num_programs,),
-        weight, described(x, cut.box_rows), bias, output, shares, arrivals,
+        weight, described(x, cut.box_rows, COLUMNS), bias, output, shares, arrivals,
         cut.num_tiles * cut.num_slices, cut.num_slices, cut.num_programs, num_rows, out_width,
         ROWS=cut.box_rows, PARTS=cut.parts, STAGES=cut.stages,
         num_warps=_WARPS, maxnreg=_registers(cut.box_rows),
