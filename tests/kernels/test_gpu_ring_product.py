@@ -143,7 +143,7 @@ def test_want_of_memory_is_not_taken_for_a_broken_kernel(monkeypatch: pytest.Mon
     assert products.product(x, weight, None) is not None
 
 
-def test_parts_are_for_those_who_add_and_few_rows_keep_their_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_are_for_those_who_add_and_one_row_keeps_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_products, "ring_product", ring_sums)
     kernels = with_products()
     x, weight = torch.randn(9, 1024).half(), torch.randn(1024, 1024).half()
@@ -152,7 +152,8 @@ def test_parts_are_for_those_who_add_and_few_rows_keep_their_kernel(monkeypatch:
     assert isinstance(parts, Parts) and parts.sums.shape == (8, 9, 1024) and parts.dtype is x.dtype
     torch.testing.assert_close(parts.whole(), F.linear(x, weight), atol=4e-2, rtol=4e-3)
     assert isinstance(kernels.linear(x, weight, None), torch.Tensor)
-    assert isinstance(kernels.linear_to_add(x[:8], weight, None), torch.Tensor), "skinny_product's"
+    assert isinstance(kernels.linear_to_add(x[:2], weight, None), Parts)
+    assert isinstance(kernels.linear_to_add(x[:1], weight, None), torch.Tensor), "skinny_product's"
     assert len(kernels._products._described) == 1, "a weight is described once"
 
 

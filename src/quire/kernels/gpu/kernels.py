@@ -36,16 +36,12 @@ class GpuKernels:
         return weight
 
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-        if fits(x, packed):
-            return skinny_product(x, packed, bias)
         product = None if self._products is None else self._products.product(x, packed, bias)
-        return F.linear(x, packed, bias) if product is None else product
+        return _linear_elsewhere(x, packed, bias) if product is None else product
 
     def linear_to_add(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor | Parts:
-        if fits(x, packed):
-            return skinny_product(x, packed, bias)
         product = None if self._products is None else self._products.parts(x, packed, bias)
-        return F.linear(x, packed, bias) if product is None else product
+        return _linear_elsewhere(x, packed, bias) if product is None else product
 
     def logits(self, x: Tensor, packed: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
         if weight.is_cuda and weight.dtype is not torch.float32:  # the sums are float32 anyway: not rounded at the end
@@ -63,6 +59,11 @@ class GpuKernels:
 
     def plan(self, ragged: Ragged, block_size: int) -> "GpuStep":
         return GpuStep(ragged, self._backends, self._hopper)
+
+
+def _linear_elsewhere(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """On every card."""
+    return skinny_product(x, weight, bias) if fits(x, weight) else F.linear(x, weight, bias)
 
 
 class GpuStep:
