@@ -28,7 +28,18 @@ def refusal(name: str, here: Surroundings = HOPPER, **needs: object) -> str:
     return caught.value.message
 
 
-def test_figures_choose_fa3_for_one_long_chunk_and_our_own_kernels_for_all_else():
+def test_figures_choose_our_own_kernels():
+    choice = choose_attention("auto", USUAL_NEEDS, HOPPER)
+    assert parts(choice) == ("quire",) * 3 and choice.others == []
+    assert "fa3 not: slower where it was measured" in choice.reasons
+
+
+def test_figures_choose_a_library_for_the_part_that_it_is_faster_at(monkeypatch):
+    measured = {part: figures._replace(microseconds=dict(figures.microseconds)) for part, figures in
+                attention_choice._MEASURED.items()}  # fmt: skip
+    measured["long_chunk"].microseconds["fa3"] = (75.1, 857.7)
+    measured["long_chunk"].microseconds["quire"] = (88.9, 1112.8)
+    monkeypatch.setattr(attention_choice, "_MEASURED", measured)
     choice = choose_attention("auto", USUAL_NEEDS, HOPPER)
     assert parts(choice) == ("quire", "quire", "fa3") and choice.others == [("long_chunk", "fa3")]
     assert choice.reasons == (
