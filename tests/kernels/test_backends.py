@@ -178,6 +178,14 @@ def broken(*given, **named):
     raise RuntimeError("no kernel image\nfor this device")
 
 
+@pytest.fixture
+def fa3_is_faster(monkeypatch):
+    """At one long chunk, and at nothing else."""
+    long_chunk = attention_choice._Measured(("a shape",), {"quire": (2.0,), "fa3": (1.0,)})
+    monkeypatch.setattr(attention_choice, "_MEASURED", {**attention_choice._MEASURED, "long_chunk": long_chunk})
+
+
+@pytest.mark.usefixtures("fa3_is_faster")
 def test_auto_goes_on_without_what_fails_and_a_name_is_refused_with_the_reason(monkeypatch):
     monkeypatch.setattr(select, "_load", lambda name, device: fa3(stranger=broken))
     backends, reasons = select.settle_attention("auto", NEEDS, HERE, HERE_DEVICE)
@@ -216,6 +224,7 @@ def test_what_cannot_be_loaded_is_not_used(monkeypatch):
         select.settle_attention("flashinfer", NEEDS, HERE, HERE_DEVICE)
 
 
+@pytest.mark.usefixtures("fa3_is_faster")
 def test_what_stood_its_trial_is_given_its_parts(monkeypatch):
     backend = fa3()
     monkeypatch.setattr(select, "_load", lambda name, device: backend)

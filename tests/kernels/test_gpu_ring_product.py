@@ -17,6 +17,7 @@ from quire.kernels.gpu.hopper_products import HopperProducts
 from quire.kernels.gpu.kernels import GpuKernels
 from quire.kernels.gpu.product_cut import COLUMNS, MOST_ROWS, OUTS, STREAM, Cut, cut
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROCESSORS = 132
 SHARED_BYTES = 227 * 1024
 META = torch.device("meta")
@@ -112,7 +113,7 @@ def test_what_the_copy_engine_cannot_read_is_left_to_others() -> None:
 
 def with_products() -> GpuKernels:
     kernels = GpuKernels()
-    kernels._products = HopperProducts(PROCESSORS, "cpu")
+    kernels._products = HopperProducts(PROCESSORS, DEVICE)
     return kernels
 
 
@@ -146,7 +147,7 @@ def test_want_of_memory_is_not_taken_for_a_broken_kernel(monkeypatch: pytest.Mon
 def test_parts_are_for_those_who_add_and_one_row_keeps_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_products, "ring_product", ring_sums)
     kernels = with_products()
-    x, weight = torch.randn(9, 1024).half(), torch.randn(1024, 1024).half()
+    x, weight = torch.randn(9, 1024).half().to(DEVICE), torch.randn(1024, 1024).half().to(DEVICE)
     assert kernels._products is not None and kernels._products.product(x, weight, None) is None
     parts = kernels.linear_to_add(x, weight, None)
     assert isinstance(parts, Parts) and parts.sums.shape == (8, 9, 1024) and parts.dtype is x.dtype
