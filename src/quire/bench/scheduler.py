@@ -3,8 +3,8 @@
 Conditions: prefix cache on, the pool full of cached blocks, so that every new block costs an eviction; rows cruise with
 their block boundaries spread evenly; one step in flight. In the steady line nobody comes or goes; in the other, one row
 of a hundred finishes in each step and another request takes its place. Only `plan` and `absorb` are timed, in CPU time
-of the thread: a busy machine does not count. A figure is the median over rounds of the mean over a round's steps, so
-that what happens once in many steps is in it. All configurations take turns, round by round.
+of the thread: a busy machine does not count. A figure is the lower quartile over rounds of the mean over a round's
+steps, so that what happens once in many steps is in it. All configurations take turns, round by round.
 """
 
 import statistics
@@ -53,8 +53,9 @@ class Line:
     instructions: list[float] = field(default_factory=list)  # none where the machine does not count them
 
     @property
-    def median_us(self) -> float:
-        return statistics.median(self.us)
+    def quartile_us(self) -> float:
+        """A quarter of the rounds took no longer: what neighbours add to caches and memory comes and goes."""
+        return float(np.quantile(self.us, 0.25, method="inverted_cdf"))
 
     @property
     def median_instructions(self) -> float | None:
@@ -65,7 +66,7 @@ def measure(
     rows: Many[int] = ROWS,
     waiting: Many[int] = WAITING,
     *,
-    rounds: int = 5,
+    rounds: int = 9,
     seed: int = 0,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Line]:

@@ -36,7 +36,7 @@ def scheduler(rows: Many[int], waiting: Many[int], rounds: int, plot: Path | Non
             table.add_column(column, justify="right")
         for count in rows:
             of_row = [line for line in lines if line.setting.rows == count and line.setting.turnover == turnover]
-            figures = [line.median_us for line in of_row]
+            figures = [line.quartile_us for line in of_row]
             table.add_row(f"{count:,}", *map(_figure, of_row), f"{figures[-1] / figures[0]:.2f}")
         out.print(table)
     for text in bars(curves):
@@ -51,11 +51,11 @@ def _title(turnover: float) -> str:
 
 def _figure(line: Line) -> str:
     counted = line.median_instructions
-    return f"{line.median_us:,.0f}" + ("" if counted is None else f" ({counted / 1000:,.0f}k instructions)")
+    return f"{line.quartile_us:,.0f}" + ("" if counted is None else f" ({counted / 1000:,.0f}k instructions)")
 
 
 def _line(line: Line) -> dict[str, float]:
-    plain = {**line.setting._asdict(), "us": round(line.median_us, 2)}
+    plain = {**line.setting._asdict(), "us": round(line.quartile_us, 2)}
     counted = line.median_instructions
     return plain if counted is None else {**plain, "instructions": round(counted)}
 
@@ -64,7 +64,7 @@ def _curves(lines: Many[Line]) -> list[Curve]:
     points: dict[tuple[float, int], list[Point]] = {}
     for line in lines:
         key = (line.setting.turnover, line.setting.waiting)
-        points.setdefault(key, []).append(Point(line.setting.rows, line.median_us))
+        points.setdefault(key, []).append(Point(line.setting.rows, line.quartile_us))
     return [
         Curve(f"{waiting:,} waiting, {turnover:.0%} turnover", tuple(some), dashed=turnover > 0)
         for (turnover, waiting), some in points.items()
