@@ -113,6 +113,7 @@ class RecordedSteps:
         self._place_rows(np.empty(0, dtype=np.int32))
         if shape is not None:
             self._missing.remove(shape)
+            self._note_missing()  # before anything can fail
             self._recorded[shape] = self._recorder.record(self._work(shape))
             self._fits.clear()
             self._note_missing()

@@ -84,6 +84,8 @@ class HopperChunks:
         pages, named = (kv_layer, tables) if workspace is None else (gathered_pages(workspace), None)
         try:
             hopper_attention(query, pages, named, items, rule, output, self._num_processors)
+        except torch.OutOfMemoryError:  # says nothing of the kernel
+            raise
         except Exception as error:  # whatever it is that this Triton does not know
             self._is_broken = True
             told = str(error).strip().partition("\n")[0][:200]

@@ -116,7 +116,7 @@ def launch_early(kernel: KernelInterface[object], grid: tuple[int, ...], *args: 
 
 @cache
 def _can_begin_early() -> bool:
-    on_card = torch.cuda.is_available() and not knobs.runtime.interpret
+    on_card = torch.cuda.is_available() and torch.version.hip is None and not knobs.runtime.interpret
     return on_card and torch.cuda.get_device_capability() >= _FIRST_TO_OVERLAP
 
 
