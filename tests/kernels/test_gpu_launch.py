@@ -88,3 +88,25 @@ def test_no_more_than_a_bound_is_remembered(kernel, monkeypatch):
     assert len(door._found) <= 3
     start(kernel, torch.zeros(8), 6)
     assert kernel.made[-1].launched
+
+
+class Refusing(Kernel):
+    """Says something when it is launched, as Triton does when the driver refuses."""
+
+    def __init__(self, said: str) -> None:
+        super().__init__()
+        self.said = said
+
+    def __getitem__(self, grid: tuple[int, ...]):
+        def run(*args: object, **constants: object) -> Compiled:
+            raise RuntimeError(self.said)
+
+        return run
+
+
+def test_a_card_without_room_for_a_kernel_is_out_of_memory_and_other_errors_stay_what_they_are():
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA"):
+        start(Refusing("Triton Error [CUDA]: out of memory"), torch.zeros(8))
+    with pytest.raises(RuntimeError, match="no kernel image") as caught:
+        start(Refusing("Triton Error [CUDA]: no kernel image"), torch.zeros(8))
+    assert not isinstance(caught.value, torch.OutOfMemoryError)

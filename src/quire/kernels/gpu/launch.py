@@ -21,6 +21,7 @@ from triton.runtime import KernelInterface
 
 _FIRST_TO_OVERLAP = (9, 0)  # compute capability of Hopper
 _MOST_FOUND = 10_000  # kinds of launches that are remembered
+_NO_ROOM = "out of memory"  # in what Triton says
 _ALIGNMENT = 16  # bytes: Triton compiles for tensors that begin at a multiple of it, and for others
 
 
@@ -75,7 +76,12 @@ def launch(kernel: KernelInterface[object], grid: tuple[int, ...], *args: object
     if found is not None:
         found.compiled[(*grid, 1, 1)[:3]](*args, *found.constants)
         return
-    compiled = kernel[grid](*args, **constants)
+    try:
+        compiled = kernel[grid](*args, **constants)
+    except RuntimeError as error:
+        if _NO_ROOM not in str(error):
+            raise
+        raise torch.OutOfMemoryError(str(error)) from error  # for the kernel's own code: what a full card means to all
     if isinstance(compiled, CompiledKernel):  # the interpreter has none
         if len(_found) >= _MOST_FOUND:
             _found.clear()
