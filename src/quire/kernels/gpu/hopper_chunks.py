@@ -1,16 +1,10 @@
-"""Which chunks go to the kernel for Hopper, as long as it can be compiled. Knows the kernel's bounds, not its ways.
-
-It is written in Gluon, a part of Triton that changes from release to release: where it is missing, or cannot be
-compiled, that is told in one line, and the kernels for every card go on.
-"""
-
-import logging
+"""Which chunks go to the kernel for Hopper, as long as it can be compiled. Knows the kernel's bounds, not its ways."""
 
 import torch
 from torch import Tensor
-from triton import knobs
 
 from quire.kernels.contract import AttentionRule
+from quire.kernels.gpu.hopper_card import hopper_processors, tell_broken
 from quire.kernels.gpu.work_list import work_list
 
 try:
@@ -20,13 +14,12 @@ except (ImportError, AttributeError) as error:
 else:
     _missing = ""
 
-_CAPABILITY = (9, 0)
+_INSTEAD = "attention of chunks by the kernels for every card"
 _DTYPES = (torch.bfloat16, torch.float16)
 _DIMS = (64, 128)
 _PAGE_SIZES = (8, 16, 32, 64, 128)  # of whole rows of eight, that fill a tile of keys
 _LARGEST_GROUP = 64  # query heads of a key head: half a tile
 _MOST_ROWS = 1 << 31  # of the store: the copy engine counts in 32 bits
-_log = logging.getLogger(__name__)
 
 
 class HopperChunks:
@@ -40,15 +33,8 @@ class HopperChunks:
 
     @staticmethod
     def find() -> "HopperChunks | None":
-        """None where kernels are interpreted, on other cards, and with a Triton that has no Gluon for it."""
-        if knobs.runtime.interpret or not torch.cuda.is_available():
-            return None
-        if torch.cuda.get_device_capability() != _CAPABILITY:
-            return None
-        if _missing:
-            _log.warning("attention of chunks by the kernels for every card: %s", _missing)
-            return None
-        return HopperChunks(torch.cuda.get_device_properties("cuda").multi_processor_count)
+        num_processors = hopper_processors(_missing, _INSTEAD)
+        return None if num_processors is None else HopperChunks(num_processors)
 
     def takes(self, query: Tensor, kv_layer: Tensor, rule: AttentionRule, num_tokens: int) -> bool:
         """Whether the kernel is for chunks of so many tokens in all. Where they have tiles for half of the processors
@@ -88,8 +74,7 @@ class HopperChunks:
             raise
         except Exception as error:  # whatever it is that this Triton does not know
             self._is_broken = True
-            told = str(error).strip().partition("\n")[0][:200]
-            _log.warning("attention of chunks by the kernels for every card: %s: %s", type(error).__name__, told)
+            tell_broken(error, _INSTEAD)
         return not self._is_broken
 
 

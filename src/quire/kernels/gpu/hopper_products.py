@@ -1,16 +1,10 @@
-"""Which products of few rows go to the kernel with a ring, as long as it can be compiled. Knows its bounds alone.
-
-It is written in Gluon, as the one for chunks (`hopper_chunks`): where it is missing, or cannot be compiled, that is
-told in one line, and products are the library's.
-"""
-
-import logging
+"""Which products of few rows go to the kernel with a ring, as long as it can be compiled. Knows its bounds alone."""
 
 import torch
 from torch import Tensor
-from triton import knobs
 
 from quire.kernels.contract import Parts
+from quire.kernels.gpu.hopper_card import hopper_processors, tell_broken
 from quire.kernels.gpu.product_cut import MOST_ROWS, OUTS, Cut, cut
 
 try:
@@ -20,12 +14,11 @@ except (ImportError, AttributeError) as error:
 else:
     _missing = ""
 
-_CAPABILITY = (9, 0)
+_INSTEAD = "products of few rows by the library"
 _DTYPES = (torch.bfloat16, torch.float16)
 _ALIGNMENT = 16  # bytes: of tensors, and of their rows, as the copy engine wants them
 _MOST_NUMBERS = 2**31
 _MOST_TILES = 8192
-_log = logging.getLogger(__name__)
 
 
 class HopperProducts:
@@ -43,15 +36,8 @@ class HopperProducts:
 
     @staticmethod
     def find() -> "HopperProducts | None":
-        """None where kernels are interpreted, on other cards, and with a Triton that has no Gluon for it."""
-        if knobs.runtime.interpret or not torch.cuda.is_available():
-            return None
-        if torch.cuda.get_device_capability() != _CAPABILITY:
-            return None
-        if _missing:
-            _log.warning("products of few rows by the library: %s", _missing)
-            return None
-        return HopperProducts(torch.cuda.get_device_properties("cuda").multi_processor_count, "cuda")
+        num_processors = hopper_processors(_missing, _INSTEAD)
+        return None if num_processors is None else HopperProducts(num_processors, "cuda")
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """[rows, out], as x. None: it is another's, and nothing was launched."""
@@ -89,6 +75,5 @@ class HopperProducts:
             raise
         except Exception as error:  # whatever it is that this Triton does not know
             self._is_broken = True
-            told = str(error).strip().partition("\n")[0][:200]
-            _log.warning("products of few rows by the library: %s: %s", type(error).__name__, told)
+            tell_broken(error, _INSTEAD)
             return None
