@@ -1,8 +1,6 @@
 """Which chunks go to the kernel for Hopper, and that steps are right without it. It is itself tested in tests/gpu."""
 
-import importlib.util
 import logging
-import sys
 from dataclasses import replace
 
 import pytest
@@ -13,6 +11,7 @@ from quire.kernels.contract import AttentionRule
 from quire.kernels.gpu import hopper_chunks
 from quire.kernels.gpu.attention import GpuAttention
 from quire.kernels.gpu.hopper_chunks import HopperChunks
+from tests.kernels.gluonless import without_gluon
 from tests.kernels.steps import Part
 from tests.kernels.test_gpu_attention import Step
 
@@ -96,15 +95,7 @@ def test_a_kernel_that_cannot_be_compiled_is_told_of_once_and_steps_come_out_rig
 def test_a_triton_without_gluon_is_told_of_and_nothing_else_happens(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)
-    monkeypatch.delitem(sys.modules, "quire.kernels.gpu.hopper_attention")
-    spec = importlib.util.spec_from_file_location("without_gluon", hopper_chunks.__file__)
-    assert spec is not None and spec.loader is not None
-    without = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(without)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(knobs.runtime, "interpret", False)
+    without = without_gluon(monkeypatch, hopper_chunks, "quire.kernels.gpu.hopper_attention")
     assert without.HopperChunks.find() is None
     [line] = caplog.records
     assert "triton.experimental.gluon" in line.message

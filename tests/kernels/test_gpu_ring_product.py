@@ -1,8 +1,6 @@
 """How products are cut for the kernel with a ring, which go to it, and those without it. Itself it is in tests/gpu."""
 
-import importlib.util
 import logging
-import sys
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ from quire.kernels.gpu import hopper_products, ring_product
 from quire.kernels.gpu.hopper_products import HopperProducts
 from quire.kernels.gpu.kernels import GpuKernels
 from quire.kernels.gpu.product_cut import COLUMNS, MOST_ROWS, OUTS, STREAM, Cut, cut
+from tests.kernels.gluonless import without_gluon
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROCESSORS = 132
@@ -177,15 +176,7 @@ def test_where_kernels_are_interpreted_there_is_none(monkeypatch: pytest.MonkeyP
 def test_a_triton_without_gluon_is_told_of_and_nothing_else_happens(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)
-    monkeypatch.delitem(sys.modules, "quire.kernels.gpu.ring_product")
-    spec = importlib.util.spec_from_file_location("without_gluon", hopper_products.__file__)
-    assert spec is not None and spec.loader is not None
-    without = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(without)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(knobs.runtime, "interpret", False)
+    without = without_gluon(monkeypatch, hopper_products, "quire.kernels.gpu.ring_product")
     assert without.HopperProducts.find() is None
     [line] = caplog.records
     assert "triton.experimental.gluon" in line.message
