@@ -3,6 +3,7 @@
 One program that takes all tiles, one after the other, must give what many give. Elsewhere these skip and say so.
 """
 
+from dataclasses import astuple
 from typing import NamedTuple
 
 import pytest
@@ -35,13 +36,15 @@ PARTS = {"chunks": CHUNKS, "beside decodes": DECODES + CHUNKS, "long": LONG, "lo
 
 
 class Shape(NamedTuple):
-    """Of heads and blocks: one compilation over pages, and one over keys that were gathered."""
+    """Of heads and blocks, and how keys are scored: a compilation over pages, and one over keys that were gathered."""
 
     dim: int = 128
     group: int = 4
     block_size: int = 16
     dtype: torch.dtype = torch.bfloat16
     kv_heads: int = 2
+    window: int = 0
+    softcap: float = 0.0
 
 
 SHAPES = [
@@ -51,6 +54,13 @@ SHAPES = [
     Shape(group=2, block_size=64),
     Shape(dim=64, group=8, block_size=128, dtype=torch.float16),
     Shape(group=8, block_size=8, kv_heads=1),
+    Shape(group=7, softcap=4.0),
+    Shape(dim=64, group=3, block_size=64, dtype=torch.float16, window=150),
+    Shape(dim=256, group=2, kv_heads=1),
+    Shape(dim=256, group=6, block_size=32, kv_heads=1, window=63, softcap=4.0),
+    Shape(window=128),
+    Shape(group=2, block_size=128, window=600),
+    Shape(group=5, dtype=torch.float16, window=1),
 ]
 
 
@@ -61,7 +71,7 @@ class Step:
         """`room`: tokens behind the last sequence, which are nobody's; as many sequences without keys come with them.
         `first_block`: of the store that are used."""
         generator = torch.Generator(CUDA).manual_seed(seed)
-        dim, group, block_size, dtype, kv_heads = shape
+        dim, group, block_size, dtype, kv_heads = shape[:5]
         lengths = [part.num_before + part.num_new for part in parts]
         needed = [-(-length // block_size) for length in lengths]
         num_blocks = sum(needed) + 3
@@ -75,7 +85,9 @@ class Step:
             sides = torch.randn(count * block_size, 2, kv_heads, dim, generator=generator, device=CUDA, dtype=dtype)
             sides[length:] = torch.nan
             pages = sides.view(count, block_size, 2, kv_heads, dim).transpose(1, 2)
-            store[tables[row, :count].long(), 1] = pages
+            gone = max(parts[row].num_before - shape.window + 1, 0) // block_size if shape.window else 0
+            store[tables[row, gone:count].long(), 1] = pages[gone:]
+            tables[row, :gone] = NO_BLOCK  # before every window: freed
             self.keys.append(sides[:length].float())
         starts = torch.tensor([0] + [part.num_new for part in parts] + [0] * room).cumsum(0)
         num_tokens = int(starts[-1]) + room
@@ -85,7 +97,7 @@ class Step:
         qkv = torch.randn(num_tokens, (group + 2) * kv_heads, dim, generator=generator, device=CUDA).to(dtype)
         self.query = qkv[:, : group * kv_heads]
         self.kv_layer = store[:, 1]
-        self.rule = AttentionRule(dim**-0.5)
+        self.rule = AttentionRule(dim**-0.5, shape.window, shape.softcap)
         self.num_decodes = next((i for i, part in enumerate(parts) if part.num_new > 1), len(parts))
 
     def attend(self, hopper: HopperChunks | None) -> torch.Tensor:
@@ -99,7 +111,8 @@ class Step:
         starts = self.ragged.query_starts.tolist()
         for sequence, keys in enumerate(self.keys):
             rows = slice(starts[sequence], starts[sequence + 1])
-            truth = strangers.one_sequence(self.query[rows].float(), *keys.unbind(1), self.rule.scale, -1, 0.0)
+            query, (scale, window, softcap) = self.query[rows].float(), astuple(self.rule)
+            truth = strangers.one_sequence(query, *keys.unbind(1), scale, window - 1, softcap)
             torch.testing.assert_close(output[rows].float(), truth.flatten(1), atol=TOLERANCE[output.dtype], rtol=0.0)
 
 

@@ -34,23 +34,25 @@ def takes(
 
 
 def test_usual_shapes_are_taken() -> None:
-    for dim in (64, 128):
-        for group in (1, 2, 4, 8, 16):
-            for block_size in (8, 16, 32, 64, 128):
+    for dim in (64, 128, 256):
+        for group in (1, 2, 3, 4, 5, 7, 8, 16):
+            for block_size in (8, 16, 32, 64):
                 assert takes(4096, 8 * group, 8, dim, block_size), (dim, group, block_size)
+    assert takes(block_size=128)
     assert takes(dtype=torch.float16)
+    assert takes(rule=replace(PLAIN, window=64, softcap=5.0))
 
 
 def test_what_the_kernel_has_not_is_left_to_others() -> None:
-    for dim in (32, 80, 96, 256):
+    for dim in (32, 80, 96, 512):
         assert not takes(dim=dim)
-    for heads in (24, 56):  # three or seven query heads to a key head do not fill a tile
-        assert not takes(heads=heads)
+    assert not takes(heads=65, kv_heads=1), "more query heads than rows of a group of warps"
     for block_size in (1, 4, 24, 256):
         assert not takes(block_size=block_size)
+    assert not takes(dim=256, block_size=128), "a block that is larger than a tile of keys"
+    assert not takes(block_size=128, rule=replace(PLAIN, window=512))
+    assert takes(block_size=128, rule=replace(PLAIN, window=513))
     assert not takes(dtype=torch.float32)
-    assert not takes(rule=replace(PLAIN, window=64))
-    assert not takes(rule=replace(PLAIN, softcap=5.0))
 
 
 def test_few_tokens_are_left_to_programs_that_share_keys() -> None:

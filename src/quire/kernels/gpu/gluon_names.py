@@ -1,4 +1,7 @@
-"""What Gluon's releases call differently: Triton 3.6 by one name, later ones by another. Knows no kernel."""
+"""What Gluon's releases call differently, Triton 3.6 by one name, later ones by another; and what none has a name for.
+
+Knows no kernel.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -19,3 +22,9 @@ def reinterpreted(memory, shape: gl.constexpr, layout: gl.constexpr):
     else:
         seen = memory._reinterpret(memory.dtype, shape, layout)
     return seen
+
+
+@gluon.jit
+def reciprocal(x):
+    """To the last bit but one, in one instruction: a division takes eight."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
