@@ -14,13 +14,12 @@ from torch import Tensor
 from quire.core.errors import ConfigError
 from quire.kernels.contract import AttentionRule, Ragged
 from quire.kernels.gpu.attention import GpuAttention
-from quire.kernels.gpu.decode_attention import DecodeTiles, decode_attention, decode_tiles
 from quire.kernels.gpu.hopper_chunks import HopperChunks
-from quire.kernels.gpu.split_merge import SplitScratch
 
 _BLOCK_SIZE = 16
 _CACHE_BYTES = 1 << 28  # more than any GPU keeps on the chip
 _REPLAYS = 7
+_LAUNCHES = 12  # in a replay, at the least: as in a step, where only the first begins with nothing before it
 
 
 class HeadShape(NamedTuple):
@@ -55,18 +54,17 @@ def measure_kernels(shape: HeadShape, dtype: torch.dtype = torch.bfloat16) -> It
         yield measure_chunk(length, shape, dtype)
 
 
-def measure_decode(
-    rows: int, length: int, shape: HeadShape, dtype: torch.dtype, tiles: DecodeTiles | None = None
-) -> Figure:
+def measure_decode(rows: int, length: int, shape: HeadShape, dtype: torch.dtype) -> Figure:
+    """As a step of so many rows has it."""
     layers = _layers(rows * length, shape, dtype)
-    tables = _tables(rows, length)
+    starts = torch.arange(rows + 1, dtype=torch.int32, device="cuda")
     lengths = torch.full((rows,), length, dtype=torch.int32, device="cuda")
+    places = lengths.long() - 1
+    ragged = Ragged(places, places, _tables(rows, length), starts, lengths, places, num_decodes=rows)
     query = torch.randn(rows, shape.queries, shape.dim, dtype=dtype, device="cuda")
-    output = torch.empty(rows, shape.queries * shape.dim, dtype=dtype, device="cuda")
-    tiles = tiles or decode_tiles(query, layers[0], tables)
-    scratch = SplitScratch.allocate(rows, shape.queries, shape.keys, shape.dim, tiles.splits, query.device)
     rule = AttentionRule(shape.dim**-0.5)
-    seconds = _seconds(layers, lambda kv: decode_attention(query, kv, tables, lengths, rule, output, scratch, tiles))
+    attention = GpuAttention(ragged, rows)
+    seconds = _seconds(layers, lambda kv: attention.attend(query, kv, rule))
     num_bytes = 2 * rows * length * shape.keys * shape.dim * dtype.itemsize
     return Figure(f"decode {rows}x{length}", seconds * 1e6, num_bytes / seconds / 1e12, "TB/s")
 
@@ -101,7 +99,8 @@ def _tables(rows: int, length: int) -> Tensor:
 
 
 def _seconds(layers: list[Tensor], launch: Callable[[Tensor], object]) -> float:
-    """Of one launch: the median over replays of a launch for each layer in a row."""
+    """Of one launch: the median over replays of launches for one layer after the other."""
+    layers = layers * -(-_LAUNCHES // len(layers))
     launch(layers[0])
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -37,13 +37,15 @@ class GpuAttention:
         self._ragged = ragged
         self._num_decodes = num_decodes
         self._scratch: SplitScratch | None = None
-        self._order: Tensor | None = None
         self._chunk_scratch: SplitScratch | None = None
         self._copy = ContextCopy()
         self._hopper = hopper
         self._items: Tensor | None = None
         self._others_decodes = _decodes_of_others(ragged, num_decodes, backends)
         self._others_chunks = _chunks_of_others(ragged, num_decodes, backends)
+        self._order: Tensor | None = None
+        if num_decodes >= _FEWEST_ORDERED and self._others_decodes is None:
+            self._order = longest_first(ragged.context_lengths[:num_decodes])
 
     def attend(self, query: Tensor, kv_layer: Tensor, rule: AttentionRule) -> Tensor:
         """query: [tokens, heads, dim]; kv_layer: [blocks, 2, block_size, kv_heads, dim], strided.
@@ -126,8 +128,6 @@ class GpuAttention:
         if self._scratch is None or not self._scratch.holds(*need):
             self._scratch = SplitScratch.allocate(*need, query.device)
         lengths = self._ragged.context_lengths[:rows]
-        if rows >= _FEWEST_ORDERED and self._order is None:
-            self._order = longest_first(lengths)
         decode_attention(query, kv_layer, tables, lengths, rule, output, self._scratch, tiles, self._order)
 
 

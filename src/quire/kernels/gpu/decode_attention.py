@@ -64,15 +64,17 @@ def _tiles(pairs: int, dim: int, element_bytes: int, max_keys: int, processors: 
 
 @triton.jit
 def _gather_keys(
-    query, keys, table, first, begin, end, dims, rate, cap_rate, block_stride, side_stride, slot_stride,
+    query, keys, table, blocks, first, begin, end, dims, rate, cap_rate, block_stride, side_stride, slot_stride,
     TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """query: [members, dims] over the keys from begin to end, none before first. Returns (gathered, maximum, sum)."""
+    """query: [members, dims] over the keys from begin to end, none before first; blocks: those of the first tile.
+
+    Returns (gathered, maximum, sum).
+    """
     running_max = tl.full([query.shape[0]], LOWEST, tl.float32)
     running_sum = tl.zeros([query.shape[0]], tl.float32)
     gathered = tl.zeros([query.shape[0], dims.shape[0]], tl.float32)
     in_tile = tl.arange(0, TILE)
-    blocks = block_ids(table, begin, in_tile, end, BLOCK_SIZE)
     for start in range(begin, end, TILE):
         positions = start + in_tile
         inside = (positions >= first) & (positions < end)
@@ -98,9 +100,11 @@ def _decode_kernel(
     DIM: tl.constexpr, DIM_PADDED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, ORDERED: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program: a row, a key head with its GROUP of query heads, and one share of the row's keys."""
+    """One program: a row, a key head with its GROUP of query heads, and one share of the row's keys.
+
+    Which keys those are was written when the step began, and is read before the wait: one load after the other.
+    """
     kv_head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    wait_for_others(EARLY)
     if ORDERED:
         row = tl.load(order + row)
     length = tl.load(context_lengths + row)
@@ -115,6 +119,9 @@ def _decode_kernel(
         return
     begin = first_tile + split * share * TILE
     end = tl.minimum(begin + share * TILE, length)
+    table = tables + row * table_stride
+    blocks = block_ids(table, begin, tl.arange(0, TILE), end, BLOCK_SIZE)
+    wait_for_others(EARLY)
 
     members = tl.arange(0, GROUP_PADDED)
     dims = tl.arange(0, DIM_PADDED)
@@ -122,7 +129,7 @@ def _decode_kernel(
     places = (kv_head * GROUP + members)[:, None] * query_head_stride + dims[None, :]
     queries = tl.load(query + row.to(tl.int64) * query_row_stride + places, mask=present, other=0.0)
     gathered, running_max, running_sum = _gather_keys(
-        queries, store + kv_head * head_stride, tables + row * table_stride, first, begin, end, dims,
+        queries, store + kv_head * head_stride, table, blocks, first, begin, end, dims,
         rate, cap_rate, block_stride, side_stride, slot_stride, TILE, BLOCK_SIZE, DIM, CAPPED,
     )  # fmt: skip
 
@@ -163,7 +170,10 @@ def decode_attention(
     tiles: DecodeTiles | None = None,
     order: Tensor | None = None,  # [rows] int32: which row is taken first, second, ...
 ) -> None:
-    """The query of each row over the keys of its row, into output."""
+    """The query of each row over the keys of its row, into output.
+
+    Tables, lengths and order must be older than the launch before this one.
+    """
     rows, heads, dim = query.shape
     _, _, block_size, kv_heads, _ = kv_layer.shape
     assert query.stride(2) == kv_layer.stride(4) == tables.stride(1) == output.stride(1) == 1

@@ -1,8 +1,9 @@
 """Kernels that begin while the one before them ends, which hides most of a launch. Compiled into those of every layer.
 
-A card from Hopper on begins such a kernel (`launch_early`) as soon as all programs of the one before have come past
-`wait_for_others`. Before it a kernel may read what nobody writes, such as weights, and must write nothing. Every
-program comes past it: so whoever waited for one kernel has waited for all before it. Knows nothing of what kernels do.
+A card from Hopper on begins such a kernel (`launch_early`) as soon as all programs of the one before have ended or come
+past `wait_for_others`. Before it a kernel may read what nobody writes, such as weights, or what the one before it has
+waited for, and must write nothing. Every program that writes comes past it: so whoever waited for one kernel has waited
+for all before it. Knows nothing of what kernels do.
 
 A kernel may let the next begin before its own wait (`let_next_begin`). All of its programs still wait, so it is done
 after those before it, and the next, which waits until it is done, sees what all of them wrote.
