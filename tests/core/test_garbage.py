@@ -4,7 +4,18 @@ import gc
 import subprocess
 import sys
 
-from quire.core.garbage import undisturbed
+from quire.core.garbage import importing, undisturbed
+
+
+def test_nothing_is_looked_through_while_it_is_imported_nor_ever_after() -> None:
+    try:
+        with importing():
+            assert not gc.isenabled()
+            module = ["imported"]
+        assert gc.isenabled() and gc.get_freeze_count() > 0
+        assert not any(each is module for each in gc.get_objects())
+    finally:
+        gc.unfreeze()
 
 
 def test_what_is_measured_undisturbed_is_disturbed_afterwards() -> None:

@@ -93,3 +93,18 @@ def test_paper_and_neutral_rooms_load_no_torch_even_through_others() -> None:
     quiet = [module_name(path) for path in source_files() if room(path) in (*PAPER, *NEUTRAL)]
     imports = "\n".join(f"import {name}" for name in quiet)
     assert loaded_by(imports, "torch", "triton", "transformers") == ""
+
+
+def test_an_engine_starts_without_the_compiler_of_torch() -> None:
+    """Nor do those who choose the kernels, and find torch's own attention without using it."""
+    code = """
+import torch
+from quire.engine.build import build
+from quire.kernels.attention_choice import USUAL_NEEDS, Surroundings
+from quire.kernels.find_backends import find_backends
+from quire.kernels.select import select_kernels, settle_attention
+select_kernels("cpu"), select_kernels("cuda")
+settle_attention("auto", USUAL_NEEDS, Surroundings((9, 0), find_backends()), torch.device("cpu"))
+"""
+    compiler = ("torch._dynamo", "torch._inductor", "sympy")
+    assert loaded_by(code, *compiler) == loaded_by("import torch", *compiler)

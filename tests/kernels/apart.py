@@ -1,20 +1,26 @@
 """Run in a process of its own, where kernels are compiled and not interpreted, for a card that need not be there.
 
-Prints a line of JSON: how many kernels were compiled ahead, what failed, and which of a runner's kernels a rehearsal of
-a few shapes finds, and which all shapes have.
+Prints a line of JSON: how many kernels were compiled ahead and by whom, what failed, and which of a runner's kernels a
+rehearsal of a few shapes finds, and which all shapes have.
 """
 
 import json
+import os
+from collections.abc import Iterator
 from concurrent.futures import Executor, Future
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import triton
-from triton import AsyncCompileMode
+import triton.language as tl
+from triton import AsyncCompileMode, knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from quire.core.model import ModelSpec, RopeSpec
 from quire.kernels.contract import AttentionRule, Ragged
+from quire.kernels.gpu import forked
 from quire.kernels.gpu.attention import GpuAttention
 from quire.kernels.gpu.compiling import compile_launched
 from quire.kernels.gpu.copies import copy_blocks
@@ -31,18 +37,21 @@ from quire.weights.allocate import empty_weights
 
 SPEC = ModelSpec("llama", 2, 256, 4, 2, 64, 2048, 997, 4096, 1e-5, RopeSpec(10_000.0, 64), tied_embeddings=True)
 META = torch.device("meta")
+HERE = os.getpid()
 
 
 class Card:
-    """A driver that knows its target, and takes code without running any."""
+    """A driver that knows its target, and takes code without running any. No child of this process may ask it."""
 
     class utils:  # noqa: N801 -- as Triton's drivers have it
         @staticmethod
         def get_device_properties(device):
+            assert os.getpid() == HERE
             return {"max_shared_mem": 232_448}
 
         @staticmethod
         def load_binary(name, code, shared, device):
+            assert os.getpid() == HERE
             return "module", "function", 32, 0, 1024
 
         @staticmethod
@@ -54,9 +63,11 @@ class Card:
         return lambda *args: None
 
     def get_current_target(self):
+        assert os.getpid() == HERE
         return GPUTarget("cuda", 90, 32)
 
     def get_current_device(self):
+        assert os.getpid() == HERE
         return 0
 
     def get_current_stream(self, device):
@@ -68,6 +79,53 @@ def nonsense(x):
     x.is_no_method_of_a_pointer()
 
 
+@triton.jit
+def fill(x, NUMBER: tl.constexpr):
+    tl.store(x, NUMBER)
+
+
+@contextmanager
+def heard_of() -> Iterator[list[bool]]:
+    """Of every kernel that this process itself comes to: whether it was on disk already."""
+    on_disk: list[bool] = []
+    knobs.compilation.listener = lambda **heard: on_disk.append(heard["cache_hit"])
+    try:
+        yield on_disk
+    finally:
+        knobs.compilation.listener = None
+
+
+def compiled_again() -> dict[str, object]:
+    """Two kernels that nobody has compiled before, the same two, one of them with another, and one at a time: what is
+    said of each, and what this process did itself."""
+    x = torch.empty(1, dtype=torch.int32, device=META)
+    told = []
+    for first, second, num_at_once in ((1, 2, 2), (1, 2, 2), (2, 3, 2), (4, 5, 1)):
+
+        def play(first: int = first, second: int = second) -> None:
+            launch(fill, (1,), x, NUMBER=first)
+            launch(fill, (1,), x, NUMBER=second)
+
+        fill.device_caches.clear()  # as in a process that begins
+        with heard_of() as on_disk:
+            told.append((compile_launched(play, num_at_once).describe(), on_disk))
+    return {"again": told}
+
+
+def interrupted() -> dict[str, object]:
+    """Somebody who has had enough, with kernels that nobody will compile any more."""
+
+    def play() -> None:
+        launch(fill, (1,), torch.empty(1, dtype=torch.int64, device=META), NUMBER=1)
+        raise KeyboardInterrupt
+
+    try:
+        compile_launched(play, 2)
+    except KeyboardInterrupt:
+        return {"interrupted": True}
+    return {"interrupted": False}
+
+
 def compiled() -> dict[str, object]:
     def play() -> None:
         for width in (64, 128, 64):
@@ -76,9 +134,11 @@ def compiled() -> dict[str, object]:
         copy_blocks(torch.empty(4, 32, device=META), *torch.zeros(2, 1, dtype=torch.int64, device=META))
 
     done = compile_launched(play, 2)
+    num_stamps = len(list(Path(knobs.cache.dir).glob("quire-*")))
     left = [entry for cache, *_ in nonsense.device_caches.values() for entry in cache.values()]
     broken = compile_launched(lambda: 1 // 0, 1)  # type: ignore[arg-type, return-value]
-    return {"num_kernels": done.num_kernels, "errors": done.errors, "broken": broken.errors, "left": len(left)}
+    return {"num_kernels": done.num_kernels, "errors": done.errors, "broken": broken.errors, "left": len(left),
+            "workers": done.workers, "num_stamps": num_stamps}  # fmt: skip
 
 
 def compiled_for_hopper() -> dict[str, object]:
@@ -88,17 +148,23 @@ def compiled_for_hopper() -> dict[str, object]:
     ragged = Ragged(nothing, nothing, tables, starts, starts[:2], nothing)
     query = torch.empty(64, 8, 64, dtype=torch.bfloat16, device=META)
     kv_layer = torch.empty(9, 2, 16, 2, 64, dtype=torch.bfloat16, device=META)
+    odd_query = torch.empty(64, 6, 256, dtype=torch.float16, device=META)
+    odd_kv_layer = torch.empty(9, 2, 32, 2, 256, dtype=torch.float16, device=META)
     products = HopperProducts(132, META)
     x, bias = torch.empty(16, 1024, dtype=torch.bfloat16, device=META), torch.empty(4096, device=META)
     whole, many, few = (torch.empty(out, 1024, dtype=x.dtype, device=META) for out in (4096, 16_384, 1024))
 
     def play() -> None:
         GpuAttention(ragged, 0, hopper=HopperChunks(1)).attend(query, kv_layer, AttentionRule(0.1))
+        GpuAttention(ragged, 0, hopper=HopperChunks(1)).attend(query, kv_layer, AttentionRule(0.1, window=40))
+        odd_rule = AttentionRule(0.1, window=40, softcap=30.0)
+        GpuAttention(ragged, 0, hopper=HopperChunks(1)).attend(odd_query, odd_kv_layer, odd_rule)
         assert None not in (products.product(x, whole, bias), products.product(x, many, None))
         assert products.parts(x, few, None) is not None
 
-    done = compile_launched(play, 2)
-    return {"num_for_hopper": done.num_kernels, "errors_for_hopper": done.errors}
+    with heard_of() as on_disk:
+        done = compile_launched(play, 2)
+    return {"num_for_hopper": done.num_kernels, "errors_for_hopper": done.errors, "by children": all(on_disk)}
 
 
 class Listing(Executor):
@@ -139,6 +205,16 @@ def found(runner: ModelRunner) -> dict[str, object]:
 
 
 if __name__ == "__main__":
+    forked._LONGEST_FORKING_S = 60.0  # however busy this machine is, there are as many children as asked
     driver.set_active(Card())
     hopper = new_runner(HopperChunks(8), HopperProducts(132, META))
-    print(json.dumps(compiled() | compiled_for_hopper() | found(new_runner()) | {"on hopper": found(hopper)}))
+    print(
+        json.dumps(
+            compiled()
+            | compiled_again()
+            | interrupted()
+            | compiled_for_hopper()
+            | found(new_runner())
+            | {"on hopper": found(hopper)}
+        )
+    )

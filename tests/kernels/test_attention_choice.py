@@ -154,8 +154,3 @@ def test_vllms_build_is_found_without_running_vllm(monkeypatch, tmp_path):
     (folder / "_vllm_fa3_C.abi3.so").touch()
     assert find_backends.vllm_fa3_library() == folder / "_vllm_fa3_C.abi3.so"
     assert find_backends.find_backends()["fa3"] == Found("FlashAttention-3 of vLLM")
-
-
-def test_an_old_torch_says_what_its_varlen_attention_lacks(monkeypatch):
-    monkeypatch.setattr(find_backends, "varlen_attn", lambda query, key, value, is_causal: None)
-    assert "varlen_attn with scale and window_size" in find_backends.find_backends()["torch"].missing

@@ -59,9 +59,27 @@ def test_each_variant_is_compiled_once_and_one_that_fails_harms_no_other(apart: 
     assert apart["broken"] == ["integer division or modulo by zero"], "a rehearsal that breaks off is told, not raised"
 
 
+def test_what_fails_in_a_child_is_tried_at_the_next_start_too(apart: dict[str, Any]) -> None:
+    assert apart["workers"] == "2 processes"
+    assert apart["num_stamps"] == 0, "not all is on disk, and nothing says so"
+
+
+def test_an_interruption_is_not_held_up_by_kernels_that_nobody_compiles(apart: dict[str, Any]) -> None:
+    assert apart["interrupted"]
+
+
+def test_children_put_on_disk_what_threads_find_there(apart: dict[str, Any]) -> None:
+    cold, warm, other, single = apart["again"]
+    assert cold == ["2 compiled in 2 processes", [True, True]], "this process itself has compiled nothing"
+    assert warm == ["2 found compiled", [True, True]]
+    assert other == ["1 compiled in 2 processes, 1 found compiled", [True, True]], "one is not enough to know others by"
+    assert single == ["2 compiled in 1 threads", [False, False]]
+
+
 def test_the_kernels_for_hopper_are_compiled_with_this_triton(apart: dict[str, Any]) -> None:
     assert apart["errors_for_hopper"] == []
-    assert apart["num_for_hopper"] == 5, "that for chunks, its list, and a product cut in three ways"
+    assert apart["by children"], "none of them asks anything of the card while it is compiled"
+    assert apart["num_for_hopper"] == 8, "that for chunks in three ways, two of its lists, a product cut in three ways"
 
 
 @pytest.mark.parametrize(

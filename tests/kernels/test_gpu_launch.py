@@ -12,6 +12,7 @@ class Compiled(CompiledKernel):
     """Notes what it is launched with, and on which grid."""
 
     def __init__(self) -> None:
+        self.module = None  # never loaded
         self.launched: list[tuple[object, ...]] = []
 
     def __getitem__(self, grid: tuple[int, int, int]):

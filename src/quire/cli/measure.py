@@ -120,10 +120,13 @@ def kernels(heads: int, kv_heads: int, head_dim: int, as_json: bool) -> None:
 def first_token(since_s: float, batch: bool) -> None:
     """What `startup` starts: reads settings from stdin, makes one token, and says how long each part took."""
     reached_s = time.monotonic()
-    import torch  # noqa: F401  # timed by itself: it is most of all imports
+    from quire.core.garbage import importing
 
-    torch_s = time.monotonic()
-    from quire.cli.first_token import first_token as work
+    with importing():  # as the process of an engine does
+        import torch  # noqa: F401  # timed by itself: it is most of all imports
+
+        torch_s = time.monotonic()
+        from quire.cli.first_token import first_token as work
 
     work(since_s, reached_s, torch_s, serving=not batch)
 

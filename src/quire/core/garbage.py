@@ -21,6 +21,18 @@ def keep_for_good() -> None:
 
 
 @contextmanager
+def importing() -> Iterator[None]:
+    """What is imported meanwhile stays, and is not looked through: a fifth of the imports' time. For a process that is
+    ours."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@contextmanager
 def undisturbed() -> Iterator[None]:
     """The same for a while: in somebody else's process, while something is measured."""
     thresholds = gc.get_threshold()

@@ -20,10 +20,9 @@ class Ahead:
             self._first = Thread(target=compiling.first, name="quire-first-kernel", daemon=True)
             self._first.start()
 
-    def compile(self, play: Callable[[], None], num_threads: int, watch: Watch) -> None:
+    def compile(self, play: Callable[[], None], num_at_once: int, watch: Watch) -> None:
         """What `play` would launch, which launches nothing."""
         if self._compiling is None or self._first is None:
             return
         self._first.join()
-        compiled = self._compiling.launched(play, num_threads)
-        watch.done("kernels", f"{compiled.describe()}, in {num_threads} threads")
+        watch.done("kernels", self._compiling.launched(play, num_at_once).describe())

@@ -4,9 +4,7 @@ It dies with its parent: by the kernel's word where there is one (Linux), and wh
 Signals that people send to a terminal's programs are left to the parent, which lets the engine finish its work.
 """
 
-import ctypes
 import logging
-import os
 import signal
 import socket
 import sys
@@ -14,7 +12,8 @@ import time
 from pathlib import Path
 
 from quire.core.errors import QuireError
-from quire.core.garbage import keep_for_good
+from quire.core.garbage import importing, keep_for_good
+from quire.core.parent import die_with
 from quire.engine.engine import Engine
 from quire.engine.phases import Watch
 from quire.engine.station import Station
@@ -29,14 +28,13 @@ from quire.engine.wire import (
     read_for_engine,
 )
 
-_PR_SET_PDEATHSIG = 1
-
 
 def main(descriptor: int, parent: int) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s", stream=sys.stderr)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    _die_with_parent(parent)
+    if not die_with(parent):
+        return 0
     wire = socket.socket(fileno=descriptor)
     order = _first_order(wire)
     if order is None:
@@ -59,7 +57,8 @@ def _build(order: StartFrame, watch: Watch) -> tuple[Engine, Facts]:
         from quire.engine.scripted import build_scripted
 
         return build_scripted(order.config, Path(order.script), watch)
-    from quire.engine.build import build
+    with importing():
+        from quire.engine.build import build
 
     built = build(order.config, watch, serving=order.serving)
     return built.engine, built.facts
@@ -73,13 +72,6 @@ def _first_order(wire: socket.socket) -> StartFrame | None:
             assert isinstance(order, StartFrame), order
             return order
     return None
-
-
-def _die_with_parent(parent: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before we asked
-        raise SystemExit(0)
 
 
 if __name__ == "__main__":

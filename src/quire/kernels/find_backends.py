@@ -2,15 +2,12 @@
 
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from inspect import signature
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch.nn.attention.varlen import varlen_attn
 
 FA3_WHEEL = "flash_attn_interface"
-_VARLEN_NEEDS = ("scale", "window_size")  # that the first releases did not have
 
 
 class Found(NamedTuple):
@@ -44,10 +41,7 @@ def vllm_fa3_library() -> Path | None:
 
 
 def _torch() -> Found:
-    taken = signature(varlen_attn).parameters
-    lacking = [name for name in _VARLEN_NEEDS if name not in taken]
-    told = f"torch {torch.__version__}"
-    return Found(told, f"varlen_attn with {' and '.join(lacking)}, which a later torch has" if lacking else "")
+    return Found(f"torch {torch.__version__}")  # every torch that we run with has what we ask of it
 
 
 def _fa3() -> Found:
