@@ -10,7 +10,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Servers and commands are started by the hundred: what Python has compiled once, the next one finds.
 unexport PYTHONDONTWRITEBYTECODE
 
-SANITIZED := tests/kernels/test_gpu_cruise.py tests/kernels/test_gpu_copies.py tests/kernels/test_gpu_elementwise.py
+# Small tests of the kernels; of those that no interpreter runs, some of the tests for the GPU.
+SANITIZED := $(foreach name,attention copies cruise elementwise sample skinny_product work_list,tests/kernels/test_gpu_$(name).py)
+SANITIZED_ON_CUDA := tests/gpu/test_hopper_attention_on_cuda.py tests/gpu/test_ring_product_on_cuda.py
+SANITIZE := compute-sanitizer --tool memcheck --error-exitcode 1
 
 .PHONY: serve test test-gpu sanitize test-clients test-mutants test-chaos lint clean
 
@@ -26,7 +29,8 @@ test-gpu: $(VENV)/.test
 
 # Accesses beyond memory in small tests of the kernels, on a GPU, with NVIDIA's compute-sanitizer.
 sanitize: $(VENV)/.test
-	compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python -m pytest $(SANITIZED) $(ARGS)
+	$(SANITIZE) $(BIN)/python -m pytest $(SANITIZED) $(ARGS)
+	$(SANITIZE) $(BIN)/python -m pytest $(SANITIZED_ON_CUDA) -k "agree or recording or padding" $(ARGS)
 
 # The clients people bring, each in its own environment below .venv-clients, against the real server.
 test-clients: $(VENV)/.test
