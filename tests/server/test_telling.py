@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.core.errors import NumericalError
 from quire.core.sampling import SamplingParams
 from quire.core.step import FinishReason
 from quire.engine.child import Child
@@ -48,11 +49,13 @@ def opened(child: Child, num_calls: int) -> tuple[Service, list[Call]]:
     return service, calls
 
 
-def say(service: Service, tokens: dict[int, int], ended: dict[int, list[int]] | None = None) -> None:
-    over = [
-        Ended(number, number, FinishReason.LENGTH, np.array(said, np.int32), None, 0)
-        for number, said in (ended or {}).items()
-    ]
+def say(
+    service: Service,
+    tokens: dict[int, int],
+    ended: dict[int, list[int]] | None = None,
+    reason: FinishReason = FinishReason.LENGTH,
+) -> None:
+    over = [Ended(number, number, reason, np.array(said, np.int32), None, 0) for number, said in (ended or {}).items()]
     names = np.array(list(tokens), np.int64)
     service.hear(progress_frame(Progress(0, names, np.array(list(tokens.values()), np.int32), ended=tuple(over))))
 
@@ -63,6 +66,15 @@ async def heard(call: Call) -> list[int]:
     while isinstance(news := await call.hear(), Delta):
         tokens += news.token_ids
     assert isinstance(news, RequestOutput) and news.outputs[0].token_ids == tokens
+    return tokens
+
+
+async def heard_until_it_failed(call: Call) -> list[int]:
+    tokens: list[int] = []
+    with pytest.raises(NumericalError):
+        while isinstance(news := await call.hear(), Delta):
+            assert news.finish_reason is None
+            tokens += news.token_ids
     return tokens
 
 
@@ -85,6 +97,32 @@ def test_everybody_hears_all_of_it_in_order(child: Child, steps: list[tuple[set[
         last = dict.fromkeys(range(CALLERS), 99)
         say(service, last, {number: [*tokens, 99] for number, tokens in said.items()})
         assert await asyncio.gather(*listening) == [[*tokens, 99] for tokens in said.values()]
+        assert service.num_calls == 0
+
+    asyncio.run(story())
+
+
+@given(st.lists(st.integers(0, 3), max_size=4), st.integers(0, 3), st.booleans())
+@settings(max_examples=40)
+def test_what_was_said_before_a_failure_is_heard_before_it(
+    child: Child, steps: list[int], turns_before_reading: int, with_a_last_word: bool
+) -> None:
+    """However late the reader is, and however much comes at once."""
+
+    async def story() -> None:
+        service, calls = opened(child, CALLERS)
+        said: list[int] = []
+        for token, turns in enumerate(steps):
+            say(service, dict.fromkeys(range(CALLERS), token))
+            said.append(token)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+        last = dict.fromkeys(range(CALLERS), 99) if with_a_last_word else {}
+        said += [99] if with_a_last_word else []
+        say(service, last, dict.fromkeys(range(CALLERS), said), FinishReason.ERROR)
+        for _ in range(turns_before_reading):
+            await asyncio.sleep(0)
+        assert await asyncio.gather(*map(heard_until_it_failed, calls)) == [said] * CALLERS
         assert service.num_calls == 0
 
     asyncio.run(story())

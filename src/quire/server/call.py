@@ -31,7 +31,7 @@ class Call:
         self._wake()
 
     def fail(self, error: QuireError) -> None:
-        """The first failure counts, and nothing that came before is worth reading any more."""
+        """The first failure counts. What came before it is still heard, so no reader's pace decides what it is told."""
         if self._failure is None and self._output is None:
             self._failure = error
             self._wake()
@@ -43,10 +43,10 @@ class Call:
     async def hear(self) -> News:
         """The next news; the last is the whole output, or an error that is raised."""
         while True:
-            if self._failure is not None:
-                raise self._failure
             if self._unread:
                 return self._unread.pop(next(iter(self._unread)))
+            if self._failure is not None:
+                raise self._failure
             if self._output is not None:
                 return self._output
             self._awaited = asyncio.get_running_loop().create_future()

@@ -8,6 +8,7 @@ import asyncio
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from quire.core.errors import Draining, InvalidPrompt, QuireError
@@ -292,12 +293,12 @@ class Service:
 
     def _tell(self, call: Call, delta: Delta) -> None:
         failure = None if delta.finish_reason is None else _failure(delta.finish_reason, call.ticket)
+        if failure is None or delta.token_ids or delta.text:
+            self.progressed(delta, call.ticket)
+            call.tell(delta if failure is None else replace(delta, finish_reason=None, stop_reason=None))
         if failure is not None:  # one continuation failed, and with it the request
             self._abort(call.ticket)
             self._end(call, failure=failure)
-        else:
-            self.progressed(delta, call.ticket)
-            call.tell(delta)
 
     def _abort(self, ticket: Ticket) -> None:
         if self._child is not None:
