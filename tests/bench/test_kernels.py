@@ -1,19 +1,97 @@
-"""`quire bench kernels`: what it says where there is no GPU, and what it refuses. Its figures need a GPU."""
+"""`quire bench kernels`: the steps it measures, what they ask for, and what it refuses. Its figures need a GPU."""
 
 import pytest
 import torch
 from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
 
+from quire.bench.attention_work import WORKS, Span, Work, chunks, even, uneven
+from quire.bench.kernels import Figure, HeadShape, step_of
+from quire.cli import kernel_bench
 from quire.cli.main import app
+from quire.kernels.reference import ReferenceKernels
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here: tests/gpu measures")
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here: tests/gpu measures")
 
 
+@without_gpu
 def test_without_a_gpu_it_says_so() -> None:
-    refused = CliRunner().invoke(app, ["bench", "kernels"])
+    refused = CliRunner().invoke(app, ["bench", "kernels", "--beside", "fa3"])
     assert refused.exit_code != 0 and "no GPU" in str(refused.exception or refused.output)
 
 
-def test_heads_that_do_not_divide() -> None:
-    refused = CliRunner().invoke(app, ["bench", "kernels", "--heads", "10", "--kv-heads", "4"])
-    assert refused.exit_code == 2 and "10" in refused.output and "4" in refused.output
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--heads", "10", "--kv-heads", "4"), ("10", "4")),
+        (("--window", "-1"), ("-1",)),
+        (("--beside", "flashinfer"), ("fa3", "torch")),
+    ],
+)
+def test_what_cannot_be_measured(arguments: tuple[str, ...], named: tuple[str, ...]) -> None:
+    refused = CliRunner().invoke(app, ["bench", "kernels", *arguments])
+    assert refused.exit_code == 2 and all(word in refused.output for word in named)
+
+
+spans = st.lists(st.builds(Span, st.integers(0, 20), st.integers(1, 9)), min_size=1, max_size=3).map(tuple)
+
+
+@given(spans, st.integers(0, 25))
+def test_what_a_step_asks_for_is_counted(spans: tuple[Span, ...], window: int) -> None:
+    seen = [
+        (number, query, key)
+        for number, span in enumerate(spans)
+        for query in range(span.num_before, span.length)
+        for key in range(query + 1)
+        if not window or query - key < window
+    ]
+    work = Work("", spans)
+    assert work.num_scores(window) == len(seen)
+    assert work.num_read(window) == len({(number, key) for number, _, key in seen})
+
+
+def test_names_and_lengths() -> None:
+    assert [work.name for work in (even(8, 64), uneven(3, 10, 30), chunks(1, 5), chunks(2, 5, 7))] == [
+        "decode 8x64", "decode 3x10..30", "chunk 5", "chunks 2x5+7",
+    ]  # fmt: skip
+    assert sorted(span.length for span in uneven(3, 10, 30).spans) == [10, 20, 30]
+    assert len({work.name for work in WORKS}) == len(WORKS)
+    assert all(work.decodes or all(span.num_new > 1 for span in work.spans) for work in WORKS)
+
+
+@pytest.mark.parametrize("work", [uneven(5, 3, 70), chunks(2, 9, 40), chunks(1, 33)], ids=lambda work: work.name)
+def test_every_sequence_has_keys_of_its_own(work: Work) -> None:
+    """Attention over pages is attention over each sequence's keys in a row."""
+    shape = HeadShape(4, 2, 16, window=20, dtype=torch.float32)
+    ragged, query, layers = step_of(work, shape, torch.device("cpu"))
+    assert len(layers) == 32
+    given = ReferenceKernels().plan(ragged, 16).attend(query, layers[1], shape.rule)
+    first = 0
+    blocks: set[int] = set()
+    for span, table in zip(work.spans, ragged.tables, strict=True):
+        own = table[: -(-span.length // 16)].tolist()
+        assert 0 not in own and blocks.isdisjoint(own), "block 0 is nobody's"
+        blocks |= set(own)
+        keys, values = layers[1][own].transpose(0, 1).reshape(2, -1, 2, 16)[:, : span.length].transpose(1, 2)
+        queries = query[first : first + span.num_new].transpose(0, 1)
+        apart = torch.arange(span.num_before, span.length)[:, None] - torch.arange(span.length)
+        seen = (apart >= 0) & (apart < 20)
+        answer = torch.nn.functional.scaled_dot_product_attention(queries, keys, values, seen, enable_gqa=True)
+        torch.testing.assert_close(
+            given[first : first + span.num_new].view(-1, 4, 16), answer.transpose(0, 1), atol=1e-5, rtol=0
+        )
+        first += span.num_new
+
+
+def test_the_table_has_both_and_their_ratio(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = [Figure("decode 8x64", 12.0, 3.5, "TB/s", 10.0), Figure("chunk 512", 80.0, 400.0, "TFLOP/s")]
+    monkeypatch.setattr(kernel_bench, "measure_kernels", lambda shape, beside: iter(figures))
+    kernel_bench.kernels(HeadShape(), "torch", as_json=False)
+    said = capsys.readouterr().out
+    [first] = [line for line in said.splitlines() if "decode" in line]
+    [second] = [line for line in said.splitlines() if "chunk" in line]
+    assert "12.0" in first and "10.0" in first and "1.20" in first
+    assert "80.0" in second and second.count("–") == 2, "it does no such step"

@@ -1,33 +1,50 @@
-"""Times of single kernels on a GPU, beside the floor that bytes or products set. Knows shapes, no models.
+"""Times of attention on a GPU, beside the floor that bytes or products set, and beside a library's where one is named.
 
-Each kernel is recorded many times over different layers of a store larger than the cache, and the recording replayed:
-what a launch costs the host is not in the figure, as it is not in a served step.
+Launches for different layers of a store larger than the cache are recorded, and the recording replayed: what a launch
+costs the host is not in the figure, as it is not in a served step. Whoever is compared takes turns.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from quire.bench.attention_work import WORKS, Work
 from quire.core.errors import ConfigError
+from quire.kernels.attention_choice import AttentionNeeds, Surroundings
 from quire.kernels.contract import AttentionRule, Ragged
+from quire.kernels.find_backends import find_backends
 from quire.kernels.gpu.attention import GpuAttention
+from quire.kernels.gpu.backends.share import OWN, Backends
 from quire.kernels.gpu.hopper_chunks import HopperChunks
+from quire.kernels.select import settle_attention
 
 _BLOCK_SIZE = 16
 _CACHE_BYTES = 1 << 28  # more than any GPU keeps on the chip
+_MOST_LAYERS = 32
 _REPLAYS = 7
 _LAUNCHES = 12  # in a replay, at the least: as in a step, where only the first begins with nothing before it
 
 
 class HeadShape(NamedTuple):
-    """Heads of an attention layer."""
+    """An attention layer."""
 
     queries: int = 32
     keys: int = 8
     dim: int = 128
+    window: int = 0  # 0: none
+    softcap: float = 0.0  # 0: none
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def rule(self) -> AttentionRule:
+        return AttentionRule(self.dim**-0.5, self.window, self.softcap)
+
+    def num_bytes(self, num_keys: int) -> int:
+        """Of so many keys and their values."""
+        return 2 * num_keys * self.keys * self.dim * self.dtype.itemsize
 
 
 class Figure(NamedTuple):
@@ -37,83 +54,98 @@ class Figure(NamedTuple):
     microseconds: float
     rate: float
     unit: str  # of the rate: TB/s or TFLOP/s
+    beside_microseconds: float | None = None  # of the library that was named
 
 
-# Rows x keys, and new tokens: the shapes that docs/performance/gpu.md has the field's figures for.
-DECODES = ((1, 1024), (8, 1024), (64, 1024), (256, 1024), (64, 4096), (16, 16384))
-CHUNKS = (2048, 8192, 32768)
+class Step(NamedTuple):
+    """What a layer is given."""
+
+    ragged: Ragged
+    query: Tensor  # [tokens, heads, dim]
+    layers: list[Tensor]  # [blocks, 2, block_size, kv_heads, dim] each
 
 
-def measure_kernels(shape: HeadShape, dtype: torch.dtype = torch.bfloat16) -> Iterator[Figure]:
+def measure_kernels(shape: HeadShape, beside: str | None = None) -> Iterator[Figure]:
     """One figure after the other, as it is found."""
     if not torch.cuda.is_available():
         raise ConfigError("There is no GPU here; the times of its kernels need one.", param="device")
-    for rows, length in DECODES:
-        yield measure_decode(rows, length, shape, dtype)
-    for length in CHUNKS:
-        yield measure_chunk(length, shape, dtype)
+    backends = None if beside is None else library(beside, shape)
+    for work in WORKS:
+        yield measure(work, shape, backends)
 
 
-def measure_decode(rows: int, length: int, shape: HeadShape, dtype: torch.dtype) -> Figure:
-    """As a step of so many rows has it."""
-    layers = _layers(rows * length, shape, dtype)
-    starts = torch.arange(rows + 1, dtype=torch.int32, device="cuda")
-    lengths = torch.full((rows,), length, dtype=torch.int32, device="cuda")
-    places = lengths.long() - 1
-    ragged = Ragged(places, places, _tables(rows, length), starts, lengths, places, num_decodes=rows)
-    query = torch.randn(rows, shape.queries, shape.dim, dtype=dtype, device="cuda")
-    rule = AttentionRule(shape.dim**-0.5)
-    attention = GpuAttention(ragged, rows)
-    seconds = _seconds(layers, lambda kv: attention.attend(query, kv, rule))
-    num_bytes = 2 * rows * length * shape.keys * shape.dim * dtype.itemsize
-    return Figure(f"decode {rows}x{length}", seconds * 1e6, num_bytes / seconds / 1e12, "TB/s")
+def library(name: str, shape: HeadShape) -> Backends:
+    """A library's attention, after a small trial."""
+    device = torch.device("cuda")
+    needs = AttentionNeeds(shape.queries, shape.keys, shape.dim, shape.dtype, _BLOCK_SIZE, (shape.rule,))
+    here = Surroundings(torch.cuda.get_device_capability(), find_backends())
+    backends, _ = settle_attention(name, needs, here, device)
+    assert backends.recordable, name
+    return backends
 
 
-def measure_chunk(length: int, shape: HeadShape, dtype: torch.dtype) -> Figure:
-    """As a step of one prompt has it, by whichever of our kernels is for it; what is done once a step is done once."""
-    layers = _layers(length, shape, dtype)[:4]
-    starts = torch.tensor([0, length], dtype=torch.int32, device="cuda")
-    places = torch.arange(length, device="cuda")
-    ragged = Ragged(places, places, _tables(1, length), starts, starts[1:], places)
-    query = torch.randn(length, shape.queries, shape.dim, dtype=dtype, device="cuda")
-    rule = AttentionRule(shape.dim**-0.5)
-    attention = GpuAttention(ragged, 0, hopper=HopperChunks.find())
-    seconds = _seconds(layers, lambda kv: attention.attend(query, kv, rule))
-    operations = 2 * shape.queries * shape.dim * length * length  # two products over half the square
-    return Figure(f"chunk {length}", seconds * 1e6, operations / seconds / 1e12, "TFLOP/s")
+def measure(work: Work, shape: HeadShape, beside: Backends | None = None) -> Figure:
+    """`beside`: a library, which takes part if it does such work itself."""
+    step = step_of(work, shape, torch.device("cuda"))
+    contestants = [_attention(step, OWN)]
+    if beside is not None and (theirs := _attention(step, beside)).is_others:
+        contestants.append(theirs)
+    seconds = _seconds(step, shape.rule, contestants)
+    rate, unit = shape.num_bytes(work.num_read(shape.window)) / seconds[0], "TB/s"
+    if not work.decodes:  # two products, of which each pair has a multiplication and an addition for every dim
+        rate, unit = 4 * shape.queries * shape.dim * work.num_scores(shape.window) / seconds[0], "TFLOP/s"
+    return Figure(work.name, seconds[0] * 1e6, rate / 1e12, unit, seconds[1] * 1e6 if seconds[1:] else None)
 
 
-def _layers(num_tokens: int, shape: HeadShape, dtype: torch.dtype) -> list[Tensor]:
-    """Layers of one store, together larger than the cache: [blocks, 2, block_size, kv_heads, dim] each."""
-    layer_bytes = 2 * num_tokens * shape.keys * shape.dim * dtype.itemsize
-    count = max(2, min(32, _CACHE_BYTES // layer_bytes + 1))
-    num_blocks = num_tokens // _BLOCK_SIZE + 1
-    store = torch.randn(num_blocks, count, 2, _BLOCK_SIZE, shape.keys, shape.dim, dtype=dtype, device="cuda")
-    return [store[:, layer] for layer in range(count)]
+def step_of(work: Work, shape: HeadShape, device: torch.device) -> Step:
+    """Every sequence has its own blocks, scattered over a store whose layers together exceed the cache."""
+    lengths = [span.length for span in work.spans]
+    news = [span.num_new for span in work.spans]
+    num_blocks = [-(-length // _BLOCK_SIZE) for length in lengths]
+    scattered = 1 + torch.randperm(sum(num_blocks), device=device).int()
+    tables = torch.nn.utils.rnn.pad_sequence([*torch.split(scattered, num_blocks)], batch_first=True)
+    starts = torch.tensor([0, *news], device=device).cumsum(0).int()
+    context_lengths = torch.tensor(lengths, dtype=torch.int32, device=device)
+    places = torch.arange(sum(news), device=device)  # attention reads neither positions nor slots
+    num_decodes = len(lengths) if work.decodes else 0
+    ragged = Ragged(places, places, tables, starts, context_lengths, places, num_decodes)
+    layer_bytes = shape.num_bytes(sum(num_blocks) * _BLOCK_SIZE)
+    num_layers = max(2, min(_MOST_LAYERS, _CACHE_BYTES // layer_bytes + 1))
+    size = (sum(num_blocks) + 1, num_layers, 2, _BLOCK_SIZE, shape.keys, shape.dim)
+    store = torch.randn(size, dtype=shape.dtype, device=device)
+    query = torch.randn(sum(news), shape.queries, shape.dim, dtype=shape.dtype, device=device)
+    return Step(ragged, query, [store[:, layer] for layer in range(num_layers)])
 
 
-def _tables(rows: int, length: int) -> Tensor:
-    """Every row its own blocks, scattered over the store. [rows, width] int32."""
-    width = length // _BLOCK_SIZE
-    return (1 + torch.randperm(rows * width, device="cuda")).view(rows, width).int()
+def _attention(step: Step, backends: Backends) -> GpuAttention:
+    return GpuAttention(step.ragged, step.ragged.num_decodes, backends, HopperChunks.find())
 
 
-def _seconds(layers: list[Tensor], launch: Callable[[Tensor], object]) -> float:
-    """Of one launch: the median over replays of launches for one layer after the other."""
-    layers = layers * -(-_LAUNCHES // len(layers))
-    launch(layers[0])
+def _seconds(step: Step, rule: AttentionRule, contestants: Sequence[GpuAttention]) -> list[float]:
+    """Of one launch by each of them: the median over replays, which they take turns at."""
+    layers = step.layers * -(-_LAUNCHES // len(step.layers))
+    graphs = [_recorded(attention, step.query, layers, rule) for attention in contestants]
+    found: list[list[float]] = [[] for _ in contestants]
+    for _ in range(_REPLAYS):
+        for graph, times in zip(graphs, found, strict=True):
+            begun, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begun.record()
+            graph.replay()
+            done.record()
+            done.synchronize()
+            times.append(begun.elapsed_time(done) / 1000 / len(layers))
+    return [median(times) for times in found]
+
+
+def _recorded(
+    attention: GpuAttention, query: Tensor, layers: Sequence[Tensor], rule: AttentionRule
+) -> torch.cuda.CUDAGraph:
+    """One layer after the other; what is done once a step is done before."""
+    attention.attend(query, layers[0], rule)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for layer in layers:
-            launch(layer)
+            attention.attend(query, layer, rule)
     graph.replay()
-    found: list[float] = []
-    for _ in range(_REPLAYS):
-        begun, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begun.record()
-        graph.replay()
-        done.record()
-        done.synchronize()
-        found.append(begun.elapsed_time(done) / 1000 / len(layers))
-    return median(found)
+    return graph

@@ -1,23 +1,34 @@
-"""`quire bench kernels`: a line for each kernel, as a table or as JSON."""
+"""`quire bench kernels`: a line for each step that attention is measured by, as a table or as JSON."""
 
 import json
 
 import torch
 from rich.table import Table
 
-from quire.bench.kernels import HeadShape, measure_kernels
+from quire.bench.kernels import Figure, HeadShape, measure_kernels
 from quire.cli.console import out
 
 
-def kernels(heads: int, kv_heads: int, head_dim: int, as_json: bool) -> None:
-    figures = measure_kernels(HeadShape(heads, kv_heads, head_dim))
+def kernels(shape: HeadShape, beside: str | None, as_json: bool) -> None:
+    figures = measure_kernels(shape, beside)
     if as_json:
+        said = {**shape._asdict(), "dtype": str(shape.dtype).removeprefix("torch."), "beside": beside}
         for figure in figures:
-            print(json.dumps({**figure._asdict(), "device": torch.cuda.get_device_name()}))
+            print(json.dumps({**figure._asdict(), **said, "device": torch.cuda.get_device_name()}), flush=True)
         return
     table = Table()
-    for column in ("kernel", "µs", "rate"):
-        table.add_column(column, justify="left" if column == "kernel" else "right")
+    for column in ("step", "µs", "rate", *((f"{beside}, µs", f"by {beside}") if beside else ())):
+        table.add_column(column, justify="left" if column == "step" else "right")
     for figure in figures:
-        table.add_row(figure.name, f"{figure.microseconds:.1f}", f"{figure.rate:.2f} {figure.unit}")
+        table.add_row(*_cells(figure, beside is not None))
     out.print(table)
+
+
+def _cells(figure: Figure, compared: bool) -> list[str]:
+    cells = [figure.name, f"{figure.microseconds:.1f}", f"{figure.rate:.2f} {figure.unit}"]
+    theirs = figure.beside_microseconds
+    if theirs is not None:
+        cells += [f"{theirs:.1f}", f"{figure.microseconds / theirs:.2f}"]
+    elif compared:
+        cells += ["–", "–"]  # it does no such step by itself
+    return cells

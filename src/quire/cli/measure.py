@@ -16,6 +16,7 @@ from quire.cli.waking import waking
 Verb = TypeVar("Verb", bound=Callable[..., object])
 
 THROUGHPUT = ("nano", "1k1k", "exp", "bs8", "bs64", "bs256")
+_BESIDE = ("fa3", "torch")  # whose attention can be recorded
 LATENCY = ("bs1", "bs8", "bs64", "bs256", "prefill2k", "prefill8k")
 
 
@@ -103,15 +104,23 @@ def startup(model: str | None, repeats: int, batch: bool, as_json: bool, **given
 @click.option("--heads", type=click.IntRange(1), default=32, show_default=True, help="Query heads.")
 @click.option("--kv-heads", type=click.IntRange(1), default=8, show_default=True, help="Key heads.")
 @click.option("--head-dim", type=click.IntRange(16, 256), default=128, show_default=True, help="Width of a head.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per kernel instead of the table.")
-def kernels(heads: int, kv_heads: int, head_dim: int, as_json: bool) -> None:
-    """Times of the GPU's attention kernels, and the rates they come to."""
+@click.option("--window", type=click.IntRange(0), default=0, show_default=True, help="Keys that a query sees; 0: all.")
+@click.option(
+    "--softcap", type=click.FloatRange(0), default=0.0, show_default=True, help="Soft cap of scores; 0: none."
+)
+@click.option("--beside", type=click.Choice(_BESIDE), help="A library to measure beside it, in turns.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per step instead of the table.")
+def kernels(
+    heads: int, kv_heads: int, head_dim: int, window: int, softcap: float, beside: str | None, as_json: bool
+) -> None:
+    """Times of attention on a GPU, the rates they come to, and another library's times."""
     if heads % kv_heads:
         raise click.UsageError(f"--heads is {heads}, which {kv_heads} key heads do not divide.")
     with waking():
+        from quire.bench.kernels import HeadShape
         from quire.cli.kernel_bench import kernels as work
 
-    work(heads, kv_heads, head_dim, as_json)
+    work(HeadShape(heads, kv_heads, head_dim, window, softcap), beside, as_json)
 
 
 @click.command("first-token", hidden=True)

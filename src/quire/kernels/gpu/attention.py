@@ -47,6 +47,11 @@ class GpuAttention:
         if num_decodes >= _FEWEST_ORDERED and self._others_decodes is None:
             self._order = longest_first(ragged.context_lengths[:num_decodes])
 
+    @property
+    def is_others(self) -> bool:
+        """Whether another library does a part of it."""
+        return self._others_decodes is not None or self._others_chunks is not None
+
     def attend(self, query: Tensor, kv_layer: Tensor, rule: AttentionRule) -> Tensor:
         """query: [tokens, heads, dim]; kv_layer: [blocks, 2, block_size, kv_heads, dim], strided.
 

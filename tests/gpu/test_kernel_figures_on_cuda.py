@@ -1,0 +1,17 @@
+"""`quire bench kernels` on the card: a library is measured where it does the work itself."""
+
+import pytest
+
+from quire.bench.attention_work import chunks, even
+from quire.bench.kernels import HeadShape, library, measure
+
+SHAPE = HeadShape(8, 2, 64)
+
+
+def test_torchs_attention_beside_ours():
+    theirs = library("torch", SHAPE)
+    decodes, one = measure(even(4, 256), SHAPE, theirs), measure(chunks(1, 1024), SHAPE, theirs)
+    assert decodes.beside_microseconds is None and decodes.microseconds > 0
+    assert one.beside_microseconds is not None and one.beside_microseconds > 0
+    num_operations = 4 * 8 * 64 * (1024 * 1025 // 2)
+    assert one.rate * one.microseconds * 1e6 == pytest.approx(num_operations)
