@@ -172,11 +172,13 @@ def heard_until_closed(connection: socket.socket) -> bytes:
 
 def first_answer(connection: socket.socket) -> bytes:
     """The next answer with a Content-Length, and nothing after it."""
-    said = b""
-    while not (match := re.search(rb"content-length: (\d+)\r\n(?:.+\r\n)*\r\n", said)):
-        said += connection.recv(1)
-    while len(said) < match.end() + int(match[1]):
-        said += connection.recv(match.end() + int(match[1]) - len(said))
+    said, num_more = b"", 1
+    while num_more:
+        piece = connection.recv(num_more)
+        assert piece, f"the connection was closed after {said!r}"
+        said += piece
+        match = re.search(rb"content-length: (\d+)\r\n(?:.+\r\n)*\r\n", said)
+        num_more = match.end() + int(match[1]) - len(said) if match else 1
     return said
 
 
