@@ -14,8 +14,9 @@ from quire.core.errors import BrokenModelFile, UnsupportedModel
 from quire.formats.checkpoint import StoredTensor
 from quire.formats.opening import open_checkpoint
 from quire.models.parameters import DecoderWeights, LayerWeights, layer_shapes
-from quire.weights.dequantize import TensorReader
+from quire.weights.carry import carry
 from quire.weights.packed import GgufUnpacker
+from quire.weights.pieces import pieces_of
 from tests.formats.tiny import FAMILY_NAMES, gguf_metadata, gguf_tensors, save_folder, tiny_model, write_gguf
 from tests.weights.loading import load
 
@@ -136,14 +137,15 @@ def every_decodable_type() -> list[str]:
 def test_every_type_that_gguf_decodes_is_decoded_across_slices(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.weights.dequantize.SLICE_VALUES", 5 * 512)
+    monkeypatch.setattr("quire.weights.pieces.SLICE_VALUES", 5 * 512)
     quantization = GGMLQuantizationType[kind]
     block, block_bytes = gguf.GGML_QUANT_SIZES[quantization]
     packed = np.random.default_rng(3).integers(0, 60, (33, 512 // block * block_bytes), dtype=np.uint8)
     path = tmp_path / "packed"
     path.write_bytes(b"before" + packed.tobytes() + b"after")
     stored = StoredTensor("packed", (33, 512), kind, path, len(b"before"), packed.nbytes)
-    values = torch.cat([rows.values.float() for rows in TensorReader(GgufUnpacker()).slices(stored)])
+    values = torch.full((33, 512), -1.0)
+    carry(pieces_of(stored, values), GgufUnpacker(), torch.device("cpu"), lambda num_bytes: None)
     expected = gguf.quants.dequantize(packed, quantization).reshape(33, 512)
     np.testing.assert_array_equal(values.numpy(), expected)
 

@@ -15,8 +15,10 @@ from quire.formats.checkpoint import Checkpoint, Source
 from quire.formats.families import BY_NAME
 from quire.models.parameters import DecoderWeights
 from quire.weights.allocate import empty_weights, is_norm
-from quire.weights.dequantize import FloatsOnly, TensorReader, Unpacker, refuse_unreadable
+from quire.weights.carry import carry
+from quire.weights.dequantize import FloatsOnly, Unpacker, refuse_unreadable
 from quire.weights.names import Part, Target, expected_tensors, is_ignorable
+from quire.weights.pieces import pieces_of
 
 NAMES_SHOWN = 4
 
@@ -34,20 +36,32 @@ def load_weights(
     unpacker = unpacker or FloatsOnly()
     targets = _match(checkpoint, unpacker)
     weights = empty_weights(checkpoint.spec, dtype, device)
-    reader = TensorReader(unpacker)
-    total = sum(checkpoint.tensors[name].num_bytes for name in targets)
-    done = 0
-    for name in sorted(targets, key=lambda name: _place_in_files(checkpoint, name)):
-        target = targets[name]
-        stored = checkpoint.tensors[name]
-        destination = _field(weights, target)[target.rows.start : target.rows.stop]
-        for rows in reader.slices(stored):
-            destination[rows.start : rows.start + len(rows.values)].copy_(rows.values)
-        _convert(destination, target, checkpoint)
-        done += stored.num_bytes
-        if progress is not None:
-            progress(done, total)
+    destinations = {name: _field(weights, target)[target.rows.start : target.rows.stop]
+                    for name, target in targets.items()}  # fmt: skip
+    in_order = sorted(targets, key=lambda name: _place_in_files(checkpoint, name))
+    pieces = [piece for name in in_order for piece in pieces_of(checkpoint.tensors[name], destinations[name])]
+    carry(pieces, unpacker, torch.device(device), _Told(sum(piece.num_bytes for piece in pieces), progress))
+    for name, target in targets.items():
+        _convert(destinations[name], target, checkpoint)
     return weights
+
+
+class _Told:
+    """Adds up what was read, and tells of it in a hundred steps or fewer."""
+
+    __slots__ = ("_done", "_progress", "_step", "_told", "_total")
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self._progress = progress
+        self._total = total
+        self._step = -(-total // 100)
+        self._done = self._told = 0
+
+    def __call__(self, num_bytes: int) -> None:
+        self._done += num_bytes
+        if self._progress is not None and (self._done - self._told >= self._step or self._done == self._total):
+            self._told = self._done
+            self._progress(self._done, self._total)
 
 
 def _field(weights: DecoderWeights, target: Target) -> Tensor:

@@ -1,0 +1,28 @@
+"""Weights that threads bring to the card: what is tested with memory, and many pieces through a few slots."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.weights import pieces
+from quire.weights.carry import carry
+from quire.weights.dequantize import FloatsOnly
+from quire.weights.pieces import pieces_of
+from tests.weights.test_carry import (  # noqa: F401 -- collected here, where there is a card
+    store,
+    test_a_file_that_became_shorter,
+    test_a_file_that_went_away,
+    test_every_dtype_comes_to_every_other,
+    test_somebody_who_has_had_enough_waits_for_little,
+    test_what_is_packed_is_unpacked_by_several_threads,
+)
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+def test_many_pieces(tmp_path: Path, stored: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "PLAIN_BYTES", 1 << 16)
+    values = torch.randn(20_000, 700, generator=torch.Generator().manual_seed(1)).to(stored)
+    room = torch.zeros(20_000, 700, dtype=torch.bfloat16, device="cuda")
+    carry(pieces_of(store(tmp_path / "t", values), room), FloatsOnly(), room.device, lambda num_bytes: None)
+    assert torch.equal(room.cpu(), values.to(torch.bfloat16))
