@@ -14,6 +14,7 @@ from tests.weights.test_carry import (  # noqa: F401 -- collected here, where th
     test_a_file_that_became_shorter,
     test_a_file_that_went_away,
     test_every_dtype_comes_to_every_other,
+    test_for_somebody_in_inference_mode,
     test_somebody_who_has_had_enough_waits_for_little,
     test_what_is_packed_is_unpacked_by_several_threads,
 )

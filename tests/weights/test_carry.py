@@ -80,6 +80,16 @@ def test_what_is_packed_is_unpacked_by_several_threads(tmp_path: Path, monkeypat
     assert unpacker.threads and threading.get_ident() not in unpacker.threads
 
 
+def test_for_somebody_in_inference_mode(tmp_path: Path) -> None:
+    values = values_of((50, 7), torch.float32)
+    tensor = store(tmp_path / "t", values)
+    with torch.inference_mode():
+        rooms = [torch.zeros(50, 7, dtype=dtype, device=DEVICE) for dtype in (torch.float32, torch.float16)]
+        for room in rooms:
+            carry(pieces_of(tensor, room), FloatsOnly(), DEVICE, lambda num_bytes: None)
+    assert all(torch.equal(room.cpu(), values.to(room.dtype)) for room in rooms)
+
+
 def test_a_file_that_became_shorter(tmp_path: Path) -> None:
     tensor = store(tmp_path / "t", values_of((50, 7), torch.float32))
     with (tmp_path / "t").open("rb+") as file:

@@ -32,7 +32,7 @@ def carry(pieces: Iterable[Piece], unpacker: Unpacker, device: torch.device, tol
 
     def work() -> None:
         try:
-            with closing(PieceReader(unpacker)) as reader:
+            with closing(PieceReader(unpacker)) as reader, torch.inference_mode():  # as whoever asks may be in
                 hand = _ToCard(reader, device) if device.type == "cuda" else _ToMemory(reader)
                 _bring_all(hand, left, stopped, news)
         except BaseException:
