@@ -126,6 +126,37 @@ def test_heads_of_real_models_agree(dim, dtype):
     step.check(step.attend())
 
 
+@pytest.mark.parametrize(
+    "group, dim, dtype",
+    [
+        (33, 64, torch.float32),
+        (64, 128, torch.float32),
+        (71, 64, torch.float16),
+        (128, 128, torch.float16),
+        (129, 256, torch.float16),
+    ],
+)
+def test_many_query_heads_to_a_key_head_agree(group, dim, dtype):
+    step = Step([Part(20, 1), Part(3, 5), Part(0, 2)], kv_heads=1, group=group, dim=dim, dtype=dtype)
+    step.check(step.attend())
+
+
+@pytest.mark.parametrize("group, dim", [(71, 64), (129, 64), (2, 8)])
+def test_one_long_chunk_of_odd_heads_agrees(group, dim, monkeypatch):
+    monkeypatch.setattr(attention, "_FEWEST_GATHERING", 16)
+    step = Step([Part(3, 20)], kv_heads=1, group=group, dim=dim, dtype=torch.float16)
+    step.check(step.attend())
+
+
+def test_sequences_of_chunks_without_a_token_do_nothing():
+    step = Step([Part(20, 1)], group=17, kv_heads=1)
+    ragged = step.ragged
+    tables, lengths = torch.cat([ragged.tables] * 2), torch.cat([ragged.context_lengths, ragged.context_lengths * 0])
+    starts = torch.cat([ragged.query_starts, ragged.query_starts[-1:]])
+    padded = replace(ragged, tables=tables, context_lengths=lengths, query_starts=starts)
+    step.check(GpuAttention(padded, 1).attend(step.query, step.kv_layer, step.rule))
+
+
 @pytest.mark.parametrize("splits, min_tiles, window", [(1, 1, 0), (5, 1, 0), (20, 1, 0), (5, 3, 0), (5, 1, 100)])
 def test_short_and_long_rows_agree_however_they_are_split(splits, min_tiles, window):
     """Lengths around the edges of tiles and shares: one key, a full tile, one more, and many splits' worth."""

@@ -52,7 +52,7 @@ def test_as_cut_for_real_widths_with_a_bias_and_without(dtype, num_rows):
     for in_width, out_width in ((576, 21), (1024, 37)):
         x, weight = drawn(num_rows, in_width, dtype=dtype), drawn(out_width, in_width, dtype=dtype, seed=1)
         for bias in (None, drawn(out_width, dtype=dtype, seed=2)):
-            assert fits(x, weight)
+            assert fits(x, weight, None)
             close(GpuKernels().linear(x, weight, bias), x, weight, bias)
 
 
@@ -102,8 +102,27 @@ CHOICES = {
 
 def test_large_weights_are_for_one_row_or_narrow_outputs():
     wide, narrow = (torch.empty(*shape, dtype=torch.float16, device=DEVICE) for shape in ((8192, 1024), (1024, 8192)))
-    assert fits(HALF[:1], wide) and not fits(HALF, wide)
-    assert fits(HALF.repeat(1, 8), narrow) and not fits(HALF.repeat(1, 8), narrow.repeat(3, 1))
+    assert fits(HALF[:1], wide, None) and not fits(HALF, wide, None)
+    assert fits(HALF.repeat(1, 8), narrow, None) and not fits(HALF.repeat(1, 8), narrow.repeat(3, 1), None)
+
+
+def test_weights_beyond_32_bits_and_scattered_biases_are_for_others():
+    row = torch.empty(1, 8192, dtype=torch.float16, device="meta")
+    vast = torch.empty(262_144, 8192, dtype=torch.float16, device="meta")
+    assert not fits(row, vast, None) and fits(row, vast[1:], None)
+    bias = torch.zeros(32, dtype=torch.float16, device=DEVICE)[::2]
+    assert not fits(HALF[:1], WEIGHT, bias) and fits(HALF[:1], WEIGHT, bias.contiguous())
+
+
+def test_a_row_times_more_outputs_than_a_grid_has_rows(monkeypatch):
+    """CUDA has 65,535 programs in the second and third direction of a grid."""
+    seen = []
+    monkeypatch.setattr(skinny_product, "launch_early", lambda kernel, grid, *args, **constants: seen.append(grid))
+    row = torch.empty(1, 1024, dtype=torch.float16, device="meta")
+    weight = torch.empty(151_936, 1024, dtype=torch.float16, device="meta")
+    skinny_product.skinny_product(row, weight, None)
+    [(first, *others)] = seen
+    assert first == 151_936 // 2 and max(others) <= 65_535
 
 
 @pytest.mark.parametrize("choice", CHOICES)
@@ -118,5 +137,5 @@ def test_linear_chooses_it_exactly_where_it_fits(choice, monkeypatch):
     monkeypatch.setattr(kernels, "skinny_product", watched)
     product = GpuKernels().linear(x, weight, None)
     assert product.shape == (len(x), len(weight))
-    assert fits(x, weight) is expected
+    assert fits(x, weight, None) is expected
     assert len(seen) == int(expected)

@@ -117,7 +117,7 @@ class Kernels(Protocol):
         """
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        """x: [..., width]; weight: [width] float32. Returns [..., width], as x."""
+        """x: [tokens, width] or [tokens, heads, width], of at most 16,384 numbers; weight: [width] float32. As x."""
 
     def add_rms_norm(self, x: Tensor | Parts, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """residual += x in place, then its norm, in x's dtype.

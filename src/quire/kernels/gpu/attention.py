@@ -12,9 +12,8 @@ from quire.kernels.gpu.backends.share import OWN, Backends, Share, ShareAttentio
 from quire.kernels.gpu.chunk_attention import chunk_attention, chunk_scratch, chunk_tiles
 from quire.kernels.gpu.decode_attention import decode_attention, decode_tiles
 from quire.kernels.gpu.gather_context import ContextCopy
-from quire.kernels.gpu.gathered_attention import gathered_attention
+from quire.kernels.gpu.gathered_attention import gathered_attention, is_gatherable
 from quire.kernels.gpu.hopper_chunks import HopperChunks
-from quire.kernels.gpu.host_sizes import next_power_of_2
 from quire.kernels.gpu.longest_first import longest_first
 from quire.kernels.gpu.split_merge import SplitScratch
 
@@ -67,7 +66,7 @@ class GpuAttention:
         others = self._others_chunks
         if others is not None and others.takes(kv_layer):
             others.attend(query[first:], kv_layer, rule, output[first:])
-        elif first < len(self._ragged.context_lengths):
+        elif first < min(num_tokens, len(self._ragged.context_lengths)):
             self._attend_chunks(query, kv_layer, rule, output)
         return output
 
@@ -120,10 +119,11 @@ class GpuAttention:
 
     def _is_long(self, query: Tensor, kv_layer: Tensor, tables: Tensor, rule: AttentionRule) -> bool:
         """Whether there is one chunk, and copying its keys first is little beside its products."""
-        num_tokens, _, dim = query.shape
-        regular = dim == next_power_of_2(dim) and rule.window == 0 and kv_layer.element_size() == 2
-        alone = len(tables) == 1 and num_tokens - self._num_decodes >= _FEWEST_GATHERING
-        return alone and regular and ContextCopy.fits(kv_layer, tables[0])
+        num_tokens, heads, dim = query.shape
+        if len(tables) > 1 or num_tokens - self._num_decodes < _FEWEST_GATHERING:
+            return False
+        regular = is_gatherable(dim, heads // kv_layer.shape[3], kv_layer.element_size())
+        return regular and rule.window == 0 and ContextCopy.fits(kv_layer, tables[0])
 
     def _decode(self, query: Tensor, kv_layer: Tensor, rule: AttentionRule, output: Tensor) -> None:
         rows, heads, dim = query.shape

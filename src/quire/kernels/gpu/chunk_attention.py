@@ -47,13 +47,17 @@ class ChunkTiles(NamedTuple):
     min_tiles: int = 1  # of keys that a program takes at the least
 
 
-def _tiles(rows_per_sequence: int, dim: int, element_bytes: int) -> ChunkTiles:
-    """Measured on an H200 with heads of 128 (docs/performance/gpu.md): two programs of 64 rows beat one of 128."""
-    rows = max(_SMALLEST_DOT, min(64 if dim <= 128 else 128, next_power_of_2(rows_per_sequence)))
+def _tiles(num_tokens: int, group: int, dim: int, element_bytes: int) -> ChunkTiles:
+    """For so many tokens of a sequence. A tile has at least one token with all query heads of a key head.
+
+    Measured on an H200 with heads of 128 (docs/performance/gpu.md): two programs of 64 rows beat one of 128.
+    """
+    fewest = max(_SMALLEST_DOT, next_power_of_2(group))
+    rows = max(fewest, min(64 if dim <= 128 else 128, next_power_of_2(num_tokens * group)))
     if element_bytes > 2:  # no tensor cores: only right, not fast
-        return ChunkTiles(min(rows, 32), 32 if dim <= 128 else 16, 8, 2)
-    if rows == 128:
-        return ChunkTiles(128, 64, 8, 2)
+        return ChunkTiles(max(fewest, min(rows, 32)), 32 if dim <= 128 else 16, 8, 2)
+    if rows >= 128:
+        return ChunkTiles(rows, 64, 8, 2)
     return ChunkTiles(rows, 64 if dim <= 128 else 32, 4, 3)
 
 
@@ -196,7 +200,7 @@ def chunk_tiles(query: Tensor, kv_layer: Tensor, tables: Tensor, rule: Attention
     num_tokens, heads, dim = query.shape
     _, _, block_size, kv_heads, _ = kv_layer.shape
     group, num_tokens = heads // kv_heads, num_tokens - first_token
-    tiles = _tiles(-(-num_tokens // len(tables)) * group, dim, kv_layer.element_size())
+    tiles = _tiles(-(-num_tokens // len(tables)), group, dim, kv_layer.element_size())
     if rule.window or not query.is_cuda:  # a window bounds the keys; the interpreter has one processor
         return tiles
     processors = torch.cuda.get_device_properties(query.device).multi_processor_count

@@ -16,12 +16,20 @@ from quire.kernels.gpu.host_sizes import next_power_of_2
 from quire.kernels.gpu.key_tile import LOWEST, Rates, divided, fold, score
 from quire.kernels.gpu.launch import launch
 
+_NARROWEST = 16  # heads that the copy engine brings
+_ROWS = 128  # of a tile
+
+
+def is_gatherable(dim: int, group: int, element_bytes: int) -> bool:
+    """Whether it is for such heads, `group` of them to a key head."""
+    return _NARROWEST <= dim == next_power_of_2(dim) and group <= _ROWS and element_bytes == 2
+
 
 def _tiles(dim: int, element_bytes: int) -> ChunkTiles:
     """Measured on an H200 with heads of 128 (docs/performance/gpu.md): two programs hide each other's softmax."""
     if element_bytes > 2:  # no tensor cores: only right, not fast
         return ChunkTiles(32, 16, 8, 2)
-    return ChunkTiles(128, 64, 4, 2) if dim <= 128 else ChunkTiles(128, 64, 8, 2)
+    return ChunkTiles(_ROWS, 64, 4, 2) if dim <= 128 else ChunkTiles(_ROWS, 64, 8, 2)
 
 
 @triton.jit
@@ -101,11 +109,12 @@ def gathered_attention(
     """The queries of one sequence over its gathered keys, up to each one's own, into output."""
     num_tokens, heads, dim = query.shape
     kv_heads = workspace.shape[2]
-    assert dim == next_power_of_2(dim) and dim >= 16, dim
+    assert _NARROWEST <= dim == next_power_of_2(dim), dim
     assert query.stride(2) == output.stride(1) == 1
     tiles = tiles or _tiles(dim, workspace.element_size())
     group = heads // kv_heads
     tokens_per_tile = tiles.rows // group
+    assert tokens_per_tile > 0, (tiles, group)
     rates = Rates.of(rule)
     run = TensorDescriptor.from_tensor(workspace.flatten(1), [tiles.keys, dim])
     launch(

@@ -63,7 +63,7 @@ class GpuKernels:
 
 def _linear_elsewhere(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """On every card."""
-    return skinny_product(x, weight, bias) if fits(x, weight) else F.linear(x, weight, bias)
+    return skinny_product(x, weight, bias) if fits(x, weight, bias) else F.linear(x, weight, bias)
 
 
 class GpuStep:

@@ -71,8 +71,8 @@ def _sum_kernel(
 ):
     """One program: a row and OUTS outputs. The first AHEAD weights are asked for before the input is there; the loop is
     unrolled, so that its loads are all asked for as soon as it is."""
-    row = tl.program_id(0)
-    outs = tl.program_id(1) * OUTS + tl.arange(0, OUTS)
+    row = tl.program_id(1)
+    outs = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
     present = outs < out_width
     weight_rows = weight + tl.minimum(outs, out_width - 1)[:, None] * IN
     ahead = tl.arange(0, AHEAD)[None, :]
@@ -141,7 +141,7 @@ def _dot_kernel(
     tl.store(output + places, product.to(output.dtype.element_ty), mask=present)
 
 
-def fits(x: Tensor, weight: Tensor) -> bool:
+def fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether `skinny_product` is the one to use: for one row always, for a few where the library is slower."""
     return (
         1 <= x.shape[0] <= _MOST_ROWS
@@ -151,6 +151,8 @@ def fits(x: Tensor, weight: Tensor) -> bool:
         and x.dtype is weight.dtype
         and x.is_contiguous()
         and weight.is_contiguous()
+        and weight.numel() < _ANY
+        and (bias is None or bias.is_contiguous())
     )
 
 
@@ -181,7 +183,7 @@ def skinny_product(x: Tensor, weight: Tensor, bias: Tensor | None, tiles: Skinny
         )  # fmt: skip
     else:
         launch_early(
-            _sum_kernel, (num_rows, groups),  # rows side by side: whoever reads the same weights reads them together
+            _sum_kernel, (groups, num_rows),
             x, weight, bias, output, out_width,
             IN=in_width, OUTS=tiles.outs, AHEAD=_ahead(in_width), COLUMNS=tiles.warps * tiles.columns,
             HAS_BIAS=bias is not None, num_warps=tiles.warps, num_stages=tiles.stages,

@@ -150,6 +150,7 @@ def turn_and_write(
     """
     assert qkv.stride(2) == kv_layer.stride(4) == 1, (qkv.stride(), kv_layer.stride())
     assert rotation.cos.is_contiguous() and rotation.sin.is_contiguous() and slots.is_contiguous()
+    assert head_norm is None or head_norm.weight.is_contiguous()
     num_tokens, num_heads, dim = qkv.shape
     block_size, kv_heads = kv_layer.shape[2:4]
     rotary_dim = rotation.cos.shape[-1]
