@@ -51,6 +51,11 @@ class EngineConfig:
     tenant_weights: Mapping[str, float] = field(default_factory=dict)  # shares of the engine; 1 if not named
 
     def __post_init__(self) -> None:
+        if self.model is not None and not (isinstance(self.model, str) and self.model.strip()):
+            raise ConfigError(
+                f"model must be a path, a short name or a hub id, not {shown(self.model)}.",
+                param="model",
+            )
         _check_choice("load_format", self.load_format, ("auto", "dummy"))
         _check_choice("device", self.device, ("auto", "cpu", "cuda"))
         _check_choice("dtype", self.dtype, ("auto", *DTYPES))

@@ -1,5 +1,6 @@
 """The offline API: a model in this process, prompts in, texts out."""
 
+import gc
 import os
 import sys
 from collections import deque
@@ -9,14 +10,16 @@ from numbers import Integral
 from typing import Unpack, cast
 from weakref import WeakValueDictionary
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from quire.config import EngineConfig
-from quire.core.errors import InvalidParameter, InvalidPrompt, NoTokenizer, shown
+from quire.core.errors import EngineFailed, InvalidParameter, InvalidPrompt, NoTokenizer, shown
 from quire.core.ids import RequestId
 from quire.core.sampling import SamplingParams
 from quire.core.step import FinishReason
+from quire.engine.awaited import Awaited
 from quire.engine.build import Built, build
 from quire.engine.delta_stream import DeltaStream
 from quire.engine.embedding import EMBEDDING
@@ -24,7 +27,7 @@ from quire.engine.failures import failure_of
 from quire.engine.front import Prompt, as_list
 from quire.engine.local import LocalFront
 from quire.engine.opening import default_params
-from quire.engine.outputs import Delta, EmbeddingOutput, RequestOutput
+from quire.engine.outputs import EmbeddingOutput, RequestOutput
 from quire.engine.phases import Watch
 from quire.engine.terms import Terms, TermsSaid
 from quire.engine.ticket import Ticket
@@ -38,7 +41,10 @@ Conversation = Sequence[Message]
 
 
 class LLM:
-    """A loaded model. `LLM()` is the default one, `LLM("path, short name or hub id")` any other."""
+    """A loaded model. `LLM()` is the default one, `LLM("path, short name or hub id")` any other.
+
+    Threads may share it: their prompts run in one batch. `close()`, or the end of a `with`, gives its memory back.
+    """
 
     def __init__(
         self,
@@ -101,9 +107,28 @@ class LLM:
         return llm
 
     def _serve(self, built: Built) -> None:
-        self.built = built
-        self._streams: WeakValueDictionary[str, DeltaStream] = WeakValueDictionary()
+        self._built: Built | None = built
+        self._readers: WeakValueDictionary[str, DeltaStream | Awaited] = WeakValueDictionary()  # by request
         self._abandoned: deque[Ticket] = deque()
+
+    @property
+    def built(self) -> Built:
+        if self._built is None:
+            raise EngineFailed("This LLM was closed; make another one.")
+        return self._built
+
+    def close(self) -> None:
+        """Give the model's memory back. Requests of other threads must be over. Twice does no harm."""
+        self._built = None
+        gc.collect()
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.empty_cache()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def front(self) -> LocalFront:
@@ -121,7 +146,8 @@ class LLM:
 
     def reset_prefix_cache(self) -> int:
         """Forget what earlier prompts have left behind; the KV blocks that became free."""
-        return self.built.engine.scheduler.reset_cache()
+        with self.front.lock:
+            return self.built.engine.scheduler.reset_cache()
 
     def explain(self, request_id: str) -> Explanation:
         """What a request waited for, found and lost, step by step; `lines()` says it in words."""
@@ -129,7 +155,8 @@ class LLM:
             raise InvalidParameter(
                 f"request_id must be that of a RequestOutput, not {shown(request_id)}.", param="request_id"
             )
-        return self.built.engine.explain(RequestId(int(request_id)))
+        with self.front.lock:
+            return self.built.engine.explain(RequestId(int(request_id)))
 
     def generate(
         self,
@@ -145,8 +172,7 @@ class LLM:
         (`priority`, `tenant`, `cache_salt`, `timeout_s`) are those of each prompt.
         """
         many = _prompts(prompts)
-        tickets = self._submit(many, self._params_for(many, sampling_params), Terms(**terms))
-        return self._finish(tickets, progress)
+        return self._run(many, self._params_for(many, sampling_params), Terms(**terms), progress)
 
     def chat(
         self,
@@ -183,8 +209,8 @@ class LLM:
         Raises what went wrong for the first that came to nothing.
         """
         many = _prompts(prompts)
-        tickets = self._submit(many, [EMBEDDING] * len(many), Terms(**terms), pooled=True)
-        return [_embedding(output) for output in self._finish(tickets, progress)]
+        outputs = self._run(many, [EMBEDDING] * len(many), Terms(**terms), progress, pooled=True)
+        return [_embedding(output) for output in outputs]
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **terms: Unpack[TermsSaid]
@@ -194,10 +220,11 @@ class LLM:
         Beams, and continuations of which the best are chosen, come in one piece each, at the end.
         """
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        ticket = self.front.submit(prompt, params, terms=Terms(**terms), streaming=True)
-        stream = DeltaStream(self.front, ticket, self._turn, self._abandoned)
-        self._streams[ticket.request_id] = stream
-        return stream
+        with self.front.lock:
+            ticket = self.front.submit(prompt, params, terms=Terms(**terms), streaming=True)
+            stream = DeltaStream(self.front, ticket, self._turn, self._abandoned)
+            self._readers[ticket.request_id] = stream
+            return stream
 
     def stream_chat(
         self,
@@ -260,20 +287,31 @@ class LLM:
             )
         return params
 
-    def _submit(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], terms: Terms, *, pooled: bool = False
-    ) -> list[Ticket]:
+    def _run(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        terms: Terms,
+        progress: bool | None,
+        *,
+        pooled: bool = False,
+    ) -> list[RequestOutput]:
         tickets: list[Ticket] = []
         try:
-            for prompt, wanted in zip(prompts, params, strict=True):
-                tickets.append(self.front.submit(prompt, wanted, terms=terms, pooled=pooled))
+            with self.front.lock:  # nobody turns the engine before all of them are known
+                for prompt, wanted in zip(prompts, params, strict=True):
+                    tickets.append(self.front.submit(prompt, wanted, terms=terms, pooled=pooled))
+                awaited = Awaited(tickets)
+                self._readers.update(dict.fromkeys((ticket.request_id for ticket in tickets), awaited))
+            self._wait(awaited, progress)
         except BaseException:
             self._abort(tickets)
             raise
-        return tickets
+        return [ticket.output() for ticket in tickets]
 
-    def _finish(self, tickets: list[Ticket], progress: bool | None) -> list[RequestOutput]:
-        show = progress if progress is not None else sys.stderr.isatty() and len(tickets) > 1
+    def _wait(self, awaited: Awaited, progress: bool | None) -> None:
+        total = awaited.num_pending
+        show = progress if progress is not None else sys.stderr.isatty() and total > 1
         bar = Progress(
             TextColumn("generating"),
             BarColumn(),
@@ -283,38 +321,27 @@ class LLM:
             console=Console(stderr=True),
             disable=not show,
         )
-        try:
-            with bar:
-                self._run_with_bar(tickets, bar)
-        except BaseException:
-            self._abort(tickets)
-            raise
-        return [ticket.output() for ticket in tickets]
+        with bar:
+            task = bar.add_task("generating", total=total, speed="")
+            num_shown = 0
+            while not awaited.served:
+                self._turn(awaited)
+                if num_shown < total - awaited.num_pending:
+                    num_shown = total - awaited.num_pending
+                    speed = awaited.num_tokens / max(bar.tasks[0].elapsed or 0.0, 1e-3)
+                    bar.update(task, completed=num_shown, speed=f"{speed:,.0f} tok/s")
 
-    def _run_with_bar(self, tickets: list[Ticket], bar: Progress) -> None:
-        task = bar.add_task("generating", total=len(tickets), speed="")
-        pending = {ticket.request_id: ticket for ticket in tickets}
-        num_tokens = 0
-        while pending:
-            for delta in self._turn():
-                num_tokens += len(delta.token_ids)
-                ticket = pending.get(delta.request_id)
-                if ticket is not None and ticket.finished:
-                    del pending[delta.request_id]
-                    elapsed = bar.tasks[0].elapsed or 0.0
-                    bar.update(task, advance=1, speed=f"{num_tokens / max(elapsed, 1e-3):,.0f} tok/s")
-
-    def _turn(self) -> list[Delta]:
-        """One turn of the engine. Whoever caused it, open streams get what is theirs."""
-        with unbroken():
+    def _turn(self, reader: DeltaStream | Awaited) -> None:
+        """One turn of the engine, unless another thread's was enough. Everybody who waits gets what is theirs."""
+        with unbroken(), self.front.lock:
+            if reader.served:
+                return
             while self._abandoned:
                 self._abort([self._abandoned.popleft()])
-            deltas = self.front.turn()
-            for delta in deltas:
-                stream = self._streams.get(delta.request_id)
-                if stream is not None:
-                    stream.put(delta)
-        return deltas
+            for delta in self.front.turn():
+                other = self._readers.get(delta.request_id)
+                if other is not None:
+                    other.put(delta)
 
     def _abort(self, tickets: list[Ticket]) -> None:
         for ticket in tickets:

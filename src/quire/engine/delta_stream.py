@@ -11,20 +11,27 @@ from quire.engine.ticket import Ticket
 class DeltaStream(Iterator[Delta]):
     """The deltas of a request, in order. Closing it, or letting go of it, gives the request up."""
 
-    def __init__(self, front: LocalFront, ticket: Ticket, turn: Callable[[], object], abandoned: deque[Ticket]) -> None:
+    def __init__(
+        self, front: LocalFront, ticket: Ticket, turn: Callable[["DeltaStream"], None], abandoned: deque[Ticket]
+    ) -> None:
         self._front = front
         self._ticket = ticket
-        self._turn = turn  # must `put` what it brings for this request
+        self._turn = turn  # must `put` what it brings for this request, until it is served
         self._abandoned = abandoned  # requests that whoever turns the engine must abort
         self._unread: deque[Delta] = deque()
 
     def put(self, delta: Delta) -> None:
         self._unread.append(delta)
 
+    @property
+    def served(self) -> bool:
+        """Whether there is something to read, or nothing more will come."""
+        return bool(self._unread) or self._ticket.finished
+
     def __next__(self) -> Delta:
         try:
-            while not self._unread and not self._ticket.finished:
-                self._turn()
+            while not self.served:
+                self._turn(self)
         except BaseException:
             self.close()
             raise
