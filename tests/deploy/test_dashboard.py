@@ -23,7 +23,7 @@ def labels(tmp_path_factory: pytest.TempPathFactory, default_model_path: Path) -
     with scripted(tmp_path_factory.mktemp("board"), [{"say": "One two three."}]) as url:
         for path, wish in (("/v1/completions", {"prompt": "count"}), ("/v1/completions", {"prompt": "a " * 9000})):
             httpx.post(url + path, json=wish, timeout=60)
-        page = httpx.get(f"{url}/metrics").text
+        page = httpx.get(f"{url}/metrics", timeout=60).text
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples:

@@ -8,6 +8,7 @@ import pytest
 from tests.house.tree import ROOT
 
 
+@pytest.mark.timeout(900)  # mypy without a cache took 284 s where ten others wanted the same core
 @pytest.mark.parametrize(
     "command",
     [

@@ -196,19 +196,19 @@ def test_a_killed_engine_is_told_to_all_and_replaced(opened, tmp_path):
 
 
 def test_an_engine_that_hangs_is_not_ready_then_killed_and_replaced(opened, tmp_path, monkeypatch):
-    monkeypatch.setattr(supervising, "READY_WITHIN_S", 1.5)
-    monkeypatch.setattr(supervising, "KILL_AFTER_S", 3.0)
-
     async def body() -> None:
         async with world(opened, tmp_path) as w:
             pid = w.supervisor.engine_pid
             call = w.submit("hi", SamplingParams(max_tokens=40))
             await output(call)
             os.kill(pid, signal.SIGSTOP)
+            monkeypatch.setattr(supervising, "READY_WITHIN_S", 1.0)
             await w.until(lambda: w.supervisor.health is Health.STALLED)
             waiting = w.submit("hi")
+            monkeypatch.setattr(supervising, "KILL_AFTER_S", 3.0)
             with pytest.raises(EngineLost):
                 await waiting.hear()
+            monkeypatch.undo()
             await w.until(lambda: w.supervisor.health is Health.READY)
             assert w.supervisor.engine_pid != pid
             assert (await w.answer("hi")).outputs[0].text == "Hello there."
@@ -259,9 +259,9 @@ asyncio.run(main())
     engine = int(front.stdout.readline())
     front.kill()
     front.wait(10)
-    deadline_s = monotonic() + 5
+    deadline_s = monotonic() + 30
     while Path(f"/proc/{engine}").exists() and _alive(engine):
-        assert monotonic() < deadline_s, "the engine outlived its parent by 5 s"
+        assert monotonic() < deadline_s, "the engine outlived its parent by 30 s"
         os.sched_yield()
 
 

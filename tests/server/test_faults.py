@@ -33,10 +33,11 @@ def test_a_killed_engine_is_told_to_everybody_and_replaced(server: Running) -> N
         with server.client() as client:
             await asyncio.to_thread(wait_until, lambda: load(client)["num_requests"] == NUM_STREAMS + 8)
         os.kill(engine, signal.SIGKILL)
-        told = await asyncio.gather(*(visitor.hear_all() for visitor in [*streams, *plain]))
+        await streams[0].hear(b'"engine_lost"')  # whoever is told is told with all others
         late = await tell(server.port, request(asked("hi")))
         with server.client() as client:
             ready = client.get("/ready").status_code
+        told = await asyncio.gather(*(visitor.hear_all() for visitor in [*streams, *plain]))
         return told[:NUM_STREAMS], told[NUM_STREAMS:], late, ready
 
     with server.client() as client:
@@ -57,7 +58,7 @@ def test_a_stopped_engine_is_not_ready_and_ready_again_when_it_goes_on(server: R
         engine = server.engine_pid
         os.kill(engine, signal.SIGSTOP)
         try:
-            wait_until(lambda: client.get("/ready").status_code == 503, 6)
+            wait_until(lambda: client.get("/ready").status_code == 503)  # and is killed much later
             assert client.get("/ready").json() == {"status": "stalled"}
             assert client.get("/health").status_code == 200, "it may come back by itself"
             refused = client.post("/v1/completions", json=asked("hi"))
@@ -74,7 +75,7 @@ def test_a_killed_front_leaves_no_process_behind(default_model_path: Path, tmp_p
         engine = server.engine_pid
         server.process.kill()
         server.process.wait()
-        wait_until(lambda: not is_alive(engine), 5)
+        wait_until(lambda: not is_alive(engine), 30)
 
 
 def test_a_broken_row_fails_its_own_request_alone(server: Running) -> None:
@@ -121,7 +122,7 @@ def test_a_thousand_connections_are_no_burden(server: Running) -> None:
 def test_who_does_not_read_harms_nobody(server: Running) -> None:
     """Fifty of them: what they have not read is bounded, the engine is done with them, and the others are answered."""
     slow = [socket.socket() for _ in range(50)]
-    said = request(asked("endless", max_tokens=800, stream=True, logprobs=5))
+    said = request(asked("endless", max_tokens=1000, stream=True, logprobs=5))
     with server.client() as client:
         wait_until_at_rest(client)
         before_bytes = server.resident_bytes

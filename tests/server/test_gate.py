@@ -312,7 +312,7 @@ def test_anthropics_clients_get_their_own_envelope_and_nothing_of_this_machine(h
     assert body["request_id"] == answer.headers["x-quire-request-id"]
     assert body["error"]["message"].startswith("A bad prompt from a path at an address: ")
     assert len(answer.content) < 4096
-    refused = httpx.post(f"{holder.base_url}/v1/messages", json={})
+    refused = httpx.post(f"{holder.base_url}/v1/messages", json={}, timeout=60)
     assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
 
 

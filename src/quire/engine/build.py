@@ -4,6 +4,8 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from threading import Thread
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,7 +21,7 @@ from quire.engine.machine import inspect, pick_device
 from quire.engine.memory import MemoryLedger, settle
 from quire.engine.opening import OpenedModel, open_model
 from quire.engine.phases import Watch
-from quire.engine.planning import make_door, make_grammars, make_scheduler
+from quire.engine.planning import make_door, make_grammars, make_scheduler, wake
 from quire.engine.stats import Facts
 from quire.formats.checkpoint import Checkpoint, Source
 from quire.kernels.attention_choice import AttentionNeeds
@@ -39,6 +41,9 @@ from quire.text.tokenizer import Tokenizer
 from quire.weights.dequantize import Unpacker
 from quire.weights.dummy import dummy_weights
 from quire.weights.load import load_weights
+
+if TYPE_CHECKING:
+    from quire.engine.grammars import Grammars
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -102,6 +107,9 @@ def build(
 
     choice = _kernels(config, spec, _DTYPES[dtype], device, watch)
     ahead = Ahead(choice.ahead)
+    grammars = make_grammars(opened, spec.vocab_size)
+    if serving and grammars is not None:  # beside the loading of weights; whoever serves waits for it
+        Thread(target=wake, args=(grammars,), name="quire-vocabulary", daemon=True).start()
     weights = _weights(config, checkpoint, _DTYPES[dtype], device, watch)
     machine = inspect(device)
     resolved = resolve(config, spec, spec.kv_bytes_per_token(_DTYPES[dtype].itemsize), machine, serving=serving)
@@ -119,7 +127,7 @@ def build(
     pace = _record(runner, watch, serving) if choice.choosing is not None and choice.recordable else None
     costs = _costs(spec, weights, _DTYPES[dtype].itemsize, machine, resolved, stores, pace)
     scheduler = _scheduler(config, resolved, costs, pace, serving)
-    engine = _engine(config, opened, resolved, scheduler, runner, observe)
+    engine = _engine(config, opened, resolved, scheduler, runner, observe, grammars)
     memory = _ledger(weight_bytes, resolved, before, inspect(device))
     watch.done("memory", memory.describe())
     front = LocalFront(engine, tokenizer)
@@ -189,6 +197,7 @@ def _engine(
     scheduler: Scheduler,
     runner: ModelRunner,
     observe: Callable[[Runner], Runner],
+    grammars: "Grammars | None",
 ) -> Engine:
     vocab_size = opened.checkpoint.spec.vocab_size
     return Engine(
@@ -198,7 +207,7 @@ def _engine(
         depth=resolved.run_ahead,
         seed=config.seed,
         clock=time.monotonic,
-        grammars=make_grammars(opened, vocab_size),
+        grammars=grammars,
         preparing=runner,
         span=torch.cuda.nvtx.range if runner.device.type == "cuda" else None,
     )

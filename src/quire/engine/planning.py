@@ -1,9 +1,11 @@
 """Makes the deciding half of an engine, its door and its scheduler, from settled numbers. Needs no torch."""
 
 import importlib.util
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from quire.config import EngineConfig, Resolved
+from quire.core.errors import QuireError
 from quire.engine.door import Door
 from quire.engine.opening import OpenedModel
 from quire.kv.manager import KVManager, count_blocks
@@ -37,6 +39,13 @@ def make_grammars(opened: OpenedModel, vocab_size: int) -> "Grammars | None":
     from quire.engine.grammars import Grammars
 
     return Grammars(opened.tokenizer, opened.end_ids, vocab_size)
+
+
+def wake(grammars: "Grammars") -> None:
+    """Read the vocabulary, which holds up all else in this process: before that is said to be ready. A model whose
+    answers cannot be constrained says so to those who ask."""
+    with suppress(QuireError):
+        grammars.wake()
 
 
 def make_scheduler(

@@ -16,6 +16,7 @@ from quire.core.garbage import importing, keep_for_good
 from quire.core.parent import die_with
 from quire.engine.engine import Engine
 from quire.engine.phases import Watch
+from quire.engine.planning import wake
 from quire.engine.station import Station
 from quire.engine.stats import Facts
 from quire.engine.wire import (
@@ -45,6 +46,8 @@ def main(descriptor: int, parent: int) -> int:
     except QuireError as error:
         wire.sendall(pack(problem_frame(error, None)))
         return error.exit_code
+    if engine.grammars is not None:
+        wake(engine.grammars)
     keep_for_good()
     wire.sendall(pack(ReadyFrame(facts)))
     Station(engine, wire, time.monotonic).run()

@@ -65,8 +65,6 @@ class Station:
 
     def run(self) -> None:
         """The whole life of an engine process."""
-        if self._engine.grammars is not None:
-            self._pool.submit(self._engine.grammars.wake)  # so that the first who brings one need not wait for it
         while True:
             self._read()
             if self._hung_up:
