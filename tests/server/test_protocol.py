@@ -119,6 +119,23 @@ def test_every_body_of_a_refusal_is_small_and_says_nothing_of_this_machine(house
             assert not re.search(rb"0x[0-9a-f]{6,}| object at |/usr/|/home/|Traceback", answer)
 
 
+@pytest.mark.parametrize("name", ["noise", "no Host", "header bomb", "trailers"])
+def test_a_refusal_of_the_protocol_has_the_headers_of_every_answer(house: Gatehouse, name: str) -> None:
+    with house.connect() as connection:
+        with suppress(ConnectionResetError, BrokenPipeError):
+            connection.sendall(MALFORMED[name])
+        said = headers_of(heard_until_closed(connection))
+    assert said["x-quire-request-id"] == said["x-request-id"] and said["x-content-type-options"] == "nosniff"
+    house.control()
+    assert said["x-quire-request-id"] in {told.request_id for told in house.heard}
+
+
+def headers_of(answer: bytes) -> dict[str, str]:
+    lines = answer.partition(b"\r\n\r\n")[0].decode("ascii").splitlines()[1:]
+    assert len({line.partition(":")[0] for line in lines}) == len(lines)
+    return dict(line.split(": ", 1) for line in lines)
+
+
 @pytest.mark.parametrize(("num_headers", "status"), [(64, 401), (65, 431)])
 def test_the_number_of_headers(house: Gatehouse, num_headers: int, status: int) -> None:
     lines = b"".join(b"a%d: b\r\n" % number for number in range(num_headers - 2))
@@ -258,13 +275,16 @@ def price_s(num_bytes: int) -> float:
 def test_a_body_that_never_comes_is_cut_off_and_its_application_told(head: bytes) -> None:
     timers = Timers()
     with gatehouse(timers=timers) as house, house.connect() as connection:
-        connection.sendall(head)
+        connection.sendall(head.replace(b"\r\n\r\n", b"\r\nX-Request-Id: mine\r\n\r\n"))
         house.control()
         pass_time(house, timers, Limits().body_s)
         answer = first_answer(connection)
         assert status_of(answer) == 408 and b"0 bytes of it in 30 s or more" in answer and b"65536 bytes a s" in answer
         house.control()
         assert sorted((each.route, each.status) for each in house.heard) == [("/v1/echo", n) for n in (200, 200, 499)]
+        (told,) = [each for each in house.heard if each.status == 499]
+        assert headers_of(answer)["x-quire-request-id"] == told.request_id  # one id, in the log and for the client
+        assert headers_of(answer)["x-request-id"] == "mine" == told.label
 
 
 @pytest.mark.parametrize("chunked", [False, True])

@@ -115,7 +115,7 @@ class Witness:
             return
         assert scope["type"] == "http", "served without WebSockets"
         visit = visit_of(scope) if has_visit(scope) else self._begin(scope)
-        headers = _headers(visit)
+        headers = answer_headers(visit.request_id, visit.label)
 
         async def tell(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -139,7 +139,7 @@ class Witness:
             reply = translated(error, scope)
             visit.status, visit.complete = reply.status, True
             self._tell(scope, visit)
-            return reply._replace(headers=[*reply.headers, *_headers(visit)])
+            return reply._replace(headers=[*reply.headers, *answer_headers(visit.request_id, visit.label)])
         return None
 
     @staticmethod
@@ -257,10 +257,11 @@ def _keys_shown(headers: dict[bytes, bytes]) -> list[bytes]:
     return [*shown, key.strip()] if scheme.lower() == b"bearer" else shown
 
 
-def _headers(visit: Visit) -> Headers:
+def answer_headers(request_id: str, label: str | None) -> Headers:
+    """What every answer has, whoever gives it."""
     return [
-        (b"x-request-id", (visit.label or visit.request_id).encode("ascii")),
-        (b"x-quire-request-id", visit.request_id.encode("ascii")),
+        (b"x-request-id", (label or request_id).encode("ascii")),
+        (b"x-quire-request-id", request_id.encode("ascii")),
         *_HEADERS,
     ]
 

@@ -18,11 +18,11 @@ from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from quire.core.errors import QuireError
-from quire.server.gate import Hear, TurnAway, new_request_id
+from quire.server.gate import Hear, TurnAway, answer_headers, new_request_id
 from quire.server.keys import NOBODY
 from quire.server.replies import Reply, reply_to
 from quire.server.routes import OTHER
-from quire.server.visit import Answered
+from quire.server.visit import Answered, has_visit, visit_of
 
 _MAX_CONNECTIONS = 4096
 _FILES_KEPT = 128  # descriptors that are no client's
@@ -298,8 +298,11 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _refuse(self, error: QuireError) -> None:
         """Answer for the application, unless it has begun to: then there is only the end."""
-        cycle, request_id = self.cycle, new_request_id()
+        cycle, request_id, label = self.cycle, new_request_id(), None
         if cycle is not None and not cycle.response_complete:
+            scope = cast(Scope, cycle.scope)
+            if has_visit(scope):
+                request_id, label = visit_of(scope).request_id, visit_of(scope).label  # as its log line will say
             cycle.disconnected = True
             cycle.message_event.set()  # the application hears that its client is gone, and the gate tells of it
             if cycle.response_started:
@@ -308,7 +311,7 @@ class GuardedProtocol(HttpToolsProtocol):
         elif self.hear is not None:
             self.hear(Answered(OTHER, OTHER, error.status, 0.0, NOBODY.name, request_id))
         reply = reply_to(error)
-        headers = [*reply.headers, (b"x-request-id", request_id.encode("ascii")), (b"connection", b"close")]
+        headers = [*reply.headers, *answer_headers(request_id, label), (b"connection", b"close")]
         self._write(reply._replace(headers=headers))
         self._linger()
 
