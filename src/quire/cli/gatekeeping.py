@@ -24,7 +24,9 @@ class Gatekeeping:
     """The gate's settings, out of all that `quire serve` was given."""
 
     def __init__(self, host: str, given: Mapping[str, Any]) -> None:
-        self._keys = make_key_ring(given["api_keys"], given["api_key_file"], given["admin_key"])
+        self._keys = make_key_ring(
+            given["api_keys"], given["api_key_file"], given["admin_key"], given["admin_key_file"]
+        )
         self._options = GateOptions(
             _body_limit(given["max_body_bytes"]), tuple(given["allowed_origins"]), ADMIN_ROUTES, own_host=host
         )

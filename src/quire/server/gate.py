@@ -216,7 +216,7 @@ class Door:
 
     def _admit_admin(self, identity: Identity | None) -> Identity:
         if not self._keys.has_admin and (identity is not None or self._keys.open):
-            raise AdminOnly("This route needs the admin key, and this server has none: start it with --admin-key.")
+            raise AdminOnly("This route needs the admin key, and this server has none: start it with --admin-key-file.")
         if identity is None:
             raise Unauthorized("This route needs the admin key; send it as 'Authorization: Bearer KEY'.")
         if not identity.admin:
