@@ -99,6 +99,8 @@ def test_a_deadline_that_passes_in_the_queue_spends_nothing(server: Running) -> 
     ("header", "value"),
     [
         ("x-quire-priority", "nan"),
+        ("x-quire-priority", "1.5"),  # as in a body: no class lies between two
+        ("x-quire-priority", "1_0"),
         ("x-quire-timeout-s", "inf"),
         ("x-quire-priority", "1e999"),
         ("x-quire-priority", "urgent"),

@@ -12,7 +12,6 @@ import httpx
 import pytest
 from starlette.routing import Route
 
-from quire.core.errors import ConfigError
 from quire.server.gate import METHODS, GateOptions
 from quire.server.keys import ADMIN, KeyRing
 from quire.server.logs import JsonLines
@@ -171,47 +170,6 @@ def test_below_a_root_path_the_same_doors_are_shut() -> None:
         assert client.get("/metrics").status_code == 401
         assert client.get("/admin/pause", headers=BEARER).status_code == 403
         assert client.get("/metrics", headers=BEARER).status_code == 200
-
-
-# Web pages
-
-
-def test_no_page_may_read_an_answer_by_default(stranger: httpx.Client) -> None:
-    preflight = {"origin": "https://a.example", "access-control-request-method": "POST"}
-    answer = stranger.options("/v1/echo", headers=preflight)
-    assert answer.status_code == 401
-    assert not [name for name in answer.headers if name.startswith("access-control-")]
-
-
-def test_a_page_of_an_allowed_origin_may() -> None:
-    with gatehouse(options=GateOptions(allowed_origins=("https://a.example",))) as house, house.client() as client:
-        wish = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
-        leave = client.options("/v1/echo", headers={"origin": "https://a.example", **wish})
-        assert leave.status_code == 200 and leave.headers["x-request-id"]
-        assert leave.headers["access-control-allow-origin"] == "https://a.example"
-        assert "authorization" in leave.headers["access-control-allow-headers"]
-        refused = client.post("/v1/echo", json={}, headers={"origin": "https://a.example"})
-        assert refused.status_code == 401 and refused.headers["access-control-allow-origin"] == "https://a.example"
-        assert client.options("/v1/echo", headers={"origin": "https://b.example", **wish}).status_code == 400
-        assert client.options("/v1/echo", headers={"origin": "https://a.example"}).status_code == 401
-        answer = client.post("/v1/echo", json={}, headers={"origin": "https://a.example", **BEARER})
-        assert answer.status_code == 200 and "x-request-id" in answer.headers["access-control-expose-headers"]
-
-
-def test_a_page_of_another_origin_may_not_use_an_open_server(open_house: Gatehouse) -> None:
-    with open_house.client() as client:
-        own = f"http://127.0.0.1:{open_house.port}"
-        statuses = {
-            origin: client.post("/v1/echo", headers={"origin": origin}).status_code
-            for origin in ("https://a.example", "null", "http://127.0.0.1", own)
-        }
-        assert statuses == {"https://a.example": 403, "null": 403, "http://127.0.0.1": 403, own: 200}
-
-
-@pytest.mark.parametrize("origin", ["a.example", "https://a.example/path", "", "javascript:alert(1)", "https://*.b\n"])
-def test_what_is_no_origin(origin: str) -> None:
-    with pytest.raises(ConfigError, match="not an origin"):
-        GateOptions(allowed_origins=(origin,))
 
 
 # Bodies

@@ -69,8 +69,8 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "holds no API key"),
-        ("# only this\n", "holds no API key"),
+        ("", "holds no key"),
+        ("# only this\n", "holds no key"),
         ("sk-secret a\n", "line 1"),
         ("sk-ok\n\nsk-secret color=red\n", "line 3"),
         ("sk-secret weight=heavy\n", "numbers"),
@@ -105,3 +105,20 @@ def test_what_is_no_key(key: str) -> None:
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         make_key_ring([], tmp_path / "nothing")
+
+
+def test_a_file_of_admin_keys(tmp_path: Path) -> None:
+    file = written(tmp_path, "# ours\nsk-admin\n\nsk-admin-next\n")
+    ring = make_key_ring([], admin_key="sk-given", admin_file=file)
+    assert [ring.find(key) for key in (b"sk-admin", b"sk-admin-next", b"sk-given")] == [ADMIN] * 3
+    assert ring.open and not make_key_ring(["sk-served"], admin_file=file).open
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("", "holds no key"), ("sk-a\nsk-secret name=ops\n", "line 2: nothing"), ("sk-\u00e9", "not plain ASCII")],
+)
+def test_a_file_of_admin_keys_that_is_none_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as refused:
+        make_key_ring([], admin_file=written(tmp_path, text))
+    assert refused.value.param == "admin_key_file" and "sk-" not in refused.value.message

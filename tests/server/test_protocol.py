@@ -119,6 +119,23 @@ def test_every_body_of_a_refusal_is_small_and_says_nothing_of_this_machine(house
             assert not re.search(rb"0x[0-9a-f]{6,}| object at |/usr/|/home/|Traceback", answer)
 
 
+@pytest.mark.parametrize("name", ["noise", "no Host", "header bomb", "trailers"])
+def test_a_refusal_of_the_protocol_has_the_headers_of_every_answer(house: Gatehouse, name: str) -> None:
+    with house.connect() as connection:
+        with suppress(ConnectionResetError, BrokenPipeError):
+            connection.sendall(MALFORMED[name])
+        said = headers_of(heard_until_closed(connection))
+    assert said["x-quire-request-id"] == said["x-request-id"] and said["x-content-type-options"] == "nosniff"
+    house.control()
+    assert said["x-quire-request-id"] in {told.request_id for told in house.heard}
+
+
+def headers_of(answer: bytes) -> dict[str, str]:
+    lines = answer.partition(b"\r\n\r\n")[0].decode("ascii").splitlines()[1:]
+    assert len({line.partition(":")[0] for line in lines}) == len(lines)
+    return dict(line.split(": ", 1) for line in lines)
+
+
 @pytest.mark.parametrize(("num_headers", "status"), [(64, 401), (65, 431)])
 def test_the_number_of_headers(house: Gatehouse, num_headers: int, status: int) -> None:
     lines = b"".join(b"a%d: b\r\n" % number for number in range(num_headers - 2))
@@ -243,32 +260,78 @@ def test_empty_lines_between_requests_do_not_hold_a_connection() -> None:
         assert len(timers.running(Limits().head_s)) == 1
 
 
-def test_a_stalled_body_is_cut_off_and_its_application_told() -> None:
+def pass_time(house: Gatehouse, timers: Timers, delay_s: float) -> None:
+    """What one connection waits for comes."""
+    (handle,) = timers.running(delay_s)
+    house.in_loop(handle._run)
+    handle.cancel()  # it has run
+
+
+def price_s(num_bytes: int) -> float:
+    return num_bytes / Limits().body_bytes_per_s
+
+
+@pytest.mark.parametrize("head", [POST + b"Content-Length: 10\r\n\r\n", CHUNKED])
+def test_a_body_that_never_comes_is_cut_off_and_its_application_told(head: bytes) -> None:
     timers = Timers()
     with gatehouse(timers=timers) as house, house.connect() as connection:
-        connection.sendall(POST + b"Content-Length: 10\r\n\r\n12")
+        connection.sendall(head.replace(b"\r\n\r\n", b"\r\nX-Request-Id: mine\r\n\r\n"))
         house.control()
-        (stalled,) = timers.running(Limits().stall_s)
-        house.in_loop(stalled._run)
-        assert status_of(first_answer(connection)) == 408
+        pass_time(house, timers, Limits().body_s)
+        answer = first_answer(connection)
+        assert status_of(answer) == 408 and b"0 bytes of it in 30 s or more" in answer and b"65536 bytes a s" in answer
         house.control()
         assert sorted((each.route, each.status) for each in house.heard) == [("/v1/echo", n) for n in (200, 200, 499)]
+        (told,) = [each for each in house.heard if each.status == 499]
+        assert headers_of(answer)["x-quire-request-id"] == told.request_id  # one id, in the log and for the client
+        assert headers_of(answer)["x-request-id"] == "mine" == told.label
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_that_trickles_is_cut_off(chunked: bool) -> None:
+    timers = Timers()
+    with gatehouse(timers=timers) as house, house.connect() as connection:
+        connection.sendall(CHUNKED if chunked else POST + b"Content-Length: 100\r\n\r\n")
+        house.control()
+        first = timers.running(Limits().body_s)
+        for _ in range(5):
+            connection.sendall(b"1\r\n \r\n" if chunked else b" ")
+            house.control()
+        assert timers.running(Limits().body_s) == first  # no byte begins it anew
+        pass_time(house, timers, Limits().body_s)
+        pass_time(house, timers, price_s(5))
+        answer = first_answer(connection)
+        assert status_of(answer) == 408 and b"5 bytes of it" in answer
 
 
 def test_a_body_that_moves_is_given_time() -> None:
     timers = Timers()
     with gatehouse(timers=timers) as house, house.connect() as connection:
-        connection.sendall(POST + b"Connection: close\r\nContent-Length: 3\r\n\r\n")
+        much, more = b" " * 1000, b" " * 64_000
+        length = len(much) + len(more) + 2
+        connection.sendall(POST + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % length + much)
         house.control()
-        seen = timers.running(Limits().stall_s)
-        for byte in (b"1", b"2"):
-            connection.sendall(byte)
-            house.control()
-            seen += timers.running(Limits().stall_s)
-        assert len(seen) == len({id(handle) for handle in seen}) == 3  # each byte begins it anew
-        connection.sendall(b"3")
-        assert b'"length":3' in heard_until_closed(connection)
-        assert timers.running(Limits().stall_s) == []
+        pass_time(house, timers, Limits().body_s)
+        connection.sendall(b" ")
+        house.control()
+        pass_time(house, timers, price_s(len(much)))
+        connection.sendall(more)
+        house.control()
+        pass_time(house, timers, price_s(1))
+        assert len(timers.running(price_s(len(more)))) == 1
+        connection.sendall(b" ")
+        assert b'"length":%d' % length in heard_until_closed(connection)
+        assert timers.running(price_s(len(more))) == []
+
+
+def test_a_body_that_came_fast_and_then_stands_still_is_cut_off_after_twice_the_time() -> None:
+    timers = Timers()
+    with gatehouse(timers=timers, limits=Limits(body_bytes_per_s=10)) as house, house.connect() as connection:
+        connection.sendall(POST + b"Content-Length: 5000\r\n\r\n" + b" " * 4999)  # worth 500 s
+        house.control()
+        for _ in range(2):
+            pass_time(house, timers, Limits().body_s)
+        assert status_of(first_answer(connection)) == 408
 
 
 def test_one_connection_too_many_is_told_so_and_the_places_come_back() -> None:

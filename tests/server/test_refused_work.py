@@ -81,6 +81,13 @@ def test_who_cannot_come_in_is_not_read_and_not_routed(
     assert full.middleware_stack is None
 
 
+@pytest.mark.parametrize("path", ["/docs/", "/v1/completions/", "/health/"])
+def test_a_slash_too_many_sends_nobody_anywhere(full: Application, path: str) -> None:
+    visit = Visit(full, path).make()
+    assert visit.status == 404 and b"location" not in visit.headers
+    assert json.loads(visit.body)["error"]["message"] == f"POST {path} is not served here."
+
+
 def test_a_body_beyond_the_limit_is_read_no_further(full: Application) -> None:
     visit = Visit(full, "/tokenize").make()
     assert visit.status == 413 and json.loads(visit.body)["error"]["code"] == "body_too_large"

@@ -19,10 +19,11 @@ CERTIFY = ("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl to make a certificate with")
 def test_a_server_with_keys_and_a_certificate(tmp_path: Path) -> None:
-    keys, certificate, private = tmp_path / "keys", tmp_path / "cert.pem", tmp_path / "key.pem"
+    keys, admin, certificate, private = (tmp_path / name for name in ("keys", "admin", "cert.pem", "key.pem"))
     keys.write_text("sk-served name=somebody\n")
+    admin.write_text("sk-admin\n")
     subprocess.run([*CERTIFY, "-keyout", private, "-out", certificate], check=True, capture_output=True)
-    gate = ("--api-key-file", str(keys), "--admin-key", "sk-admin", "--log-format", "json", "--ssl-certfile",
+    gate = ("--api-key-file", str(keys), "--admin-key-file", str(admin), "--log-format", "json", "--ssl-certfile",
             str(certificate), "--ssl-keyfile", str(private), "--max-body", "1KiB")  # fmt: skip
     process = subprocess.Popen(
         [QUIRE, "serve", *TINY, "--host", "0.0.0.0", "--port", "0", *gate],
@@ -42,6 +43,8 @@ def test_a_server_with_keys_and_a_certificate(tmp_path: Path) -> None:
         assert client.post("/v1/completions", json=wish).status_code == 401
         answer = client.post("/v1/completions", json=wish, headers=bearer)
         assert answer.status_code == 200 and answer.headers["x-request-id"] == "mine"
+        assert client.post("/pause", headers=bearer).status_code == 403
+        assert client.post("/resume", headers={"authorization": "Bearer sk-admin"}).status_code == 200
         assert client.post("/v1/completions", content=b" " * 1025, headers=bearer).status_code == 413
     process.terminate()
     said, _ = process.communicate(timeout=60)
@@ -49,6 +52,8 @@ def test_a_server_with_keys_and_a_certificate(tmp_path: Path) -> None:
     assert [(line["route"], line["status"], line["key"], line["client_id"]) for line in lines] == [
         ("/v1/completions", 401, "nobody", "mine"),
         ("/v1/completions", 200, "somebody", "mine"),
+        ("/pause", 403, "nobody", "mine"),
+        ("/resume", 200, "admin", "mine"),
         ("/v1/completions", 413, "somebody", "mine"),
     ]
     assert "sk-" not in said

@@ -23,10 +23,12 @@ _KEEP_ALIVE_S = 30  # longer than clients keep an idle connection, so that it is
 class Gatekeeping:
     """The gate's settings, out of all that `quire serve` was given."""
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        self._keys = make_key_ring(given["api_keys"], given["api_key_file"], given["admin_key"])
+    def __init__(self, host: str, given: Mapping[str, Any]) -> None:
+        self._keys = make_key_ring(
+            given["api_keys"], given["api_key_file"], given["admin_key"], given["admin_key_file"]
+        )
         self._options = GateOptions(
-            _body_limit(given["max_body_bytes"]), tuple(given["allowed_origins"]), admin_routes=ADMIN_ROUTES
+            _body_limit(given["max_body_bytes"]), tuple(given["allowed_origins"]), ADMIN_ROUTES, own_host=host
         )
         self._root_path = _root_path(given["root_path"])
         self._certificate = _certificate(given["ssl_certfile"], given["ssl_keyfile"])

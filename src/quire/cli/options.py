@@ -98,7 +98,11 @@ _SERVING = (
                  "it in the list of processes: --api-key-file keeps it from them."),
     click.option("--api-key-file", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
                  help="One key per line, with name=, weight=, max_open= or trusted after it where wanted."),
-    click.option("--admin-key", metavar="KEY", help="The key of the admin's routes; without it they are refused."),
+    click.option("--admin-key", metavar="KEY",
+                 help="The key of the admin's routes, for others to read like --api-key. Without an admin key these "
+                 "routes are refused."),
+    click.option("--admin-key-file", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+                 help="One admin key per line."),
     click.option("--insecure-no-key", is_flag=True, help="Serve beyond this machine without any API key."),
     click.option("--allowed-origins", multiple=True, metavar="ORIGIN",
                  help="An origin whose web pages may use this server, or *; may be given several times."),

@@ -34,7 +34,7 @@ def serve(model: str | None, host: str, port: int, given: Mapping[str, Any]) -> 
     from quire.cli.gatekeeping import Gatekeeping
     from quire.server.lifecycle import Listeners, serve_until_told
 
-    gatekeeping = Gatekeeping(given)
+    gatekeeping = Gatekeeping(host, given)
     _check_host(host, keyed=gatekeeping.keyed, insecure=bool(given["insecure_no_key"]))
     config = replace(engine_config(model, given), tenant_weights=gatekeeping.weights)
     with _listen(host, port) as listening:  # refuses a taken port before a model is loaded for nothing

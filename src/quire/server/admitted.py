@@ -4,6 +4,7 @@ What a request's headers say of its class and its patience is read here.
 """
 
 import math
+import re
 from collections.abc import Awaitable, Callable
 
 from starlette.requests import Request
@@ -17,6 +18,7 @@ from quire.server.visit import CURRENT, visit_of
 
 _PRIORITY = b"x-quire-priority"
 _TIMEOUT = b"x-quire-timeout-s"
+_WHOLE = re.compile(rb"[+-]?\d{1,18}")
 
 
 class Admitted:
@@ -29,8 +31,7 @@ class Admitted:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         visit = visit_of(scope)
         try:
-            urgency = _number(scope, _PRIORITY)
-            visit.priority = None if urgency is None else int(urgency)
+            visit.priority = _whole_number(scope, _PRIORITY)
             visit.timeout_s = _number(scope, _TIMEOUT)
             token = CURRENT.set(visit)
             try:
@@ -41,8 +42,17 @@ class Admitted:
             self._turnstile.leave(visit.identity.name)
 
 
+def _whole_number(scope: Scope, header: bytes) -> int | None:
+    value = _value(scope, header)
+    if value is None:
+        return None
+    if not _WHOLE.fullmatch(value):
+        raise _misfit(header, "a whole number", value)
+    return int(value)
+
+
 def _number(scope: Scope, header: bytes) -> float | None:
-    value = next((value for name, value in scope["headers"] if name == header), None)
+    value = _value(scope, header)
     if value is None:
         return None
     try:
@@ -50,6 +60,14 @@ def _number(scope: Scope, header: bytes) -> float | None:
     except ValueError:
         number = math.nan
     if not math.isfinite(number):
-        name = header.decode()
-        raise InvalidParameter(f"The header {name} must be a number, not {value[:40]!r}.", param=name)
+        raise _misfit(header, "a number", value)
     return number
+
+
+def _value(scope: Scope, header: bytes) -> bytes | None:
+    return next((value for name, value in scope["headers"] if name == header), None)
+
+
+def _misfit(header: bytes, wanted: str, value: bytes) -> InvalidParameter:
+    name, said = header.decode(), value[:40].decode("latin-1")
+    return InvalidParameter(f"The header {name} must be {wanted}, not {said!r}.", param=name)

@@ -71,6 +71,7 @@ class Application(Starlette):
 
     def __init__(self, desk: Desk, routes: list[Route]) -> None:
         super().__init__(routes=routes, exception_handlers=HANDLERS)
+        self.router.redirect_slashes = False  # it would send clients to wherever their Host header says
         self._turnstile = desk.turnstile
 
     def admit(self, scope: Scope) -> None:

@@ -5,6 +5,7 @@ the door. Whoever holds a request's head may ask before all that whether the doo
 keys, paths and sizes; not what the application does.
 """
 
+import ipaddress
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -42,6 +43,7 @@ METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 
 _LABEL = re.compile(rb"[!-~]{1,128}")
 _ORIGIN = re.compile(r"\*|https?://[A-Za-z0-9.\[\]:-]+")
+_PORT = re.compile(r":\d*\Z")
 _JSON = re.compile(rb"\s*application/(?:[\w.-]+\+)?json\s*(?:;.*)?", re.IGNORECASE)
 _HEADERS = [
     (b"x-content-type-options", b"nosniff"),
@@ -58,6 +60,7 @@ class GateOptions:
     max_body_bytes: int = 16 << 20
     allowed_origins: tuple[str, ...] = ()
     admin_routes: tuple[str, ...] = ()  # patterns; all below /admin/ are the admin's in any case
+    own_host: str = "localhost"  # where it listens
 
     def __post_init__(self) -> None:
         for origin in self.allowed_origins:
@@ -115,7 +118,7 @@ class Witness:
             return
         assert scope["type"] == "http", "served without WebSockets"
         visit = visit_of(scope) if has_visit(scope) else self._begin(scope)
-        headers = _headers(visit)
+        headers = answer_headers(visit.request_id, visit.label)
 
         async def tell(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -139,7 +142,7 @@ class Witness:
             reply = translated(error, scope)
             visit.status, visit.complete = reply.status, True
             self._tell(scope, visit)
-            return reply._replace(headers=[*reply.headers, *_headers(visit)])
+            return reply._replace(headers=[*reply.headers, *answer_headers(visit.request_id, visit.label)])
         return None
 
     @staticmethod
@@ -175,6 +178,9 @@ class Door:
         self._admit = admit
         self._limit = options.max_body_bytes
         self._origins = frozenset(options.allowed_origins)
+        self._own_names = frozenset(
+            ["localhost", options.own_host.lower(), *(_name(_host(origin)) for origin in self._origins)]
+        )
         self._admin = tuple(compile_path(pattern)[0] for pattern in options.admin_routes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -210,7 +216,7 @@ class Door:
 
     def _admit_admin(self, identity: Identity | None) -> Identity:
         if not self._keys.has_admin and (identity is not None or self._keys.open):
-            raise AdminOnly("This route needs the admin key, and this server has none: start it with --admin-key.")
+            raise AdminOnly("This route needs the admin key, and this server has none: start it with --admin-key-file.")
         if identity is None:
             raise Unauthorized("This route needs the admin key; send it as 'Authorization: Bearer KEY'.")
         if not identity.admin:
@@ -222,10 +228,24 @@ class Door:
         origin = headers.get(b"origin", b"").decode("latin-1")
         if not self._keys.open or not origin or "*" in self._origins or origin in self._origins:
             return
-        if origin.partition("://")[2] != headers.get(b"host", b"").decode("latin-1"):
+        host = headers.get(b"host", b"").decode("latin-1")
+        if _host(origin) != host:
             raise ForeignOrigin(
                 "A web page of another origin may not use this server; allow it with --allowed-origins."
             )
+        if not self._is_own(_name(host)):
+            raise ForeignOrigin(
+                f"This server has no keys, and does not know that {host:.100} is its own name and no stranger's. Use "
+                f"its IP address, or start it with --allowed-origins {origin:.100} or with keys."
+            )
+
+    def _is_own(self, name: str) -> bool:
+        """Whether a page at this name can only be ours: whoever owns another name may say that it is our address."""
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return name in self._own_names
+        return True
 
     def _check_body(self, method: str, headers: dict[bytes, bytes]) -> None:
         kind = headers.get(b"content-type")
@@ -251,16 +271,26 @@ class Door:
         return take
 
 
+def _host(origin: str) -> str:
+    return origin.partition("://")[2]
+
+
+def _name(host: str) -> str:
+    """Without its port, and an address of IPv6 without its brackets."""
+    return _PORT.sub("", host).removeprefix("[").removesuffix("]").lower()
+
+
 def _keys_shown(headers: dict[bytes, bytes]) -> list[bytes]:
     shown = [headers[b"x-api-key"]] if b"x-api-key" in headers else []
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
     return [*shown, key.strip()] if scheme.lower() == b"bearer" else shown
 
 
-def _headers(visit: Visit) -> Headers:
+def answer_headers(request_id: str, label: str | None) -> Headers:
+    """What every answer has, whoever gives it."""
     return [
-        (b"x-request-id", (visit.label or visit.request_id).encode("ascii")),
-        (b"x-quire-request-id", visit.request_id.encode("ascii")),
+        (b"x-request-id", (label or request_id).encode("ascii")),
+        (b"x-quire-request-id", request_id.encode("ascii")),
         *_HEADERS,
     ]
 

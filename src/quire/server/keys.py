@@ -14,6 +14,7 @@ import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from quire.core.errors import ConfigError
 
@@ -86,30 +87,53 @@ class KeyRing:
         return f"KeyRing({len(self._identities)} keys)"
 
 
-def make_key_ring(keys: Sequence[str], file: Path | None = None, admin_key: str | None = None) -> KeyRing:
+def make_key_ring(
+    keys: Sequence[str], file: Path | None = None, admin_key: str | None = None, admin_file: Path | None = None
+) -> KeyRing:
     """The keys of a command line: given one by one, from a file, and the admin's."""
     held = [(key, Identity(f"key-{number}")) for number, key in enumerate(keys, start=1)]
     if file is not None:
         held += read_keys(file, first_number=len(held) + 1)
     if admin_key is not None:
         held.append((admin_key, ADMIN))
+    if admin_file is not None:
+        held += read_admin_keys(admin_file)
     return KeyRing(held)
 
 
 def read_keys(file: Path, *, first_number: int = 1) -> list[tuple[str, Identity]]:
     """The keys of a file, numbered where they have no name. An error says which line, never what it holds."""
+    return [
+        (line.words[0], _identity(line.words[1:], f"key-{number}", line.where))
+        for number, line in enumerate(_lines(file, "api_key_file"), start=first_number)
+    ]
+
+
+def read_admin_keys(file: Path) -> list[tuple[str, Identity]]:
+    """The keys of a file, all of them the admin's."""
+    lines = _lines(file, "admin_key_file")
+    for line in lines:
+        if len(line.words) > 1:
+            raise ConfigError(f"{line.where}: nothing may stand after an admin key.", param="admin_key_file")
+    return [(line.words[0], ADMIN) for line in lines]
+
+
+class _Line(NamedTuple):
+    where: str
+    words: list[str]
+
+
+def _lines(file: Path, param: str) -> list[_Line]:
+    """Those that hold a key."""
     try:
-        lines = file.read_text(encoding="ascii").splitlines()
+        text = file.read_text(encoding="ascii")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not plain ASCII text"
-        raise ConfigError(f"Cannot read the API keys in {file}: {reason}.", param="api_key_file") from error
-    held: list[tuple[str, Identity]] = []
-    for number, line in enumerate(lines, start=1):
-        words = line.split()
-        if words and not words[0].startswith("#"):
-            held.append((words[0], _identity(words[1:], f"key-{first_number + len(held)}", f"{file}, line {number}")))
+        raise ConfigError(f"Cannot read the keys in {file}: {reason}.", param=param) from error
+    numbered = [_Line(f"{file}, line {number}", line.split()) for number, line in enumerate(text.splitlines(), start=1)]
+    held = [line for line in numbered if line.words and not line.words[0].startswith("#")]
     if not held:
-        raise ConfigError(f"{file} holds no API key; write one per line.", param="api_key_file")
+        raise ConfigError(f"{file} holds no key; write one per line.", param=param)
     return held
 
 

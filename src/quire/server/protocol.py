@@ -1,6 +1,6 @@
 """HTTP/1.1 as this server takes it: uvicorn's httptools protocol with limits that act while bytes arrive.
 
-A connection carries one request at a time. Its head must come soon and be small, its body must not stall, and what
+A connection carries one request at a time. Its head must come soon and be small, its body must not trickle, and what
 is malformed is answered and cut off. Whom the gate turns away by the head alone is answered here: no task is made for
 it, and no body kept. Knows bytes and time; neither keys nor routes.
 """
@@ -18,11 +18,11 @@ from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from quire.core.errors import QuireError
-from quire.server.gate import Hear, TurnAway, new_request_id
+from quire.server.gate import Hear, TurnAway, answer_headers, new_request_id
 from quire.server.keys import NOBODY
 from quire.server.replies import Reply, reply_to
 from quire.server.routes import OTHER
-from quire.server.visit import Answered
+from quire.server.visit import Answered, has_visit, visit_of
 
 _MAX_CONNECTIONS = 4096
 _FILES_KEPT = 128  # descriptors that are no client's
@@ -63,7 +63,8 @@ class Limits:
     head_bytes: int = 16 << 10  # request line and headers; also what a chunk may have around it
     headers: int = 64
     head_s: float = 10.0
-    stall_s: float = 30.0  # without a byte of a body that is not all here
+    body_s: float = 30.0  # for a body; then each of its bytes that came buys time, up to as much again
+    body_bytes_per_s: int = 64 << 10  # the price
     linger_s: float = 2.0  # what comes after a refusal is thrown away so long: a reset would take the answer with it
     linger_bytes: int = 16 << 20
     connections: int = _MAX_CONNECTIONS
@@ -92,6 +93,8 @@ class GuardedProtocol(HttpToolsProtocol):
     _timer: asyncio.Handle | None = None
     _num_head_bytes = 0
     _num_framing_bytes = 0  # since the last byte of a body
+    _num_body_bytes = 0
+    _num_spent_bytes = 0  # of the body: those that have bought time
     _num_spilt_bytes = 0
     _refusal: QuireError | None = None
     _early_reply: Reply | None = None
@@ -145,8 +148,6 @@ class GuardedProtocol(HttpToolsProtocol):
             self._spill(len(data))
         elif self._num_framing_bytes > self.limits.head_bytes:
             self._refuse(MalformedHttp(f"More than {self.limits.head_bytes} bytes around a chunk of the body."))
-        else:
-            self._enter(Phase.BODY, self.limits.stall_s, self._body_is_late)
 
     def _feed(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
@@ -200,8 +201,8 @@ class GuardedProtocol(HttpToolsProtocol):
         if any(name == b"transfer-encoding" and value.lower() != b"chunked" for name, value in self.headers):
             raise self._refused(MalformedHttp("The only Transfer-Encoding that is read is chunked."))
         super().on_headers_complete()
-        self._num_framing_bytes = 0
-        self._enter(Phase.BODY, self.limits.stall_s, self._body_is_late)
+        self._num_framing_bytes = self._num_body_bytes = self._num_spent_bytes = 0
+        self._enter(Phase.BODY, self.limits.body_s, self._body_is_late)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         """Only for those whom the gate has nothing against, and for who does not read its answers: that one waits."""
@@ -212,6 +213,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._num_framing_bytes = 0
+        self._num_body_bytes += len(body)
         if self._early_reply is None:
             super().on_body(body)
 
@@ -258,10 +260,20 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refuse(TooSlow(f"The headers were not complete after {self.limits.head_s:g} s."))
 
     def _body_is_late(self) -> None:
+        """Unless enough of it came since the last look: no trickle holds its place for long."""
+        limits, num_new = self.limits, self._num_body_bytes - self._num_spent_bytes
         if self.flow.read_paused:  # it is the application that does not read
-            self._enter(Phase.BODY, self.limits.stall_s, self._body_is_late)
+            self._enter(Phase.BODY, limits.body_s, self._body_is_late)
+        elif num_new:
+            self._num_spent_bytes = self._num_body_bytes
+            self._enter(Phase.BODY, min(num_new / limits.body_bytes_per_s, limits.body_s), self._body_is_late)
         else:
-            self._refuse(TooSlow(f"Nothing more of the body came for {self.limits.stall_s:g} s."))
+            self._refuse(
+                TooSlow(
+                    f"The body came too slowly: {self._num_body_bytes} bytes of it in {limits.body_s:g} s or more. "
+                    f"After the first {limits.body_s:g} s, send at least {limits.body_bytes_per_s} bytes a second."
+                )
+            )
 
     # How it ends
 
@@ -286,8 +298,11 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _refuse(self, error: QuireError) -> None:
         """Answer for the application, unless it has begun to: then there is only the end."""
-        cycle, request_id = self.cycle, new_request_id()
+        cycle, request_id, label = self.cycle, new_request_id(), None
         if cycle is not None and not cycle.response_complete:
+            scope = cast(Scope, cycle.scope)
+            if has_visit(scope):
+                request_id, label = visit_of(scope).request_id, visit_of(scope).label  # as its log line will say
             cycle.disconnected = True
             cycle.message_event.set()  # the application hears that its client is gone, and the gate tells of it
             if cycle.response_started:
@@ -296,7 +311,7 @@ class GuardedProtocol(HttpToolsProtocol):
         elif self.hear is not None:
             self.hear(Answered(OTHER, OTHER, error.status, 0.0, NOBODY.name, request_id))
         reply = reply_to(error)
-        headers = [*reply.headers, (b"x-request-id", request_id.encode("ascii")), (b"connection", b"close")]
+        headers = [*reply.headers, *answer_headers(request_id, label), (b"connection", b"close")]
         self._write(reply._replace(headers=headers))
         self._linger()
 
