@@ -4,6 +4,7 @@ Safe to use from many threads: nothing changes after it was made, but for a cach
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from quire.core.errors import InvalidPrompt
 from quire.text.folder_vocab import vocabulary_from_folder
 from quire.text.gguf_vocab import vocabulary_from_gguf
 from quire.text.vocabulary import Vocabulary
+
+_FALLBACK_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Tokenizer:
@@ -91,6 +94,11 @@ class Tokenizer:
             piece = self._backend.id_to_token(token_id) or ""
             known = self._piece_bytes[token_id] = _bytes_of(piece)
         return known
+
+    def fallback_byte(self, token_id: int) -> bytes:
+        """The byte that a token such as <0xE4> of a vocabulary of texts stands for; nothing for all others."""
+        piece = self._backend.id_to_token(token_id) or ""
+        return bytes.fromhex(piece[3:5]) if not self.byte_level and _FALLBACK_BYTE.fullmatch(piece) else b""
 
 
 def _check_text(text: str) -> None:
