@@ -1,8 +1,8 @@
 """Token ids to text, as they come: never half a character, never more work than the new tokens ask for.
 
-The pieces joined are what `Tokenizer.decode` gives for all tokens at once, but for a character that was begun at the end
-and never finished: it is left out. Where decoding depends on what stands before (SentencePiece takes away the space that
-begins a text, a character may have begun in the prompt), it is the text that follows the prompt.
+The pieces joined are what `Tokenizer.decode` gives for all tokens at once, but for a character that is begun at the end
+and never finished: it is left out. Where decoding depends on what stands before (SentencePiece takes away the space
+that begins a text, a character may have begun in the prompt), it is the text that follows the prompt.
 """
 
 import codecs
