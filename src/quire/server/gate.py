@@ -28,6 +28,7 @@ from quire.server.replies import (
     Translator,
     Unauthorized,
     UnsupportedMediaType,
+    is_anthropic,
     translated,
 )
 from quire.server.routes import OTHER, RouteNames, patterns, route_path
@@ -86,7 +87,7 @@ def secure(
             allow_origins=options.allowed_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "x-quire-request-id", "retry-after", "retry-after-ms"],
+            expose_headers=["x-request-id", "x-quire-request-id", "request-id", "retry-after", "retry-after-ms"],
         )
     return Witness(app, guarded, door, RouteNames(patterns(app.routes)), hear)
 
@@ -115,7 +116,7 @@ class Witness:
             return
         assert scope["type"] == "http", "served without WebSockets"
         visit = visit_of(scope) if has_visit(scope) else self._begin(scope)
-        headers = _headers(visit)
+        headers = _headers(scope, visit)
 
         async def tell(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -139,7 +140,7 @@ class Witness:
             reply = translated(error, scope)
             visit.status, visit.complete = reply.status, True
             self._tell(scope, visit)
-            return reply._replace(headers=[*reply.headers, *_headers(visit)])
+            return reply._replace(headers=[*reply.headers, *_headers(scope, visit)])
         return None
 
     @staticmethod
@@ -257,10 +258,12 @@ def _keys_shown(headers: dict[bytes, bytes]) -> list[bytes]:
     return [*shown, key.strip()] if scheme.lower() == b"bearer" else shown
 
 
-def _headers(visit: Visit) -> Headers:
+def _headers(scope: Scope, visit: Visit) -> Headers:
+    own = visit.request_id.encode("ascii")
     return [
         (b"x-request-id", (visit.label or visit.request_id).encode("ascii")),
-        (b"x-quire-request-id", visit.request_id.encode("ascii")),
+        (b"x-quire-request-id", own),
+        *([(b"request-id", own)] if is_anthropic(route_path(scope)) else []),
         *_HEADERS,
     ]
 
