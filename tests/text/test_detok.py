@@ -170,6 +170,15 @@ def test_the_space_before_a_word_is_kept_after_a_prompt_and_dropped_at_the_start
     assert Detokenizer(piece_tokenizer, prompt_ids=after_special).push(word) == " hi"
 
 
+@LAW
+@given(ids=st.lists(st.integers(0, 270), min_size=1, max_size=12))
+def test_the_spellings_of_tokens_join_to_the_text(piece_tokenizer: Tokenizer, ids: list[int]) -> None:
+    """Of all that are not parts of a character: those have no text of their own."""
+    ids = [token for token in ids if piece_tokenizer.fallback_byte(token) < b"\x80"]
+    after = piece_tokenizer.decode([262, *ids], skip_special_tokens=False)
+    assert "a" + "".join(map(piece_tokenizer.spell, ids)) == after
+
+
 @pytest.mark.parametrize("token", [3 + 0x80, 262])
 def test_work_does_not_grow_with_the_text(
     piece_tokenizer: Tokenizer, token: int, monkeypatch: pytest.MonkeyPatch

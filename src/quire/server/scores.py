@@ -31,7 +31,7 @@ class Spelling:
         if self._as_ids or self._tokenizer is None:
             return f"token_id:{token_id}"
         if logprob is None:
-            return self._tokenizer.decode([token_id], skip_special_tokens=False)
+            return self._tokenizer.spell(token_id)
         return logprob.decoded_token or ""
 
     def unique(self, token_id: int, logprob: Logprob | None) -> str:
@@ -53,7 +53,7 @@ class Spelling:
         """Whether a prompt's text says its first token; what a tokenizer put before it, it does not."""
         if self._tokenizer is None or token_id not in self._tokenizer.special_ids:
             return True
-        return text.startswith(self._tokenizer.decode([token_id], skip_special_tokens=False))
+        return text.startswith(self._tokenizer.spell(token_id))
 
     def detokenizer(self, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = False) -> Detokenizer | None:
         return None if self._tokenizer is None else Detokenizer(self._tokenizer, skip_special_tokens, prompt_ids)

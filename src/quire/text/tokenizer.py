@@ -75,6 +75,13 @@ class Tokenizer:
         """The text of these tokens. Ids that are no tokens give nothing."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
+    def spell(self, token_id: int) -> str:
+        """The text of one token in the middle of others: with the space that decoding takes from the first."""
+        alone = self.decode([token_id], skip_special_tokens=False)
+        if self.byte_level:
+            return alone
+        return self.decode([token_id, token_id], skip_special_tokens=False)[len(alone) :]
+
     def token_to_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
 
