@@ -129,6 +129,9 @@ def test_a_begun_answer_goes_on(http: httpx.Client) -> None:
     assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == (
         "The capital of France is" + answer
     )
+    parts = [{"type": "text", "text": "The capital"}, {"type": "text", "text": "of France is"}]
+    in_parts = {**asked, "messages": [*QUESTION, {"role": "assistant", "content": parts}]}
+    assert text_of(chat(http, **in_parts, echo=True)) == "The capital\nof France is" + text_of(chat(http, **in_parts))
     assert prompt_of(http, begun, continue_final_message=True).endswith("The capital of France is")
     assert prompt_of(http, QUESTION, add_generation_prompt=False).endswith("<|im_end|>\n")
 

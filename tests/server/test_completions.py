@@ -1,6 +1,5 @@
 """POST /v1/completions against the real server: prompts of all kinds, echo, scores, several prompts in one stream."""
 
-import json
 import math
 from typing import Any
 
@@ -195,6 +194,9 @@ def test_usage_in_a_stream_is_for_who_asks(http: httpx.Client) -> None:
     counts = [chunk["usage"]["completion_tokens"] for chunk in running]
     assert counts == sorted(counts) and counts[-1] == 8 and counts[0] >= 1
     assert {chunk["usage"]["prompt_tokens"] for chunk in running} == {whole["prompt_tokens"]}
+    at_once = streamed(http, **asked, echo=True, logprobs=0, stream_options={"continuous_usage_stats": True})
+    assert [chunk["usage"]["completion_tokens"] for chunk in at_once] == [4, 8]
+    assert {chunk["usage"]["prompt_tokens"] for chunk in at_once} == {whole["prompt_tokens"]}
 
 
 @pytest.mark.parametrize("prompt", ["🙂🙃 emoji: 😀😁", "日本語の文章を続けて:", "naïve ✓ – “x”"])
@@ -205,9 +207,21 @@ def test_a_stream_of_any_script_says_what_the_whole_says(http: httpx.Client, pro
 
 
 def test_parts_of_a_character_are_told_apart_by_their_bytes(http: httpx.Client) -> None:
-    told = http.post("/tokenize", json={"prompt": "🦕", "add_special_tokens": False}).json()
-    [choice] = complete(http, prompt=told["tokens"], logprobs=0, echo=True, max_tokens=0)["choices"]
-    assert choice["text"] == "🦕" and len(told["tokens"]) > 1
-    spelled = [token for token in choice["logprobs"]["tokens"][1:] if token.startswith("bytes:")]
-    assert spelled, "the dinosaur is more than one token"
-    assert json.loads(json.dumps(choice)) == choice
+    asked: dict[str, Any] = {"prompt": "🦕a", "logprobs": 0, "echo": True, "max_tokens": 0}
+    [choice] = complete(http, **asked)["choices"]
+    *parts, letter = choice["logprobs"]["tokens"]
+    assert choice["text"] == "🦕a" and letter == "a" and len(parts) > 1
+    spelled = "".join(part.removeprefix("bytes:\\x") if part.startswith("bytes:") else "?" for part in parts)
+    assert bytes.fromhex(spelled.replace("\\x", "")).decode() == "🦕"
+    assert choice["logprobs"]["text_offset"] == [0] * len(parts) + [1]
+    [chunk] = streamed(http, **asked)
+    assert chunk["choices"][0] == choice
+
+
+def test_a_character_that_the_prompt_begins_is_the_answers(http: httpx.Client) -> None:
+    ids = http.post("/tokenize", json={"prompt": "a🦕", "add_special_tokens": False}).json()["tokens"]
+    rest: dict[str, Any] = {"max_tokens": 1, "temperature": 0, "allowed_token_ids": ids[-1:], "logprobs": 0}
+    [choice] = complete(http, prompt=ids[:-1], **rest)["choices"]
+    [echoed] = complete(http, prompt=ids[:-1], echo=True, **rest)["choices"]
+    assert (choice["text"], choice["logprobs"]["text_offset"]) == ("🦕", [0])
+    assert echoed["text"] == "a🦕" and echoed["logprobs"]["text_offset"] == [0] + [1] * (len(ids) - 1)

@@ -175,7 +175,21 @@ def test_what_cannot_be_served_is_refused_before_a_byte(http: httpx.Client, body
         told = answer.json()
         assert told["type"] == "error" and told["error"]["type"] == "invalid_request_error"
         assert words in told["error"]["message"]
-        assert told["request_id"] == answer.headers["x-quire-request-id"]
+        assert told["request_id"] == answer.headers["x-quire-request-id"] == answer.headers["request-id"]
+
+
+def test_the_id_of_a_request_reaches_the_client(client: anthropic.Anthropic, http: httpx.Client) -> None:
+    message = client.messages.create(model=MODEL, max_tokens=5, messages=ASK)
+    counted = client.messages.count_tokens(model=MODEL, messages=ASK)
+    with client.messages.stream(model=MODEL, max_tokens=5, messages=ASK) as stream:
+        ids = [message._request_id, counted._request_id, stream.request_id]
+    assert all(ids) and len(set(ids)) == 3
+    with pytest.raises(anthropic.NotFoundError) as unknown:
+        client.messages.create(model="claude-none", max_tokens=5, messages=ASK)
+    assert unknown.value.request_id == unknown.value.body["request_id"]  # type: ignore[index]
+    mine = http.post("/v1/messages", json=asked("hi"), headers={"x-request-id": "mine"}).headers
+    assert (mine["x-request-id"], mine["request-id"]) == ("mine", mine["x-quire-request-id"])
+    assert "request-id" not in http.get("/v1/models").headers
 
 
 def test_errors_through_the_client(client: anthropic.Anthropic) -> None:

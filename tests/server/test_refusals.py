@@ -30,6 +30,7 @@ def refusal(answer: httpx.Response) -> dict[str, str]:
         ("completions", {**HI, "model": "gpt-x"}, 404, "model_not_found", "this server has 'smollm2-135m-instruct'"),
         ("completions", {**HI, "max_tokens": 5000}, 400, "context_length_exceeded", "maximum context length is 1024"),
         ("completions", {"prompt": "word " * 2000}, 400, "context_length_exceeded", "(2001 in the messages"),
+        ("completions", {"prompt": "a" * 131_073}, 400, "context_length_exceeded", "requested at least 1025 tokens"),
         ("completions", {"prompt": ""}, 400, "invalid_prompt", "empty"),
         ("completions", {"prompt": [10**6]}, 400, "invalid_prompt", "1000000"),
         ("completions", {"prompt": ["one", 2]}, 400, "invalid_prompt", "ids not beside texts"),

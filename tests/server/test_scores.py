@@ -3,17 +3,24 @@
 import math
 
 from quire.engine.outputs import Logprob
-from quire.server.scores import CompletionScores, Spelling, chat_scores, prompt_scores
+from quire.server.scores import CompletionScores, Entry, Spelling, chat_scores, prompt_scores
 from quire.server.served import Served
+from quire.text.detok import Detokenizer
 
 IDS = Spelling(None, as_ids=True)
+
+
+def completion_scores(spelling: Spelling, *entries: Entry) -> dict[str, object]:
+    scores = CompletionScores(spelling, spelling.detokenizer())
+    scores.add(entries)
+    return scores.take(1, ended=True)
 
 
 def test_what_is_impossible_is_very_unlikely() -> None:
     entry = {5: Logprob(-math.inf, 9, "x"), 6: Logprob(-0.5, 1, "y")}
     [told] = chat_scores([entry], 1, Spelling(None, as_ids=False))
     assert told["logprob"] == -9999.0
-    assert CompletionScores(IDS).piece([entry])["token_logprobs"] == [-9999.0]
+    assert completion_scores(IDS, entry)["token_logprobs"] == [-9999.0]
     assert prompt_scores([None, entry]) == [
         None,
         {
@@ -33,16 +40,45 @@ def test_an_unlikely_token_is_not_among_the_likeliest() -> None:
 def test_of_two_tokens_that_look_alike_the_likelier_is_told(served: Served) -> None:
     """Else a client that compares with the maximum would call an unlikely token the model's own choice."""
     entry = {5: Logprob(-3.0, 3, "x"), 6: Logprob(-0.5, 1, "x"), 7: Logprob(-0.7, 2, "x")}
-    told = CompletionScores(Spelling(served.tokenizer, as_ids=False)).piece([entry])
+    told = completion_scores(Spelling(served.tokenizer, as_ids=False), entry)
     assert told["token_logprobs"] == [-3.0]
     assert told["top_logprobs"] == [{"x": -0.5}]
 
 
-def test_offsets_go_on_from_piece_to_piece() -> None:
-    scores = CompletionScores(IDS)
-    entries = [{5: Logprob(-1.0, 1, "ab")}, {6: Logprob(-1.0, 1, "c")}]
-    assert scores.piece([None, *entries], "first")["text_offset"] == [0, 5, 7]
-    assert scores.piece(entries)["text_offset"] == [8, 10]
+def test_what_stands_behind_the_text_waits_for_it(served: Served) -> None:
+    """It may be a stop string: then its tokens stand where the text ends."""
+    tokenizer = served.text()
+    ids = tokenizer.encode("one two three")
+    scores = CompletionScores(Spelling(tokenizer, as_ids=False), Detokenizer(tokenizer))
+    scores.add([{token: Logprob(-1.0, 1, tokenizer.decode([token]))} for token in ids])
+    first = scores.take(len("one"), ended=False)
+    assert (first["tokens"], first["text_offset"]) == (["one", " two"], [0, 3])
+    last = scores.take(len("one tw"), ended=True)
+    assert (last["tokens"], last["text_offset"]) == ([" three"], [6])
+
+
+def test_a_token_that_the_prompt_does_not_say_takes_no_place(served: Served) -> None:
+    tokenizer = served.text()
+    special = min(tokenizer.special_ids)
+    spelled = tokenizer.decode([special], skip_special_tokens=False)
+    ids = [special, *tokenizer.encode("one two"), special]
+    entries = [None, *({token: Logprob(-1.0, 1, tokenizer.decode([token]))} for token in ids[1:])]
+    for text, places in (
+        ("one two", [0, 0, 3, 7]),
+        (f"{spelled}one two{spelled}", [0, len(spelled), len(spelled) + 3, len(spelled) + 7]),
+    ):
+        scores = CompletionScores(Spelling(tokenizer, as_ids=False), None)
+        scores.echo(text, ids, entries)
+        told = scores.take(len(text), ended=True)
+        assert told["text_offset"] == places
+        assert told["tokens"][0] == spelled and told["token_logprobs"][0] is None  # type: ignore[index]
+
+
+def test_the_character_that_stands_for_wrong_bytes_is_text(served: Served) -> None:
+    tokenizer = served.text()
+    [token] = tokenizer.encode("\ufffd", add_special_tokens=False)
+    spelling = Spelling(tokenizer, as_ids=False)
+    assert completion_scores(spelling, {token: Logprob(-1.0, 1, "\ufffd")})["tokens"] == ["\ufffd"]
 
 
 def test_half_a_character_is_its_bytes(served: Served) -> None:

@@ -54,14 +54,15 @@ class UnsupportedSchema(InvalidGrammar):
 
 
 class ContextLengthExceeded(QuireError):
-    """Prompt plus completion is longer than the model's context."""
+    """Prompt plus completion is longer than the model's context. A text that was not read has `at_least` its number."""
 
     code = "context_length_exceeded"
 
-    def __init__(self, limit: int, num_prompt: int, num_completion: int) -> None:
+    def __init__(self, limit: int, num_prompt: int, num_completion: int, *, at_least: bool = False) -> None:
+        least = "at least " if at_least else ""
         super().__init__(
-            f"This model's maximum context length is {limit} tokens. However, you requested "
-            f"{num_prompt + num_completion} tokens ({num_prompt} in the messages, {num_completion} in the "
+            f"This model's maximum context length is {limit} tokens. However, you requested {least}"
+            f"{num_prompt + num_completion} tokens ({least}{num_prompt} in the messages, {num_completion} in the "
             f"completion). Please reduce the length of the messages or completion.",
             param="messages",
         )

@@ -156,7 +156,7 @@ def logprob_entry(scores: TopLogprobs, tokenizer: Tokenizer | None) -> dict[int,
     """The token itself first, then the likeliest alternatives."""
 
     def logprob(token: int, value: float, rank: int) -> Logprob:
-        text = None if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False)
+        text = None if tokenizer is None else tokenizer.spell(token)
         return Logprob(value, rank, text)
 
     entry = {scores.token: logprob(scores.token, scores.logprob, scores.rank)}

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from quire.engine.outputs import CompletionOutput, Delta, Logprob, RequestOutput
+from quire.engine.outputs import CompletionOutput, Delta, RequestOutput
 from quire.server.frames import Frames, Label
 from quire.server.scores import CompletionScores, Spelling, prompt_scores
 from quire.server.translate import Wanted
@@ -45,21 +45,26 @@ class CompletionAnswer:
 
     def whole_as_chunks(self, outputs: list[RequestOutput]) -> bytes:
         """Where the scores of a prompt are to be streamed: they are known when all is."""
-        return b"".join(self._frames.choice(choice) for choice in self._choices(outputs))
+        chunks = []
+        num_tokens = 0
+        for choice, output in zip(self._choices(outputs), _continuations(outputs), strict=True):
+            num_tokens += 0 if self._wanted.without_tokens else len(output.token_ids)
+            chunks.append(self._frames.choice(choice, self._running(num_tokens)))
+        return b"".join(chunks)
 
     def chunks(self, place: int, delta: Delta) -> bytes:
         """The reason comes with the last text."""
         index = place * self._wanted.params.n + delta.index
         choice = self._spoken.get(index)
         if choice is None:
-            choice = self._spoken[index] = _Choice(CompletionScores(self._spelling))
+            choice = self._spoken[index] = _Choice(self._answer_scores(self._prompts[place]))
             choice.text = self._prompts[place].echo or ""
         if not self._wanted.without_tokens:
             choice.text += delta.text
             if not self._bare:
                 self._num_tokens += len(delta.token_ids)
                 choice.token_ids += delta.token_ids
-                choice.scores += delta.logprobs
+                choice.scores.add(delta.logprobs)
         if delta.finish_reason is None and not choice.text and not self._tells_silence:
             return b""
         text, choice.text = choice.text, ""
@@ -71,22 +76,25 @@ class CompletionAnswer:
         return self._frames.last({"usage": self._usage(outputs)})
 
     def _chunk(self, index: int, text: str, choice: "_Choice", delta: Delta, prompt_ids: list[int]) -> bytes:
-        scores, choice.scores = choice.scores, []
+        choice.num_told += len(text)
+        ended = delta.finish_reason is not None
         said: Body = {
             "index": index,
             "text": text,
-            "logprobs": choice.logprobs.piece(scores) if self._scored else None,
-            "finish_reason": delta.finish_reason and self._reason(delta.finish_reason),
+            "logprobs": choice.scores.take(choice.num_told, ended=ended) if self._scored else None,
+            "finish_reason": self._reason(delta.finish_reason) if ended else None,
         }
-        if delta.finish_reason is not None:
-            said["stop_reason"] = delta.stop_reason
+        if ended:
+            said["stop_reason"] = None if self._wanted.without_tokens else delta.stop_reason
         if self._wanted.return_token_ids:
             said["token_ids"], choice.token_ids = choice.token_ids, []
             if not choice.opened:
                 said["prompt_token_ids"] = prompt_ids
         choice.opened = True
-        running = running_usage(self._num_prompt, self._num_tokens)
-        return self._frames.choice(said, {"usage": running} if self._wanted.continuous_usage else None)
+        return self._frames.choice(said, self._running(self._num_tokens))
+
+    def _running(self, num_tokens: int) -> Body | None:
+        return {"usage": running_usage(self._num_prompt, num_tokens)} if self._wanted.continuous_usage else None
 
     def _choices(self, outputs: list[RequestOutput]) -> list[Body]:
         return [
@@ -97,10 +105,11 @@ class CompletionAnswer:
 
     def _choice(self, index: int, prompt: Asked, request: RequestOutput, output: CompletionOutput) -> Body:
         dropped = self._wanted.without_tokens
+        text = (prompt.echo or "") + ("" if dropped else output.text)
         choice: Body = {
             "index": index,
-            "text": (prompt.echo or "") + ("" if dropped else output.text),
-            "logprobs": self._scores(prompt, request, output),
+            "text": text,
+            "logprobs": self._scores(prompt, request, output, len(text)) if self._scored else None,
             "finish_reason": self._reason(output.finish_reason),
             "stop_reason": None if dropped else output.stop_reason,
         }
@@ -110,14 +119,18 @@ class CompletionAnswer:
             choice.update(prompt_token_ids=prompt.ids, token_ids=[] if dropped else output.token_ids)
         return choice
 
-    def _scores(self, prompt: Asked, request: RequestOutput, output: CompletionOutput) -> Body | None:
-        if not self._scored:
-            return None
-        scores = CompletionScores(self._spelling)
-        told = [] if self._wanted.without_tokens else output.logprobs or []
-        if prompt.echo is None:
-            return scores.piece(told)
-        return scores.piece([*(request.prompt_logprobs or []), *told], self._spelling.alone(prompt.ids[0]))
+    def _scores(self, prompt: Asked, request: RequestOutput, output: CompletionOutput, num_told: int) -> Body:
+        scores = self._answer_scores(prompt)
+        if prompt.echo is not None:
+            scores.echo(prompt.echo, prompt.ids, request.prompt_logprobs or [])
+        if not self._wanted.without_tokens:
+            scores.add(output.logprobs or [])
+        return scores.take(num_told, ended=True)
+
+    def _answer_scores(self, prompt: Asked) -> CompletionScores:
+        skips = self._wanted.params.skip_special_tokens
+        detokenizer = self._spelling.detokenizer(prompt.ids, skip_special_tokens=skips) if self._scored else None
+        return CompletionScores(self._spelling, detokenizer, len(prompt.echo or ""))
 
     def _reason(self, reason: str | None) -> str | None:
         return "length" if self._wanted.without_tokens else reason
@@ -126,14 +139,18 @@ class CompletionAnswer:
         return usage(outputs, without_tokens=self._wanted.without_tokens)
 
 
+def _continuations(outputs: list[RequestOutput]) -> list[CompletionOutput]:
+    return [each for output in outputs for each in output.outputs]
+
+
 class _Choice:
     """What a choice of a stream has gained and not told yet."""
 
-    __slots__ = ("logprobs", "opened", "scores", "text", "token_ids")
+    __slots__ = ("num_told", "opened", "scores", "text", "token_ids")
 
-    def __init__(self, logprobs: CompletionScores) -> None:
-        self.logprobs = logprobs
-        self.scores: list[dict[int, Logprob]] = []
+    def __init__(self, scores: CompletionScores) -> None:
+        self.scores = scores
         self.text = ""
+        self.num_told = 0  # characters
         self.token_ids: list[int] = []
         self.opened = False

@@ -16,6 +16,7 @@ from quire.server.scores import Spelling
 from quire.server.served import Served
 from quire.server.sse import DONE, Events, stream
 from quire.server.translate import Wanted, completion_wanted, constrained, shortened
+from quire.text.detok import decode_whole
 
 MAX_PROMPTS = 128
 
@@ -75,6 +76,11 @@ def _prompts(body: CompletionBody, wanted: Wanted, served: Served) -> list[Asked
         ids = shortened(whole, body.truncate_prompt_tokens, wanted, served)
         echo = None
         if body.echo:
-            echo = prompt if isinstance(prompt, str) and len(ids) == len(whole) else served.spelled(ids)
+            echo = prompt if isinstance(prompt, str) and len(ids) == len(whole) else _echoed(ids, served)
         prompts.append(Asked(ids, echo))
     return prompts
+
+
+def _echoed(ids: list[int], served: Served) -> str:
+    """A character that the prompt begins and does not finish is the answer's."""
+    return "" if served.tokenizer is None else decode_whole(served.tokenizer, ids)

@@ -13,6 +13,7 @@ from quire.server.served import Served
 from quire.server.voices import Message, ToolChoice
 from quire.speech.events import SpeechParser
 from quire.text.chat import render
+from quire.text.messages import plain_messages
 
 MAX_TOOLS = 1024
 _MODES = ("none", "auto", "required")
@@ -123,5 +124,7 @@ def _for_template(message: Message, template: str) -> Message:
 def final_text(dialogue: Dialogue) -> str:
     """The text of a last message that the assistant has begun, or nothing."""
     last = dialogue.messages[-1] if dialogue.messages else {}
-    content = last.get("content")
-    return content if last.get("role") == "assistant" and isinstance(content, str) else ""
+    if last.get("role") != "assistant":
+        return ""
+    [plain] = plain_messages([last])
+    return str(plain["content"] or "")

@@ -29,6 +29,7 @@ from quire.server.replies import (
     Translator,
     Unauthorized,
     UnsupportedMediaType,
+    is_anthropic,
     translated,
 )
 from quire.server.routes import OTHER, RouteNames, patterns, route_path
@@ -89,7 +90,7 @@ def secure(
             allow_origins=options.allowed_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "x-quire-request-id", "retry-after", "retry-after-ms"],
+            expose_headers=["x-request-id", "x-quire-request-id", "request-id", "retry-after", "retry-after-ms"],
         )
     return Witness(app, guarded, door, RouteNames(patterns(app.routes)), hear)
 
@@ -118,7 +119,7 @@ class Witness:
             return
         assert scope["type"] == "http", "served without WebSockets"
         visit = visit_of(scope) if has_visit(scope) else self._begin(scope)
-        headers = answer_headers(visit.request_id, visit.label)
+        headers = _headers(scope, visit)
 
         async def tell(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -142,7 +143,7 @@ class Witness:
             reply = translated(error, scope)
             visit.status, visit.complete = reply.status, True
             self._tell(scope, visit)
-            return reply._replace(headers=[*reply.headers, *answer_headers(visit.request_id, visit.label)])
+            return reply._replace(headers=[*reply.headers, *_headers(scope, visit)])
         return None
 
     @staticmethod
@@ -284,6 +285,13 @@ def _keys_shown(headers: dict[bytes, bytes]) -> list[bytes]:
     shown = [headers[b"x-api-key"]] if b"x-api-key" in headers else []
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
     return [*shown, key.strip()] if scheme.lower() == b"bearer" else shown
+
+
+def _headers(scope: Scope, visit: Visit) -> Headers:
+    headers = answer_headers(visit.request_id, visit.label)
+    if is_anthropic(route_path(scope)):
+        headers.append((b"request-id", visit.request_id.encode("ascii")))
+    return headers
 
 
 def answer_headers(request_id: str, label: str | None) -> Headers:

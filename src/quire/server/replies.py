@@ -98,7 +98,7 @@ def reply_to(error: QuireError, *, path: str = "", request_id: str = "") -> Repl
     parts = body["error"]
     assert isinstance(parts, dict)
     parts["message"] = _fit_to_print(str(parts["message"]))
-    if path == "/v1/messages" or path.startswith("/v1/messages/"):
+    if is_anthropic(path):
         kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
         told = {"type": kind, "message": parts["message"]}
         body = {"type": "error", "error": told, "request_id": request_id}
@@ -107,6 +107,11 @@ def reply_to(error: QuireError, *, path: str = "", request_id: str = "") -> Repl
         status, body = tgi_error(error, parts["message"])
     content = json.dumps(body, ensure_ascii=False).encode("utf-8", "replace")
     return Reply(status, _headers(error, len(content)), content)
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether Anthropic's clients ask here."""
+    return path == "/v1/messages" or path.startswith("/v1/messages/")
 
 
 def _headers(error: QuireError, num_bytes: int) -> Headers:

@@ -1,8 +1,11 @@
 """Log-probabilities as OpenAI's clients read them. Each number is written once, from the one the engine gave."""
 
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from typing import NamedTuple
 
 from quire.engine.outputs import Logprob
+from quire.text.detok import Detokenizer
 from quire.text.tokenizer import Tokenizer
 
 Entry = Mapping[int, Logprob]  # the token itself first, then the likeliest
@@ -23,29 +26,37 @@ class Spelling:
     def has_text(self) -> bool:
         return self._tokenizer is not None
 
-    def token(self, token_id: int, logprob: Logprob) -> str:
-        return f"token_id:{token_id}" if self._as_ids else logprob.decoded_token or ""
-
-    def alone(self, token_id: int) -> str:
-        """A token that has no score."""
+    def token(self, token_id: int, logprob: Logprob | None) -> str:
+        """A token without a score is spelled here."""
         if self._as_ids or self._tokenizer is None:
             return f"token_id:{token_id}"
-        return self._tokenizer.decode([token_id], skip_special_tokens=False)
+        if logprob is None:
+            return self._tokenizer.spell(token_id)
+        return logprob.decoded_token or ""
 
-    def unique(self, token_id: int, logprob: Logprob) -> str:
+    def unique(self, token_id: int, logprob: Logprob | None) -> str:
         """The same, but for parts of a character, which all look alike as text: their bytes, as OpenAI spells them."""
         text = self.token(token_id, logprob)
-        if "\ufffd" not in text:
+        data = self.bytes(token_id, text) if "\ufffd" in text else b""
+        if not data or data == text.encode():
             return text
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.bytes(token_id, text))
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def bytes(self, token_id: int, text: str) -> bytes:
-        if self._tokenizer is not None and self._tokenizer.byte_level:
+        if self._tokenizer is None:
+            return text.encode()
+        if self._tokenizer.byte_level:
             return self._tokenizer.piece_bytes(token_id)
-        piece = "" if self._tokenizer is None else self._tokenizer.id_to_piece(token_id) or ""
-        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
-            return bytes.fromhex(piece[3:5])
-        return text.encode()
+        return self._tokenizer.fallback_byte(token_id) or text.encode()
+
+    def begins(self, text: str, token_id: int) -> bool:
+        """Whether a prompt's text says its first token; what a tokenizer put before it, it does not."""
+        if self._tokenizer is None or token_id not in self._tokenizer.special_ids:
+            return True
+        return text.startswith(self._tokenizer.spell(token_id))
+
+    def detokenizer(self, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = False) -> Detokenizer | None:
+        return None if self._tokenizer is None else Detokenizer(self._tokenizer, skip_special_tokens, prompt_ids)
 
 
 def chat_scores(entries: Sequence[Entry], num_top: int, spelling: Spelling) -> list[dict[str, object]]:
@@ -63,35 +74,62 @@ def chat_scores(entries: Sequence[Entry], num_top: int, spelling: Spelling) -> l
     return content
 
 
+class Placed(NamedTuple):
+    """A token, where it stands in its text, and its score, if anything stands before it."""
+
+    place: int
+    token_id: int
+    entry: Entry | None
+
+    @property
+    def logprob(self) -> Logprob | None:
+        return None if self.entry is None else self.entry[self.token_id]
+
+
 class CompletionScores:
-    """`logprobs` of a completion, piece by piece: offsets go on where the last piece ended."""
+    """`logprobs` of a completion, piece by piece. `detokenizer` follows its text, which begins at the place `start`."""
 
-    __slots__ = ("_offset", "_spelling")
+    __slots__ = ("_detokenizer", "_spelling", "_start", "_untold")
 
-    def __init__(self, spelling: Spelling, offset: int = 0) -> None:
+    def __init__(self, spelling: Spelling, detokenizer: Detokenizer | None, start: int = 0) -> None:
         self._spelling = spelling
-        self._offset = offset
+        self._detokenizer = detokenizer
+        self._start = start
+        self._untold: list[Placed] = []
 
-    def piece(self, entries: Sequence[Entry | None], unscored: str = "") -> dict[str, object]:
-        """A token without a score (nothing stands before it) is spelled `unscored`."""
-        tokens: list[str] = []
-        values: list[float | None] = []
-        tops: list[dict[str, float] | None] = []
-        offsets: list[int] = []
+    def echo(self, text: str, token_ids: Sequence[int], entries: Sequence[Entry | None]) -> None:
+        """A prompt that is repeated, and its scores."""
+        detokenizer = self._spelling.detokenizer()
+        begun = False
+        for token_id, entry in zip(token_ids, entries, strict=True):
+            place = 0 if detokenizer is None else min(detokenizer.place, len(text))
+            self._untold.append(Placed(place, token_id, entry))
+            begun = begun or self._spelling.begins(text, token_id)
+            if begun and detokenizer is not None:
+                detokenizer.push([token_id])
+
+    def add(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
-            offsets.append(self._offset)
-            if entry is None:
-                tokens.append(unscored)
-                values.append(None)
-                tops.append(None)
-                self._offset += len(unscored)
-                continue
-            token_id, logprob = next(iter(entry.items()))
-            tokens.append(self._spelling.unique(token_id, logprob))
-            values.append(finite(logprob.logprob))
-            tops.append(self._top(entry))
-            self._offset += len(logprob.decoded_token or "")
-        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+            token_id = next(iter(entry))
+            place = self._start
+            if self._detokenizer is not None:
+                place += self._detokenizer.place
+                self._detokenizer.push([token_id])
+            self._untold.append(Placed(place, token_id, entry))
+
+    def take(self, num_told: int, *, ended: bool) -> dict[str, object]:
+        """Of the tokens that stand in the text that is told, to its end; when it has ended, of all.
+
+        What stands behind it may be a stop string, which is not told: then its tokens stand at the end.
+        """
+        told = self._untold if ended else list(takewhile(lambda placed: placed.place <= num_told, self._untold))
+        self._untold = self._untold[len(told) :]
+        return {
+            "tokens": [self._spelling.unique(placed.token_id, placed.logprob) for placed in told],
+            "token_logprobs": [placed.logprob and finite(placed.logprob.logprob) for placed in told],
+            "top_logprobs": [placed.entry and self._top(placed.entry) for placed in told],
+            "text_offset": [min(placed.place, num_told) for placed in told],
+        }
 
     def _top(self, entry: Entry) -> dict[str, float]:
         top: dict[str, float] = {}

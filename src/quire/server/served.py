@@ -51,7 +51,7 @@ class Served:
         """A text that may fit. One that cannot, however long its tokens, is not read for nothing: that takes memory."""
         least = -(-len(text) // _LONGEST_TOKEN)
         if least > self.max_model_len:
-            raise ContextLengthExceeded(self.max_model_len, least, 0)
+            raise ContextLengthExceeded(self.max_model_len, least, 0, at_least=True)
         return text
 
     def checked_ids(self, ids: list[int], param: str = "prompt") -> list[int]:

@@ -77,7 +77,7 @@ class TgiAnswer:
         """The first token of a prompt has no score."""
         told = []
         for token, entry in zip(output.prompt_token_ids, output.prompt_logprobs or [], strict=False):
-            text = self._tokenizer.decode([token], skip_special_tokens=False)
+            text = self._tokenizer.spell(token)
             told.append({"id": token, "text": text, "logprob": None if entry is None else finite(entry[token].logprob)})
         return told
 

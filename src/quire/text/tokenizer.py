@@ -4,6 +4,7 @@ Safe to use from many threads: nothing changes after it was made, but for a cach
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from quire.core.errors import InvalidPrompt
 from quire.text.folder_vocab import vocabulary_from_folder
 from quire.text.gguf_vocab import vocabulary_from_gguf
 from quire.text.vocabulary import Vocabulary
+
+_FALLBACK_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Tokenizer:
@@ -72,6 +75,13 @@ class Tokenizer:
         """The text of these tokens. Ids that are no tokens give nothing."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
+    def spell(self, token_id: int) -> str:
+        """The text of one token in the middle of others: with the space that decoding takes from the first."""
+        alone = self.decode([token_id], skip_special_tokens=False)
+        if self.byte_level:
+            return alone
+        return self.decode([token_id, token_id], skip_special_tokens=False)[len(alone) :]
+
     def token_to_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
 
@@ -91,6 +101,11 @@ class Tokenizer:
             piece = self._backend.id_to_token(token_id) or ""
             known = self._piece_bytes[token_id] = _bytes_of(piece)
         return known
+
+    def fallback_byte(self, token_id: int) -> bytes:
+        """The byte that a token such as <0xE4> of a vocabulary of texts stands for; nothing for all others."""
+        piece = self._backend.id_to_token(token_id) or ""
+        return bytes.fromhex(piece[3:5]) if not self.byte_level and _FALLBACK_BYTE.fullmatch(piece) else b""
 
 
 def _check_text(text: str) -> None:
