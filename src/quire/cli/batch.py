@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from quire.catalog.names import DEFAULT_MODEL
 from quire.cli.console import bars, err
 from quire.cli.extras import check_serving
+from quire.cli.guise import read_guise
 from quire.cli.options import engine_config
 from quire.core.errors import ConfigError
 from quire.engine.opening import open_model
@@ -28,20 +29,17 @@ def batch(source: str, target: str, model: str | None, given: Mapping[str, Any])
     from quire.server.lifecycle import Plan
 
     config = engine_config(model, given)
+    guise = read_guise(given)
     if source != _STANDARD and target != _STANDARD and Path(source).resolve() == Path(target).resolve():
         raise ConfigError(f"{source} cannot be both the input and the output.", param="output")
     with _reading(source) as lines, _writing(target) as written:
         err.print(f"quire {__version__} · {config.model or DEFAULT_MODEL.name}")
         with bars() as drawn:
             opened = open_model(config, drawn.fetched)
-        template: Path | None = given["chat_template"]
-        script: Path | None = given["script"]
         plan = Plan(
             opened=opened,
             config=config,
-            script=None if script is None else str(script.absolute()),
-            aliases=tuple(given["aliases"]),
-            chat_template=None if template is None else template.read_text(encoding="utf-8"),
+            **guise._asdict(),
             max_waiting=config.max_waiting or _MAX_WAITING,
             serving=False,
         )
