@@ -80,3 +80,36 @@ def test_a_taken_port_is_refused_before_a_model_is_loaded(quire: Shell) -> None:
         said = quire("serve", "nosuchmodel", "--port", str(port))
     assert said.status == 2
     assert f"Cannot listen on 127.0.0.1:{port}: Address already in use. Use another --port" in said.err
+
+
+@pytest.mark.parametrize("command", ["serve", "batch in.jsonl -o -"])
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"{{ messages }}\n{{ broken", "line 2 is not valid: unexpected end of template"),
+        (b"{{ messages | no_such_filter }}", "line 1 is not valid: No filter named 'no_such_filter'."),
+        (b"a\nb\n\xff\xfe{{ messages }}", "byte 4 (line 3) is not UTF-8 (invalid start byte). Save it as UTF-8."),
+        (b" \n", "it is empty. Leave --chat-template away to use the model's own."),
+    ],
+)
+def test_a_chat_template_that_cannot_be_is_refused_before_a_model_is_looked_for(
+    quire: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, content: bytes, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("in.jsonl").touch()
+    Path("chat.jinja").write_bytes(content)
+    said = quire(*command.split(), "--chat-template", "chat.jinja", "--load-format", "dummy")
+    assert (said.status, said.out) == (2, "")
+    assert said.err.startswith("quire: --chat-template chat.jinja cannot be used: ") and words in said.err
+    assert said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["serve", "batch in.jsonl -o -"])
+@pytest.mark.parametrize("option", ["--tool-call-parser", "--reasoning-parser"])
+def test_a_manner_of_speaking_that_is_not_known_is_refused(
+    quire: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, option: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("in.jsonl").touch()
+    said = quire(*command.split(), option, "gibberish")
+    assert said.status == 2 and "gibberish" in said.err and said.err.count("\n") == 1

@@ -9,9 +9,12 @@ import pytest
 
 from quire.cli import doctor
 from quire.cli.options import Size
+from quire.cli.serve import speech_of
+from quire.core.sampling import SamplingParams
 from quire.kernels.attention_choice import USUAL_NEEDS
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.select import Choice
+from quire.server.served import Served
 from quire.sim.check import VOCAB_SIZE, World
 from quire.sim.oracle import OracleRunner
 from tests.cli.commands import Shell
@@ -91,3 +94,14 @@ def test_a_length_may_carry_a_unit(text: str, number: int | None) -> None:
 )
 def test_a_memory_may_carry_a_unit(text: str, number: int) -> None:
     assert Size().convert(text, None, None) == number
+
+
+def test_a_server_whose_model_has_a_broken_chat_template_says_so_when_it_is_ready() -> None:
+    def speech(template: str | None) -> str:
+        return speech_of(Served("m", None, template, SamplingParams(), 1024, 100, 0))
+
+    assert speech(None) == "no chat template: prompts only"
+    assert speech("{{ messages }}\n{% if %}").startswith(
+        "prompts only: the model's chat template cannot be used: line 2 is not valid: "
+    )
+    assert speech("{{ messages }}") == Served("m", None, "", SamplingParams(), 1024, 100, 0).voice.description

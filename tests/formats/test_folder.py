@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from quire.config import EngineConfig
 from quire.core.errors import BrokenModelFile, ModelNotFound, QuireError, UnsupportedModel
+from quire.engine.opening import open_model
 from quire.formats.checkpoint import GenerationDefaults, Source
 from quire.formats.huggingface import open_folder
 from quire.formats.opening import open_checkpoint
@@ -52,6 +54,31 @@ def test_generation_defaults_count_when_the_model_should_sample(folder: Path) ->
     assert open_folder(folder).defaults == GenerationDefaults(0.6, 0.9, 20, None, 1.1)
     edit(folder / "generation_config.json", do_sample=False)
     assert open_folder(folder).defaults == GenerationDefaults(repetition_penalty=1.1)
+
+
+def test_a_recommended_top_k_may_be_minus_one_as_it_may_in_a_request(folder: Path) -> None:
+    edit(folder / "generation_config.json", do_sample=True, top_k=-1)
+    assert open_model(EngineConfig(model=str(folder))).default_params.top_k == -1
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"repetition_penalty": 0}, "repetition_penalty must be a number from 0.01 to 100, not 0.0."),
+        ({"do_sample": True, "top_p": 0}, "top_p must be a number above 0 and at most 1, not 0.0."),
+        ({"do_sample": True, "temperature": 1e9}, "temperature must be a number from 0 to 100, not 1000000000.0."),
+    ],
+)
+def test_a_recommendation_that_no_request_could_follow_is_refused_when_the_model_is_opened(
+    folder: Path, values: dict[str, object], words: str
+) -> None:
+    edit(folder / "generation_config.json", **values)
+    with pytest.raises(BrokenModelFile) as refused:
+        open_model(EngineConfig(model=str(folder)))
+    path = folder / "generation_config.json"
+    assert refused.value.message == (f"{path} recommends what cannot be: {words} Mend the value there, or take it out.")
+    edit(path, do_sample=False, repetition_penalty=1.1)
+    assert open_model(EngineConfig(model=str(folder))).default_params.repetition_penalty == 1.1
 
 
 def test_a_folder_without_generation_config_has_no_defaults(folder: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from quire.core.errors import InvalidParameter
 from quire.engine.child import Child
 from quire.engine.wire import StartFrame
-from quire.server.batch_lines import BadLine, Past, Reply, answered, read_line, refused
+from quire.server.batch_lines import Asked, BadLine, Past, Reply, answered, read_line, refused
 from tests.cli.commands import QUIRE, Shell
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
@@ -73,7 +73,7 @@ def test_every_endpoint_and_every_mistake_in_one_file(script: Path, tmp_path: Pa
     assert done.returncode == 1, done.stderr.decode()
     assert b"4 answered, 2 refused, 4 unreadable." in done.stderr
     told = entries(target.read_bytes())
-    good = {entry["custom_id"]: entry["response"] for entry in told if entry["custom_id"] is not None}
+    good = {entry["custom_id"]: entry["response"] for entry in told if entry["response"] is not None}
     assert set(good) == set("abcfgh") and len({entry["id"] for entry in told}) == len(told) == 10
     assert good["a"]["body"]["choices"][0]["message"]["content"] == "Nobody knows."
     assert good["a"]["request_id"] and len(good["h"]["body"]["choices"]) == 2
@@ -83,12 +83,38 @@ def test_every_endpoint_and_every_mistake_in_one_file(script: Path, tmp_path: Pa
     assert statuses == {"a": 200, "b": 200, "c": 200, "h": 200, "f": 404, "g": 500}
     assert good["f"]["body"]["error"]["code"] == "model_not_found"
     bad = {entry["error"]["line"]: entry for entry in told if entry["error"] is not None}
-    assert set(bad) == {3, 6, 7, 8}
+    assert {line: entry["custom_id"] for line, entry in bad.items()} == {3: None, 6: "d", 7: "a", 8: "e"}
     assert all(f"Line {line}" in entry["error"]["message"] and entry["response"] is None for line, entry in bad.items())
 
     again = run(script, str(source), "-o", str(target))
-    assert again.returncode == 0 and b"0 answered, 10 answered before." in again.stderr
-    assert entries(target.read_bytes()) == told, "a second run adds nothing"
+    assert again.returncode == 1 and b"0 answered, 2 refused, 4 unreadable, 4 answered before." in again.stderr
+    later = entries(target.read_bytes())
+    assert later[:4] == [entry for entry in told if entry["custom_id"] in good and statuses[entry["custom_id"]] == 200
+                         and entry["error"] is None]  # fmt: skip
+    assert sorted(map(_outcome, later)) == sorted(map(_outcome, told)), "one entry for each line, as before"
+
+
+def _outcome(entry: dict[str, Any]) -> str:
+    response = entry["response"] or {}
+    return json.dumps([entry["custom_id"], response.get("status_code"), entry["error"]])
+
+
+def test_what_failed_is_asked_again_and_what_was_answered_is_not(script: Path, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(written(chat(name, "hi") for name in "abcd"))  # the fourth was mended
+
+    def entry(custom_id: str, status: int) -> bytes:
+        return answered(Asked(1, custom_id, URLS[0], b"{}"), Reply(status, "id", b'{"old": true}'))
+
+    target.write_bytes(entry("a", 200) + entry("b", 503) + entry("c", 404) + refused(4, BadLine("Line 4 …", "d")))
+    target.chmod(0o640)
+    done = run(script, str(source), "-o", str(target))
+    assert done.returncode == 0 and b"3 answered, 1 answered before." in done.stderr, done.stderr.decode()
+    told = {entry["custom_id"]: entry["response"] for entry in entries(target.read_bytes())}
+    assert set(told) == set("abcd") and len(target.read_bytes().splitlines()) == 4
+    assert told["a"]["body"] == {"old": True}
+    assert all(response["status_code"] == 200 for response in told.values())
+    assert target.stat().st_mode & 0o777 == 0o640 and sorted(tmp_path.iterdir()) == [source, target]
 
 
 def test_an_interrupted_run_is_taken_up_again(script: Path, tmp_path: Path) -> None:
@@ -116,6 +142,7 @@ def test_from_stdin_to_stdout(script: Path) -> None:
         (("in.jsonl", "-o", "in.jsonl"), "both the input and the output"),
         (("in.jsonl", "-o", "no/such/folder.jsonl"), "Cannot write no/such/folder.jsonl"),
         (("in.jsonl", "-o", "foreign.jsonl"), "foreign.jsonl: The output holds a line that is no answer"),
+        (("in.jsonl", "-o", "unended.txt"), "unended.txt: The output holds a line that is no answer"),
     ],
 )
 def test_files_that_cannot_be(
@@ -129,9 +156,11 @@ def test_files_that_cannot_be(
     monkeypatch.chdir(tmp_path)
     Path("in.jsonl").write_bytes(written([chat("1", "hi")]))
     Path("foreign.jsonl").write_text("name,age\n")
+    Path("unended.txt").write_text("one line, whose end is not marked")
     said = Shell(monkeypatch, capsys)("batch", *arguments, "--script", str(script), "--max-model-len", "1k")
     assert said.status not in (0, 1) and words in " ".join(said.err.split()), said.err
     assert Path("foreign.jsonl").read_text() == "name,age\n"
+    assert Path("unended.txt").read_text() == "one line, whose end is not marked"
 
 
 def test_an_engine_for_a_file_is_one_for_batches(
@@ -176,10 +205,34 @@ def test_a_body_is_passed_on_to_the_letter() -> None:
     assert line.body == b'{"prompt":  "x", "seed": 1e400}'
 
 
-def test_the_past_is_read_from_what_was_written() -> None:
+def test_the_past_is_what_was_answered_well() -> None:
     past = Past()
     line = read_line(1, written([asked("a", URLS[1])]), URLS)
-    assert not past.answered(line)
-    past.note(answered(line, Reply(500, "id", b"not JSON")))
-    past.note(refused(4, BadLine("Line 4 …")))
-    assert past.answered(line) and past.refused(4) and not past.refused(1) and len(past) == 2
+    for status in (400, 404, 429, 500, 503):
+        assert not past.note(answered(line, Reply(status, "id", b"not JSON")))
+    assert not past.note(refused(1, BadLine("Line 1 …", "a"))) and not past.answered(line)
+    assert past.note(answered(line, Reply(200, "id", b"{}"))) and past.answered(line)
+
+
+@pytest.mark.parametrize("text", [b"name,age", b'{"name": "x"}', written([chat("a", "hi")]), b'{"custom_id": "a"}'])
+def test_what_is_no_answer_is_of_another_file(text: bytes) -> None:
+    with pytest.raises(BadLine, match="write to another file"):
+        Past().note(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"custom_id": "a", "url": "/v1/completions"}',
+        b'{"custom_id": "a", "url": "/v1/completions", "body": []}',
+        b'{"custom_id": "a", "url": "/v1/completions", "body": {}, "method": "GET"}',
+        b'{"custom_id": "a", "url": "/v1/nowhere", "body": {}}',
+        b'{"custom_id": "a", "url": "/v1/completions", "body": {"stream": true}}',
+        b'{"custom_id": "a", "url": "/v1/completions", "body": {"stream": 3}}',
+    ],
+)
+def test_a_line_that_is_no_request_keeps_its_name(text: bytes) -> None:
+    with pytest.raises(BadLine) as bad:
+        read_line(7, text, URLS)
+    entry = json.loads(refused(7, bad.value))
+    assert (entry["custom_id"], entry["error"]["code"], entry["error"]["line"]) == ("a", "invalid_line", 7)

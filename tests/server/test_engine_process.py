@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -16,9 +17,11 @@ import pytest
 from quire.config import EngineConfig
 from quire.core.errors import BrokenModelFile, ModelNotFound, NumericalError, QuireError
 from quire.core.sampling import SamplingParams
+from quire.engine.child import Child
 from quire.engine.embedding import unit
 from quire.engine.opening import OpenedModel, open_model
 from quire.engine.outputs import Delta, RequestOutput
+from quire.engine.wire import LoadingFrame, PhaseFrame, ReadyFrame, StartFrame, ToFront
 from quire.server import supervisor as supervising
 from quire.server.call import Call
 from quire.server.service import EngineLost, EngineRestarting, Service
@@ -232,6 +235,23 @@ def test_a_start_that_cannot_be_says_why(opened, tmp_path, lines, config, kind):
         assert caught.value.code == kind.code and caught.value.message.endswith(".")
 
     run(body())
+
+
+def test_an_engine_tells_of_its_weights_as_they_come(default_model_path):
+    """Else nobody could tell a slow disk from an engine that hangs."""
+    heard: queue.SimpleQueue[ToFront | None] = queue.SimpleQueue()
+    child = Child(heard.put, lambda: heard.put(None))
+    child.start()
+    child.send(StartFrame(EngineConfig(threads=1, max_model_len=512, kv_cache_memory=64 << 20), None))
+    told = []
+    try:
+        while isinstance(said := heard.get(timeout=60), PhaseFrame | LoadingFrame):
+            told.append(said)
+    finally:
+        child.close()
+    loading = [said for said in told if isinstance(said, LoadingFrame)]
+    assert isinstance(said, ReadyFrame) and 50 < len(loading) <= 100
+    assert loading[-1].done_bytes == loading[-1].total_bytes > 0
 
 
 def test_the_front_needs_no_torch():

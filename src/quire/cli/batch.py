@@ -11,47 +11,45 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from quire.catalog.names import DEFAULT_MODEL
 from quire.cli.console import bars, err
 from quire.cli.extras import check_serving
+from quire.cli.guise import read_guise
 from quire.cli.options import engine_config
 from quire.core.errors import ConfigError
 from quire.engine.opening import open_model
 from quire.engine.phases import Phase
 from quire.version import __version__
 
-_STANDARD = "-"
+_STANDARD = "-"  # stdin or stdout, in the place of a file
 _MAX_WAITING = 4096
 
 
 def batch(source: str, target: str, model: str | None, given: Mapping[str, Any]) -> int:
     """The exit status: 0 if every line was answered well."""
     check_serving()
+    from quire.cli.batch_output import opened_output
     from quire.server.batch import Desired, run_batch
     from quire.server.lifecycle import Plan
 
     config = engine_config(model, given)
-    if source != _STANDARD and target != _STANDARD and Path(source).resolve() == Path(target).resolve():
+    guise = read_guise(given)
+    if _STANDARD not in (source, target) and Path(source).resolve() == Path(target).resolve():
         raise ConfigError(f"{source} cannot be both the input and the output.", param="output")
-    with _reading(source) as lines, _writing(target) as written:
+    with _reading(source) as lines, opened_output(None if target == _STANDARD else Path(target)) as output:
         err.print(f"quire {__version__} · {config.model or DEFAULT_MODEL.name}")
         with bars() as drawn:
             opened = open_model(config, drawn.fetched)
-        template: Path | None = given["chat_template"]
-        script: Path | None = given["script"]
         plan = Plan(
             opened=opened,
             config=config,
-            script=None if script is None else str(script.absolute()),
-            aliases=tuple(given["aliases"]),
-            chat_template=None if template is None else template.read_text(encoding="utf-8"),
+            **guise._asdict(),
             max_waiting=config.max_waiting or _MAX_WAITING,
             serving=False,
         )
-        past = _past(target)
         with _bar(source) as bar:
             task = bar.tasks[0].id
             desired = Desired(
                 lines,
-                past,
-                lambda line: _write(written, line),
+                output.past,
+                output.write,
                 _tell_phase,
                 lambda tally: bar.update(task, completed=tally.num_lines),
                 given["concurrency"],
@@ -76,46 +74,6 @@ def _reading(source: str) -> Iterator[IO[bytes]]:
         except OSError as error:
             raise ConfigError(f"Cannot read {source}: {error.strerror}.", param="input") from error
         yield file
-
-
-@contextmanager
-def _writing(target: str) -> Iterator[IO[bytes]]:
-    """At the end of what is there. A line that was cut off in the middle is taken back first."""
-    if target == _STANDARD:
-        yield sys.stdout.buffer
-        return
-    with ExitStack() as stack:
-        try:
-            file = stack.enter_context(open(target, "a+b"))
-        except OSError as error:
-            raise ConfigError(f"Cannot write {target}: {error.strerror}.", param="output") from error
-        file.truncate(_end_of_lines(file))
-        yield file
-
-
-def _end_of_lines(file: IO[bytes]) -> int:
-    """Where the last whole line of a file ends."""
-    file.seek(0)
-    return sum(len(line) for line in file if line.endswith(b"\n"))
-
-
-def _past(target: str) -> Any:
-    from quire.server.batch_lines import BadLine, Past
-
-    past = Past()
-    if target != _STANDARD:
-        with open(target, "rb") as file:
-            for line in file:
-                try:
-                    past.note(line)
-                except BadLine as bad:
-                    raise ConfigError(f"{target}: {bad.message}", param="output") from bad
-    return past
-
-
-def _write(file: IO[bytes], line: bytes) -> None:
-    file.write(line)
-    file.flush()  # whoever ends this keeps what was answered
 
 
 @contextmanager

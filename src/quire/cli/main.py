@@ -106,8 +106,8 @@ def serve(model: str | None, host: str, port: int, **given: object) -> None:
 def batch(source: str, target: str, model: str | None, **given: object) -> None:
     """Answer a file of requests in OpenAI's batch format; - is stdin.
 
-    What the output holds already is skipped, so that an interrupted run can be taken up again. Status 1 if a line
-    could not be read or was refused.
+    Answers that the output holds already are kept, so that an interrupted run can be taken up again; lines that were
+    refused or failed are asked again. Status 1 if a line could not be read or was refused.
     """
     with waking():
         from quire.cli.batch import batch as work

@@ -6,19 +6,18 @@ import socket
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.catalog.names import DEFAULT_MODEL
 from quire.cli.console import bars, err
 from quire.cli.extras import check_serving, check_tracing
+from quire.cli.guise import Guise, read_guise
 from quire.cli.options import engine_config
 from quire.config import EngineConfig
-from quire.core.errors import ConfigError
+from quire.core.errors import ChatTemplateError, ConfigError
 from quire.engine.opening import open_model
 from quire.engine.phases import Phase
-from quire.speech.formats import by_name
-from quire.speech.reasoning import tags_by_name
+from quire.text.chat import check_template
 from quire.version import __version__
 
 if TYPE_CHECKING:
@@ -37,13 +36,14 @@ def serve(model: str | None, host: str, port: int, given: Mapping[str, Any]) -> 
     gatekeeping = Gatekeeping(host, given)
     _check_host(host, keyed=gatekeeping.keyed, insecure=bool(given["insecure_no_key"]))
     config = replace(engine_config(model, given), tenant_weights=gatekeeping.weights)
+    guise = read_guise(given)
     with _listen(host, port) as listening:  # refuses a taken port before a model is loaded for nothing
         err.print(f"quire {__version__} · {config.model or DEFAULT_MODEL.name}")
-        plan = _plan(config, given)
+        plan = _plan(config, guise, given)
         url = f"{gatekeeping.scheme}://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
 
         def tell_ready(served: "Served", facts: "Facts") -> None:
-            err.print(f"  {'speech':<20}{_speech(served)}")
+            err.print(f"  {'speech':<20}{speech_of(served)}")
             _announce(url, time.monotonic() - started_s)
 
         tracing = _tracing(given["otlp_endpoint"])
@@ -69,24 +69,15 @@ def _tracing(endpoint: str | None) -> Any:
     return open_tracing(endpoint)
 
 
-def _plan(config: EngineConfig, given: Mapping[str, Any]) -> Any:
+def _plan(config: EngineConfig, guise: Guise, given: Mapping[str, Any]) -> Any:
     from quire.server.lifecycle import Plan
 
-    tool_parser, reasoning_parser = given["tool_call_parser"], given["reasoning_parser"]
-    tool_format = None if tool_parser is None else by_name(tool_parser)
-    reasoning_tags = None if reasoning_parser is None else tags_by_name(reasoning_parser)
     with bars() as drawn:
         opened = open_model(config, drawn.fetched)
-    template: Path | None = given["chat_template"]
-    script: Path | None = given["script"]
     return Plan(
         opened=opened,
         config=config,
-        script=None if script is None else str(script.absolute()),
-        aliases=tuple(given["aliases"]),
-        chat_template=None if template is None else template.read_text(encoding="utf-8"),
-        tool_format=tool_format,
-        reasoning_tags=reasoning_tags,
+        **guise._asdict(),
         max_waiting=config.max_waiting or _MAX_WAITING,
         max_waiting_tokens=given["max_waiting_tokens"],
         drain_s=given["drain_s"],
@@ -97,8 +88,14 @@ def _tell_phase(phase: Phase) -> None:
     err.print(f"  {phase.name:<10}{phase.seconds:5.1f} s   {phase.detail}")
 
 
-def _speech(served: "Served") -> str:
-    return "no chat template: prompts only" if served.chat_template is None else served.voice.description
+def speech_of(served: "Served") -> str:
+    if served.chat_template is None:
+        return "no chat template: prompts only"
+    try:
+        check_template(served.chat_template)
+    except ChatTemplateError as error:  # the model's own: --chat-template was read before
+        return f"prompts only: the model's chat template cannot be used: {error.message}"
+    return served.voice.description
 
 
 def _announce(url: str, seconds: float) -> None:

@@ -5,6 +5,8 @@ import os
 import signal
 import sys
 
+FOR_THE_PARENT = (signal.SIGINT, signal.SIGTERM)  # what people send to a terminal's programs; it ends its child itself
+
 _PR_SET_PDEATHSIG = 1
 # Found once: a forked child, which may come here, must look for no library.
 _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None

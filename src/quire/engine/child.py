@@ -8,17 +8,29 @@ import contextlib
 import logging
 import os
 import queue
+import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+from quire.core.parent import FOR_THE_PARENT
 from quire.engine.wire import BrokenFrame, Message, ToFront, Unpacker, pack, read_for_front
 
 _READ_BYTES = 1 << 20
 
 _log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    """Whoever is started meanwhile has them held back, until it has said that they are not for it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_PARENT)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Child:
@@ -30,7 +42,8 @@ class Child:
         self._wire, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-m", "quire.engine.process", str(theirs.fileno()), str(os.getpid())]
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+            with _signals_held():
+                self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, name="from-engine", daemon=True)
         self._writer = threading.Thread(target=self._write, name="to-engine", daemon=True)

@@ -7,10 +7,10 @@ from quire.catalog.locate import locate
 from quire.catalog.names import HubName
 from quire.catalog.progress import Report, ignore
 from quire.config import EngineConfig
-from quire.core.errors import ModelNotFound
+from quire.core.errors import BrokenModelFile, InvalidParameter, ModelNotFound
 from quire.core.sampling import SamplingParams
 from quire.formats.checkpoint import Checkpoint, Source
-from quire.formats.huggingface import open_folder
+from quire.formats.huggingface import GENERATION_CONFIG, open_folder
 from quire.formats.shapes import dummy_checkpoint
 from quire.text.tokenizer import Tokenizer
 
@@ -37,12 +37,19 @@ def default_params(checkpoint: Checkpoint) -> SamplingParams:
     """What the model's makers recommend, where they say something; else the library's defaults."""
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     said = {name: getattr(checkpoint.defaults, name) for name in names}
-    return SamplingParams(**{name: value for name, value in said.items() if value is not None})
+    try:
+        return SamplingParams(**{name: value for name, value in said.items() if value is not None})
+    except InvalidParameter as error:
+        raise BrokenModelFile(
+            f"{checkpoint.path / GENERATION_CONFIG} recommends what cannot be: {error.message} "
+            f"Mend the value there, or take it out."
+        ) from error
 
 
 def open_model(config: EngineConfig, fetching: Report = ignore) -> OpenedModel:
     """Find the model, and fetch it if it must be."""
     name, checkpoint = _find(config, fetching)
+    default_params(checkpoint)  # else whoever relies on them would be told of values that he never sent
     return OpenedModel(name, checkpoint, _tokenizer(checkpoint))
 
 

@@ -13,13 +13,15 @@ from pathlib import Path
 
 from quire.core.errors import QuireError
 from quire.core.garbage import importing, keep_for_good
-from quire.core.parent import die_with
+from quire.core.parent import FOR_THE_PARENT, die_with
 from quire.engine.engine import Engine
 from quire.engine.phases import Watch
 from quire.engine.planning import wake
 from quire.engine.station import Station
 from quire.engine.stats import Facts
 from quire.engine.wire import (
+    LoadingFrame,
+    Message,
     PhaseFrame,
     ReadyFrame,
     StartFrame,
@@ -32,26 +34,38 @@ from quire.engine.wire import (
 
 def main(descriptor: int, parent: int) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s", stream=sys.stderr)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in FOR_THE_PARENT:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_THE_PARENT)  # held back since the start: see `Child`
     if not die_with(parent):
         return 0
     wire = socket.socket(fileno=descriptor)
     order = _first_order(wire)
     if order is None:
         return 0
-    watch = Watch(finished=lambda phase: wire.sendall(pack(PhaseFrame(*phase))))
+    watch = Watch(
+        loading=lambda done, total: _tell(wire, LoadingFrame(done, total)),
+        finished=lambda phase: _tell(wire, PhaseFrame(*phase)),
+    )
     try:
         engine, facts = _build(order, watch)
     except QuireError as error:
-        wire.sendall(pack(problem_frame(error, None)))
+        _tell(wire, problem_frame(error, None))
         return error.exit_code
     if engine.grammars is not None:
         wake(engine.grammars)
     keep_for_good()
-    wire.sendall(pack(ReadyFrame(facts)))
+    _tell(wire, ReadyFrame(facts))
     Station(engine, wire, time.monotonic).run()
     return 0
+
+
+def _tell(wire: socket.socket, message: Message) -> None:
+    """A parent that has hung up wants no engine any more."""
+    try:
+        wire.sendall(pack(message))
+    except OSError:
+        raise SystemExit(0) from None
 
 
 def _build(order: StartFrame, watch: Watch) -> tuple[Engine, Facts]:

@@ -84,6 +84,13 @@ class PhaseFrame(Message, tag=1, frozen=True):
     detail: str
 
 
+class LoadingFrame(Message, tag=8, frozen=True):
+    """Weights come in: a start that takes long is no start that hangs."""
+
+    done_bytes: int
+    total_bytes: int
+
+
 class ReadyFrame(Message, tag=2, frozen=True):
     facts: Facts
 
@@ -158,7 +165,7 @@ class ReplyFrame(Message, tag=7, frozen=True):
     body: bytes  # JSON
 
 
-ToFront = PhaseFrame | ReadyFrame | ProblemFrame | AcceptedFrame | ProgressFrame | BeatFrame | ReplyFrame
+ToFront = PhaseFrame | LoadingFrame | ReadyFrame | ProblemFrame | AcceptedFrame | ProgressFrame | BeatFrame | ReplyFrame
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)

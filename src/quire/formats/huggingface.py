@@ -85,7 +85,7 @@ def _generation_defaults(generation: Fields) -> GenerationDefaults:
     return GenerationDefaults(
         temperature=generation.optional_number("temperature"),
         top_p=generation.optional_number("top_p"),
-        top_k=generation.optional_integer("top_k"),
+        top_k=generation.optional_integer("top_k", low=-1),  # -1: all tokens, as vLLM writes it
         min_p=generation.optional_number("min_p"),
         repetition_penalty=penalty,
     )

@@ -111,15 +111,12 @@ class Batch:
         asked = read_line(number, text, URLS)
         first = self._seen.setdefault(asked.custom_id, number)
         if first != number:
-            raise BadLine(f"Line {number} has the custom_id of line {first}; each needs its own.")
+            raise BadLine(f"Line {number} has the custom_id of line {first}; each needs its own.", asked.custom_id)
         return asked
 
     def _refuse(self, line: int, bad: BadLine) -> None:
-        if self._past.refused(line):
-            self.tally.num_skipped += 1
-        else:
-            self.tally.num_unreadable += 1
-            self._write(refused(line, bad))
+        self.tally.num_unreadable += 1
+        self._write(refused(line, bad))
         self._tell(self.tally)
 
 

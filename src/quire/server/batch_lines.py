@@ -14,13 +14,18 @@ import msgspec
 
 from quire.core.errors import QuireError, shown
 
+BEGINNING = b'{"id":"batch_req_'  # of every line of an answer that is written here
 _MAX_WORDS = 200  # characters of a parser's complaint
 
 
 class BadLine(QuireError):
-    """A line that asks for nothing that could be answered."""
+    """A line that asks for nothing that could be answered. What it calls itself is kept, where that can be read."""
 
     code = "invalid_line"
+
+    def __init__(self, message: str, custom_id: str | None = None) -> None:
+        super().__init__(message)
+        self.custom_id = custom_id
 
 
 class _Body(msgspec.Struct):
@@ -34,13 +39,18 @@ class _Asked(msgspec.Struct):
     method: str = "POST"
 
 
-class _Error(msgspec.Struct):
-    line: int | None = None
+class _Named(msgspec.Struct):
+    custom_id: str
+
+
+class _Response(msgspec.Struct):
+    status_code: int
 
 
 class _Answer(msgspec.Struct):
-    custom_id: str | None = None
-    error: _Error | None = None
+    custom_id: str | None
+    response: _Response | None
+    error: dict[str, object] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +79,25 @@ def read_line(line: int, text: bytes, urls: Iterable[str]) -> Asked:
         asked = msgspec.json.decode(text, type=_Asked)
         wants_stream = msgspec.json.decode(asked.body, type=_Body).stream
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadLine(f"Line {line} is no request: {str(error)[:_MAX_WORDS]}.") from error
+        raise BadLine(f"Line {line} is no request: {str(error)[:_MAX_WORDS]}.", _custom_id(text)) from error
     served = tuple(urls)
     if asked.method != "POST" or asked.url not in served:
         there = ", ".join(served)
-        raise BadLine(f"Line {line} asks for {shown(f'{asked.method} {asked.url}')}; a batch may POST to {there}.")
+        raise BadLine(
+            f"Line {line} asks for {shown(f'{asked.method} {asked.url}')}; a batch may POST to {there}.",
+            asked.custom_id,
+        )
     if wants_stream:
-        raise BadLine(f"Line {line} asks for a stream; the answers of a batch come whole.")
+        raise BadLine(f"Line {line} asks for a stream; the answers of a batch come whole.", asked.custom_id)
     return Asked(line, asked.custom_id, asked.url, bytes(asked.body))
+
+
+def _custom_id(text: bytes) -> str | None:
+    """Of a line whose other parts could not be read."""
+    try:
+        return msgspec.json.decode(text, type=_Named).custom_id
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 def answered(asked: Asked, reply: Reply) -> bytes:
@@ -89,9 +110,9 @@ def answered(asked: Asked, reply: Reply) -> bytes:
     return _line(asked.custom_id, response, None)
 
 
-def refused(line: int, error: QuireError) -> bytes:
+def refused(line: int, bad: BadLine) -> bytes:
     """The line of one that could not be asked."""
-    return _line(None, None, {"code": error.code, "message": error.message, "line": line})
+    return _line(bad.custom_id, None, {"code": bad.code, "message": bad.message, "line": line})
 
 
 def _line(custom_id: str | None, response: object, error: object) -> bytes:
@@ -100,30 +121,24 @@ def _line(custom_id: str | None, response: object, error: object) -> bytes:
 
 
 class Past:
-    """What an earlier run has answered."""
+    """What an earlier run has answered. What was refused or failed is not among it: who runs a batch again wants that
+    answered which was not, and may have mended a line, a name or a machine meanwhile."""
 
-    __slots__ = ("_custom_ids", "_lines")
+    __slots__ = ("_custom_ids",)
 
     def __init__(self) -> None:
         self._custom_ids: set[str] = set()
-        self._lines: set[int] = set()
 
-    def note(self, text: bytes) -> None:
-        """A line of its output. What is no such line raises `BadLine`: it is somebody else's file."""
+    def note(self, text: bytes) -> bool:
+        """Whether a line of its output is an answer. What is no such line raises `BadLine`: it is another's file."""
         try:
-            answer = msgspec.json.decode(text, type=_Answer)
+            entry = msgspec.json.decode(text, type=_Answer)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise BadLine("The output holds a line that is no answer of a batch; write to another file.") from error
-        if answer.custom_id is not None:
-            self._custom_ids.add(answer.custom_id)
-        elif answer.error is not None and answer.error.line is not None:
-            self._lines.add(answer.error.line)
-
-    def __len__(self) -> int:
-        return len(self._custom_ids) + len(self._lines)
+        if entry.custom_id is None or entry.response is None or entry.response.status_code != 200:
+            return False
+        self._custom_ids.add(entry.custom_id)
+        return True
 
     def answered(self, asked: Asked) -> bool:
         return asked.custom_id in self._custom_ids
-
-    def refused(self, line: int) -> bool:
-        return line in self._lines

@@ -207,8 +207,8 @@ def serve_until_told(
         try:
             await server.serve(sockets=[listening, *(listening.dup() for _ in range(_ACCEPTED_AT_ONCE - 1))])
         finally:
+            keeping.cancel()  # first: an engine that is ended now has not failed
             await house.supervisor.stop()
-            keeping.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await _first_error(keeping)
 

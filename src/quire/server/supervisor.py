@@ -1,7 +1,7 @@
 """Keeps an engine process alive: starts it, watches its heartbeat, and starts another when it dies or hangs.
 
-Health is progress: what counts is the beat that the engine's own loop sends. A start that the user must mend (no such
-model, no memory) is not tried again.
+Health is progress: what counts is the beat that the engine's own loop sends, and before it what the start tells. A
+start that the user must mend (no such model, no memory) is not tried again, and engines that keep ending not for ever.
 """
 
 import asyncio
@@ -14,15 +14,19 @@ from quire.core.errors import EngineFailed, QuireError
 from quire.engine.child import Child
 from quire.engine.phases import Phase
 from quire.engine.stats import Facts
-from quire.engine.wire import PhaseFrame, ProblemFrame, ReadyFrame, StartFrame, ToFront, error_of
+from quire.engine.wire import LoadingFrame, PhaseFrame, ProblemFrame, ReadyFrame, StartFrame, ToFront, error_of
 from quire.server.service import Service
 
 READY_WITHIN_S = 5.0  # a beat older than this, and the server says that it is not ready
 KILL_AFTER_S = 30.0  # a beat older than this, and the engine is killed
+# A start that has told nothing for so long is killed. It tells of each hundredth of the weights (1.4 GB of a model with
+# 70 billion parameters: 2.4 MB/s are enough) and of each phase; kernels are compiled, and memory is pinned, in silence.
+SILENT_START_S = 600.0
+SETTLED_S = 60.0  # an engine that ends sooner after it was ready has failed, like one that never was
+MOST_FAILED = 8  # in a row; then the server gives up
 _LOOK_S = 0.25  # how often the beat is looked at
-_FIRST_WAIT_S = 0.25  # before a dead engine is started again; doubles with every start that fails
+_FIRST_WAIT_S = 0.25  # before a dead engine is started again; doubles with every further one that fails
 _LONGEST_WAIT_S = 30.0
-_MOST_FAILED_STARTS = 8  # in a row; then the server gives up
 
 _log = logging.getLogger(__name__)
 
@@ -60,6 +64,8 @@ class Supervisor:
         self._refusal: QuireError | None = None
         self._stopping = False
         self._ever_ready = False
+        self._ready_s: float | None = None  # since when this engine is ready
+        self._heard_s = 0.0  # when an engine that starts last told of it
         self.num_restarts = 0
 
     @property
@@ -91,20 +97,28 @@ class Supervisor:
     async def watch(self) -> None:
         """From the first start on, until `stop`. An engine that cannot be started again is raised."""
         num_failed = 0
-        while True:
-            await self._watch_one()
-            if self.health is Health.STOPPED:
-                return
+        await self._watch_one()
+        while not self._stopping:
+            num_failed = 0 if self._had_settled() else num_failed + 1
+            if num_failed >= MOST_FAILED:
+                raise self._refusal or EngineFailed(
+                    f"The engine ended {num_failed} times in a row while it was starting or within {SETTLED_S:.0f} s "
+                    f"of being ready; see above."
+                )
             status = None if self._child is None else self._child.exit_status()
             _log.error("the engine process ended (status %s); starting another", status)
-            wait_s = min(_FIRST_WAIT_S * 2**num_failed, _LONGEST_WAIT_S)
-            await asyncio.sleep(wait_s)
+            await self._start_another(min(_FIRST_WAIT_S * 2 ** max(num_failed - 1, 0), _LONGEST_WAIT_S))
+            await self._watch_one()
+
+    async def _start_another(self, wait_s: float) -> None:
+        await asyncio.sleep(wait_s)
+        if not self._stopping:
             self.num_restarts += 1
             self._spawn()
             await self._until_ready_or_ended()
-            num_failed = 0 if self._ready.is_set() else num_failed + 1
-            if num_failed >= _MOST_FAILED_STARTS:
-                raise self._refusal or EngineFailed(f"The engine could not be started {num_failed} times in a row.")
+
+    def _had_settled(self) -> bool:
+        return self._ready_s is not None and self._clock() - self._ready_s >= SETTLED_S
 
     async def stop(self) -> None:
         self._stopping = True
@@ -115,13 +129,16 @@ class Supervisor:
 
     def _spawn(self) -> None:
         self._ready, self._ended, self._refusal = asyncio.Event(), asyncio.Event(), None
+        self._ready_s, self._heard_s = None, self._clock()
         loop = asyncio.get_running_loop()
         ready, ended = self._ready, self._ended
 
         def hear(said: ToFront) -> None:
             match said:
                 case PhaseFrame():
-                    loop.call_soon_threadsafe(self._phase, Phase(said.name, said.seconds, said.detail))
+                    loop.call_soon_threadsafe(self._note_phase, Phase(said.name, said.seconds, said.detail))
+                case LoadingFrame():
+                    loop.call_soon_threadsafe(self._note_life)
                 case ReadyFrame():
                     loop.call_soon_threadsafe(self._note_ready, child, said.facts, ready)
                 case ProblemFrame() if said.number is None:
@@ -139,9 +156,17 @@ class Supervisor:
         child.start()
         child.send(self._order)
 
+    def _note_life(self) -> None:
+        self._heard_s = self._clock()
+
+    def _note_phase(self, phase: Phase) -> None:
+        self._note_life()
+        self._phase(phase)
+
     def _note_ready(self, child: Child, facts: Facts, ready: asyncio.Event) -> None:
         if child is self._child:
             self._ever_ready = True
+            self._ready_s = self._clock()
             self._service.attach(child, facts)
             ready.set()
 
@@ -154,10 +179,20 @@ class Supervisor:
         ended.set()
 
     async def _until_ready_or_ended(self) -> None:
+        """A start that hangs is killed."""
         waits = [asyncio.ensure_future(self._ready.wait()), asyncio.ensure_future(self._ended.wait())]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for wait in waits:
-            wait.cancel()
+        try:
+            while not (await asyncio.wait(waits, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED))[0]:
+                silent_s = self._clock() - self._heard_s
+                if silent_s > SILENT_START_S and self._child is not None:
+                    self._refusal = EngineFailed(f"The engine told nothing for {silent_s:.0f} s while it was starting.")
+                    _log.error("%s Killing it.", self._refusal.message)
+                    self._child.kill()
+                    await self._ended.wait()
+                    return
+        finally:
+            for wait in waits:
+                wait.cancel()
 
     async def _watch_one(self) -> None:
         """Until this engine has ended. One that hangs is killed."""

@@ -7,7 +7,7 @@ import jinja2
 
 from quire.core.errors import ChatTemplateError, InvalidParameter
 from quire.text.messages import Message, plain_data, plain_messages
-from quire.text.sandbox import TemplateTooLargeError, run
+from quire.text.sandbox import TemplateTooLargeError, compiled, run
 
 # Marks where the last message ends, when the model is to go on with it. The space shows if a template trims.
 _END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -49,6 +49,16 @@ def render(
     }
     rendered = _rendered(template, variables, now)
     return rendered if final is None else _cut_at_mark(rendered, final)
+
+
+def check_template(template: str) -> None:
+    """Raises `ChatTemplateError` for one that no messages could be put through."""
+    try:
+        compiled(template)
+    except jinja2.TemplateSyntaxError as error:
+        raise ChatTemplateError(f"line {error.lineno} is not valid: {(error.message or '').rstrip('.')}.") from error
+    except Exception as error:  # Python's own compiler has limits too, e.g. on nesting
+        raise ChatTemplateError(f"it is not valid: {type(error).__name__}: {error}.") from error
 
 
 def _rendered(template: str, variables: dict[str, object], now: Callable[[], datetime]) -> str:

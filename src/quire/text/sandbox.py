@@ -60,7 +60,7 @@ def run(template: str, variables: dict[str, object], now: Callable[[], datetime]
     budget = Budget(now)
     pieces: list[str] = []
     size = 0
-    for piece in _compiled(template).generate({**variables, _BUDGET: budget}):
+    for piece in compiled(template).generate({**variables, _BUDGET: budget}):
         size += len(piece)
         if size > MAX_TEXT:
             raise TemplateTooLargeError(f"it writes more than {MAX_TEXT} characters")
@@ -69,7 +69,8 @@ def run(template: str, variables: dict[str, object], now: Callable[[], datetime]
 
 
 @lru_cache(maxsize=16)
-def _compiled(template: str) -> jinja2.Template:
+def compiled(template: str) -> jinja2.Template:
+    """Raises jinja2's errors, or whatever Python's compiler raises."""
     return _Environment().from_string(template)
 
 
