@@ -123,3 +123,9 @@ def test_a_folder_without_a_readable_tokenizer_says_what_to_do(tmp_path: Path) -
     (tmp_path / "tokenizer_config.json").write_text("[1]")
     with pytest.raises(BrokenModelFile, match="JSON object, not list"):
         Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("no_id", [-1, 10**6, 2**32, 2**70])
+def test_an_id_that_is_none_spells_nothing(default_tokenizer: Tokenizer, no_id: int) -> None:
+    assert default_tokenizer.id_to_piece(no_id) is None
+    assert default_tokenizer.piece_bytes(no_id) == b"" == default_tokenizer.fallback_byte(no_id)

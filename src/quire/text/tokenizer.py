@@ -13,6 +13,7 @@ from quire.text.folder_vocab import vocabulary_from_folder
 from quire.text.gguf_vocab import vocabulary_from_gguf
 from quire.text.vocabulary import Vocabulary
 
+_MOST_IDS = 2**32  # that the library counts in
 _FALLBACK_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -86,8 +87,9 @@ class Tokenizer:
         return self._backend.token_to_id(token)
 
     def id_to_piece(self, token_id: int) -> str | None:
-        """The token as the vocabulary spells it: bytes mapped to letters, spaces to marks."""
-        return self._backend.id_to_token(token_id)
+        """The token as the vocabulary spells it: bytes mapped to letters, spaces to marks. None if the id is no token,
+        be it beyond all that could be."""
+        return self._backend.id_to_token(token_id) if 0 <= token_id < _MOST_IDS else None
 
     def to_json(self) -> str:
         """The whole tokenizer as a tokenizer.json, for libraries that read those."""
@@ -98,13 +100,13 @@ class Tokenizer:
         assert self.byte_level
         known = self._piece_bytes.get(token_id)
         if known is None:
-            piece = self._backend.id_to_token(token_id) or ""
+            piece = self.id_to_piece(token_id) or ""
             known = self._piece_bytes[token_id] = _bytes_of(piece)
         return known
 
     def fallback_byte(self, token_id: int) -> bytes:
         """The byte that a token such as <0xE4> of a vocabulary of texts stands for; nothing for all others."""
-        piece = self._backend.id_to_token(token_id) or ""
+        piece = self.id_to_piece(token_id) or ""
         return bytes.fromhex(piece[3:5]) if not self.byte_level and _FALLBACK_BYTE.fullmatch(piece) else b""
 
 
