@@ -79,6 +79,7 @@ def test_a_legacy_field_is_refused_with_what_took_its_place(name: str) -> None:
     error = refused(json.dumps({**CHAT, name: "x"}).encode(), ChatBody)
     assert error.param == name
     assert REPLACEMENTS[name] in error.message
+    assert refused(json.dumps({**CHAT, name: {}}).encode(), ChatBody).param == name, "an empty schema is one"
     decode(json.dumps({**CHAT, name: None}).encode(), ChatBody)
 
 

@@ -56,5 +56,5 @@ class Legacy(Struct, kw_only=True):
 def refuse_legacy(body: Legacy) -> None:
     for name, instead in REPLACEMENTS.items():
         value = getattr(body, name)
-        if value not in (None, False, "", [], {}):
+        if value not in (None, False, "", []):  # {} is a schema: any JSON
             raise InvalidParameter(f"{name} is not served here; {instead}.", param=name)
