@@ -30,6 +30,10 @@ def as_chat(body: CountTokensBody) -> ChatBody:
     choice = body.tool_choice
     config = body.output_config
     said = carried(body)
+    if isinstance(body, MessagesBody) and body.stop_sequences is not None:
+        if body.stop is not None:
+            raise InvalidParameter("stop and stop_sequences mean the same; give one of them.", param="stop")
+        said["stop"] = body.stop_sequences
     said["chat_template_kwargs"] = {"enable_thinking": _thinks(body), **(body.chat_template_kwargs or {})}
     return ChatBody(
         **said,
@@ -41,7 +45,6 @@ def as_chat(body: CountTokensBody) -> ChatBody:
         reasoning_effort=None if config is None else config.effort,
         response_format=_response_format(None if config is None else config.format),
         max_tokens=body.max_tokens if isinstance(body, MessagesBody) else UNSET,
-        stop=body.stop_sequences if isinstance(body, MessagesBody) else None,
     )
 
 

@@ -43,13 +43,6 @@ class Wanted:
 def completion_wanted(body: CompletionBody, served: Served) -> Wanted:
     """Unset, max_tokens is OpenAI's 16; null fills the context."""
     max_tokens = _COMPLETION_TOKENS if body.max_tokens is UNSET else body.max_tokens
-    best_of = body.best_of
-    if best_of is not None and best_of != (body.n or 1):
-        raise InvalidParameter(
-            f"best_of is {best_of} and n is {body.n or 1}: every continuation that is computed is returned here, so "
-            f"best_of must be left away or be n.",
-            param="best_of",
-        )
     echoed = bool(body.echo) and body.logprobs is not None
     prompt_logprobs = body.logprobs if echoed and body.prompt_logprobs is None else body.prompt_logprobs
     if max_tokens == 0:
@@ -63,7 +56,7 @@ def chat_wanted(body: ChatBody, served: Served) -> Wanted:
     max_tokens = None if body.max_tokens is UNSET else body.max_tokens
     if body.max_completion_tokens is not None:
         max_tokens = body.max_completion_tokens
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise InvalidParameter("top_logprobs is for logprobs: true alone.", param="top_logprobs")
     return _wanted(body, served, max_tokens, (body.top_logprobs or 0) if body.logprobs else None, body.prompt_logprobs)
 
@@ -71,6 +64,12 @@ def chat_wanted(body: ChatBody, served: Served) -> Wanted:
 def _wanted(
     body: SamplingBody, served: Served, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
 ) -> Wanted:
+    if body.best_of not in (None, body.n or 1):
+        raise InvalidParameter(
+            f"best_of is {body.best_of} and n is {body.n or 1}: every continuation that is computed is returned here, "
+            f"so best_of must be left away or be n.",
+            param="best_of",
+        )
     stream = bool(body.stream)
     options = body.stream_options
     if options is not None and not stream:
