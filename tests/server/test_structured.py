@@ -219,14 +219,14 @@ def test_a_grammar_that_takes_too_long_is_refused(served: Served) -> None:
     grammar = Grammar(GrammarKind.REGEX, "(.*a.{30}){5}")
     hasty = Constrainer(served.tokenizer, served.tokenizer.end_ids, served.vocab_size, deadline_s=0.0)
     with pytest.raises(InvalidGrammar, match="within 0 s") as refused:
-        asyncio.run(hasty.check(grammar, grammar))
+        asyncio.run(hasty.check(grammar, "structured_outputs"))
     assert (refused.value.status, refused.value.param) == (400, "structured_outputs")
 
 
 def test_a_model_without_a_tokenizer_takes_no_grammar() -> None:
     grammar = Grammar(GrammarKind.JSON_OBJECT, "")
     with pytest.raises(InvalidParameter, match="no tokenizer"):
-        asyncio.run(Constrainer(None, (), 8).check(grammar, grammar))
+        asyncio.run(Constrainer(None, (), 8).check(grammar, "response_format"))
 
 
 def test_what_the_documentation_shows_works(server: Running) -> None:

@@ -5,6 +5,16 @@ from quire.server.bodies.completion import CompletionBody
 from quire.server.bodies.sampling import StructuredOutputs
 from quire.server.bodies.tgi import GenerateBody, TgiGrammar, TgiParameters
 
+NAMES = {
+    "messages": "inputs",
+    "prompt": "inputs",
+    "max_tokens": "max_new_tokens",
+    "logprobs": "top_n_tokens",
+    "truncate_prompt_tokens": "truncate",
+    "structured_outputs": "grammar",
+    "structured_outputs.json": "grammar.value",
+    "structured_outputs.regex": "grammar.value",
+}
 NUM_TOKENS = 100  # when nothing is said
 
 

@@ -12,6 +12,7 @@ from quire.server.bodies.chat import ChatBody
 from quire.server.bodies.completion import CompletionBody
 from quire.server.bodies.sampling import SamplingBody
 from quire.server.constraint import grammar_of
+from quire.server.naming import called
 from quire.server.served import Served
 
 _COMPLETION_TOKENS = 16  # what OpenAI's completions give when nothing is said
@@ -33,6 +34,7 @@ class Wanted:
     terms: Terms
     grammar: Grammar | None
     stream: bool
+    grammar_field: str = "response_format"  # where the client said it
     include_usage: bool = False
     continuous_usage: bool = False
     return_token_ids: bool = False
@@ -87,6 +89,7 @@ def _wanted(
         terms=Terms(**terms),
         grammar=grammar_of(body),
         stream=stream,
+        grammar_field="response_format" if body.structured_outputs is None else "structured_outputs",
         include_usage=options is not None and bool(options.include_usage),
         continuous_usage=continuous,
         return_token_ids=bool(body.return_token_ids),
@@ -98,10 +101,15 @@ async def constrained(wanted: Wanted, grammar: Grammar | None, served: Served) -
     """The same request, held to a grammar of which it is certain that it can be followed."""
     if grammar is None:
         return wanted
+    field = "tools" if wanted.grammar is None else wanted.grammar_field
     if served.constrainer is None:
-        raise InvalidParameter("The answers of this model cannot be constrained.", param="response_format")
-    await served.constrainer.check(grammar, wanted.grammar)
-    return replace(wanted, grammar=grammar, params=replace(wanted.params, grammar=grammar))
+        raise InvalidParameter("The answers of this model cannot be constrained.", param=field)
+    with called({"grammar": field}):
+        if wanted.grammar is not None:  # it may be a part of the whole: what is wrong with it comes first
+            await served.constrainer.check(wanted.grammar, field)
+        if grammar != wanted.grammar:
+            await served.constrainer.check(grammar, "tools")
+        return replace(wanted, grammar=grammar, params=replace(wanted.params, grammar=grammar))
 
 
 def shortened(ids: list[int], truncate: int | None, wanted: Wanted, served: Served) -> list[int]:
