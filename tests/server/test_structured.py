@@ -166,6 +166,15 @@ def test_what_cannot_be_followed_is_refused_before_it_is_queued(
     assert num_requests(http) == num_before
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_parameters_that_leave_no_token_are_the_clients_own_mistake(http: httpx.Client, stream: bool) -> None:
+    asked = {"messages": ASK, "response_format": {"type": "json_object"}, "allowed_token_ids": [100], "stream": stream}
+    answer = http.post("/v1/chat/completions", json=asked)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "nothing_left", "allowed_token_ids")
+    assert "the form of the answer and allowed_token_ids left none" in error["message"]
+
+
 def num_requests(http: httpx.Client) -> float:
     """How many have reached the engine and ended."""
     counted = re.findall(r"^quire_request_success_total\{.*\} ([0-9.e+]+)$", http.get("/metrics").text, re.MULTILINE)
