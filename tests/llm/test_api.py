@@ -260,7 +260,7 @@ def test_a_sequence_that_fails_says_why_and_its_neighbour_goes_on(llm):
     """A bad word of two tokens leaves nothing once its first token has come."""
     params = SamplingParams(temperature=0, max_tokens=4, allowed_token_ids=byte_ids("x"), bad_words=["xx"])
     failed, well = llm.generate(["abc", "abc"], [params, GREEDY])
-    assert failed.outputs[0].finish_reason == "error"
+    assert failed.outputs[0].finish_reason == "nothing_left"
     assert "no token to choose" in failed.outputs[0].error
     assert well.outputs[0].error is None
     assert well.outputs[0].token_ids == llm.generate("abc", GREEDY)[0].outputs[0].token_ids

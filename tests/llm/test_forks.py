@@ -72,12 +72,12 @@ def test_one_that_fails_is_never_the_best(llm):
         n=6, seed=5, max_tokens=6, allowed_token_ids=byte_ids("xyz"), bad_words=["xx", "xy", "xz"], best_of=None
     )
     reasons = [output.finish_reason for output in llm.generate("q", longer)[0].outputs]
-    assert {"error", "length"} == set(reasons)
+    assert {"nothing_left", "length"} == set(reasons)
     ranked = SamplingParams(
         n=5, seed=5, max_tokens=6, allowed_token_ids=byte_ids("xyz"), bad_words=["xx", "xy", "xz"], best_of=6
     )
     outputs = llm.generate("q", ranked)[0].outputs
-    failed = [output.finish_reason == "error" for output in outputs]
+    failed = [output.finish_reason == "nothing_left" for output in outputs]
     assert failed == sorted(failed) and failed.count(False) == min(reasons.count("length"), 5)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -67,6 +68,24 @@ def test_a_cut_answer_says_so_and_an_unended_one_ends_with_its_grammar(llm):
     )
     said = llm.generate("x", stubborn)[0].outputs[0]
     assert (said.text, said.finish_reason) == ("yes", "stop")
+
+
+def test_a_grammar_that_leaves_nothing_of_what_is_allowed_is_the_requests_own_fault(llm):
+    """The row ends alone; a mask that the grammar itself could not give would be an error of ours."""
+    only = llm.front.encode("yes")[1]
+    yes = Grammar(GrammarKind.CHOICE, '["yes"]')
+    params = SamplingParams(temperature=0.0, max_tokens=9, grammar=yes, allowed_token_ids=only)
+    assert llm.generate("x", params)[0].outputs[0].text == "yes"
+    free = SamplingParams(temperature=0.0, max_tokens=9)
+    beside = llm.generate("The sky is", free)[0].outputs[0].text
+    other = llm.front.encode("no")[1]
+    cornered, free_again = llm.generate(["x", "The sky is"], [replace(params, allowed_token_ids=other), free])
+    (said,) = cornered.outputs
+    assert (said.finish_reason, said.token_ids) == ("nothing_left", [])
+    assert "the form of the answer and allowed_token_ids left none" in said.error
+    assert free_again.outputs[0].text == beside
+    settle(llm)
+    assert llm.built.engine.grammars.num_followed == 0
 
 
 def test_what_is_no_grammar_is_refused_and_nothing_is_left_behind(llm):

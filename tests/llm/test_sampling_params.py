@@ -189,3 +189,11 @@ def test_every_parameter_at_once_beside_plain_neighbours(llm):
     assert outputs[1].outputs[0].token_ids == outputs[3].outputs[0].token_ids == alone
     for output in (outputs[0], outputs[2]):
         assert [completion.token_ids for completion in output.outputs] == busy_alone
+
+
+def test_words_that_leave_nothing_of_what_is_allowed_end_a_continuation_for_that_reason(llm):
+    said = complete(llm, allowed_token_ids=byte_ids("a"), bad_words=["aaa"])
+    assert (said.finish_reason, said.token_ids) == ("nothing_left", byte_ids("a") * 2)
+    assert said.error == "There was no token to choose: allowed_token_ids and bad_words left none. Loosen one of them."
+    beams = complete(llm, allowed_token_ids=byte_ids("a"), bad_words=["aaa"], use_beam_search=True, beam_width=2)
+    assert beams.finish_reason == "nothing_left"

@@ -108,10 +108,10 @@ def test_a_sequence_that_fails_is_an_error_and_not_an_end(http: httpx.Client) ->
     """A bad word of two tokens leaves nothing once its first token has come."""
     asked = {"prompt": "a", "max_tokens": 9, "allowed_token_ids": [260], "bad_words": ["the the"]}
     whole = http.post("/v1/completions", json=asked)
-    assert whole.status_code == 500
-    assert whole.json()["error"]["code"] == "numerical_error"
+    assert whole.status_code == 400
+    assert whole.json()["error"]["code"] == "nothing_left"
     streamed = http.post("/v1/completions", json={**asked, "stream": True}).text
-    assert "numerical_error" in streamed
+    assert "nothing_left" in streamed
     assert "[DONE]" not in streamed and '"finish_reason":"' not in streamed
     assert '"finish_reason":null' in streamed, "the spelling that the line above looks for"
     assert http.get("/health").status_code == 200

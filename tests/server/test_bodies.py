@@ -2,6 +2,7 @@
 
 import json
 import math
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,6 +15,10 @@ from quire.server.bodies.completion import CompletionBody
 from quire.server.bodies.decode import MAX_DEPTH, decode
 from quire.server.bodies.depth import nests_deeper
 from quire.server.bodies.legacy import REPLACEMENTS, Legacy
+from quire.server.bodies.messages import MessagesBody
+from quire.server.bodies.responses import ResponsesBody
+from quire.server.messages_request import as_chat as messages_as_chat
+from quire.server.responses_request import as_chat as responses_as_chat
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -79,11 +84,50 @@ def test_a_legacy_field_is_refused_with_what_took_its_place(name: str) -> None:
     error = refused(json.dumps({**CHAT, name: "x"}).encode(), ChatBody)
     assert error.param == name
     assert REPLACEMENTS[name] in error.message
+    assert refused(json.dumps({**CHAT, name: {}}).encode(), ChatBody).param == name, "an empty schema is one"
     decode(json.dumps({**CHAT, name: None}).encode(), ChatBody)
 
 
 def test_every_legacy_field_has_a_replacement() -> None:
     assert set(Legacy.__struct_fields__) == set(REPLACEMENTS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value", "instead"),
+    [
+        (ResponsesBody, "response_format", {"type": "json_object"}, "use text.format"),
+        (ResponsesBody, "max_tokens", 0, "use max_output_tokens"),
+        (ResponsesBody, "max_completion_tokens", 5, "use max_output_tokens"),
+        (ResponsesBody, "guided_json", {}, "structured_outputs"),
+        (MessagesBody, "response_format", {"type": "json_object"}, "use output_config.format"),
+        (MessagesBody, "output_format", {"type": "json_schema", "schema": {}}, "use output_config.format"),
+    ],
+)
+def test_a_field_of_another_surface_is_told_its_name_here(
+    kind: type[msgspec.Struct], name: str, value: object, instead: str
+) -> None:
+    body = {**CHAT, "input": "hi", "max_tokens": 5, name: value}
+    if kind is ResponsesBody and name != "max_tokens":
+        del body["max_tokens"]
+    error = refused(json.dumps(body).encode(), kind)
+    assert error.param == name and instead in error.message
+
+
+@pytest.mark.parametrize("kind", [ResponsesBody, MessagesBody])
+def test_what_steers_sampling_is_taken_by_its_name_in_a_chat(kind: type[ResponsesBody] | type[MessagesBody]) -> None:
+    said: dict[str, Any] = {"stop": ["x"], "stop_token_ids": [7], "bad_words": ["no"], "allowed_token_ids": [1, 2],
+                            "logit_bias": {"3": 1.0}, "min_p": 0.5}  # fmt: skip
+    body = {**CHAT, "input": "hi", **({"max_tokens": 5} if kind is MessagesBody else {}), **said}
+    decoded = decode(json.dumps(body).encode(), kind)
+    chat = messages_as_chat(decoded) if isinstance(decoded, MessagesBody) else responses_as_chat(decoded)
+    assert {name: getattr(chat, name) for name in said} == {**said, "logit_bias": {3: 1.0}}
+
+
+def test_stop_has_one_name_at_a_time() -> None:
+    body = {**CHAT, "max_tokens": 5, "stop_sequences": ["x"]}
+    assert messages_as_chat(decode(json.dumps(body).encode(), MessagesBody)).stop == ["x"]
+    with pytest.raises(InvalidParameter, match="give one of them"):
+        messages_as_chat(decode(json.dumps({**body, "stop": "y"}).encode(), MessagesBody))
 
 
 JSON = st.recursive(

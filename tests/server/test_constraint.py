@@ -35,6 +35,7 @@ def asked(**fields: object) -> Grammar | None:
         ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, GrammarKind.JSON_SCHEMA, SCHEMA),
         ({"structured_outputs": {"json_object": True}}, GrammarKind.JSON_OBJECT, ""),
         ({"structured_outputs": {"regex": "a+"}}, GrammarKind.REGEX, "a+"),
+        ({"structured_outputs": {"regex": "a+", "json_object": False, "choice": None}}, GrammarKind.REGEX, "a+"),
         ({"structured_outputs": {"choice": ["yes", "no"]}}, GrammarKind.CHOICE, ["yes", "no"]),
         ({"structured_outputs": {"grammar": 'start: "x"'}}, GrammarKind.LARK, 'start: "x"'),
     ],
@@ -46,7 +47,7 @@ def test_a_constraint_becomes_a_grammar(fields: dict[str, object], kind: Grammar
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"response_format": {"type": "text"}}, {"response_format": None}, {"structured_outputs": {}}]
+    "fields", [{}, {"response_format": {"type": "text"}}, {"response_format": None}, {"structured_outputs": None}]
 )
 def test_an_answer_is_free_unless_somebody_asks(fields: dict[str, object]) -> None:
     assert asked(**fields) is None
@@ -67,9 +68,24 @@ def test_an_answer_is_free_unless_somebody_asks(fields: dict[str, object]) -> No
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
         ({"structured_outputs": {"choice": ["a"] * (MAX_CHOICES + 1)}}, "structured_outputs.choice"),
         ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"regex": "a", "disable_any_whitespace": True}},
+         "structured_outputs.disable_any_whitespace"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"json_object": False}}, "structured_outputs"),
+        ({"structured_outputs": {"json": False}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": 0}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": "false"}}, "structured_outputs.json"),
+        ({"structured_outputs": {"lark": 'start: "x"'}}, "structured_outputs.lark"),
+        ({"structured_outputs": {"regex": "a", "jsonschema": {}}}, "structured_outputs.jsonschema"),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, "response_format.schema"),
     ],
 )  # fmt: skip
 def test_a_constraint_that_cannot_be_kept_is_refused_by_name(fields: dict[str, object], param: str) -> None:
     with pytest.raises(InvalidParameter) as caught:
         asked(**fields)
     assert caught.value.param == param
+
+
+def test_an_unknown_constraint_is_told_the_known_ones() -> None:
+    with pytest.raises(InvalidParameter, match="no such field; it may have json, json_object, regex, choice, grammar,"):
+        asked(structured_outputs={"lark": 'start: "x"'})

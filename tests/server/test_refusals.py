@@ -82,6 +82,7 @@ def refusal(answer: httpx.Response) -> dict[str, str]:
             "field of its own",
         ),
         ("chat/completions", {"messages": SAY_HI, "top_logprobs": 2}, 400, "invalid_parameter", "logprobs: true"),
+        ("chat/completions", {"messages": SAY_HI, "best_of": 3}, 400, "invalid_parameter", "best_of is 3 and n is 1"),
         ("chat/completions", {"messages": SAY_HI, "max_tokens": 0}, 400, "invalid_parameter", "max_tokens"),
         ("chat/completions", {"messages": IMAGE}, 400, "invalid_prompt", "reads text only"),
         ("chat/completions", {"messages": []}, 400, "invalid_prompt", "messages"),
@@ -130,6 +131,9 @@ def test_fields_that_ask_for_nothing_are_let_through(http: httpx.Client) -> None
         "n": None,
     }
     assert http.post("/v1/completions", json={**HI, **harmless}).status_code == 200
+    unscored = {"messages": SAY_HI, "max_tokens": 1, "logprobs": False, "top_logprobs": 0, "best_of": 1}
+    [choice] = http.post("/v1/chat/completions", json=unscored).json()["choices"]
+    assert choice["logprobs"] is None
 
 
 JUNK = st.recursive(

@@ -158,7 +158,8 @@ def test_an_answer_goes_back_as_input(client: openai.OpenAI) -> None:
         ({"conversation": "conv_1"}, "conversation"),
         ({"background": True}, "background"),
         ({"truncation": "sometimes"}, "truncation"),
-        ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"tool_choice": {"type": 7}}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice"),
         ({"tool_choice": {"type": "function", "name": "absent"}}, "tool_choice"),
         ({"input": []}, "input"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0]"),
@@ -166,7 +167,7 @@ def test_an_answer_goes_back_as_input(client: openai.OpenAI) -> None:
         ({"input": [{"type": "computer_call"}]}, "input[0]"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": {}}]}, "input[0]"),
-        ({"text": {"format": {"type": "yaml"}}}, "response_format.type"),
+        ({"text": {"format": {"type": "yaml"}}}, "text.format.type"),
         ({"temperature": -1}, "temperature"),
     ],
 )

@@ -166,6 +166,15 @@ def test_what_cannot_be_followed_is_refused_before_it_is_queued(
     assert num_requests(http) == num_before
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_parameters_that_leave_no_token_are_the_clients_own_mistake(http: httpx.Client, stream: bool) -> None:
+    asked = {"messages": ASK, "response_format": {"type": "json_object"}, "allowed_token_ids": [100], "stream": stream}
+    answer = http.post("/v1/chat/completions", json=asked)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "nothing_left", "allowed_token_ids")
+    assert "the form of the answer and allowed_token_ids left none" in error["message"]
+
+
 def num_requests(http: httpx.Client) -> float:
     """How many have reached the engine and ended."""
     counted = re.findall(r"^quire_request_success_total\{.*\} ([0-9.e+]+)$", http.get("/metrics").text, re.MULTILINE)
@@ -219,14 +228,14 @@ def test_a_grammar_that_takes_too_long_is_refused(served: Served) -> None:
     grammar = Grammar(GrammarKind.REGEX, "(.*a.{30}){5}")
     hasty = Constrainer(served.tokenizer, served.tokenizer.end_ids, served.vocab_size, deadline_s=0.0)
     with pytest.raises(InvalidGrammar, match="within 0 s") as refused:
-        asyncio.run(hasty.check(grammar, grammar))
+        asyncio.run(hasty.check(grammar, "structured_outputs"))
     assert (refused.value.status, refused.value.param) == (400, "structured_outputs")
 
 
 def test_a_model_without_a_tokenizer_takes_no_grammar() -> None:
     grammar = Grammar(GrammarKind.JSON_OBJECT, "")
     with pytest.raises(InvalidParameter, match="no tokenizer"):
-        asyncio.run(Constrainer(None, (), 8).check(grammar, grammar))
+        asyncio.run(Constrainer(None, (), 8).check(grammar, "response_format"))
 
 
 def test_what_the_documentation_shows_works(server: Running) -> None:

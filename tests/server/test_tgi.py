@@ -112,6 +112,10 @@ def test_the_default_length(http: httpx.Client) -> None:
         {"temperature": -1},
         {"truncate": 0},
         {"grammar": {"type": "poem", "value": "x"}},
+        {"grammar": {"type": "json"}},
+        {"grammar": {"type": "json", "value": False}},
+        {"grammar": {"type": "json_schema", "value": {"name": "x"}}},
+        {"grammar": {"type": "regex"}},
         {"stop": 5},
     ],
 )

@@ -3,6 +3,8 @@
 Our own mistakes are assertions, never these.
 """
 
+from collections.abc import Sequence
+
 _SHOWN = 80  # characters of a wrong value that an error repeats
 
 
@@ -153,8 +155,21 @@ class NumericalError(QuireError):
 
     def __init__(self) -> None:
         super().__init__(
-            "There was no token to choose: the model's logits were not finite, or the parameters left none "
-            "(penalties, logit_bias, bad_words and allowed_token_ids together)."
+            "There was no token to choose: the model's logits were not finite, or the grammar of the answer could not "
+            "be followed any further (the log says so)."
+        )
+
+
+class NothingLeft(QuireError):
+    """A sequence to which its own request left no token: it ended with the finish reason "nothing_left"."""
+
+    code = "nothing_left"
+
+    def __init__(self, names: Sequence[str], *, formed: bool) -> None:
+        forbidding = [*(["the form of the answer"] if formed else []), *names]
+        super().__init__(
+            f"There was no token to choose: {' and '.join(forbidding)} left none. Loosen one of them.",
+            param=names[-1] if names else None,
         )
 
 

@@ -41,6 +41,7 @@ class FinishReason(Enum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"  # there was no token to choose
+    NOTHING_LEFT = "nothing_left"  # the same, and by the request's own doing; the engine finds out, never a runner
     EXPIRED = "expired"  # its deadline passed before it was seated
     FAILED = "failed"  # a step failed because of it, or its own admission did
     OUT_OF_MEMORY = "out_of_memory"  # a step was too large for the device, and it was the largest

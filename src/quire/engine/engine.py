@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING, Protocol
 from quire.core.errors import EngineFailed, InvalidParameter
 from quire.core.faults import Site, trip
 from quire.core.grammar import Grammar
-from quire.core.ids import RequestId
+from quire.core.ids import RequestId, SequenceId
 from quire.core.request import Family
 from quire.core.sampling import MAX_SEED
 from quire.core.step import FinishReason, Runner
+from quire.engine.cornered import is_cornered
 from quire.engine.door import Door
 from quire.engine.messages import Accepted, Order, Progress
 from quire.engine.reporter import Reporter
 from quire.sched.explain import Explanation, explain
 from quire.sched.loop import Loop, Span
-from quire.sched.scheduler import Scheduler
+from quire.sched.scheduler import Absorbed, Scheduler
 
 if TYPE_CHECKING:  # llguidance is needed by those who follow grammars alone
     from quire.engine.grammars import Grammars
@@ -126,9 +127,21 @@ class Engine:
             raise
         if absorbed is None:
             return None
+        cornered = self._cornered(absorbed)
         if self.grammars is not None:
             self.grammars.advance(absorbed, self.scheduler)
-        return self._reporter.report(absorbed)
+        return self._reporter.report(absorbed, cornered)
+
+    def _cornered(self, absorbed: Absorbed) -> set[SequenceId]:
+        """Who could not go on by its request's own doing. A beam search ends with the first beam that cannot."""
+        names = set()
+        for sequence in absorbed.finished:
+            if sequence.finish_reason is FinishReason.ERROR:
+                mask = None if self.grammars is None else self.grammars.mask(sequence)
+                suspects = (sequence,) if sequence.request.beam is None else sequence.family.members
+                if any(is_cornered(each, mask, self.door.vocab_size) for each in suspects):
+                    names.add(sequence.id)
+        return names
 
     def prepare(self) -> None:
         """With nothing else to do: a piece of work that makes later steps faster, if any is left."""

@@ -58,6 +58,18 @@ class Grammars:
             self._fill(sequence, row)
         return bits
 
+    def mask(self, sequence: Sequence) -> IntArray | None:
+        """What one that ended without a token could have said; None if it follows no grammar that still holds."""
+        followed = self._followed.get(sequence.id)
+        if followed is None:
+            return None
+        bits = np.zeros(self._num_words, dtype=np.int32)
+        try:
+            return bits if followed[1].fill(bits) else None
+        except Exception:
+            _log.exception("the grammar of request %s broke", sequence.request.id)
+            return None
+
     def _fill(self, sequence: Sequence, row: IntArray) -> None:
         try:
             trip(Site.GRAMMAR_MASK, sequence.id)

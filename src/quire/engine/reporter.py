@@ -1,5 +1,7 @@
 """Turns what a step meant to the scheduler into what the front must hear: numbers and tokens, no families."""
 
+from collections.abc import Set
+
 from quire.core.ids import SequenceId
 from quire.core.request import Family, Sequence
 from quire.core.step import FinishReason
@@ -26,13 +28,14 @@ class Reporter:
         self._heard.pop(sequence.id, None)
         self._awaiting_first.pop(sequence.id, None)
 
-    def report(self, absorbed: Absorbed) -> Progress:
+    def report(self, absorbed: Absorbed, cornered: Set[SequenceId] = frozenset()) -> Progress:
+        """`cornered` are those to which their own requests left no token."""
         begun = self._begun(absorbed) if self._awaiting_first else ()
         heard = self._heard
         scores = {int(name): each for name, each in absorbed.prompt_logprobs.items() if name in heard}
         pooled = {int(name): total for name, total in absorbed.pooled.items() if name in heard}
         logprobs = {int(name): each for name, each in absorbed.logprobs.items()}
-        ended = tuple(self._ended(absorbed))  # last: who has ended is not heard any more
+        ended = tuple(self._ended(absorbed, cornered))  # last: who has ended is not heard any more
         return Progress(absorbed.step, absorbed.sequences, absorbed.tokens, begun, ended, logprobs, scores, pooled)
 
     def _begun(self, absorbed: Absorbed) -> tuple[Begun, ...]:
@@ -44,14 +47,15 @@ class Reporter:
                 begun[family.request.id] = Begun(family.request.id, family.seated_s, family.num_cached)
         return tuple(begun.values())
 
-    def _ended(self, absorbed: Absorbed) -> list[Ended]:
+    def _ended(self, absorbed: Absorbed, cornered: Set[SequenceId]) -> list[Ended]:
         """Beams end together, those without a result too."""
         ended: list[Ended] = []
         for sequence in absorbed.finished:
             family = sequence.family
             for member in (sequence,) if family.request.beam is None else family.answers:
                 if member.id in self._heard and member.finish_reason is not None:
-                    ended.append(_ended(member))
+                    over = _ended(member)
+                    ended.append(over._replace(reason=FinishReason.NOTHING_LEFT) if member.id in cornered else over)
                     self.forget(member)
         return ended
 

@@ -12,6 +12,7 @@ from quire.server.desk import Desk
 from quire.server.edge import json_response, read, unless_gone
 from quire.server.frames import Label
 from quire.server.listed import listed
+from quire.server.naming import called
 from quire.server.scores import Spelling
 from quire.server.served import Served
 from quire.server.sse import DONE, Events, stream
@@ -19,27 +20,30 @@ from quire.server.translate import Wanted, completion_wanted, constrained, short
 from quire.text.detok import decode_whole
 
 MAX_PROMPTS = 128
+_NAMES = {"messages": "prompt"}
 
 
 async def completions(desk: Desk, request: Request) -> Response:
     body = await read(request, CompletionBody)
     served = desk.served
     served.check_model(body.model)
-    wanted = completion_wanted(body, served)
-    wanted = await constrained(wanted, wanted.grammar, served)
-    prompts = await run_in_threadpool(_prompts, body, wanted, served)
-    answer = CompletionAnswer(
-        Label(served.name, "cmpl"), prompts, wanted, Spelling(served.tokenizer, as_ids=wanted.tokens_as_ids)
-    )
-    at_once = wanted.stream and wanted.params.prompt_logprobs is not None
-    chorus = Chorus(desk.service, [prompt.ids for prompt in prompts], wanted, streaming=wanted.stream and not at_once)
-    if wanted.stream:
-        events = (_scored_events if at_once else _events)(chorus, answer, wanted, len(prompts))
-        return await stream(request, events, chorus.leave, desk.keep_alive_s)
-    try:
-        outputs = await unless_gone(request, chorus.outputs())
-    finally:
-        chorus.leave()
+    with called(_NAMES):
+        wanted = completion_wanted(body, served)
+        wanted = await constrained(wanted, wanted.grammar, served)
+        prompts = await run_in_threadpool(_prompts, body, wanted, served)
+        answer = CompletionAnswer(
+            Label(served.name, "cmpl"), prompts, wanted, Spelling(served.tokenizer, as_ids=wanted.tokens_as_ids)
+        )
+        at_once = wanted.stream and wanted.params.prompt_logprobs is not None
+        all_ids = [prompt.ids for prompt in prompts]
+        chorus = Chorus(desk.service, all_ids, wanted, streaming=wanted.stream and not at_once)
+        if wanted.stream:
+            events = (_scored_events if at_once else _events)(chorus, answer, wanted, len(prompts))
+            return await stream(request, events, chorus.leave, desk.keep_alive_s)
+        try:
+            outputs = await unless_gone(request, chorus.outputs())
+        finally:
+            chorus.leave()
     return json_response(answer.whole(outputs))
 
 

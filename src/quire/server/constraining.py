@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from quire.core.errors import InvalidGrammar, InvalidParameter, QuireError
-from quire.core.grammar import Grammar, GrammarKind
+from quire.core.grammar import Grammar
 from quire.grammar.compiler import Compiler
 from quire.grammar.tokens import Vocabulary
 from quire.text.tokenizer import Tokenizer
 
 _NUM_THREADS = 2
-_JSON = (GrammarKind.JSON_OBJECT, GrammarKind.JSON_SCHEMA)
 
 
 class Constrainer:
@@ -33,14 +32,8 @@ class Constrainer:
         """Begin to read the vocabulary. Should that fail, whoever sends the first grammar is told why."""
         self._threads.submit(self._made)
 
-    async def check(self, grammar: Grammar, asked: Grammar | None) -> None:
-        """Refuse a grammar that cannot be followed. What a client asked for may be a part of it: that comes first."""
-        if asked is not None:
-            await self._check(asked, "response_format" if asked.kind in _JSON else "structured_outputs")
-        if grammar != asked:
-            await self._check(grammar, "tools")
-
-    async def _check(self, grammar: Grammar, param: str) -> None:
+    async def check(self, grammar: Grammar, param: str) -> None:
+        """Refuse a grammar that cannot be followed; `param` is the field that asked for it."""
         compiling = asyncio.get_running_loop().run_in_executor(self._threads, self._compile, grammar)
         try:
             await asyncio.wait_for(compiling, self._deadline_s)

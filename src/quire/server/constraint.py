@@ -10,6 +10,12 @@ from quire.server.bodies.sampling import Json, ResponseFormat, SamplingBody, Str
 
 MAX_CHOICES = 1024
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
+_NOT_SERVED = {
+    "structural_tag": "use tools",
+    "whitespace_pattern": "the server chooses which white space JSON may have",
+    "disable_any_whitespace": "the server chooses which white space JSON may have",
+    "disable_additional_properties": 'write "additionalProperties": false into the schema',
+}
 
 
 def grammar_of(body: SamplingBody) -> Grammar | None:
@@ -25,6 +31,11 @@ def grammar_of(body: SamplingBody) -> Grammar | None:
 
 
 def _formatted(wanted: ResponseFormat) -> Grammar | None:
+    if wanted.schema is not None:  # llama.cpp's way
+        raise InvalidParameter(
+            'response_format.schema is not served here; use {"type": "json_schema", "json_schema": {"schema": …}}.',
+            param="response_format.schema",
+        )
     match wanted.type:
         case "text":
             return None
@@ -40,27 +51,28 @@ def _formatted(wanted: ResponseFormat) -> Grammar | None:
     )
 
 
-def _structured(wanted: StructuredOutputs) -> Grammar | None:
-    if wanted.structural_tag is not None:
-        raise _refused("structural_tag", "it is not served here; use tools")
-    said = [name for name in _KINDS if getattr(wanted, name) not in (None, False)]
-    if len(said) > 1:
+def _structured(wanted: StructuredOutputs) -> Grammar:
+    for name, instead in _NOT_SERVED.items():
+        if getattr(wanted, name) not in (None, False):
+            raise _refused(name, f"it is not served here; {instead}")
+    said = [name for name in _KINDS if getattr(wanted, name) is not None]
+    if wanted.json_object is False:
+        said.remove("json_object")
+    if len(said) != 1:
         raise InvalidParameter(
-            f"structured_outputs says {' and '.join(said)}; an answer can follow one of them.",
+            f"structured_outputs says {' and '.join(said) or 'nothing'}; an answer follows one of {', '.join(_KINDS)}.",
             param="structured_outputs",
         )
-    match said:
-        case ["json"]:
+    match said[0]:
+        case "json":
             return Grammar(GrammarKind.JSON_SCHEMA, _schema_text(wanted.json, "structured_outputs.json"))
-        case ["json_object"]:
+        case "json_object":
             return Grammar(GrammarKind.JSON_OBJECT, "")
-        case ["regex"]:
+        case "regex":
             return Grammar(GrammarKind.REGEX, _text(wanted.regex, "regex"))
-        case ["choice"]:
+        case "choice":
             return Grammar(GrammarKind.CHOICE, _choices(wanted.choice or []))
-        case ["grammar"]:
-            return Grammar(GrammarKind.LARK, _text(wanted.grammar, "grammar"))
-    return None
+    return Grammar(GrammarKind.LARK, _text(wanted.grammar, "grammar"))
 
 
 def _schema_text(schema: Json, where: str) -> str:
@@ -72,6 +84,8 @@ def _schema_text(schema: Json, where: str) -> str:
             schema = msgspec.json.decode(schema)
         except ValueError as error:
             raise InvalidParameter(f"{where} is a text that is not JSON: {error}.", param=where) from error
+    if schema is False:
+        raise InvalidParameter(f"{where} is false, a schema that no answer fulfils.", param=where)
     if not isinstance(schema, dict | bool):
         raise InvalidParameter(f"{where} must be a JSON schema: an object, not {shown(schema)}.", param=where)
     return msgspec.json.encode(schema).decode()

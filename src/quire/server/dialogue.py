@@ -3,11 +3,11 @@
 Every surface brings its own shape to this one. Knows no sampling and no answers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from quire.core.errors import InvalidParameter, shown
+from quire.core.errors import InvalidParameter, InvalidPrompt, shown
 from quire.core.grammar import Grammar
 from quire.server.served import Served
 from quire.server.voices import Message, ToolChoice
@@ -41,7 +41,8 @@ class Dialogue:
     def rendered(self, served: Served) -> Rendered:
         """Through the model's own template. Takes its time: not for an event loop."""
         tokenizer = served.text()
-        known = [_for_template(message, served.chat_template or "") for message in self.messages]
+        template = served.chat_template or ""
+        known = [_for_template(each, f"messages[{place}]", template) for place, each in enumerate(self.messages)]
         told = served.voice.told(known, self.callable_tools)
         text = render(
             served.chat_template,
@@ -70,7 +71,7 @@ class Dialogue:
             return voice.answer_grammar(asked, tools, parallel=parallel, prompt=prompt)
         if asked is not None:
             raise InvalidParameter(
-                "A tool must be called, so there is no answer that response_format could shape; give one of the two.",
+                "A tool must be called, so there is no answer that could be held to a form; ask for one of the two.",
                 param="tool_choice",
             )
         return voice.call_grammar(tools, self.tool_choice, parallel=parallel, prompt=prompt)
@@ -97,28 +98,74 @@ def check_tools(tools: list[dict[str, object]] | None, mode: str | None, name: s
     return ToolChoice(mode)
 
 
-def _tool_name(tool: Mapping[str, object], place: int) -> str:
-    function = tool.get("function")
-    name = function.get("name") if isinstance(function, Mapping) else None
-    if tool.get("type", "function") != "function" or not isinstance(name, str) or not name:
-        raise InvalidParameter(
-            f'tools[{place}] must be {{"type": "function", "function": {{"name": …}}}}.', param=f"tools[{place}]"
-        )
-    parameters = function.get("parameters") if isinstance(function, Mapping) else None
+def only_tools(tools: list[dict[str, object]], allowed: Iterable[str]) -> list[dict[str, object]]:
+    """Those of the tools that may be called."""
+    wanted = set(allowed)
+    names = [_tool_name(tool, place) for place, tool in enumerate(tools)]
+    if missing := wanted.difference(names):
+        unknown = shown(min(missing))
+        raise InvalidParameter(f"tool_choice allows {unknown}, which is not among tools.", param="tool_choice")
+    return [tool for name, tool in zip(names, tools, strict=True) if name in wanted]
+
+
+def check_function(name: object, parameters: object, where: str, shape: str, schema_field: str) -> str:
+    """The name of a function, which a surface declares in this shape, with the parameters' schema in this field."""
+    if not isinstance(name, str) or not name:
+        raise InvalidParameter(f"{where} must be {shape}.", param=where)
     if not isinstance(parameters, Mapping | None):
-        where = f"tools[{place}].function.parameters"
-        raise InvalidParameter(f"{where} must be a JSON schema: an object, not {shown(parameters)}.", param=where)
+        spot = f"{where}.{schema_field}"
+        raise InvalidParameter(f"{spot} must be a JSON schema: an object, not {shown(parameters)}.", param=spot)
     return name
 
 
-def _for_template(message: Message, template: str) -> Message:
-    """As templates know messages: older roles, one name for thoughts."""
+def _tool_name(tool: Mapping[str, object], place: int) -> str:
+    function = tool.get("function")
+    if tool.get("type", "function") != "function" or not isinstance(function, Mapping):
+        function = {}
+    shape = '{"type": "function", "function": {"name": …}}'
+    name, parameters = function.get("name"), function.get("parameters")
+    return check_function(name, parameters, f"tools[{place}]", shape, "function.parameters")
+
+
+def _for_template(message: Message, where: str, template: str) -> Message:
+    """As templates know messages: older roles, one name for thoughts, a refusal as the text that it is."""
     told = dict(message)
     if told.get("role") == "developer" and "developer" not in template:
         told["role"] = "system"
     if "reasoning" in told and not told.get("reasoning_content"):
         told["reasoning_content"] = told["reasoning"]
+    if told.get("role") == "assistant":
+        if told.get("content") is None and isinstance(told.get("refusal"), str):
+            told["content"] = told["refusal"]
+        content = told.get("content")
+        if isinstance(content, list):
+            told["content"] = [_as_text(part) for part in content]
+    _check_calls(told.get("tool_calls"), f"{where}.tool_calls")
     return told
+
+
+def _as_text(part: object) -> object:
+    if isinstance(part, Mapping) and part.get("type") == "refusal":
+        return {"type": "text", "text": part.get("refusal")}
+    return part
+
+
+def _check_calls(calls: object, where: str) -> None:
+    """A template would write anything else into the prompt, whatever it looks like."""
+    if calls is None:
+        return
+    if not isinstance(calls, list):
+        raise InvalidPrompt(f"{where} must be a list of calls, not {shown(calls)}.", param=where)
+    for place, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        name, arguments = (function.get("name"), function.get("arguments")) if isinstance(function, Mapping) else (0, 0)
+        if not isinstance(name, str) or not isinstance(arguments, str | Mapping | None):
+            spot = f"{where}[{place}]"
+            raise InvalidPrompt(
+                f'{spot} must be {{"id": …, "type": "function", "function": {{"name": …, "arguments": "…"}}}}, with '
+                f"arguments as a text of JSON, not {shown(call)}.",
+                param=spot,
+            )
 
 
 def final_text(dialogue: Dialogue) -> str:

@@ -18,6 +18,7 @@ from quire.server.call import Call
 from quire.server.desk import Desk
 from quire.server.edge import json_response, read, unless_gone
 from quire.server.listed import listed
+from quire.server.naming import called
 from quire.server.served import Served
 from quire.server.service import Service
 from quire.server.translate import Wanted, shortened
@@ -25,6 +26,7 @@ from quire.server.translate import Wanted, shortened
 MAX_INPUTS = 2048  # as OpenAI has it
 _AT_ONCE = 32  # inputs of one request that are with the engine: they fill a step, and leave room for others
 _FORMATS = ("float", "base64")
+_NAMES = {"messages": "input", "prompt": "input"}
 
 
 async def embeddings(desk: Desk, request: Request) -> Response:
@@ -37,8 +39,9 @@ async def embeddings(desk: Desk, request: Request) -> Response:
     if body.dimensions is not None and body.dimensions < 1:
         raise InvalidParameter(f"dimensions is {body.dimensions}; the least is 1.", param="dimensions")
     terms = _terms(body)
-    inputs = await run_in_threadpool(_inputs, body, terms, served)
-    vectors = await unless_gone(request, _embedded(desk.service, inputs, terms, body.dimensions))
+    with called(_NAMES):
+        inputs = await run_in_threadpool(_inputs, body, terms, served)
+        vectors = await unless_gone(request, _embedded(desk.service, inputs, terms, body.dimensions))
     num_tokens = sum(map(len, inputs))
     answer = await run_in_threadpool(_answer, vectors, encoding)
     return json_response(

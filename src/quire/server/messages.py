@@ -10,7 +10,8 @@ from quire.server.desk import Desk
 from quire.server.edge import json_response, read, unless_gone
 from quire.server.exchange import Exchange, Spoken
 from quire.server.messages_answer import MessagesAnswer
-from quire.server.messages_request import as_chat
+from quire.server.messages_request import NAMES, as_chat
+from quire.server.naming import called
 from quire.server.sse import Events, stream
 from quire.server.translate import chat_wanted
 from quire.server.visit import visit_of
@@ -20,17 +21,18 @@ async def messages(desk: Desk, request: Request) -> Response:
     body = await read(request, MessagesBody)
     served = desk.served
     served.check_model(body.model)
-    chat = as_chat(body)
-    wanted = chat_wanted(chat, served)
-    exchange = await Exchange.begin(desk.service, served, dialogue_of(chat), wanted, clamp=True)
-    answer = MessagesAnswer(served.name, len(exchange.prompt_ids), visit_of(request.scope).request_id)
-    if wanted.stream:
-        events = _events(exchange, answer)
-        return await stream(request, events, exchange.leave, desk.keep_alive_s, answer.failed)
-    try:
-        answered = await unless_gone(request, exchange.whole())
-    finally:
-        exchange.leave()
+    with called(NAMES if body.stop is not None else {**NAMES, "stop": "stop_sequences"}):
+        chat = as_chat(body)
+        wanted = chat_wanted(chat, served)
+        exchange = await Exchange.begin(desk.service, served, dialogue_of(chat), wanted, clamp=True)
+        answer = MessagesAnswer(served.name, len(exchange.prompt_ids), visit_of(request.scope).request_id)
+        if wanted.stream:
+            events = _events(exchange, answer)
+            return await stream(request, events, exchange.leave, desk.keep_alive_s, answer.failed)
+        try:
+            answered = await unless_gone(request, exchange.whole())
+        finally:
+            exchange.leave()
     return json_response(answer.whole(answered))
 
 

@@ -7,7 +7,7 @@ from msgspec import UNSET
 
 from quire.core.errors import InvalidParameter, InvalidPrompt, shown
 from quire.server.bodies.carried import carried
-from quire.server.bodies.chat import ChatBody, FunctionName, NamedTool
+from quire.server.bodies.chat import ChatBody, ChosenTools, FunctionName
 from quire.server.bodies.messages import (
     AnthropicMessage,
     AnthropicTool,
@@ -18,7 +18,13 @@ from quire.server.bodies.messages import (
 )
 from quire.server.bodies.sampling import Json, NamedSchema, ResponseFormat
 from quire.server.conversation import Conversation
+from quire.server.dialogue import check_function
 
+NAMES = {
+    "response_format": "output_config.format",
+    "response_format.json_schema.schema": "output_config.format.schema",
+}
+_OWN = (None, "custom")  # the types of tools that a client runs itself
 _BILLING = "x-anthropic-billing-header"  # begins a block that Claude Code changes from session to session
 _MODES = {"auto": "auto", "any": "required", "none": "none"}
 _THINKING = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
@@ -30,18 +36,21 @@ def as_chat(body: CountTokensBody) -> ChatBody:
     choice = body.tool_choice
     config = body.output_config
     said = carried(body)
+    if isinstance(body, MessagesBody) and body.stop_sequences is not None:
+        if body.stop is not None:
+            raise InvalidParameter("stop and stop_sequences mean the same; give one of them.", param="stop")
+        said["stop"] = body.stop_sequences
     said["chat_template_kwargs"] = {"enable_thinking": _thinks(body), **(body.chat_template_kwargs or {})}
     return ChatBody(
         **said,
         messages=conversation.messages,
-        tools=[_tool(tool) for tool in body.tools or [] if tool.type in (None, "custom")] or None,
+        tools=[_tool(tool, place) for place, tool in enumerate(body.tools or []) if tool.type in _OWN] or None,
         tool_choice=_tool_choice(body),
         parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,
         continue_final_message=conversation.begun,
         reasoning_effort=None if config is None else config.effort,
         response_format=_response_format(None if config is None else config.format),
         max_tokens=body.max_tokens if isinstance(body, MessagesBody) else UNSET,
-        stop=body.stop_sequences if isinstance(body, MessagesBody) else None,
     )
 
 
@@ -57,19 +66,21 @@ def _thinks(body: CountTokensBody) -> bool:
     return _THINKING[kind]
 
 
-def _tool(tool: AnthropicTool) -> dict[str, Json]:
-    function: dict[str, Json] = {"name": tool.name, "parameters": tool.input_schema}
+def _tool(tool: AnthropicTool, place: int) -> dict[str, Json]:
+    shape = '{"name": …, "input_schema": {…}}'
+    name = check_function(tool.name, tool.input_schema, f"tools[{place}]", shape, "input_schema")
+    function: dict[str, Json] = {"name": name, "parameters": tool.input_schema}
     if tool.description is not None:
         function["description"] = tool.description
     return {"type": "function", "function": function}
 
 
-def _tool_choice(body: CountTokensBody) -> str | NamedTool | None:
+def _tool_choice(body: CountTokensBody) -> str | ChosenTools | None:
     choice = body.tool_choice
     if choice is None:
         return None
     if choice.type == "tool" and choice.name is not None:
-        return NamedTool(function=FunctionName(name=choice.name))
+        return ChosenTools(function=FunctionName(name=choice.name))
     if choice.type not in _MODES:
         raise InvalidParameter(
             f"tool_choice.type is {shown(choice.type)}; it may be 'auto', 'any', 'none', or 'tool' with a name.",

@@ -11,8 +11,9 @@ from quire.server.desk import Desk
 from quire.server.edge import json_response, read, unless_gone
 from quire.server.exchange import Exchange, Spoken
 from quire.server.fitting import fitted
+from quire.server.naming import called
 from quire.server.responses_answer import ResponsesAnswer
-from quire.server.responses_request import as_chat
+from quire.server.responses_request import NAMES, as_chat
 from quire.server.sse import Events, stream
 from quire.server.translate import chat_wanted
 
@@ -28,19 +29,20 @@ async def responses(desk: Desk, request: Request) -> Response:
     body = await read(request, ResponsesBody)
     served = desk.served
     served.check_model(body.model)
-    chat = as_chat(body)
-    wanted, dialogue = chat_wanted(chat, served), dialogue_of(chat)
-    if body.truncation == "auto":
-        dialogue = await run_in_threadpool(fitted, dialogue, served, wanted.params.max_tokens)
-    exchange = await Exchange.begin(desk.service, served, dialogue, wanted)
-    answer = ResponsesAnswer(served.name, body, wanted)
-    if wanted.stream:
-        events = _events(exchange, answer)
-        return await stream(request, events, exchange.leave, desk.keep_alive_s, answer.failed)
-    try:
-        answered = await unless_gone(request, exchange.whole())
-    finally:
-        exchange.leave()
+    with called(NAMES):
+        chat = as_chat(body)
+        wanted, dialogue = chat_wanted(chat, served), dialogue_of(chat)
+        if body.truncation == "auto":
+            dialogue = await run_in_threadpool(fitted, dialogue, served, wanted.params.max_tokens)
+        exchange = await Exchange.begin(desk.service, served, dialogue, wanted)
+        answer = ResponsesAnswer(served.name, body, wanted)
+        if wanted.stream:
+            events = _events(exchange, answer)
+            return await stream(request, events, exchange.leave, desk.keep_alive_s, answer.failed)
+        try:
+            answered = await unless_gone(request, exchange.whole())
+        finally:
+            exchange.leave()
     return json_response(answer.whole(answered, await exchange.num_thought_tokens()))
 
 

@@ -6,11 +6,19 @@ from msgspec import UNSET
 
 from quire.core.errors import InvalidParameter, InvalidPrompt, shown
 from quire.server.bodies.carried import carried
-from quire.server.bodies.chat import ChatBody, FunctionName, NamedTool
+from quire.server.bodies.chat import ChatBody, ChosenTools, FunctionName
 from quire.server.bodies.responses import ResponsesBody, TextFormat
 from quire.server.bodies.sampling import Json, NamedSchema, ResponseFormat
 from quire.server.conversation import Conversation
+from quire.server.dialogue import check_function
 
+NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "response_format.json_schema.schema": "text.format.schema",
+}
+_SHAPE = '{"type": "function", "name": …, "parameters": {…}}'
 _STORED = ("previous_response_id", "conversation", "prompt", "background")
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "reasoning_text": "text", "summary_text": "text",
@@ -44,13 +52,18 @@ def as_chat(body: ResponsesBody) -> ChatBody:
 
 def kept_tools(body: ResponsesBody) -> list[dict[str, Json]]:
     """The functions. Tools of other kinds run at OpenAI; a client that offers them can do without."""
-    functions = [tool for tool in body.tools or [] if tool.get("type") == "function"]
+    functions = []
+    for place, tool in enumerate(body.tools or []):
+        if tool.get("type") == "function":
+            check_function(tool.get("name"), tool.get("parameters"), f"tools[{place}]", _SHAPE, "parameters")
+            functions.append(tool)
     choice = body.tool_choice
     if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
         return functions
     allowed = choice.get("tools")
-    names = [tool.get("name") for tool in allowed if isinstance(tool, dict)] if isinstance(allowed, list) else []
-    return [tool for tool in functions if tool.get("name") in names]
+    named = [tool.get("name") for tool in allowed if isinstance(tool, dict)] if isinstance(allowed, list) else []
+    names = {name for name in named if isinstance(name, str)}
+    return [tool for tool in functions if tool["name"] in names]
 
 
 def _function(tool: Mapping[str, Json]) -> dict[str, Json]:
@@ -59,15 +72,17 @@ def _function(tool: Mapping[str, Json]) -> dict[str, Json]:
     return {**named, "strict": True} if tool.get("strict") is True else named
 
 
-def _tool_choice(body: ResponsesBody) -> str | NamedTool | None:
+def _tool_choice(body: ResponsesBody) -> str | ChosenTools | None:
     choice = body.tool_choice
     if not isinstance(choice, dict):
         return choice
     kind, name, mode = choice.get("type"), choice.get("name"), choice.get("mode")
     if kind == "function" and isinstance(name, str):
-        return NamedTool(function=FunctionName(name=name))
+        return ChosenTools(function=FunctionName(name=name))
     if kind == "allowed_tools" and isinstance(mode, str):
         return mode
+    if isinstance(kind, str) and kind not in ("function", "allowed_tools"):
+        return None  # a tool of another kind, and those are left out
     raise InvalidParameter(
         f"tool_choice is {shown(choice)}; it may be 'none', 'auto', 'required', "
         f'{{"type": "function", "name": …}} or {{"type": "allowed_tools", "mode": …, "tools": […]}}.',
@@ -80,7 +95,7 @@ def _response_format(wanted: TextFormat | None) -> ResponseFormat | None:
         return None
     if wanted.type == "json_schema":
         return ResponseFormat(type="json_schema", json_schema=NamedSchema(name=wanted.name, schema=wanted.schema))
-    return ResponseFormat(type=wanted.type)
+    return ResponseFormat(type=wanted.type, schema=wanted.schema)
 
 
 def _messages(body: ResponsesBody) -> list[dict[str, Json]]:

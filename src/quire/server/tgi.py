@@ -11,10 +11,11 @@ from quire.server.bodies.tgi import GenerateBody, TgiParameters
 from quire.server.chorus import Chorus
 from quire.server.desk import Desk
 from quire.server.edge import json_response, read, unless_gone
+from quire.server.naming import called
 from quire.server.served import Served
 from quire.server.sse import Events, stream
 from quire.server.tgi_answer import TgiAnswer
-from quire.server.tgi_request import as_completion
+from quire.server.tgi_request import NAMES, as_completion
 from quire.server.translate import Wanted, completion_wanted, constrained, shortened
 from quire.version import __version__
 
@@ -54,17 +55,19 @@ async def info(desk: Desk, request: Request) -> Response:
 
 
 async def _whole(desk: Desk, request: Request, body: GenerateBody) -> dict[str, object]:
-    chorus, answer = await _begin(desk, body, streaming=False)
-    try:
-        [output] = await unless_gone(request, chorus.outputs())
-    finally:
-        chorus.leave()
+    with called(NAMES):
+        chorus, answer = await _begin(desk, body, streaming=False)
+        try:
+            [output] = await unless_gone(request, chorus.outputs())
+        finally:
+            chorus.leave()
     return answer.whole(output)
 
 
 async def _streamed(desk: Desk, request: Request, body: GenerateBody) -> Response:
-    chorus, answer = await _begin(desk, body, streaming=True)
-    return await stream(request, _frames(chorus, answer), chorus.leave, desk.keep_alive_s, answer.failed)
+    with called(NAMES):
+        chorus, answer = await _begin(desk, body, streaming=True)
+        return await stream(request, _frames(chorus, answer), chorus.leave, desk.keep_alive_s, answer.failed)
 
 
 async def _begin(desk: Desk, body: GenerateBody, *, streaming: bool) -> tuple[Chorus, TgiAnswer]:

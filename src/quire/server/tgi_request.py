@@ -5,6 +5,16 @@ from quire.server.bodies.completion import CompletionBody
 from quire.server.bodies.sampling import StructuredOutputs
 from quire.server.bodies.tgi import GenerateBody, TgiGrammar, TgiParameters
 
+NAMES = {
+    "messages": "inputs",
+    "prompt": "inputs",
+    "max_tokens": "max_new_tokens",
+    "logprobs": "top_n_tokens",
+    "truncate_prompt_tokens": "truncate",
+    "structured_outputs": "grammar",
+    "structured_outputs.json": "grammar.value",
+    "structured_outputs.regex": "grammar.value",
+}
 NUM_TOKENS = 100  # when nothing is said
 
 
@@ -48,15 +58,16 @@ def _check(said: TgiParameters, *, stream: bool) -> None:
 
 
 def _structured(grammar: TgiGrammar) -> StructuredOutputs:
+    value = grammar.value
     match grammar.type:
-        case "json":
-            return StructuredOutputs(json=grammar.value)
-        case "json_schema" if isinstance(grammar.value, dict):
-            return StructuredOutputs(json=grammar.value.get("schema"))
-        case "regex" if isinstance(grammar.value, str):
-            return StructuredOutputs(regex=grammar.value)
+        case "json" if value is not None:
+            return StructuredOutputs(json=value)
+        case "json_schema" if isinstance(value, dict) and value.get("schema") is not None:
+            return StructuredOutputs(json=value["schema"])
+        case "regex" if isinstance(value, str):
+            return StructuredOutputs(regex=value)
     raise InvalidParameter(
-        f"grammar.type is {shown(grammar.type)}; it may be 'json' or 'json_schema' with a schema, or 'regex' with "
-        f"a text.",
+        f"grammar.type is {shown(grammar.type)} and grammar.value is {shown(value)}; it may be 'json' with a schema, "
+        f"'json_schema' with {{\"schema\": …}}, or 'regex' with a text.",
         param="grammar",
     )

@@ -27,7 +27,7 @@ async def detokenize(desk: Desk, request: Request) -> Response:
     body = await read(request, DetokenizeBody)
     desk.served.check_model(body.model)
     desk.served.text()
-    ids = desk.served.checked_ids(body.tokens)
+    ids = desk.served.checked_ids(body.tokens, "tokens")
     return json_response({"prompt": await run_in_threadpool(desk.served.spelled, ids)})
 
 

@@ -12,6 +12,7 @@ from quire.server.bodies.chat import ChatBody
 from quire.server.bodies.completion import CompletionBody
 from quire.server.bodies.sampling import SamplingBody
 from quire.server.constraint import grammar_of
+from quire.server.naming import called
 from quire.server.served import Served
 
 _COMPLETION_TOKENS = 16  # what OpenAI's completions give when nothing is said
@@ -33,6 +34,7 @@ class Wanted:
     terms: Terms
     grammar: Grammar | None
     stream: bool
+    grammar_field: str = "response_format"  # where the client said it
     include_usage: bool = False
     continuous_usage: bool = False
     return_token_ids: bool = False
@@ -43,13 +45,6 @@ class Wanted:
 def completion_wanted(body: CompletionBody, served: Served) -> Wanted:
     """Unset, max_tokens is OpenAI's 16; null fills the context."""
     max_tokens = _COMPLETION_TOKENS if body.max_tokens is UNSET else body.max_tokens
-    best_of = body.best_of
-    if best_of is not None and best_of != (body.n or 1):
-        raise InvalidParameter(
-            f"best_of is {best_of} and n is {body.n or 1}: every continuation that is computed is returned here, so "
-            f"best_of must be left away or be n.",
-            param="best_of",
-        )
     echoed = bool(body.echo) and body.logprobs is not None
     prompt_logprobs = body.logprobs if echoed and body.prompt_logprobs is None else body.prompt_logprobs
     if max_tokens == 0:
@@ -63,7 +58,7 @@ def chat_wanted(body: ChatBody, served: Served) -> Wanted:
     max_tokens = None if body.max_tokens is UNSET else body.max_tokens
     if body.max_completion_tokens is not None:
         max_tokens = body.max_completion_tokens
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise InvalidParameter("top_logprobs is for logprobs: true alone.", param="top_logprobs")
     return _wanted(body, served, max_tokens, (body.top_logprobs or 0) if body.logprobs else None, body.prompt_logprobs)
 
@@ -71,6 +66,12 @@ def chat_wanted(body: ChatBody, served: Served) -> Wanted:
 def _wanted(
     body: SamplingBody, served: Served, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
 ) -> Wanted:
+    if body.best_of not in (None, body.n or 1):
+        raise InvalidParameter(
+            f"best_of is {body.best_of} and n is {body.n or 1}: every continuation that is computed is returned here, "
+            f"so best_of must be left away or be n.",
+            param="best_of",
+        )
     stream = bool(body.stream)
     options = body.stream_options
     if options is not None and not stream:
@@ -88,6 +89,7 @@ def _wanted(
         terms=Terms(**terms),
         grammar=grammar_of(body),
         stream=stream,
+        grammar_field="response_format" if body.structured_outputs is None else "structured_outputs",
         include_usage=options is not None and bool(options.include_usage),
         continuous_usage=continuous,
         return_token_ids=bool(body.return_token_ids),
@@ -99,10 +101,15 @@ async def constrained(wanted: Wanted, grammar: Grammar | None, served: Served) -
     """The same request, held to a grammar of which it is certain that it can be followed."""
     if grammar is None:
         return wanted
+    field = "tools" if wanted.grammar is None else wanted.grammar_field
     if served.constrainer is None:
-        raise InvalidParameter("The answers of this model cannot be constrained.", param="response_format")
-    await served.constrainer.check(grammar, wanted.grammar)
-    return replace(wanted, grammar=grammar, params=replace(wanted.params, grammar=grammar))
+        raise InvalidParameter("The answers of this model cannot be constrained.", param=field)
+    with called({"grammar": field}):
+        if wanted.grammar is not None:  # it may be a part of the whole: what is wrong with it comes first
+            await served.constrainer.check(wanted.grammar, field)
+        if grammar != wanted.grammar:
+            await served.constrainer.check(grammar, "tools")
+        return replace(wanted, grammar=grammar, params=replace(wanted.params, grammar=grammar))
 
 
 def shortened(ids: list[int], truncate: int | None, wanted: Wanted, served: Served) -> list[int]:

@@ -11,11 +11,26 @@ class FunctionName(Struct, kw_only=True):
     name: str
 
 
-class NamedTool(Struct, kw_only=True):
-    """The choice of one tool by its name."""
+class AllowedTool(Struct, kw_only=True):
+    """One of the tools, by its name."""
 
     function: FunctionName
     type: str = "function"
+
+
+class AllowedTools(Struct, kw_only=True):
+    """Which tools may be called, and whether one must be."""
+
+    mode: str
+    tools: list[AllowedTool]
+
+
+class ChosenTools(Struct, kw_only=True):
+    """The choice of one tool by its name (type function), or of some of them (allowed_tools)."""
+
+    type: str = "function"
+    function: FunctionName | None = None
+    allowed_tools: AllowedTools | None = None
 
 
 class ChatBody(SamplingBody, kw_only=True):
@@ -32,6 +47,6 @@ class ChatBody(SamplingBody, kw_only=True):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
-    tool_choice: str | NamedTool | None = None
+    tool_choice: str | ChosenTools | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None

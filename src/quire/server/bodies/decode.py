@@ -8,12 +8,14 @@ import msgspec
 from quire.core.errors import InvalidParameter, InvalidPrompt, QuireError
 from quire.server.bodies.depth import nests_deeper
 from quire.server.bodies.legacy import Legacy, refuse_legacy
+from quire.server.bodies.sampling import StructuredOutputs
 
 MAX_DEPTH = 64  # of nested lists and objects
 
 _PROMPTS = ("prompt", "messages", "input", "tokens")
 _PLACE = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
 _MISSING = re.compile(r"missing required field `(?P<name>[^`]*)`")
+_UNKNOWN = re.compile(r"unknown field `(?P<name>[^`]*)`")
 _MAX_WORDS = 300  # characters of msgspec's words, which may hold a name that a client chose
 
 Kind = TypeVar("Kind", bound=msgspec.Struct)
@@ -43,6 +45,10 @@ def _misfit(words: str) -> QuireError:
     if missing is not None:
         path = f"{path}.{missing['name']}".lstrip(".")
         what = "it is missing"
+    unknown = _UNKNOWN.search(what)
+    if unknown is not None:  # constraints alone forbid them: an answer would be freer than it was asked to be
+        path = f"{path}.{unknown['name']}"
+        what = f"there is no such field; it may have {', '.join(StructuredOutputs.__struct_fields__)}"
     if not path:
         return InvalidPrompt(f"The body must be a JSON object: {what}.")
     error = InvalidPrompt if re.split(r"[.\[]", path)[0] in _PROMPTS else InvalidParameter

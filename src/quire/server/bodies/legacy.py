@@ -4,13 +4,14 @@ Whoever sends one is told, by name: an answer that is silently unconstrained wou
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta, Struct
 
 from quire.core.errors import InvalidParameter
 
-_Legacy = Annotated[Any, Meta(extra_json_schema={"deprecated": True})]
+Refused = Annotated[Any, Meta(extra_json_schema={"deprecated": True})]
+_NOTHING: tuple[object, ...] = ("", [])  # {} is a schema: any JSON
 
 REPLACEMENTS: Mapping[str, str] = {
     "guided_json": 'use response_format, or structured_outputs: {"json": …}',
@@ -35,26 +36,28 @@ REPLACEMENTS: Mapping[str, str] = {
 class Legacy(Struct, kw_only=True):
     """Known, and refused unless they ask for nothing."""
 
-    guided_json: _Legacy = None
-    guided_regex: _Legacy = None
-    guided_choice: _Legacy = None
-    guided_grammar: _Legacy = None
-    guided_json_object: _Legacy = None
-    guided_decoding_backend: _Legacy = None
-    guided_whitespace_pattern: _Legacy = None
-    structural_tag: _Legacy = None
-    json_schema: _Legacy = None
-    regex: _Legacy = None
-    ebnf: _Legacy = None
-    grammar: _Legacy = None
-    functions: _Legacy = None
-    function_call: _Legacy = None
-    suffix: _Legacy = None
-    logits_processors: _Legacy = None
+    elsewhere: ClassVar[Mapping[str, str]] = {}  # fields of other bodies alone, and what they are called in this one
+
+    guided_json: Refused = None
+    guided_regex: Refused = None
+    guided_choice: Refused = None
+    guided_grammar: Refused = None
+    guided_json_object: Refused = None
+    guided_decoding_backend: Refused = None
+    guided_whitespace_pattern: Refused = None
+    structural_tag: Refused = None
+    json_schema: Refused = None
+    regex: Refused = None
+    ebnf: Refused = None
+    grammar: Refused = None
+    functions: Refused = None
+    function_call: Refused = None
+    suffix: Refused = None
+    logits_processors: Refused = None
 
 
 def refuse_legacy(body: Legacy) -> None:
-    for name, instead in REPLACEMENTS.items():
+    for name, instead in (*REPLACEMENTS.items(), *body.elsewhere.items()):
         value = getattr(body, name)
-        if value not in (None, False, "", [], {}):
+        if value is not None and value is not False and value not in _NOTHING:
             raise InvalidParameter(f"{name} is not served here; {instead}.", param=name)

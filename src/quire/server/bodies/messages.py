@@ -1,8 +1,12 @@
 """The bodies of POST /v1/messages and /v1/messages/count_tokens."""
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from msgspec import Struct
 
 from quire.server.bodies.carried import CarriedBody
+from quire.server.bodies.legacy import Refused
 from quire.server.bodies.sampling import Count, Json
 
 Block = dict[str, Json]
@@ -55,12 +59,19 @@ class OutputConfig(Struct, kw_only=True):
 class CountTokensBody(CarriedBody, kw_only=True):
     """A conversation as Anthropic's clients tell it."""
 
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "response_format": "use output_config.format",
+        "output_format": "use output_config.format",
+    }
+
     messages: list[AnthropicMessage]
     system: str | list[Block] | None = None
     tools: list[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    response_format: Refused = None
+    output_format: Refused = None
 
 
 class MessagesBody(CountTokensBody, kw_only=True):

@@ -1,8 +1,12 @@
 """The body of POST /v1/responses."""
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from msgspec import Struct
 
 from quire.server.bodies.carried import CarriedBody
+from quire.server.bodies.legacy import Refused
 from quire.server.bodies.sampling import Count, Json
 
 
@@ -33,6 +37,12 @@ class Reasoning(Struct, kw_only=True):
 class ResponsesBody(CarriedBody, kw_only=True):
     """A turn that is wanted, after a text or a row of items."""
 
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "response_format": "use text.format",
+        "max_tokens": "use max_output_tokens",
+        "max_completion_tokens": "use max_output_tokens",
+    }
+
     input: str | list[dict[str, Json]]
     instructions: str | None = None
     tools: list[dict[str, Json]] | None = None
@@ -51,3 +61,6 @@ class ResponsesBody(CarriedBody, kw_only=True):
     conversation: Json = None
     prompt: Json = None
     background: bool | None = None
+    response_format: Refused = None
+    max_tokens: Refused = None
+    max_completion_tokens: Refused = None

@@ -39,10 +39,11 @@ class ResponseFormat(Struct, kw_only=True):
 
     type: str
     json_schema: NamedSchema | None = None
+    schema: Json = None
 
 
-class StructuredOutputs(Struct, kw_only=True):
-    """vLLM's way to ask for anything a grammar can say. Exactly one of them."""
+class StructuredOutputs(Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's way to ask for anything a grammar can say. Exactly one of the first five; the others are its options."""
 
     json: Json = None
     json_object: bool | None = None
@@ -50,6 +51,10 @@ class StructuredOutputs(Struct, kw_only=True):
     choice: list[str] | None = None
     grammar: str | None = None
     structural_tag: Json = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    disable_fallback: bool | None = None
 
 
 class SamplingBody(Legacy, kw_only=True):
