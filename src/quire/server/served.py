@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass
 
 from quire.core.errors import ContextLengthExceeded, InvalidPrompt, ModelNotFound, NoTokenizer, shown
+from quire.core.ids import LONGEST_TOKEN
 from quire.core.sampling import SamplingParams
 from quire.engine.opening import OpenedModel
 from quire.engine.stats import Facts
@@ -12,8 +13,6 @@ from quire.server.voices import Voice, find_voice
 from quire.speech.formats import ToolFormat
 from quire.speech.reasoning import ReasoningTags
 from quire.text.tokenizer import Tokenizer
-
-_LONGEST_TOKEN = 128  # characters: a run of spaces in the vocabularies of GPT-4 and Llama 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,7 @@ class Served:
 
     def readable(self, text: str) -> str:
         """A text that may fit. One that cannot, however long its tokens, is not read for nothing: that takes memory."""
-        least = -(-len(text) // _LONGEST_TOKEN)
+        least = -(-len(text) // LONGEST_TOKEN)
         if least > self.max_model_len:
             raise ContextLengthExceeded(self.max_model_len, least, 0)
         return text
