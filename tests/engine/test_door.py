@@ -103,6 +103,13 @@ def test_token_ids_in_parameters_are_the_models(name, token):
     assert error.param == name and VOCAB - 1 in numbers(error)
 
 
+def test_allowed_ids_are_no_more_than_the_vocabulary_and_each_counts_once():
+    assert admit([5], allowed_token_ids=[7, 5, 7]).sampling.allowed_ids == (7, 5)
+    assert len(admit([5], allowed_token_ids=range(VOCAB)).sampling.allowed_ids) == VOCAB
+    error = refusal(InvalidParameter, allowed_token_ids=[5] * (VOCAB + 1))
+    assert error.param == "allowed_token_ids" and numbers(error) == {VOCAB + 1, VOCAB}
+
+
 def test_more_logprobs_than_tokens():
     small = Door(vocab_size=10, end_ids=(), max_length=64, max_rows=8, num_blocks=10, block_size=4)
     assert numbers(refusal(InvalidParameter, door=small, logprobs=11)) == {11, 10}

@@ -174,8 +174,10 @@ def row_sampling(
     """Resolve what the user said against one model: its vocabulary, its end tokens, its spelling of the bad words."""
     stop_ids = _token_ids("stop_token_ids", params.stop_token_ids or (), vocab_size)
     ends = stop_ids if params.ignore_eos else (*end_ids, *stop_ids)
-    allowed = params.allowed_token_ids
-    allowed_ids = None if allowed is None else _token_ids("allowed_token_ids", allowed, vocab_size)
+    allowed_ids = None
+    if params.allowed_token_ids is not None:
+        check_count("allowed_token_ids", params.allowed_token_ids, vocab_size)
+        allowed_ids = tuple(dict.fromkeys(_token_ids("allowed_token_ids", params.allowed_token_ids, vocab_size)))
     forbidden = _bad_words(bad_words, vocab_size)
     if allowed_ids is not None:
         early = set(ends) if params.min_tokens > 0 else set()
@@ -223,8 +225,12 @@ def _bad_words(words: Iterable[tuple[int, ...]], vocab_size: int) -> tuple[tuple
 
 
 def _token_ids(name: str, ids: Iterable[object], vocab_size: int) -> tuple[int, ...]:
+    given = tuple(ids)
+    plain = [token for token in given if type(token) is int]  # all of them, nearly always: no need to look at each
+    if len(plain) == len(given) and min(plain, default=0) >= 0 and max(plain, default=0) < vocab_size:
+        return tuple(plain)
     checked = []
-    for token in ids:
+    for token in given:
         if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= int(token) < vocab_size:
             raise InvalidParameter(
                 f"{name} holds {shown(token)}, which is no token id of this model: ids run from 0 to {vocab_size - 1}.",

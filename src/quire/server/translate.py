@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields, replace
 
 from msgspec import UNSET
 
+from quire.core.checks import check_count
 from quire.core.errors import InvalidParameter
 from quire.core.grammar import Grammar
 from quire.core.sampling import SamplingParams
@@ -82,6 +83,7 @@ def _wanted(
     said.update({name: value for name in _SAMPLING if (value := getattr(body, name)) is not None})
     said.update(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
     terms = {name: value for name in _TERMS if (value := getattr(body, name)) is not None}
+    check_count("allowed_token_ids", body.allowed_token_ids or (), served.vocab_size)
     continuous = options is not None and bool(options.continuous_usage_stats)
     return Wanted(
         params=SamplingParams(**said),
