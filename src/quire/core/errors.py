@@ -58,12 +58,12 @@ class ContextLengthExceeded(QuireError):
 
     code = "context_length_exceeded"
 
-    def __init__(self, limit: int, num_prompt: int, num_completion: int) -> None:
+    def __init__(self, limit: int, num_prompt: int, num_completion: int, *, param: str = "messages") -> None:
         super().__init__(
             f"This model's maximum context length is {limit} tokens. However, you requested "
             f"{num_prompt + num_completion} tokens ({num_prompt} in the messages, {num_completion} in the "
             f"completion). Please reduce the length of the messages or completion.",
-            param="messages",
+            param=param,
         )
 
 

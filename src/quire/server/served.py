@@ -1,6 +1,7 @@
 """The facts of what is served: names, text, limits, defaults. Knows no engine, and no HTTP."""
 
 import time
+from collections.abc import Sized
 from dataclasses import dataclass
 
 from quire.core.errors import ContextLengthExceeded, InvalidPrompt, ModelNotFound, NoTokenizer, shown
@@ -46,12 +47,18 @@ class Served:
             raise NoTokenizer("it takes a prompt of token ids, and cannot chat")
         return self.tokenizer
 
-    def readable(self, text: str) -> str:
+    def readable(self, text: str, param: str = "messages") -> str:
         """A text that may fit. One that cannot, however long its tokens, is not read for nothing: that takes memory."""
-        least = -(-len(text) // LONGEST_TOKEN)
-        if least > self.max_model_len:
-            raise ContextLengthExceeded(self.max_model_len, least, 0)
+        self._check_least(-(-len(text) // LONGEST_TOKEN), param)
         return text
+
+    def check_messages(self, messages: Sized, param: str = "messages") -> None:
+        """So many may fit: each takes a token at least."""
+        self._check_least(len(messages), param)
+
+    def _check_least(self, num_tokens: int, param: str) -> None:
+        if num_tokens > self.max_model_len:
+            raise ContextLengthExceeded(self.max_model_len, num_tokens, 0, param=param)
 
     def checked_ids(self, ids: list[int], param: str = "prompt") -> list[int]:
         """Token ids that this model has."""
