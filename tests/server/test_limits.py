@@ -1,8 +1,12 @@
 """What a body may carry is measured before anything is made of it: nothing is tokenized, and no engine asked."""
 
+import threading
+from collections.abc import Iterable
+
 import pytest
 
-from quire.server import fitting
+from quire.server import conversation, dialogue, fitting, messages, responses
+from quire.server.conversation import Conversation
 from quire.server.dialogue import Dialogue
 from quire.server.served import Served
 from tests.server.scripted import Script, app_over, post
@@ -27,6 +31,27 @@ def test_more_allowed_ids_than_tokens_never_reach_the_engine(
     error = refused(served, path, {**asks, "allowed_token_ids": [5] * (most + 1)})
     assert error["param"] == "allowed_token_ids"
     assert error["message"] == f"allowed_token_ids holds {most + 1} entries; the most is {most}."
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "more"),
+    [
+        ("/v1/chat/completions", "messages", {}),
+        ("/v1/responses", "input", {}),
+        ("/v1/messages", "messages", {"max_tokens": 5}),
+        ("/v1/messages/count_tokens", "messages", {}),
+        ("/tokenize", "messages", {}),
+        ("/apply-template", "messages", {}),
+    ],
+)
+def test_more_messages_than_the_context_has_tokens_are_neither_put_together_nor_rendered(
+    served: Served, path: str, name: str, more: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, verb in ((dialogue, "render"), (messages, "as_chat"), (responses, "as_chat")):
+        monkeypatch.delattr(module, verb)
+    error = refused(served, path, {name: [{"role": "assistant", "content": "a"}] * 1025, **more})
+    assert "maximum context length is 1024" in error["message"] and "1025 in the messages" in error["message"]
+    assert error.get("param", name) == name  # Anthropic's errors name no field
 
 
 def test_a_long_conversation_is_shortened_without_a_copy_for_every_turn(
@@ -59,3 +84,48 @@ def test_turns_too_long_to_be_read_are_dropped_too(served: Served) -> None:
     assert answer.status_code == 200, answer.text
     [(ids, _, _)] = script.asked
     assert "hi" in served.spelled(ids) and "ok" not in served.spelled(ids)
+
+
+def test_texts_in_a_row_are_put_together_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_joined = [0]
+
+    class Counting(str):
+        __slots__ = ()
+
+        def join(self, pieces: Iterable[str], /) -> str:
+            whole = str.join(self, pieces)
+            num_joined[0] += len(whole)
+            return whole
+
+    for role in conversation._BETWEEN:
+        monkeypatch.setitem(conversation._BETWEEN, role, Counting("\n"))
+    told = Conversation()
+    for role in ("system", "assistant"):
+        for _ in range(1000):
+            told.say(role, "ab")
+    for _ in range(1000):
+        told.think("cd")
+    system, assistant = told.messages()
+    assert system["content"] == assistant["content"] == "\n".join(["ab"] * 1000)
+    assert assistant["reasoning_content"] == "\n".join(["cd"] * 1000)
+    assert num_joined[0] == 3 * 2999
+
+
+@pytest.mark.parametrize("module", [messages, responses])
+def test_a_large_body_is_translated_beside_the_event_loop(
+    module: object, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    translators = []
+    as_chat = module.as_chat  # type: ignore[attr-defined]
+
+    def noted(body: object) -> object:
+        translators.append(threading.current_thread())
+        return as_chat(body)
+
+    monkeypatch.setattr(module, "as_chat", noted)
+    name, path = ("messages", "/v1/messages") if module is messages else ("input", "/v1/responses")
+    for words in ("hi", "hi " * 30_000):
+        body = {name: [{"role": "user", "content": words}], "max_tokens": 5}
+        post(app_over(Script(["Hello."]), served), path, body)
+    small, large = translators
+    assert small is threading.current_thread() is not large

@@ -49,8 +49,9 @@ def kept_tools(body: ResponsesBody) -> list[dict[str, Json]]:
     if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
         return functions
     allowed = choice.get("tools")
-    names = [tool.get("name") for tool in allowed if isinstance(tool, dict)] if isinstance(allowed, list) else []
-    return [tool for tool in functions if tool.get("name") in names]
+    named = [tool.get("name") for tool in allowed if isinstance(tool, dict)] if isinstance(allowed, list) else []
+    names = {name for name in named if isinstance(name, str)}
+    return [tool for tool in functions if isinstance(tool.get("name"), str) and tool["name"] in names]
 
 
 def _function(tool: Mapping[str, Json]) -> dict[str, Json]:
@@ -92,9 +93,10 @@ def _messages(body: ResponsesBody) -> list[dict[str, Json]]:
     else:
         for place, item in enumerate(body.input):
             _tell(item, f"input[{place}]", conversation)
-    if not conversation.messages:
+    messages = conversation.messages()
+    if not messages:
         raise InvalidPrompt("input is empty: there is nothing to answer.", param="input")
-    return conversation.messages
+    return messages
 
 
 def _tell(item: Mapping[str, Json], where: str, conversation: Conversation) -> None:
