@@ -5,13 +5,15 @@ from collections.abc import Iterable
 
 import pytest
 
-from quire.server import conversation, dialogue, fitting, messages, responses
+from quire.server import conversation, dialogue, fitting, messages, responses, tokenizing
 from quire.server.conversation import Conversation
 from quire.server.dialogue import Dialogue
 from quire.server.served import Served
+from quire.text.tokenizer import Tokenizer
 from tests.server.scripted import Script, app_over, post
 
 CHAT = [{"role": "user", "content": "hi"}]
+LONG = "a" * (128 * 1024 + 1)  # one character more than 1,024 tokens could have
 
 
 def refused(served: Served, path: str, body: dict[str, object]) -> dict[str, str]:
@@ -129,3 +131,75 @@ def test_a_large_body_is_translated_beside_the_event_loop(
         post(app_over(Script(["Hello."]), served), path, body)
     small, large = translators
     assert small is threading.current_thread() is not large
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": LONG}, "prompt"),
+        ("/v1/embeddings", {"input": LONG}, "input"),
+        ("/v1/embeddings", {"input": ["short", LONG], "truncate_prompt_tokens": 10}, "input"),
+        ("/tokenize", {"prompt": LONG}, "prompt"),
+        ("/generate", {"inputs": LONG}, None),
+        ("/generate_stream", {"inputs": LONG}, None),
+        ("/", {"inputs": LONG}, None),
+    ],
+)
+def test_a_text_that_cannot_fit_is_not_tokenized(
+    served: Served, path: str, body: dict[str, object], param: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert served.tokenizer is not None
+    read: list[str] = []
+
+    def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+        read.append(text)
+        return [5]
+
+    monkeypatch.setattr(Tokenizer, "encode", encode)
+    script = Script(["Hello."])
+    answer = post(app_over(script, served), path, body)
+    assert LONG not in read and not script.asked
+    if param is None:  # as text-generation-inference tells it
+        assert answer.status_code == 422 and "maximum context length is 1024" in answer.json()["error"]
+        return
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", param)
+    assert "1025 in the messages" in error["message"]
+
+
+def test_of_many_inputs_none_is_read_after_one_that_is_too_long(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+
+    def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+        read.append(text)
+        return [5] * len(text)
+
+    monkeypatch.setattr(Tokenizer, "encode", encode)
+    error = refused(served, "/v1/embeddings", {"input": ["a", "b" * 1025, "c"]})
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "input")
+    assert read == ["a", "b" * 1025]
+
+
+def test_ids_are_checked_and_spelled_beside_the_event_loop_and_no_more_than_so_many(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkers = []
+    check = Served.checked_ids
+
+    def noted(served: Served, ids: list[int], param: str) -> list[int]:
+        checkers.append(threading.current_thread())
+        return check(served, ids, param)
+
+    monkeypatch.setattr(Served, "checked_ids", noted)
+    app = app_over(Script([]), served)
+    assert post(app, "/detokenize", {"tokens": [504, 3575]}).json() == {"prompt": "The capital"}
+    error = post(app, "/detokenize", {"tokens": [504, -1]}).json()["error"]
+    assert error["param"] == "tokens" and "no token -1" in error["message"]
+    assert len(checkers) == 2 and threading.current_thread() not in checkers
+    monkeypatch.setattr(tokenizing, "MAX_DETOKENIZED", 2000)
+    assert post(app, "/detokenize", {"tokens": [504] * 2000}).status_code == 200
+    error = post(app, "/detokenize", {"tokens": [504] * 2001}).json()["error"]
+    assert error["param"] == "tokens" and error["message"] == "There are 2001 tokens; a request may bring 2000."
+    assert len(checkers) == 3

@@ -40,7 +40,7 @@ class Dialogue:
     def rendered(self, served: Served) -> Rendered:
         """Through the model's own template. Takes its time: not for an event loop."""
         tokenizer = served.text()
-        served.check_messages(self.messages)
+        served.check_least(len(self.messages))
         known = [_for_template(message, served.chat_template or "") for message in self.messages]
         told = served.voice.told(known, self.callable_tools)
         text = render(

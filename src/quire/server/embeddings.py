@@ -62,10 +62,15 @@ def _inputs(body: EmbeddingBody, terms: Terms, served: Served) -> list[list[int]
     inputs = []
     for place, text in enumerate(listed(body.input, param="input", most=MAX_INPUTS)):
         special = body.add_special_tokens is not False
-        whole = served.text().encode(text, special) if isinstance(text, str) else served.checked_ids(text, "input")
+        if isinstance(text, str):
+            whole = served.text().encode(served.readable(text, "input"), special)
+        else:
+            whole = served.checked_ids(text, "input")
         if not whole:
             raise InvalidPrompt(f"input {place} is empty: there is nothing to embed.", param="input")
-        inputs.append(shortened(whole, body.truncate_prompt_tokens, wanted, served))
+        ids = shortened(whole, body.truncate_prompt_tokens, wanted, served)
+        served.check_least(len(ids), "input")
+        inputs.append(ids)
     return inputs
 
 

@@ -21,7 +21,7 @@ async def messages(desk: Desk, request: Request) -> Response:
     body = await read(request, MessagesBody)
     served = desk.served
     served.check_model(body.model)
-    served.check_messages(body.messages)
+    served.check_least(len(body.messages))
     chat = await worked(request, as_chat, body)
     wanted = chat_wanted(chat, served)
     exchange = await Exchange.begin(desk.service, served, dialogue_of(chat), wanted, clamp=True)
@@ -40,7 +40,7 @@ async def count_tokens(desk: Desk, request: Request) -> Response:
     body = await read(request, CountTokensBody)
     served = desk.served
     served.check_model(body.model)
-    served.check_messages(body.messages)
+    served.check_least(len(body.messages))
     return json_response({"input_tokens": await run_in_threadpool(_num_tokens, body, served)})
 
 

@@ -29,7 +29,7 @@ async def responses(desk: Desk, request: Request) -> Response:
     served = desk.served
     served.check_model(body.model)
     if body.truncation != "auto" and isinstance(body.input, list):
-        served.check_messages(body.input, "input")
+        served.check_least(len(body.input), "input")
     chat = await worked(request, as_chat, body)
     wanted, dialogue = chat_wanted(chat, served), dialogue_of(chat)
     if body.truncation == "auto":

@@ -1,7 +1,6 @@
 """The facts of what is served: names, text, limits, defaults. Knows no engine, and no HTTP."""
 
 import time
-from collections.abc import Sized
 from dataclasses import dataclass
 
 from quire.core.errors import ContextLengthExceeded, InvalidPrompt, ModelNotFound, NoTokenizer, shown
@@ -49,25 +48,21 @@ class Served:
 
     def readable(self, text: str, param: str = "messages") -> str:
         """A text that may fit. One that cannot, however long its tokens, is not read for nothing: that takes memory."""
-        self._check_least(-(-len(text) // LONGEST_TOKEN), param)
+        self.check_least(-(-len(text) // LONGEST_TOKEN), param)
         return text
 
-    def check_messages(self, messages: Sized, param: str = "messages") -> None:
-        """So many may fit: each takes a token at least."""
-        self._check_least(len(messages), param)
-
-    def _check_least(self, num_tokens: int, param: str) -> None:
+    def check_least(self, num_tokens: int, param: str = "messages") -> None:
+        """A prompt of so many tokens, or of more, may fit. A message takes one at least."""
         if num_tokens > self.max_model_len:
             raise ContextLengthExceeded(self.max_model_len, num_tokens, 0, param=param)
 
     def checked_ids(self, ids: list[int], param: str = "prompt") -> list[int]:
         """Token ids that this model has."""
-        for token in ids:
-            if not 0 <= token < self.vocab_size:
-                raise InvalidPrompt(
-                    f"There is no token {shown(token)}: this model's ids run from 0 to {self.vocab_size - 1}.",
-                    param=param,
-                )
+        if ids and (min(ids) < 0 or max(ids) >= self.vocab_size):
+            wrong = next(token for token in ids if not 0 <= token < self.vocab_size)
+            raise InvalidPrompt(
+                f"There is no token {shown(wrong)}: this model's ids run from 0 to {self.vocab_size - 1}.", param=param
+            )
         return ids
 
     def spelled(self, ids: list[int]) -> str:
