@@ -73,6 +73,21 @@ def test_a_prompt_longer_than_the_context():
     assert admit([5] * 63, ROOMY, max_tokens=1).max_length == 64
 
 
+@pytest.mark.parametrize("wanted", ["pooled", "without_tokens"])
+@pytest.mark.parametrize("max_tokens", [1, 9, None])
+def test_a_prompt_that_nothing_follows_may_fill_the_context(wanted, max_tokens):
+    def alone(length: int, door: Door = ROOMY) -> Request:
+        return door.admit(Order(0, [5] * length, SamplingParams(max_tokens=max_tokens), **{wanted: True}), 0)
+
+    request = alone(64)
+    assert (len(request.prompt), request.max_tokens) == (64, 1)
+    assert most_blocks(request, ROOMY.block_size) == 64 // ROOMY.block_size, "the token has no place"
+    with pytest.raises(ContextLengthExceeded, match="65 in the messages, 0 in the completion"):
+        alone(65)
+    with pytest.raises(NeverFits, match="needs 16 KV blocks"):
+        alone(64, DOOR)
+
+
 def test_a_completion_longer_than_the_context():
     assert {64, 60, 5, 65} <= numbers(refusal(ContextLengthExceeded, [5] * 60, ROOMY, max_tokens=5))
     assert admit([5] * 60, ROOMY, max_tokens=4).max_length == 64

@@ -58,7 +58,7 @@ def _terms(body: EmbeddingBody) -> Terms:
 
 def _inputs(body: EmbeddingBody, terms: Terms, served: Served) -> list[list[int]]:
     """Each as ids. A long text takes long to read."""
-    wanted = Wanted(params=EMBEDDING, terms=terms, grammar=None, stream=False)
+    wanted = Wanted(params=EMBEDDING, terms=terms, grammar=None, stream=False, without_tokens=True)
     inputs = []
     for place, text in enumerate(listed(body.input, param="input", most=MAX_INPUTS)):
         special = body.add_special_tokens is not False

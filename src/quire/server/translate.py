@@ -38,7 +38,7 @@ class Wanted:
     continuous_usage: bool = False
     return_token_ids: bool = False
     tokens_as_ids: bool = False  # how tokens are spelled where their log-probabilities are told
-    without_tokens: bool = False  # max_tokens is 0: the prompt alone is wanted; one token is computed, and dropped
+    without_tokens: bool = False  # the prompt alone is wanted: if a token is computed, it is dropped
 
 
 def completion_wanted(body: CompletionBody, served: Served) -> Wanted:
@@ -112,7 +112,8 @@ def shortened(ids: list[int], truncate: int | None, wanted: Wanted, served: Serv
     if truncate is None:
         return ids
     if truncate == -1:
-        truncate = max(served.max_model_len - (wanted.params.max_tokens or 1), 1)
+        num_after = 0 if wanted.without_tokens else wanted.params.max_tokens or 1
+        truncate = max(served.max_model_len - num_after, 1)
     if not 1 <= truncate <= served.max_model_len:
         raise InvalidParameter(
             f"truncate_prompt_tokens must be -1, or from 1 to {served.max_model_len}.", param="truncate_prompt_tokens"
