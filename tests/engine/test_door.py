@@ -73,6 +73,21 @@ def test_a_prompt_longer_than_the_context():
     assert admit([5] * 63, ROOMY, max_tokens=1).max_length == 64
 
 
+@pytest.mark.parametrize("wanted", ["pooled", "without_tokens"])
+@pytest.mark.parametrize("max_tokens", [1, 9, None])
+def test_a_prompt_that_nothing_follows_may_fill_the_context(wanted, max_tokens):
+    def alone(length: int, door: Door = ROOMY) -> Request:
+        return door.admit(Order(0, [5] * length, SamplingParams(max_tokens=max_tokens), **{wanted: True}), 0)
+
+    request = alone(64)
+    assert (len(request.prompt), request.max_tokens) == (64, 1)
+    assert most_blocks(request, ROOMY.block_size) == 64 // ROOMY.block_size, "the token has no place"
+    with pytest.raises(ContextLengthExceeded, match="65 in the messages, 0 in the completion"):
+        alone(65)
+    with pytest.raises(NeverFits, match="needs 16 KV blocks"):
+        alone(64, DOOR)
+
+
 def test_a_completion_longer_than_the_context():
     assert {64, 60, 5, 65} <= numbers(refusal(ContextLengthExceeded, [5] * 60, ROOMY, max_tokens=5))
     assert admit([5] * 60, ROOMY, max_tokens=4).max_length == 64
@@ -101,6 +116,13 @@ def test_token_ids_in_parameters_are_the_models(name, token):
     value = {token: 1.0} if name == "logit_bias" else [5, token]
     error = refusal(InvalidParameter, **{name: value})
     assert error.param == name and VOCAB - 1 in numbers(error)
+
+
+def test_allowed_ids_are_no_more_than_the_vocabulary_and_each_counts_once():
+    assert admit([5], allowed_token_ids=[7, 5, 7]).sampling.allowed_ids == (7, 5)
+    assert len(admit([5], allowed_token_ids=range(VOCAB)).sampling.allowed_ids) == VOCAB
+    error = refusal(InvalidParameter, allowed_token_ids=[5] * (VOCAB + 1))
+    assert error.param == "allowed_token_ids" and numbers(error) == {VOCAB + 1, VOCAB}
 
 
 def test_more_logprobs_than_tokens():

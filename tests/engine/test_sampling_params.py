@@ -8,11 +8,14 @@ from hypothesis import strategies as st
 
 from quire.core.errors import InvalidParameter
 from quire.core.sampling import (
+    MAX_BAD_WORD_CHARACTERS,
     MAX_BAD_WORDS,
+    MAX_BAD_WORDS_CHARACTERS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_SEED,
     MAX_SEQUENCES,
+    MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
@@ -94,6 +97,24 @@ def test_lists_of_strings(name):
         refused(name, value)
     refused("stop", "")
     refused("bad_words", "word")  # not its letters
+
+
+@pytest.mark.parametrize(("name", "most"), [("stop", MAX_STOP_CHARACTERS), ("bad_words", MAX_BAD_WORD_CHARACTERS)])
+def test_strings_have_a_longest(name, most):
+    SamplingParams(**{name: ["x" * most]})
+    words = refused(name, ["x", "y" * (most + 1)])
+    assert f"of {most + 1} characters; the most is {most}." in words
+
+
+def test_one_stop_string_has_the_same_longest():
+    assert "8000000 characters" in refused("stop", "a" * 8_000_000)
+
+
+def test_bad_words_have_so_many_characters_in_all():
+    whole = ["x" * MAX_BAD_WORD_CHARACTERS] * (MAX_BAD_WORDS_CHARACTERS // MAX_BAD_WORD_CHARACTERS)
+    SamplingParams(bad_words=whole)
+    words = refused("bad_words", [*whole, "y"])
+    assert f"has {MAX_BAD_WORDS_CHARACTERS + 1} characters in all; the most is {MAX_BAD_WORDS_CHARACTERS}." in words
 
 
 @pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids"])

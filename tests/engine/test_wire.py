@@ -46,6 +46,7 @@ ORDER = Order(
     ((1, 2), (3,)),
     Terms(priority=-3, tenant="t", cache_salt="s", timeout_s=1.5),
     pooled=True,
+    without_tokens=True,
 )
 
 

@@ -49,7 +49,9 @@ class Script:
         self.facts = Facts("script", 1024, 49152, 64, 64, 16, "script", "none", MemoryLedger(), 1, 0)
         self.stats = None
 
-    def submit(self, ids: list[int], params: SamplingParams, *, terms: Terms, streaming: bool) -> Call:
+    def submit(
+        self, ids: list[int], params: SamplingParams, *, terms: Terms, streaming: bool, without_tokens: bool
+    ) -> Call:
         self.asked.append((ids, params, terms))
         opened = Front(None, time.monotonic).open(ids, params, terms=terms, streaming=streaming)
         call = Call(opened.ticket)

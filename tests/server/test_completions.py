@@ -111,6 +111,21 @@ def test_the_scores_of_a_prompt_are_those_of_saying_it(http: httpx.Client) -> No
         assert math.isclose(one, other, abs_tol=0.05)
 
 
+def test_a_prompt_that_is_only_scored_may_fill_the_context(http: httpx.Client) -> None:
+    ids = [5 + place % 1000 for place in range(1025)]
+    asked = {"logprobs": 0, "echo": True, "max_tokens": 0}
+    scored = complete(http, prompt=ids[:1024], **asked)
+    assert scored["usage"] == scored["usage"] | {"prompt_tokens": 1024, "completion_tokens": 0}
+    shorter = complete(http, prompt=ids[:1023], **asked)
+    whole, part = (each["choices"][0]["logprobs"]["token_logprobs"] for each in (scored, shorter))
+    assert len(whole) == 1024 and whole[1:1023] == pytest.approx(part[1:], abs=1e-2)
+    for prompt, more in ((ids, asked), (ids[:1024], {**asked, "max_tokens": 1})):
+        answer = http.post("/v1/completions", json={"prompt": prompt, **more})
+        assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
+    cut = complete(http, prompt=ids, truncate_prompt_tokens=-1, **asked)
+    assert cut["usage"]["prompt_tokens"] == 1024
+
+
 def test_nothing_is_generated_when_nothing_is_asked_for(http: httpx.Client) -> None:
     answer = complete(http, prompt=FRANCE, max_tokens=0)
     assert (answer["choices"][0]["text"], answer["usage"]["completion_tokens"]) == ("", 0)

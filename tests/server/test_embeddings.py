@@ -117,6 +117,16 @@ def test_an_input_beyond_the_context_says_so(http: httpx.Client) -> None:
     assert answer.json()["error"]["code"] == "context_length_exceeded"
 
 
+def test_an_input_may_fill_the_context(http: httpx.Client) -> None:
+    ids = [5 + place % 1000 for place in range(1025)]
+    assert embed(http, input=ids[:1024])["usage"]["prompt_tokens"] == 1024
+    answer = http.post("/v1/embeddings", json={"input": ids})
+    assert "1025 in the messages, 0 in the completion" in answer.json()["error"]["message"]
+    cut = embed(http, input=ids, truncate_prompt_tokens=-1)
+    assert cut["usage"]["prompt_tokens"] == 1024
+    np.testing.assert_allclose(vectors(cut), vectors(embed(http, input=ids[1:])), atol=1e-6)
+
+
 def test_embeddings_are_counted_as_requests_and_not_as_tokens(http: httpx.Client) -> None:
     def counted(name: str) -> float:
         page = http.get("/metrics").text.splitlines()

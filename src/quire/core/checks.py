@@ -31,10 +31,14 @@ def check_list(name: str, values: object, most: int | None) -> None:
     check_count(name, values, most)
 
 
-def check_strings(name: str, values: Iterable[object]) -> None:
+def check_strings(name: str, values: Iterable[object], most_characters: int) -> None:
     for value in values:
         if not isinstance(value, str) or not value:
             raise InvalidParameter(f"{name} must hold non-empty strings, not {shown(value)}.", param=name)
+        if len(value) > most_characters:
+            raise InvalidParameter(
+                f"{name} holds a string of {len(value)} characters; the most is {most_characters}.", param=name
+            )
 
 
 def check_count(name: str, values: Collection[object], most: int | None) -> None:

@@ -60,13 +60,15 @@ class ContextLengthExceeded(QuireError):
 
     code = "context_length_exceeded"
 
-    def __init__(self, limit: int, num_prompt: int, num_completion: int, *, at_least: bool = False) -> None:
+    def __init__(
+        self, limit: int, num_prompt: int, num_completion: int, *, param: str = "messages", at_least: bool = False
+    ) -> None:
         least = "at least " if at_least else ""
         super().__init__(
             f"This model's maximum context length is {limit} tokens. However, you requested {least}"
             f"{num_prompt + num_completion} tokens ({least}{num_prompt} in the messages, {num_completion} in the "
             f"completion). Please reduce the length of the messages or completion.",
-            param="messages",
+            param=param,
         )
 
 

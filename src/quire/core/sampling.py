@@ -11,14 +11,18 @@ from numbers import Integral
 from quire.core.checks import check_bool, check_count, check_float, check_int, check_list, check_strings
 from quire.core.errors import InvalidParameter, shown
 from quire.core.grammar import Grammar
+from quire.core.ids import LONGEST_TOKEN
 
 # Caps on what one request may carry. They bound memory and time per row; generous beside what clients send.
 MAX_SEQUENCES = 128
 MAX_STOP_STRINGS = 64
+MAX_STOP_CHARACTERS = 1024  # of each
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 4096
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_TOKENS = 32
+MAX_BAD_WORD_CHARACTERS = MAX_BAD_WORD_TOKENS * LONGEST_TOKEN
+MAX_BAD_WORDS_CHARACTERS = 1 << 16  # of all together: they are tokenized before the request can be queued
 MAX_LOGPROBS = 100
 MAX_SEED = 2**63 - 1
 MAX_LENGTH_PENALTY = 10.0
@@ -88,9 +92,8 @@ class SamplingParams:
                 check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
         if not isinstance(self.stop, str):
             check_list("stop", self.stop, MAX_STOP_STRINGS)
-        check_strings("stop", self.stop_strings)
-        check_list("bad_words", self.bad_words, MAX_BAD_WORDS)
-        check_strings("bad_words", self.bad_words or ())
+        check_strings("stop", self.stop_strings, MAX_STOP_CHARACTERS)
+        _check_bad_words(self.bad_words)
         check_list("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
         _check_bias(self.logit_bias)
         check_list("allowed_token_ids", self.allowed_token_ids, None)
@@ -171,8 +174,10 @@ def row_sampling(
     """Resolve what the user said against one model: its vocabulary, its end tokens, its spelling of the bad words."""
     stop_ids = _token_ids("stop_token_ids", params.stop_token_ids or (), vocab_size)
     ends = stop_ids if params.ignore_eos else (*end_ids, *stop_ids)
-    allowed = params.allowed_token_ids
-    allowed_ids = None if allowed is None else _token_ids("allowed_token_ids", allowed, vocab_size)
+    allowed_ids = None
+    if params.allowed_token_ids is not None:
+        check_count("allowed_token_ids", params.allowed_token_ids, vocab_size)
+        allowed_ids = tuple(dict.fromkeys(_token_ids("allowed_token_ids", params.allowed_token_ids, vocab_size)))
     forbidden = _bad_words(bad_words, vocab_size)
     if allowed_ids is not None:
         early = set(ends) if params.min_tokens > 0 else set()
@@ -220,8 +225,12 @@ def _bad_words(words: Iterable[tuple[int, ...]], vocab_size: int) -> tuple[tuple
 
 
 def _token_ids(name: str, ids: Iterable[object], vocab_size: int) -> tuple[int, ...]:
+    given = tuple(ids)
+    plain = [token for token in given if type(token) is int]  # all of them, nearly always: no need to look at each
+    if len(plain) == len(given) and min(plain, default=0) >= 0 and max(plain, default=0) < vocab_size:
+        return tuple(plain)
     checked = []
-    for token in ids:
+    for token in given:
         if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= int(token) < vocab_size:
             raise InvalidParameter(
                 f"{name} holds {shown(token)}, which is no token id of this model: ids run from 0 to {vocab_size - 1}.",
@@ -235,6 +244,17 @@ def _within_vocab(name: str, count: int | None, vocab_size: int) -> int | None:
     if count is not None and count > vocab_size:
         raise InvalidParameter(f"{name} is {count}, but the vocabulary has only {vocab_size} tokens.", param=name)
     return count
+
+
+def _check_bad_words(words: Sequence[str] | None) -> None:
+    check_list("bad_words", words, MAX_BAD_WORDS)
+    check_strings("bad_words", words or (), MAX_BAD_WORD_CHARACTERS)
+    num_characters = sum(map(len, words or ()))
+    if num_characters > MAX_BAD_WORDS_CHARACTERS:
+        raise InvalidParameter(
+            f"bad_words has {num_characters} characters in all; the most is {MAX_BAD_WORDS_CHARACTERS}.",
+            param="bad_words",
+        )
 
 
 def _check_bias(values: object) -> None:

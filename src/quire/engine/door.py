@@ -38,7 +38,7 @@ class Door:
     def admit(self, order: Order, fresh_seed: int, now_s: float = 0.0) -> Request:
         """A valid request, or a `QuireError` that says with numbers why not."""
         params, terms = order.params, order.terms
-        tokens = self._checked_prompt(order.prompt)
+        tokens = self._checked_prompt(order.prompt, 0 if order.prompt_alone else 1)
         self._check_rows(params)
         sampling = row_sampling(
             params,
@@ -50,7 +50,7 @@ class Door:
         request = Request(
             RequestId(order.number),
             tokens,
-            max_tokens=params.max_tokens or 1,
+            max_tokens=1 if order.prompt_alone else params.max_tokens or 1,
             sampling=replace(sampling, pooled=True) if order.pooled else sampling,
             num_sequences=params.num_sequences,
             beam=_beam(params),
@@ -59,13 +59,13 @@ class Door:
             priority=terms.priority,
             deadline_s=terms.deadline_s(now_s),
         )
-        return self._with_candidates(self._with_length(request, params))
+        return self._with_candidates(self._with_length(request, params, prompt_alone=order.prompt_alone))
 
-    def _checked_prompt(self, prompt: Sequence[int]) -> IntArray:
+    def _checked_prompt(self, prompt: Sequence[int], num_after: int) -> IntArray:
         if len(prompt) == 0:
             raise InvalidPrompt("The prompt is empty; it needs at least one token.", param="prompt")
-        if len(prompt) >= self.max_length:
-            raise ContextLengthExceeded(self.max_length, len(prompt), 1)
+        if len(prompt) + num_after > self.max_length:
+            raise ContextLengthExceeded(self.max_length, len(prompt), num_after)
         plain = set(map(type, prompt)) == {int}  # as nearly always, and then there is no need to look at each
         if not plain or min(prompt) < 0 or max(prompt) >= self.vocab_size:
             self._check_ids(prompt)
@@ -92,16 +92,16 @@ class Door:
             param=name,
         )
 
-    def _with_length(self, request: Request, params: SamplingParams) -> Request:
+    def _with_length(self, request: Request, params: SamplingParams, *, prompt_alone: bool) -> Request:
         """With the length that was asked for, if it can ever fit; with what fits, if nothing was asked for."""
         num_prompt = len(request.prompt)
-        if num_prompt + request.max_tokens > self.max_length:
+        if not prompt_alone and num_prompt + request.max_tokens > self.max_length:
             raise ContextLengthExceeded(self.max_length, num_prompt, request.max_tokens)
         needed = most_blocks(request, self.block_size)
         if needed > self.num_blocks:
             longest = request.max_length - 1  # the last token of all is never computed
             raise NeverFits(longest, needed, self.num_blocks, self.block_size, request.num_sequences)
-        if params.max_tokens is not None:
+        if prompt_alone or params.max_tokens is not None:
             return request
         lengths = range(1, self.max_length - num_prompt + 1)
         longest = bisect_right(lengths, self.num_blocks, key=lambda length: self._most_blocks(request, length))

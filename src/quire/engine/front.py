@@ -73,8 +73,10 @@ class Front:
         terms: Terms = USUAL,
         streaming: bool = False,
         pooled: bool = False,
+        without_tokens: bool = False,
     ) -> Opened:
-        """Begin with a prompt: text, token ids, or {"prompt_token_ids": ids}. Pooled, it comes to an embedding."""
+        """Begin with a prompt: text, token ids, or {"prompt_token_ids": ids}. Pooled, it comes to an embedding; without
+        tokens, to its scores."""
         if not isinstance(params, SamplingParams):
             raise InvalidParameter(
                 f"sampling_params must be a SamplingParams, not {shown(params)}.", param="sampling_params"
@@ -83,7 +85,8 @@ class Front:
         if params.stop_strings and self._tokenizer is None:
             raise NoTokenizer("use stop_token_ids instead of stop strings")
         number = self._next_number
-        order = Order(number, ids, params, tuple(self._spell(params.bad_words or ())), terms, pooled)
+        bad_words = tuple(self._spell(params.bad_words or ()))
+        order = Order(number, ids, params, bad_words, terms, pooled, without_tokens)
         stop_strings = StopStrings(params.stop_strings)
         num_answers = params.n if params.use_beam_search else params.num_sequences
         transcripts = tuple(

@@ -24,6 +24,12 @@ class Order:
     bad_words: tuple[tuple[int, ...], ...] = ()  # as this model spells them
     terms: Terms = USUAL
     pooled: bool = False  # an embedding is wanted, and no token
+    without_tokens: bool = False  # the prompt's scores are wanted: one token is computed, and nobody reads it
+
+    @property
+    def prompt_alone(self) -> bool:
+        """Whether nothing follows the prompt that would need a place in the context."""
+        return self.pooled or self.without_tokens
 
 
 class Accepted(NamedTuple):

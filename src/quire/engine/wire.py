@@ -47,6 +47,7 @@ class OrderFrame(Message, tag=2, frozen=True):
     bad_words: tuple[tuple[int, ...], ...]
     terms: Terms
     pooled: bool
+    without_tokens: bool
 
 
 class AbortFrame(Message, tag=3, frozen=True):
@@ -224,11 +225,27 @@ def read_for_front(frame: bytes) -> ToFront:
 
 
 def order_frame(order: Order) -> OrderFrame:
-    return OrderFrame(order.number, list(order.prompt), order.params, order.bad_words, order.terms, order.pooled)
+    return OrderFrame(
+        order.number,
+        list(order.prompt),
+        order.params,
+        order.bad_words,
+        order.terms,
+        order.pooled,
+        order.without_tokens,
+    )
 
 
 def order_of(frame: OrderFrame) -> Order:
-    return Order(frame.number, frame.prompt, frame.params, frame.bad_words, frame.terms, frame.pooled)
+    return Order(
+        frame.number,
+        frame.prompt,
+        frame.params,
+        frame.bad_words,
+        frame.terms,
+        frame.pooled,
+        frame.without_tokens,
+    )
 
 
 def accepted_frame(accepted: Accepted) -> AcceptedFrame:

@@ -29,7 +29,14 @@ class Chorus:
         self._waiting: dict[asyncio.Future[News], int] = {}
         try:
             for ids in prompts:
-                self._calls.append(service.submit(ids, wanted.params, terms=wanted.terms, streaming=streaming))
+                call = service.submit(
+                    ids,
+                    wanted.params,
+                    terms=wanted.terms,
+                    streaming=streaming,
+                    without_tokens=wanted.without_tokens,
+                )
+                self._calls.append(call)
         except BaseException:
             self.leave()
             raise

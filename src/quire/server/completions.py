@@ -74,7 +74,7 @@ def _prompts(body: CompletionBody, wanted: Wanted, served: Served) -> list[Asked
     for prompt in listed(body.prompt, param="prompt", most=MAX_PROMPTS):
         special = body.add_special_tokens is not False
         if isinstance(prompt, str):
-            whole = served.text().encode(served.readable(prompt), special)
+            whole = served.text().encode(served.readable(prompt, "prompt"), special)
         else:
             whole = served.checked_ids(prompt)
         ids = shortened(whole, body.truncate_prompt_tokens, wanted, served)

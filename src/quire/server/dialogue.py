@@ -41,6 +41,7 @@ class Dialogue:
     def rendered(self, served: Served) -> Rendered:
         """Through the model's own template. Takes its time: not for an event loop."""
         tokenizer = served.text()
+        served.check_least(len(self.messages))
         template = served.chat_template or ""
         known = [_for_template(each, f"messages[{place}]", template) for place, each in enumerate(self.messages)]
         told = served.voice.told(known, self.callable_tools)
@@ -79,9 +80,9 @@ class Dialogue:
 
 def check_tools(tools: list[dict[str, object]] | None, mode: str | None, name: str | None) -> ToolChoice:
     """The choice among these tools. Nothing said means "auto"."""
+    if tools is not None and len(tools) > MAX_TOOLS:
+        raise InvalidParameter(f"There are {len(tools)} tools; the most is {MAX_TOOLS}.", param="tools")
     names = [_tool_name(tool, place) for place, tool in enumerate(tools or [])]
-    if len(names) > MAX_TOOLS:
-        raise InvalidParameter(f"There are {len(names)} tools; the most is {MAX_TOOLS}.", param="tools")
     if name is not None:
         if name not in names:
             raise InvalidParameter(f"tool_choice names {shown(name)}, which is not among tools.", param="tool_choice")

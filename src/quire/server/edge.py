@@ -2,8 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Coroutine, Mapping
+from typing import ParamSpec, TypeVar
 
 import msgspec
 from starlette.concurrency import run_in_threadpool
@@ -14,19 +14,24 @@ from starlette.types import Receive
 from quire.core.errors import EngineFailed, QuireError
 from quire.server.bodies.decode import Kind, decode
 
-_SHORT_BYTES = 1 << 16  # what is decoded faster than a thread is asked
+_SHORT_BYTES = 1 << 16  # what is read faster than a thread is asked
 
 _log = logging.getLogger(__name__)
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
 async def read(request: Request, kind: type[Kind]) -> Kind:
     """The body of a request."""
-    body = await request.body()  # the gate has bounded it
-    if len(body) <= _SHORT_BYTES:
-        return decode(body, kind)
-    return await run_in_threadpool(decode, body, kind)
+    return await worked(request, decode, await request.body(), kind)  # the gate has bounded it
+
+
+async def worked(request: Request, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """The result of some work on the body of a request: done at once if it is short, else on a thread."""
+    if len(await request.body()) <= _SHORT_BYTES:
+        return work(*args, **kwargs)
+    return await run_in_threadpool(work, *args, **kwargs)
 
 
 def json_response(body: Mapping[str, object], status: int = 200) -> Response:

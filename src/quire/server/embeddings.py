@@ -61,14 +61,19 @@ def _terms(body: EmbeddingBody) -> Terms:
 
 def _inputs(body: EmbeddingBody, terms: Terms, served: Served) -> list[list[int]]:
     """Each as ids. A long text takes long to read."""
-    wanted = Wanted(params=EMBEDDING, terms=terms, grammar=None, stream=False)
+    wanted = Wanted(params=EMBEDDING, terms=terms, grammar=None, stream=False, without_tokens=True)
     inputs = []
     for place, text in enumerate(listed(body.input, param="input", most=MAX_INPUTS)):
         special = body.add_special_tokens is not False
-        whole = served.text().encode(text, special) if isinstance(text, str) else served.checked_ids(text, "input")
+        if isinstance(text, str):
+            whole = served.text().encode(served.readable(text, "input"), special)
+        else:
+            whole = served.checked_ids(text, "input")
         if not whole:
             raise InvalidPrompt(f"input {place} is empty: there is nothing to embed.", param="input")
-        inputs.append(shortened(whole, body.truncate_prompt_tokens, wanted, served))
+        ids = shortened(whole, body.truncate_prompt_tokens, wanted, served)
+        served.check_least(len(ids), "input", at_least=False)
+        inputs.append(ids)
     return inputs
 
 

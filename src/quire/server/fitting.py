@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from dataclasses import replace
 
+from quire.core.errors import ContextLengthExceeded
 from quire.server.dialogue import Dialogue
 from quire.server.served import Served
 
@@ -14,10 +15,16 @@ def fitted(dialogue: Dialogue, served: Served, max_tokens: int | None) -> Dialog
     room = max_tokens or served.max_model_len // _ROOM_SHARE
     messages = dialogue.messages
     num_kept = 1 if messages and messages[0].get("role") in ("system", "developer") else 0
-    starts = [place for place, message in enumerate(messages) if message.get("role") == "user" and place > num_kept]
-    shorter = [dialogue] + [replace(dialogue, messages=messages[:num_kept] + messages[start:]) for start in starts]
+    turns = [place for place, message in enumerate(messages) if message.get("role") == "user" and place > num_kept]
+    starts = [num_kept, *turns]
 
-    def fits(each: Dialogue) -> bool:
-        return len(each.rendered(served).ids) + room <= served.max_model_len
+    def shorter(start: int) -> Dialogue:
+        return replace(dialogue, messages=messages[:num_kept] + messages[start:])
 
-    return shorter[min(bisect_left(shorter, True, key=fits), len(shorter) - 1)]
+    def fits(start: int) -> bool:
+        try:
+            return len(shorter(start).rendered(served).ids) + room <= served.max_model_len
+        except ContextLengthExceeded:
+            return False
+
+    return shorter(starts[min(bisect_left(starts, True, key=fits), len(starts) - 1)])

@@ -43,7 +43,7 @@ def as_chat(body: CountTokensBody) -> ChatBody:
     said["chat_template_kwargs"] = {"enable_thinking": _thinks(body), **(body.chat_template_kwargs or {})}
     return ChatBody(
         **said,
-        messages=conversation.messages,
+        messages=conversation.messages(),
         tools=[_tool(tool, place) for place, tool in enumerate(body.tools or []) if tool.type in _OWN] or None,
         tool_choice=_tool_choice(body),
         parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,

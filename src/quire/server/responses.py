@@ -8,7 +8,7 @@ from quire.core.errors import QuireError
 from quire.server.bodies.responses import ResponsesBody
 from quire.server.chat import dialogue_of
 from quire.server.desk import Desk
-from quire.server.edge import json_response, read, unless_gone
+from quire.server.edge import json_response, read, unless_gone, worked
 from quire.server.exchange import Exchange, Spoken
 from quire.server.fitting import fitted
 from quire.server.naming import called
@@ -30,7 +30,9 @@ async def responses(desk: Desk, request: Request) -> Response:
     served = desk.served
     served.check_model(body.model)
     with called(NAMES):
-        chat = as_chat(body)
+        if body.truncation != "auto" and isinstance(body.input, list):
+            served.check_least(len(body.input), "input")
+        chat = await worked(request, as_chat, body)
         wanted, dialogue = chat_wanted(chat, served), dialogue_of(chat)
         if body.truncation == "auto":
             dialogue = await run_in_threadpool(fitted, dialogue, served, wanted.params.max_tokens)

@@ -107,9 +107,10 @@ def _messages(body: ResponsesBody) -> list[dict[str, Json]]:
     else:
         for place, item in enumerate(body.input):
             _tell(item, f"input[{place}]", conversation)
-    if not conversation.messages:
+    messages = conversation.messages()
+    if not messages:
         raise InvalidPrompt("input is empty: there is nothing to answer.", param="input")
-    return conversation.messages
+    return messages
 
 
 def _tell(item: Mapping[str, Json], where: str, conversation: Conversation) -> None:

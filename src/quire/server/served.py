@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass
 
 from quire.core.errors import ContextLengthExceeded, InvalidPrompt, ModelNotFound, NoTokenizer, shown
+from quire.core.ids import LONGEST_TOKEN
 from quire.core.sampling import SamplingParams
 from quire.engine.opening import OpenedModel
 from quire.engine.stats import Facts
@@ -12,8 +13,6 @@ from quire.server.voices import Voice, find_voice
 from quire.speech.formats import ToolFormat
 from quire.speech.reasoning import ReasoningTags
 from quire.text.tokenizer import Tokenizer
-
-_LONGEST_TOKEN = 128  # characters: a run of spaces in the vocabularies of GPT-4 and Llama 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +46,23 @@ class Served:
             raise NoTokenizer("it takes a prompt of token ids, and cannot chat")
         return self.tokenizer
 
-    def readable(self, text: str) -> str:
+    def readable(self, text: str, param: str = "messages") -> str:
         """A text that may fit. One that cannot, however long its tokens, is not read for nothing: that takes memory."""
-        least = -(-len(text) // _LONGEST_TOKEN)
-        if least > self.max_model_len:
-            raise ContextLengthExceeded(self.max_model_len, least, 0, at_least=True)
+        self.check_least(-(-len(text) // LONGEST_TOKEN), param)
         return text
+
+    def check_least(self, num_tokens: int, param: str = "messages", *, at_least: bool = True) -> None:
+        """A prompt of so many tokens, or of more, may fit. A message takes one at least."""
+        if num_tokens > self.max_model_len:
+            raise ContextLengthExceeded(self.max_model_len, num_tokens, 0, param=param, at_least=at_least)
 
     def checked_ids(self, ids: list[int], param: str = "prompt") -> list[int]:
         """Token ids that this model has."""
-        for token in ids:
-            if not 0 <= token < self.vocab_size:
-                raise InvalidPrompt(
-                    f"There is no token {shown(token)}: this model's ids run from 0 to {self.vocab_size - 1}.",
-                    param=param,
-                )
+        if ids and (min(ids) < 0 or max(ids) >= self.vocab_size):
+            wrong = next(token for token in ids if not 0 <= token < self.vocab_size)
+            raise InvalidPrompt(
+                f"There is no token {shown(wrong)}: this model's ids run from 0 to {self.vocab_size - 1}.", param=param
+            )
         return ids
 
     def spelled(self, ids: list[int]) -> str:

@@ -129,9 +129,18 @@ class Service:
 
     # Requests come and go.
 
-    def submit(self, prompt: Sequence[int], params: SamplingParams, *, terms: Terms = USUAL, streaming: bool) -> Call:
-        """Open a call. Whoever does must `leave` it, however it ends."""
-        return self._open(prompt, params, terms, streaming=streaming)
+    def submit(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        terms: Terms = USUAL,
+        streaming: bool,
+        without_tokens: bool = False,
+    ) -> Call:
+        """Open a call. Whoever does must `leave` it, however it ends. Without tokens, the prompt's scores are wanted
+        alone."""
+        return self._open(prompt, params, terms, streaming=streaming, without_tokens=without_tokens)
 
     def embed(self, prompt: Sequence[int], *, terms: Terms = USUAL) -> Call:
         """Open a call whose output is the prompt's embedding; else as `submit`."""
@@ -145,6 +154,7 @@ class Service:
         *,
         streaming: bool = False,
         pooled: bool = False,
+        without_tokens: bool = False,
     ) -> Call:
         if self.draining:
             raise Draining()
@@ -153,7 +163,9 @@ class Service:
         visit = CURRENT.get()
         terms = terms_for(visit, terms)
         with self._lock:
-            order, ticket = self._front.open(prompt, params, terms=terms, streaming=streaming, pooled=pooled)
+            order, ticket = self._front.open(
+                prompt, params, terms=terms, streaming=streaming, pooled=pooled, without_tokens=without_tokens
+            )
         call = self._calls[ticket.number] = Call(ticket)
         if visit is not None:
             self._note_visit(visit.request_id, ticket.number)

@@ -81,7 +81,7 @@ async def _begin(desk: Desk, body: GenerateBody, *, streaming: bool) -> tuple[Ch
 
 
 def _ids(body: GenerateBody, truncate: int | None, wanted: Wanted, served: Served) -> list[int]:
-    return shortened(served.text().encode(body.inputs), truncate, wanted, served)
+    return shortened(served.text().encode(served.readable(body.inputs, "inputs")), truncate, wanted, served)
 
 
 async def _frames(chorus: Chorus, answer: TgiAnswer) -> Events:

@@ -4,31 +4,27 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.core.errors import InvalidParameter
+from quire.core.errors import InvalidParameter, InvalidPrompt
 from quire.server.bodies.tokenizing import ApplyTemplateBody, DetokenizeBody, TokenizeBody
 from quire.server.desk import Desk
 from quire.server.dialogue import Dialogue, check_tools
 from quire.server.edge import json_response, read
 from quire.server.served import Served
 
+MAX_DETOKENIZED = 1 << 20  # tokens, or as many as the context holds: no other thread runs while they are decoded
+
 
 async def tokenize(desk: Desk, request: Request) -> Response:
     body = await read(request, TokenizeBody)
     served = desk.served
     served.check_model(body.model)
-    ids = await run_in_threadpool(_ids, body, served)
-    told: dict[str, object] = {"count": len(ids), "max_model_len": served.max_model_len, "tokens": ids}
-    if body.return_token_strs:
-        told["token_strs"] = [served.text().id_to_piece(token) for token in ids]
-    return json_response(told)
+    return json_response(await run_in_threadpool(_tokens, body, served))
 
 
 async def detokenize(desk: Desk, request: Request) -> Response:
     body = await read(request, DetokenizeBody)
     desk.served.check_model(body.model)
-    desk.served.text()
-    ids = desk.served.checked_ids(body.tokens, "tokens")
-    return json_response({"prompt": await run_in_threadpool(desk.served.spelled, ids)})
+    return json_response({"prompt": await run_in_threadpool(_text, body, desk.served)})
 
 
 async def tokenizer_info(desk: Desk, request: Request) -> Response:
@@ -55,13 +51,29 @@ async def apply_template(desk: Desk, request: Request) -> Response:
     return json_response({"prompt": rendered.text})
 
 
+def _tokens(body: TokenizeBody, served: Served) -> dict[str, object]:
+    ids = _ids(body, served)
+    told: dict[str, object] = {"count": len(ids), "max_model_len": served.max_model_len, "tokens": ids}
+    if body.return_token_strs:
+        told["token_strs"] = [served.text().id_to_piece(token) for token in ids]
+    return told
+
+
+def _text(body: DetokenizeBody, served: Served) -> str:
+    served.text()
+    most = max(served.max_model_len, MAX_DETOKENIZED)
+    if len(body.tokens) > most:
+        raise InvalidPrompt(f"There are {len(body.tokens)} tokens; a request may bring {most}.", param="tokens")
+    return served.spelled(served.checked_ids(body.tokens, "tokens"))
+
+
 def _ids(body: TokenizeBody, served: Served) -> list[int]:
     """A text gets its special tokens unless somebody says no; a template has written its own."""
     if body.messages is not None and body.prompt is None:
         rendered = _dialogue(body, body.messages).rendered(served)
         return served.text().encode(rendered.text) if body.add_special_tokens else rendered.ids
     if body.prompt is not None and body.messages is None:
-        return served.text().encode(served.readable(body.prompt), body.add_special_tokens is not False)
+        return served.text().encode(served.readable(body.prompt, "prompt"), body.add_special_tokens is not False)
     raise InvalidParameter("Give prompt or messages, and not both.", param="prompt")
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields, replace
 
 from msgspec import UNSET
 
+from quire.core.checks import check_count
 from quire.core.errors import InvalidParameter
 from quire.core.grammar import Grammar
 from quire.core.sampling import SamplingParams
@@ -39,7 +40,7 @@ class Wanted:
     continuous_usage: bool = False
     return_token_ids: bool = False
     tokens_as_ids: bool = False  # how tokens are spelled where their log-probabilities are told
-    without_tokens: bool = False  # max_tokens is 0: the prompt alone is wanted; one token is computed, and dropped
+    without_tokens: bool = False  # the prompt alone is wanted: if a token is computed, it is dropped
 
 
 def completion_wanted(body: CompletionBody, served: Served) -> Wanted:
@@ -83,6 +84,7 @@ def _wanted(
     said.update({name: value for name in _SAMPLING if (value := getattr(body, name)) is not None})
     said.update(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
     terms = {name: value for name in _TERMS if (value := getattr(body, name)) is not None}
+    check_count("allowed_token_ids", body.allowed_token_ids or (), served.vocab_size)
     continuous = options is not None and bool(options.continuous_usage_stats)
     return Wanted(
         params=SamplingParams(**said),
@@ -117,7 +119,8 @@ def shortened(ids: list[int], truncate: int | None, wanted: Wanted, served: Serv
     if truncate is None:
         return ids
     if truncate == -1:
-        truncate = max(served.max_model_len - (wanted.params.max_tokens or 1), 1)
+        num_after = 0 if wanted.without_tokens else wanted.params.max_tokens or 1
+        truncate = max(served.max_model_len - num_after, 1)
     if not 1 <= truncate <= served.max_model_len:
         raise InvalidParameter(
             f"truncate_prompt_tokens must be -1, or from 1 to {served.max_model_len}.", param="truncate_prompt_tokens"
