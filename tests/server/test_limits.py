@@ -56,6 +56,15 @@ def test_more_messages_than_the_context_has_tokens_are_neither_put_together_nor_
     assert error.get("param", name) == name  # Anthropic's errors name no field
 
 
+def test_more_parts_than_the_context_has_tokens_are_not_rendered(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(dialogue, "render")
+    parts = [{"type": "text", "text": "a"}] * 1024
+    body = {"messages": [{"role": "user", "content": parts}, {"role": "user", "content": "a"}]}
+    assert "1025 in the messages" in refused(served, "/v1/chat/completions", body)["message"]
+
+
 def test_a_long_conversation_is_shortened_without_a_copy_for_every_turn(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,7 +136,10 @@ def test_a_large_body_is_translated_beside_the_event_loop(
     monkeypatch.setattr(module, "as_chat", noted)
     name, path = ("messages", "/v1/messages") if module is messages else ("input", "/v1/responses")
     for words in ("hi", "hi " * 30_000):
-        body = {name: [{"role": "user", "content": words}], "max_tokens": 5}
+        body = {
+            name: [{"role": "user", "content": words}],
+            "max_tokens" if module is messages else "max_output_tokens": 5,
+        }
         post(app_over(Script(["Hello."]), served), path, body)
     small, large = translators
     assert small is threading.current_thread() is not large

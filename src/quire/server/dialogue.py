@@ -41,7 +41,7 @@ class Dialogue:
     def rendered(self, served: Served) -> Rendered:
         """Through the model's own template. Takes its time: not for an event loop."""
         tokenizer = served.text()
-        served.check_least(len(self.messages))
+        served.check_least(sum(map(_num_parts, self.messages)))
         template = served.chat_template or ""
         known = [_for_template(each, f"messages[{place}]", template) for place, each in enumerate(self.messages)]
         told = served.voice.told(known, self.callable_tools)
@@ -76,6 +76,12 @@ class Dialogue:
                 param="tool_choice",
             )
         return voice.call_grammar(tools, self.tool_choice, parallel=parallel, prompt=prompt)
+
+
+def _num_parts(message: Mapping[str, object]) -> int:
+    """A message takes a token at least, and so does each part of one."""
+    content = message.get("content")
+    return max(1, len(content)) if isinstance(content, list) else 1
 
 
 def check_tools(tools: list[dict[str, object]] | None, mode: str | None, name: str | None) -> ToolChoice:
