@@ -55,7 +55,7 @@ class World:
         self.grammars = Grammars(
             opened.tokenizer, opened.end_ids, opened.checkpoint.spec.vocab_size, cpu_time=self.clock
         )
-        (self.letter,) = opened.tokenizer.encode("a")
+        (self.letter,), (self.digit,) = opened.tokenizer.encode("a"), opened.tokenizer.encode("1")
         self.slow, self.other = _family(0, 2), _family(1, 1)
         self.grammars.begin(self.slow, SLOW)
         self.grammars.begin(self.other, OTHER)
@@ -95,3 +95,10 @@ def test_a_token_that_takes_too_long_ends_all_who_follow_its_grammar_and_nobody_
     world.say(first, world.letter)
     assert world.scheduler.concluded == [(first, FinishReason.FAILED)]
     assert world.rows_left() == [False, False, True]
+
+
+@pytest.mark.parametrize(("taken_s", "second_goes_on"), [(limits.FAILING_CPU_S, True), (0.1, False)])
+def test_one_that_gives_up_late_takes_its_like_along(world: World, taken_s: float, second_goes_on: bool) -> None:
+    world.clock.next_s = taken_s
+    world.say(world.slow.members[0], world.digit)
+    assert world.rows_left() == [False, second_goes_on, True]

@@ -111,9 +111,10 @@ class Grammars:
     def _is_slow(self, matcher: Matcher, begun_s: float) -> bool:
         """Whether it took too long. Nobody follows that grammar any further: each of them would take as long again."""
         taken_s = self._cpu_time() - begun_s
-        if taken_s <= limits.FOLLOWING_CPU_S:
+        most_s = limits.FAILING_CPU_S if matcher.failed else limits.FOLLOWING_CPU_S
+        if taken_s <= most_s:
             return False
-        _log.error("a grammar took %.0f ms for a token; %.0f are the most", taken_s * 1e3, limits.FOLLOWING_CPU_S * 1e3)
+        _log.error("a grammar took %.0f ms for a token; %.0f are the most", taken_s * 1e3, most_s * 1e3)
         for _, other in self._followed.values():
             if other.pattern is matcher.pattern:
                 other.failed = True

@@ -40,6 +40,7 @@ GRAMMAR_SYMBOLS = 20_000  # a schema of 2,000 properties needs 15,000
 # What these let through and is slow all the same. Seconds of a thread's own work: a busy machine refuses nobody.
 FIRST_MASK_CPU_S = 0.1  # when a grammar is compiled
 FOLLOWING_CPU_S = 0.25  # for a mask or a token, on the engine's loop, where all others wait
+FAILING_CPU_S = 0.05  # for one that then gave up: its like would give up one after another
 
 REASON_CHARACTERS = 300  # of llguidance's reason that an error repeats
 
