@@ -10,6 +10,7 @@ from quire.core.errors import InvalidGrammar
 from quire.core.grammar import Grammar, GrammarKind
 from quire.grammar import limits
 from quire.grammar.compiler import Compiler
+from quire.text.tokenizer import Tokenizer
 from tests.grammar.writer import next_tokens
 
 NUM_STEPS = 20
@@ -23,6 +24,31 @@ def nested(depth: int) -> str:
 def patterns(count: int) -> str:
     return json.dumps({"type": "string", "allOf": [{"pattern": f"^(a|b)*a(a|b){{{n}}}$"} for n in range(5, 5 + count)]})
 
+
+def chained(num_definitions: int) -> str:
+    """Definitions that lead to one another, two levels each."""
+    definitions: dict[str, object] = {f"d{n}": {"items": {"$ref": f"#/$defs/d{n + 1}"}} for n in range(num_definitions)}
+    definitions[f"d{num_definitions}"] = {"type": "null"}
+    return json.dumps({"$ref": "#/$defs/d0", "$defs": definitions})
+
+
+def rules(count: int, body: str) -> str:
+    """Rules of one another; `NEXT` stands for the next one's name."""
+    lines = [f"r{n}: " + body.replace("NEXT", f"r{n + 1}") for n in range(count)]
+    return "\n".join(["start: r0", *lines, f'r{count}: "a"'])
+
+
+def intersected(count: int) -> str:
+    return "start: A\nA: " + " & ".join(f"/.*a.{{{n}}}/" for n in range(2, 2 + count))
+
+
+def properties(count: int, kind: str) -> str:
+    named = {f"p{n}": {"type": kind} for n in range(count)}
+    return json.dumps({"type": "object", "properties": named, "additionalProperties": False})
+
+
+IN_BRACKETS = '("b" ' * 20 + "NEXT" + ")?" * 20
+NUM_LINKED = (limits.SCHEMA_REACH - 1) // 2
 
 REFUSED = [
     (GrammarKind.JSON_SCHEMA, nested(limits.SCHEMA_DEPTH)),
@@ -66,6 +92,14 @@ REFUSED = [
     (GrammarKind.LARK, "start: %json {" + " " * 20),
     (GrammarKind.LARK, "start: " + '%json {"type": "null"} ' * (limits.LARK_SCHEMAS + 1)),
     (GrammarKind.LARK, 'start: "' + "a" * limits.LARK_BYTES + '"'),
+    (GrammarKind.LARK, 'start: "' + "a" * limits.LARK_OWN_BYTES + '"'),
+    (GrammarKind.LARK, "start: " + "a " * limits.LARK_WORDS + '\na: "a" |'),
+    (GrammarKind.LARK, rules(3_000, "NEXT?")),  # llguidance overran its stack, here
+    (GrammarKind.LARK, rules(300, IN_BRACKETS)),  # and here
+    (GrammarKind.JSON_SCHEMA, chained(1_020)),  # and here
+    (GrammarKind.JSON_SCHEMA, chained(NUM_LINKED + 1)),
+    (GrammarKind.LARK, "start: %json " + chained(NUM_LINKED + 1)),
+    (GrammarKind.LARK, intersected(limits.LARK_INTERSECTIONS + 2)),
     (GrammarKind.LARK, "start: A\nA: " + " & ".join(f"/(a{{{n}}})+/" for n in (2, 3, 5, 7, 11, 13, 17, 19, 23))),
 ]
 
@@ -76,6 +110,14 @@ COMPILED = [
     (GrammarKind.JSON_SCHEMA, json.dumps({"enum": ["x" * 30_000, "y" * 30_000]})),
     (GrammarKind.JSON_SCHEMA, json.dumps({"properties": {f"p{n}": {} for n in range(limits.SCHEMA_PROPERTIES)}})),
     (GrammarKind.JSON_SCHEMA, '{"type": "array", "items": {"$ref": "#"}}'),
+    (GrammarKind.JSON_SCHEMA, properties(limits.SCHEMA_PROPERTIES, "integer")),
+    (GrammarKind.JSON_SCHEMA, properties(limits.SCHEMA_PROPERTIES, "boolean")),
+    (GrammarKind.LARK, "start: %json " + properties(limits.SCHEMA_PROPERTIES, "integer")),
+    (GrammarKind.JSON_SCHEMA, chained(NUM_LINKED)),
+    (GrammarKind.JSON_SCHEMA, '{"$defs": {"a/b": {"items": {"$ref": "#/$defs/a~1b"}}}, "$ref": "#/$defs/a~1b"}'),
+    (GrammarKind.LARK, rules(limits.LARK_PARTS // 2 - 2, "NEXT?")),
+    (GrammarKind.LARK, rules(24, IN_BRACKETS)),
+    (GrammarKind.LARK, "start: /[ab]{0,300}/"),
     (GrammarKind.REGEX, "(a+)+b"),
     (GrammarKind.REGEX, "a{1,100000}"),
     (GrammarKind.REGEX, "a{1000000}"),
@@ -86,6 +128,11 @@ COMPILED = [
     (GrammarKind.LARK, "start: r0\n" + "\n".join(f"r{n}: r{n + 1} r{n + 1}" for n in range(60)) + '\nr60: "a"'),
 ]
 
+OPTIONAL = '("a"|"b")?'
+TOO_LARGE_AT_ONCE = [
+    "start: " + " ".join([OPTIONAL] * 300),
+    "start: " + "a " * 1_200 + '\na: ("a"|"b"|"c")?',
+]
 TOO_LARGE_TO_FOLLOW = ["((a{1,100}){1,100}){1,100}", "(.{0,500}a){0,20}b.*c"]
 
 
@@ -107,6 +154,34 @@ def test_it_compiles_and_can_be_followed(compiler: Compiler, kind: GrammarKind, 
         if not tokens:
             break
         assert matcher.advance(int(chance.choice(tokens)))
+
+
+@pytest.mark.parametrize("text", TOO_LARGE_AT_ONCE, ids=lambda text: text[:40])
+def test_what_is_too_large_is_told_from_what_is_empty(compiler: Compiler, text: str) -> None:
+    with pytest.raises(InvalidGrammar, match=r"too large to be followed: .*Too many items.*Use fewer optional"):
+        compiler.compile(Grammar(GrammarKind.LARK, text))
+
+
+def test_what_allows_no_text_is_told_so(compiler: Compiler, byte_level: Tokenizer) -> None:
+    """A token that the model does not have."""
+    with pytest.raises(InvalidGrammar, match="allows no text at all"):
+        compiler.compile(Grammar(GrammarKind.LARK, f"start: <[{byte_level.vocab_size + 3}]>"))
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_a_first_mask_that_takes_too_long_is_refused_by_the_work_of_its_thread(
+    compiler: Compiler, allowed: bool
+) -> None:
+    taken_s = limits.FIRST_MASK_CPU_S * (1 if allowed else 2)
+    times = iter([0.0, taken_s])
+    timed = Compiler(compiler.vocabulary, cpu_time=lambda: next(times))
+    grammar = Grammar(GrammarKind.REGEX, "a+")
+    if allowed:
+        timed.compile(grammar)
+    else:
+        with pytest.raises(InvalidGrammar, match="first token took 200 ms to prepare; 100 are the most"):
+            timed.compile(grammar)
+    assert timed.knows(grammar) == allowed
 
 
 @pytest.mark.parametrize("regex", TOO_LARGE_TO_FOLLOW)

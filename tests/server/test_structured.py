@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -20,9 +21,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from quire.core.errors import InvalidGrammar, InvalidParameter
 from quire.core.grammar import Grammar, GrammarKind
-from quire.server.constraining import Constrainer
-from quire.server.served import Served
+from quire.server.constraining import CompilersBusy, Constrainer
 from tests.server.conftest import Running
+from tests.server.serving import PATIENCE_S
 from tests.server.speaking import MODEL, speaking
 from tests.server.test_tools import CITY, TOOLS, hermes, named_arguments
 
@@ -223,13 +224,58 @@ def test_a_strict_tool_is_called_right_or_not_at_all(scripted: openai.OpenAI) ->
     assert re.match(r'\{\s*"city":\s*"', written), "a number was not to be had"
 
 
-def test_a_grammar_that_takes_too_long_is_refused(served: Served) -> None:
-    assert served.tokenizer is not None
-    grammar = Grammar(GrammarKind.REGEX, "(.*a.{30}){5}")
-    hasty = Constrainer(served.tokenizer, served.tokenizer.end_ids, served.vocab_size, deadline_s=0.0)
+class Blocked:
+    """A compiler that knows one grammar, and with all others is never done until it is let go."""
+
+    def __init__(self) -> None:
+        self.let_go = threading.Event()
+        self.taken_up: list[Grammar] = []
+
+    def knows(self, grammar: Grammar) -> bool:
+        return grammar.text == "known"
+
+    def compile(self, grammar: Grammar) -> None:
+        self.taken_up.append(grammar)
+        self.let_go.wait()
+
+
+def blocked_constrainer(*, patience_s: float, deadline_s: float) -> tuple[Constrainer, Blocked]:
+    compiler = Blocked()
+    constrainer = Constrainer(None, (), 8, patience_s=patience_s, deadline_s=deadline_s)
+    constrainer._compiler = compiler  # type: ignore[assignment]
+    return constrainer, compiler
+
+
+def regex(text: str) -> Grammar:
+    return Grammar(GrammarKind.REGEX, text)
+
+
+def test_a_grammar_that_takes_too_long_is_refused() -> None:
+    hasty, compiler = blocked_constrainer(patience_s=PATIENCE_S, deadline_s=0.0)
     with pytest.raises(InvalidGrammar, match="within 0 s") as refused:
-        asyncio.run(hasty.check(grammar, "structured_outputs"))
+        asyncio.run(hasty.check(regex("a"), "structured_outputs"))
+    compiler.let_go.set()
     assert (refused.value.status, refused.value.param) == (400, "structured_outputs")
+
+
+def test_who_finds_no_thread_to_compile_on_is_told_to_come_back_and_what_is_known_needs_none() -> None:
+    """The threads go on with what was given up; its time in the queue is no fault of the next one's."""
+    hasty, compiler = blocked_constrainer(patience_s=PATIENCE_S, deadline_s=0.0)
+
+    async def crowd() -> None:
+        for text in ("first", "second"):
+            with pytest.raises(InvalidGrammar):
+                await hasty.check(regex(text), "structured_outputs")
+        hasty._patience_s = 0.0
+        with pytest.raises(CompilersBusy, match=r"All 2 threads .* busy for 0 s") as refused:
+            await hasty.check(regex("third"), "structured_outputs")
+        assert (refused.value.status, refused.value.retry_after_s) == (503, 2.0)
+        await hasty.check(regex("known"), "structured_outputs")
+
+    asyncio.run(crowd())
+    compiler.let_go.set()
+    hasty._threads.shutdown()
+    assert [grammar.text for grammar in compiler.taken_up] == ["first", "second"], "nobody waited for the third"
 
 
 def test_a_model_without_a_tokenizer_takes_no_grammar() -> None:

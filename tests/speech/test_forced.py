@@ -39,7 +39,7 @@ class Judge:
 
     def matcher(self, grammar: Grammar) -> llguidance.LLMatcher:
         assert grammar.kind is GrammarKind.LARK
-        matcher = llguidance.LLMatcher(self.guidance, lark_source(grammar))
+        matcher = llguidance.LLMatcher(self.guidance, lark_source(grammar).text)
         assert not matcher.is_error(), matcher.get_error()
         return matcher
 

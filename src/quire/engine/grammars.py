@@ -1,10 +1,13 @@
 """Grammars at work: one matcher for each continuation that must follow one, and their masks for the next step.
 
 Fails closed: a matcher that gives up allows nothing, and its row, with nothing to choose, ends alone with an error.
+So does whoever follows a grammar that takes too long: all others wait for it.
 """
 
 import logging
 import threading
+import time
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 
 import numpy as np
@@ -14,6 +17,7 @@ from quire.core.grammar import Grammar
 from quire.core.ids import IntArray, SequenceId
 from quire.core.request import Family, Sequence
 from quire.core.step import FinishReason
+from quire.grammar import limits
 from quire.grammar.compiler import Compiled, Compiler
 from quire.grammar.matcher import Matcher
 from quire.grammar.tokens import Vocabulary
@@ -26,9 +30,16 @@ _log = logging.getLogger(__name__)
 class Grammars:
     """Begins with a family, follows its tokens, forgets who has ended."""
 
-    __slots__ = ("_compiler", "_followed", "_lock", "_num_words", "_spelling")
+    __slots__ = ("_compiler", "_cpu_time", "_followed", "_lock", "_num_words", "_spelling")
 
-    def __init__(self, tokenizer: Tokenizer, end_ids: tuple[int, ...], vocab_size: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        end_ids: tuple[int, ...],
+        vocab_size: int,
+        cpu_time: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self._cpu_time = cpu_time
         self._spelling = (tokenizer, end_ids, vocab_size)
         self._num_words = -(-vocab_size // 32)
         self._lock = threading.Lock()
@@ -74,7 +85,11 @@ class Grammars:
         try:
             trip(Site.GRAMMAR_MASK, sequence.id)
             _, matcher = self._followed[sequence.id]
-            if not matcher.fill(row):
+            begun_s = self._cpu_time()
+            matcher.fill(row)
+            if self._is_slow(matcher, begun_s):
+                row[:] = 0
+            if matcher.failed:
                 _log.error("the grammar of request %s gave up", sequence.request.id)
         except Exception:  # this row's alone: it may say nothing, and ends
             row[:] = 0
@@ -87,23 +102,36 @@ class Grammars:
         for number, token in zip(absorbed.sequences.tolist(), absorbed.tokens.tolist(), strict=True):
             followed = self._followed.get(SequenceId(number))
             if followed is not None and not followed[0].finished:
-                reason = _taken(followed[1], number, token)
+                reason = self._taken(followed[1], number, token)
                 if reason is not None:
                     scheduler.conclude(followed[0], reason)
         for name in [name for name, (sequence, _) in self._followed.items() if sequence.finished]:
             del self._followed[name]
 
+    def _taken(self, matcher: Matcher, name: int, token: int) -> FinishReason | None:
+        try:
+            trip(Site.GRAMMAR_ADVANCE, name)
+            begun_s = self._cpu_time()
+            taken = matcher.advance(token)
+            if self._is_slow(matcher, begun_s) or not taken:
+                return FinishReason.FAILED
+        except Exception:
+            _log.exception("a grammar broke over a token")
+            return FinishReason.FAILED
+        return FinishReason.STOP if matcher.stopped else None
+
+    def _is_slow(self, matcher: Matcher, begun_s: float) -> bool:
+        """Whether it took too long. Nobody follows that grammar any further: each of them would take as long again."""
+        taken_s = self._cpu_time() - begun_s
+        most_s = limits.FAILING_CPU_S if matcher.failed else limits.FOLLOWING_CPU_S
+        if taken_s <= most_s:
+            return False
+        _log.error("a grammar took %.0f ms for a token; %.0f are the most", taken_s * 1e3, most_s * 1e3)
+        for _, other in self._followed.values():
+            if other.pattern is matcher.pattern:
+                other.failed = True
+        return True
+
     @property
     def num_followed(self) -> int:
         return len(self._followed)
-
-
-def _taken(matcher: Matcher, name: int, token: int) -> FinishReason | None:
-    try:
-        trip(Site.GRAMMAR_ADVANCE, name)
-        if not matcher.advance(token):
-            return FinishReason.FAILED
-    except Exception:
-        _log.exception("a grammar broke over a token")
-        return FinishReason.FAILED
-    return FinishReason.STOP if matcher.stopped else None

@@ -2,6 +2,7 @@
 
 import json
 import re
+from typing import NamedTuple
 
 from llguidance import regex_to_lark
 
@@ -21,12 +22,22 @@ _JSON_STYLE = {"whitespace_pattern": _WHITESPACE, "json_allowed_escapes": 'nrbtf
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 _NO_OPTIONS = re.compile(r"\A\s*%llguidance\s*\{\s*\}")
 _EMBEDDED = re.compile(r"%json\s*(?=\{)")
+# What makes a Lark grammar deep, or long its parser's rows: rules, groups, what is optional or repeated.
+_PARTS = "\n([{?*"
+_WORD = re.compile(r"[\w-]+")
 
 _ANY_OBJECT: dict[str, object] = {"type": "object"}
 
 
-def lark_source(grammar: Grammar) -> str:
-    """The text that llguidance compiles. Raises InvalidGrammar."""
+class Source(NamedTuple):
+    """What llguidance compiles."""
+
+    text: str
+    step_items: int  # that one mask may take
+
+
+def lark_source(grammar: Grammar) -> Source:
+    """Raises InvalidGrammar."""
     if any(0xD800 <= ord(letter) <= 0xDFFF for letter in grammar.text):
         raise InvalidGrammar("The grammar holds a lone surrogate, half a character. Send valid Unicode.")
     match grammar.kind:
@@ -40,7 +51,8 @@ def lark_source(grammar: Grammar) -> str:
             body = "start: " + " | ".join(json.dumps(choice) for choice in _choices(grammar.text))
         case GrammarKind.LARK:
             body = _checked_lark(grammar.text)
-    return body + _OPTIONS
+    has_schema = grammar.kind in (GrammarKind.JSON_OBJECT, GrammarKind.JSON_SCHEMA) or bool(_EMBEDDED.search(body))
+    return Source(body + _OPTIONS, limits.STEP_ITEMS if has_schema else limits.LARK_STEP_ITEMS)
 
 
 def _json_part(schema: dict[str, object]) -> str:
@@ -80,6 +92,7 @@ def _checked_lark(text: str) -> str:
     if "%llguidance" in text:
         raise InvalidGrammar("%llguidance options are the server's choice; leave that line out of the grammar.")
     pieces: list[str] = []
+    own: list[str] = []  # those that are no schemas
     begin = 0
     embedded = list(_EMBEDDED.finditer(text))
     if len(embedded) > limits.LARK_SCHEMAS:
@@ -91,9 +104,32 @@ def _checked_lark(text: str) -> str:
             schema, end = json.JSONDecoder().raw_decode(text, found.end())
         except (ValueError, RecursionError) as error:
             raise InvalidGrammar(f"After %json at character {found.start()} stands no JSON schema.") from error
-        pieces += [text[begin : found.start()], _json_part(check_schema(schema))]
+        own.append(text[begin : found.start()])
+        pieces += [own[-1], _json_part(check_schema(schema))]
         begin = end
-    return "".join([*pieces, text[begin:]])
+    own.append(text[begin:])
+    _check_own("\n".join(own))
+    return "".join([*pieces, own[-1]])
+
+
+def _check_own(text: str) -> None:
+    """What a client wrote around the schemas. Strings and comments count: to tell them apart is the compiler's work."""
+    _check_bytes("grammar without its %json parts", text, limits.LARK_OWN_BYTES)
+    num_parts = sum(text.count(sign) for sign in _PARTS)
+    if num_parts > limits.LARK_PARTS:
+        raise InvalidGrammar(
+            f"The grammar has {num_parts} lines and signs out of ( [ {{ ? *; {limits.LARK_PARTS} are the most. "
+            f"Use fewer rules, groups and optional parts; one rule with * or {{…}} may stand for many."
+        )
+    num_words = len(_WORD.findall(text))
+    if num_words > limits.LARK_WORDS:
+        raise InvalidGrammar(f"The grammar has {num_words} words; {limits.LARK_WORDS} are the most. Make it smaller.")
+    num_intersections = text.count("&")
+    if num_intersections > limits.LARK_INTERSECTIONS:
+        raise InvalidGrammar(
+            f"The grammar has {num_intersections} & signs; {limits.LARK_INTERSECTIONS} are the most. "
+            f'Intersect fewer patterns, and write "\\u0026" for the sign in a string.'
+        )
 
 
 def _check_bytes(what: str, text: str, most: int) -> None:

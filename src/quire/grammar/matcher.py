@@ -30,32 +30,33 @@ class Pattern(Protocol):
 class Matcher:
     """One sequence's place in its grammar: a function of the tokens it took. Used by one thread at a time."""
 
-    __slots__ = ("_ended", "_inner", "_origin", "_pattern", "_renewed_at", "_tokens", "failed")
+    __slots__ = ("_ended", "_inner", "_origin", "_renewed_at", "_tokens", "failed", "pattern", "trouble")
 
     def __init__(self, pattern: Pattern) -> None:
-        self._pattern = pattern
+        self.pattern = pattern
         self._origin = pattern.prototype
         self._inner = self._origin.deep_copy()
         self._tokens: list[int] = []  # without the end token, which llguidance never sees
         self._renewed_at = -_TOKENS_BETWEEN_RENEWALS
         self._ended = False
         self.failed = False  # nothing is allowed any more: the sequence must end with an error
+        self.trouble = ""  # llguidance's own words for why it gave up over a mask; none if nothing was left to allow
 
     def fill(self, mask_row: IntArray) -> bool:
         """Set the bits of the tokens that may come next. False: it failed, and no bit is set."""
-        vocabulary = self._pattern.vocabulary
+        vocabulary = self.pattern.vocabulary
         assert mask_row.shape == (vocabulary.num_words,) and mask_row.dtype == np.int32, mask_row.shape
         assert mask_row.flags.c_contiguous
         if not self.failed and not self._ended:
             self._write(mask_row)
-            self._pattern.num_masks += 1
+            self.pattern.num_masks += 1
         return self._finish(mask_row)
 
     def advance(self, token: int) -> bool:
         """Take the token that was sampled. False: it was not allowed, or the grammar failed; nothing may follow."""
         if self.failed or self._ended:
             return False
-        if token in self._pattern.vocabulary.end_ids and self.may_end:
+        if token in self.pattern.vocabulary.end_ids and self.may_end:
             self._ended = True
             return True
         if self._inner.consume_token(token):
@@ -96,7 +97,7 @@ class Matcher:
     def fork(self) -> "Matcher":
         """A second matcher at the same place."""
         assert not self.failed
-        twin = Matcher(self._pattern)
+        twin = Matcher(self.pattern)
         twin._origin = self._origin
         twin._inner = self._inner.deep_copy()
         twin._tokens = list(self._tokens)
@@ -105,7 +106,7 @@ class Matcher:
         return twin
 
     def _write(self, mask_row: IntArray) -> None:
-        vocabulary = self._pattern.vocabulary
+        vocabulary = self.pattern.vocabulary
         if vocabulary.exact:
             self._inner.unsafe_compute_mask_ptr(mask_row.ctypes.data, mask_row.nbytes)
         else:
@@ -114,14 +115,16 @@ class Matcher:
     def _finish(self, mask_row: IntArray) -> bool:
         """After a mask was written: renewed if the lexer was full, and only tokens that exist."""
         if self._ended:
-            mask_row[:] = self._pattern.vocabulary.ends
+            mask_row[:] = self.pattern.vocabulary.ends
             return True
         if not self.failed and self._inner.is_error() and self._renew():
             self._write(mask_row)
         if not self.failed and not self._inner.is_error():
-            mask_row &= self._pattern.vocabulary.known
+            mask_row &= self.pattern.vocabulary.known
             if mask_row.any():
                 return True
+        if not self.failed and self._inner.is_error():
+            self.trouble = self._inner.get_error()
         self.failed = True
         mask_row[:] = 0
         return False
@@ -131,7 +134,7 @@ class Matcher:
         if len(self._tokens) - self._renewed_at < _TOKENS_BETWEEN_RENEWALS:
             return False
         self._renewed_at = len(self._tokens)
-        self._origin = self._pattern.renew(self._origin)
+        self._origin = self.pattern.renew(self._origin)
         self._inner = self._origin.deep_copy()
         return not self._tokens or self._inner.consume_tokens(self._tokens)
 
@@ -150,12 +153,12 @@ class MaskPool:
         All matchers are of one vocabulary.
         """
         assert len(matchers) == len(mask_rows) and mask_rows.flags.c_contiguous and mask_rows.dtype == np.int32
-        if not matchers or not matchers[0]._pattern.vocabulary.exact:
+        if not matchers or not matchers[0].pattern.vocabulary.exact:
             return [matcher.fill(row) for matcher, row in zip(matchers, mask_rows, strict=True)]
         open_ones = [(place, one) for place, one in enumerate(matchers) if not one.failed and not one.ended]
         if open_ones:
             work = [(one._inner, place) for place, one in open_ones]
             self._executor.unsafe_compute_mask_ptr(work, mask_rows.ctypes.data, mask_rows.strides[0], len(mask_rows))
         for _, one in open_ones:
-            one._pattern.num_masks += 1
+            one.pattern.num_masks += 1
         return [one._finish(row) for one, row in zip(matchers, mask_rows, strict=True)]

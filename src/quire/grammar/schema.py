@@ -9,12 +9,14 @@ import json
 import math
 from collections.abc import Iterator
 from fractions import Fraction
+from urllib.parse import unquote
 
 from quire.core.errors import InvalidGrammar, UnsupportedSchema, shown
 from quire.grammar import limits
 from quire.grammar.keywords import ENFORCED, FORMATS, INSTEAD, NOTES, STRICTER, Places, children
 
 _COMBINING = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
+_DEFINITIONS = frozenset({"$defs", "definitions"})
 _WHERE_SHOWN = 120  # characters of a place that an error repeats
 
 
@@ -40,6 +42,7 @@ def check_schema(schema: object) -> dict[str, object]:
         _check_keywords(part)
     schemas = [part.schema for part in parts if isinstance(part.schema, dict)]
     _check_cost(schemas)
+    _check_reach(root, schemas)
     for part_schema in schemas:
         _make_exact(part_schema)
     return root
@@ -156,6 +159,42 @@ def _check_cost(schemas: list[dict[str, object]]) -> None:
             f"The JSON schema has {len(patterns)} patterns and formats, and combines schemas with allOf or beside "
             f"$ref, anyOf or oneOf; {limits.PATTERNS_IN_INTERSECTION} are the most then. Write the patterns into one."
         )
+
+
+def _check_reach(root: dict[str, object], schemas: list[dict[str, object]]) -> None:
+    """How far references can lead through one another, at most: llguidance follows them by recursion."""
+    referred = [_resolved(root, str(schema["$ref"])) for schema in schemas if "$ref" in schema]
+    definitions = {id(definition): definition for definition in [root, *referred]}
+    num_levels = sum(_levels_to_reference(definition) for definition in definitions.values())
+    if num_levels > limits.SCHEMA_REACH:
+        raise InvalidGrammar(
+            f"The JSON schema has {len(definitions) - 1} definitions that $ref names, which lead to one another "
+            f"through up to {num_levels} levels; {limits.SCHEMA_REACH} are the most. Use fewer, or nest them less."
+        )
+
+
+def _resolved(root: dict[str, object], reference: str) -> dict[str, object]:
+    """The schema that a reference names. The whole, which is never less, where a name is none of these."""
+    found: object = root
+    for name in unquote(reference.removeprefix("#")).split("/")[1:]:
+        name = name.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+            found = found[int(name)]
+        else:
+            found = found.get(name) if isinstance(found, dict) else None
+    return found if isinstance(found, dict) else root
+
+
+def _levels_to_reference(schema: dict[str, object]) -> int:
+    """Schemas from this one down to the deepest reference in it; definitions count where they are referred to."""
+    level, depth, deepest = [schema], 0, 0
+    while level:
+        depth += 1
+        if any("$ref" in one for one in level):
+            deepest = depth
+        bodies = [{name: value for name, value in one.items() if name not in _DEFINITIONS} for one in level]
+        level = [part.schema for body in bodies for part in children(body, "") if isinstance(part.schema, dict)]
+    return deepest
 
 
 def _intersects(schema: dict[str, object]) -> bool:

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from quire.core.errors import InvalidGrammar, InvalidParameter, QuireError
 from quire.core.grammar import Grammar
@@ -14,15 +14,34 @@ from quire.text.tokenizer import Tokenizer
 _NUM_THREADS = 2
 
 
+class CompilersBusy(QuireError):
+    """Nobody was free to compile a grammar: load, and not the grammar's fault."""
+
+    status = 503
+    code = "compilers_busy"
+    retry_after_s = 2.0
+
+
 class Constrainer:
-    """Compiles what clients send, on threads of its own; what it compiled lately it knows to be right."""
+    """Compiles what clients send, on threads of its own; what it compiled lately it knows to be right.
+
+    A compile cannot be stopped: one that is given up keeps its thread until it ends, which the limits of grammars make
+    about a second of work. `patience_s` is for a free thread and for the vocabulary, `deadline_s` for the compile.
+    """
 
     def __init__(
-        self, tokenizer: Tokenizer | None, end_ids: Sequence[int], vocab_size: int, *, deadline_s: float = 5.0
+        self,
+        tokenizer: Tokenizer | None,
+        end_ids: Sequence[int],
+        vocab_size: int,
+        *,
+        patience_s: float = 5.0,
+        deadline_s: float = 5.0,
     ) -> None:
         self._tokenizer = tokenizer
         self._end_ids = tuple(end_ids)
         self._vocab_size = vocab_size
+        self._patience_s = patience_s
         self._deadline_s = deadline_s
         self._compiler: Compiler | None = None
         self._making = threading.Lock()
@@ -34,8 +53,12 @@ class Constrainer:
 
     async def check(self, grammar: Grammar, param: str) -> None:
         """Refuse a grammar that cannot be followed; `param` is the field that asked for it."""
-        compiling = asyncio.get_running_loop().run_in_executor(self._threads, self._compile, grammar)
+        if self._compiler is not None and self._compiler.knows(grammar):
+            return
+        begun: Future[None] = Future()
+        compiling = asyncio.get_running_loop().run_in_executor(self._threads, self._compile, grammar, begun)
         try:
+            await self._free(begun)
             await asyncio.wait_for(compiling, self._deadline_s)
         except TimeoutError as error:
             raise InvalidGrammar(
@@ -46,8 +69,25 @@ class Constrainer:
             error.param = error.param or param
             raise
 
-    def _compile(self, grammar: Grammar) -> None:
-        self._made().compile(grammar)
+    async def _free(self, begun: "Future[None]") -> None:
+        """Until a thread takes the grammar up. Where none does in time, none will."""
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(begun), self._patience_s)
+        except TimeoutError as error:
+            raise CompilersBusy(
+                f"All {_NUM_THREADS} threads that compile grammars were busy for {self._patience_s:g} s; try again."
+            ) from error
+
+    def _compile(self, grammar: Grammar, begun: "Future[None]") -> None:
+        if not begun.set_running_or_notify_cancel():
+            return  # nobody waits for it any more
+        try:
+            compiler = self._made()
+        except BaseException as error:
+            begun.set_exception(error)
+            return
+        begun.set_result(None)
+        compiler.compile(grammar)
 
     def _made(self) -> Compiler:
         with self._making:
