@@ -167,7 +167,8 @@ def test_a_length_that_cuts_a_character_leaves_it_out_on_every_surface(
         told = said("/v1/completions", prompt="secret", logprobs=0).json()["choices"][0]
         chunks = bodies(said("/v1/completions", prompt="secret", stream=True).text)
         events = named_events(said("/v1/messages", messages=ask, stream=True).text)
-        response = said("/v1/responses", input="secret", max_output_tokens=num_tokens).json()
+        wish = {"input": "secret", "max_output_tokens": num_tokens, "temperature": 0}
+        response = client.post("/v1/responses", json=wish).json()
         texts = {
             told["text"],
             "".join(chunk["choices"][0]["text"] for chunk in chunks),
