@@ -16,6 +16,7 @@ import httpx
 
 QUIRE = str(Path(sys.executable).with_name("quire"))
 PATIENCE_S = 60  # for what must come; a test that waits so long has failed
+START_PATIENCE_S = 240  # for a start: on a crowded machine one took more than a minute
 
 
 class Running:
@@ -29,7 +30,9 @@ class Running:
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        assert self._ready.wait(PATIENCE_S) and self.process.poll() is None, "".join(self.said)
+        if not self._ready.wait(START_PATIENCE_S) or self.process.poll() is not None:
+            self.process.kill()
+            raise AssertionError("it did not become ready:\n" + "".join(self.said))
         self.url = next(line for line in self.said if line.startswith("Ready")).split()[5]
 
     def _read(self) -> None:
