@@ -47,7 +47,7 @@ def server(default_model_path: Path, tmp_path: Path) -> Iterator[Running]:
 def test_sigterm_lets_open_streams_finish_and_nobody_in(server: Running) -> None:
     engine = server.engine_pid
     with server.client() as client, server.client() as other:
-        with client.stream("POST", "/v1/completions", json=asked("endless", max_tokens=2500, stream=True)) as answer:
+        with client.stream("POST", "/v1/completions", json=asked("endless", max_tokens=1600, stream=True)) as answer:
             said = answer.iter_lines()
             first = next(said)
             server.process.send_signal(signal.SIGTERM)
@@ -107,7 +107,7 @@ def test_those_who_wait_are_served_to_the_end_too(server: Running) -> None:
     """Four sit and two stand in the queue when the signal comes."""
 
     async def crowd() -> list[Told]:
-        said = request(asked("endless", max_tokens=1500, stream=True))
+        said = request(asked("endless", max_tokens=900, stream=True))
         visitors = [await Visitor.ask(server.port, said) for _ in range(6)]
         with server.client() as client:
             wait_until(lambda: load(client).get("num_requests_waiting") == 2)
