@@ -67,6 +67,13 @@ class World:
             await _turns()
         return self.engines[number]
 
+    async def watched(self) -> asyncio.Task[None]:
+        """The first engine is ready, and the supervisor watches it."""
+        starting = asyncio.create_task(self.supervisor.first_start())
+        (await self.started(0)).hear(ReadyFrame(FACTS))
+        await starting
+        return asyncio.create_task(self.supervisor.watch())
+
 
 async def _turns() -> None:
     """Whatever is due is done, and whatever follows from it."""
@@ -118,10 +125,7 @@ def test_a_first_start_that_hangs_is_killed_and_told(monkeypatch: pytest.MonkeyP
 def test_an_engine_that_hangs_while_it_starts_again_is_killed_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
         world = World(monkeypatch)
-        starting = asyncio.create_task(world.supervisor.first_start())
-        (await world.started(0)).hear(ReadyFrame(FACTS))
-        await starting
-        watching = asyncio.create_task(world.supervisor.watch())
+        watching = await world.watched()
         world.engines[0].end()
         hanging = await world.started(1)
         hanging.hear(LoadingFrame(1, 3))
@@ -144,10 +148,7 @@ def test_engines_that_end_soon_after_they_were_ready_are_started_ever_later_and_
 ) -> None:
     async def body() -> None:
         world = World(monkeypatch)
-        starting = asyncio.create_task(world.supervisor.first_start())
-        (await world.started(0)).hear(ReadyFrame(FACTS))
-        await starting
-        watching = asyncio.create_task(world.supervisor.watch())
+        watching = await world.watched()
         for number in range(MOST_FAILED):
             engine = await world.started(number)
             engine.hear(ReadyFrame(FACTS))
@@ -166,10 +167,7 @@ def test_engines_that_end_soon_after_they_were_ready_are_started_ever_later_and_
 def test_an_engine_that_has_lived_a_while_makes_up_for_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
         world = World(monkeypatch)
-        starting = asyncio.create_task(world.supervisor.first_start())
-        (await world.started(0)).hear(ReadyFrame(FACTS))
-        await starting
-        watching = asyncio.create_task(world.supervisor.watch())
+        watching = await world.watched()
         for number, lived_s in enumerate([1, 1, 1, SETTLED_S, 1, 1]):
             engine = await world.started(number)
             engine.hear(ReadyFrame(FACTS))
