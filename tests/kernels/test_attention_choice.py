@@ -154,3 +154,9 @@ def test_vllms_build_is_found_without_running_vllm(monkeypatch, tmp_path):
     (folder / "_vllm_fa3_C.abi3.so").touch()
     assert find_backends.vllm_fa3_library() == folder / "_vllm_fa3_C.abi3.so"
     assert find_backends.find_backends()["fa3"] == Found("FlashAttention-3 of vLLM")
+
+
+def test_more_query_heads_than_a_tile_holds_are_refused_with_both_numbers():
+    needs = USUAL_NEEDS._replace(heads=129, kv_heads=1, dim=256)
+    with pytest.raises(ConfigError, match=r"has 129 query heads of 256 numbers.* holds 128 at a time"):
+        select.select_kernels("cuda", needs)

@@ -13,8 +13,10 @@ from quire.kernels.gpu import attention
 from quire.kernels.gpu.attention import GpuAttention
 from quire.kernels.gpu.chunk_attention import ChunkTiles, chunk_attention, chunk_scratch
 from quire.kernels.gpu.decode_attention import DecodeTiles, decode_attention
+from quire.kernels.gpu.decode_pieces import list_pieces
 from quire.kernels.gpu.gather_context import TILE_KEYS, ContextCopy, gather_context
 from quire.kernels.gpu.gathered_attention import gathered_attention
+from quire.kernels.gpu.kernels import GpuKernels
 from quire.kernels.gpu.longest_first import longest_first
 from quire.kernels.gpu.split_merge import SplitScratch
 from quire.kernels.reference import ReferenceKernels
@@ -29,6 +31,11 @@ LAYER = 1
 lengths_before = st.integers(0, 40) | st.integers(0, 150)
 chunks = st.lists(st.tuples(lengths_before, st.sampled_from([1, 2, 5, 20, 40])), max_size=2)
 rules = st.builds(AttentionRule, st.just(0.2), st.sampled_from([0, 0, 1, 7, 64]), st.sampled_from([0.0, 0.0, 5.0]))
+
+
+def tiles_for(slots: int) -> DecodeTiles:
+    """As if so many programs ran at the same time, and none cost anything besides its tiles."""
+    return DecodeTiles(16, 4, 2, slots, 0.0)
 
 
 class Step:
@@ -70,9 +77,13 @@ class Step:
         self, tiles: DecodeTiles, scratch: SplitScratch | None = None, order: torch.Tensor | None = None
     ) -> torch.Tensor:
         output = torch.full_like(self.truth, math.nan, device=DEVICE)
-        tables, lengths = self.ragged.tables, self.ragged.context_lengths
-        order = order if order is None else order.to(DEVICE)
-        decode_attention(self.query, self.kv_layer, tables, lengths, self.rule, output, scratch, tiles, order)
+        ragged, order = self.ragged, order if order is None else order.to(DEVICE)
+        _, _, block_size, kv_heads, _ = self.kv_layer.shape
+        pieces = list_pieces(
+            ragged.context_lengths, order, self.rule.window, kv_heads=kv_heads, tile=tiles.keys, block_size=block_size,
+            slots=tiles.slots, overhead=tiles.overhead,
+        )  # fmt: skip
+        decode_attention(self.query, self.kv_layer, ragged.tables, pieces, tiles, self.rule, output, scratch)
         return output
 
     def attend_gathered(self, tiles: ChunkTiles | None = None) -> torch.Tensor:
@@ -133,7 +144,8 @@ def test_heads_of_real_models_agree(dim, dtype):
         (64, 128, torch.float32),
         (71, 64, torch.float16),
         (128, 128, torch.float16),
-        (129, 256, torch.float16),
+        (100, 256, torch.float16),
+        (200, 128, torch.float16),
     ],
 )
 def test_many_query_heads_to_a_key_head_agree(group, dim, dtype):
@@ -157,32 +169,33 @@ def test_sequences_of_chunks_without_a_token_do_nothing():
     step.check(GpuAttention(padded, 1).attend(step.query, step.kv_layer, step.rule))
 
 
-@pytest.mark.parametrize("splits, min_tiles, window", [(1, 1, 0), (5, 1, 0), (20, 1, 0), (5, 3, 0), (5, 1, 100)])
-def test_short_and_long_rows_agree_however_they_are_split(splits, min_tiles, window):
-    """Lengths around the edges of tiles and shares: one key, a full tile, one more, and many splits' worth."""
+@pytest.mark.parametrize("slots, window", [(1, 0), (8, 0), (40, 0), (8, 100), (40, 33)])
+def test_short_and_long_rows_agree_however_they_are_cut(slots, window):
+    """Lengths around the edges of tiles and pieces: one key, a full tile, one more, and many pieces' worth."""
     parts = [Part(length - 1, 1) for length in (1, 17, 32, 280)]
     step = Step(parts, group=3, kv_heads=1, rule=AttentionRule(0.3, window))
-    step.check(step.decode(DecodeTiles(16, 4, 2, splits, min_tiles)))
+    step.check(step.decode(tiles_for(slots)))
 
 
 def test_one_scratch_serves_layer_after_layer():
     """The counters are zero again, and what earlier rows left in the scratch is not seen by shorter ones."""
-    tiles = DecodeTiles(16, 4, 2, splits=5, min_tiles=1)
-    scratch = SplitScratch.allocate(3, 2, 1, 16, 5, torch.device(DEVICE))
+    tiles = tiles_for(12)
+    scratch = SplitScratch.allocate(15, 2, 1, 16, 1, torch.device(DEVICE))
     scratch.parts.fill_(math.nan), scratch.maxima.fill_(math.nan), scratch.sums.fill_(math.nan)
     for lengths in ([80, 40, 16], [17, 81, 1], [33]):
         step = Step([Part(length - 1, 1) for length in lengths], kv_heads=1)
         step.check(step.decode(tiles, scratch))
         assert not scratch.arrivals.any()
+    assert scratch.sums.isfinite().any(), "no row was cut"
 
 
-@pytest.mark.parametrize("splits", [1, 4])
-def test_rows_of_padding_become_zeros_and_read_nothing(splits):
+@pytest.mark.parametrize("slots", [1, 12])
+def test_rows_of_padding_become_zeros_and_read_nothing(slots):
     step = Step([Part(20, 1), Part(40, 1), Part(80, 1)], kv_heads=1)
     step.ragged.context_lengths[1] = 0
     step.ragged.tables[1] = 2**30  # no block at all: reading it would be an error
     step.truth[1] = 0
-    step.check(step.decode(DecodeTiles(16, 4, 2, splits, 1)))
+    step.check(step.decode(tiles_for(slots)))
 
 
 def test_chunks_agree_for_any_number_of_sequences_and_leave_other_tokens_alone():
@@ -305,19 +318,34 @@ def test_the_longest_rows_come_first_and_equal_ones_in_their_order(lengths):
     assert order == sorted(range(len(lengths)), key=lambda row: -lengths[row])
 
 
-@pytest.mark.parametrize("splits", [1, 4])
-def test_rows_agree_in_whichever_order_they_are_taken(splits):
+@pytest.mark.parametrize("slots", [1, 12])
+def test_rows_agree_in_whichever_order_they_are_taken(slots):
     step = Step([Part(num_before, 1) for num_before in (3, 70, 0, 150, 33)], kv_heads=1)
     for order in ([3, 1, 4, 0, 2], [0, 1, 2, 3, 4]):
-        step.check(step.decode(DecodeTiles(16, 4, 2, splits, 1), order=torch.tensor(order, dtype=torch.int32)))
+        step.check(step.decode(tiles_for(slots), order=torch.tensor(order, dtype=torch.int32)))
 
 
-def test_many_rows_are_taken_longest_first(monkeypatch):
-    taken = []
-    decode = attention.decode_attention
+def test_many_rows_are_taken_longest_first_and_cut_once_for_all_layers_with_a_window(monkeypatch):
+    orders = []
     monkeypatch.setattr(attention, "_FEWEST_ORDERED", 3)
-    monkeypatch.setattr(attention, "decode_attention", lambda *args: (taken.append(args[-1]), decode(*args)))
+    cut = attention.list_pieces
+    monkeypatch.setattr(
+        attention, "list_pieces", lambda *given, **how: (orders.append(given[1]), cut(*given, **how))[1]
+    )
     for num_rows in (2, 3):
         step = Step([Part(20 * row, 1) for row in range(num_rows)], kv_heads=1)
-        step.check(step.attend())
-    assert taken[0] is None and taken[1].tolist() == [2, 1, 0]
+        planned = GpuAttention(step.ragged, num_rows)
+        for _ in range(2):
+            step.check(planned.attend(step.query, step.kv_layer, step.rule))
+    assert len(orders) == 2 and orders[0] is None and orders[1].tolist() == [2, 1, 0]
+
+
+def test_layers_with_a_window_and_without_agree_in_one_step():
+    plain, windowed = (
+        Step([Part(90, 1), Part(7, 1), Part(0, 1)], kv_heads=1, rule=rule)
+        for rule in (AttentionRule(0.3), AttentionRule(0.3, window=20))
+    )
+    planned = GpuKernels(windows=(0, 20)).plan(plain.ragged, 16)
+    planned.cut_decodes(plain.kv_layer)
+    for step in (plain, windowed, plain):
+        step.check(planned.attend(step.query, step.kv_layer, step.rule))

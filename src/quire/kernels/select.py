@@ -67,6 +67,7 @@ def _gpu_choice(needs: AttentionNeeds | None, backend: str) -> Choice:
                 param="attention_backend",
             )
         return Choice(ReferenceKernels(), 'Triton is not installed (pip install "quire[gpu]"): the reference, slow')
+    from quire.kernels.gpu.chunk_attention import most_query_heads
     from quire.kernels.gpu.compiling import compile_first, compile_launched
     from quire.kernels.gpu.copies import copy_blocks  # a CPU never waits for Triton to be loaded
     from quire.kernels.gpu.cruise import cruise_rows
@@ -74,14 +75,22 @@ def _gpu_choice(needs: AttentionNeeds | None, backend: str) -> Choice:
     from quire.kernels.gpu.kernels import GpuKernels
     from quire.kernels.gpu.sample import choose_tokens
 
-    backends, reasons = OWN, tuple[str, ...]()
+    backends, reasons, windows = OWN, tuple[str, ...](), tuple[int, ...]((0,))
     if needs is not None:
+        most, group = most_query_heads(needs.dim, needs.dtype.itemsize), needs.heads // needs.kv_heads
+        if group > most:
+            raise ConfigError(
+                f"Each key head of this model has {group} query heads of {needs.dim} numbers; as {needs.dtype} the GPU "
+                f"holds {most} at a time. Use --dtype bfloat16 where that is narrower, or --device cpu.",
+                param="device",
+            )
+        windows = tuple(dict.fromkeys(rule.window for rule in needs.rules))
         here = Surroundings(torch.cuda.get_device_capability(), find_backends())
         backends, reasons = settle_attention(backend, needs, here, torch.device("cuda"))
     reason = "the device is a GPU: products by torch, attention and all between by Triton"
     choosing = Choosing(choose_tokens, finish_rows, cruise_rows)
     ahead = CompilingAhead(compile_first, compile_launched)
-    return Choice(GpuKernels(backends), reason, choosing, copy_blocks, reasons, backends.recordable, ahead)
+    return Choice(GpuKernels(backends, windows), reason, choosing, copy_blocks, reasons, backends.recordable, ahead)
 
 
 def settle_attention(

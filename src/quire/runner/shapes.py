@@ -9,7 +9,7 @@ _CROWDED = 8  # tokens of a chunk in a crowd, at the least
 _FEWEST_TOKENS = 16
 _BESIDE = (32, 16, 8, 64, 48, 128, 96, 256)  # rows that decode beside a prompt, when they are fewer than there can be
 _FINE = (128, 1024)  # tokens between which there are more sizes: where a chunk is cut that decodes have to wait for
-_TELLING_ROWS = (16, 32, 64, 128)  # up to each of them products have a kernel of their own
+_TELLING_ROWS = (16, 32, 64, 128, 192)  # up to each of them products or decodes have a kernel of their own
 _SPARE_TOKENS = 256  # that a shape may have beyond twice what a step needs: as dear as building it
 
 

@@ -4,13 +4,16 @@ Prepared once a step and used by every layer. Knows which rows decode from the h
 another library was chosen for a part of the step, that part is handed to it.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from quire.kernels.contract import AttentionRule, Ragged
 from quire.kernels.gpu.backends.share import OWN, Backends, Share, ShareAttention
 from quire.kernels.gpu.chunk_attention import chunk_attention, chunk_scratch, chunk_tiles
-from quire.kernels.gpu.decode_attention import decode_attention, decode_tiles
+from quire.kernels.gpu.decode_attention import decode_attention, decode_scratch, decode_tiles
+from quire.kernels.gpu.decode_pieces import list_pieces
 from quire.kernels.gpu.gather_context import ContextCopy
 from quire.kernels.gpu.gathered_attention import gathered_attention, is_gatherable
 from quire.kernels.gpu.hopper_chunks import HopperChunks
@@ -26,7 +29,7 @@ class GpuAttention:
 
     __slots__ = (
         "_chunk_scratch", "_copy", "_hopper", "_items", "_num_decodes", "_order", "_others_chunks", "_others_decodes",
-        "_ragged", "_scratch",
+        "_pieces", "_ragged", "_scratch",
     )  # fmt: skip
 
     def __init__(
@@ -37,6 +40,7 @@ class GpuAttention:
         self._num_decodes = num_decodes
         self._scratch: SplitScratch | None = None
         self._chunk_scratch: SplitScratch | None = None
+        self._pieces: dict[int, Tensor] = {}  # of decodes, by window
         self._copy = ContextCopy()
         self._hopper = hopper
         self._items: Tensor | None = None
@@ -50,6 +54,21 @@ class GpuAttention:
     def is_others(self) -> bool:
         """Whether another library does a part of it."""
         return self._others_decodes is not None or self._others_chunks is not None
+
+    def cut_decodes(self, kv_layer: Tensor, windows: Iterable[int]) -> None:
+        """Into pieces, unless they are, for layers with these windows. For the layers it should be done by now: what is
+        cut just before it is attended to makes the attention wait."""
+        if not self._num_decodes or self._others_decodes is not None:
+            return
+        _, _, block_size, kv_heads, _ = kv_layer.shape
+        for window in windows:
+            if window not in self._pieces:
+                tiles = decode_tiles(self._num_decodes, kv_layer)
+                lengths = self._ragged.context_lengths[: self._num_decodes]
+                self._pieces[window] = list_pieces(
+                    lengths, self._order, window, kv_heads=kv_heads, tile=tiles.keys, block_size=block_size,
+                    slots=tiles.slots, overhead=tiles.overhead,
+                )  # fmt: skip
 
     def attend(self, query: Tensor, kv_layer: Tensor, rule: AttentionRule) -> Tensor:
         """query: [tokens, heads, dim]; kv_layer: [blocks, 2, block_size, kv_heads, dim], strided.
@@ -127,13 +146,13 @@ class GpuAttention:
 
     def _decode(self, query: Tensor, kv_layer: Tensor, rule: AttentionRule, output: Tensor) -> None:
         rows, heads, dim = query.shape
-        tables = self._ragged.tables[:rows]
-        tiles = decode_tiles(query, kv_layer, tables)
-        need = (rows, heads, kv_layer.shape[3], dim, tiles.splits)
-        if self._scratch is None or not self._scratch.holds(*need):
-            self._scratch = SplitScratch.allocate(*need, query.device)
-        lengths = self._ragged.context_lengths[:rows]
-        decode_attention(query, kv_layer, tables, lengths, rule, output, self._scratch, tiles, self._order)
+        is_cut = rule.window in self._pieces
+        self.cut_decodes(kv_layer, (rule.window,))
+        pieces, kv_heads = self._pieces[rule.window], kv_layer.shape[3]
+        if self._scratch is None or not self._scratch.holds(len(pieces), heads, kv_heads, dim, 1):
+            self._scratch = decode_scratch(query, kv_heads, pieces)
+        tables, tiles = self._ragged.tables[:rows], decode_tiles(rows, kv_layer)
+        decode_attention(query, kv_layer, tables, pieces, tiles, rule, output, self._scratch, early=is_cut)
 
 
 def _decodes_of_others(ragged: Ragged, num_decodes: int, backends: Backends) -> ShareAttention | None:

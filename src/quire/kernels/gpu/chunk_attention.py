@@ -34,6 +34,7 @@ _SEARCHED_AT_ONCE = 64  # sequences
 _PROGRAMS_PER_PROCESSOR = 2  # as many as have room; with more, the last wait for a turn of their own
 _FEWEST_SHARED = 256  # keys that are worth a program
 _MOST_SPLITS = 16
+_QUERY_BYTES = 65536  # of a tile of queries, which lies in shared memory beside tiles of keys
 
 
 class ChunkTiles(NamedTuple):
@@ -45,6 +46,11 @@ class ChunkTiles(NamedTuple):
     stages: int
     splits: int = 1  # programs that share the keys of a tile, at the most
     min_tiles: int = 1  # of keys that a program takes at the least
+
+
+def most_query_heads(dim: int, element_bytes: int) -> int:
+    """That a key head may have: those of one token must fit into a tile."""
+    return _QUERY_BYTES // (max(_SMALLEST_DOT, next_power_of_2(dim)) * element_bytes)
 
 
 def _tiles(num_tokens: int, group: int, dim: int, element_bytes: int) -> ChunkTiles:

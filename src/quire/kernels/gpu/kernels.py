@@ -1,5 +1,7 @@
 """The kernels for GPUs: products of many rows by torch, the rest by Triton. Knows nothing of models."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,8 +23,10 @@ class GpuKernels:
 
     name = "gpu"
 
-    def __init__(self, backends: Backends = OWN) -> None:
+    def __init__(self, backends: Backends = OWN, windows: Sequence[int] = (0,)) -> None:
+        """`windows`: those of the model's layers, 0 for none; another that comes up costs a little time."""
         self._backends = backends
+        self._windows = tuple(windows)
         self._hopper = HopperChunks.find()
         self._products = HopperProducts.find()
 
@@ -58,7 +62,7 @@ class GpuKernels:
         return gates.gate(gate_up, activation)
 
     def plan(self, ragged: Ragged, block_size: int) -> "GpuStep":
-        return GpuStep(ragged, self._backends, self._hopper)
+        return GpuStep(ragged, self._windows, self._backends, self._hopper)
 
 
 def _linear_elsewhere(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -69,13 +73,20 @@ def _linear_elsewhere(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 class GpuStep:
     """One step: keys and values written by one kernel, read by two."""
 
-    __slots__ = ("_attention", "_slots")
+    __slots__ = ("_attention", "_slots", "_windows")
 
-    def __init__(self, ragged: Ragged, backends: Backends = OWN, hopper: HopperChunks | None = None) -> None:
+    def __init__(
+        self, ragged: Ragged, windows: tuple[int, ...], backends: Backends = OWN, hopper: HopperChunks | None = None
+    ) -> None:
         self._slots = ragged.slots
+        self._windows = windows
         self._attention = GpuAttention(ragged, ragged.num_decodes, backends, hopper)
 
+    def cut_decodes(self, kv_layer: Tensor) -> None:
+        self._attention.cut_decodes(kv_layer, self._windows)
+
     def turn_and_write(self, qkv: Tensor, head_norm: HeadNorm | None, rotation: Rotation, kv_layer: Tensor) -> None:
+        self.cut_decodes(kv_layer)  # here, so that a launch lies between it and the attention
         turns.turn_and_write(qkv, head_norm, rotation, self._slots, kv_layer)
 
     def attend(self, query: Tensor, kv_layer: Tensor, rule: AttentionRule) -> Tensor:
