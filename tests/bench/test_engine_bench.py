@@ -5,6 +5,7 @@ import json
 import pytest
 
 from quire.bench.workload import Part, named_jobs
+from quire.cli import race
 from tests.bench.conftest import TINY
 from tests.cli.commands import Shell
 
@@ -73,6 +74,8 @@ def test_tables_say_that_a_part_is_a_trial(quire: Shell) -> None:
     ("arguments", "words"),
     [
         (("throughput", "--workload", "nono"), "there is no workload 'nono' here; there are nano, 1k1k, exp, bs8"),
+        (("latency", "--workload", "5x10"), "any other is written as COUNTxIN+OUT, such as 64x4096+16"),
+        (("throughput", "--workload", "nano,5x10..3+1"), "prompts of 10..3 tokens; the smaller number comes first"),
         (("throughput", "--workload", "bs1"), "bs8, bs64, bs256"),
         (("latency", "--workload", "bs8,nano"), "there are bs1, bs8, bs64, bs256, prefill2k, prefill8k"),
         (("throughput", "--model", "qwen-0.6b", "--load-format", "dummy"), "there are llama-3.1-8b"),
@@ -83,3 +86,29 @@ def test_wrong_names_get_the_right_ones(quire: Shell, arguments: tuple[str, ...]
     said = quire("bench", *arguments)
     assert said.status == 2
     assert words in said.err
+
+
+@pytest.mark.parametrize("verb", ["throughput", "latency"])
+def test_a_shape_is_told_as_it_was_written(quire: Shell, verb: str) -> None:
+    said = quire("bench", verb, *ENGINE, "--repeats", "1", "--workload", "3x8..16+02..5", "--json")
+    assert said.status == 0, said.err
+    told = json.loads(said.out)
+    jobs = named_jobs("3x8..16+2..5", TINY.vocab_size)
+    assert (told["workload"], told["seed"], told["requests"], told["whole"]) == ("3x8..16+02..5", 1, 3, True)
+    assert told["input_tokens"] == sum(len(job.prompt) for job in jobs)
+    assert told["output_tokens"] == sum(job.num_output for job in jobs)
+
+
+def test_a_workload_beyond_the_context_is_refused_before_its_warm_up(quire: Shell) -> None:
+    said = quire("bench", "throughput", *ENGINE, "--workload", "2x200+57")
+    assert said.status == 2 and "2x200+57: warm-up" not in said.err
+    assert "2x200+57 has a request of 200 tokens in and 57 out, 257 in all" in said.err
+    assert "this engine's context is 256. Use --max-model-len 257" in said.err
+
+
+def test_a_race_hands_our_workload_on(quire: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    handed: list[list[str]] = []
+    monkeypatch.setattr(race, "race", lambda ours, *others: handed.append(ours))
+    said = quire("bench", "race", "--rival", "true", "--", "throughput", "--workload", "nano,5x3..9+4")
+    assert said.status == 0, said.err
+    assert handed[0][2:] == ["quire", "bench", "throughput", "--workload", "nano,5x3..9+4", "--json"]

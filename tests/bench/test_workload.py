@@ -1,8 +1,13 @@
-"""The named workloads are the published ones, to the token."""
+"""The named workloads are the published ones, to the token; all others are what their text says."""
+
+import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from quire.bench.workload import WORKLOADS, Part, named_jobs
+from quire.bench.workload import WORKLOADS, Part, find, named_jobs
+from quire.core.errors import ConfigError
 
 LARGE = 1 << 20  # a vocabulary in which no id is folded
 
@@ -48,3 +53,58 @@ def test_a_small_vocabulary_folds_ids_and_no_lengths() -> None:
     small, large = named_jobs("bs8", 97), named_jobs("bs8", LARGE)
     assert [job.prompt for job in small] == [[token % 97 for token in job.prompt] for job in large]
     assert max(max(job.prompt) for job in small) < 97
+
+
+@pytest.mark.parametrize(
+    ("shape", "name"), [("256x1024+1024", "1k1k"), ("8x1024+128", "bs8"), ("1x128..128+512", "bs1")]
+)
+def test_equal_lengths_are_drawn_as_those_that_have_a_name(shape: str, name: str) -> None:
+    assert named_jobs(shape, LARGE) == named_jobs(name, LARGE)
+
+
+def test_another_engines_script_draws_the_same_ranges() -> None:
+    dice = random.Random(1)
+    prompts = []
+    for _ in range(5):
+        length = dice.randint(3, 9)
+        prompts.append([dice.randint(10, 100_000) for _ in range(length)])
+    outputs = [dice.randint(4, 1000) for _ in range(5)]
+    ranged, one_long = named_jobs("5x3..9+4..1000", LARGE), named_jobs("5x3..9+4", LARGE)
+    assert [job.prompt for job in ranged] == prompts == [job.prompt for job in one_long]
+    assert [job.num_output for job in ranged] == outputs
+    assert named_jobs("5x3..9+4..1000", LARGE, seed=2, part=Part(2)) != ranged[:2]
+    assert named_jobs("5x3..9+4..1000", LARGE, part=Part(2)) == ranged[:2]
+
+
+lengths = st.tuples(st.integers(1, 40), st.just(0) | st.integers(1, 40)).map(lambda ends: range(ends[0], sum(ends) + 1))
+
+
+@given(count=st.integers(1, 8), inputs=lengths, outputs=lengths, seed=st.integers(0, 9), ranged=st.booleans())
+def test_a_shape_has_that_many_requests_of_those_lengths(
+    count: int, inputs: range, outputs: range, seed: int, ranged: bool
+) -> None:
+    texts = [str(span[0]) if len(span) == 1 and not ranged else f"{span[0]}..{span[-1]}" for span in (inputs, outputs)]
+    jobs = named_jobs(f"{count}x{'+'.join(texts)}", LARGE, seed)
+    assert len(jobs) == count
+    assert all(len(job.prompt) in inputs and job.num_output in outputs for job in jobs)
+    assert all(10 <= token <= 100_000 for job in jobs for token in job.prompt)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("0x5+5", "0x5+5 has 0 requests; ask for 1 or more"),
+        ("5x0+1", "prompts of 0 tokens; ask for 1 or more"),
+        ("5x1+0..3", "answers of 0 tokens"),
+        ("5x10..3+1", "prompts of 10..3 tokens; the smaller number comes first: 3..10"),
+        ("5x10+7..0", "answers of 0 tokens"),
+        ("1001x1..100000+1", "up to 100,100,000 tokens of prompts, more than the 100,000,000"),
+        *((text, "written as COUNTxIN+OUT, such as 64x4096+16") for text in (
+            "5x10", "x5+5", "5x+5", "5x5+", "5x5..+5", "-5x5+5", "5x5+5 ", "5X5+5", "٥x5+5", "5x5+" + "9" * 5000,
+        )),
+    ],
+)  # fmt: skip
+def test_a_shape_of_nothing_is_refused_with_its_numbers(text: str, words: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        find(text)
+    assert words in refusal.value.message and len(refusal.value.message) < 400

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.bench.observer import Busy, Observer, StepEvent, busy, steady_decode, token_gaps_s
-from quire.bench.workload import WORKLOADS, Job, Part, named_jobs
+from quire.bench.workload import Job, Part, find, named_jobs
+from quire.core.errors import ConfigError
 from quire.core.garbage import undisturbed
 from quire.core.sampling import SamplingParams
 from quire.engine.outputs import RequestMetrics
@@ -110,16 +111,29 @@ def measure(
 ) -> Measurement:
     """The same requests `repeats` times, after a warm-up with others; the prefix cache is empty before each."""
     vocab_size = llm.built.checkpoint.spec.vocab_size
-    seed = WORKLOADS[workload].seed if seed is None else seed
-    say(f"{workload}: warm-up")
-    others = named_jobs(workload, vocab_size, seed + _OTHER_SEED, part)
-    run_closed(llm, observer, [Job(job.prompt, min(job.num_output, _WARM_OUTPUT)) for job in others])
+    seed = find(workload).seed if seed is None else seed
     jobs = named_jobs(workload, vocab_size, seed, part)
+    others = named_jobs(workload, vocab_size, seed + _OTHER_SEED, part)
+    warming = [Job(job.prompt, min(job.num_output, _WARM_OUTPUT)) for job in others]
+    _check_lengths(workload, [*jobs, *warming], llm.built.resolved.max_model_len)
+    say(f"{workload}: warm-up")
+    run_closed(llm, observer, warming)
     runs = []
     for number in range(repeats):
         say(f"{workload}: repeat {number + 1} of {repeats}")
         runs.append(run_closed(llm, observer, jobs))
     return Measurement(workload, seed, part, tuple(runs))
+
+
+def _check_lengths(workload: str, jobs: Many[Job], max_model_len: int) -> None:
+    """Before anything is run: the door would refuse them one by one, and does not know that there is a command line."""
+    num_input, num_output = max(((len(job.prompt), job.num_output) for job in jobs), key=sum)
+    if num_input + num_output > max_model_len:
+        raise ConfigError(
+            f"{workload} has a request of {num_input} tokens in and {num_output} out, {num_input + num_output} in all, "
+            f"but this engine's context is {max_model_len}. Use --max-model-len {num_input + num_output}, or another "
+            f"workload."
+        )
 
 
 def run_closed(llm: LLM, observer: Observer, jobs: Many[Job]) -> Run:

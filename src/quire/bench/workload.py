@@ -1,17 +1,25 @@
 """Requests drawn from a seed: the same for everybody who races. Knows lengths and token ids, no engine.
 
-The named workloads are those that GPU figures are given for. Their draws follow a published order, token by token, so
-that another engine's script with the same name and seed has the very same requests.
+The named workloads are those that GPU figures are given for; any other shape is written out, as in 512x32..256+64. The
+draws follow a published order, token by token, so that another engine's script with the same seed has the very same
+requests.
 """
 
 import math
 import random
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
-_NANO_IDS = 10_000  # the public nano-vllm benchmark draws its token ids from 0 to here
+from quire.core.errors import ConfigError, shown
+
+_NANO_IDS = (0, 10_000)  # as the public nano-vllm benchmark has them
 _IDS = (10, 100_000)
+
+_LENGTHS = r"([0-9]{1,18})(?:\.\.([0-9]{1,18}))?"
+_SHAPE = re.compile(rf"([0-9]{{1,18}})x{_LENGTHS}\+{_LENGTHS}")
+_MOST_INPUT = 100_000_000  # tokens of all prompts: minutes to draw, gigabytes to hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +41,32 @@ def mixed_jobs(count: int, vocab_size: int, seed: int) -> list[Job]:
 
 
 class Workload(NamedTuple):
-    """How the requests of a name are drawn, and the seed that its published figures have."""
+    """How its requests are drawn, and the seed that its published figures have."""
 
-    about: str
     draw: Callable[[random.Random], list[Job]]
     seed: int
 
 
-def _nano(dice: random.Random) -> list[Job]:
-    prompts = [[dice.randint(0, _NANO_IDS) for _ in range(dice.randint(100, 1024))] for _ in range(256)]
-    return [Job(prompt, dice.randint(100, 1024)) for prompt in prompts]
+class _Lengths(NamedTuple):
+    """Uniform, both ends included. Where they are one number, nothing is drawn."""
+
+    low: int
+    high: int
+
+    def draw(self, dice: random.Random) -> int:
+        return self.low if self.low == self.high else dice.randint(self.low, self.high)
+
+
+def _uniform(count: int, inputs: _Lengths, outputs: _Lengths, ids: tuple[int, int] = _IDS, seed: int = 1) -> Workload:
+    def draw(dice: random.Random) -> list[Job]:
+        prompts = [[dice.randint(*ids) for _ in range(inputs.draw(dice))] for _ in range(count)]
+        return [Job(prompt, outputs.draw(dice)) for prompt in prompts]
+
+    return Workload(draw, seed)
+
+
+def _equal(count: int, num_input: int, num_output: int) -> Workload:
+    return _uniform(count, _Lengths(num_input, num_input), _Lengths(num_output, num_output))
 
 
 def _exponential(dice: random.Random) -> list[Job]:
@@ -52,17 +76,10 @@ def _exponential(dice: random.Random) -> list[Job]:
     return [Job(prompt, max(4, min(1024, int(dice.expovariate(1 / 128))))) for prompt in prompts]
 
 
-def _equal(count: int, num_input: int, num_output: int) -> Workload:
-    def draw(dice: random.Random) -> list[Job]:
-        return [Job([dice.randint(*_IDS) for _ in range(num_input)], num_output) for _ in range(count)]
-
-    return Workload(f"{count} × {num_input} in, {num_output} out", draw, seed=1)
-
-
 WORKLOADS = {
-    "nano": Workload("256 requests, in and out uniform from 100 to 1024", _nano, seed=0),
+    "nano": _uniform(256, _Lengths(100, 1024), _Lengths(100, 1024), ids=_NANO_IDS, seed=0),
     "1k1k": _equal(256, 1024, 1024),
-    "exp": Workload("512 requests, exponential around 256 in and 128 out", _exponential, seed=2),
+    "exp": Workload(_exponential, seed=2),
     "bs1": _equal(1, 128, 512),
     "bs8": _equal(8, 1024, 128),
     "bs64": _equal(64, 1024, 128),
@@ -70,6 +87,38 @@ WORKLOADS = {
     "prefill2k": _equal(1, 2048, 1),
     "prefill8k": _equal(1, 8192, 1),
 }
+
+
+def find(text: str, known: Collection[str] = WORKLOADS.keys()) -> Workload:
+    """A workload by its name, or by its shape as COUNTxIN+OUT."""
+    if text in known:
+        return WORKLOADS[text]
+    written = _SHAPE.fullmatch(text)
+    if written is None:
+        raise ConfigError(
+            f"there is no workload {shown(text)} here; there are {', '.join(known)}, and any other is written as "
+            f"COUNTxIN+OUT, such as 64x4096+16 or 512x32..256+64."
+        )
+    count = int(written[1])
+    if count < 1:
+        raise ConfigError(f"{text} has 0 requests; ask for 1 or more.")
+    inputs = _lengths(text, "prompts", written[2], written[3])
+    outputs = _lengths(text, "answers", written[4], written[5])
+    if count * inputs.high > _MOST_INPUT:
+        raise ConfigError(
+            f"{text} has up to {count * inputs.high:,} tokens of prompts, more than the {_MOST_INPUT:,} that are drawn "
+            f"at most; ask for fewer or shorter ones."
+        )
+    return _uniform(count, inputs, outputs)
+
+
+def _lengths(text: str, what: str, low: str, high: str | None) -> _Lengths:
+    lengths = _Lengths(int(low), int(low if high is None else high))
+    if min(lengths) < 1:
+        raise ConfigError(f"{text} has {what} of 0 tokens; ask for 1 or more.")
+    if lengths.low > lengths.high:
+        raise ConfigError(f"{text} has {what} of {low}..{high} tokens; the smaller number comes first: {high}..{low}.")
+    return lengths
 
 
 class Part(NamedTuple):
@@ -86,12 +135,12 @@ class Part(NamedTuple):
 WHOLE = Part()
 
 
-def named_jobs(name: str, vocab_size: int, seed: int | None = None, part: Part = WHOLE) -> list[Job]:
+def named_jobs(text: str, vocab_size: int, seed: int | None = None, part: Part = WHOLE) -> list[Job]:
     """The requests of a workload. Without a seed it is that of the published figures.
 
     Token ids that a small vocabulary does not have are taken modulo its size.
     """
-    workload = WORKLOADS[name]
+    workload = find(text)
     jobs = workload.draw(random.Random(workload.seed if seed is None else seed))[: part.requests]
     return [
         Job(

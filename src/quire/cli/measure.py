@@ -9,9 +9,10 @@ from typing import TypeVar
 
 import click
 
-from quire.bench.workload import Part
+from quire.bench.workload import Part, find
 from quire.cli.options import measured_engine_options
 from quire.cli.waking import waking
+from quire.core.errors import ConfigError
 
 Verb = TypeVar("Verb", bound=Callable[..., object])
 
@@ -21,13 +22,15 @@ LATENCY = ("bs1", "bs8", "bs64", "bs256", "prefill2k", "prefill8k")
 
 
 def names(allowed: Many[str]) -> Callable[[click.Context, click.Parameter, str], tuple[str, ...]]:
-    """The callback of an option such as `nano,exp`."""
+    """The callback of an option such as `nano,64x4096+16`."""
 
     def parse(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str, ...]:
         words = tuple(word.strip() for word in value.split(","))
         for word in words:
-            if word not in allowed:
-                raise click.BadParameter(f"there is no workload {word!r} here; there are {', '.join(allowed)}.")
+            try:
+                find(word, allowed)
+            except ConfigError as error:
+                raise click.BadParameter(error.message) from None
         return words
 
     return parse
@@ -41,7 +44,8 @@ def _workload_options(allowed: Many[str], usual: str) -> Callable[[Verb], Verb]:
     """What throughput and latency have in common."""
     options = (
         click.option("--workload", "workloads", callback=names(allowed), default=usual, show_default=True,
-                     metavar="NAME,…", help=f"One or several of {', '.join(allowed)}."),
+                     metavar="NAME,…", help=f"One or several of {', '.join(allowed)}, or of "
+                          "other shapes, COUNTxIN+OUT tokens: 64x4096+16, 512x32..256+64."),
         click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Times each is run."),
         click.option("--seed", type=click.IntRange(0), help="Draw other requests than the published ones."),
         click.option("--requests", type=click.IntRange(1), help="Only the first so many: a trial, no figure."),
