@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire import models
 from quire.kernels.cpu import CpuKernels
 from quire.kernels.reference import ReferenceKernels
 from quire.models.decoder import Decoder
@@ -138,3 +139,12 @@ def test_in_bfloat16_every_family_keeps_the_promised_bars(family: Family):
     clear = highest - second > noise
     assert clear.float().mean() > 0.5, "too many ties to say anything"
     assert (lost[clear] == 0).all()
+
+
+@pytest.mark.parametrize(("name", "num_tables"), [("llama3", 1), ("gemma3", 2)])
+def test_layers_that_turn_alike_share_a_table(name: str, num_tables: int, monkeypatch: pytest.MonkeyPatch):
+    """A table of 131,072 positions takes a tenth of a second, and a model has many layers."""
+    made = []
+    monkeypatch.setattr(models.decoder, "RopeTable", lambda *args: made.append(args))
+    decoder(name)
+    assert twin(name).spec.num_layers > len(made) == num_tables

@@ -64,9 +64,8 @@ class Decoder:
         self._final_norm = weights.final_norm
         dtype, device = weights.embedding.dtype, weights.embedding.device
         self._activations = kernels.activations(dtype)
-        self._ropes = {
-            layer.rope: RopeTable(layer.rope, max_length, self._activations, device) for layer in self._layers
-        }
+        ropes = dict.fromkeys(layer.rope for layer in self._layers)  # a table takes long: one for all that turn alike
+        self._ropes = {rope: RopeTable(rope, max_length, self._activations, device) for rope in ropes}
         # Rounded to the model's dtype first, as these models were trained.
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
 
