@@ -1,32 +1,73 @@
-"""Kernels compiled ahead of the first step: begun early, waited for, and told of."""
+"""Kernels compiled ahead of the first step: begun early, waited for, and told of; weights are loaded beside them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from threading import Event
 
+import pytest
+import torch
+
+from quire.config import EngineConfig
+from quire.core.errors import BrokenModelFile
+from quire.core.sampling import SamplingParams
+from quire.engine import build
 from quire.engine.ahead import Ahead
 from quire.engine.phases import Phase, Watch
-from quire.kernels.ahead import Compiled, CompilingAhead
+from quire.formats.shapes import SHAPES
+from quire.kernels.ahead import Compiled, CompilingAhead, Finish
+from quire.kernels.reference import ReferenceKernels
+from quire.kernels.select import Choice
+from quire.llm import LLM
+from quire.weights.allocate import Room
+from quire.weights.dummy import dummy_room
+from tests.bench.conftest import TINY
+
+
+class Diary:
+    """Compiles nothing, and has a list of what was done when."""
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+        self.first_may_end = Event()
+        self.first_may_end.set()
+
+    def first(self) -> None:
+        self.first_may_end.wait(10)
+        self.order.append("first")
+
+    @contextmanager
+    def launched(self, play, num_at_once: int) -> Iterator[Finish]:
+        play()
+        self.order.append("begun")
+        try:
+            yield lambda: self.finish(num_at_once)
+        finally:
+            self.order.append("over")
+
+    def finish(self, num_at_once: int) -> Compiled:
+        self.order.append("finished")
+        return Compiled(3, 2, f"{num_at_once} processes", ("no C compiler",))
+
+    def note(self, phase: Phase) -> None:
+        self.order.append(f"told of {phase.name}")
+
+    @property
+    def ahead(self) -> CompilingAhead:
+        return CompilingAhead(self.first, self.launched)
 
 
 def test_the_first_kernel_comes_before_the_others_and_all_are_told() -> None:
-    phases: list[Phase] = []
-    may_end, order = Event(), list[str]()
-
-    def first() -> None:
-        may_end.wait(10)
-        order.append("first")
-
-    def launched(play, num_at_once):
-        play()
-        return Compiled(3, 2, f"{num_at_once} processes", ("no C compiler",))
-
-    ahead = Ahead(CompilingAhead(first, launched))
-    order.append("loaded")
-    may_end.set()
-    ahead.compile(lambda: order.append("played"), 16, Watch(finished=phases.append))
-    assert order == ["loaded", "first", "played"]
-    [(name, _, detail)] = phases
-    assert name == "kernels"
-    assert detail == "2 compiled in 16 processes, 1 found compiled, 1 left for later: no C compiler"
+    diary, phases = Diary(), list[Phase]()
+    diary.first_may_end.clear()
+    ahead = Ahead(diary.ahead)
+    diary.order.append("made ready")
+    diary.first_may_end.set()
+    with ahead.compiling(lambda: diary.order.append("played"), 16, Watch(finished=phases.append)):
+        diary.order.append("loaded")
+    assert diary.order == ["made ready", "first", "played", "begun", "loaded", "finished", "over"]
+    assert [phase.name for phase in phases] == ["rehearsal", "kernels"]
+    assert phases[1].detail == "2 compiled in 16 processes, 1 found compiled, 1 left for later: no C compiler"
 
 
 def test_what_was_found_is_not_said_to_be_compiled() -> None:
@@ -37,7 +78,52 @@ def test_what_was_found_is_not_said_to_be_compiled() -> None:
     )
 
 
-def test_where_nothing_is_compiled_nothing_is_played_or_told() -> None:
-    phases: list[Phase] = []
-    Ahead(None).compile(lambda: phases.append(Phase("played", 0.0, "")), 4, Watch(finished=phases.append))
-    assert phases == []
+def started(monkeypatch: pytest.MonkeyPatch, diary: Diary | None, watch: Watch) -> build.Built:
+    """A model with norms of heads, by kernels that pack nothing; compiled ahead if there is a diary."""
+    ahead = None if diary is None else diary.ahead
+    monkeypatch.setitem(SHAPES, "normed", replace(TINY, qk_norm=True))
+    monkeypatch.setattr(build, "select_kernels", lambda *_: Choice(ReferenceKernels(), "for a test", ahead=ahead))
+    settings = {"load_format": "dummy", "device": "cpu", "dtype": "float32", "kv_cache_memory": 1 << 20}
+    return build.build(EngineConfig("normed", **settings), watch)
+
+
+def poisoned_room(*given: object) -> Room:
+    """Whoever keeps anything of weights that have no values yet keeps this."""
+    room = dummy_room(*given)  # type: ignore[arg-type]
+    for layer in room.weights.layers:
+        for name in layer.__slots__:
+            if (tensor := getattr(layer, name)) is not None:
+                tensor.fill_(torch.nan)
+    return room
+
+
+def tokens(built: build.Built) -> tuple[int, ...]:
+    asked = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    [answer] = LLM.over(built).generate([[1, 2, 3]], asked, progress=False)
+    return tuple(answer.outputs[0].token_ids)
+
+
+def test_weights_are_loaded_while_kernels_are_compiled_and_the_model_is_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(build, "dummy_room", poisoned_room)
+    diary = Diary()
+    one = tokens(started(monkeypatch, diary, Watch(finished=diary.note)))
+    diary.order.remove("first")  # at any time before
+    told = ["begun", "told of rehearsal", "told of weights", "finished", "told of kernels", "over", "told of warm-up"]
+    assert diary.order[diary.order.index("told of kv cache") + 1 :][: len(told)] == told
+    plain = Diary()
+    assert tokens(started(monkeypatch, None, Watch(finished=plain.note))) == one
+    assert plain.order[1:4] == ["told of kernels", "told of weights", "told of kv cache"]
+
+
+def test_a_file_that_cannot_be_read_ends_the_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    diary = Diary()
+
+    def broken() -> None:
+        raise BrokenModelFile("it changed while it was read.")
+
+    monkeypatch.setattr(build, "dummy_room", lambda *given: dummy_room(*given)._replace(fill=broken))
+    with pytest.raises(BrokenModelFile):
+        started(monkeypatch, diary, Watch(finished=diary.note))
+    assert diary.order[-3:] == ["begun", "told of rehearsal", "over"], "and nobody waits for kernels"

@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -17,12 +17,13 @@ import triton.language as tl
 from triton import AsyncCompileMode, knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
+from triton.runtime._async_compile import active_mode
 
 from quire.core.model import ModelSpec, RopeSpec
 from quire.kernels.contract import AttentionRule, Ragged
 from quire.kernels.gpu import forked
 from quire.kernels.gpu.attention import GpuAttention
-from quire.kernels.gpu.compiling import compile_launched
+from quire.kernels.gpu.compiling import compile_launched, compiling_launched
 from quire.kernels.gpu.copies import copy_blocks
 from quire.kernels.gpu.gates import gate
 from quire.kernels.gpu.hopper_chunks import HopperChunks
@@ -126,6 +127,33 @@ def interrupted() -> dict[str, object]:
     return {"interrupted": False}
 
 
+def left_early() -> dict[str, object]:
+    """Somebody who launches another kernel while some are compiled, and has then to do with something else."""
+    x, other = (torch.empty(1, dtype=dtype, device=META) for dtype in (torch.int16, torch.uint8))
+
+    def play() -> None:
+        launch(fill, (1,), x, NUMBER=1)
+        launch(fill, (1,), x, NUMBER=2)
+
+    fill.device_caches.clear()
+    made: list[bool] = []
+    with suppress(ZeroDivisionError), compiling_launched(play, 2), heard_of() as on_disk:
+        if active_mode.get() is None:  # else this would wait for ever
+            launch(fill, (1,), other, NUMBER=1)
+        made.extend(on_disk)
+        _ = 1 // 0
+    try:
+        os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        alone = True
+    else:
+        alone = False
+    num_left = sum(len(cache) for cache, *_ in fill.device_caches.values())
+    again = compile_launched(play, 2)
+    return {"made between": made, "alone": alone, "left of two": num_left - 1,
+            "again of two": (again.num_kernels, again.errors)}  # fmt: skip
+
+
 def compiled() -> dict[str, object]:
     def play() -> None:
         for width in (64, 128, 64):
@@ -213,6 +241,7 @@ if __name__ == "__main__":
             compiled()
             | compiled_again()
             | interrupted()
+            | left_early()
             | compiled_for_hopper()
             | found(new_runner())
             | {"on hopper": found(hopper)}

@@ -68,6 +68,16 @@ def test_an_interruption_is_not_held_up_by_kernels_that_nobody_compiles(apart: d
     assert apart["interrupted"]
 
 
+def test_what_is_launched_between_beginning_and_finishing_is_compiled_at_once(apart: dict[str, Any]) -> None:
+    assert apart["made between"] == [False], "not found on disk, and not left for later"
+
+
+def test_what_was_begun_and_not_finished_leaves_nothing_behind(apart: dict[str, Any]) -> None:
+    assert apart["alone"], "no child"
+    assert apart["left of two"] == 0, "whoever launches them would wait for ever, or fail"
+    assert apart["again of two"] == [2, []]
+
+
 def test_children_put_on_disk_what_threads_find_there(apart: dict[str, Any]) -> None:
     cold, warm, other, single = apart["again"]
     assert cold == ["2 compiled in 2 processes", [True, True]], "this process itself has compiled nothing"

@@ -2,13 +2,14 @@
 
 import os
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from quire.kernels.gpu import forked
-from quire.kernels.gpu.forked import call_in_children
+from quire.kernels.gpu.forked import Answers, calling_in_children
 
 
 class Diary:
@@ -33,6 +34,11 @@ class Diary:
 def diary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Diary:
     monkeypatch.setattr(forked, "_LONGEST_FORKING_S", 60.0)  # however busy this machine is, there are as many as asked
     return Diary(tmp_path)
+
+
+def call_in_children(calls: Sequence[Callable[[], bool]], most_children: int) -> Answers:
+    with calling_in_children(calls, most_children) as children:
+        return children.hear()
 
 
 def alive(pid: int) -> bool:
@@ -61,6 +67,27 @@ def test_whoever_is_stuck_is_not_waited_for(diary: Diary, monkeypatch: pytest.Mo
     monkeypatch.setattr(forked, "_LONGEST_SILENCE_S", 0.3)
     assert call_in_children([lambda: diary.write(0) and time.sleep(600) is None], 1) == (1, 0)
     assert not any(alive(pid) for pid, _ in diary.read())
+
+
+def test_what_was_answered_while_nobody_heard_counts(diary: Diary, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forked, "_LONGEST_SILENCE_S", 0.0)
+    with calling_in_children([partial(diary.write, number) for number in range(5)], 2) as children:
+        for pid in children._pids:
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        assert children.hear() == (2, 3)
+        assert children._pids == []
+
+
+def test_whoever_leaves_without_hearing_leaves_no_child(diary: Diary) -> None:
+    pids: list[int] = []
+    with (
+        pytest.raises(ZeroDivisionError),
+        calling_in_children([lambda: time.sleep(600) is None, partial(diary.write, 0)], 2) as children,
+    ):
+        pids.extend(children._pids)
+        assert len(pids) == 2 and all(map(alive, pids))
+        _ = 1 // 0
+    assert not any(map(alive, pids))
 
 
 def test_a_child_without_its_parent_begins_nothing(diary: Diary) -> None:

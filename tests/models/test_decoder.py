@@ -8,9 +8,12 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire import models
 from quire.kernels.cpu import CpuKernels
 from quire.kernels.reference import ReferenceKernels
 from quire.models.decoder import Decoder
+from quire.models.parameters import LayerWeights
+from quire.weights.allocate import empty_weights
 from tests.kernels.steps import Pages, Part
 from tests.models.families import FAMILIES, VOCAB, Family, Twin, build
 from tests.models.running import Schedule, in_chunks, run
@@ -138,3 +141,40 @@ def test_in_bfloat16_every_family_keeps_the_promised_bars(family: Family):
     clear = highest - second > noise
     assert clear.float().mean() > 0.5, "too many ties to say anything"
     assert (lost[clear] == 0).all()
+
+
+@pytest.mark.parametrize(("name", "num_tables"), [("llama3", 1), ("gemma3", 2)])
+def test_layers_that_turn_alike_share_a_table(name: str, num_tables: int, monkeypatch: pytest.MonkeyPatch):
+    """A table of 131,072 positions takes a tenth of a second, and a model has many layers."""
+    made = []
+    monkeypatch.setattr(models.decoder, "RopeTable", lambda *args: made.append(args))
+    decoder(name)
+    assert twin(name).spec.num_layers > len(made) == num_tables
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_weights_may_get_their_values_after_the_decoder_was_made(family: Family):
+    model = twin(family.name)
+    weights = empty_weights(model.spec, torch.float32, "cpu")
+    places = [weights.embedding, weights.final_norm, weights.head, *tensors_of(weights.layers)]
+    for place in places:
+        place.fill_(torch.nan)
+    late = Decoder(model.spec, weights, ReferenceKernels(), 32)
+    filled = model.weights
+    values = [filled.embedding, filled.final_norm, filled.head, *tensors_of(filled.layers)]
+    for place, value in zip(places, values, strict=True):
+        place.copy_(value)
+    late.reread(weights)
+    [ours] = run(late, prompts([12]), [{0: 12}])
+    assert (ours - expected(family.name, (12,))[0]).abs().max().item() <= TOLERANCE
+
+
+def tensors_of(layers: tuple[LayerWeights, ...]) -> list[torch.Tensor]:
+    return [tensor for layer in layers for name in layer.__slots__ if (tensor := getattr(layer, name)) is not None]
+
+
+def test_what_was_packed_is_not_read_again():
+    spec = twin("llama2").spec
+    packed = Decoder(spec, empty_weights(spec, torch.bfloat16, "cpu"), CpuKernels(), 32)
+    with pytest.raises(AssertionError, match="packed"):
+        packed.reread(empty_weights(spec, torch.bfloat16, "cpu"))

@@ -15,6 +15,7 @@ from quire.formats.checkpoint import StoredTensor
 from quire.formats.opening import open_checkpoint
 from quire.models.parameters import DecoderWeights, LayerWeights, layer_shapes
 from quire.weights.carry import carry
+from quire.weights.load import room_for
 from quire.weights.packed import GgufUnpacker
 from quire.weights.pieces import pieces_of
 from tests.formats.tiny import FAMILY_NAMES, gguf_metadata, gguf_tensors, save_folder, tiny_model, write_gguf
@@ -185,6 +186,23 @@ def test_missing_tensors_are_named(tmp_path: Path) -> None:
     name = "model.layers.2.mlp.up_proj.weight"
     with pytest.raises(BrokenModelFile, match=rf"lacks 1 of the \d+ tensors.*{name}"):
         load(open_checkpoint(edited(tmp_path, **{name: None})), torch.float32)
+
+
+def test_what_a_checkpoint_lacks_is_told_when_room_is_made_and_what_cannot_be_read_when_it_is_filled(
+    tmp_path: Path,
+) -> None:
+    name = "model.layers.2.mlp.up_proj.weight"
+    with pytest.raises(BrokenModelFile, match=name):
+        room_for(open_checkpoint(edited(tmp_path / "edited", **{name: None})), torch.float32)
+    checkpoint = open_checkpoint(save_folder(tiny_model("llama"), tmp_path / "whole"))
+    whole = load(checkpoint, torch.float32)
+    room = room_for(checkpoint, torch.float32)
+    room.weights.embedding.fill_(7.0)
+    assert room.filled() is room.weights and torch.equal(room.weights.embedding, whole.embedding)
+    later = room_for(checkpoint, torch.float32)
+    (tmp_path / "whole" / "model.safetensors").unlink()
+    with pytest.raises(BrokenModelFile, match="cannot be read"):
+        later.fill()
 
 
 def test_left_over_tensors_are_named(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Kernels that are compiled ahead of the first step, side by side. Knows neither the kernels nor the steps."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from threading import Thread
 
 from quire.engine.phases import Watch
@@ -8,21 +9,20 @@ from quire.kernels.ahead import CompilingAhead
 
 
 class Ahead:
-    """From its beginning the first kernel is being compiled, beside the loading of weights."""
+    """From its beginning the first kernel is being compiled, beside all that is made ready for a rehearsal."""
 
     __slots__ = ("_compiling", "_first")
 
-    def __init__(self, compiling: CompilingAhead | None) -> None:
-        """None: on this device there is nothing to compile."""
+    def __init__(self, compiling: CompilingAhead) -> None:
         self._compiling = compiling
-        self._first: Thread | None = None
-        if compiling is not None:
-            self._first = Thread(target=compiling.first, name="quire-first-kernel", daemon=True)
-            self._first.start()
+        self._first = Thread(target=compiling.first, name="quire-first-kernel", daemon=True)
+        self._first.start()
 
-    def compile(self, play: Callable[[], None], num_at_once: int, watch: Watch) -> None:
-        """What `play` would launch, which launches nothing."""
-        if self._compiling is None or self._first is None:
-            return
+    @contextmanager
+    def compiling(self, play: Callable[[], None], num_at_once: int, watch: Watch) -> Iterator[None]:
+        """What `play` would launch, which launches nothing, is compiled beside what is done inside."""
         self._first.join()
-        watch.done("kernels", self._compiling.launched(play, num_at_once).describe())
+        with self._compiling.launched(play, num_at_once) as finish:
+            watch.done("rehearsal", "finds the kernels that steps launch")
+            yield
+            watch.done("kernels", finish().describe())

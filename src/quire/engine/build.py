@@ -38,9 +38,10 @@ from quire.sched.cost import CostTable
 from quire.sched.policy import Grains
 from quire.sched.scheduler import Scheduler
 from quire.text.tokenizer import Tokenizer
+from quire.weights.allocate import Room
 from quire.weights.dequantize import Unpacker
-from quire.weights.dummy import dummy_weights
-from quire.weights.load import load_weights
+from quire.weights.dummy import dummy_room
+from quire.weights.load import room_for
 
 if TYPE_CHECKING:
     from quire.engine.grammars import Grammars
@@ -106,22 +107,29 @@ def build(
     watch.done("config", f"context {spec.max_positions:,} · {spec.num_layers} layers · {spec.family}")
 
     choice = _kernels(config, spec, _DTYPES[dtype], device, watch)
-    ahead = Ahead(choice.ahead)
+    ahead = None if choice.ahead is None else Ahead(choice.ahead)
     grammars = make_grammars(opened, spec.vocab_size)
     if serving and grammars is not None:  # beside the loading of weights; whoever serves waits for it
         Thread(target=wake, args=(grammars,), name="quire-vocabulary", daemon=True).start()
-    weights = _weights(config, checkpoint, _DTYPES[dtype], device, watch)
+    room = _room(config, checkpoint, _DTYPES[dtype], device, watch)
+    weights, weight_bytes = room.weights, _num_weight_bytes(room.weights)
+    if ahead is None:  # what is free is seen with the weights in their places, and kernels may pack them
+        room.fill()
     machine = inspect(device)
     resolved = resolve(config, spec, spec.kv_bytes_per_token(_DTYPES[dtype].itemsize), machine, serving=serving)
     model = Decoder(spec, weights, choice.kernels, resolved.max_model_len)
-    weight_bytes = _num_weight_bytes(weights)
-    watch.done("weights", f"{weight_bytes / 2**30:.2f} GiB {dtype}")
+    if ahead is None:
+        watch.done("weights", _describe_weights(weight_bytes, dtype))
     num_blocks, num_host_blocks = resolved.num_blocks, resolved.num_host_blocks
     stores = new_store(model.kv_geometry, num_blocks, resolved.block_size, device, num_host_blocks, choice.copy_blocks)
     runner = _runner(model, stores, resolved, choice, serving)
     watch.done("kv cache", _describe_cache(resolved))
     before = inspect(device)
-    ahead.compile(lambda: _rehearse(model, stores, runner), machine.num_cores, watch)
+    if ahead is not None:
+        with ahead.compiling(lambda: _rehearse(model, stores, runner), machine.num_cores, watch):
+            room.fill()
+            model.reread(weights)
+            watch.done("weights", _describe_weights(weight_bytes, dtype))
     warm_up(model, stores)
     watch.done("warm-up", choice.reason)
     pace = _record(runner, watch, serving) if choice.choosing is not None and choice.recordable else None
@@ -144,6 +152,8 @@ def _kernels(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: 
     choice = select_kernels(device.type, needs, config.attention_backend)
     if choice.attention:
         watch.done("attention", " · ".join(choice.attention))
+    else:
+        watch.done("kernels", "import")
     return choice
 
 
@@ -253,6 +263,10 @@ def _costs(
     return costs
 
 
+def _describe_weights(num_bytes: int, dtype: str) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB {dtype}"
+
+
 def _describe_cache(resolved: Resolved) -> str:
     text = f"{resolved.kv_bytes / 2**30:.2f} GiB → {resolved.num_blocks * resolved.block_size:,} tokens"
     if resolved.num_host_blocks:
@@ -265,22 +279,20 @@ def _check_dtype(config: EngineConfig, checkpoint: Checkpoint, dtype: str) -> No
         raise ConfigError("Gemma's activations do not fit float16; use --dtype bfloat16.", param="dtype")
 
 
-def _weights(
-    config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, watch: Watch
-) -> DecoderWeights:
+def _room(config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, watch: Watch) -> Room:
     if checkpoint.source is Source.DUMMY:
-        return dummy_weights(checkpoint.spec, dtype, device, config.seed)
+        return dummy_room(checkpoint.spec, dtype, device, config.seed)
     unpacker: Unpacker | None = None
     if checkpoint.source is Source.GGUF:
         from quire.weights.packed import GgufUnpacker
 
         unpacker = GgufUnpacker()
-    return load_weights(checkpoint, dtype, device, watch.loading, unpacker)
+    return room_for(checkpoint, dtype, device, watch.loading, unpacker)
 
 
 def weights_of(checkpoint: Checkpoint, dtype: torch.dtype) -> DecoderWeights:
     """A second copy of a model's weights, for those who compare."""
-    return _weights(EngineConfig(), checkpoint, dtype, torch.device("cpu"), Watch())
+    return _room(EngineConfig(), checkpoint, dtype, torch.device("cpu"), Watch()).filled()
 
 
 def _num_weight_bytes(weights: DecoderWeights) -> int:

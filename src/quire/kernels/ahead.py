@@ -1,6 +1,7 @@
 """How kernels come to be compiled before they are launched: what is said between those who do it and those who ask."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 
@@ -20,8 +21,12 @@ class Compiled(NamedTuple):
         return ", ".join(filter(None, (made, found, left)))
 
 
+Finish = Callable[[], Compiled]  # waits until all is compiled
+
+
 class CompilingAhead(NamedTuple):
     """For kernels that are compiled when they are first launched."""
 
     first: Callable[[], None]  # compile one, with all that comes before the first; may be called in a thread
-    launched: Callable[[Callable[[], None], int], Compiled]  # all that a function would launch, so many at once
+    # All that a function would launch, so many at once: begun when it is entered, and over when it is left.
+    launched: Callable[[Callable[[], None], int], AbstractContextManager[Finish]]

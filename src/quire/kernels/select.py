@@ -68,7 +68,7 @@ def _gpu_choice(needs: AttentionNeeds | None, backend: str) -> Choice:
             )
         return Choice(ReferenceKernels(), 'Triton is not installed (pip install "quire[gpu]"): the reference, slow')
     from quire.kernels.gpu.chunk_attention import most_query_heads
-    from quire.kernels.gpu.compiling import compile_first, compile_launched
+    from quire.kernels.gpu.compiling import compile_first, compiling_launched
     from quire.kernels.gpu.copies import copy_blocks  # a CPU never waits for Triton to be loaded
     from quire.kernels.gpu.cruise import cruise_rows
     from quire.kernels.gpu.finish import finish_rows
@@ -89,7 +89,7 @@ def _gpu_choice(needs: AttentionNeeds | None, backend: str) -> Choice:
         backends, reasons = settle_attention(backend, needs, here, torch.device("cuda"))
     reason = "the device is a GPU: products by torch, attention and all between by Triton"
     choosing = Choosing(choose_tokens, finish_rows, cruise_rows)
-    ahead = CompilingAhead(compile_first, compile_launched)
+    ahead = CompilingAhead(compile_first, compiling_launched)
     return Choice(GpuKernels(backends, windows), reason, choosing, copy_blocks, reasons, backends.recordable, ahead)
 
 

@@ -21,6 +21,7 @@ class _Layer:
         "attention",
         "attention_norm",
         "attention_post_norm",
+        "head_norm",
         "mlp",
         "mlp_norm",
         "mlp_post_norm",
@@ -31,12 +32,13 @@ class _Layer:
         heads = Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim)
         output = Linear(kernels, weights.output, weights.output_bias)
         down = Linear(kernels, weights.down, weights.down_bias)
+        self.head_norm = _head_norm(heads, weights, spec.norm_eps)
         self.attention = Attention(
             heads,
             AttentionRule(spec.scale, spec.window(index), spec.attention_softcap),
             Linear(kernels, weights.qkv, weights.qkv_bias),
             output.to_add if weights.attention_post_norm is None else output,
-            _head_norm(heads, weights, spec.norm_eps),
+            self.head_norm,
         )
         self.mlp = GatedMlp(
             kernels,
@@ -64,11 +66,18 @@ class Decoder:
         self._final_norm = weights.final_norm
         dtype, device = weights.embedding.dtype, weights.embedding.device
         self._activations = kernels.activations(dtype)
-        self._ropes = {
-            layer.rope: RopeTable(layer.rope, max_length, self._activations, device) for layer in self._layers
-        }
+        ropes = dict.fromkeys(layer.rope for layer in self._layers)  # a table takes long: one for all that turn alike
+        self._ropes = {rope: RopeTable(rope, max_length, self._activations, device) for rope in ropes}
         # Rounded to the model's dtype first, as these models were trained.
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
+
+    def reread(self, weights: DecoderWeights) -> None:
+        """The weights that this was made with have their values only now. Not for kernels that pack weights."""
+        assert self._packed_head is self._head, "what was packed before it had values"
+        for layer, filled in zip(self._layers, weights.layers, strict=True):
+            if layer.head_norm is not None and filled.query_norm is not None and filled.key_norm is not None:
+                layer.head_norm.weight[: self._spec.num_heads] = filled.query_norm
+                layer.head_norm.weight[self._spec.num_heads :] = filled.key_norm
 
     @property
     def vocab_size(self) -> int:

@@ -1,7 +1,9 @@
 """Memory for a decoder's weights, not yet filled. Knows the shapes, not where values come from."""
 
+from collections.abc import Callable
 from dataclasses import fields
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +13,17 @@ from quire.core.model import ModelSpec
 from quire.models.parameters import DecoderWeights, LayerWeights, layer_shapes
 
 LAYER_FIELDS = tuple(field.name for field in fields(LayerWeights))
+
+
+class Room(NamedTuple):
+    """Memory for weights, and what fills it, to be called once. Before, the tensors hold anything."""
+
+    weights: DecoderWeights
+    fill: Callable[[], None]
+
+    def filled(self) -> DecoderWeights:
+        self.fill()
+        return self.weights
 
 
 def empty_weights(spec: ModelSpec, dtype: torch.dtype, device: torch.device | str) -> DecoderWeights:

@@ -52,6 +52,8 @@ def carry(pieces: Iterable[Piece], unpacker: Unpacker, device: torch.device, tol
             stopped.set()  # somebody may have had enough
     for each in working:
         each.result()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # torch keeps what was cast on the card for streams that nobody will use again
 
 
 def _bring_all(hand: "_Hand", left: deque[Piece], stopped: Event, news: "SimpleQueue[int | None]") -> None:

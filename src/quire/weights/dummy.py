@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quire.core.model import ModelSpec
 from quire.models.parameters import DecoderWeights, LayerWeights
-from quire.weights.allocate import LAYER_FIELDS, empty_weights, is_norm
+from quire.weights.allocate import LAYER_FIELDS, Room, empty_weights, is_norm
 
 # Random values are drawn once and laid end to end. A prime: no row length divides it, so rows differ.
 NUM_DRAWN = 1_000_003
@@ -19,20 +19,28 @@ def dummy_weights(
     spec: ModelSpec, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0
 ) -> DecoderWeights:
     """Weights that depend only on the shape, the dtype and the seed. Norms are ones."""
-    generator = torch.Generator().manual_seed(seed)
-    drawn = (torch.randn(NUM_DRAWN, generator=generator) * DEVIATION).to(dtype=dtype, device=device)
+    return dummy_room(spec, dtype, device, seed).filled()
+
+
+def dummy_room(spec: ModelSpec, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> Room:
+    """The same in two steps."""
     weights = empty_weights(spec, dtype, device)
-    weights.final_norm.fill_(1.0)
-    start = _fill(weights.embedding, drawn, 0)
-    if not spec.tied_embeddings:
-        start = _fill(weights.head, drawn, start)
-    for layer in weights.layers:
-        for name, tensor in _tensors(layer):
-            if is_norm(name):
-                tensor.fill_(1.0)
-            else:
-                start = _fill(tensor, drawn, start)
-    return weights
+
+    def fill() -> None:
+        generator = torch.Generator().manual_seed(seed)
+        drawn = (torch.randn(NUM_DRAWN, generator=generator) * DEVIATION).to(dtype=dtype, device=device)
+        weights.final_norm.fill_(1.0)
+        start = _fill(weights.embedding, drawn, 0)
+        if not spec.tied_embeddings:
+            start = _fill(weights.head, drawn, start)
+        for layer in weights.layers:
+            for name, tensor in _tensors(layer):
+                if is_norm(name):
+                    tensor.fill_(1.0)
+                else:
+                    start = _fill(tensor, drawn, start)
+
+    return Room(weights, fill)
 
 
 class _Named(NamedTuple):

@@ -14,7 +14,7 @@ from quire.core.errors import BrokenModelFile
 from quire.formats.checkpoint import Checkpoint, Source
 from quire.formats.families import BY_NAME
 from quire.models.parameters import DecoderWeights
-from quire.weights.allocate import empty_weights, is_norm
+from quire.weights.allocate import Room, empty_weights, is_norm
 from quire.weights.carry import carry
 from quire.weights.dequantize import FloatsOnly, Unpacker, refuse_unreadable
 from quire.weights.names import Part, Target, expected_tensors, is_ignorable
@@ -33,17 +33,31 @@ def load_weights(
     unpacker: Unpacker | None = None,
 ) -> DecoderWeights:
     """Read every tensor of a checkpoint into fresh memory on a device. Packed ones need an unpacker."""
+    return room_for(checkpoint, dtype, device, progress, unpacker).filled()
+
+
+def room_for(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+    unpacker: Unpacker | None = None,
+) -> Room:
+    """The same in two steps. What a checkpoint lacks, or has too much of, is refused in the first."""
     unpacker = unpacker or FloatsOnly()
     targets = _match(checkpoint, unpacker)
     weights = empty_weights(checkpoint.spec, dtype, device)
     destinations = {name: _field(weights, target)[target.rows.start : target.rows.stop]
                     for name, target in targets.items()}  # fmt: skip
-    in_order = sorted(targets, key=lambda name: _place_in_files(checkpoint, name))
-    pieces = [piece for name in in_order for piece in pieces_of(checkpoint.tensors[name], destinations[name])]
-    carry(pieces, unpacker, torch.device(device), _Told(sum(piece.num_bytes for piece in pieces), progress))
-    for name, target in targets.items():
-        _convert(destinations[name], target, checkpoint)
-    return weights
+
+    def fill() -> None:
+        in_order = sorted(targets, key=lambda name: _place_in_files(checkpoint, name))
+        pieces = [piece for name in in_order for piece in pieces_of(checkpoint.tensors[name], destinations[name])]
+        carry(pieces, unpacker, torch.device(device), _Told(sum(piece.num_bytes for piece in pieces), progress))
+        for name, target in targets.items():
+            _convert(destinations[name], target, checkpoint)
+
+    return Room(weights, fill)
 
 
 class _Told:

@@ -8,7 +8,8 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
+from contextvars import copy_context
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,12 @@ from triton import AsyncCompileMode, knobs
 from triton.runtime import KernelInterface, driver
 from triton.runtime._async_compile import FutureKernel
 
-from quire.kernels.ahead import Compiled
+from quire.kernels.ahead import Compiled, Finish
 from quire.kernels.gpu.copies import copy_blocks
-from quire.kernels.gpu.forked import Answers, call_in_children
+from quire.kernels.gpu.forked import Children, calling_in_children
 from quire.kernels.gpu.launch import rehearsal
 
 _Compile = Callable[[], Any]  # makes a kernel of Triton's, or finds it on disk
-_NOBODY = Answers(num_children=0, num_true=0)
 
 
 class _Wanted(Executor):
@@ -45,42 +45,81 @@ class _Wanted(Executor):
                 kernel.set_running_or_notify_cancel()
 
 
+@contextmanager
+def compiling_launched(play: Callable[[], None], num_at_once: int) -> Iterator[Finish]:
+    """All that `play` launches, which meanwhile launches nothing. What fails is left to whoever launches in earnest.
+
+    Children are at it until somebody finishes. What nobody finishes is not compiled, and nobody waits for it.
+    """
+    launched = _Launched()
+    try:
+        launched.rehearse(play)
+        stamp = launched.stamp()
+        with _putting_on_disk(launched.wanted, 0 if os.path.exists(stamp) else num_at_once) as children:
+            yield lambda: launched.finish(children, stamp, num_at_once)
+    finally:
+        launched.close()
+
+
 def compile_launched(play: Callable[[], None], num_at_once: int) -> Compiled:
-    """All that `play` launches, which meanwhile launches nothing. What fails is left to whoever launches in earnest."""
-    wanted = _Wanted()
-    errors: list[BaseException] = []
-    launched: set[KernelInterface[object]] = set()
-    with AsyncCompileMode(wanted, ignore_errors=True) as mode, wanted:
+    """The same, waited for at once."""
+    with compiling_launched(play, num_at_once) as finish:
+        return finish()
+
+
+class _Launched:
+    """What was launched in a rehearsal, and is to be compiled."""
+
+    __slots__ = ("_errors", "_kernels", "_mode", "wanted")
+
+    def __init__(self) -> None:
+        self.wanted = _Wanted()
+        self._errors: list[BaseException] = []
+        self._kernels: set[KernelInterface[object]] = set()
+        self._mode = AsyncCompileMode(self.wanted, ignore_errors=True)
+
+    def rehearse(self, play: Callable[[], None]) -> None:
+        copy_context().run(self._play, play)  # there alone the mode holds: whoever launches behind it is not in it
+
+    def _play(self, play: Callable[[], None]) -> None:
+        self._mode.__enter__()
         try:
-            with rehearsal(launched):
+            with rehearsal(self._kernels):
                 play()
         except Exception as error:  # whatever it is, the steps themselves will meet it and be heard
-            errors.append(error)
-        stamp = _stamp(mode.future_kernels)
-        num_children, num_made = _NOBODY if os.path.exists(stamp) else _put_on_disk(wanted, num_at_once)
-        num_made += _make_ready(wanted, num_at_once)
-    failures = [failure for _, kernel in wanted.kernels if (failure := kernel.exception()) is not None]
-    if errors or failures:
-        _forget_unfinished(launched)
-    if num_children and not failures:
-        with suppress(OSError):  # where nothing can be written, children look again next time
-            stamp.touch()
-    workers = f"{num_children} processes" if num_children else f"{num_at_once} threads"
-    return Compiled(len(wanted.kernels) - len(failures), num_made, workers, tuple(map(str, errors + failures)))
+            self._errors.append(error)
+
+    def stamp(self) -> Path:
+        """The file that says of these kernels that all are on disk; a key is all that a compilation depends on."""
+        digest = hashlib.sha256("\n".join(sorted(self._mode.future_kernels)).encode()).hexdigest()
+        return Path(knobs.cache.dir, f"quire-{digest[:32]}")
+
+    def finish(self, children: Children, stamp: Path, num_threads: int) -> Compiled:
+        num_children, num_made = children.hear()
+        num_made += _make_ready(self.wanted, num_threads)
+        self.close()
+        failures = [failure for _, kernel in self.wanted.kernels if (failure := kernel.exception()) is not None]
+        if num_children and not failures:
+            with suppress(OSError):  # where nothing can be written, children look again next time
+                stamp.touch()
+        workers = f"{num_children} processes" if num_children else f"{num_threads} threads"
+        told = tuple(map(str, self._errors + failures))
+        return Compiled(len(self.wanted.kernels) - len(failures), num_made, workers, told)
+
+    def close(self) -> None:
+        """Twice is as good as once."""
+        self.wanted.shutdown()
+        self._mode.__exit__(None, None, None)
+        _forget_unfinished(self._kernels)
 
 
-def _stamp(keys: Iterable[str]) -> Path:
-    """The file that says of these kernels that all are on disk; a key is all that a compilation depends on."""
-    digest = hashlib.sha256("\n".join(sorted(keys)).encode()).hexdigest()
-    return Path(knobs.cache.dir, f"quire-{digest[:32]}")
-
-
-def _put_on_disk(wanted: _Wanted, most_children: int) -> Answers:
+def _putting_on_disk(wanted: _Wanted, most_children: int) -> AbstractContextManager[Children]:
     """True for each that was not there, and now is. With AMD's compiler this was never tried."""
     most_children = min(most_children, len(wanted.kernels))
     if most_children < 2 or not hasattr(os, "fork") or torch.version.hip is not None:
-        return _NOBODY
-    return call_in_children([partial(_was_made, compile_kernel) for compile_kernel, _ in wanted.kernels], most_children)
+        most_children = 0
+    calls = [partial(_was_made, compile_kernel) for compile_kernel, _ in wanted.kernels]
+    return calling_in_children(calls, most_children)
 
 
 def _was_made(compile_kernel: _Compile) -> bool:

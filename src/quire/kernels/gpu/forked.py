@@ -10,14 +10,14 @@ import select
 import signal
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from quire.core.parent import die_with
 
 _NUMBER_BYTES = 4
-_MOST_CALLS = 1000  # their numbers wait in a pipe, which holds 4 KiB at the least
+_MOST_CALLS = 1000  # their numbers wait in a pipe, which holds 4 KiB at the least, and their answers in another
 _LONGEST_SILENCE_S = 60.0  # a kernel takes a second or two: whoever is at it for so long is stuck
 _LONGEST_FORKING_S = 0.5  # for all children: 2 ms for one, but 35 if this process has 4 GiB of its own on the host
 
@@ -29,29 +29,54 @@ class Answers(NamedTuple):
     num_true: int
 
 
-def call_in_children(calls: Sequence[Callable[[], bool]], most_children: int) -> Answers:
-    """Each call once, the first ones first, by whichever child is free.
+class Children:
+    """They are at their calls, and gone when they were heard."""
+
+    __slots__ = ("_hearing", "_num_calls", "_pids")
+
+    def __init__(self, pids: list[int], hearing: int, num_calls: int) -> None:
+        self._pids = pids
+        self._hearing = hearing
+        self._num_calls = num_calls
+
+    def hear(self) -> Answers:
+        """Wait for what they have not answered yet. Only while somebody hears them is silence too long."""
+        num_children = len(self._pids)
+        try:
+            return Answers(num_children, _hear(self._hearing, self._num_calls) if num_children else 0)
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        while self._pids:
+            _end(self._pids[-1])
+            self._pids.pop()
+
+
+@contextmanager
+def calling_in_children(calls: Sequence[Callable[[], bool]], most_children: int) -> Iterator[Children]:
+    """Each call once, the first ones first, by whichever child is free. Behind it no child is left, heard or not.
 
     A call that raises is as one that was not made. So is one that takes a minute, which is broken off. Where not even
     half of the children can be made in little time, none does anything: whoever asks has other ways.
     """
     num_calls = min(len(calls), _MOST_CALLS)
     parent, begun_s = os.getpid(), time.monotonic()
-    children: list[int] = []
+    pids: list[int] = []
     with _Pipe() as numbers, _Pipe() as answers:
+        children = Children(pids, answers.reading, num_calls)
         os.write(numbers.writing, b"".join(number.to_bytes(_NUMBER_BYTES) for number in range(num_calls)))
         numbers.close_writing()  # behind the last number is the end
         try:
             with suppress(OSError):  # no room for another
-                while len(children) < most_children and time.monotonic() < begun_s + _LONGEST_FORKING_S:
-                    children.append(_new_child(lambda: _work(calls, numbers.reading, answers.writing, parent), parent))
+                while len(pids) < most_children and time.monotonic() < begun_s + _LONGEST_FORKING_S:
+                    pids.append(_new_child(lambda: _work(calls, numbers.reading, answers.writing, parent), parent))
             answers.close_writing()  # when the last child has ended, there is nothing more to hear
-            if 2 * len(children) < most_children:
-                return Answers(num_children=0, num_true=0)
-            return Answers(len(children), _hear(answers.reading, num_calls))
+            if 2 * len(pids) < most_children:
+                children.end()
+            yield children
         finally:
-            for child in children:
-                _end(child)
+            children.end()
 
 
 class _Pipe:
