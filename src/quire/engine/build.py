@@ -26,7 +26,7 @@ from quire.engine.stats import Facts
 from quire.formats.checkpoint import Checkpoint, Source
 from quire.kernels.attention_choice import AttentionNeeds
 from quire.kernels.contract import AttentionRule
-from quire.kernels.select import Choice, select_kernels
+from quire.kernels.select import Choice, compiling_ahead, select_kernels
 from quire.models.decoder import Decoder
 from quire.models.parameters import DecoderWeights
 from quire.runner.kv_store import KvStores, measure_transfer, new_store
@@ -99,6 +99,7 @@ def build(
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     device = pick_device(config.device)
+    ahead = _ahead(device, watch)
     opened = open_model(config, watch.fetching)
     name, checkpoint, tokenizer = opened
     dtype = resolve_dtype(config, inspect(device))
@@ -107,14 +108,12 @@ def build(
     watch.done("config", f"context {spec.max_positions:,} · {spec.num_layers} layers · {spec.family}")
 
     choice = _kernels(config, spec, _DTYPES[dtype], device, watch)
-    ahead = None if choice.ahead is None else Ahead(choice.ahead)
     grammars = make_grammars(opened, spec.vocab_size)
-    if serving and grammars is not None:  # beside the loading of weights; whoever serves waits for it
-        Thread(target=wake, args=(grammars,), name="quire-vocabulary", daemon=True).start()
+    waking = grammars if serving else None
     room = _room(config, checkpoint, _DTYPES[dtype], device, watch)
     weights, weight_bytes = room.weights, _num_weight_bytes(room.weights)
     if ahead is None:  # what is free is seen with the weights in their places, and kernels may pack them
-        room.fill()
+        _fill(room, waking)
     machine = inspect(device)
     resolved = resolve(config, spec, spec.kv_bytes_per_token(_DTYPES[dtype].itemsize), machine, serving=serving)
     model = Decoder(spec, weights, choice.kernels, resolved.max_model_len)
@@ -127,7 +126,7 @@ def build(
     before = inspect(device)
     if ahead is not None:
         with ahead.compiling(lambda: _rehearse(model, stores, runner), machine.num_cores, watch):
-            room.fill()
+            _fill(room, waking)
             model.reread(weights)
             watch.done("weights", _describe_weights(weight_bytes, dtype))
     warm_up(model, stores)
@@ -142,6 +141,23 @@ def build(
     return Built(
         name, engine, front, tokenizer, checkpoint, resolved, machine, dtype, choice.reason, memory, choice.attention
     )
+
+
+def _ahead(device: torch.device, watch: Watch) -> Ahead | None:
+    """From now on the first kernel is being compiled, where any are: a second in which the model can be found."""
+    compiling = compiling_ahead(device.type)
+    if compiling is None:
+        return None
+    watch.done("compiler", "import")
+    return Ahead(compiling)
+
+
+def _fill(room: Room, waking: "Grammars | None") -> None:
+    """Beside the loading of weights the vocabulary is read for those who serve, and wait for it. Not before: children
+    are copies of a process that had better do nothing else."""
+    if waking is not None:
+        Thread(target=wake, args=(waking,), name="quire-vocabulary", daemon=True).start()
+    room.fill()
 
 
 def _kernels(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device, watch: Watch) -> Choice:

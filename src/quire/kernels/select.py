@@ -33,7 +33,6 @@ class Choice(NamedTuple):
     copy_blocks: Callable[[Tensor, Tensor, Tensor], None] | None = None  # None: block by block
     attention: tuple[str, ...] = ()  # reasons for who attends to what, where there is a choice
     recordable: bool = True  # whether a graph may hold a step of these kernels
-    ahead: CompilingAhead | None = None  # None: there is nothing to compile
 
 
 def select_kernels(name: str, needs: AttentionNeeds | None = None, backend: str = "auto") -> Choice:
@@ -68,7 +67,6 @@ def _gpu_choice(needs: AttentionNeeds | None, backend: str) -> Choice:
             )
         return Choice(ReferenceKernels(), 'Triton is not installed (pip install "quire[gpu]"): the reference, slow')
     from quire.kernels.gpu.chunk_attention import most_query_heads
-    from quire.kernels.gpu.compiling import compile_first, compiling_launched
     from quire.kernels.gpu.copies import copy_blocks  # a CPU never waits for Triton to be loaded
     from quire.kernels.gpu.cruise import cruise_rows
     from quire.kernels.gpu.finish import finish_rows
@@ -89,8 +87,16 @@ def _gpu_choice(needs: AttentionNeeds | None, backend: str) -> Choice:
         backends, reasons = settle_attention(backend, needs, here, torch.device("cuda"))
     reason = "the device is a GPU: products by torch, attention and all between by Triton"
     choosing = Choosing(choose_tokens, finish_rows, cruise_rows)
-    ahead = CompilingAhead(compile_first, compiling_launched)
-    return Choice(GpuKernels(backends, windows), reason, choosing, copy_blocks, reasons, backends.recordable, ahead)
+    return Choice(GpuKernels(backends, windows), reason, choosing, copy_blocks, reasons, backends.recordable)
+
+
+def compiling_ahead(device: str) -> CompilingAhead | None:
+    """For the kernels of this device ("cpu", "cuda"); None: there is nothing to compile."""
+    if device != "cuda" or find_spec("triton") is None:
+        return None
+    from quire.kernels.gpu.compiling import compile_first, compiling_launched
+
+    return CompilingAhead(compile_first, compiling_launched)
 
 
 def settle_attention(
