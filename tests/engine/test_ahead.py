@@ -1,5 +1,7 @@
 """Kernels compiled ahead of the first step: begun early, waited for, and told of; weights are loaded beside them."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -127,3 +129,27 @@ def test_a_file_that_cannot_be_read_ends_the_compiling(monkeypatch: pytest.Monke
     with pytest.raises(BrokenModelFile):
         started(monkeypatch, diary, Watch(finished=diary.note))
     assert diary.order[-3:] == ["begun", "told of rehearsal", "over"], "and nobody waits for kernels"
+
+
+def test_whoever_refuses_a_model_and_leaves_waits_for_the_first_kernel() -> None:
+    """A thread that ends with its process is torn out of whatever code it is in: the compiler's calls that a crash."""
+    refusing = """
+import sys
+from threading import Event
+from quire.engine.ahead import Ahead
+from quire.kernels.ahead import CompilingAhead
+
+begun, refused = Event(), Event()
+
+def first():
+    begun.set()
+    refused.wait()
+    print("compiled")
+
+Ahead(CompilingAhead(first, None))
+begun.wait()
+refused.set()
+raise SystemExit(3)
+"""
+    left = subprocess.run([sys.executable, "-c", refusing], capture_output=True, text=True, check=False)
+    assert (left.returncode, left.stdout) == (3, "compiled\n"), left.stderr

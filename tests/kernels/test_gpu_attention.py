@@ -8,9 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kernels.contract import AttentionRule
-from quire.kernels.gpu import attention
+from quire.kernels.contract import AttentionRule, Rotation
+from quire.kernels.gpu import attention, turns
 from quire.kernels.gpu.attention import GpuAttention
+from quire.kernels.gpu.backends.share import Backends
 from quire.kernels.gpu.chunk_attention import ChunkTiles, chunk_attention, chunk_scratch
 from quire.kernels.gpu.decode_attention import DecodeTiles, decode_attention
 from quire.kernels.gpu.decode_pieces import list_pieces
@@ -340,12 +341,57 @@ def test_many_rows_are_taken_longest_first_and_cut_once_for_all_layers_with_a_wi
     assert len(orders) == 2 and orders[0] is None and orders[1].tolist() == [2, 1, 0]
 
 
-def test_layers_with_a_window_and_without_agree_in_one_step():
+@pytest.mark.parametrize("announced", [(), (0, 20)])
+def test_layers_with_a_window_and_without_agree_in_one_step(announced, monkeypatch):
+    """And attention begins early only where what was cut is older than the launch before it."""
+    early = []
+    decode = attention.decode_attention
+    monkeypatch.setattr(
+        attention, "decode_attention", lambda *given, **how: (early.append(how["early"]), decode(*given, **how))
+    )
     plain, windowed = (
         Step([Part(90, 1), Part(7, 1), Part(0, 1)], kv_heads=1, rule=rule)
         for rule in (AttentionRule(0.3), AttentionRule(0.3, window=20))
     )
-    planned = GpuKernels(windows=(0, 20)).plan(plain.ragged, 16)
-    planned.cut_decodes(plain.kv_layer)
+    planned = GpuAttention(plain.ragged, 3)
+    planned.cut_decodes(plain.kv_layer, announced)
     for step in (plain, windowed, plain):
         step.check(planned.attend(step.query, step.kv_layer, step.rule))
+    assert early == [False, bool(announced), True]
+
+
+def test_keys_are_written_between_the_cutting_and_the_attention(monkeypatch):
+    step = Step([Part(90, 1), Part(7, 1)], kv_heads=1)
+    order = []
+    for owner, name in ((attention, "list_pieces"), (turns, "turn_and_write"), (attention, "decode_attention")):
+        done = getattr(owner, name)
+        monkeypatch.setattr(
+            owner,
+            name,
+            lambda *given, _do=done, _name=name, **how: (order.append((_name, how.get("early"))), _do(*given, **how))[
+                1
+            ],
+        )
+    planned = GpuKernels(windows=(0, 20)).plan(replace(step.ragged, num_decodes=2), 16)
+    qkv = torch.zeros(2, step.query.shape[1] + 2, 16, device=DEVICE)
+    angles = torch.zeros(2, 1, 16, device=DEVICE)
+    store = torch.zeros_like(step.kv_layer)
+    for _ in range(2):
+        planned.turn_and_write(qkv, None, Rotation(angles.cos(), angles.sin()), store)
+        planned.attend(step.query, step.kv_layer, step.rule)
+    layer = [("turn_and_write", None), ("decode_attention", True)]
+    assert order == [("list_pieces", None)] * 2 + layer * 2
+
+
+def test_decodes_that_another_library_leaves_are_ours():
+    class Leaving:
+        def share(self, share):
+            return self
+
+        def takes(self, kv_layer):
+            return False
+
+    step = Step([Part(90, 1), Part(7, 1)], kv_heads=1)
+    planned = GpuAttention(step.ragged, 2, Backends(decodes=Leaving()))
+    planned.cut_decodes(step.kv_layer, (0,))
+    step.check(planned.attend(step.query, step.kv_layer, step.rule))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from quire.kernels.gpu.compiling import _Wanted
 from quire.kernels.gpu.copies import copy_blocks
 from quire.kernels.gpu.launch import rehearsal
 
@@ -38,6 +39,14 @@ def copied() -> bool:
     store = torch.arange(2, device=DEVICE)[:, None].repeat(1, 8)
     copy_blocks(store, *torch.tensor([[1], [0]], device=DEVICE))
     return store[0, 0].item() == 1
+
+
+def test_what_nobody_compiles_may_be_let_go_of_twice() -> None:
+    wanted = _Wanted()
+    kernel = wanted.submit(dict)
+    for _ in range(2):
+        wanted.shutdown()
+        assert kernel.cancelled()
 
 
 def test_nothing_is_launched_in_a_rehearsal_but_by_other_threads() -> None:

@@ -141,7 +141,6 @@ def _recorded(
     attention: GpuAttention, query: Tensor, layers: Sequence[Tensor], rule: AttentionRule
 ) -> torch.cuda.CUDAGraph:
     """One layer after the other; what is done once a step is done before."""
-    attention.cut_decodes(layers[0], (rule.window,))
     attention.attend(query, layers[0], rule)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -15,7 +15,8 @@ class Ahead:
 
     def __init__(self, compiling: CompilingAhead) -> None:
         self._compiling = compiling
-        self._first = Thread(target=compiling.first, name="quire-first-kernel", daemon=True)
+        # Not a daemon: whoever refuses a model and leaves must wait for it, or it is torn out of the compiler's code.
+        self._first = Thread(target=compiling.first, name="quire-first-kernel")
         self._first.start()
 
     @contextmanager

@@ -29,7 +29,7 @@ class GpuAttention:
 
     __slots__ = (
         "_chunk_scratch", "_copy", "_hopper", "_items", "_num_decodes", "_order", "_others_chunks", "_others_decodes",
-        "_pieces", "_ragged", "_scratch",
+        "_pieces", "_ragged", "_scratch", "_settled",
     )  # fmt: skip
 
     def __init__(
@@ -41,6 +41,7 @@ class GpuAttention:
         self._scratch: SplitScratch | None = None
         self._chunk_scratch: SplitScratch | None = None
         self._pieces: dict[int, Tensor] = {}  # of decodes, by window
+        self._settled = 0  # how many of them are older than the last launch
         self._copy = ContextCopy()
         self._hopper = hopper
         self._items: Tensor | None = None
@@ -56,19 +57,26 @@ class GpuAttention:
         return self._others_decodes is not None or self._others_chunks is not None
 
     def cut_decodes(self, kv_layer: Tensor, windows: Iterable[int]) -> None:
-        """Into pieces, unless they are, for layers with these windows. For the layers it should be done by now: what is
-        cut just before it is attended to makes the attention wait."""
-        if not self._num_decodes or self._others_decodes is not None:
+        """Into pieces, unless they are, for layers with these windows: once a step. A window that nobody cut for is cut
+        for when it comes up, and its first layer waits for that."""
+        if self._num_decodes and self._others_decodes is None:
+            for window in windows:
+                self._cut_for(window, kv_layer)
+
+    def has_launched(self) -> None:
+        """Behind all that was cut, something else that waited for it: attention may begin while that ends."""
+        self._settled = len(self._pieces)
+
+    def _cut_for(self, window: int, kv_layer: Tensor) -> None:
+        if window in self._pieces:
             return
         _, _, block_size, kv_heads, _ = kv_layer.shape
-        for window in windows:
-            if window not in self._pieces:
-                tiles = decode_tiles(self._num_decodes, kv_layer)
-                lengths = self._ragged.context_lengths[: self._num_decodes]
-                self._pieces[window] = list_pieces(
-                    lengths, self._order, window, kv_heads=kv_heads, tile=tiles.keys, block_size=block_size,
-                    slots=tiles.slots, overhead=tiles.overhead,
-                )  # fmt: skip
+        tiles = decode_tiles(self._num_decodes, kv_layer)
+        lengths = self._ragged.context_lengths[: self._num_decodes]
+        self._pieces[window] = list_pieces(
+            lengths, self._order, window, kv_heads=kv_heads, tile=tiles.keys, block_size=block_size,
+            slots=tiles.slots, overhead=tiles.overhead,
+        )  # fmt: skip
 
     def attend(self, query: Tensor, kv_layer: Tensor, rule: AttentionRule) -> Tensor:
         """query: [tokens, heads, dim]; kv_layer: [blocks, 2, block_size, kv_heads, dim], strided.
@@ -146,13 +154,14 @@ class GpuAttention:
 
     def _decode(self, query: Tensor, kv_layer: Tensor, rule: AttentionRule, output: Tensor) -> None:
         rows, heads, dim = query.shape
-        is_cut = rule.window in self._pieces
-        self.cut_decodes(kv_layer, (rule.window,))
+        self._cut_for(rule.window, kv_layer)
         pieces, kv_heads = self._pieces[rule.window], kv_layer.shape[3]
         if self._scratch is None or not self._scratch.holds(len(pieces), heads, kv_heads, dim, 1):
             self._scratch = decode_scratch(query, kv_heads, pieces)
         tables, tiles = self._ragged.tables[:rows], decode_tiles(rows, kv_layer)
-        decode_attention(query, kv_layer, tables, pieces, tiles, rule, output, self._scratch, early=is_cut)
+        early = self._settled == len(self._pieces)
+        decode_attention(query, kv_layer, tables, pieces, tiles, rule, output, self._scratch, early=early)
+        self.has_launched()
 
 
 def _decodes_of_others(ragged: Ragged, num_decodes: int, backends: Backends) -> ShareAttention | None:

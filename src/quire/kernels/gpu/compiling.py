@@ -41,7 +41,7 @@ class _Wanted(Executor):
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Nobody waits any more for what was not compiled."""
         for _, kernel in self.kernels:
-            if kernel.cancel():
+            if not kernel.done() and kernel.cancel():
                 kernel.set_running_or_notify_cancel()
 
 

@@ -82,12 +82,10 @@ class GpuStep:
         self._windows = windows
         self._attention = GpuAttention(ragged, ragged.num_decodes, backends, hopper)
 
-    def cut_decodes(self, kv_layer: Tensor) -> None:
-        self._attention.cut_decodes(kv_layer, self._windows)
-
     def turn_and_write(self, qkv: Tensor, head_norm: HeadNorm | None, rotation: Rotation, kv_layer: Tensor) -> None:
-        self.cut_decodes(kv_layer)  # here, so that a launch lies between it and the attention
+        self._attention.cut_decodes(kv_layer, self._windows)  # before the launch that lies between it and attention
         turns.turn_and_write(qkv, head_norm, rotation, self._slots, kv_layer)
+        self._attention.has_launched()
 
     def attend(self, query: Tensor, kv_layer: Tensor, rule: AttentionRule) -> Tensor:
         return self._attention.attend(query, kv_layer, rule)
