@@ -23,7 +23,7 @@ from quire.runner.model_runner import ModelRunner
 from quire.sched.scheduler import Scheduler
 from quire.sim.check import check
 from quire.sim.world import World
-from quire.weights.dummy import dummy_weights
+from quire.weights.dummy import dummy_room
 
 CUDA = torch.device("cuda")
 NUM_BLOCKS, BLOCK_SIZE, LENGTH, ROWS = 512, 16, 512, 20
@@ -40,7 +40,7 @@ def run(
     spec: ModelSpec, kernels: Kernels, params: Callable[[int], SamplingParams], choice: Choice | None, count: int = 24
 ) -> tuple[list[list[int]], int]:
     """What so many requests say, on 20 rows, in steps of 96 tokens; and how many steps were replayed."""
-    model = Decoder(spec, dummy_weights(spec, torch.float32, CUDA, 3), kernels, LENGTH)
+    model = Decoder(spec, dummy_room(spec, torch.float32, CUDA, 3).filled(), kernels, LENGTH)
     stores = new_store(model.kv_geometry, NUM_BLOCKS, BLOCK_SIZE, CUDA)
     stores.device.fill_(torch.nan)  # nothing that was not written is read
     choosing = None if choice is None else choice.choosing

@@ -18,7 +18,7 @@ from quire.kernels.gpu.hopper_products import HopperProducts
 from quire.kernels.gpu.kernels import GpuKernels
 from quire.kernels.gpu.product_cut import STREAM
 from quire.models.decoder import Decoder
-from quire.weights.dummy import dummy_weights
+from quire.weights.dummy import dummy_room
 from tests.models.running import in_chunks, run
 
 CUDA = torch.device("cuda")
@@ -208,7 +208,7 @@ def test_a_model_says_the_same_without_it(products: HopperProducts) -> None:
     spec = ModelSpec(
         "qwen3", 3, 1024, 16, 8, 128, 3072, 2048, 4096, 1e-6, RopeSpec(1e6, 128), tied_embeddings=True, qk_norm=True
     )
-    weights = dummy_weights(spec, torch.bfloat16, CUDA)
+    weights = dummy_room(spec, torch.bfloat16, CUDA).filled()
     lengths = [3] * 20 + [5] * 20
     prompts = [[(31 * place + 7 * row) % 2048 for place in range(length)] for row, length in enumerate(lengths)]
     logits = []

@@ -6,11 +6,11 @@ import torch
 
 from quire.formats.checkpoint import Checkpoint
 from quire.models.parameters import DecoderWeights
-from quire.weights.load import load_weights
+from quire.weights.load import room_for
 from quire.weights.packed import GgufUnpacker
 
 
 def load(
     checkpoint: Checkpoint, dtype: torch.dtype, progress: Callable[[int, int], None] | None = None
 ) -> DecoderWeights:
-    return load_weights(checkpoint, dtype, "cpu", progress, GgufUnpacker())
+    return room_for(checkpoint, dtype, "cpu", progress, GgufUnpacker()).filled()

@@ -38,10 +38,7 @@ async def chat_completions(desk: Desk, request: Request) -> Response:
         )
         if wanted.stream:
             return await stream(request, _events(exchange, answer, wanted), exchange.leave, desk.keep_alive_s)
-        try:
-            answered = await unless_gone(request, exchange.whole())
-        finally:
-            exchange.leave()
+        answered = await unless_gone(request, exchange.whole(), exchange.leave)
     return json_response(answer.whole(answered, await exchange.num_thought_tokens()))
 
 

@@ -40,10 +40,7 @@ async def completions(desk: Desk, request: Request) -> Response:
         if wanted.stream:
             events = (_scored_events if at_once else _events)(chorus, answer, wanted, len(prompts))
             return await stream(request, events, chorus.leave, desk.keep_alive_s)
-        try:
-            outputs = await unless_gone(request, chorus.outputs())
-        finally:
-            chorus.leave()
+        outputs = await unless_gone(request, chorus.outputs(), chorus.leave)
     return json_response(answer.whole(outputs))
 
 

@@ -46,8 +46,8 @@ def as_told(error: Exception) -> QuireError:
     return EngineFailed("The server failed to answer this request; its log says why.")
 
 
-async def unless_gone(request: Request, work: Coroutine[None, None, T]) -> T:
-    """The result of some work, or `ClientDisconnect` if the client hangs up before."""
+async def unless_gone(request: Request, work: Coroutine[None, None, T], leave: Callable[[], None] = lambda: None) -> T:
+    """The result of some work, or `ClientDisconnect` if the client hangs up before. Either way, then leave."""
     wanted = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(hang_up(request.receive))
     try:
@@ -58,6 +58,7 @@ async def unless_gone(request: Request, work: Coroutine[None, None, T]) -> T:
     finally:
         wanted.cancel()
         gone.cancel()
+        leave()
 
 
 async def hang_up(receive: Receive) -> None:

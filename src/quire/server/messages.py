@@ -31,10 +31,7 @@ async def messages(desk: Desk, request: Request) -> Response:
         if wanted.stream:
             events = _events(exchange, answer)
             return await stream(request, events, exchange.leave, desk.keep_alive_s, answer.failed)
-        try:
-            answered = await unless_gone(request, exchange.whole())
-        finally:
-            exchange.leave()
+        answered = await unless_gone(request, exchange.whole(), exchange.leave)
     return json_response(answer.whole(answered))
 
 

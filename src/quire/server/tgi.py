@@ -57,10 +57,7 @@ async def info(desk: Desk, request: Request) -> Response:
 async def _whole(desk: Desk, request: Request, body: GenerateBody) -> dict[str, object]:
     with called(NAMES):
         chorus, answer = await _begin(desk, body, streaming=False)
-        try:
-            [output] = await unless_gone(request, chorus.outputs())
-        finally:
-            chorus.leave()
+        [output] = await unless_gone(request, chorus.outputs(), chorus.leave)
     return answer.whole(output)
 
 

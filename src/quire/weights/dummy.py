@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.core.model import ModelSpec
-from quire.models.parameters import DecoderWeights, LayerWeights
+from quire.models.parameters import LayerWeights
 from quire.weights.allocate import LAYER_FIELDS, Room, empty_weights, is_norm
 
 # Random values are drawn once and laid end to end. A prime: no row length divides it, so rows differ.
@@ -15,15 +15,8 @@ NUM_DRAWN = 1_000_003
 DEVIATION = 0.02  # what transformers initializes with; keeps activations finite at any depth
 
 
-def dummy_weights(
-    spec: ModelSpec, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0
-) -> DecoderWeights:
-    """Weights that depend only on the shape, the dtype and the seed. Norms are ones."""
-    return dummy_room(spec, dtype, device, seed).filled()
-
-
 def dummy_room(spec: ModelSpec, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> Room:
-    """The same in two steps."""
+    """To be filled with weights that depend only on the shape, the dtype and the seed. Norms are ones."""
     weights = empty_weights(spec, dtype, device)
 
     def fill() -> None:

@@ -25,17 +25,6 @@ NAMES_SHOWN = 4
 Progress = Callable[[int, int], None]  # bytes read so far, bytes in all
 
 
-def load_weights(
-    checkpoint: Checkpoint,
-    dtype: torch.dtype,
-    device: torch.device | str = "cpu",
-    progress: Progress | None = None,
-    unpacker: Unpacker | None = None,
-) -> DecoderWeights:
-    """Read every tensor of a checkpoint into fresh memory on a device. Packed ones need an unpacker."""
-    return room_for(checkpoint, dtype, device, progress, unpacker).filled()
-
-
 def room_for(
     checkpoint: Checkpoint,
     dtype: torch.dtype,
@@ -43,7 +32,8 @@ def room_for(
     progress: Progress | None = None,
     unpacker: Unpacker | None = None,
 ) -> Room:
-    """The same in two steps. What a checkpoint lacks, or has too much of, is refused in the first."""
+    """Fresh memory on a device, to be filled with every tensor of a checkpoint; what that lacks, or has too much of, is
+    refused now. Packed tensors need an unpacker."""
     unpacker = unpacker or FloatsOnly()
     targets = _match(checkpoint, unpacker)
     weights = empty_weights(checkpoint.spec, dtype, device)

@@ -31,6 +31,7 @@ from quire.kernels.gpu.split_merge import SplitScratch, is_last, merge_parts, st
 
 _SMALLEST_DOT = 16  # rows a tensor core takes
 _MEASURED_PROCESSORS = 132
+_FEW = 1.46  # pairs of a row and a key head for each processor
 _TILE_BYTES = 16384  # of keys, and as many of values
 _MERGED_AT_ONCE = 8192  # float32 values the merging program holds
 _WARP_VALUES = 4096  # float32 values of the sums that a warp has registers for
@@ -48,20 +49,21 @@ class DecodeTiles(NamedTuple):
 
 
 def _tiles(pairs: int, dim: int, element_bytes: int, processors: int) -> DecodeTiles:
-    """`pairs`: rows times key heads. Measured on an H200 (docs/performance/gpu.md).
+    """`pairs`: rows times key heads. Measured on an H200 (docs/performance/gpu.md 29).
 
     With four stages two programs fit on a processor, with three there are three: so that rows which are not cut fill
     the card once or twice, and each program asks for much at once.
     """
     keys = _TILE_BYTES // (next_power_of_2(dim) * element_bytes)
+    two, three = 2 * processors, 3 * processors
+    few = pairs <= _FEW * processors
     if element_bytes > 2:  # no tensor cores: only right, not fast
-        return DecodeTiles(16, 8, 2, 2 * processors, 3.0)
-    fullness = pairs * _MEASURED_PROCESSORS / processors
-    if fullness <= 192 and dim <= 128:
-        return DecodeTiles(keys, 2, 3, 3 * processors, 3.0)
-    if (dim > 64 and 192 < fullness <= 264) or 396 < fullness <= 528:
-        return DecodeTiles(keys, 4, 4, 2 * processors, 5.5)
-    return DecodeTiles(keys, 4, 3, 3 * processors, 4.0)
+        return DecodeTiles(16, 8, 2, two, 3.0)
+    if few and dim <= 128:
+        return DecodeTiles(keys, 2, 3, three, 3.0)
+    if (dim > 64 and not few and pairs <= two) or three < pairs <= 2 * two:
+        return DecodeTiles(keys, 4, 4, two, 5.5)
+    return DecodeTiles(keys, 4, 3, three, 4.0)
 
 
 @triton.jit

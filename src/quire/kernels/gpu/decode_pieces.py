@@ -24,6 +24,11 @@ FIRST = tl.constexpr(3)  # which piece has the row's first keys; the others foll
 COUNT = tl.constexpr(4)  # pieces of the row
 NUM_FIELDS = tl.constexpr(5)
 
+# What putting a row together takes, in tiles; fitted, with the overheads of `decode_attention`, to what was measured on
+# an H200 (docs/performance/gpu.md 29).
+MERGING_EACH = tl.constexpr(1 / 16)  # piece of the longest row
+MERGING_BESIDE = tl.constexpr(2.0)  # others, if they fill the card
+
 _AT_ONCE = 256  # rows, or places
 _COMPARED_AT_ONCE = 32  # rows
 _CHOICES = 64  # the most pieces of a row
@@ -70,7 +75,7 @@ def _best_share(
     rounds = tl.cdiv(programs, slots).to(tl.float32)
     flowing = (work + overhead * programs) / slots
     waiting = rounds * (work / programs + overhead)
-    merging = tl.where(numbers > 1, numbers / 16 + 2.0 * tl.minimum(programs / slots, 1.0), 0.0)
+    merging = tl.where(numbers > 1, numbers * MERGING_EACH + tl.minimum(programs / slots, 1.0) * MERGING_BESIDE, 0.0)
     times = tl.maximum(tl.maximum(flowing, waiting), shares + overhead) + merging
     times = tl.where((counts <= room) | (numbers == 1), times, float("inf"))
     return tl.sum(tl.where(tl.arange(0, CHOICES) == tl.argmin(times, 0), shares, 0), 0)
