@@ -54,13 +54,15 @@ SHAPES = [
     Shape(group=2, block_size=64),
     Shape(dim=64, group=8, block_size=128, dtype=torch.float16),
     Shape(group=8, block_size=8, kv_heads=1),
-    Shape(group=7, softcap=4.0),
+    Shape(group=7, dtype=torch.float16, softcap=4.0),
     Shape(dim=64, group=3, block_size=64, dtype=torch.float16, window=150),
     Shape(dim=256, group=2, kv_heads=1),
     Shape(dim=256, group=6, block_size=32, kv_heads=1, window=63, softcap=4.0),
     Shape(window=128),
     Shape(group=2, block_size=128, window=600),
     Shape(group=5, dtype=torch.float16, window=1),
+    Shape(group=3),
+    Shape(dim=64, group=71, kv_heads=1),
 ]
 
 

@@ -38,6 +38,7 @@ def test_usual_shapes_are_taken() -> None:
         for group in (1, 2, 3, 4, 5, 7, 8, 16):
             for block_size in (8, 16, 32, 64):
                 assert takes(4096, 8 * group, 8, dim, block_size), (dim, group, block_size)
+    assert takes(heads=71, kv_heads=1, dim=64), "more query heads than half a tile has rows"
     assert takes(block_size=128)
     assert takes(dtype=torch.float16)
     assert takes(rule=replace(PLAIN, window=64, softcap=5.0))
@@ -46,7 +47,6 @@ def test_usual_shapes_are_taken() -> None:
 def test_what_the_kernel_has_not_is_left_to_others() -> None:
     for dim in (32, 80, 96, 512):
         assert not takes(dim=dim)
-    assert not takes(heads=65, kv_heads=1), "more query heads than rows of a group of warps"
     for block_size in (1, 4, 24, 256):
         assert not takes(block_size=block_size)
     assert not takes(dim=256, block_size=128), "a block that is larger than a tile of keys"

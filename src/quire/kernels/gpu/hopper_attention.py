@@ -1,10 +1,11 @@
 """Attention of chunks on Hopper, in Gluon: loads, products and softmax by different warps. Bound by tensor cores.
 
-A program takes tiles of 128 rows from a list, one after the other: tokens of a sequence with all query heads of one key
-head. One warp loads keys and values, some tiles ahead. Two groups of four warps have 64 rows each: while the tensor
-cores add the values of one tile of keys, a group has the scores of the next and takes their softmax. Keys come from the
-last to the first, so that those which a query must not see come first. Keys that were gathered are a store whose pages
-are as large as a tile. Knows nothing of sharing keys between programs: it is for chunks with work for every processor.
+A program takes tiles of 128 rows from a list, one after the other: tokens of a sequence with the query heads of one key
+head, as `work_list` cuts them. One warp loads keys and values, some tiles ahead. Two groups of four warps have 64 rows
+each: while the tensor cores add the values of one tile of keys, a group has the scores of the next and takes their
+softmax. Keys come from the last to the first, so that those which a query must not see come first. Keys that were
+gathered are a store whose pages are as large as a tile. Knows nothing of sharing keys between programs: it is for
+chunks with work for every processor.
 """
 
 from typing import NamedTuple
@@ -21,14 +22,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from quire.kernels.contract import AttentionRule
 from quire.kernels.gpu.described import described
-from quire.kernels.gpu.gluon_names import group_barrier, reciprocal, reinterpreted
-from quire.kernels.gpu.hopper_loading import HALVES, SLAB, first_key, load_tiles, taken
+from quire.kernels.gpu.gluon_names import group_barrier, hyperbolic_tangent, reinterpreted
+from quire.kernels.gpu.hopper_loading import HALVES, ROWS, SLAB, first_key, load_tiles, taken
 from quire.kernels.gpu.key_tile import LOWEST, Rates
 from quire.kernels.gpu.launch import launch
-from quire.kernels.gpu.work_list import FIRST_PLACE, FIRST_ROW, LAST_PLACE, LENGTH
+from quire.kernels.gpu.work_list import FIRST_HEAD, FIRST_PLACE, FIRST_TOKEN, LAST_PLACE, LENGTH
 
-_ROWS = gl.constexpr(64)  # of a group: what a product of four warps takes
 _WARPS = gl.constexpr(4)  # of a group
+TILE_ROWS: int = HALVES.value * ROWS.value
 _SHORT_WINDOW = 512  # keys
 _REGISTERS = 168  # of each thread at the start: all that 12 warps can have. The loader gives the groups of its own
 
@@ -52,7 +53,7 @@ def _tiles(is_paged: bool, dim: int, window: int = 0) -> HopperTiles:
 
 @gluon.constexpr_function
 def _product_layout(columns):
-    """How the sums of a product [_ROWS, columns] lie in the registers of a group."""
+    """How the sums of a product [ROWS, columns] lie in the registers of a group."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
@@ -69,9 +70,10 @@ def _hide(scores, at, places, window, TILE: gl.constexpr, WINDOWED: gl.constexpr
 
 @gluon.jit
 def _capped(scores, cap_rate, CAPPED: gl.constexpr):
-    """The tanh of the scores, if they are capped; in units of the rate (see `key_tile`)."""
+    """The tanh of the scores, if they are capped. Its error is below that of the weights, which have eight bits or
+    eleven, and it is all that a cap costs: the unit for such functions has an exponential for each score already."""
     if CAPPED:
-        scores = 1.0 - 2.0 * reciprocal(1.0 + gl.exp2(scores * cap_rate))
+        scores = hyperbolic_tangent(scores * cap_rate)
     return scores
 
 
@@ -126,7 +128,7 @@ def _over_tiles(
         slot_before = (count - 1) % STAGES
         phase_before = ((count - 1) // STAGES) & 1
         mbarrier.wait(k_ready.index(slot), (count // STAGES) & 1)
-        zeros = gl.zeros([_ROWS, TILE], gl.float32, _product_layout(TILE))
+        zeros = gl.zeros([ROWS, TILE], gl.float32, _product_layout(TILE))
         asked = warpgroup_mma(queries, k_bufs.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
         mbarrier.wait(v_ready.index(slot_before), phase_before)
         adding = warpgroup_mma(weights, v_bufs.index(slot_before), gathered, is_async=True)
@@ -170,18 +172,18 @@ def _attend_item(
         seen = gl.maximum(gl.maximum(last_place - window + TILE, 0) // TILE * TILE, first)
     slot = count % STAGES
     mbarrier.wait(k_ready.index(slot), (count // STAGES) & 1)
-    zeros = gl.zeros([_ROWS, TILE], gl.float32, _product_layout(TILE))
+    zeros = gl.zeros([ROWS, TILE], gl.float32, _product_layout(TILE))
     asked = warpgroup_mma(queries, k_bufs.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
     scores = _capped(warpgroup_mma_wait(0, deps=[asked]), cap_rate, CAPPED)
     mbarrier.arrive(k_empty.index(slot), count=1)
     if PAGED:  # values that were gathered end in zeros
         _zero_unseen(v_pages, v_ready, count, last, seen_first, gl.load(item + LENGTH), TILE, DIM, STAGES, PAGE)
-    running_max = gl.full([_ROWS], LOWEST, gl.float32, row_layout)
-    running_sum = gl.zeros([_ROWS], gl.float32, row_layout)
+    running_max = gl.full([ROWS], LOWEST, gl.float32, row_layout)
+    running_sum = gl.zeros([ROWS], gl.float32, row_layout)
     scores = _hide(scores, last, places, window, TILE, WINDOWED)
     heavy, _, running_max, running_sum = _soften(scores, rate, running_max, running_sum)
     weights = gl.convert_layout(heavy.to(k_bufs.dtype), weights_layout)
-    gathered = gl.zeros([_ROWS, DIM], gl.float32, _product_layout(DIM))
+    gathered = gl.zeros([ROWS, DIM], gl.float32, _product_layout(DIM))
     weights, gathered, running_max, running_sum, count = _over_tiles(
         queries, buffers, barriers, weights, gathered, running_max, running_sum, places, rates, window, count + 1,
         last - TILE, edge - TILE, True, TILE, STAGES, WINDOWED, CAPPED,
@@ -201,15 +203,14 @@ def _attend_item(
 
 @gluon.jit
 def _fetch_queries(
-    query, target, first_row, kv_head, tokens_left, strides,
-    HALF: gl.constexpr, TOKENS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
-):  # fmt: skip
-    """By the group itself: the copy engine loads powers of two. Rows left over repeat the last token."""
+    query, target, first_token, first_row, kv_head, tokens_left, strides, GROUP: gl.constexpr, DIM: gl.constexpr
+):
+    """By the group itself: the copy engine loads whole tokens, powers of two. Rows left over repeat the last token."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [_WARPS, 1], [1, 0])
-    rows = gl.arange(0, _ROWS, layout=gl.SliceLayout(1, layout))
+    rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     dims = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
     row_stride, head_stride = strides
-    tokens = first_row + gl.minimum(HALF * (TOKENS // HALVES) + rows // GROUP, tokens_left)
+    tokens = first_token + gl.minimum(rows // GROUP, tokens_left)
     places = tokens.to(gl.int64) * row_stride + (kv_head * GROUP + rows % GROUP) * head_stride
     fetched = gl.load(query + gl.expand_dims(places, 1) + gl.expand_dims(dims, 0))
     group_barrier()  # all of the group have multiplied by those before
@@ -221,7 +222,7 @@ def _fetch_queries(
 @gluon.jit
 def _attend(
     query, output, items, buffers, barriers, total, kv_heads, window, query_strides, output_stride, rates,
-    HALF: gl.constexpr, TOKENS: gl.constexpr, TILE: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
+    HALF: gl.constexpr, TILE: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
     STAGES: gl.constexpr, PAGE: gl.constexpr, PAGED: gl.constexpr, WINDOWED: gl.constexpr, CAPPED: gl.constexpr,
     PACKED: gl.constexpr,
 ):  # fmt: skip
@@ -231,24 +232,23 @@ def _attend(
     q_ready, q_empty, _, _, v_ready, v_empty = barriers
     queries = q_bufs.index(HALF)
     if PACKED:
-        queries = queries.reshape([_ROWS, DIM])
-    tokens = HALF * (TOKENS // HALVES) + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, _product_layout(TILE))) // GROUP
-    rows = gl.arange(0, _ROWS, layout=gl.SliceLayout(1, out_layout))
+        queries = queries.reshape([ROWS, DIM])
     dims = gl.arange(0, DIM, layout=gl.SliceLayout(0, out_layout))
     count = 0
     done = 0
     for turn in range(gl.cdiv(total, gl.num_programs(0))):
         item, kv_head, last_place = taken(items, turn, total, kv_heads)
         if last_place >= 0:
-            first_row, first_place = gl.load(item + FIRST_ROW), gl.load(item + FIRST_PLACE)
+            first_token, first_place = gl.load(item + FIRST_TOKEN), gl.load(item + FIRST_PLACE)
             tokens_left = last_place - first_place
-            places = gl.minimum(first_place + tokens, last_place)  # rows left over see what the last does
+            first_row = HALF * ROWS  # counted from the first head of the first token
             if PACKED:
                 mbarrier.wait(q_ready.index(HALF), done & 1)
             else:
-                _fetch_queries(
-                    query, queries, first_row, kv_head, tokens_left, query_strides, HALF, TOKENS, GROUP, DIM
-                )  # fmt: skip
+                first_row += gl.load(item + FIRST_HEAD)
+                _fetch_queries(query, queries, first_token, first_row, kv_head, tokens_left, query_strides, GROUP, DIM)
+            rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, _product_layout(TILE)))
+            places = gl.minimum(first_place + rows // GROUP, last_place)  # rows left over see what the last does
             weights, gathered, running_sum, count = _attend_item(
                 item, buffers, barriers, queries, places, rates, window, count,
                 TILE, DIM, STAGES, PAGE, PAGED, WINDOWED, CAPPED,
@@ -263,12 +263,11 @@ def _attend(
             done += 1
             running_sum = gl.convert_layout(running_sum, gl.SliceLayout(1, out_layout))
             answer = (gathered / gl.expand_dims(running_sum, 1)).to(v_bufs.dtype)
-            answered = HALF * (TOKENS // HALVES) + rows // GROUP
-            present = (answered <= tokens_left) & (rows // GROUP < TOKENS // HALVES)
-            columns = (kv_head * GROUP + rows % GROUP) * DIM
-            offsets = (first_row + answered).to(gl.int64) * output_stride + columns
+            answered = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, out_layout))
+            columns = (kv_head * GROUP + answered % GROUP) * DIM
+            offsets = (first_token + answered // GROUP).to(gl.int64) * output_stride + columns
             targets = output + gl.expand_dims(offsets, 1) + gl.expand_dims(dims, 0)
-            gl.store(targets, answer, mask=gl.expand_dims(present, 1))
+            gl.store(targets, answer, mask=gl.expand_dims(answered // GROUP <= tokens_left, 1))
 
 
 @gluon.jit
@@ -286,8 +285,8 @@ def _new_barriers(NUMBER: gl.constexpr, READY: gl.constexpr, EMPTY: gl.constexpr
 def _hopper_kernel(
     query, store, tables, items, output, total, kv_heads, window, table_stride, page_rows, side_rows, side_columns,
     query_row_stride, query_head_stride, output_stride, rate, cap_rate,
-    TOKENS: gl.constexpr, TILE: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr,
-    PAGE: gl.constexpr, WINDOWED: gl.constexpr, CAPPED: gl.constexpr, PACKED: gl.constexpr,
+    TILE: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr,
+    WINDOWED: gl.constexpr, CAPPED: gl.constexpr, PACKED: gl.constexpr,
     REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program: places of the list, as its turns come. total: places times key heads."""
@@ -296,9 +295,9 @@ def _hopper_kernel(
     tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, DIM], store.dtype)
     page_layout: gl.constexpr = store.layout
     if PACKED:
-        q_bufs = gl.allocate_shared_memory(store.dtype, [HALVES, TOKENS // HALVES, GROUP, DIM], query.layout)
+        q_bufs = gl.allocate_shared_memory(store.dtype, [HALVES, ROWS // GROUP, GROUP, DIM], query.layout)
     else:
-        q_bufs = gl.allocate_shared_memory(store.dtype, [HALVES, _ROWS, DIM], tile_layout)
+        q_bufs = gl.allocate_shared_memory(store.dtype, [HALVES, ROWS, DIM], tile_layout)
     k_bufs = gl.allocate_shared_memory(store.dtype, [STAGES, TILE, DIM], tile_layout)
     v_bufs = gl.allocate_shared_memory(store.dtype, [STAGES, TILE, DIM], tile_layout)
     k_pages = reinterpreted(k_bufs, [PAGES, PAGE, SLAB], page_layout)
@@ -312,18 +311,12 @@ def _hopper_kernel(
     fence_async_shared()
     gl.warp_specialize([
         (_attend, (query, output, items, buffers, barriers, total, kv_heads, window, strides, output_stride, rates,
-                   0, TOKENS, TILE, GROUP, DIM, STAGES, PAGE, PAGED, WINDOWED, CAPPED, PACKED)),
+                   0, TILE, GROUP, DIM, STAGES, PAGE, PAGED, WINDOWED, CAPPED, PACKED)),
         (_attend, (query, output, items, buffers, barriers, total, kv_heads, window, strides, output_stride, rates,
-                   1, TOKENS, TILE, GROUP, DIM, STAGES, PAGE, PAGED, WINDOWED, CAPPED, PACKED)),
+                   1, TILE, GROUP, DIM, STAGES, PAGE, PAGED, WINDOWED, CAPPED, PACKED)),
         (load_tiles, (query, store, tables, items, buffers, barriers, total, kv_heads, window, table_stride, page_rows,
-                      side_rows, side_columns, TOKENS, TILE, GROUP, DIM, STAGES, PAGE, WINDOWED, PACKED)),
+                      side_rows, side_columns, TILE, GROUP, DIM, STAGES, PAGE, WINDOWED, PACKED)),
     ], [_WARPS, 1], [REGISTERS, LOADER_REGISTERS])  # fmt: skip
-
-
-def tile_tokens(group: int) -> int:
-    """Of a tile of rows: its groups of warps have whole tokens each."""
-    tokens: int = HALVES.value * (_ROWS.value // group)
-    return tokens
 
 
 def largest_page(dim: int, window: int) -> int:
@@ -341,7 +334,7 @@ def hopper_attention(
     query: Tensor,  # [tokens, heads, dim], strided
     pages: Tensor,  # [pages, 2, page_size, kv_heads, dim], strided: a layer of the store, or gathered_pages
     tables: Tensor | None,  # [sequences, width] int32; None: one sequence, pages in order, zeros behind its last key
-    items: Tensor,  # what work_list says, with tile_tokens to a tile
+    items: Tensor,  # what work_list says, with TILE_ROWS to a tile
     rule: AttentionRule,
     output: Tensor,  # [tokens, heads * dim]; tokens of no sequence are left as they are
     num_programs: int,  # as many as run at once
@@ -353,7 +346,7 @@ def hopper_attention(
     page_stride, side_stride, slot_stride = pages.stride()[:3]
     tiles = tiles or _tiles(tables is not None, dim, rule.window)
     group = heads // kv_heads
-    tokens, is_packed = tile_tokens(group), group.bit_count() == 1
+    is_packed = ROWS.value % group == 0
     assert tiles.keys % page_size == 0, (tiles, page_size)
     assert pages.stride(3) == dim and pages.stride(4) == output.stride(1) == query.stride(2) == 1
     # Values lie whole rows behind their keys, as in the store, or in the same rows, as gathered ones do.
@@ -361,15 +354,17 @@ def hopper_attention(
     page_rows = page_stride // slot_stride
     num_rows = (num_pages - 1) * page_rows + side_rows + page_size
     flat = pages.as_strided((num_rows, side_columns + kv_heads * dim), (slot_stride, 1))
+    cap_rate = rule.scale / rule.softcap if rule.softcap else 0.0
     registers = (3 * _REGISTERS - tiles.loader_registers) // 2 // 8 * 8
     total = len(items) * kv_heads
     launch(
         _hopper_kernel, (min(total, num_programs),),
-        described(query, tokens // HALVES.value, group, dim) if is_packed else query,
+        described(query, ROWS.value // group, group, dim) if is_packed else query,
         described(flat, page_size, SLAB.value),
         tables, items, output, total, kv_heads, rule.window, 0 if tables is None else tables.stride(0),
-        page_rows, side_rows, side_columns, query.stride(0), query.stride(1), output.stride(0), *Rates.of(rule),
-        TOKENS=tokens, TILE=tiles.keys, GROUP=group, DIM=dim, STAGES=tiles.stages, PAGE=page_size,
+        page_rows, side_rows, side_columns, query.stride(0), query.stride(1), output.stride(0),
+        Rates.of(rule).rate, cap_rate,
+        TILE=tiles.keys, GROUP=group, DIM=dim, STAGES=tiles.stages, PAGE=page_size,
         WINDOWED=rule.window > 0, CAPPED=rule.softcap > 0, PACKED=is_packed,
         REGISTERS=registers, LOADER_REGISTERS=tiles.loader_registers, num_warps=_WARPS.value, maxnreg=_REGISTERS,
     )  # fmt: skip

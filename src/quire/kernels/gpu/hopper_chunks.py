@@ -8,7 +8,7 @@ from quire.kernels.gpu.hopper_card import hopper_processors, tell_broken
 from quire.kernels.gpu.work_list import work_list
 
 try:
-    from quire.kernels.gpu.hopper_attention import gathered_pages, hopper_attention, largest_page, tile_tokens
+    from quire.kernels.gpu.hopper_attention import TILE_ROWS, gathered_pages, hopper_attention, largest_page
 except (ImportError, AttributeError) as error:
     _missing = f"{type(error).__name__}: {error}"
 else:
@@ -18,7 +18,6 @@ _INSTEAD = "attention of chunks by the kernels for every card"
 _DTYPES = (torch.bfloat16, torch.float16)
 _DIMS = (64, 128, 256)
 _PAGE_SIZES = (8, 16, 32, 64, 128)  # of whole rows of eight, that fill a tile of keys
-_LARGEST_GROUP = 64  # query heads of a key head: half a tile
 _MOST_ROWS = 1 << 31  # of the store: the copy engine counts in 32 bits
 
 
@@ -42,19 +41,19 @@ class HopperChunks:
         _, heads, dim = query.shape
         _, _, block_size, kv_heads, _ = kv_layer.shape
         group = heads // kv_heads
-        if self._is_broken or group > _LARGEST_GROUP or dim not in _DIMS or query.dtype not in _DTYPES:
+        if self._is_broken or dim not in _DIMS or query.dtype not in _DTYPES:
             return False
         if block_size not in _PAGE_SIZES or block_size > largest_page(dim, rule.window):
             return False
         is_regular = kv_layer.dtype == query.dtype and _is_regular(kv_layer) and query.data_ptr() % 16 == 0
-        num_tiles = -(-num_tokens // tile_tokens(group)) * kv_heads
+        num_tiles = -(-num_tokens * group // TILE_ROWS) * kv_heads
         return is_regular and 2 * num_tiles > self._num_processors
 
     def list_work(self, query: Tensor, kv_layer: Tensor, starts: Tensor, lengths: Tensor, first_token: int) -> Tensor:
         """For every layer of a step."""
         num_tokens, heads, _ = query.shape
         group = heads // kv_layer.shape[3]
-        return work_list(starts, lengths, num_tokens - first_token, first_token, tile_tokens(group))
+        return work_list(starts, lengths, num_tokens - first_token, first_token, TILE_ROWS, group)
 
     def attend(
         self,

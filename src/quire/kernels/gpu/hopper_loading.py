@@ -1,7 +1,7 @@
 """Which tiles the programs of Hopper's attention take in their turns, and the warp of each that loads them, in Gluon.
 
 Keys and values come through the copy engine, page by page, as soon as those who compute with them have left room; so do
-queries, where a key head has as many as it can load. Knows nothing of what is computed.
+queries, where a key head has as many as make whole tokens of half a tile. Knows nothing of what is computed.
 """
 
 from triton.experimental import gluon
@@ -9,9 +9,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from quire.kernels.gpu.gluon_names import load_block
-from quire.kernels.gpu.work_list import FIRST_PLACE, FIRST_ROW, LAST_PLACE, LENGTH, NUM_FIELDS, SEQUENCE
+from quire.kernels.gpu.work_list import FIRST_PLACE, FIRST_TOKEN, LAST_PLACE, LENGTH, NUM_FIELDS, SEQUENCE
 
 HALVES = gl.constexpr(2)  # of a tile of rows: the groups of warps that compute
+ROWS = gl.constexpr(64)  # of a half: what a product of four warps takes
 SLAB = gl.constexpr(64)  # columns that lie together in shared memory: 128 bytes
 
 
@@ -73,15 +74,12 @@ def _load_tile(
 
 
 @gluon.jit
-def _load_queries(
-    query, first_row, kv_head, q_bufs, q_ready, q_empty, done,
-    TOKENS: gl.constexpr, GROUP: gl.constexpr,
-):  # fmt: skip
+def _load_queries(query, first_token, kv_head, q_bufs, q_ready, q_empty, done, GROUP: gl.constexpr):
     """The queries of a tile of rows, as soon as those before are done with."""
     for half in gl.static_range(HALVES):
         mbarrier.wait(q_empty.index(half), (done & 1) ^ 1)
         mbarrier.expect(q_ready.index(half), query.block_type.nbytes)
-        source = [first_row + half * (TOKENS // HALVES), kv_head * GROUP, 0]
+        source = [first_token + half * (ROWS // GROUP), kv_head * GROUP, 0]
         load_block(query, source, q_ready.index(half), q_bufs.index(half))
 
 
@@ -89,8 +87,8 @@ def _load_queries(
 def load_tiles(
     query, store, tables, items, buffers, barriers, total, kv_heads, window, table_stride, page_rows, side_rows,
     side_columns,
-    TOKENS: gl.constexpr, TILE: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr,
-    PAGE: gl.constexpr, WINDOWED: gl.constexpr, PACKED: gl.constexpr,
+    TILE: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr,
+    WINDOWED: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """The warp that loads: for each tile of rows its queries, if they are packed, and its tiles of keys and values."""
     PAGES: gl.constexpr = TILE // PAGE
@@ -101,7 +99,7 @@ def load_tiles(
     for turn in range(gl.cdiv(total, gl.num_programs(0))):
         item, kv_head, last_place = taken(items, turn, total, kv_heads)
         if last_place >= 0:
-            first_row = gl.load(item + FIRST_ROW)
+            first_token = gl.load(item + FIRST_TOKEN)
             first = first_key(item, window, WINDOWED)
             last_page = (gl.load(item + LENGTH) - 1) // PAGE
             table = tables
@@ -114,7 +112,7 @@ def load_tiles(
                 column = kv_head * DIM
                 _load_tile(store, rows, 0, column, k_ready, k_empty, k_pages, count, TILE, DIM, STAGES, PAGE)
                 if PACKED and i == 0:
-                    _load_queries(query, first_row, kv_head, q_bufs, q_ready, q_empty, done, TOKENS, GROUP)
+                    _load_queries(query, first_token, kv_head, q_bufs, q_ready, q_empty, done, GROUP)
                 column += side_columns
                 _load_tile(store, rows, side_rows, column, v_ready, v_empty, v_pages, count, TILE, DIM, STAGES, PAGE)
                 count += 1

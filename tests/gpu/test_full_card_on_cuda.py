@@ -1,0 +1,68 @@
+"""A step that finds no memory on the card costs the largest request alone; when there is room again, it is answered.
+
+The allocator is bounded a little above what it holds, and not the card filled up: others may be at work on it.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from quire.core.sampling import SamplingParams
+from quire.core.step import FinishReason
+from quire.engine.door import Door
+from quire.engine.engine import Engine
+from quire.engine.local import LocalFront
+from quire.formats.shapes import SHAPES
+from quire.kernels.select import select_kernels
+from quire.kv.manager import KVManager
+from quire.models.decoder import Decoder
+from quire.runner.kv_store import new_store
+from quire.runner.model_runner import ModelRunner
+from quire.sched.scheduler import Scheduler
+from quire.weights.dummy import dummy_room
+
+CUDA = torch.device("cuda")
+NUM_BLOCKS, BLOCK_SIZE, LENGTH, ROWS = 600, 16, 8192, 8
+LEFT = 48 << 20  # bytes: enough for a few tokens, and not for the 6,144 numbers of each of thousands
+SMALL = [[11 * place + token for token in range(20 + place)] for place in range(4)]
+LARGE = [token % 1000 for token in range(6000)]
+PARAMS = SamplingParams(temperature=0, max_tokens=24)
+
+
+@contextmanager
+def almost_full() -> Iterator[None]:
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(CUDA).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + LEFT) / total)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def answers(front: LocalFront, prompts: list[list[int]]) -> list[tuple[list[int], str | None]]:
+    tickets = [front.submit(prompt, PARAMS) for prompt in prompts]
+    while not all(ticket.finished for ticket in tickets):
+        front.turn()
+    return [(ticket.output().outputs[0].token_ids, ticket.output().outputs[0].finish_reason) for ticket in tickets]
+
+
+def test_a_full_card_fails_the_largest_and_nobody_else() -> None:
+    spec = replace(SHAPES["qwen3-0.6b"], num_layers=2)
+    model = Decoder(spec, dummy_room(spec, torch.float32, CUDA, 3).filled(), select_kernels("cuda").kernels, LENGTH)
+    stores = new_store(model.kv_geometry, NUM_BLOCKS, BLOCK_SIZE, CUDA)
+    runner = ModelRunner(model, stores, max_rows=ROWS, max_length=LENGTH)
+    scheduler = Scheduler(KVManager(NUM_BLOCKS, BLOCK_SIZE, ROWS), max_rows=ROWS, max_step_tokens=LENGTH)
+    door = Door(spec.vocab_size, (), LENGTH, ROWS, NUM_BLOCKS, BLOCK_SIZE)
+    front = LocalFront(Engine(scheduler, runner, door, depth=1, seed=0, clock=lambda: 0.0), None)
+
+    alone = answers(front, SMALL)
+    with almost_full():
+        *small, (said, reason) = answers(front, [*SMALL, LARGE])
+    assert (said, reason) == ([], FinishReason.OUT_OF_MEMORY.value)
+    assert small == alone and all(len(tokens) == PARAMS.max_tokens for tokens, _ in small)
+    [(said, reason)] = answers(front, [LARGE])
+    assert (len(said), reason) == (PARAMS.max_tokens, "length"), "room again, and it is answered"
