@@ -329,8 +329,12 @@ def test_regrets_add_up_by_shape_until_they_reach_the_cost_of_recording() -> Non
     assert regrets.better_built(chunk, Shape(4, 1, 9)), "1.625 s, and building takes 1"
     assert not regrets.better_built(chunk, Shape(4, 1, 8)), "1.5 s: little more"
     assert not regrets.better_built(Shape(3, 1, 20), Shape(3, 1, 20)), "it computes as long, whoever launches it"
-    tries = [regrets.worth(chunk, None, missing) for _ in range(8)]
-    assert tries == [None] * 7 + [Shape(4, 1, 8)], "building costs 1 s, of which 0.75 pass while the device computes"
+    tries = [regrets.worth(chunk, None, missing) for _ in range(12)]
+    assert tries == [None] * 11 + [Shape(4, 1, 8)], "0.25 s each, the rest passes while the device computes; 2 s and 1"
+    long = Shape(3, 1, 13)
+    assert regrets.better_built(long, Shape(3, 1, 14)), "2.125 s in the place of 2, in which the next is built"
+    assert not regrets.better_built(long, long)
+    assert not regrets.better_built(Shape(2, 1, 13), Shape(3, 1, 15)), "1.875 s: the host would be in the way"
 
 
 class Full(OracleModel):

@@ -11,6 +11,8 @@ from quire.runner.shapes import Shape
 
 _BUILDS = 2  # times that everything is launched to record it; a step that is built is launched once
 _LITTLE = 1.5  # times as long as it could take a step may take, rather than keep the host from all else
+_UNSEEN = 2  # times as long as building takes a step computes that the next can be built behind
+_LEAST = 1.03  # times as long as it could take such a step may take
 
 
 class Regrets:
@@ -29,11 +31,15 @@ class Regrets:
         self._quickest_s[kind] = min(seconds, self._quickest_s.get(kind, seconds))
 
     def better_built(self, step: Shape, shape: Shape) -> bool:
-        """Whether a step takes much longer in a shape that holds it than built launch by launch."""
+        """Whether a step takes longer in a shape that holds it than built launch by launch: much longer, or, where
+        steps compute so long that nobody waits for the host, a little."""
         recording_s = self._quickest_s.get(bool(step.chunks))
         if recording_s is None or self.token_s is None:
             return False
-        return self.token_s * shape.size > _LITTLE * max(recording_s / _BUILDS, self.token_s * step.size)
+        building_s, own_s, padded_s = recording_s / _BUILDS, self.token_s * step.size, self.token_s * shape.size
+        if own_s >= _UNSEEN * building_s:
+            return padded_s > _LEAST * own_s
+        return padded_s > _LITTLE * max(building_s, own_s)
 
     def worth(self, step: Shape, ran_as: Shape | None, missing: Iterable[Shape]) -> Shape | None:
         """The missing shape to record now, when a step runs as another or (None) is built launch by launch."""
@@ -46,4 +52,5 @@ class Regrets:
         else:  # meanwhile the device computes the step before
             lost_s = recording_s / _BUILDS - self.token_s * step.size
         self._lost_s[wanted] += max(lost_s, 0.0)
-        return wanted if self._lost_s[wanted] >= recording_s else None
+        computing_s = self.token_s * wanted.tokens  # what is recorded is also done
+        return wanted if self._lost_s[wanted] >= recording_s + computing_s else None
