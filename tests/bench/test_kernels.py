@@ -6,7 +6,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.bench.attention_work import WORKS, Span, Work, chunks, even, uneven
+from quire.bench.attention_work import WORKS, Span, Work, chunks, even, find, uneven
 from quire.bench.kernels import Figure, HeadShape, step_of
 from quire.cli import kernel_bench
 from quire.cli.main import app
@@ -27,6 +27,14 @@ def test_without_a_gpu_it_says_so() -> None:
         (("--heads", "10", "--kv-heads", "4"), ("10", "4")),
         (("--window", "-1"), ("-1",)),
         (("--beside", "flashinfer"), ("fa3", "torch")),
+        (("--block-size", "512"), ("512", "256")),
+        (("--dtype", "float32"), ("float32", "bfloat16")),
+        (("--steps", "64x4096"), ("64x4096", "decode 64x4096")),
+        (("--steps", "decode 8x64,chunk 1"), ("chunk 1", "2 tokens")),
+        (("--steps", "decode 0x64"), ("decode 0x64", "1 row")),
+        (("--steps", "decode 1x10..20"), ("decode 1x10..20", "2 rows")),
+        (("--steps", "decode 3x20..10"), ("decode 3x20..10", "shorter comes first")),
+        (("--steps", "chunks 100x100000"), ("10,000,000", "8,388,608")),
     ],
 )
 def test_what_cannot_be_measured(arguments: tuple[str, ...], named: tuple[str, ...]) -> None:
@@ -60,17 +68,24 @@ def test_names_and_lengths() -> None:
     assert all(work.decodes or all(span.num_new > 1 for span in work.spans) for work in WORKS)
 
 
+def test_a_step_is_found_by_the_name_that_the_table_has() -> None:
+    for work in (*WORKS, even(24, 700), uneven(9, 10, 2000), chunks(1, 300, 5000), chunks(3, 40), even(1, 1)):
+        assert find(work.name) == work
+    assert find("chunks 1x300") == chunks(1, 300)
+
+
+@pytest.mark.parametrize("size", [16, 32])
 @pytest.mark.parametrize("work", [uneven(5, 3, 70), chunks(2, 9, 40), chunks(1, 33)], ids=lambda work: work.name)
-def test_every_sequence_has_keys_of_its_own(work: Work) -> None:
+def test_every_sequence_has_keys_of_its_own(work: Work, size: int) -> None:
     """Attention over pages is attention over each sequence's keys in a row."""
-    shape = HeadShape(4, 2, 16, window=20, dtype=torch.float32)
+    shape = HeadShape(4, 2, 16, window=20, dtype=torch.float32, block_size=size)
     ragged, query, layers = step_of(work, shape, torch.device("cpu"))
     assert len(layers) == 32
-    given = ReferenceKernels().plan(ragged, 16).attend(query, layers[1], shape.rule)
+    given = ReferenceKernels().plan(ragged, size).attend(query, layers[1], shape.rule)
     first = 0
     blocks: set[int] = set()
     for span, table in zip(work.spans, ragged.tables, strict=True):
-        own = table[: -(-span.length // 16)].tolist()
+        own = table[: -(-span.length // size)].tolist()
         assert 0 not in own and blocks.isdisjoint(own), "block 0 is nobody's"
         blocks |= set(own)
         keys, values = layers[1][own].transpose(0, 1).reshape(2, -1, 2, 16)[:, : span.length].transpose(1, 2)
@@ -88,8 +103,8 @@ def test_the_table_has_both_and_their_ratio(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     figures = [Figure("decode 8x64", 12.0, 3.5, "TB/s", 10.0), Figure("chunk 512", 80.0, 400.0, "TFLOP/s")]
-    monkeypatch.setattr(kernel_bench, "measure_kernels", lambda shape, beside: iter(figures))
-    kernel_bench.kernels(HeadShape(), "torch", as_json=False)
+    monkeypatch.setattr(kernel_bench, "measure_kernels", lambda shape, beside, works: iter(figures))
+    kernel_bench.kernels(HeadShape(), WORKS, "torch", as_json=False)
     said = capsys.readouterr().out
     [first] = [line for line in said.splitlines() if "decode" in line]
     [second] = [line for line in said.splitlines() if "chunk" in line]

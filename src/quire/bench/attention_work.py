@@ -1,7 +1,14 @@
 """Steps that attention is measured by: how long their sequences are, and what they ask for at the least. No torch."""
 
+import re
 from random import Random
 from typing import NamedTuple
+
+from quire.core.errors import ConfigError, shown
+
+_DECODE = re.compile(r"decode ([0-9]{1,9})x([0-9]{1,9})(?:\.\.([0-9]{1,9}))?")
+_CHUNKS = re.compile(r"chunks? (?:([0-9]{1,9})x)?([0-9]{1,9})(?:\+([0-9]{1,9}))?")
+_MOST_KEYS = 1 << 23  # of all sequences: 32 GiB a layer with 8 key heads of 128
 
 
 class Span(NamedTuple):
@@ -64,3 +71,33 @@ WORKS = (
     chunks(1, 512), chunks(1, 2048), chunks(1, 8192), chunks(1, 32768), chunks(4, 512), chunks(16, 128, 896),
     chunks(1, 2048, 6144),
 )  # fmt: skip
+
+
+def find(name: str) -> Work:
+    """A step by such a name, whatever its numbers: decode 24x700, decode 9x10..2000, chunk 300+5000, chunks 3x40."""
+    decode, chunk = _DECODE.fullmatch(name), _CHUNKS.fullmatch(name)
+    if decode is not None:
+        rows, shortest, longest = int(decode[1]), int(decode[2]), int(decode[3] or decode[2])
+        _check(name, rows * longest, rows > 0 and 0 < shortest <= longest and (rows > 1 or decode[3] is None))
+        return even(rows, shortest) if decode[3] is None else uneven(rows, shortest, longest)
+    if chunk is not None:
+        count, num_new, num_before = int(chunk[1] or 1), int(chunk[2]), int(chunk[3] or 0)
+        _check(name, count * (num_new + num_before), count > 0 and num_new > 1)
+        return chunks(count, num_new, num_before)
+    raise ConfigError(
+        f"there is no step {shown(name)}; steps are written as in the table: decode 64x4096 (rows, and keys of each), "
+        "decode 64x100..1900, chunk 2048+6144 (tokens behind so many keys), chunks 16x128+896."
+    )
+
+
+def _check(name: str, most_keys: int, is_step: bool) -> None:
+    if not is_step:
+        raise ConfigError(
+            f"{name} is no step: there is 1 row or chunk at the least, 1 key to a row and 2 tokens to a chunk; of two "
+            "lengths, for 2 rows or more, the shorter comes first."
+        )
+    if most_keys > _MOST_KEYS:
+        raise ConfigError(
+            f"{name} has up to {most_keys:,} keys, more than the {_MOST_KEYS:,} that are measured at most; ask for "
+            "fewer or shorter sequences."
+        )

@@ -21,7 +21,6 @@ from quire.kernels.gpu.backends.share import OWN, Backends
 from quire.kernels.gpu.hopper_chunks import HopperChunks
 from quire.kernels.select import settle_attention
 
-_BLOCK_SIZE = 16
 _CACHE_BYTES = 1 << 28  # more than any GPU keeps on the chip
 _MOST_LAYERS = 32
 _REPLAYS = 7
@@ -37,6 +36,7 @@ class HeadShape(NamedTuple):
     window: int = 0  # 0: none
     softcap: float = 0.0  # 0: none
     dtype: torch.dtype = torch.bfloat16
+    block_size: int = 16
 
     @property
     def rule(self) -> AttentionRule:
@@ -65,19 +65,19 @@ class Step(NamedTuple):
     layers: list[Tensor]  # [blocks, 2, block_size, kv_heads, dim] each
 
 
-def measure_kernels(shape: HeadShape, beside: str | None = None) -> Iterator[Figure]:
+def measure_kernels(shape: HeadShape, beside: str | None = None, works: Sequence[Work] = WORKS) -> Iterator[Figure]:
     """One figure after the other, as it is found."""
     if not torch.cuda.is_available():
         raise ConfigError("There is no GPU here; the times of its kernels need one.", param="device")
     backends = None if beside is None else library(beside, shape)
-    for work in WORKS:
+    for work in works:
         yield measure(work, shape, backends)
 
 
 def library(name: str, shape: HeadShape) -> Backends:
     """A library's attention, after a small trial."""
     device = torch.device("cuda")
-    needs = AttentionNeeds(shape.queries, shape.keys, shape.dim, shape.dtype, _BLOCK_SIZE, (shape.rule,))
+    needs = AttentionNeeds(shape.queries, shape.keys, shape.dim, shape.dtype, shape.block_size, (shape.rule,))
     here = Surroundings(torch.cuda.get_device_capability(), find_backends())
     backends, _ = settle_attention(name, needs, here, device)
     assert backends.recordable, name
@@ -101,7 +101,7 @@ def step_of(work: Work, shape: HeadShape, device: torch.device) -> Step:
     """Every sequence has its own blocks, scattered over a store whose layers together exceed the cache."""
     lengths = [span.length for span in work.spans]
     news = [span.num_new for span in work.spans]
-    num_blocks = [-(-length // _BLOCK_SIZE) for length in lengths]
+    num_blocks = [-(-length // shape.block_size) for length in lengths]
     scattered = 1 + torch.randperm(sum(num_blocks), device=device).int()
     tables = torch.nn.utils.rnn.pad_sequence([*torch.split(scattered, num_blocks)], batch_first=True)
     starts = torch.tensor([0, *news], device=device).cumsum(0).int()
@@ -109,9 +109,9 @@ def step_of(work: Work, shape: HeadShape, device: torch.device) -> Step:
     places = torch.arange(sum(news), device=device)  # attention reads neither positions nor slots
     num_decodes = len(lengths) if work.decodes else 0
     ragged = Ragged(places, places, tables, starts, context_lengths, places, num_decodes)
-    layer_bytes = shape.num_bytes(sum(num_blocks) * _BLOCK_SIZE)
+    layer_bytes = shape.num_bytes(sum(num_blocks) * shape.block_size)
     num_layers = max(2, min(_MOST_LAYERS, _CACHE_BYTES // layer_bytes + 1))
-    size = (sum(num_blocks) + 1, num_layers, 2, _BLOCK_SIZE, shape.keys, shape.dim)
+    size = (sum(num_blocks) + 1, num_layers, 2, shape.block_size, shape.keys, shape.dim)
     store = torch.randn(size, dtype=shape.dtype, device=device)
     query = torch.randn(sum(news), shape.queries, shape.dim, dtype=shape.dtype, device=device)
     return Step(ragged, query, [store[:, layer] for layer in range(num_layers)])

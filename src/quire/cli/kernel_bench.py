@@ -1,16 +1,18 @@
 """`quire bench kernels`: a line for each step that attention is measured by, as a table or as JSON."""
 
 import json
+from collections.abc import Sequence
 
 import torch
 from rich.table import Table
 
+from quire.bench.attention_work import Work
 from quire.bench.kernels import Figure, HeadShape, measure_kernels
 from quire.cli.console import out
 
 
-def kernels(shape: HeadShape, beside: str | None, as_json: bool) -> None:
-    figures = measure_kernels(shape, beside)
+def kernels(shape: HeadShape, works: Sequence[Work], beside: str | None, as_json: bool) -> None:
+    figures = measure_kernels(shape, beside, works)
     if as_json:
         said = {**shape._asdict(), "dtype": str(shape.dtype).removeprefix("torch."), "beside": beside}
         for figure in figures:

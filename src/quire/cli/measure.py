@@ -9,6 +9,8 @@ from typing import TypeVar
 
 import click
 
+from quire.bench.attention_work import WORKS, Work
+from quire.bench.attention_work import find as find_step
 from quire.bench.workload import Part, find
 from quire.cli.options import measured_engine_options
 from quire.cli.waking import waking
@@ -18,6 +20,7 @@ Verb = TypeVar("Verb", bound=Callable[..., object])
 
 THROUGHPUT = ("nano", "1k1k", "exp", "bs8", "bs64", "bs256")
 _BESIDE = ("fa3", "torch")  # whose attention can be recorded
+_HALVES = ("bfloat16", "float16")
 LATENCY = ("bs1", "bs8", "bs64", "bs256", "prefill2k", "prefill8k")
 
 
@@ -34,6 +37,16 @@ def names(allowed: Many[str]) -> Callable[[click.Context, click.Parameter, str],
         return words
 
     return parse
+
+
+def _steps(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[Work, ...]:
+    """Of an option such as `decode 24x700,chunk 300+5000`; all that are usual, if nothing is said."""
+    if value is None:
+        return WORKS
+    try:
+        return tuple(find_step(word.strip()) for word in value.split(","))
+    except ConfigError as error:
+        raise click.BadParameter(error.message) from None
 
 
 def _model_option(verb: Verb) -> Verb:
@@ -112,19 +125,28 @@ def startup(model: str | None, repeats: int, batch: bool, as_json: bool, **given
 @click.option(
     "--softcap", type=click.FloatRange(0), default=0.0, show_default=True, help="Soft cap of scores; 0: none."
 )
+@click.option("--dtype", type=click.Choice(_HALVES), default="bfloat16", show_default=True, help="Of all numbers.")
+@click.option("--block-size", type=click.IntRange(1, 256), default=16, show_default=True, help="Keys in a block.")
+@click.option("--steps", callback=_steps, metavar="STEP,…",
+              help="Not the usual ones but others, named as in the table: "
+              "decode 24x700, decode 9x10..2000, chunk 300+5000, chunks 3x40.")  # fmt: skip
 @click.option("--beside", type=click.Choice(_BESIDE), help="A library to measure beside it, in turns.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per step instead of the table.")
 def kernels(
-    heads: int, kv_heads: int, head_dim: int, window: int, softcap: float, beside: str | None, as_json: bool
-) -> None:
+    heads: int, kv_heads: int, head_dim: int, window: int, softcap: float, dtype: str, block_size: int,
+    steps: tuple[Work, ...], beside: str | None, as_json: bool,
+) -> None:  # fmt: skip
     """Times of attention on a GPU, the rates they come to, and another library's times."""
     if heads % kv_heads:
         raise click.UsageError(f"--heads is {heads}, which {kv_heads} key heads do not divide.")
     with waking():
+        import torch
+
         from quire.bench.kernels import HeadShape
         from quire.cli.kernel_bench import kernels as work
 
-    work(HeadShape(heads, kv_heads, head_dim, window, softcap), beside, as_json)
+    shape = HeadShape(heads, kv_heads, head_dim, window, softcap, getattr(torch, dtype), block_size)
+    work(shape, steps, beside, as_json)
 
 
 @click.command("first-token", hidden=True)
