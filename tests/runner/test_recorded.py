@@ -312,29 +312,46 @@ def test_what_steps_were_without_for_too_long_is_recorded_before_one(monkeypatch
 
 
 def test_regrets_add_up_by_shape_until_they_reach_the_cost_of_recording() -> None:
-    regrets = Regrets()
+    regrets = Regrets(lambda: 0.0)
     missing = [Shape(4), Shape(2), Shape(4, 1, 8), Shape(4, 2, 8)]
     regrets.took(Shape(8), 9.0)
     regrets.took(Shape(1), 1.0)
     assert regrets.worth(Shape(2), Shape(8), missing) is None, "what a token costs is not known"
     regrets.token_s = 0.125
-    assert regrets.worth(Shape(2), Shape(8), missing) is None, "0.75 s"
+    assert regrets.worth(Shape(2), Shape(8), missing) is None, "0.75 s; recording takes 1, and computes for 0.25"
     assert regrets.worth(Shape(3), Shape(8), missing) is None, "0.5 s, of another"
     assert regrets.worth(Shape(1), Shape(8), missing) == Shape(2), "1.5 s"
     assert regrets.worth(Shape(8), Shape(8), missing) is None
-    assert not regrets.better_built(Shape(3, 1, 3), Shape(90, 1, 8)), "no such was recorded"
     chunk = Shape(3, 1, 3)
     assert regrets.worth(chunk, None, missing) is None, "no such was recorded: its cost is not known"
     regrets.took(Shape(4, 1, 16), 2.0)
-    assert regrets.better_built(chunk, Shape(4, 1, 9)), "1.625 s, and building takes 1"
-    assert not regrets.better_built(chunk, Shape(4, 1, 8)), "1.5 s: little more"
-    assert not regrets.better_built(Shape(3, 1, 20), Shape(3, 1, 20)), "it computes as long, whoever launches it"
-    tries = [regrets.worth(chunk, None, missing) for _ in range(12)]
-    assert tries == [None] * 11 + [Shape(4, 1, 8)], "0.25 s each, the rest passes while the device computes; 2 s and 1"
-    long = Shape(3, 1, 13)
-    assert regrets.better_built(long, Shape(3, 1, 14)), "2.125 s in the place of 2, in which the next is built"
-    assert not regrets.better_built(long, long)
-    assert not regrets.better_built(Shape(2, 1, 13), Shape(3, 1, 15)), "1.875 s: the host would be in the way"
+    tries = [regrets.worth(chunk, None, missing) for _ in range(14)]
+    assert tries == [None] * 13 + [Shape(4, 1, 8)], "1.75 s instead of 1.5 each time; 2 s, and 1.5"
+    assert regrets.worth(Shape(1, 1, 1), None, missing) is None, (
+        "1.25 s: with 1.5 in that shape it would still be built"
+    )
+
+
+def test_a_step_is_built_where_that_takes_less_than_a_shape_that_is_too_large() -> None:
+    now_s = 5.0
+    regrets = Regrets(lambda: now_s)
+    step, padded = Shape(3, 1, 13), Shape(3, 1, 14)
+    regrets.took(Shape(4, 1, 16), 2.0)
+    assert not regrets.better_built(step, Shape(90, 1, 13)), "what a token costs is not known"
+    regrets.decode_s, regrets.token_s = 0.5, 0.125
+    assert not regrets.better_built(step, Shape(3, 1, 21)), "3 s, and 2 with 1 in which the host builds it"
+    assert regrets.better_built(step, Shape(3, 1, 22))
+    regrets.begins(Shape(1))
+    assert not regrets.better_built(step, Shape(3, 1, 17)), "2.5 s: half a second of building passes with the decode"
+    assert regrets.better_built(step, Shape(3, 1, 18))
+    regrets.begins(Shape(0, 1, 8))
+    assert regrets.better_built(step, padded), "nobody waits for the host"
+    assert not regrets.better_built(step, step)
+    now_s += 1.0
+    assert not regrets.better_built(step, Shape(3, 1, 17)), "half a second is left"
+    regrets.rests()
+    assert not regrets.better_built(step, Shape(3, 1, 21))
+    assert not regrets.better_built(Shape(3), Shape(90)), "decodes are replayed"
 
 
 class Full(OracleModel):

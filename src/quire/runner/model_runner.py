@@ -127,6 +127,8 @@ class ModelRunner:
             return RunningStep(plan.step)
         self._trip(Site.FORWARD)
         hidden = self._model.forward(batch.tokens, batch.ragged, self._stores.device, batch.wanted)
+        if self._recorded is not None:
+            self._recorded.built(Shape(len(cruising), len(plan.chunks), len(batch.tokens) - len(cruising)))
         return RunningStep(
             plan.step,
             self._sample(batch.sampling, hidden, masks) if len(batch.sampling.at) else None,

@@ -124,6 +124,7 @@ class RecordedSteps:
         self._note_missing()
         if shape is not None:
             self._regrets.took(shape, time.perf_counter() - begun_s)
+        self._regrets.rests()
 
     def rehearse(self, shapes: list[Shape]) -> None:
         """Go through these once and record nothing: for whoever would see what they launch. Between steps."""
@@ -166,8 +167,9 @@ class RecordedSteps:
         self._place_rows(np.empty(0, dtype=np.int32))
         self._place_chunks(largest, None)
         decode_s, largest_s = (seconds_of(self._recorded[shape], self._device) for shape in (smallest, largest))
-        self._regrets.token_s = largest_s / largest.size
-        return Pace(decode_s, self._regrets.token_s)
+        token_s = largest_s / largest.size
+        self._regrets.decode_s, self._regrets.token_s = decode_s, token_s
+        return Pace(decode_s, token_s)
 
     def give_up(self) -> None:
         """Record nothing more; what is recorded stays."""
@@ -188,7 +190,12 @@ class RecordedSteps:
         self._place_rows(rows)
         self._place_chunks(shape, chunks)
         self._recorded[shape]()
+        self._regrets.begins(shape)
         return shape
+
+    def built(self, step: Shape) -> None:
+        """One was launched that is not replayed."""
+        self._regrets.begins(step)
 
     def choose(self, shape: Shape, num_rows: int, num_chunks: int, *, drawing: bool) -> Tensor | None:
         """Replay the choice after a step of so many; the next overwrites its outcome. None if it is not recorded.

@@ -26,7 +26,7 @@ class Recorder:
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     def record(self, work: Replay) -> Replay:
-        """To be called between steps. The work is done once or twice meanwhile."""
+        """To be called between steps. On a GPU the work is launched twice and done once meanwhile."""
         if self._device.type != "cuda":
             return work
         work()  # compiles, and lets libraries take their workspaces, which a capture must not
