@@ -45,6 +45,7 @@ class Shape(NamedTuple):
     kv_heads: int = 2
     window: int = 0
     softcap: float = 0.0
+    loudness: float = 1.0  # how far scores lie apart
 
 
 SHAPES = [
@@ -63,6 +64,8 @@ SHAPES = [
     Shape(group=5, dtype=torch.float16, window=1),
     Shape(group=3),
     Shape(dim=64, group=71, kv_heads=1),
+    Shape(softcap=50.0, loudness=10.0),
+    Shape(dtype=torch.float16, softcap=50.0, loudness=10.0),
 ]
 
 
@@ -99,7 +102,7 @@ class Step:
         qkv = torch.randn(num_tokens, (group + 2) * kv_heads, dim, generator=generator, device=CUDA).to(dtype)
         self.query = qkv[:, : group * kv_heads]
         self.kv_layer = store[:, 1]
-        self.rule = AttentionRule(dim**-0.5, shape.window, shape.softcap)
+        self.rule = AttentionRule(shape.loudness * dim**-0.5, shape.window, shape.softcap)
         self.num_decodes = next((i for i, part in enumerate(parts) if part.num_new > 1), len(parts))
 
     def attend(self, hopper: HopperChunks | None) -> torch.Tensor:
@@ -200,6 +203,13 @@ def test_keys_beyond_two_to_the_31_numbers_are_found(parts: list[Part]) -> None:
     far = Step(parts, SHAPES[0], first_block=2**31 // near.kv_layer[0].numel() // 2 + 1)
     assert far.kv_layer.stride(0) * len(far.kv_layer) > 2**31
     assert torch.equal(near.attend(HopperChunks(8)), far.attend(HopperChunks(8)))
+
+
+@pytest.mark.parametrize("block_size", [1, 24, 256])
+def test_a_long_chunk_may_lie_in_blocks_of_any_size(block_size: int) -> None:
+    """Its keys are gathered first."""
+    step = Step(LONG, Shape(block_size=block_size))
+    step.check(step.attend(HopperChunks(8)))
 
 
 def test_a_step_of_this_card_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:

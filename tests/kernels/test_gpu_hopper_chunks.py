@@ -27,10 +27,11 @@ def takes(
     block_size: int = 16,
     dtype: torch.dtype = torch.bfloat16,
     rule: AttentionRule = PLAIN,
+    gathered: bool = False,
 ) -> bool:
     query = torch.empty(tokens, heads + 2 * kv_heads, dim, dtype=dtype, device="meta")[:, :heads]
     kv_layer = torch.empty(9, 2, 2, block_size, kv_heads, dim, dtype=dtype, device="meta")[:, 1]
-    return HopperChunks(PROCESSORS).takes(query, kv_layer, rule, tokens)
+    return HopperChunks(PROCESSORS).takes(query, kv_layer, rule, tokens, gathered=gathered)
 
 
 def test_usual_shapes_are_taken() -> None:
@@ -49,6 +50,7 @@ def test_what_the_kernel_has_not_is_left_to_others() -> None:
         assert not takes(dim=dim)
     for block_size in (1, 4, 24, 256):
         assert not takes(block_size=block_size)
+        assert takes(block_size=block_size, gathered=True), "what was gathered lies in no block"
     assert not takes(dim=256, block_size=128), "a block that is larger than a tile of keys"
     assert not takes(block_size=128, rule=replace(PLAIN, window=512))
     assert takes(block_size=128, rule=replace(PLAIN, window=513))

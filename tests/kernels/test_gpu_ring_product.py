@@ -126,7 +126,7 @@ def test_a_kernel_that_cannot_be_compiled_is_told_of_once_and_products_come_out_
         product = multiply(x, weight, None)
         assert isinstance(product, torch.Tensor) and torch.equal(product, F.linear(x, weight))
     [line] = caplog.records
-    assert line.levelno == logging.WARNING and "by the library" in line.message
+    assert line.levelno == logging.WARNING and "by the kernels for every card" in line.message
     assert "\n" not in line.message
 
 

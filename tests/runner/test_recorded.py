@@ -328,7 +328,7 @@ def test_regrets_add_up_by_shape_until_they_reach_the_cost_of_recording() -> Non
     tries = [regrets.worth(chunk, None, missing) for _ in range(14)]
     assert tries == [None] * 13 + [Shape(4, 1, 8)], "1.75 s instead of 1.5 each time; 2 s, and 1.5"
     assert regrets.worth(Shape(1, 1, 1), None, missing) is None, (
-        "1.25 s: with 1.5 in that shape it would still be built"
+        "1.25 s, and 1.5 in that shape: it would still be built"
     )
 
 

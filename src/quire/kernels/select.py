@@ -85,7 +85,7 @@ def _gpu_choice(needs: AttentionNeeds | None, backend: str) -> Choice:
         windows = tuple(dict.fromkeys(rule.window for rule in needs.rules))
         here = Surroundings(torch.cuda.get_device_capability(), find_backends())
         backends, reasons = settle_attention(backend, needs, here, torch.device("cuda"))
-    reason = "the device is a GPU: products by torch, attention and all between by Triton"
+    reason = "the device is a GPU: products of few rows, attention and all between by Triton, other products by torch"
     choosing = Choosing(choose_tokens, finish_rows, cruise_rows)
     return Choice(GpuKernels(backends, windows), reason, choosing, copy_blocks, reasons, backends.recordable)
 

@@ -120,8 +120,10 @@ class GpuAttention:
         output: Tensor,
     ) -> bool:
         """False: it is not for this, and nothing was done."""
-        first = self._num_decodes
-        if self._hopper is None or not self._hopper.takes(query, kv_layer, rule, len(query) - first):
+        first, is_gathered = self._num_decodes, workspace is not None
+        if self._hopper is None or not self._hopper.takes(
+            query, kv_layer, rule, len(query) - first, gathered=is_gathered
+        ):
             return False
         if self._items is None:
             starts, lengths = self._ragged.query_starts[first:], self._ragged.context_lengths[first:]
@@ -156,7 +158,7 @@ class GpuAttention:
         rows, heads, dim = query.shape
         self._cut_for(rule.window, kv_layer)
         pieces, kv_heads = self._pieces[rule.window], kv_layer.shape[3]
-        if self._scratch is None or not self._scratch.holds(len(pieces), heads, kv_heads, dim, 1):
+        if self._scratch is None or not self._scratch.holds(len(pieces) * heads, len(pieces) * kv_heads, dim):
             self._scratch = decode_scratch(query, kv_heads, pieces)
         tables, tiles = self._ragged.tables[:rows], decode_tiles(rows, kv_layer)
         early = self._settled == len(self._pieces)

@@ -222,8 +222,8 @@ def chunk_scratch(
 ) -> SplitScratch:
     num_tokens, heads, dim = query.shape
     num_tiles = _num_tiles(num_tokens - first_token, num_sequences, tiles, heads // kv_heads)
-    rows = kv_heads * tiles.rows
-    return SplitScratch.allocate(num_tiles, rows, kv_heads, dim, tiles.splits, query.device)
+    num_counters = num_tiles * kv_heads
+    return SplitScratch.allocate(num_counters * tiles.rows * tiles.splits, num_counters, dim, query.device)
 
 
 def _num_tiles(num_tokens: int, num_sequences: int, tiles: ChunkTiles, group: int) -> int:

@@ -154,7 +154,7 @@ def decode_tiles(rows: int, kv_layer: Tensor) -> DecodeTiles:
 
 def decode_scratch(query: Tensor, kv_heads: int, pieces: Tensor) -> SplitScratch:
     _, heads, dim = query.shape
-    return SplitScratch.allocate(len(pieces), heads, kv_heads, dim, 1, query.device)
+    return SplitScratch.allocate(len(pieces) * heads, len(pieces) * kv_heads, dim, query.device)
 
 
 def decode_attention(
@@ -174,7 +174,7 @@ def decode_attention(
     _, _, block_size, kv_heads, _ = kv_layer.shape
     assert query.stride(2) == kv_layer.stride(4) == tables.stride(1) == output.stride(1) == 1
     scratch = scratch or decode_scratch(query, kv_heads, pieces)
-    assert scratch.holds(len(pieces), heads, kv_heads, dim, 1), pieces.shape
+    assert scratch.holds(len(pieces) * heads, len(pieces) * kv_heads, dim), pieces.shape
     group = heads // kv_heads
     group_tight, dim_padded = next_power_of_2(group), max(_SMALLEST_DOT, next_power_of_2(dim))
     group_padded = max(_SMALLEST_DOT, group_tight)

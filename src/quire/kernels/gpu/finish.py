@@ -47,7 +47,7 @@ def _finish(
     was_alive = tl.load(alive + row, mask=real, other=0) != 0
     limit = tl.load(max_length + row * max_length_stride, mask=real, other=0)
     full = real & (tl.load(positions + at, mask=real, other=0) + 1 >= limit)
-    stop = token < 0
+    stop = token < 0  # which none is: nobody has stopped yet
     for place in range(num_end_ids):
         stop = stop | (tl.load(end_ids + row * num_end_ids + place, mask=real, other=-1) == token)
     length = full & (stop == 0)

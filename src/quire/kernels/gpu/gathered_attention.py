@@ -1,8 +1,8 @@
 """Attention of one long chunk over keys that were gathered into one run: tiles come through the copy engine.
 
 The same result as chunk attention over pages, for chunks so long that copying the keys first costs little beside the
-products. One sequence at a time, head dims that are powers of two. Knows nothing of pages, so a windowed layer's early
-ones must still be there.
+products. One sequence at a time, head dims that are powers of two, no window: early pages must still be there. Knows
+nothing of pages itself.
 """
 
 import triton
@@ -25,39 +25,33 @@ def is_gatherable(dim: int, group: int, element_bytes: int) -> bool:
     return _NARROWEST <= dim == next_power_of_2(dim) and group <= _ROWS and element_bytes == 2
 
 
-def _tiles(dim: int, element_bytes: int) -> ChunkTiles:
+def _tiles(dim: int) -> ChunkTiles:
     """Measured on an H200 with heads of 128 (docs/performance/gpu.md): two programs hide each other's softmax."""
-    if element_bytes > 2:  # no tensor cores: only right, not fast
-        return ChunkTiles(32, 16, 8, 2)
     return ChunkTiles(_ROWS, 64, 4, 2) if dim <= 128 else ChunkTiles(_ROWS, 64, 8, 2)
 
 
 @triton.jit
 def _over_run(
-    queries, places, run, key_column, value_column, begin, end, window, rate, cap_rate,
-    gathered, running_max, running_sum,
-    TILE: tl.constexpr, MASKED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+    queries, places, run, key_column, value_column, begin, end, rate, cap_rate, gathered, running_max, running_sum,
+    TILE: tl.constexpr, MASKED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Whole tiles from begin on; places: [rows], each query's position. Unmasked if every query sees every key."""
     for start in range(begin, end, TILE):
         scores = score(queries, run.load([start, key_column]), cap_rate, CAPPED)
         if MASKED:
             positions = start + tl.arange(0, TILE)
-            visible = positions[None, :] <= places[:, None]
-            if WINDOWED:
-                visible = visible & (places[:, None] - positions[None, :] < window)
-            scores = tl.where(visible, scores, float("-inf"))
+            scores = tl.where(positions[None, :] <= places[:, None], scores, float("-inf"))
         values = run.load([start, value_column]).to(queries.dtype)
         gathered, running_max, running_sum = fold(scores, values, rate, gathered, running_max, running_sum)
     return gathered, running_max, running_sum
 
 
-@triton.jit(do_not_specialize=["window"], do_not_specialize_on_alignment=["query_starts", "context_length"])
+@triton.jit(do_not_specialize_on_alignment=["query_starts", "context_length"])
 def _gathered_kernel(
     query, run, query_starts, context_length, output,
-    query_row_stride, query_head_stride, output_stride, window, rate, cap_rate,
+    query_row_stride, query_head_stride, output_stride, rate, cap_rate,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
-    WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):  # fmt: skip
     """One program: TOKENS tokens, and a key head with its GROUP of query heads."""
     kv_head = tl.program_id(0)
@@ -81,16 +75,13 @@ def _gathered_kernel(
     running_max = tl.full([ROWS], LOWEST, tl.float32)
     running_sum = tl.zeros([ROWS], tl.float32)
     edge = (num_before + first_query + 1) // TILE * TILE  # before it no query meets a key later than itself
-    begin = 0
-    if WINDOWED:
-        begin = tl.maximum(num_before + first_query - window + 1, 0) // TILE * TILE
     gathered, running_max, running_sum = _over_run(
-        queries, places, run, key_column, value_column, begin, edge, window, rate, cap_rate,
-        gathered, running_max, running_sum, TILE, WINDOWED, WINDOWED, CAPPED,
+        queries, places, run, key_column, value_column, 0, edge, rate, cap_rate,
+        gathered, running_max, running_sum, TILE, False, CAPPED,
     )  # fmt: skip
     gathered, running_max, running_sum = _over_run(
-        queries, places, run, key_column, value_column, tl.maximum(begin, edge), num_before + last_query + 1,
-        window, rate, cap_rate, gathered, running_max, running_sum, TILE, True, WINDOWED, CAPPED,
+        queries, places, run, key_column, value_column, edge, num_before + last_query + 1, rate, cap_rate,
+        gathered, running_max, running_sum, TILE, True, CAPPED,
     )  # fmt: skip
     answer = divided(gathered, running_sum).to(output.dtype.element_ty)
     targets = output + tokens[:, None] * output_stride + heads[:, None] * DIM + dims[None, :]
@@ -110,8 +101,8 @@ def gathered_attention(
     num_tokens, heads, dim = query.shape
     kv_heads = workspace.shape[2]
     assert _NARROWEST <= dim == next_power_of_2(dim), dim
-    assert query.stride(2) == output.stride(1) == 1
-    tiles = tiles or _tiles(dim, workspace.element_size())
+    assert query.stride(2) == output.stride(1) == 1 and not rule.window, rule
+    tiles = tiles or _tiles(dim)
     group = heads // kv_heads
     tokens_per_tile = tiles.rows // group
     assert tokens_per_tile > 0, (tiles, group)
@@ -120,8 +111,8 @@ def gathered_attention(
     launch(
         _gathered_kernel, (kv_heads, -(-num_tokens // tokens_per_tile)),
         query, run, query_starts, context_length, output,
-        query.stride(0), query.stride(1), output.stride(0), rule.window, rates.rate, rates.cap_rate,
+        query.stride(0), query.stride(1), output.stride(0), rates.rate, rates.cap_rate,
         ROWS=tiles.rows, TOKENS=tokens_per_tile, TILE=tiles.keys, GROUP=group, DIM=dim,
-        WINDOWED=rule.window > 0, CAPPED=rule.softcap > 0,
+        CAPPED=rule.softcap > 0,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip

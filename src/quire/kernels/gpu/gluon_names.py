@@ -11,7 +11,7 @@ _IS_PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 # A block of a described tensor into shared memory, by the copy engine.
 load_block = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-group_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # for the warps of one task
+task_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # for the warps of one task
 
 
 @gluon.jit
@@ -28,3 +28,9 @@ def reinterpreted(memory, shape: gl.constexpr, layout: gl.constexpr):
 def hyperbolic_tangent(x):
     """To eleven bits, in one instruction: by an exponential and a division it takes ten."""
     return gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def reciprocal(x):
+    """To the last bit but one, in one instruction: a division takes eight."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)

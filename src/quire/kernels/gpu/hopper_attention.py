@@ -1,9 +1,9 @@
 """Attention of chunks on Hopper, in Gluon: loads, products and softmax by different warps. Bound by tensor cores.
 
 A program takes tiles of 128 rows from a list, one after the other: tokens of a sequence with the query heads of one key
-head, as `work_list` cuts them. One warp loads keys and values, some tiles ahead. Two groups of four warps have 64 rows
-each: while the tensor cores add the values of one tile of keys, a group has the scores of the next and takes their
-softmax. Keys come from the last to the first, so that those which a query must not see come first. Keys that were
+head, as `work_list` cuts them. One warp loads keys and values, some tiles ahead. Four warps have one half of the rows,
+four the other: while the tensor cores add the values of one tile of keys, a half has the scores of the next and takes
+their softmax. Keys come from the last to the first, so that those which a query must not see come first. Keys that were
 gathered are a store whose pages are as large as a tile. Knows nothing of sharing keys between programs: it is for
 chunks with work for every processor.
 """
@@ -22,38 +22,38 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from quire.kernels.contract import AttentionRule
 from quire.kernels.gpu.described import described
-from quire.kernels.gpu.gluon_names import group_barrier, hyperbolic_tangent, reinterpreted
-from quire.kernels.gpu.hopper_loading import HALVES, ROWS, SLAB, first_key, load_tiles, taken
-from quire.kernels.gpu.key_tile import LOWEST, Rates
+from quire.kernels.gpu.gluon_names import hyperbolic_tangent, reciprocal, reinterpreted, task_barrier
+from quire.kernels.gpu.hopper_loading import HALF_ROWS, HALVES, SLAB, first_key, load_tiles, taken
+from quire.kernels.gpu.key_tile import LOWEST, TWICE_LOG2E, Rates
 from quire.kernels.gpu.launch import launch
 from quire.kernels.gpu.work_list import FIRST_HEAD, FIRST_PLACE, FIRST_TOKEN, LAST_PLACE, LENGTH
 
-_WARPS = gl.constexpr(4)  # of a group
-TILE_ROWS: int = HALVES.value * ROWS.value
+_WARPS = gl.constexpr(4)  # of a half
+TILE_ROWS: int = HALVES.value * HALF_ROWS.value
 _SHORT_WINDOW = 512  # keys
-_REGISTERS = 168  # of each thread at the start: all that 12 warps can have. The loader gives the groups of its own
+_REGISTERS = 168  # of each thread at the start: all that 12 warps can have. The loader gives the halves of its own
 
 
-class HopperTiles(NamedTuple):
-    """How the work is cut. The defaults come from `_tiles`; others are for measuring and testing."""
+class _Tiles(NamedTuple):
+    """How the work is cut."""
 
     keys: int
     stages: int  # tiles of keys, and as many of values, that are loaded ahead
     loader_registers: int  # the more pages a tile has, the more
 
 
-def _tiles(is_paged: bool, dim: int, window: int = 0) -> HopperTiles:
+def _tiles(is_paged: bool, dim: int, window: int = 0) -> _Tiles:
     """Measured on an H200 (docs/performance/gpu.md, sections 18 and 24)."""
     if dim > 128:  # as much as has room
-        return HopperTiles(64, 2, 40 if is_paged else 24)
+        return _Tiles(64, 2, 40 if is_paged else 24)
     if 0 < window <= _SHORT_WINDOW:  # less is loaded that nobody sees
-        return HopperTiles(64, 4, 40)
-    return HopperTiles(128, 3, 40) if is_paged else HopperTiles(128, 2, 24)
+        return _Tiles(64, 4, 40)
+    return _Tiles(128, 3, 40) if is_paged else _Tiles(128, 2, 24)
 
 
 @gluon.constexpr_function
 def _product_layout(columns):
-    """How the sums of a product [ROWS, columns] lie in the registers of a group."""
+    """How the sums of a product [HALF_ROWS, columns] lie in the registers of a half."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
@@ -69,11 +69,17 @@ def _hide(scores, at, places, window, TILE: gl.constexpr, WINDOWED: gl.constexpr
 
 
 @gluon.jit
-def _capped(scores, cap_rate, CAPPED: gl.constexpr):
-    """The tanh of the scores, if they are capped. Its error is below that of the weights, which have eight bits or
-    eleven, and it is all that a cap costs: the unit for such functions has an exponential for each score already."""
+def _capped(scores, cap_rate, weighted: gl.constexpr, CAPPED: gl.constexpr):
+    """The tanh of the scores, if they are capped. weighted: the type that the weights will have.
+
+    One instruction takes it to 2**-11 of a score, so that a weight is off by that much of its score: for scores up to 4
+    less than bfloat16 rounds it by. In float16, which rounds less, it is taken from an exponential.
+    """
     if CAPPED:
-        scores = hyperbolic_tangent(scores * cap_rate)
+        if weighted == gl.bfloat16:
+            scores = hyperbolic_tangent(scores * cap_rate)
+        else:
+            scores = 1.0 - 2.0 * reciprocal(1.0 + gl.exp2(scores * (cap_rate * TWICE_LOG2E)))
     return scores
 
 
@@ -94,7 +100,7 @@ def _zero_unseen(
     """What a page holds behind the last key may be anything, even not a number, and no weight would make it nothing.
     The same page may lie in the places of those before the first key.
 
-    Both groups write the same zeros: neither waits for the other.
+    Both halves write the same zeros: neither waits for the other.
     """
     PAGES: gl.constexpr = TILE // PAGE
     SLABS: gl.constexpr = DIM // SLAB
@@ -111,7 +117,7 @@ def _zero_unseen(
                 values = there.load(layout)
                 there.store(gl.where(present, values, gl.full_like(values, 0.0)))
         fence_async_shared()
-        group_barrier()
+        task_barrier()
 
 
 @gluon.jit
@@ -128,11 +134,11 @@ def _over_tiles(
         slot_before = (count - 1) % STAGES
         phase_before = ((count - 1) // STAGES) & 1
         mbarrier.wait(k_ready.index(slot), (count // STAGES) & 1)
-        zeros = gl.zeros([ROWS, TILE], gl.float32, _product_layout(TILE))
+        zeros = gl.zeros([HALF_ROWS, TILE], gl.float32, _product_layout(TILE))
         asked = warpgroup_mma(queries, k_bufs.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
         mbarrier.wait(v_ready.index(slot_before), phase_before)
         adding = warpgroup_mma(weights, v_bufs.index(slot_before), gathered, is_async=True)
-        scores = _capped(warpgroup_mma_wait(1, deps=[asked]), cap_rate, CAPPED)
+        scores = _capped(warpgroup_mma_wait(1, deps=[asked]), cap_rate, weights.dtype, CAPPED)
         mbarrier.arrive(k_empty.index(slot), count=1)
         if MASKED:
             scores = _hide(scores, at, places, window, TILE, WINDOWED)
@@ -172,18 +178,18 @@ def _attend_item(
         seen = gl.maximum(gl.maximum(last_place - window + TILE, 0) // TILE * TILE, first)
     slot = count % STAGES
     mbarrier.wait(k_ready.index(slot), (count // STAGES) & 1)
-    zeros = gl.zeros([ROWS, TILE], gl.float32, _product_layout(TILE))
+    zeros = gl.zeros([HALF_ROWS, TILE], gl.float32, _product_layout(TILE))
     asked = warpgroup_mma(queries, k_bufs.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    scores = _capped(warpgroup_mma_wait(0, deps=[asked]), cap_rate, CAPPED)
+    scores = _capped(warpgroup_mma_wait(0, deps=[asked]), cap_rate, k_bufs.dtype, CAPPED)
     mbarrier.arrive(k_empty.index(slot), count=1)
     if PAGED:  # values that were gathered end in zeros
         _zero_unseen(v_pages, v_ready, count, last, seen_first, gl.load(item + LENGTH), TILE, DIM, STAGES, PAGE)
-    running_max = gl.full([ROWS], LOWEST, gl.float32, row_layout)
-    running_sum = gl.zeros([ROWS], gl.float32, row_layout)
+    running_max = gl.full([HALF_ROWS], LOWEST, gl.float32, row_layout)
+    running_sum = gl.zeros([HALF_ROWS], gl.float32, row_layout)
     scores = _hide(scores, last, places, window, TILE, WINDOWED)
     heavy, _, running_max, running_sum = _soften(scores, rate, running_max, running_sum)
     weights = gl.convert_layout(heavy.to(k_bufs.dtype), weights_layout)
-    gathered = gl.zeros([ROWS, DIM], gl.float32, _product_layout(DIM))
+    gathered = gl.zeros([HALF_ROWS, DIM], gl.float32, _product_layout(DIM))
     weights, gathered, running_max, running_sum, count = _over_tiles(
         queries, buffers, barriers, weights, gathered, running_max, running_sum, places, rates, window, count + 1,
         last - TILE, edge - TILE, True, TILE, STAGES, WINDOWED, CAPPED,
@@ -205,18 +211,18 @@ def _attend_item(
 def _fetch_queries(
     query, target, first_token, first_row, kv_head, tokens_left, strides, GROUP: gl.constexpr, DIM: gl.constexpr
 ):
-    """By the group itself: the copy engine loads whole tokens, powers of two. Rows left over repeat the last token."""
+    """By the half itself: the copy engine loads whole tokens, powers of two. Rows left over repeat the last token."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [_WARPS, 1], [1, 0])
-    rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    rows = first_row + gl.arange(0, HALF_ROWS, layout=gl.SliceLayout(1, layout))
     dims = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
     row_stride, head_stride = strides
     tokens = first_token + gl.minimum(rows // GROUP, tokens_left)
     places = tokens.to(gl.int64) * row_stride + (kv_head * GROUP + rows % GROUP) * head_stride
     fetched = gl.load(query + gl.expand_dims(places, 1) + gl.expand_dims(dims, 0))
-    group_barrier()  # all of the group have multiplied by those before
+    task_barrier()  # all warps have multiplied by those before
     target.store(fetched)
     fence_async_shared()
-    group_barrier()
+    task_barrier()
 
 
 @gluon.jit
@@ -226,13 +232,13 @@ def _attend(
     STAGES: gl.constexpr, PAGE: gl.constexpr, PAGED: gl.constexpr, WINDOWED: gl.constexpr, CAPPED: gl.constexpr,
     PACKED: gl.constexpr,
 ):  # fmt: skip
-    """A group of warps: half of the rows of each tile."""
+    """Four warps: half of the rows of each tile."""
     out_layout: gl.constexpr = _product_layout(DIM)
     q_bufs, _, v_bufs, _, _ = buffers
     q_ready, q_empty, _, _, v_ready, v_empty = barriers
     queries = q_bufs.index(HALF)
     if PACKED:
-        queries = queries.reshape([ROWS, DIM])
+        queries = queries.reshape([HALF_ROWS, DIM])
     dims = gl.arange(0, DIM, layout=gl.SliceLayout(0, out_layout))
     count = 0
     done = 0
@@ -241,13 +247,13 @@ def _attend(
         if last_place >= 0:
             first_token, first_place = gl.load(item + FIRST_TOKEN), gl.load(item + FIRST_PLACE)
             tokens_left = last_place - first_place
-            first_row = HALF * ROWS  # counted from the first head of the first token
+            first_row = HALF * HALF_ROWS  # counted from the first head of the first token
             if PACKED:
                 mbarrier.wait(q_ready.index(HALF), done & 1)
             else:
                 first_row += gl.load(item + FIRST_HEAD)
                 _fetch_queries(query, queries, first_token, first_row, kv_head, tokens_left, query_strides, GROUP, DIM)
-            rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, _product_layout(TILE)))
+            rows = first_row + gl.arange(0, HALF_ROWS, layout=gl.SliceLayout(1, _product_layout(TILE)))
             places = gl.minimum(first_place + rows // GROUP, last_place)  # rows left over see what the last does
             weights, gathered, running_sum, count = _attend_item(
                 item, buffers, barriers, queries, places, rates, window, count,
@@ -263,7 +269,7 @@ def _attend(
             done += 1
             running_sum = gl.convert_layout(running_sum, gl.SliceLayout(1, out_layout))
             answer = (gathered / gl.expand_dims(running_sum, 1)).to(v_bufs.dtype)
-            answered = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, out_layout))
+            answered = first_row + gl.arange(0, HALF_ROWS, layout=gl.SliceLayout(1, out_layout))
             columns = (kv_head * GROUP + answered % GROUP) * DIM
             offsets = (first_token + answered // GROUP).to(gl.int64) * output_stride + columns
             targets = output + gl.expand_dims(offsets, 1) + gl.expand_dims(dims, 0)
@@ -295,9 +301,9 @@ def _hopper_kernel(
     tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, DIM], store.dtype)
     page_layout: gl.constexpr = store.layout
     if PACKED:
-        q_bufs = gl.allocate_shared_memory(store.dtype, [HALVES, ROWS // GROUP, GROUP, DIM], query.layout)
+        q_bufs = gl.allocate_shared_memory(store.dtype, [HALVES, HALF_ROWS // GROUP, GROUP, DIM], query.layout)
     else:
-        q_bufs = gl.allocate_shared_memory(store.dtype, [HALVES, ROWS, DIM], tile_layout)
+        q_bufs = gl.allocate_shared_memory(store.dtype, [HALVES, HALF_ROWS, DIM], tile_layout)
     k_bufs = gl.allocate_shared_memory(store.dtype, [STAGES, TILE, DIM], tile_layout)
     v_bufs = gl.allocate_shared_memory(store.dtype, [STAGES, TILE, DIM], tile_layout)
     k_pages = reinterpreted(k_bufs, [PAGES, PAGE, SLAB], page_layout)
@@ -338,15 +344,14 @@ def hopper_attention(
     rule: AttentionRule,
     output: Tensor,  # [tokens, heads * dim]; tokens of no sequence are left as they are
     num_programs: int,  # as many as run at once
-    tiles: HopperTiles | None = None,
 ) -> None:
     """The queries of each sequence over its keys, up to each one's own, into output."""
     _, heads, dim = query.shape
     num_pages, _, page_size, kv_heads, _ = pages.shape
     page_stride, side_stride, slot_stride = pages.stride()[:3]
-    tiles = tiles or _tiles(tables is not None, dim, rule.window)
+    tiles = _tiles(tables is not None, dim, rule.window)
     group = heads // kv_heads
-    is_packed = ROWS.value % group == 0
+    is_packed = HALF_ROWS.value % group == 0
     assert tiles.keys % page_size == 0, (tiles, page_size)
     assert pages.stride(3) == dim and pages.stride(4) == output.stride(1) == query.stride(2) == 1
     # Values lie whole rows behind their keys, as in the store, or in the same rows, as gathered ones do.
@@ -354,16 +359,15 @@ def hopper_attention(
     page_rows = page_stride // slot_stride
     num_rows = (num_pages - 1) * page_rows + side_rows + page_size
     flat = pages.as_strided((num_rows, side_columns + kv_heads * dim), (slot_stride, 1))
-    cap_rate = rule.scale / rule.softcap if rule.softcap else 0.0
     registers = (3 * _REGISTERS - tiles.loader_registers) // 2 // 8 * 8
     total = len(items) * kv_heads
     launch(
         _hopper_kernel, (min(total, num_programs),),
-        described(query, ROWS.value // group, group, dim) if is_packed else query,
+        described(query, HALF_ROWS.value // group, group, dim) if is_packed else query,
         described(flat, page_size, SLAB.value),
         tables, items, output, total, kv_heads, rule.window, 0 if tables is None else tables.stride(0),
         page_rows, side_rows, side_columns, query.stride(0), query.stride(1), output.stride(0),
-        Rates.of(rule).rate, cap_rate,
+        *Rates.of(rule),
         TILE=tiles.keys, GROUP=group, DIM=dim, STAGES=tiles.stages, PAGE=page_size,
         WINDOWED=rule.window > 0, CAPPED=rule.softcap > 0, PACKED=is_packed,
         REGISTERS=registers, LOADER_REGISTERS=tiles.loader_registers, num_warps=_WARPS.value, maxnreg=_REGISTERS,

@@ -35,19 +35,20 @@ class HopperChunks:
         num_processors = hopper_processors(_missing, _INSTEAD)
         return None if num_processors is None else HopperChunks(num_processors)
 
-    def takes(self, query: Tensor, kv_layer: Tensor, rule: AttentionRule, num_tokens: int) -> bool:
-        """Whether the kernel is for chunks of so many tokens in all. Where they have tiles for half of the processors
-        only, programs should share their keys: it has none that do."""
+    def takes(
+        self, query: Tensor, kv_layer: Tensor, rule: AttentionRule, num_tokens: int, *, gathered: bool = False
+    ) -> bool:
+        """Whether the kernel is for chunks of so many tokens in all, over pages or over keys that were gathered. Where
+        they have tiles for half of the processors only, programs should share their keys: it has none that do."""
         _, heads, dim = query.shape
-        _, _, block_size, kv_heads, _ = kv_layer.shape
+        kv_heads = kv_layer.shape[3]
         group = heads // kv_heads
         if self._is_broken or dim not in _DIMS or query.dtype not in _DTYPES:
             return False
-        if block_size not in _PAGE_SIZES or block_size > largest_page(dim, rule.window):
+        if kv_layer.dtype != query.dtype or query.data_ptr() % 16 or not (gathered or _has_pages(kv_layer, rule)):
             return False
-        is_regular = kv_layer.dtype == query.dtype and _is_regular(kv_layer) and query.data_ptr() % 16 == 0
         num_tiles = -(-num_tokens * group // TILE_ROWS) * kv_heads
-        return is_regular and 2 * num_tiles > self._num_processors
+        return 2 * num_tiles > self._num_processors
 
     def list_work(self, query: Tensor, kv_layer: Tensor, starts: Tensor, lengths: Tensor, first_token: int) -> Tensor:
         """For every layer of a step."""
@@ -77,8 +78,11 @@ class HopperChunks:
         return not self._is_broken
 
 
-def _is_regular(kv_layer: Tensor) -> bool:
-    """Whether its keys are rows at equal distances, as the copy engine wants them."""
+def _has_pages(kv_layer: Tensor, rule: AttentionRule) -> bool:
+    """Whether blocks fill tiles of keys, and keys are rows at equal distances, as the copy engine wants them."""
+    _, _, block_size, _, dim = kv_layer.shape
+    if block_size not in _PAGE_SIZES or block_size > largest_page(dim, rule.window):
+        return False
     block_stride, side_stride, slot_stride, head_stride, _ = kv_layer.stride()
     whole_rows = block_stride % slot_stride == 0 and side_stride % slot_stride == 0
     is_aligned = kv_layer.data_ptr() % 16 == 0 and head_stride == kv_layer.shape[4]

@@ -11,8 +11,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from quire.kernels.gpu.gluon_names import load_block
 from quire.kernels.gpu.work_list import FIRST_PLACE, FIRST_TOKEN, LAST_PLACE, LENGTH, NUM_FIELDS, SEQUENCE
 
-HALVES = gl.constexpr(2)  # of a tile of rows: the groups of warps that compute
-ROWS = gl.constexpr(64)  # of a half: what a product of four warps takes
+HALVES = gl.constexpr(2)  # of a tile of rows: four warps compute with each
+HALF_ROWS = gl.constexpr(64)  # of a half: what a product of four warps takes
 SLAB = gl.constexpr(64)  # columns that lie together in shared memory: 128 bytes
 
 
@@ -79,7 +79,7 @@ def _load_queries(query, first_token, kv_head, q_bufs, q_ready, q_empty, done, G
     for half in gl.static_range(HALVES):
         mbarrier.wait(q_empty.index(half), (done & 1) ^ 1)
         mbarrier.expect(q_ready.index(half), query.block_type.nbytes)
-        source = [first_token + half * (ROWS // GROUP), kv_head * GROUP, 0]
+        source = [first_token + half * (HALF_ROWS // GROUP), kv_head * GROUP, 0]
         load_block(query, source, q_ready.index(half), q_bufs.index(half))
 
 

@@ -14,7 +14,7 @@ except (ImportError, AttributeError) as error:
 else:
     _missing = ""
 
-_INSTEAD = "products of few rows by the library"
+_INSTEAD = "products of few rows by the kernels for every card, or torch"
 _DTYPES = (torch.bfloat16, torch.float16)
 _ALIGNMENT = 16  # bytes: of tensors, and of their rows, as the copy engine wants them
 _MOST_NUMBERS = 2**31

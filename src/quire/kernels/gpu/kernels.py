@@ -71,7 +71,7 @@ def _linear_elsewhere(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class GpuStep:
-    """One step: keys and values written by one kernel, read by two."""
+    """One step: keys and values are written by one kernel, and read by those of attention."""
 
     __slots__ = ("_attention", "_slots", "_windows")
 

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from quire.kernels.contract import AttentionRule
 
+TWICE_LOG2E = tl.constexpr(2 * math.log2(math.e))  # tanh x = 1 - 2 / (1 + 2 ** (x * this))
 LOWEST = tl.constexpr(-1.0e30)  # a maximum before any key: finite, because minus infinity less itself is not a number
 
 
@@ -19,13 +20,13 @@ class Rates(NamedTuple):
     """What turns a product of query and key into the exponent of its weight."""
 
     rate: float  # exponent per score
-    cap_rate: float  # with a soft cap only: what a product is multiplied with inside tanh's exponential
+    cap_rate: float  # with a soft cap only: what a product is multiplied with before its tanh is taken
 
     @staticmethod
     def of(rule: AttentionRule) -> "Rates":
         assert rule.scale > 0, rule
         if rule.softcap:
-            return Rates(rule.softcap * math.log2(math.e), 2 * rule.scale / rule.softcap * math.log2(math.e))
+            return Rates(rule.softcap * math.log2(math.e), rule.scale / rule.softcap)
         return Rates(rule.scale * math.log2(math.e), 0.0)
 
 
@@ -74,7 +75,7 @@ def score(query, keys, cap_rate, CAPPED: tl.constexpr):
     """[queries, keys] float32: products, or tanh of them if capped; either way in units of the rate."""
     scores = tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision="ieee")
     if CAPPED:
-        scores = 1.0 - 2.0 / (1.0 + tl.exp2(scores * cap_rate))
+        scores = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (cap_rate * TWICE_LOG2E)))
     return scores
 
 

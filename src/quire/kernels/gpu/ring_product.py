@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from quire.kernels.gpu.described import described
-from quire.kernels.gpu.gluon_names import group_barrier, load_block
+from quire.kernels.gpu.gluon_names import load_block, task_barrier
 from quire.kernels.gpu.launch import launch_early
 from quire.kernels.gpu.overlap import let_next_begin, wait_for_others
 from quire.kernels.gpu.product_cut import COLUMNS, MOST_ROWS, OUTS, STREAM, Cut
@@ -94,7 +94,7 @@ def _add_others(sums, places, shares, arrival, program, last_program):
     arrived = gl.atomic_add(arrival, 0, sem="acquire", scope="gpu")
     while arrived < last_program - program:
         arrived = gl.atomic_add(arrival, 0, sem="acquire", scope="gpu")
-    group_barrier()
+    task_barrier()
     for other in range(program + 1, last_program + 1):
         sums += gl.load(shares + other * (sums.shape[0] * sums.shape[1]) + places, cache_modifier=".cg")
     gl.store(arrival, 0)  # for the next launch
@@ -151,7 +151,7 @@ def _multiply(
                 _store(sums, output, tile, num_rows, out_width, True)
             else:
                 gl.store(shares + program * (_OUTS * ROWS) + places, sums)
-                group_barrier()
+                task_barrier()
                 gl.atomic_add(arrivals + tile, 1, sem="release", scope="gpu")
 
 

@@ -1,7 +1,8 @@
 """Joins what several programs gathered from their shares of one row's keys: the last to arrive does it.
 
-Compiled into the decode kernel. A counter per (row, key head) says who is last; it is zero again afterwards, so one
-scratch serves layer after layer and replay after replay, without a second launch. Knows nothing of keys or queries.
+Compiled into the kernels whose programs may share keys. A counter for all who share says who is last; it is zero again
+afterwards, so one scratch serves layer after layer and replay after replay, without a second launch. Knows nothing of
+keys or queries.
 """
 
 from dataclasses import dataclass
@@ -21,22 +22,20 @@ class SplitScratch:
     parts: Tensor  # [parts * dim] float32: sums of values, weighted
     maxima: Tensor  # [parts] float32: the exponents the weights are relative to
     sums: Tensor  # [parts] float32: sums of the weights
-    arrivals: Tensor  # [row and key head] int32: zeros between calls
+    arrivals: Tensor  # [counters] int32: zeros between calls
 
     @staticmethod
-    def allocate(rows: int, heads: int, kv_heads: int, dim: int, splits: int, device: torch.device) -> "SplitScratch":
-        num_parts = rows * heads * splits
+    def allocate(num_parts: int, num_counters: int, dim: int, device: torch.device) -> "SplitScratch":
         return SplitScratch(
             parts=torch.empty(num_parts * dim, dtype=torch.float32, device=device),
             maxima=torch.empty(num_parts, dtype=torch.float32, device=device),
             sums=torch.empty(num_parts, dtype=torch.float32, device=device),
-            arrivals=torch.zeros(rows * kv_heads, dtype=torch.int32, device=device),
+            arrivals=torch.zeros(num_counters, dtype=torch.int32, device=device),
         )
 
-    def holds(self, rows: int, heads: int, kv_heads: int, dim: int, splits: int) -> bool:
-        num_parts = rows * heads * splits
+    def holds(self, num_parts: int, num_counters: int, dim: int) -> bool:
         enough = self.maxima.numel() >= num_parts and self.parts.numel() >= num_parts * dim
-        return enough and self.arrivals.numel() >= rows * kv_heads
+        return enough and self.arrivals.numel() >= num_counters
 
 
 @triton.jit
