@@ -104,7 +104,7 @@ def test_the_kernels_for_hopper_are_compiled_with_this_triton(apart: dict[str, A
 @pytest.mark.parametrize(
     "its_kernels", [{"_chunk_kernel", "_gathered_kernel"}, {"_list_kernel", "_hopper_kernel", "_ring_kernel"}]
 )
-def test_the_shapes_that_are_gone_through_tell_of_all_that_are_recorded_early(
+def test_the_shapes_and_layers_that_are_gone_through_tell_of_all_that_are_recorded_early(
     apart: dict[str, Any], its_kernels: set[str]
 ) -> None:
     told = apart["on hopper"] if "_hopper_kernel" in its_kernels else apart

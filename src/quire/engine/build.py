@@ -189,7 +189,7 @@ def _runner(model: Decoder, stores: KvStores, resolved: Resolved, choice: Choice
 def _rehearse(model: Decoder, stores: KvStores, runner: ModelRunner) -> None:
     """All that is launched before anybody asks for anything, what takes long to compile first."""
     runner.rehearse()
-    warm_up(model, stores)
+    warm_up(model.abridged(), stores)
 
 
 def _record(runner: ModelRunner, watch: Watch, serving: bool) -> Pace | None:

@@ -1,5 +1,8 @@
 """The one decoder body. Families are values of `ModelSpec`; nothing here asks for a family's name."""
 
+import copy
+from dataclasses import fields
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,6 +25,7 @@ class _Layer:
         "attention_norm",
         "attention_post_norm",
         "head_norm",
+        "kind",
         "mlp",
         "mlp_norm",
         "mlp_post_norm",
@@ -51,6 +55,8 @@ class _Layer:
         self.mlp_norm = weights.mlp_norm
         self.mlp_post_norm = weights.mlp_post_norm
         self.rope = spec.layer_rope(index)
+        present = tuple(getattr(weights, field.name) is not None for field in fields(weights))
+        self.kind = (spec.window(index), self.rope, present)  # layers of one kind launch the same
 
 
 class Decoder:
@@ -78,6 +84,13 @@ class Decoder:
             if layer.head_norm is not None and filled.query_norm is not None and filled.key_norm is not None:
                 layer.head_norm.weight[: self._spec.num_heads] = filled.query_norm
                 layer.head_norm.weight[self._spec.num_heads :] = filled.key_norm
+
+    def abridged(self) -> "Decoder":
+        """With two layers of each kind: a kind's first may wait for more than others do."""
+        few = copy.copy(self)
+        kinds = [layer.kind for layer in self._layers]
+        few._layers = [layer for index, layer in enumerate(self._layers) if kinds[:index].count(layer.kind) < 2]
+        return few
 
     @property
     def vocab_size(self) -> int:

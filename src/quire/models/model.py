@@ -37,5 +37,8 @@ class Model(Protocol):
         """tokens: [tokens] int64; kv: the store, which takes the new keys and values; wanted: [n] int64, the tokens
         whose states are asked for, at least one of them; None: all. [n, hidden]."""
 
+    def abridged(self) -> "Model":
+        """One that launches all that this does, though not as often: for whoever would see what is launched."""
+
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """hidden: [rows, hidden], some rows of what `forward` gave. Returns [rows, vocab] float32: `out`, if given."""

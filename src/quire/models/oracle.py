@@ -25,6 +25,9 @@ class OracleModel:
     def vocab_size(self) -> int:
         return self._vocab_size
 
+    def abridged(self) -> "OracleModel":
+        return self
+
     @property
     def kv_geometry(self) -> KvGeometry:
         return KvGeometry(num_layers=1, kv_heads=1, head_dim=1, dtype=torch.int32)

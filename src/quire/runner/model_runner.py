@@ -86,8 +86,13 @@ class ModelRunner:
     @torch.inference_mode()
     def rehearse(self) -> None:
         """Go through steps that between them launch what most others do. Nobody takes part. Between steps."""
-        if self._recorded is not None:
+        if self._recorded is None:
+            return
+        whole, self._model = self._model, self._model.abridged()
+        try:
             self._recorded.rehearse(self._telling)
+        finally:
+            self._model = whole
 
     def _record(self, shape: Shape | None) -> None:
         """Between steps: this one, and what became missing of others."""
