@@ -73,6 +73,13 @@ def test_a_prompt_longer_than_the_context():
     assert admit([5] * 63, ROOMY, max_tokens=1).max_length == 64
 
 
+def test_a_prompt_that_is_too_long_by_itself_is_refused_with_the_length_that_was_asked_for():
+    error = refusal(ContextLengthExceeded, [5] * 70, ROOMY, max_tokens=50)
+    assert "you requested 120 tokens (70 in the messages, 50 in the completion)" in error.message
+    error = refusal(ContextLengthExceeded, [5] * 70, ROOMY, max_tokens=None)
+    assert "you requested 71 tokens (70 in the messages, 1 in the completion)" in error.message
+
+
 @pytest.mark.parametrize("wanted", ["pooled", "without_tokens"])
 @pytest.mark.parametrize("max_tokens", [1, 9, None])
 def test_a_prompt_that_nothing_follows_may_fill_the_context(wanted, max_tokens):

@@ -38,7 +38,7 @@ class Door:
     def admit(self, order: Order, fresh_seed: int, now_s: float = 0.0) -> Request:
         """A valid request, or a `QuireError` that says with numbers why not."""
         params, terms = order.params, order.terms
-        tokens = self._checked_prompt(order.prompt, 0 if order.prompt_alone else 1)
+        tokens = self._checked_prompt(order.prompt, 0 if order.prompt_alone else params.max_tokens or 1)
         self._check_rows(params)
         sampling = row_sampling(
             params,
@@ -93,17 +93,14 @@ class Door:
         )
 
     def _with_length(self, request: Request, params: SamplingParams, *, prompt_alone: bool) -> Request:
-        """With the length that was asked for, if it can ever fit; with what fits, if nothing was asked for."""
-        num_prompt = len(request.prompt)
-        if not prompt_alone and num_prompt + request.max_tokens > self.max_length:
-            raise ContextLengthExceeded(self.max_length, num_prompt, request.max_tokens)
+        """With the length that was asked for, if the cache can ever hold it; with what fits, if nothing was."""
         needed = most_blocks(request, self.block_size)
         if needed > self.num_blocks:
             longest = request.max_length - 1  # the last token of all is never computed
             raise NeverFits(longest, needed, self.num_blocks, self.block_size, request.num_sequences)
         if prompt_alone or params.max_tokens is not None:
             return request
-        lengths = range(1, self.max_length - num_prompt + 1)
+        lengths = range(1, self.max_length - len(request.prompt) + 1)
         longest = bisect_right(lengths, self.num_blocks, key=lambda length: self._most_blocks(request, length))
         if params.min_tokens > longest:
             raise InvalidParameter(
