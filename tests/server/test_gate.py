@@ -196,6 +196,18 @@ def test_a_body_is_json_or_does_not_say(holder: httpx.Client, kind: str | None, 
         assert error_of(answer)["code"] == "unsupported_media_type"
 
 
+@pytest.mark.parametrize(
+    ("coding", "status"),
+    [("", 200), ("identity", 200), ("gzip", 415), ("Deflate", 415), ("gzip, br", 415), ("\xff", 415)],
+)
+def test_a_body_is_not_read_compressed(holder: httpx.Client, coding: str, status: int) -> None:
+    answer = holder.post("/v1/echo", content=b"{}", headers=[(b"content-encoding", coding.encode("latin-1"))])
+    assert answer.status_code == status
+    if status == 415:
+        assert error_of(answer)["code"] == "unsupported_media_type"
+        assert "Content-Encoding" in error_of(answer)["message"]
+
+
 def test_a_body_too_large_by_its_own_word_is_not_read(house: Gatehouse, holder: httpx.Client) -> None:
     house.application.num_read = 0
     answer = holder.post("/v1/echo", content=b" " * (LIMIT + 1))

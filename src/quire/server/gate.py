@@ -252,6 +252,12 @@ class Door:
         kind = headers.get(b"content-type")
         if kind is not None and method in ("POST", "PUT", "PATCH") and not _JSON.fullmatch(kind):
             raise UnsupportedMediaType("The body must be JSON: send the header 'Content-Type: application/json'.")
+        coding = headers.get(b"content-encoding", b"").strip().lower()
+        if coding not in (b"", b"identity"):
+            raise UnsupportedMediaType(
+                f"The body is compressed ({coding[:40].decode('latin-1')}), and bodies are read here only as they are: "
+                f"send it without the header 'Content-Encoding'."
+            )
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length[:20]) > self._limit:
             raise BodyTooLarge(self._limit)

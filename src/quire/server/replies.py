@@ -60,7 +60,7 @@ class ForeignOrigin(QuireError):
 
 
 class UnsupportedMediaType(QuireError):
-    """A body that says it is something else than JSON."""
+    """A body that says it is something else than JSON, or that it is compressed."""
 
     status = 415
     code = "unsupported_media_type"
