@@ -51,6 +51,7 @@ class Application:
                 Route("/v1/broken", self.broken),
                 Route("/v1/broken_stream", self.broken_stream),
                 Route("/v1/endless", self.endless),
+                Route("/v1/pieces", self.pieces),
                 Route("/requests/{id}/explain", self.empty),
                 Route("/admin/pause", self.empty, methods=["GET", "POST"]),
             ],
@@ -83,6 +84,13 @@ class Application:
         async def pieces() -> AsyncIterator[bytes]:
             yield b"first"
             raise KeyError(SECRET)
+
+        return StreamingResponse(pieces())
+
+    async def pieces(self, request: Request) -> Response:
+        async def pieces() -> AsyncIterator[bytes]:
+            for piece in (b"one ", b"two ", b"three"):
+                yield piece
 
         return StreamingResponse(pieces())
 

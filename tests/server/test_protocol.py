@@ -222,6 +222,34 @@ def test_a_client_that_expects_leave_to_go_on_is_refused_without_it(house: Gateh
     assert status_of(house.say(head)) == 401
 
 
+def test_a_stream_for_http_1_0_is_not_chunked(house: Gatehouse) -> None:
+    def told(version: bytes, more: bytes = b"Connection: close\r\n") -> tuple[bytes, bytes]:
+        head, _, body = house.say(b"GET /v1/pieces HTTP/" + version + b"\r\n" + HOST + AUTH + more + b"\r\n").partition(
+            b"\r\n\r\n"
+        )
+        return head.lower(), body
+
+    head, body = told(b"1.0", b"Connection: keep-alive\r\n")
+    assert body == b"one two three"
+    assert b"transfer-encoding" not in head and b"content-length" not in head and b"connection: close" in head
+    head, body = told(b"1.1")
+    assert b"transfer-encoding: chunked" in head and body.startswith(b"4\r\none \r\n") and body.endswith(b"0\r\n\r\n")
+
+
+@pytest.mark.parametrize("method", [b"POST", b"HEAD"])
+def test_an_answer_with_a_length_is_the_same_for_http_1_0(house: Gatehouse, method: bytes) -> None:
+    target = b"/v1/echo" if method == b"POST" else b"/health"
+    answer = house.say(method + b" " + target + b" HTTP/1.0\r\n" + AUTH + b"Content-Length: 2\r\n\r\n{}")
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert b"content-length: " in answer and b"transfer-encoding" not in answer
+
+
+def test_a_stream_that_breaks_for_http_1_0_is_closed(house: Gatehouse) -> None:
+    answer = house.say(b"GET /v1/broken_stream HTTP/1.0\r\n" + AUTH + b"\r\n")
+    assert answer.endswith(b"\r\n\r\nfirst")
+    house.control()
+
+
 # Time
 
 
@@ -392,4 +420,6 @@ def test_uvicorn_still_has_what_is_overridden() -> None:
     assert {"cycle", "flow", "headers", "url", "parser", "connections", "transport", "loop"} <= state
     cycle = set(re.findall(r"self\.(\w+) = ", inspect.getsource(RequestResponseCycle)))
     assert {"disconnected", "keep_alive", "message_event", "response_started", "response_complete"} <= cycle
+    assert "self.chunked_encoding: bool | None = None" in inspect.getsource(RequestResponseCycle)
+    assert "expected_content_length" in cycle
     assert {"_unset_keepalive_if_required", "shutdown"} <= theirs

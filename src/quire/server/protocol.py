@@ -13,7 +13,7 @@ from enum import Enum, auto
 from typing import cast
 
 import httptools
-from starlette.types import Scope
+from starlette.types import ASGIApp, Scope
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
@@ -22,6 +22,7 @@ from quire.server.gate import Hear, TurnAway, answer_headers, new_request_id
 from quire.server.keys import NOBODY
 from quire.server.replies import Reply, reply_to
 from quire.server.routes import OTHER
+from quire.server.unframed import unframed
 from quire.server.visit import Answered, has_visit, visit_of
 
 _MAX_CONNECTIONS = 4096
@@ -208,8 +209,11 @@ class GuardedProtocol(HttpToolsProtocol):
         """Only for those whom the gate has nothing against, and for who does not read its answers: that one waits."""
         if self.turn_away is not None and not self.flow.write_paused:
             self._early_reply = self.turn_away(cast(Scope, cycle.scope))
-        if self._early_reply is None:
-            super()._start_asgi_task(cycle, app)
+        if self._early_reply is not None:
+            return
+        if cycle.scope["http_version"] == "1.0":
+            app = cast(ASGI3Application, unframed(cycle, cast(ASGIApp, app)))
+        super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
         self._num_framing_bytes = 0
