@@ -172,17 +172,17 @@ def row_sampling(
     fresh_seed: int,
 ) -> RowSampling:
     """Resolve what the user said against one model: its vocabulary, its end tokens, its spelling of the bad words."""
-    stop_ids = _token_ids("stop_token_ids", params.stop_token_ids or (), vocab_size)
+    stop_ids = checked_token_ids("stop_token_ids", params.stop_token_ids or (), vocab_size)
     ends = stop_ids if params.ignore_eos else (*end_ids, *stop_ids)
     allowed_ids = None
     if params.allowed_token_ids is not None:
         check_count("allowed_token_ids", params.allowed_token_ids, vocab_size)
-        allowed_ids = tuple(dict.fromkeys(_token_ids("allowed_token_ids", params.allowed_token_ids, vocab_size)))
+        allowed_ids = tuple(dict.fromkeys(checked_token_ids("allowed_token_ids", params.allowed_token_ids, vocab_size)))
     forbidden = _bad_words(bad_words, vocab_size)
     if allowed_ids is not None:
         early = set(ends) if params.min_tokens > 0 else set()
         _check_some_left(set(allowed_ids) - early - {word[0] for word in forbidden if len(word) == 1})
-    biased = _token_ids("logit_bias", params.logit_bias or (), vocab_size)
+    biased = checked_token_ids("logit_bias", params.logit_bias or (), vocab_size)
     hidden = params.scored and params.logprobs is None
     return RowSampling(
         temperature=float(params.temperature),
@@ -214,7 +214,7 @@ def _check_some_left(allowed: set[int]) -> None:
 
 
 def _bad_words(words: Iterable[tuple[int, ...]], vocab_size: int) -> tuple[tuple[int, ...], ...]:
-    checked = tuple(_token_ids("bad_words", word, vocab_size) for word in words if word)
+    checked = tuple(checked_token_ids("bad_words", word, vocab_size) for word in words if word)
     for word in checked:
         if len(word) > MAX_BAD_WORD_TOKENS:
             raise InvalidParameter(
@@ -224,7 +224,8 @@ def _bad_words(words: Iterable[tuple[int, ...]], vocab_size: int) -> tuple[tuple
     return checked
 
 
-def _token_ids(name: str, ids: Iterable[object], vocab_size: int) -> tuple[int, ...]:
+def checked_token_ids(name: str, ids: Iterable[object], vocab_size: int) -> tuple[int, ...]:
+    """Ids that the model has, or an error that names the parameter."""
     given = tuple(ids)
     plain = [token for token in given if type(token) is int]  # all of them, nearly always: no need to look at each
     if len(plain) == len(given) and min(plain, default=0) >= 0 and max(plain, default=0) < vocab_size:

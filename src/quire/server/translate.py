@@ -7,7 +7,7 @@ from msgspec import UNSET
 from quire.core.checks import check_count
 from quire.core.errors import InvalidParameter
 from quire.core.grammar import Grammar
-from quire.core.sampling import SamplingParams
+from quire.core.sampling import SamplingParams, checked_token_ids
 from quire.engine.terms import Terms
 from quire.server.bodies.chat import ChatBody
 from quire.server.bodies.completion import CompletionBody
@@ -24,6 +24,7 @@ _SAMPLING = tuple(
     for field in fields(SamplingParams)
     if field.name in SamplingBody.__struct_fields__ and field.name not in ("best_of", "max_tokens", "grammar")
 )
+_TOKEN_IDS = ("stop_token_ids", "allowed_token_ids", "logit_bias")
 _TERMS = ("priority", "cache_salt", "timeout_s")  # the tenant is not the client's to say
 
 
@@ -85,6 +86,8 @@ def _wanted(
     said.update(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
     terms = {name: value for name in _TERMS if (value := getattr(body, name)) is not None}
     check_count("allowed_token_ids", body.allowed_token_ids or (), served.vocab_size)
+    for name in _TOKEN_IDS:  # the engine checks them too, but none beyond 64 bits could be sent there
+        checked_token_ids(name, getattr(body, name) or (), served.vocab_size)
     continuous = options is not None and bool(options.continuous_usage_stats)
     return Wanted(
         params=SamplingParams(**said),
