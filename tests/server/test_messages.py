@@ -143,6 +143,17 @@ def test_instructions_are_one_message(http: httpx.Client) -> None:
     assert answer["content"][0]["text"] == "Rules heard."
 
 
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}, {"content": []}])
+def test_a_tool_that_gave_nothing_back(http: httpx.Client, content: dict[str, Any]) -> None:
+    use = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "a", **content}
+    told = [*ASK, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+    answer = http.post("/v1/messages/count_tokens", json={"messages": told})
+    nothing = http.post("/v1/messages/count_tokens", json={"messages": [*told[:2], {"role": "user", "content": [
+        {**result, "content": ""}]}]})  # fmt: skip
+    assert answer.status_code == 200 and answer.json() == nothing.json()
+
+
 def test_a_message_that_the_assistant_has_begun_goes_on(client: anthropic.Anthropic, http: httpx.Client) -> None:
     begun: list[Any] = [*ASK, {"role": "assistant", "content": "Once upon a time"}]
     message = client.messages.create(model=MODEL, max_tokens=50, messages=begun)

@@ -130,7 +130,7 @@ def _tell(message: AnthropicMessage, where: str, conversation: Conversation) -> 
         kind = block.get("type")
         if kind == "tool_result" and role == "user":
             _flush(role, texts, conversation)
-            conversation.result(_word(block, "tool_use_id", spot), _result(block.get("content", ""), f"{spot}.content"))
+            conversation.result(_word(block, "tool_use_id", spot), _result(block.get("content"), f"{spot}.content"))
         elif kind == "tool_use" and role == "assistant":
             arguments = msgspec.json.encode(block.get("input") or {}).decode()
             _flush(role, texts, conversation)
@@ -150,8 +150,8 @@ def _flush(role: str, texts: list[str], conversation: Conversation) -> None:
 
 
 def _result(content: Json, where: str) -> str:
-    if isinstance(content, str):
-        return content
+    if content is None or isinstance(content, str):
+        return content or ""
     if not isinstance(content, list):
         raise _refused(f"{where} must be a text or a list of blocks, not {shown(content)}", where)
     return "\n".join(_text(block, f"{where}[{place}]") for place, block in enumerate(content))
