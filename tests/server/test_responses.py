@@ -12,6 +12,7 @@ from pydantic import TypeAdapter
 
 from tests.server.surfaces import MODEL, PLAIN, named_events, scripted_server
 
+F = {"type": "function", "name": "f", "parameters": {}}
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 
@@ -44,6 +45,10 @@ def refused(http: httpx.Client, status: int = 400, **body: object) -> dict[str, 
         answer = http.post("/v1/responses", json={"input": "hi", "stream": stream, **body})
         assert answer.status_code == status, answer.text
     return answer.json()["error"]  # type: ignore[no-any-return]
+
+
+def allowed(*names: str, kind: str = "function") -> dict[str, Any]:
+    return {"type": "allowed_tools", "mode": "auto", "tools": [{"type": kind, "name": name} for name in names]}
 
 
 def test_the_least_that_can_be_asked(client: openai.OpenAI) -> None:
@@ -161,6 +166,9 @@ def test_an_answer_goes_back_as_input(client: openai.OpenAI) -> None:
         ({"tool_choice": {"type": 7}}, "tool_choice"),
         ({"tool_choice": {"type": "function"}}, "tool_choice"),
         ({"tool_choice": {"type": "function", "name": "absent"}}, "tool_choice"),
+        ({"tools": [F], "tool_choice": allowed("f", "absent")}, "tool_choice"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"input": []}, "input"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0]"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]"),
@@ -198,6 +206,19 @@ def test_a_conversation_that_is_too_long_loses_its_oldest_turns_if_asked(http: h
     assert answer["output"][0]["content"][0]["text"] == "Rules heard.", "instructions stay"
     assert 600 < answer["usage"]["input_tokens"] <= 1024 - 128
     assert answer["truncation"] == "auto"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"input": [{"type": None, "role": "user", "content": "hi"}]},
+        {"top_logprobs": 0, "include": []},
+        {"tools": [F, {"type": "web_search"}], "tool_choice": allowed("search", kind="web_search")},
+    ],
+)
+def test_what_asks_for_nothing_is_let_through(http: httpx.Client, body: dict[str, Any]) -> None:
+    answer = http.post("/v1/responses", json={"input": "hi", **body})
+    assert answer.status_code == 200, answer.text
 
 
 def test_fields_without_a_meaning_here_are_let_through(client: openai.OpenAI) -> None:

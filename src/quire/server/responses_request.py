@@ -20,6 +20,7 @@ NAMES = {
 }
 _SHAPE = '{"type": "function", "name": …, "parameters": {…}}'
 _STORED = ("previous_response_id", "conversation", "prompt", "background")
+_SCORES = "message.output_text.logprobs"
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "reasoning_text": "text", "summary_text": "text",
           "refusal": "refusal"}  # fmt: skip
@@ -38,6 +39,7 @@ def as_chat(body: ResponsesBody) -> ChatBody:
         raise InvalidParameter(
             f"truncation is {shown(body.truncation)}; it may be 'auto' or 'disabled'.", param="truncation"
         )
+    _check_scores(body)
     return ChatBody(
         **carried(body),
         messages=_messages(body),
@@ -50,6 +52,20 @@ def as_chat(body: ResponsesBody) -> ChatBody:
     )
 
 
+def _check_scores(body: ResponsesBody) -> None:
+    asked = {
+        "top_logprobs": bool(body.top_logprobs),
+        "include": isinstance(body.include, list) and _SCORES in body.include,
+    }
+    for name, wanted in asked.items():
+        if wanted:
+            raise InvalidParameter(
+                f"{name} asks for log-probabilities, which responses do not tell here; use /v1/chat/completions with "
+                f"logprobs.",
+                param=name,
+            )
+
+
 def kept_tools(body: ResponsesBody) -> list[dict[str, Json]]:
     """The functions. Tools of other kinds run at OpenAI; a client that offers them can do without."""
     functions = []
@@ -60,9 +76,16 @@ def kept_tools(body: ResponsesBody) -> list[dict[str, Json]]:
     choice = body.tool_choice
     if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
         return functions
-    allowed = choice.get("tools")
-    named = [tool.get("name") for tool in allowed if isinstance(tool, dict)] if isinstance(allowed, list) else []
-    names = {name for name in named if isinstance(name, str)}
+    listed = choice.get("tools")
+    allowed = [tool for tool in listed if isinstance(tool, dict)] if isinstance(listed, list) else []
+    names = {
+        name
+        for tool in allowed
+        if tool.get("type", "function") == "function" and isinstance(name := tool.get("name"), str)
+    }
+    if missing := names.difference(tool["name"] for tool in functions):
+        unknown = shown(min(missing))
+        raise InvalidParameter(f"tool_choice allows {unknown}, which is not among tools.", param="tool_choice")
     return [tool for tool in functions if tool["name"] in names]
 
 
@@ -114,7 +137,7 @@ def _messages(body: ResponsesBody) -> list[dict[str, Json]]:
 
 
 def _tell(item: Mapping[str, Json], where: str, conversation: Conversation) -> None:
-    kind = item.get("type", "message")
+    kind = item.get("type") or "message"
     match kind:
         case "message":
             role = item.get("role")

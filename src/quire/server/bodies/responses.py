@@ -7,7 +7,7 @@ from msgspec import Struct
 
 from quire.server.bodies.carried import CarriedBody
 from quire.server.bodies.legacy import Refused
-from quire.server.bodies.sampling import Count, Json
+from quire.server.bodies.sampling import Count, Json, NumLogprobs
 
 
 class TextFormat(Struct, kw_only=True):
@@ -53,6 +53,8 @@ class ResponsesBody(CarriedBody, kw_only=True):
     max_tool_calls: Count | None = None
     reasoning: Reasoning | None = None
     truncation: str | None = None
+    include: Json = None
+    top_logprobs: NumLogprobs | None = None
     metadata: dict[str, Json] | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
