@@ -172,5 +172,6 @@ def test_the_list_holds_short_names_the_folder_and_the_hubs_cache(tmp_path: Path
 
 
 def test_the_list_needs_neither_folder(tmp_path: Path) -> None:
-    listed = entries(tmp_path / "none", tmp_path / "no-hub")
-    assert [entry.state for entry in listed] == [State.ABSENT]
+    for none, no_hub in (("none", "no-hub"), ("unreadable" * 30, "unreadable" * 30)):
+        listed = entries(tmp_path / none, tmp_path / no_hub)
+        assert [entry.state for entry in listed] == [State.ABSENT]

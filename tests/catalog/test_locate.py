@@ -152,3 +152,23 @@ def test_a_path_that_holds_no_model_says_why(hub: FakeHub, cache: Path, tmp_path
 def test_what_no_disk_can_spell_is_just_not_found(text: str, hub: FakeHub, cache: Path) -> None:
     with pytest.raises(ModelNotFound):
         locate(text, fetch_hub=hub, folder=cache)
+
+
+def test_a_cache_folder_that_cannot_be_read_holds_nothing_and_hinders_no_other_path(
+    hub: FakeHub, tmp_path: Path
+) -> None:
+    cache = tmp_path / ("unreadable" * 30)  # root may read every folder, but nobody one with such a name
+    (tmp_path / "mine.gguf").write_bytes(b"")
+    assert locate(str(tmp_path / "mine.gguf"), fetch_hub=hub, folder=cache).name == "mine"
+    with pytest.raises(ModelNotFound, match="There is no model 'nosuch'"):
+        locate("nosuch", fetch_hub=hub, folder=cache)
+
+
+def test_a_user_without_a_home_is_told_what_to_set(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(ConfigError, match="set HOME or XDG_CACHE_HOME"):
+        locate(None, fetch_hub=hub)

@@ -208,6 +208,15 @@ def test_verify_names_the_file_that_is_not_there(tmp_path: Path) -> None:
         verify(TINY, tmp_path, ignore)
 
 
+def test_a_folder_that_cannot_be_read_has_no_model(tmp_path: Path) -> None:
+    folder = tmp_path / ("unreadable" * 30)  # root may read every folder, but nobody one with such a name
+    assert not present(TINY, folder)
+    with pytest.raises(BrokenModelFile, match="cannot be read: File name too long"):
+        verify(TINY, folder, ignore)
+    with pytest.raises(FetchFailed, match="set XDG_CACHE_HOME to another place"):
+        fetch(TINY, folder, ignore)
+
+
 def test_presence_is_judged_by_size(tmp_path: Path) -> None:
     path = tmp_path / TINY.file_name
     assert not present(TINY, tmp_path)

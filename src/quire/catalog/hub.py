@@ -139,7 +139,7 @@ def cached_models(cache_folder: Path | None = None) -> Iterator[CachedModel]:
     """What earlier downloads, by any program, left in the hub's cache; of each model its newest revision."""
     try:
         repositories = scan_cache_dir(cache_folder).repos
-    except CacheNotFound:
+    except (CacheNotFound, OSError):  # none yet, or another user's
         return
     for repository in sorted(repositories, key=lambda each: each.repo_id):
         if repository.repo_type != "model" or not repository.revisions:

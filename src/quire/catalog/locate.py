@@ -66,9 +66,13 @@ def locate(
 
 
 def fetched_models(folder: Path) -> dict[str, Located]:
-    """The models that lie in the cache folder, by the name one may type."""
+    """The models that lie in the cache folder, by the name one may type; none where it may not be read."""
     found: dict[str, Located] = {}
-    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+    try:
+        paths = sorted(folder.iterdir())
+    except OSError:  # it is not there, or is another user's
+        return found
+    for path in paths:
         if path.name.startswith("."):
             continue
         files = look(path)

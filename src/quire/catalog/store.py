@@ -12,7 +12,7 @@ from typing import IO
 
 from quire.catalog.names import WheelModel
 from quire.catalog.progress import FetchProgress, Phase, Report
-from quire.core.errors import BrokenModelFile, ModelNotFound
+from quire.core.errors import BrokenModelFile, ConfigError, ModelNotFound
 
 CHUNK_BYTES = 1 << 20
 _SCRATCH_PREFIX = ".fetch-"
@@ -21,13 +21,29 @@ _SCRATCH_PREFIX = ".fetch-"
 def models_folder() -> Path:
     """`$XDG_CACHE_HOME/quire/models`, or the same under `~/.cache`."""
     cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "quire" / "models"
+    return (Path(cache) if cache else _home() / ".cache") / "quire" / "models"
+
+
+def _home() -> Path:
+    try:
+        return Path.home()
+    except RuntimeError:
+        raise ConfigError(
+            f"User {os.getuid()} has no home folder to keep models in; set HOME or XDG_CACHE_HOME to a folder.",
+            param="model",
+        ) from None
 
 
 def present(model: WheelModel, folder: Path) -> bool:
-    """Whether the file is there, judged by its size: quick, for every start. `verify` reads all of it."""
+    """Whether the file is there, judged by its size: quick, for every start. `verify` reads all of it.
+
+    A folder that may not be read, such as another user's, has nothing for us.
+    """
     path = folder / model.file_name
-    return path.is_file() and path.stat().st_size == model.size_bytes
+    try:
+        return path.is_file() and path.stat().st_size == model.size_bytes
+    except OSError:
+        return False
 
 
 def verify(model: WheelModel, folder: Path, report: Report) -> None:
@@ -39,6 +55,8 @@ def verify(model: WheelModel, folder: Path, report: Report) -> None:
                 pass
     except FileNotFoundError:
         raise ModelNotFound(f"{model.name} is not fetched yet: there is no {path}.") from None
+    except OSError as error:
+        raise BrokenModelFile(f"{path} cannot be read: {error.strerror or error}.") from error
     except _MismatchError as mismatch:
         raise BrokenModelFile(
             f"{path} is not the whole {model.name}: {mismatch}. Delete it; the next use fetches it."
