@@ -25,7 +25,9 @@ from tests.cli.commands import Shell
         ("models --verify org/name", "org/name is not one"),
         ("serve --host 0.0.0.0", "--insecure-no-key"),
         ("serve --host 0.0.0.0 --admin-key k", "--insecure-no-key"),
-        ("serve --host 256.1.1.1 --api-key k", "Cannot listen on 256.1.1.1:8000"),
+        ("serve --host 256.1.1.1 --api-key k", "--host is an address of this machine"),
+        ("serve --host 192.0.2.1 --api-key k", "--host is an address of this machine"),
+        ("serve --served-model-name=", "--served-model-name is empty"),
         ("serve --api-key-file nowhere", "Cannot read the keys in nowhere: No such file"),
         ("serve --admin-key-file nowhere", "Cannot read the keys in nowhere: No such file"),
         ("serve --api-key é", "The key of key-1 must be 1 to 512 visible ASCII characters"),
@@ -57,6 +59,10 @@ def test_a_mistake_is_one_sentence(quire: Shell, line: str, words: str) -> None:
         ("models smollm2", "quire models --fetch smollm2"),
         ("run hi --max-model-len lots", "'lots' is not a size"),
         ("check --steps 0", "--steps"),
+        ("serve --max-waiting-tokens auto", "'auto' is not a size"),  # nothing could derive it
+        ("serve --max-waiting-tokens 0", "it must be at least 1"),
+        ("serve --shutdown-timeout nan", "'nan' is not a number that can be counted with"),
+        ("bench regimes --rate nan", "'nan' is not a number that can be counted with"),
     ],
 )
 def test_a_wrong_command_line_says_what_was_meant(quire: Shell, line: str, words: str) -> None:

@@ -1,8 +1,20 @@
-"""Several whole numbers in one option, with commas between them."""
+"""Numbers in options: several whole ones with commas between them, and one within limits."""
 
+import math
 from collections.abc import Callable
+from typing import Any
 
 import click
+
+
+class Within(click.FloatRange):
+    """As click's own, which lets nan through: it lies on no side of any limit."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a number that can be counted with.", param, ctx)
+        return number
 
 
 def counts(least: int) -> Callable[[click.Context, click.Parameter, str], tuple[int, ...]]:

@@ -25,6 +25,8 @@ def read_guise(given: Mapping[str, Any]) -> Guise:
     tool_parser, reasoning_parser = given["tool_call_parser"], given["reasoning_parser"]
     template: Path | None = given["chat_template"]
     script: Path | None = given["script"]
+    if not all(alias.strip() for alias in given["aliases"]):
+        raise ConfigError("--served-model-name is empty; clients need a name to ask for.", param="served_model_name")
     return Guise(
         aliases=tuple(given["aliases"]),
         script=None if script is None else str(script.absolute()),

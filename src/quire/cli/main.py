@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from quire.catalog.names import short_name
-from quire.cli.counts import counts
+from quire.cli.counts import Within, counts
 from quire.cli.measure import MEASURES
 from quire.cli.options import batch_options, engine_options, sampling_options, serving_options
 from quire.cli.waking import waking
@@ -142,7 +142,7 @@ def models(
 @click.argument("url", default="http://127.0.0.1:8000")
 @click.option("--api-key-file", type=click.Path(dir_okay=False, exists=True, path_type=Path), metavar="FILE",
               help="The first key of this file opens the server; it may be the server's own.")  # fmt: skip
-@click.option("--every", "every_s", type=click.FloatRange(0.1, 3600), default=1.0, show_default=True,
+@click.option("--every", "every_s", type=Within(0.1, 3600), default=1.0, show_default=True,
               help="Seconds between two looks.")  # fmt: skip
 @click.option("--once", is_flag=True, help="Two looks, one report.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per report.")
@@ -259,7 +259,7 @@ def bench_scheduler(
 @bench.command("regimes")
 @click.option("--workload", default="sharegpt", show_default=True, help="sharegpt, mooncake, or a trace file.")
 @click.option("--requests", type=click.IntRange(1), help="Only so many of them.")
-@click.option("--rate", type=click.FloatRange(0, min_open=True), default=64.0, show_default=True,
+@click.option("--rate", type=Within(0, min_open=True), default=64.0, show_default=True,
               help="Arrivals a second.")  # fmt: skip
 @click.option("--blocks", type=click.IntRange(1), default=16_384, show_default=True, help="KV blocks of 16 tokens.")
 @click.option("--max-model-len", type=click.IntRange(16), default=8192, show_default=True,

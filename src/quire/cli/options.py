@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import click
 
+from quire.cli.counts import Within
 from quire.config import ATTENTION_BACKENDS, DTYPES, OVERCOMMITS, REGIMES, EngineConfig
 from quire.core.sampling import SamplingParams
 from quire.formats.checkpoint import GenerationDefaults
@@ -18,23 +19,28 @@ _UNITS = {"": 1, "k": 1000, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20
 
 
 class Size(click.ParamType):  # type: ignore[type-arg]  # generic only in newer releases
-    """A whole number that may carry a unit: 32k, 2GiB, 500MB. `auto` means: derive it."""
+    """A whole number that may carry a unit: 32k, 2GiB, 500MB. Where it can be derived, `auto` says so."""
 
     name = "size"
 
-    def __init__(self, *, binary_k: bool = False) -> None:
+    def __init__(self, *, binary_k: bool = False, derived: bool = False, least: int = 0) -> None:
         self._units = {**_UNITS, "k": 1 << 10} if binary_k else _UNITS
+        self._derived = derived
+        self._least = least
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
         if isinstance(value, int) or value is None:
             return value
         text = str(value).strip().lower()
-        if text == "auto":
+        if text == "auto" and self._derived:
             return None
         parts = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", text)
         if parts is None:
             self.fail(f"{value!r} is not a size; write a number, or for example 32k or 2GiB.", param, ctx)
-        return int(float(parts[1]) * self._units[parts[2] or ""])
+        number = int(float(parts[1]) * self._units[parts[2] or ""])
+        if number < self._least:
+            self.fail(f"{value!r} is too small; it must be at least {self._least}.", param, ctx)
+        return number
 
 
 _MILD_TEMPERATURE = 0.7  # where neither user nor makers say anything
@@ -53,15 +59,15 @@ _ENGINE = (
                  help="Number format of weights and KV cache."),
     click.option("--attention-backend", type=click.Choice(ATTENTION_BACKENDS), default="auto", show_default=True,
                  help="Whose attention runs on a GPU. auto: the fastest that is installed, as measured."),
-    click.option("--max-model-len", type=Size(binary_k=True),
+    click.option("--max-model-len", type=Size(binary_k=True, derived=True),
                  help="Longest prompt plus completion, e.g. 32k. auto: what model and memory allow."),
     click.option("--block-size", type=int, default=16, show_default=True, help="Tokens in a KV block."),
-    click.option("--kv-cache-memory", type=Size(), help="Bytes for the KV cache, e.g. 2GiB."),
+    click.option("--kv-cache-memory", type=Size(derived=True), help="Bytes for the KV cache, e.g. 2GiB."),
     click.option("--gpu-memory-utilization", type=float, metavar="SHARE",
                  help="Share of the GPU's memory that quire may take in all. Default: 0.9."),
     click.option("--max-num-seqs", type=int,
                  help="Sequences that run at the same time. Default: 64 on a CPU; on a GPU 256, for batches 512."),
-    click.option("--max-num-batched-tokens", type=Size(binary_k=True), help="Tokens in one step."),
+    click.option("--max-num-batched-tokens", type=Size(binary_k=True, derived=True), help="Tokens in one step."),
     click.option("--run-ahead", type=click.IntRange(0, 2), help="Steps in flight."),
     _PREFIX_CACHING,
     click.option("--host-kv-memory", type=Size(), default=0, show_default=True,
@@ -112,9 +118,9 @@ _SERVING = (
     click.option("--ssl-certfile", type=click.Path(dir_okay=False, path_type=Path), help="TLS: the certificate."),
     click.option("--root-path", default="", metavar="PATH", help="The path below which a proxy shows this server."),
     *_MODEL_GUISE,
-    click.option("--max-waiting-tokens", type=Size(), default="4m", show_default=True,
+    click.option("--max-waiting-tokens", type=Size(least=1), default="4m", show_default=True,
                  help="Prompt tokens that may wait; more requests are refused."),
-    click.option("--shutdown-timeout", "drain_s", type=click.FloatRange(0, 3600), default=30.0, show_default=True,
+    click.option("--shutdown-timeout", "drain_s", type=Within(0, 3600), default=30.0, show_default=True,
                  help="Seconds that open requests get after a SIGTERM."),
     click.option("--otlp-endpoint", metavar="URL",
                  help="Send a trace of each request to this OpenTelemetry collector, e.g. http://127.0.0.1:4318."),

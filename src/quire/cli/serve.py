@@ -1,6 +1,7 @@
 """`quire serve`: the engine over HTTP. This process never loads torch: the engine has its own."""
 
 import contextlib
+import errno
 import ipaddress
 import socket
 import time
@@ -130,7 +131,8 @@ def _listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
         reason = str(error.strerror).partition(" (")[0]  # Python appends the address a second time
-        raise ConfigError(
-            f"Cannot listen on {host}:{port}: {reason}. Use another --port, or --port 0 for any free one.",
-            param="port",
-        ) from error
+        if error.errno is not None and (error.errno == errno.EADDRNOTAVAIL or error.errno < 0):  # below 0: of a name
+            advice = "--host is an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all of them"
+        else:
+            advice = "Use another --port, or --port 0 for any free one"
+        raise ConfigError(f"Cannot listen on {host}:{port}: {reason}. {advice}.", param="port") from error
