@@ -236,3 +236,12 @@ def test_a_line_that_is_no_request_keeps_its_name(text: bytes) -> None:
         read_line(7, text, URLS)
     entry = json.loads(refused(7, bad.value))
     assert (entry["custom_id"], entry["error"]["code"], entry["error"]["line"]) == ("a", "invalid_line", 7)
+
+
+def test_an_output_that_is_full_is_told_in_a_sentence(script: Path, tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(written(chat(str(number), "hi") for number in range(8)))
+    done = run(script, str(source), "-o", "/dev/full")
+    last = done.stderr.decode().splitlines()[-1]
+    assert done.returncode == 2 and last.startswith("quire: Cannot write /dev/full: No space left on device."), last
+    assert b"Traceback" not in done.stderr

@@ -10,37 +10,53 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO
 
 from quire.core.errors import ConfigError
 from quire.server.batch_lines import BEGINNING, BadLine, Past
+
+_STDOUT = 1
 
 
 class BatchOutput:
     """Open for what this run adds."""
 
-    def __init__(self, file: IO[bytes], past: Past) -> None:
-        self._file = file
+    def __init__(self, descriptor: int, past: Past, target: Path | None) -> None:
+        self._descriptor = descriptor
+        self._target = target
         self.past = past
 
     def write(self, line: bytes) -> None:
-        self._file.write(line)
-        self._file.flush()  # whoever ends this keeps what was answered
+        """Past all buffers: whoever ends this keeps what was answered."""
+        rest = memoryview(line)
+        try:
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
+        except OSError as error:
+            raise ConfigError(self._complaint(error), param="output") from error
+
+    def _complaint(self, error: OSError) -> str:
+        if self._target is None:
+            return f"Cannot write to stdout: {error.strerror}. With -o FILE the same command can be taken up again."
+        return (
+            f"Cannot write {self._target}: {error.strerror}. What it holds stays; the same command again answers "
+            f"the rest."
+        )
 
 
 @contextmanager
 def opened_output(target: Path | None) -> Iterator[BatchOutput]:
     """None: stdout."""
     if target is None:
-        yield BatchOutput(sys.stdout.buffer, Past())
+        sys.stdout.flush()
+        yield BatchOutput(_STDOUT, Past(), None)
         return
     with ExitStack() as stack:
         try:
             past = _take_up(target)
-            file = stack.enter_context(target.open("ab"))
+            file = stack.enter_context(target.open("ab", buffering=0))
         except OSError as error:
             raise ConfigError(f"Cannot write {target}: {error.strerror}.", param="output") from error
-        yield BatchOutput(file, past)
+        yield BatchOutput(file.fileno(), past, target)
 
 
 def _take_up(path: Path) -> Past:

@@ -17,7 +17,7 @@ from quire.server.batch_lines import Asked, BadLine, Past, Reply, answered, read
 from quire.server.gate import secure
 from quire.server.in_process import post
 from quire.server.keys import KeyRing
-from quire.server.lifecycle import House, Listeners, Plan
+from quire.server.lifecycle import House, Listeners, Plan, first_error
 
 URLS = tuple(door.path for door in DOORS if door.generates)
 _MOST_QUEUED = 256  # beyond those that the engine runs: it never waits for the next
@@ -152,9 +152,9 @@ def run_batch(plan: Plan, desired: Desired) -> Tally:
         try:
             await asyncio.wait({working, keeping}, return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
-                await keeping  # there is no engine: says why
+                await first_error(keeping)  # there is no engine: says why
                 raise EngineFailed("The engine ended before the batch did.")
-            await working
+            await first_error(working)
         finally:
             working.cancel()
             await house.supervisor.stop()

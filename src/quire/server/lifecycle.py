@@ -210,13 +210,14 @@ def serve_until_told(
             keeping.cancel()  # first: an engine that is ended now has not failed
             await house.supervisor.stop()
             with contextlib.suppress(asyncio.CancelledError):
-                await _first_error(keeping)
+                await first_error(keeping)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(life())
 
 
-async def _first_error(task: "asyncio.Task[None]") -> None:
+async def first_error(task: "asyncio.Task[None]") -> None:
+    """Until a task is over. Of the errors that its own tasks had, the first one that a user is told."""
     try:
         await task
     except* QuireError as errors:
