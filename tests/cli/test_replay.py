@@ -1,9 +1,13 @@
 """`quire check --record` and `quire replay`: one world written down and decided again; and checks in several jobs."""
 
 import json
+import signal
+import subprocess
 from pathlib import Path
 
-from tests.cli.commands import Shell
+import pytest
+
+from tests.cli.commands import QUIRE, Shell
 
 
 def test_a_recorded_world_is_replayed(quire: Shell, tmp_path: Path) -> None:
@@ -47,3 +51,14 @@ def test_several_jobs_add_up(quire: Shell) -> None:
     assert summary["steps"] >= 400 and summary["trials"] >= 2 and summary["jobs"] == 2
     assert 0 < summary["event_pairs"] <= summary["event_pairs_possible"]
     assert sum(summary["events"].values()) > 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_jobs_do_not_outlive_the_check_that_started_them(number: int) -> None:
+    command = [QUIRE, "check", "--steps", "1000000000", "--jobs", "2"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as check:
+        jobs = Path(f"/proc/{check.pid}/task/{check.pid}/children")
+        while len(jobs.read_text().split()) < 2:
+            assert check.poll() is None
+        check.send_signal(number)
+        check.communicate(timeout=30)  # as long as one of them lives, stderr stays open

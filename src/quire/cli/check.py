@@ -1,6 +1,7 @@
 """`quire check`: drives the scheduler against the exact oracle and ends with one line of JSON."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -11,7 +12,8 @@ from typing import BinaryIO
 from rich.progress import Progress
 
 from quire.cli.console import err
-from quire.core.errors import ConfigError
+from quire.core.errors import ConfigError, EngineFailed
+from quire.core.parent import die_with
 from quire.sim.check import Part, Report, numpy_oracle, possible_pairs, read_report, run_trial, trial_seeds
 from quire.sim.check import check as check_worlds
 from quire.sim.trial import Body
@@ -27,7 +29,7 @@ class Wish:
     seed: int
     runner: str
     jobs: int = 1
-    part: str | None = None  # "2/4": what the second of four jobs does, told in full to the one that started it
+    part: str | None = None  # "2/4/17": what the second of four jobs of process 17 does, which is told in full
     trial: int | None = None
     record: Path | None = None
 
@@ -35,6 +37,8 @@ class Wish:
 def check(wish: Wish) -> int:
     """The exit status: 1 if any law was broken."""
     started_s = time.monotonic()
+    if wish.part is not None and not die_with(int(wish.part.split("/")[2])):
+        return 1
     if wish.trial is not None or wish.record is not None:
         report = _one_world(wish)
     elif wish.jobs > 1:
@@ -73,7 +77,7 @@ def _summary(report: Report, wish: Wish, seconds: float) -> dict[str, object]:
 def _alone(wish: Wish) -> Report:
     part = Part()
     if wish.part is not None:
-        number, stride = wish.part.split("/")
+        number, stride, _ = wish.part.split("/")
         part = Part(int(number) - 1, int(stride))
     with Progress(console=err, transient=True, disable=not err.is_terminal or wish.part is not None) as progress:
         task = progress.add_task("checking", total=wish.steps)
@@ -91,17 +95,20 @@ def _shared(wish: Wish) -> Report:
     """As many processes of this same command; each takes its share of the worlds and of the steps."""
     each = str(-(-wish.steps // wish.jobs))
     command = [sys.executable, "-m", "quire", "check", "--seed", str(wish.seed), "--runner", wish.runner]
-    with err.status(f"checking, {wish.jobs} at a time"):
-        running = [
-            subprocess.Popen(
-                [*command, "--steps", each, "--part", f"{number + 1}/{wish.jobs}"], stdout=subprocess.PIPE, text=True
-            )
-            for number in range(wish.jobs)
-        ]
-        heard = [process.communicate()[0] for process in running]
+    running: list[subprocess.Popen[str]] = []
+    try:
+        with err.status(f"checking, {wish.jobs} at a time"):
+            for number in range(wish.jobs):
+                part = [*command, "--steps", each, "--part", f"{number + 1}/{wish.jobs}/{os.getpid()}"]
+                running.append(subprocess.Popen(part, stdout=subprocess.PIPE, text=True))
+            heard = [process.communicate()[0] for process in running]
+    finally:
+        for process in running:  # whoever breaks this off, with Ctrl-C or otherwise, wants none of them
+            process.kill()
     report = Report(wish.seed)
     for process, said in zip(running, heard, strict=True):
-        assert process.returncode == 0 and said, f"a part of the check ended with status {process.returncode}"
+        if process.returncode != 0 or not said:
+            raise EngineFailed(f"A part of the check ended with status {process.returncode}; see above.")
         report.add(read_report(said.splitlines()[-1]))
     return report
 
