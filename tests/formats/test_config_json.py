@@ -267,3 +267,28 @@ def test_a_dummy_checkpoint_by_name() -> None:
 def test_a_spec_is_a_value() -> None:
     spec = spec_of(LLAMA)
     assert replace(spec) == spec and hash(spec) == hash(spec_of(dict(LLAMA)))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"max_position_embeddings": 1}, "1 positions"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": -1}}, "beta_fast -1"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_slow": -1}}, "beta_slow -1"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}, "rope_theta": 1}, "base 1"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 4, "high_freq_factor": 4}},
+            "high_freq_factor 4",
+        ),
+        (
+            {
+                "rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
+                "original_max_position_embeddings": 1,
+            },
+            "1 original positions",
+        ),
+    ],
+)
+def test_numbers_that_a_rope_would_divide_by_are_refused(change: dict[str, object], words: str) -> None:
+    with pytest.raises(BrokenModelFile, match=words):
+        spec_of({**LLAMA, **change})

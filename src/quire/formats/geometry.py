@@ -1,7 +1,7 @@
 """Refuses a description that no decoder can have, before anybody allocates for it."""
 
 from quire.core.errors import BrokenModelFile
-from quire.core.model import ModelSpec, RopeSpec
+from quire.core.model import ModelSpec, RopeKind, RopeSpec
 
 MAX_LAYERS = 4096  # far above any model; keeps a damaged count from filling memory
 
@@ -10,6 +10,10 @@ def check_geometry(spec: ModelSpec, source: str) -> ModelSpec:
     """Hands the description back if its numbers fit together."""
     if spec.vocab_size < 1:
         raise BrokenModelFile(f"{source} describes a model with an empty vocabulary.")
+    if spec.max_positions < 2:
+        raise BrokenModelFile(
+            f"{source} describes a model for {spec.max_positions} positions; a prompt and its answer take 2 at least."
+        )
     if spec.head_dim % 2:
         raise BrokenModelFile(f"{source} describes heads of {spec.head_dim} dimensions; the number must be even.")
     if spec.num_heads % spec.num_kv_heads:
@@ -35,3 +39,22 @@ def _check_rope(rope: RopeSpec, head_dim: int, source: str) -> None:
                 f"{source} has {len(factors)} rope factors, the least of them {min(factors):g}; "
                 f"{rope.rotary_dim // 2} above 0 are needed."
             )
+    _check_scaling(rope, source)
+
+
+def _check_scaling(rope: RopeSpec, source: str) -> None:
+    """What the scalings divide by, and what they take logarithms of."""
+    if rope.kind is RopeKind.LLAMA3 and rope.high_freq_factor <= rope.low_freq_factor:
+        raise BrokenModelFile(
+            f"{source} has rope scaling from low_freq_factor {rope.low_freq_factor:g} to high_freq_factor "
+            f"{rope.high_freq_factor:g}; the second must be the larger one."
+        )
+    if rope.kind is RopeKind.YARN and (min(rope.beta_fast, rope.beta_slow) <= 0 or rope.theta <= 1):
+        raise BrokenModelFile(
+            f"{source} has YaRN rope scaling with beta_fast {rope.beta_fast:g}, beta_slow {rope.beta_slow:g} and base "
+            f"{rope.theta:g}; the first two must be above 0, the base above 1."
+        )
+    if rope.kind is RopeKind.LONGROPE and rope.original_max_positions < 2:
+        raise BrokenModelFile(
+            f"{source} has longrope scaling from {rope.original_max_positions} original positions; 2 are the least."
+        )
