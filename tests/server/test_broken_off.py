@@ -74,3 +74,14 @@ def test_a_server_that_is_ended_while_it_starts_has_not_failed(
     server.send_signal(number)
     said = server.communicate(timeout=PATIENCE_S)[1].splitlines()
     assert server.returncode == 0 and len(said) == 2 and said[-1] == "Stopped.", said
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_server_that_is_ended_before_it_listens_has_not_failed(tmp_path: Path, number: int) -> None:
+    never = tmp_path / "never.jinja"
+    os.mkfifo(never)
+    server = subprocess.Popen([QUIRE, "serve", "--chat-template", str(never)], stderr=subprocess.PIPE, text=True)
+    with never.open("w"):  # comes back when the server has opened it, and keeps it waiting for a template
+        server.send_signal(number)
+        said = server.communicate(timeout=PATIENCE_S)[1].splitlines()
+    assert (server.returncode, said) == (0, ["Stopped."])

@@ -122,6 +122,17 @@ def test_a_first_start_that_hangs_is_killed_and_told(monkeypatch: pytest.MonkeyP
     run(body())
 
 
+def test_a_first_engine_that_the_kernel_killed_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        world = World(monkeypatch)
+        starting = asyncio.create_task(world.supervisor.first_start())
+        (await world.started(0)).end()
+        with pytest.raises(EngineFailed, match=r"it was killed, .*--kv-cache-memory"):
+            await starting
+
+    run(body())
+
+
 def test_an_engine_that_hangs_while_it_starts_again_is_killed_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
         world = World(monkeypatch)

@@ -12,6 +12,7 @@ from quire.catalog.names import short_name
 from quire.cli.counts import Within, counts
 from quire.cli.measure import MEASURES
 from quire.cli.options import batch_options, engine_options, sampling_options, serving_options
+from quire.cli.stopping import stoppable
 from quire.cli.waking import waking
 from quire.core.errors import ConfigError, QuireError
 from quire.version import __version__
@@ -90,10 +91,11 @@ def chat(model: str | None, **given: object) -> None:
 @engine_options
 def serve(model: str | None, host: str, port: int, **given: object) -> None:
     """Serve a model over HTTP, in the form OpenAI's clients know."""
-    with waking():
-        from quire.cli.serve import serve as work
+    with stoppable():
+        with waking():
+            from quire.cli.serve import serve as work
 
-    work(model, host, port, given)
+        work(model, host, port, given)
 
 
 @app.command()

@@ -6,6 +6,7 @@ start that the user must mend (no such model, no memory) is not tried again, and
 
 import asyncio
 import logging
+import signal
 from collections.abc import Callable
 from enum import Enum
 
@@ -91,7 +92,9 @@ class Supervisor:
         self._spawn()
         await self._until_ready_or_ended()
         if self._service.facts is None:
-            raise self._refusal or EngineFailed("The engine process ended while it was starting; see above.")
+            raise self._refusal or EngineFailed(
+                f"The engine process ended while it was starting ({self._how_it_ended()})."
+            )
         return self._service.facts
 
     async def watch(self) -> None:
@@ -116,6 +119,12 @@ class Supervisor:
             self.num_restarts += 1
             self._spawn()
             await self._until_ready_or_ended()
+
+    def _how_it_ended(self) -> str:
+        status = None if self._child is None else self._child.exit_status()
+        if status == -signal.SIGKILL:
+            return "it was killed, as the kernel does where memory runs out: give it less with --kv-cache-memory"
+        return f"status {status}; see above"
 
     def _had_settled(self) -> bool:
         return self._ready_s is not None and self._clock() - self._ready_s >= SETTLED_S
