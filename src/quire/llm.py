@@ -39,6 +39,8 @@ from quire.text.tokenizer import Tokenizer
 Message = Mapping[str, object]
 Conversation = Sequence[Message]
 
+_MOST_DIGITS = 18  # of a request's number
+
 
 class LLM:
     """A loaded model. `LLM()` is the default one, `LLM("path, short name or hub id")` any other.
@@ -151,7 +153,7 @@ class LLM:
 
     def explain(self, request_id: str) -> Explanation:
         """What a request waited for, found and lost, step by step; `lines()` says it in words."""
-        if not isinstance(request_id, str) or not request_id.isdecimal():
+        if not isinstance(request_id, str) or not request_id.isdecimal() or len(request_id) > _MOST_DIGITS:
             raise InvalidParameter(
                 f"request_id must be that of a RequestOutput, not {shown(request_id)}.", param="request_id"
             )

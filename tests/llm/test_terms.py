@@ -94,7 +94,7 @@ def test_a_request_tells_its_story(narrow):
     assert story.waits and story.sittings[0].num_found == second.metrics.num_cached_tokens == 9
     assert any("waited" in line for line in story.lines())
     assert narrow.explain(first.request_id).ending is not None
-    for unknown in ("999999", "x", 5, None):
+    for unknown in ("999999", "9" * 5000, "x", 5, None):
         with pytest.raises(InvalidParameter) as caught:
             narrow.explain(unknown)
         assert caught.value.param == "request_id"

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from quire.catalog.names import DEFAULT_MODEL
 from quire.cli.console import bars, err
@@ -36,6 +37,7 @@ def serve(model: str | None, host: str, port: int, given: Mapping[str, Any]) -> 
 
     gatekeeping = Gatekeeping(host, given)
     _check_host(host, keyed=gatekeeping.keyed, insecure=bool(given["insecure_no_key"]))
+    _check_endpoint(given["otlp_endpoint"])
     config = replace(engine_config(model, given), tenant_weights=gatekeeping.weights)
     guise = read_guise(given)
     with _listen(host, port) as listening:  # refuses a taken port before a model is loaded for nothing
@@ -56,15 +58,26 @@ def serve(model: str | None, host: str, port: int, given: Mapping[str, Any]) -> 
     err.print("Stopped.")
 
 
+def _check_endpoint(endpoint: str | None) -> None:
+    if endpoint is None:
+        return
+    try:
+        parts = urlsplit(endpoint)
+        is_one = parts.scheme in ("http", "https") and parts.hostname is not None and parts.port != 0
+    except ValueError:  # of brackets, or of a port that is none
+        is_one = False
+    if not is_one:
+        raise ConfigError(
+            f"--otlp-endpoint {endpoint!r:.100} is no URL of a collector, such as http://127.0.0.1:4318.",
+            param="otlp_endpoint",
+        )
+    check_tracing()
+
+
 def _tracing(endpoint: str | None) -> Any:
     """Who follows requests, if anybody is to be told."""
     if endpoint is None:
         return None
-    if not endpoint.startswith(("http://", "https://")):
-        raise ConfigError(
-            f"--otlp-endpoint {endpoint!r:.100} must begin with http:// or https://.", param="otlp_endpoint"
-        )
-    check_tracing()
     from quire.server.tracing import open_tracing
 
     return open_tracing(endpoint)
