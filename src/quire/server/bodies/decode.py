@@ -13,6 +13,7 @@ from quire.server.bodies.sampling import StructuredOutputs
 MAX_DEPTH = 64  # of nested lists and objects
 
 _PROMPTS = ("prompt", "messages", "input", "tokens")
+_EXAMPLES = {"messages": '[{"role": "user", "content": "hi"}]'}  # of what is sent most, and misread most
 _PLACE = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
 _MISSING = re.compile(r"missing required field `(?P<name>[^`]*)`")
 _UNKNOWN = re.compile(r"unknown field `(?P<name>[^`]*)`")
@@ -51,5 +52,7 @@ def _misfit(words: str) -> QuireError:
         what = f"there is no such field; it may have {', '.join(StructuredOutputs.__struct_fields__)}"
     if not path:
         return InvalidPrompt(f"The body must be a JSON object: {what}.")
+    if path in _EXAMPLES:
+        what = f"{what}; send for example {_EXAMPLES[path]}"
     error = InvalidPrompt if re.split(r"[.\[]", path)[0] in _PROMPTS else InvalidParameter
     return error(f"{path} cannot be read: {what}.", param=path)
