@@ -64,6 +64,10 @@ SHAPES = [
     Shape(group=5, dtype=torch.float16, window=1),
     Shape(group=3),
     Shape(dim=64, group=71, kv_heads=1),
+    Shape(dim=96, group=1),
+    Shape(dim=80, group=3, dtype=torch.float16, window=150),
+    Shape(dim=192, group=4, block_size=32),
+    Shape(dim=40, group=5, softcap=4.0),
     Shape(softcap=50.0, loudness=10.0),
     Shape(dtype=torch.float16, softcap=50.0, loudness=10.0),
 ]

@@ -35,7 +35,7 @@ def takes(
 
 
 def test_usual_shapes_are_taken() -> None:
-    for dim in (64, 128, 256):
+    for dim in (40, 64, 80, 96, 128, 192, 256):
         for group in (1, 2, 3, 4, 5, 7, 8, 16):
             for block_size in (8, 16, 32, 64):
                 assert takes(4096, 8 * group, 8, dim, block_size), (dim, group, block_size)
@@ -46,7 +46,7 @@ def test_usual_shapes_are_taken() -> None:
 
 
 def test_what_the_kernel_has_not_is_left_to_others() -> None:
-    for dim in (32, 80, 96, 512):
+    for dim in (32, 100, 264, 512):
         assert not takes(dim=dim)
     for block_size in (1, 4, 24, 256):
         assert not takes(block_size=block_size)

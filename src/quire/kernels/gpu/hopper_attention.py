@@ -4,8 +4,9 @@ A program takes tiles of 128 rows from a list, one after the other: tokens of a 
 head, as `work_list` cuts them. One warp loads keys and values, some tiles ahead. Four warps have one half of the rows,
 four the other: while the tensor cores add the values of one tile of keys, a half has the scores of the next and takes
 their softmax. Keys come from the last to the first, so that those which a query must not see come first. Keys that were
-gathered are a store whose pages are as large as a tile. Knows nothing of sharing keys between programs: it is for
-chunks with work for every processor.
+gathered are a store whose pages are as large as a tile. Heads are as wide as a power of two; of narrower ones the
+queries end in zeros, so that what lies behind their keys counts for nothing. Knows nothing of sharing keys between
+programs: it is for chunks with work for every processor.
 """
 
 from typing import NamedTuple
@@ -24,6 +25,7 @@ from quire.kernels.contract import AttentionRule
 from quire.kernels.gpu.described import described
 from quire.kernels.gpu.gluon_names import hyperbolic_tangent, reciprocal, reinterpreted, task_barrier
 from quire.kernels.gpu.hopper_loading import HALF_ROWS, HALVES, SLAB, first_key, load_tiles, taken
+from quire.kernels.gpu.host_sizes import next_power_of_2
 from quire.kernels.gpu.key_tile import LOWEST, TWICE_LOG2E, Rates
 from quire.kernels.gpu.launch import launch
 from quire.kernels.gpu.work_list import FIRST_HEAD, FIRST_PLACE, FIRST_TOKEN, LAST_PLACE, LENGTH
@@ -209,8 +211,9 @@ def _attend_item(
 
 @gluon.jit
 def _fetch_queries(
-    query, target, first_token, first_row, kv_head, tokens_left, strides, GROUP: gl.constexpr, DIM: gl.constexpr
-):
+    query, target, first_token, first_row, kv_head, tokens_left, strides,
+    GROUP: gl.constexpr, DIM: gl.constexpr, WIDTH: gl.constexpr,
+):  # fmt: skip
     """By the half itself: the copy engine loads whole tokens, powers of two. Rows left over repeat the last token."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [_WARPS, 1], [1, 0])
     rows = first_row + gl.arange(0, HALF_ROWS, layout=gl.SliceLayout(1, layout))
@@ -218,7 +221,8 @@ def _fetch_queries(
     row_stride, head_stride = strides
     tokens = first_token + gl.minimum(rows // GROUP, tokens_left)
     places = tokens.to(gl.int64) * row_stride + (kv_head * GROUP + rows % GROUP) * head_stride
-    fetched = gl.load(query + gl.expand_dims(places, 1) + gl.expand_dims(dims, 0))
+    wanted = query + gl.expand_dims(places, 1) + gl.expand_dims(dims, 0)
+    fetched = gl.load(wanted, mask=gl.expand_dims(dims < WIDTH, 0), other=0.0)
     task_barrier()  # all warps have multiplied by those before
     target.store(fetched)
     fence_async_shared()
@@ -228,7 +232,7 @@ def _fetch_queries(
 @gluon.jit
 def _attend(
     query, output, items, buffers, barriers, total, kv_heads, window, query_strides, output_stride, rates,
-    HALF: gl.constexpr, TILE: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
+    HALF: gl.constexpr, TILE: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, WIDTH: gl.constexpr,
     STAGES: gl.constexpr, PAGE: gl.constexpr, PAGED: gl.constexpr, WINDOWED: gl.constexpr, CAPPED: gl.constexpr,
     PACKED: gl.constexpr,
 ):  # fmt: skip
@@ -252,7 +256,9 @@ def _attend(
                 mbarrier.wait(q_ready.index(HALF), done & 1)
             else:
                 first_row += gl.load(item + FIRST_HEAD)
-                _fetch_queries(query, queries, first_token, first_row, kv_head, tokens_left, query_strides, GROUP, DIM)
+                _fetch_queries(
+                    query, queries, first_token, first_row, kv_head, tokens_left, query_strides, GROUP, DIM, WIDTH
+                )
             rows = first_row + gl.arange(0, HALF_ROWS, layout=gl.SliceLayout(1, _product_layout(TILE)))
             places = gl.minimum(first_place + rows // GROUP, last_place)  # rows left over see what the last does
             weights, gathered, running_sum, count = _attend_item(
@@ -270,10 +276,11 @@ def _attend(
             running_sum = gl.convert_layout(running_sum, gl.SliceLayout(1, out_layout))
             answer = (gathered / gl.expand_dims(running_sum, 1)).to(v_bufs.dtype)
             answered = first_row + gl.arange(0, HALF_ROWS, layout=gl.SliceLayout(1, out_layout))
-            columns = (kv_head * GROUP + answered % GROUP) * DIM
+            columns = (kv_head * GROUP + answered % GROUP) * WIDTH
             offsets = (first_token + answered // GROUP).to(gl.int64) * output_stride + columns
             targets = output + gl.expand_dims(offsets, 1) + gl.expand_dims(dims, 0)
-            gl.store(targets, answer, mask=gl.expand_dims(answered // GROUP <= tokens_left, 1))
+            present = gl.expand_dims(answered // GROUP <= tokens_left, 1) & gl.expand_dims(dims < WIDTH, 0)
+            gl.store(targets, answer, mask=present)
 
 
 @gluon.jit
@@ -291,8 +298,8 @@ def _new_barriers(NUMBER: gl.constexpr, READY: gl.constexpr, EMPTY: gl.constexpr
 def _hopper_kernel(
     query, store, tables, items, output, total, kv_heads, window, table_stride, page_rows, side_rows, side_columns,
     query_row_stride, query_head_stride, output_stride, rate, cap_rate,
-    TILE: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr,
-    WINDOWED: gl.constexpr, CAPPED: gl.constexpr, PACKED: gl.constexpr,
+    TILE: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
+    PAGE: gl.constexpr, WINDOWED: gl.constexpr, CAPPED: gl.constexpr, PACKED: gl.constexpr,
     REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program: places of the list, as its turns come. total: places times key heads."""
@@ -317,11 +324,11 @@ def _hopper_kernel(
     fence_async_shared()
     gl.warp_specialize([
         (_attend, (query, output, items, buffers, barriers, total, kv_heads, window, strides, output_stride, rates,
-                   0, TILE, GROUP, DIM, STAGES, PAGE, PAGED, WINDOWED, CAPPED, PACKED)),
+                   0, TILE, GROUP, DIM, WIDTH, STAGES, PAGE, PAGED, WINDOWED, CAPPED, PACKED)),
         (_attend, (query, output, items, buffers, barriers, total, kv_heads, window, strides, output_stride, rates,
-                   1, TILE, GROUP, DIM, STAGES, PAGE, PAGED, WINDOWED, CAPPED, PACKED)),
+                   1, TILE, GROUP, DIM, WIDTH, STAGES, PAGE, PAGED, WINDOWED, CAPPED, PACKED)),
         (load_tiles, (query, store, tables, items, buffers, barriers, total, kv_heads, window, table_stride, page_rows,
-                      side_rows, side_columns, TILE, GROUP, DIM, STAGES, PAGE, WINDOWED, PACKED)),
+                      side_rows, side_columns, TILE, GROUP, DIM, WIDTH, STAGES, PAGE, WINDOWED, PACKED)),
     ], [_WARPS, 1], [REGISTERS, LOADER_REGISTERS])  # fmt: skip
 
 
@@ -346,19 +353,20 @@ def hopper_attention(
     num_programs: int,  # as many as run at once
 ) -> None:
     """The queries of each sequence over its keys, up to each one's own, into output."""
-    _, heads, dim = query.shape
+    _, heads, width = query.shape
     num_pages, _, page_size, kv_heads, _ = pages.shape
     page_stride, side_stride, slot_stride = pages.stride()[:3]
+    dim = next_power_of_2(width)
     tiles = _tiles(tables is not None, dim, rule.window)
     group = heads // kv_heads
     is_packed = HALF_ROWS.value % group == 0
     assert tiles.keys % page_size == 0, (tiles, page_size)
-    assert pages.stride(3) == dim and pages.stride(4) == output.stride(1) == query.stride(2) == 1
+    assert pages.stride(3) == width and pages.stride(4) == output.stride(1) == query.stride(2) == 1
     # Values lie whole rows behind their keys, as in the store, or in the same rows, as gathered ones do.
     side_rows, side_columns = divmod(side_stride, slot_stride)
     page_rows = page_stride // slot_stride
     num_rows = (num_pages - 1) * page_rows + side_rows + page_size
-    flat = pages.as_strided((num_rows, side_columns + kv_heads * dim), (slot_stride, 1))
+    flat = pages.as_strided((num_rows, side_columns + kv_heads * width), (slot_stride, 1))
     registers = (3 * _REGISTERS - tiles.loader_registers) // 2 // 8 * 8
     total = len(items) * kv_heads
     launch(
@@ -368,7 +376,7 @@ def hopper_attention(
         tables, items, output, total, kv_heads, rule.window, 0 if tables is None else tables.stride(0),
         page_rows, side_rows, side_columns, query.stride(0), query.stride(1), output.stride(0),
         *Rates.of(rule),
-        TILE=tiles.keys, GROUP=group, DIM=dim, STAGES=tiles.stages, PAGE=page_size,
+        TILE=tiles.keys, GROUP=group, DIM=dim, WIDTH=width, STAGES=tiles.stages, PAGE=page_size,
         WINDOWED=rule.window > 0, CAPPED=rule.softcap > 0, PACKED=is_packed,
         REGISTERS=registers, LOADER_REGISTERS=tiles.loader_registers, num_warps=_WARPS.value, maxnreg=_REGISTERS,
     )  # fmt: skip

@@ -16,7 +16,7 @@ else:
 
 _INSTEAD = "attention of chunks by the kernels for every card"
 _DTYPES = (torch.bfloat16, torch.float16)
-_DIMS = (64, 128, 256)
+_DIMS = range(40, 257, 8)  # of 16 bytes each; narrower ones would leave most of a tile empty
 _PAGE_SIZES = (8, 16, 32, 64, 128)  # of whole rows of eight, that fill a tile of keys
 _MOST_ROWS = 1 << 31  # of the store: the copy engine counts in 32 bits
 

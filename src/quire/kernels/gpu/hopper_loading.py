@@ -87,8 +87,8 @@ def _load_queries(query, first_token, kv_head, q_bufs, q_ready, q_empty, done, G
 def load_tiles(
     query, store, tables, items, buffers, barriers, total, kv_heads, window, table_stride, page_rows, side_rows,
     side_columns,
-    TILE: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr,
-    WINDOWED: gl.constexpr, PACKED: gl.constexpr,
+    TILE: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
+    PAGE: gl.constexpr, WINDOWED: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """The warp that loads: for each tile of rows its queries, if they are packed, and its tiles of keys and values."""
     PAGES: gl.constexpr = TILE // PAGE
@@ -109,7 +109,7 @@ def load_tiles(
             for i in range(num_tiles - first // TILE):
                 page = (num_tiles - 1 - i) * PAGES
                 rows = _page_rows(table, page, first // PAGE, last_page, page_rows, PAGES, WINDOWED)
-                column = kv_head * DIM
+                column = kv_head * WIDTH
                 _load_tile(store, rows, 0, column, k_ready, k_empty, k_pages, count, TILE, DIM, STAGES, PAGE)
                 if PACKED and i == 0:
                     _load_queries(query, first_token, kv_head, q_bufs, q_ready, q_empty, done, GROUP)
