@@ -3,8 +3,9 @@
 import gc
 import subprocess
 import sys
+from weakref import finalize
 
-from quire.core.garbage import importing, undisturbed
+from quire.core.garbage import importing, postponed, undisturbed
 
 
 def test_nothing_is_looked_through_while_it_is_imported_nor_ever_after() -> None:
@@ -16,6 +17,31 @@ def test_nothing_is_looked_through_while_it_is_imported_nor_ever_after() -> None
         assert not any(each is module for each in gc.get_objects())
     finally:
         gc.unfreeze()
+
+
+def test_garbage_waits_and_is_collected_as_before_afterwards() -> None:
+    class Ring:
+        def __init__(self) -> None:
+            self.self = self
+
+    freed: list[str] = []
+    thresholds = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        with postponed():
+            finalize(Ring(), freed.append, "ring")
+            some = [[] for _ in range(1000)]  # enough that it would be looked for
+            assert some and not freed and not gc.isenabled()
+        assert gc.isenabled()
+        gc.disable()
+        with postponed():
+            pass
+        assert not gc.isenabled(), "who has switched it off finds it off"
+    finally:
+        gc.enable()
+        gc.set_threshold(*thresholds)
+    gc.collect()
+    assert freed == ["ring"]
 
 
 def test_what_is_measured_undisturbed_is_disturbed_afterwards() -> None:

@@ -21,6 +21,7 @@ from quire.kernels.find_backends import find_backends
 from quire.kernels.gpu.attention import GpuAttention
 from quire.kernels.gpu.backends.share import Backends
 from quire.kernels.select import settle_attention
+from quire.runner.replay import Recorder
 from tests.kernels import strangers
 from tests.kernels.steps import Pages, Part, fill
 
@@ -121,14 +122,9 @@ def test_one_recording_serves_other_lengths(name: str, parts: list[Part]) -> Non
     step.ragged.context_lengths[:4] = 1
     step.ragged.context_lengths[4] = 0  # nobody
     step.ragged.context_lengths[5:] -= torch.minimum(final[5:] - step.ragged.query_starts.diff()[5:], final[5:] // 2)
-    step.attend(chosen)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = step.attend(chosen)
+    replay = Recorder(CUDA).record(lambda: step.attend(chosen))
     step.ragged.context_lengths.copy_(final)
-    graph.replay()
-    step.check(output)
+    step.check(replay())
 
 
 def say(name: str) -> tuple[list[list[int]], tuple[str, ...], int]:

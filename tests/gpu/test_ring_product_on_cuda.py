@@ -18,6 +18,7 @@ from quire.kernels.gpu.hopper_products import HopperProducts
 from quire.kernels.gpu.kernels import GpuKernels
 from quire.kernels.gpu.product_cut import STREAM
 from quire.models.decoder import Decoder
+from quire.runner.replay import Recorder
 from quire.weights.dummy import dummy_room
 from tests.models.running import in_chunks, run
 
@@ -139,6 +140,7 @@ def test_runs_give_the_same_bits(products: HopperProducts, shape: Shape) -> None
 def test_a_recording_multiplies_what_is_there_when_it_is_replayed(products: HopperProducts) -> None:
     shapes = [LLAMA[2], LLAMA[1], QWEN[0]]
     given = [drawn(shape).x[:20].clone() for shape in shapes]
+    recorded: list[Tensor | Parts | None] = []
 
     def go() -> list[Tensor | Parts | None]:
         pairs = zip(shapes, given, strict=True)
@@ -146,15 +148,15 @@ def test_a_recording_multiplies_what_is_there_when_it_is_replayed(products: Hopp
             (products.parts if shape.may_part else products.product)(x, drawn(shape).weight, None) for shape, x in pairs
         ]
 
-    go()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        recorded = go()
+    def work() -> Tensor:
+        recorded[:] = go()
+        return given[0]
+
+    replay = Recorder(CUDA).record(work)
     for first in (40, 7, 40):
         for shape, x in zip(shapes, given, strict=True):
             x.copy_(drawn(shape).x[first : first + 20])
-        graph.replay()
+        replay()
         torch.cuda.synchronize()
         replayed = [(each.sums if isinstance(each, Parts) else each).clone() for each in recorded if each is not None]
         expected = [each.sums if isinstance(each, Parts) else each for each in go() if each is not None]

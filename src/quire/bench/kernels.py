@@ -20,6 +20,7 @@ from quire.kernels.gpu.attention import GpuAttention
 from quire.kernels.gpu.backends.share import OWN, Backends
 from quire.kernels.gpu.hopper_chunks import HopperChunks
 from quire.kernels.select import settle_attention
+from quire.runner.replay import Recorder, Replay
 
 _CACHE_BYTES = 1 << 28  # more than any GPU keeps on the chip
 _MOST_LAYERS = 32
@@ -124,28 +125,27 @@ def _attention(step: Step, backends: Backends) -> GpuAttention:
 def _seconds(step: Step, rule: AttentionRule, contestants: Sequence[GpuAttention]) -> list[float]:
     """Of one launch by each of them: the median over replays, which they take turns at."""
     layers = step.layers * -(-_LAUNCHES // len(step.layers))
-    graphs = [_recorded(attention, step.query, layers, rule) for attention in contestants]
+    replays = [_recorded(attention, step.query, layers, rule) for attention in contestants]
     found: list[list[float]] = [[] for _ in contestants]
     for _ in range(_REPLAYS):
-        for graph, times in zip(graphs, found, strict=True):
+        for replay, times in zip(replays, found, strict=True):
             begun, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             begun.record()
-            graph.replay()
+            replay()
             done.record()
             done.synchronize()
             times.append(begun.elapsed_time(done) / 1000 / len(layers))
     return [median(times) for times in found]
 
 
-def _recorded(
-    attention: GpuAttention, query: Tensor, layers: Sequence[Tensor], rule: AttentionRule
-) -> torch.cuda.CUDAGraph:
+def _recorded(attention: GpuAttention, query: Tensor, layers: Sequence[Tensor], rule: AttentionRule) -> Replay:
     """One layer after the other; what is done once a step is done before."""
-    attention.attend(query, layers[0], rule)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for layer in layers:
+
+    def attend() -> Tensor:
+        for layer in layers[:-1]:
             attention.attend(query, layer, rule)
-    graph.replay()
-    return graph
+        return attention.attend(query, layers[-1], rule)
+
+    replay = Recorder(query.device).record(attend)
+    replay()
+    return replay

@@ -33,6 +33,18 @@ def importing() -> Iterator[None]:
 
 
 @contextmanager
+def postponed() -> Iterator[None]:
+    """Garbage stays where it is for a moment in which it may not be freed."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextmanager
 def undisturbed() -> Iterator[None]:
     """The same for a while: in somebody else's process, while something is measured."""
     thresholds = gc.get_threshold()

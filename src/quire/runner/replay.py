@@ -11,6 +11,8 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from quire.core.garbage import postponed
+
 Replay = Callable[[], Tensor]
 
 _TIMED = 5  # replays whose median counts
@@ -32,7 +34,10 @@ class Recorder:
         work()  # compiles, and lets libraries take their workspaces, which a capture must not
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        with (  # the outer one, because a capture that fails would leave its own stream as the current one
+        # Two streams, because a capture that fails would leave its own as the current one. No garbage, because freeing
+        # the graphs of an engine that nobody has any more would end the capture.
+        with (
+            postponed(),
             torch.cuda.stream(torch.cuda.current_stream(self._device)),
             torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
         ):
