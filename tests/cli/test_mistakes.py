@@ -58,6 +58,12 @@ def test_a_mistake_is_one_sentence(quire: Shell, line: str, words: str) -> None:
     [
         ("chatt", "Did you mean chat?"),
         ("bench transformer", "Did you mean transformers?"),
+        ("serve --model smollm2 --port 80", "quire serve smollm2\n"),
+        ("serve --model-path=smollm2", "quire serve smollm2\n"),
+        ("chat --model", "The model goes without --model: "),
+        ("run -m smollm2 hi", 'quire run smollm2 "PROMPT"'),
+        ("batch a.jsonl -o b.jsonl --model x", "quire batch INPUT.jsonl x\n"),
+        ("doctor --model smollm2", "No such option"),
         ("frobnicate", "There are: batch, bench, chat, check"),
         ("run hi --temprature 0", "--temperature"),
         ("run one two three", "put the prompt in quotes"),

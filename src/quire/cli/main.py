@@ -17,9 +17,37 @@ from quire.cli.waking import waking
 from quire.core.errors import ConfigError, QuireError
 from quire.version import __version__
 
+_MODEL_OPTIONS = ("--model", "--model-path", "--model-id", "-m")  # of other engines, and of quire bench
+
+
+class Verb(click.Command):
+    """A command whose model is a word of its own: who gives it as an option is told how it is said here."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        words = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            places = " ".join(self.collect_usage_pieces(ctx)[1:])
+            if error.option_name in _MODEL_OPTIONS and "[MODEL]" in places:
+                said = places.replace("[MODEL]", _value_of(error.option_name, words))
+                ctx.fail(f"The model goes without {error.option_name}: {ctx.command_path} {said}")
+            raise
+
+
+def _value_of(option: str, words: list[str]) -> str:
+    for i, word in enumerate(words):
+        if word.startswith(f"{option}="):
+            return word.removeprefix(f"{option}=")
+        if word == option and i + 1 < len(words):
+            return words[i + 1]
+    return "MODEL"
+
 
 class Verbs(click.Group):
     """A group that guesses what a mistyped verb was meant to be."""
+
+    command_class = Verb
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
