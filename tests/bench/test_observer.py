@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from quire.bench.closed import Percentiles, percentiles_ms
 from quire.bench.device_clock import Mark
 from quire.bench.observer import Observer, Span, StepEvent, busy, steady_decode, token_gaps_s
+from quire.bench.percentiles import Percentiles, percentiles_ms
 from quire.core.ids import Row, SequenceId
 from quire.core.step import Masks, Pending, StepPlan, StepResult
 

@@ -3,10 +3,11 @@
 import pytest
 
 from quire.config import EngineConfig, Machine, resolve
-from quire.engine.costs import first_costs, usual_itl_s
+from quire.engine.costs import first_costs
 from quire.engine.planning import make_scheduler
 from quire.runner.recorded import Pace
 from quire.sched.cost import CostTable, StepShape
+from quire.sched.sizing import usual_target_s
 from tests.engine.test_config import PER_TOKEN, SPEC
 
 GPU = Machine("cuda", free_bytes=1 << 36, fast_bfloat16=True, num_cores=2, total_bytes=1 << 36)
@@ -29,7 +30,7 @@ def test_a_timed_engine_predicts_what_was_timed() -> None:
 
 @pytest.mark.parametrize(("decode_s", "aim_s"), [(0.0045, 0.01215), (0.0013, 0.01), (0.1, 0.27)])
 def test_what_is_aimed_at_where_the_user_says_nothing(decode_s: float, aim_s: float) -> None:
-    assert usual_itl_s(Pace(decode_s, 1e-5)) == pytest.approx(aim_s)
+    assert usual_target_s(decode_s) == pytest.approx(aim_s)
     resolved = resolve(EngineConfig(), SPEC, PER_TOKEN, GPU)
     usual = make_scheduler(EngineConfig(), resolved, table(None), aim_s)
     said = make_scheduler(EngineConfig(itl_target_ms=40), resolved, table(None), aim_s)

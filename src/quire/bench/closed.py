@@ -7,8 +7,6 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
 from quire.bench.observer import Busy, Observer, StepEvent, busy, steady_decode, token_gaps_s
 from quire.bench.workload import Job, Part, find, named_jobs
 from quire.core.errors import ConfigError
@@ -19,22 +17,6 @@ from quire.llm import LLM
 
 _WARM_OUTPUT = 16  # tokens of each answer while warming up: enough to decode with everybody seated
 _OTHER_SEED = 1_000_003  # added to the seed for the warm-up, whose prompts must not be those that are measured
-
-
-class Percentiles(NamedTuple):
-    """Of some seconds, in milliseconds; by nearest rank, so that each is one that was measured."""
-
-    p50: float
-    p90: float
-    p99: float
-    max: float
-
-
-def percentiles_ms(seconds: Many[float]) -> Percentiles | None:
-    if not seconds:
-        return None
-    found = np.quantile(np.asarray(seconds) * 1000, (0.5, 0.9, 0.99, 1.0), method="inverted_cdf")
-    return Percentiles(*(round(float(value), 4) for value in found))
 
 
 @dataclass(frozen=True, slots=True)

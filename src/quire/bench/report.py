@@ -1,7 +1,8 @@
 """A measurement as plain data, for JSON: the figures, and the raw values that they were derived from."""
 
-from quire.bench.closed import Measurement, Run, percentiles_ms
+from quire.bench.closed import Measurement, Run
 from quire.bench.observer import Busy, StepEvent
+from quire.bench.percentiles import percentiles_ms
 
 Report = dict[str, object]
 

@@ -10,9 +10,10 @@ from rich.table import Table
 
 from quire.bench import report
 from quire.bench.circumstances import circumstances, settings
-from quire.bench.closed import Measurement, Percentiles, measure, percentiles_ms
+from quire.bench.closed import Measurement, measure
 from quire.bench.device_clock import device_clock
 from quire.bench.observer import Busy, Observer
+from quire.bench.percentiles import Percentiles, percentiles_ms
 from quire.bench.workload import Part
 from quire.cli.console import err, out
 from quire.cli.start import start

@@ -14,7 +14,7 @@ from quire.core.errors import ConfigError
 from quire.core.model import ModelSpec
 from quire.core.step import Runner
 from quire.engine.ahead import Ahead
-from quire.engine.costs import first_costs, usual_itl_s
+from quire.engine.costs import first_costs
 from quire.engine.engine import Engine
 from quire.engine.local import LocalFront
 from quire.engine.machine import inspect, pick_device
@@ -37,6 +37,7 @@ from quire.runner.warm_up import warm_up
 from quire.sched.cost import CostTable
 from quire.sched.policy import Grains
 from quire.sched.scheduler import Scheduler
+from quire.sched.sizing import usual_target_s
 from quire.text.tokenizer import Tokenizer
 from quire.weights.allocate import Room
 from quire.weights.dequantize import Unpacker
@@ -213,7 +214,7 @@ def _scheduler(
         return make_scheduler(config, resolved, costs)
     most = resolved.max_num_batched_tokens
     grains = tuple(Grains(rows, tuple(prompt_sizes(rows, most))) for rows in sorted(rows_beside(resolved.max_num_seqs)))
-    return make_scheduler(config, resolved, costs, usual_itl_s(pace) if serving else None, grains)
+    return make_scheduler(config, resolved, costs, usual_target_s(pace.decode_s) if serving else None, grains)
 
 
 def _engine(

@@ -35,17 +35,6 @@ def device_rates(machine: Machine) -> Rates:
     return Rates(_CPU_CORE_FLOPS_PER_S * machine.num_cores, _CPU_BYTES_PER_S, _CPU_OVERHEAD_S)
 
 
-# While others' prompts are computed, a token may take so many times as long as it would alone; and never less than what
-# nobody notices.
-_MOST_STRETCHED = 2.7
-_UNNOTICED_S = 0.01
-
-
-def usual_itl_s(pace: Pace) -> float:
-    """The time between two tokens to aim at, where the user names none."""
-    return max(_UNNOTICED_S, _MOST_STRETCHED * pace.decode_s)
-
-
 def measured_costs(pace: Pace, *, weight_bytes: int, kv_bytes_per_token: int, num_parameters: int) -> Constants:
     """A step with one row reads the weights once; a full one multiplies by them."""
     return roofline(

@@ -14,11 +14,10 @@ from quire.sched.order import OrderPolicy
 from quire.sched.policy import REGIMES, Grains, Policy
 from quire.sched.reserve import Stance
 from quire.sched.scheduler import Scheduler
+from quire.sched.sizing import MOST_STRETCH
 
 if TYPE_CHECKING:
     from quire.engine.grammars import Grammars
-
-_ITL_STRETCH = 1.8  # of a time between two tokens that nobody asked for, while prompts pile up
 
 
 def make_door(vocab_size: int, end_ids: tuple[int, ...], resolved: Resolved) -> Door:
@@ -62,7 +61,7 @@ def make_scheduler(
         regime=regime,
         stance=Stance(config.overcommit),
         itl_target_s=usual_itl_s if said_s is None else said_s,
-        itl_stretch=_ITL_STRETCH if said_s is None else 1.0,
+        itl_stretch=MOST_STRETCH if said_s is None else 1.0,
         grains=grains,
         max_waiting=config.max_waiting,
         order=OrderPolicy(weights=config.tenant_weights),

@@ -6,6 +6,17 @@ from quire.sched.cost import CostTable, StepShape
 
 LEAST = 16  # tokens that a step prefills at any price, so that prompts never starve: one block
 PATIENCE_S = 0.06  # for which prompts wait behind each other; beyond it those who decode wait a little, too
+MOST_STRETCH = 1.8  # of a time between two tokens that nobody asked for, while prompts pile up
+
+# While others' prompts are computed, a token may take so many times as long as it would alone; and never less than what
+# nobody notices.
+_BESIDE_PROMPTS = 2.7
+_UNNOTICED_S = 0.01
+
+
+def usual_target_s(decode_s: float) -> float:
+    """The time between two tokens to aim at where nobody names one, if a step with one row alone takes so long."""
+    return max(_UNNOTICED_S, _BESIDE_PROMPTS * decode_s)
 
 
 def stretched(target_s: float, queue_s: float, most: float) -> float:
