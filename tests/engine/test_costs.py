@@ -28,7 +28,7 @@ def test_a_timed_engine_predicts_what_was_timed() -> None:
     assert table(None).predict_s(StepShape(num_rows=1)) > 0.0045, "the stated rates are those of an older card"
 
 
-@pytest.mark.parametrize(("decode_s", "aim_s"), [(0.0045, 0.01215), (0.0013, 0.01), (0.1, 0.27)])
+@pytest.mark.parametrize(("decode_s", "aim_s"), [(0.0045, 0.0126), (0.0013, 0.01), (0.1, 0.28)])
 def test_what_is_aimed_at_where_the_user_says_nothing(decode_s: float, aim_s: float) -> None:
     assert usual_target_s(decode_s) == pytest.approx(aim_s)
     resolved = resolve(EngineConfig(), SPEC, PER_TOKEN, GPU)
@@ -36,3 +36,5 @@ def test_what_is_aimed_at_where_the_user_says_nothing(decode_s: float, aim_s: fl
     said = make_scheduler(EngineConfig(itl_target_ms=40), resolved, table(None), aim_s)
     plain = make_scheduler(EngineConfig(), resolved, table(None))
     assert (usual.policy.itl_target_s, said.policy.itl_target_s, plain.policy.itl_target_s) == (aim_s, 0.04, None)
+    assert usual.policy.itl_stretch > 1 and usual.policy.itl_per_decode > 1
+    assert (said.policy.itl_stretch, said.policy.itl_per_decode) == (1.0, 0.0), "what somebody names is kept"

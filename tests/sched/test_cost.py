@@ -235,7 +235,7 @@ def test_a_chunk_that_is_cut_has_the_size_of_a_grain(
 
 
 def test_a_target_is_stretched_by_what_waits_and_no_further() -> None:
-    assert [stretched(0.01, queue_s, 2.5) for queue_s in (0.0, PATIENCE_S, 2 * PATIENCE_S, 9.0)] == [
+    assert [stretched(0.01, queue_s, 2.5) for queue_s in (0.0, PATIENCE_S, 4 * PATIENCE_S, 9.0)] == [
         0.01, 0.01, 0.02, 0.025
     ]  # fmt: skip
     assert stretched(0.01, 9.0, 1.0) == 0.01

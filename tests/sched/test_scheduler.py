@@ -118,6 +118,20 @@ def test_a_chunk_keeps_the_time_of_the_step_it_joins() -> None:
     assert [chunk.length for chunk in bench.chunks_of(late)] == [19, 19, 12]
 
 
+def test_where_rows_take_long_by_themselves_prompts_have_a_share_beside_them() -> None:
+    """A token takes a second, and three rows decode: of 20 s they leave 17 to prompts, of 3 s nothing but the least."""
+    cost = CostTable(Constants(0.0, 0.0, 1.0, 0.0, 0.0))
+    for target_s, per_decode, length in ((20.0, 0.0, 17), (20.0, 6.0, 17), (20.0, 10.0, 27), (3.0, 0.0, 16)):
+        policy = Policy(stance=Stance.NEVER, itl_target_s=target_s, itl_per_decode=per_decode)
+        bench = Bench(blocks=100, rows=4, budget=64, policy=policy, cost=cost)
+        for start in (1, 2, 3):
+            bench.add([start] * 10, 30)
+        bench.turn()
+        late = bench.add([4] * 50, 2)
+        bench.turn()
+        assert [chunk.length for chunk in bench.chunks_of(late)] == [length], (target_s, per_decode)
+
+
 def test_a_chunk_that_is_cut_is_cut_at_a_grain_and_grows_while_prompts_pile_up() -> None:
     """As above, but that 16 tokens take no less than 19, and that steps may take twice as long for long queues."""
     cost = CostTable(Constants(0.0, 0.0, 1.0, 0.0, 0.0))

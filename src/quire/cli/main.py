@@ -302,5 +302,24 @@ def bench_regimes(workload: str, requests: int | None, as_json: bool, **given: f
     work(workload, requests, given, as_json)
 
 
+@bench.command("pacing")
+@click.option("--workload", default="sharegpt", show_default=True, help="sharegpt, mooncake, or a trace file.")
+@click.option("--rate", type=Within(0, min_open=True),
+              help="Arrivals a second, drawn. Default: those of the trace; 8 where it has none.")  # fmt: skip
+@click.option("--scale", type=Within(0, min_open=True), default=1.0, show_default=True,
+              help="So many times as fast as the trace.")  # fmt: skip
+@click.option("--skip", "skip_s", type=Within(0), default=0.0, show_default=True,
+              help="Seconds of the trace to leave out.")  # fmt: skip
+@click.option("--seconds", type=Within(0, min_open=True), default=60.0, show_default=True, help="Of arrivals.")
+@click.option("--itl-target", "itl_target_ms", type=Within(0, min_open=True), metavar="MS",
+              help="A time between two tokens to keep, in the place of the usual one.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
+def bench_pacing(workload: str, itl_target_ms: float | None, as_json: bool, **given: float | None) -> None:
+    """What sizing steps for the tail does to first tokens and to the time between tokens, on a simulated H200."""
+    from quire.cli.pacing_bench import pacing as work
+
+    work(workload, given, itl_target_ms, as_json)
+
+
 for measure in MEASURES:
     bench.add_command(measure)

@@ -18,7 +18,7 @@ from quire.sched.policy import PREFIX
 from quire.version import __version__
 from quire.workload.arrivals import poisson
 from quire.workload.samples import sample
-from quire.workload.trace import read_trace
+from quire.workload.trace import TraceRow, read_trace
 
 
 def scheduler(rows: Many[int], waiting: Many[int], rounds: int, plot: Path | None, as_json: bool) -> None:
@@ -71,9 +71,14 @@ def _curves(lines: Many[Line]) -> list[Curve]:
     ]
 
 
-def regimes(workload: str, requests: int | None, given: Mapping[str, float], as_json: bool) -> None:
+def trace_rows(workload: str) -> list[TraceRow]:
+    """Of a file, or of a sample that comes with the package."""
     path = Path(workload)
-    rows = read_trace(path) if path.suffix in (".csv", ".jsonl", ".gz") else sample(workload)
+    return read_trace(path) if path.suffix in (".csv", ".jsonl", ".gz") else sample(workload)
+
+
+def regimes(workload: str, requests: int | None, given: Mapping[str, float], as_json: bool) -> None:
+    rows = trace_rows(workload)
     machine = Machine(num_blocks=int(given["blocks"]), max_model_len=int(given["max_model_len"]))
     if machine.num_blocks * machine.block_size < machine.max_model_len:
         raise ConfigError(

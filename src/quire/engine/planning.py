@@ -14,7 +14,7 @@ from quire.sched.order import OrderPolicy
 from quire.sched.policy import REGIMES, Grains, Policy
 from quire.sched.reserve import Stance
 from quire.sched.scheduler import Scheduler
-from quire.sched.sizing import MOST_STRETCH
+from quire.sched.sizing import MOST_STRETCH, PER_DECODE
 
 if TYPE_CHECKING:
     from quire.engine.grammars import Grammars
@@ -62,6 +62,7 @@ def make_scheduler(
         stance=Stance(config.overcommit),
         itl_target_s=usual_itl_s if said_s is None else said_s,
         itl_stretch=MOST_STRETCH if said_s is None else 1.0,
+        itl_per_decode=PER_DECODE if said_s is None else 0.0,
         grains=grains,
         max_waiting=config.max_waiting,
         order=OrderPolicy(weights=config.tenant_weights),

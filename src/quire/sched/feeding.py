@@ -122,6 +122,7 @@ class Feeding:
             return draft.budget
         start = books.prefilling[0].num_planned if books.prefilling else 0
         shape, grains = self.shape(draft), books.policy.grains_beside(draft.num_cruising)
+        target_s = max(target_s, books.policy.itl_per_decode * self._cost.predict_s(shape))
         length = largest_next_chunk(self._cost, shape, start, draft.budget, target_s, grains)
         queue_s = target_s * self._num_behind() / max(length, 1)
         stretched_s = stretched(target_s, queue_s, books.policy.itl_stretch)

@@ -45,6 +45,7 @@ class Policy:
     stance: Stance = Stance.HEDGE
     itl_target_s: float | None = None  # no step should take longer; None: the token budget alone decides
     itl_stretch: float = 1.0  # so many times longer it may take, at the most, while prompts pile up
+    itl_per_decode: float = 0.0  # or so many times as long as without prompts, if that is longer
     grains: tuple[Grains, ...] = ()  # ascending
     max_preemptions: int = 3  # of one family; then it comes back with its whole length promised
     max_waiting: int | None = None  # families

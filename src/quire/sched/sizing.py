@@ -1,17 +1,18 @@
 """How long a prefill chunk may be, so that the step it joins keeps a time. Knows shapes and costs, no requests."""
 
 from itertools import takewhile
+from math import sqrt
 
 from quire.sched.cost import CostTable, StepShape
 
 LEAST = 16  # tokens that a step prefills at any price, so that prompts never starve: one block
-PATIENCE_S = 0.06  # for which prompts wait behind each other; beyond it those who decode wait a little, too
-MOST_STRETCH = 1.8  # of a time between two tokens that nobody asked for, while prompts pile up
+PATIENCE_S = 0.035  # for which prompts wait behind each other; beyond it those who decode wait a little, too
 
-# While others' prompts are computed, a token may take so many times as long as it would alone; and never less than what
-# nobody notices.
-_BESIDE_PROMPTS = 2.7
-_UNNOTICED_S = 0.01
+# Of a time between two tokens that nobody asked for.
+MOST_STRETCH = 2.5  # while prompts pile up
+PER_DECODE = 1.6  # it is no less than so many times what the step would take without prompts: many rows take long, too
+_BESIDE_PROMPTS = 2.8  # so many times as long as a token takes that is computed alone
+_UNNOTICED_S = 0.01  # and never less than this
 
 
 def usual_target_s(decode_s: float) -> float:
@@ -20,8 +21,12 @@ def usual_target_s(decode_s: float) -> float:
 
 
 def stretched(target_s: float, queue_s: float, most: float) -> float:
-    """The time that a step may take while prompts wait so long behind each other; at the most `most` times as long."""
-    return target_s * min(max(queue_s / PATIENCE_S, 1.0), most)
+    """The time that a step may take while prompts wait so long behind each other; at the most `most` times as long.
+
+    It grows with the root of the queue: of a queue four times as long, those who wait and those who decode each bear a
+    part.
+    """
+    return target_s * min(max(sqrt(queue_s / PATIENCE_S), 1.0), most)
 
 
 def largest_next_chunk(

@@ -1,24 +1,30 @@
 """A workload through the shipped scheduler on a simulated machine, with the books kept at every step.
 
-The machine is a body without a model and a cost table for its clock. Planning takes no time on it. Memory is counted
-in token slots, after each plan: *held* are the blocks in tables (a shared one once), *promised* those that nobody else
-can have, *live* the positions that are computed once the step is done.
+The machine is a body without a model, whose clock is a prediction of what steps take, such as a cost table. Planning
+takes no time on it. Memory is counted in token slots, after each plan: *held* are the blocks in tables (a shared one
+once), *promised* those that nobody else can have, *live* the positions that are computed once the step is done.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from quire.core.request import Request
 from quire.core.step import Masks, Pending, StepPlan, StepResult
-from quire.sched.cost import CostTable
+from quire.sched.cost import StepShape
 from quire.sched.loop import Loop
 from quire.sched.scheduler import Absorbed, Scheduler
 from quire.sim.bulk import BulkRunner
 
 _NAP_S = 0.01  # how long an idle machine sleeps if nobody is announced
+
+
+class StepTimes(Protocol):
+    """What each step takes."""
+
+    def predict_s(self, shape: StepShape) -> float: ...
 
 
 class Arrival(NamedTuple):
@@ -65,13 +71,13 @@ class Account:
 class Ledger:
     """One run. `turns` drives it; a caller may look at everything in between."""
 
-    def __init__(self, scheduler: Scheduler, arrivals: Many[Arrival], cost: CostTable, depth: int = 0) -> None:
+    def __init__(self, scheduler: Scheduler, arrivals: Many[Arrival], times: StepTimes, depth: int = 0) -> None:
         self.scheduler = scheduler
         self.account = Account()
         self.now_s = 0.0
         self.plan: StepPlan | None = None  # of this turn, if there was one
         self._arrivals = deque(sorted(arrivals, key=lambda arrival: arrival.at_s))
-        self._cost = cost
+        self._times = times
         self._body = BulkRunner(scheduler.max_rows)
         self._done_s = 0.0  # when the machine will have done all it was given
         self._loop = Loop(scheduler, self, depth, lambda: self.now_s)
@@ -97,7 +103,7 @@ class Ledger:
         """The ledger is the runner that the loop sees."""
         self.plan = plan
         pending = self._body.launch(plan, masks)
-        seconds = self._cost.predict_s(self._body.shape)
+        seconds = self._times.predict_s(self._body.shape)
         self._done_s = max(self._done_s, self.now_s) + seconds
         self._write(plan, seconds)
         return _Timed(pending, self._done_s, self._wake)
