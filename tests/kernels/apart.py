@@ -29,6 +29,7 @@ from quire.kernels.gpu.gates import gate
 from quire.kernels.gpu.hopper_chunks import HopperChunks
 from quire.kernels.gpu.hopper_products import HopperProducts
 from quire.kernels.gpu.launch import launch, rehearsal
+from quire.kernels.gpu.shared_room import shared_room
 from quire.kernels.select import select_kernels
 from quire.models.decoder import Decoder
 from quire.runner.kv_store import new_store
@@ -48,11 +49,13 @@ HERE = os.getpid()
 class Card:
     """A driver that knows its target, and takes code without running any. No child of this process may ask it."""
 
+    capability, shared_bytes = 90, 232_448
+
     class utils:  # noqa: N801 -- as Triton's drivers have it
         @staticmethod
         def get_device_properties(device):
             assert os.getpid() == HERE
-            return {"max_shared_mem": 232_448}
+            return {"max_shared_mem": Card.shared_bytes}
 
         @staticmethod
         def load_binary(name, code, shared, device):
@@ -69,7 +72,7 @@ class Card:
 
     def get_current_target(self):
         assert os.getpid() == HERE
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", Card.capability, 32)
 
     def get_current_device(self):
         assert os.getpid() == HERE
@@ -199,6 +202,36 @@ def compiled_for_hopper() -> dict[str, object]:
     return {"num_for_hopper": done.num_kernels, "errors_for_hopper": done.errors, "by children": all(on_disk)}
 
 
+@contextmanager
+def small_card() -> Iterator[None]:
+    """As most are that are not Hopper's: an L4, an A10, any RTX."""
+    Card.capability, Card.shared_bytes = 89, 101_376
+    shared_room.cache_clear()
+    try:
+        yield
+    finally:
+        Card.capability, Card.shared_bytes = 90, 232_448
+        shared_room.cache_clear()
+
+
+def compiled_for_small_cards() -> dict[str, object]:
+    """Decodes, and a chunk, whose tiles, as they were measured on Hopper, such a card has no room for."""
+    nothing = torch.zeros(61, dtype=torch.int64, device=META)
+    tables, starts = (torch.zeros(size, dtype=torch.int32, device=META) for size in ((61, 8), (62,)))
+    decodes = Ragged(nothing, nothing, tables, starts, starts[:61], nothing)
+    chunk = Ragged(nothing, nothing, tables[:1], starts[:2], starts[:1], nothing)
+
+    def play() -> None:
+        for ragged, num_decodes, dim in ((decodes, 61, 128), (chunk, 0, 256)):
+            query = torch.empty(61, 16, dim, dtype=torch.bfloat16, device=META)
+            kv_layer = torch.empty(9, 2, 16, 4, dim, dtype=torch.bfloat16, device=META)
+            GpuAttention(ragged, num_decodes).attend(query, kv_layer, AttentionRule(0.1))
+
+    with small_card():
+        done = compile_launched(play, 2)
+    return {"num_for_small_cards": done.num_kernels, "errors_for_small_cards": done.errors}
+
+
 class Listing(Executor):
     """Compiles nothing, and has a list of what it should have compiled."""
 
@@ -248,6 +281,7 @@ if __name__ == "__main__":
             | interrupted()
             | left_early()
             | compiled_for_hopper()
+            | compiled_for_small_cards()
             | found(new_runner())
             | {"on hopper": found(hopper)}
         )

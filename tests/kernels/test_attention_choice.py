@@ -9,6 +9,7 @@ from quire.kernels import attention_choice, find_backends, select
 from quire.kernels.attention_choice import PARTS, USUAL_NEEDS, AttentionChoice, Surroundings, choose_attention
 from quire.kernels.contract import AttentionRule
 from quire.kernels.find_backends import Found
+from quire.kernels.gpu import decode_attention
 
 ALL = {name: Found(f"{name} 1.2") for name in ("torch", "fa3", "flashinfer")}
 NONE = {name: Found(name, f"the package {name}") for name in ALL}
@@ -160,3 +161,11 @@ def test_more_query_heads_than_a_tile_holds_are_refused_with_both_numbers():
     needs = USUAL_NEEDS._replace(heads=129, kv_heads=1, dim=256)
     with pytest.raises(ConfigError, match=r"has 129 query heads of 256 numbers.* holds 128 at a time"):
         select.select_kernels("cuda", needs)
+
+
+def test_a_card_with_less_shared_memory_holds_fewer_of_them(monkeypatch):
+    monkeypatch.setattr(decode_attention, "shared_room", lambda: 101_376)
+    needs = USUAL_NEEDS._replace(heads=128, kv_heads=1, dim=256)
+    with pytest.raises(ConfigError, match=r"has 128 query heads of 256 numbers.* holds 64 at a time"):
+        select.select_kernels("cuda", needs)
+    assert decode_attention.most_query_heads(128, 2) == 128, "of the usual width"

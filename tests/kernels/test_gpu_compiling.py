@@ -101,6 +101,11 @@ def test_the_kernels_for_hopper_are_compiled_with_this_triton(apart: dict[str, A
     assert apart["num_for_hopper"] == 8, "that for chunks in three ways, two of its lists, a product cut in three ways"
 
 
+def test_attention_has_room_on_cards_with_less_shared_memory_than_hopper(apart: dict[str, Any]) -> None:
+    assert apart["errors_for_small_cards"] == []
+    assert apart["num_for_small_cards"] == 4, "two lists, for decodes; decodes, and a chunk"
+
+
 @pytest.mark.parametrize(
     "its_kernels", [{"_chunk_kernel", "_gathered_kernel"}, {"_list_kernel", "_hopper_kernel", "_ring_kernel"}]
 )

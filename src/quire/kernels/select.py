@@ -66,9 +66,9 @@ def _gpu_choice(needs: AttentionNeeds | None, backend: str) -> Choice:
                 param="attention_backend",
             )
         return Choice(ReferenceKernels(), 'Triton is not installed (pip install "quire[gpu]"): the reference, slow')
-    from quire.kernels.gpu.chunk_attention import most_query_heads
     from quire.kernels.gpu.copies import copy_blocks  # a CPU never waits for Triton to be loaded
     from quire.kernels.gpu.cruise import cruise_rows
+    from quire.kernels.gpu.decode_attention import most_query_heads
     from quire.kernels.gpu.finish import finish_rows
     from quire.kernels.gpu.kernels import GpuKernels
     from quire.kernels.gpu.sample import choose_tokens

@@ -27,6 +27,7 @@ from quire.kernels.gpu.key_tile import (
     score,
 )
 from quire.kernels.gpu.launch import launch
+from quire.kernels.gpu.shared_room import FEWEST_STAGES, attention_bytes, shared_room
 from quire.kernels.gpu.split_merge import SplitScratch, is_last, merge_parts, store_part
 
 _SMALLEST_DOT = 16  # rows a tensor core takes
@@ -34,7 +35,7 @@ _SEARCHED_AT_ONCE = 64  # sequences
 _PROGRAMS_PER_PROCESSOR = 2  # as many as have room; with more, the last wait for a turn of their own
 _FEWEST_SHARED = 256  # keys that are worth a program
 _MOST_SPLITS = 16
-_QUERY_BYTES = 65536  # of a tile of queries, which lies in shared memory beside tiles of keys
+_USUAL_ROWS = 64  # of a tile, where it is not larger for a reason
 
 
 class ChunkTiles(NamedTuple):
@@ -48,18 +49,29 @@ class ChunkTiles(NamedTuple):
     min_tiles: int = 1  # of keys that a program takes at the least
 
 
-def most_query_heads(dim: int, element_bytes: int) -> int:
-    """That a key head may have: those of one token must fit into a tile."""
-    return _QUERY_BYTES // (max(_SMALLEST_DOT, next_power_of_2(dim)) * element_bytes)
-
-
-def _tiles(num_tokens: int, group: int, dim: int, element_bytes: int) -> ChunkTiles:
+def _tiles(num_tokens: int, group: int, dim: int, element_bytes: int, room: int) -> ChunkTiles:
     """For so many tokens of a sequence. A tile has at least one token with all query heads of a key head.
 
-    Measured on an H200 with heads of 128 (docs/performance/gpu.md): two programs of 64 rows beat one of 128.
+    The tiles that were measured, or smaller ones where they do not fit into so many bytes of shared memory.
     """
     fewest = max(_SMALLEST_DOT, next_power_of_2(group))
-    rows = max(fewest, min(64 if dim <= 128 else 128, next_power_of_2(num_tokens * group)))
+    measured = _measured_tiles(num_tokens, group, fewest, dim, element_bytes)
+    rows = max(fewest, min(_USUAL_ROWS, measured.rows))
+    warps = measured.warps if rows == measured.rows else 4
+    smaller = [ChunkTiles(rows, keys, warps, FEWEST_STAGES) for keys in (64, 32, 16) if keys <= measured.keys]
+    fitting = (tiles for tiles in (measured, *smaller) if _shared_bytes(tiles, dim, element_bytes) <= room)
+    return next(fitting, smaller[-1])
+
+
+def _shared_bytes(tiles: ChunkTiles, dim: int, element_bytes: int) -> int:
+    dim_padded = max(_SMALLEST_DOT, next_power_of_2(dim))
+    return attention_bytes(tiles.rows, tiles.keys, dim_padded, element_bytes, tiles.stages)
+
+
+def _measured_tiles(num_tokens: int, group: int, fewest: int, dim: int, element_bytes: int) -> ChunkTiles:
+    """`fewest`: rows. On an H200 with heads of 128 (docs/performance/gpu.md): two programs of 64 rows beat one of
+    128."""
+    rows = max(fewest, min(_USUAL_ROWS if dim <= 128 else 128, next_power_of_2(num_tokens * group)))
     if element_bytes > 2:  # no tensor cores: only right, not fast
         return ChunkTiles(max(fewest, min(rows, 32)), 32 if dim <= 128 else 16, 8, 2)
     if rows >= 128:
@@ -206,7 +218,7 @@ def chunk_tiles(query: Tensor, kv_layer: Tensor, tables: Tensor, rule: Attention
     num_tokens, heads, dim = query.shape
     _, _, block_size, kv_heads, _ = kv_layer.shape
     group, num_tokens = heads // kv_heads, num_tokens - first_token
-    tiles = _tiles(-(-num_tokens // len(tables)), group, dim, kv_layer.element_size())
+    tiles = _tiles(-(-num_tokens // len(tables)), group, dim, kv_layer.element_size(), shared_room())
     if rule.window or not query.is_cuda:  # a window bounds the keys; the interpreter has one processor
         return tiles
     processors = torch.cuda.get_device_properties(query.device).multi_processor_count

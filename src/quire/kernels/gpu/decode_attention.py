@@ -27,12 +27,14 @@ from quire.kernels.gpu.key_tile import (
 )
 from quire.kernels.gpu.launch import launch, launch_early
 from quire.kernels.gpu.overlap import wait_for_others
+from quire.kernels.gpu.shared_room import FEWEST_STAGES, attention_bytes, shared_room
 from quire.kernels.gpu.split_merge import SplitScratch, is_last, merge_parts, store_part
 
 _SMALLEST_DOT = 16  # rows a tensor core takes
 _MEASURED_PROCESSORS = 132
 _FEW = 1.46  # pairs of a row and a key head for each processor
 _TILE_BYTES = 16384  # of keys, and as many of values
+_QUERY_BYTES = 65536  # of all query heads of a key head
 _MERGED_AT_ONCE = 8192  # float32 values the merging program holds
 _WARP_VALUES = 4096  # float32 values of the sums that a warp has registers for
 _MOST_WARPS = 8
@@ -54,16 +56,38 @@ def _tiles(pairs: int, dim: int, element_bytes: int, processors: int) -> DecodeT
     With four stages two programs fit on a processor, with three there are three: so that rows which are not cut fill
     the card once or twice, and each program asks for much at once.
     """
-    keys = _TILE_BYTES // (next_power_of_2(dim) * element_bytes)
+    keys = _tile_keys(dim, element_bytes)
     two, three = 2 * processors, 3 * processors
     few = pairs <= _FEW * processors
     if element_bytes > 2:  # no tensor cores: only right, not fast
-        return DecodeTiles(16, 8, 2, two, 3.0)
+        return DecodeTiles(keys, 8, 2, two, 3.0)
     if few and dim <= 128:
         return DecodeTiles(keys, 2, 3, three, 3.0)
     if (dim > 64 and not few and pairs <= two) or three < pairs <= 2 * two:
         return DecodeTiles(keys, 4, 4, two, 5.5)
     return DecodeTiles(keys, 4, 3, three, 4.0)
+
+
+def _tile_keys(dim: int, element_bytes: int) -> int:
+    return _TILE_BYTES // (next_power_of_2(dim) * element_bytes) if element_bytes <= 2 else _SMALLEST_DOT
+
+
+def most_query_heads(dim: int, element_bytes: int) -> int:
+    """That a key head may have: all are one program's, here and for chunks, and lie in shared memory beside tiles of
+    keys."""
+    dim_padded = max(_SMALLEST_DOT, next_power_of_2(dim))
+    keys, most = _tile_keys(dim, element_bytes), _QUERY_BYTES // (dim_padded * element_bytes)
+    while attention_bytes(most, keys, dim_padded, element_bytes, FEWEST_STAGES) > shared_room():
+        most //= 2
+    return most
+
+
+def _fitting_stages(tiles: DecodeTiles, rows: int, dim: int, element_bytes: int, room: int) -> int:
+    """As many as were measured, or as this card has room for."""
+    stages = tiles.stages
+    while stages > FEWEST_STAGES and attention_bytes(rows, tiles.keys, dim, element_bytes, stages) > room:
+        stages -= 1
+    return stages
 
 
 @triton.jit
@@ -179,6 +203,7 @@ def decode_attention(
     group_tight, dim_padded = next_power_of_2(group), max(_SMALLEST_DOT, next_power_of_2(dim))
     group_padded = max(_SMALLEST_DOT, group_tight)
     warps = max(tiles.warps, min(_MOST_WARPS, group_padded * dim_padded // _WARP_VALUES))
+    stages = _fitting_stages(tiles, group_padded, dim_padded, kv_layer.element_size(), shared_room())
     rates = Rates.of(rule)
     begin, constants = (launch_early, {}) if early else (launch, {"EARLY": False})
     begin(
@@ -192,5 +217,5 @@ def decode_attention(
         BLOCK_SIZE=block_size, NUM_FIELDS=NUM_FIELDS.value,
         GROUP=group, GROUP_PADDED=group_padded, GROUP_TIGHT=group_tight,
         DIM=dim, DIM_PADDED=dim_padded, CAPPED=rule.softcap > 0,
-        num_warps=warps, num_stages=tiles.stages, **constants,
+        num_warps=warps, num_stages=stages, **constants,
     )  # fmt: skip

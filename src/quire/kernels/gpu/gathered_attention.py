@@ -15,14 +15,18 @@ from quire.kernels.gpu.chunk_attention import ChunkTiles
 from quire.kernels.gpu.host_sizes import next_power_of_2
 from quire.kernels.gpu.key_tile import LOWEST, Rates, divided, fold, score
 from quire.kernels.gpu.launch import launch
+from quire.kernels.gpu.shared_room import attention_bytes, shared_room
 
 _NARROWEST = 16  # heads that the copy engine brings
 _ROWS = 128  # of a tile
 
 
 def is_gatherable(dim: int, group: int, element_bytes: int) -> bool:
-    """Whether it is for such heads, `group` of them to a key head."""
-    return _NARROWEST <= dim == next_power_of_2(dim) and group <= _ROWS and element_bytes == 2
+    """Whether it is for such heads, `group` of them to a key head, and has room on this card."""
+    if not (_NARROWEST <= dim == next_power_of_2(dim) and group <= _ROWS and element_bytes == 2):
+        return False
+    tiles = _tiles(dim)
+    return attention_bytes(tiles.rows, tiles.keys, dim, element_bytes, tiles.stages) <= shared_room()
 
 
 def _tiles(dim: int) -> ChunkTiles:
