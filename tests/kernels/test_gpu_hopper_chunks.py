@@ -8,7 +8,7 @@ import torch
 from triton import knobs
 
 from quire.kernels.contract import AttentionRule
-from quire.kernels.gpu import hopper_chunks
+from quire.kernels.gpu import hopper_card, hopper_chunks
 from quire.kernels.gpu.attention import GpuAttention
 from quire.kernels.gpu.hopper_chunks import HopperChunks
 from tests.kernels.gluonless import without_gluon
@@ -94,6 +94,19 @@ def test_a_kernel_that_cannot_be_compiled_is_told_of_once_and_steps_come_out_rig
     [line] = caplog.records
     assert line.levelno == logging.WARNING and "kernels for every card" in line.message
     assert "\n" not in line.message
+
+
+def test_the_end_of_a_recording_is_not_taken_for_a_broken_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken_off(*given: object) -> None:
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(hopper_card, "_is_recording", lambda: True)
+    monkeypatch.setattr(hopper_chunks, "hopper_attention", broken_off)
+    hopper = HopperChunks(1)
+    step = Step([Part(7, 20)], group=2, kv_heads=1, dim=64, dtype=torch.float16)
+    with pytest.raises(RuntimeError, match="during capture"):
+        GpuAttention(step.ragged, 0, hopper=hopper).attend(step.query, step.kv_layer, step.rule)
+    assert hopper.takes(step.query, step.kv_layer, step.rule, 20)
 
 
 def test_a_triton_without_gluon_is_told_of_and_nothing_else_happens(

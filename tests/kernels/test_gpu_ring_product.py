@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from triton import knobs
 
 from quire.kernels.contract import Parts
-from quire.kernels.gpu import hopper_products, ring_product
+from quire.kernels.gpu import hopper_card, hopper_products, ring_product
 from quire.kernels.gpu.hopper_products import HopperProducts
 from quire.kernels.gpu.kernels import GpuKernels
 from quire.kernels.gpu.product_cut import COLUMNS, MOST_ROWS, OUTS, STREAM, Cut, cut
@@ -130,14 +130,18 @@ def test_a_kernel_that_cannot_be_compiled_is_told_of_once_and_products_come_out_
     assert "\n" not in line.message
 
 
-def test_want_of_memory_is_not_taken_for_a_broken_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    def out_of_memory(*given: object) -> torch.Tensor:
-        raise torch.OutOfMemoryError
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+def test_want_of_memory_or_the_end_of_a_recording_is_not_taken_for_a_broken_kernel(
+    error: type[RuntimeError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken_off(*given: object) -> torch.Tensor:
+        raise error
 
-    monkeypatch.setattr(hopper_products, "ring_product", out_of_memory)
+    monkeypatch.setattr(hopper_card, "_is_recording", lambda: error is RuntimeError)
+    monkeypatch.setattr(hopper_products, "ring_product", broken_off)
     products = HopperProducts(PROCESSORS, "cpu")
     x, weight = torch.randn(9, 256).half(), torch.randn(4096, 256).half()
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(error):
         products.product(x, weight, None)
     monkeypatch.setattr(hopper_products, "ring_product", lambda *given: F.linear(x, weight))
     assert products.product(x, weight, None) is not None

@@ -29,6 +29,16 @@ def hopper_processors(missing: str, instead: str) -> int | None:
     return torch.cuda.get_device_properties("cuda").multi_processor_count
 
 
+def is_elsewhere(error: Exception) -> bool:
+    """Whether it says nothing of the kernel that was launched: there is no memory, or what is being recorded has come
+    to an end. Before that all is launched once: a kernel which cannot be compiled is known by then."""
+    return isinstance(error, torch.OutOfMemoryError) or _is_recording()
+
+
+def _is_recording() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def tell_broken(error: Exception, instead: str) -> None:
     """A kernel was tried and failed."""
     said = str(error).strip().partition("\n")[0][:_MOST_TOLD]

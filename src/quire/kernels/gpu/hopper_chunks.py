@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.contract import AttentionRule
-from quire.kernels.gpu.hopper_card import hopper_processors, tell_broken
+from quire.kernels.gpu.hopper_card import hopper_processors, is_elsewhere, tell_broken
 from quire.kernels.gpu.work_list import work_list
 
 try:
@@ -70,9 +70,9 @@ class HopperChunks:
         pages, named = (kv_layer, tables) if workspace is None else (gathered_pages(workspace), None)
         try:
             hopper_attention(query, pages, named, items, rule, output, self._num_processors)
-        except torch.OutOfMemoryError:  # says nothing of the kernel
-            raise
         except Exception as error:  # whatever it is that this Triton does not know
+            if is_elsewhere(error):
+                raise
             self._is_broken = True
             tell_broken(error, _INSTEAD)
         return not self._is_broken

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.contract import Parts
-from quire.kernels.gpu.hopper_card import hopper_processors, tell_broken
+from quire.kernels.gpu.hopper_card import hopper_processors, is_elsewhere, tell_broken
 from quire.kernels.gpu.product_cut import MOST_ROWS, OUTS, Cut, cut
 
 try:
@@ -71,9 +71,9 @@ class HopperProducts:
             if known is None:  # a weight is multiplied step after step, and never moves
                 known = self._described[id(weight)] = tiles_of(weight)
             return ring_product(x, known, bias, self._shares, self._arrivals, how)
-        except torch.OutOfMemoryError:  # says nothing of the kernel
-            raise
         except Exception as error:  # whatever it is that this Triton does not know
+            if is_elsewhere(error):
+                raise
             self._is_broken = True
             tell_broken(error, _INSTEAD)
             return None

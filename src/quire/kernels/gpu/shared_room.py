@@ -25,6 +25,7 @@ def shared_room() -> int:
 
 def attention_bytes(rows: int, keys: int, dim: int, element_bytes: int, stages: int) -> int:
     """Of a program: its queries, their weights of a tile of keys, and as many tiles of keys and values as it loads
-    ahead. `rows` and `dim` as they are padded. No less than what compilations for capability 8.0 to 12.0 took."""
+    ahead. `rows` and `dim` as they are padded. No less than what kernels compiled for capability 8.0 and
+    8.9 take."""
     loaded = 2 * keys * dim * max(stages - 1, 1)
     return element_bytes * (rows * dim + rows * keys + loaded) + _BESIDE
