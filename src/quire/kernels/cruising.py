@@ -1,4 +1,5 @@
-"""What rows that go on by themselves do next, by tensor operations."""
+"""What rows that go on by themselves do next, by tensor operations: the truth that the kernel is tested against. Where
+each token is written is found by it for steps that are built, too."""
 
 import torch
 from torch import Tensor

@@ -93,20 +93,21 @@ def _find_sequence(query_starts, first_token, num_sequences, tile, TOKENS: tl.co
 
 @triton.jit
 def _over_keys(
-    queries, places, keys, table, begin, end, last_key, window, dims, rate, cap_rate,
+    queries, places, keys, table, begin, end, num_keys, window, dims, rate, cap_rate,
     block_stride, side_stride, slot_stride, gathered, running_max, running_sum,
     TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr,
     MASKED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Whole tiles from begin on; places: [rows], each query's position. Unmasked if every query sees every key."""
+    """Whole tiles from begin on; places: [rows], each query's position; num_keys: how many the last of them sees.
+    Unmasked if every query sees every key."""
     CHECKED: tl.constexpr = MASKED or dims.shape[0] != DIM
     in_tile = tl.arange(0, TILE)
-    blocks = block_ids(table, begin, in_tile, last_key, BLOCK_SIZE)
+    blocks = block_ids(table, begin, in_tile, num_keys, BLOCK_SIZE)
     for start in range(begin, end, TILE):
         positions = start + in_tile
-        inside = positions < last_key
+        inside = positions < num_keys
         offsets = key_offsets(blocks, start, in_tile, block_stride, slot_stride, BLOCK_SIZE)
-        blocks = block_ids(table, start + TILE, in_tile, last_key, BLOCK_SIZE)  # one tile ahead: keys wait for no table
+        blocks = block_ids(table, start + TILE, in_tile, num_keys, BLOCK_SIZE)  # one tile ahead: keys wait for no table
         scores = score(queries, load_rows(keys, offsets, inside, dims, DIM, CHECKED), cap_rate, CAPPED)
         if MASKED:
             visible = positions[None, :] <= places[:, None]
@@ -129,25 +130,25 @@ def _attend_tile(
     running_max = tl.full([queries.shape[0]], LOWEST, tl.float32)
     running_sum = tl.zeros([queries.shape[0]], tl.float32)
     gathered = tl.zeros([queries.shape[0], dims.shape[0]], tl.float32)
-    last_key = last_place + 1
+    num_keys = last_place + 1
     body = begin
     if WINDOWED:  # nobody shares: all keys that are seen
         first_key = block_start(tl.maximum(first_place - window + 1, 0), TILE, BLOCK_SIZE)
         hidden = tl.maximum(last_place - window + 1 - first_key, 0)  # keys that not every query sees any more
         body = first_key + tl.cdiv(hidden, TILE) * TILE
         gathered, running_max, running_sum = _over_keys(
-            queries, places, keys, table, first_key, tl.minimum(body, last_key), last_key, window, dims, rate, cap_rate,
+            queries, places, keys, table, first_key, tl.minimum(body, num_keys), num_keys, window, dims, rate, cap_rate,
             block_stride, side_stride, slot_stride, gathered, running_max, running_sum,
             TILE, BLOCK_SIZE, DIM, True, True, CAPPED,
         )  # fmt: skip
     edge = tl.minimum(body + tl.maximum(first_place + 1 - body, 0) // TILE * TILE, stop)
     gathered, running_max, running_sum = _over_keys(
-        queries, places, keys, table, body, edge, last_key, window, dims, rate, cap_rate,
+        queries, places, keys, table, body, edge, num_keys, window, dims, rate, cap_rate,
         block_stride, side_stride, slot_stride, gathered, running_max, running_sum,
         TILE, BLOCK_SIZE, DIM, False, WINDOWED, CAPPED,
     )  # fmt: skip
     gathered, running_max, running_sum = _over_keys(
-        queries, places, keys, table, edge, stop, last_key, window, dims, rate, cap_rate,
+        queries, places, keys, table, edge, stop, num_keys, window, dims, rate, cap_rate,
         block_stride, side_stride, slot_stride, gathered, running_max, running_sum,
         TILE, BLOCK_SIZE, DIM, True, WINDOWED, CAPPED,
     )  # fmt: skip

@@ -1,9 +1,9 @@
 """x @ weight.T for up to 128 rows on Hopper, in Gluon: one warp streams weights, four multiply. Bound by memory.
 
 The warp that loads has a ring of slices, and fills it with weights before the input is there, while other kernels still
-run. For the tensor cores the weights are the rows, of which they take 64, and the rows are columns, of which they take
-16. `product_cut` says how the work is cut. Sums are float32 and in one order, whoever comes first. Knows nothing of
-when it is the one to use.
+run. For the tensor cores the weights are the rows, of which they take 64, and the rows are columns, 16 to 128 of them
+and a power of two. `product_cut` says how the work is cut. Sums are float32 and in one order, whoever comes first.
+Knows nothing of when it is the one to use.
 """
 
 import torch
@@ -22,11 +22,10 @@ from quire.kernels.gpu.described import described
 from quire.kernels.gpu.gluon_names import load_block, task_barrier
 from quire.kernels.gpu.launch import launch_early
 from quire.kernels.gpu.overlap import let_next_begin, wait_for_others
-from quire.kernels.gpu.product_cut import COLUMNS, MOST_ROWS, OUTS, STREAM, Cut
+from quire.kernels.gpu.product_cut import COLUMNS, MOST_ROWS, OUTS, Cut
 
 _OUTS = gl.constexpr(OUTS)
 _COLUMNS = gl.constexpr(COLUMNS)
-_STREAM = gl.constexpr(STREAM)
 _TURNED = gl.constexpr(gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1]))  # eight outputs of a row for each thread
 _WARPS = 4
 _LOADER_REGISTERS = gl.constexpr(40)

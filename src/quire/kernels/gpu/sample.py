@@ -26,7 +26,6 @@ from quire.kernels.gpu.likeliest import (
     measure,
 )
 from quire.kernels.gpu.token_weights import (
-    ID_BITS,
     LOWEST_KEY,
     exponents_of,
     id_of,
@@ -39,6 +38,7 @@ from quire.kernels.gpu.token_weights import (
     weights_of,
 )
 
+_MOST_TOKENS = 2**22  # as whole numbers up to 2**40 their weights have a sum that fits an int64; ids have 24 bits
 _MAX_CANDIDATES = 16384  # listed per row, 4 bytes each; a row with more is read whole
 # Tokens that a program reads, and its warps; one size for every batch, because each is compiled for a second or two.
 _TILE, _WARPS = 4096, 8
@@ -75,7 +75,7 @@ def choose_tokens(
     """See `ChooseTokens`."""
     num_rows, vocab_size = logits.shape
     assert logits.dtype == torch.float32 and logits.stride(1) == 1, (logits.dtype, logits.stride())
-    assert vocab_size < 2**ID_BITS.value, vocab_size
+    assert vocab_size <= _MOST_TOKENS, vocab_size
     assert table.integers.stride(1) == table.floats.stride(1) == 1, "columns lie side by side"
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     finite = torch.empty(num_rows, dtype=torch.bool, device=logits.device)
