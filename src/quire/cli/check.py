@@ -7,7 +7,6 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 from rich.progress import Progress
 
@@ -116,16 +115,15 @@ def _shared(wish: Wish) -> Report:
 def _one_world(wish: Wish) -> Report:
     report = Report(wish.seed)
     trial_seed = next(trial_seeds(wish.seed, Part())) if wish.trial is None else wish.trial
-    journal = None if wish.record is None else _writable(wish.record)
-    run_trial(trial_seed, report, _body(wish.runner), min_tokens=_knows_min_tokens(wish.runner), journal=journal)
-    return report
-
-
-def _writable(path: Path) -> BinaryIO:
+    body, min_tokens = _body(wish.runner), _knows_min_tokens(wish.runner)
+    if wish.record is None:
+        run_trial(trial_seed, report, body, min_tokens=min_tokens)
+        return report
     try:
-        return path.open("wb")
+        run_trial(trial_seed, report, body, min_tokens=min_tokens, journal=wish.record.open("wb"))
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}.", param="record") from error
+        raise ConfigError(f"{wish.record} cannot be written: {error.strerror}.", param="record") from error
+    return report
 
 
 def _knows_min_tokens(runner: str) -> bool:

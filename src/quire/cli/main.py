@@ -1,7 +1,6 @@
 """`quire`: one command, a few verbs. Each verb's work is imported when it is called, so that --help is quick."""
 
 import importlib.util
-import io
 import sys
 from difflib import get_close_matches
 from pathlib import Path
@@ -13,6 +12,7 @@ from quire.cli.counts import Within, counts
 from quire.cli.measure import MEASURES
 from quire.cli.options import batch_options, engine_options, sampling_options, serving_options
 from quire.cli.stopping import stoppable
+from quire.cli.streams import arriving, open_streams
 from quire.cli.waking import waking
 from quire.core.errors import ConfigError, QuireError
 from quire.version import __version__
@@ -70,11 +70,10 @@ def app() -> None:
 
 def main() -> None:
     """The console script: errors a user can cause end in one sentence, not in a traceback."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a model may say what the terminal cannot show
+    open_streams()
     try:
-        app()
+        with arriving():
+            app()
     except QuireError as error:
         print(f"quire: {error.message}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
