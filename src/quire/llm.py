@@ -356,7 +356,7 @@ def _prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
     listed = as_list(prompts)
-    if not isinstance(listed, Sequence) or isinstance(listed, bytes):
+    if not isinstance(listed, Sequence) or isinstance(listed, bytes | bytearray):
         raise InvalidPrompt(f"A prompt is a text or token ids, not {type(prompts).__name__}.", param="prompt")
     if listed and isinstance(listed[0], Integral):
         return [cast(Sequence[int], listed)]

@@ -46,6 +46,28 @@ def test_outputs_come_in_the_order_of_the_prompts(llm):
     assert len({output.request_id for output in outputs}) == len(lengths)
 
 
+@pytest.mark.parametrize("prompt", [[1, "a"], [1, None], [1, 2.5], [1, [2]], {"prompt_token_ids": [1, "a"]}])
+def test_what_stands_among_ids_and_is_none_is_named(llm, prompt):
+    with pytest.raises(InvalidPrompt, match="which is no token id"):
+        llm.generate(prompt, GREEDY)
+
+
+def test_a_stream_of_several_prompts_is_refused(llm):
+    with pytest.raises(InvalidPrompt, match="holds .a., which is no token id"):
+        llm.stream(["a", "b"], GREEDY)
+
+
+@pytest.mark.parametrize("prompt", [b"Hello", bytearray(b"Hello"), [bytearray(b"Hello")]])
+def test_bytes_are_no_token_ids(llm, prompt):
+    with pytest.raises(InvalidPrompt, match="A prompt is a text or token ids, not byte"):
+        llm.generate(prompt, GREEDY)
+
+
+def test_pictures_beside_a_prompt_are_refused_not_dropped(llm):
+    with pytest.raises(InvalidPrompt, match="leave multi_modal_data away"):
+        llm.generate({"prompt": "Hello", "multi_modal_data": {"image": object()}}, GREEDY)
+
+
 def test_no_prompts_give_no_outputs(llm):
     assert llm.generate([], GREEDY) == []
 

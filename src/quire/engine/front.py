@@ -5,6 +5,7 @@ Knows no engine: whoever holds both carries the words from one to the other. Not
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from typing import NamedTuple
 
 from quire.core.errors import InvalidParameter, InvalidPrompt, NoTokenizer, shown
@@ -189,6 +190,8 @@ class Front:
                 raise NoTokenizer('give {"prompt_token_ids": [...]} instead of text')
             return prompt, self._tokenizer.encode(prompt)
         if isinstance(prompt, Mapping):
+            if prompt.get("multi_modal_data"):
+                raise InvalidPrompt("This model reads text only; leave multi_modal_data away.", param="prompt")
             ids = prompt.get("prompt_token_ids")
             if ids is None and isinstance(prompt.get("prompt"), str):
                 return self.encode(str(prompt["prompt"]))
@@ -204,8 +207,17 @@ class Front:
 
     def _ids(self, prompt: object) -> tuple[None, list[int]]:
         ids = as_list(prompt)
-        if isinstance(ids, Sequence) and not isinstance(ids, str | bytes):
-            return None, [*ids]
+        if isinstance(ids, Sequence) and not isinstance(ids, str | bytes | bytearray):
+            if set(map(type, ids)) <= {int}:  # as nearly always, and then there is no need to look at each
+                return None, [*ids]
+            odd = [token for token in ids if not isinstance(token, Integral)]
+            if not odd:
+                return None, [*ids]
+            raise InvalidPrompt(
+                f"The prompt holds {shown(odd[0])}, which is no token id. A prompt is one text or a list of ids; several "
+                f"go together as a list of prompts.",
+                param="prompt",
+            )
         raise InvalidPrompt(f"A prompt is a text or token ids, not {type(prompt).__name__}.", param="prompt")
 
     def _spell(self, words: Sequence[str]) -> list[tuple[int, ...]]:
