@@ -7,6 +7,7 @@ in place, and no environment variable is read.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from quire.core.checks import make_plain
 from quire.core.errors import ConfigError, shown
 from quire.core.model import ModelSpec
 
@@ -51,6 +52,7 @@ class EngineConfig:
     tenant_weights: Mapping[str, float] = field(default_factory=dict)  # shares of the engine; 1 if not named
 
     def __post_init__(self) -> None:
+        make_plain(self, self.__slots__)
         if self.model is not None and not (isinstance(self.model, str) and self.model.strip()):
             raise ConfigError(
                 f"model must be a path, a short name or a hub id, not {shown(self.model)}.",

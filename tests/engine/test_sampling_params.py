@@ -2,10 +2,12 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.config import EngineConfig
 from quire.core.errors import InvalidParameter
 from quire.core.sampling import (
     MAX_BAD_WORD_CHARACTERS,
@@ -20,6 +22,7 @@ from quire.core.sampling import (
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
 )
+from quire.engine.terms import Terms
 from tests.engine.junk import junk
 
 NAN, INF = float("nan"), float("inf")
@@ -205,3 +208,20 @@ def test_any_junk_is_taken_or_refused(name, value):
 @given(st.lists(st.text(min_size=1, max_size=3), max_size=5))
 def test_stop_strings_are_always_a_tuple(stop):
     assert SamplingParams(stop=stop).stop_strings == tuple(stop)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    params = SamplingParams(
+        n=np.int32(2), temperature=np.float32(0.5), top_p=np.float64(0.25), max_tokens=np.int64(9), seed=np.uint8(3),
+        ignore_eos=np.bool_(True), stop_token_ids=np.array([4, 5]), logit_bias={np.int64(7): np.float32(1.5)},
+    )  # fmt: skip
+    assert params == SamplingParams(
+        n=2, temperature=0.5, top_p=0.25, max_tokens=9, seed=3, ignore_eos=True, stop_token_ids=[4, 5],
+        logit_bias={7: 1.5},
+    )  # fmt: skip
+    kinds = {type(getattr(params, name)) for name in ("n", "max_tokens", "seed", "temperature", "top_p", "ignore_eos")}
+    assert kinds == {int, float, bool}, "what is told on to other processes is Python's own"
+    with pytest.raises(InvalidParameter, match="max_tokens must be a whole number"):
+        SamplingParams(max_tokens=np.float64(9.0))
+    assert type(Terms(priority=np.int64(-1)).priority) is int
+    assert type(EngineConfig(max_model_len=np.int64(64)).max_model_len) is int

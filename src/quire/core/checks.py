@@ -1,8 +1,29 @@
 """Checks of single values that a user gave. Each raises `InvalidParameter`, which names the parameter."""
 
-from collections.abc import Collection, Iterable, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+
+import numpy as np
 
 from quire.core.errors import InvalidParameter, shown
+
+_PLAIN = (int, float, bool, str, list, tuple)
+
+
+def plain(value: object) -> object:
+    """What numpy made, one number or an array, as Python's own: both are the same to a user, not to what is told on."""
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {plain(key): plain(each) for key, each in value.items()}
+    return value
+
+
+def make_plain(parameters: object, names: Iterable[str]) -> None:
+    """Each of these fields of a frozen dataclass as Python's own."""
+    for name in names:
+        value = getattr(parameters, name)
+        if not (value is None or type(value) in _PLAIN):
+            object.__setattr__(parameters, name, plain(value))
 
 
 def check_int(name: str, value: object, low: int, high: int) -> None:

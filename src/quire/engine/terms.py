@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TypedDict
 
-from quire.core.checks import check_float, check_int
+from quire.core.checks import check_float, check_int, make_plain
 from quire.core.errors import InvalidParameter, shown
 
 MOST_URGENT, LEAST_URGENT = -100, 100
@@ -30,6 +30,7 @@ class Terms:
     timeout_s: float | None = None  # it must be begun before, or it ends as "expired"
 
     def __post_init__(self) -> None:
+        make_plain(self, self.__slots__)
         check_int("priority", self.priority, MOST_URGENT, LEAST_URGENT)
         for name in ("tenant", "cache_salt"):
             value = getattr(self, name)
