@@ -24,6 +24,7 @@ from quire.engine.build import Built, build
 from quire.engine.delta_stream import DeltaStream
 from quire.engine.embedding import EMBEDDING
 from quire.engine.failures import failure_of
+from quire.engine.forked import check_not_forked, note_home
 from quire.engine.front import Prompt, as_list
 from quire.engine.local import LocalFront
 from quire.engine.opening import default_params
@@ -99,6 +100,7 @@ class LLM:
             seed=seed,
             threads=threads,
         )
+        check_not_forked()
         self._serve(build(config, watch))
 
     @classmethod
@@ -109,6 +111,7 @@ class LLM:
         return llm
 
     def _serve(self, built: Built) -> None:
+        note_home()
         self._built: Built | None = built
         self._readers: WeakValueDictionary[str, DeltaStream | Awaited] = WeakValueDictionary()  # by request
         self._abandoned: deque[Ticket] = deque()
@@ -117,6 +120,7 @@ class LLM:
     def built(self) -> Built:
         if self._built is None:
             raise EngineFailed("This LLM was closed; make another one.")
+        check_not_forked()
         return self._built
 
     def close(self) -> None:

@@ -1,5 +1,6 @@
 """The offline API: prompts of every form, outputs of the known shape, chat, and who returns when."""
 
+import os
 import shutil
 
 import numpy as np
@@ -53,7 +54,7 @@ def test_what_stands_among_ids_and_is_none_is_named(llm, prompt):
 
 
 def test_a_stream_of_several_prompts_is_refused(llm):
-    with pytest.raises(InvalidPrompt, match="holds .a., which is no token id"):
+    with pytest.raises(InvalidPrompt, match=r"holds .a., which is no token id"):
         llm.stream(["a", "b"], GREEDY)
 
 
@@ -286,3 +287,21 @@ def test_a_sequence_that_fails_says_why_and_its_neighbour_goes_on(llm):
     assert "no token to choose" in failed.outputs[0].error
     assert well.outputs[0].error is None
     assert well.outputs[0].token_ids == llm.generate("abc", GREEDY)[0].outputs[0].token_ids
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_is_told_that_it_cannot_compute(llm, tiny_folder):
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:  # no assertion here: nobody would hear of it
+        for use in (lambda: llm.generate("Hello", GREEDY), lambda: LLM(str(tiny_folder), dtype="float32")):
+            try:
+                use()
+                os.write(theirs, b"computed ")
+            except QuireError as error:
+                os.write(theirs, error.message.encode())
+        os._exit(0)
+    os.close(theirs)
+    os.waitpid(child, 0)
+    with os.fdopen(ours, encoding="utf-8") as told:
+        assert told.read().count('multiprocessing.get_context("spawn")') == 2

@@ -214,8 +214,8 @@ class Front:
             if not odd:
                 return None, [*ids]
             raise InvalidPrompt(
-                f"The prompt holds {shown(odd[0])}, which is no token id. A prompt is one text or a list of ids; several "
-                f"go together as a list of prompts.",
+                f"The prompt holds {shown(odd[0])}, which is no token id. A prompt is one text or a list of ids; "
+                f"several go together as a list of prompts.",
                 param="prompt",
             )
         raise InvalidPrompt(f"A prompt is a text or token ids, not {type(prompt).__name__}.", param="prompt")
