@@ -45,6 +45,13 @@ def test_their_turn_is_compared_with_ours_around_it(tmp_path: Path) -> None:
     assert heat.drift == 4 and heat.same_work
 
 
+def test_what_a_rival_says_need_not_be_text(tmp_path: Path) -> None:
+    loud = "import sys; sys.stdout.buffer.write(b'\\xff\\n'); sys.stdout.flush(); print(sys.argv[1])"
+    rival = [sys.executable, "-S", "-c", loud, json.dumps(theirs(2))]
+    [heat] = duel(contestant(tmp_path / "quire", ours(1), ours(1)), rival, rounds=1, say=lambda text: None)
+    assert heat.theirs_s == [2]
+
+
 def test_the_table_says_when_the_work_was_not_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     quire = contestant(tmp_path / "quire", ours(1), ours(1))
     race(quire, contestant(tmp_path / "rival", theirs(2, output=9)), 1, as_json=False)

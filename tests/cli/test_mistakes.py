@@ -23,6 +23,9 @@ from tests.cli.commands import Shell
         ("run hi --load-format dummy", "Dummy weights need the name of a shape"),
         ("chat --presence-penalty 9", "presence_penalty must be a number from -2 to 2"),
         ("models --verify org/name", "org/name is not one"),
+        ("top http://[::1 --once", "http://[::1 is no address of a server"),
+        ("top http://:80 --once", "http://:80 is no address of a server"),
+        ("top http://127.0.0.1:99999 --once", "is no address of a server"),
         ("serve --host 0.0.0.0", "--insecure-no-key"),
         ("serve --host 0.0.0.0 --admin-key k", "--insecure-no-key"),
         ("serve --host 256.1.1.1 --api-key k", "--host is an address of this machine"),
@@ -75,6 +78,11 @@ def test_a_mistake_is_one_sentence(quire: Shell, line: str, words: str) -> None:
         ("serve --max-waiting-tokens 0", "it must be at least 1"),
         ("serve --shutdown-timeout nan", "'nan' is not a number that can be counted with"),
         ("bench regimes --rate nan", "'nan' is not a number that can be counted with"),
+        ("bench scheduler --rows 99999999999", "is no list of whole numbers from 1 to 100,000"),
+        (f"bench scheduler --rows {'9' * 5000}", "is no list of whole numbers from 1 to 100,000"),
+        ("bench race --rival 'x -- throughput", "no closing quotation"),
+        ("bench race --rival= -- throughput", "it is empty; give the rival's command in quotes"),
+        ("bench race --rival nosuchprogram -- throughput", "there is no program 'nosuchprogram' here"),
     ],
 )
 def test_a_wrong_command_line_says_what_was_meant(quire: Shell, line: str, words: str) -> None:

@@ -1,6 +1,7 @@
 """`quire top`: what two metrics pages say of the time between them, and the command against a real server."""
 
 import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Thread
@@ -172,3 +173,27 @@ def test_a_keyed_server_opens_to_the_first_key_of_its_file(
         refused = quire("top", url, "--once", "--every", "0.1")
         assert refused.status != 0 and "--api-key-file" in refused.err
         assert quire("top", url, "--once", "--every", "0.1", "--api-key-file", str(keys)).status == 0
+
+
+def test_a_file_of_bytes_holds_no_keys(quire: Shell, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_bytes(b"\xff\xfe\x00")
+    said = quire("top", "http://127.0.0.1:1", "--once", "--api-key-file", str(keys))
+    assert said == (2, "", f"quire: {keys} holds no keys: it is not UTF-8 text.\n")
+
+
+def test_who_speaks_no_http_is_no_server(quire: Shell) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def greet() -> None:
+            visitor, _ = other.accept()
+            with visitor:
+                visitor.recv(4096)
+                visitor.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+
+        greeting = Thread(target=greet)
+        greeting.start()
+        said = quire("top", f"http://127.0.0.1:{other.getsockname()[1]}", "--once")
+        greeting.join()
+    assert said.status == 2 and said.err.startswith("quire: Nobody answers at http://127.0.0.1:")
+    assert said.err.count("\n") == 1

@@ -79,7 +79,7 @@ def _run(who: str, command: Many[str], say: Callable[[str], None]) -> dict[str, 
     """What a command's turn gave, by workload; of a workload that it ran several times, the median."""
     say(f"{who}'s turn")
     try:
-        ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, errors="replace", check=False)
     except OSError as error:
         raise ConfigError(f"The command of {who} cannot be run: {error}.") from None
     if ended.returncode != 0:

@@ -269,10 +269,10 @@ def bench_serve(
 
 
 @bench.command("scheduler")
-@click.option("--rows", callback=counts(1), default="16,64,256,1024,4096", show_default=True, metavar="N,N,…",
+@click.option("--rows", callback=counts(1, 100_000), default="16,64,256,1024,4096", show_default=True, metavar="N,N,…",
               help="Running rows to try.")  # fmt: skip
-@click.option("--waiting", callback=counts(0), default="0,100,10000,100000", show_default=True, metavar="N,N,…",
-              help="Waiting requests to try.")  # fmt: skip
+@click.option("--waiting", callback=counts(0, 10_000_000), default="0,100,10000,100000", show_default=True,
+              metavar="N,N,…", help="Waiting requests to try.")  # fmt: skip
 @click.option("--rounds", type=click.IntRange(1), default=9, show_default=True, help="Rounds of 64 steps each.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write the curves to this SVG file.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON list instead of the table.")

@@ -1,6 +1,7 @@
 """The verbs of `quire bench` that measure an engine: throughput, latency, startup, and a race with another engine."""
 
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -165,19 +166,32 @@ def first_token(since_s: float, batch: bool) -> None:
     work(since_s, reached_s, torch_s, serving=not batch)
 
 
+def _command(ctx: click.Context, param: click.Parameter, value: str) -> list[str]:
+    """The words of a command, whose first is a program that is here: it is not run before our own turn is over."""
+    try:
+        words = shlex.split(value)
+    except ValueError as error:
+        raise click.BadParameter(f"{value!r} is no command: {str(error).lower()}.") from None
+    if not words:
+        raise click.BadParameter("it is empty; give the rival's command in quotes.")
+    if shutil.which(words[0]) is None:
+        raise click.BadParameter(f"there is no program {words[0]!r} here that could be run.")
+    return words
+
+
 @click.command(context_settings={"ignore_unknown_options": True})
-@click.option("--rival", required=True, metavar="COMMAND",
+@click.option("--rival", required=True, metavar="COMMAND", callback=_command,
               help="Prints a JSON line for each workload: workload, seconds, output_tokens.")  # fmt: skip
 @click.option("--rounds", type=click.IntRange(1), default=1, show_default=True, help="Turns of the rival.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 @click.argument("ours", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- throughput|latency OPTIONS…")
-def race(rival: str, rounds: int, as_json: bool, ours: tuple[str, ...]) -> None:
+def race(rival: list[str], rounds: int, as_json: bool, ours: tuple[str, ...]) -> None:
     """Take turns with another engine: quire, the rival, quire. All after -- is a `quire bench` of ours."""
     if ours[0] not in ("throughput", "latency"):
         raise click.UsageError(f"after -- comes throughput or latency with its options, not {ours[0]!r}.")
     from quire.cli.race import race as work
 
-    work([sys.executable, "-m", "quire", "bench", *ours, "--json"], shlex.split(rival), rounds, as_json)
+    work([sys.executable, "-m", "quire", "bench", *ours, "--json"], rival, rounds, as_json)
 
 
 MEASURES = (throughput, latency, startup, kernels, first_token, race)

@@ -5,6 +5,7 @@ import time
 import urllib.error
 import urllib.request
 from dataclasses import asdict
+from http.client import HTTPException
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -23,7 +24,7 @@ class Server:
     """The two pages of a server that are read."""
 
     def __init__(self, url: str, key: str | None) -> None:
-        if urlsplit(url).scheme not in ("http", "https"):
+        if not _is_address(url):
             raise ConfigError(f"{url} is no address of a server; one looks like http://127.0.0.1:8000.", param="url")
         self.url = url.rstrip("/")
         self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
@@ -34,7 +35,13 @@ class Server:
 
     def num_open(self) -> int:
         """Requests over HTTP that are not answered yet, wherever they are."""
-        return int(json.loads(self._get("/load")).get("server_load", 0))
+        page = self._get("/load")
+        try:
+            return int(json.loads(page).get("server_load", 0))
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"{self.url}/load is not that of a quire server. Give its address as it was told."
+            ) from error
 
     def _get(self, path: str) -> str:
         request = urllib.request.Request(self.url + path, headers=self._headers)
@@ -44,8 +51,8 @@ class Server:
         except urllib.error.HTTPError as error:
             hint = " Give its key with --api-key-file." if error.code in (401, 403) else ""
             raise ConfigError(f"{self.url}{path} answers {error.code}.{hint}") from error
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "reason", error)
+        except (OSError, ValueError, HTTPException) as error:
+            reason = str(getattr(error, "reason", error)).strip()
             raise ConfigError(f"Nobody answers at {self.url}: {reason}. quire serve starts a server.") from error
 
 
@@ -124,12 +131,23 @@ def _spelled(quantiles: Quantiles | None) -> str:
     return " · ".join(f"{name} {1000 * seconds:,.0f} ms" for name, seconds in zip(names, quantiles, strict=True))
 
 
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        named = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:  # a bracket that is not closed, a port beyond all ports
+        return False
+    return named and url.isascii() and url.isprintable() and " " not in url
+
+
 def _first_key(path: Path) -> str:
     """The file may be the server's own: one key per line, whatever is said of it after it."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.", param="api_key_file") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} holds no keys: it is not UTF-8 text.", param="api_key_file") from error
     for line in lines:
         if line.strip() and not line.lstrip().startswith("#"):
             return line.split()[0]
