@@ -34,6 +34,12 @@ def test_throughput_is_told_with_its_circumstances(quire: Shell) -> None:
     assert nano["machine"]["device"] == "cpu"
 
 
+def test_what_was_measured_before_something_failed_is_told(quire: Shell) -> None:
+    said = quire("bench", "throughput", *ENGINE, "--repeats", "1", "--workload", "2x8+2,1x100000+2")
+    assert said.status == 2 and "this engine's context is 256" in said.err
+    assert "2x8+2" in said.out, "the table holds the workloads that came to their end"
+
+
 def test_the_prefix_cache_is_empty_before_each_repeat(quire: Shell) -> None:
     said = quire("bench", "throughput", *ENGINE, "--block-size", "4", *PART, "--prefix-cache", "--json")
     told = json.loads(said.out)

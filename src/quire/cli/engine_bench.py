@@ -53,9 +53,12 @@ def _show(
             print(json.dumps({**plain(each), **facts}), flush=True)
         return
     table = Table(*columns, title=_title(built), title_justify="left")
-    for each in measured:
-        table.add_row(*row(each))
-    out.print(table)
+    try:
+        for each in measured:
+            table.add_row(*row(each))
+    finally:
+        if table.row_count:  # whoever has enough, or whatever fails, keeps what was measured before
+            out.print(table)
     if not part.whole:
         out.print("Parts of the workloads: a trial, not to be compared with figures of the whole.")
     if device == "cpu":
