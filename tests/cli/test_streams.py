@@ -1,12 +1,13 @@
 """Streams that are full, closed or left by their reader end a command with a sentence, never with a traceback."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import Shell
+from tests.cli.commands import SMALL, Shell
 
 FULL = Path("/dev/full")
 needs_full = pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
@@ -44,3 +45,13 @@ def test_a_closed_stream_leads_nowhere(closed: str) -> None:
 def test_who_reads_no_more_gets_no_traceback() -> None:
     said = _quire("| :", "models", "--json")
     assert said.stderr == ""
+
+
+def test_a_prompt_that_is_no_text_is_one_sentence() -> None:
+    """As it comes where the locale is no plain C: there the interpreter refuses such bytes by itself."""
+    strict = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+    command = [sys.executable, "-m", "quire", "run", "-", *SMALL]
+    said = subprocess.run(command, input=b"caf\xe9", capture_output=True, timeout=60, check=False, env=strict)
+    assert said.returncode == 2
+    assert said.stderr.decode().startswith("quire: The text holds a lone surrogate (U+DCE9, character 3)")
+    assert said.stderr.count(b"\n") == 1

@@ -11,15 +11,16 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def open_streams() -> None:
-    """One that was closed (`>&-`) leads nowhere. None refuses a character: a model may say what no terminal shows."""
+    """One that was closed (`>&-`) leads nowhere. None refuses a character: a model may say what no
+    terminal shows, and a prompt that is no text is refused by who reads it, who can say where."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # in the order of their descriptors
         if getattr(sys, name) is None:
             nowhere = open(os.devnull, mode)  # noqa: SIM115  # for as long as the process lives
             os.set_inheritable(nowhere.fileno(), True)
             setattr(sys, name, nowhere)
-    for stream in (sys.stdout, sys.stderr):
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace"), (sys.stderr, "replace")):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
+            stream.reconfigure(errors=errors)
 
 
 @contextmanager
