@@ -30,7 +30,7 @@ from quire.engine.local import LocalFront
 from quire.engine.opening import default_params
 from quire.engine.outputs import EmbeddingOutput, RequestOutput
 from quire.engine.phases import Watch
-from quire.engine.terms import Terms, TermsSaid
+from quire.engine.terms import Terms, TermsSaid, terms_of
 from quire.engine.ticket import Ticket
 from quire.engine.unbroken import unbroken
 from quire.sched.explain import Explanation
@@ -178,7 +178,7 @@ class LLM:
         (`priority`, `tenant`, `cache_salt`, `timeout_s`) are those of each prompt.
         """
         many = _prompts(prompts)
-        return self._run(many, self._params_for(many, sampling_params), Terms(**terms), progress)
+        return self._run(many, self._params_for(many, sampling_params), terms_of(terms), progress)
 
     def chat(
         self,
@@ -215,7 +215,7 @@ class LLM:
         Raises what went wrong for the first that came to nothing.
         """
         many = _prompts(prompts)
-        outputs = self._run(many, [EMBEDDING] * len(many), Terms(**terms), progress, pooled=True)
+        outputs = self._run(many, [EMBEDDING] * len(many), terms_of(terms), progress, pooled=True)
         return [_embedding(output) for output in outputs]
 
     def stream(
@@ -227,7 +227,7 @@ class LLM:
         """
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         with self.front.lock:
-            ticket = self.front.submit(prompt, params, terms=Terms(**terms), streaming=True)
+            ticket = self.front.submit(prompt, params, terms=terms_of(terms), streaming=True)
             stream = DeltaStream(self.front, ticket, self._turn, self._abandoned)
             self._readers[ticket.request_id] = stream
             return stream
@@ -317,7 +317,7 @@ class LLM:
 
     def _wait(self, awaited: Awaited, progress: bool | None) -> None:
         total = awaited.num_pending
-        show = progress if progress is not None else sys.stderr.isatty() and total > 1
+        show = progress if progress is not None else total > 1 and sys.stderr is not None and sys.stderr.isatty()
         bar = Progress(
             TextColumn("generating"),
             BarColumn(),

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -36,6 +37,12 @@ def test_a_prompt_is_the_same_in_every_form(llm):
         assert output.prompt_token_ids == ids
         assert output.outputs[0].token_ids == expected
     assert [output.prompt for output in together] == ["Hello", "Hello", None, None, None]
+
+
+def test_a_process_without_stderr_can_generate(llm, monkeypatch):
+    """As daemons and windowed programs are."""
+    monkeypatch.setattr(sys, "stderr", None)
+    assert len(llm.generate(["a", "b"], GREEDY)) == 2
 
 
 def test_outputs_come_in_the_order_of_the_prompts(llm):

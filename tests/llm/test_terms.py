@@ -105,3 +105,12 @@ def test_an_itl_target_changes_no_token(narrow, tiny_folder):
     prompts = [[5 + place] * 40 for place in range(3)]
     one, other = (engine.generate(prompts, SHORT) for engine in (careful, narrow))
     assert [output.outputs[0].token_ids for output in one] == [output.outputs[0].token_ids for output in other]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("use_tqdm", "say progress=True or False instead"), ("prio", "there are priority, tenant")]
+)
+def test_a_parameter_that_is_not_there_is_named_with_what_is(narrow, name, words):
+    for ask in (narrow.generate, narrow.stream, narrow.embed):
+        with pytest.raises(TypeError, match=f"There is no parameter {name}; {words}"):
+            ask("a", **{name: True})
