@@ -129,6 +129,24 @@ def test_a_call_that_breaks_off_keeps_what_was_told(
 
 
 @pytest.mark.parametrize(
+    ("tool_format", "whole", "closing"),
+    [
+        (HERMES, '<tool_call>\n{"name": "f", "arguments": {"a": 1}}', "\n</tool_call>"),
+        (GENERIC, '<tool_call>\n{"name": "f", "arguments": {"a": 1}}', "\n</tool_call>"),
+        (LLAMA, '<function=f>{"a": 1}', "</function>"),
+        (PYTHONIC, "<|python_start|>[f(a=1)]", "<|python_end|>"),
+        (PYTHONIC, "<function_calls>\nf(a=1)", "\n</function_calls>"),
+        (QWEN_CODER, "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>", "\n</tool_call>"),
+    ],
+)
+def test_half_a_closing_mark_is_no_text(tool_format: ToolFormat, whole: str, closing: str) -> None:
+    """An answer that its length ends there would otherwise say `</too` beside its call."""
+    for length in range(len(closing) + 1):
+        assert hear(tool_format, [whole + closing[:length]]) == calls(F), closing[:length]
+        assert hear(tool_format, list(whole + closing[:length])) == calls(F), closing[:length]
+
+
+@pytest.mark.parametrize(
     ("schema", "value"),
     [("string", '"12"'), ("integer", "12"), (["string", "null"], '"12"'), (["string", "number"], "12"), (None, "12")],
 )

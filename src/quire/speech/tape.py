@@ -138,6 +138,14 @@ class Tape:
         self.take(len(string))
         return True
 
+    def accept_cut(self, string: str) -> bool:
+        """Takes what is left if it is the beginning of a string that the end of the text cut off."""
+        rest = self._text[self._place :]
+        if not self._ended or not rest or not string.startswith(rest):
+            return False
+        self.take_all()
+        return True
+
     def skip_space(self) -> Reading[str]:
         """Takes JSON's white space, and says what comes after it."""
         while True:

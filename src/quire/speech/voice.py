@@ -86,11 +86,11 @@ def say_until(tape: Tape, voice: Voice, markers: Markers) -> Reading[str]:
 
 
 def close(tape: Tape, voice: Voice, *ends: str) -> Reading[None]:
-    """Passes over the end of a call, if it is there: several strings that may each be missing."""
+    """Passes over the end of a call, if it is there: several strings that may each be missing, or cut off."""
     for end in ends:
         tape.record()
         yield from tape.skip_space()
-        if (yield from tape.accept(end)):
+        if (yield from tape.accept(end)) or tape.accept_cut(end):
             tape.forget()
         else:
             voice.say(tape.spill())
