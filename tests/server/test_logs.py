@@ -1,5 +1,6 @@
 """A log line is one event, whatever is in it; and whoever logs neither waits nor fails."""
 
+import errno
 import io
 import json
 import logging
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from quire.server.logs import MAX_FIELD_CHARACTERS, JsonLines, LogFormat, LogWriter, TextLines, log_answer
 from quire.server.visit import Answered
+from tests.server.serving import wait_until
 
 ANSWERED = Answered("/v1/echo", "POST", 200, 0.0123456, "holder", "abc", "my-id", 7, 1)
 
@@ -34,6 +36,17 @@ class Stuck(io.StringIO):
 class Gone(io.StringIO):
     def write(self, text: str) -> int:
         raise BrokenPipeError
+
+
+class Disk(io.StringIO):
+    """Full for a while."""
+
+    room = False
+
+    def write(self, text: str) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(text)
 
 
 @contextmanager
@@ -145,3 +158,17 @@ def test_a_log_that_is_gone_raises_nothing() -> None:
     with logging_to(Gone()):
         log_answer(ANSWERED)
         logging.getLogger("quire").info("%d", "no number")  # what cannot even be formatted
+
+
+def test_lines_that_a_full_disk_took_are_counted_and_told_when_there_is_room() -> None:
+    stream = Disk()
+    with logging_to(stream) as writer:
+        for num_lost in (1, 2, 3):  # the second and third tell of those before, which is not written either
+            log_answer(ANSWERED)
+            wait_until(lambda lost=num_lost: writer.handler._num_untold == lost)  # type: ignore[misc]
+        assert writer.handler.num_dropped == 3
+        stream.room = True
+        log_answer(ANSWERED)
+        wait_until(lambda: "log_lines_lost" in stream.getvalue())
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert [(line["event"], line.get("lines")) for line in lines] == [("request", None), ("log_lines_lost", 3)]

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
@@ -13,7 +14,8 @@ _ENDLESS = 10_000  # columns: what goes to a file or a pipe is never wrapped
 
 
 def _console(*, stderr: bool) -> Console:
-    terminal = (sys.stderr if stderr else sys.stdout).isatty()
+    stream: TextIO | None = sys.stderr if stderr else sys.stdout
+    terminal = stream is not None and stream.isatty()  # None: it was closed before we began
     return Console(stderr=stderr, highlight=False, markup=False, emoji=False, width=None if terminal else _ENDLESS)
 
 

@@ -32,7 +32,7 @@ class Gatekeeping:
         )
         self._root_path = _root_path(given["root_path"])
         self._certificate = _certificate(given["ssl_certfile"], given["ssl_keyfile"])
-        self._log_format = cast(LogFormat, given["log_format"])
+        self._log = LogWriter(cast(LogFormat, given["log_format"]), sys.stdout)
 
     @property
     def keyed(self) -> bool:
@@ -47,6 +47,7 @@ class Gatekeeping:
         return self._keys.weights
 
     def secure(self, app: Application, metrics: Metrics) -> ASGIApp:
+        metrics.engine.num_lines_lost = lambda: self._log.handler.num_dropped
         hear = [log_answer, metrics.answered]
         return secure(app, keys=self._keys, options=self._options, hear=hear, admit=app.admit)
 
@@ -71,13 +72,9 @@ class Gatekeeping:
     @contextmanager
     def logging(self) -> Iterator[None]:
         """Log to stdout for as long as the block runs: the report of the start goes to stderr."""
-        writer = LogWriter(self._log_format, sys.stdout)
-        writer.install()
-        writer.start()
-        try:
+        self._log.install()
+        with self._log.writing():
             yield
-        finally:
-            writer.stop()
 
 
 def _body_limit(num_bytes: int | None) -> int:

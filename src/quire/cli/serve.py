@@ -4,21 +4,21 @@ import contextlib
 import errno
 import ipaddress
 import socket
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from quire.catalog.names import DEFAULT_MODEL
-from quire.cli.console import bars, err
+from quire.cli.console import bars
 from quire.cli.extras import check_serving, check_tracing
 from quire.cli.guise import Guise, read_guise
 from quire.cli.options import engine_config
 from quire.config import EngineConfig
 from quire.core.errors import ChatTemplateError, ConfigError
 from quire.engine.opening import open_model
-from quire.engine.phases import Phase
 from quire.text.chat import check_template
 from quire.version import __version__
 
@@ -34,28 +34,34 @@ def serve(model: str | None, host: str, port: int, given: Mapping[str, Any]) -> 
     check_serving()
     from quire.cli.gatekeeping import Gatekeeping
     from quire.server.lifecycle import Listeners, serve_until_told
+    from quire.server.logs import LogWriter
 
     gatekeeping = Gatekeeping(host, given)
     _check_host(host, keyed=gatekeeping.keyed, insecure=bool(given["insecure_no_key"]))
     _check_endpoint(given["otlp_endpoint"])
     config = replace(engine_config(model, given), tenant_weights=gatekeeping.weights)
     guise = read_guise(given)
-    with _listen(host, port) as listening:  # refuses a taken port before a model is loaded for nothing
-        err.print(f"quire {__version__} · {config.model or DEFAULT_MODEL.name}")
+    remarks = LogWriter("plain", sys.stderr)  # never waits for who reads them, and never fails
+    with _listen(host, port) as listening, remarks.writing():  # refuses a taken port before a model is loaded
+        say = remarks.say
+        say(f"quire {__version__} · {config.model or DEFAULT_MODEL.name}")
         plan = _plan(config, guise, given)
         url = f"{gatekeeping.scheme}://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
 
         def tell_ready(served: "Served", facts: "Facts") -> None:
-            err.print(f"  {'speech':<20}{speech_of(served)}")
-            _announce(url, time.monotonic() - started_s)
+            say(f"  {'speech':<20}{speech_of(served)}")
+            _announce(say, url, time.monotonic() - started_s)
 
         tracing = _tracing(given["otlp_endpoint"])
         listeners = Listeners(
-            _tell_phase, tell_ready, lambda line: err.print(time.strftime("%H:%M:%S ") + line), tracing
+            lambda phase: say(f"  {phase.name:<10}{phase.seconds:5.1f} s   {phase.detail}"),
+            tell_ready,
+            lambda line: say(time.strftime("%H:%M:%S ") + line),
+            tracing,
         )
         with gatekeeping.logging(), contextlib.closing(tracing) if tracing else contextlib.nullcontext():
             serve_until_told(plan, listeners, listening, gatekeeping.secure, gatekeeping.uvicorn_settings)
-    err.print("Stopped.")
+        say("Stopped.")
 
 
 def _check_endpoint(endpoint: str | None) -> None:
@@ -98,10 +104,6 @@ def _plan(config: EngineConfig, guise: Guise, given: Mapping[str, Any]) -> Any:
     )
 
 
-def _tell_phase(phase: Phase) -> None:
-    err.print(f"  {phase.name:<10}{phase.seconds:5.1f} s   {phase.detail}")
-
-
 def speech_of(served: "Served") -> str:
     if served.chat_template is None:
         return "no chat template: prompts only"
@@ -112,12 +114,11 @@ def speech_of(served: "Served") -> str:
     return served.voice.description
 
 
-def _announce(url: str, seconds: float) -> None:
-    err.print(f"Ready in {seconds:.1f} s  →  {url}   (chat /  · docs /docs · metrics /metrics)")
-    err.print(
+def _announce(say: Callable[[str], None], url: str, seconds: float) -> None:
+    say(f"Ready in {seconds:.1f} s  →  {url}   (chat /  · docs /docs · metrics /metrics)")
+    say(
         f"""  curl {url}/v1/chat/completions -H 'content-type: application/json' """
-        """-d '{"messages":[{"role":"user","content":"hi"}]}'""",
-        soft_wrap=True,  # to be copied as one line
+        """-d '{"messages":[{"role":"user","content":"hi"}]}'"""
     )
 
 

@@ -11,8 +11,9 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def open_streams() -> None:
-    """One that was closed (`>&-`) leads nowhere. None refuses a character: a model may say what no
-    terminal shows, and a prompt that is no text is refused by who reads it, who can say where."""
+    """One that was closed (`>&-`) leads nowhere, lest a socket take its number and be written to. None refuses a
+    character: a model may say what no terminal shows, and a prompt that is no text is refused by who reads it, who can
+    say where."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # in the order of their descriptors
         if getattr(sys, name) is None:
             nowhere = open(os.devnull, mode)  # noqa: SIM115  # for as long as the process lives

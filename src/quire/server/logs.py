@@ -1,16 +1,19 @@
 """Log lines: JSON for machines, short ones for people. A line is one event, whatever its fields hold.
 
-Writing happens on a thread of its own behind a bounded queue: a log that cannot be written costs lines, which are
-counted, and never time. That thread rests between two looks, so that a busy process wakes it now and then and not with
-every line. An exception is logged by its kind and stack; its message may repeat what a client sent.
+Writing happens on a thread of its own behind a bounded queue: a log that cannot be written, since nobody reads it or
+the disk is full, costs lines, which are counted, and never time. That thread rests between two looks, so that a busy
+process wakes it now and then and not with every line. An exception is logged by its kind and stack; its message may
+repeat what a client sent.
 """
 
 import json
 import logging
+import os
 import queue
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from logging.handlers import QueueHandler, QueueListener
 from typing import Literal, TextIO
@@ -25,6 +28,8 @@ _MAX_QUEUED_LINES = 8192
 _REST_S = 0.02
 _FAREWELL_S = 1.0  # for the last lines, when the reader of the log has gone deaf
 _NOT_LOGGED = frozenset({"/health", "/ready", "/metrics"})  # asked every few seconds by machines
+
+_LOST = "quire.log"  # who tells of lines that were lost
 
 _Lines = queue.SimpleQueue[logging.LogRecord | None]
 
@@ -80,23 +85,45 @@ class TextLines(logging.Formatter):
         return f"{safe}\n{_stack(record)}" if record.exc_info else safe
 
 
+class PlainLines(logging.Formatter):
+    """The words alone, of a report that has a form of its own."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return record.getMessage()
+
+
+_FORMS = {"json": JsonLines, "text": TextLines, "plain": PlainLines}
+
+
 class LogWriter:
-    """The one handler of this process, and the thread that writes. `stop` waits only so long."""
+    """A handler, and the thread that writes what it was given. `stop` waits only so long."""
 
     __slots__ = ("_listener", "handler")
 
-    def __init__(self, form: LogFormat, stream: TextIO, max_lines: int = _MAX_QUEUED_LINES) -> None:
+    def __init__(
+        self, form: LogFormat | Literal["plain"], stream: TextIO | None, max_lines: int = _MAX_QUEUED_LINES
+    ) -> None:
         lines: _Lines = queue.SimpleQueue()
-        sink = _Sink(stream)
-        sink.setFormatter(JsonLines() if form == "json" else TextLines())
         self.handler = DroppingHandler(lines, max_lines)
-        self._listener = _Listener(lines, sink)
+        self._listener = _Listener(lines, _Sink(stream, _FORMS[form](), self.handler))
+
+    def say(self, text: str) -> None:
+        """A line that no logger has to be asked about."""
+        self.handler.handle(_record("quire.remarks", logging.INFO, text))
 
     def start(self) -> None:
         self._listener.start()
 
     def stop(self) -> None:
         self._listener.stop()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        self.start()
+        try:
+            yield
+        finally:
+            self.stop()
 
     def install(self) -> None:
         """Take over all logging of this process: ours from information on, others' from warnings on."""
@@ -114,33 +141,43 @@ class DroppingHandler(QueueHandler):
         self._lines = lines
         self._max_lines = max_lines
         self.num_dropped = 0
-        self._num_told = 0
+        self._num_untold = 0  # of those
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
         return record
 
     def enqueue(self, record: logging.LogRecord) -> None:
         if self._lines.qsize() >= self._max_lines:
-            self.num_dropped += 1
+            self.lose(record)
             return
         self._lines.put(record)
-        if self.num_dropped > self._num_told:
-            num_lost = self.num_dropped
-            self._lines.put(_lost(num_lost - self._num_told))
-            self._num_told = num_lost
+        if self._num_untold:
+            self._lines.put(_lost(self._num_untold))
+            self._num_untold = 0
+
+    def lose(self, record: logging.LogRecord) -> None:
+        """It was not written. If it told of others, those are still to be told of."""
+        self.acquire()
+        try:
+            num_told = _fields(record).get("lines", 0) if record.name == _LOST else 0
+            self._num_untold += num_told if isinstance(num_told, int) and num_told else 1
+            self.num_dropped += not num_told
+        finally:
+            self.release()
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # the library's name
-        self.num_dropped += 1
+        self.lose(record)
 
 
 class _Listener(QueueListener):
-    def __init__(self, lines: _Lines, sink: logging.Handler) -> None:
-        super().__init__(lines, sink)
+    def __init__(self, lines: _Lines, sink: "_Sink") -> None:
+        super().__init__(lines)
+        self._sink = sink
         self._lines = lines
         self._stopped = threading.Event()
 
     def handle(self, record: logging.LogRecord) -> None:
-        super().handle(record)
+        self._sink.handle(record)
         if self._lines.empty():
             self._stopped.wait(_REST_S)
 
@@ -153,13 +190,37 @@ class _Listener(QueueListener):
         thread.join(_FAREWELL_S)
 
 
-class _Sink(logging.StreamHandler[TextIO]):
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # the library's name
-        """A stream that is gone: there is nowhere to say so."""
+class _Sink:
+    """Where lines end. No handler of the library's: at the end it would wait for one that is stuck."""
+
+    def __init__(self, stream: TextIO | None, formatter: logging.Formatter, handler: DroppingHandler) -> None:
+        self._stream = _unshared(stream)
+        self._formatter = formatter
+        self._handler = handler
+
+    def handle(self, record: logging.LogRecord) -> None:
+        if self._stream is None:  # it was closed before we began
+            return
+        try:
+            self._stream.write(self._formatter.format(record) + "\n")
+            self._stream.flush()
+        except Exception:  # a stream that is gone, or a full disk: there is nowhere to say so
+            self._handler.lose(record)
+
+
+def _unshared(stream: TextIO | None) -> TextIO | None:
+    """The same file behind a buffer of its own: the process flushes the common one when it ends, and would wait there
+    for a thread whose line nobody takes."""
+    if stream is None:
+        return None
+    try:
+        return open(os.dup(stream.fileno()), "w", encoding=stream.encoding, errors=stream.errors)
+    except OSError:  # it is in memory
+        return stream
 
 
 def _lost(num_lines: int) -> logging.LogRecord:
-    record = _record("quire.log", logging.WARNING, "log_lines_lost")
+    record = _record(_LOST, logging.WARNING, "log_lines_lost")
     record.fields = {"lines": num_lines}
     return record
 

@@ -161,6 +161,7 @@ class EngineGauges(Collector):
         self._latest: Stats | None = None
         self._earlier = dict.fromkeys(_COUNTED, 0)  # what engines before this one counted
         self.num_restarts: Callable[[], int] = lambda: 0
+        self.num_lines_lost: Callable[[], int] = lambda: 0
         self.memory: Callable[[], MemoryLedger | None] = lambda: None
 
     def note_loss(self) -> None:
@@ -178,6 +179,7 @@ class EngineGauges(Collector):
         stats = self._stats()
         yield _gauge("engine_up", "Whether there is an engine.", float(stats is not None))
         yield _counter("engine_restarts", "Engines started in the place of one that died.", self.num_restarts())
+        yield _counter("log_lines_lost", "Log lines that could not be written.", self.num_lines_lost())
         names = {
             "prompt_tokens": ("prompt_tokens", "Prompt tokens of requests that were seated."),
             "prefix_cache_queries": ("prompt_tokens", "Prompt tokens looked up in the prefix cache."),
