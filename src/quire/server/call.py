@@ -5,6 +5,7 @@ import asyncio
 from quire.core.errors import QuireError
 from quire.engine.outputs import Delta, RequestOutput
 from quire.engine.ticket import Ticket
+from quire.server.visit import Visit
 
 News = Delta | RequestOutput
 
@@ -12,10 +13,11 @@ News = Delta | RequestOutput
 class Call:
     """One answer as it comes. Belongs to the event loop's thread."""
 
-    __slots__ = ("_awaited", "_failure", "_output", "_unread", "ticket")
+    __slots__ = ("_awaited", "_failure", "_output", "_unread", "ticket", "visit")
 
-    def __init__(self, ticket: Ticket) -> None:
+    def __init__(self, ticket: Ticket, visit: Visit | None = None) -> None:
         self.ticket = ticket
+        self.visit = visit  # whose answer it is, if one follows; other prompts may have come with it
         self._unread: dict[int, Delta] = {}  # by continuation
         self._output: RequestOutput | None = None
         self._failure: QuireError | None = None

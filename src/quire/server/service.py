@@ -166,9 +166,10 @@ class Service:
             order, ticket = self._front.open(
                 prompt, params, terms=terms, streaming=streaming, pooled=pooled, without_tokens=without_tokens
             )
-        call = self._calls[ticket.number] = Call(ticket)
+        call = self._calls[ticket.number] = Call(ticket, None if order.prompt_alone else visit)
         if visit is not None:
             self._note_visit(visit.request_id, ticket.number)
+            visit.note_prompt(len(prompt))
         try:
             self._child.send(order_frame(order))
         except (OverflowError, TypeError, ValueError) as error:  # a number beyond 64 bits, and its like: never sent
@@ -323,6 +324,8 @@ class Service:
         with self._lock:
             self._front.drop(ticket)
         if output is not None:
+            if call.visit is not None:
+                call.visit.note_completion(sum(len(each.token_ids) for each in output.outputs))
             call.finish(output)
             self._ends.append(self._clock())
         elif failure is not None:

@@ -1,4 +1,4 @@
-"""One request as the gate sees it: its ids, its holder, what came of it. Endpoints read it and note their tokens."""
+"""One request as the gate sees it: its ids, its holder, what came of it, and how many tokens that took."""
 
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -22,13 +22,20 @@ class Visit:
     label: str | None = None
     passed: bool = False  # the door has nothing against it
     identity: Identity = NOBODY
-    num_prompt_tokens: int | None = None  # the endpoint's to note
+    num_prompt_tokens: int | None = None  # None as long as the engine was not asked
     num_completion_tokens: int | None = None
     priority: int | None = None  # what its headers say
     timeout_s: float | None = None
     status: int | None = None  # once the response has begun
     complete: bool = False
     failed: bool = False  # ended by a mistake of ours, however it began
+
+    def note_prompt(self, num_tokens: int) -> None:
+        """The engine is asked to go on with so many; with those of other prompts, if it came with several."""
+        self.num_prompt_tokens = (self.num_prompt_tokens or 0) + num_tokens
+
+    def note_completion(self, num_tokens: int) -> None:
+        self.num_completion_tokens = (self.num_completion_tokens or 0) + num_tokens
 
 
 class Answered(NamedTuple):
