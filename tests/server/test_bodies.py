@@ -88,6 +88,10 @@ def test_a_legacy_field_is_refused_with_what_took_its_place(name: str) -> None:
     decode(json.dumps({**CHAT, name: None}).encode(), ChatBody)
 
 
+def test_who_wants_no_call_of_the_old_kind_is_served() -> None:
+    assert decode(json.dumps({**CHAT, "functions": [], "function_call": "none"}).encode(), ChatBody).messages
+
+
 def test_every_legacy_field_has_a_replacement() -> None:
     assert set(Legacy.__struct_fields__) == set(REPLACEMENTS)
 

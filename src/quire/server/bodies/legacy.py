@@ -59,5 +59,7 @@ class Legacy(Struct, kw_only=True):
 def refuse_legacy(body: Legacy) -> None:
     for name, instead in (*REPLACEMENTS.items(), *body.elsewhere.items()):
         value = getattr(body, name)
+        if name == "function_call" and value == "none":
+            continue  # no call is wanted, and without functions none could come
         if value is not None and value is not False and value not in _NOTHING:
             raise InvalidParameter(f"{name} is not served here; {instead}.", param=name)
