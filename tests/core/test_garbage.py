@@ -3,6 +3,7 @@
 import gc
 import subprocess
 import sys
+from threading import Event, Thread
 from weakref import finalize
 
 from quire.core.garbage import importing, postponed, undisturbed
@@ -42,6 +43,24 @@ def test_garbage_waits_and_is_collected_as_before_afterwards() -> None:
         gc.set_threshold(*thresholds)
     gc.collect()
     assert freed == ["ring"]
+
+
+def test_it_waits_until_the_last_of_several_threads_is_done() -> None:
+    inside, done = Event(), Event()
+
+    def wait() -> None:
+        with postponed():
+            inside.set()
+            done.wait()
+
+    other = Thread(target=wait)
+    with postponed():
+        other.start()
+        inside.wait()
+    assert not gc.isenabled(), "the other one is still in it"
+    done.set()
+    other.join()
+    assert gc.isenabled()
 
 
 def test_what_is_measured_undisturbed_is_disturbed_afterwards() -> None:

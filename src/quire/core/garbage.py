@@ -7,6 +7,7 @@ refusal.
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Lock
 
 # New objects before the young are looked through, and how often that before the older are. Python's 700 is for small
 # programs: a server under load makes so many in a few milliseconds.
@@ -32,16 +33,41 @@ def importing() -> Iterator[None]:
         gc.enable()
 
 
+class _Postponed:
+    """Who is in such a moment, of all threads: the first switches collection off, the last on again."""
+
+    __slots__ = ("_lock", "_num_inside", "_was_enabled")
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._num_inside = 0
+        self._was_enabled = False
+
+    def enter(self) -> None:
+        with self._lock:
+            if self._num_inside == 0:
+                self._was_enabled = gc.isenabled()
+                gc.disable()
+            self._num_inside += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._num_inside -= 1
+            if self._num_inside == 0 and self._was_enabled:
+                gc.enable()
+
+
+_postponed = _Postponed()
+
+
 @contextmanager
 def postponed() -> Iterator[None]:
     """Garbage stays where it is for a moment in which it may not be freed."""
-    was_enabled = gc.isenabled()
-    gc.disable()
+    _postponed.enter()
     try:
         yield
     finally:
-        if was_enabled:
-            gc.enable()
+        _postponed.leave()
 
 
 @contextmanager
