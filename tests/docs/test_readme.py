@@ -48,7 +48,7 @@ def test_the_commands_exist(command: str) -> None:
 def test_the_flags_exist() -> None:
     flags = set(re.findall(r"--[a-z][a-z-]+", README))
     commands = ("run", "chat", "serve", "models", "doctor", "check", "replay", "bench transformers", "bench scheduler",
-                "bench regimes", "bench serve")  # fmt: skip
+                "bench regimes", "bench serve", "bench pacing")  # fmt: skip
     helps = "".join(CliRunner().invoke(app, [*command.split(), "--help"]).output for command in commands)
     assert flags, "the README shows no flags"
     assert {flag for flag in flags if flag not in helps} == set()
