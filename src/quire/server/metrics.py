@@ -165,10 +165,11 @@ class EngineGauges(Collector):
         self.memory: Callable[[], MemoryLedger | None] = lambda: None
 
     def note_loss(self) -> None:
-        """The engine is gone, and its counts with it."""
-        if self._latest is not None:
+        """The engine is gone, and its counts with it: kept is what its last beat told, whether or not anybody asked."""
+        last = self._stats() or self._latest
+        if last is not None:
             for name in _COUNTED:
-                self._earlier[name] += getattr(self._latest, name)
+                self._earlier[name] += getattr(last, name)
         self._latest = None
 
     def total(self, name: str) -> int:
