@@ -11,11 +11,12 @@ from starlette.types import ASGIApp
 
 from quire.core.errors import ConfigError
 from quire.server.app import ADMIN_ROUTES, Application
-from quire.server.gate import GateOptions, early_refusals, secure
+from quire.server.gate import GateOptions, Hear, early_refusals, secure
 from quire.server.keys import make_key_ring
 from quire.server.logs import LogFormat, LogWriter, log_answer
 from quire.server.metrics import Metrics
 from quire.server.protocol import Limits, connection_limit, guarded
+from quire.server.visit import Answered
 
 _KEEP_ALIVE_S = 30  # longer than clients keep an idle connection, so that it is they who close it
 
@@ -33,6 +34,7 @@ class Gatekeeping:
         self._root_path = _root_path(given["root_path"])
         self._certificate = _certificate(given["ssl_certfile"], given["ssl_keyfile"])
         self._log = LogWriter(cast(LogFormat, given["log_format"]), sys.stdout)
+        self._hear: list[Hear] = [log_answer]
 
     @property
     def keyed(self) -> bool:
@@ -48,8 +50,8 @@ class Gatekeeping:
 
     def secure(self, app: Application, metrics: Metrics) -> ASGIApp:
         metrics.engine.num_lines_lost = lambda: self._log.handler.num_dropped
-        hear = [log_answer, metrics.answered]
-        return secure(app, keys=self._keys, options=self._options, hear=hear, admit=app.admit)
+        self._hear.append(metrics.answered)
+        return secure(app, keys=self._keys, options=self._options, hear=self._hear, admit=app.admit)
 
     def uvicorn_settings(self, app: ASGIApp) -> dict[str, Any]:
         """For an application behind the gate."""
@@ -57,7 +59,7 @@ class Gatekeeping:
         limits, turn_away = Limits(connections=connection_limit()), early_refusals(app, self._options)
         return {
             "app": app,
-            "http": guarded(limits, log_answer, turn_away),
+            "http": guarded(limits, self._tell, turn_away),
             "ws": "none",
             "root_path": self._root_path,
             "ssl_certfile": certificate,
@@ -68,6 +70,11 @@ class Gatekeeping:
             "log_config": None,
             "log_level": "error",
         }
+
+    def _tell(self, answered: Answered) -> None:
+        """Of what never came to the application, to everybody who hears of the rest."""
+        for hear in self._hear:
+            hear(answered)
 
     @contextmanager
     def logging(self) -> Iterator[None]:

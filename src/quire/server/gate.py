@@ -165,6 +165,7 @@ class Witness:
             visit.label,
             visit.num_prompt_tokens,
             visit.num_completion_tokens,
+            visit.error_code,
         )
         for hear in self._hear:
             hear(answered)

@@ -15,7 +15,6 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from quire.core.errors import QuireError
 from quire.core.step import FinishReason
 from quire.engine.memory import MemoryLedger
 from quire.engine.outputs import Delta, RequestOutput
@@ -97,16 +96,18 @@ class Metrics:
         if end.output is not None:
             self._note_answer(end.output)
         elif end.failure is not None:
-            self.refused(end.failure)
+            self._refused(end.failure.code)
         else:
             self.left.inc()
 
     def answered(self, answer: Answered) -> None:
         """A request over HTTP is over."""
         self.http.labels(answer.route, answer.method, str(answer.status)).inc()
+        if answer.refused_early:  # what failed with the engine was counted there
+            self._refused(answer.error_code)
 
-    def refused(self, error: QuireError) -> None:
-        self.refusals.labels(error.code if error.code in _CODES else "other").inc()
+    def _refused(self, code: str | None) -> None:
+        self.refusals.labels(code if code in _CODES else "other").inc()
 
     def _note_answer(self, output: RequestOutput) -> None:
         times = output.metrics

@@ -313,7 +313,7 @@ class GuardedProtocol(HttpToolsProtocol):
                 self._close()
                 return
         elif self.hear is not None:
-            self.hear(Answered(OTHER, OTHER, error.status, 0.0, NOBODY.name, request_id))
+            self.hear(Answered(OTHER, OTHER, error.status, 0.0, NOBODY.name, request_id, error_code=error.code))
         reply = reply_to(error)
         headers = [*reply.headers, *answer_headers(request_id, label), (b"connection", b"close")]
         self._write(reply._replace(headers=headers))

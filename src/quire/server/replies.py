@@ -153,6 +153,7 @@ def _asked_path(scope: Scope) -> str:
 def translated(error: Exception, scope: Scope) -> Reply:
     """An error as it goes to the client of this request; our own are logged."""
     told, visit = known(error, scope), visit_of(scope)
+    visit.error_code = told.code
     if isinstance(told, OwnMistake):
         visit.failed = True
         _log.error("request_failed", exc_info=error, extra={"fields": {"id": visit.request_id}})
@@ -160,9 +161,10 @@ def translated(error: Exception, scope: Scope) -> Reply:
 
 
 async def _answer(request: Request, error: Exception) -> Response:
-    told = known(error, request.scope)
+    told, visit = known(error, request.scope), visit_of(request.scope)
+    visit.error_code = told.code
     extra: Mapping[str, str] = (error.headers or {}) if isinstance(error, HTTPException) else {}
-    reply = reply_to(told, path=_asked_path(request.scope), request_id=visit_of(request.scope).request_id)
+    reply = reply_to(told, path=_asked_path(request.scope), request_id=visit.request_id)
     headers = {name.decode("ascii"): value.decode("ascii") for name, value in reply.headers}
     return Response(reply.body, reply.status, {**extra, **headers})
 

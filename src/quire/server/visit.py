@@ -29,6 +29,7 @@ class Visit:
     status: int | None = None  # once the response has begun
     complete: bool = False
     failed: bool = False  # ended by a mistake of ours, however it began
+    error_code: str | None = None  # of the error that was its answer
 
     def note_prompt(self, num_tokens: int) -> None:
         """The engine is asked to go on with so many; with those of other prompts, if it came with several."""
@@ -50,6 +51,12 @@ class Answered(NamedTuple):
     label: str | None = None
     num_prompt_tokens: int | None = None
     num_completion_tokens: int | None = None
+    error_code: str | None = None
+
+    @property
+    def refused_early(self) -> bool:
+        """Whether an error answered it before the engine was asked."""
+        return self.error_code is not None and self.num_prompt_tokens is None
 
 
 def begin_visit(scope: Scope, visit: Visit) -> None:
