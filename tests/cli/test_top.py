@@ -25,8 +25,8 @@ quire_engine_up 1.0
 quire_num_requests_running {running}
 # TYPE quire_kv_cache_usage_perc gauge
 quire_kv_cache_usage_perc 0.25
-# TYPE quire_computed_tokens_total counter
-quire_computed_tokens_total {computed}
+# TYPE quire_sampled_tokens_total counter
+quire_sampled_tokens_total {sampled}
 # TYPE quire_prompt_tokens_total counter
 quire_prompt_tokens_total {prompt}
 # TYPE quire_prefix_cache_queries_total counter
@@ -46,17 +46,17 @@ quire_time_to_first_token_seconds_sum 1.0
 
 
 def page(**numbers: float) -> str:
-    said = {"running": 0, "computed": 0, "prompt": 0, "cached": 0, "stopped": 0, "quick": 0, "all": 0} | numbers
+    said = {"running": 0, "sampled": 0, "prompt": 0, "cached": 0, "stopped": 0, "quick": 0, "all": 0} | numbers
     return PAGE.format(**said)
 
 
 def test_rates_are_of_the_time_between_two_readings() -> None:
-    before = read_page(page(computed=100, prompt=60, cached=20, stopped=3), 10.0)
-    after = read_page(page(running=2, computed=160, prompt=100, cached=30, stopped=7), 12.0)
+    before = read_page(page(sampled=100, prompt=60, cached=20, stopped=3), 10.0)
+    after = read_page(page(running=2, sampled=160, prompt=100, cached=30, stopped=7), 12.0)
     view = compare(before, after)
     assert (view.num_running, view.kv_usage, view.seconds) == (2, 0.25, 2.0)
     assert view.prompt_tokens_per_s == 20.0
-    assert view.generated_tokens_per_s == (60 - (40 - 10)) / 2  # what was computed, less the prompts' uncached part
+    assert view.generated_tokens_per_s == 30.0
     assert view.prefix_hit == 0.25
     assert view.finished_per_s == 2.0  # both reasons count, and the one that stood still adds nothing
 
@@ -76,15 +76,15 @@ def test_nothing_between_is_no_quantile() -> None:
 
 
 def test_a_server_started_anew_counts_from_zero() -> None:
-    before = read_page(page(computed=500, prompt=500, quick=50, all=50), 0.0)
-    after = read_page(page(computed=10, prompt=4, quick=2, all=2), 1.0)
+    before = read_page(page(sampled=500, prompt=500, quick=50, all=50), 0.0)
+    after = read_page(page(sampled=6, prompt=4, quick=2, all=2), 1.0)
     view = compare(before, after)
     assert (view.prompt_tokens_per_s, view.generated_tokens_per_s) == (4.0, 6.0)
     assert view.time_to_first_token is not None and view.time_to_first_token.p99_s <= 0.1
 
 
 def test_one_reading_has_no_rates() -> None:
-    view = compare(None, read_page(page(computed=10, prompt=4, quick=2, all=2), 1.0))
+    view = compare(None, read_page(page(sampled=6, prompt=4, quick=2, all=2), 1.0))
     assert (view.seconds, view.generated_tokens_per_s) == (0.0, 0.0)
     assert view.time_to_first_token is not None
 
@@ -110,7 +110,7 @@ def test_another_page_is_refused_in_a_sentence(text: str) -> None:
 
 
 def test_the_table_says_what_the_view_knows() -> None:
-    view = compare(read_page(page(), 0.0), read_page(page(running=3, computed=50, quick=4, all=4), 1.0))
+    view = compare(read_page(page(), 0.0), read_page(page(running=3, sampled=50, quick=4, all=4), 1.0))
     console = Console(width=120)
     with console.capture() as capture:
         console.print(table("http://here", view, 7))

@@ -1,9 +1,15 @@
-"""What an engine had counted when it died is kept, whether or not anybody had asked for it."""
+"""What an engine counts: kept when it dies, whether or not anybody had asked for it, and true of what was said."""
 
 from dataclasses import fields, replace
 
+import pytest
+
 from quire.engine.stats import Stats
-from quire.server.metrics import EngineGauges
+from quire.server.metrics import EngineGauges, Metrics
+from quire.server.service import Service
+from quire.server.status import StatusLine
+from tests.server.scripting import asked
+from tests.server.serving import Running, counted, wait_until, wait_until_at_rest
 
 NOTHING = Stats(**{field.name: 0 for field in fields(Stats)} | {"waiting_for": None})  # type: ignore[arg-type]
 
@@ -39,3 +45,21 @@ def test_a_loss_that_is_told_twice_counts_once() -> None:
     engine.stats = None
     gauges.note_loss()
     assert gauges.total("prompt_tokens") == 10
+
+
+def test_a_prompt_that_is_not_computed_yet_takes_nothing_from_what_is_said() -> None:
+    service = Service(None, lambda: 0.0)
+    clock = iter([0.0, 10.0]).__next__
+    service.stats = replace(NOTHING, num_running=1)
+    status = StatusLine(service, Metrics(lambda: service.stats, lambda: 0.0), clock)
+    service.stats = replace(NOTHING, num_running=2, prompt_tokens=8000, computed_tokens=512, sampled_tokens=50)
+    assert str(status.line()).startswith("gen 5.0 tok/s · prompt 800 tok/s · run 2")
+
+
+@pytest.mark.parametrize("wish", [{}, {"n": 3}, {"n": 2, "use_beam_search": True}, {"max_tokens": 1}])
+def test_what_was_sampled_is_what_was_told(scripted_server: Running, wish: dict[str, object]) -> None:
+    with scripted_server.client() as client:
+        wait_until_at_rest(client)
+        before = counted(client, "sampled_tokens_total")
+        usage = client.post("/v1/completions", json=asked("hi", **wish)).json()["usage"]
+        wait_until(lambda: counted(client, "sampled_tokens_total") - before == usage["completion_tokens"])

@@ -101,7 +101,7 @@ def compare(before: Reading | None, after: Reading) -> View:
         num_waiting_tokens=int(after.totals.get("num_waiting_tokens", 0)),
         kv_usage=after.totals.get("kv_cache_usage_perc", 0.0),
         seconds=seconds,
-        generated_tokens_per_s=rate(gained("computed_tokens_total") - (prompt - found)),
+        generated_tokens_per_s=rate(gained("sampled_tokens_total")),
         prompt_tokens_per_s=rate(prompt),
         prefix_hit=found / asked if asked else None,
         finished_per_s=rate(gained("request_success_total")),

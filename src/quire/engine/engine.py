@@ -60,6 +60,7 @@ class Engine:
         self._latest: dict[RequestId, Family] = {}
         self._failure: str | None = None
         self._preparing = preparing
+        self.num_sampled = 0  # tokens of continuations; those of beams when their search ends
 
     def submit(self, order: Order) -> Accepted:
         """Queue a request. A `QuireError` means that nothing happened."""
@@ -130,7 +131,13 @@ class Engine:
         cornered = self._cornered(absorbed)
         if self.grammars is not None:
             self.grammars.advance(absorbed, self.scheduler)
-        return self._reporter.report(absorbed, cornered)
+        progress = self._reporter.report(absorbed, cornered)
+        self.num_sampled += len(absorbed.tokens) + sum(
+            len(sequence.tokens) - len(sequence.request.prompt)
+            for sequence in absorbed.finished
+            if sequence.request.beam is not None
+        )
+        return progress
 
     def _cornered(self, absorbed: Absorbed) -> set[SequenceId]:
         """Who could not go on by its request's own doing. A beam search ends with the first beam that cannot."""

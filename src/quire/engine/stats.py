@@ -40,6 +40,7 @@ class Stats:
     prompt_tokens: int
     cached_tokens: int
     computed_tokens: int
+    sampled_tokens: int  # of continuations, whether or not they have ended
     recomputed_tokens: int
     preemptions: int
     forks: int
@@ -66,6 +67,7 @@ def stats_of(engine: Engine) -> Stats:
         prompt_tokens=tally.prompt_tokens,
         cached_tokens=tally.cached_tokens,
         computed_tokens=tally.computed_tokens,
+        sampled_tokens=engine.num_sampled,
         recomputed_tokens=tally.recomputed_tokens,
         preemptions=tally.preemptions,
         forks=tally.forks,

@@ -29,8 +29,8 @@ _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 
             7.5, 10.0, 15.0, 20.0, 30.0, 45.0, 60.0)  # fmt: skip
 _TOKENS = tuple(2**power for power in range(18))
 _REASONS = frozenset(reason.value for reason in FinishReason)
-_COUNTED = ("prompt_tokens", "cached_tokens", "recomputed_tokens", "computed_tokens", "preemptions", "forks",
-            "moved_blocks", "lost_steps")  # fmt: skip
+_COUNTED = ("prompt_tokens", "cached_tokens", "recomputed_tokens", "computed_tokens", "sampled_tokens", "preemptions",
+            "forks", "moved_blocks", "lost_steps")  # fmt: skip
 
 # Refusals and failures by code: a closed set, since a label's values are kept for ever.
 _CODES = frozenset(
@@ -187,6 +187,7 @@ class EngineGauges(Collector):
             "prefix_cache_queries": ("prompt_tokens", "Prompt tokens looked up in the prefix cache."),
             "prefix_cache_hits": ("cached_tokens", "Prompt tokens found in the prefix cache."),
             "computed_tokens": ("computed_tokens", "Tokens computed, prompts and continuations."),
+            "sampled_tokens": ("sampled_tokens", "Tokens of continuations, as they come."),
             "recomputed_tokens": ("recomputed_tokens", "Tokens computed again after a preemption."),
             "num_preemptions": ("preemptions", "Requests that had to give up their seat for a while."),
             "forks": ("forks", "Continuations that began as a fork."),

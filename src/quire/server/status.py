@@ -44,5 +44,4 @@ class StatusLine:
 
     def _counts(self) -> tuple[int, int, int]:
         gauges = self._metrics.engine
-        generated = gauges.total("computed_tokens") - gauges.total("prompt_tokens") + gauges.total("cached_tokens")
-        return gauges.total("prompt_tokens"), gauges.total("cached_tokens"), max(generated, 0)
+        return gauges.total("prompt_tokens"), gauges.total("cached_tokens"), gauges.total("sampled_tokens")
