@@ -63,3 +63,13 @@ def test_what_was_sampled_is_what_was_told(scripted_server: Running, wish: dict[
         before = counted(client, "sampled_tokens_total")
         usage = client.post("/v1/completions", json=asked("hi", **wish)).json()["usage"]
         wait_until(lambda: counted(client, "sampled_tokens_total") - before == usage["completion_tokens"])
+
+
+@pytest.mark.parametrize("wish", [{}, {"n": 2, "use_beam_search": True}])
+def test_what_the_cache_gave_is_told_to_beams_too(scripted_server: Running, wish: dict[str, object]) -> None:
+    body = asked(f"the same words again and again {sorted(wish)} " * 8, **wish)
+    with scripted_server.client() as client:
+        waited = counted(client, "request_queue_time_seconds_count")
+        usages = [client.post("/v1/completions", json=body).json()["usage"] for _ in range(2)]
+        assert usages[1]["prompt_tokens_details"]["cached_tokens"] > 50
+        assert counted(client, "request_queue_time_seconds_count") == waited + 2

@@ -39,9 +39,11 @@ class Reporter:
         return Progress(absorbed.step, absorbed.sequences, absorbed.tokens, begun, ended, logprobs, scores, pooled)
 
     def _begun(self, absorbed: Absorbed) -> tuple[Begun, ...]:
-        """Who has a first token now, or an embedding; of siblings, the first counts."""
+        """Who has a first token now, or an embedding; of siblings, the first counts. Beams have none before the end."""
         begun: dict[int, Begun] = {}
-        for number in (*absorbed.sequences.tolist(), *absorbed.pooled):
+        searched = [sequence.family for sequence in absorbed.finished if sequence.request.beam is not None]
+        beams = [member.id for family in searched for member in family.answers]
+        for number in (*absorbed.sequences.tolist(), *absorbed.pooled, *beams):
             family = self._awaiting_first.pop(SequenceId(number), None)
             if family is not None:
                 begun[family.request.id] = Begun(family.request.id, family.seated_s, family.num_cached)
