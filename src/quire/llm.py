@@ -120,7 +120,6 @@ class LLM:
     def built(self) -> Built:
         if self._built is None:
             raise EngineFailed("This LLM was closed; make another one.")
-        check_not_forked()
         return self._built
 
     def close(self) -> None:
@@ -138,6 +137,7 @@ class LLM:
 
     @property
     def front(self) -> LocalFront:
+        check_not_forked()  # here, where everything goes that computes: a tokenizer is as good in a forked process
         return self.built.front
 
     def get_tokenizer(self) -> Tokenizer:

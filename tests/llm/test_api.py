@@ -312,3 +312,16 @@ def test_a_forked_process_is_told_that_it_cannot_compute(llm, tiny_folder):
     os.waitpid(child, 0)
     with os.fdopen(ours, encoding="utf-8") as told:
         assert told.read().count('multiprocessing.get_context("spawn")') == 2
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_may_use_the_tokenizer(llm):
+    """As the workers of a data loader do."""
+    child = os.fork()
+    if child == 0:
+        try:
+            ids, params = llm.get_tokenizer().encode("Hello"), llm.get_default_sampling_params()
+            os._exit(0 if ids and params.max_tokens else 1)
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
