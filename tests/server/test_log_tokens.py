@@ -38,10 +38,18 @@ def lines(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) ->
             name: client.post(path, json=body, headers={"x-request-id": name}).text
             for name, (path, body) in asked.items()
         }
+        told["left"] = leave_early(client)
     server.terminate()
     logged = [json.loads(line) for line in server.communicate(timeout=PATIENCE_S)[0].splitlines()]
     by_name = {line["client_id"]: line for line in logged if line["event"] == "request"}
-    yield {name: (by_name[name], told[name]) for name in asked}
+    yield {name: (by_name[name], said) for name, said in told.items()}
+
+
+def leave_early(client: httpx.Client) -> str:
+    """What a client heard of a stream before it left."""
+    body = {**CHAT, "stream": True, "ignore_eos": True, "max_tokens": 8000}
+    with client.stream("POST", "/v1/chat/completions", json=body, headers={"x-request-id": "left"}) as stream:
+        return next(line for line in stream.iter_lines() if '"content":"' in line and '"content":""' not in line)
 
 
 def tokens(line: dict[str, Any]) -> tuple[int | None, int | None]:
@@ -61,6 +69,11 @@ def test_a_line_tells_what_the_usage_tells(lines: dict[str, Any]) -> None:
 
 def test_a_stream_that_told_no_usage_is_counted_too(lines: dict[str, Any]) -> None:
     assert tokens(lines["stream"][0]) == tokens(lines["chat"][0]) != (None, None)
+
+
+def test_a_stream_that_its_reader_left_tells_what_there_was_of_it(lines: dict[str, Any]) -> None:
+    line, _ = lines["left"]
+    assert line["status"] == 499 and 0 < line["completion_tokens"] < 8000
 
 
 def test_a_prompt_that_nothing_follows_has_no_completion(lines: dict[str, Any]) -> None:

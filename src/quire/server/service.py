@@ -323,14 +323,21 @@ class Service:
         del self._calls[ticket.number]
         with self._lock:
             self._front.drop(ticket)
+        _note_completion(call, output)
         if output is not None:
-            if call.visit is not None:
-                call.visit.note_completion(sum(len(each.token_ids) for each in output.outputs))
             call.finish(output)
             self._ends.append(self._clock())
         elif failure is not None:
             call.fail(failure)
         self.finished(Finished(ticket, output, failure))
+
+
+def _note_completion(call: Call, output: RequestOutput | None) -> None:
+    """A stream that its reader left, or that failed, has had tokens, too."""
+    heard = call.ticket.transcripts if output is None else output.outputs
+    num_tokens = sum(len(each.token_ids) for each in heard)
+    if call.visit is not None and (num_tokens or output is not None):
+        call.visit.note_completion(num_tokens)
 
 
 def _failure(reason: str, ticket: Ticket) -> QuireError | None:
