@@ -68,3 +68,10 @@ def test_the_command_says_so_to_people_and_to_programs(quire: Shell, tmp_path: P
     assert table.status == 0 and "15.0 ms, named" in table.out
     late = quire("bench", "pacing", "--workload", str(trace), "--skip", "50")
     assert late.status != 0 and "it has 39 s" in late.err
+
+
+def test_a_request_beyond_the_machine_is_cut_before_its_prompt_is_drawn(quire: Shell, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text(f"num_prefill_tokens,num_decode_tokens\n{10**15},{10**15}\n")
+    told = json.loads(quire("bench", "pacing", "--workload", str(trace), "--json").out)
+    assert told["requests"] == 1 and told["runs"][0]["gap_ms"] is None, "its prompt takes all but one token"

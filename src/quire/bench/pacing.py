@@ -122,6 +122,6 @@ def _arrivals(rows: Many[TraceRow], machine: Machine) -> list[Arrival]:
     for number, row in enumerate(rows):
         num_prompt = min(row.num_prompt, machine.max_model_len - 1)
         num_output = min(row.num_output, machine.max_model_len - num_prompt)
-        prompt = prompt_of(row, number, VOCAB_SIZE)[:num_prompt]
+        prompt = prompt_of(row._replace(num_prompt=num_prompt), number, VOCAB_SIZE)
         made.append(Arrival(row.arrived_s, Request(RequestId(number), prompt, num_output, RowSampling(end_ids=()))))
     return made

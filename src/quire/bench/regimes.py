@@ -70,7 +70,7 @@ def arrivals(rows: Many[TraceRow], machine: Machine) -> list[Arrival]:
         num_output = min(row.num_output, machine.max_model_len - num_prompt - 1)
         request = Request(
             RequestId(number),
-            prompt_of(row, number, VOCAB_SIZE)[:num_prompt],
+            prompt_of(row._replace(num_prompt=num_prompt), number, VOCAB_SIZE),
             machine.max_model_len - num_prompt,
             RowSampling(end_ids=(0,), min_tokens=num_output),
         )
