@@ -71,9 +71,11 @@ def test_bytes_are_no_token_ids(llm, prompt):
         llm.generate(prompt, GREEDY)
 
 
-def test_pictures_beside_a_prompt_are_refused_not_dropped(llm):
+@pytest.mark.parametrize("pictures", [{"image": object()}, np.zeros((2, 2))])
+def test_pictures_beside_a_prompt_are_refused_not_dropped(llm, pictures):
     with pytest.raises(InvalidPrompt, match="leave multi_modal_data away"):
-        llm.generate({"prompt": "Hello", "multi_modal_data": {"image": object()}}, GREEDY)
+        llm.generate({"prompt": "Hello", "multi_modal_data": pictures}, GREEDY)
+    assert llm.generate({"prompt": "Hello", "multi_modal_data": {}}, GREEDY)
 
 
 def test_no_prompts_give_no_outputs(llm):

@@ -190,7 +190,8 @@ class Front:
                 raise NoTokenizer('give {"prompt_token_ids": [...]} instead of text')
             return prompt, self._tokenizer.encode(prompt)
         if isinstance(prompt, Mapping):
-            if prompt.get("multi_modal_data"):
+            pictures = prompt.get("multi_modal_data")
+            if pictures is not None and not (isinstance(pictures, Mapping) and len(pictures) == 0):
                 raise InvalidPrompt("This model reads text only; leave multi_modal_data away.", param="prompt")
             ids = prompt.get("prompt_token_ids")
             if ids is None and isinstance(prompt.get("prompt"), str):
