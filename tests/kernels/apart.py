@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from triton import AsyncCompileMode, knobs
 from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import max_shared_mem
 from triton.runtime import driver
 from triton.runtime._async_compile import active_mode
 
@@ -205,13 +206,17 @@ def compiled_for_hopper() -> dict[str, object]:
 @contextmanager
 def small_card() -> Iterator[None]:
     """As most are that are not Hopper's: an L4, an A10, any RTX."""
-    Card.capability, Card.shared_bytes = 89, 101_376
-    shared_room.cache_clear()
+
+    def take(capability: int, shared_bytes: int) -> None:
+        Card.capability, Card.shared_bytes = capability, shared_bytes
+        shared_room.cache_clear()
+        max_shared_mem.cache_clear()  # what Triton holds a kernel against; it asks a card once
+
+    take(89, 101_376)
     try:
         yield
     finally:
-        Card.capability, Card.shared_bytes = 90, 232_448
-        shared_room.cache_clear()
+        take(90, 232_448)
 
 
 def compiled_for_small_cards() -> dict[str, object]:
