@@ -306,7 +306,7 @@ def bench_regimes(workload: str, requests: int | None, as_json: bool, **given: f
 @click.option("--rate", type=Within(0, min_open=True),
               help="Arrivals a second, drawn. Default: those of the trace; 8 where it has none.")  # fmt: skip
 @click.option("--scale", type=Within(0, min_open=True), default=1.0, show_default=True,
-              help="So many times as fast as the trace.")  # fmt: skip
+              help="So many times as fast as they come, drawn or not.")  # fmt: skip
 @click.option("--skip", "skip_s", type=Within(0), default=0.0, show_default=True,
               help="Seconds of the trace to leave out.")  # fmt: skip
 @click.option("--seconds", type=Within(0, min_open=True), default=60.0, show_default=True, help="Of arrivals.")
