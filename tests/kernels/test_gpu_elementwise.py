@@ -68,8 +68,9 @@ def test_parts_are_added_in_their_order_rounded_once_and_added_to_the_residual(d
         residuals = [drawn(3, width, seed=2) for _ in range(3)]
         normed = FAST.add_rms_norm(parts, residuals[0], weight, 1e-5)
         assert normed.dtype is dtype
-        close(normed, TRUTH.add_rms_norm(parts, residuals[1], weight, 1e-5))
-        CPU.add_rms_norm(Parts(parts.sums.cpu(), dtype), wide := residuals[2].cpu(), weight.cpu(), 1e-5)
+        close(normed, truth := TRUTH.add_rms_norm(parts, residuals[1], weight, 1e-5))
+        plain = CPU.add_rms_norm(Parts(parts.sums.cpu(), dtype), wide := residuals[2].cpu(), weight.cpu(), 1e-5)
+        close(plain, truth.cpu())
         if dtype is not torch.bfloat16 or DEVICE == "cuda":
             assert torch.equal(residuals[0], residuals[1]), "as the plain product would have been"
             assert torch.equal(residuals[0].cpu(), wide)

@@ -44,13 +44,13 @@ def widen(typing_context: object, word: Any) -> Generated:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def narrow(typing_context: object, number: object, like: Any) -> Generated:
-    """A float32 as the same kind of word as `like`, bfloat16 or float32: the nearest, of two equally near the even one.
-    float16 is read (`widen`) and never written."""
+    """A float32 as the same kind of word as `like`: the nearest, of two equally near the even one."""
 
     def generate(context: object, builder: Any, signature: object, arguments: Any) -> object:
         if like == numba.types.float32:
             return arguments[0]
-        assert like == numba.types.uint16, like
+        if like == numba.types.int16:
+            return builder.bitcast(builder.fptrunc(arguments[0], _FLOAT16), _HALF)
         bits = builder.bitcast(arguments[0], _WORD)
         odd = builder.and_(builder.lshr(bits, _WORD(16)), _WORD(1))
         rounded = builder.lshr(builder.add(bits, builder.add(odd, _WORD(0x7FFF))), _WORD(16))
