@@ -1,8 +1,8 @@
 """First tokens, and the time between tokens, as steps are sized: a workload through the shipped scheduler, simulated.
 
-The machine takes for a step what Llama-3.1-8B takes on an H200: products by their tokens, between sizes that were
-measured; attention by the keys that are read (docs/performance/gpu.md, section 38, has it beside the card itself).
-Neither planning nor HTTP takes any time on it.
+The machine takes for a step what Llama-3.1-8B takes on an H200: products by their tokens, between a few sizes;
+attention by the keys that are read. It was fitted to that card (docs/performance/gpu.md, section 38, has it beside the
+card itself). Neither planning nor HTTP takes any time on it.
 """
 
 from collections.abc import Callable
@@ -16,10 +16,10 @@ from quire.bench.regimes import VOCAB_SIZE, Machine
 from quire.core.ids import RequestId
 from quire.core.request import Request
 from quire.core.sampling import RowSampling
+from quire.engine.planning import recorded_grains
 from quire.kv.manager import KVManager
-from quire.runner.shapes import prompt_sizes, rows_beside
 from quire.sched.cost import CostTable, StepShape
-from quire.sched.policy import CHUNKED, Grains, Policy
+from quire.sched.policy import CHUNKED, Policy
 from quire.sched.scheduler import Scheduler
 from quire.sched.sizing import MOST_STRETCH, PER_DECODE, usual_target_s
 from quire.sim.ledger import Arrival, Ledger
@@ -107,9 +107,12 @@ def run(rows: Many[TraceRow], machine: Machine, way: Pacing) -> Outcome:
 
 def _scheduler(machine: Machine, way: Pacing) -> Scheduler:
     most = machine.max_step_tokens
-    grains = tuple(Grains(rows, tuple(prompt_sizes(rows, most))) for rows in sorted(rows_beside(machine.max_rows)))
     policy = Policy(
-        CHUNKED, itl_target_s=way.target_s, itl_stretch=way.stretch, itl_per_decode=way.per_decode, grains=grains
+        CHUNKED,
+        itl_target_s=way.target_s,
+        itl_stretch=way.stretch,
+        itl_per_decode=way.per_decode,
+        grains=recorded_grains(machine.max_rows, most),
     )
     kv = KVManager(machine.num_blocks, machine.block_size, machine.max_rows, prefix=False)
     table = CostTable(machine.constants, largest_chunk=most)  # which learns what steps really take

@@ -21,7 +21,7 @@ from quire.engine.machine import inspect, pick_device
 from quire.engine.memory import MemoryLedger, settle
 from quire.engine.opening import OpenedModel, open_model
 from quire.engine.phases import Watch
-from quire.engine.planning import make_door, make_grammars, make_scheduler, wake
+from quire.engine.planning import make_door, make_grammars, make_scheduler, recorded_grains, wake
 from quire.engine.stats import Facts
 from quire.formats.checkpoint import Checkpoint, Source
 from quire.kernels.attention_choice import AttentionNeeds
@@ -32,10 +32,8 @@ from quire.models.parameters import DecoderWeights
 from quire.runner.kv_store import KvStores, measure_transfer, new_store
 from quire.runner.model_runner import ModelRunner
 from quire.runner.recorded import Pace
-from quire.runner.shapes import prompt_sizes, rows_beside
 from quire.runner.warm_up import warm_up
 from quire.sched.cost import CostTable
-from quire.sched.policy import Grains
 from quire.sched.scheduler import Scheduler
 from quire.sched.sizing import usual_target_s
 from quire.text.tokenizer import Tokenizer
@@ -212,8 +210,7 @@ def _scheduler(
     """Where steps are recorded, it knows their sizes; where people are served as well, the time they may take."""
     if pace is None:
         return make_scheduler(config, resolved, costs)
-    most = resolved.max_num_batched_tokens
-    grains = tuple(Grains(rows, tuple(prompt_sizes(rows, most))) for rows in sorted(rows_beside(resolved.max_num_seqs)))
+    grains = recorded_grains(resolved.max_num_seqs, resolved.max_num_batched_tokens)
     return make_scheduler(config, resolved, costs, usual_target_s(pace.decode_s) if serving else None, grains)
 
 

@@ -9,6 +9,7 @@ from quire.core.errors import QuireError
 from quire.engine.door import Door
 from quire.engine.opening import OpenedModel
 from quire.kv.manager import KVManager, count_blocks
+from quire.runner.shapes import prompt_sizes, rows_beside
 from quire.sched.cost import CostTable
 from quire.sched.order import OrderPolicy
 from quire.sched.policy import REGIMES, Grains, Policy
@@ -45,6 +46,11 @@ def wake(grammars: "Grammars") -> None:
     answers cannot be constrained says so to those who ask."""
     with suppress(QuireError):
         grammars.wake()
+
+
+def recorded_grains(max_rows: int, max_step_tokens: int) -> tuple[Grains, ...]:
+    """Where prompts are cut on a device that replays recorded steps: at the sizes that are recorded."""
+    return tuple(Grains(rows, tuple(prompt_sizes(rows, max_step_tokens))) for rows in sorted(rows_beside(max_rows)))
 
 
 def make_scheduler(
