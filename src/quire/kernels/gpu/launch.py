@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from triton import knobs
 from triton.compiler import CompiledKernel
-from triton.runtime import KernelInterface
+from triton.runtime import KernelInterface, driver
 
-_FIRST_TO_OVERLAP = (9, 0)  # compute capability of Hopper
+_FIRST_TO_OVERLAP = 90  # compute capability of Hopper
 _MOST_FOUND = 10_000  # kinds of launches that are remembered
 _NO_ROOM = "out of memory"  # in what Triton says
 _ALIGNMENT = 16  # bytes: Triton compiles for tensors that begin at a multiple of it, and for others
@@ -114,16 +114,19 @@ def _rehearse(
 
 def launch_early(kernel: KernelInterface[object], grid: tuple[int, ...], *args: object, **constants: object) -> None:
     """A kernel that may begin while the one before it ends: see `overlap`."""
-    if _can_begin_early():
+    if can_begin_early():
         launch(kernel, grid, *args, **constants, EARLY=True, launch_pdl=True)
     else:
         launch(kernel, grid, *args, **constants, EARLY=False)
 
 
 @cache
-def _can_begin_early() -> bool:
-    on_card = torch.cuda.is_available() and torch.version.hip is None and not knobs.runtime.interpret
-    return on_card and torch.cuda.get_device_capability() >= _FIRST_TO_OVERLAP
+def can_begin_early() -> bool:
+    """On the card that kernels are compiled for."""
+    if knobs.runtime.interpret:
+        return False
+    target = driver.active.get_current_target()
+    return target.backend == "cuda" and int(target.arch) >= _FIRST_TO_OVERLAP
 
 
 def to_be_filled(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
