@@ -20,7 +20,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.fixture(scope="module")
 def apart(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What tests/kernels/apart.py prints."""
+    """What tests/kernels/apart.py prints, and what it says besides."""
     told = {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("kernels")), "PYTHONPATH": ":".join(filter(None, sys.path))}
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | told
     child = subprocess.run(
@@ -32,7 +32,11 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         check=False,
     )
     assert child.returncode == 0, child.stderr
-    return json.loads(child.stdout.splitlines()[-1])
+    return json.loads(child.stdout.splitlines()[-1]) | {"stderr": child.stderr}
+
+
+def test_no_default_of_triton_that_will_change_is_relied_on(apart: dict[str, Any]) -> None:
+    assert "FP_FUSION" not in apart["stderr"], "it would be read by whoever serves"
 
 
 def copied() -> bool:

@@ -22,6 +22,7 @@ from triton.runtime import KernelInterface, driver
 _FIRST_TO_OVERLAP = 90  # compute capability of Hopper
 _MOST_FOUND = 10_000  # kinds of launches that are remembered
 _NO_ROOM = "out of memory"  # in what Triton says
+_FUSED = True  # a product and a sum are one instruction: said, because what Triton takes otherwise changes with 3.10
 _ALIGNMENT = 16  # bytes: Triton compiles for tensors that begin at a multiple of it, and for others
 
 
@@ -77,7 +78,7 @@ def launch(kernel: KernelInterface[object], grid: tuple[int, ...], *args: object
         found.compiled[(*grid, 1, 1)[:3]](*args, *found.constants)
         return
     try:
-        compiled = kernel[grid](*args, **constants)
+        compiled = kernel[grid](*args, **constants, enable_fp_fusion=_FUSED)
     except RuntimeError as error:
         if _NO_ROOM not in str(error):
             raise
@@ -109,7 +110,7 @@ def _rehearse(
     if variant not in rehearsed.variants:  # most are of layers before: asking Triton takes a millisecond
         rehearsed.variants.add(variant)
         rehearsed.kernels.add(kernel)
-        kernel.warmup(*args, grid=grid, **constants)
+        kernel.warmup(*args, grid=grid, **constants, enable_fp_fusion=_FUSED)
 
 
 def launch_early(kernel: KernelInterface[object], grid: tuple[int, ...], *args: object, **constants: object) -> None:
