@@ -6,6 +6,8 @@ import pytest
 
 from quire.bench.workload import Part, named_jobs
 from quire.cli import race
+from quire.core.sampling import SamplingParams
+from quire.llm import LLM
 from tests.bench.conftest import TINY
 from tests.cli.commands import Shell
 
@@ -38,6 +40,24 @@ def test_what_was_measured_before_something_failed_is_told(quire: Shell) -> None
     said = quire("bench", "throughput", *ENGINE, "--repeats", "1", "--workload", "2x8+2,1x100000+2")
     assert said.status == 2 and "this engine's context is 256" in said.err
     assert "2x8+2" in said.out, "the table holds the workloads that came to their end"
+
+
+@pytest.mark.parametrize("verb", ["throughput", "latency"])
+def test_tokens_may_be_drawn(quire: Shell, verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[SamplingParams] = []
+    generate = LLM.generate
+
+    def listening(self: LLM, prompts, params, **others):
+        asked.extend(params)
+        return generate(self, prompts, params, **others)
+
+    monkeypatch.setattr(LLM, "generate", listening)
+    drawn = ("--temperature", "0.6", "--top-p", "0.9", "--top-k", "20", "--repetition-penalty", "1.1")
+    said = quire("bench", verb, *ENGINE, "--repeats", "1", "--workload", "3x8+4", *drawn, "--json")
+    assert said.status == 0, said.err
+    wanted = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1}
+    assert json.loads(said.out)["sampling"] == wanted
+    assert asked == [SamplingParams(**wanted, max_tokens=4, ignore_eos=True)] * 6, "of the warm-up, and of the repeat"
 
 
 def test_the_prefix_cache_is_empty_before_each_repeat(quire: Shell) -> None:
@@ -83,6 +103,7 @@ def test_tables_say_that_a_part_is_a_trial(quire: Shell) -> None:
         (("latency", "--workload", "5x10"), "any other is written as COUNTxIN+OUT, such as 64x4096+16"),
         (("throughput", "--workload", "nano,5x10..3+1"), "prompts of 10..3 tokens; the smaller number comes first"),
         (("throughput", "--workload", "bs1"), "bs8, bs64, bs256"),
+        (("throughput", "--top-p", "1.5"), "top_p"),
         (("latency", "--workload", "bs8,nano"), "there are bs1, bs8, bs64, bs256, prefill2k, prefill8k"),
         (("throughput", "--model", "qwen-0.6b", "--load-format", "dummy"), "there are llama-3.1-8b"),
         (("race", "--rival", "true", "--", "startup"), "after -- comes throughput or latency"),

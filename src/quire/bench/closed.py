@@ -1,10 +1,10 @@
-"""A closed batch: all requests at once, greedy, each as long as it was drawn. What one run gave, and figures of it."""
+"""A closed batch: all requests at once, each as long as it was drawn. What one run gave, and figures of it."""
 
 import statistics
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from quire.bench.observer import Busy, Observer, StepEvent, busy, steady_decode, token_gaps_s
@@ -89,9 +89,13 @@ def measure(
     seed: int | None,
     part: Part,
     repeats: int,
+    sampling: SamplingParams,
     say: Callable[[str], None],
 ) -> Measurement:
-    """The same requests `repeats` times, after a warm-up with others; the prefix cache is empty before each."""
+    """The same requests `repeats` times, after a warm-up with others; the prefix cache is empty before each.
+
+    `sampling`: how their tokens are chosen; not how many.
+    """
     vocab_size = llm.built.checkpoint.spec.vocab_size
     seed = find(workload).seed if seed is None else seed
     jobs = named_jobs(workload, vocab_size, seed, part)
@@ -99,11 +103,11 @@ def measure(
     warming = [Job(job.prompt, min(job.num_output, _WARM_OUTPUT)) for job in others]
     _check_lengths(workload, [*jobs, *warming], llm.built.resolved.max_model_len)
     say(f"{workload}: warm-up")
-    run_closed(llm, observer, warming)
+    run_closed(llm, observer, warming, sampling)
     runs = []
     for number in range(repeats):
         say(f"{workload}: repeat {number + 1} of {repeats}")
-        runs.append(run_closed(llm, observer, jobs))
+        runs.append(run_closed(llm, observer, jobs, sampling))
     return Measurement(workload, seed, part, tuple(runs))
 
 
@@ -118,8 +122,8 @@ def _check_lengths(workload: str, jobs: Many[Job], max_model_len: int) -> None:
         )
 
 
-def run_closed(llm: LLM, observer: Observer, jobs: Many[Job]) -> Run:
-    params = [SamplingParams(temperature=0, max_tokens=job.num_output, ignore_eos=True) for job in jobs]
+def run_closed(llm: LLM, observer: Observer, jobs: Many[Job], sampling: SamplingParams) -> Run:
+    params = [replace(sampling, max_tokens=job.num_output, ignore_eos=True) for job in jobs]
     prompts = [{"prompt_token_ids": job.prompt} for job in jobs]
     llm.reset_prefix_cache()
     observer.clear()

@@ -17,10 +17,13 @@ from quire.bench.percentiles import Percentiles, percentiles_ms
 from quire.bench.workload import Part
 from quire.cli.console import err, out
 from quire.cli.start import start
+from quire.core.sampling import SamplingParams
 from quire.engine.build import Built
 from quire.engine.machine import pick_device
 from quire.llm import LLM
 from quire.version import __version__
+
+SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty")
 
 
 def throughput(model: str | None, workloads: Many[str], part: Part, given: Mapping[str, object]) -> None:
@@ -43,12 +46,15 @@ def _show(
     row: Callable[[Measurement], list[str]],
     plain: Callable[[Measurement], report.Report],
 ) -> None:
+    sampling = SamplingParams(**{name: given[name] for name in SAMPLING})  # type: ignore[arg-type]  # which it checks
     device = pick_device(str(given["device"])).type
     observer = Observer(time.monotonic, device_clock(device))
     built = start(model, given, report=True, observe=observer.around)
-    measured = _measure(LLM.over(built), observer, workloads, part, given)
+    measured = _measure(LLM.over(built), observer, workloads, part, sampling, given)
     if given["as_json"]:
-        facts = {"model": built.name, "settings": settings(built), **circumstances(sys.argv[1:], device)}
+        asked = {name: given[name] for name in SAMPLING}
+        facts = {"model": built.name, "sampling": asked, "settings": settings(built),
+                 **circumstances(sys.argv[1:], device)}  # fmt: skip
         for each in measured:
             print(json.dumps({**plain(each), **facts}), flush=True)
         return
@@ -66,7 +72,12 @@ def _show(
 
 
 def _measure(
-    llm: LLM, observer: Observer, workloads: Many[str], part: Part, given: Mapping[str, object]
+    llm: LLM,
+    observer: Observer,
+    workloads: Many[str],
+    part: Part,
+    sampling: SamplingParams,
+    given: Mapping[str, object],
 ) -> Iterator[Measurement]:
     seed = given["seed"]
     assert seed is None or isinstance(seed, int), seed
@@ -78,6 +89,7 @@ def _measure(
             seed=seed,
             part=part,
             repeats=int(str(given["repeats"])),
+            sampling=sampling,
             say=lambda text: err.print(text, style="dim"),
         )
 

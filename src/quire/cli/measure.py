@@ -66,6 +66,10 @@ def _workload_options(allowed: Many[str], usual: str) -> Callable[[Verb], Verb]:
         click.option("--requests", type=click.IntRange(1), help="Only the first so many: a trial, no figure."),
         click.option("--scale", type=Within(0, 1, min_open=True), default=1.0, show_default=True,
                      help="Shorten every prompt and answer to this share: a trial, no figure."),
+        click.option("--temperature", type=float, default=0.0, show_default=True, help="Above 0: tokens are drawn."),
+        click.option("--top-p", type=float, default=1.0, show_default=True, help="Among the likeliest of this share."),
+        click.option("--top-k", type=int, default=0, show_default=True, help="Among so many; 0: all."),
+        click.option("--repetition-penalty", type=float, default=1.0, show_default=True, help="1: none."),
         click.option("--json", "as_json", is_flag=True, help="Print one JSON object per workload instead of a table."),
     )  # fmt: skip
 
@@ -84,7 +88,7 @@ def _workload_options(allowed: Many[str], usual: str) -> Callable[[Verb], Verb]:
 def throughput(
     model: str | None, workloads: tuple[str, ...], requests: int | None, scale: float, **given: object
 ) -> None:
-    """Offline throughput: all requests at once, greedy, answers of forced lengths."""
+    """Offline throughput: all requests at once, answers of forced lengths, greedy unless it is told otherwise."""
     with waking():
         from quire.cli.engine_bench import throughput as work
 
