@@ -15,6 +15,7 @@ from quire.core.step import Seat
 from quire.kernels.choosing import Chosen, RowState, Stages
 from quire.kernels.gpu import sample
 from quire.kernels.gpu.finish import finish_rows
+from quire.kernels.gpu.sample import _scratch as new_scratch
 from quire.kernels.gpu.sample import choose_tokens
 from quire.runner.rows import RowTable
 from quire.sampling.rows import RowBatch
@@ -99,6 +100,17 @@ def test_more_candidates_than_the_list_holds(monkeypatch: pytest.MonkeyPatch) ->
     choosy = [RowSampling(temperature=1.0, top_p=0.9), RowSampling(temperature=1.0, top_k=300, top_p=0.7)]
     agree(choosy, torch.zeros(2, 3000, device=DEVICE))
     agree(choosy, normal(2, 3000, spread=0.001))
+
+
+def test_a_row_without_favourites_ends_among_few_tokens_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of its tokens weigh something. Once, that was taken for a cut by top-k, and most of them were candidates."""
+    made: list[sample._Scratch] = []
+    monkeypatch.setattr(sample, "_scratch", lambda *given: made.append(new_scratch(*given)) or made[-1])
+    flat = [RowSampling(temperature=0.6, top_p=0.95), RowSampling(temperature=1.5, top_p=0.999)]
+    agree([*flat, RowSampling(temperature=1.0, top_k=5000)], normal(3, 20_000, spread=1.0))
+    [scratch] = made
+    num_candidates = scratch.facts[:, sample._COUNT.value].tolist()
+    assert min(num_candidates) > 0 and max(num_candidates) < 500, num_candidates
 
 
 def test_broken_rows_fail_alone_and_padding_is_nothing() -> None:

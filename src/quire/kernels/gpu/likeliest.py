@@ -33,7 +33,7 @@ def bins_of(exponents, scale):
 
 
 @triton.jit
-def find_bracket(counts, scale, total, top_k, top_p, least):
+def find_bracket(counts, scale, total, top_k, top_p, least, vocab_size):
     """(first, last): the last token that may be drawn lies in one of these bins; first > last if nothing is cut.
 
     counts: [BINS] int32; total: int64, the weight of all tokens. Counts times the least and the most that a token of
@@ -49,7 +49,7 @@ def find_bracket(counts, scale, total, top_k, top_p, least):
     fewest = counts.to(tl.float64) * lightest
 
     bin_of_k = tl.sum((tl.cumsum(counts, 0) < top_k).to(tl.int32))
-    cut_by_k = bin_of_k < _LAST_BIN
+    cut_by_k = (bin_of_k < _LAST_BIN) & (top_k < vocab_size)  # else all are kept, whatever bins they are in
     share = total.to(tl.float64) / ONE
     left_most = tl.where(cut_by_k, tl.sum(tl.where(bins <= bin_of_k, most, 0.0)), share)
     left_fewest = tl.where(cut_by_k, tl.sum(tl.where(bins < bin_of_k, fewest, 0.0)), share)

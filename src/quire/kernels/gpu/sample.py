@@ -235,7 +235,9 @@ def _shortlist(
     total = tl.sum(tl.load(weights + at * num_tiles + tiles, mask=tiles < num_tiles, other=0))
     scale = _scale(lowest + at * num_tiles, row_highest, temperature, num_tiles, TILES)
     by_bin = tl.load(counts + at * BINS + tl.arange(0, BINS))
-    first, last = find_bracket(by_bin, scale, total, tl.load(integers + _TOP_K), tl.load(floats + _TOP_P), least)
+    first, last = find_bracket(
+        by_bin, scale, total, tl.load(integers + _TOP_K), tl.load(floats + _TOP_P), least, vocab_size
+    )
 
     ids = tile * TILE + tl.arange(0, TILE)
     values = tl.load(logits + at * logits_stride + ids, mask=ids < vocab_size, other=float("-inf"))
