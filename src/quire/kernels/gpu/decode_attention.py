@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.contract import AttentionRule
+from quire.kernels.gpu.arrivals import is_last
 from quire.kernels.gpu.decode_pieces import BEGIN, COUNT, END, FIRST, NUM_FIELDS, ROW
 from quire.kernels.gpu.host_sizes import next_power_of_2
 from quire.kernels.gpu.key_tile import (
@@ -28,7 +29,7 @@ from quire.kernels.gpu.key_tile import (
 from quire.kernels.gpu.launch import launch, launch_early
 from quire.kernels.gpu.overlap import wait_for_others
 from quire.kernels.gpu.shared_room import FEWEST_STAGES, attention_bytes, shared_room
-from quire.kernels.gpu.split_merge import SplitScratch, is_last, merge_parts, store_part
+from quire.kernels.gpu.split_merge import SplitScratch, merge_parts, store_part
 
 _SMALLEST_DOT = 16  # rows a tensor core takes
 _MEASURED_PROCESSORS = 132

@@ -1,7 +1,8 @@
 """Chooses a token for every row of a batch: greedy in two launches, a draw in three, top-k and top-p in four.
 
     best      the largest key of every tile
-    weigh     the row's largest, which is a greedy row's token; the weight of every tile, and its tokens by bins
+    weigh     the row's largest, which is a greedy row's token; the weight of every tile, and its tokens by bins; with
+              the last tile of a row, between which bins top-k and top-p end
     shortlist what top-k and top-p surely keep, by tile; and the few tokens among which they end
     draw      where they end; the tile of the random number, and the token in it
 A program of a row that does not need a launch leaves at once. No result depends on the tiles: sums are of integers.
@@ -15,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.choosing import ChoiceTable, Chosen, Stages
+from quire.kernels.gpu.arrivals import is_last
 from quire.kernels.gpu.host_sizes import cdiv, next_power_of_2
 from quire.kernels.gpu.launch import launch
 from quire.kernels.gpu.likeliest import (
@@ -47,9 +49,10 @@ _TILE, _WARPS = 4096, 8
 _SEED, _INDEX, _TOP_K, _IS_RANDOM = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 _TEMPERATURE, _TOP_P, _MIN_P = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
-# What is found out about candidates: their number, how many are listed, the range of their keys, sure tokens.
-_COUNT, _LISTED, _LOW, _HIGH, _SURE = (tl.constexpr(column) for column in range(5))
-_FACTS = tl.constexpr(5)
+# What is found out about candidates: their number, how many are listed, the range of their keys, how many tokens are
+# surely kept, the first and the last bin that candidates lie in; and how many tiles are counted.
+_COUNT, _LISTED, _LOW, _HIGH, _SURE, _FIRST, _LAST, _COUNTED = (tl.constexpr(column) for column in range(8))
+_FACTS = tl.constexpr(8)
 
 
 class _Scratch(NamedTuple):
@@ -97,7 +100,7 @@ def choose_tokens(
     if choosy:
         launch(
             _shortlist, every,
-            *source, *asked, *scratch, finite, TILE=_TILE, TILES=tiles, CAPACITY=_MAX_CANDIDATES, num_warps=_WARPS,
+            *source, *asked[2:], *scratch, TILE=_TILE, TILES=tiles, CAPACITY=_MAX_CANDIDATES, num_warps=_WARPS,
         )  # fmt: skip
     if random:
         launch(
@@ -149,6 +152,7 @@ def _best(
             tl.store(facts + at * _FACTS + _LISTED, 0)
             tl.store(facts + at * _FACTS + _LOW, -(LOWEST_KEY + 1))
             tl.store(facts + at * _FACTS + _HIGH, LOWEST_KEY)
+            tl.store(facts + at * _FACTS + _COUNTED, 0)
 
 
 @triton.jit
@@ -204,53 +208,58 @@ def _weigh(
                     scale = _scale(lowest + at * num_tiles, row_highest, temperature, num_tiles, TILES)
                     found = tl.histogram(bins_of(exponents, scale), BINS)
                     tl.atomic_add(counts + at * BINS + tl.arange(0, BINS), found, mask=found > 0, sem="relaxed")
+                    facts += at * _FACTS
+                    if is_last(facts + _COUNTED, num_tiles):
+                        _store_bracket(
+                            counts + at * BINS, weights + at * num_tiles, num_tiles, facts, scale,
+                            tl.load(integers + _TOP_K), tl.load(floats + _TOP_P), least, vocab_size, TILES,
+                        )  # fmt: skip
+
+
+@triton.jit
+def _store_bracket(
+    counts, weights, num_tiles, facts, scale, top_k, top_p, least, vocab_size, TILES: tl.constexpr
+):  # fmt: skip
+    """Between which bins a row ends, of which all tiles are counted. `counts`, `weights` and `facts` are its lines."""
+    tiles, bins = tl.arange(0, TILES), tl.arange(0, BINS)
+    total = tl.sum(tl.load(weights + tiles, mask=tiles < num_tiles, other=0, cache_modifier=".cg"))
+    by_bin = tl.load(counts + bins, cache_modifier=".cg")  # as others have just left them
+    first, last = find_bracket(by_bin, scale, total, top_k, top_p, least, vocab_size)
+    among = (bins >= first) & (bins <= last)
+    tl.store(facts + _FIRST, first.to(tl.int64))
+    tl.store(facts + _LAST, last.to(tl.int64))
+    tl.store(facts + _COUNT, tl.sum(tl.where(among, by_bin, 0)).to(tl.int64))
+    tl.store(facts + _SURE, tl.sum(tl.where(bins < first, by_bin, 0)).to(tl.int64))
 
 
 @triton.jit
 def _shortlist(
     logits, logits_stride, vocab_size, num_tiles, rows,
-    integers, integers_stride, floats, floats_stride,
+    floats, floats_stride,
     best_keys, lowest, highest, weights, counts, sure_weights, facts, listed,
-    finite,
     TILE: tl.constexpr, TILES: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """Of one tile of a choosy row: the weight of what is surely kept, and the candidates onto the list."""
+    """Of one tile of a row that is cut: the weight of what is surely kept, and the candidates onto the list."""
     at = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     row = tl.load(rows + at)
     if row < 0:
         return
-    integers += row * integers_stride
+    facts += at * _FACTS
+    if tl.load(facts + _COUNT) == 0:  # as of all rows that nothing is cut from
+        return
     floats += row * floats_stride
-    if tl.load(finite + at) == 0:
-        return
-    if tl.load(integers + _IS_RANDOM) == 0:
-        return
-    if not _is_choosy(integers, floats, vocab_size):
-        return
     row_highest = tl.load(highest + at)
     temperature = tl.load(floats + _TEMPERATURE).to(tl.float32)
-    least = least_weight(tl.load(floats + _MIN_P))
-    tiles = tl.arange(0, TILES)
-    total = tl.sum(tl.load(weights + at * num_tiles + tiles, mask=tiles < num_tiles, other=0))
     scale = _scale(lowest + at * num_tiles, row_highest, temperature, num_tiles, TILES)
-    by_bin = tl.load(counts + at * BINS + tl.arange(0, BINS))
-    first, last = find_bracket(
-        by_bin, scale, total, tl.load(integers + _TOP_K), tl.load(floats + _TOP_P), least, vocab_size
-    )
+    first, last = tl.load(facts + _FIRST).to(tl.int32), tl.load(facts + _LAST).to(tl.int32)
 
     ids = tile * TILE + tl.arange(0, TILE)
     values = tl.load(logits + at * logits_stride + ids, mask=ids < vocab_size, other=float("-inf"))
     exponents = exponents_of(values, row_highest, temperature)
     bins = bins_of(exponents, scale)
-    sure = tl.sum(tl.where(bins < first, weights_of(exponents, least), 0))
-    tl.store(sure_weights + at * num_tiles + tile, sure)
-    facts += at * _FACTS
-    if tile == 0:
-        every_bin = tl.arange(0, BINS)
-        among = (every_bin >= first) & (every_bin <= last)
-        tl.store(facts + _COUNT, tl.sum(tl.where(among, by_bin, 0)).to(tl.int64))
-        tl.store(facts + _SURE, tl.sum(tl.where(every_bin < first, by_bin, 0)).to(tl.int64))
+    weight = weights_of(exponents, least_weight(tl.load(floats + _MIN_P)))
+    tl.store(sure_weights + at * num_tiles + tile, tl.sum(tl.where(bins < first, weight, 0)))
 
     among = (bins >= first) & (bins <= last) & (ids < vocab_size)
     num_among = tl.sum(among.to(tl.int64))

@@ -53,17 +53,6 @@ def store_part(
 
 
 @triton.jit
-def is_last(arrival, num_splits):
-    """Counts this program in; true for the last, which then sees what the others stored."""
-    tl.debug_barrier()  # every thread of this program has stored its share before one of them counts
-    before = tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu")
-    last = before == num_splits - 1
-    if last:
-        tl.store(arrival, 0)
-    return last
-
-
-@triton.jit
 def merge_parts(
     parts, maxima, sums, first_part, num_splits, members, dims,
     AT_ONCE: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
