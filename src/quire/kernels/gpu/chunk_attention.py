@@ -166,11 +166,11 @@ def _chunk_kernel(
     head_stride, table_stride, output_stride, window, rate, cap_rate, min_tiles, max_splits,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
-    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SHARED: tl.constexpr,
+    KV_HEADS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """One program: TOKENS tokens of a sequence, a key head with its GROUP of query heads, and a share of the keys."""
-    kv_head = tl.program_id(0)
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the last tokens of a sequence see most: they begin first
+    kv_head = tl.program_id(0) % KV_HEADS
+    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // KV_HEADS  # the last tokens of a sequence see most: first
     sequence = _find_sequence(query_starts, first_token, num_sequences, tile, TOKENS, AT_ONCE)
     start = tl.load(query_starts + sequence)
     num_queries = tl.load(query_starts + sequence + 1) - start
@@ -181,7 +181,7 @@ def _chunk_kernel(
     num_before = tl.load(context_lengths + sequence) - num_queries
     begin, stop, num_splits = 0, num_before + last_query + 1, 1
     if SHARED:
-        split, num_tiles = tl.program_id(2), tl.cdiv(stop, TILE)
+        split, num_tiles = tl.program_id(1), tl.cdiv(stop, TILE)
         share = tl.maximum(tl.cdiv(num_tiles, max_splits), min_tiles)
         num_splits = tl.cdiv(num_tiles, share)
         if split >= num_splits:
@@ -206,9 +206,9 @@ def _chunk_kernel(
     if num_splits == 1:
         tl.store(targets, divided(gathered, running_sum).to(output.dtype.element_ty), mask=own)
     else:
-        pair = tile * tl.num_programs(0) + kv_head
+        pair = tile * KV_HEADS + kv_head
         first_part = pair * max_splits * ROWS
-        own_part = first_part + tl.program_id(2) * ROWS
+        own_part = first_part + tl.program_id(1) * ROWS
         store_part(parts, maxima, sums, own_part, gathered, running_max, running_sum, rows, dims, ROWS, DIM)
         if is_last(arrivals + pair, num_splits):
             merged = merge_parts(parts, maxima, sums, first_part, num_splits, rows, dims, 1, ROWS, DIM)
@@ -270,13 +270,14 @@ def chunk_attention(
         scratch = scratch or chunk_scratch(query, kv_heads, num_sequences, tiles, first_token)
         shares = (scratch.parts, scratch.maxima, scratch.sums, scratch.arrivals)
     rates = Rates.of(rule)
-    launch(
-        _chunk_kernel, (kv_heads, _num_tiles(num_tokens - first_token, num_sequences, tiles, group), tiles.splits),
+    num_tiles = _num_tiles(num_tokens - first_token, num_sequences, tiles, group)
+    launch(  # the second direction of a grid has room for 65,535 programs: tiles may be more
+        _chunk_kernel, (num_tiles * kv_heads, tiles.splits),
         query, kv_layer, tables, query_starts, context_lengths, output, *shares,
         first_token, num_sequences, query.stride(0), query.stride(1), *kv_layer.stride()[:4],
         tables.stride(0), output.stride(0), rule.window, rates.rate, rates.cap_rate, tiles.min_tiles, tiles.splits,
         ROWS=tiles.rows, TOKENS=tokens_per_tile, TILE=tiles.keys, AT_ONCE=_SEARCHED_AT_ONCE,
         BLOCK_SIZE=block_size, GROUP=group, DIM=dim, DIM_PADDED=max(_SMALLEST_DOT, next_power_of_2(dim)),
-        WINDOWED=rule.window > 0, CAPPED=rule.softcap > 0, SHARED=tiles.splits > 1,
+        KV_HEADS=kv_heads, WINDOWED=rule.window > 0, CAPPED=rule.softcap > 0, SHARED=tiles.splits > 1,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip

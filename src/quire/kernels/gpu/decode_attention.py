@@ -125,14 +125,14 @@ def _decode_kernel(
     query_row_stride, query_head_stride, block_stride, side_stride, slot_stride, head_stride,
     table_stride, output_stride, rate, cap_rate,
     TILE: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_FIELDS: tl.constexpr,
-    GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, GROUP_TIGHT: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, GROUP_TIGHT: tl.constexpr,
     DIM: tl.constexpr, DIM_PADDED: tl.constexpr, CAPPED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program: a key head with its GROUP of query heads, and a piece of a row.
 
     Which keys those are was written when the step began, and is read before the wait: one load after the other.
     """
-    kv_head, number = tl.program_id(0), tl.program_id(1)
+    kv_head, number = tl.program_id(0) % KV_HEADS, tl.program_id(0) // KV_HEADS
     piece = pieces + number * NUM_FIELDS
     row, begin, end = tl.load(piece + ROW), tl.load(piece + BEGIN), tl.load(piece + END)
     first, count = tl.load(piece + FIRST), tl.load(piece + COUNT)
@@ -158,10 +158,10 @@ def _decode_kernel(
         answer = divided(gathered, running_sum).to(output.dtype.element_ty)
         tl.store(target + members[:, None] * DIM + dims[None, :], answer, mask=present)
     else:
-        first_part = (kv_head * tl.num_programs(1) + first) * GROUP
+        first_part = (kv_head * (tl.num_programs(0) // KV_HEADS) + first) * GROUP
         own_part = first_part + (number - first) * GROUP
         store_part(parts, maxima, sums, own_part, gathered, running_max, running_sum, members, dims, GROUP, DIM)
-        if is_last(arrivals + row * tl.num_programs(0) + kv_head, count):
+        if is_last(arrivals + row * KV_HEADS + kv_head, count):
             heads = tl.arange(0, GROUP_TIGHT)
             merged = merge_parts(parts, maxima, sums, first_part, count, heads, dims, AT_ONCE, GROUP, DIM)
             inside = (heads < GROUP)[:, None] & (dims < DIM)[None, :]
@@ -208,7 +208,7 @@ def decode_attention(
     rates = Rates.of(rule)
     begin, constants = (launch_early, {}) if early else (launch, {"EARLY": False})
     begin(
-        _decode_kernel, (kv_heads, len(pieces)),
+        _decode_kernel, (len(pieces) * kv_heads,),
         query, kv_layer, tables, pieces, output,
         scratch.parts, scratch.maxima, scratch.sums, scratch.arrivals,
         query.stride(0), query.stride(1), *kv_layer.stride()[:4], tables.stride(0), output.stride(0),
@@ -216,7 +216,7 @@ def decode_attention(
         TILE=tiles.keys,
         AT_ONCE=max(1, _MERGED_AT_ONCE // (group_tight * dim_padded)),
         BLOCK_SIZE=block_size, NUM_FIELDS=NUM_FIELDS.value,
-        GROUP=group, GROUP_PADDED=group_padded, GROUP_TIGHT=group_tight,
+        KV_HEADS=kv_heads, GROUP=group, GROUP_PADDED=group_padded, GROUP_TIGHT=group_tight,
         DIM=dim, DIM_PADDED=dim_padded, CAPPED=rule.softcap > 0,
         num_warps=warps, num_stages=stages, **constants,
     )  # fmt: skip

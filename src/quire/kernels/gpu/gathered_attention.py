@@ -55,11 +55,12 @@ def _gathered_kernel(
     query, run, query_starts, context_length, output,
     query_row_stride, query_head_stride, output_stride, rate, cap_rate,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
-    CAPPED: tl.constexpr,
+    KV_HEADS: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """One program: TOKENS tokens, and a key head with its GROUP of query heads."""
-    kv_head = tl.program_id(0)
-    first_query = (tl.num_programs(1) - 1 - tl.program_id(1)) * TOKENS  # the last tokens see most: they begin first
+    kv_head = tl.program_id(0) % KV_HEADS
+    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // KV_HEADS  # the last tokens see most: they begin first
+    first_query = tile * TOKENS
     start = tl.load(query_starts)
     num_queries = tl.load(query_starts + 1) - start
     if first_query >= num_queries:
@@ -74,7 +75,7 @@ def _gathered_kernel(
     heads = kv_head * GROUP + rows % GROUP
     queries = tl.load(query + tokens[:, None] * query_row_stride + heads[:, None] * query_head_stride + dims[None, :])
     places = num_before + queries_of_rows
-    key_column, value_column = kv_head * DIM, (tl.num_programs(0) + kv_head) * DIM
+    key_column, value_column = kv_head * DIM, (KV_HEADS + kv_head) * DIM
     gathered = tl.zeros([ROWS, DIM], tl.float32)
     running_max = tl.full([ROWS], LOWEST, tl.float32)
     running_sum = tl.zeros([ROWS], tl.float32)
@@ -113,10 +114,10 @@ def gathered_attention(
     rates = Rates.of(rule)
     run = TensorDescriptor.from_tensor(workspace.flatten(1), [tiles.keys, dim])
     launch(
-        _gathered_kernel, (kv_heads, -(-num_tokens // tokens_per_tile)),
+        _gathered_kernel, (-(-num_tokens // tokens_per_tile) * kv_heads,),
         query, run, query_starts, context_length, output,
         query.stride(0), query.stride(1), output.stride(0), rates.rate, rates.cap_rate,
         ROWS=tiles.rows, TOKENS=tokens_per_tile, TILE=tiles.keys, GROUP=group, DIM=dim,
-        CAPPED=rule.softcap > 0,
+        KV_HEADS=kv_heads, CAPPED=rule.softcap > 0,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip

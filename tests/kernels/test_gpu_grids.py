@@ -1,0 +1,60 @@
+"""Grids of attention for the largest steps: CUDA has 65,535 programs in the second and third direction of one."""
+
+from math import prod
+
+import pytest
+import torch
+
+from quire.kernels.contract import AttentionRule
+from quire.kernels.gpu import chunk_attention, decode_attention, gathered_attention
+from quire.kernels.gpu.decode_attention import decode_tiles
+
+MOST_TOKENS, MOST_ROWS = 2**20, 65_536  # of a step, as a person may ask for
+KV_HEADS, DIM = 2, 16
+RULE = AttentionRule(0.25)
+
+
+@pytest.fixture
+def grids(monkeypatch):
+    seen = []
+    for module in (chunk_attention, decode_attention, gathered_attention):
+        monkeypatch.setattr(module, "launch", lambda kernel, grid, *args, **constants: seen.append(grid))
+    return seen
+
+
+def empty(*size: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    return torch.empty(size, dtype=dtype, device="meta")
+
+
+def integers(*size: int) -> torch.Tensor:
+    return empty(*size, dtype=torch.int32)
+
+
+def check(grids: list[tuple[int, ...]], fewest: int) -> None:
+    [(first, *others)] = grids
+    assert max(others, default=1) <= 65_535
+    assert prod(others) * first >= fewest
+
+
+@pytest.mark.parametrize("group", [1, 4, 16, 71])
+def test_chunks_of_as_many_tokens_as_a_step_may_have(group, grids):
+    query, output = empty(MOST_TOKENS, group * KV_HEADS, DIM), empty(MOST_TOKENS, group * KV_HEADS * DIM)
+    pages = empty(9, 2, 16, KV_HEADS, DIM)
+    chunk_attention.chunk_attention(query, pages, integers(3, 8), integers(4), integers(3), RULE, output)
+    check(grids, fewest=MOST_TOKENS * group * KV_HEADS // 128)
+
+
+@pytest.mark.parametrize("group", [1, 4, 16, 71])
+def test_one_chunk_of_as_many_tokens_as_a_step_may_have(group, grids):
+    query, output = empty(MOST_TOKENS, group * KV_HEADS, DIM), empty(MOST_TOKENS, group * KV_HEADS * DIM)
+    workspace = empty(MOST_TOKENS, 2, KV_HEADS, DIM)
+    gathered_attention.gathered_attention(query, workspace, integers(2), integers(1), RULE, output)
+    check(grids, fewest=MOST_TOKENS * group * KV_HEADS // 128)
+
+
+def test_as_many_decodes_as_there_may_be_rows(grids):
+    query, output = empty(MOST_ROWS, 3 * KV_HEADS, DIM), empty(MOST_ROWS, 3 * KV_HEADS * DIM)
+    pages, pieces = empty(9, 2, 16, KV_HEADS, DIM), integers(MOST_ROWS + 200, 5)
+    tiles = decode_tiles(MOST_ROWS, pages)
+    decode_attention.decode_attention(query, pages, integers(MOST_ROWS, 8), pieces, tiles, RULE, output)
+    check(grids, fewest=MOST_ROWS * KV_HEADS)
