@@ -169,3 +169,10 @@ def test_a_card_with_less_shared_memory_holds_fewer_of_them(monkeypatch):
     with pytest.raises(ConfigError, match=r"has 128 query heads of 256 numbers.* holds 64 at a time"):
         select.select_kernels("cuda", needs)
     assert decode_attention.most_query_heads(128, 2) == 128, "of the usual width"
+
+
+def test_a_card_without_room_for_any_query_head_says_so(monkeypatch):
+    monkeypatch.setattr(decode_attention, "shared_room", lambda: 101_376)
+    needs = USUAL_NEEDS._replace(heads=2, kv_heads=1, dim=1024, dtype=torch.float32)
+    with pytest.raises(ConfigError, match=r"has 2 query heads of 1024 numbers; as torch.float32 the GPU holds 0"):
+        select.select_kernels("cuda", needs)

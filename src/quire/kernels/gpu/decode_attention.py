@@ -78,7 +78,7 @@ def most_query_heads(dim: int, element_bytes: int) -> int:
     keys."""
     dim_padded = max(_SMALLEST_DOT, next_power_of_2(dim))
     keys, most = _tile_keys(dim, element_bytes), _QUERY_BYTES // (dim_padded * element_bytes)
-    while attention_bytes(most, keys, dim_padded, element_bytes, FEWEST_STAGES) > shared_room():
+    while most and attention_bytes(most, keys, dim_padded, element_bytes, FEWEST_STAGES) > shared_room():
         most //= 2
     return most
 
