@@ -1,5 +1,5 @@
 """`python -m quire` is the command `quire`."""
 
-from quire.cli.main import main
+from quire.cli.entry import main
 
 main()

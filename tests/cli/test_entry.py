@@ -1,0 +1,32 @@
+"""Before its verbs are imported, the command ends at Ctrl-C as any program does: no traceback."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+IMPATIENT = """
+import importlib, signal, sys
+
+class Impatient:
+    def find_spec(self, name, path=None, target=None):
+        if name == "click":
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Impatient())
+sys.argv = ["quire", "--version"]
+"""
+
+
+def console_script() -> str:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    module, _, function = project["scripts"]["quire"].partition(":")
+    return f"importlib.import_module({module!r}).{function}()"
+
+
+@pytest.mark.parametrize("entry", ["import runpy; runpy.run_module('quire', run_name='__main__')", console_script()])
+def test_control_c_before_the_verbs_are_there_ends_it_quietly(entry: str) -> None:
+    said = subprocess.run([sys.executable, "-c", IMPATIENT + entry], capture_output=True, text=True, check=False)
+    assert (said.returncode, said.stdout, said.stderr) == (130, "", "")
