@@ -46,6 +46,7 @@ class Application:
                 Route("/metrics", self.empty),
                 Route("/v1/echo", self.echo, methods=["POST"]),
                 Route("/v1/messages", self.refuse, methods=["POST"]),
+                Route("/v1/messages/echo", self.echo, methods=["POST"]),
                 Route("/v1/models/{name:path}", self.empty),
                 Route("/v1/full", self.full),
                 Route("/v1/broken", self.broken),

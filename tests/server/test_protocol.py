@@ -1,6 +1,7 @@
 """Raw bytes on a real socket: whatever comes is answered with a 4xx or taken, and the next client is served."""
 
 import inspect
+import json
 import re
 import socket
 from collections.abc import Iterator
@@ -309,8 +310,9 @@ def test_a_body_that_never_comes_is_cut_off_and_its_application_told(head: bytes
         answer = first_answer(connection)
         assert status_of(answer) == 408 and b"0 bytes of it in 30 s or more" in answer and b"65536 bytes a s" in answer
         house.control()
-        assert sorted((each.route, each.status) for each in house.heard) == [("/v1/echo", n) for n in (200, 200, 499)]
-        (told,) = [each for each in house.heard if each.status == 499]
+        assert sorted((each.route, each.status) for each in house.heard) == [("/v1/echo", n) for n in (200, 200, 408)]
+        (told,) = [each for each in house.heard if each.status == 408]
+        assert told.error_code == "request_timeout" and told.refused_early  # what was told is what is counted
         assert headers_of(answer)["x-quire-request-id"] == told.request_id  # one id, in the log and for the client
         assert headers_of(answer)["x-request-id"] == "mine" == told.label
 
@@ -330,6 +332,27 @@ def test_a_body_that_trickles_is_cut_off(chunked: bool) -> None:
         pass_time(house, timers, price_s(5))
         answer = first_answer(connection)
         assert status_of(answer) == 408 and b"5 bytes of it" in answer
+
+
+def test_a_body_that_never_comes_is_answered_in_the_shape_of_its_route() -> None:
+    timers = Timers()
+    with gatehouse(timers=timers) as house, house.connect() as connection:
+        connection.sendall(b"POST /v1/messages/echo HTTP/1.1\r\n" + HOST + AUTH + b"Content-Length: 10\r\n\r\n")
+        house.control()
+        pass_time(house, timers, Limits().body_s)
+        answer = first_answer(connection)
+    told = headers_of(answer)
+    body = json.loads(answer.partition(b"\r\n\r\n")[2])
+    assert body["type"] == "error" and body["request_id"] == told["request-id"] == told["x-quire-request-id"]
+
+
+def test_a_chunk_that_cannot_be_read_is_told_of_as_it_was_answered(house: Gatehouse) -> None:
+    house.heard.clear()
+    answer = house.say(CHUNKED, b"no number\r\n")
+    house.control()
+    (told,) = [each for each in house.heard if each.status != 200]
+    assert (status_of(answer), told.route, told.status, told.error_code) == (400, "/v1/echo", 400, "malformed_http")
+    assert headers_of(answer)["x-quire-request-id"] == told.request_id
 
 
 def test_a_body_that_moves_is_given_time() -> None:

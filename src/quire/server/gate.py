@@ -16,7 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Router, compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.core.errors import ConfigError
+from quire.core.errors import ConfigError, QuireError
 from quire.server.errors import BodyTooLarge
 from quire.server.keys import ANONYMOUS, Identity, KeyRing
 from quire.server.random_ids import RandomIds
@@ -122,6 +122,8 @@ class Witness:
         headers = _headers(scope, visit)
 
         async def tell(message: Message) -> None:
+            if visit.cut_off:
+                return  # answered already, by who holds the connection
             if message["type"] == "http.response.start":
                 visit.status = message["status"]
                 message = {**message, "headers": [*message.get("headers", ()), *headers]}
@@ -140,10 +142,9 @@ class Witness:
         try:
             self._door.look(scope, visit)
         except Exception as error:
-            reply = translated(error, scope)
-            visit.status, visit.complete = reply.status, True
+            reply = _whole_reply(error, scope, visit)
             self._tell(scope, visit)
-            return reply._replace(headers=[*reply.headers, *_headers(scope, visit)])
+            return reply
         return None
 
     @staticmethod
@@ -277,6 +278,20 @@ class Door:
             return message
 
         return take
+
+
+def cut_off(scope: Scope, error: QuireError) -> Reply:
+    """The whole answer to one who passed, and whom his connection ends before the application answers: it goes on to
+    hear that its client is gone, and what is told of the request is this answer."""
+    visit = visit_of(scope)
+    visit.cut_off = True
+    return _whole_reply(error, scope, visit)
+
+
+def _whole_reply(error: Exception, scope: Scope, visit: Visit) -> Reply:
+    reply = translated(error, scope)
+    visit.status, visit.complete = reply.status, True
+    return reply._replace(headers=[*reply.headers, *_headers(scope, visit)])
 
 
 def _host(origin: str) -> str:

@@ -18,12 +18,12 @@ from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from quire.core.errors import QuireError
-from quire.server.gate import Hear, TurnAway, answer_headers, new_request_id
+from quire.server.gate import Hear, TurnAway, answer_headers, cut_off, new_request_id
 from quire.server.keys import NOBODY
 from quire.server.replies import Reply, reply_to
 from quire.server.routes import OTHER
 from quire.server.unframed import unframed
-from quire.server.visit import Answered, has_visit, visit_of
+from quire.server.visit import Answered, has_visit
 
 _MAX_CONNECTIONS = 4096
 _FILES_KEPT = 128  # descriptors that are no client's
@@ -302,21 +302,20 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _refuse(self, error: QuireError) -> None:
         """Answer for the application, unless it has begun to: then there is only the end."""
-        cycle, request_id, label = self.cycle, new_request_id(), None
+        cycle, request_id, reply = self.cycle, new_request_id(), reply_to(error)
+        reply = reply._replace(headers=[*reply.headers, *answer_headers(request_id, None)])
         if cycle is not None and not cycle.response_complete:
             scope = cast(Scope, cycle.scope)
-            if has_visit(scope):
-                request_id, label = visit_of(scope).request_id, visit_of(scope).label  # as its log line will say
             cycle.disconnected = True
             cycle.message_event.set()  # the application hears that its client is gone, and the gate tells of it
             if cycle.response_started:
                 self._close()
                 return
+            if has_visit(scope):
+                reply = cut_off(scope, error)
         elif self.hear is not None:
             self.hear(Answered(OTHER, OTHER, error.status, 0.0, NOBODY.name, request_id, error_code=error.code))
-        reply = reply_to(error)
-        headers = [*reply.headers, *answer_headers(request_id, label), (b"connection", b"close")]
-        self._write(reply._replace(headers=headers))
+        self._write(reply._replace(headers=[*reply.headers, (b"connection", b"close")]))
         self._linger()
 
     def _write(self, reply: Reply) -> None:

@@ -28,6 +28,7 @@ class Visit:
     timeout_s: float | None = None
     status: int | None = None  # once the response has begun
     complete: bool = False
+    cut_off: bool = False  # its connection has answered in the place of the application
     failed: bool = False  # ended by a mistake of ours, however it began
     error_code: str | None = None  # of the error that was its answer
 
