@@ -3,6 +3,7 @@
 import asyncio
 import json
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import httpx
 import pytest
 
 from tests.server.crowd import Told, Visitor, request
+from tests.server.gatehouse import heard_until_closed
 from tests.server.scripting import asked, check_control, scripted
-from tests.server.serving import Running, is_alive, load, wait_until, wait_until_at_rest
+from tests.server.serving import PATIENCE_S, Running, is_alive, load, wait_until, wait_until_at_rest
 
 ENDLESS = asked("endless", stream=True)
 
@@ -90,6 +92,19 @@ def test_ctrl_c_ends_it_at_once_and_tells_whoever_waits(server: Running) -> None
         rest = [line for line in said if line]
     assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "server_stopping"
     assert server.process.wait(60) == 0
+
+
+def test_who_is_still_sending_its_body_is_told_so(server: Running) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), PATIENCE_S) as connection, server.client() as client:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        wait_until(lambda: load(client)["server_load"] == 1)
+        server.process.send_signal(signal.SIGTERM)
+        answer = heard_until_closed(connection)
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 503 ") and b"\r\nretry-after: 5\r\n" in head, answer
+    assert json.loads(body)["error"]["code"] == "server_stopping"
+    assert server.process.wait(60) == 0
+    assert server.said[-1] == "Stopped.\n"
 
 
 def test_a_drain_has_an_end(default_model_path: Path, tmp_path: Path) -> None:

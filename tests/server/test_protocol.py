@@ -435,7 +435,7 @@ def test_uvicorn_still_has_what_is_overridden() -> None:
     theirs = {name for name, value in vars(HttpToolsProtocol).items() if inspect.isfunction(value)}
     assert own & theirs == {
         "connection_made", "connection_lost", "data_received", "on_message_begin", "on_header", "on_headers_complete",
-        "on_body", "on_message_complete", "on_response_complete", "_start_asgi_task",
+        "on_body", "on_message_complete", "on_response_complete", "shutdown", "_start_asgi_task",
     }  # fmt: skip
     state = set(vars(HttpToolsProtocol)) | set(re.findall(r"self\.(\w+)", inspect.getsource(HttpToolsProtocol)))
     clashing = {name for name in vars(protocol.GuardedProtocol) if not name.startswith("__")} & state - theirs

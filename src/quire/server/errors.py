@@ -22,6 +22,17 @@ class BodyTooLarge(QuireError):
         super().__init__(f"The body is larger than {limit} bytes, the most that is read (--max-body).")
 
 
+class Stopping(QuireError):
+    """The server was told to end."""
+
+    status = 503
+    code = "server_stopping"
+    retry_after_s = 5.0
+
+    def __init__(self) -> None:
+        super().__init__("The server is stopping; ask again when it is back.")
+
+
 def error_body(error: QuireError, status: int | None = None) -> dict[str, object]:
     status = error.status if status is None else status
     kind = "server_error" if status >= 500 else _TYPES.get(status, "invalid_request_error")

@@ -28,6 +28,7 @@ from quire.engine.stats import Facts
 from quire.server.app import Application, make_app
 from quire.server.constraining import Constrainer
 from quire.server.desk import Desk
+from quire.server.errors import Stopping
 from quire.server.metrics import Metrics
 from quire.server.served import Served, served_from
 from quire.server.service import Finished, Service
@@ -45,14 +46,6 @@ _log = logging.getLogger(__name__)
 # The event loop takes one connection from a listening socket in a turn: with one socket, a crowd waits for as many
 # turns as it has heads. These are the same socket, so often.
 _ACCEPTED_AT_ONCE = 32
-
-
-class Stopping(QuireError):
-    """The server was told to end."""
-
-    status = 503
-    code = "server_stopping"
-    retry_after_s = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +119,7 @@ class DrainingServer(uvicorn.Server):
     def _end(self) -> None:
         """Whoever still waits for text is told so."""
         self._service.draining = True
-        self._service.dismiss(lambda: Stopping("The server is stopping; ask again when it is back."))
+        self._service.dismiss(Stopping)
         self.should_exit = True
 
 

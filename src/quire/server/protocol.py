@@ -18,6 +18,7 @@ from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from quire.core.errors import QuireError
+from quire.server.errors import Stopping
 from quire.server.gate import Hear, TurnAway, answer_headers, cut_off, new_request_id
 from quire.server.keys import NOBODY
 from quire.server.replies import Reply, reply_to
@@ -235,6 +236,13 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._phase is Phase.BODY and not self.transport.is_closing():
             self._unset_keepalive_if_required()
             self._enter(Phase.BODY, self.limits.linger_s, self._close)
+
+    def shutdown(self) -> None:
+        """The server ends. Nobody waits for the rest of a body, and who sends it is told so."""
+        if self._phase is Phase.BODY and not self.cycle.response_started:
+            self._refuse(Stopping())
+        else:
+            super().shutdown()
 
     # What time brings
 
