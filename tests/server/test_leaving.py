@@ -2,14 +2,21 @@
 
 import asyncio
 import json
+import logging
 import signal
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import httpx
 import pytest
+import uvicorn
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
+from quire.server import lifecycle
+from quire.server.service import Service
 from tests.server.crowd import Told, Visitor, request
 from tests.server.gatehouse import heard_until_closed
 from tests.server.scripting import asked, check_control, scripted
@@ -116,6 +123,35 @@ def test_a_drain_has_an_end(default_model_path: Path, tmp_path: Path) -> None:
             rest = [line for line in said if line]
         assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "server_stopping"
         assert server.process.wait(60) == 0
+
+
+def test_a_reader_that_sleeps_through_the_end_is_hung_up_on_without_a_stack(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(lifecycle, "_FAREWELL_S", 0.05)
+
+    async def pieces() -> AsyncIterator[bytes]:
+        while True:
+            yield bytes(1 << 16)
+            await asyncio.sleep(0)  # let others see that the reader is gone
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await StreamingResponse(pieces())(scope, receive, send)
+
+    async def life() -> None:
+        config = uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=PATIENCE_S)
+        server = lifecycle.DrainingServer(config, Service(None, time.monotonic), drain_s=0)
+        listening = socket.create_server(("127.0.0.1", 0))
+        serving = asyncio.ensure_future(server.serve(sockets=[listening]))
+        reader, writer = await asyncio.open_connection(*listening.getsockname(), limit=1 << 10)
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        await reader.readline()
+        server.handle_exit(signal.SIGTERM, None)
+        await asyncio.wait_for(serving, PATIENCE_S / 2)
+        writer.transport.abort()
+
+    asyncio.run(life())
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
 def test_those_who_wait_are_served_to_the_end_too(server: Running) -> None:

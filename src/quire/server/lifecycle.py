@@ -39,6 +39,7 @@ from quire.speech.formats import ToolFormat
 from quire.speech.reasoning import ReasoningTags
 
 _FAREWELL_S = 2  # what a slow client gets to read its last words
+_CANCELLED_AFTER_S = 3  # what then still works for nobody
 _LOOK_S = 0.05
 
 _log = logging.getLogger(__name__)
@@ -122,6 +123,18 @@ class DrainingServer(uvicorn.Server):
         self._service.dismiss(Stopping)
         self.should_exit = True
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        farewell = self._loop.call_later(_FAREWELL_S, self._hang_up)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            farewell.cancel()
+
+    def _hang_up(self) -> None:
+        """Whose answer is unread by now has left, as far as anybody can tell: uvicorn would log a stack for each."""
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
 
 class House:
     """Everything of one server, on a running event loop."""
@@ -193,7 +206,7 @@ def serve_until_told(
         app = secure(house.app, house.metrics)
         if listeners.tracer is not None:
             app = listeners.tracer.around(app, house)
-        config = uvicorn.Config(lifespan="off", timeout_graceful_shutdown=_FAREWELL_S, **settings(app))
+        config = uvicorn.Config(lifespan="off", timeout_graceful_shutdown=_CANCELLED_AFTER_S, **settings(app))
         server = DrainingServer(config, house.service, plan.drain_s)
         keeping = asyncio.create_task(house.keep())
         keeping.add_done_callback(lambda _: setattr(server, "should_exit", True))
