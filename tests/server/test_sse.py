@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import AsyncGenerator, MutableMapping
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from quire.core.errors import EngineFailed, InvalidPrompt, NumericalError
 from quire.engine.outputs import Delta
 from quire.server.call import Call
 from quire.server.served import Served
-from quire.server.sse import DONE, KEEP_ALIVE
+from quire.server.sse import DONE, KEEP_ALIVE, EventStream, error_event
 from tests.server.scripted import Script, app_over, post
 from tests.server.scripting import asked
 from tests.server.serving import Running
@@ -50,6 +51,42 @@ async def ask(app: Any, sent: list[Message], on_send: Any, gone: asyncio.Event |
         on_send(message)
 
     await app(scope, receive, send)
+
+
+def test_what_a_reader_left_unread_is_not_put_into_words() -> None:
+    """It may be a long answer's scores: everybody else would wait until they are written for nobody."""
+    told: list[bytes] = []
+    made: list[bytes] = []
+
+    async def events() -> AsyncGenerator[bytes]:
+        for event in (b"first", b"second", b"third", b"fourth"):
+            made.append(event)
+            yield event
+
+    async def life() -> None:
+        reads, gone, pieces = asyncio.Event(), asyncio.Event(), events()
+
+        async def receive() -> Message:
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: MutableMapping[str, Any]) -> None:
+            told.append(message.get("body", b"start"))
+            if message.get("body") == b"second":  # from here on it reads no more
+                asyncio.get_running_loop().call_soon(leave)
+                await reads.wait()
+
+        def leave() -> None:
+            """As a connection that is lost tells of it."""
+            gone.set()
+            reads.set()
+
+        first = asyncio.ensure_future(anext(pieces))
+        await first
+        await EventStream(first, pieces, lambda: None, 60, error_event)({}, receive, send)
+
+    asyncio.run(asyncio.wait_for(life(), 60))
+    assert (told, made) == ([b"start", b"first", b"second"], [b"first", b"second"])
 
 
 def test_silence_is_broken_by_comments_and_then_the_answer_comes(served: Served) -> None:

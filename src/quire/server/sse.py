@@ -93,8 +93,8 @@ class EventStream(Response):
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             if not self._first.done():
                 await self._say(send, KEEP_ALIVE)
-            work = (self._send_all(send), hang_up(receive), self._tick(send))
-            tasks += map(asyncio.ensure_future, work)
+            gone = asyncio.ensure_future(hang_up(receive))
+            tasks += [gone, *map(asyncio.ensure_future, (self._send_all(send, gone), self._tick(send)))]
             await asyncio.wait(tasks[:2], return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._first.cancel()
@@ -104,11 +104,15 @@ class EventStream(Response):
             self._leave()
             await self._events.aclose()
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, send: Send, gone: "asyncio.Future[None]") -> None:
+        """Until the end, or until the reader is gone: what it left unread need not be put into words, which may take
+        long and keeps everybody waiting."""
         try:
             await self._say(send, await self._first)
-            async for chunk in self._events:
+            while not gone.done() and (chunk := await anext(self._events, None)) is not None:
                 await self._say(send, chunk)
+            if gone.done():
+                return
         except Exception as error:
             await self._say(send, self._failed(error))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
