@@ -226,8 +226,9 @@ class LLM:
         Beams, and continuations of which the best are chosen, come in one piece each, at the end.
         """
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        wanted = terms_of(terms, with_progress=False)
         with self.front.lock:
-            ticket = self.front.submit(prompt, params, terms=terms_of(terms), streaming=True)
+            ticket = self.front.submit(prompt, params, terms=wanted, streaming=True)
             stream = DeltaStream(self.front, ticket, self._turn, self._abandoned)
             self._readers[ticket.request_id] = stream
             return stream

@@ -52,14 +52,14 @@ class Terms:
 
 
 USUAL = Terms()
-_SAID_ELSEWHERE = {"use_tqdm": "progress=True or False"}
 
 
-def terms_of(said: TermsSaid) -> Terms:
+def terms_of(said: TermsSaid, *, with_progress: bool = True) -> Terms:
     """Keywords as terms. Who brings one of another engine's is told what is said here."""
     for name in said:
         if name not in TermsSaid.__annotations__:
-            known = ", ".join(TermsSaid.__annotations__)
-            instead = f"say {_SAID_ELSEWHERE[name]} instead" if name in _SAID_ELSEWHERE else f"there are {known}"
+            instead = f"there are {', '.join(TermsSaid.__annotations__)}"
+            if name == "use_tqdm":
+                instead = "say progress=True or False instead" if with_progress else "a stream draws no bar"
             raise TypeError(f"There is no parameter {name}; {instead}.")
     return Terms(**said)
