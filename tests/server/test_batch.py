@@ -11,6 +11,7 @@ import pytest
 from quire.core.errors import InvalidParameter
 from quire.engine.child import Child
 from quire.engine.wire import StartFrame
+from quire.server import batch
 from quire.server.batch_lines import Asked, BadLine, Past, Reply, answered, read_line, refused
 from tests.cli.commands import QUIRE, Shell
 
@@ -198,6 +199,12 @@ def test_an_engine_for_a_file_is_one_for_batches(
 def test_a_line_that_is_no_request_is_named(text: bytes) -> None:
     with pytest.raises(BadLine, match="Line 7"):
         read_line(7, text, URLS)
+
+
+def test_an_endpoint_that_only_streams_is_none_of_a_batch() -> None:
+    """Its answer would be a row of events in one string, and count as answered even if it broke off."""
+    with pytest.raises(BadLine, match=r"Line 7 asks for 'POST /generate_stream'; a batch may POST to .*, /generate\.$"):
+        read_line(7, written([asked("a", "/generate_stream", inputs="hi")]), batch.URLS)
 
 
 def test_a_body_is_passed_on_to_the_letter() -> None:

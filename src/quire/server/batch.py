@@ -18,8 +18,9 @@ from quire.server.gate import secure
 from quire.server.in_process import post
 from quire.server.keys import KeyRing
 from quire.server.lifecycle import House, Listeners, Plan, first_error
+from quire.server.tgi import generate_stream
 
-URLS = tuple(door.path for door in DOORS if door.generates)
+URLS = tuple(door.path for door in DOORS if door.generates and door.endpoint is not generate_stream)
 _MOST_QUEUED = 256  # beyond those that the engine runs: it never waits for the next
 _BUSY = (429, 503)
 _MOST_TRIES = 8
