@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from quire.cli.elsewhere import INSTEAD
+from quire.cli.main import app
 from tests.cli.commands import Shell
 
 
@@ -67,6 +69,11 @@ def test_a_mistake_is_one_sentence(quire: Shell, line: str, words: str) -> None:
         ("run -m smollm2 hi", 'quire run smollm2 "PROMPT"'),
         ("batch a.jsonl -o b.jsonl --model x", "quire batch INPUT.jsonl x\n"),
         ("doctor --model smollm2", "No such option"),
+        ("serve --tensor-parallel-size 2", "There is no --tensor-parallel-size here: a model runs on one device;"),
+        ("serve --trust-remote-code", "code of a model's folder is never run"),
+        ("serve --max-num-queued-reqs=9", "say --max-waiting."),
+        ("run hi --swap-space 4", "say --host-kv-memory"),
+        ("doctor --seed 1", "No such option"),
         ("frobnicate", "There are: batch, bench, chat, check"),
         ("run hi --temprature 0", "--temperature"),
         ("run one two three", "put the prompt in quotes"),
@@ -139,3 +146,11 @@ def test_a_manner_of_speaking_that_is_not_known_is_refused(
     Path("in.jsonl").touch()
     said = quire(*command.split(), option, "gibberish")
     assert said.status == 2 and "gibberish" in said.err and said.err.count("\n") == 1
+
+
+def test_what_is_said_instead_of_other_engines_options_is_here() -> None:
+    """An option that was built meanwhile is no longer told away, and one that is named is there."""
+    here = {name for each in app.commands["serve"].params for name in (*each.opts, *each.secondary_opts)}
+    named = {word.rstrip(",;.") for advice in INSTEAD.values() for word in advice.split() if word.startswith("--")}
+    assert named <= here
+    assert not here & set(INSTEAD)

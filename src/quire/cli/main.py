@@ -9,6 +9,7 @@ import click
 
 from quire.catalog.names import short_name
 from quire.cli.counts import Within, counts
+from quire.cli.elsewhere import INSTEAD
 from quire.cli.measure import MEASURES
 from quire.cli.options import batch_options, engine_options, sampling_options, serving_options
 from quire.cli.stopping import stoppable
@@ -29,7 +30,9 @@ class Verb(click.Command):
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             places = " ".join(self.collect_usage_pieces(ctx)[1:])
-            if error.option_name in _MODEL_OPTIONS and "[MODEL]" in places:
+            if "[MODEL]" in places and error.option_name in INSTEAD:
+                ctx.fail(f"There is no {error.option_name} here: {INSTEAD[error.option_name]}.")
+            if "[MODEL]" in places and error.option_name in _MODEL_OPTIONS:
                 said = places.replace("[MODEL]", _value_of(error.option_name, words))
                 ctx.fail(f"The model goes without {error.option_name}: {ctx.command_path} {said}")
             raise
