@@ -1,12 +1,15 @@
 """Whatever a user gets wrong ends in one sentence on stderr, an exit status, and no traceback."""
 
+import os
 import socket
+import sys
 from pathlib import Path
 
 import pytest
 
 from quire.cli.elsewhere import INSTEAD
 from quire.cli.main import app
+from quire.cli.port_owner import port_owner
 from tests.cli.commands import Shell
 
 
@@ -107,12 +110,15 @@ def test_a_truncated_file_is_named(quire: Shell, default_model_path: Path, tmp_p
     assert str(damaged) in said.err and "damaged" in said.err
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="others do not tell who listens")
 def test_a_taken_port_is_refused_before_a_model_is_loaded(quire: Shell) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         said = quire("serve", "nosuchmodel", "--port", str(port))
     assert said.status == 2
-    assert f"Cannot listen on 127.0.0.1:{port}: Address already in use. Use another --port" in said.err
+    assert f"Cannot listen on 127.0.0.1:{port}: Address already in use by pid {os.getpid()} (" in said.err
+    assert "Use another --port, or --port 0 for any free one." in said.err
+    assert port_owner(port) is None, "nobody's any more"
 
 
 @pytest.mark.parametrize("command", ["serve", "batch in.jsonl -o -"])

@@ -16,6 +16,7 @@ from quire.cli.console import bars
 from quire.cli.extras import check_serving, check_tracing
 from quire.cli.guise import Guise, read_guise
 from quire.cli.options import engine_config
+from quire.cli.port_owner import port_owner
 from quire.config import EngineConfig
 from quire.core.errors import ChatTemplateError, ConfigError
 from quire.engine.opening import open_model
@@ -145,6 +146,8 @@ def _listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
         reason = str(error.strerror).partition(" (")[0]  # Python appends the address a second time
+        owner = port_owner(port) if error.errno == errno.EADDRINUSE else None
+        reason += f" by {owner}" if owner else ""
         if error.errno is not None and (error.errno == errno.EADDRNOTAVAIL or error.errno < 0):  # below 0: of a name
             advice = "--host is an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all of them"
         else:
