@@ -82,3 +82,9 @@ def test_a_prompt_that_nothing_follows_has_no_completion(lines: dict[str, Any]) 
 
 def test_a_request_that_never_reached_the_engine_tells_none(lines: dict[str, Any]) -> None:
     assert tokens(lines["refused"][0]) == (None, None)
+
+
+def test_a_line_names_the_error_that_was_the_answer(lines: dict[str, Any]) -> None:
+    line, told = lines["refused"]
+    assert line["error"] == json.loads(told)["error"]["code"] and line["status"] == 400
+    assert "error" not in lines["chat"][0]

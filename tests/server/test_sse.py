@@ -12,6 +12,7 @@ from quire.engine.outputs import Delta
 from quire.server.call import Call
 from quire.server.served import Served
 from quire.server.sse import DONE, KEEP_ALIVE, EventStream, error_event
+from quire.server.visit import Visit, begin_visit
 from tests.server.scripted import Script, app_over, post
 from tests.server.scripting import asked
 from tests.server.serving import Running
@@ -87,6 +88,31 @@ def test_what_a_reader_left_unread_is_not_put_into_words() -> None:
 
     asyncio.run(asyncio.wait_for(life(), 60))
     assert (told, made) == ([b"start", b"first", b"second"], [b"first", b"second"])
+
+
+@pytest.mark.parametrize(("error", "code"), [(NumericalError(), NumericalError.code), (KeyError(), "engine_failed")])
+def test_what_ended_a_stream_is_known_to_whoever_logs_it(error: Exception, code: str) -> None:
+    visit = Visit("an id", 0.0)
+    scope: Message = {}
+    begin_visit(scope, visit)
+
+    async def events() -> AsyncGenerator[bytes]:
+        yield b"first"
+        raise error
+
+    async def receive() -> Message:
+        return await asyncio.get_running_loop().create_future()
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        pass
+
+    async def life() -> None:
+        pieces = events()
+        first = asyncio.ensure_future(anext(pieces))
+        await EventStream(first, pieces, lambda: None, 60, error_event)(scope, receive, send)
+
+    asyncio.run(asyncio.wait_for(life(), 60))
+    assert visit.error_code == code
 
 
 def test_silence_is_broken_by_comments_and_then_the_answer_comes(served: Served) -> None:

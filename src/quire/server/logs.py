@@ -50,6 +50,7 @@ def log_answer(answered: Answered) -> None:
         "key": answered.identity_name,
         "prompt_tokens": answered.num_prompt_tokens,
         "completion_tokens": answered.num_completion_tokens,
+        "error": answered.error_code,
     }
     record = _record(_access.name, logging.INFO, "request")  # `info` would look for the line of code that called it
     record.fields = {name: value for name, value in fields.items() if value is not None}

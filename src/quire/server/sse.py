@@ -12,8 +12,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from quire.core.errors import EngineFailed, QuireError
 from quire.server.edge import as_told, hang_up
 from quire.server.errors import error_body
+from quire.server.visit import has_visit, visit_of
 
 KEEP_ALIVE_S = 15.0
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -94,7 +96,7 @@ class EventStream(Response):
             if not self._first.done():
                 await self._say(send, KEEP_ALIVE)
             gone = asyncio.ensure_future(hang_up(receive))
-            tasks += [gone, *map(asyncio.ensure_future, (self._send_all(send, gone), self._tick(send)))]
+            tasks += [gone, *map(asyncio.ensure_future, (self._send_all(scope, send, gone), self._tick(send)))]
             await asyncio.wait(tasks[:2], return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._first.cancel()
@@ -104,16 +106,17 @@ class EventStream(Response):
             self._leave()
             await self._events.aclose()
 
-    async def _send_all(self, send: Send, gone: "asyncio.Future[None]") -> None:
+    async def _send_all(self, scope: Scope, send: Send, gone: "asyncio.Future[None]") -> None:
         """Until the end, or until the reader is gone: what it left unread need not be put into words, which may take
         long and keeps everybody waiting."""
         try:
             await self._say(send, await self._first)
-            while not gone.done() and (chunk := await anext(self._events, None)) is not None:
+            async for chunk in self._events:
                 await self._say(send, chunk)
-            if gone.done():
-                return
+                if gone.done():
+                    return
         except Exception as error:
+            _note_failure(scope, error)
             await self._say(send, self._failed(error))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -128,3 +131,9 @@ class EventStream(Response):
     async def _say(self, send: Send, chunk: bytes) -> None:
         self._sent_s = time.monotonic()
         await send({"type": "http.response.body", "body": chunk, "more_body": True})
+
+
+def _note_failure(scope: Scope, error: Exception) -> None:
+    """The status went out before; the log names what came of it."""
+    if has_visit(scope):
+        visit_of(scope).error_code = error.code if isinstance(error, QuireError) else EngineFailed.code
