@@ -6,7 +6,7 @@ from math import sqrt
 from quire.sched.cost import CostTable, StepShape
 
 LEAST = 16  # tokens that a step prefills at any price, so that prompts never starve: one block
-PATIENCE_S = 0.035  # for which prompts wait behind each other; beyond it those who decode wait a little, too
+PATIENCE_S = 0.04  # for which prompts wait behind each other; beyond it those who decode wait a little, too
 
 # Of a time between two tokens that nobody asked for.
 MOST_STRETCH = 2.5  # while prompts pile up
