@@ -78,7 +78,7 @@ class Script:
         self.num_left += 1
 
 
-def app_over(script: Script, served: Served, keep_alive_s: float = 60.0) -> ASGIApp:
+def app_over(script: Script, served: Served | None, keep_alive_s: float = 60.0) -> ASGIApp:
     """The real application behind the real gate; only the engine is missing."""
     service = cast(Service, script)
     supervisor = Supervisor(EngineConfig(), None, service, clock=time.monotonic)

@@ -43,7 +43,8 @@ def serving_into(
 
 def check_answers(client: httpx.Client) -> None:
     answer = client.post("/v1/completions", json={"prompt": "hi"})
-    assert answer.status_code == 200 and answer.json()["choices"][0]["text"] == "Hello there."
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["text"] == "Hello there."
 
 
 def full_pipe() -> tuple[int, int]:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
+import httpx
 import pytest
 
 from quire.config import EngineConfig
@@ -12,8 +13,10 @@ from quire.engine.memory import MemoryLedger
 from quire.engine.stats import Facts
 from quire.engine.wire import LoadingFrame, Message, PhaseFrame, ReadyFrame, ToFront
 from quire.server import supervisor as supervising
+from quire.server.served import Served
 from quire.server.service import Service
 from quire.server.supervisor import MOST_FAILED, SETTLED_S, SILENT_START_S, Health, Supervisor
+from tests.server.scripted import Script, app_over, story
 
 FACTS = Facts("m", 1024, 100, 4, 64, 16, "script", "none", MemoryLedger(), 1, 0)
 
@@ -212,3 +215,21 @@ def test_a_supervisor_that_was_stopped_while_it_waited_starts_nothing(monkeypatc
         assert len(world.engines) == 1
 
     run(body())
+
+
+def test_an_engine_that_has_just_come_is_not_ready_before_its_facts_are_known(served: Served) -> None:
+    """Else somebody who waited for it is refused, a moment after being told to come."""
+
+    def asked(known: Served | None) -> list[tuple[int, object]]:
+        app = app_over(Script(["Hello."]), known)
+
+        async def tell(client: httpx.AsyncClient) -> list[tuple[int, object]]:
+            ready, health = await client.get("/ready"), await client.get("/health")
+            answer = await client.post("/v1/completions", json={"prompt": "hi"})
+            return [(ready.status_code, ready.json()["status"]), (health.status_code, health.json()["status"]),
+                    (answer.status_code, answer.json().get("error", {}).get("code"))]  # fmt: skip
+
+        return story(app, tell)
+
+    assert asked(None) == [(503, "starting"), (503, "starting"), (503, "engine_unavailable")]
+    assert asked(served) == [(200, "ready"), (200, "ready"), (200, None)]

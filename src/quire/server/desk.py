@@ -6,7 +6,7 @@ from quire.server.metrics import Metrics
 from quire.server.served import Served
 from quire.server.service import EngineRestarting, Service
 from quire.server.sse import KEEP_ALIVE_S
-from quire.server.supervisor import Supervisor
+from quire.server.supervisor import Health, Supervisor
 from quire.server.turnstile import Turnstile
 
 
@@ -26,3 +26,9 @@ class Desk:
         if self.known is None:
             raise EngineRestarting("The model is being loaded; ask again in a moment.")
         return self.known
+
+    @property
+    def health(self) -> Health:
+        """As the supervisor has it; but an engine that has just come serves nobody before its facts are known here."""
+        health = self.supervisor.health
+        return Health.STARTING if health is Health.READY and self.known is None else health

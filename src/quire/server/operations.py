@@ -31,14 +31,14 @@ class AbortBody(msgspec.Struct, frozen=True):
 
 async def health(desk: Desk, request: Request) -> Response:
     """Whether the engine lives and its loop turns."""
-    state = desk.supervisor.health
+    state = desk.health
     alive = state is Health.READY or (state is Health.STALLED and desk.supervisor.stalled_s < UNHEALTHY_AFTER_S)
     return json_response({"status": state.value}, 200 if alive else 503)
 
 
 async def ready(desk: Desk, request: Request) -> Response:
     """Whether a request sent now would be served."""
-    state = "draining" if desk.service.draining else "paused" if desk.turnstile.paused else desk.supervisor.health.value
+    state = "draining" if desk.service.draining else "paused" if desk.turnstile.paused else desk.health.value
     return json_response({"status": state}, 200 if state == Health.READY.value else 503)
 
 
