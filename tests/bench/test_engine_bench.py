@@ -92,6 +92,9 @@ def test_a_prefill_has_a_first_token_and_no_gaps(quire: Shell) -> None:
 def test_tables_say_that_a_part_is_a_trial(quire: Shell) -> None:
     said = quire("bench", "throughput", *ENGINE, *PART)
     assert "nano" in said.out and "a trial" in said.out and "the device is the CPU" in said.out
+    assert "· greedy ·" in said.out
+    said = quire("bench", "throughput", *ENGINE, *PART, "--temperature", "0.6", "--top-k", "20")
+    assert "· temperature 0.6, top_k 20 ·" in said.out, said.err
     said = quire("bench", "latency", *ENGINE, "--scale", "0.01", "--repeats", "1", "--workload", "bs8,prefill2k")
     assert "bs8" in said.out and "prefill2k" in said.out, said.err
 

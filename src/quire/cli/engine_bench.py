@@ -23,7 +23,7 @@ from quire.engine.machine import pick_device
 from quire.llm import LLM
 from quire.version import __version__
 
-SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty")
+_SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty")
 
 
 def throughput(model: str | None, workloads: Many[str], part: Part, given: Mapping[str, object]) -> None:
@@ -46,19 +46,19 @@ def _show(
     row: Callable[[Measurement], list[str]],
     plain: Callable[[Measurement], report.Report],
 ) -> None:
-    sampling = SamplingParams(**{name: given[name] for name in SAMPLING})  # type: ignore[arg-type]  # which it checks
+    asked = {name: given[name] for name in _SAMPLING}
+    sampling = SamplingParams(**asked)  # type: ignore[arg-type]  # which it checks
     device = pick_device(str(given["device"])).type
     observer = Observer(time.monotonic, device_clock(device))
     built = start(model, given, report=True, observe=observer.around)
     measured = _measure(LLM.over(built), observer, workloads, part, sampling, given)
     if given["as_json"]:
-        asked = {name: given[name] for name in SAMPLING}
         facts = {"model": built.name, "sampling": asked, "settings": settings(built),
                  **circumstances(sys.argv[1:], device)}  # fmt: skip
         for each in measured:
             print(json.dumps({**plain(each), **facts}), flush=True)
         return
-    table = Table(*columns, title=_title(built), title_justify="left")
+    table = Table(*columns, title=_title(built, sampling), title_justify="left")
     try:
         for each in measured:
             table.add_row(*row(each))
@@ -94,8 +94,13 @@ def _measure(
         )
 
 
-def _title(built: Built) -> str:
-    return f"{built.name} · {built.dtype} · {built.machine.device.upper()} · quire {__version__}"
+def _title(built: Built, sampling: SamplingParams) -> str:
+    usual = SamplingParams(temperature=0.0)
+    drawn = [
+        f"{name} {getattr(sampling, name)}" for name in _SAMPLING if getattr(sampling, name) != getattr(usual, name)
+    ]
+    how = ", ".join(drawn) or "greedy"
+    return f"{built.name} · {built.dtype} · {built.machine.device.upper()} · {how} · quire {__version__}"
 
 
 def _throughput_row(measured: Measurement) -> list[str]:

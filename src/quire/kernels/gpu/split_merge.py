@@ -1,8 +1,7 @@
 """Joins what several programs gathered from their shares of one row's keys: the last to arrive does it.
 
-Compiled into the kernels whose programs may share keys. A counter for all who share says who is last; it is zero again
-afterwards, so one scratch serves layer after layer and replay after replay, without a second launch. Knows nothing of
-keys or queries.
+Compiled into the kernels whose programs may share keys. The counters of `arrivals` are zero again afterwards, so one
+scratch serves layer after layer. Knows nothing of keys or queries.
 """
 
 from dataclasses import dataclass
