@@ -6,11 +6,13 @@ rehearsal of a few shapes and layers finds, and which all shapes and layers have
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -20,7 +22,10 @@ from triton.compiler.compiler import max_shared_mem
 from triton.runtime import driver
 from triton.runtime._async_compile import active_mode
 
+from quire.core.ids import Row, SequenceId
 from quire.core.model import ModelSpec, RopeSpec
+from quire.core.sampling import RowSampling
+from quire.core.step import Masks, Seat
 from quire.kernels.contract import AttentionRule, Ragged
 from quire.kernels.gpu import forked
 from quire.kernels.gpu.attention import GpuAttention
@@ -36,6 +41,7 @@ from quire.models.decoder import Decoder
 from quire.runner.kv_store import new_store
 from quire.runner.model_runner import ModelRunner
 from quire.runner.shapes import shapes_to_record
+from quire.sampling.rows import RowBatch
 from quire.weights.allocate import empty_weights
 
 WINDOWS = (0, 40, 40, 0, 40, 0, 40)
@@ -252,10 +258,10 @@ class Listing(Executor):
         return listed
 
 
-def variants_of(runner: ModelRunner) -> list[str]:
+def variants_of(play: Callable[[], None]) -> list[str]:
     listing = Listing()
     with AsyncCompileMode(listing, ignore_errors=True), rehearsal():
-        runner.rehearse()
+        play()
     return listing.variants
 
 
@@ -269,11 +275,31 @@ def new_runner(hopper: HopperChunks | None = None, products: HopperProducts | No
 
 
 def found(runner: ModelRunner) -> dict[str, object]:
-    few = variants_of(runner)
+    few = variants_of(runner.rehearse)
     wanted = shapes_to_record(48, 4096)
     runner._telling = [*wanted.first, *wanted.soon]
     runner._model.abridged = lambda: runner._model
-    return {"few": few, "all": variants_of(runner)}
+    return {"few": few, "all": variants_of(runner.rehearse), "chosen at length": variants_of(partial(choose, runner))}
+
+
+UNUSUAL = (
+    RowSampling(repetition_penalty=1.1, num_logprobs=2),
+    RowSampling(temperature=0.5, logit_bias=((3, 1.0),)),
+    RowSampling(temperature=0.5, top_p=0.9, min_tokens=3, end_ids=tuple(range(9))),
+    RowSampling(masked=True),
+)
+
+
+def choose(runner: ModelRunner) -> None:
+    """For rows that ask for what is not recorded, one after the other and all together."""
+    for row, sampling in enumerate(UNUSUAL):
+        tokens = np.zeros(3, dtype=np.int32)
+        runner._sampler.seat([Seat(Row(row), SequenceId(row), 0, tokens, 2, 1000, sampling)])
+    for rows in ([0], [1], [2], [3], [0, 1, 3], [0, 1, 2, 3]):
+        places = torch.tensor(rows, device=META)
+        asking = RowBatch(places, np.array(rows, dtype=np.int32), places)
+        masks = Masks(np.array([3], dtype=np.int32), np.zeros((1, 32), dtype=np.int32)) if 3 in rows else None
+        runner._choose_from(torch.empty(len(rows), SPEC.vocab_size, device=META), asking, masks)
 
 
 if __name__ == "__main__":

@@ -12,16 +12,20 @@ from torch import Tensor
 from quire.core.ids import Row, SequenceId
 from quire.core.sampling import RowSampling
 from quire.core.step import Seat
-from quire.kernels.choosing import Chosen, RowState, Stages
+from quire.kernels.choosing import Choosing, Chosen, RowState, Stages
 from quire.kernels.gpu import sample
+from quire.kernels.gpu.cruise import cruise_rows
 from quire.kernels.gpu.finish import finish_rows
 from quire.kernels.gpu.sample import _scratch as new_scratch
 from quire.kernels.gpu.sample import choose_tokens
+from quire.kernels.gpu.shape_logits import count_tokens, shape_logits
 from quire.runner.rows import RowTable
 from quire.sampling.rows import RowBatch
 from quire.sampling.sampler import Sampler
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+CHOOSING = Choosing(shape_logits, choose_tokens, count_tokens, finish_rows, cruise_rows)
 
 GREEDY = RowSampling()
 MIXTURE = (
@@ -40,7 +44,7 @@ MIXTURE = (
 
 def samplers(samplings: list[RowSampling], vocab_size: int) -> tuple[Sampler, Sampler]:
     """One that has the kernel and one that has not, with these rows; row i has sequence index i."""
-    pair = (Sampler(len(samplings), vocab_size, DEVICE, choose_tokens), Sampler(len(samplings), vocab_size, DEVICE))
+    pair = (Sampler(len(samplings), vocab_size, DEVICE, CHOOSING), Sampler(len(samplings), vocab_size, DEVICE))
     for sampler in pair:
         for row, sampling in enumerate(samplings):
             tokens = np.zeros(1, dtype=np.int32)
@@ -130,19 +134,10 @@ def test_broken_rows_fail_alone_and_padding_is_nothing() -> None:
 
     quick, plain = samplers([whole, GREEDY], 2100)
     rows = torch.tensor([-1, 1, -1, 0], device=DEVICE)
-    padded = quick.choose(logits[[0, 5, 6, 8]], rows, torch.full_like(rows, 5), Stages.CHOOSY)
+    padded = quick.choose(logits[[0, 5, 6, 8]], rows, torch.full_like(rows, 5), Stages.DRAWN)
     truth = plain.sample(logits[[5, 8]], batch_of([1, 0], 5))
     assert padded.tokens.tolist() == [0, truth.tokens[0], 0, truth.tokens[1]]
     assert padded.finite.tolist() == [False, True, False, True]
-
-
-def test_a_batch_that_asks_for_more_takes_the_long_way() -> None:
-    quick, plain = samplers([GREEDY, RowSampling(temperature=0.5, logit_bias=((3, 100.0),))], 64)
-    logits = normal(2, 64)
-    assert quick.stages(batch_of([0], 1)) is Stages.GREEDY
-    assert quick.stages(batch_of([0, 1], 1)) is None
-    assert quick.sample(logits, batch_of([0, 1], 1)).tokens.tolist() == [int(logits[0].argmax()), 3]
-    assert plain.stages(batch_of([0], 1)) is None
 
 
 def row_table(num_rows: int) -> RowTable:

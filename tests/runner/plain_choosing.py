@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
-from quire.kernels.choosing import ChoiceTable, Choosing, Chosen, EndColumns, RowState, Stages
+from quire.kernels.choosing import ChoiceTable, Choosing, Chosen, EndColumns, RowState, Shaping, Stages
 from quire.kernels.cruising import cruise_plainly
+from quire.sampling.penalties import tally_plainly
 
 
 def choose_likeliest(logits: Tensor, rows: Tensor, positions: Tensor, table: ChoiceTable, stages: Stages) -> Chosen:
@@ -27,4 +28,31 @@ def finish_plainly(chosen: Chosen, rows: Tensor, positions: Tensor, ends: EndCol
     return torch.stack([each.long() for each in (chosen.tokens, alive, chosen.finite & real, stop, length)])
 
 
-PLAIN_CHOOSING = Choosing(choose_likeliest, finish_plainly, cruise_plainly)
+def shape_plainly(logits: Tensor, rows: Tensor, positions: Tensor, table: ChoiceTable, shaping: Shaping) -> Tensor:
+    """Row by row."""
+    shaped = logits.clone()
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    for at, row in enumerate(rows.tolist()):
+        if row < 0:
+            continue
+        values = shaped[at]
+        min_tokens, num_prompt = table.integers[row, 4:6]
+        repetition, presence, frequency = table.floats[row, 3:6].float()
+        mask, offset, count = shaping.places[:, at].tolist()
+        if mask >= 0:
+            values[(shaping.masks[mask, ids // 32] >> ids % 32) & 1 == 0] = -torch.inf
+        if offset >= 0:
+            values += shaping.offsets[offset]
+        if positions[at] - num_prompt < min_tokens:
+            values[torch.isin(ids, shaping.end_ids[row])] = -torch.inf
+        if count >= 0:
+            generated = shaping.generated[count]
+            seen = shaping.in_prompt[count] | (generated > 0)
+            values[seen] = torch.where(values > 0, values / repetition, values * repetition)[seen]
+            values -= generated * frequency
+            values -= (generated > 0) * presence
+        values[logits[at].isnan() | (logits[at] == torch.inf)] = torch.nan
+    return shaped
+
+
+PLAIN_CHOOSING = Choosing(shape_plainly, choose_likeliest, tally_plainly, finish_plainly, cruise_plainly)

@@ -74,10 +74,10 @@ def test_the_next_shape_takes_the_rows_and_nobody_fills_the_rest() -> None:
     assert step.record_next() == Shape(16)
     assert steps.forward(np.array([3, 7, 9], np.int32)) == Shape(16)
     assert step.rows == [3, 7, 9] + [NOBODY] * 13
-    outcome = steps.choose(Shape(16), 3, 0, drawing=True)
+    outcome = steps.choose(Shape(16), 3, 0, Stages.DRAWN)
     assert outcome is not None and outcome.tolist() == [[3, 7, 9]] * 5
-    assert step.stages is Stages.CHOOSY
-    assert steps.choose(Shape(16), 3, 0, drawing=False) is not None and step.stages is Stages.GREEDY
+    assert step.stages is Stages.DRAWN
+    assert steps.choose(Shape(16), 3, 0, Stages.GREEDY) is not None and step.stages is Stages.GREEDY
     assert step.record_next() == Shape(1) and not steps.complete
     steps.forward(np.array([7], np.int32))
     assert step.rows == [7]
@@ -98,11 +98,11 @@ def test_choices_that_are_forgotten_are_recorded_again() -> None:
     step.record_all()
     step.recorded.forget_choices()
     assert step.recorded.forward(np.array([1], np.int32)) == Shape(2) and not step.recorded.complete
-    assert step.recorded.choose(Shape(2), 1, 0, drawing=False) is None
+    assert step.recorded.choose(Shape(2), 1, 0, Stages.GREEDY) is None
     assert step.recorded.forgot
     step.record_all()
     step.recorded.forward(np.array([1], np.int32))
-    outcome = step.recorded.choose(Shape(2), 1, 0, drawing=False)
+    outcome = step.recorded.choose(Shape(2), 1, 0, Stages.GREEDY)
     assert outcome is not None and outcome.tolist() == [[1]] * 5
     step.recorded.forget_choices()
     step.recorded.give_up()
@@ -132,7 +132,7 @@ def test_chunks_come_behind_the_rows_and_nobodys_are_empty() -> None:
         "rows": [5, 6, NOBODY],
         "speaking": [5, PADDING, PADDING],
     }
-    outcome = step.recorded.choose(shape, 1, 2, drawing=False)
+    outcome = step.recorded.choose(shape, 1, 2, Stages.GREEDY)
     assert outcome is not None and outcome.tolist() == [[9, 5, 6]] * 5
     assert step.recorded.forward(np.array([9], np.int32), chunks._replace(rows=np.arange(4))) is None, "one too many"
 
@@ -266,7 +266,7 @@ def test_a_step_in_which_nobody_draws_is_chosen_without_what_drawing_takes() -> 
 
     drawing = [{"seed": 5, "temperature": 0.8, "max_tokens": 4}, {"seed": 6, "temperature": 1.3, "top_k": 9}]
     replayed, count = answers(PLAIN_CHOOSING._replace(choose=choose), [{"max_tokens": 40}, {}, *drawing, {}])
-    assert seen >= {(False, Stages.GREEDY), (True, Stages.CHOOSY)} and (True, Stages.GREEDY) not in seen
+    assert seen >= {(False, Stages.GREEDY), (True, Stages.DRAWN)} and (True, Stages.GREEDY) not in seen
     assert replayed == answers(None, [{"max_tokens": 40}, {}, *drawing, {}])[0] and count > 15
 
 

@@ -13,18 +13,20 @@ PADDING = -1  # in the place of a row number
 
 
 class Stages(IntEnum):
-    """How much may be asked of a batch; each holds all before it. A stage more costs a launch more."""
+    """How much may be asked of a batch. Each is compiled for itself: there are no more than matter."""
 
     GREEDY = 0
-    RANDOM = 1  # temperature, min-p
-    CHOOSY = 2  # top-k, top-p
+    DRAWN = 1  # temperature, min-p, top-k, top-p; greedy rows as well
 
 
 class ChoiceTable(NamedTuple):
     """The sampling parameters of every row. More columns may follow those named here."""
 
-    integers: Tensor  # [max_rows, 4+] int64: seed, sequence index, top_k (vocab keeps all), 1 if random or 0
-    floats: Tensor  # [max_rows, 3+] float64: temperature above 0, top_p (1 keeps all), min_p (0 keeps all)
+    # [max_rows, 6+] int64: seed, sequence index, top_k (vocab keeps all), 1 if random or 0; min_tokens, prompt tokens
+    integers: Tensor
+    # [max_rows, 6+] float64: temperature above 0, top_p (1 keeps all), min_p (0 keeps all); penalties of repetition,
+    # presence and frequency
+    floats: Tensor
 
 
 class Chosen(NamedTuple):
@@ -45,6 +47,41 @@ class ChooseTokens(Protocol):
         table: ChoiceTable,
         stages: Stages,  # what no row of the batch goes beyond
     ) -> Chosen: ...
+
+
+class Shaping(NamedTuple):
+    """What changes the logits of a batch before the choice."""
+
+    places: Tensor  # [3, n] int64: a row's lines among masks, offsets and what is counted; -1: it has none
+    masks: Tensor  # [masks, words] int32, a bit for each token: 1 where it is allowed
+    offsets: Tensor  # [slots, vocab] float32: what is added
+    in_prompt: Tensor  # [slots, vocab] bool
+    generated: Tensor  # [slots, vocab] int32: how often each token was
+    end_ids: Tensor  # [max_rows, width] int64, padded with -1: what a row with fewer than min_tokens may not choose
+
+
+class ShapeLogits(Protocol):
+    """Masks, offsets, early ends and penalties. What was NaN or +inf becomes NaN, also where it is forbidden."""
+
+    def __call__(
+        self,
+        logits: Tensor,  # [n, vocab] float32; not changed
+        rows: Tensor,  # [n] int64; -1 is padding
+        positions: Tensor,  # [n] int64: the index that the new token will have in its sequence
+        table: ChoiceTable,
+        shaping: Shaping,
+    ) -> Tensor: ...  # [n, vocab] float32, of padding anything
+
+
+class CountTokens(Protocol):
+    """Counts the tokens that were chosen, for penalties."""
+
+    def __call__(
+        self,
+        tokens: Tensor,  # [n] int64
+        places: Tensor,  # [n] int64: lines of the table, none twice but -1, which is nobody's
+        generated: Tensor,  # [slots, vocab] int32; changed in place
+    ) -> None: ...
 
 
 class EndColumns(NamedTuple):
@@ -111,8 +148,10 @@ class CruiseRows(Protocol):
 
 
 class Choosing(NamedTuple):
-    """The three together."""
+    """All of them together."""
 
+    shape: ShapeLogits
     choose: ChooseTokens
+    tally: CountTokens
     finish: FinishRows
     cruise: CruiseRows

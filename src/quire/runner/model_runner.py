@@ -54,7 +54,7 @@ class ModelRunner:
         self._model = model
         self._stores = stores
         self._rows = RowTable(max_rows, max_length, stores.block_size, device)
-        self._sampler = Sampler(max_rows + 1, model.vocab_size, device, None if choosing is None else choosing.choose)
+        self._sampler = Sampler(max_rows + 1, model.vocab_size, device, choosing)
         self._pools = Pools()
         self._finish = None if choosing is None else choosing.finish
         self._cruise = None if choosing is None else choosing.cruise
@@ -86,11 +86,12 @@ class ModelRunner:
     @torch.inference_mode()
     def rehearse(self) -> None:
         """Go through steps that between them launch what most others do. Nobody takes part. Between steps."""
-        if self._recorded is None:
+        if self._recorded is None or self._said is None:
             return
         whole, self._model = self._model, self._model.abridged()
         try:
             self._recorded.rehearse(self._telling)
+            self._sampler.rehearse(self._said.logits[:1])
         finally:
             self._model = whole
 
@@ -174,7 +175,7 @@ class ModelRunner:
         for site in (Site.LOGITS_PROCESSORS, Site.PENALTIES, Site.SAMPLE, Site.LOGPROBS):
             self._trip(site)
         num_chunks = len(rows) - num_cruising
-        return self._recorded.choose(shape, num_cruising, num_chunks, drawing=self._sampler.draws(rows))
+        return self._recorded.choose(shape, num_cruising, num_chunks, self._sampler.stages(rows))
 
     def _choose_at_length(
         self, shape: Shape, rows: IntArray, num_cruising: int, chunks: tuple[Chunk, ...], masks: Masks | None

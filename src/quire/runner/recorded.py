@@ -65,7 +65,6 @@ Forward = Callable[[Tensor, ChunkInputs | None], Tensor]
 # The outcome [5, count] int64 of choosing a token for each of so many, none of whom goes beyond these stages.
 Choose = Callable[[int, Stages], Tensor]
 
-_STAGES = (Stages.GREEDY, Stages.CHOOSY)  # a choice is recorded for each
 _CHOICES_AT_ONCE = 4  # are recorded, where many are missing: steps wait for it
 
 
@@ -129,7 +128,7 @@ class RecordedSteps:
     def rehearse(self, shapes: list[Shape]) -> None:
         """Go through these once and record nothing: for whoever would see what they launch. Between steps."""
         self._place_rows(np.empty(0, dtype=np.int32))
-        for count, stages in product({shape.rows + shape.chunks for shape in shapes}, _STAGES):
+        for count, stages in product({shape.rows + shape.chunks for shape in shapes}, Stages):
             self._choose(count, stages)
         for shape in shapes:
             self._work(shape)()
@@ -154,7 +153,7 @@ class RecordedSteps:
     def _note_missing(self) -> None:
         """What every step asks for, found when it changes."""
         counts = {shape.rows + shape.chunks for shape in self._recorded}
-        self._missing_choices = set(product(counts, _STAGES)) - self._choices.keys()
+        self._missing_choices = set(product(counts, Stages)) - self._choices.keys()
         self._missing_decodes = [shape for shape in self._missing if not shape.chunks]
 
     def pace(self) -> Pace | None:
@@ -197,12 +196,12 @@ class RecordedSteps:
         """One was launched that is not replayed."""
         self._regrets.begins(step)
 
-    def choose(self, shape: Shape, num_rows: int, num_chunks: int, *, drawing: bool) -> Tensor | None:
+    def choose(self, shape: Shape, num_rows: int, num_chunks: int, stages: Stages) -> Tensor | None:
         """Replay the choice after a step of so many; the next overwrites its outcome. None if it is not recorded.
 
-        `drawing`: whether any of them draws its token. [5, num_rows + num_chunks] int64.
+        [5, num_rows + num_chunks] int64.
         """
-        replay = self._choices.get((shape.rows + shape.chunks, Stages.CHOOSY if drawing else Stages.GREEDY))
+        replay = self._choices.get((shape.rows + shape.chunks, stages))
         if replay is None:
             return None
         outcome = replay()

@@ -21,25 +21,25 @@ class Offsets:
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
-        self._slots = SlotPool(max_rows, device)
-        self._offsets = torch.zeros(0, vocab_size, dtype=torch.float32, device=device)
+        self.slots = SlotPool(max_rows, device)
+        self.table = torch.zeros(0, vocab_size, dtype=torch.float32, device=device)  # [slots, vocab]
 
     @property
     def num_bytes(self) -> int:
-        return self._offsets.nbytes
+        return self.table.nbytes
 
     def seat(self, seat: Seat) -> None:
-        slot = self._slots.take(seat.row)
-        self._offsets = grown(self._offsets, (self._slots.capacity, self._vocab_size))
-        self._offsets[slot].copy_(upload(self._vector(seat.sampling).numpy(), self._offsets.device))
+        slot = self.slots.take(seat.row)
+        self.table = grown(self.table, (self.slots.capacity, self._vocab_size))
+        self.table[slot].copy_(upload(self._vector(seat.sampling).numpy(), self.table.device))
 
     def leave(self, row: Row) -> None:
-        self._slots.give_back(row)
+        self.slots.give_back(row)
 
     def apply(self, logits: Tensor, part: Part) -> None:
         """Add to the logits of the batch, in place."""
-        slots = self._slots.of(part.batch.host_rows)
-        logits.index_add_(0, part.at, self._offsets.index_select(0, slots))
+        slots = self.slots.of(part.batch.host_rows)
+        logits.index_add_(0, part.at, self.table.index_select(0, slots))
 
     def _vector(self, sampling: RowSampling) -> Tensor:
         vector = torch.zeros(self._vocab_size)

@@ -16,7 +16,7 @@ from torch import Tensor
 from quire.core.ids import IntArray, Row
 from quire.core.sampling import RowSampling
 from quire.core.step import Seat
-from quire.kernels.choosing import ChoiceTable, EndColumns, Stages
+from quire.kernels.choosing import ChoiceTable, EndColumns
 from quire.kernels.host_copies import upload
 from quire.sampling.slots import grown
 
@@ -130,15 +130,6 @@ class SamplingRows:
 
     def union_of(self, rows: IntArray) -> Ask:
         return Ask(int(np.bitwise_or.reduce(self.asks[rows], initial=0)))
-
-    def stages(self, batch: RowBatch) -> Stages | None:
-        """What choosing the batch's tokens takes; None if it takes more than a kernel does."""
-        asks = self.union(batch)
-        if asks & SHAPING:
-            return None
-        if asks & Ask.RANDOM:
-            return Stages.CHOOSY if asks & (Ask.TOP_K | Ask.TOP_P) else Stages.RANDOM
-        return Stages.GREEDY
 
     @property
     def ends(self) -> EndColumns:

@@ -18,16 +18,16 @@ from torch import Tensor
 
 from quire.core.ids import IntArray, Row
 from quire.core.step import Masks, Seat
-from quire.kernels.choosing import ChooseTokens, Chosen, EndColumns, Stages
+from quire.kernels.choosing import PADDING, Choosing, Chosen, EndColumns, Shaping, Stages
 from quire.kernels.host_copies import upload
 from quire.sampling.bad_words import BadWords
 from quire.sampling.candidates import RowCandidates, likeliest
 from quire.sampling.ends import Ends, find_ends, forbid_early_ends
 from quire.sampling.filters import draw, drop_unlikely, keep_likeliest, token_weights
 from quire.sampling.logprobs import RowScores, score_tokens
-from quire.sampling.masks import apply_masks
+from quire.sampling.masks import MASK_BITS, apply_masks, mask_places
 from quire.sampling.offsets import Offsets
-from quire.sampling.penalties import Penalties
+from quire.sampling.penalties import Penalties, tally_plainly
 from quire.sampling.random import uniform
 from quire.sampling.rows import SHAPING, Ask, RowBatch, SamplingRows
 
@@ -50,14 +50,16 @@ class Sampler:
         max_rows: int,
         vocab_size: int,
         device: torch.device,
-        choose_tokens: ChooseTokens | None = None,  # None: a chain of tensor operations
+        choosing: Choosing | None = None,  # None: a chain of tensor operations
     ) -> None:
         self._max_rows = max_rows
-        self._choose_tokens = choose_tokens
+        self._choosing = choosing
+        self._no_masks = torch.zeros(0, -(-vocab_size // MASK_BITS), dtype=torch.int32, device=device)
         self._rows = SamplingRows(max_rows, vocab_size, device)
         self._offsets = Offsets(max_rows, vocab_size, device)
         self._bad_words = BadWords(max_rows, device)
-        self._penalties = Penalties(max_rows, vocab_size, device)
+        tally = tally_plainly if choosing is None else choosing.tally
+        self._penalties = Penalties(max_rows, vocab_size, device, tally)
 
     @property
     def num_bytes(self) -> int:
@@ -103,9 +105,10 @@ class Sampler:
         masks: Masks | None = None,
     ) -> Chosen:
         """Choose a token for every row of the batch. `commit` tells the rows' state of it."""
-        stages = self.stages(batch) if masks is None else None
-        if stages is not None:
-            return self.choose(logits, batch.rows, batch.positions, stages)
+        if self._choosing is not None:
+            if masks is not None or self._rows.union(batch) & SHAPING:
+                logits = self._shape_at_once(logits, batch, masks)
+            return self.choose(logits, batch.rows, batch.positions, self.stages(batch.host_rows))
         shaped, tokens, highest, finite = self._best(logits, batch, masks)
         random = self._rows.part(batch, Ask.RANDOM)
         if random is not None:
@@ -117,13 +120,9 @@ class Sampler:
         """Whether any of these rows asks for something that `choose` does not do, or for scores."""
         return bool(self._rows.union_of(rows) & (SHAPING | Ask.LOGPROBS))
 
-    def draws(self, rows: IntArray) -> bool:
-        """Whether any of these rows draws its token."""
-        return bool(self._rows.union_of(rows) & Ask.RANDOM)
-
-    def stages(self, batch: RowBatch) -> Stages | None:
-        """What `choose` must do for the batch; None if `choose` cannot, or there is no kernel for it."""
-        return None if self._choose_tokens is None else self._rows.stages(batch)
+    def stages(self, rows: IntArray) -> Stages:
+        """What `choose` must do for these rows."""
+        return Stages.DRAWN if self._rows.union_of(rows) & Ask.RANDOM else Stages.GREEDY
 
     def choose(
         self,
@@ -133,8 +132,15 @@ class Sampler:
         stages: Stages,
     ) -> Chosen:
         """As `sample`, for rows that ask for nothing beyond these stages. Everything is read on the device."""
-        assert self._choose_tokens is not None, "no kernel was given"
-        return self._choose_tokens(logits, rows, positions, self._rows.table, stages)
+        assert self._choosing is not None, "no kernel was given"
+        return self._choosing.choose(logits, rows, positions, self._rows.table, stages)
+
+    def rehearse(self, logits: Tensor) -> None:  # [1, vocab] float32
+        """Go through what rows may ask for beyond `choose`, for nobody."""
+        assert self._choosing is not None, "no kernel was given"
+        nobody = torch.full((3, 1), PADDING, device=logits.device)
+        self._choosing.shape(logits, nobody[0], nobody[0], self._rows.table, self._shaping(nobody, None))
+        self._choosing.tally(nobody[0], nobody[0], self._penalties.generated)
 
     def candidates(
         self,
@@ -152,9 +158,8 @@ class Sampler:
 
     def commit(self, batch: RowBatch, tokens: Tensor) -> None:
         """The rows now know these tokens; those whose state depends on them take note."""
-        penalized = self._rows.part(batch, Ask.PENALTIES)
-        if penalized is not None:
-            self._penalties.commit(penalized, tokens)
+        if self._rows.union(batch) & Ask.PENALTIES:
+            self._penalties.commit(batch, tokens)
         wary = self._rows.part(batch, Ask.BAD_WORDS)
         if wary is not None:
             self._bad_words.commit(wary, tokens)
@@ -176,6 +181,27 @@ class Sampler:
         counts = self._rows.host_num_logprobs[asking.batch.host_rows]
         scores = score_tokens(asking.of(logits), asking.of(tokens), int(counts.max()))
         return RowScores(asking.batch.host_rows, counts, scores)
+
+    def _shape_at_once(self, logits: Tensor, batch: RowBatch, masks: Masks | None) -> Tensor:
+        """As `_shape`, in one launch but for bad words, which forbid no fault: of NaN and anything the least is NaN."""
+        assert self._choosing is not None, "no kernel was given"
+        places = (
+            mask_places(batch, masks),
+            self._offsets.slots.places(batch.host_rows),
+            self._penalties.slots.places(batch.host_rows),
+        )
+        shaping = self._shaping(upload(np.stack(places), logits.device), masks)
+        shaped = self._choosing.shape(logits, batch.rows, batch.positions, self._rows.table, shaping)
+        wary = self._rows.part(batch, Ask.BAD_WORDS)
+        if wary is not None:
+            self._bad_words.apply(shaped, wary)
+        return shaped
+
+    def _shaping(self, places: Tensor, masks: Masks | None) -> Shaping:
+        bits = self._no_masks if masks is None else upload(masks.bits, self._rows.device)
+        penalties = self._penalties
+        ends = self._rows.end_ids
+        return Shaping(places, bits, self._offsets.table, penalties.in_prompt, penalties.generated, ends)
 
     def _best(self, logits: Tensor, batch: RowBatch, masks: Masks | None = None) -> "_Best":
         tokens, highest = _likeliest(logits)

@@ -37,8 +37,12 @@ class SlotPool:
             self._free.append(int(self._slot_of[row]))
             self._slot_of[row] = -1
 
+    def places(self, rows: IntArray) -> NDArray[np.int64]:  # [n]; -1 for rows that hold none
+        found: NDArray[np.int64] = self._slot_of[rows]
+        return found
+
     def of(self, rows: IntArray) -> Tensor:  # [n] int64, on the device
-        slots: NDArray[np.int64] = self._slot_of[rows]
+        slots = self.places(rows)
         assert (slots >= 0).all(), f"rows without a slot among {rows}"
         return upload(slots, self._device)
 

@@ -22,7 +22,8 @@ from triton.runtime import KernelInterface, driver
 _FIRST_TO_OVERLAP = 90  # compute capability of Hopper
 _MOST_FOUND = 10_000  # kinds of launches that are remembered
 _NO_ROOM = "out of memory"  # in what Triton says
-_FUSED = True  # a product and a sum are one instruction: said, because what Triton takes otherwise changes with 3.10
+# A product and a sum are one instruction, unless a kernel says otherwise. Said here: Triton's default ends with 3.10.
+_FUSED = {"enable_fp_fusion": True}
 _ALIGNMENT = 16  # bytes: Triton compiles for tensors that begin at a multiple of it, and for others
 
 
@@ -78,7 +79,7 @@ def launch(kernel: KernelInterface[object], grid: tuple[int, ...], *args: object
         found.compiled[(*grid, 1, 1)[:3]](*args, *found.constants)
         return
     try:
-        compiled = kernel[grid](*args, **constants, enable_fp_fusion=_FUSED)
+        compiled = kernel[grid](*args, **_FUSED | constants)
     except RuntimeError as error:
         if _NO_ROOM not in str(error):
             raise
@@ -110,7 +111,7 @@ def _rehearse(
     if variant not in rehearsed.variants:  # most are of layers before: asking Triton takes a millisecond
         rehearsed.variants.add(variant)
         rehearsed.kernels.add(kernel)
-        kernel.warmup(*args, grid=grid, **constants, enable_fp_fusion=_FUSED)
+        kernel.warmup(*args, grid=grid, **_FUSED | constants)
 
 
 def launch_early(kernel: KernelInterface[object], grid: tuple[int, ...], *args: object, **constants: object) -> None:

@@ -1,4 +1,4 @@
-"""Chooses a token for every row of a batch: greedy in two launches, a draw in three, top-k and top-p in four.
+"""Chooses a token for every row of a batch: greedy in two launches, a draw in four.
 
     best      the largest key of every tile
     weigh     the row's largest, which is a greedy row's token; the weight of every tile, and its tokens by bins; with
@@ -86,43 +86,42 @@ def choose_tokens(
         return Chosen(tokens, finite)
     num_tiles = cdiv(vocab_size, _TILE)
     tiles = next_power_of_2(num_tiles)
-    random, choosy = stages >= Stages.RANDOM, stages >= Stages.CHOOSY
-    scratch = _scratch(num_rows, num_tiles, choosy, logits.device)
+    drawn = stages is Stages.DRAWN
+    scratch = _scratch(num_rows, num_tiles, drawn, logits.device)
     every = (num_rows, num_tiles)
     source = (logits, logits.stride(0), vocab_size, num_tiles, rows)
     asked = (table.integers, table.integers.stride(0), table.floats, table.floats.stride(0))
-    launch(_best, every, *source, *scratch, TILE=_TILE, CHOOSY=choosy, num_warps=_WARPS)
+    launch(_best, every, *source, *scratch, TILE=_TILE, DRAWN=drawn, num_warps=_WARPS)
     launch(
-        _weigh, every if random else (num_rows, 1),
+        _weigh, every if drawn else (num_rows, 1),
         *source, *asked, *scratch, tokens, finite,
-        TILE=_TILE, TILES=tiles, RANDOM=random, CHOOSY=choosy, num_warps=_WARPS,
+        TILE=_TILE, TILES=tiles, DRAWN=drawn, num_warps=_WARPS,
     )  # fmt: skip
-    if choosy:
+    if drawn:
         launch(
             _shortlist, every,
             *source, *asked[2:], *scratch, TILE=_TILE, TILES=tiles, CAPACITY=_MAX_CANDIDATES, num_warps=_WARPS,
         )  # fmt: skip
-    if random:
         launch(
             _draw, (num_rows,),
             *source, *asked, *scratch, positions, tokens, finite,
-            TILE=_TILE, TILES=tiles, CHOOSY=choosy, CAPACITY=_MAX_CANDIDATES, num_warps=2 * _WARPS,
+            TILE=_TILE, TILES=tiles, CAPACITY=_MAX_CANDIDATES, num_warps=2 * _WARPS,
         )  # fmt: skip
     return Chosen(tokens, finite)
 
 
-def _scratch(num_rows: int, num_tiles: int, choosy: bool, device: torch.device) -> _Scratch:
-    """What only choosy rows need is left empty where there are none."""
-    choosy_rows = num_rows if choosy else 0
+def _scratch(num_rows: int, num_tiles: int, drawn: bool, device: torch.device) -> _Scratch:
+    """What only draws need is left empty where there are none."""
+    drawn_rows = num_rows if drawn else 0
     return _Scratch(
         best_keys=torch.empty(num_rows, num_tiles, dtype=torch.int64, device=device),
-        lowest=torch.empty(choosy_rows, num_tiles, dtype=torch.float32, device=device),
+        lowest=torch.empty(drawn_rows, num_tiles, dtype=torch.float32, device=device),
         highest=torch.empty(num_rows, dtype=torch.float32, device=device),
         weights=torch.empty(num_rows, num_tiles, dtype=torch.int64, device=device),
-        counts=torch.empty(choosy_rows, BINS.value, dtype=torch.int32, device=device),
-        sure_weights=torch.empty(choosy_rows, num_tiles, dtype=torch.int64, device=device),
-        facts=torch.empty(choosy_rows, _FACTS.value, dtype=torch.int64, device=device),
-        listed=torch.empty(choosy_rows, _MAX_CANDIDATES, dtype=torch.int32, device=device),
+        counts=torch.empty(drawn_rows, BINS.value, dtype=torch.int32, device=device),
+        sure_weights=torch.empty(drawn_rows, num_tiles, dtype=torch.int64, device=device),
+        facts=torch.empty(drawn_rows, _FACTS.value, dtype=torch.int64, device=device),
+        listed=torch.empty(drawn_rows, _MAX_CANDIDATES, dtype=torch.int32, device=device),
     )
 
 
@@ -130,7 +129,7 @@ def _scratch(num_rows: int, num_tiles: int, choosy: bool, device: torch.device) 
 def _best(
     logits, logits_stride, vocab_size, num_tiles, rows,
     best_keys, lowest, highest, weights, counts, sure_weights, facts, listed,
-    TILE: tl.constexpr, CHOOSY: tl.constexpr,
+    TILE: tl.constexpr, DRAWN: tl.constexpr,
 ):  # fmt: skip
     """The largest key of a tile; and a clean slate for what is counted later."""
     at = tl.program_id(0).to(tl.int64)
@@ -143,7 +142,7 @@ def _best(
     best = tl.max(order)
     best_id = tl.min(tl.where(order == best, ids, vocab_size))
     tl.store(best_keys + at * num_tiles + tile, key_of(best, best_id))
-    if CHOOSY:
+    if DRAWN:
         above = tl.where(values > float("-inf"), values, float("inf"))
         tl.store(lowest + at * num_tiles + tile, tl.min(above))
         if tile == 0:
@@ -175,7 +174,7 @@ def _weigh(
     integers, integers_stride, floats, floats_stride,
     best_keys, lowest, highest, weights, counts, sure_weights, facts, listed,
     tokens, finite,
-    TILE: tl.constexpr, TILES: tl.constexpr, RANDOM: tl.constexpr, CHOOSY: tl.constexpr,
+    TILE: tl.constexpr, TILES: tl.constexpr, DRAWN: tl.constexpr,
 ):  # fmt: skip
     """The row's likeliest token; then, of a random row, the weight of one tile, and its tokens counted by bin."""
     at = tl.program_id(0).to(tl.int64)
@@ -193,7 +192,7 @@ def _weigh(
         tl.store(tokens + at, tl.where(row_finite, id_of(best), 0))
         tl.store(finite + at, row_finite)
         tl.store(highest + at, row_highest)
-    if RANDOM:
+    if DRAWN:
         integers += row * integers_stride
         floats += row * floats_stride
         if row_finite & (tl.load(integers + _IS_RANDOM) != 0):
@@ -203,17 +202,16 @@ def _weigh(
             values = tl.load(logits + at * logits_stride + ids, mask=ids < vocab_size, other=float("-inf"))
             exponents = exponents_of(values, row_highest, temperature)
             tl.store(weights + at * num_tiles + tile, tl.sum(weights_of(exponents, least)))
-            if CHOOSY:  # noqa: SIM102 -- known when compiled, as the next is not
-                if _is_choosy(integers, floats, vocab_size):
-                    scale = _scale(lowest + at * num_tiles, row_highest, temperature, num_tiles, TILES)
-                    found = tl.histogram(bins_of(exponents, scale), BINS)
-                    tl.atomic_add(counts + at * BINS + tl.arange(0, BINS), found, mask=found > 0, sem="relaxed")
-                    facts += at * _FACTS
-                    if is_last(facts + _COUNTED, num_tiles):
-                        _store_bracket(
-                            counts + at * BINS, weights + at * num_tiles, num_tiles, facts, scale,
-                            tl.load(integers + _TOP_K), tl.load(floats + _TOP_P), least, vocab_size, TILES,
-                        )  # fmt: skip
+            if _is_choosy(integers, floats, vocab_size):
+                scale = _scale(lowest + at * num_tiles, row_highest, temperature, num_tiles, TILES)
+                found = tl.histogram(bins_of(exponents, scale), BINS)
+                tl.atomic_add(counts + at * BINS + tl.arange(0, BINS), found, mask=found > 0, sem="relaxed")
+                facts += at * _FACTS
+                if is_last(facts + _COUNTED, num_tiles):
+                    _store_bracket(
+                        counts + at * BINS, weights + at * num_tiles, num_tiles, facts, scale,
+                        tl.load(integers + _TOP_K), tl.load(floats + _TOP_P), least, vocab_size, TILES,
+                    )  # fmt: skip
 
 
 @triton.jit
@@ -278,7 +276,7 @@ def _draw(
     integers, integers_stride, floats, floats_stride,
     best_keys, lowest, highest, weights, counts, sure_weights, facts, listed,
     positions, tokens, finite,
-    TILE: tl.constexpr, TILES: tl.constexpr, CHOOSY: tl.constexpr, CAPACITY: tl.constexpr,
+    TILE: tl.constexpr, TILES: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
     """One random row: its random number, the tile it falls into, and the token in that tile."""
     at = tl.program_id(0).to(tl.int64)
@@ -303,20 +301,18 @@ def _draw(
     top_key = tl.full([], LOWEST_KEY, dtype=tl.int64)
     count = tl.zeros([], dtype=tl.int64)
     num_listed = tl.zeros([], dtype=tl.int64)
-    if CHOOSY:  # noqa: SIM102 -- known when compiled, as the next is not
-        if _is_choosy(integers, floats, vocab_size):
-            facts += at * _FACTS
-            num_candidates = tl.load(facts + _COUNT)
-            if num_candidates > 0:
-                by_tile = tl.load(sure_weights + at * num_tiles + tiles, mask=tiles < num_tiles, other=0)
-                num_listed = tl.where(num_candidates <= CAPACITY, num_candidates, 0)
-                count = tl.where(num_candidates <= CAPACITY, num_candidates, vocab_size)
-                top_key = tl.load(facts + _HIGH) + 1
-                last_key, total = _last_kept(
-                    logits, listed, count, num_listed, row_highest, temperature, least,
-                    tl.load(facts + _LOW), top_key, num_candidates, tl.load(facts + _SURE), tl.sum(by_tile), total,
-                    tl.load(integers + _TOP_K), tl.load(floats + _TOP_P), vocab_size,
-                )  # fmt: skip
+    facts += at * _FACTS
+    num_candidates = tl.load(facts + _COUNT)
+    if num_candidates > 0:
+        by_tile = tl.load(sure_weights + at * num_tiles + tiles, mask=tiles < num_tiles, other=0)
+        num_listed = tl.where(num_candidates <= CAPACITY, num_candidates, 0)
+        count = tl.where(num_candidates <= CAPACITY, num_candidates, vocab_size)
+        top_key = tl.load(facts + _HIGH) + 1
+        last_key, total = _last_kept(
+            logits, listed, count, num_listed, row_highest, temperature, least,
+            tl.load(facts + _LOW), top_key, num_candidates, tl.load(facts + _SURE), tl.sum(by_tile), total,
+            tl.load(integers + _TOP_K), tl.load(floats + _TOP_P), vocab_size,
+        )  # fmt: skip
     chance = uniform(tl.load(integers + _SEED), tl.load(integers + _INDEX), tl.load(positions + at))
     goal = tl.minimum((chance * total.to(tl.float64)).to(tl.int64), total - 1)
     tile, before = _find_tile(
