@@ -53,9 +53,11 @@ def test_tokens_may_be_drawn(quire: Shell, verb: str, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(LLM, "generate", listening)
     drawn = ("--temperature", "0.6", "--top-p", "0.9", "--top-k", "20", "--repetition-penalty", "1.1")
+    drawn += ("--logprobs", "2", "--prompt-logprobs", "1")
     said = quire("bench", verb, *ENGINE, "--repeats", "1", "--workload", "3x8+4", *drawn, "--json")
     assert said.status == 0, said.err
     wanted = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1}
+    wanted |= {"logprobs": 2, "prompt_logprobs": 1}
     assert json.loads(said.out)["sampling"] == wanted
     assert asked == [SamplingParams(**wanted, max_tokens=4, ignore_eos=True)] * 6, "of the warm-up, and of the repeat"
 

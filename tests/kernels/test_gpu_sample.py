@@ -12,20 +12,16 @@ from torch import Tensor
 from quire.core.ids import Row, SequenceId
 from quire.core.sampling import RowSampling
 from quire.core.step import Seat
-from quire.kernels.choosing import Choosing, Chosen, RowState, Stages
+from quire.kernels.choosing import Chosen, RowState, Stages
 from quire.kernels.gpu import sample
-from quire.kernels.gpu.cruise import cruise_rows
 from quire.kernels.gpu.finish import finish_rows
 from quire.kernels.gpu.sample import _scratch as new_scratch
-from quire.kernels.gpu.sample import choose_tokens
-from quire.kernels.gpu.shape_logits import count_tokens, shape_logits
 from quire.runner.rows import RowTable
 from quire.sampling.rows import RowBatch
 from quire.sampling.sampler import Sampler
+from tests.kernels.gpu_choosing import CHOOSING
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-CHOOSING = Choosing(shape_logits, choose_tokens, count_tokens, finish_rows, cruise_rows)
 
 GREEDY = RowSampling()
 MIXTURE = (

@@ -11,19 +11,15 @@ from torch import Tensor
 
 from quire.core.sampling import RowSampling
 from quire.core.step import Masks
-from quire.kernels.choosing import Choosing
-from quire.kernels.gpu.cruise import cruise_rows
-from quire.kernels.gpu.finish import finish_rows
-from quire.kernels.gpu.sample import choose_tokens
 from quire.kernels.gpu.shape_logits import count_tokens, shape_logits
 from quire.sampling.penalties import tally_plainly
 from quire.sampling.rows import RowBatch
 from quire.sampling.sampler import Sampler
+from tests.kernels.gpu_choosing import CHOOSING
 from tests.sampling.reference import Case, seat
 from tests.sampling.strategies import VOCAB, cases
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-CHOOSING = Choosing(shape_logits, choose_tokens, count_tokens, finish_rows, cruise_rows)
 
 WORN = RowSampling(repetition_penalty=1.3, presence_penalty=0.7, frequency_penalty=0.3)
 BIASED = RowSampling(logit_bias=((3, 2.5), (2100, -1.25)), allowed_ids=tuple(range(1, 4000, 3)))

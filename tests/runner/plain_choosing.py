@@ -5,6 +5,7 @@ from torch import Tensor
 
 from quire.kernels.choosing import ChoiceTable, Choosing, Chosen, EndColumns, RowState, Shaping, Stages
 from quire.kernels.cruising import cruise_plainly
+from quire.sampling.logprobs import score_plainly
 from quire.sampling.penalties import tally_plainly
 
 
@@ -55,4 +56,4 @@ def shape_plainly(logits: Tensor, rows: Tensor, positions: Tensor, table: Choice
     return shaped
 
 
-PLAIN_CHOOSING = Choosing(shape_plainly, choose_likeliest, tally_plainly, finish_plainly, cruise_plainly)
+PLAIN_CHOOSING = Choosing(shape_plainly, choose_likeliest, tally_plainly, score_plainly, finish_plainly, cruise_plainly)

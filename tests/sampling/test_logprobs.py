@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from quire.core.ids import Row
 from quire.core.sampling import RowSampling
 from quire.sampling import logprobs as logprobs_module
-from quire.sampling.logprobs import score_tokens
+from quire.sampling.logprobs import score_plainly
 from tests.sampling.reference import Case, sampler_of
 from tests.sampling.strategies import VOCAB, logits_of
 
@@ -20,7 +20,8 @@ def test_scores_equal_log_softmax(data: st.DataObject) -> None:
     logits = torch.tensor(data.draw(logits_of(num_rows)), dtype=torch.float32)
     tokens = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=num_rows, max_size=num_rows))
     counts = data.draw(st.lists(st.integers(0, VOCAB), min_size=num_rows, max_size=num_rows))
-    scores = score_tokens(logits, torch.tensor(tokens), max(counts)).wait(counts)
+    sampler, _ = sampler_of([Case(RowSampling())], VOCAB)
+    scores = sampler.score_given(logits, torch.tensor(tokens), max(counts)).wait(counts)
     wanted = torch.log_softmax(logits, -1).numpy()
     for row, score in enumerate(scores):
         order = sorted(range(VOCAB), key=lambda token, row=row: (-float(logits[row, token]), token))
@@ -35,13 +36,13 @@ def test_scores_equal_log_softmax(data: st.DataObject) -> None:
 def test_pieces_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(7, 300, generator=torch.Generator().manual_seed(1))
     tokens = torch.arange(7)
-    whole = score_tokens(logits, tokens, 4)
+    whole = score_plainly(logits, tokens, 4)
     monkeypatch.setattr(logprobs_module, "_SCORED_AT_ONCE", 600)
-    assert np.array_equal(score_tokens(logits, tokens, 4).packed.wait(), whole.packed.wait())
+    assert torch.equal(score_plainly(logits, tokens, 4), whole)
 
 
 def test_nothing_to_score_is_no_error() -> None:
-    assert score_tokens(torch.empty(0, 9), torch.empty(0, dtype=torch.int64), 2).wait([]) == ()
+    assert score_plainly(torch.empty(0, 9), torch.empty(0, dtype=torch.int64), 2).shape == (0, 7)
 
 
 def test_rows_that_asked_get_as_many_as_they_asked_for() -> None:

@@ -23,7 +23,7 @@ from quire.engine.machine import pick_device
 from quire.llm import LLM
 from quire.version import __version__
 
-_SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty")
+_SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty", "logprobs", "prompt_logprobs")
 
 
 def throughput(model: str | None, workloads: Many[str], part: Part, given: Mapping[str, object]) -> None:

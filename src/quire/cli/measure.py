@@ -70,6 +70,8 @@ def _workload_options(allowed: Many[str], usual: str) -> Callable[[Verb], Verb]:
         click.option("--top-p", type=float, default=1.0, show_default=True, help="Among the likeliest of this share."),
         click.option("--top-k", type=int, default=0, show_default=True, help="Among so many; 0: all."),
         click.option("--repetition-penalty", type=float, default=1.0, show_default=True, help="1: none."),
+        click.option("--logprobs", type=int, help="Score each token, and so many alternatives."),
+        click.option("--prompt-logprobs", type=int, help="The same of each prompt token."),
         click.option("--json", "as_json", is_flag=True, help="Print one JSON object per workload instead of a table."),
     )  # fmt: skip
 

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 PADDING = -1  # in the place of a row number
+MOST_SCORED = 32  # alternatives beside a token that a kernel must be able to score
 
 
 class Stages(IntEnum):
@@ -84,6 +85,18 @@ class CountTokens(Protocol):
     ) -> None: ...
 
 
+class ScoreTokens(Protocol):
+    """One token in each row of logits, and the likeliest there; of equal logits the lowest ids come first."""
+
+    def __call__(
+        self,
+        logits: Tensor,  # [m, vocab] float32
+        tokens: Tensor,  # [m] int64
+        num_top: int,  # at most MOST_SCORED
+    ) -> Tensor:  # [m, 3 + 2 * num_top] int32: token, rank, logprob, top ids, top logprobs; floats by their bits
+        ...
+
+
 class EndColumns(NamedTuple):
     """When every row ends."""
 
@@ -153,5 +166,6 @@ class Choosing(NamedTuple):
     shape: ShapeLogits
     choose: ChooseTokens
     tally: CountTokens
+    score: ScoreTokens
     finish: FinishRows
     cruise: CruiseRows

@@ -24,14 +24,14 @@ from quire.runner.recorded import ChunkInputs, Pace, RecordedSteps, shape_of
 from quire.runner.rows import RowTable
 from quire.runner.shapes import Shape, shapes_to_record
 from quire.sampling.candidates import RowCandidates
-from quire.sampling.logprobs import RowScores, Scores, score_tokens
+from quire.sampling.logprobs import RowScores, Scores
 from quire.sampling.rows import RowBatch
 from quire.sampling.sampler import Sampler
 
 _log = logging.getLogger(__name__)
 
-# Prompt positions whose logits exist at the same time: 64 x a vocabulary of 150,000 are 40 MB.
-_SCORED_AT_ONCE = 64
+# Prompt positions whose logits exist at the same time: 256 x a vocabulary of 150,000 are 154 MB.
+_SCORED_AT_ONCE = 256
 
 
 class ModelRunner:
@@ -274,7 +274,7 @@ class ModelRunner:
         targets = upload(part.targets, hidden.device).long()
         states = hidden[part.first : part.first + len(targets)]
         return [
-            score_tokens(
+            self._sampler.score_given(
                 self._model.logits(states[start : start + _SCORED_AT_ONCE]),
                 targets[start : start + _SCORED_AT_ONCE],
                 num_top,

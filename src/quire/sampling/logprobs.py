@@ -1,6 +1,6 @@
 """Log-probabilities of chosen or given tokens, their ranks, and the likeliest alternatives, from raw logits.
 
-The device's share (`score_tokens`) does not wait; `Scores.wait` brings the result over in one transfer.
+The device's share (`score_plainly`, or a kernel) does not wait; `Scores.wait` brings the result over in one transfer.
 """
 
 from collections.abc import Sequence
@@ -53,18 +53,18 @@ class RowScores(NamedTuple):
         return {Row(int(row)): score for row, score in zip(self.host_rows, self.scores.wait(self.counts), strict=True)}
 
 
-def score_tokens(
+def score_plainly(
     logits: Tensor,  # [m, vocab] float32
     tokens: Tensor,  # [m] int64
-    num_top: int,
-) -> Scores:
-    """Score one token in each row of logits, e.g. prompt tokens under the logits of the position before."""
+    num_top: int,  # at most vocab
+) -> Tensor:  # [m, 3 + 2 * num_top] int32
+    """See `ScoreTokens`; of any number of alternatives."""
     size = max(1, _SCORED_AT_ONCE // logits.shape[1])
     pieces = [
         _score_piece(logits[start : start + size], tokens[start : start + size], num_top)
         for start in range(0, max(1, len(logits)), size)
     ]
-    return Scores(Landing(torch.cat(pieces)), num_top)
+    return torch.cat(pieces)
 
 
 def _score_piece(logits: Tensor, tokens: Tensor, num_top: int) -> Tensor:

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from quire.core.ids import IntArray, Row
 from quire.core.step import Masks, Seat
-from quire.kernels.choosing import PADDING, Choosing, Chosen, EndColumns, Shaping, Stages
-from quire.kernels.host_copies import upload
+from quire.kernels.choosing import MOST_SCORED, PADDING, Choosing, Chosen, EndColumns, Shaping, Stages
+from quire.kernels.host_copies import Landing, upload
 from quire.sampling.bad_words import BadWords
 from quire.sampling.candidates import RowCandidates, likeliest
 from quire.sampling.ends import Ends, find_ends, forbid_early_ends
 from quire.sampling.filters import draw, drop_unlikely, keep_likeliest, token_weights
-from quire.sampling.logprobs import RowScores, score_tokens
+from quire.sampling.logprobs import RowScores, Scores, score_plainly
 from quire.sampling.masks import MASK_BITS, apply_masks, mask_places
 from quire.sampling.offsets import Offsets
 from quire.sampling.penalties import Penalties, tally_plainly
@@ -138,6 +138,7 @@ class Sampler:
     def rehearse(self, logits: Tensor) -> None:  # [1, vocab] float32
         """Go through what rows may ask for beyond `choose`, for nobody."""
         assert self._choosing is not None, "no kernel was given"
+        self._choosing.score(logits, torch.zeros(1, dtype=torch.int64, device=logits.device), 1)
         nobody = torch.full((3, 1), PADDING, device=logits.device)
         self._choosing.shape(logits, nobody[0], nobody[0], self._rows.table, self._shaping(nobody, None))
         self._choosing.tally(nobody[0], nobody[0], self._penalties.generated)
@@ -179,8 +180,18 @@ class Sampler:
         if asking is None:
             return None
         counts = self._rows.host_num_logprobs[asking.batch.host_rows]
-        scores = score_tokens(asking.of(logits), asking.of(tokens), int(counts.max()))
+        scores = self.score_given(asking.of(logits), asking.of(tokens), int(counts.max()))
         return RowScores(asking.batch.host_rows, counts, scores)
+
+    def score_given(
+        self,
+        logits: Tensor,  # [m, vocab] float32
+        tokens: Tensor,  # [m] int64
+        num_top: int,
+    ) -> Scores:
+        """Of one token in each row of logits, e.g. prompt tokens under the logits of the position before."""
+        score = score_plainly if self._choosing is None or num_top > MOST_SCORED else self._choosing.score
+        return Scores(Landing(score(logits, tokens, num_top)), num_top)
 
     def _shape_at_once(self, logits: Tensor, batch: RowBatch, masks: Masks | None) -> Tensor:
         """As `_shape`, in one launch but for bad words, which forbid no fault: of NaN and anything the least is NaN."""

@@ -1,0 +1,70 @@
+"""Scores by kernel against log_softmax and a sort: the same tokens and ranks, the same logarithms but for rounding."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from quire.kernels.choosing import MOST_SCORED
+from quire.kernels.gpu.score import score_tokens
+from quire.sampling.logprobs import score_plainly
+from quire.sampling.sampler import Sampler
+from tests.kernels.gpu_choosing import CHOOSING
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def agree(logits: Tensor, tokens: Tensor, num_top: int) -> Tensor:
+    """What is packed, of the kernel."""
+    found, truth = score_tokens(logits, tokens, num_top), score_plainly(logits, tokens, num_top)
+    floats = [2, *range(3 + num_top, 3 + 2 * num_top)]
+    integers = [0, 1, *range(3, 3 + num_top)]
+    assert torch.equal(found[:, integers], truth[:, integers])
+    assert torch.allclose(
+        found[:, floats].view(torch.float32), truth[:, floats].view(torch.float32), rtol=1e-6, atol=3e-6
+    )
+    return found
+
+
+@pytest.mark.parametrize("vocab_size", [1, 40, 4096, 4097, 13_001])
+@pytest.mark.parametrize("num_top", [0, 1, 5, MOST_SCORED])
+def test_tiles_do_not_show(vocab_size: int, num_top: int) -> None:
+    numbers = torch.Generator().manual_seed(num_top)
+    logits = (torch.randn(3, vocab_size, generator=numbers) * 5).to(DEVICE)
+    agree(logits, torch.randint(0, vocab_size, (3,), generator=numbers).to(DEVICE), min(num_top, vocab_size))
+
+
+@settings(max_examples=8)
+@given(st.integers(0, 2**32), st.sampled_from([1, 3, 30]), st.integers(0, 9))
+def test_of_equal_logits_the_lowest_ids_come_first(seed: int, values: int, num_top: int) -> None:
+    numbers = torch.Generator().manual_seed(seed)
+    ties = torch.randint(-values, values, (2, 4200), generator=numbers)
+    logits = (ties / 8 * torch.where(ties == 0, -1.0, 1.0)).to(DEVICE)  # zeros of both signs
+    agree(logits, torch.randint(0, 4200, (2,), generator=numbers).to(DEVICE), num_top)
+
+
+def test_a_tile_or_all_but_one_token_may_be_impossible() -> None:
+    logits = torch.full((3, 9000), -math.inf, device=DEVICE)
+    logits[0, 5000:] = torch.arange(4000.0, device=DEVICE) / 1000
+    logits[1, 8999] = 3.0
+    logits[2, ::7] = 1e4
+    found = agree(logits, torch.tensor([8998, 8999, 14], device=DEVICE), 1)
+    assert found[:, 1].tolist() == [2, 1, 1] and found[1, 2:].tolist() == [0, 8999, 0], "certain: a logarithm of 0"
+
+
+def test_lines_may_lie_apart() -> None:
+    logits = torch.randn(4, 10_000, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    agree(logits[::2, :5000], torch.tensor([4999, 0], device=DEVICE), 3)
+
+
+def test_nobody_and_more_than_a_kernel_scores() -> None:
+    sampler, tokens = Sampler(1, 50, DEVICE, CHOOSING), torch.tensor([7], device=DEVICE)
+    assert score_tokens(torch.empty(0, 50, device=DEVICE), tokens[:0], 2).shape == (0, 7)
+    logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    [many] = sampler.score_given(logits, tokens, MOST_SCORED + 1).wait([MOST_SCORED + 1])
+    [few] = sampler.score_given(logits, tokens, MOST_SCORED).wait([MOST_SCORED])
+    assert many.ids.tolist()[:-1] == few.ids.tolist() and many.rank == few.rank
+    assert many.logprob == pytest.approx(few.logprob, abs=3e-6)
