@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quire.kernels.choosing import MOST_SCORED
+from quire.core.sampling import MAX_LOGPROBS
 from quire.kernels.gpu.score import score_tokens
 from quire.sampling.logprobs import score_plainly
 from quire.sampling.sampler import Sampler
@@ -24,13 +24,13 @@ def agree(logits: Tensor, tokens: Tensor, num_top: int) -> Tensor:
     integers = [0, 1, *range(3, 3 + num_top)]
     assert torch.equal(found[:, integers], truth[:, integers])
     assert torch.allclose(
-        found[:, floats].view(torch.float32), truth[:, floats].view(torch.float32), rtol=1e-6, atol=3e-6
+        found[:, floats].view(torch.float32), truth[:, floats].view(torch.float32), 1e-6, 3e-6, equal_nan=True
     )
     return found
 
 
 @pytest.mark.parametrize("vocab_size", [1, 40, 4096, 4097, 13_001])
-@pytest.mark.parametrize("num_top", [0, 1, 5, MOST_SCORED])
+@pytest.mark.parametrize("num_top", [0, 1, 5, MAX_LOGPROBS])
 def test_tiles_do_not_show(vocab_size: int, num_top: int) -> None:
     numbers = torch.Generator().manual_seed(num_top)
     logits = (torch.randn(3, vocab_size, generator=numbers) * 5).to(DEVICE)
@@ -60,11 +60,20 @@ def test_lines_may_lie_apart() -> None:
     agree(logits[::2, :5000], torch.tensor([4999, 0], device=DEVICE), 3)
 
 
-def test_nobody_and_more_than_a_kernel_scores() -> None:
-    sampler, tokens = Sampler(1, 50, DEVICE, CHOOSING), torch.tensor([7], device=DEVICE)
-    assert score_tokens(torch.empty(0, 50, device=DEVICE), tokens[:0], 2).shape == (0, 7)
-    logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    [many] = sampler.score_given(logits, tokens, MOST_SCORED + 1).wait([MOST_SCORED + 1])
-    [few] = sampler.score_given(logits, tokens, MOST_SCORED).wait([MOST_SCORED])
-    assert many.ids.tolist()[:-1] == few.ids.tolist() and many.rank == few.rank
-    assert many.logprob == pytest.approx(few.logprob, abs=3e-6)
+@pytest.mark.parametrize(("at", "fault"), [(3, math.nan), (8000, -math.nan), (8192, math.nan), (4100, math.inf)])
+def test_a_fault_spoils_all_scores_of_its_row_and_no_others(at: int, fault: float) -> None:
+    logits = torch.randn(3, 8193, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    logits[1, at] = fault
+    tokens = torch.tensor([5, 6, 7], device=DEVICE)
+    found, truth = score_tokens(logits, tokens, 3), score_plainly(logits, tokens, 3)
+    scores = found[:, [2, 6, 7, 8]].view(torch.float32)
+    assert scores[1].isnan().all() and truth[1, [2, 6, 7, 8]].view(torch.float32).isnan().all()
+    assert torch.equal(found[::2], agree(logits[::2], tokens[[0, 2]], 3))
+
+
+def test_nobody_is_scored_and_a_sampler_with_kernels_scores_with_them() -> None:
+    sampler, tokens = Sampler(1, 150, DEVICE, CHOOSING), torch.tensor([7], device=DEVICE)
+    assert score_tokens(torch.empty(0, 150, device=DEVICE), tokens[:0], 2).shape == (0, 7)
+    logits = torch.randn(1, 150, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    scores = sampler.score_given(logits, tokens, 4)
+    assert torch.equal(torch.from_numpy(scores.packed.wait()), score_tokens(logits, tokens, 4).cpu())

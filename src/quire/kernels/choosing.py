@@ -1,7 +1,8 @@
 """What the kernels must offer that work by row: what each does next, which token it gets, and whether that ends it.
 
-All read what is known of a row from columns on the device, by row number, so that one recorded graph serves any mixture
-of rows. Row -1 is padding: nothing is read or written for it, and its results are zeros.
+Those that are recorded (cruise, choose, finish) read what is known of a row from columns on the device, by row number,
+so that one graph serves any mixture of rows. Row -1 is padding: nothing is read or written for it, and its results are
+zeros. The others, for rows that ask for more, are told by the host where what belongs to each row lies.
 """
 
 from enum import IntEnum
@@ -10,7 +11,6 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 PADDING = -1  # in the place of a row number
-MOST_SCORED = 32  # alternatives beside a token that a kernel must be able to score
 
 
 class Stages(IntEnum):
@@ -92,7 +92,7 @@ class ScoreTokens(Protocol):
         self,
         logits: Tensor,  # [m, vocab] float32
         tokens: Tensor,  # [m] int64
-        num_top: int,  # at most MOST_SCORED
+        num_top: int,  # at most vocab
     ) -> Tensor:  # [m, 3 + 2 * num_top] int32: token, rank, logprob, top ids, top logprobs; floats by their bits
         ...
 

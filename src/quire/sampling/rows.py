@@ -1,7 +1,7 @@
 """The sampling parameters of every row, on the device, and on the host who asked for what.
 
-The host must know which stages a batch needs without asking the device: a greedy batch then costs an argmax,
-and a batch without top-k or top-p never sorts. Knows nothing of logits.
+The host must know which stages a batch needs without asking the device: a greedy batch then costs an argmax, and
+where tokens are chosen by tensor operations one without top-k or top-p never sorts. Knows nothing of logits.
 """
 
 from collections.abc import Sequence as Many

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quire.core.ids import IntArray, Row
 from quire.core.step import Masks, Seat
-from quire.kernels.choosing import MOST_SCORED, PADDING, Choosing, Chosen, EndColumns, Shaping, Stages
+from quire.kernels.choosing import PADDING, Choosing, Chosen, EndColumns, Shaping, Stages
 from quire.kernels.host_copies import Landing, upload
 from quire.sampling.bad_words import BadWords
 from quire.sampling.candidates import RowCandidates, likeliest
@@ -190,11 +190,12 @@ class Sampler:
         num_top: int,
     ) -> Scores:
         """Of one token in each row of logits, e.g. prompt tokens under the logits of the position before."""
-        score = score_plainly if self._choosing is None or num_top > MOST_SCORED else self._choosing.score
+        score = score_plainly if self._choosing is None else self._choosing.score
         return Scores(Landing(score(logits, tokens, num_top)), num_top)
 
     def _shape_at_once(self, logits: Tensor, batch: RowBatch, masks: Masks | None) -> Tensor:
-        """As `_shape`, in one launch but for bad words, which forbid no fault: of NaN and anything the least is NaN."""
+        """As `_shape`, in one launch but for bad words, which come last: neither a bias nor a penalty changes what is
+        forbidden, and they forbid no fault, as of NaN and anything the least is NaN."""
         assert self._choosing is not None, "no kernel was given"
         places = (
             mask_places(batch, masks),

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from quire.kernels.choosing import ChoiceTable, Chosen, Stages
 from quire.kernels.gpu.arrivals import is_last
+from quire.kernels.gpu.choice_columns import INDEX, IS_RANDOM, MIN_P, SEED, TEMPERATURE, TOP_K, TOP_P
 from quire.kernels.gpu.host_sizes import cdiv, next_power_of_2
 from quire.kernels.gpu.launch import launch
 from quire.kernels.gpu.likeliest import (
@@ -44,10 +45,6 @@ _MOST_TOKENS = 2**22  # as whole numbers up to 2**40 their weights have a sum th
 _MAX_CANDIDATES = 16384  # listed per row, 4 bytes each; a row with more is read whole
 # Tokens that a program reads, and its warps; one size for every batch, because each is compiled for a second or two.
 _TILE, _WARPS = 4096, 8
-
-# The columns of a ChoiceTable.
-_SEED, _INDEX, _TOP_K, _IS_RANDOM = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-_TEMPERATURE, _TOP_P, _MIN_P = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 # What is found out about candidates: their number, how many are listed, the range of their keys, how many tokens are
 # surely kept, the first and the last bin that candidates lie in; and how many tiles are counted.
@@ -157,7 +154,7 @@ def _best(
 @triton.jit
 def _is_choosy(integers, floats, vocab_size):
     """Whether top-k or top-p may cut something. `integers` and `floats` are the row's line in the table."""
-    return (tl.load(integers + _TOP_K) < vocab_size) | (tl.load(floats + _TOP_P) < 1.0)
+    return (tl.load(integers + TOP_K) < vocab_size) | (tl.load(floats + TOP_P) < 1.0)
 
 
 @triton.jit
@@ -195,9 +192,9 @@ def _weigh(
     if DRAWN:
         integers += row * integers_stride
         floats += row * floats_stride
-        if row_finite & (tl.load(integers + _IS_RANDOM) != 0):
-            temperature = tl.load(floats + _TEMPERATURE).to(tl.float32)
-            least = least_weight(tl.load(floats + _MIN_P))
+        if row_finite & (tl.load(integers + IS_RANDOM) != 0):
+            temperature = tl.load(floats + TEMPERATURE).to(tl.float32)
+            least = least_weight(tl.load(floats + MIN_P))
             ids = tile * TILE + tl.arange(0, TILE)
             values = tl.load(logits + at * logits_stride + ids, mask=ids < vocab_size, other=float("-inf"))
             exponents = exponents_of(values, row_highest, temperature)
@@ -210,7 +207,7 @@ def _weigh(
                 if is_last(facts + _COUNTED, num_tiles):
                     _store_bracket(
                         counts + at * BINS, weights + at * num_tiles, num_tiles, facts, scale,
-                        tl.load(integers + _TOP_K), tl.load(floats + _TOP_P), least, vocab_size, TILES,
+                        tl.load(integers + TOP_K), tl.load(floats + TOP_P), least, vocab_size, TILES,
                     )  # fmt: skip
 
 
@@ -248,7 +245,7 @@ def _shortlist(
         return
     floats += row * floats_stride
     row_highest = tl.load(highest + at)
-    temperature = tl.load(floats + _TEMPERATURE).to(tl.float32)
+    temperature = tl.load(floats + TEMPERATURE).to(tl.float32)
     scale = _scale(lowest + at * num_tiles, row_highest, temperature, num_tiles, TILES)
     first, last = tl.load(facts + _FIRST).to(tl.int32), tl.load(facts + _LAST).to(tl.int32)
 
@@ -256,7 +253,7 @@ def _shortlist(
     values = tl.load(logits + at * logits_stride + ids, mask=ids < vocab_size, other=float("-inf"))
     exponents = exponents_of(values, row_highest, temperature)
     bins = bins_of(exponents, scale)
-    weight = weights_of(exponents, least_weight(tl.load(floats + _MIN_P)))
+    weight = weights_of(exponents, least_weight(tl.load(floats + MIN_P)))
     tl.store(sure_weights + at * num_tiles + tile, tl.sum(tl.where(bins < first, weight, 0)))
 
     among = (bins >= first) & (bins <= last) & (ids < vocab_size)
@@ -287,13 +284,13 @@ def _draw(
     floats += row * floats_stride
     if tl.load(finite + at) == 0:
         return
-    if tl.load(integers + _IS_RANDOM) == 0:
+    if tl.load(integers + IS_RANDOM) == 0:
         return
     logits += at * logits_stride
     listed += at * CAPACITY
     row_highest = tl.load(highest + at)
-    temperature = tl.load(floats + _TEMPERATURE).to(tl.float32)
-    least = least_weight(tl.load(floats + _MIN_P))
+    temperature = tl.load(floats + TEMPERATURE).to(tl.float32)
+    least = least_weight(tl.load(floats + MIN_P))
     tiles = tl.arange(0, TILES)
     by_tile = tl.load(weights + at * num_tiles + tiles, mask=tiles < num_tiles, other=0)
     total = tl.sum(by_tile)
@@ -311,9 +308,9 @@ def _draw(
         last_key, total = _last_kept(
             logits, listed, count, num_listed, row_highest, temperature, least,
             tl.load(facts + _LOW), top_key, num_candidates, tl.load(facts + _SURE), tl.sum(by_tile), total,
-            tl.load(integers + _TOP_K), tl.load(floats + _TOP_P), vocab_size,
+            tl.load(integers + TOP_K), tl.load(floats + TOP_P), vocab_size,
         )  # fmt: skip
-    chance = uniform(tl.load(integers + _SEED), tl.load(integers + _INDEX), tl.load(positions + at))
+    chance = uniform(tl.load(integers + SEED), tl.load(integers + INDEX), tl.load(positions + at))
     goal = tl.minimum((chance * total.to(tl.float64)).to(tl.int64), total - 1)
     tile, before = _find_tile(
         logits, listed, count, num_listed, row_highest, temperature, least,

@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.choosing import MOST_SCORED
 from quire.kernels.gpu.host_sizes import cdiv, next_power_of_2
 from quire.kernels.gpu.launch import launch
 from quire.kernels.gpu.token_weights import LOWEST_KEY, id_of, key_of, logit_of, order_of
@@ -25,7 +24,7 @@ def score_tokens(
     """See `ScoreTokens`."""
     num_rows, vocab_size = logits.shape
     assert logits.dtype == torch.float32 and logits.stride(1) == 1, (logits.dtype, logits.stride())
-    assert num_top <= min(MOST_SCORED, vocab_size), num_top
+    assert num_top <= vocab_size and tokens.is_contiguous(), (num_top, vocab_size, tokens.stride())
     packed = torch.empty(num_rows, 3 + 2 * num_top, dtype=torch.int32, device=logits.device)
     if num_rows == 0:
         return packed
@@ -54,7 +53,7 @@ def _score_tile(
     values = tl.load(logits + ids, mask=ids < vocab_size, other=float("-inf"))
     order = order_of(values)
     best = logit_of(key_of(tl.max(order), 0))
-    shares = tl.where(values > float("-inf"), tl.exp(values - best), 0.0)
+    shares = tl.where(values == float("-inf"), 0.0, tl.exp(values - best))
     tl.store(highest + place, best)
     tl.store(total + place, tl.sum(shares))
     tl.store(above + place, tl.sum((values > tl.load(logits + tl.load(tokens + at))).to(tl.int32)))
@@ -78,8 +77,8 @@ def _score_row(
     tile_highest = tl.load(highest + at * num_tiles + tiles, mask=inside, other=float("-inf"))
     tile_total = tl.load(total + at * num_tiles + tiles, mask=inside, other=0.0)
     row_highest = tl.max(tile_highest)
-    row_total = tl.sum(tl.where(tile_total > 0.0, tile_total * tl.exp(tile_highest - row_highest), 0.0))
-    log_total = tl.log(row_total)
+    shares = tl.where(tile_total == 0.0, 0.0, tile_total * tl.exp(tile_highest - row_highest))  # one NaN spoils the row
+    log_total = tl.log(tl.sum(shares))
 
     packed += at * (3 + 2 * num_top)
     token = tl.load(tokens + at)

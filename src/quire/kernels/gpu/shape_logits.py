@@ -9,15 +9,12 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.choosing import ChoiceTable, Shaping
+from quire.kernels.gpu.choice_columns import FREQUENCY, MIN_TOKENS, NUM_PROMPT, PRESENCE, REPETITION
 from quire.kernels.gpu.host_sizes import cdiv
 from quire.kernels.gpu.launch import launch
 
 _TILE = 2048  # tokens that a program reads
 _BLOCK = 64  # rows whose tokens one program counts
-
-# The columns of a ChoiceTable.
-_MIN_TOKENS, _NUM_PROMPT = tl.constexpr(4), tl.constexpr(5)
-_REPETITION, _PRESENCE, _FREQUENCY = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5)
 
 
 def shape_logits(
@@ -30,7 +27,10 @@ def shape_logits(
     """See `ShapeLogits`."""
     num_rows, vocab_size = logits.shape
     assert logits.dtype == torch.float32 and logits.stride(1) == 1, (logits.dtype, logits.stride())
+    assert table.integers.stride(1) == table.floats.stride(1) == 1, "columns lie side by side"
     assert shaping.masks.shape[1] * 32 >= vocab_size, (shaping.masks.shape, vocab_size)
+    lines = (shaping.offsets, shaping.in_prompt, shaping.generated)
+    assert all(each.shape[1] == vocab_size for each in lines), [each.shape for each in lines]
     shaped = torch.empty(num_rows, vocab_size, dtype=torch.float32, device=logits.device)
     if num_rows:
         launch(
@@ -82,8 +82,8 @@ def _shape(
     if offset_place >= 0:
         values += tl.load(offsets + offset_place * vocab_size + ids, mask=inside, other=0.0)
 
-    num_generated = tl.load(positions + at) - tl.load(integers + row * integers_stride + _NUM_PROMPT)
-    if num_generated < tl.load(integers + row * integers_stride + _MIN_TOKENS):
+    num_generated = tl.load(positions + at) - tl.load(integers + row * integers_stride + NUM_PROMPT)
+    if num_generated < tl.load(integers + row * integers_stride + MIN_TOKENS):
         for end in range(num_end_ids):
             is_end = tl.load(end_ids + row * num_end_ids + end) == ids
             values = tl.where(is_end, float("-inf"), values)
@@ -100,11 +100,11 @@ def _shape(
 @triton.jit
 def _penalized(values, was_asked, counts, floats):
     """`floats` is the row's line in the table."""
-    repetition = tl.load(floats + _REPETITION).to(tl.float32)
+    repetition = tl.load(floats + REPETITION).to(tl.float32)
     quieter = tl.where(values > 0, tl.div_rn(values, repetition), values * repetition)
     values = tl.where(was_asked | (counts > 0), quieter, values)
-    values -= counts.to(tl.float32) * tl.load(floats + _FREQUENCY).to(tl.float32)
-    return values - (counts > 0).to(tl.float32) * tl.load(floats + _PRESENCE).to(tl.float32)
+    values -= counts.to(tl.float32) * tl.load(floats + FREQUENCY).to(tl.float32)
+    return values - (counts > 0).to(tl.float32) * tl.load(floats + PRESENCE).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
