@@ -5,6 +5,6 @@ from quire.kernels.gpu.cruise import cruise_rows
 from quire.kernels.gpu.finish import finish_rows
 from quire.kernels.gpu.sample import choose_tokens
 from quire.kernels.gpu.score import score_tokens
-from quire.kernels.gpu.shape_logits import count_tokens, shape_logits
+from quire.kernels.gpu.shape_logits import shape_logits, tally_tokens
 
-CHOOSING = Choosing(shape_logits, choose_tokens, count_tokens, score_tokens, finish_rows, cruise_rows)
+CHOOSING = Choosing(shape_logits, choose_tokens, tally_tokens, score_tokens, finish_rows, cruise_rows)

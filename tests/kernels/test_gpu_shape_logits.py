@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.core.sampling import RowSampling
 from quire.core.step import Masks
-from quire.kernels.gpu.shape_logits import count_tokens, shape_logits
+from quire.kernels.gpu.shape_logits import shape_logits, tally_tokens
 from quire.sampling.penalties import tally_plainly
 from quire.sampling.rows import RowBatch
 from quire.sampling.sampler import Sampler
@@ -131,6 +131,6 @@ def test_more_tokens_are_counted_than_one_program_takes() -> None:
     tokens = torch.randint(0, 37, (150,), generator=numbers)
     before = torch.randint(0, 9, (150, 37), generator=numbers, dtype=torch.int32)
     counted, truth = before.clone().to(DEVICE), before.clone()
-    count_tokens(tokens.to(DEVICE), places.to(DEVICE), counted)
+    tally_tokens(tokens.to(DEVICE), places.to(DEVICE), counted)
     tally_plainly(tokens, places, truth)
     assert torch.equal(counted.cpu(), truth) and int((truth - before).sum()) == int((places >= 0).sum())

@@ -74,8 +74,8 @@ class ShapeLogits(Protocol):
     ) -> Tensor: ...  # [n, vocab] float32, of padding anything
 
 
-class CountTokens(Protocol):
-    """Counts the tokens that were chosen, for penalties."""
+class TallyTokens(Protocol):
+    """Counts the tokens that were chosen: penalties read how often each was."""
 
     def __call__(
         self,
@@ -165,7 +165,7 @@ class Choosing(NamedTuple):
 
     shape: ShapeLogits
     choose: ChooseTokens
-    tally: CountTokens
+    tally: TallyTokens
     score: ScoreTokens
     finish: FinishRows
     cruise: CruiseRows

@@ -73,7 +73,7 @@ def _gpu_choice(needs: AttentionNeeds | None, backend: str) -> Choice:
     from quire.kernels.gpu.kernels import GpuKernels
     from quire.kernels.gpu.sample import choose_tokens
     from quire.kernels.gpu.score import score_tokens
-    from quire.kernels.gpu.shape_logits import count_tokens, shape_logits
+    from quire.kernels.gpu.shape_logits import shape_logits, tally_tokens
 
     backends, reasons, windows = OWN, tuple[str, ...](), tuple[int, ...]((0,))
     if needs is not None:
@@ -88,7 +88,7 @@ def _gpu_choice(needs: AttentionNeeds | None, backend: str) -> Choice:
         here = Surroundings(torch.cuda.get_device_capability(), find_backends())
         backends, reasons = settle_attention(backend, needs, here, torch.device("cuda"))
     reason = "the device is a GPU: products of few rows, attention and all between by Triton, other products by torch"
-    choosing = Choosing(shape_logits, choose_tokens, count_tokens, score_tokens, finish_rows, cruise_rows)
+    choosing = Choosing(shape_logits, choose_tokens, tally_tokens, score_tokens, finish_rows, cruise_rows)
     return Choice(GpuKernels(backends, windows), reason, choosing, copy_blocks, reasons, backends.recordable)
 
 

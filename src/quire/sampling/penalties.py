@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quire.core.ids import Row
 from quire.core.step import Seat
-from quire.kernels.choosing import CountTokens
+from quire.kernels.choosing import TallyTokens
 from quire.kernels.host_copies import upload
 from quire.sampling.rows import Part, RowBatch, SamplingRows
 from quire.sampling.slots import SlotPool, grown
@@ -17,7 +17,7 @@ from quire.sampling.slots import SlotPool, grown
 class Penalties:
     """For each row that asks: which tokens its prompt holds, and how often each was generated."""
 
-    def __init__(self, max_rows: int, vocab_size: int, device: torch.device, tally: CountTokens) -> None:
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device, tally: TallyTokens) -> None:
         self._vocab_size = vocab_size
         self._tally = tally
         self.slots = SlotPool(max_rows, device)
@@ -61,7 +61,7 @@ class Penalties:
 
 
 def tally_plainly(tokens: Tensor, places: Tensor, generated: Tensor) -> None:
-    """See `CountTokens`."""
+    """See `TallyTokens`."""
     at = places.clamp(min=0) * generated.shape[1] + tokens
     generated.view(-1).index_add_(0, at, (places >= 0).to(torch.int32))
 

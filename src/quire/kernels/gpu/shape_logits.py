@@ -44,12 +44,12 @@ def shape_logits(
     return shaped
 
 
-def count_tokens(
+def tally_tokens(
     tokens: Tensor,  # [n] int64
     places: Tensor,  # [n] int64, none twice but -1
     generated: Tensor,  # [slots, vocab] int32; changed in place
 ) -> None:
-    """See `CountTokens`."""
+    """See `TallyTokens`."""
     num_rows = len(tokens)
     if num_rows:
         grid = (cdiv(num_rows, _BLOCK),)
