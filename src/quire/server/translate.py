@@ -4,10 +4,10 @@ from dataclasses import dataclass, fields, replace
 
 from msgspec import UNSET
 
-from quire.core.checks import check_count
+from quire.core.checks import check_count, check_int
 from quire.core.errors import InvalidParameter
 from quire.core.grammar import Grammar
-from quire.core.sampling import SamplingParams, checked_token_ids
+from quire.core.sampling import MAX_LOGPROBS, SamplingParams, checked_token_ids
 from quire.engine.terms import Terms
 from quire.server.bodies.chat import ChatBody
 from quire.server.bodies.completion import CompletionBody
@@ -62,6 +62,8 @@ def chat_wanted(body: ChatBody, served: Served) -> Wanted:
         max_tokens = body.max_completion_tokens
     if body.top_logprobs and not body.logprobs:
         raise InvalidParameter("top_logprobs is for logprobs: true alone.", param="top_logprobs")
+    if body.top_logprobs is not None:
+        check_int("top_logprobs", body.top_logprobs, 0, MAX_LOGPROBS)
     return _wanted(body, served, max_tokens, (body.top_logprobs or 0) if body.logprobs else None, body.prompt_logprobs)
 
 
