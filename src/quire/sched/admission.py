@@ -71,7 +71,9 @@ class Admission:
         if not room or self._books.only is not None or not self._pressure.outranks(room.best_class):
             return
         family = room.first_of_best(now_s)
-        claim = self._claim(family)
+        claim = self._checked_claim(family)
+        if claim is None:
+            return
         lacks = self._lacks(claim) is not None and self._follow(family, claim) is None
         shortage = self._books.kv.shortage(claim.match, claim.num_blocks)
         if lacks and self._pressure.take_seats(family, claim.num_rows, shortage):

@@ -4,21 +4,26 @@ The leader computes the prompt once. When that is absorbed, each sibling begins 
 and a copy of the partial one; it computes the prompt's last token itself. Rows and promises are theirs from the start.
 """
 
+import logging
+
 from quire.core.ids import SequenceId
-from quire.core.request import Sequence, State
+from quire.core.request import Family, Sequence, State
 from quire.kv.manager import KVManager, count_blocks
 from quire.sched.seating import Seating
+
+_log = logging.getLogger(__name__)
 
 
 class Forks:
     """Who waits for whom."""
 
-    __slots__ = ("_kv", "_seating", "_siblings")
+    __slots__ = ("_failed", "_kv", "_seating", "_siblings")
 
     def __init__(self, kv: KVManager, seating: Seating) -> None:
         self._kv = kv
         self._seating = seating
         self._siblings: dict[SequenceId, tuple[Sequence, ...]] = {}  # by leader
+        self._failed: list[Family] = []
 
     def expect(self, leader: Sequence, siblings: tuple[Sequence, ...]) -> None:
         """They sit, but compute nothing until the leader has computed the prompt."""
@@ -26,13 +31,23 @@ class Forks:
             self._siblings[leader.id] = siblings
 
     def fork(self, leader: Sequence) -> tuple[Sequence, ...]:
-        """The siblings that can begin, if the leader has come so far."""
+        """The siblings that can begin, if the leader has come so far. If one cannot, none does: see `take_failed`."""
         if leader.id not in self._siblings or leader.num_computed < len(leader.request.prompt) - 1:
             return ()
         siblings = tuple(s for s in self._siblings.pop(leader.id) if s.state is State.RUNNING)
-        for sibling in siblings:
-            sibling.num_computed = sibling.num_planned = self._begin(leader, sibling)
+        try:
+            for sibling in siblings:
+                sibling.num_computed = sibling.num_planned = self._begin(leader, sibling)
+        except Exception:
+            _log.exception("request %s failed to fork", leader.request.id)
+            self._failed.append(leader.family)
+            return ()
         return siblings
+
+    def take_failed(self) -> list[Family]:
+        """The families whose fork raised an error since the last call: they must end."""
+        failed, self._failed = self._failed, []
+        return failed
 
     def _begin(self, leader: Sequence, sibling: Sequence) -> int:
         """Its own past if the tree still has it, else the leader's prompt; the positions it begins with."""

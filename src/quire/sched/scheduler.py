@@ -157,7 +157,10 @@ class Scheduler:
         failed = {row for row, reason in result.ended if reason is FinishReason.ERROR}
         for sequence, stop in flight.chunks:
             self._note_computed(sequence, stop, failed=sequence.row in failed)
-        finished = self._finish_ended(result) + self._advance_beams(result.candidates)
+        finished = self._finish_ended(result)
+        for family in self.books.forks.take_failed():  # not before: a row of theirs may be among those that ended
+            self.books.fail(family)
+        finished += self._advance_beams(result.candidates)
         self.books.release_up_to(result.step)
         finished, self.books.ended_early = finished + self.books.ended_early, []
         return Absorbed(result.step, emitters, tokens, tuple(finished), logprobs, scores, pooled)
