@@ -135,3 +135,22 @@ def test_who_arrives_or_leaves_during_an_inquest_is_served_afterwards():
         ends.update({s.request.id: s.finish_reason for s in (() if absorbed is None else absorbed.finished)})
     assert ends[2] is FinishReason.FAILED and ends[9] is FinishReason.LENGTH
     assert sorted(ends) == [0, 1, 2, 3, 4, 9]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_when_all_suspects_of_a_group_are_aborted_the_others_are_served(depth):
+    scheduler = Scheduler(KVManager(80, 4, 6), max_rows=6, max_step_tokens=16)
+    loop = Loop(scheduler, Allergic(80, {SequenceId(2): 1}), depth, lambda: 0.0)
+    members = [member for number in range(6) for member in scheduler.add(request_of(number, 5, 8, 1, None))]
+    while scheduler.books.only is None:
+        loop.turn()
+    suspects = [member for member in members if member.family.order in scheduler.books.only]
+    for member in suspects:
+        scheduler.abort(member.request.id)
+    for _ in range(200):
+        loop.turn()
+        audit(scheduler)
+    assert scheduler.idle
+    others = {member.id: member.finish_reason for member in members if member not in suspects}
+    assert others.pop(SequenceId(2)) is FinishReason.FAILED
+    assert set(others.values()) == {FinishReason.LENGTH}

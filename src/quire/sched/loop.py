@@ -78,7 +78,7 @@ class Loop:
             return self.scheduler.overdue()
         if absorbed is not None:
             self._num_blamed = 0
-        if absorbed is not None and self._inquest is not None:
+        if self._inquest is not None:  # also without a step: its suspects may have been aborted
             self._clear(self._inquest, absorbed)
         return absorbed or self.scheduler.overdue()
 
@@ -144,8 +144,8 @@ class Loop:
             raise error
         self._go_on()
 
-    def _clear(self, inquest: Inquest, absorbed: Absorbed) -> None:
-        if inquest.hear(absorbed.sequences.tolist()):
+    def _clear(self, inquest: Inquest, absorbed: Absorbed | None) -> None:
+        if inquest.hear(() if absorbed is None else absorbed.sequences.tolist()):
             self.scheduler.withdraw_all()
             self._go_on()
 
