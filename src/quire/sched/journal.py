@@ -13,7 +13,7 @@ import numpy as np
 
 from quire.core.ids import RequestId, Row
 from quire.core.moves import Tier
-from quire.core.request import Request, Sequence
+from quire.core.request import Family, Request, Sequence
 from quire.core.step import FinishReason, StepPlan, StepResult
 from quire.sched.blueprint import Blueprint
 from quire.sched.packing import Packer
@@ -24,11 +24,14 @@ from quire.sched.records import (
     AbsorbedStep,
     Answered,
     Arrived,
+    Concluded,
     EndOfJournal,
+    Failed,
     Kind,
     Order,
     Planned,
     Record,
+    Restricted,
     Spoken,
     Stopped,
     Summary,
@@ -214,6 +217,16 @@ class JournaledScheduler(Scheduler):
             self.journal.note(Stopped(sequence.id, reason))
         return ended
 
+    def conclude(self, sequence: Sequence, reason: FinishReason) -> None:
+        if not sequence.finished:
+            self.journal.note(Concluded(sequence.id, reason))
+        super().conclude(sequence, reason)
+
+    def fail(self, family: Family) -> None:
+        if not family.finished:
+            self.journal.note(Failed(family.request.id))
+        super().fail(family)
+
     def drain(self) -> None:
         self.journal.note(Order(Kind.DRAINED))
         super().drain()
@@ -234,6 +247,14 @@ class JournaledScheduler(Scheduler):
     def lose_steps(self, *, keep_cache: bool) -> None:
         self.journal.lost(keep_cache=keep_cache)
         super().lose_steps(keep_cache=keep_cache)
+
+    def withdraw_all(self) -> None:
+        self.journal.note(Order(Kind.WITHDRAWN))
+        super().withdraw_all()
+
+    def admit_only(self, orders: frozenset[int] | None) -> None:
+        self.journal.note(Restricted(orders))
+        super().admit_only(orders)
 
     def fail_largest(self) -> None:
         self.journal.note(Order(Kind.LARGEST_FAILED))

@@ -139,7 +139,7 @@ class Loop:
             _log.error("request %s failed alone: it is ended", blamed.request.id)
             self._num_in_vain = 0
             self._num_blamed += 1
-            scheduler.books.fail(blamed)
+            scheduler.fail(blamed)
         if self._num_blamed >= _MOST_BLAMED:  # whoever is asked fails: the engine is broken, not a request
             raise error
         self._go_on()
@@ -154,4 +154,4 @@ class Loop:
         inquest = self._inquest
         if inquest is not None and not inquest.open:
             self._inquest = inquest = None
-        self.scheduler.books.sit_only(None if inquest is None else inquest.group)
+        self.scheduler.admit_only(None if inquest is None else inquest.group)

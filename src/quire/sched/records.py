@@ -20,19 +20,21 @@ from quire.sched.packing import Packer, Unpacker, Unreadable
 MAGIC = b"quire journal\n"
 VERSION = 2
 
-_REASONS = (
+_REASONS = (  # by their numbers in a record: a new one goes to the end
     FinishReason.STOP,
     FinishReason.LENGTH,
     FinishReason.ABORT,
     FinishReason.ERROR,
     FinishReason.EXPIRED,
     FinishReason.OUT_OF_MEMORY,
+    FinishReason.FAILED,
+    FinishReason.NOTHING_LEFT,
 )
 _STOPPINGS = (EarlyStopping.WHEN_FULL, EarlyStopping.WHEN_UNLIKELY, EarlyStopping.NEVER)
 
 
 class Kind(IntEnum):
-    """The first byte of a record."""
+    """The first byte of a record: numbers are never reused."""
 
     ARRIVED = 1
     ABORTED = 2
@@ -48,6 +50,10 @@ class Kind(IntEnum):
     SPOKEN = 12
     ANSWERED = 13
     ENDED = 14
+    CONCLUDED = 15
+    FAILED = 16
+    RESTRICTED = 17
+    WITHDRAWN = 18
 
 
 class Summary(NamedTuple):
@@ -119,8 +125,45 @@ class Stopped(NamedTuple):
         packer.count(_REASONS.index(self.reason))
 
 
+class Concluded(NamedTuple):
+    """`conclude`: the engine ended one sequence."""
+
+    sequence: SequenceId
+    reason: FinishReason
+
+    def pack(self, packer: Packer) -> None:
+        packer.count(Kind.CONCLUDED)
+        packer.count(self.sequence)
+        packer.count(_REASONS.index(self.reason))
+
+
+class Failed(NamedTuple):
+    """`fail`."""
+
+    request: RequestId
+
+    def pack(self, packer: Packer) -> None:
+        packer.count(Kind.FAILED)
+        packer.count(self.request)
+
+
+class Restricted(NamedTuple):
+    """`admit_only`."""
+
+    orders: frozenset[int] | None
+
+    def pack(self, packer: Packer) -> None:
+        packer.count(Kind.RESTRICTED)
+        packer.count(self.orders is not None)
+        if self.orders is not None:
+            packer.array(sorted(self.orders))
+
+
 class Order(NamedTuple):
-    """`drain`, `reset_cache`, `shrink`, `lose_steps` or `fail_largest`. `number`: the blocks; whether to keep."""
+    """`drain`, `reset_cache`, `shrink`, `lose_steps`, `fail_largest` or `withdraw_all`.
+
+    `number`: the blocks; whether to keep.
+    """
 
     kind: Kind
     number: int = 0
@@ -207,7 +250,8 @@ class EndOfJournal(NamedTuple):
         packer.data += self.checksum.to_bytes(4, "little")
 
 
-Record = Arrived | Aborted | Stopped | Order | Planned | AbsorbedStep | Spoken | Answered | EndOfJournal
+Call = Arrived | Aborted | Stopped | Concluded | Failed | Restricted | Order | Planned | AbsorbedStep
+Record = Call | Spoken | Answered | EndOfJournal
 
 
 class Reader:
@@ -237,6 +281,12 @@ class Reader:
             return Aborted(RequestId(unpacker.count()))
         if kind is Kind.STOPPED:
             return Stopped(SequenceId(unpacker.count()), _REASONS[unpacker.count()])
+        if kind is Kind.CONCLUDED:
+            return Concluded(SequenceId(unpacker.count()), _REASONS[unpacker.count()])
+        if kind is Kind.FAILED:
+            return Failed(RequestId(unpacker.count()))
+        if kind is Kind.RESTRICTED:
+            return Restricted(frozenset(unpacker.array().tolist()) if unpacker.count() else None)
         if kind is Kind.RESTED:
             return Planned(unpacker.real(), unpacker.count(), 0, None)
         if kind is Kind.PLANNED:

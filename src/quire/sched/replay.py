@@ -23,12 +23,15 @@ from quire.sched.records import (
     AbsorbedStep,
     Answered,
     Arrived,
+    Concluded,
     EndOfJournal,
+    Failed,
     Kind,
     Order,
     Planned,
     Reader,
     Record,
+    Restricted,
     Spoken,
     Stopped,
     Summary,
@@ -174,6 +177,12 @@ class _Replayer:
             scheduler.abort(record.request)
         elif isinstance(record, Stopped):
             scheduler.finish(self._sequences[record.sequence], record.reason)
+        elif isinstance(record, Concluded):
+            scheduler.conclude(self._sequences[record.sequence], record.reason)
+        elif isinstance(record, Failed):
+            scheduler.fail(scheduler.books.families[record.request])
+        elif isinstance(record, Restricted):
+            scheduler.admit_only(record.orders)
         elif isinstance(record, Order):
             self._obey(record)
         return None
@@ -189,6 +198,8 @@ class _Replayer:
         elif order.kind is Kind.STEPS_LOST:
             self._speakers.lose()
             scheduler.lose_steps(keep_cache=bool(order.number))
+        elif order.kind is Kind.WITHDRAWN:
+            scheduler.withdraw_all()
         else:
             assert order.kind is Kind.LARGEST_FAILED, order
             scheduler.fail_largest()

@@ -122,6 +122,10 @@ class Scheduler:
         if self.books.finish(sequence, reason):
             self.books.ended_early.append(sequence)
 
+    def fail(self, family: Family) -> None:
+        """End a request because of which a step failed; it is told with the next result."""
+        self.books.fail(family)
+
     def drain(self) -> None:
         """Accept nobody any more; who is here is served to the end."""
         self.draining = True
@@ -336,7 +340,7 @@ class Scheduler:
         books.tally.lost_steps += books.last_planned - books.last_absorbed
         books.seating.forget_steps(books.last_planned)
         books.last_absorbed = books.last_planned
-        self.withdraw_all()
+        self._withdraw_all()
         books.release_up_to(books.last_absorbed)
         books.seating.forget_runner()
         books.fresh, books.tells = [], []
@@ -346,9 +350,16 @@ class Scheduler:
 
     def withdraw_all(self) -> None:
         """Everybody who sits gets up and will be seated again; what was absorbed stays in the cache."""
+        self._withdraw_all()
+
+    def _withdraw_all(self) -> None:
         for sequence in tuple(self.books.seating.seated.values()):
             if sequence.state is State.RUNNING:
                 self.books.withdraw(sequence.family, by=None)
+
+    def admit_only(self, orders: frozenset[int] | None) -> None:
+        """From now on only the families of these orders are admitted; None: all are."""
+        self.books.sit_only(orders)
 
     def running_families(self) -> list[Family]:
         """Those who compute, in the order of their arrival."""

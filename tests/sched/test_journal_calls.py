@@ -1,0 +1,119 @@
+"""A journal holds every call that changes a scheduler: failures, and what is done about them, come back in a replay."""
+
+import inspect
+import io
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from quire.core.ids import SequenceId
+from quire.core.request import BeamParams, State
+from quire.core.step import FinishReason
+from quire.sched.audit import audit_rest
+from quire.sched.blueprint import Blueprint
+from quire.sched.journal import JournaledScheduler
+from quire.sched.loop import Loop
+from quire.sched.packing import Packer, Unpacker
+from quire.sched.records import Concluded, Failed, Kind, Order, Reader, Record, Restricted, Stopped
+from quire.sched.replay import Condition, replay
+from quire.sched.scheduler import Scheduler
+from tests.sched.test_inquest import Allergic, request_of
+
+# No decision depends on what these do: one only reads, the other hands over what has ended already.
+UNRECORDED = {"running_families", "overdue"}
+
+
+def packed(record: Record) -> bytes:
+    packer = Packer()
+    record.pack(packer)
+    return bytes(packer.data)
+
+
+def unpacked(data: bytes) -> Record:
+    unpacker = Unpacker(data)
+    record = Reader(unpacker).read()
+    assert unpacker.at_end
+    return record
+
+
+def test_every_verb_of_a_scheduler_is_journaled() -> None:
+    verbs = {name for name, _ in inspect.getmembers(Scheduler, inspect.isfunction) if not name.startswith("_")}
+    assert verbs - UNRECORDED == {name for name in vars(JournaledScheduler) if not name.startswith("_")}
+
+
+class Counted(JournaledScheduler):
+    """Counts the calls that it gets."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(Blueprint(80, 4, 6, 16), path.open("wb"))
+        self.calls: Counter[str] = Counter()
+
+    def __getattribute__(self, name: str) -> object:
+        if name in vars(JournaledScheduler):
+            self.calls[name] += 1
+        return super().__getattribute__(name)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_run_with_failures_comes_back(tmp_path: Path, depth: int) -> None:
+    calls: Counter[str] = Counter()
+    for seed in range(8):
+        dice = random.Random(seed)
+        scheduler = Counted(tmp_path / "journal")
+        runner = Allergic(80, {SequenceId(2): 1, SequenceId(9): 20}, num_hiccups=1)
+        loop = Loop(scheduler, runner, depth, lambda: 0.0)
+        for number in range(12):
+            beam = BeamParams(2) if dice.random() < 0.2 else None
+            n = 2 if beam is not None or dice.random() < 0.2 else 1
+            scheduler.add(request_of(number, dice.randint(1, 20), dice.randint(4, 16), n, beam))
+        for _ in range(1000):
+            if scheduler.idle:
+                break
+            loop.turn()
+            if dice.random() < 0.1:
+                scheduler.withdraw_all()
+            running = [s for s in scheduler.books.seating.seated.values() if s.state is State.RUNNING]
+            if running and dice.random() < 0.1:
+                ended = dice.choice([each for each in running if each.request.beam is None] or [None])
+                reason = dice.choice([FinishReason.FAILED, FinishReason.STOP])
+                if ended is not None:
+                    dice.choice([scheduler.conclude, scheduler.finish])(ended, reason)
+        audit_rest(scheduler)
+        scheduler.journal.close()
+        report = replay(tmp_path / "journal")
+        assert report.difference is None and report.condition is Condition.COMPLETE
+        assert report.steps == scheduler.books.last_planned + 1
+        calls += scheduler.calls
+    assert min(calls[name] for name in ("conclude", "finish", "fail", "admit_only", "withdraw_all", "lose_steps")) > 0
+
+
+@pytest.mark.parametrize("reason", FinishReason)
+def test_a_sequence_may_be_ended_for_any_reason(reason: FinishReason) -> None:
+    for verb in ("finish", "conclude"):
+        scheduler = JournaledScheduler(Blueprint(64, 4, 4, 32), io.BytesIO())
+        (sequence,) = scheduler.add(request_of(0, 3, 4, 1, None))
+        getattr(scheduler, verb)(sequence, reason)
+        assert sequence.finish_reason is reason
+    for record in (Stopped(sequence.id, reason), Concluded(sequence.id, reason)):
+        assert unpacked(packed(record)) == record
+
+
+@pytest.mark.parametrize(
+    ("record", "data"),
+    [
+        (Stopped(SequenceId(300), FinishReason.STOP), b"\x03\xac\x02\x00"),
+        (Stopped(SequenceId(1), FinishReason.OUT_OF_MEMORY), b"\x03\x01\x05"),
+        (Stopped(SequenceId(1), FinishReason.FAILED), b"\x03\x01\x06"),
+        (Concluded(SequenceId(1), FinishReason.NOTHING_LEFT), b"\x0f\x01\x07"),
+        (Failed(request_of(7, 1, 1, 1, None).id), b"\x10\x07"),
+        (Restricted(None), b"\x11\x00"),
+        (Restricted(frozenset()), b"\x11\x01\x00\x01"),
+        (Restricted(frozenset({9, 4})), b"\x11\x01\x02\x01\x04\x09"),
+        (Order(Kind.WITHDRAWN), b"\x12"),
+        (Order(Kind.SHRUNK, 3), b"\x06\x03"),
+    ],
+)
+def test_records_keep_their_bytes(record: Record, data: bytes) -> None:
+    assert packed(record) == data and unpacked(data) == record
