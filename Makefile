@@ -15,13 +15,20 @@ SANITIZED := $(foreach name,attention copies cruise decode_pieces elementwise sa
 SANITIZED_ON_CUDA := tests/gpu/test_hopper_attention_on_cuda.py tests/gpu/test_ring_product_on_cuda.py
 SANITIZE := compute-sanitizer --tool memcheck --error-exitcode 1
 
-.PHONY: serve test test-gpu sanitize test-clients test-mutants test-chaos lint clean
+.PHONY: serve test test-long test-gpu sanitize test-clients test-mutants test-chaos lint clean
 
 serve: $(VENV)/.serve
 	$(BIN)/quire serve $(ARGS)
 
+SUITE := tests --ignore=tests/gpu --ignore=tests/chaos --ignore=tests/clients
+
 test: $(VENV)/.test
-	$(BIN)/python -m pytest tests --ignore=tests/gpu --ignore=tests/chaos --ignore=tests/clients $(WORKERS) $(ARGS)
+	$(BIN)/python -m pytest $(SUITE) $(WORKERS) $(ARGS)
+
+# Every example of every grid (tests/tiers.py), and all mutants; `make test` runs some of each kind.
+test-long: $(VENV)/.test
+	$(BIN)/python -m pytest $(SUITE) --long $(WORKERS) $(ARGS)
+	$(BIN)/python -m tests.mutants.run --jobs 2
 
 # With a GPU the kernels' own tests run on it, too; without one, in Triton's interpreter, and tests/gpu is skipped.
 test-gpu: $(VENV)/.test

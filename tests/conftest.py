@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -15,12 +16,16 @@ from quire.catalog.progress import ignore
 from quire.catalog.store import models_folder
 from quire.catalog.wheel import fetch
 from quire.core.errors import QuireError
+from tests.tiers import HAS_GPU, LONG_VARIABLE, is_long
 
-if not any(Path("/dev").glob("nvidia[0-9]*")):
+if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined: before anything imports one
 # One thread for each process, for those that the tests start too: beside each other, threads that spin while they wait
 # for one another take the cores that somebody needs, and what takes a second takes minutes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background (`nohup make test &`)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # tests send Ctrl-C, to themselves and to their children
 
 settings.register_profile(
     "ci",
@@ -33,6 +38,28 @@ settings.register_profile(
 settings.load_profile("ci")
 
 TORCH_THREADS = 1
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="run every example of every grid: see tests/tiers.py")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--long"):
+        os.environ[LONG_VARIABLE] = "1"
+    config.addinivalue_line("markers", "long(gpu=False): runs with --long only; gpu: and where there is a GPU")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect what is only for the long tier."""
+
+    def runs(item: pytest.Item) -> bool:
+        return all(is_long(gpu=bool(mark.kwargs.get("gpu"))) for mark in item.iter_markers("long"))
+
+    left_out = [item for item in items if not runs(item)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if runs(item)]
 
 
 @pytest.hookimpl(optionalhook=True)

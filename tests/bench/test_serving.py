@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from quire.bench.serving import Load, Repeat, median_ratio
+from tests import children
 from tests.llm.tiny import tiny_llama, write_model
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "quire", "bench", "serve", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return children.run(command, capture_output=True, text=True, timeout=120)
 
 
 def test_both_ways_compute_the_same_streams_and_everybody_tells_what_it_cost(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """What a start is made of, in real processes that have little installed."""
 
 import json
-import subprocess
 import sys
 import time
 from dataclasses import asdict
@@ -13,6 +12,7 @@ from quire.bench import startup
 from quire.bench.startup import measure_starts
 from quire.config import EngineConfig
 from quire.core.errors import EngineFailed
+from tests import children
 from tests.cli.commands import Shell
 from tests.house.test_light import ABSENT
 
@@ -78,7 +78,7 @@ def test_a_machine_that_has_little_comes_to_its_first_token(tmp_path: Path, monk
     monkeypatch.setenv("PYTHONPATH", ":".join([str(tmp_path), *filter(None, sys.path)]))
     config = EngineConfig(model="tiny", load_format="dummy", device="cpu", threads=1, kv_cache_memory=1 << 20)
     command = [*startup.CHILD, "--since", repr(time.monotonic())]
-    child = subprocess.run(command, input=json.dumps(asdict(config)), capture_output=True, text=True, check=False)
+    child = children.run(command, input=json.dumps(asdict(config)), capture_output=True, text=True, check=False)
     assert child.returncode == 0, child.stderr
     names = [phase[0] for phase in json.loads(child.stdout)["phases"]]
     assert names[:3] == ["python", "torch", "quire"] and names[-1] == "first token"

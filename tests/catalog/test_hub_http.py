@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import children
 from tests.catalog.hub_server import TOKEN, Hub, serving
 from tests.llm.tiny import tiny_llama, write_model
 
@@ -29,7 +30,7 @@ def run(hub: Hub, home: Path, code: str, *arguments: str, reachable: bool = True
     nobody = "http://127.0.0.1:9"
     environment |= {"HF_HOME": str(home), "HF_ENDPOINT": hub.endpoint if reachable else nobody}
     command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    return children.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
 
 SPEAK = "from quire.cli.main import main; main()"

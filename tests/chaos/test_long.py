@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 
+from tests import children
 from tests.chaos.conftest import NUM_SEATS, Report
 from tests.server.crowd import Told, Visitor, request, tell, tell_all
 from tests.server.scripting import CONTROL, asked, check_control
@@ -194,11 +195,10 @@ def test_overload(server: Running, report: Report) -> None:
     with server.client() as client:
         wait_until_at_rest(client)
         peak, _ = asyncio.run(loaded(NUM_SEATS, 10))
-        prober = subprocess.Popen(
-            [sys.executable, "-m", "tests.chaos.prober", str(server.port), "10"], stdout=subprocess.PIPE, text=True
-        )
-        answered, refusals_s = asyncio.run(loaded(10 * NUM_SEATS, 10))
-        probed_s = json.loads(prober.communicate(timeout=60)[0])
+        command = [sys.executable, "-m", "tests.chaos.prober", str(server.port), "10"]
+        with children.started(command, stdout=subprocess.PIPE, text=True) as prober:
+            answered, refusals_s = asyncio.run(loaded(10 * NUM_SEATS, 10))
+            probed_s = json.loads(prober.communicate(timeout=60)[0])
         began_s = time.monotonic()
         wait_until_at_rest(client)
         check_control(client)

@@ -11,6 +11,7 @@ from quire.cli.chat import Conversation
 from quire.cli.reply import Reply
 from quire.core.sampling import SamplingParams
 from quire.llm import LLM
+from tests import children
 from tests.cli.commands import QUIRE, SMALL, Shell
 
 PROMPT = "\r\n› "
@@ -19,12 +20,19 @@ PROMPT = "\r\n› "
 @pytest.fixture(scope="module")
 def terminal(default_model_path: object) -> Iterator["pexpect.spawn[str]"]:
     chat = pexpect.spawn(
-        QUIRE, ["chat", "--temperature", "0", *SMALL], encoding="utf-8", timeout=120, dimensions=(40, 100)
+        QUIRE,
+        ["chat", "--temperature", "0", *SMALL],
+        encoding="utf-8",
+        timeout=120,
+        dimensions=(40, 100),
+        preexec_fn=children.prepare,
     )
-    chat.expect("Type a message")
-    chat.expect("› ")
-    yield chat
-    chat.close(force=True)
+    try:
+        chat.expect("Type a message")
+        chat.expect("› ")
+        yield chat
+    finally:
+        chat.close(force=True)
 
 
 def ask(terminal: "pexpect.spawn[str]", line: str) -> str:

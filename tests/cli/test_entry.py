@@ -1,11 +1,12 @@
 """Before its verbs are imported, the command ends at Ctrl-C as any program does: no traceback."""
 
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+
+from tests import children
 
 IMPATIENT = """
 import importlib, signal, sys
@@ -28,5 +29,5 @@ def console_script() -> str:
 
 @pytest.mark.parametrize("entry", ["import runpy; runpy.run_module('quire', run_name='__main__')", console_script()])
 def test_control_c_before_the_verbs_are_there_ends_it_quietly(entry: str) -> None:
-    said = subprocess.run([sys.executable, "-c", IMPATIENT + entry], capture_output=True, text=True, check=False)
+    said = children.run([sys.executable, "-c", IMPATIENT + entry], capture_output=True, text=True, check=False)
     assert (said.returncode, said.stdout, said.stderr) == (130, "", "")

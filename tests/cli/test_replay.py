@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import children
 from tests.cli.commands import QUIRE, Shell
 
 
@@ -56,7 +57,7 @@ def test_several_jobs_add_up(quire: Shell) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_jobs_do_not_outlive_the_check_that_started_them(number: int) -> None:
     command = [QUIRE, "check", "--steps", "1000000000", "--jobs", "2"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as check:
+    with children.started(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as check:
         jobs = Path(f"/proc/{check.pid}/task/{check.pid}/children")
         while len(jobs.read_text().split()) < 2:
             assert check.poll() is None

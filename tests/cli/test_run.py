@@ -2,32 +2,33 @@
 
 import signal
 import subprocess
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
+from tests import children
 from tests.cli.commands import QUIRE, SMALL
 
 pytestmark = pytest.mark.usefixtures("default_model_path")
 
 
-def start(*arguments: str) -> "subprocess.Popen[str]":
+def start(*arguments: str) -> AbstractContextManager["subprocess.Popen[str]"]:
     command = [QUIRE, "run", *arguments, *SMALL]
-    return subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    pipe = subprocess.PIPE
+    return children.started(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
 
 
 def test_stdout_is_the_completion_alone() -> None:
     command = [QUIRE, "run", "The capital of France is", "--temperature", "0", "--max-tokens", "3", *SMALL]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    result = children.run(command, capture_output=True, text=True, check=True)
     assert result.stdout == " Paris.\n\n"
     assert result.stderr == ""
 
 
 def test_a_model_a_prompt_from_stdin_and_the_report(default_model_path: Path) -> None:
     command = [QUIRE, "run", "-v", str(default_model_path), "-", "--temperature", "0", "--max-tokens", "3", *SMALL]
-    result = subprocess.run(command, input="The capital of France is", capture_output=True, text=True, check=True)
+    result = children.run(command, input="The capital of France is", capture_output=True, text=True, check=True)
     assert result.stdout == " Paris.\n\n"
     lines = result.stderr.splitlines()
     phases = ["config", "kernels", "weights", "kv", "warm-up", "memory"]
@@ -36,32 +37,32 @@ def test_a_model_a_prompt_from_stdin_and_the_report(default_model_path: Path) ->
 
 
 def test_a_reader_that_leaves_ends_it_quietly() -> None:
-    running = start("Once upon a time", "--temperature", "0", "--max-tokens", "400")
-    assert running.stdout is not None and running.stderr is not None
-    running.stdout.read(1)
-    running.stdout.close()
-    errors = running.stderr.read()
-    assert running.wait() == 1
-    assert errors == ""
+    with start("Once upon a time", "--temperature", "0", "--max-tokens", "400") as running:
+        assert running.stdout is not None and running.stderr is not None
+        running.stdout.read(1)
+        running.stdout.close()
+        errors = running.stderr.read()
+        assert running.wait() == 1
+        assert errors == ""
 
 
 def test_control_c_ends_a_completion() -> None:
-    running = start("Once upon a time", "--temperature", "0", "--max-tokens", "400")
-    assert running.stdout is not None
-    first = running.stdout.read(1)
-    running.send_signal(signal.SIGINT)
-    rest, errors = running.communicate()
-    assert running.returncode == 130
-    assert errors == ""
-    assert (first + rest).endswith("\n")
+    with start("Once upon a time", "--temperature", "0", "--max-tokens", "400") as running:
+        assert running.stdout is not None
+        first = running.stdout.read(1)
+        running.send_signal(signal.SIGINT)
+        rest, errors = running.communicate()
+        assert running.returncode == 130
+        assert errors == ""
+        assert (first + rest).endswith("\n")
 
 
 def test_control_c_ends_a_start() -> None:
-    running = start("Once upon a time", "-v")
-    assert running.stderr is not None
-    running.stderr.readline()  # the headline: now it loads
-    running.send_signal(signal.SIGINT)
-    said, errors = running.communicate()
-    assert running.returncode == 1
-    assert said == ""
-    assert "Traceback" not in errors and "Aborted!" in errors
+    with start("Once upon a time", "-v") as running:
+        assert running.stderr is not None
+        running.stderr.readline()  # the headline: now it loads
+        running.send_signal(signal.SIGINT)
+        said, errors = running.communicate()
+        assert running.returncode == 1
+        assert said == ""
+        assert "Traceback" not in errors and "Aborted!" in errors

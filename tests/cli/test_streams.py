@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import children
 from tests.cli.commands import SMALL, Shell
 
 FULL = Path("/dev/full")
@@ -16,7 +17,7 @@ needs_full = pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
 def _quire(redirection: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """As a shell starts it, with a redirection such as `>&-`."""
     command = ["sh", "-c", f'exec "$@" {redirection}', "sh", sys.executable, "-m", "quire", *arguments]
-    return subprocess.run(command, text=True, capture_output=True, timeout=60, check=False)
+    return children.run(command, text=True, capture_output=True, timeout=60, check=False)
 
 
 @needs_full
@@ -51,7 +52,7 @@ def test_a_prompt_that_is_no_text_is_one_sentence() -> None:
     """As it comes where the locale is no plain C: there the interpreter refuses such bytes by itself."""
     strict = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
     command = [sys.executable, "-m", "quire", "run", "-", *SMALL]
-    said = subprocess.run(command, input=b"caf\xe9", capture_output=True, timeout=60, check=False, env=strict)
+    said = children.run(command, input=b"caf\xe9", capture_output=True, timeout=60, check=False, env=strict)
     assert said.returncode == 2
     assert said.stderr.decode().startswith("quire: The text holds a lone surrogate (U+DCE9, character 3)")
     assert said.stderr.count(b"\n") == 1

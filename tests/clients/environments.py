@@ -2,11 +2,11 @@
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from tests import children
 from tests.house.tree import ROOT
 
 FOLDER = ROOT / ".venv-clients"
@@ -52,11 +52,11 @@ def errors(went: list[Outcome]) -> dict[str, str]:
 
 def outcomes(*command: str) -> list[Outcome]:
     """What a script reported, case by case; one that ended before its end has no outcomes at all."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = children.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return [Outcome(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith('{"case"')]
 
 
 def _run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = children.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{command[0]} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"

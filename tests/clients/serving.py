@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests import children
+
 QUIRE = str(Path(sys.executable).with_name("quire"))
 SMALL = ("--threads", "1", "--max-model-len", "4k", "--kv-cache-memory", "512MiB")
 
@@ -15,7 +17,7 @@ SMALL = ("--threads", "1", "--max-model-len", "4k", "--kv-cache-memory", "512MiB
 def serving(*flags: str) -> Iterator[str]:
     """The address of a server on a free port, once it says that it is ready."""
     command = [QUIRE, "serve", "--port", "0", *flags]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+    with children.started(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         said = []
         try:

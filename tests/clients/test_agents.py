@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import children
 from tests.clients.environments import environment
 from tests.clients.serving import scripted
 from tests.clients.world import FOLDER
@@ -55,7 +56,7 @@ def url(tmp_path_factory: pytest.TempPathFactory, default_model_path: Path) -> I
 def ask(command: list[str], home: Path, settings: dict[str, str]) -> str:
     """What an agent says last, started in its home with these variables and no others of ours."""
     environment = {"PATH": os.environ["PATH"], "HOME": str(home), **settings}
-    done = subprocess.run(
+    done = children.run(
         command,
         cwd=home,
         env=environment,

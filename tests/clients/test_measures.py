@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,6 +9,7 @@ import httpx
 import pytest
 
 from quire import LLM, SamplingParams
+from tests import children
 from tests.clients.environments import environment
 from tests.clients.serving import SMALL, serving
 from tests.clients.world import KEY, MODEL
@@ -27,7 +27,7 @@ class Question(NamedTuple):
 
 
 def run(*command: str, caches: Path) -> None:
-    done = subprocess.run(
+    done = children.run(
         command,
         env=OFFLINE | {"HF_DATASETS_CACHE": str(caches)},
         cwd=TASK,

@@ -1,10 +1,10 @@
 """The lines that docs/clients shows are run as they stand, but for the address, the model's name and the key."""
 
 import re
-import subprocess
 
 import pytest
 
+from tests import children
 from tests.clients.environments import REQUIREMENTS, python
 from tests.clients.world import KEY, MODEL
 from tests.house.tree import ROOT
@@ -29,7 +29,7 @@ def test_the_lines_of_a_page_work(page: str, scripted_url: str) -> None:
     for shown, real in (("http://127.0.0.1:8000", scripted_url), ("smollm2-135m-instruct", MODEL), ("sk-me", KEY)):
         assert shown in code
         code = code.replace(shown, real)
-    done = subprocess.run([python(SHOWN[page]), "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = children.run([python(SHOWN[page]), "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert page == "instructor" or done.stdout.startswith("Hello!"), done.stdout
 

@@ -1,12 +1,12 @@
 """A process that is ours keeps what it has; whoever only measures leaves things as they were."""
 
 import gc
-import subprocess
 import sys
 from threading import Event, Thread
 from weakref import finalize
 
 from quire.core.garbage import importing, postponed, undisturbed
+from tests import children
 
 
 def test_nothing_is_looked_through_while_it_is_imported_nor_ever_after() -> None:
@@ -79,5 +79,5 @@ ring = Ring(); ring.self = ring; del ring
 keep_for_good()
 print(gc.get_freeze_count() > 1000, any(isinstance(each, Ring) for each in gc.get_objects()), gc.get_threshold()[0])
 """
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    said = children.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert said.stdout.split() == ["True", "False", "20000"], "garbage of the start is not kept"

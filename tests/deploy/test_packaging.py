@@ -2,11 +2,11 @@
 
 import re
 import shutil
-import subprocess
 
 import pytest
 
 from quire.server.app import DOORS
+from tests import children
 from tests.deploy.files import DEPLOY, commands, documents, exists, serve_help, shutdown_s, stages, unit
 from tests.house.tree import ROOT
 
@@ -125,7 +125,7 @@ def test_the_unit_is_hardened_and_comes_back() -> None:
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd here")
 def test_systemd_has_nothing_to_say_but_that_quire_is_not_installed() -> None:
     command = ["systemd-analyze", "verify", str(DEPLOY / "systemd" / "quire.service")]
-    said = subprocess.run(command, capture_output=True, text=True, check=False).stderr
+    said = children.run(command, capture_output=True, text=True, check=False).stderr
     ours = [line for line in said.splitlines() if line.startswith(("quire.service", str(DEPLOY)))]
     assert all("/opt/quire/bin/quire is not executable" in line for line in ours), ours
 

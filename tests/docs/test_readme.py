@@ -2,7 +2,6 @@
 
 import ast
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from quire.cli.main import app
+from tests import children
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -20,7 +20,7 @@ def blocks(language: str) -> list[str]:
 
 
 def said_by(code: str) -> str:
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    result = children.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-2000:]
     return result.stdout
 

@@ -1,6 +1,5 @@
 """Kernels compiled ahead of the first step: begun early, waited for, and told of; weights are loaded beside them."""
 
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from quire.kernels.select import Choice
 from quire.llm import LLM
 from quire.weights.allocate import Room
 from quire.weights.dummy import dummy_room
+from tests import children
 from tests.bench.conftest import TINY
 
 
@@ -151,5 +151,5 @@ begun.wait()
 refused.set()
 raise SystemExit(3)
 """
-    left = subprocess.run([sys.executable, "-c", refusing], capture_output=True, text=True, check=False)
+    left = children.run([sys.executable, "-c", refusing], capture_output=True, text=True, check=False)
     assert (left.returncode, left.stdout) == (3, "compiled\n"), left.stderr

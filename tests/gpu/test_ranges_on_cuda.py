@@ -2,11 +2,12 @@
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests import children
 
 LISTENER = Path(__file__).with_name("nvtx_listener.c")
 NUM_TOKENS = 12
@@ -24,9 +25,9 @@ def heard(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     library, told = folder / "listener.so", folder / "ranges.txt"
     compiler = shutil.which("cc") or shutil.which("gcc")
     assert compiler, "Triton needs a C compiler, too: quire doctor says so"
-    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-o", library, LISTENER], check=True)
+    children.run([compiler, "-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-o", library, LISTENER], check=True)
     listening = {"NVTX_INJECTION64_PATH": str(library), "NVTX_LISTENER_OUT": str(told)}
-    subprocess.run([sys.executable, "-c", PROGRAM], env=os.environ | listening, check=True)
+    children.run([sys.executable, "-c", PROGRAM], env=os.environ | listening, check=True)
     return told.read_text().split()
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import children
 from tests.house.tree import METAL, NEUTRAL, PAPER, ROOT, module_name, room, source_files
 
 CONTRACTS = ROOT / ".importlinter"
@@ -22,7 +23,7 @@ ROOMS = (
 def lint(folder: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONUTF8": "1"}
     command = [sys.executable, "-c", LINT, str(CONTRACTS)]
-    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
+    return children.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
 
 
 def test_this_tree_keeps_its_contracts() -> None:
@@ -68,7 +69,7 @@ def test_a_room_without_a_floor_is_seen(tmp_path: Path) -> None:
 def loaded_by(code: str, *unwanted: str) -> str:
     """Which of these modules a fresh Python has loaded after some code, comma-separated."""
     check = f"{code}\nimport sys\nprint(','.join(m for m in {unwanted!r} if m in sys.modules), file=sys.stderr)"
-    result = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=False)
+    result = children.run([sys.executable, "-c", check], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     return result.stderr.strip().splitlines()[-1] if result.stderr.strip() else ""
 

@@ -1,7 +1,8 @@
 """The offline engine and its benchmarks run where there is little: torch, numpy, tokenizers, jinja2, click and rich."""
 
-import subprocess
 import sys
+
+from tests import children
 
 CODE = """
 import sys
@@ -35,5 +36,5 @@ ABSENT = (
 
 def test_the_offline_engine_needs_neither_web_stack_nor_gguf_nor_numba() -> None:
     command = [sys.executable, "-c", CODE.format(absent=ABSENT)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = children.run(command, capture_output=True, text=True, check=False)
     assert result.stdout == "[3, 3]\n", result.stderr[-2000:]

@@ -1,10 +1,10 @@
 """ruff and mypy --strict have nothing to say. What `make lint` runs, the tests run."""
 
-import subprocess
 import sys
 
 import pytest
 
+from tests import children
 from tests.house.tree import ROOT
 
 
@@ -19,5 +19,5 @@ from tests.house.tree import ROOT
     ids=["ruff-check", "ruff-format", "mypy"],
 )
 def test_the_tools_are_content(command: tuple[str, ...]) -> None:
-    result = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False)
+    result = children.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]

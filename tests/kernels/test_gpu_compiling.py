@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from threading import Thread
@@ -14,6 +13,7 @@ import torch
 from quire.kernels.gpu.compiling import _Wanted
 from quire.kernels.gpu.copies import copy_blocks
 from quire.kernels.gpu.launch import rehearsal
+from tests import children
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -23,7 +23,7 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What tests/kernels/apart.py prints, and what it says besides."""
     told = {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("kernels")), "PYTHONPATH": ":".join(filter(None, sys.path))}
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | told
-    child = subprocess.run(
+    child = children.run(
         [sys.executable, "-m", "tests.kernels.apart"],
         env=environment,
         cwd=Path(__file__).parents[2],

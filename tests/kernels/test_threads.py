@@ -1,11 +1,11 @@
 """Compiled kernels leave torch's number of threads as it was told. In processes of their own: numba starts once."""
 
-import subprocess
 import sys
 
 import pytest
 
 from quire.kernels.cpu import CpuKernels
+from tests import children
 
 PROGRAM = """
 import torch
@@ -20,5 +20,5 @@ print(torch.get_num_threads())
 
 @pytest.mark.skipif(not CpuKernels().compiled, reason="numba is not installed")
 def test_numba_does_not_give_torch_more_threads_than_it_was_told() -> None:
-    told = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=True)
+    told = children.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=True)
     assert told.stdout.strip() == "1"

@@ -18,6 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests import children
+
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent
 DOSE = "dose"
@@ -122,7 +124,7 @@ def _run(copy: Path, arguments: Sequence[str], limit_s: float) -> subprocess.Com
     environment = {**os.environ, "PYTHONPATH": str(copy / "src"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *arguments]
     try:
-        return subprocess.run(
+        return children.run(
             command, cwd=copy, env=environment, capture_output=True, text=True, check=False, timeout=limit_s
         )
     except subprocess.TimeoutExpired:

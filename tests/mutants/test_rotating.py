@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import children
 from tests.mutants.run import DOSE, ROOT, Bench, Mutant, read_mutants
 
 NUM_TRIED = 3  # `make test-mutants` tries all
@@ -17,7 +18,7 @@ def turn() -> int:
     """Another number with every commit; always the same where there is no history."""
     command = ["git", "rev-parse", "--short=7", "HEAD"]
     try:
-        head = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        head = children.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         return 0
     return int(head, 16)

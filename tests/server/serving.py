@@ -14,6 +14,8 @@ from typing import Any
 
 import httpx
 
+from tests import children
+
 QUIRE = str(Path(sys.executable).with_name("quire"))
 PATIENCE_S = 60  # for what must come; a test that waits so long has failed
 START_PATIENCE_S = 240  # for a start: on a crowded machine one took more than a minute
@@ -25,15 +27,18 @@ class Running:
     def __init__(self, *arguments: str) -> None:
         self.said: list[str] = []
         self._ready = threading.Event()
-        self.process = subprocess.Popen(
+        self.process = children.start(
             [QUIRE, "serve", "--port", "0", *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        if not self._ready.wait(START_PATIENCE_S) or self.process.poll() is not None:
-            self.process.kill()
-            raise AssertionError("it did not become ready:\n" + "".join(self.said))
-        self.url = next(line for line in self.said if line.startswith("Ready")).split()[5]
+        try:
+            if not self._ready.wait(START_PATIENCE_S) or self.process.poll() is not None:
+                raise AssertionError("it did not become ready:\n" + "".join(self.said))
+            self.url = next(line for line in self.said if line.startswith("Ready")).split()[5]
+        except BaseException:
+            self._end()
+            raise
 
     def _read(self) -> None:
         assert self.process.stderr is not None
@@ -53,8 +58,13 @@ class Running:
         try:
             return self.process.wait(PATIENCE_S)
         finally:
-            self.process.kill()
-            self._reader.join(PATIENCE_S)
+            self._end()
+
+    def _end(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # its engine too, whatever became of the server
+        self.process.wait()
+        self._reader.join(PATIENCE_S)
 
     @property
     def port(self) -> int:

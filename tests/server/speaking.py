@@ -9,6 +9,7 @@ from pathlib import Path
 import openai
 
 from quire.catalog.names import DEFAULT_MODEL
+from tests import children
 from tests.server.serving import QUIRE
 
 MODEL = DEFAULT_MODEL.name
@@ -25,7 +26,7 @@ def speaking(
         (folder / "template.jinja").write_text(template, encoding="utf-8")
         options = ("--chat-template", str(folder / "template.jinja"), *options)
     command = [QUIRE, "serve", "--port", "0", "--script", str(script), *options]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    process = children.start(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     said: list[str] = []
     try:
@@ -40,4 +41,7 @@ def speaking(
             yield client, "".join(said)
     finally:
         process.terminate()
-        process.wait(30)
+        try:
+            process.wait(30)
+        finally:
+            children.end(process)

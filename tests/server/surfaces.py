@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests import children
 from tests.server.serving import QUIRE
 
 MODEL = "smollm2-135m-instruct"
@@ -27,7 +28,7 @@ def scripted_server(folder: Path, lines: Sequence[dict[str, Any]] = LINES, *argu
     script = folder / "script.jsonl"
     script.write_text("\n".join(json.dumps(line) for line in lines))
     command = [QUIRE, "serve", "--port", "0", "--script", str(script), "--max-model-len", "1k", *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    process = children.start(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     try:
         said = []
@@ -40,7 +41,10 @@ def scripted_server(folder: Path, lines: Sequence[dict[str, Any]] = LINES, *argu
         yield line.split()[5]
     finally:
         process.terminate()
-        process.communicate(timeout=30)
+        try:
+            process.communicate(timeout=30)
+        finally:
+            children.end(process)
 
 
 def named_events(stream: str) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from quire.engine.child import Child
 from quire.engine.wire import StartFrame
 from quire.server import batch
 from quire.server.batch_lines import Asked, BadLine, Past, Reply, answered, read_line, refused
+from tests import children
 from tests.cli.commands import QUIRE, Shell
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
@@ -40,7 +41,7 @@ def script(tmp_path_factory: pytest.TempPathFactory, default_model_path: Path) -
 
 def run(script: Path, *arguments: str, lines: bytes = b"") -> "subprocess.CompletedProcess[bytes]":
     command = [QUIRE, "batch", *arguments, "--script", str(script), "--max-model-len", "1k"]
-    return subprocess.run(command, input=lines, capture_output=True, timeout=120, check=False)
+    return children.run(command, input=lines, capture_output=True, timeout=120, check=False)
 
 
 def written(lines: Iterable[object]) -> bytes:

@@ -14,6 +14,7 @@ import pytest
 from quire.config import EngineConfig
 from quire.engine.child import Child
 from quire.engine.wire import PhaseFrame, ReadyFrame, StartFrame, ToFront, pack
+from tests import children
 from tests.server.serving import PATIENCE_S, QUIRE, wait_until
 
 LINE = '{"say": "Hello there."}'
@@ -30,10 +31,14 @@ def test_an_engine_whose_parent_hung_up_while_it_started_says_nothing(script: Pa
     ours, theirs = socket.socketpair()
     with theirs:
         command = [sys.executable, "-m", "quire.engine.process", str(theirs.fileno()), str(os.getpid())]
-        engine = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    with ours:
-        ours.sendall(pack(StartFrame(EngineConfig(), str(script))))
-    out, err = engine.communicate(timeout=PATIENCE_S)
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        engine = children.start(command, pass_fds=[theirs.fileno()], **pipes)
+    try:
+        with ours:
+            ours.sendall(pack(StartFrame(EngineConfig(), str(script))))
+        out, err = engine.communicate(timeout=PATIENCE_S)
+    finally:
+        children.end(engine)
     assert (engine.returncode, out, err.decode()) == (0, b"", "")
 
 
@@ -60,9 +65,7 @@ def test_a_server_that_is_ended_while_it_starts_has_not_failed(
     os.mkfifo(never)  # nobody writes to it: the engine waits for its script for ever
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    server = subprocess.Popen(
-        [QUIRE, "serve", "--port", str(port), "--script", str(never)], stderr=subprocess.PIPE, text=True
-    )
+    command = [QUIRE, "serve", "--port", str(port), "--script", str(never)]
 
     def starting() -> bool:
         try:
@@ -70,9 +73,10 @@ def test_a_server_that_is_ended_while_it_starts_has_not_failed(
         except httpx.TransportError:
             return False
 
-    wait_until(starting)
-    server.send_signal(number)
-    said = server.communicate(timeout=PATIENCE_S)[1].splitlines()
+    with children.started(command, stderr=subprocess.PIPE, text=True) as server:
+        wait_until(starting)
+        server.send_signal(number)
+        said = server.communicate(timeout=PATIENCE_S)[1].splitlines()
     assert server.returncode == 0 and len(said) == 2 and said[-1] == "Stopped.", said
 
 
@@ -80,8 +84,11 @@ def test_a_server_that_is_ended_while_it_starts_has_not_failed(
 def test_a_server_that_is_ended_before_it_listens_has_not_failed(tmp_path: Path, number: int) -> None:
     never = tmp_path / "never.jinja"
     os.mkfifo(never)
-    server = subprocess.Popen([QUIRE, "serve", "--chat-template", str(never)], stderr=subprocess.PIPE, text=True)
-    with never.open("w"):  # comes back when the server has opened it, and keeps it waiting for a template
+    command = [QUIRE, "serve", "--chat-template", str(never)]
+    with (
+        children.started(command, stderr=subprocess.PIPE, text=True) as server,
+        never.open("w"),  # comes back when the server has opened it, and keeps it waiting for a template
+    ):
         server.send_signal(number)
         said = server.communicate(timeout=PATIENCE_S)[1].splitlines()
     assert (server.returncode, said) == (0, ["Stopped."])

@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests import children
 from tests.server.serving import PATIENCE_S, QUIRE, START_PATIENCE_S, counted, wait_until
 
 
@@ -24,7 +25,7 @@ def serving_into(
     script.write_text('{"say": "Hello there."}')
     command = ["sh", "-c", f'exec "$@" {closed}', "sh", QUIRE, "serve", "--port", str(port), "--script", str(script)]
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}  # as most have it
-    server = subprocess.Popen(command, stdout=out, stderr=err, env=buffered)
+    server = children.start(command, stdout=out, stderr=err, env=buffered)
 
     def is_ready(client: httpx.Client) -> bool:
         assert server.poll() is None, f"it ended with status {server.returncode}"
@@ -37,8 +38,7 @@ def serving_into(
             wait_until(lambda: is_ready(client), START_PATIENCE_S)
             yield server, client
     finally:
-        server.kill()
-        server.wait()
+        children.end(server)
 
 
 def check_answers(client: httpx.Client) -> None:

@@ -27,6 +27,7 @@ from quire.server.call import Call
 from quire.server.service import EngineLost, EngineRestarting, Service
 from quire.server.supervisor import Health, Supervisor
 from quire.sim.scripted import counted
+from tests import children
 
 LINES = """
 {"say": "Nobody knows. 🙂 日本語", "when": "secret"}
@@ -256,7 +257,7 @@ def test_an_engine_tells_of_its_weights_as_they_come(default_model_path):
 
 def test_the_front_needs_no_torch():
     code = "import sys, quire.server.supervisor, quire.engine.opening; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    children.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_an_engine_dies_with_its_parent(default_model_path, tmp_path):
@@ -274,11 +275,11 @@ async def main():
     await asyncio.sleep(100)
 asyncio.run(main())
 """
-    front = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    assert front.stdout is not None
-    engine = int(front.stdout.readline())
-    front.kill()
-    front.wait(10)
+    with children.started([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as front:
+        assert front.stdout is not None
+        engine = int(front.stdout.readline())
+        front.kill()
+        front.wait(10)
     deadline_s = monotonic() + 30
     while Path(f"/proc/{engine}").exists() and _alive(engine):
         assert monotonic() < deadline_s, "the engine outlived its parent by 30 s"

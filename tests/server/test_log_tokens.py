@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests import children
 from tests.server.serving import PATIENCE_S, QUIRE
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -21,9 +22,6 @@ def lines(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) ->
     script = tmp_path_factory.mktemp("script") / "script.jsonl"
     script.write_text(json.dumps({"say": HELLO}))
     command = [QUIRE, "serve", "--port", "0", "--script", str(script), "--log-format", "json"]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert server.stderr is not None
-    url = next(line for line in server.stderr if line.startswith("Ready")).split()[5]
     asked: dict[str, tuple[str, dict[str, Any]]] = {
         "chat": ("/v1/chat/completions", CHAT),
         "stream": ("/v1/chat/completions", {**CHAT, "stream": True}),
@@ -33,14 +31,17 @@ def lines(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) ->
         "responses": ("/v1/responses", {"input": "hi"}),
         "refused": ("/v1/completions", {"prompt": "hi", "n": 0}),
     }
-    with httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
-        told = {
-            name: client.post(path, json=body, headers={"x-request-id": name}).text
-            for name, (path, body) in asked.items()
-        }
-        told["left"] = leave_early(client)
-    server.terminate()
-    logged = [json.loads(line) for line in server.communicate(timeout=PATIENCE_S)[0].splitlines()]
+    with children.started(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        url = next(line for line in server.stderr if line.startswith("Ready")).split()[5]
+        with httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
+            told = {
+                name: client.post(path, json=body, headers={"x-request-id": name}).text
+                for name, (path, body) in asked.items()
+            }
+            told["left"] = leave_early(client)
+        server.terminate()
+        logged = [json.loads(line) for line in server.communicate(timeout=PATIENCE_S)[0].splitlines()]
     by_name = {line["client_id"]: line for line in logged if line["event"] == "request"}
     yield {name: (by_name[name], said) for name, said in told.items()}
 

@@ -6,7 +6,6 @@ What a grammar allows is tested in tests/grammar; here, that it reaches the samp
 import asyncio
 import json
 import re
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from quire.core.errors import InvalidGrammar, InvalidParameter
 from quire.core.grammar import Grammar, GrammarKind
 from quire.server.constraining import CompilersBusy, Constrainer
+from tests import children
 from tests.server.conftest import Running
 from tests.server.serving import PATIENCE_S
 from tests.server.speaking import MODEL, speaking
@@ -288,6 +288,6 @@ def test_what_the_documentation_shows_works(server: Running) -> None:
     examples = re.findall(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
     assert len(examples) >= 3
     code = "\n".join(examples).replace("http://127.0.0.1:8000", server.url)
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=280)
+    result = children.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=280)
     assert result.returncode == 0, result.stderr[-2000:]
     assert result.stdout.count("\n") >= len(examples)

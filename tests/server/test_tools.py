@@ -5,7 +5,6 @@ being forced is in test_structured.py.
 """
 
 import json
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from quire.text.stop import StopStrings
 from quire.text.stream import SequenceText
 from quire.text.tokenizer import Tokenizer
 from quire.text.vocabulary import Vocabulary
+from tests import children
 from tests.server.chat_templates import LLAMA_3_1, MISTRAL_V3, QWEN_3
 from tests.server.serving import QUIRE
 from tests.server.speaking import MODEL, speaking
@@ -269,7 +269,7 @@ def test_an_operator_may_name_the_parsers(tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.parametrize(("option", "known"), [("--tool-call-parser", "hermes"), ("--reasoning-parser", "think")])
 def test_an_unknown_parser_is_told_the_known_ones(option: str, known: str) -> None:
     command = [QUIRE, "serve", "--port", "0", option, "herms"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    result = children.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert result.returncode == 2
     assert "'herms'" in result.stderr and known in result.stderr and "Traceback" not in result.stderr
 

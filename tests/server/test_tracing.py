@@ -14,6 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
+from tests import children
+
 pytest.importorskip("opentelemetry.sdk.trace", reason='needs pip install "quire[otel]"')
 
 from opentelemetry.sdk.trace import ReadableSpan
@@ -155,14 +157,12 @@ def serve_once(endpoint: str, folder: Path) -> None:
     script = folder / "script.jsonl"
     script.write_text(SCRIPT)
     command = [QUIRE, "serve", "--port", "0", "--script", str(script), "--otlp-endpoint", endpoint]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    ready = next(line for line in process.stderr if line.startswith("Ready"))
-    url = ready.split()[5]
-    try:
+    with children.started(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        ready = next(line for line in process.stderr if line.startswith("Ready"))
+        url = ready.split()[5]
         answer = httpx.post(f"{url}/v1/completions", json={"prompt": "hi"}, timeout=30)
         assert answer.status_code == 200
-    finally:
         process.terminate()
         assert process.wait(30) == 0
 
