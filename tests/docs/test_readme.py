@@ -1,67 +1,81 @@
-"""What the README shows is what happens: its Python runs, its commands and flags exist, its links lead somewhere."""
+"""The README's first screen: what it shows is what happens, in the order a newcomer needs it."""
 
 import ast
 import re
-import sys
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from quire.cli.main import app
-from tests import children
+from tests.docs.pages import DOCS, ROOT, blocks, table_rows
+from tests.docs.running import output_of
 
-ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+README = ROOT / "README.md"
+TEXT = README.read_text(encoding="utf-8")
+MODEL = "default_model_path"
 
 
-def said_by(code: str) -> str:
-    result = children.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr[-2000:]
-    return result.stdout
+def test_it_begins_with_one_sentence_then_a_command_then_python_then_figures_then_links() -> None:
+    title, sentence, *_ = [part for part in TEXT.split("\n\n") if part]
+    assert title == "# quire" and sentence.count(". ") == 0 and sentence.endswith(".")
+    marks = [
+        "```bash\npip install",
+        "quire serve ",
+        "curl http",
+        "```python",
+        "| One H200",
+        "Models:",
+        "**Documentation:**",
+    ]
+    places = [TEXT.index(mark) for mark in marks]
+    assert places == sorted(places)
 
 
-def test_the_first_python_example_runs(default_model_path: Path) -> None:
-    said = said_by(blocks("python")[0])
+def test_its_first_screen_is_short() -> None:
+    (code,) = blocks(README, "python")
+    assert len(code.splitlines()) == 8
+    assert len(table_rows(README)) == 1 + 6  # a head and six rows
+
+
+@pytest.mark.usefixtures(MODEL)
+def test_the_python_runs() -> None:
+    (code,) = blocks(README, "python")
+    said = output_of(code)
     assert "Paris" in said and "length" in said
 
 
-def test_the_example_of_forks_runs(default_model_path: Path) -> None:
-    (code,) = blocks("python")[1:]
-    four, best, beam, *explained = said_by(code).splitlines()
+@pytest.mark.usefixtures(MODEL)
+def test_the_python_of_the_api_page_runs() -> None:
+    said = output_of("\n".join(blocks(DOCS / "python-api.md", "python")))
+    lines = said.splitlines()
+    four, best, beam = [line for line in lines if line.startswith("[")]
     assert len(ast.literal_eval(four.rpartition("] ")[0] + "]")) == 4
     assert int(best.rpartition(" ")[2]) > 0, "the prompt was not found in the cache"
     assert beam.startswith("[")
+    explained = lines[lines.index(beam) + 1 :]
     assert any("cache" in line or "cached" in line for line in explained), explained
+    assert lines[-1].startswith("invalid_parameter temperature")
 
 
-@pytest.mark.parametrize("command", re.findall(r"quire (\w+)[^\n`]*", "\n".join(blocks("bash"))))
+COMMANDS = sorted(
+    {
+        command
+        for page in ("README.md", "docs/getting-started.md", "docs/production.md", "docs/index.md")
+        for block in blocks(ROOT / page, "bash")
+        for command in re.findall(r"^quire (\w+)", block, re.MULTILINE)
+    }
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_the_commands_exist(command: str) -> None:
     result = CliRunner().invoke(app, [command, "--help"])
     assert result.exit_code == 0, result.output
 
 
-def test_the_flags_exist() -> None:
-    flags = set(re.findall(r"--[a-z][a-z-]+", README))
-    commands = ("run", "chat", "serve", "models", "doctor", "check", "replay", "bench transformers", "bench scheduler",
-                "bench regimes", "bench serve", "bench pacing")  # fmt: skip
-    helps = "".join(CliRunner().invoke(app, [*command.split(), "--help"]).output for command in commands)
-    assert flags, "the README shows no flags"
-    assert {flag for flag in flags if flag not in helps} == set()
-
-
-def test_the_links_lead_somewhere() -> None:
-    links = [link for link in re.findall(r"\]\(([^)#]+)", README) if "://" not in link]
-    assert links
-    assert [link for link in links if not (ROOT / link).exists()] == []
-
-
 def test_the_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    targets = set(re.findall(r"^make ([a-z-]+)", README, re.MULTILINE))
-    assert {"serve", "test"} <= targets
-    assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
+    pages = [TEXT, (ROOT / "CONTRIBUTING.md").read_text()]
+    targets = {target for text in pages for target in re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE)}
+    assert {"serve", "test", "docs", "lint"} <= targets
+    assert {target for target in targets if not re.search(rf"^{target}:", makefile, re.MULTILINE)} == set()
