@@ -15,7 +15,7 @@ SANITIZED := $(foreach name,attention copies cruise decode_pieces elementwise sa
 SANITIZED_ON_CUDA := tests/gpu/test_hopper_attention_on_cuda.py tests/gpu/test_ring_product_on_cuda.py
 SANITIZE := compute-sanitizer --tool memcheck --error-exitcode 1
 
-.PHONY: serve test test-long test-gpu sanitize test-clients test-mutants test-chaos lint clean
+.PHONY: serve docs test test-long test-gpu sanitize test-clients test-mutants test-chaos lint clean
 
 serve: $(VENV)/.serve
 	$(BIN)/quire serve $(ARGS)
@@ -51,6 +51,10 @@ test-mutants: $(VENV)/.test
 test-chaos: $(VENV)/.test
 	$(BIN)/python -m pytest tests/chaos -s $(ARGS)
 
+# The documentation as a site in site/; a broken link or a page outside the navigation is an error.
+docs: $(VENV)/.docs
+	$(BIN)/mkdocs build --strict --quiet
+
 lint: $(VENV)/.test
 	$(BIN)/ruff check src tests
 	$(BIN)/ruff format --check src tests
@@ -66,9 +70,13 @@ $(VENV)/.serve: pyproject.toml $(BIN)/python
 	$(BIN)/pip install -q -e ".[serve,cpu]"
 	touch $@
 
+$(VENV)/.docs: pyproject.toml $(BIN)/python
+	$(BIN)/pip install -q -e ".[docs]"
+	touch $@
+
 $(VENV)/.test: pyproject.toml $(BIN)/python
 	$(BIN)/pip install -q -e ".[test,lint]"
-	touch $@ $(VENV)/.serve
+	touch $@ $(VENV)/.serve $(VENV)/.docs
 
 clean:
-	rm -rf $(VENV) .venv-clients .cache
+	rm -rf $(VENV) .venv-clients .cache site
