@@ -1,0 +1,108 @@
+"""Every program in examples/ runs as it is shown."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from importlib import import_module
+from pathlib import Path
+from runpy import run_path
+
+import pytest
+from fastapi.testclient import TestClient
+
+from tests import children
+from tests.docs.pages import ROOT
+
+EXAMPLES = ROOT / "examples"
+QUIRE = [sys.executable, "-m", "quire"]
+SMALL = ["--max-model-len", "1k", "--threads", "1"]
+CALLS = "\n".join(
+    f'<tool_call>\n{{"name": "get_temperature", "arguments": {{"city": "{city}"}}}}\n</tool_call>'
+    for city in ("Cairo", "Oslo")
+)
+SCRIPT = [{"when": "29 degrees", "say": "It is warmer in Cairo."}, {"say": CALLS}]
+
+
+def output_of(name: str, *arguments: str) -> str:
+    command = [sys.executable, str(EXAMPLES / name), *arguments]
+    result = children.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert result.returncode == 0, result.stderr[-2000:]
+    return result.stdout
+
+
+def address_when_ready(process: "subprocess.Popen[str]") -> str:
+    assert process.stderr is not None
+    report = []
+    for line in process.stderr:
+        report.append(line)
+        if line.startswith("Ready"):
+            return next(word for word in line.split() if word.startswith("http"))
+    raise AssertionError("the server ended before it was ready:\n" + "".join(report))
+
+
+@pytest.fixture(scope="module")
+def servers(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """The addresses of a server with the default model and of one with a script; both start at the same time."""
+    script = tmp_path_factory.mktemp("script") / "script.jsonl"
+    script.write_text("\n".join(json.dumps(line) for line in SCRIPT))
+    with ExitStack() as stack:
+        processes = []
+        for extra in ([], ["--script", str(script)]):
+            command = [*QUIRE, "serve", "--port", "0", *SMALL, *extra]
+            process = children.start(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+            stack.callback(children.end, process)
+            stack.callback(process.communicate, timeout=60)
+            stack.callback(process.terminate)
+            processes.append(process)
+        real, scripted = (address_when_ready(process) for process in processes)
+        yield f"{real}/v1", f"{scripted}/v1"
+
+
+@pytest.mark.usefixtures("default_model_path")
+def test_offline_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    run_path(str(EXAMPLES / "offline_batch.py"), run_name="__main__")  # in this process: torch is imported once for all
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("The best thing about") for line in lines) == 8
+    assert lines[-1].startswith("8 requests, ") and lines[-1].endswith("tok/s")
+
+
+@pytest.mark.usefixtures("default_model_path")
+def test_streaming(capsys: pytest.CaptureFixture[str]) -> None:
+    run_path(str(EXAMPLES / "streaming.py"), run_name="__main__")
+    said = capsys.readouterr().out
+    assert "[length]" in said or "[stop]" in said
+    assert said.endswith("stopped after 8 tokens\n")
+
+
+def test_structured_output(servers: tuple[str, str]) -> None:
+    person, mood = output_of("structured_output.py", servers[0]).splitlines()
+    assert person.startswith("{'name': ") and "'age': " in person
+    assert mood in ("positive", "negative")
+
+
+def test_agent_with_tools(servers: tuple[str, str]) -> None:
+    assert output_of("agent_with_tools.py", servers[1]).splitlines() == [
+        "get_temperature({'city': 'Cairo'}) -> 29 degrees",
+        "get_temperature({'city': 'Oslo'}) -> 4 degrees",
+        "It is warmer in Cairo.",
+    ]
+
+
+@pytest.mark.usefixtures("default_model_path")
+def test_fastapi_app(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    with TestClient(import_module("fastapi_app").app) as client:
+        question = {"text": "Name a colour.", "max_tokens": 8}
+        answer = client.post("/ask", json=question).json()
+        assert answer["answer"] and answer["tokens"] <= 8
+        assert client.post("/stream", json=question).text == answer["answer"]
+        assert client.post("/ask", json={"text": "hi", "max_tokens": 0}).status_code == 422
+
+
+def test_every_example_is_listed_and_tested() -> None:
+    programs = {path.name for path in EXAMPLES.glob("*.py")}
+    page = (EXAMPLES / "README.md").read_text()
+    tests = Path(__file__).read_text()
+    assert {name for name in programs if f"`{name}`" not in page or f"def test_{name[:-3]}" not in tests} == set()
