@@ -250,8 +250,7 @@ class Service:
         with self._lock:
             heard = self._front.hear(progress)
         for number, index in heard.stops:
-            if self._child is not None:
-                self._child.send(StopFrame(number, index))
+            self._send(StopFrame(number, index))
         if heard.deltas:
             self._on_loop(self._deliver, heard.deltas, heard.finished)
 
@@ -314,8 +313,13 @@ class Service:
             self._end(call, failure=failure)
 
     def _abort(self, ticket: Ticket) -> None:
-        if self._child is not None:
-            self._child.send(AbortFrame(ticket.number))
+        self._send(AbortFrame(ticket.number))
+
+    def _send(self, message: StopFrame | AbortFrame) -> None:
+        """From any thread. Without an engine it goes nowhere: the engine may be detached at any moment."""
+        child = self._child
+        if child is not None:
+            child.send(message)
 
     def _end(self, call: Call, *, output: RequestOutput | None = None, failure: QuireError | None = None) -> None:
         """A call has one end: an output, a failure, or nobody to tell."""
