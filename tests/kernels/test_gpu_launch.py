@@ -82,6 +82,14 @@ def test_two_kernels_are_told_apart(kernel):
     assert len(kernel.made) == len(other.made) == 1
 
 
+def test_each_device_has_compiled_kernels_of_its_own(kernel, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    for device in (0, 1, 0, 1, 1):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda device=device: device)
+        start(kernel, torch.zeros(8))
+    assert [len(made.launched) for made in kernel.made] == [1, 2]
+
+
 def test_no_more_than_a_bound_is_remembered(kernel, monkeypatch):
     monkeypatch.setattr(door, "_MOST_FOUND", 3)
     for count in (2, 3, 4, 5, 6):

@@ -73,7 +73,12 @@ def launch(kernel: KernelInterface[object], grid: tuple[int, ...], *args: object
         _rehearse(rehearsed, kernel, grid, args, constants)
         return
     # A kernel is launched from one place: an argument is always of one type, and constants come in one order.
-    like = (id(kernel), *[arg if type(arg) is int else _alike(arg) for arg in args], *constants.values())
+    like = (
+        id(kernel),
+        _current_device(),
+        *[arg if type(arg) is int else _alike(arg) for arg in args],
+        *constants.values(),
+    )
     found = _found.get(like)
     if found is not None:
         found.compiled[(*grid, 1, 1)[:3]](*args, *found.constants)
@@ -88,6 +93,11 @@ def launch(kernel: KernelInterface[object], grid: tuple[int, ...], *args: object
         if len(_found) >= _MOST_FOUND:
             _found.clear()
         _found[like] = _Found(compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :]))
+
+
+def _current_device() -> int:
+    """Where Triton launches: a compiled kernel is loaded on one device. -1 where there is none."""
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else -1
 
 
 def _alike(arg: object) -> Hashable:
