@@ -9,12 +9,20 @@ from quire.config import EngineConfig
 from quire.core.grammar import Grammar, GrammarKind
 from quire.core.ids import RequestId
 from quire.core.request import Family, Request, Sequence
-from quire.core.sampling import RowSampling
+from quire.core.sampling import RowSampling, SamplingParams
 from quire.core.step import FinishReason
+from quire.engine.door import Door
+from quire.engine.engine import Engine
 from quire.engine.grammars import Grammars
+from quire.engine.messages import Order
 from quire.engine.opening import open_model
 from quire.grammar import limits
-from quire.sched.scheduler import Absorbed
+from quire.grammar.compiler import Compiled
+from quire.grammar.matcher import Matcher
+from quire.kv.manager import KVManager
+from quire.sched.audit import audit_rest
+from quire.sched.scheduler import Absorbed, Scheduler
+from quire.sim.toy import ToyRunner
 
 SLOW, OTHER = Grammar(GrammarKind.REGEX, "[a-z]+"), Grammar(GrammarKind.REGEX, "[0-9]+")
 
@@ -57,8 +65,8 @@ class World:
         )
         (self.letter,), (self.digit,) = opened.tokenizer.encode("a"), opened.tokenizer.encode("1")
         self.slow, self.other = _family(0, 2), _family(1, 1)
-        self.grammars.begin(self.slow, SLOW)
-        self.grammars.begin(self.other, OTHER)
+        self.grammars.begin(self.slow, self.grammars.matchers(SLOW, 2))
+        self.grammars.begin(self.other, self.grammars.matchers(OTHER, 1))
         self.scheduler = Concluding()
 
     def rows_left(self) -> list[bool]:
@@ -102,3 +110,33 @@ def test_one_that_gives_up_late_takes_its_like_along(world: World, taken_s: floa
     world.clock.next_s = taken_s
     world.say(world.slow.members[0], world.digit)
     assert world.rows_left() == [False, second_goes_on, True]
+
+
+def test_a_request_whose_grammar_cannot_begin_is_registered_nowhere(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    door = Door(vocab_size=50, end_ids=(), max_length=40, max_rows=4, num_blocks=20, block_size=4)
+    scheduler = Scheduler(KVManager(20, 4, 4), max_rows=4, max_step_tokens=8)
+    grammars = Grammars(*world.grammars._spelling)
+    engine = Engine(scheduler, ToyRunner(50), door, depth=1, seed=0, clock=lambda: 0.0, grammars=grammars)
+    first = engine.submit(Order(0, [1, 2], SamplingParams(max_tokens=4)))
+    matcher, made = Compiled.matcher, []
+
+    def break_the_second(self: Compiled) -> Matcher:
+        made.append(matcher(self))
+        if len(made) == 2:
+            raise RuntimeError("no lexer")
+        return made[-1]
+
+    order = Order(1, [1, 2], SamplingParams(max_tokens=4, n=2, grammar=OTHER))
+    with monkeypatch.context() as patch:
+        patch.setattr(Compiled, "matcher", break_the_second)
+        with pytest.raises(RuntimeError, match="no lexer"):
+            engine.submit(order)
+    assert grammars.num_followed == 0
+    assert list(scheduler.books.families) == [RequestId(0)] and engine.number_of(first.first_sequence + 1) is None
+    heard = [progress for _ in range(20) if (progress := engine.turn()) is not None]
+    assert [over.number for progress in heard for over in progress.ended] == [0]
+    audit_rest(scheduler)
+    assert engine.submit(order).first_sequence == first.first_sequence + 1, "no number was used up"
+    assert grammars.num_followed == 2

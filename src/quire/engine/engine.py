@@ -21,6 +21,7 @@ from quire.sched.scheduler import Absorbed, Scheduler
 
 if TYPE_CHECKING:  # llguidance is needed by those who follow grammars alone
     from quire.engine.grammars import Grammars
+    from quire.grammar.matcher import Matcher
 
 MOST_REMEMBERED = 100  # finished requests that can still be explained
 
@@ -71,9 +72,12 @@ class Engine:
         if grammar is not None:
             self._prepare(grammar)
         request = self.door.admit(order, self._seeds.randint(0, MAX_SEED), now_s)
-        family = self.scheduler.add(request, now_s)[0].family
+        matchers: list[Matcher] = []  # made before `add`: this may raise, and nothing is registered yet
         if grammar is not None and self.grammars is not None:
-            self.grammars.begin(family, grammar)
+            matchers = self.grammars.matchers(grammar, request.num_sequences)
+        family = self.scheduler.add(request, now_s)[0].family
+        if matchers and self.grammars is not None:
+            self.grammars.begin(family, matchers)
         self._reporter.expect(family)
         self._latest[request.id] = family
         if len(self._latest) > MOST_REMEMBERED:

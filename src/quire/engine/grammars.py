@@ -57,10 +57,14 @@ class Grammars:
                 self._compiler = Compiler(Vocabulary(*self._spelling))
             return self._compiler
 
-    def begin(self, family: Family, grammar: Grammar) -> None:
+    def matchers(self, grammar: Grammar, count: int) -> list[Matcher]:
+        """One for each continuation of a request; nothing is kept of them before `begin`."""
         compiled = self.prepare(grammar)
-        for member in family.members:
-            self._followed[member.id] = (member, compiled.matcher())
+        return [compiled.matcher() for _ in range(count)]
+
+    def begin(self, family: Family, matchers: Many[Matcher]) -> None:
+        for member, matcher in zip(family.members, matchers, strict=True):
+            self._followed[member.id] = (member, matcher)
 
     def masks(self, sequences: Many[Sequence]) -> IntArray:
         """What each may say next."""
