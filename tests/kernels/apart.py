@@ -43,6 +43,7 @@ from quire.runner.model_runner import ModelRunner
 from quire.runner.shapes import shapes_to_record
 from quire.sampling.rows import RowBatch
 from quire.weights.allocate import empty_weights
+from tests.tiers import is_long
 
 WINDOWS = (0, 40, 40, 0, 40, 0, 40)
 SPEC = ModelSpec(
@@ -312,8 +313,7 @@ if __name__ == "__main__":
             | compiled_again()
             | interrupted()
             | left_early()
-            | compiled_for_hopper()
-            | compiled_for_small_cards()
+            | (compiled_for_hopper() | compiled_for_small_cards() if is_long(gpu=True) else {})
             | found(new_runner())
             | {"on hopper": found(hopper)}
         )

@@ -22,6 +22,7 @@ from quire.kernels.gpu.longest_first import longest_first
 from quire.kernels.gpu.split_merge import SplitScratch
 from quire.kernels.reference import ReferenceKernels
 from tests.kernels.steps import Pages, Part, fill
+from tests.tiers import choices, examples, long_only
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()  # not in the interpreter
@@ -103,14 +104,14 @@ class Step:
         torch.testing.assert_close(output.cpu(), self.truth, atol=TOLERANCE[self.truth.dtype], rtol=0.0)
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(8, 15, gpu=True))
 @given(
     decodes=st.lists(lengths_before, max_size=2),
     chunks=chunks,
     block_size=st.sampled_from([1, 3, 8, 16, 32, 128]),
     kv_heads=st.sampled_from([1, 2]),
     group=st.sampled_from([1, 3, 4, 7, 8]),
-    dim=st.sampled_from([16, 24, 64]),
+    dim=st.sampled_from(choices([16, 24], [16, 24, 64], gpu=True)),
     dtype=st.sampled_from(DTYPES),
     rule=rules,
     seed=st.integers(0, 1000),
@@ -131,7 +132,7 @@ def test_every_mixture_agrees_with_the_reference(decodes, chunks, block_size, kv
         step.check(step.attend())
 
 
-@pytest.mark.parametrize("dim", [80, 96, 128, 256])
+@pytest.mark.parametrize("dim", [80, 128, *long_only([96, 256], gpu=True)])
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 def test_heads_of_real_models_agree(dim, dtype):
     step = Step([Part(60, 1), Part(3, 20)], kv_heads=1, group=4, dim=dim, dtype=dtype)
@@ -142,11 +143,16 @@ def test_heads_of_real_models_agree(dim, dtype):
     "group, dim, dtype",
     [
         (33, 64, torch.float32),
-        (64, 128, torch.float32),
         (71, 64, torch.float16),
-        (128, 128, torch.float16),
-        (100, 256, torch.float16),
-        (200, 128, torch.float16),
+        *long_only(
+            [
+                (64, 128, torch.float32),
+                (128, 128, torch.float16),
+                (100, 256, torch.float16),
+                (200, 128, torch.float16),
+            ],
+            gpu=True,
+        ),
     ],
 )
 def test_many_query_heads_to_a_key_head_agree(group, dim, dtype):
@@ -154,7 +160,7 @@ def test_many_query_heads_to_a_key_head_agree(group, dim, dtype):
     step.check(step.attend())
 
 
-@pytest.mark.parametrize("group, dim", [(71, 64), (129, 64), (2, 8)])
+@pytest.mark.parametrize("group, dim", [(71, 64), (2, 8), *long_only([(129, 64)], gpu=True)])
 def test_one_long_chunk_of_odd_heads_agrees(group, dim, monkeypatch):
     monkeypatch.setattr(attention, "_FEWEST_GATHERING", 16)
     step = Step([Part(3, 20)], kv_heads=1, group=group, dim=dim, dtype=torch.float16)
@@ -222,7 +228,7 @@ def test_a_window_that_begins_inside_a_tile_of_keys_agrees(window, num_before):
     step.check(output)
 
 
-@pytest.mark.parametrize("splits, min_tiles", [(2, 1), (7, 1), (5, 3)])
+@pytest.mark.parametrize("splits, min_tiles", [(2, 1), (5, 3), *long_only([(7, 1)], gpu=True)])
 def test_chunks_agree_however_programs_share_their_keys(splits, min_tiles):
     """One scratch for all: its counters are zero again. Chunks that share and chunks too short for it lie together."""
     tiles = ChunkTiles(32, 16, 4, 2, splits, min_tiles)
@@ -313,7 +319,7 @@ def test_a_gathered_context_has_its_keys_in_order_and_then_zeros():
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=70))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(8, 15, gpu=True), deadline=None)
 def test_the_longest_rows_come_first_and_equal_ones_in_their_order(lengths):
     order = longest_first(torch.tensor(lengths, dtype=torch.int32, device=DEVICE)).tolist()
     assert order == sorted(range(len(lengths)), key=lambda row: -lengths[row])

@@ -99,12 +99,14 @@ def test_children_put_on_disk_what_threads_find_there(apart: dict[str, Any]) -> 
     assert single == ["2 compiled in 1 threads", [False, False]]
 
 
+@pytest.mark.long(gpu=True)  # most of a minute
 def test_the_kernels_for_hopper_are_compiled_with_this_triton(apart: dict[str, Any]) -> None:
     assert apart["errors_for_hopper"] == []
     assert apart["by children"], "none of them asks anything of the card while it is compiled"
     assert apart["num_for_hopper"] == 8, "that for chunks in three ways, two of its lists, a product cut in three ways"
 
 
+@pytest.mark.long(gpu=True)
 def test_attention_has_room_on_cards_with_less_shared_memory_than_hopper(apart: dict[str, Any]) -> None:
     assert apart["errors_for_small_cards"] == []
     assert apart["num_for_small_cards"] == 4, "two lists, for decodes; decodes, and a chunk"

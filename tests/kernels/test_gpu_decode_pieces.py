@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from quire.kernels.gpu.decode_attention import decode_tiles
 from quire.kernels.gpu.decode_pieces import list_pieces
 from quire.kernels.gpu.longest_first import longest_first
+from tests.tiers import examples
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TILE, BLOCK_SIZE, CHOICES = 64, 16, 64
@@ -60,7 +61,7 @@ def plainly(lengths, order, window, *, kv_heads, slots, overhead) -> list[Piece]
 lengths_of_rows = st.integers(0, 300) | st.integers(0, 20_000)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(10, 40, gpu=True))
 @given(
     lengths=st.lists(lengths_of_rows, min_size=1, max_size=40),
     window=st.sampled_from([0, 0, 1, 100, 1024]),
@@ -85,7 +86,7 @@ def test_every_key_that_is_seen_lies_in_one_piece(lengths, window, kv_heads, slo
         assert all(begin < end for _, begin, end, _, _ in own) or (length == 0 and len(own) == 1)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(12, 60, gpu=True))
 @given(
     lengths=st.lists(lengths_of_rows, min_size=1, max_size=40),
     window=st.sampled_from([0, 0, 500]),

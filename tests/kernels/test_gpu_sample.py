@@ -20,6 +20,7 @@ from quire.runner.rows import RowTable
 from quire.sampling.rows import RowBatch
 from quire.sampling.sampler import Sampler
 from tests.kernels.gpu_choosing import CHOOSING
+from tests.tiers import examples
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -74,6 +75,7 @@ def test_every_kind_of_row_gets_the_token_of_the_plain_sampler(vocab_size: int, 
     agree(samplings, normal(len(samplings), vocab_size, spread))
 
 
+@pytest.mark.long(gpu=True)
 def test_at_the_size_of_a_real_vocabulary_too() -> None:
     agree([MIXTURE[0], MIXTURE[5], MIXTURE[8]], normal(3, 49152, spread=3.0).to(torch.bfloat16).float())
 
@@ -88,7 +90,7 @@ ROWS = st.builds(
 )
 
 
-@settings(max_examples=6)
+@settings(max_examples=examples(4, 6, gpu=True))
 @given(st.lists(ROWS, min_size=1, max_size=3), st.integers(0, 2**32), st.sampled_from([1, 2, 40]), st.integers(0, 9))
 def test_of_equal_logits_the_lowest_ids_stay(rows: list[RowSampling], seed: int, values: int, position: int) -> None:
     ties = torch.randint(-values, values, (len(rows), 2100), generator=torch.Generator().manual_seed(seed))

@@ -13,6 +13,7 @@ from quire.kernels.gpu.score import score_tokens
 from quire.sampling.logprobs import score_plainly
 from quire.sampling.sampler import Sampler
 from tests.kernels.gpu_choosing import CHOOSING
+from tests.tiers import examples, long_only
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -29,7 +30,7 @@ def agree(logits: Tensor, tokens: Tensor, num_top: int) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("vocab_size", [1, 40, 4096, 4097, 13_001])
+@pytest.mark.parametrize("vocab_size", [1, 40, 4097, *long_only([4096, 13_001], gpu=True)])
 @pytest.mark.parametrize("num_top", [0, 1, 5, MAX_LOGPROBS])
 def test_tiles_do_not_show(vocab_size: int, num_top: int) -> None:
     numbers = torch.Generator().manual_seed(num_top)
@@ -37,7 +38,7 @@ def test_tiles_do_not_show(vocab_size: int, num_top: int) -> None:
     agree(logits, torch.randint(0, vocab_size, (3,), generator=numbers).to(DEVICE), min(num_top, vocab_size))
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(4, 8, gpu=True))
 @given(st.integers(0, 2**32), st.sampled_from([1, 3, 30]), st.integers(0, 9))
 def test_of_equal_logits_the_lowest_ids_come_first(seed: int, values: int, num_top: int) -> None:
     numbers = torch.Generator().manual_seed(seed)

@@ -18,6 +18,7 @@ from quire.sampling.sampler import Sampler
 from tests.kernels.gpu_choosing import CHOOSING
 from tests.sampling.reference import Case, seat
 from tests.sampling.strategies import VOCAB, cases
+from tests.tiers import examples
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -81,7 +82,7 @@ def test_each_wish_and_all_together_shape_the_same_logits(vocab_size: int) -> No
     assert int(quick._penalties.generated.sum()) == 2 * (5 + 4), "of the two rows that have penalties"
 
 
-@settings(max_examples=6)
+@settings(max_examples=examples(3, 6, gpu=True))
 @given(st.lists(cases(), min_size=1, max_size=5), st.integers(0, 2**32), st.booleans())
 def test_any_mixture_of_rows_is_shaped_and_counted_as_by_the_chain(seated: list[Case], seed: int, masked: bool) -> None:
     quick, plain = samplers(seated, VOCAB)

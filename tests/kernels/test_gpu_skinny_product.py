@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 from quire.kernels.gpu import kernels, skinny_product
 from quire.kernels.gpu.kernels import GpuKernels
 from quire.kernels.gpu.skinny_product import SkinnyTiles, fits
+from tests.tiers import examples, long_only
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROUNDING = {torch.float32: 2**-23, torch.float16: 2**-11, torch.bfloat16: 2**-8}
 # The interpreter knows no bfloat16 dots.
 HALVES = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16]
+MOST = skinny_product._MOST_ROWS
 SUMS = SkinnyTiles(outs=8, warps=1, columns=64, stages=1, dots=False)
 DOTS = SkinnyTiles(outs=16, warps=2, columns=16, stages=3, dots=True)
 
@@ -33,7 +35,7 @@ def close(product: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: to
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 @pytest.mark.parametrize("tiles", [SUMS, DOTS], ids=["sums", "dots"])
-@settings(max_examples=8)
+@settings(max_examples=examples(4, 8, gpu=True))
 @given(
     num_rows=st.integers(1, 16),
     in_width=st.integers(1, 10).map(lambda chunks: 16 * chunks),
@@ -47,7 +49,7 @@ def test_products_of_every_shape_agree(dtype, tiles, num_rows, in_width, out_wid
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("num_rows", range(1, skinny_product._MOST_ROWS + 1))
+@pytest.mark.parametrize("num_rows", [1, 3, MOST, *long_only([2, *range(4, MOST)], gpu=True)])
 def test_as_cut_for_real_widths_with_a_bias_and_without(dtype, num_rows):
     for in_width, out_width in ((576, 21), (1024, 37)):
         x, weight = drawn(num_rows, in_width, dtype=dtype), drawn(out_width, in_width, dtype=dtype, seed=1)

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.kernels.gpu.work_list import work_list
+from tests.tiers import examples
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -32,7 +33,7 @@ def tiles_of(starts: list[int], lengths: list[int], tile_rows: int, group: int) 
     spare=st.integers(0, 60),
     padding=st.integers(0, 3),
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(8, 20, gpu=True), deadline=None)
 def test_every_tile_is_listed_once_and_those_with_most_keys_come_first(
     parts: list[tuple[int, int]], tile_rows: int, group: int, first_token: int, spare: int, padding: int
 ) -> None:

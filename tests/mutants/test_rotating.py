@@ -8,8 +8,9 @@ import pytest
 
 from tests import children
 from tests.mutants.run import DOSE, ROOT, Bench, Mutant, read_mutants
+from tests.tiers import examples
 
-NUM_TRIED = 3  # `make test-mutants` tries all
+NUM_TRIED = examples(1, 3)  # `make test-mutants` tries all
 MUTANTS = read_mutants()
 PAPER_FILES = {path.relative_to(ROOT / "src/quire").as_posix() for path in (ROOT / "src/quire").rglob("*.py")}
 

@@ -15,9 +15,10 @@ from quire.server.app import DOORS
 from quire.server.openapi import ERRORS, error_of, openapi
 from tests.server.scripting import check_control
 from tests.server.serving import Running, wait_until_at_rest
+from tests.tiers import examples
 
 DESCRIBED = openapi(DOORS)
-NUM_CASES = 1000
+NUM_CASES = examples(150, 1000)
 BODIED = [door for door in DOORS if door.body is not None]
 KINDS = [  # without a body there is little to get wrong: the gate's and the protocol's tests do that
     *((f"{door.method} {door.path}", mode) for door in BODIED for mode in GenerationMode),

@@ -16,8 +16,9 @@ from quire.sim.check import Part, Report, check, numpy_oracle, possible_pairs, r
 from quire.sim.oracle import OracleRunner
 from quire.sim.rows import Done, Rows
 from quire.sim.world import VOCAB_SIZE, Happening, World, draw_world
+from tests.tiers import examples
 
-NUM_WORLDS = 300  # about half a minute on one core
+NUM_WORLDS = examples(80, 300)  # 300 take about half a minute on one core
 FAILED_ONCE = [int(line) for line in Path(__file__).with_name("seeds.txt").read_text().splitlines()[1:]]
 
 
