@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # Small tests of the kernels; of those that no interpreter runs, some of the tests for the GPU.
 SANITIZED := $(foreach name,attention copies cruise decode_pieces elementwise sample score shape_logits skinny_product work_list,tests/kernels/test_gpu_$(name).py)
-SANITIZED_ON_CUDA := tests/gpu/test_hopper_attention_on_cuda.py tests/gpu/test_ring_product_on_cuda.py
+SANITIZED_ON_CUDA := tests/gpu/test_hopper_attention_on_cuda.py tests/gpu/test_hopper_gemm_on_cuda.py
 SANITIZE := compute-sanitizer --tool memcheck --error-exitcode 1
 
 .PHONY: serve docs test test-long test-gpu sanitize test-clients test-mutants test-chaos lint clean

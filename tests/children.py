@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from quire.core.parent import die_with
+from quire.core.process import die_with
 
 _PYTEST = os.getpid()
 

@@ -7,9 +7,9 @@ in place, and no environment variable is read.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from quire.core.checks import make_plain
 from quire.core.errors import ConfigError, shown
 from quire.core.model import ModelSpec
+from quire.core.validation import make_plain
 
 MOST_SEATS = 256  # of a server on a GPU, where nobody says how many
 _BATCH_SEATS = 512  # on a GPU, where nobody waits for his next token
@@ -86,7 +86,7 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class MachineInfo:
     """The facts of the device that settings follow from."""
 
     device: str  # "cpu" or "cuda"
@@ -97,7 +97,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Resolved:
+class ResolvedConfig:
     """Every number the engine runs on."""
 
     max_model_len: int
@@ -113,7 +113,7 @@ class Resolved:
     reasons: dict[str, str] = field(default_factory=dict)
 
 
-def resolve_dtype(config: EngineConfig, machine: Machine) -> str:
+def resolve_dtype(config: EngineConfig, machine: MachineInfo) -> str:
     """bf16 where the machine multiplies it fast, float32 elsewhere."""
     if config.dtype != "auto":
         if config.dtype == "float16" and machine.device == "cpu":
@@ -123,8 +123,8 @@ def resolve_dtype(config: EngineConfig, machine: Machine) -> str:
 
 
 def resolve(
-    config: EngineConfig, spec: ModelSpec, kv_bytes_per_token: int, machine: Machine, *, serving: bool = False
-) -> Resolved:
+    config: EngineConfig, spec: ModelSpec, kv_bytes_per_token: int, machine: MachineInfo, *, serving: bool = False
+) -> ResolvedConfig:
     """Settle all numbers for one model on one machine. Whoever serves people takes smaller steps than for a batch."""
     reasons: dict[str, str] = {}
     on_gpu = machine.device == "cuda"
@@ -158,7 +158,7 @@ def resolve(
     num_blocks = kv_bytes // (kv_bytes_per_token * config.block_size)
     pool_tokens = num_blocks * config.block_size
     length = _resolve_length(config, spec, pool_tokens, kv_bytes_per_token, reasons)
-    return Resolved(
+    return ResolvedConfig(
         max_model_len=length,
         block_size=config.block_size,
         num_blocks=num_blocks,
@@ -182,7 +182,7 @@ def _workspace_bytes(spec: ModelSpec, rows: int, budget: int) -> int:
     return GIB + activations + logits
 
 
-def _gpu_share(config: EngineConfig, machine: Machine, workspace: int) -> int:
+def _gpu_share(config: EngineConfig, machine: MachineInfo, workspace: int) -> int:
     """What is left of quire's share of the card: others' memory, the weights and the workspace taken away."""
     utilization = USUAL_UTILIZATION if config.gpu_memory_utilization is None else config.gpu_memory_utilization
     taken = machine.total_bytes - machine.free_bytes

@@ -19,22 +19,16 @@ from quire.core.errors import EngineFailed, InvalidParameter, InvalidPrompt, NoT
 from quire.core.ids import RequestId
 from quire.core.sampling import SamplingParams
 from quire.core.step import FinishReason
-from quire.engine.awaited import Awaited
-from quire.engine.build import Built, build
-from quire.engine.delta_stream import DeltaStream
-from quire.engine.embedding import EMBEDDING
-from quire.engine.failures import failure_of
-from quire.engine.forked import check_not_forked, note_home
-from quire.engine.front import Prompt, as_list
-from quire.engine.local import LocalFront
-from quire.engine.opening import default_params
-from quire.engine.outputs import EmbeddingOutput, RequestOutput
-from quire.engine.phases import Watch
-from quire.engine.terms import Terms, TermsSaid, terms_of
-from quire.engine.ticket import Ticket
-from quire.engine.unbroken import unbroken
+from quire.engine.build import BuiltEngine, build
+from quire.engine.local_client import DeltaStream, LocalClient, PendingOutputs, check_not_forked, note_home, unbroken
+from quire.engine.open_model import default_params
+from quire.engine.output_processor import Prompt, as_list
+from quire.engine.outputs import EMBEDDING, EmbeddingOutput, RequestOutput, failure_of
+from quire.engine.request_options import RequestOptions, RequestOptionsDict, terms_of
+from quire.engine.request_state import RequestState
+from quire.engine.startup import StartupReporter
 from quire.sched.explain import Explanation
-from quire.text.chat import render
+from quire.text.chat_template import render
 from quire.text.tokenizer import Tokenizer
 
 Message = Mapping[str, object]
@@ -74,7 +68,7 @@ class LLM:
         regime: str | None = None,
         seed: int = 0,
         threads: int | None = None,
-        watch: Watch | None = None,
+        watch: StartupReporter | None = None,
     ) -> None:
         config = EngineConfig(
             model=os.fspath(model) if isinstance(model, os.PathLike) else model,
@@ -104,20 +98,20 @@ class LLM:
         self._serve(build(config, watch))
 
     @classmethod
-    def over(cls, built: Built) -> "LLM":
+    def over(cls, built: BuiltEngine) -> "LLM":
         """The same over an engine that was built elsewhere."""
         llm = cls.__new__(cls)
         llm._serve(built)
         return llm
 
-    def _serve(self, built: Built) -> None:
+    def _serve(self, built: BuiltEngine) -> None:
         note_home()
-        self._built: Built | None = built
-        self._readers: WeakValueDictionary[str, DeltaStream | Awaited] = WeakValueDictionary()  # by request
-        self._abandoned: deque[Ticket] = deque()
+        self._built: BuiltEngine | None = built
+        self._readers: WeakValueDictionary[str, DeltaStream | PendingOutputs] = WeakValueDictionary()  # by request
+        self._abandoned: deque[RequestState] = deque()
 
     @property
-    def built(self) -> Built:
+    def built(self) -> BuiltEngine:
         if self._built is None:
             raise EngineFailed("This LLM was closed; make another one.")
         return self._built
@@ -136,7 +130,7 @@ class LLM:
         self.close()
 
     @property
-    def front(self) -> LocalFront:
+    def front(self) -> LocalClient:
         check_not_forked()  # here, where everything goes that computes: a tokenizer is as good in a forked process
         return self.built.front
 
@@ -170,7 +164,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool | None = None,
-        **terms: Unpack[TermsSaid],
+        **terms: Unpack[RequestOptionsDict],
     ) -> list[RequestOutput]:
         """Complete one or many prompts, each a text, a list of token ids or {"prompt_token_ids": ids}.
 
@@ -189,7 +183,7 @@ class LLM:
         continue_final_message: bool = False,
         chat_template: str | None = None,
         progress: bool | None = None,
-        **terms: Unpack[TermsSaid],
+        **terms: Unpack[RequestOptionsDict],
     ) -> list[RequestOutput]:
         """Answer one conversation or many, through the model's chat template.
 
@@ -208,7 +202,7 @@ class LLM:
         return self.generate(prompts, params, progress=progress, **terms)
 
     def embed(
-        self, prompts: Prompt | Sequence[Prompt], *, progress: bool | None = None, **terms: Unpack[TermsSaid]
+        self, prompts: Prompt | Sequence[Prompt], *, progress: bool | None = None, **terms: Unpack[RequestOptionsDict]
     ) -> list[EmbeddingOutput]:
         """One or many prompts as vectors: the mean of each one's last hidden states, at length one.
 
@@ -219,7 +213,7 @@ class LLM:
         return [_embedding(output) for output in outputs]
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, **terms: Unpack[TermsSaid]
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, **terms: Unpack[RequestOptionsDict]
     ) -> DeltaStream:
         """Complete one prompt, piece by piece. Leaving the loop early aborts the request.
 
@@ -241,7 +235,7 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template: str | None = None,
-        **terms: Unpack[TermsSaid],
+        **terms: Unpack[RequestOptionsDict],
     ) -> DeltaStream:
         """Answer one conversation, piece by piece."""
         prompt = self.chat_prompt(
@@ -298,17 +292,17 @@ class LLM:
         self,
         prompts: Sequence[Prompt],
         params: Sequence[SamplingParams],
-        terms: Terms,
+        terms: RequestOptions,
         progress: bool | None,
         *,
         pooled: bool = False,
     ) -> list[RequestOutput]:
-        tickets: list[Ticket] = []
+        tickets: list[RequestState] = []
         try:
             with self.front.lock:  # nobody turns the engine before all of them are known
                 for prompt, wanted in zip(prompts, params, strict=True):
                     tickets.append(self.front.submit(prompt, wanted, terms=terms, pooled=pooled))
-                awaited = Awaited(tickets)
+                awaited = PendingOutputs(tickets)
                 self._readers.update(dict.fromkeys((ticket.request_id for ticket in tickets), awaited))
             self._wait(awaited, progress)
         except BaseException:
@@ -316,7 +310,7 @@ class LLM:
             raise
         return [ticket.output() for ticket in tickets]
 
-    def _wait(self, awaited: Awaited, progress: bool | None) -> None:
+    def _wait(self, awaited: PendingOutputs, progress: bool | None) -> None:
         total = awaited.num_pending
         show = progress if progress is not None else total > 1 and sys.stderr is not None and sys.stderr.isatty()
         bar = Progress(
@@ -338,7 +332,7 @@ class LLM:
                     speed = awaited.num_tokens / max(bar.tasks[0].elapsed or 0.0, 1e-3)
                     bar.update(task, completed=num_shown, speed=f"{speed:,.0f} tok/s")
 
-    def _turn(self, reader: DeltaStream | Awaited) -> None:
+    def _turn(self, reader: DeltaStream | PendingOutputs) -> None:
         """One turn of the engine, unless another thread's was enough. Everybody who waits gets what is theirs."""
         with unbroken(), self.front.lock:
             if reader.served:
@@ -350,7 +344,7 @@ class LLM:
                 if other is not None:
                     other.put(delta)
 
-    def _abort(self, tickets: list[Ticket]) -> None:
+    def _abort(self, tickets: list[RequestState]) -> None:
         for ticket in tickets:
             if not ticket.finished:
                 self.front.abort(ticket)

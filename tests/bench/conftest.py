@@ -4,8 +4,8 @@ import pytest
 
 from quire.core.model import ModelSpec, RopeSpec
 from quire.engine import build
-from quire.formats.shapes import SHAPES
-from quire.kernels.select import Choice, select_kernels
+from quire.formats.presets import SHAPES
+from quire.kernels.select import KernelChoice, select_kernels
 from tests.cli.commands import Shell
 
 TINY = ModelSpec(
@@ -28,7 +28,7 @@ TINY = ModelSpec(
 def quire(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Shell:
     """`quire` with a shape named "tiny", on the plain kernels: compiling others takes longer than all of the tests."""
 
-    def plain(*asked: object) -> Choice:
+    def plain(*asked: object) -> KernelChoice:
         return select_kernels("reference")
 
     monkeypatch.setitem(SHAPES, "tiny", TINY)

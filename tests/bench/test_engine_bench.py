@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from quire.bench.workload import Part, named_jobs
-from quire.cli import race
+from quire.bench.workload import WorkloadSlice, named_jobs
+from quire.cli import bench_processes as race
 from quire.core.sampling import SamplingParams
 from quire.llm import LLM
 from tests.bench.conftest import TINY
@@ -20,7 +20,7 @@ def test_throughput_is_told_with_its_circumstances(quire: Shell) -> None:
     assert said.status == 0, said.err
     nano, exp = map(json.loads, said.out.splitlines())
     assert (nano["workload"], nano["seed"], exp["workload"], exp["seed"]) == ("nano", 0, "exp", 2)
-    jobs = named_jobs("nano", TINY.vocab_size, part=Part(3, 0.01))
+    jobs = named_jobs("nano", TINY.vocab_size, part=WorkloadSlice(3, 0.01))
     assert nano["requests"] == 3
     assert nano["input_tokens"] == sum(len(job.prompt) for job in jobs)
     assert nano["output_tokens"] == sum(job.num_output for job in jobs)

@@ -4,9 +4,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from quire.bench.device_clock import Mark
-from quire.bench.observer import Observer, Span, StepEvent, busy, steady_decode, token_gaps_s
-from quire.bench.percentiles import Percentiles, percentiles_ms
+from quire.bench.observer import Mark, Observer, StepEvent, TimeSpan, busy, steady_decode, token_gaps_s
+from quire.bench.throughput import Percentiles, percentiles_ms
 from quire.core.ids import Row, SequenceId
 from quire.core.step import Masks, Pending, StepPlan, StepResult
 
@@ -51,28 +50,28 @@ class Said:
         return self._result
 
 
-def step(done_s: float, *rows: int, seats: tuple[tuple[int, int], ...] = (), num_prompt: int = 0) -> StepEvent:
-    sat = tuple((Row(row), SequenceId(sequence)) for row, sequence in seats)
+def step(done_s: float, *rows: int, starts: tuple[tuple[int, int], ...] = (), num_prompt: int = 0) -> StepEvent:
+    sat = tuple((Row(row), SequenceId(sequence)) for row, sequence in starts)
     return StepEvent(done_s, done_s, num_prompt, sat, np.array(rows, np.int32), None)
 
 
 def spanned(first_s: float, last_s: float, *, late: bool = False) -> StepEvent:
-    return StepEvent(0.0, 0.0, 0, (), np.empty(0, np.int32), Span(AtSecond(first_s), AtSecond(last_s), late))
+    return StepEvent(0.0, 0.0, 0, (), np.empty(0, np.int32), TimeSpan(AtSecond(first_s), AtSecond(last_s), late))
 
 
 def test_gaps_are_between_tokens_of_one_sequence() -> None:
     steps = [
-        step(1, 0, seats=((0, 10), (1, 11))),
+        step(1, 0, starts=((0, 10), (1, 11))),
         step(3, 0, 1),
         step(4, 1),
-        step(9, 0, 1, seats=((0, 12),)),  # another sequence in row 0: its first token
+        step(9, 0, 1, starts=((0, 12),)),  # another sequence in row 0: its first token
         step(10, 0),
     ]
     assert token_gaps_s(steps) == [2, 1, 5, 1]
 
 
 def test_a_preempted_sequence_waited_between_its_tokens_whatever_its_row() -> None:
-    assert token_gaps_s([step(1, 0, seats=((0, 7),)), step(8, 3, seats=((3, 7),))]) == [7]
+    assert token_gaps_s([step(1, 0, starts=((0, 7),)), step(8, 3, starts=((3, 7),))]) == [7]
 
 
 def test_busy_is_work_by_work_and_what_lies_between() -> None:

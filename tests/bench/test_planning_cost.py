@@ -5,15 +5,17 @@ from types import FrameType
 
 import pytest
 
-from quire.bench.meter import Meter
-from quire.bench.scheduler import ROUND, TURNOVERS, WARM, Prompts, Setting, Stand, measure
+from quire.bench.environment import InstructionCounter
+from quire.bench.scheduler import ROUND, TURNOVERS, WARM, PlanningBench, PlanningSetting, RandomPrompts, measure
 
 
-def stand(rows: int, waiting: int, turnover: float) -> Stand:
-    return Stand(Setting(rows, waiting, turnover), Prompts(0), Meter(), num_steps=200)
+def stand(rows: int, waiting: int, turnover: float) -> PlanningBench:
+    return PlanningBench(
+        PlanningSetting(rows, waiting, turnover), RandomPrompts(0), InstructionCounter(), num_steps=200
+    )
 
 
-def calls_of_a_round(built: Stand) -> int:
+def calls_of_a_round(built: PlanningBench) -> int:
     """Every call of Python or C that planning and absorbing make in a round."""
     count = 0
     scheduler = built.scheduler
@@ -55,29 +57,31 @@ def test_calls_of_a_steady_step_grow_with_evictions_alone() -> None:
 
 def test_a_steady_round_meets_the_conditions() -> None:
     built = stand(32, 50, 0.0)
-    books, tree = built.scheduler.books, built.scheduler.kv.tree
+    state, tree = built.scheduler.state, built.scheduler.kv.tree
     assert tree is not None
-    evicted, seated = tree.num_evicted, set(books.seating.row_sequence.tolist())
+    evicted, assigned = tree.num_evicted, set(state.rows.row_sequence.tolist())
     built.round()
     assert tree.num_evicted - evicted >= 32 * ROUND // 16, "blocks came free without an eviction"
-    assert set(books.seating.row_sequence.tolist()) == seated, "somebody came or went"
-    assert len(books.room) == 50 and books.cruise.num_cruising == 32
-    assert books.tally.preemptions == 0
+    assert set(state.rows.row_sequence.tolist()) == assigned, "somebody came or went"
+    assert len(state.room) == 50 and state.calendar.num_decoding == 32
+    assert state.tally.preemptions == 0
 
 
 def test_turnover_is_one_row_of_a_hundred_in_each_step() -> None:
     built = stand(100, 50, 0.01)
-    seated = set(built.scheduler.books.seating.row_sequence.tolist())
+    assigned = set(built.scheduler.state.rows.row_sequence.tolist())
     built.round()
-    gone = seated - set(built.scheduler.books.seating.row_sequence.tolist())
+    gone = assigned - set(built.scheduler.state.rows.row_sequence.tolist())
     assert len(gone) == pytest.approx(ROUND + WARM, rel=0.25)
-    assert 48 <= len(built.scheduler.books.room) <= 53
-    assert built.scheduler.books.cruise.num_cruising >= 95
+    assert 48 <= len(built.scheduler.state.room) <= 53
+    assert built.scheduler.state.calendar.num_decoding >= 95
 
 
 def test_every_setting_gets_a_line_and_every_round_a_figure() -> None:
     lines = measure((4, 8), (0, 5), rounds=2)
-    assert {line.setting for line in lines} == {Setting(r, w, t) for r in (4, 8) for w in (0, 5) for t in TURNOVERS}
+    assert {line.setting for line in lines} == {
+        PlanningSetting(r, w, t) for r in (4, 8) for w in (0, 5) for t in TURNOVERS
+    }
     assert all(len(line.us) == 2 and line.quartile_us == min(line.us) > 0 for line in lines)
     assert len({len(line.instructions) for line in lines}) == 1, "instructions are counted for all or for nobody"
 

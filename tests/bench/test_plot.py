@@ -2,7 +2,7 @@
 
 import xml.etree.ElementTree as Tree
 
-from quire.bench.plot import Curve, Point, bars, svg
+from quire.bench.scheduler import Curve, Point, bars, svg
 
 CURVES = [
     Curve("low & flat", (Point(16, 50), Point(64, 50), Point(256, 50))),

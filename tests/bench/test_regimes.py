@@ -4,45 +4,45 @@ from dataclasses import replace
 
 import pytest
 
-from quire.bench.regimes import Machine, Outcome, arrivals, compare_regimes, compare_stances
+from quire.bench.regimes import RegimeResult, SimulatedMachine, arrivals, compare_regimes, compare_stances
 from quire.sched.policy import PREFIX
 from quire.workload.arrivals import poisson
-from quire.workload.samples import sample
+from quire.workload.traces import sample
 
-MACHINE = Machine(num_blocks=4096, max_rows=64)
+MACHINE = SimulatedMachine(num_blocks=4096, max_rows=64)
 
 
 @pytest.fixture(scope="module")
-def arc() -> dict[str, Outcome]:
+def arc() -> dict[str, RegimeResult]:
     work = arrivals(poisson(sample("sharegpt")[:64], 64.0, seed=0), MACHINE)
     return {outcome.name: outcome for outcome in compare_regimes(work, MACHINE)}
 
 
-def test_contiguous_regimes_waste_most_of_what_they_reserve_and_pages_nothing(arc: dict[str, Outcome]) -> None:
+def test_contiguous_regimes_waste_most_of_what_they_reserve_and_pages_nothing(arc: dict[str, RegimeResult]) -> None:
     waste = {name: outcome.account.waste_reserved for name, outcome in arc.items()}
     assert all(0.6 < waste[name] < 0.8 for name in ("static", "dynamic", "continuous"))
     assert all(arc[name].account.waste_held < 0.02 for name in ("paged", "chunked", "prefix"))
     assert all(waste[name] < 0.3 for name in ("paged", "chunked", "prefix")), "the hedge promises too much"
 
 
-def test_only_sealed_batches_are_padded(arc: dict[str, Outcome]) -> None:
+def test_only_sealed_batches_are_padded(arc: dict[str, RegimeResult]) -> None:
     padded = {name for name, outcome in arc.items() if outcome.account.padding}
     assert padded == {"static", "dynamic"}
     assert arc["static"].account.padding_share > 0.3
 
 
-def test_each_step_of_the_arc_is_no_slower_than_the_one_before(arc: dict[str, Outcome]) -> None:
+def test_each_step_of_the_arc_is_no_slower_than_the_one_before(arc: dict[str, RegimeResult]) -> None:
     speed = {name: outcome.tokens_per_s for name, outcome in arc.items()}
     assert speed["continuous"] > 1.5 * speed["static"]
     assert speed["paged"] > 1.05 * speed["continuous"]
     assert speed["prefix"] >= 0.98 * speed["chunked"] >= 0.95 * speed["paged"]
 
 
-def test_chunks_bound_the_longest_step(arc: dict[str, Outcome]) -> None:
+def test_chunks_bound_the_longest_step(arc: dict[str, RegimeResult]) -> None:
     assert arc["chunked"].account.longest_step_s < 0.7 * arc["paged"].account.longest_step_s
 
 
-def test_everybody_is_answered_alike_in_all_regimes(arc: dict[str, Outcome]) -> None:
+def test_everybody_is_answered_alike_in_all_regimes(arc: dict[str, RegimeResult]) -> None:
     assert len({outcome.num_output for outcome in arc.values()}) == 1
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.bench.serving import Load, Repeat, median_ratio
+from quire.bench.serving import ServingLoad, ServingRepeat, median_ratio
 from tests import children
 from tests.llm.tiny import tiny_llama, write_model
 
@@ -46,10 +46,10 @@ def test_nonsense_is_named(arguments: tuple[str, ...], words: str) -> None:
 
 
 def test_no_prompt_comes_twice() -> None:
-    load = Load(None, 64, 8, None)
+    load = ServingLoad(None, 64, 8, None)
     assert len({*load.prompts(1), *load.prompts(2)}) == 128
 
 
 def test_the_middle_repeat_counts() -> None:
-    repeats = [Repeat(alone_s, 2.0, 0, 0, 0, 0) for alone_s in (1.0, 1.8, 9.0)]
+    repeats = [ServingRepeat(alone_s, 2.0, 0, 0, 0, 0) for alone_s in (1.0, 1.8, 9.0)]
     assert median_ratio(repeats) == 0.9

@@ -13,8 +13,8 @@ from quire.bench.startup import measure_starts
 from quire.config import EngineConfig
 from quire.core.errors import EngineFailed
 from tests import children
+from tests.architecture.test_light import ABSENT
 from tests.cli.commands import Shell
-from tests.house.test_light import ABSENT
 
 # Read by Python when it starts: what the machine lacks, and the shape of tests/bench/conftest.py.
 MACHINE = f"""
@@ -26,7 +26,7 @@ class Absent:
             raise ImportError(name)
 
 sys.meta_path.insert(0, Absent())
-from quire.formats.shapes import SHAPES
+from quire.formats.presets import SHAPES
 from quire.core.model import *
 SHAPES["tiny"] = ModelSpec("llama", 2, 32, 2, 1, 16, 48, 97, 256, 1e-5, RopeSpec(10_000.0, 16), tied_embeddings=True)
 """

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.bench.workload import WORKLOADS, Part, find, named_jobs
+from quire.bench.workload import WORKLOADS, WorkloadSlice, find, named_jobs
 from quire.core.errors import ConfigError
 
 LARGE = 1 << 20  # a vocabulary in which no id is folded
@@ -40,13 +40,13 @@ def test_lengths_follow_the_seed_alone() -> None:
 
 
 def test_a_part_has_the_first_requests_and_no_length_of_nothing() -> None:
-    whole, part = named_jobs("nano", LARGE), named_jobs("nano", LARGE, part=Part(3, 0.01))
+    whole, part = named_jobs("nano", LARGE), named_jobs("nano", LARGE, part=WorkloadSlice(3, 0.01))
     assert [len(job.prompt) for job in part] == [-(-len(job.prompt) // 100) for job in whole[:3]]
     assert [job.num_output for job in part] == [-(-job.num_output // 100) for job in whole[:3]]
     assert [job.prompt for job in part] == [
         job.prompt[: len(few.prompt)] for job, few in zip(whole, part, strict=False)
     ]
-    assert Part().whole and not Part(requests=3).whole and not Part(scale=0.5).whole
+    assert WorkloadSlice().whole and not WorkloadSlice(requests=3).whole and not WorkloadSlice(scale=0.5).whole
 
 
 def test_a_small_vocabulary_folds_ids_and_no_lengths() -> None:
@@ -72,8 +72,8 @@ def test_another_engines_script_draws_the_same_ranges() -> None:
     ranged, one_long = named_jobs("5x3..9+4..1000", LARGE), named_jobs("5x3..9+4", LARGE)
     assert [job.prompt for job in ranged] == prompts == [job.prompt for job in one_long]
     assert [job.num_output for job in ranged] == outputs
-    assert named_jobs("5x3..9+4..1000", LARGE, seed=2, part=Part(2)) != ranged[:2]
-    assert named_jobs("5x3..9+4..1000", LARGE, part=Part(2)) == ranged[:2]
+    assert named_jobs("5x3..9+4..1000", LARGE, seed=2, part=WorkloadSlice(2)) != ranged[:2]
+    assert named_jobs("5x3..9+4..1000", LARGE, part=WorkloadSlice(2)) == ranged[:2]
 
 
 lengths = st.tuples(st.integers(1, 40), st.just(0) | st.integers(1, 40)).map(lambda ends: range(ends[0], sum(ends) + 1))

@@ -17,7 +17,7 @@ def serve_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[di
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(links))
 
-    def serve(members: dict[str, bytes]) -> Path:
-        return build_wheel(links, members)
+    def serve(sequences: dict[str, bytes]) -> Path:
+        return build_wheel(links, sequences)
 
     return serve

@@ -13,10 +13,10 @@ from huggingface_hub.errors import (
 )
 
 from quire.catalog import hub
-from quire.catalog.folder import missing_files
-from quire.catalog.listing import State, entries
+from quire.catalog.listing import ModelState, entries
+from quire.catalog.locate import missing_files
 from quire.catalog.names import DEFAULT_MODEL, HubName
-from quire.catalog.progress import FetchProgress, Phase, ignore
+from quire.catalog.progress import FetchPhase, FetchProgress, ignore
 from quire.core.errors import FetchFailed, ModelNotFound, QuireError, UnsupportedModel
 
 NAME = HubName("org/name", None)
@@ -150,8 +150,8 @@ def test_the_hub_reports_bytes_and_draws_nothing(
         bar.update(40)
     first.update(60)
     assert seen == [
-        FetchProgress(Phase.DOWNLOADING, 40, 100),
-        FetchProgress(Phase.DOWNLOADING, 100, 100),
+        FetchProgress(FetchPhase.DOWNLOADING, 40, 100),
+        FetchProgress(FetchPhase.DOWNLOADING, 100, 100),
     ]
     assert capfd.readouterr() == ("", "")
 
@@ -165,13 +165,13 @@ def test_the_list_holds_short_names_the_folder_and_the_hubs_cache(tmp_path: Path
     listed = {entry.name: entry for entry in entries(folder, tmp_path / "hub")}
 
     assert list(listed) == [DEFAULT_MODEL.name, "mine", "org/name", "org/name:extra.gguf"]
-    assert listed[DEFAULT_MODEL.name].state is State.ABSENT
+    assert listed[DEFAULT_MODEL.name].state is ModelState.ABSENT
     assert listed[DEFAULT_MODEL.name].license == "Apache-2.0"
-    assert listed["mine"] == ("mine", folder / "mine.gguf", 2, State.PRESENT, None)
+    assert listed["mine"] == ("mine", folder / "mine.gguf", 2, ModelState.PRESENT, None)
     assert listed["org/name"].size_bytes == 2
 
 
 def test_the_list_needs_neither_folder(tmp_path: Path) -> None:
     for none, no_hub in (("none", "no-hub"), ("unreadable" * 30, "unreadable" * 30)):
         listed = entries(tmp_path / none, tmp_path / no_hub)
-        assert [entry.state for entry in listed] == [State.ABSENT]
+        assert [entry.state for entry in listed] == [ModelState.ABSENT]

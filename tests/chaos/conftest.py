@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.scripting import scripted
-from tests.server.serving import Running
+from tests.server.scripted_servers import scripted
+from tests.server.server_process import Running
 
 Report = Callable[[str, object], None]
 
@@ -15,8 +15,8 @@ NUM_SEATS = 64
 
 @pytest.fixture(scope="session")
 def server(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    seats = ("--max-num-seqs", str(NUM_SEATS), "--max-waiting", str(NUM_SEATS))
-    with scripted(tmp_path_factory.mktemp("chaos"), *seats) as running:
+    starts = ("--max-num-seqs", str(NUM_SEATS), "--max-waiting", str(NUM_SEATS))
+    with scripted(tmp_path_factory.mktemp("chaos"), *starts) as running:
         yield running
 
 

@@ -9,8 +9,8 @@ import socket
 import sys
 import time
 
-from tests.server.crowd import request
-from tests.server.scripting import asked
+from tests.server.many_clients import request
+from tests.server.scripted_servers import asked
 
 _PAUSE_S = 0.02
 

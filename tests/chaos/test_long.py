@@ -13,10 +13,10 @@ import time
 
 from tests import children
 from tests.chaos.conftest import NUM_SEATS, Report
-from tests.server.crowd import Told, Visitor, request, tell, tell_all
-from tests.server.scripting import CONTROL, asked, check_control
-from tests.server.serving import Running, load, wait_until, wait_until_at_rest
-from tests.server.test_bombs import BOMBS
+from tests.server.http.test_json_bombs import BOMBS
+from tests.server.many_clients import Told, Visitor, request, tell, tell_all
+from tests.server.scripted_servers import CONTROL, asked, check_control
+from tests.server.server_process import Running, load, wait_until, wait_until_at_rest
 
 ENDLESS = request(asked("endless", stream=True))
 SHORT = request(asked("endless", max_tokens=50, stream=True))
@@ -225,13 +225,13 @@ def test_soak(server: Running, report: Report) -> None:
             assert (await visitor.hear_all()).complete
 
     async def round_of(num_requests: int) -> None:
-        seats = asyncio.Semaphore(NUM_SEATS)
+        starts = asyncio.Semaphore(NUM_SEATS)
 
-        async def seated() -> None:
-            async with seats:
+        async def assigned() -> None:
+            async with starts:
                 await one()
 
-        await asyncio.gather(*(seated() for _ in range(num_requests)))
+        await asyncio.gather(*(assigned() for _ in range(num_requests)))
 
     held: list[tuple[int, int, int]] = []
     with server.client() as client:

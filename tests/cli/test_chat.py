@@ -7,8 +7,7 @@ from typing import cast
 import pexpect
 import pytest
 
-from quire.cli.chat import Conversation
-from quire.cli.reply import Reply
+from quire.cli.chat import ChatSession, PrintedReply
 from quire.core.sampling import SamplingParams
 from quire.llm import LLM
 from tests import children
@@ -74,12 +73,12 @@ def test_the_conversation_is_remembered_until_cleared(monkeypatch: pytest.Monkey
         def chat_prompt(self, messages: list[dict[str, str]]) -> list[tuple[str, str]]:
             return [(message["role"], message["content"]) for message in messages]
 
-    def say(llm: object, prompt: list[tuple[str, str]], params: object) -> Reply:
+    def say(llm: object, prompt: list[tuple[str, str]], params: object) -> PrintedReply:
         asked.append(prompt)
-        return Reply("" if prompt[-1][1] == "silence" else prompt[-1][1].upper(), "stop", 1, 1.0)
+        return PrintedReply("" if prompt[-1][1] == "silence" else prompt[-1][1].upper(), "stop", 1, 1.0)
 
     monkeypatch.setattr("quire.cli.chat.say", say)
-    conversation = Conversation(cast(LLM, Echo()), SamplingParams(), "be brief")
+    conversation = ChatSession(cast(LLM, Echo()), SamplingParams(), "be brief")
     assert not conversation.undo()
     for question in ("one", "silence", "two", "three"):
         conversation.ask(question)

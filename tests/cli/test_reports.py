@@ -11,12 +11,12 @@ from quire.cli import doctor
 from quire.cli.options import Size
 from quire.cli.serve import speech_of
 from quire.core.sampling import SamplingParams
-from quire.kernels.attention_choice import USUAL_NEEDS
+from quire.kernels.attention_backends import USUAL_NEEDS
 from quire.kernels.reference import ReferenceKernels
-from quire.kernels.select import Choice
-from quire.server.served import Served
-from quire.sim.check import VOCAB_SIZE, World
-from quire.sim.oracle import OracleRunner
+from quire.kernels.select import KernelChoice
+from quire.server.context import ServedModel
+from quire.sim.check.check import VOCAB_SIZE, World
+from quire.sim.runners import OracleRunner
 from tests.cli.commands import Shell
 
 
@@ -73,7 +73,7 @@ def test_doctor_advises_in_full(quire: Shell, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_doctor_says_who_attends_and_why(quire: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = Choice(ReferenceKernels(), "for a test", attention=("decodes by quire", "fa3 not: it needs a card"))
+    chosen = KernelChoice(ReferenceKernels(), "for a test", attention=("decodes by quire", "fa3 not: it needs a card"))
     asked: list[object] = []
     monkeypatch.setattr(doctor, "select_kernels", lambda *given: asked.append(given) or chosen)
     assert json.loads(quire("doctor", "--json").out)["attention"]["found"] == " · ".join(chosen.attention)
@@ -98,10 +98,10 @@ def test_a_memory_may_carry_a_unit(text: str, number: int) -> None:
 
 def test_a_server_whose_model_has_a_broken_chat_template_says_so_when_it_is_ready() -> None:
     def speech(template: str | None) -> str:
-        return speech_of(Served("m", None, template, SamplingParams(), 1024, 100, 0))
+        return speech_of(ServedModel("m", None, template, SamplingParams(), 1024, 100, 0))
 
     assert speech(None) == "no chat template: prompts only"
     assert speech("{{ messages }}\n{% if %}").startswith(
         "prompts only: the model's chat template cannot be used: line 2 is not valid: "
     )
-    assert speech("{{ messages }}") == Served("m", None, "", SamplingParams(), 1024, 100, 0).voice.description
+    assert speech("{{ messages }}") == ServedModel("m", None, "", SamplingParams(), 1024, 100, 0).voice.description

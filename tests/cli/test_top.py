@@ -12,11 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from quire.cli.readings import Bucket, Quantiles, _quantile, compare, read_page
-from quire.cli.top import Server, as_object, table
+from quire.cli.top import Bucket, Quantiles, WatchedServer, _quantile, as_object, compare, read_page, table
 from quire.core.errors import ConfigError
 from tests.cli.commands import Shell
-from tests.clients.serving import scripted
+from tests.clients.client_server import scripted
 
 PAGE = """\
 # TYPE quire_engine_up gauge
@@ -126,14 +125,14 @@ def url(tmp_path_factory: pytest.TempPathFactory, default_model_path: Path) -> I
 
 
 def test_once_as_json_against_a_server(quire: Shell, url: str) -> None:
-    before = Server(url, None).read()
+    before = WatchedServer(url, None).read()
     wish = {"messages": [{"role": "user", "content": "count"}]}
     assert httpx.post(f"{url}/v1/chat/completions", json=wish, timeout=60).status_code == 200
-    answered = compare(before, Server(url, None).read())
+    answered = compare(before, WatchedServer(url, None).read())
     assert answered.finished_per_s > 0 and isinstance(answered.time_to_first_token, Quantiles)
     told = json.loads(json.dumps(as_object(url, answered, 0)))
     assert set(told["time_to_first_token"]) == {"p50_s", "p90_s", "p99_s"}
-    while compare(None, Server(url, None).read()).num_running:
+    while compare(None, WatchedServer(url, None).read()).num_running:
         pass  # the engine tells how it stands a few times a second
     said = quire("top", url, "--once", "--json", "--every", "0.1")
     assert said.status == 0, said.err
@@ -147,7 +146,7 @@ def test_a_request_that_runs_is_seen(url: str) -> None:
     wish = {"prompt": "count", "max_tokens": 1000, "ignore_eos": True}
     sender = Thread(target=httpx.post, args=(f"{url}/v1/completions",), kwargs={"json": wish, "timeout": 120})
     sender.start()
-    server = Server(url, None)
+    server = WatchedServer(url, None)
     while not server.num_open():
         assert sender.is_alive(), "it ended before it was seen"
     before = server.read()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.world import world
+from tests.clients.client_world import world
 
 
 @pytest.fixture(scope="session")

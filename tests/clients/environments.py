@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests import children
-from tests.house.tree import ROOT
+from tests.architecture.tree import ROOT
 
 FOLDER = ROOT / ".venv-clients"
 REQUIREMENTS = Path(__file__).parent / "requirements"

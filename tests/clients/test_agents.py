@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests import children
+from tests.clients.client_server import scripted
+from tests.clients.client_world import FOLDER
 from tests.clients.environments import environment
-from tests.clients.serving import scripted
-from tests.clients.world import FOLDER
 
 # What the agents call their shells: codex 0.166, Claude Code 2.1.
 LINES: tuple[dict[str, object], ...] = (

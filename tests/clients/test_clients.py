@@ -4,8 +4,8 @@ import shutil
 
 import pytest
 
+from tests.clients.client_world import MODEL
 from tests.clients.environments import SCRIPTS, environment, errors, outcomes, python
-from tests.clients.world import MODEL
 
 SCRIPT_OF = {
     "openai-3": "use_openai.py",

@@ -10,9 +10,9 @@ import pytest
 
 from quire import LLM, SamplingParams
 from tests import children
+from tests.clients.client_server import SMALL, serving
+from tests.clients.client_world import KEY, MODEL
 from tests.clients.environments import environment
-from tests.clients.serving import SMALL, serving
-from tests.clients.world import KEY, MODEL
 
 TASK = Path(__file__).parent / "task"
 OFFLINE = os.environ | {"HF_HUB_OFFLINE": "1"}

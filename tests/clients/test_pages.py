@@ -5,9 +5,9 @@ import re
 import pytest
 
 from tests import children
+from tests.architecture.tree import ROOT
+from tests.clients.client_world import KEY, MODEL
 from tests.clients.environments import REQUIREMENTS, python
-from tests.clients.world import KEY, MODEL
-from tests.house.tree import ROOT
 
 PAGES = ROOT / "docs" / "clients"
 

@@ -11,7 +11,7 @@ import yaml
 from click.testing import CliRunner
 
 from quire.cli.main import app
-from tests.house.tree import ROOT
+from tests.architecture.tree import ROOT
 
 DEPLOY = ROOT / "deploy"
 SHUTDOWN_DEFAULT_S = 30.0

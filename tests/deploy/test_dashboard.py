@@ -9,7 +9,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.clients.serving import scripted
+from tests.clients.client_server import scripted
 from tests.deploy.files import DEPLOY, documents
 
 BOARD = json.loads((DEPLOY / "grafana" / "quire.json").read_text())

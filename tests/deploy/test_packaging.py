@@ -7,8 +7,8 @@ import pytest
 
 from quire.server.app import DOORS
 from tests import children
+from tests.architecture.tree import ROOT
 from tests.deploy.files import DEPLOY, commands, documents, exists, serve_help, shutdown_s, stages, unit
-from tests.house.tree import ROOT
 
 PATHS = {door.path for door in DOORS}
 

@@ -4,22 +4,22 @@ from dataclasses import fields, replace
 
 import pytest
 
-from quire.config import GIB, OVERCOMMITS, REGIMES, EngineConfig, Machine, resolve, resolve_dtype
+from quire.config import GIB, OVERCOMMITS, REGIMES, EngineConfig, MachineInfo, resolve, resolve_dtype
 from quire.core.errors import ConfigError
 from quire.core.model import ModelSpec, RopeSpec
 from quire.sched import policy
-from quire.sched.reserve import Stance
+from quire.sched.reservation import Overcommit
 
 SPEC = ModelSpec(
     family="llama", num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16, ffn_size=96,
     vocab_size=100, max_positions=1000, norm_eps=1e-5, rope=RopeSpec(10000.0, 16), tied_embeddings=True,
 )  # fmt: skip
 PER_TOKEN = SPEC.kv_bytes_per_token(4)
-CPU = Machine("cpu", free_bytes=8 * GIB, fast_bfloat16=True, num_cores=2)
-GPU = Machine("cuda", free_bytes=70 * GIB, fast_bfloat16=True, num_cores=2, total_bytes=80 * GIB)
+CPU = MachineInfo("cpu", free_bytes=8 * GIB, fast_bfloat16=True, num_cores=2)
+GPU = MachineInfo("cuda", free_bytes=70 * GIB, fast_bfloat16=True, num_cores=2, total_bytes=80 * GIB)
 
 
-def resolved(machine: Machine = CPU, **said: object):
+def resolved(machine: MachineInfo = CPU, **said: object):
     return resolve(EngineConfig(**said), SPEC, PER_TOKEN, machine)
 
 
@@ -81,7 +81,7 @@ def test_the_regime_follows_the_switch_for_prefixes():
 
 def test_the_names_of_settings_are_those_of_the_scheduler():
     assert set(REGIMES) == set(policy.REGIMES)
-    assert set(OVERCOMMITS) == {stance.value for stance in Stance}
+    assert set(OVERCOMMITS) == {stance.value for stance in Overcommit}
 
 
 def test_the_host_keeps_whole_blocks_of_prefixes():
@@ -106,7 +106,7 @@ def test_little_memory_shortens_the_context():
     numbers = resolved(kv_cache_memory=160 * PER_TOKEN)
     assert numbers.max_model_len == 161  # the last token is never computed
     assert numbers.reasons["max_model_len"] == "what the KV cache holds"
-    poor = Machine("cpu", free_bytes=4 * 320 * PER_TOKEN, fast_bfloat16=False, num_cores=1)
+    poor = MachineInfo("cpu", free_bytes=4 * 320 * PER_TOKEN, fast_bfloat16=False, num_cores=1)
     assert resolved(poor).kv_bytes == 320 * PER_TOKEN
 
 
@@ -144,7 +144,7 @@ def test_more_rows_than_a_step_holds():
 
 
 def test_dtypes_follow_the_machine():
-    slow = Machine("cpu", GIB, fast_bfloat16=False, num_cores=2)
+    slow = MachineInfo("cpu", GIB, fast_bfloat16=False, num_cores=2)
     assert resolve_dtype(EngineConfig(), CPU) == "bfloat16"
     assert resolve_dtype(EngineConfig(), slow) == "float32"
     assert resolve_dtype(EngineConfig(dtype="bfloat16"), slow) == "bfloat16"

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from quire.core.sampling import SamplingParams
 from quire.core.step import FinishReason
-from quire.engine.door import Door
 from quire.engine.engine import Engine
-from quire.engine.local import LocalFront
-from quire.engine.memory import MemoryLedger, settle
-from quire.kernels.contract import Ragged
+from quire.engine.local_client import LocalClient
+from quire.engine.request_validator import RequestValidator
+from quire.engine.stats import MemoryLedger, settle
+from quire.kernels.interface import StepLayout
 from quire.kv.manager import KVManager
 from quire.models.oracle import OracleModel
 from quire.runner.kv_store import new_store
@@ -40,10 +40,10 @@ class Small(OracleModel):
 
     max_tokens = 12
 
-    def forward(self, tokens: Tensor, ragged: Ragged, kv: Tensor, wanted: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, layout: StepLayout, kv: Tensor, wanted: Tensor | None = None) -> Tensor:
         if len(tokens) > self.max_tokens:
             raise torch.OutOfMemoryError(f"tried to allocate {len(tokens)} tokens")
-        return super().forward(tokens, ragged, kv, wanted)
+        return super().forward(tokens, layout, kv, wanted)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
@@ -51,7 +51,7 @@ def test_a_step_without_memory_fails_the_largest_and_nobody_else(depth: int) -> 
     model = Small(VOCAB)
     stores = new_store(model.kv_geometry, BLOCKS, BLOCK, torch.device("cpu"))
     runner = ModelRunner(model, stores, max_rows=ROWS, max_length=64)
-    door = Door(VOCAB, (), 64, ROWS, BLOCKS, BLOCK)
+    door = RequestValidator(VOCAB, (), 64, ROWS, BLOCKS, BLOCK)
     scheduler = Scheduler(KVManager(BLOCKS, BLOCK, ROWS), max_rows=ROWS, max_step_tokens=64)
     parts: list[str] = []
 
@@ -66,7 +66,7 @@ def test_a_step_without_memory_fails_the_largest_and_nobody_else(depth: int) -> 
             parts.append(f"/{self.name}")
 
     engine = Engine(scheduler, runner, door, depth=depth, seed=0, clock=lambda: 0.0, span=Noted)
-    front = LocalFront(engine, None)
+    front = LocalClient(engine, None)
     params = SamplingParams(temperature=0, max_tokens=5)
     small, large = front.submit([3, 1, 4], params), front.submit(list(range(40)), params)
     for _ in range(60):

@@ -22,7 +22,7 @@ from quire.core.sampling import (
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
 )
-from quire.engine.terms import Terms
+from quire.engine.request_options import RequestOptions
 from tests.engine.junk import junk
 
 NAN, INF = float("nan"), float("inf")
@@ -224,5 +224,5 @@ def test_numbers_of_numpy_are_numbers() -> None:
     assert kinds == {int, float, bool}, "what is told on to other processes is Python's own"
     with pytest.raises(InvalidParameter, match="max_tokens must be a whole number"):
         SamplingParams(max_tokens=np.float64(9.0))
-    assert type(Terms(priority=np.int64(-1)).priority) is int
+    assert type(RequestOptions(priority=np.int64(-1)).priority) is int
     assert type(EngineConfig(max_model_len=np.int64(64)).max_model_len) is int

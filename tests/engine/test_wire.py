@@ -13,16 +13,16 @@ from quire.core.errors import InvalidParameter, QueueFull, QuireError
 from quire.core.ids import Row
 from quire.core.sampling import SamplingParams
 from quire.core.step import FinishReason, PromptLogprobs, TopLogprobs
-from quire.engine.messages import Accepted, Begun, Ended, Order, Progress
-from quire.engine.terms import Terms
+from quire.engine.messages import Accepted, AddRequest, FinishedSequence, FirstToken, StepOutput
+from quire.engine.request_options import RequestOptions
 from quire.engine.wire import (
     MAX_FRAME_BYTES,
     AbortFrame,
     BrokenFrame,
+    FrameDecoder,
     Message,
     ProblemFrame,
     StartFrame,
-    Unpacker,
     accepted_frame,
     accepted_of,
     error_of,
@@ -39,19 +39,19 @@ from quire.engine.wire import (
 PARAMS = SamplingParams(
     n=3, temperature=0.5, stop=["a", "ü"], logit_bias={7: -1.5}, seed=2**62, logprobs=2, max_tokens=None
 )
-ORDER = Order(
+ORDER = AddRequest(
     5,
     [1, 2, 49151],
     PARAMS,
     ((1, 2), (3,)),
-    Terms(priority=-3, tenant="t", cache_salt="s", timeout_s=1.5),
+    RequestOptions(priority=-3, tenant="t", cache_salt="s", timeout_s=1.5),
     pooled=True,
     without_tokens=True,
 )
 
 
 def crossed(message: Message) -> bytes:
-    (frame,) = Unpacker().feed(pack(message))
+    (frame,) = FrameDecoder().feed(pack(message))
     return frame
 
 
@@ -70,12 +70,12 @@ def test_the_settings_cross_whole():
 
 
 def test_progress_crosses_whole():
-    progress = Progress(
+    progress = StepOutput(
         9,
         np.array([3, 4], dtype=np.int64),
         np.array([70, 80], dtype=np.int32),
-        (Begun(1, 2.5, 16), Begun(2, None, 0)),
-        (Ended(1, 3, FinishReason.LENGTH, np.array([70], dtype=np.int32), -0.5, 2, True),),
+        (FirstToken(1, 2.5, 16), FirstToken(2, None, 0)),
+        (FinishedSequence(1, 3, FinishReason.LENGTH, np.array([70], dtype=np.int32), -0.5, 2, True),),
         {3: scores(70)},
         {4: PromptLogprobs(Row(1), 1, (scores(8), scores(9)))},
         {5: np.array([0.5, -2.0], dtype=np.float32)},
@@ -88,7 +88,7 @@ def test_progress_crosses_whole():
     assert back.logprobs[3].ids.tolist() == [70, 1] and back.logprobs[3][:3] == (70, -0.25, 2)
     assert [top.token for top in back.prompt_logprobs[4].scores] == [8, 9] and back.prompt_logprobs[4].start == 1
     assert back.pooled[5].dtype == np.float32 and back.pooled[5].tolist() == [0.5, -2.0]
-    assert not back.empty and Progress(3).empty
+    assert not back.empty and StepOutput(3).empty
 
 
 def test_an_acceptance_crosses():
@@ -115,14 +115,14 @@ def test_what_the_door_would_refuse_is_refused_while_it_is_read():
 @given(st.integers(1, 40), st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=30))
 def test_frames_come_out_whole_however_the_bytes_arrive(size, numbers):
     stream = b"".join(pack(AbortFrame(number)) for number in numbers)
-    unpacker = Unpacker()
+    unpacker = FrameDecoder()
     frames = [frame for at in range(0, len(stream), size) for frame in unpacker.feed(stream[at : at + size])]
     assert [read_for_engine(frame) for frame in frames] == [AbortFrame(number) for number in numbers]
 
 
 def test_a_frame_longer_than_any_is_refused_before_it_is_read():
     with pytest.raises(BrokenFrame, match=str(MAX_FRAME_BYTES)):
-        list(Unpacker().feed((MAX_FRAME_BYTES + 1).to_bytes(4, "big")))
+        list(FrameDecoder().feed((MAX_FRAME_BYTES + 1).to_bytes(4, "big")))
 
 
 class Bomb:

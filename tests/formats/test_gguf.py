@@ -8,16 +8,16 @@ import pytest
 
 from quire.core.errors import BrokenModelFile, ModelNotFound, UnsupportedModel
 from quire.core.model import RopeKind
-from quire.formats.checkpoint import Source
+from quire.formats.checkpoint import CheckpointSource
 from quire.formats.gguf_file import read_gguf
-from quire.formats.opening import open_checkpoint
+from quire.formats.open_checkpoint import open_checkpoint
 from tests.formats.tiny import FAMILY_NAMES, gguf_metadata, gguf_tensors, tiny_gguf, tiny_model, write_gguf
 
 
 def test_the_default_model(default_model_path: Path) -> None:
     checkpoint = open_checkpoint(default_model_path)
     spec = checkpoint.spec
-    assert checkpoint.source is Source.GGUF and checkpoint.end_ids == (2,)
+    assert checkpoint.source is CheckpointSource.GGUF and checkpoint.end_ids == (2,)
     assert (spec.family, spec.num_layers, spec.hidden_size, spec.ffn_size) == ("llama", 30, 576, 1536)
     assert (spec.num_heads, spec.num_kv_heads, spec.head_dim) == (9, 3, 64)
     assert (spec.vocab_size, spec.max_positions, spec.tied_embeddings) == (49152, 8192, True)

@@ -14,16 +14,15 @@ from quire.config import EngineConfig
 from quire.core.errors import ConfigError
 from quire.core.step import Runner
 from quire.engine.build import build
-from quire.formats.shapes import SHAPES
-from quire.kernels.attention_choice import AttentionNeeds, Surroundings
-from quire.kernels.contract import AttentionRule, Ragged
-from quire.kernels.find_backends import find_backends
-from quire.kernels.gpu.attention import GpuAttention
-from quire.kernels.gpu.backends.share import Backends
+from quire.formats.presets import SHAPES
+from quire.kernels.attention_backends import AttentionEnvironment, AttentionNeeds, find_backends
+from quire.kernels.gpu.attention.dispatch import GpuAttention
+from quire.kernels.gpu.backends.interface import AttentionBackends
+from quire.kernels.interface import AttentionRule, StepLayout
 from quire.kernels.select import settle_attention
-from quire.runner.replay import Recorder
-from tests.kernels import strangers
-from tests.kernels.steps import Pages, Part, fill
+from quire.runner.cuda_graphs import GraphRecorder
+from tests.kernels import fake_backends as strangers
+from tests.kernels.layouts import Pages, Part, fill
 
 CUDA = torch.device("cuda")
 OTHERS = ("torch", "fa3", "flashinfer")
@@ -35,10 +34,10 @@ LONG = [*DECODES, Part(300, 1100)]
 
 
 @cache
-def backends(name: str, dim: int, dtype: torch.dtype, rule: AttentionRule) -> Backends:
+def backends(name: str, dim: int, dtype: torch.dtype, rule: AttentionRule) -> AttentionBackends:
     """The library for these shapes, tried; skips if it is not for them, or not to be had."""
     needs = AttentionNeeds(HEADS, KV_HEADS, dim, dtype, BLOCK_SIZE, (rule,))
-    here = Surroundings(torch.cuda.get_device_capability(), find_backends())
+    here = AttentionEnvironment(torch.cuda.get_device_capability(), find_backends())
     try:
         return settle_attention(name, needs, here, CUDA)[0]
     except ConfigError as refusal:
@@ -58,22 +57,22 @@ class Step:
         fill(store, LAYER, pages, lengths, generator)
         self.rule = rule
         self.kv_layer = store.to(CUDA)[:, LAYER]
-        ragged = pages.ragged(dict(enumerate(parts)), CUDA.type)
-        known = ragged.tables < pages.num_blocks
-        self.ragged: Ragged = replace(ragged, tables=torch.where(known, ragged.tables, 0).int())
-        qkv = torch.randn(len(ragged.positions), HEADS + 2 * KV_HEADS, dim, generator=generator).to(CUDA, dtype)
+        layout = pages.layout(dict(enumerate(parts)), CUDA.type)
+        known = layout.tables < pages.num_blocks
+        self.layout: StepLayout = replace(layout, tables=torch.where(known, layout.tables, 0).int())
+        qkv = torch.randn(len(layout.positions), HEADS + 2 * KV_HEADS, dim, generator=generator).to(CUDA, dtype)
         self.query = qkv[:, :HEADS]
         self.num_decodes = sum(part.num_new == 1 for part in parts)
 
-    def attend(self, backends: Backends) -> torch.Tensor:
-        return GpuAttention(self.ragged, self.num_decodes, backends).attend(self.query, self.kv_layer, self.rule)
+    def attend(self, backends: AttentionBackends) -> torch.Tensor:
+        return GpuAttention(self.layout, self.num_decodes, backends).attend(self.query, self.kv_layer, self.rule)
 
     def truth(self) -> torch.Tensor:
         answers = []
-        starts, left = self.ragged.query_starts.tolist(), self.rule.window - 1 if self.rule.window else -1
-        for sequence, length in enumerate(self.ragged.context_lengths.tolist()):
+        starts, left = self.layout.query_starts.tolist(), self.rule.window - 1 if self.rule.window else -1
+        for sequence, length in enumerate(self.layout.context_lengths.tolist()):
             places = torch.arange(length, device=CUDA)
-            blocks = self.ragged.tables[sequence].long()[places // BLOCK_SIZE]
+            blocks = self.layout.tables[sequence].long()[places // BLOCK_SIZE]
             keys, values = self.kv_layer[blocks, :, places % BLOCK_SIZE].float().unbind(1)
             queries = self.query[starts[sequence] : starts[sequence + 1]].float()
             answers.append(strangers.one_sequence(queries, keys, values, self.rule.scale, left, self.rule.softcap))
@@ -118,12 +117,12 @@ def test_one_recording_serves_other_lengths(name: str, parts: list[Part]) -> Non
     if not chosen.recordable:
         pytest.skip(f"{name} plans with lengths on the host: its steps are not recorded")
     step = Step(parts, 128, torch.bfloat16, rule, empty=0.0)
-    final = step.ragged.context_lengths.clone()
-    step.ragged.context_lengths[:4] = 1
-    step.ragged.context_lengths[4] = 0  # nobody
-    step.ragged.context_lengths[5:] -= torch.minimum(final[5:] - step.ragged.query_starts.diff()[5:], final[5:] // 2)
-    replay = Recorder(CUDA).record(lambda: step.attend(chosen))
-    step.ragged.context_lengths.copy_(final)
+    final = step.layout.context_lengths.clone()
+    step.layout.context_lengths[:4] = 1
+    step.layout.context_lengths[4] = 0  # nobody
+    step.layout.context_lengths[5:] -= torch.minimum(final[5:] - step.layout.query_starts.diff()[5:], final[5:] // 2)
+    replay = GraphRecorder(CUDA).record(lambda: step.attend(chosen))
+    step.layout.context_lengths.copy_(final)
     step.check(replay())
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from quire.bench.device_clock import CudaClock
+from quire.bench.observer import CudaClock
 from tests.cli.commands import Shell
 
 

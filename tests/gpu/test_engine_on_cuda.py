@@ -8,36 +8,40 @@ import torch
 
 from quire.core.model import ModelSpec
 from quire.core.sampling import SamplingParams
-from quire.engine.door import Door
 from quire.engine.engine import Engine
-from quire.engine.local import LocalFront
-from quire.engine.oracle import TorchOracle, torch_oracle
-from quire.formats.shapes import SHAPES
-from quire.kernels.contract import Kernels
+from quire.engine.local_client import LocalClient
+from quire.engine.oracle_runner import TorchOracleRunner, torch_oracle
+from quire.engine.request_validator import RequestValidator
+from quire.formats.presets import SHAPES
+from quire.kernels.interface import Kernels
 from quire.kernels.reference import ReferenceKernels
-from quire.kernels.select import Choice, select_kernels
+from quire.kernels.select import KernelChoice, select_kernels
 from quire.kv.manager import KVManager
 from quire.models.decoder import Decoder
 from quire.runner.kv_store import new_store
 from quire.runner.model_runner import ModelRunner
 from quire.sched.scheduler import Scheduler
-from quire.sim.check import check
-from quire.sim.world import World
-from quire.weights.dummy import dummy_room
+from quire.sim.check.check import check
+from quire.sim.check.world import Scenario
+from quire.weights.allocate import dummy_room
 
 CUDA = torch.device("cuda")
 NUM_BLOCKS, BLOCK_SIZE, LENGTH, ROWS = 512, 16, 512, 20
 
 
 @pytest.fixture(scope="module")
-def choice() -> Choice:
+def choice() -> KernelChoice:
     chosen = select_kernels("cuda")
     assert chosen.choosing is not None, chosen.reason
     return chosen
 
 
 def run(
-    spec: ModelSpec, kernels: Kernels, params: Callable[[int], SamplingParams], choice: Choice | None, count: int = 24
+    spec: ModelSpec,
+    kernels: Kernels,
+    params: Callable[[int], SamplingParams],
+    choice: KernelChoice | None,
+    count: int = 24,
 ) -> tuple[list[list[int]], int]:
     """What so many requests say, on 20 rows, in steps of 96 tokens; and how many steps were replayed."""
     model = Decoder(spec, dummy_room(spec, torch.float32, CUDA, 3).filled(), kernels, LENGTH)
@@ -47,9 +51,9 @@ def run(
     runner = ModelRunner(model, stores, max_rows=ROWS, max_length=LENGTH, choosing=choosing)
     while not runner.prepared:
         runner.prepare()
-    door = Door(spec.vocab_size, (), LENGTH, ROWS, NUM_BLOCKS, BLOCK_SIZE)
+    door = RequestValidator(spec.vocab_size, (), LENGTH, ROWS, NUM_BLOCKS, BLOCK_SIZE)
     scheduler = Scheduler(KVManager(NUM_BLOCKS, BLOCK_SIZE, ROWS), max_rows=ROWS, max_step_tokens=96)
-    front = LocalFront(Engine(scheduler, runner, door, depth=1, seed=0, clock=lambda: 0.0), None)
+    front = LocalClient(Engine(scheduler, runner, door, depth=1, seed=0, clock=lambda: 0.0), None)
     prompts = [[(7 * i + 13 * j * j) % spec.vocab_size for i in range(3 + 11 * j)] for j in range(count)]
     tickets = [front.submit(prompt, params(place)) for place, prompt in enumerate(prompts)]
     while not all(ticket.finished for ticket in tickets):
@@ -75,7 +79,7 @@ def mixed(place: int) -> SamplingParams:
 
 @pytest.mark.parametrize("shape", ["smollm2-135m", "qwen3-0.6b"])
 @pytest.mark.parametrize("params", [greedy, mixed])
-def test_replayed_built_and_referred_to_say_the_same(shape: str, params: Callable, choice: Choice) -> None:
+def test_replayed_built_and_referred_to_say_the_same(shape: str, params: Callable, choice: KernelChoice) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     spec = SHAPES[shape]
     replayed, count = run(spec, choice.kernels, params, choice)
@@ -84,7 +88,7 @@ def test_replayed_built_and_referred_to_say_the_same(shape: str, params: Callabl
     assert replayed == built
 
 
-def test_the_plain_reference_says_the_same(choice: Choice) -> None:
+def test_the_plain_reference_says_the_same(choice: KernelChoice) -> None:
     """It is slow: a few layers and requests, in whole numbers of blocks and beyond."""
     torch.backends.cuda.matmul.allow_tf32 = False
     spec = replace(SHAPES["qwen3-0.6b"], num_layers=3)
@@ -93,10 +97,10 @@ def test_the_plain_reference_says_the_same(choice: Choice) -> None:
     assert built == truth
 
 
-def test_the_integer_oracle_in_recorded_steps(choice: Choice) -> None:
-    bodies: list[TorchOracle] = []
+def test_the_integer_oracle_in_recorded_steps(choice: KernelChoice) -> None:
+    bodies: list[TorchOracleRunner] = []
 
-    def body(world: World) -> TorchOracle:
+    def body(world: Scenario) -> TorchOracleRunner:
         bodies.append(torch_oracle(world, "cuda", choice.choosing, choice.copy_blocks))
         return bodies[-1]
 

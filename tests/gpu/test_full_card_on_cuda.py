@@ -11,17 +11,17 @@ import torch
 
 from quire.core.sampling import SamplingParams
 from quire.core.step import FinishReason
-from quire.engine.door import Door
 from quire.engine.engine import Engine
-from quire.engine.local import LocalFront
-from quire.formats.shapes import SHAPES
+from quire.engine.local_client import LocalClient
+from quire.engine.request_validator import RequestValidator
+from quire.formats.presets import SHAPES
 from quire.kernels.select import select_kernels
 from quire.kv.manager import KVManager
 from quire.models.decoder import Decoder
 from quire.runner.kv_store import new_store
 from quire.runner.model_runner import ModelRunner
 from quire.sched.scheduler import Scheduler
-from quire.weights.dummy import dummy_room
+from quire.weights.allocate import dummy_room
 
 CUDA = torch.device("cuda")
 NUM_BLOCKS, BLOCK_SIZE, LENGTH, ROWS = 600, 16, 8192, 8
@@ -43,7 +43,7 @@ def almost_full() -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def answers(front: LocalFront, prompts: list[list[int]]) -> list[tuple[list[int], str | None]]:
+def answers(front: LocalClient, prompts: list[list[int]]) -> list[tuple[list[int], str | None]]:
     tickets = [front.submit(prompt, PARAMS) for prompt in prompts]
     while not all(ticket.finished for ticket in tickets):
         front.turn()
@@ -56,8 +56,8 @@ def test_a_full_card_fails_the_largest_and_nobody_else() -> None:
     stores = new_store(model.kv_geometry, NUM_BLOCKS, BLOCK_SIZE, CUDA)
     runner = ModelRunner(model, stores, max_rows=ROWS, max_length=LENGTH)
     scheduler = Scheduler(KVManager(NUM_BLOCKS, BLOCK_SIZE, ROWS), max_rows=ROWS, max_step_tokens=LENGTH)
-    door = Door(spec.vocab_size, (), LENGTH, ROWS, NUM_BLOCKS, BLOCK_SIZE)
-    front = LocalFront(Engine(scheduler, runner, door, depth=1, seed=0, clock=lambda: 0.0), None)
+    door = RequestValidator(spec.vocab_size, (), LENGTH, ROWS, NUM_BLOCKS, BLOCK_SIZE)
+    front = LocalClient(Engine(scheduler, runner, door, depth=1, seed=0, clock=lambda: 0.0), None)
 
     alone = answers(front, SMALL)
     with almost_full():

@@ -9,14 +9,14 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from quire.kernels.contract import AttentionRule, Ragged
-from quire.kernels.gpu.attention import GpuAttention
-from quire.kernels.gpu.compiling import compile_launched
-from quire.kernels.gpu.hopper_chunks import HopperChunks
+from quire.kernels.gpu.attention.dispatch import GpuAttention
+from quire.kernels.gpu.attention.hopper_dispatch import HopperPrefill
 from quire.kernels.gpu.kernels import GpuKernels
-from quire.runner.replay import Recorder
-from tests.kernels import strangers
-from tests.kernels.steps import Part
+from quire.kernels.gpu.precompile import compile_launched
+from quire.kernels.interface import AttentionRule, StepLayout
+from quire.runner.cuda_graphs import GraphRecorder
+from tests.kernels import fake_backends as strangers
+from tests.kernels.layouts import Part
 
 CUDA = torch.device("cuda")
 TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -103,22 +103,22 @@ class Step:
         num_tokens = int(starts[-1]) + room
         nothing = torch.zeros(num_tokens, dtype=torch.int64, device=CUDA)
         counted = torch.tensor(lengths + [0] * room, dtype=torch.int32, device=CUDA)
-        self.ragged = Ragged(nothing, nothing, tables, starts.to(CUDA, torch.int32), counted, nothing)
+        self.layout = StepLayout(nothing, nothing, tables, starts.to(CUDA, torch.int32), counted, nothing)
         qkv = torch.randn(num_tokens, (group + 2) * kv_heads, dim, generator=generator, device=CUDA).to(dtype)
         self.query = qkv[:, : group * kv_heads]
         self.kv_layer = store[:, 1]
         self.rule = AttentionRule(shape.loudness * dim**-0.5, shape.window, shape.softcap)
         self.num_decodes = next((i for i, part in enumerate(parts) if part.num_new > 1), len(parts))
 
-    def attend(self, hopper: HopperChunks | None) -> torch.Tensor:
-        attention = GpuAttention(self.ragged, self.num_decodes, hopper=hopper)
+    def attend(self, hopper: HopperPrefill | None) -> torch.Tensor:
+        attention = GpuAttention(self.layout, self.num_decodes, hopper=hopper)
         output = attention.attend(self.query, self.kv_layer, self.rule)
         assert (hopper is not None) == (attention._items is not None), "another kernel was taken"
         assert hopper is None or not hopper._is_broken
         return output
 
     def check(self, output: torch.Tensor) -> None:
-        starts = self.ragged.query_starts.tolist()
+        starts = self.layout.query_starts.tolist()
         for sequence, keys in enumerate(self.keys):
             rows = slice(starts[sequence], starts[sequence + 1])
             query, (scale, window, softcap) = self.query[rows].float(), astuple(self.rule)
@@ -131,12 +131,12 @@ def _hopper() -> None:
     """All kernels, compiled side by side."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip(f"{torch.cuda.get_device_name()} is no Hopper")
-    assert HopperChunks.find() is not None, "Triton's Gluon has not what the kernel needs"
+    assert HopperPrefill.find() is not None, "Triton's Gluon has not what the kernel needs"
     steps = [Step(parts, shape) for shape in SHAPES for parts in PARTS.values()]
 
     def play() -> None:
         for step in steps:
-            for hopper in (HopperChunks(1), None):
+            for hopper in (HopperPrefill(1), None):
                 step.attend(hopper)
 
     compiled = compile_launched(play, 16)
@@ -147,9 +147,9 @@ def _hopper() -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_ragged_steps_agree(shape: Shape, parts: list[Part]) -> None:
     step = Step(parts, shape)
-    alone = step.attend(HopperChunks(1))
+    alone = step.attend(HopperPrefill(1))
     step.check(alone)
-    assert torch.equal(alone, step.attend(HopperChunks(8))), "a tile is the same whoever takes it"
+    assert torch.equal(alone, step.attend(HopperPrefill(8))), "a tile is the same whoever takes it"
     others = step.attend(None)
     torch.testing.assert_close(alone.float(), others.float(), atol=TOLERANCE[shape.dtype], rtol=0.0)
 
@@ -158,16 +158,16 @@ def test_ragged_steps_agree(shape: Shape, parts: list[Part]) -> None:
 def test_runs_give_the_same_bits(parts: list[Part]) -> None:
     """Whatever the order in which loads, products and softmax come: nobody reads what is not there yet."""
     step = Step(parts, SHAPES[0])
-    first = step.attend(HopperChunks(8))
+    first = step.attend(HopperPrefill(8))
     for processors in (8, 3, 1, 8, 8, 5, 8, 8):
-        assert torch.equal(first, step.attend(HopperChunks(processors)))
+        assert torch.equal(first, step.attend(HopperPrefill(processors)))
 
 
 def test_padding_is_nobody_and_changes_nothing() -> None:
     """Sequences without keys, and tokens behind the last one."""
     bare, padded = Step(CHUNKS, SHAPES[0]), Step(CHUNKS, SHAPES[0], room=5)
     padded.query[: len(bare.query)] = bare.query
-    assert torch.equal(padded.attend(HopperChunks(8))[: len(bare.query)], bare.attend(HopperChunks(8)))
+    assert torch.equal(padded.attend(HopperPrefill(8))[: len(bare.query)], bare.attend(HopperPrefill(8)))
 
 
 def test_one_recording_serves_other_lengths() -> None:
@@ -176,7 +176,7 @@ def test_one_recording_serves_other_lengths() -> None:
         Step(parts, SHAPES[0], seed) for seed, parts in enumerate((CHUNKS, [*CHUNKS[2:], Part(0, 80), Part(64, 9)]))
     ]
     num_rows, num_blocks = max(len(step.query) for step in steps), max(len(step.kv_layer) for step in steps)
-    width = max(step.ragged.tables.shape[1] for step in steps)
+    width = max(step.layout.tables.shape[1] for step in steps)
     held = Step(CHUNKS, SHAPES[0])
     heads, dim = held.query.shape[1:]
     query = torch.zeros(num_rows, heads, dim, dtype=held.query.dtype, device=CUDA)
@@ -185,15 +185,17 @@ def test_one_recording_serves_other_lengths() -> None:
     starts = torch.zeros(len(CHUNKS) + 1, dtype=torch.int32, device=CUDA)
     lengths = torch.zeros(len(CHUNKS), dtype=torch.int32, device=CUDA)
     nothing = torch.zeros(num_rows, dtype=torch.int64, device=CUDA)
-    hopper = HopperChunks(8)
-    ragged = Ragged(nothing, nothing, tables, starts, lengths, nothing)
-    replay = Recorder(CUDA).record(lambda: GpuAttention(ragged, 0, hopper=hopper).attend(query, kv_layer, held.rule))
+    hopper = HopperPrefill(8)
+    layout = StepLayout(nothing, nothing, tables, starts, lengths, nothing)
+    replay = GraphRecorder(CUDA).record(
+        lambda: GpuAttention(layout, 0, hopper=hopper).attend(query, kv_layer, held.rule)
+    )
     for step in (*steps, steps[0]):
         query[: len(step.query)] = step.query
         kv_layer[: len(step.kv_layer)] = step.kv_layer
-        tables[:, : step.ragged.tables.shape[1]] = step.ragged.tables
-        starts.copy_(step.ragged.query_starts)
-        lengths.copy_(step.ragged.context_lengths)
+        tables[:, : step.layout.tables.shape[1]] = step.layout.tables
+        starts.copy_(step.layout.query_starts)
+        lengths.copy_(step.layout.context_lengths)
         step.check(replay())
 
 
@@ -202,24 +204,24 @@ def test_keys_beyond_two_to_the_31_numbers_are_found(parts: list[Part]) -> None:
     near = Step(parts, SHAPES[0])
     far = Step(parts, SHAPES[0], first_block=2**31 // near.kv_layer[0].numel() // 2 + 1)
     assert far.kv_layer.stride(0) * len(far.kv_layer) > 2**31
-    assert torch.equal(near.attend(HopperChunks(8)), far.attend(HopperChunks(8)))
+    assert torch.equal(near.attend(HopperPrefill(8)), far.attend(HopperPrefill(8)))
 
 
 @pytest.mark.parametrize("block_size", [1, 24, 256])
 def test_a_long_chunk_may_lie_in_blocks_of_any_size(block_size: int) -> None:
     """Its keys are gathered first."""
     step = Step(LONG, Shape(block_size=block_size))
-    step.check(step.attend(HopperChunks(8)))
+    step.check(step.attend(HopperPrefill(8)))
 
 
 def test_a_step_of_this_card_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the engine plans it: 2,048 tokens have work for every processor, 16 have not."""
     taken = []
-    attend = HopperChunks.attend
-    monkeypatch.setattr(HopperChunks, "attend", lambda *given: (taken.append(1), attend(*given))[1])
+    attend = HopperPrefill.attend
+    monkeypatch.setattr(HopperPrefill, "attend", lambda *given: (taken.append(1), attend(*given))[1])
     shape = Shape(kv_heads=8)
     for parts in ([Part(0, 2048)], [Part(0, 512)] * 4, [Part(0, 16)]):
         step = Step(parts, shape)
-        plan = GpuKernels().plan(step.ragged, shape.block_size)
+        plan = GpuKernels().plan(step.layout, shape.block_size)
         step.check(plan.attend(step.query, step.kv_layer, step.rule))
     assert len(taken) == 2

@@ -2,8 +2,7 @@
 
 import pytest
 
-from quire.bench.attention_work import chunks, even
-from quire.bench.kernels import HeadShape, library, measure
+from quire.bench.attention import HeadShape, chunks, even, library, measure
 
 SHAPE = HeadShape(8, 2, 64)
 

@@ -3,28 +3,28 @@
 import torch
 
 from quire.core.ids import Row
-from quire.core.step import StepPlan, Tell
-from quire.models.model import KvGeometry
+from quire.core.step import AppendTokens, StepPlan
+from quire.models.interface import KvGeometry
 from quire.runner.kv_store import measure_transfer, new_store
-from tests.runner.plans import DEVICE, HOST, emitted, grants, moves, sample, seat, seat_of, tethered
-from tests.sim.bodies import Bodies, after, assert_same, following
+from tests.runner.plans import DEVICE, HOST, emitted, grants, host_driven, moves, row_start, sample, seat_of
+from tests.sim.runner_pairs import Bodies, after, assert_same, following
 
 PROMPT = [5, 96, 3, 41, 0, 17, 17, 88, 2, 60]
 
 
 def test_blocks_are_shared_copied_swapped_and_granted_anew() -> None:
     bodies = Bodies("cuda")
-    opening = StepPlan(0, seats=(seat(0, PROMPT),), grants=grants({0: [1, 2, 3]}), chunks=(sample(0, 0, 10),))
+    opening = StepPlan(0, starts=(row_start(0, PROMPT),), grants=grants({0: [1, 2, 3]}), chunks=(sample(0, 0, 10),))
     assert emitted(bodies.run(opening)) == {0: following(PROMPT, 1)[0]}
     fork = [*PROMPT, 7]
     bodies.run(
         StepPlan(
             1,
             moves=moves(DEVICE, DEVICE, (3, 5), (5, 6), (2, 7)),
-            seats=(seat(1, fork),),
+            starts=(row_start(1, fork),),
             grants=grants({1: [1, 7, 6]}),
             chunks=(sample(1, 10, 11),),
-            num_cruising=1,
+            num_decoding=1,
             num_padding=5,
         )
     )
@@ -34,19 +34,19 @@ def test_blocks_are_shared_copied_swapped_and_granted_anew() -> None:
         2,
         moves=moves(DEVICE, HOST, (1, 8), (2, 6), (3, 7)),
         leaves=(Row(0),),
-        seats=(seat_of(7, 0, other),),
+        starts=(seat_of(7, 0, other),),
         grants=grants({0: [3, 9, 2]}),
         chunks=(sample(0, 0, 11),),
-        num_cruising=1,
+        num_decoding=1,
     )
     assert emitted(bodies.run(out)) == {0: following(other, 1)[0], 1: following(fork, 2)[1]}
     back = StepPlan(
         3,
         moves=moves(HOST, DEVICE, (7, 12), (8, 10), (6, 11)),
-        seats=(seat_of(0, 2, known, num_prompt=10),),
+        starts=(seat_of(0, 2, known, num_prompt=10),),
         grants=grants({2: [10, 11, 12], 1: [13]}),
         chunks=(sample(2, 11, 12),),
-        num_cruising=2,
+        num_decoding=2,
     )
     assert emitted(bodies.run(back))[2] == following(PROMPT, 3)[2]
 
@@ -54,10 +54,13 @@ def test_blocks_are_shared_copied_swapped_and_granted_anew() -> None:
 def test_a_tethered_row_is_told_and_gives_back_exact_scores() -> None:
     bodies = Bodies("cuda")
     opening = StepPlan(
-        0, seats=(seat(0, PROMPT, num_candidates=4),), grants=grants({0: [1, 2, 3]}), chunks=(tethered(0, 0, 10),)
+        0,
+        starts=(row_start(0, PROMPT, num_candidates=4),),
+        grants=grants({0: [1, 2, 3]}),
+        chunks=(host_driven(0, 0, 10),),
     )
     assert_same(bodies.run(opening).candidates[Row(0)], after(PROMPT, 4))
-    told = bodies.run(StepPlan(1, tells=(Tell(Row(0), (8,)),), chunks=(tethered(0, 10, 11),)))
+    told = bodies.run(StepPlan(1, tells=(AppendTokens(Row(0), (8,)),), chunks=(host_driven(0, 10, 11),)))
     assert_same(told.candidates[Row(0)], after([*PROMPT, 8], 4))
 
 

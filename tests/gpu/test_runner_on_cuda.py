@@ -6,19 +6,19 @@ import pytest
 import torch
 
 from quire.core.sampling import SamplingParams
-from quire.engine.door import Door
 from quire.engine.engine import Engine
-from quire.engine.local import LocalFront
-from quire.engine.oracle import torch_oracle
-from quire.formats.shapes import SHAPES
+from quire.engine.local_client import LocalClient
+from quire.engine.oracle_runner import torch_oracle
+from quire.engine.request_validator import RequestValidator
+from quire.formats.presets import SHAPES
 from quire.kernels.reference import ReferenceKernels
 from quire.kv.manager import KVManager
 from quire.models.decoder import Decoder
 from quire.runner.kv_store import new_store
 from quire.runner.model_runner import ModelRunner
 from quire.sched.scheduler import Scheduler
-from quire.sim.check import check
-from quire.weights.dummy import dummy_room
+from quire.sim.check.check import check
+from quire.weights.allocate import dummy_room
 
 NUM_BLOCKS = 64
 BLOCK_SIZE = 16
@@ -35,9 +35,9 @@ def _greedy(device: str, prompts: list[list[int]]) -> list[list[int]]:
     model = Decoder(spec, weights, ReferenceKernels(), max_length=256)
     kv = new_store(model.kv_geometry, NUM_BLOCKS, BLOCK_SIZE, torch.device(device))
     runner = ModelRunner(model, kv, max_rows=8, max_length=256)
-    door = Door(spec.vocab_size, (), 256, 8, NUM_BLOCKS, BLOCK_SIZE)
+    door = RequestValidator(spec.vocab_size, (), 256, 8, NUM_BLOCKS, BLOCK_SIZE)
     scheduler = Scheduler(KVManager(NUM_BLOCKS, BLOCK_SIZE, 8), max_rows=8, max_step_tokens=32)
-    front = LocalFront(Engine(scheduler, runner, door, depth=1, seed=0, clock=lambda: 0.0), None)
+    front = LocalClient(Engine(scheduler, runner, door, depth=1, seed=0, clock=lambda: 0.0), None)
     params = SamplingParams(temperature=0, max_tokens=8)
     tickets = [front.submit(prompt, params) for prompt in prompts]
     while not all(ticket.finished for ticket in tickets):

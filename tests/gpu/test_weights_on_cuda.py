@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.weights import pieces
-from quire.weights.carry import carry
+from quire.weights import tensor_reader as pieces
 from quire.weights.dequantize import FloatsOnly
-from quire.weights.pieces import pieces_of
-from tests.weights.test_carry import (  # noqa: F401 -- collected here, where there is a card
+from quire.weights.loader_threads import carry
+from quire.weights.tensor_reader import pieces_of
+from tests.weights.test_loader_threads import (  # noqa: F401 -- collected here, where there is a card
     store,
     test_a_file_that_became_shorter,
     test_a_file_that_went_away,

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from gguf import GGUFReader
 
-from quire.grammar.compiler import Compiler
-from quire.grammar.tokens import Vocabulary
+from quire.grammar.compiler import GrammarCompiler
+from quire.grammar.vocabulary import GrammarVocabulary
 from quire.text.tokenizer import Tokenizer
 
 WIDER = 100  # logits beyond the tokenizer's ids, as models pad them
@@ -39,10 +39,10 @@ def byte_fallback() -> Tokenizer:
 
 
 @pytest.fixture(scope="session")
-def compiler(byte_level: Tokenizer) -> Compiler:
-    return Compiler(Vocabulary(byte_level, byte_level.end_ids, byte_level.vocab_size + WIDER))
+def compiler(byte_level: Tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(GrammarVocabulary(byte_level, byte_level.end_ids, byte_level.vocab_size + WIDER))
 
 
 @pytest.fixture(scope="session")
-def fallback_compiler(byte_fallback: Tokenizer) -> Compiler:
-    return Compiler(Vocabulary(byte_fallback, byte_fallback.end_ids, byte_fallback.vocab_size))
+def fallback_compiler(byte_fallback: Tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(GrammarVocabulary(byte_fallback, byte_fallback.end_ids, byte_fallback.vocab_size))

@@ -4,21 +4,21 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from quire.core.grammar import Grammar, GrammarKind
+from quire.core.sampling import Grammar, GrammarKind
 from quire.grammar import limits
-from quire.grammar.compiler import Compiler
+from quire.grammar.compiler import GrammarCompiler
 
 
 def regex(number: int) -> Grammar:
     return Grammar(GrammarKind.REGEX, f"a{{{number}}}")
 
 
-def small(compiler: Compiler, num_grammars: int) -> Compiler:
-    one = Compiler(compiler.vocabulary).compile(regex(1)).cost_bytes
-    return Compiler(compiler.vocabulary, cache_bytes=one * num_grammars + one // 2)
+def small(compiler: GrammarCompiler, num_grammars: int) -> GrammarCompiler:
+    one = GrammarCompiler(compiler.vocabulary).compile(regex(1)).cost_bytes
+    return GrammarCompiler(compiler.vocabulary, cache_bytes=one * num_grammars + one // 2)
 
 
-def test_the_same_grammar_is_compiled_once(fallback_compiler: Compiler) -> None:
+def test_the_same_grammar_is_compiled_once(fallback_compiler: GrammarCompiler) -> None:
     compiler = small(fallback_compiler, 4)
     assert compiler.compile(regex(1)) is compiler.compile(regex(1))
     assert compiler.compile(Grammar(GrammarKind.REGEX, '["a"]')) is not compiler.compile(
@@ -26,7 +26,7 @@ def test_the_same_grammar_is_compiled_once(fallback_compiler: Compiler) -> None:
     )
 
 
-def test_the_least_recently_used_is_given_up_first(fallback_compiler: Compiler) -> None:
+def test_the_least_recently_used_is_given_up_first(fallback_compiler: GrammarCompiler) -> None:
     compiler = small(fallback_compiler, 3)
     kept = [compiler.compile(regex(number)) for number in (1, 2, 3)]
     assert compiler.compile(regex(1)) is kept[0]
@@ -35,14 +35,14 @@ def test_the_least_recently_used_is_given_up_first(fallback_compiler: Compiler) 
     assert compiler.compile(regex(2)) is not kept[1]
 
 
-def test_any_number_of_grammars_stays_within_the_bytes(fallback_compiler: Compiler) -> None:
+def test_any_number_of_grammars_stays_within_the_bytes(fallback_compiler: GrammarCompiler) -> None:
     compiler = small(fallback_compiler, 5)
     for number in range(1, 200):
         compiler.compile(regex(number))
         assert compiler.cached_bytes <= limits.CACHE_BYTES and len(compiler) <= 5
 
 
-def test_a_grammar_is_charged_for_the_masks_it_filled(fallback_compiler: Compiler) -> None:
+def test_a_grammar_is_charged_for_the_masks_it_filled(fallback_compiler: GrammarCompiler) -> None:
     compiler = small(fallback_compiler, 3)
     used = compiler.compile(regex(1))
     before = used.cost_bytes
@@ -54,7 +54,7 @@ def test_a_grammar_is_charged_for_the_masks_it_filled(fallback_compiler: Compile
     assert compiler.compile(regex(1)) is not used
 
 
-def test_many_threads_get_grammars_that_work(fallback_compiler: Compiler) -> None:
+def test_many_threads_get_grammars_that_work(fallback_compiler: GrammarCompiler) -> None:
     compiler = small(fallback_compiler, 3)
 
     def first_mask(number: int) -> bytes:

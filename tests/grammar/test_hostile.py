@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from quire.core.errors import InvalidGrammar
-from quire.core.grammar import Grammar, GrammarKind
+from quire.core.sampling import Grammar, GrammarKind
 from quire.grammar import limits
-from quire.grammar.compiler import Compiler
+from quire.grammar.compiler import GrammarCompiler
 from quire.text.tokenizer import Tokenizer
 from tests.grammar.writer import next_tokens
 
@@ -137,7 +137,7 @@ TOO_LARGE_TO_FOLLOW = ["((a{1,100}){1,100}){1,100}", "(.{0,500}a){0,20}b.*c"]
 
 
 @pytest.mark.parametrize(("kind", "text"), REFUSED, ids=lambda value: str(value)[:40])
-def test_it_is_refused_as_the_clients_mistake(compiler: Compiler, kind: GrammarKind, text: str) -> None:
+def test_it_is_refused_as_the_clients_mistake(compiler: GrammarCompiler, kind: GrammarKind, text: str) -> None:
     with pytest.raises(InvalidGrammar) as caught:
         compiler.compile(Grammar(kind, text))
     assert caught.value.status == 400
@@ -146,7 +146,7 @@ def test_it_is_refused_as_the_clients_mistake(compiler: Compiler, kind: GrammarK
 
 
 @pytest.mark.parametrize(("kind", "text"), COMPILED, ids=lambda value: str(value)[:40])
-def test_it_compiles_and_can_be_followed(compiler: Compiler, kind: GrammarKind, text: str) -> None:
+def test_it_compiles_and_can_be_followed(compiler: GrammarCompiler, kind: GrammarKind, text: str) -> None:
     matcher = compiler.compile(Grammar(kind, text)).matcher()
     chance = np.random.default_rng(0)
     for _ in range(NUM_STEPS):
@@ -157,12 +157,12 @@ def test_it_compiles_and_can_be_followed(compiler: Compiler, kind: GrammarKind, 
 
 
 @pytest.mark.parametrize("text", TOO_LARGE_AT_ONCE, ids=lambda text: text[:40])
-def test_what_is_too_large_is_told_from_what_is_empty(compiler: Compiler, text: str) -> None:
+def test_what_is_too_large_is_told_from_what_is_empty(compiler: GrammarCompiler, text: str) -> None:
     with pytest.raises(InvalidGrammar, match=r"too large to be followed: .*Too many items.*Use fewer optional"):
         compiler.compile(Grammar(GrammarKind.LARK, text))
 
 
-def test_what_allows_no_text_is_told_so(compiler: Compiler, byte_level: Tokenizer) -> None:
+def test_what_allows_no_text_is_told_so(compiler: GrammarCompiler, byte_level: Tokenizer) -> None:
     """A token that the model does not have."""
     with pytest.raises(InvalidGrammar, match="allows no text at all"):
         compiler.compile(Grammar(GrammarKind.LARK, f"start: <[{byte_level.vocab_size + 3}]>"))
@@ -170,11 +170,11 @@ def test_what_allows_no_text_is_told_so(compiler: Compiler, byte_level: Tokenize
 
 @pytest.mark.parametrize("allowed", [True, False])
 def test_a_first_mask_that_takes_too_long_is_refused_by_the_work_of_its_thread(
-    compiler: Compiler, allowed: bool
+    compiler: GrammarCompiler, allowed: bool
 ) -> None:
     taken_s = limits.FIRST_MASK_CPU_S * (1 if allowed else 2)
     times = iter([0.0, taken_s])
-    timed = Compiler(compiler.vocabulary, cpu_time=lambda: next(times))
+    timed = GrammarCompiler(compiler.vocabulary, cpu_time=lambda: next(times))
     grammar = Grammar(GrammarKind.REGEX, "a+")
     if allowed:
         timed.compile(grammar)
@@ -185,7 +185,7 @@ def test_a_first_mask_that_takes_too_long_is_refused_by_the_work_of_its_thread(
 
 
 @pytest.mark.parametrize("regex", TOO_LARGE_TO_FOLLOW)
-def test_what_grows_too_large_ends_with_nothing_allowed(compiler: Compiler, regex: str) -> None:
+def test_what_grows_too_large_ends_with_nothing_allowed(compiler: GrammarCompiler, regex: str) -> None:
     matcher = compiler.compile(Grammar(GrammarKind.REGEX, regex)).matcher()
     chance = np.random.default_rng(0)
     row = np.zeros(compiler.vocabulary.num_words, np.int32)

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.core.errors import UnsupportedModel
-from quire.core.grammar import Grammar, GrammarKind
-from quire.grammar.compiler import Compiler
-from quire.grammar.matcher import MaskPool, Matcher
-from quire.grammar.tokens import Vocabulary
+from quire.core.sampling import Grammar, GrammarKind
+from quire.grammar.compiler import GrammarCompiler
+from quire.grammar.matcher import GrammarMatcher, MaskPool
+from quire.grammar.vocabulary import GrammarVocabulary
 from quire.text.tokenizer import Tokenizer
 from tests.grammar.writer import next_tokens
 
@@ -17,7 +17,7 @@ OBJECT = Grammar(GrammarKind.JSON_OBJECT, "")
 FULL = Grammar(GrammarKind.REGEX, "(.*a.{60}b.{60}){50}")  # each mask adds hundreds of states to its lexer
 
 
-def walk(compiler: Compiler, matcher: Matcher, num_tokens: int, seed: int) -> int:
+def walk(compiler: GrammarCompiler, matcher: GrammarMatcher, num_tokens: int, seed: int) -> int:
     """Take random tokens, but the end; how many were taken before it failed or stopped."""
     chance = np.random.default_rng(seed)
     row = np.zeros(compiler.vocabulary.num_words, np.int32)
@@ -33,7 +33,7 @@ def walk(compiler: Compiler, matcher: Matcher, num_tokens: int, seed: int) -> in
 
 @settings(max_examples=25)
 @given(seed=st.integers(0, 1000), taken=st.integers(0, 12), given_back=st.integers(0, 12))
-def test_rewinding_is_never_having_taken(compiler: Compiler, seed: int, taken: int, given_back: int) -> None:
+def test_rewinding_is_never_having_taken(compiler: GrammarCompiler, seed: int, taken: int, given_back: int) -> None:
     compiled = compiler.compile(OBJECT)
     matcher = compiled.matcher()
     walk(compiler, matcher, taken, seed)
@@ -46,7 +46,7 @@ def test_rewinding_is_never_having_taken(compiler: Compiler, seed: int, taken: i
     assert (matcher.may_end, matcher.stopped) == (fresh.may_end, fresh.stopped)
 
 
-def test_the_end_is_given_back_like_any_token(compiler: Compiler) -> None:
+def test_the_end_is_given_back_like_any_token(compiler: GrammarCompiler) -> None:
     matcher = compiler.compile(Grammar(GrammarKind.CHOICE, '["yes", "yes, but"]')).matcher()
     (end,) = compiler.vocabulary.end_ids
     assert not compiler.compile(OBJECT).matcher().advance(end)
@@ -58,7 +58,7 @@ def test_the_end_is_given_back_like_any_token(compiler: Compiler) -> None:
     assert all(matcher.advance(token) for token in compiler.vocabulary.tokens.tokenize_str(", but"))
 
 
-def test_forks_go_their_own_ways(compiler: Compiler) -> None:
+def test_forks_go_their_own_ways(compiler: GrammarCompiler) -> None:
     matcher = compiler.compile(Grammar(GrammarKind.REGEX, "(ax|by)c")).matcher()
     twin = matcher.fork()
     a, b = (compiler.vocabulary.tokens.tokenize_str(letter)[0] for letter in "ab")
@@ -66,7 +66,7 @@ def test_forks_go_their_own_ways(compiler: Compiler) -> None:
     assert next_tokens(matcher, compiler) != next_tokens(twin, compiler)
 
 
-def test_a_token_that_is_not_allowed_fails_and_leaves_nothing_allowed(compiler: Compiler) -> None:
+def test_a_token_that_is_not_allowed_fails_and_leaves_nothing_allowed(compiler: GrammarCompiler) -> None:
     matcher = compiler.compile(OBJECT).matcher()
     (wrong,) = compiler.vocabulary.tokens.tokenize_str("x")
     row = np.full(compiler.vocabulary.num_words, -1, np.int32)
@@ -77,7 +77,7 @@ def test_a_token_that_is_not_allowed_fails_and_leaves_nothing_allowed(compiler: 
 
 def test_a_lexer_that_others_filled_is_renewed(byte_level: Tokenizer) -> None:
     """llguidance's copies share a lexer; alone, each of these answers is short enough to be followed."""
-    compiler = Compiler(Vocabulary(byte_level, byte_level.end_ids, byte_level.vocab_size))
+    compiler = GrammarCompiler(GrammarVocabulary(byte_level, byte_level.end_ids, byte_level.vocab_size))
     compiled = compiler.compile(FULL)
     first_prototype = compiled.prototype
     lengths = [walk(compiler, compiled.matcher(), 40, seed) for seed in range(6)]
@@ -86,7 +86,7 @@ def test_a_lexer_that_others_filled_is_renewed(byte_level: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_many_rows_at_once_are_the_rows_one_by_one(compiler: Compiler, num_threads: int) -> None:
+def test_many_rows_at_once_are_the_rows_one_by_one(compiler: GrammarCompiler, num_threads: int) -> None:
     compiled = compiler.compile(OBJECT)
     matchers = [compiled.matcher() for _ in range(6)]
     for place, matcher in enumerate(matchers):
@@ -101,7 +101,7 @@ def test_many_rows_at_once_are_the_rows_one_by_one(compiler: Compiler, num_threa
     assert MaskPool(num_threads).fill([], rows[:0]) == []
 
 
-def test_ids_that_are_no_tokens_are_never_allowed(compiler: Compiler, byte_level: Tokenizer) -> None:
+def test_ids_that_are_no_tokens_are_never_allowed(compiler: GrammarCompiler, byte_level: Tokenizer) -> None:
     padded = Grammar(GrammarKind.LARK, f'start: <[{byte_level.vocab_size + 3}]> | "a"')
     tokens = next_tokens(compiler.compile(padded).matcher(), compiler)
     assert tokens and max(tokens) < byte_level.vocab_size
@@ -110,17 +110,19 @@ def test_ids_that_are_no_tokens_are_never_allowed(compiler: Compiler, byte_level
     assert byte_level.special_ids & set(anything) == compiler.vocabulary.end_ids
 
 
-def test_logits_may_be_narrower_than_the_tokenizer(byte_fallback: Tokenizer, fallback_compiler: Compiler) -> None:
+def test_logits_may_be_narrower_than_the_tokenizer(
+    byte_fallback: Tokenizer, fallback_compiler: GrammarCompiler
+) -> None:
     """As in Gemma 3, whose tokenizer has one token more than the text model."""
     width = byte_fallback.vocab_size - 5
-    narrow = Compiler(Vocabulary(byte_fallback, byte_fallback.end_ids, width))
+    narrow = GrammarCompiler(GrammarVocabulary(byte_fallback, byte_fallback.end_ids, width))
     wide = next_tokens(fallback_compiler.compile(OBJECT).matcher(), fallback_compiler)
     assert next_tokens(narrow.compile(OBJECT).matcher(), narrow) == [token for token in wide if token < width]
     rows = np.zeros((1, narrow.vocabulary.num_words), np.int32)
     assert MaskPool(1).fill([narrow.compile(OBJECT).matcher()], rows) == [True] and rows.any()
 
 
-def test_every_end_is_an_end(byte_fallback: Tokenizer, fallback_compiler: Compiler) -> None:
+def test_every_end_is_an_end(byte_fallback: Tokenizer, fallback_compiler: GrammarCompiler) -> None:
     assert fallback_compiler.vocabulary.end_ids == {2, 3}
     letter = byte_fallback.token_to_id("a")
     assert letter is not None
@@ -130,11 +132,11 @@ def test_every_end_is_an_end(byte_fallback: Tokenizer, fallback_compiler: Compil
         assert next_tokens(matcher, fallback_compiler) == [2, 3] and matcher.advance(end)
 
 
-def test_bytes_of_tokens_are_the_texts_they_decode_to(compiler: Compiler, byte_level: Tokenizer) -> None:
+def test_bytes_of_tokens_are_the_texts_they_decode_to(compiler: GrammarCompiler, byte_level: Tokenizer) -> None:
     for token in range(17, byte_level.vocab_size, 97):
         assert compiler.vocabulary.tokens.decode_bytes([token]) == byte_level.piece_bytes(token)
 
 
 def test_a_model_without_an_end_is_refused(byte_fallback: Tokenizer) -> None:
     with pytest.raises(UnsupportedModel):
-        Vocabulary(byte_fallback, (), byte_fallback.vocab_size)
+        GrammarVocabulary(byte_fallback, (), byte_fallback.vocab_size)

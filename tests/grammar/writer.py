@@ -3,18 +3,18 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.core.grammar import Grammar
-from quire.grammar.compiler import Compiler
-from quire.grammar.matcher import Matcher
+from quire.core.sampling import Grammar
+from quire.grammar.compiler import GrammarCompiler
+from quire.grammar.matcher import GrammarMatcher
 
 _CLOSERS = ('"', "}", "]", ",", ":", '":', '",', "0", "1")  # taken half the time, so that strings and numbers close
 
 
-def next_tokens(matcher: Matcher, compiler: Compiler) -> list[int]:
+def next_tokens(matcher: GrammarMatcher, compiler: GrammarCompiler) -> list[int]:
     return [int(token) for token in np.flatnonzero(_flags(matcher, compiler))]
 
 
-def write(compiler: Compiler, grammar: Grammar, seed: int, max_tokens: int = 400) -> str | None:
+def write(compiler: GrammarCompiler, grammar: Grammar, seed: int, max_tokens: int = 400) -> str | None:
     """A finished answer, or nothing if it became too long."""
     vocabulary = compiler.vocabulary
     closers = sorted({token for text in _CLOSERS for token in vocabulary.tokens.tokenize_str(text)})
@@ -35,7 +35,7 @@ def write(compiler: Compiler, grammar: Grammar, seed: int, max_tokens: int = 400
     return None
 
 
-def _flags(matcher: Matcher, compiler: Compiler) -> NDArray[np.uint8]:
+def _flags(matcher: GrammarMatcher, compiler: GrammarCompiler) -> NDArray[np.uint8]:
     row = np.zeros(compiler.vocabulary.num_words, np.int32)
     assert matcher.fill(row)
     return np.unpackbits(row.view(np.uint8), bitorder="little")

@@ -8,20 +8,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kernels.contract import AttentionRule, Rotation
-from quire.kernels.gpu import attention, turns
-from quire.kernels.gpu.attention import GpuAttention
-from quire.kernels.gpu.backends.share import Backends
-from quire.kernels.gpu.chunk_attention import ChunkTiles, chunk_attention, chunk_scratch
-from quire.kernels.gpu.decode_attention import DecodeTiles, decode_attention
-from quire.kernels.gpu.decode_pieces import list_pieces
-from quire.kernels.gpu.gather_context import TILE_KEYS, ContextCopy, gather_context
-from quire.kernels.gpu.gathered_attention import gathered_attention
+from quire.kernels.gpu import rope_and_kv_write as turns
+from quire.kernels.gpu.attention import dispatch as attention
+from quire.kernels.gpu.attention.decode import DecodeTiles, decode_attention
+from quire.kernels.gpu.attention.decode_schedule import list_pieces, longest_first
+from quire.kernels.gpu.attention.dispatch import GpuAttention
+from quire.kernels.gpu.attention.prefill import PrefillTiles, chunk_attention, chunk_scratch
+from quire.kernels.gpu.attention.prefill_contiguous import TILE_KEYS, ContextCopy, gather_context, gathered_attention
+from quire.kernels.gpu.attention.split_merge import SplitScratch
+from quire.kernels.gpu.backends.interface import AttentionBackends
 from quire.kernels.gpu.kernels import GpuKernels
-from quire.kernels.gpu.longest_first import longest_first
-from quire.kernels.gpu.split_merge import SplitScratch
+from quire.kernels.interface import AttentionRule, Rotation
 from quire.kernels.reference import ReferenceKernels
-from tests.kernels.steps import Pages, Part, fill
+from tests.kernels.layouts import Pages, Part, fill
 from tests.tiers import choices, examples, long_only
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -60,43 +59,43 @@ class Step:
         pages = Pages.shuffled(lengths, block_size, seed)
         store = torch.full((pages.num_blocks, NUM_LAYERS, 2, block_size, kv_heads, dim), math.nan, dtype=dtype)
         fill(store, LAYER, pages, lengths, generator)
-        ragged = pages.ragged(dict(enumerate(parts)))
+        layout = pages.layout(dict(enumerate(parts)))
         heads = group * kv_heads
-        num_tokens = len(ragged.positions)
+        num_tokens = len(layout.positions)
         qkv = torch.randn(num_tokens, heads + 2 * kv_heads, dim, generator=generator).to(dtype)
         self.pages = pages
         self.rule = rule or AttentionRule(dim**-0.5)
-        self.truth = ReferenceKernels().plan(ragged, block_size).attend(qkv[:, :heads], store[:, LAYER], self.rule)
-        self.ragged = pages.ragged(dict(enumerate(parts)), DEVICE)
+        self.truth = ReferenceKernels().plan(layout, block_size).attend(qkv[:, :heads], store[:, LAYER], self.rule)
+        self.layout = pages.layout(dict(enumerate(parts)), DEVICE)
         self.kv_layer = store.to(DEVICE)[:, LAYER]
         self.query = qkv.to(DEVICE)[:, :heads]
         self.num_decodes = next((i for i, part in enumerate(parts) if part.num_new > 1), len(parts))
 
     def attend(self) -> torch.Tensor:
-        return GpuAttention(self.ragged, self.num_decodes).attend(self.query, self.kv_layer, self.rule)
+        return GpuAttention(self.layout, self.num_decodes).attend(self.query, self.kv_layer, self.rule)
 
     def decode(
         self, tiles: DecodeTiles, scratch: SplitScratch | None = None, order: torch.Tensor | None = None
     ) -> torch.Tensor:
         output = torch.full_like(self.truth, math.nan, device=DEVICE)
-        ragged, order = self.ragged, order if order is None else order.to(DEVICE)
+        layout, order = self.layout, order if order is None else order.to(DEVICE)
         _, _, block_size, kv_heads, _ = self.kv_layer.shape
         pieces = list_pieces(
-            ragged.context_lengths, order, self.rule.window, kv_heads=kv_heads, tile=tiles.keys, block_size=block_size,
+            layout.context_lengths, order, self.rule.window, kv_heads=kv_heads, tile=tiles.keys, block_size=block_size,
             slots=tiles.slots, overhead=tiles.overhead,
         )  # fmt: skip
-        decode_attention(self.query, self.kv_layer, ragged.tables, pieces, tiles, self.rule, output, scratch)
+        decode_attention(self.query, self.kv_layer, layout.tables, pieces, tiles, self.rule, output, scratch)
         return output
 
-    def attend_gathered(self, tiles: ChunkTiles | None = None) -> torch.Tensor:
+    def attend_gathered(self, tiles: PrefillTiles | None = None) -> torch.Tensor:
         """The only sequence of the step, through a workspace with NaN in it."""
         num_keys = (self.pages.lengths[0] // TILE_KEYS + 1) * TILE_KEYS
         workspace = torch.full((num_keys, *self.kv_layer.shape[1:2], *self.kv_layer.shape[3:]), math.nan)
         workspace = workspace.to(self.kv_layer)
         output = torch.full_like(self.truth, math.nan, device=DEVICE)
-        ragged = self.ragged
-        gather_context(self.kv_layer, ragged.tables[0], ragged.context_lengths, workspace)
-        starts, lengths = ragged.query_starts, ragged.context_lengths
+        layout = self.layout
+        gather_context(self.kv_layer, layout.tables[0], layout.context_lengths, workspace)
+        starts, lengths = layout.query_starts, layout.context_lengths
         gathered_attention(self.query, workspace, starts, lengths, self.rule, output, tiles)
         return output
 
@@ -169,10 +168,10 @@ def test_one_long_chunk_of_odd_heads_agrees(group, dim, monkeypatch):
 
 def test_sequences_of_chunks_without_a_token_do_nothing():
     step = Step([Part(20, 1)], group=17, kv_heads=1)
-    ragged = step.ragged
-    tables, lengths = torch.cat([ragged.tables] * 2), torch.cat([ragged.context_lengths, ragged.context_lengths * 0])
-    starts = torch.cat([ragged.query_starts, ragged.query_starts[-1:]])
-    padded = replace(ragged, tables=tables, context_lengths=lengths, query_starts=starts)
+    layout = step.layout
+    tables, lengths = torch.cat([layout.tables] * 2), torch.cat([layout.context_lengths, layout.context_lengths * 0])
+    starts = torch.cat([layout.query_starts, layout.query_starts[-1:]])
+    padded = replace(layout, tables=tables, context_lengths=lengths, query_starts=starts)
     step.check(GpuAttention(padded, 1).attend(step.query, step.kv_layer, step.rule))
 
 
@@ -199,8 +198,8 @@ def test_one_scratch_serves_layer_after_layer():
 @pytest.mark.parametrize("slots", [1, 12])
 def test_rows_of_padding_become_zeros_and_read_nothing(slots):
     step = Step([Part(20, 1), Part(40, 1), Part(80, 1)], kv_heads=1)
-    step.ragged.context_lengths[1] = 0
-    step.ragged.tables[1] = 2**30  # no block at all: reading it would be an error
+    step.layout.context_lengths[1] = 0
+    step.layout.tables[1] = 2**30  # no block at all: reading it would be an error
     step.truth[1] = 0
     step.check(step.decode(tiles_for(slots)))
 
@@ -211,9 +210,9 @@ def test_chunks_agree_for_any_number_of_sequences_and_leave_other_tokens_alone()
     step = Step(parts, group=3, kv_heads=1)
     query = torch.cat([step.query, torch.full_like(step.query[:4], math.nan)])
     output = torch.full((len(query), step.truth.shape[1]), 7.0, device=DEVICE)
-    ragged = step.ragged
-    starts, lengths = ragged.query_starts, ragged.context_lengths
-    chunk_attention(query, step.kv_layer, ragged.tables, starts, lengths, step.rule, output)
+    layout = step.layout
+    starts, lengths = layout.query_starts, layout.context_lengths
+    chunk_attention(query, step.kv_layer, layout.tables, starts, lengths, step.rule, output)
     step.check(output[:-4])
     assert (output[-4:] == 7.0).all()
 
@@ -222,25 +221,25 @@ def test_chunks_agree_for_any_number_of_sequences_and_leave_other_tokens_alone()
 def test_a_window_that_begins_inside_a_tile_of_keys_agrees(window, num_before):
     step = Step([Part(num_before, 45)], group=1, kv_heads=1, rule=AttentionRule(0.3, window))
     output = torch.empty_like(step.truth, device=DEVICE)
-    ragged = step.ragged
-    starts, lengths, tiles = ragged.query_starts, ragged.context_lengths, ChunkTiles(32, 16, 4, 2)
-    chunk_attention(step.query, step.kv_layer, ragged.tables, starts, lengths, step.rule, output, tiles=tiles)
+    layout = step.layout
+    starts, lengths, tiles = layout.query_starts, layout.context_lengths, PrefillTiles(32, 16, 4, 2)
+    chunk_attention(step.query, step.kv_layer, layout.tables, starts, lengths, step.rule, output, tiles=tiles)
     step.check(output)
 
 
 @pytest.mark.parametrize("splits, min_tiles", [(2, 1), (5, 3), *long_only([(7, 1)], gpu=True)])
 def test_chunks_agree_however_programs_share_their_keys(splits, min_tiles):
     """One scratch for all: its counters are zero again. Chunks that share and chunks too short for it lie together."""
-    tiles = ChunkTiles(32, 16, 4, 2, splits, min_tiles)
+    tiles = PrefillTiles(32, 16, 4, 2, splits, min_tiles)
     scratch = None
     for parts in ([Part(75, 12), Part(0, 3), Part(31, 11)], [Part(0, 21), Part(120, 2), Part(16, 1)]):
         step = Step(parts, group=3, kv_heads=2, rule=AttentionRule(0.3))
         scratch = scratch or chunk_scratch(step.query, 2, 3, tiles, 0)
         scratch.parts.fill_(math.nan), scratch.maxima.fill_(math.nan), scratch.sums.fill_(math.nan)
         output = torch.empty_like(step.truth, device=DEVICE)
-        ragged = step.ragged
-        starts, lengths = ragged.query_starts, ragged.context_lengths
-        chunk_attention(step.query, step.kv_layer, ragged.tables, starts, lengths, step.rule, output, 0, scratch, tiles)
+        layout = step.layout
+        starts, lengths = layout.query_starts, layout.context_lengths
+        chunk_attention(step.query, step.kv_layer, layout.tables, starts, lengths, step.rule, output, 0, scratch, tiles)
         step.check(output)
         assert not scratch.arrivals.any()
 
@@ -261,7 +260,7 @@ def test_what_freed_blocks_hold_changes_nothing():
     assert poisoned.isfinite().all()
     assert torch.equal(poisoned, step.attend())
     for row, first_block in ((0, (50 - 11) // 8), (2, (33 - 11) // 8)):
-        step.kv_layer[step.ragged.tables[row, :first_block].long()] = math.nan
+        step.kv_layer[step.layout.tables[row, :first_block].long()] = math.nan
     assert torch.equal(poisoned, step.attend())
 
 
@@ -270,7 +269,7 @@ def test_what_freed_blocks_hold_changes_nothing():
 def test_gathered_keys_give_the_same_as_pages(num_before, num_new, softcap, dtype):
     rule = AttentionRule(0.2, 0, softcap)
     step = Step([Part(num_before, num_new)], group=3, kv_heads=2, dtype=dtype, rule=rule)
-    step.check(step.attend_gathered(ChunkTiles(32, 16, 4, 2)))
+    step.check(step.attend_gathered(PrefillTiles(32, 16, 4, 2)))
 
 
 @pytest.mark.parametrize("gathered", [False, True])
@@ -278,13 +277,13 @@ def test_keys_beyond_two_to_the_31_numbers_are_found(gathered):
     """The same blocks at the end of a large store, of which nothing else is touched: no memory is spent on it."""
     parts = [Part(30, 12)] if gathered else [Part(20, 1), Part(40, 1), Part(9, 12)]
     step = Step(parts, dtype=torch.float16)
-    near = step.attend_gathered(ChunkTiles(32, 16, 4, 2)) if gathered else step.attend()
+    near = step.attend_gathered(PrefillTiles(32, 16, 4, 2)) if gathered else step.attend()
     blocks = step.kv_layer.contiguous()
     first = 2**31 // blocks[0].numel() + 1
     step.kv_layer = torch.empty(first + len(blocks), *blocks.shape[1:], dtype=blocks.dtype, device=DEVICE)
     step.kv_layer[first:] = blocks
-    step.ragged = replace(step.ragged, tables=step.ragged.tables + first)
-    far = step.attend_gathered(ChunkTiles(32, 16, 4, 2)) if gathered else step.attend()
+    step.layout = replace(step.layout, tables=step.layout.tables + first)
+    far = step.attend_gathered(PrefillTiles(32, 16, 4, 2)) if gathered else step.attend()
     assert torch.equal(far, near)
 
 
@@ -308,9 +307,9 @@ def test_a_gathered_context_has_its_keys_in_order_and_then_zeros():
     store = torch.full((pages.num_blocks, 1, 2, 3, 3, 16), math.nan)
     fill(store, 0, pages, [130], torch.Generator().manual_seed(0))
     workspace = torch.full((3 * TILE_KEYS, 2, 3, 16), 7.0, device=DEVICE)
-    ragged = pages.ragged({0: Part(129, 1)})
-    lengths = ragged.context_lengths.to(DEVICE)
-    gather_context(store.to(DEVICE)[:, 0], ragged.tables[0].to(DEVICE), lengths, workspace)
+    layout = pages.layout({0: Part(129, 1)})
+    lengths = layout.context_lengths.to(DEVICE)
+    gather_context(store.to(DEVICE)[:, 0], layout.tables[0].to(DEVICE), lengths, workspace)
     slots = [pages.slot(0, position) for position in range(130)]
     wanted = torch.stack([store[slot // 3, 0, :, slot % 3] for slot in slots])
     assert torch.equal(workspace[:130].cpu(), wanted)
@@ -341,7 +340,7 @@ def test_many_rows_are_taken_longest_first_and_cut_once_for_all_layers_with_a_wi
     )
     for num_rows in (2, 3):
         step = Step([Part(20 * row, 1) for row in range(num_rows)], kv_heads=1)
-        planned = GpuAttention(step.ragged, num_rows)
+        planned = GpuAttention(step.layout, num_rows)
         for _ in range(2):
             step.check(planned.attend(step.query, step.kv_layer, step.rule))
     assert len(orders) == 2 and orders[0] is None and orders[1].tolist() == [2, 1, 0]
@@ -359,7 +358,7 @@ def test_layers_with_a_window_and_without_agree_in_one_step(announced, monkeypat
         Step([Part(90, 1), Part(7, 1), Part(0, 1)], kv_heads=1, rule=rule)
         for rule in (AttentionRule(0.3), AttentionRule(0.3, window=20))
     )
-    planned = GpuAttention(plain.ragged, 3)
+    planned = GpuAttention(plain.layout, 3)
     planned.cut_decodes(plain.kv_layer, announced)
     for step in (plain, windowed, plain):
         step.check(planned.attend(step.query, step.kv_layer, step.rule))
@@ -378,7 +377,7 @@ def test_keys_are_written_between_the_cutting_and_the_attention(monkeypatch):
                 1
             ],
         )
-    planned = GpuKernels(windows=(0, 20)).plan(replace(step.ragged, num_decodes=2), 16)
+    planned = GpuKernels(windows=(0, 20)).plan(replace(step.layout, num_decodes=2), 16)
     qkv = torch.zeros(2, step.query.shape[1] + 2, 16, device=DEVICE)
     angles = torch.zeros(2, 1, 16, device=DEVICE)
     store = torch.zeros_like(step.kv_layer)
@@ -398,6 +397,6 @@ def test_decodes_that_another_library_leaves_are_ours():
             return False
 
     step = Step([Part(90, 1), Part(7, 1)], kv_heads=1)
-    planned = GpuAttention(step.ragged, 2, Backends(decodes=Leaving()))
+    planned = GpuAttention(step.layout, 2, AttentionBackends(decodes=Leaving()))
     planned.cut_decodes(step.kv_layer, (0,))
     step.check(planned.attend(step.query, step.kv_layer, step.rule))

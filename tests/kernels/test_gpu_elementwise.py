@@ -6,13 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quire.kernels.contract import Parts
-from quire.kernels.cpu import CpuKernels
-from quire.kernels.gpu import norms, turns
+from quire.kernels.cpu.kernels import CpuKernels
+from quire.kernels.gpu import norms
+from quire.kernels.gpu import rope_and_kv_write as turns
 from quire.kernels.gpu.kernels import GpuKernels
+from quire.kernels.interface import PartialSums
 from quire.kernels.reference import ReferenceKernels
 from quire.models.decoder import Decoder
-from tests.kernels.turning import BLOCK_SIZE, HEADS, KV_HEADS, LAYER, Turning, heads_apart
+from tests.kernels.rope_inputs import BLOCK_SIZE, HEADS, KV_HEADS, LAYER, Turning, heads_apart
 from tests.models.families import FAMILIES, VOCAB, build
 from tests.models.running import in_chunks, run
 
@@ -64,12 +65,12 @@ def test_the_residual_grows_in_place_and_its_norm_agrees(dtype, width, wide_resi
 @pytest.mark.parametrize("num_parts", [1, 2, 8])
 def test_parts_are_added_in_their_order_rounded_once_and_added_to_the_residual(dtype, num_parts):
     for width in (100, 4096):
-        parts, weight = Parts(drawn(num_parts, 3, width), dtype), drawn(width, seed=1)
+        parts, weight = PartialSums(drawn(num_parts, 3, width), dtype), drawn(width, seed=1)
         residuals = [drawn(3, width, seed=2) for _ in range(3)]
         normed = FAST.add_rms_norm(parts, residuals[0], weight, 1e-5)
         assert normed.dtype is dtype
         close(normed, truth := TRUTH.add_rms_norm(parts, residuals[1], weight, 1e-5))
-        plain = CPU.add_rms_norm(Parts(parts.sums.cpu(), dtype), wide := residuals[2].cpu(), weight.cpu(), 1e-5)
+        plain = CPU.add_rms_norm(PartialSums(parts.sums.cpu(), dtype), wide := residuals[2].cpu(), weight.cpu(), 1e-5)
         close(plain, truth.cpu())
         if dtype is not torch.bfloat16 or DEVICE == "cuda":
             assert torch.equal(residuals[0], residuals[1]), "as the plain product would have been"
@@ -148,7 +149,7 @@ def test_heads_of_a_wider_buffer_are_turned_and_the_others_left():
     wider = torch.full((len(turning.qkv), HEADS + 2 * KV_HEADS + 1, 40), 7.0, device=DEVICE)
     wider[:, 1:, :32] = turning.qkv
     store = turning.store.clone()
-    step = FAST.plan(turning.ragged, BLOCK_SIZE)
+    step = FAST.plan(turning.layout, BLOCK_SIZE)
     step.turn_and_write(wider[:, 1:, :32], None, turning.rotation, store[:, LAYER])
     truth = turning.through(TRUTH)
     close(heads_apart(wider[:, 1:, :32]).query, truth.query)
@@ -165,7 +166,7 @@ def test_keys_beyond_two_to_the_31_numbers_land_in_their_block():
     far = torch.empty(num_blocks, *near.shape[1:], dtype=near.dtype, device=DEVICE)
     first = num_blocks - len(near)
     far[first:] = math.nan
-    step = FAST.plan(replace(turning.ragged, slots=turning.ragged.slots + first * BLOCK_SIZE), BLOCK_SIZE)
+    step = FAST.plan(replace(turning.layout, slots=turning.layout.slots + first * BLOCK_SIZE), BLOCK_SIZE)
     step.turn_and_write(turning.qkv.clone(), None, turning.rotation, far)
     torch.testing.assert_close(far[first:], near, atol=0, rtol=0, equal_nan=True)
 

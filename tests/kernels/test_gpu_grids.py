@@ -5,9 +5,11 @@ from math import prod
 import pytest
 import torch
 
-from quire.kernels.contract import AttentionRule
-from quire.kernels.gpu import chunk_attention, decode_attention, gathered_attention
-from quire.kernels.gpu.decode_attention import decode_tiles
+from quire.kernels.gpu.attention import decode as decode_attention
+from quire.kernels.gpu.attention import prefill as chunk_attention
+from quire.kernels.gpu.attention import prefill_contiguous as gathered_attention
+from quire.kernels.gpu.attention.decode import decode_tiles
+from quire.kernels.interface import AttentionRule
 
 MOST_TOKENS, MOST_ROWS = 2**20, 65_536  # of a step, as a person may ask for
 KV_HEADS, DIM = 2, 16

@@ -11,15 +11,15 @@ from torch import Tensor
 
 from quire.core.ids import Row, SequenceId
 from quire.core.sampling import RowSampling
-from quire.core.step import Seat
-from quire.kernels.choosing import Chosen, RowState, Stages
-from quire.kernels.gpu import sample
-from quire.kernels.gpu.finish import finish_rows
-from quire.kernels.gpu.sample import _scratch as new_scratch
-from quire.runner.rows import RowTable
-from quire.sampling.rows import RowBatch
+from quire.core.step import RowStart
+from quire.kernels.gpu.sampling import sample
+from quire.kernels.gpu.sampling.finish import finish_rows
+from quire.kernels.gpu.sampling.sample import _scratch as new_scratch
+from quire.kernels.row_interface import Chosen, RowState, SamplingStage
+from quire.runner.row_table import RowTable
+from quire.sampling.row_params import SamplingBatch
 from quire.sampling.sampler import Sampler
-from tests.kernels.gpu_choosing import CHOOSING
+from tests.kernels.gpu_row_kernels import CHOOSING
 from tests.tiers import examples
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -45,13 +45,13 @@ def samplers(samplings: list[RowSampling], vocab_size: int) -> tuple[Sampler, Sa
     for sampler in pair:
         for row, sampling in enumerate(samplings):
             tokens = np.zeros(1, dtype=np.int32)
-            sampler.seat([Seat(Row(row), SequenceId(row), row, tokens, 1, 1000, sampling)])
+            sampler.assign([RowStart(Row(row), SequenceId(row), row, tokens, 1, 1000, sampling)])
     return pair
 
 
-def batch_of(rows: list[int], position: int) -> RowBatch:
+def batch_of(rows: list[int], position: int) -> SamplingBatch:
     positions = torch.full((len(rows),), position, device=DEVICE)
-    return RowBatch(torch.tensor(rows, device=DEVICE), np.array(rows, dtype=np.int32), positions)
+    return SamplingBatch(torch.tensor(rows, device=DEVICE), np.array(rows, dtype=np.int32), positions)
 
 
 def agree(samplings: list[RowSampling], logits: Tensor, position: int = 5) -> Chosen:
@@ -132,7 +132,7 @@ def test_broken_rows_fail_alone_and_padding_is_nothing() -> None:
 
     quick, plain = samplers([whole, GREEDY], 2100)
     rows = torch.tensor([-1, 1, -1, 0], device=DEVICE)
-    padded = quick.choose(logits[[0, 5, 6, 8]], rows, torch.full_like(rows, 5), Stages.DRAWN)
+    padded = quick.choose(logits[[0, 5, 6, 8]], rows, torch.full_like(rows, 5), SamplingStage.DRAWN)
     truth = plain.sample(logits[[5, 8]], batch_of([1, 0], 5))
     assert padded.tokens.tolist() == [0, truth.tokens[0], 0, truth.tokens[1]]
     assert padded.finite.tolist() == [False, True, False, True]
@@ -153,7 +153,7 @@ def test_finished_rows_are_as_the_runner_leaves_them() -> None:
     sampler, _ = samplers(samplings, 8)
     generator = torch.Generator().manual_seed(0)
     rows = torch.randperm(num_rows, generator=generator)[:66].to(DEVICE)
-    batch = RowBatch(rows, rows.cpu().numpy(), torch.where(rows % 3 == 0, 999, 500))
+    batch = SamplingBatch(rows, rows.cpu().numpy(), torch.where(rows % 3 == 0, 999, 500))
     chosen = Chosen(torch.randint(0, 8, (66,), generator=generator).to(DEVICE), rows % 7 != 6)
     truth, table = row_table(num_rows), row_table(num_rows)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from quire.core.ids import BlockId, IntArray, RequestId, Row
-from quire.core.request import Owner
+from quire.core.request import BlockOwner
 from quire.kv.manager import KVManager, count_blocks
 
 
@@ -14,7 +14,7 @@ def ids(tokens: Sequence[int]) -> IntArray:
     return np.array(tokens, dtype=np.int32)
 
 
-ME = Owner(RequestId(1), "", 0)
+ME = BlockOwner(RequestId(1), "", 0)
 
 
 def filled(kv: KVManager, tokens: list[int]) -> None:
@@ -76,7 +76,7 @@ def test_what_is_distrusted_is_found_by_nobody() -> None:
     kv = KVManager(8, 4, 2)
     filled(kv, [1, 2, 3, 4])
     known = ids([1, 2, 3, 4, 5, 6, 7, 8, 9])
-    other = Owner(RequestId(2), "", 0)
+    other = BlockOwner(RequestId(2), "", 0)
     kv.open(Row(1), other, kv.match(other, known, 8), 2)
     kv.grow_to(Row(1), 9, other.request)
     kv.commit(Row(1), other, known)

@@ -3,8 +3,8 @@
 import numpy as np
 
 from quire.core.moves import Move, Place, Tier
-from quire.kv.ghosts import Miss, MissKind
-from tests.kv.radix_desk import OTHER, Desk, ids
+from quire.kv.eviction import CacheMiss, CacheMissKind
+from tests.kv.radix_bench import OTHER, Desk, ids
 
 
 def test_a_leaf_may_end_in_part_of_a_block() -> None:
@@ -91,7 +91,7 @@ def test_the_host_evicts_its_own_least_recently_used() -> None:
     desk.length(1, 1, 1, 1)
     desk.evict(1, demote=True)
     assert desk.tree.contents("") == {(1, 1, 1, 1), (3, 3, 3, 3)} and desk.pool.num_cached == 0
-    assert desk.tree.miss_reason("", ids(2, 2, 2, 2), 0) == Miss(MissKind.EVICTED, 0, OTHER)
+    assert desk.tree.miss_reason("", ids(2, 2, 2, 2), 0) == CacheMiss(CacheMissKind.EVICTED, 0, OTHER)
 
 
 def test_what_the_host_cannot_hold_is_dropped() -> None:

@@ -9,11 +9,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from quire.core.ids import IntArray, RequestId
 from quire.core.moves import Tier
-from quire.kv.answers import Match
-from quire.kv.ghosts import MissKind
-from quire.kv.pool import BlockPool
-from quire.kv.radix import RadixTree
+from quire.kv.block_pool import BlockPool
+from quire.kv.eviction import CacheMissKind
 from quire.kv.radix_node import Node
+from quire.kv.radix_tree import PrefixMatch, RadixTree
 
 Path = tuple[int, ...]
 ME = RequestId(1)
@@ -162,7 +161,7 @@ class RadixMachine(RuleBasedStateMachine):
         device = [k.block for paths in self.model.paths.values() for k in paths.values() if k.tier is Tier.DEVICE]
         return {block for block in device if not held.get(block)}
 
-    def checked_match(self, partition: str, query: Path) -> Match:
+    def checked_match(self, partition: str, query: Path) -> PrefixMatch:
         match = self.tree.match(partition, array(query), len(query))
         model = self.model
         assert match.blocks.tolist() == model.whole(partition, query, Tier.DEVICE)
@@ -210,10 +209,10 @@ class RadixMachine(RuleBasedStateMachine):
         known = self.model.longest(partition, query) // self.size * self.size
         miss = self.tree.miss_reason(partition, array(query), known)
         assert (miss is None) == (known + self.size > len(query))
-        if miss is not None and miss.kind is not MissKind.EVICTED:
+        if miss is not None and miss.kind is not CacheMissKind.EVICTED:
             other = "b" if partition == "a" else "a"
             elsewhere = query[: known + self.size] in self.model.paths[other]
-            assert (miss.kind is MissKind.OTHER_PARTITION) == elsewhere
+            assert (miss.kind is CacheMissKind.OTHER_PARTITION) == elsewhere
 
     @rule(partition=partitions, query=tokens_strategy, demote=st.booleans())
     def sit_down(self, partition: str, query: Path, demote: bool) -> None:
@@ -222,7 +221,7 @@ class RadixMachine(RuleBasedStateMachine):
         self.tables.append(table := Table(partition, query, match.blocks, match.node, match.num_tokens))
         self.host.share(match.host_blocks)
         num_new = -(-len(query) // self.size) - len(match.blocks)
-        while self.pool.num_free < num_new and self.pool.num_idle:
+        while self.pool.num_free < num_new and self.pool.num_evictable:
             self.evict_one(demote and not len(match.host_blocks))
         if self.pool.num_free >= num_new:
             new = self.pool.take(num_new)

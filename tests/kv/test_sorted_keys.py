@@ -5,7 +5,7 @@ from bisect import bisect_left
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.kv.sorted_keys import SortedKeys
+from quire.kv.radix_node import SortedKeys
 
 KEYS = st.binary(max_size=2)
 

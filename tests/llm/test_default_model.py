@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from transformers import LlamaForCausalLM
 
 from quire import LLM, SamplingParams
-from quire.bench.rival import as_llama
+from quire.bench.versus import as_llama
 from quire.engine.build import weights_of
-from quire.formats.opening import open_checkpoint
-from quire.kernels.cpu import CpuKernels
+from quire.formats.open_checkpoint import open_checkpoint
+from quire.kernels.cpu.kernels import CpuKernels
 from quire.models.decoder import Decoder
 from quire.models.parameters import DecoderWeights
 from quire.text.tokenizer import Tokenizer

@@ -8,7 +8,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.core.errors import InvalidGrammar, InvalidParameter
-from quire.core.grammar import Grammar, GrammarKind
+from quire.core.sampling import Grammar, GrammarKind
 
 SCHEMA = {
     "type": "object",

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from quire.models.model import Model
-from tests.kernels.steps import Pages, Part
+from quire.models.interface import Model
+from tests.kernels.layouts import Pages, Part
 
 Schedule = list[dict[int, int]]  # per step: how many tokens of which sequence
 
@@ -28,7 +28,7 @@ def run(
         parts = {sequence: Part(done[sequence], count) for sequence, count in step.items()}
         tokens = [prompts[s][part.num_before : part.num_before + part.num_new] for s, part in parts.items()]
         flat = torch.tensor([token for chunk in tokens for token in chunk], device=device)
-        rows = model.logits(model.forward(flat, pages.ragged(parts, device), kv))
+        rows = model.logits(model.forward(flat, pages.layout(parts, device), kv))
         for sequence, chunk in zip(parts, rows.split([len(chunk) for chunk in tokens]), strict=True):
             logits[sequence].append(chunk)
             done[sequence] += len(chunk)

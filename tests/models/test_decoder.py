@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire import models
-from quire.kernels.cpu import CpuKernels
+from quire.kernels.cpu.kernels import CpuKernels
 from quire.kernels.reference import ReferenceKernels
 from quire.models.decoder import Decoder
 from quire.models.parameters import LayerWeights
 from quire.weights.allocate import empty_weights
-from tests.kernels.steps import Pages, Part
+from tests.kernels.layouts import Pages, Part
 from tests.models.families import FAMILIES, VOCAB, Family, Twin, build
 from tests.models.running import Schedule, in_chunks, run
 
@@ -73,8 +73,8 @@ def test_any_interleaving_of_chunks_and_decodes_gives_the_same_logits(name: str,
     left = dict(enumerate(LENGTHS))
     schedule: Schedule = []
     while left:
-        members = data.draw(st.lists(st.sampled_from(sorted(left)), min_size=1, unique=True))
-        step = {s: data.draw(st.integers(1, min(left[s], 9))) for s in members}
+        sequences = data.draw(st.lists(st.sampled_from(sorted(left)), min_size=1, unique=True))
+        step = {s: data.draw(st.integers(1, min(left[s], 9))) for s in sequences}
         schedule.append(step)
         left = {s: count - step.get(s, 0) for s, count in left.items() if count > step.get(s, 0)}
     assert_equal(name, schedule, LENGTHS, block_size=block_size)
@@ -99,11 +99,11 @@ def test_only_the_rows_asked_for_get_logits():
 def test_states_that_nobody_wants_are_not_missed(name: str):
     """Of two chunks the wanted states, in any order, are those of the whole; keys and values are all there."""
     model, pages = decoder(name), Pages.shuffled([9, 5], 4, seed=0)
-    ragged, tokens = pages.ragged({0: Part(0, 9), 1: Part(0, 5)}), torch.tensor([*prompts([9])[0], *prompts([5])[0]])
+    layout, tokens = pages.layout({0: Part(0, 9), 1: Part(0, 5)}), torch.tensor([*prompts([9])[0], *prompts([5])[0]])
     stores = [torch.zeros(model.kv_geometry.store_shape(pages.num_blocks, 4)) for _ in range(2)]
-    whole = model.forward(tokens, ragged, stores[0])
+    whole = model.forward(tokens, layout, stores[0])
     wanted = torch.tensor([13, 8, 2])
-    torch.testing.assert_close(model.forward(tokens, ragged, stores[1], wanted), whole[wanted])
+    torch.testing.assert_close(model.forward(tokens, layout, stores[1], wanted), whole[wanted])
     torch.testing.assert_close(stores[0], stores[1])
     out = torch.empty(3, VOCAB)
     assert model.logits(whole[wanted], out=out) is out

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from quire.core.oracle import candidates, continuation, total
 from quire.models.oracle import OracleModel
-from tests.kernels.steps import Pages, Part
+from tests.kernels.layouts import Pages, Part
 from tests.models.running import in_chunks, run
 
 token_lists = st.lists(st.integers(0, 996), min_size=1, max_size=40)
@@ -42,8 +42,8 @@ def test_one_wrong_slot_changes_the_next_token():
     model = OracleModel(997)
     pages = Pages.shuffled([8], block_size=4, seed=0)
     kv = torch.zeros(model.kv_geometry.store_shape(pages.num_blocks, 4), dtype=torch.int32)
-    model.forward(torch.arange(7), pages.ragged({0: Part(0, 7)}), kv)
-    last = pages.ragged({0: Part(7, 1)})
+    model.forward(torch.arange(7), pages.layout({0: Part(0, 7)}), kv)
+    last = pages.layout({0: Part(7, 1)})
     right = model.forward(torch.tensor([7]), last, kv.clone()).item()
     assert right == total(np.arange(8, dtype=np.int32))
     assert right % 997 == following(list(range(8)), 997)

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.contract import Parts
+from quire.kernels.interface import PartialSums
 from quire.kernels.reference import ReferenceKernels
 from quire.models.decoder import Decoder
-from tests.kernels.steps import Pages, Part
+from tests.kernels.layouts import Pages, Part
 from tests.models.families import FAMILIES, VOCAB, Family, build
 from tests.models.running import in_chunks, run
 
@@ -20,12 +20,12 @@ class InParts(ReferenceKernels):
 
     num_left = 0
 
-    def linear_to_add(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Parts:  # type: ignore[override]
+    def linear_to_add(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> PartialSums:  # type: ignore[override]
         self.num_left += 1
         sums = torch.stack([part @ rows.T for part, rows in zip(x.chunk(3, 1), packed.chunk(3, 1), strict=True)])
         if bias is not None:
             sums[0] += bias
-        return Parts(sums, x.dtype)
+        return PartialSums(sums, x.dtype)
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
@@ -41,12 +41,12 @@ def test_logits_are_the_same_and_products_with_a_norm_behind_them_are_whole(fami
 def test_only_what_is_wanted_is_left_in_parts() -> None:
     twin = build(FAMILIES[0])
     pages = Pages.shuffled(LENGTHS, 4, seed=0)
-    ragged = pages.ragged({row: Part(0, length) for row, length in enumerate(LENGTHS)})
+    layout = pages.layout({row: Part(0, length) for row, length in enumerate(LENGTHS)})
     tokens, wanted = torch.tensor([token for prompt in PROMPTS for token in prompt]), torch.tensor([4, 7])
     states = []
     for kernels in (ReferenceKernels(), InParts()):
         model = Decoder(twin.spec, twin.weights, kernels, 32)
         store = torch.zeros(model.kv_geometry.store_shape(pages.num_blocks, 4))
-        states.append(model.forward(tokens, ragged, store, wanted))
+        states.append(model.forward(tokens, layout, store, wanted))
     assert states[1].shape[0] == 2
     torch.testing.assert_close(*states, atol=1e-5, rtol=1e-5)

@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 
 import quire
-from quire.sim.check import numpy_oracle
-from quire.sim.trial import Trial
-from quire.sim.world import draw_world
+from quire.sim.check.check import numpy_oracle
+from quire.sim.check.trial import CheckRun
+from quire.sim.check.world import draw_world
 
 SEED = 20_000_000
 
@@ -22,14 +22,14 @@ def main() -> int:
     while steps < num_steps:
         seed += 1
         dice = random.Random(seed)
-        trial = Trial(draw_world(dice), dice, numpy_oracle)
+        trial = CheckRun(draw_world(dice), dice, numpy_oracle)
         try:
             trial.run()
         except Exception as broken:  # whatever escapes from a legal workload is seen
             print(f"{type(broken).__name__}: {broken}".replace("\n", " "))
             return 1
         steps += trial.steps
-        preemptions += trial.scheduler.books.tally.preemptions
+        preemptions += trial.scheduler.state.tally.preemptions
     print(f"{steps} steps, {preemptions} preemptions")
     return 0
 

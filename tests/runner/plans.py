@@ -7,14 +7,14 @@ import numpy as np
 from quire.core.ids import BlockId, Row, SequenceId
 from quire.core.moves import Move, Place, Tier
 from quire.core.sampling import RowSampling
-from quire.core.step import Chunk, Grants, Output, Seat, StepResult
+from quire.core.step import Chunk, ChunkOutput, Grants, RowStart, StepResult
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
 
 
-def seat(
+def row_start(
     row: int, known: Many[int], max_length: int = 40, *, num_prompt: int | None = None, **sampling: object
-) -> Seat:
+) -> RowStart:
     """A sequence numbered as its row; all it knows is its prompt unless said otherwise."""
     return seat_of(row, row, known, max_length, num_prompt=num_prompt, **sampling)
 
@@ -27,8 +27,8 @@ def seat_of(
     *,
     num_prompt: int | None = None,
     **sampling: object,
-) -> Seat:
-    return Seat(
+) -> RowStart:
+    return RowStart(
         Row(row),
         SequenceId(sequence),
         0,
@@ -46,11 +46,11 @@ def grants(tables: dict[int, Many[int]]) -> Grants:
 
 
 def sample(row: int, start: int, stop: int) -> Chunk:
-    return Chunk(Row(row), start, stop - start, Output.SAMPLE)
+    return Chunk(Row(row), start, stop - start, ChunkOutput.SAMPLE)
 
 
-def tethered(row: int, start: int, stop: int) -> Chunk:
-    return Chunk(Row(row), start, stop - start, Output.CANDIDATES)
+def host_driven(row: int, start: int, stop: int) -> Chunk:
+    return Chunk(Row(row), start, stop - start, ChunkOutput.CANDIDATES)
 
 
 def moves(src: Tier, dst: Tier, *pairs: tuple[int, int]) -> tuple[Move, ...]:

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from quire.core.ids import Row
-from quire.core.step import Candidates, StepPlan, StepResult, Tell
-from quire.kernels.cpu import CpuKernels
+from quire.core.step import AppendTokens, Candidates, StepPlan, StepResult
+from quire.kernels.cpu.kernels import CpuKernels
 from quire.models.decoder import Decoder
 from quire.runner.kv_store import new_store
 from quire.runner.model_runner import ModelRunner
 from tests.models.families import FAMILIES, build
 from tests.models.running import in_chunks, run
-from tests.runner.plans import DEVICE, HOST, emitted, grants, moves, sample, seat, tethered
+from tests.runner.plans import DEVICE, HOST, emitted, grants, host_driven, moves, row_start, sample
 
 BLOCK = 4
 PROMPT = [3, 70, 12, 99, 5, 5, 31, 118, 40, 7]
@@ -54,15 +54,20 @@ def test_candidates_are_the_likeliest_of_a_softmax() -> None:
     first = runner.launch(
         StepPlan(
             0,
-            seats=(seat(0, PROMPT, num_candidates=6, temperature=0.3), seat(1, PROMPT[:7], num_candidates=2)),
+            starts=(
+                row_start(0, PROMPT, num_candidates=6, temperature=0.3),
+                row_start(1, PROMPT[:7], num_candidates=2),
+            ),
             grants=grants({0: [1, 2, 3], 1: [4, 5]}),
-            chunks=(tethered(0, 0, 10), tethered(1, 0, 7)),
+            chunks=(host_driven(0, 0, 10), host_driven(1, 0, 7)),
         )
     ).wait()
     assert_likeliest(first.candidates[Row(0)], logits_after(PROMPT), 6)
     assert_likeliest(first.candidates[Row(1)], logits_after(PROMPT[:7]), 2)
     third = int(first.candidates[Row(0)].ids[2])
-    second = runner.launch(StepPlan(1, tells=(Tell(Row(0), (third,)),), chunks=(tethered(0, 10, 11),))).wait()
+    second = runner.launch(
+        StepPlan(1, tells=(AppendTokens(Row(0), (third,)),), chunks=(host_driven(0, 10, 11),))
+    ).wait()
     assert_likeliest(second.candidates[Row(0)], logits_after([*PROMPT, third]), 6)
 
 
@@ -82,7 +87,10 @@ def test_candidates_come_after_all_that_shapes_log_probabilities() -> None:
     }
     first = runner.launch(
         StepPlan(
-            0, seats=(seat(0, PROMPT, **sampling),), grants=grants({0: [1, 2, 3, 4]}), chunks=(tethered(0, 0, 10),)
+            0,
+            starts=(row_start(0, PROMPT, **sampling),),
+            grants=grants({0: [1, 2, 3, 4]}),
+            chunks=(host_driven(0, 0, 10),),
         )
     ).wait()
     logprobs[order[3]] += 4.0
@@ -90,7 +98,7 @@ def test_candidates_come_after_all_that_shapes_log_probabilities() -> None:
     assert_best(first.candidates[Row(0)], logprobs, 5)
 
     said = (order[5], order[5], order[0])
-    second = runner.launch(StepPlan(1, tells=(Tell(Row(0), said),), chunks=(tethered(0, 10, 13),))).wait()
+    second = runner.launch(StepPlan(1, tells=(AppendTokens(Row(0), said),), chunks=(host_driven(0, 10, 13),))).wait()
     logprobs = torch.log_softmax(logits_after([*PROMPT, *said]).float(), dim=0)
     logprobs[order[3]] += 4.0
     logprobs[[order[1], order[2]]] = float("-inf")
@@ -102,7 +110,7 @@ def test_candidates_come_after_all_that_shapes_log_probabilities() -> None:
 def test_tokens_that_are_not_allowed_come_last_as_impossible() -> None:
     sampling = {"num_candidates": 4, "allowed_ids": (7, 9)}
     plan = StepPlan(
-        0, seats=(seat(0, PROMPT, **sampling),), grants=grants({0: [1, 2, 3]}), chunks=(tethered(0, 0, 10),)
+        0, starts=(row_start(0, PROMPT, **sampling),), grants=grants({0: [1, 2, 3]}), chunks=(host_driven(0, 0, 10),)
     )
     found = new_runner().launch(plan).wait().candidates[Row(0)]
     assert sorted(found.ids[:2].tolist()) == [7, 9] and found.ids[2:].tolist() == [0, 1]
@@ -115,12 +123,12 @@ def told(result: StepResult) -> tuple[int, float]:
 
 
 def decode(runner: ModelRunner, steps: range) -> list[tuple[int, float]]:
-    return [told(runner.launch(StepPlan(step, num_cruising=1)).wait()) for step in steps]
+    return [told(runner.launch(StepPlan(step, num_decoding=1)).wait()) for step in steps]
 
 
 def test_a_row_moved_through_the_host_goes_on_bit_by_bit_as_if_it_had_stayed() -> None:
     opening = StepPlan(
-        0, seats=(seat(0, PROMPT, num_logprobs=0),), grants=grants({0: range(1, 7)}), chunks=(sample(0, 0, 10),)
+        0, starts=(row_start(0, PROMPT, num_logprobs=0),), grants=grants({0: range(1, 7)}), chunks=(sample(0, 0, 10),)
     )
     stayed, moved = new_runner(), new_runner()
     expected = [told(stayed.launch(opening).wait()), *decode(stayed, range(1, 10))]
@@ -133,7 +141,7 @@ def test_a_row_moved_through_the_host_goes_on_bit_by_bit_as_if_it_had_stayed() -
     back = StepPlan(
         6,
         moves=moves(HOST, DEVICE, (3, 9), (5, 8), (1, 11), (2, 10)),
-        seats=(seat(0, known, num_prompt=10, num_logprobs=0),),
+        starts=(row_start(0, known, num_prompt=10, num_logprobs=0),),
         grants=grants({0: [9, 8, 11, 10, 12]}),
         chunks=(sample(0, 14, 15),),
     )
@@ -144,18 +152,18 @@ def test_a_row_moved_through_the_host_goes_on_bit_by_bit_as_if_it_had_stayed() -
 def test_a_fork_with_a_copied_block_goes_on_bit_by_bit_as_its_sibling() -> None:
     runner = new_runner()
     opening = StepPlan(
-        0, seats=(seat(0, PROMPT, num_logprobs=0),), grants=grants({0: range(1, 6)}), chunks=(sample(0, 0, 10),)
+        0, starts=(row_start(0, PROMPT, num_logprobs=0),), grants=grants({0: range(1, 6)}), chunks=(sample(0, 0, 10),)
     )
     first = told(runner.launch(opening).wait())[0]
     fork = StepPlan(
         1,
         moves=moves(DEVICE, DEVICE, (3, 9)),
-        seats=(seat(1, [*PROMPT, first], num_prompt=10, num_logprobs=0),),
+        starts=(row_start(1, [*PROMPT, first], num_prompt=10, num_logprobs=0),),
         grants=grants({1: [1, 2, 9, 10, 11]}),
         chunks=(sample(1, 10, 11),),
-        num_cruising=1,
+        num_decoding=1,
     )
-    results = [runner.launch(fork).wait()] + [runner.launch(StepPlan(i, num_cruising=2)).wait() for i in range(2, 8)]
+    results = [runner.launch(fork).wait()] + [runner.launch(StepPlan(i, num_decoding=2)).wait() for i in range(2, 8)]
     for result in results:
         assert len(set(emitted(result).values())) == 1
         assert result.logprobs[Row(0)].logprob == result.logprobs[Row(1)].logprob
@@ -164,9 +172,9 @@ def test_a_fork_with_a_copied_block_goes_on_bit_by_bit_as_its_sibling() -> None:
 def test_padding_does_not_show() -> None:
     plan = StepPlan(
         0,
-        seats=(seat(0, PROMPT, num_candidates=3),),
+        starts=(row_start(0, PROMPT, num_candidates=3),),
         grants=grants({0: [1, 2, 3]}),
-        chunks=(tethered(0, 0, 10),),
+        chunks=(host_driven(0, 0, 10),),
         num_padding=3,
     )
     assert_likeliest(new_runner().launch(plan).wait().candidates[Row(0)], logits_after(PROMPT), 3)

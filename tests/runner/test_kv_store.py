@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quire.core.errors import ConfigError
-from quire.models.model import KvGeometry
+from quire.models.interface import KvGeometry
 from quire.runner.kv_store import KvStores, measure_transfer, new_store
 from tests.runner.plans import DEVICE, HOST, moves
 

@@ -5,13 +5,13 @@ import torch
 from torch import Tensor
 
 from quire.core.ids import Row
-from quire.core.step import Ended, FinishReason, Seat, StepPlan, Tell
-from quire.kernels.contract import Ragged
-from quire.models.model import KvGeometry
+from quire.core.step import AppendTokens, FinishedRow, FinishReason, RowStart, StepPlan
+from quire.kernels.interface import StepLayout
+from quire.models.interface import KvGeometry
 from quire.runner.kv_store import new_store
 from quire.runner.model_runner import ModelRunner
-from tests.runner.plans import emitted, grants, sample, tethered
-from tests.runner.plans import seat as seat_for
+from tests.runner.plans import emitted, grants, host_driven, sample
+from tests.runner.plans import row_start as seat_for
 
 VOCAB = 50
 POISON = 40  # the token after which the model's logits are not finite
@@ -28,8 +28,8 @@ class Scripted:
     vocab_size = VOCAB
     kv_geometry = KvGeometry(num_layers=1, kv_heads=1, head_dim=1, dtype=torch.int32)
 
-    def forward(self, tokens: Tensor, ragged: Ragged, kv: Tensor, wanted: Tensor | None = None) -> Tensor:
-        kv[ragged.slots // BLOCK, 0, 0, ragged.slots % BLOCK, 0, 0] = tokens.int()
+    def forward(self, tokens: Tensor, layout: StepLayout, kv: Tensor, wanted: Tensor | None = None) -> Tensor:
+        kv[layout.slots // BLOCK, 0, 0, layout.slots % BLOCK, 0, 0] = tokens.int()
         return (tokens if wanted is None else tokens[wanted])[:, None]
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
@@ -46,58 +46,58 @@ def new_runner(nonsense: float = float("nan")) -> tuple[ModelRunner, Tensor]:
     return ModelRunner(model, stores, max_rows=4, max_length=16), stores.device.zero_()
 
 
-def seat(row: int, prompt: list[int], max_length: int = 12, **sampling: object) -> Seat:
+def row_start(row: int, prompt: list[int], max_length: int = 12, **sampling: object) -> RowStart:
     return seat_for(row, prompt, max_length, **sampling)
 
 
-def opening(*seats: Seat) -> StepPlan:
+def opening(*starts: RowStart) -> StepPlan:
     """All sit down with three blocks each, and compute their prompts."""
     return StepPlan(
         step=0,
-        seats=seats,
-        grants=grants({s.row: range(1 + 3 * s.row, 4 + 3 * s.row) for s in seats}),
-        chunks=tuple(sample(s.row, 0, len(s.tokens)) for s in seats),
+        starts=starts,
+        grants=grants({s.row: range(1 + 3 * s.row, 4 + 3 * s.row) for s in starts}),
+        chunks=tuple(sample(s.row, 0, len(s.tokens)) for s in starts),
     )
 
 
 @pytest.mark.parametrize("nonsense", [float("nan"), float("inf")])
 def test_a_row_without_finite_logits_fails_alone(nonsense):
     runner, _ = new_runner(nonsense)
-    first = runner.launch(opening(seat(0, [10]), seat(1, [POISON - 1]), seat(2, [20, 21]))).wait()
+    first = runner.launch(opening(row_start(0, [10]), row_start(1, [POISON - 1]), row_start(2, [20, 21]))).wait()
     assert emitted(first) == {0: 11, 1: POISON, 2: 22} and first.ended == ()
-    second = runner.launch(StepPlan(step=1, num_cruising=3)).wait()
+    second = runner.launch(StepPlan(step=1, num_decoding=3)).wait()
     assert emitted(second) == {0: 12, 2: 23}
-    assert second.ended == (Ended(Row(1), FinishReason.ERROR),)
-    third = runner.launch(StepPlan(step=2, num_cruising=3)).wait()
+    assert second.ended == (FinishedRow(Row(1), FinishReason.ERROR),)
+    third = runner.launch(StepPlan(step=2, num_decoding=3)).wait()
     assert emitted(third) == {0: 13, 2: 24} and third.ended == ()
-    fourth = runner.launch(StepPlan(step=3, leaves=(Row(1),), num_cruising=2)).wait()
+    fourth = runner.launch(StepPlan(step=3, leaves=(Row(1),), num_decoding=2)).wait()
     assert emitted(fourth) == {0: 14, 2: 25}
 
 
 def test_a_prompt_without_finite_logits_emits_nothing():
     runner, _ = new_runner()
-    result = runner.launch(opening(seat(0, [10]), seat(1, [5, POISON]))).wait()
+    result = runner.launch(opening(row_start(0, [10]), row_start(1, [5, POISON]))).wait()
     assert emitted(result) == {0: 11}
-    assert result.ended == (Ended(Row(1), FinishReason.ERROR),)
+    assert result.ended == (FinishedRow(Row(1), FinishReason.ERROR),)
 
 
 def test_a_random_row_without_finite_logits_fails_alone():
     runner, _ = new_runner()
-    result = runner.launch(opening(seat(0, [10]), seat(1, [POISON], temperature=1.0, num_logprobs=2))).wait()
+    result = runner.launch(opening(row_start(0, [10]), row_start(1, [POISON], temperature=1.0, num_logprobs=2))).wait()
     assert emitted(result) == {0: 11} and result.logprobs == {}
-    assert result.ended == (Ended(Row(1), FinishReason.ERROR),)
+    assert result.ended == (FinishedRow(Row(1), FinishReason.ERROR),)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_an_ended_row_is_inert_while_the_host_does_not_know(depth):
     """It is planned on for `depth` steps: nothing is emitted, and no block but the null block is touched."""
     runner, kv = new_runner()
-    pending = [runner.launch(opening(seat(0, [10]), seat(1, [20], end_ids=(22,))))]
-    pending.append(runner.launch(StepPlan(step=1, num_cruising=2)))
-    pending += [runner.launch(StepPlan(step=2 + ahead, num_cruising=2)) for ahead in range(depth)]
+    pending = [runner.launch(opening(row_start(0, [10]), row_start(1, [20], end_ids=(22,))))]
+    pending.append(runner.launch(StepPlan(step=1, num_decoding=2)))
+    pending += [runner.launch(StepPlan(step=2 + ahead, num_decoding=2)) for ahead in range(depth)]
     results = [step.wait() for step in pending]
     assert emitted(results[1]) == {0: 12, 1: 22}
-    assert results[1].ended == (Ended(Row(1), FinishReason.STOP),)
+    assert results[1].ended == (FinishedRow(Row(1), FinishReason.STOP),)
     for ahead, result in enumerate(results[2:]):
         assert emitted(result) == {0: 13 + ahead} and result.ended == ()
     assert kv[4, 0, 0, :, 0, 0].tolist() == [20, 21, 0, 0]  # the end token itself was never written
@@ -105,26 +105,26 @@ def test_an_ended_row_is_inert_while_the_host_does_not_know(depth):
 
 def test_the_length_ends_a_row_and_it_does_not_cruise_on():
     runner, _ = new_runner()
-    assert runner.launch(opening(seat(0, [10]), seat(1, [20], max_length=2))).wait().ended == (
-        Ended(Row(1), FinishReason.LENGTH),
+    assert runner.launch(opening(row_start(0, [10]), row_start(1, [20], max_length=2))).wait().ended == (
+        FinishedRow(Row(1), FinishReason.LENGTH),
     )
-    assert emitted(runner.launch(StepPlan(step=1, num_cruising=1)).wait()) == {0: 11 + 1}
+    assert emitted(runner.launch(StepPlan(step=1, num_decoding=1)).wait()) == {0: 11 + 1}
 
 
 def test_a_paused_row_skips_one_step():
     runner, _ = new_runner()
-    runner.launch(opening(seat(0, [10]), seat(1, [20])))
-    assert emitted(runner.launch(StepPlan(step=1, pauses=(Row(1),), num_cruising=1)).wait()) == {0: 12}
-    assert emitted(runner.launch(StepPlan(step=2, num_cruising=2)).wait()) == {0: 13, 1: 22}
+    runner.launch(opening(row_start(0, [10]), row_start(1, [20])))
+    assert emitted(runner.launch(StepPlan(step=1, pauses=(Row(1),), num_decoding=1)).wait()) == {0: 12}
+    assert emitted(runner.launch(StepPlan(step=2, num_decoding=2)).wait()) == {0: 13, 1: 22}
 
 
 def test_a_row_is_as_new_for_the_next_who_sits_there():
     runner, _ = new_runner()
-    runner.launch(opening(seat(0, [10], end_ids=(11,), logit_bias=((7, 100.0),), num_logprobs=1)))
+    runner.launch(opening(row_start(0, [10], end_ids=(11,), logit_bias=((7, 100.0),), num_logprobs=1)))
     again = StepPlan(
         step=1,
         leaves=(Row(0),),
-        seats=(seat(0, [30]),),
+        starts=(row_start(0, [30]),),
         grants=grants({0: [9]}),
         chunks=(sample(0, 0, 1),),
     )
@@ -135,38 +135,38 @@ def test_a_row_is_as_new_for_the_next_who_sits_there():
 @pytest.mark.parametrize("step", [0, 2, -1])
 def test_a_plan_out_of_turn_is_our_mistake(step):
     runner, _ = new_runner()
-    runner.launch(opening(seat(0, [10])))
+    runner.launch(opening(row_start(0, [10])))
     with pytest.raises(AssertionError, match="was due"):
-        runner.launch(StepPlan(step=step, num_cruising=1))
+        runner.launch(StepPlan(step=step, num_decoding=1))
 
 
 def test_a_plan_that_miscounts_is_our_mistake():
     runner, _ = new_runner()
-    runner.launch(opening(seat(0, [10])))
+    runner.launch(opening(row_start(0, [10])))
     with pytest.raises(AssertionError, match="rows cruise"):
-        runner.launch(StepPlan(step=1, num_cruising=2))
+        runner.launch(StepPlan(step=1, num_decoding=2))
 
 
 def test_a_seat_that_is_taken_is_our_mistake():
     runner, _ = new_runner()
-    runner.launch(opening(seat(0, [10])))
+    runner.launch(opening(row_start(0, [10])))
     with pytest.raises(AssertionError, match="taken"):
-        runner.launch(StepPlan(step=1, seats=(seat(0, [11]),), num_cruising=1))
+        runner.launch(StepPlan(step=1, starts=(row_start(0, [11]),), num_decoding=1))
 
 
 def test_a_tethered_row_without_finite_logits_fails_alone():
     runner, kv = new_runner()
     plan = StepPlan(
         step=0,
-        seats=(seat(0, [10], num_candidates=2), seat(1, [5, POISON], num_candidates=3), seat(2, [20])),
+        starts=(row_start(0, [10], num_candidates=2), row_start(1, [5, POISON], num_candidates=3), row_start(2, [20])),
         grants=grants({0: [1], 1: [2], 2: [3]}),
-        chunks=(tethered(0, 0, 1), tethered(1, 0, 2), sample(2, 0, 1)),
+        chunks=(host_driven(0, 0, 1), host_driven(1, 0, 2), sample(2, 0, 1)),
     )
     result = runner.launch(plan).wait()
-    assert result.ended == (Ended(Row(1), FinishReason.ERROR),)
+    assert result.ended == (FinishedRow(Row(1), FinishReason.ERROR),)
     assert result.candidates.keys() == {0} and result.candidates[Row(0)].ids.tolist() == [11, 0]
     assert emitted(result) == {2: 21}
-    told = StepPlan(1, tells=(Tell(Row(1), (7,)),), chunks=(tethered(1, 2, 3),), num_cruising=1)
+    told = StepPlan(1, tells=(AppendTokens(Row(1), (7,)),), chunks=(host_driven(1, 2, 3),), num_decoding=1)
     runner.launch(told)
     assert kv[2, 0, 0, :, 0, 0].tolist() == [5, POISON, 0, 0]  # it is inert
 
@@ -185,10 +185,10 @@ class Failing(Scripted):
 
     broken = False
 
-    def forward(self, tokens: Tensor, ragged: Ragged, kv: Tensor, wanted: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, layout: StepLayout, kv: Tensor, wanted: Tensor | None = None) -> Tensor:
         if self.broken:
             raise MemoryError
-        return super().forward(tokens, ragged, kv, wanted)
+        return super().forward(tokens, layout, kv, wanted)
 
 
 def test_a_reset_forgets_what_a_lost_step_left_half_done():
@@ -196,29 +196,33 @@ def test_a_reset_forgets_what_a_lost_step_left_half_done():
     runner = ModelRunner(
         model, new_store(model.kv_geometry, NUM_BLOCKS, BLOCK, torch.device("cpu")), max_rows=4, max_length=16
     )
-    runner.launch(opening(seat(0, [10]), seat(1, [20], repetition_penalty=2.0)))
+    runner.launch(opening(row_start(0, [10]), row_start(1, [20], repetition_penalty=2.0)))
     model.broken = True
     costly = {"logit_bias": ((7, 100.0),), "frequency_penalty": 1.0, "bad_words": ((1, 2),)}
     with pytest.raises(MemoryError):
         runner.launch(
             StepPlan(
-                1, seats=(seat(2, [1], **costly),), grants=grants({2: [7]}), chunks=(sample(2, 0, 1),), num_cruising=2
+                1,
+                starts=(row_start(2, [1], **costly),),
+                grants=grants({2: [7]}),
+                chunks=(sample(2, 0, 1),),
+                num_decoding=2,
             )
         )
     model.broken = False
     anew = StepPlan(
         2,
-        seats=(seat(0, [10, 11]), seat(2, [30], **costly), seat(1, [40 - 5])),
+        starts=(row_start(0, [10, 11]), row_start(2, [30], **costly), row_start(1, [40 - 5])),
         grants=grants({0: [1], 2: [7], 1: [4]}),
         chunks=(sample(0, 1, 2), sample(2, 0, 1), sample(1, 0, 1)),
         reset=True,
     )
     assert emitted(runner.launch(anew).wait()) == {0: 12, 2: 7, 1: 36}
-    assert emitted(runner.launch(StepPlan(3, num_cruising=3)).wait()) == {0: 13, 2: 7, 1: 37}
+    assert emitted(runner.launch(StepPlan(3, num_decoding=3)).wait()) == {0: 13, 2: 7, 1: 37}
 
 
 def test_a_told_row_that_cruises_is_our_mistake():
     runner, _ = new_runner()
-    runner.launch(opening(seat(0, [10])))
+    runner.launch(opening(row_start(0, [10])))
     with pytest.raises(AssertionError, match="cruises"):
-        runner.launch(StepPlan(1, tells=(Tell(Row(0), (3,)),), num_cruising=1))
+        runner.launch(StepPlan(1, tells=(AppendTokens(Row(0), (3,)),), num_decoding=1))

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from quire.core.ids import Row, SequenceId
 from quire.core.sampling import RowSampling
-from quire.core.step import Seat
-from quire.sampling.rows import RowBatch
+from quire.core.step import RowStart
+from quire.sampling.row_params import SamplingBatch
 from quire.sampling.sampler import Sampler
 
 CPU = torch.device("cpu")
@@ -28,20 +28,22 @@ class Case:
     max_length: int = 1000
 
 
-def seat(sampler: Sampler, row: int, case: Case) -> None:
+def row_start(sampler: Sampler, row: int, case: Case) -> None:
     tokens = np.array(case.tokens, dtype=np.int32)
-    sampler.seat([Seat(Row(row), SequenceId(row), case.index, tokens, case.num_prompt, case.max_length, case.sampling)])
+    sampler.assign(
+        [RowStart(Row(row), SequenceId(row), case.index, tokens, case.num_prompt, case.max_length, case.sampling)]
+    )
 
 
-def batch_of(rows: list[int], positions: list[int]) -> RowBatch:
-    return RowBatch(torch.tensor(rows), np.array(rows, dtype=np.int32), torch.tensor(positions))
+def batch_of(rows: list[int], positions: list[int]) -> SamplingBatch:
+    return SamplingBatch(torch.tensor(rows), np.array(rows, dtype=np.int32), torch.tensor(positions))
 
 
-def sampler_of(cases: list[Case], vocab_size: int) -> tuple[Sampler, RowBatch]:
+def sampler_of(cases: list[Case], vocab_size: int) -> tuple[Sampler, SamplingBatch]:
     """A sampler in which case i sits in row i, and the batch of all of them."""
     sampler = Sampler(len(cases), vocab_size, CPU)
     for row, case in enumerate(cases):
-        seat(sampler, row, case)
+        row_start(sampler, row, case)
     return sampler, batch_of(list(range(len(cases))), [len(case.tokens) for case in cases])
 
 

@@ -25,13 +25,13 @@ from tests.sampling.strategies import VOCAB, cases, logits_of
 @settings(max_examples=150)
 @given(st.data())
 def test_every_mixture_of_parameters_gives_the_reference_distribution(data: st.DataObject) -> None:
-    seated = data.draw(st.lists(cases(), min_size=1, max_size=5))
-    logits = data.draw(logits_of(len(seated)))
-    sampler, batch = sampler_of(seated, VOCAB)
+    assigned = data.draw(st.lists(cases(), min_size=1, max_size=5))
+    logits = data.draw(logits_of(len(assigned)))
+    sampler, batch = sampler_of(assigned, VOCAB)
     weights = sampler.weights(torch.tensor(logits, dtype=torch.float32), batch).double().numpy()
     sampled = sampler.sample(torch.tensor(logits, dtype=torch.float32), batch)
     assert sampled.finite.all()
-    for row, case in enumerate(seated):
+    for row, case in enumerate(assigned):
         wanted = probabilities(logits[row], case)
         possible = wanted / wanted.max() > 1 / ONE
         assert possible[sampled.tokens[row]]

@@ -46,12 +46,12 @@ def test_nothing_to_score_is_no_error() -> None:
 
 
 def test_rows_that_asked_get_as_many_as_they_asked_for() -> None:
-    seated = [
+    assigned = [
         Case(RowSampling(num_logprobs=2, logit_bias=((5, 100.0),))),
         Case(RowSampling()),
         Case(RowSampling(num_logprobs=0)),
     ]
-    sampler, batch = sampler_of(seated, 6)
+    sampler, batch = sampler_of(assigned, 6)
     logits = torch.tensor([[0.0, 3.0, 2.0, 1.0, 0.0, -1.0]]).expand(3, -1)
     sampled = sampler.sample(logits, batch)
     scores = sampler.score(logits, batch, sampled.tokens)

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from quire.core.ids import Row, SequenceId
 from quire.core.sampling import RowSampling
-from quire.core.step import Masks, Seat
-from quire.sampling.rows import RowBatch
+from quire.core.step import Masks, RowStart
+from quire.sampling.row_params import SamplingBatch
 from quire.sampling.sampler import Sampler
 
 VOCAB = 70
@@ -23,13 +23,13 @@ def bits_of(allowed: set[int]) -> np.ndarray:
 def sampler_with(rows: dict[int, RowSampling]) -> Sampler:
     sampler = Sampler(8, VOCAB, torch.device("cpu"))
     for row, sampling in rows.items():
-        sampler.seat([Seat(Row(row), SequenceId(row), 0, np.array([1, 2], dtype=np.int32), 2, 100, sampling)])
+        sampler.assign([RowStart(Row(row), SequenceId(row), 0, np.array([1, 2], dtype=np.int32), 2, 100, sampling)])
     return sampler
 
 
-def batch_of(rows: list[int]) -> RowBatch:
+def batch_of(rows: list[int]) -> SamplingBatch:
     places = torch.tensor(rows)
-    return RowBatch(places, np.array(rows, dtype=np.int32), torch.full((len(rows),), 2))
+    return SamplingBatch(places, np.array(rows, dtype=np.int32), torch.full((len(rows),), 2))
 
 
 @settings(deadline=None, max_examples=60)

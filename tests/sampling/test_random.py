@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.sampling.random import uniform
+from quire.sampling.filters import uniform
 
 WORD = (1 << 64) - 1
 INT64 = st.integers(-(2**63) + 1, 2**63 - 1)

@@ -6,27 +6,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.core.step import FinishReason
-from quire.sched.deadlines import Deadlines
-from quire.sched.order import OrderPolicy
-from tests.sched.helpers import OPTIMISTIC, Bench, counting
-from tests.sched.waiting import family
+from quire.sched.queue import Deadlines, OrderPolicy
+from tests.sched.stepping import OPTIMISTIC, Bench, counting
+from tests.sched.waiting_groups import group
 
 SOME = st.lists(st.none() | st.integers(0, 30), max_size=12)
 
 
 @settings(deadline=None)
-@given(deadlines=SOME, seated=st.sets(st.integers(0, 11)), gone=st.sets(st.integers(0, 11)), looks=SOME)
+@given(deadlines=SOME, assigned=st.sets(st.integers(0, 11)), gone=st.sets(st.integers(0, 11)), looks=SOME)
 def test_whoever_waits_past_its_deadline_is_named_once_the_earliest_first(
-    deadlines: list[int | None], seated: set[int], gone: set[int], looks: list[int | None]
+    deadlines: list[int | None], assigned: set[int], gone: set[int], looks: list[int | None]
 ) -> None:
-    families = [family(order, deadline_s=deadline_s) for order, deadline_s in enumerate(deadlines)]
+    groups = [group(order, deadline_s=deadline_s) for order, deadline_s in enumerate(deadlines)]
     heap = Deadlines()
-    for each in families:
+    for each in groups:
         heap.watch(each)
-        each.was_seated = each.order in seated
+        each.was_assigned = each.order in assigned
         if each.order in gone:
-            each.members[0].finish(FinishReason.ABORT)
-    waiting = [each for each in families if each.order not in seated | gone and each.request.deadline_s is not None]
+            each.sequences[0].finish(FinishReason.ABORT)
+    waiting = [each for each in groups if each.order not in assigned | gone and each.request.deadline_s is not None]
     for now_s in (look for look in looks if look is not None):
         late = sorted((each.request.deadline_s or 0, each.order) for each in waiting)
         late = [(deadline_s, order) for deadline_s, order in late if deadline_s <= now_s]
@@ -36,13 +35,13 @@ def test_whoever_waits_past_its_deadline_is_named_once_the_earliest_first(
 
 def test_those_who_were_seated_or_gave_up_leave_nothing_behind() -> None:
     heap = Deadlines()
-    heap.watch(family(0, deadline_s=5.0))
+    heap.watch(group(0, deadline_s=5.0))
     for order in range(1, 1000):
-        new = family(order, deadline_s=float(2000 - order))
+        new = group(order, deadline_s=float(2000 - order))
         heap.watch(new)
-        new.was_seated = order % 2 == 0
+        new.was_assigned = order % 2 == 0
         if order % 2:
-            new.members[0].finish(FinishReason.ABORT)
+            new.sequences[0].finish(FinishReason.ABORT)
     assert len(heap) < 150
     assert [each.order for each in heap.expire(5.0)] == [0]
 
@@ -54,7 +53,7 @@ def test_a_follower_whose_deadline_passes_is_told_in_the_next_plan() -> None:
     bench.turn()
     follower = bench.add(counting(1, 23), 4, deadline_s=5.0)
     bench.turn()
-    assert bench.scheduler.books.leaders.follows(follower.family)
+    assert bench.scheduler.state.leaders.follows(follower.group)
     bench.now_s = 5.0
     absorbed = bench.turn()
     assert absorbed is not None and absorbed.finished == (follower,)
@@ -64,12 +63,12 @@ def test_a_follower_whose_deadline_passes_is_told_in_the_next_plan() -> None:
 
 def test_who_stays_still_expires_after_many_came_and_went() -> None:
     heap = Deadlines()
-    stays = [family(0, deadline_s=9.0), family(1), family(2, deadline_s=5.0)]
+    stays = [group(0, deadline_s=9.0), group(1), group(2, deadline_s=5.0)]
     for each in stays:
         heap.watch(each)
     for order in range(3, 200):
-        new = family(order, deadline_s=float(order))
+        new = group(order, deadline_s=float(order))
         heap.watch(new)
-        new.members[0].finish(FinishReason.ABORT)
+        new.sequences[0].finish(FinishReason.ABORT)
     assert heap.expire(4.0) == []
     assert heap.expire(9.0) == [stays[2], stays[0]]

@@ -6,24 +6,23 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.core.events import Cause
+from quire.core.events import WaitCause
 from quire.core.ids import RequestId
-from quire.core.request import Family, Sequence
+from quire.core.request import RequestGroup, Sequence
 from quire.core.step import FinishReason
-from quire.sched.explain import Explanation, Wait, explain
-from quire.sched.order import OrderPolicy
+from quire.sched.explain import Explanation, Wait, WaitHistory, explain
 from quire.sched.policy import Policy
+from quire.sched.queue import OrderPolicy
 from quire.sched.scheduler import Scheduler
-from quire.sched.stalls import Stalls
-from quire.sim.check import numpy_oracle
-from quire.sim.trial import Trial
-from quire.sim.world import draw_world
-from tests.sched.helpers import NEVER, Bench, counting
+from quire.sim.check.check import numpy_oracle
+from quire.sim.check.trial import CheckRun
+from quire.sim.check.world import draw_world
+from tests.sched.stepping import NEVER, Bench, counting
 
 
-def story(bench: Bench, sequence: Sequence) -> Explanation:
-    books = bench.scheduler.books
-    explanation = explain(sequence.family, books.stalls, books.last_planned + 1)
+def events(bench: Bench, sequence: Sequence) -> Explanation:
+    state = bench.scheduler.state
+    explanation = explain(sequence.group, state.stalls, state.last_planned + 1)
     assert explanation.lines(), "there is always something to say"
     return explanation
 
@@ -33,9 +32,9 @@ def test_every_row_taken() -> None:
     first = bench.add(counting(0, 4), 3)
     second = bench.add(counting(50, 4), 1)
     bench.run_out()
-    assert story(bench, first).waits == ()
-    told = story(bench, second)
-    assert told.waits == (Wait(0, 3, Cause.SEATS),)
+    assert events(bench, first).waits == ()
+    told = events(bench, second)
+    assert told.waits == (Wait(0, 3, WaitCause.SEATS),)
     assert "step 0: waited 3 steps: every row was taken" in told.lines()
 
 
@@ -44,7 +43,7 @@ def test_a_step_without_tokens_left() -> None:
     bench.add(counting(0, 8), 1)
     second = bench.add(counting(50, 8), 1)
     bench.run_out()
-    assert story(bench, second).waits == (Wait(0, 1, Cause.BUDGET),)
+    assert events(bench, second).waits == (Wait(0, 1, WaitCause.BUDGET),)
 
 
 def test_a_cache_without_room() -> None:
@@ -52,9 +51,9 @@ def test_a_cache_without_room() -> None:
     bench.add(counting(0, 8), 9)
     second = bench.add(counting(50, 4), 1)
     bench.turn()
-    assert story(bench, second).waits == (Wait(0, 1, Cause.BLOCKS),)
+    assert events(bench, second).waits == (Wait(0, 1, WaitCause.BLOCKS),)
     bench.run_out()
-    assert story(bench, second).waited(Cause.BLOCKS) == 9
+    assert events(bench, second).waited(WaitCause.BLOCKS) == 9
 
 
 def test_pressure_admits_nobody() -> None:
@@ -64,9 +63,9 @@ def test_pressure_admits_nobody() -> None:
     bench.turn()
     third = bench.add(counting(60, 2), 1)
     bench.run_out()
-    told = story(bench, third)
-    assert told.waited(Cause.PRESSURE) > 0
-    assert told.waited(Cause.BLOCKS) > 0
+    told = events(bench, third)
+    assert told.waited(WaitCause.PRESSURE) > 0
+    assert told.waited(WaitCause.BLOCKS) > 0
 
 
 def test_who_is_overtaken_waits_for_the_order() -> None:
@@ -76,11 +75,11 @@ def test_who_is_overtaken_waits_for_the_order() -> None:
     bench.turn()
     noble = bench.add(counting(40, 4), 2)
     bench.run_out()
-    told = story(bench, humble)
+    told = events(bench, humble)
     assert told.waits == (
-        Wait(0, 2, Cause.SEATS),
-        Wait(2, 3, Cause.ORDER, (noble.request.id,)),
-        Wait(3, 4, Cause.SEATS),
+        Wait(0, 2, WaitCause.SEATS),
+        Wait(2, 3, WaitCause.ORDER, (noble.request.id,)),
+        Wait(3, 4, WaitCause.SEATS),
     )
     assert any("others came first" in line and f"(request {noble.request.id})" in line for line in told.lines())
 
@@ -90,8 +89,8 @@ def test_waiting_for_the_same_prefix() -> None:
     leader = bench.add(counting(0, 20), 1)
     follower = bench.add(counting(0, 20), 1)
     bench.run_out()
-    told = story(bench, follower)
-    assert told.waits == (Wait(0, 1, Cause.PREFIX, (leader.request.id,)),)
+    told = events(bench, follower)
+    assert told.waits == (Wait(0, 1, WaitCause.PREFIX, (leader.request.id,)),)
     assert told.sittings[0].num_found == 19
 
 
@@ -101,7 +100,7 @@ def test_hits_and_what_was_never_seen() -> None:
     bench.run_out()
     again = bench.add([*counting(0, 10), *counting(500, 8)], 1)
     bench.run_out()
-    told = story(bench, again)
+    told = events(bench, again)
     assert told.sittings[0].num_found == 10
     assert told.shortfall is not None
     assert (told.shortfall.num_tokens, told.shortfall.why) == (8, "never seen")
@@ -116,9 +115,9 @@ def test_what_was_evicted_names_the_step_and_the_one_it_went_for() -> None:
     bench.run_out()
     again = bench.add(counting(0, 16), 1)
     bench.run_out()
-    told = story(bench, again)
+    told = events(bench, again)
     assert told.shortfall is not None
-    assert told.shortfall.why == f"evicted in step {greedy.family.story[-2].step}"
+    assert told.shortfall.why == f"evicted in step {greedy.group.events[-2].step}"
     assert told.shortfall.evicted_for == greedy.request.id
     assert f"to make room for request {greedy.request.id}" in " ".join(told.lines())
 
@@ -129,7 +128,7 @@ def test_what_another_partition_holds_is_said_so() -> None:
     bench.run_out()
     other = bench.add(counting(0, 12), 1, partition="yours")
     bench.run_out()
-    told = story(bench, other)
+    told = events(bench, other)
     assert told.shortfall is not None and told.shortfall.why == "other partition"
 
 
@@ -139,9 +138,9 @@ def test_who_took_the_seat_and_what_was_lost() -> None:
     bench.turns(3)
     noble = bench.add(counting(100, 60 - 20), 20)
     bench.turn()
-    assert story(bench, humble).interruptions[0].num_lost is None
+    assert events(bench, humble).interruptions[0].num_lost is None
     bench.run_out()
-    told = story(bench, humble)
+    told = events(bench, humble)
     (interruption,) = told.interruptions
     assert (interruption.by, interruption.num_computed) == (noble.request.id, 8)
     assert interruption.num_lost == 8 - told.sittings[1].num_found
@@ -156,15 +155,15 @@ def test_lost_steps_are_nobodys_fault() -> None:
     bench.turns(2)
     bench.scheduler.lose_steps(keep_cache=False)
     bench.run_out()
-    (interruption,) = story(bench, sequence).interruptions
+    (interruption,) = events(bench, sequence).interruptions
     assert (interruption.by, interruption.num_lost) == (None, 7)
 
 
 def test_a_life_from_first_token_to_end() -> None:
     bench = Bench(budget=8)
-    members = bench.add_family(counting(0, 13), 3, 3)
+    sequences = bench.add_family(counting(0, 13), 3, 3)
     bench.run_out()
-    told = story(bench, members[0])
+    told = events(bench, sequences[0])
     assert [(fork.num_shared, fork.with_whom) for fork in told.forks] == [(12, "2 siblings")]
     assert told.first_token_step == 1, "8 tokens of the prompt in step 0, 5 in step 1"
     assert told.ending is not None and told.ending.reasons == FinishReason.LENGTH.value
@@ -174,9 +173,9 @@ def test_a_life_from_first_token_to_end() -> None:
 
 def test_beams_say_when_they_began_to_fork() -> None:
     bench = Bench(oracle=True)
-    members = bench.add_beams(counting(0, 9), 6, 3)
+    sequences = bench.add_beams(counting(0, 9), 6, 3)
     bench.run_out()
-    told = story(bench, members[0])
+    told = events(bench, sequences[0])
     assert told.forks[0].num_shared == 9 and told.forks[0].with_whom == "beams"
     assert len(told.forks) <= 2, "a row of forks is told once"
 
@@ -187,7 +186,7 @@ def test_steps_in_flight_hold_up_who_was_preempted() -> None:
     bench.add(counting(30, 5), 10)  # it needs its next block a step later, and computes meanwhile
     third = bench.add(counting(60, 5), 10)
     bench.run_out()
-    told = story(bench, third)
+    told = events(bench, third)
     interruption = told.interruptions[0]
     assert interruption.by == first.request.id
     assert told.waits[0].start == interruption.step and told.waits[0].cause is None, told.waits
@@ -199,15 +198,15 @@ def test_steps_in_flight_hold_up_who_was_preempted() -> None:
 
 def test_lives_in_random_worlds_add_up() -> None:
     """Every step of a wait has one cause, and whoever was interrupted says by whom."""
-    seen: set[Cause | None] = set()
+    seen: set[WaitCause | None] = set()
     for seed in range(40):
         dice = random.Random(seed)
-        trial = Trial(draw_world(dice), dice, numpy_oracle)
+        trial = CheckRun(draw_world(dice), dice, numpy_oracle)
         lives = _Lives(trial.scheduler)
         trial.run()
-        books = trial.scheduler.books
-        for family in lives.families:
-            told = explain(family, books.stalls, books.last_planned + 1)
+        state = trial.scheduler.state
+        for group in lives.groups:
+            told = explain(group, state.stalls, state.last_planned + 1)
             assert told.lines() and told.ending is not None
             for one, other in pairwise(told.waits):
                 assert one.stop <= other.start
@@ -216,27 +215,29 @@ def test_lives_in_random_worlds_add_up() -> None:
                 waited = sum(wait.stop - wait.start for wait in before)
                 assert waited == told.sittings[0].step - told.arrived_step
             seen |= {wait.cause for wait in told.waits}
-    assert seen >= set(Cause)
+    assert seen >= set(WaitCause)
 
 
 class _Lives:
     """Everybody a scheduler accepted."""
 
     def __init__(self, scheduler: Scheduler) -> None:
-        self.families: list[Family] = []
-        self._enter = scheduler.books.enter
-        scheduler.books.enter = self.enter  # type: ignore[method-assign]
+        self.groups: list[RequestGroup] = []
+        self._enter = scheduler.state.enter
+        scheduler.state.enter = self.enter  # type: ignore[method-assign]
 
-    def enter(self, family: Family) -> None:
-        self.families.append(family)
-        self._enter(family)
+    def enter(self, group: RequestGroup) -> None:
+        self.groups.append(group)
+        self._enter(group)
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from([None, *Cause])), max_size=40), st.integers(0, 60))
+@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from([None, *WaitCause])), max_size=40), st.integers(0, 60))
 @settings(deadline=None)
-def test_stretches_are_what_each_step_was_last_noted_with(notes: list[tuple[int, Cause | None]], start: int) -> None:
-    stalls = Stalls()
-    last: dict[int, Cause | None] = {}
+def test_stretches_are_what_each_step_was_last_noted_with(
+    notes: list[tuple[int, WaitCause | None]], start: int
+) -> None:
+    stalls = WaitHistory()
+    last: dict[int, WaitCause | None] = {}
     step = 0
     for ahead, cause in notes:
         step += min(ahead, 1)  # the same step again, or the next
@@ -250,9 +251,9 @@ def test_stretches_are_what_each_step_was_last_noted_with(notes: list[tuple[int,
 
 
 def test_history_is_bounded() -> None:
-    stalls = Stalls(most=4)
+    stalls = WaitHistory(most=4)
     for step in range(100):
-        stalls.note(step, Cause.SEATS if step % 2 else Cause.BLOCKS)
+        stalls.note(step, WaitCause.SEATS if step % 2 else WaitCause.BLOCKS)
         stalls.note_seated(step, step, RequestId(step))
     assert sum(stretch.stop - stretch.start for stretch in stalls.between(0, 100)) == 4
-    assert [seated.step for seated in stalls.overtakers(-1, 0, 100)] == [96, 97, 98, 99]
+    assert [assigned.step for assigned in stalls.overtakers(-1, 0, 100)] == [96, 97, 98, 99]

@@ -16,49 +16,48 @@ from quire.core.ids import RequestId, Row
 from quire.core.request import Request
 from quire.core.sampling import RowSampling
 from quire.core.step import StepPlan
-from quire.sched.blueprint import Blueprint, read_blueprint
-from quire.sched.journal import JournaledScheduler, checksum
+from quire.sched.journal.codec import RecordDecoder, RecordEncoder
+from quire.sched.journal.recorder import JournaledScheduler, checksum
+from quire.sched.journal.records import MAGIC
+from quire.sched.journal.replay import Condition, ReplayReport, replay
 from quire.sched.loop import Loop
-from quire.sched.order import OrderPolicy
-from quire.sched.packing import Packer, Unpacker
-from quire.sched.policy import DYNAMIC, Grains, Policy
-from quire.sched.records import MAGIC
-from quire.sched.replay import Condition, ReplayReport, replay
-from quire.sched.reserve import Stance
+from quire.sched.policy import DYNAMIC, CapturedSizes, Policy, SchedulerSpec, read_blueprint
+from quire.sched.queue import OrderPolicy
+from quire.sched.reservation import Overcommit
+from quire.sched.rows import RowAllocator
 from quire.sched.scheduler import Scheduler
-from quire.sched.seating import Seating
-from quire.sim.check import numpy_oracle
-from quire.sim.toy import ToyRunner
-from quire.sim.trial import Trial
-from quire.sim.world import Happening, World, draw_world
+from quire.sim.check.check import numpy_oracle
+from quire.sim.check.trial import CheckRun
+from quire.sim.check.world import Scenario, ScenarioEvent, draw_world
+from quire.sim.runners import ToyRunner
 
 NUM_WORLDS = 80
 
 
-def record(path: Path, seed: int, world: World | None = None) -> Trial:
+def record(path: Path, seed: int, world: Scenario | None = None) -> CheckRun:
     """Run one world with a journal."""
     dice = random.Random(seed)
     drawn = draw_world(dice)
-    trial = Trial(world or drawn, dice, numpy_oracle, path.open("wb"))
+    trial = CheckRun(world or drawn, dice, numpy_oracle, path.open("wb"))
     trial.run()
     assert isinstance(trial.scheduler, JournaledScheduler)
     trial.scheduler.journal.close()
     return trial
 
 
-def assert_same(report: ReplayReport, trial: Trial) -> None:
+def assert_same(report: ReplayReport, trial: CheckRun) -> None:
     assert report.difference is None
     assert report.condition is Condition.COMPLETE
-    assert report.steps == trial.scheduler.books.last_planned + 1
+    assert report.steps == trial.scheduler.state.last_planned + 1
 
 
 def test_every_plan_of_many_worlds_comes_back(tmp_path: Path) -> None:
-    happened: Counter[Happening] = Counter()
+    happened: Counter[ScenarioEvent] = Counter()
     for seed in range(NUM_WORLDS):
         trial = record(tmp_path / "journal", seed)
         assert_same(replay(tmp_path / "journal"), trial)
         happened += trial.event_counts
-    assert set(happened) == set(Happening), "not everything happened"
+    assert set(happened) == set(ScenarioEvent), "not everything happened"
 
 
 def test_beams_forks_host_tier_and_lost_steps_in_one_world(tmp_path: Path) -> None:
@@ -71,12 +70,12 @@ def test_beams_forks_host_tier_and_lost_steps_in_one_world(tmp_path: Path) -> No
         max_rows=5,
         max_step_tokens=20,
         depth=2,
-        policy=Policy(stance=Stance.OPTIMISTIC, itl_target_s=0.015),
+        policy=Policy(stance=Overcommit.OPTIMISTIC, itl_target_s=0.015),
         num_requests=30,
         max_prompt=20,
         max_output=40,
         shared_prefix=np.arange(20, dtype=np.int32),
-        families=True,
+        groups=True,
         beams=True,
         deadlines=False,
         chances=replace(world.chances, lose=0.02, die=0.01, starve=0.0, reset=0.0, shrink=0.0, jump=0.0),
@@ -85,7 +84,7 @@ def test_beams_forks_host_tier_and_lost_steps_in_one_world(tmp_path: Path) -> No
     for seed in range(4):
         trial = record(tmp_path / "journal", seed, world)
         assert_same(replay(tmp_path / "journal"), trial)
-        tally = trial.scheduler.books.tally
+        tally = trial.scheduler.state.tally
         assert tally.forks and tally.moved_blocks and tally.lost_steps
         assert trial.scheduler.cost.version > 0, "durations were observed, and they decide"
         num_preemptions += tally.preemptions
@@ -96,7 +95,7 @@ class Steady:
     """Rows that only decode."""
 
     def __init__(self, path: Path, num_rows: int, num_steps: int) -> None:
-        blueprint = Blueprint(num_rows * num_steps, 16, num_rows, 8 * num_rows)
+        blueprint = SchedulerSpec(num_rows * num_steps, 16, num_rows, 8 * num_rows)
         self.scheduler = JournaledScheduler(blueprint, path.open("wb"))
         loop = Loop(self.scheduler, ToyRunner(50_000), 1, lambda: 0.25)
         for number in range(num_rows):
@@ -120,10 +119,10 @@ def test_a_step_takes_tens_of_bytes_whatever_the_number_of_rows(tmp_path: Path) 
 def test_another_decision_is_noticed_where_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Steady(tmp_path / "journal", 3, 20)
 
-    def from_the_other_end(self: Seating) -> Row:
+    def from_the_other_end(self: RowAllocator) -> Row:
         return self._free.pop(0)
 
-    monkeypatch.setattr(Seating, "take_row", from_the_other_end)
+    monkeypatch.setattr(RowAllocator, "take_row", from_the_other_end)
     difference = replay(tmp_path / "journal").difference
     assert difference is not None and difference.step == 0
     assert "seats 3" in difference.recorded and "seats 3" in difference.replayed
@@ -133,7 +132,7 @@ def test_a_failure_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     original = Scheduler._commit
 
     def breaking(self: Scheduler, draft: object) -> StepPlan | None:
-        assert self.books.last_planned < 7, "it broke"
+        assert self.state.last_planned < 7, "it broke"
         return original(self, draft)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Scheduler, "_commit", breaking)
@@ -151,7 +150,7 @@ def _journal(tmp_path: Path) -> bytes:
 
 
 def _header_length(whole: bytes) -> int:
-    unpacker = Unpacker(whole)
+    unpacker = RecordDecoder(whole)
     unpacker.raw(len(MAGIC) + 1)
     unpacker.text()
     return unpacker.position
@@ -189,18 +188,18 @@ def test_what_is_no_journal_is_refused(tmp_path: Path, content: bytes) -> None:
 
 
 def test_a_plan_has_a_checksum_of_its_own() -> None:
-    scheduler = JournaledScheduler(Blueprint(64, 4, 4, 32), io.BytesIO())
+    scheduler = JournaledScheduler(SchedulerSpec(64, 4, 4, 32), io.BytesIO())
     scheduler.add(Request(RequestId(0), np.arange(9, dtype=np.int32), 4, RowSampling()))
     plan = scheduler.plan()
     assert plan is not None
-    (seat,) = plan.seats
+    (row_start,) = plan.starts
     (chunk,) = plan.chunks
     others = (
         replace(plan, step=1),
-        replace(plan, num_cruising=1),
+        replace(plan, num_decoding=1),
         replace(plan, pauses=(Row(0),)),
         replace(plan, leaves=(Row(0),)),
-        replace(plan, seats=(seat._replace(tokens=seat.tokens[::-1]),)),
+        replace(plan, starts=(row_start._replace(tokens=row_start.tokens[::-1]),)),
         replace(plan, chunks=(chunk._replace(start=1),)),
         replace(plan, grants=replace(plan.grants, blocks=plan.grants.blocks[::-1])),
         replace(plan, reset=True),
@@ -211,9 +210,9 @@ def test_a_plan_has_a_checksum_of_its_own() -> None:
 
 def test_a_blueprint_survives_its_text() -> None:
     order = OrderPolicy(fair=False, weights={"a": 0.1}, ageing_s=0.3)
-    grains = (Grains(2, (16, 24)), Grains(8, (24,)))
-    policy = Policy(DYNAMIC, order, Stance.NEVER, itl_target_s=0.1, itl_stretch=2.0, grains=grains, max_waiting=5)
-    blueprint = Blueprint(10, 4, 2, 8, 3, policy, largest_chunk=7, seconds_per_block=1e-5)
+    grains = (CapturedSizes(2, (16, 24)), CapturedSizes(8, (24,)))
+    policy = Policy(DYNAMIC, order, Overcommit.NEVER, itl_target_s=0.1, itl_stretch=2.0, grains=grains, max_waiting=5)
+    blueprint = SchedulerSpec(10, 4, 2, 8, 3, policy, largest_chunk=7, seconds_per_block=1e-5)
     assert read_blueprint(blueprint.to_json()) == blueprint
 
 
@@ -226,14 +225,14 @@ def test_a_blueprint_survives_its_text() -> None:
 )
 @settings(deadline=None)
 def test_what_is_packed_is_unpacked(count: int, signed: int, real: float, text: str, numbers: list[int]) -> None:
-    packer = Packer()
+    packer = RecordEncoder()
     packer.count(count)
     packer.signed(signed)
     packer.real(real)
     packer.text(text)
     packer.array(np.array(numbers, np.int32))
     packer.array(numbers)
-    unpacker = Unpacker(bytes(packer.data))
+    unpacker = RecordDecoder(bytes(packer.data))
     assert (unpacker.count(), unpacker.signed(), unpacker.real(), unpacker.text()) == (count, signed, real, text)
     assert unpacker.array().tolist() == unpacker.array().tolist() == numbers
     assert unpacker.at_end

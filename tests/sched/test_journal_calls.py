@@ -9,31 +9,40 @@ from pathlib import Path
 import pytest
 
 from quire.core.ids import SequenceId
-from quire.core.request import BeamParams, State
+from quire.core.request import BeamParams, SequenceState
 from quire.core.step import FinishReason
 from quire.sched.audit import audit_rest
-from quire.sched.blueprint import Blueprint
-from quire.sched.journal import JournaledScheduler
+from quire.sched.journal.codec import RecordDecoder, RecordEncoder
+from quire.sched.journal.recorder import JournaledScheduler
+from quire.sched.journal.records import (
+    ConcludeRecord,
+    ControlRecord,
+    FailRecord,
+    Record,
+    RecordKind,
+    RecordReader,
+    RestrictRecord,
+    StopRecord,
+)
+from quire.sched.journal.replay import Condition, replay
 from quire.sched.loop import Loop
-from quire.sched.packing import Packer, Unpacker
-from quire.sched.records import Concluded, Failed, Kind, Order, Reader, Record, Restricted, Stopped
-from quire.sched.replay import Condition, replay
+from quire.sched.policy import SchedulerSpec
 from quire.sched.scheduler import Scheduler
-from tests.sched.test_inquest import Allergic, request_of
+from tests.sched.test_fault_bisection import Allergic, request_of
 
 # No decision depends on what these do: one only reads, the other hands over what has ended already.
-UNRECORDED = {"running_families", "overdue"}
+UNRECORDED = {"running_groups", "overdue"}
 
 
 def packed(record: Record) -> bytes:
-    packer = Packer()
+    packer = RecordEncoder()
     record.pack(packer)
     return bytes(packer.data)
 
 
 def unpacked(data: bytes) -> Record:
-    unpacker = Unpacker(data)
-    record = Reader(unpacker).read()
+    unpacker = RecordDecoder(data)
+    record = RecordReader(unpacker).read()
     assert unpacker.at_end
     return record
 
@@ -47,7 +56,7 @@ class Counted(JournaledScheduler):
     """Counts the calls that it gets."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(Blueprint(80, 4, 6, 16), path.open("wb"))
+        super().__init__(SchedulerSpec(80, 4, 6, 16), path.open("wb"))
         self.calls: Counter[str] = Counter()
 
     def __getattribute__(self, name: str) -> object:
@@ -74,7 +83,7 @@ def test_a_run_with_failures_comes_back(tmp_path: Path, depth: int) -> None:
             loop.turn()
             if dice.random() < 0.1:
                 scheduler.withdraw_all()
-            running = [s for s in scheduler.books.seating.seated.values() if s.state is State.RUNNING]
+            running = [s for s in scheduler.state.rows.assigned.values() if s.state is SequenceState.RUNNING]
             if running and dice.random() < 0.1:
                 ended = dice.choice([each for each in running if each.request.beam is None] or [None])
                 reason = dice.choice([FinishReason.FAILED, FinishReason.STOP])
@@ -84,7 +93,7 @@ def test_a_run_with_failures_comes_back(tmp_path: Path, depth: int) -> None:
         scheduler.journal.close()
         report = replay(tmp_path / "journal")
         assert report.difference is None and report.condition is Condition.COMPLETE
-        assert report.steps == scheduler.books.last_planned + 1
+        assert report.steps == scheduler.state.last_planned + 1
         calls += scheduler.calls
     assert min(calls[name] for name in ("conclude", "finish", "fail", "admit_only", "withdraw_all", "lose_steps")) > 0
 
@@ -92,27 +101,27 @@ def test_a_run_with_failures_comes_back(tmp_path: Path, depth: int) -> None:
 @pytest.mark.parametrize("reason", FinishReason)
 def test_a_sequence_may_be_ended_for_any_reason(reason: FinishReason) -> None:
     for verb in ("finish", "conclude"):
-        scheduler = JournaledScheduler(Blueprint(64, 4, 4, 32), io.BytesIO())
+        scheduler = JournaledScheduler(SchedulerSpec(64, 4, 4, 32), io.BytesIO())
         (sequence,) = scheduler.add(request_of(0, 3, 4, 1, None))
         getattr(scheduler, verb)(sequence, reason)
         assert sequence.finish_reason is reason
-    for record in (Stopped(sequence.id, reason), Concluded(sequence.id, reason)):
+    for record in (StopRecord(sequence.id, reason), ConcludeRecord(sequence.id, reason)):
         assert unpacked(packed(record)) == record
 
 
 @pytest.mark.parametrize(
     ("record", "data"),
     [
-        (Stopped(SequenceId(300), FinishReason.STOP), b"\x03\xac\x02\x00"),
-        (Stopped(SequenceId(1), FinishReason.OUT_OF_MEMORY), b"\x03\x01\x05"),
-        (Stopped(SequenceId(1), FinishReason.FAILED), b"\x03\x01\x06"),
-        (Concluded(SequenceId(1), FinishReason.NOTHING_LEFT), b"\x0f\x01\x07"),
-        (Failed(request_of(7, 1, 1, 1, None).id), b"\x10\x07"),
-        (Restricted(None), b"\x11\x00"),
-        (Restricted(frozenset()), b"\x11\x01\x00\x01"),
-        (Restricted(frozenset({9, 4})), b"\x11\x01\x02\x01\x04\x09"),
-        (Order(Kind.WITHDRAWN), b"\x12"),
-        (Order(Kind.SHRUNK, 3), b"\x06\x03"),
+        (StopRecord(SequenceId(300), FinishReason.STOP), b"\x03\xac\x02\x00"),
+        (StopRecord(SequenceId(1), FinishReason.OUT_OF_MEMORY), b"\x03\x01\x05"),
+        (StopRecord(SequenceId(1), FinishReason.FAILED), b"\x03\x01\x06"),
+        (ConcludeRecord(SequenceId(1), FinishReason.NOTHING_LEFT), b"\x0f\x01\x07"),
+        (FailRecord(request_of(7, 1, 1, 1, None).id), b"\x10\x07"),
+        (RestrictRecord(None), b"\x11\x00"),
+        (RestrictRecord(frozenset()), b"\x11\x01\x00\x01"),
+        (RestrictRecord(frozenset({9, 4})), b"\x11\x01\x02\x01\x04\x09"),
+        (ControlRecord(RecordKind.WITHDRAWN), b"\x12"),
+        (ControlRecord(RecordKind.SHRUNK, 3), b"\x06\x03"),
     ],
 )
 def test_records_keep_their_bytes(record: Record, data: bytes) -> None:

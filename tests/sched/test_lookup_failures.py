@@ -5,11 +5,11 @@ from collections.abc import Callable
 import pytest
 
 from quire.core.ids import IntArray
-from quire.core.request import Owner, Sequence
+from quire.core.request import BlockOwner, Sequence
 from quire.core.step import FinishReason
-from quire.kv.answers import Match
 from quire.kv.manager import KVManager
-from tests.sched.helpers import Bench, counting, oracle_answer
+from quire.kv.radix_tree import PrefixMatch
+from tests.sched.stepping import Bench, counting, oracle_answer
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
 PROMPT = counting(1, 10)
@@ -17,14 +17,14 @@ OTHER = counting(500, 5)
 
 
 @pytest.fixture
-def break_lookup(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Sequence]], list[Owner]]:
+def break_lookup(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Sequence]], list[BlockOwner]]:
     """Every look-up of this sequence's tokens raises an error; the requests that were looked up in vain."""
 
-    def install(broken: Callable[[], Sequence]) -> list[Owner]:
-        failed: list[Owner] = []
+    def install(broken: Callable[[], Sequence]) -> list[BlockOwner]:
+        failed: list[BlockOwner] = []
         original = KVManager.match
 
-        def match(self: KVManager, owner: Owner, tokens: IntArray, limit: int) -> Match | None:
+        def match(self: KVManager, owner: BlockOwner, tokens: IntArray, limit: int) -> PrefixMatch | None:
             if tokens is broken().tokens:
                 failed.append(owner)
                 raise KeyError("a broken node")
@@ -38,7 +38,7 @@ def break_lookup(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Sequ
 
 @DEPTHS
 def test_of_a_higher_class_that_wants_a_seat(
-    break_lookup: Callable[[Callable[[], Sequence]], list[Owner]], depth: int
+    break_lookup: Callable[[Callable[[], Sequence]], list[BlockOwner]], depth: int
 ) -> None:
     bench = Bench(rows=2, depth=depth, oracle=True)
     low = [bench.add(counting(100 * i, 6), 9, priority=5) for i in (1, 2)]
@@ -47,7 +47,7 @@ def test_of_a_higher_class_that_wants_a_seat(
     later = bench.add([60, 61], 4, priority=-5)
     failed = break_lookup(lambda: high)
     bench.run()
-    assert failed == [high.family.owner], "once"
+    assert failed == [high.group.owner], "once"
     assert high.finish_reason is FinishReason.FAILED and high.id in bench.finished and not bench.heard[high.id]
     assert bench.heard[later.id] == oracle_answer([60, 61], 4)
     assert [bench.heard[each.id] for each in low] == [oracle_answer(counting(100 * i, 6), 9) for i in (1, 2)]
@@ -58,23 +58,23 @@ def test_of_a_higher_class_that_wants_a_seat(
 @pytest.mark.parametrize("turns", range(4, 8))
 @pytest.mark.parametrize("index", [1, 2])
 def test_of_a_sibling_that_begins_again(
-    break_lookup: Callable[[Callable[[], Sequence]], list[Owner]], depth: int, turns: int, index: int, beams: bool
+    break_lookup: Callable[[Callable[[], Sequence]], list[BlockOwner]], depth: int, turns: int, index: int, beams: bool
 ) -> None:
     """Preempted in the middle, the family is seated again; one of its forks cannot find its own past."""
     bench = Bench(rows=4, depth=depth, oracle=True)
     add = bench.add_beams if beams else bench.add_family
-    members = add(PROMPT, 8, 3, priority=1)
+    sequences = add(PROMPT, 8, 3, priority=1)
     other = bench.add(OTHER, 40, priority=0)
     bench.turns(turns)
-    failed = break_lookup(lambda: members[index])
+    failed = break_lookup(lambda: sequences[index])
     urgent = bench.add([9], 2)
     bench.run()
     assert bench.heard[other.id] == oracle_answer(OTHER, 40)
     assert bench.heard[urgent.id] == oracle_answer([9], 2)
-    assert len(bench.finished) == len(members) + 2, "each is told once that it ended"
-    assert failed == [members[0].family.owner], "once"
-    assert FinishReason.FAILED in {member.finish_reason for member in members}
+    assert len(bench.finished) == len(sequences) + 2, "each is told once that it ended"
+    assert failed == [sequences[0].group.owner], "once"
+    assert FinishReason.FAILED in {sequence.finish_reason for sequence in sequences}
     if not beams:
-        for member in members:
-            heard = bench.heard[member.id]
-            assert heard == oracle_answer(PROMPT, 8, member.index)[: len(heard)]
+        for sequence in sequences:
+            heard = bench.heard[sequence.id]
+            assert heard == oracle_answer(PROMPT, 8, sequence.index)[: len(heard)]

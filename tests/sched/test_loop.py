@@ -4,8 +4,8 @@ import pytest
 
 from quire.core.request import Sequence
 from quire.core.step import FinishReason, Pending, StepLost, StepPlan, StepResult
-from quire.sim.oracle import OracleRunner
-from tests.sched.helpers import NEVER, VOCAB, Bench, Recorder, counting, oracle_answer
+from quire.sim.runners import OracleRunner
+from tests.sched.stepping import NEVER, VOCAB, Bench, Recorder, counting, oracle_answer
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
 PLACES = pytest.mark.parametrize("place", ["launch", "wait"])
@@ -83,12 +83,12 @@ def test_a_lost_step_costs_no_token_that_was_absorbed(depth: int, place: str, tu
     bench.turn()
     num_plans = len(bench.plans)
     assert bench.heard[one.id] == heard and one.tokens.tolist() == PROMPT + heard
-    assert bench.scheduler.books.tally.lost_steps == depth + 1
+    assert bench.scheduler.state.tally.lost_steps == depth + 1
     bench.run()
     assert bench.plans[num_plans].reset and sum(plan.reset for plan in bench.plans) == 1
     known = len(PROMPT) + turns
     assert [chunk.start for chunk in bench.chunks_of(one)] == [0, known - 1], "the cache is intact"
-    assert one.family.num_preemptions == 0, "it was nobody's choice"
+    assert one.group.num_preemptions == 0, "it was nobody's choice"
     assert_right(bench, one, two)
 
 
@@ -124,10 +124,10 @@ def test_a_step_for_which_there_was_no_memory_ends_the_largest(depth: int, place
 
 def test_a_step_lost_before_anything_was_absorbed() -> None:
     bench, lossy = lossy_bench(2, "wait")
-    members = bench.add_family(PROMPT, 4, 3)
+    sequences = bench.add_family(PROMPT, 4, 3)
     lossy.lost = StepLost("gone")
     bench.run()
-    assert_right(bench, *members)
+    assert_right(bench, *sequences)
 
 
 @DEPTHS
@@ -135,13 +135,13 @@ def test_a_step_lost_before_anything_was_absorbed() -> None:
 @pytest.mark.parametrize("turns", range(1, 6))
 def test_families_beams_and_leavers_survive_a_lost_step(depth: int, place: str, turns: int) -> None:
     bench, lossy = lossy_bench(depth, place)
-    members, leaver = bench.add_family(PROMPT, 6, 2), bench.add([70, 71], 12)
+    sequences, leaver = bench.add_family(PROMPT, 6, 2), bench.add([70, 71], 12)
     beams = bench.add_beams([80, 81, 82], 5, 2)
     bench.turns(turns)
     bench.scheduler.abort(leaver.request.id)
     lossy.lost = StepLost("gone")
     bench.run()
-    assert_right(bench, *members)
+    assert_right(bench, *sequences)
     assert all(beam.id in bench.finished and beam.finish_reason is FinishReason.LENGTH for beam in beams)
 
 
@@ -180,7 +180,7 @@ def test_two_losses_in_a_row() -> None:
         lossy.lost = StepLost("gone")
         bench.turn()
     bench.run()
-    assert bench.scheduler.books.tally.lost_steps > 3
+    assert bench.scheduler.state.tally.lost_steps > 3
     assert_right(bench, one)
 
 

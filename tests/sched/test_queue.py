@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from quire.core.ids import RequestId
-from quire.core.request import Family, Request
-from quire.sched.order import Key, OrderPolicy
-from quire.sched.queue import Urgency, WaitingRoom
-from quire.sched.shares import Shares
-from tests.sched.waiting import LONG, SAMPLING, family, room_of
+from quire.core.request import Request, RequestGroup
+from quire.sched.fairness import WeightedFairShares
+from quire.sched.queue import Key, OrderPolicy, Urgency, WaitingQueue
+from tests.sched.waiting_groups import LONG, SAMPLING, group, room_of
 
 
 class RoomAgainstList(RuleBasedStateMachine):
@@ -23,23 +22,23 @@ class RoomAgainstList(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.policy = OrderPolicy(weights={"b": 3.0}, ageing_s=5.0, long_prompt=LONG, lane_patience_s=7.0)
-        self.shares = Shares(self.policy.weights)
-        self.room = WaitingRoom(self.policy, self.shares)
-        self.waiting: dict[int, tuple[Family, float]] = {}
-        self.away: list[Family] = []
+        self.shares = WeightedFairShares(self.policy.weights)
+        self.room = WaitingQueue(self.policy, self.shares)
+        self.waiting: dict[int, tuple[RequestGroup, float]] = {}
+        self.away: list[RequestGroup] = []
         self.num_arrived = 0
         self.now_s = 0.0
 
-    def key(self, each: Family, aged: int) -> Key:
+    def key(self, each: RequestGroup, aged: int) -> Key:
         request, since_s = each.request, self.waiting[each.order][1]
         patient = self.now_s - since_s < self.policy.lane_patience_s
         deadline_s = inf if request.deadline_s is None else request.deadline_s
         service = self.shares.service(request.tenant)
         return Key(aged, service, len(request.prompt) >= LONG and patient, deadline_s, each.order)
 
-    def head_of_class(self, priority: int) -> tuple[Key, list[Family]]:
-        members = [each for each, _ in self.waiting.values() if each.request.priority == priority]
-        lanes = [[each for each in members if (len(each.request.prompt) >= LONG) is long] for long in (False, True)]
+    def head_of_class(self, priority: int) -> tuple[Key, list[RequestGroup]]:
+        sequences = [each for each, _ in self.waiting.values() if each.request.priority == priority]
+        lanes = [[each for each in sequences if (len(each.request.prompt) >= LONG) is long] for long in (False, True)]
         # Within a lane patience does not count: the head alone stands for it.
         heads = [min(some, key=lambda each: self.key(each, 0)._replace(yields=False)) for some in lanes if some]
         waited_s = max(self.now_s - self.waiting[head.order][1] for head in heads)
@@ -56,7 +55,7 @@ class RoomAgainstList(RuleBasedStateMachine):
     )
     def arrive(self, priority: int, tenant: str, num_tokens: int, patience_s: int | None) -> None:
         deadline_s = None if patience_s is None else self.now_s + patience_s
-        new = family(self.num_arrived, priority=priority, tenant=tenant, num_tokens=num_tokens, deadline_s=deadline_s)
+        new = group(self.num_arrived, priority=priority, tenant=tenant, num_tokens=num_tokens, deadline_s=deadline_s)
         self.num_arrived += 1
         self.shares.arrive(tenant)
         self.room.push(new, self.now_s)
@@ -118,10 +117,10 @@ TestRoomAgainstList.settings = settings(max_examples=60, stateful_step_count=50,
 
 
 def test_those_who_came_and_gave_up_leave_nothing_behind() -> None:
-    stays = [family(0, tenant="a", deadline_s=1.0), family(1, tenant="b")]
+    stays = [group(0, tenant="a", deadline_s=1.0), group(1, tenant="b")]
     room = room_of(stays)
     for order in range(2, 1000):
-        new = family(order, tenant="b", deadline_s=float(2000 - order))
+        new = group(order, tenant="b", deadline_s=float(2000 - order))
         room.push(new, 0.0)
         room.discard(new)
         assert room.candidates(0.0)[0] is stays[0]
@@ -147,9 +146,9 @@ class _CountedOrder(int):
 
 def _work(num_waiting: int) -> tuple[int, int]:
     """Calls and comparisons of 60 rounds of admitting, arriving, giving up and asking, while all age."""
-    shares = Shares({})
+    shares = WeightedFairShares({})
     prompts = [np.zeros(1, dtype=np.int32), np.zeros(LONG, dtype=np.int32)]
-    families = []
+    groups = []
     for order in range(num_waiting + 120):
         request = Request(
             RequestId(order),
@@ -160,10 +159,10 @@ def _work(num_waiting: int) -> tuple[int, int]:
             priority=order % 3,
             deadline_s=1e9 + order if order % 7 == 0 else None,
         )
-        families.append(Family(request, _CountedOrder(order), 0.0))
+        groups.append(RequestGroup(request, _CountedOrder(order), 0.0))
     for tenant in "abcdefgh":
         shares.arrive(tenant)
-    room = room_of(families[:num_waiting], shares=shares)
+    room = room_of(groups[:num_waiting], shares=shares)
     calls = 0
 
     def count(frame: FrameType, event: str, argument: object) -> None:
@@ -179,9 +178,9 @@ def _work(num_waiting: int) -> tuple[int, int]:
         head = room.candidates(now_s)[0]
         room.pop(head)
         shares.charge(head.request.tenant, 3.0)
-        room.discard(families[num_waiting - 1 - turn])
+        room.discard(groups[num_waiting - 1 - turn])
         room.urgency(now_s)
-        room.push(families[num_waiting + turn], now_s)
+        room.push(groups[num_waiting + turn], now_s)
     sys.setprofile(before)
     return calls, _CountedOrder.comparisons
 

@@ -6,13 +6,13 @@ import pytest
 
 from quire.core.errors import Draining, DuplicateRequest, NeverFits, QueueFull
 from quire.core.ids import RequestId
-from quire.core.request import State
-from quire.core.step import FinishReason, Output
-from quire.sched.cost import Constants, CostTable
-from quire.sched.order import OrderPolicy
-from quire.sched.policy import Grains, Policy
-from quire.sched.reserve import Stance
-from tests.sched.helpers import NEVER, Bench, counting, toy_answer
+from quire.core.request import SequenceState
+from quire.core.step import ChunkOutput, FinishReason
+from quire.sched.cost_model import Constants, CostTable
+from quire.sched.policy import CapturedSizes, Policy
+from quire.sched.queue import OrderPolicy
+from quire.sched.reservation import Overcommit
+from tests.sched.stepping import NEVER, Bench, counting, toy_answer
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
 
@@ -43,7 +43,7 @@ def test_sixty_four_mixed_requests_share_a_batch_that_reforms_every_step() -> No
     assert all(bench.finished[sequence] == length - 1 for sequence, length in lengths.items())
     assert len(bench.plans) == max(lengths.values())
     for plan in bench.plans[1:]:
-        assert plan.num_cruising == sum(length > plan.step for length in lengths.values())
+        assert plan.num_decoding == sum(length > plan.step for length in lengths.values())
 
 
 def test_a_steady_step_mentions_nobody() -> None:
@@ -54,8 +54,8 @@ def test_a_steady_step_mentions_nobody() -> None:
     quiet = [bench.plan for _ in range(6) if bench.turn()]
     assert len(quiet) == 6
     for plan in quiet:
-        assert plan.num_cruising == 4
-        assert not (plan.moves or plan.seats or plan.leaves or plan.tells or plan.chunks or plan.pauses)
+        assert plan.num_decoding == 4
+        assert not (plan.moves or plan.starts or plan.leaves or plan.tells or plan.chunks or plan.pauses)
         assert len(plan.grants) == 0
 
 
@@ -74,7 +74,7 @@ def test_a_prompt_is_chunked_by_what_the_decodes_leave_of_the_budget() -> None:
     late = bench.add([2] * 25, 5)
     bench.run()
     chunks = [(chunk.start, chunk.length, chunk.output) for chunk in bench.chunks_of(late)]
-    assert chunks == [(0, 9, Output.NONE), (9, 9, Output.NONE), (18, 7, Output.SAMPLE)]
+    assert chunks == [(0, 9, ChunkOutput.NONE), (9, 9, ChunkOutput.NONE), (18, 7, ChunkOutput.SAMPLE)]
     assert bench.heard[late.id] == toy_answer([2] * 25, 5)
 
 
@@ -85,7 +85,7 @@ def test_decodes_come_before_prefills_and_those_before_new_work() -> None:
     first, second = bench.add([2] * 9, 2), bench.add([3] * 2, 2)
     bench.turn()
     (chunk,) = bench.plan.chunks
-    assert chunk.length == 5 and first.state is State.RUNNING and second.state is State.WAITING
+    assert chunk.length == 5 and first.state is SequenceState.RUNNING and second.state is SequenceState.WAITING
     bench.turn()
     old, new = bench.plan.chunks
     assert (old.start, old.length, new.length) == (5, 4, 1)
@@ -93,7 +93,7 @@ def test_decodes_come_before_prefills_and_those_before_new_work() -> None:
 
 def test_a_long_prefill_leaves_half_of_a_step_to_the_others_and_takes_what_they_do_not_need() -> None:
     """16 prompt tokens are long here, and a step has 8."""
-    policy = Policy(order=OrderPolicy(long_prompt=16), stance=Stance.NEVER)
+    policy = Policy(order=OrderPolicy(long_prompt=16), stance=Overcommit.NEVER)
     bench = Bench(blocks=100, rows=3, budget=8, policy=policy)
     long = bench.add(counting(1, 40), 2)
     bench.turn()
@@ -108,7 +108,7 @@ def test_a_long_prefill_leaves_half_of_a_step_to_the_others_and_takes_what_they_
 def test_a_chunk_keeps_the_time_of_the_step_it_joins() -> None:
     """One second for every token: of a step that may take 20, one is a decode and 19 are left."""
     cost = CostTable(Constants(0.0, 0.0, 1.0, 0.0, 0.0))
-    policy = Policy(stance=Stance.NEVER, itl_target_s=20.0)
+    policy = Policy(stance=Overcommit.NEVER, itl_target_s=20.0)
     bench = Bench(blocks=100, rows=3, budget=64, policy=policy, cost=cost)
     bench.add([1] * 40, 30)
     bench.turn()
@@ -122,7 +122,7 @@ def test_where_rows_take_long_by_themselves_prompts_have_a_share_beside_them() -
     """A token takes a second, and three rows decode: of 20 s they leave 17 to prompts, of 3 s nothing but the least."""
     cost = CostTable(Constants(0.0, 0.0, 1.0, 0.0, 0.0))
     for target_s, per_decode, length in ((20.0, 0.0, 17), (20.0, 6.0, 17), (20.0, 10.0, 27), (3.0, 0.0, 16)):
-        policy = Policy(stance=Stance.NEVER, itl_target_s=target_s, itl_per_decode=per_decode)
+        policy = Policy(stance=Overcommit.NEVER, itl_target_s=target_s, itl_per_decode=per_decode)
         bench = Bench(blocks=100, rows=4, budget=64, policy=policy, cost=cost)
         for start in (1, 2, 3):
             bench.add([start] * 10, 30)
@@ -135,8 +135,8 @@ def test_where_rows_take_long_by_themselves_prompts_have_a_share_beside_them() -
 def test_a_chunk_that_is_cut_is_cut_at_a_grain_and_grows_while_prompts_pile_up() -> None:
     """As above, but that 16 tokens take no less than 19, and that steps may take twice as long for long queues."""
     cost = CostTable(Constants(0.0, 0.0, 1.0, 0.0, 0.0))
-    grains = (Grains(1, (16, 24, 32, 48)), Grains(4, (12, 20)))
-    policy = Policy(stance=Stance.NEVER, itl_target_s=20.0, itl_stretch=2.0, grains=grains)
+    grains = (CapturedSizes(1, (16, 24, 32, 48)), CapturedSizes(4, (12, 20)))
+    policy = Policy(stance=Overcommit.NEVER, itl_target_s=20.0, itl_stretch=2.0, grains=grains)
     bench = Bench(blocks=100, rows=3, budget=64, policy=policy, cost=cost)
     bench.add([1] * 40, 30)
     bench.turn()
@@ -197,12 +197,12 @@ def test_law_a_nothing_goes_back_while_a_step_in_flight_touches_it(depth: int) -
     bench = Bench(depth=depth, blocks=20)
     sequence = bench.add([1] * 8, 30)
     bench.turns(6)
-    books = bench.scheduler.books
-    assert books.last_planned - books.last_absorbed == depth
+    state = bench.scheduler.state
+    assert state.last_planned - state.last_absorbed == depth
     bench.scheduler.abort(sequence.request.id)
     pool = bench.scheduler.kv.pool
-    assert (pool.num_free + pool.num_idle < pool.num_blocks) == (depth > 0)
-    assert (books.seating.num_free < 8) == (depth > 0)
+    assert (pool.num_free + pool.num_evictable < pool.num_blocks) == (depth > 0)
+    assert (state.rows.num_free < 8) == (depth > 0)
     bench.run()
 
 

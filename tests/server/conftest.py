@@ -8,11 +8,11 @@ import openai
 import pytest
 
 from quire.core.sampling import SamplingParams
-from quire.formats.opening import open_checkpoint
-from quire.server.served import Served
+from quire.formats.open_checkpoint import open_checkpoint
+from quire.server.context import ServedModel
 from quire.text.tokenizer import Tokenizer
-from tests.server.scripting import scripted
-from tests.server.serving import Running, serving
+from tests.server.scripted_servers import scripted
+from tests.server.server_process import Running, serving
 
 SMALL = ("--threads", "1", "--max-model-len", "1k", "--kv-cache-memory", "256MiB")
 
@@ -43,11 +43,11 @@ def client(server: Running) -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture(scope="session")
-def served(default_model_path: Path) -> Served:
+def served(default_model_path: Path) -> ServedModel:
     """The facts of the default model, without its weights."""
     checkpoint = open_checkpoint(default_model_path)
     tokenizer = Tokenizer.from_gguf(checkpoint.metadata)
-    return Served(
+    return ServedModel(
         name="org/model",
         aliases=("other",),
         tokenizer=tokenizer,

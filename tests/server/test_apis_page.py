@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.server.surfaces import scripted_server
+from tests.server.api_server import scripted_server
 
 PAGE = (Path(__file__).parents[2] / "docs" / "apis.md").read_text()
 COMMANDS = re.findall(r"^curl .*$", PAGE, re.MULTILINE)

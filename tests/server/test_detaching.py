@@ -5,12 +5,12 @@ from typing import cast
 
 import pytest
 
-from quire.engine.child import Child
-from quire.engine.front import Heard, Stop
-from quire.engine.messages import Progress
-from quire.engine.ticket import Ticket
+from quire.engine.engine_process import EngineProcess
+from quire.engine.messages import StepOutput
+from quire.engine.output_processor import ProcessedOutput, StopSequence
+from quire.engine.request_state import RequestState
 from quire.engine.wire import AbortFrame, Message, StopFrame
-from quire.server.service import Service
+from quire.server.async_engine import AsyncEngine
 
 
 class Sent:
@@ -23,33 +23,35 @@ class Sent:
         self.messages.append(message)
 
 
-class Detached(Service):
+class Detached(AsyncEngine):
     """The first look finds an engine; from the second on there is none, as if another thread had detached it."""
 
     sent: Sent | None = None
 
     @property
-    def _child(self) -> Child | None:
+    def _child(self) -> EngineProcess | None:
         found, self.sent = self.sent, None
-        return cast("Child | None", found)
+        return cast("EngineProcess | None", found)
 
     @_child.setter
-    def _child(self, child: Child | None) -> None:
+    def _child(self, child: EngineProcess | None) -> None:
         assert child is None
 
 
 def test_a_stop_for_an_engine_that_is_detached_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     service, sent = Detached(None, time.monotonic), Sent()
-    monkeypatch.setattr(service._front, "hear", lambda progress: Heard([], [Stop(3, 0), Stop(4, 1)], []))
+    monkeypatch.setattr(
+        service._front, "hear", lambda progress: ProcessedOutput([], [StopSequence(3, 0), StopSequence(4, 1)], [])
+    )
     service.sent = sent
-    service._advance(cast(Progress, None))
+    service._advance(cast(StepOutput, None))
     assert sent.messages == [StopFrame(3, 0)], "the second goes nowhere"
 
 
 def test_an_abort_for_an_engine_that_is_detached_meanwhile() -> None:
     service, sent = Detached(None, time.monotonic), Sent()
     service.sent = sent
-    ticket = Ticket.__new__(Ticket)
+    ticket = RequestState.__new__(RequestState)
     ticket.number = 5
     service._abort(ticket)
     service._abort(ticket)

@@ -4,21 +4,21 @@ from dataclasses import fields, replace
 
 import pytest
 
-from quire.engine.stats import Stats
-from quire.server.metrics import EngineGauges, Metrics
-from quire.server.service import Service
-from quire.server.status import StatusLine
-from tests.server.scripting import asked
-from tests.server.serving import Running, counted, wait_until, wait_until_at_rest
+from quire.engine.stats import EngineStats
+from quire.server.async_engine import AsyncEngine
+from quire.server.http.metrics import EngineGauges, Metrics
+from quire.server.server import StatusLine
+from tests.server.scripted_servers import asked
+from tests.server.server_process import Running, counted, wait_until, wait_until_at_rest
 
-NOTHING = Stats(**{field.name: 0 for field in fields(Stats)} | {"waiting_for": None})  # type: ignore[arg-type]
+NOTHING = EngineStats(**{field.name: 0 for field in fields(EngineStats)} | {"waiting_for": None})  # type: ignore[arg-type]
 
 
 class Engine:
     """What the last beat of one told; None between two."""
 
     def __init__(self) -> None:
-        self.stats: Stats | None = None
+        self.stats: EngineStats | None = None
 
     def count(self, num_tokens: int) -> None:
         self.stats = replace(NOTHING, prompt_tokens=num_tokens)
@@ -48,7 +48,7 @@ def test_a_loss_that_is_told_twice_counts_once() -> None:
 
 
 def test_a_prompt_that_is_not_computed_yet_takes_nothing_from_what_is_said() -> None:
-    service = Service(None, lambda: 0.0)
+    service = AsyncEngine(None, lambda: 0.0)
     clock = iter([0.0, 10.0]).__next__
     service.stats = replace(NOTHING, num_running=1)
     status = StatusLine(service, Metrics(lambda: service.stats, lambda: 0.0), clock)

@@ -17,16 +17,14 @@ import pytest
 from quire.config import EngineConfig
 from quire.core.errors import BrokenModelFile, ModelNotFound, NumericalError, QuireError
 from quire.core.sampling import SamplingParams
-from quire.engine.child import Child
-from quire.engine.embedding import unit
-from quire.engine.opening import OpenedModel, open_model
-from quire.engine.outputs import Delta, RequestOutput
+from quire.engine.engine_process import EngineProcess
+from quire.engine.open_model import OpenedModel, open_model
+from quire.engine.outputs import Delta, RequestOutput, unit
 from quire.engine.wire import LoadingFrame, PhaseFrame, ReadyFrame, StartFrame, ToFront
-from quire.server import supervisor as supervising
-from quire.server.call import Call
-from quire.server.service import EngineLost, EngineRestarting, Service
-from quire.server.supervisor import Health, Supervisor
-from quire.sim.scripted import counted
+from quire.server import engine_supervisor as supervising
+from quire.server.async_engine import AsyncEngine, EngineLost, EngineRestarting, RequestStream
+from quire.server.engine_supervisor import Health, Supervisor
+from quire.sim.scripted_runner import counted
 from tests import children
 
 LINES = """
@@ -49,10 +47,10 @@ class World:
     def __init__(self, opened: OpenedModel, script: Path, config: EngineConfig) -> None:
         assert opened.tokenizer is not None
         self.tokenizer = opened.tokenizer
-        self.service = Service(opened.tokenizer, monotonic)
+        self.service = AsyncEngine(opened.tokenizer, monotonic)
         self.supervisor = Supervisor(config, str(script), self.service, clock=monotonic)
 
-    def submit(self, text: str, params: SamplingParams = GREEDY, *, streaming: bool = True) -> Call:
+    def submit(self, text: str, params: SamplingParams = GREEDY, *, streaming: bool = True) -> RequestStream:
         return self.service.submit(self.tokenizer.encode(text), params, streaming=streaming)
 
     async def answer(self, text: str, params: SamplingParams = GREEDY, *, streaming: bool = True) -> RequestOutput:
@@ -68,7 +66,7 @@ class World:
                 await asyncio.sleep(0.01)
 
 
-async def output(call: Call) -> RequestOutput:
+async def output(call: RequestStream) -> RequestOutput:
     while not isinstance(news := await call.hear(), RequestOutput):
         pass
     return news
@@ -241,7 +239,7 @@ def test_a_start_that_cannot_be_says_why(opened, tmp_path, lines, config, kind):
 def test_an_engine_tells_of_its_weights_as_they_come(default_model_path):
     """Else nobody could tell a slow disk from an engine that hangs."""
     heard: queue.SimpleQueue[ToFront | None] = queue.SimpleQueue()
-    child = Child(heard.put, lambda: heard.put(None))
+    child = EngineProcess(heard.put, lambda: heard.put(None))
     child.start()
     child.send(StartFrame(EngineConfig(threads=1, max_model_len=512, kv_cache_memory=64 << 20), None))
     told = []
@@ -256,7 +254,7 @@ def test_an_engine_tells_of_its_weights_as_they_come(default_model_path):
 
 
 def test_the_front_needs_no_torch():
-    code = "import sys, quire.server.supervisor, quire.engine.opening; assert 'torch' not in sys.modules"
+    code = "import sys, quire.server.engine_supervisor, quire.engine.open_model; assert 'torch' not in sys.modules"
     children.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
@@ -265,8 +263,8 @@ def test_an_engine_dies_with_its_parent(default_model_path, tmp_path):
     program = f"""
 import asyncio, time
 from quire.config import EngineConfig
-from quire.server.service import Service
-from quire.server.supervisor import Supervisor
+from quire.server.async_engine import Service
+from quire.server.engine_supervisor import Supervisor
 async def main():
     service = Service(None, time.monotonic)
     supervisor = Supervisor(EngineConfig(), {str(tmp_path / "script.jsonl")!r}, service, clock=time.monotonic)

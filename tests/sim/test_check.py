@@ -8,14 +8,13 @@ import pytest
 
 from quire.core.ids import IntArray, Row
 from quire.core.request import Sequence
-from quire.core.step import Ended, FinishReason, StepPlan
-from quire.engine.oracle import torch_oracle
-from quire.kv.pool import BlockPool
-from quire.sched.seating import Seating
-from quire.sim.check import Part, Report, check, numpy_oracle, possible_pairs, read_report, run_trial
-from quire.sim.oracle import OracleRunner
-from quire.sim.rows import Done, Rows
-from quire.sim.world import VOCAB_SIZE, Happening, World, draw_world
+from quire.core.step import FinishedRow, FinishReason, StepPlan
+from quire.engine.oracle_runner import torch_oracle
+from quire.kv.block_pool import BlockPool
+from quire.sched.rows import RowAllocator
+from quire.sim.check.check import CheckReport, CheckShard, check, numpy_oracle, possible_pairs, read_report, run_trial
+from quire.sim.check.world import VOCAB_SIZE, Scenario, ScenarioEvent, draw_world
+from quire.sim.runners import FinishedStep, OracleRunner, SimRows
 from tests.tiers import examples
 
 NUM_WORLDS = examples(80, 300)  # 300 take about half a minute on one core
@@ -23,25 +22,25 @@ FAILED_ONCE = [int(line) for line in Path(__file__).with_name("seeds.txt").read_
 
 
 def test_hundreds_of_random_worlds_against_the_oracle() -> None:
-    report = Report(1)
+    report = CheckReport(1)
     for trial in range(NUM_WORLDS):
         run_trial(1_000_000 + trial, report)
     assert report.violations == []
     assert report.preemptions > 50, "the worlds are too comfortable to show anything"
-    assert set(report.events) == set(Happening), "not everything happened"
+    assert set(report.events) == set(ScenarioEvent), "not everything happened"
     assert report.pairs <= possible_pairs(), "what cannot follow each other did"
     assert len(report.pairs) > 0.8 * len(possible_pairs())
 
 
 @pytest.mark.parametrize("trial_seed", FAILED_ONCE)
 def test_a_world_that_failed_once_fails_no_more(trial_seed: int) -> None:
-    report = Report(0)
+    report = CheckReport(0)
     run_trial(trial_seed, report)
     assert report.violations == []
 
 
 def test_the_integer_model_behind_the_real_runner() -> None:
-    report = Report(3)
+    report = CheckReport(3)
     for trial in range(12):
         run_trial(3_000_000 + trial, report, torch_oracle, min_tokens=False)
     assert report.violations == []
@@ -53,12 +52,12 @@ def test_a_seed_brings_the_same_run_again() -> None:
 
 
 def test_parts_share_the_worlds_and_add_up() -> None:
-    whole = Report(5)
+    whole = CheckReport(5)
     for number in range(4):
         run_trial(5 * 1_000_003 + number, whole)
-    parts = Report(5)
+    parts = CheckReport(5)
     for first in range(4):
-        parts.add(read_report(check(1, 5, part=Part(first, 4)).to_json()))
+        parts.add(read_report(check(1, 5, part=CheckShard(first, 4)).to_json()))
     assert parts == whole
 
 
@@ -67,7 +66,7 @@ def test_parts_share_the_worlds_and_add_up() -> None:
 
 def _violations(seed: int = 1, steps: int = 3_000) -> int:
     """Until one is found, or so many steps have passed."""
-    report = Report(seed)
+    report = CheckReport(seed)
     trial = 0
     while not report.violations and report.steps < steps:
         run_trial(seed * 1_000_003 + trial, report)
@@ -76,12 +75,12 @@ def _violations(seed: int = 1, steps: int = 3_000) -> int:
 
 
 def test_a_row_given_back_too_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Seating.rise
+    original = RowAllocator.begin_release
 
-    def hasty(self: Seating, sequence: Sequence, reason: FinishReason | None, release_step: int) -> None:
+    def hasty(self: RowAllocator, sequence: Sequence, reason: FinishReason | None, release_step: int) -> None:
         original(self, sequence, reason, -1)
 
-    monkeypatch.setattr(Seating, "rise", hasty)
+    monkeypatch.setattr(RowAllocator, "begin_release", hasty)
     assert _violations() > 0
 
 
@@ -96,29 +95,29 @@ def test_a_lost_block_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_token_told_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Rows.emit
+    original = SimRows.emit
     count = 0
 
-    def stutter(self: Rows, row: Row, token: int) -> Ended | None:
+    def stutter(self: SimRows, row: Row, token: int) -> FinishedRow | None:
         nonlocal count
         count += 1
         return original(self, row, token + (count % 500 == 0))
 
-    monkeypatch.setattr(Rows, "emit", stutter)
+    monkeypatch.setattr(SimRows, "emit", stutter)
     assert _violations() > 0
 
 
 def test_a_wrong_slot_is_found() -> None:
     class Misrouted(OracleRunner):
-        def launch(self, plan: StepPlan) -> Done:
+        def launch(self, plan: StepPlan) -> FinishedStep:
             if plan.step % 10 == 9:
                 self._device[1] = [(token + 1, position + 1) for token, position in self._device[1]]  # not by its owner
             return super().launch(plan)
 
-    def misrouted(world: World) -> Misrouted:
+    def misrouted(world: Scenario) -> Misrouted:
         return Misrouted(world.num_blocks, world.block_size, VOCAB_SIZE, world.num_host_blocks)
 
-    report = Report(0)
+    report = CheckReport(0)
     for seed in range(10):
         run_trial(seed, report, misrouted)
     assert len(report.violations) > 0

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from quire.core.errors import ConfigError
-from quire.formats.shapes import SHAPES
+from quire.formats.presets import SHAPES
 from quire.models.parameters import LayerWeights, layer_shapes
-from quire.weights.allocate import empty_weights, num_parameters
-from quire.weights.dummy import dummy_room
+from quire.weights.allocate import dummy_room, empty_weights, num_parameters
 
 SMALL = replace(SHAPES["qwen3-0.6b"], num_layers=2, vocab_size=3000, ffn_size=256, hidden_size=128)
 

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from quire.core.errors import BrokenModelFile, UnsupportedModel
 from quire.formats.checkpoint import StoredTensor
-from quire.formats.opening import open_checkpoint
+from quire.formats.open_checkpoint import open_checkpoint
 from quire.models.parameters import DecoderWeights, LayerWeights, layer_shapes
-from quire.weights.carry import carry
+from quire.weights.gguf_dequantize import GgufDequantizer
 from quire.weights.load import room_for
-from quire.weights.packed import GgufUnpacker
-from quire.weights.pieces import pieces_of
+from quire.weights.loader_threads import carry
+from quire.weights.tensor_reader import pieces_of
 from tests.formats.tiny import FAMILY_NAMES, gguf_metadata, gguf_tensors, save_folder, tiny_model, write_gguf
 from tests.weights.loading import load
 
@@ -138,7 +138,7 @@ def every_decodable_type() -> list[str]:
 def test_every_type_that_gguf_decodes_is_decoded_across_slices(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.weights.pieces.SLICE_VALUES", 5 * 512)
+    monkeypatch.setattr("quire.weights.tensor_reader.SLICE_VALUES", 5 * 512)
     quantization = GGMLQuantizationType[kind]
     block, block_bytes = gguf.GGML_QUANT_SIZES[quantization]
     packed = np.random.default_rng(3).integers(0, 60, (33, 512 // block * block_bytes), dtype=np.uint8)
@@ -146,7 +146,7 @@ def test_every_type_that_gguf_decodes_is_decoded_across_slices(
     path.write_bytes(b"before" + packed.tobytes() + b"after")
     stored = StoredTensor("packed", (33, 512), kind, path, len(b"before"), packed.nbytes)
     values = torch.full((33, 512), -1.0)
-    carry(pieces_of(stored, values), GgufUnpacker(), torch.device("cpu"), lambda num_bytes: None)
+    carry(pieces_of(stored, values), GgufDequantizer(), torch.device("cpu"), lambda num_bytes: None)
     expected = gguf.quants.dequantize(packed, quantization).reshape(33, 512)
     np.testing.assert_array_equal(values.numpy(), expected)
 

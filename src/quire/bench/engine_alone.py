@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from quire.bench.worker import answer_all
+from quire.bench.serving import answer_all
 from quire.core.sampling import SamplingParams
 from quire.llm import LLM
 

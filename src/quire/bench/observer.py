@@ -1,20 +1,70 @@
 """Stands between an engine and its runner, and notes of every step when it began, when it was done and who spoke.
 
 Everything else is derived afterwards from these events: nothing is added up, and nobody waits, while the engine runs.
+
+Marks in a device's stream of work, and the seconds between them by the device's own clock.
+
+Marks go into the current stream: a runner that works in another one is not seen by them.
 """
 
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from itertools import groupby, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from quire.bench.device_clock import DeviceClock, Mark
+import torch
+
 from quire.core.ids import IntArray, Row, SequenceId
 from quire.core.step import Masks, Pending, Runner, StepPlan, StepResult
 
 
-class Span(NamedTuple):
+class Mark(Protocol):
+    """A place in the stream."""
+
+    def passed(self) -> bool:
+        """Whether the device has come past it."""
+        ...
+
+    def seconds_since(self, earlier: "Mark") -> float:
+        """Only of marks that were passed."""
+        ...
+
+
+class DeviceClock(Protocol):
+    def mark(self) -> Mark: ...
+
+
+class CudaMark:
+    """A CUDA event."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._event.record()
+
+    def passed(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def seconds_since(self, earlier: Mark) -> float:
+        assert isinstance(earlier, CudaMark), earlier
+        return float(earlier._event.elapsed_time(self._event)) / 1000
+
+
+class CudaClock:
+    """The GPU's own clock."""
+
+    def mark(self) -> CudaMark:
+        return CudaMark()
+
+
+def device_clock(device: str) -> DeviceClock | None:
+    """None on a CPU: it computes a step in the caller's own time, and there is nothing to overlap with."""
+    return CudaClock() if device == "cuda" else None
+
+
+class TimeSpan(NamedTuple):
     """A step's work on the device: its marks, and whether the step before was done when all of this one was launched.
 
     Then the device may have waited for the host within the span, and the span is no more than an upper bound.
@@ -32,9 +82,9 @@ class StepEvent:
     launched_s: float
     done_s: float
     num_prompt: int  # tokens of chunks; a step without any is a pure decode
-    seats: tuple[tuple[Row, SequenceId], ...]  # who sat down
+    starts: tuple[tuple[Row, SequenceId], ...]  # who sat down
     rows: IntArray  # each of them got a token
-    span: Span | None  # None where the device has no clock of its own
+    span: TimeSpan | None  # None where the device has no clock of its own
 
 
 class Observer:
@@ -62,14 +112,14 @@ class Observer:
             return _ObservedStep(runner.launch(plan, masks), plan, launched_s, None, self)
         first = self._device.mark()
         pending = runner.launch(plan, masks)
-        span = Span(first, self._device.mark(), late=self._last is None or self._last.passed())
+        span = TimeSpan(first, self._device.mark(), late=self._last is None or self._last.passed())
         self._last = span.last
         return _ObservedStep(pending, plan, launched_s, span, self)
 
-    def note(self, plan: StepPlan, result: StepResult, launched_s: float, span: Span | None) -> None:
+    def note(self, plan: StepPlan, result: StepResult, launched_s: float, span: TimeSpan | None) -> None:
         num_prompt = sum(chunk.length for chunk in plan.chunks)
-        seats = tuple((seat.row, seat.sequence) for seat in plan.seats)
-        self.steps.append(StepEvent(launched_s, self._clock(), num_prompt, seats, result.rows, span))
+        starts = tuple((row_start.row, row_start.sequence) for row_start in plan.starts)
+        self.steps.append(StepEvent(launched_s, self._clock(), num_prompt, starts, result.rows, span))
 
 
 class _ObservedRunner:
@@ -87,7 +137,7 @@ class _ObservedStep(NamedTuple):
     pending: Pending
     plan: StepPlan
     launched_s: float
-    span: Span | None
+    span: TimeSpan | None
     observer: Observer
 
     def wait(self) -> StepResult:
@@ -102,7 +152,7 @@ def token_gaps_s(steps: Many[StepEvent]) -> list[float]:
     spoke_s: dict[SequenceId, float] = {}
     gaps = []
     for step in steps:
-        sitting.update(step.seats)
+        sitting.update(step.starts)
         for row in step.rows.tolist():
             sequence = sitting[row]
             if sequence in spoke_s:
@@ -111,21 +161,21 @@ def token_gaps_s(steps: Many[StepEvent]) -> list[float]:
     return gaps
 
 
-class Busy(NamedTuple):
+class GpuBusy(NamedTuple):
     """How much of the time from the first step's work to the end of the last one's the device worked."""
 
     share: float
     late_share: float  # of the steps; while it is 0 the share is exact, else an upper bound
 
 
-def busy(steps: Many[StepEvent]) -> Busy | None:
+def busy(steps: Many[StepEvent]) -> GpuBusy | None:
     """None if the device has no clock of its own, or there was no step."""
     spans = [step.span for step in steps if step.span is not None]
     if not spans:
         return None
     working_s = sum(span.last.seconds_since(span.first) for span in spans)
     idle_s = sum(after.first.seconds_since(before.last) for before, after in pairwise(spans))
-    return Busy(working_s / (working_s + idle_s), sum(span.late for span in spans) / len(spans))
+    return GpuBusy(working_s / (working_s + idle_s), sum(span.late for span in spans) / len(spans))
 
 
 def steady_decode(steps: Many[StepEvent]) -> list[StepEvent]:

@@ -1,7 +1,7 @@
 """The arc from static batching to prefix reuse, and the three stances on overcommitment, on one simulated machine.
 
 The same requests go through the shipped scheduler under each regime. Time is what a roofline predicts for an 8B model
-on one H200 (no launch is timed here); memory is counted as `sim/ledger.py` says.
+on one H200 (no launch is timed here); memory is counted as `sim/simulator.py` says.
 """
 
 from collections.abc import Callable
@@ -13,13 +13,13 @@ from quire.core.ids import RequestId
 from quire.core.request import Request
 from quire.core.sampling import RowSampling
 from quire.kv.manager import KVManager
-from quire.sched.cost import Constants, CostTable, roofline
+from quire.sched.cost_model import Constants, CostTable, roofline
 from quire.sched.policy import REGIMES, Policy, Regime
-from quire.sched.reserve import Stance
+from quire.sched.reservation import Overcommit
 from quire.sched.scheduler import Scheduler
-from quire.sim.ledger import Account, Arrival, Ledger
+from quire.sim.simulator import SimulatedArrival, Simulation, SimulationAccount
 from quire.workload.arrivals import prompt_of
-from quire.workload.trace import TraceRow
+from quire.workload.traces import TraceRow
 
 VOCAB_SIZE = 1 << 15
 
@@ -36,7 +36,7 @@ LLAMA_8B_ON_H200 = roofline(
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class SimulatedMachine:
     """What the requests run on."""
 
     num_blocks: int = 16_384  # of 16 tokens: 34 GB of the 8B model's KV
@@ -47,11 +47,11 @@ class Machine:
     constants: Constants = LLAMA_8B_ON_H200
 
 
-class Outcome(NamedTuple):
+class RegimeResult(NamedTuple):
     """What one run came to."""
 
     name: str
-    account: Account
+    account: SimulationAccount
     num_output: int  # tokens
     preemptions: int
     recomputed_share: float  # of all computed tokens
@@ -62,7 +62,7 @@ class Outcome(NamedTuple):
         return self.num_output / self.account.finished_s
 
 
-def arrivals(rows: Many[TraceRow], machine: Machine) -> list[Arrival]:
+def arrivals(rows: Many[TraceRow], machine: SimulatedMachine) -> list[SimulatedArrival]:
     """Requests whose clients set no limit: only the body knows how long each answer is. Who never fits is cut."""
     made = []
     for number, row in enumerate(rows):
@@ -74,18 +74,18 @@ def arrivals(rows: Many[TraceRow], machine: Machine) -> list[Arrival]:
             machine.max_model_len - num_prompt,
             RowSampling(end_ids=(0,), min_tokens=num_output),
         )
-        made.append(Arrival(row.arrived_s, request))
+        made.append(SimulatedArrival(row.arrived_s, request))
     return made
 
 
-def run(name: str, policy: Policy, work: Many[Arrival], machine: Machine) -> Outcome:
+def run(name: str, policy: Policy, work: Many[SimulatedArrival], machine: SimulatedMachine) -> RegimeResult:
     regime = policy.regime
     kv = KVManager(machine.num_blocks, machine.block_size, machine.max_rows, prefix=regime.prefix)
     budget = max(machine.max_step_tokens, machine.max_rows)
     scheduler = Scheduler(kv, max_rows=machine.max_rows, max_step_tokens=budget, policy=policy)
-    account = Ledger(scheduler, work, CostTable(machine.constants)).run()
-    tally = scheduler.books.tally
-    return Outcome(
+    account = Simulation(scheduler, work, CostTable(machine.constants)).run()
+    tally = scheduler.state.tally
+    return RegimeResult(
         name,
         account,
         sum(arrival.request.sampling.min_tokens for arrival in work),
@@ -96,8 +96,8 @@ def run(name: str, policy: Policy, work: Many[Arrival], machine: Machine) -> Out
 
 
 def compare_regimes(
-    work: Many[Arrival], machine: Machine, say: Callable[[str], None] = lambda text: None
-) -> list[Outcome]:
+    work: Many[SimulatedArrival], machine: SimulatedMachine, say: Callable[[str], None] = lambda text: None
+) -> list[RegimeResult]:
     """Every regime of the arc, in its order."""
     outcomes = []
     for name, regime in REGIMES.items():
@@ -107,15 +107,18 @@ def compare_regimes(
 
 
 def compare_stances(
-    work: Many[Arrival], machine: Machine, regime: Regime, say: Callable[[str], None] = lambda text: None
-) -> list[Outcome]:
+    work: Many[SimulatedArrival],
+    machine: SimulatedMachine,
+    regime: Regime,
+    say: Callable[[str], None] = lambda text: None,
+) -> list[RegimeResult]:
     """Every stance, where all come at once and those that have a row together want twice what the cache holds."""
     wanted = [blocks_wanted(arrival.request, machine.block_size) for arrival in work]
     demand = sum(wanted) * min(len(work), machine.max_rows) // len(work)
     scarce = replace(machine, num_blocks=max(demand // 2, machine.max_model_len // machine.block_size))
     work = [arrival._replace(at_s=0.0) for arrival in work]
     outcomes = []
-    for stance in Stance:
+    for stance in Overcommit:
         say(stance.value)
         outcomes.append(run(stance.value, Policy(regime=regime, stance=stance), work, scarce))
     return outcomes

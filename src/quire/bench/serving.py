@@ -2,20 +2,84 @@
 
 The server is the one users start, in its own processes; the engine alone and the client have one each. All computing
 processes have the same settings and the same number of threads. No prompt comes twice, so that no cache helps anybody.
+
+A program of ours in a process of its own, asked and answered in lines of JSON; and what a process has cost.
 """
 
+import json
+import os
 import random
 import re
 import statistics
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from quire.bench.worker import Worker, children, cpu_seconds
-from quire.core.errors import ConfigError, EngineFailed
+from quire.core.errors import ConfigError, EngineFailed, QuireError
+
+
+class LoadProcess:
+    """`python -m MODULE`, until it is closed."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def ask(self, question: Mapping[str, object]) -> Any:
+        self.tell(question)
+        return self.hear()
+
+    def tell(self, question: Mapping[str, object]) -> None:
+        """A question whose answer is heard later."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(question) + "\n")
+        self._process.stdin.flush()
+
+    def hear(self) -> Any:
+        """The next answer. What was refused is raised here in its words."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise EngineFailed(f"{self._module} ended before it had answered; see above.")
+        answer = json.loads(line)
+        if "problem" in answer:
+            raise EngineFailed(answer["problem"])
+        return answer
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.communicate()
+
+
+def answer_all(answer: Callable[[Any], Mapping[str, object]]) -> None:
+    """The other side: one answer for each line of stdin. CPU seconds that it took are told with it."""
+    for line in sys.stdin:
+        began_s = time.process_time()
+        try:
+            told: Mapping[str, object] = {**answer(json.loads(line)), "cpu_s": time.process_time() - began_s}
+        except QuireError as error:
+            told = {"problem": error.message}
+        sys.stdout.write(json.dumps(told) + "\n")
+        sys.stdout.flush()
+
+
+def cpu_seconds(pid: int) -> float:
+    """What a process has computed in all its threads since it began. Linux alone."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
 
 _PATIENCE_S = 300  # for a server to be ready
 _WARM_UP_TOKENS = 4
@@ -25,7 +89,7 @@ _WORDS = ("the", "river", "small", "house", "light", "under", "seven", "green", 
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class ServingLoad:
     """What is asked for in each repeat."""
 
     model: str | None
@@ -43,7 +107,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Repeat:
+class ServingRepeat:
     """One turn of each. CPU seconds are of the turn over HTTP, but for `alone_cpu_s`."""
 
     alone_s: float
@@ -59,22 +123,22 @@ class Repeat:
         return self.alone_s / self.http_s
 
 
-def median_ratio(repeats: list[Repeat]) -> float:
+def median_ratio(repeats: list[ServingRepeat]) -> float:
     return statistics.median(repeat.ratio for repeat in repeats)
 
 
-def measure_serving(load: Load, repeats: int, say: Callable[[str], None]) -> list[Repeat]:
+def measure_serving(load: ServingLoad, repeats: int, say: Callable[[str], None]) -> list[ServingRepeat]:
     if sys.platform != "linux":
         raise ConfigError("quire bench serve reads CPU times from /proc, which is Linux's alone.")
     say("starting the server and the engine alone")
     with (
-        closing(Worker("quire.bench.engine_alone")) as alone,
-        closing(Worker("quire.bench.stream_client")) as client,
+        closing(LoadProcess("quire.bench.engine_alone")) as alone,
+        closing(LoadProcess("quire.bench.stream_client")) as client,
     ):
         alone.tell({"load": {"model": load.model, "max_num_seqs": load.num_streams, "threads": load.threads}})
         with _served(load) as server:
             alone.hear()
-            course = _Course(load, alone, client, server)
+            course = _ServingRun(load, alone, client, server)
             say("warm-up")
             course.run(seed=0, num_output=min(_WARM_UP_TOKENS, load.num_output))
             measured = []
@@ -93,15 +157,15 @@ class _Server:
 
 
 @dataclass(frozen=True, slots=True)
-class _Course:
+class _ServingRun:
     """Both ways of computing the same streams."""
 
-    load: Load
-    alone: Worker
-    client: Worker
+    load: ServingLoad
+    alone: LoadProcess
+    client: LoadProcess
     server: _Server
 
-    def run(self, seed: int, num_output: int) -> Repeat:
+    def run(self, seed: int, num_output: int) -> ServingRepeat:
         asked = {"prompts": self.load.prompts(seed), "num_output": num_output}
         alone = self.alone.ask(asked)
         before = [cpu_seconds(pid) for pid in (self.server.pid, self.server.engine_pid)]
@@ -113,7 +177,7 @@ class _Course:
         for told in (alone, over_http):
             if told["tokens"] != self.load.num_streams * num_output:
                 raise EngineFailed(f"{told['tokens']} tokens came, not {self.load.num_streams * num_output}.")
-        return Repeat(
+        return ServingRepeat(
             alone_s=alone["seconds"],
             http_s=over_http["seconds"],
             alone_cpu_s=alone["cpu_s"],
@@ -124,7 +188,7 @@ class _Course:
 
 
 @contextmanager
-def _served(load: Load) -> Iterator[_Server]:
+def _served(load: ServingLoad) -> Iterator[_Server]:
     """`quire serve` as a user would start it, on a free port, until the end of the block."""
     command = [sys.executable, "-m", "quire", "serve", *([load.model] if load.model is not None else [])]
     command += ["--port", "0", "--max-num-seqs", str(load.num_streams)]

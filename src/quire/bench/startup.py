@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from quire.config import EngineConfig
 from quire.core.errors import EngineFailed
-from quire.engine.phases import Phase
+from quire.engine.startup import StartupPhase
 
 # Started with `--since SECONDS` (of the monotonic clock) and the settings as JSON on stdin; prints a line of JSON.
 CHILD = (sys.executable, "-m", "quire", "bench", "first-token")
@@ -26,12 +26,12 @@ CHILD = (sys.executable, "-m", "quire", "bench", "first-token")
 _CACHES = {"TRITON_CACHE_DIR": "triton", "CUDA_CACHE_PATH": "cuda", "NUMBA_CACHE_DIR": "numba"}
 
 
-class Start(NamedTuple):
+class StartupTimes(NamedTuple):
     """One process, from its start to its first token."""
 
     caches: str  # "cold" or "warm"
     seconds: float
-    phases: tuple[Phase, ...]
+    phases: tuple[StartupPhase, ...]
 
 
 def measure_starts(
@@ -41,7 +41,7 @@ def measure_starts(
     batch: bool = False,  # an engine for batches, not for a server
     say: Callable[[str], None],
     child: Many[str] | None = None,  # in the place of `CHILD`
-) -> list[Start]:
+) -> list[StartupTimes]:
     """A cold start and a warm one, `repeats` times."""
     command = [*(child or CHILD), *(["--batch"] if batch else [])]
     starts = []
@@ -53,7 +53,7 @@ def measure_starts(
     return starts
 
 
-def _start(config: EngineConfig, caches: str, folder: Path, child: Many[str]) -> Start:
+def _start(config: EngineConfig, caches: str, folder: Path, child: Many[str]) -> StartupTimes:
     environment = dict(os.environ) | {name: str(folder / place) for name, place in _CACHES.items()}
     started_s = time.monotonic()
     ended = subprocess.run(
@@ -67,4 +67,6 @@ def _start(config: EngineConfig, caches: str, folder: Path, child: Many[str]) ->
     if ended.returncode != 0:
         raise EngineFailed(f"The process that was measured ended with status {ended.returncode}; it said why above.")
     told = json.loads(ended.stdout.splitlines()[-1])
-    return Start(caches, told["first_token_s"] - started_s, tuple(Phase(*phase) for phase in told["phases"]))
+    return StartupTimes(
+        caches, told["first_token_s"] - started_s, tuple(StartupPhase(*phase) for phase in told["phases"])
+    )

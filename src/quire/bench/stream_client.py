@@ -9,7 +9,7 @@ import re
 import time
 from typing import Any
 
-from quire.bench.worker import answer_all
+from quire.bench.serving import answer_all
 from quire.core.errors import EngineFailed
 
 _READ_BYTES = 1 << 16

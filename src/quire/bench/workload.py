@@ -23,27 +23,27 @@ _MOST_INPUT = 100_000_000  # tokens of all prompts: minutes to draw, gigabytes t
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class BenchJob:
     """A prompt and how many tokens must follow it, end tokens or not."""
 
     prompt: list[int]
     num_output: int
 
 
-def mixed_jobs(count: int, vocab_size: int, seed: int) -> list[Job]:
+def mixed_jobs(count: int, vocab_size: int, seed: int) -> list[BenchJob]:
     """Prompts of 16 to 256 tokens; outputs exponential around 64, from 8 to 256, as chats have them."""
     dice = random.Random(seed)
     jobs = []
     for _ in range(count):
         prompt = [dice.randrange(vocab_size) for _ in range(dice.randint(16, 256))]
-        jobs.append(Job(prompt, min(256, max(8, round(dice.expovariate(1 / 64))))))
+        jobs.append(BenchJob(prompt, min(256, max(8, round(dice.expovariate(1 / 64))))))
     return jobs
 
 
 class Workload(NamedTuple):
     """How its requests are drawn, and the seed that its published figures have."""
 
-    draw: Callable[[random.Random], list[Job]]
+    draw: Callable[[random.Random], list[BenchJob]]
     seed: int
 
 
@@ -58,9 +58,9 @@ class _Lengths(NamedTuple):
 
 
 def _uniform(count: int, inputs: _Lengths, outputs: _Lengths, ids: tuple[int, int] = _IDS, seed: int = 1) -> Workload:
-    def draw(dice: random.Random) -> list[Job]:
+    def draw(dice: random.Random) -> list[BenchJob]:
         prompts = [[dice.randint(*ids) for _ in range(inputs.draw(dice))] for _ in range(count)]
-        return [Job(prompt, outputs.draw(dice)) for prompt in prompts]
+        return [BenchJob(prompt, outputs.draw(dice)) for prompt in prompts]
 
     return Workload(draw, seed)
 
@@ -69,11 +69,11 @@ def _equal(count: int, num_input: int, num_output: int) -> Workload:
     return _uniform(count, _Lengths(num_input, num_input), _Lengths(num_output, num_output))
 
 
-def _exponential(dice: random.Random) -> list[Job]:
+def _exponential(dice: random.Random) -> list[BenchJob]:
     # A generator: each length is drawn just before its tokens.
     lengths = (max(16, min(1024, int(dice.expovariate(1 / 256)))) for _ in range(512))
     prompts = [[dice.randint(*_IDS) for _ in range(length)] for length in lengths]
-    return [Job(prompt, max(4, min(1024, int(dice.expovariate(1 / 128))))) for prompt in prompts]
+    return [BenchJob(prompt, max(4, min(1024, int(dice.expovariate(1 / 128))))) for prompt in prompts]
 
 
 WORKLOADS = {
@@ -121,7 +121,7 @@ def _lengths(text: str, what: str, low: str, high: str | None) -> _Lengths:
     return lengths
 
 
-class Part(NamedTuple):
+class WorkloadSlice(NamedTuple):
     """How much of a workload is run. A figure of less than the whole is no figure of the workload."""
 
     requests: int | None = None  # the first so many
@@ -132,10 +132,10 @@ class Part(NamedTuple):
         return self.requests is None and self.scale == 1.0
 
 
-WHOLE = Part()
+WHOLE = WorkloadSlice()
 
 
-def named_jobs(text: str, vocab_size: int, seed: int | None = None, part: Part = WHOLE) -> list[Job]:
+def named_jobs(text: str, vocab_size: int, seed: int | None = None, part: WorkloadSlice = WHOLE) -> list[BenchJob]:
     """The requests of a workload. Without a seed it is that of the published figures.
 
     Token ids that a small vocabulary does not have are taken modulo its size.
@@ -143,7 +143,7 @@ def named_jobs(text: str, vocab_size: int, seed: int | None = None, part: Part =
     workload = find(text)
     jobs = workload.draw(random.Random(workload.seed if seed is None else seed))[: part.requests]
     return [
-        Job(
+        BenchJob(
             [token % vocab_size for token in job.prompt[: math.ceil(len(job.prompt) * part.scale)]],
             math.ceil(job.num_output * part.scale),
         )

@@ -18,9 +18,9 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils.tqdm import tqdm
 
-from quire.catalog.folder import gguf_files, missing_files
+from quire.catalog.locate import gguf_files, missing_files
 from quire.catalog.names import HubName, suggest
-from quire.catalog.progress import FetchProgress, Phase, Report
+from quire.catalog.progress import FetchPhase, FetchProgress, Report
 from quire.core.errors import FetchFailed, ModelNotFound, QuireError, UnsupportedModel
 
 _WANTED = ["*.safetensors", "*.json", "*.jinja"]
@@ -80,7 +80,7 @@ def _reporting_bar(report: Report) -> type[tqdm]:
             self.done += int(n or 0)
             if self.counts_bytes and self.done > furthest:
                 furthest = self.done
-                report(FetchProgress(Phase.DOWNLOADING, furthest, int(self.total or 0)))
+                report(FetchProgress(FetchPhase.DOWNLOADING, furthest, int(self.total or 0)))
 
     return ReportingBar
 

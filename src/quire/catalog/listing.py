@@ -10,36 +10,36 @@ from quire.catalog.names import SHORT_NAMES
 from quire.catalog.store import models_folder, present
 
 
-class State(Enum):
+class ModelState(Enum):
     PRESENT = "present"
     ABSENT = "absent"
 
 
-class Entry(NamedTuple):
+class ModelEntry(NamedTuple):
     """One line of the list. `name` is what to type; a license of None means that we do not know it."""
 
     name: str
     where: Path
     size_bytes: int
-    state: State
+    state: ModelState
     license: str | None
 
 
-def entries(folder: Path | None = None, hub_folder: Path | None = None) -> list[Entry]:
+def entries(folder: Path | None = None, hub_folder: Path | None = None) -> list[ModelEntry]:
     """Short names first, then what lies in the cache folder, then what is whole in the hub's cache."""
     folder = models_folder() if folder is None else folder
     listed = []
     for model in SHORT_NAMES:
-        state = State.PRESENT if present(model, folder) else State.ABSENT
-        listed.append(Entry(model.name, folder / model.file_name, model.size_bytes, state, model.license))
+        state = ModelState.PRESENT if present(model, folder) else ModelState.ABSENT
+        listed.append(ModelEntry(model.name, folder / model.file_name, model.size_bytes, state, model.license))
     taken = {entry.where for entry in listed}
     listed += [
-        Entry(located.name, located.path, _size_bytes(located.path), State.PRESENT, None)
+        ModelEntry(located.name, located.path, _size_bytes(located.path), ModelState.PRESENT, None)
         for located in fetched_models(folder).values()
         if located.path not in taken
     ]
     listed += [
-        Entry(str(cached.name), cached.path, cached.size_bytes, State.PRESENT, None)
+        ModelEntry(str(cached.name), cached.path, cached.size_bytes, ModelState.PRESENT, None)
         for cached in cached_models(hub_folder)
     ]
     return listed

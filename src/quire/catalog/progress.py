@@ -5,7 +5,7 @@ from enum import Enum
 from typing import NamedTuple
 
 
-class Phase(Enum):
+class FetchPhase(Enum):
     """What is being done with a model's bytes."""
 
     WAITING = "waiting for another fetch"
@@ -17,7 +17,7 @@ class Phase(Enum):
 class FetchProgress(NamedTuple):
     """How far a phase has come. A total of 0 means that nobody knows it."""
 
-    phase: Phase
+    phase: FetchPhase
     done_bytes: int
     total_bytes: int
 

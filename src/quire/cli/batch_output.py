@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from quire.core.errors import ConfigError
-from quire.server.batch_lines import BEGINNING, BadLine, Past
+from quire.server.batch.lines import BEGINNING, BadLine, FinishedLines
 
 _STDOUT = 1
 
@@ -20,7 +20,7 @@ _STDOUT = 1
 class BatchOutput:
     """Open for what this run adds."""
 
-    def __init__(self, descriptor: int, past: Past, target: Path | None) -> None:
+    def __init__(self, descriptor: int, past: FinishedLines, target: Path | None) -> None:
         self._descriptor = descriptor
         self._target = target
         self.past = past
@@ -48,7 +48,7 @@ def opened_output(target: Path | None) -> Iterator[BatchOutput]:
     """None: stdout."""
     if target is None:
         sys.stdout.flush()
-        yield BatchOutput(_STDOUT, Past(), None)
+        yield BatchOutput(_STDOUT, FinishedLines(), None)
         return
     with ExitStack() as stack:
         try:
@@ -59,8 +59,8 @@ def opened_output(target: Path | None) -> Iterator[BatchOutput]:
         yield BatchOutput(file.fileno(), past, target)
 
 
-def _take_up(path: Path) -> Past:
-    past = Past()
+def _take_up(path: Path) -> FinishedLines:
+    past = FinishedLines()
     if not path.is_file():  # a pipe has no past
         return past
     all_stay = True
@@ -75,7 +75,7 @@ def _take_up(path: Path) -> Past:
     return past
 
 
-def _stays(line: bytes, past: Past) -> bool:
+def _stays(line: bytes, past: FinishedLines) -> bool:
     was_cut = not line.endswith(b"\n") and line[: len(BEGINNING)] == BEGINNING[: len(line)]
     return not was_cut and past.note(line)
 
@@ -85,7 +85,7 @@ def _keep_answers(path: Path) -> None:
     other = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         with path.open("rb") as old, other.open("xb") as new:
-            new.writelines(line.rstrip(b"\r\n") + b"\n" for line in old if _stays(line, Past()))
+            new.writelines(line.rstrip(b"\r\n") + b"\n" for line in old if _stays(line, FinishedLines()))
         shutil.copymode(path, other)
         other.replace(path)
     finally:

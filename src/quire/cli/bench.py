@@ -1,68 +1,202 @@
-"""`quire bench`: races, shown as a table and, if wanted, as one JSON object."""
+"""The verbs of `quire bench` that measure an engine: throughput, latency, startup, and a race with another engine."""
 
-import json
-import platform
-from collections.abc import Mapping
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from typing import TypeVar
 
-import torch
-import transformers
-from rich.table import Table
+import click
 
-from quire.bench.race import Race, race
-from quire.bench.rival import as_llama
-from quire.cli.console import err, out
-from quire.cli.start import start
-from quire.engine.build import weights_of
-from quire.llm import LLM
-from quire.version import __version__
+from quire.bench.attention import WORKS, AttentionWork
+from quire.bench.attention import find as find_step
+from quire.bench.workload import WorkloadSlice, find
+from quire.cli.options import BoundedInt, measured_engine_options
+from quire.cli.spinner import waking
+from quire.core.errors import ConfigError
 
+Verb = TypeVar("Verb", bound=Callable[..., object])
 
-def race_transformers(model: str | None, given: Mapping[str, object]) -> None:
-    built = start(model, given, report=True)
-    dtype = torch.bfloat16 if given["dtype"] == "bfloat16" else torch.float32
-    rival = as_llama(built.checkpoint.spec, weights_of(built.checkpoint, dtype), dtype)
-    races = race(
-        LLM.over(built),
-        rival,
-        num_requests=int(str(given["requests"])),
-        batch_size=int(str(given["batch"])),
-        repeats=int(str(given["repeats"])),
-        say=lambda text: err.print(text, style="dim"),
-    )
-    out.print(f"{built.name} · {built.dtype} · quire {__version__} · transformers {transformers.__version__}")
-    table = Table()
-    for column in ("discipline", "quire tok/s", "transformers tok/s", "times faster (each repeat)"):
-        table.add_column(column, justify="left" if column == "discipline" else "right")
-    for each in races:
-        ratios = ", ".join(f"{ratio:.2f}" for ratio in each.ratios)
-        table.add_row(
-            f"{each.discipline} / {each.rival.name}",
-            f"{each.quire.tokens_per_s:.1f}",
-            f"{each.rival.tokens_per_s:.1f}",
-            f"{each.ratio:.2f} ({ratios})",
-        )
-    out.print(table)
-    if given["as_json"]:
-        print(json.dumps(_summary(races, built.dtype)))
+THROUGHPUT = ("nano", "1k1k", "exp", "bs8", "bs64", "bs256")
+_BESIDE = ("fa3", "torch")  # whose attention can be recorded
+_HALVES = ("bfloat16", "float16")
+LATENCY = ("bs1", "bs8", "bs64", "bs256", "prefill2k", "prefill8k")
 
 
-def _summary(races: list[Race], dtype: str) -> dict[str, object]:
-    return {
-        "quire": __version__,
-        "torch": str(torch.__version__),
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "dtype": dtype,
-        "threads": torch.get_num_threads(),
-        "races": [
-            {
-                "discipline": each.discipline,
-                "rival": each.rival.name,
-                "tokens": each.quire.tokens,
-                "quire_s": each.quire.seconds,
-                "rival_s": each.rival.seconds,
-                "ratio": each.ratio,
-            }
-            for each in races
-        ],
-    }
+def names(allowed: Many[str]) -> Callable[[click.Context, click.Parameter, str], tuple[str, ...]]:
+    """The callback of an option such as `nano,64x4096+16`."""
+
+    def parse(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str, ...]:
+        words = tuple(word.strip() for word in value.split(","))
+        for word in words:
+            try:
+                find(word, allowed)
+            except ConfigError as error:
+                raise click.BadParameter(error.message) from None
+        return words
+
+    return parse
+
+
+def _steps(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[AttentionWork, ...]:
+    """Of an option such as `decode 24x700,chunk 300+5000`; all that are usual, if nothing is said."""
+    if value is None:
+        return WORKS
+    try:
+        return tuple(find_step(word.strip()) for word in value.split(","))
+    except ConfigError as error:
+        raise click.BadParameter(error.message) from None
+
+
+def _model_option(verb: Verb) -> Verb:
+    return click.option("--model", metavar="NAME", help="A model, or a shape for --load-format dummy.")(verb)
+
+
+def _workload_options(allowed: Many[str], usual: str) -> Callable[[Verb], Verb]:
+    """What throughput and latency have in common."""
+    options = (
+        click.option("--workload", "workloads", callback=names(allowed), default=usual, show_default=True,
+                     metavar="NAME,…", help=f"One or several of {', '.join(allowed)}, or of "
+                          "other shapes, COUNTxIN+OUT tokens: 64x4096+16, 512x32..256+64."),
+        click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Times each is run."),
+        click.option("--seed", type=click.IntRange(0), help="Draw other requests than the published ones."),
+        click.option("--requests", type=click.IntRange(1), help="Only the first so many: a trial, no figure."),
+        click.option("--scale", type=BoundedInt(0, 1, min_open=True), default=1.0, show_default=True,
+                     help="Shorten every prompt and answer to this share: a trial, no figure."),
+        click.option("--temperature", type=float, default=0.0, show_default=True, help="Above 0: tokens are drawn."),
+        click.option("--top-p", type=float, default=1.0, show_default=True, help="Among the likeliest of this share."),
+        click.option("--top-k", type=int, default=0, show_default=True, help="Among so many; 0: all."),
+        click.option("--repetition-penalty", type=float, default=1.0, show_default=True, help="1: none."),
+        click.option("--logprobs", type=int, help="Score each token, and so many alternatives."),
+        click.option("--prompt-logprobs", type=int, help="The same of each prompt token."),
+        click.option("--json", "as_json", is_flag=True, help="Print one JSON object per workload instead of a table."),
+    )  # fmt: skip
+
+    def decorate(verb: Verb) -> Verb:
+        for option in reversed(options):
+            verb = option(verb)
+        return verb
+
+    return decorate
+
+
+@click.command()
+@_model_option
+@_workload_options(THROUGHPUT, "nano")
+@measured_engine_options
+def throughput(
+    model: str | None, workloads: tuple[str, ...], requests: int | None, scale: float, **given: object
+) -> None:
+    """Offline throughput: all requests at once, answers of forced lengths, greedy unless it is told otherwise."""
+    with waking():
+        from quire.cli.bench_engine import throughput as work
+
+    work(model, workloads, WorkloadSlice(requests, scale), given)
+
+
+@click.command()
+@_model_option
+@_workload_options(LATENCY, "bs1")
+@measured_engine_options
+def latency(model: str | None, workloads: tuple[str, ...], requests: int | None, scale: float, **given: object) -> None:
+    """Time per token of a closed batch, time to the first token, and the gaps between tokens."""
+    with waking():
+        from quire.cli.bench_engine import latency as work
+
+    work(model, workloads, WorkloadSlice(requests, scale), given)
+
+
+@click.command()
+@_model_option
+@click.option("--repeats", type=click.IntRange(1), default=1, show_default=True, help="Times both starts are made.")
+@click.option(
+    "--batch", is_flag=True, help="As an engine for batches starts, which records more steps before the first."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
+@measured_engine_options
+def startup(model: str | None, repeats: int, batch: bool, as_json: bool, **given: object) -> None:
+    """What a fresh process that serves does until its first token, with compiled kernels in its caches and without."""
+    with waking():
+        from quire.cli.bench_processes import startup as work
+
+    work(model, repeats, batch, as_json, given)
+
+
+@click.command()
+@click.option("--heads", type=click.IntRange(1), default=32, show_default=True, help="Query heads.")
+@click.option("--kv-heads", type=click.IntRange(1), default=8, show_default=True, help="Key heads.")
+@click.option("--head-dim", type=click.IntRange(16, 256), default=128, show_default=True, help="Width of a head.")
+@click.option("--window", type=click.IntRange(0), default=0, show_default=True, help="Keys that a query sees; 0: all.")
+@click.option("--softcap", type=BoundedInt(0), default=0.0, show_default=True, help="Soft cap of scores; 0: none.")
+@click.option("--dtype", type=click.Choice(_HALVES), default="bfloat16", show_default=True, help="Of all numbers.")
+@click.option("--block-size", type=click.IntRange(1, 256), default=16, show_default=True, help="Keys in a block.")
+@click.option("--steps", callback=_steps, metavar="STEP,…",
+              help="Not the usual ones but others, named as in the table: "
+              "decode 24x700, decode 9x10..2000, chunk 300+5000, chunks 3x40.")  # fmt: skip
+@click.option("--beside", type=click.Choice(_BESIDE), help="A library to measure beside it, in turns.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per step instead of the table.")
+def kernels(
+    heads: int, kv_heads: int, head_dim: int, window: int, softcap: float, dtype: str, block_size: int,
+    steps: tuple[AttentionWork, ...], beside: str | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Times of attention on a GPU, the rates they come to, and another library's times."""
+    if heads % kv_heads:
+        raise click.UsageError(f"--heads is {heads}, which {kv_heads} key heads do not divide.")
+    with waking():
+        import torch
+
+        from quire.bench.attention import HeadShape
+        from quire.cli.bench_engine import kernels as work
+
+    shape = HeadShape(heads, kv_heads, head_dim, window, softcap, getattr(torch, dtype), block_size)
+    work(shape, steps, beside, as_json)
+
+
+@click.command("first-token", hidden=True)
+@click.option("--since", "since_s", type=float, required=True, help="When this process was started.")
+@click.option("--batch", is_flag=True, help="As an engine for batches.")
+def first_token(since_s: float, batch: bool) -> None:
+    """What `startup` starts: reads settings from stdin, makes one token, and says how long each part took."""
+    reached_s = time.monotonic()
+    from quire.core.process import importing
+
+    with importing():  # as the process of an engine does
+        import torch  # noqa: F401  # timed by itself: it is most of all imports
+
+        torch_s = time.monotonic()
+        from quire.cli.first_token import first_token as work
+
+    work(since_s, reached_s, torch_s, serving=not batch)
+
+
+def _command(ctx: click.Context, param: click.Parameter, value: str) -> list[str]:
+    """The words of a command, whose first is a program that is here: it is not run before our own turn is over."""
+    try:
+        words = shlex.split(value)
+    except ValueError as error:
+        raise click.BadParameter(f"{value!r} is no command: {str(error).lower()}.") from None
+    if not words:
+        raise click.BadParameter("it is empty; give the rival's command in quotes.")
+    if shutil.which(words[0]) is None:
+        raise click.BadParameter(f"there is no program {words[0]!r} here that could be run.")
+    return words
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.option("--rival", required=True, metavar="COMMAND", callback=_command,
+              help="Prints a JSON line for each workload: workload, seconds, output_tokens.")  # fmt: skip
+@click.option("--rounds", type=click.IntRange(1), default=1, show_default=True, help="Turns of the rival.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
+@click.argument("ours", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- throughput|latency OPTIONS…")
+def race(rival: list[str], rounds: int, as_json: bool, ours: tuple[str, ...]) -> None:
+    """Take turns with another engine: quire, the rival, quire. All after -- is a `quire bench` of ours."""
+    if ours[0] not in ("throughput", "latency"):
+        raise click.UsageError(f"after -- comes throughput or latency with its options, not {ours[0]!r}.")
+    from quire.cli.bench_processes import race as work
+
+    work([sys.executable, "-m", "quire", "bench", *ours, "--json"], rival, rounds, as_json)
+
+
+MEASURES = (throughput, latency, startup, kernels, first_token, race)

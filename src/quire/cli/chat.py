@@ -1,17 +1,79 @@
-"""`quire chat`: a conversation in the terminal. Ctrl-C stops the reply, not the program."""
+"""`quire chat`: a conversation in the terminal. Ctrl-C stops the reply, not the program.
 
+One reply, printed as it comes. Ctrl-C ends it between two steps, never inside one, so the engine stays whole.
+
+`quire run`: one prompt, its text on stdout as it comes.
+"""
+
+import signal
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import FrameType
+from typing import NamedTuple
 
 from quire.cli.console import err
+from quire.cli.load_model import start
 from quire.cli.options import sampling_params
-from quire.cli.reply import say
-from quire.cli.start import start
 from quire.core.errors import ContextLengthExceeded, NeverFits, QuireError
 from quire.core.sampling import SamplingParams
+from quire.engine.output_processor import Prompt
+from quire.engine.outputs import failure_of
 from quire.formats.checkpoint import GenerationDefaults
 from quire.llm import LLM
+
+
+class PrintedReply(NamedTuple):
+    """What was said, and how it ended: "stop", "length", or "abort" when the user had enough; or why it failed."""
+
+    text: str
+    finish_reason: str | None
+    num_tokens: int
+    seconds: float
+    failure: QuireError | None = None
+
+
+@dataclass(slots=True)
+class StopRequest:
+    """Whether the user wants the reply to end."""
+
+    to_stop: bool = False
+
+
+@contextmanager
+def _listening() -> Iterator[StopRequest]:
+    """The first Ctrl-C is a wish. A second one, if a step takes long, is the usual interruption."""
+    wish = StopRequest()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        wish.to_stop = True
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield wish
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def say(llm: LLM, prompt: Prompt, params: SamplingParams) -> PrintedReply:
+    """Print a completion piece by piece and return it."""
+    front = llm.front
+    started_s = front.now()
+    with _listening() as wish:
+        ticket = front.submit(prompt, params, streaming=True)
+        try:
+            while not ticket.finished and not wish.to_stop:
+                for delta in front.turn():
+                    print(delta.text, end="", flush=True)
+        finally:
+            if not ticket.finished:
+                front.abort(ticket)
+    said = ticket.output().outputs[0]
+    failure = failure_of(ticket.transcripts[0].finish_reason, len(ticket.prompt_ids), params)
+    return PrintedReply(said.text, said.finish_reason, len(said.token_ids), front.now() - started_s, failure)
+
 
 HELP = """\
   /help          this list
@@ -22,7 +84,7 @@ HELP = """\
 Ctrl-C stops a reply. End a line with \\ to go on in the next one."""
 
 
-class Conversation:
+class ChatSession:
     """The messages so far."""
 
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:
@@ -75,7 +137,7 @@ def chat(model: str | None, given: Mapping[str, object]) -> None:
     llm.chat_prompt([{"role": "user", "content": "hi"}])  # a model that cannot chat says so now
     params = sampling_params(given, llm.built.checkpoint.defaults)
     system = given["system"]
-    conversation = Conversation(llm, params, None if system is None else str(system))
+    conversation = ChatSession(llm, params, None if system is None else str(system))
     with suppress(ImportError):
         import readline  # noqa: F401  # line editing and history for input()
     err.print("Type a message, or /help. Ctrl-D leaves.", style="dim")
@@ -94,7 +156,7 @@ def chat(model: str | None, given: Mapping[str, object]) -> None:
         _handle(line, conversation)
 
 
-def _handle(line: str, conversation: Conversation) -> None:
+def _handle(line: str, conversation: ChatSession) -> None:
     command, _, rest = line.partition(" ")
     if not line:
         return
@@ -122,3 +184,28 @@ def _read() -> str:
     while line.endswith("\\"):
         line = line[:-1] + "\n" + input("… " if prompt else "")
     return line.strip()
+
+
+_INTERRUPTED = 130  # what shells expect after Ctrl-C
+
+
+def run(model: str | None, prompt: str, given: Mapping[str, object]) -> int:
+    """The exit status."""
+    sampling_params(given, GenerationDefaults())  # refuses a bad parameter before a model is loaded for nothing
+    text = _from_stdin() if prompt == "-" else prompt
+    llm = LLM.over(start(model, given, report=bool(given["verbose"])))
+    params = sampling_params(given, llm.built.checkpoint.defaults)
+    reply = say(llm, llm.chat_prompt([{"role": "user", "content": text}]) if given["chat"] else text, params)
+    print()
+    if given["verbose"]:
+        speed = reply.num_tokens / max(reply.seconds, 1e-9)
+        err.print(f"{reply.num_tokens} tokens · {speed:.1f} tok/s · {reply.finish_reason}", style="dim")
+    if reply.failure is not None:
+        raise reply.failure
+    return _INTERRUPTED if reply.finish_reason == "abort" else 0
+
+
+def _from_stdin() -> str:
+    if sys.stdin.isatty():
+        err.print("Type the prompt; Ctrl-D on an empty line ends it.", style="dim")
+    return sys.stdin.read()

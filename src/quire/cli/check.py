@@ -1,4 +1,7 @@
-"""`quire check`: drives the scheduler against the exact oracle and ends with one line of JSON."""
+"""`quire check`: drives the scheduler against the exact oracle and ends with one line of JSON.
+
+`quire replay`: makes the decisions of a journal again and ends with one line of JSON.
+"""
 
 import json
 import os
@@ -12,16 +15,26 @@ from rich.progress import Progress
 
 from quire.cli.console import err
 from quire.core.errors import ConfigError, EngineFailed
-from quire.core.parent import die_with
-from quire.sim.check import Part, Report, numpy_oracle, possible_pairs, read_report, run_trial, trial_seeds
-from quire.sim.check import check as check_worlds
-from quire.sim.trial import Body
+from quire.core.process import die_with
+from quire.sched.journal.replay import Condition
+from quire.sched.journal.replay import replay as replay_journal
+from quire.sim.check.check import (
+    CheckReport,
+    CheckShard,
+    numpy_oracle,
+    possible_pairs,
+    read_report,
+    run_trial,
+    trial_seeds,
+)
+from quire.sim.check.check import check as check_worlds
+from quire.sim.check.trial import Body
 
 _SHOWN = 10  # violations that are told in full
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class CheckOptions:
     """What was asked for."""
 
     steps: int
@@ -33,7 +46,7 @@ class Wish:
     record: Path | None = None
 
 
-def check(wish: Wish) -> int:
+def check(wish: CheckOptions) -> int:
     """The exit status: 1 if any law was broken."""
     started_s = time.monotonic()
     if wish.part is not None and not die_with(int(wish.part.split("/")[2])):
@@ -57,7 +70,7 @@ def check(wish: Wish) -> int:
     return 1 if report.violations else 0
 
 
-def _summary(report: Report, wish: Wish, seconds: float) -> dict[str, object]:
+def _summary(report: CheckReport, wish: CheckOptions, seconds: float) -> dict[str, object]:
     return {
         "steps": report.steps,
         "violations": len(report.violations),
@@ -73,11 +86,11 @@ def _summary(report: Report, wish: Wish, seconds: float) -> dict[str, object]:
     }
 
 
-def _alone(wish: Wish) -> Report:
-    part = Part()
+def _alone(wish: CheckOptions) -> CheckReport:
+    part = CheckShard()
     if wish.part is not None:
         number, stride, _ = wish.part.split("/")
-        part = Part(int(number) - 1, int(stride))
+        part = CheckShard(int(number) - 1, int(stride))
     with Progress(console=err, transient=True, disable=not err.is_terminal or wish.part is not None) as progress:
         task = progress.add_task("checking", total=wish.steps)
         return check_worlds(
@@ -90,7 +103,7 @@ def _alone(wish: Wish) -> Report:
         )
 
 
-def _shared(wish: Wish) -> Report:
+def _shared(wish: CheckOptions) -> CheckReport:
     """As many processes of this same command; each takes its share of the worlds and of the steps."""
     each = str(-(-wish.steps // wish.jobs))
     command = [sys.executable, "-m", "quire", "check", "--seed", str(wish.seed), "--runner", wish.runner]
@@ -104,7 +117,7 @@ def _shared(wish: Wish) -> Report:
     finally:
         for process in running:  # whoever breaks this off, with Ctrl-C or otherwise, wants none of them
             process.kill()
-    report = Report(wish.seed)
+    report = CheckReport(wish.seed)
     for process, said in zip(running, heard, strict=True):
         if process.returncode != 0 or not said:
             raise EngineFailed(f"A part of the check ended with status {process.returncode}; see above.")
@@ -112,9 +125,9 @@ def _shared(wish: Wish) -> Report:
     return report
 
 
-def _one_world(wish: Wish) -> Report:
-    report = Report(wish.seed)
-    trial_seed = next(trial_seeds(wish.seed, Part())) if wish.trial is None else wish.trial
+def _one_world(wish: CheckOptions) -> CheckReport:
+    report = CheckReport(wish.seed)
+    trial_seed = next(trial_seeds(wish.seed, CheckShard())) if wish.trial is None else wish.trial
     body, min_tokens = _body(wish.runner), _knows_min_tokens(wish.runner)
     if wish.record is None:
         run_trial(trial_seed, report, body, min_tokens=min_tokens)
@@ -134,6 +147,26 @@ def _knows_min_tokens(runner: str) -> bool:
 def _body(runner: str) -> Body:
     if runner == "numpy":
         return numpy_oracle
-    from quire.engine.oracle import torch_oracle
+    from quire.engine.oracle_runner import torch_oracle
 
     return torch_oracle
+
+
+def replay(path: Path) -> int:
+    """The exit status: 1 if a decision came out otherwise, or the file was changed."""
+    report = replay_journal(path)
+    difference = report.difference
+    if difference is not None:
+        err.print(f"step {difference.step}", style="red")
+        err.print(f"  recorded: {difference.recorded}\n  replayed: {difference.replayed}", markup=False)
+    summary: dict[str, object] = {
+        "steps": report.steps,
+        "differences": 0 if difference is None else 1,
+        "journal": report.condition.value,
+        "bytes": report.num_bytes,
+        "bytes_per_step": round(report.bytes_per_step, 1),
+    }
+    if difference is not None:
+        summary["first_difference"] = difference._asdict()
+    print(json.dumps(summary))
+    return 1 if difference is not None or report.condition is Condition.DAMAGED else 0

@@ -16,7 +16,7 @@ from quire.catalog.store import models_folder, present
 from quire.cli.console import out, size
 from quire.config import EngineConfig, resolve_dtype
 from quire.engine.machine import cpu_features, inspect, pick_device
-from quire.kernels.attention_choice import USUAL_NEEDS
+from quire.kernels.attention_backends import USUAL_NEEDS
 from quire.kernels.select import select_kernels
 from quire.version import __version__
 

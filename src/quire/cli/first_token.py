@@ -10,7 +10,7 @@ from quire.config import EngineConfig
 from quire.core.sampling import SamplingParams
 from quire.engine.build import build
 from quire.engine.machine import pick_device
-from quire.engine.phases import Phase, Watch
+from quire.engine.startup import StartupPhase, StartupReporter
 from quire.llm import LLM
 
 _PROMPT = list(range(1, 17))  # token ids that every model has
@@ -20,11 +20,11 @@ def first_token(since_s: float, reached_s: float, torch_s: float, serving: bool)
     """`since_s`: the process was started; then it came to its command, and then torch was imported."""
     config = EngineConfig(**json.load(sys.stdin))
     phases = [
-        Phase("python", reached_s - since_s, "interpreter and command line"),
-        Phase("torch", torch_s - reached_s, "import"),
-        Phase("quire", time.monotonic() - torch_s, "import"),
+        StartupPhase("python", reached_s - since_s, "interpreter and command line"),
+        StartupPhase("torch", torch_s - reached_s, "import"),
+        StartupPhase("quire", time.monotonic() - torch_s, "import"),
     ]
-    watch = Watch(finished=phases.append)
+    watch = StartupReporter(finished=phases.append)
     device = pick_device(config.device)
     if device.type == "cuda":
         torch.zeros(1, device=device)

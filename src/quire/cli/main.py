@@ -1,27 +1,109 @@
-"""`quire`: one command, a few verbs. Each verb's work is imported when it is called, so that --help is quick."""
+"""`quire`: one command, a few verbs. Each verb's work is imported when it is called, so that --help is quick.
 
+Ends a server that was told to end before it had begun to listen for that.
+
+The standard streams of a command: there in any case, and what was printed has arrived before the command ends.
+"""
+
+import errno
 import importlib.util
+import io
+import os
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
+from types import FrameType
 
 import click
 
 from quire.catalog.names import short_name
-from quire.cli.counts import Within, counts
-from quire.cli.elsewhere import INSTEAD
-from quire.cli.measure import MEASURES
-from quire.cli.options import batch_options, engine_options, sampling_options, serving_options
-from quire.cli.stopping import stoppable
-from quire.cli.streams import arriving, open_streams
-from quire.cli.waking import waking
+from quire.cli.bench import MEASURES
+from quire.cli.options import (
+    INSTEAD,
+    BoundedInt,
+    batch_options,
+    counts,
+    engine_options,
+    sampling_options,
+    serving_options,
+)
+from quire.cli.spinner import waking
 from quire.core.errors import ConfigError, QuireError
 from quire.version import __version__
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """SIGTERM breaks the block off as Ctrl-C does, so that what was begun in it is undone; neither is an error.
+
+    A server that runs has its own ways with both, and takes them over when it is there.
+    """
+
+    def break_off(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, break_off)
+    try:
+        yield
+    except KeyboardInterrupt:
+        from quire.cli.console import err
+
+        err.print("Stopped.")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+
+def open_streams() -> None:
+    """One that was closed (`>&-`) leads nowhere, lest a socket take its number and be written to. None refuses a
+    character: a model may say what no terminal shows, and a prompt that is no text is refused by who reads it, who can
+    say where."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # in the order of their descriptors
+        if getattr(sys, name) is None:
+            nowhere = open(os.devnull, mode)  # noqa: SIM115  # for as long as the process lives
+            os.set_inheritable(nowhere.fileno(), True)
+            setattr(sys, name, nowhere)
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace"), (sys.stderr, "replace")):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=errors)
+
+
+@contextmanager
+def arriving() -> Iterator[None]:
+    """A disk that is full, or a reader who left, ends the block with a status, and a sentence if anybody minds."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        _let_go()
+        raise SystemExit(1) from None
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        _let_go()
+        where = "what this command prints" if error.filename is None else error.filename
+        print(f"quire: Cannot write {where}: {error.strerror}. Make room, or write elsewhere.", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+def _let_go() -> None:
+    """What could not be written would be tried once more when the interpreter ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+
 
 _MODEL_OPTIONS = ("--model", "--model-path", "--model-id", "-m")  # of other engines, and of quire bench
 
 
-class Verb(click.Command):
+class QuireCommand(click.Command):
     """A command whose model is a word of its own: who gives it as an option is told how it is said here."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -47,10 +129,10 @@ def _value_of(option: str, words: list[str]) -> str:
     return "MODEL"
 
 
-class Verbs(click.Group):
+class QuireGroup(click.Group):
     """A group that guesses what a mistyped verb was meant to be."""
 
-    command_class = Verb
+    command_class = QuireCommand
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -62,7 +144,7 @@ class Verbs(click.Group):
         return super().resolve_command(ctx, args)
 
 
-@click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(cls=QuireGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="quire", message="%(prog)s %(version)s")
 def app() -> None:
     """An LLM inference and serving engine: paged KV cache, continuous batching, readable in an afternoon.
@@ -96,7 +178,7 @@ def run(words: tuple[str, ...], **given: object) -> None:
     if len(words) == 1 and short_name(words[0]):
         raise click.UsageError(f'{words[0]} is a model; say what to complete: quire run {words[0]} "PROMPT".')
     with waking():
-        from quire.cli.run import run as work
+        from quire.cli.chat import run as work
     model, prompt = words if len(words) == 2 else (None, words[0])
     raise SystemExit(work(model, prompt, given))
 
@@ -174,7 +256,7 @@ def models(
 @click.argument("url", default="http://127.0.0.1:8000")
 @click.option("--api-key-file", type=click.Path(dir_okay=False, exists=True, path_type=Path), metavar="FILE",
               help="The first key of this file opens the server; it may be the server's own.")  # fmt: skip
-@click.option("--every", "every_s", type=Within(0.1, 3600), default=1.0, show_default=True,
+@click.option("--every", "every_s", type=BoundedInt(0.1, 3600), default=1.0, show_default=True,
               help="Seconds between two looks.")  # fmt: skip
 @click.option("--once", is_flag=True, help="Two looks, one report.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per report.")
@@ -211,22 +293,24 @@ def check(
     steps: int, seed: int, runner: str, jobs: int, trial: int | None, record: str | None, part: str | None
 ) -> None:
     """Random workloads through the scheduler against the exact oracle. The last line is one JSON object."""
-    from quire.cli.check import Wish
+    from quire.cli.check import CheckOptions
     from quire.cli.check import check as work
 
-    raise SystemExit(work(Wish(steps, seed, runner, jobs, part, trial, None if record is None else Path(record))))
+    raise SystemExit(
+        work(CheckOptions(steps, seed, runner, jobs, part, trial, None if record is None else Path(record)))
+    )
 
 
 @app.command()
 @click.argument("file", type=click.Path(exists=True, dir_okay=False))
 def replay(file: str) -> None:
     """Make every decision of a recorded run again. The last line is one JSON object; status 1 if one differs."""
-    from quire.cli.replay import replay as work
+    from quire.cli.check import replay as work
 
     raise SystemExit(work(Path(file)))
 
 
-@app.group(cls=Verbs)
+@app.group(cls=QuireGroup)
 def bench() -> None:
     """Measure. Races are ratios taken in one run; figures of one engine stand with machine and command."""
 
@@ -249,7 +333,7 @@ def bench() -> None:
 def bench_transformers(model: str | None, **given: object) -> None:
     """Race transformers' generate on the same weights, interleaved, in one process."""
     with waking():
-        from quire.cli.bench import race_transformers as work
+        from quire.cli.bench_engine import race_transformers as work
 
     work(model, given)
 
@@ -265,10 +349,10 @@ def bench_serve(
     model: str | None, streams: int, output_tokens: int, repeats: int, threads: int | None, as_json: bool
 ) -> None:
     """What the server costs: the same streams through the engine alone and over HTTP, interleaved, with CPU times."""
-    from quire.bench.serving import Load
-    from quire.cli.serving_bench import serve as work
+    from quire.bench.serving import ServingLoad
+    from quire.cli.bench_processes import serve as work
 
-    work(Load(model, streams, output_tokens, threads), repeats, as_json)
+    work(ServingLoad(model, streams, output_tokens, threads), repeats, as_json)
 
 
 @bench.command("scheduler")
@@ -283,7 +367,7 @@ def bench_scheduler(
     rows: tuple[int, ...], waiting: tuple[int, ...], rounds: int, plot: Path | None, as_json: bool
 ) -> None:
     """What a step of planning costs, by running rows and waiting requests: CPU time of plan and absorb."""
-    from quire.cli.paper_bench import scheduler as work
+    from quire.cli.bench_scheduler import scheduler as work
 
     work(rows, waiting, rounds, plot, as_json)
 
@@ -291,7 +375,7 @@ def bench_scheduler(
 @bench.command("regimes")
 @click.option("--workload", default="sharegpt", show_default=True, help="sharegpt, mooncake, or a trace file.")
 @click.option("--requests", type=click.IntRange(1), help="Only so many of them.")
-@click.option("--rate", type=Within(0, min_open=True), default=64.0, show_default=True,
+@click.option("--rate", type=BoundedInt(0, min_open=True), default=64.0, show_default=True,
               help="Arrivals a second.")  # fmt: skip
 @click.option("--blocks", type=click.IntRange(1), default=16_384, show_default=True, help="KV blocks of 16 tokens.")
 @click.option("--max-model-len", type=click.IntRange(16), default=8192, show_default=True,
@@ -299,26 +383,26 @@ def bench_scheduler(
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the tables.")
 def bench_regimes(workload: str, requests: int | None, as_json: bool, **given: float) -> None:
     """The arc from static batching to prefix reuse, and the stances on overcommitment, on a simulated machine."""
-    from quire.cli.paper_bench import regimes as work
+    from quire.cli.bench_scheduler import regimes as work
 
     work(workload, requests, given, as_json)
 
 
 @bench.command("pacing")
 @click.option("--workload", default="sharegpt", show_default=True, help="sharegpt, mooncake, or a trace file.")
-@click.option("--rate", type=Within(0, min_open=True),
+@click.option("--rate", type=BoundedInt(0, min_open=True),
               help="Arrivals a second, drawn. Default: those of the trace; 8 where it has none.")  # fmt: skip
-@click.option("--scale", type=Within(0, min_open=True), default=1.0, show_default=True,
+@click.option("--scale", type=BoundedInt(0, min_open=True), default=1.0, show_default=True,
               help="So many times as fast as they come, drawn or not.")  # fmt: skip
-@click.option("--skip", "skip_s", type=Within(0), default=0.0, show_default=True,
+@click.option("--skip", "skip_s", type=BoundedInt(0), default=0.0, show_default=True,
               help="Seconds of the trace to leave out.")  # fmt: skip
-@click.option("--seconds", type=Within(0, min_open=True), default=60.0, show_default=True, help="Of arrivals.")
-@click.option("--itl-target", "itl_target_ms", type=Within(0, min_open=True), metavar="MS",
+@click.option("--seconds", type=BoundedInt(0, min_open=True), default=60.0, show_default=True, help="Of arrivals.")
+@click.option("--itl-target", "itl_target_ms", type=BoundedInt(0, min_open=True), metavar="MS",
               help="A time between two tokens to keep, in the place of the usual one.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 def bench_pacing(workload: str, itl_target_ms: float | None, as_json: bool, **given: float | None) -> None:
     """What sizing steps for the tail does to first tokens and to the time between tokens, on a simulated H200."""
-    from quire.cli.pacing_bench import pacing as work
+    from quire.cli.bench_scheduler import pacing as work
 
     work(workload, given, itl_target_ms, as_json)
 

@@ -5,14 +5,14 @@ import json
 from rich.table import Table
 
 from quire.catalog import hub
-from quire.catalog.listing import State, entries
+from quire.catalog.listing import ModelState, entries
 from quire.catalog.locate import locate
 from quire.catalog.names import DEFAULT_MODEL, short_name
 from quire.catalog.store import models_folder
 from quire.catalog.store import verify as verify_file
 from quire.cli.console import bars, out, size
 from quire.core.errors import ModelNotFound
-from quire.formats.shapes import SHAPES
+from quire.formats.presets import SHAPES
 
 
 def show(as_json: bool) -> None:
@@ -34,7 +34,7 @@ def show(as_json: bool) -> None:
             str(entry.where),
         )
     out.print(table)
-    if any(entry.state is not State.PRESENT for entry in listed):
+    if any(entry.state is not ModelState.PRESENT for entry in listed):
         out.print("\nquire models --fetch NAME brings a model here.")
     out.print(f"Shapes for --load-format dummy: {', '.join(SHAPES)}")
 

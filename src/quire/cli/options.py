@@ -1,17 +1,49 @@
-"""Options in groups, as decorators: of the engine and of sampling, which several commands share, and of serving."""
+"""Options in groups, as decorators: of the engine and of sampling, which several commands share, and of serving.
 
+Numbers in options: several whole ones with commas between them, and one within limits.
+
+Options of other engines that are not here: what whoever brings one along does instead.
+"""
+
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import click
 
-from quire.cli.counts import Within
 from quire.config import ATTENTION_BACKENDS, DTYPES, OVERCOMMITS, REGIMES, EngineConfig
 from quire.core.sampling import SamplingParams
 from quire.formats.checkpoint import GenerationDefaults
+
+_MANY = 20  # digits, which no limit has
+
+
+class BoundedInt(click.FloatRange):
+    """As click's own, which lets nan through: it lies on no side of any limit."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a number that can be counted with.", param, ctx)
+        return number
+
+
+def counts(least: int, most: int) -> Callable[[click.Context, click.Parameter, str], tuple[int, ...]]:
+    """The callback of an option such as `16,64,256`, none outside its limits."""
+
+    def parse(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
+        words = [word.strip().replace("_", "") for word in value.split(",")]
+        if not all(word.isdecimal() and len(word) < _MANY and least <= int(word) <= most for word in words):
+            raise click.BadParameter(
+                f"{value!r} is no list of whole numbers from {least} to {most:,}, such as 16,64,256."
+            )
+        return tuple(map(int, words))
+
+    return parse
+
 
 Command = TypeVar("Command", bound=Callable[..., object])
 
@@ -120,7 +152,7 @@ _SERVING = (
     *_MODEL_GUISE,
     click.option("--max-waiting-tokens", type=Size(least=1), default="4m", show_default=True,
                  help="Prompt tokens that may wait; more requests are refused."),
-    click.option("--shutdown-timeout", "drain_s", type=Within(0, 3600), default=30.0, show_default=True,
+    click.option("--shutdown-timeout", "drain_s", type=BoundedInt(0, 3600), default=30.0, show_default=True,
                  help="Seconds that open requests get after a SIGTERM."),
     click.option("--otlp-endpoint", metavar="URL",
                  help="Send a trace of each request to this OpenTelemetry collector, e.g. http://127.0.0.1:4318."),
@@ -191,3 +223,25 @@ def sampling_params(given: Mapping[str, object], makers: GenerationDefaults) -> 
     said["stop"] = list(given.get("stop") or ()) or None  # type: ignore[call-overload]
     said["max_tokens"] = given["max_tokens"]
     return SamplingParams(**said)  # type: ignore[arg-type]  # SamplingParams checks each
+
+
+_ONE_DEVICE = "a model runs on one device; leave it away"
+_LOG = "each request is one line on stdout, without its prompt, as --log-format says; leave it away"
+
+INSTEAD = {
+    "--tensor-parallel-size": _ONE_DEVICE,
+    "--pipeline-parallel-size": _ONE_DEVICE,
+    "--data-parallel-size": _ONE_DEVICE,
+    "--enforce-eager": "steps are recorded as CUDA graphs on GPUs alone, a few at the start; leave it away",
+    "--enable-chunked-prefill": "prompts are always cut to the step; leave it away",
+    "--quantization": "weights are taken as they are stored; give a .gguf file for packed ones",
+    "--kv-cache-dtype": "the KV cache has the format of the weights, which --dtype says",
+    "--trust-remote-code": "code of a model's folder is never run; leave it away",
+    "--enable-auto-tool-choice": "tools are always on, as the chat template shows them; leave it away",
+    "--generation-config": "the model's own is read, and a request's fields win over it; leave it away",
+    "--seed": "each request brings its own seed; leave it away",
+    "--max-num-queued-reqs": "say --max-waiting",
+    "--swap-space": "say --host-kv-memory, with a unit such as 4GiB",
+    "--disable-log-requests": _LOG,
+    "--enable-log-requests": _LOG,
+}

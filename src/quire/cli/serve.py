@@ -1,31 +1,65 @@
-"""`quire serve`: the engine over HTTP. This process never loads torch: the engine has its own."""
+"""`quire serve`: the engine over HTTP. This process never loads torch: the engine has its own.
+
+Who listens on a port, as far as Linux tells: for whoever wanted it. Knows nothing of servers.
+"""
 
 import contextlib
 import errno
 import ipaddress
+import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from quire.catalog.names import DEFAULT_MODEL
 from quire.cli.console import bars
-from quire.cli.extras import check_serving, check_tracing
-from quire.cli.guise import Guise, read_guise
 from quire.cli.options import engine_config
-from quire.cli.port_owner import port_owner
+from quire.cli.require_extra import check_serving, check_tracing
+from quire.cli.served_model_options import ServedModelOptions, read_guise
 from quire.config import EngineConfig
 from quire.core.errors import ChatTemplateError, ConfigError
-from quire.engine.opening import open_model
-from quire.text.chat import check_template
+from quire.engine.open_model import open_model
+from quire.text.chat_template import check_template
 from quire.version import __version__
 
 if TYPE_CHECKING:
-    from quire.engine.stats import Facts
-    from quire.server.served import Served
+    from quire.engine.stats import EngineInfo
+    from quire.server.context import ServedModel
+
+_PROC = Path("/proc")
+_LISTENING = "0A"
+_ADDRESS, _STATE, _INODE = 1, 3, 9  # columns
+
+
+def port_owner(port: int) -> str | None:
+    """Such as "pid 4711 (quire)". None if nobody listens, if it is another user's, or elsewhere than on Linux."""
+    wanted = {f"socket:[{inode}]" for inode in _listening(port)}
+    if not wanted:
+        return None
+    for folder in _PROC.glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or is not ours to look at
+            for file in (folder / "fd").iterdir():
+                if os.readlink(file) in wanted:
+                    name = (folder / "comm").read_text(errors="replace").strip()
+                    return f"pid {folder.name} ({name})"
+    return None
+
+
+def _listening(port: int) -> Iterator[str]:
+    """The inodes of the sockets."""
+    for table in ("tcp", "tcp6"):
+        with suppress(OSError):
+            for line in (_PROC / "net" / table).read_text().splitlines()[1:]:
+                words = line.split()
+                if words[_STATE] == _LISTENING and int(words[_ADDRESS].rpartition(":")[2], 16) == port:
+                    yield words[_INODE]
+
 
 _MAX_WAITING = 1024
 
@@ -33,11 +67,11 @@ _MAX_WAITING = 1024
 def serve(model: str | None, host: str, port: int, given: Mapping[str, Any]) -> None:
     started_s = time.monotonic()
     check_serving()
-    from quire.cli.gatekeeping import Gatekeeping
-    from quire.server.lifecycle import Listeners, serve_until_told
-    from quire.server.logs import LogWriter
+    from quire.cli.access_settings import AccessSettings
+    from quire.server.http.logs import LogWriter
+    from quire.server.server import ServerObservers, serve_until_told
 
-    gatekeeping = Gatekeeping(host, given)
+    gatekeeping = AccessSettings(host, given)
     _check_host(host, keyed=gatekeeping.keyed, insecure=bool(given["insecure_no_key"]))
     _check_endpoint(given["otlp_endpoint"])
     config = replace(engine_config(model, given), tenant_weights=gatekeeping.weights)
@@ -49,12 +83,12 @@ def serve(model: str | None, host: str, port: int, given: Mapping[str, Any]) -> 
         plan = _plan(config, guise, given)
         url = f"{gatekeeping.scheme}://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
 
-        def tell_ready(served: "Served", facts: "Facts") -> None:
+        def tell_ready(served: "ServedModel", facts: "EngineInfo") -> None:
             say(f"  {'speech':<20}{speech_of(served)}")
             _announce(say, url, time.monotonic() - started_s)
 
         tracing = _tracing(given["otlp_endpoint"])
-        listeners = Listeners(
+        listeners = ServerObservers(
             lambda phase: say(f"  {phase.name:<10}{phase.seconds:5.1f} s   {phase.detail}"),
             tell_ready,
             lambda line: say(time.strftime("%H:%M:%S ") + line),
@@ -85,17 +119,17 @@ def _tracing(endpoint: str | None) -> Any:
     """Who follows requests, if anybody is to be told."""
     if endpoint is None:
         return None
-    from quire.server.tracing import open_tracing
+    from quire.server.http.tracing import open_tracing
 
     return open_tracing(endpoint)
 
 
-def _plan(config: EngineConfig, guise: Guise, given: Mapping[str, Any]) -> Any:
-    from quire.server.lifecycle import Plan
+def _plan(config: EngineConfig, guise: ServedModelOptions, given: Mapping[str, Any]) -> Any:
+    from quire.server.server import ServerConfig
 
     with bars() as drawn:
         opened = open_model(config, drawn.fetched)
-    return Plan(
+    return ServerConfig(
         opened=opened,
         config=config,
         **guise._asdict(),
@@ -105,7 +139,7 @@ def _plan(config: EngineConfig, guise: Guise, given: Mapping[str, Any]) -> Any:
     )
 
 
-def speech_of(served: "Served") -> str:
+def speech_of(served: "ServedModel") -> str:
     if served.chat_template is None:
         return "no chat template: prompts only"
     try:

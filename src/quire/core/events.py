@@ -6,7 +6,7 @@ from typing import NamedTuple
 from quire.core.ids import RequestId
 
 
-class Cause(Enum):
+class WaitCause(Enum):
     """What a waiting request waits for."""
 
     ORDER = "order"  # others come first: class, share, lane, deadline or arrival
@@ -17,7 +17,7 @@ class Cause(Enum):
     PREFIX = "prefix"  # another computes the same prefix; waiting for it is cheaper than computing it twice
 
 
-class What(Enum):
+class EventKind(Enum):
     """The kinds of event."""
 
     ARRIVED = "arrived"
@@ -30,12 +30,12 @@ class What(Enum):
     FINISHED = "finished"  # `detail` is the reason
 
 
-class Event(NamedTuple):
+class RequestEvent(NamedTuple):
     """One moment in the life of a request."""
 
     step: int
-    what: What
+    what: EventKind
     tokens: int = 0
     other: RequestId | None = None
-    cause: Cause | None = None
+    cause: WaitCause | None = None
     detail: str = ""

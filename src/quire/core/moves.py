@@ -31,7 +31,7 @@ class Move:
     dst: Place
 
 
-class Run(NamedTuple):
+class MoveRun(NamedTuple):
     """Neighbouring moves between the same two stores: block `sources[i]` goes to `targets[i]`.
 
     No block is written that another move of its run reads or writes: they may be carried all at once, in any order.
@@ -43,7 +43,7 @@ class Run(NamedTuple):
     targets: tuple[BlockId, ...]
 
 
-def runs(moves: Iterable[Move]) -> Iterator[Run]:
+def runs(moves: Iterable[Move]) -> Iterator[MoveRun]:
     """The moves in their order, as few runs."""
     run: list[Move] = []
     read: set[Place] = set()
@@ -60,6 +60,6 @@ def runs(moves: Iterable[Move]) -> Iterator[Run]:
         yield _run(run)
 
 
-def _run(moves: list[Move]) -> Run:
+def _run(moves: list[Move]) -> MoveRun:
     sources, targets = tuple(move.src.block for move in moves), tuple(move.dst.block for move in moves)
-    return Run(moves[0].src.tier, moves[0].dst.tier, sources, targets)
+    return MoveRun(moves[0].src.tier, moves[0].dst.tier, sources, targets)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quire.core.events import Cause, Event, What
+from quire.core.events import EventKind, RequestEvent, WaitCause
 from quire.core.ids import IntArray, RequestId, Row, SequenceId
 from quire.core.sampling import RowSampling
 from quire.core.step import FinishReason
@@ -61,7 +61,7 @@ class Request:
         return len(self.prompt) + self.max_tokens
 
 
-class Owner(NamedTuple):
+class BlockOwner(NamedTuple):
     """On whose behalf blocks are looked up, kept and evicted."""
 
     request: RequestId
@@ -69,70 +69,82 @@ class Owner(NamedTuple):
     priority: int
 
 
-class State(Enum):
+class SequenceState(Enum):
     WAITING = "waiting"
     RUNNING = "running"
     LEAVING = "leaving"
     FINISHED = "finished"
 
 
-class Family:
+class RequestGroup:
     """A request inside the engine."""
 
-    __slots__ = ("arrived_s", "members", "num_cached", "num_preemptions", "order", "owner", "request", "seated_s",
-                 "spoke", "story", "was_seated")  # fmt: skip
+    __slots__ = (
+        "arrived_s",
+        "events",
+        "has_first_token",
+        "num_cached",
+        "num_preemptions",
+        "order",
+        "owner",
+        "request",
+        "seated_s",
+        "sequences",
+        "was_assigned",
+    )  # fmt: skip
 
     def __init__(self, request: Request, first_id: int, arrived_s: float) -> None:
         self.request = request
-        self.owner = Owner(request.id, request.partition, request.priority)
+        self.owner = BlockOwner(request.id, request.partition, request.priority)
         self.order = first_id  # families are numbered as they arrive
         self.arrived_s = arrived_s
-        self.members = tuple(Sequence(self, SequenceId(first_id + i), i) for i in range(request.num_sequences))
+        self.sequences = tuple(Sequence(self, SequenceId(first_id + i), i) for i in range(request.num_sequences))
         self.num_preemptions = 0
-        self.was_seated = False
-        self.spoke = False  # a member has emitted a token
+        self.was_assigned = False
+        self.has_first_token = False  # a member has emitted a token
         self.seated_s: float | None = None  # when it first sat down
         self.num_cached = 0  # prompt tokens that its first sitting down found in the cache
-        self.story: list[Event] = []
+        self.events: list[RequestEvent] = []
 
     @property
     def answers(self) -> tuple["Sequence", ...]:
         """The members a client hears of: of beams, as many as are to be returned."""
         beam = self.request.beam
-        return self.members if beam is None else self.members[: beam.num_returned]
+        return self.sequences if beam is None else self.sequences[: beam.num_returned]
 
     @property
     def unfinished(self) -> tuple["Sequence", ...]:
-        return tuple([member for member in self.members if member.finish_reason is None])
+        return tuple([sequence for sequence in self.sequences if sequence.finish_reason is None])
 
     @property
     def finished(self) -> bool:
-        return None not in [member.finish_reason for member in self.members]
+        return None not in [sequence.finish_reason for sequence in self.sequences]
 
-    def note(self, event: Event) -> None:
+    def note(self, event: RequestEvent) -> None:
         """Remember what happened; of a wait, only when its cause changes."""
-        if event.what is What.WAITED and self.waits_for is event.cause:
+        if event.what is EventKind.WAITED and self.waits_for is event.cause:
             return
-        if len(self.story) == MOST_EVENTS:
-            del self.story[MOST_EVENTS // 2]
-        self.story.append(event)
+        if len(self.events) == MOST_EVENTS:
+            del self.events[MOST_EVENTS // 2]
+        self.events.append(event)
 
     @property
-    def waits_for(self) -> Cause | None:
-        last = self.story[-1] if self.story else None
-        return last.cause if last is not None and last.what is What.WAITED else None
+    def waits_for(self) -> WaitCause | None:
+        last = self.events[-1] if self.events else None
+        return last.cause if last is not None and last.what is EventKind.WAITED else None
 
     def __repr__(self) -> str:
-        return f"Family({self.request.id}, {[member.state.value for member in self.members]})"
+        return f"Family({self.request.id}, {[sequence.state.value for sequence in self.sequences]})"
 
 
 class Sequence:
     """One continuation of a request."""
 
     __slots__ = (
+        "assigned_step",
         "caught_up",
-        "family",
         "finish_reason",
+        "group",
         "id",
         "index",
         "last_position",
@@ -143,19 +155,18 @@ class Sequence:
         "request",
         "row",
         "score",
-        "seated_step",
         "state",
         "tokens",
     )
 
-    def __init__(self, family: Family, sequence_id: SequenceId, index: int) -> None:
-        self.family = family
-        self.request = family.request
+    def __init__(self, group: RequestGroup, sequence_id: SequenceId, index: int) -> None:
+        self.group = group
+        self.request = group.request
         self.id = sequence_id
         self.index = index
-        self.last_position = family.request.max_length - 2  # whose computation gives a token
-        self.state = State.WAITING
-        self.tokens: IntArray = family.request.prompt  # as of its last sitting down, or the end; a beam's: always
+        self.last_position = group.request.max_length - 2  # whose computation gives a token
+        self.state = SequenceState.WAITING
+        self.tokens: IntArray = group.request.prompt  # as of its last sitting down, or the end; a beam's: always
         self.score: float | None = None  # of a finished beam
         self.finish_reason: FinishReason | None = None
         self.num_had = 0  # positions computed or found by the time of a preemption: whatever it computes again
@@ -163,7 +174,7 @@ class Sequence:
 
     def _clear_seat(self) -> None:
         self.row: Row | None = None
-        self.seated_step = -1
+        self.assigned_step = -1
         self.num_planned = 0  # known tokens computed by the steps planned so far, until it cruises
         self.num_computed = 0  # of those, the ones whose step is absorbed
         self.caught_up = False  # all that it knew when it sat down is computed
@@ -171,37 +182,37 @@ class Sequence:
 
     # The arrows.
 
-    def seat(self, row: Row, step: int, num_computed: int) -> None:
+    def assign(self, row: Row, step: int, num_computed: int) -> None:
         """Sit down with so many tokens found in the cache."""
-        assert self.state is State.WAITING, self
-        self.state = State.RUNNING
+        assert self.state is SequenceState.WAITING, self
+        self.state = SequenceState.RUNNING
         self.row = row
-        self.seated_step = step
+        self.assigned_step = step
         self.num_planned = num_computed
         self.num_computed = num_computed
 
     def leave(self, release_step: int, reason: FinishReason | None) -> None:
         """Stop computing. With a reason it is finished; with none it was preempted and will come back."""
-        assert self.state is State.RUNNING, self
-        self.state = State.LEAVING
+        assert self.state is SequenceState.RUNNING, self
+        self.state = SequenceState.LEAVING
         self.release_step = release_step
         self.finish_reason = reason
 
     def finish(self, reason: FinishReason) -> None:
         """Decide the outcome of a sequence that no longer computes: one that waits, or one preempted and leaving."""
-        assert self.state in (State.WAITING, State.LEAVING) and self.finish_reason is None, self
+        assert self.state in (SequenceState.WAITING, SequenceState.LEAVING) and self.finish_reason is None, self
         self.finish_reason = reason
-        if self.state is State.WAITING:
-            self.state = State.FINISHED
+        if self.state is SequenceState.WAITING:
+            self.state = SequenceState.FINISHED
 
     def release(self, generated: IntArray) -> None:
         """The last step that touched it is absorbed: it owns nothing any more."""
-        assert self.state is State.LEAVING, self
+        assert self.state is SequenceState.LEAVING, self
         if self.finish_reason is None:
             self.tokens = np.concatenate([self.tokens, generated])
-            self.state = State.WAITING
+            self.state = SequenceState.WAITING
         else:
-            self.state = State.FINISHED
+            self.state = SequenceState.FINISHED
         self._clear_seat()
 
     # What follows from the numbers.

@@ -2,16 +2,37 @@
 
 `SamplingParams` may speak of text (stop strings, bad words). `RowSampling` is what crosses the bridge: integers
 and floats alone, checked against the width of the logits. Both are validated when they are made.
+
+What a continuation may say, as it crosses the bridge's doors: a kind and a text. Knows no way to read either.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from numbers import Integral
 
-from quire.core.checks import check_bool, check_count, check_float, check_int, check_list, check_strings, make_plain
 from quire.core.errors import InvalidParameter, shown
-from quire.core.grammar import Grammar
 from quire.core.ids import LONGEST_TOKEN
+from quire.core.validation import check_bool, check_count, check_float, check_int, check_list, check_strings, make_plain
+
+
+class GrammarKind(Enum):
+    """How the text of a grammar is to be read. The values are what the wire carries."""
+
+    JSON_OBJECT = "json_object"  # any JSON object; the text is empty
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    CHOICE = "choice"  # a JSON list of the texts to choose from
+    LARK = "lark"
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A constraint on one continuation."""
+
+    kind: GrammarKind
+    text: str
+
 
 # Caps on what one request may carry. They bound memory and time per row; generous beside what clients send.
 MAX_SEQUENCES = 128

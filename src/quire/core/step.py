@@ -24,7 +24,7 @@ from quire.core.moves import Move
 from quire.core.sampling import RowSampling
 
 
-class Output(Flag):
+class ChunkOutput(Flag):
     """What a chunk must give back."""
 
     NONE = 0
@@ -47,7 +47,7 @@ class FinishReason(Enum):
     OUT_OF_MEMORY = "out_of_memory"  # a step was too large for the device, and it was the largest
 
 
-class Seat(NamedTuple):
+class RowStart(NamedTuple):
     """A sequence sits down: all the runner needs to know of it until it leaves."""
 
     row: Row
@@ -75,7 +75,7 @@ class Grants:
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
+class AppendTokens:
     """A tethered row's known tokens grow by these."""
 
     row: Row
@@ -88,7 +88,7 @@ class Chunk(NamedTuple):
     row: Row
     start: int
     length: int
-    output: Output
+    output: ChunkOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,19 +98,19 @@ class StepPlan:
     step: int
     moves: tuple[Move, ...] = ()
     leaves: tuple[Row, ...] = ()
-    seats: tuple[Seat, ...] = ()
-    tells: tuple[Tell, ...] = ()
+    starts: tuple[RowStart, ...] = ()
+    tells: tuple[AppendTokens, ...] = ()
     grants: Grants = field(default_factory=Grants)
     chunks: tuple[Chunk, ...] = ()
     pauses: tuple[Row, ...] = ()
     masked: tuple[Row, ...] = ()  # rows that choose a token in this step under a mask, which comes beside the plan
-    num_cruising: int = 0  # rows that compute one token; some may have ended on the device meanwhile
+    num_decoding: int = 0  # rows that compute one token; some may have ended on the device meanwhile
     num_padding: int = 0  # tokens computed into the null block and thrown away (static regimes alone)
     reset: bool = False  # a step was lost: every row of the runner is empty, and its step numbers go on from here
 
     @property
     def num_tokens(self) -> int:
-        return self.num_cruising + sum(chunk.length for chunk in self.chunks)
+        return self.num_decoding + sum(chunk.length for chunk in self.chunks)
 
 
 class TopLogprobs(NamedTuple):
@@ -131,7 +131,7 @@ class PromptLogprobs(NamedTuple):
     scores: tuple[TopLogprobs, ...]
 
 
-class Ended(NamedTuple):
+class FinishedRow(NamedTuple):
     """A row that ended on the device with the token it emitted in this step (none if it failed, or was pooled)."""
 
     row: Row
@@ -152,7 +152,7 @@ class StepResult:
     step: int
     rows: IntArray = field(default_factory=_none)
     tokens: IntArray = field(default_factory=_none)
-    ended: tuple[Ended, ...] = ()
+    ended: tuple[FinishedRow, ...] = ()
     logprobs: dict[Row, TopLogprobs] = field(default_factory=dict)
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     candidates: dict[Row, Candidates] = field(default_factory=dict)

@@ -1,73 +1,95 @@
-"""The composition root: from settings to a running engine, phase by phase."""
+"""The composition root: from settings to a running engine, phase by phase.
+
+Kernels that are compiled ahead of the first step, side by side. Knows neither the kernels nor the steps.
+"""
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Thread
 from typing import TYPE_CHECKING
 
 import torch
 
-from quire.config import EngineConfig, Machine, Resolved, resolve, resolve_dtype
+from quire.config import EngineConfig, MachineInfo, ResolvedConfig, resolve, resolve_dtype
 from quire.core.errors import ConfigError
 from quire.core.model import ModelSpec
 from quire.core.step import Runner
-from quire.engine.ahead import Ahead
-from quire.engine.costs import first_costs
+from quire.engine.build_scheduler import captured_sizes, make_grammars, make_scheduler, make_validator, wake
 from quire.engine.engine import Engine
-from quire.engine.local import LocalFront
+from quire.engine.initial_costs import first_costs
+from quire.engine.local_client import LocalClient
 from quire.engine.machine import inspect, pick_device
-from quire.engine.memory import MemoryLedger, settle
-from quire.engine.opening import OpenedModel, open_model
-from quire.engine.phases import Watch
-from quire.engine.planning import make_door, make_grammars, make_scheduler, recorded_grains, wake
-from quire.engine.stats import Facts
-from quire.formats.checkpoint import Checkpoint, Source
-from quire.kernels.attention_choice import AttentionNeeds
-from quire.kernels.contract import AttentionRule
-from quire.kernels.select import Choice, compiling_ahead, select_kernels
+from quire.engine.open_model import OpenedModel, open_model
+from quire.engine.startup import StartupReporter
+from quire.engine.stats import EngineInfo, MemoryLedger, settle
+from quire.formats.checkpoint import Checkpoint, CheckpointSource
+from quire.kernels.attention_backends import AttentionNeeds
+from quire.kernels.interface import AttentionRule, Precompiling
+from quire.kernels.select import KernelChoice, compiling_ahead, select_kernels
 from quire.models.decoder import Decoder
 from quire.models.parameters import DecoderWeights
+from quire.runner.cuda_graphs import StepTimes
 from quire.runner.kv_store import KvStores, measure_transfer, new_store
-from quire.runner.model_runner import ModelRunner
-from quire.runner.recorded import Pace
-from quire.runner.warm_up import warm_up
-from quire.sched.cost import CostTable
+from quire.runner.model_runner import ModelRunner, warm_up
+from quire.sched.batching import usual_target_s
+from quire.sched.cost_model import CostTable
 from quire.sched.scheduler import Scheduler
-from quire.sched.sizing import usual_target_s
 from quire.text.tokenizer import Tokenizer
-from quire.weights.allocate import Room
-from quire.weights.dequantize import Unpacker
-from quire.weights.dummy import dummy_room
+from quire.weights.allocate import UnfilledWeights, dummy_room
+from quire.weights.dequantize import Dequantizer
 from quire.weights.load import room_for
 
 if TYPE_CHECKING:
-    from quire.engine.grammars import Grammars
+    from quire.engine.grammar_masks import GrammarMasks
+
+
+class Precompilation:
+    """From its beginning the first kernel is being compiled, beside all that is made ready for a rehearsal."""
+
+    __slots__ = ("_compiling", "_first")
+
+    def __init__(self, compiling: Precompiling) -> None:
+        self._compiling = compiling
+        # Not a daemon: whoever refuses a model and leaves must wait for it, or it is torn out of the compiler's code.
+        self._first = Thread(target=compiling.first, name="quire-first-kernel")
+        self._first.start()
+
+    @contextmanager
+    def compiling(self, play: Callable[[], None], num_at_once: int, watch: StartupReporter) -> Iterator[None]:
+        """What `play` would launch, which launches nothing, is compiled beside what is done inside."""
+        self._first.join()
+        with self._compiling.launched(play, num_at_once) as finish:
+            watch.done("rehearsal", "finds the kernels that steps launch")
+            yield
+            watch.done("kernels", finish().describe())
+
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
+class BuiltEngine:
     """An engine and what it was built from."""
 
     name: str
     engine: Engine
-    front: LocalFront
+    front: LocalClient
     tokenizer: Tokenizer | None
     checkpoint: Checkpoint
-    resolved: Resolved
-    machine: Machine
+    resolved: ResolvedConfig
+    machine: MachineInfo
     dtype: str
     kernels: str
     memory: MemoryLedger
     attention: tuple[str, ...] = ()  # reasons for who attends to what, where there is a choice
 
     @property
-    def facts(self) -> Facts:
+    def facts(self) -> EngineInfo:
         resolved = self.resolved
-        return Facts(
+        return EngineInfo(
             name=self.name,
             max_model_len=resolved.max_model_len,
             vocab_size=self.checkpoint.spec.vocab_size,
@@ -84,17 +106,17 @@ class Built:
 
 def build(
     config: EngineConfig,
-    watch: Watch | None = None,
+    watch: StartupReporter | None = None,
     observe: Callable[[Runner], Runner] = lambda runner: runner,
     *,
     serving: bool = False,
-) -> Built:
+) -> BuiltEngine:
     """Find the model, load it, size the cache. A `QuireError` says what is wrong with model, settings or machine.
 
     Whoever measures may put an observer around the runner. Whoever serves people does not let prompts stretch the time
     between tokens; whoever works through a batch takes prompts as fast as they go.
     """
-    watch = watch or Watch()
+    watch = watch or StartupReporter()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     device = pick_device(config.device)
@@ -124,7 +146,7 @@ def build(
     watch.done("kv cache", _describe_cache(resolved))
     before = inspect(device)
     if ahead is not None:
-        with ahead.compiling(lambda: _rehearse(model, stores, runner), machine.num_cores, watch):
+        with ahead.compiling(lambda: _dry_run(model, stores, runner), machine.num_cores, watch):
             _fill(room, waking)
             model.reread(weights)
             watch.done("weights", _describe_weights(weight_bytes, dtype))
@@ -136,22 +158,22 @@ def build(
     engine = _engine(config, opened, resolved, scheduler, runner, observe, grammars)
     memory = _ledger(weight_bytes, resolved, before, inspect(device))
     watch.done("memory", memory.describe())
-    front = LocalFront(engine, tokenizer)
-    return Built(
+    front = LocalClient(engine, tokenizer)
+    return BuiltEngine(
         name, engine, front, tokenizer, checkpoint, resolved, machine, dtype, choice.reason, memory, choice.attention
     )
 
 
-def _ahead(device: torch.device, watch: Watch) -> Ahead | None:
+def _ahead(device: torch.device, watch: StartupReporter) -> Precompilation | None:
     """From now on the first kernel is being compiled, where any are: a second in which the model can be found."""
     compiling = compiling_ahead(device.type)
     if compiling is None:
         return None
     watch.done("compiler", "import")
-    return Ahead(compiling)
+    return Precompilation(compiling)
 
 
-def _fill(room: Room, waking: "Grammars | None") -> None:
+def _fill(room: UnfilledWeights, waking: "GrammarMasks | None") -> None:
     """Beside the loading of weights the vocabulary is read for those who serve, and wait for it. Not before: children
     are copies of a process that had better do nothing else."""
     if waking is not None:
@@ -159,7 +181,9 @@ def _fill(room: Room, waking: "Grammars | None") -> None:
     room.fill()
 
 
-def _kernels(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device, watch: Watch) -> Choice:
+def _kernels(
+    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device, watch: StartupReporter
+) -> KernelChoice:
     """Before the weights are read: whoever asked for attention that is not to be had waits for nothing."""
     windows = dict.fromkeys(spec.window(layer) for layer in range(spec.num_layers))
     rules = tuple(AttentionRule(spec.scale, window, spec.attention_softcap) for window in windows)
@@ -172,7 +196,9 @@ def _kernels(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: 
     return choice
 
 
-def _runner(model: Decoder, stores: KvStores, resolved: Resolved, choice: Choice, serving: bool) -> ModelRunner:
+def _runner(
+    model: Decoder, stores: KvStores, resolved: ResolvedConfig, choice: KernelChoice, serving: bool
+) -> ModelRunner:
     return ModelRunner(
         model,
         stores,
@@ -185,13 +211,13 @@ def _runner(model: Decoder, stores: KvStores, resolved: Resolved, choice: Choice
     )
 
 
-def _rehearse(model: Decoder, stores: KvStores, runner: ModelRunner) -> None:
+def _dry_run(model: Decoder, stores: KvStores, runner: ModelRunner) -> None:
     """All that is launched before anybody asks for anything, what takes long to compile first."""
-    runner.rehearse()
-    warm_up(model.abridged(), stores)
+    runner.dry_run()
+    warm_up(model.truncated(), stores)
 
 
-def _record(runner: ModelRunner, watch: Watch, serving: bool) -> Pace | None:
+def _record(runner: ModelRunner, watch: StartupReporter, serving: bool) -> StepTimes | None:
     """The first shapes of steps, and how fast they are. A server is ready sooner, and goes on when it is idle."""
     num_shapes = runner.num_first + (0 if serving else runner.num_soon)
     for _ in range(num_shapes):
@@ -205,29 +231,29 @@ def _record(runner: ModelRunner, watch: Watch, serving: bool) -> Pace | None:
 
 
 def _scheduler(
-    config: EngineConfig, resolved: Resolved, costs: CostTable, pace: Pace | None, serving: bool
+    config: EngineConfig, resolved: ResolvedConfig, costs: CostTable, pace: StepTimes | None, serving: bool
 ) -> Scheduler:
     """Where steps are recorded, it knows their sizes; where people are served as well, the time they may take."""
     if pace is None:
         return make_scheduler(config, resolved, costs)
-    grains = recorded_grains(resolved.max_num_seqs, resolved.max_num_batched_tokens)
+    grains = captured_sizes(resolved.max_num_seqs, resolved.max_num_batched_tokens)
     return make_scheduler(config, resolved, costs, usual_target_s(pace.decode_s) if serving else None, grains)
 
 
 def _engine(
     config: EngineConfig,
     opened: OpenedModel,
-    resolved: Resolved,
+    resolved: ResolvedConfig,
     scheduler: Scheduler,
     runner: ModelRunner,
     observe: Callable[[Runner], Runner],
-    grammars: "Grammars | None",
+    grammars: "GrammarMasks | None",
 ) -> Engine:
     vocab_size = opened.checkpoint.spec.vocab_size
     return Engine(
         scheduler,
         observe(runner),
-        make_door(vocab_size, opened.end_ids, resolved),
+        make_validator(vocab_size, opened.end_ids, resolved),
         depth=resolved.run_ahead,
         seed=config.seed,
         clock=time.monotonic,
@@ -237,7 +263,7 @@ def _engine(
     )
 
 
-def _ledger(weight_bytes: int, resolved: Resolved, before: Machine, now: Machine) -> MemoryLedger:
+def _ledger(weight_bytes: int, resolved: ResolvedConfig, before: MachineInfo, now: MachineInfo) -> MemoryLedger:
     """`before`: as it was with weights and KV cache in their places, and nothing computed yet."""
     if now.device == "cpu":
         return MemoryLedger(weights=weight_bytes, kv=resolved.kv_bytes)
@@ -255,10 +281,10 @@ def _costs(
     spec: ModelSpec,
     weights: DecoderWeights,
     itemsize: int,
-    machine: Machine,
-    resolved: Resolved,
+    machine: MachineInfo,
+    resolved: ResolvedConfig,
     stores: KvStores,
-    pace: Pace | None,
+    pace: StepTimes | None,
 ) -> CostTable:
     """The embedding is looked up, not multiplied by, unless it is the head too."""
     read_bytes = _num_weight_bytes(weights)
@@ -281,7 +307,7 @@ def _describe_weights(num_bytes: int, dtype: str) -> str:
     return f"{num_bytes / 2**30:.2f} GiB {dtype}"
 
 
-def _describe_cache(resolved: Resolved) -> str:
+def _describe_cache(resolved: ResolvedConfig) -> str:
     text = f"{resolved.kv_bytes / 2**30:.2f} GiB → {resolved.num_blocks * resolved.block_size:,} tokens"
     if resolved.num_host_blocks:
         text += f" · host {resolved.num_host_blocks * resolved.block_size:,} tokens"
@@ -293,20 +319,22 @@ def _check_dtype(config: EngineConfig, checkpoint: Checkpoint, dtype: str) -> No
         raise ConfigError("Gemma's activations do not fit float16; use --dtype bfloat16.", param="dtype")
 
 
-def _room(config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, watch: Watch) -> Room:
-    if checkpoint.source is Source.DUMMY:
+def _room(
+    config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, watch: StartupReporter
+) -> UnfilledWeights:
+    if checkpoint.source is CheckpointSource.DUMMY:
         return dummy_room(checkpoint.spec, dtype, device, config.seed)
-    unpacker: Unpacker | None = None
-    if checkpoint.source is Source.GGUF:
-        from quire.weights.packed import GgufUnpacker
+    unpacker: Dequantizer | None = None
+    if checkpoint.source is CheckpointSource.GGUF:
+        from quire.weights.gguf_dequantize import GgufDequantizer
 
-        unpacker = GgufUnpacker()
+        unpacker = GgufDequantizer()
     return room_for(checkpoint, dtype, device, watch.loading, unpacker)
 
 
 def weights_of(checkpoint: Checkpoint, dtype: torch.dtype) -> DecoderWeights:
     """A second copy of a model's weights, for those who compare."""
-    return _room(EngineConfig(), checkpoint, dtype, torch.device("cpu"), Watch()).filled()
+    return _room(EngineConfig(), checkpoint, dtype, torch.device("cpu"), StartupReporter()).filled()
 
 
 def _num_weight_bytes(weights: DecoderWeights) -> int:

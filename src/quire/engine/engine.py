@@ -1,32 +1,124 @@
-"""The engine in one process: a door, a scheduler, a runner and the loop between them. Knows ids, not text."""
+"""The engine in one process: a door, a scheduler, a runner and the loop between them. Knows ids, not text.
+
+Turns what a step meant to the scheduler into what the front must hear: numbers and tokens, no families.
+
+Whether a request left itself nothing to choose: what its parameters and its grammar forbid, taken together.
+
+For a sequence that ended without a token; whoever still runs is never looked at.
+"""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
 from quire.core.errors import EngineFailed, InvalidParameter
-from quire.core.faults import Site, trip
-from quire.core.grammar import Grammar
-from quire.core.ids import RequestId, SequenceId
-from quire.core.request import Family
-from quire.core.sampling import MAX_SEED
+from quire.core.fault_injection import FaultSite, trip
+from quire.core.ids import IntArray, RequestId, SequenceId
+from quire.core.request import RequestGroup, Sequence
+from quire.core.sampling import MAX_SEED, Grammar
 from quire.core.step import FinishReason, Runner
-from quire.engine.cornered import is_cornered
-from quire.engine.door import Door
-from quire.engine.messages import Accepted, Order, Progress
-from quire.engine.reporter import Reporter
+from quire.engine.messages import Accepted, AddRequest, FinishedSequence, FirstToken, StepOutput
+from quire.engine.request_validator import RequestValidator
 from quire.sched.explain import Explanation, explain
 from quire.sched.loop import Loop, Span
 from quire.sched.scheduler import Absorbed, Scheduler
 
-if TYPE_CHECKING:  # llguidance is needed by those who follow grammars alone
-    from quire.engine.grammars import Grammars
-    from quire.grammar.matcher import Matcher
+if TYPE_CHECKING:
+    from quire.engine.grammar_masks import GrammarMasks
+    from quire.grammar.matcher import GrammarMatcher
+
+
+class OutputReporter:
+    """Knows which continuations the front still waits for; each is reported as ended once."""
+
+    __slots__ = ("_awaiting_first", "_heard")
+
+    def __init__(self) -> None:
+        self._heard: dict[SequenceId, Sequence] = {}
+        self._awaiting_first: dict[SequenceId, RequestGroup] = {}
+
+    def expect(self, group: RequestGroup) -> None:
+        for member in group.answers:
+            self._heard[member.id] = member
+            self._awaiting_first[member.id] = group
+
+    def forget(self, sequence: Sequence) -> None:
+        """The front ended it itself."""
+        self._heard.pop(sequence.id, None)
+        self._awaiting_first.pop(sequence.id, None)
+
+    def report(self, absorbed: Absorbed, cornered: Set[SequenceId] = frozenset()) -> StepOutput:
+        """`cornered` are those to which their own requests left no token."""
+        begun = self._begun(absorbed) if self._awaiting_first else ()
+        heard = self._heard
+        scores = {int(name): each for name, each in absorbed.prompt_logprobs.items() if name in heard}
+        pooled = {int(name): total for name, total in absorbed.pooled.items() if name in heard}
+        logprobs = {int(name): each for name, each in absorbed.logprobs.items()}
+        ended = tuple(self._ended(absorbed, cornered))  # last: who has ended is not heard any more
+        return StepOutput(absorbed.step, absorbed.sequences, absorbed.tokens, begun, ended, logprobs, scores, pooled)
+
+    def _begun(self, absorbed: Absorbed) -> tuple[FirstToken, ...]:
+        """Who has a first token now, or an embedding; of siblings, the first counts. Beams have none before the end."""
+        begun: dict[int, FirstToken] = {}
+        searched = [sequence.group for sequence in absorbed.finished if sequence.request.beam is not None]
+        beams = [member.id for group in searched for member in group.answers]
+        for number in (*absorbed.sequences.tolist(), *absorbed.pooled, *beams):
+            group = self._awaiting_first.pop(SequenceId(number), None)
+            if group is not None:
+                begun[group.request.id] = FirstToken(group.request.id, group.seated_s, group.num_cached)
+        return tuple(begun.values())
+
+    def _ended(self, absorbed: Absorbed, cornered: Set[SequenceId]) -> list[FinishedSequence]:
+        """Beams end together, those without a result too."""
+        ended: list[FinishedSequence] = []
+        for sequence in absorbed.finished:
+            group = sequence.group
+            for member in (sequence,) if group.request.beam is None else group.answers:
+                if member.id in self._heard and member.finish_reason is not None:
+                    over = _ended(member)
+                    ended.append(over._replace(reason=FinishReason.NOTHING_LEFT) if member.id in cornered else over)
+                    self.forget(member)
+        return ended
+
+
+def _ended(sequence: Sequence) -> FinishedSequence:
+    assert sequence.finish_reason is not None, sequence
+    group = sequence.group
+    generated = sequence.tokens[len(group.request.prompt) :]
+    stopped = sequence.finish_reason is FinishReason.STOP and len(generated) > 0
+    return FinishedSequence(
+        group.request.id,
+        sequence.id,
+        sequence.finish_reason,
+        generated,
+        sequence.score,
+        group.num_preemptions,
+        by_token=stopped and int(generated[-1]) in group.request.sampling.end_ids,
+    )
+
+
+def is_cornered(sequence: Sequence, mask: IntArray | None, vocab_size: int) -> bool:
+    """`mask` is what its grammar allows next, 32 tokens to a word; None if it follows none."""
+    sampling, num_prompt = sequence.request.sampling, len(sequence.request.prompt)
+    left = np.ones(vocab_size, dtype=np.bool_)
+    if mask is not None:
+        left &= np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocab_size].astype(np.bool_)
+    if sampling.allowed_ids is not None:
+        left &= np.isin(np.arange(vocab_size), sampling.allowed_ids)
+    if len(sequence.tokens) - num_prompt < sampling.min_tokens:
+        left[list(sampling.end_ids)] = False
+    for *beginning, last in sampling.bad_words:
+        if sequence.tokens[len(sequence.tokens) - len(beginning) :].tolist() == beginning:
+            left[last] = False
+    return not left.any()
+
 
 MOST_REMEMBERED = 100  # finished requests that can still be explained
 
 
-class Preparing(Protocol):
+class PreparingRunner(Protocol):
     """Somebody who can use spare time to make later steps faster, a piece at a time."""
 
     @property
@@ -42,13 +134,13 @@ class Engine:
         self,
         scheduler: Scheduler,
         runner: Runner,
-        door: Door,
+        door: RequestValidator,
         *,
         depth: int,
         seed: int,
         clock: Callable[[], float],
-        grammars: "Grammars | None" = None,
-        preparing: Preparing | None = None,
+        grammars: "GrammarMasks | None" = None,
+        preparing: PreparingRunner | None = None,
         span: Span | None = None,
     ) -> None:
         self.door = door
@@ -57,32 +149,32 @@ class Engine:
         self.grammars = grammars
         self._loop = Loop(scheduler, runner, depth, clock, None if grammars is None else grammars.masks, span)
         self._seeds = random.Random(seed)
-        self._reporter = Reporter()
-        self._latest: dict[RequestId, Family] = {}
+        self._reporter = OutputReporter()
+        self._latest: dict[RequestId, RequestGroup] = {}
         self._failure: str | None = None
         self._preparing = preparing
         self.num_sampled = 0  # tokens of continuations; those of beams when their search ends
 
-    def submit(self, order: Order) -> Accepted:
+    def submit(self, order: AddRequest) -> Accepted:
         """Queue a request. A `QuireError` means that nothing happened."""
         self._check_alive()
-        trip(Site.ADD, order.number)
+        trip(FaultSite.ADD, order.number)
         now_s = self.clock()
         grammar = order.params.grammar
         if grammar is not None:
             self._prepare(grammar)
         request = self.door.admit(order, self._seeds.randint(0, MAX_SEED), now_s)
-        matchers: list[Matcher] = []  # made before `add`: this may raise, and nothing is registered yet
+        matchers: list[GrammarMatcher] = []  # made before `add`: this may raise, and nothing is registered yet
         if grammar is not None and self.grammars is not None:
             matchers = self.grammars.matchers(grammar, request.num_sequences)
-        family = self.scheduler.add(request, now_s)[0].family
+        group = self.scheduler.add(request, now_s)[0].group
         if matchers and self.grammars is not None:
-            self.grammars.begin(family, matchers)
-        self._reporter.expect(family)
-        self._latest[request.id] = family
+            self.grammars.begin(group, matchers)
+        self._reporter.expect(group)
+        self._latest[request.id] = group
         if len(self._latest) > MOST_REMEMBERED:
             del self._latest[next(iter(self._latest))]
-        return Accepted(order.number, family.members[0].id, self.scheduler.books.last_absorbed + 1)
+        return Accepted(order.number, group.sequences[0].id, self.scheduler.state.last_absorbed + 1)
 
     def _prepare(self, grammar: Grammar) -> None:
         if self.grammars is None:
@@ -95,13 +187,13 @@ class Engine:
 
     def explain(self, request_id: RequestId) -> Explanation:
         """The story of a request that is here, or is among the latest that were."""
-        books = self.scheduler.books
-        family = books.families.get(request_id) or self._latest.get(request_id)
-        if family is None:
+        state = self.scheduler.state
+        group = state.groups.get(request_id) or self._latest.get(request_id)
+        if group is None:
             raise InvalidParameter(
                 f"Request {request_id} is not remembered; the {MOST_REMEMBERED} latest are.", param="request_id"
             )
-        return explain(family, books.stalls, books.last_planned + 1)
+        return explain(group, state.stalls, state.last_planned + 1)
 
     def abort(self, number: int) -> None:
         """Legal in every state, and twice."""
@@ -110,19 +202,19 @@ class Engine:
 
     def stop(self, number: int, index: int) -> None:
         """A stop string came in the text of this continuation. It may be over already."""
-        family = self.scheduler.books.families.get(RequestId(number))
-        if family is not None:
-            self.scheduler.finish(family.members[index], FinishReason.STOP)
-            self._reporter.forget(family.members[index])
+        group = self.scheduler.state.groups.get(RequestId(number))
+        if group is not None:
+            self.scheduler.finish(group.sequences[index], FinishReason.STOP)
+            self._reporter.forget(group.sequences[index])
 
     def number_of(self, sequence: int) -> int | None:
         """Whose continuation this is, if it is not forgotten."""
-        families = [*self.scheduler.books.families.values(), *self._latest.values()]
-        named = (family for family in families for member in family.members if member.id == sequence)
-        family = next(named, None)
-        return None if family is None else family.request.id
+        groups = [*self.scheduler.state.groups.values(), *self._latest.values()]
+        named = (group for group in groups for member in group.sequences if member.id == sequence)
+        group = next(named, None)
+        return None if group is None else group.request.id
 
-    def turn(self) -> Progress | None:
+    def turn(self) -> StepOutput | None:
         """One turn of the loop; None if no step was absorbed."""
         self._check_alive()
         try:
@@ -149,7 +241,7 @@ class Engine:
         for sequence in absorbed.finished:
             if sequence.finish_reason is FinishReason.ERROR:
                 mask = None if self.grammars is None else self.grammars.mask(sequence)
-                suspects = (sequence,) if sequence.request.beam is None else sequence.family.members
+                suspects = (sequence,) if sequence.request.beam is None else sequence.group.sequences
                 if any(is_cornered(each, mask, self.door.vocab_size) for each in suspects):
                     names.add(sequence.id)
         return names

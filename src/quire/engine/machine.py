@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from quire.config import Machine
+from quire.config import MachineInfo
 from quire.core.errors import ConfigError
 
 # The instruction sets that decide how fast a CPU multiplies.
@@ -22,12 +22,12 @@ def pick_device(wanted: str) -> torch.device:
     return torch.device("cuda" if wanted == "cuda" or (wanted == "auto" and fast) else "cpu")
 
 
-def inspect(device: torch.device) -> Machine:
+def inspect(device: torch.device) -> MachineInfo:
     """The facts as of now: call it when the weights are loaded, to see the memory that is left."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return Machine("cuda", free, fast_bfloat16=True, num_cores=num_cores(), total_bytes=total)
-    return Machine("cpu", available_bytes(), "avx512_bf16" in cpu_features(), num_cores())
+        return MachineInfo("cuda", free, fast_bfloat16=True, num_cores=num_cores(), total_bytes=total)
+    return MachineInfo("cpu", available_bytes(), "avx512_bf16" in cpu_features(), num_cores())
 
 
 def num_cores() -> int:

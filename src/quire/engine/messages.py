@@ -11,18 +11,18 @@ from quire.core.errors import QuireError
 from quire.core.ids import FloatArray, IntArray
 from quire.core.sampling import SamplingParams
 from quire.core.step import FinishReason, PromptLogprobs, TopLogprobs
-from quire.engine.terms import USUAL, Terms
+from quire.engine.request_options import USUAL, RequestOptions
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class AddRequest:
     """A request as the front sends it. The front numbers its requests; no number comes twice."""
 
     number: int
     prompt: Sequence[int]
     params: SamplingParams
     bad_words: tuple[tuple[int, ...], ...] = ()  # as this model spells them
-    terms: Terms = USUAL
+    terms: RequestOptions = USUAL
     pooled: bool = False  # an embedding is wanted, and no token
     without_tokens: bool = False  # the prompt's scores are wanted: one token is computed, and nobody reads it
 
@@ -47,7 +47,7 @@ class Refused(NamedTuple):
     error: QuireError
 
 
-class Begun(NamedTuple):
+class FirstToken(NamedTuple):
     """A request's first token has come, or its embedding."""
 
     number: int
@@ -55,7 +55,7 @@ class Begun(NamedTuple):
     num_cached: int  # prompt tokens found in the cache
 
 
-class Ended(NamedTuple):
+class FinishedSequence(NamedTuple):
     """One continuation is over; `tokens` is all that it generated."""
 
     number: int
@@ -68,14 +68,14 @@ class Ended(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class StepOutput:
     """What one turn of the engine brought: sequence `sequences[i]` gained `tokens[i]`."""
 
     step: int
     sequences: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     tokens: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int32))
-    begun: tuple[Begun, ...] = ()
-    ended: tuple[Ended, ...] = ()
+    begun: tuple[FirstToken, ...] = ()
+    ended: tuple[FinishedSequence, ...] = ()
     logprobs: dict[int, TopLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
     pooled: dict[int, FloatArray] = field(default_factory=dict)  # the sum of a prompt's hidden states
@@ -86,11 +86,11 @@ class Progress:
         owners = {number for name in named if (number := number_of(name)) is not None}
         return owners | {begun.number for begun in self.begun} | {over.number for over in self.ended}
 
-    def only(self, number: int, number_of: Callable[[int], int | None]) -> "Progress":
+    def only(self, number: int, number_of: Callable[[int], int | None]) -> "StepOutput":
         """What it says of one request."""
         whose = [number_of(name) == number for name in self.sequences.tolist()]
         mine = np.array(whose, dtype=np.bool_)
-        return Progress(
+        return StepOutput(
             self.step,
             self.sequences[mine],
             self.tokens[mine],

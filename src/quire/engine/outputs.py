@@ -1,8 +1,18 @@
-"""What callers get back, in the shape people know."""
+"""What callers get back, in the shape people know.
+
+A prompt as one vector: the mean of its hidden states, at length one. Pure arithmetic.
+
+Ends that are errors to a client, as the errors they are. Knows nothing of who is told, or how.
+"""
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from quire.core.errors import DeadlineExpired, NothingLeft, NumericalError, OutOfMemory, QuireError, RequestFailed
 from quire.core.ids import FloatArray
+from quire.core.sampling import SamplingParams
+from quire.core.step import FinishReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,3 +114,32 @@ class Delta:
             stop_reason=later.stop_reason,
             logprobs=self.logprobs + later.logprobs,
         )
+
+
+EMBEDDING = SamplingParams(temperature=0.0, max_tokens=1)  # nothing is sampled: how an embedding is ordered
+
+
+def unit(total: FloatArray) -> FloatArray:
+    """A sum at length one: the mean's direction is the sum's. What has no direction stays as it is."""
+    length = np.linalg.norm(total.astype(np.float64))
+    scaled: FloatArray = total if length == 0.0 else (total / length).astype(np.float32)
+    return scaled
+
+
+FAILURES = frozenset(FinishReason) - {FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT}
+_FORBIDDING = ("allowed_token_ids", "bad_words", "min_tokens")
+
+
+def failure_of(reason: FinishReason | None, num_prompt: int, params: SamplingParams) -> QuireError | None:
+    """A new error each time, since a raised one remembers where; None if it did not fail."""
+    if reason is FinishReason.ERROR:
+        return NumericalError()
+    if reason is FinishReason.NOTHING_LEFT:
+        return NothingLeft([name for name in _FORBIDDING if getattr(params, name)], formed=params.grammar is not None)
+    if reason is FinishReason.FAILED:
+        return RequestFailed()
+    if reason is FinishReason.EXPIRED:
+        return DeadlineExpired()
+    if reason is FinishReason.OUT_OF_MEMORY:
+        return OutOfMemory(num_prompt, params.max_tokens, params.num_sequences)
+    return None

@@ -1,13 +1,40 @@
-"""How an engine stands, in numbers: what it is (`Facts`, once) and what it does (`Stats`, every moment)."""
+"""How an engine stands, in numbers: what it is (`Facts`, once) and what it does (`Stats`, every moment).
 
-from dataclasses import dataclass
+Who holds the device's memory, once an engine is ready. Knows bytes, not what is in them.
+"""
+
+from dataclasses import dataclass, fields
 
 from quire.engine.engine import Engine
-from quire.engine.memory import MemoryLedger
+
+_GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class MemoryLedger:
+    """In bytes. On a CPU, whose memory is everybody's, only the first two are told."""
+
+    weights: int = 0
+    kv: int = 0
+    recorded: int = 0  # by warming up and by recorded steps
+    workspace: int = 0  # left free for the work of steps
+    other: int = 0  # by the driver, by other programs, and what cannot be told apart
+    free: int = 0  # beyond the workspace
+
+    def describe(self) -> str:
+        parts = [(field.name, getattr(self, field.name)) for field in fields(self)]
+        return " · ".join(f"{name} {size / _GIB:.2f} GiB" for name, size in parts if size)
+
+
+def settle(*, weights: int, kv: int, recorded: int, workspace: int, free: int, total: int) -> MemoryLedger:
+    """The ledger of a GPU with so many bytes in all, of which so many are free now."""
+    kept = min(workspace, free)
+    other = max(total - free - weights - kv - recorded, 0)
+    return MemoryLedger(weights, kv, recorded, kept, other, free - kept)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
     """What a front must know of the engine behind it."""
 
     name: str
@@ -24,7 +51,7 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Stats:
+class EngineStats:
     """Gauges are of this moment, counters since the engine's start."""
 
     step: int
@@ -49,20 +76,20 @@ class Stats:
     waiting_for: str | None  # what keeps the head of the queue out
 
 
-def stats_of(engine: Engine) -> Stats:
+def stats_of(engine: Engine) -> EngineStats:
     scheduler = engine.scheduler
-    books, kv = scheduler.books, scheduler.kv
-    pool, tally, cause = kv.pool, books.tally, scheduler.admission.cause
-    return Stats(
-        step=books.last_absorbed,
-        num_running=len(books.families) - scheduler.num_waiting,
+    state, kv = scheduler.state, scheduler.kv
+    pool, tally, cause = kv.pool, state.tally, scheduler.admission.cause
+    return EngineStats(
+        step=state.last_absorbed,
+        num_running=len(state.groups) - scheduler.num_waiting,
         num_waiting=scheduler.num_waiting,
-        num_waiting_tokens=books.room.num_tokens + books.leaders.num_waiting_tokens,
+        num_waiting_tokens=state.room.num_tokens + state.leaders.num_waiting_tokens,
         num_blocks=pool.num_in_service,
         num_free_blocks=pool.num_free,
         num_cached_blocks=pool.num_cached,
-        num_idle_blocks=pool.num_idle,
-        num_promised_blocks=kv.num_promised,
+        num_idle_blocks=pool.num_evictable,
+        num_promised_blocks=kv.num_reserved,
         num_host_blocks=0 if kv.host is None else kv.host.num_blocks - kv.host.num_free,
         prompt_tokens=tally.prompt_tokens,
         cached_tokens=tally.cached_tokens,

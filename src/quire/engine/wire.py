@@ -11,13 +11,13 @@ import numpy as np
 
 from quire.config import EngineConfig
 from quire.core.errors import QuireError
-from quire.core.faults import Site, trip
+from quire.core.fault_injection import FaultSite, trip
 from quire.core.ids import Row
 from quire.core.sampling import SamplingParams
 from quire.core.step import FinishReason, PromptLogprobs, TopLogprobs
-from quire.engine.messages import Accepted, Begun, Ended, Order, Progress, Refused
-from quire.engine.stats import Facts, Stats
-from quire.engine.terms import Terms
+from quire.engine.messages import Accepted, AddRequest, FinishedSequence, FirstToken, Refused, StepOutput
+from quire.engine.request_options import RequestOptions
+from quire.engine.stats import EngineInfo, EngineStats
 
 MAX_FRAME_BYTES = 256 << 20
 _LENGTH_BYTES = 4
@@ -40,12 +40,12 @@ class StartFrame(Message, tag=1, frozen=True):
     serving: bool = True  # False: nobody waits for his next token
 
 
-class OrderFrame(Message, tag=2, frozen=True):
+class AddRequestFrame(Message, tag=2, frozen=True):
     number: int
     prompt: list[int]
     params: SamplingParams
     bad_words: tuple[tuple[int, ...], ...]
-    terms: Terms
+    terms: RequestOptions
     pooled: bool
     without_tokens: bool
 
@@ -74,7 +74,7 @@ class ArmFrame(Message, tag=6, frozen=True):
     number: int
 
 
-ToEngine = StartFrame | OrderFrame | AbortFrame | StopFrame | AskFrame | ArmFrame
+ToEngine = StartFrame | AddRequestFrame | AbortFrame | StopFrame | AskFrame | ArmFrame
 
 # Engine to front.
 
@@ -93,7 +93,7 @@ class LoadingFrame(Message, tag=8, frozen=True):
 
 
 class ReadyFrame(Message, tag=2, frozen=True):
-    facts: Facts
+    facts: EngineInfo
 
 
 class ProblemFrame(Message, tag=3, frozen=True):
@@ -128,7 +128,7 @@ class PromptScoresFrame(Message, frozen=True):
     scores: list[ScoresFrame]
 
 
-class EndedFrame(Message, frozen=True):
+class FinishedFrame(Message, frozen=True):
     number: int
     sequence: int
     reason: FinishReason
@@ -138,27 +138,27 @@ class EndedFrame(Message, frozen=True):
     by_token: bool
 
 
-class BegunFrame(Message, frozen=True):
+class FirstTokenFrame(Message, frozen=True):
     number: int
     seated_s: float | None
     num_cached: int
 
 
-class ProgressFrame(Message, tag=5, frozen=True):
+class StepOutputFrame(Message, tag=5, frozen=True):
     step: int
     sequences: bytes
     tokens: bytes
-    begun: list[BegunFrame]
-    ended: list[EndedFrame]
+    begun: list[FirstTokenFrame]
+    ended: list[FinishedFrame]
     logprobs: dict[int, ScoresFrame]
     prompt_logprobs: dict[int, PromptScoresFrame]
     pooled: dict[int, bytes]
 
 
-class BeatFrame(Message, tag=6, frozen=True):
+class HeartbeatFrame(Message, tag=6, frozen=True):
     """The loop is alive, and this is how it stands."""
 
-    stats: Stats
+    stats: EngineStats
 
 
 class ReplyFrame(Message, tag=7, frozen=True):
@@ -166,7 +166,16 @@ class ReplyFrame(Message, tag=7, frozen=True):
     body: bytes  # JSON
 
 
-ToFront = PhaseFrame | LoadingFrame | ReadyFrame | ProblemFrame | AcceptedFrame | ProgressFrame | BeatFrame | ReplyFrame
+ToFront = (
+    PhaseFrame
+    | LoadingFrame
+    | ReadyFrame
+    | ProblemFrame
+    | AcceptedFrame
+    | StepOutputFrame
+    | HeartbeatFrame
+    | ReplyFrame
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)
@@ -181,7 +190,7 @@ def pack(message: Message) -> bytes:
     return bytes(buffer)
 
 
-class Unpacker:
+class FrameDecoder:
     """Whole frames out of bytes as they arrive."""
 
     __slots__ = ("_buffer",)
@@ -224,8 +233,8 @@ def read_for_front(frame: bytes) -> ToFront:
 # Plain messages to frames and back.
 
 
-def order_frame(order: Order) -> OrderFrame:
-    return OrderFrame(
+def order_frame(order: AddRequest) -> AddRequestFrame:
+    return AddRequestFrame(
         order.number,
         list(order.prompt),
         order.params,
@@ -236,8 +245,8 @@ def order_frame(order: Order) -> OrderFrame:
     )
 
 
-def order_of(frame: OrderFrame) -> Order:
-    return Order(
+def order_of(frame: AddRequestFrame) -> AddRequest:
+    return AddRequest(
         frame.number,
         frame.prompt,
         frame.params,
@@ -262,7 +271,7 @@ def problem_frame(error: QuireError, number: int | None) -> ProblemFrame:
     )
 
 
-class ToldError(QuireError):
+class RemoteError(QuireError):
     """An error of the engine's, as the front repeats it."""
 
 
@@ -271,18 +280,18 @@ def refused_of(frame: ProblemFrame) -> Refused:
 
 
 def error_of(frame: ProblemFrame) -> QuireError:
-    error = ToldError(frame.message, param=frame.param)
+    error = RemoteError(frame.message, param=frame.param)
     error.status, error.code, error.exit_code = frame.status, frame.code, frame.exit_code
     error.retry_after_s = frame.retry_after_s
     return error
 
 
-def progress_frame(progress: Progress) -> ProgressFrame:
-    return ProgressFrame(
+def progress_frame(progress: StepOutput) -> StepOutputFrame:
+    return StepOutputFrame(
         progress.step,
         progress.sequences.astype("<i8", copy=False).tobytes(),
         progress.tokens.astype("<i4", copy=False).tobytes(),
-        [BegunFrame(*begun) for begun in progress.begun],
+        [FirstTokenFrame(*begun) for begun in progress.begun],
         [_ended_frame(over) for over in progress.ended],
         {name: _scores_frame(top) for name, top in progress.logprobs.items()},
         {
@@ -293,12 +302,12 @@ def progress_frame(progress: Progress) -> ProgressFrame:
     )
 
 
-def progress_of(frame: ProgressFrame) -> Progress:
-    return Progress(
+def progress_of(frame: StepOutputFrame) -> StepOutput:
+    return StepOutput(
         frame.step,
         np.frombuffer(frame.sequences, dtype="<i8"),
         np.frombuffer(frame.tokens, dtype="<i4"),
-        tuple(Begun(begun.number, begun.seated_s, begun.num_cached) for begun in frame.begun),
+        tuple(FirstToken(begun.number, begun.seated_s, begun.num_cached) for begun in frame.begun),
         tuple(_ended_of(over) for over in frame.ended),
         {name: _scores_of(top) for name, top in frame.logprobs.items()},
         {
@@ -309,15 +318,19 @@ def progress_of(frame: ProgressFrame) -> Progress:
     )
 
 
-def _ended_frame(over: Ended) -> EndedFrame:
-    trip(Site.ENCODE_FRAME, over.number)
+def _ended_frame(over: FinishedSequence) -> FinishedFrame:
+    trip(FaultSite.ENCODE_FRAME, over.number)
     tokens = over.tokens.astype("<i4", copy=False).tobytes()
-    return EndedFrame(over.number, over.sequence, over.reason, tokens, over.score, over.num_preemptions, over.by_token)
+    return FinishedFrame(
+        over.number, over.sequence, over.reason, tokens, over.score, over.num_preemptions, over.by_token
+    )
 
 
-def _ended_of(frame: EndedFrame) -> Ended:
+def _ended_of(frame: FinishedFrame) -> FinishedSequence:
     tokens = np.frombuffer(frame.tokens, dtype="<i4")
-    return Ended(frame.number, frame.sequence, frame.reason, tokens, frame.score, frame.num_preemptions, frame.by_token)
+    return FinishedSequence(
+        frame.number, frame.sequence, frame.reason, tokens, frame.score, frame.num_preemptions, frame.by_token
+    )
 
 
 def _scores_frame(top: TopLogprobs) -> ScoresFrame:

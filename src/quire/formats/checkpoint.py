@@ -13,7 +13,7 @@ from quire.core.model import ModelSpec
 MetadataValue = int | float | bool | str | list[int] | list[float] | list[bool] | list[str]
 
 
-class Source(Enum):
+class CheckpointSource(Enum):
     """Where a model comes from; it decides how tensors are named and where the tokenizer is."""
 
     FOLDER = "huggingface"  # the tokenizer is tokenizer.json and its neighbours, in `path`
@@ -53,7 +53,7 @@ def possible_tokens(ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
 class Checkpoint:
     """All that can be known of a model without reading its weights."""
 
-    source: Source
+    source: CheckpointSource
     path: Path  # the folder or the file; for a dummy, its name
     spec: ModelSpec
     end_ids: tuple[int, ...] = ()

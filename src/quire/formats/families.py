@@ -25,7 +25,7 @@ class BiasRule(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class ModelFamily:
     """One family of models, as its files describe it."""
 
     name: str
@@ -47,9 +47,9 @@ class Family:
     interleaved_in_gguf: bool = False  # llama.cpp's converter reorders the rows of queries and keys
 
 
-FAMILIES: tuple[Family, ...] = (
-    Family("llama", "LlamaForCausalLM", "llama", "llama", bias=BiasRule.IF_ASKED, interleaved_in_gguf=True),
-    Family(
+FAMILIES: tuple[ModelFamily, ...] = (
+    ModelFamily("llama", "LlamaForCausalLM", "llama", "llama", bias=BiasRule.IF_ASKED, interleaved_in_gguf=True),
+    ModelFamily(
         "mistral",
         "MistralForCausalLM",
         "mistral",
@@ -57,8 +57,8 @@ FAMILIES: tuple[Family, ...] = (
         windows=WindowRule.EVERY_LAYER,
         default_window=4096,
     ),
-    Family("qwen2", "Qwen2ForCausalLM", "qwen2", "qwen2", bias=BiasRule.QKV, windows=WindowRule.UPPER_LAYERS),
-    Family(
+    ModelFamily("qwen2", "Qwen2ForCausalLM", "qwen2", "qwen2", bias=BiasRule.QKV, windows=WindowRule.UPPER_LAYERS),
+    ModelFamily(
         "qwen3",
         "Qwen3ForCausalLM",
         "qwen3",
@@ -68,7 +68,7 @@ FAMILIES: tuple[Family, ...] = (
         default_head_dim=128,
         qk_norm=True,
     ),
-    Family(
+    ModelFamily(
         "gemma2",
         "Gemma2ForCausalLM",
         "gemma2",
@@ -81,7 +81,7 @@ FAMILIES: tuple[Family, ...] = (
         tied_by_default=True,
         gemma=True,
     ),
-    Family(
+    ModelFamily(
         "gemma3",
         "Gemma3ForCausalLM",
         "gemma3_text",
@@ -97,7 +97,7 @@ FAMILIES: tuple[Family, ...] = (
         gemma=True,
         local_rope=True,
     ),
-    Family(
+    ModelFamily(
         "phi3",
         "Phi3ForCausalLM",
         "phi3",
@@ -114,7 +114,7 @@ BY_MODEL_TYPE = {family.model_type: family for family in FAMILIES}
 BY_GGUF = {family.gguf: family for family in FAMILIES if family.gguf is not None}
 
 
-def unsupported(source: str, name: str, known: dict[str, Family], remark: str = "") -> UnsupportedModel:
+def unsupported(source: str, name: str, known: dict[str, ModelFamily], remark: str = "") -> UnsupportedModel:
     """The refusal of an architecture, with the nearest that is read."""
     nearest = get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f" The nearest is {nearest[0]}." if nearest else ""

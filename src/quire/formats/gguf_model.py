@@ -7,11 +7,11 @@ import numpy as np
 
 from quire.core.errors import BrokenModelFile, UnsupportedModel
 from quire.core.model import ModelSpec, RopeKind, RopeSpec
-from quire.formats.checkpoint import Checkpoint, Source, StoredTensor, possible_tokens
-from quire.formats.families import BY_GGUF, Family, WindowRule, unsupported
-from quire.formats.fields import Fields
-from quire.formats.geometry import MAX_LAYERS, check_geometry
+from quire.formats.checkpoint import Checkpoint, CheckpointSource, StoredTensor, possible_tokens
+from quire.formats.families import BY_GGUF, ModelFamily, WindowRule, unsupported
 from quire.formats.gguf_file import GgufFile, read_gguf
+from quire.formats.json_fields import JsonFields
+from quire.formats.spec_checks import MAX_LAYERS, check_geometry
 
 ROPE_FACTORS = "rope_freqs.weight"
 ROPE_FACTORS_SHORT = "rope_factors_short.weight"
@@ -25,17 +25,17 @@ GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 def open_gguf(path: Path) -> Checkpoint:
     """All that can be known of the model in a GGUF file without reading its weights."""
     file = read_gguf(path)
-    general = Fields(file.metadata, str(path))
+    general = JsonFields(file.metadata, str(path))
     _refuse_parts(general)
     architecture = general.text("general.architecture")
     family = BY_GGUF.get(architecture)
     if family is None:
         raise unsupported(str(path), architecture, BY_GGUF)
-    spec = _read_spec(file, family, Fields(file.metadata, str(path), prefix=f"{architecture}."))
-    tokenizer = Fields(file.metadata, str(path), prefix="tokenizer.ggml.")
+    spec = _read_spec(file, family, JsonFields(file.metadata, str(path), prefix=f"{architecture}."))
+    tokenizer = JsonFields(file.metadata, str(path), prefix="tokenizer.ggml.")
     ends = (token for key in END_KEYS for token in tokenizer.token_ids(key))
     return Checkpoint(
-        source=Source.GGUF,
+        source=CheckpointSource.GGUF,
         path=path,
         spec=spec,
         end_ids=possible_tokens(ends, spec.vocab_size),
@@ -44,7 +44,7 @@ def open_gguf(path: Path) -> Checkpoint:
     )
 
 
-def _refuse_parts(general: Fields) -> None:
+def _refuse_parts(general: JsonFields) -> None:
     """Files that hold something other than one whole model."""
     kind = general.text("general.type", "model")
     if kind != "model":
@@ -56,7 +56,7 @@ def _refuse_parts(general: Fields) -> None:
         )
 
 
-def _read_spec(file: GgufFile, family: Family, keys: Fields) -> ModelSpec:
+def _read_spec(file: GgufFile, family: ModelFamily, keys: JsonFields) -> ModelSpec:
     if keys.integer("expert_count", 0, low=0):
         raise UnsupportedModel(f"{keys.source} is a mixture of experts, which quire does not read yet.")
     num_layers = keys.integer("block_count", high=MAX_LAYERS)
@@ -107,30 +107,30 @@ def _layer_has(file: GgufFile, *names: str) -> bool:
     return any(f"blk.0.{name}" in file.tensors for name in names)
 
 
-def _per_layer(keys: Fields, key: str, default: int | None) -> int:
+def _per_layer(keys: JsonFields, key: str, default: int | None) -> int:
     """A count that the format lets differ by layer; quire wants it the same in all."""
     value = keys.get(key)
     if not isinstance(value, list):
         return keys.integer(key, default)
     if len(set(value)) != 1:
         raise UnsupportedModel(f"{keys.source} has a {key} that differs by layer, which quire does not read.")
-    return Fields({key: value[0]}, keys.source).integer(key)
+    return JsonFields({key: value[0]}, keys.source).integer(key)
 
 
-def _gemma_scale(family: Family, num_layers: int, heads_share: float, head_dim: int) -> float | None:
+def _gemma_scale(family: ModelFamily, num_layers: int, heads_share: float, head_dim: int) -> float | None:
     if not family.gemma:
         return None
     wide = GEMMA_27B_LAYERS[family.name] == num_layers
     return 1.0 / math.sqrt(heads_share if wide else head_dim)
 
 
-def _final_softcap(keys: Fields, family: Family) -> float:
+def _final_softcap(keys: JsonFields, family: ModelFamily) -> float:
     if not family.gemma:
         return 0.0
     return keys.number("final_logit_softcapping", 30.0 if family.name == "gemma2" else 0.0)
 
 
-def _windows(keys: Fields, family: Family, num_layers: int) -> tuple[int, ...]:
+def _windows(keys: JsonFields, family: ModelFamily, num_layers: int) -> tuple[int, ...]:
     periodic = family.windows is WindowRule.PERIODIC
     if not periodic and family.name not in ("llama", "phi3"):
         return ()
@@ -150,12 +150,12 @@ def _windows(keys: Fields, family: Family, num_layers: int) -> tuple[int, ...]:
     return tuple(window if (layer + 1) % period else 0 for layer in range(num_layers))
 
 
-def _local_rope(keys: Fields, head_dim: int) -> RopeSpec:
+def _local_rope(keys: JsonFields, head_dim: int) -> RopeSpec:
     theta = keys.number("rope.freq_base_swa", LOCAL_THETA, positive=True)
     return RopeSpec(theta, keys.integer("rope.dimension_count_swa", head_dim))
 
 
-def _rope(file: GgufFile, family: Family, keys: Fields, head_dim: int) -> RopeSpec:
+def _rope(file: GgufFile, family: ModelFamily, keys: JsonFields, head_dim: int) -> RopeSpec:
     theta = keys.number("rope.freq_base", family.default_theta, positive=True)
     rotary_dim = keys.integer("rope.dimension_count", head_dim)
     kind = keys.text("rope.scaling.type", "linear")  # llama.cpp's default; with a factor of 1 it is none
@@ -190,7 +190,7 @@ def _rope(file: GgufFile, family: Family, keys: Fields, head_dim: int) -> RopeSp
     )
 
 
-def _yarn(keys: Fields, theta: float, rotary_dim: int, factor: float, original: int) -> RopeSpec:
+def _yarn(keys: JsonFields, theta: float, rotary_dim: int, factor: float, original: int) -> RopeSpec:
     extra = keys.number("rope.scaling.yarn_attn_factor", keys.number("rope.scaling.attn_factor", 1.0))
     return RopeSpec(
         theta,

@@ -3,27 +3,86 @@
 Call `compile` on any thread but an event loop's: llguidance lets go of the interpreter lock while it compiles (the
 longest gap seen by another thread was 14 ms during a compile of 14 s), and the checks before it keep what a
 client can send under about a second.
+
+Keeps what was used last, bounded by bytes. Knows not what it keeps.
 """
 
 import threading
 import time
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits
 
 from quire.core.errors import InvalidGrammar
-from quire.core.grammar import Grammar, GrammarKind
+from quire.core.sampling import Grammar, GrammarKind
 from quire.grammar import limits
-from quire.grammar.cache import Cache
-from quire.grammar.check import Source, lark_source
-from quire.grammar.matcher import Matcher
-from quire.grammar.tokens import Vocabulary
+from quire.grammar.matcher import GrammarMatcher
+from quire.grammar.validate import GrammarSource, lark_source
+from quire.grammar.vocabulary import GrammarVocabulary
+
+
+class Sized(Protocol):
+    @property
+    def cost_bytes(self) -> int:
+        """What it takes now; may grow while it is kept."""
+        ...
+
+
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value", bound=Sized)
+
+
+class SizedCache(Generic[Key, Value]):
+    """Safe to use from many threads."""
+
+    __slots__ = ("_entries", "_lock", "max_bytes")
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._entries: OrderedDict[Key, Value] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def find(self, key: Key) -> Value | None:
+        with self._lock:
+            value = self._entries.get(key)
+            if value is not None:
+                self._entries.move_to_end(key)
+                self._trim()
+            return value
+
+    def keep(self, key: Key, value: Value) -> Value:
+        """What is kept under this key: another thread may have been first."""
+        with self._lock:
+            kept = self._entries.setdefault(key, value)
+            self._entries.move_to_end(key)
+            self._trim()
+            return kept
+
+    @property
+    def cost_bytes(self) -> int:
+        with self._lock:
+            return self._total()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def _total(self) -> int:
+        return sum(value.cost_bytes for value in self._entries.values())
+
+    def _trim(self) -> None:
+        total = self._total()
+        while total > self.max_bytes and self._entries:
+            _, given_up = self._entries.popitem(last=False)
+            total -= given_up.cost_bytes
+
 
 _SMALLER = "Use fewer optional and repeated parts beside one another, or a regular expression for them."
 
 
-class Compiled:
+class CompiledGrammar:
     """One grammar, ready to be followed by any number of sequences.
 
     llguidance's copies share one lexer, which grows with every mask and fails for all of them once it is full. So
@@ -32,16 +91,16 @@ class Compiled:
 
     __slots__ = ("_lock", "_prototype", "_source", "num_masks", "vocabulary")
 
-    def __init__(self, source: Source, vocabulary: Vocabulary) -> None:
+    def __init__(self, source: GrammarSource, vocabulary: GrammarVocabulary) -> None:
         self._source = source
         self._lock = threading.Lock()
         self.vocabulary = vocabulary
         self.num_masks = 0  # counted without a lock: an estimate of growth, nothing else
         self._prototype = self._build()
 
-    def matcher(self) -> Matcher:
+    def matcher(self) -> GrammarMatcher:
         """A matcher at the beginning of an answer."""
-        return Matcher(self)
+        return GrammarMatcher(self)
 
     @property
     def prototype(self) -> LLMatcher:
@@ -69,29 +128,29 @@ class Compiled:
         return matcher
 
 
-class Compiler:
+class GrammarCompiler:
     """One for a model. Safe to use from many threads."""
 
     __slots__ = ("_cache", "_cpu_time", "vocabulary")
 
     def __init__(
         self,
-        vocabulary: Vocabulary,
+        vocabulary: GrammarVocabulary,
         *,
         cache_bytes: int = limits.CACHE_BYTES,
         cpu_time: Callable[[], float] = time.thread_time,
     ) -> None:
         self.vocabulary = vocabulary
         self._cpu_time = cpu_time
-        self._cache: Cache[tuple[GrammarKind, str], Compiled] = Cache(cache_bytes)
+        self._cache: SizedCache[tuple[GrammarKind, str], CompiledGrammar] = SizedCache(cache_bytes)
 
-    def compile(self, grammar: Grammar) -> Compiled:
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
         """What sequences follow. Raises InvalidGrammar, also if no text of these tokens fulfils the grammar."""
         key = (grammar.kind, grammar.text)
         known = self._cache.find(key)
         if known is not None:
             return known
-        compiled = Compiled(lark_source(grammar), self.vocabulary)
+        compiled = CompiledGrammar(lark_source(grammar), self.vocabulary)
         self._try(compiled.matcher())
         return self._cache.keep(key, compiled)
 
@@ -99,7 +158,7 @@ class Compiler:
         """Whether it was compiled, and is kept."""
         return self._cache.find((grammar.kind, grammar.text)) is not None
 
-    def _try(self, matcher: Matcher) -> None:
+    def _try(self, matcher: GrammarMatcher) -> None:
         """What fails at the first token, or takes too long over it, is refused before anybody follows it."""
         begun_s = self._cpu_time()
         follows = matcher.fill(np.zeros(self.vocabulary.num_words, np.int32))

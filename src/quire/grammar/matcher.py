@@ -10,29 +10,29 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher
 
 from quire.core.ids import IntArray
-from quire.grammar.tokens import Vocabulary
+from quire.grammar.vocabulary import GrammarVocabulary
 
 _TOKENS_BETWEEN_RENEWALS = 256  # a grammar that fills a fresh lexer sooner is itself too large to follow
 
 
-class Pattern(Protocol):
+class MatcherSource(Protocol):
     """What a matcher is made from; `Compiled` is."""
 
     num_masks: int
 
     @property
-    def vocabulary(self) -> Vocabulary: ...
+    def vocabulary(self) -> GrammarVocabulary: ...
     @property
     def prototype(self) -> LLMatcher: ...
     def renew(self, full: LLMatcher) -> LLMatcher: ...
 
 
-class Matcher:
+class GrammarMatcher:
     """One sequence's place in its grammar: a function of the tokens it took. Used by one thread at a time."""
 
     __slots__ = ("_ended", "_inner", "_origin", "_renewed_at", "_tokens", "failed", "pattern", "trouble")
 
-    def __init__(self, pattern: Pattern) -> None:
+    def __init__(self, pattern: MatcherSource) -> None:
         self.pattern = pattern
         self._origin = pattern.prototype
         self._inner = self._origin.deep_copy()
@@ -94,10 +94,10 @@ class Matcher:
             rolled = self._inner.rollback(num_tokens)
             assert rolled, self._inner.get_error()
 
-    def fork(self) -> "Matcher":
+    def fork(self) -> "GrammarMatcher":
         """A second matcher at the same place."""
         assert not self.failed
-        twin = Matcher(self.pattern)
+        twin = GrammarMatcher(self.pattern)
         twin._origin = self._origin
         twin._inner = self._inner.deep_copy()
         twin._tokens = list(self._tokens)
@@ -147,7 +147,7 @@ class MaskPool:
     def __init__(self, num_threads: int) -> None:
         self._executor = LLExecutor(num_threads)
 
-    def fill(self, matchers: list[Matcher], mask_rows: IntArray) -> list[bool]:
+    def fill(self, matchers: list[GrammarMatcher], mask_rows: IntArray) -> list[bool]:
         """`Matcher.fill` for each matcher into the row of its place: the same bits, the same answers.
 
         All matchers are of one vocabulary.

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from quire.kernels.contract import AttentionRule, HeadNorm, Parts, Ragged, Rotation
+from quire.kernels.interface import AttentionRule, HeadNorm, PartialSums, Rotation, StepLayout
 
 
 class ReferenceKernels:
@@ -33,8 +33,8 @@ class ReferenceKernels:
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         return _rms_norm(x, weight, epsilon)
 
-    def add_rms_norm(self, x: Tensor | Parts, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        residual.copy_(residual + (x.whole() if isinstance(x, Parts) else x))
+    def add_rms_norm(self, x: Tensor | PartialSums, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        residual.copy_(residual + (x.whole() if isinstance(x, PartialSums) else x))
         return _rms_norm(residual, weight, epsilon).to(x.dtype)
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
@@ -47,15 +47,15 @@ class ReferenceKernels:
             activated = 0.5 * gate * (1 + torch.tanh(inner))
         return (activated * up).to(gate_up.dtype)
 
-    def plan(self, ragged: Ragged, block_size: int) -> "ReferenceAttention":
-        return ReferenceAttention(ragged, block_size)
+    def plan(self, layout: StepLayout, block_size: int) -> "ReferenceAttention":
+        return ReferenceAttention(layout, block_size)
 
 
 class ReferenceAttention:
     """One sequence after the other, one query after the other."""
 
-    def __init__(self, ragged: Ragged, block_size: int) -> None:
-        self._ragged = ragged
+    def __init__(self, layout: StepLayout, block_size: int) -> None:
+        self._layout = layout
         self._block_size = block_size
 
     def turn_and_write(self, qkv: Tensor, head_norm: HeadNorm | None, rotation: Rotation, kv_layer: Tensor) -> None:
@@ -68,13 +68,13 @@ class ReferenceAttention:
 
     def write(self, key_value: Tensor, kv_layer: Tensor) -> None:
         """key_value: [tokens, 2, kv_heads, dim], stored as it is."""
-        for token, slot in enumerate(self._ragged.slots.tolist()):
+        for token, slot in enumerate(self._layout.slots.tolist()):
             kv_layer[slot // self._block_size, :, slot % self._block_size] = key_value[token]
 
     def attend(self, query: Tensor, kv_layer: Tensor, rule: AttentionRule) -> Tensor:
         output = torch.empty_like(query)
-        starts = self._ragged.query_starts.tolist()
-        for sequence, length in enumerate(self._ragged.context_lengths.tolist()):
+        starts = self._layout.query_starts.tolist()
+        for sequence, length in enumerate(self._layout.context_lengths.tolist()):
             tokens = range(starts[sequence], starts[sequence + 1])
             for token in tokens:
                 position = length - (tokens.stop - token)  # the last query sees `length` keys
@@ -85,7 +85,7 @@ class ReferenceAttention:
 
     def _read(self, kv_layer: Tensor, sequence: int, positions: range) -> Tensor:
         """The keys and values at these positions, through the block table: [keys, 2, kv_heads, dim]."""
-        table = self._ragged.tables[sequence].tolist()
+        table = self._layout.tables[sequence].tolist()
         size = self._block_size
         return torch.stack([kv_layer[table[p // size], :, p % size] for p in positions]).float()
 

@@ -9,33 +9,32 @@ import torch
 from torch import Tensor
 
 from quire.core.errors import ConfigError
-from quire.kernels.ahead import CompilingAhead
-from quire.kernels.attention_choice import (
+from quire.kernels.attention_backends import (
     OWN_NAME,
+    AttentionEnvironment,
     AttentionNeeds,
-    Surroundings,
     choose_attention,
+    find_backends,
 )
-from quire.kernels.choosing import Choosing
-from quire.kernels.contract import Kernels
-from quire.kernels.cpu import CpuKernels
-from quire.kernels.find_backends import find_backends
-from quire.kernels.gpu.backends.share import OWN, AttentionBackend, Backends
+from quire.kernels.cpu.kernels import CpuKernels
+from quire.kernels.gpu.backends.interface import OWN, AttentionBackend, AttentionBackends
+from quire.kernels.interface import Kernels, Precompiling
 from quire.kernels.reference import ReferenceKernels
+from quire.kernels.row_interface import RowKernels
 
 
-class Choice(NamedTuple):
+class KernelChoice(NamedTuple):
     """A set of kernels, and the reason a person may read."""
 
     kernels: Kernels
     reason: str
-    choosing: Choosing | None = None  # None: tokens are chosen by tensor operations
+    choosing: RowKernels | None = None  # None: tokens are chosen by tensor operations
     copy_blocks: Callable[[Tensor, Tensor, Tensor], None] | None = None  # None: block by block
     attention: tuple[str, ...] = ()  # reasons for who attends to what, where there is a choice
     recordable: bool = True  # whether a graph may hold a step of these kernels
 
 
-def select_kernels(name: str, needs: AttentionNeeds | None = None, backend: str = "auto") -> Choice:
+def select_kernels(name: str, needs: AttentionNeeds | None = None, backend: str = "auto") -> KernelChoice:
     """By device ("cpu", "cuda") or, for tests, by name ("reference").
 
     `backend`: who attends on a GPU. Unless the needs of the model are known, only our own kernels do.
@@ -50,30 +49,32 @@ def select_kernels(name: str, needs: AttentionNeeds | None = None, backend: str 
         kernels = CpuKernels()
         rows = "compiled by numba" if kernels.compiled else "by torch (install numba for faster ones)"
         products = "float32 times bfloat16 on its matrix unit" if kernels.exact else "packed bfloat16 weights"
-        return Choice(kernels, f"the device is the CPU: {products}, norms and decode attention {rows}")
+        return KernelChoice(kernels, f"the device is the CPU: {products}, norms and decode attention {rows}")
     if name == "cuda":
         return _gpu_choice(needs, backend)
     if name == "reference":
-        return Choice(ReferenceKernels(), "asked for by name: slow, and right by reading")
+        return KernelChoice(ReferenceKernels(), "asked for by name: slow, and right by reading")
     raise ConfigError(f'There are no kernels for "{name}": choose "cpu" or "cuda".', param="device")
 
 
-def _gpu_choice(needs: AttentionNeeds | None, backend: str) -> Choice:
+def _gpu_choice(needs: AttentionNeeds | None, backend: str) -> KernelChoice:
     if find_spec("triton") is None:
         if backend not in ("auto", OWN_NAME):
             raise ConfigError(
                 f'The attention backend {backend} needs Triton beside it: pip install "quire[gpu]".',
                 param="attention_backend",
             )
-        return Choice(ReferenceKernels(), 'Triton is not installed (pip install "quire[gpu]"): the reference, slow')
-    from quire.kernels.gpu.copies import copy_blocks  # a CPU never waits for Triton to be loaded
-    from quire.kernels.gpu.cruise import cruise_rows
-    from quire.kernels.gpu.decode_attention import most_query_heads
-    from quire.kernels.gpu.finish import finish_rows
+        return KernelChoice(
+            ReferenceKernels(), 'Triton is not installed (pip install "quire[gpu]"): the reference, slow'
+        )
+    from quire.kernels.gpu.attention.decode import most_query_heads
+    from quire.kernels.gpu.copy_blocks import copy_blocks  # a CPU never waits for Triton to be loaded
+    from quire.kernels.gpu.decode_inputs import decode_inputs
     from quire.kernels.gpu.kernels import GpuKernels
-    from quire.kernels.gpu.sample import choose_tokens
-    from quire.kernels.gpu.score import score_tokens
-    from quire.kernels.gpu.shape_logits import shape_logits, tally_tokens
+    from quire.kernels.gpu.sampling.finish import finish_rows
+    from quire.kernels.gpu.sampling.logit_processors import shape_logits, tally_tokens
+    from quire.kernels.gpu.sampling.logprobs import score_tokens
+    from quire.kernels.gpu.sampling.sample import choose_tokens
 
     backends, reasons, windows = OWN, tuple[str, ...](), tuple[int, ...]((0,))
     if needs is not None:
@@ -85,27 +86,27 @@ def _gpu_choice(needs: AttentionNeeds | None, backend: str) -> Choice:
                 param="device",
             )
         windows = tuple(dict.fromkeys(rule.window for rule in needs.rules))
-        here = Surroundings(torch.cuda.get_device_capability(), find_backends())
+        here = AttentionEnvironment(torch.cuda.get_device_capability(), find_backends())
         backends, reasons = settle_attention(backend, needs, here, torch.device("cuda"))
     reason = "the device is a GPU: products of few rows, attention and all between by Triton, other products by torch"
-    choosing = Choosing(shape_logits, choose_tokens, tally_tokens, score_tokens, finish_rows, cruise_rows)
-    return Choice(GpuKernels(backends, windows), reason, choosing, copy_blocks, reasons, backends.recordable)
+    choosing = RowKernels(shape_logits, choose_tokens, tally_tokens, score_tokens, finish_rows, decode_inputs)
+    return KernelChoice(GpuKernels(backends, windows), reason, choosing, copy_blocks, reasons, backends.recordable)
 
 
-def compiling_ahead(device: str) -> CompilingAhead | None:
+def compiling_ahead(device: str) -> Precompiling | None:
     """For the kernels of this device ("cpu", "cuda"); None: there is nothing to compile."""
     if device != "cuda" or find_spec("triton") is None:
         return None
-    from quire.kernels.gpu.compiling import compile_first, compiling_launched
+    from quire.kernels.gpu.precompile import compile_first, compiling_launched
 
-    return CompilingAhead(compile_first, compiling_launched)
+    return Precompiling(compile_first, compiling_launched)
 
 
 def settle_attention(
-    wanted: str, needs: AttentionNeeds, here: Surroundings, device: torch.device
-) -> tuple[Backends, tuple[str, ...]]:
+    wanted: str, needs: AttentionNeeds, here: AttentionEnvironment, device: torch.device
+) -> tuple[AttentionBackends, tuple[str, ...]]:
     """Choose, try what was chosen, and choose again without what failed. Refuses only what was asked for by name."""
-    from quire.kernels.gpu.backends.trial import trial_fault
+    from quire.kernels.gpu.backends.self_test import trial_fault
 
     loaded: dict[str, AttentionBackend] = {}
     good: set[tuple[str, str]] = set()
@@ -113,7 +114,9 @@ def settle_attention(
         choice = choose_attention(wanted, needs, here)
         untried = [(part, name) for part, name in choice.others if (part, name) not in good]
         if not untried:
-            return Backends(**{part: loaded.get(name) for part, name in choice.by_part.items()}), choice.reasons
+            return AttentionBackends(
+                **{part: loaded.get(name) for part, name in choice.by_part.items()}
+            ), choice.reasons
         part, name = untried[0]
         fault = trial_fault(partial(_loaded, name, device, loaded), part, needs, device)
         if fault:

@@ -3,6 +3,8 @@
 A reservation is a count, not blocks: blocks enter a table only in the plan that first writes them. What is promised
 to one row cannot be taken by another. Knows rows and tokens; no steps, no queues, no tensors. Copies that become
 necessary (partial blocks, demotions, promotions) collect as orders for the next plan.
+
+Block tables by row: which blocks hold a row's positions. Knows nothing of tokens or of who else holds a block.
 """
 
 from collections.abc import Callable
@@ -12,12 +14,57 @@ from numpy.typing import NDArray
 
 from quire.core.ids import BlockId, IndexArray, IntArray, RequestId, Row
 from quire.core.moves import Move, Place, Tier
-from quire.core.request import Owner
-from quire.kv.answers import Inserted, Match
-from quire.kv.pool import BlockPool
-from quire.kv.radix import RadixTree
+from quire.core.request import BlockOwner
+from quire.kv.block_pool import BlockPool
 from quire.kv.radix_node import NO_BLOCKS, TOKEN_BYTES, Node
-from quire.kv.tables import Tables
+from quire.kv.radix_tree import Inserted, PrefixMatch, RadixTree
+
+_ONE = np.array(1)  # numpy adds it in half the time
+
+
+class BlockTables:
+    """One line of block ids per row, as wide as the longest has needed so far."""
+
+    __slots__ = ("_blocks", "lengths")
+
+    def __init__(self, max_rows: int) -> None:
+        self._blocks: IntArray = np.zeros((max_rows, 8), dtype=np.int32)
+        self.lengths: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
+
+    def of(self, row: Row) -> IntArray:
+        """The row's blocks, in order: a view."""
+        line: IntArray = self._blocks[row, : self.lengths.item(row)]
+        return line
+
+    def last(self, row: Row) -> int:
+        return int(self._blocks[row, self.lengths[row] - 1])
+
+    def append(self, row: Row, blocks: IntArray) -> None:
+        """Several more blocks for one row."""
+        start = self.lengths.item(row)
+        stop = start + len(blocks)
+        if stop > self._blocks.shape[1]:
+            self._widen(stop)
+        self._blocks[row, start:stop] = blocks
+        self.lengths[row] = stop
+
+    def append_each(self, rows: IndexArray, blocks: IntArray) -> None:
+        """One more block for each of some distinct rows."""
+        ends = self.lengths[rows]
+        try:
+            self._blocks[rows, ends] = blocks
+        except IndexError:  # nothing was written yet; to look for the longest each time would cost more
+            self._widen(int(ends.max()) + 1)
+            self._blocks[rows, ends] = blocks
+        self.lengths[rows] = ends + _ONE
+
+    def clear(self, row: Row) -> None:
+        self.lengths[row] = 0
+
+    def _widen(self, width: int) -> None:
+        more = max(width, 2 * self._blocks.shape[1]) - self._blocks.shape[1]
+        self._blocks = np.pad(self._blocks, ((0, 0), (0, more)))
+
 
 # Blocks evicted at once, ahead of need: a trim costs about the same for one block and for many.
 _TRIM = 32
@@ -32,7 +79,7 @@ class KVManager:
     """The tables of all seated rows over one pool, and the prefix tree beside them."""
 
     __slots__ = ("_committed", "_forked", "_frozen", "_moves", "_nodes", "_worth_keeping", "block_size", "host",
-                 "num_promised", "pool", "promised", "step", "tables", "tree")  # fmt: skip
+                 "num_reserved", "pool", "reserved", "step", "tables", "tree")  # fmt: skip
 
     def __init__(
         self,
@@ -48,9 +95,9 @@ class KVManager:
         self.host = BlockPool(num_host_blocks) if num_host_blocks else None
         self.block_size = block_size
         self.tree = RadixTree(block_size, self.pool, self.host) if prefix else None
-        self.tables = Tables(max_rows)
-        self.promised: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # by row, not yet in its table
-        self.num_promised = 0
+        self.tables = BlockTables(max_rows)
+        self.reserved: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # by row, not yet in its table
+        self.num_reserved = 0
         self.step = 0  # of the plan in the making; evictions remember it
         self._worth_keeping = worth_keeping  # whether positions [start, stop) are cheaper to bring back than to compute
         self._nodes: dict[Row, Node] = {}  # the deepest node of the tree that is in the row's table
@@ -62,31 +109,31 @@ class KVManager:
     @property
     def num_available(self) -> int:
         """Blocks that nobody holds and nobody was promised."""
-        return self.pool.num_free + self.pool.num_idle - self.num_promised
+        return self.pool.num_free + self.pool.num_evictable - self.num_reserved
 
-    def match(self, owner: Owner, tokens: IntArray, limit: int) -> Match | None:
+    def match(self, owner: BlockOwner, tokens: IntArray, limit: int) -> PrefixMatch | None:
         """The longest known prefix of tokens[:limit]."""
         return None if self.tree is None or limit <= 0 else self.tree.match(owner.partition, tokens, limit)
 
-    def num_found(self, match: Match | None) -> int:
+    def num_found(self, match: PrefixMatch | None) -> int:
         """All tokens of a match, wherever they lie."""
         if match is None:
             return 0
         num_partial = 0 if match.partial is None else match.partial.num_tokens
         return match.num_tokens + len(match.host_blocks) * self.block_size + num_partial
 
-    def shortage(self, match: Match | None, num_more: int) -> int:
+    def shortage(self, match: PrefixMatch | None, num_more: int) -> int:
         """The blocks that are missing to hold a match and to promise so many beyond it; 0 or less if none is."""
-        num_idle = 0 if match is None or not len(match.blocks) else self.pool.count_idle(match.blocks)
-        return num_more + num_idle - self.num_available
+        num_evictable = 0 if match is None or not len(match.blocks) else self.pool.count_evictable(match.blocks)
+        return num_more + num_evictable - self.num_available
 
-    def fits(self, match: Match | None, num_more: int) -> bool:
+    def fits(self, match: PrefixMatch | None, num_more: int) -> bool:
         return self.shortage(match, num_more) <= 0
 
-    def open(self, row: Row, owner: Owner, match: Match | None, num_more: int) -> int:
+    def open(self, row: Row, owner: BlockOwner, match: PrefixMatch | None, num_more: int) -> int:
         """Begin a row's table with what is known, and promise so many blocks beyond; the positions it holds."""
         assert self.tables.lengths[row] == 0, row
-        self.promise(row, num_more)
+        self.reserve(row, num_more)
         if match is None or self.tree is None:
             assert self.num_available >= 0, num_more
             return 0
@@ -99,18 +146,18 @@ class KVManager:
         num_tokens = match.num_tokens
         from_host = match.host_node is not None or (match.partial is not None and match.partial.place.tier is Tier.HOST)
         if match.host_node is not None:
-            blocks = self._spend(row, len(match.host_blocks), owner.request, demoting=False)
+            blocks = self._allocate(row, len(match.host_blocks), owner.request, demoting=False)
             self._moves.extend(self.tree.promote(match.host_node, blocks))
             self._nodes[row] = match.host_node
             self._committed[row] += len(blocks)
             num_tokens += len(blocks) * self.block_size
         if match.partial is not None:
-            block = self._spend(row, 1, owner.request, demoting=not from_host)
+            block = self._allocate(row, 1, owner.request, demoting=not from_host)
             self._moves.append(Move(match.partial.place, Place(Tier.DEVICE, BlockId(int(block[0])))))
             num_tokens += match.partial.num_tokens
         return num_tokens
 
-    def fork(self, parent: Row, child: Row, owner: Owner, tokens: IntArray) -> None:
+    def fork(self, parent: Row, child: Row, owner: BlockOwner, tokens: IntArray) -> None:
         """Begin the child's table with the parent's first tokens: full blocks shared, the partial one copied."""
         assert self.tables.lengths[child] == 0, child
         self._forked.update((parent, child))
@@ -120,11 +167,11 @@ class KVManager:
         self.tables.append(child, shared[:num_full])
         self._find_own_node(child, owner, tokens[: num_full * self.block_size])
         if len(tokens) % self.block_size:
-            block = self._spend(child, 1, owner.request)
+            block = self._allocate(child, 1, owner.request)
             source = Place(Tier.DEVICE, BlockId(int(shared[num_full])))
             self._moves.append(Move(source, Place(Tier.DEVICE, BlockId(int(block[0])))))
 
-    def _find_own_node(self, row: Row, owner: Owner, tokens: IntArray) -> None:
+    def _find_own_node(self, row: Row, owner: BlockOwner, tokens: IntArray) -> None:
         """Where in the tree the row's blocks are, if they are in it."""
         if self.tree is None:
             return
@@ -141,33 +188,33 @@ class KVManager:
 
     def grow(self, row: Row, by: RequestId) -> bool:
         """One more block for a row's table, from its promise if any is left; False if there is none to give."""
-        if self.promised[row] == 0:
+        if self.reserved[row] == 0:
             if self.num_available == 0:
                 return False
-            self.promise(row, 1)
-        self._spend(row, 1, by)
+            self.reserve(row, 1)
+        self._allocate(row, 1, by)
         return True
 
     def grow_each(self, rows: IndexArray) -> IntArray | None:
         """One more block for each row; None, and nothing done, if not everyone can have one."""
-        promised = self.promised[rows]
-        kept = promised > 0
+        reserved = self.reserved[rows]
+        kept = reserved > 0
         num_kept = int(np.count_nonzero(kept))
         if len(rows) - num_kept > self.num_available:
             return None
         self._make_free(len(rows), None)
         blocks = self.pool.take(len(rows))
-        self.promised[rows] = promised - kept
-        self.num_promised -= num_kept
+        self.reserved[rows] = reserved - kept
+        self.num_reserved -= num_kept
         self.tables.append_each(rows, blocks)
         return blocks
 
     def grow_to(self, row: Row, num_positions: int, by: RequestId) -> IntArray:
         """The blocks a row's table lacks to hold so many positions, out of its promise."""
         missing = count_blocks(num_positions, self.block_size) - self.tables.lengths.item(row)
-        return self._spend(row, missing, by) if missing > 0 else NO_BLOCKS
+        return self._allocate(row, missing, by) if missing > 0 else NO_BLOCKS
 
-    def commit(self, row: Row, owner: Owner, tokens: IntArray) -> None:
+    def commit(self, row: Row, owner: BlockOwner, tokens: IntArray) -> None:
         """Positions [0, len(tokens)) of the row are written for good: let others find their whole blocks."""
         num_blocks = len(tokens) // self.block_size
         if self.tree is None or row in self._frozen or num_blocks <= self._committed[row]:
@@ -179,7 +226,7 @@ class KVManager:
             self._nodes[row] = inserted.node
             self._committed[row] = num_blocks
 
-    def _insert(self, tree: RadixTree, row: Row, owner: Owner, tokens: IntArray, *, leaving: bool) -> Inserted:
+    def _insert(self, tree: RadixTree, row: Row, owner: BlockOwner, tokens: IntArray, *, leaving: bool) -> Inserted:
         """Make a row's path known, from where it is known already."""
         blocks = self.tables.of(row)[: count_blocks(len(tokens), self.block_size)]
         num_known = self._committed[row]
@@ -189,9 +236,9 @@ class KVManager:
         start = num_known * self.block_size
         return tree.insert(owner.partition, tokens, blocks, start, owner.priority, owner.request, leaving, node)
 
-    def close(self, row: Row, owner: Owner, tokens: IntArray) -> None:
+    def close(self, row: Row, owner: BlockOwner, tokens: IntArray) -> None:
         """The row's table goes back; its positions [0, len(tokens)) stay in the tree for who comes next."""
-        self.promise(row, -self.promised.item(row))
+        self.reserve(row, -self.reserved.item(row))
         blocks = self.tables.of(row)
         last = None
         if self.tree is not None and len(tokens):
@@ -209,7 +256,7 @@ class KVManager:
         self._frozen.discard(row)
         self._forked.discard(row)
 
-    def distrust(self, row: Row, owner: Owner) -> None:
+    def distrust(self, row: Row, owner: BlockOwner) -> None:
         """The row's table goes back, and nobody else shall find what this request has written."""
         node = self._nodes.get(row)
         self.close(row, owner, np.empty(0, dtype=np.int32))
@@ -242,18 +289,18 @@ class KVManager:
         self._make_free(count, None)
         return self.pool.retire(count)
 
-    def promise(self, row: Row, count: int) -> None:
+    def reserve(self, row: Row, count: int) -> None:
         """Keep so many more blocks for a row; fewer, if the count is negative."""
-        self.promised[row] = self.promised.item(row) + count
-        self.num_promised += count
+        self.reserved[row] = self.reserved.item(row) + count
+        self.num_reserved += count
 
-    def _spend(self, row: Row, count: int, by: RequestId, *, demoting: bool = True) -> IntArray:
+    def _allocate(self, row: Row, count: int, by: RequestId, *, demoting: bool = True) -> IntArray:
         """Blocks out of the row's promise, into its table. Without demoting, the host tier stays as it is."""
-        assert count <= self.promised.item(row), (row, count, self.promised[row])
+        assert count <= self.reserved.item(row), (row, count, self.reserved[row])
         if count > self.pool.num_free:
             self._make_free(count, by, demoting=demoting)
         blocks = self.pool.take(count)
-        self.promise(row, -count)
+        self.reserve(row, -count)
         self.tables.append(row, blocks)
         return blocks
 
@@ -282,6 +329,6 @@ class KVManager:
         self.pool.audit_readers(readers)
         if self.tree is not None and tree:
             self.tree.audit()
-        promised = self.promised.tolist()
-        assert self.num_promised == sum(promised), "promises do not add up"
-        assert min(promised) >= 0 and self.num_available >= 0, "more blocks are promised than can be had"
+        reserved = self.reserved.tolist()
+        assert self.num_reserved == sum(reserved), "promises do not add up"
+        assert min(reserved) >= 0 and self.num_available >= 0, "more blocks are promised than can be had"

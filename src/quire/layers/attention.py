@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from quire.kernels.contract import AttentionRule, HeadNorm, Parts, Rotation, StepAttention
-from quire.layers.linear import Linear, Product
+from quire.kernels.interface import AttentionRule, HeadNorm, PartialSums, Rotation, StepAttention
+from quire.layers.linear import Linear, Projection
 
 
 class Heads(NamedTuple):
@@ -22,7 +22,7 @@ class Attention:
     __slots__ = ("_head_norm", "_heads", "_output", "_qkv", "_rule")
 
     def __init__(
-        self, heads: Heads, rule: AttentionRule, qkv: Linear, output: Product, head_norm: HeadNorm | None
+        self, heads: Heads, rule: AttentionRule, qkv: Linear, output: Projection, head_norm: HeadNorm | None
     ) -> None:
         self._heads = heads
         self._rule = rule
@@ -32,7 +32,7 @@ class Attention:
 
     def __call__(
         self, x: Tensor, rotation: Rotation, step: StepAttention, kv_layer: Tensor, wanted: Tensor | None = None
-    ) -> Tensor | Parts:
+    ) -> Tensor | PartialSums:
         """x: [tokens, hidden]; kv_layer: [blocks, 2, block_size, kv_heads, dim]; wanted: [n] int64, or all tokens.
 
         Returns [n, hidden], as the output projection does.

@@ -4,13 +4,13 @@ from typing import Protocol
 
 from torch import Tensor
 
-from quire.kernels.contract import Kernels, Parts
+from quire.kernels.interface import Kernels, PartialSums
 
 
-class Product(Protocol):
+class Projection(Protocol):
     """[tokens, in] to [tokens, out], perhaps in parts: for `Kernels.add_rms_norm` alone, unless it is a `Linear`."""
 
-    def __call__(self, x: Tensor) -> Tensor | Parts: ...
+    def __call__(self, x: Tensor) -> Tensor | PartialSums: ...
 
 
 class Linear:
@@ -27,6 +27,6 @@ class Linear:
         """x: [tokens, in]. Returns [tokens, out]."""
         return self._kernels.linear(x, self._packed, self._bias)
 
-    def to_add(self, x: Tensor) -> Tensor | Parts:
+    def to_add(self, x: Tensor) -> Tensor | PartialSums:
         """The same, perhaps in parts: see `Kernels.linear_to_add`."""
         return self._kernels.linear_to_add(x, self._packed, self._bias)

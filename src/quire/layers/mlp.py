@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from quire.kernels.contract import Kernels, Parts
-from quire.layers.linear import Linear, Product
+from quire.kernels.interface import Kernels, PartialSums
+from quire.layers.linear import Linear, Projection
 
 
 class GatedMlp:
@@ -11,12 +11,12 @@ class GatedMlp:
 
     __slots__ = ("_activation", "_down", "_gate_up", "_kernels")
 
-    def __init__(self, kernels: Kernels, gate_up: Linear, down: Product, activation: str) -> None:
+    def __init__(self, kernels: Kernels, gate_up: Linear, down: Projection, activation: str) -> None:
         self._kernels = kernels
         self._gate_up = gate_up
         self._down = down
         self._activation = activation
 
-    def __call__(self, x: Tensor) -> Tensor | Parts:
+    def __call__(self, x: Tensor) -> Tensor | PartialSums:
         """x: [tokens, hidden]. Returns [tokens, hidden], as down does."""
         return self._down(self._kernels.gate(self._gate_up(x), self._activation))

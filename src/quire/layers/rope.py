@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.core.model import RopeKind, RopeSpec
-from quire.kernels.contract import Rotation
+from quire.kernels.interface import Rotation
 
 
 class Frequencies(NamedTuple):
@@ -40,10 +40,10 @@ class RopeTable:
         self._cos = torch.cat([cos for cos, _ in tables]).to(device, dtype)  # [tables * positions, 1, rotary_dim]
         self._sin = torch.cat([sin for _, sin in tables]).to(device, dtype)
 
-    def at(self, positions: Tensor, reaches: Tensor) -> Rotation:
+    def at(self, positions: Tensor, max_lengths: Tensor) -> Rotation:
         """positions: [tokens] int64; reaches: [tokens] int64, the most tokens each one's sequence may hold."""
         if self._long_from is not None:
-            positions = positions + self._max_length * (reaches > self._long_from)
+            positions = positions + self._max_length * (max_lengths > self._long_from)
         return Rotation(self._cos.index_select(0, positions), self._sin.index_select(0, positions))
 
 

@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.core.model import ModelSpec
-from quire.kernels.contract import AttentionRule, HeadNorm, Kernels, Parts, Ragged
+from quire.kernels.interface import AttentionRule, HeadNorm, Kernels, PartialSums, StepLayout
 from quire.layers.attention import Attention, Heads
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMlp
 from quire.layers.rope import RopeTable
-from quire.models.model import KvGeometry
+from quire.models.interface import KvGeometry
 from quire.models.parameters import DecoderWeights, LayerWeights
 
 
@@ -85,7 +85,7 @@ class Decoder:
                 layer.head_norm.weight[: self._spec.num_heads] = filled.query_norm
                 layer.head_norm.weight[self._spec.num_heads :] = filled.key_norm
 
-    def abridged(self) -> "Decoder":
+    def truncated(self) -> "Decoder":
         """With two layers of each kind: a kind's first may wait for more than others do."""
         few = copy.copy(self)
         kinds = [layer.kind for layer in self._layers]
@@ -103,13 +103,13 @@ class Decoder:
         return KvGeometry(spec.num_layers, spec.num_kv_heads, spec.head_dim, stored)
 
     @torch.inference_mode()
-    def forward(self, tokens: Tensor, ragged: Ragged, kv: Tensor, wanted: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, layout: StepLayout, kv: Tensor, wanted: Tensor | None = None) -> Tensor:
         """tokens: [tokens] int64; kv: the store, see `kernels.contract`; wanted: [n] int64. [n, hidden], normed.
 
         Behind the last layer's attention only what is wanted is computed.
         """
-        step = self._kernels.plan(ragged, block_size=kv.shape[3])
-        rotations = {rope: table.at(ragged.positions, ragged.reaches) for rope, table in self._ropes.items()}
+        step = self._kernels.plan(layout, block_size=kv.shape[3])
+        rotations = {rope: table.at(layout.positions, layout.max_lengths) for rope, table in self._ropes.items()}
         embedded = F.embedding(tokens, self._embedding)
         if self._embedding_scale != 1.0:
             embedded *= self._embedding_scale
@@ -126,7 +126,7 @@ class Decoder:
             normed = self._add(layer.mlp(normed), residual, layer.mlp_post_norm, next_norm)
         return normed
 
-    def _add(self, x: Tensor | Parts, residual: Tensor, post_norm: Tensor | None, next_norm: Tensor) -> Tensor:
+    def _add(self, x: Tensor | PartialSums, residual: Tensor, post_norm: Tensor | None, next_norm: Tensor) -> Tensor:
         """Close one half of a layer: its own norm if it has one, the residual, the norm of what follows."""
         if post_norm is not None:
             assert isinstance(x, Tensor), "what has a norm of its own is not left in parts"

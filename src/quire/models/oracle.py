@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from quire.core.oracle import DEFICITS_PER_UNIT, deficit, mix
-from quire.kernels.contract import Ragged
-from quire.models.model import KvGeometry
+from quire.kernels.interface import StepLayout
+from quire.models.interface import KvGeometry
 
 
 class OracleModel:
@@ -25,32 +25,32 @@ class OracleModel:
     def vocab_size(self) -> int:
         return self._vocab_size
 
-    def abridged(self) -> "OracleModel":
+    def truncated(self) -> "OracleModel":
         return self
 
     @property
     def kv_geometry(self) -> KvGeometry:
         return KvGeometry(num_layers=1, kv_heads=1, head_dim=1, dtype=torch.int32)
 
-    def forward(self, tokens: Tensor, ragged: Ragged, kv: Tensor, wanted: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, layout: StepLayout, kv: Tensor, wanted: Tensor | None = None) -> Tensor:
         """tokens: [tokens] int64; kv: [blocks, 1, 2, block_size, 1, 1]. [n, 1] int64: the sum up to each."""
         store = kv[:, 0, :, :, 0, 0].transpose(1, 2)  # [blocks, block_size, 2]
         block_size = store.shape[1]
-        written = torch.stack([tokens, ragged.positions], dim=1).to(store.dtype)
-        store.index_put_((ragged.slots // block_size, ragged.slots % block_size), written)
+        written = torch.stack([tokens, layout.positions], dim=1).to(store.dtype)
+        store.index_put_((layout.slots // block_size, layout.slots % block_size), written)
 
-        places = torch.arange(ragged.tables.shape[1] * block_size, device=kv.device)
-        blocks = ragged.tables[:, places // block_size].long().clamp(max=len(store) - 1)  # unused ones name any
+        places = torch.arange(layout.tables.shape[1] * block_size, device=kv.device)
+        blocks = layout.tables[:, places // block_size].long().clamp(max=len(store) - 1)  # unused ones name any
         key, position = store[blocks, places % block_size].long().unbind(dim=-1)  # each [sequences, width]
         totals = mix(key, position).cumsum(dim=1)  # [sequence, k]: the sum over its keys up to the k-th
 
         flat = torch.arange(len(tokens), dtype=torch.int32, device=kv.device)
-        sequence = torch.searchsorted(ragged.query_starts[1:-1], flat, right=True)  # the last one's for padding
-        still_to_come = ragged.query_starts[sequence + 1] - flat
-        last_key = ragged.context_lengths[sequence] - still_to_come
+        sequence = torch.searchsorted(layout.query_starts[1:-1], flat, right=True)  # the last one's for padding
+        still_to_come = layout.query_starts[sequence + 1] - flat
+        last_key = layout.context_lengths[sequence] - still_to_come
         sums = totals[sequence, last_key.clamp(0, len(places) - 1)]  # padding sees any
         if self._index_of_block is not None:
-            sums += self._index_of_block[ragged.slots // block_size]
+            sums += self._index_of_block[layout.slots // block_size]
         return sums[:, None] if wanted is None else sums[wanted, None]
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from quire.core.errors import ConfigError
 from quire.core.ids import BlockId
-from quire.core.moves import Move, Place, Run, Tier, runs
-from quire.kernels.host_copies import upload_integers
-from quire.models.model import KvGeometry
+from quire.core.moves import Move, MoveRun, Place, Tier, runs
+from quire.kernels.transfers import upload_integers
+from quire.models.interface import KvGeometry
 
 CopyBlocks = Callable[[Tensor, Tensor, Tensor], None]  # store, sources and targets, each [blocks] int64
 
@@ -44,7 +44,7 @@ class KvStores:
         for run in runs(moves):
             self._copy(run)
 
-    def _copy(self, run: Run) -> None:
+    def _copy(self, run: MoveRun) -> None:
         assert (run.src, run.dst) != (Tier.HOST, Tier.HOST), f"a move inside the host's store: {run}"
         source, target = self._store(run.src), self._store(run.dst)
         if source is target and self._copy_blocks is not None:  # one launch for the run

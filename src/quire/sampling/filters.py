@@ -3,6 +3,11 @@
 Weights are whole numbers. Sums of integers do not depend on the order in which a device adds them, so a row
 gets the same token alone and in any batch, and a shortcut gives exactly what the full sort gives. Ignorant of
 rows.
+
+One uniform number per row, a pure function of (seed, sequence index, position). Keeps no state.
+
+splitmix64 in int64 tensor arithmetic, which wraps the same way on every device: the same three integers give
+the same number on any machine, in any batch, before and after a preemption.
 """
 
 from typing import NamedTuple
@@ -49,7 +54,7 @@ def ids_of(keys: Tensor) -> Tensor:
     return -keys & 0xFFFFFFFF
 
 
-class Cut(NamedTuple):
+class SamplingCutoff(NamedTuple):
     """How far down its sorted tokens a row's choice reaches."""
 
     lowest_key: Tensor  # [n] int64: of the last token that may be drawn
@@ -85,7 +90,7 @@ def _lowest_keys(keys: Tensor, weights: Tensor, top_k: Tensor, top_p: Tensor, wi
     return cut.lowest_key
 
 
-def _cut(keys: Tensor, weights: Tensor, top_k: Tensor, top_p: Tensor, width: int) -> Cut:
+def _cut(keys: Tensor, weights: Tensor, top_k: Tensor, top_p: Tensor, width: int) -> SamplingCutoff:
     """Decide from the `width` likeliest tokens of each row."""
     whole = width == keys.shape[-1]
     likeliest = (keys.sort(dim=-1, descending=True) if whole else keys.topk(width, dim=-1)).values
@@ -97,7 +102,7 @@ def _cut(keys: Tensor, weights: Tensor, top_k: Tensor, top_p: Tensor, width: int
     goal = torch.where(top_p < 1, (left.double() * top_p).ceil().long(), left)
     last = (reached < goal[:, None]).sum(-1)
     settled = torch.where(cut_by_k, all_seen, last < width)
-    return Cut(likeliest.gather(-1, last.clamp(max=width - 1)[:, None])[:, 0], settled)
+    return SamplingCutoff(likeliest.gather(-1, last.clamp(max=width - 1)[:, None])[:, 0], settled)
 
 
 def draw(
@@ -109,3 +114,37 @@ def draw(
     total = reached[:, -1]
     goal = torch.minimum((chance * total.double()).long(), total - 1)
     return torch.searchsorted(reached, goal[:, None], right=True)[:, 0].clamp(max=weights.shape[-1] - 1)
+
+
+def _signed(bits: int) -> int:
+    """The int64 that has these 64 bits."""
+    return bits - (1 << 64) if bits >> 63 else bits
+
+
+# Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators (2014); constants of the reference code.
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_FIRST = _signed(0xBF58476D1CE4E5B9)
+_SECOND = _signed(0x94D049BB133111EB)
+_MANTISSA = 53  # bits that a float64 holds exactly
+
+
+def uniform(
+    seed: Tensor,  # [n] int64
+    index: Tensor,  # [n] int64, which of its request's sequences
+    position: Tensor,  # [n] int64, of the token to be drawn
+) -> Tensor:  # [n] float64 in [0, 1)
+    """For each (seed, index) the positions read off one splitmix64 stream."""
+    stream = _mix(_mix(seed + _GOLDEN) + (index + 1) * _GOLDEN)
+    bits = _mix(stream + (position + 1) * _GOLDEN)
+    return _shift_right(bits, 64 - _MANTISSA).double() * 2.0**-_MANTISSA
+
+
+def _mix(state: Tensor) -> Tensor:
+    state = (state ^ _shift_right(state, 30)) * _FIRST
+    state = (state ^ _shift_right(state, 27)) * _SECOND
+    return state ^ _shift_right(state, 31)
+
+
+def _shift_right(value: Tensor, bits: int) -> Tensor:
+    """A logical shift: int64's own `>>` would drag the sign along."""
+    return (value >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,6 +1,10 @@
 """Log-probabilities of chosen or given tokens, their ranks, and the likeliest alternatives, from raw logits.
 
 The device's share (`score_plainly`, or a kernel) does not wait; `Scores.wait` brings the result over in one transfer.
+
+The likeliest next tokens of tethered rows, with their log-probabilities, for those who choose on the host.
+
+The device's share (`likeliest`) does not wait; `RowCandidates.wait` brings the result over in one transfer.
 """
 
 from collections.abc import Sequence
@@ -12,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.core.ids import IntArray, Row
-from quire.core.step import TopLogprobs
-from quire.kernels.host_copies import Landing
+from quire.core.step import Candidates, TopLogprobs
+from quire.kernels.transfers import HostCopy
 from quire.sampling.filters import ids_of, ordering_keys
 
 _SCORED_AT_ONCE = 2**22  # logits; each holds some 24 bytes while they are scored
@@ -22,7 +26,7 @@ _SCORED_AT_ONCE = 2**22  # logits; each holds some 24 bytes while they are score
 class Scores(NamedTuple):
     """Scores on their way to the host: integers, and floats by their bits, in one tensor."""
 
-    packed: Landing  # [m, 3 + 2 * num_top] int32: token, rank, logprob, top ids, top logprobs
+    packed: HostCopy  # [m, 3 + 2 * num_top] int32: token, rank, logprob, top ids, top logprobs
     num_top: int
 
     def wait(self, counts: Sequence[int] | NDArray[np.int64]) -> tuple[TopLogprobs, ...]:
@@ -74,3 +78,35 @@ def _score_piece(logits: Tensor, tokens: Tensor, num_top: int) -> Tensor:
     places = torch.cat([tokens[:, None], top_ids], dim=-1)
     scores = logprobs.gather(-1, places).view(torch.int32)
     return torch.cat([tokens[:, None].int(), rank.int(), scores[:, :1], top_ids.int(), scores[:, 1:]], dim=-1)
+
+
+class RowCandidates(NamedTuple):
+    """What some rows could say next, on its way to the host: integers, and floats by their bits."""
+
+    host_rows: IntArray
+    counts: NDArray[np.int64]
+    finite: Tensor  # [n] bool: a row that is not has failed
+    packed: HostCopy  # [n, 1 + 2 * most] int32: finite, ids, logprobs
+
+    def wait(self) -> dict[Row, Candidates | None]:
+        """By row; None for one that failed."""
+        integers: NDArray[np.int32] = self.packed.wait()
+        floats = integers.view(np.float32)
+        first_logprob = 1 + (integers.shape[1] - 1) // 2
+        found: dict[Row, Candidates | None] = {}
+        for i, (row, count) in enumerate(zip(self.host_rows.tolist(), self.counts.tolist(), strict=True)):
+            best = Candidates(integers[i, 1 : 1 + count], floats[i, first_logprob : first_logprob + count])
+            found[Row(row)] = best if integers[i, 0] else None
+        return found
+
+
+def likeliest(
+    logprobs: Tensor,  # [n, vocab] float32, after all that forbids, favours or penalizes
+    finite: Tensor,  # [n] bool
+    host_rows: IntArray,
+    counts: NDArray[np.int64],  # [n], each at most vocab
+) -> RowCandidates:
+    """Of equals the lowest id comes first. A token that is forbidden has -inf, and comes after all others."""
+    ids = ids_of(ordering_keys(logprobs).topk(int(counts.max()), dim=-1).values)
+    packed = torch.cat([finite.int()[:, None], ids.int(), logprobs.gather(-1, ids).view(torch.int32)], dim=-1)
+    return RowCandidates(host_rows, counts, finite, HostCopy(packed))

@@ -17,21 +17,26 @@ import torch
 from torch import Tensor
 
 from quire.core.ids import IntArray, Row
-from quire.core.step import Masks, Seat
-from quire.kernels.choosing import PADDING, Choosing, Chosen, EndColumns, Shaping, Stages
-from quire.kernels.host_copies import Landing, upload
-from quire.sampling.bad_words import BadWords
-from quire.sampling.candidates import RowCandidates, likeliest
-from quire.sampling.ends import Ends, find_ends, forbid_early_ends
-from quire.sampling.filters import draw, drop_unlikely, keep_likeliest, token_weights
-from quire.sampling.logprobs import RowScores, Scores, score_plainly
-from quire.sampling.masks import MASK_BITS, apply_masks, mask_places
-from quire.sampling.offsets import Offsets
-from quire.sampling.penalties import Penalties, tally_plainly
-from quire.sampling.random import uniform
-from quire.sampling.rows import SHAPING, Ask, RowBatch, SamplingRows
+from quire.core.step import Masks, RowStart
+from quire.kernels.row_interface import PADDING, Chosen, EndColumns, LogitShaping, RowKernels, SamplingStage
+from quire.kernels.transfers import HostCopy, upload
+from quire.sampling.filters import draw, drop_unlikely, keep_likeliest, token_weights, uniform
+from quire.sampling.logit_processors import (
+    MASK_BITS,
+    BadWords,
+    EndTokens,
+    LogitBias,
+    Penalties,
+    apply_masks,
+    find_ends,
+    forbid_early_ends,
+    mask_places,
+    tally_plainly,
+)
+from quire.sampling.logprobs import RowCandidates, RowScores, Scores, likeliest, score_plainly
+from quire.sampling.row_params import SHAPING, SamplingBatch, SamplingFeature, SamplingParamsTable
 
-_REMEMBERING = Ask.BAD_WORDS | Ask.PENALTIES  # whose state depends on the tokens
+_REMEMBERING = SamplingFeature.BAD_WORDS | SamplingFeature.PENALTIES  # whose state depends on the tokens
 
 # Logits drawn from at once; each takes some 40 bytes meanwhile. On the CPU what fits the cache is fastest
 # (2**16 to 2**22 tried); elsewhere this bounds the memory to 640 MiB.
@@ -50,13 +55,13 @@ class Sampler:
         max_rows: int,
         vocab_size: int,
         device: torch.device,
-        choosing: Choosing | None = None,  # None: a chain of tensor operations
+        choosing: RowKernels | None = None,  # None: a chain of tensor operations
     ) -> None:
         self._max_rows = max_rows
         self._choosing = choosing
         self._no_masks = torch.zeros(0, -(-vocab_size // MASK_BITS), dtype=torch.int32, device=device)
-        self._rows = SamplingRows(max_rows, vocab_size, device)
-        self._offsets = Offsets(max_rows, vocab_size, device)
+        self._rows = SamplingParamsTable(max_rows, vocab_size, device)
+        self._offsets = LogitBias(max_rows, vocab_size, device)
         self._bad_words = BadWords(max_rows, device)
         tally = tally_plainly if choosing is None else choosing.tally
         self._penalties = Penalties(max_rows, vocab_size, device, tally)
@@ -66,17 +71,17 @@ class Sampler:
         """What rows that asked for vocabulary-wide state have made it hold; it never shrinks."""
         return self._offsets.num_bytes + self._bad_words.num_bytes + self._penalties.num_bytes
 
-    def seat(self, seats: Many[Seat]) -> None:
+    def assign(self, starts: Many[RowStart]) -> None:
         """Sequences sit down, each with every token it knows."""
-        self._rows.seat(seats)
-        for seat in seats:
-            asks = self._rows.asks[seat.row]
-            if asks & Ask.OFFSETS:
-                self._offsets.seat(seat)
-            if asks & Ask.BAD_WORDS:
-                self._bad_words.seat(seat)
-            if asks & Ask.PENALTIES:
-                self._penalties.seat(seat)
+        self._rows.assign(starts)
+        for row_start in starts:
+            asks = self._rows.asks[row_start.row]
+            if asks & SamplingFeature.OFFSETS:
+                self._offsets.assign(row_start)
+            if asks & SamplingFeature.BAD_WORDS:
+                self._bad_words.assign(row_start)
+            if asks & SamplingFeature.PENALTIES:
+                self._penalties.assign(row_start)
 
     def leave(self, row: Row) -> None:
         self._rows.leave(row)
@@ -94,14 +99,14 @@ class Sampler:
         if not self._rows.asks[row] & _REMEMBERING:
             return
         place = upload(np.array([row], dtype=np.int64), self._rows.device)
-        batch = RowBatch(place, np.array([row], dtype=np.int32), positions=place)  # nobody reads the positions
+        batch = SamplingBatch(place, np.array([row], dtype=np.int32), positions=place)  # nobody reads the positions
         for token in tokens:
             self.commit(batch, upload(np.array([token], dtype=np.int64), self._rows.device))
 
     def sample(
         self,
         logits: Tensor,  # [n, vocab] float32; not changed
-        batch: RowBatch,
+        batch: SamplingBatch,
         masks: Masks | None = None,
     ) -> Chosen:
         """Choose a token for every row of the batch. `commit` tells the rows' state of it."""
@@ -110,7 +115,7 @@ class Sampler:
                 logits = self._shape_at_once(logits, batch, masks)
             return self.choose(logits, batch.rows, batch.positions, self.stages(batch.host_rows))
         shaped, tokens, highest, finite = self._best(logits, batch, masks)
-        random = self._rows.part(batch, Ask.RANDOM)
+        random = self._rows.part(batch, SamplingFeature.RANDOM)
         if random is not None:
             drawn = self._draw(random.of(shaped), random.of(highest), random.batch)
             tokens = random.put(tokens, drawn)
@@ -118,24 +123,24 @@ class Sampler:
 
     def asks_for_more(self, rows: IntArray) -> bool:
         """Whether any of these rows asks for something that `choose` does not do, or for scores."""
-        return bool(self._rows.union_of(rows) & (SHAPING | Ask.LOGPROBS))
+        return bool(self._rows.union_of(rows) & (SHAPING | SamplingFeature.LOGPROBS))
 
-    def stages(self, rows: IntArray) -> Stages:
+    def stages(self, rows: IntArray) -> SamplingStage:
         """What `choose` must do for these rows."""
-        return Stages.DRAWN if self._rows.union_of(rows) & Ask.RANDOM else Stages.GREEDY
+        return SamplingStage.DRAWN if self._rows.union_of(rows) & SamplingFeature.RANDOM else SamplingStage.GREEDY
 
     def choose(
         self,
         logits: Tensor,  # [n, vocab] float32; not changed
         rows: Tensor,  # [n] int64; -1 is padding
         positions: Tensor,  # [n] int64
-        stages: Stages,
+        stages: SamplingStage,
     ) -> Chosen:
         """As `sample`, for rows that ask for nothing beyond these stages. Everything is read on the device."""
         assert self._choosing is not None, "no kernel was given"
         return self._choosing.choose(logits, rows, positions, self._rows.table, stages)
 
-    def rehearse(self, logits: Tensor) -> None:  # [1, vocab] float32
+    def dry_run(self, logits: Tensor) -> None:  # [1, vocab] float32
         """Go through what rows may ask for beyond `choose`, for nobody."""
         assert self._choosing is not None, "no kernel was given"
         self._choosing.score(logits, torch.zeros(1, dtype=torch.int64, device=logits.device), 1)
@@ -146,22 +151,22 @@ class Sampler:
     def candidates(
         self,
         logits: Tensor,  # [n, vocab] float32; not changed
-        batch: RowBatch,
+        batch: SamplingBatch,
     ) -> RowCandidates:
         """The likeliest tokens of every row of the batch, as many as it asks for."""
         shaped, _, _, finite = self._best(torch.log_softmax(logits, dim=-1), batch)
         return likeliest(shaped, finite, batch.host_rows, self._rows.host_num_candidates[batch.host_rows])
 
-    def weights(self, logits: Tensor, batch: RowBatch) -> Tensor:  # [n, vocab] int64
+    def weights(self, logits: Tensor, batch: SamplingBatch) -> Tensor:  # [n, vocab] int64
         """What `sample` draws from: the chances of all tokens, in proportion. For rows with a temperature."""
         shaped = self._shape(logits, batch)
         return self._weigh(shaped, _likeliest(shaped).logits, batch)
 
-    def commit(self, batch: RowBatch, tokens: Tensor) -> None:
+    def commit(self, batch: SamplingBatch, tokens: Tensor) -> None:
         """The rows now know these tokens; those whose state depends on them take note."""
-        if self._rows.union(batch) & Ask.PENALTIES:
+        if self._rows.union(batch) & SamplingFeature.PENALTIES:
             self._penalties.commit(batch, tokens)
-        wary = self._rows.part(batch, Ask.BAD_WORDS)
+        wary = self._rows.part(batch, SamplingFeature.BAD_WORDS)
         if wary is not None:
             self._bad_words.commit(wary, tokens)
 
@@ -170,13 +175,13 @@ class Sampler:
         """For kernels that end rows. Another tensor once a row has more end tokens than any had before."""
         return self._rows.ends
 
-    def ends(self, batch: RowBatch, tokens: Tensor) -> Ends:
+    def ends(self, batch: SamplingBatch, tokens: Tensor) -> EndTokens:
         """Which rows end with these tokens."""
         return find_ends(self._rows, batch, tokens)
 
-    def score(self, logits: Tensor, batch: RowBatch, tokens: Tensor) -> RowScores | None:
+    def score(self, logits: Tensor, batch: SamplingBatch, tokens: Tensor) -> RowScores | None:
         """Log-probabilities, from the raw logits, for the rows that asked; None if none did."""
-        asking = self._rows.part(batch, Ask.LOGPROBS)
+        asking = self._rows.part(batch, SamplingFeature.LOGPROBS)
         if asking is None:
             return None
         counts = self._rows.host_num_logprobs[asking.batch.host_rows]
@@ -191,9 +196,9 @@ class Sampler:
     ) -> Scores:
         """Of one token in each row of logits, e.g. prompt tokens under the logits of the position before."""
         score = score_plainly if self._choosing is None else self._choosing.score
-        return Scores(Landing(score(logits, tokens, num_top)), num_top)
+        return Scores(HostCopy(score(logits, tokens, num_top)), num_top)
 
-    def _shape_at_once(self, logits: Tensor, batch: RowBatch, masks: Masks | None) -> Tensor:
+    def _shape_at_once(self, logits: Tensor, batch: SamplingBatch, masks: Masks | None) -> Tensor:
         """As `_shape`, in one launch but for bad words, which come last: neither a bias nor a penalty changes what is
         forbidden, and they forbid no fault, as of NaN and anything the least is NaN."""
         assert self._choosing is not None, "no kernel was given"
@@ -204,18 +209,18 @@ class Sampler:
         )
         shaping = self._shaping(upload(np.stack(places), logits.device), masks)
         shaped = self._choosing.shape(logits, batch.rows, batch.positions, self._rows.table, shaping)
-        wary = self._rows.part(batch, Ask.BAD_WORDS)
+        wary = self._rows.part(batch, SamplingFeature.BAD_WORDS)
         if wary is not None:
             self._bad_words.apply(shaped, wary)
         return shaped
 
-    def _shaping(self, places: Tensor, masks: Masks | None) -> Shaping:
+    def _shaping(self, places: Tensor, masks: Masks | None) -> LogitShaping:
         bits = self._no_masks if masks is None else upload(masks.bits, self._rows.device)
         penalties = self._penalties
         ends = self._rows.end_ids
-        return Shaping(places, bits, self._offsets.table, penalties.in_prompt, penalties.generated, ends)
+        return LogitShaping(places, bits, self._offsets.table, penalties.in_prompt, penalties.generated, ends)
 
-    def _best(self, logits: Tensor, batch: RowBatch, masks: Masks | None = None) -> "_Best":
+    def _best(self, logits: Tensor, batch: SamplingBatch, masks: Masks | None = None) -> "_Best":
         tokens, highest = _likeliest(logits)
         finite = torch.isfinite(highest)
         shaped = self._shape(logits, batch, masks)
@@ -224,28 +229,28 @@ class Sampler:
             finite &= torch.isfinite(highest)
         return _Best(shaped, tokens, highest, finite)
 
-    def _shape(self, logits: Tensor, batch: RowBatch, masks: Masks | None = None) -> Tensor:
+    def _shape(self, logits: Tensor, batch: SamplingBatch, masks: Masks | None = None) -> Tensor:
         """The logits after all that forbids, favours or penalizes single tokens; a copy if anything does."""
         if masks is None and not self._rows.union(batch) & SHAPING:
             return logits
         shaped = logits.clone()
         if masks is not None:
             apply_masks(shaped, batch, masks)
-        offset = self._rows.part(batch, Ask.OFFSETS)
+        offset = self._rows.part(batch, SamplingFeature.OFFSETS)
         if offset is not None:
             self._offsets.apply(shaped, offset)
-        wary = self._rows.part(batch, Ask.BAD_WORDS)
+        wary = self._rows.part(batch, SamplingFeature.BAD_WORDS)
         if wary is not None:
             self._bad_words.apply(shaped, wary)
-        unending = self._rows.part(batch, Ask.MIN_TOKENS)
+        unending = self._rows.part(batch, SamplingFeature.MIN_TOKENS)
         if unending is not None:
             forbid_early_ends(shaped, unending, self._rows)
-        penalized = self._rows.part(batch, Ask.PENALTIES)
+        penalized = self._rows.part(batch, SamplingFeature.PENALTIES)
         if penalized is not None:
             self._penalties.apply(shaped, penalized, self._rows)
         return shaped
 
-    def _draw(self, logits: Tensor, highest: Tensor, batch: RowBatch) -> Tensor:
+    def _draw(self, logits: Tensor, highest: Tensor, batch: SamplingBatch) -> Tensor:
         """In pieces that bound the memory; rows do not see each other, so the pieces do not show."""
         at_once = _DRAWN_AT_ONCE_CPU if logits.device.type == "cpu" else _DRAWN_AT_ONCE
         size = max(1, at_once // logits.shape[1])
@@ -257,18 +262,18 @@ class Sampler:
         ]
         return torch.cat(drawn)
 
-    def _draw_piece(self, logits: Tensor, highest: Tensor, batch: RowBatch) -> Tensor:
+    def _draw_piece(self, logits: Tensor, highest: Tensor, batch: SamplingBatch) -> Tensor:
         rows = self._rows
         chance = uniform(rows.seed.index_select(0, batch.rows), rows.index.index_select(0, batch.rows), batch.positions)
         return draw(self._weigh(logits, highest, batch), chance)
 
-    def _weigh(self, logits: Tensor, highest: Tensor, batch: RowBatch) -> Tensor:
+    def _weigh(self, logits: Tensor, highest: Tensor, batch: SamplingBatch) -> Tensor:
         """Temperature, min-p, top-k, top-p."""
         rows = self._rows
         weights = token_weights(logits, highest, rows.temperature.index_select(0, batch.rows))
-        if rows.union(batch) & Ask.MIN_P:
+        if rows.union(batch) & SamplingFeature.MIN_P:
             weights = drop_unlikely(weights, rows.min_p.index_select(0, batch.rows))
-        choosy = rows.part(batch, Ask.TOP_K | Ask.TOP_P)
+        choosy = rows.part(batch, SamplingFeature.TOP_K | SamplingFeature.TOP_P)
         if choosy is not None:
             kept = keep_likeliest(
                 choosy.of(logits),

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.core.ids import IntArray, Row
-from quire.kernels.host_copies import upload
+from quire.kernels.transfers import upload
 
 
 class SlotPool:

@@ -2,24 +2,88 @@
 
 Reads the events of a family and the history of the queue; decides nothing. Times are step numbers: an engine's step
 is what it can count exactly.
+
+What kept the head of the queue out, step by step, and who sat down meanwhile. Bounded; costs the same at any size.
+
+Those behind the head wait for what the head waits for. Whoever is seated although somebody came earlier has
+overtaken it, by class, share, lane or deadline.
 """
 
+from bisect import bisect_right
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from quire.core.events import Cause, Event, What
+from quire.core.events import EventKind, RequestEvent, WaitCause
 from quire.core.ids import RequestId
-from quire.core.request import Family
-from quire.sched.stalls import Stalls
+from quire.core.request import RequestGroup
+
+MOST = 4096  # changes, and seatings, that are remembered; arbitrary, never tuned
+
+
+class WaitInterval(NamedTuple):
+    """The steps [start, stop), in which the head of the queue was kept out by one cause; by none: nobody waited."""
+
+    start: int
+    stop: int
+    cause: WaitCause | None
+
+
+class RowAssignment(NamedTuple):
+    """Somebody sat down. Families are numbered as they arrive."""
+
+    step: int
+    order: int
+    request: RequestId
+
+
+class WaitHistory:
+    """The latest history of a queue."""
+
+    __slots__ = ("_changes", "_seated")
+
+    def __init__(self, most: int = MOST) -> None:
+        self._changes: deque[tuple[int, WaitCause | None]] = deque(maxlen=most)  # from which step on, what
+        self._seated: deque[tuple[int, int, RequestId]] = deque(maxlen=most)  # as in `Seated`, which few ever ask for
+
+    def note(self, step: int, cause: WaitCause | None) -> None:
+        """How a plan ended for the head. A step that was not taken is noted again, and the last note counts."""
+        changes = self._changes
+        if changes and changes[-1][0] == step:
+            changes.pop()
+        if not changes or changes[-1][1] is not cause:
+            changes.append((step, cause))
+
+    def note_seated(self, step: int, order: int, request: RequestId) -> None:
+        self._seated.append((step, order, request))
+
+    def between(self, start: int, stop: int) -> tuple[WaitInterval, ...]:
+        """The steps [start, stop) by cause, in order. What is forgotten is left out."""
+        changes = list(self._changes)
+        stretches = []
+        first = max(bisect_right(changes, start, key=lambda change: change[0]) - 1, 0)
+        for number in range(first, len(changes)):
+            begins, cause = changes[number]
+            ends = changes[number + 1][0] if number + 1 < len(changes) else stop
+            if begins >= stop:
+                break
+            if (kept := WaitInterval(max(begins, start), min(ends, stop), cause)).start < kept.stop:
+                stretches.append(kept)
+        return tuple(stretches)
+
+    def overtakers(self, order: int, start: int, stop: int) -> tuple[RowAssignment, ...]:
+        """Those who came later and sat down in the steps [start, stop)."""
+        return tuple(RowAssignment(*each) for each in self._seated if start <= each[0] < stop and each[1] > order)
+
 
 _WORDS = {
-    Cause.ORDER: "others came first, by class, share, lane or deadline",
-    Cause.BUDGET: "the steps' tokens were spent",
-    Cause.SEATS: "every row was taken",
-    Cause.BLOCKS: "the KV cache had no room",
-    Cause.PRESSURE: "running rows needed blocks: nobody was admitted",
-    Cause.PREFIX: "another was computing the same prefix",
+    WaitCause.ORDER: "others came first, by class, share, lane or deadline",
+    WaitCause.BUDGET: "the steps' tokens were spent",
+    WaitCause.SEATS: "every row was taken",
+    WaitCause.BLOCKS: "the KV cache had no room",
+    WaitCause.PRESSURE: "running rows needed blocks: nobody was admitted",
+    WaitCause.PREFIX: "another was computing the same prefix",
     None: "steps in flight had to come back first",
 }
 
@@ -29,11 +93,11 @@ class Wait(NamedTuple):
 
     start: int
     stop: int
-    cause: Cause | None
+    cause: WaitCause | None
     others: tuple[RequestId, ...] = ()
 
 
-class Sitting(NamedTuple):
+class RowStarted(NamedTuple):
     """It sat down in this step, with so many tokens from the cache."""
 
     step: int
@@ -65,7 +129,7 @@ class Fork(NamedTuple):
     with_whom: str
 
 
-class Ending(NamedTuple):
+class Finish(NamedTuple):
     step: int
     reasons: str
 
@@ -78,14 +142,14 @@ class Explanation:
     num_prompt: int
     arrived_step: int
     waits: tuple[Wait, ...]
-    sittings: tuple[Sitting, ...]
+    sittings: tuple[RowStarted, ...]
     shortfall: Shortfall | None
     interruptions: tuple[Interruption, ...]
     forks: tuple[Fork, ...]
     first_token_step: int | None
-    ending: Ending | None
+    ending: Finish | None
 
-    def waited(self, cause: Cause | None) -> int:
+    def waited(self, cause: WaitCause | None) -> int:
         """The steps it spent waiting for one thing."""
         return sum(wait.stop - wait.start for wait in self.waits if wait.cause is cause)
 
@@ -105,23 +169,23 @@ class Explanation:
         return tuple(f"step {step}: {words}" for step, _, words in sorted(told))
 
 
-def explain(family: Family, stalls: Stalls, now_step: int) -> Explanation:
+def explain(group: RequestGroup, stalls: WaitHistory, now_step: int) -> Explanation:
     """The story so far; `now_step` is the step that the next plan is for."""
-    story = family.story
-    arrived = next(event for event in story if event.what is What.ARRIVED)
-    missed = next((event for event in story if event.what is What.MISSED), None)
-    ended = next((event for event in story if event.what is What.FINISHED), None)
+    events = group.events
+    arrived = next(event for event in events if event.what is EventKind.ARRIVED)
+    missed = next((event for event in events if event.what is EventKind.MISSED), None)
+    ended = next((event for event in events if event.what is EventKind.FINISHED), None)
     return Explanation(
-        request=family.request.id,
+        request=group.request.id,
         num_prompt=arrived.tokens,
         arrived_step=arrived.step,
-        waits=tuple(wait for spell in _spells(story, now_step) for wait in _waits(family.order, spell, stalls)),
-        sittings=tuple(Sitting(event.step, event.tokens) for event in story if event.what is What.SEATED),
+        waits=tuple(wait for spell in _spells(events, now_step) for wait in _waits(group.order, spell, stalls)),
+        sittings=tuple(RowStarted(event.step, event.tokens) for event in events if event.what is EventKind.SEATED),
         shortfall=None if missed is None else Shortfall(missed.tokens, missed.detail, missed.other),
-        interruptions=tuple(_interruptions(story)),
-        forks=tuple(Fork(event.step, event.tokens, event.detail) for event in story if event.what is What.FORKED),
-        first_token_step=next((event.step for event in story if event.what is What.FIRST_TOKEN), None),
-        ending=None if ended is None else Ending(ended.step, ended.detail),
+        interruptions=tuple(_interruptions(events)),
+        forks=tuple(Fork(event.step, event.tokens, event.detail) for event in events if event.what is EventKind.FORKED),
+        first_token_step=next((event.step for event in events if event.what is EventKind.FIRST_TOKEN), None),
+        ending=None if ended is None else Finish(ended.step, ended.detail),
     )
 
 
@@ -130,19 +194,19 @@ class _Spell(NamedTuple):
 
     start: int
     stop: int
-    noted: tuple[Event, ...]
+    noted: tuple[RequestEvent, ...]
 
 
-def _spells(story: Iterable[Event], now_step: int) -> list[_Spell]:
+def _spells(events: Iterable[RequestEvent], now_step: int) -> list[_Spell]:
     spells = []
     start: int | None = None
-    noted: list[Event] = []
-    for event in story:
-        if event.what in (What.ARRIVED, What.PREEMPTED):
+    noted: list[RequestEvent] = []
+    for event in events:
+        if event.what in (EventKind.ARRIVED, EventKind.PREEMPTED):
             start, noted = event.step, []
-        elif event.what is What.WAITED:
+        elif event.what is EventKind.WAITED:
             noted.append(event)
-        elif event.what in (What.SEATED, What.FINISHED) and start is not None:
+        elif event.what in (EventKind.SEATED, EventKind.FINISHED) and start is not None:
             spells.append(_Spell(start, max(event.step, start), tuple(noted)))
             start = None
     if start is not None:
@@ -150,37 +214,37 @@ def _spells(story: Iterable[Event], now_step: int) -> list[_Spell]:
     return spells
 
 
-def _waits(order: int, spell: _Spell, stalls: Stalls) -> list[Wait]:
+def _waits(order: int, spell: _Spell, stalls: WaitHistory) -> list[Wait]:
     """Its own notes where it waited for a prefix; else what kept the head of the queue out."""
     waits: list[Wait] = []
     start = spell.start
     for number, event in enumerate(spell.noted):
-        if event.cause is Cause.PREFIX:
+        if event.cause is WaitCause.PREFIX:
             waits += _queued(order, start, event.step, stalls)
             later = spell.noted[number + 1 :]
             start = later[0].step if later else spell.stop
             others = () if event.other is None else (event.other,)
-            waits.append(Wait(event.step, start, Cause.PREFIX, others))
+            waits.append(Wait(event.step, start, WaitCause.PREFIX, others))
     waits += _queued(order, start, spell.stop, stalls)
     return [wait for wait in waits if wait.start < wait.stop]
 
 
-def _queued(order: int, start: int, stop: int, stalls: Stalls) -> list[Wait]:
+def _queued(order: int, start: int, stop: int, stalls: WaitHistory) -> list[Wait]:
     """By what kept the head out; from the first who overtook it to the last, it was the order."""
     overtakers = stalls.overtakers(order, start, stop)
     if not overtakers:
         return [Wait(*stretch) for stretch in stalls.between(start, stop)]
     first, last = overtakers[0].step, overtakers[-1].step + 1
-    others = tuple(dict.fromkeys(seated.request for seated in overtakers))
+    others = tuple(dict.fromkeys(assigned.request for assigned in overtakers))
     before = [Wait(*stretch) for stretch in stalls.between(start, first)]
     after = [Wait(*stretch) for stretch in stalls.between(last, stop)]
-    return [*before, Wait(first, last, Cause.ORDER, others), *after]
+    return [*before, Wait(first, last, WaitCause.ORDER, others), *after]
 
 
-def _interruptions(story: list[Event]) -> Iterable[Interruption]:
-    for number, event in enumerate(story):
-        if event.what is What.PREEMPTED:
-            back = next((later for later in story[number + 1 :] if later.what is What.SEATED), None)
+def _interruptions(events: list[RequestEvent]) -> Iterable[Interruption]:
+    for number, event in enumerate(events):
+        if event.what is EventKind.PREEMPTED:
+            back = next((later for later in events[number + 1 :] if later.what is EventKind.SEATED), None)
             num_lost = None if back is None else max(event.tokens - back.tokens, 0)
             yield Interruption(event.step, event.other, event.tokens, num_lost)
 

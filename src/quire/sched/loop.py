@@ -1,17 +1,83 @@
-"""Keeps up to `depth` steps in flight between a scheduler and a runner. Depth 0 is synchronous."""
+"""Keeps up to `depth` steps in flight between a scheduler and a runner. Depth 0 is synchronous.
+
+Which request makes a step fail: suspects compute in halves, apart from everybody else, until one fails alone.
+
+Decides who may sit next; seats nobody itself. Whoever has emitted a token, or ended, in a suspects that did not fail is
+innocent.
+"""
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 
-from quire.core.ids import IntArray
+from quire.core.ids import IntArray, SequenceId
+from quire.core.request import RequestGroup
 from quire.core.request import Sequence as Continuation
 from quire.core.step import Masks, Pending, Runner, StepLost, StepPlan, StepResult
-from quire.sched.inquest import Inquest
 from quire.sched.scheduler import Absorbed, Scheduler
+
+
+class FaultBisection:
+    """From the first failure until every suspect was cleared or blamed."""
+
+    __slots__ = ("_halves", "_lengths", "_unheard")
+
+    def __init__(self, suspects: Iterable[RequestGroup]) -> None:
+        self._halves = [list(suspects)]
+        self._unheard: set[SequenceId] = set()
+        self._lengths: dict[int, int] = {}  # of the suspects's beams when it began: they emit nothing, but they grow
+        assert self._halves[0], "a step failed, and nobody sat in it"
+        self.fail()
+
+    @property
+    def suspects(self) -> frozenset[int]:
+        """The families that may sit now, by their order."""
+        return frozenset(group.order for group in self._halves[-1])
+
+    @property
+    def open(self) -> bool:
+        return bool(self._halves)
+
+    def fail(self) -> RequestGroup | None:
+        """The suspects that sat has failed; whom it leaves to blame, if it was one alone."""
+        suspects = self._halves.pop()
+        blamed = None
+        if len(suspects) == 1:
+            (blamed,) = suspects
+        else:
+            middle = len(suspects) // 2
+            self._halves += [suspects[middle:], suspects[:middle]]
+        self._begin()
+        return blamed
+
+    def hear(self, emitters: Iterable[int]) -> bool:
+        """Who emitted a token in a step that did not fail; whether the whole suspects is cleared by now."""
+        self._unheard -= {SequenceId(name) for name in emitters}
+        if not all(self._is_cleared(group) for group in self._halves[-1]):
+            return False
+        self._halves.pop()
+        self._begin()
+        return True
+
+    def _begin(self) -> None:
+        while self._halves and all(group.finished for group in self._halves[-1]):  # aborted meanwhile
+            self._halves.pop()
+        suspects = self._halves[-1] if self._halves else []
+        self._unheard = {sequence.id for group in suspects for sequence in group.unfinished}
+        self._lengths = {group.order: _length(group) for group in suspects}
+
+    def _is_cleared(self, group: RequestGroup) -> bool:
+        if group.request.beam is not None:
+            return group.finished or _length(group) > self._lengths[group.order]
+        return not any(sequence.id in self._unheard for sequence in group.unfinished)
+
+
+def _length(group: RequestGroup) -> int:
+    return max(sequence.num_tokens for sequence in group.sequences)
+
 
 # What each of some sequences may say next, as the bits of a row of `Masks`.
 MaskSource = Callable[[Sequence[Continuation]], IntArray]
@@ -59,7 +125,7 @@ class Loop:
         self._masks = masks
         self._span: Span = span or _unwatched
         self._in_flight: deque[Pending] = deque()
-        self._inquest: Inquest | None = None
+        self._inquest: FaultBisection | None = None
         self._num_in_vain = 0  # inquests since the last that found somebody
         self._num_blamed = 0  # requests ended since a step last succeeded
 
@@ -101,8 +167,8 @@ class Loop:
             if not plan.masked:
                 return self._runner.launch(plan)
             assert self._masks is not None, "a masked row, and nobody to say what it may choose"
-            seated = self.scheduler.books.seating.seated
-            bits = self._masks([seated[row] for row in plan.masked])
+            assigned = self.scheduler.state.rows.assigned
+            bits = self._masks([assigned[row] for row in plan.masked])
             return self._runner.launch(plan, Masks(np.array(plan.masked, dtype=np.int32), bits))
         except StepLost:
             raise
@@ -123,14 +189,14 @@ class Loop:
         """Its suspects compute again, in halves; whoever fails alone is ended, and all others go on."""
         scheduler = self.scheduler
         _log.error("a step failed: %s: %s", type(error).__name__, error, exc_info=error)
-        suspects = scheduler.running_families()
+        suspects = scheduler.running_groups()
         self._in_flight.clear()
         scheduler.lose_steps(keep_cache=True)
         if self._inquest is None:
             self._num_in_vain += 1
             if not suspects or self._num_in_vain > _MOST_IN_VAIN:
                 raise error
-            self._inquest, blamed = Inquest(suspects), None
+            self._inquest, blamed = FaultBisection(suspects), None
             if len(suspects) == 1:
                 (blamed,) = suspects
         else:
@@ -144,7 +210,7 @@ class Loop:
             raise error
         self._go_on()
 
-    def _clear(self, inquest: Inquest, absorbed: Absorbed | None) -> None:
+    def _clear(self, inquest: FaultBisection, absorbed: Absorbed | None) -> None:
         if inquest.hear(() if absorbed is None else absorbed.sequences.tolist()):
             self.scheduler.withdraw_all()
             self._go_on()
@@ -154,4 +220,4 @@ class Loop:
         inquest = self._inquest
         if inquest is not None and not inquest.open:
             self._inquest = inquest = None
-        self.scheduler.admit_only(None if inquest is None else inquest.group)
+        self.scheduler.admit_only(None if inquest is None else inquest.suspects)

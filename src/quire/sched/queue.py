@@ -5,15 +5,86 @@ lane is the head of its least-served tenant; the heads of lanes and of classes a
 being as old as the longer waiting of its two lane heads. So all tenants of a class age together: a long backlog
 gives a tenant no claim over the others. Every heap drops lazily what has gone, so the cost of an operation grows with
 the number of classes in use and the logarithm of the rest, not with the number waiting.
+
+Who goes first, as pure functions. Knows numbers and times; nothing of queues, memory or requests.
+
+The order, from the most to the least important: aged class, least service of the tenant by weight, lane, deadline,
+arrival. With one class, one tenant, one lane and no deadlines this is first come first served.
+
+Who must be seated before a time, wherever it waits: in the queue, or for another's prefix. Knows no queue.
 """
 
 from collections.abc import Mapping
-from heapq import heappop, heappush, heapreplace
+from dataclasses import dataclass, field
+from enum import IntEnum
+from heapq import heapify, heappop, heappush, heapreplace
+from math import inf, isfinite
 from typing import NamedTuple
 
-from quire.core.request import Family
-from quire.sched.order import Key, Lane, OrderPolicy, aged_class, lane, urgent_before, yields
-from quire.sched.shares import Shares
+from quire.core.errors import ConfigError
+from quire.core.request import RequestGroup
+from quire.sched.fairness import WeightedFairShares
+
+
+class Lane(IntEnum):
+    SHORT = 0
+    LONG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class OrderPolicy:
+    """The dials of the order."""
+
+    fair: bool = True  # tenants share by service; if not, they all stand in one queue
+    weights: Mapping[str, float] = field(default_factory=dict)  # of tenants; 1 if not named
+    ageing_s: float = 30.0  # a class rises by one for each so long that its head waits; 0: never
+    long_prompt: int = 8192  # tokens from which on a prompt takes the long lane
+    lane_patience_s: float = 10.0  # a long prompt that waited so long yields to nobody
+
+    def __post_init__(self) -> None:
+        for tenant, weight in self.weights.items():
+            if not (isfinite(weight) and weight > 0):
+                raise ConfigError(f"Tenant {tenant!r} has weight {weight}; a weight is a number above 0.")
+        for name, seconds in (("ageing_s", self.ageing_s), ("lane_patience_s", self.lane_patience_s)):
+            if not (isfinite(seconds) and seconds >= 0):
+                raise ConfigError(f"{name} is {seconds}; it must be a number of seconds, 0 or more.", param=name)
+        if self.long_prompt < 1:
+            raise ConfigError(
+                f"long_prompt is {self.long_prompt}; it must be at least 1 token (above the context: no long lane).",
+                param="long_prompt",
+            )
+
+
+class Key(NamedTuple):
+    """The smallest goes first."""
+
+    aged_class: int
+    service: float
+    yields: bool
+    deadline_s: float
+    order: int
+
+
+def aged_class(priority: int, waited_s: float, ageing_s: float) -> int:
+    """One class better for each `ageing_s` waited."""
+    if ageing_s == 0 or waited_s <= 0:
+        return priority
+    return priority - int(waited_s / ageing_s)
+
+
+def lane(num_tokens: int, long_prompt: int) -> Lane:
+    return Lane.LONG if num_tokens >= long_prompt else Lane.SHORT
+
+
+def yields(lane: Lane, waited_s: float, patience_s: float) -> bool:
+    """Whether it lets the short lane go first."""
+    return lane is Lane.LONG and waited_s < patience_s
+
+
+def urgent_before(deadline_s: float | None) -> float:
+    """A deadline as a sort key: those without one come last."""
+    return inf if deadline_s is None else deadline_s
+
 
 _SLACK = 32  # a heap this much longer than twice its living entries is rebuilt
 
@@ -26,24 +97,24 @@ class Urgency(NamedTuple):
     base_class: int
 
 
-class _Ticket(NamedTuple):
-    family: Family
+class _QueuedGroup(NamedTuple):
+    group: RequestGroup
     since_s: float
     lane: "_LaneQueue"
 
 
-class _Place(NamedTuple):
+class _QueuePlace(NamedTuple):
     """Within a queue; the smallest first."""
 
     deadline_s: float
     order: int
 
 
-class _Entry(NamedTuple):
+class _QueueEntry(NamedTuple):
     """A tenant's queue in the heap of its lane: a lower bound, since service grows and places are vacated."""
 
     service: float
-    place: _Place
+    place: _QueuePlace
     tenant: str
 
 
@@ -58,13 +129,13 @@ class _TenantQueue:
 
     __slots__ = ("_heap", "_tickets", "entry", "num_waiting")
 
-    def __init__(self, tickets: Mapping[int, _Ticket]) -> None:
+    def __init__(self, tickets: Mapping[int, _QueuedGroup]) -> None:
         self._tickets = tickets
-        self._heap: list[_Place] = []
-        self.entry: _Entry | None = None  # the one in the lane's heap that counts
+        self._heap: list[_QueuePlace] = []
+        self.entry: _QueueEntry | None = None  # the one in the lane's heap that counts
         self.num_waiting = 0
 
-    def push(self, place: _Place) -> None:
+    def push(self, place: _QueuePlace) -> None:
         heappush(self._heap, place)
         self.num_waiting += 1
 
@@ -73,7 +144,7 @@ class _TenantQueue:
         if len(self._heap) > 2 * self.num_waiting + _SLACK:
             self._heap = sorted({place for place in self._heap if place.order in self._tickets})
 
-    def head(self) -> _Place:
+    def head(self) -> _QueuePlace:
         while self._heap[0].order not in self._tickets:
             heappop(self._heap)
         return self._heap[0]
@@ -84,21 +155,21 @@ class _LaneQueue:
 
     __slots__ = ("_heap", "_shares", "_tenants", "_tickets")
 
-    def __init__(self, tickets: Mapping[int, _Ticket], shares: Shares | None) -> None:
+    def __init__(self, tickets: Mapping[int, _QueuedGroup], shares: WeightedFairShares | None) -> None:
         self._tickets = tickets
         self._shares = shares
         self._tenants: dict[str, _TenantQueue] = {}
-        self._heap: list[_Entry] = []
+        self._heap: list[_QueueEntry] = []
 
     def __bool__(self) -> bool:
         return bool(self._tenants)
 
-    def push(self, tenant: str, place: _Place) -> None:
+    def push(self, tenant: str, place: _QueuePlace) -> None:
         queue = self._tenants.get(tenant)
         if queue is None:
             queue = self._tenants[tenant] = _TenantQueue(self._tickets)
         queue.push(place)
-        entry = _Entry(self._service(tenant), place, tenant)
+        entry = _QueueEntry(self._service(tenant), place, tenant)
         if queue.entry is None or entry < queue.entry:
             queue.entry = entry
             heappush(self._heap, entry)
@@ -111,7 +182,7 @@ class _LaneQueue:
             del self._tenants[tenant]
             self._tidy()
 
-    def head(self) -> _Entry | None:
+    def head(self) -> _QueueEntry | None:
         while self._heap:
             entry = self._heap[0]
             queue = self._tenants.get(entry.tenant)
@@ -121,13 +192,13 @@ class _LaneQueue:
             service, place = self._service(entry.tenant), queue.head()
             if service == entry.service and place == entry.place:
                 return entry
-            queue.entry = _Entry(service, place, entry.tenant)
+            queue.entry = _QueueEntry(service, place, entry.tenant)
             heapreplace(self._heap, queue.entry)
             if self._heap[0] is queue.entry:
                 return queue.entry
         return None
 
-    def lone_head(self) -> _Place | None:
+    def lone_head(self) -> _QueuePlace | None:
         """The first of the only tenant here; None if there are several, or nobody."""
         if len(self._tenants) != 1:
             return None
@@ -148,7 +219,11 @@ class _ClassQueue:
     __slots__ = ("_policy", "_tickets", "base_class", "long", "short")
 
     def __init__(
-        self, base_class: int, policy: OrderPolicy, tickets: Mapping[int, _Ticket], shares: Shares | None
+        self,
+        base_class: int,
+        policy: OrderPolicy,
+        tickets: Mapping[int, _QueuedGroup],
+        shares: WeightedFairShares | None,
     ) -> None:
         self.base_class = base_class
         self.short = _LaneQueue(tickets, shares)
@@ -156,7 +231,7 @@ class _ClassQueue:
         self._policy = policy
         self._tickets = tickets
 
-    def lone_head(self) -> _Place | None:
+    def lone_head(self) -> _QueuePlace | None:
         """The first, where nobody need be compared: one tenant waits, in one lane."""
         if not self.long:
             return self.short.lone_head()
@@ -177,60 +252,60 @@ class _ClassQueue:
         return _Head(short_key, self.base_class, None)
 
 
-class WaitingRoom:
+class WaitingQueue:
     """Families in, the next ones to admit out."""
 
     __slots__ = ("_classes", "_policy", "_shares", "_tickets", "num_tokens")
 
-    def __init__(self, policy: OrderPolicy, shares: Shares) -> None:
+    def __init__(self, policy: OrderPolicy, shares: WeightedFairShares) -> None:
         self._policy = policy
         self._shares = shares if policy.fair else None
-        self._tickets: dict[int, _Ticket] = {}  # who waits, by order
+        self._tickets: dict[int, _QueuedGroup] = {}  # who waits, by order
         self._classes: dict[int, _ClassQueue] = {}
         self.num_tokens = 0  # of the prompts that wait
 
     def __len__(self) -> int:
         return len(self._tickets)
 
-    def __contains__(self, family: Family) -> bool:
-        return family.order in self._tickets
+    def __contains__(self, group: RequestGroup) -> bool:
+        return group.order in self._tickets
 
     # Coming and going.
 
-    def push(self, family: Family, since_s: float) -> None:
+    def push(self, group: RequestGroup, since_s: float) -> None:
         """Wait, from now; or, for one that waited elsewhere meanwhile, from when it began to. Its tenant must have
         arrived in the shares. A preempted family finds its old place."""
-        assert family not in self, family
-        request = family.request
+        assert group not in self, group
+        request = group.request
         self.num_tokens += len(request.prompt)
         queue = self._classes.get(request.priority)
         if queue is None:
             queue = _ClassQueue(request.priority, self._policy, self._tickets, self._shares)
             self._classes[request.priority] = queue
         is_long = lane(len(request.prompt), self._policy.long_prompt) is Lane.LONG
-        ticket = _Ticket(family, since_s, queue.long if is_long else queue.short)
-        self._tickets[family.order] = ticket
-        ticket.lane.push(self._tenant_of(family), _Place(urgent_before(request.deadline_s), family.order))
+        ticket = _QueuedGroup(group, since_s, queue.long if is_long else queue.short)
+        self._tickets[group.order] = ticket
+        ticket.lane.push(self._tenant_of(group), _QueuePlace(urgent_before(request.deadline_s), group.order))
 
-    def pop(self, family: Family) -> float:
+    def pop(self, group: RequestGroup) -> float:
         """It is admitted, or waits elsewhere. Answers since when it waited."""
-        ticket = self._tickets.pop(family.order)
-        self.num_tokens -= len(family.request.prompt)
-        ticket.lane.forget_one(self._tenant_of(family))
+        ticket = self._tickets.pop(group.order)
+        self.num_tokens -= len(group.request.prompt)
+        ticket.lane.forget_one(self._tenant_of(group))
         if not ticket.lane:
-            queue = self._classes[family.request.priority]
+            queue = self._classes[group.request.priority]
             if not (queue.short or queue.long):
-                del self._classes[family.request.priority]
+                del self._classes[group.request.priority]
         return ticket.since_s
 
-    def discard(self, family: Family) -> None:
+    def discard(self, group: RequestGroup) -> None:
         """It gave up; no matter if it does not wait here."""
-        if family in self:
-            self.pop(family)
+        if group in self:
+            self.pop(group)
 
     # Who is next.
 
-    def candidates(self, now_s: float) -> tuple[Family, ...]:
+    def candidates(self, now_s: float) -> tuple[RequestGroup, ...]:
         """The head; then, if it cannot be admitted, who may overtake it: the short lane of its class, as long as the
         head is a long prompt with patience. Nobody else: what the head needs must come free some day. After a push
         or a pop, ask anew."""
@@ -238,21 +313,21 @@ class WaitingRoom:
             (queue,) = self._classes.values()
             lone = queue.lone_head()
             if lone is not None:
-                return (self._tickets[lone.order].family,)
+                return (self._tickets[lone.order].group,)
         head = self._head(now_s)
         if head is None:
             return ()
-        first = self._tickets[head.key.order].family
-        return (first,) if head.overtaker is None else (first, self._tickets[head.overtaker].family)
+        first = self._tickets[head.key.order].group
+        return (first,) if head.overtaker is None else (first, self._tickets[head.overtaker].group)
 
     @property
     def best_class(self) -> int:
         """The most important class that waits; somebody must."""
         return min(self._classes)
 
-    def first_of_best(self, now_s: float) -> Family:
+    def first_of_best(self, now_s: float) -> RequestGroup:
         """The first of the most important class, whoever has aged past it; somebody must wait."""
-        return self._tickets[self._classes[self.best_class].head(now_s).key.order].family
+        return self._tickets[self._classes[self.best_class].head(now_s).key.order].group
 
     def urgency(self, now_s: float) -> Urgency | None:
         head = self._head(now_s)
@@ -261,5 +336,51 @@ class WaitingRoom:
     def _head(self, now_s: float) -> _Head | None:
         return min([queue.head(now_s) for queue in self._classes.values()], default=None)
 
-    def _tenant_of(self, family: Family) -> str:
-        return family.request.tenant if self._shares is not None else ""
+    def _tenant_of(self, group: RequestGroup) -> str:
+        return group.request.tenant if self._shares is not None else ""
+
+
+_FEWEST = 64  # entries below which nobody tidies up
+
+
+class _DeadlineEntry(NamedTuple):
+    deadline_s: float
+    order: int
+    group: RequestGroup
+
+
+class Deadlines:
+    """Families by deadline, from their arrival on. Those that were seated or gave up are dropped lazily."""
+
+    __slots__ = ("_heap", "_limit")
+
+    def __init__(self) -> None:
+        self._heap: list[_DeadlineEntry] = []
+        self._limit = _FEWEST
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def watch(self, group: RequestGroup) -> None:
+        """It has arrived; no matter if it has no deadline."""
+        if group.request.deadline_s is None:
+            return
+        heappush(self._heap, _DeadlineEntry(group.request.deadline_s, group.order, group))
+        if len(self._heap) > self._limit:
+            self._heap = [entry for entry in self._heap if _waits(entry.group)]
+            heapify(self._heap)
+            self._limit = max(_FEWEST, 2 * len(self._heap))
+
+    def expire(self, now_s: float) -> list[RequestGroup]:
+        """Those that were not seated before their deadline, the earliest first; each is named once."""
+        expired = []
+        while self._heap and self._heap[0].deadline_s <= now_s:
+            group = heappop(self._heap).group
+            if _waits(group):
+                expired.append(group)
+        return expired
+
+
+def _waits(group: RequestGroup) -> bool:
+    """Whether it has neither been seated nor ended. Who sat once has met its deadline for good."""
+    return not group.was_assigned and not group.finished

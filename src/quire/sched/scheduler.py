@@ -15,20 +15,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.core.errors import Draining, DuplicateRequest, NeverFits, QueueFull
-from quire.core.events import Event, What
+from quire.core.events import EventKind, RequestEvent
 from quire.core.ids import FloatArray, IntArray, RequestId, Row, SequenceId
-from quire.core.request import Family, Request, Sequence, State
-from quire.core.step import Candidates, FinishReason, Output, PromptLogprobs, StepPlan, StepResult, TopLogprobs
+from quire.core.request import Request, RequestGroup, Sequence, SequenceState
+from quire.core.step import Candidates, ChunkOutput, FinishReason, PromptLogprobs, StepPlan, StepResult, TopLogprobs
 from quire.kv.manager import KVManager
 from quire.sched.admission import Admission
-from quire.sched.beams import Turn
-from quire.sched.books import Books
-from quire.sched.cost import UNMEASURED, CostTable, StepShape
-from quire.sched.draft import Draft
-from quire.sched.feeding import Feeding
+from quire.sched.batching import StepBatcher
+from quire.sched.beam_search import BeamUpdate
+from quire.sched.cost_model import UNMEASURED, CostTable, StepShape
+from quire.sched.plan_builder import PlanBuilder
 from quire.sched.policy import Policy
-from quire.sched.pressure import Pressure
-from quire.sched.reserve import most_blocks
+from quire.sched.preemption import Preemption
+from quire.sched.reservation import most_blocks
+from quire.sched.state import SchedulerState
 
 _UNBOUNDED = 1 << 40  # tokens of a step, where a prompt may not be cut
 
@@ -45,7 +45,7 @@ class Absorbed(NamedTuple):
     pooled: dict[SequenceId, FloatArray]
 
 
-class _Flight(NamedTuple):
+class _StepInFlight(NamedTuple):
     """A planned step whose result has not come."""
 
     step: int
@@ -73,12 +73,12 @@ class Scheduler:
         self.kv = kv
         self.max_rows = max_rows
         self.max_step_tokens = max_step_tokens
-        self.books = Books(kv, self.policy, max_rows)
-        pressure = Pressure(self.books)
-        self._feeding = Feeding(self.books, pressure, self.cost)
-        self.admission = Admission(self.books, pressure, self._feeding.take_chunk)
+        self.state = SchedulerState(kv, self.policy, max_rows)
+        pressure = Preemption(self.state)
+        self._feeding = StepBatcher(self.state, pressure, self.cost)
+        self.admission = Admission(self.state, pressure, self._feeding.take_chunk)
         self.draining = False
-        self._in_flight: deque[_Flight] = deque()
+        self._in_flight: deque[_StepInFlight] = deque()
         self._reset = False  # the runner must forget all rows
         self._absorbed_s = 0.0
         self._next_sequence = 0
@@ -87,7 +87,7 @@ class Scheduler:
 
     def add(self, request: Request, now_s: float = 0.0) -> tuple[Sequence, ...]:
         """Queue a request that passed the door; its continuations, in order. A `QuireError` means: not accepted."""
-        if request.id in self.books.families:
+        if request.id in self.state.groups:
             raise DuplicateRequest(request.id)
         if self.draining:
             raise Draining()
@@ -98,33 +98,33 @@ class Scheduler:
         if most is not None and self.num_waiting >= most:
             raise QueueFull(self.num_waiting, most, "requests")
         if most_tokens is not None:
-            num_tokens = self.books.room.num_tokens + self.books.leaders.num_waiting_tokens
+            num_tokens = self.state.room.num_tokens + self.state.leaders.num_waiting_tokens
             if num_tokens and num_tokens + len(request.prompt) > most_tokens:
                 raise QueueFull(num_tokens, most_tokens, "prompt tokens")
-        family = Family(request, self._next_sequence, now_s)
+        group = RequestGroup(request, self._next_sequence, now_s)
         self._next_sequence += request.num_sequences
-        self.books.enter(family)
-        return family.members
+        self.state.enter(group)
+        return group.sequences
 
     def abort(self, request_id: RequestId) -> tuple[Sequence, ...]:
         """End a request, whatever state it is in; those of its sequences that had not ended yet."""
-        family = self.books.families.get(request_id)
-        members = () if family is None else family.members
-        ended = {member.id for member in members if self.books.finish(member, FinishReason.ABORT)}
-        return tuple(member for member in (() if family is None else family.answers) if member.id in ended)
+        group = self.state.groups.get(request_id)
+        sequences = () if group is None else group.sequences
+        ended = {sequence.id for sequence in sequences if self.state.finish(sequence, FinishReason.ABORT)}
+        return tuple(sequence for sequence in (() if group is None else group.answers) if sequence.id in ended)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> bool:
         """End one sequence, whatever state it is in; False if it had ended already."""
-        return self.books.finish(sequence, reason)
+        return self.state.finish(sequence, reason)
 
     def conclude(self, sequence: Sequence, reason: FinishReason) -> None:
         """End one sequence for a reason that no step has found; it is told with the next result."""
-        if self.books.finish(sequence, reason):
-            self.books.ended_early.append(sequence)
+        if self.state.finish(sequence, reason):
+            self.state.ended_early.append(sequence)
 
-    def fail(self, family: Family) -> None:
+    def fail(self, group: RequestGroup) -> None:
         """End a request because of which a step failed; it is told with the next result."""
-        self.books.fail(family)
+        self.state.fail(group)
 
     def drain(self) -> None:
         """Accept nobody any more; who is here is served to the end."""
@@ -135,9 +135,9 @@ class Scheduler:
     def plan(self, now_s: float = 0.0) -> StepPlan | None:
         """The next step, or None if nothing can be computed before an absorption."""
         draft = self._begin(now_s)
-        self._feeding.cruising(draft)
+        self._feeding.decoding(draft)
         self._feeding.fresh(draft)
-        self._feeding.tethered(draft)
+        self._feeding.host_driven(draft)
         self._feeding.short_prefills(draft)
         self.admission.admit(draft)
         self._feeding.long_prefills(draft)
@@ -146,110 +146,110 @@ class Scheduler:
     def absorb(self, result: StepResult, now_s: float = 0.0) -> Absorbed:
         """Take in the oldest step in flight."""
         flight = self._in_flight.popleft()
-        assert result.step == flight.step == self.books.last_absorbed + 1, (result.step, flight.step)
-        self.books.last_absorbed = result.step
+        assert result.step == flight.step == self.state.last_absorbed + 1, (result.step, flight.step)
+        self.state.last_absorbed = result.step
         self._observe(flight, now_s)
-        seating = self.books.seating
-        seating.note(result)
-        emitters, tokens = seating.named(result.rows), result.tokens
+        rows = self.state.rows
+        rows.note(result)
+        emitters, tokens = rows.named(result.rows), result.tokens
         heard = emitters >= 0
         if np.count_nonzero(heard) < len(heard):
             emitters, tokens = emitters[heard], tokens[heard]
-        logprobs = {name: top for row, top in result.logprobs.items() if (name := seating.listener(row)) is not None}
-        scores = {name: s for s in result.prompt_logprobs if (name := seating.listener(s.row)) is not None}
-        pooled = {name: total for row, total in result.pooled.items() if (name := seating.listener(row)) is not None}
+        logprobs = {name: top for row, top in result.logprobs.items() if (name := rows.listener(row)) is not None}
+        scores = {name: s for s in result.prompt_logprobs if (name := rows.listener(s.row)) is not None}
+        pooled = {name: total for row, total in result.pooled.items() if (name := rows.listener(row)) is not None}
         failed = {row for row, reason in result.ended if reason is FinishReason.ERROR}
         for sequence, stop in flight.chunks:
             self._note_computed(sequence, stop, failed=sequence.row in failed)
         finished = self._finish_ended(result)
-        for family in self.books.forks.take_failed():  # not before: a row of theirs may be among those that ended
-            self.books.fail(family)
+        for group in self.state.forks.take_failed():  # not before: a row of theirs may be among those that ended
+            self.state.fail(group)
         finished += self._advance_beams(result.candidates)
-        self.books.release_up_to(result.step)
-        finished, self.books.ended_early = finished + self.books.ended_early, []
+        self.state.release_up_to(result.step)
+        finished, self.state.ended_early = finished + self.state.ended_early, []
         return Absorbed(result.step, emitters, tokens, tuple(finished), logprobs, scores, pooled)
 
     def overdue(self) -> Absorbed | None:
         """Those who ended without a step to be told with, if there are any."""
-        if not self.books.ended_early:
+        if not self.state.ended_early:
             return None
-        ended, self.books.ended_early = tuple(self.books.ended_early), []
+        ended, self.state.ended_early = tuple(self.state.ended_early), []
         nobody = np.empty(0, dtype=np.int64)
-        return Absorbed(self.books.last_absorbed, nobody, nobody.astype(np.int32), ended, {}, {}, {})
+        return Absorbed(self.state.last_absorbed, nobody, nobody.astype(np.int32), ended, {}, {}, {})
 
     @property
     def num_waiting(self) -> int:
         """Families that do not sit: in the queue, or for another's prefix."""
-        return len(self.books.room) + self.books.leaders.num_followers + len(self.books.aside)
+        return len(self.state.room) + self.state.leaders.num_followers + len(self.state.aside)
 
     @property
     def idle(self) -> bool:
         """Nothing waits, sits or is in flight, and nobody is still to be told."""
-        return not self.books.families and not self._in_flight and not self.books.ended_early
+        return not self.state.groups and not self._in_flight and not self.state.ended_early
 
     # Planning.
 
-    def _begin(self, now_s: float) -> Draft:
-        books = self.books
-        books.now_s = now_s
-        step = books.last_planned + 1
+    def _begin(self, now_s: float) -> PlanBuilder:
+        state = self.state
+        state.now_s = now_s
+        step = state.last_planned + 1
         self.kv.step = step
-        for family in books.deadlines.expire(now_s):
-            self.books.fail(family, FinishReason.EXPIRED)
-        books.wake()
-        self.admission.take_seats(now_s)
-        return Draft(step, now_s, self.max_step_tokens if self.policy.regime.chunked else _UNBOUNDED)
+        for group in state.deadlines.expire(now_s):
+            self.state.fail(group, FinishReason.EXPIRED)
+        state.wake()
+        self.admission.preempt_for_class(now_s)
+        return PlanBuilder(step, now_s, self.max_step_tokens if self.policy.regime.chunked else _UNBOUNDED)
 
-    def _commit(self, draft: Draft) -> StepPlan | None:
-        books = self.books
-        books.stalls.note(draft.step, self.admission.cause)
+    def _commit(self, draft: PlanBuilder) -> StepPlan | None:
+        state = self.state
+        state.stalls.note(draft.step, self.admission.cause)
         if draft.empty:
             for row in draft.paused:  # the step is not taken: they ask again in the same one
-                books.cruise.book_again(row, draft.step)
+                state.calendar.book_again(row, draft.step)
             for row in draft.held:
-                books.cruise.let_go(row)
-            assert not draft.seats and not draft.chunks, draft.seats
+                state.calendar.let_go(row)
+            assert not draft.starts and not draft.chunks, draft.starts
             return None
         for row in draft.paused:
-            books.cruise.book_paused(row, draft.step)
-        for sequence in books.fresh:
+            state.calendar.book_paused(row, draft.step)
+        for sequence in state.fresh:
             assert sequence.row is not None, sequence
-            books.seating.tell(sequence.row)
-        books.fresh, books.tells = [], []
-        books.last_planned = draft.step
+            state.rows.tell(sequence.row)
+        state.fresh, state.tells = [], []
+        state.last_planned = draft.step
         chunks = tuple([(s, chunk.start + chunk.length) for s, chunk in zip(draft.chunked, draft.chunks, strict=True)])
         moves = self.kv.take_moves()
-        self._in_flight.append(_Flight(draft.step, chunks, self._feeding.shape(draft), draft.now_s, bool(moves)))
+        self._in_flight.append(_StepInFlight(draft.step, chunks, self._feeding.shape(draft), draft.now_s, bool(moves)))
         num_padding = self._padding(draft)
-        tally = books.tally
-        tally.computed_tokens += draft.num_cruising + sum(chunk.length for chunk in draft.chunks)
+        tally = state.tally
+        tally.computed_tokens += draft.num_decoding + sum(chunk.length for chunk in draft.chunks)
         tally.padding_tokens += num_padding
         tally.moved_blocks += len(moves)
         reset, self._reset = self._reset, False
-        leaves, masked = books.seating.take_leaves(), self._masked(draft)
+        leaves, masked = state.rows.take_released(), self._masked(draft)
         return draft.build(moves, leaves, masked=masked, num_padding=num_padding, reset=reset)
 
-    def _masked(self, draft: Draft) -> tuple[Row, ...]:
+    def _masked(self, draft: PlanBuilder) -> tuple[Row, ...]:
         """The masked rows that choose a token in this step."""
-        masked, cruise = self.books.masked, self.books.cruise
+        masked, calendar = self.state.masked, self.state.calendar
         if not len(masked):
             return ()
         idle = {*draft.paused, *draft.held}
-        choosing = {chunk.row for chunk in draft.chunks if Output.SAMPLE in chunk.output}
-        rows = [row for row in masked if row in choosing or (cruise.cruises(row) and row not in idle)]
+        choosing = {chunk.row for chunk in draft.chunks if ChunkOutput.SAMPLE in chunk.output}
+        rows = [row for row in masked if row in choosing or (calendar.is_decoding(row) and row not in idle)]
         for row in rows:
             masked.note(row, draft.step)
         return tuple(rows)
 
-    def _padding(self, draft: Draft) -> int:
+    def _padding(self, draft: PlanBuilder) -> int:
         """What a padded batch computes for nothing: short prompts up to the longest, and members that have ended."""
         if not self.policy.regime.padded:
             return 0
         longest = max((chunk.length for chunk in draft.chunks), default=1)
-        width = max(self.admission.batch_size, draft.num_cruising + len(draft.chunks))
-        return width * longest - draft.num_cruising - sum(chunk.length for chunk in draft.chunks)
+        width = max(self.admission.batch_size, draft.num_decoding + len(draft.chunks))
+        return width * longest - draft.num_decoding - sum(chunk.length for chunk in draft.chunks)
 
-    def _observe(self, flight: _Flight, now_s: float) -> None:
+    def _observe(self, flight: _StepInFlight, now_s: float) -> None:
         """How long a step took: from its plan, or from the step before it if that came back later. Where no time
         passes, as in a bench that gives none, there is nothing to learn."""
         started_s = max(flight.planned_s, self._absorbed_s)
@@ -261,70 +261,70 @@ class Scheduler:
 
     def _note_computed(self, sequence: Sequence, stop: int, *, failed: bool) -> None:
         """A chunk's keys and values are written: others may find them, followers and siblings may begin."""
-        books, row, request, num_tokens = self.books, sequence.row, sequence.request, len(sequence.tokens)
+        state, row, request, num_tokens = self.state, sequence.row, sequence.request, len(sequence.tokens)
         assert row is not None, sequence
         sequence.num_computed = stop
         sequence.caught_up = stop == sequence.num_planned == num_tokens or sequence.caught_up
         speaks = request.beam is None and not request.sampling.pooled
         if not failed and stop == num_tokens == len(request.prompt) and speaks:
-            books.note_first_token(sequence.family)
-        if failed or sequence.state is not State.RUNNING:
+            state.note_first_token(sequence.group)
+        if failed or sequence.state is not SequenceState.RUNNING:
             return
-        self.kv.commit(row, sequence.family.owner, sequence.tokens[:stop])
-        books.leaders.advance(sequence)
+        self.kv.commit(row, sequence.group.owner, sequence.tokens[:stop])
+        state.leaders.advance(sequence)
         if stop == num_tokens:
-            books.leaders.end(sequence)
-        siblings = books.forks.fork(sequence)
+            state.leaders.end(sequence)
+        siblings = state.forks.fork(sequence)
         if siblings:
             num_shared = min(sibling.num_computed for sibling in siblings)
             whom = f"{len(siblings)} siblings"
-            sequence.family.note(Event(books.last_absorbed, What.FORKED, num_shared, detail=whom))
+            sequence.group.note(RequestEvent(state.last_absorbed, EventKind.FORKED, num_shared, detail=whom))
         for sibling in siblings:
-            books.tally.forks += 1
-            books.fresh.append(sibling)
-            books.catch_up(sibling)
+            state.tally.forks += 1
+            state.fresh.append(sibling)
+            state.catch_up(sibling)
 
     def _finish_ended(self, result: StepResult) -> list[Sequence]:
         finished = []
-        ended = [(self.books.seating.seated[row], reason) for row, reason in result.ended]
+        ended = [(self.state.rows.assigned[row], reason) for row, reason in result.ended]
         for sequence, reason in ended:
             if sequence.request.beam is not None:  # a search that has lost a beam is no search
-                self.books.fail(sequence.family, reason)
-            elif self.books.finish(sequence, reason):
+                self.state.fail(sequence.group, reason)
+            elif self.state.finish(sequence, reason):
                 finished.append(sequence)
         return finished
 
     def _advance_beams(self, candidates: dict[Row, Candidates]) -> list[Sequence]:
         finished: list[Sequence] = []
         for row, offered in candidates.items():
-            sequence = self.books.seating.seated.get(row)
-            if sequence is None or sequence.state is not State.RUNNING:
+            sequence = self.state.rows.assigned.get(row)
+            if sequence is None or sequence.state is not SequenceState.RUNNING:
                 continue
-            turn = self.books.beams.offer(sequence, offered)
+            turn = self.state.beams.offer(sequence, offered)
             if turn is not None:
-                finished.extend(self._follow_beams(sequence.family, turn))
+                finished.extend(self._follow_beams(sequence.group, turn))
         return finished
 
-    def _follow_beams(self, family: Family, turn: Turn) -> list[Sequence]:
-        books = self.books
+    def _follow_beams(self, group: RequestGroup, turn: BeamUpdate) -> list[Sequence]:
+        state = self.state
         if turn.results is None:
-            books.tally.forks += len(turn.seated)
-            if turn.seated and family.story[-1].what is not What.FORKED:  # of a row of forks, the first
-                num_shared = turn.seated[0].num_computed
-                family.note(Event(books.last_absorbed, What.FORKED, num_shared, detail="beams"))
-            books.tells.extend(turn.tells)
-            books.fresh.extend(turn.seated)
+            state.tally.forks += len(turn.assigned)
+            if turn.assigned and group.events[-1].what is not EventKind.FORKED:  # of a row of forks, the first
+                num_shared = turn.assigned[0].num_computed
+                group.note(RequestEvent(state.last_absorbed, EventKind.FORKED, num_shared, detail="beams"))
+            state.tells.extend(turn.tells)
+            state.fresh.extend(turn.assigned)
             for beam in turn.live:
-                books.catch_up(beam)
+                state.catch_up(beam)
             return []
         finished = []
-        for member, hypothesis in zip(family.members, turn.results, strict=False):
-            member.tokens = np.concatenate([family.request.prompt, np.array(hypothesis.tokens, dtype=np.int32)])
-            member.score = hypothesis.score
-            finished.append(member)
-        for member in family.members:
-            reason = turn.results[member.index].finish_reason if member.index < len(turn.results) else None
-            self.books.finish(member, reason or FinishReason.ABORT)
+        for sequence, hypothesis in zip(group.sequences, turn.results, strict=False):
+            sequence.tokens = np.concatenate([group.request.prompt, np.array(hypothesis.tokens, dtype=np.int32)])
+            sequence.score = hypothesis.score
+            finished.append(sequence)
+        for sequence in group.sequences:
+            reason = turn.results[sequence.index].finish_reason if sequence.index < len(turn.results) else None
+            self.state.finish(sequence, reason or FinishReason.ABORT)
         return finished
 
     # When something breaks.
@@ -334,16 +334,16 @@ class Scheduler:
 
         Nobody knows whether a lost step copied its blocks: if it had any to copy, the cache cannot be trusted.
         """
-        books = self.books
+        state = self.state
         keep_cache = keep_cache and not any(flight.moves for flight in self._in_flight)
         self._in_flight.clear()
-        books.tally.lost_steps += books.last_planned - books.last_absorbed
-        books.seating.forget_steps(books.last_planned)
-        books.last_absorbed = books.last_planned
+        state.tally.lost_steps += state.last_planned - state.last_absorbed
+        state.rows.forget_steps(state.last_planned)
+        state.last_absorbed = state.last_planned
         self._withdraw_all()
-        books.release_up_to(books.last_absorbed)
-        books.seating.forget_runner()
-        books.fresh, books.tells = [], []
+        state.release_up_to(state.last_absorbed)
+        state.rows.forget_runner()
+        state.fresh, state.tells = [], []
         self._reset = True
         if not keep_cache:
             self.kv.lose()
@@ -353,27 +353,27 @@ class Scheduler:
         self._withdraw_all()
 
     def _withdraw_all(self) -> None:
-        for sequence in tuple(self.books.seating.seated.values()):
-            if sequence.state is State.RUNNING:
-                self.books.withdraw(sequence.family, by=None)
+        for sequence in tuple(self.state.rows.assigned.values()):
+            if sequence.state is SequenceState.RUNNING:
+                self.state.withdraw(sequence.group, by=None)
 
     def admit_only(self, orders: frozenset[int] | None) -> None:
         """From now on only the families of these orders are admitted; None: all are."""
-        self.books.sit_only(orders)
+        self.state.start_only(orders)
 
-    def running_families(self) -> list[Family]:
+    def running_groups(self) -> list[RequestGroup]:
         """Those who compute, in the order of their arrival."""
-        seated = self.books.seating.seated.values()
-        running = {s.family.order: s.family for s in seated if s.state is State.RUNNING}
+        assigned = self.state.rows.assigned.values()
+        running = {s.group.order: s.group for s in assigned if s.state is SequenceState.RUNNING}
         return [running[order] for order in sorted(running)]
 
     def fail_largest(self) -> None:
         """There was no memory for a step: the largest family that was seated ends, so that the others can go on."""
-        here = [family for family in self.books.families.values() if not family.finished]
-        seated = [family for family in here if family.was_seated] or here
-        largest = max(seated, key=lambda family: (most_blocks(family.request, 1), family.order), default=None)
+        here = [group for group in self.state.groups.values() if not group.finished]
+        assigned = [group for group in here if group.was_assigned] or here
+        largest = max(assigned, key=lambda group: (most_blocks(group.request, 1), group.order), default=None)
         if largest is not None:
-            self.books.fail(largest, FinishReason.OUT_OF_MEMORY)
+            self.state.fail(largest, FinishReason.OUT_OF_MEMORY)
 
     def reset_cache(self) -> int:
         """Forget every cached prefix that nobody holds; the blocks that became free."""
@@ -381,6 +381,6 @@ class Scheduler:
 
     def shrink(self, num_blocks: int) -> int:
         """Take blocks out of service, as far as everyone who is here still fits; how many."""
-        needs = [most_blocks(family.request, self.kv.block_size) for family in self.books.families.values()]
+        needs = [most_blocks(group.request, self.kv.block_size) for group in self.state.groups.values()]
         spare = self.kv.pool.num_in_service - max(needs, default=1)
         return self.kv.shrink(min(num_blocks, max(spare, 0)))

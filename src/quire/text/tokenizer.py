@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from quire.core.errors import InvalidPrompt
-from quire.text.folder_vocab import vocabulary_from_folder
-from quire.text.gguf_vocab import vocabulary_from_gguf
-from quire.text.vocabulary import Vocabulary
+from quire.text.gguf_tokenizer import vocabulary_from_gguf
+from quire.text.hf_tokenizer import TokenizerFiles, vocabulary_from_folder
 
 _MOST_IDS = 2**32  # that the library counts in
 _FALLBACK_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -33,7 +32,7 @@ class Tokenizer:
         "vocab_size",
     )
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: TokenizerFiles) -> None:
         self._backend = vocabulary.backend
         self._piece_bytes: dict[int, bytes] = {}
         self.bos_id = vocabulary.bos_id

@@ -1,6 +1,9 @@
-"""Memory for a decoder's weights, not yet filled. Knows the shapes, not where values come from."""
+"""Memory for a decoder's weights, not yet filled. Knows the shapes, not where values come from.
 
-from collections.abc import Callable
+Invented weights at a real shape: deterministic, and made at the speed of copying memory.
+"""
+
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from math import prod
 from typing import NamedTuple
@@ -15,7 +18,7 @@ from quire.models.parameters import DecoderWeights, LayerWeights, layer_shapes
 LAYER_FIELDS = tuple(field.name for field in fields(LayerWeights))
 
 
-class Room(NamedTuple):
+class UnfilledWeights(NamedTuple):
     """Memory for weights, and what fills it, to be called once. Before, the tensors hold anything."""
 
     weights: DecoderWeights
@@ -61,3 +64,55 @@ def _allocate_layer(spec: ModelSpec, dtype: torch.dtype, device: torch.device | 
     for name, shape in layer_shapes(spec).items():
         tensors[name] = torch.empty(shape, dtype=torch.float32 if is_norm(name) else dtype, device=device)
     return LayerWeights(**tensors)  # type: ignore[arg-type]  # layer_shapes names all that is not optional
+
+
+# Random values are drawn once and laid end to end. A prime: no row length divides it, so rows differ.
+NUM_DRAWN = 1_000_003
+DEVIATION = 0.02  # what transformers initializes with; keeps activations finite at any depth
+
+
+def dummy_room(
+    spec: ModelSpec, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0
+) -> UnfilledWeights:
+    """To be filled with weights that depend only on the shape, the dtype and the seed. Norms are ones."""
+    weights = empty_weights(spec, dtype, device)
+
+    def fill() -> None:
+        generator = torch.Generator().manual_seed(seed)
+        drawn = (torch.randn(NUM_DRAWN, generator=generator) * DEVIATION).to(dtype=dtype, device=device)
+        weights.final_norm.fill_(1.0)
+        start = _fill(weights.embedding, drawn, 0)
+        if not spec.tied_embeddings:
+            start = _fill(weights.head, drawn, start)
+        for layer in weights.layers:
+            for name, tensor in _tensors(layer):
+                if is_norm(name):
+                    tensor.fill_(1.0)
+                else:
+                    start = _fill(tensor, drawn, start)
+
+    return UnfilledWeights(weights, fill)
+
+
+class _NamedTensor(NamedTuple):
+    name: str
+    tensor: Tensor
+
+
+def _tensors(layer: LayerWeights) -> Iterator[_NamedTensor]:
+    for name in LAYER_FIELDS:
+        tensor = getattr(layer, name)
+        if tensor is not None:
+            yield _NamedTensor(name, tensor)
+
+
+def _fill(tensor: Tensor, drawn: Tensor, start: int) -> int:
+    """Lay the drawn values into a tensor from one of them on; gives the one to begin the next tensor with."""
+    flat = tensor.view(-1)
+    place = 0
+    while place < len(flat):
+        count = min(len(drawn) - start, len(flat) - place)
+        flat[place : place + count] = drawn[start : start + count]
+        place += count
+        start = (start + count) % len(drawn)
+    return start

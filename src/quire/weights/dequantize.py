@@ -16,7 +16,7 @@ PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16
 Bytes = NDArray[np.uint8]
 
 
-class Unpacker(Protocol):
+class Dequantizer(Protocol):
     """Knows packed encodings (`weights.packed.GgufUnpacker`). Several threads may ask it at once."""
 
     def knows(self, encoding: str) -> bool: ...
@@ -35,7 +35,7 @@ class FloatsOnly:
         raise AssertionError(f"{encoding} was not refused")
 
 
-def refuse_unreadable(tensors: Iterable[StoredTensor], unpacker: Unpacker) -> None:
+def refuse_unreadable(tensors: Iterable[StoredTensor], unpacker: Dequantizer) -> None:
     """Say before any memory is taken that a tensor's encoding cannot be decoded."""
     for stored in tensors:
         encoding = stored.encoding

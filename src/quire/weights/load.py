@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from quire.core.errors import BrokenModelFile
-from quire.formats.checkpoint import Checkpoint, Source
+from quire.formats.checkpoint import Checkpoint, CheckpointSource
 from quire.formats.families import BY_NAME
 from quire.models.parameters import DecoderWeights
-from quire.weights.allocate import Room, empty_weights, is_norm
-from quire.weights.carry import carry
-from quire.weights.dequantize import FloatsOnly, Unpacker, refuse_unreadable
-from quire.weights.names import Part, Target, expected_tensors, is_ignorable
-from quire.weights.pieces import pieces_of
+from quire.weights.allocate import UnfilledWeights, empty_weights, is_norm
+from quire.weights.dequantize import Dequantizer, FloatsOnly, refuse_unreadable
+from quire.weights.loader_threads import carry
+from quire.weights.names import FusedPart, WeightTarget, expected_tensors, is_ignorable
+from quire.weights.tensor_reader import pieces_of
 
 NAMES_SHOWN = 4
 
@@ -30,8 +30,8 @@ def room_for(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
-    unpacker: Unpacker | None = None,
-) -> Room:
+    unpacker: Dequantizer | None = None,
+) -> UnfilledWeights:
     """Fresh memory on a device, to be filled with every tensor of a checkpoint; what that lacks, or has too much of, is
     refused now. Packed tensors need an unpacker."""
     unpacker = unpacker or FloatsOnly()
@@ -43,14 +43,14 @@ def room_for(
     def fill() -> None:
         in_order = sorted(targets, key=lambda name: _place_in_files(checkpoint, name))
         pieces = [piece for name in in_order for piece in pieces_of(checkpoint.tensors[name], destinations[name])]
-        carry(pieces, unpacker, torch.device(device), _Told(sum(piece.num_bytes for piece in pieces), progress))
+        carry(pieces, unpacker, torch.device(device), _LoadProgress(sum(piece.num_bytes for piece in pieces), progress))
         for name, target in targets.items():
             _convert(destinations[name], target, checkpoint)
 
-    return Room(weights, fill)
+    return UnfilledWeights(weights, fill)
 
 
-class _Told:
+class _LoadProgress:
     """Adds up what was read, and tells of it in a hundred steps or fewer."""
 
     __slots__ = ("_done", "_progress", "_step", "_told", "_total")
@@ -68,37 +68,37 @@ class _Told:
             self._progress(self._done, self._total)
 
 
-def _field(weights: DecoderWeights, target: Target) -> Tensor:
+def _field(weights: DecoderWeights, target: WeightTarget) -> Tensor:
     owner = weights if target.layer is None else weights.layers[target.layer]
     tensor = getattr(owner, target.field)
     assert isinstance(tensor, Tensor), target
     return tensor
 
 
-class _Place(NamedTuple):
+class _TensorPlace(NamedTuple):
     """The order in which a disk likes to be read."""
 
     path: Path
     offset: int
 
 
-def _place_in_files(checkpoint: Checkpoint, name: str) -> _Place:
+def _place_in_files(checkpoint: Checkpoint, name: str) -> _TensorPlace:
     stored = checkpoint.tensors[name]
-    return _Place(stored.path, stored.offset)
+    return _TensorPlace(stored.path, stored.offset)
 
 
-def _convert(values: Tensor, target: Target, checkpoint: Checkpoint) -> None:
+def _convert(values: Tensor, target: WeightTarget, checkpoint: Checkpoint) -> None:
     """Undo, in place, what a format does to some tensors."""
     family = BY_NAME[checkpoint.spec.family]
-    if checkpoint.source is Source.FOLDER and family.gemma and is_norm(target.field):
+    if checkpoint.source is CheckpointSource.FOLDER and family.gemma and is_norm(target.field):
         values += 1.0  # Gemma stores its norms less one; llama.cpp's converter has added it already
-    interleaved = checkpoint.source is Source.GGUF and family.interleaved_in_gguf
-    if interleaved and target.part in (Part.QUERY, Part.KEY):
+    interleaved = checkpoint.source is CheckpointSource.GGUF and family.interleaved_in_gguf
+    if interleaved and target.part in (FusedPart.QUERY, FusedPart.KEY):
         pairs = values.view(-1, checkpoint.spec.head_dim // 2, 2, *values.shape[1:])
         values.copy_(pairs.transpose(1, 2).reshape(values.shape))
 
 
-def _match(checkpoint: Checkpoint, unpacker: Unpacker) -> dict[str, Target]:
+def _match(checkpoint: Checkpoint, unpacker: Dequantizer) -> dict[str, WeightTarget]:
     """The tensors to read, by stored name; an error names those that are missing, left over or misshapen."""
     spec, source, stored = checkpoint.spec, checkpoint.source, checkpoint.tensors
     targets = expected_tensors(spec, source)

@@ -7,12 +7,12 @@ from enum import Enum
 from typing import NamedTuple
 
 from quire.core.model import ModelSpec
-from quire.formats.checkpoint import Source
-from quire.formats.families import BY_NAME, Family
+from quire.formats.checkpoint import CheckpointSource
+from quire.formats.families import BY_NAME, ModelFamily
 from quire.models.parameters import layer_shapes
 
 
-class Part(Enum):
+class FusedPart(Enum):
     """Which rows of a fused weight a stored tensor fills."""
 
     WHOLE = "whole"
@@ -23,48 +23,48 @@ class Part(Enum):
     UP = "up"
 
 
-class Rows(NamedTuple):
+class RowRange(NamedTuple):
     start: int
     stop: int
 
 
-class Target(NamedTuple):
+class WeightTarget(NamedTuple):
     """Where a stored tensor goes. Without a layer it is the embedding, the final norm or the head."""
 
     layer: int | None
     field: str
-    part: Part
-    rows: Rows
+    part: FusedPart
+    rows: RowRange
     shape: tuple[int, ...]  # what the stored tensor must have
 
 
-Names = dict[str, tuple[str, Part]]
+Names = dict[str, tuple[str, FusedPart]]
 
-QKV_PARTS = {"q": Part.QUERY, "k": Part.KEY, "v": Part.VALUE}
-GATE_UP_PARTS = {"gate": Part.GATE, "up": Part.UP}
+QKV_PARTS = {"q": FusedPart.QUERY, "k": FusedPart.KEY, "v": FusedPart.VALUE}
+GATE_UP_PARTS = {"gate": FusedPart.GATE, "up": FusedPart.UP}
 
 
-def _with_bias(stored: str, field: str, part: Part) -> Names:
+def _with_bias(stored: str, field: str, part: FusedPart) -> Names:
     return {f"{stored}.weight": (field, part), f"{stored}.bias": (f"{field}_bias", part)}
 
 
-def _folder_names(family: Family) -> Names:
+def _folder_names(family: ModelFamily) -> Names:
     names: Names = {
-        "input_layernorm.weight": ("attention_norm", Part.WHOLE),
-        "self_attn.q_norm.weight": ("query_norm", Part.WHOLE),
-        "self_attn.k_norm.weight": ("key_norm", Part.WHOLE),
-        **_with_bias("self_attn.o_proj", "output", Part.WHOLE),
-        **_with_bias("mlp.down_proj", "down", Part.WHOLE),
+        "input_layernorm.weight": ("attention_norm", FusedPart.WHOLE),
+        "self_attn.q_norm.weight": ("query_norm", FusedPart.WHOLE),
+        "self_attn.k_norm.weight": ("key_norm", FusedPart.WHOLE),
+        **_with_bias("self_attn.o_proj", "output", FusedPart.WHOLE),
+        **_with_bias("mlp.down_proj", "down", FusedPart.WHOLE),
     }
     if family.gemma:
-        names["post_attention_layernorm.weight"] = ("attention_post_norm", Part.WHOLE)
-        names["pre_feedforward_layernorm.weight"] = ("mlp_norm", Part.WHOLE)
-        names["post_feedforward_layernorm.weight"] = ("mlp_post_norm", Part.WHOLE)
+        names["post_attention_layernorm.weight"] = ("attention_post_norm", FusedPart.WHOLE)
+        names["pre_feedforward_layernorm.weight"] = ("mlp_norm", FusedPart.WHOLE)
+        names["post_feedforward_layernorm.weight"] = ("mlp_post_norm", FusedPart.WHOLE)
     else:
-        names["post_attention_layernorm.weight"] = ("mlp_norm", Part.WHOLE)
+        names["post_attention_layernorm.weight"] = ("mlp_norm", FusedPart.WHOLE)
     if family.fused_projections:
-        names |= _with_bias("self_attn.qkv_proj", "qkv", Part.WHOLE)
-        names |= _with_bias("mlp.gate_up_proj", "gate_up", Part.WHOLE)
+        names |= _with_bias("self_attn.qkv_proj", "qkv", FusedPart.WHOLE)
+        names |= _with_bias("mlp.gate_up_proj", "gate_up", FusedPart.WHOLE)
         return names
     for letter, part in QKV_PARTS.items():
         names |= _with_bias(f"self_attn.{letter}_proj", "qkv", part)
@@ -73,20 +73,20 @@ def _folder_names(family: Family) -> Names:
     return names
 
 
-def _gguf_names(family: Family) -> Names:
+def _gguf_names(family: ModelFamily) -> Names:
     names: Names = {
-        "attn_norm.weight": ("attention_norm", Part.WHOLE),
-        "attn_q_norm.weight": ("query_norm", Part.WHOLE),
-        "attn_k_norm.weight": ("key_norm", Part.WHOLE),
-        "post_attention_norm.weight": ("attention_post_norm", Part.WHOLE),
-        "ffn_norm.weight": ("mlp_norm", Part.WHOLE),
-        "post_ffw_norm.weight": ("mlp_post_norm", Part.WHOLE),
-        **_with_bias("attn_output", "output", Part.WHOLE),
-        **_with_bias("ffn_down", "down", Part.WHOLE),
+        "attn_norm.weight": ("attention_norm", FusedPart.WHOLE),
+        "attn_q_norm.weight": ("query_norm", FusedPart.WHOLE),
+        "attn_k_norm.weight": ("key_norm", FusedPart.WHOLE),
+        "post_attention_norm.weight": ("attention_post_norm", FusedPart.WHOLE),
+        "ffn_norm.weight": ("mlp_norm", FusedPart.WHOLE),
+        "post_ffw_norm.weight": ("mlp_post_norm", FusedPart.WHOLE),
+        **_with_bias("attn_output", "output", FusedPart.WHOLE),
+        **_with_bias("ffn_down", "down", FusedPart.WHOLE),
     }
     if family.fused_projections:
-        names |= _with_bias("attn_qkv", "qkv", Part.WHOLE)
-        names |= _with_bias("ffn_up", "gate_up", Part.WHOLE)
+        names |= _with_bias("attn_qkv", "qkv", FusedPart.WHOLE)
+        names |= _with_bias("ffn_up", "gate_up", FusedPart.WHOLE)
         return names
     for letter, part in QKV_PARTS.items():
         names |= _with_bias(f"attn_{letter}", "qkv", part)
@@ -105,24 +105,28 @@ class _Scheme(NamedTuple):
 
 
 SCHEMES = {
-    Source.FOLDER: _Scheme("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", "model.layers.{}."),
-    Source.GGUF: _Scheme("token_embd.weight", "output_norm.weight", "output.weight", "blk.{}."),
+    CheckpointSource.FOLDER: _Scheme(
+        "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", "model.layers.{}."
+    ),
+    CheckpointSource.GGUF: _Scheme("token_embd.weight", "output_norm.weight", "output.weight", "blk.{}."),
 }
 
 
-def expected_tensors(spec: ModelSpec, source: Source) -> dict[str, Target]:
+def expected_tensors(spec: ModelSpec, source: CheckpointSource) -> dict[str, WeightTarget]:
     """Every tensor that a checkpoint of this model must hold."""
     family = BY_NAME[spec.family]
     scheme = SCHEMES[source]
-    names = _folder_names(family) if source is Source.FOLDER else _gguf_names(family)
-    table = Rows(0, spec.vocab_size)
+    names = _folder_names(family) if source is CheckpointSource.FOLDER else _gguf_names(family)
+    table = RowRange(0, spec.vocab_size)
     matrix = (spec.vocab_size, spec.hidden_size)
     targets = {
-        scheme.embedding: Target(None, "embedding", Part.WHOLE, table, matrix),
-        scheme.final_norm: Target(None, "final_norm", Part.WHOLE, Rows(0, spec.hidden_size), (spec.hidden_size,)),
+        scheme.embedding: WeightTarget(None, "embedding", FusedPart.WHOLE, table, matrix),
+        scheme.final_norm: WeightTarget(
+            None, "final_norm", FusedPart.WHOLE, RowRange(0, spec.hidden_size), (spec.hidden_size,)
+        ),
     }
     if not spec.tied_embeddings:
-        targets[scheme.head] = Target(None, "head", Part.WHOLE, table, matrix)
+        targets[scheme.head] = WeightTarget(None, "head", FusedPart.WHOLE, table, matrix)
     shapes = layer_shapes(spec)
     for layer in range(spec.num_layers):
         prefix = scheme.layer.format(layer)
@@ -130,28 +134,28 @@ def expected_tensors(spec: ModelSpec, source: Source) -> dict[str, Target]:
             if field in shapes:
                 rows = _rows(spec, part, shapes[field][0])
                 shape = (rows.stop - rows.start, *shapes[field][1:])
-                targets[prefix + name] = Target(layer, field, part, rows, shape)
+                targets[prefix + name] = WeightTarget(layer, field, part, rows, shape)
     return targets
 
 
-def is_ignorable(name: str, spec: ModelSpec, source: Source) -> bool:
+def is_ignorable(name: str, spec: ModelSpec, source: CheckpointSource) -> bool:
     """Tensors that may be there and say nothing new: rope buffers, rope factors, the copy of a tied head."""
     if spec.tied_embeddings and name == SCHEMES[source].head:
         return True
-    if source is Source.GGUF:
+    if source is CheckpointSource.GGUF:
         return name in ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
     return name.endswith("rotary_emb.inv_freq")
 
 
-def _rows(spec: ModelSpec, part: Part, num_rows: int) -> Rows:
+def _rows(spec: ModelSpec, part: FusedPart, num_rows: int) -> RowRange:
     queries = spec.num_heads * spec.head_dim
     keys = spec.num_kv_heads * spec.head_dim
     ends = {
-        Part.WHOLE: Rows(0, num_rows),
-        Part.QUERY: Rows(0, queries),
-        Part.KEY: Rows(queries, queries + keys),
-        Part.VALUE: Rows(queries + keys, queries + 2 * keys),
-        Part.GATE: Rows(0, spec.ffn_size),
-        Part.UP: Rows(spec.ffn_size, 2 * spec.ffn_size),
+        FusedPart.WHOLE: RowRange(0, num_rows),
+        FusedPart.QUERY: RowRange(0, queries),
+        FusedPart.KEY: RowRange(queries, queries + keys),
+        FusedPart.VALUE: RowRange(queries + keys, queries + 2 * keys),
+        FusedPart.GATE: RowRange(0, spec.ffn_size),
+        FusedPart.UP: RowRange(spec.ffn_size, 2 * spec.ffn_size),
     }
     return ends[part]

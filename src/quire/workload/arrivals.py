@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from quire.core.ids import IntArray
-from quire.workload.trace import TraceRow
+from quire.workload.traces import TraceRow
 
 PIECE = 512  # tokens of a prompt that one id stands for
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 URL, MODEL = sys.argv[1:3]
 KEY = "sk-client"
 
-# What tests/clients/world.py scripts the server to say to these.
+# What tests/clients/client_world.py scripts the server to say to these.
 GREET, GREETING = "Say hello.", "Hello! Grüße, 你好, 🙂👩‍🚀."
 ASK_WEATHER, CITY, WEATHER = "What is the weather in Paris?", "Paris", "It is 21 degrees in Paris."
 ASK_PERSON, PERSON = "How old is Ada?", {"name": "Ada", "age": 36}

@@ -6,13 +6,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.contract import AttentionRule, HeadNorm, Parts, Ragged, Rotation
-from quire.kernels.gpu import gates, norms, turns
-from quire.kernels.gpu.attention import GpuAttention
-from quire.kernels.gpu.backends.share import OWN, Backends
-from quire.kernels.gpu.hopper_chunks import HopperChunks
-from quire.kernels.gpu.hopper_products import HopperProducts
-from quire.kernels.gpu.skinny_product import fits, skinny_product
+from quire.kernels.gpu import activation as gates
+from quire.kernels.gpu import norms
+from quire.kernels.gpu import rope_and_kv_write as turns
+from quire.kernels.gpu.attention.dispatch import GpuAttention
+from quire.kernels.gpu.attention.hopper_dispatch import HopperPrefill
+from quire.kernels.gpu.backends.interface import OWN, AttentionBackends
+from quire.kernels.gpu.gemm.hopper_dispatch import HopperGemm
+from quire.kernels.gpu.gemm.skinny import fits, skinny_product
+from quire.kernels.interface import AttentionRule, HeadNorm, PartialSums, Rotation, StepLayout
 
 
 class GpuKernels:
@@ -23,12 +25,12 @@ class GpuKernels:
 
     name = "gpu"
 
-    def __init__(self, backends: Backends = OWN, windows: Sequence[int] = (0,)) -> None:
+    def __init__(self, backends: AttentionBackends = OWN, windows: Sequence[int] = (0,)) -> None:
         """`windows`: those of the model's layers, 0 for none; another that comes up costs a little time."""
         self._backends = backends
         self._windows = tuple(windows)
-        self._hopper = HopperChunks.find()
-        self._products = HopperProducts.find()
+        self._hopper = HopperPrefill.find()
+        self._products = HopperGemm.find()
 
     def activations(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
@@ -43,7 +45,7 @@ class GpuKernels:
         product = None if self._products is None else self._products.product(x, packed, bias)
         return _linear_elsewhere(x, packed, bias) if product is None else product
 
-    def linear_to_add(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor | Parts:
+    def linear_to_add(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor | PartialSums:
         product = None if self._products is None else self._products.parts(x, packed, bias)
         return _linear_elsewhere(x, packed, bias) if product is None else product
 
@@ -55,14 +57,14 @@ class GpuKernels:
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         return norms.rms_norm(x, weight, epsilon)
 
-    def add_rms_norm(self, x: Tensor | Parts, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    def add_rms_norm(self, x: Tensor | PartialSums, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         return norms.add_rms_norm(x, residual, weight, epsilon)
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
         return gates.gate(gate_up, activation)
 
-    def plan(self, ragged: Ragged, block_size: int) -> "GpuStep":
-        return GpuStep(ragged, self._windows, self._backends, self._hopper)
+    def plan(self, layout: StepLayout, block_size: int) -> "GpuStep":
+        return GpuStep(layout, self._windows, self._backends, self._hopper)
 
 
 def _linear_elsewhere(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -76,11 +78,15 @@ class GpuStep:
     __slots__ = ("_attention", "_slots", "_windows")
 
     def __init__(
-        self, ragged: Ragged, windows: tuple[int, ...], backends: Backends = OWN, hopper: HopperChunks | None = None
+        self,
+        layout: StepLayout,
+        windows: tuple[int, ...],
+        backends: AttentionBackends = OWN,
+        hopper: HopperPrefill | None = None,
     ) -> None:
-        self._slots = ragged.slots
+        self._slots = layout.slots
         self._windows = windows
-        self._attention = GpuAttention(ragged, ragged.num_decodes, backends, hopper)
+        self._attention = GpuAttention(layout, layout.num_decodes, backends, hopper)
 
     def turn_and_write(self, qkv: Tensor, head_norm: HeadNorm | None, rotation: Rotation, kv_layer: Tensor) -> None:
         self._attention.cut_decodes(kv_layer, self._windows)  # before the launch that lies between it and attention

@@ -5,6 +5,18 @@ an earlier one, which is most of them (another layer of the same step), goes str
 
 In a rehearsal what would be launched is compiled and not launched. Whoever goes through a step there has all of its
 kernels compiled, and keeps no list of them.
+
+Kernels that begin while the one before them ends, which hides most of a launch. Compiled into those of every layer.
+
+A card from Hopper on begins such a kernel (`launch_early`) as soon as all programs of the one before have ended or come
+past `wait_for_others`. Before it a kernel may read what nobody writes, such as weights, or what the one before it has
+waited for, and must write nothing. Every program that writes comes past it, and of every launch one does: so whoever
+waited for one kernel has waited for all before it. Knows nothing of what kernels do.
+
+A kernel may let the next begin before its own wait (`let_next_begin`). All of its programs still wait, so it is done
+after those before it, and the next, which waits until it is done, sees what all of them wrote.
+
+Sizes of grids and tiles, reckoned on the host. Triton's own are made for kernels: they take it ten times as long.
 """
 
 from collections.abc import Hashable, Iterator
@@ -14,9 +26,12 @@ from functools import cache
 from typing import NamedTuple, Protocol, cast
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from triton import knobs
 from triton.compiler import CompiledKernel
+from triton.language.extra import cuda
 from triton.runtime import KernelInterface, driver
 
 _FIRST_TO_OVERLAP = 90  # compute capability of Hopper
@@ -35,7 +50,7 @@ class _Descriptor(Protocol):
     block_shape: list[int]
 
 
-class _Rehearsal(NamedTuple):
+class _DryRun(NamedTuple):
     """What was launched in it."""
 
     variants: set[Hashable]  # as Triton tells launches apart, or finer
@@ -43,34 +58,34 @@ class _Rehearsal(NamedTuple):
 
 
 # The one that this thread is in.
-_rehearsal: ContextVar[_Rehearsal | None] = ContextVar("quire_rehearsal", default=None)
+_rehearsal: ContextVar[_DryRun | None] = ContextVar("quire_rehearsal", default=None)
 
 
 @contextmanager
-def rehearsal(kernels: set[KernelInterface[object]] | None = None) -> Iterator[None]:
+def dry_run_launches(kernels: set[KernelInterface[object]] | None = None) -> Iterator[None]:
     """In this thread nothing is launched meanwhile: tensors that kernels would fill hold anything. The kernels that
     would have been launched are put into the set."""
-    token = _rehearsal.set(_Rehearsal(set(), set() if kernels is None else kernels))
+    token = _rehearsal.set(_DryRun(set(), set() if kernels is None else kernels))
     try:
         yield
     finally:
         _rehearsal.reset(token)
 
 
-class _Found(NamedTuple):
+class _FoundKernel(NamedTuple):
     """A compiled kernel, and its constants in the order of its parameters."""
 
     compiled: CompiledKernel
     constants: tuple[object, ...]
 
 
-_found: dict[Hashable, _Found] = {}
+_found: dict[Hashable, _FoundKernel] = {}
 
 
 def launch(kernel: KernelInterface[object], grid: tuple[int, ...], *args: object, **constants: object) -> None:
     rehearsed = _rehearsal.get()
     if rehearsed is not None:
-        _rehearse(rehearsed, kernel, grid, args, constants)
+        _dry_run(rehearsed, kernel, grid, args, constants)
         return
     # A kernel is launched from one place: an argument is always of one type, and constants come in one order.
     like = (
@@ -92,7 +107,7 @@ def launch(kernel: KernelInterface[object], grid: tuple[int, ...], *args: object
     if isinstance(compiled, CompiledKernel):  # the interpreter has none
         if len(_found) >= _MOST_FOUND:
             _found.clear()
-        _found[like] = _Found(compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :]))
+        _found[like] = _FoundKernel(compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :]))
 
 
 def _current_device() -> int:
@@ -110,8 +125,8 @@ def _alike(arg: object) -> Hashable:
     return described.base.dtype, tuple(described.block_shape)
 
 
-def _rehearse(
-    rehearsed: _Rehearsal,
+def _dry_run(
+    rehearsed: _DryRun,
     kernel: KernelInterface[object],
     grid: tuple[int, ...],
     args: tuple[object, ...],
@@ -145,3 +160,28 @@ def to_be_filled(size: tuple[int, ...], dtype: torch.dtype, device: torch.device
     """What a kernel will fill that others find their way by: in a rehearsal, zeros."""
     make = torch.empty if _rehearsal.get() is None else torch.zeros
     return make(size, dtype=dtype, device=device)
+
+
+@triton.jit
+def wait_for_others(EARLY: tl.constexpr):
+    """Until all that was launched before is done and can be seen. Then the next may begin."""
+    if EARLY:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def let_next_begin(EARLY: tl.constexpr):
+    """As soon as all programs have begun, if there is room beside them. Whoever says so must still wait for others."""
+    if EARLY:
+        cuda.gdc_launch_dependents()
+
+
+def cdiv(number: int, divisor: int) -> int:
+    """How many of the divisor hold the number."""
+    return -(-number // divisor)
+
+
+def next_power_of_2(number: int) -> int:
+    """The least that is not less; 1 for 0."""
+    return 1 << (number - 1).bit_length() if number > 0 else 1

@@ -7,10 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.contract import Parts
-from quire.kernels.gpu.host_sizes import cdiv, next_power_of_2
-from quire.kernels.gpu.launch import launch_early
-from quire.kernels.gpu.overlap import let_next_begin, wait_for_others
+from quire.kernels.gpu.launch import cdiv, launch_early, let_next_begin, next_power_of_2, wait_for_others
+from quire.kernels.interface import PartialSums
 
 _WIDEST = 16_384  # numbers in a row: a program holds whole rows in registers
 _NUMBERS = 1_024  # a program's at least: narrow rows share one
@@ -18,7 +16,7 @@ _NUMBERS_PER_WARP = 256  # 16 bytes of halves for each thread
 _MOST_WARPS = 16
 
 
-class _Tiles(NamedTuple):
+class _NormTiles(NamedTuple):
     """What one program works on."""
 
     rows: int
@@ -26,11 +24,11 @@ class _Tiles(NamedTuple):
     num_warps: int
 
 
-def _tiles(width: int) -> _Tiles:
+def _tiles(width: int) -> _NormTiles:
     assert width <= _WIDEST, f"rows of {width} numbers; the widest that a program holds have {_WIDEST}"
     padded = next_power_of_2(width)
     rows = max(1, _NUMBERS // padded)
-    return _Tiles(rows, padded, min(_MOST_WARPS, max(1, rows * padded // _NUMBERS_PER_WARP)))
+    return _NormTiles(rows, padded, min(_MOST_WARPS, max(1, rows * padded // _NUMBERS_PER_WARP)))
 
 
 @triton.jit
@@ -132,12 +130,12 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return output
 
 
-def add_rms_norm(x: Tensor | Parts, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+def add_rms_norm(x: Tensor | PartialSums, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """residual += x in place, then its norm, as x.
 
     x: [tokens, width], or parts of it; residual: [tokens, width], float32 or x's dtype; weight: [width] float32.
     """
-    added, num_parts = (x.sums, len(x.sums)) if isinstance(x, Parts) else (x, 0)
+    added, num_parts = (x.sums, len(x.sums)) if isinstance(x, PartialSums) else (x, 0)
     assert added.stride(-1) == residual.stride(1) == 1 and weight.is_contiguous(), (added.stride(), residual.stride())
     assert num_parts == 0 or added.is_contiguous(), added.stride()
     num_rows, width = residual.shape

@@ -9,13 +9,13 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from quire.kernels.contract import AttentionRule
-from quire.kernels.find_backends import FA3_WHEEL, has_module, vllm_fa3_library
-from quire.kernels.gpu.backends.share import Share, window_left
+from quire.kernels.attention_backends import FA3_WHEEL, has_module, vllm_fa3_library
+from quire.kernels.gpu.backends.interface import BackendSequences, window_left
+from quire.kernels.interface import AttentionRule
 
 # Queries, keys [blocks, block_size, kv_heads, dim], values, the share, the rule, where the answer goes: all
 # [tokens, heads, dim] but keys and values.
-Call = Callable[[Tensor, Tensor, Tensor, Share, AttentionRule, Tensor], None]
+Call = Callable[[Tensor, Tensor, Tensor, BackendSequences, AttentionRule, Tensor], None]
 
 # What vLLM's operator wants to be told although it plays no part here.
 _UNUSED = dict.fromkeys(
@@ -45,7 +45,7 @@ class Fa3:
         torch.ops.load_library(str(library))
         return Fa3(by_operator(torch.ops._vllm_fa3_C.fwd))
 
-    def share(self, share: Share) -> "Fa3Share":
+    def share(self, share: BackendSequences) -> "Fa3Share":
         return Fa3Share(self._call, share)
 
 
@@ -54,7 +54,7 @@ class Fa3Share:
 
     __slots__ = ("_call", "_share")
 
-    def __init__(self, call: Call, share: Share) -> None:
+    def __init__(self, call: Call, share: BackendSequences) -> None:
         self._call = call
         self._share = share
 
@@ -69,7 +69,9 @@ class Fa3Share:
 def by_wheel(attend: Callable[..., Tensor]) -> Call:
     """`flash_attn_with_kvcache`: it has no argument for the output."""
 
-    def call(query: Tensor, keys: Tensor, values: Tensor, share: Share, rule: AttentionRule, output: Tensor) -> None:
+    def call(
+        query: Tensor, keys: Tensor, values: Tensor, share: BackendSequences, rule: AttentionRule, output: Tensor
+    ) -> None:
         answer = attend(
             query,
             keys,
@@ -91,7 +93,9 @@ def by_wheel(attend: Callable[..., Tensor]) -> Call:
 def by_operator(forward: Callable[..., object]) -> Call:
     """vLLM's operator, which has no defaults and writes where it is told to."""
 
-    def call(query: Tensor, keys: Tensor, values: Tensor, share: Share, rule: AttentionRule, output: Tensor) -> None:
+    def call(
+        query: Tensor, keys: Tensor, values: Tensor, share: BackendSequences, rule: AttentionRule, output: Tensor
+    ) -> None:
         forward(
             q=query,
             k=keys,

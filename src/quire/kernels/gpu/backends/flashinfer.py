@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.kernels.contract import AttentionRule
-from quire.kernels.gpu.backends.share import Share, window_left
-from quire.kernels.host_copies import upload_integers
+from quire.kernels.gpu.backends.interface import BackendSequences, window_left
+from quire.kernels.interface import AttentionRule
+from quire.kernels.transfers import upload_integers
 
 _WORKSPACE_BYTES = 128 << 20  # what its makers recommend
 
@@ -43,7 +43,7 @@ class FlashInfer:
             self._wrappers[rule] = self._make()
         return self._wrappers[rule]
 
-    def share(self, share: Share) -> "FlashInferDecodes":
+    def share(self, share: BackendSequences) -> "FlashInferDecodes":
         return FlashInferDecodes(self, share)
 
 
@@ -70,7 +70,7 @@ class FlashInferDecodes:
 
     __slots__ = ("_backend", "_indices", "_pages", "_planned", "_share")
 
-    def __init__(self, backend: FlashInfer, share: Share) -> None:
+    def __init__(self, backend: FlashInfer, share: BackendSequences) -> None:
         self._backend = backend
         self._share = share
         self._planned: set[AttentionRule] = set()

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from quire.kernels.contract import AttentionRule
-from quire.kernels.gpu.backends.share import Share, window_left
-from quire.kernels.gpu.gather_context import ContextCopy
+from quire.kernels.gpu.attention.prefill_contiguous import ContextCopy
+from quire.kernels.gpu.backends.interface import BackendSequences, window_left
+from quire.kernels.interface import AttentionRule
 
 Attend = Callable[..., Tensor | tuple[Tensor, Tensor]]
 
@@ -29,7 +29,7 @@ class TorchVarlen:
         grouped = "enable_gqa" in signature(attend).parameters  # earlier ones group heads without being told
         self._told = {"enable_gqa": True} if grouped else {}
 
-    def share(self, share: Share) -> "GatheredChunk":
+    def share(self, share: BackendSequences) -> "GatheredChunk":
         assert len(share.tables) == 1, share.tables.shape
         return GatheredChunk(share, self._attend, self._told)
 
@@ -39,7 +39,7 @@ class GatheredChunk:
 
     __slots__ = ("_attend", "_copy", "_key_starts", "_share", "_told")
 
-    def __init__(self, share: Share, attend: Attend, told: dict[str, bool]) -> None:
+    def __init__(self, share: BackendSequences, attend: Attend, told: dict[str, bool]) -> None:
         self._share = share
         self._attend = attend
         self._told = told

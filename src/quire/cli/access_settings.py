@@ -1,0 +1,113 @@
+"""What a command line says about the way into a server: keys, origins, sizes, TLS, logs. Checked before a model is."""
+
+import ssl
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+from starlette.types import ASGIApp
+
+from quire.core.errors import ConfigError
+from quire.server.app import ADMIN_ROUTES, Application
+from quire.server.http.auth import make_key_ring
+from quire.server.http.gate import AccessOptions, Hear, early_refusals, secure
+from quire.server.http.logs import LogFormat, LogWriter, log_answer
+from quire.server.http.metrics import Metrics
+from quire.server.http.protocol import ConnectionLimits, connection_limit, guarded
+from quire.server.http.request_context import RequestRecord
+
+_KEEP_ALIVE_S = 30  # longer than clients keep an idle connection, so that it is they who close it
+
+
+class AccessSettings:
+    """The gate's settings, out of all that `quire serve` was given."""
+
+    def __init__(self, host: str, given: Mapping[str, Any]) -> None:
+        self._keys = make_key_ring(
+            given["api_keys"], given["api_key_file"], given["admin_key"], given["admin_key_file"]
+        )
+        self._options = AccessOptions(
+            _body_limit(given["max_body_bytes"]), tuple(given["allowed_origins"]), ADMIN_ROUTES, own_host=host
+        )
+        self._root_path = _root_path(given["root_path"])
+        self._certificate = _certificate(given["ssl_certfile"], given["ssl_keyfile"])
+        self._log = LogWriter(cast(LogFormat, given["log_format"]), sys.stdout)
+        self._hear: list[Hear] = [log_answer]
+
+    @property
+    def keyed(self) -> bool:
+        return not self._keys.open
+
+    @property
+    def scheme(self) -> str:
+        return "https" if self._certificate else "http"
+
+    @property
+    def weights(self) -> dict[str, float]:
+        return self._keys.weights
+
+    def secure(self, app: Application, metrics: Metrics) -> ASGIApp:
+        metrics.engine.num_lines_lost = lambda: self._log.handler.num_dropped
+        self._hear.append(metrics.answered)
+        return secure(app, keys=self._keys, options=self._options, hear=self._hear, admit=app.admit)
+
+    def uvicorn_settings(self, app: ASGIApp) -> dict[str, Any]:
+        """For an application behind the gate."""
+        certificate, key = self._certificate or (None, None)
+        limits, turn_away = ConnectionLimits(connections=connection_limit()), early_refusals(app, self._options)
+        return {
+            "app": app,
+            "http": guarded(limits, self._tell, turn_away),
+            "ws": "none",
+            "root_path": self._root_path,
+            "ssl_certfile": certificate,
+            "ssl_keyfile": key,
+            "timeout_keep_alive": _KEEP_ALIVE_S,
+            "server_header": False,
+            "access_log": False,
+            "log_config": None,
+            "log_level": "error",
+        }
+
+    def _tell(self, answered: RequestRecord) -> None:
+        """Of what never came to the application, to everybody who hears of the rest."""
+        for hear in self._hear:
+            hear(answered)
+
+    @contextmanager
+    def logging(self) -> Iterator[None]:
+        """Log to stdout for as long as the block runs: the report of the start goes to stderr."""
+        self._log.install()
+        with self._log.writing():
+            yield
+
+
+def _body_limit(num_bytes: int | None) -> int:
+    if not num_bytes:
+        raise ConfigError("--max-body must be at least 1 byte.", param="max_body")
+    return num_bytes
+
+
+def _root_path(path: str) -> str:
+    if path and (not path.isascii() or not path.startswith("/") or path.endswith("/")):
+        raise ConfigError(
+            f"--root-path {path!r:.100} must be empty, or begin with a slash and not end with one.", param="root_path"
+        )
+    return path
+
+
+def _certificate(certificate: Path | None, key: Path | None) -> tuple[Path, Path | None] | None:
+    if certificate is None:
+        if key is not None:
+            raise ConfigError("--ssl-keyfile needs --ssl-certfile beside it.", param="ssl_certfile")
+        return None
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
+    except OSError as error:  # ssl.SSLError is one
+        reason = error.strerror or "it cannot be read"
+        if isinstance(error, ssl.SSLError):
+            reason = "they are not a certificate and its key in PEM form, without a password"
+        raise ConfigError(f"Cannot use the certificate {certificate}: {reason}.", param="ssl_certfile") from error
+    return certificate, key

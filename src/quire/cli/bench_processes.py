@@ -1,0 +1,123 @@
+"""`quire bench serve`: what the server costs, shown as a table or as one JSON object.
+
+`quire bench race`: our command and a rival's in turns, in one table.
+
+`quire bench startup`: what a start is made of, cold and warm side by side.
+"""
+
+import json
+import statistics
+import sys
+from collections.abc import Mapping
+from collections.abc import Sequence as Many
+from dataclasses import asdict
+
+from rich.table import Table
+
+from quire.bench.environment import circumstances
+from quire.bench.serving import ServingLoad, ServingRepeat, measure_serving, median_ratio
+from quire.bench.startup import StartupTimes, measure_starts
+from quire.bench.versus import DuelHeat, duel
+from quire.cli.console import err, out
+from quire.cli.load_model import headline
+from quire.cli.options import engine_config
+from quire.cli.require_extra import check_serving
+from quire.engine.machine import pick_device
+from quire.version import __version__
+
+
+def serve(load: ServingLoad, repeats: int, as_json: bool) -> None:
+    check_serving()
+    measured = measure_serving(load, repeats, lambda text: err.print(text, style="dim"))
+    if as_json:
+        print(json.dumps(_summary(load, measured)))
+        return
+    out.print(
+        f"{load.num_streams} streams of {load.num_output} tokens · {load.model or 'the default model'} · "
+        f"quire {__version__}"
+    )
+    table = Table()
+    columns = ("repeat", "engine alone tok/s", "over HTTP tok/s", "HTTP / alone", "CPU s: engine alone", "engine",
+               "front", "client")  # fmt: skip
+    for column in columns:
+        table.add_column(column, justify="right")
+    for number, each in enumerate(measured, 1):
+        speeds = (f"{load.num_tokens / each.alone_s:.1f}", f"{load.num_tokens / each.http_s:.1f}", f"{each.ratio:.3f}")
+        costs = (each.alone_cpu_s, each.engine_cpu_s, each.front_cpu_s, each.client_cpu_s)
+        table.add_row(str(number), *speeds, *(f"{cost:.2f}" for cost in costs))
+    out.print(table)
+    front_us = 1e6 * sum(each.front_cpu_s for each in measured) / (load.num_tokens * len(measured))
+    out.print(f"HTTP / alone, median: {median_ratio(measured):.3f} · front: {front_us:.0f} µs of CPU per token")
+
+
+def _summary(load: ServingLoad, measured: list[ServingRepeat]) -> dict[str, object]:
+    return {
+        "quire": __version__,
+        **asdict(load),
+        "repeats": [{**asdict(each), "ratio": each.ratio} for each in measured],
+        "median_ratio": median_ratio(measured),
+    }
+
+
+def race(ours: Many[str], theirs: Many[str], rounds: int, as_json: bool) -> None:
+    heats = duel(ours, theirs, rounds=rounds, say=lambda text: err.print(text, style="dim"))
+    if as_json:
+        print(json.dumps([_plain(heat) for heat in heats]))
+        return
+    columns = ("workload", "tokens out", "quire s", "rival s", "times faster", "drift")
+    table = Table(*columns)
+    for heat in heats:
+        table.add_row(
+            heat.workload,
+            " ≠ ".join(f"{count:,}" for count in sorted(heat.num_output)),
+            _each(heat.ours_s),
+            _each(heat.theirs_s),
+            f"{heat.ratio:.3f}" if heat.same_work else "not the same work",
+            f"{heat.drift:.3f}",
+        )
+    out.print(table)
+    out.print("Each of the rival's turns is compared with the mean of our turns before and after it; drift is our")
+    out.print("slowest turn by our fastest.")
+
+
+def _plain(heat: DuelHeat) -> dict[str, object]:
+    plain = {**asdict(heat), "num_output": sorted(heat.num_output), "same_work": heat.same_work, "drift": heat.drift}
+    return {**plain, "ratios": heat.ratios, "ratio": heat.ratio} if heat.same_work else plain
+
+
+def _each(seconds: Many[float]) -> str:
+    return ", ".join(f"{value:.3f}" for value in seconds)
+
+
+_CACHES = ("cold", "warm")
+
+
+def startup(model: str | None, repeats: int, batch: bool, as_json: bool, given: Mapping[str, object]) -> None:
+    config = engine_config(model, given)
+    starts = measure_starts(config, repeats=repeats, batch=batch, say=lambda text: err.print(text, style="dim"))
+    if as_json:
+        plain = [{**start._asdict(), "phases": [phase._asdict() for phase in start.phases]} for start in starts]
+        facts = circumstances(sys.argv[1:], pick_device(config.device).type)
+        print(json.dumps({"bench": "startup", "model": model, "batch": batch, "starts": plain, **facts}))
+        return
+    out.print(_table(starts, headline(config)))
+    out.print("Medians, in seconds. Cold: no compiled kernels; files that were read before are in memory in both.")
+
+
+def _table(starts: Many[StartupTimes], title: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in ("", "cold", "warm", "what"):
+        table.add_column(column, justify="right" if column in ("cold", "warm") else "left")
+    for place, phase in enumerate(starts[0].phases):
+        seconds = [_median([start.phases[place].seconds for start in _of(starts, caches)]) for caches in _CACHES]
+        table.add_row(phase.name, *seconds, phase.detail)
+    table.add_row("to the first token", *(_median([start.seconds for start in _of(starts, c)]) for c in _CACHES), "")
+    return table
+
+
+def _of(starts: Many[StartupTimes], caches: str) -> list[StartupTimes]:
+    return [start for start in starts if start.caches == caches]
+
+
+def _median(seconds: list[float]) -> str:
+    return f"{statistics.median(seconds):.2f}"

@@ -1,0 +1,212 @@
+"""`quire bench scheduler` and `quire bench regimes`: what the paper tower costs and achieves. Needs no torch.
+
+`quire bench pacing`: steps sized for the tail, and not, beside each other. Needs no torch.
+"""
+
+import json
+import platform
+from collections.abc import Mapping
+from collections.abc import Sequence as Many
+from pathlib import Path
+
+import numpy as np
+from rich.table import Table
+
+from quire.bench.regimes import RegimeResult, SimulatedMachine, arrivals, compare_regimes, compare_stances
+from quire.bench.scheduler import TURNOVERS, Curve, PlanningCost, Point, bars, measure, svg
+from quire.bench.step_sizing import StepSizingResult, compare, pacings
+from quire.bench.throughput import Percentiles
+from quire.cli.console import err, out
+from quire.core.errors import ConfigError
+from quire.sched.policy import PREFIX
+from quire.version import __version__
+from quire.workload.arrivals import poisson
+from quire.workload.traces import TraceRow, read_trace, sample
+
+
+def scheduler(rows: Many[int], waiting: Many[int], rounds: int, plot: Path | None, as_json: bool) -> None:
+    lines = measure(rows, waiting, rounds=rounds, say=lambda text: err.print(text, style="dim"))
+    curves = _curves(lines)
+    if plot is not None:
+        _write(plot, svg("plan + absorb", "rows", "µs", curves))
+    if as_json:
+        print(json.dumps([_line(line) for line in lines]))
+        return
+    out.print(f"plan + absorb, µs of CPU time · quire {__version__} · {_machine()}")
+    for turnover in TURNOVERS:
+        table = Table(title=_title(turnover), title_justify="left")
+        for column in ("rows", *(f"{count:,} waiting" for count in waiting), "most / least waiting"):
+            table.add_column(column, justify="right")
+        for count in rows:
+            of_row = [line for line in lines if line.setting.rows == count and line.setting.turnover == turnover]
+            figures = [line.quartile_us for line in of_row]
+            table.add_row(f"{count:,}", *map(_figure, of_row), f"{figures[-1] / figures[0]:.2f}")
+        out.print(table)
+    for text in bars(curves):
+        out.print(text)
+    if all(line.median_instructions is None for line in lines):
+        out.print("Instructions: this machine does not let us count them.")
+
+
+def _title(turnover: float) -> str:
+    return f"{turnover:.0%} of the rows finish and are replaced in each step" if turnover else "nobody comes or goes"
+
+
+def _figure(line: PlanningCost) -> str:
+    counted = line.median_instructions
+    return f"{line.quartile_us:,.0f}" + ("" if counted is None else f" ({counted / 1000:,.0f}k instructions)")
+
+
+def _line(line: PlanningCost) -> dict[str, float]:
+    plain = {**line.setting._asdict(), "us": round(line.quartile_us, 2)}
+    counted = line.median_instructions
+    return plain if counted is None else {**plain, "instructions": round(counted)}
+
+
+def _curves(lines: Many[PlanningCost]) -> list[Curve]:
+    points: dict[tuple[float, int], list[Point]] = {}
+    for line in lines:
+        key = (line.setting.turnover, line.setting.waiting)
+        points.setdefault(key, []).append(Point(line.setting.rows, line.quartile_us))
+    return [
+        Curve(f"{waiting:,} waiting, {turnover:.0%} turnover", tuple(some), dashed=turnover > 0)
+        for (turnover, waiting), some in points.items()
+    ]
+
+
+def trace_rows(workload: str) -> list[TraceRow]:
+    """Of a file, or of a sample that comes with the package."""
+    path = Path(workload)
+    return read_trace(path) if path.suffix in (".csv", ".jsonl", ".gz") else sample(workload)
+
+
+def regimes(workload: str, requests: int | None, given: Mapping[str, float], as_json: bool) -> None:
+    rows = trace_rows(workload)
+    machine = SimulatedMachine(num_blocks=int(given["blocks"]), max_model_len=int(given["max_model_len"]))
+    if machine.num_blocks * machine.block_size < machine.max_model_len:
+        raise ConfigError(
+            f"A cache of {machine.num_blocks} blocks holds {machine.num_blocks * machine.block_size} tokens, fewer "
+            f"than one request may have ({machine.max_model_len}). Give more --blocks, or a smaller --max-model-len.",
+            param="blocks",
+        )
+    work = arrivals(poisson(rows[:requests], given["rate"], seed=0), machine)
+    num_cut = sum(row.num_prompt + row.num_output > machine.max_model_len for row in rows[:requests])
+    if num_cut:
+        err.print(f"{num_cut} of {len(work)} requests are longer than {machine.max_model_len} tokens and were cut.")
+    arc = compare_regimes(work, machine, lambda text: err.print(text, style="dim"))
+    stances = compare_stances(work, machine, PREFIX, lambda text: err.print(text, style="dim"))
+    if as_json:
+        print(json.dumps({"regimes": [_outcome(each, arc[0]) for each in arc],
+                          "stances": [_outcome(each, stances[0]) for each in stances]}))  # fmt: skip
+        return
+    out.print(f"{len(work)} requests of {workload}, {given['rate']:g} a second, simulated · quire {__version__}")
+    out.print(_compared(arc, "the arc"))
+    out.print(_compared(stances, "stances, where the running want twice the cache"))
+
+
+def _outcome(outcome: RegimeResult, first: RegimeResult) -> dict[str, float | str]:
+    account = outcome.account
+    return {
+        "name": outcome.name,
+        "padding_share": round(account.padding_share, 4),
+        "waste_reserved": round(account.waste_reserved, 4),
+        "waste_held": round(account.waste_held, 4),
+        "steps": account.steps,
+        "mean_batch": round(account.mean_batch, 2),
+        "preemptions": outcome.preemptions,
+        "computed_tokens": account.tokens,
+        "recomputed_share": round(outcome.recomputed_share, 4),
+        "cached_share": round(outcome.cached_share, 4),
+        "seconds": round(account.finished_s, 3),
+        "throughput_ratio": round(outcome.tokens_per_s / first.tokens_per_s, 3),
+    }
+
+
+def _compared(outcomes: Many[RegimeResult], title: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    columns = ("", "padding", "waste of reserved", "waste in tables", "steps", "mean batch", "preemptions",
+               "computed tokens", "recomputed", "from cache", f"speed / {outcomes[0].name}")  # fmt: skip
+    for column in columns:
+        table.add_column(column, justify="right" if column else "left")
+    for each in outcomes:
+        account = each.account
+        table.add_row(
+            each.name,
+            f"{account.padding_share:.1%}",
+            f"{account.waste_reserved:.1%}",
+            f"{account.waste_held:.2%}",
+            f"{account.steps:,}",
+            f"{account.mean_batch:.1f}",
+            f"{each.preemptions:,}",
+            f"{account.tokens:,}",
+            f"{each.recomputed_share:.2%}",
+            f"{each.cached_share:.1%}",
+            f"{each.tokens_per_s / outcomes[0].tokens_per_s:.2f}",
+        )
+    return table
+
+
+def _machine() -> str:
+    return f"Python {platform.python_version()} · numpy {np.__version__} · {platform.machine()}"
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise ConfigError(f"The plot cannot be written to {path}: {error.strerror or error}.", param="plot") from None
+
+
+_MACHINE = SimulatedMachine(num_blocks=50_000, max_model_len=16_384)
+_USUAL_RATE = 8.0  # a second
+
+
+def pacing(workload: str, given: Mapping[str, float | None], itl_target_ms: float | None, as_json: bool) -> None:
+    rows = _window(workload, **given)
+    ways = pacings(None if itl_target_ms is None else itl_target_ms / 1000)
+    outcomes = compare(rows, _MACHINE, ways, lambda text: err.print(text, style="dim"))
+    if as_json:
+        runs = [_plain(outcome, way.target_s) for outcome, way in zip(outcomes, ways, strict=True)]
+        print(json.dumps({"bench": "pacing", "workload": workload, **given, "requests": len(rows), "runs": runs}))
+        return
+    out.print(f"{len(rows)} requests of {workload}, Llama-3.1-8B on an H200, simulated · quire {__version__}")
+    table = Table("target", *(f"{what}, ms: {of}" for what in ("first token", "gaps") for of in ("p50", "p99", "max")),
+                  "tokens/s")  # fmt: skip
+    for outcome, way in zip(outcomes, ways, strict=True):
+        name = outcome.name if way.target_s is None else f"{1000 * way.target_s:.1f} ms, {outcome.name}"
+        times = [*_shown(outcome.first_tokens_ms), *_shown(outcome.gaps_ms)]
+        table.add_row(name, *times, f"{outcome.tokens_per_s:,.0f}")
+    out.print(table)
+
+
+def _window(
+    workload: str, rate: float | None, scale: float | None, skip_s: float | None, seconds: float | None
+) -> Many[TraceRow]:
+    """The requests that come in so many seconds."""
+    assert scale is not None and skip_s is not None and seconds is not None
+    rows = trace_rows(workload)
+    if rate is not None or rows[-1].arrived_s == 0.0:
+        rows = poisson(rows, rate or _USUAL_RATE, seed=0)
+    last_s = rows[-1].arrived_s
+    rows = [row._replace(arrived_s=(row.arrived_s - skip_s) / scale) for row in rows]
+    rows = [row for row in rows if 0 <= row.arrived_s < seconds]
+    if not rows:
+        raise ConfigError(
+            f"No request of {workload} comes within {seconds:g} s after the first {skip_s:g}, at {scale:g} times its "
+            f"speed: it has {last_s:.0f} s. Give another --skip, or more --seconds."
+        )
+    return rows
+
+
+def _shown(times: Percentiles | None) -> list[str]:
+    return ["–"] * 3 if times is None else [f"{time:.1f}" for time in (times.p50, times.p99, times.max)]
+
+
+def _plain(outcome: StepSizingResult, target_s: float | None) -> dict[str, object]:
+    return {
+        "name": outcome.name,
+        "target_ms": None if target_s is None else 1000 * target_s,
+        "first_token_ms": outcome.first_tokens_ms._asdict(),
+        "gap_ms": None if outcome.gaps_ms is None else outcome.gaps_ms._asdict(),
+        "tokens_per_s": round(outcome.tokens_per_s, 1),
+    }

@@ -1,0 +1,59 @@
+"""As what a model is served, and what speaks in its place: what serve and batch were given, read and checked."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from quire.core.errors import ChatTemplateError, ConfigError
+from quire.output_parsing.reasoning import ReasoningTags, tags_by_name
+from quire.output_parsing.tool_formats import ToolFormat, by_name
+from quire.text.chat_template import check_template
+
+
+class ServedModelOptions(NamedTuple):
+    """The fields of a `Plan` that both commands have options for."""
+
+    aliases: tuple[str, ...]
+    script: str | None
+    chat_template: str | None
+    tool_format: ToolFormat | None
+    reasoning_tags: ReasoningTags | None
+
+
+def read_guise(given: Mapping[str, Any]) -> ServedModelOptions:
+    """A `QuireError` says which of them cannot be, before a model is fetched for nothing."""
+    tool_parser, reasoning_parser = given["tool_call_parser"], given["reasoning_parser"]
+    template: Path | None = given["chat_template"]
+    script: Path | None = given["script"]
+    if not all(alias.strip() for alias in given["aliases"]):
+        raise ConfigError("--served-model-name is empty; clients need a name to ask for.", param="served_model_name")
+    return ServedModelOptions(
+        aliases=tuple(given["aliases"]),
+        script=None if script is None else str(script.absolute()),
+        chat_template=None if template is None else _read_template(template),
+        tool_format=None if tool_parser is None else by_name(tool_parser),
+        reasoning_tags=None if reasoning_parser is None else tags_by_name(reasoning_parser),
+    )
+
+
+def _read_template(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise _unusable(path, f"it cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        line = 1 + error.object[: error.start].count(b"\n")
+        raise _unusable(
+            path, f"byte {error.start} (line {line}) is not UTF-8 ({error.reason}). Save it as UTF-8."
+        ) from error
+    if not text.strip():
+        raise _unusable(path, "it is empty. Leave --chat-template away to use the model's own.")
+    try:
+        check_template(text)
+    except ChatTemplateError as error:
+        raise _unusable(path, error.message) from error
+    return text
+
+
+def _unusable(path: Path, why: str) -> ConfigError:
+    return ConfigError(f"--chat-template {path} cannot be used: {why}", param="chat_template")

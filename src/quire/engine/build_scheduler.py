@@ -1,0 +1,94 @@
+"""Makes the deciding half of an engine, its door and its scheduler, from settled numbers. Needs no torch."""
+
+import importlib.util
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from quire.config import EngineConfig, ResolvedConfig
+from quire.core.errors import QuireError
+from quire.engine.open_model import OpenedModel
+from quire.engine.request_validator import RequestValidator
+from quire.kv.manager import KVManager, count_blocks
+from quire.runner.graph_shapes import prompt_sizes, rows_beside
+from quire.sched.batching import MOST_STRETCH, PER_DECODE
+from quire.sched.cost_model import CostTable
+from quire.sched.policy import REGIMES, CapturedSizes, Policy
+from quire.sched.queue import OrderPolicy
+from quire.sched.reservation import Overcommit
+from quire.sched.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from quire.engine.grammar_masks import GrammarMasks
+
+
+def make_validator(vocab_size: int, end_ids: tuple[int, ...], resolved: ResolvedConfig) -> RequestValidator:
+    return RequestValidator(
+        vocab_size=vocab_size,
+        end_ids=end_ids,
+        max_length=resolved.max_model_len,
+        max_rows=resolved.max_num_seqs,
+        num_blocks=resolved.num_blocks,
+        block_size=resolved.block_size,
+    )
+
+
+def make_grammars(opened: OpenedModel, vocab_size: int) -> "GrammarMasks | None":
+    """None where there is no tokenizer, or nothing to compile grammars with."""
+    if opened.tokenizer is None or importlib.util.find_spec("llguidance") is None:
+        return None
+    from quire.engine.grammar_masks import GrammarMasks
+
+    return GrammarMasks(opened.tokenizer, opened.end_ids, vocab_size)
+
+
+def wake(grammars: "GrammarMasks") -> None:
+    """Read the vocabulary, which holds up all else in this process: before that is said to be ready. A model whose
+    answers cannot be constrained says so to those who ask."""
+    with suppress(QuireError):
+        grammars.wake()
+
+
+def captured_sizes(max_rows: int, max_step_tokens: int) -> tuple[CapturedSizes, ...]:
+    """Where prompts are cut on a device that replays recorded steps: at the sizes that are recorded."""
+    return tuple(
+        CapturedSizes(rows, tuple(prompt_sizes(rows, max_step_tokens))) for rows in sorted(rows_beside(max_rows))
+    )
+
+
+def make_scheduler(
+    config: EngineConfig,
+    resolved: ResolvedConfig,
+    costs: CostTable,
+    usual_itl_s: float | None = None,
+    grains: tuple[CapturedSizes, ...] = (),
+) -> Scheduler:
+    """`usual_itl_s`: the time between two tokens to aim at, where the settings name none."""
+    regime = REGIMES[resolved.regime]
+    said_s = None if config.itl_target_ms is None else config.itl_target_ms / 1000
+    policy = Policy(
+        regime=regime,
+        stance=Overcommit(config.overcommit),
+        itl_target_s=usual_itl_s if said_s is None else said_s,
+        itl_stretch=MOST_STRETCH if said_s is None else 1.0,
+        itl_per_decode=PER_DECODE if said_s is None else 0.0,
+        grains=grains,
+        max_waiting=config.max_waiting,
+        order=OrderPolicy(weights=config.tenant_weights),
+    )
+    kv = KVManager(
+        resolved.num_blocks,
+        resolved.block_size,
+        resolved.max_num_seqs,
+        prefix=regime.prefix,
+        num_host_blocks=resolved.num_host_blocks,
+        worth_keeping=lambda start, stop: costs.cheaper_to_swap(
+            start, stop, count_blocks(stop - start, resolved.block_size)
+        ),
+    )
+    return Scheduler(
+        kv,
+        max_rows=resolved.max_num_seqs,
+        max_step_tokens=resolved.max_num_batched_tokens,
+        policy=policy,
+        cost=costs,
+    )

@@ -1,0 +1,104 @@
+"""An engine process, as its parent holds it: started with an inherited socket, spoken to in frames, gone when killed.
+
+Two threads carry the frames, so that neither a long prompt on its way out nor a burst of tokens on its way in ever
+keeps an event loop waiting. What arrives is handed to `hear`, on the reading thread; the last call is `end`.
+"""
+
+import contextlib
+import logging
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+from quire.core.process import FOR_THE_PARENT
+from quire.engine.wire import BrokenFrame, FrameDecoder, Message, ToFront, pack, read_for_front
+
+_READ_BYTES = 1 << 20
+
+_log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    """Whoever is started meanwhile has them held back, until it has said that they are not for it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_PARENT)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class EngineProcess:
+    """One life of an engine process."""
+
+    def __init__(self, hear: Callable[[ToFront], None], end: Callable[[], None]) -> None:
+        self._hear = hear
+        self._end = end
+        self._wire, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", "quire.engine.engine_main", str(theirs.fileno()), str(os.getpid())]
+            with _signals_held():
+                self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read, name="from-engine", daemon=True)
+        self._writer = threading.Thread(target=self._write, name="to-engine", daemon=True)
+
+    def start(self) -> None:
+        self._reader.start()
+        self._writer.start()
+
+    def send(self, message: Message) -> None:
+        """From any thread. To a process that has ended it goes nowhere."""
+        self._outgoing.put(pack(message))
+
+    def kill(self) -> None:
+        """At once, whatever it is doing. `end` follows."""
+        self._process.kill()
+
+    def close(self) -> None:
+        """Hang up: the process ends by itself, and is killed if it does not. Waits for it."""
+        self._outgoing.put(None)
+        with contextlib.suppress(OSError):
+            self._wire.shutdown(socket.SHUT_RDWR)
+        try:
+            self._process.wait(2)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def exit_status(self) -> int | None:
+        return self._process.poll()
+
+    def _read(self) -> None:
+        unpacker = FrameDecoder()
+        try:
+            while data := self._wire.recv(_READ_BYTES):
+                for frame in unpacker.feed(data):
+                    self._hear(read_for_front(frame))
+        except BrokenFrame:
+            _log.exception("the engine's words could not be read")
+            self.kill()
+        except OSError:
+            pass
+        except Exception:  # our own mistake: this engine can no longer be heard, another may be
+            _log.exception("what the engine said broke its reader")
+            self.kill()
+        self._outgoing.put(None)
+        self._process.wait()
+        self._end()
+
+    def _write(self) -> None:
+        while (frame := self._outgoing.get()) is not None:
+            try:
+                self._wire.sendall(frame)
+            except OSError:
+                return

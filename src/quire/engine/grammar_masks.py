@@ -1,0 +1,141 @@
+"""Grammars at work: one matcher for each continuation that must follow one, and their masks for the next step.
+
+Fails closed: a matcher that gives up allows nothing, and its row, with nothing to choose, ends alone with an error.
+So does whoever follows a grammar that takes too long: all others wait for it.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+
+import numpy as np
+
+from quire.core.fault_injection import FaultSite, trip
+from quire.core.ids import IntArray, SequenceId
+from quire.core.request import RequestGroup, Sequence
+from quire.core.sampling import Grammar
+from quire.core.step import FinishReason
+from quire.grammar import limits
+from quire.grammar.compiler import CompiledGrammar, GrammarCompiler
+from quire.grammar.matcher import GrammarMatcher
+from quire.grammar.vocabulary import GrammarVocabulary
+from quire.sched.scheduler import Absorbed, Scheduler
+from quire.text.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
+
+
+class GrammarMasks:
+    """Begins with a family, follows its tokens, forgets who has ended."""
+
+    __slots__ = ("_compiler", "_cpu_time", "_followed", "_lock", "_num_words", "_spelling")
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        end_ids: tuple[int, ...],
+        vocab_size: int,
+        cpu_time: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self._cpu_time = cpu_time
+        self._spelling = (tokenizer, end_ids, vocab_size)
+        self._num_words = -(-vocab_size // 32)
+        self._lock = threading.Lock()
+        self._compiler: GrammarCompiler | None = None
+        self._followed: dict[SequenceId, tuple[Sequence, GrammarMatcher]] = {}
+
+    def prepare(self, grammar: Grammar) -> CompiledGrammar:
+        """Compile, or find compiled; an `InvalidGrammar` says why not. From any thread."""
+        return self.wake().compile(grammar)
+
+    def wake(self) -> GrammarCompiler:
+        """The compiler. Reading a vocabulary takes a second or so, and is done by the first who asks."""
+        with self._lock:
+            if self._compiler is None:
+                self._compiler = GrammarCompiler(GrammarVocabulary(*self._spelling))
+            return self._compiler
+
+    def matchers(self, grammar: Grammar, count: int) -> list[GrammarMatcher]:
+        """One for each continuation of a request; nothing is kept of them before `begin`."""
+        compiled = self.prepare(grammar)
+        return [compiled.matcher() for _ in range(count)]
+
+    def begin(self, group: RequestGroup, matchers: Many[GrammarMatcher]) -> None:
+        for sequence, matcher in zip(group.sequences, matchers, strict=True):
+            self._followed[sequence.id] = (sequence, matcher)
+
+    def masks(self, sequences: Many[Sequence]) -> IntArray:
+        """What each may say next."""
+        bits = np.zeros((len(sequences), self._num_words), dtype=np.int32)
+        for sequence, row in zip(sequences, bits, strict=True):
+            self._fill(sequence, row)
+        return bits
+
+    def mask(self, sequence: Sequence) -> IntArray | None:
+        """What one that ended without a token could have said; None if it follows no grammar that still holds."""
+        followed = self._followed.get(sequence.id)
+        if followed is None:
+            return None
+        bits = np.zeros(self._num_words, dtype=np.int32)
+        try:
+            return bits if followed[1].fill(bits) else None
+        except Exception:
+            _log.exception("the grammar of request %s broke", sequence.request.id)
+            return None
+
+    def _fill(self, sequence: Sequence, row: IntArray) -> None:
+        try:
+            trip(FaultSite.GRAMMAR_MASK, sequence.id)
+            _, matcher = self._followed[sequence.id]
+            begun_s = self._cpu_time()
+            matcher.fill(row)
+            if self._is_slow(matcher, begun_s):
+                row[:] = 0
+            if matcher.failed:
+                _log.error("the grammar of request %s gave up", sequence.request.id)
+        except Exception:  # this row's alone: it may say nothing, and ends
+            row[:] = 0
+            _log.exception("the grammar of request %s broke", sequence.request.id)
+
+    def advance(self, absorbed: Absorbed, scheduler: Scheduler) -> None:
+        """Take in what was said. Whoever can say no more has ended, whether or not an end token came."""
+        if not self._followed:
+            return
+        for number, token in zip(absorbed.sequences.tolist(), absorbed.tokens.tolist(), strict=True):
+            followed = self._followed.get(SequenceId(number))
+            if followed is not None and not followed[0].finished:
+                reason = self._taken(followed[1], number, token)
+                if reason is not None:
+                    scheduler.conclude(followed[0], reason)
+        for name in [name for name, (sequence, _) in self._followed.items() if sequence.finished]:
+            del self._followed[name]
+
+    def _taken(self, matcher: GrammarMatcher, name: int, token: int) -> FinishReason | None:
+        try:
+            trip(FaultSite.GRAMMAR_ADVANCE, name)
+            begun_s = self._cpu_time()
+            taken = matcher.advance(token)
+            if self._is_slow(matcher, begun_s) or not taken:
+                return FinishReason.FAILED
+        except Exception:
+            _log.exception("a grammar broke over a token")
+            return FinishReason.FAILED
+        return FinishReason.STOP if matcher.stopped else None
+
+    def _is_slow(self, matcher: GrammarMatcher, begun_s: float) -> bool:
+        """Whether it took too long. Nobody follows that grammar any further: each of them would take as long again."""
+        taken_s = self._cpu_time() - begun_s
+        most_s = limits.FAILING_CPU_S if matcher.failed else limits.FOLLOWING_CPU_S
+        if taken_s <= most_s:
+            return False
+        _log.error("a grammar took %.0f ms for a token; %.0f are the most", taken_s * 1e3, most_s * 1e3)
+        for _, other in self._followed.values():
+            if other.pattern is matcher.pattern:
+                other.failed = True
+        return True
+
+    @property
+    def num_followed(self) -> int:
+        return len(self._followed)

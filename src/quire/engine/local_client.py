@@ -1,0 +1,188 @@
+"""A front and an engine in one process: what `LLM` speaks to.
+
+Requests that somebody waits for together, while others may turn the same engine.
+
+One request, read piece by piece by whoever asked for it, while others may turn the same engine.
+
+Ctrl-C waits for the end of a turn: a step that is planned and not taken in would set engine and runner at odds.
+
+A process that was forked from one that had run a model: the threads that computed there did not come along.
+"""
+
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from threading import RLock
+from types import FrameType
+
+from quire.core.errors import EngineFailed
+from quire.core.sampling import SamplingParams
+from quire.engine.engine import Engine
+from quire.engine.output_processor import OutputProcessor, Prompt
+from quire.engine.outputs import Delta
+from quire.engine.request_options import USUAL, RequestOptions
+from quire.engine.request_state import RequestState
+from quire.text.tokenizer import Tokenizer
+
+
+class LocalClient:
+    """Submit, turn, and read what each turn brought. Threads take turns at it; whoever must do several things at once
+    holds the lock meanwhile."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer | None) -> None:
+        self.lock = RLock()
+        self._engine = engine
+        self._front = OutputProcessor(tokenizer, engine.clock)
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        terms: RequestOptions = USUAL,
+        streaming: bool = False,
+        pooled: bool = False,
+    ) -> RequestState:
+        """Queue a prompt, pooled if it is to become an embedding. A `QuireError` means that nothing happened."""
+        with self.lock:
+            order, ticket = self._front.open(prompt, params, terms=terms, streaming=streaming, pooled=pooled)
+            try:
+                accepted = self._engine.submit(order)
+            except BaseException:
+                self._front.drop(ticket)
+                raise
+            self._front.accept(accepted)
+            return ticket
+
+    def abort(self, ticket: RequestState) -> None:
+        """Give up a request; what it has so far stays readable."""
+        with self.lock:
+            self._engine.abort(ticket.number)
+            self._front.drop(ticket)
+
+    def turn(self) -> list[Delta]:
+        """One turn of the engine; what each who listens gained by it, and each who finished."""
+        with self.lock:
+            progress = self._engine.turn()
+            if progress is None:
+                return []
+            heard = self._front.hear(progress)
+            for number, index in heard.stops:
+                self._engine.stop(number, index)
+            return heard.deltas
+
+    def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """A prompt's text, if it came as text, and its ids."""
+        return self._front.encode(prompt)
+
+    @property
+    def idle(self) -> bool:
+        return self._engine.idle
+
+    def now(self) -> float:
+        """The clock that metrics are read on, in seconds."""
+        return self._front.now()
+
+
+class PendingOutputs:
+    """Counts what is still to come."""
+
+    def __init__(self, tickets: Iterable[RequestState]) -> None:
+        self._pending = {ticket.request_id: ticket for ticket in tickets}
+        self.num_tokens = 0
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._pending)
+
+    @property
+    def served(self) -> bool:
+        return not self._pending
+
+    def put(self, delta: Delta) -> None:
+        """Whoever turned the engine has this for one of them."""
+        self.num_tokens += len(delta.token_ids)
+        ticket = self._pending.get(delta.request_id)  # of several continuations the first to be told may have ended all
+        if ticket is not None and ticket.finished:
+            del self._pending[delta.request_id]
+
+
+class DeltaStream(Iterator[Delta]):
+    """The deltas of a request, in order. Closing it, or letting go of it, gives the request up."""
+
+    def __init__(
+        self,
+        front: LocalClient,
+        ticket: RequestState,
+        turn: Callable[["DeltaStream"], None],
+        abandoned: deque[RequestState],
+    ) -> None:
+        self._front = front
+        self._ticket = ticket
+        self._turn = turn  # must `put` what it brings for this request, until it is served
+        self._abandoned = abandoned  # requests that whoever turns the engine must abort
+        self._unread: deque[Delta] = deque()
+
+    def put(self, delta: Delta) -> None:
+        self._unread.append(delta)
+
+    @property
+    def served(self) -> bool:
+        """Whether there is something to read, or nothing more will come."""
+        return bool(self._unread) or self._ticket.finished
+
+    def __next__(self) -> Delta:
+        try:
+            while not self.served:
+                self._turn(self)
+        except BaseException:
+            self.close()
+            raise
+        if not self._unread:
+            raise StopIteration
+        return self._unread.popleft()
+
+    def close(self) -> None:
+        self._unread.clear()
+        if not self._ticket.finished:
+            self._front.abort(self._ticket)
+
+    def __del__(self) -> None:
+        # Garbage is collected anywhere, in the middle of a step too: leave a note, and touch nothing.
+        self._abandoned.append(self._ticket)
+
+
+@contextmanager
+def unbroken() -> Iterator[None]:
+    """Hold an interrupt back, and pass it on afterwards. Only the main thread is ever interrupted."""
+    passed_on = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(passed_on):
+        yield
+        return
+    held: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: held.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, passed_on)
+    if held:
+        passed_on(*held[0])
+
+
+_homes: set[int] = set()  # processes in which an engine was built; a forked one finds its parent's here
+
+
+def check_not_forked() -> None:
+    """Whoever went on would wait for these threads for ever, or be ended by the library that misses them."""
+    if _homes and os.getpid() not in _homes:
+        raise EngineFailed(
+            "This process was forked from one that had loaded a model, and cannot compute. Start it another way, as "
+            'multiprocessing.get_context("spawn") does, or load models in the forked processes alone.'
+        )
+
+
+def note_home() -> None:
+    _homes.add(os.getpid())

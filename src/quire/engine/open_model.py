@@ -1,0 +1,83 @@
+"""From the name of a model to its file, its tokenizer and its end tokens. Loads no weights and needs no torch."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from quire.catalog.locate import locate
+from quire.catalog.names import HubName
+from quire.catalog.progress import Report, ignore
+from quire.config import EngineConfig
+from quire.core.errors import BrokenModelFile, InvalidParameter, ModelNotFound
+from quire.core.sampling import SamplingParams
+from quire.formats.checkpoint import Checkpoint, CheckpointSource
+from quire.formats.hf_folder import GENERATION_CONFIG, open_folder
+from quire.formats.presets import dummy_checkpoint
+from quire.text.tokenizer import Tokenizer
+
+
+class OpenedModel(NamedTuple):
+    """A model that was found; `tokenizer` is None where there is none: it takes token ids, and refuses text."""
+
+    name: str
+    checkpoint: Checkpoint
+    tokenizer: Tokenizer | None
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        if self.checkpoint.end_ids or self.tokenizer is None:
+            return self.checkpoint.end_ids
+        return tuple(self.tokenizer.end_ids)
+
+    @property
+    def default_params(self) -> SamplingParams:
+        return default_params(self.checkpoint)
+
+
+def default_params(checkpoint: Checkpoint) -> SamplingParams:
+    """What the model's makers recommend, where they say something; else the library's defaults."""
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    said = {name: getattr(checkpoint.defaults, name) for name in names}
+    try:
+        return SamplingParams(**{name: value for name, value in said.items() if value is not None})
+    except InvalidParameter as error:
+        raise BrokenModelFile(
+            f"{checkpoint.path / GENERATION_CONFIG} recommends what cannot be: {error.message} "
+            f"Mend the value there, or take it out."
+        ) from error
+
+
+def open_model(config: EngineConfig, fetching: Report = ignore) -> OpenedModel:
+    """Find the model, and fetch it if it must be."""
+    name, checkpoint = _find(config, fetching)
+    default_params(checkpoint)  # else whoever relies on them would be told of values that he never sent
+    return OpenedModel(name, checkpoint, _tokenizer(checkpoint))
+
+
+def _find(config: EngineConfig, fetching: Report) -> tuple[str, Checkpoint]:
+    if config.load_format == "dummy":
+        if config.model is None:
+            raise ModelNotFound("Dummy weights need the name of a shape, e.g. qwen3-0.6b.", param="model")
+        return config.model, dummy_checkpoint(config.model)
+    located = locate(config.model, fetch_hub=_fetch_hub, revision=config.revision, token=config.token, report=fetching)
+    if located.kind == "folder":
+        return located.name, open_folder(located.path)
+    from quire.formats.open_checkpoint import open_checkpoint  # gguf is needed by those who read GGUF files alone
+
+    return located.name, open_checkpoint(located.path)
+
+
+def _fetch_hub(wanted: HubName, *, revision: str | None, token: str | None, report: Report) -> Path:
+    from quire.catalog.hub import fetch  # the hub's client takes longer to load than the rest of a server's front
+
+    return fetch(wanted, revision=revision, token=token, report=report)
+
+
+def _tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
+    match checkpoint.source:
+        case CheckpointSource.FOLDER:
+            has_one = (checkpoint.path / "tokenizer.json").is_file()
+            return Tokenizer.from_folder(checkpoint.path) if has_one else None
+        case CheckpointSource.GGUF:
+            return Tokenizer.from_gguf(checkpoint.metadata)
+        case CheckpointSource.DUMMY:
+            return None

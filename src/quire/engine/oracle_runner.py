@@ -1,0 +1,72 @@
+"""The integer model behind the real runner, as a body for `quire check`."""
+
+import torch
+
+from quire.core.ids import Row
+from quire.core.step import Masks, Pending, StepPlan
+from quire.kernels.row_interface import RowKernels
+from quire.models.oracle import OracleModel
+from quire.runner.kv_store import CopyBlocks, new_store
+from quire.runner.model_runner import ModelRunner
+from quire.sim.check.world import VOCAB_SIZE, Scenario
+
+
+class TorchOracleRunner:
+    """Real rows, slots, tables, moves and sampler on a device; only the model is made of integers.
+
+    It follows plans just so far as to tell the model which sequence of its request writes each block.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        num_blocks: int,
+        block_size: int,
+        num_host_blocks: int,
+        max_rows: int,
+        max_length: int,
+        device: str = "cpu",
+        choosing: RowKernels | None = None,
+        copy_blocks: CopyBlocks | None = None,
+    ) -> None:
+        where = torch.device(device)
+        self._index_of_block = torch.zeros(num_blocks + 1, dtype=torch.int64, device=where)
+        self._index_of_row: dict[Row, int] = {}
+        model = OracleModel(vocab_size, self._index_of_block)
+        stores = new_store(model.kv_geometry, num_blocks, block_size, where, num_host_blocks, copy_blocks)
+        self._runner = ModelRunner(
+            model, stores, max_rows=max_rows, max_length=max_length, choosing=choosing, max_step_tokens=16
+        )
+        while not self._runner.prepared:
+            self._runner.prepare()
+
+    @property
+    def num_replayed(self) -> int:
+        return self._runner.num_replayed
+
+    def launch(self, plan: StepPlan, masks: Masks | None = None) -> Pending:
+        for row_start in plan.starts:
+            searches = row_start.sampling.num_candidates > 0  # a beam's row says nothing of the beam
+            self._index_of_row[row_start.row] = 0 if searches else row_start.branch
+        if len(plan.grants):
+            indices = [self._index_of_row[Row(row)] for row in plan.grants.rows.tolist()]
+            blocks = torch.from_numpy(plan.grants.blocks).long().to(self._index_of_block.device)
+            self._index_of_block[blocks] = torch.tensor(indices, device=self._index_of_block.device)
+        return self._runner.launch(plan, masks)
+
+
+def torch_oracle(
+    world: Scenario, device: str = "cpu", choosing: RowKernels | None = None, copy_blocks: CopyBlocks | None = None
+) -> TorchOracleRunner:
+    return TorchOracleRunner(
+        vocab_size=VOCAB_SIZE,
+        num_blocks=world.num_blocks,
+        block_size=world.block_size,
+        num_host_blocks=world.num_host_blocks,
+        max_rows=world.max_rows,
+        max_length=world.max_prompt + world.max_output,
+        device=device,
+        choosing=choosing,
+        copy_blocks=copy_blocks,
+    )

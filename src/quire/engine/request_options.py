@@ -1,0 +1,65 @@
+"""On what terms a request is served, beyond how it is sampled: its class, who pays, who may share, its patience."""
+
+from dataclasses import dataclass
+from typing import TypedDict
+
+from quire.core.errors import InvalidParameter, shown
+from quire.core.validation import check_float, check_int, make_plain
+
+MOST_URGENT, LEAST_URGENT = -100, 100
+MAX_NAME_CHARACTERS = 256
+MAX_TIMEOUT_S = 1e6  # eleven days
+
+
+class RequestOptionsDict(TypedDict, total=False):
+    """The same as keywords."""
+
+    priority: int
+    tenant: str
+    cache_salt: str
+    timeout_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """What a caller may say about one request. The default is what everybody gets."""
+
+    priority: int = 0  # its class: lower comes first
+    tenant: str = ""  # whose share of the engine it uses
+    cache_salt: str = ""  # only requests of the same tenant and salt find each other's cached prefixes
+    timeout_s: float | None = None  # it must be begun before, or it ends as "expired"
+
+    def __post_init__(self) -> None:
+        make_plain(self, self.__slots__)
+        check_int("priority", self.priority, MOST_URGENT, LEAST_URGENT)
+        for name in ("tenant", "cache_salt"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or len(value) > MAX_NAME_CHARACTERS:
+                raise InvalidParameter(
+                    f"{name} must be a text of at most {MAX_NAME_CHARACTERS} characters, not {shown(value)}.",
+                    param=name,
+                )
+        if self.timeout_s is not None:
+            check_float("timeout_s", self.timeout_s, 0.0, MAX_TIMEOUT_S)
+
+    @property
+    def partition(self) -> str:
+        """One name for tenant and salt; no two pairs have the same."""
+        return f"{len(self.tenant)}:{self.tenant}{self.cache_salt}" if self.tenant or self.cache_salt else ""
+
+    def deadline_s(self, now_s: float) -> float | None:
+        return None if self.timeout_s is None else now_s + self.timeout_s
+
+
+USUAL = RequestOptions()
+
+
+def terms_of(said: RequestOptionsDict, *, with_progress: bool = True) -> RequestOptions:
+    """Keywords as terms. Who brings one of another engine's is told what is said here."""
+    for name in said:
+        if name not in RequestOptionsDict.__annotations__:
+            instead = f"there are {', '.join(RequestOptionsDict.__annotations__)}"
+            if name == "use_tqdm":
+                instead = "say progress=True or False instead" if with_progress else "a stream draws no bar"
+            raise TypeError(f"There is no parameter {name}; {instead}.")
+    return RequestOptions(**said)

@@ -1,0 +1,232 @@
+"""A request under way, for the one who asked: its continuations as far as they have come, the best first if they are
+compared.
+
+One continuation as its reader sees it: tokens, text, log-probabilities, and how it ended.
+
+Text that nobody reads before the end is decoded once, at the end: a batch job pays nothing per token.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from quire.core.ids import FloatArray
+from quire.core.sampling import SamplingParams
+from quire.core.step import FinishReason, TopLogprobs
+from quire.engine.messages import FinishedSequence
+from quire.engine.outputs import FAILURES, CompletionOutput, Delta, Logprob, RequestMetrics, RequestOutput, failure_of
+from quire.text.detokenizer import SequenceText
+from quire.text.stop_strings import StopStrings
+from quire.text.tokenizer import Tokenizer
+
+
+class SequenceOutput:
+    """Grows with `push`, ends with `close`."""
+
+    __slots__ = ("_beam_score", "_cumulative", "_logprobs", "_num_prompt", "_params", "_text", "_tokenizer", "_unsent",
+                 "finish_reason", "index", "listening", "request_id", "stop_reason", "token_ids")  # fmt: skip
+
+    def __init__(
+        self,
+        request_id: str,
+        index: int,
+        params: SamplingParams,
+        tokenizer: Tokenizer | None,
+        *,
+        prompt_ids: Sequence[int],
+        stop_strings: StopStrings,
+        streaming: bool,
+    ) -> None:
+        self.request_id = request_id
+        self._params = params
+        self._tokenizer = tokenizer
+        self.index = index
+        self._num_prompt = len(prompt_ids)
+        self.listening = (streaming and not params.chooses) or bool(stop_strings) or params.scored
+        self.token_ids: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self._cumulative = 0.0 if params.scored else None
+        self._beam_score: float | None = None
+        self._logprobs: list[dict[int, Logprob]] = []
+        self._unsent: list[dict[int, Logprob]] = []
+        self._text = None if tokenizer is None else SequenceText(
+            tokenizer,
+            stop_strings,
+            prompt_ids=prompt_ids,
+            skip_special_tokens=params.skip_special_tokens,
+            include_stop_in_output=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+        )  # fmt: skip
+
+    def push(self, token: int, scores: TopLogprobs | None, ended: FinishedSequence | None) -> Delta:
+        """One more token; with `ended` it is the last one."""
+        self.token_ids.append(token)
+        if scores is not None and self._cumulative is not None:
+            self._cumulative += scores.logprob
+        if scores is not None and self._params.logprobs is not None:
+            entry = logprob_entry(scores, self._tokenizer)
+            self._logprobs.append(entry)
+            self._unsent.append(entry)
+        silent = ended is not None and ended.by_token and not self._params.include_stop_str_in_output
+        text = "" if silent else self._say([token])
+        return self._delta(text, [token])
+
+    def end(self, ended: FinishedSequence) -> Delta:
+        """The engine says that it is over, and repeats all tokens for those who did not listen."""
+        num_heard = len(self.token_ids)
+        if not self.listening:
+            self.token_ids = ended.tokens.tolist()
+            silent = ended.by_token and not self._params.include_stop_str_in_output
+            self._say(self.token_ids[:-1] if silent else self.token_ids)
+        self._beam_score = ended.score
+        return self._close(ended.reason, self.token_ids[num_heard:])
+
+    def close(self, reason: FinishReason) -> Delta:
+        """It is over because the front says so."""
+        return self._close(reason, [])
+
+    def fail(self) -> Delta:
+        """Its text broke; nothing more is read from it."""
+        self.finish_reason = FinishReason.FAILED
+        return self._delta("", [])
+
+    def _close(self, reason: FinishReason, unheard: list[int]) -> Delta:
+        """No more tokens come. Flushes what was held back, which may complete a stop string."""
+        if self.finish_reason is not None:
+            return self._delta("", [])
+        text = ""
+        if self._text is not None:
+            rest = self._text.finish()
+            text = rest.text
+            self.stop_reason = rest.stop
+        if self.stopped and reason is FinishReason.LENGTH:  # both in the same token
+            reason = FinishReason.STOP
+        if reason is FinishReason.STOP and self.stop_reason is None:
+            self.stop_reason = self._stop_token()
+        self.finish_reason = reason
+        return self._delta(text, unheard)
+
+    @property
+    def stopped(self) -> bool:
+        """A stop string came; the engine does not know yet."""
+        return isinstance(self.stop_reason, str)
+
+    @property
+    def score(self) -> float | None:
+        """What continuations are compared by: log-probability per token, as OpenAI's best_of. Beams bring their own."""
+        if self._params.use_beam_search:
+            return self._beam_score
+        failed = self.finish_reason in FAILURES or not self.token_ids
+        return None if failed or self._cumulative is None else self._cumulative / len(self.token_ids)
+
+    @property
+    def _cumulative_logprob(self) -> float | None:
+        score = self._beam_score
+        return self._cumulative if score is None else score * len(self.token_ids) ** self._params.length_penalty
+
+    def output(self) -> CompletionOutput:
+        failure = failure_of(self.finish_reason, self._num_prompt, self._params)
+        return CompletionOutput(
+            index=self.index,
+            text="" if self._text is None else self._text.text,
+            token_ids=list(self.token_ids),
+            finish_reason=None if self.finish_reason is None else self.finish_reason.value,
+            stop_reason=self.stop_reason,
+            logprobs=None if self._params.logprobs is None else list(self._logprobs),
+            cumulative_logprob=self._cumulative_logprob,
+            score=self.score if self._params.chooses else None,
+            error=None if failure is None else failure.message,
+        )
+
+    def _say(self, tokens: list[int]) -> str:
+        if self._text is None:
+            return ""
+        said = self._text.push(tokens)
+        if said.stop is not None:
+            self.stop_reason = said.stop
+        return said.text
+
+    def _stop_token(self) -> int | None:
+        last = self.token_ids[-1] if self.token_ids else None
+        return last if last in (self._params.stop_token_ids or ()) else None
+
+    def _delta(self, text: str, token_ids: list[int]) -> Delta:
+        logprobs, self._unsent = self._unsent, []
+        reason = None if self.finish_reason is None else self.finish_reason.value
+        return Delta(self.request_id, self.index, text, token_ids, reason, self.stop_reason, logprobs)
+
+
+def logprob_entry(scores: TopLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
+    """The token itself first, then the likeliest alternatives."""
+
+    def logprob(token: int, value: float, rank: int) -> Logprob:
+        text = None if tokenizer is None else tokenizer.spell(token)
+        return Logprob(value, rank, text)
+
+    entry = {scores.token: logprob(scores.token, scores.logprob, scores.rank)}
+    for place, (token, value) in enumerate(zip(scores.ids.tolist(), scores.logprobs.tolist(), strict=True)):
+        entry.setdefault(token, logprob(token, value, place + 1))
+    return entry
+
+
+@dataclass(slots=True)
+class RequestState:
+    """What the front keeps of one request."""
+
+    number: int
+    prompt: str | None
+    prompt_ids: list[int]
+    params: SamplingParams
+    metrics: RequestMetrics
+    transcripts: tuple[SequenceOutput, ...]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    embedding: FloatArray | None = None
+
+    @property
+    def request_id(self) -> str:
+        return str(self.number)
+
+    @property
+    def finished(self) -> bool:
+        return all(transcript.finish_reason is not None for transcript in self.transcripts)
+
+    def output(self) -> RequestOutput:
+        """As far as it has come."""
+        chosen = self._chosen()
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_ids,
+            outputs=[replace(transcript.output(), index=place) for place, transcript in enumerate(chosen)],
+            metrics=self.metrics,
+            finished=self.finished,
+            prompt_logprobs=self.prompt_logprobs,
+            embedding=self.embedding,
+        )
+
+    def last_words(self) -> list[Delta]:
+        """The continuations that were chosen, each as one delta."""
+        return [
+            Delta(
+                request_id=self.request_id,
+                index=said.index,
+                text=said.text,
+                token_ids=said.token_ids,
+                finish_reason=said.finish_reason,
+                stop_reason=said.stop_reason,
+                logprobs=said.logprobs or [],
+            )
+            for said in self.output().outputs
+        ]
+
+    def _chosen(self) -> list[SequenceOutput]:
+        """Those that are returned. A search may have found fewer beams than were asked for."""
+        everyone = list(self.transcripts)
+        if not self.params.chooses or not self.finished:
+            return everyone[: self.params.n]
+        scored = [transcript for transcript in everyone if transcript.score is not None]
+        scored.sort(key=lambda transcript: -(transcript.score or 0.0))
+        unscored = [transcript for transcript in everyone if transcript.score is None]
+        if self.params.use_beam_search and scored:
+            return scored
+        return (scored + unscored)[: self.params.n]

@@ -1,0 +1,138 @@
+"""From a constraint as a client sends it to one Lark grammar, refused if it is wrong or too large. Compiles nothing."""
+
+import json
+import re
+from typing import NamedTuple
+
+from llguidance import regex_to_lark
+
+from quire.core.errors import InvalidGrammar, shown
+from quire.core.sampling import Grammar, GrammarKind
+from quire.grammar import limits
+from quire.grammar.json_schema import check_schema, read_schema
+
+# Where JSON may have white space, one or two blanks, or one line break and its indentation: what models write, plain
+# or pretty-printed. More would let a model write blanks until its length is spent.
+_WHITESPACE = r"[ \t]{1,2}|\r?\n[ \t]{0,32}"
+# Without \u: a name under `properties` could otherwise be spelled a second time, unseen, as an additional one.
+_JSON_STYLE = {"whitespace_pattern": _WHITESPACE, "json_allowed_escapes": 'nrbtf\\"'}
+
+# Forced text is not tokenized ahead: `a{1000000}` took a second a mask, and which tokens spell a text is the
+# model's choice. Stands at the end, so that line numbers in errors are the client's.
+_OPTIONS = '\n%llguidance {"no_forcing": true}\n'
+_NO_OPTIONS = re.compile(r"\A\s*%llguidance\s*\{\s*\}")
+_EMBEDDED = re.compile(r"%json\s*(?=\{)")
+# What makes a Lark grammar deep, or long its parser's rows: rules, groups, what is optional or repeated.
+_PARTS = "\n([{?*"
+_WORD = re.compile(r"[\w-]+")
+
+_ANY_OBJECT: dict[str, object] = {"type": "object"}
+
+
+class GrammarSource(NamedTuple):
+    """What llguidance compiles."""
+
+    text: str
+    step_items: int  # that one mask may take
+
+
+def lark_source(grammar: Grammar) -> GrammarSource:
+    """Raises InvalidGrammar."""
+    if any(0xD800 <= ord(letter) <= 0xDFFF for letter in grammar.text):
+        raise InvalidGrammar("The grammar holds a lone surrogate, half a character. Send valid Unicode.")
+    match grammar.kind:
+        case GrammarKind.JSON_OBJECT:
+            body = f"start: {_json_part(_ANY_OBJECT)}"
+        case GrammarKind.JSON_SCHEMA:
+            body = f"start: {_json_part(read_schema(grammar.text))}"
+        case GrammarKind.REGEX:
+            body = f"start: /{_checked_regex(grammar.text)}/"
+        case GrammarKind.CHOICE:
+            body = "start: " + " | ".join(json.dumps(choice) for choice in _choices(grammar.text))
+        case GrammarKind.LARK:
+            body = _checked_lark(grammar.text)
+    has_schema = grammar.kind in (GrammarKind.JSON_OBJECT, GrammarKind.JSON_SCHEMA) or bool(_EMBEDDED.search(body))
+    return GrammarSource(body + _OPTIONS, limits.STEP_ITEMS if has_schema else limits.LARK_STEP_ITEMS)
+
+
+def _json_part(schema: dict[str, object]) -> str:
+    return "%json " + json.dumps({**schema, "x-guidance": _JSON_STYLE})
+
+
+def _checked_regex(text: str) -> str:
+    _check_bytes("regular expression", text, limits.REGEX_BYTES)
+    num_backslashes = len(text) - len(text.rstrip("\\"))
+    if num_backslashes % 2:
+        raise InvalidGrammar("The regular expression ends in a backslash that escapes nothing.")
+    return regex_to_lark(text, "dw")  # \d and \w are ASCII, as in JavaScript: no digit that int() might not know
+
+
+def _choices(text: str) -> list[str]:
+    _check_bytes("list of choices", text, limits.CHOICE_BYTES)
+    try:
+        listed = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidGrammar("The choices must be a JSON list of texts.") from error
+    if not isinstance(listed, list) or not listed:
+        raise InvalidGrammar(f"The choices must be a list of at least one text, not {shown(listed)}.")
+    if len(listed) > limits.NUM_CHOICES:
+        raise InvalidGrammar(f"There are {len(listed)} choices; {limits.NUM_CHOICES} are the most.")
+    for choice in listed:
+        if not isinstance(choice, str) or not choice:
+            raise InvalidGrammar(f"A choice must be a text that is not empty, not {shown(choice)}.")
+    return listed
+
+
+def _checked_lark(text: str) -> str:
+    """A Lark grammar whose JSON schemas are held to the same rules as those that come alone."""
+    _check_bytes("grammar", text, limits.LARK_BYTES)
+    text = _NO_OPTIONS.sub("", text)
+    if text.lstrip().startswith("{"):
+        raise InvalidGrammar("The grammar must be a Lark grammar with a rule named start, not a JSON object.")
+    if "%llguidance" in text:
+        raise InvalidGrammar("%llguidance options are the server's choice; leave that line out of the grammar.")
+    pieces: list[str] = []
+    own: list[str] = []  # those that are no schemas
+    begin = 0
+    embedded = list(_EMBEDDED.finditer(text))
+    if len(embedded) > limits.LARK_SCHEMAS:
+        raise InvalidGrammar(f"The grammar has {len(embedded)} %json parts; {limits.LARK_SCHEMAS} are the most.")
+    for found in embedded:
+        if found.start() < begin:
+            continue  # within the schema before it
+        try:
+            schema, end = json.JSONDecoder().raw_decode(text, found.end())
+        except (ValueError, RecursionError) as error:
+            raise InvalidGrammar(f"After %json at character {found.start()} stands no JSON schema.") from error
+        own.append(text[begin : found.start()])
+        pieces += [own[-1], _json_part(check_schema(schema))]
+        begin = end
+    own.append(text[begin:])
+    _check_own("\n".join(own))
+    return "".join([*pieces, own[-1]])
+
+
+def _check_own(text: str) -> None:
+    """What a client wrote around the schemas. Strings and comments count: to tell them apart is the compiler's work."""
+    _check_bytes("grammar without its %json parts", text, limits.LARK_OWN_BYTES)
+    num_parts = sum(text.count(sign) for sign in _PARTS)
+    if num_parts > limits.LARK_PARTS:
+        raise InvalidGrammar(
+            f"The grammar has {num_parts} lines and signs out of ( [ {{ ? *; {limits.LARK_PARTS} are the most. "
+            f"Use fewer rules, groups and optional parts; one rule with * or {{…}} may stand for many."
+        )
+    num_words = len(_WORD.findall(text))
+    if num_words > limits.LARK_WORDS:
+        raise InvalidGrammar(f"The grammar has {num_words} words; {limits.LARK_WORDS} are the most. Make it smaller.")
+    num_intersections = text.count("&")
+    if num_intersections > limits.LARK_INTERSECTIONS:
+        raise InvalidGrammar(
+            f"The grammar has {num_intersections} & signs; {limits.LARK_INTERSECTIONS} are the most. "
+            f'Intersect fewer patterns, and write "\\u0026" for the sign in a string.'
+        )
+
+
+def _check_bytes(what: str, text: str, most: int) -> None:
+    num_bytes = len(text.encode("utf-8"))
+    if num_bytes > most:
+        raise InvalidGrammar(f"The {what} is {num_bytes} bytes long; {most} are the most. Shorten it.")

@@ -1,0 +1,63 @@
+"""A model's vocabulary as masks see it: which ids spell which bytes, which end, which are none. Knows no grammar."""
+
+from typing import Protocol
+
+import numpy as np
+from llguidance import LLTokenizer
+
+from quire.core.errors import UnsupportedModel, shown
+from quire.core.ids import IntArray
+
+_WORD_BITS = 32
+
+
+class TokenSpelling(Protocol):
+    """What a tokenizer tells of itself; quire's Tokenizer does."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    def id_to_piece(self, token_id: int) -> str | None: ...
+    def to_json(self) -> str: ...
+
+
+class GrammarVocabulary:
+    """Made once for a model; shared by all threads, never changed.
+
+    `width` is that of the model's logits, which may be more than the tokenizer has, or less.
+    """
+
+    __slots__ = ("end_ids", "ends", "known", "num_words", "tokens", "tokens_wide", "width")
+
+    def __init__(self, spelling: TokenSpelling, end_ids: tuple[int, ...], width: int) -> None:
+        ends = tuple(token_id for token_id in end_ids if token_id < width)
+        if not ends:
+            raise UnsupportedModel("This model names no end token, so that nothing could end a constrained answer.")
+        self.end_ids = frozenset(ends)
+        self.width = width
+        self.num_words = -(-width // _WORD_BITS)  # 32-bit words in a mask
+        self.tokens_wide = max(width, spelling.vocab_size)
+        self.tokens = _compiled(spelling, self.tokens_wide, ends)
+        known = [token_id for token_id in range(width) if spelling.id_to_piece(token_id) is not None]
+        self.known = _bits(known, self.num_words)  # ids that are tokens: the others are never allowed
+        self.ends = _bits(list(ends), self.num_words)
+
+    @property
+    def exact(self) -> bool:
+        """Whether llguidance's masks are as wide as ours."""
+        return self.tokens_wide == self.width
+
+
+def _compiled(spelling: TokenSpelling, wide: int, ends: tuple[int, ...]) -> LLTokenizer:
+    try:
+        return LLTokenizer(spelling.to_json(), n_vocab=wide, eos_token=list(ends))
+    except ValueError as error:
+        raise UnsupportedModel(
+            f"This model's tokenizer does not say which bytes its tokens are ({shown(str(error))}), so that its "
+            f"answers cannot be constrained. Leave out response_format and structured_outputs."
+        ) from error
+
+
+def _bits(token_ids: list[int], num_words: int) -> IntArray:
+    flags = np.zeros(num_words * _WORD_BITS, np.uint8)
+    flags[token_ids] = 1
+    return np.packbits(flags, bitorder="little").view(np.int32)

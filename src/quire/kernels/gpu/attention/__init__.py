@@ -1,0 +1,1 @@
+"""Paged attention on NVIDIA GPUs: decode, prefill, and the Hopper kernel."""

@@ -1,0 +1,44 @@
+"""Copies whole blocks of a store to other blocks of it, all in one launch. Knows bytes, not what they mean."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.gpu.launch import cdiv, launch
+
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)  # the widest that divides a block is copied
+_NUM_WORDS = 4_096  # of a program: eight copies of 16 bytes for each of 256 threads
+_NUM_WARPS = 8
+
+
+@triton.jit
+def _copy(
+    store,  # [blocks, words]
+    sources,  # [pairs] int64
+    targets,  # [pairs] int64
+    words_per_block,
+    WORDS: tl.constexpr,
+):
+    pair = tl.program_id(0)
+    source = tl.load(sources + pair)  # int64, as the products below must be: a store has more than 2^31 words
+    target = tl.load(targets + pair)
+    word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+    inside = word < words_per_block
+    words = tl.load(store + source * words_per_block + word, mask=inside)
+    tl.store(store + target * words_per_block + word, words, mask=inside)
+
+
+def copy_blocks(store: Tensor, sources: Tensor, targets: Tensor) -> None:
+    """Block sources[i] to block targets[i]. No target is a source, and none occurs twice.
+
+    store: [blocks, ...], contiguous; sources, targets: [pairs] int64, on the store's device.
+    """
+    assert store.is_contiguous() and sources.is_contiguous() and targets.is_contiguous()
+    assert sources.dtype is targets.dtype is torch.int64 and len(sources) == len(targets)
+    block_bytes = store[0].numel() * store.itemsize
+    word = next(word for word in _WORDS if block_bytes % word.itemsize == 0)
+    words = store.view(len(store), -1).view(word)
+    words_per_block = words.shape[1]
+    grid = (len(sources), cdiv(words_per_block, _NUM_WORDS))
+    launch(_copy, grid, words, sources, targets, words_per_block, WORDS=_NUM_WORDS, num_warps=_NUM_WARPS)

@@ -1,0 +1,265 @@
+"""x @ weight.T for up to 128 rows on Hopper, in Gluon: one warp streams weights, four multiply. Bound by memory.
+
+The warp that loads has a ring of slices, and fills it with weights before the input is there, while other kernels still
+run. For the tensor cores the weights are the rows, of which they take 64, and the rows are columns, 16 to 128 of them
+and a power of two. `product_cut` says how the work is cut. Sums are float32 and in one order, whoever comes first.
+Knows nothing of when it is the one to use.
+
+How a product of few rows is cut for the kernel with a ring, and which are not for it. Knows integers alone.
+
+A tile is 64 outputs over the whole input, a slice 128 columns of it. Programs get equal runs of (tile, slice) units,
+tile after tile: whole tiles, runs that tiles do not bound, or as many parts of each tile as there are processors for.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from quire.kernels.gpu.gluon_compat import described, load_block, task_barrier
+from quire.kernels.gpu.launch import cdiv, launch_early, let_next_begin, next_power_of_2, wait_for_others
+
+OUTS = 64  # of a tile: what a product of four warps takes
+COLUMNS = 128  # of a slice
+STREAM = 0  # in the place of parts: runs that tiles do not bound
+
+MOST_ROWS = 128
+_MOST_ROWS_OF_LARGE = 64  # beyond, the library is as fast with a weight that is not small
+_SMALL_BYTES = 16 * 2**20
+_FEWEST_ROWS, _FEWEST_BOX_ROWS = 2, 16
+_FEWEST_PROGRAMS = 64  # the fewest that were measured: with few, bytes are not asked for as fast as they could come
+_MOST_PARTS = 8
+_MOST_STAGES = 12
+_RING_BYTES = 224 * 1024  # of 227 KiB
+_TURNING_BYTES = 4 * 1024  # of the ring: sums are turned through it before they are stored, unless as parts
+_BYTES = 2  # of a number
+
+
+class GemmSplit(NamedTuple):
+    """All that a launch follows from."""
+
+    box_rows: int  # rows that a program computes; those that are missing are zeros
+    num_tiles: int
+    num_slices: int  # of each tile
+    num_programs: int
+    parts: int  # of a tile; 1: whole; STREAM: some are shared, and whoever has the first slices adds the others
+    stages: int  # slices that are loaded ahead
+
+
+@cache
+def cut(num_rows: int, in_width: int, out_width: int, num_processors: int, may_part: bool) -> GemmSplit | None:
+    """None: another's. Measured on an H200 with layers of Llama-3.1-8B and Qwen3-0.6B (docs/performance/gpu.md)."""
+    is_small = in_width * out_width * _BYTES <= _SMALL_BYTES
+    if num_rows not in range(_FEWEST_ROWS, (MOST_ROWS if is_small else _MOST_ROWS_OF_LARGE) + 1):
+        return None
+    num_tiles, num_slices = cdiv(out_width, OUTS), cdiv(in_width, COLUMNS)
+    parts = _parts(num_tiles, num_slices, num_processors, may_part)
+    num_programs = num_processors if parts == STREAM else num_tiles * parts
+    if num_programs < _FEWEST_PROGRAMS:
+        return None
+    box_rows = max(_FEWEST_BOX_ROWS, next_power_of_2(num_rows))
+    ring_bytes = _RING_BYTES - (_TURNING_BYTES if parts <= 1 else 0)
+    held = ring_bytes // ((OUTS + box_rows) * COLUMNS * _BYTES)
+    # No more than a program has use for: one of the next kernel may find room beside it, and load its own.
+    stages = min(_MOST_STAGES, held, cdiv(num_tiles * num_slices, num_programs))
+    return GemmSplit(box_rows, num_tiles, num_slices, num_programs, parts, stages)
+
+
+def _parts(num_tiles: int, num_slices: int, num_processors: int, may_part: bool) -> int:
+    if num_tiles > num_processors:
+        return STREAM
+    return min(num_processors // num_tiles, num_slices, _MOST_PARTS) if may_part else 1
+
+
+_OUTS = gl.constexpr(OUTS)
+_COLUMNS = gl.constexpr(COLUMNS)
+_TURNED = gl.constexpr(gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1]))  # eight outputs of a row for each thread
+_WARPS = 4
+_LOADER_REGISTERS = gl.constexpr(40)
+
+
+def _registers(box_rows: int) -> int:
+    """Of a thread: what the sums need, and no more, so that programs of two kernels fit on a processor."""
+    return 128 if box_rows == MOST_ROWS else 80
+
+
+@gluon.jit
+def _share(program, total, num_programs):
+    """The first of a program's units, and the one behind its last."""
+    return program * total // num_programs, (program + 1) * total // num_programs
+
+
+@gluon.jit
+def _last_sharer(tile, num_slices, total, num_programs):
+    """The program that has the last unit of a tile."""
+    return ((tile + 1) * num_slices * num_programs - 1) // total
+
+
+@gluon.jit
+def _ask(weight, unit, num_slices, ready, buffer, num_bytes: gl.constexpr):
+    """The weights of a unit; what is announced includes the rows, which follow."""
+    mbarrier.expect(ready, num_bytes)
+    load_block(weight, [unit // num_slices * _OUTS, unit % num_slices * _COLUMNS], ready, buffer)
+
+
+@gluon.jit
+def _load(
+    weight, x, w_bufs, x_bufs, ready, empty, total, num_slices, num_programs,
+    STAGES: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    """The warp that loads: weights for the whole ring, then the rows beside them, then both as slots come free."""
+    num_bytes: gl.constexpr = weight.block_type.nbytes + x.block_type.nbytes
+    first, end = _share(gl.program_id(0), total, num_programs)
+    ahead = gl.minimum(end - first, STAGES)
+    let_next_begin(EARLY)
+    for i in range(ahead):
+        _ask(weight, first + i, num_slices, ready.index(i), w_bufs.index(i), num_bytes)
+    wait_for_others(EARLY)
+    for i in range(ahead):
+        load_block(x, [0, (first + i) % num_slices * _COLUMNS], ready.index(i), x_bufs.index(i))
+    for i in range(ahead, end - first):
+        slot = i % STAGES
+        mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
+        _ask(weight, first + i, num_slices, ready.index(slot), w_bufs.index(slot), num_bytes)
+        load_block(x, [0, (first + i) % num_slices * _COLUMNS], ready.index(slot), x_bufs.index(slot))
+
+
+@gluon.jit
+def _store(sums, output, tile, num_rows, out_width, TURNED: gl.constexpr):
+    """sums: [outputs, rows]. TURNED: first so that a thread has outputs that lie side by side."""
+    layout: gl.constexpr = _TURNED if TURNED else sums.type.layout
+    numbers = gl.convert_layout(sums.to(output.dtype.element_ty), layout)
+    outs = gl.expand_dims(tile * _OUTS + gl.arange(0, _OUTS, layout=gl.SliceLayout(1, layout)), 1)
+    rows = gl.expand_dims(gl.arange(0, sums.shape[1], layout=gl.SliceLayout(0, layout)), 0)
+    gl.store(output + rows * out_width + outs, numbers, mask=(rows < num_rows) & (outs < out_width))
+
+
+@gluon.jit
+def _add_others(sums, places, shares, arrival, program, last_program):
+    """What the programs behind this one have of its tile, in their order, as soon as all have arrived."""
+    arrived = gl.atomic_add(arrival, 0, sem="acquire", scope="gpu")
+    while arrived < last_program - program:
+        arrived = gl.atomic_add(arrival, 0, sem="acquire", scope="gpu")
+    task_barrier()
+    for other in range(program + 1, last_program + 1):
+        sums += gl.load(shares + other * (sums.shape[0] * sums.shape[1]) + places, cache_modifier=".cg")
+    gl.store(arrival, 0)  # for the next launch
+    return sums
+
+
+@gluon.jit
+def _multiply_run(w_bufs, x_bufs, ready, empty, sums, count, num_units, STAGES: gl.constexpr):
+    """Units of one tile, as they come. `count`: those before them."""
+    for unit in range(num_units):
+        slot = count % STAGES
+        mbarrier.wait(ready.index(slot), (count // STAGES) & 1)
+        adding = warpgroup_mma(w_bufs.index(slot), x_bufs.index(slot).permute((1, 0)), sums, is_async=True)
+        sums = warpgroup_mma_wait(1, deps=[adding])
+        mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=unit > 0)
+        count += 1
+    sums = warpgroup_mma_wait(0, deps=[sums])
+    mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
+    return sums, count
+
+
+@gluon.jit
+def _multiply(
+    bias, output, shares, arrivals, w_bufs, x_bufs, ready, empty, total, num_slices, num_programs, num_rows, out_width,
+    ROWS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    """The four warps that multiply. Tile by tile: sums of this program's run, and what they are part of."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    program = gl.program_id(0)
+    first, end = _share(program, total, num_programs)
+    wait_for_others(EARLY)  # nothing is written, and nothing but weights read, before
+    outs = gl.arange(0, _OUTS, layout=gl.SliceLayout(1, layout))
+    places = gl.expand_dims(outs * ROWS, 1) + gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout)), 0)
+    count = 0
+    for tile in range(first // num_slices, (end + num_slices - 1) // num_slices):
+        begin = gl.maximum(first, tile * num_slices)
+        num_units = gl.minimum(end, (tile + 1) * num_slices) - begin
+        sums = gl.zeros([_OUTS, ROWS], gl.float32, layout)
+        sums, count = _multiply_run(w_bufs, x_bufs, ready, empty, sums, count, num_units, STAGES)
+        has_first = begin == tile * num_slices
+        if bias is not None:
+            present = (tile * _OUTS + outs < out_width) & has_first
+            offsets = gl.load(bias + tile * _OUTS + outs, mask=present, other=0.0).to(gl.float32)
+            sums += gl.expand_dims(offsets, 1)
+        if PARTS > 1:
+            _store(sums, output + program % PARTS * (num_rows * out_width), tile, num_rows, out_width, False)
+        elif PARTS == 1:
+            _store(sums, output, tile, num_rows, out_width, True)
+        else:
+            if has_first:
+                last_program = _last_sharer(tile, num_slices, total, num_programs)
+                if last_program > program:
+                    sums = _add_others(sums, places, shares, arrivals + tile, program, last_program)
+                _store(sums, output, tile, num_rows, out_width, True)
+            else:
+                gl.store(shares + program * (_OUTS * ROWS) + places, sums)
+                task_barrier()
+                gl.atomic_add(arrivals + tile, 1, sem="release", scope="gpu")
+
+
+# One compilation serves every width and number of rows that are cut alike.
+@gluon.jit(do_not_specialize=["total", "num_slices", "num_programs", "num_rows"])
+def _ring_kernel(
+    weight,  # [out_width, in_width], described by tiles and slices
+    x,  # [num_rows, in_width], described by ROWS and slices
+    bias,  # [out_width] or None
+    output,  # [num_rows, out_width], or [PARTS, num_rows, out_width] float32
+    shares,  # [programs, 64, ROWS] float32
+    arrivals,  # [tiles] int32: zeros between launches
+    total, num_slices, num_programs, num_rows, out_width,
+    ROWS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    w_bufs = gl.allocate_shared_memory(weight.dtype, [STAGES, _OUTS, _COLUMNS], weight.layout)
+    x_bufs = gl.allocate_shared_memory(x.dtype, [STAGES, ROWS, _COLUMNS], x.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    fence_async_shared()
+    gl.warp_specialize([
+        (_multiply, (bias, output, shares, arrivals, w_bufs, x_bufs, ready, empty, total, num_slices, num_programs,
+                     num_rows, out_width, ROWS, PARTS, STAGES, EARLY)),
+        (_load, (weight, x, w_bufs, x_bufs, ready, empty, total, num_slices, num_programs, STAGES, EARLY)),
+    ], [1], [_LOADER_REGISTERS])  # fmt: skip
+
+
+def tiles_of(weight: Tensor) -> TensorDescriptor:
+    """A weight [out, in], as it is multiplied step after step."""
+    return described(weight, OUTS, COLUMNS)
+
+
+def ring_product(
+    x: Tensor,  # [rows, in], contiguous
+    weight: TensorDescriptor,  # [out, in], by `tiles_of`
+    bias: Tensor | None,  # [out]
+    shares: Tensor,  # room for as many sums as programs have
+    arrivals: Tensor,  # [tiles] int32: zeros, and zeros again
+    cut: GemmSplit,
+) -> Tensor:
+    """[rows, out], as x; or [parts, rows, out] float32."""
+    num_rows, out_width = len(x), weight.shape[0]
+    shape = (cut.parts, num_rows, out_width) if cut.parts > 1 else (num_rows, out_width)
+    output = torch.empty(shape, dtype=torch.float32 if cut.parts > 1 else x.dtype, device=x.device)
+    launch_early(
+        _ring_kernel, (cut.num_programs,),
+        weight, described(x, cut.box_rows, COLUMNS), bias, output, shares, arrivals,
+        cut.num_tiles * cut.num_slices, cut.num_slices, cut.num_programs, num_rows, out_width,
+        ROWS=cut.box_rows, PARTS=cut.parts, STAGES=cut.stages,
+        num_warps=_WARPS, maxnreg=_registers(cut.box_rows),
+    )  # fmt: skip
+    return output

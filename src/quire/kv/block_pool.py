@@ -1,0 +1,153 @@
+"""Owns block ids. Knows nothing of tokens, tensors or requests.
+
+A block is free, or it has references: one from each table that holds it, and one from the prefix tree if it is cached.
+A cached block that no table holds is *idle*: it can be had by evicting it.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.core.ids import NULL_BLOCK, BlockId, IndexArray, IntArray
+
+_TREE, _TABLE = 1, 2  # what a reference counts
+_IDLE = _TREE
+# The same as arrays: numpy takes twice as long to add a number of Python's to a few others.
+_FREE_ARRAY, _TREE_ARRAY, _TABLE_ARRAY = (np.array(count, dtype=np.int32) for count in (0, _TREE, _TABLE))
+
+
+class BlockPool:
+    """A fixed number of blocks. Block 0 is the null block, never lent. Every verb takes many blocks at once.
+
+    A block's references are one number: 2 for each table and 1 for the tree. So 0 is free, 1 is idle, and a cached
+    block is odd. Blocks are mostly few: a list then counts in a third of the time that numpy takes.
+    """
+
+    __slots__ = ("_free", "_num_retired", "_references", "num_blocks", "num_cached", "num_evictable", "num_free")
+
+    def __init__(self, num_blocks: int) -> None:
+        assert num_blocks >= 0, num_blocks
+        self.num_blocks = num_blocks
+        self.num_free = num_blocks
+        self.num_cached = 0
+        self.num_evictable = 0
+        self._num_retired = 0
+        self._free: IntArray = np.arange(num_blocks, 0, -1, dtype=np.int32)  # a stack: the first num_free are free
+        self._references: IntArray = np.zeros(num_blocks + 1, dtype=np.int32)
+
+    def take(self, count: int) -> IntArray:
+        """Free blocks, each now with one reference."""
+        assert count <= self.num_free, f"take({count}) from {self.num_free} free blocks: ask num_free first"
+        stop = self.num_free
+        self.num_free = stop - count
+        blocks = self._free[self.num_free : stop][::-1].copy()
+        self._references[_indices(blocks)] = _TABLE
+        return blocks
+
+    def share(self, blocks: IntArray) -> None:
+        """One more reference to each of some distinct blocks."""
+        if not len(blocks):
+            return
+        at = _indices(blocks)
+        after = self._references[at] + _TABLE_ARRAY
+        self._references[at] = after
+        counts = after.tolist()
+        assert min(counts) > _TABLE, blocks
+        self.num_evictable -= counts.count(_IDLE + _TABLE)
+
+    def release(self, blocks: IntArray) -> int:
+        """One reference less to each of some distinct blocks; how many of them are free now."""
+        at = _indices(blocks)
+        after = self._references[at] - _TABLE_ARRAY
+        self._references[at] = after
+        counts = after.tolist()
+        assert min(counts, default=0) >= 0, f"{blocks}: one is free, or lost its last reference outside the tree"
+        self.num_evictable += counts.count(_IDLE)
+        num_freed: int = counts.count(0)
+        if num_freed:
+            self._push(blocks[after == _FREE_ARRAY])
+        return num_freed
+
+    def adopt(self, blocks: IntArray) -> None:
+        """The tree takes blocks that tables hold: they are cached from now on."""
+        at = _indices(blocks)
+        before = self._references[at]
+        counts = before.tolist()
+        alone = counts.count(_TABLE) == len(counts)
+        assert alone or all(count > 0 and count % _TABLE == 0 for count in counts), blocks
+        self._references[at] = before + _TREE_ARRAY
+        self.num_cached += len(blocks)
+
+    def disown(self, blocks: IntArray) -> int:
+        """The tree lets go of blocks; how many of them are free now."""
+        at = _indices(blocks)
+        after = self._references[at] - _TREE_ARRAY
+        self._references[at] = after
+        self.num_cached -= len(blocks)
+        freed = blocks
+        if np.count_nonzero(after):  # nearly always all of them are free
+            assert not np.count_nonzero(after % _TABLE), blocks
+            freed = blocks[after == 0]
+        self.num_evictable -= len(freed)
+        self._push(freed)
+        return len(freed)
+
+    def _push(self, freed: IntArray) -> None:
+        self._free[self.num_free : self.num_free + len(freed)] = freed[::-1]
+        self.num_free += len(freed)
+
+    def retire(self, count: int) -> int:
+        """Take up to so many free blocks out of service for ever; how many there were."""
+        count = min(count, self.num_free)
+        self.num_free -= count
+        self._num_retired += count
+        return count
+
+    @property
+    def num_in_service(self) -> int:
+        return self.num_blocks - self._num_retired
+
+    def references(self, block: BlockId) -> int:
+        return sum(divmod(self._references.item(block), _TABLE))
+
+    def is_evictable(self, block: int) -> bool:
+        return self._references.item(block) == _IDLE
+
+    def evictable_flags(self) -> list[bool]:
+        """By block id, for audits."""
+        flags: list[bool] = (self._references == _IDLE).tolist()
+        return flags
+
+    def any_shared(self, blocks: IntArray) -> bool:
+        """Whether one of some blocks that a table holds has another reference."""
+        return len(blocks) > 0 and max(self._references[_indices(blocks)].tolist()) > _TABLE
+
+    def count_evictable(self, blocks: IntArray) -> int:
+        return 0 if not len(blocks) else int(np.count_nonzero(self._references[_indices(blocks)] == _IDLE))
+
+    def count_readers(self, blocks: IntArray, counts: NDArray[np.int64]) -> int:
+        """How many of some distinct blocks have no other readers than the `counts` given."""
+        return int(np.count_nonzero(self._references[_indices(blocks)] // _TABLE == counts))
+
+    def audit_readers(self, readers: list[int]) -> None:
+        """Every reference is one of a table (`readers`, by block) or the tree's."""
+        held = (self._references // _TABLE).tolist()
+        if held != readers:
+            wrong = next(block for block, count in enumerate(readers) if count != held[block])
+            raise AssertionError(f"block {wrong}: held by {held[wrong]} tables, {readers[wrong]} readers")
+
+    def audit(self) -> None:
+        """A block is free or referenced, never both; the counts are true."""
+        free = self._free[: self.num_free]
+        distinct = set(free.tolist())
+        assert len(distinct) == len(free), "a block is free twice"
+        assert not np.count_nonzero(self._references[free]), "a free block is referenced"
+        assert self._references[NULL_BLOCK] == 0 and NULL_BLOCK not in distinct, "the null block was lent"
+        held = np.count_nonzero(self._references)
+        assert len(free) + held == self.num_in_service, f"{self.num_in_service - held - len(free)} blocks are lost"
+        assert self.num_cached == np.count_nonzero(self._references % _TABLE), "cached blocks are miscounted"
+        assert self.num_evictable == np.count_nonzero(self._references == _IDLE), "idle blocks are miscounted"
+
+
+def _indices(blocks: IntArray) -> IndexArray:
+    """Made once for all look-ups of a verb."""
+    return blocks.astype(np.intp)

@@ -1,0 +1,419 @@
+"""The prefix tree: which blocks hold which tokens. Knows nothing of requests' lives, tensors or time.
+
+One tree per partition, over token ids; partitions never share. A node is a run of whole blocks; only a leaf may end in
+a partial one, which is never shared or extended in place: a hit copies it. What lies below a host node is on the host.
+
+Law: a block that a table holds has only held blocks above it. So every idle block can be evicted, leaf by leaf. Callers
+keep it by holding paths from the root, and by saying `leaving` only when they release their table at once.
+Moves must be carried in the order of the calls that returned them: their sources are free from then on.
+
+What the prefix tree answers when it is asked, grown or trimmed. Messages alone.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from quire.core.ids import BlockId, IntArray, RequestId
+from quire.core.moves import Move, Place, Tier
+from quire.kv.block_pool import BlockPool
+from quire.kv.eviction import CacheMiss, CacheMissKind, EvictionHistory, EvictionQueue
+from quire.kv.radix_node import NO_BLOCKS, TOKEN_BYTES, Node, encode
+from quire.kv.trie import Trie
+
+
+class PartialBlock(NamedTuple):
+    """The block that continues a match for less than its length. Who copies it holds it until the copy is ordered."""
+
+    place: Place
+    num_tokens: int
+    node: Node
+
+
+class PrefixMatch(NamedTuple):
+    """The longest known prefix: whole blocks on the device, then whole blocks on the host, then part of a block."""
+
+    num_tokens: int  # on the device
+    blocks: IntArray
+    node: Node  # it ends where the device's part ends; the root if there is none
+    host_blocks: IntArray
+    host_node: Node | None  # it ends where the host's part ends: what `promote` wants
+    partial: PartialBlock | None
+
+
+class Inserted(NamedTuple):
+    """The node where the path now ends; the blocks adopted; whether others' blocks already hold some of it."""
+
+    node: Node
+    num_adopted: int
+    conflict: bool
+
+
+class Evicted(NamedTuple):
+    """How many blocks of the device are free again, and the copies to the host to order for some of them."""
+
+    num_blocks: int
+    moves: tuple[Move, ...]
+
+
+MOST_PARTITIONS_COMPARED = 8  # when a miss is explained
+_NEVER_SEEN = CacheMiss(CacheMissKind.NEVER_SEEN)
+Demote = Callable[[Node, int], bool]  # shall the last so many blocks of this node go to the host, or be dropped?
+
+
+class RadixTree:
+    """All cached prefixes. `generation` changes with what a match may find."""
+
+    __slots__ = (
+        "_clock",
+        "_forest",
+        "_ghosts",
+        "_host",
+        "_host_leaves",
+        "_leaves",
+        "_pool",
+        "block_size",
+        "generation",
+        "num_evicted",
+    )
+
+    def __init__(self, block_size: int, pool: BlockPool, host: BlockPool | None = None) -> None:
+        self.block_size = block_size
+        self.generation = 0
+        self.num_evicted = 0  # blocks that left the device, dropped or demoted
+        self._forest = Trie(block_size)
+        self._pool = pool
+        self._host = host if host is not None else BlockPool(0)
+        self._leaves = EvictionQueue(Tier.DEVICE, self._pool)
+        self._host_leaves = EvictionQueue(Tier.HOST, self._host)
+        self._ghosts = EvictionHistory()
+        self._clock = 0
+
+    @property
+    def num_nodes(self) -> int:
+        return self._forest.num_nodes
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the tree, on both tiers."""
+        return self._pool.num_cached + self._host.num_cached
+
+    # Finding.
+
+    def match(self, partition: str, tokens: IntArray, limit: int) -> PrefixMatch:
+        """The longest known prefix of tokens[:limit], exact to the token. The nodes where it ends are touched."""
+        data = encode(tokens[:limit])
+        block_bytes = self._forest.block_bytes
+        node = device = self._forest.root(partition)
+        host_node: Node | None = None
+        found: list[IntArray] = []
+        host_found: list[IntArray] = []
+        at = 0
+        while (child := node.children.get(data[at : at + block_bytes])) is not None:
+            length = self._forest.common(child, data, at)
+            if not length:
+                break
+            node = self._forest.end_at(child, length)
+            at += length
+            if node.tier is Tier.DEVICE:
+                device = node
+                found.append(node.blocks)
+            else:
+                host_node = node
+                host_found.append(node.blocks)
+        self._touch(device)
+        if host_node is not None:
+            self._touch(host_node)
+        child, num_tokens = node.nearest(data[at : at + block_bytes])
+        partial = None
+        if child is not None:
+            partial = PartialBlock(Place(child.tier, BlockId(child.blocks.item(0))), num_tokens, child)
+        if not at:  # mostly
+            return PrefixMatch(0, NO_BLOCKS, device, NO_BLOCKS, None, partial)
+        blocks = _joined(found)
+        return PrefixMatch(len(blocks) * self.block_size, blocks, device, _joined(host_found), host_node, partial)
+
+    def miss_reason(self, partition: str, tokens: IntArray, num_matched: int) -> CacheMiss | None:
+        """Why the first whole block after a match was not there; None if there is no such block."""
+        end = num_matched + self.block_size
+        if end > len(tokens):
+            return None
+        data = encode(tokens[:end])
+        miss = self._ghosts.find(partition, data)
+        if miss is not None:
+            return miss
+        for other in self._forest.partitions_opening(data, MOST_PARTITIONS_COMPARED, without=partition):
+            if self._forest.holds(other, data):
+                return CacheMiss(CacheMissKind.OTHER_PARTITION)
+        return _NEVER_SEEN
+
+    # Growing.
+
+    def insert(
+        self,
+        partition: str,
+        tokens: IntArray,
+        blocks: IntArray,
+        start: int,
+        priority: int,
+        owner: RequestId,
+        leaving: bool = True,
+        node: Node | None = None,
+    ) -> Inserted:
+        """Make a table's path known: blocks[i] holds the i-th block of tokens. Adopts what is new.
+
+        Positions before `start` are known through this very table, up to `node` if the caller can name it. Where the
+        blocks of others hold the same tokens, the caller keeps its own; if it is not leaving, nothing below such a
+        conflict is adopted.
+        """
+        assert len(blocks) == -(-len(tokens) // self.block_size) and start % self.block_size == 0, (len(tokens), start)
+        if node is None:
+            node = self._forest.root(partition)
+        else:  # the way to it need not be gone again
+            tokens, blocks, start = tokens[start:], blocks[start // self.block_size :], 0
+        block_bytes = self._forest.block_bytes
+        data = encode(tokens)
+        at = num_adopted = 0
+        conflict = False
+        while (child := node.children.get(data[at : at + block_bytes])) is not None:
+            length = self._forest.common(child, data, at)
+            if not length:
+                break
+            mine = blocks[at // block_bytes : (at + length) // block_bytes]
+            if child.tier is Tier.DEVICE and at + length > start * TOKEN_BYTES:
+                differs = child.blocks[: len(mine)] != mine
+                if np.count_nonzero(differs):
+                    conflict = True
+                    length = length if leaving else int(differs.argmax()) * block_bytes
+            if length:
+                node = self._forest.end_at(child, length)
+                at += length
+            if conflict and not leaving:
+                break
+            if node.tier is Tier.HOST:
+                self._surface(node, mine)
+                num_adopted += len(mine)
+        assert at >= start * TOKEN_BYTES, "what the caller said to be known is not in the tree"
+        if at < len(data) and (leaving or not conflict):
+            inserted = self._grow(node, data[at:], blocks[at // block_bytes :], priority, owner)
+            node, num_adopted = inserted.node, num_adopted + inserted.num_adopted
+        else:
+            inserted = Inserted(node, num_adopted, conflict)
+        self._touch(node)
+        node.priority = min(node.priority, priority)
+        self.generation += num_adopted > 0
+        plain = num_adopted == inserted.num_adopted and not conflict
+        return inserted if plain else Inserted(node, num_adopted, conflict)
+
+    def _grow(self, node: Node, rest: bytes, blocks: IntArray, priority: int, owner: RequestId) -> Inserted:
+        """Hang what is left of a path below the node where the known part ends, or let it go on, if that is a leaf of
+        the same owner: so a prompt computed in many chunks, and its answer, are one node."""
+        if node.may_extend(priority, owner):
+            node.extend(rest, blocks)
+            self._pool.adopt(blocks)
+            return Inserted(node, len(blocks), False)
+        if len(rest) < self._forest.block_bytes:
+            known, num_tokens = node.nearest(rest)
+            if known is not None and num_tokens * TOKEN_BYTES == len(rest):
+                return self._keep_known(node, known, rest, blocks)
+        first = rest[: self._forest.block_bytes]
+        for end in range(TOKEN_BYTES, len(first), TOKEN_BYTES) if node.num_partial_children else ():
+            redundant = node.children.get(first[:end])
+            if redundant is not None and self._pool_of(redundant).is_evictable(redundant.blocks.item(0)):
+                self._remove(redundant)
+        leaf = self._forest.grow(node, rest, blocks.copy(), priority, owner)
+        self._pool.adopt(leaf.blocks)
+        return Inserted(leaf, len(leaf.blocks), False)
+
+    def _keep_known(self, node: Node, known: Node, rest: bytes, blocks: IntArray) -> Inserted:
+        """A partial tail that some block already covers is not adopted, unless it brings one back from the host."""
+        if known.tokens != rest:
+            return Inserted(node, 0, False)
+        if known.tier is Tier.DEVICE:
+            return Inserted(known, 0, False)
+        self._surface(known, blocks)
+        return Inserted(known, 1, False)
+
+    def promote(self, node: Node, blocks: IntArray) -> tuple[Move, ...]:
+        """Bring a match's host part, down to its host node, back to these blocks of the caller's table."""
+        rising: list[Node] = []
+        below: Node | None = node
+        while below is not None and below.tier is Tier.HOST:
+            rising.append(below)
+            below = below.parent
+        sources = np.concatenate([each.blocks for each in reversed(rising)])
+        assert len(sources) == len(blocks), (len(sources), len(blocks))
+        at = 0
+        for each in reversed(rising):
+            self._surface(each, blocks[at : at + len(each.blocks)])
+            at += len(each.blocks)
+        self._touch(node)
+        self.generation += 1
+        return _moves(Tier.HOST, sources, Tier.DEVICE, blocks)
+
+    def _surface(self, node: Node, blocks: IntArray) -> None:
+        """A host node below a device node lies on the device from now on, in blocks that a table holds."""
+        assert node.tier is Tier.HOST and node.parent is not None and node.parent.tier is Tier.DEVICE, node
+        self._host.disown(node.blocks)
+        node.blocks = blocks.copy()
+        node.tier = Tier.DEVICE
+        node.parent.num_device_children += 1
+        self._pool.adopt(node.blocks)
+
+    # Shrinking.
+
+    def idle(self, node: Node) -> None:
+        """A table or a copy that ended at this node let go of it: perhaps it can be evicted now."""
+        while node.parent is not None:
+            if len(node.blocks):
+                self._leaves_of(node).offer(node)
+                if node.tier is Tier.DEVICE:
+                    return
+            node = node.parent
+
+    def evict(
+        self, count: int, step: int, by: RequestId | None = None, demote: Demote | None = None, batch: int = 1
+    ) -> Evicted:
+        """Free at least so many blocks of the device, if so many are idle; up to a multiple of `batch` of one leaf."""
+        num_blocks = 0
+        miss = CacheMiss(CacheMissKind.EVICTED, step, by)
+        moves: list[Move] = []
+        felled: list[IntArray] = []
+        while num_blocks < count and (node := self._leaves.first()) is not None:
+            wanted = -(-(count - num_blocks) // batch) * batch
+            num_tail = min(wanted, self._leaves.num_evictable(node))
+            num_blocks += num_tail
+            if demote is not None and demote(node, num_tail) and self._make_host_room(num_tail, miss):
+                moves += self._demote(self._forest.cut_down(node, num_tail))
+            else:
+                self._forget(self._forest.cut_down(node, num_tail), miss, felled)
+        if felled:
+            self._pool.disown(felled[0] if len(felled) == 1 else np.concatenate(felled))
+        assert num_blocks >= count or not self._pool.num_evictable, "an idle block is out of reach"
+        self.num_evicted += num_blocks
+        self.generation += num_blocks > 0
+        return Evicted(num_blocks, tuple(moves))
+
+    def drop(self, node: Node, owner: RequestId) -> None:
+        """Forget what this owner put into the tree from this node upwards, as far as nobody holds it."""
+        while node.parent is not None:
+            parent = node.parent
+            if len(node.blocks):
+                if node.owner != owner or node.children or not self._pool_of(node).is_evictable(node.blocks.item(0)):
+                    return
+                self._remove(node)
+                self.generation += 1
+            node = parent
+
+    def reset(self) -> int:
+        """Drop everything idle, on both tiers; how many blocks are free again. Past evictions are forgotten too."""
+        before = self._pool.num_free + self._host.num_free
+        for leaves in (self._host_leaves, self._leaves):
+            while (node := leaves.first()) is not None:
+                self._remove(self._forest.cut_down(node, leaves.num_evictable(node)))
+        self._ghosts.clear()
+        self.generation += 1
+        return self._pool.num_free + self._host.num_free - before
+
+    def _make_host_room(self, count: int, miss: CacheMiss) -> bool:
+        if count > self._host.num_free + self._host.num_evictable:
+            return False
+        while (missing := count - self._host.num_free) > 0 and (node := self._host_leaves.first()) is not None:
+            self._forget(self._forest.cut_down(node, min(missing, self._host_leaves.num_evictable(node))), miss)
+        return count <= self._host.num_free
+
+    def _demote(self, node: Node) -> tuple[Move, ...]:
+        """A device node without device children lies on the host from now on."""
+        sources, parent = node.blocks, node.parent
+        assert parent is not None
+        node.blocks = self._host.take(len(sources))
+        self._host.adopt(node.blocks)
+        self._host.release(node.blocks)
+        self._pool.disown(sources)
+        node.tier = Tier.HOST
+        parent.num_device_children -= 1
+        parent.inherit(node)
+        self._host_leaves.offer(node)
+        self._leaves.offer(parent)
+        return _moves(Tier.DEVICE, sources, Tier.HOST, node.blocks)
+
+    def _forget(self, node: Node, miss: CacheMiss, felled: list[IntArray] | None = None) -> None:
+        """Drop a node, and remember how, for those who will miss it."""
+        if len(node.tokens) >= self._forest.block_bytes:
+            assert node.parent is not None, "a root stays"
+            path = node.parent.path() + node.tokens[: self._forest.block_bytes]  # the rest has long left the caches
+            self._ghosts.remember(node.partition, path, miss)
+        self._remove(node, felled)
+
+    def _remove(self, node: Node, felled: list[IntArray] | None = None) -> None:
+        """Drop a node and what is below it."""
+        parent = node.parent
+        assert parent is not None
+        for each in self._forest.fell(node):
+            if felled is not None and each.tier is Tier.DEVICE:
+                felled.append(each.blocks)
+            else:
+                self._pool_of(each).disown(each.blocks)
+            each.blocks = NO_BLOCKS
+        if parent.parent is not None:  # a root has nothing to evict
+            self._leaves_of(parent).offer(parent)
+
+    # What both tiers share.
+
+    def _touch(self, node: Node) -> None:
+        self._clock += 1
+        node.stamp = self._clock
+
+    def _pool_of(self, node: Node) -> BlockPool:
+        return self._pool if node.tier is Tier.DEVICE else self._host
+
+    def _leaves_of(self, node: Node) -> EvictionQueue:
+        return self._leaves if node.tier is Tier.DEVICE else self._host_leaves
+
+    # For tests and audits.
+
+    def nodes(self) -> Iterator[Node]:
+        """Every node that holds blocks, parents first."""
+        return self._forest.nodes()
+
+    def contents(self, partition: str) -> set[tuple[int, ...]]:
+        """The tokens of every path that ends at a leaf."""
+        return self._forest.contents(partition)
+
+    def audit(self) -> None:
+        """The tree is sound, the pools agree with it, the law holds, and every idle leaf waits for eviction."""
+        everything = self._forest.audit()
+        for tier, pool, leaves in (
+            (Tier.DEVICE, self._pool, self._leaves),
+            (Tier.HOST, self._host, self._host_leaves),
+        ):
+            runs = [(node, node.blocks.tolist()) for node in everything if node.tier is tier]
+            blocks = [block for _, run in runs for block in run]
+            assert len(set(blocks)) == len(blocks), f"a {tier.value} block is in the tree twice"
+            assert len(blocks) == pool.num_cached, f"{tier.value}: {len(blocks)} blocks, {pool.num_cached} cached"
+            is_evictable = pool.evictable_flags() if blocks else []
+            num_evictable = 0
+            for node, run in runs:
+                idle = [is_evictable[block] for block in run]
+                num_evictable += sum(idle)
+                assert idle == sorted(idle), f"a held block below an idle one in {node}"
+                parent = node.parent
+                if not idle[0] and parent is not None and len(parent.blocks):
+                    idle_above = self._pool_of(parent).is_evictable(parent.blocks.item(-1))
+                    assert not idle_above, f"the held {node} hangs below the idle {parent}"
+                assert node in leaves or not leaves.is_evictable(node), f"nobody would evict {node}"
+            assert num_evictable == pool.num_evictable, f"idle {tier.value} blocks are not in the tree"
+
+
+def _joined(runs: list[IntArray]) -> IntArray:
+    if len(runs) == 1:
+        return runs[0]
+    return np.concatenate(runs) if runs else NO_BLOCKS
+
+
+def _moves(src: Tier, sources: IntArray, dst: Tier, targets: IntArray) -> tuple[Move, ...]:
+    return tuple(
+        Move(Place(src, BlockId(source)), Place(dst, BlockId(target)))
+        for source, target in zip(sources.tolist(), targets.tolist(), strict=True)
+    )

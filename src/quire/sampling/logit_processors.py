@@ -1,0 +1,259 @@
+"""Repetition, presence and frequency penalties, and the token counts they read.
+
+Counts follow the tokens one by one after a row is seated with all it knows; they always equal a recount.
+
+What is added to a row's logits in every step alike: bias, and -inf for what is not allowed or a bad word.
+
+Owns one vector over the vocabulary for each row that asks. Knows nothing of the tokens a row has.
+
+Masks that come with a step: what is not allowed has no chance. Knows nothing of who made them.
+
+How tokens are ruled out in the logits of some rows. Knows nothing of why.
+
+Bad words of several tokens: their last token is forbidden where the tokens before it have just come.
+
+The prompt counts: a word it begins may not be completed. Owns a short tail of tokens for each row that asks.
+
+Which rows end with the token they were just given, decided on the device, and which may not end yet.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.core.ids import Row
+from quire.core.sampling import RowSampling
+from quire.core.step import Masks, RowStart
+from quire.kernels.row_interface import CountTokens
+from quire.kernels.transfers import upload
+from quire.sampling.row_params import BatchSubset, SamplingBatch, SamplingParamsTable
+from quire.sampling.slots import SlotPool, grown
+
+
+class Penalties:
+    """For each row that asks: which tokens its prompt holds, and how often each was generated."""
+
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device, tally: CountTokens) -> None:
+        self._vocab_size = vocab_size
+        self._tally = tally
+        self.slots = SlotPool(max_rows, device)
+        self.in_prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
+        self.generated = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.in_prompt.nbytes + self.generated.nbytes
+
+    def assign(self, row_start: RowStart) -> None:
+        slot = self.slots.take(row_start.row)
+        sizes = (self.slots.capacity, self._vocab_size)
+        self.in_prompt = grown(self.in_prompt, sizes)
+        self.generated = grown(self.generated, sizes)
+        tokens = upload(row_start.tokens, self.generated.device).long()
+        self.in_prompt[slot].zero_().index_fill_(0, tokens[: row_start.num_prompt], True)
+        generated = tokens[row_start.num_prompt :]
+        self.generated[slot].zero_().index_add_(0, generated, torch.ones_like(generated, dtype=torch.int32))
+
+    def leave(self, row: Row) -> None:
+        self.slots.give_back(row)
+
+    def apply(self, logits: Tensor, part: BatchSubset, rows: SamplingParamsTable) -> None:
+        """Change the logits of the batch, in place."""
+        slots = self.slots.of(part.batch.host_rows)
+        generated = self.generated.index_select(0, slots)
+        is_generated = generated > 0
+        seen = self.in_prompt.index_select(0, slots) | is_generated
+        chosen = part.of(logits)
+        repetition = _column(rows.repetition, part)
+        chosen = torch.where(seen, torch.where(chosen > 0, chosen / repetition, chosen * repetition), chosen)
+        chosen -= generated * _column(rows.frequency, part)
+        chosen -= is_generated * _column(rows.presence, part)
+        logits.index_copy_(0, part.at, chosen)
+
+    def commit(self, batch: SamplingBatch, tokens: Tensor) -> None:
+        """Count the tokens the batch was given, of the rows that asked."""
+        places = upload(self.slots.places(batch.host_rows), tokens.device)
+        self._tally(tokens, places, self.generated)
+
+
+def tally_plainly(tokens: Tensor, places: Tensor, generated: Tensor) -> None:
+    """See `TallyTokens`."""
+    at = places.clamp(min=0) * generated.shape[1] + tokens
+    generated.view(-1).index_add_(0, at, (places >= 0).to(torch.int32))
+
+
+def _column(values: Tensor, part: BatchSubset) -> Tensor:  # [m, 1] float32
+    return values.index_select(0, part.batch.rows).float()[:, None]
+
+
+class LogitBias:
+    """Logit bias, allowed ids and bad words of a single token."""
+
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self.slots = SlotPool(max_rows, device)
+        self.table = torch.zeros(0, vocab_size, dtype=torch.float32, device=device)  # [slots, vocab]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.table.nbytes
+
+    def assign(self, row_start: RowStart) -> None:
+        slot = self.slots.take(row_start.row)
+        self.table = grown(self.table, (self.slots.capacity, self._vocab_size))
+        self.table[slot].copy_(upload(self._vector(row_start.sampling).numpy(), self.table.device))
+
+    def leave(self, row: Row) -> None:
+        self.slots.give_back(row)
+
+    def apply(self, logits: Tensor, part: BatchSubset) -> None:
+        """Add to the logits of the batch, in place."""
+        slots = self.slots.of(part.batch.host_rows)
+        logits.index_add_(0, part.at, self.table.index_select(0, slots))
+
+    def _vector(self, sampling: RowSampling) -> Tensor:
+        vector = torch.zeros(self._vocab_size)
+        if sampling.allowed_ids is not None:
+            vector.fill_(-math.inf)
+            vector[list(sampling.allowed_ids)] = 0.0
+        for token, bias in sampling.logit_bias:
+            vector[token] += bias
+        single = [word[0] for word in sampling.bad_words if len(word) == 1]
+        vector[single] = -math.inf
+        return vector
+
+
+MASK_BITS = 32  # of a word
+
+
+def mask_places(batch: SamplingBatch, masks: Masks | None) -> NDArray[np.int64]:  # [n]; -1 for rows without
+    """Which of the masks is whose. Every masked row of the step is in the batch."""
+    places = np.full(len(batch.host_rows), -1)
+    if masks is not None:
+        places[_in_batch(batch, masks)] = np.arange(len(masks.rows))
+    return places
+
+
+def apply_masks(
+    logits: Tensor,  # [n, vocab] float32; changed in place
+    batch: SamplingBatch,
+    masks: Masks,
+) -> None:
+    """Forbid what the masks of these rows do not allow."""
+    at = upload(_in_batch(batch, masks), logits.device)
+    words = upload(masks.bits, logits.device)
+    shifts = torch.arange(MASK_BITS, dtype=torch.int32, device=logits.device)
+    allowed = ((words[:, :, None] >> shifts) & 1).flatten(1)[:, : logits.shape[1]].bool()
+    logits.index_copy_(0, at, logits.index_select(0, at).masked_fill_(~allowed, -math.inf))
+
+
+def _in_batch(batch: SamplingBatch, masks: Masks) -> NDArray[np.int64]:
+    """Where in the batch the masked rows are."""
+    place_of = {row: place for place, row in enumerate(batch.host_rows.tolist())}
+    return np.array([place_of[row] for row in masks.rows.tolist()], dtype=np.int64)
+
+
+def forbid(
+    logits: Tensor,  # [n, vocab] float32
+    part: BatchSubset,
+    ids: Tensor,  # [m, width] int64
+    when: Tensor,  # [m, width] bool; ids where it is False may be anything inside the vocabulary
+) -> None:
+    """Set tokens of some rows to -inf, in place. An id may come twice: minima do not mind the order."""
+    limits = torch.where(when, -math.inf, math.inf).to(logits.dtype)
+    logits.index_copy_(0, part.at, part.of(logits).scatter_reduce(1, ids, limits, "amin"))
+
+
+_ANY = -1  # in a beginning: matches every token, so that short words can be padded
+_NEVER = -2  # in a beginning: matches no token, so that rows with few words can be padded
+_MISSING = -3  # in a tail: a sequence shorter than it
+
+
+class BadWords:
+    """For each row that asks: its words, split into beginning and last token, and its latest tokens."""
+
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        self._slots = SlotPool(max_rows, device)
+        self._beginnings = torch.empty(0, 0, 0, dtype=torch.int32, device=device)  # [slots, words, length]
+        self._lasts = torch.empty(0, 0, dtype=torch.int64, device=device)  # [slots, words]
+        self._tails = torch.empty(0, 0, dtype=torch.int32, device=device)  # [slots, length], latest first
+
+    @property
+    def num_bytes(self) -> int:
+        return self._beginnings.nbytes + self._lasts.nbytes + self._tails.nbytes
+
+    def assign(self, row_start: RowStart) -> None:
+        words = [word for word in row_start.sampling.bad_words if len(word) > 1]
+        slot = self._slots.take(row_start.row)
+        self._grow(len(words), max(len(word) for word in words) - 1)
+        num_words, length = self._beginnings.shape[1:]
+        beginnings = torch.full((num_words, length), _NEVER, dtype=torch.int32)
+        lasts = torch.zeros(num_words, dtype=torch.int64)
+        for place, word in enumerate(words):
+            beginning = word[-2::-1]  # latest first, as the tail
+            beginnings[place] = torch.tensor(beginning + (_ANY,) * (length - len(beginning)))
+            lasts[place] = word[-1]
+        latest = row_start.tokens[::-1][:length].tolist()
+        tail = torch.tensor(latest + [_MISSING] * (length - len(latest)), dtype=torch.int32)
+        self._beginnings[slot].copy_(upload(beginnings.numpy(), self._beginnings.device))
+        self._lasts[slot].copy_(upload(lasts.numpy(), self._lasts.device))
+        self._tails[slot].copy_(upload(tail.numpy(), self._tails.device))
+
+    def leave(self, row: Row) -> None:
+        self._slots.give_back(row)
+
+    def apply(self, logits: Tensor, part: BatchSubset) -> None:
+        """Forbid in the logits of the batch, in place, what would complete a word."""
+        slots = self._slots.of(part.batch.host_rows)
+        beginnings = self._beginnings.index_select(0, slots)
+        tails = self._tails.index_select(0, slots)
+        has_come = ((beginnings == tails[:, None, :]) | (beginnings == _ANY)).all(-1)
+        forbid(logits, part, self._lasts.index_select(0, slots), has_come)
+
+    def commit(self, part: BatchSubset, tokens: Tensor) -> None:
+        """Append the tokens the batch was given."""
+        slots = self._slots.of(part.batch.host_rows)
+        newest = part.of(tokens).to(torch.int32)[:, None]
+        older = self._tails.index_select(0, slots)[:, :-1]
+        self._tails.index_copy_(0, slots, torch.cat([newest, older], dim=1))
+
+    def _grow(self, num_words: int, length: int) -> None:
+        """Room for one row more, for so many words of so many tokens."""
+        capacity = self._slots.capacity
+        old_length = self._tails.shape[1]
+        self._beginnings = grown(self._beginnings, (capacity, num_words, length), fill=_NEVER)
+        self._lasts = grown(self._lasts, (capacity, num_words))
+        self._tails = grown(self._tails, (capacity, length), fill=_MISSING)
+        self._pad_older_words(old_length)
+
+    def _pad_older_words(self, old_length: int) -> None:
+        """Where words of older rows got longer, the new places match anything."""
+        if 0 < old_length < self._beginnings.shape[2]:
+            self._beginnings[:, :, old_length:] = _ANY
+
+
+class EndTokens(NamedTuple):
+    """A row whose last allowed token is an end token has stopped: it is never both."""
+
+    stop: Tensor  # [n] bool: the token is one of the row's end tokens
+    length: Tensor  # [n] bool: the row now knows all the tokens it may have
+
+
+def find_ends(rows: SamplingParamsTable, batch: SamplingBatch, tokens: Tensor) -> EndTokens:
+    """Before min_tokens no end token can have been chosen, so that none needs to be looked for."""
+    stop = (rows.end_ids.index_select(0, batch.rows) == tokens[:, None]).any(-1)
+    full = batch.positions + 1 >= rows.max_length.index_select(0, batch.rows)
+    return EndTokens(stop, full & ~stop)
+
+
+def forbid_early_ends(logits: Tensor, part: BatchSubset, rows: SamplingParamsTable) -> None:
+    """While a row has generated fewer than min_tokens, its end tokens are forbidden, in place."""
+    batch = part.batch
+    end_ids = rows.end_ids.index_select(0, batch.rows)
+    generated = batch.positions - rows.num_prompt.index_select(0, batch.rows)
+    too_early = generated < rows.min_tokens.index_select(0, batch.rows)
+    forbid(logits, part, end_ids.clamp(min=0), too_early[:, None] & (end_ids >= 0))

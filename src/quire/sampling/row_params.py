@@ -1,0 +1,194 @@
+"""The sampling parameters of every row, on the device, and on the host who asked for what.
+
+The host must know which stages a batch needs without asking the device: a greedy batch then costs an argmax, and
+where tokens are chosen by tensor operations one without top-k or top-p never sorts. Knows nothing of logits.
+"""
+
+from collections.abc import Sequence as Many
+from enum import IntFlag, auto
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.core.ids import IntArray, Row
+from quire.core.sampling import RowSampling
+from quire.core.step import RowStart
+from quire.kernels.row_interface import EndColumns, SamplingTable
+from quire.kernels.transfers import upload
+from quire.sampling.slots import grown
+
+_USUAL_ENDS = 4  # end tokens a row may have before the table must be made wider
+
+# Below this the likeliest token wins in float32 whatever the logits; and it is still a normal float32.
+_LOWEST_TEMPERATURE = 1e-30
+
+
+class SamplingFeature(IntFlag):
+    """The stages of sampling that a row may need."""
+
+    RANDOM = auto()  # temperature above 0
+    TOP_K = auto()
+    TOP_P = auto()
+    MIN_P = auto()
+    OFFSETS = auto()  # logit bias, allowed ids, bad words of one token
+    BAD_WORDS = auto()  # of several tokens
+    MIN_TOKENS = auto()
+    PENALTIES = auto()
+    LOGPROBS = auto()
+
+
+SHAPING = (
+    SamplingFeature.OFFSETS | SamplingFeature.BAD_WORDS | SamplingFeature.MIN_TOKENS | SamplingFeature.PENALTIES
+)  # what changes logits before the choice
+
+
+class SamplingBatch(NamedTuple):
+    """The rows that get a token in this step."""
+
+    rows: Tensor  # [n] int64, on the device
+    host_rows: IntArray  # the same, on the host
+    positions: Tensor  # [n] int64: the index that the new token will have in its sequence
+
+    def piece(self, start: int, stop: int) -> "SamplingBatch":
+        return SamplingBatch(self.rows[start:stop], self.host_rows[start:stop], self.positions[start:stop])
+
+
+class BatchSubset(NamedTuple):
+    """Those of a batch that asked for something."""
+
+    at: Tensor  # [m] int64: their places in the batch
+    batch: SamplingBatch
+    whole: bool  # all asked
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Their share of a tensor whose first axis is the batch."""
+        return tensor if self.whole else tensor.index_select(0, self.at)
+
+    def put(self, tensor: Tensor, values: Tensor) -> Tensor:
+        """The tensor with their share replaced."""
+        return values if self.whole else tensor.index_copy(0, self.at, values)
+
+
+class SamplingParamsTable:
+    """A table with one line per row; the names below are its columns."""
+
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
+        self.vocab_size = vocab_size
+        self.device = device
+        self.asks: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
+        self.host_top_k: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
+        self.host_num_logprobs: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
+        self.host_num_candidates: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
+        integers = torch.zeros(max_rows, 7, dtype=torch.int64, device=device)
+        self.seed, self.index, self.top_k, _, self.min_tokens, self.num_prompt, self.max_length = integers.unbind(1)
+        floats = torch.zeros(max_rows, 6, dtype=torch.float64, device=device)
+        self.temperature, self.top_p, self.min_p, self.repetition, self.presence, self.frequency = floats.unbind(1)
+        self.table = SamplingTable(integers, floats)  # its columns come first
+        self.end_ids = torch.full((max_rows, _USUAL_ENDS), -1, dtype=torch.int64, device=device)  # padded with -1
+
+    def assign(self, starts: Many[RowStart]) -> None:
+        """All who sit down in a step, in two copies to the device."""
+        if not starts:
+            return
+        for row_start in starts:
+            sampling = row_start.sampling
+            self.asks[row_start.row] = _asks(sampling)
+            self.host_top_k[row_start.row] = sampling.top_k or self.vocab_size
+            self.host_num_logprobs[row_start.row] = sampling.num_logprobs or 0
+            self.host_num_candidates[row_start.row] = min(sampling.num_candidates, self.vocab_size)
+        self._widen_ends(max(len(row_start.sampling.end_ids) for row_start in starts))
+        width, num_integers = self.end_ids.shape[1], self.table.integers.shape[1]
+        integers = np.array(
+            [
+                (row_start.row, *self._integers(row_start), *_padded(row_start.sampling.end_ids, width))
+                for row_start in starts
+            ],
+            dtype=np.int64,
+        )
+        lines = upload(integers, self.device)
+        rows = lines[:, 0]
+        self.table.integers[rows] = lines[:, 1 : 1 + num_integers]
+        self.end_ids[rows] = lines[:, 1 + num_integers :]
+        self.table.floats[rows] = upload(np.array([_floats(row_start.sampling) for row_start in starts]), self.device)
+
+    def _integers(self, row_start: RowStart) -> tuple[int, ...]:
+        sampling = row_start.sampling
+        return (
+            sampling.seed,
+            row_start.branch,
+            sampling.top_k or self.vocab_size,
+            int(sampling.temperature > 0),
+            sampling.min_tokens,
+            row_start.num_prompt,
+            row_start.max_length,
+        )
+
+    def leave(self, row: Row) -> None:
+        self.asks[row] = 0
+
+    def union(self, batch: SamplingBatch) -> SamplingFeature:
+        """All that any row of the batch asks for."""
+        return self.union_of(batch.host_rows)
+
+    def union_of(self, rows: IntArray) -> SamplingFeature:
+        return SamplingFeature(int(np.bitwise_or.reduce(self.asks[rows], initial=0)))
+
+    @property
+    def ends(self) -> EndColumns:
+        return EndColumns(self.max_length, self.end_ids)
+
+    def part(self, batch: SamplingBatch, ask: SamplingFeature) -> BatchSubset | None:
+        """Those rows of the batch that ask for any of these; None if nobody does."""
+        at = np.flatnonzero(self.asks[batch.host_rows] & int(ask))
+        if len(at) == 0:
+            return None
+        places = upload(at, self.device)
+        if len(at) == len(batch.host_rows):
+            return BatchSubset(places, batch, whole=True)
+        rows = batch.rows.index_select(0, places)
+        positions = batch.positions.index_select(0, places)
+        return BatchSubset(places, SamplingBatch(rows, batch.host_rows[at], positions), whole=False)
+
+    def _widen_ends(self, needed: int) -> None:
+        num_rows, width = self.end_ids.shape
+        if needed > width:
+            self.end_ids = grown(self.end_ids, (num_rows, max(needed, 2 * width)), fill=-1)
+
+
+def _floats(sampling: RowSampling) -> tuple[float, ...]:
+    return (
+        max(sampling.temperature, _LOWEST_TEMPERATURE),
+        sampling.top_p,
+        sampling.min_p,
+        sampling.repetition_penalty,
+        sampling.presence_penalty,
+        sampling.frequency_penalty,
+    )
+
+
+def _padded(end_ids: tuple[int, ...], width: int) -> tuple[int, ...]:
+    return end_ids + (-1,) * (width - len(end_ids))
+
+
+def _asks(sampling: RowSampling) -> SamplingFeature:
+    wanted = {
+        SamplingFeature.RANDOM: sampling.temperature > 0,
+        SamplingFeature.TOP_K: sampling.top_k > 0,
+        SamplingFeature.TOP_P: sampling.top_p < 1,
+        SamplingFeature.MIN_P: sampling.min_p > 0,
+        SamplingFeature.OFFSETS: bool(sampling.logit_bias)
+        or sampling.allowed_ids is not None
+        or any(len(word) == 1 for word in sampling.bad_words),
+        SamplingFeature.BAD_WORDS: any(len(word) > 1 for word in sampling.bad_words),
+        SamplingFeature.MIN_TOKENS: sampling.min_tokens > 0 and bool(sampling.end_ids),
+        SamplingFeature.PENALTIES: sampling.penalized,
+        SamplingFeature.LOGPROBS: sampling.num_logprobs is not None,
+    }
+    asks = SamplingFeature(0)
+    for ask, is_wanted in wanted.items():
+        if is_wanted:
+            asks |= ask
+    return asks

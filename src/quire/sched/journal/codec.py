@@ -1,0 +1,119 @@
+"""Numbers and texts as few bytes, and back. Knows nothing of what they mean.
+
+A count is 7 bits a byte, the lowest first, the top bit set on all but the last. An array of counts is its length, the
+bytes each takes (1, 2, 4 or 8), then the numbers; these, and reals, are little-endian.
+"""
+
+from collections.abc import Iterable
+from struct import Struct
+
+import numpy as np
+from numpy.typing import NDArray
+
+_REAL = Struct("<d")
+_LONGEST_COUNT = 10  # bytes
+
+
+class UnreadableRecord(Exception):
+    """The bytes are none that were packed, or end too early."""
+
+    def __init__(self, message: str, *, at_end: bool = False) -> None:
+        super().__init__(message)
+        self.at_end = at_end
+
+
+class RecordEncoder:
+    """Grows by one thing after the other."""
+
+    __slots__ = ("data",)
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+
+    def count(self, number: int) -> None:
+        assert number >= 0, number
+        while number > 0x7F:
+            self.data.append(number & 0x7F | 0x80)
+            number >>= 7
+        self.data.append(number)
+
+    def signed(self, number: int) -> None:
+        self.count(2 * number if number >= 0 else -2 * number - 1)
+
+    def real(self, number: float) -> None:
+        self.data += _REAL.pack(number)
+
+    def text(self, text: str) -> None:
+        encoded = text.encode("utf-8", "surrogatepass")
+        self.count(len(encoded))
+        self.data += encoded
+
+    def array(self, numbers: Iterable[int] | NDArray[np.int32]) -> None:
+        wide = np.fromiter(numbers, dtype=np.int64) if not isinstance(numbers, np.ndarray) else numbers
+        if not len(wide):
+            self.data += b"\0\1"
+            return
+        largest = int(wide.max())
+        width = next(width for width in (1, 2, 4, 8) if largest < 1 << 8 * width)
+        assert wide.min() >= 0, wide
+        self.count(len(wide))
+        self.data.append(width)
+        self.data += wide.astype(f"<u{width}").tobytes()
+
+    def reals(self, numbers: NDArray[np.float32]) -> None:
+        self.count(len(numbers))
+        self.data += numbers.astype("<f4").tobytes()
+
+
+class RecordDecoder:
+    """Reads the same things in the same order."""
+
+    __slots__ = ("_data", "position")
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self.position = 0
+
+    @property
+    def at_end(self) -> bool:
+        return self.position == len(self._data)
+
+    def raw(self, length: int) -> bytes:
+        stop = self.position + length
+        if stop > len(self._data):
+            raise UnreadableRecord(f"it ends inside a record, at byte {len(self._data)}", at_end=True)
+        taken = self._data[self.position : stop]
+        self.position = stop
+        return taken
+
+    def count(self) -> int:
+        number = 0
+        for place in range(_LONGEST_COUNT):
+            byte = self.raw(1)[0]
+            number |= (byte & 0x7F) << 7 * place
+            if byte < 0x80:
+                return number
+        raise UnreadableRecord(f"there is no number at byte {self.position}")
+
+    def signed(self) -> int:
+        number = self.count()
+        return number // 2 if number % 2 == 0 else -(number + 1) // 2
+
+    def real(self) -> float:
+        number: float = _REAL.unpack(self.raw(_REAL.size))[0]
+        return number
+
+    def text(self) -> str:
+        try:
+            return self.raw(self.count()).decode("utf-8", "surrogatepass")
+        except UnicodeDecodeError as broken:
+            raise UnreadableRecord(f"there is no text before byte {self.position}") from broken
+
+    def array(self) -> NDArray[np.int64]:
+        length, width = self.count(), self.raw(1)[0]
+        if width not in (1, 2, 4, 8):
+            raise UnreadableRecord(f"there is no array before byte {self.position}")
+        return np.frombuffer(self.raw(length * width), dtype=f"<u{width}").astype(np.int64)
+
+    def reals(self) -> NDArray[np.float32]:
+        return np.frombuffer(self.raw(4 * self.count()), dtype="<f4").astype(np.float32)

@@ -1,0 +1,306 @@
+"""Writes down every call that a scheduler gets, so that its decisions can be made again, elsewhere and later.
+
+A step costs tens of bytes (`sched/journal/records.py`). The scheduler knows nothing of it: who wants a journal builds a
+`JournaledScheduler` in the place of a `Scheduler`.
+
+Which rows should emit a token in which step, by following the plans: so that a journal need not say it.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import BinaryIO, NamedTuple
+from zlib import crc32
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.core.ids import RequestId, Row
+from quire.core.moves import Tier
+from quire.core.request import Request, RequestGroup, Sequence
+from quire.core.step import ChunkOutput, FinishedRow, FinishReason, StepPlan, StepResult
+from quire.sched.journal.codec import RecordEncoder
+from quire.sched.journal.records import (
+    MAGIC,
+    VERSION,
+    AbortRecord,
+    AbsorbRecord,
+    ArrivalRecord,
+    ConcludeRecord,
+    ControlRecord,
+    EndOfJournal,
+    FailRecord,
+    PlanRecord,
+    PlanSummary,
+    Record,
+    RecordKind,
+    RestrictRecord,
+    StopRecord,
+    SwapDecisionsRecord,
+    TokensRecord,
+)
+from quire.sched.policy import SchedulerSpec
+from quire.sched.rows import TokenLog
+from quire.sched.scheduler import Absorbed, Scheduler
+
+
+class ExpectedEmitters:
+    """The rows that cruise, and those of each step in flight. A row in flight is nobody else's: law (a)."""
+
+    __slots__ = ("_decoding", "_in_flight")
+
+    def __init__(self, max_rows: int) -> None:
+        self._decoding: NDArray[np.bool_] = np.zeros(max_rows, dtype=bool)
+        self._in_flight: deque[NDArray[np.bool_]] = deque()
+
+    def launch(self, plan: StepPlan) -> None:
+        decoding = self._decoding
+        if plan.reset:
+            decoding[:] = False
+        decoding[list(plan.leaves)] = False
+        sampled = [chunk.row for chunk in plan.chunks if ChunkOutput.SAMPLE in chunk.output]
+        decoding[sampled] = True
+        speaking = decoding.copy()
+        speaking[list(plan.pauses)] = False
+        self._in_flight.append(speaking)
+
+    def absorb(self, ended: Iterable[FinishedRow]) -> NDArray[np.bool_]:
+        """By row, who should have spoken in the oldest step in flight, if these ended in it and are silent from now."""
+        speaking = self._in_flight.popleft()
+        for row, reason in ended:
+            speaking[row] &= reason is not FinishReason.ERROR
+            for later in (self._decoding, *self._in_flight):
+                later[row] = False
+        return speaking
+
+    def lose(self) -> None:
+        """The steps in flight gave nothing."""
+        self._in_flight.clear()
+
+
+_TIERS = tuple(Tier)
+
+
+def summarise(plan: StepPlan) -> PlanSummary:
+    return PlanSummary(
+        step=plan.step,
+        num_decoding=plan.num_decoding,
+        num_chunk_tokens=plan.num_tokens - plan.num_decoding,
+        num_moves=len(plan.moves),
+        num_leaves=len(plan.leaves),
+        num_seats=len(plan.starts),
+        num_tells=len(plan.tells),
+        num_grants=len(plan.grants),
+        num_chunks=len(plan.chunks),
+        num_pauses=len(plan.pauses),
+    )
+
+
+def checksum(plan: StepPlan) -> int:
+    """The same for the same plan; the counts keep its parts from running into each other."""
+    numbers: list[int] = [*summarise(plan), plan.num_padding, plan.reset]
+    for move in plan.moves:
+        for place in (move.src, move.dst):
+            numbers += (_TIERS.index(place.tier), place.block)
+    numbers += plan.leaves
+    for row_start in plan.starts:
+        numbers += (row_start.row, row_start.sequence, row_start.branch, row_start.num_prompt, row_start.max_length)
+        numbers += (len(row_start.tokens), crc32(row_start.tokens.astype("<i4").tobytes()))
+    for tell in plan.tells:
+        numbers += (tell.row, len(tell.tokens), *tell.tokens)
+    for chunk in plan.chunks:
+        numbers += (chunk.row, chunk.start, chunk.length, chunk.output.value)
+    numbers += (*plan.pauses, len(plan.masked), *plan.masked)
+    start = crc32(np.array(numbers, dtype="<i8").tobytes())
+    return crc32(plan.grants.blocks.astype("<i4").tobytes(), crc32(plan.grants.rows.astype("<i4").tobytes(), start))
+
+
+class _Left(NamedTuple):
+    """A row that was left: what it emits up to a step is still its sitter's."""
+
+    row: Row
+    first_step: int
+    last_step: int
+
+
+class Journal:
+    """A file of records. What rows emit is kept until they are left, then written at once."""
+
+    def __init__(self, file: BinaryIO, blueprint: SchedulerSpec) -> None:
+        self._file = file
+        self._checksum = 0
+        self._speakers = ExpectedEmitters(blueprint.max_rows)
+        self._tokens = TokenLog(blueprint.max_rows)
+        self._sitting: dict[Row, int] = {}  # since which step
+        self._left: deque[_Left] = deque()
+        self._last_planned = -1
+        self._last_absorbed = -1
+        self._answers: list[bool] = []
+        header = RecordEncoder()
+        header.data += MAGIC + bytes((VERSION,))
+        header.text(blueprint.to_json())
+        self._write(header)
+
+    def overhear(self, question: Callable[[int, int], bool]) -> Callable[[int, int], bool]:
+        """The same question; its answers are written down."""
+
+        def ask(start: int, stop: int) -> bool:
+            answer = bool(question(start, stop))
+            self._answers.append(answer)
+            return answer
+
+        return ask
+
+    def note(self, record: Record) -> None:
+        self._write_answers()
+        packer = RecordEncoder()
+        record.pack(packer)
+        self._write(packer)
+
+    def planned(self, now_s: float, cost_version: int, plan: StepPlan | None) -> None:
+        if plan is None:
+            self.note(PlanRecord(now_s, cost_version, 0, None))
+            return
+        for row in plan.leaves:
+            self._left.append(_Left(row, self._sitting.pop(row), plan.step - 1))
+        self._write_spoken()  # before the plan, which may have found these tokens in the cache
+        self.note(PlanRecord(now_s, cost_version, checksum(plan), summarise(plan)))
+        self._speakers.launch(plan)
+        self._last_planned = plan.step
+        for row_start in plan.starts:
+            self._sitting[row_start.row] = plan.step
+
+    def absorbed(self, now_s: float, result: StepResult) -> None:
+        surprises = self._speakers.absorb(result.ended)
+        surprises[result.rows] ^= True
+        surprising = np.flatnonzero(surprises).astype(np.int32)
+        self.note(AbsorbRecord(now_s, result.ended, surprising, result.candidates))
+        if self._tokens.full:
+            starts = (*self._sitting.values(), *(left.first_step for left in self._left))
+            self._tokens.make_room(min(starts, default=result.step))
+        self._tokens.append(result.step, result.rows, result.tokens)
+        self._last_absorbed = result.step
+        self._write_spoken()
+
+    def lost(self, *, keep_cache: bool) -> None:
+        """The steps in flight gave nothing, and every row is empty."""
+        self.note(ControlRecord(RecordKind.STEPS_LOST, keep_cache))
+        self._speakers.lose()
+        self._leave_all()
+        self._tokens.restart(self._last_planned + 1)
+        self._last_absorbed = self._last_planned
+
+    def close(self) -> None:
+        """Nothing more will come. What is still in flight counts as lost to the journal, not to the scheduler."""
+        self._leave_all()
+        self._write_answers()
+        self.note(EndOfJournal(self._checksum))
+        self._file.close()
+
+    def _leave_all(self) -> None:
+        self._left.extend(_Left(row, start, self._last_absorbed) for row, start in self._sitting.items())
+        self._sitting.clear()
+        self._write_spoken(whole=True)
+
+    def _write_spoken(self, *, whole: bool = False) -> None:
+        while self._left and (whole or self._left[0].last_step <= self._last_absorbed):
+            row, first_step, _ = self._left.popleft()
+            tokens = self._tokens.gather(row, first_step)
+            if len(tokens):
+                self.note(TokensRecord(row, first_step, tokens))
+
+    def _write_answers(self) -> None:
+        if self._answers:
+            packer = RecordEncoder()
+            SwapDecisionsRecord(tuple(self._answers)).pack(packer)
+            self._answers.clear()
+            self._write(packer)
+
+    def _write(self, packer: RecordEncoder) -> None:
+        self._file.write(packer.data)
+        self._checksum = crc32(packer.data, self._checksum)
+
+
+class JournaledScheduler(Scheduler):
+    """A scheduler whose every call is written down. Close its journal at the end."""
+
+    def __init__(
+        self,
+        blueprint: SchedulerSpec,
+        file: BinaryIO,
+        worth_keeping: Callable[[int, int], bool] = lambda start, stop: True,
+    ) -> None:
+        self.journal = Journal(file, blueprint)
+        super().__init__(
+            blueprint.kv(self.journal.overhear(worth_keeping)),
+            max_rows=blueprint.max_rows,
+            max_step_tokens=blueprint.max_step_tokens,
+            policy=blueprint.policy,
+            cost=blueprint.cost(),
+        )
+
+    def add(self, request: Request, now_s: float = 0.0) -> tuple[Sequence, ...]:
+        sequences = super().add(request, now_s)
+        self.journal.note(ArrivalRecord(request, now_s))
+        return sequences
+
+    def abort(self, request_id: RequestId) -> tuple[Sequence, ...]:
+        if request_id in self.state.groups:
+            self.journal.note(AbortRecord(request_id))
+        return super().abort(request_id)
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> bool:
+        ended = super().finish(sequence, reason)
+        if ended:
+            self.journal.note(StopRecord(sequence.id, reason))
+        return ended
+
+    def conclude(self, sequence: Sequence, reason: FinishReason) -> None:
+        if not sequence.finished:
+            self.journal.note(ConcludeRecord(sequence.id, reason))
+        super().conclude(sequence, reason)
+
+    def fail(self, group: RequestGroup) -> None:
+        if not group.finished:
+            self.journal.note(FailRecord(group.request.id))
+        super().fail(group)
+
+    def drain(self) -> None:
+        self.journal.note(ControlRecord(RecordKind.DRAINED))
+        super().drain()
+
+    def plan(self, now_s: float = 0.0) -> StepPlan | None:
+        try:
+            plan = super().plan(now_s)
+        except BaseException:
+            self.journal.planned(now_s, self.cost.version, None)  # a replay fails in the same place
+            raise
+        self.journal.planned(now_s, self.cost.version, plan)
+        return plan
+
+    def absorb(self, result: StepResult, now_s: float = 0.0) -> Absorbed:
+        self.journal.absorbed(now_s, result)
+        return super().absorb(result, now_s)
+
+    def lose_steps(self, *, keep_cache: bool) -> None:
+        self.journal.lost(keep_cache=keep_cache)
+        super().lose_steps(keep_cache=keep_cache)
+
+    def withdraw_all(self) -> None:
+        self.journal.note(ControlRecord(RecordKind.WITHDRAWN))
+        super().withdraw_all()
+
+    def admit_only(self, orders: frozenset[int] | None) -> None:
+        self.journal.note(RestrictRecord(orders))
+        super().admit_only(orders)
+
+    def fail_largest(self) -> None:
+        self.journal.note(ControlRecord(RecordKind.LARGEST_FAILED))
+        super().fail_largest()
+
+    def reset_cache(self) -> int:
+        self.journal.note(ControlRecord(RecordKind.CACHE_RESET))
+        return super().reset_cache()
+
+    def shrink(self, num_blocks: int) -> int:
+        self.journal.note(ControlRecord(RecordKind.SHRUNK, num_blocks))
+        return super().shrink(num_blocks)

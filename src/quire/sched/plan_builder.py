@@ -1,0 +1,121 @@
+"""A plan in the making.
+
+What a chunk must give back.
+"""
+
+import numpy as np
+
+from quire.core.ids import IndexArray, IntArray, Row
+from quire.core.moves import Move
+from quire.core.request import Sequence
+from quire.core.step import AppendTokens, Chunk, ChunkOutput, Grants, RowStart, StepPlan
+
+_NO_GRANTS = Grants()
+_NONE: IntArray = np.empty(0, dtype=np.int32)
+
+
+class PlanBuilder:
+    """Collects the differences of one step within its token budget."""
+
+    __slots__ = ("_fed", "_fed_rows", "_granted", "_granted_rows", "budget", "chunked", "chunks", "held", "kept",
+                 "now_s", "num_decoding", "paused", "pressure", "starts", "step", "tells")  # fmt: skip
+
+    def __init__(self, step: int, now_s: float, budget: int) -> None:
+        self.step = step
+        self.now_s = now_s
+        self.budget = budget
+        self.kept = 0  # of the budget, for long prompts
+        self.pressure = False  # a running row was denied a block
+        self.num_decoding = 0
+        self.starts: list[RowStart] = []
+        self.tells: list[AppendTokens] = []
+        self.chunks: list[Chunk] = []
+        self.chunked: list[Sequence] = []  # whose each chunk is
+        self.paused: list[Row] = []  # denied a block
+        self.held: list[Row] = []  # their next token needs the one in flight
+        self._fed_rows: IntArray = _NONE  # each gets one of the blocks
+        self._fed: IntArray = _NONE
+        self._granted_rows: list[Row] = []  # one for each block of the others
+        self._granted: list[IntArray] = []
+
+    def assign(self, sequence: Sequence, blocks: IntArray) -> None:
+        """A sequence sits down on its row, with the blocks it already has."""
+        assert sequence.row is not None, sequence
+        request = sequence.request
+        self.starts.append(
+            RowStart(
+                sequence.row,
+                sequence.id,
+                branch=sequence.index,
+                tokens=sequence.tokens,
+                num_prompt=len(request.prompt),
+                max_length=request.max_length,
+                sampling=request.sampling,
+            )
+        )
+        self.grant(sequence.row, blocks)
+
+    def grant(self, row: Row, blocks: IntArray) -> None:
+        """Several blocks for one row."""
+        if len(blocks):
+            self._granted_rows += [row] * len(blocks)
+            self._granted.append(blocks)
+
+    def grant_each(self, rows: IndexArray, blocks: IntArray) -> None:
+        """One block for each row: those that cruise, once and before all others."""
+        assert not len(self._fed) and not self._granted, "the order of the grants is that of the plan"
+        self._fed_rows, self._fed = rows.astype(np.int32), blocks
+
+    def chunk(self, sequence: Sequence, start: int, length: int, output: ChunkOutput) -> None:
+        assert sequence.row is not None and 0 < length <= self.budget, (sequence, length, self.budget)
+        self.budget -= length
+        self.chunks.append(Chunk(sequence.row, start, length, output))
+        self.chunked.append(sequence)
+
+    @property
+    def empty(self) -> bool:
+        return self.num_decoding == 0 and not self.chunks
+
+    def build(
+        self,
+        moves: tuple[Move, ...],
+        leaves: tuple[Row, ...],
+        *,
+        masked: tuple[Row, ...],
+        num_padding: int,
+        reset: bool,
+    ) -> StepPlan:
+        return StepPlan(
+            step=self.step,
+            moves=moves,
+            leaves=leaves,
+            starts=tuple(self.starts),
+            tells=tuple(self.tells),
+            grants=self._grants(),
+            chunks=tuple(self.chunks),
+            pauses=(*self.paused, *self.held),
+            masked=masked,
+            num_decoding=self.num_decoding,
+            num_padding=num_padding,
+            reset=reset,
+        )
+
+    def _grants(self) -> Grants:
+        if not self._granted:
+            return Grants(self._fed_rows, self._fed) if len(self._fed) else _NO_GRANTS
+        granted_rows = np.array(self._granted_rows, dtype=np.int32)
+        return Grants(np.concatenate([self._fed_rows, granted_rows]), np.concatenate([self._fed, *self._granted]))
+
+
+def output_of(sequence: Sequence, start: int, length: int) -> ChunkOutput:
+    """Scores of the prompt where asked for; with the last known token, the next one or the candidates for it. Of a
+    prompt that is pooled, nothing else."""
+    request = sequence.request
+    if request.sampling.pooled:
+        return ChunkOutput.POOLED
+    following = ChunkOutput.NONE
+    if start + length == len(sequence.tokens):
+        following = ChunkOutput.SAMPLE if request.beam is None else ChunkOutput.CANDIDATES
+    if request.sampling.num_prompt_logprobs is not None and start < len(request.prompt):
+        return following | ChunkOutput.PROMPT_LOGPROBS
+    return following

@@ -1,0 +1,414 @@
+"""Everybody who waits for an answer, on an event loop, over an engine in another process.
+
+Requests are opened on the loop; what the engine says is read, and turned into text, on the thread that carries it, and
+handed over once per frame. One lock keeps the two apart. When an engine is lost, everybody who waits is told at once.
+
+Someone on an event loop who waits for one request. What a slow reader has not fetched is merged, not queued.
+
+On what terms a request is served: what its body asks for, what its headers say, and what its key allows.
+"""
+
+import asyncio
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from quire.core.errors import Draining, InvalidParameter, InvalidPrompt, QuireError
+from quire.core.sampling import SamplingParams
+from quire.core.step import FinishReason
+from quire.engine.engine_process import EngineProcess
+from quire.engine.messages import StepOutput
+from quire.engine.output_processor import OutputProcessor
+from quire.engine.outputs import EMBEDDING, Delta, RequestOutput, failure_of
+from quire.engine.request_options import USUAL, RequestOptions
+from quire.engine.request_state import RequestState
+from quire.engine.stats import EngineInfo, EngineStats
+from quire.engine.wire import (
+    AbortFrame,
+    AcceptedFrame,
+    AskFrame,
+    HeartbeatFrame,
+    ProblemFrame,
+    ReplyFrame,
+    StepOutputFrame,
+    StopFrame,
+    ToFront,
+    accepted_of,
+    error_of,
+    order_frame,
+    progress_of,
+)
+from quire.server.http.request_context import CURRENT, RequestContext
+from quire.text.tokenizer import Tokenizer
+
+News = Delta | RequestOutput
+
+
+class RequestStream:
+    """One answer as it comes. Belongs to the event loop's thread."""
+
+    __slots__ = ("_awaited", "_failure", "_output", "_unread", "ticket", "visit")
+
+    def __init__(self, ticket: RequestState, visit: RequestContext | None = None) -> None:
+        self.ticket = ticket
+        self.visit = visit  # whose answer it is, if one follows; other prompts may have come with it
+        self._unread: dict[int, Delta] = {}  # by continuation
+        self._output: RequestOutput | None = None
+        self._failure: QuireError | None = None
+        self._awaited: asyncio.Future[None] | None = None
+
+    def tell(self, delta: Delta) -> None:
+        before = self._unread.get(delta.index)
+        self._unread[delta.index] = delta if before is None else before.then(delta)
+        self._wake()
+
+    def finish(self, output: RequestOutput) -> None:
+        self._output = output
+        self._wake()
+
+    def fail(self, error: QuireError) -> None:
+        """The first failure counts. What came before it is still heard, so no reader's pace decides what it is told."""
+        if self._failure is None and self._output is None:
+            self._failure = error
+            self._wake()
+
+    @property
+    def over(self) -> bool:
+        return self._failure is not None or self._output is not None
+
+    async def hear(self) -> News:
+        """The next news; the last is the whole output, or an error that is raised."""
+        while True:
+            if self._unread:
+                return self._unread.pop(next(iter(self._unread)))
+            if self._failure is not None:
+                raise self._failure
+            if self._output is not None:
+                return self._output
+            self._awaited = asyncio.get_running_loop().create_future()
+            await self._awaited
+
+    def _wake(self) -> None:
+        if self._awaited is not None and not self._awaited.done():
+            self._awaited.set_result(None)
+
+
+def terms_for(visit: RequestContext | None, said: RequestOptions) -> RequestOptions:
+    """The terms that a body asks for, with those of its headers and its key."""
+    if visit is None:
+        return said
+    priority = said.priority if visit.priority is None else visit.priority
+    timeout_s = said.timeout_s if visit.timeout_s is None else visit.timeout_s
+    if not visit.identity.trusted and (priority != 0 or timeout_s is not None):
+        name = "priority" if priority != 0 else "timeout_s"
+        raise InvalidParameter(f"{name} is for keys that the operator trusts (see --api-key-file).", param=name)
+    return replace(said, priority=priority, timeout_s=timeout_s, tenant=visit.identity.tenant)
+
+
+_REMEMBERED_REQUESTS = 1000  # that can be explained or aborted by their id
+_REMEMBERED_ENDS = 256  # finished requests that the drain rate is measured by
+_THE_END = -1  # of all continuations of a call
+TOLD_AT_ONCE = 8  # calls, before the loop looks at its sockets again: whoever is told answers its client at once
+
+
+class EngineRestarting(QuireError):
+    """There is no engine at the moment; one is being started."""
+
+    status = 503
+    code = "engine_unavailable"
+    retry_after_s = 2.0
+
+
+class EngineLost(QuireError):
+    """The engine died under this request."""
+
+    status = 503
+    code = "engine_lost"
+    retry_after_s = 2.0
+
+
+class RequestAborted(QuireError):
+    """Somebody with the admin key ended this request."""
+
+    status = 503
+    code = "aborted"
+
+
+class FinishedRequest(NamedTuple):
+    """A request that is over, for those who count."""
+
+    ticket: RequestState
+    output: RequestOutput | None
+    failure: QuireError | None
+
+
+class AsyncEngine:
+    """Open a call, hear it, leave it."""
+
+    def __init__(self, tokenizer: Tokenizer | None, clock: Callable[[], float]) -> None:
+        self._front = OutputProcessor(tokenizer, clock)
+        self._clock = clock
+        self._lock = threading.Lock()  # of the front: the loop opens and drops, the reading thread hears
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._child: EngineProcess | None = None
+        self._calls: dict[int, RequestStream] = {}
+        self._untold: OrderedDict[tuple[int, int], Delta | RequestState] = OrderedDict()  # by call and continuation
+        self._asked: dict[int, asyncio.Future[bytes]] = {}
+        self._next_token = 0
+        self._latest: dict[str, list[int]] = {}  # what came with the latest requests, by the server's own ids
+        self._ends: deque[float] = deque(maxlen=_REMEMBERED_ENDS)
+        self.draining = False
+        self.facts: EngineInfo | None = None
+        self.stats: EngineStats | None = None
+        self.beaten_s = clock()
+        self.finished: Callable[[FinishedRequest], None] = lambda finished: None
+        self.lost: Callable[[], None] = lambda: None
+        self.progressed: Callable[[Delta, RequestState], None] = lambda delta, ticket: None
+
+    # Who is behind it.
+
+    def listen(self) -> None:
+        """From now on this thread's event loop is where news are told."""
+        self._loop = asyncio.get_running_loop()
+
+    def attach(self, child: EngineProcess, facts: EngineInfo) -> None:
+        self._child, self.facts, self.beaten_s = child, facts, self._clock()
+
+    def detach(self) -> None:
+        """The engine is gone: everybody who waits is told so, and nobody comes until there is another."""
+        self.lost()
+        self._child, self.stats = None, None
+        for call in list(self._calls.values()):
+            self._end(call, failure=EngineLost("The engine stopped while it worked on this request; ask again."))
+        for asked in self._asked.values():
+            if not asked.done():
+                asked.set_exception(EngineLost("The engine stopped before it could answer; ask again."))
+        self._asked.clear()
+
+    @property
+    def attached(self) -> bool:
+        return self._child is not None
+
+    # Requests come and go.
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        terms: RequestOptions = USUAL,
+        streaming: bool,
+        without_tokens: bool = False,
+    ) -> RequestStream:
+        """Open a call. Whoever does must `leave` it, however it ends. Without tokens, the prompt's scores are wanted
+        alone."""
+        return self._open(prompt, params, terms, streaming=streaming, without_tokens=without_tokens)
+
+    def embed(self, prompt: Sequence[int], *, terms: RequestOptions = USUAL) -> RequestStream:
+        """Open a call whose output is the prompt's embedding; else as `submit`."""
+        return self._open(prompt, EMBEDDING, terms, pooled=True)
+
+    def _open(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        terms: RequestOptions,
+        *,
+        streaming: bool = False,
+        pooled: bool = False,
+        without_tokens: bool = False,
+    ) -> RequestStream:
+        if self.draining:
+            raise Draining()
+        if self._child is None:
+            raise EngineRestarting("The engine is being started; ask again in a moment.")
+        visit = CURRENT.get()
+        terms = terms_for(visit, terms)
+        with self._lock:
+            order, ticket = self._front.open(
+                prompt, params, terms=terms, streaming=streaming, pooled=pooled, without_tokens=without_tokens
+            )
+        call = self._calls[ticket.number] = RequestStream(ticket, None if order.prompt_alone else visit)
+        if visit is not None:
+            self._note_visit(visit.request_id, ticket.number)
+            visit.note_prompt(len(prompt))
+        try:
+            self._child.send(order_frame(order))
+        except (OverflowError, TypeError, ValueError) as error:  # a number beyond 64 bits, and its like: never sent
+            self._end(call)
+            raise InvalidPrompt(f"This request holds what cannot be sent to the engine: {error}.") from error
+        return call
+
+    def leave(self, call: RequestStream) -> None:
+        """Nobody listens any more: an unfinished request is aborted."""
+        if self._calls.get(call.ticket.number) is call:
+            self._abort(call.ticket)
+            self._end(call)
+
+    def abort(self, number: int) -> bool:
+        """End a request from outside; whoever waits for it is told. False if it was over."""
+        call = self._calls.get(number)
+        if call is None:
+            return False
+        self._abort(call.ticket)
+        self._end(call, failure=RequestAborted("This request was ended by the operator."))
+        return True
+
+    def dismiss(self, failure: Callable[[], QuireError]) -> None:
+        """Everybody who waits is told this, and their requests are given up."""
+        for call in list(self._calls.values()):
+            self._abort(call.ticket)
+            self._end(call, failure=failure())
+
+    def numbers_of(self, request_id: str) -> tuple[int, ...]:
+        """The prompts that came with a request, if it is one of the latest."""
+        return tuple(self._latest.get(request_id, ()))
+
+    async def ask(self, what: str, number: int = 0) -> bytes:
+        """The engine's answer, as JSON."""
+        if self._child is None:
+            raise EngineRestarting("The engine is being started; ask again in a moment.")
+        token, self._next_token = self._next_token, self._next_token + 1
+        asked: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._asked[token] = asked
+        try:
+            self._child.send(AskFrame(token, what, number))
+            return await asked
+        finally:
+            self._asked.pop(token, None)
+
+    def _note_visit(self, request_id: str, number: int) -> None:
+        self._latest.setdefault(request_id, []).append(number)
+        if len(self._latest) > _REMEMBERED_REQUESTS:
+            del self._latest[next(iter(self._latest))]
+
+    @property
+    def num_calls(self) -> int:
+        return len(self._calls)
+
+    def drained_per_s(self) -> float | None:
+        """Requests that ended per second, lately; None if too few have."""
+        if len(self._ends) < 2:
+            return None
+        return (len(self._ends) - 1) / max(self._clock() - self._ends[0], 1e-3)
+
+    # What the engine says. On the reading thread.
+
+    def hear(self, said: ToFront) -> None:
+        match said:
+            case StepOutputFrame():
+                self._advance(progress_of(said))
+            case AcceptedFrame():
+                with self._lock:
+                    self._front.accept(accepted_of(said))
+            case ProblemFrame():
+                self._on_loop(self._refused, said.number, error_of(said))
+            case HeartbeatFrame():
+                self._on_loop(self._note_beat, said.stats)
+            case ReplyFrame():
+                self._on_loop(self._answered, said.token, said.body)
+
+    def _advance(self, progress: StepOutput) -> None:
+        with self._lock:
+            heard = self._front.hear(progress)
+        for number, index in heard.stops:
+            self._send(StopFrame(number, index))
+        if heard.deltas:
+            self._on_loop(self._deliver, heard.deltas, heard.finished)
+
+    def _on_loop(self, verb: Callable[..., None], *arguments: object) -> None:
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(verb, *arguments)
+        except RuntimeError:  # the loop is closed: nobody is left to hear it
+            return
+
+    # The same, on the loop.
+
+    def _note_beat(self, stats: EngineStats) -> None:
+        self.stats, self.beaten_s = stats, self._clock()
+
+    def _answered(self, token: int, body: bytes) -> None:
+        asked = self._asked.get(token)
+        if asked is not None and not asked.done():
+            asked.set_result(body)
+
+    def _refused(self, number: int | None, error: QuireError) -> None:
+        call = None if number is None else self._calls.get(number)
+        if call is not None:
+            self._end(call, failure=error)
+
+    def _deliver(self, deltas: list[Delta], finished: list[RequestState]) -> None:
+        self.beaten_s = self._clock()
+        is_telling = bool(self._untold)
+        for delta in deltas:
+            key = (int(delta.request_id), delta.index)
+            before = self._untold.get(key)
+            self._untold[key] = before.then(delta) if isinstance(before, Delta) else delta
+        for ticket in finished:  # after the last words of all its continuations
+            self._untold[ticket.number, _THE_END] = ticket
+        if not is_telling:
+            self._tell_some()
+
+    def _tell_some(self) -> None:
+        """A few now, the others in the loop's next turns: between two turns it sees who else has come."""
+        for _ in range(min(TOLD_AT_ONCE, len(self._untold))):
+            (number, _), news = self._untold.popitem(last=False)
+            call = self._calls.get(number)
+            if call is None:
+                continue
+            if isinstance(news, RequestState):
+                self._end(call, output=news.output())
+            else:
+                self._tell(call, news)
+        if self._untold:
+            assert self._loop is not None
+            self._loop.call_soon(self._tell_some)
+
+    def _tell(self, call: RequestStream, delta: Delta) -> None:
+        failure = None if delta.finish_reason is None else _failure(delta.finish_reason, call.ticket)
+        if failure is None or delta.token_ids or delta.text:
+            self.progressed(delta, call.ticket)
+            call.tell(delta if failure is None else replace(delta, finish_reason=None, stop_reason=None))
+        if failure is not None:  # one continuation failed, and with it the request
+            self._abort(call.ticket)
+            self._end(call, failure=failure)
+
+    def _abort(self, ticket: RequestState) -> None:
+        self._send(AbortFrame(ticket.number))
+
+    def _send(self, message: StopFrame | AbortFrame) -> None:
+        """From any thread. Without an engine it goes nowhere: the engine may be detached at any moment."""
+        child = self._child
+        if child is not None:
+            child.send(message)
+
+    def _end(
+        self, call: RequestStream, *, output: RequestOutput | None = None, failure: QuireError | None = None
+    ) -> None:
+        """A call has one end: an output, a failure, or nobody to tell."""
+        ticket = call.ticket
+        del self._calls[ticket.number]
+        with self._lock:
+            self._front.drop(ticket)
+        _note_completion(call, output)
+        if output is not None:
+            call.finish(output)
+            self._ends.append(self._clock())
+        elif failure is not None:
+            call.fail(failure)
+        self.finished(FinishedRequest(ticket, output, failure))
+
+
+def _note_completion(call: RequestStream, output: RequestOutput | None) -> None:
+    """A stream that its reader left, or that failed, has had tokens, too."""
+    heard = call.ticket.transcripts if output is None else output.outputs
+    num_tokens = sum(len(each.token_ids) for each in heard)
+    if call.visit is not None and (num_tokens or output is not None):
+        call.visit.note_completion(num_tokens)
+
+
+def _failure(reason: str, ticket: RequestState) -> QuireError | None:
+    return failure_of(FinishReason(reason), len(ticket.prompt_ids), ticket.params)

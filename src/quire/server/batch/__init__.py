@@ -1,0 +1,1 @@
+"""OpenAI batch files, answered through the same endpoints without a socket."""

@@ -1,0 +1,217 @@
+"""Keeps an engine process alive: starts it, watches its heartbeat, and starts another when it dies or hangs.
+
+Health is progress: what counts is the beat that the engine's own loop sends, and before it what the start tells. A
+start that the user must mend (no such model, no memory) is not tried again, and engines that keep ending not for ever.
+"""
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable
+from enum import Enum
+
+from quire.config import EngineConfig
+from quire.core.errors import EngineFailed, QuireError
+from quire.engine.engine_process import EngineProcess
+from quire.engine.startup import StartupPhase
+from quire.engine.stats import EngineInfo
+from quire.engine.wire import LoadingFrame, PhaseFrame, ProblemFrame, ReadyFrame, StartFrame, ToFront, error_of
+from quire.server.async_engine import AsyncEngine
+
+READY_WITHIN_S = 5.0  # a beat older than this, and the server says that it is not ready
+KILL_AFTER_S = 30.0  # a beat older than this, and the engine is killed
+# A start that has told nothing for so long is killed. It tells of each hundredth of the weights (1.4 GB of a model with
+# 70 billion parameters: 2.4 MB/s are enough) and of each phase; kernels are compiled, and memory is pinned, in silence.
+SILENT_START_S = 600.0
+SETTLED_S = 60.0  # an engine that ends sooner after it was ready has failed, like one that never was
+MOST_FAILED = 8  # in a row; then the server gives up
+_LOOK_S = 0.25  # how often the beat is looked at
+_FIRST_WAIT_S = 0.25  # before a dead engine is started again; doubles with every further one that fails
+_LONGEST_WAIT_S = 30.0
+
+_log = logging.getLogger(__name__)
+
+
+class Health(Enum):
+    """How the engine is; the values are what `/ready` says."""
+
+    STARTING = "starting"
+    READY = "ready"
+    STALLED = "stalled"
+    RESTARTING = "restarting"
+    STOPPED = "stopped"
+
+
+class Supervisor:
+    """One engine after another, for one service."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        script: str | None,
+        service: AsyncEngine,
+        *,
+        clock: Callable[[], float],
+        phase: Callable[[StartupPhase], None] = lambda phase: None,
+        serving: bool = True,  # False: nobody waits for his next token
+    ) -> None:
+        self._order = StartFrame(config, script, serving)
+        self._service = service
+        self._clock = clock
+        self._phase = phase
+        self._child: EngineProcess | None = None
+        self._ready = asyncio.Event()
+        self._ended = asyncio.Event()
+        self._refusal: QuireError | None = None
+        self._stopping = False
+        self._ever_ready = False
+        self._ready_s: float | None = None  # since when this engine is ready
+        self._heard_s = 0.0  # when an engine that starts last told of it
+        self.num_restarts = 0
+
+    @property
+    def health(self) -> Health:
+        if self._stopping:
+            return Health.STOPPED
+        if not self._service.attached:
+            return Health.RESTARTING if self._ever_ready else Health.STARTING
+        return Health.READY if self._clock() - self._service.beaten_s < READY_WITHIN_S else Health.STALLED
+
+    @property
+    def stalled_s(self) -> float:
+        """Since when nothing was heard from the engine's loop."""
+        return self._clock() - self._service.beaten_s
+
+    @property
+    def engine_pid(self) -> int | None:
+        return None if self._child is None else self._child.pid
+
+    async def first_start(self) -> EngineInfo:
+        """Start the engine; a `QuireError` says why it cannot be."""
+        self._service.listen()
+        self._spawn()
+        await self._until_ready_or_ended()
+        if self._service.facts is None:
+            raise self._refusal or EngineFailed(
+                f"The engine process ended while it was starting ({self._how_it_ended()})."
+            )
+        return self._service.facts
+
+    async def watch(self) -> None:
+        """From the first start on, until `stop`. An engine that cannot be started again is raised."""
+        num_failed = 0
+        await self._watch_one()
+        while not self._stopping:
+            num_failed = 0 if self._had_settled() else num_failed + 1
+            if num_failed >= MOST_FAILED:
+                raise self._refusal or EngineFailed(
+                    f"The engine ended {num_failed} times in a row while it was starting or within {SETTLED_S:.0f} s "
+                    f"of being ready; see above."
+                )
+            status = None if self._child is None else self._child.exit_status()
+            _log.error("the engine process ended (status %s); starting another", status)
+            await self._start_another(min(_FIRST_WAIT_S * 2 ** max(num_failed - 1, 0), _LONGEST_WAIT_S))
+            await self._watch_one()
+
+    async def _start_another(self, wait_s: float) -> None:
+        await asyncio.sleep(wait_s)
+        if not self._stopping:
+            self.num_restarts += 1
+            self._spawn()
+            await self._until_ready_or_ended()
+
+    def _how_it_ended(self) -> str:
+        status = None if self._child is None else self._child.exit_status()
+        if status == -signal.SIGKILL:
+            return "it was killed, as the kernel does where memory runs out: give it less with --kv-cache-memory"
+        return f"status {status}; see above"
+
+    def _had_settled(self) -> bool:
+        return self._ready_s is not None and self._clock() - self._ready_s >= SETTLED_S
+
+    async def stop(self) -> None:
+        self._stopping = True
+        child, self._child = self._child, None
+        if child is not None:
+            await asyncio.to_thread(child.close)
+        self._service.detach()
+
+    def _spawn(self) -> None:
+        self._ready, self._ended, self._refusal = asyncio.Event(), asyncio.Event(), None
+        self._ready_s, self._heard_s = None, self._clock()
+        loop = asyncio.get_running_loop()
+        ready, ended = self._ready, self._ended
+
+        def hear(said: ToFront) -> None:
+            match said:
+                case PhaseFrame():
+                    loop.call_soon_threadsafe(self._note_phase, StartupPhase(said.name, said.seconds, said.detail))
+                case LoadingFrame():
+                    loop.call_soon_threadsafe(self._note_life)
+                case ReadyFrame():
+                    loop.call_soon_threadsafe(self._note_ready, child, said.facts, ready)
+                case ProblemFrame() if said.number is None:
+                    loop.call_soon_threadsafe(self._note_refusal, error_of(said))
+                case _:
+                    self._service.hear(said)
+
+        def end() -> None:
+            try:
+                loop.call_soon_threadsafe(self._note_end, ended)
+            except RuntimeError:  # the loop is closed
+                return
+
+        child = self._child = EngineProcess(hear, end)
+        child.start()
+        child.send(self._order)
+
+    def _note_life(self) -> None:
+        self._heard_s = self._clock()
+
+    def _note_phase(self, phase: StartupPhase) -> None:
+        self._note_life()
+        self._phase(phase)
+
+    def _note_ready(self, child: EngineProcess, facts: EngineInfo, ready: asyncio.Event) -> None:
+        if child is self._child:
+            self._ever_ready = True
+            self._ready_s = self._clock()
+            self._service.attach(child, facts)
+            ready.set()
+
+    def _note_refusal(self, error: QuireError) -> None:
+        self._refusal = error
+
+    def _note_end(self, ended: asyncio.Event) -> None:
+        if ended is self._ended:
+            self._service.detach()
+        ended.set()
+
+    async def _until_ready_or_ended(self) -> None:
+        """A start that hangs is killed."""
+        waits = [asyncio.ensure_future(self._ready.wait()), asyncio.ensure_future(self._ended.wait())]
+        try:
+            while not (await asyncio.wait(waits, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED))[0]:
+                silent_s = self._clock() - self._heard_s
+                if silent_s > SILENT_START_S and self._child is not None:
+                    self._refusal = EngineFailed(f"The engine told nothing for {silent_s:.0f} s while it was starting.")
+                    _log.error("%s Killing it.", self._refusal.message)
+                    self._child.kill()
+                    await self._ended.wait()
+                    return
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def _watch_one(self) -> None:
+        """Until this engine has ended. One that hangs is killed."""
+        while not self._ended.is_set():
+            if self._service.attached and self.stalled_s > KILL_AFTER_S and self._child is not None:
+                _log.error("the engine's loop has not been heard for %.0f s; killing it", self.stalled_s)
+                self._child.kill()
+                await self._ended.wait()
+                return
+            try:
+                await asyncio.wait_for(self._ended.wait(), _LOOK_S)
+            except TimeoutError:
+                continue

@@ -1,0 +1,1 @@
+"""HTTP below the APIs: protocol limits, authentication, admission control, errors, streams, logs, metrics."""

@@ -1,0 +1,159 @@
+"""Who may come in before a byte of the body is read: bounded queues, shares by key, and when to ask again.
+
+A refusal costs a look at two counters. The wait that it advises follows from how fast requests have been leaving.
+
+An endpoint behind the turnstile: whoever was let in is counted until its last byte is sent.
+
+What a request's headers say of its class and its patience is read here.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Awaitable, Callable
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import request_response
+from starlette.types import Receive, Scope, Send
+
+from quire.core.errors import Draining, InvalidParameter, QueueFull, QuireError
+from quire.server.async_engine import AsyncEngine, EngineRestarting
+from quire.server.engine_supervisor import Health
+from quire.server.http.request_context import CURRENT, visit_of
+
+LONGEST_ADVICE_S = 60.0
+_USUAL_ADVICE_S = 1.0  # while nothing is known
+
+
+class ShareExhausted(QuireError):
+    """One key has as many requests open as it may."""
+
+    status = 429
+    code = "share_exhausted"
+
+    def __init__(self, num_open: int, most: int) -> None:
+        super().__init__(f"This key has {num_open} requests open, the most it may have is {most}. Try again later.")
+
+
+class ServerPaused(QuireError):
+    """The operator lets nobody in for a while."""
+
+    status = 503
+    code = "paused"
+
+
+class AdmissionControl:
+    """Counts who is inside, by key."""
+
+    def __init__(
+        self, service: AsyncEngine, health: Callable[[], Health], *, max_waiting: int, max_waiting_tokens: int
+    ) -> None:
+        self._service = service
+        self._health = health
+        self._max_waiting = max_waiting
+        self._max_waiting_tokens = max_waiting_tokens
+        self._open: Counter[str] = Counter()
+        self.num_open = 0
+        self.paused = False  # by the operator
+
+    def enter(self, name: str, most: int | None) -> None:
+        """Come in; a `QuireError` if nobody may, with the time after which it is worth asking again."""
+        self._check(name, most)
+        self._open[name] += 1
+        self.num_open += 1
+
+    def _check(self, name: str, most: int | None) -> None:
+        self._check_service()
+        facts, stats = self._service.facts, self._service.stats
+        assert facts is not None
+        num_waiting = self.num_open - facts.max_num_seqs
+        if num_waiting >= self._max_waiting:
+            raise self._advised(
+                QueueFull(num_waiting, self._max_waiting, "requests"), num_waiting - self._max_waiting + 1
+            )
+        if stats is not None and stats.num_waiting_tokens >= self._max_waiting_tokens:
+            raise self._advised(QueueFull(stats.num_waiting_tokens, self._max_waiting_tokens, "prompt tokens"), 1)
+        if most is not None and self._open[name] >= most:
+            raise self._advised(ShareExhausted(self._open[name], most), 1)
+
+    def leave(self, name: str) -> None:
+        assert self._open[name] > 0, name
+        self.num_open -= 1
+        self._open[name] -= 1
+        if not self._open[name]:
+            del self._open[name]
+
+    def _check_service(self) -> None:
+        if self._service.draining:
+            raise self._advised(Draining(), self.num_open)
+        if self.paused:
+            raise self._advised(ServerPaused("The operator has paused this server; ask again later."), 1)
+        if not self._service.attached:
+            raise EngineRestarting("The engine is being started; ask again in a moment.")
+        if self._health() is Health.STALLED:
+            raise EngineRestarting("The engine has not been heard for some seconds; ask again in a moment.")
+
+    def _advised(self, error: QuireError, num_before: int) -> QuireError:
+        """Little's law: so many must leave first, and so many leave in a second."""
+        rate = self._service.drained_per_s()
+        wait_s = _USUAL_ADVICE_S if rate is None else num_before / rate
+        error.retry_after_s = float(min(max(math.ceil(wait_s), 1), LONGEST_ADVICE_S))
+        return error
+
+
+_PRIORITY = b"x-quire-priority"
+_TIMEOUT = b"x-quire-timeout-s"
+_WHOLE = re.compile(rb"[+-]?\d{1,18}")
+
+
+class AdmittedEndpoint:
+    """ASGI: answers one whom `Application.admit` let in, and lets it out."""
+
+    def __init__(self, endpoint: Callable[[Request], Awaitable[Response]], turnstile: AdmissionControl) -> None:
+        self._app = request_response(endpoint)
+        self._turnstile = turnstile
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        visit = visit_of(scope)
+        try:
+            visit.priority = _whole_number(scope, _PRIORITY)
+            visit.timeout_s = _number(scope, _TIMEOUT)
+            token = CURRENT.set(visit)
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                CURRENT.reset(token)
+        finally:
+            self._turnstile.leave(visit.identity.name)
+
+
+def _whole_number(scope: Scope, header: bytes) -> int | None:
+    value = _value(scope, header)
+    if value is None:
+        return None
+    if not _WHOLE.fullmatch(value):
+        raise _misfit(header, "a whole number", value)
+    return int(value)
+
+
+def _number(scope: Scope, header: bytes) -> float | None:
+    value = _value(scope, header)
+    if value is None:
+        return None
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise _misfit(header, "a number", value)
+    return number
+
+
+def _value(scope: Scope, header: bytes) -> bytes | None:
+    return next((value for name, value in scope["headers"] if name == header), None)
+
+
+def _misfit(header: bytes, wanted: str, value: bytes) -> InvalidParameter:
+    name, said = header.decode(), value[:40].decode("latin-1")
+    return InvalidParameter(f"The header {name} must be {wanted}, not {said!r}.", param=name)

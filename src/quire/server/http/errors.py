@@ -1,0 +1,278 @@
+"""Errors on their way to a client: what the gate itself refuses, and how any error is written. Knows no engine.
+
+A body is OpenAI-shaped, or Anthropic's or TGI's where their clients ask; it is bounded, and holds no path of this
+machine and no address in its memory.
+
+Errors as clients read them: OpenAI's body, bounded. Knows no HTTP and no engine.
+
+Errors as clients of text-generation-inference read them: a flat body, and statuses of its own.
+
+What a surface calls the fields of the chat or completion that it becomes: errors name what the client sent.
+"""
+
+import json
+import logging
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, ExceptionHandler, Receive, Scope, Send
+
+from quire.core.errors import QuireError
+from quire.server.http.request_context import route_path, visit_of
+
+MAX_ERROR_CHARACTERS = 1000  # an error may quote what a client sent; it need not send all of it back
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+
+
+class BodyTooLarge(QuireError):
+    """More bytes than any request may have."""
+
+    status = 413
+    code = "body_too_large"
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"The body is larger than {limit} bytes, the most that is read (--max-body).")
+
+
+class Stopping(QuireError):
+    """The server was told to end."""
+
+    status = 503
+    code = "server_stopping"
+    retry_after_s = 5.0
+
+    def __init__(self) -> None:
+        super().__init__("The server is stopping; ask again when it is back.")
+
+
+def error_body(error: QuireError, status: int | None = None) -> dict[str, object]:
+    status = error.status if status is None else status
+    kind = "server_error" if status >= 500 else _TYPES.get(status, "invalid_request_error")
+    message = error.message[:MAX_ERROR_CHARACTERS].encode("utf-8", "replace").decode()  # half a character is no JSON
+    return {"error": {"message": message, "type": kind, "param": error.param, "code": error.code}}
+
+
+TGI_PATHS = frozenset({"/generate", "/generate_stream", "/"})
+
+_STATUSES = {400: 422, 500: 424}
+_TGI_TYPES = {422: "validation", 424: "generation", 429: "overloaded", 503: "unhealthy"}
+
+
+def tgi_error(error: QuireError, message: str) -> tuple[int, dict[str, object]]:
+    """The status, and the body."""
+    status = _STATUSES.get(error.status, error.status)
+    return status, {"error": message, "error_type": _TGI_TYPES.get(status, error.code)}
+
+
+Headers = list[tuple[bytes, bytes]]
+
+CLIENT_LEFT = 499  # nobody reads it; what servers write in their logs for a client that hung up
+
+_MAX_MESSAGE_BYTES = 3000  # as JSON; a body stays below 4 kB
+_MOST_BYTES = 6  # of a character, as JSON
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
+_MACHINE_PATH = re.compile(r"(?<![\w/.-])/(?:usr|home|root|tmp|opt|var|etc|mnt|srv|proc|sys|dev|Users)/[^\s'\",;:)]*")
+_ANTHROPIC_TYPES = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
+
+_log = logging.getLogger(__name__)
+
+
+class Unauthorized(QuireError):
+    """No key, or none that is known."""
+
+    status = 401
+    code = "invalid_api_key"
+
+
+class AdminOnly(QuireError):
+    """A route that needs the admin key."""
+
+    status = 403
+    code = "admin_only"
+
+
+class ForeignOrigin(QuireError):
+    """A web page of somebody else asks a server that has no keys."""
+
+    status = 403
+    code = "origin_not_allowed"
+
+
+class UnsupportedMediaType(QuireError):
+    """A body that says it is something else than JSON, or that it is compressed."""
+
+    status = 415
+    code = "unsupported_media_type"
+
+
+class RouteNotFound(QuireError):
+    """No such route, or not with this method."""
+
+    code = "not_served"
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class InternalError(QuireError):
+    """Our own bug. The text is fixed: what went wrong stands in the log, under the same id."""
+
+    status = 500
+    code = "internal_error"
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(f"The server failed to answer this request; its log says why, under the id {request_id}.")
+
+
+class ErrorReply(NamedTuple):
+    status: int
+    headers: Headers
+    body: bytes
+
+
+def reply_to(error: QuireError, *, path: str = "", request_id: str = "") -> ErrorReply:
+    """An error as it goes to the client that asked for this path."""
+    body = error_body(error)
+    parts = body["error"]
+    assert isinstance(parts, dict)
+    parts["message"] = _fit_to_print(str(parts["message"]))
+    if is_anthropic(path):
+        kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+        told = {"type": kind, "message": parts["message"]}
+        body = {"type": "error", "error": told, "request_id": request_id}
+    status = error.status
+    if path in TGI_PATHS:
+        status, body = tgi_error(error, parts["message"])
+    content = json.dumps(body, ensure_ascii=False).encode("utf-8", "replace")
+    return ErrorReply(status, _headers(error, len(content)), content)
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether Anthropic's clients ask here."""
+    return path == "/v1/messages" or path.startswith("/v1/messages/")
+
+
+def _headers(error: QuireError, num_bytes: int) -> Headers:
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % num_bytes)]
+    if error.retry_after_s is not None:
+        headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s))))
+        headers.append((b"retry-after-ms", b"%d" % math.ceil(error.retry_after_s * 1000)))
+    elif error.status >= 500:
+        headers.append((b"x-should-retry", b"false"))  # known to OpenAI's and Anthropic's clients
+    if error.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    return headers
+
+
+def _fit_to_print(message: str) -> str:
+    message = _MACHINE_PATH.sub("a path", _ADDRESS.sub("an address", message))
+    if len(message) * _MOST_BYTES <= _MAX_MESSAGE_BYTES:
+        return message
+    while (num_bytes := len(json.dumps(message, ensure_ascii=False).encode("utf-8", "replace"))) > _MAX_MESSAGE_BYTES:
+        message = message[: len(message) * _MAX_MESSAGE_BYTES // num_bytes]
+    return message
+
+
+def known(error: Exception, scope: Scope) -> QuireError:
+    """Any exception as an error that a client may see."""
+    if isinstance(error, QuireError):
+        return error
+    if isinstance(error, HTTPException) and error.status_code < 500:
+        return RouteNotFound(f"{scope['method']:.20} {route_path(scope):.200} is not served here.", error.status_code)
+    return InternalError(visit_of(scope).request_id)
+
+
+def _asked_path(scope: Scope) -> str:
+    """Whose shape an error takes; at / it is TGI's for those who post, and nobody's for those who look at the page."""
+    path = route_path(scope)
+    return path if path != "/" or scope["method"] == "POST" else ""
+
+
+def translated(error: Exception, scope: Scope) -> ErrorReply:
+    """An error as it goes to the client of this request; our own are logged."""
+    told, visit = known(error, scope), visit_of(scope)
+    visit.error_code = told.code
+    if isinstance(told, InternalError):
+        visit.failed = True
+        _log.error("request_failed", exc_info=error, extra={"fields": {"id": visit.request_id}})
+    return reply_to(told, path=_asked_path(scope), request_id=visit.request_id)
+
+
+async def _answer(request: Request, error: Exception) -> Response:
+    told, visit = known(error, request.scope), visit_of(request.scope)
+    visit.error_code = told.code
+    extra: Mapping[str, str] = (error.headers or {}) if isinstance(error, HTTPException) else {}
+    reply = reply_to(told, path=_asked_path(request.scope), request_id=visit.request_id)
+    headers = {name.decode("ascii"): value.decode("ascii") for name, value in reply.headers}
+    return Response(reply.body, reply.status, {**extra, **headers})
+
+
+async def _note_departure(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_LEFT)
+
+
+# For `Starlette(exception_handlers=...)`: left alone, Starlette answers in plain text what no endpoint caught.
+HANDLERS: dict[type[Exception], ExceptionHandler] = {
+    QuireError: _answer,
+    HTTPException: _answer,
+    ClientDisconnect: _note_departure,
+    Exception: _answer,
+}
+
+
+class ErrorTranslator:
+    """ASGI: whatever escapes from the application becomes an answer, or, once one has begun, the end of it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        visit = visit_of(scope)
+        try:
+            await self._app(scope, receive, send)
+        except ClientDisconnect:
+            return
+        except Exception as error:
+            reply = translated(error, scope)
+            if visit.status is None:
+                await send({"type": "http.response.start", "status": reply.status, "headers": reply.headers})
+                await send({"type": "http.response.body", "body": reply.body})
+
+
+Names = Mapping[str, str]  # from the name inside to that of the surface
+
+
+@contextmanager
+def called(names: Names) -> Iterator[None]:
+    """Errors that come out of here speak in these names."""
+    try:
+        yield
+    except QuireError as error:
+        if names:
+            _rename(error, names)
+        raise
+
+
+def _rename(error: QuireError, names: Names) -> None:
+    """A name that is a plain word too (stop, prompt) is meant as a name only where it comes first."""
+    before = {name: r"(?<![\w.'\"])" if "_" in name else "^" for name in sorted(names, key=len, reverse=True)}
+    pattern = re.compile("|".join(rf"{place}{re.escape(name)}(?!\w)" for name, place in before.items()))
+    error.message = pattern.sub(lambda found: names[found[0]], error.message)
+    if error.param is not None:
+        error.param = pattern.sub(lambda found: names[found[0]], error.param)

@@ -1,0 +1,233 @@
+"""What Prometheus reads: counters and histograms of requests as they end, gauges of the engine as it last stood.
+
+Labels come from closed sets alone. An engine that was started anew counts from zero; what its forerunners had counted
+is kept and added, so that counters never fall.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from quire.core.step import FinishReason
+from quire.engine.outputs import Delta, RequestOutput
+from quire.engine.request_state import RequestState
+from quire.engine.stats import EngineStats, MemoryLedger
+from quire.server.async_engine import FinishedRequest
+from quire.server.http.request_context import RequestRecord
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0,
+            7.5, 10.0, 15.0, 20.0, 30.0, 45.0, 60.0)  # fmt: skip
+_TOKENS = tuple(2**power for power in range(18))
+_REASONS = frozenset(reason.value for reason in FinishReason)
+_COUNTED = ("prompt_tokens", "cached_tokens", "recomputed_tokens", "computed_tokens", "sampled_tokens", "preemptions",
+            "forks", "moved_blocks", "lost_steps")  # fmt: skip
+
+# Refusals and failures by code: a closed set, since a label's values are kept for ever.
+_CODES = frozenset(
+    {"queue_full", "share_exhausted", "draining", "engine_unavailable", "engine_lost", "deadline_expired", "never_fits",
+     "context_length_exceeded", "numerical_error", "engine_failed", "invalid_parameter", "invalid_prompt",
+     "invalid_grammar", "nothing_left", "unsupported_schema", "compilers_busy", "request_timeout"}
+)  # fmt: skip
+
+
+disable_created_metrics()  # type: ignore[no-untyped-call]  # when a series began: nobody asked
+
+
+class Metrics:
+    """Everything that is counted for one server."""
+
+    def __init__(self, stats: Callable[[], EngineStats | None], clock: Callable[[], float]) -> None:
+        self.registry = CollectorRegistry()
+        self._clock = clock
+        self._heard_s: dict[int, float] = {}  # by continuation of a call: (number << 8) + index
+        self.engine = EngineGauges(stats)
+        self.registry.register(self.engine)
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"quire_{name}", text, labels, registry=self.registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
+            return Histogram(f"quire_{name}", text, buckets=buckets, registry=self.registry)
+
+        self.generation_tokens = counter("generation_tokens", "Tokens generated.")
+        self.successes = counter("request_success", "Requests that ended well, by reason.", "finished_reason")
+        self.refusals = counter("requests_refused", "Requests that were refused or failed, by code.", "code")
+        self.left = counter("requests_left", "Requests whose client hung up.")
+        self.first_token = histogram("time_to_first_token_seconds", "From arrival to the first token.")
+        self.between = Distribution("inter_token_latency_seconds", "Between two tokens of one continuation.", _SECONDS)
+        self.registry.register(self.between)
+        self.per_token = histogram("time_per_output_token_seconds", "Mean time per token after the first, by request.")
+        self.whole = histogram("e2e_request_latency_seconds", "From arrival to the end.")
+        self.queue = histogram("request_queue_time_seconds", "From arrival to being seated.")
+        self.prefill = histogram("request_prefill_time_seconds", "From being seated to the first token.")
+        self.decode = histogram("request_decode_time_seconds", "From the first token to the last.")
+        self.prompt_length = histogram("request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
+        self.answer_length = histogram("request_generation_tokens", "Tokens of all continuations.", _TOKENS)
+        self.http = counter("http_requests", "Answers over HTTP.", "route", "method", "status")
+        for reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self.successes.labels(reason.value)
+
+    def page(self) -> bytes:
+        return generate_latest(self.registry)
+
+    def progressed(self, delta: Delta, ticket: RequestState) -> None:
+        """A continuation gained tokens."""
+        now_s = self._clock()
+        key = (ticket.number << 8) + delta.index
+        before_s = self._heard_s.get(key)
+        self._heard_s[key] = now_s
+        if before_s is not None and delta.token_ids:
+            self.between.observe((now_s - before_s) / len(delta.token_ids))
+
+    def finished(self, end: FinishedRequest) -> None:
+        for transcript in end.ticket.transcripts:
+            self._heard_s.pop((end.ticket.number << 8) + transcript.index, None)
+        self.generation_tokens.inc(sum(len(transcript.token_ids) for transcript in end.ticket.transcripts))
+        if end.output is not None:
+            self._note_answer(end.output)
+        elif end.failure is not None:
+            self._refused(end.failure.code)
+        else:
+            self.left.inc()
+
+    def answered(self, answer: RequestRecord) -> None:
+        """A request over HTTP is over."""
+        self.http.labels(answer.route, answer.method, str(answer.status)).inc()
+        if answer.refused_early:  # what failed with the engine was counted there
+            self._refused(answer.error_code)
+
+    def _refused(self, code: str | None) -> None:
+        self.refusals.labels(code if code in _CODES else "other").inc()
+
+    def _note_answer(self, output: RequestOutput) -> None:
+        times = output.metrics
+        num_tokens = sum(len(each.token_ids) for each in output.outputs)
+        for each in output.outputs:
+            self.successes.labels(each.finish_reason if each.finish_reason in _REASONS else "other").inc()
+        self.prompt_length.observe(len(output.prompt_token_ids))
+        self.answer_length.observe(num_tokens)
+        if times.time_to_first_token_s is not None:
+            self.first_token.observe(times.time_to_first_token_s)
+        if times.queue_s is not None:
+            self.queue.observe(times.queue_s)
+        if times.total_s is not None:
+            self.whole.observe(times.total_s)
+        if times.first_token_s is not None and times.seated_s is not None:
+            self.prefill.observe(times.first_token_s - times.seated_s)
+        if times.first_token_s is not None and times.finished_s is not None:
+            decode_s = times.finished_s - times.first_token_s
+            self.decode.observe(decode_s)
+            if num_tokens > len(output.outputs):
+                self.per_token.observe(decode_s * len(output.outputs) / (num_tokens - len(output.outputs)))
+
+
+class Distribution(Collector):
+    """A histogram for what happens with every token: prometheus_client's own takes two locks and walks the buckets.
+
+    Told and read on the event loop's thread alone.
+    """
+
+    def __init__(self, name: str, text: str, buckets: tuple[float, ...]) -> None:
+        self._name = name
+        self._text = text
+        self._buckets = buckets
+        self._counts = [0] * (len(buckets) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._buckets, value)] += 1
+        self._sum += value
+
+    def collect(self) -> Iterator[Metric]:
+        names = [*map(floatToGoString, self._buckets), "+Inf"]
+        counts: list[tuple[str, float]] = [*zip(names, accumulate(self._counts), strict=True)]
+        yield HistogramMetricFamily(f"quire_{self._name}", self._text, counts, self._sum)
+
+
+class EngineGauges(Collector):
+    """The engine as its last beat described it."""
+
+    def __init__(self, stats: Callable[[], EngineStats | None]) -> None:
+        self._stats = stats
+        self._latest: EngineStats | None = None
+        self._earlier = dict.fromkeys(_COUNTED, 0)  # what engines before this one counted
+        self.num_restarts: Callable[[], int] = lambda: 0
+        self.num_lines_lost: Callable[[], int] = lambda: 0
+        self.memory: Callable[[], MemoryLedger | None] = lambda: None
+
+    def note_loss(self) -> None:
+        """The engine is gone, and its counts with it: kept is what its last beat told, whether or not anybody asked."""
+        last = self._stats() or self._latest
+        if last is not None:
+            for name in _COUNTED:
+                self._earlier[name] += getattr(last, name)
+        self._latest = None
+
+    def total(self, name: str) -> int:
+        stats = self._latest = self._stats() or self._latest
+        return self._earlier[name] + (0 if stats is None else int(getattr(stats, name)))
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats()
+        yield _gauge("engine_up", "Whether there is an engine.", float(stats is not None))
+        yield _counter("engine_restarts", "Engines started in the place of one that died.", self.num_restarts())
+        yield _counter("log_lines_lost", "Log lines that could not be written.", self.num_lines_lost())
+        names = {
+            "prompt_tokens": ("prompt_tokens", "Prompt tokens of requests that were seated."),
+            "prefix_cache_queries": ("prompt_tokens", "Prompt tokens looked up in the prefix cache."),
+            "prefix_cache_hits": ("cached_tokens", "Prompt tokens found in the prefix cache."),
+            "computed_tokens": ("computed_tokens", "Tokens computed, prompts and continuations."),
+            "sampled_tokens": ("sampled_tokens", "Tokens of continuations, as they come."),
+            "recomputed_tokens": ("recomputed_tokens", "Tokens computed again after a preemption."),
+            "num_preemptions": ("preemptions", "Requests that had to give up their seat for a while."),
+            "forks": ("forks", "Continuations that began as a fork."),
+            "moved_blocks": ("moved_blocks", "KV blocks copied, swapped or promoted."),
+            "lost_steps": ("lost_steps", "Steps whose result never came."),
+        }
+        for name, (field, text) in names.items():
+            yield _counter(name, text, self.total(field))
+        yield from self._gauges(stats)
+        yield self._memory_gauge()
+
+    def _memory_gauge(self) -> Metric:
+        ledger = self.memory()
+        memory = GaugeMetricFamily("quire_memory_bytes", "The device's memory by who holds it.", labels=["holder"])
+        for holder in fields(MemoryLedger):
+            memory.add_metric([holder.name], 0 if ledger is None else getattr(ledger, holder.name))
+        return memory
+
+    def _gauges(self, stats: EngineStats | None) -> Iterator[Metric]:
+        idle = dict.fromkeys((field.name for field in fields(EngineStats)), 0)
+        now = idle if stats is None else {name: getattr(stats, name) for name in idle}
+        held = now["num_blocks"] - now["num_free_blocks"] - now["num_idle_blocks"]
+        yield _gauge("num_requests_running", "Requests that sit.", now["num_running"])
+        yield _gauge("num_requests_waiting", "Requests that wait for a seat.", now["num_waiting"])
+        yield _gauge("num_waiting_tokens", "Prompt tokens of those.", now["num_waiting_tokens"])
+        yield _gauge("kv_cache_usage_perc", "Share of the KV cache that requests hold (0 to 1).",
+                     held / now["num_blocks"] if now["num_blocks"] else 0.0)  # fmt: skip
+        blocks = GaugeMetricFamily("quire_kv_blocks", "KV blocks by state.", labels=["state"])
+        blocks.add_metric(["free"], now["num_free_blocks"])
+        blocks.add_metric(["held"], held)
+        blocks.add_metric(["cached"], now["num_idle_blocks"])
+        blocks.add_metric(["host"], now["num_host_blocks"])
+        yield blocks
+        yield _gauge("kv_promised_blocks", "KV blocks reserved beyond what is held.", now["num_promised_blocks"])
+        yield _gauge("waiting_for_blocks", "Whether the head of the queue waits for KV blocks.",
+                     float(now["waiting_for"] in ("blocks", "pressure")))  # fmt: skip
+
+
+def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"quire_{name}", text, value=value)
+
+
+def _counter(name: str, text: str, value: float) -> CounterMetricFamily:
+    return CounterMetricFamily(f"quire_{name}", text, value=value)

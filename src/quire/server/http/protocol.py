@@ -1,0 +1,393 @@
+"""HTTP/1.1 as this server takes it: uvicorn's httptools protocol with limits that act while bytes arrive.
+
+A connection carries one request at a time. Its head must come soon and be small, its body must not trickle, and what
+is malformed is answered and cut off. Whom the gate turns away by the head alone is answered here: no task is made for
+it, and no body kept. Knows bytes and time; neither keys nor routes.
+
+Answers without a length for clients of HTTP/1.0, which know no chunks: the end of the connection ends them.
+
+uvicorn frames every answer without a Content-Length in chunks, whoever asked. Knows nothing of what is answered.
+"""
+
+import asyncio
+import resource
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import cast
+
+import httptools
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from quire.core.errors import QuireError
+from quire.server.http.auth import NOBODY
+from quire.server.http.errors import ErrorReply, Stopping, reply_to
+from quire.server.http.gate import Hear, TurnAway, answer_headers, cut_off, new_request_id
+from quire.server.http.request_context import OTHER, RequestRecord, has_visit
+
+
+def unframed(cycle: RequestResponseCycle, app: ASGIApp) -> ASGIApp:
+    """The application, whose answer in this cycle is sent as it is. The connection must close after it."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        measured = True
+
+        async def tell(message: Message) -> None:
+            nonlocal measured
+            if message["type"] == "http.response.start":
+                measured = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+                if not measured:
+                    cycle.chunked_encoding, cycle.expected_content_length = False, sys.maxsize
+            elif not measured and not message.get("more_body", False):
+                cycle.expected_content_length = len(message.get("body", b""))  # this is the last of it
+            await send(message)
+
+        await app(scope, receive, tell)
+
+    return answer
+
+
+_MAX_CONNECTIONS = 4096
+_FILES_KEPT = 128  # descriptors that are no client's
+
+
+class MalformedHttp(QuireError):
+    """Bytes that are no HTTP/1.1 request, or one that could be read in two ways."""
+
+    code = "malformed_http"
+
+
+class HeadTooLarge(QuireError):
+    """A request line and headers beyond the limits."""
+
+    status = 431
+    code = "headers_too_large"
+
+
+class TooSlow(QuireError):
+    """A request that did not come to its end in time."""
+
+    status = 408
+    code = "request_timeout"
+
+
+class TooManyConnections(QuireError):
+    """More clients than there are places."""
+
+    status = 503
+    code = "too_many_connections"
+    retry_after_s = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """What one connection may take, and how many there may be."""
+
+    head_bytes: int = 16 << 10  # request line and headers; also what a chunk may have around it
+    headers: int = 64
+    head_s: float = 10.0
+    body_s: float = 30.0  # for a body; then each of its bytes that came buys time, up to as much again
+    body_bytes_per_s: int = 64 << 10  # the price
+    linger_s: float = 2.0  # what comes after a refusal is thrown away so long: a reset would take the answer with it
+    linger_bytes: int = 16 << 20
+    connections: int = _MAX_CONNECTIONS
+    turned_away: int = 256  # connections beyond that which are still told so
+
+
+class ConnectionPhase(Enum):
+    """What a connection is waiting for."""
+
+    HEAD = auto()
+    BODY = auto()
+    ANSWER = auto()  # the request is here; after the answer, the next one
+    LAST_ANSWER = auto()  # the client spoke out of turn: it is not heard any more
+    END = auto()  # all is said; what still comes is thrown away
+    TURNED_AWAY = auto()  # one too many; told so at its first word
+
+
+class GuardedProtocol(HttpToolsProtocol):
+    """One connection. Made by uvicorn; see `guarded` for how it gets its limits."""
+
+    limits = ConnectionLimits()
+    hear: Hear | None = None
+    turn_away: TurnAway | None = None
+
+    _phase = ConnectionPhase.HEAD
+    _timer: asyncio.Handle | None = None
+    _num_head_bytes = 0
+    _num_framing_bytes = 0  # since the last byte of a body
+    _num_body_bytes = 0
+    _num_spent_bytes = 0  # of the body: those that have bought time
+    _num_spilt_bytes = 0
+    _refusal: QuireError | None = None
+    _early_reply: ErrorReply | None = None
+
+    # What the transport calls
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        num_others = len(self.connections) - 1
+        if num_others >= self.limits.connections + self.limits.turned_away:
+            transport.abort()
+        elif num_others >= self.limits.connections:
+            self._enter(ConnectionPhase.TURNED_AWAY, self.limits.linger_s, self._close)
+        else:
+            self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing() or self._phase is ConnectionPhase.LAST_ANSWER:
+            return
+        if self._phase is ConnectionPhase.END:
+            self._spill(len(data))
+            return
+        if self._phase is ConnectionPhase.TURNED_AWAY:
+            self._refuse(TooManyConnections("This server has no place for another connection; try again soon."))
+            return
+        if self._phase is ConnectionPhase.ANSWER and self.cycle.response_complete:
+            self._await_head()
+        rest = self._take_head(data) if self._phase is ConnectionPhase.HEAD else data
+        if rest:
+            self._take_rest(rest)
+
+    def _take_head(self, data: bytes) -> bytes:
+        """Feed no more than a head may have; what is left over belongs to the body, if there is to be one."""
+        room = self.limits.head_bytes - self._num_head_bytes
+        self._num_head_bytes += len(data[:room])
+        self._feed(data[:room])
+        if self._phase is ConnectionPhase.HEAD and self._num_head_bytes >= self.limits.head_bytes:
+            self._refuse(HeadTooLarge(f"Request line and headers are larger than {self.limits.head_bytes} bytes."))
+        return data[room:] if self._phase in (ConnectionPhase.BODY, ConnectionPhase.ANSWER) else b""
+
+    def _take_rest(self, data: bytes) -> None:
+        self._num_framing_bytes += len(data)
+        self._feed(data)
+        if self._phase is not ConnectionPhase.BODY:
+            return
+        if self.cycle.response_complete:
+            self._spill(len(data))
+        elif self._num_framing_bytes > self.limits.head_bytes:
+            self._refuse(MalformedHttp(f"More than {self.limits.head_bytes} bytes around a chunk of the body."))
+
+    def _feed(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            self._decline(data[offer.args[0] :])
+        except httptools.HttpParserError:
+            if (
+                self._phase is ConnectionPhase.ANSWER or self._early_reply is not None
+            ):  # the request itself was in order
+                self.cycle.keep_alive = False
+                self._enter(ConnectionPhase.LAST_ANSWER)
+            else:
+                self._refuse(self._refusal or MalformedHttp("This is not a valid HTTP/1.1 request."))
+        if self._early_reply is not None:
+            self._answer_early(self._early_reply)
+
+    def _decline(self, rest: bytes) -> None:
+        """Some clients offer HTTP/2 with a request; the parser then passes over its body. Read it without the offer."""
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
+        lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)
+        self._feed(b"\r\n".join([*lines, b"", b""]) + rest)
+
+    # What the parser calls; it stops at an exception, and what was wrong is told
+
+    def on_message_begin(self) -> None:
+        if self._phase is ConnectionPhase.ANSWER:
+            raise self._refused(MalformedHttp("A request came before the answer to the one before it."))
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._phase is not ConnectionPhase.HEAD:
+            raise self._refused(MalformedHttp("Headers after the body are not taken."))
+        if len(self.headers) >= self.limits.headers:
+            raise self._refused(HeadTooLarge(f"There are more than {self.limits.headers} headers."))
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
+            return
+        names = [name for name, _ in self.headers]
+        version = self.parser.get_http_version()
+        if version not in ("1.0", "1.1"):
+            raise self._refused(MalformedHttp("Only HTTP/1.1 and HTTP/1.0 are spoken here."))
+        if not self.url.startswith(b"/") or self.parser.get_method() == b"CONNECT":
+            raise self._refused(MalformedHttp("The target of a request must be a path, which begins with a slash."))
+        if names.count(b"host") > 1 or (version == "1.1" and b"host" not in names):
+            raise self._refused(MalformedHttp("A request must have one Host header."))
+        if names.count(b"content-length") + names.count(b"transfer-encoding") > 1:
+            raise self._refused(MalformedHttp("The length of the body is given more than once."))
+        if any(name == b"transfer-encoding" and value.lower() != b"chunked" for name, value in self.headers):
+            raise self._refused(MalformedHttp("The only Transfer-Encoding that is read is chunked."))
+        super().on_headers_complete()
+        self._num_framing_bytes = self._num_body_bytes = self._num_spent_bytes = 0
+        self._enter(ConnectionPhase.BODY, self.limits.body_s, self._body_is_late)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        """Only for those whom the gate has nothing against, and for who does not read its answers: that one waits."""
+        if self.turn_away is not None and not self.flow.write_paused:
+            self._early_reply = self.turn_away(cast(Scope, cycle.scope))
+        if self._early_reply is not None:
+            return
+        if cycle.scope["http_version"] == "1.0":
+            app = cast(ASGI3Application, unframed(cycle, cast(ASGIApp, app)))
+        super()._start_asgi_task(cycle, app)
+
+    def on_body(self, body: bytes) -> None:
+        self._num_framing_bytes = 0
+        self._num_body_bytes += len(body)
+        if self._early_reply is None:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self._phase is ConnectionPhase.HEAD:
+            return  # of an offer that will be declined
+        super().on_message_complete()
+        if self.cycle.response_complete:  # before all of it was here
+            self._await_head()
+        else:
+            self._enter(ConnectionPhase.ANSWER)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._phase is ConnectionPhase.BODY and not self.transport.is_closing():
+            self._unset_keepalive_if_required()
+            self._enter(ConnectionPhase.BODY, self.limits.linger_s, self._close)
+
+    def shutdown(self) -> None:
+        """The server ends. Nobody waits for the rest of a body, and who sends it is told so."""
+        if self._phase is ConnectionPhase.BODY and not self.cycle.response_started:
+            self._refuse(Stopping())
+        else:
+            super().shutdown()
+
+    # What time brings
+
+    def call_later(self, delay_s: float, then: Callable[[], None]) -> asyncio.Handle:
+        return self.loop.call_later(delay_s, then)
+
+    def _enter(self, phase: ConnectionPhase, delay_s: float = 0.0, then: Callable[[], None] | None = None) -> None:
+        """A new phase, or the same from the beginning: the timer of the old one no longer counts."""
+        self._stop_timer()
+        self._phase = phase
+        if then is not None:
+            self._timer = self.call_later(delay_s, then)
+
+    def _await_head(self) -> None:
+        self._num_head_bytes = self._num_spilt_bytes = 0
+        self._enter(ConnectionPhase.HEAD, self.limits.head_s, self._head_is_late)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _head_is_late(self) -> None:
+        if self._num_head_bytes == 0:
+            self._close()
+        else:
+            self._refuse(TooSlow(f"The headers were not complete after {self.limits.head_s:g} s."))
+
+    def _body_is_late(self) -> None:
+        """Unless enough of it came since the last look: no trickle holds its place for long."""
+        limits, num_new = self.limits, self._num_body_bytes - self._num_spent_bytes
+        if self.flow.read_paused:  # it is the application that does not read
+            self._enter(ConnectionPhase.BODY, limits.body_s, self._body_is_late)
+        elif num_new:
+            self._num_spent_bytes = self._num_body_bytes
+            self._enter(ConnectionPhase.BODY, min(num_new / limits.body_bytes_per_s, limits.body_s), self._body_is_late)
+        else:
+            self._refuse(
+                TooSlow(
+                    f"The body came too slowly: {self._num_body_bytes} bytes of it in {limits.body_s:g} s or more. "
+                    f"After the first {limits.body_s:g} s, send at least {limits.body_bytes_per_s} bytes a second."
+                )
+            )
+
+    # How it ends
+
+    def _answer_early(self, reply: ErrorReply) -> None:
+        """In the place of the application. What has not come of the body is thrown away."""
+        cycle, self._early_reply = self.cycle, None
+        cycle.response_started = cycle.response_complete = True
+        if cycle.waiting_for_100_continue and self._phase is ConnectionPhase.BODY:
+            cycle.keep_alive = False  # who asked before sending its body will not send it now
+        headers = [*cycle.default_headers, *reply.headers]
+        if not cycle.keep_alive:
+            headers.append((b"connection", b"close"))
+        self._write(reply._replace(headers=headers, body=b"" if cycle.scope["method"] == "HEAD" else reply.body))
+        if not cycle.keep_alive:
+            self._close() if self._phase is ConnectionPhase.ANSWER else self._linger()
+        cycle.on_response()
+        cycle.on_response = lambda: None  # it points here: a ring for the garbage collector, of every refusal
+
+    def _refused(self, error: QuireError) -> QuireError:
+        self._refusal = error
+        return error
+
+    def _refuse(self, error: QuireError) -> None:
+        """Answer for the application, unless it has begun to: then there is only the end."""
+        cycle, request_id, reply = self.cycle, new_request_id(), reply_to(error)
+        reply = reply._replace(headers=[*reply.headers, *answer_headers(request_id, None)])
+        if cycle is not None and not cycle.response_complete:
+            scope = cast(Scope, cycle.scope)
+            cycle.disconnected = True
+            cycle.message_event.set()  # the application hears that its client is gone, and the gate tells of it
+            if cycle.response_started:
+                self._close()
+                return
+            if has_visit(scope):
+                reply = cut_off(scope, error)
+        elif self.hear is not None:
+            self.hear(RequestRecord(OTHER, OTHER, error.status, 0.0, NOBODY.name, request_id, error_code=error.code))
+        self._write(reply._replace(headers=[*reply.headers, (b"connection", b"close")]))
+        self._linger()
+
+    def _write(self, reply: ErrorReply) -> None:
+        lines = b"".join([name + b": " + value + b"\r\n" for name, value in reply.headers])
+        self.transport.write(STATUS_LINE[reply.status] + lines + b"\r\n" + reply.body)
+
+    def _linger(self) -> None:
+        """Nothing more is said; what the client is still saying is let run out."""
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._enter(ConnectionPhase.END, self.limits.linger_s, self._close)
+
+    def _spill(self, num_bytes: int) -> None:
+        self._num_spilt_bytes += num_bytes
+        if self._num_spilt_bytes > self.limits.linger_bytes:
+            self._close()
+
+    def _close(self) -> None:
+        self._stop_timer()
+        if not self.transport.is_closing():
+            self.transport.close()
+
+
+def guarded(
+    limits: ConnectionLimits, hear: Hear | None = None, turn_away: TurnAway | None = None
+) -> type[GuardedProtocol]:
+    """The protocol with these limits, for uvicorn's `http=`. Whoever hears is told of what never reached the gate."""
+
+    class Guarded(GuardedProtocol):
+        pass
+
+    Guarded.limits = limits
+    Guarded.hear = None if hear is None else staticmethod(hear)
+    Guarded.turn_away = None if turn_away is None else staticmethod(turn_away)
+    return Guarded
+
+
+def connection_limit(most: int = _MAX_CONNECTIONS) -> int:
+    """So many connections, or as many as this process may have files open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return most if soft == resource.RLIM_INFINITY else max(1, min(most, soft - _FILES_KEPT))

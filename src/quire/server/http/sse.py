@@ -1,0 +1,197 @@
+"""Server-sent events: headers that wait for something to say, comments against silence, errors as events.
+
+What fails before the first byte is a real error with its own status; after it, an event and a close: no `[DONE]`.
+
+Between an HTTP request and an endpoint: bytes in, typed bodies out, errors and JSON back. Knows no engine.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from typing import ParamSpec, TypeVar
+
+import msgspec
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from quire.core.errors import EngineFailed, QuireError
+from quire.server.http.errors import error_body
+from quire.server.http.request_context import has_visit, visit_of
+from quire.server.openai.decode import Kind, decode
+
+_SHORT_BYTES = 1 << 16  # what is read faster than a thread is asked
+
+_log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+async def read(request: Request, kind: type[Kind]) -> Kind:
+    """The body of a request."""
+    return await worked(request, decode, await request.body(), kind)  # the gate has bounded it
+
+
+async def worked(request: Request, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """The result of some work on the body of a request: done at once if it is short, else on a thread."""
+    if len(await request.body()) <= _SHORT_BYTES:
+        return work(*args, **kwargs)
+    return await run_in_threadpool(work, *args, **kwargs)
+
+
+def json_response(body: Mapping[str, object], status: int = 200) -> Response:
+    return Response(msgspec.json.encode(body), status, media_type="application/json")
+
+
+def as_told(error: Exception) -> QuireError:
+    """What a client is told of an error: its own ones as they are, ours in fixed words."""
+    if isinstance(error, QuireError):
+        return error
+    _log.error("an endpoint failed", exc_info=error)
+    return EngineFailed("The server failed to answer this request; its log says why.")
+
+
+async def unless_gone(request: Request, work: Coroutine[None, None, T], leave: Callable[[], None] = lambda: None) -> T:
+    """The result of some work, or `ClientDisconnect` if the client hangs up before. Either way, then leave."""
+    wanted = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(hang_up(request.receive))
+    try:
+        await asyncio.wait({wanted, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if wanted.done():
+            return wanted.result()
+        raise ClientDisconnect
+    finally:
+        wanted.cancel()
+        gone.cancel()
+        leave()
+
+
+async def hang_up(receive: Receive) -> None:
+    """Ends when the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+KEEP_ALIVE_S = 15.0
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
+
+Events = AsyncGenerator[bytes, None]
+
+
+def event(body: Mapping[str, object]) -> bytes:
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+def named_event(name: str, body: Mapping[str, object]) -> bytes:
+    return b"event: " + name.encode() + b"\n" + event(body)
+
+
+def error_event(error: Exception) -> bytes:
+    return event(error_body(as_told(error)))
+
+
+async def stream(
+    request: Request,
+    events: Events,
+    leave: Callable[[], None],
+    keep_alive_s: float = KEEP_ALIVE_S,
+    failed: Callable[[Exception], bytes] = error_event,
+) -> Response:
+    """An answer made of these events; `leave` is called when it ends, however it ends.
+
+    Waits for the first event as long as a client's proxies surely do, so that an early error keeps its status.
+    """
+    first = asyncio.ensure_future(anext(events))
+    gone = asyncio.ensure_future(hang_up(request.receive))
+    try:
+        await asyncio.wait({first, gone}, timeout=keep_alive_s, return_when=asyncio.FIRST_COMPLETED)
+        if first.done():
+            first.result()
+        elif gone.done():
+            raise ClientDisconnect
+        return EventStream(first, events, leave, keep_alive_s, failed)
+    except BaseException:
+        first.cancel()
+        leave()
+        raise
+    finally:
+        gone.cancel()
+
+
+class EventStream(Response):
+    """The events, sent as they come. One task sends, one breaks long silences, one watches for a hang-up."""
+
+    def __init__(
+        self,
+        first: "asyncio.Future[bytes]",
+        events: Events,
+        leave: Callable[[], None],
+        keep_alive_s: float,
+        failed: Callable[[Exception], bytes],
+    ) -> None:
+        super().__init__(headers=HEADERS)
+        del self.headers["content-length"]
+        self._first = first
+        self._events = events
+        self._leave = leave
+        self._keep_alive_s = keep_alive_s
+        self._failed = failed
+        self._sent_s = time.monotonic()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        tasks: list[asyncio.Future[None]] = []
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            if not self._first.done():
+                await self._say(send, KEEP_ALIVE)
+            gone = asyncio.ensure_future(hang_up(receive))
+            tasks += [gone, *map(asyncio.ensure_future, (self._send_all(scope, send, gone), self._tick(send)))]
+            await asyncio.wait(tasks[:2], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._first.cancel()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, self._first, return_exceptions=True)
+            self._leave()
+            await self._events.aclose()
+
+    async def _send_all(self, scope: Scope, send: Send, gone: "asyncio.Future[None]") -> None:
+        """Until the end, or until the reader is gone: what it left unread need not be put into words, which may take
+        long and keeps everybody waiting."""
+        try:
+            await self._say(send, await self._first)
+            async for chunk in self._events:
+                await self._say(send, chunk)
+                if gone.done():
+                    return
+        except Exception as error:
+            _note_failure(scope, error)
+            await self._say(send, self._failed(error))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _tick(self, send: Send) -> None:
+        while True:
+            silent_s = time.monotonic() - self._sent_s
+            if silent_s >= self._keep_alive_s:
+                await self._say(send, KEEP_ALIVE)
+                silent_s = 0.0
+            await asyncio.sleep(self._keep_alive_s - silent_s)
+
+    async def _say(self, send: Send, chunk: bytes) -> None:
+        self._sent_s = time.monotonic()
+        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+
+
+def _note_failure(scope: Scope, error: Exception) -> None:
+    """The status went out before; the log names what came of it."""
+    if has_visit(scope):
+        visit_of(scope).error_code = error.code if isinstance(error, QuireError) else EngineFailed.code

@@ -1,0 +1,172 @@
+"""OpenTelemetry: what became of each request over HTTP, and of each prompt that came with it, as spans.
+
+    POST /v1/chat/completions ──▶ chat MODEL ──▶ queue, prefill, decode
+
+Spans are made when a request is over, from the times that were noted anyway, and sent by a thread of their own: nobody
+waits for a collector. The one file that knows OpenTelemetry; imported only where somebody asked for it.
+"""
+
+import time
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.engine.outputs import RequestMetrics
+from quire.server.async_engine import FinishedRequest
+from quire.server.http.errors import CLIENT_LEFT
+from quire.server.http.request_context import RouteNames, patterns, route_path, visit_of
+from quire.server.server import Server
+from quire.version import __version__
+
+_PROVIDER = "quire"
+_TRACED = ("traceparent", "tracestate")
+_QUIET = frozenset({"/health", "/ready", "/load", "/metrics"})  # asked every few seconds, and never why
+_MOST_UNCLAIMED = 4096  # ends of prompts whose request over HTTP is not over
+_FLUSH_MS = 2000
+_OPERATIONS = {"/v1/completions": "text_completion", "/v1/embeddings": "embeddings"}  # all the rest chat
+
+
+class Tracing:
+    """The spans of one server."""
+
+    def __init__(self, processor: SpanProcessor) -> None:
+        resource = Resource.create({"service.name": _PROVIDER, "service.version": __version__})
+        self._provider = TracerProvider(resource=resource)
+        self._provider.add_span_processor(processor)
+        self._tracer = self._provider.get_tracer(_PROVIDER, __version__)
+        self._ended: dict[int, FinishedRequest] = {}  # by the number of the prompt
+
+    def finished(self, end: FinishedRequest) -> None:
+        """A prompt is over; its request over HTTP will be, soon after."""
+        self._ended[end.ticket.number] = end
+        if len(self._ended) > _MOST_UNCLAIMED:
+            del self._ended[next(iter(self._ended))]
+
+    def around(self, app: ASGIApp, house: Server) -> ASGIApp:
+        """The application, with a span around each request."""
+        return _Traced(app, house, self._tracer, self._ended)
+
+    def close(self) -> None:
+        """Send what is left, within a moment."""
+        self._provider.force_flush(_FLUSH_MS)
+        self._provider.shutdown()
+
+
+def open_tracing(endpoint: str) -> Tracing:
+    """Spans to a collector: its base URL, or the whole one if it has a path."""
+    url = endpoint.rstrip("/")
+    url = url if urlsplit(url).path else url + "/v1/traces"
+    return Tracing(BatchSpanProcessor(OTLPSpanExporter(endpoint=url, timeout=_FLUSH_MS / 1000)))
+
+
+class _Traced:
+    """ASGI: outermost, so that what the gate refuses is seen too."""
+
+    def __init__(self, app: ASGIApp, house: Server, tracer: Tracer, ended: dict[int, FinishedRequest]) -> None:
+        self._app = app
+        self._house = house
+        self._tracer = tracer
+        self._ended = ended
+        self._names = RouteNames(patterns(house.app.routes))
+        self._epoch_ns = time.time_ns() - time.monotonic_ns()  # of the clock that times are noted on
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        route = self._names.name(route_path(scope)) if scope["type"] == "http" else ""
+        if not route or route in _QUIET:
+            await self._app(scope, receive, send)
+            return
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        caller = TraceContextTextMapPropagator().extract({name: headers[name] for name in _TRACED if name in headers})
+        span = self._tracer.start_span(f"{scope['method']:.20} {route}", caller, SpanKind.SERVER)
+        status = CLIENT_LEFT
+
+        async def tell(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, tell)
+        finally:
+            self._close(span, scope, route, status)
+
+    def _close(self, span: Span, scope: Scope, route: str, status: int) -> None:
+        request_id = visit_of(scope).request_id
+        for number in self._house.service.numbers_of(request_id):
+            end = self._ended.pop(number, None)
+            if end is not None:
+                self._tell_prompt(span, _OPERATIONS.get(route, "chat"), end)
+        span.set_attributes(
+            {
+                "http.request.method": f"{scope['method']:.20}",
+                "http.route": route,
+                "http.response.status_code": status,
+                "quire.request_id": request_id,
+            }
+        )
+        if status >= 500:
+            span.set_status(Status(StatusCode.ERROR))
+            span.set_attribute("error.type", str(status))
+        span.end()
+
+    def _tell_prompt(self, parent: Span, operation: str, end: FinishedRequest) -> None:
+        """One prompt's span, and one for each part of its life."""
+        times = end.ticket.metrics
+        served = self._house.desk.known
+        model = "unknown" if served is None else served.name
+        attributes = _attributes(end, operation, model)
+        begun, ended = self._ns(times.arrival_s), self._ns(times.finished_s or times.arrival_s)
+        context = set_span_in_context(parent)
+        span = self._tracer.start_span(f"{operation} {model}", context, start_time=begun, attributes=attributes)
+        if end.failure is not None:
+            span.set_attribute("error.type", end.failure.code)
+            span.set_status(Status(StatusCode.ERROR, end.failure.code))
+        within = set_span_in_context(span)
+        for name, (start_s, stop_s) in _parts(times).items():
+            self._tracer.start_span(name, within, start_time=self._ns(start_s)).end(self._ns(stop_s))
+        span.end(ended)
+
+    def _ns(self, moment_s: float) -> int:
+        return self._epoch_ns + int(moment_s * 1e9)
+
+
+def _parts(times: RequestMetrics) -> dict[str, tuple[float, float]]:
+    """From when to when it waited, was computed, and spoke; as far as it came."""
+    moments = (times.arrival_s, times.seated_s, times.first_token_s, times.finished_s)
+    parts: dict[str, tuple[float, float]] = {}
+    for name, start_s, stop_s in zip(("queue", "prefill", "decode"), moments, moments[1:], strict=False):
+        if start_s is not None and stop_s is not None:
+            parts[name] = (start_s, stop_s)
+    return parts
+
+
+def _attributes(end: FinishedRequest, operation: str, model: str) -> Mapping[str, str | int | float | list[str]]:
+    """By OpenTelemetry's conventions for generative models, where there are any. No text of anybody's."""
+    ticket, params = end.ticket, end.ticket.params
+    attributes: dict[str, str | int | float | list[str]] = {
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": _PROVIDER,
+        "gen_ai.request.model": model,
+        "gen_ai.response.model": model,
+        "gen_ai.usage.input_tokens": len(ticket.prompt_ids),
+        "gen_ai.usage.cache_read.input_tokens": ticket.metrics.num_cached_tokens,
+        "gen_ai.usage.output_tokens": sum(len(transcript.token_ids) for transcript in ticket.transcripts),
+        "quire.num_preemptions": ticket.metrics.num_preemptions,
+    }
+    if operation != "embeddings":
+        attributes["gen_ai.request.temperature"] = float(params.temperature)
+        attributes["gen_ai.request.top_p"] = float(params.top_p)
+        attributes["gen_ai.request.choice.count"] = params.n
+        if params.max_tokens is not None:
+            attributes["gen_ai.request.max_tokens"] = params.max_tokens
+    if end.output is not None:
+        attributes["gen_ai.response.finish_reasons"] = [str(each.finish_reason) for each in end.output.outputs]
+    return attributes

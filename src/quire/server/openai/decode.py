@@ -1,0 +1,81 @@
+"""Bytes to a typed body: the one place where clients' JSON is parsed. Whatever they send, a refusal is a 4xx.
+
+How deep a JSON text is nested, before anybody parses it: in linear time, with no stack and little memory.
+"""
+
+import re
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+
+from quire.core.errors import InvalidParameter, InvalidPrompt, QuireError
+from quire.server.openai.schema import Legacy, StructuredOutputs, refuse_legacy
+
+_OTHERS = bytes(byte for byte in range(256) if byte not in b'[]{}"')
+_STEPS = np.zeros(256, np.int8)
+_STEPS[list(b"[{")] = 1
+_STEPS[list(b"]}")] = -1
+_BLOCK_BYTES = 1 << 18
+
+
+def nests_deeper(body: bytes, most: int) -> bool:
+    """Whether more than so many lists and objects are open at once."""
+    marks = body.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _OTHERS)
+    num_quotes = depth = 0
+    for start in range(0, len(marks), _BLOCK_BYTES):
+        block = np.frombuffer(marks, np.uint8, min(_BLOCK_BYTES, len(marks) - start), start)
+        quotes = num_quotes + np.cumsum(block == ord('"'))
+        depths = depth + np.cumsum(np.where(quotes % 2, 0, _STEPS[block]))
+        if depths.max() > most:
+            return True
+        num_quotes, depth = int(quotes[-1]), int(depths[-1])
+    return False
+
+
+MAX_DEPTH = 64  # of nested lists and objects
+
+_PROMPTS = ("prompt", "messages", "input", "tokens")
+_EXAMPLES = {"messages": '[{"role": "user", "content": "hi"}]'}  # of what is sent most, and misread most
+_PLACE = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
+_MISSING = re.compile(r"missing required field `(?P<name>[^`]*)`")
+_UNKNOWN = re.compile(r"unknown field `(?P<name>[^`]*)`")
+_MAX_WORDS = 300  # characters of msgspec's words, which may hold a name that a client chose
+
+Kind = TypeVar("Kind", bound=msgspec.Struct)
+
+
+def decode(body: bytes, kind: type[Kind]) -> Kind:
+    """A body of this kind, or an error that names the field."""
+    if body.count(b"[") + body.count(b"{") > MAX_DEPTH and nests_deeper(body, MAX_DEPTH):
+        raise InvalidPrompt(f"The body is nested more than {MAX_DEPTH} levels deep.")
+    try:
+        decoded = msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise _misfit(str(error)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidPrompt(f"The body is not JSON: {str(error)[:_MAX_WORDS]}.") from error
+    if isinstance(decoded, Legacy):
+        refuse_legacy(decoded)
+    return decoded
+
+
+def _misfit(words: str) -> QuireError:
+    """msgspec says what it expected, and where: `$.stop[0]`."""
+    found = _PLACE.match(words)
+    assert found is not None, words
+    what, path = found["what"][:_MAX_WORDS], (found["path"] or "")[:_MAX_WORDS]
+    missing = _MISSING.search(what)
+    if missing is not None:
+        path = f"{path}.{missing['name']}".lstrip(".")
+        what = "it is missing"
+    unknown = _UNKNOWN.search(what)
+    if unknown is not None:  # constraints alone forbid them: an answer would be freer than it was asked to be
+        path = f"{path}.{unknown['name']}"
+        what = f"there is no such field; it may have {', '.join(StructuredOutputs.__struct_fields__)}"
+    if not path:
+        return InvalidPrompt(f"The body must be a JSON object: {what}.")
+    if path in _EXAMPLES:
+        what = f"{what}; send for example {_EXAMPLES[path]}"
+    error = InvalidPrompt if re.split(r"[.\[]", path)[0] in _PROMPTS else InvalidParameter
+    return error(f"{path} cannot be read: {what}.", param=path)

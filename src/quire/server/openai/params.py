@@ -1,0 +1,158 @@
+"""Typed bodies to what the engine takes: sampling parameters, terms, a grammar, and how to answer. Knows no text.
+
+One prompt or many, in the four ways that OpenAI's clients send them.
+"""
+
+from dataclasses import dataclass, fields, replace
+
+from msgspec import UNSET
+
+from quire.core.errors import InvalidParameter, InvalidPrompt
+from quire.core.sampling import MAX_LOGPROBS, Grammar, SamplingParams, checked_token_ids
+from quire.core.validation import check_count, check_int
+from quire.engine.request_options import RequestOptions
+from quire.server.context import ServedModel
+from quire.server.http.errors import called
+from quire.server.openai.schema import ChatBody, CompletionBody, SamplingBody
+from quire.server.structured_output import grammar_of
+
+_COMPLETION_TOKENS = 16  # what OpenAI's completions give when nothing is said
+
+# Fields that a body and `SamplingParams` call by the same name and mean alike; n, max_tokens and logprobs need care.
+_SAMPLING = tuple(
+    field.name
+    for field in fields(SamplingParams)
+    if field.name in SamplingBody.__struct_fields__ and field.name not in ("best_of", "max_tokens", "grammar")
+)
+_TOKEN_IDS = ("stop_token_ids", "allowed_token_ids", "logit_bias")
+_TERMS = ("priority", "cache_salt", "timeout_s")  # the tenant is not the client's to say
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """How one request wants to be answered."""
+
+    params: SamplingParams
+    terms: RequestOptions
+    grammar: Grammar | None
+    stream: bool
+    grammar_field: str = "response_format"  # where the client said it
+    include_usage: bool = False
+    continuous_usage: bool = False
+    return_token_ids: bool = False
+    tokens_as_ids: bool = False  # how tokens are spelled where their log-probabilities are told
+    without_tokens: bool = False  # the prompt alone is wanted: if a token is computed, it is dropped
+
+
+def completion_wanted(body: CompletionBody, served: ServedModel) -> GenerationRequest:
+    """Unset, max_tokens is OpenAI's 16; null fills the context."""
+    max_tokens = _COMPLETION_TOKENS if body.max_tokens is UNSET else body.max_tokens
+    echoed = bool(body.echo) and body.logprobs is not None
+    prompt_logprobs = body.logprobs if echoed and body.prompt_logprobs is None else body.prompt_logprobs
+    if max_tokens == 0:
+        scores = _wanted(body, served, 1, body.logprobs, prompt_logprobs)
+        return replace(scores, without_tokens=True)
+    return _wanted(body, served, max_tokens, body.logprobs, prompt_logprobs)
+
+
+def chat_wanted(body: ChatBody, served: ServedModel) -> GenerationRequest:
+    """Unset, an answer may take the rest of the context."""
+    max_tokens = None if body.max_tokens is UNSET else body.max_tokens
+    if body.max_completion_tokens is not None:
+        max_tokens = body.max_completion_tokens
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidParameter("top_logprobs is for logprobs: true alone.", param="top_logprobs")
+    if body.top_logprobs is not None:
+        check_int("top_logprobs", body.top_logprobs, 0, MAX_LOGPROBS)
+    return _wanted(body, served, max_tokens, (body.top_logprobs or 0) if body.logprobs else None, body.prompt_logprobs)
+
+
+def _wanted(
+    body: SamplingBody, served: ServedModel, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
+) -> GenerationRequest:
+    if body.best_of not in (None, body.n or 1):
+        raise InvalidParameter(
+            f"best_of is {body.best_of} and n is {body.n or 1}: every continuation that is computed is returned here, "
+            f"so best_of must be left away or be n.",
+            param="best_of",
+        )
+    stream = bool(body.stream)
+    options = body.stream_options
+    if options is not None and not stream:
+        raise InvalidParameter("stream_options is for stream: true alone.", param="stream_options")
+    if stream and body.prompt_logprobs is not None:
+        raise InvalidParameter("prompt_logprobs cannot be streamed; ask without stream.", param="prompt_logprobs")
+    usual = SamplingParams() if body.use_beam_search else served.defaults  # a search has no use for a temperature
+    said = {name: getattr(usual, name) for name in _SAMPLING}
+    said.update({name: value for name in _SAMPLING if (value := getattr(body, name)) is not None})
+    said.update(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+    terms = {name: value for name in _TERMS if (value := getattr(body, name)) is not None}
+    check_count("allowed_token_ids", body.allowed_token_ids or (), served.vocab_size)
+    for name in _TOKEN_IDS:  # the engine checks them too, but none beyond 64 bits could be sent there
+        checked_token_ids(name, getattr(body, name) or (), served.vocab_size)
+    continuous = options is not None and bool(options.continuous_usage_stats)
+    return GenerationRequest(
+        params=SamplingParams(**said),
+        terms=RequestOptions(**terms),
+        grammar=grammar_of(body),
+        stream=stream,
+        grammar_field="response_format" if body.structured_outputs is None else "structured_outputs",
+        include_usage=options is not None and bool(options.include_usage),
+        continuous_usage=continuous,
+        return_token_ids=bool(body.return_token_ids),
+        tokens_as_ids=bool(body.return_tokens_as_token_ids),
+    )
+
+
+async def constrained(wanted: GenerationRequest, grammar: Grammar | None, served: ServedModel) -> GenerationRequest:
+    """The same request, held to a grammar of which it is certain that it can be followed."""
+    if grammar is None:
+        return wanted
+    field = "tools" if wanted.grammar is None else wanted.grammar_field
+    if served.constrainer is None:
+        raise InvalidParameter("The answers of this model cannot be constrained.", param=field)
+    with called({"grammar": field}):
+        if wanted.grammar is not None:  # it may be a part of the whole: what is wrong with it comes first
+            await served.constrainer.check(wanted.grammar, field)
+        if grammar != wanted.grammar:
+            await served.constrainer.check(grammar, "tools")
+        return replace(wanted, grammar=grammar, params=replace(wanted.params, grammar=grammar))
+
+
+def shortened(ids: list[int], truncate: int | None, wanted: GenerationRequest, served: ServedModel) -> list[int]:
+    """The end of a prompt, if it was asked to be cut: to so many tokens, or, with -1, to what the context holds."""
+    if truncate is None:
+        return ids
+    if truncate == -1:
+        num_after = 0 if wanted.without_tokens else wanted.params.max_tokens or 1
+        truncate = max(served.max_model_len - num_after, 1)
+    if not 1 <= truncate <= served.max_model_len:
+        raise InvalidParameter(
+            f"truncate_prompt_tokens must be -1, or from 1 to {served.max_model_len}.", param="truncate_prompt_tokens"
+        )
+    return ids[-truncate:]
+
+
+def clamped(wanted: GenerationRequest, num_prompt: int, served: ServedModel) -> GenerationRequest:
+    """With what the context leaves, if more was asked for."""
+    max_tokens = wanted.params.max_tokens
+    if max_tokens is None or num_prompt + max_tokens <= served.max_model_len:
+        return wanted
+    return replace(wanted, params=replace(wanted.params, max_tokens=None))
+
+
+def listed(prompts: str | list[str | int | list[int]], *, param: str, most: int) -> list[str | list[int]]:
+    """One text, one list of ids, or a list of such."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [[item for item in prompts if isinstance(item, int)]]
+    many = [item for item in prompts if not isinstance(item, int)]
+    if not many or len(many) != len(prompts):
+        raise InvalidPrompt(
+            f"{param} must be a text, a list of token ids, or a list of such; not empty, and ids not beside texts.",
+            param=param,
+        )
+    if len(many) > most:
+        raise InvalidPrompt(f"There are {len(many)} prompts; a request may bring {most}.", param=param)
+    return many

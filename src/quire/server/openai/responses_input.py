@@ -1,0 +1,261 @@
+"""What a client of /v1/responses asks for, as a chat. Nothing is stored here, so all of it must be in the request.
+
+The body of POST /v1/responses.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from msgspec import UNSET, Struct
+
+from quire.core.errors import InvalidParameter, InvalidPrompt, shown
+from quire.server.chat.messages import MessageBuilder
+from quire.server.chat.prompt import check_function
+from quire.server.openai.schema import (
+    CarriedBody,
+    ChatBody,
+    ChosenTools,
+    Count,
+    FunctionName,
+    Json,
+    NamedSchema,
+    NumLogprobs,
+    Refused,
+    ResponseFormat,
+    carried,
+)
+
+
+class TextFormat(Struct, kw_only=True):
+    """What shape the text has: free, JSON, or JSON after a schema."""
+
+    type: str
+    name: str | None = None
+    schema: Json = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextOptions(Struct, kw_only=True):
+    """About the text of an answer."""
+
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class Reasoning(Struct, kw_only=True):
+    """How much a model is to think, and what it tells of it."""
+
+    effort: str | None = None
+    summary: str | None = None
+
+
+class ResponsesBody(CarriedBody, kw_only=True):
+    """A turn that is wanted, after a text or a row of items."""
+
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "response_format": "use text.format",
+        "max_tokens": "use max_output_tokens",
+        "max_completion_tokens": "use max_output_tokens",
+    }
+
+    input: str | list[dict[str, Json]]
+    instructions: str | None = None
+    tools: list[dict[str, Json]] | None = None
+    tool_choice: str | dict[str, Json] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    max_output_tokens: Count | None = None
+    max_tool_calls: Count | None = None
+    reasoning: Reasoning | None = None
+    truncation: str | None = None
+    include: Json = None
+    top_logprobs: NumLogprobs | None = None
+    metadata: dict[str, Json] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    user: str | None = None
+    previous_response_id: str | None = None
+    conversation: Json = None
+    prompt: Json = None
+    background: bool | None = None
+    response_format: Refused = None
+    max_tokens: Refused = None
+    max_completion_tokens: Refused = None
+
+
+NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "response_format.json_schema.schema": "text.format.schema",
+}
+_SHAPE = '{"type": "function", "name": …, "parameters": {…}}'
+_STORED = ("previous_response_id", "conversation", "prompt", "background")
+_SCORES = "message.output_text.logprobs"
+_ROLES = ("user", "assistant", "system", "developer")
+_TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "reasoning_text": "text", "summary_text": "text",
+          "refusal": "refusal"}  # fmt: skip
+
+
+def as_chat(body: ResponsesBody) -> ChatBody:
+    """The same question to /v1/chat/completions."""
+    for name in _STORED:
+        if getattr(body, name):
+            raise InvalidParameter(
+                f"{name} needs responses that are stored, and this server stores none: send the whole conversation "
+                f"as input.",
+                param=name,
+            )
+    if body.truncation not in (None, "auto", "disabled"):
+        raise InvalidParameter(
+            f"truncation is {shown(body.truncation)}; it may be 'auto' or 'disabled'.", param="truncation"
+        )
+    _check_scores(body)
+    return ChatBody(
+        **carried(body),
+        messages=_messages(body),
+        tools=[{"type": "function", "function": _function(tool)} for tool in kept_tools(body)] or None,
+        tool_choice=_tool_choice(body),
+        parallel_tool_calls=body.parallel_tool_calls,
+        max_tokens=UNSET if body.max_output_tokens is None else body.max_output_tokens,
+        reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
+        response_format=_response_format(None if body.text is None else body.text.format),
+    )
+
+
+def _check_scores(body: ResponsesBody) -> None:
+    asked = {
+        "top_logprobs": bool(body.top_logprobs),
+        "include": isinstance(body.include, list) and _SCORES in body.include,
+    }
+    for name, wanted in asked.items():
+        if wanted:
+            raise InvalidParameter(
+                f"{name} asks for log-probabilities, which responses do not tell here; use /v1/chat/completions with "
+                f"logprobs.",
+                param=name,
+            )
+
+
+def kept_tools(body: ResponsesBody) -> list[dict[str, Json]]:
+    """The functions. Tools of other kinds run at OpenAI; a client that offers them can do without."""
+    functions = []
+    for place, tool in enumerate(body.tools or []):
+        if tool.get("type") == "function":
+            check_function(tool.get("name"), tool.get("parameters"), f"tools[{place}]", _SHAPE, "parameters")
+            functions.append(tool)
+    choice = body.tool_choice
+    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+        return functions
+    listed = choice.get("tools")
+    allowed = [tool for tool in listed if isinstance(tool, dict)] if isinstance(listed, list) else []
+    names = {
+        name
+        for tool in allowed
+        if tool.get("type", "function") == "function" and isinstance(name := tool.get("name"), str)
+    }
+    if missing := names.difference(tool["name"] for tool in functions):
+        unknown = shown(min(missing))
+        raise InvalidParameter(f"tool_choice allows {unknown}, which is not among tools.", param="tool_choice")
+    return [tool for tool in functions if tool["name"] in names]
+
+
+def _function(tool: Mapping[str, Json]) -> dict[str, Json]:
+    """As chat completions know it."""
+    named = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
+    return {**named, "strict": True} if tool.get("strict") is True else named
+
+
+def _tool_choice(body: ResponsesBody) -> str | ChosenTools | None:
+    choice = body.tool_choice
+    if not isinstance(choice, dict):
+        return choice
+    kind, name, mode = choice.get("type"), choice.get("name"), choice.get("mode")
+    if kind == "function" and isinstance(name, str):
+        return ChosenTools(function=FunctionName(name=name))
+    if kind == "allowed_tools" and isinstance(mode, str):
+        return mode
+    if isinstance(kind, str) and kind not in ("function", "allowed_tools"):
+        return None  # a tool of another kind, and those are left out
+    raise InvalidParameter(
+        f"tool_choice is {shown(choice)}; it may be 'none', 'auto', 'required', "
+        f'{{"type": "function", "name": …}} or {{"type": "allowed_tools", "mode": …, "tools": […]}}.',
+        param="tool_choice",
+    )
+
+
+def _response_format(wanted: TextFormat | None) -> ResponseFormat | None:
+    if wanted is None:
+        return None
+    if wanted.type == "json_schema":
+        return ResponseFormat(type="json_schema", json_schema=NamedSchema(name=wanted.name, schema=wanted.schema))
+    return ResponseFormat(type=wanted.type, schema=wanted.schema)
+
+
+def _messages(body: ResponsesBody) -> list[dict[str, Json]]:
+    conversation = MessageBuilder()
+    if body.instructions:
+        conversation.say("system", body.instructions)
+    if isinstance(body.input, str):
+        conversation.say("user", body.input)
+    else:
+        for place, item in enumerate(body.input):
+            _tell(item, f"input[{place}]", conversation)
+    messages = conversation.messages()
+    if not messages:
+        raise InvalidPrompt("input is empty: there is nothing to answer.", param="input")
+    return messages
+
+
+def _tell(item: Mapping[str, Json], where: str, conversation: MessageBuilder) -> None:
+    kind = item.get("type") or "message"
+    match kind:
+        case "message":
+            role = item.get("role")
+            if role not in _ROLES:
+                raise _refused(f"{where}.role is {shown(role)}; it may be one of {', '.join(_ROLES)}", where)
+            conversation.say(role, _text(item.get("content"), f"{where}.content"))
+        case "function_call":
+            name, arguments = _word(item, "name", where), _word(item, "arguments", where)
+            conversation.call(_word(item, "call_id", where), name, arguments)
+        case "function_call_output":
+            conversation.result(_word(item, "call_id", where), _text(item.get("output"), f"{where}.output"))
+        case "reasoning":
+            if thought := _text(item.get("content") or item.get("summary") or "", f"{where}.content"):
+                conversation.think(thought)
+        case "item_reference":
+            raise _refused(f"{where} refers to an item that would be stored, and this server stores none", where)
+        case _:
+            raise _refused(
+                f"{where}.type is {shown(kind)}; served here are message, function_call, function_call_output "
+                f"and reasoning",
+                where,
+            )
+
+
+def _text(content: Json, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise _refused(f"{where} must be a text or a list of parts, not {shown(content)}", where)
+    return "\n".join(_part(part, f"{where}[{place}]") for place, part in enumerate(content))
+
+
+def _part(part: Json, where: str) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    text = part.get(_TEXTS[kind]) if isinstance(kind, str) and kind in _TEXTS else None
+    if not isinstance(text, str):
+        raise _refused(f"{where} must hold text, not {shown(part)}: this model reads text only", where)
+    return text
+
+
+def _word(item: Mapping[str, Json], name: str, where: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise _refused(f"{where}.{name} must be a text, not {shown(value)}", where)
+    return value
+
+
+def _refused(why: str, where: str) -> InvalidPrompt:
+    return InvalidPrompt(f"{why}.", param=where)

@@ -1,0 +1,310 @@
+"""What chat and completion bodies have in common: how to sample, on which terms, how to answer.
+
+The names are those of `SamplingParams` and `Terms`, which check the ranges; the types are checked here.
+
+The body of POST /v1/embeddings.
+
+Fields of other servers and other years that would change what a client gets, and what took their place.
+
+Whoever sends one is told, by name: an answer that is silently unconstrained would be worse than none.
+
+The body of POST /v1/chat/completions.
+
+The body of POST /v1/completions.
+
+The bodies of /tokenize, /detokenize and /apply-template.
+
+What every chat-like body takes by chat's own names: how to sample, and on which terms.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from quire.core.errors import InvalidParameter
+
+Dimensions = Annotated[int, Meta(extra_json_schema={"minimum": 1, "maximum": 65536})]
+EncodingFormat = Annotated[str, Meta(extra_json_schema={"enum": ["float", "base64"]})]
+
+
+class EmbeddingBody(Struct, kw_only=True):
+    """One text or many, each as it is or as token ids. Unknown fields are let through."""
+
+    input: str | list[str | int | list[int]]
+    model: str | None = None
+    encoding_format: EncodingFormat | None = None
+    dimensions: Dimensions | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    timeout_s: float | None = None
+
+
+Refused = Annotated[Any, Meta(extra_json_schema={"deprecated": True})]
+_NOTHING: tuple[object, ...] = ("", [])  # {} is a schema: any JSON
+
+REPLACEMENTS: Mapping[str, str] = {
+    "guided_json": 'use response_format, or structured_outputs: {"json": …}',
+    "guided_regex": 'use structured_outputs: {"regex": …}',
+    "guided_choice": 'use structured_outputs: {"choice": […]}',
+    "guided_grammar": 'use structured_outputs: {"grammar": …}',
+    "guided_json_object": 'use response_format: {"type": "json_object"}',
+    "guided_decoding_backend": "leave it away: the server chooses",
+    "guided_whitespace_pattern": "leave it away: the server chooses",
+    "structural_tag": "use tools, or structured_outputs",
+    "json_schema": 'use response_format: {"type": "json_schema", "json_schema": …}',
+    "regex": 'use structured_outputs: {"regex": …}',
+    "ebnf": 'use structured_outputs: {"grammar": …} with a Lark grammar',
+    "grammar": 'use structured_outputs: {"grammar": …}',
+    "functions": "use tools",
+    "function_call": "use tool_choice",
+    "suffix": "send the text that comes after as part of the prompt",
+    "logits_processors": "use logit_bias, bad_words or allowed_token_ids",
+}
+
+
+class Legacy(Struct, kw_only=True):
+    """Known, and refused unless they ask for nothing."""
+
+    elsewhere: ClassVar[Mapping[str, str]] = {}  # fields of other bodies alone, and what they are called in this one
+
+    guided_json: Refused = None
+    guided_regex: Refused = None
+    guided_choice: Refused = None
+    guided_grammar: Refused = None
+    guided_json_object: Refused = None
+    guided_decoding_backend: Refused = None
+    guided_whitespace_pattern: Refused = None
+    structural_tag: Refused = None
+    json_schema: Refused = None
+    regex: Refused = None
+    ebnf: Refused = None
+    grammar: Refused = None
+    functions: Refused = None
+    function_call: Refused = None
+    suffix: Refused = None
+    logits_processors: Refused = None
+
+
+def refuse_legacy(body: Legacy) -> None:
+    for name, instead in (*REPLACEMENTS.items(), *body.elsewhere.items()):
+        value = getattr(body, name)
+        if name == "function_call" and value == "none":
+            continue  # no call is wanted, and without functions none could come
+        if value is not None and value is not False and value not in _NOTHING:
+            raise InvalidParameter(f"{name} is not served here; {instead}.", param=name)
+
+
+Json = Any  # whatever JSON can say
+
+# Ranges are for whoever reads the schema: `SamplingParams` refuses with better words.
+Count = Annotated[int, Meta(extra_json_schema={"minimum": 0, "maximum": 2**31 - 1})]
+AtLeastOne = Annotated[int, Meta(extra_json_schema={"minimum": 1, "maximum": 128})]
+Temperature = Annotated[float, Meta(extra_json_schema={"minimum": 0, "maximum": 100})]
+Share = Annotated[float, Meta(extra_json_schema={"minimum": 0, "maximum": 1})]
+Penalty = Annotated[float, Meta(extra_json_schema={"minimum": -2, "maximum": 2})]
+NumLogprobs = Annotated[int, Meta(extra_json_schema={"minimum": 0, "maximum": 100})]
+
+
+class StreamOptions(Struct, kw_only=True):
+    """What a stream tells besides text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class NamedSchema(Struct, kw_only=True):
+    """A JSON schema and the name that OpenAI gives it."""
+
+    name: str | None = None
+    schema: Json = None
+
+
+class ResponseFormat(Struct, kw_only=True):
+    """OpenAI's way to ask for JSON."""
+
+    type: str
+    json_schema: NamedSchema | None = None
+    schema: Json = None
+
+
+class StructuredOutputs(Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's way to ask for anything a grammar can say. Exactly one of the first five; the others are its options."""
+
+    json: Json = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    structural_tag: Json = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    disable_fallback: bool | None = None
+
+
+class SamplingBody(Legacy, kw_only=True):
+    """Null means that nothing was said; unknown fields are let through."""
+
+    model: str | None = None
+    n: AtLeastOne | None = None
+    best_of: AtLeastOne | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: int | None = None
+    min_p: Share | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    max_tokens: Count | UnsetType | None = UNSET
+    min_tokens: Count | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    seed: int | None = None
+    logit_bias: dict[int, float] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    prompt_logprobs: NumLogprobs | None = None
+    use_beam_search: bool | None = None
+    beam_width: AtLeastOne | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None
+    truncate_prompt_tokens: int | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    timeout_s: float | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    echo: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+
+class FunctionName(Struct, kw_only=True):
+    """Which function is meant."""
+
+    name: str
+
+
+class AllowedTool(Struct, kw_only=True):
+    """One of the tools, by its name."""
+
+    function: FunctionName
+    type: str = "function"
+
+
+class AllowedTools(Struct, kw_only=True):
+    """Which tools may be called, and whether one must be."""
+
+    mode: str
+    tools: list[AllowedTool]
+
+
+class ChosenTools(Struct, kw_only=True):
+    """The choice of one tool by its name (type function), or of some of them (allowed_tools)."""
+
+    type: str = "function"
+    function: FunctionName | None = None
+    allowed_tools: AllowedTools | None = None
+
+
+class ChatBody(SamplingBody, kw_only=True):
+    """A conversation that is to go on."""
+
+    messages: list[dict[str, Json]]
+    tools: list[dict[str, Json]] | None = None
+    documents: list[Json] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Json] | None = None
+    reasoning_effort: str | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: NumLogprobs | None = None
+    tool_choice: str | ChosenTools | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+
+
+class CompletionBody(SamplingBody, kw_only=True):
+    """One prompt or many, each a text or a list of token ids."""
+
+    prompt: str | list[str | int | list[int]]
+    logprobs: NumLogprobs | None = None
+    add_special_tokens: bool | None = None
+
+
+class ApplyTemplateBody(Struct, kw_only=True):
+    """A conversation whose text is wanted."""
+
+    messages: list[dict[str, Json]]
+    model: str | None = None
+    tools: list[dict[str, Json]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Json] | None = None
+
+
+class TokenizeBody(Struct, kw_only=True):
+    """A text, or a conversation, whose tokens are wanted."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Json]] | None = None
+    tools: list[dict[str, Json]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Json] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Struct, kw_only=True):
+    """Tokens whose text is wanted."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+class CarriedBody(Legacy, kw_only=True):
+    """Null means that nothing was said; unknown fields are let through."""
+
+    model: str | None = None
+    stream: bool | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: int | None = None
+    min_p: Share | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    min_tokens: Count | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    seed: int | None = None
+    logit_bias: dict[int, float] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    timeout_s: float | None = None
+    chat_template_kwargs: dict[str, Json] | None = None
+
+
+_NAMES = tuple(name for name in CarriedBody.__struct_fields__ if name not in Legacy.__struct_fields__)
+
+
+def carried(body: Struct) -> dict[str, Json]:
+    """Those fields, for a body of another kind."""
+    return {name: getattr(body, name) for name in _NAMES}

@@ -1,0 +1,274 @@
+"""A server's life on one event loop: it listens, starts an engine, lets people in, drains, and ends.
+
+The socket answers from the first moment: until the engine is there, with 503 and when to come back. A first SIGTERM
+drains: nobody new comes in, whoever is inside is served to the end or to the timeout. A second one, or Ctrl-C, ends it.
+
+One line now and then on how the server does; nothing while it does nothing.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import FrameType
+from typing import Any, Protocol
+
+import uvicorn
+import uvloop
+from starlette.types import ASGIApp
+
+from quire.config import MOST_SEATS, EngineConfig
+from quire.core.errors import QuireError
+from quire.core.process import keep_for_good
+from quire.engine.open_model import OpenedModel
+from quire.engine.startup import StartupPhase
+from quire.engine.stats import EngineInfo
+from quire.output_parsing.reasoning import ReasoningTags
+from quire.output_parsing.tool_formats import ToolFormat
+from quire.server.app import Application, make_app
+from quire.server.async_engine import AsyncEngine, FinishedRequest
+from quire.server.context import ServedModel, ServerState, served_from
+from quire.server.engine_supervisor import Supervisor
+from quire.server.http.admission import AdmissionControl
+from quire.server.http.errors import Stopping
+from quire.server.http.metrics import Metrics
+from quire.server.structured_output import GrammarPrecompiler
+
+EVERY_S = 10.0
+
+
+class StatusLine:
+    """Compares what was counted with what was counted before."""
+
+    def __init__(self, service: AsyncEngine, metrics: Metrics, clock: Callable[[], float]) -> None:
+        self._service = service
+        self._metrics = metrics
+        self._clock = clock
+        self._before = self._counts()
+        self._before_s = clock()
+
+    async def tell(self, write: Callable[[str], None]) -> None:
+        while True:
+            await asyncio.sleep(EVERY_S)
+            line = self.line()
+            if line is not None:
+                write(line)
+
+    def line(self) -> str | None:
+        """What happened since the last line; None if nothing did."""
+        now, now_s = self._counts(), self._clock()
+        prompt, cached, generated = (new - old for new, old in zip(now, self._before, strict=True))
+        seconds = max(now_s - self._before_s, 1e-3)
+        self._before, self._before_s = now, now_s
+        stats = self._service.stats
+        if stats is None or not (prompt or generated or stats.num_running or stats.num_waiting):
+            return None
+        held = stats.num_blocks - stats.num_free_blocks - stats.num_idle_blocks
+        hits = f" · prefix hit {100 * cached / prompt:.0f} %" if prompt else ""
+        return (
+            f"gen {generated / seconds:,.1f} tok/s · prompt {prompt / seconds:,.0f} tok/s · run {stats.num_running} · "
+            f"wait {stats.num_waiting} · kv {100 * held / max(stats.num_blocks, 1):.0f} %{hits}"
+        )
+
+    def _counts(self) -> tuple[int, int, int]:
+        gauges = self._metrics.engine
+        return gauges.total("prompt_tokens"), gauges.total("cached_tokens"), gauges.total("sampled_tokens")
+
+
+_FAREWELL_S = 2  # what a slow client gets to read its last words
+_CANCELLED_AFTER_S = 3  # what then still works for nobody
+_LOOK_S = 0.05
+
+_log = logging.getLogger(__name__)
+
+# The event loop takes one connection from a listening socket in a turn: with one socket, a crowd waits for as many
+# turns as it has heads. These are the same socket, so often.
+_ACCEPTED_AT_ONCE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """What is to be served, and how."""
+
+    opened: OpenedModel
+    config: EngineConfig
+    script: str | None = None
+    aliases: tuple[str, ...] = ()
+    chat_template: str | None = None  # in the place of the model's own
+    tool_format: ToolFormat | None = None  # in the place of what the template shows
+    reasoning_tags: ReasoningTags | None = None
+    max_waiting: int = 1024
+    max_waiting_tokens: int = 4_000_000
+    drain_s: float = 30.0
+    serving: bool = True  # False: a file of requests, none of which is in a hurry
+
+
+def behind_turnstile(config: EngineConfig, max_waiting: int) -> EngineConfig:
+    """The engine's own bound, never met by those whom the turnstile lets in one by one: a burst between two steps waits
+    in the engine even where seats are free."""
+    return replace(config, max_waiting=max_waiting + (config.max_num_seqs or MOST_SEATS))
+
+
+class Tracer(Protocol):
+    """Who follows requests from end to end: `tracing.py`, if it is there."""
+
+    def around(self, app: ASGIApp, house: "Server") -> ASGIApp: ...
+
+    def finished(self, end: FinishedRequest) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ServerObservers:
+    """Who is told how it goes."""
+
+    phase: Callable[[StartupPhase], None]
+    ready: Callable[[ServedModel, EngineInfo], None]
+    status: Callable[[str], None]
+    tracer: Tracer | None = None
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn, but for how it ends."""
+
+    def __init__(self, config: uvicorn.Config, service: AsyncEngine, drain_s: float) -> None:
+        super().__init__(config)
+        self._service = service
+        self._drain_s = drain_s
+        self._loop = asyncio.get_running_loop()
+        self._draining: asyncio.Task[None] | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if sig == signal.SIGTERM and not self._service.draining:
+            self._service.draining = True
+            self._loop.call_soon_threadsafe(self._begin_draining)
+            return
+        self._loop.call_soon_threadsafe(self._end)
+
+    def _begin_draining(self) -> None:
+        self._draining = asyncio.ensure_future(self._drain())
+
+    async def _drain(self) -> None:
+        _log.info("draining: %d requests are open", self._service.num_calls)
+        deadline_s = time.monotonic() + self._drain_s
+        while self._service.num_calls and time.monotonic() < deadline_s:
+            await asyncio.sleep(_LOOK_S)
+        self._end()
+
+    def _end(self) -> None:
+        """Whoever still waits for text is told so."""
+        self._service.draining = True
+        self._service.dismiss(Stopping)
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        farewell = self._loop.call_later(_FAREWELL_S, self._hang_up)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            farewell.cancel()
+
+    def _hang_up(self) -> None:
+        """Whose answer is unread by now has left, as far as anybody can tell: uvicorn would log a stack for each."""
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
+
+class Server:
+    """Everything of one server, on a running event loop."""
+
+    def __init__(self, plan: ServerConfig, listeners: ServerObservers) -> None:
+        self._plan = plan
+        self._listeners = listeners
+        clock = time.monotonic
+        self.service = AsyncEngine(plan.opened.tokenizer, clock)
+        config = behind_turnstile(plan.config, plan.max_waiting)
+        self.supervisor = Supervisor(
+            config, plan.script, self.service, clock=clock, phase=listeners.phase, serving=plan.serving
+        )
+        turnstile = AdmissionControl(
+            self.service,
+            lambda: self.supervisor.health,
+            max_waiting=plan.max_waiting,
+            max_waiting_tokens=plan.max_waiting_tokens,
+        )
+        self.metrics = Metrics(lambda: self.service.stats, clock)
+        self.metrics.engine.num_restarts = lambda: self.supervisor.num_restarts
+        self.metrics.engine.memory = lambda: None if self.service.facts is None else self.service.facts.memory
+        self.service.finished = self._note_end
+        self.service.progressed = self.metrics.progressed
+        self.service.lost = self.metrics.engine.note_loss
+        self.desk = ServerState(self.service, self.supervisor, turnstile, self.metrics)
+        self.app = make_app(self.desk)
+
+    def _note_end(self, end: FinishedRequest) -> None:
+        self.metrics.finished(end)
+        if self._listeners.tracer is not None:
+            self._listeners.tracer.finished(end)
+
+    async def keep(self) -> None:
+        """Start the engine and keep one running. Ends only with an error."""
+        plan = self._plan
+        opened = plan.opened
+        constrainer = GrammarPrecompiler(opened.tokenizer, opened.end_ids, opened.checkpoint.spec.vocab_size)
+        constrainer.warm()  # while the engine loads
+        facts = await self.supervisor.first_start()
+        self.desk.known = served_from(
+            opened,
+            facts,
+            constrainer,
+            aliases=plan.aliases,
+            chat_template=plan.chat_template,
+            tool_format=plan.tool_format,
+            reasoning_tags=plan.reasoning_tags,
+        )
+        keep_for_good()
+        self._listeners.ready(self.desk.known, facts)
+        status = StatusLine(self.service, self.metrics, time.monotonic)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(status.tell(self._listeners.status))
+            tasks.create_task(self.supervisor.watch())
+
+
+def serve_until_told(
+    plan: ServerConfig,
+    listeners: ServerObservers,
+    listening: socket.socket,
+    secure: Callable[[Application, Metrics], ASGIApp],
+    settings: Callable[[ASGIApp], dict[str, Any]],
+) -> None:
+    """Until a signal. A `QuireError` says why the engine could not be started, or not be kept."""
+
+    async def life() -> None:
+        house = Server(plan, listeners)
+        app = secure(house.app, house.metrics)
+        if listeners.tracer is not None:
+            app = listeners.tracer.around(app, house)
+        config = uvicorn.Config(lifespan="off", timeout_graceful_shutdown=_CANCELLED_AFTER_S, **settings(app))
+        server = DrainingServer(config, house.service, plan.drain_s)
+        keeping = asyncio.create_task(house.keep())
+        keeping.add_done_callback(lambda _: setattr(server, "should_exit", True))
+        try:
+            await server.serve(sockets=[listening, *(listening.dup() for _ in range(_ACCEPTED_AT_ONCE - 1))])
+        finally:
+            keeping.cancel()  # first: an engine that is ended now has not failed
+            await house.supervisor.stop()
+            with contextlib.suppress(asyncio.CancelledError):
+                await first_error(keeping)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(life())
+
+
+async def first_error(task: "asyncio.Task[None]") -> None:
+    """Until a task is over. Of the errors that its own tasks had, the first one that a user is told."""
+    try:
+        await task
+    except* QuireError as errors:
+        first: BaseException = errors
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        raise first from None

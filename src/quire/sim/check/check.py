@@ -1,0 +1,150 @@
+"""`quire check`: random worlds through the shipped scheduler against the exact oracle, audited at every step."""
+
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise, product
+from typing import BinaryIO
+
+from quire.core.step import Runner
+from quire.sched.journal.recorder import JournaledScheduler
+from quire.sim.check.trial import Body, CheckRun
+from quire.sim.check.world import VOCAB_SIZE, Scenario, ScenarioEvent, draw_world
+from quire.sim.runners import OracleRunner
+
+Pair = tuple[ScenarioEvent, ScenarioEvent]
+
+_ARRIVALS = frozenset(event for event in ScenarioEvent if event.value.startswith("arrive"))
+
+
+def possible_pairs() -> frozenset[Pair]:
+    """What may follow what: only an arrival overflows the queue, and draining begins just before the last arrival."""
+    return frozenset(
+        (one, other)
+        for one, other in product(ScenarioEvent, ScenarioEvent)
+        if (other is not ScenarioEvent.OVERFLOW or one in _ARRIVALS)
+        and (one is not ScenarioEvent.DRAIN or other in _ARRIVALS)
+    )
+
+
+def numpy_oracle(world: Scenario) -> Runner:
+    return OracleRunner(world.num_blocks, world.block_size, VOCAB_SIZE, world.num_host_blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """A world in which a law broke. The trial's seed alone brings it back; the world is for people."""
+
+    trial_seed: int
+    world: str
+    message: str
+
+
+@dataclass(slots=True)
+class CheckReport:
+    """What a check saw."""
+
+    seed: int
+    steps: int = 0
+    trials: int = 0
+    preemptions: int = 0
+    events: Counter[ScenarioEvent] = field(default_factory=Counter)
+    pairs: set[Pair] = field(default_factory=set)  # one came right after the other
+    violations: list[Violation] = field(default_factory=list)
+
+    def add(self, other: "CheckReport") -> None:
+        """Take in what another run of the same check saw."""
+        self.steps += other.steps
+        self.trials += other.trials
+        self.preemptions += other.preemptions
+        self.events += other.events
+        self.pairs |= other.pairs
+        self.violations += other.violations
+
+    def to_json(self) -> str:
+        """All of it in one line, for whoever adds it up."""
+        plain = {
+            "seed": self.seed,
+            "steps": self.steps,
+            "trials": self.trials,
+            "preemptions": self.preemptions,
+            "events": {event.value: count for event, count in self.events.items()},
+            "pairs": [(one.value, other.value) for one, other in self.pairs],
+            "violations": [(each.trial_seed, each.world, each.message) for each in self.violations],
+        }
+        return json.dumps(plain)
+
+
+def read_report(line: str) -> CheckReport:
+    """What `to_json` wrote."""
+    plain = json.loads(line)
+    return CheckReport(
+        plain["seed"],
+        plain["steps"],
+        plain["trials"],
+        plain["preemptions"],
+        Counter({ScenarioEvent(event): count for event, count in plain["events"].items()}),
+        {(ScenarioEvent(one), ScenarioEvent(other)) for one, other in plain["pairs"]},
+        [Violation(*each) for each in plain["violations"]],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class CheckShard:
+    """One of several runs that share the worlds of a check: it takes every `stride`-th."""
+
+    first: int = 0
+    stride: int = 1
+
+
+def trial_seeds(seed: int, part: CheckShard) -> Iterator[int]:
+    """The seeds of a check's worlds."""
+    number = part.first
+    while True:
+        yield seed * 1_000_003 + number
+        number += part.stride
+
+
+def check(
+    num_steps: int,
+    seed: int,
+    *,
+    body: Body = numpy_oracle,
+    min_tokens: bool = True,
+    progress: Callable[[int], None] = lambda steps: None,
+    part: CheckShard | None = None,
+) -> CheckReport:
+    """Run random worlds until so many steps have been audited."""
+    report = CheckReport(seed)
+    seeds = trial_seeds(seed, part or CheckShard())
+    while report.steps < num_steps:
+        run_trial(next(seeds), report, body, min_tokens=min_tokens)
+        progress(report.steps)
+    return report
+
+
+def run_trial(
+    trial_seed: int,
+    report: CheckReport,
+    body: Body = numpy_oracle,
+    *,
+    min_tokens: bool = True,
+    journal: BinaryIO | None = None,
+) -> None:
+    """Run one world by its seed and add what it showed to the report. The journal is closed at the end."""
+    dice = random.Random(trial_seed)
+    world = draw_world(dice, min_tokens=min_tokens)
+    trial = CheckRun(world, dice, body, journal)
+    try:
+        trial.run()
+    except Exception as broken:  # whatever escapes from a legal workload is a violation
+        report.violations.append(Violation(trial_seed, str(world), f"{type(broken).__name__}: {broken}"))
+    if isinstance(trial.scheduler, JournaledScheduler):
+        trial.scheduler.journal.close()
+    report.trials += 1
+    report.steps += max(trial.steps, 1)
+    report.preemptions += trial.scheduler.state.tally.preemptions
+    report.events += trial.event_counts
+    report.pairs |= set(pairwise(trial.events))

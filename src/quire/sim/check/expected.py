@@ -1,0 +1,124 @@
+"""What each request must come to, from the closed form: the judge of `quire check`.
+
+Beam search written down plainly, as Hugging Face defines it: the judge of the shipped one. Slow on purpose.
+
+It shares no line with `sched/beam_search.py`: whole hypotheses in lists, every token that could be among the best
+considered in every step, every sum taken anew from the oracle's closed form. Scores are whole numbers of 1 / 1024
+until they are normalised.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from quire.core.ids import IntArray
+from quire.core.oracle import DEFICITS_PER_UNIT, continuation, deficit, pooled, total
+from quire.core.request import BeamParams, EarlyStopping, Request
+from quire.core.step import FinishReason
+
+
+class ReferenceHypothesis(NamedTuple):
+    """What was generated, and the sum of its log-probabilities in units of 1 / 1024."""
+
+    tokens: list[int]
+    score: int
+
+
+def search(request: Request, vocab_size: int) -> list[list[int]]:
+    """The best finished hypotheses, best first: of equals the one that was finished earlier."""
+    params, ends = request.beam, set(request.sampling.end_ids)
+    assert params is not None, request
+    num_best = params.width * max(2, 1 + len(ends))
+    num_ranks = min(vocab_size, num_best + len(ends))  # of one beam: what comes later is among the best of no step
+    running = [ReferenceHypothesis([], 0)]
+    finished: list[ReferenceHypothesis] = []
+    while running and not _is_over(running, finished, params, request.max_tokens):
+        everything = [longer for one in running for longer in _continue(one, request.prompt, vocab_size, num_ranks)]
+        if len(running[0].tokens) < request.sampling.min_tokens:
+            everything = [one for one in everything if one.tokens[-1] not in ends]
+        everything.sort(key=lambda one: -one.score)  # among equals the better beam's
+        best = everything[:num_best]
+        stopped = [one.tokens[-1] in ends or len(one.tokens) == request.max_tokens for one in best]
+        finished += [one for one, stops in list(zip(best, stopped, strict=True))[: params.width] if stops]
+        finished.sort(key=lambda one: -normalised(one.score, len(one.tokens), params))
+        finished = finished[: params.width]
+        running = [one for one, stops in zip(best, stopped, strict=True) if not stops][: params.width]
+    return [one.tokens for one in finished[: params.num_returned]]
+
+
+def finish_reason(tokens: list[int], request: Request) -> FinishReason:
+    return FinishReason.STOP if tokens[-1] in request.sampling.end_ids else FinishReason.LENGTH
+
+
+def normalised(score: int, length: int, params: BeamParams) -> np.float32:
+    """In the float32 of transformers: what is equal there is equal here."""
+    return np.float32(np.float32(score / DEFICITS_PER_UNIT) / np.float32(length**params.length_penalty))
+
+
+def _continue(one: ReferenceHypothesis, prompt: IntArray, vocab_size: int, num_ranks: int) -> list[ReferenceHypothesis]:
+    """With each of the likeliest tokens, likeliest first."""
+    summed = total(np.concatenate([prompt, np.array(one.tokens, dtype=np.int32)]))
+    return [
+        ReferenceHypothesis([*one.tokens, (summed + rank) % vocab_size], one.score - deficit(summed, rank))
+        for rank in range(num_ranks)
+    ]
+
+
+def _is_over(
+    running: list[ReferenceHypothesis], finished: list[ReferenceHypothesis], params: BeamParams, max_tokens: int
+) -> bool:
+    """Whether there are `width` finished ones, and `early_stopping` says that no running one shall replace them."""
+    if len(finished) < params.width:
+        return False
+    if params.width == 1:  # greedy decoding
+        return True
+    length = len(running[0].tokens)
+    match params.early_stopping:
+        case EarlyStopping.WHEN_FULL:
+            return True
+        case EarlyStopping.NEVER if params.length_penalty > 0:  # a longer one would be divided by more
+            length = max_tokens
+    best_to_come = normalised(running[0].score, length, params)
+    worst = finished[-1]
+    return bool(best_to_come <= normalised(worst.score, len(worst.tokens), params))
+
+
+@dataclass(slots=True)
+class ExpectedOutput:
+    """What a sequence must emit, and what it has emitted."""
+
+    tokens: list[int]
+    reason: FinishReason
+    spoken: bool = True  # token by token, as it runs; beams are told at the end
+    heard: list[int] = field(default_factory=list)
+    num_terminal: int = 0
+    pooled: float | None = None  # what the prompt's hidden states must sum up to
+    heard_pooled: float | None = None
+
+    def cut(self, reason: FinishReason) -> None:
+        """It ended early, for this reason: what was heard so far is all that there will be."""
+        self.reason = reason
+        self.tokens = list(self.heard)
+        self.pooled = self.heard_pooled
+
+
+def expect(request: Request, vocab_size: int) -> list[ExpectedOutput]:
+    """One for each of the request's sequences that a client hears of."""
+    if request.beam is not None:
+        found = search(request, vocab_size)
+        return [ExpectedOutput(tokens, finish_reason(tokens, request), spoken=False) for tokens in found]
+    if request.sampling.pooled:
+        return [ExpectedOutput([], FinishReason.STOP, pooled=pooled(request.prompt))]
+    return [_expect_one(request, vocab_size, index) for index in range(request.num_sequences)]
+
+
+def _expect_one(request: Request, vocab_size: int, index: int) -> ExpectedOutput:
+    tokens: list[int] = []
+    for token in continuation(request.prompt, vocab_size, index):
+        tokens.append(token)
+        if token in request.sampling.end_ids and len(tokens) >= request.sampling.min_tokens:
+            return ExpectedOutput(tokens, FinishReason.STOP)
+        if len(tokens) == request.max_tokens:
+            break
+    return ExpectedOutput(tokens, FinishReason.LENGTH)

@@ -1,0 +1,342 @@
+"""One random world, run to rest: the shipped loop, scheduler and cache against the closed form."""
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import BinaryIO
+
+from quire.core.errors import Draining, DuplicateRequest, NeverFits, QueueFull
+from quire.core.events import EventKind, WaitCause
+from quire.core.ids import IntArray, RequestId, SequenceId
+from quire.core.request import RequestGroup, Sequence, SequenceState
+from quire.core.step import FinishReason, Runner, StepLost
+from quire.sched.audit import audit, audit_rest
+from quire.sched.journal.recorder import JournaledScheduler
+from quire.sched.loop import Loop
+from quire.sched.policy import SchedulerSpec
+from quire.sched.queue import lane
+from quire.sched.scheduler import Absorbed, Scheduler
+from quire.sim.check.expected import ExpectedOutput, expect
+from quire.sim.check.faulty_runner import FaultyRunner
+from quire.sim.check.invariants import CounterCheck, audit_contents
+from quire.sim.check.world import VOCAB_SIZE, Scenario, ScenarioEvent, draw_request
+
+Body = Callable[[Scenario], Runner]  # what runs behind the bridge
+_MOST_BROKEN = 20  # steps of one world: with more, nobody would come through a long prompt
+_CONTENTS_EVERY = 16  # turns between two looks at every cached token
+
+
+class CheckRun:
+    """Draws what happens, lets it happen, and checks everything after every turn."""
+
+    def __init__(self, world: Scenario, dice: random.Random, body: Body, journal: BinaryIO | None = None) -> None:
+        self.world = world
+        self.events: list[ScenarioEvent] = []  # in order
+        self.steps = 0
+        self._dice = dice
+        self._now_s = 0.0
+        self.scheduler = _build(world, lambda start, stop: dice.random() < 0.8, journal)
+        self._recounted = CounterCheck(self.scheduler.state)
+        self._chaos = FaultyRunner(lambda: body(world), self.scheduler, world.block_size, self._recounted)
+        self._loop = Loop(self.scheduler, self._chaos, world.depth, lambda: self._now_s)
+        self._expected: dict[SequenceId, ExpectedOutput] = {}
+        self._live: dict[RequestId, tuple[Sequence, ...]] = {}
+        self._past: list[IntArray] = []
+        self._num_arrived = 0
+        self._num_moved = 0
+        self._num_broken = 0
+        self._groups: list[RequestGroup] = []
+        self._tree_seen = (0, 0, -1)
+        self._quiet_turns = 0
+        self._latest_s = 0.0
+        chances = world.chances
+        self._losses = (
+            (ScenarioEvent.LOSE, chances.lose),
+            (ScenarioEvent.DIE, chances.die),
+            (ScenarioEvent.STARVE, chances.starve),
+        )
+
+    def run(self) -> None:
+        """Raise AssertionError at the first violation."""
+        turns = 0
+        while self._num_arrived < self.world.num_requests or not self.scheduler.idle:
+            self._now_s += 0.01
+            before = (self._chaos.num_launched, self.scheduler.state.tally.lost_steps, len(self.events))
+            self._let_happen()
+            self._latest_s = max(self._latest_s, self._now_s)
+            busy = bool(self._live)
+            tally = self.scheduler.state.tally
+            self._chaos.num_preemptions, self._chaos.now_s = tally.preemptions, self._now_s
+            num_lost = tally.lost_steps
+            self._recounted.begin()
+            absorbed = self._loop.turn()
+            self._recounted.end(self._groups)
+            self._note_consequences()
+            stirred = (self._chaos.num_launched, tally.lost_steps, len(self.events))
+            if stirred != before or absorbed is not None:
+                audit(self.scheduler, tree=self._tree_changed() or turns % _CONTENTS_EVERY == 0)
+            if turns % _CONTENTS_EVERY == 0:
+                audit_contents(self.scheduler.kv, self._chaos.body)  # I5, I16
+            turns += 1
+            if absorbed is not None:
+                self.steps += 1
+                self._hear(absorbed)
+            lost = tally.lost_steps > num_lost
+            advanced = absorbed is not None or lost or not busy
+            self._quiet_turns = 0 if advanced else self._quiet_turns + 1
+            window = 200 if self.world.policy.regime.window_s else 0  # the clock may jump back
+            patience = self.world.depth + 2 + window
+            assert self._quiet_turns <= patience, "something waits and nothing advances"  # I13
+        audit_rest(self.scheduler)
+        self._recount()
+        for sequence, expected in self._expected.items():
+            assert expected.num_terminal == 1, f"sequence {sequence} ended {expected.num_terminal} times"  # I12
+
+    def _tree_changed(self) -> bool:
+        """Whether the prefix tree, or what is held of it, is not what it was at the last look."""
+        kv = self.scheduler.kv
+        seen = (kv.pool.num_evictable, kv.pool.num_cached, 0 if kv.tree is None else kv.tree.generation)
+        changed, self._tree_seen = seen != self._tree_seen, seen
+        return changed
+
+    def _recount(self) -> None:
+        """Counters equal a recount, and everybody is done (I10, I18)."""
+        tally, chaos, recounted = self.scheduler.state.tally, self._chaos, self._recounted
+        assert tally.recomputed_tokens == recounted.recomputed_tokens, "recomputed tokens are miscounted"
+        assert tally.forks == recounted.forks, "forks are miscounted"
+        assert tally.seats_taken == recounted.seats_taken, "seats taken are miscounted"
+        assert tally.computed_tokens == chaos.num_tokens, "computed tokens are miscounted"
+        assert tally.moved_blocks == chaos.num_moves, "copies are miscounted"
+        assert tally.padding_tokens == chaos.num_padding, "padding is miscounted"
+        assert tally.lost_steps == chaos.num_launched - chaos.num_absorbed, "lost steps are miscounted"
+        assert tally.preemptions == sum(f.num_preemptions for f in self._groups), "preemptions are miscounted"
+        assigned = [group for group in self._groups if group.was_assigned]
+        assert tally.prompt_tokens == sum(len(f.request.prompt) for f in assigned), "prompt tokens are miscounted"
+        assert tally.cached_tokens == sum(f.num_cached for f in assigned), "cached tokens are miscounted"
+        for group in self._groups:
+            assert group.num_preemptions <= self.world.policy.max_preemptions, f"{group} was preempted too often"
+            assert all(m.state is SequenceState.FINISHED and m.row is None for m in group.sequences), group
+
+    # What happens.
+
+    def _let_happen(self) -> None:
+        dice, chances = self._dice, self.world.chances
+        arrives = self.scheduler.idle or dice.random() < self.world.arrival_chance
+        if arrives and self._num_arrived < self.world.num_requests:
+            self._arrive()
+        if self._live and dice.random() < chances.abort:
+            self._abort(dice.choice(list(self._live)))
+        if self._live and dice.random() < chances.stop:
+            self._stop(dice.choice(list(self._live)))
+        if self._live and dice.random() < chances.duplicate:
+            self._duplicate(dice.choice(list(self._live)))
+        if dice.random() < chances.delay:
+            self._now_s += dice.choice((0.05, 0.5, 3.0))
+            self.events.append(ScenarioEvent.DELAY)
+        if dice.random() < chances.jump:
+            self._now_s += dice.choice((1e6, -5.0, 60.0))
+            self.events.append(ScenarioEvent.JUMP)
+        if dice.random() < chances.reset:
+            self.scheduler.reset_cache()
+            self.events.append(ScenarioEvent.RESET)
+        if dice.random() < chances.shrink and self.scheduler.shrink(dice.randint(1, 4)):
+            self.events.append(ScenarioEvent.SHRINK)
+        self._break_something()
+
+    def _break_something(self) -> None:
+        dice, chances, chaos = self._dice, self.world.chances, self._chaos
+        if dice.random() < chances.poison:
+            chaos.poisons = True
+        for event, chance in self._losses:
+            if self._live and self._num_broken < _MOST_BROKEN and dice.random() < chance:
+                self._num_broken += 1
+                chaos.loses = _loss(event)
+                chaos.loses_early = dice.random() < 0.5
+                self.events.append(event)
+
+    def _arrive(self) -> None:
+        world, dice = self.world, self._dice
+        past = dice.choice(self._past) if self._past and dice.random() < 0.3 else None
+        request = draw_request(dice, world, self._num_arrived, self._now_s, past)
+        self._num_arrived += 1
+        if world.drains and self._num_arrived == world.num_requests:
+            self.scheduler.drain()
+            self.events.append(ScenarioEvent.DRAIN)
+        if request.sampling.pooled:
+            self.events.append(ScenarioEvent.ARRIVE_POOLED)
+        elif request.beam is not None:
+            self.events.append(ScenarioEvent.ARRIVE_BEAMS)
+        elif request.num_sequences > 1:
+            self.events.append(ScenarioEvent.ARRIVE_FAMILY)
+        else:
+            self.events.append(ScenarioEvent.ARRIVE if past is None else ScenarioEvent.ARRIVE_FOLLOWUP)
+        most = world.policy.max_waiting
+        full = most is not None and self.scheduler.num_waiting >= most
+        try:
+            sequences = self.scheduler.add(request, self._now_s)
+        except (QueueFull, Draining, NeverFits) as refused:
+            assert isinstance(refused, Draining) == self.scheduler.draining, refused
+            shrunk = self.scheduler.kv.pool.num_in_service < world.num_blocks
+            assert shrunk or not isinstance(refused, NeverFits), refused
+            self.events.append(ScenarioEvent.OVERFLOW)
+            return
+        assert not full and not self.scheduler.draining, f"{request.id} was accepted by a full or draining engine"
+        self._groups.append(sequences[0].group)
+        self._live[request.id] = sequences
+        outcomes = expect(request, VOCAB_SIZE)
+        for sequence, expected in zip(sequences, outcomes, strict=False):
+            self._expected[sequence.id] = expected
+
+    def _abort(self, request_id: RequestId) -> None:
+        self.events.append(ScenarioEvent.ABORT)
+        sequences = self._live[request_id]
+        heard_of = tuple(sequence for sequence in sequences[0].group.answers if not sequence.finished)
+        ended = self.scheduler.abort(request_id)
+        assert ended == heard_of, f"request {request_id} was aborted: {ended} ended, not {heard_of}"
+        self._end(ended, FinishReason.ABORT)
+        assert self.scheduler.abort(request_id) == (), "an abort is not idempotent"
+        assert all(sequence.finished for sequence in sequences), f"request {request_id} was aborted and goes on"
+
+    def _stop(self, request_id: RequestId) -> None:
+        """The front stops one continuation. It may say so late: when that one was preempted, or waits again."""
+        going_on = [s for s in self._live[request_id] if not s.finished and s.request.beam is None]
+        if going_on:
+            self.events.append(ScenarioEvent.STOP)
+            sequence = self._dice.choice(going_on)
+            assert self.scheduler.finish(sequence, FinishReason.STOP), sequence
+            self._end((sequence,), FinishReason.STOP)
+
+    def _end(self, sequences: tuple[Sequence, ...], reason: FinishReason) -> None:
+        for sequence in sequences:
+            expected = self._expected.get(sequence.id)
+            if expected is not None:
+                expected.cut(reason)
+                self._terminate(sequence)
+        self._forget_finished()
+
+    def _duplicate(self, request_id: RequestId) -> None:
+        self.events.append(ScenarioEvent.DUPLICATE)
+        if request_id not in self.scheduler.state.groups:
+            return
+        try:
+            self.scheduler.add(self._live[request_id][0].request, self._now_s)
+        except DuplicateRequest:
+            return
+        raise AssertionError(f"request {request_id} was accepted twice")
+
+    def _note_consequences(self) -> None:
+        tally = self.scheduler.state.tally
+        if tally.preemptions > self._chaos.num_preemptions:
+            self.events.append(ScenarioEvent.PREEMPT)
+        if tally.moved_blocks > self._num_moved:
+            self._num_moved = tally.moved_blocks
+            self.events.append(ScenarioEvent.DEMOTE)
+        self._check_overtaking()
+
+    def _check_overtaking(self) -> None:
+        """Nobody of the same class, tenant and lane is seated before one who came earlier and could choose (I14)."""
+        fresh, self._chaos.fresh = self._chaos.fresh, []
+        if not fresh:
+            return
+        state = self.scheduler.state
+        waiting = [f for f in state.groups.values() if f in state.room and not _sat_or_followed(f)]
+        for group in fresh:
+            for other in waiting:
+                assert other.order > group.order or not self._alike(group, other), f"{group} overtook {other}"
+
+    def _alike(self, one: RequestGroup, other: RequestGroup) -> bool:
+        long_prompt = self.world.policy.order.long_prompt
+
+        def key(group: RequestGroup) -> tuple[object, ...]:
+            request = group.request
+            return (request.priority, request.tenant, lane(len(request.prompt), long_prompt), request.deadline_s)
+
+        return key(one) == key(other)
+
+    # What is heard.
+
+    def _hear(self, absorbed: Absorbed) -> None:
+        for number, token in zip(absorbed.sequences.tolist(), absorbed.tokens.tolist(), strict=True):
+            expected = self._expected[SequenceId(number)]
+            assert expected.num_terminal == 0, f"sequence {number} spoke after its end"  # I11
+            expected.heard.append(token)
+            right = expected.tokens[: len(expected.heard)]
+            assert expected.heard == right, f"sequence {number}: {expected.heard} is not {right}"
+        for name, total in absorbed.pooled.items():
+            assert self._expected[name].heard_pooled is None, f"sequence {name} was pooled twice"
+            self._expected[name].heard_pooled = float(total[0])
+        for sequence in absorbed.finished:
+            expected = self._expected[sequence.id]
+            self._expect_trouble(sequence, expected)
+            self._terminate(sequence)
+        if absorbed.finished:
+            self._forget_finished()
+
+    def _expect_trouble(self, sequence: Sequence, expected: ExpectedOutput) -> None:
+        """Some may end otherwise than the closed form says, if something went wrong for them."""
+        reason = sequence.finish_reason
+        if reason is FinishReason.EXPIRED:
+            deadline_s = sequence.request.deadline_s
+            assert deadline_s is not None and deadline_s <= self._latest_s and not expected.heard, sequence
+            self.events.append(ScenarioEvent.EXPIRE)
+        elif reason is FinishReason.ERROR:
+            assert self.world.chances.poison, sequence
+            self.events.append(ScenarioEvent.POISON)
+        elif reason is FinishReason.OUT_OF_MEMORY:
+            assert self.world.chances.starve, sequence
+        else:
+            return
+        expected.cut(reason)
+
+    def _terminate(self, sequence: Sequence) -> None:
+        expected = self._expected[sequence.id]
+        expected.num_terminal += 1
+        assert sequence.finish_reason is expected.reason, f"{sequence} ended by {sequence.finish_reason}"
+        told = sequence.tokens[len(sequence.request.prompt) :].tolist()
+        if expected.spoken:
+            assert told == expected.heard, f"{sequence} kept {told}, but {expected.heard} was heard"
+        elif expected.reason in (FinishReason.STOP, FinishReason.LENGTH):
+            expected.heard = told
+        assert expected.heard == expected.tokens, f"{sequence}: {expected.heard} is not {expected.tokens}"
+        pooled = expected.heard_pooled
+        assert pooled == expected.pooled, f"{sequence} was pooled to {pooled}, not {expected.pooled}"
+        self._past.append(sequence.tokens)
+
+    def _forget_finished(self) -> None:
+        for request_id, sequences in tuple(self._live.items()):
+            if all(sequence.finished for sequence in sequences):
+                del self._live[request_id]
+
+    @property
+    def event_counts(self) -> Counter[ScenarioEvent]:
+        return Counter(self.events)
+
+
+def _build(world: Scenario, worth_keeping: Callable[[int, int], bool], journal: BinaryIO | None) -> Scheduler:
+    """The scheduler of a world; if there is a file for it, one that writes down what it was asked."""
+    blueprint = SchedulerSpec(
+        world.num_blocks,
+        world.block_size,
+        world.max_rows,
+        world.max_step_tokens,
+        num_host_blocks=world.num_host_blocks,
+        policy=world.policy,
+    )
+    if journal is not None:
+        return JournaledScheduler(blueprint, journal, worth_keeping)
+    return Scheduler(
+        blueprint.kv(worth_keeping),
+        max_rows=world.max_rows,
+        max_step_tokens=world.max_step_tokens,
+        policy=world.policy,
+    )
+
+
+def _loss(event: ScenarioEvent) -> StepLost:
+    """How a step is lost by an event."""
+    return StepLost(event.value, cache_intact=event is not ScenarioEvent.DIE, too_large=event is ScenarioEvent.STARVE)
+
+
+def _sat_or_followed(group: RequestGroup) -> bool:
+    """Whether it was seated before, or chose to wait for another's prefix."""
+    return any(event.what is EventKind.SEATED or event.cause is WaitCause.PREFIX for event in group.events)

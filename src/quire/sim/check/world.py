@@ -1,0 +1,233 @@
+"""Random settings for `quire check`: a machine, a policy, a workload, and what goes wrong."""
+
+import random
+from dataclasses import dataclass, fields, replace
+from enum import Enum
+
+import numpy as np
+
+from quire.core.ids import IntArray, RequestId
+from quire.core.request import BeamParams, EarlyStopping, Request
+from quire.core.sampling import RowSampling
+from quire.kv.manager import count_blocks
+from quire.sched.policy import REGIMES, Policy
+from quire.sched.queue import OrderPolicy
+from quire.sched.reservation import Overcommit, most_blocks
+
+VOCAB_SIZE = 97
+
+
+class ScenarioEvent(Enum):
+    """The alphabet of events."""
+
+    ARRIVE = "arrive"
+    ARRIVE_FAMILY = "arrive_family"
+    ARRIVE_BEAMS = "arrive_beams"
+    ARRIVE_FOLLOWUP = "arrive_followup"  # the prompt is an earlier conversation, continued
+    ARRIVE_POOLED = "arrive_pooled"  # an embedding is wanted, and no token
+    ABORT = "abort"
+    STOP = "stop"  # a stop string, found by the front
+    DELAY = "delay"  # a result comes late
+    LOSE = "lose"  # a result never comes
+    DIE = "die"  # the worker dies with its memory
+    STARVE = "starve"  # out of device memory in a step
+    POISON = "poison"  # a row's logits are not finite
+    RESET = "reset"  # of the cache
+    SHRINK = "shrink"  # of the pool
+    DUPLICATE = "duplicate"  # an id that is already here
+    OVERFLOW = "overflow"  # the queue is full
+    DRAIN = "drain"
+    JUMP = "jump"  # of the clock
+    EXPIRE = "expire"  # a deadline passed in the queue
+    PREEMPT = "preempt"
+    DEMOTE = "demote"  # blocks moved between tiers
+
+
+@dataclass(frozen=True, slots=True)
+class EventRates:
+    """How likely each trouble is, in every turn."""
+
+    abort: float
+    stop: float
+    delay: float
+    lose: float
+    die: float
+    starve: float
+    poison: float
+    reset: float
+    shrink: float
+    duplicate: float
+    jump: float
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One machine and its workload. The oracle in torch samples, and so knows no `min_tokens`."""
+
+    block_size: int
+    num_blocks: int
+    num_host_blocks: int
+    max_rows: int
+    max_step_tokens: int
+    depth: int
+    policy: Policy
+    num_requests: int
+    max_prompt: int
+    max_output: int
+    arrival_chance: float
+    shared_prefix: IntArray
+    partitions: tuple[str, ...]
+    priorities: tuple[int, ...]
+    tenants: tuple[str, ...]
+    deadlines: bool
+    groups: bool
+    beams: bool
+    embeddings: bool
+    end_ids: tuple[int, ...]
+    min_tokens: bool
+    drains: bool
+    chances: EventRates
+
+
+def draw_world(dice: random.Random, *, min_tokens: bool = True) -> Scenario:
+    """Tiny pools, odd block sizes and all depths are as likely as comfortable ones; most troubles are off in most."""
+    world = _draw_world(dice, min_tokens=min_tokens)
+    pools = int(world.shared_prefix.sum()) % 4 == 0  # without the dice: the worlds of old seeds stay what they were
+    world = replace(world, embeddings=pools)
+    return crowd(world, dice) if dice.random() < 0.4 else world
+
+
+def _draw_world(dice: random.Random, *, min_tokens: bool) -> Scenario:
+    block_size = dice.choice((1, 2, 3, 4, 5, 8, 16, 32))
+    max_prompt = dice.choice((1, 5, 20, 80))
+    max_output = dice.choice((1, 4, 16, 48))
+    max_rows = dice.choice((1, 2, 3, 5, 8, 16))
+    largest = count_blocks(max_prompt + max_output, block_size)
+    regime = REGIMES[dice.choice(("prefix",) * 9 + tuple(REGIMES))]
+    return Scenario(
+        block_size=block_size,
+        num_blocks=largest + dice.choice((0, 0, 1, 2, largest, 4 * largest, max_rows * largest)),
+        num_host_blocks=dice.choice((0, 0, 1, 4, largest)) if regime.prefix else 0,
+        max_rows=max_rows,
+        max_step_tokens=max_rows + dice.choice((0, 1, 3, 7, 31, 255)),
+        depth=dice.choice((0, 1, 2)),
+        policy=_draw_policy(dice).with_regime(regime),
+        num_requests=dice.randint(1, 30),
+        max_prompt=max_prompt,
+        max_output=max_output,
+        arrival_chance=dice.choice((0.05, 0.3, 1.0)),
+        shared_prefix=np.array([dice.randrange(VOCAB_SIZE) for _ in range(max_prompt)], dtype=np.int32),
+        partitions=dice.choice((("",), ("",), ("", "salt"), ("a", "b", "c"))),
+        priorities=dice.choice(((0,), (0,), (0, 1), (-1, 0, 5))),
+        tenants=dice.choice((("",), ("",), ("x", "y"))),
+        deadlines=dice.random() < 0.2,
+        groups=dice.random() < 0.4,
+        beams=dice.random() < 0.3,
+        embeddings=False,
+        end_ids=dice.choice(((), (), (3,), tuple(range(0, VOCAB_SIZE, 7)))),
+        min_tokens=min_tokens,
+        drains=dice.random() < 0.1,
+        chances=EventRates(**{field.name: dice.choice((0.0, 0.0, 0.0, 0.01, 0.1)) for field in fields(EventRates)}),
+    )
+
+
+def crowd(world: Scenario, dice: random.Random) -> Scenario:
+    """The same world with small blocks, more rows than fit the cache, and a policy that takes the risk.
+
+    Most bugs hide where rows fight for blocks.
+    """
+    block_size, max_prompt = min(world.block_size, 5), min(world.max_prompt, 20)
+    max_output, max_rows = max(world.max_output, 16), dice.choice((3, 5, 8))
+    return replace(
+        world,
+        block_size=block_size,
+        max_prompt=max_prompt,
+        max_output=max_output,
+        max_rows=max_rows,
+        max_step_tokens=max_rows + dice.choice((1, 7, 31)),
+        num_blocks=count_blocks(max_prompt + max_output, block_size) + dice.choice((0, 1, 4)),
+        num_requests=max(world.num_requests, 12),
+        arrival_chance=1.0,
+        shared_prefix=world.shared_prefix[:max_prompt],
+        policy=replace(
+            world.policy, stance=Overcommit.OPTIMISTIC, max_preemptions=dice.choice((1, 3)), max_waiting=None
+        ),
+    )
+
+
+def _draw_policy(dice: random.Random) -> Policy:
+    return Policy(
+        order=OrderPolicy(
+            fair=dice.random() < 0.7,
+            weights=dice.choice(({}, {"x": 3.0})),
+            ageing_s=dice.choice((0.0, 1.0, 30.0)),
+            long_prompt=dice.choice((4, 30, 8192)),
+            lane_patience_s=dice.choice((0.0, 2.0, 100.0)),
+        ),
+        stance=dice.choice(tuple(Overcommit)),
+        itl_target_s=dice.choice((None, None, 0.015, 1.0)),
+        max_preemptions=dice.choice((0, 1, 3)),
+        max_waiting=dice.choice((None, None, None, 1, 5)),
+    )
+
+
+def draw_request(dice: random.Random, world: Scenario, number: int, now_s: float, past: IntArray | None) -> Request:
+    """One request that this world can serve. `past` is a conversation that its prompt may continue."""
+    prompt = _draw_prompt(dice, world, past)
+    max_tokens = dice.randint(1, world.max_output)
+    kind = dice.random()
+    num_sequences, beam = 1, None
+    if world.groups and kind < 0.4:
+        num_sequences = dice.randint(2, 4)
+    elif world.beams and kind > 0.6:
+        num_sequences = dice.randint(1, 3)
+        returned = dice.randint(1, num_sequences)
+        beam = BeamParams(num_sequences, dice.choice((0.0, 1.0, 2.0)), dice.choice(tuple(EarlyStopping)), returned)
+    end_ids = world.end_ids if dice.random() < 0.7 else ()
+    min_tokens = 0
+    if world.min_tokens and beam is None:
+        min_tokens = dice.choice((0, 0, max_tokens))
+    elif world.min_tokens and number % 3 == 0:  # without the dice: the worlds of old seeds stay what they were
+        min_tokens = max_tokens // 2
+    request = Request(
+        id=RequestId(number),
+        prompt=prompt,
+        max_tokens=max_tokens,
+        sampling=RowSampling(
+            end_ids=end_ids,
+            min_tokens=min_tokens,
+            num_candidates=0 if beam is None else max(2, 1 + len(set(end_ids))) * beam.width,
+        ),
+        num_sequences=num_sequences,
+        beam=beam,
+        partition=dice.choice(world.partitions),
+        tenant=dice.choice(world.tenants),
+        priority=dice.choice(world.priorities),
+        deadline_s=now_s + dice.choice((0.0, 1.0, 20.0)) if world.deadlines and dice.random() < 0.5 else None,
+    )
+    if world.embeddings and number % 3 == 1:
+        return replace(_alone(request), max_tokens=1, sampling=RowSampling(pooled=True))
+    fits = num_sequences <= world.max_rows and most_blocks(request, world.block_size) <= world.num_blocks
+    return request if fits else _alone(request)
+
+
+def _alone(request: Request) -> Request:
+    """The same without its siblings."""
+    return Request(
+        id=request.id,
+        prompt=request.prompt,
+        max_tokens=request.max_tokens,
+        sampling=RowSampling(end_ids=request.sampling.end_ids, min_tokens=request.sampling.min_tokens),
+        partition=request.partition,
+        tenant=request.tenant,
+        priority=request.priority,
+        deadline_s=request.deadline_s,
+    )
+
+
+def _draw_prompt(dice: random.Random, world: Scenario, past: IntArray | None) -> IntArray:
+    length = dice.randint(1, world.max_prompt)
+    known = past if past is not None else world.shared_prefix
+    num_shared = dice.choice((0, dice.randint(0, length), length))
+    fresh = [dice.randrange(VOCAB_SIZE) for _ in range(length - min(num_shared, len(known)))]
+    return np.concatenate([known[: min(num_shared, length)], np.array(fresh, dtype=np.int32)])

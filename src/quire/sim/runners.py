@@ -1,0 +1,330 @@
+"""How a runner reads plans, in plain Python: seats, leaves, tells, grants and cruising turned into this step's work.
+
+The toy and the oracle share it. The torch runner does the same with tensors; both must agree. Padding is ignored:
+there is nothing here that it could slow down. So is everything that shapes logits: these bodies have none.
+
+The toy: a model whose next token is the sum of all tokens before it, and its index, modulo the vocabulary.
+
+Answers can be computed by hand, so that an engine test needs no model and no KV cache: moves are ignored. Its
+candidates follow from the sum as the oracle's do.
+
+The exact oracle as a runner: real KV slots, and tokens derived from what is read back through the tables.
+
+Plain lists, not arrays: the worlds of `quire check` are small, and a row that cruises writes one slot in a step.
+
+A body for measuring: all rows at once in a few numpy calls, texts of a known length, no model and no cache.
+
+Its model ends every text as soon as it may: a row with end tokens stops with its `min_tokens`-th token. So whoever
+makes a request decides how long its answer is, and the scheduler does not know it.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import accumulate, chain, islice, starmap
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.core.ids import BlockId, FloatArray, IntArray, Row
+from quire.core.moves import MoveRun, Tier, runs
+from quire.core.oracle import candidates, mix
+from quire.core.step import ChunkOutput, FinishedRow, FinishReason, Masks, RowStart, StepPlan, StepResult
+from quire.sched.cost_model import StepShape
+
+
+class SimWork(NamedTuple):
+    """Compute positions [start, stop) of a row's tokens, and give back what `output` names."""
+
+    row: Row
+    start: int
+    stop: int
+    output: ChunkOutput
+
+
+@dataclass(slots=True)
+class SimRow:
+    """A row as the runner sees it."""
+
+    row_start: RowStart
+    tokens: list[int]
+    blocks: list[BlockId] = field(default_factory=list)
+    decoding: bool = False
+    ended: bool = False
+    pooled: int = 0  # the sum of what was computed so far, if it is to be pooled
+
+
+class FinishedStep:
+    """A step that was computed when it was launched."""
+
+    __slots__ = ("_result",)
+
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    def wait(self) -> StepResult:
+        return self._result
+
+
+def check_masks(plan: StepPlan, masks: Masks | None) -> dict[Row, IntArray]:
+    """The mask of each row; a plan and its masks must name the same rows."""
+    named = () if masks is None else tuple(masks.rows.tolist())
+    assert named == plan.masked, (named, plan.masked)
+    return {} if masks is None else {Row(row): bits for row, bits in zip(named, masks.bits, strict=True)}
+
+
+def first_allowed(token: int, bits: IntArray, vocab_size: int) -> int:
+    """The first token from this one on, round the vocabulary, that a mask allows; there must be one."""
+    allowed = np.unpackbits(bits.astype("<i4").view(np.uint8), bitorder="little")[:vocab_size]
+    return int((token + np.argmax(np.roll(allowed, -token))) % vocab_size)
+
+
+class SimRows:
+    """The persistent batch of a runner without tensors."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.rows: dict[Row, SimRow] = {}
+        self._vocab_size = vocab_size
+        self._next_step = 0
+
+    def run(
+        self, plan: StepPlan, totals: Callable[[SimWork, SimRow], list[int]], masks: Masks | None = None
+    ) -> FinishedStep:
+        """Carry a plan out, but for its moves. `totals` computes some work and says for each of its positions what the
+        tokens after it follow from, beside the sequence's index: these are the hidden states. Under a mask the next
+        token is the first allowed one from there on."""
+        bits = check_masks(plan, masks)
+        emitted = []
+        ended = []
+        likeliest = {}
+        pooled: dict[Row, FloatArray] = {}
+        for work in self.apply(plan):
+            row = self.rows[work.row]
+            states = totals(work, row)
+            follows = states[-1]
+            if ChunkOutput.SAMPLE in work.output:
+                token = (follows + row.row_start.branch) % self._vocab_size
+                if row.row_start.sampling.masked:
+                    token = first_allowed(token, bits[work.row], self._vocab_size)
+                emitted.append((work.row, token))
+                end = self.emit(work.row, token)
+                if end is not None:
+                    ended.append(end)
+            elif ChunkOutput.POOLED in work.output:
+                row.pooled += sum(states)
+                if work.stop == row.row_start.num_prompt:
+                    row.ended = True
+                    pooled[work.row] = np.array([row.pooled], dtype=np.float32)
+                    ended.append(FinishedRow(work.row, FinishReason.STOP))
+            elif ChunkOutput.CANDIDATES in work.output:
+                likeliest[work.row] = candidates(follows, self._vocab_size, row.row_start.sampling.num_candidates)
+        pairs = np.array(emitted, dtype=np.int32).reshape(-1, 2)
+        return FinishedStep(
+            StepResult(plan.step, pairs[:, 0], pairs[:, 1], tuple(ended), candidates=likeliest, pooled=pooled)
+        )
+
+    def apply(self, plan: StepPlan) -> list[SimWork]:
+        """Follow the differences; what is to be computed now. Cruising rows first, then chunks."""
+        self._follow(plan)
+        paused = set(plan.pauses)
+        work = [
+            SimWork(row, len(assigned.tokens) - 1, len(assigned.tokens), ChunkOutput.SAMPLE)
+            for row, assigned in self.rows.items()
+            if assigned.decoding and not assigned.ended and row not in paused
+        ]
+        assert len(work) <= plan.num_decoding, f"{len(work)} rows cruise, the plan says {plan.num_decoding}"
+        for chunk in plan.chunks:
+            stop = chunk.start + chunk.length
+            assigned = self.rows[chunk.row]
+            samples, host_driven = ChunkOutput.SAMPLE in chunk.output, ChunkOutput.CANDIDATES in chunk.output
+            pooled = ChunkOutput.POOLED in chunk.output
+            assert not assigned.decoding and samples + host_driven + pooled <= 1, chunk
+            assert pooled or (samples or host_driven) == (stop == len(assigned.tokens)), chunk
+            assert pooled == assigned.row_start.sampling.pooled and not assigned.ended, chunk
+            assigned.decoding = samples
+            work.append(SimWork(chunk.row, chunk.start, stop, chunk.output))
+        return work
+
+    def _follow(self, plan: StepPlan) -> None:
+        if plan.reset:
+            self.rows.clear()
+        else:
+            assert plan.step == self._next_step, f"plan {plan.step} came, {self._next_step} was due"
+        assert plan.num_padding >= 0, plan
+        self._next_step = plan.step + 1
+        for row in plan.leaves:
+            del self.rows[row]
+        for row_start in plan.starts:
+            assert row_start.row not in self.rows, f"row {row_start.row} is taken"
+            self.rows[row_start.row] = SimRow(row_start, row_start.tokens.tolist())
+        for tell in plan.tells:
+            assigned = self.rows[tell.row]
+            assert not assigned.decoding, f"row {tell.row} cruises: it finds its tokens itself"
+            assigned.tokens.extend(tell.tokens)
+        for number, block in zip(plan.grants.rows.tolist(), plan.grants.blocks.tolist(), strict=True):
+            self.rows[Row(number)].blocks.append(BlockId(block))
+
+    def emit(self, row: Row, token: int) -> FinishedRow | None:
+        """A row gains a token; how it ended, if it did."""
+        assigned = self.rows[row]
+        assigned.tokens.append(token)
+        generated = len(assigned.tokens) - assigned.row_start.num_prompt
+        if token in assigned.row_start.sampling.end_ids and generated >= assigned.row_start.sampling.min_tokens:
+            reason = FinishReason.STOP
+        elif len(assigned.tokens) == assigned.row_start.max_length:
+            reason = FinishReason.LENGTH
+        else:
+            return None
+        assigned.ended = True
+        return FinishedRow(row, reason)
+
+
+class ToyRunner:
+    """Follows plans and adds up tokens."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._rows = SimRows(vocab_size)
+
+    def launch(self, plan: StepPlan, masks: Masks | None = None) -> FinishedStep:
+        return self._rows.run(plan, self._totals, masks)
+
+    def _totals(self, work: SimWork, row: SimRow) -> list[int]:
+        return list(accumulate(row.tokens[: work.stop]))[work.start :]
+
+
+Slot = tuple[int, int]  # token, position
+
+_EMPTY: Slot = (-1, -1)
+_SPOILED: Slot = (-7, -7)
+
+
+class _OracleRead(NamedTuple):
+    """What a row's slots held, and Σ mix over them."""
+
+    slots: list[Slot]
+    total: int
+
+
+_UNREAD = _OracleRead([], 0)
+
+
+class OracleRunner:
+    """One slot holds (token, position). The next token is (Σ mix over all slots of the row + index) mod V."""
+
+    def __init__(self, num_blocks: int, block_size: int, vocab_size: int, num_host_blocks: int = 0) -> None:
+        self._block_size = block_size
+        self._rows = SimRows(vocab_size)
+        self._stores = {
+            Tier.DEVICE: [[_EMPTY] * block_size for _ in range(num_blocks + 1)],
+            Tier.HOST: [[_EMPTY] * block_size for _ in range(num_host_blocks + 1)],
+        }
+        self._device = self._stores[Tier.DEVICE]
+        self._readings: dict[Row, _OracleRead] = {}  # the last of each row
+
+    def read(self, tier: Tier, blocks: Iterable[int]) -> list[Slot]:
+        """What the slots of some blocks hold, one after the other."""
+        store = self._stores[tier]
+        return list(chain.from_iterable([store[block] for block in blocks]))
+
+    def spoil(self, row: Row) -> None:
+        """What a row whose logits were not finite has written last is not to be trusted."""
+        assigned = self._rows.rows.get(row)
+        if assigned is not None:
+            last = len(assigned.tokens) - (2 if assigned.decoding else 1)  # a tethered row has not heard its next token
+            self._device[assigned.blocks[last // self._block_size]][last % self._block_size] = _SPOILED
+
+    def launch(self, plan: StepPlan, masks: Masks | None = None) -> FinishedStep:
+        for run in runs(plan.moves):
+            self._carry(run)
+        return self._rows.run(plan, self._totals, masks)
+
+    def _carry(self, run: MoveRun) -> None:
+        assert (run.src, run.dst) != (Tier.HOST, Tier.HOST), f"a move inside the host's store: {run}"
+        source, target = self._stores[run.src], self._stores[run.dst]
+        for src, dst in zip(run.sources, run.targets, strict=True):
+            target[dst] = list(source[src])
+
+    def _totals(self, work: SimWork, row: SimRow) -> list[int]:
+        """Write the positions that are computed; then read everything back. Slots before them that read as they did the
+        last time need not be summed again."""
+        device, size = self._device, self._block_size
+        for position in range(work.start, work.stop):
+            device[row.blocks[position // size]][position % size] = row.tokens[position], position
+        read = list(islice(chain.from_iterable([device[block] for block in row.blocks]), work.stop))
+        before = self._readings.get(work.row, _UNREAD)
+        if before.slots != read[: work.start]:
+            before = _UNREAD
+        num_known = len(before.slots)
+        sums = list(accumulate(starmap(mix, read[num_known:]), initial=before.total))
+        self._readings[work.row] = _OracleRead(read, sums[-1])
+        return sums[1 + work.start - num_known :]
+
+
+_UNENDING = 1 << 40
+_VOCAB_SIZE = 1 << 15
+
+
+class _BulkResult(NamedTuple):
+    """Rows that computed, and those of them that emit."""
+
+    cruised: NDArray[np.int64]
+    emitters: IntArray
+
+
+class BulkRunner:
+    """Counts the tokens of every row, and gives each that must speak a token that tells nothing."""
+
+    def __init__(self, max_rows: int) -> None:
+        self.num_computed: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # by row, kept until the next sits
+        self.shape = StepShape()  # of the last step; padding counts as tokens that read nothing
+        self._num_known: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
+        self._stop: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # known tokens at which it stops by itself
+        self._full: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # known tokens at which it is cut off
+        self._decoding: NDArray[np.bool_] = np.zeros(max_rows, dtype=np.bool_)
+
+    def launch(self, plan: StepPlan, masks: Masks | None = None) -> FinishedStep:
+        if plan.reset:
+            self._decoding[:] = False
+        self._decoding[list(plan.leaves)] = False
+        for row_start in plan.starts:
+            self._sit(row_start)
+        assert not plan.tells, "this body knows no beams"
+        emitters = self._work(plan).emitters
+        known = self._num_known[emitters] + 1
+        self._num_known[emitters] = known
+        stopped, full = known >= self._stop[emitters], known >= self._full[emitters]
+        ended = stopped | full
+        self._decoding[emitters[ended]] = False
+        outcomes = tuple(
+            FinishedRow(Row(row), FinishReason.STOP if stops else FinishReason.LENGTH)
+            for row, stops in zip(emitters[ended].tolist(), stopped[ended].tolist(), strict=True)
+        )
+        tokens: IntArray = ((emitters * 7919 + known) % _VOCAB_SIZE).astype(np.int32)
+        return FinishedStep(StepResult(plan.step, emitters, tokens, outcomes))
+
+    def _sit(self, row_start: RowStart) -> None:
+        sampling = row_start.sampling
+        self.num_computed[row_start.row] = 0
+        self._num_known[row_start.row] = len(row_start.tokens)
+        self._full[row_start.row] = row_start.max_length
+        self._stop[row_start.row] = (
+            row_start.num_prompt + max(sampling.min_tokens, 1) if sampling.end_ids else _UNENDING
+        )
+
+    def _work(self, plan: StepPlan) -> _BulkResult:
+        moving = self._decoding
+        if plan.pauses:
+            moving = moving.copy()
+            moving[list(plan.pauses)] = False
+        cruised = np.flatnonzero(moving)
+        self.num_computed[cruised] += 1
+        shape = StepShape(len(cruised), int(self.num_computed[cruised].sum()), plan.num_padding)
+        emitters = [cruised.astype(np.int32)]
+        for chunk in plan.chunks:
+            self.num_computed[chunk.row] = chunk.start + chunk.length
+            shape = shape.with_chunk(chunk.start, chunk.length)
+            if ChunkOutput.SAMPLE in chunk.output:
+                emitters.append(np.array([chunk.row], dtype=np.int32))
+                self._decoding[chunk.row] = True
+        self.shape = shape
+        return _BulkResult(cruised, np.concatenate(emitters))

@@ -1,0 +1,153 @@
+"""A workload through the shipped scheduler on a simulated machine, with the books kept at every step.
+
+The machine is a body without a model, whose clock is a prediction of what steps take, such as a cost table. Planning
+takes no time on it. Memory is counted in token slots, after each plan: *held* are the blocks in tables (a shared one
+once), *promised* those that nobody else can have, *live* the positions that are computed once the step is done.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from quire.core.request import Request
+from quire.core.step import Masks, Pending, StepPlan, StepResult
+from quire.sched.cost_model import StepShape
+from quire.sched.loop import Loop
+from quire.sched.scheduler import Absorbed, Scheduler
+from quire.sim.runners import BulkRunner
+
+_NAP_S = 0.01  # how long an idle machine sleeps if nobody is announced
+
+
+class StepTimePredictor(Protocol):
+    """What each step takes."""
+
+    def predict_s(self, shape: StepShape) -> float: ...
+
+
+class SimulatedArrival(NamedTuple):
+    """A request and when it comes."""
+
+    at_s: float
+    request: Request
+
+
+@dataclass(slots=True)
+class SimulationAccount:
+    """Sums over all steps."""
+
+    steps: int = 0
+    seconds: float = 0.0  # computing
+    finished_s: float = 0.0  # when the last was served
+    rows: int = 0  # computing rows
+    tokens: int = 0  # without padding
+    padding: int = 0
+    held: int = 0
+    reserved: int = 0
+    live: int = 0
+    longest_step_s: float = 0.0  # among those in which somebody decoded
+
+    @property
+    def mean_batch(self) -> float:
+        return self.rows / self.steps
+
+    @property
+    def padding_share(self) -> float:
+        return self.padding / (self.padding + self.tokens)
+
+    @property
+    def waste_held(self) -> float:
+        """The share of the blocks in tables that holds nothing."""
+        return 1 - self.live / self.held
+
+    @property
+    def waste_reserved(self) -> float:
+        """The same, of what is in tables or promised."""
+        return 1 - self.live / (self.held + self.reserved)
+
+
+class Simulation:
+    """One run. `turns` drives it; a caller may look at everything in between."""
+
+    def __init__(
+        self, scheduler: Scheduler, arrivals: Many[SimulatedArrival], times: StepTimePredictor, depth: int = 0
+    ) -> None:
+        self.scheduler = scheduler
+        self.account = SimulationAccount()
+        self.now_s = 0.0
+        self.plan: StepPlan | None = None  # of this turn, if there was one
+        self._arrivals = deque(sorted(arrivals, key=lambda arrival: arrival.at_s))
+        self._times = times
+        self._body = BulkRunner(scheduler.max_rows)
+        self._done_s = 0.0  # when the machine will have done all it was given
+        self._loop = Loop(scheduler, self, depth, lambda: self.now_s)
+
+    def turns(self) -> Iterator[Absorbed | None]:
+        """Turn after turn until everyone is served."""
+        while self._arrivals or not self.scheduler.idle:
+            while self._arrivals and self._arrivals[0].at_s <= self.now_s:
+                self.scheduler.add(self._arrivals.popleft().request, self.now_s)
+            self.plan = None
+            absorbed = self._loop.turn()
+            if absorbed is None and self.plan is None:
+                self._sleep()
+            self.account.finished_s = self.now_s
+            yield absorbed
+
+    def run(self) -> SimulationAccount:
+        for _ in self.turns():
+            pass
+        return self.account
+
+    def launch(self, plan: StepPlan, masks: Masks | None = None) -> Pending:
+        """The ledger is the runner that the loop sees."""
+        self.plan = plan
+        pending = self._body.launch(plan, masks)
+        seconds = self._times.predict_s(self._body.shape)
+        self._done_s = max(self._done_s, self.now_s) + seconds
+        self._write(plan, seconds)
+        return _TimedStep(pending, self._done_s, self._wake)
+
+    def _wake(self, at_s: float) -> None:
+        self.now_s = max(self.now_s, at_s)
+
+    def _sleep(self) -> None:
+        """Until somebody comes; no longer than a nap if somebody is here and waits for a window to pass."""
+        naps = [self._arrivals[0].at_s] if self._arrivals else []
+        if not naps or self.scheduler.state.room:
+            naps.append(self.now_s + _NAP_S)
+        self.now_s = min(naps)
+
+    def _write(self, plan: StepPlan, seconds: float) -> None:
+        account, kv = self.account, self.scheduler.kv
+        lengths = kv.tables.lengths
+        seated = lengths > 0
+        held = (kv.pool.num_in_service - kv.pool.num_free - kv.pool.num_evictable) * kv.block_size
+        slack = int((lengths[seated] * kv.block_size - self._body.num_computed[seated]).sum())
+        account.steps += 1
+        account.seconds += seconds
+        account.rows += plan.num_decoding + len(plan.chunks)
+        account.tokens += plan.num_tokens
+        account.padding += plan.num_padding
+        account.held += held
+        account.reserved += kv.num_reserved * kv.block_size
+        account.live += held - slack
+        if plan.num_decoding:
+            account.longest_step_s = max(account.longest_step_s, seconds)
+
+
+class _TimedStep:
+    """A step under way: whoever waits for it wakes when it is done."""
+
+    __slots__ = ("_done_s", "_pending", "_wake")
+
+    def __init__(self, pending: Pending, done_s: float, wake: Callable[[float], None]) -> None:
+        self._pending = pending
+        self._done_s = done_s
+        self._wake = wake
+
+    def wait(self) -> StepResult:
+        self._wake(self._done_s)
+        return self._pending.wait()

@@ -1,1 +1,0 @@
-"""Floor 2, neutral: what a model says, as events: text, thoughts, calls. Knows no tokens and no requests."""

@@ -1,0 +1,111 @@
+"""Reads recorded workloads: one line per request, whichever of the known forms the file has. Lengths, never text.
+
+The samples of known traces that come with the package. Where they are from: `data/README.md`.
+"""
+
+import csv
+import gzip
+import io
+import json
+from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime
+from importlib import resources
+from pathlib import Path
+from typing import NamedTuple
+
+from quire.core.errors import ConfigError, shown
+
+_EVERY_FIELD = Mapping[str, object]
+
+
+class TraceRow(NamedTuple):
+    """One request. `prefix_ids` name its prompt's pieces, 512 tokens each: equal ids are equal tokens."""
+
+    arrived_s: float  # from the beginning of the trace; 0 for all where none was recorded
+    num_prompt: int
+    num_output: int
+    prefix_ids: tuple[int, ...] = ()
+
+
+def read_trace(path: Path) -> list[TraceRow]:
+    """All requests of a file, .csv or .jsonl, gzipped or not."""
+    try:
+        return parse_trace(path.read_bytes(), str(path))
+    except OSError as error:
+        raise ConfigError(f"The trace {path} cannot be read: {error.strerror or error}.") from None
+
+
+def parse_trace(content: bytes, name: str) -> list[TraceRow]:
+    """The requests of a file's content; `name` is for what is said if it is none."""
+    try:
+        text = (gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content).decode()
+        first, lines = text.lstrip()[:1], io.StringIO(text)
+        fields: Iterable[_EVERY_FIELD] = map(json.loads, filter(str.strip, lines)) if first == "{" else _table(lines)
+        rows = _rows(list(fields), name)
+    except (ValueError, KeyError, TypeError, EOFError, OSError) as error:
+        raise ConfigError(f"The trace {name} is damaged: {shown(error)}.") from None
+    if not rows:
+        raise ConfigError(f"The trace {name} holds no request.")
+    for row in rows:
+        if row.num_prompt < 1 or row.num_output < 1:
+            raise ConfigError(f"The trace {name} has a request of {row.num_prompt} to {row.num_output} tokens.")
+    return rows
+
+
+def _table(lines: io.StringIO) -> Iterable[_EVERY_FIELD]:
+    yield from csv.DictReader(lines)
+
+
+def _rows(records: list[_EVERY_FIELD], name: str) -> list[TraceRow]:
+    columns = set(records[0]) if records else set()
+    for wanted, parse in _FORMS.items():
+        if wanted in columns:
+            rows = [parse(record) for record in records]
+            begin_s = min(row.arrived_s for row in rows)
+            return sorted((row._replace(arrived_s=row.arrived_s - begin_s) for row in rows), key=_arrival)
+    known = ", ".join(_FORMS)
+    raise ConfigError(f"The trace {name} is of no known form: its columns have none of {known}.")
+
+
+def _arrival(row: TraceRow) -> float:
+    return row.arrived_s
+
+
+def _sharegpt(record: _EVERY_FIELD) -> TraceRow:
+    return TraceRow(0.0, _whole(record["num_prefill_tokens"]), _whole(record["num_decode_tokens"]))
+
+
+def _azure(record: _EVERY_FIELD) -> TraceRow:
+    stamp, _, fraction = str(record["TIMESTAMP"]).partition(".")
+    arrived_s = datetime.fromisoformat(stamp + "+00:00").timestamp() + float(f"0.{fraction or 0}")
+    return TraceRow(arrived_s, _whole(record["ContextTokens"]), _whole(record["GeneratedTokens"]))
+
+
+def _mooncake(record: _EVERY_FIELD) -> TraceRow:
+    ids = record["hash_ids"]
+    if not isinstance(ids, list):
+        raise TypeError("hash_ids is no list")
+    lengths = _whole(record["input_length"]), _whole(record["output_length"])
+    return TraceRow(_whole(record["timestamp"]) / 1000, *lengths, tuple(map(_whole, ids)))
+
+
+def _whole(value: object) -> int:
+    return int(str(value))
+
+
+_FORMS: dict[str, Callable[[_EVERY_FIELD], TraceRow]] = {
+    "num_prefill_tokens": _sharegpt,
+    "ContextTokens": _azure,
+    "hash_ids": _mooncake,
+}
+
+
+_FILES = {"sharegpt": "sharegpt_lengths.csv.gz", "mooncake": "mooncake_synthetic.jsonl.gz"}
+SAMPLES = tuple(_FILES)
+
+
+def sample(name: str) -> list[TraceRow]:
+    if name not in _FILES:
+        raise ConfigError(f"There is no sample {name!r}; there are {', '.join(SAMPLES)}.", param="workload")
+    file = resources.files("quire.workload") / "data" / _FILES[name]
+    return parse_trace(file.read_bytes(), file.name)

@@ -1,0 +1,111 @@
+"""Floors and towers: the contracts hold in this tree, and each would break if somebody crossed its line."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import children
+from tests.architecture.tree import METAL, NEUTRAL, PAPER, ROOT, module_name, room, source_files
+
+CONTRACTS = ROOT / ".importlinter"
+LINT = "import sys, importlinter.cli as cli; sys.exit(cli.lint_imports(sys.argv[1], no_cache=True))"
+ROOMS = (
+    *PAPER,
+    *("engine", "cli", "server", "bench"),
+    *METAL[:6],
+    *("formats", "catalog", "workload", "text", "grammar", "output_parsing"),
+)
+
+
+def lint(folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONUTF8": "1"}
+    command = [sys.executable, "-c", LINT, str(CONTRACTS)]
+    return children.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
+
+
+def test_this_tree_keeps_its_contracts() -> None:
+    result = lint(ROOT / "src")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "4 kept, 0 broken" in result.stdout
+
+
+def build_house(folder: Path, room_name: str, line: str) -> None:
+    """A package with every room, empty but for one import."""
+    for name in ROOMS:
+        (folder / "quire" / name).mkdir(parents=True)
+        (folder / "quire" / name / "__init__.py").touch()
+    for name in ("__init__", "version", "config", "llm"):
+        (folder / "quire" / f"{name}.py").touch()
+    (folder / "quire" / room_name / "guest.py").write_text(f"{line}\n")
+
+
+@pytest.mark.parametrize(
+    ("room_name", "line", "broken"),
+    [
+        ("kv", "import quire.sched", "A file imports only from floors below it BROKEN"),
+        ("core", "import quire.formats", "A file imports only from floors below it BROKEN"),
+        ("catalog", "import quire.formats", "A file imports only from floors below it BROKEN"),
+        ("sim", "import quire.kernels", "Paper decides with integers and never sees metal BROKEN"),
+        ("runner", "import quire.kv", "Metal acts with tensors and never sees a queue BROKEN"),
+        ("text", "import transformers", "Paper and the neutral rooms know no torch BROKEN"),
+        ("sched", "import torch", "Paper and the neutral rooms know no torch BROKEN"),
+        ("runner", "import quire.core, quire.models, torch", "4 kept, 0 broken"),
+    ],
+)
+def test_a_crossed_line_is_seen(tmp_path: Path, room_name: str, line: str, broken: str) -> None:
+    build_house(tmp_path, room_name, line)
+    assert broken in lint(tmp_path).stdout
+
+
+def test_a_room_without_a_floor_is_seen(tmp_path: Path) -> None:
+    build_house(tmp_path, "core", "")
+    (tmp_path / "quire" / "attic.py").touch()
+    assert "quire.attic" in lint(tmp_path).stdout
+
+
+def loaded_by(code: str, *unwanted: str) -> str:
+    """Which of these modules a fresh Python has loaded after some code, comma-separated."""
+    check = f"{code}\nimport sys\nprint(','.join(m for m in {unwanted!r} if m in sys.modules), file=sys.stderr)"
+    result = children.run([sys.executable, "-c", check], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stderr.strip().splitlines()[-1] if result.stderr.strip() else ""
+
+
+def test_importing_quire_is_light() -> None:
+    assert loaded_by("import quire", "torch", "transformers", "huggingface_hub", "tokenizers") == ""
+
+
+def test_a_model_on_this_disk_is_opened_without_the_hub() -> None:
+    assert loaded_by("import quire.engine.open_model", "torch", "huggingface_hub") == ""
+
+
+def test_help_is_light() -> None:
+    code = (
+        "import sys\nsys.argv = ['quire', '--help']\nfrom quire.cli.main import main\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code, end.code"
+    )
+    assert loaded_by(code, "torch", "transformers", "huggingface_hub", "tokenizers") == ""
+
+
+def test_paper_and_neutral_rooms_load_no_torch_even_through_others() -> None:
+    quiet = [module_name(path) for path in source_files() if room(path) in (*PAPER, *NEUTRAL)]
+    imports = "\n".join(f"import {name}" for name in quiet)
+    assert loaded_by(imports, "torch", "triton", "transformers") == ""
+
+
+def test_an_engine_starts_without_the_compiler_of_torch() -> None:
+    """Nor do those who choose the kernels, and find torch's own attention without using it."""
+    code = """
+import torch
+from quire.engine.build import build
+from quire.kernels.attention_backends import USUAL_NEEDS, Surroundings
+from quire.kernels.attention_backends import find_backends
+from quire.kernels.select import select_kernels, settle_attention
+select_kernels("cpu"), select_kernels("cuda")
+settle_attention("auto", USUAL_NEEDS, Surroundings((9, 0), find_backends()), torch.device("cpu"))
+"""
+    compiler = ("torch._dynamo", "torch._inductor", "sympy")
+    assert loaded_by(code, *compiler) == loaded_by("import torch", *compiler)

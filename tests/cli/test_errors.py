@@ -1,0 +1,162 @@
+"""Whatever a user gets wrong ends in one sentence on stderr, an exit status, and no traceback."""
+
+import os
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from quire.cli.main import app
+from quire.cli.options import INSTEAD
+from quire.cli.serve import port_owner
+from tests.cli.commands import Shell
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("run nosuchmodel hi", "There is no model 'nosuchmodel'"),
+        ("run smollm3 hi", "Did you mean smollm2"),
+        ("run ./nowhere.gguf hi", "There is no file or folder ./nowhere.gguf"),
+        ("run hi --temperature -3", "temperature must be a number from 0 to 100, not -3.0."),
+        ("run hi --max-tokens 0", "max_tokens must be a whole number"),
+        ("run hi --top-p 0", "top_p must be a number above 0"),
+        ("run hi --threads 0", "threads must be a whole number from 1"),
+        ("run hi --dtype float16", "float16 is not for CPUs"),
+        ("run hi --device cpu --attention-backend fa3", "The attention backend fa3 needs a GPU"),
+        ("run hi --load-format dummy", "Dummy weights need the name of a shape"),
+        ("chat --presence-penalty 9", "presence_penalty must be a number from -2 to 2"),
+        ("models --verify org/name", "org/name is not one"),
+        ("top http://[::1 --once", "http://[::1 is no address of a server"),
+        ("top http://:80 --once", "http://:80 is no address of a server"),
+        ("top http://127.0.0.1:99999 --once", "is no address of a server"),
+        ("serve --host 0.0.0.0", "--insecure-no-key"),
+        ("serve --host 0.0.0.0 --admin-key k", "--insecure-no-key"),
+        ("serve --host 256.1.1.1 --api-key k", "--host is an address of this machine"),
+        ("serve --host 192.0.2.1 --api-key k", "--host is an address of this machine"),
+        ("serve --served-model-name=", "--served-model-name is empty"),
+        ("serve --api-key-file nowhere", "Cannot read the keys in nowhere: No such file"),
+        ("serve --admin-key-file nowhere", "Cannot read the keys in nowhere: No such file"),
+        ("serve --api-key é", "The key of key-1 must be 1 to 512 visible ASCII characters"),
+        ("serve --allowed-origins a.example", "'a.example' is not an origin"),
+        ("serve --ssl-keyfile k.pem", "--ssl-keyfile needs --ssl-certfile"),
+        ("serve --ssl-certfile nowhere.pem", "Cannot use the certificate nowhere.pem: No such file"),
+        ("serve --root-path api/", "--root-path 'api/' must be empty, or begin with a slash"),
+        (
+            "serve --otlp-endpoint collector:4318",
+            "'collector:4318' is no URL of a collector, such as http://127.0.0.1:4318",
+        ),
+        ("serve --otlp-endpoint http://", "'http://' is no URL of a collector"),
+        ("serve --otlp-endpoint http://[::1", "is no URL of a collector"),
+        ("serve --max-body 0", "--max-body must be at least 1 byte"),
+        ("serve --host 256.1.1.1 --insecure-no-key", "Cannot listen on 256.1.1.1:8000"),
+    ],
+)
+def test_a_mistake_is_one_sentence(quire: Shell, line: str, words: str) -> None:
+    said = quire(*line.split())
+    assert said.status == 2
+    assert said.out == ""
+    assert said.err.startswith("quire: ") and words in said.err
+    assert said.err.count("\n") == 1, "one line, wherever it goes"
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("chatt", "Did you mean chat?"),
+        ("bench transformer", "Did you mean transformers?"),
+        ("serve --model smollm2 --port 80", "quire serve smollm2\n"),
+        ("serve --model-path=smollm2", "quire serve smollm2\n"),
+        ("chat --model", "The model goes without --model: "),
+        ("run -m smollm2 hi", 'quire run smollm2 "PROMPT"'),
+        ("batch a.jsonl -o b.jsonl --model x", "quire batch INPUT.jsonl x\n"),
+        ("doctor --model smollm2", "No such option"),
+        ("serve --tensor-parallel-size 2", "There is no --tensor-parallel-size here: a model runs on one device;"),
+        ("serve --trust-remote-code", "code of a model's folder is never run"),
+        ("serve --max-num-queued-reqs=9", "say --max-waiting."),
+        ("run hi --swap-space 4", "say --host-kv-memory"),
+        ("doctor --seed 1", "No such option"),
+        ("frobnicate", "There are: batch, bench, chat, check"),
+        ("run hi --temprature 0", "--temperature"),
+        ("run one two three", "put the prompt in quotes"),
+        ("run smollm2", "smollm2 is a model"),
+        ("models smollm2", "quire models --fetch smollm2"),
+        ("run hi --max-model-len lots", "'lots' is not a size"),
+        ("check --steps 0", "--steps"),
+        ("serve --max-waiting-tokens auto", "'auto' is not a size"),  # nothing could derive it
+        ("serve --max-waiting-tokens 0", "it must be at least 1"),
+        ("serve --shutdown-timeout nan", "'nan' is not a number that can be counted with"),
+        ("bench regimes --rate nan", "'nan' is not a number that can be counted with"),
+        ("bench scheduler --rows 99999999999", "is no list of whole numbers from 1 to 100,000"),
+        (f"bench scheduler --rows {'9' * 5000}", "is no list of whole numbers from 1 to 100,000"),
+        ("bench race --rival 'x -- throughput", "no closing quotation"),
+        ("bench race --rival= -- throughput", "it is empty; give the rival's command in quotes"),
+        ("bench race --rival nosuchprogram -- throughput", "there is no program 'nosuchprogram' here"),
+    ],
+)
+def test_a_wrong_command_line_says_what_was_meant(quire: Shell, line: str, words: str) -> None:
+    said = quire(*line.split())
+    assert (said.status, said.out) == (2, "")
+    assert words in said.err
+
+
+def test_a_truncated_file_is_named(quire: Shell, default_model_path: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "half.gguf"
+    with default_model_path.open("rb") as whole:
+        damaged.write_bytes(whole.read(1_000_000))
+    said = quire("run", str(damaged), "hi")
+    assert said.status == 2
+    assert str(damaged) in said.err and "damaged" in said.err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="others do not tell who listens")
+def test_a_taken_port_is_refused_before_a_model_is_loaded(quire: Shell) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = quire("serve", "nosuchmodel", "--port", str(port))
+    assert said.status == 2
+    assert f"Cannot listen on 127.0.0.1:{port}: Address already in use by pid {os.getpid()} (" in said.err
+    assert "Use another --port, or --port 0 for any free one." in said.err
+    assert port_owner(port) is None, "nobody's any more"
+
+
+@pytest.mark.parametrize("command", ["serve", "batch in.jsonl -o -"])
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"{{ messages }}\n{{ broken", "line 2 is not valid: unexpected end of template"),
+        (b"{{ messages | no_such_filter }}", "line 1 is not valid: No filter named 'no_such_filter'."),
+        (b"a\nb\n\xff\xfe{{ messages }}", "byte 4 (line 3) is not UTF-8 (invalid start byte). Save it as UTF-8."),
+        (b" \n", "it is empty. Leave --chat-template away to use the model's own."),
+    ],
+)
+def test_a_chat_template_that_cannot_be_is_refused_before_a_model_is_looked_for(
+    quire: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, content: bytes, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("in.jsonl").touch()
+    Path("chat.jinja").write_bytes(content)
+    said = quire(*command.split(), "--chat-template", "chat.jinja", "--load-format", "dummy")
+    assert (said.status, said.out) == (2, "")
+    assert said.err.startswith("quire: --chat-template chat.jinja cannot be used: ") and words in said.err
+    assert said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["serve", "batch in.jsonl -o -"])
+@pytest.mark.parametrize("option", ["--tool-call-parser", "--reasoning-parser"])
+def test_a_manner_of_speaking_that_is_not_known_is_refused(
+    quire: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, option: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("in.jsonl").touch()
+    said = quire(*command.split(), option, "gibberish")
+    assert said.status == 2 and "gibberish" in said.err and said.err.count("\n") == 1
+
+
+def test_what_is_said_instead_of_other_engines_options_is_here() -> None:
+    """An option that was built meanwhile is no longer told away, and one that is named is there."""
+    here = {name for each in app.commands["serve"].params for name in (*each.opts, *each.secondary_opts)}
+    named = {word.rstrip(",;.") for advice in INSTEAD.values() for word in advice.split() if word.startswith("--")}
+    assert named <= here
+    assert not here & set(INSTEAD)

@@ -1,0 +1,72 @@
+"""An engine whose step failed says so, to everybody who comes later."""
+
+import pytest
+
+from quire.core.errors import EngineFailed
+from quire.core.sampling import SamplingParams
+from quire.core.step import FinishReason, StepLost, StepPlan
+from quire.engine.engine import Engine
+from quire.engine.local_client import LocalClient
+from quire.engine.messages import AddRequest
+from quire.engine.request_validator import RequestValidator
+from quire.kv.manager import KVManager
+from quire.sched.scheduler import Scheduler
+from quire.sim.runners import FinishedStep, ToyRunner
+
+
+class Fragile:
+    """The toy, until it breaks."""
+
+    def __init__(self) -> None:
+        self._toy = ToyRunner(50)
+        self.broken = False
+        self.lost: StepLost | None = None  # what the next step meets
+
+    def launch(self, plan: StepPlan) -> FinishedStep:
+        if self.lost is not None:
+            lost, self.lost = self.lost, None
+            raise lost
+        if self.broken:
+            raise MemoryError("out of memory")
+        return self._toy.launch(plan)
+
+
+def engine_of(runner: Fragile) -> Engine:
+    door = RequestValidator(vocab_size=50, end_ids=(), max_length=100, max_rows=2, num_blocks=10, block_size=4)
+    scheduler = Scheduler(KVManager(10, 4, 2), max_rows=2, max_step_tokens=8)
+    return Engine(scheduler, runner, door, depth=0, seed=0, clock=lambda: 0.0)
+
+
+def test_an_engine_whose_every_step_fails_says_why_to_everybody_who_comes_later() -> None:
+    runner = Fragile()
+    engine = engine_of(runner)
+    engine.submit(AddRequest(0, [1, 2], SamplingParams(max_tokens=5)))
+    assert engine.turn() is not None
+    runner.broken = True
+    for number in range(1, 3):  # each fails alone, and is taken to be at fault
+        progress = engine.turn()
+        assert progress is not None and [over.reason for over in progress.ended] == [FinishReason.FAILED]
+        engine.submit(AddRequest(number, [1, 2], SamplingParams(max_tokens=5)))
+    with pytest.raises(MemoryError):
+        engine.turn()
+    with pytest.raises(EngineFailed, match="out of memory"):
+        engine.turn()
+    with pytest.raises(EngineFailed, match="load the model again"):
+        engine.submit(AddRequest(9, [1], SamplingParams()))
+
+
+def test_the_largest_of_a_step_without_memory_reads_so_and_with_its_numbers() -> None:
+    runner = Fragile()
+    front = LocalClient(engine_of(runner), tokenizer=None)
+    small = front.submit([1, 2], SamplingParams(max_tokens=3))
+    large = front.submit([3, 4, 5], SamplingParams(max_tokens=17))
+    front.turn()
+    runner.lost = StepLost("out of memory", too_large=True)
+    while not front.idle:
+        front.turn()
+    (ended,) = large.output().outputs
+    assert ended.finish_reason == "out_of_memory"
+    assert ended.error is not None
+    assert ended.error.startswith("Out of memory for a step: the largest request was ended")
+    assert "3 prompt tokens and up to 17 more" in ended.error
+    assert small.output().outputs[0].finish_reason == "length"

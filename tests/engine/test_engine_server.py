@@ -1,0 +1,161 @@
+"""The engine's end of the wire, over a real socket: orders in, words out; one bad order hurts nobody else."""
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from quire.config import EngineConfig
+from quire.core.sampling import SamplingParams
+from quire.core.step import FinishReason
+from quire.engine.engine import Engine
+from quire.engine.engine_server import EngineServer
+from quire.engine.messages import AddRequest
+from quire.engine.request_validator import RequestValidator
+from quire.engine.wire import (
+    AbortFrame,
+    AcceptedFrame,
+    AskFrame,
+    FrameDecoder,
+    HeartbeatFrame,
+    Message,
+    ProblemFrame,
+    ReplyFrame,
+    StartFrame,
+    StepOutputFrame,
+    StopFrame,
+    ToFront,
+    order_frame,
+    pack,
+    progress_of,
+    read_for_front,
+)
+from quire.kv.manager import KVManager
+from quire.sched.scheduler import Scheduler
+from quire.sim.runners import ToyRunner
+
+VOCAB = 50
+
+
+class Wire:
+    """The front's end, read frame by frame."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+        self._unpacker = FrameDecoder()
+        self._read: list[ToFront] = []
+
+    def send(self, *messages: Message) -> None:
+        self._end.sendall(b"".join(map(pack, messages)))
+
+    def next(self, kind: type) -> ToFront:
+        """The next message of a kind; others before it are skipped."""
+        while True:
+            while self._read:
+                said = self._read.pop(0)
+                if isinstance(said, kind):
+                    return said
+            data = self._end.recv(1 << 16)
+            assert data, f"the station ended before it said {kind.__name__}"
+            self._read += [read_for_front(frame) for frame in self._unpacker.feed(data)]
+
+    def completion(self, first_sequence: int) -> tuple[list[int], FinishReason]:
+        tokens: list[int] = []
+        while True:
+            progress = progress_of(self.next(StepOutputFrame))
+            pairs = zip(progress.sequences.tolist(), progress.tokens.tolist(), strict=True)
+            tokens += [token for sequence, token in pairs if sequence == first_sequence]
+            for over in progress.ended:
+                if over.sequence == first_sequence:
+                    assert over.tokens.tolist() == tokens
+                    return tokens, over.reason
+
+
+@pytest.fixture
+def wire() -> Iterator[Wire]:
+    door = RequestValidator(vocab_size=VOCAB, end_ids=(), max_length=10_000, max_rows=4, num_blocks=2000, block_size=4)
+    scheduler = Scheduler(KVManager(2000, 4, 4), max_rows=4, max_step_tokens=64)
+    engine = Engine(scheduler, ToyRunner(VOCAB), door, depth=0, seed=0, clock=lambda: 0.0)
+    ours, theirs = socket.socketpair()
+    ticks = iter(range(10**9))
+    thread = threading.Thread(target=EngineServer(engine, theirs, lambda: float(next(ticks))).run)
+    thread.start()
+    with ours, theirs:
+        ours.settimeout(30)
+        yield Wire(ours)
+        ours.shutdown(socket.SHUT_RDWR)
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def order(number: int, prompt: list[int], **params: object) -> Message:
+    return order_frame(AddRequest(number, prompt, SamplingParams(**{"max_tokens": 4, **params})))  # type: ignore[arg-type]
+
+
+def toy(prompt: list[int], count: int) -> list[int]:
+    known = list(prompt)
+    for _ in range(count):
+        known.append(sum(known) % VOCAB)
+    return known[len(prompt) :]
+
+
+def test_an_order_is_accepted_computed_and_ended(wire):
+    wire.send(order(7, [1, 2]))
+    accepted = wire.next(AcceptedFrame)
+    assert accepted.number == 7
+    assert wire.completion(accepted.first_sequence) == (toy([1, 2], 4), FinishReason.LENGTH)
+
+
+def test_the_loop_beats_and_says_how_it_stands(wire):
+    stats = wire.next(HeartbeatFrame).stats
+    assert (stats.num_running, stats.num_waiting, stats.num_free_blocks) == (0, 0, 2000)
+    wire.send(order(1, [3], max_tokens=3000))
+    while (stats := wire.next(HeartbeatFrame).stats).num_running == 0:
+        pass
+    assert stats.num_running == 1 and stats.step >= 0
+
+
+def test_a_refused_order_and_an_unreadable_one_leave_the_others_alone(wire):
+    wire.send(order(1, [1, 2]), order(2, [VOCAB]), order(1, [5]))  # at once: the first is still here
+    refused, duplicate = wire.next(ProblemFrame), wire.next(ProblemFrame)
+    assert (refused.number, refused.status, refused.param) == (2, 400, "prompt")
+    assert (duplicate.number, duplicate.code) == (1, "duplicate_request")
+    wire._end.sendall((5).to_bytes(4, "big") + b"\xff\xff\xff\xff\xff")  # no message at all: dropped
+    wire.send(StartFrame(EngineConfig(), None))  # a message that an engine at work has no use for
+    wire.send(order(3, [2, 2]))
+    assert wire.completion(wire.next(AcceptedFrame).first_sequence) == (toy([2, 2], 4), FinishReason.LENGTH)
+
+
+def test_parameters_out_of_bounds_are_refused_by_number(wire):
+    frame = bytearray(pack(order(9, [1], n=3)))
+    place = frame.index(b"\xa1n\x03")
+    frame[place + 2] = 0
+    wire._end.sendall(bytes(frame))
+    refused = wire.next(ProblemFrame)
+    assert (refused.number, refused.param, refused.status) == (9, "n", 400)
+
+
+def test_aborts_and_stops_end_requests_in_any_state(wire):
+    wire.send(*(order(number, [number], max_tokens=1500) for number in range(6)))  # four rows: two wait
+    for _ in range(6):
+        wire.next(AcceptedFrame)
+    wire.send(*(AbortFrame(number) for number in (0, 5, 5, 99)), StopFrame(1, 0), StopFrame(1, 0), StopFrame(77, 0))
+    wire.send(*(AbortFrame(number) for number in (2, 3, 4)))
+    wire.send(AskFrame(3, "drain"))
+    assert wire.next(ReplyFrame).token == 3
+    while (stats := wire.next(HeartbeatFrame).stats).num_running or stats.num_waiting:
+        pass
+    assert stats.num_free_blocks + stats.num_idle_blocks == 2000
+    wire.send(order(8, [1]))
+    assert wire.next(ProblemFrame).code == "draining"
+
+
+def test_a_request_explains_itself_over_the_wire(wire):
+    wire.send(order(4, [1, 2]))
+    wire.completion(wire.next(AcceptedFrame).first_sequence)
+    wire.send(AskFrame(1, "explain", 4), AskFrame(2, "explain", 5), AskFrame(3, "no such thing"))
+    told, unknown, nonsense = (wire.next(ReplyFrame) for _ in range(3))
+    assert b"arrived with 2 tokens" in told.body
+    assert b"problem" in unknown.body and b"remembered" in unknown.body
+    assert b"problem" in nonsense.body

@@ -1,0 +1,158 @@
+"""Poison at each site of the loop: the poisoned request fails alone, its neighbours say what they would have said."""
+
+import socket
+import threading
+import time
+
+import pytest
+
+from quire.config import EngineConfig
+from quire.core import fault_injection as faults
+from quire.core.fault_injection import FaultSite, armed
+from quire.core.sampling import Grammar, GrammarKind, SamplingParams
+from quire.engine.engine import Engine
+from quire.engine.engine_server import EngineServer
+from quire.engine.grammar_masks import GrammarMasks
+from quire.engine.open_model import open_model
+from quire.engine.oracle_runner import TorchOracleRunner
+from quire.engine.output_processor import OutputProcessor
+from quire.engine.request_state import RequestState
+from quire.engine.request_validator import RequestValidator
+from quire.engine.wire import (
+    AbortFrame,
+    AcceptedFrame,
+    FrameDecoder,
+    HeartbeatFrame,
+    ProblemFrame,
+    StepOutputFrame,
+    StopFrame,
+    accepted_of,
+    error_of,
+    order_frame,
+    pack,
+    progress_of,
+    read_for_front,
+)
+from quire.kv.manager import KVManager
+from quire.sched.audit import audit_rest
+from quire.sched.scheduler import Scheduler
+
+NUM_REQUESTS, POISONED = 6, 5  # the last: its sequence has the same number as its request
+NUM_BLOCKS, BLOCK_SIZE, ROWS, LENGTH = 64, 4, 4, 96
+LETTERS = Grammar(GrammarKind.REGEX, "[a-z ]{400}")
+
+
+@pytest.fixture(scope="module")
+def opened(default_model_path):
+    return open_model(EngineConfig())
+
+
+@pytest.fixture(scope="module")
+def unharmed() -> dict[tuple[int, bool], dict[int, list[int] | str]]:
+    """What everybody says when nothing is poisoned, by depth and grammar."""
+    return {}
+
+
+class World:
+    """An engine behind its station, and a front at the other end of the socket."""
+
+    def __init__(self, opened, depth: int, *, masked: bool) -> None:
+        self.masked = masked
+        vocab_size = opened.checkpoint.spec.vocab_size
+        body = TorchOracleRunner(
+            vocab_size=vocab_size,
+            num_blocks=NUM_BLOCKS,
+            block_size=BLOCK_SIZE,
+            num_host_blocks=0,
+            max_rows=ROWS,
+            max_length=LENGTH,
+        )
+        self.engine = Engine(
+            Scheduler(KVManager(NUM_BLOCKS, BLOCK_SIZE, ROWS), max_rows=ROWS, max_step_tokens=16),
+            body,
+            RequestValidator(vocab_size, (), LENGTH, ROWS, NUM_BLOCKS, BLOCK_SIZE),
+            depth=depth,
+            seed=0,
+            clock=lambda: 0.0,
+            grammars=GrammarMasks(opened.tokenizer, opened.end_ids, vocab_size) if masked else None,
+        )
+        if self.engine.grammars is not None:
+            self.engine.grammars.wake()
+        self.front = OutputProcessor(opened.tokenizer, lambda: 0.0)
+
+    def run(self) -> dict[int, list[int] | str]:
+        """What each request said, or how it failed."""
+        ours, theirs = socket.socketpair()
+        ours.settimeout(60)
+        thread = threading.Thread(target=EngineServer(self.engine, theirs, time.monotonic).run)
+        with ours, theirs:
+            tickets = [self._open(ours, number) for number in range(NUM_REQUESTS)]
+            thread.start()
+            outcomes = self._hear(ours, tickets)
+            ours.shutdown(socket.SHUT_RDWR)
+            thread.join(60)
+        return outcomes
+
+    def _open(self, wire: socket.socket, number: int) -> RequestState:
+        params = SamplingParams(
+            max_tokens=12,
+            temperature=0.0,
+            logprobs=1 if number % 2 == 0 else None,
+            stop=["no such text"],
+            presence_penalty=0.5 if number % 3 == 0 else 0.0,
+            grammar=LETTERS if self.masked and number == POISONED else None,
+        )
+        order, ticket = self.front.open([10 * number + 1, 7, number + 3], params, streaming=True)
+        wire.sendall(pack(order_frame(order)))
+        return ticket
+
+    def _hear(self, wire: socket.socket, tickets: list[RequestState]) -> dict[int, list[int] | str]:
+        unpacker, outcomes = FrameDecoder(), {}
+        while len(outcomes) < len(tickets):
+            for frame in unpacker.feed(wire.recv(1 << 16)):
+                match said := read_for_front(frame):
+                    case AcceptedFrame():
+                        self.front.accept(accepted_of(said))
+                    case ProblemFrame():
+                        outcomes[said.number] = error_of(said).code
+                    case StepOutputFrame():
+                        heard = self.front.hear(progress_of(said))
+                        for number, index in heard.stops:
+                            wire.sendall(pack(StopFrame(number, index)))
+                        for delta in heard.deltas:
+                            ticket = tickets[int(delta.request_id)]
+                            if ticket.finished and ticket.number not in outcomes:
+                                (said_whole,) = ticket.output().outputs
+                                failed = said_whole.finish_reason in ("failed", "error")
+                                outcomes[ticket.number] = said_whole.finish_reason if failed else said_whole.token_ids
+                    case HeartbeatFrame():
+                        pass
+        for number, outcome in outcomes.items():
+            if isinstance(outcome, str):
+                wire.sendall(pack(AbortFrame(number)))
+        return outcomes
+
+
+@pytest.mark.parametrize("site", list(FaultSite), ids=lambda site: site.value)
+@pytest.mark.parametrize("depth", [0, 1])
+def test_poison_at_each_site_fails_one_request_alone(opened, unharmed, site, depth):
+    masked = site in (FaultSite.GRAMMAR_MASK, FaultSite.GRAMMAR_ADVANCE)
+    if (depth, masked) not in unharmed:
+        unharmed[depth, masked] = World(opened, depth, masked=masked).run()
+    clean = unharmed[depth, masked]
+    assert all(isinstance(outcome, list) and len(outcome) == 12 for outcome in clean.values()), clean
+    world = World(opened, depth, masked=masked)
+    with armed(site, POISONED):
+        outcomes = world.run()
+    assert isinstance(outcomes[POISONED], str), outcomes[POISONED]
+    assert {n: o for n, o in outcomes.items() if n != POISONED} == {n: o for n, o in clean.items() if n != POISONED}
+    while not world.engine.idle:
+        world.engine.turn()
+    audit_rest(world.engine.scheduler)
+
+
+def test_nothing_is_armed_but_in_a_test():
+    assert not faults._armed
+    with pytest.raises(faults.InjectedFault), armed(FaultSite.ADD, 1):
+        faults.trip(FaultSite.ADD, 1)
+    faults.trip(FaultSite.ADD, 1)

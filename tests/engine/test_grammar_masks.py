@@ -1,0 +1,141 @@
+"""Grammars on the engine's loop: whoever follows one that takes too long ends, and nobody else."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.config import EngineConfig
+from quire.core.ids import RequestId
+from quire.core.request import Request, RequestGroup, Sequence
+from quire.core.sampling import Grammar, GrammarKind, RowSampling, SamplingParams
+from quire.core.step import FinishReason
+from quire.engine.engine import Engine
+from quire.engine.grammar_masks import GrammarMasks
+from quire.engine.messages import AddRequest
+from quire.engine.open_model import open_model
+from quire.engine.request_validator import RequestValidator
+from quire.grammar import limits
+from quire.grammar.compiler import CompiledGrammar
+from quire.grammar.matcher import GrammarMatcher
+from quire.kv.manager import KVManager
+from quire.sched.audit import audit_rest
+from quire.sched.scheduler import Absorbed, Scheduler
+from quire.sim.runners import ToyRunner
+
+SLOW, OTHER = Grammar(GrammarKind.REGEX, "[a-z]+"), Grammar(GrammarKind.REGEX, "[0-9]+")
+
+
+class Clock:
+    """The work of a thread, of which the next call that is looked at takes `next_s`."""
+
+    def __init__(self) -> None:
+        self.next_s = 0.0
+        self._now_s = 0.0
+        self._within = False
+
+    def __call__(self) -> float:
+        if self._within:
+            self._now_s += self.next_s
+            self.next_s = 0.0
+        self._within = not self._within
+        return self._now_s
+
+
+class Concluding:
+    """Of a scheduler, what a grammar needs."""
+
+    def __init__(self) -> None:
+        self.concluded: list[tuple[Sequence, FinishReason]] = []
+
+    def conclude(self, sequence: Sequence, reason: FinishReason) -> None:
+        self.concluded.append((sequence, reason))
+
+
+class World:
+    """Two continuations of a grammar that will be slow, and one of another."""
+
+    def __init__(self) -> None:
+        opened = open_model(EngineConfig())
+        assert opened.tokenizer is not None
+        self.clock = Clock()
+        self.grammars = GrammarMasks(
+            opened.tokenizer, opened.end_ids, opened.checkpoint.spec.vocab_size, cpu_time=self.clock
+        )
+        (self.letter,), (self.digit,) = opened.tokenizer.encode("a"), opened.tokenizer.encode("1")
+        self.slow, self.other = _family(0, 2), _family(1, 1)
+        self.grammars.begin(self.slow, self.grammars.matchers(SLOW, 2))
+        self.grammars.begin(self.other, self.grammars.matchers(OTHER, 1))
+        self.scheduler = Concluding()
+
+    def rows_left(self) -> list[bool]:
+        masks = self.grammars.masks([*self.slow.sequences, *self.other.sequences])
+        return [bool(row.any()) for row in masks]
+
+    def say(self, sequence: Sequence, token: int) -> None:
+        numbers, tokens = np.array([sequence.id], np.int64), np.array([token], np.int32)
+        scheduler: Any = self.scheduler
+        self.grammars.advance(Absorbed(0, numbers, tokens, (), {}, {}, {}), scheduler)
+
+
+def _family(number: int, num_sequences: int) -> RequestGroup:
+    prompt = np.array([1], np.int32)
+    return RequestGroup(Request(RequestId(number), prompt, 4, RowSampling(), num_sequences), 10 * number, 0.0)
+
+
+@pytest.fixture
+def world(default_model_path: object) -> World:
+    return World()
+
+
+def test_a_mask_that_takes_too_long_ends_all_who_follow_its_grammar_and_nobody_else(world: World) -> None:
+    world.clock.next_s = limits.FOLLOWING_CPU_S
+    assert world.rows_left() == [True, True, True]
+    world.clock.next_s = 2 * limits.FOLLOWING_CPU_S
+    assert world.rows_left() == [False, False, True], "the second was never computed"
+    assert world.rows_left() == [False, False, True]
+
+
+def test_a_token_that_takes_too_long_ends_all_who_follow_its_grammar_and_nobody_else(world: World) -> None:
+    first = world.slow.sequences[0]
+    world.clock.next_s = 2 * limits.FOLLOWING_CPU_S
+    world.say(first, world.letter)
+    assert world.scheduler.concluded == [(first, FinishReason.FAILED)]
+    assert world.rows_left() == [False, False, True]
+
+
+@pytest.mark.parametrize(("taken_s", "second_goes_on"), [(limits.FAILING_CPU_S, True), (0.1, False)])
+def test_one_that_gives_up_late_takes_its_like_along(world: World, taken_s: float, second_goes_on: bool) -> None:
+    world.clock.next_s = taken_s
+    world.say(world.slow.sequences[0], world.digit)
+    assert world.rows_left() == [False, second_goes_on, True]
+
+
+def test_a_request_whose_grammar_cannot_begin_is_registered_nowhere(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    door = RequestValidator(vocab_size=50, end_ids=(), max_length=40, max_rows=4, num_blocks=20, block_size=4)
+    scheduler = Scheduler(KVManager(20, 4, 4), max_rows=4, max_step_tokens=8)
+    grammars = GrammarMasks(*world.grammars._spelling)
+    engine = Engine(scheduler, ToyRunner(50), door, depth=1, seed=0, clock=lambda: 0.0, grammars=grammars)
+    first = engine.submit(AddRequest(0, [1, 2], SamplingParams(max_tokens=4)))
+    matcher, made = CompiledGrammar.matcher, []
+
+    def break_the_second(self: CompiledGrammar) -> GrammarMatcher:
+        made.append(matcher(self))
+        if len(made) == 2:
+            raise RuntimeError("no lexer")
+        return made[-1]
+
+    order = AddRequest(1, [1, 2], SamplingParams(max_tokens=4, n=2, grammar=OTHER))
+    with monkeypatch.context() as patch:
+        patch.setattr(CompiledGrammar, "matcher", break_the_second)
+        with pytest.raises(RuntimeError, match="no lexer"):
+            engine.submit(order)
+    assert grammars.num_followed == 0
+    assert list(scheduler.state.groups) == [RequestId(0)] and engine.number_of(first.first_sequence + 1) is None
+    heard = [progress for _ in range(20) if (progress := engine.turn()) is not None]
+    assert [over.number for progress in heard for over in progress.ended] == [0]
+    audit_rest(scheduler)
+    assert engine.submit(order).first_sequence == first.first_sequence + 1, "no number was used up"
+    assert grammars.num_followed == 2

@@ -1,0 +1,40 @@
+"""What steps cost before any was measured: from two timed ones where steps are recorded, and what is aimed at then."""
+
+import pytest
+
+from quire.config import EngineConfig, MachineInfo, resolve
+from quire.engine.build_scheduler import make_scheduler
+from quire.engine.initial_costs import first_costs
+from quire.runner.cuda_graphs import StepTimes
+from quire.sched.batching import usual_target_s
+from quire.sched.cost_model import CostTable, StepShape
+from tests.engine.test_config import PER_TOKEN, SPEC
+
+GPU = MachineInfo("cuda", free_bytes=1 << 36, fast_bfloat16=True, num_cores=2, total_bytes=1 << 36)
+
+
+def table(pace: StepTimes | None) -> CostTable:
+    return first_costs(
+        GPU, num_parameters=8 * 10**9, weight_bytes=16 * 10**9, kv_bytes_per_token=2**17, largest_chunk=2048, pace=pace
+    )
+
+
+def test_a_timed_engine_predicts_what_was_timed() -> None:
+    costs = table(StepTimes(decode_s=0.0045, token_s=2.2e-5))
+    assert costs.predict_s(StepShape(num_rows=1)) == pytest.approx(0.0045)
+    assert costs.predict_s(StepShape(num_chunk_tokens=2048)) == pytest.approx(2048 * 2.2e-5)
+    longer = costs.predict_s(StepShape(num_rows=64, num_context=64 * 1024)) - costs.predict_s(StepShape(num_rows=64))
+    assert longer == pytest.approx(64 * 1024 * 2**17 / (16e9 / 0.0045)), "keys are read as fast as weights"
+    assert table(None).predict_s(StepShape(num_rows=1)) > 0.0045, "the stated rates are those of an older card"
+
+
+@pytest.mark.parametrize(("decode_s", "aim_s"), [(0.0045, 0.0126), (0.0013, 0.01), (0.1, 0.28)])
+def test_what_is_aimed_at_where_the_user_says_nothing(decode_s: float, aim_s: float) -> None:
+    assert usual_target_s(decode_s) == pytest.approx(aim_s)
+    resolved = resolve(EngineConfig(), SPEC, PER_TOKEN, GPU)
+    usual = make_scheduler(EngineConfig(), resolved, table(None), aim_s)
+    said = make_scheduler(EngineConfig(itl_target_ms=40), resolved, table(None), aim_s)
+    plain = make_scheduler(EngineConfig(), resolved, table(None))
+    assert (usual.policy.itl_target_s, said.policy.itl_target_s, plain.policy.itl_target_s) == (aim_s, 0.04, None)
+    assert usual.policy.itl_stretch > 1 and usual.policy.itl_per_decode > 1
+    assert (said.policy.itl_stretch, said.policy.itl_per_decode) == (1.0, 0.0), "what somebody names is kept"

@@ -1,0 +1,43 @@
+"""Recordings on a card: what else the process has let go of must not end them."""
+
+import gc
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.runner.cuda_graphs import GraphRecorder
+
+CUDA = torch.device("cuda")
+
+
+class Ring:
+    """Something that only the garbage collector frees, as engines are: it knows itself."""
+
+    def __init__(self, held: object) -> None:
+        self.held, self.itself = held, self
+
+
+@pytest.fixture
+def eager_collector():
+    """Garbage is looked for at every occasion."""
+    before = gc.get_threshold()
+    gc.set_threshold(1, 1, 1)
+    yield
+    gc.set_threshold(*before)
+
+
+@pytest.mark.usefixtures("eager_collector")
+def test_a_recording_outlives_those_of_an_engine_that_nobody_has_any_more() -> None:
+    x = torch.ones(1000, device=CUDA)
+    old = [Ring(GraphRecorder(CUDA).record(lambda: x + 1)) for _ in range(2)]
+
+    def doubled() -> Tensor:
+        old.pop()  # one before the capture, one within it
+        occasions = [[] for _ in range(100)]
+        return x * 2 + len(occasions)
+
+    replay = GraphRecorder(CUDA).record(doubled)
+    assert not old
+    x.fill_(3.0)
+    assert torch.equal(replay(), torch.full_like(x, 106.0))

@@ -1,0 +1,139 @@
+"""Masks, offsets, early ends and penalties in one launch against the chain of tensor operations: the same bits."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from quire.core.sampling import RowSampling
+from quire.core.step import Masks
+from quire.kernels.gpu.sampling.logit_processors import shape_logits, tally_tokens
+from quire.sampling.logit_processors import tally_plainly
+from quire.sampling.row_params import SamplingBatch
+from quire.sampling.sampler import Sampler
+from tests.kernels.gpu_row_kernels import CHOOSING
+from tests.sampling.reference import Case, row_start
+from tests.sampling.strategies import VOCAB, cases
+from tests.tiers import examples
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+WORN = RowSampling(repetition_penalty=1.3, presence_penalty=0.7, frequency_penalty=0.3)
+BIASED = RowSampling(logit_bias=((3, 2.5), (2100, -1.25)), allowed_ids=tuple(range(1, 4000, 3)))
+EARLY = RowSampling(min_tokens=4, end_ids=(7, 2500, 9, 11, 4000), presence_penalty=-1.0)
+WARY = RowSampling(bad_words=((5,), (1, 8), (1, 2, 3077)))
+
+
+def samplers(assigned: list[Case], vocab_size: int) -> tuple[Sampler, Sampler]:
+    """One that has the kernels and one that has not."""
+    pair = Sampler(len(assigned), vocab_size, DEVICE, CHOOSING), Sampler(len(assigned), vocab_size, DEVICE)
+    for sampler in pair:
+        for row, case in enumerate(assigned):
+            row_start(sampler, row, case)
+    return pair
+
+
+def batch_of(assigned: list[Case], grown: int = 0) -> SamplingBatch:
+    rows = np.arange(len(assigned), dtype=np.int32)
+    positions = torch.tensor([len(case.tokens) + grown for case in assigned], device=DEVICE)
+    return SamplingBatch(torch.arange(len(assigned), device=DEVICE), rows, positions)
+
+
+def masks_of(allowed: dict[int, Tensor], vocab_size: int) -> Masks:
+    """By row; [vocab] bool each."""
+    flags = np.zeros((len(allowed), 32 * math.ceil(vocab_size / 32)), dtype=np.uint8)
+    for place, each in enumerate(allowed.values()):
+        flags[place, :vocab_size] = each.numpy()
+    words = np.packbits(flags, axis=1, bitorder="little").view("<i4").astype(np.int32)
+    return Masks(np.array([*allowed], dtype=np.int32), words)
+
+
+def normal(num_rows: int, vocab_size: int) -> Tensor:
+    return torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(1)).to(DEVICE) * 4
+
+
+def agree(quick: Sampler, plain: Sampler, logits: Tensor, batch: SamplingBatch, masks: Masks | None = None) -> Tensor:
+    """The tokens, and what they are chosen from, bit for bit."""
+    untouched = logits.clone()
+    shaped, truth = quick._shape_at_once(logits, batch, masks), plain._shape(logits, batch, masks)
+    assert torch.equal(shaped.view(torch.int32), truth.view(torch.int32))
+    chosen, expected = quick.sample(logits, batch, masks), plain.sample(logits, batch, masks)
+    assert torch.equal(logits, untouched)
+    assert chosen.tokens.tolist() == expected.tokens.tolist() and chosen.finite.tolist() == expected.finite.tolist()
+    return chosen.tokens
+
+
+@pytest.mark.parametrize("vocab_size", [4001, 4096])
+def test_each_wish_and_all_together_shape_the_same_logits(vocab_size: int) -> None:
+    tokens = (1, 8, 4000, 9, 9, 9, 1)
+    assigned = [Case(wish, tokens, num_prompt=2) for wish in (WORN, BIASED, EARLY, WARY, RowSampling())]
+    quick, plain = samplers(assigned, vocab_size)
+    some = masks_of({0: torch.arange(vocab_size) % 5 > 1, 4: torch.arange(vocab_size) > 3900}, vocab_size)
+    for grown in range(4):
+        batch, logits = batch_of(assigned, grown), normal(len(assigned), vocab_size) - grown
+        chosen = agree(quick, plain, logits, batch, some if grown % 2 else None)
+        for sampler in (quick, plain):
+            sampler.commit(batch, chosen)
+    assert torch.equal(quick._penalties.generated, plain._penalties.generated)
+    assert int(quick._penalties.generated.sum()) == 2 * (5 + 4), "of the two rows that have penalties"
+
+
+@settings(max_examples=examples(3, 6, gpu=True))
+@given(st.lists(cases(), min_size=1, max_size=5), st.integers(0, 2**32), st.booleans())
+def test_any_mixture_of_rows_is_shaped_and_counted_as_by_the_chain(
+    assigned: list[Case], seed: int, masked: bool
+) -> None:
+    quick, plain = samplers(assigned, VOCAB)
+    numbers = torch.Generator().manual_seed(seed)
+    for grown in range(3):
+        logits = (torch.randint(-40, 40, (len(assigned), VOCAB), generator=numbers) / 8).to(DEVICE)
+        allowed = {0: torch.rand(VOCAB, generator=numbers) < 0.7}
+        batch = batch_of(assigned, grown)
+        chosen = agree(quick, plain, logits, batch, masks_of(allowed, VOCAB) if masked else None)
+        for sampler in (quick, plain):
+            sampler.commit(batch, chosen)
+    assert torch.equal(quick._penalties.generated, plain._penalties.generated)
+
+
+@pytest.mark.parametrize("damage", [math.nan, math.inf])
+@pytest.mark.parametrize("wish", [WORN, BIASED, EARLY, WARY, RowSampling(masked=True)])
+def test_a_fault_is_seen_wherever_it_is_forbidden(wish: RowSampling, damage: float) -> None:
+    """Ids that bias, early ends, bad words and the mask forbid, or penalties change."""
+    assigned = [Case(wish, (1, 7, 1), num_prompt=1), Case(RowSampling())]
+    masks = masks_of({0: torch.arange(4001) == 20}, 4001) if wish.masked else None
+    for token in (1, 5, 7, 8, 2500):
+        quick, plain = samplers(assigned, 4001)
+        logits = normal(2, 4001)
+        logits[0, token] = damage
+        for sampler in (quick, plain):
+            chosen = sampler.sample(logits, batch_of(assigned), masks)
+            assert chosen.finite.tolist() == [False, True] and chosen.tokens[0] == 0, (wish, token)
+
+
+def test_rows_are_found_wherever_they_sit_and_padding_is_nobody() -> None:
+    assigned = [Case(RowSampling()), Case(WORN, (1, 2, 2)), Case(BIASED), Case(WORN, (3, 4, 4))]
+    quick, plain = samplers(assigned, 4001)
+    logits = normal(3, 4001)
+    rows = np.array([3, 0, 1], dtype=np.int32)
+    batch = SamplingBatch(torch.tensor(rows, device=DEVICE).long(), rows, torch.full((3,), 3, device=DEVICE))
+    agree(quick, plain, logits, batch)
+    places = torch.tensor([[-1, -1, -1], [-1, -1, -1], [1, -1, 0]], device=DEVICE)
+    padded = SamplingBatch(torch.tensor([3, -1, 1], device=DEVICE), rows, batch.positions)
+    shaped = shape_logits(logits, padded.rows, padded.positions, quick._rows.table, quick._shaping(places, None))
+    assert torch.equal(shaped[[0, 2]], plain._shape(logits, batch)[[0, 2]])
+
+
+def test_more_tokens_are_counted_than_one_program_takes() -> None:
+    numbers = torch.Generator().manual_seed(0)
+    places = torch.randperm(150, generator=numbers)
+    places[torch.arange(0, 150, 4)] = -1
+    tokens = torch.randint(0, 37, (150,), generator=numbers)
+    before = torch.randint(0, 9, (150, 37), generator=numbers, dtype=torch.int32)
+    counted, truth = before.clone().to(DEVICE), before.clone()
+    tally_tokens(tokens.to(DEVICE), places.to(DEVICE), counted)
+    tally_plainly(tokens, places, truth)
+    assert torch.equal(counted.cpu(), truth) and int((truth - before).sum()) == int((places >= 0).sum())

@@ -1,0 +1,130 @@
+"""Kernels that are compiled ahead: a rehearsal launches nothing, and finds each variant that steps launch, once."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+
+from quire.kernels.gpu.copy_blocks import copy_blocks
+from quire.kernels.gpu.launch import dry_run_launches
+from quire.kernels.gpu.precompile import _CompileQueue
+from tests import children
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What tests/kernels/compile_in_process.py prints, and what it says besides."""
+    told = {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("kernels")), "PYTHONPATH": ":".join(filter(None, sys.path))}
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | told
+    child = children.run(
+        [sys.executable, "-m", "tests.kernels.compile_in_process"],
+        env=environment,
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert child.returncode == 0, child.stderr
+    return json.loads(child.stdout.splitlines()[-1]) | {"stderr": child.stderr}
+
+
+def test_no_default_of_triton_that_will_change_is_relied_on(apart: dict[str, Any]) -> None:
+    assert "FP_FUSION" not in apart["stderr"], "it would be read by whoever serves"
+
+
+def copied() -> bool:
+    store = torch.arange(2, device=DEVICE)[:, None].repeat(1, 8)
+    copy_blocks(store, *torch.tensor([[1], [0]], device=DEVICE))
+    return store[0, 0].item() == 1
+
+
+def test_what_nobody_compiles_may_be_let_go_of_twice() -> None:
+    wanted = _CompileQueue()
+    kernel = wanted.submit(dict)
+    for _ in range(2):
+        wanted.shutdown()
+        assert kernel.cancelled()
+
+
+def test_nothing_is_launched_in_a_rehearsal_but_by_other_threads() -> None:
+    seen = []
+    with dry_run_launches():
+        seen.append(copied())
+        other = Thread(target=lambda: seen.append(copied()))
+        other.start()
+        other.join()
+    seen.append(copied())
+    assert seen == [False, True, True]
+
+
+def test_each_variant_is_compiled_once_and_one_that_fails_harms_no_other(apart: dict[str, Any]) -> None:
+    assert apart["num_kernels"] == 2, "one gate for both widths, and a copy; nonsense is none"
+    assert apart["left"] == 0, "whoever launches what failed has it compiled again"
+    [error] = apart["errors"]
+    assert "is_no_method_of_a_pointer" in error
+    assert apart["broken"] == ["integer division or modulo by zero"], "a rehearsal that breaks off is told, not raised"
+
+
+def test_what_fails_in_a_child_is_tried_at_the_next_start_too(apart: dict[str, Any]) -> None:
+    assert apart["workers"] == "2 processes"
+    assert apart["num_stamps"] == 0, "not all is on disk, and nothing says so"
+
+
+def test_an_interruption_is_not_held_up_by_kernels_that_nobody_compiles(apart: dict[str, Any]) -> None:
+    assert apart["interrupted"]
+
+
+def test_what_is_launched_between_beginning_and_finishing_is_compiled_at_once(apart: dict[str, Any]) -> None:
+    assert apart["made between"] == [False], "not found on disk, and not left for later"
+
+
+def test_what_was_begun_and_not_finished_leaves_nothing_behind(apart: dict[str, Any]) -> None:
+    assert apart["alone"], "no child"
+    assert apart["left of two"] == 0, "whoever launches them would wait for ever, or fail"
+    assert apart["again of two"] == [2, []]
+
+
+def test_children_put_on_disk_what_threads_find_there(apart: dict[str, Any]) -> None:
+    cold, warm, other, single = apart["again"]
+    assert cold == ["2 compiled in 2 processes", [True, True]], "this process itself has compiled nothing"
+    assert warm == ["2 found compiled", [True, True]]
+    assert other == ["1 compiled in 2 processes, 1 found compiled", [True, True]], "one is not enough to know others by"
+    assert single == ["2 compiled in 1 threads", [False, False]]
+
+
+@pytest.mark.long(gpu=True)  # most of a minute
+def test_the_kernels_for_hopper_are_compiled_with_this_triton(apart: dict[str, Any]) -> None:
+    assert apart["errors_for_hopper"] == []
+    assert apart["by children"], "none of them asks anything of the card while it is compiled"
+    assert apart["num_for_hopper"] == 8, "that for chunks in three ways, two of its lists, a product cut in three ways"
+
+
+@pytest.mark.long(gpu=True)
+def test_attention_has_room_on_cards_with_less_shared_memory_than_hopper(apart: dict[str, Any]) -> None:
+    assert apart["errors_for_small_cards"] == []
+    assert apart["num_for_small_cards"] == 4, "two lists, for decodes; decodes, and a chunk"
+
+
+@pytest.mark.parametrize(
+    "its_kernels", [{"_chunk_kernel", "_gathered_kernel"}, {"_list_kernel", "_hopper_kernel", "_ring_kernel"}]
+)
+def test_the_shapes_and_layers_that_are_gone_through_tell_of_all_that_are_recorded_early(
+    apart: dict[str, Any], its_kernels: set[str]
+) -> None:
+    told = apart["on hopper"] if "_hopper_kernel" in its_kernels else apart
+    few, everything = told["few"], told["all"]
+    assert set(few) == set(everything)
+    assert len(set(few)) == len(few), "no variant is compiled twice"
+    names = {variant.split()[0] for variant in few}
+    assert {"_decode_kernel", "_draw", "_sum_kernel", "_dot_kernel"} | its_kernels <= names
+    unusual = told["chosen at length"]
+    its_names = {variant.split()[0] for variant in unusual}
+    assert {"_shape", "_count", "_score_tile", "_score_row", "_draw", "_finish"} <= its_names
+    assert set(unusual) <= set(few), "nobody who asks for something unusual waits for a compiler"

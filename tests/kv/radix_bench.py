@@ -1,0 +1,61 @@
+"""A prefix tree with its pools, and tables that come and go: what the examples are written with."""
+
+import numpy as np
+
+from quire.core.ids import IntArray, RequestId
+from quire.core.moves import Move
+from quire.kv.block_pool import BlockPool
+from quire.kv.radix_node import Node
+from quire.kv.radix_tree import Inserted, RadixTree
+
+ME = RequestId(1)
+OTHER = RequestId(2)
+
+
+def ids(*tokens: int) -> IntArray:
+    return np.array(tokens, dtype=np.int32)
+
+
+class Desk:
+    """A tree with its pools, and tables that come and go. Audits after every act."""
+
+    def __init__(self, block_size: int = 4, num_blocks: int = 32, num_host: int = 0) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.host = BlockPool(num_host)
+        self.tree = RadixTree(block_size, self.pool, self.host)
+
+    def hold(self, tokens: IntArray, partition: str = "", priority: int = 0) -> tuple[IntArray, Inserted]:
+        """A table that computed everything itself, and stays."""
+        blocks = self.pool.take(-(-len(tokens) // self.tree.block_size))
+        inserted = self.tree.insert(partition, tokens, blocks, 0, priority, ME)
+        return blocks, inserted
+
+    def drop(self, blocks: IntArray, node: Node) -> None:
+        self.pool.release(blocks)
+        self.tree.idle(node)
+        self.audit()
+
+    def put(self, *tokens: int, partition: str = "", priority: int = 0) -> Inserted:
+        """A table that computed everything itself, and left."""
+        blocks, inserted = self.hold(ids(*tokens), partition, priority)
+        self.drop(blocks, inserted.node)
+        return inserted
+
+    def evict(self, count: int, demote: bool = False, batch: int = 1, step: int = 0) -> tuple[Move, ...]:
+        before = self.pool.num_free
+        evicted = self.tree.evict(count, step, OTHER, lambda node, num: demote, batch)
+        assert self.pool.num_free - before == evicted.num_blocks
+        self.audit()
+        return evicted.moves
+
+    def length(self, *tokens: int, partition: str = "") -> int:
+        """Tokens known, on either tier."""
+        match = self.tree.match(partition, ids(*tokens), len(tokens))
+        self.audit()
+        num_host = len(match.host_blocks) * self.tree.block_size
+        return match.num_tokens + num_host + (match.partial.num_tokens if match.partial else 0)
+
+    def audit(self) -> None:
+        self.tree.audit()
+        self.pool.audit()
+        self.host.audit()

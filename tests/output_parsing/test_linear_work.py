@@ -1,0 +1,110 @@
+"""A megabyte of anything is read in work that grows with its length. Counted, not timed."""
+
+import sys
+from types import FrameType
+
+import pytest
+
+from quire.output_parsing.json_calls import MAX_DEPTH
+from quire.output_parsing.reader import MAX_RECORD_CHARACTERS, StreamReader
+from quire.output_parsing.tool_formats import FORMATS, HERMES, LLAMA, MISTRAL, PYTHONIC, QWEN_CODER, ToolFormat
+from tests.output_parsing.parsing import calls, hear, text_of
+
+CALL = '<tool_call>{"name": "f", "arguments": '
+FLOODS = {
+    "text": (LLAMA, "", "word "),
+    "space": (LLAMA, "", " \n"),
+    "markers": (MISTRAL, "", "<tool_call>[TOOL_CALLS]<|python_tag|>[<function=f>"),
+    "open objects": (HERMES, CALL, '{"a": '),
+    "open lists": (HERMES, f'{CALL}{{"a": ', "["),
+    "python lists": (PYTHONIC, "[f(a=", "["),
+    "a list": (HERMES, f'{CALL}{{"a": [0', ", 1"),
+    "a string": (HERMES, f'{CALL}{{"a": "', "abc\\n\\u00e9"),
+    "quotes": (PYTHONIC, "[f(a='", '"'),
+    "a number": (HERMES, f'{CALL}{{"a": ', "1"),
+    "a name": (MISTRAL, "[TOOL_CALLS]", "f"),
+    "keys without a name": (HERMES, "<tool_call>{", '"a": 1, '),
+    "space in a call": (HERMES, "<tool_call>", " "),
+    "calls": (HERMES, "", '<tool_call>{"name": "f", "arguments": {}}</tool_call>\n'),
+    "python calls": (PYTHONIC, "[", f"f(a='{'word ' * 12}'), "),
+    "parameters": (QWEN_CODER, "<function=f>", "<parameter=a>1</parameter>"),
+    "half a closing tag": (QWEN_CODER, "<function=f><parameter=a>", "</parameter"),
+}
+
+
+def count_work(tool_format: ToolFormat, pieces: list[str]) -> int:
+    """Calls of functions, Python's and C's, that hearing takes."""
+    work = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal work
+        work += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        hear(tool_format, pieces)
+    finally:
+        sys.setprofile(None)
+    return work
+
+
+def flood(name: str, num_characters: int) -> str:
+    _, before, again = FLOODS[name]
+    return before + again * (num_characters // len(again))
+
+
+@pytest.mark.parametrize("name", FLOODS)
+@pytest.mark.parametrize("tool_format", FORMATS.values(), ids=lambda each: each.name)
+def test_work_grows_with_the_length(tool_format: ToolFormat, name: str) -> None:
+    whole, half = flood(name, 4000), flood(name, 2000)
+    assert count_work(tool_format, [whole]) <= 2.2 * count_work(tool_format, [half]) + 200
+    assert count_work(tool_format, list(whole)) <= 2.2 * count_work(tool_format, list(half)) + 200
+
+
+@pytest.mark.parametrize("name", FLOODS)
+def test_a_megabyte_is_heard(name: str) -> None:
+    text = flood(name, 1 << 20)
+    tool_format = FLOODS[name][0]
+    assert hear(tool_format, [text]) == hear(tool_format, [text[:300_000], text[300_000:]])
+
+
+class WatchedTape(StreamReader):
+    """Knows how much it had to copy."""
+
+    __slots__ = ("num_copied",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_copied = 0
+
+    def feed(self, text: str) -> None:
+        self.num_copied += len(self._text) - self._place
+        super().feed(text)
+
+
+@pytest.mark.parametrize("name", FLOODS)
+def test_what_was_read_is_not_copied_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tapes: list[WatchedTape] = []
+
+    def new_tape() -> WatchedTape:
+        tapes.append(WatchedTape())
+        return tapes[-1]
+
+    monkeypatch.setattr("quire.output_parsing.parser.Tape", new_tape)
+    text = flood(name, 4000)
+    longest_marker = 20
+    for tool_format in FORMATS.values():
+        hear(tool_format, list(text))
+    assert all(tape.num_copied <= longest_marker * len(text) for tape in tapes)
+    assert len(tapes) == len(FORMATS)
+
+
+def test_nesting_has_a_limit() -> None:
+    deep = "[" * MAX_DEPTH
+    events = hear(HERMES, [f'{CALL}{{"a": {deep}'])
+    assert events == [*calls(("f", '{"a": ' + deep[:-1])), *hear(HERMES, ["["])]
+
+
+def test_a_call_without_a_name_is_text_from_the_limit_on() -> None:
+    text = "<tool_call>{" + '"a": 1, ' * (MAX_RECORD_CHARACTERS // 8) + '"name": "f", "arguments": {}}'
+    assert text_of(hear(HERMES, [text])) == text

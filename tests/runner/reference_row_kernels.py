@@ -1,0 +1,73 @@
+"""The kernels that work by row, written with tensor operations: what recorded steps are tested with."""
+
+import torch
+from torch import Tensor
+
+from quire.kernels.row_interface import (
+    Chosen,
+    EndColumns,
+    LogitShaping,
+    RowKernels,
+    RowState,
+    SamplingStage,
+    SamplingTable,
+    decode_inputs_reference,
+)
+from quire.sampling.logit_processors import tally_plainly
+from quire.sampling.logprobs import score_plainly
+
+
+def choose_likeliest(
+    logits: Tensor, rows: Tensor, positions: Tensor, table: SamplingTable, stages: SamplingStage
+) -> Chosen:
+    assert not table.integers[rows.clamp(min=0), 3].any(), "somebody wants a random token"
+    highest, tokens = logits.max(dim=-1)
+    finite = torch.isfinite(highest) & (rows >= 0)
+    return Chosen(torch.where(finite, tokens, 0), finite)
+
+
+def finish_plainly(chosen: Chosen, rows: Tensor, positions: Tensor, ends: EndColumns, state: RowState) -> Tensor:
+    real, at = rows >= 0, rows.clamp(min=0)
+    alive = state.alive[at] & real
+    stop = (ends.end_ids[at] == chosen.tokens[:, None]).any(-1) & real
+    length = (positions + 1 >= ends.max_length[at]) & ~stop & real
+    emitted = alive & chosen.finite
+    speaking = at[emitted]
+    state.last_tokens[speaking] = chosen.tokens[emitted]
+    state.lengths[speaking] += 1
+    state.alive[at[real & (stop | length | ~chosen.finite)]] = False
+    return torch.stack([each.long() for each in (chosen.tokens, alive, chosen.finite & real, stop, length)])
+
+
+def shape_plainly(
+    logits: Tensor, rows: Tensor, positions: Tensor, table: SamplingTable, shaping: LogitShaping
+) -> Tensor:
+    """Row by row."""
+    shaped = logits.clone()
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    for at, row in enumerate(rows.tolist()):
+        if row < 0:
+            continue
+        values = shaped[at]
+        min_tokens, num_prompt = table.integers[row, 4:6]
+        repetition, presence, frequency = table.floats[row, 3:6].float()
+        mask, offset, count = shaping.places[:, at].tolist()
+        if mask >= 0:
+            values[(shaping.masks[mask, ids // 32] >> ids % 32) & 1 == 0] = -torch.inf
+        if offset >= 0:
+            values += shaping.offsets[offset]
+        if positions[at] - num_prompt < min_tokens:
+            values[torch.isin(ids, shaping.end_ids[row])] = -torch.inf
+        if count >= 0:
+            generated = shaping.generated[count]
+            seen = shaping.in_prompt[count] | (generated > 0)
+            values[seen] = torch.where(values > 0, values / repetition, values * repetition)[seen]
+            values -= generated * frequency
+            values -= (generated > 0) * presence
+        values[logits[at].isnan() | (logits[at] == torch.inf)] = torch.nan
+    return shaped
+
+
+PLAIN_CHOOSING = RowKernels(
+    shape_plainly, choose_likeliest, tally_plainly, score_plainly, finish_plainly, decode_inputs_reference
+)

@@ -1,0 +1,381 @@
+"""Steps that are recorded by shape: the same tokens as steps that are built, whoever comes, goes or ends."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from quire.core.ids import Row
+from quire.core.sampling import SamplingParams
+from quire.core.step import StepPlan
+from quire.engine.engine import Engine
+from quire.engine.local_client import LocalClient
+from quire.engine.oracle_runner import TorchOracleRunner, torch_oracle
+from quire.engine.request_validator import RequestValidator
+from quire.kernels.interface import StepLayout
+from quire.kernels.row_interface import PADDING, Chosen, RowKernels, SamplingStage, SamplingTable
+from quire.kv.manager import KVManager
+from quire.models.oracle import OracleModel
+from quire.runner import cuda_graphs as recorded
+from quire.runner.cuda_graphs import ChunkArrays, ChunkInputs, GraphedSteps, GraphRecorder, Replay
+from quire.runner.graph_shapes import CapturePolicy, StepSize
+from quire.runner.kv_store import new_store
+from quire.runner.model_runner import ModelRunner
+from quire.sched.scheduler import Scheduler
+from quire.sim.check.check import check
+from quire.sim.check.world import Scenario
+from tests.runner.plans import emitted, grants, row_start, sample
+from tests.runner.reference_row_kernels import PLAIN_CHOOSING
+from tests.sim.runner_pairs import Bodies, following
+
+CPU = torch.device("cpu")
+NOBODY = Row(16)
+PROMPT = [5, 96, 3, 41, 0, 17]
+
+
+class Recording:
+    """A step that says what it saw, and chooses everybody's row as a token."""
+
+    def __init__(self, *shapes: StepSize) -> None:
+        self.rows: list[int] = []
+        self.chunks: dict[str, list[int]] = {}
+        self.everybody = torch.empty(0, dtype=torch.int64)
+        self.stages: SamplingStage | None = None
+        self.recorded = GraphedSteps(self.forward, self.choose, list(shapes), NOBODY, CPU)
+
+    def record_all(self) -> None:
+        while not self.recorded.complete:
+            self.record_next()
+
+    def record_next(self) -> StepSize | None:
+        shape = self.recorded.next_missing
+        self.recorded.record(shape)
+        return shape
+
+    def forward(self, rows: torch.Tensor, chunks: ChunkInputs | None) -> torch.Tensor:
+        self.rows = rows.tolist()
+        self.chunks = {} if chunks is None else {name: value.tolist() for name, value in chunks._asdict().items()}
+        self.everybody = rows if chunks is None else torch.cat([rows, chunks.rows])
+        return self.everybody
+
+    def choose(self, count: int, stages: SamplingStage) -> torch.Tensor:
+        self.stages = stages
+        return self.everybody[:count].repeat(5, 1)
+
+
+def test_the_next_shape_takes_the_rows_and_nobody_fills_the_rest() -> None:
+    step = Recording(StepSize(16), StepSize(1), StepSize(4))
+    steps = step.recorded
+    assert steps.forward(np.array([3], np.int32)) is None, "nothing is recorded"
+    assert step.record_next() == StepSize(16)
+    assert steps.forward(np.array([3, 7, 9], np.int32)) == StepSize(16)
+    assert step.rows == [3, 7, 9] + [NOBODY] * 13
+    outcome = steps.choose(StepSize(16), 3, 0, SamplingStage.DRAWN)
+    assert outcome is not None and outcome.tolist() == [[3, 7, 9]] * 5
+    assert step.stages is SamplingStage.DRAWN
+    assert steps.choose(StepSize(16), 3, 0, SamplingStage.GREEDY) is not None and step.stages is SamplingStage.GREEDY
+    assert step.record_next() == StepSize(1) and not steps.complete
+    steps.forward(np.array([7], np.int32))
+    assert step.rows == [7]
+    step.record_all()
+    steps.forward(np.array([1, 2, 3], np.int32))
+    assert step.rows == [1, 2, 3, NOBODY]
+
+
+def test_a_rehearsal_goes_through_its_shapes_with_nobody_and_records_none() -> None:
+    step = Recording(StepSize(4), StepSize(2, 3, 8))
+    step.recorded.dry_run([StepSize(2, 3, 8)])
+    assert step.rows == [NOBODY] * 2 and step.chunks["rows"] == [NOBODY] * 3
+    assert step.recorded.next_missing == StepSize(4) and step.recorded.forward(np.array([1], np.int32)) is None
+
+
+def test_choices_that_are_forgotten_are_recorded_again() -> None:
+    step = Recording(StepSize(2))
+    step.record_all()
+    step.recorded.forget_choices()
+    assert step.recorded.forward(np.array([1], np.int32)) == StepSize(2) and not step.recorded.complete
+    assert step.recorded.choose(StepSize(2), 1, 0, SamplingStage.GREEDY) is None
+    assert step.recorded.forgot
+    step.record_all()
+    step.recorded.forward(np.array([1], np.int32))
+    outcome = step.recorded.choose(StepSize(2), 1, 0, SamplingStage.GREEDY)
+    assert outcome is not None and outcome.tolist() == [[1]] * 5
+    step.recorded.forget_choices()
+    step.recorded.give_up()
+    assert step.recorded.complete and not step.recorded.forgot, "nobody tries again before every step"
+
+
+def test_chunks_come_behind_the_rows_and_nobodys_are_empty() -> None:
+    step = Recording(StepSize(2), StepSize(2, 3, 8))
+    step.record_all()
+    chunks = ChunkArrays(
+        tokens=np.array([11, 12, 13, 14, 15], np.int32),
+        positions=np.array([4, 5, 6, 0, 1]),
+        token_rows=np.array([5, 5, 5, 6, 6]),
+        starts=np.array([0, 3, 5]),
+        ends=np.array([7, 2]),
+        rows=np.array([5, 6]),
+        speaking=np.array([5, PADDING]),
+    )
+    shape = step.recorded.forward(np.array([9], np.int32), chunks)
+    assert shape == StepSize(2, 3, 8) and step.rows == [9, NOBODY]
+    assert step.chunks == {
+        "tokens": [11, 12, 13, 14, 15, 0, 0, 0],
+        "positions": [4, 5, 6, 0, 1, 0, 0, 0],
+        "token_rows": [5, 5, 5, 6, 6, NOBODY, NOBODY, NOBODY],
+        "starts": [0, 3, 5, 5],
+        "ends": [7, 2, 0],
+        "rows": [5, 6, NOBODY],
+        "speaking": [5, PADDING, PADDING],
+    }
+    outcome = step.recorded.choose(shape, 1, 2, SamplingStage.GREEDY)
+    assert outcome is not None and outcome.tolist() == [[9, 5, 6]] * 5
+    assert step.recorded.forward(np.array([9], np.int32), chunks._replace(rows=np.arange(4))) is None, "one too many"
+
+
+def test_the_pace_is_that_of_the_smallest_decode_and_the_largest_step() -> None:
+    step = Recording(StepSize(4), StepSize(1), StepSize(4, 2, 6))
+    assert step.recorded.pace() is None
+    step.record_next()
+    assert step.recorded.pace() is None, "no step with chunks"
+    step.record_all()
+    pace = step.recorded.pace()
+    assert pace is not None and pace.decode_s > 0 and pace.token_s > 0
+    assert step.rows == [NOBODY] * 4 and set(step.chunks["rows"]) == {NOBODY}, "nobody takes part"
+
+
+def test_worlds_in_which_everything_goes_wrong() -> None:
+    bodies: list[TorchOracleRunner] = []
+
+    def body(world: Scenario) -> TorchOracleRunner:
+        bodies.append(torch_oracle(world, choosing=PLAIN_CHOOSING))
+        return bodies[-1]
+
+    assert check(1_200, 23, body=body, min_tokens=False).violations == []
+    assert sum(body.num_replayed for body in bodies) > 500
+
+
+def test_rows_that_end_in_a_recorded_step_write_nothing_more() -> None:
+    """Two rows; the first ends while the host still believes that it cruises."""
+    bodies = Bodies(choosing=PLAIN_CHOOSING)
+    ending = following(PROMPT, 2)[1]
+    opening = StepPlan(
+        0,
+        starts=(row_start(0, PROMPT, end_ids=(ending,)), row_start(1, PROMPT[::-1])),
+        grants=grants({0: [1, 2], 1: [3, 4]}),
+        chunks=(sample(0, 0, 6), sample(1, 0, 6)),
+    )
+    bodies.run(opening)
+    said = bodies.run(StepPlan(1, num_decoding=2))
+    assert emitted(said) == {0: ending, 1: following(PROMPT[::-1], 2)[1]} and [end.row for end in said.ended] == [0]
+    later = bodies.run(StepPlan(2, num_decoding=2, grants=grants({0: [5], 1: [6]})))
+    assert emitted(later) == {1: following(PROMPT[::-1], 3)[2]}
+    assert bodies.metal.num_replayed == 3
+
+
+def test_more_end_tokens_than_the_table_had_room_for() -> None:
+    bodies = Bodies(choosing=PLAIN_CHOOSING)
+    wide = (*range(200, 209), following(PROMPT, 2)[1])
+    bodies.run(
+        StepPlan(0, starts=(row_start(0, PROMPT, end_ids=wide),), grants=grants({0: [1, 2]}), chunks=(sample(0, 0, 6),))
+    )
+    said = bodies.run(StepPlan(1, num_decoding=1))
+    assert [end.row for end in said.ended] == [0], "the wider table is the one that is read"
+
+
+WISHES: list[dict[str, object]] = [
+    {},
+    {"logprobs": 3},
+    {"presence_penalty": 1.5},
+    {"logit_bias": {7: 4.0}},
+    {"min_tokens": 5, "stop_token_ids": list(range(0, 300, 2))},
+    {"allowed_token_ids": list(range(40, 90))},
+    {"stop_token_ids": list(range(0, 300, 9))},
+]
+
+
+WIDTHS = (2, 5, 9, 33)
+GROWING: list[dict[str, object]] = [{"stop_token_ids": list(range(299, 299 - 3 * width, -3))} for width in WIDTHS]
+
+
+def answers(
+    choosing: RowKernels | None,
+    wishes: list[dict[str, object]] = WISHES,
+    *,
+    busily: bool = False,
+    first: int = 99,
+    recording: bool = True,
+) -> tuple[list[object], int]:
+    """What requests with these wishes are told, and how many steps were replayed.
+
+    Busily: what is missing is recorded after every turn, too. First: so many shapes are recorded before; the others on
+    demand.
+    """
+    model = OracleModel(300)
+    stores = new_store(model.kv_geometry, 128, 4, CPU)
+    runner = ModelRunner(
+        model,
+        stores,
+        max_rows=5,
+        max_length=128,
+        choosing=choosing,
+        max_step_tokens=24,
+        on_demand=True,
+        recording=recording,
+    )
+    for _ in range(first):
+        runner.prepare()
+    if first < 99:
+        runner.pace()
+    scheduler = Scheduler(KVManager(128, 4, 5), max_rows=5, max_step_tokens=24)
+    engine = Engine(scheduler, runner, RequestValidator(300, (), 128, 5, 128, 4), depth=1, seed=0, clock=lambda: 0.0)
+    front = LocalClient(engine, None)
+    tickets = []
+    for place in range(14):
+        wish = {"temperature": 0, "max_tokens": 6 + place % 5} | wishes[place % len(wishes)]
+        params = SamplingParams(**wish)  # type: ignore[arg-type]
+        tickets.append(front.submit([(place * 31 + i * 7) % 300 for i in range(2 + 3 * place)], params))
+    while not all(ticket.finished for ticket in tickets):
+        front.turn()
+        if busily:
+            runner.prepare()
+    assert runner.prepared or not busily, "what was forgotten is recorded again"
+    outputs = [ticket.output().outputs[0] for ticket in tickets]
+    return [(each.token_ids, each.finish_reason, each.logprobs) for each in outputs], runner.num_replayed
+
+
+def test_those_who_ask_for_more_get_it_from_a_replayed_model_too() -> None:
+    replayed, count = answers(PLAIN_CHOOSING)
+    built, none = answers(None)
+    assert replayed == built
+    assert count > 15 and none == 0
+
+
+def test_a_step_in_which_nobody_draws_is_chosen_without_what_drawing_takes() -> None:
+    seen = set()
+
+    def choose(logits: Tensor, rows: Tensor, positions: Tensor, table: SamplingTable, stages: SamplingStage) -> Chosen:
+        drawing = bool(table.integers[rows[rows >= 0], 3].any())
+        seen.add((drawing, stages))
+        tokens = logits.argmax(dim=-1)  # of these logits one alone is possible
+        return Chosen(tokens, torch.ones_like(rows, dtype=torch.bool))
+
+    drawing = [{"seed": 5, "temperature": 0.8, "max_tokens": 4}, {"seed": 6, "temperature": 1.3, "top_k": 9}]
+    replayed, count = answers(PLAIN_CHOOSING._replace(choose=choose), [{"max_tokens": 40}, {}, *drawing, {}])
+    assert (
+        seen >= {(False, SamplingStage.GREEDY), (True, SamplingStage.DRAWN)}
+        and (True, SamplingStage.GREEDY) not in seen
+    )
+    assert replayed == answers(None, [{"max_tokens": 40}, {}, *drawing, {}])[0] and count > 15
+
+
+def test_kernels_that_wait_are_never_recorded_and_rows_end_as_ever() -> None:
+    """Not even on demand, nor between steps; what ends rows on the device is the same."""
+    finished: list[Chosen] = []
+
+    def finish(chosen: Chosen, *given: Any) -> Tensor:
+        finished.append(chosen)
+        return PLAIN_CHOOSING.finish(chosen, *given)
+
+    never, none = answers(PLAIN_CHOOSING._replace(finish=finish), busily=True, recording=False)
+    assert never == answers(PLAIN_CHOOSING)[0]
+    assert none == 0 and finished
+
+
+def test_recording_while_others_run_changes_nothing_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work that is recorded is also done, as it is before a CUDA graph is captured. Ever more end tokens come on the
+    way, so that choices are forgotten and recorded again."""
+
+    def record(recorder: GraphRecorder, work: Replay) -> Replay:
+        work()
+        return work
+
+    monkeypatch.setattr(GraphRecorder, "record", record)
+    for wishes in (WISHES, GROWING):
+        busy, count = answers(PLAIN_CHOOSING, wishes, busily=True)
+        built, _ = answers(None, wishes)
+        assert busy == built
+        assert count > 15
+
+
+def test_what_steps_were_without_for_too_long_is_recorded_before_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the clocks say: recording costs next to nothing here, and every token too many a second."""
+    monkeypatch.setattr(GraphRecorder, "record", lambda recorder, work: (work(), work)[1])
+    monkeypatch.setattr(recorded, "seconds_of", lambda replay, device: 1.0)
+    monkeypatch.setattr(CapturePolicy, "better_built", lambda regrets, step, shape: False)
+    few, some = answers(PLAIN_CHOOSING, first=4)
+    many, most = answers(PLAIN_CHOOSING)
+    grown, _ = answers(PLAIN_CHOOSING, GROWING, first=4)
+    assert few == many and some == most, "all steps are replayed, one way or the other"
+    assert grown == answers(None, GROWING)[0]
+
+
+def test_regrets_add_up_by_shape_until_they_reach_the_cost_of_recording() -> None:
+    regrets = CapturePolicy(lambda: 0.0)
+    missing = [StepSize(4), StepSize(2), StepSize(4, 1, 8), StepSize(4, 2, 8)]
+    regrets.took(StepSize(8), 9.0)
+    regrets.took(StepSize(1), 1.0)
+    assert regrets.worth(StepSize(2), StepSize(8), missing) is None, "what a token costs is not known"
+    regrets.token_s = 0.125
+    assert regrets.worth(StepSize(2), StepSize(8), missing) is None, "0.75 s; recording takes 1, and computes for 0.25"
+    assert regrets.worth(StepSize(3), StepSize(8), missing) is None, "0.5 s, of another"
+    assert regrets.worth(StepSize(1), StepSize(8), missing) == StepSize(2), "1.5 s"
+    assert regrets.worth(StepSize(8), StepSize(8), missing) is None
+    chunk = StepSize(3, 1, 3)
+    assert regrets.worth(chunk, None, missing) is None, "no such was recorded: its cost is not known"
+    regrets.took(StepSize(4, 1, 16), 2.0)
+    tries = [regrets.worth(chunk, None, missing) for _ in range(14)]
+    assert tries == [None] * 13 + [StepSize(4, 1, 8)], "1.75 s instead of 1.5 each time; 2 s, and 1.5"
+    assert regrets.worth(StepSize(1, 1, 1), None, missing) is None, (
+        "1.25 s, and 1.5 in that shape: it would still be built"
+    )
+
+
+def test_a_step_is_built_where_that_takes_less_than_a_shape_that_is_too_large() -> None:
+    now_s = 5.0
+    regrets = CapturePolicy(lambda: now_s)
+    step, padded = StepSize(3, 1, 13), StepSize(3, 1, 14)
+    regrets.took(StepSize(4, 1, 16), 2.0)
+    assert not regrets.better_built(step, StepSize(90, 1, 13)), "what a token costs is not known"
+    regrets.decode_s, regrets.token_s = 0.5, 0.125
+    assert not regrets.better_built(step, StepSize(3, 1, 21)), "3 s, and 2 with 1 in which the host builds it"
+    assert regrets.better_built(step, StepSize(3, 1, 22))
+    regrets.begins(StepSize(1))
+    assert not regrets.better_built(step, StepSize(3, 1, 17)), "2.5 s: half a second of building passes with the decode"
+    assert regrets.better_built(step, StepSize(3, 1, 18))
+    regrets.begins(StepSize(0, 1, 8))
+    assert regrets.better_built(step, padded), "nobody waits for the host"
+    assert not regrets.better_built(step, step)
+    now_s += 1.0
+    assert not regrets.better_built(step, StepSize(3, 1, 17)), "half a second is left"
+    regrets.rests()
+    assert not regrets.better_built(step, StepSize(3, 1, 21))
+    assert not regrets.better_built(StepSize(3), StepSize(90)), "decodes are replayed"
+
+
+class Full(OracleModel):
+    """A model for whose larger steps there is no memory."""
+
+    def forward(
+        self, tokens: torch.Tensor, layout: StepLayout, kv: torch.Tensor, wanted: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if len(tokens) > 5:
+            raise torch.OutOfMemoryError("no memory")
+        return super().forward(tokens, layout, kv, wanted)
+
+
+def test_without_memory_nothing_more_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GraphRecorder, "record", lambda recorder, work: (work(), work)[1])
+    model = Full(300)
+    stores = new_store(model.kv_geometry, 128, 4, CPU)
+    runner = ModelRunner(model, stores, max_rows=5, max_length=128, choosing=PLAIN_CHOOSING, max_step_tokens=24)
+    for _ in range(10):
+        runner.prepare()
+    assert runner.prepared
+    first = runner.launch(
+        StepPlan(0, starts=(row_start(0, PROMPT[:3]),), grants=grants({0: [1]}), chunks=(sample(0, 0, 3),))
+    ).wait()
+    second = runner.launch(StepPlan(1, num_decoding=1)).wait()
+    assert (len(first.rows), len(second.rows), runner.num_replayed) == (1, 1, 1), "decodes were recorded before"

@@ -1,0 +1,56 @@
+"""Which shapes of steps are recorded: they waste little, and come in the order of their use."""
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.runner.graph_shapes import StepSize, prompt_sizes, rows_beside, shapes_to_record
+
+
+@given(max_rows=st.integers(1, 600), max_tokens=st.integers(1, 9000))
+def test_shapes_waste_little_and_come_in_the_order_of_their_use(max_rows: int, max_tokens: int) -> None:
+    wanted = shapes_to_record(max_rows, max_tokens)
+    assert len(wanted.first) < 20
+    shapes = [*wanted.first, *wanted.soon, *wanted.later]
+    assert len(set(shapes)) == len(shapes) and len(shapes) < 300
+    assert shapes[:2] == list(dict.fromkeys([StepSize(max_rows), StepSize(1)])) or max_rows == 1
+    decodes = [shape for shape in shapes if shape.chunks == 0]
+    for rows in range(1, max_rows + 1):
+        best = min(shape.rows for shape in decodes if shape.holds(StepSize(rows)))
+        assert best < 2 * rows or rows == best, "a step computes less than twice what it needs"
+    for tokens in (1, min(7, max_tokens), max_tokens // 3, max_tokens):
+        if tokens:
+            assert any(shape.holds(StepSize(max_rows, 1, tokens)) for shape in shapes), tokens
+            assert any(shape.holds(StepSize(0, 1, tokens)) for shape in shapes), tokens
+
+
+@given(rows=st.integers(0, 300), max_tokens=st.integers(1, 9000))
+def test_steps_with_prompts_end_where_tiles_do(rows: int, max_tokens: int) -> None:
+    *sizes, most = prompt_sizes(rows, max_tokens)
+    assert most == max_tokens and sizes == sorted(set(sizes)) and all(0 < size < most for size in sizes)
+    for size in sizes:
+        odd = (rows + size) >> ((rows + size) & -(rows + size)).bit_length() - 1
+        assert odd in (1, 3, 5), (rows, size)
+    for smaller, larger in itertools.pairwise([*sizes, most]):
+        assert rows + larger <= 2 * (rows + smaller)
+
+
+@given(max_rows=st.integers(1, 600), max_tokens=st.integers(1, 9000))
+def test_what_a_chunk_is_cut_to_is_recorded(max_rows: int, max_tokens: int) -> None:
+    wanted = shapes_to_record(max_rows, max_tokens)
+    shapes = {(shape.rows, shape.tokens) for shape in (*wanted.first, *wanted.soon, *wanted.later)}
+    assert shapes >= {(rows, size) for rows in rows_beside(max_rows) for size in prompt_sizes(rows, max_tokens)}
+
+
+@given(max_rows=st.integers(1, 600), max_tokens=st.integers(0, 9000))
+def test_shapes_to_go_through_are_few_and_short_and_attend_in_every_way(max_rows: int, max_tokens: int) -> None:
+    wanted = shapes_to_record(max_rows, max_tokens)
+    telling = wanted.telling
+    assert set(telling) <= {*wanted.first, *wanted.soon} and len(set(telling)) == len(telling) < 20
+    assert all(shape.tokens <= 2048 for shape in telling)
+    assert {StepSize(1), StepSize(max_rows)} <= set(telling)
+    assert {StepSize(rows) for rows in (16, 32, 64, 128) if rows < max_rows} <= set(telling), (
+        "each has kernels of its own"
+    )
+    assert {shape.chunks for shape in wanted.first} == {shape.chunks for shape in telling}

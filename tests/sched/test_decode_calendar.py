@@ -1,0 +1,83 @@
+"""Positions and appointments against rows that are looked at in every step."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.core.ids import Row
+from quire.sched.decode_calendar import DecodeCalendar
+
+ROWS = 4
+SIZE = 3
+
+
+@dataclass(slots=True)
+class Walker:
+    position: int  # to be computed next
+    last: int
+    capacity: int
+
+    @property
+    def is_finishing(self) -> bool:
+        return self.position > self.last
+
+
+@given(st.data())
+def test_every_row_is_due_exactly_when_its_table_is_full(data: st.DataObject) -> None:
+    calendar = DecodeCalendar(ROWS, SIZE)
+    rows: dict[int, Walker] = {}
+    for step in range(data.draw(st.integers(1, 40))):
+        for row in sorted(set(range(ROWS)) - rows.keys()):
+            if data.draw(st.booleans()):
+                position, more = data.draw(st.integers(0, 7)), data.draw(st.integers(-1, 9))
+                capacity = -(-position // SIZE) * SIZE
+                rows[row] = Walker(position, position + more, capacity)
+                calendar.start(Row(row), step, position, position + more, capacity)
+        expected = sorted(
+            r for r, walker in rows.items() if not walker.is_finishing and walker.position == walker.capacity
+        )
+        due = calendar.due(step)
+        assert sorted(due.tolist()) == expected
+        paused = {row for row in expected if data.draw(st.integers(0, 3)) == 0}
+        if paused and paused == {row for row, walker in rows.items() if not walker.is_finishing}:
+            for row in paused:  # nobody would compute: the step is asked for again
+                calendar.book_again(Row(row), step)
+            assert sorted(calendar.due(step).tolist()) == sorted(paused)
+        fed = np.array([row for row in due.tolist() if row not in paused], dtype=np.intp)
+        calendar.book_granted(fed, step)
+        for row in fed.tolist():
+            rows[row].capacity += SIZE
+        for row in paused:
+            calendar.book_paused(Row(row), step)
+        moving = [walker for row, walker in rows.items() if not walker.is_finishing and row not in paused]
+        assert calendar.num_decoding == len(moving) + len(paused)
+        assert calendar.num_finishing == len(rows) - calendar.num_decoding
+        for row, walker in rows.items():
+            assert calendar.is_decoding(Row(row)) == (not walker.is_finishing)
+            assert calendar.is_finishing(Row(row)) == walker.is_finishing
+            planned = walker.position - (row in paused or walker.is_finishing)
+            assert calendar.position_at(Row(row), step) == planned
+        if not paused:
+            assert calendar.num_context(step) == sum(walker.position for walker in moving)
+        for walker in moving:
+            walker.position += 1
+        for row in [row for row in rows if data.draw(st.integers(0, 9)) == 0]:
+            calendar.stop(Row(row))
+            del rows[row]
+
+
+def test_a_row_that_never_cruised_may_stop() -> None:
+    calendar = DecodeCalendar(2, 4)
+    calendar.stop(Row(1))
+    assert (calendar.num_decoding, calendar.num_finishing) == (0, 0)
+    assert not calendar.is_decoding(Row(1)) and not calendar.is_finishing(Row(1))
+
+
+def test_an_old_appointment_does_not_count_for_the_next_in_the_row() -> None:
+    calendar = DecodeCalendar(1, 4)
+    calendar.start(Row(0), 0, 2, 90, 4)  # due in step 2
+    calendar.stop(Row(0))
+    calendar.start(Row(0), 1, 0, 90, 8)  # due in step 9
+    assert [step for step in range(1, 12) if len(calendar.due(step))] == [9]

@@ -1,0 +1,141 @@
+"""Rows that choose under a mask: every mask is made from the tokens that were really said, at any depth."""
+
+from collections.abc import Sequence as Many
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.core.ids import IntArray, RequestId, SequenceId
+from quire.core.oracle import total
+from quire.core.request import Request, Sequence
+from quire.core.sampling import RowSampling
+from quire.core.step import FinishReason
+from quire.kv.manager import KVManager
+from quire.sched.audit import audit
+from quire.sched.loop import Loop
+from quire.sched.policy import Policy
+from quire.sched.scheduler import Scheduler
+from quire.sim.runners import OracleRunner, first_allowed
+
+VOCAB = 40
+WORDS = 2
+
+
+def mask_after(generated: Many[int], index: int) -> IntArray:
+    """What may follow: a third of the vocabulary, another one after every token."""
+    allowed = [(token + 7 * len(generated) + 3 * sum(generated) + index) % 3 == 0 for token in range(64)]
+    return np.packbits(allowed, bitorder="little").view("<i4").astype(np.int32)
+
+
+class Grammar:
+    """Knows of each sequence only what it was told."""
+
+    def __init__(self) -> None:
+        self.said: dict[SequenceId, list[int]] = {}
+
+    def masks(self, sequences: Many[Sequence]) -> IntArray:
+        return np.stack([mask_after(self.said.setdefault(each.id, []), each.index) for each in sequences])
+
+
+def expected(request: Request, index: int) -> list[int]:
+    """By hand: the oracle's token, or the next that the mask allows."""
+    said: list[int] = []
+    while len(said) < request.max_tokens:
+        token = (total(np.concatenate([request.prompt, np.array(said, dtype=np.int32)])) + index) % VOCAB
+        if request.sampling.masked:
+            token = first_allowed(token, mask_after(said, index), VOCAB)
+        said.append(token)
+        if token in request.sampling.end_ids:
+            break
+    return said
+
+
+class World:
+    def __init__(self, depth: int, num_blocks: int, max_rows: int = 4, max_step_tokens: int = 12) -> None:
+        self.scheduler = Scheduler(
+            KVManager(num_blocks, 4, max_rows), max_rows=max_rows, max_step_tokens=max_step_tokens, policy=Policy()
+        )
+        self.grammar = Grammar()
+        runner = OracleRunner(num_blocks, 4, VOCAB)
+        self.loop = Loop(self.scheduler, runner, depth, lambda: 0.0, self.grammar.masks)
+        self.said: dict[SequenceId, list[int]] = {}
+        self.sequences: list[Sequence] = []
+
+    def add(self, number: int, prompt: list[int], max_tokens: int, *, masked: bool, n: int = 1, ends: int = 0) -> None:
+        sampling = RowSampling(masked=masked, end_ids=tuple(range(ends)))
+        request = Request(RequestId(number), np.array(prompt, dtype=np.int32), max_tokens, sampling, num_sequences=n)
+        self.sequences += self.scheduler.add(request)
+
+    def turn(self) -> None:
+        absorbed = self.loop.turn()
+        audit(self.scheduler)
+        if absorbed is None:
+            return
+        for number, token in zip(absorbed.sequences.tolist(), absorbed.tokens.tolist(), strict=True):
+            self.said.setdefault(SequenceId(number), []).append(token)
+            self.grammar.said.setdefault(SequenceId(number), []).append(token)
+
+    def run(self) -> None:
+        for _ in range(2000):
+            if self.scheduler.idle:
+                return
+            self.turn()
+        raise AssertionError("they never ended")
+
+
+wishes = st.tuples(
+    st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=18),
+    st.integers(1, 14),
+    st.booleans(),
+    st.integers(1, 3),
+    st.integers(0, 2),
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.integers(0, 2), st.integers(28, 60), st.lists(wishes, min_size=1, max_size=6), st.data())
+def test_every_token_is_the_one_its_mask_and_the_oracle_say(depth, num_blocks, asked, data):
+    world = World(depth, num_blocks)
+    for number, (prompt, max_tokens, masked, n, ends) in enumerate(asked):
+        world.add(number, prompt, max_tokens, masked=masked, n=n, ends=ends)
+    aborted = data.draw(st.sets(st.integers(0, len(asked) - 1), max_size=1))
+    for number in aborted:
+        for _ in range(data.draw(st.integers(0, 20))):
+            world.turn()
+        world.scheduler.abort(RequestId(number))
+    world.run()
+    for sequence in world.sequences:
+        right = expected(sequence.request, sequence.index)
+        said = world.said.get(sequence.id, [])
+        if sequence.finish_reason is FinishReason.ABORT:
+            assert said == right[: len(said)]
+        else:
+            assert said == right, sequence
+    assert not len(world.scheduler.state.masked)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_masked_row_chooses_in_every_step_that_may_know_its_last_token(depth):
+    """Between two of its tokens lie as many steps as fly ahead; the others lose none."""
+    world = World(depth, 60)
+    world.add(0, [5, 6], 8, masked=True)
+    world.add(1, [7], 8 * (depth + 1), masked=False)
+    world.run()
+    assert [len(world.said[sequence.id]) for sequence in world.sequences] == [8, 8 * (depth + 1)]
+    assert world.scheduler.state.last_absorbed + 1 <= 8 * (depth + 1) + depth
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_lost_step_loses_no_mask(depth):
+    world = World(depth, 60)
+    world.add(0, [5, 6], 12, masked=True, n=2)
+    for turn in range(6):
+        world.turn()
+        if turn == 4:
+            world.loop._in_flight.clear()
+            world.scheduler.lose_steps(keep_cache=True)
+    world.run()
+    for sequence in world.sequences:
+        assert world.said[sequence.id] == expected(sequence.request, sequence.index)

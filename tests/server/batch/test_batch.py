@@ -1,0 +1,255 @@
+"""`quire batch`: a file of requests through the real stack, with a scripted model in the place of a large one."""
+
+import json
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.core.errors import InvalidParameter
+from quire.engine.engine_process import EngineProcess
+from quire.engine.wire import StartFrame
+from quire.server.batch import runner as batch
+from quire.server.batch.lines import BadLine, BatchReply, BatchRequest, FinishedLines, answered, read_line, refused
+from tests import children
+from tests.cli.commands import QUIRE, Shell
+
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+SCRIPT = """
+{"say": "Nobody knows.", "when": "secret"}
+{"say": "Bang", "break": true, "when": "boom"}
+{"say": "Hello."}
+"""
+
+
+def asked(custom_id: str, url: str, **body: object) -> dict[str, object]:
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
+
+
+def chat(custom_id: str, text: str, **body: object) -> dict[str, object]:
+    return asked(custom_id, URLS[0], messages=[{"role": "user", "content": text}], **body)
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory, default_model_path: Path) -> Path:
+    path = tmp_path_factory.mktemp("script") / "lines.jsonl"
+    path.write_text(SCRIPT)
+    return path
+
+
+def run(script: Path, *arguments: str, lines: bytes = b"") -> "subprocess.CompletedProcess[bytes]":
+    command = [QUIRE, "batch", *arguments, "--script", str(script), "--max-model-len", "1k"]
+    return children.run(command, input=lines, capture_output=True, timeout=120, check=False)
+
+
+def written(lines: Iterable[object]) -> bytes:
+    return b"".join((line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines)
+
+
+def entries(output: bytes) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in output.splitlines()]
+
+
+def test_every_endpoint_and_every_mistake_in_one_file(script: Path, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(
+        written(
+            [
+                chat("a", "a secret"),
+                asked("b", URLS[1], prompt=["x", "y"], max_tokens=3),
+                b"{nonsense",
+                asked("c", URLS[2], input=["one", "two"]),
+                b"",
+                asked("d", "/v1/files"),
+                chat("a", "again"),
+                chat("e", "hi", stream=True),
+                chat("f", "hi", model="gpt-5"),
+                chat("g", "boom"),
+                chat("h", "hi", n=2),
+            ]
+        )
+    )
+    done = run(script, str(source), "-o", str(target))
+    assert done.returncode == 1, done.stderr.decode()
+    assert b"4 answered, 2 refused, 4 unreadable." in done.stderr
+    told = entries(target.read_bytes())
+    good = {entry["custom_id"]: entry["response"] for entry in told if entry["response"] is not None}
+    assert set(good) == set("abcfgh") and len({entry["id"] for entry in told}) == len(told) == 10
+    assert good["a"]["body"]["choices"][0]["message"]["content"] == "Nobody knows."
+    assert good["a"]["request_id"] and len(good["h"]["body"]["choices"]) == 2
+    assert [choice["index"] for choice in good["b"]["body"]["choices"]] == [0, 1]
+    assert [len(each["embedding"]) for each in good["c"]["body"]["data"]] == [16, 16]
+    statuses = {name: response["status_code"] for name, response in good.items()}
+    assert statuses == {"a": 200, "b": 200, "c": 200, "h": 200, "f": 404, "g": 500}
+    assert good["f"]["body"]["error"]["code"] == "model_not_found"
+    bad = {entry["error"]["line"]: entry for entry in told if entry["error"] is not None}
+    assert {line: entry["custom_id"] for line, entry in bad.items()} == {3: None, 6: "d", 7: "a", 8: "e"}
+    assert all(f"Line {line}" in entry["error"]["message"] and entry["response"] is None for line, entry in bad.items())
+
+    again = run(script, str(source), "-o", str(target))
+    assert again.returncode == 1 and b"0 answered, 2 refused, 4 unreadable, 4 answered before." in again.stderr
+    later = entries(target.read_bytes())
+    assert later[:4] == [entry for entry in told if entry["custom_id"] in good and statuses[entry["custom_id"]] == 200
+                         and entry["error"] is None]  # fmt: skip
+    assert sorted(map(_outcome, later)) == sorted(map(_outcome, told)), "one entry for each line, as before"
+
+
+def _outcome(entry: dict[str, Any]) -> str:
+    response = entry["response"] or {}
+    return json.dumps([entry["custom_id"], response.get("status_code"), entry["error"]])
+
+
+def test_what_failed_is_asked_again_and_what_was_answered_is_not(script: Path, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(written(chat(name, "hi") for name in "abcd"))  # the fourth was mended
+
+    def entry(custom_id: str, status: int) -> bytes:
+        return answered(BatchRequest(1, custom_id, URLS[0], b"{}"), BatchReply(status, "id", b'{"old": true}'))
+
+    target.write_bytes(entry("a", 200) + entry("b", 503) + entry("c", 404) + refused(4, BadLine("Line 4 …", "d")))
+    target.chmod(0o640)
+    done = run(script, str(source), "-o", str(target))
+    assert done.returncode == 0 and b"3 answered, 1 answered before." in done.stderr, done.stderr.decode()
+    told = {entry["custom_id"]: entry["response"] for entry in entries(target.read_bytes())}
+    assert set(told) == set("abcd") and len(target.read_bytes().splitlines()) == 4
+    assert told["a"]["body"] == {"old": True}
+    assert all(response["status_code"] == 200 for response in told.values())
+    assert target.stat().st_mode & 0o777 == 0o640 and sorted(tmp_path.iterdir()) == [source, target]
+
+
+def test_an_interrupted_run_is_taken_up_again(script: Path, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(written(chat(str(number), "hi") for number in range(12)))
+    assert run(script, str(source), "-o", str(target), "--concurrency", "3").returncode == 0
+    whole = target.read_bytes().splitlines(keepends=True)
+    target.write_bytes(b"".join(whole[:5]) + whole[5][:40])  # the sixth line was cut off
+    done = run(script, str(source), "-o", str(target))
+    assert done.returncode == 0 and b"7 answered, 5 answered before." in done.stderr
+    assert sorted(int(entry["custom_id"]) for entry in entries(target.read_bytes())) == list(range(12))
+
+
+def test_from_stdin_to_stdout(script: Path) -> None:
+    done = run(script, "-", "-o", "-", lines=written([chat("1", "hi"), chat("2", "a secret")]))
+    assert done.returncode == 0, done.stderr.decode()
+    told = {entry["custom_id"]: entry["response"]["body"] for entry in entries(done.stdout)}
+    assert told["2"]["choices"][0]["message"]["content"] == "Nobody knows." and len(told) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("absent.jsonl", "-o", "-"), "Cannot read absent.jsonl"),
+        (("in.jsonl", "-o", "in.jsonl"), "both the input and the output"),
+        (("in.jsonl", "-o", "no/such/folder.jsonl"), "Cannot write no/such/folder.jsonl"),
+        (("in.jsonl", "-o", "foreign.jsonl"), "foreign.jsonl: The output holds a line that is no answer"),
+        (("in.jsonl", "-o", "unended.txt"), "unended.txt: The output holds a line that is no answer"),
+    ],
+)
+def test_files_that_cannot_be(
+    script: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("in.jsonl").write_bytes(written([chat("1", "hi")]))
+    Path("foreign.jsonl").write_text("name,age\n")
+    Path("unended.txt").write_text("one line, whose end is not marked")
+    said = Shell(monkeypatch, capsys)("batch", *arguments, "--script", str(script), "--max-model-len", "1k")
+    assert said.status not in (0, 1) and words in " ".join(said.err.split()), said.err
+    assert Path("foreign.jsonl").read_text() == "name,age\n"
+    assert Path("unended.txt").read_text() == "one line, whose end is not marked"
+
+
+def test_an_engine_for_a_file_is_one_for_batches(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a GPU it has more seats and longer steps than a server's."""
+    started: list[StartFrame] = []
+
+    def send(child: EngineProcess, message: StartFrame) -> None:
+        started.append(message)
+        raise InvalidParameter("Seen enough.", param="test")
+
+    monkeypatch.setattr(EngineProcess, "send", send)
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(written([chat("1", "hi")]))
+    said = Shell(monkeypatch, capsys)("batch", str(path), "-o", "-", "--script", str(script), "--max-model-len", "1k")
+    assert "Seen enough." in said.err and [start.serving for start in started] == [False]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"[]",
+        b"7",
+        b"{}",
+        b'{"custom_id": 5, "url": "/v1/completions", "body": {}}',
+        b'{"custom_id": "a", "url": "/v1/completions"}',
+        b'{"custom_id": "a", "url": "/v1/completions", "body": []}',
+        b'{"custom_id": "a", "url": "/v1/completions", "body": {}, "method": "GET"}',
+        b'{"custom_id": "a", "url": "/v1/completions", "body": {"stream": true}}',
+        b"\xff\xfe",
+        b"[" * 100_000,
+    ],
+)
+def test_a_line_that_is_no_request_is_named(text: bytes) -> None:
+    with pytest.raises(BadLine, match="Line 7"):
+        read_line(7, text, URLS)
+
+
+def test_an_endpoint_that_only_streams_is_none_of_a_batch() -> None:
+    """Its answer would be a row of events in one string, and count as answered even if it broke off."""
+    with pytest.raises(BadLine, match=r"Line 7 asks for 'POST /generate_stream'; a batch may POST to .*, /generate\.$"):
+        read_line(7, written([asked("a", "/generate_stream", inputs="hi")]), batch.URLS)
+
+
+def test_a_body_is_passed_on_to_the_letter() -> None:
+    line = read_line(1, b'{"custom_id": "a", "url": "/v1/completions", "body": {"prompt":  "x", "seed": 1e400}}', URLS)
+    assert line.body == b'{"prompt":  "x", "seed": 1e400}'
+
+
+def test_the_past_is_what_was_answered_well() -> None:
+    past = FinishedLines()
+    line = read_line(1, written([asked("a", URLS[1])]), URLS)
+    for status in (400, 404, 429, 500, 503):
+        assert not past.note(answered(line, BatchReply(status, "id", b"not JSON")))
+    assert not past.note(refused(1, BadLine("Line 1 …", "a"))) and not past.answered(line)
+    assert past.note(answered(line, BatchReply(200, "id", b"{}"))) and past.answered(line)
+
+
+@pytest.mark.parametrize("text", [b"name,age", b'{"name": "x"}', written([chat("a", "hi")]), b'{"custom_id": "a"}'])
+def test_what_is_no_answer_is_of_another_file(text: bytes) -> None:
+    with pytest.raises(BadLine, match="write to another file"):
+        FinishedLines().note(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"custom_id": "a", "url": "/v1/completions"}',
+        b'{"custom_id": "a", "url": "/v1/completions", "body": []}',
+        b'{"custom_id": "a", "url": "/v1/completions", "body": {}, "method": "GET"}',
+        b'{"custom_id": "a", "url": "/v1/nowhere", "body": {}}',
+        b'{"custom_id": "a", "url": "/v1/completions", "body": {"stream": true}}',
+        b'{"custom_id": "a", "url": "/v1/completions", "body": {"stream": 3}}',
+    ],
+)
+def test_a_line_that_is_no_request_keeps_its_name(text: bytes) -> None:
+    with pytest.raises(BadLine) as bad:
+        read_line(7, text, URLS)
+    entry = json.loads(refused(7, bad.value))
+    assert (entry["custom_id"], entry["error"]["code"], entry["error"]["line"]) == ("a", "invalid_line", 7)
+
+
+def test_an_output_that_is_full_is_told_in_a_sentence(script: Path, tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(written(chat(str(number), "hi") for number in range(8)))
+    done = run(script, str(source), "-o", "/dev/full")
+    last = done.stderr.decode().splitlines()[-1]
+    assert done.returncode == 2 and last.startswith("quire: Cannot write /dev/full: No space left on device."), last
+    assert b"Traceback" not in done.stderr

@@ -1,0 +1,103 @@
+"""What a chat wants continued: which tools may be called, and what earlier turns may hold."""
+
+import json
+from typing import Any
+
+import pytest
+
+from quire.core.errors import InvalidParameter, InvalidPrompt
+from quire.server.chat.model_format import ToolChoice
+from quire.server.chat.prompt import ChatPrompt
+from quire.server.context import ServedModel
+from quire.server.openai.chat import dialogue_of
+from quire.server.openai.decode import decode
+from quire.server.openai.responses_input import ResponsesBody, as_chat
+from quire.server.openai.schema import ChatBody
+
+HI = [{"role": "user", "content": "hi"}]
+TOOLS = [{"type": "function", "function": {"name": name}} for name in ("f", "g", "h")]
+FUNCTIONS = [{"type": "function", "name": name} for name in ("f", "g", "h")]
+
+
+def chat(**fields: Any) -> ChatPrompt:
+    return dialogue_of(decode(json.dumps({"messages": HI, **fields}).encode(), ChatBody))
+
+
+def response(**fields: Any) -> ChatPrompt:
+    return dialogue_of(as_chat(decode(json.dumps({"input": "hi", **fields}).encode(), ResponsesBody)))
+
+
+def names(dialogue: ChatPrompt) -> list[object]:
+    return [tool["function"]["name"] for tool in dialogue.callable_tools]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_of_the_tools_only_those_may_be_called_that_are_allowed(mode: str) -> None:
+    allowed = {"mode": mode, "tools": [TOOLS[2], TOOLS[0]]}
+    told = chat(tools=TOOLS, tool_choice={"type": "allowed_tools", "allowed_tools": allowed})
+    flat = {"type": "allowed_tools", "mode": mode, "tools": [FUNCTIONS[2], FUNCTIONS[0], {"type": "web_search"}]}
+    told_by_responses = response(tools=FUNCTIONS, tool_choice=flat)
+    for dialogue in (told, told_by_responses):
+        assert names(dialogue) == ["f", "h"] and dialogue.tool_choice == ToolChoice(mode)
+
+
+@pytest.mark.parametrize(
+    ("choice", "words"),
+    [
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"function": {"name": "x"}}]}}, "'x'"),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": []}}, "no tools"),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "often", "tools": TOOLS}}, "'often'"),
+        ({"type": "allowed_tools", "allowed_tools": {"tools": TOOLS}}, "mode cannot be read: it is missing"),
+        ({"type": "allowed_tools"}, '"allowed_tools": {"mode": …'),
+        ({"type": "function"}, '"function": {"name": …}'),
+        ({"type": "custom", "custom": {"name": "f"}}, '"function": {"name": …}'),
+    ],
+)
+def test_a_choice_that_cannot_be_made_says_what_could(choice: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidParameter) as caught:
+        chat(tools=TOOLS, tool_choice=choice)
+    assert words in caught.value.message and str(caught.value.param).startswith("tool_choice")
+
+
+def test_the_choice_of_a_tool_that_is_left_out_is_left_out_too() -> None:
+    hosted = {"type": "web_search"}
+    assert response(tools=[hosted, *FUNCTIONS], tool_choice=hosted).tool_choice == ToolChoice("auto")
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        {"content": [{"type": "text", "text": "Well."}, {"type": "refusal", "refusal": "I will not."}]},
+        {"content": None, "refusal": "Well.\nI will not."},
+    ],
+)
+def test_what_the_assistant_refused_is_a_text_of_its_own(served: ServedModel, refused: dict[str, Any]) -> None:
+    text = chat(messages=[*HI, {"role": "assistant", **refused}, *HI]).rendered(served).text
+    assert "assistant\nWell.\nI will not.<|im_end|>" in text
+    with pytest.raises(InvalidPrompt):
+        chat(messages=[{"role": "user", "content": [{"type": "refusal", "refusal": "No."}]}]).rendered(served)
+
+
+@pytest.mark.parametrize(
+    ("calls", "place"),
+    [
+        ([1], "[0]"),
+        ("f", ""),
+        ({"function": {"name": "f"}}, ""),
+        ([{"function": "x"}], "[0]"),
+        ([{"function": {"name": "f", "arguments": "{}"}}, {"function": {"arguments": "{}"}}], "[1]"),
+        ([{"function": {"name": "f", "arguments": 7}}], "[0]"),
+    ],
+)
+def test_a_call_that_is_none_is_refused_with_its_place(served: ServedModel, calls: Any, place: str) -> None:
+    turn = {"role": "assistant", "content": "So.", "tool_calls": calls}
+    with pytest.raises(InvalidPrompt) as caught:
+        chat(messages=[*HI, turn]).rendered(served)
+    assert caught.value.param == f"messages[1].tool_calls{place}"
+
+
+@pytest.mark.parametrize("arguments", ['{"a": 1}', "no JSON", "", None, {"a": 1}])
+def test_a_call_as_clients_send_it_is_told(served: ServedModel, arguments: Any) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [*HI, {"role": "assistant", "content": None, "tool_calls": [call]}, {**HI[0], "tool_calls": None}]
+    assert '"name": "f"' in chat(messages=messages).rendered(served).text

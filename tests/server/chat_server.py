@@ -1,0 +1,47 @@
+"""A server, as a user would start it, whose model says the lines of a script; with any chat template."""
+
+import json
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import openai
+
+from quire.catalog.names import DEFAULT_MODEL
+from tests import children
+from tests.server.server_process import QUIRE
+
+MODEL = DEFAULT_MODEL.name
+
+
+@contextmanager
+def speaking(
+    folder: Path, lines: Sequence[Mapping[str, object]], template: str | None = None, *options: str
+) -> Iterator[tuple[openai.OpenAI, str]]:
+    """A client of the server, and what the server said before it was ready."""
+    script = folder / "script.jsonl"
+    script.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    if template is not None:
+        (folder / "template.jinja").write_text(template, encoding="utf-8")
+        options = ("--chat-template", str(folder / "template.jinja"), *options)
+    command = [QUIRE, "serve", "--port", "0", "--script", str(script), *options]
+    process = children.start(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    said: list[str] = []
+    try:
+        for line in process.stderr:
+            said.append(line)
+            if line.startswith("Ready"):
+                break
+        else:
+            raise AssertionError("the server ended before it was ready:\n" + "".join(said))
+        url = said[-1].split()[5]
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+            yield client, "".join(said)
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        finally:
+            children.end(process)

@@ -1,0 +1,342 @@
+"""Without its key nothing answers but /health and /ready; with it, everything has an id, a limit and a proper error."""
+
+import io
+import itertools
+import json
+import logging
+import re
+import urllib.parse
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from starlette.routing import Route
+
+from quire.server.http.auth import ADMIN, KeyRing
+from quire.server.http.gate import METHODS, AccessOptions
+from quire.server.http.logs import JsonLines
+from quire.server.http.request_context import OTHER
+from tests.server.http_app import (
+    ADMIN_KEY,
+    ADMIN_ROUTES,
+    BEARER,
+    KEY,
+    SECRET,
+    Application,
+    Gatehouse,
+    first_answer,
+    gatehouse,
+)
+
+LIMIT = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def house() -> Iterator[Gatehouse]:
+    with gatehouse(options=AccessOptions(LIMIT, admin_routes=ADMIN_ROUTES)) as house:
+        yield house
+
+
+@pytest.fixture(scope="module")
+def open_house() -> Iterator[Gatehouse]:
+    with gatehouse(keys=KeyRing()) as house:
+        yield house
+
+
+@pytest.fixture(scope="module")
+def stranger(house: Gatehouse) -> Iterator[httpx.Client]:
+    with house.client() as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def holder(house: Gatehouse) -> Iterator[httpx.Client]:
+    with house.client(**BEARER) as client:
+        yield client
+
+
+def error_of(answer: httpx.Response) -> dict[str, str]:
+    assert set(answer.json()) == {"error"}
+    assert len(answer.content) < 4096
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error  # type: ignore[no-any-return]
+
+
+# Keys
+
+
+def paths() -> list[str]:
+    routes = [route for route in Application().starlette.routes if isinstance(route, Route)]
+    served = [route.path.replace("{id}", "1").replace("{name:path}", "a/b") for route in routes]
+    return [*served, "/nowhere", "/admin", "/admin/nothing", "/docs", "/openapi.json"]
+
+
+@pytest.mark.parametrize("method", [*sorted(METHODS), "PROPFIND", "TRACE"])
+def test_no_route_answers_without_a_key(stranger: httpx.Client, method: str) -> None:
+    for path in paths():
+        status = stranger.request(method, path).status_code
+        assert status == (200 if path in ("/health", "/ready") and method in ("GET", "HEAD") else 401), path
+
+
+def mutations() -> list[tuple[str, dict[str, str]]]:
+    """Paths and headers that have opened doors elsewhere. The public paths themselves are written in no other way."""
+    targets = [
+        "//v1/echo", "/./v1/echo", "/health/../v1/echo", "/health/%2e%2e/v1/echo", "/health%2f..%2fv1/echo",
+        "/health/..;/v1/echo", "/health;/v1/echo", "/health%00", "/health%00/v1/echo", "/health/", "//health",
+        "/health//", "/HEALTH", "/Health", "/health%20", "/%20health", "/health%09", "/health%0a", "/health%0d%0a",
+        "/health.", "/health.json", "/health%23", "/health%3f", "/health%5c..%5cv1%5cecho", "/ready/", "//ready",
+        "/ready/../metrics", "/%2e/v1/echo", "/v1/%65cho", "/v1%2fecho", "/%2fv1/echo", "/v1/echo%20", "/v1//echo",
+        "/%c0%afhealth", "/%ff", "/health%ff", "/%252e%252e/health", "/health%252f", "/heal%74h/", "/ⅼhealth",
+        "/metrics?x=/health", "/metrics?/ready", "/v1/echo?key=health", "/v1/models/..%2f..%2fhealth", "/healthz",
+        "/healthy", "/readyz", "/ready1", "/he/alth", "/static/../health/", "/.health", "/health%7f", "/\\health",
+    ]  # fmt: skip
+    headers = [
+        {}, {"host": "health"}, {"host": "x/health"}, {"host": "x/health?"}, {"x-original-url": "/health"},
+        {"x-forwarded-prefix": "/health"}, {"x-rewrite-url": "/health"}, {"x-forwarded-for": "127.0.0.1"},
+        {"authorization": ""}, {"authorization": "Bearer"}, {"authorization": "Bearer "},
+        {"authorization": "Bearer null"}, {"authorization": KEY},
+        {"authorization": f"Basic {KEY}"}, {"authorization": f"Bearer {KEY[:-1]}"},
+        {"authorization": f"Bearer {KEY}x"}, {"authorization": f"Bearer {KEY.upper()}"}, {"x-api-key": ""},
+        {"x-api-key": KEY[:-1]}, {"api-key": KEY}, {"cookie": f"authorization=Bearer {KEY}"},
+    ]  # fmt: skip
+    return [*itertools.product(targets, headers[:4]), *itertools.product(["/v1/echo", "/metrics", "/"], headers)]
+
+
+def test_no_spelling_of_a_path_or_a_header_opens_the_door(house: Gatehouse) -> None:
+    assert len(mutations()) > 200
+    for target, headers in mutations():
+        head = {"host": "x", "connection": "close", **headers}
+        written = urllib.parse.quote(target, safe="/%?=;.\\&")
+        lines = [f"GET {written} HTTP/1.1", *(f"{name}: {value}" for name, value in head.items())]
+        answer = house.say("\r\n".join([*lines, "", ""]).encode("latin-1"))
+        assert answer.startswith(b"HTTP/1.1 401 "), (target, headers, answer[:100])
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        BEARER,
+        {"authorization": f"bearer   {KEY}"},
+        {"x-api-key": KEY},
+        {"authorization": "Bearer wrong", "x-api-key": KEY},
+        {"authorization": f"Bearer {KEY}", "x-api-key": "wrong"},
+        {"authorization": f"Bearer {ADMIN_KEY}"},
+    ],
+)
+def test_a_key_opens_the_door(stranger: httpx.Client, headers: dict[str, str]) -> None:
+    answer = stranger.get("/v1/models/x", headers=headers)
+    assert answer.status_code == 200
+    assert answer.json()["holder"] == ("admin" if ADMIN_KEY in str(headers) else "holder")
+
+
+def test_the_application_never_sees_a_key(holder: httpx.Client) -> None:
+    seen = holder.post("/v1/echo", json={}, headers={"x-api-key": KEY, "x-other": "1"}).json()["headers"]
+    assert "x-other" in seen and not {"authorization", "x-api-key"} & set(seen)
+
+
+def test_a_refusal_says_how_to_send_a_key_and_not_which(stranger: httpx.Client) -> None:
+    answer = stranger.get("/metrics", headers={"authorization": "Bearer sk-wrong-and-secret"})
+    assert error_of(answer)["code"] == "invalid_api_key"
+    assert "Authorization: Bearer KEY" in answer.text and "sk-" not in answer.text
+    assert answer.headers["www-authenticate"] == "Bearer"
+
+
+@pytest.mark.parametrize("path", ["/requests/7/explain", "/admin/pause", "/admin/pause/", "/admin", "/admin/nothing"])
+def test_what_is_the_admins(stranger: httpx.Client, path: str) -> None:
+    assert stranger.get(path).status_code == 401
+    refusal = stranger.get(path, headers=BEARER)
+    assert (refusal.status_code, error_of(refusal)["code"]) == (403, "admin_only")
+    assert stranger.get(path, headers={"x-api-key": ADMIN_KEY}).status_code in (200, 307, 404)
+
+
+def test_an_open_server_keeps_the_admins_routes_shut(open_house: Gatehouse) -> None:
+    with open_house.client() as client:
+        assert client.get("/v1/models/x", headers={"authorization": "Bearer none"}).json() == {"holder": "anonymous"}
+        refusal = client.get("/admin/pause", headers={"authorization": "Bearer none"})
+        assert refusal.status_code == 403 and "--admin-key" in error_of(refusal)["message"]
+
+
+def test_an_admin_key_alone_shuts_only_the_admins_routes() -> None:
+    with gatehouse(keys=KeyRing([(ADMIN_KEY, ADMIN)])) as house, house.client() as client:
+        assert client.get("/metrics").json() == {"holder": "anonymous"}
+        assert client.get("/admin/pause").status_code == 401
+        assert client.get("/admin/pause", headers={"x-api-key": ADMIN_KEY}).json() == {"holder": "admin"}
+
+
+def test_below_a_root_path_the_same_doors_are_shut() -> None:
+    with gatehouse(root_path="/api") as house, house.client() as client:
+        assert client.get("/health").status_code == 200
+        assert client.get("/metrics").status_code == 401
+        assert client.get("/admin/pause", headers=BEARER).status_code == 403
+        assert client.get("/metrics", headers=BEARER).status_code == 200
+
+
+# Bodies
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [
+        ("application/json", 200),
+        ("Application/JSON; charset=utf-8", 200),
+        ("application/vnd.api+json", 200),
+        (None, 200),
+        ("text/plain", 415),
+        ("application/x-www-form-urlencoded", 415),
+        ("multipart/form-data; boundary=x", 415),
+        ("application/jsonx", 415),
+        ("text/plain; application/json", 415),
+    ],
+)
+def test_a_body_is_json_or_does_not_say(holder: httpx.Client, kind: str | None, status: int) -> None:
+    answer = holder.post("/v1/echo", content=b"{}", headers={"content-type": kind} if kind else {})
+    assert answer.status_code == status
+    if status == 415:
+        assert error_of(answer)["code"] == "unsupported_media_type"
+
+
+@pytest.mark.parametrize(
+    ("coding", "status"),
+    [("", 200), ("identity", 200), ("gzip", 415), ("Deflate", 415), ("gzip, br", 415), ("\xff", 415)],
+)
+def test_a_body_is_not_read_compressed(holder: httpx.Client, coding: str, status: int) -> None:
+    answer = holder.post("/v1/echo", content=b"{}", headers=[(b"content-encoding", coding.encode("latin-1"))])
+    assert answer.status_code == status
+    if status == 415:
+        assert error_of(answer)["code"] == "unsupported_media_type"
+        assert "Content-Encoding" in error_of(answer)["message"]
+
+
+def test_a_body_too_large_by_its_own_word_is_not_read(house: Gatehouse, holder: httpx.Client) -> None:
+    house.application.num_read = 0
+    answer = holder.post("/v1/echo", content=b" " * (LIMIT + 1))
+    assert (answer.status_code, error_of(answer)["code"]) == (413, "body_too_large")
+    assert str(LIMIT) in answer.text and house.application.num_read == 0
+    assert holder.post("/v1/echo", content=b" " * LIMIT).json()["length"] == LIMIT
+
+
+def test_an_endless_body_is_read_up_to_the_limit(house: Gatehouse) -> None:
+    head = (
+        b"POST /v1/echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
+        b"Authorization: Bearer " + KEY.encode() + b"\r\n\r\n"
+    )
+    chunk = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
+    with house.connect() as connection:
+        connection.sendall(head)
+        for _ in range(10 * LIMIT // 0x10000):
+            connection.sendall(chunk)
+        answer = first_answer(connection)
+    assert answer.startswith(b"HTTP/1.1 413 ") and b"body_too_large" in answer
+    assert house.application.num_read <= LIMIT
+
+
+# Ids
+
+
+@pytest.mark.parametrize("label", ["mine", "!", "~" * 128, "http://169.254.169.254/", "../../etc"])
+def test_a_clients_id_is_given_back_as_it_came(house: Gatehouse, holder: httpx.Client, label: str) -> None:
+    answer = holder.get("/v1/models/x", headers={"x-request-id": label})
+    assert answer.headers["x-request-id"] == label
+    own = answer.headers["x-quire-request-id"]
+    assert re.fullmatch(r"[a-z0-9]{16}", own)
+    assert (house.heard[-1].request_id, house.heard[-1].label) == (own, label)
+
+
+@pytest.mark.parametrize("label", [b"", b"a b", b"x" * 129, b"caf\xe9", b"tab\there"])
+def test_a_clients_id_that_is_none_is_passed_over(holder: httpx.Client, label: bytes) -> None:
+    answer = holder.get("/v1/models/x", headers={b"x-request-id": label})
+    assert answer.headers["x-request-id"] == answer.headers["x-quire-request-id"]
+
+
+def test_no_two_requests_have_one_id(holder: httpx.Client) -> None:
+    ids = {holder.get("/health", headers={"x-request-id": "same"}).headers["x-quire-request-id"] for _ in range(50)}
+    assert len(ids) == 50
+
+
+@pytest.mark.parametrize("path", ["/health", "/nowhere", "/v1/broken", "/v1/full", "/v1/echo", "/admin"])
+def test_every_answer_has_an_id_and_its_headers(holder: httpx.Client, path: str) -> None:
+    headers = holder.get(path).headers
+    assert headers["x-request-id"] and headers["x-content-type-options"] == "nosniff"
+    assert headers.get_list("x-request-id") == [headers["x-request-id"]]
+
+
+# Errors
+
+
+def test_an_error_knows_its_answer(holder: httpx.Client) -> None:
+    assert error_of(holder.get("/nowhere"))["message"] == "GET /nowhere is not served here."
+    wrong_method = holder.get("/v1/echo")
+    assert wrong_method.status_code == 405 and wrong_method.headers["allow"] == "POST"
+    assert error_of(wrong_method)["code"] == "not_served"
+    full = holder.get("/v1/full")
+    assert (full.status_code, error_of(full)["code"]) == (429, "queue_full")
+    assert (full.headers["retry-after"], full.headers["retry-after-ms"]) == ("1", "1000")
+    assert "x-should-retry" not in full.headers
+
+
+def test_anthropics_clients_get_their_own_envelope_and_nothing_of_this_machine(holder: httpx.Client) -> None:
+    answer = holder.post("/v1/messages", json={})
+    body = answer.json()
+    assert (answer.status_code, body["type"], body["error"]["type"]) == (400, "error", "invalid_request_error")
+    assert body["request_id"] == answer.headers["x-quire-request-id"]
+    assert body["error"]["message"].startswith("A bad prompt from a path at an address: ")
+    assert len(answer.content) < 4096
+    refused = httpx.post(f"{holder.base_url}/v1/messages", json={}, timeout=60)
+    assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
+
+
+def test_our_own_mistake_is_told_in_fixed_words_and_logged_once(holder: httpx.Client, house: Gatehouse) -> None:
+    written = io.StringIO()
+    handler = logging.StreamHandler(written)
+    handler.setFormatter(JsonLines())
+    logger = logging.getLogger("quire.server")
+    logger.addHandler(handler)
+    try:
+        answer = holder.get("/v1/broken")
+        with pytest.raises(httpx.RemoteProtocolError):
+            holder.get("/v1/broken_stream")
+    finally:
+        logger.removeHandler(handler)
+    own = answer.headers["x-quire-request-id"]
+    assert answer.status_code == 500 and answer.headers["x-should-retry"] == "false"
+    assert error_of(answer)["message"] == (
+        f"The server failed to answer this request; its log says why, under the id {own}."
+    )
+    whole, streamed = [json.loads(line) for line in written.getvalue().splitlines()]
+    assert whole["id"] == own and "in broken\n" in whole["stack"] and whole["stack"].endswith("builtins.KeyError")
+    assert "in pieces\n" in streamed["stack"]
+    assert SECRET not in written.getvalue()
+    assert [each.status for each in house.heard[-2:]] == [500, 500]
+
+
+# What is heard
+
+
+def test_labels_come_from_closed_sets(house: Gatehouse, stranger: httpx.Client) -> None:
+    routes = {route.path for route in Application().starlette.routes if isinstance(route, Route)}
+    for number in range(50):
+        stranger.request("GET", f"/random/{number}")
+        stranger.request("MKCALENDAR" if number % 2 else "SEARCH", f"/v1/models/{number}")
+        house.say(b"METHOD%d / HTTP/1.1\r\n\r\n" % number)
+    assert {each.route for each in house.heard} <= {*routes, OTHER}
+    assert {each.method for each in house.heard} <= {*METHODS, OTHER}
+    assert {each.identity_name for each in house.heard} <= {"holder", "admin", "nobody"}
+    assert {each.route for each in house.heard[-150:]} == {OTHER, "/v1/models/{name:path}"}
+
+
+def test_a_request_is_heard_once_with_its_tokens(house: Gatehouse, holder: httpx.Client) -> None:
+    before = len(house.heard)
+    holder.post("/v1/echo", json={"a": 1})
+    (answered,) = house.heard[before:]
+    assert answered[:3] == ("/v1/echo", "POST", 200)
+    assert (answered.identity_name, answered.num_prompt_tokens, answered.num_completion_tokens) == ("holder", 7, 1)
+
+
+def test_a_client_that_leaves_a_stream_is_heard_as_gone() -> None:
+    with gatehouse() as house:
+        with house.client(**BEARER) as client, client.stream("GET", "/v1/endless") as answer:
+            next(answer.iter_raw())
+        assert house.application.left.wait(20)
+        house.control()
+        assert sorted((each.route, each.status) for each in house.heard) == [("/v1/echo", 200), ("/v1/endless", 499)]

@@ -1,0 +1,87 @@
+"""Whom the turnstile lets in, the engine never refuses: bursts, leaving and finishing in any order."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.config import EngineConfig
+from quire.core.errors import QueueFull
+from quire.core.sampling import SamplingParams
+from quire.engine.engine import Engine
+from quire.engine.messages import AddRequest
+from quire.engine.scripted_engine import build_scripted
+from quire.engine.startup import StartupReporter
+from quire.server.server import behind_turnstile
+
+SEATS, WAITING = 3, 2
+PARAMS = SamplingParams(temperature=0.0, max_tokens=4)
+
+
+@pytest.fixture(scope="module")
+def engine(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    script = tmp_path_factory.mktemp("script") / "lines.jsonl"
+    script.write_text('{"say": "one two three four five six", "end": false}')
+    config = behind_turnstile(EngineConfig(max_num_seqs=SEATS, max_model_len=64), WAITING)
+    return build_scripted(config, script, StartupReporter())[0]
+
+
+class Front:
+    """Counts as the turnstile does: whoever came in and has neither left nor heard the end."""
+
+    numbers = iter(range(10**9))
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.inside: list[int] = []
+
+    @property
+    def full(self) -> bool:
+        return len(self.inside) >= SEATS + WAITING
+
+    def arrive(self) -> None:
+        number = next(self.numbers)
+        self.engine.submit(AddRequest(number, [5, 6, 7], PARAMS))
+        self.inside.append(number)
+
+    def leave(self, place: int) -> None:
+        self.engine.abort(self.inside.pop(place % len(self.inside)))
+
+    def turn(self) -> None:
+        progress = self.engine.turn()
+        ended = () if progress is None else progress.ended
+        self.inside = [number for number in self.inside if number not in {over.number for over in ended}]
+
+    def leave_all(self) -> None:
+        while self.inside:
+            self.leave(0)
+        while not self.engine.idle:
+            self.engine.turn()
+
+
+@given(st.lists(st.one_of(st.just("arrive"), st.just("turn"), st.integers(0, 9)), max_size=60))
+def test_the_engine_has_room_for_everybody_inside(engine: Engine, happenings: list[str | int]) -> None:
+    front = Front(engine)
+    try:
+        for happening in happenings:
+            if happening == "turn":
+                front.turn()
+            elif happening == "arrive":
+                if not front.full:
+                    front.arrive()
+            elif front.inside:
+                front.leave(int(happening))
+    finally:
+        front.leave_all()
+
+
+def test_one_burst_fills_the_seats_and_the_places_to_wait_and_no_more(engine: Engine) -> None:
+    front = Front(engine)
+    try:
+        for _ in range(SEATS + WAITING):
+            front.arrive()
+        with pytest.raises(QueueFull):
+            front.arrive()
+    finally:
+        front.leave_all()

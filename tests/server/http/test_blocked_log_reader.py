@@ -1,0 +1,100 @@
+"""A server whose report and log nobody takes serves on, and ends as any other."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests import children
+from tests.server.server_process import PATIENCE_S, QUIRE, START_PATIENCE_S, counted, wait_until
+
+
+@contextlib.contextmanager
+def serving_into(
+    script: Path, out: int, err: int, closed: str = ""
+) -> Iterator[tuple[subprocess.Popen[bytes], httpx.Client]]:
+    """A server with these for its stdout and stderr, or with some of them closed as a shell does, when it is ready."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    script.write_text('{"say": "Hello there."}')
+    command = ["sh", "-c", f'exec "$@" {closed}', "sh", QUIRE, "serve", "--port", str(port), "--script", str(script)]
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}  # as most have it
+    server = children.start(command, stdout=out, stderr=err, env=buffered)
+
+    def is_ready(client: httpx.Client) -> bool:
+        assert server.poll() is None, f"it ended with status {server.returncode}"
+        with contextlib.suppress(httpx.TransportError):
+            return client.get("/ready").status_code == 200
+        return False
+
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S) as client:
+            wait_until(lambda: is_ready(client), START_PATIENCE_S)
+            yield server, client
+    finally:
+        children.end(server)
+
+
+def check_answers(client: httpx.Client) -> None:
+    answer = client.post("/v1/completions", json={"prompt": "hi"})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["text"] == "Hello there."
+
+
+def full_pipe() -> tuple[int, int]:
+    """One whose reader sleeps: the next byte would have to wait."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writing, bytes(4096))
+    os.set_blocking(writing, True)
+    return reading, writing
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_costs_lines_and_nothing_else(tmp_path: Path, default_model_path: Path) -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    with serving_into(tmp_path / "script.jsonl", full, full) as (server, client):
+        check_answers(client)
+        wait_until(lambda: counted(client, "log_lines_lost_total") > 0)
+        check_answers(client)
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(PATIENCE_S) == 0
+    os.close(full)
+
+
+def test_a_reader_that_left_costs_lines_and_nothing_else(tmp_path: Path, default_model_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with serving_into(tmp_path / "script.jsonl", writing, writing) as (server, client):
+        check_answers(client)
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(PATIENCE_S) == 0
+    os.close(writing)
+
+
+def test_a_reader_that_sleeps_keeps_nobody_waiting(tmp_path: Path, default_model_path: Path) -> None:
+    out, err = full_pipe(), full_pipe()
+    with serving_into(tmp_path / "script.jsonl", out[1], err[1]) as (server, client):
+        check_answers(client)
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(PATIENCE_S) == 0
+    for each in (*out, *err):
+        os.close(each)
+
+
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-"])
+def test_a_server_that_was_given_no_stdout_serves(tmp_path: Path, default_model_path: Path, closed: str) -> None:
+    """A socket would take its number, and be written to as if it were that."""
+    nowhere = subprocess.DEVNULL
+    with serving_into(tmp_path / "script.jsonl", nowhere, nowhere, closed) as (server, client):
+        check_answers(client)
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(PATIENCE_S) == 0

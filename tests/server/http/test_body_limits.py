@@ -1,0 +1,222 @@
+"""What a body may carry is measured before anything is made of it: nothing is tokenized, and no engine asked."""
+
+import threading
+from collections.abc import Iterable
+
+import pytest
+
+from quire.server.anthropic import messages
+from quire.server.chat import messages as conversation
+from quire.server.chat import prompt as dialogue
+from quire.server.chat import prompt as fitting
+from quire.server.chat.messages import MessageBuilder
+from quire.server.chat.prompt import ChatPrompt
+from quire.server.context import ServedModel
+from quire.server.openai import models as tokenizing
+from quire.server.openai import responses
+from quire.text.tokenizer import Tokenizer
+from tests.server.scripted_app import Script, app_over, post
+
+CHAT = [{"role": "user", "content": "hi"}]
+LONG = "a" * (128 * 1024 + 1)  # one character more than 1,024 tokens could have
+
+
+def refused(served: ServedModel, path: str, body: dict[str, object]) -> dict[str, str]:
+    script = Script(["Hello."])
+    answer = post(app_over(script, served), path, body)
+    assert answer.status_code == 400 and not script.asked, answer.text
+    return answer.json()["error"]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("path", "asks"), [("/v1/completions", {"prompt": "hi"}), ("/v1/chat/completions", {"messages": CHAT})]
+)
+def test_more_allowed_ids_than_tokens_never_reach_the_engine(
+    served: ServedModel, path: str, asks: dict[str, object]
+) -> None:
+    most = served.vocab_size
+    error = refused(served, path, {**asks, "allowed_token_ids": [5] * (most + 1)})
+    assert error["param"] == "allowed_token_ids"
+    assert error["message"] == f"allowed_token_ids holds {most + 1} entries; the most is {most}."
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "more"),
+    [
+        ("/v1/chat/completions", "messages", {}),
+        ("/v1/responses", "input", {}),
+        ("/v1/messages", "messages", {"max_tokens": 5}),
+        ("/v1/messages/count_tokens", "messages", {}),
+        ("/tokenize", "messages", {}),
+        ("/apply-template", "messages", {}),
+    ],
+)
+def test_more_messages_than_the_context_has_tokens_are_neither_put_together_nor_rendered(
+    served: ServedModel, path: str, name: str, more: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, verb in ((dialogue, "render"), (messages, "as_chat"), (responses, "as_chat")):
+        monkeypatch.delattr(module, verb)
+    error = refused(served, path, {name: [{"role": "assistant", "content": "a"}] * 1025, **more})
+    assert "maximum context length is 1024" in error["message"] and "1025 in the messages" in error["message"]
+    assert error.get("param", name) == name  # Anthropic's errors name no field
+
+
+def test_more_parts_than_the_context_has_tokens_are_not_rendered(
+    served: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(dialogue, "render")
+    parts = [{"type": "text", "text": "a"}] * 1024
+    body = {"messages": [{"role": "user", "content": parts}, {"role": "user", "content": "a"}]}
+    assert "1025 in the messages" in refused(served, "/v1/chat/completions", body)["message"]
+
+
+def test_a_long_conversation_is_shortened_without_a_copy_for_every_turn(
+    served: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns: list[dict[str, object]] = [
+        {"role": role, "content": str(place)} for place in range(10_000) for role in ("user", "assistant")
+    ]
+    copies = []
+
+    def replaced(whole: ChatPrompt, messages: list[dict[str, object]]) -> ChatPrompt:
+        copies.append(len(messages))
+        return ChatPrompt(messages)
+
+    monkeypatch.setattr(fitting, "replace", replaced)
+    kept = fitting.fitted(ChatPrompt(turns), served, max_tokens=100).messages
+    assert len(copies) < 20
+    assert 50 < len(kept) < 200 and kept == turns[-len(kept) :] and kept[0]["role"] == "user"
+
+
+def test_turns_too_long_to_be_read_are_dropped_too(served: ServedModel) -> None:
+    turns = [
+        {"role": "user", "content": "ab " * 46_666},
+        {"role": "assistant", "content": "ok"},
+        {"role": "user", "content": "hi"},
+    ]
+    assert refused(served, "/v1/responses", {"input": turns})["code"] == "context_length_exceeded"
+    script = Script(["Hello."])
+    answer = post(app_over(script, served), "/v1/responses", {"input": turns, "truncation": "auto"})
+    assert answer.status_code == 200, answer.text
+    [(ids, _, _)] = script.asked
+    assert "hi" in served.spelled(ids) and "ok" not in served.spelled(ids)
+
+
+def test_texts_in_a_row_are_put_together_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_joined = [0]
+
+    class Counting(str):
+        __slots__ = ()
+
+        def join(self, pieces: Iterable[str], /) -> str:
+            whole = str.join(self, pieces)
+            num_joined[0] += len(whole)
+            return whole
+
+    for role in conversation._BETWEEN:
+        monkeypatch.setitem(conversation._BETWEEN, role, Counting("\n"))
+    told = MessageBuilder()
+    for role in ("system", "assistant"):
+        for _ in range(1000):
+            told.say(role, "ab")
+    for _ in range(1000):
+        told.think("cd")
+    system, assistant = told.messages()
+    assert system["content"] == assistant["content"] == "\n".join(["ab"] * 1000)
+    assert assistant["reasoning_content"] == "\n".join(["cd"] * 1000)
+    assert num_joined[0] == 3 * 2999
+
+
+@pytest.mark.parametrize("module", [messages, responses])
+def test_a_large_body_is_translated_beside_the_event_loop(
+    module: object, served: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    translators = []
+    as_chat = module.as_chat  # type: ignore[attr-defined]
+
+    def noted(body: object) -> object:
+        translators.append(threading.current_thread())
+        return as_chat(body)
+
+    monkeypatch.setattr(module, "as_chat", noted)
+    name, path = ("messages", "/v1/messages") if module is messages else ("input", "/v1/responses")
+    for words in ("hi", "hi " * 30_000):
+        body = {
+            name: [{"role": "user", "content": words}],
+            "max_tokens" if module is messages else "max_output_tokens": 5,
+        }
+        post(app_over(Script(["Hello."]), served), path, body)
+    small, large = translators
+    assert small is threading.current_thread() is not large
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": LONG}, "prompt"),
+        ("/v1/embeddings", {"input": LONG}, "input"),
+        ("/v1/embeddings", {"input": ["short", LONG], "truncate_prompt_tokens": 10}, "input"),
+        ("/tokenize", {"prompt": LONG}, "prompt"),
+        ("/generate", {"inputs": LONG}, None),
+        ("/generate_stream", {"inputs": LONG}, None),
+        ("/", {"inputs": LONG}, None),
+    ],
+)
+def test_a_text_that_cannot_fit_is_not_tokenized(
+    served: ServedModel, path: str, body: dict[str, object], param: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert served.tokenizer is not None
+    read: list[str] = []
+
+    def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+        read.append(text)
+        return [5]
+
+    monkeypatch.setattr(Tokenizer, "encode", encode)
+    script = Script(["Hello."])
+    answer = post(app_over(script, served), path, body)
+    assert LONG not in read and not script.asked
+    if param is None:  # as text-generation-inference tells it
+        assert answer.status_code == 422 and "maximum context length is 1024" in answer.json()["error"]
+        return
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", param)
+    assert "1025 in the messages" in error["message"]
+
+
+def test_of_many_inputs_none_is_read_after_one_that_is_too_long(
+    served: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+
+    def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+        read.append(text)
+        return [5] * len(text)
+
+    monkeypatch.setattr(Tokenizer, "encode", encode)
+    error = refused(served, "/v1/embeddings", {"input": ["a", "b" * 1025, "c"]})
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "input")
+    assert read == ["a", "b" * 1025]
+
+
+def test_ids_are_checked_and_spelled_beside_the_event_loop_and_no_more_than_so_many(
+    served: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkers = []
+    check = ServedModel.checked_ids
+
+    def noted(served: ServedModel, ids: list[int], param: str) -> list[int]:
+        checkers.append(threading.current_thread())
+        return check(served, ids, param)
+
+    monkeypatch.setattr(ServedModel, "checked_ids", noted)
+    app = app_over(Script([]), served)
+    assert post(app, "/detokenize", {"tokens": [504, 3575]}).json() == {"prompt": "The capital"}
+    error = post(app, "/detokenize", {"tokens": [504, -1]}).json()["error"]
+    assert error["param"] == "tokens" and "no token -1" in error["message"]
+    assert len(checkers) == 2 and threading.current_thread() not in checkers
+    monkeypatch.setattr(tokenizing, "MAX_DETOKENIZED", 2000)
+    assert post(app, "/detokenize", {"tokens": [504] * 2000}).status_code == 200
+    error = post(app, "/detokenize", {"tokens": [504] * 2001}).json()["error"]
+    assert error["param"] == "tokens" and error["message"] == "There are 2001 tokens; a request may bring 2000."
+    assert len(checkers) == 3

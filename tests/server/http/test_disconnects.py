@@ -1,0 +1,169 @@
+"""Who leaves, and how: clients in the middle of an answer, and the server itself, on a signal."""
+
+import asyncio
+import json
+import logging
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import uvicorn
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from quire.server import server as lifecycle
+from quire.server.async_engine import AsyncEngine
+from tests.server.http_app import heard_until_closed
+from tests.server.many_clients import Told, Visitor, request
+from tests.server.scripted_servers import asked, check_control, scripted
+from tests.server.server_process import PATIENCE_S, Running, is_alive, load, wait_until, wait_until_at_rest
+
+ENDLESS = asked("endless", stream=True)
+
+
+def wait_until_running(client: httpx.Client, num_requests: int) -> None:
+    wait_until(lambda: load(client).get("num_requests_running") == num_requests)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_the_engine(scripted_server: Running, stream: bool) -> None:
+    with scripted_server.client() as client:
+        wait_until_at_rest(client)
+        if stream:
+            with client.stream("POST", "/v1/completions", json=ENDLESS) as answer:
+                said = answer.iter_lines()  # held: who lets go of it closes the stream
+                assert next(said).startswith("data: ")
+                wait_until_running(client, 1)
+        else:
+            body = json.dumps(asked("endless")).encode()
+            with httpx.Client(base_url=scripted_server.url, timeout=0.5) as hasty, pytest.raises(httpx.ReadTimeout):
+                hasty.post("/v1/completions", content=body)
+        wait_until_at_rest(client)
+        check_control(client)
+
+
+@pytest.fixture
+def server(default_model_path: Path, tmp_path: Path) -> Iterator[Running]:
+    """One that may be ended."""
+    with scripted(tmp_path, "--shutdown-timeout", "90", "--max-num-seqs", "4") as running:
+        yield running
+
+
+def test_sigterm_lets_open_streams_finish_and_nobody_in(server: Running) -> None:
+    engine = server.engine_pid
+    with server.client() as client, server.client() as other:
+        with client.stream("POST", "/v1/completions", json=asked("endless", max_tokens=1600, stream=True)) as answer:
+            said = answer.iter_lines()
+            first = next(said)
+            server.process.send_signal(signal.SIGTERM)
+            wait_until(lambda: other.get("/ready").status_code == 503)
+            assert other.get("/ready").json() == {"status": "draining"}
+            assert other.get("/health").status_code == 200, "it lives, and works"
+            refused = other.post("/v1/completions", json=asked("hi"))
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+            assert int(refused.headers["retry-after"]) >= 1
+            rest = list(said)
+        told = [json.loads(line[6:]) for line in [first, *rest] if line.startswith("data: {")]
+        assert rest[-2:] == ["data: [DONE]", ""]
+        assert "".join(each["choices"][0]["text"] for each in told).startswith("on and on")
+        assert told[-1]["choices"][0]["finish_reason"] == "length"
+    assert server.process.wait(60) == 0
+    assert not is_alive(engine)
+    assert server.said[-1] == "Stopped.\n"
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_it_at_once_and_tells_whoever_waits(server: Running, second: int) -> None:
+    with server.client() as client, client.stream("POST", "/v1/completions", json=ENDLESS) as answer:
+        said = answer.iter_lines()
+        next(said)
+        server.process.send_signal(signal.SIGTERM)
+        with server.client() as other:
+            wait_until(lambda: other.get("/ready").status_code == 503)
+        server.process.send_signal(second)
+        rest = [line for line in said if line]
+    assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "server_stopping"
+    assert not any("[DONE]" in line or '"finish_reason":"' in line for line in rest)
+    assert server.process.wait(60) == 0
+
+
+def test_ctrl_c_ends_it_at_once_and_tells_whoever_waits(server: Running) -> None:
+    with server.client() as client, client.stream("POST", "/v1/completions", json=ENDLESS) as answer:
+        said = answer.iter_lines()
+        next(said)
+        server.process.send_signal(signal.SIGINT)
+        rest = [line for line in said if line]
+    assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "server_stopping"
+    assert server.process.wait(60) == 0
+
+
+def test_who_is_still_sending_its_body_is_told_so(server: Running) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), PATIENCE_S) as connection, server.client() as client:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        wait_until(lambda: load(client)["server_load"] == 1)
+        server.process.send_signal(signal.SIGTERM)
+        answer = heard_until_closed(connection)
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 503 ") and b"\r\nretry-after: 5\r\n" in head, answer
+    assert json.loads(body)["error"]["code"] == "server_stopping"
+    assert server.process.wait(60) == 0
+    assert server.said[-1] == "Stopped.\n"
+
+
+def test_a_drain_has_an_end(default_model_path: Path, tmp_path: Path) -> None:
+    with scripted(tmp_path, "--shutdown-timeout", "0.2") as server, server.client() as client:
+        with client.stream("POST", "/v1/completions", json=ENDLESS) as answer:
+            said = answer.iter_lines()
+            next(said)
+            server.process.send_signal(signal.SIGTERM)
+            rest = [line for line in said if line]
+        assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "server_stopping"
+        assert server.process.wait(60) == 0
+
+
+def test_a_reader_that_sleeps_through_the_end_is_hung_up_on_without_a_stack(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(lifecycle, "_FAREWELL_S", 0.05)
+
+    async def pieces() -> AsyncIterator[bytes]:
+        while True:
+            yield bytes(1 << 16)
+            await asyncio.sleep(0)  # let others see that the reader is gone
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await StreamingResponse(pieces())(scope, receive, send)
+
+    async def life() -> None:
+        config = uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=PATIENCE_S)
+        server = lifecycle.DrainingServer(config, AsyncEngine(None, time.monotonic), drain_s=0)
+        listening = socket.create_server(("127.0.0.1", 0))
+        serving = asyncio.ensure_future(server.serve(sockets=[listening]))
+        reader, writer = await asyncio.open_connection(*listening.getsockname(), limit=1 << 10)
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        await reader.readline()
+        server.handle_exit(signal.SIGTERM, None)
+        await asyncio.wait_for(serving, PATIENCE_S / 2)
+        writer.transport.abort()
+
+    asyncio.run(life())
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+def test_those_who_wait_are_served_to_the_end_too(server: Running) -> None:
+    """Four sit and two stand in the queue when the signal comes."""
+
+    async def crowd() -> list[Told]:
+        said = request(asked("endless", max_tokens=900, stream=True))
+        visitors = [await Visitor.ask(server.port, said) for _ in range(6)]
+        with server.client() as client:
+            wait_until(lambda: load(client).get("num_requests_waiting") == 2)
+        server.process.send_signal(signal.SIGTERM)
+        return [await visitor.hear_all() for visitor in visitors]
+
+    assert all(told.complete and not told.failed for told in asyncio.run(crowd()))
+    assert server.process.wait(60) == 0

@@ -1,0 +1,215 @@
+"""Whom the door turns away by the head alone: answered in the protocol, told of as ever; its connection stays right."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.core.errors import QueueFull
+from quire.server.http.gate import AccessOptions, RequestLogger, early_refusals, secure
+from quire.server.http.protocol import ConnectionLimits, GuardedProtocol
+from quire.server.http.request_context import route_path
+from tests.server.http_app import ADMIN_ROUTES, KEY, KEYED, Application, Gatehouse, first_answer, gatehouse, status_of
+
+BODY = b'{"prompt": "hi"}'
+HEAD = b"POST /v1/echo HTTP/1.1\r\nHost: x\r\nX-Request-Id: mine\r\nContent-Length: %d\r\n" % len(BODY)
+KEYED_HEAD = HEAD + b"Authorization: Bearer " + KEY.encode() + b"\r\n"
+CLOSING = KEYED_HEAD + b"Connection: close\r\n\r\n"
+
+
+class Queue:
+    """In the turnstile's place: full, until somebody leaves."""
+
+    def __init__(self) -> None:
+        self.full = True
+
+    def admit(self, scope: Scope) -> None:
+        if self.full and route_path(scope) in ("/v1/echo", "/v1/messages"):
+            raise QueueFull(2, 2, "requests")
+
+
+@pytest.fixture(scope="module")
+def queue() -> Queue:
+    return Queue()
+
+
+@pytest.fixture(scope="module")
+def shared(queue: Queue) -> Iterator[Gatehouse]:
+    with gatehouse(limits=ConnectionLimits(linger_s=0.5), admit=queue.admit) as house:
+        yield house
+
+
+@pytest.fixture
+def house(shared: Gatehouse, queue: Queue) -> Gatehouse:
+    queue.full = True
+    shared.heard.clear()
+    return shared
+
+
+def test_a_refusal_is_whole_and_told_of_and_the_application_is_not_asked(house: Gatehouse) -> None:
+    answer = house.say(CLOSING, BODY)
+    head, _, body = answer.partition(b"\r\n\r\n")
+    lines = head.lower().split(b"\r\n")
+    assert lines[0] == b"http/1.1 429 too many requests"
+    assert {b"retry-after: 1", b"retry-after-ms: 1000", b"x-request-id: mine", b"connection: close"} <= set(lines)
+    assert {b"x-content-type-options: nosniff", b"content-length: %d" % len(body)} <= set(lines)
+    assert any(line.startswith(b"date: ") for line in lines)
+    assert json.loads(body)["error"]["code"] == "queue_full"
+    [told] = house.heard
+    assert (told.route, told.method, told.status, told.identity_name) == ("/v1/echo", "POST", 429, "holder")
+    assert b"x-quire-request-id: " + told.request_id.encode() in lines and told.label == "mine"
+    assert house.application.starlette.middleware_stack is None  # made for the first who is routed
+
+
+def test_the_key_is_asked_for_first(house: Gatehouse) -> None:
+    assert status_of(house.say(HEAD + b"Connection: close\r\n\r\n", BODY)) == 401
+    assert [(told.status, told.identity_name) for told in house.heard] == [(401, "nobody")]
+
+
+def test_an_error_keeps_the_shape_of_its_surface(house: Gatehouse) -> None:
+    answer = house.say(CLOSING.replace(b"/v1/echo", b"/v1/messages"), BODY)
+    assert b'"type": "rate_limit_error"' in answer and answer.startswith(b"HTTP/1.1 429 ")
+
+
+def test_the_next_request_of_a_connection_is_served(house: Gatehouse, queue: Queue) -> None:
+    with house.connect() as connection:
+        for _ in range(2):
+            connection.sendall(KEYED_HEAD + b"\r\n" + BODY)
+            assert status_of(first_answer(connection)) == 429
+        queue.full = False
+        connection.sendall(KEYED_HEAD + b"\r\n" + BODY)
+        assert b'"length":%d' % len(BODY) in first_answer(connection)
+    assert [told.status for told in house.heard[:2]] == [429, 429]
+
+
+def test_a_body_that_comes_after_its_refusal_is_no_request(house: Gatehouse, queue: Queue) -> None:
+    with house.connect() as connection:
+        connection.sendall(KEYED_HEAD + b"\r\n")
+        assert status_of(first_answer(connection)) == 429
+        queue.full = False
+        for place in range(len(BODY)):
+            connection.sendall(BODY[place : place + 1])
+        connection.sendall(KEYED_HEAD + b"\r\n" + BODY)
+        assert first_answer(connection).startswith(b"HTTP/1.1 200 OK")
+
+
+def test_who_wanted_to_close_may_finish_its_body(house: Gatehouse) -> None:
+    with house.connect() as connection:
+        connection.sendall(CLOSING)
+        answer = first_answer(connection)
+        assert status_of(answer) == 429 and b"\r\nconnection: close\r\n" in answer
+        assert connection.recv(1) == b""
+        connection.sendall(BODY)
+    assert status_of(house.say(CLOSING, BODY)) == 429
+
+
+def test_who_asked_whether_to_send_its_body_is_told_not_to(house: Gatehouse) -> None:
+    answer = house.say(KEYED_HEAD + b"Expect: 100-continue\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 429 ") and b"\r\nconnection: close\r\n" in answer
+    assert b" 100 " not in answer
+
+
+@pytest.mark.parametrize("more", [KEYED_HEAD + b"\r\n" + BODY, b"noise\r\n\r\n"])
+def test_what_comes_before_the_answer_is_not_heard(house: Gatehouse, more: bytes) -> None:
+    answer = house.say(KEYED_HEAD + b"\r\n" + BODY + more)
+    assert answer.count(b"HTTP/1.1 ") == 1 and answer.startswith(b"HTTP/1.1 429 ")
+    assert [told.status for told in house.heard] == [429]
+
+
+def test_a_refused_body_may_be_malformed(house: Gatehouse) -> None:
+    head = KEYED_HEAD.replace(b"Content-Length: %d" % len(BODY), b"Transfer-Encoding: chunked")
+    assert house.say(head + b"\r\nzz\r\n").startswith(b"HTTP/1.1 429 ")
+    assert [told.status for told in house.heard] == [429]
+
+
+def test_a_head_gets_no_body(house: Gatehouse) -> None:
+    answer = house.say(b"HEAD /v1/full HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 401 ") and answer.endswith(b"\r\n\r\n")
+
+
+def test_who_does_not_read_its_answers_waits(house: Gatehouse) -> None:
+    """Or its refusals would pile up in this process."""
+
+    def only_one() -> GuardedProtocol:
+        [connection] = house.server.server_state.connections
+        assert isinstance(connection, GuardedProtocol)
+        return connection
+
+    with house.connect() as connection:
+        connection.sendall(KEYED_HEAD + b"\r\n" + BODY)
+        assert status_of(first_answer(connection)) == 429
+        house.in_loop(lambda: only_one().pause_writing())
+        connection.sendall(KEYED_HEAD + b"\r\n" + BODY)
+        while not house.server.server_state.tasks:
+            pass
+        assert only_one().cycle.response_complete is False
+        house.in_loop(lambda: only_one().resume_writing())
+        assert status_of(first_answer(connection)) == 429
+
+
+HEADERS = st.lists(
+    st.sampled_from(
+        [
+            (b"authorization", b"Bearer " + KEY.encode()), (b"x-api-key", b"wrong"), (b"x-request-id", b"mine"),
+            (b"content-type", b"text/plain"), (b"content-type", b"application/json"),
+            (b"content-length", b"99999999999"), (b"origin", b"https://elsewhere"), (b"host", b"here"),
+        ]
+    ),
+    max_size=5,
+)  # fmt: skip
+PATHS = st.sampled_from(["/v1/echo", "/v1/messages", "/health", "/admin/pause", "/requests/1/explain", "/nowhere", "/"])
+
+
+@given(st.sampled_from(["GET", "HEAD", "POST", "DELETE"]), PATHS, HEADERS)
+def test_both_ways_to_ask_the_door_say_the_same(method: str, path: str, headers: list[tuple[bytes, bytes]]) -> None:
+    def scope() -> Scope:
+        return {"type": "http", "method": method, "path": path, "headers": [*headers], "query_string": b""}
+
+    witness = secure(Application().starlette, keys=KEYED, options=AccessOptions(admin_routes=ADMIN_ROUTES))
+    assert isinstance(witness, RequestLogger)
+    early, late = witness.turn_away(scope()), asked(witness, scope())
+    if early is None:
+        assert late.status not in (401, 403, 413, 415)
+    else:
+        assert (early.status, without_ids(early.headers)) == (late.status, without_ids(late.headers))
+
+
+class Heard:
+    """What an application answered."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.headers: list[tuple[bytes, bytes]] = []
+
+
+def asked(app: ASGIApp, scope: Scope) -> Heard:
+    heard = Heard()
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": BODY, "more_body": False}
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            heard.status, heard.headers = message["status"], message["headers"]
+
+    asyncio.run(app(scope, receive, send))  # type: ignore[arg-type]
+    return heard
+
+
+def without_ids(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    return [(name, value) for name, value in headers if value == b"mine" or not name.endswith(b"request-id")]
+
+
+def test_where_somebody_stands_around_the_door_it_is_not_asked_early() -> None:
+    options = AccessOptions(allowed_origins=("https://example.org",))
+    app = secure(Application().starlette, keys=KEYED, options=options)
+    assert early_refusals(app, options) is None
+
+    async def around(scope: Scope, receive: Receive, send: Send) -> None:
+        await app(scope, receive, send)
+
+    assert early_refusals(around, AccessOptions()) is None

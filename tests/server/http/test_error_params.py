@@ -1,0 +1,109 @@
+"""An error names the field that the client sent, whatever the surface calls it inside."""
+
+from typing import Any
+
+import httpx
+import pytest
+
+from quire.core.errors import InvalidParameter
+from quire.server.http.errors import called
+
+SAY_HI = [{"role": "user", "content": "hi"}]
+LONG = "word " * 2000
+CHAT: dict[str, Any] = {"messages": SAY_HI, "max_tokens": 1}
+BEAMS = {"use_beam_search": True, "n": 2, "temperature": 0}
+FORM = {"type": "json_object"}
+BAD_SCHEMA = {"type": "object", "propertyNames": {}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "words"),
+    [
+        ("/v1/completions", {"prompt": LONG}, "prompt", "in the messages"),
+        ("/v1/embeddings", {"input": LONG}, "input", "in the messages"),
+        ("/v1/responses", {"input": LONG}, "input", "in the messages"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}, "messages", "in the messages"),
+        ("/detokenize", {"tokens": [10**6]}, "tokens", "1000000"),
+        ("/v1/responses", {"input": "hi", "max_output_tokens": 0}, "max_output_tokens", "max_output_tokens must be"),
+        ("/v1/responses", {"input": "hi", "max_output_tokens": 2, "min_tokens": 5}, "min_tokens",
+         "more than max_output_tokens, which is 2"),
+        ("/v1/chat/completions", {"messages": SAY_HI, "max_completion_tokens": 0}, "max_completion_tokens",
+         "max_completion_tokens must be"),
+        ("/v1/chat/completions", {"messages": SAY_HI, "max_tokens": 0}, "max_tokens", "max_tokens must be"),
+        ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 101}, "top_logprobs",
+         "top_logprobs must be a whole number from 0 to 100, not 101."),
+        ("/v1/chat/completions", {**CHAT, "prompt_logprobs": 101}, "prompt_logprobs", "prompt_logprobs must be"),
+        ("/v1/chat/completions", {**CHAT, **BEAMS, "logprobs": True}, "logprobs",
+         "logprobs does not go with a beam search"),
+        ("/v1/responses", {"input": "hi", "text": {"format": {"type": "yaml"}}}, "text.format.type",
+         "text.format.type is 'yaml'"),
+        ("/v1/responses", {"input": "hi", "text": {"format": {"type": "json_schema", "schema": 7}}},
+         "text.format.schema", "text.format.schema must be"),
+        ("/v1/responses", {"input": "hi", "text": {"format": {"type": "json_object", "schema": {}}}},
+         "text.format.schema", "text.format.schema is not served"),
+        ("/v1/responses", {"input": "hi", "text": {"format": {"type": "json_schema", "schema": BAD_SCHEMA}}},
+         "text.format", "propertyNames"),
+        ("/v1/chat/completions", {**CHAT, "structured_outputs": {"json": BAD_SCHEMA}}, "structured_outputs",
+         "propertyNames"),
+        ("/v1/chat/completions", {**CHAT, **BEAMS, "response_format": FORM}, "response_format",
+         "response_format does not go with a beam search"),
+        ("/v1/completions", {"prompt": "hi", **BEAMS, "structured_outputs": {"regex": "a"}}, "structured_outputs",
+         "structured_outputs does not go with a beam search"),
+        ("/v1/responses", {"input": "hi", "tools": [{"type": "web_search"}, {"type": "function"}]}, "tools[1]",
+         '{"type": "function", "name": …, "parameters": {…}}'),
+        ("/v1/responses", {"input": "hi", "tools": [{"type": "function", "name": "f", "parameters": 7}]},
+         "tools[0].parameters", "a JSON schema"),
+        ("/v1/chat/completions", {**CHAT, "tools": [{"type": "function", "name": "f"}]}, "tools[0]",
+         '{"type": "function", "function": {"name": …}}'),
+    ],
+)  # fmt: skip
+def test_the_field_is_the_clients_own(
+    http: httpx.Client, path: str, body: dict[str, Any], param: str, words: str
+) -> None:
+    answer = http.post(path, json=body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param and words in error["message"], error
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"stop_sequences": [""]}, "stop_sequences must hold non-empty strings"),
+        ({"stop": [""]}, "stop must hold non-empty strings"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": 7}}}, "output_config.format.schema must be"),
+        ({"tools": [{"input_schema": {}}]}, 'tools[0] must be {"name": …, "input_schema": {…}}'),
+        ({"tools": [{"name": "f", "input_schema": 7}]}, "tools[0].input_schema must be a JSON schema"),
+    ],
+)
+def test_to_anthropics_clients_too(http: httpx.Client, body: dict[str, Any], words: str) -> None:
+    answer = http.post("/v1/messages", json={**CHAT, **body})
+    assert answer.status_code == 400, answer.text
+    assert words in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    [
+        ({"max_new_tokens": -1}, "max_new_tokens must be"),
+        ({"top_n_tokens": 1000, "details": True}, "top_n_tokens must be"),
+        ({"truncate": 0}, "truncate must be"),
+        ({"grammar": {"type": "json", "value": 7}}, "grammar.value must be a JSON schema"),
+        ({"grammar": {"type": "regex", "value": ""}}, "grammar.value: it is empty"),
+    ],
+)
+def test_to_tgis_clients_too(http: httpx.Client, parameters: dict[str, Any], words: str) -> None:
+    answer = http.post("/generate", json={"inputs": "hi", "parameters": parameters})
+    assert answer.status_code == 422, answer.text
+    assert words in answer.json()["error"]
+
+
+def test_words_and_values_that_look_like_names_stay() -> None:
+    names = {"stop": "stop_sequences", "max_tokens": "max_new_tokens", "max_tokens.low": "lowest"}
+    said = "stop may not stop, 'max_tokens' is a value, x_max_tokens another; max_tokens.low and max_tokens not."
+    with pytest.raises(InvalidParameter) as caught, called(names):
+        raise InvalidParameter(said, param="max_tokens[3]")
+    assert caught.value.param == "max_new_tokens[3]"
+    assert caught.value.message == (
+        "stop_sequences may not stop, 'max_tokens' is a value, x_max_tokens another; lowest and max_new_tokens not."
+    )

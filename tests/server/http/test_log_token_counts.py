@@ -1,0 +1,91 @@
+"""A log line tells how many tokens a request took, whichever surface it came to."""
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests import children
+from tests.server.server_process import PATIENCE_S, QUIRE
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+HELLO = "Hello there."
+
+
+@pytest.fixture(scope="module")
+def lines(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """What a server logged of each of these requests, by the client's name for it; and what it told the client."""
+    script = tmp_path_factory.mktemp("script") / "script.jsonl"
+    script.write_text(json.dumps({"say": HELLO}))
+    command = [QUIRE, "serve", "--port", "0", "--script", str(script), "--log-format", "json"]
+    asked: dict[str, tuple[str, dict[str, Any]]] = {
+        "chat": ("/v1/chat/completions", CHAT),
+        "stream": ("/v1/chat/completions", {**CHAT, "stream": True}),
+        "two": ("/v1/completions", {"prompt": ["hi", "hi"], "n": 2}),
+        "scores": ("/v1/completions", {"prompt": "hi", "max_tokens": 0, "echo": True}),
+        "messages": ("/v1/messages", {**CHAT, "max_tokens": 100}),
+        "responses": ("/v1/responses", {"input": "hi"}),
+        "refused": ("/v1/completions", {"prompt": "hi", "n": 0}),
+    }
+    with children.started(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        url = next(line for line in server.stderr if line.startswith("Ready")).split()[5]
+        with httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
+            told = {
+                name: client.post(path, json=body, headers={"x-request-id": name}).text
+                for name, (path, body) in asked.items()
+            }
+            told["left"] = leave_early(client)
+        server.terminate()
+        logged = [json.loads(line) for line in server.communicate(timeout=PATIENCE_S)[0].splitlines()]
+    by_name = {line["client_id"]: line for line in logged if line["event"] == "request"}
+    yield {name: (by_name[name], said) for name, said in told.items()}
+
+
+def leave_early(client: httpx.Client) -> str:
+    """What a client heard of a stream before it left."""
+    body = {**CHAT, "stream": True, "ignore_eos": True, "max_tokens": 8000}
+    with client.stream("POST", "/v1/chat/completions", json=body, headers={"x-request-id": "left"}) as stream:
+        return next(line for line in stream.iter_lines() if '"content":"' in line and '"content":""' not in line)
+
+
+def tokens(line: dict[str, Any]) -> tuple[int | None, int | None]:
+    return line.get("prompt_tokens"), line.get("completion_tokens")
+
+
+def test_a_line_tells_what_the_usage_tells(lines: dict[str, Any]) -> None:
+    for name in ("chat", "two"):
+        line, told = lines[name]
+        usage = json.loads(told)["usage"]
+        assert tokens(line) == (usage["prompt_tokens"], usage["completion_tokens"]) and usage["completion_tokens"] > 0
+    for name in ("messages", "responses"):
+        line, told = lines[name]
+        usage = json.loads(told)["usage"]
+        assert tokens(line) == (usage["input_tokens"], usage["output_tokens"])
+
+
+def test_a_stream_that_told_no_usage_is_counted_too(lines: dict[str, Any]) -> None:
+    assert tokens(lines["stream"][0]) == tokens(lines["chat"][0]) != (None, None)
+
+
+def test_a_stream_that_its_reader_left_tells_what_there_was_of_it(lines: dict[str, Any]) -> None:
+    line, _ = lines["left"]
+    assert line["status"] == 499 and 0 < line["completion_tokens"] < 8000
+
+
+def test_a_prompt_that_nothing_follows_has_no_completion(lines: dict[str, Any]) -> None:
+    assert tokens(lines["scores"][0]) == (1, None)
+
+
+def test_a_request_that_never_reached_the_engine_tells_none(lines: dict[str, Any]) -> None:
+    assert tokens(lines["refused"][0]) == (None, None)
+
+
+def test_a_line_names_the_error_that_was_the_answer(lines: dict[str, Any]) -> None:
+    line, told = lines["refused"]
+    assert line["error"] == json.loads(told)["error"]["code"] and line["status"] == 400
+    assert "error" not in lines["chat"][0]

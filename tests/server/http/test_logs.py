@@ -1,0 +1,174 @@
+"""A log line is one event, whatever is in it; and whoever logs neither waits nor fails."""
+
+import errno
+import io
+import json
+import logging
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.server.http.logs import MAX_FIELD_CHARACTERS, JsonLines, LogFormat, LogWriter, TextLines, log_answer
+from quire.server.http.request_context import RequestRecord
+from tests.server.server_process import wait_until
+
+ANSWERED = RequestRecord("/v1/echo", "POST", 200, 0.0123456, "holder", "abc", "my-id", 7, 1)
+
+
+class Stuck(io.StringIO):
+    """A reader of the log that has stopped reading."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writing, self.released = threading.Event(), threading.Event()
+
+    def write(self, text: str) -> int:
+        self.writing.set()
+        self.released.wait(30)
+        return super().write(text)
+
+
+class Gone(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+class Disk(io.StringIO):
+    """Full for a while."""
+
+    room = False
+
+    def write(self, text: str) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(text)
+
+
+@contextmanager
+def logging_to(stream: io.StringIO, form: LogFormat = "json", max_lines: int = 100) -> Iterator[LogWriter]:
+    writer = LogWriter(form, stream, max_lines)
+    logger = logging.getLogger("quire")
+    logger.addHandler(writer.handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False  # the test runner listens too, and is less patient
+    writer.start()
+    try:
+        yield writer
+    finally:
+        logger.removeHandler(writer.handler)
+        logger.setLevel(logging.NOTSET)
+        logger.propagate = True
+        writer.stop()
+
+
+def test_a_request_is_a_line_of_json() -> None:
+    stream = io.StringIO()
+    with logging_to(stream):
+        log_answer(ANSWERED)
+        log_answer(ANSWERED._replace(label=None, num_prompt_tokens=None, num_completion_tokens=None))
+    full, bare = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", full.pop("time"))
+    assert full == {
+        "level": "info", "event": "request", "id": "abc", "client_id": "my-id", "method": "POST", "route": "/v1/echo",
+        "status": 200, "duration_ms": 12.346, "key": "holder", "prompt_tokens": 7, "completion_tokens": 1,
+    }  # fmt: skip
+    assert not {"client_id", "prompt_tokens", "completion_tokens"} & set(bare)
+
+
+def test_a_request_is_a_short_line_of_text() -> None:
+    stream = io.StringIO()
+    with logging_to(stream, "text"):
+        log_answer(ANSWERED)
+    assert re.fullmatch(
+        r"\d\d:\d\d:\d\d request id=abc client_id=my-id method=POST route=/v1/echo status=200 duration_ms=12\.346 "
+        r"key=holder prompt_tokens=7 completion_tokens=1\n",
+        stream.getvalue(),
+    )
+
+
+@pytest.mark.parametrize("route", ["/health", "/ready", "/metrics"])
+def test_what_machines_ask_all_the_time_is_not_logged(route: str) -> None:
+    stream = io.StringIO()
+    with logging_to(stream):
+        log_answer(ANSWERED._replace(route=route))
+    assert stream.getvalue() == ""
+
+
+def record(event: str, **fields: object) -> logging.LogRecord:
+    made = logging.LogRecord("quire", logging.WARNING, "", 0, event.replace("%", "%%"), (), None)
+    made.fields = fields
+    return made
+
+
+NASTY = st.text(max_size=600) | st.sampled_from(["\r\n", "\x1b[31m", "\u202e", "\u2028", "\x00", '"}', "\ud800"])
+
+
+@given(NASTY, NASTY)
+def test_no_field_breaks_a_line(event: str, value: str) -> None:
+    line = JsonLines().format(record(event, label=value))
+    assert line.isascii() and line.isprintable()
+    read = json.loads(line)
+    for said, meant in ((read["event"], event), (read["label"], value)):
+        assert len(said) <= MAX_FIELD_CHARACTERS
+        assert said == meant or said == meant[: MAX_FIELD_CHARACTERS - 1] + "…"
+    text = TextLines().format(record(event, label=value))
+    assert text.isprintable() and len(text.splitlines()) == 1
+
+
+def test_an_exception_is_logged_by_its_stack_and_not_by_its_words() -> None:
+    stream = io.StringIO()
+    with logging_to(stream):
+        try:
+            try:
+                raise KeyError("the prompt")
+            except KeyError as error:
+                raise ValueError("the key") from error
+        except ValueError:
+            logging.getLogger("quire").exception("failed")
+    line = json.loads(stream.getvalue())
+    assert line["stack"].count("test_an_exception_is_logged") == 2
+    assert "builtins.ValueError\nwhile handling\n" in line["stack"] and line["stack"].endswith("builtins.KeyError")
+    assert "raise KeyError" in line["stack"]  # the source, which is ours
+    assert [key for key in line if key not in ("time", "level", "event", "stack")] == []
+
+
+def test_a_log_that_nobody_reads_costs_lines_and_no_time() -> None:
+    stream = Stuck()
+    with logging_to(stream, max_lines=5) as writer:
+        log_answer(ANSWERED)
+        assert stream.writing.wait(30)
+        for _ in range(50):
+            log_answer(ANSWERED)
+        assert writer.handler.num_dropped == 45
+        stream.released.set()
+        while writer.handler.queue.qsize():  # type: ignore[attr-defined]
+            pass
+        log_answer(ANSWERED)
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert [line["event"] for line in lines] == ["request"] * 7 + ["log_lines_lost"]
+    assert lines[-1]["lines"] == 45
+
+
+def test_a_log_that_is_gone_raises_nothing() -> None:
+    with logging_to(Gone()):
+        log_answer(ANSWERED)
+        logging.getLogger("quire").info("%d", "no number")  # what cannot even be formatted
+
+
+def test_lines_that_a_full_disk_took_are_counted_and_told_when_there_is_room() -> None:
+    stream = Disk()
+    with logging_to(stream) as writer:
+        for num_lost in (1, 2, 3):  # the second and third tell of those before, which is not written either
+            log_answer(ANSWERED)
+            wait_until(lambda lost=num_lost: writer.handler._num_untold == lost)  # type: ignore[misc]
+        assert writer.handler.num_dropped == 3
+        stream.room = True
+        log_answer(ANSWERED)
+        wait_until(lambda: "log_lines_lost" in stream.getvalue())
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert [(line["event"], line.get("lines")) for line in lines] == [("request", None), ("log_lines_lost", 3)]

@@ -1,0 +1,88 @@
+"""Which web pages may use a server: with keys those that know one, without keys its own and those it was told of."""
+
+import asyncio
+import json
+
+import pytest
+from starlette.types import ASGIApp
+
+from quire.core.errors import ConfigError
+from quire.server.batch.lines import BatchReply
+from quire.server.batch.runner import post
+from quire.server.http.auth import KeyRing
+from quire.server.http.gate import AccessOptions, secure
+from tests.server.http_app import BEARER, KEY, KEYED, Application, gatehouse
+
+
+def test_no_page_may_read_an_answer_by_default() -> None:
+    preflight = {"origin": "https://a.example", "access-control-request-method": "POST"}
+    with gatehouse() as house, house.client() as client:
+        answer = client.options("/v1/echo", headers=preflight)
+    assert answer.status_code == 401
+    assert not [name for name in answer.headers if name.startswith("access-control-")]
+
+
+def test_a_page_of_an_allowed_origin_may() -> None:
+    with gatehouse(options=AccessOptions(allowed_origins=("https://a.example",))) as house, house.client() as client:
+        wish = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+        leave = client.options("/v1/echo", headers={"origin": "https://a.example", **wish})
+        assert leave.status_code == 200 and leave.headers["x-request-id"]
+        assert leave.headers["access-control-allow-origin"] == "https://a.example"
+        assert "authorization" in leave.headers["access-control-allow-headers"]
+        refused = client.post("/v1/echo", json={}, headers={"origin": "https://a.example"})
+        assert refused.status_code == 401 and refused.headers["access-control-allow-origin"] == "https://a.example"
+        assert client.options("/v1/echo", headers={"origin": "https://b.example", **wish}).status_code == 400
+        assert client.options("/v1/echo", headers={"origin": "https://a.example"}).status_code == 401
+        answer = client.post("/v1/echo", json={}, headers={"origin": "https://a.example", **BEARER})
+        assert answer.status_code == 200 and "x-request-id" in answer.headers["access-control-expose-headers"]
+
+
+def test_a_page_of_another_origin_may_not_use_an_open_server() -> None:
+    with gatehouse(keys=KeyRing()) as house, house.client() as client:
+        own = f"http://127.0.0.1:{house.port}"
+        statuses = {
+            origin: client.post("/v1/echo", headers={"origin": origin}).status_code
+            for origin in ("https://a.example", "null", "http://127.0.0.1", own)
+        }
+        assert statuses == {"https://a.example": 403, "null": 403, "http://127.0.0.1": 403, own: 200}
+
+
+@pytest.mark.parametrize(
+    ("host", "known"),
+    [
+        ("evil.example:18001", False),  # a name that its owner lets point here, after the page was loaded
+        ("evil.example", False),
+        ("localhost.evil.example", False),
+        ("127.0.0.1.evil.example:8000", False),
+        ("[::1].evil.example", False),
+        ("box.lan:8000", True),  # --host
+        ("BOX.lan", True),
+        ("models.example:8443", True),  # named by --allowed-origins, at another port
+        ("localhost:8000", True),
+        ("192.168.1.7:8000", True),
+        ("[::1]:8000", True),
+        ("[fe80::1]", True),
+    ],
+)
+def test_a_page_at_a_name_that_is_not_known_may_not_use_an_open_server(host: str, known: bool) -> None:
+    page = {b"host": host.encode(), b"origin": b"http://" + host.encode()}
+    options = AccessOptions(allowed_origins=("https://Models.example",), own_host="box.lan")
+    app = secure(Application().starlette, keys=KeyRing(), options=options)
+    answer = posted(app, page)
+    assert answer.status == (200 if known else 403)
+    if not known:
+        told = json.loads(answer.body)["error"]
+        assert told["code"] == "origin_not_allowed" and f"--allowed-origins http://{host} or" in told["message"]
+    assert posted(app, {b"host": host.encode()}).status == 200  # no web page: any name will do
+    keyed = secure(Application().starlette, keys=KEYED, options=options)
+    assert posted(keyed, {**page, b"x-api-key": KEY.encode()}).status == 200
+
+
+def posted(app: ASGIApp, headers: dict[bytes, bytes]) -> BatchReply:
+    return asyncio.run(post(app, "/v1/echo", b"{}", [*headers.items()]))
+
+
+@pytest.mark.parametrize("origin", ["a.example", "https://a.example/path", "", "javascript:alert(1)", "https://*.b\n"])
+def test_what_is_no_origin(origin: str) -> None:
+    with pytest.raises(ConfigError, match="not an origin"):
+        AccessOptions(allowed_origins=(origin,))

@@ -1,0 +1,148 @@
+"""More than a server can do: full queues, shares, deadlines, clients that leave."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.server.many_clients import Told, Visitor, request, tell, tell_all
+from tests.server.scripted_servers import CONTROL, asked, check_control, scripted
+from tests.server.server_process import Running, counted, load, wait_until, wait_until_at_rest
+
+NUM_SEATS, NUM_WAITING = 4, 4
+ENDLESS = request(asked("endless", max_tokens=6000, stream=True), headers={"Authorization": "Bearer sk-ops"})
+LIMITED = {"Authorization": "Bearer sk-limited"}
+OPS = {"Authorization": "Bearer sk-ops"}
+
+
+@pytest.fixture(scope="module")
+def server(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A small one: four sit, four may wait, and one of its keys may have two requests open."""
+    folder = tmp_path_factory.mktemp("crowds")
+    (folder / "keys").write_text("sk-ops name=ops trusted\nsk-limited name=limited max_open=2\n")
+    starts = ("--max-num-seqs", str(NUM_SEATS), "--max-waiting", str(NUM_WAITING))
+    with scripted(folder, *starts, "--api-key-file", str(folder / "keys")) as running:
+        yield running
+
+
+async def fill(server: Running, num_visitors: int) -> list[Visitor]:
+    """So many who stay; those who sit have heard something."""
+    visitors = [await Visitor.ask(server.port, ENDLESS) for _ in range(NUM_SEATS)]
+    for visitor in visitors:
+        await visitor.hear(b'"text"')
+    visitors += [await Visitor.ask(server.port, ENDLESS) for _ in range(num_visitors - NUM_SEATS)]
+    with server.client(headers=OPS) as client:
+        await asyncio.to_thread(wait_until, lambda: load(client)["num_requests"] == num_visitors)
+    return visitors
+
+
+def leave(visitors: list[Visitor]) -> None:
+    for visitor in visitors:
+        visitor.leave()
+
+
+def test_a_full_queue_refuses_before_it_reads_a_body(server: Running) -> None:
+    async def crowd() -> list[Told]:
+        inside = await fill(server, NUM_SEATS + NUM_WAITING)
+        head, _, _ = request(asked("hi"), headers=OPS).partition(b"\r\n\r\n")  # a body is promised, and never comes
+        told = await tell_all(server.port, [head + b"\r\n\r\n"] * 20)
+        leave(inside)
+        return told
+
+    told = asyncio.run(crowd())
+    assert all(each.status == 429 and b'"queue_full"' in each.body for each in told)
+    assert all(each.retry_after_s is not None and each.retry_after_s >= 1 for each in told)
+    with server.client(headers=OPS) as client:
+        wait_until_at_rest(client)
+        check_control(client)
+
+
+def test_a_key_has_its_share(server: Running) -> None:
+    async def crowd() -> tuple[Told, Told]:
+        mine = [await Visitor.ask(server.port, request(asked("endless", stream=True), headers=LIMITED)) for _ in "12"]
+        for visitor in mine:
+            await visitor.hear(b'"text"')
+        refused = await tell(server.port, request(asked("hi"), headers=LIMITED))
+        other = await tell(server.port, request(asked("hi"), headers=OPS))
+        leave(mine)
+        return refused, other
+
+    refused, other = asyncio.run(crowd())
+    assert refused.status == 429 and b'"share_exhausted"' in refused.body and refused.retry_after_s
+    assert other.status == 200
+    with server.client(headers=LIMITED) as client:
+        wait_until_at_rest(client)
+        check_control(client)
+
+
+def test_a_deadline_that_passes_in_the_queue_spends_nothing(server: Running) -> None:
+    async def crowd() -> Told:
+        inside = await fill(server, NUM_SEATS)
+        impatient = request(asked("hi " * 500), headers={**OPS, "X-Quire-Timeout-S": "0.2"})
+        told = await tell(server.port, impatient)
+        leave(inside)
+        return told
+
+    with server.client(headers=OPS) as client:
+        wait_until_at_rest(client)
+        before = counted(client, "prompt_tokens_total")
+        told = asyncio.run(crowd())
+        assert told.status == 504 and b'"deadline_expired"' in told.body
+        wait_until_at_rest(client)
+        assert counted(client, "prompt_tokens_total") - before < 500
+        check_control(client)
+
+
+@pytest.mark.parametrize(
+    ("header", "value"),
+    [
+        ("x-quire-priority", "nan"),
+        ("x-quire-priority", "1.5"),  # as in a body: no class lies between two
+        ("x-quire-priority", "1_0"),
+        ("x-quire-timeout-s", "inf"),
+        ("x-quire-priority", "1e999"),
+        ("x-quire-priority", "urgent"),
+    ],
+)
+def test_a_header_that_is_no_number_is_refused(server: Running, header: str, value: str) -> None:
+    told = asyncio.run(tell(server.port, request(asked("hi"), headers={**OPS, header: value})))
+    assert told.status == 400 and header.encode() in told.body
+
+
+@pytest.mark.parametrize("state", ["queued", "prefill", "streaming", "plain", "half a body"])
+def test_nothing_leaks_when_clients_leave(server: Running, state: str) -> None:
+    """Forty times in each state: 200 in all."""
+    plain, long = request(asked("endless"), headers=OPS), request(asked("endless " * 1500), headers=OPS)
+
+    async def crowd(client: httpx.Client) -> None:
+        inside = await fill(server, NUM_SEATS) if state == "queued" else []
+        for _ in range(10):
+            said = {"prefill": long, "plain": plain, "half a body": plain[:-20]}.get(state, ENDLESS)
+            visitors = [await Visitor.ask(server.port, said) for _ in range(NUM_WAITING)]
+            for visitor in visitors if state == "streaming" else ():
+                await visitor.hear(b'"text"')
+            known = "server_load" if state == "half a body" else "num_requests"
+            await asyncio.to_thread(wait_until, lambda: load(client)[known] > len(inside))  # noqa: B023
+            leave(visitors)
+            await asyncio.to_thread(wait_until, lambda: load(client)["server_load"] <= len(inside))
+        leave(inside)
+
+    with server.client(headers=OPS) as client:
+        wait_until_at_rest(client)
+        asyncio.run(crowd(client))
+        wait_until_at_rest(client)
+        check_control(client)
+
+
+def test_those_who_are_refused_come_back_and_are_served(server: Running) -> None:
+    async def crowd() -> list[Told]:
+        return await tell_all(server.port, [request(asked("secret"), headers=OPS)] * 100)
+
+    told = asyncio.run(crowd())
+    assert {each.status for each in told} <= {200, 429}
+    assert all("日本語".encode() in each.body if each.status == 200 else each.retry_after_s for each in told)
+    with server.client(headers=OPS) as client:
+        wait_until_at_rest(client)
+        assert client.post("/v1/completions", json=asked("hi")).json()["choices"][0]["text"] == CONTROL

@@ -1,0 +1,70 @@
+"""Every refusal is counted once, by its code: at the door, before the engine, by the engine, and below HTTP."""
+
+import asyncio
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.server.many_clients import Visitor, request, tell
+from tests.server.scripted_servers import asked, scripted
+from tests.server.server_process import Running, load, wait_until, wait_until_at_rest
+
+
+@pytest.fixture(scope="module")
+def narrow(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """One sits, one waits, and the next is refused."""
+    with scripted(tmp_path_factory.mktemp("narrow"), "--max-num-seqs", "1", "--max-waiting", "1") as running:
+        yield running
+
+
+def by_code(client: httpx.Client) -> dict[str, float]:
+    page = client.get("/metrics").text
+    return {code: float(count) for code, count in re.findall(r'requests_refused_total\{code="(\w+)"\} (\S+)', page)}
+
+
+def gained(client: httpx.Client, before: dict[str, float]) -> dict[str, float]:
+    return {code: count - before.get(code, 0) for code, count in by_code(client).items() if count != before.get(code)}
+
+
+def test_a_crowd_that_finds_no_place_is_counted(narrow: Running) -> None:
+    async def crowd(client: httpx.Client) -> list[int]:
+        inside = [await Visitor.ask(narrow.port, request(asked("endless", stream=True))) for _ in range(2)]
+        wait_until(lambda: load(client)["server_load"] == 2)
+        refused = [await tell(narrow.port, request(asked("hi"))) for _ in range(5)]
+        for visitor in inside:
+            visitor.leave()
+        return [told.status for told in refused]
+
+    with narrow.client() as client:
+        before = by_code(client)
+        assert asyncio.run(crowd(client)) == [429] * 5
+        wait_until_at_rest(client)
+        assert gained(client, before) == {"queue_full": 5}
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (asked("hi", n=0), "invalid_parameter"),
+        (asked("hi", structured_outputs={"regex": "(("}), "invalid_grammar"),
+        (asked("hi " * 9000), "context_length_exceeded"),
+        (asked("boom"), "numerical_error"),
+        (asked("boom", stream=True), "numerical_error"),
+    ],
+)
+def test_what_fails_is_counted_once_wherever_it_fails(narrow: Running, body: dict[str, object], code: str) -> None:
+    with narrow.client() as client:
+        before = by_code(client)
+        client.post("/v1/completions", json=body)
+        assert gained(client, before) == {code: 1}
+
+
+def test_what_is_no_http_is_counted_as_it_is_logged(narrow: Running) -> None:
+    with narrow.client() as client:
+        before = by_code(client)
+        assert asyncio.run(tell(narrow.port, b"BREW / HTTP/1.1\r\nHost: x\r\n\r\n")).status == 400
+        assert gained(client, before) == {"other": 1}
+        assert 'quire_http_requests_total{method="other",route="other",status="400"}' in client.get("/metrics").text

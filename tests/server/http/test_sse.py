@@ -1,0 +1,219 @@
+"""Streams that wait, break and are left: what a client reads, byte by byte."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, MutableMapping
+from typing import Any
+
+import pytest
+
+from quire.core.errors import EngineFailed, InvalidPrompt, NumericalError
+from quire.engine.outputs import Delta
+from quire.server.async_engine import RequestStream
+from quire.server.context import ServedModel
+from quire.server.http.request_context import RequestContext, begin_visit
+from quire.server.http.sse import DONE, KEEP_ALIVE, EventStream, error_event
+from tests.server.scripted_app import Script, app_over, post
+from tests.server.scripted_servers import asked
+from tests.server.server_process import Running
+
+CHAT = "/v1/chat/completions"
+ASK = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
+Message = dict[str, Any]
+
+
+class Silent(Script):
+    """Says nothing until somebody asks it to."""
+
+    def speak(self, call: RequestStream, ids: list[int], streaming: bool) -> None:
+        self.say = lambda: super(Silent, self).speak(call, ids, streaming)
+
+
+async def ask(app: Any, sent: list[Message], on_send: Any, gone: asyncio.Event | None = None) -> None:
+    """One request over bare ASGI, so that what is sent is seen when it is sent."""
+    scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": CHAT,
+        "raw_path": CHAT.encode(), "query_string": b"", "root_path": "", "scheme": "http", "headers": [],
+        "server": ("here", 80), "client": ("there", 1),
+    }  # fmt: skip
+    body = [{"type": "http.request", "body": json.dumps(ASK).encode(), "more_body": False}]
+
+    async def receive() -> Message:
+        if body:
+            return body.pop()
+        await (gone or asyncio.Event()).wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            for _ in range(10):  # as whatever stands between may take its time: nothing may overtake it
+                await asyncio.sleep(0)
+        sent.append(message)
+        on_send(message)
+
+    await app(scope, receive, send)
+
+
+def test_what_a_reader_left_unread_is_not_put_into_words() -> None:
+    """It may be a long answer's scores: everybody else would wait until they are written for nobody."""
+    told: list[bytes] = []
+    made: list[bytes] = []
+
+    async def events() -> AsyncGenerator[bytes]:
+        for event in (b"first", b"second", b"third", b"fourth"):
+            made.append(event)
+            yield event
+
+    async def life() -> None:
+        reads, gone, pieces = asyncio.Event(), asyncio.Event(), events()
+
+        async def receive() -> Message:
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: MutableMapping[str, Any]) -> None:
+            told.append(message.get("body", b"start"))
+            if message.get("body") == b"second":  # from here on it reads no more
+                asyncio.get_running_loop().call_soon(leave)
+                await reads.wait()
+
+        def leave() -> None:
+            """As a connection that is lost tells of it."""
+            gone.set()
+            reads.set()
+
+        first = asyncio.ensure_future(anext(pieces))
+        await first
+        await EventStream(first, pieces, lambda: None, 60, error_event)({}, receive, send)
+
+    asyncio.run(asyncio.wait_for(life(), 60))
+    assert (told, made) == ([b"start", b"first", b"second"], [b"first", b"second"])
+
+
+@pytest.mark.parametrize(("error", "code"), [(NumericalError(), NumericalError.code), (KeyError(), "engine_failed")])
+def test_what_ended_a_stream_is_known_to_whoever_logs_it(error: Exception, code: str) -> None:
+    visit = RequestContext("an id", 0.0)
+    scope: Message = {}
+    begin_visit(scope, visit)
+
+    async def events() -> AsyncGenerator[bytes]:
+        yield b"first"
+        raise error
+
+    async def receive() -> Message:
+        return await asyncio.get_running_loop().create_future()
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        pass
+
+    async def life() -> None:
+        pieces = events()
+        first = asyncio.ensure_future(anext(pieces))
+        await EventStream(first, pieces, lambda: None, 60, error_event)(scope, receive, send)
+
+    asyncio.run(asyncio.wait_for(life(), 60))
+    assert visit.error_code == code
+
+
+def test_silence_is_broken_by_comments_and_then_the_answer_comes(served: ServedModel) -> None:
+    script = Silent(["hello"])
+    sent: list[Message] = []
+
+    def on_send(message: Message) -> None:
+        if [each.get("body") for each in sent].count(KEEP_ALIVE) == 3 and message.get("body") == KEEP_ALIVE:
+            script.say()
+
+    asyncio.run(asyncio.wait_for(ask(app_over(script, served, keep_alive_s=0.01), sent, on_send), 60))
+    assert (sent[0]["type"], sent[0]["status"]) == ("http.response.start", 200)
+    told = [each["body"] for each in sent[1:]]
+    assert told[:3] == [KEEP_ALIVE] * 3
+    assert b"".join(told).endswith(DONE) and b'"content":"hello"' in b"".join(told)
+    assert sent[-1]["more_body"] is False
+
+
+def test_an_error_after_a_comment_is_an_event_and_a_close(served: ServedModel) -> None:
+    script = Silent(failure=EngineFailed("It broke."))
+    sent: list[Message] = []
+    asyncio.run(ask(app_over(script, served, keep_alive_s=0.01), sent,
+                    lambda message: message.get("body") == KEEP_ALIVE and script.say()))  # fmt: skip
+    told = b"".join(each["body"] for each in sent[1:])
+    assert sent[0]["status"] == 200
+    last = json.loads(told.split(b"data: ")[-1])
+    assert last["error"] == {"message": "It broke.", "type": "server_error", "param": None, "code": "engine_failed"}
+    assert DONE not in told
+
+
+@pytest.mark.parametrize(
+    ("failure", "status"), [(InvalidPrompt("no"), 400), (EngineFailed("no"), 500), (NumericalError(), 500)]
+)
+def test_an_error_before_the_first_byte_keeps_its_status(served: ServedModel, failure: Any, status: int) -> None:
+    script = Script(failure=failure)
+    answer = post(app_over(script, served), CHAT, ASK)
+    assert (answer.status_code, answer.headers["content-type"]) == (status, "application/json")
+    assert answer.json()["error"]["code"] == failure.code
+    assert script.num_left > 0
+
+
+def test_an_error_in_the_middle_ends_without_an_end(scripted_server: Running) -> None:
+    with scripted_server.client() as client:
+        answer = client.post("/v1/completions", json=asked("boom", stream=True))
+    assert answer.status_code == 200
+    assert '"text":" bang"' in answer.text and '"numerical_error"' in answer.text
+    assert "[DONE]" not in answer.text and '"finish_reason":"' not in answer.text
+
+
+class Tripping(Script):
+    """An answer that our own mistake breaks, at once or after a word."""
+
+    at_once = True
+
+    def speak(self, call: RequestStream, ids: list[int], streaming: bool) -> None:
+        if self.at_once:
+            raise ZeroDivisionError("somewhere")
+        call.tell(Delta("0", 0, "hello", [1]))
+        call.tell(Delta("0", 99, "there is no such choice", [1]))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_our_own_mistake_is_told_in_fixed_words(served: ServedModel, stream: bool) -> None:
+    answer = post(app_over(Tripping(), served), CHAT, {**ASK, "stream": stream})
+    assert answer.status_code == 500
+    assert "its log says why" in answer.text and "somewhere" not in answer.text
+
+
+def test_our_own_mistake_in_the_middle_is_an_event(served: ServedModel) -> None:
+    script = Tripping()
+    script.at_once = False
+    answer = post(app_over(script, served), CHAT, ASK)
+    assert answer.status_code == 200
+    assert '"content":"hello"' in answer.text and "its log says why" in answer.text
+    assert "[DONE]" not in answer.text
+    assert script.num_left > 0
+
+
+def test_nothing_overtakes_the_headers(served: ServedModel) -> None:
+    sent: list[Message] = []
+    asyncio.run(ask(app_over(Script(["a", "b"]), served), sent, lambda message: None))
+    assert [each["type"] for each in sent].index("http.response.start") == 0
+    assert b"".join(each["body"] for each in sent[1:]).endswith(DONE)
+
+
+@pytest.mark.parametrize("spoken", [False, True])
+def test_a_client_that_hangs_up_is_left(served: ServedModel, spoken: bool) -> None:
+    """Before the first word, and in the middle."""
+    script = Silent(["hello"], failure=None)
+
+    async def tell() -> int:
+        gone = asyncio.Event()
+        sent: list[Message] = []
+        asking = asyncio.ensure_future(
+            ask(app_over(script, served, keep_alive_s=0.01 if spoken else 60), sent, lambda _: gone.set(), gone)
+        )
+        while not script.calls:
+            await asyncio.sleep(0)
+        if not spoken:
+            gone.set()
+        await asyncio.wait_for(asking, 60)
+        return script.num_left
+
+    assert asyncio.run(tell()) > 0

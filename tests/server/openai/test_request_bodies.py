@@ -1,0 +1,192 @@
+"""Bodies are read once, at the edge: typed, bounded, and refused by name."""
+
+import json
+import math
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.core.errors import InvalidParameter, InvalidPrompt, QuireError
+from quire.server.anthropic.messages import MessagesBody
+from quire.server.anthropic.messages import as_chat as messages_as_chat
+from quire.server.openai.decode import MAX_DEPTH, decode, nests_deeper
+from quire.server.openai.responses_input import ResponsesBody
+from quire.server.openai.responses_input import as_chat as responses_as_chat
+from quire.server.openai.schema import REPLACEMENTS, ChatBody, CompletionBody, Legacy
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+def refused(body: bytes, kind: type[msgspec.Struct] = CompletionBody) -> QuireError:
+    with pytest.raises(QuireError) as caught:
+        decode(body, kind)
+    assert caught.value.status == 400
+    assert len(caught.value.message) < 1000
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"n": "x"}, "n", "Expected `int | null`, got `str`"),
+        ({"stop": ["a", 7]}, "stop[1]", "got `int`"),
+        ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage", "bool"),
+        ({"logit_bias": {"no": 1}}, "logit_bias", "int"),
+        ({"logit_bias": {"5": "x"}}, "logit_bias[...]", "float"),
+        ({"temperature": True}, "temperature", "bool"),
+        ({"n": 1.5}, "n", "float"),
+        ({"response_format": {}}, "response_format.type", "missing"),
+    ],
+)
+def test_a_wrong_type_is_named_by_its_path(body: dict[str, object], param: str, words: str) -> None:
+    error = refused(json.dumps({"prompt": "hi", **body}).encode())
+    assert isinstance(error, InvalidParameter)
+    assert error.param == param
+    assert param in error.message and words in error.message
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b" ", b"[]", b"null", b"7", b'"text"', b"{", b"{'prompt': 'hi'}", b'{"prompt": NaN}',
+        b'{"prompt": "hi"} x', b'{"prompt": "\\ud800"}', b'{"prompt": "\\udc00 x"}', b'{"prompt": "\xff"}', b"\xff\xfe",
+        b'{"\\ud800": 1}',
+        b'{"prompt": ' + b"[" * 100_000, b'{"x": ' + b'{"y":' * 100_000, b'{"prompt": 7}', b"{}",
+        b'{"prompt": "hi", "messages": ' + b"1" * 100_000 + b"}",
+    ],
+)  # fmt: skip
+def test_what_is_no_body_is_refused_as_a_prompt(body: bytes) -> None:
+    if b"messages" not in body:
+        assert isinstance(refused(body), InvalidPrompt)
+    else:
+        assert decode(body, CompletionBody).prompt == "hi", "a number nobody asked for is nobody's"
+
+
+@pytest.mark.parametrize("number", [b"1" * 5000, b"1e999", b"-1e999", b"1" * 400 + b".5"])
+def test_a_number_beyond_all_bounds_is_refused(number: bytes) -> None:
+    assert refused(b'{"prompt": "hi", "temperature": ' + number + b"}").param == "temperature"
+
+
+def test_unknown_fields_and_nulls_say_nothing() -> None:
+    names = [name for name in ChatBody.__struct_fields__ if name != "messages"]
+    body = decode(json.dumps({**CHAT, **dict.fromkeys(names), "store": True, "anything": [{}]}).encode(), ChatBody)
+    assert all(getattr(body, name) is None for name in names)
+
+
+@pytest.mark.parametrize("name", REPLACEMENTS)
+def test_a_legacy_field_is_refused_with_what_took_its_place(name: str) -> None:
+    error = refused(json.dumps({**CHAT, name: "x"}).encode(), ChatBody)
+    assert error.param == name
+    assert REPLACEMENTS[name] in error.message
+    assert refused(json.dumps({**CHAT, name: {}}).encode(), ChatBody).param == name, "an empty schema is one"
+    decode(json.dumps({**CHAT, name: None}).encode(), ChatBody)
+
+
+def test_who_wants_no_call_of_the_old_kind_is_served() -> None:
+    assert decode(json.dumps({**CHAT, "functions": [], "function_call": "none"}).encode(), ChatBody).messages
+
+
+def test_every_legacy_field_has_a_replacement() -> None:
+    assert set(Legacy.__struct_fields__) == set(REPLACEMENTS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value", "instead"),
+    [
+        (ResponsesBody, "response_format", {"type": "json_object"}, "use text.format"),
+        (ResponsesBody, "max_tokens", 0, "use max_output_tokens"),
+        (ResponsesBody, "max_completion_tokens", 5, "use max_output_tokens"),
+        (ResponsesBody, "guided_json", {}, "structured_outputs"),
+        (MessagesBody, "response_format", {"type": "json_object"}, "use output_config.format"),
+        (MessagesBody, "output_format", {"type": "json_schema", "schema": {}}, "use output_config.format"),
+    ],
+)
+def test_a_field_of_another_surface_is_told_its_name_here(
+    kind: type[msgspec.Struct], name: str, value: object, instead: str
+) -> None:
+    body = {**CHAT, "input": "hi", "max_tokens": 5, name: value}
+    if kind is ResponsesBody and name != "max_tokens":
+        del body["max_tokens"]
+    error = refused(json.dumps(body).encode(), kind)
+    assert error.param == name and instead in error.message
+
+
+@pytest.mark.parametrize("kind", [ResponsesBody, MessagesBody])
+def test_what_steers_sampling_is_taken_by_its_name_in_a_chat(kind: type[ResponsesBody] | type[MessagesBody]) -> None:
+    said: dict[str, Any] = {"stop": ["x"], "stop_token_ids": [7], "bad_words": ["no"], "allowed_token_ids": [1, 2],
+                            "logit_bias": {"3": 1.0}, "min_p": 0.5}  # fmt: skip
+    body = {**CHAT, "input": "hi", **({"max_tokens": 5} if kind is MessagesBody else {}), **said}
+    decoded = decode(json.dumps(body).encode(), kind)
+    chat = messages_as_chat(decoded) if isinstance(decoded, MessagesBody) else responses_as_chat(decoded)
+    assert {name: getattr(chat, name) for name in said} == {**said, "logit_bias": {3: 1.0}}
+
+
+def test_stop_has_one_name_at_a_time() -> None:
+    body = {**CHAT, "max_tokens": 5, "stop_sequences": ["x"]}
+    assert messages_as_chat(decode(json.dumps(body).encode(), MessagesBody)).stop == ["x"]
+    with pytest.raises(InvalidParameter, match="give one of them"):
+        messages_as_chat(decode(json.dumps({**body, "stop": "y"}).encode(), MessagesBody))
+
+
+JSON = st.recursive(
+    st.none() | st.integers() | st.text('[]{}"\\a', max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text('[]{}"\\a', max_size=3), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def depth(value: object) -> int:
+    if isinstance(value, dict):
+        value = list(value.values())
+    return 1 + max(map(depth, value), default=0) if isinstance(value, list) else 0
+
+
+@given(value=JSON, indent=st.sampled_from([None, 1]))
+def test_the_depth_of_a_text_is_that_of_its_value(value: object, indent: int | None) -> None:
+    text = json.dumps(value, indent=indent).encode()
+    assert not nests_deeper(text, depth(value))
+    assert depth(value) == 0 or nests_deeper(text, depth(value) - 1)
+
+
+def test_depth_is_counted_across_blocks() -> None:
+    far = b'["' + b"x[" * (1 << 18) + b'",' + b"[]," * (1 << 17) + b"[[[]]]]"
+    assert nests_deeper(far, 3) and not nests_deeper(far, 4)
+
+
+@pytest.mark.parametrize("levels", [MAX_DEPTH, MAX_DEPTH + 1])
+def test_the_deepest_body_that_is_read(levels: int) -> None:
+    inside = levels - 4  # the body, the messages, the message, its content
+    nested: object = "x"
+    for _ in range(inside):
+        nested = [nested]
+    body = json.dumps({"messages": [{"role": "user", "content": {"x": nested}}]}).encode()
+    if levels == MAX_DEPTH:
+        assert decode(body, ChatBody).messages
+    else:
+        assert "64 levels" in refused(body, ChatBody).message
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(
+    kind=st.sampled_from([ChatBody, CompletionBody]),
+    name=st.sampled_from(ChatBody.__struct_fields__),
+    value=ANYTHING,
+)
+def test_no_value_of_any_field_is_more_than_a_refusal(kind: type[msgspec.Struct], name: str, value: object) -> None:
+    body = json.dumps({**CHAT, "prompt": "hi", name: value}).encode()
+    try:
+        decoded = decode(body, kind)
+    except QuireError as error:
+        assert error.status == 400
+    else:
+        told = getattr(decoded, name, None)
+        assert told is None or not isinstance(told, float) or math.isfinite(told)

@@ -1,0 +1,293 @@
+"""Answers that must have a form have it: with the default model, whatever it would like to say, and before it is asked.
+
+What a grammar allows is tested in tests/grammar; here, that it reaches the sampler and holds over HTTP.
+"""
+
+import asyncio
+import json
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+import jsonschema
+import openai
+import pytest
+from pydantic import BaseModel, ConfigDict, Field
+
+from quire.core.errors import InvalidGrammar, InvalidParameter
+from quire.core.sampling import Grammar, GrammarKind
+from quire.server.structured_output import CompilersBusy, GrammarPrecompiler
+from tests import children
+from tests.server.chat.test_tools import CITY, TOOLS, hermes, named_arguments
+from tests.server.chat_server import MODEL, speaking
+from tests.server.conftest import Running
+from tests.server.server_process import PATIENCE_S
+
+DOCS = Path(__file__).parents[2] / "docs" / "structured-output.md"
+ASK: Any = [{"role": "user", "content": "Tell me of a person."}]
+SHORT = {"type": "string", "maxLength": 12}
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "person": {
+        "type": "object",
+        "properties": {"name": SHORT, "age": {"type": "integer", "minimum": 0, "maximum": 130}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    },
+    "pattern": {
+        "type": "object",
+        "properties": {"day": {"type": "string", "format": "date"}, "id": {"type": "string", "pattern": "^[A-Z]\\d$"}},
+        "required": ["day", "id"],
+        "additionalProperties": False,
+    },
+    "list": {"type": "array", "items": {"enum": ["red", "green", "日本", None]}, "minItems": 1, "maxItems": 4},
+    "union": {
+        "$defs": {"box": {"type": "object", "properties": {"in": {"const": "box"}}, "required": ["in"],
+                          "additionalProperties": False}},
+        "anyOf": [{"$ref": "#/$defs/box"}, {"type": "boolean"}],
+    },
+}  # fmt: skip
+
+
+class Person(BaseModel):
+    """As users of the client's own helpers write it."""
+
+    model_config = ConfigDict(extra="forbid")
+    name: str = Field(max_length=12)
+    mood: Literal["glad", "sad"]
+
+
+def as_format(schema: dict[str, Any]) -> Any:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": schema}}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_answers_keep_to_their_schema(client: openai.OpenAI, name: str, temperature: float) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=ASK,
+        response_format=as_format(SCHEMAS[name]),
+        temperature=temperature,
+        seed=7,
+        n=2,
+        max_tokens=200,
+    )
+    assert len(answer.choices) == 2
+    for choice in answer.choices:
+        assert choice.finish_reason == "stop", choice
+        jsonschema.validate(json.loads(choice.message.content or ""), SCHEMAS[name])
+
+
+def test_the_parse_helper_gets_its_type(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.parse(model=MODEL, messages=ASK, response_format=Person, max_tokens=100)
+    assert isinstance(answer.choices[0].message.parsed, Person)
+    with pytest.raises(openai.LengthFinishReasonError):
+        client.chat.completions.parse(model=MODEL, messages=ASK, response_format=Person, max_tokens=3)
+
+
+def test_any_object_is_an_object(client: openai.OpenAI) -> None:
+    asked: Any = {"model": MODEL, "messages": ASK, "response_format": {"type": "json_object"}, "temperature": 0}
+    choice = client.chat.completions.create(**asked, max_tokens=24).choices[0]
+    content = choice.message.content or ""
+    assert content.startswith("{")
+    if choice.finish_reason == "stop":
+        json.loads(content)
+    else:
+        assert choice.finish_reason == "length"
+    streamed = client.chat.completions.create(**asked, max_tokens=24, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == content
+
+
+@pytest.mark.parametrize(
+    ("constraint", "pattern"),
+    [
+        ({"regex": "(yes|no), [0-9]{3}"}, "(yes|no), [0-9]{3}"),
+        ({"choice": ["apple pie", "Apfelkuchen", "リンゴ"]}, "apple pie|Apfelkuchen|リンゴ"),
+        ({"grammar": 'start: "<" WORD ">"\nWORD: /[a-z]{1,5}/'}, "<[a-z]{1,5}>"),
+        ({"json": {"enum": ["a", "b"]}}, '"a"|"b"'),
+    ],
+)
+def test_other_constraints_hold_in_chats_and_completions(http: httpx.Client, constraint: Any, pattern: str) -> None:
+    asked = {"structured_outputs": constraint, "max_tokens": 40, "temperature": 1}
+    chat = http.post("/v1/chat/completions", json={"messages": ASK, **asked}).json()["choices"][0]
+    plain = http.post("/v1/completions", json={"prompt": ["Say:", "What?"], **asked}).json()["choices"]
+    for text in (chat["message"]["content"], plain[0]["text"], plain[1]["text"]):
+        assert re.fullmatch(pattern, text), text
+    assert {chat["finish_reason"], *(choice["finish_reason"] for choice in plain)} == {"stop"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+def test_a_forced_call_is_a_right_one(client: openai.OpenAI, choice: Any, temperature: float, stream: bool) -> None:
+    """The default model has no words for tools and would rather chat."""
+    city = {**CITY, "properties": {"city": SHORT, "days": {"type": "integer", "minimum": 0, "maximum": 9}}}
+    tools: Any = [{"type": "function", "function": {"name": "get_weather", "parameters": city}}, TOOLS[1]]
+    asked: Any = {"model": MODEL, "messages": ASK, "tools": tools, "tool_choice": choice, "seed": 3, "max_tokens": 200}
+    asked.update(temperature=temperature, parallel_tool_calls=False)
+    if stream:
+        with client.chat.completions.stream(**asked) as events:
+            message = events.get_final_completion().choices[0].message
+    else:
+        message = client.chat.completions.create(**asked).choices[0].message
+    [(name, arguments)] = named_arguments(message)
+    assert name in (("get_weather", "now") if choice == "required" else ("get_weather",))
+    jsonschema.validate(arguments, city if name == "get_weather" else {"type": "object", "maxProperties": 0})
+    assert not message.content
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"response_format": as_format({"type": "object", "propertyNames": {}})}, "response_format", "propertyNames"),
+        ({"response_format": as_format({"type": "string", "format": "color"})}, "response_format", "format"),
+        ({"response_format": as_format({"$ref": "http://x/y"})}, "response_format", "outside this schema"),
+        ({"response_format": as_format({"enum": []})}, "response_format", "compiled"),
+        ({"response_format": as_format({"enum": ["x" * 70_000]})}, "response_format", "65536 bytes"),
+        ({"structured_outputs": {"regex": "(a"}}, "structured_outputs", "compiled"),
+        ({"structured_outputs": {"grammar": "begin: a"}}, "structured_outputs", "compiled"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "regex and choice"),
+        ({"guided_json": {"type": "object"}}, "guided_json", "response_format"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_cannot_be_followed_is_refused_before_it_is_queued(
+    http: httpx.Client, fields: dict[str, Any], param: str, words: str, stream: bool
+) -> None:
+    num_before = num_requests(http)
+    for path, prompt in (("/v1/chat/completions", {"messages": ASK}), ("/v1/completions", {"prompt": "Hi"})):
+        answer = http.post(path, json={**prompt, **fields, "stream": stream})
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+        assert error["param"] == param and words in error["message"], error
+    assert num_requests(http) == num_before
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_parameters_that_leave_no_token_are_the_clients_own_mistake(http: httpx.Client, stream: bool) -> None:
+    asked = {"messages": ASK, "response_format": {"type": "json_object"}, "allowed_token_ids": [100], "stream": stream}
+    answer = http.post("/v1/chat/completions", json=asked)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "nothing_left", "allowed_token_ids")
+    assert "the form of the answer and allowed_token_ids left none" in error["message"]
+
+
+def num_requests(http: httpx.Client) -> float:
+    """How many have reached the engine and ended."""
+    counted = re.findall(r"^quire_request_success_total\{.*\} ([0-9.e+]+)$", http.get("/metrics").text, re.MULTILINE)
+    return sum(map(float, counted))
+
+
+@pytest.fixture(scope="module")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+    """A model that says what it was not asked for, and one that has both ways open."""
+    lines = [
+        {"say": hermes("now", {}), "when": "call please"},
+        {"say": hermes("get_weather", {"city": 3}), "when": "wrong please"},
+        {"say": '{"ok": true}', "when": "json please"},
+        {"say": "Hello there, what a day."},
+    ]
+    with speaking(tmp_path_factory.mktemp("script"), lines) as (client, _):
+        yield client
+
+
+def test_with_tools_an_answer_has_its_form_or_is_a_call(scripted: openai.OpenAI) -> None:
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"],
+              "additionalProperties": False}  # fmt: skip
+
+    def ask(text: str, **fields: Any) -> Any:
+        messages: Any = [{"role": "user", "content": text}]
+        asked = {"tools": TOOLS, "response_format": as_format(schema), **fields}
+        return scripted.chat.completions.create(model=MODEL, messages=messages, max_tokens=100, **asked).choices[0]
+
+    assert named_arguments(ask("call please").message) == [("now", {})]
+    answered = ask("json please")
+    assert (answered.message.content, answered.message.tool_calls) == ('{"ok": true}', None)
+    forbidden = ask("call please", tool_choice="none")
+    assert not forbidden.message.tool_calls
+    if forbidden.finish_reason == "stop":
+        jsonschema.validate(json.loads(forbidden.message.content), schema)
+
+
+def test_a_strict_tool_is_called_right_or_not_at_all(scripted: openai.OpenAI) -> None:
+    strict: Any = {"type": "function", "function": {"name": "get_weather", "parameters": CITY, "strict": True}}
+    messages: Any = [{"role": "user", "content": "wrong please"}]
+    loose = scripted.chat.completions.create(model=MODEL, messages=messages, tools=TOOLS)  # type: ignore[arg-type]
+    assert named_arguments(loose.choices[0].message) == [("get_weather", {"city": 3})]
+    held = scripted.chat.completions.create(model=MODEL, messages=messages, tools=[strict], max_tokens=40).choices[0]
+    assert held.message.tool_calls is not None
+    written = held.message.tool_calls[0].function.arguments  # type: ignore[union-attr]
+    assert re.match(r'\{\s*"city":\s*"', written), "a number was not to be had"
+
+
+class Blocked:
+    """A compiler that knows one grammar, and with all others is never done until it is let go."""
+
+    def __init__(self) -> None:
+        self.let_go = threading.Event()
+        self.taken_up: list[Grammar] = []
+
+    def knows(self, grammar: Grammar) -> bool:
+        return grammar.text == "known"
+
+    def compile(self, grammar: Grammar) -> None:
+        self.taken_up.append(grammar)
+        self.let_go.wait()
+
+
+def blocked_constrainer(*, patience_s: float, deadline_s: float) -> tuple[GrammarPrecompiler, Blocked]:
+    compiler = Blocked()
+    constrainer = GrammarPrecompiler(None, (), 8, patience_s=patience_s, deadline_s=deadline_s)
+    constrainer._compiler = compiler  # type: ignore[assignment]
+    return constrainer, compiler
+
+
+def regex(text: str) -> Grammar:
+    return Grammar(GrammarKind.REGEX, text)
+
+
+def test_a_grammar_that_takes_too_long_is_refused() -> None:
+    hasty, compiler = blocked_constrainer(patience_s=PATIENCE_S, deadline_s=0.0)
+    with pytest.raises(InvalidGrammar, match="within 0 s") as refused:
+        asyncio.run(hasty.check(regex("a"), "structured_outputs"))
+    compiler.let_go.set()
+    assert (refused.value.status, refused.value.param) == (400, "structured_outputs")
+
+
+def test_who_finds_no_thread_to_compile_on_is_told_to_come_back_and_what_is_known_needs_none() -> None:
+    """The threads go on with what was given up; its time in the queue is no fault of the next one's."""
+    hasty, compiler = blocked_constrainer(patience_s=PATIENCE_S, deadline_s=0.0)
+
+    async def crowd() -> None:
+        for text in ("first", "second"):
+            with pytest.raises(InvalidGrammar):
+                await hasty.check(regex(text), "structured_outputs")
+        hasty._patience_s = 0.0
+        with pytest.raises(CompilersBusy, match=r"All 2 threads .* busy for 0 s") as refused:
+            await hasty.check(regex("third"), "structured_outputs")
+        assert (refused.value.status, refused.value.retry_after_s) == (503, 2.0)
+        await hasty.check(regex("known"), "structured_outputs")
+
+    asyncio.run(crowd())
+    compiler.let_go.set()
+    hasty._threads.shutdown()
+    assert [grammar.text for grammar in compiler.taken_up] == ["first", "second"], "nobody waited for the third"
+
+
+def test_a_model_without_a_tokenizer_takes_no_grammar() -> None:
+    grammar = Grammar(GrammarKind.JSON_OBJECT, "")
+    with pytest.raises(InvalidParameter, match="no tokenizer"):
+        asyncio.run(GrammarPrecompiler(None, (), 8).check(grammar, "response_format"))
+
+
+def test_what_the_documentation_shows_works(server: Running) -> None:
+    examples = re.findall(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(examples) >= 3
+    code = "\n".join(examples).replace("http://127.0.0.1:8000", server.url)
+    result = children.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=280)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert result.stdout.count("\n") >= len(examples)

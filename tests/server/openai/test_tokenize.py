@@ -1,0 +1,165 @@
+"""Tokens, templates, models, and the pages for people."""
+
+import json
+import re
+from dataclasses import replace
+
+import httpx
+import pytest
+
+from quire.core.sampling import SamplingParams
+from quire.engine.outputs import Delta
+from quire.engine.request_options import RequestOptions
+from quire.server.app import DOORS
+from quire.server.chat.model_format import find_voice
+from quire.server.context import ServedModel
+from quire.server.openai.chunks import ChunkHeader, TokenText
+from quire.server.openai.completions import CompletionPrompt, CompletionResponse
+from quire.server.openai.params import GenerationRequest
+from quire.version import __version__
+from tests.server.scripted_app import Script, app_over, events, post
+
+FRANCE = "The capital of France is"
+ASK = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize("text", [FRANCE, "日本語 🙂", "<|im_start|>", ""])
+def test_a_text_survives_its_tokens(http: httpx.Client, text: str) -> None:
+    told = http.post("/tokenize", json={"prompt": text}).json()
+    assert told["count"] == len(told["tokens"]) and told["max_model_len"] == 1024
+    assert "token_strs" not in told
+    assert http.post("/detokenize", json={"tokens": told["tokens"]}).json() == {"prompt": text}
+
+
+def test_tokens_are_spelled_for_who_asks(http: httpx.Client) -> None:
+    told = http.post("/tokenize", json={"prompt": FRANCE, "return_token_strs": True}).json()
+    assert told["token_strs"] == ["The", "Ġcapital", "Ġof", "ĠFrance", "Ġis"]
+
+
+def test_a_conversation_counts_as_a_chat_would_be_charged(http: httpx.Client) -> None:
+    told = http.post("/tokenize", json={"messages": ASK}).json()
+    charged = http.post("/v1/chat/completions", json={"messages": ASK, "max_tokens": 1}).json()["usage"]
+    assert told["count"] == charged["prompt_tokens"]
+    text = http.post("/apply-template", json={"messages": ASK}).json()["prompt"]
+    assert http.post("/tokenize", json={"prompt": text, "add_special_tokens": False}).json()["tokens"] == told["tokens"]
+
+
+def test_variables_and_tools_reach_the_template(served: ServedModel) -> None:
+    template = "{{ mood }} {{ tools | length }} {{ messages[0].content }}{# <tool_call> #}"
+    voice = find_voice(template, served.tokenizer)
+    app = app_over(Script(), replace(served, chat_template=template, voice=voice))
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    asked = {"messages": ASK, "tools": tools, "chat_template_kwargs": {"mood": "calm"}}
+    assert post(app, "/apply-template", asked).json() == {"prompt": "calm 1 hi"}
+    assert post(app, "/tokenize", asked).json()["tokens"] == served.text().encode("calm 1 hi")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/detokenize", {"tokens": [49152]}, "ids run from 0 to 49151"),
+        ("/detokenize", {"tokens": [-1]}, "no token -1"),
+        ("/detokenize", {"tokens": [10**40]}, "no token"),
+        ("/detokenize", {}, "tokens"),
+        ("/tokenize", {}, "prompt or messages"),
+        ("/tokenize", {"prompt": "a", "messages": ASK}, "not both"),
+        ("/tokenize", {"prompt": 7}, "prompt"),
+        ("/apply-template", {"messages": [{"role": "user"}]}, "content"),
+        ("/apply-template", {"messages": ASK, "chat_template_kwargs": {"tools": []}}, "tools"),
+    ],
+)
+def test_a_refusal_names_its_reason(http: httpx.Client, path: str, body: dict[str, object], words: str) -> None:
+    answer = http.post(path, json=body)
+    assert answer.status_code == 400
+    assert words in answer.json()["error"]["message"]
+
+
+def test_the_tokenizer_is_described(http: httpx.Client) -> None:
+    told = http.get("/tokenizer_info").json()
+    assert told["eos_token"] == "<|im_end|>"
+    assert http.post("/tokenize", json={"prompt": told["eos_token"]}).json()["tokens"] == [told["eos_token_id"]]
+    assert "im_start" in told["chat_template"]
+
+
+def test_a_model_has_its_names_and_its_length(served: ServedModel) -> None:
+    app = app_over(Script(["x"]), served)
+
+    async def tell(client: httpx.AsyncClient) -> None:
+        listed = (await client.get("/v1/models")).json()["data"]
+        assert [card["id"] for card in listed] == ["org/model", "other"]
+        assert {(card["root"], card["max_model_len"], card["object"]) for card in listed} == {
+            ("org/model", 1024, "model")
+        }
+        for name in ("org/model", "other", "org%2Fmodel"):
+            assert (await client.get(f"/v1/models/{name}")).status_code == 200
+        missing = await client.get("/v1/models/org")
+        assert (missing.status_code, missing.json()["error"]["type"]) == (404, "not_found_error")
+        assert "'org/model', 'other'" in missing.json()["error"]["message"]
+        for name, status in (("org/model", 200), ("other", 200), (None, 200), ("gpt", 404)):
+            answer = await client.post("/v1/chat/completions", json={"messages": ASK, "model": name})
+            assert answer.status_code == status
+            assert status != 200 or answer.json()["model"] == "org/model"
+
+    events(app, tell)
+
+
+def test_a_model_without_a_tokenizer_takes_ids_alone(served: ServedModel) -> None:
+    app = app_over(Script([""]), replace(served, tokenizer=None))
+    assert post(app, "/v1/completions", {"prompt": [1, 2], "echo": True}).status_code == 200
+    for path, body in (("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": ASK})):
+        refused = post(app, path, body)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "no_tokenizer")
+
+
+@pytest.mark.parametrize(("has_text", "counting", "told"), [(True, False, 2), (False, False, 3), (True, True, 3)])
+def test_a_stream_tells_of_tokens_without_words_where_that_is_news(
+    served: ServedModel, has_text: bool, counting: bool, told: int
+) -> None:
+    """Else whoever measures a model of invented weights, which has no words, would hear nothing until the end."""
+    wanted = GenerationRequest(SamplingParams(), RequestOptions(), None, stream=True, continuous_usage=counting)
+    spelling = TokenText(served.tokenizer if has_text else None, as_ids=False)
+    answer = CompletionResponse(ChunkHeader("m", "cmpl"), [CompletionPrompt([1], None)], wanted, spelling)
+    chunks = [answer.chunks(0, Delta("0", 0, text, [7])) for text in ("", "a")]
+    chunks.append(answer.chunks(0, Delta("0", 0, "", [7], "stop")))
+    assert sum(chunk != b"" for chunk in chunks) == told and chunks[-1] != b""
+
+
+def test_the_version(http: httpx.Client) -> None:
+    assert http.get("/version").json() == {"version": __version__}
+
+
+@pytest.mark.parametrize("path", ["/", "/docs"])
+def test_a_page_needs_nothing_from_elsewhere(http: httpx.Client, path: str) -> None:
+    page = http.get(path)
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert re.findall(r"https?://|src=|@import|url\(", page.text) == []
+    asked = re.findall(r'fetch\("([^"]+)"', page.text)
+    assert asked and not any(each.startswith("/") for each in asked), "it works behind a path of a proxy too"
+    for each in asked:
+        assert http.get("/" + each).status_code in (200, 405), each
+
+
+def test_every_endpoint_is_described_with_its_body(http: httpx.Client) -> None:
+    told = http.get("/openapi.json").json()
+    assert set(told["paths"]) == {
+        *(door.path.replace(":path", "") for door in DOORS if door.in_schema and door.path.startswith("/v1/")),
+        "/", "/generate", "/generate_stream", "/info",
+        "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{name}", "/tokenize", "/detokenize",
+        "/tokenizer_info", "/apply-template", "/health", "/ready", "/load", "/metrics", "/version",
+        "/requests/{request_id}/explain", "/abort_requests", "/reset_prefix_cache", "/pause", "/resume",
+    }  # fmt: skip
+    schemas = told["components"]["schemas"]
+    references = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(told)))
+    assert references <= set(schemas)
+    chat = schemas["ChatBody"]["properties"]
+    assert {"messages", "temperature", "structured_outputs", "stream_options"} <= set(chat)
+    assert chat["guided_json"]["deprecated"] is True
+    body = told["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert body == {"$ref": "#/components/schemas/CompletionBody"}
+
+
+def test_a_wrong_method_says_so(http: httpx.Client) -> None:
+    answer = http.get("/v1/chat/completions")
+    assert answer.status_code == 405
+    assert answer.json()["error"]["type"] == "invalid_request_error"

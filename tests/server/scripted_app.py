@@ -1,0 +1,107 @@
+"""The application in this process, around a stand-in that says exact pieces of text: for tests of how it writes them.
+
+What an engine does is tested with a real one: see `scripting.py`.
+"""
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar, cast
+
+import httpx
+from starlette.types import ASGIApp
+
+from quire.config import EngineConfig
+from quire.core.errors import QuireError
+from quire.core.sampling import SamplingParams
+from quire.engine.output_processor import OutputProcessor
+from quire.engine.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput
+from quire.engine.request_options import RequestOptions
+from quire.engine.stats import EngineInfo, MemoryLedger
+from quire.server.app import make_app
+from quire.server.async_engine import AsyncEngine, RequestStream
+from quire.server.context import ServedModel, ServerState
+from quire.server.engine_supervisor import Supervisor
+from quire.server.http.admission import AdmissionControl
+from quire.server.http.auth import KeyRing
+from quire.server.http.gate import secure
+from quire.server.http.metrics import Metrics
+
+T = TypeVar("T")
+
+
+class Script:
+    """In the engine's place, where the pieces that come must be exact: each choice says its own, one token each."""
+
+    def __init__(self, *choices: Sequence[str], reason: str = "stop", failure: QuireError | None = None) -> None:
+        self.choices = choices
+        self.reason = reason
+        self.told_failure = failure  # in the place of all that
+        self.asked: list[tuple[list[int], SamplingParams, RequestOptions]] = []
+        self.calls: list[RequestStream] = []
+        self.num_left = 0
+        self.attached, self.draining, self.beaten_s = True, False, math.inf
+        self.facts = EngineInfo("script", 1024, 49152, 64, 64, 16, "script", "none", MemoryLedger(), 1, 0)
+        self.stats = None
+
+    def submit(
+        self, ids: list[int], params: SamplingParams, *, terms: RequestOptions, streaming: bool, without_tokens: bool
+    ) -> RequestStream:
+        self.asked.append((ids, params, terms))
+        opened = OutputProcessor(None, time.monotonic).open(ids, params, terms=terms, streaming=streaming)
+        call = RequestStream(opened.ticket)
+        self.calls.append(call)
+        self.speak(call, ids, streaming)
+        return call
+
+    def speak(self, call: RequestStream, ids: list[int], streaming: bool) -> None:
+        if self.told_failure is not None:
+            call.fail(self.told_failure)
+            return
+        for place in range(max(map(len, self.choices), default=0)) if streaming else ():
+            for index, pieces in enumerate(self.choices):
+                if place < len(pieces):
+                    reason = self.reason if place == len(pieces) - 1 else None
+                    call.tell(Delta("0", index, pieces[place], [place], reason))
+        outputs = [
+            CompletionOutput(index, "".join(pieces), list(range(len(pieces))), self.reason)
+            for index, pieces in enumerate(self.choices)
+        ]
+        call.finish(RequestOutput("0", None, ids, outputs, RequestMetrics(0.0, 0), finished=True))
+
+    def leave(self, call: RequestStream) -> None:
+        self.num_left += 1
+
+
+def app_over(script: Script, served: ServedModel | None, keep_alive_s: float = 60.0) -> ASGIApp:
+    """The real application behind the real gate; only the engine is missing."""
+    service = cast(AsyncEngine, script)
+    supervisor = Supervisor(EngineConfig(), None, service, clock=time.monotonic)
+    turnstile = AdmissionControl(service, lambda: supervisor.health, max_waiting=64, max_waiting_tokens=10**6)
+    metrics = Metrics(lambda: None, time.monotonic)
+    desk = ServerState(service, supervisor, turnstile, metrics, keep_alive_s, known=served)
+    app = make_app(desk)
+    return secure(app, keys=KeyRing(), admit=app.admit)
+
+
+def events(app: ASGIApp, tell: Callable[[httpx.AsyncClient], Awaitable[T]]) -> T:
+    """Run a client's story against the app in this process."""
+
+    async def run() -> T:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here", timeout=60) as client:
+            return await tell(client)
+
+    return asyncio.run(run())
+
+
+def post(app: ASGIApp, path: str, body: dict[str, object]) -> httpx.Response:
+    return events(app, lambda client: client.post(path, json=body))
+
+
+def bodies(stream: str) -> list[dict[str, Any]]:
+    """The JSON of a stream's events, which must end as streams do."""
+    *events, done, nothing = stream.split("\n\n")
+    assert (done, nothing) == ("data: [DONE]", "")
+    return [json.loads(event.removeprefix("data: ")) for event in events]

@@ -1,0 +1,45 @@
+"""Servers whose model says a script: real HTTP, real processes, real scheduling, and text that is known beforehand."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.server.server_process import Running, serving
+
+CONTROL = "Hello there."  # what every script says when nothing else is asked for
+LINES: tuple[dict[str, Any], ...] = (
+    {"say": "Bang bang bang bang bang bang bang bang", "break": True, "when": "boom"},
+    {"say": "", "break": True, "when": "dud"},
+    {"say": "on and on and ", "end": False, "when": "endless"},
+    {"say": "Nobody knows. 🙂 日本語", "when": "secret"},
+    {"say": CONTROL},
+)
+
+Serve = Callable[..., AbstractContextManager[Running]]
+
+
+@contextmanager
+def scripted(folder: Path, *arguments: str, step_ms: float = 2) -> Iterator[Running]:
+    """A server of the lines above, every step of which takes so long."""
+    file = folder / f"script-{step_ms}.jsonl"
+    file.write_text("\n".join(json.dumps(line) for line in ({"step_ms": step_ms}, *LINES)))
+    with serving("--script", str(file), "--max-model-len", "8k", "--kv-cache-memory", "3GiB", *arguments) as running:
+        yield running
+
+
+def asked(text: str, **fields: object) -> dict[str, Any]:
+    """A body for /v1/completions."""
+    return {"prompt": text, "max_tokens": 2000, "temperature": 0, **fields}
+
+
+def check_control(client: httpx.Client) -> None:
+    """The server is still right."""
+    answer = client.post("/v1/completions", json=asked("hi"))
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0] == {
+        "index": 0, "text": CONTROL, "logprobs": None, "finish_reason": "stop", "stop_reason": None,
+    }  # fmt: skip

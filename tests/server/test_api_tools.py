@@ -1,0 +1,192 @@
+"""Thoughts and calls of tools on the surfaces beside chat: whole, streamed, cut, and told back."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+from anthropic.types import RawMessageStreamEvent
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from tests.server.api_server import MODEL, named_events, scripted_server
+from tests.server.chat_templates import QWEN_3
+
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo 🙂"}}\n</tool_call>'
+CLOCK = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+LINES: tuple[dict[str, Any], ...] = (
+    {"say": "It rains.", "when": "<tool_response>\nrain\n</tool_response>"},
+    {"say": f"<think>\nHm, let me see.\n</think>\n\nI will look.\n{CALL}\n{CLOCK}", "when": "weather?"},
+    {"say": CALL, "when": "briefly?"},
+    {"say": "Nothing to do."},
+)
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+FUNCTIONS: list[Any] = [
+    {"type": "function", "name": "weather", "parameters": SCHEMA},
+    {"type": "function", "name": "clock", "parameters": {"type": "object", "properties": {}}},
+    {"type": "namespace", "name": "unknown", "description": "", "tools": []},
+]
+TOOLS: list[Any] = [
+    {"name": "weather", "description": "Tells.", "input_schema": SCHEMA},
+    {"name": "clock", "input_schema": {"type": "object"}},
+    {"type": "bash_20250124", "name": "bash"},
+]
+
+
+@pytest.fixture(scope="module")
+def url(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("tools")
+    (folder / "template.jinja").write_text(QWEN_3)
+    with scripted_server(folder, LINES, "--chat-template", str(folder / "template.jinja")) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def http(url: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def claude(url: str) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+def test_a_response_that_thinks_says_and_calls(client: openai.OpenAI) -> None:
+    answer = client.responses.create(model=MODEL, input="weather?", tools=FUNCTIONS)
+    thought, text, call, second = answer.output
+    assert thought.type == "reasoning" and thought.content is not None and "let me see" in thought.content[0].text
+    assert text.type == "message" and answer.output_text == "I will look."
+    assert call.type == "function_call" and second.type == "function_call"
+    assert (call.name, json.loads(call.arguments)) == ("weather", {"city": "Oslo 🙂"})
+    assert (second.name, json.loads(second.arguments)) == ("clock", {})
+    assert [item.id[:3] for item in answer.output if item.id] == ["rs_", "msg", "fc_", "fc_"]
+    assert call.call_id.startswith("call_") and call.call_id != second.call_id
+    assert answer.usage is not None and answer.usage.output_tokens_details.reasoning_tokens > 0
+
+
+def test_its_events(http: httpx.Client) -> None:
+    told = http.post("/v1/responses", json={"input": "weather?", "tools": FUNCTIONS, "stream": True})
+    events = named_events(told.text)
+    for event in events:
+        TypeAdapter(ResponseStreamEvent).validate_python(event)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    output = events[-1]["response"]["output"]
+    assert len(output) == 4
+    for place, item in enumerate(output):
+        mine = [event for event in events if event.get("output_index") == place]
+        added, *between, done = mine
+        assert (added["type"], done["type"]) == ("response.output_item.added", "response.output_item.done")
+        assert done["item"] == item and {event["item_id"] for event in between} == {added["item"]["id"]} == {item["id"]}
+        said = "".join(event["delta"] for event in between if event["type"].endswith(".delta"))
+        assert said == (item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"])
+        kinds = list(dict.fromkeys(event["type"] for event in between))
+        if item["type"] == "function_call":
+            assert added["item"]["call_id"] == item["call_id"] and added["item"]["arguments"] == ""
+            assert kinds == ["response.function_call_arguments.delta", "response.function_call_arguments.done"]
+        else:
+            name = "reasoning" if item["type"] == "reasoning" else "output"
+            assert kinds == [
+                "response.content_part.added", f"response.{name}_text.delta", f"response.{name}_text.done",
+                "response.content_part.done",
+            ]  # fmt: skip
+
+
+def test_the_result_of_a_call_goes_back(client: openai.OpenAI) -> None:
+    asked: list[Any] = [{"role": "user", "content": "weather?"}]
+    with client.responses.stream(model=MODEL, input=asked, tools=FUNCTIONS) as stream:
+        first = stream.get_final_response()
+    [call, _] = [item for item in first.output if item.type == "function_call"]
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+    asked += [item.model_dump(exclude_none=True) for item in first.output]
+    assert client.responses.create(model=MODEL, input=[*asked, result], tools=FUNCTIONS).output_text == "It rains."
+
+
+def test_what_must_be_called_and_what_may_not(client: openai.OpenAI) -> None:
+    weather = {"type": "function", "name": "weather"}
+    choices: list[Any] = ["required", weather, {"type": "allowed_tools", "mode": "auto", "tools": [weather]}]
+    for choice in choices:
+        answer = client.responses.create(model=MODEL, input="briefly?", tools=FUNCTIONS, tool_choice=choice)
+        [call] = answer.output
+        assert call.type == "function_call" and call.name == "weather"
+    free = client.responses.create(model=MODEL, input="briefly?", tools=FUNCTIONS, tool_choice="none")
+    assert [item.type for item in free.output] == ["message"]
+
+
+def test_a_response_after_a_schema(client: openai.OpenAI) -> None:
+    answer = client.responses.create(
+        model=MODEL,
+        input="json",
+        max_output_tokens=60,
+        text={"format": {"type": "json_schema", "name": "n", "schema": {"type": "boolean"}, "strict": True}},
+    )
+    assert json.loads(answer.output_text) in (True, False)
+
+
+def test_a_message_that_thinks_says_and_calls(claude: anthropic.Anthropic) -> None:
+    asked: list[Any] = [{"role": "user", "content": "weather?"}]
+    thinking: Any = {"type": "enabled", "budget_tokens": 1024}
+    message = claude.messages.create(model=MODEL, max_tokens=500, messages=asked, tools=TOOLS, thinking=thinking)
+    thought, text, call, second = message.content
+    assert thought.type == "thinking" and "let me see" in thought.thinking and thought.signature
+    assert text.type == "text" and text.text == "I will look."
+    assert call.type == "tool_use" and (call.name, call.input) == ("weather", {"city": "Oslo 🙂"})
+    assert second.type == "tool_use" and (second.name, second.input) == ("clock", {}) and second.id != call.id
+    assert message.stop_reason == "tool_use"
+    with claude.messages.stream(model=MODEL, max_tokens=500, messages=asked, tools=TOOLS, thinking=thinking) as stream:
+        final = stream.get_final_message()
+    assert [block.type for block in final.content] == ["thinking", "text", "tool_use", "tool_use"]
+    assert final.content[2].input == call.input and final.stop_reason == "tool_use"  # type: ignore[union-attr]
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id,
+                                           "content": [{"type": "text", "text": "rain"}]}]}  # fmt: skip
+    asked += [{"role": "assistant", "content": final.content}, result]
+    last = claude.messages.create(model=MODEL, max_tokens=500, messages=asked, tools=TOOLS)
+    assert last.content[0].text == "It rains." and last.stop_reason == "end_turn"  # type: ignore[union-attr]
+    assert (
+        claude.messages.count_tokens(model=MODEL, messages=asked, tools=TOOLS).input_tokens == last.usage.input_tokens
+    )
+
+
+def test_its_blocks(http: httpx.Client) -> None:
+    body = {"max_tokens": 500, "messages": [{"role": "user", "content": "weather?"}], "tools": TOOLS, "stream": True}
+    events = named_events(http.post("/v1/messages", json=body).text)
+    for event in events:
+        TypeAdapter(RawMessageStreamEvent).validate_python(event)
+    places = [event["index"] for event in events if event["type"] == "content_block_start"]
+    assert places == list(range(len(places)))
+    for place in places:
+        mine = [event["type"] for event in events if event.get("index") == place]
+        assert mine == ["content_block_start", *["content_block_delta"] * (len(mine) - 2), "content_block_stop"]
+    pieces = [event["delta"].get("partial_json", "") for event in events if event["type"] == "content_block_delta"]
+    assert "".join(pieces).startswith('{"city": "Oslo')
+
+
+def test_which_tool_a_message_calls(claude: anthropic.Anthropic) -> None:
+    asked: list[Any] = [{"role": "user", "content": "briefly?"}]
+    choices: list[Any] = [{"type": "any"}, {"type": "tool", "name": "weather"},
+                          {"type": "auto", "disable_parallel_tool_use": True}]  # fmt: skip
+    for choice in choices:
+        message = claude.messages.create(model=MODEL, max_tokens=500, messages=asked, tools=TOOLS, tool_choice=choice)
+        assert message.stop_reason == "tool_use" and message.content[-1].name == "weather"  # type: ignore[union-attr]
+    none: Any = {"type": "none"}
+    message = claude.messages.create(model=MODEL, max_tokens=500, messages=asked, tools=TOOLS, tool_choice=none)
+    assert [block.type for block in message.content] == ["text"] and message.stop_reason == "end_turn"
+
+
+def test_a_call_that_the_length_cuts(http: httpx.Client) -> None:
+    body = {"max_tokens": 16, "messages": [{"role": "user", "content": "briefly?"}], "tools": TOOLS}
+    message = http.post("/v1/messages", json=body).json()
+    assert message["stop_reason"] == "max_tokens"
+    [call] = message["content"]
+    assert call["type"] == "text" or list(call["input"]) == ["invalid_json"]

@@ -1,0 +1,152 @@
+"""What the engine says reaches everybody whole and in order, a few callers in each turn of the event loop."""
+
+import asyncio
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.core.errors import NumericalError
+from quire.core.sampling import SamplingParams
+from quire.core.step import FinishReason
+from quire.engine.engine_process import EngineProcess
+from quire.engine.messages import FinishedSequence, StepOutput
+from quire.engine.outputs import Delta, RequestOutput
+from quire.engine.request_state import RequestState
+from quire.engine.stats import EngineInfo, MemoryLedger
+from quire.engine.wire import AcceptedFrame, progress_frame
+from quire.server.async_engine import TOLD_AT_ONCE, AsyncEngine, RequestStream
+
+FACTS = EngineInfo("m", 64, 100, 64, 64, 16, "cpu", "float32", MemoryLedger(), 0, os.getpid())
+PARAMS = SamplingParams(temperature=0.0, max_tokens=64)
+CALLERS = 3 * TOLD_AT_ONCE
+
+
+@pytest.fixture(scope="module")
+def child() -> Iterator[EngineProcess]:
+    """A real process that was never told what to load: orders to it lead nowhere."""
+    child = EngineProcess(lambda said: None, lambda: None)
+    child.start()
+    yield child
+    child.close()
+
+
+def opened(child: EngineProcess, num_calls: int) -> tuple[AsyncEngine, list[RequestStream]]:
+    """On a running loop; sequences are numbered as their calls."""
+    service = AsyncEngine(None, time.monotonic)
+    service.listen()
+    service.attach(child, FACTS)
+    calls = [service.submit([1, 2], PARAMS, streaming=True) for _ in range(num_calls)]
+    for number in range(num_calls):
+        service.hear(AcceptedFrame(number, number, 0))
+    return service, calls
+
+
+def say(
+    service: AsyncEngine,
+    tokens: dict[int, int],
+    ended: dict[int, list[int]] | None = None,
+    reason: FinishReason = FinishReason.LENGTH,
+) -> None:
+    over = [
+        FinishedSequence(number, number, reason, np.array(said, np.int32), None, 0)
+        for number, said in (ended or {}).items()
+    ]
+    names = np.array(list(tokens), np.int64)
+    service.hear(progress_frame(StepOutput(0, names, np.array(list(tokens.values()), np.int32), ended=tuple(over))))
+
+
+async def heard(call: RequestStream) -> list[int]:
+    """Its tokens, as they came; the last news must say the same."""
+    tokens: list[int] = []
+    while isinstance(news := await call.hear(), Delta):
+        tokens += news.token_ids
+    assert isinstance(news, RequestOutput) and news.outputs[0].token_ids == tokens
+    return tokens
+
+
+async def heard_until_it_failed(call: RequestStream) -> list[int]:
+    tokens: list[int] = []
+    with pytest.raises(NumericalError):
+        while isinstance(news := await call.hear(), Delta):
+            assert news.finish_reason is None
+            tokens += news.token_ids
+    return tokens
+
+
+STEPS = st.lists(st.tuples(st.sets(st.integers(0, CALLERS - 1)), st.integers(0, 3)), max_size=6)
+
+
+@given(STEPS)
+@settings(max_examples=40)
+def test_everybody_hears_all_of_it_in_order(child: EngineProcess, steps: list[tuple[set[int], int]]) -> None:
+    async def events() -> None:
+        service, calls = opened(child, CALLERS)
+        listening = [asyncio.ensure_future(heard(call)) for call in calls]
+        said: dict[int, list[int]] = {number: [] for number in range(CALLERS)}
+        for token, (speakers, turns) in enumerate(steps):
+            say(service, dict.fromkeys(speakers, token))
+            for number in speakers:
+                said[number].append(token)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+        last = dict.fromkeys(range(CALLERS), 99)
+        say(service, last, {number: [*tokens, 99] for number, tokens in said.items()})
+        assert await asyncio.gather(*listening) == [[*tokens, 99] for tokens in said.values()]
+        assert service.num_calls == 0
+
+    asyncio.run(events())
+
+
+@given(st.lists(st.integers(0, 3), max_size=4), st.integers(0, 3), st.booleans())
+@settings(max_examples=40)
+def test_what_was_said_before_a_failure_is_heard_before_it(
+    child: EngineProcess, steps: list[int], turns_before_reading: int, with_a_last_word: bool
+) -> None:
+    """However late the reader is, and however much comes at once."""
+
+    async def events() -> None:
+        service, calls = opened(child, CALLERS)
+        said: list[int] = []
+        for token, turns in enumerate(steps):
+            say(service, dict.fromkeys(range(CALLERS), token))
+            said.append(token)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+        last = dict.fromkeys(range(CALLERS), 99) if with_a_last_word else {}
+        said += [99] if with_a_last_word else []
+        say(service, last, dict.fromkeys(range(CALLERS), said), FinishReason.ERROR)
+        for _ in range(turns_before_reading):
+            await asyncio.sleep(0)
+        assert await asyncio.gather(*map(heard_until_it_failed, calls)) == [said] * CALLERS
+        assert service.num_calls == 0
+
+    asyncio.run(events())
+
+
+def test_few_are_told_in_one_turn_and_what_waits_is_merged(child: EngineProcess) -> None:
+    async def events() -> None:
+        service, calls = opened(child, CALLERS)
+        turn = 0
+        told: list[tuple[int, int]] = []  # in which turn, and how many tokens
+
+        def note(delta: Delta, ticket: RequestState) -> None:
+            told.append((turn, len(delta.token_ids)))
+
+        service.progressed = note
+        for token in range(4):
+            say(service, dict.fromkeys(range(CALLERS), token))
+        while sum(num_tokens for _, num_tokens in told) < 4 * CALLERS:
+            turn += 1
+            await asyncio.sleep(0)
+        assert max(Counter(turn for turn, _ in told).values()) <= TOLD_AT_ONCE
+        assert len(told) < 2 * CALLERS
+        for call in calls:
+            service.leave(call)
+
+    asyncio.run(events())

@@ -1,0 +1,234 @@
+"""How long an engine may be silent while it starts, and how often it may end: with a clock and engines of our own."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import httpx
+import pytest
+
+from quire.config import EngineConfig
+from quire.core.errors import EngineFailed
+from quire.engine.stats import EngineInfo, MemoryLedger
+from quire.engine.wire import LoadingFrame, Message, PhaseFrame, ReadyFrame, ToFront
+from quire.server import engine_supervisor as supervising
+from quire.server.async_engine import AsyncEngine
+from quire.server.context import ServedModel
+from quire.server.engine_supervisor import MOST_FAILED, SETTLED_S, SILENT_START_S, Health, Supervisor
+from tests.server.scripted_app import Script, app_over, events
+
+FACTS = EngineInfo("m", 1024, 100, 4, 64, 16, "script", "none", MemoryLedger(), 1, 0)
+
+
+class Engine:
+    """In the place of a process: says what the test wants said, and ends when it is killed."""
+
+    def __init__(self, hear: Callable[[ToFront], None], end: Callable[[], None]) -> None:
+        self.hear, self.end = hear, end
+        self.pid, self.num_kills = 1, 0
+
+    def start(self) -> None: ...
+
+    def send(self, message: Message) -> None: ...
+
+    def kill(self) -> None:
+        self.num_kills += 1
+        self.end()
+
+    def close(self) -> None:
+        self.end()
+
+    def exit_status(self) -> int:
+        return -9
+
+
+class World:
+    """A supervisor whose time passes when the test says so; what it waits between two starts is written down."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        self.engines: list[Engine] = []
+        self.waited_s: list[float] = []
+        monkeypatch.setattr(supervising, "EngineProcess", self._new)
+        monkeypatch.setattr(supervising, "_LOOK_S", 0.0)
+        monkeypatch.setattr(supervising.asyncio, "sleep", self._sleep)
+        self.service = AsyncEngine(None, lambda: self.now_s)
+        self.supervisor = Supervisor(EngineConfig(), None, self.service, clock=lambda: self.now_s)
+
+    def _new(self, hear: Callable[[ToFront], None], end: Callable[[], None]) -> Engine:
+        self.engines.append(Engine(hear, end))
+        return self.engines[-1]
+
+    def _sleep(self, seconds: float) -> Awaitable[None]:
+        self.waited_s.append(seconds)
+        return _turns()
+
+    async def started(self, number: int) -> Engine:
+        """The engine with this number, once it has been asked for."""
+        while len(self.engines) <= number:
+            await _turns()
+        return self.engines[number]
+
+    async def watched(self) -> asyncio.Task[None]:
+        """The first engine is ready, and the supervisor watches it."""
+        starting = asyncio.create_task(self.supervisor.first_start())
+        (await self.started(0)).hear(ReadyFrame(FACTS))
+        await starting
+        return asyncio.create_task(self.supervisor.watch())
+
+
+async def _turns() -> None:
+    """Whatever is due is done, and whatever follows from it."""
+    for _ in range(10):
+        loop = asyncio.get_running_loop()
+        turn = loop.create_future()
+        loop.call_soon(turn.set_result, None)
+        await turn
+
+
+def run(body: Coroutine[Any, Any, None]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(60):
+            await body
+
+    asyncio.run(bounded())
+
+
+def test_a_start_may_take_long_as_long_as_it_tells_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        world = World(monkeypatch)
+        starting = asyncio.create_task(world.supervisor.first_start())
+        engine = await world.started(0)
+        for said in (PhaseFrame("config", 1.0, ""), LoadingFrame(1, 3), LoadingFrame(2, 3), LoadingFrame(3, 3)):
+            world.now_s += SILENT_START_S - 1
+            await _turns()
+            engine.hear(said)
+            await _turns()
+        assert engine.num_kills == 0 and world.supervisor.health is Health.STARTING
+        engine.hear(ReadyFrame(FACTS))
+        assert await starting is FACTS
+
+    run(body())
+
+
+def test_a_first_start_that_hangs_is_killed_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        world = World(monkeypatch)
+        starting = asyncio.create_task(world.supervisor.first_start())
+        engine = await world.started(0)
+        world.now_s += SILENT_START_S + 1
+        with pytest.raises(EngineFailed, match="told nothing for 601 s while it was starting"):
+            await starting
+        assert engine.num_kills == 1
+
+    run(body())
+
+
+def test_a_first_engine_that_the_kernel_killed_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        world = World(monkeypatch)
+        starting = asyncio.create_task(world.supervisor.first_start())
+        (await world.started(0)).end()
+        with pytest.raises(EngineFailed, match=r"it was killed, .*--kv-cache-memory"):
+            await starting
+
+    run(body())
+
+
+def test_an_engine_that_hangs_while_it_starts_again_is_killed_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        world = World(monkeypatch)
+        watching = await world.watched()
+        world.engines[0].end()
+        hanging = await world.started(1)
+        hanging.hear(LoadingFrame(1, 3))
+        await _turns()
+        assert world.supervisor.health is Health.RESTARTING
+        world.now_s += SILENT_START_S + 1
+        (await world.started(2)).hear(ReadyFrame(FACTS))
+        await _turns()
+        world.service.beaten_s = world.now_s
+        assert hanging.num_kills == 1 and world.supervisor.health is Health.READY
+        assert world.supervisor.num_restarts == 2
+        await world.supervisor.stop()
+        await watching
+
+    run(body())
+
+
+def test_engines_that_end_soon_after_they_were_ready_are_started_ever_later_and_then_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def body() -> None:
+        world = World(monkeypatch)
+        watching = await world.watched()
+        for number in range(MOST_FAILED):
+            engine = await world.started(number)
+            engine.hear(ReadyFrame(FACTS))
+            await _turns()
+            world.now_s += SETTLED_S - 1
+            world.service.beaten_s = world.now_s
+            engine.end()
+        with pytest.raises(EngineFailed, match=f"ended {MOST_FAILED} times in a row .* within 60 s of being ready"):
+            await watching
+        assert world.waited_s == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0]
+        assert len(world.engines) == MOST_FAILED
+
+    run(body())
+
+
+def test_an_engine_that_has_lived_a_while_makes_up_for_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        world = World(monkeypatch)
+        watching = await world.watched()
+        for number, lived_s in enumerate([1, 1, 1, SETTLED_S, 1, 1]):
+            engine = await world.started(number)
+            engine.hear(ReadyFrame(FACTS))
+            await _turns()
+            world.now_s += lived_s
+            world.service.beaten_s = world.now_s
+            engine.end()
+        await world.started(6)
+        assert world.waited_s == [0.25, 0.5, 1.0, 0.25, 0.25, 0.5]
+        await world.supervisor.stop()
+        await watching
+
+    run(body())
+
+
+def test_a_supervisor_that_was_stopped_while_it_waited_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        world = World(monkeypatch)
+        starting = asyncio.create_task(world.supervisor.first_start())
+        (await world.started(0)).hear(ReadyFrame(FACTS))
+        await starting
+        waking: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        monkeypatch.setattr(supervising.asyncio, "sleep", lambda seconds: waking)
+        watching = asyncio.create_task(world.supervisor.watch())
+        await _turns()
+        world.engines[0].end()
+        await _turns()
+        await world.supervisor.stop()
+        waking.set_result(None)
+        await watching
+        assert len(world.engines) == 1
+
+    run(body())
+
+
+def test_an_engine_that_has_just_come_is_not_ready_before_its_facts_are_known(served: ServedModel) -> None:
+    """Else somebody who waited for it is refused, a moment after being told to come."""
+
+    def asked(known: ServedModel | None) -> list[tuple[int, object]]:
+        app = app_over(Script(["Hello."]), known)
+
+        async def tell(client: httpx.AsyncClient) -> list[tuple[int, object]]:
+            ready, health = await client.get("/ready"), await client.get("/health")
+            answer = await client.post("/v1/completions", json={"prompt": "hi"})
+            return [(ready.status_code, ready.json()["status"]), (health.status_code, health.json()["status"]),
+                    (answer.status_code, answer.json().get("error", {}).get("code"))]  # fmt: skip
+
+        return events(app, tell)
+
+    assert asked(None) == [(503, "starting"), (503, "starting"), (503, "engine_unavailable")]
+    assert asked(served) == [(200, "ready"), (200, "ready"), (200, None)]

@@ -1,0 +1,94 @@
+"""A start that its user breaks off ends quietly: no traceback of an engine that nobody wants any more."""
+
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from quire.config import EngineConfig
+from quire.engine.engine_process import EngineProcess
+from quire.engine.wire import PhaseFrame, ReadyFrame, StartFrame, ToFront, pack
+from tests import children
+from tests.server.server_process import PATIENCE_S, QUIRE, wait_until
+
+LINE = '{"say": "Hello there."}'
+
+
+@pytest.fixture
+def script(tmp_path: Path, default_model_path: Path) -> Path:
+    path = tmp_path / "script.jsonl"
+    path.write_text(LINE)
+    return path
+
+
+def test_an_engine_whose_parent_hung_up_while_it_started_says_nothing(script: Path) -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        command = [sys.executable, "-m", "quire.engine.engine_main", str(theirs.fileno()), str(os.getpid())]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        engine = children.start(command, pass_fds=[theirs.fileno()], **pipes)
+    try:
+        with ours:
+            ours.sendall(pack(StartFrame(EngineConfig(), str(script))))
+        out, err = engine.communicate(timeout=PATIENCE_S)
+    finally:
+        children.end(engine)
+    assert (engine.returncode, out, err.decode()) == (0, b"", "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_for_the_parent_does_not_end_an_engine_that_has_hardly_begun(script: Path, number: int) -> None:
+    heard: queue.SimpleQueue[ToFront | None] = queue.SimpleQueue()
+    child = EngineProcess(heard.put, lambda: heard.put(None))
+    os.kill(child.pid, number)  # long before it could have said that it is to be ignored
+    child.start()
+    child.send(StartFrame(EngineConfig(), str(script)))
+    try:
+        while isinstance(said := heard.get(timeout=PATIENCE_S), PhaseFrame):
+            pass
+        assert isinstance(said, ReadyFrame)
+    finally:
+        child.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_server_that_is_ended_while_it_starts_has_not_failed(
+    default_model_path: Path, tmp_path: Path, number: int
+) -> None:
+    never = tmp_path / "never.jsonl"
+    os.mkfifo(never)  # nobody writes to it: the engine waits for its script for ever
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [QUIRE, "serve", "--port", str(port), "--script", str(never)]
+
+    def starting() -> bool:
+        try:
+            return httpx.get(f"http://127.0.0.1:{port}/ready").json() == {"status": "starting"}
+        except httpx.TransportError:
+            return False
+
+    with children.started(command, stderr=subprocess.PIPE, text=True) as server:
+        wait_until(starting)
+        server.send_signal(number)
+        said = server.communicate(timeout=PATIENCE_S)[1].splitlines()
+    assert server.returncode == 0 and len(said) == 2 and said[-1] == "Stopped.", said
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_server_that_is_ended_before_it_listens_has_not_failed(tmp_path: Path, number: int) -> None:
+    never = tmp_path / "never.jinja"
+    os.mkfifo(never)
+    command = [QUIRE, "serve", "--chat-template", str(never)]
+    with (
+        children.started(command, stderr=subprocess.PIPE, text=True) as server,
+        never.open("w"),  # comes back when the server has opened it, and keeps it waiting for a template
+    ):
+        server.send_signal(number)
+        said = server.communicate(timeout=PATIENCE_S)[1].splitlines()
+    assert (server.returncode, said) == (0, ["Stopped."])

@@ -1,0 +1,73 @@
+"""schemathesis against the server's own description: whatever is sent, valid or not, nothing is the server's fault."""
+
+from functools import cache
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from schemathesis import Case, GenerationMode
+
+from quire.server.app import DOORS, ERRORS, error_of, openapi
+from tests.server.scripted_servers import check_control
+from tests.server.server_process import Running, wait_until_at_rest
+from tests.tiers import examples
+
+DESCRIBED = openapi(DOORS)
+NUM_CASES = examples(150, 1000)
+BODIED = [door for door in DOORS if door.body is not None]
+KINDS = [  # without a body there is little to get wrong: the gate's and the protocol's tests do that
+    *((f"{door.method} {door.path}", mode) for door in BODIED for mode in GenerationMode),
+    *((f"{door.method} {door.path.replace(':path', '')}", GenerationMode.POSITIVE)
+      for door in DOORS if door.in_schema and door not in BODIED),
+]  # fmt: skip
+
+
+@cache
+def cases_of(name: str, mode: GenerationMode) -> st.SearchStrategy[Case]:
+    method, path = name.split()
+    schema = schemathesis.openapi.from_dict(DESCRIBED)
+    return schema[path][method].as_strategy(generation_mode=mode)
+
+
+def check_answer(answer: httpx.Response, error: str) -> None:
+    late = answer.status_code == 504 and answer.json()["error"]["code"] == "deadline_expired"  # as it asked
+    assert answer.status_code < 500 or late, answer.text
+    if answer.status_code >= 400:
+        assert answer.headers["content-type"] == "application/json"
+        jsonschema.validate(answer.json(), ERRORS[error])
+        assert len(answer.content) < 4096
+
+
+def send(client: httpx.Client, case: Case) -> httpx.Response:
+    said: dict[str, Any] = case.as_transport_kwargs()
+    return client.request(
+        said["method"],
+        said["url"],
+        params=said.get("params"),
+        headers={name: str(value) for name, value in (said.get("headers") or {}).items()},
+        content=said.get("data"),
+        json=said.get("json"),
+    )
+
+
+@pytest.mark.parametrize(("name", "mode"), KINDS, ids=lambda value: getattr(value, "value", value))
+def test_nothing_that_is_sent_is_the_servers_fault(scripted_server: Running, name: str, mode: GenerationMode) -> None:
+    (error,) = {error_of(door) for door in DOORS if f"{door.method} {door.path.replace(':path', '')}" == name}
+    with scripted_server.client() as client:
+
+        @settings(
+            max_examples=-(-NUM_CASES // (2 * len(BODIED))),
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(case=cases_of(name, mode))
+        def whatever(case: Case) -> None:
+            check_answer(send(client, case), error)
+
+        whatever()
+        check_control(client)
+        wait_until_at_rest(client)

@@ -1,0 +1,140 @@
+"""What breaks under a server: its engine, its front, one row. Over HTTP, with real processes and real signals."""
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.server.many_clients import Told, Visitor, request, tell, tell_all
+from tests.server.scripted_servers import CONTROL, asked, check_control, scripted
+from tests.server.server_process import Running, counted, is_alive, load, wait_until, wait_until_at_rest
+
+NUM_STREAMS = 64
+
+
+@pytest.fixture(scope="module")
+def server(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """One that may be hurt, if it is well again afterwards."""
+    with scripted(tmp_path_factory.mktemp("faults"), "--max-num-seqs", str(NUM_STREAMS + 8)) as running:
+        yield running
+
+
+def test_a_killed_engine_is_told_to_everybody_and_replaced(server: Running) -> None:
+    async def crowd() -> tuple[list[Told], list[Told], Told, int]:
+        engine = server.engine_pid
+        streams = [await Visitor.ask(server.port, request(asked("endless", stream=True))) for _ in range(NUM_STREAMS)]
+        plain = [await Visitor.ask(server.port, request(asked("endless"))) for _ in range(8)]
+        for stream in streams:
+            await stream.hear(b'"text"')
+        with server.client() as client:
+            await asyncio.to_thread(wait_until, lambda: load(client)["num_requests"] == NUM_STREAMS + 8)
+        os.kill(engine, signal.SIGKILL)
+        await streams[0].hear(b'"engine_lost"')  # whoever is told is told with all others
+        late = await tell(server.port, request(asked("hi")))
+        with server.client() as client:
+            ready = client.get("/ready").status_code
+        told = await asyncio.gather(*(visitor.hear_all() for visitor in [*streams, *plain]))
+        return told[:NUM_STREAMS], told[NUM_STREAMS:], late, ready
+
+    with server.client() as client:
+        restarts = counted(client, "engine_restarts_total")
+        streams, plain, late, ready = asyncio.run(crowd())
+        assert (late.status, ready) == (503, 503), "everybody was told before there was another engine"
+        assert late.retry_after_s and b'"engine_unavailable"' in late.body
+        assert all(told.failed and not told.complete and b'"engine_lost"' in told.body for told in streams)
+        assert all(told.status == 503 and told.retry_after_s and b'"engine_lost"' in told.body for told in plain)
+        wait_until(lambda: client.get("/ready").status_code == 200)
+        check_control(client)
+        assert counted(client, "engine_restarts_total") == restarts + 1
+        wait_until_at_rest(client)
+
+
+def test_a_stopped_engine_is_not_ready_and_ready_again_when_it_goes_on(server: Running) -> None:
+    with server.client() as client:
+        engine = server.engine_pid
+        os.kill(engine, signal.SIGSTOP)
+        try:
+            wait_until(lambda: client.get("/ready").status_code == 503)  # and is killed much later
+            assert client.get("/ready").json() == {"status": "stalled"}
+            assert client.get("/health").status_code == 200, "it may come back by itself"
+            refused = client.post("/v1/completions", json=asked("hi"))
+            assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
+        finally:
+            os.kill(engine, signal.SIGCONT)
+        wait_until(lambda: client.get("/ready").status_code == 200)
+        check_control(client)
+        assert server.engine_pid == engine
+
+
+def test_a_killed_front_leaves_no_process_behind(default_model_path: Path, tmp_path: Path) -> None:
+    with scripted(tmp_path) as server:
+        engine = server.engine_pid
+        server.process.kill()
+        server.process.wait()
+        wait_until(lambda: not is_alive(engine), 30)
+
+
+def test_a_broken_row_fails_its_own_request_alone(server: Running) -> None:
+    async def crowd() -> list[Told]:
+        kinds = [asked("boom"), asked("boom", stream=True), asked("dud"), asked("dud", stream=True), asked("hi")]
+        return await tell_all(server.port, [request(body) for body in kinds * 8])
+
+    told = asyncio.run(crowd())
+    for plain, streamed, dud, streamed_dud, good in zip(*(iter(told),) * 5, strict=True):
+        for failed in (plain, dud, streamed_dud):  # before the first byte
+            assert failed.status == 500 and b'"numerical_error"' in failed.body and not failed.complete
+        assert streamed.failed and not streamed.complete and b'"numerical_error"' in streamed.body
+        assert streamed.status == 200 and streamed.body.count(b" bang") == 7, "before the error"
+        assert good.status == 200 and CONTROL.encode() in good.body
+    with server.client() as client:
+        wait_until_at_rest(client)
+        assert client.get("/ready").status_code == 200
+
+
+def test_one_id_for_many_requests_does_no_harm(server: Running) -> None:
+    said = request(asked("secret"), headers={"X-Request-Id": "the-same"})
+    told = asyncio.run(tell_all(server.port, [said] * 32))
+    assert all(each.status == 200 and "日本語".encode() in each.body for each in told)
+    assert all(b"\r\nx-request-id: the-same\r\n" in each.head for each in told)
+    own = {line for each in told for line in each.head.splitlines() if line.startswith(b"x-quire-request-id: ")}
+    assert len(own) == 32
+
+
+def test_a_thousand_connections_are_no_burden(server: Running) -> None:
+    async def crowd() -> list[Told]:
+        idle = [await Visitor.ask(server.port, b"POST /v1/comp") for _ in range(1000)]
+        told = await tell_all(server.port, [request(asked("hi"))] * 200)
+        for visitor in idle:
+            visitor.leave()
+        return told
+
+    with server.client() as client:
+        num_files = server.num_files
+        assert all(told.status == 200 and CONTROL.encode() in told.body for told in asyncio.run(crowd()))
+        wait_until(lambda: server.num_files <= num_files + 4)
+        check_control(client)
+
+
+def test_who_does_not_read_harms_nobody(server: Running) -> None:
+    """Fifty of them: what they have not read is bounded, the engine is done with them, and the others are answered."""
+    slow = [socket.socket() for _ in range(50)]
+    said = request(asked("endless", max_tokens=1000, stream=True, logprobs=5))
+    with server.client() as client:
+        wait_until_at_rest(client)
+        before_bytes = server.resident_bytes
+        for each in slow:
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            each.connect(("127.0.0.1", server.port))
+            each.sendall(said)
+        wait_until(lambda: load(client)["num_requests"] == len(slow))
+        check_control(client)
+        wait_until(lambda: load(client)["num_requests"] == 0)
+        assert server.resident_bytes - before_bytes < 64 << 20
+        check_control(client)
+        for each in slow:
+            each.close()
+        wait_until_at_rest(client)

@@ -1,0 +1,16 @@
+"""A script has no positions to run out of: agents, whose prompts are long, are tried on one of any length."""
+
+from pathlib import Path
+
+import httpx
+
+from tests.clients.client_server import scripted
+
+
+def test_a_script_goes_beyond_its_models_context(tmp_path: Path, default_model_path: Path) -> None:
+    with scripted(tmp_path, [{"say": "hi"}], "--max-model-len", "32k") as url:
+        (model,) = httpx.get(f"{url}/v1/models", timeout=60).json()["data"]
+        wish = {"prompt": "word " * 20_000, "max_tokens": 1}
+        answer = httpx.post(f"{url}/v1/completions", json=wish, timeout=120)
+    assert model["max_model_len"] == 32768
+    assert answer.status_code == 200 and answer.json()["usage"]["prompt_tokens"] > 8192

@@ -1,0 +1,91 @@
+"""What an answer may say, as clients say it and as the engine is told it."""
+
+import json
+
+import pytest
+
+from quire.core.errors import InvalidParameter
+from quire.core.sampling import Grammar, GrammarKind
+from quire.server.openai.decode import decode
+from quire.server.openai.schema import CompletionBody
+from quire.server.structured_output import MAX_CHOICES, grammar_of
+
+SCHEMA = {"type": "object", "properties": {"ä": {"type": "string"}}}
+
+
+def asked(**fields: object) -> Grammar | None:
+    return grammar_of(decode(json.dumps({"prompt": "hi", **fields}).encode(), CompletionBody))
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "text"),
+    [
+        ({"response_format": {"type": "json_object"}}, GrammarKind.JSON_OBJECT, ""),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "schema": SCHEMA, "strict": True},
+                }
+            },
+            GrammarKind.JSON_SCHEMA,
+            SCHEMA,
+        ),
+        ({"structured_outputs": {"json": SCHEMA}}, GrammarKind.JSON_SCHEMA, SCHEMA),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, GrammarKind.JSON_SCHEMA, SCHEMA),
+        ({"structured_outputs": {"json_object": True}}, GrammarKind.JSON_OBJECT, ""),
+        ({"structured_outputs": {"regex": "a+"}}, GrammarKind.REGEX, "a+"),
+        ({"structured_outputs": {"regex": "a+", "json_object": False, "choice": None}}, GrammarKind.REGEX, "a+"),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, GrammarKind.CHOICE, ["yes", "no"]),
+        ({"structured_outputs": {"grammar": 'start: "x"'}}, GrammarKind.LARK, 'start: "x"'),
+    ],
+)
+def test_a_constraint_becomes_a_grammar(fields: dict[str, object], kind: GrammarKind, text: object) -> None:
+    grammar = asked(**fields)
+    assert grammar is not None and grammar.kind is kind
+    assert grammar.text == text if isinstance(text, str) else json.loads(grammar.text) == text
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"response_format": {"type": "text"}}, {"response_format": None}, {"structured_outputs": None}]
+)
+def test_an_answer_is_free_unless_somebody_asks(fields: dict[str, object]) -> None:
+    assert asked(**fields) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": [1]}}},
+         "response_format.json_schema.schema"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": "[" * 100_000}}, "structured_outputs.json"),
+        ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"choice": ["a"] * (MAX_CHOICES + 1)}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"regex": "a", "disable_any_whitespace": True}},
+         "structured_outputs.disable_any_whitespace"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"json_object": False}}, "structured_outputs"),
+        ({"structured_outputs": {"json": False}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": 0}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": "false"}}, "structured_outputs.json"),
+        ({"structured_outputs": {"lark": 'start: "x"'}}, "structured_outputs.lark"),
+        ({"structured_outputs": {"regex": "a", "jsonschema": {}}}, "structured_outputs.jsonschema"),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, "response_format.schema"),
+    ],
+)  # fmt: skip
+def test_a_constraint_that_cannot_be_kept_is_refused_by_name(fields: dict[str, object], param: str) -> None:
+    with pytest.raises(InvalidParameter) as caught:
+        asked(**fields)
+    assert caught.value.param == param
+
+
+def test_an_unknown_constraint_is_told_the_known_ones() -> None:
+    with pytest.raises(InvalidParameter, match="no such field; it may have json, json_object, regex, choice, grammar,"):
+        asked(structured_outputs={"lark": 'start: "x"'})

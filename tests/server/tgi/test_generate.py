@@ -1,0 +1,144 @@
+"""The shim for clients of text-generation-inference: huggingface_hub's own client, and bare HTTP."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from huggingface_hub import InferenceClient
+from huggingface_hub.errors import ValidationError
+
+from tests.server.api_server import MODEL, PLAIN, scripted_server
+
+
+@pytest.fixture(scope="module")
+def url(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with scripted_server(tmp_path_factory.mktemp("tgi")) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def http(url: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=url, timeout=60) as client:
+        yield client
+
+
+def frames(text: str) -> list[dict[str, Any]]:
+    blocks = text.strip().split("\n\n")
+    assert all(block.startswith("data:") for block in blocks)
+    return [json.loads(block.removeprefix("data:")) for block in blocks]
+
+
+def test_huggingfaces_client(url: str) -> None:
+    client = InferenceClient(model=url, timeout=60)
+    assert client.text_generation("hi") == PLAIN
+    assert "".join(client.text_generation("hi", stream=True)) == PLAIN
+    whole = client.text_generation("hi", details=True, max_new_tokens=50, decoder_input_details=True)
+    assert whole.details is not None and whole.details.finish_reason == "eos_token"
+    assert whole.details.generated_tokens == len(whole.details.tokens) and whole.details.tokens[-1].special
+    assert [token.text for token in whole.details.prefill] == ["hi"]
+    *_, last = client.text_generation("hi", details=True, stream=True)
+    assert last.generated_text == whole.generated_text == PLAIN
+    assert last.details is not None and last.details.generated_tokens == whole.details.generated_tokens
+    assert last.details.input_length == 1
+
+
+def test_the_root_gives_a_list_and_get_stays_a_page(http: httpx.Client) -> None:
+    assert http.post("/", json={"inputs": "hi"}).json() == [{"generated_text": PLAIN}]
+    assert http.post("/generate", json={"inputs": "hi"}).json() == {"generated_text": PLAIN}
+    assert http.get("/").headers["content-type"].startswith("text/html")
+
+
+def test_a_frame_for_each_token(http: httpx.Client) -> None:
+    for path, body in (("/", {"stream": True}), ("/generate_stream", {})):
+        answer = http.post(path, json={"inputs": "hi", "parameters": {"seed": 7}, **body})
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        told = frames(answer.text)
+        assert [frame["index"] for frame in told] == list(range(1, len(told) + 1))
+        assert "".join(frame["token"]["text"] for frame in told) == PLAIN
+        assert all(frame["generated_text"] is None and frame["details"] is None for frame in told[:-1])
+        assert told[-1]["generated_text"] == PLAIN
+        assert told[-1]["details"] == {
+            "finish_reason": "eos_token", "generated_tokens": len(told), "seed": 7, "input_length": 1,
+        }  # fmt: skip
+        assert all(isinstance(frame["token"]["logprob"], float) for frame in told)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "reason", "text"),
+    [
+        ({"max_new_tokens": 3}, "length", "on and on"),
+        ({"stop": ["n and"]}, "stop_sequence", "o"),
+        ({"max_new_tokens": 3, "return_full_text": True}, "length", "endlesson and on"),
+        ({"max_new_tokens": 3, "truncate": 5, "top_n_tokens": 2, "do_sample": True, "seed": 1}, "length", "on and on"),
+    ],
+)
+def test_parameters(http: httpx.Client, parameters: dict[str, Any], reason: str, text: str) -> None:
+    body = {"inputs": "endless", "parameters": {**parameters, "details": True}}
+    whole = http.post("/generate", json=body).json()
+    assert (whole["details"]["finish_reason"], whole["generated_text"]) == (reason, text)
+    *_, last = frames(http.post("/generate_stream", json=body).text)
+    assert (last["details"]["finish_reason"], last["generated_text"]) == (reason, text)
+    assert last["details"]["generated_tokens"] == whole["details"]["generated_tokens"]
+    if "top_n_tokens" in parameters:
+        assert len(whole["details"]["top_tokens"]) == 3 and last["top_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("grammar", "text"),
+    [({"type": "regex", "value": "on and on[.]"}, "on and on."), ({"type": "json", "value": {"const": 7}}, "7")],
+)
+def test_an_answer_after_a_grammar(http: httpx.Client, grammar: dict[str, Any], text: str) -> None:
+    body = {"inputs": "endless", "parameters": {"grammar": grammar}}
+    assert http.post("/generate", json=body).json() == {"generated_text": text}
+
+
+def test_the_default_length(http: httpx.Client) -> None:
+    body = {"inputs": "endless", "parameters": {"details": True}}
+    assert http.post("/generate", json=body).json()["details"]["generated_tokens"] == 100
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"best_of": 2},
+        {"typical_p": 0.5},
+        {"watermark": True},
+        {"adapter_id": "a"},
+        {"max_new_tokens": 0},
+        {"max_new_tokens": 100000},
+        {"temperature": -1},
+        {"truncate": 0},
+        {"grammar": {"type": "poem", "value": "x"}},
+        {"grammar": {"type": "json"}},
+        {"grammar": {"type": "json", "value": False}},
+        {"grammar": {"type": "json_schema", "value": {"name": "x"}}},
+        {"grammar": {"type": "regex"}},
+        {"stop": 5},
+    ],
+)
+def test_what_cannot_be_served_is_a_422_of_its_shape(http: httpx.Client, parameters: dict[str, Any]) -> None:
+    for path in ("/", "/generate", "/generate_stream"):
+        answer = http.post(path, json={"inputs": "hi", "parameters": parameters})
+        assert answer.status_code == 422, answer.text
+        told = answer.json()
+        assert set(told) == {"error", "error_type"} and told["error_type"] == "validation"
+
+
+def test_other_errors(http: httpx.Client, url: str) -> None:
+    body = {"inputs": "boom"}
+    failed = http.post("/generate", json=body)
+    assert (failed.status_code, failed.json()["error_type"]) == (424, "generation")
+    *told, last = frames(http.post("/generate_stream", json=body).text)
+    assert told and last["error_type"] == "generation" and last["error"]
+    unread = http.post("/generate_stream", json={"inputs": "x", "parameters": {"decoder_input_details": True}})
+    assert unread.status_code == 422
+    with pytest.raises(ValidationError):
+        InferenceClient(model=url).text_generation("hi", best_of=3)
+
+
+def test_info(http: httpx.Client) -> None:
+    told = http.get("/info").json()
+    assert (told["model_id"], told["max_total_tokens"], told["router"]) == (MODEL, 1024, "quire")

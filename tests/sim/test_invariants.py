@@ -1,0 +1,176 @@
+"""The watch sees a law broken, and nothing where none is."""
+
+import pytest
+
+from quire.core.ids import Row
+from quire.core.step import AppendTokens, StepPlan
+from quire.sim.check.invariants import InFlightWatch
+from tests.runner.plans import DEVICE, HOST, grants, host_driven, moves, row_start, sample, seat_of
+
+TEN = list(range(10))  # two blocks and a half
+
+
+def watching(*, in_flight: bool = True) -> InFlightWatch:
+    """Row 0 has computed ten tokens in blocks 1, 2 and 3; perhaps it still does."""
+    watch = InFlightWatch(block_size=4)
+    watch.launch(StepPlan(0, starts=(row_start(0, TEN),), grants=grants({0: [1, 2, 3]}), chunks=(sample(0, 0, 10),)))
+    if not in_flight:
+        watch.absorb()
+    return watch
+
+
+def taking(block: int, **also: object) -> StepPlan:
+    """Row 0 leaves, and another row is granted one block to write."""
+    fields = {"leaves": (Row(0),), "seats": (row_start(1, [7]),), **also}
+    return StepPlan(1, grants=grants({1: [block]}), chunks=(sample(1, 0, 1),), **fields)  # type: ignore[arg-type]
+
+
+def test_a_block_is_given_away_only_when_its_last_step_is_absorbed() -> None:
+    with pytest.raises(AssertionError, match="block 2 is still in flight"):
+        watching().launch(taking(2))
+    watching(in_flight=False).launch(taking(2))
+    watching().launch(taking(9))
+
+
+def test_a_row_is_given_away_only_when_its_last_step_is_absorbed() -> None:
+    again = StepPlan(
+        1, leaves=(Row(0),), starts=(seat_of(5, 0, [7]),), grants=grants({0: [9]}), chunks=(sample(0, 0, 1),)
+    )
+    with pytest.raises(AssertionError, match="row 0 is still in flight"):
+        watching().launch(again)
+    watching(in_flight=False).launch(again)
+
+
+def test_a_row_that_no_step_in_flight_computes_may_be_given_away() -> None:
+    """A tethered row that nobody told anything: another step is in flight, but not over it."""
+    watch = InFlightWatch(block_size=4)
+    watch.launch(
+        StepPlan(
+            0,
+            starts=(row_start(0, TEN, num_candidates=2), row_start(1, [5])),
+            grants=grants({0: [1, 2, 3], 1: [4]}),
+            chunks=(host_driven(0, 0, 10), sample(1, 0, 1)),
+        )
+    )
+    watch.absorb()
+    watch.launch(StepPlan(1, num_decoding=1))
+    watch.launch(
+        StepPlan(
+            2,
+            leaves=(Row(0),),
+            starts=(seat_of(7, 0, [1, 2]),),
+            grants=grants({0: [3]}),
+            chunks=(sample(0, 0, 2),),
+            num_decoding=1,
+        )
+    )
+
+
+def test_a_source_of_a_move_may_be_granted_anew_in_the_same_plan() -> None:
+    out = moves(DEVICE, HOST, (1, 1), (2, 2), (3, 3))
+    watching(in_flight=False).launch(taking(2, moves=out))
+    with pytest.raises(AssertionError, match="still in flight"):
+        watching().launch(taking(2, moves=out))
+
+
+def test_a_move_writes_no_block_that_is_in_flight() -> None:
+    back = moves(HOST, DEVICE, (1, 2))
+    with pytest.raises(AssertionError, match="a move writes it"):
+        watching().launch(StepPlan(1, moves=back, leaves=(Row(0),)))
+    watching(in_flight=False).launch(StepPlan(1, moves=back, leaves=(Row(0),)))
+
+
+def test_a_move_writes_no_block_that_a_live_table_holds() -> None:
+    with pytest.raises(AssertionError, match="a live table holds"):
+        watching(in_flight=False).launch(StepPlan(1, moves=moves(HOST, DEVICE, (1, 2)), pauses=(Row(0),)))
+
+
+def hit(start: int, *table: int) -> StepPlan:
+    """A second row found so many tokens of the first in the cache."""
+    return StepPlan(
+        1,
+        starts=(row_start(1, [*TEN, 99]),),
+        grants=grants({1: table}),
+        chunks=(sample(1, start, 11),),
+        pauses=(Row(0),),
+    )
+
+
+def test_shared_blocks_are_read_by_all_and_written_by_nobody() -> None:
+    watching(in_flight=False).launch(hit(8, 1, 2, 4))
+    with pytest.raises(AssertionError, match="writes block 2, which 2 hold"):
+        watching(in_flight=False).launch(hit(7, 1, 2, 4))
+    with pytest.raises(AssertionError, match="writes block 3, which 2 hold"):
+        watching(in_flight=False).launch(hit(10, 1, 2, 3))
+
+
+def test_a_cruising_row_writes_no_shared_block_either() -> None:
+    """Row 1 stands still with the block that row 0 writes at position 10."""
+    watch = watching(in_flight=False)
+    watch.launch(
+        StepPlan(
+            1,
+            starts=(row_start(1, TEN * 2),),
+            grants=grants({1: [1, 2, 3, 4, 5]}),
+            chunks=(sample(1, 12, 20),),
+            pauses=(Row(0),),
+        )
+    )
+    with pytest.raises(AssertionError, match="row 0 writes block 3, which 2 hold"):
+        watch.launch(StepPlan(2, pauses=(Row(1),), num_decoding=1))
+
+
+def test_the_last_holder_writes_in_place() -> None:
+    watch = watching(in_flight=False)
+    watch.launch(
+        StepPlan(
+            1,
+            leaves=(Row(0),),
+            starts=(row_start(1, [*TEN, 9]),),
+            grants=grants({1: [1, 2, 3]}),
+            chunks=(sample(1, 10, 11),),
+        )
+    )
+
+
+def test_a_block_is_not_found_before_the_step_that_writes_it_is_absorbed() -> None:
+    with pytest.raises(AssertionError, match="found before it was written"):
+        watching().launch(hit(8, 1, 2, 4))
+
+
+def test_a_row_that_cruises_past_its_table_is_seen() -> None:
+    watch = watching(in_flight=False)
+    watch.launch(StepPlan(1, num_decoding=1))
+    watch.launch(StepPlan(2, num_decoding=1))
+    with pytest.raises(AssertionError, match="position 12 beyond its 3 blocks"):
+        watch.launch(StepPlan(3, num_decoding=1))
+
+
+def test_the_length_ends_what_a_row_writes() -> None:
+    watch = InFlightWatch(block_size=4)
+    watch.launch(
+        StepPlan(
+            0, starts=(row_start(0, TEN, max_length=11),), grants=grants({0: [1, 2, 3]}), chunks=(sample(0, 0, 10),)
+        )
+    )
+    for step in range(1, 5):
+        watch.launch(StepPlan(step))
+
+
+def test_what_a_row_is_told_counts() -> None:
+    watch = InFlightWatch(block_size=4)
+    watch.launch(StepPlan(0, starts=(row_start(0, TEN[:3]),), grants=grants({0: [1]}), chunks=(host_driven(0, 0, 3),)))
+    watch.absorb()
+    watch.launch(StepPlan(1, tells=(AppendTokens(Row(0), (5,)),), chunks=(sample(0, 3, 4),)))
+    with pytest.raises(AssertionError, match="position 4 beyond its 1 blocks"):
+        watch.launch(StepPlan(2, num_decoding=1))
+
+
+def test_a_reset_forgets_all_rows_and_all_steps() -> None:
+    watch = watching()
+    watch.launch(
+        StepPlan(5, starts=(seat_of(3, 0, [1]),), grants=grants({0: [2]}), chunks=(sample(0, 0, 1),), reset=True)
+    )
+    watch.absorb()
+    with pytest.raises(IndexError):
+        watch.absorb()

@@ -1,0 +1,132 @@
+"""Pieces of stored tensors come to their places whole, whoever brings them; what goes wrong on the way is told."""
+
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from quire.core.errors import BrokenModelFile
+from quire.formats.checkpoint import StoredTensor
+from quire.weights import loader_threads as carrying
+from quire.weights import tensor_reader as pieces
+from quire.weights.dequantize import PLAIN, FloatsOnly
+from quire.weights.loader_threads import carry
+from quire.weights.tensor_reader import pieces_of
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+OFFSET = 3  # in the file: nothing there is aligned
+
+
+def store(path: Path, values: Tensor) -> StoredTensor:
+    [encoding] = [name for name, dtype in PLAIN.items() if dtype == values.dtype]
+    data = values.contiguous().view(torch.uint8).numpy().tobytes()
+    path.write_bytes(b"x" * OFFSET + data + b"behind it")
+    return StoredTensor(path.name, tuple(values.shape), encoding, path, OFFSET, len(data))
+
+
+def values_of(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)), dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize("stays", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("stored", PLAIN.values())
+@pytest.mark.parametrize("shape", [(1,), (37,), (50, 7), (9, 700)])
+def test_every_dtype_comes_to_every_other(
+    tmp_path: Path, shape: tuple[int, ...], stored: torch.dtype, stays: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pieces, "PLAIN_BYTES", 100)
+    monkeypatch.setattr(carrying, "_CAST_AT_ONCE", 11)
+    values = values_of(shape, stored)
+    room = torch.full((shape[0] + 2, *shape[1:]), 7.0, dtype=stays, device=DEVICE)
+    told: list[int] = []
+    tensor = store(tmp_path / "t", values)
+    carry(pieces_of(tensor, room[1:-1]), FloatsOnly(), DEVICE, told.append)
+    assert torch.equal(room[1:-1].cpu(), values.to(stays))
+    assert (room[[0, -1]] == 7).all(), "nothing beside it is written"
+    assert sum(told) == tensor.num_bytes
+    assert len(told) == min(shape[0], -(-shape[0] // max(1, 100 // (tensor.num_bytes // shape[0]))))
+
+
+class Doubling:
+    """Packs a value into a byte; knows whose threads ask."""
+
+    def __init__(self) -> None:
+        self.threads: set[int] = set()
+
+    def knows(self, encoding: str) -> bool:
+        return True
+
+    def unpack(self, data: np.ndarray, encoding: str) -> Tensor:
+        self.threads.add(threading.get_ident())
+        return torch.from_numpy(data.astype(np.float32) * 2)
+
+
+def test_what_is_packed_is_unpacked_by_several_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "SLICE_VALUES", 40)
+    monkeypatch.setattr("os.cpu_count", lambda: 3)
+    packed = np.arange(4000, dtype=np.uint32).astype(np.uint8).reshape(400, 10)
+    path = tmp_path / "t"
+    path.write_bytes(packed.tobytes())
+    room = torch.zeros(400, 10, dtype=torch.bfloat16, device=DEVICE)
+    unpacker, told = Doubling(), set[int]()
+    tensor = StoredTensor("t", (400, 10), "DOUBLED", path, 0, packed.nbytes)
+    carry(pieces_of(tensor, room), unpacker, DEVICE, lambda num_bytes: told.add(threading.get_ident()))
+    assert torch.equal(room.cpu(), torch.from_numpy(packed.astype(np.float32) * 2).to(torch.bfloat16))
+    assert told == {threading.get_ident()}, "whoever asked is told in its own thread"
+    assert unpacker.threads and threading.get_ident() not in unpacker.threads
+
+
+def test_for_somebody_in_inference_mode(tmp_path: Path) -> None:
+    values = values_of((50, 7), torch.float32)
+    tensor = store(tmp_path / "t", values)
+    with torch.inference_mode():
+        rooms = [torch.zeros(50, 7, dtype=dtype, device=DEVICE) for dtype in (torch.float32, torch.float16)]
+        for room in rooms:
+            carry(pieces_of(tensor, room), FloatsOnly(), DEVICE, lambda num_bytes: None)
+    assert all(torch.equal(room.cpu(), values.to(room.dtype)) for room in rooms)
+
+
+def test_a_file_that_became_shorter(tmp_path: Path) -> None:
+    tensor = store(tmp_path / "t", values_of((50, 7), torch.float32))
+    with (tmp_path / "t").open("rb+") as file:
+        file.truncate(OFFSET + 1000)
+    with pytest.raises(BrokenModelFile, match=r"changed while it was read: tensor t lacks 400 bytes of 1400"):
+        carry(pieces_of(tensor, torch.zeros(50, 7, device=DEVICE)), FloatsOnly(), DEVICE, lambda num_bytes: None)
+
+
+def test_a_file_that_went_away(tmp_path: Path) -> None:
+    tensor = store(tmp_path / "t", values_of((50, 7), torch.float32))
+    (tmp_path / "t").unlink()
+    with pytest.raises(BrokenModelFile, match=r"t cannot be read: .*No such file"):
+        carry(pieces_of(tensor, torch.zeros(50, 7, device=DEVICE)), FloatsOnly(), DEVICE, lambda num_bytes: None)
+
+
+class Slow(Doubling):
+    """All of it would take minutes."""
+
+    num_asked = 0
+
+    def unpack(self, data: np.ndarray, encoding: str) -> Tensor:
+        time.sleep(0.01)
+        self.num_asked += 1
+        return super().unpack(data, encoding)
+
+
+def test_somebody_who_has_had_enough_waits_for_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "SLICE_VALUES", 1)
+    path = tmp_path / "t"
+    path.write_bytes(bytes(50_000))
+    tensor = StoredTensor("t", (50_000,), "SLOW", path, 0, 50_000)
+    unpacker = Slow()
+
+    def enough(num_bytes: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        carry(pieces_of(tensor, torch.zeros(50_000, device=DEVICE)), unpacker, DEVICE, enough)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("quire-weights")]
+    assert unpacker.num_asked < 50_000, "the rest was left"
