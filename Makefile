@@ -53,7 +53,7 @@ test-chaos: $(VENV)/.test
 
 # The documentation as a site in site/; a broken link or a page outside the navigation is an error.
 docs: $(VENV)/.docs
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check src tests
