@@ -1,7 +1,7 @@
 """First tokens, and the time between tokens, as steps are sized: a workload through the shipped scheduler, simulated.
 
 The machine takes for a step what Llama-3.1-8B takes on an H200: products by their tokens, between a few sizes;
-attention by the keys that are read. It was fitted to that card (docs/performance/gpu.md, section 38, has it beside the
+attention by the keys that are read. It was fitted to that card (docs/performance/ledger, section 38, has it beside the
 card itself). Neither planning nor HTTP takes any time on it.
 """
 

@@ -152,7 +152,7 @@ class _BackendFigures(NamedTuple):
     microseconds: Mapping[str, tuple[float, ...]]  # by name, for each shape
 
 
-# One H200, 32 query and 8 key heads of 128, bfloat16, blocks of 16: docs/performance/gpu.md, section 11, and 18 for one
+# One H200, 32 query and 8 key heads of 128, bfloat16, blocks of 16: docs/performance/ledger, section 11, and 18 for one
 # long chunk by quire and FA3.
 # A library enters with a figure for every shape of a part; without figures nobody is chosen but by name.
 _MEASURED = {

@@ -56,7 +56,7 @@ class DecodeTiles(NamedTuple):
 
 
 def _tiles(pairs: int, dim: int, element_bytes: int, processors: int) -> DecodeTiles:
-    """`pairs`: rows times key heads. Measured on an H200 (docs/performance/gpu.md 29).
+    """`pairs`: rows times key heads. Measured on an H200 (docs/performance/ledger, section 29).
 
     With four stages two programs fit on a processor, with three there are three: so that rows which are not cut fill
     the card once or twice, and each program asks for much at once.

@@ -27,7 +27,7 @@ COUNT = tl.constexpr(4)  # pieces of the row
 NUM_FIELDS = tl.constexpr(5)
 
 # What putting a row together takes, in tiles; fitted, with the overheads of `decode_attention`, to what was measured on
-# an H200 (docs/performance/gpu.md 29).
+# an H200 (docs/performance/ledger, section 29).
 MERGING_EACH = tl.constexpr(1 / 16)  # piece of the longest row
 MERGING_BESIDE = tl.constexpr(2.0)  # others, if they fill the card
 

@@ -170,7 +170,7 @@ class _HopperTiles(NamedTuple):
 
 
 def _tiles(is_paged: bool, dim: int, window: int = 0) -> _HopperTiles:
-    """Measured on an H200 (docs/performance/gpu.md, sections 18 and 24)."""
+    """Measured on an H200 (docs/performance/ledger, sections 18 and 24)."""
     if dim > 128:  # as much as has room
         return _HopperTiles(64, 2, 40 if is_paged else 24)
     if 0 < window <= _SHORT_WINDOW:  # less is loaded that nobody sees

@@ -75,7 +75,7 @@ def _shared_bytes(tiles: PrefillTiles, dim: int, element_bytes: int) -> int:
 
 
 def _measured_tiles(num_tokens: int, group: int, fewest: int, dim: int, element_bytes: int) -> PrefillTiles:
-    """`fewest`: rows. On an H200 with heads of 128 (docs/performance/gpu.md): two programs of 64 rows beat one of
+    """`fewest`: rows. On an H200 with heads of 128 (docs/performance/ledger): two programs of 64 rows beat one of
     128."""
     rows = max(fewest, min(_USUAL_ROWS if dim <= 128 else 128, next_power_of_2(num_tokens * group)))
     if element_bytes > 2:  # no tensor cores: only right, not fast

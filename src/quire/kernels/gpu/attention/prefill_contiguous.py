@@ -33,7 +33,7 @@ def is_gatherable(dim: int, group: int, element_bytes: int) -> bool:
 
 
 def _tiles(dim: int) -> PrefillTiles:
-    """Measured on an H200 with heads of 128 (docs/performance/gpu.md): two programs hide each other's softmax."""
+    """Measured on an H200 with heads of 128 (docs/performance/ledger): two programs hide each other's softmax."""
     return PrefillTiles(_ROWS, 64, 4, 2) if dim <= 128 else PrefillTiles(_ROWS, 64, 8, 2)
 
 

@@ -58,7 +58,7 @@ class GemmSplit(NamedTuple):
 
 @cache
 def cut(num_rows: int, in_width: int, out_width: int, num_processors: int, may_part: bool) -> GemmSplit | None:
-    """None: another's. Measured on an H200 with layers of Llama-3.1-8B and Qwen3-0.6B (docs/performance/gpu.md)."""
+    """None: another's. Measured on an H200 with layers of Llama-3.1-8B and Qwen3-0.6B (docs/performance/ledger)."""
     is_small = in_width * out_width * _BYTES <= _SMALL_BYTES
     if num_rows not in range(_FEWEST_ROWS, (MOST_ROWS if is_small else _MOST_ROWS_OF_LARGE) + 1):
         return None

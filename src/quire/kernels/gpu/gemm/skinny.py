@@ -38,7 +38,7 @@ class SkinnyTiles(NamedTuple):
 
 
 # The first line whose (most rows, most in, most out) are not exceeded. Lines for several rows do not tell how many: the
-# order of a row's sum would follow its neighbours. Measured on an H200 (docs/performance/gpu.md).
+# order of a row's sum would follow its neighbours. Measured on an H200 (docs/performance/ledger).
 _TILES = (
     (1, 4096, _ANY, SkinnyTiles(outs=2, warps=4, columns=_SUM_COLUMNS, stages=1, dots=False)),
     (1, _ANY, _ANY, SkinnyTiles(outs=2, warps=2, columns=_SUM_COLUMNS, stages=1, dots=False)),
