@@ -27,7 +27,7 @@ from tests.server.chat_server import MODEL, speaking
 from tests.server.conftest import Running
 from tests.server.server_process import PATIENCE_S
 
-DOCS = Path(__file__).parents[2] / "docs" / "structured-output.md"
+DOCS = Path(__file__).parents[3] / "docs" / "structured-output.md"
 ASK: Any = [{"role": "user", "content": "Tell me of a person."}]
 SHORT = {"type": "string", "maxLength": 12}
 SCHEMAS: dict[str, dict[str, Any]] = {
