@@ -1,11 +1,24 @@
 """Runs what a page shows, as a user would."""
 
+import shlex
 import sys
 
+import httpx
+
 from tests import children
+
+SHOWN_ADDRESS = "http://127.0.0.1:8000"
 
 
 def output_of(code: str) -> str:
     result = children.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-2000:]
     return result.stdout
+
+
+def answer_to(curl: str, address: str) -> httpx.Response:
+    """The answer to a curl command with a JSON body, from a server at another address than the one it shows."""
+    words = shlex.split(curl)
+    url = next(word for word in words if word.startswith(SHOWN_ADDRESS)).replace(SHOWN_ADDRESS, address)
+    headers = dict(words[place + 1].split(": ") for place, word in enumerate(words) if word == "-H")
+    return httpx.post(url, content=words[words.index("-d") + 1], headers=headers, timeout=60)

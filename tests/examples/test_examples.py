@@ -1,6 +1,7 @@
-"""Every program in examples/ runs as it is shown."""
+"""Every program in examples/ runs as it is shown, and so does what the first pages show of a server."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,8 @@ import pytest
 from fastapi.testclient import TestClient
 
 from tests import children
-from tests.docs.pages import ROOT
+from tests.docs.pages import ROOT, blocks
+from tests.docs.running import SHOWN_ADDRESS, answer_to
 
 EXAMPLES = ROOT / "examples"
 QUIRE = [sys.executable, "-m", "quire"]
@@ -80,6 +82,20 @@ def test_structured_output(servers: tuple[str, str]) -> None:
     person, mood = output_of("structured_output.py", servers[0]).splitlines()
     assert person.startswith("{'name': ") and "'age': " in person
     assert mood in ("positive", "negative")
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/getting-started.md"])
+def test_the_curl_of_a_page_is_answered(page: str, servers: tuple[str, str]) -> None:
+    (curl,) = re.findall(r"^curl .*$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
+    answer = answer_to(curl, servers[1].removesuffix("/v1"))
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["message"]["content"]
+
+
+def test_the_python_of_getting_started_runs(servers: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    for code in blocks(ROOT / "docs" / "getting-started.md", "python"):
+        exec(compile(code.replace(f"{SHOWN_ADDRESS}/v1", servers[0]), "getting-started.md", "exec"), {})
+    assert len(capsys.readouterr().out.splitlines()) >= 2
 
 
 def test_agent_with_tools(servers: tuple[str, str]) -> None:

@@ -171,7 +171,7 @@ def test_bfloat16_logits_keep_the_promise_and_are_no_further_from_float32_than_t
     lost = exact.amax(dim=-1) - exact.gather(1, ours.argmax(dim=-1)[:, None])[:, 0]
     assert lost.max().item() <= (NEAR_TIE_EXACT if kernels.exact else NEAR_TIE)
     agreement = (lost == 0).float().mean().item()
-    assert agreement >= (0.995 if kernels.exact else 0.98), agreement  # docs/performance/cpu-first-path.md
+    assert agreement >= (0.995 if kernels.exact else 0.98), agreement  # docs/performance/cpu.md
     divergence = _mean_divergence(exact, ours)
     assert divergence <= (1e-4 if kernels.exact else 1e-3)  # the promise is 1e-3
     assert divergence <= _mean_divergence(exact, theirs)
