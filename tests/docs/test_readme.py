@@ -54,6 +54,7 @@ def test_the_python_of_the_api_page_runs() -> None:
     assert beam.startswith("[")
     explained = lines[lines.index(beam) + 1 :]
     assert any("cache" in line or "cached" in line for line in explained), explained
+    assert lines[-2] in ("red", "green", "blue")
     assert lines[-1].startswith("invalid_parameter temperature")
 
 
