@@ -11,7 +11,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 # Small tests of the kernels; of those that no interpreter runs, some of the tests for the GPU.
-SANITIZED := $(foreach name,attention copies cruise decode_pieces elementwise sample score shape_logits skinny_product work_list,tests/kernels/test_gpu_$(name).py)
+SANITIZED := $(foreach name,attention copy_blocks decode_inputs decode_schedule elementwise sample logprobs logit_processors skinny_gemm prefill_schedule,tests/kernels/test_gpu_$(name).py)
 SANITIZED_ON_CUDA := tests/gpu/test_hopper_attention_on_cuda.py tests/gpu/test_hopper_gemm_on_cuda.py
 SANITIZE := compute-sanitizer --tool memcheck --error-exitcode 1
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.core.model import ModelSpec, RopeSpec
 from quire.kernels.gpu.gemm.hopper_dispatch import HopperGemm
-from quire.kernels.gpu.gemm.hopper_ring import STREAM
+from quire.kernels.gpu.gemm.hopper_split import STREAM
 from quire.kernels.gpu.kernels import GpuKernels
 from quire.kernels.gpu.precompile import compile_launched
 from quire.kernels.interface import PartialSums

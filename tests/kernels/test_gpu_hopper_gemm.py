@@ -13,7 +13,7 @@ from quire.kernels.gpu import hopper_support as hopper_card
 from quire.kernels.gpu.gemm import hopper_dispatch as hopper_products
 from quire.kernels.gpu.gemm import hopper_ring as ring_product
 from quire.kernels.gpu.gemm.hopper_dispatch import HopperGemm
-from quire.kernels.gpu.gemm.hopper_ring import COLUMNS, MOST_ROWS, OUTS, STREAM, GemmSplit, cut
+from quire.kernels.gpu.gemm.hopper_split import COLUMNS, MOST_ROWS, OUTS, STREAM, GemmSplit, cut
 from quire.kernels.gpu.kernels import GpuKernels
 from quire.kernels.interface import PartialSums
 from tests.kernels.without_gluon import without_gluon
@@ -183,6 +183,6 @@ def test_a_triton_without_gluon_is_told_of_and_nothing_else_happens(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     without = without_gluon(monkeypatch, hopper_products, "quire.kernels.gpu.gemm.hopper_ring")
-    assert without.HopperProducts.find() is None
+    assert without.HopperGemm.find() is None
     [line] = caplog.records
     assert "triton.experimental.gluon" in line.message

@@ -114,6 +114,6 @@ def test_a_triton_without_gluon_is_told_of_and_nothing_else_happens(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     without = without_gluon(monkeypatch, hopper_chunks, "quire.kernels.gpu.attention.hopper")
-    assert without.HopperChunks.find() is None
+    assert without.HopperPrefill.find() is None
     [line] = caplog.records
     assert "triton.experimental.gluon" in line.message

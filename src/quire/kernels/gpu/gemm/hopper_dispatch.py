@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from quire.kernels.gpu.gemm.hopper_ring import MOST_ROWS, OUTS, GemmSplit, cut
+from quire.kernels.gpu.gemm.hopper_split import MOST_ROWS, OUTS, GemmSplit, cut
 from quire.kernels.gpu.hopper_support import hopper_processors, is_elsewhere, tell_broken
 from quire.kernels.interface import PartialSums
 

@@ -1,18 +1,11 @@
-"""x @ weight.T for up to 128 rows on Hopper, in Gluon: one warp streams weights, four multiply. Bound by memory.
+"""Pipelined GEMM for Hopper, in Gluon: x @ weight.T for 2 to 128 rows. Bound by reading the weight from memory.
 
-The warp that loads has a ring of slices, and fills it with weights before the input is there, while other kernels still
-run. For the tensor cores the weights are the rows, of which they take 64, and the rows are columns, 16 to 128 of them
-and a power of two. `product_cut` says how the work is cut. Sums are float32 and in one order, whoever comes first.
-Knows nothing of when it is the one to use.
-
-How a product of few rows is cut for the kernel with a ring, and which are not for it. Knows integers alone.
-
-A tile is 64 outputs over the whole input, a slice 128 columns of it. Programs get equal runs of (tile, slice) units,
-tile after tile: whole tiles, runs that tiles do not bound, or as many parts of each tile as there are processors for.
+Warp-specialised: one loader warp fills a ring of shared-memory slots by TMA, four consumer warps multiply (WGMMA).
+The loader asks for weights before the input is there, while other kernels still run (programmatic dependent launch).
+For the tensor cores the weights are the rows, 64 at a time, and the rows of x are columns: 16 to 128, a power of two.
+`hopper_split` decides the tiles and how programs share them. Sums are float32, in a fixed order whichever program
+finishes first. Does not know when it is the kernel to use.
 """
-
-from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,60 +19,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from quire.kernels.gpu.gemm.hopper_split import COLUMNS, MOST_ROWS, OUTS, GemmSplit
 from quire.kernels.gpu.gluon_compat import described, load_block, task_barrier
-from quire.kernels.gpu.launch import cdiv, launch_early, let_next_begin, next_power_of_2, wait_for_others
-
-OUTS = 64  # of a tile: what a product of four warps takes
-COLUMNS = 128  # of a slice
-STREAM = 0  # in the place of parts: runs that tiles do not bound
-
-MOST_ROWS = 128
-_MOST_ROWS_OF_LARGE = 64  # beyond, the library is as fast with a weight that is not small
-_SMALL_BYTES = 16 * 2**20
-_FEWEST_ROWS, _FEWEST_BOX_ROWS = 2, 16
-_FEWEST_PROGRAMS = 64  # the fewest that were measured: with few, bytes are not asked for as fast as they could come
-_MOST_PARTS = 8
-_MOST_STAGES = 12
-_RING_BYTES = 224 * 1024  # of 227 KiB
-_TURNING_BYTES = 4 * 1024  # of the ring: sums are turned through it before they are stored, unless as parts
-_BYTES = 2  # of a number
-
-
-class GemmSplit(NamedTuple):
-    """All that a launch follows from."""
-
-    box_rows: int  # rows that a program computes; those that are missing are zeros
-    num_tiles: int
-    num_slices: int  # of each tile
-    num_programs: int
-    parts: int  # of a tile; 1: whole; STREAM: some are shared, and whoever has the first slices adds the others
-    stages: int  # slices that are loaded ahead
-
-
-@cache
-def cut(num_rows: int, in_width: int, out_width: int, num_processors: int, may_part: bool) -> GemmSplit | None:
-    """None: another's. Measured on an H200 with layers of Llama-3.1-8B and Qwen3-0.6B (docs/performance/ledger)."""
-    is_small = in_width * out_width * _BYTES <= _SMALL_BYTES
-    if num_rows not in range(_FEWEST_ROWS, (MOST_ROWS if is_small else _MOST_ROWS_OF_LARGE) + 1):
-        return None
-    num_tiles, num_slices = cdiv(out_width, OUTS), cdiv(in_width, COLUMNS)
-    parts = _parts(num_tiles, num_slices, num_processors, may_part)
-    num_programs = num_processors if parts == STREAM else num_tiles * parts
-    if num_programs < _FEWEST_PROGRAMS:
-        return None
-    box_rows = max(_FEWEST_BOX_ROWS, next_power_of_2(num_rows))
-    ring_bytes = _RING_BYTES - (_TURNING_BYTES if parts <= 1 else 0)
-    held = ring_bytes // ((OUTS + box_rows) * COLUMNS * _BYTES)
-    # No more than a program has use for: one of the next kernel may find room beside it, and load its own.
-    stages = min(_MOST_STAGES, held, cdiv(num_tiles * num_slices, num_programs))
-    return GemmSplit(box_rows, num_tiles, num_slices, num_programs, parts, stages)
-
-
-def _parts(num_tiles: int, num_slices: int, num_processors: int, may_part: bool) -> int:
-    if num_tiles > num_processors:
-        return STREAM
-    return min(num_processors // num_tiles, num_slices, _MOST_PARTS) if may_part else 1
-
+from quire.kernels.gpu.launch import launch_early, let_next_begin, wait_for_others
 
 _OUTS = gl.constexpr(OUTS)
 _COLUMNS = gl.constexpr(COLUMNS)
