@@ -1,40 +1,40 @@
-"""A parser's ear for the tests: text cut in pieces, heard to the end."""
+"""Helpers of the parser tests: split a text, parse the parts, and read the merged events."""
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from quire.output_parsing.emitter import Schemas
-from quire.output_parsing.events import PlainText, ReasoningText, SpeechEvent, ToolArguments, ToolStart, merged
+from quire.output_parsing.events import OutputEvent, PlainText, ReasoningText, ToolArguments, ToolStart, merge_events
 from quire.output_parsing.parser import DetectedFormat, make_parser
 from quire.output_parsing.reasoning import ReasoningTags
 from quire.output_parsing.tool_formats import ToolFormat
 
 
-def pieces_of(text: str, cuts: Iterable[int]) -> list[str]:
+def split_at(text: str, cuts: Iterable[int]) -> list[str]:
     places = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
     return [text[start:end] for start, end in pairwise(places)]
 
 
-def hear(
+def parse(
     tool_format: ToolFormat | None,
-    pieces: Sequence[str],
+    parts: Sequence[str],
     *,
     tags: ReasoningTags | None = None,
-    forced_thought: bool = False,
+    starts_in_reasoning: bool = False,
     schemas: Schemas | None = None,
-) -> list[SpeechEvent]:
+) -> list[OutputEvent]:
     parser = make_parser(
         DetectedFormat(tool_format, tags),
         tools=tool_format is not None,
         reasoning=tags is not None,
-        forced_thought=forced_thought,
+        starts_in_reasoning=starts_in_reasoning,
         schemas=schemas,
     )
-    events = [event for piece in pieces for event in parser.push(piece)]
-    return merged([*events, *parser.finish()])
+    events = [event for part in parts for event in parser.push(part)]
+    return merge_events([*events, *parser.finish()])
 
 
-def calls(*named: tuple[str, str]) -> list[SpeechEvent]:
+def calls(*named: tuple[str, str]) -> list[OutputEvent]:
     """The events of calls with these names and arguments."""
     return [
         event
@@ -43,13 +43,13 @@ def calls(*named: tuple[str, str]) -> list[SpeechEvent]:
     ]
 
 
-def text_of(events: Iterable[SpeechEvent]) -> str:
+def text_of(events: Iterable[OutputEvent]) -> str:
     return "".join(event.text for event in events if isinstance(event, PlainText))
 
 
-def thought_of(events: Iterable[SpeechEvent]) -> str:
+def reasoning_of(events: Iterable[OutputEvent]) -> str:
     return "".join(event.text for event in events if isinstance(event, ReasoningText))
 
 
-def has_call(events: Iterable[SpeechEvent]) -> bool:
+def has_call(events: Iterable[OutputEvent]) -> bool:
     return any(isinstance(event, ToolStart) for event in events)

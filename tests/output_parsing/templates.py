@@ -1,4 +1,4 @@
-"""The parts of real chat templates that give away how their models speak; the rest is left out."""
+"""The parts of real chat templates by which formats are detected; the rest is omitted."""
 
 QWEN_2_5 = """{%- if tools %}{{- '# Tools' }}{%- for tool in tools %}{{- tool | tojson }}{%- endfor %}
 {{- "<tool_call>\\n{\\"name\\": <function-name>, \\"arguments\\": <args-json-object>}\\n</tool_call>" }}

@@ -1,4 +1,4 @@
-"""A forced call is a right call: the grammars say what they should to llguidance, with the default model's tokens."""
+"""Tool-call grammars, compiled by llguidance over the default model's tokens, accept exactly the valid calls."""
 
 import json
 import random
@@ -18,21 +18,21 @@ from quire.output_parsing.reasoning import THINK
 from quire.output_parsing.template_messages import Tool
 from quire.output_parsing.tool_formats import FORMATS, HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, ToolFormat
 from quire.text.tokenizer import Tokenizer
-from tests.output_parsing.parsing import hear
+from tests.output_parsing.parsing import parse
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"]}
 WEATHER = Tool("get_weather", "The weather", CITY, strict=True)
 NOW = Tool("now", parameters={"type": "object", "properties": {}})
 TOOLS = (WEATHER, NOW)
-SPECIAL = 3  # a special token of the default model that stands for another model's marker
+SPECIAL = 3  # a special token of the default model, in place of another model's marker
 
 OSLO = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 CLOCK = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 
 
 @dataclass(frozen=True, slots=True)
-class Judge:
-    """Says whether a grammar lets a text be the whole answer."""
+class Acceptor:
+    """Whether a grammar accepts a text as the whole output."""
 
     tokenizer: Tokenizer
     guidance: llguidance.LLTokenizer
@@ -50,8 +50,8 @@ class Judge:
             ids += [part] if isinstance(part, int) else self.tokenizer.encode(part, add_special_tokens=False)
         return matcher.consume_tokens(ids) and matcher.is_accepting()
 
-    def babble(self, grammar: Grammar, seed: int, most_tokens: int) -> str | None:
-        """Random tokens that the grammar lets through; None if the end was not reached."""
+    def random_output(self, grammar: Grammar, seed: int, most_tokens: int) -> str | None:
+        """Random tokens that the grammar allows; None if the end was not reached."""
         matcher, chance, ids = self.matcher(grammar), random.Random(seed), list[int]()
         mask = llguidance.numpy.allocate_token_bitmask(1, self.guidance.vocab_size)
         for _ in range(most_tokens):
@@ -65,68 +65,70 @@ class Judge:
 
 
 @pytest.fixture(scope="module")
-def judge(default_tokenizer: Tokenizer, guidance_tokenizer: llguidance.LLTokenizer) -> Judge:
-    return Judge(default_tokenizer, guidance_tokenizer)
+def acceptor(default_tokenizer: Tokenizer, guidance_tokenizer: llguidance.LLTokenizer) -> Acceptor:
+    return Acceptor(default_tokenizer, guidance_tokenizer)
 
 
-def test_any_function_may_be_required(judge: Judge) -> None:
+def test_any_function_may_be_required(acceptor: Acceptor) -> None:
     grammar = tool_grammar(HERMES, TOOLS, None, parallel=True)
-    assert judge.allows(grammar, OSLO)
-    assert judge.allows(grammar, f"{OSLO}\n{CLOCK}")
-    assert not judge.allows(grammar, "")
-    assert not judge.allows(grammar, "Oslo is nice.")
-    assert not judge.allows(grammar, f"Well. {OSLO}")
-    assert not judge.allows(grammar, OSLO.replace("get_weather", "rm"))
-    assert not judge.allows(grammar, OSLO.replace('"Oslo"', "3"))
-    assert not judge.allows(grammar, OSLO.replace('"city": "Oslo"', ""))
-    assert not judge.allows(grammar, OSLO.replace('"Oslo"', '"Oslo", "more": 1'))
+    assert acceptor.allows(grammar, OSLO)
+    assert acceptor.allows(grammar, f"{OSLO}\n{CLOCK}")
+    assert not acceptor.allows(grammar, "")
+    assert not acceptor.allows(grammar, "Oslo is nice.")
+    assert not acceptor.allows(grammar, f"Well. {OSLO}")
+    assert not acceptor.allows(grammar, OSLO.replace("get_weather", "rm"))
+    assert not acceptor.allows(grammar, OSLO.replace('"Oslo"', "3"))
+    assert not acceptor.allows(grammar, OSLO.replace('"city": "Oslo"', ""))
+    assert not acceptor.allows(grammar, OSLO.replace('"Oslo"', '"Oslo", "more": 1'))
 
 
-def test_one_function_may_be_required_once(judge: Judge) -> None:
+def test_one_function_may_be_required_once(acceptor: Acceptor) -> None:
     grammar = tool_grammar(HERMES, TOOLS, "now", parallel=False)
-    assert judge.allows(grammar, CLOCK)
-    assert not judge.allows(grammar, OSLO)
-    assert not judge.allows(grammar, f"{CLOCK}\n{CLOCK}")
+    assert acceptor.allows(grammar, CLOCK)
+    assert not acceptor.allows(grammar, OSLO)
+    assert not acceptor.allows(grammar, f"{CLOCK}\n{CLOCK}")
 
 
-def test_an_open_thought_comes_first(judge: Judge) -> None:
-    grammar = tool_grammar(HERMES, TOOLS, None, parallel=False, open_thought=THINK)
-    assert judge.allows(grammar, f"Which one?\n</think>{CLOCK}")
-    assert not judge.allows(grammar, CLOCK)
-    assert not judge.allows(grammar, "Which one?\n</think>None.")
+def test_open_reasoning_precedes_a_forced_call(acceptor: Acceptor) -> None:
+    grammar = tool_grammar(HERMES, TOOLS, None, parallel=False, open_reasoning=THINK)
+    assert acceptor.allows(grammar, f"Which one?\n</think>{CLOCK}")
+    assert not acceptor.allows(grammar, CLOCK)
+    assert not acceptor.allows(grammar, "Which one?\n</think>None.")
 
 
-def test_special_tokens_go_by_their_ids(judge: Judge) -> None:
+def test_special_tokens_match_by_id(acceptor: Acceptor) -> None:
     ids = {"[TOOL_CALLS]": SPECIAL}
     grammar = tool_grammar(MISTRAL, TOOLS, None, parallel=True, special_tokens=ids)
-    assert judge.allows(grammar, SPECIAL, ' [{"name": "now", "arguments": {}}, {"name": "now", "arguments": {}}]')
-    assert not judge.allows(grammar, '[TOOL_CALLS] [{"name": "now", "arguments": {}}]')
+    assert acceptor.allows(grammar, SPECIAL, ' [{"name": "now", "arguments": {}}, {"name": "now", "arguments": {}}]')
+    assert not acceptor.allows(grammar, '[TOOL_CALLS] [{"name": "now", "arguments": {}}]')
     grammar = tool_grammar(MISTRAL_ARGS, TOOLS, None, parallel=True, special_tokens=ids)
-    assert judge.allows(grammar, SPECIAL, "now[ARGS]{}", SPECIAL, 'get_weather[ARGS]{"city": "Oslo", "days": 2}')
+    assert acceptor.allows(grammar, SPECIAL, "now[ARGS]{}", SPECIAL, 'get_weather[ARGS]{"city": "Oslo", "days": 2}')
 
 
-def test_definitions_inside_a_schema_are_found(judge: Judge) -> None:
+def test_definitions_inside_a_schema_are_found(acceptor: Acceptor) -> None:
     schema = {"properties": {"to": {"$ref": "#/$defs/who"}}, "required": ["to"], "$defs": {"who": {"enum": ["é", "b"]}}}
     grammar = tool_grammar(LLAMA, [Tool("write", parameters=schema)], "write", parallel=False)
-    assert judge.allows(grammar, '{"name": "write", "parameters": {"to": "é"}}')
-    assert not judge.allows(grammar, '{"name": "write", "parameters": {"to": "c"}}')
+    assert acceptor.allows(grammar, '{"name": "write", "parameters": {"to": "é"}}')
+    assert not acceptor.allows(grammar, '{"name": "write", "parameters": {"to": "c"}}')
 
 
 @pytest.mark.parametrize("tool_format", FORMATS.values(), ids=lambda each: each.name)
 @pytest.mark.parametrize("seed", range(4))
-def test_whatever_a_forced_model_says_is_a_call(judge: Judge, tool_format: ToolFormat, seed: int) -> None:
+def test_random_output_of_a_forced_call_parses_as_a_call(
+    acceptor: Acceptor, tool_format: ToolFormat, seed: int
+) -> None:
     kinds = {"type": "object", "properties": {"kind": {"enum": ["a", "b c"]}, "sure": {"type": "boolean"}}}
     tool = Tool("classify", parameters={**kinds, "required": ["kind", "sure"]})
-    said = judge.babble(tool_grammar(tool_format, [tool, NOW], None, parallel=False), seed, most_tokens=200)
-    assert said is not None
-    start, arguments = hear(tool_format, [said])
+    output = acceptor.random_output(tool_grammar(tool_format, [tool, NOW], None, parallel=False), seed, most_tokens=200)
+    assert output is not None
+    start, arguments = parse(tool_format, [output])
     assert isinstance(start, ToolStart)
     assert isinstance(arguments, ToolArguments)
     right = [{"kind": kind, "sure": sure} for kind in ("a", "b c") for sure in (True, False)]
     assert json.loads(arguments.text) in (right if start.name == "classify" else [{}])
 
 
-def test_a_function_that_was_not_offered_cannot_be_chosen() -> None:
+def test_tool_choice_must_name_an_offered_tool() -> None:
     with pytest.raises(InvalidParameter, match="asks for 'rm', but the tools are: get_weather, now") as caught:
         tool_grammar(HERMES, TOOLS, "rm", parallel=True)
     assert caught.value.param == "tool_choice"
@@ -134,32 +136,32 @@ def test_a_function_that_was_not_offered_cannot_be_chosen() -> None:
         tool_grammar(HERMES, [], None, parallel=True)
 
 
-def test_strict_arguments_are_right_in_free_text(judge: Judge) -> None:
+def test_strict_tools_are_constrained_inside_free_text(acceptor: Acceptor) -> None:
     grammar = strict_grammar(HERMES, TOOLS, parallel=True)
     assert grammar is not None
     for text in ("", "Hello < there {", CLOCK, f"So:\n{OSLO}\n{CLOCK} Done.", f"{CLOCK} and {OSLO}"):
-        assert judge.allows(grammar, text), text
+        assert acceptor.allows(grammar, text), text
     for text in (OSLO.replace('"Oslo"', "3"), f"{CLOCK}\nSo {OSLO.replace('city', 'town')}", "<tool_call> or not"):
-        assert not judge.allows(grammar, text), text
+        assert not acceptor.allows(grammar, text), text
     loose = CLOCK.replace("{}", '{"any": [1]}')
-    assert judge.allows(grammar, loose), "a tool that is not strict takes any object"
+    assert acceptor.allows(grammar, loose), "a tool that is not strict takes any object"
 
 
-def test_strict_text_may_hold_one_call_only(judge: Judge) -> None:
+def test_strict_text_holds_one_call_without_parallel_calls(acceptor: Acceptor) -> None:
     grammar = strict_grammar(HERMES, TOOLS, parallel=False)
     assert grammar is not None
-    assert judge.allows(grammar, f"So {OSLO}")
-    assert not judge.allows(grammar, f"{OSLO}\n{CLOCK}")
+    assert acceptor.allows(grammar, f"So {OSLO}")
+    assert not acceptor.allows(grammar, f"{OSLO}\n{CLOCK}")
 
 
-def test_a_special_token_sets_the_rules_in_force(judge: Judge) -> None:
+def test_a_special_token_triggers_the_strict_rules(acceptor: Acceptor) -> None:
     grammar = strict_grammar(MISTRAL, TOOLS, parallel=True, special_tokens={"[TOOL_CALLS]": SPECIAL})
     assert grammar is not None
-    assert judge.allows(grammar, "Plain.")
-    assert judge.allows(grammar, "Well. ", SPECIAL, ' [{"name": "get_weather", "arguments": {"city": "Oslo"}}]')
-    assert not judge.allows(grammar, "Well. ", SPECIAL, ' [{"name": "get_weather", "arguments": {"city": 3}}]')
+    assert acceptor.allows(grammar, "Plain.")
+    assert acceptor.allows(grammar, "Well. ", SPECIAL, ' [{"name": "get_weather", "arguments": {"city": "Oslo"}}]')
+    assert not acceptor.allows(grammar, "Well. ", SPECIAL, ' [{"name": "get_weather", "arguments": {"city": 3}}]')
 
 
-def test_without_strict_tools_or_an_opening_mark_text_is_free() -> None:
+def test_without_strict_tools_or_an_opening_marker_text_is_free() -> None:
     assert strict_grammar(HERMES, [NOW], parallel=True) is None
     assert strict_grammar(LLAMA, TOOLS, parallel=True) is None

@@ -1,4 +1,4 @@
-"""Laws of every tool format: cuts change nothing, nothing raises, nothing is lost, and what was written is heard."""
+"""Laws of every tool format: splitting changes nothing, nothing raises, no text is lost, written calls are parsed."""
 
 import json
 from collections.abc import Callable
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.output_parsing.events import SpeechEvent
+from quire.output_parsing.events import OutputEvent
 from quire.output_parsing.reasoning import MISTRAL_THINK, THINK, ReasoningTags
 from quire.output_parsing.tool_formats import (
     FORMATS,
@@ -19,7 +19,7 @@ from quire.output_parsing.tool_formats import (
     QWEN_CODER,
     ToolFormat,
 )
-from tests.output_parsing.parsing import calls, has_call, hear, pieces_of, text_of, thought_of
+from tests.output_parsing.parsing import calls, has_call, parse, reasoning_of, split_at, text_of
 
 FRAGMENTS = [
     *(marker for each in FORMATS.values() for marker in each.markers),
@@ -71,28 +71,28 @@ def all_formats(test: Callable[..., None]) -> Callable[..., None]:
 
 
 @all_formats
-@given(text=MODEL_LIKE, cuts=CUTS, tags=TAGS, forced=st.booleans())
-def test_where_the_text_is_cut_makes_no_difference(
-    tool_format: ToolFormat, text: str, cuts: list[int], tags: ReasoningTags | None, forced: bool
+@given(text=MODEL_LIKE, cuts=CUTS, tags=TAGS, starts_in_reasoning=st.booleans())
+def test_splitting_the_text_changes_no_event(
+    tool_format: ToolFormat, text: str, cuts: list[int], tags: ReasoningTags | None, starts_in_reasoning: bool
 ) -> None:
-    whole = hear(tool_format, [text], tags=tags, forced_thought=forced)
-    assert hear(tool_format, list(text), tags=tags, forced_thought=forced) == whole
-    assert hear(tool_format, pieces_of(text, cuts), tags=tags, forced_thought=forced) == whole
+    whole = parse(tool_format, [text], tags=tags, starts_in_reasoning=starts_in_reasoning)
+    assert parse(tool_format, list(text), tags=tags, starts_in_reasoning=starts_in_reasoning) == whole
+    assert parse(tool_format, split_at(text, cuts), tags=tags, starts_in_reasoning=starts_in_reasoning) == whole
 
 
 @all_formats
 @given(text=MODEL_LIKE)
-def test_text_without_a_call_is_told_to_the_letter(tool_format: ToolFormat, text: str) -> None:
-    events = hear(tool_format, [text])
+def test_text_without_a_call_is_unchanged(tool_format: ToolFormat, text: str) -> None:
+    events = parse(tool_format, [text])
     assert has_call(events) or text_of(events) == text
 
 
-@given(text=MODEL_LIKE, tags=st.sampled_from([THINK, MISTRAL_THINK]), forced=st.booleans())
-def test_thoughts_and_answer_are_all_there_is(text: str, tags: ReasoningTags, forced: bool) -> None:
-    events = hear(None, [text], tags=tags, forced_thought=forced)
-    told = thought_of(events) + text_of(events)
+@given(text=MODEL_LIKE, tags=st.sampled_from([THINK, MISTRAL_THINK]), starts_in_reasoning=st.booleans())
+def test_reasoning_and_answer_make_up_the_whole_text(text: str, tags: ReasoningTags, starts_in_reasoning: bool) -> None:
+    events = parse(None, [text], tags=tags, starts_in_reasoning=starts_in_reasoning)
+    output = reasoning_of(events) + text_of(events)
     without_first_tags = text.replace(tags.start, "", 1).replace(tags.end, "", 1)
-    assert "".join(told.split()) in {
+    assert "".join(output.split()) in {
         "".join(each.split()) for each in (text, without_first_tags, text.replace(tags.end, "", 1))
     }
 
@@ -101,7 +101,7 @@ def test_thoughts_and_answer_are_all_there_is(text: str, tags: ReasoningTags, fo
     ("tool_format", "before", "write", "between", "after"), WRITERS, ids=lambda each: getattr(each, "name", "")
 )
 @given(written=CALLS, cuts=CUTS)
-def test_calls_are_heard_as_they_were_written(
+def test_written_calls_are_parsed(
     tool_format: ToolFormat,
     before: str,
     write: Callable[[str, Arguments], str],
@@ -111,21 +111,21 @@ def test_calls_are_heard_as_they_were_written(
     cuts: list[int],
 ) -> None:
     text = before + between.join(write(name, arguments) for name, arguments in written) + after
-    events = hear(tool_format, pieces_of(text, cuts))
-    if tool_format is not PYTHONIC:  # Python's literals are translated, the others' JSON is told as it stands
+    events = parse(tool_format, split_at(text, cuts))
+    if tool_format is not PYTHONIC:  # Python literals are translated; JSON is copied
         assert events == calls(*((name, json.dumps(arguments)) for name, arguments in written))
     assert [read(event) for event in events] == [
         read(event) for event in calls(*((name, json.dumps(arguments)) for name, arguments in written))
     ]
 
 
-def read(event: SpeechEvent) -> object:
+def read(event: OutputEvent) -> object:
     return json.loads(event.text) if hasattr(event, "text") else event
 
 
 @pytest.mark.parametrize("depth", [1, 60, 127])
-def test_arguments_may_be_deep(depth: int) -> None:
+def test_nested_arguments_are_parsed(depth: int) -> None:
     arguments = '{"a": ' + "[" * depth + "]" * depth + "}"
-    assert hear(HERMES, [f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>']) == calls(
+    assert parse(HERMES, [f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>']) == calls(
         ("f", arguments)
     )

@@ -1,4 +1,4 @@
-"""A megabyte of anything is read in work that grows with its length. Counted, not timed."""
+"""Parsing takes linear work for any text. Counted in function calls, not timed."""
 
 import sys
 from types import FrameType
@@ -6,9 +6,9 @@ from types import FrameType
 import pytest
 
 from quire.output_parsing.json_calls import MAX_DEPTH
-from quire.output_parsing.reader import MAX_RECORD_CHARACTERS, StreamReader
+from quire.output_parsing.reader import MAX_MARKED_CHARACTERS, StreamReader
 from quire.output_parsing.tool_formats import FORMATS, HERMES, LLAMA, MISTRAL, PYTHONIC, QWEN_CODER, ToolFormat
-from tests.output_parsing.parsing import calls, hear, text_of
+from tests.output_parsing.parsing import calls, parse, text_of
 
 CALL = '<tool_call>{"name": "f", "arguments": '
 FLOODS = {
@@ -32,8 +32,8 @@ FLOODS = {
 }
 
 
-def count_work(tool_format: ToolFormat, pieces: list[str]) -> int:
-    """Calls of functions, Python's and C's, that hearing takes."""
+def count_work(tool_format: ToolFormat, parts: list[str]) -> int:
+    """Calls of functions, Python's and C's, while parsing."""
     work = 0
 
     def count(frame: FrameType, event: str, argument: object) -> None:
@@ -42,7 +42,7 @@ def count_work(tool_format: ToolFormat, pieces: list[str]) -> int:
 
     sys.setprofile(count)
     try:
-        hear(tool_format, pieces)
+        parse(tool_format, parts)
     finally:
         sys.setprofile(None)
     return work
@@ -55,21 +55,21 @@ def flood(name: str, num_characters: int) -> str:
 
 @pytest.mark.parametrize("name", FLOODS)
 @pytest.mark.parametrize("tool_format", FORMATS.values(), ids=lambda each: each.name)
-def test_work_grows_with_the_length(tool_format: ToolFormat, name: str) -> None:
+def test_work_is_linear_in_the_length(tool_format: ToolFormat, name: str) -> None:
     whole, half = flood(name, 4000), flood(name, 2000)
     assert count_work(tool_format, [whole]) <= 2.2 * count_work(tool_format, [half]) + 200
     assert count_work(tool_format, list(whole)) <= 2.2 * count_work(tool_format, list(half)) + 200
 
 
 @pytest.mark.parametrize("name", FLOODS)
-def test_a_megabyte_is_heard(name: str) -> None:
+def test_a_megabyte_is_parsed(name: str) -> None:
     text = flood(name, 1 << 20)
     tool_format = FLOODS[name][0]
-    assert hear(tool_format, [text]) == hear(tool_format, [text[:300_000], text[300_000:]])
+    assert parse(tool_format, [text]) == parse(tool_format, [text[:300_000], text[300_000:]])
 
 
-class WatchedTape(StreamReader):
-    """Knows how much it had to copy."""
+class CountingReader(StreamReader):
+    """Counts the characters it copies."""
 
     __slots__ = ("num_copied",)
 
@@ -83,28 +83,28 @@ class WatchedTape(StreamReader):
 
 
 @pytest.mark.parametrize("name", FLOODS)
-def test_what_was_read_is_not_copied_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    tapes: list[WatchedTape] = []
+def test_text_already_read_is_not_copied_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    readers: list[CountingReader] = []
 
-    def new_tape() -> WatchedTape:
-        tapes.append(WatchedTape())
-        return tapes[-1]
+    def new_reader() -> CountingReader:
+        readers.append(CountingReader())
+        return readers[-1]
 
-    monkeypatch.setattr("quire.output_parsing.parser.Tape", new_tape)
+    monkeypatch.setattr("quire.output_parsing.parser.StreamReader", new_reader)
     text = flood(name, 4000)
     longest_marker = 20
     for tool_format in FORMATS.values():
-        hear(tool_format, list(text))
-    assert all(tape.num_copied <= longest_marker * len(text) for tape in tapes)
-    assert len(tapes) == len(FORMATS)
+        parse(tool_format, list(text))
+    assert all(reader.num_copied <= longest_marker * len(text) for reader in readers)
+    assert len(readers) == len(FORMATS)
 
 
-def test_nesting_has_a_limit() -> None:
+def test_nesting_is_limited() -> None:
     deep = "[" * MAX_DEPTH
-    events = hear(HERMES, [f'{CALL}{{"a": {deep}'])
-    assert events == [*calls(("f", '{"a": ' + deep[:-1])), *hear(HERMES, ["["])]
+    events = parse(HERMES, [f'{CALL}{{"a": {deep}'])
+    assert events == [*calls(("f", '{"a": ' + deep[:-1])), *parse(HERMES, ["["])]
 
 
-def test_a_call_without_a_name_is_text_from_the_limit_on() -> None:
-    text = "<tool_call>{" + '"a": 1, ' * (MAX_RECORD_CHARACTERS // 8) + '"name": "f", "arguments": {}}'
-    assert text_of(hear(HERMES, [text])) == text
+def test_a_call_without_a_name_becomes_text_at_the_limit() -> None:
+    text = "<tool_call>{" + '"a": 1, ' * (MAX_MARKED_CHARACTERS // 8) + '"name": "f", "arguments": {}}'
+    assert text_of(parse(HERMES, [text])) == text

@@ -1,18 +1,18 @@
-"""Thoughts and answers are parted at the tags, and only at the beginning."""
+"""Reasoning is split from the answer at the tags, at the start of the output only."""
 
 import pytest
 
 from quire.core.errors import ConfigError
-from quire.output_parsing.events import PlainText, ReasoningText, SpeechEvent
+from quire.output_parsing.events import OutputEvent, PlainText, ReasoningText
 from quire.output_parsing.reasoning import MISTRAL_THINK, THINK, tags_by_name
 from quire.output_parsing.tool_formats import HERMES
-from tests.output_parsing.parsing import calls, hear
+from tests.output_parsing.parsing import calls, parse
 
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 
 
 @pytest.mark.parametrize(
-    ("text", "forced", "events"),
+    ("text", "starts_in_reasoning", "events"),
     [
         ("<think>\nhm,\nso\n</think>\n\nYes.", False, [ReasoningText("hm,\nso"), PlainText("Yes.")]),
         ("\n<think>hm</think>Yes.", False, [ReasoningText("hm"), PlainText("Yes.")]),
@@ -29,28 +29,28 @@ CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
         (f"<think>I could {CALL}\n</think>\n\n{CALL}", False, [ReasoningText(f"I could {CALL}"), *calls(("f", "{}"))]),
     ],
 )
-def test_thoughts_are_parted_from_the_answer(text: str, forced: bool, events: list[SpeechEvent]) -> None:
-    assert hear(HERMES, [text], tags=THINK, forced_thought=forced) == events
+def test_reasoning_is_split_from_the_answer(text: str, starts_in_reasoning: bool, events: list[OutputEvent]) -> None:
+    assert parse(HERMES, [text], tags=THINK, starts_in_reasoning=starts_in_reasoning) == events
 
 
-def test_magistral_has_its_own_tags() -> None:
-    events = hear(None, ["[THINK]hm[/THINK]Yes."], tags=MISTRAL_THINK)
+def test_magistral_tags_are_recognised() -> None:
+    events = parse(None, ["[THINK]hm[/THINK]Yes."], tags=MISTRAL_THINK)
     assert events == [ReasoningText("hm"), PlainText("Yes.")]
 
 
-def test_without_tags_all_is_answer() -> None:
-    assert hear(None, ["<think>hm</think>"]) == [PlainText("<think>hm</think>")]
+def test_without_tags_everything_is_the_answer() -> None:
+    assert parse(None, ["<think>hm</think>"]) == [PlainText("<think>hm</think>")]
 
 
 @pytest.mark.parametrize(
     ("prompt", "is_open"),
     [("<|assistant|><think>\n", True), ("<|assistant|>\n", False), ("<think>\n\n</think>\n\n", False)],
 )
-def test_a_prompt_may_open_the_thought(prompt: str, is_open: bool) -> None:
+def test_a_prompt_may_open_the_reasoning(prompt: str, is_open: bool) -> None:
     assert THINK.is_open_after(prompt) is is_open
 
 
-def test_tags_are_chosen_by_their_name() -> None:
+def test_tags_are_found_by_name() -> None:
     assert (tags_by_name("think"), tags_by_name("mistral")) == (THINK, MISTRAL_THINK)
     with pytest.raises(ConfigError, match="no reasoning tags 'thinks'; choose one of mistral, think"):
         tags_by_name("thinks")

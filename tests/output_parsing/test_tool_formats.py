@@ -1,9 +1,9 @@
-"""Each way of writing calls, by example: what models write, and what they write wrong."""
+"""Each tool format by example: valid calls, text that is no call, and calls that break off."""
 
 import pytest
 
 from quire.core.errors import ConfigError
-from quire.output_parsing.events import PlainText, SpeechEvent, ToolArguments, ToolStart
+from quire.output_parsing.events import OutputEvent, PlainText, ToolArguments, ToolStart
 from quire.output_parsing.tool_formats import (
     FORMATS,
     GENERIC,
@@ -14,9 +14,9 @@ from quire.output_parsing.tool_formats import (
     PYTHONIC,
     QWEN_CODER,
     ToolFormat,
-    by_name,
+    tool_format_by_name,
 )
-from tests.output_parsing.parsing import calls, hear
+from tests.output_parsing.parsing import calls, parse
 
 F = ("f", '{"a": 1}')
 G = ("g", "{}")
@@ -26,7 +26,7 @@ LITERALS = (
     r"""{"a": -1.5e3, "b": "it's \"x\"\u00e9\\q", "c": [true, null], "d": {"k": false}, "e": "p\n'q' "}""",
 )
 
-RIGHT: list[tuple[ToolFormat, str, list[SpeechEvent]]] = [
+RIGHT: list[tuple[ToolFormat, str, list[OutputEvent]]] = [
     (HERMES, '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', calls(F)),
     (
         HERMES,
@@ -95,18 +95,18 @@ NO_CALLS = [
 
 
 @pytest.mark.parametrize(("tool_format", "text", "events"), RIGHT)
-def test_a_call_is_heard(tool_format: ToolFormat, text: str, events: list[SpeechEvent]) -> None:
-    assert hear(tool_format, [text]) == events
+def test_a_call_is_parsed(tool_format: ToolFormat, text: str, events: list[OutputEvent]) -> None:
+    assert parse(tool_format, [text]) == events
 
 
 @pytest.mark.parametrize(("tool_format", "text"), NO_CALLS)
-def test_what_is_no_call_is_text_to_the_letter(tool_format: ToolFormat, text: str) -> None:
-    assert hear(tool_format, [text]) == [PlainText(text)]
+def test_text_that_is_no_call_is_unchanged(tool_format: ToolFormat, text: str) -> None:
+    assert parse(tool_format, [text]) == [PlainText(text)]
 
 
-def test_arguments_come_while_they_are_written() -> None:
+def test_arguments_are_emitted_as_they_are_written() -> None:
     from_start = '<tool_call>\n{"name": "f", "arguments": {"city": "Os'
-    assert hear(HERMES, [from_start]) == calls(("f", '{"city": "Os'))
+    assert parse(HERMES, [from_start]) == calls(("f", '{"city": "Os'))
 
 
 @pytest.mark.parametrize(
@@ -122,10 +122,10 @@ def test_arguments_come_while_they_are_written() -> None:
         (QWEN_CODER, "<function=f><parameter=a>1", [*calls(("f", "{")), PlainText("<parameter=a>1")]),
     ],
 )
-def test_a_call_that_breaks_off_keeps_what_was_told(
-    tool_format: ToolFormat, text: str, events: list[SpeechEvent]
+def test_a_call_that_breaks_off_keeps_the_arguments_emitted(
+    tool_format: ToolFormat, text: str, events: list[OutputEvent]
 ) -> None:
-    assert hear(tool_format, [text]) == events
+    assert parse(tool_format, [text]) == events
 
 
 @pytest.mark.parametrize(
@@ -139,26 +139,26 @@ def test_a_call_that_breaks_off_keeps_what_was_told(
         (QWEN_CODER, "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>", "\n</tool_call>"),
     ],
 )
-def test_half_a_closing_mark_is_no_text(tool_format: ToolFormat, whole: str, closing: str) -> None:
-    """An answer that its length ends there would otherwise say `</too` beside its call."""
+def test_a_truncated_closing_tag_is_not_text(tool_format: ToolFormat, whole: str, closing: str) -> None:
+    """Else an output that ends by length would have `</too` as text beside its call."""
     for length in range(len(closing) + 1):
-        assert hear(tool_format, [whole + closing[:length]]) == calls(F), closing[:length]
-        assert hear(tool_format, list(whole + closing[:length])) == calls(F), closing[:length]
+        assert parse(tool_format, [whole + closing[:length]]) == calls(F), closing[:length]
+        assert parse(tool_format, list(whole + closing[:length])) == calls(F), closing[:length]
 
 
 @pytest.mark.parametrize(
     ("schema", "value"),
     [("string", '"12"'), ("integer", "12"), (["string", "null"], '"12"'), (["string", "number"], "12"), (None, "12")],
 )
-def test_bare_values_are_read_by_the_schema(schema: object, value: str) -> None:
+def test_bare_values_are_typed_by_the_schema(schema: object, value: str) -> None:
     text = "<function=f><parameter=a>12</parameter></function>"
     schemas = {"f": {"properties": {"a": {"type": schema}}}}
-    assert hear(QWEN_CODER, [text], schemas=schemas) == [ToolStart(0, "f"), ToolArguments(0, f'{{"a": {value}}}')]
+    assert parse(QWEN_CODER, [text], schemas=schemas) == [ToolStart(0, "f"), ToolArguments(0, f'{{"a": {value}}}')]
 
 
-def test_a_format_is_chosen_by_its_name() -> None:
-    assert {by_name(name) for name in FORMATS} == set(FORMATS.values())
+def test_formats_are_found_by_name() -> None:
+    assert {tool_format_by_name(name) for name in FORMATS} == set(FORMATS.values())
     with pytest.raises(
         ConfigError, match="no tool format 'herms'; choose one of generic, hermes, llama3_json, mistral"
     ):
-        by_name("herms")
+        tool_format_by_name("herms")

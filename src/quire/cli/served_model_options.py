@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from quire.core.errors import ChatTemplateError, ConfigError
 from quire.output_parsing.reasoning import ReasoningTags, tags_by_name
-from quire.output_parsing.tool_formats import ToolFormat, by_name
+from quire.output_parsing.tool_formats import ToolFormat, tool_format_by_name
 from quire.text.chat_template import check_template
 
 
@@ -31,7 +31,7 @@ def read_guise(given: Mapping[str, Any]) -> ServedModelOptions:
         aliases=tuple(given["aliases"]),
         script=None if script is None else str(script.absolute()),
         chat_template=None if template is None else _read_template(template),
-        tool_format=None if tool_parser is None else by_name(tool_parser),
+        tool_format=None if tool_parser is None else tool_format_by_name(tool_parser),
         reasoning_tags=None if reasoning_parser is None else tags_by_name(reasoning_parser),
     )
 

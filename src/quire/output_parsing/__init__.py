@@ -1,1 +1,1 @@
-"""Parsers of generated text: tool calls and reasoning as events, and the grammars that force a tool call."""
+"""Output parsers: generated text to reasoning, text and tool-call events; grammars that force a tool call."""

@@ -1,15 +1,15 @@
-"""What was understood so far, as events. Knows nothing of where it was read."""
+"""Event emitter of the tool-call parsers: collects text and calls as events. Knows nothing of formats."""
 
 from collections.abc import Mapping
 
-from quire.output_parsing.events import PlainText, SpeechEvent, ToolArguments, ToolStart, merged
+from quire.output_parsing.events import OutputEvent, PlainText, ToolArguments, ToolStart, merge_events
 from quire.output_parsing.reader import Markers, Reading, StreamReader
 
-Schemas = Mapping[str, Mapping[str, object]]  # the parameters of each function, as JSON schema
+Schemas = Mapping[str, Mapping[str, object]]  # function name -> JSON schema of its parameters
 
 
 class TrailingSpace:
-    """Keeps back white space at the end of a text that may turn out not to belong to it."""
+    """Holds back trailing white space until more text follows: before a call or a tag it is dropped."""
 
     __slots__ = ("_space",)
 
@@ -35,62 +35,62 @@ class TrailingSpace:
 
 
 class EventEmitter:
-    """Collects events. White space between a text and a call, or after a call, belongs to neither."""
+    """Collects events. White space between a text and a call, or after a call, is dropped."""
 
     __slots__ = ("_after_call", "_events", "_num_calls", "_trailing", "schemas")
 
     def __init__(self, schemas: Schemas) -> None:
         self.schemas = schemas
-        self._events: list[SpeechEvent] = []
+        self._events: list[OutputEvent] = []
         self._num_calls = 0
         self._trailing = TrailingSpace()
         self._after_call = False
 
-    def say(self, text: str) -> None:
+    def emit_text(self, text: str) -> None:
         released = self._trailing.push(text)
         if released:
             self._events.append(PlainText(released))
             self._after_call = False
 
-    def call(self, name: str) -> None:
-        """The next call begins; what is argued from here on are its arguments."""
+    def start_call(self, name: str) -> None:
+        """Starts the next call. Arguments emitted from here on belong to it."""
         self._trailing.drop()
         self._events.append(ToolStart(self._num_calls, name))
         self._num_calls += 1
         self._after_call = True
 
-    def argue(self, text: str) -> None:
+    def emit_arguments(self, text: str) -> None:
         assert self._num_calls > 0
         if text:
             self._events.append(ToolArguments(self._num_calls - 1, text))
 
-    def drain(self) -> list[SpeechEvent]:
+    def drain(self) -> list[OutputEvent]:
         events, self._events = self._events, []
-        return merged(events) if len(events) > 1 else events  # mostly one, and this runs for every token
+        return merge_events(events) if len(events) > 1 else events  # mostly one; this runs for every token
 
-    def finish(self) -> list[SpeechEvent]:
+    def finish(self) -> list[OutputEvent]:
         space = self._trailing.finish()
         if space and not self._after_call:
             self._events.append(PlainText(space))
         return self.drain()
 
 
-def say_until(tape: StreamReader, voice: EventEmitter, markers: Markers) -> Reading[str]:
-    """Everything up to a marker is text. The marker that stands next; empty where the text ends."""
+def emit_text_until(reader: StreamReader, emitter: EventEmitter, markers: Markers) -> Reading[str]:
+    """Emits everything up to the next marker as text. Returns that marker; empty at the end of the output."""
     while True:
-        voice.say(tape.take_before(markers))
-        marker = tape.which(markers)
-        if marker or tape.is_dry:
+        emitter.emit_text(reader.take_before(markers))
+        marker = reader.marker_here(markers)
+        if marker or reader.at_end:
             return marker
         yield
 
 
-def close(tape: StreamReader, voice: EventEmitter, *ends: str) -> Reading[None]:
-    """Passes over the end of a call, if it is there: several strings that may each be missing, or cut off."""
+def skip_call_end(reader: StreamReader, emitter: EventEmitter, *ends: str) -> Reading[None]:
+    """Skips the closing strings of a call. Each may be missing, or truncated by the end of the output."""
     for end in ends:
-        tape.record()
-        yield from tape.skip_space()
-        if (yield from tape.accept(end)) or tape.accept_cut(end):
-            tape.forget()
+        reader.mark()
+        yield from reader.skip_space()
+        if (yield from reader.accept(end)) or reader.accept_truncated(end):
+            reader.drop_mark()
         else:
-            voice.say(tape.spill())
+            emitter.emit_text(reader.take_marked())

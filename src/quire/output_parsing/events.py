@@ -1,4 +1,4 @@
-"""What a continuation says, piece by piece. Knows nothing of the ways in which models write it."""
+"""Output events: text, reasoning and tool calls of one generated sequence. Knows nothing of tool formats."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,21 +8,21 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class PlainText:
-    """A piece of the answer."""
+    """Text of the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningText:
-    """A piece of what the model thought before it answered."""
+    """Reasoning that precedes the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolStart:
-    """The call with this index begins: its function is certain. Ids are the server's to give."""
+    """Tool call `index` starts: its function name is certain. The server assigns call ids."""
 
     index: int
     name: str
@@ -30,41 +30,41 @@ class ToolStart:
 
 @dataclass(frozen=True, slots=True)
 class ToolArguments:
-    """A piece of the JSON text of a call's arguments; joined, the pieces are the whole text."""
+    """A fragment of the arguments' JSON text. The fragments of a call concatenate to the whole text."""
 
     index: int
     text: str
 
 
-SpeechEvent = PlainText | ReasoningText | ToolStart | ToolArguments
+OutputEvent = PlainText | ReasoningText | ToolStart | ToolArguments
 
 
 class OutputParser(Protocol):
-    """Hears the text of one continuation in pieces, cut anywhere."""
+    """Incremental parser of one sequence. Where the text is split does not change the merged events."""
 
-    def push(self, text: str) -> list[SpeechEvent]:
-        """What is certain after some more text."""
+    def push(self, text: str) -> list[OutputEvent]:
+        """The events that are certain after this text."""
         ...
 
-    def finish(self) -> list[SpeechEvent]:
-        """No more text comes: whatever was held back is told."""
+    def finish(self) -> list[OutputEvent]:
+        """End of output: the events held back so far."""
         ...
 
 
-def merged(events: Iterable[SpeechEvent]) -> list[SpeechEvent]:
-    """The same speech in as few events as can be: neighbours that continue each other become one."""
-    whole: list[SpeechEvent] = []
-    for (kind, index), group in groupby(events, key=_thread):
+def merge_events(events: Iterable[OutputEvent]) -> list[OutputEvent]:
+    """The same output in the fewest events: neighbours of one kind and call are joined."""
+    merged: list[OutputEvent] = []
+    for (kind, index), group in groupby(events, key=_merge_key):
         if kind is ToolStart:
-            whole += group
+            merged += group
             continue
         text = "".join(event.text for event in group if not isinstance(event, ToolStart))
         if text and kind is ToolArguments:
-            whole.append(ToolArguments(index, text))
+            merged.append(ToolArguments(index, text))
         elif text:
-            whole.append(PlainText(text) if kind is PlainText else ReasoningText(text))
-    return whole
+            merged.append(PlainText(text) if kind is PlainText else ReasoningText(text))
+    return merged
 
 
-def _thread(event: SpeechEvent) -> tuple[type, int]:
+def _merge_key(event: OutputEvent) -> tuple[type, int]:
     return type(event), event.index if isinstance(event, ToolStart | ToolArguments) else -1

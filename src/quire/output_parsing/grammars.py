@@ -1,10 +1,7 @@
-"""Grammars that make a model call: Lark in llguidance's dialect, around the JSON schemas of the arguments.
+"""Grammars of tool calls and structured output: Lark in llguidance's dialect, around JSON schemas.
 
-Knows nothing of how a grammar is compiled, nor of tokens: special tokens are named by whoever knows their ids.
-
-Grammars of answers that have a form, and of what may stand beside them: a thought before, calls instead.
-
-Like forced.py, knows nothing of how a grammar is compiled, nor of tokens.
+A forced call consists of calls only. Structured output may have reasoning before it and tool calls in its place. Knows
+nothing of compilation or of the vocabulary: the caller passes the ids of special tokens.
 """
 
 import json
@@ -17,7 +14,7 @@ from quire.output_parsing.reasoning import ReasoningTags
 from quire.output_parsing.template_messages import Tool
 from quire.output_parsing.tool_formats import CallDelimiters, ToolFormat
 
-_COMPOSED = frozenset({"allOf", "anyOf", "oneOf", "not", "if", "$ref", "dependentSchemas", "patternProperties"})
+_COMBINATORS = frozenset({"allOf", "anyOf", "oneOf", "not", "if", "$ref", "dependentSchemas", "patternProperties"})
 
 
 def tool_grammar(
@@ -27,101 +24,103 @@ def tool_grammar(
     parallel: bool,
     *,
     special_tokens: Mapping[str, int] | None = None,
-    open_thought: ReasoningTags | None = None,
+    open_reasoning: ReasoningTags | None = None,
 ) -> Grammar:
-    """Calls and nothing else: of the function named by `choice`, or of any if it is None; several only if `parallel`.
+    """Calls and nothing else: of the function named by `choice`, of any if it is None; several only if `parallel`.
 
-    `special_tokens` has the ids of those markers of the format that are special tokens of the model: a grammar matches
-    such tokens by id only. `open_thought` has the tags of a thought inside which the prompt ends: it comes first.
+    `special_tokens`: ids of the format's markers that are special tokens; a grammar matches such tokens by id only.
+    `open_reasoning`: the tags if the prompt ends inside reasoning, whose rest then comes first.
     """
-    chosen = [tool for tool in tools if choice is None or tool.name == choice]
-    if not chosen:
+    allowed = [tool for tool in tools if choice is None or tool.name == choice]
+    if not allowed:
         known = ", ".join(tool.name for tool in tools) or "none"
         raise InvalidParameter(
             f"tool_choice asks for {shown(choice or 'any function')}, but the tools are: {known}.", param="tool_choice"
         )
     ids = special_tokens or {}
-    calls = calls_rules(tool_format, chosen, parallel, ids)
-    if open_thought is None:
+    calls = tool_call_rules(tool_format, allowed, parallel, ids)
+    if open_reasoning is None:
         return lark(["start: calls", *calls])
-    return lark(["start: thought calls", *thought_rules(open_thought, ids), *calls])
+    return lark(["start: reasoning calls", *reasoning_rules(open_reasoning, ids), *calls])
 
 
 def strict_grammar(
     tool_format: ToolFormat, tools: Sequence[Tool], parallel: bool, *, special_tokens: Mapping[str, int] | None = None
 ) -> Grammar | None:
-    """Free text in which a call, once it is opened, must be right: arguments of strict tools keep to their schemas.
+    """Free text in which calls, once opened, are constrained: arguments of strict tools follow their schemas.
 
-    None if no tool is strict, or if the format's calls have no opening mark that could set the rules in force.
+    None if no tool is strict, or if the format's calls have no opening marker that could trigger the constraint.
     """
     ids = special_tokens or {}
-    brackets = tool_format.brackets
-    mark = next((mark for mark in tool_format.markers if brackets.opening.startswith(mark)), None)
-    if mark is None or not any(tool.strict for tool in tools):
+    delimiters = tool_format.delimiters
+    marker = next((marker for marker in tool_format.markers if delimiters.opening.startswith(marker)), None)
+    if marker is None or not any(tool.strict for tool in tools):
         return None
-    trigger = f"TEXT {literal(mark, ids)}" if mark in ids else "trigger"
-    rest = _calls(brackets, parallel, ids, already=mark)
-    rules = ["start: marked* TEXT" if parallel else "start: TEXT | marked", f"marked: {trigger} {rest}"]
-    if mark not in ids:
-        rules.append(f"trigger[lazy]: TEXT {literal(mark, ids)}")
+    trigger = f"TEXT {literal(marker, ids)}" if marker in ids else "trigger"
+    rest = _calls_body(delimiters, parallel, ids, already=marker)
+    rules = ["start: triggered* TEXT" if parallel else "start: TEXT | triggered", f"triggered: {trigger} {rest}"]
+    if marker not in ids:
+        rules.append(f"trigger[lazy]: TEXT {literal(marker, ids)}")
     rules.append(r"TEXT: /(.|\n)*/")
     loose = [tool if tool.strict else Tool(tool.name) for tool in tools]
-    return lark([*rules, *_call_rules(brackets, loose, ids)])
+    return lark([*rules, *_call_rules(delimiters, loose, ids)])
 
 
-def calls_rules(tool_format: ToolFormat, tools: Sequence[Tool], parallel: bool, ids: Mapping[str, int]) -> list[str]:
-    """The rule `calls`: one call of these tools, or several, in the format's brackets."""
-    brackets = tool_format.brackets
-    return [f"calls: {_calls(brackets, parallel, ids)}", *_call_rules(brackets, tools, ids)]
+def tool_call_rules(
+    tool_format: ToolFormat, tools: Sequence[Tool], parallel: bool, ids: Mapping[str, int]
+) -> list[str]:
+    """The rule `calls`: one call of these tools, or several, between the format's delimiters."""
+    delimiters = tool_format.delimiters
+    return [f"calls: {_calls_body(delimiters, parallel, ids)}", *_call_rules(delimiters, tools, ids)]
 
 
-def thought_rules(tags: ReasoningTags, ids: Mapping[str, int]) -> list[str]:
-    """The rule `thought`: the rest of a thought that has begun, its end, and the line breaks after it."""
+def reasoning_rules(tags: ReasoningTags, ids: Mapping[str, int]) -> list[str]:
+    """The rule `reasoning`: the rest of open reasoning, its end tag, and the line breaks after it."""
     end = literal(tags.end, ids)
     if tags.end in ids:
-        rules = [f"thought: THOUGHT {end} BREAKS?"]
+        rules = [f"reasoning: REASONING {end} BREAKS?"]
     else:
-        rules = ["thought: thinking BREAKS?", f"thinking[lazy]: THOUGHT {end}"]
-    return [*rules, r"THOUGHT: /(.|\n)*/", r"BREAKS: /\n{1,2}/"]
+        rules = ["reasoning: to_end_tag BREAKS?", f"to_end_tag[lazy]: REASONING {end}"]
+    return [*rules, r"REASONING: /(.|\n)*/", r"BREAKS: /\n{1,2}/"]
 
 
-def _calls(brackets: CallDelimiters, parallel: bool, ids: Mapping[str, int], already: str = "") -> str:
-    """One call or several in their brackets, after that part of them which is already there."""
-    more = f"({literal(brackets.between, ids)} call)*" if parallel else ""
-    opening = brackets.opening.removeprefix(already)
-    return _words(literal(opening, ids), "call", more, literal(brackets.closing, ids))
+def _calls_body(delimiters: CallDelimiters, parallel: bool, ids: Mapping[str, int], already: str = "") -> str:
+    """One call or several between their delimiters, without the part of the opening that is `already` written."""
+    more = f"({literal(delimiters.between, ids)} call)*" if parallel else ""
+    opening = delimiters.opening.removeprefix(already)
+    return _join(literal(opening, ids), "call", more, literal(delimiters.closing, ids))
 
 
-def _call_rules(brackets: CallDelimiters, tools: Sequence[Tool], ids: Mapping[str, int]) -> list[str]:
-    rules = ["call: " + " | ".join(f"call_{place}" for place in range(len(tools)))]
-    for place, tool in enumerate(tools):
+def _call_rules(delimiters: CallDelimiters, tools: Sequence[Tool], ids: Mapping[str, int]) -> list[str]:
+    rules = ["call: " + " | ".join(f"call_{index}" for index in range(len(tools)))]
+    for index, tool in enumerate(tools):
         name = json.dumps(tool.name, ensure_ascii=False)[1:-1]
-        before = literal(brackets.before_name + name + brackets.before_arguments, ids)
+        before = literal(delimiters.before_name + name + delimiters.before_arguments, ids)
         schema = f"%json {json.dumps(_arguments_schema(tool))}"
-        rules.append(f"call_{place}: {_words(before, schema, literal(brackets.after_arguments, ids))}")
+        rules.append(f"call_{index}: {_join(before, schema, literal(delimiters.after_arguments, ids))}")
     return rules
 
 
 def _arguments_schema(tool: Tool) -> dict[str, object]:
-    """Arguments are an object. One that lists its properties has no others, unless it says so or is put together."""
+    """Arguments are an object. Listed properties exclude others, unless the schema allows them or has combinators."""
     schema: dict[str, object] = {"type": "object", **tool.parameters}
-    if "properties" in schema and not _COMPOSED & schema.keys():
+    if "properties" in schema and not _COMBINATORS & schema.keys():
         schema.setdefault("additionalProperties", False)
     return schema
 
 
 def literal(text: str, ids: Mapping[str, int]) -> str:
-    """A text as the grammar writes it, special tokens by their ids; empty for none."""
+    """The text as a Lark literal, special tokens by id; empty for empty text."""
     if not text:
         return ""
     if not ids:
         return json.dumps(text)
     parts = re.split("(" + "|".join(re.escape(marker) for marker in ids) + ")", text)
-    return _words(*(f"<[{ids[part]}]>" if part in ids else json.dumps(part) for part in parts if part))
+    return _join(*(f"<[{ids[part]}]>" if part in ids else json.dumps(part) for part in parts if part))
 
 
-def _words(*words: str) -> str:
-    return " ".join(word for word in words if word)
+def _join(*symbols: str) -> str:
+    return " ".join(symbol for symbol in symbols if symbol)
 
 
 def lark(rules: Sequence[str]) -> Grammar:
@@ -129,7 +128,7 @@ def lark(rules: Sequence[str]) -> Grammar:
     return Grammar(GrammarKind.LARK, "\n".join(("%llguidance {}", *rules, "")))
 
 
-def shaped_answer(
+def response_grammar(
     answer: Grammar,
     tool_format: ToolFormat,
     tools: Sequence[Tool],
@@ -139,34 +138,34 @@ def shaped_answer(
     tags: ReasoningTags | None,
     prompt: str,
 ) -> Grammar:
-    """What a continuation of `prompt` may say if its answer must follow `answer`.
+    """The grammar of a whole output after `prompt` whose answer follows `answer`.
 
-    A model that thinks may think first, unless the prompt says that it has; and one that has tools may call them
-    instead. A regular expression or a grammar cannot be put beside others, so there the answer comes alone.
+    A reasoning model may reason first, unless the prompt closes its reasoning; a model with tools may call them
+    instead. A regular expression or Lark grammar cannot be combined with others: the output is the answer alone.
     """
     is_open = tags is not None and tags.is_open_after(prompt)
-    may_think = tags is not None and not is_open and not tags.is_closed_after(prompt)
+    may_reason = tags is not None and not is_open and not tags.is_closed_after(prompt)
     rule = _answer_rule(answer)
     if rule is None:
         if is_open:
             raise InvalidParameter(
-                f"The model thinks first here, and a {answer.kind.value} cannot begin after a thought; ask with "
-                f'reasoning_effort: "none", or for JSON or a choice.',
+                f"The prompt ends inside reasoning, and a {answer.kind.value} cannot follow reasoning; use "
+                f'reasoning_effort: "none", or JSON or a choice.',
                 param="structured_outputs",
             )
         return answer
-    if not tools and not is_open and not may_think:
+    if not tools and not is_open and not may_reason:
         return answer
-    rules = [f"said: answer{' | calls' if tools else ''}", f"answer: {rule}"]
+    rules = [f"output: answer{' | calls' if tools else ''}", f"answer: {rule}"]
     if tools:
-        rules += calls_rules(tool_format, tools, parallel, special_tokens)
+        rules += tool_call_rules(tool_format, tools, parallel, special_tokens)
     if tags is not None and is_open:
-        rules = ["start: thought said", *thought_rules(tags, special_tokens), *rules]
-    elif tags is not None and may_think:
-        opened = literal(tags.start, special_tokens)
-        rules = [f"start: said | {opened} thought said", *thought_rules(tags, special_tokens), *rules]
+        rules = ["start: reasoning output", *reasoning_rules(tags, special_tokens), *rules]
+    elif tags is not None and may_reason:
+        opening = literal(tags.start, special_tokens)
+        rules = [f"start: output | {opening} reasoning output", *reasoning_rules(tags, special_tokens), *rules]
     else:
-        rules = ["start: said", *rules]
+        rules = ["start: output", *rules]
     return lark(rules)
 
 

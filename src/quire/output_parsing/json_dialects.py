@@ -1,114 +1,106 @@
-"""Calls as Hermes and Qwen models write them: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
+"""Tool-call formats whose calls are JSON: Hermes, Llama 3 and Mistral.
 
-Calls as Llama 3 models write them: bare objects `{"name": …, "parameters": {…}}`, one or several with `;` between.
-
-They stand alone at the beginning of the answer, or after `<|python_tag|>`. The form `<function=name>{…}</function>`,
-which Llama 3.1 was trained on too, is read anywhere.
-
-Calls as Mistral models write them, after `[TOOL_CALLS]`: a list of objects, or a name and its arguments.
-
-`[TOOL_CALLS] [{"name": …, "arguments": {…}}, …]` up to the third tokenizer; later
-`[TOOL_CALLS]name[ARGS]{…}`, some with `[CALL_ID]…` before the arguments, some without `[ARGS]`.
+- Hermes and Qwen: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
+- Llama 3: bare objects `{"name": …, "parameters": {…}}`, several separated by `;`, at the start of the answer or after
+  `<|python_tag|>`. `<function=name>{…}</function>`, which Llama 3.1 was trained on too, is accepted anywhere.
+- Mistral: `[TOOL_CALLS] [{"name": …, "arguments": {…}}, …]` up to tokenizer v3; later `[TOOL_CALLS]name[ARGS]{…}`,
+  some with `[CALL_ID]…` before the arguments, some without `[ARGS]`.
 """
 
-from quire.output_parsing.emitter import EventEmitter, close, say_until
+from quire.output_parsing.emitter import EventEmitter, emit_text_until, skip_call_end
 from quire.output_parsing.json_calls import read_call, read_name, read_named_arguments
 from quire.output_parsing.reader import Markers, Reading, StreamReader
 
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
-_HERMES_MARKERS = Markers(OPEN)
-
-
-def read_hermes(tape: StreamReader, voice: EventEmitter) -> Reading[None]:
-    while (yield from say_until(tape, voice, _HERMES_MARKERS)):
-        yield from read_tagged_call(tape, voice)
-
-
-def read_tagged_call(tape: StreamReader, voice: EventEmitter) -> Reading[None]:
-    """One call, from its mark on."""
-    tape.record()
-    tape.take(len(OPEN))
-    if (yield from read_call(tape, voice)):
-        yield from close(tape, voice, CLOSE)
-    else:
-        voice.say(tape.spill())
-
-
 PYTHON_TAG = "<|python_tag|>"
 FUNCTION = "<function="
-_LLAMA_MARKERS = Markers(PYTHON_TAG, FUNCTION)
-
-
-def read_llama(tape: StreamReader, voice: EventEmitter) -> Reading[None]:
-    tape.record()
-    if (yield from tape.skip_space()) == "{":
-        yield from _read_bare_calls(tape, voice)
-    else:
-        voice.say(tape.spill())
-    while marker := (yield from say_until(tape, voice, _LLAMA_MARKERS)):
-        tape.record()
-        tape.take(len(marker))
-        if marker == PYTHON_TAG:
-            yield from _read_bare_calls(tape, voice)
-        else:
-            yield from _read_function(tape, voice)
-
-
-def _read_bare_calls(tape: StreamReader, voice: EventEmitter) -> Reading[None]:
-    """One call after another; the tape keeps a record of what may be the next."""
-    while (yield from read_call(tape, voice, bare=True)):
-        tape.record()
-        if (yield from tape.skip_space()) != ";":
-            break
-        tape.take()
-    voice.say(tape.spill())
-
-
-def _read_function(tape: StreamReader, voice: EventEmitter) -> Reading[None]:
-    """`name>{…}</function>`"""
-    name = yield from read_name(tape)
-    if (yield from tape.accept(">")) and (yield from read_named_arguments(tape, voice, name)):
-        yield from close(tape, voice, "</function>")
-    else:
-        voice.say(tape.spill())
-
-
 TOOL_CALLS = "[TOOL_CALLS]"
 CALL_ID = "[CALL_ID]"
 ARGS = "[ARGS]"
+_HERMES_MARKERS = Markers(OPEN)
+_LLAMA_MARKERS = Markers(PYTHON_TAG, FUNCTION)
 _MISTRAL_MARKERS = Markers(TOOL_CALLS)
 
 
-def read_mistral(tape: StreamReader, voice: EventEmitter) -> Reading[None]:
-    while (yield from say_until(tape, voice, _MISTRAL_MARKERS)):
-        tape.record()
-        tape.take(len(TOOL_CALLS))
-        if (yield from tape.skip_space()) == "[":
-            tape.take()
-            yield from _read_list(tape, voice)
-        elif not (yield from _read_named(tape, voice)):
-            voice.say(tape.spill())
+def read_hermes(reader: StreamReader, emitter: EventEmitter) -> Reading[None]:
+    while (yield from emit_text_until(reader, emitter, _HERMES_MARKERS)):
+        yield from read_tagged_call(reader, emitter)
 
 
-def _read_list(tape: StreamReader, voice: EventEmitter) -> Reading[None]:
-    """What follows the bracket; the tape keeps a record of what may be the next call."""
-    while (yield from read_call(tape, voice)):
-        tape.record()
-        letter = yield from tape.skip_space()
-        if letter == "]":
-            tape.take()
-            tape.forget()
-            return
-        if letter != ",":
+def read_tagged_call(reader: StreamReader, emitter: EventEmitter) -> Reading[None]:
+    """One call, from its opening tag on."""
+    reader.mark()
+    reader.take(len(OPEN))
+    if (yield from read_call(reader, emitter)):
+        yield from skip_call_end(reader, emitter, CLOSE)
+    else:
+        emitter.emit_text(reader.take_marked())
+
+
+def read_llama(reader: StreamReader, emitter: EventEmitter) -> Reading[None]:
+    reader.mark()
+    if (yield from reader.skip_space()) == "{":
+        yield from _read_bare_calls(reader, emitter)
+    else:
+        emitter.emit_text(reader.take_marked())
+    while marker := (yield from emit_text_until(reader, emitter, _LLAMA_MARKERS)):
+        reader.mark()
+        reader.take(len(marker))
+        if marker == PYTHON_TAG:
+            yield from _read_bare_calls(reader, emitter)
+        else:
+            yield from _read_function(reader, emitter)
+
+
+def _read_bare_calls(reader: StreamReader, emitter: EventEmitter) -> Reading[None]:
+    """Calls separated by semicolons; the text that may be the next call is marked."""
+    while (yield from read_call(reader, emitter, bare=True)):
+        reader.mark()
+        if (yield from reader.skip_space()) != ";":
             break
-        tape.take()
-    voice.say(tape.spill())
+        reader.take()
+    emitter.emit_text(reader.take_marked())
 
 
-def _read_named(tape: StreamReader, voice: EventEmitter) -> Reading[bool]:
-    name = yield from read_name(tape)
-    if (yield from tape.accept(CALL_ID)):
-        yield from read_name(tape)
-    yield from tape.accept(ARGS)
-    return (yield from read_named_arguments(tape, voice, name))
+def _read_function(reader: StreamReader, emitter: EventEmitter) -> Reading[None]:
+    """`name>{…}</function>`"""
+    name = yield from read_name(reader)
+    if (yield from reader.accept(">")) and (yield from read_named_arguments(reader, emitter, name)):
+        yield from skip_call_end(reader, emitter, "</function>")
+    else:
+        emitter.emit_text(reader.take_marked())
+
+
+def read_mistral(reader: StreamReader, emitter: EventEmitter) -> Reading[None]:
+    while (yield from emit_text_until(reader, emitter, _MISTRAL_MARKERS)):
+        reader.mark()
+        reader.take(len(TOOL_CALLS))
+        if (yield from reader.skip_space()) == "[":
+            reader.take()
+            yield from _read_list(reader, emitter)
+        elif not (yield from _read_named(reader, emitter)):
+            emitter.emit_text(reader.take_marked())
+
+
+def _read_list(reader: StreamReader, emitter: EventEmitter) -> Reading[None]:
+    """The list after its opening bracket; the text that may be the next call is marked."""
+    while (yield from read_call(reader, emitter)):
+        reader.mark()
+        char = yield from reader.skip_space()
+        if char == "]":
+            reader.take()
+            reader.drop_mark()
+            return
+        if char != ",":
+            break
+        reader.take()
+    emitter.emit_text(reader.take_marked())
+
+
+def _read_named(reader: StreamReader, emitter: EventEmitter) -> Reading[bool]:
+    name = yield from read_name(reader)
+    if (yield from reader.accept(CALL_ID)):
+        yield from read_name(reader)
+    yield from reader.accept(ARGS)
+    return (yield from read_named_arguments(reader, emitter, name))

@@ -1,6 +1,6 @@
-"""Puts a parser together from a manner of speaking. Knows nothing of the single formats.
+"""Output parser factory: detects tool format and reasoning tags in a chat template, builds a parser per sequence.
 
-From a chat template, in which manner its model writes calls and thoughts. Looks for strings and renders nothing.
+Detection searches the template for strings and renders nothing. Knows nothing of the single formats.
 """
 
 import re
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from quire.output_parsing.emitter import EventEmitter, Schemas
-from quire.output_parsing.events import OutputParser, PlainText, SpeechEvent
+from quire.output_parsing.events import OutputEvent, OutputParser, PlainText
 from quire.output_parsing.reader import Reading, StreamReader
 from quire.output_parsing.reasoning import MISTRAL_THINK, THINK, ReasoningSplitter, ReasoningTags
 from quire.output_parsing.tool_formats import (
@@ -24,9 +24,9 @@ from quire.output_parsing.tool_formats import (
 
 _TOOLS = re.compile(r"\btools\b")
 
-# The first format all of whose strings are in the template. A template may speak of what another format uses too
+# The first format wins whose strings are all in the template. A template may hold another format's strings too
 # (Qwen3-Coder's has the tags of Hermes), so the order matters.
-_SIGNS: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (
+_TEMPLATE_STRINGS: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (
     (("[TOOL_CALLS]", "[ARGS]"), MISTRAL_ARGS),
     (("[TOOL_CALLS]",), MISTRAL),
     (("<function=", "<parameter="), QWEN_CODER),
@@ -41,7 +41,7 @@ _SIGNS: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class DetectedFormat:
-    """How a model speaks. Without a tool format, the template has no words for tools that we can read: use GENERIC."""
+    """How a model writes tool calls and reasoning. No tool format: none is known for the template; use GENERIC."""
 
     tools: ToolFormat | None = None
     reasoning: ReasoningTags | None = None
@@ -56,8 +56,8 @@ def detect(template: str | None) -> DetectedFormat:
 def _tool_format(template: str) -> ToolFormat | None:
     if not _TOOLS.search(template):
         return None
-    for signs, tool_format in _SIGNS:
-        if all(sign in template for sign in signs):
+    for strings, tool_format in _TEMPLATE_STRINGS:
+        if all(string in template for string in strings):
             return tool_format
     return None
 
@@ -70,53 +70,53 @@ def _reasoning_tags(template: str) -> ReasoningTags | None:
 
 
 class ToolCallParser:
-    """Runs the reader of one tool format over text as it comes."""
+    """Runs the parsing generator of one tool format over streamed text."""
 
-    __slots__ = ("_reading", "_tape", "_voice")
+    __slots__ = ("_emitter", "_reader", "_reading")
 
     def __init__(self, read: Callable[[StreamReader, EventEmitter], Reading[None]], schemas: Schemas) -> None:
-        self._tape = StreamReader()
-        self._voice = EventEmitter(schemas)
-        self._reading = read(self._tape, self._voice)
+        self._reader = StreamReader()
+        self._emitter = EventEmitter(schemas)
+        self._reading = read(self._reader, self._emitter)
 
-    def push(self, text: str) -> list[SpeechEvent]:
-        self._tape.feed(text)
+    def push(self, text: str) -> list[OutputEvent]:
+        self._reader.feed(text)
         next(self._reading, None)
-        return self._voice.drain()
+        return self._emitter.drain()
 
-    def finish(self) -> list[SpeechEvent]:
-        self._tape.end()
+    def finish(self) -> list[OutputEvent]:
+        self._reader.end()
         next(self._reading, None)
-        assert self._tape.is_dry, "a reader leaves nothing behind"
-        return self._voice.finish()
+        assert self._reader.at_end, "a parser reads all text"
+        return self._emitter.finish()
 
 
 class PlainParser:
-    """All of it is text."""
+    """Everything is text."""
 
     __slots__ = ()
 
-    def push(self, text: str) -> list[SpeechEvent]:
+    def push(self, text: str) -> list[OutputEvent]:
         return [PlainText(text)] if text else []
 
-    def finish(self) -> list[SpeechEvent]:
+    def finish(self) -> list[OutputEvent]:
         return []
 
 
 def make_parser(
-    manner: DetectedFormat,
+    detected: DetectedFormat,
     *,
     tools: bool,
     reasoning: bool,
-    forced_thought: bool = False,
+    starts_in_reasoning: bool = False,
     schemas: Schemas | None = None,
 ) -> OutputParser:
-    """A parser for one continuation.
+    """A parser for one sequence.
 
-    `tools` and `reasoning` say whether to look for calls and thoughts; `forced_thought`, that the prompt ends inside a
-    thought (`ReasoningTags.is_open_after`); `schemas`, what the functions' arguments may be, by name.
+    `tools` and `reasoning`: whether to look for calls and reasoning. `starts_in_reasoning`: the prompt ends inside
+    reasoning (`ReasoningTags.is_open_after`). `schemas`: JSON schema of the arguments by function name.
     """
-    answer: OutputParser = ToolCallParser((manner.tools or GENERIC).read, schemas or {}) if tools else PlainParser()
-    if reasoning and manner.reasoning is not None:
-        return ReasoningSplitter(manner.reasoning, answer, forced=forced_thought)
-    return answer
+    parser: OutputParser = ToolCallParser((detected.tools or GENERIC).read, schemas or {}) if tools else PlainParser()
+    if reasoning and detected.reasoning is not None:
+        return ReasoningSplitter(detected.reasoning, parser, starts_in_reasoning=starts_in_reasoning)
+    return parser

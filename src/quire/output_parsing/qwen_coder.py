@@ -1,13 +1,13 @@
-"""Calls as Qwen3-Coder writes them, in tags: `<function=name><parameter=key>value</parameter></function>`.
+"""Tool calls of Qwen3-Coder, in tags: `<function=name><parameter=key>value</parameter></function>`.
 
-Values are bare text: whether `12` is a number or a string is known from the function's schema, and from the text
-itself where the schema does not say. Objects inside the tags are read as `hermes.py` does.
+Values are bare text. Whether `12` is a number or a string follows from the function's schema, and from the text itself
+where the schema has no type. JSON objects inside `<tool_call>` are read as Hermes calls.
 """
 
 import json
 from collections.abc import Mapping
 
-from quire.output_parsing.emitter import EventEmitter, close, say_until
+from quire.output_parsing.emitter import EventEmitter, emit_text_until, skip_call_end
 from quire.output_parsing.json_calls import read_call, read_name
 from quire.output_parsing.json_dialects import CLOSE, OPEN
 from quire.output_parsing.reader import Markers, Reading, StreamReader
@@ -17,83 +17,85 @@ _PARAMETER = "<parameter="
 _PARAMETER_END = Markers("</parameter>")
 _FUNCTION_END = "</function>"
 _MARKERS = Markers(OPEN, FUNCTION)
-_WORDS = {"True": "true", "False": "false", "None": "null"}  # Python's, which the model writes now and then
-_KINDS: dict[type, frozenset[str]] = {
+_KEYWORDS = {"True": "true", "False": "false", "None": "null"}  # Python's, which the model sometimes writes
+_SCHEMA_TYPES: dict[type, frozenset[str]] = {
     bool: frozenset({"boolean"}),
     int: frozenset({"integer", "number"}),
     float: frozenset({"number"}),
     list: frozenset({"array"}),
     dict: frozenset({"object"}),
-    str: frozenset(),  # a string in quotes, where a string may be: the quotes are part of it
+    str: frozenset(),  # a quoted string where a string is allowed: the quotes are part of it
     type(None): frozenset({"null"}),
 }
 
 
-def read_qwen_coder(tape: StreamReader, voice: EventEmitter) -> Reading[None]:
-    while marker := (yield from say_until(tape, voice, _MARKERS)):
-        tape.record()
+def read_qwen_coder(reader: StreamReader, emitter: EventEmitter) -> Reading[None]:
+    while marker := (yield from emit_text_until(reader, emitter, _MARKERS)):
+        reader.mark()
         if marker == OPEN:
-            tape.take(len(OPEN))
-        if (yield from tape.skip_space()) == "{":
-            is_call = yield from read_call(tape, voice)
+            reader.take(len(OPEN))
+        if (yield from reader.skip_space()) == "{":
+            is_call = yield from read_call(reader, emitter)
         else:
-            is_call = yield from _read_function(tape, voice)
+            is_call = yield from _read_function(reader, emitter)
         if is_call:
-            yield from close(tape, voice, CLOSE)
+            yield from skip_call_end(reader, emitter, CLOSE)
         else:
-            voice.say(tape.spill())
+            emitter.emit_text(reader.take_marked())
 
 
-def _read_function(tape: StreamReader, voice: EventEmitter) -> Reading[bool]:
-    """Whether it was a call; if so, the tape's record has ended."""
-    if not (yield from tape.accept(FUNCTION)):
+def _read_function(reader: StreamReader, emitter: EventEmitter) -> Reading[bool]:
+    """Reads one call. Whether it was one; if so, the mark is dropped."""
+    if not (yield from reader.accept(FUNCTION)):
         return False
-    name = yield from read_name(tape)
-    if not name or not (yield from tape.accept(">")):
+    name = yield from read_name(reader)
+    if not name or not (yield from reader.accept(">")):
         return False
-    tape.forget()
-    voice.call(name)
-    voice.argue("{")
+    reader.drop_mark()
+    emitter.start_call(name)
+    emitter.emit_arguments("{")
     comma = ""
     while True:
-        tape.record()
-        yield from tape.skip_space()
-        parameter = yield from _read_parameter(tape)
+        reader.mark()
+        yield from reader.skip_space()
+        parameter = yield from _read_parameter(reader)
         if parameter is None:
             break
-        tape.forget()
+        reader.drop_mark()
         key, value = parameter
-        voice.argue(f"{comma}{json.dumps(key, ensure_ascii=False)}: {_as_json(value, _types(voice, name, key))}")
+        emitter.emit_arguments(
+            f"{comma}{json.dumps(key, ensure_ascii=False)}: {_as_json(value, _types(emitter, name, key))}"
+        )
         comma = ", "
-    voice.say(tape.spill())
-    if not tape.is_dry:  # else it was cut, perhaps inside a value
-        voice.argue("}")
-    yield from close(tape, voice, _FUNCTION_END)
+    emitter.emit_text(reader.take_marked())
+    if not reader.at_end:  # else the output is truncated, perhaps inside a value
+        emitter.emit_arguments("}")
+    yield from skip_call_end(reader, emitter, _FUNCTION_END)
     return True
 
 
-def _read_parameter(tape: StreamReader) -> Reading[tuple[str, str] | None]:
-    """A key and the text of its value; None if none stands here."""
-    if not (yield from tape.accept(_PARAMETER)):
+def _read_parameter(reader: StreamReader) -> Reading[tuple[str, str] | None]:
+    """A key and the text of its value; None if no parameter is next."""
+    if not (yield from reader.accept(_PARAMETER)):
         return None
-    key = yield from read_name(tape)
-    if not key or not (yield from tape.accept(">")):
+    key = yield from read_name(reader)
+    if not key or not (yield from reader.accept(">")):
         return None
-    pieces: list[str] = []
-    while not (end := tape.which(_PARAMETER_END)):
-        if (yield from tape.peek()) == "":
+    parts: list[str] = []
+    while not (end := reader.marker_here(_PARAMETER_END)):
+        if (yield from reader.peek()) == "":
             return None
-        pieces.append(tape.take_before(_PARAMETER_END))
-        if not pieces[-1]:
-            yield  # what is there may be the beginning of the end
-    if not (yield from tape.accept(end)):
+        parts.append(reader.take_before(_PARAMETER_END))
+        if not parts[-1]:
+            yield  # the arrived text may be a prefix of the end tag
+    if not (yield from reader.accept(end)):
         return None
-    return key, "".join(pieces).removeprefix("\n").removesuffix("\n")
+    return key, "".join(parts).removeprefix("\n").removesuffix("\n")
 
 
-def _types(voice: EventEmitter, name: str, key: str) -> frozenset[str]:
-    """What the schema lets a parameter be; nothing if it does not say."""
-    properties = voice.schemas.get(name, {}).get("properties")
+def _types(emitter: EventEmitter, name: str, key: str) -> frozenset[str]:
+    """The types that the schema allows a parameter; empty if it has none."""
+    properties = emitter.schemas.get(name, {}).get("properties")
     schema = properties.get(key) if isinstance(properties, Mapping) else None
     types = schema.get("type") if isinstance(schema, Mapping) else None
     if isinstance(types, str):
@@ -102,14 +104,14 @@ def _types(voice: EventEmitter, name: str, key: str) -> frozenset[str]:
 
 
 def _as_json(text: str, types: frozenset[str]) -> str:
-    """The text is a string if the schema lets it be one and nothing else that it could be."""
-    bare = _WORDS.get(text.strip(), text.strip())
+    """The value as JSON. It is a string if it is no JSON, or if the schema allows a string and no type that it has."""
+    bare = _KEYWORDS.get(text.strip(), text.strip())
     try:
-        kinds = _KINDS[type(json.loads(bare, parse_constant=_refuse))]
+        value_types = _SCHEMA_TYPES[type(json.loads(bare, parse_constant=_reject))]
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
-    return json.dumps(text, ensure_ascii=False) if "string" in types and not types & kinds else bare
+    return json.dumps(text, ensure_ascii=False) if "string" in types and not types & value_types else bare
 
 
-def _refuse(word: str) -> None:
-    raise ValueError(word)  # NaN and Infinity are Python's, not JSON's
+def _reject(constant: str) -> None:
+    raise ValueError(constant)  # NaN and Infinity are Python's, not JSON's

@@ -1,56 +1,56 @@
-"""Text that comes in pieces, read as if it were there already. Knows nothing of what it means.
+"""Stream reader: incremental text behind the interface of a complete one. Knows nothing of what the text means.
 
-A reader is a generator that yields when it needs more text, so that it is written as if the whole text lay before it,
-and cannot see where the pieces were cut. Whoever reads ahead without being sure keeps a record; what was recorded can
-be had back, and a record has a limit, at which the tape reads as if it ended.
+A parser is a generator (`Reading`) that yields when it needs more text. It is written as if the whole text were there,
+and cannot see where the text was split. A parser that reads ahead on a guess sets a mark first; `take_marked` returns
+the text since then. Marked text is bounded: at MAX_MARKED_CHARACTERS the reader behaves as at the end of the text.
 """
 
 import re
 from collections.abc import Generator
 from typing import TypeVar
 
-Answer = TypeVar("Answer")
-Reading = Generator[None, None, Answer]
+Result = TypeVar("Result")
+Reading = Generator[None, None, Result]
 
-MAX_RECORD_CHARACTERS = 1 << 18  # of a call whose function is not certain yet; arbitrary, far above what models write
+MAX_MARKED_CHARACTERS = 1 << 18  # of a call whose function is not certain yet; arbitrary, far above real calls
 SPACE = re.compile(r"[ \t\r\n]+")  # JSON's
 
 
 class Markers:
-    """Strings that may come anywhere in a text. None may lie inside another, or which comes first would be unclear."""
+    """Strings to search for. None contains another, so the first match is unambiguous."""
 
-    __slots__ = ("_beginnings", "_longest", "pattern", "strings")
+    __slots__ = ("_max_prefix", "_prefixes", "pattern", "strings")
 
     def __init__(self, *strings: str) -> None:
         assert all(strings)
         assert not any(one in other for one in strings for other in strings if one != other), strings
         self.strings = strings
         self.pattern = re.compile("|".join(re.escape(string) for string in strings))
-        self._beginnings = {string[:length] for string in strings for length in range(1, len(string))}
-        self._longest = max(len(string) for string in strings) - 1
+        self._prefixes = {string[:length] for string in strings for length in range(1, len(string))}
+        self._max_prefix = max(len(string) for string in strings) - 1
 
-    def num_unsure(self, text: str, start: int) -> int:
-        """How many of the last characters could be the beginning of a marker."""
-        for length in range(min(self._longest, len(text) - start), 0, -1):
-            if text[-length:] in self._beginnings:
+    def num_partial(self, text: str, start: int) -> int:
+        """Number of last characters that may be the prefix of a marker."""
+        for length in range(min(self._max_prefix, len(text) - start), 0, -1):
+            if text[-length:] in self._prefixes:
                 return length
         return 0
 
 
 class StreamReader:
-    """The text of one continuation, and how much of it is read."""
+    """The output text of one sequence and a read position."""
 
-    __slots__ = ("_ended", "_place", "_record", "_room", "_text")
+    __slots__ = ("_ended", "_marked", "_num_markable", "_place", "_text")
 
     def __init__(self) -> None:
         self._text = ""
         self._place = 0
         self._ended = False
-        self._record: list[str] | None = None
-        self._room = 0
+        self._marked: list[str] | None = None
+        self._num_markable = 0
 
     def feed(self, text: str) -> None:
-        assert not self._ended, "no text comes after the end"
+        assert not self._ended, "text after the end"
         self._text = self._text[self._place :] + text
         self._place = 0
 
@@ -58,32 +58,32 @@ class StreamReader:
         self._ended = True
 
     @property
-    def is_dry(self) -> bool:
-        """Nothing is left, and nothing more will come."""
+    def at_end(self) -> bool:
+        """All text was fed and taken."""
         return self._ended and self._place == len(self._text)
 
-    def record(self) -> None:
-        """From here on, remember what is taken."""
-        assert self._record is None
-        self._record = []
-        self._room = MAX_RECORD_CHARACTERS
+    def mark(self) -> None:
+        """Remember the text taken from here on."""
+        assert self._marked is None
+        self._marked = []
+        self._num_markable = MAX_MARKED_CHARACTERS
 
-    def forget(self) -> None:
-        self._record = None
+    def drop_mark(self) -> None:
+        self._marked = None
 
-    def spill(self) -> str:
-        """Everything since `record`, which ends; nothing if there is no record."""
-        text = "".join(self._record or ())
-        self._record = None
+    def take_marked(self) -> str:
+        """The text since `mark`, and drops the mark; empty without one."""
+        text = "".join(self._marked or ())
+        self._marked = None
         return text
 
     @property
-    def ahead(self) -> str:
-        """The next character if it is there: cheaper than `peek`, which waits for it."""
+    def next_char(self) -> str:
+        """The next character, or empty if it has not arrived. Cheaper than `peek`, which waits."""
         return "" if self._is_full else self._text[self._place : self._place + 1]
 
     def peek(self) -> Reading[str]:
-        """The next character; empty where the text ends."""
+        """The next character; empty at the end of the text."""
         while not self._is_full and self._place == len(self._text):
             if self._ended:
                 return ""
@@ -91,18 +91,18 @@ class StreamReader:
         return "" if self._is_full else self._text[self._place]
 
     def take(self, num_characters: int = 1) -> str:
-        """Characters that were seen to be there."""
-        piece = self._text[self._place : self._place + num_characters]
-        assert len(piece) == num_characters
+        """The next characters, which must have arrived."""
+        text = self._text[self._place : self._place + num_characters]
+        assert len(text) == num_characters
         self._place += num_characters
-        if self._record is not None:
-            self._record.append(piece)
-            self._room -= num_characters
-        return piece
+        if self._marked is not None:
+            self._marked.append(text)
+            self._num_markable -= num_characters
+        return text
 
-    def take_run(self, pattern: re.Pattern[str]) -> str:
-        """As much as is there and matches, perhaps nothing. Whoever reads on must read the rest to the same end."""
-        end = len(self._text) if self._record is None else min(len(self._text), self._place + self._room)
+    def take_match(self, pattern: re.Pattern[str]) -> str:
+        """The longest match in the arrived text, perhaps empty. The caller must accept a match cut anywhere."""
+        end = len(self._text) if self._marked is None else min(len(self._text), self._place + self._num_markable)
         match = pattern.match(self._text, self._place, end)
         return "" if match is None else self.take(match.end() - match.start())
 
@@ -110,36 +110,36 @@ class StreamReader:
         return self.take(len(self._text) - self._place)
 
     def take_before(self, markers: Markers) -> str:
-        """What is there and certainly lies before the next marker."""
+        """The text that has arrived and is certainly before the next marker."""
         match = markers.pattern.search(self._text, self._place)
         if match is not None:
             num_sure = match.start() - self._place
         else:
-            num_unsure = 0 if self._ended else markers.num_unsure(self._text, self._place)
-            num_sure = len(self._text) - self._place - num_unsure
-        return self.take(num_sure if self._record is None else min(num_sure, self._room))
+            num_partial = 0 if self._ended else markers.num_partial(self._text, self._place)
+            num_sure = len(self._text) - self._place - num_partial
+        return self.take(num_sure if self._marked is None else min(num_sure, self._num_markable))
 
-    def which(self, markers: Markers) -> str:
-        """The marker that stands here complete; empty if none does."""
+    def marker_here(self, markers: Markers) -> str:
+        """The complete marker at this position; empty if there is none."""
         match = markers.pattern.match(self._text, self._place)
         return "" if match is None else match[0]
 
     def accept(self, string: str) -> Reading[bool]:
-        """Takes a string if it comes next."""
+        """Takes a string if it is next."""
         while True:
-            ahead = self._text[self._place : self._place + len(string)]
-            if ahead == string:
+            arrived = self._text[self._place : self._place + len(string)]
+            if arrived == string:
                 break
-            if self._ended or not string.startswith(ahead):
+            if self._ended or not string.startswith(arrived):
                 return False
             yield
-        if self._record is not None and self._room < len(string):
+        if self._marked is not None and self._num_markable < len(string):
             return False
         self.take(len(string))
         return True
 
-    def accept_cut(self, string: str) -> bool:
-        """Takes what is left if it is the beginning of a string that the end of the text cut off."""
+    def accept_truncated(self, string: str) -> bool:
+        """Takes the rest of the text if it is a prefix of the string, truncated by the end of the output."""
         rest = self._text[self._place :]
         if not self._ended or not rest or not string.startswith(rest):
             return False
@@ -147,13 +147,13 @@ class StreamReader:
         return True
 
     def skip_space(self) -> Reading[str]:
-        """Takes JSON's white space, and says what comes after it."""
+        """Takes JSON white space. Returns the next character."""
         while True:
-            letter = self.ahead or (yield from self.peek())
-            if letter not in (" ", "\n", "\t", "\r"):
-                return letter
-            self.take_run(SPACE)
+            char = self.next_char or (yield from self.peek())
+            if char not in (" ", "\n", "\t", "\r"):
+                return char
+            self.take_match(SPACE)
 
     @property
     def _is_full(self) -> bool:
-        return self._record is not None and self._room <= 0
+        return self._marked is not None and self._num_markable <= 0

@@ -1,4 +1,4 @@
-"""The ways in which models write calls, by name. One row each; what tells them apart in a template is in detect.py."""
+"""The table of tool-call formats by name. `parser.py` has the strings that identify each in a chat template."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from quire.output_parsing.reader import Reading, StreamReader
 
 @dataclass(frozen=True, slots=True)
 class CallDelimiters:
-    """What stands around calls that a model is made to write, in the order in which it stands there."""
+    """The strings around forced calls, in the order in which they are written."""
 
     opening: str
     before_name: str
@@ -39,26 +39,26 @@ _OBJECT = CallDelimiters(f"{OPEN}\n", '{"name": "', '", "arguments": ', "}", f"\
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a model writes calls."""
+    """How a model writes tool calls."""
 
     name: str
     read: Callable[[StreamReader, EventEmitter], Reading[None]]
     markers: tuple[str, ...]  # strings that must reach the parser as text
-    needs_special_tokens: bool = False  # some markers are special tokens, which detokenizing must not skip
-    is_instructed: bool = False  # the template has no words for tools: the system message needs instructions.py
-    has_short_ids: bool = False  # the template refuses ids of calls that are not nine letters and digits
-    brackets: CallDelimiters = _OBJECT  # when it is made to call; a format without JSON borrows the tags of Hermes
+    needs_special_tokens: bool = False  # some markers are special tokens: detokenization must keep them
+    needs_instructions: bool = False  # the template does not render tools: the system message has `tool_instructions`
+    has_short_ids: bool = False  # the template rejects call ids that are not nine letters and digits
+    delimiters: CallDelimiters = _OBJECT  # of forced calls; a format without JSON uses the tags of Hermes
 
 
 HERMES = ToolFormat("hermes", read_hermes, (OPEN, CLOSE))
-GENERIC = ToolFormat("generic", read_hermes, (OPEN, CLOSE), is_instructed=True)
+GENERIC = ToolFormat("generic", read_hermes, (OPEN, CLOSE), needs_instructions=True)
 QWEN_CODER = ToolFormat("qwen3_coder", read_qwen_coder, (OPEN, FUNCTION, CLOSE))
 LLAMA = ToolFormat(
     "llama3_json",
     read_llama,
     (PYTHON_TAG, FUNCTION),
     needs_special_tokens=True,
-    brackets=CallDelimiters("", '{"name": "', '", "parameters": ', "}", "; ", ""),
+    delimiters=CallDelimiters("", '{"name": "', '", "parameters": ', "}", "; ", ""),
 )
 MISTRAL = ToolFormat(
     "mistral",
@@ -66,7 +66,7 @@ MISTRAL = ToolFormat(
     (TOOL_CALLS,),
     needs_special_tokens=True,
     has_short_ids=True,
-    brackets=CallDelimiters(f"{TOOL_CALLS} [", '{"name": "', '", "arguments": ', "}", ", ", "]"),
+    delimiters=CallDelimiters(f"{TOOL_CALLS} [", '{"name": "', '", "arguments": ', "}", ", ", "]"),
 )
 MISTRAL_ARGS = ToolFormat(
     "mistral_args",
@@ -74,15 +74,15 @@ MISTRAL_ARGS = ToolFormat(
     (TOOL_CALLS, CALL_ID, ARGS),
     needs_special_tokens=True,
     has_short_ids=True,
-    brackets=CallDelimiters(TOOL_CALLS, "", ARGS, "", TOOL_CALLS, ""),
+    delimiters=CallDelimiters(TOOL_CALLS, "", ARGS, "", TOOL_CALLS, ""),
 )
 PYTHONIC = ToolFormat("pythonic", read_pythonic, (PYTHON_START, PYTHON_END, FUNCTION_CALLS), needs_special_tokens=True)
 
 FORMATS = {each.name: each for each in (HERMES, QWEN_CODER, LLAMA, MISTRAL, MISTRAL_ARGS, PYTHONIC, GENERIC)}
 
 
-def by_name(name: str) -> ToolFormat:
-    """The format that an operator named."""
+def tool_format_by_name(name: str) -> ToolFormat:
+    """The format of `--tool-call-parser`."""
     if name not in FORMATS:
         raise ConfigError(f"There is no tool format {shown(name)}; choose one of {', '.join(sorted(FORMATS))}.")
     return FORMATS[name]

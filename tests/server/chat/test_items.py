@@ -3,14 +3,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.output_parsing.events import PlainText, ReasoningText, SpeechEvent, ToolArguments, ToolStart
+from quire.output_parsing.events import OutputEvent, PlainText, ReasoningText, ToolArguments, ToolStart
 from quire.server.chat.items import ItemClosed, ItemDelta, ItemOpened, OutputItem, OutputItemKind, OutputItems
 
 
 @st.composite
-def speeches(draw: st.DrawFn) -> list[SpeechEvent]:
+def speeches(draw: st.DrawFn) -> list[OutputEvent]:
     """As parsers tell them: arguments come after the start of their own call and before anything else."""
-    events: list[SpeechEvent] = []
+    events: list[OutputEvent] = []
     num_calls = 0
     for kind in draw(st.lists(st.sampled_from("tTc"), max_size=8)):
         pieces = draw(st.lists(st.text(max_size=3), max_size=3))
@@ -24,7 +24,7 @@ def speeches(draw: st.DrawFn) -> list[SpeechEvent]:
 
 
 @given(speeches(), st.integers(1, 4), st.booleans())
-def test_a_turn_tells_all_in_order_one_piece_at_a_time(events: list[SpeechEvent], size: int, cut: bool) -> None:
+def test_a_turn_tells_all_in_order_one_piece_at_a_time(events: list[OutputEvent], size: int, cut: bool) -> None:
     turn = OutputItems()
     steps = [step for start in range(0, len(events), size) for step in turn.hear(events[start : start + size])]
     steps += turn.end(cut=cut)

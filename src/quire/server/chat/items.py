@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from enum import Enum
 from typing import NamedTuple
 
-from quire.output_parsing.events import PlainText, ReasoningText, SpeechEvent, ToolArguments, ToolStart
+from quire.output_parsing.events import OutputEvent, PlainText, ReasoningText, ToolArguments, ToolStart
 
 
 class OutputItemKind(Enum):
@@ -64,7 +64,7 @@ class OutputItems:
         self.pieces: list[OutputItem] = []
         self._num_closed = 0
 
-    def hear(self, events: Iterable[SpeechEvent]) -> list[Step]:
+    def hear(self, events: Iterable[OutputEvent]) -> list[Step]:
         steps: list[Step] = []
         for event in events:
             match event:

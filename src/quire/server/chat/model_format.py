@@ -9,11 +9,17 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from quire.core.sampling import Grammar
-from quire.output_parsing.events import OutputParser, SpeechEvent, ToolArguments, ToolStart
-from quire.output_parsing.grammars import shaped_answer, strict_grammar, tool_grammar
+from quire.output_parsing.events import OutputEvent, OutputParser, ToolArguments, ToolStart
+from quire.output_parsing.grammars import response_grammar, strict_grammar, tool_grammar
 from quire.output_parsing.parser import DetectedFormat, detect, make_parser
 from quire.output_parsing.reasoning import ReasoningTags
-from quire.output_parsing.template_messages import Tool, in_words, normal_calls, tool_instructions, with_short_ids
+from quire.output_parsing.template_messages import (
+    Tool,
+    tool_instructions,
+    tools_as_text,
+    with_parsed_arguments,
+    with_short_ids,
+)
 from quire.output_parsing.tool_formats import GENERIC, ToolFormat
 from quire.text.chat_template import plain_messages
 from quire.text.tokenizer import Tokenizer
@@ -54,9 +60,9 @@ class ModelFormat:
 
     def told(self, messages: Sequence[Message], tools: Sequence[DeclaredTool]) -> TemplateInput:
         """A template without words for tools gets calls and results as text, and the tools as instructions."""
-        normal: list[dict[str, object]] = [normal_calls(message) for message in messages]
-        if self.tool_format.is_instructed:
-            written = in_words(plain_messages(normal))
+        normal: list[dict[str, object]] = [with_parsed_arguments(message) for message in messages]
+        if self.tool_format.needs_instructions:
+            written = tools_as_text(plain_messages(normal))
             return TemplateInput(_instructed(written, tool_instructions(_read(tools))) if tools else written, ())
         if self.tool_format.has_short_ids:
             normal = [with_short_ids(message) for message in normal]
@@ -69,7 +75,7 @@ class ModelFormat:
             self.manner,
             tools=bool(tools),
             reasoning=tags is not None,
-            forced_thought=tags is not None and tags.is_open_after(prompt),
+            starts_in_reasoning=tags is not None and tags.is_open_after(prompt),
             schemas={tool.name: tool.parameters for tool in _read(tools)},
         )
         return parser if parallel or not tools else SingleCallParser(parser)
@@ -91,7 +97,7 @@ class ModelFormat:
             choice.name,
             parallel and choice.name is None,
             special_tokens=self.special_tokens,
-            open_thought=tags if tags is not None and tags.is_open_after(prompt) else None,
+            open_reasoning=tags if tags is not None and tags.is_open_after(prompt) else None,
         )
 
     def answer_grammar(
@@ -100,7 +106,7 @@ class ModelFormat:
         """What a continuation that may call tools may say: all, but for calls of strict tools, unless more is asked."""
         if asked is None:
             return strict_grammar(self.tool_format, _read(tools), parallel, special_tokens=self.special_tokens)
-        return shaped_answer(
+        return response_grammar(
             asked,
             self.tool_format,
             _read(tools),
@@ -119,10 +125,10 @@ class SingleCallParser:
     def __init__(self, parser: OutputParser) -> None:
         self._parser = parser
 
-    def push(self, text: str) -> list[SpeechEvent]:
+    def push(self, text: str) -> list[OutputEvent]:
         return _without_later_calls(self._parser.push(text))
 
-    def finish(self) -> list[SpeechEvent]:
+    def finish(self) -> list[OutputEvent]:
         return _without_later_calls(self._parser.finish())
 
 
@@ -145,7 +151,7 @@ def _special_ids(markers: Sequence[str], tokenizer: Tokenizer) -> dict[str, int]
     return {marker: number for marker, number in ids.items() if number is not None and number in tokenizer.special_ids}
 
 
-def _without_later_calls(events: list[SpeechEvent]) -> list[SpeechEvent]:
+def _without_later_calls(events: list[OutputEvent]) -> list[OutputEvent]:
     return [event for event in events if not isinstance(event, ToolStart | ToolArguments) or event.index == 0]
 
 

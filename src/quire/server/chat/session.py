@@ -10,7 +10,7 @@ from typing import NamedTuple
 from starlette.concurrency import run_in_threadpool
 
 from quire.engine.outputs import CompletionOutput, Delta, RequestOutput
-from quire.output_parsing.events import OutputParser, PlainText, ReasoningText, SpeechEvent, ToolArguments, ToolStart
+from quire.output_parsing.events import OutputEvent, OutputParser, PlainText, ReasoningText, ToolArguments, ToolStart
 from quire.server.async_engine import AsyncEngine
 from quire.server.chat.prompt import ChatPrompt, RenderedPrompt, final_text
 from quire.server.context import ServedModel
@@ -22,7 +22,7 @@ class ChatDelta(NamedTuple):
     """What one choice said with one delta."""
 
     choice: int
-    events: list[SpeechEvent]
+    events: list[OutputEvent]
     delta: Delta
 
 
@@ -50,10 +50,10 @@ class ChoiceOutput:
     __slots__ = ("calls", "events")
 
     def __init__(self) -> None:
-        self.events: list[SpeechEvent] = []  # in the order they were said
+        self.events: list[OutputEvent] = []  # in the order they were said
         self.calls: dict[int, ToolCall] = {}
 
-    def add(self, event: SpeechEvent) -> None:
+    def add(self, event: OutputEvent) -> None:
         self.events.append(event)
         match event:
             case ToolStart(index, name):
@@ -124,7 +124,7 @@ class ChatStream:
         wanted = clamped(wanted, len(prompt.ids), served) if clamp else wanted
         return cls(service, served, dialogue, wanted, prompt, final_text(dialogue) if echo else "")
 
-    def opening(self) -> list[SpeechEvent]:
+    def opening(self) -> list[OutputEvent]:
         """What each choice begins with, before the model says anything."""
         return [PlainText(self._prefix)] if self._prefix else []
 
@@ -158,7 +158,7 @@ class ChatStream:
     def leave(self) -> None:
         self._chorus.leave()
 
-    def _heard(self, index: int, text: str, *, ended: bool) -> list[SpeechEvent]:
+    def _heard(self, index: int, text: str, *, ended: bool) -> list[OutputEvent]:
         said, parser = self.said[index], self._parsers[index]
         events = parser.push(text) if text else []
         if ended:

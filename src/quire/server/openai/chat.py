@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from quire.core.errors import InvalidParameter
 from quire.engine.outputs import CompletionOutput, Logprob, RequestOutput
-from quire.output_parsing.events import PlainText, ReasoningText, SpeechEvent, ToolArguments, ToolStart
+from quire.output_parsing.events import OutputEvent, PlainText, ReasoningText, ToolArguments, ToolStart
 from quire.server.chat.prompt import ChatPrompt, check_tools, only_tools
 from quire.server.chat.session import ChatDelta, ChatResult, ChatStream, ChoiceOutput
 from quire.server.context import ServerState
@@ -120,7 +120,7 @@ class ChatResponse:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         return self._frames.choice(choice, {**(extra or {}), **self._running()})
 
-    def _delta(self, index: int, event: SpeechEvent) -> Body | None:
+    def _delta(self, index: int, event: OutputEvent) -> Body | None:
         match event:
             case PlainText(text):
                 return {"content": text}
