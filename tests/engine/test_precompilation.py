@@ -82,7 +82,7 @@ def test_what_was_found_is_not_said_to_be_compiled() -> None:
 
 def started(monkeypatch: pytest.MonkeyPatch, diary: Diary | None, watch: StartupReporter) -> build.BuiltEngine:
     """A model with norms of heads, by kernels that pack nothing; compiled ahead if there is a diary."""
-    monkeypatch.setattr(build, "compiling_ahead", lambda device: None if diary is None else diary.ahead)
+    monkeypatch.setattr(build, "precompiling_for", lambda device: None if diary is None else diary.ahead)
     monkeypatch.setitem(SHAPES, "normed", replace(TINY, qk_norm=True))
     monkeypatch.setattr(build, "select_kernels", lambda *_: KernelChoice(ReferenceKernels(), "for a test"))
     settings = {"load_format": "dummy", "device": "cpu", "dtype": "float32", "kv_cache_memory": 1 << 20}

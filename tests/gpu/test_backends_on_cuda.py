@@ -19,7 +19,7 @@ from quire.kernels.attention_backends import AttentionEnvironment, AttentionNeed
 from quire.kernels.gpu.attention.dispatch import GpuAttention
 from quire.kernels.gpu.backends.interface import AttentionBackends
 from quire.kernels.interface import AttentionRule, StepLayout
-from quire.kernels.select import settle_attention
+from quire.kernels.select import select_attention
 from quire.runner.cuda_graphs import GraphRecorder
 from tests.kernels import fake_backends as strangers
 from tests.kernels.layouts import Pages, Part, fill
@@ -39,7 +39,7 @@ def backends(name: str, dim: int, dtype: torch.dtype, rule: AttentionRule) -> At
     needs = AttentionNeeds(HEADS, KV_HEADS, dim, dtype, BLOCK_SIZE, (rule,))
     here = AttentionEnvironment(torch.cuda.get_device_capability(), find_backends())
     try:
-        return settle_attention(name, needs, here, CUDA)[0]
+        return select_attention(name, needs, here, CUDA)[0]
     except ConfigError as refusal:
         assert "differ by" not in refusal.message, refusal.message
         pytest.skip(refusal.message)
@@ -114,7 +114,7 @@ def test_what_lies_behind_the_last_key_changes_nothing(name: str, parts: list[Pa
 def test_one_recording_serves_other_lengths(name: str, parts: list[Part]) -> None:
     rule = AttentionRule(128**-0.5)
     chosen = backends(name, 128, torch.bfloat16, rule)
-    if not chosen.recordable:
+    if not chosen.capturable:
         pytest.skip(f"{name} plans with lengths on the host: its steps are not recorded")
     step = Step(parts, 128, torch.bfloat16, rule, empty=0.0)
     final = step.layout.context_lengths.clone()

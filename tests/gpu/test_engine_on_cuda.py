@@ -32,7 +32,7 @@ NUM_BLOCKS, BLOCK_SIZE, LENGTH, ROWS = 512, 16, 512, 20
 @pytest.fixture(scope="module")
 def choice() -> KernelChoice:
     chosen = select_kernels("cuda")
-    assert chosen.choosing is not None, chosen.reason
+    assert chosen.row_kernels is not None, chosen.reason
     return chosen
 
 
@@ -47,8 +47,8 @@ def run(
     model = Decoder(spec, dummy_room(spec, torch.float32, CUDA, 3).filled(), kernels, LENGTH)
     stores = new_store(model.kv_geometry, NUM_BLOCKS, BLOCK_SIZE, CUDA)
     stores.device.fill_(torch.nan)  # nothing that was not written is read
-    choosing = None if choice is None else choice.choosing
-    runner = ModelRunner(model, stores, max_rows=ROWS, max_length=LENGTH, choosing=choosing)
+    row_kernels = None if choice is None else choice.row_kernels
+    runner = ModelRunner(model, stores, max_rows=ROWS, max_length=LENGTH, row_kernels=row_kernels)
     while not runner.prepared:
         runner.prepare()
     door = RequestValidator(spec.vocab_size, (), LENGTH, ROWS, NUM_BLOCKS, BLOCK_SIZE)
@@ -101,7 +101,7 @@ def test_the_integer_oracle_in_recorded_steps(choice: KernelChoice) -> None:
     bodies: list[TorchOracleRunner] = []
 
     def body(world: Scenario) -> TorchOracleRunner:
-        bodies.append(torch_oracle(world, "cuda", choice.choosing, choice.copy_blocks))
+        bodies.append(torch_oracle(world, "cuda", choice.row_kernels, choice.copy_blocks))
         return bodies[-1]
 
     assert check(1_000, 17, body=body, min_tokens=False).violations == []

@@ -188,7 +188,7 @@ def test_kernels_that_overlap_give_what_they_give_one_by_one(
             between()
             kept.append(kernels.linear(normed, qkv, None))
             between()
-            attended = kernels.linear_to_add(context, output, None)
+            attended = kernels.linear_unreduced(context, output, None)
             between()
             normed = kernels.add_rms_norm(attended, residual, scale, 1e-5)
             between()
@@ -196,7 +196,7 @@ def test_kernels_that_overlap_give_what_they_give_one_by_one(
             between()
             gated = kernels.gate(wide, "silu")
             between()
-            x = kernels.linear_to_add(gated, down, None)
+            x = kernels.linear_unreduced(gated, down, None)
             between()
         return [*kept, x.sums if isinstance(x, PartialSums) else x, residual]
 

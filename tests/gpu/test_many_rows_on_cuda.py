@@ -9,8 +9,8 @@ NUM_TOKENS = 1_000_000
 
 def test_a_million_tokens_are_right() -> None:
     choice = select_kernels("cuda")
-    assert choice.choosing is not None, choice.reason
-    body = torch_body(LARGE, "cuda", choice.choosing, choice.copy_blocks)
+    assert choice.row_kernels is not None, choice.reason
+    body = torch_body(LARGE, "cuda", choice.row_kernels, choice.copy_blocks)
     seen = run_throng(LARGE, body, NUM_TOKENS, seed=1)
     assert seen.tokens >= NUM_TOKENS and body.num_replayed > seen.steps // 2
     assert_all_happened(seen)

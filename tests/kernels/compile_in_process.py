@@ -272,7 +272,9 @@ def new_runner(hopper: HopperPrefill | None = None, products: HopperGemm | None 
     choice.kernels._products = products
     model = Decoder(SPEC, empty_weights(SPEC, torch.bfloat16, META), choice.kernels, 16)
     stores = new_store(model.kv_geometry, 1, 16, META)
-    return ModelRunner(model, stores, max_rows=48, max_length=4096, choosing=choice.choosing, max_step_tokens=4096)
+    return ModelRunner(
+        model, stores, max_rows=48, max_length=4096, row_kernels=choice.row_kernels, max_step_tokens=4096
+    )
 
 
 def found(runner: ModelRunner) -> dict[str, object]:

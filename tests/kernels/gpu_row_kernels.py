@@ -2,9 +2,9 @@
 
 from quire.kernels.gpu.decode_inputs import decode_inputs
 from quire.kernels.gpu.sampling.finish import finish_rows
-from quire.kernels.gpu.sampling.logit_processors import shape_logits, tally_tokens
-from quire.kernels.gpu.sampling.logprobs import score_tokens
-from quire.kernels.gpu.sampling.sample import choose_tokens
+from quire.kernels.gpu.sampling.logit_processors import count_tokens, process_logits
+from quire.kernels.gpu.sampling.logprobs import token_logprobs
+from quire.kernels.gpu.sampling.sample import sample_tokens
 from quire.kernels.row_interface import RowKernels
 
-CHOOSING = RowKernels(shape_logits, choose_tokens, tally_tokens, score_tokens, finish_rows, decode_inputs)
+GPU_ROW_KERNELS = RowKernels(process_logits, sample_tokens, count_tokens, token_logprobs, finish_rows, decode_inputs)

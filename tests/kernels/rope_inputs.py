@@ -1,4 +1,4 @@
-"""Builds what `turn_and_write` works on: heads, a norm, a rotation, and a store full of NaN."""
+"""Builds what `rope_and_write_kv` works on: heads, a norm, a rotation, and a store full of NaN."""
 
 import math
 from typing import NamedTuple
@@ -23,7 +23,7 @@ class Parted(NamedTuple):
 
 
 class Turned(NamedTuple):
-    """What `turn_and_write` left behind."""
+    """What `rope_and_write_kv` left behind."""
 
     query: Tensor  # [tokens, heads, dim]
     store: Tensor  # [blocks, layers, 2, block_size, kv_heads, dim]
@@ -68,7 +68,7 @@ class Turning(NamedTuple):
         """On copies."""
         qkv, store = self.qkv.clone(), self.store.clone()
         step = kernels.plan(self.layout, BLOCK_SIZE)
-        step.turn_and_write(qkv, self.head_norm, self.rotation, store[:, LAYER])
+        step.rope_and_write_kv(qkv, self.head_norm, self.rotation, store[:, LAYER])
         return Turned(heads_apart(qkv).query, store)
 
     def written(self, store: Tensor) -> Tensor:

@@ -368,7 +368,7 @@ def test_layers_with_a_window_and_without_agree_in_one_step(announced, monkeypat
 def test_keys_are_written_between_the_cutting_and_the_attention(monkeypatch):
     step = Step([Part(90, 1), Part(7, 1)], kv_heads=1)
     order = []
-    for owner, name in ((attention, "list_pieces"), (turns, "turn_and_write"), (attention, "decode_attention")):
+    for owner, name in ((attention, "list_pieces"), (turns, "rope_and_write_kv"), (attention, "decode_attention")):
         done = getattr(owner, name)
         monkeypatch.setattr(
             owner,
@@ -382,9 +382,9 @@ def test_keys_are_written_between_the_cutting_and_the_attention(monkeypatch):
     angles = torch.zeros(2, 1, 16, device=DEVICE)
     store = torch.zeros_like(step.kv_layer)
     for _ in range(2):
-        planned.turn_and_write(qkv, None, Rotation(angles.cos(), angles.sin()), store)
+        planned.rope_and_write_kv(qkv, None, Rotation(angles.cos(), angles.sin()), store)
         planned.attend(step.query, step.kv_layer, step.rule)
-    layer = [("turn_and_write", None), ("decode_attention", True)]
+    layer = [("rope_and_write_kv", None), ("decode_attention", True)]
     assert order == [("list_pieces", None)] * 2 + layer * 2
 
 

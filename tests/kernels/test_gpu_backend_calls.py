@@ -136,9 +136,9 @@ def test_flashinfer_plans_a_step_once_for_each_rule_and_keeps_its_wrappers():
             step.check(planned.attend(step.query, step.kv_layer, step.rule))
         assert [wrapper.num_plans for wrapper in made] == [num_steps] * len(RULES)
     assert (
-        not AttentionBackends(decodes=backend).recordable
-        and AttentionBackends(fa3(), fa3()).recordable
-        and OWN.recordable
+        not AttentionBackends(decodes=backend).capturable
+        and AttentionBackends(fa3(), fa3()).capturable
+        and OWN.capturable
     )
 
 
@@ -193,10 +193,10 @@ def fa3_is_faster(monkeypatch):
 @pytest.mark.usefixtures("fa3_is_faster")
 def test_auto_goes_on_without_what_fails_and_a_name_is_refused_with_the_reason(monkeypatch):
     monkeypatch.setattr(select, "_load", lambda name, device: fa3(stranger=broken))
-    backends, reasons = select.settle_attention("auto", NEEDS, HERE, HERE_DEVICE)
+    backends, reasons = select.select_attention("auto", NEEDS, HERE, HERE_DEVICE)
     assert backends == OWN and "fa3 not: it was tried and failed (RuntimeError: no kernel image)" in reasons
     with pytest.raises(ConfigError, match=r"fa3 cannot be used: it was tried and failed .*no kernel image"):
-        select.settle_attention("fa3", NEEDS, HERE, HERE_DEVICE)
+        select.select_attention("fa3", NEEDS, HERE, HERE_DEVICE)
 
 
 def test_whoever_takes_over_a_part_is_tried_for_it_too(monkeypatch):
@@ -214,7 +214,7 @@ def test_whoever_takes_over_a_part_is_tried_for_it_too(monkeypatch):
 
     others = {"fa3": fa3(stranger=good_for_chunks_alone), "flashinfer": fa3(stranger=broken)}
     monkeypatch.setattr(select, "_load", lambda name, device: others[name])
-    backends, reasons = select.settle_attention("auto", NEEDS, HERE, HERE_DEVICE)
+    backends, reasons = select.select_attention("auto", NEEDS, HERE, HERE_DEVICE)
     assert backends == OWN, "a library that fails at one part is trusted with none"
     assert any(reason.startswith("fa3 not: it was tried and failed (decodes differ by") for reason in reasons), reasons
 
@@ -224,14 +224,14 @@ def test_what_cannot_be_loaded_is_not_used(monkeypatch):
         raise ImportError("libcudart.so.13: cannot open shared object file")
 
     monkeypatch.setattr(select, "_load", absent)
-    assert select.settle_attention("auto", NEEDS, HERE, HERE_DEVICE)[0] == OWN
+    assert select.select_attention("auto", NEEDS, HERE, HERE_DEVICE)[0] == OWN
     with pytest.raises(ConfigError, match=r"libcudart\.so\.13"):
-        select.settle_attention("flashinfer", NEEDS, HERE, HERE_DEVICE)
+        select.select_attention("flashinfer", NEEDS, HERE, HERE_DEVICE)
 
 
 @pytest.mark.usefixtures("fa3_is_faster")
 def test_what_stood_its_trial_is_given_its_parts(monkeypatch):
     backend = fa3()
     monkeypatch.setattr(select, "_load", lambda name, device: backend)
-    assert select.settle_attention("auto", NEEDS, HERE, HERE_DEVICE)[0] == AttentionBackends(long_chunk=backend)
-    assert select.settle_attention("fa3", NEEDS, HERE, HERE_DEVICE)[0] == AttentionBackends(backend, backend, backend)
+    assert select.select_attention("auto", NEEDS, HERE, HERE_DEVICE)[0] == AttentionBackends(long_chunk=backend)
+    assert select.select_attention("fa3", NEEDS, HERE, HERE_DEVICE)[0] == AttentionBackends(backend, backend, backend)

@@ -150,7 +150,7 @@ def test_heads_of_a_wider_buffer_are_turned_and_the_others_left():
     wider[:, 1:, :32] = turning.qkv
     store = turning.store.clone()
     step = FAST.plan(turning.layout, BLOCK_SIZE)
-    step.turn_and_write(wider[:, 1:, :32], None, turning.rotation, store[:, LAYER])
+    step.rope_and_write_kv(wider[:, 1:, :32], None, turning.rotation, store[:, LAYER])
     truth = turning.through(TRUTH)
     close(heads_apart(wider[:, 1:, :32]).query, truth.query)
     close(store, truth.store)
@@ -167,7 +167,7 @@ def test_keys_beyond_two_to_the_31_numbers_land_in_their_block():
     first = num_blocks - len(near)
     far[first:] = math.nan
     step = FAST.plan(replace(turning.layout, slots=turning.layout.slots + first * BLOCK_SIZE), BLOCK_SIZE)
-    step.turn_and_write(turning.qkv.clone(), None, turning.rotation, far)
+    step.rope_and_write_kv(turning.qkv.clone(), None, turning.rotation, far)
     torch.testing.assert_close(far[first:], near, atol=0, rtol=0, equal_nan=True)
 
 

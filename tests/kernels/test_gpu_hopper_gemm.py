@@ -124,7 +124,7 @@ def test_a_kernel_that_cannot_be_compiled_is_told_of_once_and_products_come_out_
 ) -> None:
     x, weight = torch.randn(9, 256).half(), torch.randn(4096, 256).half()
     kernels = with_products()
-    for multiply in (kernels.linear, kernels.linear_to_add, kernels.linear):
+    for multiply in (kernels.linear, kernels.linear_unreduced, kernels.linear):
         product = multiply(x, weight, None)
         assert isinstance(product, torch.Tensor) and torch.equal(product, F.linear(x, weight))
     [line] = caplog.records
@@ -154,12 +154,12 @@ def test_parts_are_for_those_who_add_and_one_row_keeps_its_kernel(monkeypatch: p
     kernels = with_products()
     x, weight = torch.randn(9, 1024).half().to(DEVICE), torch.randn(1024, 1024).half().to(DEVICE)
     assert kernels._products is not None and kernels._products.product(x, weight, None) is None
-    parts = kernels.linear_to_add(x, weight, None)
+    parts = kernels.linear_unreduced(x, weight, None)
     assert isinstance(parts, PartialSums) and parts.sums.shape == (8, 9, 1024) and parts.dtype is x.dtype
     torch.testing.assert_close(parts.whole(), F.linear(x, weight), atol=4e-2, rtol=4e-3)
     assert isinstance(kernels.linear(x, weight, None), torch.Tensor)
-    assert isinstance(kernels.linear_to_add(x[:2], weight, None), PartialSums)
-    assert isinstance(kernels.linear_to_add(x[:1], weight, None), torch.Tensor), "skinny_product's"
+    assert isinstance(kernels.linear_unreduced(x[:2], weight, None), PartialSums)
+    assert isinstance(kernels.linear_unreduced(x[:1], weight, None), torch.Tensor), "skinny_product's"
     assert len(kernels._products._described) == 1, "a weight is described once"
 
 

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from quire.core.sampling import RowSampling
 from quire.core.step import Masks
-from quire.kernels.gpu.sampling.logit_processors import shape_logits, tally_tokens
+from quire.kernels.gpu.sampling.logit_processors import count_tokens, process_logits
 from quire.sampling.logit_processors import tally_plainly
 from quire.sampling.row_params import SamplingBatch
 from quire.sampling.sampler import Sampler
-from tests.kernels.gpu_row_kernels import CHOOSING
+from tests.kernels.gpu_row_kernels import GPU_ROW_KERNELS
 from tests.sampling.reference import Case, row_start
 from tests.sampling.strategies import VOCAB, cases
 from tests.tiers import examples
@@ -30,7 +30,7 @@ WARY = RowSampling(bad_words=((5,), (1, 8), (1, 2, 3077)))
 
 def samplers(assigned: list[Case], vocab_size: int) -> tuple[Sampler, Sampler]:
     """One that has the kernels and one that has not."""
-    pair = Sampler(len(assigned), vocab_size, DEVICE, CHOOSING), Sampler(len(assigned), vocab_size, DEVICE)
+    pair = Sampler(len(assigned), vocab_size, DEVICE, GPU_ROW_KERNELS), Sampler(len(assigned), vocab_size, DEVICE)
     for sampler in pair:
         for row, case in enumerate(assigned):
             row_start(sampler, row, case)
@@ -123,7 +123,7 @@ def test_rows_are_found_wherever_they_sit_and_padding_is_nobody() -> None:
     agree(quick, plain, logits, batch)
     places = torch.tensor([[-1, -1, -1], [-1, -1, -1], [1, -1, 0]], device=DEVICE)
     padded = SamplingBatch(torch.tensor([3, -1, 1], device=DEVICE), rows, batch.positions)
-    shaped = shape_logits(logits, padded.rows, padded.positions, quick._rows.table, quick._shaping(places, None))
+    shaped = process_logits(logits, padded.rows, padded.positions, quick._rows.table, quick._shaping(places, None))
     assert torch.equal(shaped[[0, 2]], plain._shape(logits, batch)[[0, 2]])
 
 
@@ -134,6 +134,6 @@ def test_more_tokens_are_counted_than_one_program_takes() -> None:
     tokens = torch.randint(0, 37, (150,), generator=numbers)
     before = torch.randint(0, 9, (150, 37), generator=numbers, dtype=torch.int32)
     counted, truth = before.clone().to(DEVICE), before.clone()
-    tally_tokens(tokens.to(DEVICE), places.to(DEVICE), counted)
+    count_tokens(tokens.to(DEVICE), places.to(DEVICE), counted)
     tally_plainly(tokens, places, truth)
     assert torch.equal(counted.cpu(), truth) and int((truth - before).sum()) == int((places >= 0).sum())

@@ -15,11 +15,11 @@ from quire.core.step import RowStart
 from quire.kernels.gpu.sampling import sample
 from quire.kernels.gpu.sampling.finish import finish_rows
 from quire.kernels.gpu.sampling.sample import _scratch as new_scratch
-from quire.kernels.row_interface import Chosen, RowState, SamplingStage
+from quire.kernels.row_interface import RowState, Sampled, SamplingStage
 from quire.runner.row_table import RowTable
 from quire.sampling.row_params import SamplingBatch
 from quire.sampling.sampler import Sampler
-from tests.kernels.gpu_row_kernels import CHOOSING
+from tests.kernels.gpu_row_kernels import GPU_ROW_KERNELS
 from tests.tiers import examples
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -41,7 +41,7 @@ MIXTURE = (
 
 def samplers(samplings: list[RowSampling], vocab_size: int) -> tuple[Sampler, Sampler]:
     """One that has the kernel and one that has not, with these rows; row i has sequence index i."""
-    pair = (Sampler(len(samplings), vocab_size, DEVICE, CHOOSING), Sampler(len(samplings), vocab_size, DEVICE))
+    pair = (Sampler(len(samplings), vocab_size, DEVICE, GPU_ROW_KERNELS), Sampler(len(samplings), vocab_size, DEVICE))
     for sampler in pair:
         for row, sampling in enumerate(samplings):
             tokens = np.zeros(1, dtype=np.int32)
@@ -54,7 +54,7 @@ def batch_of(rows: list[int], position: int) -> SamplingBatch:
     return SamplingBatch(torch.tensor(rows, device=DEVICE), np.array(rows, dtype=np.int32), positions)
 
 
-def agree(samplings: list[RowSampling], logits: Tensor, position: int = 5) -> Chosen:
+def agree(samplings: list[RowSampling], logits: Tensor, position: int = 5) -> Sampled:
     quick, plain = samplers(samplings, logits.shape[1])
     batch = batch_of(list(range(len(samplings))), position)
     untouched = logits.clone()
@@ -154,7 +154,7 @@ def test_finished_rows_are_as_the_runner_leaves_them() -> None:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randperm(num_rows, generator=generator)[:66].to(DEVICE)
     batch = SamplingBatch(rows, rows.cpu().numpy(), torch.where(rows % 3 == 0, 999, 500))
-    chosen = Chosen(torch.randint(0, 8, (66,), generator=generator).to(DEVICE), rows % 7 != 6)
+    chosen = Sampled(torch.randint(0, 8, (66,), generator=generator).to(DEVICE), rows % 7 != 6)
     truth, table = row_table(num_rows), row_table(num_rows)
 
     ends = sampler.ends(batch, chosen.tokens)
@@ -164,7 +164,7 @@ def test_finished_rows_are_as_the_runner_leaves_them() -> None:
 
     padding = torch.zeros(2, dtype=torch.int64, device=DEVICE)
     outcome = finish_rows(
-        Chosen(torch.cat([padding, chosen.tokens]), torch.cat([padding.bool(), chosen.finite])),
+        Sampled(torch.cat([padding, chosen.tokens]), torch.cat([padding.bool(), chosen.finite])),
         torch.cat([padding - 1, rows]),
         torch.cat([padding, batch.positions]),
         sampler.end_columns,

@@ -164,7 +164,7 @@ def test_weights_may_get_their_values_after_the_decoder_was_made(family: Family)
     values = [filled.embedding, filled.final_norm, filled.head, *tensors_of(filled.layers)]
     for place, value in zip(places, values, strict=True):
         place.copy_(value)
-    late.reread(weights)
+    late.refresh_norms(weights)
     [ours] = run(late, prompts([12]), [{0: 12}])
     assert (ours - expected(family.name, (12,))[0]).abs().max().item() <= TOLERANCE
 
@@ -177,4 +177,4 @@ def test_what_was_packed_is_not_read_again():
     spec = twin("llama2").spec
     packed = Decoder(spec, empty_weights(spec, torch.bfloat16, "cpu"), CpuKernels(), 32)
     with pytest.raises(AssertionError, match="packed"):
-        packed.reread(empty_weights(spec, torch.bfloat16, "cpu"))
+        packed.refresh_norms(empty_weights(spec, torch.bfloat16, "cpu"))

@@ -20,7 +20,7 @@ class InParts(ReferenceKernels):
 
     num_left = 0
 
-    def linear_to_add(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> PartialSums:  # type: ignore[override]
+    def linear_unreduced(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> PartialSums:  # type: ignore[override]
         self.num_left += 1
         sums = torch.stack([part @ rows.T for part, rows in zip(x.chunk(3, 1), packed.chunk(3, 1), strict=True)])
         if bias is not None:

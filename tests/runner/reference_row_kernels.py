@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from quire.kernels.row_interface import (
-    Chosen,
     EndColumns,
     LogitShaping,
     RowKernels,
     RowState,
+    Sampled,
     SamplingStage,
     SamplingTable,
     decode_inputs_reference,
@@ -19,14 +19,14 @@ from quire.sampling.logprobs import score_plainly
 
 def choose_likeliest(
     logits: Tensor, rows: Tensor, positions: Tensor, table: SamplingTable, stages: SamplingStage
-) -> Chosen:
+) -> Sampled:
     assert not table.integers[rows.clamp(min=0), 3].any(), "somebody wants a random token"
     highest, tokens = logits.max(dim=-1)
     finite = torch.isfinite(highest) & (rows >= 0)
-    return Chosen(torch.where(finite, tokens, 0), finite)
+    return Sampled(torch.where(finite, tokens, 0), finite)
 
 
-def finish_plainly(chosen: Chosen, rows: Tensor, positions: Tensor, ends: EndColumns, state: RowState) -> Tensor:
+def finish_plainly(chosen: Sampled, rows: Tensor, positions: Tensor, ends: EndColumns, state: RowState) -> Tensor:
     real, at = rows >= 0, rows.clamp(min=0)
     alive = state.alive[at] & real
     stop = (ends.end_ids[at] == chosen.tokens[:, None]).any(-1) & real
@@ -68,6 +68,6 @@ def shape_plainly(
     return shaped
 
 
-PLAIN_CHOOSING = RowKernels(
+REFERENCE_ROW_KERNELS = RowKernels(
     shape_plainly, choose_likeliest, tally_plainly, score_plainly, finish_plainly, decode_inputs_reference
 )

@@ -15,7 +15,7 @@ from quire.engine.local_client import LocalClient
 from quire.engine.oracle_runner import TorchOracleRunner, torch_oracle
 from quire.engine.request_validator import RequestValidator
 from quire.kernels.interface import StepLayout
-from quire.kernels.row_interface import PADDING, Chosen, RowKernels, SamplingStage, SamplingTable
+from quire.kernels.row_interface import PADDING, RowKernels, Sampled, SamplingStage, SamplingTable
 from quire.kv.manager import KVManager
 from quire.models.oracle import OracleModel
 from quire.runner import cuda_graphs as recorded
@@ -27,7 +27,7 @@ from quire.sched.scheduler import Scheduler
 from quire.sim.check.check import check
 from quire.sim.check.world import Scenario
 from tests.runner.plans import emitted, grants, row_start, sample
-from tests.runner.reference_row_kernels import PLAIN_CHOOSING
+from tests.runner.reference_row_kernels import REFERENCE_ROW_KERNELS
 from tests.sim.runner_pairs import Bodies, following
 
 CPU = torch.device("cpu")
@@ -150,7 +150,7 @@ def test_worlds_in_which_everything_goes_wrong() -> None:
     bodies: list[TorchOracleRunner] = []
 
     def body(world: Scenario) -> TorchOracleRunner:
-        bodies.append(torch_oracle(world, choosing=PLAIN_CHOOSING))
+        bodies.append(torch_oracle(world, row_kernels=REFERENCE_ROW_KERNELS))
         return bodies[-1]
 
     assert check(1_200, 23, body=body, min_tokens=False).violations == []
@@ -159,7 +159,7 @@ def test_worlds_in_which_everything_goes_wrong() -> None:
 
 def test_rows_that_end_in_a_recorded_step_write_nothing_more() -> None:
     """Two rows; the first ends while the host still believes that it cruises."""
-    bodies = Bodies(choosing=PLAIN_CHOOSING)
+    bodies = Bodies(row_kernels=REFERENCE_ROW_KERNELS)
     ending = following(PROMPT, 2)[1]
     opening = StepPlan(
         0,
@@ -176,7 +176,7 @@ def test_rows_that_end_in_a_recorded_step_write_nothing_more() -> None:
 
 
 def test_more_end_tokens_than_the_table_had_room_for() -> None:
-    bodies = Bodies(choosing=PLAIN_CHOOSING)
+    bodies = Bodies(row_kernels=REFERENCE_ROW_KERNELS)
     wide = (*range(200, 209), following(PROMPT, 2)[1])
     bodies.run(
         StepPlan(0, starts=(row_start(0, PROMPT, end_ids=wide),), grants=grants({0: [1, 2]}), chunks=(sample(0, 0, 6),))
@@ -201,7 +201,7 @@ GROWING: list[dict[str, object]] = [{"stop_token_ids": list(range(299, 299 - 3 *
 
 
 def answers(
-    choosing: RowKernels | None,
+    row_kernels: RowKernels | None,
     wishes: list[dict[str, object]] = WISHES,
     *,
     busily: bool = False,
@@ -220,7 +220,7 @@ def answers(
         stores,
         max_rows=5,
         max_length=128,
-        choosing=choosing,
+        row_kernels=row_kernels,
         max_step_tokens=24,
         on_demand=True,
         recording=recording,
@@ -247,7 +247,7 @@ def answers(
 
 
 def test_those_who_ask_for_more_get_it_from_a_replayed_model_too() -> None:
-    replayed, count = answers(PLAIN_CHOOSING)
+    replayed, count = answers(REFERENCE_ROW_KERNELS)
     built, none = answers(None)
     assert replayed == built
     assert count > 15 and none == 0
@@ -256,14 +256,16 @@ def test_those_who_ask_for_more_get_it_from_a_replayed_model_too() -> None:
 def test_a_step_in_which_nobody_draws_is_chosen_without_what_drawing_takes() -> None:
     seen = set()
 
-    def choose(logits: Tensor, rows: Tensor, positions: Tensor, table: SamplingTable, stages: SamplingStage) -> Chosen:
+    def choose(logits: Tensor, rows: Tensor, positions: Tensor, table: SamplingTable, stages: SamplingStage) -> Sampled:
         drawing = bool(table.integers[rows[rows >= 0], 3].any())
         seen.add((drawing, stages))
         tokens = logits.argmax(dim=-1)  # of these logits one alone is possible
-        return Chosen(tokens, torch.ones_like(rows, dtype=torch.bool))
+        return Sampled(tokens, torch.ones_like(rows, dtype=torch.bool))
 
     drawing = [{"seed": 5, "temperature": 0.8, "max_tokens": 4}, {"seed": 6, "temperature": 1.3, "top_k": 9}]
-    replayed, count = answers(PLAIN_CHOOSING._replace(choose=choose), [{"max_tokens": 40}, {}, *drawing, {}])
+    replayed, count = answers(
+        REFERENCE_ROW_KERNELS._replace(sample_tokens=choose), [{"max_tokens": 40}, {}, *drawing, {}]
+    )
     assert (
         seen >= {(False, SamplingStage.GREEDY), (True, SamplingStage.DRAWN)}
         and (True, SamplingStage.GREEDY) not in seen
@@ -273,14 +275,14 @@ def test_a_step_in_which_nobody_draws_is_chosen_without_what_drawing_takes() -> 
 
 def test_kernels_that_wait_are_never_recorded_and_rows_end_as_ever() -> None:
     """Not even on demand, nor between steps; what ends rows on the device is the same."""
-    finished: list[Chosen] = []
+    finished: list[Sampled] = []
 
-    def finish(chosen: Chosen, *given: Any) -> Tensor:
+    def finish(chosen: Sampled, *given: Any) -> Tensor:
         finished.append(chosen)
-        return PLAIN_CHOOSING.finish(chosen, *given)
+        return REFERENCE_ROW_KERNELS.finish_rows(chosen, *given)
 
-    never, none = answers(PLAIN_CHOOSING._replace(finish=finish), busily=True, recording=False)
-    assert never == answers(PLAIN_CHOOSING)[0]
+    never, none = answers(REFERENCE_ROW_KERNELS._replace(finish_rows=finish), busily=True, recording=False)
+    assert never == answers(REFERENCE_ROW_KERNELS)[0]
     assert none == 0 and finished
 
 
@@ -294,7 +296,7 @@ def test_recording_while_others_run_changes_nothing_for_them(monkeypatch: pytest
 
     monkeypatch.setattr(GraphRecorder, "record", record)
     for wishes in (WISHES, GROWING):
-        busy, count = answers(PLAIN_CHOOSING, wishes, busily=True)
+        busy, count = answers(REFERENCE_ROW_KERNELS, wishes, busily=True)
         built, _ = answers(None, wishes)
         assert busy == built
         assert count > 15
@@ -305,9 +307,9 @@ def test_what_steps_were_without_for_too_long_is_recorded_before_one(monkeypatch
     monkeypatch.setattr(GraphRecorder, "record", lambda recorder, work: (work(), work)[1])
     monkeypatch.setattr(recorded, "seconds_of", lambda replay, device: 1.0)
     monkeypatch.setattr(CapturePolicy, "better_built", lambda regrets, step, shape: False)
-    few, some = answers(PLAIN_CHOOSING, first=4)
-    many, most = answers(PLAIN_CHOOSING)
-    grown, _ = answers(PLAIN_CHOOSING, GROWING, first=4)
+    few, some = answers(REFERENCE_ROW_KERNELS, first=4)
+    many, most = answers(REFERENCE_ROW_KERNELS)
+    grown, _ = answers(REFERENCE_ROW_KERNELS, GROWING, first=4)
     assert few == many and some == most, "all steps are replayed, one way or the other"
     assert grown == answers(None, GROWING)[0]
 
@@ -370,7 +372,9 @@ def test_without_memory_nothing_more_is_recorded(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(GraphRecorder, "record", lambda recorder, work: (work(), work)[1])
     model = Full(300)
     stores = new_store(model.kv_geometry, 128, 4, CPU)
-    runner = ModelRunner(model, stores, max_rows=5, max_length=128, choosing=PLAIN_CHOOSING, max_step_tokens=24)
+    runner = ModelRunner(
+        model, stores, max_rows=5, max_length=128, row_kernels=REFERENCE_ROW_KERNELS, max_step_tokens=24
+    )
     for _ in range(10):
         runner.prepare()
     assert runner.prepared

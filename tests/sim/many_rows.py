@@ -56,7 +56,7 @@ class Seen:
 
 
 def torch_body(
-    throng: Throng, device: str, choosing: RowKernels, copy_blocks: CopyBlocks | None = None
+    throng: Throng, device: str, row_kernels: RowKernels, copy_blocks: CopyBlocks | None = None
 ) -> TorchOracleRunner:
     return TorchOracleRunner(
         vocab_size=VOCAB,
@@ -66,7 +66,7 @@ def torch_body(
         max_rows=throng.rows,
         max_length=throng.max_length,
         device=device,
-        choosing=choosing,
+        row_kernels=row_kernels,
         copy_blocks=copy_blocks,
     )
 

@@ -20,7 +20,7 @@ NUM_HOST_BLOCKS = 8
 class Bodies:
     """The numpy oracle and the integer model behind the torch runner, side by side."""
 
-    def __init__(self, device: str = "cpu", choosing: RowKernels | None = None) -> None:
+    def __init__(self, device: str = "cpu", row_kernels: RowKernels | None = None) -> None:
         self.paper = OracleRunner(NUM_BLOCKS, BLOCK, VOCAB, NUM_HOST_BLOCKS)
         self.metal = TorchOracleRunner(
             vocab_size=VOCAB,
@@ -30,7 +30,7 @@ class Bodies:
             max_rows=4,
             max_length=40,
             device=device,
-            choosing=choosing,
+            row_kernels=row_kernels,
         )
 
     def run(self, plan: StepPlan) -> StepResult:

@@ -21,7 +21,7 @@ from quire.kernels.gpu.attention.dispatch import GpuAttention
 from quire.kernels.gpu.attention.hopper_dispatch import HopperPrefill
 from quire.kernels.gpu.backends.interface import OWN, AttentionBackends
 from quire.kernels.interface import AttentionRule, StepLayout
-from quire.kernels.select import settle_attention
+from quire.kernels.select import select_attention
 from quire.runner.cuda_graphs import GraphRecorder, Replay
 
 _DECODE = re.compile(r"decode ([0-9]{1,9})x([0-9]{1,9})(?:\.\.([0-9]{1,9}))?")
@@ -181,8 +181,8 @@ def library(name: str, shape: HeadShape) -> AttentionBackends:
     device = torch.device("cuda")
     needs = AttentionNeeds(shape.queries, shape.keys, shape.dim, shape.dtype, shape.block_size, (shape.rule,))
     here = AttentionEnvironment(torch.cuda.get_device_capability(), find_backends())
-    backends, _ = settle_attention(name, needs, here, device)
-    assert backends.recordable, name
+    backends, _ = select_attention(name, needs, here, device)
+    assert backends.capturable, name
     return backends
 
 
@@ -190,7 +190,7 @@ def measure(work: AttentionWork, shape: HeadShape, beside: AttentionBackends | N
     """`beside`: a library, which takes part if it does such work itself."""
     step = step_of(work, shape, torch.device("cuda"))
     contestants = [_attention(step, OWN)]
-    if beside is not None and (theirs := _attention(step, beside)).is_others:
+    if beside is not None and (theirs := _attention(step, beside)).uses_backend:
         contestants.append(theirs)
     seconds = _seconds(step, shape.rule, contestants)
     rate, unit = shape.num_bytes(work.num_read(shape.window)) / seconds[0], "TB/s"

@@ -28,7 +28,7 @@ from quire.engine.stats import EngineInfo, MemoryLedger, settle
 from quire.formats.checkpoint import Checkpoint, CheckpointSource
 from quire.kernels.attention_backends import AttentionNeeds
 from quire.kernels.interface import AttentionRule, Precompiling
-from quire.kernels.select import KernelChoice, compiling_ahead, select_kernels
+from quire.kernels.select import KernelChoice, precompiling_for, select_kernels
 from quire.models.decoder import Decoder
 from quire.models.parameters import DecoderWeights
 from quire.runner.cuda_graphs import StepTimes
@@ -148,11 +148,11 @@ def build(
     if ahead is not None:
         with ahead.compiling(lambda: _dry_run(model, stores, runner), machine.num_cores, watch):
             _fill(room, waking)
-            model.reread(weights)
+            model.refresh_norms(weights)
             watch.done("weights", _describe_weights(weight_bytes, dtype))
     warm_up(model, stores)
     watch.done("warm-up", choice.reason)
-    pace = _record(runner, watch, serving) if choice.choosing is not None and choice.recordable else None
+    pace = _record(runner, watch, serving) if choice.row_kernels is not None and choice.capturable else None
     costs = _costs(spec, weights, _DTYPES[dtype].itemsize, machine, resolved, stores, pace)
     scheduler = _scheduler(config, resolved, costs, pace, serving)
     engine = _engine(config, opened, resolved, scheduler, runner, observe, grammars)
@@ -166,7 +166,7 @@ def build(
 
 def _ahead(device: torch.device, watch: StartupReporter) -> Precompilation | None:
     """From now on the first kernel is being compiled, where any are: a second in which the model can be found."""
-    compiling = compiling_ahead(device.type)
+    compiling = precompiling_for(device.type)
     if compiling is None:
         return None
     watch.done("compiler", "import")
@@ -204,10 +204,10 @@ def _runner(
         stores,
         max_rows=resolved.max_num_seqs,
         max_length=resolved.max_model_len,
-        choosing=choice.choosing,
+        row_kernels=choice.row_kernels,
         max_step_tokens=resolved.max_num_batched_tokens,
         on_demand=not serving,
-        recording=choice.recordable,
+        recording=choice.capturable,
     )
 
 

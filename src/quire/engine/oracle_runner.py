@@ -27,7 +27,7 @@ class TorchOracleRunner:
         max_rows: int,
         max_length: int,
         device: str = "cpu",
-        choosing: RowKernels | None = None,
+        row_kernels: RowKernels | None = None,
         copy_blocks: CopyBlocks | None = None,
     ) -> None:
         where = torch.device(device)
@@ -36,7 +36,7 @@ class TorchOracleRunner:
         model = OracleModel(vocab_size, self._index_of_block)
         stores = new_store(model.kv_geometry, num_blocks, block_size, where, num_host_blocks, copy_blocks)
         self._runner = ModelRunner(
-            model, stores, max_rows=max_rows, max_length=max_length, choosing=choosing, max_step_tokens=16
+            model, stores, max_rows=max_rows, max_length=max_length, row_kernels=row_kernels, max_step_tokens=16
         )
         while not self._runner.prepared:
             self._runner.prepare()
@@ -57,7 +57,7 @@ class TorchOracleRunner:
 
 
 def torch_oracle(
-    world: Scenario, device: str = "cpu", choosing: RowKernels | None = None, copy_blocks: CopyBlocks | None = None
+    world: Scenario, device: str = "cpu", row_kernels: RowKernels | None = None, copy_blocks: CopyBlocks | None = None
 ) -> TorchOracleRunner:
     return TorchOracleRunner(
         vocab_size=VOCAB_SIZE,
@@ -67,6 +67,6 @@ def torch_oracle(
         max_rows=world.max_rows,
         max_length=world.max_prompt + world.max_output,
         device=device,
-        choosing=choosing,
+        row_kernels=row_kernels,
         copy_blocks=copy_blocks,
     )

@@ -73,7 +73,7 @@ class PartialSums(NamedTuple):
 class StepAttention(Protocol):
     """Attention for one step, prepared once and used by every layer."""
 
-    def turn_and_write(self, qkv: Tensor, head_norm: HeadNorm | None, rotation: Rotation, kv_layer: Tensor) -> None:
+    def rope_and_write_kv(self, qkv: Tensor, head_norm: HeadNorm | None, rotation: Rotation, kv_layer: Tensor) -> None:
         """Norm queries and keys if there is a norm, turn the first rotary_dim of each, and store keys and values.
 
         qkv: [tokens, heads + 2 * kv_heads, dim]: queries, keys, values; kv_layer: [blocks, 2, block_size, kv_heads,
@@ -110,7 +110,7 @@ class Kernels(Protocol):
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
         """x: [tokens, in]; packed: [out, in], packed; bias: [out]. Returns [tokens, out], as x."""
 
-    def linear_to_add(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor | PartialSums:
+    def linear_unreduced(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor | PartialSums:
         """The same for `add_rms_norm` alone, which reads it anyway and so may be left to add up parts."""
 
     def logits(self, x: Tensor, packed: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:

@@ -24,7 +24,7 @@ class ReferenceKernels:
         product = x.float() @ packed.float().T
         return (product if bias is None else product + bias.float()).to(x.dtype)
 
-    def linear_to_add(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    def linear_unreduced(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
         return self.linear(x, packed, bias)
 
     def logits(self, x: Tensor, packed: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
@@ -58,7 +58,7 @@ class ReferenceAttention:
         self._layout = layout
         self._block_size = block_size
 
-    def turn_and_write(self, qkv: Tensor, head_norm: HeadNorm | None, rotation: Rotation, kv_layer: Tensor) -> None:
+    def rope_and_write_kv(self, qkv: Tensor, head_norm: HeadNorm | None, rotation: Rotation, kv_layer: Tensor) -> None:
         kv_heads = kv_layer.shape[3]
         turning, heads = qkv[:, :-kv_heads], qkv.shape[1] - 2 * kv_heads
         if head_norm is not None:

@@ -36,14 +36,14 @@ class SamplingTable(NamedTuple):
     floats: Tensor
 
 
-class Chosen(NamedTuple):
+class Sampled(NamedTuple):
     """A row that is not finite had a NaN or +inf logit, or nothing to choose; its token is 0."""
 
     tokens: Tensor  # [n] int64
     finite: Tensor  # [n] bool
 
 
-class ChooseTokens(Protocol):
+class SampleTokens(Protocol):
     """A token for every row of a batch."""
 
     def __call__(
@@ -53,7 +53,7 @@ class ChooseTokens(Protocol):
         positions: Tensor,  # [n] int64: the index that the new token will have in its sequence
         table: SamplingTable,
         stages: SamplingStage,  # what no row of the batch goes beyond
-    ) -> Chosen: ...
+    ) -> Sampled: ...
 
 
 class LogitShaping(NamedTuple):
@@ -67,7 +67,7 @@ class LogitShaping(NamedTuple):
     end_ids: Tensor  # [max_rows, width] int64, padded with -1: what a row with fewer than min_tokens may not choose
 
 
-class ShapeLogits(Protocol):
+class ProcessLogits(Protocol):
     """Masks, offsets, early ends and penalties. What was NaN or +inf becomes NaN, also where it is forbidden."""
 
     def __call__(
@@ -91,7 +91,7 @@ class CountTokens(Protocol):
     ) -> None: ...
 
 
-class ScoreTokens(Protocol):
+class TokenLogprobs(Protocol):
     """One token in each row of logits, and the likeliest there; of equal logits the lowest ids come first."""
 
     def __call__(
@@ -123,7 +123,7 @@ class FinishRows(Protocol):
 
     def __call__(
         self,
-        chosen: Chosen,
+        chosen: Sampled,
         rows: Tensor,  # [n] int64, none twice but -1
         positions: Tensor,  # [n] int64
         ends: EndColumns,
@@ -150,7 +150,7 @@ class NextTokens(NamedTuple):
     positions: Tensor  # [n] int64
     slots: Tensor  # [n] int64: where its key and value are written
     max_lengths: Tensor  # [n] int64
-    speaking: Tensor  # [n] int64: the row, or PADDING
+    sampled_rows: Tensor  # [n] int64: the row, or PADDING
     context_lengths: Tensor  # [n] int32
     tables: Tensor  # [n, width] int32
 
@@ -167,18 +167,18 @@ class DecodeInputs(Protocol):
 
 
 class RowKernels(NamedTuple):
-    """All of them together."""
+    """All kernels that work by row."""
 
-    shape: ShapeLogits
-    choose: ChooseTokens
-    tally: CountTokens
-    score: ScoreTokens
-    finish: FinishRows
-    cruise: DecodeInputs
+    process_logits: ProcessLogits
+    sample_tokens: SampleTokens
+    count_tokens: CountTokens
+    token_logprobs: TokenLogprobs
+    finish_rows: FinishRows
+    decode_inputs: DecodeInputs
 
 
 def decode_inputs_reference(rows: Tensor, columns: RowColumns, block_size: int) -> NextTokens:
-    """See `CruiseRows`."""
+    """See `DecodeInputs`."""
     lengths, alive = columns.lengths[rows], columns.alive[rows]
     positions = lengths - 1
     return NextTokens(
@@ -186,7 +186,7 @@ def decode_inputs_reference(rows: Tensor, columns: RowColumns, block_size: int) 
         positions=positions,
         slots=slots_of(rows, positions, columns, block_size),
         max_lengths=columns.max_lengths[rows],
-        speaking=torch.where(alive, rows, PADDING),
+        sampled_rows=torch.where(alive, rows, PADDING),
         context_lengths=(lengths * alive).int(),
         tables=columns.tables[rows],
     )

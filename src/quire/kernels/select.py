@@ -28,10 +28,10 @@ class KernelChoice(NamedTuple):
 
     kernels: Kernels
     reason: str
-    choosing: RowKernels | None = None  # None: tokens are chosen by tensor operations
+    row_kernels: RowKernels | None = None  # None: tokens are chosen by tensor operations
     copy_blocks: Callable[[Tensor, Tensor, Tensor], None] | None = None  # None: block by block
     attention: tuple[str, ...] = ()  # reasons for who attends to what, where there is a choice
-    recordable: bool = True  # whether a graph may hold a step of these kernels
+    capturable: bool = True  # whether a graph may hold a step of these kernels
 
 
 def select_kernels(name: str, needs: AttentionNeeds | None = None, backend: str = "auto") -> KernelChoice:
@@ -72,9 +72,9 @@ def _gpu_choice(needs: AttentionNeeds | None, backend: str) -> KernelChoice:
     from quire.kernels.gpu.decode_inputs import decode_inputs
     from quire.kernels.gpu.kernels import GpuKernels
     from quire.kernels.gpu.sampling.finish import finish_rows
-    from quire.kernels.gpu.sampling.logit_processors import shape_logits, tally_tokens
-    from quire.kernels.gpu.sampling.logprobs import score_tokens
-    from quire.kernels.gpu.sampling.sample import choose_tokens
+    from quire.kernels.gpu.sampling.logit_processors import count_tokens, process_logits
+    from quire.kernels.gpu.sampling.logprobs import token_logprobs
+    from quire.kernels.gpu.sampling.sample import sample_tokens
 
     backends, reasons, windows = OWN, tuple[str, ...](), tuple[int, ...]((0,))
     if needs is not None:
@@ -87,13 +87,13 @@ def _gpu_choice(needs: AttentionNeeds | None, backend: str) -> KernelChoice:
             )
         windows = tuple(dict.fromkeys(rule.window for rule in needs.rules))
         here = AttentionEnvironment(torch.cuda.get_device_capability(), find_backends())
-        backends, reasons = settle_attention(backend, needs, here, torch.device("cuda"))
+        backends, reasons = select_attention(backend, needs, here, torch.device("cuda"))
     reason = "the device is a GPU: products of few rows, attention and all between by Triton, other products by torch"
-    choosing = RowKernels(shape_logits, choose_tokens, tally_tokens, score_tokens, finish_rows, decode_inputs)
-    return KernelChoice(GpuKernels(backends, windows), reason, choosing, copy_blocks, reasons, backends.recordable)
+    row_kernels = RowKernels(process_logits, sample_tokens, count_tokens, token_logprobs, finish_rows, decode_inputs)
+    return KernelChoice(GpuKernels(backends, windows), reason, row_kernels, copy_blocks, reasons, backends.capturable)
 
 
-def compiling_ahead(device: str) -> Precompiling | None:
+def precompiling_for(device: str) -> Precompiling | None:
     """For the kernels of this device ("cpu", "cuda"); None: there is nothing to compile."""
     if device != "cuda" or find_spec("triton") is None:
         return None
@@ -102,7 +102,7 @@ def compiling_ahead(device: str) -> Precompiling | None:
     return Precompiling(compile_first, compiling_launched)
 
 
-def settle_attention(
+def select_attention(
     wanted: str, needs: AttentionNeeds, here: AttentionEnvironment, device: torch.device
 ) -> tuple[AttentionBackends, tuple[str, ...]]:
     """Choose, try what was chosen, and choose again without what failed. Refuses only what was asked for by name."""

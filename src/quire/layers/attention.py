@@ -39,6 +39,6 @@ class Attention:
         """
         queries, keys, dim = self._heads
         qkv = self._qkv(x).view(-1, queries + 2 * keys, dim)
-        step.turn_and_write(qkv, self._head_norm, rotation, kv_layer)
+        step.rope_and_write_kv(qkv, self._head_norm, rotation, kv_layer)
         attended = step.attend(qkv[:, :queries], kv_layer, self._rule)
         return self._output(attended if wanted is None else attended.index_select(0, wanted))

@@ -28,5 +28,5 @@ class Linear:
         return self._kernels.linear(x, self._packed, self._bias)
 
     def to_add(self, x: Tensor) -> Tensor | PartialSums:
-        """The same, perhaps in parts: see `Kernels.linear_to_add`."""
-        return self._kernels.linear_to_add(x, self._packed, self._bias)
+        """The same, perhaps in parts: see `Kernels.linear_unreduced`."""
+        return self._kernels.linear_unreduced(x, self._packed, self._bias)

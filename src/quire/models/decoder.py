@@ -77,7 +77,7 @@ class Decoder:
         # Rounded to the model's dtype first, as these models were trained.
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
 
-    def reread(self, weights: DecoderWeights) -> None:
+    def refresh_norms(self, weights: DecoderWeights) -> None:
         """The weights that this was made with have their values only now. Not for kernels that pack weights."""
         assert self._packed_head is self._head, "what was packed before it had values"
         for layer, filled in zip(self._layers, weights.layers, strict=True):

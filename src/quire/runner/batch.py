@@ -187,9 +187,9 @@ class DeviceBatch(NamedTuple):
     speaking: Tensor  # [rows + chunks] int64: the rows that get a token, or PADDING
 
 
-def decode_batch(table: RowTable, rows: Tensor, cruise: DecodeInputs) -> DeviceBatch:
+def decode_batch(table: RowTable, rows: Tensor, decode_inputs: DecodeInputs) -> DeviceBatch:
     """A step in which these rows cruise and nothing else happens. rows: [rows] int64."""
-    found = cruise(rows, table.columns, table.block_size)
+    found = decode_inputs(rows, table.columns, table.block_size)
     places = table.places[: len(rows) + 1]
     layout = StepLayout(
         positions=found.positions,
@@ -200,12 +200,12 @@ def decode_batch(table: RowTable, rows: Tensor, cruise: DecodeInputs) -> DeviceB
         max_lengths=found.max_lengths,
         num_decodes=len(rows),
     )
-    return DeviceBatch(found.tokens, layout, places[:-1], found.speaking)
+    return DeviceBatch(found.tokens, layout, places[:-1], found.sampled_rows)
 
 
-def mixed_batch(table: RowTable, rows: Tensor, chunks: ChunkInputs, cruise: DecodeInputs) -> DeviceBatch:
+def mixed_batch(table: RowTable, rows: Tensor, chunks: ChunkInputs, decode_inputs: DecodeInputs) -> DeviceBatch:
     """A step with chunks of prompts behind the rows that cruise."""
-    decoding = decode_batch(table, rows, cruise)
+    decoding = decode_batch(table, rows, decode_inputs)
     before = decoding.layout
     chunk_slots = slots_of(chunks.token_rows, chunks.positions, table.columns, table.block_size)
     layout = StepLayout(

@@ -27,7 +27,7 @@ from quire.core.step import (
     StepResult,
 )
 from quire.kernels.interface import StepLayout
-from quire.kernels.row_interface import PADDING, Chosen, RowKernels, SamplingStage
+from quire.kernels.row_interface import PADDING, RowKernels, Sampled, SamplingStage
 from quire.kernels.transfers import HostCopy, upload, upload_integers
 from quire.models.interface import Model
 from quire.runner.batch import (
@@ -64,7 +64,7 @@ class ModelRunner:
         *,
         max_rows: int,
         max_length: int,
-        choosing: RowKernels | None = None,  # with it, steps are recorded and replayed if they can be
+        row_kernels: RowKernels | None = None,  # with it, steps are recorded and replayed if they can be
         max_step_tokens: int = 0,  # that recorded steps may have beside those of rows that cruise
         on_demand: bool = False,  # record before a step what steps like it were without for too long
         recording: bool = True,  # False: the model's kernels wait for the device, which no recorded step may
@@ -74,16 +74,16 @@ class ModelRunner:
         self._model = model
         self._stores = stores
         self._rows = RowTable(max_rows, max_length, stores.block_size, device)
-        self._sampler = Sampler(max_rows + 1, model.vocab_size, device, choosing)
+        self._sampler = Sampler(max_rows + 1, model.vocab_size, device, row_kernels)
         self._pools = Pools()
-        self._finish = None if choosing is None else choosing.finish
-        self._cruise = None if choosing is None else choosing.cruise
+        self._finish = None if row_kernels is None else row_kernels.finish_rows
+        self._decode_inputs = None if row_kernels is None else row_kernels.decode_inputs
         self._on_demand = on_demand
         self.num_first = self.num_soon = 0  # shapes of steps that `prepare` records first, and soon after
         self._recorded: GraphedSteps | None = None
         self._telling: list[StepSize] = []
         self._said: LogitsBuffer | None = None
-        if choosing is not None and recording:
+        if row_kernels is not None and recording:
             wanted = shapes_to_record(max_rows, max_step_tokens)
             shapes = [*wanted.first, *wanted.soon, *wanted.later]
             self.num_first, self.num_soon = len(wanted.first), len(wanted.soon)
@@ -212,11 +212,11 @@ class ModelRunner:
 
     def _forward(self, rows: Tensor, chunks: ChunkInputs | None) -> Tensor:
         """What is recorded of the model: what it says after these rows and chunks, whoever they are."""
-        assert self._said is not None and self._cruise is not None
+        assert self._said is not None and self._decode_inputs is not None
         if chunks is None:
-            batch, wanted = decode_batch(self._rows, rows, self._cruise), None
+            batch, wanted = decode_batch(self._rows, rows, self._decode_inputs), None
         else:
-            batch = mixed_batch(self._rows, rows, chunks, self._cruise)
+            batch = mixed_batch(self._rows, rows, chunks, self._decode_inputs)
             wanted = batch.last_tokens
         hidden = self._model.forward(batch.tokens, batch.layout, self._stores.device, wanted)
         said = self._said.first(len(batch.speaking))
@@ -268,7 +268,7 @@ class ModelRunner:
         self._sampler.commit(batch, chosen.tokens)
         return SampledTokens(batch.host_rows, HostCopy(self._advance(batch, chosen)), scores)
 
-    def _advance(self, batch: SamplingBatch, chosen: Chosen) -> Tensor:
+    def _advance(self, batch: SamplingBatch, chosen: Sampled) -> Tensor:
         """The rows take their tokens; what became of each, [5, n] int64: token, alive, finite, stop, length."""
         if self._finish is not None:
             return self._finish(chosen, batch.rows, batch.positions, self._sampler.end_columns, self._rows.state)

@@ -81,7 +81,7 @@ class Penalties:
 
 
 def tally_plainly(tokens: Tensor, places: Tensor, generated: Tensor) -> None:
-    """See `TallyTokens`."""
+    """See `CountTokens`."""
     at = places.clamp(min=0) * generated.shape[1] + tokens
     generated.view(-1).index_add_(0, at, (places >= 0).to(torch.int32))
 

@@ -62,7 +62,7 @@ def score_plainly(
     tokens: Tensor,  # [m] int64
     num_top: int,  # at most vocab
 ) -> Tensor:  # [m, 3 + 2 * num_top] int32
-    """See `ScoreTokens`."""
+    """See `TokenLogprobs`."""
     size = max(1, _SCORED_AT_ONCE // logits.shape[1])
     pieces = [
         _score_piece(logits[start : start + size], tokens[start : start + size], num_top)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quire.core.ids import IntArray, Row
 from quire.core.step import Masks, RowStart
-from quire.kernels.row_interface import PADDING, Chosen, EndColumns, LogitShaping, RowKernels, SamplingStage
+from quire.kernels.row_interface import PADDING, EndColumns, LogitShaping, RowKernels, Sampled, SamplingStage
 from quire.kernels.transfers import HostCopy, upload
 from quire.sampling.filters import draw, drop_unlikely, keep_likeliest, token_weights, uniform
 from quire.sampling.logit_processors import (
@@ -55,15 +55,15 @@ class Sampler:
         max_rows: int,
         vocab_size: int,
         device: torch.device,
-        choosing: RowKernels | None = None,  # None: a chain of tensor operations
+        row_kernels: RowKernels | None = None,  # None: a chain of tensor operations
     ) -> None:
         self._max_rows = max_rows
-        self._choosing = choosing
+        self._row_kernels = row_kernels
         self._no_masks = torch.zeros(0, -(-vocab_size // MASK_BITS), dtype=torch.int32, device=device)
         self._rows = SamplingParamsTable(max_rows, vocab_size, device)
         self._offsets = LogitBias(max_rows, vocab_size, device)
         self._bad_words = BadWords(max_rows, device)
-        tally = tally_plainly if choosing is None else choosing.tally
+        tally = tally_plainly if row_kernels is None else row_kernels.count_tokens
         self._penalties = Penalties(max_rows, vocab_size, device, tally)
 
     @property
@@ -108,9 +108,9 @@ class Sampler:
         logits: Tensor,  # [n, vocab] float32; not changed
         batch: SamplingBatch,
         masks: Masks | None = None,
-    ) -> Chosen:
+    ) -> Sampled:
         """Choose a token for every row of the batch. `commit` tells the rows' state of it."""
-        if self._choosing is not None:
+        if self._row_kernels is not None:
             if masks is not None or self._rows.union(batch) & SHAPING:
                 logits = self._shape_at_once(logits, batch, masks)
             return self.choose(logits, batch.rows, batch.positions, self.stages(batch.host_rows))
@@ -119,7 +119,7 @@ class Sampler:
         if random is not None:
             drawn = self._draw(random.of(shaped), random.of(highest), random.batch)
             tokens = random.put(tokens, drawn)
-        return Chosen(torch.where(finite, tokens, 0), finite)
+        return Sampled(torch.where(finite, tokens, 0), finite)
 
     def asks_for_more(self, rows: IntArray) -> bool:
         """Whether any of these rows asks for something that `choose` does not do, or for scores."""
@@ -135,18 +135,18 @@ class Sampler:
         rows: Tensor,  # [n] int64; -1 is padding
         positions: Tensor,  # [n] int64
         stages: SamplingStage,
-    ) -> Chosen:
+    ) -> Sampled:
         """As `sample`, for rows that ask for nothing beyond these stages. Everything is read on the device."""
-        assert self._choosing is not None, "no kernel was given"
-        return self._choosing.choose(logits, rows, positions, self._rows.table, stages)
+        assert self._row_kernels is not None, "no kernel was given"
+        return self._row_kernels.sample_tokens(logits, rows, positions, self._rows.table, stages)
 
     def dry_run(self, logits: Tensor) -> None:  # [1, vocab] float32
         """Go through what rows may ask for beyond `choose`, for nobody."""
-        assert self._choosing is not None, "no kernel was given"
-        self._choosing.score(logits, torch.zeros(1, dtype=torch.int64, device=logits.device), 1)
+        assert self._row_kernels is not None, "no kernel was given"
+        self._row_kernels.token_logprobs(logits, torch.zeros(1, dtype=torch.int64, device=logits.device), 1)
         nobody = torch.full((3, 1), PADDING, device=logits.device)
-        self._choosing.shape(logits, nobody[0], nobody[0], self._rows.table, self._shaping(nobody, None))
-        self._choosing.tally(nobody[0], nobody[0], self._penalties.generated)
+        self._row_kernels.process_logits(logits, nobody[0], nobody[0], self._rows.table, self._shaping(nobody, None))
+        self._row_kernels.count_tokens(nobody[0], nobody[0], self._penalties.generated)
 
     def candidates(
         self,
@@ -195,20 +195,20 @@ class Sampler:
         num_top: int,
     ) -> Scores:
         """Of one token in each row of logits, e.g. prompt tokens under the logits of the position before."""
-        score = score_plainly if self._choosing is None else self._choosing.score
+        score = score_plainly if self._row_kernels is None else self._row_kernels.token_logprobs
         return Scores(HostCopy(score(logits, tokens, num_top)), num_top)
 
     def _shape_at_once(self, logits: Tensor, batch: SamplingBatch, masks: Masks | None) -> Tensor:
         """As `_shape`, in one launch but for bad words, which come last: neither a bias nor a penalty changes what is
         forbidden, and they forbid no fault, as of NaN and anything the least is NaN."""
-        assert self._choosing is not None, "no kernel was given"
+        assert self._row_kernels is not None, "no kernel was given"
         places = (
             mask_places(batch, masks),
             self._offsets.slots.places(batch.host_rows),
             self._penalties.slots.places(batch.host_rows),
         )
         shaping = self._shaping(upload(np.stack(places), logits.device), masks)
-        shaped = self._choosing.shape(logits, batch.rows, batch.positions, self._rows.table, shaping)
+        shaped = self._row_kernels.process_logits(logits, batch.rows, batch.positions, self._rows.table, shaping)
         wary = self._rows.part(batch, SamplingFeature.BAD_WORDS)
         if wary is not None:
             self._bad_words.apply(shaped, wary)

@@ -92,7 +92,7 @@ class CpuKernels:
         self._product.multiply(x.contiguous().numpy(), _array(packed), torch.get_num_threads(), output.numpy())
         return output if bias is None else output.add_(bias)
 
-    def linear_to_add(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    def linear_unreduced(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
         return self.linear(x, packed, bias)
 
     def logits(self, x: Tensor, packed: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
@@ -206,7 +206,7 @@ class CpuAttention:
         """Queries that are computed one by one, all in one call."""
         return len(self._row_tokens)
 
-    def turn_and_write(self, qkv: Tensor, head_norm: HeadNorm | None, rotation: Rotation, kv_layer: Tensor) -> None:
+    def rope_and_write_kv(self, qkv: Tensor, head_norm: HeadNorm | None, rotation: Rotation, kv_layer: Tensor) -> None:
         kv_heads = kv_layer.shape[3]
         turning, heads = qkv[:, :-kv_heads], qkv.shape[1] - 2 * kv_heads
         if head_norm is not None:

@@ -13,23 +13,23 @@ _COLUMNS = 1024  # of a block table, for one program
 
 
 def decode_inputs(rows: Tensor, columns: RowColumns, block_size: int) -> NextTokens:
-    """See `CruiseRows`."""
+    """See `DecodeInputs`."""
     num_rows, width = len(rows), columns.tables.shape[1]
     numbers = to_be_filled((5, num_rows), torch.int64, rows.device)
     context_lengths = to_be_filled((num_rows,), torch.int32, rows.device)
     tables = to_be_filled((num_rows, width), torch.int32, rows.device)
     if num_rows:
         launch(
-            _cruise, (num_rows, cdiv(width, _COLUMNS)),
+            _decode_inputs_kernel, (num_rows, cdiv(width, _COLUMNS)),
             rows, *columns, numbers, context_lengths, tables, num_rows, width,
             BLOCK_SIZE=block_size, NULL_BLOCK=int(NULL_BLOCK), PADDING=PADDING, COLUMNS=_COLUMNS,
         )  # fmt: skip
-    tokens, positions, slots, taken_max_lengths, speaking = numbers
-    return NextTokens(tokens, positions, slots, taken_max_lengths, speaking, context_lengths, tables)
+    tokens, positions, slots, taken_max_lengths, sampled_rows = numbers
+    return NextTokens(tokens, positions, slots, taken_max_lengths, sampled_rows, context_lengths, tables)
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # one compilation serves every batch
-def _cruise(
+def _decode_inputs_kernel(
     rows,  # [n] int64
     tables,  # [max_rows, width] int32
     lengths,  # [max_rows] int64

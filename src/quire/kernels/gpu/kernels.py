@@ -45,7 +45,7 @@ class GpuKernels:
         product = None if self._products is None else self._products.product(x, packed, bias)
         return _linear_elsewhere(x, packed, bias) if product is None else product
 
-    def linear_to_add(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor | PartialSums:
+    def linear_unreduced(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor | PartialSums:
         product = None if self._products is None else self._products.parts(x, packed, bias)
         return _linear_elsewhere(x, packed, bias) if product is None else product
 
@@ -88,9 +88,9 @@ class GpuStep:
         self._windows = windows
         self._attention = GpuAttention(layout, layout.num_decodes, backends, hopper)
 
-    def turn_and_write(self, qkv: Tensor, head_norm: HeadNorm | None, rotation: Rotation, kv_layer: Tensor) -> None:
+    def rope_and_write_kv(self, qkv: Tensor, head_norm: HeadNorm | None, rotation: Rotation, kv_layer: Tensor) -> None:
         self._attention.cut_decodes(kv_layer, self._windows)  # before the launch that lies between it and attention
-        turns.turn_and_write(qkv, head_norm, rotation, self._slots, kv_layer)
+        turns.rope_and_write_kv(qkv, head_norm, rotation, self._slots, kv_layer)
         self._attention.has_launched()
 
     def attend(self, query: Tensor, kv_layer: Tensor, rule: AttentionRule) -> Tensor:

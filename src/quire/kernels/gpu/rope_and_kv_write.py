@@ -89,7 +89,7 @@ def _turned(
 
 
 @triton.jit
-def _turn_and_write(
+def _rope_and_write_kv(
     qkv,  # [tokens, QUERIES + 2 * KEYS, DIM], strided
     kv_layer,  # [blocks, 2, BLOCK_SIZE, KEYS, DIM], strided
     slots,  # [tokens] int64
@@ -138,10 +138,10 @@ def _turn_and_write(
         _write(rest, rows, stored_rows, stays, leaves, ROTARY_DIM, REST, PADDED_REST)
 
 
-def turn_and_write(
+def rope_and_write_kv(
     qkv: Tensor, head_norm: HeadNorm | None, rotation: Rotation, slots: Tensor, kv_layer: Tensor
 ) -> None:
-    """What `StepAttention.turn_and_write` asks for.
+    """What `StepAttention.rope_and_write_kv` asks for.
 
     qkv: [tokens, heads + 2 * kv_heads, dim]; slots: [tokens] int64; kv_layer: [blocks, 2, block_size, kv_heads, dim],
     strided, of any floating dtype.
@@ -154,7 +154,7 @@ def turn_and_write(
     rotary_dim = rotation.cos.shape[-1]
     tiles = _tiles(num_tokens, dim, rotary_dim)
     launch_early(
-        _turn_and_write,
+        _rope_and_write_kv,
         (num_tokens, cdiv(num_heads, tiles.heads)),
         qkv,
         kv_layer,

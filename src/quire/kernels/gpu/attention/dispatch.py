@@ -64,7 +64,7 @@ class GpuAttention:
             self._order = longest_first(layout.context_lengths[:num_decodes])
 
     @property
-    def is_others(self) -> bool:
+    def uses_backend(self) -> bool:
         """Whether another library does a part of it."""
         return self._others_decodes is not None or self._others_chunks is not None
 

@@ -31,7 +31,7 @@ class Fa3:
 
     __slots__ = ("_call",)
 
-    recordable = True
+    capturable = True
 
     def __init__(self, call: Call) -> None:
         self._call = call

@@ -25,7 +25,7 @@ class FlashInfer:
 
     __slots__ = ("_make", "_wrappers")
 
-    recordable = False
+    capturable = False
 
     def __init__(self, make: Callable[[], Any]) -> None:
         """`make`: a new BatchDecodeWithPagedKVCacheWrapper."""

@@ -33,7 +33,7 @@ class BackendAttention(Protocol):
 class AttentionBackend(Protocol):
     """One library's attention."""
 
-    recordable: bool  # whether it launches alone: reads no length on the host, so that a graph may hold it
+    capturable: bool  # whether it launches alone: reads no length on the host, so that a graph may hold it
 
     def share(self, share: BackendSequences) -> BackendAttention:
         """Prepare one share of a step."""
@@ -47,8 +47,8 @@ class AttentionBackends(NamedTuple):
     long_chunk: AttentionBackend | None = None  # one alone
 
     @property
-    def recordable(self) -> bool:
-        return all(backend is None or backend.recordable for backend in self)
+    def capturable(self) -> bool:
+        return all(backend is None or backend.capturable for backend in self)
 
 
 OWN = AttentionBackends()

@@ -22,7 +22,7 @@ class TorchVarlen:
 
     __slots__ = ("_attend", "_told")
 
-    recordable = True
+    capturable = True
 
     def __init__(self, attend: Attend = varlen_attn) -> None:
         self._attend = attend

@@ -6,13 +6,13 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.gpu.launch import cdiv, launch
-from quire.kernels.row_interface import Chosen, EndColumns, RowState
+from quire.kernels.row_interface import EndColumns, RowState, Sampled
 
 _BLOCK = 64  # rows of one program
 
 
 def finish_rows(
-    chosen: Chosen,
+    chosen: Sampled,
     rows: Tensor,  # [n] int64, none twice but -1
     positions: Tensor,  # [n] int64
     ends: EndColumns,

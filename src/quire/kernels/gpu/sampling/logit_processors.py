@@ -16,14 +16,14 @@ _TILE = 2048  # tokens that a program reads
 _BLOCK = 64  # rows whose tokens one program counts
 
 
-def shape_logits(
+def process_logits(
     logits: Tensor,  # [n, vocab] float32; not changed
     rows: Tensor,  # [n] int64; -1 is padding
     positions: Tensor,  # [n] int64
     table: SamplingTable,
     shaping: LogitShaping,
 ) -> Tensor:  # [n, vocab] float32
-    """See `ShapeLogits`."""
+    """See `ProcessLogits`."""
     num_rows, vocab_size = logits.shape
     assert logits.dtype == torch.float32 and logits.stride(1) == 1, (logits.dtype, logits.stride())
     assert table.integers.stride(1) == table.floats.stride(1) == 1, "columns lie side by side"
@@ -43,12 +43,12 @@ def shape_logits(
     return shaped
 
 
-def tally_tokens(
+def count_tokens(
     tokens: Tensor,  # [n] int64
     places: Tensor,  # [n] int64, none twice but -1
     generated: Tensor,  # [slots, vocab] int32; changed in place
 ) -> None:
-    """See `TallyTokens`."""
+    """See `CountTokens`."""
     num_rows = len(tokens)
     if num_rows:
         grid = (cdiv(num_rows, _BLOCK),)

@@ -15,12 +15,12 @@ from quire.kernels.gpu.sampling.probabilities import LOWEST_KEY, id_of, key_of, 
 _TILE, _WARPS = 4096, 8
 
 
-def score_tokens(
+def token_logprobs(
     logits: Tensor,  # [m, vocab] float32
     tokens: Tensor,  # [m] int64
     num_top: int,
 ) -> Tensor:  # [m, 3 + 2 * num_top] int32
-    """See `ScoreTokens`."""
+    """See `TokenLogprobs`."""
     num_rows, vocab_size = logits.shape
     assert logits.dtype == torch.float32 and logits.stride(1) == 1, (logits.dtype, logits.stride())
     assert num_top <= vocab_size and tokens.is_contiguous(), (num_top, vocab_size, tokens.stride())

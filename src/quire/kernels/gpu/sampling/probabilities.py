@@ -4,7 +4,7 @@ The same formulas as `sampling.filters` and `sampling.random`, bit for bit: weig
 sums do not depend on tiles. On a GPU the exponential is torch's own; the interpreter's may differ in its last bit,
 which moves a border between two tokens by some 1e-7 of the row.
 
-The columns of a `ChoiceTable`, for the kernels that read a row's line of it.
+The columns of a `SamplingTable`, for the kernels that read a row's line of it.
 """
 
 import triton

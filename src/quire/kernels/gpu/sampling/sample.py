@@ -44,7 +44,7 @@ from quire.kernels.gpu.sampling.top_k_top_p import (
     find_last,
     measure,
 )
-from quire.kernels.row_interface import Chosen, SamplingStage, SamplingTable
+from quire.kernels.row_interface import Sampled, SamplingStage, SamplingTable
 
 _MOST_TOKENS = 2**22  # as whole numbers up to 2**40 their weights have a sum that fits an int64; ids have 24 bits
 _MAX_CANDIDATES = 16384  # listed per row, 4 bytes each; a row with more is read whole
@@ -70,14 +70,14 @@ class _Scratch(NamedTuple):
     listed: Tensor  # [n, _MAX_CANDIDATES] int32: ids of candidates in any order
 
 
-def choose_tokens(
+def sample_tokens(
     logits: Tensor,  # [n, vocab] float32; not changed
     rows: Tensor,  # [n] int64; -1 is padding
     positions: Tensor,  # [n] int64
     table: SamplingTable,
     stages: SamplingStage,
-) -> Chosen:
-    """See `ChooseTokens`."""
+) -> Sampled:
+    """See `SampleTokens`."""
     num_rows, vocab_size = logits.shape
     assert logits.dtype == torch.float32 and logits.stride(1) == 1, (logits.dtype, logits.stride())
     assert vocab_size <= _MOST_TOKENS, vocab_size
@@ -85,7 +85,7 @@ def choose_tokens(
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     finite = torch.empty(num_rows, dtype=torch.bool, device=logits.device)
     if num_rows == 0:
-        return Chosen(tokens, finite)
+        return Sampled(tokens, finite)
     num_tiles = cdiv(vocab_size, _TILE)
     tiles = next_power_of_2(num_tiles)
     drawn = stages is SamplingStage.DRAWN
@@ -109,7 +109,7 @@ def choose_tokens(
             *source, *asked, *scratch, positions, tokens, finite,
             TILE=_TILE, TILES=tiles, CAPACITY=_MAX_CANDIDATES, num_warps=2 * _WARPS,
         )  # fmt: skip
-    return Chosen(tokens, finite)
+    return Sampled(tokens, finite)
 
 
 def _scratch(num_rows: int, num_tiles: int, drawn: bool, device: torch.device) -> _Scratch:
