@@ -9,8 +9,9 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.engine import engine_main as process
+from quire.engine.messages import StartEngine
 from quire.engine.stats import EngineInfo, MemoryLedger
-from quire.engine.wire import StartFrame, pack
+from quire.engine.wire import pack
 
 FACTS = EngineInfo("m", 64, 100, 64, 64, 16, "cpu", "float32", MemoryLedger(), 0, os.getpid())
 
@@ -36,7 +37,7 @@ def test_nobody_is_told_that_it_is_ready_before_the_vocabulary_is_read(
     monkeypatch.setattr(process, "keep_for_good", lambda: None)
     monkeypatch.setattr(process, "wake", wake)
     monkeypatch.setattr(process, "EngineServer", lambda *_: SimpleNamespace(run=lambda: order.append("runs")))
-    theirs.sendall(pack(StartFrame(EngineConfig(), None)))
+    theirs.sendall(pack(StartEngine(EngineConfig(), None)))
     assert process.main(ours.detach(), os.getppid()) == 0
     assert order == (["runs"] if grammars is None else ["awake", "runs"])
     assert theirs.recv(1 << 16), "and then it is told"

@@ -11,26 +11,20 @@ from quire.core.sampling import SamplingParams
 from quire.core.step import FinishReason
 from quire.engine.engine import Engine
 from quire.engine.engine_server import EngineServer
-from quire.engine.messages import AddRequest
-from quire.engine.request_validator import RequestValidator
-from quire.engine.wire import (
-    AbortFrame,
-    AcceptedFrame,
-    AskFrame,
-    FrameDecoder,
-    HeartbeatFrame,
-    Message,
-    ProblemFrame,
-    ReplyFrame,
-    StartFrame,
-    StepOutputFrame,
-    StopFrame,
-    ToFront,
-    order_frame,
-    pack,
-    progress_of,
-    read_for_front,
+from quire.engine.messages import (
+    AbortRequest,
+    Accepted,
+    AddRequest,
+    Query,
+    QueryReply,
+    Refused,
+    StartEngine,
+    StepOutput,
+    StopSequence,
 )
+from quire.engine.request_validator import RequestValidator
+from quire.engine.stats import EngineStats
+from quire.engine.wire import FrameDecoder, Message, ToFront, pack, read_for_front
 from quire.kv.manager import KVManager
 from quire.sched.scheduler import Scheduler
 from quire.sim.runners import ToyRunner
@@ -63,7 +57,7 @@ class Wire:
     def completion(self, first_sequence: int) -> tuple[list[int], FinishReason]:
         tokens: list[int] = []
         while True:
-            progress = progress_of(self.next(StepOutputFrame))
+            progress = self.next(StepOutput)
             pairs = zip(progress.sequences.tolist(), progress.tokens.tolist(), strict=True)
             tokens += [token for sequence, token in pairs if sequence == first_sequence]
             for over in progress.ended:
@@ -90,7 +84,7 @@ def wire() -> Iterator[Wire]:
 
 
 def order(number: int, prompt: list[int], **params: object) -> Message:
-    return order_frame(AddRequest(number, prompt, SamplingParams(**{"max_tokens": 4, **params})))  # type: ignore[arg-type]
+    return AddRequest(number, prompt, SamplingParams(**{"max_tokens": 4, **params}))  # type: ignore[arg-type]
 
 
 def toy(prompt: list[int], count: int) -> list[int]:
@@ -102,29 +96,29 @@ def toy(prompt: list[int], count: int) -> list[int]:
 
 def test_an_order_is_accepted_computed_and_ended(wire):
     wire.send(order(7, [1, 2]))
-    accepted = wire.next(AcceptedFrame)
+    accepted = wire.next(Accepted)
     assert accepted.number == 7
     assert wire.completion(accepted.first_sequence) == (toy([1, 2], 4), FinishReason.LENGTH)
 
 
 def test_the_loop_beats_and_says_how_it_stands(wire):
-    stats = wire.next(HeartbeatFrame).stats
+    stats = wire.next(EngineStats)
     assert (stats.num_running, stats.num_waiting, stats.num_free_blocks) == (0, 0, 2000)
     wire.send(order(1, [3], max_tokens=3000))
-    while (stats := wire.next(HeartbeatFrame).stats).num_running == 0:
+    while (stats := wire.next(EngineStats)).num_running == 0:
         pass
     assert stats.num_running == 1 and stats.step >= 0
 
 
 def test_a_refused_order_and_an_unreadable_one_leave_the_others_alone(wire):
     wire.send(order(1, [1, 2]), order(2, [VOCAB]), order(1, [5]))  # at once: the first is still here
-    refused, duplicate = wire.next(ProblemFrame), wire.next(ProblemFrame)
-    assert (refused.number, refused.status, refused.param) == (2, 400, "prompt")
-    assert (duplicate.number, duplicate.code) == (1, "duplicate_request")
+    refused, duplicate = wire.next(Refused), wire.next(Refused)
+    assert (refused.number, refused.error.status, refused.error.param) == (2, 400, "prompt")
+    assert (duplicate.number, duplicate.error.code) == (1, "duplicate_request")
     wire._end.sendall((5).to_bytes(4, "big") + b"\xff\xff\xff\xff\xff")  # no message at all: dropped
-    wire.send(StartFrame(EngineConfig(), None))  # a message that an engine at work has no use for
+    wire.send(StartEngine(EngineConfig(), None))  # a message that an engine at work has no use for
     wire.send(order(3, [2, 2]))
-    assert wire.completion(wire.next(AcceptedFrame).first_sequence) == (toy([2, 2], 4), FinishReason.LENGTH)
+    assert wire.completion(wire.next(Accepted).first_sequence) == (toy([2, 2], 4), FinishReason.LENGTH)
 
 
 def test_parameters_out_of_bounds_are_refused_by_number(wire):
@@ -132,30 +126,32 @@ def test_parameters_out_of_bounds_are_refused_by_number(wire):
     place = frame.index(b"\xa1n\x03")
     frame[place + 2] = 0
     wire._end.sendall(bytes(frame))
-    refused = wire.next(ProblemFrame)
-    assert (refused.number, refused.param, refused.status) == (9, "n", 400)
+    refused = wire.next(Refused)
+    assert (refused.number, refused.error.param, refused.error.status) == (9, "n", 400)
 
 
 def test_aborts_and_stops_end_requests_in_any_state(wire):
     wire.send(*(order(number, [number], max_tokens=1500) for number in range(6)))  # four rows: two wait
     for _ in range(6):
-        wire.next(AcceptedFrame)
-    wire.send(*(AbortFrame(number) for number in (0, 5, 5, 99)), StopFrame(1, 0), StopFrame(1, 0), StopFrame(77, 0))
-    wire.send(*(AbortFrame(number) for number in (2, 3, 4)))
-    wire.send(AskFrame(3, "drain"))
-    assert wire.next(ReplyFrame).token == 3
-    while (stats := wire.next(HeartbeatFrame).stats).num_running or stats.num_waiting:
+        wire.next(Accepted)
+    wire.send(
+        *(AbortRequest(number) for number in (0, 5, 5, 99)), StopSequence(1, 0), StopSequence(1, 0), StopSequence(77, 0)
+    )
+    wire.send(*(AbortRequest(number) for number in (2, 3, 4)))
+    wire.send(Query(3, "drain"))
+    assert wire.next(QueryReply).token == 3
+    while (stats := wire.next(EngineStats)).num_running or stats.num_waiting:
         pass
     assert stats.num_free_blocks + stats.num_idle_blocks == 2000
     wire.send(order(8, [1]))
-    assert wire.next(ProblemFrame).code == "draining"
+    assert wire.next(Refused).error.code == "draining"
 
 
 def test_a_request_explains_itself_over_the_wire(wire):
     wire.send(order(4, [1, 2]))
-    wire.completion(wire.next(AcceptedFrame).first_sequence)
-    wire.send(AskFrame(1, "explain", 4), AskFrame(2, "explain", 5), AskFrame(3, "no such thing"))
-    told, unknown, nonsense = (wire.next(ReplyFrame) for _ in range(3))
+    wire.completion(wire.next(Accepted).first_sequence)
+    wire.send(Query(1, "explain", 4), Query(2, "explain", 5), Query(3, "no such thing"))
+    told, unknown, nonsense = (wire.next(QueryReply) for _ in range(3))
     assert b"arrived with 2 tokens" in told.body
     assert b"problem" in unknown.body and b"remembered" in unknown.body
     assert b"problem" in nonsense.body

@@ -13,26 +13,14 @@ from quire.core.sampling import Grammar, GrammarKind, SamplingParams
 from quire.engine.engine import Engine
 from quire.engine.engine_server import EngineServer
 from quire.engine.grammar_masks import GrammarMasks
+from quire.engine.messages import AbortRequest, Accepted, Refused, StepOutput
 from quire.engine.open_model import open_model
 from quire.engine.oracle_runner import TorchOracleRunner
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.request_state import RequestState
 from quire.engine.request_validator import RequestValidator
-from quire.engine.wire import (
-    AbortFrame,
-    AcceptedFrame,
-    FrameDecoder,
-    HeartbeatFrame,
-    ProblemFrame,
-    StepOutputFrame,
-    StopFrame,
-    accepted_of,
-    error_of,
-    order_frame,
-    pack,
-    progress_of,
-    read_for_front,
-)
+from quire.engine.stats import EngineStats
+from quire.engine.wire import FrameDecoder, pack, read_for_front
 from quire.kv.manager import KVManager
 from quire.sched.audit import audit_rest
 from quire.sched.scheduler import Scheduler
@@ -103,7 +91,7 @@ class World:
             grammar=LETTERS if self.masked and number == POISONED else None,
         )
         order, ticket = self.front.open([10 * number + 1, 7, number + 3], params, streaming=True)
-        wire.sendall(pack(order_frame(order)))
+        wire.sendall(pack(order))
         return ticket
 
     def _hear(self, wire: socket.socket, tickets: list[RequestState]) -> dict[int, list[int] | str]:
@@ -111,25 +99,25 @@ class World:
         while len(outcomes) < len(tickets):
             for frame in unpacker.feed(wire.recv(1 << 16)):
                 match said := read_for_front(frame):
-                    case AcceptedFrame():
-                        self.front.accept(accepted_of(said))
-                    case ProblemFrame():
-                        outcomes[said.number] = error_of(said).code
-                    case StepOutputFrame():
-                        heard = self.front.hear(progress_of(said))
-                        for number, index in heard.stops:
-                            wire.sendall(pack(StopFrame(number, index)))
+                    case Accepted():
+                        self.front.accept(said)
+                    case Refused():
+                        outcomes[said.number] = said.error.code
+                    case StepOutput():
+                        heard = self.front.hear(said)
+                        for stop in heard.stops:
+                            wire.sendall(pack(stop))
                         for delta in heard.deltas:
                             ticket = tickets[int(delta.request_id)]
                             if ticket.finished and ticket.number not in outcomes:
                                 (said_whole,) = ticket.output().outputs
                                 failed = said_whole.finish_reason in ("failed", "error")
                                 outcomes[ticket.number] = said_whole.finish_reason if failed else said_whole.token_ids
-                    case HeartbeatFrame():
+                    case EngineStats():
                         pass
         for number, outcome in outcomes.items():
             if isinstance(outcome, str):
-                wire.sendall(pack(AbortFrame(number)))
+                wire.sendall(pack(AbortRequest(number)))
         return outcomes
 
 

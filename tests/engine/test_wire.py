@@ -1,7 +1,7 @@
-"""Frames say the same on both ends; what is no frame is named and dropped, and never runs anything."""
+"""A message is the same on both ends of the wire; other bytes are named and dropped, and run nothing."""
 
 import pickle
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 
 import numpy as np
 import pytest
@@ -13,33 +13,40 @@ from quire.core.errors import InvalidParameter, QueueFull, QuireError
 from quire.core.ids import Row
 from quire.core.sampling import SamplingParams
 from quire.core.step import FinishReason, PromptLogprobs, TopLogprobs
-from quire.engine.messages import Accepted, AddRequest, FinishedSequence, FirstToken, StepOutput
+from quire.engine.messages import (
+    AbortRequest,
+    Accepted,
+    AddRequest,
+    FinishedSequence,
+    FirstToken,
+    LoadProgress,
+    Query,
+    QueryReply,
+    Refused,
+    StartEngine,
+    StepOutput,
+    StopSequence,
+)
 from quire.engine.request_options import RequestOptions
+from quire.engine.startup import StartupPhase
+from quire.engine.stats import EngineInfo, EngineStats, MemoryLedger
 from quire.engine.wire import (
     MAX_FRAME_BYTES,
-    AbortFrame,
     BrokenFrame,
     FrameDecoder,
     Message,
-    ProblemFrame,
-    StartFrame,
-    accepted_frame,
-    accepted_of,
-    error_of,
-    order_frame,
-    order_of,
+    ToEngine,
+    ToFront,
     pack,
-    problem_frame,
-    progress_frame,
-    progress_of,
     read_for_engine,
     read_for_front,
+    request_number,
 )
 
 PARAMS = SamplingParams(
     n=3, temperature=0.5, stop=["a", "ü"], logit_bias={7: -1.5}, seed=2**62, logprobs=2, max_tokens=None
 )
-ORDER = AddRequest(
+REQUEST = AddRequest(
     5,
     [1, 2, 49151],
     PARAMS,
@@ -49,78 +56,132 @@ ORDER = AddRequest(
     without_tokens=True,
 )
 
+NUMBER = st.integers(0, 2**63 - 1)
+TEXT = st.text(max_size=8)
+SECONDS = st.floats(allow_nan=False, allow_infinity=False)
 
-def crossed(message: Message) -> bytes:
+
+def array(dtype: type[np.generic]) -> st.SearchStrategy[np.ndarray]:
+    numbers = (
+        st.integers(-(2**31), 2**31 - 1) if issubclass(dtype, np.integer) else st.floats(width=32, allow_nan=False)
+    )
+    return st.lists(numbers, max_size=4).map(lambda values: np.array(values, dtype=dtype))
+
+
+TOP = st.builds(TopLogprobs, NUMBER, SECONDS, NUMBER, array(np.int32), array(np.float32))
+STEP_OUTPUT = st.builds(
+    StepOutput,
+    NUMBER,
+    array(np.int64),
+    array(np.int32),
+    st.lists(st.builds(FirstToken, NUMBER, st.none() | SECONDS, NUMBER), max_size=2).map(tuple),
+    st.lists(
+        st.builds(
+            FinishedSequence,
+            NUMBER,
+            NUMBER,
+            st.sampled_from(FinishReason),
+            array(np.int32),
+            st.none() | SECONDS,
+            NUMBER,
+            st.booleans(),
+        ),
+        max_size=2,
+    ).map(tuple),
+    st.dictionaries(NUMBER, TOP, max_size=2),
+    st.dictionaries(
+        NUMBER, st.builds(PromptLogprobs, NUMBER.map(Row), NUMBER, st.lists(TOP, max_size=2).map(tuple)), max_size=2
+    ),
+    st.dictionaries(NUMBER, array(np.float32), max_size=2),
+)
+MESSAGES = {
+    StartEngine: st.builds(
+        StartEngine, st.just(EngineConfig(model="m", threads=2, itl_target_ms=12.5)), st.none() | TEXT, st.booleans()
+    ),
+    AddRequest: st.builds(
+        AddRequest,
+        NUMBER,
+        st.lists(st.integers(0, 2**31 - 1), max_size=5),
+        st.sampled_from([SamplingParams(), PARAMS]),
+        st.lists(st.lists(NUMBER, max_size=2).map(tuple), max_size=2).map(tuple),
+        st.builds(RequestOptions, tenant=TEXT, timeout_s=st.none() | st.floats(0, 1e6)),
+        st.booleans(),
+        st.booleans(),
+    ),
+    AbortRequest: st.builds(AbortRequest, NUMBER),
+    StopSequence: st.builds(StopSequence, NUMBER, NUMBER),
+    Query: st.builds(Query, NUMBER, TEXT, NUMBER),
+    StartupPhase: st.builds(StartupPhase, TEXT, SECONDS, TEXT),
+    LoadProgress: st.builds(LoadProgress, NUMBER, NUMBER),
+    EngineInfo: st.builds(
+        EngineInfo, TEXT, *[NUMBER] * 5, TEXT, TEXT, st.builds(MemoryLedger, NUMBER, NUMBER), NUMBER, NUMBER
+    ),
+    Refused: st.builds(Refused, st.none() | NUMBER, st.builds(QueueFull, NUMBER, NUMBER, TEXT)),
+    Accepted: st.builds(Accepted, NUMBER, NUMBER, NUMBER),
+    StepOutput: STEP_OUTPUT,
+    EngineStats: st.builds(EngineStats, **dict.fromkeys((f.name for f in fields(EngineStats)[:-1]), NUMBER)),
+    QueryReply: st.builds(QueryReply, NUMBER, st.binary(max_size=8)),
+}
+
+
+def sent(message: Message) -> bytes:
     (frame,) = FrameDecoder().feed(pack(message))
     return frame
 
 
-def scores(token: int) -> TopLogprobs:
-    return TopLogprobs(token, -0.25, 2, np.array([token, 1], dtype=np.int32), np.array([-0.25, -3.0], dtype=np.float32))
+def plain(value: object) -> object:
+    """For comparison: arrays with their data types, errors by their fields."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.tolist()
+    if isinstance(value, QuireError):
+        return value.status, value.code, value.exit_code, value.message, value.param, value.retry_after_s
+    if isinstance(value, dict):
+        return {key: plain(each) for key, each in value.items()}
+    if isinstance(value, tuple):
+        return type(value).__name__, [plain(each) for each in value]
+    if is_dataclass(value):
+        return type(value).__name__, [plain(getattr(value, each.name)) for each in fields(value)]
+    return value
 
 
-def test_an_order_crosses_whole():
-    assert order_of(read_for_engine(crossed(order_frame(ORDER)))) == ORDER
+@pytest.mark.parametrize("kind", (*ToEngine.__args__, *ToFront.__args__), ids=lambda kind: kind.__name__)
+@given(data=st.data())
+def test_every_message_is_decoded_as_it_was_sent(kind, data):
+    message = data.draw(MESSAGES[kind])
+    read = read_for_engine if kind in ToEngine.__args__ else read_for_front
+    assert plain(read(sent(message))) == plain(message)
 
 
-def test_the_settings_cross_whole():
-    for serving in (True, False):
-        start = StartFrame(EngineConfig(model="m", threads=2, itl_target_ms=12.5), "script", serving)
-        assert read_for_engine(crossed(start)) == start
+def test_an_array_is_decoded_as_its_field_is_typed_whatever_was_sent():
+    wide = StepOutput(1, np.array([3], dtype=np.int32), np.array([7], dtype=np.int64))
+    read = read_for_front(sent(wide))
+    assert read.sequences.dtype == np.int64 and read.tokens.dtype == np.int32
+    assert (read.sequences.tolist(), read.tokens.tolist()) == ([3], [7])
 
 
-def test_progress_crosses_whole():
-    progress = StepOutput(
-        9,
-        np.array([3, 4], dtype=np.int64),
-        np.array([70, 80], dtype=np.int32),
-        (FirstToken(1, 2.5, 16), FirstToken(2, None, 0)),
-        (FinishedSequence(1, 3, FinishReason.LENGTH, np.array([70], dtype=np.int32), -0.5, 2, True),),
-        {3: scores(70)},
-        {4: PromptLogprobs(Row(1), 1, (scores(8), scores(9)))},
-        {5: np.array([0.5, -2.0], dtype=np.float32)},
-    )
-    back = progress_of(read_for_front(crossed(progress_frame(progress))))
-    assert back.sequences.tolist() == [3, 4] and back.tokens.tolist() == [70, 80] and back.step == 9
-    assert back.begun == progress.begun
-    (over,) = back.ended
-    assert over.tokens.tolist() == [70] and over[:3] == progress.ended[0][:3] and over[4:] == (-0.5, 2, True)
-    assert back.logprobs[3].ids.tolist() == [70, 1] and back.logprobs[3][:3] == (70, -0.25, 2)
-    assert [top.token for top in back.prompt_logprobs[4].scores] == [8, 9] and back.prompt_logprobs[4].start == 1
-    assert back.pooled[5].dtype == np.float32 and back.pooled[5].tolist() == [0.5, -2.0]
-    assert not back.empty and StepOutput(3).empty
-
-
-def test_an_acceptance_crosses():
-    assert accepted_of(read_for_front(crossed(accepted_frame(Accepted(1, 2, 3))))) == Accepted(1, 2, 3)
-
-
-def test_an_error_arrives_as_it_was_raised():
-    error = QueueFull(7, 5, "requests")
-    error.retry_after_s = 3.0
-    said = read_for_front(crossed(problem_frame(error, 4)))
-    assert isinstance(said, ProblemFrame) and said.number == 4
-    told = error_of(said)
-    assert isinstance(told, QuireError)
-    assert (told.status, told.code, told.message, told.retry_after_s) == (429, "queue_full", error.message, 3.0)
-
-
-def test_what_the_door_would_refuse_is_refused_while_it_is_read():
-    frame = crossed(order_frame(ORDER))
+def test_a_parameter_out_of_bounds_is_refused_while_it_is_decoded():
+    frame = sent(REQUEST)
     assert b"\xa1n\x03" in frame
+    broken = frame.replace(b"\xa1n\x03", b"\xa1n\x00")
     with pytest.raises(InvalidParameter, match="n must be"):
-        read_for_engine(frame.replace(b"\xa1n\x03", b"\xa1n\x00"))
+        read_for_engine(broken)
+    assert request_number(broken) == REQUEST.number
 
 
-@given(st.integers(1, 40), st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=30))
+def test_only_a_new_request_has_a_number_to_be_refused_by():
+    assert request_number(sent(REQUEST)) == 5
+    assert [request_number(frame) for frame in (sent(AbortRequest(5)), b"", b"\x01", b"\x01\xff")] == [None] * 4
+
+
+@given(st.integers(1, 40), st.lists(NUMBER, min_size=1, max_size=30))
 def test_frames_come_out_whole_however_the_bytes_arrive(size, numbers):
-    stream = b"".join(pack(AbortFrame(number)) for number in numbers)
-    unpacker = FrameDecoder()
-    frames = [frame for at in range(0, len(stream), size) for frame in unpacker.feed(stream[at : at + size])]
-    assert [read_for_engine(frame) for frame in frames] == [AbortFrame(number) for number in numbers]
+    stream = b"".join(pack(AbortRequest(number)) for number in numbers)
+    decoder = FrameDecoder()
+    frames = [frame for at in range(0, len(stream), size) for frame in decoder.feed(stream[at : at + size])]
+    assert [read_for_engine(frame) for frame in frames] == [AbortRequest(number) for number in numbers]
 
 
-def test_a_frame_longer_than_any_is_refused_before_it_is_read():
+def test_a_frame_longer_than_the_bound_is_refused_before_it_is_read():
     with pytest.raises(BrokenFrame, match=str(MAX_FRAME_BYTES)):
         list(FrameDecoder().feed((MAX_FRAME_BYTES + 1).to_bytes(4, "big")))
 
@@ -131,11 +192,13 @@ class Bomb:
 
 
 @given(st.data())
-def test_mutated_frames_are_read_or_named_and_run_nothing(data):
-    frame = bytearray(crossed(order_frame(replace(ORDER, prompt=[1, 2, 3]))))
+def test_mutated_frames_are_decoded_or_named_and_run_nothing(data):
+    message = data.draw(st.just(replace(REQUEST, prompt=[1, 2, 3])) | MESSAGES[StepOutput] | MESSAGES[Refused])
+    frame = bytearray(sent(message))
     for _ in range(data.draw(st.integers(1, 4))):
         frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
     for bad in (bytes(frame), bytes(frame[: data.draw(st.integers(0, len(frame)))]), pickle.dumps(Bomb())):
+        request_number(bad)
         for read in (read_for_engine, read_for_front):
             try:
                 read(bad)

@@ -15,11 +15,10 @@ from quire.core.errors import NumericalError
 from quire.core.sampling import SamplingParams
 from quire.core.step import FinishReason
 from quire.engine.engine_process import EngineProcess
-from quire.engine.messages import FinishedSequence, StepOutput
+from quire.engine.messages import Accepted, FinishedSequence, StepOutput
 from quire.engine.outputs import Delta, RequestOutput
 from quire.engine.request_state import RequestState
 from quire.engine.stats import EngineInfo, MemoryLedger
-from quire.engine.wire import AcceptedFrame, progress_frame
 from quire.server.async_engine import TOLD_AT_ONCE, AsyncEngine, RequestStream
 
 FACTS = EngineInfo("m", 64, 100, 64, 64, 16, "cpu", "float32", MemoryLedger(), 0, os.getpid())
@@ -43,7 +42,7 @@ def opened(child: EngineProcess, num_calls: int) -> tuple[AsyncEngine, list[Requ
     service.attach(child, FACTS)
     calls = [service.submit([1, 2], PARAMS, streaming=True) for _ in range(num_calls)]
     for number in range(num_calls):
-        service.hear(AcceptedFrame(number, number, 0))
+        service.hear(Accepted(number, number, 0))
     return service, calls
 
 
@@ -58,7 +57,7 @@ def say(
         for number, said in (ended or {}).items()
     ]
     names = np.array(list(tokens), np.int64)
-    service.hear(progress_frame(StepOutput(0, names, np.array(list(tokens.values()), np.int32), ended=tuple(over))))
+    service.hear(StepOutput(0, names, np.array(list(tokens.values()), np.int32), ended=tuple(over)))
 
 
 async def heard(call: RequestStream) -> list[int]:

@@ -6,10 +6,10 @@ from typing import cast
 import pytest
 
 from quire.engine.engine_process import EngineProcess
-from quire.engine.messages import StepOutput
-from quire.engine.output_processor import ProcessedOutput, StopSequence
+from quire.engine.messages import AbortRequest, StepOutput, StopSequence
+from quire.engine.output_processor import ProcessedOutput
 from quire.engine.request_state import RequestState
-from quire.engine.wire import AbortFrame, Message, StopFrame
+from quire.engine.wire import Message
 from quire.server.async_engine import AsyncEngine
 
 
@@ -45,7 +45,7 @@ def test_a_stop_for_an_engine_that_is_detached_meanwhile(monkeypatch: pytest.Mon
     )
     service.sent = sent
     service._advance(cast(StepOutput, None))
-    assert sent.messages == [StopFrame(3, 0)], "the second goes nowhere"
+    assert sent.messages == [StopSequence(3, 0)], "the second goes nowhere"
 
 
 def test_an_abort_for_an_engine_that_is_detached_meanwhile() -> None:
@@ -55,4 +55,4 @@ def test_an_abort_for_an_engine_that_is_detached_meanwhile() -> None:
     ticket.number = 5
     service._abort(ticket)
     service._abort(ticket)
-    assert sent.messages == [AbortFrame(5)]
+    assert sent.messages == [AbortRequest(5)]

@@ -18,9 +18,12 @@ from quire.config import EngineConfig
 from quire.core.errors import BrokenModelFile, ModelNotFound, NumericalError, QuireError
 from quire.core.sampling import SamplingParams
 from quire.engine.engine_process import EngineProcess
+from quire.engine.messages import LoadProgress, StartEngine
 from quire.engine.open_model import OpenedModel, open_model
 from quire.engine.outputs import Delta, RequestOutput, unit
-from quire.engine.wire import LoadingFrame, PhaseFrame, ReadyFrame, StartFrame, ToFront
+from quire.engine.startup import StartupPhase
+from quire.engine.stats import EngineInfo
+from quire.engine.wire import ToFront
 from quire.server import engine_supervisor as supervising
 from quire.server.async_engine import AsyncEngine, EngineLost, EngineRestarting, RequestStream
 from quire.server.engine_supervisor import Health, Supervisor
@@ -241,15 +244,15 @@ def test_an_engine_tells_of_its_weights_as_they_come(default_model_path):
     heard: queue.SimpleQueue[ToFront | None] = queue.SimpleQueue()
     child = EngineProcess(heard.put, lambda: heard.put(None))
     child.start()
-    child.send(StartFrame(EngineConfig(threads=1, max_model_len=512, kv_cache_memory=64 << 20), None))
+    child.send(StartEngine(EngineConfig(threads=1, max_model_len=512, kv_cache_memory=64 << 20), None))
     told = []
     try:
-        while isinstance(said := heard.get(timeout=60), PhaseFrame | LoadingFrame):
+        while isinstance(said := heard.get(timeout=60), StartupPhase | LoadProgress):
             told.append(said)
     finally:
         child.close()
-    loading = [said for said in told if isinstance(said, LoadingFrame)]
-    assert isinstance(said, ReadyFrame) and 50 < len(loading) <= 100
+    loading = [said for said in told if isinstance(said, LoadProgress)]
+    assert isinstance(said, EngineInfo) and 50 < len(loading) <= 100
     assert loading[-1].done_bytes == loading[-1].total_bytes > 0
 
 
@@ -263,10 +266,10 @@ def test_an_engine_dies_with_its_parent(default_model_path, tmp_path):
     program = f"""
 import asyncio, time
 from quire.config import EngineConfig
-from quire.server.async_engine import Service
+from quire.server.async_engine import AsyncEngine
 from quire.server.engine_supervisor import Supervisor
 async def main():
-    service = Service(None, time.monotonic)
+    service = AsyncEngine(None, time.monotonic)
     supervisor = Supervisor(EngineConfig(), {str(tmp_path / "script.jsonl")!r}, service, clock=time.monotonic)
     await supervisor.first_start()
     print(supervisor.engine_pid, flush=True)

@@ -9,8 +9,10 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.core.errors import EngineFailed
+from quire.engine.messages import LoadProgress
+from quire.engine.startup import StartupPhase
 from quire.engine.stats import EngineInfo, MemoryLedger
-from quire.engine.wire import LoadingFrame, Message, PhaseFrame, ReadyFrame, ToFront
+from quire.engine.wire import Message, ToFront
 from quire.server import engine_supervisor as supervising
 from quire.server.async_engine import AsyncEngine
 from quire.server.context import ServedModel
@@ -72,7 +74,7 @@ class World:
     async def watched(self) -> asyncio.Task[None]:
         """The first engine is ready, and the supervisor watches it."""
         starting = asyncio.create_task(self.supervisor.first_start())
-        (await self.started(0)).hear(ReadyFrame(FACTS))
+        (await self.started(0)).hear(FACTS)
         await starting
         return asyncio.create_task(self.supervisor.watch())
 
@@ -99,13 +101,13 @@ def test_a_start_may_take_long_as_long_as_it_tells_something(monkeypatch: pytest
         world = World(monkeypatch)
         starting = asyncio.create_task(world.supervisor.first_start())
         engine = await world.started(0)
-        for said in (PhaseFrame("config", 1.0, ""), LoadingFrame(1, 3), LoadingFrame(2, 3), LoadingFrame(3, 3)):
+        for said in (StartupPhase("config", 1.0, ""), LoadProgress(1, 3), LoadProgress(2, 3), LoadProgress(3, 3)):
             world.now_s += SILENT_START_S - 1
             await _turns()
             engine.hear(said)
             await _turns()
         assert engine.num_kills == 0 and world.supervisor.health is Health.STARTING
-        engine.hear(ReadyFrame(FACTS))
+        engine.hear(FACTS)
         assert await starting is FACTS
 
     run(body())
@@ -141,11 +143,11 @@ def test_an_engine_that_hangs_while_it_starts_again_is_killed_and_replaced(monke
         watching = await world.watched()
         world.engines[0].end()
         hanging = await world.started(1)
-        hanging.hear(LoadingFrame(1, 3))
+        hanging.hear(LoadProgress(1, 3))
         await _turns()
         assert world.supervisor.health is Health.RESTARTING
         world.now_s += SILENT_START_S + 1
-        (await world.started(2)).hear(ReadyFrame(FACTS))
+        (await world.started(2)).hear(FACTS)
         await _turns()
         world.service.beaten_s = world.now_s
         assert hanging.num_kills == 1 and world.supervisor.health is Health.READY
@@ -164,7 +166,7 @@ def test_engines_that_end_soon_after_they_were_ready_are_started_ever_later_and_
         watching = await world.watched()
         for number in range(MOST_FAILED):
             engine = await world.started(number)
-            engine.hear(ReadyFrame(FACTS))
+            engine.hear(FACTS)
             await _turns()
             world.now_s += SETTLED_S - 1
             world.service.beaten_s = world.now_s
@@ -183,7 +185,7 @@ def test_an_engine_that_has_lived_a_while_makes_up_for_those_before_it(monkeypat
         watching = await world.watched()
         for number, lived_s in enumerate([1, 1, 1, SETTLED_S, 1, 1]):
             engine = await world.started(number)
-            engine.hear(ReadyFrame(FACTS))
+            engine.hear(FACTS)
             await _turns()
             world.now_s += lived_s
             world.service.beaten_s = world.now_s
@@ -200,7 +202,7 @@ def test_a_supervisor_that_was_stopped_while_it_waited_starts_nothing(monkeypatc
     async def body() -> None:
         world = World(monkeypatch)
         starting = asyncio.create_task(world.supervisor.first_start())
-        (await world.started(0)).hear(ReadyFrame(FACTS))
+        (await world.started(0)).hear(FACTS)
         await starting
         waking: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         monkeypatch.setattr(supervising.asyncio, "sleep", lambda seconds: waking)

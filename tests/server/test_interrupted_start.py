@@ -13,7 +13,10 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.engine.engine_process import EngineProcess
-from quire.engine.wire import PhaseFrame, ReadyFrame, StartFrame, ToFront, pack
+from quire.engine.messages import StartEngine
+from quire.engine.startup import StartupPhase
+from quire.engine.stats import EngineInfo
+from quire.engine.wire import ToFront, pack
 from tests import children
 from tests.server.server_process import PATIENCE_S, QUIRE, wait_until
 
@@ -35,7 +38,7 @@ def test_an_engine_whose_parent_hung_up_while_it_started_says_nothing(script: Pa
         engine = children.start(command, pass_fds=[theirs.fileno()], **pipes)
     try:
         with ours:
-            ours.sendall(pack(StartFrame(EngineConfig(), str(script))))
+            ours.sendall(pack(StartEngine(EngineConfig(), str(script))))
         out, err = engine.communicate(timeout=PATIENCE_S)
     finally:
         children.end(engine)
@@ -48,11 +51,11 @@ def test_a_signal_for_the_parent_does_not_end_an_engine_that_has_hardly_begun(sc
     child = EngineProcess(heard.put, lambda: heard.put(None))
     os.kill(child.pid, number)  # long before it could have said that it is to be ignored
     child.start()
-    child.send(StartFrame(EngineConfig(), str(script)))
+    child.send(StartEngine(EngineConfig(), str(script)))
     try:
-        while isinstance(said := heard.get(timeout=PATIENCE_S), PhaseFrame):
+        while isinstance(said := heard.get(timeout=PATIENCE_S), StartupPhase):
             pass
-        assert isinstance(said, ReadyFrame)
+        assert isinstance(said, EngineInfo)
     finally:
         child.close()
 

@@ -16,19 +16,10 @@ from quire.core.process import FOR_THE_PARENT, die_with, importing, keep_for_goo
 from quire.engine.build_scheduler import wake
 from quire.engine.engine import Engine
 from quire.engine.engine_server import EngineServer
+from quire.engine.messages import LoadProgress, Refused, StartEngine
 from quire.engine.startup import StartupReporter
 from quire.engine.stats import EngineInfo
-from quire.engine.wire import (
-    FrameDecoder,
-    LoadingFrame,
-    Message,
-    PhaseFrame,
-    ReadyFrame,
-    StartFrame,
-    pack,
-    problem_frame,
-    read_for_engine,
-)
+from quire.engine.wire import FrameDecoder, Message, pack, read_for_engine
 
 
 def main(descriptor: int, parent: int) -> int:
@@ -43,18 +34,18 @@ def main(descriptor: int, parent: int) -> int:
     if order is None:
         return 0
     watch = StartupReporter(
-        loading=lambda done, total: _tell(wire, LoadingFrame(done, total)),
-        finished=lambda phase: _tell(wire, PhaseFrame(*phase)),
+        loading=lambda done, total: _tell(wire, LoadProgress(done, total)),
+        finished=lambda phase: _tell(wire, phase),
     )
     try:
         engine, facts = _build(order, watch)
     except QuireError as error:
-        _tell(wire, problem_frame(error, None))
+        _tell(wire, Refused(None, error))
         return error.exit_code
     if engine.grammars is not None:
         wake(engine.grammars)
     keep_for_good()
-    _tell(wire, ReadyFrame(facts))
+    _tell(wire, facts)
     EngineServer(engine, wire, time.monotonic).run()
     return 0
 
@@ -67,7 +58,7 @@ def _tell(wire: socket.socket, message: Message) -> None:
         raise SystemExit(0) from None
 
 
-def _build(order: StartFrame, watch: StartupReporter) -> tuple[Engine, EngineInfo]:
+def _build(order: StartEngine, watch: StartupReporter) -> tuple[Engine, EngineInfo]:
     """Imports what it needs: torch takes seconds, and a script does without."""
     if order.script is not None:
         from quire.engine.scripted_engine import build_scripted
@@ -80,12 +71,12 @@ def _build(order: StartFrame, watch: StartupReporter) -> tuple[Engine, EngineInf
     return built.engine, built.facts
 
 
-def _first_order(wire: socket.socket) -> StartFrame | None:
+def _first_order(wire: socket.socket) -> StartEngine | None:
     unpacker = FrameDecoder()
     while data := wire.recv(1 << 16):
         for frame in unpacker.feed(data):
             order = read_for_engine(frame)
-            assert isinstance(order, StartFrame), order
+            assert isinstance(order, StartEngine), order
             return order
     return None
 

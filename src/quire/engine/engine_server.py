@@ -12,32 +12,14 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from quire.core.errors import EngineFailed, QuireError, RequestFailed
 from quire.core.fault_injection import FaultSite, trip
 from quire.core.ids import RequestId
 from quire.core.sampling import Grammar
 from quire.engine.engine import Engine
-from quire.engine.messages import AddRequest, StepOutput
+from quire.engine.messages import AbortRequest, AddRequest, Query, QueryReply, Refused, StepOutput, StopSequence
 from quire.engine.stats import stats_of
-from quire.engine.wire import (
-    AbortFrame,
-    AddRequestFrame,
-    AskFrame,
-    BrokenFrame,
-    FrameDecoder,
-    HeartbeatFrame,
-    Message,
-    ReplyFrame,
-    StopFrame,
-    accepted_frame,
-    order_of,
-    pack,
-    problem_frame,
-    progress_frame,
-    read_for_engine,
-)
+from quire.engine.wire import BrokenFrame, FrameDecoder, Message, as_json, pack, read_for_engine, request_number
 
 if TYPE_CHECKING:
     from quire.grammar.compiler import CompiledGrammar
@@ -83,7 +65,7 @@ class EngineServer:
     def _tell(self, progress: StepOutput) -> None:
         """What cannot be written fails its own request; the rest is told without it."""
         try:
-            self._send(progress_frame(progress))
+            self._send(progress)
         except Exception as error:
             numbers = progress.numbers(self._engine.number_of)
             if len(numbers) == 1:
@@ -101,7 +83,7 @@ class EngineServer:
         now_s = self._clock()
         if now_s - self._beaten_s >= BEAT_S:
             self._beaten_s = now_s
-            self._send(HeartbeatFrame(stats_of(self._engine)))
+            self._send(stats_of(self._engine))
 
     def _read(self) -> None:
         """Every order that has come; with nothing to compute or prepare, wait for one until the next beat."""
@@ -121,7 +103,7 @@ class EngineServer:
                 self._obey(frame)
 
     def _obey(self, frame: bytes) -> None:
-        number = _number_in(frame)
+        number = request_number(frame)
         try:
             if number is not None:
                 trip(FaultSite.DECODE_FRAME, number)
@@ -137,22 +119,22 @@ class EngineServer:
 
     def _follow(self, order: object) -> None:
         match order:
-            case AddRequestFrame() if order.params.grammar is not None:
-                self._compile(order_of(order), order.params.grammar)
-            case AddRequestFrame():
-                self._submit(order_of(order))
-            case AbortFrame():
+            case AddRequest() if order.params.grammar is not None:
+                self._compile(order, order.params.grammar)
+            case AddRequest():
+                self._submit(order)
+            case AbortRequest():
                 self._compiling.discard(order.number)
                 self._engine.abort(order.number)
-            case StopFrame():
-                self._engine.stop(order.number, order.index)
-            case AskFrame():
-                self._send(ReplyFrame(order.token, self._answer(order)))
+            case StopSequence():
+                self._engine.stop(order.number, order.continuation)
+            case Query():
+                self._send(QueryReply(order.token, self._answer(order)))
             case _:
                 raise BrokenFrame(f"an engine at work has no use for {type(order).__name__}")
 
     def _submit(self, order: AddRequest) -> None:
-        self._send(accepted_frame(self._engine.submit(order)))
+        self._send(self._engine.submit(order))
 
     def _compile(self, order: AddRequest, grammar: Grammar) -> None:
         """A grammar may take long to compile: meanwhile the others go on, and the order waits at the door."""
@@ -183,15 +165,15 @@ class EngineServer:
                 _log.exception("a grammar broke its own compilation")
                 self._refuse(order.number, EngineFailed("The grammar of this request could not be compiled."))
 
-    def _answer(self, asked: AskFrame) -> bytes:
+    def _answer(self, asked: Query) -> bytes:
         """A question's answer as JSON; what is wrong with the question is an answer too."""
         try:
-            return msgspec.json.encode(self._answers(asked))
+            return as_json(self._answers(asked))
         except QuireError as error:
             problem = {"message": error.message, "status": error.status, "code": error.code, "param": error.param}
-            return msgspec.json.encode({"problem": problem})
+            return as_json({"problem": problem})
 
-    def _answers(self, asked: AskFrame) -> object:
+    def _answers(self, asked: Query) -> object:
         match asked.what:
             case "explain":
                 explanation = self._engine.explain(RequestId(asked.number))
@@ -205,20 +187,10 @@ class EngineServer:
 
     def _refuse(self, number: int | None, error: QuireError) -> None:
         if number is not None:
-            self._send(problem_frame(error, number))
+            self._send(Refused(number, error))
 
     def _send(self, message: Message) -> None:
         try:
             self._wire.sendall(pack(message))
         except OSError:
             self._hung_up = True
-
-
-def _number_in(frame: bytes) -> int | None:
-    """The request a frame speaks of, if it is an order at all: read apart, for frames that are otherwise unreadable."""
-    try:
-        fields = msgspec.msgpack.decode(frame)
-    except (msgspec.DecodeError, ValueError, RecursionError):
-        return None
-    is_order = isinstance(fields, list) and len(fields) > 1 and fields[0] == 2
-    return fields[1] if is_order and isinstance(fields[1], int) else None

@@ -1,4 +1,4 @@
-"""What front and engine say to each other, whether they share a process or not. Plain data; knows no wire."""
+"""The messages between front and engine, in one process or two. Plain data; knows nothing of their encoding."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -7,11 +7,22 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.config import EngineConfig
 from quire.core.errors import QuireError
 from quire.core.ids import FloatArray, IntArray
 from quire.core.sampling import SamplingParams
 from quire.core.step import FinishReason, PromptLogprobs, TopLogprobs
 from quire.engine.request_options import USUAL, RequestOptions
+
+# Front to engine.
+
+
+class StartEngine(NamedTuple):
+    """The first message of a front."""
+
+    config: EngineConfig
+    script: str | None  # the path of a scripted model's lines, instead of a model
+    serving: bool = True  # False: offline, no client waits for its next token
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +43,40 @@ class AddRequest:
         return self.pooled or self.without_tokens
 
 
+class AbortRequest(NamedTuple):
+    number: int
+
+
+class StopSequence(NamedTuple):
+    """End one sequence of a request: its stop string came."""
+
+    number: int
+    continuation: int
+
+
+class Query(NamedTuple):
+    """A question to the engine; its `QueryReply` has the same token."""
+
+    token: int
+    what: str
+    number: int = 0
+
+
+# Engine to front. `StartupPhase`, `EngineInfo` (the engine is ready) and `EngineStats` (its heartbeat) are sent, too.
+
+
+class LoadProgress(NamedTuple):
+    """Weights are being loaded: a long start is not a start that hangs."""
+
+    done_bytes: int
+    total_bytes: int
+
+
+class QueryReply(NamedTuple):
+    token: int
+    body: bytes  # JSON
+
+
 class Accepted(NamedTuple):
     """The request is queued; its continuations are numbered from `first_sequence` on."""
 
@@ -41,9 +86,9 @@ class Accepted(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """The request was not queued, or had to end before anything was computed."""
+    """The request was not queued, or failed outside of a step. Without a number: the engine could not start."""
 
-    number: int
+    number: int | None
     error: QuireError
 
 

@@ -12,7 +12,7 @@ from quire.core.errors import InvalidParameter, InvalidPrompt, NoTokenizer, show
 from quire.core.fault_injection import FaultSite, trip
 from quire.core.sampling import SamplingParams
 from quire.core.step import FinishReason, PromptLogprobs, TopLogprobs
-from quire.engine.messages import Accepted, AddRequest, FinishedSequence, FirstToken, StepOutput
+from quire.engine.messages import Accepted, AddRequest, FinishedSequence, FirstToken, StepOutput, StopSequence
 from quire.engine.outputs import Delta, Logprob, RequestMetrics, unit
 from quire.engine.request_options import USUAL, RequestOptions
 from quire.engine.request_state import RequestState, SequenceOutput, logprob_entry
@@ -29,13 +29,6 @@ class OpenedRequest(NamedTuple):
 
     order: AddRequest
     ticket: RequestState
-
-
-class StopSequence(NamedTuple):
-    """An order to stop one continuation: its stop string came."""
-
-    number: int
-    continuation: int
 
 
 class ProcessedOutput(NamedTuple):

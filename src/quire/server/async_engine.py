@@ -19,27 +19,13 @@ from quire.core.errors import Draining, InvalidParameter, InvalidPrompt, QuireEr
 from quire.core.sampling import SamplingParams
 from quire.core.step import FinishReason
 from quire.engine.engine_process import EngineProcess
-from quire.engine.messages import StepOutput
+from quire.engine.messages import AbortRequest, Accepted, Query, QueryReply, Refused, StepOutput, StopSequence
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.outputs import EMBEDDING, Delta, RequestOutput, failure_of
 from quire.engine.request_options import USUAL, RequestOptions
 from quire.engine.request_state import RequestState
 from quire.engine.stats import EngineInfo, EngineStats
-from quire.engine.wire import (
-    AbortFrame,
-    AcceptedFrame,
-    AskFrame,
-    HeartbeatFrame,
-    ProblemFrame,
-    ReplyFrame,
-    StepOutputFrame,
-    StopFrame,
-    ToFront,
-    accepted_of,
-    error_of,
-    order_frame,
-    progress_of,
-)
+from quire.engine.wire import ToFront
 from quire.server.http.request_context import CURRENT, RequestContext
 from quire.text.tokenizer import Tokenizer
 
@@ -235,7 +221,7 @@ class AsyncEngine:
             self._note_visit(visit.request_id, ticket.number)
             visit.note_prompt(len(prompt))
         try:
-            self._child.send(order_frame(order))
+            self._child.send(order)
         except (OverflowError, TypeError, ValueError) as error:  # a number beyond 64 bits, and its like: never sent
             self._end(call)
             raise InvalidPrompt(f"This request holds what cannot be sent to the engine: {error}.") from error
@@ -274,7 +260,7 @@ class AsyncEngine:
         asked: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._asked[token] = asked
         try:
-            self._child.send(AskFrame(token, what, number))
+            self._child.send(Query(token, what, number))
             return await asked
         finally:
             self._asked.pop(token, None)
@@ -298,23 +284,23 @@ class AsyncEngine:
 
     def hear(self, said: ToFront) -> None:
         match said:
-            case StepOutputFrame():
-                self._advance(progress_of(said))
-            case AcceptedFrame():
+            case StepOutput():
+                self._advance(said)
+            case Accepted():
                 with self._lock:
-                    self._front.accept(accepted_of(said))
-            case ProblemFrame():
-                self._on_loop(self._refused, said.number, error_of(said))
-            case HeartbeatFrame():
-                self._on_loop(self._note_beat, said.stats)
-            case ReplyFrame():
+                    self._front.accept(said)
+            case Refused():
+                self._on_loop(self._refused, said.number, said.error)
+            case EngineStats():
+                self._on_loop(self._note_beat, said)
+            case QueryReply():
                 self._on_loop(self._answered, said.token, said.body)
 
     def _advance(self, progress: StepOutput) -> None:
         with self._lock:
             heard = self._front.hear(progress)
-        for number, index in heard.stops:
-            self._send(StopFrame(number, index))
+        for stop in heard.stops:
+            self._send(stop)
         if heard.deltas:
             self._on_loop(self._deliver, heard.deltas, heard.finished)
 
@@ -377,9 +363,9 @@ class AsyncEngine:
             self._end(call, failure=failure)
 
     def _abort(self, ticket: RequestState) -> None:
-        self._send(AbortFrame(ticket.number))
+        self._send(AbortRequest(ticket.number))
 
-    def _send(self, message: StopFrame | AbortFrame) -> None:
+    def _send(self, message: StopSequence | AbortRequest) -> None:
         """From any thread. Without an engine it goes nowhere: the engine may be detached at any moment."""
         child = self._child
         if child is not None:

@@ -13,9 +13,10 @@ from enum import Enum
 from quire.config import EngineConfig
 from quire.core.errors import EngineFailed, QuireError
 from quire.engine.engine_process import EngineProcess
+from quire.engine.messages import LoadProgress, Refused, StartEngine
 from quire.engine.startup import StartupPhase
 from quire.engine.stats import EngineInfo
-from quire.engine.wire import LoadingFrame, PhaseFrame, ProblemFrame, ReadyFrame, StartFrame, ToFront, error_of
+from quire.engine.wire import ToFront
 from quire.server.async_engine import AsyncEngine
 
 READY_WITHIN_S = 5.0  # a beat older than this, and the server says that it is not ready
@@ -55,7 +56,7 @@ class Supervisor:
         phase: Callable[[StartupPhase], None] = lambda phase: None,
         serving: bool = True,  # False: nobody waits for his next token
     ) -> None:
-        self._order = StartFrame(config, script, serving)
+        self._order = StartEngine(config, script, serving)
         self._service = service
         self._clock = clock
         self._phase = phase
@@ -144,14 +145,14 @@ class Supervisor:
 
         def hear(said: ToFront) -> None:
             match said:
-                case PhaseFrame():
-                    loop.call_soon_threadsafe(self._note_phase, StartupPhase(said.name, said.seconds, said.detail))
-                case LoadingFrame():
+                case StartupPhase():
+                    loop.call_soon_threadsafe(self._note_phase, said)
+                case LoadProgress():
                     loop.call_soon_threadsafe(self._note_life)
-                case ReadyFrame():
-                    loop.call_soon_threadsafe(self._note_ready, child, said.facts, ready)
-                case ProblemFrame() if said.number is None:
-                    loop.call_soon_threadsafe(self._note_refusal, error_of(said))
+                case EngineInfo():
+                    loop.call_soon_threadsafe(self._note_ready, child, said, ready)
+                case Refused(None, error):
+                    loop.call_soon_threadsafe(self._note_refusal, error)
                 case _:
                     self._service.hear(said)
 

@@ -10,7 +10,7 @@ import pytest
 
 from quire.core.errors import InvalidParameter
 from quire.engine.engine_process import EngineProcess
-from quire.engine.wire import StartFrame
+from quire.engine.messages import StartEngine
 from quire.server.batch import runner as batch
 from quire.server.batch.lines import BadLine, BatchReply, BatchRequest, FinishedLines, answered, read_line, refused
 from tests import children
@@ -169,9 +169,9 @@ def test_an_engine_for_a_file_is_one_for_batches(
     script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On a GPU it has more seats and longer steps than a server's."""
-    started: list[StartFrame] = []
+    started: list[StartEngine] = []
 
-    def send(child: EngineProcess, message: StartFrame) -> None:
+    def send(child: EngineProcess, message: StartEngine) -> None:
         started.append(message)
         raise InvalidParameter("Seen enough.", param="test")
 
