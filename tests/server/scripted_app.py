@@ -20,14 +20,14 @@ from quire.engine.output_processor import OutputProcessor
 from quire.engine.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput
 from quire.engine.request_options import RequestOptions
 from quire.engine.stats import EngineInfo, MemoryLedger
+from quire.server.admission import AdmissionControl
 from quire.server.app import make_app
 from quire.server.async_engine import AsyncEngine, RequestStream
 from quire.server.context import ServedModel, ServerState
 from quire.server.engine_supervisor import Supervisor
-from quire.server.http.admission import AdmissionControl
 from quire.server.http.auth import KeyRing
 from quire.server.http.gate import secure
-from quire.server.http.metrics import Metrics
+from quire.server.metrics import Metrics
 
 T = TypeVar("T")
 

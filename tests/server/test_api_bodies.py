@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from quire.core.errors import QuireError
 from quire.server.anthropic import messages as messages_request
 from quire.server.anthropic.messages import MessagesBody
+from quire.server.chat.prompt import dialogue_of
 from quire.server.openai import responses_input as responses_request
-from quire.server.openai.chat import dialogue_of
-from quire.server.openai.decode import decode
 from quire.server.openai.responses_input import ResponsesBody
+from quire.server.request.decode import decode
 from quire.server.tgi import generate as tgi_request
 from quire.server.tgi.generate import GenerateBody
 

@@ -6,7 +6,7 @@ import pytest
 
 from quire.engine.stats import EngineStats
 from quire.server.async_engine import AsyncEngine
-from quire.server.http.metrics import EngineGauges, Metrics
+from quire.server.metrics import EngineGauges, Metrics
 from quire.server.server import StatusLine
 from tests.server.scripted_servers import asked
 from tests.server.server_process import Running, counted, wait_until, wait_until_at_rest

@@ -14,9 +14,9 @@ from quire.server.app import ADMIN_ROUTES, Application
 from quire.server.http.auth import make_key_ring
 from quire.server.http.gate import AccessOptions, Hear, early_refusals, secure
 from quire.server.http.logs import LogFormat, LogWriter, log_answer
-from quire.server.http.metrics import Metrics
 from quire.server.http.protocol import ConnectionLimits, connection_limit, guarded
 from quire.server.http.request_context import RequestRecord
+from quire.server.metrics import Metrics
 
 _KEEP_ALIVE_S = 30  # longer than clients keep an idle connection, so that it is they who close it
 

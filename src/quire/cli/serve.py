@@ -119,7 +119,7 @@ def _tracing(endpoint: str | None) -> Any:
     """Who follows requests, if anybody is to be told."""
     if endpoint is None:
         return None
-    from quire.server.http.tracing import open_tracing
+    from quire.server.tracing import open_tracing
 
     return open_tracing(endpoint)
 

@@ -10,8 +10,9 @@ from starlette.responses import Response
 from quire.core.errors import QuireError
 from quire.server.context import ServerState
 from quire.server.engine_supervisor import Health
-from quire.server.http.metrics import CONTENT_TYPE
-from quire.server.http.sse import json_response, read
+from quire.server.http.sse import json_response
+from quire.server.metrics import CONTENT_TYPE
+from quire.server.request.decode import read
 
 UNHEALTHY_AFTER_S = 30.0  # without a beat; the supervisor kills the engine at the same moment
 

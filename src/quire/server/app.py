@@ -19,10 +19,10 @@ from starlette.routing import Route
 from starlette.types import Scope
 
 from quire.server import admin
+from quire.server.admission import AdmittedEndpoint
 from quire.server.anthropic import messages
 from quire.server.anthropic.messages import CountTokensBody, MessagesBody
 from quire.server.context import ServerState
-from quire.server.http.admission import AdmittedEndpoint
 from quire.server.http.errors import HANDLERS
 from quire.server.http.request_context import route_path, visit_of
 from quire.server.openai import models, responses
@@ -30,7 +30,7 @@ from quire.server.openai.chat import chat_completions
 from quire.server.openai.completions import completions
 from quire.server.openai.embeddings import embeddings
 from quire.server.openai.responses_input import ResponsesBody
-from quire.server.openai.schema import (
+from quire.server.request.schema import (
     ApplyTemplateBody,
     ChatBody,
     CompletionBody,

@@ -13,13 +13,13 @@ from quire.engine.open_model import OpenedModel
 from quire.engine.stats import EngineInfo
 from quire.output_parsing.reasoning import ReasoningTags
 from quire.output_parsing.tool_formats import ToolFormat
+from quire.server.admission import AdmissionControl
 from quire.server.async_engine import AsyncEngine, EngineRestarting
-from quire.server.chat.model_format import ModelFormat, find_voice
 from quire.server.engine_supervisor import Health, Supervisor
-from quire.server.http.admission import AdmissionControl
-from quire.server.http.metrics import Metrics
+from quire.server.grammar_precompiler import GrammarPrecompiler
 from quire.server.http.sse import KEEP_ALIVE_S
-from quire.server.structured_output import GrammarPrecompiler
+from quire.server.metrics import Metrics
+from quire.server.model_format import ModelFormat, find_voice
 from quire.text.tokenizer import Tokenizer
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from quire.engine.outputs import RequestOutput
 from quire.server.async_engine import AsyncEngine, News, RequestStream
-from quire.server.openai.params import GenerationRequest
+from quire.server.request.params import GenerationRequest
 
 
 class PromptDelta(NamedTuple):

@@ -29,14 +29,14 @@ from quire.engine.startup import StartupPhase
 from quire.engine.stats import EngineInfo
 from quire.output_parsing.reasoning import ReasoningTags
 from quire.output_parsing.tool_formats import ToolFormat
+from quire.server.admission import AdmissionControl
 from quire.server.app import Application, make_app
 from quire.server.async_engine import AsyncEngine, FinishedRequest
 from quire.server.context import ServedModel, ServerState, served_from
 from quire.server.engine_supervisor import Supervisor
-from quire.server.http.admission import AdmissionControl
+from quire.server.grammar_precompiler import GrammarPrecompiler
 from quire.server.http.errors import Stopping
-from quire.server.http.metrics import Metrics
-from quire.server.structured_output import GrammarPrecompiler
+from quire.server.metrics import Metrics
 
 EVERY_S = 10.0
 

@@ -6,13 +6,12 @@ from typing import Any
 import pytest
 
 from quire.core.errors import InvalidParameter, InvalidPrompt
-from quire.server.chat.model_format import ToolChoice
-from quire.server.chat.prompt import ChatPrompt
+from quire.server.chat.prompt import ChatPrompt, dialogue_of
 from quire.server.context import ServedModel
-from quire.server.openai.chat import dialogue_of
-from quire.server.openai.decode import decode
+from quire.server.model_format import ToolChoice
 from quire.server.openai.responses_input import ResponsesBody, as_chat
-from quire.server.openai.schema import ChatBody
+from quire.server.request.decode import decode
+from quire.server.request.schema import ChatBody
 
 HI = [{"role": "user", "content": "hi"}]
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("f", "g", "h")]

@@ -13,8 +13,8 @@ import openai
 import pytest
 
 from quire.output_parsing.tool_formats import MISTRAL
-from quire.server.chat.model_format import ToolChoice, find_voice
 from quire.server.context import ServedModel
+from quire.server.model_format import ToolChoice, find_voice
 from quire.text.detokenizer import SequenceText
 from quire.text.hf_tokenizer import TokenizerFiles
 from quire.text.stop_strings import StopStrings

@@ -12,14 +12,14 @@ from starlette.types import Message, Scope
 from quire.config import EngineConfig
 from quire.engine.engine_process import EngineProcess
 from quire.engine.stats import EngineInfo, MemoryLedger
+from quire.server.admission import AdmissionControl
 from quire.server.app import DOORS, Application, make_app
 from quire.server.async_engine import AsyncEngine
 from quire.server.context import ServerState
 from quire.server.engine_supervisor import Health, Supervisor
-from quire.server.http.admission import AdmissionControl
 from quire.server.http.auth import KeyRing
 from quire.server.http.gate import AccessOptions, secure
-from quire.server.http.metrics import Metrics
+from quire.server.metrics import Metrics
 
 LIMIT_BYTES = 1000
 FACTS = EngineInfo("m", 64, 100, 1, 8, 16, "cpu", "float32", MemoryLedger(), 0, os.getpid())  # one seat

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from quire.core.errors import InvalidGrammar, InvalidParameter
 from quire.core.sampling import Grammar, GrammarKind
-from quire.server.structured_output import CompilersBusy, GrammarPrecompiler
+from quire.server.grammar_precompiler import CompilersBusy, GrammarPrecompiler
 from tests import children
 from tests.server.chat.test_tools import CITY, TOOLS, hermes, named_arguments
 from tests.server.chat_server import MODEL, speaking

@@ -19,7 +19,7 @@ from quire.engine.request_state import SequenceOutput, logprob_entry
 from quire.server.context import ServedModel
 from quire.server.openai.chunks import ChunkHeader, TokenText, chat_scores
 from quire.server.openai.completions import CompletionPrompt, CompletionResponse
-from quire.server.openai.params import GenerationRequest
+from quire.server.request.params import GenerationRequest
 from quire.text.detokenizer import decode_whole
 from quire.text.stop_strings import StopStrings
 from quire.text.tokenizer import Tokenizer

@@ -11,11 +11,11 @@ from quire.core.sampling import SamplingParams
 from quire.engine.outputs import Delta
 from quire.engine.request_options import RequestOptions
 from quire.server.app import DOORS
-from quire.server.chat.model_format import find_voice
 from quire.server.context import ServedModel
+from quire.server.model_format import find_voice
 from quire.server.openai.chunks import ChunkHeader, TokenText
 from quire.server.openai.completions import CompletionPrompt, CompletionResponse
-from quire.server.openai.params import GenerationRequest
+from quire.server.request.params import GenerationRequest
 from quire.version import __version__
 from tests.server.scripted_app import Script, app_over, events, post
 

@@ -17,15 +17,15 @@ from starlette.responses import Response
 from quire.core.errors import InvalidParameter, InvalidPrompt, shown
 from quire.server.anthropic.messages_output import MessagesResponse
 from quire.server.chat.messages import MessageBuilder
-from quire.server.chat.prompt import check_function
+from quire.server.chat.prompt import check_function, dialogue_of
 from quire.server.chat.session import ChatDelta, ChatStream
 from quire.server.context import ServedModel, ServerState
 from quire.server.http.errors import called
 from quire.server.http.request_context import visit_of
-from quire.server.http.sse import Events, json_response, read, stream, unless_gone, worked
-from quire.server.openai.chat import dialogue_of
-from quire.server.openai.params import chat_wanted
-from quire.server.openai.schema import (
+from quire.server.http.sse import Events, json_response, stream, unless_gone, worked
+from quire.server.request.decode import read
+from quire.server.request.params import chat_wanted
+from quire.server.request.schema import (
     CarriedBody,
     ChatBody,
     ChosenTools,

@@ -13,8 +13,9 @@ from typing import NamedTuple
 from quire.core.errors import ContextLengthExceeded, InvalidParameter, InvalidPrompt, shown
 from quire.core.sampling import Grammar
 from quire.output_parsing.events import OutputParser
-from quire.server.chat.model_format import Message, ToolChoice
 from quire.server.context import ServedModel
+from quire.server.model_format import Message, ToolChoice
+from quire.server.request.schema import ChatBody, Json
 from quire.text.chat_template import plain_messages, render
 
 MAX_TOOLS = 1024
@@ -78,6 +79,56 @@ class ChatPrompt:
                 param="tool_choice",
             )
         return voice.call_grammar(tools, self.tool_choice, parallel=parallel, prompt=prompt)
+
+
+def dialogue_of(body: ChatBody) -> ChatPrompt:
+    """What a chat wants continued."""
+    if body.chat_template is not None:
+        raise InvalidParameter(
+            "chat_template is not taken from requests: the server runs the model's own. Use chat_template_kwargs.",
+            param="chat_template",
+        )
+    if body.documents:
+        raise InvalidParameter("documents are not served here; put their text into the messages.", param="documents")
+    tools, mode, named = _chosen(body)
+    variables = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", body.reasoning_effort)
+        variables.setdefault("enable_thinking", body.reasoning_effort != "none")
+    return ChatPrompt(
+        messages=body.messages,
+        tools=tools,
+        tool_choice=check_tools(tools, mode, named),
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        template_variables=variables,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=bool(body.continue_final_message),
+    )
+
+
+class _AllowedTools(NamedTuple):
+    """The tools that may be called, and whether one must be, or which one."""
+
+    tools: list[dict[str, Json]]
+    mode: str | None = None
+    name: str | None = None
+
+
+def _chosen(body: ChatBody) -> _AllowedTools:
+    tools, choice = body.tools or [], body.tool_choice
+    if choice is None or isinstance(choice, str):
+        return _AllowedTools(tools, choice)
+    if choice.type == "function" and choice.function is not None:
+        return _AllowedTools(tools, name=choice.function.name)
+    if choice.type == "allowed_tools" and choice.allowed_tools is not None:
+        allowed = choice.allowed_tools
+        return _AllowedTools(only_tools(tools, (tool.function.name for tool in allowed.tools)), allowed.mode)
+    raise InvalidParameter(
+        "tool_choice may be 'none', 'auto', 'required', "
+        '{"type": "function", "function": {"name": …}} or '
+        '{"type": "allowed_tools", "allowed_tools": {"mode": …, "tools": […]}}.',
+        param="tool_choice",
+    )
 
 
 def _num_parts(message: Mapping[str, object]) -> int:

@@ -14,8 +14,8 @@ from quire.output_parsing.events import OutputEvent, OutputParser, PlainText, Re
 from quire.server.async_engine import AsyncEngine
 from quire.server.chat.prompt import ChatPrompt, RenderedPrompt, final_text
 from quire.server.context import ServedModel
-from quire.server.openai.params import GenerationRequest, clamped, constrained, shortened
 from quire.server.prompt_group import PromptGroup
+from quire.server.request.params import GenerationRequest, clamped, constrained, shortened
 
 
 class ChatDelta(NamedTuple):

@@ -1,1 +1,1 @@
-"""HTTP below the APIs: protocol limits, authentication, admission control, errors, streams, logs, metrics."""
+"""HTTP below the APIs: protocol limits, authentication, errors, event streams, access log. Knows no engine."""

@@ -20,9 +20,10 @@ from starlette.types import Receive, Scope, Send
 from quire.core.errors import EngineFailed, QuireError
 from quire.server.http.errors import error_body
 from quire.server.http.request_context import has_visit, visit_of
-from quire.server.openai.decode import Kind, decode
 
 _SHORT_BYTES = 1 << 16  # what is read faster than a thread is asked
+
+_LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
 _log = logging.getLogger(__name__)
 
@@ -30,16 +31,16 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-async def read(request: Request, kind: type[Kind]) -> Kind:
-    """The body of a request."""
-    return await worked(request, decode, await request.body(), kind)  # the gate has bounded it
-
-
 async def worked(request: Request, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """The result of some work on the body of a request: done at once if it is short, else on a thread."""
     if len(await request.body()) <= _SHORT_BYTES:
         return work(*args, **kwargs)
     return await run_in_threadpool(work, *args, **kwargs)
+
+
+def finite(value: float) -> float:
+    """As JSON can say it."""
+    return max(value, _LEAST_LOGPROB)
 
 
 def json_response(body: Mapping[str, object], status: int = 200) -> Response:

@@ -3,19 +3,16 @@
 Writes the answers of chat completions: whole, and chunk by chunk. Knows events and outputs, no HTTP.
 """
 
-from typing import NamedTuple
-
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.core.errors import InvalidParameter
 from quire.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.output_parsing.events import OutputEvent, PlainText, ReasoningText, ToolArguments, ToolStart
-from quire.server.chat.prompt import ChatPrompt, check_tools, only_tools
+from quire.server.chat.prompt import dialogue_of
 from quire.server.chat.session import ChatDelta, ChatResult, ChatStream, ChoiceOutput
 from quire.server.context import ServerState
 from quire.server.http.errors import called
-from quire.server.http.sse import DONE, Events, json_response, read, stream, unless_gone
+from quire.server.http.sse import DONE, Events, json_response, stream, unless_gone
 from quire.server.openai.chunks import (
     ChunkHeader,
     ChunkWriter,
@@ -25,8 +22,9 @@ from quire.server.openai.chunks import (
     running_usage,
     usage,
 )
-from quire.server.openai.params import GenerationRequest, chat_wanted
-from quire.server.openai.schema import ChatBody, Json
+from quire.server.request.decode import read
+from quire.server.request.params import GenerationRequest, chat_wanted
+from quire.server.request.schema import ChatBody
 
 Body = dict[str, object]
 
@@ -206,53 +204,3 @@ async def _events(exchange: ChatStream, answer: ChatResponse, wanted: Generation
     if wanted.include_usage:
         yield answer.usage_chunk(news, await exchange.num_thought_tokens())
     yield DONE
-
-
-def dialogue_of(body: ChatBody) -> ChatPrompt:
-    """What a chat wants continued."""
-    if body.chat_template is not None:
-        raise InvalidParameter(
-            "chat_template is not taken from requests: the server runs the model's own. Use chat_template_kwargs.",
-            param="chat_template",
-        )
-    if body.documents:
-        raise InvalidParameter("documents are not served here; put their text into the messages.", param="documents")
-    tools, mode, named = _chosen(body)
-    variables = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort is not None:
-        variables.setdefault("reasoning_effort", body.reasoning_effort)
-        variables.setdefault("enable_thinking", body.reasoning_effort != "none")
-    return ChatPrompt(
-        messages=body.messages,
-        tools=tools,
-        tool_choice=check_tools(tools, mode, named),
-        parallel_tool_calls=body.parallel_tool_calls is not False,
-        template_variables=variables,
-        add_generation_prompt=body.add_generation_prompt is not False,
-        continue_final_message=bool(body.continue_final_message),
-    )
-
-
-class _AllowedTools(NamedTuple):
-    """The tools that may be called, and whether one must be, or which one."""
-
-    tools: list[dict[str, Json]]
-    mode: str | None = None
-    name: str | None = None
-
-
-def _chosen(body: ChatBody) -> _AllowedTools:
-    tools, choice = body.tools or [], body.tool_choice
-    if choice is None or isinstance(choice, str):
-        return _AllowedTools(tools, choice)
-    if choice.type == "function" and choice.function is not None:
-        return _AllowedTools(tools, name=choice.function.name)
-    if choice.type == "allowed_tools" and choice.allowed_tools is not None:
-        allowed = choice.allowed_tools
-        return _AllowedTools(only_tools(tools, (tool.function.name for tool in allowed.tools)), allowed.mode)
-    raise InvalidParameter(
-        "tool_choice may be 'none', 'auto', 'required', "
-        '{"type": "function", "function": {"name": …}} or '
-        '{"type": "allowed_tools", "allowed_tools": {"mode": …, "tools": […]}}.',
-        param="tool_choice",
-    )

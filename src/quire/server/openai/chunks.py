@@ -15,6 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from quire.engine.outputs import Logprob, RequestOutput
+from quire.server.http.sse import finite
 from quire.text.detokenizer import Detokenizer
 from quire.text.tokenizer import Tokenizer
 
@@ -87,8 +88,6 @@ def running_usage(num_prompt: int, num_completion: int) -> dict[str, object]:
 
 
 Entry = Mapping[int, Logprob]  # the token itself first, then the likeliest
-
-_LEAST = -9999.0  # JSON has no infinity
 
 
 class TokenText:
@@ -240,8 +239,3 @@ def _scored(token_id: int, logprob: Logprob, spelling: TokenText) -> dict[str, o
         "logprob": finite(logprob.logprob),
         "bytes": list(spelling.bytes(token_id, logprob.decoded_token or "")),
     }
-
-
-def finite(value: float) -> float:
-    """As JSON can say it."""
-    return max(value, _LEAST)

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from quire.engine.outputs import CompletionOutput, Delta, RequestOutput
 from quire.server.context import ServedModel, ServerState
 from quire.server.http.errors import called
-from quire.server.http.sse import DONE, Events, json_response, read, stream, unless_gone
+from quire.server.http.sse import DONE, Events, json_response, stream, unless_gone
 from quire.server.openai.chunks import (
     ChunkHeader,
     ChunkWriter,
@@ -22,9 +22,10 @@ from quire.server.openai.chunks import (
     running_usage,
     usage,
 )
-from quire.server.openai.params import GenerationRequest, completion_wanted, constrained, listed, shortened
-from quire.server.openai.schema import CompletionBody
 from quire.server.prompt_group import PromptGroup
+from quire.server.request.decode import read
+from quire.server.request.params import GenerationRequest, completion_wanted, constrained, listed, shortened
+from quire.server.request.schema import CompletionBody
 from quire.text.detokenizer import decode_whole
 
 Body = dict[str, object]

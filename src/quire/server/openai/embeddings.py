@@ -15,9 +15,10 @@ from quire.engine.request_options import RequestOptions
 from quire.server.async_engine import AsyncEngine, RequestStream
 from quire.server.context import ServedModel, ServerState
 from quire.server.http.errors import called
-from quire.server.http.sse import json_response, read, unless_gone
-from quire.server.openai.params import GenerationRequest, listed, shortened
-from quire.server.openai.schema import EmbeddingBody
+from quire.server.http.sse import json_response, unless_gone
+from quire.server.request.decode import read
+from quire.server.request.params import GenerationRequest, listed, shortened
+from quire.server.request.schema import EmbeddingBody
 
 MAX_INPUTS = 2048  # as OpenAI has it
 _AT_ONCE = 32  # inputs of one request that are with the engine: they fill a step, and leave room for others

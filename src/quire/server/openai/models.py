@@ -10,8 +10,9 @@ from starlette.responses import Response
 from quire.core.errors import InvalidParameter, InvalidPrompt
 from quire.server.chat.prompt import ChatPrompt, check_tools
 from quire.server.context import ServedModel, ServerState
-from quire.server.http.sse import json_response, read
-from quire.server.openai.schema import ApplyTemplateBody, DetokenizeBody, TokenizeBody
+from quire.server.http.sse import json_response
+from quire.server.request.decode import read
+from quire.server.request.schema import ApplyTemplateBody, DetokenizeBody, TokenizeBody
 from quire.version import __version__
 
 

@@ -5,15 +5,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.core.errors import QuireError
-from quire.server.chat.prompt import fitted
+from quire.server.chat.prompt import dialogue_of, fitted
 from quire.server.chat.session import ChatDelta, ChatStream
 from quire.server.context import ServerState
 from quire.server.http.errors import called
-from quire.server.http.sse import Events, json_response, read, stream, unless_gone, worked
-from quire.server.openai.chat import dialogue_of
-from quire.server.openai.params import chat_wanted
+from quire.server.http.sse import Events, json_response, stream, unless_gone, worked
 from quire.server.openai.responses_input import NAMES, ResponsesBody, as_chat
 from quire.server.openai.responses_output import ResponsesResponse
+from quire.server.request.decode import read
+from quire.server.request.params import chat_wanted
 
 
 class NotStored(QuireError):

@@ -11,7 +11,7 @@ from msgspec import UNSET, Struct
 from quire.core.errors import InvalidParameter, InvalidPrompt, shown
 from quire.server.chat.messages import MessageBuilder
 from quire.server.chat.prompt import check_function
-from quire.server.openai.schema import (
+from quire.server.request.schema import (
     CarriedBody,
     ChatBody,
     ChosenTools,

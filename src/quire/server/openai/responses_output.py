@@ -11,8 +11,8 @@ from quire.server.chat.items import ItemClosed, ItemDelta, ItemOpened, OutputIte
 from quire.server.chat.session import ChatDelta, ChatResult
 from quire.server.http.errors import error_body
 from quire.server.http.sse import as_told, named_event
-from quire.server.openai.params import GenerationRequest
 from quire.server.openai.responses_input import ResponsesBody, kept_tools
+from quire.server.request.params import GenerationRequest
 
 Body = dict[str, object]
 

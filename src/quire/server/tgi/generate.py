@@ -20,11 +20,11 @@ from quire.core.sampling import MAX_STOP_STRINGS
 from quire.engine.outputs import CompletionOutput, Delta, Logprob, RequestOutput
 from quire.server.context import ServedModel, ServerState
 from quire.server.http.errors import called, reply_to
-from quire.server.http.sse import Events, as_told, json_response, read, stream, unless_gone
-from quire.server.openai.chunks import finite
-from quire.server.openai.params import GenerationRequest, completion_wanted, constrained, shortened
-from quire.server.openai.schema import CompletionBody, Count, Json, Penalty, Share, StructuredOutputs, Temperature
+from quire.server.http.sse import Events, as_told, finite, json_response, stream, unless_gone
 from quire.server.prompt_group import PromptGroup
+from quire.server.request.decode import read
+from quire.server.request.params import GenerationRequest, completion_wanted, constrained, shortened
+from quire.server.request.schema import CompletionBody, Count, Json, Penalty, Share, StructuredOutputs, Temperature
 from quire.text.tokenizer import Tokenizer
 from quire.version import __version__
 

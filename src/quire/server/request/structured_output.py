@@ -1,22 +1,11 @@
-"""What an answer may say: response_format and structured_outputs as one `Grammar`. Compiles nothing.
-
-Sees to it that a grammar can be followed before anything is queued for it. Knows no engine, which compiles again.
-"""
-
-import asyncio
-import threading
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+"""Structured output: `response_format` and `structured_outputs` of a request as one `Grammar`. Compiles nothing."""
 
 import msgspec
 
-from quire.core.errors import InvalidGrammar, InvalidParameter, QuireError, shown
+from quire.core.errors import InvalidParameter, QuireError, shown
 from quire.core.sampling import Grammar, GrammarKind
-from quire.grammar.compiler import GrammarCompiler
-from quire.grammar.vocabulary import GrammarVocabulary
-from quire.server.openai.decode import MAX_DEPTH, nests_deeper
-from quire.server.openai.schema import Json, ResponseFormat, SamplingBody, StructuredOutputs
-from quire.text.tokenizer import Tokenizer
+from quire.server.request.decode import MAX_DEPTH, nests_deeper
+from quire.server.request.schema import Json, ResponseFormat, SamplingBody, StructuredOutputs
 
 MAX_CHOICES = 1024
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
@@ -116,90 +105,3 @@ def _text(text: str | None, name: str) -> str:
 def _refused(name: str, reason: str) -> QuireError:
     param = f"structured_outputs.{name}"
     return InvalidParameter(f"{param}: {reason}.", param=param)
-
-
-_NUM_THREADS = 2
-
-
-class CompilersBusy(QuireError):
-    """Nobody was free to compile a grammar: load, and not the grammar's fault."""
-
-    status = 503
-    code = "compilers_busy"
-    retry_after_s = 2.0
-
-
-class GrammarPrecompiler:
-    """Compiles what clients send, on threads of its own; what it compiled lately it knows to be right.
-
-    A compile cannot be stopped: one that is given up keeps its thread until it ends, which the limits of grammars make
-    about a second of work. `patience_s` is for a free thread and for the vocabulary, `deadline_s` for the compile.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer | None,
-        end_ids: Sequence[int],
-        vocab_size: int,
-        *,
-        patience_s: float = 5.0,
-        deadline_s: float = 5.0,
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._end_ids = tuple(end_ids)
-        self._vocab_size = vocab_size
-        self._patience_s = patience_s
-        self._deadline_s = deadline_s
-        self._compiler: GrammarCompiler | None = None
-        self._making = threading.Lock()
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammar")
-
-    def warm(self) -> None:
-        """Begin to read the vocabulary. Should that fail, whoever sends the first grammar is told why."""
-        self._threads.submit(self._made)
-
-    async def check(self, grammar: Grammar, param: str) -> None:
-        """Refuse a grammar that cannot be followed; `param` is the field that asked for it."""
-        if self._compiler is not None and self._compiler.knows(grammar):
-            return
-        begun: Future[None] = Future()
-        compiling = asyncio.get_running_loop().run_in_executor(self._threads, self._compile, grammar, begun)
-        try:
-            await self._free(begun)
-            await asyncio.wait_for(compiling, self._deadline_s)
-        except TimeoutError as error:
-            raise InvalidGrammar(
-                f"The {grammar.kind.value} was not compiled within {self._deadline_s:g} s; make it simpler.",
-                param=param,
-            ) from error
-        except QuireError as error:
-            error.param = error.param or param
-            raise
-
-    async def _free(self, begun: "Future[None]") -> None:
-        """Until a thread takes the grammar up. Where none does in time, none will."""
-        try:
-            await asyncio.wait_for(asyncio.wrap_future(begun), self._patience_s)
-        except TimeoutError as error:
-            raise CompilersBusy(
-                f"All {_NUM_THREADS} threads that compile grammars were busy for {self._patience_s:g} s; try again."
-            ) from error
-
-    def _compile(self, grammar: Grammar, begun: "Future[None]") -> None:
-        if not begun.set_running_or_notify_cancel():
-            return  # nobody waits for it any more
-        try:
-            compiler = self._made()
-        except BaseException as error:
-            begun.set_exception(error)
-            return
-        begun.set_result(None)
-        compiler.compile(grammar)
-
-    def _made(self) -> GrammarCompiler:
-        with self._making:
-            if self._compiler is None:
-                if self._tokenizer is None:
-                    raise InvalidParameter("This model has no tokenizer, so that its answers cannot be constrained.")
-                self._compiler = GrammarCompiler(GrammarVocabulary(self._tokenizer, self._end_ids, self._vocab_size))
-            return self._compiler

@@ -29,8 +29,8 @@ from quire.server.batch.lines import BatchReply
 from quire.server.batch.runner import post
 from quire.server.http.auth import KeyRing
 from quire.server.http.gate import secure
-from quire.server.http.tracing import Tracing
 from quire.server.server import Server, ServerConfig, ServerObservers
+from quire.server.tracing import Tracing
 
 QUIRE = str(Path(sys.executable).with_name("quire"))
 SCRIPT = '{"say": "Bang", "break": true, "when": "boom"}\n{"say": "Hello there."}\n'

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from quire.core.errors import InvalidParameter, InvalidPrompt, QuireError
 from quire.server.anthropic.messages import MessagesBody
 from quire.server.anthropic.messages import as_chat as messages_as_chat
-from quire.server.openai.decode import MAX_DEPTH, decode, nests_deeper
 from quire.server.openai.responses_input import ResponsesBody
 from quire.server.openai.responses_input import as_chat as responses_as_chat
-from quire.server.openai.schema import REPLACEMENTS, ChatBody, CompletionBody, Legacy
+from quire.server.request.decode import MAX_DEPTH, decode, nests_deeper
+from quire.server.request.schema import REPLACEMENTS, ChatBody, CompletionBody, Legacy
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 

@@ -8,9 +8,11 @@ from typing import TypeVar
 
 import msgspec
 import numpy as np
+from starlette.requests import Request
 
 from quire.core.errors import InvalidParameter, InvalidPrompt, QuireError
-from quire.server.openai.schema import Legacy, StructuredOutputs, refuse_legacy
+from quire.server.http.sse import worked
+from quire.server.request.schema import Legacy, StructuredOutputs, refuse_legacy
 
 _OTHERS = bytes(byte for byte in range(256) if byte not in b'[]{}"')
 _STEPS = np.zeros(256, np.int8)
@@ -58,6 +60,11 @@ def decode(body: bytes, kind: type[Kind]) -> Kind:
     if isinstance(decoded, Legacy):
         refuse_legacy(decoded)
     return decoded
+
+
+async def read(request: Request, kind: type[Kind]) -> Kind:
+    """The body of a request."""
+    return await worked(request, decode, await request.body(), kind)  # the middleware bounds its length
 
 
 def _misfit(words: str) -> QuireError:

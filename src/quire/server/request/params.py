@@ -13,8 +13,8 @@ from quire.core.validation import check_count, check_int
 from quire.engine.request_options import RequestOptions
 from quire.server.context import ServedModel
 from quire.server.http.errors import called
-from quire.server.openai.schema import ChatBody, CompletionBody, SamplingBody
-from quire.server.structured_output import grammar_of
+from quire.server.request.schema import ChatBody, CompletionBody, SamplingBody
+from quire.server.request.structured_output import grammar_of
 
 _COMPLETION_TOKENS = 16  # what OpenAI's completions give when nothing is said
 

@@ -6,9 +6,9 @@ import pytest
 
 from quire.core.errors import InvalidParameter
 from quire.core.sampling import Grammar, GrammarKind
-from quire.server.openai.decode import decode
-from quire.server.openai.schema import CompletionBody
-from quire.server.structured_output import MAX_CHOICES, grammar_of
+from quire.server.request.decode import decode
+from quire.server.request.schema import CompletionBody
+from quire.server.request.structured_output import MAX_CHOICES, grammar_of
 
 SCHEMA = {"type": "object", "properties": {"ä": {"type": "string"}}}
 

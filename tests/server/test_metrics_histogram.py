@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.exposition import generate_latest
 
 from quire.engine.stats import MemoryLedger
-from quire.server.http.metrics import Distribution, Metrics
+from quire.server.metrics import Distribution, Metrics
 
 BUCKETS = (0.001, 0.5, 1.0, 60.0)
 
