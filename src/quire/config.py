@@ -1,55 +1,187 @@
-"""The settings of an engine: what the user said, and what follows from it and the facts of model and machine.
+"""Engine settings: declared once in `EngineConfig`, then resolved into numbers for one model on one machine.
 
-A setting the user left out is derived; `Resolved.reasons` says of each where its value came from. Nothing is changed
-in place, and no environment variable is read.
+Each field declares its default, help text, bounds and unit. The options of the command line, the checks and the
+signature of `LLM` come from these declarations. A setting that is not given is derived; `ResolvedConfig.reasons` holds
+the origin of each value. Settings are replaced, never changed in place. No environment variable is read. Knows nothing
+of torch and click.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from difflib import get_close_matches
+from fractions import Fraction
+from typing import Any, Literal, TypedDict, TypeVar
 
 from quire.core.errors import ConfigError, shown
 from quire.core.model import ModelSpec
 from quire.core.validation import make_plain
 
-MOST_SEATS = 256  # of a server on a GPU, where nobody says how many
-_BATCH_SEATS = 512  # on a GPU, where nobody waits for his next token
-_CPU_SEATS = 64
+DEFAULT_SERVER_ROWS = 256  # default max_num_seqs of a server on a GPU
+_DEFAULT_BATCH_ROWS = 512  # on a GPU without streaming clients: throughput counts, not the time between two tokens
+_DEFAULT_CPU_ROWS = 64
 GIB = 1 << 30
 DTYPES = ("bfloat16", "float16", "float32")
 ATTENTION_BACKENDS = ("auto", "quire", "torch", "fa3", "flashinfer")
 OVERCOMMITS = ("never", "hedge", "optimistic")
-_CPU_STEP, _GPU_STEP, _GPU_BATCH_STEP = 512, 2048, 8192  # tokens, where the user does not say
-USUAL_UTILIZATION = 0.9  # of a GPU's memory, where the user does not say
+_CPU_STEP_TOKENS, _GPU_STEP_TOKENS, _GPU_BATCH_STEP_TOKENS = 512, 2048, 8192  # default max_num_batched_tokens
+_DEFAULT_UTILIZATION = 0.9  # of a GPU's memory
 REGIMES = ("static", "dynamic", "continuous", "paged", "chunked", "prefix")
+
+Unit = Literal["bytes", "tokens"]
+Function = TypeVar("Function", bound=Callable[..., object])
+
+_MULTIPLES = {"": 1, "k": 1000, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
+
+
+def parse_size(text: str, *, binary_k: bool = False) -> int:
+    """`32k`, `2GiB`, `500MB`. A binary k is 1024, as for context lengths. `ValueError`: a sentence for the user."""
+    parts = re.fullmatch(r"(\d{1,20}(?:\.\d{1,20})?)\s*([kmg]i?)?b?", text.strip().lower(), re.ASCII)
+    if parts is None:
+        raise ValueError(f"{shown(text)} is not a size; write a number, or for example 32k or 2GiB.")
+    multiple = 1 << 10 if parts[2] == "k" and binary_k else _MULTIPLES[parts[2] or ""]
+    return int(Fraction(parts[1]) * multiple)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """The declaration of one field of `EngineConfig`."""
+
+    kind: Literal["text", "choice", "integer", "number", "switch", "mapping"]
+    help: str
+    optional: bool = False  # None is allowed, and means: derive it
+    flag: str | None = None  # of the command line; None: no option
+    choices: tuple[str, ...] = ()
+    low: int = 0  # of an integer: the least; of a number: not reached
+    high: int = 0  # reached
+    unit: Unit | None = None  # of an integer that may be given as text with a unit
+    metavar: str | None = None  # of a number on the command line
+
+    def parse(self, name: str, value: object) -> object:
+        """The value as it is stored: a size in plain bytes or tokens."""
+        if self.unit is None or not isinstance(value, str):
+            return value
+        if self.optional and value.strip().lower() == "auto":
+            return None
+        try:
+            return parse_size(value, binary_k=self.unit == "tokens")
+        except ValueError as error:
+            raise ConfigError(f"{name}: {error}", param=name) from None
+
+    def check(self, name: str, value: object) -> None:
+        if value is None and self.optional:
+            return
+        expected = self._expected(value)
+        if expected is not None:
+            raise ConfigError(f"{name} must be {expected}, not {shown(value)}.", param=name)
+
+    def _expected(self, value: object) -> str | None:
+        """What the value should have been, or None if it is valid. NaN fails every comparison."""
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        match self.kind:
+            case "text":
+                valid, expected = isinstance(value, str), "a text"
+            case "choice":
+                valid, expected = value in self.choices, f"one of {', '.join(self.choices)}"
+            case "integer":
+                valid = number and isinstance(value, int) and self.low <= value <= self.high
+                expected = f"a whole number from {self.low} to {self.high}"
+            case "number":
+                valid = number and self.low < value <= self.high  # type: ignore[operator]
+                expected = f"a number above {self.low} and at most {self.high}"
+            case "switch":
+                valid, expected = isinstance(value, bool), "true or false"
+            case "mapping":
+                valid = isinstance(value, Mapping) and all(_is_weight(each) for each in value.values())
+                expected = "a mapping of names to numbers above 0"
+        return None if valid else expected
+
+
+def _is_weight(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+
+
+def _declare(default: object, setting: Setting) -> Any:
+    return field(default=default, metadata={"setting": setting})
+
+
+def _text(flag: str | None, help: str) -> Any:
+    return _declare(None, Setting("text", help, optional=True, flag=flag))
+
+
+def _choice(flag: str, default: str | None, choices: tuple[str, ...], help: str) -> Any:
+    return _declare(default, Setting("choice", help, optional=default is None, flag=flag, choices=choices))
+
+
+def _integer(flag: str | None, default: int | None, low: int, high: int, help: str, *, unit: Unit | None = None) -> Any:
+    setting = Setting("integer", help, optional=default is None, flag=flag, low=low, high=high, unit=unit)
+    return _declare(default, setting)
+
+
+def _number(flag: str, low: int, high: int, help: str, *, metavar: str) -> Any:
+    return _declare(None, Setting("number", help, optional=True, flag=flag, low=low, high=high, metavar=metavar))
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """What a user may set. None means: derive it."""
+    """The settings a user may give. None means: derive it. Sizes may be texts with a unit, such as "2GiB" or "32k"."""
 
-    model: str | None = None
-    revision: str | None = None
-    token: str | None = None  # for hub ids that need one
-    load_format: str = "auto"  # or "dummy": invented weights at a named shape
-    device: str = "auto"
-    dtype: str = "auto"
-    attention_backend: str = "auto"  # who attends on a GPU; "quire": our own kernels alone
-    max_model_len: int | None = None
-    block_size: int = 16
-    kv_cache_memory: int | None = None  # bytes
-    gpu_memory_utilization: float | None = None  # share of the GPU's memory that quire may take in all
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    run_ahead: int | None = None  # steps in flight: 0, 1 or 2
-    enable_prefix_caching: bool = True
-    host_kv_memory: int = 0  # bytes on the host for KV that had to leave the device
-    overcommit: str = "hedge"  # how far KV is promised beyond what there is
-    itl_target_ms: float | None = None  # the time between two tokens that prefills must leave room for
-    max_waiting: int | None = None  # requests; None: no limit
-    regime: str | None = None  # for experiments: an earlier step of the arc from static batching to prefix reuse
-    seed: int = 0
-    threads: int | None = None
-    tenant_weights: Mapping[str, float] = field(default_factory=dict)  # shares of the engine; 1 if not named
+    model: str | None = _text(None, "A path, a short name or a hub id.")
+    revision: str | None = _text("--revision", "Branch, tag or commit of a hub id.")
+    token: str | None = _text("--token", "Hub token, for models that need one.")
+    load_format: str = _choice("--load-format", "auto", ("auto", "dummy"),
+                               "dummy: invented weights at a named shape such as qwen3-0.6b.")  # fmt: skip
+    device: str = _choice("--device", "auto", ("auto", "cpu", "cuda"), "Where the model runs.")
+    dtype: str = _choice("--dtype", "auto", ("auto", *DTYPES), "Number format of weights and KV cache.")
+    attention_backend: str = _choice(
+        "--attention-backend", "auto", ATTENTION_BACKENDS,
+        "Whose attention runs on a GPU. auto: the fastest that is installed, as measured.",
+    )  # fmt: skip
+    max_model_len: int | None = _integer(
+        "--max-model-len", None, 2, 2**24 - 1,
+        "Longest prompt plus completion, e.g. 32k. auto: what model and memory allow.", unit="tokens",
+    )  # fmt: skip
+    block_size: int = _integer("--block-size", 16, 1, 256, "Tokens in a KV block.")
+    kv_cache_memory: int | None = _integer("--kv-cache-memory", None, 1, 2**60, "Bytes for the KV cache, e.g. 2GiB.",
+                                           unit="bytes")  # fmt: skip
+    gpu_memory_utilization: float | None = _number(
+        "--gpu-memory-utilization", 0, 1,
+        "Share of the GPU's memory that quire may take in all. Default: 0.9.", metavar="SHARE",
+    )  # fmt: skip
+    max_num_seqs: int | None = _integer(
+        "--max-num-seqs", None, 1, 65536,
+        "Sequences that run at the same time. Default: 64 on a CPU; on a GPU 256, for batches 512.",
+    )  # fmt: skip
+    max_num_batched_tokens: int | None = _integer("--max-num-batched-tokens", None, 1, 2**20, "Tokens in one step.",
+                                                  unit="tokens")  # fmt: skip
+    run_ahead: int | None = _integer("--run-ahead", None, 0, 2, "Steps in flight.")
+    enable_prefix_caching: bool = _declare(
+        True, Setting("switch", "Find again what was computed for an earlier prompt.", flag="--enable-prefix-caching")
+    )
+    host_kv_memory: int = _integer(
+        "--host-kv-memory", 0, 0, 2**60,
+        "Bytes in the host's memory for KV that had to leave the cache, e.g. 8GiB.", unit="bytes",
+    )  # fmt: skip
+    overcommit: str = _choice(
+        "--overcommit", "hedge", OVERCOMMITS,
+        "How far KV is promised beyond what there is: never preempt, hedge, or optimistic.",
+    )  # fmt: skip
+    itl_target_ms: float | None = _number(
+        "--itl-target", 0, 10**6,
+        "Milliseconds between two tokens that prompts of others may not exceed.", metavar="MS",
+    )  # fmt: skip
+    max_waiting: int | None = _integer(
+        "--max-waiting", None, 1, 2**31 - 1,
+        "Requests that may wait; more are refused. Default: no limit, 1024 in quire serve.",
+    )  # fmt: skip
+    regime: str | None = _choice("--regime", None, REGIMES, "For experiments: schedule as earlier engines did.")
+    seed: int = _integer(None, 0, -(2**63) + 1, 2**63 - 1, "Base of the random numbers of requests without a seed.")
+    threads: int | None = _integer("--threads", None, 1, 4096, "CPU threads.")
+    tenant_weights: Mapping[str, float] = field(
+        default_factory=dict,
+        metadata={"setting": Setting("mapping", "Share of the engine by tenant; 1 for a tenant that is not named.")},
+    )
 
     def __post_init__(self) -> None:
         make_plain(self, self.__slots__)
@@ -58,42 +190,150 @@ class EngineConfig:
                 f"model must be a path, a short name or a hub id, not {shown(self.model)}.",
                 param="model",
             )
-        _check_choice("load_format", self.load_format, ("auto", "dummy"))
-        _check_choice("device", self.device, ("auto", "cpu", "cuda"))
-        _check_choice("dtype", self.dtype, ("auto", *DTYPES))
-        _check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
-        _check_count("max_model_len", self.max_model_len, 2, 2**24 - 1)
-        _check_whole("block_size", self.block_size, 1, 256)
-        _check_count("kv_cache_memory", self.kv_cache_memory, 1, 2**60)
-        _check_share("gpu_memory_utilization", self.gpu_memory_utilization)
-        _check_count("max_num_seqs", self.max_num_seqs, 1, 65536)
-        _check_count("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**20)
-        _check_count("run_ahead", self.run_ahead, 0, 2)
-        if not isinstance(self.enable_prefix_caching, bool):
-            raise ConfigError(
-                f"enable_prefix_caching must be true or false, not {shown(self.enable_prefix_caching)}.",
-                param="enable_prefix_caching",
-            )
-        _check_whole("host_kv_memory", self.host_kv_memory, 0, 2**60)
-        _check_choice("overcommit", self.overcommit, OVERCOMMITS)
-        if self.itl_target_ms is not None:
-            _check_milliseconds("itl_target_ms", self.itl_target_ms, 10**6)
-        _check_count("max_waiting", self.max_waiting, 1, 2**31 - 1)
-        if self.regime is not None:
-            _check_choice("regime", self.regime, REGIMES)
-        _check_whole("seed", self.seed, -(2**63) + 1, 2**63 - 1)
-        _check_count("threads", self.threads, 1, 4096)
+        for declared in fields(self):
+            setting = setting_of(declared)
+            value = setting.parse(declared.name, getattr(self, declared.name))
+            setting.check(declared.name, value)
+            object.__setattr__(self, declared.name, value)
+
+
+def setting_of(declared: Field[Any]) -> Setting:
+    setting: Setting = declared.metadata["setting"]
+    return setting
+
+
+class SettingsDict(TypedDict, total=False):
+    """The keywords of `LLM`: the fields of `EngineConfig` but for the model. A test compares both."""
+
+    revision: str | None
+    token: str | None
+    load_format: str
+    device: str
+    dtype: object  # a name, or torch's own
+    attention_backend: str
+    max_model_len: int | str | None
+    block_size: int
+    kv_cache_memory: int | str | None
+    gpu_memory_utilization: float | None
+    max_num_seqs: int | None
+    max_num_batched_tokens: int | str | None
+    run_ahead: int | None
+    enable_prefix_caching: bool
+    host_kv_memory: int | str
+    overcommit: str
+    itl_target_ms: float | None
+    max_waiting: int | None
+    regime: str | None
+    seed: int
+    threads: int | None
+    tenant_weights: Mapping[str, float]
+
+
+class UnknownSetting(ConfigError, TypeError):
+    """A keyword that is no setting; a `TypeError` too, which Python raises for an unexpected keyword."""
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Refuse the first keyword that is no setting, with the hint of another engine's setting or the nearest name."""
+    known = [declared.name for declared in fields(EngineConfig)]
+    for name in names:
+        if name in known:
+            continue
+        hint = foreign_hint(name, as_flags=False)
+        if hint is None:
+            near = get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"the settings are {', '.join(known)}."
+        else:
+            hint += "."
+        raise UnknownSetting(f"There is no {name} here: {hint}", param=name)
+
+
+def foreign_hint(name: str, *, as_flags: bool) -> str | None:
+    """What replaces an option or keyword of another engine, in the spelling of the command line or of Python."""
+    hint = _FOREIGN.get(name)
+    if hint is None:
+        return None
+    known = {declared.name: setting_of(declared).flag or declared.name for declared in fields(EngineConfig)}
+    return hint.format_map(known if as_flags else {each: each for each in known})
+
+
+def shows_settings(function: Function) -> Function:
+    """Give a function that takes `**settings` the signature and the description of every setting, for `help()`."""
+    taken = inspect.signature(function).parameters.values()
+    declared = [each for each in fields(EngineConfig) if each.name != "model"]
+    keywords = [
+        inspect.Parameter(
+            each.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default={} if each.default is MISSING else each.default,
+            annotation=SettingsDict.__annotations__[each.name],
+        )
+        for each in declared
+    ]
+    others = [each for each in taken if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    first = [each for each in others if each.kind is not inspect.Parameter.KEYWORD_ONLY]
+    last = [each for each in others if each.kind is inspect.Parameter.KEYWORD_ONLY]
+    signature = inspect.Signature([*first, *keywords, *last], return_annotation=None)
+    function.__dict__["__signature__"] = signature
+    lines = [f"    {each.name}: {setting_of(each).help}" for each in declared]
+    function.__doc__ = "\n".join([function.__doc__ or "", "", *lines])
+    return function
+
+
+_ONE_DEVICE = "a model runs on one device; omit it"
+_REQUEST_LOG = "a server writes one line per request to stdout, without its prompt, as --log-format says; omit it"
+_LENGTH, _ROWS, _STEP = "use {max_model_len}", "use {max_num_seqs}", "use {max_num_batched_tokens}"
+
+# Options and keywords of vLLM, SGLang and llama.cpp that quire does not have, and what replaces each. Names in braces
+# are settings, written as flags on the command line.
+_FOREIGN = {
+    "tensor_parallel_size": _ONE_DEVICE,
+    "pipeline_parallel_size": _ONE_DEVICE,
+    "data_parallel_size": _ONE_DEVICE,
+    "tp": _ONE_DEVICE,
+    "tp_size": _ONE_DEVICE,
+    "dp_size": _ONE_DEVICE,
+    "n_gpu_layers": "all layers run on one device, which {device} chooses; omit it",
+    "enforce_eager": "steps are recorded as CUDA graphs on GPUs alone, a few at the start; omit it",
+    "disable_cuda_graph": "steps are recorded as CUDA graphs on GPUs alone, a few at the start; omit it",
+    "enable_chunked_prefill": "prompts are always cut to the step; omit it",
+    "chunked_prefill_size": _STEP,
+    "n_batch": _STEP,
+    "quantization": "weights are taken as they are stored; give a .gguf file for packed ones",
+    "kv_cache_dtype": "the KV cache has the format of the weights, which {dtype} sets",
+    "trust_remote_code": "code of a model's folder is never run; omit it",
+    "enable_auto_tool_choice": "tools are always on, as the chat template shows them; omit it",
+    "generation_config": "the model's own is read, and a request's fields win over it; omit it",
+    "seed": "each request brings its own seed; omit it",  # of the command line alone: LLM has it
+    "max_num_queued_reqs": "use {max_waiting}",
+    "max_queued_requests": "use {max_waiting}",
+    "swap_space": "use {host_kv_memory}, with a unit such as 4GiB",
+    "cpu_offload_gb": "weights stay on one device; {host_kv_memory} keeps KV blocks on the host",
+    "disable_log_requests": _REQUEST_LOG,
+    "enable_log_requests": _REQUEST_LOG,
+    "disable_log_stats": _REQUEST_LOG,
+    "n_ctx": _LENGTH,
+    "ctx_size": _LENGTH,
+    "context_length": _LENGTH,
+    "max_seq_len_to_capture": "use {max_model_len}, which the CUDA graphs follow",
+    "mem_fraction_static": "use {gpu_memory_utilization}",
+    "max_running_requests": _ROWS,
+    "n_parallel": _ROWS,
+    "parallel": _ROWS,
+    "disable_radix_cache": "switch {enable_prefix_caching} off",
+    "n_threads": "use {threads}",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class MachineInfo:
-    """The facts of the device that settings follow from."""
+    """The facts of the device that settings are derived from."""
 
     device: str  # "cpu" or "cuda"
-    free_bytes: int  # memory that KV may be taken from, weights already loaded
+    free_bytes: int  # memory available for the KV cache, with the weights loaded
     fast_bfloat16: bool
     num_cores: int
-    total_bytes: int = 0  # of a GPU; 0 where the memory is everybody's
+    total_bytes: int = 0  # of a GPU; 0 on a CPU, where the memory is shared with other programs
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +349,12 @@ class ResolvedConfig:
     run_ahead: int
     regime: str
     num_host_blocks: int
-    workspace_bytes: int  # left free on a GPU for activations, logits and recorded steps
+    workspace_bytes: int  # left free on a GPU for activations, logits and CUDA graphs
     reasons: dict[str, str] = field(default_factory=dict)
 
 
 def resolve_dtype(config: EngineConfig, machine: MachineInfo) -> str:
-    """bf16 where the machine multiplies it fast, float32 elsewhere."""
+    """bfloat16 where the machine computes it fast, else float32."""
     if config.dtype != "auto":
         if config.dtype == "float16" and machine.device == "cpu":
             raise ConfigError("float16 is not for CPUs; use --dtype bfloat16 or --dtype float32.", param="dtype")
@@ -125,17 +365,17 @@ def resolve_dtype(config: EngineConfig, machine: MachineInfo) -> str:
 def resolve(
     config: EngineConfig, spec: ModelSpec, kv_bytes_per_token: int, machine: MachineInfo, *, serving: bool = False
 ) -> ResolvedConfig:
-    """Settle all numbers for one model on one machine. Whoever serves people takes smaller steps than for a batch."""
+    """Derive every number for one model on one machine. A server takes smaller steps than a batch, for latency."""
     reasons: dict[str, str] = {}
     on_gpu = machine.device == "cuda"
-    usual_rows = (MOST_SEATS if serving else _BATCH_SEATS) if on_gpu else _CPU_SEATS
-    usual_rows = min(usual_rows, config.max_num_batched_tokens or usual_rows)
-    rows = _pick(reasons, "max_num_seqs", config.max_num_seqs, usual_rows, machine.device)
+    default_rows = (DEFAULT_SERVER_ROWS if serving else _DEFAULT_BATCH_ROWS) if on_gpu else _DEFAULT_CPU_ROWS
+    default_rows = min(default_rows, config.max_num_batched_tokens or default_rows)
+    rows = _pick(reasons, "max_num_seqs", config.max_num_seqs, default_rows, machine.device)
     budget = _pick(
         reasons,
         "max_num_batched_tokens",
         config.max_num_batched_tokens,
-        max((_GPU_STEP if serving else _GPU_BATCH_STEP) if on_gpu else _CPU_STEP, rows),
+        max((_GPU_STEP_TOKENS if serving else _GPU_BATCH_STEP_TOKENS) if on_gpu else _CPU_STEP_TOKENS, rows),
         "default",
     )
     if rows > budget:
@@ -174,8 +414,8 @@ def resolve(
 
 
 def _workspace_bytes(spec: ModelSpec, rows: int, budget: int) -> int:
-    """What the largest step holds at once, counted generously: activations of every token, logits of every row, and
-    what libraries and recorded steps take for themselves."""
+    """Upper bound of the memory of the largest step: activations of every token, logits of every row, and 1 GiB for
+    libraries and CUDA graphs."""
     heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     activations = budget * (4 * spec.hidden_size + 3 * spec.ffn_size + 2 * heads) * 4
     logits = 3 * rows * spec.vocab_size * 4
@@ -183,14 +423,14 @@ def _workspace_bytes(spec: ModelSpec, rows: int, budget: int) -> int:
 
 
 def _gpu_share(config: EngineConfig, machine: MachineInfo, workspace: int) -> int:
-    """What is left of quire's share of the card: others' memory, the weights and the workspace taken away."""
-    utilization = USUAL_UTILIZATION if config.gpu_memory_utilization is None else config.gpu_memory_utilization
+    """The rest of quire's share of the GPU, without the weights, the workspace and the memory of other programs."""
+    utilization = _DEFAULT_UTILIZATION if config.gpu_memory_utilization is None else config.gpu_memory_utilization
     taken = machine.total_bytes - machine.free_bytes
     left = int(machine.total_bytes * utilization) - taken - workspace
     if left <= 0 and config.kv_cache_memory is None:
         raise ConfigError(
-            f"Of {machine.total_bytes} bytes on the GPU {taken} are taken, by the weights or by others, and "
-            f"{workspace} are kept for the work of a step: nothing is left for the KV cache within "
+            f"Of {machine.total_bytes} bytes on the GPU {taken} are taken, by the weights or by other programs, and "
+            f"{workspace} are kept for the workspace of a step: nothing is left for the KV cache within "
             f"{utilization:.0%}. Use a larger --gpu-memory-utilization, a smaller --max-num-batched-tokens, or "
             f"another GPU.",
             param="gpu_memory_utilization",
@@ -201,7 +441,7 @@ def _gpu_share(config: EngineConfig, machine: MachineInfo, workspace: int) -> in
 def _resolve_regime(config: EngineConfig, reasons: dict[str, str]) -> str:
     if config.regime == "prefix" and not config.enable_prefix_caching:
         raise ConfigError(
-            "The regime is prefix, but prefix caching is switched off. Use --regime chunked, or leave one away.",
+            "The regime is prefix, but prefix caching is switched off. Use --regime chunked, or omit one of them.",
             param="regime",
         )
     reasons["regime"] = "default" if config.regime is None and config.enable_prefix_caching else "you"
@@ -213,7 +453,7 @@ def _resolve_host_blocks(config: EngineConfig, block_bytes: int) -> int:
         return 0
     if not config.enable_prefix_caching or config.regime not in (None, "prefix"):
         raise ConfigError(
-            "host_kv_memory keeps prefixes that the KV cache has no room for, and so needs prefix caching. Use "
+            "host_kv_memory keeps prefixes that were evicted from the KV cache, and so needs prefix caching. Use "
             "--enable-prefix-caching, or --host-kv-memory 0.",
             param="host_kv_memory",
         )
@@ -236,54 +476,27 @@ def _resolve_length(
             f"{needed} bytes hold two blocks. Use a larger --kv-cache-memory.",
             param="kv_cache_memory",
         )
-    wanted = config.max_model_len
-    if wanted is None:
+    requested = config.max_model_len
+    if requested is None:
         reasons["max_model_len"] = "the model" if spec.max_positions <= pool_tokens + 1 else "what the KV cache holds"
         return min(spec.max_positions, pool_tokens + 1)
-    if wanted > spec.max_positions:
+    if requested > spec.max_positions:
         raise ConfigError(
-            f"max_model_len is {wanted}, but the model was made for {spec.max_positions} positions. "
+            f"max_model_len is {requested}, but the model was made for {spec.max_positions} positions. "
             f"Use --max-model-len {spec.max_positions} or less.",
             param="max_model_len",
         )
-    if wanted > pool_tokens + 1:  # the last token is never computed
-        enough = -(-(wanted - 1) // config.block_size) * config.block_size * kv_bytes_per_token
+    if requested > pool_tokens + 1:  # the last token is never computed
+        enough = -(-(requested - 1) // config.block_size) * config.block_size * kv_bytes_per_token
         raise ConfigError(
-            f"max_model_len is {wanted}, but the KV cache holds {pool_tokens} tokens. Use --max-model-len "
+            f"max_model_len is {requested}, but the KV cache holds {pool_tokens} tokens. Use --max-model-len "
             f"{pool_tokens + 1} or less, or --kv-cache-memory {enough} or more.",
             param="max_model_len",
         )
     reasons["max_model_len"] = "you"
-    return wanted
+    return requested
 
 
-def _pick(reasons: dict[str, str], name: str, said: int | None, derived: int, why: str) -> int:
-    reasons[name] = why if said is None else "you"
-    return derived if said is None else said
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {value!r}.", param=name)
-
-
-def _check_milliseconds(name: str, value: object, high: int) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 < value <= high:  # type: ignore[operator]  # NaN is nowhere
-        raise ConfigError(f"{name} must be a number above 0 and at most {high}, not {shown(value)}.", param=name)
-
-
-def _check_share(name: str, value: object) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value is not None and not (number and 0 < value <= 1):  # type: ignore[operator]  # NaN is nowhere
-        raise ConfigError(f"{name} must be a number above 0 and at most 1, not {shown(value)}.", param=name)
-
-
-def _check_count(name: str, value: int | None, low: int, high: int) -> None:
-    if value is not None:
-        _check_whole(name, value, low, high)
-
-
-def _check_whole(name: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ConfigError(f"{name} must be a whole number from {low} to {high}, not {shown(value)}.", param=name)
+def _pick(reasons: dict[str, str], name: str, given: int | None, derived: int, reason: str) -> int:
+    reasons[name] = reason if given is None else "you"
+    return derived if given is None else given

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from quire.config import EngineConfig
+from quire.config import EngineConfig, SettingsDict, check_names, shows_settings
 from quire.core.errors import EngineFailed, InvalidParameter, InvalidPrompt, NoTokenizer, shown
 from quire.core.ids import RequestId
 from quire.core.sampling import SamplingParams
@@ -43,57 +43,20 @@ class LLM:
     Threads may share it: their prompts run in one batch. `close()`, or the end of a `with`, gives its memory back.
     """
 
+    @shows_settings
     def __init__(
         self,
         model: str | os.PathLike[str] | None = None,
         *,
-        revision: str | None = None,
-        token: str | None = None,
-        load_format: str = "auto",
-        device: str = "auto",
-        dtype: object = "auto",  # a name, or torch's own
-        attention_backend: str = "auto",
-        max_model_len: int | None = None,
-        block_size: int = 16,
-        kv_cache_memory: int | None = None,
-        gpu_memory_utilization: float | None = None,
-        max_num_seqs: int | None = None,
-        max_num_batched_tokens: int | None = None,
-        run_ahead: int | None = None,
-        enable_prefix_caching: bool = True,
-        host_kv_memory: int = 0,
-        overcommit: str = "hedge",
-        itl_target_ms: float | None = None,
-        max_waiting: int | None = None,
-        regime: str | None = None,
-        seed: int = 0,
-        threads: int | None = None,
         watch: StartupReporter | None = None,
+        **settings: Unpack[SettingsDict],
     ) -> None:
-        config = EngineConfig(
-            model=os.fspath(model) if isinstance(model, os.PathLike) else model,
-            revision=revision,
-            token=token,
-            load_format=load_format,
-            device=device,
-            dtype=str(dtype).removeprefix("torch."),
-            attention_backend=attention_backend,
-            max_model_len=max_model_len,
-            block_size=block_size,
-            kv_cache_memory=kv_cache_memory,
-            gpu_memory_utilization=gpu_memory_utilization,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            run_ahead=run_ahead,
-            enable_prefix_caching=enable_prefix_caching,
-            host_kv_memory=host_kv_memory,
-            overcommit=overcommit,
-            itl_target_ms=itl_target_ms,
-            max_waiting=max_waiting,
-            regime=regime,
-            seed=seed,
-            threads=threads,
-        )
+        """Load a model. Every setting has a default; sizes may be texts with a unit, such as "2GiB" or "32k"."""
+        check_names(settings)
+        if "dtype" in settings:
+            settings["dtype"] = str(settings["dtype"]).removeprefix("torch.")
+        path = os.fspath(model) if isinstance(model, os.PathLike) else model
+        config = EngineConfig(model=path, **settings)  # type: ignore[arg-type]  # EngineConfig parses and checks each
         check_not_forked()
         self._serve(build(config, watch))
 

@@ -3,13 +3,14 @@
 import os
 import socket
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from quire.cli.main import app
-from quire.cli.options import INSTEAD
 from quire.cli.serve import port_owner
+from quire.config import _FOREIGN, EngineConfig, foreign_hint
 from tests.cli.commands import Shell
 
 
@@ -74,8 +75,11 @@ def test_a_mistake_is_one_sentence(quire: Shell, line: str, words: str) -> None:
         ("doctor --model smollm2", "No such option"),
         ("serve --tensor-parallel-size 2", "There is no --tensor-parallel-size here: a model runs on one device;"),
         ("serve --trust-remote-code", "code of a model's folder is never run"),
-        ("serve --max-num-queued-reqs=9", "say --max-waiting."),
-        ("run hi --swap-space 4", "say --host-kv-memory"),
+        ("serve --max-num-queued-reqs=9", "use --max-waiting."),
+        ("run hi --swap-space 4", "use --host-kv-memory"),
+        ("serve --ctx-size 4096", "There is no --ctx-size here: use --max-model-len."),
+        ("serve --mem-fraction-static 0.8", "use --gpu-memory-utilization."),
+        ("serve --disable-radix-cache", "switch --enable-prefix-caching off."),
         ("doctor --seed 1", "No such option"),
         ("frobnicate", "There are: batch, bench, chat, check"),
         ("run hi --temprature 0", "--temperature"),
@@ -154,9 +158,10 @@ def test_a_manner_of_speaking_that_is_not_known_is_refused(
     assert said.status == 2 and "gibberish" in said.err and said.err.count("\n") == 1
 
 
-def test_what_is_said_instead_of_other_engines_options_is_here() -> None:
-    """An option that was built meanwhile is no longer told away, and one that is named is there."""
+def test_hints_for_options_of_other_engines_name_options_that_exist() -> None:
+    """An option that exists has no hint, and an option that a hint names exists. The same of keywords of `LLM`."""
     here = {name for each in app.commands["serve"].params for name in (*each.opts, *each.secondary_opts)}
-    named = {word.rstrip(",;.") for advice in INSTEAD.values() for word in advice.split() if word.startswith("--")}
-    assert named <= here
-    assert not here & set(INSTEAD)
+    hints = [foreign_hint(name, as_flags=True) or "" for name in _FOREIGN]
+    assert {word.rstrip(",;.") for hint in hints for word in hint.split() if word.startswith("--")} <= here
+    assert not here & {"--" + name.replace("_", "-") for name in _FOREIGN}
+    assert {field.name for field in fields(EngineConfig)} & set(_FOREIGN) == {"seed"}

@@ -6,7 +6,7 @@ from dataclasses import fields
 import click
 
 from quire.cli.main import app
-from quire.config import EngineConfig
+from quire.config import EngineConfig, setting_of
 from tests.docs.pages import DOCS, table_rows
 
 ROWS = table_rows(DOCS / "tuning.md")
@@ -38,6 +38,20 @@ def documented() -> set[str]:
 def test_every_setting_has_a_row_and_every_row_a_setting() -> None:
     named = {row[0].strip("`") for row in ROWS if len(row) == 5 and re.fullmatch(r"`[a-z_]+`", row[0])}
     assert named == SETTINGS
+
+
+def test_rows_have_the_flag_and_the_default_that_are_declared() -> None:
+    rows = {row[0].strip("`"): row for row in ROWS if len(row) == 5}
+    for declared in fields(EngineConfig):
+        flag, default = rows[declared.name][1:3]
+        setting = setting_of(declared)
+        negated = f" / `--no-{(setting.flag or '').removeprefix('--')}`" if setting.kind == "switch" else ""
+        if setting.flag is not None:
+            assert flag == f"`{setting.flag}`{negated}", declared.name
+        if isinstance(declared.default, str):
+            assert default.startswith(f"`{declared.default}`"), declared.name
+        elif isinstance(declared.default, int):
+            assert default == ("on" if declared.default is True else str(declared.default)), declared.name
 
 
 def test_every_flag_of_serve_has_a_row_and_every_row_a_flag() -> None:

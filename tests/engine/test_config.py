@@ -1,10 +1,24 @@
 """From what the user said and what machine and model are to every number the engine runs on."""
 
+import inspect
 from dataclasses import fields, replace
+from typing import get_type_hints
 
 import pytest
 
-from quire.config import GIB, OVERCOMMITS, REGIMES, EngineConfig, MachineInfo, resolve, resolve_dtype
+from quire.config import (
+    GIB,
+    OVERCOMMITS,
+    REGIMES,
+    EngineConfig,
+    MachineInfo,
+    SettingsDict,
+    check_names,
+    resolve,
+    resolve_dtype,
+    setting_of,
+    shows_settings,
+)
 from quire.core.errors import ConfigError
 from quire.core.model import ModelSpec, RopeSpec
 from quire.sched import policy
@@ -98,6 +112,68 @@ def test_there_are_fewer_than_thirty_settings():
     assert len(fields(EngineConfig)) < 30
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "number"),
+    [
+        ("kv_cache_memory", "1GiB", GIB),
+        ("kv_cache_memory", " 500 MB ", 500 * 10**6),
+        ("kv_cache_memory", "1.5gib", 3 * GIB // 2),
+        ("kv_cache_memory", "1152921504606846975", 2**60 - 1),
+        ("kv_cache_memory", "auto", None),
+        ("host_kv_memory", "64k", 64_000),
+        ("max_model_len", "32k", 32 << 10),
+        ("max_num_batched_tokens", "2k", 2 << 10),
+        ("max_model_len", "AUTO", None),
+    ],
+)
+def test_sizes_may_be_texts_with_a_unit(name, text, number):
+    assert getattr(EngineConfig(**{name: text}), name) == number
+
+
+def test_keywords_of_the_api_are_the_fields_of_the_config():
+    """One name for one setting, and the same type but for texts of sizes and torch's dtypes."""
+    keywords = get_type_hints(SettingsDict)
+    declared = {field.name: field for field in fields(EngineConfig) if field.name != "model"}
+    types = get_type_hints(EngineConfig)
+    assert list(keywords) == list(declared)
+    for name, field in declared.items():
+        setting = setting_of(field)
+        expected = object if name == "dtype" else types[name] | str if setting.unit else types[name]
+        assert keywords[name] == expected, name
+        assert setting.help.endswith(".") and setting.optional == (field.default is None), name
+
+
+def test_help_shows_every_setting():
+    @shows_settings
+    def load(model=None, *, watch=None, **settings):
+        """Load."""
+
+    shown = inspect.signature(load).parameters
+    assert list(shown) == ["model", *SettingsDict.__annotations__, "watch"]
+    assert shown["block_size"].default == 16 and shown["kv_cache_memory"].default is None
+    assert "\n    block_size: Tokens in a KV block.\n" in load.__doc__
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("tensor_parallel_size", "a model runs on one device; omit it."),
+        ("n_ctx", "use max_model_len."),
+        ("swap_space", "use host_kv_memory, with a unit such as 4GiB."),
+        ("kv_cache_dtype", "the KV cache has the format of the weights, which dtype sets."),
+        ("gpu_memory_utilisation", "did you mean gpu_memory_utilization?"),
+        ("max_num_seq", "did you mean max_num_seqs?"),
+        ("xyz", "the settings are model, revision,"),
+    ],
+)
+def test_an_unknown_keyword_is_refused_with_a_hint(name, hint):
+    with pytest.raises(ConfigError) as caught:
+        check_names(["device", name])
+    assert isinstance(caught.value, TypeError), "as Python has it for any function"
+    assert caught.value.param == name
+    assert caught.value.message.startswith(f"There is no {name} here: {hint}")
+
+
 def test_only_whole_blocks_count():
     assert resolved(kv_cache_memory=33 * PER_TOKEN).num_blocks == 2
 
@@ -156,24 +232,26 @@ def test_dtypes_follow_the_machine():
 @pytest.mark.parametrize(
     ("name", "values"),
     [
+        ("revision", [5, ["main"]]),
         ("load_format", ["pickle", "", None, 5, []]),
         ("device", ["tpu", None, 0, ["cpu"]]),
         ("dtype", ["int8", None, 16]),
         ("attention_backend", ["xformers", "", None, 3]),
-        ("max_model_len", [0, 1, -5, 2**24, 1.0, "10", True]),
+        ("max_model_len", [0, 1, -5, 2**24, 1.0, "1e3", True]),
         ("block_size", [0, -1, 257, 1.0, "16", True, None]),
-        ("kv_cache_memory", [0, -1, 2**61, 1e9, "1GB"]),
+        ("kv_cache_memory", [0, -1, 2**61, 1e9, "much", "1TB", "-1", ""]),
         ("gpu_memory_utilization", [0, -0.1, 1.01, float("nan"), "0.9", True]),
         ("max_num_seqs", [0, 65537, 1.0, True]),
         ("max_num_batched_tokens", [0, 2**20 + 1, "x"]),
         ("run_ahead", [-1, 3, 1.0, True, "1"]),
         ("threads", [0, 4097, "2"]),
         ("enable_prefix_caching", [None, 0, 1, "yes"]),
-        ("host_kv_memory", [-1, None, 1.5, "1GB", True]),
+        ("host_kv_memory", [-1, None, 1.5, "auto", True]),
         ("overcommit", ["always", None, 1, ["never"]]),
         ("itl_target_ms", [0, -1.0, float("nan"), float("inf"), "20", True, 10**7]),
         ("max_waiting", [0, -1, 1.5, True, "9"]),
         ("regime", ["orca", "", 5]),
+        ("tenant_weights", [None, 5, {"a": 0}, {"a": float("nan")}, {"a": "1"}]),
         ("seed", [None, "x", 1.5, True, 2**63, -(2**63)]),
     ],
 )

@@ -13,7 +13,7 @@ import click
 from quire.bench.attention import WORKS, AttentionWork
 from quire.bench.attention import find as find_step
 from quire.bench.workload import WorkloadSlice, find
-from quire.cli.options import BoundedInt, measured_engine_options
+from quire.cli.options import FiniteRange, measured_engine_options
 from quire.cli.spinner import waking
 from quire.core.errors import ConfigError
 
@@ -63,7 +63,7 @@ def _workload_options(allowed: Many[str], usual: str) -> Callable[[Verb], Verb]:
         click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Times each is run."),
         click.option("--seed", type=click.IntRange(0), help="Draw other requests than the published ones."),
         click.option("--requests", type=click.IntRange(1), help="Only the first so many: a trial, no figure."),
-        click.option("--scale", type=BoundedInt(0, 1, min_open=True), default=1.0, show_default=True,
+        click.option("--scale", type=FiniteRange(0, 1, min_open=True), default=1.0, show_default=True,
                      help="Shorten every prompt and answer to this share: a trial, no figure."),
         click.option("--temperature", type=float, default=0.0, show_default=True, help="Above 0: tokens are drawn."),
         click.option("--top-p", type=float, default=1.0, show_default=True, help="Among the likeliest of this share."),
@@ -129,7 +129,7 @@ def startup(model: str | None, repeats: int, batch: bool, as_json: bool, **given
 @click.option("--kv-heads", type=click.IntRange(1), default=8, show_default=True, help="Key heads.")
 @click.option("--head-dim", type=click.IntRange(16, 256), default=128, show_default=True, help="Width of a head.")
 @click.option("--window", type=click.IntRange(0), default=0, show_default=True, help="Keys that a query sees; 0: all.")
-@click.option("--softcap", type=BoundedInt(0), default=0.0, show_default=True, help="Soft cap of scores; 0: none.")
+@click.option("--softcap", type=FiniteRange(0), default=0.0, show_default=True, help="Soft cap of scores; 0: none.")
 @click.option("--dtype", type=click.Choice(_HALVES), default="bfloat16", show_default=True, help="Of all numbers.")
 @click.option("--block-size", type=click.IntRange(1, 256), default=16, show_default=True, help="Keys in a block.")
 @click.option("--steps", callback=_steps, metavar="STEP,…",

@@ -22,15 +22,16 @@ import click
 from quire.catalog.names import short_name
 from quire.cli.bench import MEASURES
 from quire.cli.options import (
-    INSTEAD,
-    BoundedInt,
+    FiniteRange,
     batch_options,
-    counts,
     engine_options,
+    hub_options,
+    integer_list,
     sampling_options,
     serving_options,
 )
 from quire.cli.spinner import waking
+from quire.config import foreign_hint
 from quire.core.errors import ConfigError, QuireError
 from quire.version import __version__
 
@@ -112,8 +113,9 @@ class QuireCommand(click.Command):
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             places = " ".join(self.collect_usage_pieces(ctx)[1:])
-            if "[MODEL]" in places and error.option_name in INSTEAD:
-                ctx.fail(f"There is no {error.option_name} here: {INSTEAD[error.option_name]}.")
+            hint = foreign_hint(error.option_name.lstrip("-").replace("-", "_"), as_flags=True)
+            if "[MODEL]" in places and hint is not None:
+                ctx.fail(f"There is no {error.option_name} here: {hint}.")
             if "[MODEL]" in places and error.option_name in _MODEL_OPTIONS:
                 said = places.replace("[MODEL]", _value_of(error.option_name, words))
                 ctx.fail(f"The model goes without {error.option_name}: {ctx.command_path} {said}")
@@ -233,8 +235,7 @@ def batch(source: str, target: str, model: str | None, **given: object) -> None:
 @click.argument("model", required=False)
 @click.option("--fetch", is_flag=True, help="Bring MODEL (default: the default model) to this machine.")
 @click.option("--verify", is_flag=True, help="Check the whole file of a fetched model against its checksum.")
-@click.option("--revision", help="Branch, tag or commit of a hub id.")
-@click.option("--token", help="Hub token, for models that need one.")
+@hub_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per model.")
 def models(
     model: str | None, fetch: bool, verify: bool, revision: str | None, token: str | None, as_json: bool
@@ -256,7 +257,7 @@ def models(
 @click.argument("url", default="http://127.0.0.1:8000")
 @click.option("--api-key-file", type=click.Path(dir_okay=False, exists=True, path_type=Path), metavar="FILE",
               help="The first key of this file opens the server; it may be the server's own.")  # fmt: skip
-@click.option("--every", "every_s", type=BoundedInt(0.1, 3600), default=1.0, show_default=True,
+@click.option("--every", "every_s", type=FiniteRange(0.1, 3600), default=1.0, show_default=True,
               help="Seconds between two looks.")  # fmt: skip
 @click.option("--once", is_flag=True, help="Two looks, one report.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per report.")
@@ -356,9 +357,9 @@ def bench_serve(
 
 
 @bench.command("scheduler")
-@click.option("--rows", callback=counts(1, 100_000), default="16,64,256,1024,4096", show_default=True, metavar="N,N,…",
-              help="Running rows to try.")  # fmt: skip
-@click.option("--waiting", callback=counts(0, 10_000_000), default="0,100,10000,100000", show_default=True,
+@click.option("--rows", callback=integer_list(1, 100_000), default="16,64,256,1024,4096", show_default=True,
+              metavar="N,N,…", help="Running rows to try.")  # fmt: skip
+@click.option("--waiting", callback=integer_list(0, 10_000_000), default="0,100,10000,100000", show_default=True,
               metavar="N,N,…", help="Waiting requests to try.")  # fmt: skip
 @click.option("--rounds", type=click.IntRange(1), default=9, show_default=True, help="Rounds of 64 steps each.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write the curves to this SVG file.")
@@ -375,7 +376,7 @@ def bench_scheduler(
 @bench.command("regimes")
 @click.option("--workload", default="sharegpt", show_default=True, help="sharegpt, mooncake, or a trace file.")
 @click.option("--requests", type=click.IntRange(1), help="Only so many of them.")
-@click.option("--rate", type=BoundedInt(0, min_open=True), default=64.0, show_default=True,
+@click.option("--rate", type=FiniteRange(0, min_open=True), default=64.0, show_default=True,
               help="Arrivals a second.")  # fmt: skip
 @click.option("--blocks", type=click.IntRange(1), default=16_384, show_default=True, help="KV blocks of 16 tokens.")
 @click.option("--max-model-len", type=click.IntRange(16), default=8192, show_default=True,
@@ -390,14 +391,14 @@ def bench_regimes(workload: str, requests: int | None, as_json: bool, **given: f
 
 @bench.command("pacing")
 @click.option("--workload", default="sharegpt", show_default=True, help="sharegpt, mooncake, or a trace file.")
-@click.option("--rate", type=BoundedInt(0, min_open=True),
+@click.option("--rate", type=FiniteRange(0, min_open=True),
               help="Arrivals a second, drawn. Default: those of the trace; 8 where it has none.")  # fmt: skip
-@click.option("--scale", type=BoundedInt(0, min_open=True), default=1.0, show_default=True,
+@click.option("--scale", type=FiniteRange(0, min_open=True), default=1.0, show_default=True,
               help="So many times as fast as they come, drawn or not.")  # fmt: skip
-@click.option("--skip", "skip_s", type=BoundedInt(0), default=0.0, show_default=True,
+@click.option("--skip", "skip_s", type=FiniteRange(0), default=0.0, show_default=True,
               help="Seconds of the trace to leave out.")  # fmt: skip
-@click.option("--seconds", type=BoundedInt(0, min_open=True), default=60.0, show_default=True, help="Of arrivals.")
-@click.option("--itl-target", "itl_target_ms", type=BoundedInt(0, min_open=True), metavar="MS",
+@click.option("--seconds", type=FiniteRange(0, min_open=True), default=60.0, show_default=True, help="Of arrivals.")
+@click.option("--itl-target", "itl_target_ms", type=FiniteRange(0, min_open=True), metavar="MS",
               help="A time between two tokens to keep, in the place of the usual one.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 def bench_pacing(workload: str, itl_target_ms: float | None, as_json: bool, **given: float | None) -> None:

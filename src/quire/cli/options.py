@@ -1,28 +1,30 @@
-"""Options in groups, as decorators: of the engine and of sampling, which several commands share, and of serving.
+"""Options of the commands, in groups that several commands share, and their types.
 
-Numbers in options: several whole ones with commas between them, and one within limits.
-
-Options of other engines that are not here: what whoever brings one along does instead.
+Options of the engine are made from the declarations in `EngineConfig`.
 """
 
 import math
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, fields
+from dataclasses import Field, asdict, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-from quire.config import ATTENTION_BACKENDS, DTYPES, OVERCOMMITS, REGIMES, EngineConfig
+from quire.config import EngineConfig, parse_size, setting_of
 from quire.core.sampling import SamplingParams
 from quire.formats.checkpoint import GenerationDefaults
 
-_MANY = 20  # digits, which no limit has
+_MAX_DIGITS = 20  # of an integer: more than any bound has
+_FEW_VALUES = 3  # a range of so few is shown in the help
+_DEFAULT_TEMPERATURE = 0.7  # where neither the user nor the model's generation config sets one
+
+Command = TypeVar("Command", bound=Callable[..., object])
+Decorator = Callable[[Command], Command]
 
 
-class BoundedInt(click.FloatRange):
-    """As click's own, which lets nan through: it lies on no side of any limit."""
+class FiniteRange(click.FloatRange):
+    """As click's own, which lets NaN through: it fails every comparison with a bound."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number = float(super().convert(value, param, ctx))
@@ -31,91 +33,72 @@ class BoundedInt(click.FloatRange):
         return number
 
 
-def counts(least: int, most: int) -> Callable[[click.Context, click.Parameter, str], tuple[int, ...]]:
-    """The callback of an option such as `16,64,256`, none outside its limits."""
+def integer_list(low: int, high: int) -> Callable[[click.Context, click.Parameter, str], tuple[int, ...]]:
+    """The callback of an option such as `16,64,256`. Every integer is within the bounds."""
 
     def parse(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
         words = [word.strip().replace("_", "") for word in value.split(",")]
-        if not all(word.isdecimal() and len(word) < _MANY and least <= int(word) <= most for word in words):
+        if not all(word.isdecimal() and len(word) < _MAX_DIGITS and low <= int(word) <= high for word in words):
             raise click.BadParameter(
-                f"{value!r} is no list of whole numbers from {least} to {most:,}, such as 16,64,256."
+                f"{value!r} is no list of whole numbers from {low} to {high:,}, such as 16,64,256."
             )
         return tuple(map(int, words))
 
     return parse
 
 
-Command = TypeVar("Command", bound=Callable[..., object])
-
-_UNITS = {"": 1, "k": 1000, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
-
-
 class Size(click.ParamType):  # type: ignore[type-arg]  # generic only in newer releases
-    """A whole number that may carry a unit: 32k, 2GiB, 500MB. Where it can be derived, `auto` says so."""
+    """An integer that may have a unit: 32k, 2GiB, 500MB. `auto` is allowed where the size can be derived."""
 
     name = "size"
 
-    def __init__(self, *, binary_k: bool = False, derived: bool = False, least: int = 0) -> None:
-        self._units = {**_UNITS, "k": 1 << 10} if binary_k else _UNITS
+    def __init__(self, *, binary_k: bool = False, derived: bool = False, low: int = 0) -> None:
+        self._binary_k = binary_k
         self._derived = derived
-        self._least = least
+        self._low = low
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
         if isinstance(value, int) or value is None:
             return value
-        text = str(value).strip().lower()
-        if text == "auto" and self._derived:
+        if self._derived and str(value).strip().lower() == "auto":
             return None
-        parts = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", text)
-        if parts is None:
-            self.fail(f"{value!r} is not a size; write a number, or for example 32k or 2GiB.", param, ctx)
-        number = int(float(parts[1]) * self._units[parts[2] or ""])
-        if number < self._least:
-            self.fail(f"{value!r} is too small; it must be at least {self._least}.", param, ctx)
+        try:
+            number = parse_size(str(value), binary_k=self._binary_k)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+        if number < self._low:
+            self.fail(f"{value!r} is too small; it must be at least {self._low}.", param, ctx)
         return number
 
 
-_MILD_TEMPERATURE = 0.7  # where neither user nor makers say anything
+def _engine_option(declared: Field[Any]) -> Decorator[Any]:
+    """The option of one setting of the engine. `EngineConfig` checks the bounds."""
+    setting = setting_of(declared)
+    assert setting.flag is not None
+    names = [setting.flag, declared.name]
+    kind: Any = str
+    match setting.kind:
+        case "choice":
+            kind = click.Choice(setting.choices)
+        case "number":
+            kind = float
+        case "switch":
+            kind = bool
+            names[0] += f"/--no-{setting.flag.removeprefix('--')}"
+        case "integer" if setting.unit is not None:
+            kind = Size(binary_k=setting.unit == "tokens", derived=setting.optional)
+        case "integer" if setting.high - setting.low < _FEW_VALUES:
+            kind = click.IntRange(setting.low, setting.high)
+        case "integer":
+            kind = int
+    default: dict[str, Any] = {} if declared.default is None else {"default": declared.default, "show_default": True}
+    return click.option(*names, type=kind, metavar=setting.metavar, help=setting.help, **default)
 
-_PREFIX_CACHING = click.option("--enable-prefix-caching/--no-enable-prefix-caching", default=True, show_default=True,
-                               help="Find again what was computed for an earlier prompt.")  # fmt: skip
 
-_ENGINE = (
-    click.option("--revision", help="Branch, tag or commit of a hub id."),
-    click.option("--token", help="Hub token, for models that need one."),
-    click.option("--load-format", type=click.Choice(["auto", "dummy"]), default="auto", show_default=True,
-                 help="dummy: invented weights at a named shape such as qwen3-0.6b."),
-    click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True,
-                 help="Where the model runs."),
-    click.option("--dtype", type=click.Choice(["auto", *DTYPES]), default="auto", show_default=True,
-                 help="Number format of weights and KV cache."),
-    click.option("--attention-backend", type=click.Choice(ATTENTION_BACKENDS), default="auto", show_default=True,
-                 help="Whose attention runs on a GPU. auto: the fastest that is installed, as measured."),
-    click.option("--max-model-len", type=Size(binary_k=True, derived=True),
-                 help="Longest prompt plus completion, e.g. 32k. auto: what model and memory allow."),
-    click.option("--block-size", type=int, default=16, show_default=True, help="Tokens in a KV block."),
-    click.option("--kv-cache-memory", type=Size(derived=True), help="Bytes for the KV cache, e.g. 2GiB."),
-    click.option("--gpu-memory-utilization", type=float, metavar="SHARE",
-                 help="Share of the GPU's memory that quire may take in all. Default: 0.9."),
-    click.option("--max-num-seqs", type=int,
-                 help="Sequences that run at the same time. Default: 64 on a CPU; on a GPU 256, for batches 512."),
-    click.option("--max-num-batched-tokens", type=Size(binary_k=True, derived=True), help="Tokens in one step."),
-    click.option("--run-ahead", type=click.IntRange(0, 2), help="Steps in flight."),
-    _PREFIX_CACHING,
-    click.option("--host-kv-memory", type=Size(), default=0, show_default=True,
-                 help="Bytes in the host's memory for KV that had to leave the cache, e.g. 8GiB."),
-    click.option("--overcommit", type=click.Choice(OVERCOMMITS), default="hedge", show_default=True,
-                 help="How far KV is promised beyond what there is: never preempt, hedge, or optimistic."),
-    click.option("--itl-target", "itl_target_ms", type=float, metavar="MS",
-                 help="Milliseconds between two tokens that prompts of others may not exceed."),
-    click.option("--max-waiting", type=int,
-                 help="Requests that may wait; more are refused. Default: no limit, 1024 in quire serve."),
-    click.option("--regime", type=click.Choice(REGIMES), help="For experiments: schedule as earlier engines did."),
-    click.option("--threads", type=int, help="CPU threads."),
-)  # fmt: skip
+_ENGINE = {declared.name: _engine_option(declared) for declared in fields(EngineConfig) if setting_of(declared).flag}
 
-# As what a model is served, and what speaks in its place: of serve and of batch.
-_MODEL_GUISE = (
+# Name, chat template, parsers and replacement of the served model: of serve and of batch.
+_SERVED_MODEL = (
     click.option("--served-model-name", "aliases", multiple=True, metavar="NAME",
                  help="The name clients ask for; may be given several times, the first is the one that is told."),
     click.option("--chat-template", type=click.Path(dir_okay=False, exists=True, path_type=Path), metavar="FILE",
@@ -149,10 +132,10 @@ _SERVING = (
     click.option("--ssl-keyfile", type=click.Path(dir_okay=False, path_type=Path), help="TLS: the private key."),
     click.option("--ssl-certfile", type=click.Path(dir_okay=False, path_type=Path), help="TLS: the certificate."),
     click.option("--root-path", default="", metavar="PATH", help="The path below which a proxy shows this server."),
-    *_MODEL_GUISE,
-    click.option("--max-waiting-tokens", type=Size(least=1), default="4m", show_default=True,
+    *_SERVED_MODEL,
+    click.option("--max-waiting-tokens", type=Size(low=1), default="4m", show_default=True,
                  help="Prompt tokens that may wait; more requests are refused."),
-    click.option("--shutdown-timeout", "drain_s", type=BoundedInt(0, 3600), default=30.0, show_default=True,
+    click.option("--shutdown-timeout", "drain_s", type=FiniteRange(0, 3600), default=30.0, show_default=True,
                  help="Seconds that open requests get after a SIGTERM."),
     click.option("--otlp-endpoint", metavar="URL",
                  help="Send a trace of each request to this OpenTelemetry collector, e.g. http://127.0.0.1:4318."),
@@ -173,75 +156,41 @@ _SAMPLING = (
 )
 
 
-def engine_options(command: Command) -> Command:
-    for option in reversed(_ENGINE):
-        command = option(command)
-    return command
-
-
-def measured_engine_options(command: Command) -> Command:
-    """The same but for prefix caching, which is off unless it is what is measured."""
-    command = click.option("--prefix-cache", "enable_prefix_caching", is_flag=True,
-                           help="Switch prefix caching on; it is emptied before each repeat.")(command)  # fmt: skip
-    for option in reversed(_ENGINE):
-        if option is not _PREFIX_CACHING:
+def _all_of(*options: Decorator[Any]) -> Decorator[Any]:
+    def decorate(command: Command) -> Command:
+        for option in reversed(options):
             command = option(command)
-    return command
+        return command
+
+    return decorate
 
 
-def serving_options(command: Command) -> Command:
-    for option in reversed(_SERVING):
-        command = option(command)
-    return command
+hub_options = _all_of(_ENGINE["revision"], _ENGINE["token"])
+engine_options = _all_of(*_ENGINE.values())
+serving_options = _all_of(*_SERVING)
+batch_options = _all_of(*_SERVED_MODEL)
+sampling_options = _all_of(*_SAMPLING)
 
-
-def batch_options(command: Command) -> Command:
-    for option in reversed(_MODEL_GUISE):
-        command = option(command)
-    return command
-
-
-def sampling_options(command: Command) -> Command:
-    for option in reversed(_SAMPLING):
-        command = option(command)
-    return command
+# As engine_options, but prefix caching is off unless it is what is measured.
+measured_engine_options = _all_of(
+    *(option for name, option in _ENGINE.items() if name != "enable_prefix_caching"),
+    click.option("--prefix-cache", "enable_prefix_caching", is_flag=True,
+                 help="Switch prefix caching on; it is emptied before each repeat."),
+)  # fmt: skip
 
 
 def engine_config(model: str | None, given: Mapping[str, object]) -> EngineConfig:
-    """The engine's settings out of all that a command was given."""
-    names = {field.name for field in fields(EngineConfig)} - {"model", "seed"}
-    said = {name: value for name, value in given.items() if name in names and value is not None}
-    return EngineConfig(model=model, **said)  # type: ignore[arg-type]  # EngineConfig checks each
+    """The engine's settings among the options of a command."""
+    settings = {name: given[name] for name in _ENGINE if given.get(name) is not None}
+    return EngineConfig(model=model, **settings)  # type: ignore[arg-type]  # EngineConfig checks each
 
 
-def sampling_params(given: Mapping[str, object], makers: GenerationDefaults) -> SamplingParams:
-    """What the command line says, else what the model's makers say, else a mild temperature."""
+def sampling_params(given: Mapping[str, object], model_defaults: GenerationDefaults) -> SamplingParams:
+    """Each parameter from the command line, else from the model's generation config, else the default."""
     names = {field.name for field in fields(SamplingParams)}
-    said: dict[str, object] = {"temperature": _MILD_TEMPERATURE}
-    said.update({name: value for name, value in asdict(makers).items() if value is not None})
-    said.update({name: value for name, value in given.items() if name in names and value is not None})
-    said["stop"] = list(given.get("stop") or ()) or None  # type: ignore[call-overload]
-    said["max_tokens"] = given["max_tokens"]
-    return SamplingParams(**said)  # type: ignore[arg-type]  # SamplingParams checks each
-
-
-_ONE_DEVICE = "a model runs on one device; leave it away"
-_LOG = "each request is one line on stdout, without its prompt, as --log-format says; leave it away"
-
-INSTEAD = {
-    "--tensor-parallel-size": _ONE_DEVICE,
-    "--pipeline-parallel-size": _ONE_DEVICE,
-    "--data-parallel-size": _ONE_DEVICE,
-    "--enforce-eager": "steps are recorded as CUDA graphs on GPUs alone, a few at the start; leave it away",
-    "--enable-chunked-prefill": "prompts are always cut to the step; leave it away",
-    "--quantization": "weights are taken as they are stored; give a .gguf file for packed ones",
-    "--kv-cache-dtype": "the KV cache has the format of the weights, which --dtype says",
-    "--trust-remote-code": "code of a model's folder is never run; leave it away",
-    "--enable-auto-tool-choice": "tools are always on, as the chat template shows them; leave it away",
-    "--generation-config": "the model's own is read, and a request's fields win over it; leave it away",
-    "--seed": "each request brings its own seed; leave it away",
-    "--max-num-queued-reqs": "say --max-waiting",
-    "--swap-space": "say --host-kv-memory, with a unit such as 4GiB",
-    "--disable-log-requests": _LOG,
-    "--enable-log-requests": _LOG,
-}
+    params: dict[str, object] = {"temperature": _DEFAULT_TEMPERATURE}
+    params.update({name: value for name, value in asdict(model_defaults).items() if value is not None})
+    params.update({name: value for name, value in given.items() if name in names and value is not None})
+    params["stop"] = list(given.get("stop") or ()) or None  # type: ignore[call-overload]
+    params["max_tokens"] = given["max_tokens"]
+    return SamplingParams(**params)  # type: ignore[arg-type]  # SamplingParams checks each

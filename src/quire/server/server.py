@@ -21,7 +21,7 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
-from quire.config import MOST_SEATS, EngineConfig
+from quire.config import DEFAULT_SERVER_ROWS, EngineConfig
 from quire.core.errors import QuireError
 from quire.core.process import keep_for_good
 from quire.engine.open_model import OpenedModel
@@ -110,7 +110,7 @@ class ServerConfig:
 def behind_turnstile(config: EngineConfig, max_waiting: int) -> EngineConfig:
     """The engine's own bound, never met by those whom the turnstile lets in one by one: a burst between two steps waits
     in the engine even where seats are free."""
-    return replace(config, max_waiting=max_waiting + (config.max_num_seqs or MOST_SEATS))
+    return replace(config, max_waiting=max_waiting + (config.max_num_seqs or DEFAULT_SERVER_ROWS))
 
 
 class Tracer(Protocol):
