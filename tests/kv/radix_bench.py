@@ -6,7 +6,7 @@ from quire.core.ids import IntArray, RequestId
 from quire.core.moves import Move
 from quire.kv.block_pool import BlockPool
 from quire.kv.radix_node import Node
-from quire.kv.radix_tree import Inserted, RadixTree
+from quire.kv.radix_tree import Inserted, PrefixMatch, RadixTree
 
 ME = RequestId(1)
 OTHER = RequestId(2)
@@ -14,6 +14,15 @@ OTHER = RequestId(2)
 
 def ids(*tokens: int) -> IntArray:
     return np.array(tokens, dtype=np.int32)
+
+
+def snapshot(tree: RadixTree) -> object:
+    """All that a tree is: every node with its place, its blocks and its last use, and the tree's own counters."""
+    nodes = [
+        (id(node), id(node.parent), node.tokens, node.blocks.tolist(), node.tier, node.stamp, node.priority, node.owner)
+        for node in tree.nodes()
+    ]
+    return nodes, tree.num_nodes, tree.num_blocks, tree.num_evicted, tree.generation, tree._clock
 
 
 class Desk:
@@ -54,6 +63,12 @@ class Desk:
         self.audit()
         num_host = len(match.host_blocks) * self.tree.block_size
         return match.num_tokens + num_host + (match.partial.num_tokens if match.partial else 0)
+
+    def use(self, *tokens: int, partition: str = "") -> PrefixMatch:
+        """A table that began with these, and left: its match with the nodes where it ended."""
+        match = self.tree.touch(self.tree.match(partition, ids(*tokens), len(tokens)))
+        self.audit()
+        return match
 
     def audit(self) -> None:
         self.tree.audit()

@@ -13,6 +13,7 @@ from quire.kv.block_pool import BlockPool
 from quire.kv.eviction import CacheMissKind
 from quire.kv.radix_node import Node
 from quire.kv.radix_tree import PrefixMatch, RadixTree
+from tests.kv.radix_bench import snapshot
 
 Path = tuple[int, ...]
 ME = RequestId(1)
@@ -148,6 +149,7 @@ class RadixMachine(RuleBasedStateMachine):
         self.tree = RadixTree(block_size, self.pool, self.host)
         self.model = Model(block_size)
         self.tables: list[Table] = []
+        self.earlier: tuple[int, str, Path, PrefixMatch] | None = None  # a match, and the generation it was made in
 
     def held(self) -> dict[int, int]:
         counts: dict[int, int] = {}
@@ -162,7 +164,9 @@ class RadixMachine(RuleBasedStateMachine):
         return {block for block in device if not held.get(block)}
 
     def checked_match(self, partition: str, query: Path) -> PrefixMatch:
+        before = snapshot(self.tree)
         match = self.tree.match(partition, array(query), len(query))
+        assert snapshot(self.tree) == before
         model = self.model
         assert match.blocks.tolist() == model.whole(partition, query, Tier.DEVICE)
         assert match.host_blocks.tolist() == model.whole(partition, query, Tier.HOST)
@@ -176,9 +180,13 @@ class RadixMachine(RuleBasedStateMachine):
                 if len(path) > num_whole >= len(model.parent(path)) and common(path, query) == num_whole + num_partial
             ]
             assert any((k.tier, k.block) == (match.partial.place.tier, match.partial.place.block) for k in sources)
-        model.touch(partition, query[: match.num_tokens])
+        return match
+
+    def touch(self, partition: str, query: Path, match: PrefixMatch) -> PrefixMatch:
+        match = self.tree.touch(match)
+        self.model.touch(partition, query[: match.num_tokens])
         if match.host_node is not None:
-            model.touch(partition, query[:num_whole])
+            self.model.touch(partition, query[: match.num_tokens + len(match.host_blocks) * self.size])
         return match
 
     def evict_one(self, demote: bool) -> None:
@@ -205,7 +213,8 @@ class RadixMachine(RuleBasedStateMachine):
 
     @rule(partition=partitions, query=tokens_strategy)
     def look(self, partition: str, query: Path) -> None:
-        self.checked_match(partition, query)
+        match = self.checked_match(partition, query)
+        self.earlier = self.tree.generation, partition, query, match
         known = self.model.longest(partition, query) // self.size * self.size
         miss = self.tree.miss_reason(partition, array(query), known)
         assert (miss is None) == (known + self.size > len(query))
@@ -214,9 +223,24 @@ class RadixMachine(RuleBasedStateMachine):
             elsewhere = query[: known + self.size] in self.model.paths[other]
             assert (miss.kind is CacheMissKind.OTHER_PARTITION) == elsewhere
 
+    @rule(partition=partitions, query=tokens_strategy)
+    def use(self, partition: str, query: Path) -> None:
+        self.touch(partition, query, self.checked_match(partition, query))
+
     @rule(partition=partitions, query=tokens_strategy, demote=st.booleans())
     def sit_down(self, partition: str, query: Path, demote: bool) -> None:
-        match = self.checked_match(partition, query)
+        self.open(partition, query, demote, self.checked_match(partition, query))
+
+    @precondition(lambda self: self.earlier is not None and self.earlier[0] == self.tree.generation)
+    @rule(demote=st.booleans())
+    def sit_down_late(self, demote: bool) -> None:
+        """A match is good for as long as the generation stays."""
+        assert self.earlier is not None
+        _, partition, query, match = self.earlier
+        self.open(partition, query, demote, match)
+
+    def open(self, partition: str, query: Path, demote: bool, match: PrefixMatch) -> None:
+        match = self.touch(partition, query, match)
         self.pool.share(match.blocks)
         self.tables.append(table := Table(partition, query, match.blocks, match.node, match.num_tokens))
         self.host.share(match.host_blocks)

@@ -6,7 +6,7 @@ import pytest
 from quire.core.moves import Place, Tier
 from quire.kv.eviction import CacheMiss, CacheMissKind, EvictionHistory
 from quire.kv.radix_node import encode
-from tests.kv.radix_bench import ME, OTHER, Desk, ids
+from tests.kv.radix_bench import ME, OTHER, Desk, ids, snapshot
 
 
 def test_an_empty_tree_knows_nothing() -> None:
@@ -31,7 +31,7 @@ def test_a_divergence_is_found_to_the_token(offset: int) -> None:
         assert match.partial.place == Place(Tier.DEVICE, int(blocks[whole])) and match.partial.num_tokens == offset % 4
     else:
         assert match.partial is None
-    assert match.node.path() == encode(ids(*known[: whole * 4]))
+    assert desk.tree.touch(match).node.path() == encode(ids(*known[: whole * 4]))
     desk.drop(blocks, inserted.node)
 
 
@@ -42,6 +42,48 @@ def test_a_match_obeys_its_limit(limit: int) -> None:
     match = desk.tree.match("", ids(*range(12)), limit)
     assert match.num_tokens == limit // 4 * 4
     assert (match.partial.num_tokens if match.partial else 0) == limit % 4
+
+
+@pytest.mark.parametrize("demoted", [0, 2, 4])
+def test_match_leaves_the_tree_unchanged(demoted: int) -> None:
+    desk = Desk(num_host=8)
+    desk.put(*range(14))
+    desk.put(*range(4), 50, 51, 52)
+    desk.evict(demoted, demote=True)
+    before = snapshot(desk.tree)
+    for query in ([*range(14)], [*range(6)], [*range(8), 99], [0, 1, 2, 3, 50, 51], [99], []):
+        for limit in range(len(query) + 1):
+            desk.tree.match("", ids(*query), limit)
+            desk.tree.match("other", ids(*query), limit)
+    assert snapshot(desk.tree) == before
+    desk.audit()
+
+
+def test_a_match_stays_valid_while_its_nodes_are_split_and_extended() -> None:
+    desk = Desk()
+    blocks = desk.pool.take(4)
+    desk.tree.insert("", ids(*range(12)), blocks[:3], 0, 0, ME, leaving=False)
+    match = desk.tree.match("", ids(*range(8)), 8)
+    generation = desk.tree.generation
+    desk.use(0, 1, 2, 3)
+    desk.use(*range(8), 99)
+    assert desk.tree.generation == generation
+    desk.tree.insert("", ids(*range(16)), blocks, 12, 0, ME, leaving=False)
+    touched = desk.tree.touch(match)
+    assert touched.node.path() == encode(ids(*range(8))) and touched.blocks.tolist() == blocks[:2].tolist()
+    assert desk.tree.num_nodes == 3 and desk.tree.contents("") == {tuple(range(16))}
+    desk.audit()
+
+
+@pytest.mark.parametrize("demote", [False, True])
+def test_a_match_of_evicted_blocks_is_refused(demote: bool) -> None:
+    desk = Desk(num_host=4)
+    desk.put(*range(8))
+    match, generation = desk.tree.match("", ids(*range(8)), 8), desk.tree.generation
+    desk.evict(1, demote)
+    assert desk.tree.generation > generation
+    with pytest.raises(AssertionError, match="stale match"):
+        desk.tree.touch(match)
 
 
 def test_byte_order_does_not_hide_the_nearest_child() -> None:
@@ -101,7 +143,7 @@ def test_a_tail_known_through_the_same_table_is_found_again() -> None:
 def test_a_split_keeps_the_handle_of_the_lower_part() -> None:
     desk = Desk()
     blocks, inserted = desk.hold(ids(*range(12)))
-    upper = desk.tree.match("", ids(0, 1, 2, 3, 50), 5).node
+    upper = desk.use(0, 1, 2, 3, 50).node
     assert upper is not inserted.node and inserted.node.parent is upper
     assert inserted.node.blocks.tolist() == blocks[1:].tolist()
     desk.drop(blocks, inserted.node)
@@ -144,7 +186,7 @@ def test_eviction_takes_the_least_recently_used_leaf_from_its_tail() -> None:
     desk = Desk()
     desk.put(*range(8))
     desk.put(*range(20, 28))
-    desk.length(*range(8))
+    desk.use(*range(8))
     desk.evict(1)
     assert desk.tree.contents("") == {tuple(range(8)), (20, 21, 22, 23)}
     desk.evict(2)
@@ -281,7 +323,7 @@ def test_the_generation_tells_when_a_match_is_stale() -> None:
     seen = {desk.tree.generation}
     desk.put(*range(8))
     seen.add(desk.tree.generation)
-    desk.length(0, 1, 2, 3)
+    desk.use(0, 1, 2, 3)
     desk.put(*range(8))
     assert desk.tree.generation in seen, "nothing new was inserted"
     desk.evict(1)
@@ -294,7 +336,7 @@ def test_many_touches_do_not_grow_the_heap() -> None:
     for turn in range(300):
         desk.tree.evict(1, turn, None) if not desk.pool.num_free else None
         desk.put(turn)
-        desk.tree.match("", ids(turn), 1)
+        desk.use(turn)
     assert desk.tree.contents("") == {(turn,) for turn in range(292, 300)}
 
 
@@ -304,7 +346,7 @@ def test_all_that_one_wrote_is_dropped_and_nothing_of_others() -> None:
     known = tuple(range(1, 13))
     blocks, inserted = desk.hold(ids(*known))
     for shared in (4, 8):
-        assert desk.length(*known[:shared], 99) == shared
+        assert desk.use(*known[:shared], 99).num_tokens == shared
     desk.drop(blocks, inserted.node)
     assert desk.tree.num_nodes >= 3
     desk.tree.drop(inserted.node, OTHER)

@@ -21,7 +21,7 @@ def watching(*, in_flight: bool = True) -> InFlightWatch:
 
 def taking(block: int, **also: object) -> StepPlan:
     """Row 0 leaves, and another row is granted one block to write."""
-    fields = {"leaves": (Row(0),), "seats": (row_start(1, [7]),), **also}
+    fields = {"leaves": (Row(0),), "starts": (row_start(1, [7]),), **also}
     return StepPlan(1, grants=grants({1: [block]}), chunks=(sample(1, 0, 1),), **fields)  # type: ignore[arg-type]
 
 

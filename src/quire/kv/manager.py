@@ -112,8 +112,13 @@ class KVManager:
         return self.pool.num_free + self.pool.num_evictable - self.num_reserved
 
     def match(self, owner: BlockOwner, tokens: IntArray, limit: int) -> PrefixMatch | None:
-        """The longest known prefix of tokens[:limit]."""
+        """The longest cached prefix of tokens[:limit]. Reads only: hold it with `open` before the tree changes."""
         return None if self.tree is None or limit <= 0 else self.tree.match(owner.partition, tokens, limit)
+
+    def touch(self, match: PrefixMatch | None) -> None:
+        """Mark a match as used: a request that waits keeps its prefix from being the next to be evicted."""
+        if match is not None and self.tree is not None:
+            self.tree.touch(match)
 
     def num_found(self, match: PrefixMatch | None) -> int:
         """All tokens of a match, wherever they lie."""
@@ -137,6 +142,7 @@ class KVManager:
         if match is None or self.tree is None:
             assert self.num_available >= 0, num_more
             return 0
+        match = self.tree.touch(match)
         self.pool.share(match.blocks)
         assert self.num_available >= 0, (match, num_more)
         if len(match.blocks):
@@ -179,9 +185,8 @@ class KVManager:
         held = self.tables.of(row)
         same = held[: len(match.blocks)] == match.blocks
         num_own = len(same) if same.all() else int(same.argmin())
-        if num_own < len(match.blocks):
-            match = self.tree.match(owner.partition, tokens, num_own * self.block_size)
-        self._nodes[row] = match.node
+        if num_own:
+            self._nodes[row] = self.tree.end_at(match.node, Tier.DEVICE, held.item(num_own - 1))
         self._committed[row] = num_own
         if num_own < len(held):  # the parent has copies of its own, which somebody else's in the tree stand before
             self._frozen.add(row)

@@ -19,26 +19,28 @@ from quire.core.ids import BlockId, IntArray, RequestId
 from quire.core.moves import Move, Place, Tier
 from quire.kv.block_pool import BlockPool
 from quire.kv.eviction import CacheMiss, CacheMissKind, EvictionHistory, EvictionQueue
-from quire.kv.radix_node import NO_BLOCKS, TOKEN_BYTES, Node, encode
+from quire.kv.radix_node import NO_BLOCKS, TOKEN_BYTES, Node, common_length, encode
 from quire.kv.trie import Trie
 
 
 class PartialBlock(NamedTuple):
-    """The block that continues a match for less than its length. Who copies it holds it until the copy is ordered."""
+    """The block that continues a match for less than its length. It is never shared: the table copies it."""
 
     place: Place
     num_tokens: int
-    node: Node
 
 
 class PrefixMatch(NamedTuple):
-    """The longest known prefix: whole blocks on the device, then whole blocks on the host, then part of a block."""
+    """The longest cached prefix: whole blocks on the device, then whole blocks on the host, then part of a block.
+
+    A match holds no reference. It is valid until `generation` changes; splits in between do not matter.
+    """
 
     num_tokens: int  # on the device
     blocks: IntArray
-    node: Node  # it ends where the device's part ends; the root if there is none
+    node: Node  # holds the last of `blocks`, not always as its last: see `touch`; the root if there is none
     host_blocks: IntArray
-    host_node: Node | None  # it ends where the host's part ends: what `promote` wants
+    host_node: Node | None  # holds the last of `host_blocks`
     partial: PartialBlock | None
 
 
@@ -102,37 +104,67 @@ class RadixTree:
     # Finding.
 
     def match(self, partition: str, tokens: IntArray, limit: int) -> PrefixMatch:
-        """The longest known prefix of tokens[:limit], exact to the token. The nodes where it ends are touched."""
+        """The longest cached prefix of tokens[:limit], exact to the token. Reads only."""
         data = encode(tokens[:limit])
         block_bytes = self._forest.block_bytes
         node = device = self._forest.root(partition)
         host_node: Node | None = None
         found: list[IntArray] = []
         host_found: list[IntArray] = []
-        at = 0
-        while (child := node.children.get(data[at : at + block_bytes])) is not None:
-            length = self._forest.common(child, data, at)
-            if not length:
+        at = length = 0
+        while length == len(node.tokens) and (child := node.children.get(data[at : at + block_bytes])) is not None:
+            common = self._forest.common(child, data, at)
+            if not common:
                 break
-            node = self._forest.end_at(child, length)
+            node, length = child, common
             at += length
+            blocks = node.blocks[: length // block_bytes]
             if node.tier is Tier.DEVICE:
                 device = node
-                found.append(node.blocks)
+                found.append(blocks)
             else:
                 host_node = node
-                host_found.append(node.blocks)
-        self._touch(device)
-        if host_node is not None:
-            self._touch(host_node)
-        child, num_tokens = node.nearest(data[at : at + block_bytes])
-        partial = None
-        if child is not None:
-            partial = PartialBlock(Place(child.tier, BlockId(child.blocks.item(0))), num_tokens, child)
+                host_found.append(blocks)
+        partial = self._partial(node, length, data[at : at + block_bytes])
         if not at:  # mostly
             return PrefixMatch(0, NO_BLOCKS, device, NO_BLOCKS, None, partial)
         blocks = _joined(found)
         return PrefixMatch(len(blocks) * self.block_size, blocks, device, _joined(host_found), host_node, partial)
+
+    def _partial(self, node: Node, length: int, run: bytes) -> PartialBlock | None:
+        """The block with most tokens in common with a run that goes on so many bytes into a node."""
+        if length == len(node.tokens):
+            source, num_tokens = node.nearest(run)
+            at = 0
+        else:
+            source, at = node, length // self._forest.block_bytes
+            num_tokens = common_length(node.tokens[length : length + len(run)], run)
+        if source is None or not num_tokens:
+            return None
+        return PartialBlock(Place(source.tier, BlockId(source.blocks.item(at))), num_tokens)
+
+    def touch(self, match: PrefixMatch) -> PrefixMatch:
+        """Mark a match as used just now. Its nodes are split where its parts end; the same match with these nodes."""
+        node, host_node = match.node, match.host_node
+        if len(match.blocks):
+            node = self.end_at(node, Tier.DEVICE, match.blocks.item(-1))
+        if host_node is not None:
+            host_node = self.end_at(host_node, Tier.HOST, match.host_blocks.item(-1))
+        return match._replace(node=node, host_node=host_node)
+
+    def end_at(self, node: Node, tier: Tier, block: int) -> Node:
+        """The node that ends with this block, used just now: this node or one above it, split if it goes on.
+
+        A split leaves the lower part to the node, so an older handle may lie below the block, never above it.
+        """
+        where = _find(node, tier, block)
+        while where < 0:
+            assert node.parent is not None, f"a stale match: {tier.value} block {block} is no longer on this path"
+            node = node.parent
+            where = _find(node, tier, block)
+        node = self._forest.end_at(node, min((where + 1) * self._forest.block_bytes, len(node.tokens)))
+        self._touch(node)
+        return node
 
     def miss_reason(self, partition: str, tokens: IntArray, num_matched: int) -> CacheMiss | None:
         """Why the first whole block after a match was not there; None if there is no such block."""
@@ -404,6 +436,18 @@ class RadixTree:
                     assert not idle_above, f"the held {node} hangs below the idle {parent}"
                 assert node in leaves or not leaves.is_evictable(node), f"nobody would evict {node}"
             assert num_evictable == pool.num_evictable, f"idle {tier.value} blocks are not in the tree"
+
+
+def _find(node: Node, tier: Tier, block: int) -> int:
+    """The index of a block in a node; -1 if it is not there."""
+    blocks = node.blocks
+    if node.tier is not tier or not len(blocks):
+        return -1
+    if blocks.item(-1) == block:  # mostly
+        return len(blocks) - 1
+    here = blocks == block
+    where = int(here.argmax())
+    return where if here[where] else -1
 
 
 def _joined(runs: list[IntArray]) -> IntArray:

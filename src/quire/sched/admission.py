@@ -178,6 +178,7 @@ class Admission:
         leader = unfinished[0] if request.beam is None else state.beams.live(group)[0]
         limit = 0 if request.sampling.prompt_wide else leader.num_tokens - 1
         match = kv.match(group.owner, leader.tokens, limit)
+        kv.touch(match)
         num_matched = 0 if match is None else len(match.blocks)
         leader_blocks = blocks_beyond(self._positions(leader), num_matched, kv.block_size)
         if len(unfinished) == 1:
