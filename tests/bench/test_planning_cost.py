@@ -7,6 +7,7 @@ import pytest
 
 from quire.bench.environment import InstructionCounter
 from quire.bench.scheduler import ROUND, TURNOVERS, WARM, PlanningBench, PlanningSetting, RandomPrompts, measure
+from tests.sched.inspection import state_of
 
 
 def stand(rows: int, waiting: int, turnover: float) -> PlanningBench:
@@ -57,24 +58,24 @@ def test_calls_of_a_steady_step_grow_with_evictions_alone() -> None:
 
 def test_a_steady_round_meets_the_conditions() -> None:
     built = stand(32, 50, 0.0)
-    state, tree = built.scheduler.state, built.scheduler.kv.tree
+    state, tree = state_of(built.scheduler), built.scheduler.kv.tree
     assert tree is not None
     evicted, assigned = tree.num_evicted, set(state.rows.row_sequence.tolist())
     built.round()
     assert tree.num_evicted - evicted >= 32 * ROUND // 16, "blocks came free without an eviction"
     assert set(state.rows.row_sequence.tolist()) == assigned, "somebody came or went"
     assert len(state.room) == 50 and state.calendar.num_decoding == 32
-    assert state.tally.preemptions == 0
+    assert state.counters.preemptions == 0
 
 
 def test_turnover_is_one_row_of_a_hundred_in_each_step() -> None:
     built = stand(100, 50, 0.01)
-    assigned = set(built.scheduler.state.rows.row_sequence.tolist())
+    assigned = set(state_of(built.scheduler).rows.row_sequence.tolist())
     built.round()
-    gone = assigned - set(built.scheduler.state.rows.row_sequence.tolist())
+    gone = assigned - set(state_of(built.scheduler).rows.row_sequence.tolist())
     assert len(gone) == pytest.approx(ROUND + WARM, rel=0.25)
-    assert 48 <= len(built.scheduler.state.room) <= 53
-    assert built.scheduler.state.calendar.num_decoding >= 95
+    assert 48 <= built.scheduler.num_queued <= 53
+    assert state_of(built.scheduler).calendar.num_decoding >= 95
 
 
 def test_every_setting_gets_a_line_and_every_round_a_figure() -> None:

@@ -133,7 +133,8 @@ def test_a_request_whose_grammar_cannot_begin_is_registered_nowhere(
         with pytest.raises(RuntimeError, match="no lexer"):
             engine.submit(order)
     assert grammars.num_followed == 0
-    assert list(scheduler.state.groups) == [RequestId(0)] and engine.number_of(first.first_sequence + 1) is None
+    assert [group.request.id for group in scheduler.groups()] == [RequestId(0)]
+    assert engine.number_of(first.first_sequence + 1) is None
     heard = [progress for _ in range(20) if (progress := engine.turn()) is not None]
     assert [over.number for progress in heard for over in progress.ended] == [0]
     audit_rest(scheduler)

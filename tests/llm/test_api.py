@@ -146,7 +146,7 @@ def test_one_refused_request_among_many_leaves_nothing_behind(llm):
     scheduler = llm.built.engine.scheduler
     with pytest.raises(InvalidPrompt, match=str(VOCAB)):
         llm.generate([[5, 6], "fine", [5, VOCAB], "also fine"], GREEDY)
-    assert scheduler.idle and not scheduler.state.families
+    assert scheduler.idle and not scheduler.groups()
     assert len(llm.generate(["fine", "also fine"], GREEDY)) == 2
 
 

@@ -18,7 +18,7 @@ def _at_rest(llm: LLM):
 
 def computed(llm: LLM, params: SamplingParams) -> int:
     """The tokens that the engine computes for this prompt alone."""
-    tally = llm.built.engine.scheduler.state.tally
+    tally = llm.built.engine.scheduler.counters
     before = tally.computed_tokens
     llm.generate(PROMPT, params)
     return tally.computed_tokens - before

@@ -85,7 +85,7 @@ def test_little_room_and_a_host_tier_change_no_token(tiny_folder, plain, overcom
         assert tokens(outputs) == expected
         num_preemptions += sum(output.metrics.num_preemptions for output in outputs)
     assert (num_preemptions > 0) == (overcommit != "never")
-    assert small.built.engine.scheduler.state.tally.moved_blocks > 0
+    assert small.built.engine.scheduler.counters.moved_blocks > 0
     audit_rest(small.built.engine.scheduler)
 
 

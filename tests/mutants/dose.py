@@ -29,7 +29,7 @@ def main() -> int:
             print(f"{type(broken).__name__}: {broken}".replace("\n", " "))
             return 1
         steps += trial.steps
-        preemptions += trial.scheduler.state.tally.preemptions
+        preemptions += trial.scheduler.counters.preemptions
     print(f"{steps} steps, {preemptions} preemptions")
     return 0
 

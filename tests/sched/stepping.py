@@ -171,7 +171,7 @@ class Bench:
 
     @property
     def num_preemptions(self) -> int:
-        return self.scheduler.state.tally.preemptions
+        return self.scheduler.counters.preemptions
 
     def chunks_of(self, sequence: Sequence) -> list[Chunk]:
         """All its chunks, by following who sat where."""

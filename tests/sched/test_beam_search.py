@@ -63,7 +63,7 @@ def test_dead_beams_give_their_blocks_back() -> None:
         held = {block for sequence in sequences if sequence.row is not None for block in bench.table(sequence)}
         assert len(held) <= most
         assert all(bench.readers(block) > 0 for block in held)
-    assert bench.scheduler.state.tally.forks > 2, "somebody died after the first step"
+    assert bench.scheduler.counters.forks > 2, "somebody died after the first step"
     assert_found(bench, sequences)
     bench.run()
 

@@ -16,6 +16,7 @@ from quire.sched.policy import REGIMES, Policy
 from quire.sched.prefix_dedup import PrefixWait
 from quire.sched.queue import OrderPolicy
 from quire.sched.scheduler import Scheduler
+from tests.sched.inspection import state_of
 from tests.sched.stepping import NEVER, OPTIMISTIC, Bench, counting
 
 LONG = counting(1, 16)
@@ -29,7 +30,7 @@ def test_nobody_waits_for_the_prefix_of_another_partition() -> None:
         bench.turn()
         stranger = bench.add(LONG, 5, partition=own)
         bench.turn()
-        assert stranger.state is SequenceState.RUNNING and bench.scheduler.state.leaders.num_followers == 0
+        assert stranger.state is SequenceState.RUNNING and state_of(bench.scheduler).leaders.num_followers == 0
         bench.run()
 
 
@@ -41,14 +42,14 @@ def test_who_waited_for_a_prefix_keeps_the_age_it_had() -> None:
     bench.turn()
     bench.now_s = 0.5
     follower = bench.add(LONG, 3, priority=1)
-    state = bench.scheduler.state
+    state = state_of(bench.scheduler)
     state.room.pop(follower.group)
     state.leaders.park(follower.group, PrefixWait(leader, 12))
     bench.now_s = state.now_s = 8.0
     state.leaders.end(leader)
     state.wake()
     bench.now_s = 11.0
-    urgency = bench.scheduler.state.room.urgency(11.0)
+    urgency = state_of(bench.scheduler).room.urgency(11.0)
     assert urgency is not None and (urgency.aged_class, urgency.base_class) == (0, 1)
     bench.run()
     assert leader.finish_reason is FinishReason.LENGTH
@@ -62,7 +63,7 @@ def test_the_last_block_goes_to_the_first_who_came() -> None:
     assert len(bench.table(first)) == 3 or first.state is SequenceState.RUNNING
     bench.run()
     assert first.group.num_preemptions == 0 and second.group.num_preemptions >= 1
-    order = [sequence.id for sequence in bench.scheduler.state.row_sequences([])]
+    order = [sequence.id for sequence in state_of(bench.scheduler).row_sequences([])]
     assert order == []
 
 
@@ -71,13 +72,13 @@ def test_rows_are_fed_by_class_and_then_by_arrival() -> None:
     late = [bench.add([number], 9, priority=number % 2) for number in range(4)]
     bench.turn()
     rows = [sequence.row for sequence in late if sequence.row is not None]
-    fed = bench.scheduler.state.row_sequences(reversed(rows))
+    fed = state_of(bench.scheduler).row_sequences(reversed(rows))
     assert [sequence.id for sequence in fed] == [late[0].id, late[2].id, late[1].id, late[3].id]
 
 
 def test_what_a_client_cut_short_teaches_nothing_about_lengths() -> None:
     bench = Bench()
-    lengths = bench.scheduler.state.lengths
+    lengths = state_of(bench.scheduler).lengths
     for _ in range(20):
         sequence = bench.add([1, 2, 3], 50)
         bench.turns(3)
@@ -101,7 +102,7 @@ def test_recomputed_tokens_are_counted() -> None:
         bench.turn()
         if second.group.num_preemptions > before:
             known.append(len(bench.heard[second.id]) + 4)
-    assert known and bench.scheduler.state.tally.recomputed_tokens == sum(known) - len(known)
+    assert known and bench.scheduler.counters.recomputed_tokens == sum(known) - len(known)
 
 
 def test_what_was_not_computed_before_is_not_recomputed() -> None:
@@ -112,7 +113,7 @@ def test_what_was_not_computed_before_is_not_recomputed() -> None:
     bench.add([99], 2)
     bench.run()
     assert low.group.num_preemptions == 1
-    assert bench.scheduler.state.tally.recomputed_tokens == 8
+    assert bench.scheduler.counters.recomputed_tokens == 8
 
 
 def test_a_tenant_pays_for_prompt_answer_and_room() -> None:
@@ -121,11 +122,11 @@ def test_a_tenant_pays_for_prompt_answer_and_room() -> None:
     bench.add(counting(1, 8), 9, tenant="a")
     bench.turn()
     begun = 8 * service.prefill + service.decode + 2 * service.block_step
-    assert bench.scheduler.state.shares.total("a") == pytest.approx(begun)
+    assert state_of(bench.scheduler).shares.total("a") == pytest.approx(begun)
     bench.run()
     held = [3] * block_size + [4] * block_size  # blocks, in each of the 8 steps that gave the rest of the answer
     paid = sum(service.decode + service.block_step * blocks for blocks in held)
-    assert bench.scheduler.state.shares.total("a") == pytest.approx(begun + paid)
+    assert state_of(bench.scheduler).shares.total("a") == pytest.approx(begun + paid)
 
 
 def test_a_short_answer_is_paid_by_the_token() -> None:
@@ -136,7 +137,7 @@ def test_a_short_answer_is_paid_by_the_token() -> None:
         bench.add(counting(1, 8), num_tokens, tenant="a")
         bench.run()
         each = service.decode + service.block_step
-        assert bench.scheduler.state.shares.total("a") == pytest.approx(8 * service.prefill + num_tokens * each)
+        assert state_of(bench.scheduler).shares.total("a") == pytest.approx(8 * service.prefill + num_tokens * each)
 
 
 def test_a_preempted_row_has_paid_for_what_it_computed() -> None:
@@ -147,7 +148,7 @@ def test_a_preempted_row_has_paid_for_what_it_computed() -> None:
     bench.add([4], 1, tenant="b")
     bench.turn()
     each = service.decode + service.block_step
-    assert bench.scheduler.state.shares.total("a") == pytest.approx(3 * service.prefill + 4 * each)
+    assert state_of(bench.scheduler).shares.total("a") == pytest.approx(3 * service.prefill + 4 * each)
     bench.run()
 
 
@@ -159,7 +160,7 @@ def test_beams_pay_for_their_tokens_and_their_room() -> None:
     bench.run()
     first = 4 * service.prefill + service.decode + service.block_step
     others = 4 * 3 * (service.decode + 2 * service.block_step)
-    assert bench.scheduler.state.shares.total("a") == pytest.approx(first + others)
+    assert state_of(bench.scheduler).shares.total("a") == pytest.approx(first + others)
 
 
 def test_the_cost_table_learns_from_every_step_that_took_time() -> None:
@@ -242,7 +243,7 @@ def test_followers_count_among_the_waiting_tokens() -> None:
     bench.turn()
     bench.add(LONG, 5)
     bench.turn()
-    assert bench.scheduler.state.leaders.num_followers == 1
+    assert state_of(bench.scheduler).leaders.num_followers == 1
     with pytest.raises(QueueFull):
         bench.add(LONG, 5)
     bench.run()
@@ -256,12 +257,12 @@ def test_a_family_that_leaves_frees_what_only_its_members_share() -> None:
     blocks = {block for sequence in sequences for block in bench.table(sequence)}
     reserved = sum(int(bench.scheduler.kv.reserved[sequence.row]) for sequence in sequences if sequence.row is not None)
     assert len(blocks) == 5
-    assert bench.scheduler.state.num_freed(sequences[0].group) == 5 + reserved
+    assert state_of(bench.scheduler).num_freed(sequences[0].group) == 5 + reserved
     reader = bench.add(counting(1, 10), 9)
     bench.turn()
     assert bench.table(reader)[:2] == bench.table(sequences[0])[:2]
     reserved = sum(int(bench.scheduler.kv.reserved[sequence.row]) for sequence in sequences if sequence.row is not None)
-    assert bench.scheduler.state.num_freed(sequences[0].group) == 3 + reserved, "another reads the prompt too"
+    assert state_of(bench.scheduler).num_freed(sequences[0].group) == 3 + reserved, "another reads the prompt too"
     bench.run()
 
 
@@ -272,10 +273,10 @@ def test_a_class_that_has_left_is_not_the_lowest_that_sits() -> None:
     lowest = []
     for _ in range(4):
         bench.turn()
-        lowest.append(bench.scheduler.state.rows.lowest_class)
+        lowest.append(state_of(bench.scheduler).rows.lowest_class)
     assert lowest == [7, 2, 2, 2]
     bench.run()
-    assert bench.scheduler.state.rows.lowest_class == 0
+    assert state_of(bench.scheduler).rows.lowest_class == 0
 
 
 def test_recomputed_tokens_of_siblings_are_counted() -> None:
@@ -291,4 +292,4 @@ def test_recomputed_tokens_of_siblings_are_counted() -> None:
         if sequences[0].group.num_preemptions > before:
             known = [3 + len(bench.heard[sequence.id]) for sequence in sequences]
             again += known[0] - 1 + known[1] - 1 - 2
-    assert again and bench.scheduler.state.tally.recomputed_tokens == again
+    assert again and bench.scheduler.counters.recomputed_tokens == again

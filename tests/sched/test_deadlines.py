@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from quire.core.step import FinishReason
 from quire.sched.queue import Deadlines, OrderPolicy
+from tests.sched.inspection import state_of
 from tests.sched.stepping import OPTIMISTIC, Bench, counting
 from tests.sched.waiting_groups import group
 
@@ -53,7 +54,7 @@ def test_a_follower_whose_deadline_passes_is_told_in_the_next_plan() -> None:
     bench.turn()
     follower = bench.add(counting(1, 23), 4, deadline_s=5.0)
     bench.turn()
-    assert bench.scheduler.state.leaders.follows(follower.group)
+    assert state_of(bench.scheduler).leaders.follows(follower.group)
     bench.now_s = 5.0
     absorbed = bench.turn()
     assert absorbed is not None and absorbed.finished == (follower,)

@@ -14,6 +14,7 @@ from quire.core.sampling import RowSampling
 from quire.core.step import ChunkOutput, FinishReason
 from quire.sched.fairness import ServiceCost
 from quire.sched.policy import Policy
+from tests.sched.inspection import state_of
 from tests.sched.stepping import Bench, counting, events_of, oracle_answer
 
 PROMPT = counting(5, 10)
@@ -47,7 +48,7 @@ def test_one_sum_and_no_token_whatever_the_chunks(depth: int, budget: int) -> No
     assert sequence.finish_reason is FinishReason.STOP and sequence.id in bench.finished
     assert not events_of(sequence, EventKind.FIRST_TOKEN)
     assert all(chunk.output is ChunkOutput.POOLED for chunk in bench.chunks_of(sequence))
-    assert bench.scheduler.state.tally.computed_tokens == len(PROMPT)
+    assert bench.scheduler.counters.computed_tokens == len(PROMPT)
 
 
 def test_nothing_is_taken_from_the_cache_and_all_is_left_to_it() -> None:
@@ -78,12 +79,12 @@ def test_a_tenant_pays_for_the_prompt_alone() -> None:
     bench, prices = Bench(oracle=True), ServiceCost()
     embed(bench, PROMPT, tenant="a")
     bench.run()
-    assert bench.scheduler.state.shares.total("a") == pytest.approx(10 * prices.prefill + 3 * prices.block_step)
+    assert state_of(bench.scheduler).shares.total("a") == pytest.approx(10 * prices.prefill + 3 * prices.block_step)
 
 
 def test_output_lengths_are_learned_from_those_who_speak() -> None:
     bench = Bench(oracle=True)
-    lengths = bench.scheduler.state.lengths
+    lengths = state_of(bench.scheduler).lengths
     before = lengths.hedge(40, 0)
     for first in range(0, 80, 4):  # more than it takes to count as learned
         embed(bench, counting(first, 5))

@@ -10,19 +10,19 @@ from quire.core.events import WaitCause
 from quire.core.ids import RequestId
 from quire.core.request import RequestGroup, Sequence
 from quire.core.step import FinishReason
-from quire.sched.explain import Explanation, Wait, WaitHistory, explain
+from quire.sched.explain import Explanation, Wait, WaitHistory
 from quire.sched.policy import Policy
 from quire.sched.queue import OrderPolicy
 from quire.sched.scheduler import Scheduler
 from quire.sim.check.check import numpy_oracle
 from quire.sim.check.trial import CheckRun
 from quire.sim.check.world import draw_world
+from tests.sched.inspection import state_of
 from tests.sched.stepping import NEVER, Bench, counting
 
 
 def events(bench: Bench, sequence: Sequence) -> Explanation:
-    state = bench.scheduler.state
-    explanation = explain(sequence.group, state.stalls, state.last_planned + 1)
+    explanation = bench.scheduler.explain(sequence.group)
     assert explanation.lines(), "there is always something to say"
     return explanation
 
@@ -204,9 +204,8 @@ def test_lives_in_random_worlds_add_up() -> None:
         trial = CheckRun(draw_world(dice), dice, numpy_oracle)
         lives = _Lives(trial.scheduler)
         trial.run()
-        state = trial.scheduler.state
         for group in lives.groups:
-            told = explain(group, state.stalls, state.last_planned + 1)
+            told = trial.scheduler.explain(group)
             assert told.lines() and told.ending is not None
             for one, other in pairwise(told.waits):
                 assert one.stop <= other.start
@@ -223,8 +222,9 @@ class _Lives:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.groups: list[RequestGroup] = []
-        self._enter = scheduler.state.enter
-        scheduler.state.enter = self.enter  # type: ignore[method-assign]
+        state = state_of(scheduler)
+        self._enter = state.enter
+        state.enter = self.enter  # type: ignore[method-assign]
 
     def enter(self, group: RequestGroup) -> None:
         self.groups.append(group)

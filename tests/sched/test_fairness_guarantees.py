@@ -20,6 +20,7 @@ from quire.sched.reservation import Overcommit
 from quire.sched.scheduler import Absorbed, Scheduler
 from quire.sim.simulator import SimulatedArrival, Simulation
 from quire.workload.traces import sample
+from tests.sched.inspection import state_of
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
 STANCES = pytest.mark.parametrize("stance", list(Overcommit))
@@ -71,7 +72,7 @@ def at_once(requests: Many[Request]) -> list[SimulatedArrival]:
 
 def families_of(run: Simulation) -> list[RequestGroup]:
     """Everyone who is there after the first turn's arrivals."""
-    return list(run.scheduler.state.groups.values())
+    return list(run.scheduler.groups())
 
 
 class Gaps:
@@ -123,7 +124,7 @@ def test_at_twice_the_pool_everyone_is_served_and_little_is_computed_twice(
     assert groups is not None and len(groups) == len(requests)
     assert all(group.sequences[0].finish_reason is FinishReason.STOP for group in groups)
     assert max(group.num_preemptions for group in groups) <= 4
-    tally = run.scheduler.state.tally
+    tally = run.scheduler.counters
     assert tally.recomputed_tokens <= 0.25 * run.account.tokens
     assert gaps.longest <= depth + 2
     assert (tally.preemptions == 0) == (stance is Overcommit.NEVER), "the pool was no pressure"
@@ -145,7 +146,7 @@ def test_pages_waste_under_four_per_cent_on_sharegpt_lengths() -> None:
 
 def shares_of(run: Simulation, tenants: Many[str], least_waiting: int) -> dict[str, float]:
     """Service by tenant, for as long as everybody still has somebody waiting."""
-    state = run.scheduler.state
+    state = state_of(run.scheduler)
     for turn, _ in enumerate(run.turns()):
         if turn % 10:  # looking at everybody is dear
             continue
@@ -171,7 +172,7 @@ def test_a_flood_of_one_tenant_leaves_the_other_its_half(depth: int) -> None:
     service = shares_of(run, ("flood", "quiet"), least_waiting=20)
     assert run.account.steps > 200
     assert service["quiet"] / sum(service.values()) == pytest.approx(0.5, rel=0.1)
-    assert run.scheduler.state.shares.jain(service) > 0.99
+    assert state_of(run.scheduler).shares.jain(service) > 0.99
 
 
 @DEPTHS
@@ -182,7 +183,7 @@ def test_weights_are_kept_within_five_per_cent(depth: int) -> None:
     service = shares_of(run, ("gold", "iron"), least_waiting=20)
     assert run.account.steps > 200
     assert service["gold"] / sum(service.values()) == pytest.approx(0.75, rel=0.05)
-    assert run.scheduler.state.shares.jain(service) > 0.99
+    assert state_of(run.scheduler).shares.jain(service) > 0.99
 
 
 # Lanes.
@@ -235,7 +236,7 @@ def test_a_higher_class_takes_a_seat_once_and_nobody_takes_it_back(depth: int, a
     # At 0.02 s whoever lost a seat soon stands before any class: still it does not keep the others from theirs.
     assert max(waited.values()) <= depth + 2, "a higher class did not get its seat"
     assert [group.num_preemptions for group in seen.values() if group.request.priority == 0] == [0, 0, 0]
-    tally = run.scheduler.state.tally
+    tally = run.scheduler.counters
     assert 1 <= tally.preemptions == tally.seats_taken <= len(high)
 
 
@@ -256,7 +257,7 @@ def test_expired_work_is_never_prefilled(depth: int) -> None:
             reasons[sequence.request.id] = sequence.finish_reason
     assert [reasons[10 + i] for i in range(5)] == [FinishReason.EXPIRED] * 5
     assert reasons[20] is FinishReason.STOP
-    assert run.scheduler.state.tally.prompt_tokens == 2 * 16 + 64
+    assert run.scheduler.counters.prompt_tokens == 2 * 16 + 64
     assert len(assigned) == 3
 
 

@@ -15,6 +15,7 @@ from quire.sched.loop import Loop
 from quire.sched.scheduler import Scheduler
 from quire.sim.check.expected import expect
 from quire.sim.runners import FinishedStep, OracleRunner
+from tests.sched.inspection import state_of
 from tests.sched.stepping import VOCAB, counting
 
 
@@ -112,8 +113,8 @@ def test_an_engine_that_always_fails_gives_up_instead_of_blaming_everybody():
     with pytest.raises(ZeroDivisionError):
         for _ in range(200):
             loop.turn()
-    ended = [group for group in scheduler.state.groups.values() if group.finished]
-    assert len(scheduler.state.groups) - len(ended) >= 3
+    ended = [group for group in scheduler.groups() if group.finished]
+    assert len(scheduler.groups()) - len(ended) >= 3
 
 
 def test_who_arrives_or_leaves_during_an_inquest_is_served_afterwards():
@@ -121,7 +122,7 @@ def test_who_arrives_or_leaves_during_an_inquest_is_served_afterwards():
     loop = Loop(scheduler, Allergic(80, {SequenceId(2): 1}), 1, lambda: 0.0)
     for number in range(6):
         scheduler.add(request_of(number, 5, 8, 1, None))
-    while scheduler.state.only is None:
+    while state_of(scheduler).only is None:
         loop.turn()
     scheduler.add(request_of(9, 5, 3, 1, None))
     loop.turn()
@@ -141,9 +142,9 @@ def test_when_all_suspects_of_a_group_are_aborted_the_others_are_served(depth):
     scheduler = Scheduler(KVManager(80, 4, 6), max_rows=6, max_step_tokens=16)
     loop = Loop(scheduler, Allergic(80, {SequenceId(2): 1}), depth, lambda: 0.0)
     sequences = [sequence for number in range(6) for sequence in scheduler.add(request_of(number, 5, 8, 1, None))]
-    while scheduler.state.only is None:
+    while state_of(scheduler).only is None:
         loop.turn()
-    suspects = [sequence for sequence in sequences if sequence.group.order in scheduler.state.only]
+    suspects = [sequence for sequence in sequences if sequence.group.order in state_of(scheduler).only]
     for sequence in suspects:
         scheduler.abort(sequence.request.id)
     for _ in range(200):

@@ -18,6 +18,7 @@ from quire.sched.loop import Loop
 from quire.sched.policy import Policy
 from quire.sched.scheduler import Scheduler
 from quire.sim.runners import OracleRunner, first_allowed
+from tests.sched.inspection import state_of
 
 VOCAB = 40
 WORDS = 2
@@ -113,7 +114,7 @@ def test_every_token_is_the_one_its_mask_and_the_oracle_say(depth, num_blocks, a
             assert said == right[: len(said)]
         else:
             assert said == right, sequence
-    assert not len(world.scheduler.state.masked)
+    assert not len(state_of(world.scheduler).masked)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
@@ -124,7 +125,7 @@ def test_a_masked_row_chooses_in_every_step_that_may_know_its_last_token(depth):
     world.add(1, [7], 8 * (depth + 1), masked=False)
     world.run()
     assert [len(world.said[sequence.id]) for sequence in world.sequences] == [8, 8 * (depth + 1)]
-    assert world.scheduler.state.last_absorbed + 1 <= 8 * (depth + 1) + depth
+    assert world.scheduler.last_absorbed + 1 <= 8 * (depth + 1) + depth
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])

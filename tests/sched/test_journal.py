@@ -48,7 +48,7 @@ def record(path: Path, seed: int, world: Scenario | None = None) -> CheckRun:
 def assert_same(report: ReplayReport, trial: CheckRun) -> None:
     assert report.difference is None
     assert report.condition is Condition.COMPLETE
-    assert report.steps == trial.scheduler.state.last_planned + 1
+    assert report.steps == trial.scheduler.last_planned + 1
 
 
 def test_every_plan_of_many_worlds_comes_back(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_beams_forks_host_tier_and_lost_steps_in_one_world(tmp_path: Path) -> No
     for seed in range(4):
         trial = record(tmp_path / "journal", seed, world)
         assert_same(replay(tmp_path / "journal"), trial)
-        tally = trial.scheduler.state.tally
+        tally = trial.scheduler.counters
         assert tally.forks and tally.moved_blocks and tally.lost_steps
         assert trial.scheduler.cost.version > 0, "durations were observed, and they decide"
         num_preemptions += tally.preemptions
@@ -132,7 +132,7 @@ def test_a_failure_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     original = Scheduler._commit
 
     def breaking(self: Scheduler, draft: object) -> StepPlan | None:
-        assert self.state.last_planned < 7, "it broke"
+        assert self.last_planned < 7, "it broke"
         return original(self, draft)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Scheduler, "_commit", breaking)

@@ -30,8 +30,9 @@ from quire.sched.policy import SchedulerSpec
 from quire.sched.scheduler import Scheduler
 from tests.sched.test_fault_bisection import Allergic, request_of
 
-# No decision depends on what these do: one only reads, the other hands over what has ended already.
-UNRECORDED = {"running_groups", "overdue"}
+# These change nothing that a decision depends on.
+QUERIES = {"explain", "forked_sequences", "group", "groups", "is_queued", "row_sequence", "row_sequences"}
+UNRECORDED = QUERIES | {"running_groups", "overdue"}  # the last hands over sequences that have finished already
 
 
 def packed(record: Record) -> bytes:
@@ -83,7 +84,9 @@ def test_a_run_with_failures_comes_back(tmp_path: Path, depth: int) -> None:
             loop.turn()
             if dice.random() < 0.1:
                 scheduler.withdraw_all()
-            running = [s for s in scheduler.state.rows.assigned.values() if s.state is SequenceState.RUNNING]
+            running = [
+                s for group in scheduler.running_groups() for s in group.sequences if s.state is SequenceState.RUNNING
+            ]
             if running and dice.random() < 0.1:
                 ended = dice.choice([each for each in running if each.request.beam is None] or [None])
                 reason = dice.choice([FinishReason.FAILED, FinishReason.STOP])
@@ -93,7 +96,7 @@ def test_a_run_with_failures_comes_back(tmp_path: Path, depth: int) -> None:
         scheduler.journal.close()
         report = replay(tmp_path / "journal")
         assert report.difference is None and report.condition is Condition.COMPLETE
-        assert report.steps == scheduler.state.last_planned + 1
+        assert report.steps == scheduler.last_planned + 1
         calls += scheduler.calls
     assert min(calls[name] for name in ("conclude", "finish", "fail", "admit_only", "withdraw_all", "lose_steps")) > 0
 

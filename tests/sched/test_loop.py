@@ -83,7 +83,7 @@ def test_a_lost_step_costs_no_token_that_was_absorbed(depth: int, place: str, tu
     bench.turn()
     num_plans = len(bench.plans)
     assert bench.heard[one.id] == heard and one.tokens.tolist() == PROMPT + heard
-    assert bench.scheduler.state.tally.lost_steps == depth + 1
+    assert bench.scheduler.counters.lost_steps == depth + 1
     bench.run()
     assert bench.plans[num_plans].reset and sum(plan.reset for plan in bench.plans) == 1
     known = len(PROMPT) + turns
@@ -180,7 +180,7 @@ def test_two_losses_in_a_row() -> None:
         lossy.lost = StepLost("gone")
         bench.turn()
     bench.run()
-    assert bench.scheduler.state.tally.lost_steps > 3
+    assert bench.scheduler.counters.lost_steps > 3
     assert_right(bench, one)
 
 

@@ -31,10 +31,10 @@ def test_siblings_share_the_prompts_blocks_and_copy_only_its_tail() -> None:
     assert len({siblings[0][2], siblings[1][2], leader[2]}) == 3
     assert [bench.readers(block) for block in leader] == [3, 3, 1]
     assert [(move.src.block, move.dst.block) for move in plan.moves] == [(leader[2], table[2]) for table in siblings]
-    assert bench.scheduler.state.tally.forks == 2
+    assert bench.scheduler.counters.forks == 2
     bench.run()
     assert all(bench.heard[sequence.id] == oracle_answer(PROMPT, 4, sequence.index) for sequence in sequences)
-    assert bench.scheduler.state.tally.computed_tokens == 10 + 2 + 3 * 3, "the prompt once, two last tokens, decodes"
+    assert bench.scheduler.counters.computed_tokens == 10 + 2 + 3 * 3, "the prompt once, two last tokens, decodes"
 
 
 def test_a_prompt_that_ends_with_its_block_is_shared_but_for_its_last_token() -> None:

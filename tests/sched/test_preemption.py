@@ -85,7 +85,7 @@ def test_law_c_a_step_in_which_a_row_was_denied_a_block_admits_nobody(depth: int
         if len(bench.plans) > num_plans and (bench.plan.pauses or bench.num_preemptions > num_preemptions):
             num_pressed += 1
             assert not bench.plan.starts
-            assert bench.scheduler.admission.cause in (WaitCause.PRESSURE, None)
+            assert bench.scheduler.wait_cause in (WaitCause.PRESSURE, None)
     assert num_pressed > 0
 
 
@@ -119,7 +119,7 @@ def test_a_higher_class_takes_one_seat_of_the_lowest_with_least_to_lose(depth: i
     high = bench.add([50, 51], 4)
     bench.turn()
     assert [each.group.num_preemptions for each in low] == [0, 1, 0]
-    assert bench.scheduler.state.tally.seats_taken == 1
+    assert bench.scheduler.counters.seats_taken == 1
     assert events_of(low[1], EventKind.PREEMPTED)[0].other == high.request.id
     assert (high.state is SequenceState.RUNNING) == (depth == 0), "seated at once if no step is in flight"
     bench.run()
@@ -164,7 +164,7 @@ def test_nobody_loses_its_seat_more_often_than_the_policy_says(most: int) -> Non
         bench.turns(2)
         highs.append(bench.add([20 + i], 1))
     bench.run()
-    assert low.group.num_preemptions == most == bench.scheduler.state.tally.seats_taken
+    assert low.group.num_preemptions == most == bench.scheduler.counters.seats_taken
     assert sum(bench.finished[high.id] < bench.finished[low.id] for high in highs) == most
     assert bench.heard[low.id] == oracle_answer([7, 8, 9], 12)
 
@@ -336,7 +336,7 @@ def test_a_class_that_can_take_no_seat_looks_at_nobody_until_somebody_comes_or_g
         sys.setprofile(None)
         assert plan is not None
         bench.scheduler.absorb(bench.recorder.launch(plan).wait())
-        return calls, bench.scheduler.state.tally.seats_taken
+        return calls, bench.scheduler.counters.seats_taken
 
     (few, none), (many, also_none) = work(16), work(128)
     assert none == also_none == 0

@@ -125,7 +125,7 @@ def test_a_preempted_sequence_finds_its_own_past() -> None:
     bench.run()
     assert [chunk.start for chunk in bench.chunks_of(low)] == [0, 13], "13 known, and the 14th computed anew"
     assert bench.heard[low.id] == oracle_answer(SHARED, 9)
-    assert bench.scheduler.state.tally.recomputed_tokens == 0
+    assert bench.scheduler.counters.recomputed_tokens == 0
 
 
 def test_a_reset_cache_finds_nothing() -> None:

@@ -16,6 +16,7 @@ from quire.sched.admission import MOST_PARKED
 from quire.sched.plan_builder import PlanBuilder
 from quire.sched.prefix_dedup import InflightPrefixes, PrefixWait
 from quire.sched.queue import OrderPolicy
+from tests.sched.inspection import admission_of, state_of
 from tests.sched.stepping import OPTIMISTIC, Bench, counting, events_of, oracle_answer
 from tests.sched.waiting_groups import group
 
@@ -54,8 +55,8 @@ def test_who_follows_still_waits() -> None:
     bench.add(LONG, 5)
     bench.turn()
     follower = bench.add(LONG, 5)
-    bench.scheduler.admission.admit(PlanBuilder(1, 0.0, 8))
-    assert follower.group not in bench.scheduler.state.room and bench.scheduler.num_waiting == 1
+    admission_of(bench.scheduler).admit(PlanBuilder(1, 0.0, 8))
+    assert not bench.scheduler.is_queued(follower.group) and bench.scheduler.num_waiting == 1
     with pytest.raises(QueueFull):
         bench.add([600], 2)
     bench.run()
@@ -102,9 +103,9 @@ def test_a_family_that_follows_and_loses_a_member_still_waits_in_one_place() -> 
     leader = bench.add(LONG, 5)
     one, other = bench.add_family(LONG, 5, 2)
     bench.turn()
-    assert bench.scheduler.state.leaders.follows(one.group)
+    assert state_of(bench.scheduler).leaders.follows(one.group)
     assert bench.scheduler.finish(other, FinishReason.STOP)
-    assert bench.scheduler.num_waiting == 1 and one.group not in bench.scheduler.state.room
+    assert bench.scheduler.num_waiting == 1 and not bench.scheduler.is_queued(one.group)
     bench.run()
     assert bench.heard[one.id] == bench.heard[leader.id] == oracle_answer(LONG, 5)
 

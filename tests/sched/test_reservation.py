@@ -102,7 +102,7 @@ def test_a_static_batch_is_sealed_and_padded() -> None:
     bench.run()
     assert [plan.num_padding for plan in bench.plans] == [2, 0, 1, 1, 0, 0, 0]
     assert [plan.step for plan in bench.plans if plan.starts] == [0, 4], "nobody joins a batch that runs"
-    assert bench.scheduler.state.tally.padding_tokens == 4
+    assert bench.scheduler.counters.padding_tokens == 4
     assert bench.heard[one.id] == toy_answer([1] * 3, 2) and bench.heard[two.id] == toy_answer([2] * 5, 4)
     assert bench.heard[late.id] == toy_answer([3] * 2, 3)
 

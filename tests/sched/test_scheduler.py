@@ -12,6 +12,7 @@ from quire.sched.cost_model import Constants, CostTable
 from quire.sched.policy import CapturedSizes, Policy
 from quire.sched.queue import OrderPolicy
 from quire.sched.reservation import Overcommit
+from tests.sched.inspection import state_of
 from tests.sched.stepping import NEVER, Bench, counting, toy_answer
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
@@ -197,7 +198,7 @@ def test_law_a_nothing_goes_back_while_a_step_in_flight_touches_it(depth: int) -
     bench = Bench(depth=depth, blocks=20)
     sequence = bench.add([1] * 8, 30)
     bench.turns(6)
-    state = bench.scheduler.state
+    state = state_of(bench.scheduler)
     assert state.last_planned - state.last_absorbed == depth
     bench.scheduler.abort(sequence.request.id)
     pool = bench.scheduler.kv.pool

@@ -102,7 +102,7 @@ def run_throng(throng: Throng, body: Runner, num_tokens: int, seed: int, depth: 
 def assert_all_happened(seen: Seen) -> None:
     """A run in which nobody was aborted, preempted, forked, carried or found in the cache has shown little."""
     assert seen.scheduler is not None
-    tally = seen.scheduler.state.tally
+    tally = seen.scheduler.counters
     happened = (seen.aborts, tally.preemptions, tally.forks, tally.moved_blocks, tally.cached_tokens)
     assert all(happened), (seen.aborts, tally)
 

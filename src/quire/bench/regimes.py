@@ -84,14 +84,14 @@ def run(name: str, policy: Policy, work: Many[SimulatedArrival], machine: Simula
     budget = max(machine.max_step_tokens, machine.max_rows)
     scheduler = Scheduler(kv, max_rows=machine.max_rows, max_step_tokens=budget, policy=policy)
     account = Simulation(scheduler, work, CostTable(machine.constants)).run()
-    tally = scheduler.state.tally
+    counters = scheduler.counters
     return RegimeResult(
         name,
         account,
         sum(arrival.request.sampling.min_tokens for arrival in work),
-        tally.preemptions,
-        tally.recomputed_tokens / account.tokens,
-        tally.cached_tokens / tally.prompt_tokens,
+        counters.preemptions,
+        counters.recomputed_tokens / account.tokens,
+        counters.cached_tokens / counters.prompt_tokens,
     )
 
 

@@ -134,9 +134,9 @@ class PlanningBench:
         self._fill()
         for number in range(setting.rows):
             self._add(1 + _LIFE * (number + 1) // setting.rows if self._turnover else life)
-        while len(self.scheduler.state.room):
+        while self.scheduler.num_queued:
             self._turn()
-        num_gone = setting.rows - len(self.scheduler.state.groups)  # while others still sat down
+        num_gone = setting.rows - len(self.scheduler.groups())  # while others still sat down
         for number in range(num_gone):
             self._add(1 + _LIFE * (number + 1) // num_gone)
         for _ in range(setting.waiting):
@@ -144,7 +144,7 @@ class PlanningBench:
         self._settled = True
         for _ in range(_LIFE // 2 if self._turnover else _BLOCK):
             self._turn()
-        while len(self.scheduler.state.room) < setting.waiting:
+        while self.scheduler.num_queued < setting.waiting:
             self._add(_LIFE)
         assert self.scheduler.kv.pool.num_free < 64, setting
 

@@ -21,7 +21,7 @@ from quire.core.sampling import MAX_SEED, Grammar
 from quire.core.step import FinishReason, Runner
 from quire.engine.messages import Accepted, AddRequest, FinishedSequence, FirstToken, StepOutput
 from quire.engine.request_validator import RequestValidator
-from quire.sched.explain import Explanation, explain
+from quire.sched.explain import Explanation
 from quire.sched.loop import Loop, Span
 from quire.sched.scheduler import Absorbed, Scheduler
 
@@ -174,7 +174,7 @@ class Engine:
         self._latest[request.id] = group
         if len(self._latest) > MOST_REMEMBERED:
             del self._latest[next(iter(self._latest))]
-        return Accepted(order.number, group.sequences[0].id, self.scheduler.state.last_absorbed + 1)
+        return Accepted(order.number, group.sequences[0].id, self.scheduler.last_absorbed + 1)
 
     def _prepare(self, grammar: Grammar) -> None:
         if self.grammars is None:
@@ -187,13 +187,12 @@ class Engine:
 
     def explain(self, request_id: RequestId) -> Explanation:
         """The story of a request that is here, or is among the latest that were."""
-        state = self.scheduler.state
-        group = state.groups.get(request_id) or self._latest.get(request_id)
+        group = self.scheduler.group(request_id) or self._latest.get(request_id)
         if group is None:
             raise InvalidParameter(
                 f"Request {request_id} is not remembered; the {MOST_REMEMBERED} latest are.", param="request_id"
             )
-        return explain(group, state.stalls, state.last_planned + 1)
+        return self.scheduler.explain(group)
 
     def abort(self, number: int) -> None:
         """Legal in every state, and twice."""
@@ -202,14 +201,14 @@ class Engine:
 
     def stop(self, number: int, index: int) -> None:
         """A stop string came in the text of this continuation. It may be over already."""
-        group = self.scheduler.state.groups.get(RequestId(number))
+        group = self.scheduler.group(RequestId(number))
         if group is not None:
             self.scheduler.finish(group.sequences[index], FinishReason.STOP)
             self._reporter.forget(group.sequences[index])
 
     def number_of(self, sequence: int) -> int | None:
         """Whose continuation this is, if it is not forgotten."""
-        groups = [*self.scheduler.state.groups.values(), *self._latest.values()]
+        groups = [*self.scheduler.groups(), *self._latest.values()]
         named = (group for group in groups for member in group.sequences if member.id == sequence)
         group = next(named, None)
         return None if group is None else group.request.id

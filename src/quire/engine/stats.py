@@ -78,27 +78,27 @@ class EngineStats:
 
 def stats_of(engine: Engine) -> EngineStats:
     scheduler = engine.scheduler
-    state, kv = scheduler.state, scheduler.kv
-    pool, tally, cause = kv.pool, state.tally, scheduler.admission.cause
+    kv, pool = scheduler.kv, scheduler.kv.pool
+    counters, cause = scheduler.counters, scheduler.wait_cause
     return EngineStats(
-        step=state.last_absorbed,
-        num_running=len(state.groups) - scheduler.num_waiting,
+        step=scheduler.last_absorbed,
+        num_running=scheduler.num_running,
         num_waiting=scheduler.num_waiting,
-        num_waiting_tokens=state.room.num_tokens + state.leaders.num_waiting_tokens,
+        num_waiting_tokens=scheduler.num_waiting_tokens,
         num_blocks=pool.num_in_service,
         num_free_blocks=pool.num_free,
         num_cached_blocks=pool.num_cached,
         num_idle_blocks=pool.num_evictable,
         num_promised_blocks=kv.num_reserved,
         num_host_blocks=0 if kv.host is None else kv.host.num_blocks - kv.host.num_free,
-        prompt_tokens=tally.prompt_tokens,
-        cached_tokens=tally.cached_tokens,
-        computed_tokens=tally.computed_tokens,
+        prompt_tokens=counters.prompt_tokens,
+        cached_tokens=counters.cached_tokens,
+        computed_tokens=counters.computed_tokens,
         sampled_tokens=engine.num_sampled,
-        recomputed_tokens=tally.recomputed_tokens,
-        preemptions=tally.preemptions,
-        forks=tally.forks,
-        moved_blocks=tally.moved_blocks,
-        lost_steps=tally.lost_steps,
+        recomputed_tokens=counters.recomputed_tokens,
+        preemptions=counters.preemptions,
+        forks=counters.forks,
+        moved_blocks=counters.moved_blocks,
+        lost_steps=counters.lost_steps,
         waiting_for=None if cause is None else cause.value,
     )

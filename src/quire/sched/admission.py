@@ -235,7 +235,7 @@ class Admission:
             state.forks.expect(leader, tuple([beam for beam in state.beams.live(group) if beam is not leader]))
 
     def _count(self, group: RequestGroup, leader: Sequence, num_cached: int, step: int) -> None:
-        tally, request = self._state.tally, group.request
+        counters, request = self._state.counters, group.request
         group.note(RequestEvent(step, EventKind.SEATED, num_cached))
         self._state.stalls.note_seated(step, group.order, request.id)
         if group.was_assigned:
@@ -243,8 +243,8 @@ class Admission:
         group.was_assigned = True
         group.seated_s = self._state.now_s
         group.num_cached = min(num_cached, len(request.prompt))
-        tally.prompt_tokens += len(request.prompt)
-        tally.cached_tokens += group.num_cached
+        counters.prompt_tokens += len(request.prompt)
+        counters.cached_tokens += group.num_cached
         tree = self._state.kv.tree
         if tree is not None and num_cached < len(request.prompt) - 1:
             num_whole = num_cached // self._state.kv.block_size * self._state.kv.block_size

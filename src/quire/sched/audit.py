@@ -11,7 +11,7 @@ _ROWLESS = (SequenceState.WAITING, SequenceState.FINISHED)
 
 def audit(scheduler: Scheduler, *, tree: bool = True) -> None:
     """Raise AssertionError at the first law that does not hold. The numbers are those of the promises (I1–I18)."""
-    state = scheduler.state
+    state = scheduler._state
     scheduler.kv.audit(tree=tree)  # I1–I5
     state.rows.audit()
     assigned = state.rows.assigned
@@ -48,7 +48,7 @@ def audit(scheduler: Scheduler, *, tree: bool = True) -> None:
 
 def _audit_groups(scheduler: Scheduler) -> None:
     """A family is in one place: it sits, waits in the queue, or waits for a prefix (I10)."""
-    state = scheduler.state
+    state = scheduler._state
     room, aside = state.room, state.aside
     parked = {group.order for group in state.leaders.followers}
     num_waiting = 0
@@ -86,7 +86,7 @@ def audit_plan(scheduler: Scheduler, plan: StepPlan) -> None:
     assert num_tokens > 0, f"nothing to compute in step {plan.step}"
     if scheduler.policy.regime.chunked:
         assert num_tokens <= scheduler.max_step_tokens, f"{num_tokens} tokens in step {plan.step}"
-    assert len(scheduler.state.rows.assigned) <= scheduler.max_rows, "too many rows"
+    assert len(scheduler._state.rows.assigned) <= scheduler.max_rows, "too many rows"
 
 
 def audit_rest(scheduler: Scheduler) -> None:
@@ -95,9 +95,9 @@ def audit_rest(scheduler: Scheduler) -> None:
     pool = scheduler.kv.pool
     assert scheduler.kv.num_available == pool.num_in_service, "blocks were lost"
     assert pool.num_evictable == pool.num_cached, "a cached block is held by nobody who is here"
-    assert scheduler.state.rows.num_free == scheduler.max_rows, "rows were lost"
-    assert not list(scheduler.state.leaders.followers), "somebody waits for a leader that is gone"
-    state = scheduler.state
+    assert scheduler._state.rows.num_free == scheduler.max_rows, "rows were lost"
+    assert not list(scheduler._state.leaders.followers), "somebody waits for a leader that is gone"
+    state = scheduler._state
     assert not state.beams.num_searches and not state.forks.waiting, "a family that is gone is remembered"
     assert not state.leaders.num_leading, "somebody leads who is gone"
     assert state.only is None and not state.aside and not len(state.masked), "somebody stands aside for nobody"
@@ -110,7 +110,7 @@ def audit_rest(scheduler: Scheduler) -> None:
 
 def _resting(scheduler: Scheduler) -> set[int]:
     """Those that sit and wait for others of their family: siblings for the prompt, beams for each other."""
-    state = scheduler.state
+    state = scheduler._state
     awaiting: set[int] = set(state.forks.waiting)
     for group in state.groups.values():
         if group.request.beam is not None:
@@ -120,5 +120,5 @@ def _resting(scheduler: Scheduler) -> set[int]:
 
 def _blocks_planned(scheduler: Scheduler, sequence: Sequence) -> int:
     """A table covers exactly what was computed or planned."""
-    positions = scheduler.state.num_computed(sequence)
+    positions = scheduler._state.num_computed(sequence)
     return count_blocks(positions, scheduler.kv.block_size)

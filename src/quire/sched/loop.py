@@ -167,8 +167,7 @@ class Loop:
             if not plan.masked:
                 return self._runner.launch(plan)
             assert self._masks is not None, "a masked row, and nobody to say what it may choose"
-            assigned = self.scheduler.state.rows.assigned
-            bits = self._masks([assigned[row] for row in plan.masked])
+            bits = self._masks(self.scheduler.row_sequences(plan.masked))
             return self._runner.launch(plan, Masks(np.array(plan.masked, dtype=np.int32), bits))
         except StepLost:
             raise

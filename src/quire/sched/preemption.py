@@ -115,7 +115,7 @@ class Preemption:
         chosen = choose_for_class(free, missing_rows, shortage, state.num_freed) if free else ()
         self._refused = None if chosen else _FailedSearch(group.order, rows.generation, shortage)
         for each in chosen:
-            state.tally.seats_taken += 1
+            state.counters.seats_taken += 1
             state.preempt(each.group, group.request.id)
         return bool(chosen)
 

@@ -9,13 +9,15 @@ three laws keep that safe:
 """
 
 from collections import deque
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.core.errors import Draining, DuplicateRequest, NeverFits, QueueFull
-from quire.core.events import EventKind, RequestEvent
+from quire.core.events import EventKind, RequestEvent, WaitCause
 from quire.core.ids import FloatArray, IntArray, RequestId, Row, SequenceId
 from quire.core.request import Request, RequestGroup, Sequence, SequenceState
 from quire.core.step import Candidates, ChunkOutput, FinishReason, PromptLogprobs, StepPlan, StepResult, TopLogprobs
@@ -24,11 +26,12 @@ from quire.sched.admission import Admission
 from quire.sched.batching import StepBatcher
 from quire.sched.beam_search import BeamUpdate
 from quire.sched.cost_model import UNMEASURED, CostTable, StepShape
+from quire.sched.explain import Explanation, explain
 from quire.sched.plan_builder import PlanBuilder
 from quire.sched.policy import Policy
 from quire.sched.preemption import Preemption
 from quire.sched.reservation import most_blocks
-from quire.sched.state import SchedulerState
+from quire.sched.state import Counters, SchedulerState
 
 _UNBOUNDED = 1 << 40  # tokens of a step, where a prompt may not be cut
 
@@ -73,10 +76,10 @@ class Scheduler:
         self.kv = kv
         self.max_rows = max_rows
         self.max_step_tokens = max_step_tokens
-        self.state = SchedulerState(kv, self.policy, max_rows)
-        pressure = Preemption(self.state)
-        self._feeding = StepBatcher(self.state, pressure, self.cost)
-        self.admission = Admission(self.state, pressure, self._feeding.take_chunk)
+        self._state = SchedulerState(kv, self.policy, max_rows)
+        pressure = Preemption(self._state)
+        self._feeding = StepBatcher(self._state, pressure, self.cost)
+        self._admission = Admission(self._state, pressure, self._feeding.take_chunk)
         self.draining = False
         self._in_flight: deque[_StepInFlight] = deque()
         self._reset = False  # the runner must forget all rows
@@ -87,7 +90,7 @@ class Scheduler:
 
     def add(self, request: Request, now_s: float = 0.0) -> tuple[Sequence, ...]:
         """Queue a request that passed the door; its continuations, in order. A `QuireError` means: not accepted."""
-        if request.id in self.state.groups:
+        if request.id in self._state.groups:
             raise DuplicateRequest(request.id)
         if self.draining:
             raise Draining()
@@ -98,33 +101,33 @@ class Scheduler:
         if most is not None and self.num_waiting >= most:
             raise QueueFull(self.num_waiting, most, "requests")
         if most_tokens is not None:
-            num_tokens = self.state.room.num_tokens + self.state.leaders.num_waiting_tokens
+            num_tokens = self.num_waiting_tokens
             if num_tokens and num_tokens + len(request.prompt) > most_tokens:
                 raise QueueFull(num_tokens, most_tokens, "prompt tokens")
         group = RequestGroup(request, self._next_sequence, now_s)
         self._next_sequence += request.num_sequences
-        self.state.enter(group)
+        self._state.enter(group)
         return group.sequences
 
     def abort(self, request_id: RequestId) -> tuple[Sequence, ...]:
         """End a request, whatever state it is in; those of its sequences that had not ended yet."""
-        group = self.state.groups.get(request_id)
+        group = self._state.groups.get(request_id)
         sequences = () if group is None else group.sequences
-        ended = {sequence.id for sequence in sequences if self.state.finish(sequence, FinishReason.ABORT)}
+        ended = {sequence.id for sequence in sequences if self._state.finish(sequence, FinishReason.ABORT)}
         return tuple(sequence for sequence in (() if group is None else group.answers) if sequence.id in ended)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> bool:
         """End one sequence, whatever state it is in; False if it had ended already."""
-        return self.state.finish(sequence, reason)
+        return self._state.finish(sequence, reason)
 
     def conclude(self, sequence: Sequence, reason: FinishReason) -> None:
         """End one sequence for a reason that no step has found; it is told with the next result."""
-        if self.state.finish(sequence, reason):
-            self.state.ended_early.append(sequence)
+        if self._state.finish(sequence, reason):
+            self._state.ended_early.append(sequence)
 
     def fail(self, group: RequestGroup) -> None:
         """End a request because of which a step failed; it is told with the next result."""
-        self.state.fail(group)
+        self._state.fail(group)
 
     def drain(self) -> None:
         """Accept nobody any more; who is here is served to the end."""
@@ -139,17 +142,17 @@ class Scheduler:
         self._feeding.fresh(draft)
         self._feeding.host_driven(draft)
         self._feeding.short_prefills(draft)
-        self.admission.admit(draft)
+        self._admission.admit(draft)
         self._feeding.long_prefills(draft)
         return self._commit(draft)
 
     def absorb(self, result: StepResult, now_s: float = 0.0) -> Absorbed:
         """Take in the oldest step in flight."""
         flight = self._in_flight.popleft()
-        assert result.step == flight.step == self.state.last_absorbed + 1, (result.step, flight.step)
-        self.state.last_absorbed = result.step
+        assert result.step == flight.step == self._state.last_absorbed + 1, (result.step, flight.step)
+        self._state.last_absorbed = result.step
         self._observe(flight, now_s)
-        rows = self.state.rows
+        rows = self._state.rows
         rows.note(result)
         emitters, tokens = rows.named(result.rows), result.tokens
         heard = emitters >= 0
@@ -162,47 +165,117 @@ class Scheduler:
         for sequence, stop in flight.chunks:
             self._note_computed(sequence, stop, failed=sequence.row in failed)
         finished = self._finish_ended(result)
-        for group in self.state.forks.take_failed():  # not before: a row of theirs may be among those that ended
-            self.state.fail(group)
+        for group in self._state.forks.take_failed():  # not before: a row of theirs may be among those that ended
+            self._state.fail(group)
         finished += self._advance_beams(result.candidates)
-        self.state.release_up_to(result.step)
-        finished, self.state.ended_early = finished + self.state.ended_early, []
+        self._state.release_up_to(result.step)
+        finished, self._state.ended_early = finished + self._state.ended_early, []
         return Absorbed(result.step, emitters, tokens, tuple(finished), logprobs, scores, pooled)
 
     def overdue(self) -> Absorbed | None:
         """Those who ended without a step to be told with, if there are any."""
-        if not self.state.ended_early:
+        if not self._state.ended_early:
             return None
-        ended, self.state.ended_early = tuple(self.state.ended_early), []
+        ended, self._state.ended_early = tuple(self._state.ended_early), []
         nobody = np.empty(0, dtype=np.int64)
-        return Absorbed(self.state.last_absorbed, nobody, nobody.astype(np.int32), ended, {}, {}, {})
+        return Absorbed(self._state.last_absorbed, nobody, nobody.astype(np.int32), ended, {}, {}, {})
 
-    @property
-    def num_waiting(self) -> int:
-        """Families that do not sit: in the queue, or for another's prefix."""
-        return len(self.state.room) + self.state.leaders.num_followers + len(self.state.aside)
+    # Queries. Nothing outside `sched/` reads the state, so no change can bypass the journal.
 
     @property
     def idle(self) -> bool:
-        """Nothing waits, sits or is in flight, and nobody is still to be told."""
-        return not self.state.groups and not self._in_flight and not self.state.ended_early
+        """No request waits or runs, no step is in flight, and every finished sequence was reported."""
+        return not self._state.groups and not self._in_flight and not self._state.ended_early
+
+    @property
+    def last_planned(self) -> int:
+        """The number of the last step planned; -1 before the first."""
+        return self._state.last_planned
+
+    @property
+    def last_absorbed(self) -> int:
+        """The number of the last step absorbed or lost; -1 before the first."""
+        return self._state.last_absorbed
+
+    @property
+    def num_running(self) -> int:
+        """Request groups that hold rows."""
+        return len(self._state.groups) - self.num_waiting
+
+    @property
+    def num_waiting(self) -> int:
+        """Request groups without a row: queued, waiting for an in-flight prefix, or set aside by a fault bisection."""
+        return len(self._state.room) + self._state.leaders.num_followers + len(self._state.aside)
+
+    @property
+    def num_queued(self) -> int:
+        """Those of them in the waiting queue."""
+        return len(self._state.room)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Prompt tokens of the groups that are queued or wait for an in-flight prefix."""
+        return self._state.room.num_tokens + self._state.leaders.num_waiting_tokens
+
+    @property
+    def wait_cause(self) -> WaitCause | None:
+        """What kept the head of the queue out of the last plan."""
+        return self._admission.cause
+
+    @property
+    def counters(self) -> Counters:
+        """Totals since the start, as a copy."""
+        return replace(self._state.counters)
+
+    def group(self, request_id: RequestId) -> RequestGroup | None:
+        return self._state.groups.get(request_id)
+
+    def groups(self) -> tuple[RequestGroup, ...]:
+        """All requests that wait, run or are being released, in order of arrival."""
+        return tuple(self._state.groups.values())
+
+    def running_groups(self) -> list[RequestGroup]:
+        """Those with a running sequence, in order of arrival."""
+        assigned = self._state.rows.assigned.values()
+        running = {s.group.order: s.group for s in assigned if s.state is SequenceState.RUNNING}
+        return [running[order] for order in sorted(running)]
+
+    def is_queued(self, group: RequestGroup) -> bool:
+        return group in self._state.room
+
+    def row_sequence(self, row: Row) -> Sequence | None:
+        """The sequence that holds a row, running or being released."""
+        return self._state.rows.assigned.get(row)
+
+    def row_sequences(self, rows: Iterable[Row]) -> list[Sequence]:
+        """The same for rows that are assigned."""
+        assigned = self._state.rows.assigned
+        return [assigned[row] for row in rows]
+
+    def forked_sequences(self) -> tuple[Sequence, ...]:
+        """Siblings and beams that were forked and start with the next plan."""
+        return tuple(self._state.fresh)
+
+    def explain(self, group: RequestGroup) -> Explanation:
+        """What a request waited for and what happened to it, up to the next step."""
+        return explain(group, self._state.stalls, self._state.last_planned + 1)
 
     # Planning.
 
     def _begin(self, now_s: float) -> PlanBuilder:
-        state = self.state
+        state = self._state
         state.now_s = now_s
         step = state.last_planned + 1
         self.kv.step = step
         for group in state.deadlines.expire(now_s):
-            self.state.fail(group, FinishReason.EXPIRED)
+            self._state.fail(group, FinishReason.EXPIRED)
         state.wake()
-        self.admission.preempt_for_class(now_s)
+        self._admission.preempt_for_class(now_s)
         return PlanBuilder(step, now_s, self.max_step_tokens if self.policy.regime.chunked else _UNBOUNDED)
 
     def _commit(self, draft: PlanBuilder) -> StepPlan | None:
-        state = self.state
-        state.stalls.note(draft.step, self.admission.cause)
+        state = self._state
+        state.stalls.note(draft.step, self._admission.cause)
         if draft.empty:
             for row in draft.paused:  # the step is not taken: they ask again in the same one
                 state.calendar.book_again(row, draft.step)
@@ -221,17 +294,17 @@ class Scheduler:
         moves = self.kv.take_moves()
         self._in_flight.append(_StepInFlight(draft.step, chunks, self._feeding.shape(draft), draft.now_s, bool(moves)))
         num_padding = self._padding(draft)
-        tally = state.tally
-        tally.computed_tokens += draft.num_decoding + sum(chunk.length for chunk in draft.chunks)
-        tally.padding_tokens += num_padding
-        tally.moved_blocks += len(moves)
+        counters = state.counters
+        counters.computed_tokens += draft.num_decoding + sum(chunk.length for chunk in draft.chunks)
+        counters.padding_tokens += num_padding
+        counters.moved_blocks += len(moves)
         reset, self._reset = self._reset, False
         leaves, masked = state.rows.take_released(), self._masked(draft)
         return draft.build(moves, leaves, masked=masked, num_padding=num_padding, reset=reset)
 
     def _masked(self, draft: PlanBuilder) -> tuple[Row, ...]:
         """The masked rows that choose a token in this step."""
-        masked, calendar = self.state.masked, self.state.calendar
+        masked, calendar = self._state.masked, self._state.calendar
         if not len(masked):
             return ()
         idle = {*draft.paused, *draft.held}
@@ -246,7 +319,7 @@ class Scheduler:
         if not self.policy.regime.padded:
             return 0
         longest = max((chunk.length for chunk in draft.chunks), default=1)
-        width = max(self.admission.batch_size, draft.num_decoding + len(draft.chunks))
+        width = max(self._admission.batch_size, draft.num_decoding + len(draft.chunks))
         return width * longest - draft.num_decoding - sum(chunk.length for chunk in draft.chunks)
 
     def _observe(self, flight: _StepInFlight, now_s: float) -> None:
@@ -261,7 +334,7 @@ class Scheduler:
 
     def _note_computed(self, sequence: Sequence, stop: int, *, failed: bool) -> None:
         """A chunk's keys and values are written: others may find them, followers and siblings may begin."""
-        state, row, request, num_tokens = self.state, sequence.row, sequence.request, len(sequence.tokens)
+        state, row, request, num_tokens = self._state, sequence.row, sequence.request, len(sequence.tokens)
         assert row is not None, sequence
         sequence.num_computed = stop
         sequence.caught_up = stop == sequence.num_planned == num_tokens or sequence.caught_up
@@ -280,35 +353,35 @@ class Scheduler:
             whom = f"{len(siblings)} siblings"
             sequence.group.note(RequestEvent(state.last_absorbed, EventKind.FORKED, num_shared, detail=whom))
         for sibling in siblings:
-            state.tally.forks += 1
+            state.counters.forks += 1
             state.fresh.append(sibling)
             state.catch_up(sibling)
 
     def _finish_ended(self, result: StepResult) -> list[Sequence]:
         finished = []
-        ended = [(self.state.rows.assigned[row], reason) for row, reason in result.ended]
+        ended = [(self._state.rows.assigned[row], reason) for row, reason in result.ended]
         for sequence, reason in ended:
             if sequence.request.beam is not None:  # a search that has lost a beam is no search
-                self.state.fail(sequence.group, reason)
-            elif self.state.finish(sequence, reason):
+                self._state.fail(sequence.group, reason)
+            elif self._state.finish(sequence, reason):
                 finished.append(sequence)
         return finished
 
     def _advance_beams(self, candidates: dict[Row, Candidates]) -> list[Sequence]:
         finished: list[Sequence] = []
         for row, offered in candidates.items():
-            sequence = self.state.rows.assigned.get(row)
+            sequence = self._state.rows.assigned.get(row)
             if sequence is None or sequence.state is not SequenceState.RUNNING:
                 continue
-            turn = self.state.beams.offer(sequence, offered)
+            turn = self._state.beams.offer(sequence, offered)
             if turn is not None:
                 finished.extend(self._follow_beams(sequence.group, turn))
         return finished
 
     def _follow_beams(self, group: RequestGroup, turn: BeamUpdate) -> list[Sequence]:
-        state = self.state
+        state = self._state
         if turn.results is None:
-            state.tally.forks += len(turn.assigned)
+            state.counters.forks += len(turn.assigned)
             if turn.assigned and group.events[-1].what is not EventKind.FORKED:  # of a row of forks, the first
                 num_shared = turn.assigned[0].num_computed
                 group.note(RequestEvent(state.last_absorbed, EventKind.FORKED, num_shared, detail="beams"))
@@ -324,7 +397,7 @@ class Scheduler:
             finished.append(sequence)
         for sequence in group.sequences:
             reason = turn.results[sequence.index].finish_reason if sequence.index < len(turn.results) else None
-            self.state.finish(sequence, reason or FinishReason.ABORT)
+            self._state.finish(sequence, reason or FinishReason.ABORT)
         return finished
 
     # When something breaks.
@@ -334,10 +407,10 @@ class Scheduler:
 
         Nobody knows whether a lost step copied its blocks: if it had any to copy, the cache cannot be trusted.
         """
-        state = self.state
+        state = self._state
         keep_cache = keep_cache and not any(flight.moves for flight in self._in_flight)
         self._in_flight.clear()
-        state.tally.lost_steps += state.last_planned - state.last_absorbed
+        state.counters.lost_steps += state.last_planned - state.last_absorbed
         state.rows.forget_steps(state.last_planned)
         state.last_absorbed = state.last_planned
         self._withdraw_all()
@@ -353,27 +426,21 @@ class Scheduler:
         self._withdraw_all()
 
     def _withdraw_all(self) -> None:
-        for sequence in tuple(self.state.rows.assigned.values()):
+        for sequence in tuple(self._state.rows.assigned.values()):
             if sequence.state is SequenceState.RUNNING:
-                self.state.withdraw(sequence.group, by=None)
+                self._state.withdraw(sequence.group, by=None)
 
     def admit_only(self, orders: frozenset[int] | None) -> None:
         """From now on only the families of these orders are admitted; None: all are."""
-        self.state.start_only(orders)
-
-    def running_groups(self) -> list[RequestGroup]:
-        """Those who compute, in the order of their arrival."""
-        assigned = self.state.rows.assigned.values()
-        running = {s.group.order: s.group for s in assigned if s.state is SequenceState.RUNNING}
-        return [running[order] for order in sorted(running)]
+        self._state.start_only(orders)
 
     def fail_largest(self) -> None:
         """There was no memory for a step: the largest family that was seated ends, so that the others can go on."""
-        here = [group for group in self.state.groups.values() if not group.finished]
+        here = [group for group in self._state.groups.values() if not group.finished]
         assigned = [group for group in here if group.was_assigned] or here
         largest = max(assigned, key=lambda group: (most_blocks(group.request, 1), group.order), default=None)
         if largest is not None:
-            self.state.fail(largest, FinishReason.OUT_OF_MEMORY)
+            self._state.fail(largest, FinishReason.OUT_OF_MEMORY)
 
     def reset_cache(self) -> int:
         """Forget every cached prefix that nobody holds; the blocks that became free."""
@@ -381,6 +448,6 @@ class Scheduler:
 
     def shrink(self, num_blocks: int) -> int:
         """Take blocks out of service, as far as everyone who is here still fits; how many."""
-        needs = [most_blocks(group.request, self.kv.block_size) for group in self.state.groups.values()]
+        needs = [most_blocks(group.request, self.kv.block_size) for group in self._state.groups.values()]
         spare = self.kv.pool.num_in_service - max(needs, default=1)
         return self.kv.shrink(min(num_blocks, max(spare, 0)))

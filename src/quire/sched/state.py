@@ -96,7 +96,7 @@ class SchedulerState:
         self.beams = BeamGroups(kv, self.rows)
         self.lengths = LengthQuantile()
         self.masked = GrammarRows()
-        self.tally = Counters()
+        self.counters = Counters()
         self.stalls = WaitHistory()
         self.prefilling: list[Sequence] = []  # must catch up; in order of arrival
         self.host_driven: list[Sequence] = []  # beams with one token to compute
@@ -183,7 +183,7 @@ class SchedulerState:
     def preempt(self, group: RequestGroup, by: RequestId) -> None:
         """The whole family makes room. It comes back to its old place in the queue."""
         group.num_preemptions += 1
-        self.tally.preemptions += 1
+        self.counters.preemptions += 1
         self.withdraw(group, by)
 
     def withdraw(self, group: RequestGroup, by: RequestId | None) -> None:

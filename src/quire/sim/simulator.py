@@ -116,7 +116,7 @@ class Simulation:
     def _sleep(self) -> None:
         """Until somebody comes; no longer than a nap if somebody is here and waits for a window to pass."""
         naps = [self._arrivals[0].at_s] if self._arrivals else []
-        if not naps or self.scheduler.state.room:
+        if not naps or self.scheduler.num_queued:
             naps.append(self.now_s + _NAP_S)
         self.now_s = min(naps)
 

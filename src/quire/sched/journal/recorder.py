@@ -244,7 +244,7 @@ class JournaledScheduler(Scheduler):
         return sequences
 
     def abort(self, request_id: RequestId) -> tuple[Sequence, ...]:
-        if request_id in self.state.groups:
+        if self.group(request_id) is not None:
             self.journal.note(AbortRecord(request_id))
         return super().abort(request_id)
 

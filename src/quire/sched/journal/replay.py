@@ -179,7 +179,9 @@ class _Replayer:
         elif isinstance(record, ConcludeRecord):
             scheduler.conclude(self._sequences[record.sequence], record.reason)
         elif isinstance(record, FailRecord):
-            scheduler.fail(scheduler.state.groups[record.request])
+            group = scheduler.group(record.request)
+            assert group is not None, record
+            scheduler.fail(group)
         elif isinstance(record, RestrictRecord):
             scheduler.admit_only(record.orders)
         elif isinstance(record, ControlRecord):
@@ -227,7 +229,7 @@ class _Replayer:
         speaking[record.surprising] ^= True
         rows = np.flatnonzero(speaking).astype(np.int32)
         tokens = np.array([next(self._tokens[row], 0) for row in rows.tolist()], dtype=np.int32)
-        step = self._scheduler.state.last_absorbed + 1
+        step = self._scheduler.last_absorbed + 1
         return StepResult(step, rows, tokens, record.ended, candidates=record.candidates)
 
 

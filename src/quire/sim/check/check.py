@@ -145,6 +145,6 @@ def run_trial(
         trial.scheduler.journal.close()
     report.trials += 1
     report.steps += max(trial.steps, 1)
-    report.preemptions += trial.scheduler.state.tally.preemptions
+    report.preemptions += trial.scheduler.counters.preemptions
     report.events += trial.event_counts
     report.pairs |= set(pairwise(trial.events))

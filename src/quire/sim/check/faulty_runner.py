@@ -51,8 +51,9 @@ class FaultyRunner:
         self.num_moves += len(plan.moves)
         self.num_padding += plan.num_padding
         audit_plan(scheduler, plan)
-        pressed = bool(plan.pauses) or scheduler.state.tally.preemptions > self.num_preemptions
-        taken = scheduler.state.tally.seats_taken > 0  # a priority seat swap is not pressure
+        counters = scheduler.counters
+        pressed = bool(plan.pauses) or counters.preemptions > self.num_preemptions
+        taken = counters.seats_taken > 0  # a priority seat swap is not pressure
         assert taken or not (pressed and plan.chunks and self._admits(plan)), "a step under pressure admitted somebody"
         self._check_deadlines(plan)
         self._flight.launch(plan)
@@ -66,14 +67,13 @@ class FaultyRunner:
 
     def _admits(self, plan: StepPlan) -> bool:
         """Siblings and beams of those who sit already are no new work."""
-        assigned = self._scheduler.state.rows.assigned
-        return any(assigned[row_start.row].group.sequences[0].id == row_start.sequence for row_start in plan.starts
-                   if assigned[row_start.row].request.beam is None)  # fmt: skip
+        starting = self._scheduler.row_sequences(start.row for start in plan.starts)
+        return any(sequence.request.beam is None and sequence.index == 0 for sequence in starting)
 
     def _check_deadlines(self, plan: StepPlan) -> None:
         """Nobody sits down for the first time after its deadline (I17)."""
-        for row_start in plan.starts:
-            group = self._scheduler.state.rows.assigned[row_start.row].group
+        for sequence in self._scheduler.row_sequences(start.row for start in plan.starts):
+            group = sequence.group
             if group.order not in self._known:
                 deadline_s = group.request.deadline_s
                 assert deadline_s is None or self.now_s < deadline_s, f"{group} was seated after its deadline"
@@ -105,9 +105,11 @@ class FaultyRunner:
 
     def _first_running(self, result: StepResult) -> Row | None:
         """A row that speaks in this result and has not been told to leave."""
-        assigned = self._scheduler.state.rows.assigned
-        rows = (Row(row) for row in [*result.rows.tolist(), *result.candidates, *result.pooled])
-        return next((row for row in rows if row in assigned and assigned[row].state is SequenceState.RUNNING), None)
+        for number in [*result.rows.tolist(), *result.candidates, *result.pooled]:
+            sequence = self._scheduler.row_sequence(Row(number))
+            if sequence is not None and sequence.state is SequenceState.RUNNING:
+                return Row(number)
+        return None
 
     def _silence(self, result: StepResult, ended: FinishedRow | None) -> StepResult:
         heard = ~np.isin(result.rows, list(self._silenced))

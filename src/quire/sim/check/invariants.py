@@ -23,11 +23,11 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from quire.core.events import EventKind
 from quire.core.ids import BlockId, RequestId, Row, SequenceId
 from quire.core.moves import Tier
-from quire.core.request import RequestGroup, SequenceState
+from quire.core.request import RequestGroup
 from quire.core.step import ChunkOutput, RowStart, Runner, StepPlan
 from quire.kv.manager import KVManager
 from quire.kv.radix_node import TOKEN_BYTES, decode
-from quire.sched.state import SchedulerState
+from quire.sched.scheduler import Scheduler
 
 
 @dataclass(slots=True)
@@ -160,8 +160,8 @@ class _CountedRow:
 class CounterCheck:
     """Follows one scheduler: `begin` before a turn, `launch` with its plan, `end` after it."""
 
-    def __init__(self, state: SchedulerState) -> None:
-        self._state = state
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
         self._rows: dict[Row, _CountedRow] = {}
         self._had: dict[SequenceId, int] = {}  # positions of those who left their row, or were just forked
         self._running: set[RequestId] = set()
@@ -171,8 +171,7 @@ class CounterCheck:
         self.seats_taken = 0
 
     def begin(self) -> None:
-        assigned = self._state.rows.assigned.values()
-        self._running = {sequence.request.id for sequence in assigned if sequence.state is SequenceState.RUNNING}
+        self._running = {group.request.id for group in self._scheduler.running_groups()}
 
     def launch(self, plan: StepPlan) -> None:
         """A chunk computes again what its sequence had before it left its row."""
@@ -191,10 +190,11 @@ class CounterCheck:
 
     def end(self, groups: list[RequestGroup]) -> None:
         """Who waits for its first plan was forked. A seat is taken for one who did not sit, a block for one who did."""
-        self.forks += len(self._state.fresh)
-        for sequence in self._state.fresh:
+        forked = self._scheduler.forked_sequences()
+        self.forks += len(forked)
+        for sequence in forked:
             self._had[sequence.id] = max(self._had.get(sequence.id, 0), sequence.num_computed)
-        if self._state.tally.preemptions == sum(self._num_preemptions.values()):
+        if self._scheduler.counters.preemptions == sum(self._num_preemptions.values()):
             return
         for group in groups:
             if group.num_preemptions > self._num_preemptions.get(group.request.id, 0):

@@ -36,7 +36,7 @@ class CheckRun:
         self._dice = dice
         self._now_s = 0.0
         self.scheduler = _build(world, lambda start, stop: dice.random() < 0.8, journal)
-        self._recounted = CounterCheck(self.scheduler.state)
+        self._recounted = CounterCheck(self.scheduler)
         self._chaos = FaultyRunner(lambda: body(world), self.scheduler, world.block_size, self._recounted)
         self._loop = Loop(self.scheduler, self._chaos, world.depth, lambda: self._now_s)
         self._expected: dict[SequenceId, ExpectedOutput] = {}
@@ -61,18 +61,19 @@ class CheckRun:
         turns = 0
         while self._num_arrived < self.world.num_requests or not self.scheduler.idle:
             self._now_s += 0.01
-            before = (self._chaos.num_launched, self.scheduler.state.tally.lost_steps, len(self.events))
+            before = (self._chaos.num_launched, self.scheduler.counters.lost_steps, len(self.events))
             self._let_happen()
             self._latest_s = max(self._latest_s, self._now_s)
             busy = bool(self._live)
-            tally = self.scheduler.state.tally
-            self._chaos.num_preemptions, self._chaos.now_s = tally.preemptions, self._now_s
-            num_lost = tally.lost_steps
+            counters = self.scheduler.counters
+            self._chaos.num_preemptions, self._chaos.now_s = counters.preemptions, self._now_s
+            num_lost = counters.lost_steps
             self._recounted.begin()
             absorbed = self._loop.turn()
             self._recounted.end(self._groups)
             self._note_consequences()
-            stirred = (self._chaos.num_launched, tally.lost_steps, len(self.events))
+            counters = self.scheduler.counters
+            stirred = (self._chaos.num_launched, counters.lost_steps, len(self.events))
             if stirred != before or absorbed is not None:
                 audit(self.scheduler, tree=self._tree_changed() or turns % _CONTENTS_EVERY == 0)
             if turns % _CONTENTS_EVERY == 0:
@@ -81,7 +82,7 @@ class CheckRun:
             if absorbed is not None:
                 self.steps += 1
                 self._hear(absorbed)
-            lost = tally.lost_steps > num_lost
+            lost = counters.lost_steps > num_lost
             advanced = absorbed is not None or lost or not busy
             self._quiet_turns = 0 if advanced else self._quiet_turns + 1
             window = 200 if self.world.policy.regime.window_s else 0  # the clock may jump back
@@ -101,18 +102,18 @@ class CheckRun:
 
     def _recount(self) -> None:
         """Counters equal a recount, and everybody is done (I10, I18)."""
-        tally, chaos, recounted = self.scheduler.state.tally, self._chaos, self._recounted
-        assert tally.recomputed_tokens == recounted.recomputed_tokens, "recomputed tokens are miscounted"
-        assert tally.forks == recounted.forks, "forks are miscounted"
-        assert tally.seats_taken == recounted.seats_taken, "seats taken are miscounted"
-        assert tally.computed_tokens == chaos.num_tokens, "computed tokens are miscounted"
-        assert tally.moved_blocks == chaos.num_moves, "copies are miscounted"
-        assert tally.padding_tokens == chaos.num_padding, "padding is miscounted"
-        assert tally.lost_steps == chaos.num_launched - chaos.num_absorbed, "lost steps are miscounted"
-        assert tally.preemptions == sum(f.num_preemptions for f in self._groups), "preemptions are miscounted"
+        counters, chaos, recounted = self.scheduler.counters, self._chaos, self._recounted
+        assert counters.recomputed_tokens == recounted.recomputed_tokens, "recomputed tokens are miscounted"
+        assert counters.forks == recounted.forks, "forks are miscounted"
+        assert counters.seats_taken == recounted.seats_taken, "seats taken are miscounted"
+        assert counters.computed_tokens == chaos.num_tokens, "computed tokens are miscounted"
+        assert counters.moved_blocks == chaos.num_moves, "copies are miscounted"
+        assert counters.padding_tokens == chaos.num_padding, "padding is miscounted"
+        assert counters.lost_steps == chaos.num_launched - chaos.num_absorbed, "lost steps are miscounted"
+        assert counters.preemptions == sum(f.num_preemptions for f in self._groups), "preemptions are miscounted"
         assigned = [group for group in self._groups if group.was_assigned]
-        assert tally.prompt_tokens == sum(len(f.request.prompt) for f in assigned), "prompt tokens are miscounted"
-        assert tally.cached_tokens == sum(f.num_cached for f in assigned), "cached tokens are miscounted"
+        assert counters.prompt_tokens == sum(len(f.request.prompt) for f in assigned), "prompt tokens are miscounted"
+        assert counters.cached_tokens == sum(f.num_cached for f in assigned), "cached tokens are miscounted"
         for group in self._groups:
             assert group.num_preemptions <= self.world.policy.max_preemptions, f"{group} was preempted too often"
             assert all(m.state is SequenceState.FINISHED and m.row is None for m in group.sequences), group
@@ -216,7 +217,7 @@ class CheckRun:
 
     def _duplicate(self, request_id: RequestId) -> None:
         self.events.append(ScenarioEvent.DUPLICATE)
-        if request_id not in self.scheduler.state.groups:
+        if self.scheduler.group(request_id) is None:
             return
         try:
             self.scheduler.add(self._live[request_id][0].request, self._now_s)
@@ -225,11 +226,11 @@ class CheckRun:
         raise AssertionError(f"request {request_id} was accepted twice")
 
     def _note_consequences(self) -> None:
-        tally = self.scheduler.state.tally
-        if tally.preemptions > self._chaos.num_preemptions:
+        counters = self.scheduler.counters
+        if counters.preemptions > self._chaos.num_preemptions:
             self.events.append(ScenarioEvent.PREEMPT)
-        if tally.moved_blocks > self._num_moved:
-            self._num_moved = tally.moved_blocks
+        if counters.moved_blocks > self._num_moved:
+            self._num_moved = counters.moved_blocks
             self.events.append(ScenarioEvent.DEMOTE)
         self._check_overtaking()
 
@@ -238,8 +239,8 @@ class CheckRun:
         fresh, self._chaos.fresh = self._chaos.fresh, []
         if not fresh:
             return
-        state = self.scheduler.state
-        waiting = [f for f in state.groups.values() if f in state.room and not _sat_or_followed(f)]
+        groups = self.scheduler.groups()
+        waiting = [f for f in groups if self.scheduler.is_queued(f) and not _sat_or_followed(f)]
         for group in fresh:
             for other in waiting:
                 assert other.order > group.order or not self._alike(group, other), f"{group} overtook {other}"
