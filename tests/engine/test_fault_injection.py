@@ -90,8 +90,8 @@ class World:
             presence_penalty=0.5 if number % 3 == 0 else 0.0,
             grammar=LETTERS if self.masked and number == POISONED else None,
         )
-        order, ticket = self.front.open([10 * number + 1, 7, number + 3], params, streaming=True)
-        wire.sendall(pack(order))
+        ticket = self.front.open([10 * number + 1, 7, number + 3], params, streaming=True)
+        wire.sendall(pack(ticket.request))
         return ticket
 
     def _hear(self, wire: socket.socket, tickets: list[RequestState]) -> dict[int, list[int] | str]:

@@ -17,13 +17,12 @@ from quire.core.step import FinishReason
 from quire.engine.engine_process import EngineProcess
 from quire.engine.messages import Accepted, FinishedSequence, StepOutput
 from quire.engine.outputs import Delta, RequestOutput
-from quire.engine.request_state import RequestState
 from quire.engine.stats import EngineInfo, MemoryLedger
-from quire.server.async_engine import TOLD_AT_ONCE, AsyncEngine, RequestStream
+from quire.server.async_engine import WOKEN_AT_ONCE, AsyncEngine, RequestStream
 
 FACTS = EngineInfo("m", 64, 100, 64, 64, 16, "cpu", "float32", MemoryLedger(), 0, os.getpid())
 PARAMS = SamplingParams(temperature=0.0, max_tokens=64)
-CALLERS = 3 * TOLD_AT_ONCE
+CALLERS = 3 * WOKEN_AT_ONCE
 
 
 @pytest.fixture(scope="module")
@@ -128,23 +127,43 @@ def test_what_was_said_before_a_failure_is_heard_before_it(
     asyncio.run(events())
 
 
-def test_few_are_told_in_one_turn_and_what_waits_is_merged(child: EngineProcess) -> None:
+def test_few_streams_are_woken_in_one_iteration_and_unread_output_is_merged(child: EngineProcess) -> None:
     async def events() -> None:
         service, calls = opened(child, CALLERS)
-        turn = 0
-        told: list[tuple[int, int]] = []  # in which turn, and how many tokens
+        iteration = 0
+        reads: list[tuple[int, int]] = []  # in which iteration of the loop, and how many tokens
 
-        def note(delta: Delta, ticket: RequestState) -> None:
-            told.append((turn, len(delta.token_ids)))
+        async def read(call: RequestStream) -> None:
+            while True:
+                news = await call.hear()
+                assert isinstance(news, Delta)
+                reads.append((iteration, len(news.token_ids)))
 
-        service.progressed = note
+        readers = [asyncio.ensure_future(read(call)) for call in calls]
+        await asyncio.sleep(0)  # all of them wait
         for token in range(4):
             say(service, dict.fromkeys(range(CALLERS), token))
-        while sum(num_tokens for _, num_tokens in told) < 4 * CALLERS:
-            turn += 1
+        while sum(num_tokens for _, num_tokens in reads) < 4 * CALLERS:
+            iteration += 1
             await asyncio.sleep(0)
-        assert max(Counter(turn for turn, _ in told).values()) <= TOLD_AT_ONCE
-        assert len(told) < 2 * CALLERS
+        assert max(Counter(iteration for iteration, _ in reads).values()) <= WOKEN_AT_ONCE
+        assert len(reads) < 2 * CALLERS
+        for reader, call in zip(readers, calls, strict=True):
+            reader.cancel()
+            service.leave(call)
+
+    asyncio.run(events())
+
+
+def test_every_delta_is_counted_when_it_arrives(child: EngineProcess) -> None:
+    async def events() -> None:
+        service, calls = opened(child, 2)
+        counted: list[tuple[int, list[int]]] = []
+        service.progressed = lambda delta, state: counted.append((state.number, delta.token_ids))
+        for token in range(3):
+            say(service, {0: token, 1: token})
+        await asyncio.sleep(0)
+        assert sorted(counted) == [(number, [token]) for number in range(2) for token in range(3)]
         for call in calls:
             service.leave(call)
 

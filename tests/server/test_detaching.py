@@ -5,8 +5,9 @@ from typing import cast
 
 import pytest
 
+from quire.core.sampling import SamplingParams
 from quire.engine.engine_process import EngineProcess
-from quire.engine.messages import AbortRequest, StepOutput, StopSequence
+from quire.engine.messages import AbortRequest, AddRequest, StepOutput, StopSequence
 from quire.engine.output_processor import ProcessedOutput
 from quire.engine.request_state import RequestState
 from quire.engine.wire import Message
@@ -52,7 +53,7 @@ def test_an_abort_for_an_engine_that_is_detached_meanwhile() -> None:
     service, sent = Detached(None, time.monotonic), Sent()
     service.sent = sent
     ticket = RequestState.__new__(RequestState)
-    ticket.number = 5
+    ticket.request = AddRequest(5, [1], SamplingParams())
     service._abort(ticket)
     service._abort(ticket)
     assert sent.messages == [AbortRequest(5)]

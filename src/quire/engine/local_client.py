@@ -48,9 +48,9 @@ class LocalClient:
     ) -> RequestState:
         """Queue a prompt, pooled if it is to become an embedding. A `QuireError` means that nothing happened."""
         with self.lock:
-            order, ticket = self._front.open(prompt, params, terms=terms, streaming=streaming, pooled=pooled)
+            ticket = self._front.open(prompt, params, terms=terms, streaming=streaming, pooled=pooled)
             try:
-                accepted = self._engine.submit(order)
+                accepted = self._engine.submit(ticket.request)
             except BaseException:
                 self._front.drop(ticket)
                 raise

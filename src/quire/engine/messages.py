@@ -1,6 +1,6 @@
 """The messages between front and engine, in one process or two. Plain data; knows nothing of their encoding."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -30,7 +30,7 @@ class AddRequest:
     """A request as the front sends it. The front numbers its requests; no number comes twice."""
 
     number: int
-    prompt: Sequence[int]
+    prompt: list[int]
     params: SamplingParams
     bad_words: tuple[tuple[int, ...], ...] = ()  # as this model spells them
     terms: RequestOptions = USUAL

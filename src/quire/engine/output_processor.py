@@ -24,13 +24,6 @@ _log = logging.getLogger(__name__)
 Prompt = str | Mapping[str, object] | Sequence[int]
 
 
-class OpenedRequest(NamedTuple):
-    """A request begun: what to send the engine, and what the caller will read."""
-
-    order: AddRequest
-    ticket: RequestState
-
-
 class ProcessedOutput(NamedTuple):
     """What each who listens gained, and each who finished; and what the engine must be told."""
 
@@ -66,9 +59,9 @@ class OutputProcessor:
         streaming: bool = False,
         pooled: bool = False,
         without_tokens: bool = False,
-    ) -> OpenedRequest:
-        """Begin with a prompt: text, token ids, or {"prompt_token_ids": ids}. Pooled, it comes to an embedding; without
-        tokens, to its scores."""
+    ) -> RequestState:
+        """Start a request for a prompt: text, token ids, or {"prompt_token_ids": ids}. Its `request` is to be sent to
+        the engine. `pooled`: its output is an embedding. `without_tokens`: its output is the prompt's scores."""
         if not isinstance(params, SamplingParams):
             raise InvalidParameter(
                 f"sampling_params must be a SamplingParams, not {shown(params)}.", param="sampling_params"
@@ -96,12 +89,12 @@ class OutputProcessor:
         scores: list[dict[int, Logprob] | None] | None = None
         if params.prompt_logprobs is not None:
             scores = [None] * len(ids)
-        ticket = RequestState(number, text, ids, params, RequestMetrics(self.now(), 0), transcripts, scores)
+        ticket = RequestState(order, text, RequestMetrics(self.now(), 0), transcripts, scores)
         self._next_number += 1
         self._tickets[number] = ticket
         if params.chooses:
             self._choosing.add(number)
-        return OpenedRequest(order, ticket)
+        return ticket
 
     def accept(self, accepted: Accepted) -> None:
         """The engine has queued a request. Whoever opened it may have dropped it since."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from quire.core.ids import FloatArray
 from quire.core.sampling import SamplingParams
 from quire.core.step import FinishReason, TopLogprobs
-from quire.engine.messages import FinishedSequence
+from quire.engine.messages import AddRequest, FinishedSequence
 from quire.engine.outputs import FAILURES, CompletionOutput, Delta, Logprob, RequestMetrics, RequestOutput, failure_of
 from quire.text.detokenizer import SequenceText
 from quire.text.stop_strings import StopStrings
@@ -173,18 +173,28 @@ def logprob_entry(scores: TopLogprobs, tokenizer: Tokenizer | None) -> dict[int,
 class RequestState:
     """What the front keeps of one request."""
 
-    number: int
+    request: AddRequest  # as it is sent to the engine
     prompt: str | None
-    prompt_ids: list[int]
-    params: SamplingParams
     metrics: RequestMetrics
     transcripts: tuple[SequenceOutput, ...]
     prompt_logprobs: list[dict[int, Logprob] | None] | None
     embedding: FloatArray | None = None
 
     @property
+    def number(self) -> int:
+        return self.request.number
+
+    @property
     def request_id(self) -> str:
-        return str(self.number)
+        return str(self.request.number)
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return self.request.prompt
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.params
 
     @property
     def finished(self) -> bool:

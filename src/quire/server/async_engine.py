@@ -1,18 +1,17 @@
-"""Everybody who waits for an answer, on an event loop, over an engine in another process.
+"""Async engine client: the requests of an event loop, over an engine in another process.
 
-Requests are opened on the loop; what the engine says is read, and turned into text, on the thread that carries it, and
-handed over once per frame. One lock keeps the two apart. When an engine is lost, everybody who waits is told at once.
-
-Someone on an event loop who waits for one request. What a slow reader has not fetched is merged, not queued.
-
-On what terms a request is served: what its body asks for, what its headers say, and what its key allows.
+Requests are opened on the event loop. Messages of the engine are processed, and detokenized, on the thread that reads
+them, and delivered to the loop once per message; one lock guards the output processor between the two. Each request has
+one buffer of unread output, in its `RequestStream`: what a slow reader has not fetched is merged, not queued. When the
+engine is lost, every open request fails at once.
 """
 
 import asyncio
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import NamedTuple
 
 from quire.core.errors import Draining, InvalidParameter, InvalidPrompt, QuireError
@@ -33,39 +32,34 @@ News = Delta | RequestOutput
 
 
 class RequestStream:
-    """One answer as it comes. Belongs to the event loop's thread."""
+    """The output of one request as it is generated. Used on the event loop's thread only. Storing wakes no reader:
+    the engine client does, for a few streams at a time."""
 
     __slots__ = ("_awaited", "_failure", "_output", "_unread", "ticket", "visit")
 
     def __init__(self, ticket: RequestState, visit: RequestContext | None = None) -> None:
         self.ticket = ticket
-        self.visit = visit  # whose answer it is, if one follows; other prompts may have come with it
+        self.visit = visit  # of the HTTP request, which may have several prompts; None if no completion follows
         self._unread: dict[int, Delta] = {}  # by continuation
         self._output: RequestOutput | None = None
         self._failure: QuireError | None = None
         self._awaited: asyncio.Future[None] | None = None
 
-    def tell(self, delta: Delta) -> None:
+    def put(self, delta: Delta) -> None:
         before = self._unread.get(delta.index)
         self._unread[delta.index] = delta if before is None else before.then(delta)
-        self._wake()
 
     def finish(self, output: RequestOutput) -> None:
         self._output = output
-        self._wake()
 
     def fail(self, error: QuireError) -> None:
-        """The first failure counts. What came before it is still heard, so no reader's pace decides what it is told."""
+        """The first failure counts. Output before it is still read: the speed of a reader does not change what it
+        gets."""
         if self._failure is None and self._output is None:
             self._failure = error
-            self._wake()
-
-    @property
-    def over(self) -> bool:
-        return self._failure is not None or self._output is not None
 
     async def hear(self) -> News:
-        """The next news; the last is the whole output, or an error that is raised."""
+        """The next delta; at the end the whole output, or an error that is raised."""
         while True:
             if self._unread:
                 return self._unread.pop(next(iter(self._unread)))
@@ -76,7 +70,7 @@ class RequestStream:
             self._awaited = asyncio.get_running_loop().create_future()
             await self._awaited
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
         if self._awaited is not None and not self._awaited.done():
             self._awaited.set_result(None)
 
@@ -95,8 +89,7 @@ def terms_for(visit: RequestContext | None, said: RequestOptions) -> RequestOpti
 
 _REMEMBERED_REQUESTS = 1000  # that can be explained or aborted by their id
 _REMEMBERED_ENDS = 256  # finished requests that the drain rate is measured by
-_THE_END = -1  # of all continuations of a call
-TOLD_AT_ONCE = 8  # calls, before the loop looks at its sockets again: whoever is told answers its client at once
+WOKEN_AT_ONCE = 8  # streams, before the loop looks at its sockets again: a reader writes to its client when it is woken
 
 
 class EngineRestarting(QuireError):
@@ -140,7 +133,7 @@ class AsyncEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._child: EngineProcess | None = None
         self._calls: dict[int, RequestStream] = {}
-        self._untold: OrderedDict[tuple[int, int], Delta | RequestState] = OrderedDict()  # by call and continuation
+        self._to_wake: dict[RequestStream, bool] = {}  # in this order; whether all output of the request has come
         self._asked: dict[int, asyncio.Future[bytes]] = {}
         self._next_token = 0
         self._latest: dict[str, list[int]] = {}  # what came with the latest requests, by the server's own ids
@@ -167,7 +160,7 @@ class AsyncEngine:
         self.lost()
         self._child, self.stats = None, None
         for call in list(self._calls.values()):
-            self._end(call, failure=EngineLost("The engine stopped while it worked on this request; ask again."))
+            self._end(call, failure=EngineLost("The engine stopped while it worked on this request; try again."))
         for asked in self._asked.values():
             if not asked.done():
                 asked.set_exception(EngineLost("The engine stopped before it could answer; ask again."))
@@ -213,15 +206,15 @@ class AsyncEngine:
         visit = CURRENT.get()
         terms = terms_for(visit, terms)
         with self._lock:
-            order, ticket = self._front.open(
+            ticket = self._front.open(
                 prompt, params, terms=terms, streaming=streaming, pooled=pooled, without_tokens=without_tokens
             )
-        call = self._calls[ticket.number] = RequestStream(ticket, None if order.prompt_alone else visit)
+        call = self._calls[ticket.number] = RequestStream(ticket, None if ticket.request.prompt_alone else visit)
         if visit is not None:
             self._note_visit(visit.request_id, ticket.number)
             visit.note_prompt(len(prompt))
         try:
-            self._child.send(order)
+            self._child.send(ticket.request)
         except (OverflowError, TypeError, ValueError) as error:  # a number beyond 64 bits, and its like: never sent
             self._end(call)
             raise InvalidPrompt(f"This request holds what cannot be sent to the engine: {error}.") from error
@@ -328,39 +321,38 @@ class AsyncEngine:
 
     def _deliver(self, deltas: list[Delta], finished: list[RequestState]) -> None:
         self.beaten_s = self._clock()
-        is_telling = bool(self._untold)
+        is_waking = bool(self._to_wake)
         for delta in deltas:
-            key = (int(delta.request_id), delta.index)
-            before = self._untold.get(key)
-            self._untold[key] = before.then(delta) if isinstance(before, Delta) else delta
-        for ticket in finished:  # after the last words of all its continuations
-            self._untold[ticket.number, _THE_END] = ticket
-        if not is_telling:
-            self._tell_some()
+            call = self._calls.get(int(delta.request_id))
+            if call is not None:
+                self._to_wake.setdefault(call, False)
+                self._put(call, delta)
+        for ticket in finished:
+            call = self._calls.get(ticket.number)
+            if call is not None:
+                self._to_wake[call] = True
+        if not is_waking:
+            self._wake_some()
 
-    def _tell_some(self) -> None:
-        """A few now, the others in the loop's next turns: between two turns it sees who else has come."""
-        for _ in range(min(TOLD_AT_ONCE, len(self._untold))):
-            (number, _), news = self._untold.popitem(last=False)
-            call = self._calls.get(number)
-            if call is None:
-                continue
-            if isinstance(news, RequestState):
-                self._end(call, output=news.output())
-            else:
-                self._tell(call, news)
-        if self._untold:
-            assert self._loop is not None
-            self._loop.call_soon(self._tell_some)
-
-    def _tell(self, call: RequestStream, delta: Delta) -> None:
+    def _put(self, call: RequestStream, delta: Delta) -> None:
         failure = None if delta.finish_reason is None else _failure(delta.finish_reason, call.ticket)
         if failure is None or delta.token_ids or delta.text:
             self.progressed(delta, call.ticket)
-            call.tell(delta if failure is None else replace(delta, finish_reason=None, stop_reason=None))
-        if failure is not None:  # one continuation failed, and with it the request
+            call.put(delta if failure is None else replace(delta, finish_reason=None, stop_reason=None))
+        if failure is not None:  # one sequence failed, and with it the request
             self._abort(call.ticket)
             self._end(call, failure=failure)
+
+    def _wake_some(self) -> None:
+        """A few streams now, the others in the next iterations of the loop: in between, it serves its sockets."""
+        for call in list(islice(self._to_wake, WOKEN_AT_ONCE)):
+            is_complete = self._to_wake.pop(call)
+            if is_complete and self._calls.get(call.ticket.number) is call:
+                self._end(call, output=call.ticket.output())
+            call.wake()
+        if self._to_wake:
+            assert self._loop is not None
+            self._loop.call_soon(self._wake_some)
 
     def _abort(self, ticket: RequestState) -> None:
         self._send(AbortRequest(ticket.number))
@@ -385,6 +377,7 @@ class AsyncEngine:
             self._ends.append(self._clock())
         elif failure is not None:
             call.fail(failure)
+        call.wake()
         self.finished(FinishedRequest(ticket, output, failure))
 
 
