@@ -38,7 +38,7 @@ from quire.kernels.gpu.precompile import compile_launched, compiling_launched
 from quire.kernels.interface import AttentionRule, StepLayout
 from quire.kernels.select import select_kernels
 from quire.models.decoder import Decoder
-from quire.runner.graph_shapes import shapes_to_record
+from quire.runner.graph_shapes import shapes_to_capture
 from quire.runner.kv_store import new_store
 from quire.runner.model_runner import ModelRunner
 from quire.sampling.row_params import SamplingBatch
@@ -279,8 +279,8 @@ def new_runner(hopper: HopperPrefill | None = None, products: HopperGemm | None 
 
 def found(runner: ModelRunner) -> dict[str, object]:
     few = variants_of(runner.dry_run)
-    wanted = shapes_to_record(48, 4096)
-    runner._telling = [*wanted.first, *wanted.soon]
+    wanted = shapes_to_capture(48, 4096)
+    runner._representative = [*wanted.first, *wanted.soon]
     runner._model.truncated = lambda: runner._model
     return {"few": few, "all": variants_of(runner.dry_run), "chosen at length": variants_of(partial(choose, runner))}
 

@@ -18,8 +18,8 @@ from quire.kernels.interface import StepLayout
 from quire.kernels.row_interface import PADDING, RowKernels, Sampled, SamplingStage, SamplingTable
 from quire.kv.manager import KVManager
 from quire.models.oracle import OracleModel
-from quire.runner import cuda_graphs as recorded
-from quire.runner.cuda_graphs import ChunkArrays, ChunkInputs, GraphedSteps, GraphRecorder, Replay
+from quire.runner import cuda_graphs as graphs
+from quire.runner.cuda_graphs import ChunkArrays, ChunkInputs, GraphCapturer, GraphedSteps, Replay
 from quire.runner.graph_shapes import CapturePolicy, StepSize
 from quire.runner.kv_store import new_store
 from quire.runner.model_runner import ModelRunner
@@ -31,7 +31,7 @@ from tests.runner.reference_row_kernels import REFERENCE_ROW_KERNELS
 from tests.sim.runner_pairs import Bodies, following
 
 CPU = torch.device("cpu")
-NOBODY = Row(16)
+PADDING_ROW = Row(16)
 PROMPT = [5, 96, 3, 41, 0, 17]
 
 
@@ -43,15 +43,15 @@ class Recording:
         self.chunks: dict[str, list[int]] = {}
         self.everybody = torch.empty(0, dtype=torch.int64)
         self.stages: SamplingStage | None = None
-        self.recorded = GraphedSteps(self.forward, self.choose, list(shapes), NOBODY, CPU)
+        self.graphs = GraphedSteps(self.forward, self.choose, list(shapes), PADDING_ROW, CPU)
 
     def record_all(self) -> None:
-        while not self.recorded.complete:
+        while not self.graphs.complete:
             self.record_next()
 
     def record_next(self) -> StepSize | None:
-        shape = self.recorded.next_missing
-        self.recorded.record(shape)
+        shape = self.graphs.next_missing
+        self.graphs.capture(shape)
         return shape
 
     def forward(self, rows: torch.Tensor, chunks: ChunkInputs | None) -> torch.Tensor:
@@ -67,44 +67,44 @@ class Recording:
 
 def test_the_next_shape_takes_the_rows_and_nobody_fills_the_rest() -> None:
     step = Recording(StepSize(16), StepSize(1), StepSize(4))
-    steps = step.recorded
+    steps = step.graphs
     assert steps.forward(np.array([3], np.int32)) is None, "nothing is recorded"
     assert step.record_next() == StepSize(16)
     assert steps.forward(np.array([3, 7, 9], np.int32)) == StepSize(16)
-    assert step.rows == [3, 7, 9] + [NOBODY] * 13
-    outcome = steps.choose(StepSize(16), 3, 0, SamplingStage.DRAWN)
+    assert step.rows == [3, 7, 9] + [PADDING_ROW] * 13
+    outcome = steps.sample(StepSize(16), 3, 0, SamplingStage.DRAWN)
     assert outcome is not None and outcome.tolist() == [[3, 7, 9]] * 5
     assert step.stages is SamplingStage.DRAWN
-    assert steps.choose(StepSize(16), 3, 0, SamplingStage.GREEDY) is not None and step.stages is SamplingStage.GREEDY
+    assert steps.sample(StepSize(16), 3, 0, SamplingStage.GREEDY) is not None and step.stages is SamplingStage.GREEDY
     assert step.record_next() == StepSize(1) and not steps.complete
     steps.forward(np.array([7], np.int32))
     assert step.rows == [7]
     step.record_all()
     steps.forward(np.array([1, 2, 3], np.int32))
-    assert step.rows == [1, 2, 3, NOBODY]
+    assert step.rows == [1, 2, 3, PADDING_ROW]
 
 
 def test_a_rehearsal_goes_through_its_shapes_with_nobody_and_records_none() -> None:
     step = Recording(StepSize(4), StepSize(2, 3, 8))
-    step.recorded.dry_run([StepSize(2, 3, 8)])
-    assert step.rows == [NOBODY] * 2 and step.chunks["rows"] == [NOBODY] * 3
-    assert step.recorded.next_missing == StepSize(4) and step.recorded.forward(np.array([1], np.int32)) is None
+    step.graphs.dry_run([StepSize(2, 3, 8)])
+    assert step.rows == [PADDING_ROW] * 2 and step.chunks["rows"] == [PADDING_ROW] * 3
+    assert step.graphs.next_missing == StepSize(4) and step.graphs.forward(np.array([1], np.int32)) is None
 
 
 def test_choices_that_are_forgotten_are_recorded_again() -> None:
     step = Recording(StepSize(2))
     step.record_all()
-    step.recorded.forget_choices()
-    assert step.recorded.forward(np.array([1], np.int32)) == StepSize(2) and not step.recorded.complete
-    assert step.recorded.choose(StepSize(2), 1, 0, SamplingStage.GREEDY) is None
-    assert step.recorded.forgot
+    step.graphs.drop_sampling_graphs()
+    assert step.graphs.forward(np.array([1], np.int32)) == StepSize(2) and not step.graphs.complete
+    assert step.graphs.sample(StepSize(2), 1, 0, SamplingStage.GREEDY) is None
+    assert step.graphs.lacks_sampling
     step.record_all()
-    step.recorded.forward(np.array([1], np.int32))
-    outcome = step.recorded.choose(StepSize(2), 1, 0, SamplingStage.GREEDY)
+    step.graphs.forward(np.array([1], np.int32))
+    outcome = step.graphs.sample(StepSize(2), 1, 0, SamplingStage.GREEDY)
     assert outcome is not None and outcome.tolist() == [[1]] * 5
-    step.recorded.forget_choices()
-    step.recorded.give_up()
-    assert step.recorded.complete and not step.recorded.forgot, "nobody tries again before every step"
+    step.graphs.drop_sampling_graphs()
+    step.graphs.stop_capturing()
+    assert step.graphs.complete and not step.graphs.lacks_sampling, "nobody tries again before every step"
 
 
 def test_chunks_come_behind_the_rows_and_nobodys_are_empty() -> None:
@@ -117,33 +117,33 @@ def test_chunks_come_behind_the_rows_and_nobodys_are_empty() -> None:
         starts=np.array([0, 3, 5]),
         ends=np.array([7, 2]),
         rows=np.array([5, 6]),
-        speaking=np.array([5, PADDING]),
+        emitting=np.array([5, PADDING]),
     )
-    shape = step.recorded.forward(np.array([9], np.int32), chunks)
-    assert shape == StepSize(2, 3, 8) and step.rows == [9, NOBODY]
+    shape = step.graphs.forward(np.array([9], np.int32), chunks)
+    assert shape == StepSize(2, 3, 8) and step.rows == [9, PADDING_ROW]
     assert step.chunks == {
         "tokens": [11, 12, 13, 14, 15, 0, 0, 0],
         "positions": [4, 5, 6, 0, 1, 0, 0, 0],
-        "token_rows": [5, 5, 5, 6, 6, NOBODY, NOBODY, NOBODY],
+        "token_rows": [5, 5, 5, 6, 6, PADDING_ROW, PADDING_ROW, PADDING_ROW],
         "starts": [0, 3, 5, 5],
         "ends": [7, 2, 0],
-        "rows": [5, 6, NOBODY],
-        "speaking": [5, PADDING, PADDING],
+        "rows": [5, 6, PADDING_ROW],
+        "emitting": [5, PADDING, PADDING],
     }
-    outcome = step.recorded.choose(shape, 1, 2, SamplingStage.GREEDY)
+    outcome = step.graphs.sample(shape, 1, 2, SamplingStage.GREEDY)
     assert outcome is not None and outcome.tolist() == [[9, 5, 6]] * 5
-    assert step.recorded.forward(np.array([9], np.int32), chunks._replace(rows=np.arange(4))) is None, "one too many"
+    assert step.graphs.forward(np.array([9], np.int32), chunks._replace(rows=np.arange(4))) is None, "one too many"
 
 
 def test_the_pace_is_that_of_the_smallest_decode_and_the_largest_step() -> None:
     step = Recording(StepSize(4), StepSize(1), StepSize(4, 2, 6))
-    assert step.recorded.pace() is None
+    assert step.graphs.step_times() is None
     step.record_next()
-    assert step.recorded.pace() is None, "no step with chunks"
+    assert step.graphs.step_times() is None, "no step with chunks"
     step.record_all()
-    pace = step.recorded.pace()
-    assert pace is not None and pace.decode_s > 0 and pace.token_s > 0
-    assert step.rows == [NOBODY] * 4 and set(step.chunks["rows"]) == {NOBODY}, "nobody takes part"
+    step_times = step.graphs.step_times()
+    assert step_times is not None and step_times.decode_s > 0 and step_times.token_s > 0
+    assert step.rows == [PADDING_ROW] * 4 and set(step.chunks["rows"]) == {PADDING_ROW}, "nobody takes part"
 
 
 def test_worlds_in_which_everything_goes_wrong() -> None:
@@ -228,7 +228,7 @@ def answers(
     for _ in range(first):
         runner.prepare()
     if first < 99:
-        runner.pace()
+        runner.step_times()
     scheduler = Scheduler(KVManager(128, 4, 5), max_rows=5, max_step_tokens=24)
     engine = Engine(scheduler, runner, RequestValidator(300, (), 128, 5, 128, 4), depth=1, seed=0, clock=lambda: 0.0)
     front = LocalClient(engine, None)
@@ -248,8 +248,8 @@ def answers(
 
 def test_those_who_ask_for_more_get_it_from_a_replayed_model_too() -> None:
     replayed, count = answers(REFERENCE_ROW_KERNELS)
-    built, none = answers(None)
-    assert replayed == built
+    eager, none = answers(None)
+    assert replayed == eager
     assert count > 15 and none == 0
 
 
@@ -290,23 +290,23 @@ def test_recording_while_others_run_changes_nothing_for_them(monkeypatch: pytest
     """Work that is recorded is also done, as it is before a CUDA graph is captured. Ever more end tokens come on the
     way, so that choices are forgotten and recorded again."""
 
-    def record(recorder: GraphRecorder, work: Replay) -> Replay:
+    def capture(recorder: GraphCapturer, work: Replay) -> Replay:
         work()
         return work
 
-    monkeypatch.setattr(GraphRecorder, "record", record)
+    monkeypatch.setattr(GraphCapturer, "capture", capture)
     for wishes in (WISHES, GROWING):
         busy, count = answers(REFERENCE_ROW_KERNELS, wishes, busily=True)
-        built, _ = answers(None, wishes)
-        assert busy == built
+        eager, _ = answers(None, wishes)
+        assert busy == eager
         assert count > 15
 
 
 def test_what_steps_were_without_for_too_long_is_recorded_before_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the clocks say: recording costs next to nothing here, and every token too many a second."""
-    monkeypatch.setattr(GraphRecorder, "record", lambda recorder, work: (work(), work)[1])
-    monkeypatch.setattr(recorded, "seconds_of", lambda replay, device: 1.0)
-    monkeypatch.setattr(CapturePolicy, "better_built", lambda regrets, step, shape: False)
+    monkeypatch.setattr(GraphCapturer, "capture", lambda recorder, work: (work(), work)[1])
+    monkeypatch.setattr(graphs, "seconds_of", lambda replay, device: 1.0)
+    monkeypatch.setattr(CapturePolicy, "is_faster_eager", lambda policy, step, shape: False)
     few, some = answers(REFERENCE_ROW_KERNELS, first=4)
     many, most = answers(REFERENCE_ROW_KERNELS)
     grown, _ = answers(REFERENCE_ROW_KERNELS, GROWING, first=4)
@@ -315,46 +315,46 @@ def test_what_steps_were_without_for_too_long_is_recorded_before_one(monkeypatch
 
 
 def test_regrets_add_up_by_shape_until_they_reach_the_cost_of_recording() -> None:
-    regrets = CapturePolicy(lambda: 0.0)
+    policy = CapturePolicy(lambda: 0.0)
     missing = [StepSize(4), StepSize(2), StepSize(4, 1, 8), StepSize(4, 2, 8)]
-    regrets.took(StepSize(8), 9.0)
-    regrets.took(StepSize(1), 1.0)
-    assert regrets.worth(StepSize(2), StepSize(8), missing) is None, "what a token costs is not known"
-    regrets.token_s = 0.125
-    assert regrets.worth(StepSize(2), StepSize(8), missing) is None, "0.75 s; recording takes 1, and computes for 0.25"
-    assert regrets.worth(StepSize(3), StepSize(8), missing) is None, "0.5 s, of another"
-    assert regrets.worth(StepSize(1), StepSize(8), missing) == StepSize(2), "1.5 s"
-    assert regrets.worth(StepSize(8), StepSize(8), missing) is None
+    policy.note_capture(StepSize(8), 9.0)
+    policy.note_capture(StepSize(1), 1.0)
+    assert policy.shape_to_capture(StepSize(2), StepSize(8), missing) is None, "what a token costs is not known"
+    policy.token_s = 0.125
+    assert policy.shape_to_capture(StepSize(2), StepSize(8), missing) is None, "0.75 s; a capture takes 1.25"
+    assert policy.shape_to_capture(StepSize(3), StepSize(8), missing) is None, "0.5 s, of another"
+    assert policy.shape_to_capture(StepSize(1), StepSize(8), missing) == StepSize(2), "1.5 s"
+    assert policy.shape_to_capture(StepSize(8), StepSize(8), missing) is None
     chunk = StepSize(3, 1, 3)
-    assert regrets.worth(chunk, None, missing) is None, "no such was recorded: its cost is not known"
-    regrets.took(StepSize(4, 1, 16), 2.0)
-    tries = [regrets.worth(chunk, None, missing) for _ in range(14)]
+    assert policy.shape_to_capture(chunk, None, missing) is None, "no such was recorded: its cost is not known"
+    policy.note_capture(StepSize(4, 1, 16), 2.0)
+    tries = [policy.shape_to_capture(chunk, None, missing) for _ in range(14)]
     assert tries == [None] * 13 + [StepSize(4, 1, 8)], "1.75 s instead of 1.5 each time; 2 s, and 1.5"
-    assert regrets.worth(StepSize(1, 1, 1), None, missing) is None, (
+    assert policy.shape_to_capture(StepSize(1, 1, 1), None, missing) is None, (
         "1.25 s, and 1.5 in that shape: it would still be built"
     )
 
 
 def test_a_step_is_built_where_that_takes_less_than_a_shape_that_is_too_large() -> None:
     now_s = 5.0
-    regrets = CapturePolicy(lambda: now_s)
+    policy = CapturePolicy(lambda: now_s)
     step, padded = StepSize(3, 1, 13), StepSize(3, 1, 14)
-    regrets.took(StepSize(4, 1, 16), 2.0)
-    assert not regrets.better_built(step, StepSize(90, 1, 13)), "what a token costs is not known"
-    regrets.decode_s, regrets.token_s = 0.5, 0.125
-    assert not regrets.better_built(step, StepSize(3, 1, 21)), "3 s, and 2 with 1 in which the host builds it"
-    assert regrets.better_built(step, StepSize(3, 1, 22))
-    regrets.begins(StepSize(1))
-    assert not regrets.better_built(step, StepSize(3, 1, 17)), "2.5 s: half a second of building passes with the decode"
-    assert regrets.better_built(step, StepSize(3, 1, 18))
-    regrets.begins(StepSize(0, 1, 8))
-    assert regrets.better_built(step, padded), "nobody waits for the host"
-    assert not regrets.better_built(step, step)
+    policy.note_capture(StepSize(4, 1, 16), 2.0)
+    assert not policy.is_faster_eager(step, StepSize(90, 1, 13)), "what a token costs is not known"
+    policy.decode_s, policy.token_s = 0.5, 0.125
+    assert not policy.is_faster_eager(step, StepSize(3, 1, 21)), "3 s, and 2 with 1 in which the host builds it"
+    assert policy.is_faster_eager(step, StepSize(3, 1, 22))
+    policy.note_launch(StepSize(1))
+    assert not policy.is_faster_eager(step, StepSize(3, 1, 17)), "2.5 s: the decode hides half a second of launches"
+    assert policy.is_faster_eager(step, StepSize(3, 1, 18))
+    policy.note_launch(StepSize(0, 1, 8))
+    assert policy.is_faster_eager(step, padded), "nobody waits for the host"
+    assert not policy.is_faster_eager(step, step)
     now_s += 1.0
-    assert not regrets.better_built(step, StepSize(3, 1, 17)), "half a second is left"
-    regrets.rests()
-    assert not regrets.better_built(step, StepSize(3, 1, 21))
-    assert not regrets.better_built(StepSize(3), StepSize(90)), "decodes are replayed"
+    assert not policy.is_faster_eager(step, StepSize(3, 1, 17)), "half a second is left"
+    policy.note_idle()
+    assert not policy.is_faster_eager(step, StepSize(3, 1, 21))
+    assert not policy.is_faster_eager(StepSize(3), StepSize(90)), "decodes are replayed"
 
 
 class Full(OracleModel):
@@ -369,7 +369,7 @@ class Full(OracleModel):
 
 
 def test_without_memory_nothing_more_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GraphRecorder, "record", lambda recorder, work: (work(), work)[1])
+    monkeypatch.setattr(GraphCapturer, "capture", lambda recorder, work: (work(), work)[1])
     model = Full(300)
     stores = new_store(model.kv_geometry, 128, 4, CPU)
     runner = ModelRunner(

@@ -140,10 +140,10 @@ def test_a_plan_out_of_turn_is_our_mistake(step):
         runner.launch(StepPlan(step=step, num_decoding=1))
 
 
-def test_a_plan_that_miscounts_is_our_mistake():
+def test_a_plan_with_a_wrong_count_is_an_internal_error():
     runner, _ = new_runner()
     runner.launch(opening(row_start(0, [10])))
-    with pytest.raises(AssertionError, match="rows cruise"):
+    with pytest.raises(AssertionError, match="rows decode"):
         runner.launch(StepPlan(step=1, num_decoding=2))
 
 
@@ -221,8 +221,8 @@ def test_a_reset_forgets_what_a_lost_step_left_half_done():
     assert emitted(runner.launch(StepPlan(3, num_decoding=3)).wait()) == {0: 13, 2: 7, 1: 37}
 
 
-def test_a_told_row_that_cruises_is_our_mistake():
+def test_tokens_appended_to_a_decoding_row_are_an_internal_error():
     runner, _ = new_runner()
     runner.launch(opening(row_start(0, [10])))
-    with pytest.raises(AssertionError, match="cruises"):
+    with pytest.raises(AssertionError, match="is decoding"):
         runner.launch(StepPlan(1, tells=(AppendTokens(Row(0), (3,)),), num_decoding=1))

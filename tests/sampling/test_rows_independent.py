@@ -84,7 +84,7 @@ def test_rows_come_and_go_and_carry_on_where_they_were(data: st.DataObject) -> N
     for _ in range(data.draw(st.integers(1, 12))):
         row = data.draw(st.integers(0, max_rows - 1))
         if row in present:
-            sampler.leave(Row(row))
+            sampler.release(Row(row))
             del present[row]
         else:
             present[row] = data.draw(cases())
@@ -107,7 +107,7 @@ def test_rows_come_and_go_and_carry_on_where_they_were(data: st.DataObject) -> N
 def test_a_slot_forgets_who_held_it_before() -> None:
     penalized = RowSampling(repetition_penalty=9.0, presence_penalty=2.0)
     sampler, batch = sampler_of([Case(penalized, tokens=(0, 1), num_prompt=1)], 4)
-    sampler.leave(Row(0))
+    sampler.release(Row(0))
     row_start(sampler, 0, Case(penalized, tokens=(2,)))
     assert sampler.sample(torch.tensor([[1.0, 1.1, 3.0, 0.0]]), batch).tokens.tolist() == [1]
 
@@ -137,6 +137,6 @@ def test_state_over_the_vocabulary_is_held_for_those_who_ask() -> None:
     row_start(sampler, 60, Case(RowSampling(presence_penalty=1.0)))
     assert sampler.num_bytes == 1000 * 5
     for _ in range(10):
-        sampler.leave(Row(60))
+        sampler.release(Row(60))
         row_start(sampler, 60, Case(RowSampling(presence_penalty=1.0)))
     assert sampler.num_bytes == 1000 * 5

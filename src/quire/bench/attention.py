@@ -22,7 +22,7 @@ from quire.kernels.gpu.attention.hopper_dispatch import HopperPrefill
 from quire.kernels.gpu.backends.interface import OWN, AttentionBackends
 from quire.kernels.interface import AttentionRule, StepLayout
 from quire.kernels.select import select_attention
-from quire.runner.cuda_graphs import GraphRecorder, Replay
+from quire.runner.cuda_graphs import GraphCapturer, Replay
 
 _DECODE = re.compile(r"decode ([0-9]{1,9})x([0-9]{1,9})(?:\.\.([0-9]{1,9}))?")
 _CHUNKS = re.compile(r"chunks? (?:([0-9]{1,9})x)?([0-9]{1,9})(?:\+([0-9]{1,9}))?")
@@ -247,6 +247,6 @@ def _recorded(attention: GpuAttention, query: Tensor, layers: Sequence[Tensor], 
             attention.attend(query, layer, rule)
         return attention.attend(query, layers[-1], rule)
 
-    replay = GraphRecorder(query.device).record(attend)
+    replay = GraphCapturer(query.device).capture(attend)
     replay()
     return replay

@@ -152,9 +152,9 @@ def build(
             watch.done("weights", _describe_weights(weight_bytes, dtype))
     warm_up(model, stores)
     watch.done("warm-up", choice.reason)
-    pace = _record(runner, watch, serving) if choice.row_kernels is not None and choice.capturable else None
-    costs = _costs(spec, weights, _DTYPES[dtype].itemsize, machine, resolved, stores, pace)
-    scheduler = _scheduler(config, resolved, costs, pace, serving)
+    step_times = _record(runner, watch, serving) if choice.row_kernels is not None and choice.capturable else None
+    costs = _costs(spec, weights, _DTYPES[dtype].itemsize, machine, resolved, stores, step_times)
+    scheduler = _scheduler(config, resolved, costs, step_times, serving)
     engine = _engine(config, opened, resolved, scheduler, runner, observe, grammars)
     memory = _ledger(weight_bytes, resolved, before, inspect(device))
     watch.done("memory", memory.describe())
@@ -222,22 +222,22 @@ def _record(runner: ModelRunner, watch: StartupReporter, serving: bool) -> StepT
     num_shapes = runner.num_first + (0 if serving else runner.num_soon)
     for _ in range(num_shapes):
         runner.prepare()
-    pace = runner.pace()
+    step_times = runner.step_times()
     told = f"{num_shapes} shapes of steps, the others when {'idle' if serving else 'it pays'}"
-    if pace is not None:
-        told += f" · one row {1e3 * pace.decode_s:.2f} ms · {1e6 * pace.token_s:.1f} µs a token of prompts"
+    if step_times is not None:
+        told += f" · one row {1e3 * step_times.decode_s:.2f} ms · {1e6 * step_times.token_s:.1f} µs a token of prompts"
     watch.done("recording", told)
-    return pace
+    return step_times
 
 
 def _scheduler(
-    config: EngineConfig, resolved: ResolvedConfig, costs: CostTable, pace: StepTimes | None, serving: bool
+    config: EngineConfig, resolved: ResolvedConfig, costs: CostTable, step_times: StepTimes | None, serving: bool
 ) -> Scheduler:
     """Where steps are recorded, it knows their sizes; where people are served as well, the time they may take."""
-    if pace is None:
+    if step_times is None:
         return make_scheduler(config, resolved, costs)
     grains = captured_sizes(resolved.max_num_seqs, resolved.max_num_batched_tokens)
-    return make_scheduler(config, resolved, costs, usual_target_s(pace.decode_s) if serving else None, grains)
+    return make_scheduler(config, resolved, costs, usual_target_s(step_times.decode_s) if serving else None, grains)
 
 
 def _engine(
@@ -284,7 +284,7 @@ def _costs(
     machine: MachineInfo,
     resolved: ResolvedConfig,
     stores: KvStores,
-    pace: StepTimes | None,
+    step_times: StepTimes | None,
 ) -> CostTable:
     """The embedding is looked up, not multiplied by, unless it is the head too."""
     read_bytes = _num_weight_bytes(weights)
@@ -296,7 +296,7 @@ def _costs(
         weight_bytes=read_bytes,
         kv_bytes_per_token=spec.kv_bytes_per_token(itemsize),
         largest_chunk=resolved.max_num_batched_tokens,
-        pace=pace,
+        pace=step_times,
     )
     if resolved.num_host_blocks:
         costs.set_transfer(measure_transfer(stores))

@@ -1,11 +1,7 @@
-"""Builds the flat, ragged inputs of one step: cruising rows first, one token each, then the chunks.
+"""Builds the ragged batch of one step: decoding rows first, one token each, then the chunks. No padding.
 
-Nothing is padded, but that a plan may ask for so many tokens of padding (static regimes do): they come last.
-
-Sums of hidden states by row, on the device, chunk by chunk. Knows nothing of what they are for.
-
-Whatever precision the states have, their sum has float32's; the oracle's integers stay integers until the end, and so
-its sums are exact.
+A plan may ask for padding tokens (static regimes do); they come last. Pooled sums of hidden states (embeddings) are
+kept by row on the device, chunk by chunk, in float32; the oracle's integers stay integers, so its sums are exact.
 """
 
 from dataclasses import dataclass
@@ -28,7 +24,7 @@ from quire.sampling.row_params import SamplingBatch
 
 
 class Pooling(NamedTuple):
-    """A chunk whose hidden states, from `first` on in the flat batch, are summed; the last gives the sum back."""
+    """A chunk whose hidden states are summed, from `first` on in the flat batch; the last chunk returns the sum."""
 
     chunk: Chunk
     first: int
@@ -36,20 +32,20 @@ class Pooling(NamedTuple):
 
 
 class PooledRows(NamedTuple):
-    """The sums that a step completed, on their way to the host."""
+    """Pooled sums that a step completed, on their way to the host."""
 
     rows: tuple[Row, ...]
     sums: HostCopy  # [rows, hidden] float32
 
     def wait(self) -> dict[Row, FloatArray | None]:
-        """None where it is not finite."""
+        """The sum of each row; None where it is not finite."""
         sums = self.sums.wait()
         finite = np.isfinite(sums).all(axis=1)
         return {row: sums[i] if finite[i] else None for i, row in enumerate(self.rows)}
 
 
 class Pools:
-    """The sums of prompts that are not computed to their end."""
+    """Partial sums of prompts that are still being computed."""
 
     __slots__ = ("_sums",)
 
@@ -61,7 +57,7 @@ class Pools:
         parts: tuple[Pooling, ...],
         hidden: Tensor,  # [tokens, hidden]
     ) -> PooledRows | None:
-        """Take in a step's chunks; the sums that are complete, if any are."""
+        """Add a step's chunks. Returns the sums that are complete, if any."""
         precision = torch.float32 if hidden.is_floating_point() else hidden.dtype
         complete: dict[Row, Tensor] = {}
         for chunk, first, last in parts:
@@ -73,8 +69,8 @@ class Pools:
             return None
         return PooledRows(tuple(complete), HostCopy(torch.stack(tuple(complete.values())).float()))
 
-    def leave(self, row: Row) -> None:
-        """The row is empty; it may never have been pooled."""
+    def release(self, row: Row) -> None:
+        """Drop a row's sum, if it has one."""
         self._sums.pop(row, None)
 
     def clear(self) -> None:
@@ -87,7 +83,7 @@ NO_PLACES: NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
 @dataclass(frozen=True, slots=True)
 class PromptScoring:
-    """Part of a chunk whose tokens are to be scored: hidden states [first, first + len(targets)) predict them."""
+    """Tokens of a chunk that need logprobs: hidden states [first, first + len(targets)) predict them."""
 
     chunk: Chunk
     first: int
@@ -95,21 +91,21 @@ class PromptScoring:
 
 
 class LogitsNeeded(NamedTuple):
-    """Some rows of the step whose logits are needed."""
+    """Rows of the step that need logits."""
 
-    at: Tensor  # [n] int64: their places among the states that are wanted
+    at: Tensor  # [n] int64: indices into the hidden states that the model returns
     batch: SamplingBatch
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """What the model reads in one step, and who gets what afterwards."""
+    """The inputs of one step, and what each row needs afterwards."""
 
     tokens: Tensor  # [tokens] int64
     layout: StepLayout
-    wanted: Tensor | None  # [n] int64: the tokens whose states are needed; None: all
+    needed: Tensor | None  # [n] int64: the tokens whose hidden states are needed; None: all
     sampling: LogitsNeeded  # the rows that get a token
-    host_driven: LogitsNeeded | None  # the rows that give back their candidates
+    host_driven: LogitsNeeded | None  # the rows that return candidates
     scoring: tuple[PromptScoring, ...]
     pooling: tuple[Pooling, ...]
 
@@ -155,40 +151,40 @@ def build_batch(table: RowTable, plan: StepPlan, decoding: IntArray) -> StepBatc
     sampling = LogitsNeeded(
         sampling_at, SamplingBatch(token_rows[sampling_at], rows[samples], positions[sampling_at] + 1)
     )
-    tethers = LogitsNeeded(
+    host_logits = LogitsNeeded(
         host_driven_at, SamplingBatch(token_rows[host_driven_at], rows[host_driven], positions[host_driven_at] + 1)
     )
     scoring = _scoring(table, chunks, query_starts[len(decoding) :])
     pooling = _pooling(table, chunks, query_starts[len(decoding) :])
-    wanted = None
+    needed = None
     if chunks and not scoring and not pooling:
-        wanted, sampling, tethers = _few(sampling, tethers)
-    return StepBatch(tokens, layout, wanted, sampling, tethers if len(host_driven_at) else None, scoring, pooling)
+        needed, sampling, host_logits = _select_states(sampling, host_logits)
+    return StepBatch(tokens, layout, needed, sampling, host_logits if len(host_driven_at) else None, scoring, pooling)
 
 
-def _few(sampling: LogitsNeeded, host_driven: LogitsNeeded) -> tuple[Tensor, LogitsNeeded, LogitsNeeded]:
-    """The states that the two need, and where they will lie. At least one: a model computes no step without any."""
-    wanted = torch.cat([sampling.at, host_driven.at])
-    places = torch.arange(len(wanted), device=wanted.device)
+def _select_states(sampling: LogitsNeeded, host_driven: LogitsNeeded) -> tuple[Tensor, LogitsNeeded, LogitsNeeded]:
+    """The hidden states that both need, and their new indices. At least one: no model runs without any."""
+    needed = torch.cat([sampling.at, host_driven.at])
+    places = torch.arange(len(needed), device=needed.device)
     split = len(sampling.at)
     sampling, host_driven = (
         LogitsNeeded(places[:split], sampling.batch),
         LogitsNeeded(places[split:], host_driven.batch),
     )
-    return wanted if len(wanted) else wanted.new_zeros(1), sampling, host_driven
+    return needed if len(needed) else needed.new_zeros(1), sampling, host_driven
 
 
 class DeviceBatch(NamedTuple):
-    """A step that the device finds out for itself: what the model reads, and whose tokens are wanted."""
+    """The inputs of a step as the device computes them (CUDA graphs), and the rows that get a token."""
 
     tokens: Tensor  # [tokens] int64
     layout: StepLayout
     last_tokens: Tensor  # [rows + chunks] int64: in the flat batch
-    speaking: Tensor  # [rows + chunks] int64: the rows that get a token, or PADDING
+    emitting: Tensor  # [rows + chunks] int64: the rows that get a token, or PADDING
 
 
 def decode_batch(table: RowTable, rows: Tensor, decode_inputs: DecodeInputs) -> DeviceBatch:
-    """A step in which these rows cruise and nothing else happens. rows: [rows] int64."""
+    """A step in which these rows decode, without chunks. rows: [rows] int64."""
     found = decode_inputs(rows, table.columns, table.block_size)
     places = table.places[: len(rows) + 1]
     layout = StepLayout(
@@ -204,7 +200,7 @@ def decode_batch(table: RowTable, rows: Tensor, decode_inputs: DecodeInputs) -> 
 
 
 def mixed_batch(table: RowTable, rows: Tensor, chunks: ChunkInputs, decode_inputs: DecodeInputs) -> DeviceBatch:
-    """A step with chunks of prompts behind the rows that cruise."""
+    """A step with prompt chunks behind the decoding rows."""
     decoding = decode_batch(table, rows, decode_inputs)
     before = decoding.layout
     chunk_slots = slots_of(chunks.token_rows, chunks.positions, table.columns, table.block_size)
@@ -221,12 +217,12 @@ def mixed_batch(table: RowTable, rows: Tensor, chunks: ChunkInputs, decode_input
         torch.cat([decoding.tokens, chunks.tokens]),
         layout,
         torch.cat([decoding.last_tokens, (chunks.starts[1:] + len(rows) - 1).clamp(min=0)]),
-        torch.cat([decoding.speaking, chunks.speaking]),
+        torch.cat([decoding.emitting, chunks.emitting]),
     )
 
 
 def chunk_arrays(table: RowTable, chunks: tuple[Chunk, ...]) -> ChunkArrays | None:
-    """What the host knows of a step's chunks; None if one of them must give back more than a token."""
+    """What the host knows of a step's chunks; None if a chunk returns more than a token."""
     if any(chunk.output not in (ChunkOutput.NONE, ChunkOutput.SAMPLE) for chunk in chunks):
         return None
     tokens, places, ends = _known(table, chunks)
@@ -240,12 +236,12 @@ def chunk_arrays(table: RowTable, chunks: tuple[Chunk, ...]) -> ChunkArrays | No
         starts=np.concatenate([[0], lengths.cumsum()]),
         ends=ends,
         rows=rows,
-        speaking=np.where(samples, rows, PADDING),
+        emitting=np.where(samples, rows, PADDING),
     )
 
 
 def _known(table: RowTable, chunks: tuple[Chunk, ...]) -> tuple[IntArray, NDArray[np.int64], NDArray[np.int64]]:
-    """The tokens of all chunks, their places in their sequences, and where each chunk ends."""
+    """The tokens of all chunks, their positions, and where each chunk ends."""
     if not chunks:
         return NO_TOKENS, NO_PLACES, NO_PLACES
     tokens = np.concatenate(
@@ -256,7 +252,7 @@ def _known(table: RowTable, chunks: tuple[Chunk, ...]) -> tuple[IntArray, NDArra
 
 
 def _padded(tokens: Tensor, layout: StepLayout, count: int) -> tuple[Tensor, StepLayout]:
-    """The step with so many sequences more, each of one token in the first slot of the null block."""
+    """Append so many padding sequences, each of one token in the first slot of the null block."""
     nothing = tokens.new_zeros(count)
     starts = layout.query_starts[-1] + torch.arange(1, count + 1, dtype=torch.int32, device=tokens.device)
     missing_width = int(layout.tables.shape[1] == 0)

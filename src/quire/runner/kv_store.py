@@ -1,7 +1,6 @@
-"""The KV stores: the bytes of all blocks, on the device and, where there is a second tier, on the host.
+"""The KV stores: the bytes of all blocks, on the device and, with a second tier, on the host.
 
-Carries moves between blocks; knows nothing of what they hold. Where the device is the CPU the host's tier is
-another buffer, and the code is the same.
+Executes moves between blocks; knows nothing of their contents. On a CPU the host tier is a second buffer.
 """
 
 import time
@@ -20,13 +19,13 @@ from quire.models.interface import KvGeometry
 
 CopyBlocks = Callable[[Tensor, Tensor, Tensor], None]  # store, sources and targets, each [blocks] int64
 
-# Blocks copied at once, and how often, to learn what a copy costs: enough to see past a hiccup.
+# Blocks per copy and number of rounds when the transfer time is measured.
 _MEASURED_BLOCKS = 8
 _MEASURED_ROUNDS = 5
 
 
 class KvStores:
-    """One tensor for each tier. Block 0 of each, the null block, comes on top of the pool's."""
+    """One tensor per tier. Block 0 of each is the null block, which no pool owns."""
 
     __slots__ = ("_copy_blocks", "device", "host")
 
@@ -40,7 +39,7 @@ class KvStores:
         return self.device.shape[3]
 
     def carry(self, moves: Iterable[Move]) -> None:
-        """Copy blocks, in the order of the moves. Does not wait for the device."""
+        """Copy blocks in the order of the moves. Does not synchronise."""
         for run in runs(moves):
             self._copy(run)
 
@@ -68,7 +67,7 @@ def new_store(
     num_host_blocks: int = 0,
     copy_blocks: CopyBlocks | None = None,
 ) -> KvStores:
-    """Not filled: no slot is read before it was written."""
+    """Allocate, uninitialised: no slot is read before it was written."""
     block_bytes = geometry.block_bytes(block_size)
     shape = geometry.store_shape(num_blocks + 1, block_size)
     try:
@@ -95,7 +94,7 @@ def new_store(
 def measure_transfer(stores: KvStores, clock: Callable[[], float] = time.perf_counter) -> float:
     """Seconds to copy one block between device and host: the median of some copies out and back.
 
-    To be called before the host holds anything. What the device holds stays.
+    Call before the host tier holds anything. The contents of the device stay.
     """
     assert stores.host is not None, "there is no host tier to measure"
     count = min(_MEASURED_BLOCKS, len(stores.device), len(stores.host))

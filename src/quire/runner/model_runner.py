@@ -1,8 +1,8 @@
-"""Carries plans out with a model: move blocks, build the batch, run it, sample, advance the rows. One verb, `launch`.
+"""Executes step plans with a model: moves KV blocks, builds the batch, runs it, samples, advances the rows.
 
-Nothing between `launch` and `wait` waits for the device, so that steps can be in flight on one that runs behind.
-
-One small step before the first request, so that compiling and packing are paid for before anybody waits.
+One verb, `launch`. Nothing between `launch` and `wait` synchronises with the device, so steps can be in flight
+(run-ahead). A step replays a CUDA graph where one holds it, and is launched eagerly otherwise. `warm_up` runs one
+small step at start, so that no request waits for compilation and weight packing.
 """
 
 import logging
@@ -41,7 +41,7 @@ from quire.runner.batch import (
     mixed_batch,
 )
 from quire.runner.cuda_graphs import ChunkInputs, GraphedSteps, StepTimes, shape_of
-from quire.runner.graph_shapes import StepSize, shapes_to_record
+from quire.runner.graph_shapes import StepSize, shapes_to_capture
 from quire.runner.kv_store import KvStores
 from quire.runner.row_table import RowTable
 from quire.sampling.logprobs import RowCandidates, RowScores, Scores
@@ -64,10 +64,10 @@ class ModelRunner:
         *,
         max_rows: int,
         max_length: int,
-        row_kernels: RowKernels | None = None,  # with it, steps are recorded and replayed if they can be
-        max_step_tokens: int = 0,  # that recorded steps may have beside those of rows that cruise
-        on_demand: bool = False,  # record before a step what steps like it were without for too long
-        recording: bool = True,  # False: the model's kernels wait for the device, which no recorded step may
+        row_kernels: RowKernels | None = None,  # with them, steps run as CUDA graphs where possible
+        max_step_tokens: int = 0,  # prompt tokens of a captured step, beside its decoding rows
+        on_demand: bool = False,  # capture a missing shape between steps, when the capture policy says so
+        recording: bool = True,  # False: a kernel of the model synchronises, which no CUDA graph may
     ) -> None:
         device = stores.device.device
         self.device = device
@@ -79,63 +79,65 @@ class ModelRunner:
         self._finish = None if row_kernels is None else row_kernels.finish_rows
         self._decode_inputs = None if row_kernels is None else row_kernels.decode_inputs
         self._on_demand = on_demand
-        self.num_first = self.num_soon = 0  # shapes of steps that `prepare` records first, and soon after
-        self._recorded: GraphedSteps | None = None
-        self._telling: list[StepSize] = []
-        self._said: LogitsBuffer | None = None
+        self.num_first = self.num_soon = 0  # shapes that `prepare` captures first, and soon after
+        self._graphs: GraphedSteps | None = None
+        self._representative: list[StepSize] = []
+        self._logits: LogitsBuffer | None = None
         if row_kernels is not None and recording:
-            wanted = shapes_to_record(max_rows, max_step_tokens)
-            shapes = [*wanted.first, *wanted.soon, *wanted.later]
-            self.num_first, self.num_soon = len(wanted.first), len(wanted.soon)
-            self._telling = wanted.telling
-            self._said = LogitsBuffer.by(max(shape.rows + shape.chunks for shape in shapes), model.vocab_size, device)
-            self._recorded = GraphedSteps(self._forward, self._choose, shapes, self._rows.nobody, device)
+            chosen = shapes_to_capture(max_rows, max_step_tokens)
+            shapes = [*chosen.first, *chosen.soon, *chosen.later]
+            self.num_first, self.num_soon = len(chosen.first), len(chosen.soon)
+            self._representative = chosen.representative
+            self._logits = LogitsBuffer.allocate(
+                max(shape.rows + shape.chunks for shape in shapes), model.vocab_size, device
+            )
+            self._graphs = GraphedSteps(self._forward, self._sample_captured, shapes, self._rows.padding_row, device)
         self._ends = self._sampler.end_columns.end_ids
-        self.num_replayed = 0  # steps that were not built but replayed
+        self.num_replayed = 0  # steps that ran as a CUDA graph
 
     @property
     def prepared(self) -> bool:
-        return self._recorded is None or self._recorded.complete
+        return self._graphs is None or self._graphs.complete
 
     @torch.inference_mode()
     def prepare(self) -> None:
-        """Between steps, if there is time: record one more shape of steps. Without memory for it no more are."""
-        if self._recorded is not None:
-            self._record(self._recorded.next_missing)
+        """Capture one more shape. Call between steps, when idle. Capturing ends when memory runs out."""
+        if self._graphs is not None:
+            self._capture(self._graphs.next_missing)
 
     @torch.inference_mode()
     def dry_run(self) -> None:
-        """Go through steps that between them launch what most others do. Nobody takes part. Between steps."""
-        if self._recorded is None or self._said is None:
+        """Run steps of padding that together launch the kernels of most others. Call between steps."""
+        if self._graphs is None or self._logits is None:
             return
         whole, self._model = self._model, self._model.truncated()
         try:
-            self._recorded.dry_run(self._telling)
-            self._sampler.dry_run(self._said.logits[:1])
+            self._graphs.dry_run(self._representative)
+            self._sampler.dry_run(self._logits.logits[:1])
         finally:
             self._model = whole
 
-    def _record(self, shape: StepSize | None) -> None:
-        """Between steps: this one, and what became missing of others."""
-        assert self._recorded is not None and self._said is not None
-        self._said.speaking.fill_(PADDING)  # what is recorded is done as well: nobody's tokens are chosen a second time
+    def _capture(self, shape: StepSize | None) -> None:
+        """Capture this shape, and missing sampling graphs. Call between steps."""
+        assert self._graphs is not None and self._logits is not None
+        self._logits.emitting.fill_(PADDING)  # a capture also runs: no row may be sampled a second time
         try:
-            self._recorded.record(shape)
+            self._graphs.capture(shape)
         except RuntimeError as error:  # torch.OutOfMemoryError, or what an interrupted capture makes of it
-            _log.warning("no more steps are recorded: %s", error)
-            self._recorded.give_up()
+            _log.warning("no more CUDA graphs are captured: %s", error)
+            self._graphs.stop_capturing()
             torch.cuda.empty_cache()
 
     @torch.inference_mode()
-    def pace(self) -> StepTimes | None:
-        """How fast recorded steps are; None if too few are recorded. Between steps."""
-        return None if self._recorded is None else self._recorded.pace()
+    def step_times(self) -> StepTimes | None:
+        """Times of captured steps; None if too few are captured. Call between steps."""
+        return None if self._graphs is None else self._graphs.step_times()
 
     def launch(self, plan: StepPlan, masks: Masks | None = None) -> "PendingStep":
         try:
             return self._launch(plan, masks)
         except torch.OutOfMemoryError as error:
-            torch.cuda.empty_cache()  # what lies in pieces becomes whole again
+            torch.cuda.empty_cache()  # defragments the allocator
             raise StepLost(f"no memory for a step of {plan.num_tokens} tokens: {error}", too_large=True) from error
 
     @torch.inference_mode()
@@ -145,16 +147,16 @@ class ModelRunner:
         decoding = self._rows.apply(plan)
         self._trip(FaultSite.BUILD_BATCH)
         if not plan.num_padding:
-            emission = self._replay(decoding, plan.chunks, masks)
-            if emission is not None:
-                return PendingStep(plan.step, emission)
+            sampled = self._replay(decoding, plan.chunks, masks)
+            if sampled is not None:
+                return PendingStep(plan.step, sampled)
         batch = build_batch(self._rows, plan, decoding)
         if len(batch.tokens) == 0:
             return PendingStep(plan.step)
         self._trip(FaultSite.FORWARD)
-        hidden = self._model.forward(batch.tokens, batch.layout, self._stores.device, batch.wanted)
-        if self._recorded is not None:
-            self._recorded.built(StepSize(len(decoding), len(plan.chunks), len(batch.tokens) - len(decoding)))
+        hidden = self._model.forward(batch.tokens, batch.layout, self._stores.device, batch.needed)
+        if self._graphs is not None:
+            self._graphs.note_eager(StepSize(len(decoding), len(plan.chunks), len(batch.tokens) - len(decoding)))
         return PendingStep(
             plan.step,
             self._sample(batch.sampling, hidden, masks) if len(batch.sampling.at) else None,
@@ -164,97 +166,97 @@ class ModelRunner:
         )
 
     def _replay(self, decoding: IntArray, chunks: tuple[Chunk, ...], masks: Masks | None) -> "SampledTokens | None":
-        """The step as it was recorded; None if it was not, or if a chunk must give back more than a token."""
-        if self._recorded is None:
+        """Run the step as a CUDA graph; None if no graph holds it, or if a chunk returns more than a token."""
+        if self._graphs is None:
             return None
         arrays = chunk_arrays(self._rows, chunks) if chunks else None
         if chunks and arrays is None:
             return None
         if self._on_demand:
-            wanted = self._recorded.worth_recording(shape_of(decoding, arrays))
-            if wanted is not None or self._recorded.forgot:
-                self._record(wanted)
+            missing = self._graphs.worth_capturing(shape_of(decoding, arrays))
+            if missing is not None or self._graphs.lacks_sampling:
+                self._capture(missing)
         self._trip(FaultSite.FORWARD)
-        shape = self._recorded.forward(decoding, arrays)
+        shape = self._graphs.forward(decoding, arrays)
         if shape is None:
             return None
         self.num_replayed += 1
         rows = np.concatenate([decoding, np.array([chunk.row for chunk in chunks], dtype=np.int32)])
         if masks is None and not self._sampler.asks_for_more(rows):
-            outcome = self._choose_as_recorded(shape, rows, len(decoding))
+            outcome = self._sample_from_graph(shape, rows, len(decoding))
             if outcome is not None:
                 return SampledTokens(rows, HostCopy(outcome), None)
-        return self._choose_at_length(shape, rows, len(decoding), chunks, masks)
+        return self._sample_from_buffer(shape, rows, len(decoding), chunks, masks)
 
-    def _choose_as_recorded(self, shape: StepSize, rows: IntArray, num_decoding: int) -> Tensor | None:
-        """[5, rows] int64; None if it is not recorded."""
-        assert self._recorded is not None
-        if self._ends is not self._sampler.end_columns.end_ids:  # the table became wider: records read the old
+    def _sample_from_graph(self, shape: StepSize, rows: IntArray, num_decoding: int) -> Tensor | None:
+        """[5, rows] int64; None if that sampling graph is not captured."""
+        assert self._graphs is not None
+        if self._ends is not self._sampler.end_columns.end_ids:  # the table grew: graphs read the old one
             self._ends = self._sampler.end_columns.end_ids
-            self._recorded.forget_choices()
+            self._graphs.drop_sampling_graphs()
         for site in (FaultSite.LOGITS_PROCESSORS, FaultSite.PENALTIES, FaultSite.SAMPLE, FaultSite.LOGPROBS):
             self._trip(site)
         num_chunks = len(rows) - num_decoding
-        return self._recorded.choose(shape, num_decoding, num_chunks, self._sampler.stages(rows))
+        return self._graphs.sample(shape, num_decoding, num_chunks, self._sampler.stages(rows))
 
-    def _choose_at_length(
+    def _sample_from_buffer(
         self, shape: StepSize, rows: IntArray, num_decoding: int, chunks: tuple[Chunk, ...], masks: Masks | None
     ) -> "SampledTokens":
-        """Of what a replayed model said, for those of the rows that get a token."""
-        assert self._said is not None
-        speak = np.ones(len(rows), dtype=np.bool_)
-        speak[num_decoding:] = [ChunkOutput.SAMPLE in chunk.output for chunk in chunks]
+        """Sample outside the graph, from the logits that a replayed model left, for the rows that get a token."""
+        assert self._logits is not None
+        emits = np.ones(len(rows), dtype=np.bool_)
+        emits[num_decoding:] = [ChunkOutput.SAMPLE in chunk.output for chunk in chunks]
         places = np.arange(len(rows))
         places[num_decoding:] += shape.rows - num_decoding
-        at, device_rows = upload_integers(self.device, places[speak], rows[speak])
-        batch = SamplingBatch(device_rows, rows[speak], self._said.positions[at])
-        return self._choose_from(self._said.logits[at], batch, masks)
+        at, device_rows = upload_integers(self.device, places[emits], rows[emits])
+        batch = SamplingBatch(device_rows, rows[emits], self._logits.positions[at])
+        return self._sample_logits(self._logits.logits[at], batch, masks)
 
     def _forward(self, rows: Tensor, chunks: ChunkInputs | None) -> Tensor:
-        """What is recorded of the model: what it says after these rows and chunks, whoever they are."""
-        assert self._said is not None and self._decode_inputs is not None
+        """The captured model part: logits after these rows and chunks, into the buffer."""
+        assert self._logits is not None and self._decode_inputs is not None
         if chunks is None:
-            batch, wanted = decode_batch(self._rows, rows, self._decode_inputs), None
+            batch, needed = decode_batch(self._rows, rows, self._decode_inputs), None
         else:
             batch = mixed_batch(self._rows, rows, chunks, self._decode_inputs)
-            wanted = batch.last_tokens
-        hidden = self._model.forward(batch.tokens, batch.layout, self._stores.device, wanted)
-        said = self._said.first(len(batch.speaking))
-        said.speaking.copy_(batch.speaking)
-        said.positions.copy_(batch.layout.context_lengths)  # where the next one will be, of all who speak
-        return self._model.logits(hidden, out=said.logits)
+            needed = batch.last_tokens
+        hidden = self._model.forward(batch.tokens, batch.layout, self._stores.device, needed)
+        buffer = self._logits.first(len(batch.emitting))
+        buffer.emitting.copy_(batch.emitting)
+        buffer.positions.copy_(batch.layout.context_lengths)  # the position of each next token
+        return self._model.logits(hidden, out=buffer.logits)
 
-    def _choose(self, count: int, stages: SamplingStage) -> Tensor:
-        """What is recorded of choosing, for so many. [5, count] int64."""
-        assert self._finish is not None and self._said is not None
-        logits, speaking, positions = self._said.first(count)
-        chosen = self._sampler.choose(logits, speaking, positions, stages)
-        return self._finish(chosen, speaking, positions, self._sampler.end_columns, self._rows.state)
+    def _sample_captured(self, count: int, stages: SamplingStage) -> Tensor:
+        """The captured sampling part, for so many rows. [5, count] int64."""
+        assert self._finish is not None and self._logits is not None
+        logits, emitting, positions = self._logits.first(count)
+        chosen = self._sampler.choose(logits, emitting, positions, stages)
+        return self._finish(chosen, emitting, positions, self._sampler.end_columns, self._rows.state)
 
     def _trip(self, site: FaultSite) -> None:
         trip_any(site, (row_start.sequence for row_start in self._rows.starts.values()))
 
     def _follow(self, plan: StepPlan) -> None:
-        """What is sampled and summed by row follows the same differences as the row table."""
+        """Apply the plan's row changes to the sampler and the pooled sums."""
         if plan.reset:
             self._sampler.clear()
             self._pools.clear()
         for row in plan.leaves:
-            self._sampler.leave(row)
-            self._pools.leave(row)
+            self._sampler.release(row)
+            self._pools.release(row)
         self._sampler.assign(plan.starts)
-        for tell in plan.tells:
-            self._sampler.tell(tell.row, tell.tokens)
+        for append in plan.tells:
+            self._sampler.append_tokens(append.row, append.tokens)
 
     def _sample(
         self,
-        asking: LogitsNeeded,
+        needed: LogitsNeeded,
         hidden: Tensor,  # [tokens, hidden]
         masks: Masks | None,
     ) -> "SampledTokens":
-        return self._choose_from(self._model.logits(hidden[asking.at]), asking.batch, masks)
+        return self._sample_logits(self._model.logits(hidden[needed.at]), needed.batch, masks)
 
-    def _choose_from(
+    def _sample_logits(
         self,
         logits: Tensor,  # [n, vocab] float32
         batch: SamplingBatch,
@@ -269,7 +271,7 @@ class ModelRunner:
         return SampledTokens(batch.host_rows, HostCopy(self._advance(batch, chosen)), scores)
 
     def _advance(self, batch: SamplingBatch, chosen: Sampled) -> Tensor:
-        """The rows take their tokens; what became of each, [5, n] int64: token, alive, finite, stop, length."""
+        """Append each row's token. Returns [5, n] int64: token, alive, finite, stop, length."""
         if self._finish is not None:
             return self._finish(chosen, batch.rows, batch.positions, self._sampler.end_columns, self._rows.state)
         ends = self._sampler.ends(batch, chosen.tokens)
@@ -281,15 +283,15 @@ class ModelRunner:
 
     def _find_candidates(
         self,
-        asking: LogitsNeeded,
+        needed: LogitsNeeded,
         hidden: Tensor,  # [tokens, hidden]
     ) -> RowCandidates:
-        found = self._sampler.candidates(self._model.logits(hidden[asking.at]), asking.batch)
-        self._rows.end(asking.batch.rows, ~found.finite)
+        found = self._sampler.candidates(self._model.logits(hidden[needed.at]), needed.batch)
+        self._rows.end(needed.batch.rows, ~found.finite)
         return found
 
     def _score(self, part: PromptScoring, hidden: Tensor) -> list[Scores]:
-        """Scores of prompt tokens, a few positions at a time: logits of a whole prompt would be vast."""
+        """Logprobs of prompt tokens, a few positions at a time: the logits of a whole prompt would not fit."""
         num_top = self._rows.starts[part.chunk.row].sampling.num_prompt_logprobs or 0
         targets = upload(part.targets, hidden.device).long()
         states = hidden[part.first : part.first + len(targets)]
@@ -304,17 +306,17 @@ class ModelRunner:
 
 
 class LogitsBuffer(NamedTuple):
-    """Where a recorded model leaves what it says, for whoever chooses tokens from it. It stays in place."""
+    """Where a captured model leaves its logits for sampling. The tensors stay in place."""
 
     logits: Tensor  # [most, vocab] float32
-    speaking: Tensor  # [most] int64: the row that gets a token, or PADDING
-    positions: Tensor  # [most] int64: where in its sequence the token will be
+    emitting: Tensor  # [most] int64: the row that gets a token, or PADDING
+    positions: Tensor  # [most] int64: the position of the token in its sequence
 
     @staticmethod
-    def by(most: int, vocab_size: int, device: torch.device) -> "LogitsBuffer":
+    def allocate(most: int, vocab_size: int, device: torch.device) -> "LogitsBuffer":
         return LogitsBuffer(
             logits=torch.zeros(most, vocab_size, dtype=torch.float32, device=device),
-            speaking=torch.full((most,), PADDING, dtype=torch.int64, device=device),
+            emitting=torch.full((most,), PADDING, dtype=torch.int64, device=device),
             positions=torch.zeros(most, dtype=torch.int64, device=device),
         )
 
@@ -324,7 +326,7 @@ class LogitsBuffer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """The tokens that rows were given, on their way to the host."""
+    """Sampled tokens, on their way to the host."""
 
     rows: IntArray
     outcome: HostCopy  # [5, n] int64: token, alive, finite, stop, length
@@ -337,23 +339,23 @@ class SampledTokens:
         ended = tuple(FinishedRow(Row(int(self.rows[i])), _reason(finite[i], stop[i])) for i in over)
         logprobs = {} if self.scores is None else self.scores.wait()
         if not emitted.all():
-            has_first_token = set(self.rows[emitted].tolist())
-            logprobs = {row: top for row, top in logprobs.items() if row in has_first_token}
+            emitting = set(self.rows[emitted].tolist())
+            logprobs = {row: top for row, top in logprobs.items() if row in emitting}
         return StepResult(step, self.rows[emitted], tokens[emitted].astype(np.int32), ended, logprobs)
 
 
 @dataclass(frozen=True, slots=True)
 class PendingStep:
-    """A launched step; its outcome is on the device until somebody waits for it."""
+    """A launched step. Its outcome stays on the device until `wait`."""
 
     step: int
-    emission: SampledTokens | None = None
+    sampled: SampledTokens | None = None
     candidates: RowCandidates | None = None
     prompt_scores: tuple[tuple[PromptScoring, list[Scores]], ...] = ()
     pooled: PooledRows | None = None
 
     def wait(self) -> StepResult:
-        result = StepResult(self.step) if self.emission is None else self.emission.wait(self.step)
+        result = StepResult(self.step) if self.sampled is None else self.sampled.wait(self.step)
         if self.candidates is not None:
             found = self.candidates.wait()
             failed = tuple(FinishedRow(row, FinishReason.ERROR) for row, best in found.items() if best is None)
@@ -383,7 +385,7 @@ def _collect(part: PromptScoring, pieces: list[Scores]) -> PromptLogprobs:
 
 @torch.inference_mode()
 def warm_up(model: Model, stores: KvStores) -> None:
-    """A chunk of two tokens and a decode, in the null block, which nobody reads."""
+    """Run a chunk of two tokens and a decode, in the null block, which is never read."""
     kv = stores.device
     device = kv.device
     positions = torch.tensor([0, 1, 0], device=device) % stores.block_size

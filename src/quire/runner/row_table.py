@@ -1,7 +1,7 @@
-"""The persistent batch on the device: block tables, lengths and last tokens by row, kept up by differences.
+"""The persistent batch on the device: block tables, lengths and last tokens by row, updated by plan differences.
 
-What the device alone can know (which token came, who ended) lives in tensors; what follows from plans is kept on
-the host as well, so that building a batch never waits for the device.
+What only the device knows (sampled tokens, finished rows) lives in tensors; what follows from plans is kept on the
+host as well, so that building a batch never synchronises.
 """
 
 import numpy as np
@@ -16,20 +16,20 @@ from quire.kernels.transfers import upload, upload_integers
 
 
 class RowTable:
-    """One line per row. A row that ended is not alive: it writes to the null block and emits nothing.
+    """One line per row. A finished row is not alive: it writes to the null block and emits nothing.
 
-    On the device there is one line more, of `nobody`, who is never alive: whatever is too wide for a step's rows may
-    name it.
+    On the device there is one line more, the padding row, which is never alive: CUDA graphs that are wider than a step
+    point their unused places at it.
     """
 
     def __init__(self, max_rows: int, max_length: int, block_size: int, device: torch.device) -> None:
         self.block_size = block_size
         self.device = device
-        self.nobody = Row(max_rows)
+        self.padding_row = Row(max_rows)
         width = -(-max_length // block_size)
         self.tables = torch.full((max_rows + 1, width), NULL_BLOCK, dtype=torch.int32, device=device)
         self.lengths = torch.ones(max_rows + 1, dtype=torch.int64, device=device)  # known tokens
-        self.max_lengths = torch.ones(max_rows + 1, dtype=torch.int64, device=device)  # tokens it may come to hold
+        self.max_lengths = torch.ones(max_rows + 1, dtype=torch.int64, device=device)  # tokens it may ever hold
         self.last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
         self.alive = torch.zeros(max_rows + 1, dtype=torch.bool, device=device)
         self.places = torch.arange(max_rows + 2, device=device)
@@ -48,7 +48,7 @@ class RowTable:
         return RowColumns(self.tables, self.lengths, self.max_lengths, self.last_tokens, self.alive)
 
     def apply(self, plan: StepPlan) -> IntArray:
-        """Follow the differences; the rows that cruise through this step."""
+        """Apply a plan's differences. Returns the rows that decode in this step."""
         if plan.reset:
             self.starts.clear()
             self.decoding[:] = False
@@ -59,15 +59,15 @@ class RowTable:
             del self.starts[row]
             self.decoding[row] = False
         if plan.starts:
-            self._sit(plan.starts)
-        for tell in plan.tells:
-            self._hear(tell)
+            self._start_rows(plan.starts)
+        for append in plan.tells:
+            self._append_tokens(append)
         if len(plan.grants):
             self._grant(plan.grants)
-        moving = self.decoding.copy()
-        moving[list(plan.pauses)] = False
-        rows = np.flatnonzero(moving).astype(np.int32)
-        assert len(rows) == plan.num_decoding, f"{len(rows)} rows cruise, the plan says {plan.num_decoding}"
+        running = self.decoding.copy()
+        running[list(plan.pauses)] = False
+        rows = np.flatnonzero(running).astype(np.int32)
+        assert len(rows) == plan.num_decoding, f"{len(rows)} rows decode, the plan says {plan.num_decoding}"
         caught_up = [chunk.row for chunk in plan.chunks if ChunkOutput.SAMPLE in chunk.output]
         self._tokens_left[rows] -= 1
         self._tokens_left[caught_up] -= 1
@@ -76,16 +76,16 @@ class RowTable:
         return rows
 
     def advance(self, rows: Tensor, tokens: Tensor, emitted: Tensor, ended: Tensor) -> None:
-        """Rows that emitted a token know one more; rows that ended are inert from now on."""
+        """Append a token to the rows that emitted one; finished rows become inert."""
         self.last_tokens[rows] = torch.where(emitted, tokens, self.last_tokens[rows])
         self.lengths[rows] += emitted
         self.end(rows, ended)
 
     def end(self, rows: Tensor, ended: Tensor) -> None:
-        """Those of the rows that ended are inert from now on."""
+        """Make the finished ones of these rows inert."""
         self.alive[rows] &= ~ended
 
-    def _sit(self, starts: tuple[RowStart, ...]) -> None:
+    def _start_rows(self, starts: tuple[RowStart, ...]) -> None:
         for row_start in starts:
             assert row_start.row not in self.starts, f"row {row_start.row} is taken"
             self.starts[row_start.row] = row_start
@@ -99,16 +99,16 @@ class RowTable:
         self.max_lengths[rows] = max_lengths
         self.alive.index_fill_(0, rows, True)
 
-    def _hear(self, tell: AppendTokens) -> None:
-        assert not self.decoding[tell.row], f"row {tell.row} cruises: it finds its tokens itself"
-        row_start = self.starts[tell.row]
-        known = np.concatenate([row_start.tokens, np.array(tell.tokens, dtype=np.int32)])
-        self.starts[tell.row] = row_start._replace(tokens=known)
-        self._tokens_left[tell.row] -= len(tell.tokens)
-        self.lengths.index_fill_(0, upload(np.array([tell.row]), self.device), len(known))
+    def _append_tokens(self, append: AppendTokens) -> None:
+        assert not self.decoding[append.row], f"row {append.row} is decoding: it appends its own tokens"
+        row_start = self.starts[append.row]
+        known = np.concatenate([row_start.tokens, np.array(append.tokens, dtype=np.int32)])
+        self.starts[append.row] = row_start._replace(tokens=known)
+        self._tokens_left[append.row] -= len(append.tokens)
+        self.lengths.index_fill_(0, upload(np.array([append.row]), self.device), len(known))
 
     def _grant(self, grants: Grants) -> None:
-        """A row may be named several times: its blocks stay in order because the sort does."""
+        """Append blocks to block tables. A row may occur several times: the stable sort keeps its blocks in order."""
         order = np.argsort(grants.rows, kind="stable")
         rows = grants.rows[order].astype(np.int64)
         columns = self.num_blocks[rows] + np.arange(len(rows)) - np.searchsorted(rows, rows)

@@ -58,7 +58,7 @@ class Penalties:
         generated = tokens[row_start.num_prompt :]
         self.generated[slot].zero_().index_add_(0, generated, torch.ones_like(generated, dtype=torch.int32))
 
-    def leave(self, row: Row) -> None:
+    def release(self, row: Row) -> None:
         self.slots.give_back(row)
 
     def apply(self, logits: Tensor, part: BatchSubset, rows: SamplingParamsTable) -> None:
@@ -107,7 +107,7 @@ class LogitBias:
         self.table = grown(self.table, (self.slots.capacity, self._vocab_size))
         self.table[slot].copy_(upload(self._vector(row_start.sampling).numpy(), self.table.device))
 
-    def leave(self, row: Row) -> None:
+    def release(self, row: Row) -> None:
         self.slots.give_back(row)
 
     def apply(self, logits: Tensor, part: BatchSubset) -> None:
@@ -203,7 +203,7 @@ class BadWords:
         self._lasts[slot].copy_(upload(lasts.numpy(), self._lasts.device))
         self._tails[slot].copy_(upload(tail.numpy(), self._tails.device))
 
-    def leave(self, row: Row) -> None:
+    def release(self, row: Row) -> None:
         self._slots.give_back(row)
 
     def apply(self, logits: Tensor, part: BatchSubset) -> None:

@@ -126,7 +126,7 @@ class SamplingParamsTable:
             row_start.max_length,
         )
 
-    def leave(self, row: Row) -> None:
+    def release(self, row: Row) -> None:
         self.asks[row] = 0
 
     def union(self, batch: SamplingBatch) -> SamplingFeature:

@@ -83,18 +83,18 @@ class Sampler:
             if asks & SamplingFeature.PENALTIES:
                 self._penalties.assign(row_start)
 
-    def leave(self, row: Row) -> None:
-        self._rows.leave(row)
-        self._offsets.leave(row)
-        self._bad_words.leave(row)
-        self._penalties.leave(row)
+    def release(self, row: Row) -> None:
+        self._rows.release(row)
+        self._offsets.release(row)
+        self._bad_words.release(row)
+        self._penalties.release(row)
 
     def clear(self) -> None:
         """Every row is empty, whatever a lost step had left half done."""
         for row in range(self._max_rows):
-            self.leave(Row(row))
+            self.release(Row(row))
 
-    def tell(self, row: Row, tokens: tuple[int, ...]) -> None:
+    def append_tokens(self, row: Row, tokens: tuple[int, ...]) -> None:
         """A tethered row's tokens go on with these."""
         if not self._rows.asks[row] & _REMEMBERING:
             return
