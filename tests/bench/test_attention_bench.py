@@ -1,4 +1,4 @@
-"""`quire bench kernels`: the steps it measures, what they ask for, and what it refuses. Its figures need a GPU."""
+"""`quire bench kernels`: its steps, their bytes and products, and refused options. Its figures need a GPU."""
 
 import pytest
 import torch
@@ -6,19 +6,17 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.bench.attention import (
-    WORKS,
-    AttentionWork,
-    HeadShape,
-    KernelFigure,
+from quire.bench.attention import HeadShape, KernelFigure, kernel_inputs
+from quire.bench.attention_steps import (
+    STANDARD_STEPS,
+    AttentionStep,
     QuerySpan,
-    chunks,
-    even,
-    find,
-    step_of,
-    uneven,
+    decode_step,
+    find_step,
+    mixed_decode_step,
+    prefill_step,
 )
-from quire.cli import bench_engine as kernel_bench
+from quire.cli import bench_engine
 from quire.cli.main import app
 from quire.kernels.reference import ReferenceKernels
 
@@ -26,7 +24,7 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a G
 
 
 @without_gpu
-def test_without_a_gpu_it_says_so() -> None:
+def test_it_is_refused_without_a_gpu() -> None:
     refused = CliRunner().invoke(app, ["bench", "kernels", "--beside", "fa3"])
     assert refused.exit_code != 0 and "no GPU" in str(refused.exception or refused.output)
 
@@ -47,7 +45,7 @@ def test_without_a_gpu_it_says_so() -> None:
         (("--steps", "chunks 100x100000"), ("10,000,000", "8,388,608")),
     ],
 )
-def test_what_cannot_be_measured(arguments: tuple[str, ...], named: tuple[str, ...]) -> None:
+def test_options_that_cannot_be_measured_are_refused(arguments: tuple[str, ...], named: tuple[str, ...]) -> None:
     refused = CliRunner().invoke(app, ["bench", "kernels", *arguments])
     assert refused.exit_code == 2 and all(word in refused.output for word in named)
 
@@ -56,7 +54,7 @@ spans = st.lists(st.builds(QuerySpan, st.integers(0, 20), st.integers(1, 9)), mi
 
 
 @given(spans, st.integers(0, 25))
-def test_what_a_step_asks_for_is_counted(spans: tuple[QuerySpan, ...], window: int) -> None:
+def test_keys_and_scores_of_a_step_are_counted(spans: tuple[QuerySpan, ...], window: int) -> None:
     seen = [
         (number, query, key)
         for number, span in enumerate(spans)
@@ -64,59 +62,69 @@ def test_what_a_step_asks_for_is_counted(spans: tuple[QuerySpan, ...], window: i
         for key in range(query + 1)
         if not window or query - key < window
     ]
-    work = AttentionWork("", spans)
-    assert work.num_scores(window) == len(seen)
-    assert work.num_read(window) == len({(number, key) for number, _, key in seen})
+    step = AttentionStep("", spans)
+    assert step.num_scores(window) == len(seen)
+    assert step.num_read(window) == len({(number, key) for number, _, key in seen})
 
 
 def test_names_and_lengths() -> None:
-    assert [work.name for work in (even(8, 64), uneven(3, 10, 30), chunks(1, 5), chunks(2, 5, 7))] == [
+    steps = (decode_step(8, 64), mixed_decode_step(3, 10, 30), prefill_step(1, 5), prefill_step(2, 5, 7))
+    assert [step.name for step in steps] == [
         "decode 8x64", "decode 3x10..30", "chunk 5", "chunks 2x5+7",
     ]  # fmt: skip
-    assert sorted(span.length for span in uneven(3, 10, 30).spans) == [10, 20, 30]
-    assert len({work.name for work in WORKS}) == len(WORKS)
-    assert all(work.decodes or all(span.num_new > 1 for span in work.spans) for work in WORKS)
+    assert sorted(span.length for span in mixed_decode_step(3, 10, 30).spans) == [10, 20, 30]
+    assert len({step.name for step in STANDARD_STEPS}) == len(STANDARD_STEPS)
+    assert all(step.decodes or all(span.num_new > 1 for span in step.spans) for step in STANDARD_STEPS)
 
 
-def test_a_step_is_found_by_the_name_that_the_table_has() -> None:
-    for work in (*WORKS, even(24, 700), uneven(9, 10, 2000), chunks(1, 300, 5000), chunks(3, 40), even(1, 1)):
-        assert find(work.name) == work
-    assert find("chunks 1x300") == chunks(1, 300)
+def test_a_step_is_found_by_its_name_in_the_table() -> None:
+    for step in (
+        *STANDARD_STEPS,
+        decode_step(24, 700),
+        mixed_decode_step(9, 10, 2000),
+        prefill_step(1, 300, 5000),
+        prefill_step(3, 40),
+        decode_step(1, 1),
+    ):
+        assert find_step(step.name) == step
+    assert find_step("chunks 1x300") == prefill_step(1, 300)
 
 
 @pytest.mark.parametrize("size", [16, 32])
-@pytest.mark.parametrize("work", [uneven(5, 3, 70), chunks(2, 9, 40), chunks(1, 33)], ids=lambda work: work.name)
-def test_every_sequence_has_keys_of_its_own(work: AttentionWork, size: int) -> None:
-    """Attention over pages is attention over each sequence's keys in a row."""
+@pytest.mark.parametrize(
+    "step", [mixed_decode_step(5, 3, 70), prefill_step(2, 9, 40), prefill_step(1, 33)], ids=lambda step: step.name
+)
+def test_every_sequence_has_its_own_keys(step: AttentionStep, size: int) -> None:
+    """Paged attention equals attention over the contiguous keys of each sequence."""
     shape = HeadShape(4, 2, 16, window=20, dtype=torch.float32, block_size=size)
-    layout, query, layers = step_of(work, shape, torch.device("cpu"))
+    layout, query, layers = kernel_inputs(step, shape, torch.device("cpu"))
     assert len(layers) == 32
     given = ReferenceKernels().plan(layout, size).attend(query, layers[1], shape.rule)
     first = 0
     blocks: set[int] = set()
-    for span, table in zip(work.spans, layout.tables, strict=True):
+    for span, table in zip(step.spans, layout.tables, strict=True):
         own = table[: -(-span.length // size)].tolist()
-        assert 0 not in own and blocks.isdisjoint(own), "block 0 is nobody's"
+        assert 0 not in own and blocks.isdisjoint(own), "block 0 is the padding block"
         blocks |= set(own)
         keys, values = layers[1][own].transpose(0, 1).reshape(2, -1, 2, 16)[:, : span.length].transpose(1, 2)
         queries = query[first : first + span.num_new].transpose(0, 1)
         apart = torch.arange(span.num_before, span.length)[:, None] - torch.arange(span.length)
         seen = (apart >= 0) & (apart < 20)
-        answer = torch.nn.functional.scaled_dot_product_attention(queries, keys, values, seen, enable_gqa=True)
+        expected = torch.nn.functional.scaled_dot_product_attention(queries, keys, values, seen, enable_gqa=True)
         torch.testing.assert_close(
-            given[first : first + span.num_new].view(-1, 4, 16), answer.transpose(0, 1), atol=1e-5, rtol=0
+            given[first : first + span.num_new].view(-1, 4, 16), expected.transpose(0, 1), atol=1e-5, rtol=0
         )
         first += span.num_new
 
 
-def test_the_table_has_both_and_their_ratio(
+def test_the_table_has_both_times_and_their_ratio(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     figures = [KernelFigure("decode 8x64", 12.0, 3.5, "TB/s", 10.0), KernelFigure("chunk 512", 80.0, 400.0, "TFLOP/s")]
-    monkeypatch.setattr(kernel_bench, "measure_kernels", lambda shape, beside, works: iter(figures))
-    kernel_bench.kernels(HeadShape(), WORKS, "torch", as_json=False)
-    said = capsys.readouterr().out
-    [first] = [line for line in said.splitlines() if "decode" in line]
-    [second] = [line for line in said.splitlines() if "chunk" in line]
+    monkeypatch.setattr(bench_engine, "measure_kernels", lambda shape, beside, steps: iter(figures))
+    bench_engine.kernels(HeadShape(), STANDARD_STEPS, "torch", as_json=False)
+    shown = capsys.readouterr().out
+    [first] = [line for line in shown.splitlines() if "decode" in line]
+    [second] = [line for line in shown.splitlines() if "chunk" in line]
     assert "12.0" in first and "10.0" in first and "1.20" in first
-    assert "80.0" in second and second.count("–") == 2, "it does no such step"
+    assert "80.0" in second and second.count("–") == 2, "the library does not run such steps"

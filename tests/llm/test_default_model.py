@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from transformers import LlamaForCausalLM
 
 from quire import LLM, SamplingParams
-from quire.bench.versus import as_llama
+from quire.bench.transformers_baseline import as_llama
 from quire.engine.build import weights_of
 from quire.formats.open_checkpoint import open_checkpoint
 from quire.kernels.cpu.kernels import CpuKernels

@@ -25,7 +25,7 @@ _PACKAGES = ("torch", "triton", "numpy", "numba")  # those that a figure may han
 Facts = dict[str, object]
 
 
-def circumstances(arguments: Many[str], device: str) -> Facts:
+def environment(arguments: Many[str], device: str) -> Facts:
     """Of any measurement."""
     return {
         "command": shlex.join(["quire", *arguments]),

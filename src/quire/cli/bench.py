@@ -10,8 +10,7 @@ from typing import TypeVar
 
 import click
 
-from quire.bench.attention import WORKS, AttentionWork
-from quire.bench.attention import find as find_step
+from quire.bench.attention_steps import STANDARD_STEPS, AttentionStep, find_step
 from quire.bench.workload import WorkloadSlice, find
 from quire.cli.options import FiniteRange, measured_engine_options
 from quire.cli.spinner import waking
@@ -40,10 +39,10 @@ def names(allowed: Many[str]) -> Callable[[click.Context, click.Parameter, str],
     return parse
 
 
-def _steps(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[AttentionWork, ...]:
+def _steps(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[AttentionStep, ...]:
     """Of an option such as `decode 24x700,chunk 300+5000`; all that are usual, if nothing is said."""
     if value is None:
-        return WORKS
+        return STANDARD_STEPS
     try:
         return tuple(find_step(word.strip()) for word in value.split(","))
     except ConfigError as error:
@@ -139,7 +138,7 @@ def startup(model: str | None, repeats: int, batch: bool, as_json: bool, **given
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per step instead of the table.")
 def kernels(
     heads: int, kv_heads: int, head_dim: int, window: int, softcap: float, dtype: str, block_size: int,
-    steps: tuple[AttentionWork, ...], beside: str | None, as_json: bool,
+    steps: tuple[AttentionStep, ...], beside: str | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Times of attention on a GPU, the rates they come to, and another library's times."""
     if heads % kv_heads:

@@ -1,32 +1,25 @@
-"""`quire bench throughput` and `quire bench latency`: the engine offline, as a table or as JSON.
-
-`quire bench kernels`: a line for each step that attention is measured by, as a table or as JSON.
-
-`quire bench`: races, shown as a table and, if wanted, as one JSON object.
-"""
+"""`quire bench throughput`, `latency` and `kernels`: measurements that load torch, as a table or as JSON."""
 
 import json
-import platform
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
 
 import torch
-import transformers
 from rich.table import Table
 
 from quire.bench import throughput as report
-from quire.bench.attention import AttentionWork, HeadShape, KernelFigure, measure_kernels
-from quire.bench.environment import circumstances, settings
+from quire.bench.attention import HeadShape, KernelFigure, measure_kernels
+from quire.bench.attention_steps import AttentionStep
+from quire.bench.environment import environment, settings
 from quire.bench.observer import GpuBusy, Observer, device_clock
 from quire.bench.throughput import Measurement, Percentiles, measure, percentiles_ms
-from quire.bench.versus import Race, as_llama, race
 from quire.bench.workload import WorkloadSlice
 from quire.cli.console import err, out
 from quire.cli.load_model import start
 from quire.core.sampling import SamplingParams
-from quire.engine.build import BuiltEngine, weights_of
+from quire.engine.build import BuiltEngine
 from quire.engine.machine import pick_device
 from quire.llm import LLM
 from quire.version import __version__
@@ -54,15 +47,15 @@ def _show(
     row: Callable[[Measurement], list[str]],
     plain: Callable[[Measurement], report.Report],
 ) -> None:
-    asked = {name: given[name] for name in _SAMPLING}
-    sampling = SamplingParams(**asked)  # type: ignore[arg-type]  # which it checks
+    requested = {name: given[name] for name in _SAMPLING}
+    sampling = SamplingParams(**requested)  # type: ignore[arg-type]  # which it checks
     device = pick_device(str(given["device"])).type
     observer = Observer(time.monotonic, device_clock(device))
     built = start(model, given, report=True, observe=observer.around)
     measured = _measure(LLM.over(built), observer, workloads, part, sampling, given)
     if given["as_json"]:
-        facts = {"model": built.name, "sampling": asked, "settings": settings(built),
-                 **circumstances(sys.argv[1:], device)}  # fmt: skip
+        facts = {"model": built.name, "sampling": requested, "settings": settings(built),
+                 **environment(sys.argv[1:], device)}  # fmt: skip
         for each in measured:
             print(json.dumps({**plain(each), **facts}), flush=True)
         return
@@ -71,7 +64,7 @@ def _show(
         for each in measured:
             table.add_row(*row(each))
     finally:
-        if table.row_count:  # whoever has enough, or whatever fails, keeps what was measured before
+        if table.row_count:  # after Ctrl-C or a failure too: workloads that ended are shown
             out.print(table)
     if not part.whole:
         out.print("Parts of the workloads: a trial, not to be compared with figures of the whole.")
@@ -103,11 +96,11 @@ def _measure(
 
 
 def _title(built: BuiltEngine, sampling: SamplingParams) -> str:
-    usual = SamplingParams(temperature=0.0)
-    drawn = [
-        f"{name} {getattr(sampling, name)}" for name in _SAMPLING if getattr(sampling, name) != getattr(usual, name)
+    greedy = SamplingParams(temperature=0.0)
+    changed = [
+        f"{name} {getattr(sampling, name)}" for name in _SAMPLING if getattr(sampling, name) != getattr(greedy, name)
     ]
-    how = ", ".join(drawn) or "greedy"
+    how = ", ".join(changed) or "greedy"
     return f"{built.name} · {built.dtype} · {built.machine.device.upper()} · {how} · quire {__version__}"
 
 
@@ -128,30 +121,30 @@ def _latency_row(measured: Measurement) -> list[str]:
     gaps = percentiles_ms([gap for run in measured.runs for gap in run.gaps_s])
     first = percentiles_ms([first for run in measured.runs for first in run.first_tokens_s])
     assert first is not None, measured
-    spoken = [f"{value:.3f}" for value in gaps or ()] or ["–"] * len(Percentiles._fields)
+    columns = [f"{value:.3f}" for value in gaps or ()] or ["–"] * len(Percentiles._fields)
     return [
         measured.workload,
         f"{1000 * measured.seconds / measured.runs[0].longest_output:.3f}",
         f"{first.p50:.2f}",
         f"{first.p99:.2f}",
-        *spoken,
+        *columns,
         _share(measured.runs[-1].gpu_busy_in_decode),
     ]
 
 
 def _share(found: GpuBusy | None) -> str:
-    """An upper bound is said to be one."""
+    """An upper bound is marked with ≤."""
     if found is None:
         return "–"
     return f"{'≤ ' if found.late_share else ''}{found.share:.1%}"
 
 
-def kernels(shape: HeadShape, works: Sequence[AttentionWork], beside: str | None, as_json: bool) -> None:
-    figures = measure_kernels(shape, beside, works)
+def kernels(shape: HeadShape, steps: Many[AttentionStep], beside: str | None, as_json: bool) -> None:
+    figures = measure_kernels(shape, beside, steps)
     if as_json:
-        said = {**shape._asdict(), "dtype": str(shape.dtype).removeprefix("torch."), "beside": beside}
+        options = {**shape._asdict(), "dtype": str(shape.dtype).removeprefix("torch."), "beside": beside}
         for figure in figures:
-            print(json.dumps({**figure._asdict(), **said, "device": torch.cuda.get_device_name()}), flush=True)
+            print(json.dumps({**figure._asdict(), **options, "device": torch.cuda.get_device_name()}), flush=True)
         return
     table = Table()
     for column in ("step", "µs", "rate", *((f"{beside}, µs", f"by {beside}") if beside else ())):
@@ -167,56 +160,5 @@ def _cells(figure: KernelFigure, compared: bool) -> list[str]:
     if theirs is not None:
         cells += [f"{theirs:.1f}", f"{figure.microseconds / theirs:.2f}"]
     elif compared:
-        cells += ["–", "–"]  # it does no such step by itself
+        cells += ["–", "–"]  # the library does not run such steps
     return cells
-
-
-def race_transformers(model: str | None, given: Mapping[str, object]) -> None:
-    built = start(model, given, report=True)
-    dtype = torch.bfloat16 if given["dtype"] == "bfloat16" else torch.float32
-    rival = as_llama(built.checkpoint.spec, weights_of(built.checkpoint, dtype), dtype)
-    races = race(
-        LLM.over(built),
-        rival,
-        num_requests=int(str(given["requests"])),
-        batch_size=int(str(given["batch"])),
-        repeats=int(str(given["repeats"])),
-        say=lambda text: err.print(text, style="dim"),
-    )
-    out.print(f"{built.name} · {built.dtype} · quire {__version__} · transformers {transformers.__version__}")
-    table = Table()
-    for column in ("discipline", "quire tok/s", "transformers tok/s", "times faster (each repeat)"):
-        table.add_column(column, justify="left" if column == "discipline" else "right")
-    for each in races:
-        ratios = ", ".join(f"{ratio:.2f}" for ratio in each.ratios)
-        table.add_row(
-            f"{each.discipline} / {each.rival.name}",
-            f"{each.quire.tokens_per_s:.1f}",
-            f"{each.rival.tokens_per_s:.1f}",
-            f"{each.ratio:.2f} ({ratios})",
-        )
-    out.print(table)
-    if given["as_json"]:
-        print(json.dumps(_summary(races, built.dtype)))
-
-
-def _summary(races: list[Race], dtype: str) -> dict[str, object]:
-    return {
-        "quire": __version__,
-        "torch": str(torch.__version__),
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "dtype": dtype,
-        "threads": torch.get_num_threads(),
-        "races": [
-            {
-                "discipline": each.discipline,
-                "rival": each.rival.name,
-                "tokens": each.quire.tokens,
-                "quire_s": each.quire.seconds,
-                "rival_s": each.rival.seconds,
-                "ratio": each.ratio,
-            }
-            for each in races
-        ],
-    }

@@ -14,10 +14,10 @@ from dataclasses import asdict
 
 from rich.table import Table
 
-from quire.bench.environment import circumstances
+from quire.bench.environment import environment
 from quire.bench.serving import ServingLoad, ServingRepeat, measure_serving, median_ratio
 from quire.bench.startup import StartupTimes, measure_starts
-from quire.bench.versus import DuelHeat, duel
+from quire.bench.versus import CommandComparison, compare_commands
 from quire.cli.console import err, out
 from quire.cli.load_model import headline
 from quire.cli.options import engine_config
@@ -60,29 +60,29 @@ def _summary(load: ServingLoad, measured: list[ServingRepeat]) -> dict[str, obje
 
 
 def race(ours: Many[str], theirs: Many[str], rounds: int, as_json: bool) -> None:
-    heats = duel(ours, theirs, rounds=rounds, say=lambda text: err.print(text, style="dim"))
+    comparisons = compare_commands(ours, theirs, rounds=rounds, say=lambda text: err.print(text, style="dim"))
     if as_json:
-        print(json.dumps([_plain(heat) for heat in heats]))
+        print(json.dumps([_plain(each) for each in comparisons]))
         return
     columns = ("workload", "tokens out", "quire s", "rival s", "times faster", "drift")
     table = Table(*columns)
-    for heat in heats:
+    for each in comparisons:
         table.add_row(
-            heat.workload,
-            " ≠ ".join(f"{count:,}" for count in sorted(heat.num_output)),
-            _each(heat.ours_s),
-            _each(heat.theirs_s),
-            f"{heat.ratio:.3f}" if heat.same_work else "not the same work",
-            f"{heat.drift:.3f}",
+            each.workload,
+            " ≠ ".join(f"{count:,}" for count in sorted(each.num_output)),
+            _each(each.ours_s),
+            _each(each.theirs_s),
+            f"{each.ratio:.3f}" if each.same_work else "not the same work",
+            f"{each.drift:.3f}",
         )
     out.print(table)
     out.print("Each of the rival's turns is compared with the mean of our turns before and after it; drift is our")
     out.print("slowest turn by our fastest.")
 
 
-def _plain(heat: DuelHeat) -> dict[str, object]:
-    plain = {**asdict(heat), "num_output": sorted(heat.num_output), "same_work": heat.same_work, "drift": heat.drift}
-    return {**plain, "ratios": heat.ratios, "ratio": heat.ratio} if heat.same_work else plain
+def _plain(each: CommandComparison) -> dict[str, object]:
+    plain = {**asdict(each), "num_output": sorted(each.num_output), "same_work": each.same_work, "drift": each.drift}
+    return {**plain, "ratios": each.ratios, "ratio": each.ratio} if each.same_work else plain
 
 
 def _each(seconds: Many[float]) -> str:
@@ -97,7 +97,7 @@ def startup(model: str | None, repeats: int, batch: bool, as_json: bool, given: 
     starts = measure_starts(config, repeats=repeats, batch=batch, say=lambda text: err.print(text, style="dim"))
     if as_json:
         plain = [{**start._asdict(), "phases": [phase._asdict() for phase in start.phases]} for start in starts]
-        facts = circumstances(sys.argv[1:], pick_device(config.device).type)
+        facts = environment(sys.argv[1:], pick_device(config.device).type)
         print(json.dumps({"bench": "startup", "model": model, "batch": batch, "starts": plain, **facts}))
         return
     out.print(_table(starts, headline(config)))

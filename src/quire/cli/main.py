@@ -334,7 +334,7 @@ def bench() -> None:
 def bench_transformers(model: str | None, **given: object) -> None:
     """Race transformers' generate on the same weights, interleaved, in one process."""
     with waking():
-        from quire.cli.bench_engine import race_transformers as work
+        from quire.cli.bench_transformers import compare_transformers as work
 
     work(model, given)
 
