@@ -291,7 +291,7 @@ class ManagerMachine(RuleBasedStateMachine):
         for row in range(ROWS):
             each = self.rows.get(Row(row))
             assert kv.tables.lengths[row] == (0 if each is None else each.num_blocks)
-            assert kv.reserved[row] == (0 if each is None else each.reserved)
+            assert kv.tables.reserved[row] == (0 if each is None else each.reserved)
         assert kv.host is None or kv.host.num_blocks == kv.host.num_free + kv.host.num_evictable, (
             "host blocks have no reader"
         )

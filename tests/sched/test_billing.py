@@ -255,13 +255,17 @@ def test_a_family_that_leaves_frees_what_only_its_members_share() -> None:
     sequences = bench.add_family(counting(1, 10), 9, 3)
     bench.turns(2)
     blocks = {block for sequence in sequences for block in bench.table(sequence)}
-    reserved = sum(int(bench.scheduler.kv.reserved[sequence.row]) for sequence in sequences if sequence.row is not None)
+    reserved = sum(
+        int(bench.scheduler.kv.tables.reserved[sequence.row]) for sequence in sequences if sequence.row is not None
+    )
     assert len(blocks) == 5
     assert state_of(bench.scheduler).num_freed(sequences[0].group) == 5 + reserved
     reader = bench.add(counting(1, 10), 9)
     bench.turn()
     assert bench.table(reader)[:2] == bench.table(sequences[0])[:2]
-    reserved = sum(int(bench.scheduler.kv.reserved[sequence.row]) for sequence in sequences if sequence.row is not None)
+    reserved = sum(
+        int(bench.scheduler.kv.tables.reserved[sequence.row]) for sequence in sequences if sequence.row is not None
+    )
     assert state_of(bench.scheduler).num_freed(sequences[0].group) == 3 + reserved, "another reads the prompt too"
     bench.run()
 

@@ -96,7 +96,7 @@ def test_the_whole_length_is_promised_after_too_many_preemptions() -> None:
     while not young.finished:
         bench.turn()
         if young.state is SequenceState.RUNNING and young.row is not None:
-            whole = len(bench.table(young)) + bench.scheduler.kv.reserved[young.row]
+            whole = len(bench.table(young)) + bench.scheduler.kv.tables.reserved[young.row]
             assert (whole == 5) == (young.group.num_preemptions == 1 or len(bench.table(young)) == 5)
     assert young.group.num_preemptions == 1
     bench.run()

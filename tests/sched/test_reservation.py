@@ -76,7 +76,7 @@ def test_a_stance_promises_as_documented(stance: Overcommit, blocks: int) -> Non
     bench.turn()
     assert sequence.row is not None
     assert len(bench.table(sequence)) == 3
-    assert bench.scheduler.kv.reserved[sequence.row] == blocks - 3
+    assert bench.scheduler.kv.tables.reserved[sequence.row] == blocks - 3
     bench.run()
 
 
@@ -161,7 +161,7 @@ def test_a_contiguous_regime_promises_the_whole_length(regime: object) -> None:
     sequence = bench.add(counting(1, 10), 9)
     bench.turn()
     assert sequence.row is not None
-    assert len(bench.table(sequence)) + bench.scheduler.kv.reserved[sequence.row] == 5
+    assert len(bench.table(sequence)) + bench.scheduler.kv.tables.reserved[sequence.row] == 5
     bench.run()
 
 

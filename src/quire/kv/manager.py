@@ -23,13 +23,18 @@ _ONE = np.array(1)  # numpy adds it in half the time
 
 
 class BlockTables:
-    """One line of block ids per row, as wide as the longest has needed so far."""
+    """The block table of every row, and the blocks reserved for it: the columns that a decode step reads and writes.
 
-    __slots__ = ("_blocks", "lengths")
+    They are arrays because a step grows the tables of hundreds of rows at once, which is then one numpy call per
+    column. What changes for one row at a time is in `RowBlocks`. The table is as wide as the longest row has needed.
+    """
+
+    __slots__ = ("_blocks", "lengths", "reserved")
 
     def __init__(self, max_rows: int) -> None:
         self._blocks: IntArray = np.zeros((max_rows, 8), dtype=np.int32)
-        self.lengths: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
+        self.lengths: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # blocks in the table
+        self.reserved: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # blocks not yet in the table
 
     def of(self, row: Row) -> IntArray:
         """The row's blocks, in order: a view."""
@@ -66,6 +71,18 @@ class BlockTables:
         self._blocks = np.pad(self._blocks, ((0, 0), (0, more)))
 
 
+class RowBlocks:
+    """How the blocks of one row relate to the prefix tree and to other rows."""
+
+    __slots__ = ("forked", "frozen", "node", "num_committed")
+
+    def __init__(self) -> None:
+        self.node: Node | None = None  # the deepest node of the tree that is in the row's table
+        self.num_committed = 0  # leading blocks shared with the tree
+        self.frozen = False  # the tree has another copy of the same tokens: what the row writes stays its own
+        self.forked = False  # a parent or a child: other rows may hold blocks of it that are not in the tree
+
+
 # Blocks evicted at once, ahead of need: a trim costs about the same for one block and for many.
 _TRIM = 32
 
@@ -78,8 +95,8 @@ def count_blocks(num_positions: int, block_size: int) -> int:
 class KVManager:
     """The tables of all seated rows over one pool, and the prefix tree beside them."""
 
-    __slots__ = ("_committed", "_forked", "_frozen", "_moves", "_nodes", "_worth_keeping", "block_size", "host",
-                 "num_reserved", "pool", "reserved", "step", "tables", "tree")  # fmt: skip
+    __slots__ = ("_moves", "_rows", "_worth_keeping", "block_size", "host", "num_reserved", "pool", "step", "tables",
+                 "tree")  # fmt: skip
 
     def __init__(
         self,
@@ -96,14 +113,10 @@ class KVManager:
         self.block_size = block_size
         self.tree = RadixTree(block_size, self.pool, self.host) if prefix else None
         self.tables = BlockTables(max_rows)
-        self.reserved: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # by row, not yet in its table
-        self.num_reserved = 0
+        self.num_reserved = 0  # of all rows
         self.step = 0  # of the plan in the making; evictions remember it
         self._worth_keeping = worth_keeping  # whether positions [start, stop) are cheaper to bring back than to compute
-        self._nodes: dict[Row, Node] = {}  # the deepest node of the tree that is in the row's table
-        self._committed = [0] * max_rows  # leading blocks shared with the tree
-        self._frozen: set[Row] = set()  # somebody else put the same tokens into the tree first
-        self._forked: set[Row] = set()  # parents and children: others may hold blocks of theirs that are in no tree
+        self._rows = [RowBlocks() for _ in range(max_rows)]
         self._moves: list[Move] = []
 
     @property
@@ -147,15 +160,15 @@ class KVManager:
         assert self.num_available >= 0, (match, num_more)
         if len(match.blocks):
             self.tables.append(row, match.blocks)
-        self._nodes[row] = match.node
-        self._committed[row] = len(match.blocks)
+        state = self._rows[row]
+        state.node, state.num_committed = match.node, len(match.blocks)
         num_tokens = match.num_tokens
         from_host = match.host_node is not None or (match.partial is not None and match.partial.place.tier is Tier.HOST)
         if match.host_node is not None:
             blocks = self._allocate(row, len(match.host_blocks), owner.request, demoting=False)
             self._moves.extend(self.tree.promote(match.host_node, blocks))
-            self._nodes[row] = match.host_node
-            self._committed[row] += len(blocks)
+            state.node = match.host_node
+            state.num_committed += len(blocks)
             num_tokens += len(blocks) * self.block_size
         if match.partial is not None:
             block = self._allocate(row, 1, owner.request, demoting=not from_host)
@@ -166,7 +179,7 @@ class KVManager:
     def fork(self, parent: Row, child: Row, owner: BlockOwner, tokens: IntArray) -> None:
         """Begin the child's table with the parent's first tokens: full blocks shared, the partial one copied."""
         assert self.tables.lengths[child] == 0, child
-        self._forked.update((parent, child))
+        self._rows[parent].forked = self._rows[child].forked = True
         num_full = len(tokens) // self.block_size
         shared = self.tables.of(parent)[: num_full + 1].copy()
         self.pool.share(shared[:num_full])
@@ -185,15 +198,15 @@ class KVManager:
         held = self.tables.of(row)
         same = held[: len(match.blocks)] == match.blocks
         num_own = len(same) if same.all() else int(same.argmin())
+        state = self._rows[row]
         if num_own:
-            self._nodes[row] = self.tree.end_at(match.node, Tier.DEVICE, held.item(num_own - 1))
-        self._committed[row] = num_own
-        if num_own < len(held):  # the parent has copies of its own, which somebody else's in the tree stand before
-            self._frozen.add(row)
+            state.node = self.tree.end_at(match.node, Tier.DEVICE, held.item(num_own - 1))
+        state.num_committed = num_own
+        state.frozen = num_own < len(held)  # the parent has copies of its own; the tree has others
 
     def grow(self, row: Row, by: RequestId) -> bool:
         """One more block for a row's table, from its promise if any is left; False if there is none to give."""
-        if self.reserved[row] == 0:
+        if self.tables.reserved[row] == 0:
             if self.num_available == 0:
                 return False
             self.reserve(row, 1)
@@ -202,14 +215,14 @@ class KVManager:
 
     def grow_each(self, rows: IndexArray) -> IntArray | None:
         """One more block for each row; None, and nothing done, if not everyone can have one."""
-        reserved = self.reserved[rows]
+        reserved = self.tables.reserved[rows]
         kept = reserved > 0
         num_kept = int(np.count_nonzero(kept))
         if len(rows) - num_kept > self.num_available:
             return None
         self._make_free(len(rows), None)
         blocks = self.pool.take(len(rows))
-        self.reserved[rows] = reserved - kept
+        self.tables.reserved[rows] = reserved - kept
         self.num_reserved -= num_kept
         self.tables.append_each(rows, blocks)
         return blocks
@@ -221,21 +234,20 @@ class KVManager:
 
     def commit(self, row: Row, owner: BlockOwner, tokens: IntArray) -> None:
         """Positions [0, len(tokens)) of the row are written for good: let others find their whole blocks."""
-        num_blocks = len(tokens) // self.block_size
-        if self.tree is None or row in self._frozen or num_blocks <= self._committed[row]:
+        num_blocks, state = len(tokens) // self.block_size, self._rows[row]
+        if self.tree is None or state.frozen or num_blocks <= state.num_committed:
             return
         inserted = self._insert(self.tree, row, owner, tokens[: num_blocks * self.block_size], leaving=False)
         if inserted.conflict:  # its own copies stay its own, and what comes after them
-            self._frozen.add(row)
+            state.frozen = True
         else:
-            self._nodes[row] = inserted.node
-            self._committed[row] = num_blocks
+            state.node, state.num_committed = inserted.node, num_blocks
 
     def _insert(self, tree: RadixTree, row: Row, owner: BlockOwner, tokens: IntArray, *, leaving: bool) -> Inserted:
         """Make a row's path known, from where it is known already."""
         blocks = self.tables.of(row)[: count_blocks(len(tokens), self.block_size)]
-        num_known = self._committed[row]
-        node = self._nodes.get(row) if num_known else None
+        num_known = self._rows[row].num_committed
+        node = self._rows[row].node if num_known else None
         if node is not None and not node.ends_with(blocks.item(num_known - 1)):  # a sibling has gone on with it
             node = None
         start = num_known * self.block_size
@@ -243,27 +255,24 @@ class KVManager:
 
     def close(self, row: Row, owner: BlockOwner, tokens: IntArray) -> None:
         """The row's table goes back; its positions [0, len(tokens)) stay in the tree for who comes next."""
-        self.reserve(row, -self.reserved.item(row))
-        blocks = self.tables.of(row)
+        self.reserve(row, -self.tables.reserved.item(row))
+        blocks, state = self.tables.of(row), self._rows[row]
         last = None
         if self.tree is not None and len(tokens):
             num_held = count_blocks(len(tokens), self.block_size)
-            shared = row in self._forked and self.pool.any_shared(blocks[self._committed[row] : num_held])
+            shared = state.forked and self.pool.any_shared(blocks[state.num_committed : num_held])
             # Siblings still hold what would hang below others' blocks.
             last = self._insert(self.tree, row, owner, tokens, leaving=not shared).node
         self.pool.release(blocks)
-        node = self._nodes.pop(row, None)
-        for each in (last,) if node is last else (last, node):
+        for each in (last,) if state.node is last else (last, state.node):
             if self.tree is not None and each is not None:
                 self.tree.idle(each)
         self.tables.clear(row)
-        self._committed[row] = 0
-        self._frozen.discard(row)
-        self._forked.discard(row)
+        self._rows[row] = RowBlocks()
 
     def distrust(self, row: Row, owner: BlockOwner) -> None:
         """The row's table goes back, and nobody else shall find what this request has written."""
-        node = self._nodes.get(row)
+        node = self._rows[row].node
         self.close(row, owner, np.empty(0, dtype=np.int32))
         if self.tree is not None and node is not None:
             self.tree.drop(node, owner.request)
@@ -296,12 +305,12 @@ class KVManager:
 
     def reserve(self, row: Row, count: int) -> None:
         """Keep so many more blocks for a row; fewer, if the count is negative."""
-        self.reserved[row] = self.reserved.item(row) + count
+        self.tables.reserved[row] = self.tables.reserved.item(row) + count
         self.num_reserved += count
 
     def _allocate(self, row: Row, count: int, by: RequestId, *, demoting: bool = True) -> IntArray:
         """Blocks out of the row's promise, into its table. Without demoting, the host tier stays as it is."""
-        assert count <= self.reserved.item(row), (row, count, self.reserved[row])
+        assert count <= self.tables.reserved.item(row), (row, count, self.tables.reserved[row])
         if count > self.pool.num_free:
             self._make_free(count, by, demoting=demoting)
         blocks = self.pool.take(count)
@@ -334,6 +343,6 @@ class KVManager:
         self.pool.audit_readers(readers)
         if self.tree is not None and tree:
             self.tree.audit()
-        reserved = self.reserved.tolist()
+        reserved = self.tables.reserved.tolist()
         assert self.num_reserved == sum(reserved), "promises do not add up"
         assert min(reserved) >= 0 and self.num_available >= 0, "more blocks are promised than can be had"

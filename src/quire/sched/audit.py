@@ -17,7 +17,7 @@ def audit(scheduler: Scheduler, *, tree: bool = True) -> None:
     assigned = state.rows.assigned
     running = [sequence for sequence in assigned.values() if sequence.state is SequenceState.RUNNING]
     resting = _resting(scheduler)
-    lengths, reserved = scheduler.kv.tables.lengths.tolist(), scheduler.kv.reserved.tolist()
+    lengths, reserved = scheduler.kv.tables.lengths.tolist(), scheduler.kv.tables.reserved.tolist()
     calendar = state.calendar
     num_decoding = num_finishing = 0
     for sequence in running:  # I7

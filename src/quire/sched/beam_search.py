@@ -285,7 +285,7 @@ class BeamGroups:
             self._kv.close(sequence.row, owner, sequence.tokens[:0])
             self._seating.forget_row(sequence)
         else:
-            self._kv.reserve(sequence.row, -int(self._kv.reserved[sequence.row]))
+            self._kv.reserve(sequence.row, -int(self._kv.tables.reserved[sequence.row]))
         self._kv.reserve(sequence.row, self._whole(sequence))
 
     def _fork(self, parent: Sequence, child: Sequence, num_computed: int) -> None:

@@ -57,7 +57,7 @@ class SiblingForks:
         if sibling.num_tokens > len(sibling.request.prompt):
             match = self._kv.match(owner, sibling.tokens, sibling.num_tokens - 1)
             if match is not None and self._kv.num_found(match) > num_shared:
-                reserved = int(self._kv.reserved[sibling.row])
+                reserved = int(self._kv.tables.reserved[sibling.row])
                 num_shared_full = num_shared // self._kv.block_size
                 num_more = reserved + num_shared_full - len(match.blocks)
                 self._kv.reserve(sibling.row, -reserved)

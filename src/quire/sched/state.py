@@ -287,7 +287,7 @@ class SchedulerState:
         rows = [sequence.row for sequence in self.running(group) if sequence.row is not None]
         tables = [self.kv.tables.of(row) for row in rows]
         blocks, counts = np.unique(np.concatenate(tables), return_counts=True)
-        return self.kv.pool.count_readers(blocks, counts) + sum(int(self.kv.reserved[row]) for row in rows)
+        return self.kv.pool.count_readers(blocks, counts) + sum(int(self.kv.tables.reserved[row]) for row in rows)
 
     def row_sequences(self, rows: Iterable[int]) -> list[Sequence]:
         """Who sits in these rows: the most important first, then the earliest."""
