@@ -5,12 +5,12 @@ import shutil
 
 import pytest
 
-from quire.server.app import DOORS
+from quire.server.app import ENDPOINTS
 from tests import children
 from tests.architecture.tree import ROOT
 from tests.deploy.files import DEPLOY, commands, documents, exists, serve_help, shutdown_s, stages, unit
 
-PATHS = {door.path for door in DOORS}
+PATHS = {endpoint.path for endpoint in ENDPOINTS}
 
 
 @pytest.mark.parametrize("place", ["Dockerfile", "systemd", "kubernetes"])

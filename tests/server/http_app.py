@@ -17,11 +17,12 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from quire.core.errors import InvalidPrompt, QueueFull
+from quire.server.http.access import AccessOptions, Admit
 from quire.server.http.auth import ADMIN, Identity, KeyRing
 from quire.server.http.errors import HANDLERS
-from quire.server.http.gate import AccessOptions, Admit, early_refusals, secure
+from quire.server.http.middleware import early_refusals, secure
 from quire.server.http.protocol import ConnectionLimits, GuardedProtocol, guarded
-from quire.server.http.request_context import RequestRecord, visit_of
+from quire.server.http.request_context import RequestRecord, context_of
 
 KEY = "sk-right-key-0123456789"
 ADMIN_KEY = "sk-admin-key-987654321"
@@ -60,7 +61,7 @@ class Application:
         )
 
     async def empty(self, request: Request) -> Response:
-        return JSONResponse({"holder": visit_of(request.scope).identity.name})
+        return JSONResponse({"holder": context_of(request.scope).identity.name})
 
     async def echo(self, request: Request) -> Response:
         body = bytearray()
@@ -68,8 +69,8 @@ class Application:
         async for piece in request.stream():
             body += piece
             self.num_read += len(piece)
-        visit = visit_of(request.scope)
-        visit.num_prompt_tokens, visit.num_completion_tokens = len(body), 1
+        context = context_of(request.scope)
+        context.num_prompt_tokens, context.num_completion_tokens = len(body), 1
         return JSONResponse({"length": len(body), "headers": [name.decode() for name, _ in request.headers.raw]})
 
     async def refuse(self, request: Request) -> Response:
@@ -128,10 +129,10 @@ class Timers:
         return [handle for each_s, handle in self.waiting if each_s == delay_s and not handle.cancelled()]
 
 
-class Gatehouse(NamedTuple):
+class RunningServer(NamedTuple):
     port: int
     application: Application
-    heard: list[RequestRecord]
+    records: list[RequestRecord]
     server: uvicorn.Server
     loop: asyncio.AbstractEventLoop
 
@@ -146,7 +147,7 @@ class Gatehouse(NamedTuple):
         with self.connect() as connection:
             for piece in pieces:
                 connection.sendall(piece)
-            return heard_until_closed(connection)
+            return received_until_closed(connection)
 
     def in_loop(self, work: Callable[[], object]) -> None:
         """Do something in the server's thread, once all that has arrived is dealt with."""
@@ -169,7 +170,7 @@ class Gatehouse(NamedTuple):
         assert answer.startswith(b"HTTP/1.1 200 OK") and b'"length":7' in answer, answer
 
 
-def heard_until_closed(connection: socket.socket) -> bytes:
+def received_until_closed(connection: socket.socket) -> bytes:
     said = b""
     try:
         while piece := connection.recv(65536):
@@ -179,7 +180,7 @@ def heard_until_closed(connection: socket.socket) -> bytes:
     return said
 
 
-def first_answer(connection: socket.socket) -> bytes:
+def first_response(connection: socket.socket) -> bytes:
     """The next answer with a Content-Length, and nothing after it."""
     said, num_more = b"", 1
     while num_more:
@@ -202,7 +203,7 @@ def status_of(answer: bytes) -> int:
 
 
 @contextmanager
-def gatehouse(
+def running_server(
     *,
     keys: KeyRing = KEYED,
     options: AccessOptions | None = None,
@@ -210,11 +211,11 @@ def gatehouse(
     timers: Timers | None = None,
     admit: Admit | None = None,
     **settings: object,
-) -> Iterator[Gatehouse]:
-    application, heard = Application(), list[RequestRecord]()
+) -> Iterator[RunningServer]:
+    application, records = Application(), list[RequestRecord]()
     options = options or AccessOptions(admin_routes=ADMIN_ROUTES)
-    app = secure(application.starlette, keys=keys, options=options, hear=[heard.append], admit=admit)
-    protocol = guarded(limits or ConnectionLimits(), heard.append, early_refusals(app, options))
+    app = secure(application.starlette, keys=keys, options=options, observers=[records.append], admit=admit)
+    protocol = guarded(limits or ConnectionLimits(), records.append, early_refusals(app, options))
     config = uvicorn.Config(
         app,
         http=timers.protocol(protocol) if timers else protocol,
@@ -247,7 +248,7 @@ def gatehouse(
     thread.start()
     assert started.wait(DEADLINE_S)
     try:
-        yield Gatehouse(listening.getsockname()[1], application, heard, server, loop[0])
+        yield RunningServer(listening.getsockname()[1], application, records, server, loop[0])
     finally:
         server.should_exit = True
         thread.join(DEADLINE_S)

@@ -26,7 +26,7 @@ from quire.server.async_engine import AsyncEngine, RequestStream
 from quire.server.context import ServedModel, ServerState
 from quire.server.engine_supervisor import Supervisor
 from quire.server.http.auth import KeyRing
-from quire.server.http.gate import secure
+from quire.server.http.middleware import secure
 from quire.server.metrics import Metrics
 
 T = TypeVar("T")
@@ -50,8 +50,8 @@ class Script:
         self, ids: list[int], params: SamplingParams, *, terms: RequestOptions, streaming: bool, without_tokens: bool
     ) -> RequestStream:
         self.asked.append((ids, params, terms))
-        opened = OutputProcessor(None, time.monotonic).open(ids, params, terms=terms, streaming=streaming)
-        call = RequestStream(opened.ticket)
+        request = OutputProcessor(None, time.monotonic).open(ids, params, terms=terms, streaming=streaming)
+        call = RequestStream(request)
         self.calls.append(call)
         self.speak(call, ids, streaming)
         return call
@@ -59,17 +59,19 @@ class Script:
     def speak(self, call: RequestStream, ids: list[int], streaming: bool) -> None:
         if self.told_failure is not None:
             call.fail(self.told_failure)
+            call.wake()
             return
         for place in range(max(map(len, self.choices), default=0)) if streaming else ():
             for index, pieces in enumerate(self.choices):
                 if place < len(pieces):
                     reason = self.reason if place == len(pieces) - 1 else None
-                    call.tell(Delta("0", index, pieces[place], [place], reason))
+                    call.put(Delta("0", index, pieces[place], [place], reason))
         outputs = [
             CompletionOutput(index, "".join(pieces), list(range(len(pieces))), self.reason)
             for index, pieces in enumerate(self.choices)
         ]
         call.finish(RequestOutput("0", None, ids, outputs, RequestMetrics(0.0, 0), finished=True))
+        call.wake()
 
     def leave(self, call: RequestStream) -> None:
         self.num_left += 1
@@ -79,9 +81,9 @@ def app_over(script: Script, served: ServedModel | None, keep_alive_s: float = 6
     """The real application behind the real gate; only the engine is missing."""
     service = cast(AsyncEngine, script)
     supervisor = Supervisor(EngineConfig(), None, service, clock=time.monotonic)
-    turnstile = AdmissionControl(service, lambda: supervisor.health, max_waiting=64, max_waiting_tokens=10**6)
+    admission = AdmissionControl(service, lambda: supervisor.health, max_waiting=64, max_waiting_tokens=10**6)
     metrics = Metrics(lambda: None, time.monotonic)
-    desk = ServerState(service, supervisor, turnstile, metrics, keep_alive_s, known=served)
+    desk = ServerState(service, supervisor, admission, metrics, keep_alive_s, known=served)
     app = make_app(desk)
     return secure(app, keys=KeyRing(), admit=app.admit)
 

@@ -11,18 +11,18 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from schemathesis import Case, GenerationMode
 
-from quire.server.app import DOORS, ERRORS, error_of, openapi
+from quire.server.app import ENDPOINTS, ERRORS, error_of, openapi
 from tests.server.scripted_servers import check_control
 from tests.server.server_process import Running, wait_until_at_rest
 from tests.tiers import examples
 
-DESCRIBED = openapi(DOORS)
+DESCRIBED = openapi(ENDPOINTS)
 NUM_CASES = examples(150, 1000)
-BODIED = [door for door in DOORS if door.body is not None]
+BODIED = [endpoint for endpoint in ENDPOINTS if endpoint.body is not None]
 KINDS = [  # without a body there is little to get wrong: the gate's and the protocol's tests do that
-    *((f"{door.method} {door.path}", mode) for door in BODIED for mode in GenerationMode),
-    *((f"{door.method} {door.path.replace(':path', '')}", GenerationMode.POSITIVE)
-      for door in DOORS if door.in_schema and door not in BODIED),
+    *((f"{endpoint.method} {endpoint.path}", mode) for endpoint in BODIED for mode in GenerationMode),
+    *((f"{endpoint.method} {endpoint.path.replace(':path', '')}", GenerationMode.POSITIVE)
+      for endpoint in ENDPOINTS if endpoint.in_schema and endpoint not in BODIED),
 ]  # fmt: skip
 
 
@@ -56,7 +56,11 @@ def send(client: httpx.Client, case: Case) -> httpx.Response:
 
 @pytest.mark.parametrize(("name", "mode"), KINDS, ids=lambda value: getattr(value, "value", value))
 def test_nothing_that_is_sent_is_the_servers_fault(scripted_server: Running, name: str, mode: GenerationMode) -> None:
-    (error,) = {error_of(door) for door in DOORS if f"{door.method} {door.path.replace(':path', '')}" == name}
+    (error,) = {
+        error_of(endpoint)
+        for endpoint in ENDPOINTS
+        if f"{endpoint.method} {endpoint.path.replace(':path', '')}" == name
+    }
     with scripted_server.client() as client:
 
         @settings(

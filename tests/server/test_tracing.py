@@ -28,7 +28,7 @@ from quire.engine.open_model import OpenedModel, open_model
 from quire.server.batch.lines import BatchReply
 from quire.server.batch.runner import post
 from quire.server.http.auth import KeyRing
-from quire.server.http.gate import secure
+from quire.server.http.middleware import secure
 from quire.server.server import Server, ServerConfig, ServerObservers
 from quire.server.tracing import Tracing
 
@@ -54,9 +54,9 @@ def traced(opened: OpenedModel, folder: Path, talk: Callable[[Ask], Awaitable[No
     async def life() -> None:
         ready = asyncio.Event()
         listeners = ServerObservers(lambda phase: None, lambda served, facts: ready.set(), lambda line: None, tracing)
-        house = Server(ServerConfig(opened, EngineConfig(), str(script)), listeners)
-        app = tracing.around(secure(house.app, keys=KeyRing(), admit=house.app.admit), house)
-        keeping = asyncio.create_task(house.keep())
+        server = Server(ServerConfig(opened, EngineConfig(), str(script)), listeners)
+        app = tracing.around(secure(server.app, keys=KeyRing(), admit=server.app.admit), server)
+        keeping = asyncio.create_task(server.run_engine())
 
         async def ask(path: str, headers: tuple[tuple[bytes, bytes], ...] = (), **body: object) -> BatchReply:
             return await post(app, path, json.dumps(body).encode(), headers)
@@ -66,7 +66,7 @@ def traced(opened: OpenedModel, folder: Path, talk: Callable[[Ask], Awaitable[No
                 await ready.wait()
                 await talk(ask)
         finally:
-            await house.supervisor.stop()
+            await server.supervisor.stop()
             keeping.cancel()
 
     asyncio.run(life())

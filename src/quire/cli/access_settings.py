@@ -11,9 +11,10 @@ from starlette.types import ASGIApp
 
 from quire.core.errors import ConfigError
 from quire.server.app import ADMIN_ROUTES, Application
+from quire.server.http.access import AccessOptions
 from quire.server.http.auth import make_key_ring
-from quire.server.http.gate import AccessOptions, Hear, early_refusals, secure
-from quire.server.http.logs import LogFormat, LogWriter, log_answer
+from quire.server.http.logs import LogFormat, LogWriter, log_request
+from quire.server.http.middleware import RequestObserver, early_refusals, secure
 from quire.server.http.protocol import ConnectionLimits, connection_limit, guarded
 from quire.server.http.request_context import RequestRecord
 from quire.server.metrics import Metrics
@@ -34,7 +35,7 @@ class AccessSettings:
         self._root_path = _root_path(given["root_path"])
         self._certificate = _certificate(given["ssl_certfile"], given["ssl_keyfile"])
         self._log = LogWriter(cast(LogFormat, given["log_format"]), sys.stdout)
-        self._hear: list[Hear] = [log_answer]
+        self._observers: list[RequestObserver] = [log_request]
 
     @property
     def keyed(self) -> bool:
@@ -50,16 +51,16 @@ class AccessSettings:
 
     def secure(self, app: Application, metrics: Metrics) -> ASGIApp:
         metrics.engine.num_lines_lost = lambda: self._log.handler.num_dropped
-        self._hear.append(metrics.answered)
-        return secure(app, keys=self._keys, options=self._options, hear=self._hear, admit=app.admit)
+        self._observers.append(metrics.responded)
+        return secure(app, keys=self._keys, options=self._options, observers=self._observers, admit=app.admit)
 
     def uvicorn_settings(self, app: ASGIApp) -> dict[str, Any]:
         """For an application behind the gate."""
         certificate, key = self._certificate or (None, None)
-        limits, turn_away = ConnectionLimits(connections=connection_limit()), early_refusals(app, self._options)
+        limits, refuse_early = ConnectionLimits(connections=connection_limit()), early_refusals(app, self._options)
         return {
             "app": app,
-            "http": guarded(limits, self._tell, turn_away),
+            "http": guarded(limits, self._tell, refuse_early),
             "ws": "none",
             "root_path": self._root_path,
             "ssl_certfile": certificate,
@@ -71,10 +72,10 @@ class AccessSettings:
             "log_level": "error",
         }
 
-    def _tell(self, answered: RequestRecord) -> None:
+    def _tell(self, record: RequestRecord) -> None:
         """Of what never came to the application, to everybody who hears of the rest."""
-        for hear in self._hear:
-            hear(answered)
+        for observe in self._observers:
+            observe(record)
 
     @contextmanager
     def logging(self) -> Iterator[None]:

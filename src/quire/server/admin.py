@@ -39,13 +39,13 @@ async def health(desk: ServerState, request: Request) -> Response:
 
 async def ready(desk: ServerState, request: Request) -> Response:
     """Whether a request sent now would be served."""
-    state = "draining" if desk.service.draining else "paused" if desk.turnstile.paused else desk.health.value
+    state = "draining" if desk.service.draining else "paused" if desk.admission.paused else desk.health.value
     return json_response({"status": state}, 200 if state == Health.READY.value else 503)
 
 
 async def load(desk: ServerState, request: Request) -> Response:
     stats = desk.service.stats
-    told: dict[str, object] = {"server_load": desk.turnstile.num_open, "num_requests": desk.service.num_calls}
+    told: dict[str, object] = {"server_load": desk.admission.num_open, "num_requests": desk.service.num_calls}
     if stats is not None:
         held = stats.num_blocks - stats.num_free_blocks - stats.num_idle_blocks
         told |= {
@@ -81,12 +81,12 @@ async def reset_prefix_cache(desk: ServerState, request: Request) -> Response:
 
 async def pause(desk: ServerState, request: Request) -> Response:
     """Nobody new comes in; whoever is inside is served to the end."""
-    desk.turnstile.paused = True
+    desk.admission.paused = True
     return json_response({"paused": True})
 
 
 async def resume(desk: ServerState, request: Request) -> Response:
-    desk.turnstile.paused = False
+    desk.admission.paused = False
     return json_response({"paused": False})
 
 

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from quire.core.errors import Draining, InvalidParameter, QueueFull, QuireError
 from quire.server.async_engine import AsyncEngine, EngineRestarting
 from quire.server.engine_supervisor import Health
-from quire.server.http.request_context import CURRENT, visit_of
+from quire.server.http.request_context import CURRENT_CONTEXT, context_of
 
 LONGEST_ADVICE_S = 60.0
 _USUAL_ADVICE_S = 1.0  # while nothing is known
@@ -110,22 +110,22 @@ _WHOLE = re.compile(rb"[+-]?\d{1,18}")
 class AdmittedEndpoint:
     """ASGI: answers one whom `Application.admit` let in, and lets it out."""
 
-    def __init__(self, endpoint: Callable[[Request], Awaitable[Response]], turnstile: AdmissionControl) -> None:
+    def __init__(self, endpoint: Callable[[Request], Awaitable[Response]], admission: AdmissionControl) -> None:
         self._app = request_response(endpoint)
-        self._turnstile = turnstile
+        self._admission = admission
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        visit = visit_of(scope)
+        context = context_of(scope)
         try:
-            visit.priority = _whole_number(scope, _PRIORITY)
-            visit.timeout_s = _number(scope, _TIMEOUT)
-            token = CURRENT.set(visit)
+            context.priority = _whole_number(scope, _PRIORITY)
+            context.timeout_s = _number(scope, _TIMEOUT)
+            token = CURRENT_CONTEXT.set(context)
             try:
                 await self._app(scope, receive, send)
             finally:
-                CURRENT.reset(token)
+                CURRENT_CONTEXT.reset(token)
         finally:
-            self._turnstile.leave(visit.identity.name)
+            self._admission.leave(context.identity.name)
 
 
 def _whole_number(scope: Scope, header: bytes) -> int | None:

@@ -24,7 +24,7 @@ from quire.server.anthropic import messages
 from quire.server.anthropic.messages import CountTokensBody, MessagesBody
 from quire.server.context import ServerState
 from quire.server.http.errors import HANDLERS
-from quire.server.http.request_context import route_path, visit_of
+from quire.server.http.request_context import context_of, route_path
 from quire.server.openai import models, responses
 from quire.server.openai.chat import chat_completions
 from quire.server.openai.completions import completions
@@ -49,7 +49,7 @@ class Endpoint:
 
     method: str
     path: str
-    endpoint: Callable[[ServerState, Request], Awaitable[Response]]
+    handler: Callable[[ServerState, Request], Awaitable[Response]]
     summary: str
     body: type[msgspec.Struct] | None = None
     in_schema: bool = True
@@ -93,23 +93,25 @@ _TGI_ERROR = {
 ERRORS = {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR, "TgiError": _TGI_ERROR}
 
 
-def error_of(door: Endpoint) -> str:
+def error_of(endpoint: Endpoint) -> str:
     """In whose words a door refuses: the name of one of `ERRORS`."""
-    if door.path.startswith("/v1/messages"):
+    if endpoint.path.startswith("/v1/messages"):
         return "AnthropicError"
-    return "TgiError" if door.path in ("/", "/generate", "/generate_stream") else "Error"
+    return "TgiError" if endpoint.path in ("/", "/generate", "/generate_stream") else "Error"
 
 
-def openapi(doors: Sequence[Endpoint]) -> dict[str, object]:
+def openapi(endpoints: Sequence[Endpoint]) -> dict[str, object]:
     """An OpenAPI 3.1 document."""
-    told = [door for door in doors if door.in_schema]
-    bodies = [door.body for door in told if door.body is not None]
+    told = [endpoint for endpoint in endpoints if endpoint.in_schema]
+    bodies = [endpoint.body for endpoint in told if endpoint.body is not None]
     schemas, components = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
     reference = dict(zip(bodies, schemas, strict=True))
     paths: dict[str, dict[str, object]] = {}
-    for door in told:
-        schema = None if door.body is None else reference[door.body]
-        paths.setdefault(door.path.replace(":path}", "}"), {})[door.method.lower()] = _operation(door, schema)
+    for endpoint in told:
+        schema = None if endpoint.body is None else reference[endpoint.body]
+        paths.setdefault(endpoint.path.replace(":path}", "}"), {})[endpoint.method.lower()] = _operation(
+            endpoint, schema
+        )
     return {
         "openapi": "3.1.0",
         "info": {"title": "quire", "version": __version__, "description": "An LLM behind OpenAI's HTTP interface."},
@@ -118,16 +120,16 @@ def openapi(doors: Sequence[Endpoint]) -> dict[str, object]:
     }
 
 
-def _operation(door: Endpoint, schema: dict[str, object] | None) -> dict[str, object]:
+def _operation(endpoint: Endpoint, schema: dict[str, object] | None) -> dict[str, object]:
     refused = {
         "description": "Refused; the body says why.",
-        "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{error_of(door)}"}}},
+        "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{error_of(endpoint)}"}}},
     }
     operation: dict[str, object] = {
-        "summary": door.summary,
+        "summary": endpoint.summary,
         "responses": {"200": {"description": "Answered."}, "default": refused},
     }
-    names = re.findall(r"\{(\w+)", door.path)
+    names = re.findall(r"\{(\w+)", endpoint.path)
     if names:
         schema_of_name = {"type": "string"}
         operation["parameters"] = [
@@ -158,7 +160,7 @@ def _page(name: str) -> Response:
     return Response((_PAGES / name).read_bytes(), media_type="text/html; charset=utf-8", headers=_HEADERS)
 
 
-DOORS = (
+ENDPOINTS = (
     Endpoint("POST", "/v1/chat/completions", chat_completions, "Continue a conversation.", ChatBody, generates=True),
     Endpoint("POST", "/v1/completions", completions, "Continue one prompt or many.", CompletionBody, generates=True),
     Endpoint("POST", "/v1/responses", responses.responses, "Answer a row of items.", ResponsesBody, generates=True),
@@ -191,10 +193,10 @@ DOORS = (
     Endpoint("GET", "/", chat_page, "A chat for people.", in_schema=False),
     Endpoint("GET", "/docs", docs_page, "This list, for people.", in_schema=False),
 )
-ADMIN_ROUTES = tuple(door.path for door in DOORS if door.admin)
+ADMIN_ROUTES = tuple(endpoint.path for endpoint in ENDPOINTS if endpoint.admin)
 
 
-_GENERATING = frozenset((door.method, door.path) for door in DOORS if door.generates)
+_GENERATING = frozenset((endpoint.method, endpoint.path) for endpoint in ENDPOINTS if endpoint.generates)
 
 
 class Application(Starlette):
@@ -203,7 +205,7 @@ class Application(Starlette):
     def __init__(self, desk: ServerState, routes: list[Route]) -> None:
         super().__init__(routes=routes, exception_handlers=HANDLERS)
         self.router.redirect_slashes = False  # it would send clients to wherever their Host header says
-        self._turnstile = desk.turnstile
+        self._admission = desk.admission
 
     def admit(self, scope: Scope) -> None:
         """For the gate, before the body is read: a place for a request that wants the engine, or a `QuireError`.
@@ -211,24 +213,24 @@ class Application(Starlette):
         Taken here and not at the endpoint: of a crowd that comes in one turn of the event loop, all would pass.
         """
         if (scope["method"], route_path(scope)) in _GENERATING:
-            identity = visit_of(scope).identity
-            self._turnstile.enter(identity.name, identity.max_open)
+            identity = context_of(scope).identity
+            self._admission.enter(identity.name, identity.max_open)
 
 
 def make_app(desk: ServerState) -> Application:
     """The endpoints over one desk. Errors are raised through it: the gate around it answers them."""
-    described = msgspec.json.encode(openapi(DOORS))
+    described = msgspec.json.encode(openapi(ENDPOINTS))
 
     async def schema(request: Request) -> Response:
         return Response(described, media_type="application/json")
 
-    routes = [_route(door, desk) for door in DOORS]
+    routes = [_route(endpoint, desk) for endpoint in ENDPOINTS]
     routes.append(Route("/openapi.json", schema))
     return Application(desk, routes)
 
 
-def _route(door: Endpoint, desk: ServerState) -> Route:
-    endpoint = partial(door.endpoint, desk)
-    if door.generates:
-        return Route(door.path, AdmittedEndpoint(endpoint, desk.turnstile), methods=[door.method])
-    return Route(door.path, endpoint, methods=[door.method])
+def _route(endpoint: Endpoint, desk: ServerState) -> Route:
+    handler = partial(endpoint.handler, desk)
+    if endpoint.generates:
+        return Route(endpoint.path, AdmittedEndpoint(handler, desk.admission), methods=[endpoint.method])
+    return Route(endpoint.path, handler, methods=[endpoint.method])

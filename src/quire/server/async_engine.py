@@ -25,7 +25,7 @@ from quire.engine.request_options import USUAL, RequestOptions
 from quire.engine.request_state import RequestState
 from quire.engine.stats import EngineInfo, EngineStats
 from quire.engine.wire import ToFront
-from quire.server.http.request_context import CURRENT, RequestContext
+from quire.server.http.request_context import CURRENT_CONTEXT, RequestContext
 from quire.text.tokenizer import Tokenizer
 
 News = Delta | RequestOutput
@@ -35,11 +35,11 @@ class RequestStream:
     """The output of one request as it is generated. Used on the event loop's thread only. Storing wakes no reader:
     the engine client does, for a few streams at a time."""
 
-    __slots__ = ("_awaited", "_failure", "_output", "_unread", "ticket", "visit")
+    __slots__ = ("_awaited", "_failure", "_output", "_unread", "context", "ticket")
 
-    def __init__(self, ticket: RequestState, visit: RequestContext | None = None) -> None:
+    def __init__(self, ticket: RequestState, context: RequestContext | None = None) -> None:
         self.ticket = ticket
-        self.visit = visit  # of the HTTP request, which may have several prompts; None if no completion follows
+        self.context = context  # of the HTTP request, which may have several prompts; None if no completion follows
         self._unread: dict[int, Delta] = {}  # by continuation
         self._output: RequestOutput | None = None
         self._failure: QuireError | None = None
@@ -75,16 +75,16 @@ class RequestStream:
             self._awaited.set_result(None)
 
 
-def terms_for(visit: RequestContext | None, said: RequestOptions) -> RequestOptions:
+def terms_for(context: RequestContext | None, said: RequestOptions) -> RequestOptions:
     """The terms that a body asks for, with those of its headers and its key."""
-    if visit is None:
+    if context is None:
         return said
-    priority = said.priority if visit.priority is None else visit.priority
-    timeout_s = said.timeout_s if visit.timeout_s is None else visit.timeout_s
-    if not visit.identity.trusted and (priority != 0 or timeout_s is not None):
+    priority = said.priority if context.priority is None else context.priority
+    timeout_s = said.timeout_s if context.timeout_s is None else context.timeout_s
+    if not context.identity.trusted and (priority != 0 or timeout_s is not None):
         name = "priority" if priority != 0 else "timeout_s"
         raise InvalidParameter(f"{name} is for keys that the operator trusts (see --api-key-file).", param=name)
-    return replace(said, priority=priority, timeout_s=timeout_s, tenant=visit.identity.tenant)
+    return replace(said, priority=priority, timeout_s=timeout_s, tenant=context.identity.tenant)
 
 
 _REMEMBERED_REQUESTS = 1000  # that can be explained or aborted by their id
@@ -203,16 +203,16 @@ class AsyncEngine:
             raise Draining()
         if self._child is None:
             raise EngineRestarting("The engine is being started; ask again in a moment.")
-        visit = CURRENT.get()
-        terms = terms_for(visit, terms)
+        context = CURRENT_CONTEXT.get()
+        terms = terms_for(context, terms)
         with self._lock:
             ticket = self._front.open(
                 prompt, params, terms=terms, streaming=streaming, pooled=pooled, without_tokens=without_tokens
             )
-        call = self._calls[ticket.number] = RequestStream(ticket, None if ticket.request.prompt_alone else visit)
-        if visit is not None:
-            self._note_visit(visit.request_id, ticket.number)
-            visit.note_prompt(len(prompt))
+        call = self._calls[ticket.number] = RequestStream(ticket, None if ticket.request.prompt_alone else context)
+        if context is not None:
+            self._note_request(context.request_id, ticket.number)
+            context.note_prompt(len(prompt))
         try:
             self._child.send(ticket.request)
         except (OverflowError, TypeError, ValueError) as error:  # a number beyond 64 bits, and its like: never sent
@@ -258,7 +258,7 @@ class AsyncEngine:
         finally:
             self._asked.pop(token, None)
 
-    def _note_visit(self, request_id: str, number: int) -> None:
+    def _note_request(self, request_id: str, number: int) -> None:
         self._latest.setdefault(request_id, []).append(number)
         if len(self._latest) > _REMEMBERED_REQUESTS:
             del self._latest[next(iter(self._latest))]
@@ -385,8 +385,8 @@ def _note_completion(call: RequestStream, output: RequestOutput | None) -> None:
     """A stream that its reader left, or that failed, has had tokens, too."""
     heard = call.ticket.transcripts if output is None else output.outputs
     num_tokens = sum(len(each.token_ids) for each in heard)
-    if call.visit is not None and (num_tokens or output is not None):
-        call.visit.note_completion(num_tokens)
+    if call.context is not None and (num_tokens or output is not None):
+        call.context.note_completion(num_tokens)
 
 
 def _failure(reason: str, ticket: RequestState) -> QuireError | None:

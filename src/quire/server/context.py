@@ -114,7 +114,7 @@ class ServerState:
 
     service: AsyncEngine
     supervisor: Supervisor
-    turnstile: AdmissionControl
+    admission: AdmissionControl
     metrics: Metrics
     keep_alive_s: float = KEEP_ALIVE_S
     known: ServedModel | None = None  # once the engine has said what it can do

@@ -99,11 +99,11 @@ class Metrics:
         else:
             self.left.inc()
 
-    def answered(self, answer: RequestRecord) -> None:
+    def responded(self, record: RequestRecord) -> None:
         """A request over HTTP is over."""
-        self.http.labels(answer.route, answer.method, str(answer.status)).inc()
-        if answer.refused_early:  # what failed with the engine was counted there
-            self._refused(answer.error_code)
+        self.http.labels(record.route, record.method, str(record.status)).inc()
+        if record.refused_early:  # what failed with the engine was counted there
+            self._refused(record.error_code)
 
     def _refused(self, code: str | None) -> None:
         self.refusals.labels(code if code in _CODES else "other").inc()

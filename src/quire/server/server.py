@@ -107,7 +107,7 @@ class ServerConfig:
     serving: bool = True  # False: a file of requests, none of which is in a hurry
 
 
-def behind_turnstile(config: EngineConfig, max_waiting: int) -> EngineConfig:
+def with_burst_queue(config: EngineConfig, max_waiting: int) -> EngineConfig:
     """The engine's own bound, never met by those whom the turnstile lets in one by one: a burst between two steps waits
     in the engine even where seats are free."""
     return replace(config, max_waiting=max_waiting + (config.max_num_seqs or DEFAULT_SERVER_ROWS))
@@ -116,7 +116,7 @@ def behind_turnstile(config: EngineConfig, max_waiting: int) -> EngineConfig:
 class Tracer(Protocol):
     """Who follows requests from end to end: `tracing.py`, if it is there."""
 
-    def around(self, app: ASGIApp, house: "Server") -> ASGIApp: ...
+    def around(self, app: ASGIApp, server: "Server") -> ASGIApp: ...
 
     def finished(self, end: FinishedRequest) -> None: ...
 
@@ -165,13 +165,13 @@ class DrainingServer(uvicorn.Server):
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        farewell = self._loop.call_later(_FAREWELL_S, self._hang_up)
+        farewell = self._loop.call_later(_FAREWELL_S, self._abort_connections)
         try:
             await super().shutdown(sockets)
         finally:
             farewell.cancel()
 
-    def _hang_up(self) -> None:
+    def _abort_connections(self) -> None:
         """Whose answer is unread by now has left, as far as anybody can tell: uvicorn would log a stack for each."""
         for connection in list(self.server_state.connections):
             connection.transport.abort()
@@ -185,11 +185,11 @@ class Server:
         self._listeners = listeners
         clock = time.monotonic
         self.service = AsyncEngine(plan.opened.tokenizer, clock)
-        config = behind_turnstile(plan.config, plan.max_waiting)
+        config = with_burst_queue(plan.config, plan.max_waiting)
         self.supervisor = Supervisor(
             config, plan.script, self.service, clock=clock, phase=listeners.phase, serving=plan.serving
         )
-        turnstile = AdmissionControl(
+        admission = AdmissionControl(
             self.service,
             lambda: self.supervisor.health,
             max_waiting=plan.max_waiting,
@@ -201,7 +201,7 @@ class Server:
         self.service.finished = self._note_end
         self.service.progressed = self.metrics.progressed
         self.service.lost = self.metrics.engine.note_loss
-        self.desk = ServerState(self.service, self.supervisor, turnstile, self.metrics)
+        self.desk = ServerState(self.service, self.supervisor, admission, self.metrics)
         self.app = make_app(self.desk)
 
     def _note_end(self, end: FinishedRequest) -> None:
@@ -209,7 +209,7 @@ class Server:
         if self._listeners.tracer is not None:
             self._listeners.tracer.finished(end)
 
-    async def keep(self) -> None:
+    async def run_engine(self) -> None:
         """Start the engine and keep one running. Ends only with an error."""
         plan = self._plan
         opened = plan.opened
@@ -243,21 +243,21 @@ def serve_until_told(
     """Until a signal. A `QuireError` says why the engine could not be started, or not be kept."""
 
     async def life() -> None:
-        house = Server(plan, listeners)
-        app = secure(house.app, house.metrics)
+        server = Server(plan, listeners)
+        app = secure(server.app, server.metrics)
         if listeners.tracer is not None:
-            app = listeners.tracer.around(app, house)
+            app = listeners.tracer.around(app, server)
         config = uvicorn.Config(lifespan="off", timeout_graceful_shutdown=_CANCELLED_AFTER_S, **settings(app))
-        server = DrainingServer(config, house.service, plan.drain_s)
-        keeping = asyncio.create_task(house.keep())
-        keeping.add_done_callback(lambda _: setattr(server, "should_exit", True))
+        http_server = DrainingServer(config, server.service, plan.drain_s)
+        running = asyncio.create_task(server.run_engine())
+        running.add_done_callback(lambda _: setattr(http_server, "should_exit", True))
         try:
-            await server.serve(sockets=[listening, *(listening.dup() for _ in range(_ACCEPTED_AT_ONCE - 1))])
+            await http_server.serve(sockets=[listening, *(listening.dup() for _ in range(_ACCEPTED_AT_ONCE - 1))])
         finally:
-            keeping.cancel()  # first: an engine that is ended now has not failed
-            await house.supervisor.stop()
+            running.cancel()  # first: an engine that is ended now has not failed
+            await server.supervisor.stop()
             with contextlib.suppress(asyncio.CancelledError):
-                await first_error(keeping)
+                await first_error(running)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(life())

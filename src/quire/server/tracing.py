@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire.engine.outputs import RequestMetrics
 from quire.server.async_engine import FinishedRequest
 from quire.server.http.errors import CLIENT_LEFT
-from quire.server.http.request_context import RouteNames, patterns, route_path, visit_of
+from quire.server.http.request_context import RouteNames, context_of, patterns, route_path
 from quire.server.server import Server
 from quire.version import __version__
 
@@ -49,9 +49,9 @@ class Tracing:
         if len(self._ended) > _MOST_UNCLAIMED:
             del self._ended[next(iter(self._ended))]
 
-    def around(self, app: ASGIApp, house: Server) -> ASGIApp:
+    def around(self, app: ASGIApp, server: Server) -> ASGIApp:
         """The application, with a span around each request."""
-        return _Traced(app, house, self._tracer, self._ended)
+        return _Traced(app, server, self._tracer, self._ended)
 
     def close(self) -> None:
         """Send what is left, within a moment."""
@@ -69,12 +69,12 @@ def open_tracing(endpoint: str) -> Tracing:
 class _Traced:
     """ASGI: outermost, so that what the gate refuses is seen too."""
 
-    def __init__(self, app: ASGIApp, house: Server, tracer: Tracer, ended: dict[int, FinishedRequest]) -> None:
+    def __init__(self, app: ASGIApp, server: Server, tracer: Tracer, ended: dict[int, FinishedRequest]) -> None:
         self._app = app
-        self._house = house
+        self._server = server
         self._tracer = tracer
         self._ended = ended
-        self._names = RouteNames(patterns(house.app.routes))
+        self._names = RouteNames(patterns(server.app.routes))
         self._epoch_ns = time.time_ns() - time.monotonic_ns()  # of the clock that times are noted on
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -99,8 +99,8 @@ class _Traced:
             self._close(span, scope, route, status)
 
     def _close(self, span: Span, scope: Scope, route: str, status: int) -> None:
-        request_id = visit_of(scope).request_id
-        for number in self._house.service.numbers_of(request_id):
+        request_id = context_of(scope).request_id
+        for number in self._server.service.numbers_of(request_id):
             end = self._ended.pop(number, None)
             if end is not None:
                 self._tell_prompt(span, _OPERATIONS.get(route, "chat"), end)
@@ -120,7 +120,7 @@ class _Traced:
     def _tell_prompt(self, parent: Span, operation: str, end: FinishedRequest) -> None:
         """One prompt's span, and one for each part of its life."""
         times = end.ticket.metrics
-        served = self._house.desk.known
+        served = self._server.desk.known
         model = "unknown" if served is None else served.name
         attributes = _attributes(end, operation, model)
         begun, ended = self._ns(times.arrival_s), self._ns(times.finished_s or times.arrival_s)

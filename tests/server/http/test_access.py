@@ -12,9 +12,10 @@ import httpx
 import pytest
 from starlette.routing import Route
 
+from quire.server.http.access import AccessOptions
 from quire.server.http.auth import ADMIN, KeyRing
-from quire.server.http.gate import METHODS, AccessOptions
 from quire.server.http.logs import JsonLines
+from quire.server.http.middleware import METHODS
 from quire.server.http.request_context import OTHER
 from tests.server.http_app import (
     ADMIN_KEY,
@@ -23,35 +24,35 @@ from tests.server.http_app import (
     KEY,
     SECRET,
     Application,
-    Gatehouse,
-    first_answer,
-    gatehouse,
+    RunningServer,
+    first_response,
+    running_server,
 )
 
 LIMIT = 1 << 20
 
 
 @pytest.fixture(scope="module")
-def house() -> Iterator[Gatehouse]:
-    with gatehouse(options=AccessOptions(LIMIT, admin_routes=ADMIN_ROUTES)) as house:
-        yield house
+def server() -> Iterator[RunningServer]:
+    with running_server(options=AccessOptions(LIMIT, admin_routes=ADMIN_ROUTES)) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
-def open_house() -> Iterator[Gatehouse]:
-    with gatehouse(keys=KeyRing()) as house:
-        yield house
+def open_house() -> Iterator[RunningServer]:
+    with running_server(keys=KeyRing()) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
-def stranger(house: Gatehouse) -> Iterator[httpx.Client]:
-    with house.client() as client:
+def stranger(server: RunningServer) -> Iterator[httpx.Client]:
+    with server.client() as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def holder(house: Gatehouse) -> Iterator[httpx.Client]:
-    with house.client(**BEARER) as client:
+def holder(server: RunningServer) -> Iterator[httpx.Client]:
+    with server.client(**BEARER) as client:
         yield client
 
 
@@ -103,13 +104,13 @@ def mutations() -> list[tuple[str, dict[str, str]]]:
     return [*itertools.product(targets, headers[:4]), *itertools.product(["/v1/echo", "/metrics", "/"], headers)]
 
 
-def test_no_spelling_of_a_path_or_a_header_opens_the_door(house: Gatehouse) -> None:
+def test_no_spelling_of_a_path_or_a_header_opens_the_door(server: RunningServer) -> None:
     assert len(mutations()) > 200
     for target, headers in mutations():
         head = {"host": "x", "connection": "close", **headers}
         written = urllib.parse.quote(target, safe="/%?=;.\\&")
         lines = [f"GET {written} HTTP/1.1", *(f"{name}: {value}" for name, value in head.items())]
-        answer = house.say("\r\n".join([*lines, "", ""]).encode("latin-1"))
+        answer = server.say("\r\n".join([*lines, "", ""]).encode("latin-1"))
         assert answer.startswith(b"HTTP/1.1 401 "), (target, headers, answer[:100])
 
 
@@ -150,7 +151,7 @@ def test_what_is_the_admins(stranger: httpx.Client, path: str) -> None:
     assert stranger.get(path, headers={"x-api-key": ADMIN_KEY}).status_code in (200, 307, 404)
 
 
-def test_an_open_server_keeps_the_admins_routes_shut(open_house: Gatehouse) -> None:
+def test_an_open_server_keeps_the_admins_routes_shut(open_house: RunningServer) -> None:
     with open_house.client() as client:
         assert client.get("/v1/models/x", headers={"authorization": "Bearer none"}).json() == {"holder": "anonymous"}
         refusal = client.get("/admin/pause", headers={"authorization": "Bearer none"})
@@ -158,14 +159,14 @@ def test_an_open_server_keeps_the_admins_routes_shut(open_house: Gatehouse) -> N
 
 
 def test_an_admin_key_alone_shuts_only_the_admins_routes() -> None:
-    with gatehouse(keys=KeyRing([(ADMIN_KEY, ADMIN)])) as house, house.client() as client:
+    with running_server(keys=KeyRing([(ADMIN_KEY, ADMIN)])) as server, server.client() as client:
         assert client.get("/metrics").json() == {"holder": "anonymous"}
         assert client.get("/admin/pause").status_code == 401
         assert client.get("/admin/pause", headers={"x-api-key": ADMIN_KEY}).json() == {"holder": "admin"}
 
 
 def test_below_a_root_path_the_same_doors_are_shut() -> None:
-    with gatehouse(root_path="/api") as house, house.client() as client:
+    with running_server(root_path="/api") as server, server.client() as client:
         assert client.get("/health").status_code == 200
         assert client.get("/metrics").status_code == 401
         assert client.get("/admin/pause", headers=BEARER).status_code == 403
@@ -208,39 +209,39 @@ def test_a_body_is_not_read_compressed(holder: httpx.Client, coding: str, status
         assert "Content-Encoding" in error_of(answer)["message"]
 
 
-def test_a_body_too_large_by_its_own_word_is_not_read(house: Gatehouse, holder: httpx.Client) -> None:
-    house.application.num_read = 0
+def test_a_body_too_large_by_its_own_word_is_not_read(server: RunningServer, holder: httpx.Client) -> None:
+    server.application.num_read = 0
     answer = holder.post("/v1/echo", content=b" " * (LIMIT + 1))
     assert (answer.status_code, error_of(answer)["code"]) == (413, "body_too_large")
-    assert str(LIMIT) in answer.text and house.application.num_read == 0
+    assert str(LIMIT) in answer.text and server.application.num_read == 0
     assert holder.post("/v1/echo", content=b" " * LIMIT).json()["length"] == LIMIT
 
 
-def test_an_endless_body_is_read_up_to_the_limit(house: Gatehouse) -> None:
+def test_an_endless_body_is_read_up_to_the_limit(server: RunningServer) -> None:
     head = (
         b"POST /v1/echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
         b"Authorization: Bearer " + KEY.encode() + b"\r\n\r\n"
     )
     chunk = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
-    with house.connect() as connection:
+    with server.connect() as connection:
         connection.sendall(head)
         for _ in range(10 * LIMIT // 0x10000):
             connection.sendall(chunk)
-        answer = first_answer(connection)
+        answer = first_response(connection)
     assert answer.startswith(b"HTTP/1.1 413 ") and b"body_too_large" in answer
-    assert house.application.num_read <= LIMIT
+    assert server.application.num_read <= LIMIT
 
 
 # Ids
 
 
 @pytest.mark.parametrize("label", ["mine", "!", "~" * 128, "http://169.254.169.254/", "../../etc"])
-def test_a_clients_id_is_given_back_as_it_came(house: Gatehouse, holder: httpx.Client, label: str) -> None:
+def test_a_clients_id_is_given_back_as_it_came(server: RunningServer, holder: httpx.Client, label: str) -> None:
     answer = holder.get("/v1/models/x", headers={"x-request-id": label})
     assert answer.headers["x-request-id"] == label
     own = answer.headers["x-quire-request-id"]
     assert re.fullmatch(r"[a-z0-9]{16}", own)
-    assert (house.heard[-1].request_id, house.heard[-1].label) == (own, label)
+    assert (server.records[-1].request_id, server.records[-1].label) == (own, label)
 
 
 @pytest.mark.parametrize("label", [b"", b"a b", b"x" * 129, b"caf\xe9", b"tab\there"])
@@ -286,7 +287,7 @@ def test_anthropics_clients_get_their_own_envelope_and_nothing_of_this_machine(h
     assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
 
 
-def test_our_own_mistake_is_told_in_fixed_words_and_logged_once(holder: httpx.Client, house: Gatehouse) -> None:
+def test_our_own_mistake_is_told_in_fixed_words_and_logged_once(holder: httpx.Client, server: RunningServer) -> None:
     written = io.StringIO()
     handler = logging.StreamHandler(written)
     handler.setFormatter(JsonLines())
@@ -307,36 +308,36 @@ def test_our_own_mistake_is_told_in_fixed_words_and_logged_once(holder: httpx.Cl
     assert whole["id"] == own and "in broken\n" in whole["stack"] and whole["stack"].endswith("builtins.KeyError")
     assert "in pieces\n" in streamed["stack"]
     assert SECRET not in written.getvalue()
-    assert [each.status for each in house.heard[-2:]] == [500, 500]
+    assert [each.status for each in server.records[-2:]] == [500, 500]
 
 
 # What is heard
 
 
-def test_labels_come_from_closed_sets(house: Gatehouse, stranger: httpx.Client) -> None:
+def test_labels_come_from_closed_sets(server: RunningServer, stranger: httpx.Client) -> None:
     routes = {route.path for route in Application().starlette.routes if isinstance(route, Route)}
     for number in range(50):
         stranger.request("GET", f"/random/{number}")
         stranger.request("MKCALENDAR" if number % 2 else "SEARCH", f"/v1/models/{number}")
-        house.say(b"METHOD%d / HTTP/1.1\r\n\r\n" % number)
-    assert {each.route for each in house.heard} <= {*routes, OTHER}
-    assert {each.method for each in house.heard} <= {*METHODS, OTHER}
-    assert {each.identity_name for each in house.heard} <= {"holder", "admin", "nobody"}
-    assert {each.route for each in house.heard[-150:]} == {OTHER, "/v1/models/{name:path}"}
+        server.say(b"METHOD%d / HTTP/1.1\r\n\r\n" % number)
+    assert {each.route for each in server.records} <= {*routes, OTHER}
+    assert {each.method for each in server.records} <= {*METHODS, OTHER}
+    assert {each.identity_name for each in server.records} <= {"holder", "admin", "nobody"}
+    assert {each.route for each in server.records[-150:]} == {OTHER, "/v1/models/{name:path}"}
 
 
-def test_a_request_is_heard_once_with_its_tokens(house: Gatehouse, holder: httpx.Client) -> None:
-    before = len(house.heard)
+def test_a_request_is_heard_once_with_its_tokens(server: RunningServer, holder: httpx.Client) -> None:
+    before = len(server.records)
     holder.post("/v1/echo", json={"a": 1})
-    (answered,) = house.heard[before:]
+    (answered,) = server.records[before:]
     assert answered[:3] == ("/v1/echo", "POST", 200)
     assert (answered.identity_name, answered.num_prompt_tokens, answered.num_completion_tokens) == ("holder", 7, 1)
 
 
 def test_a_client_that_leaves_a_stream_is_heard_as_gone() -> None:
-    with gatehouse() as house:
-        with house.client(**BEARER) as client, client.stream("GET", "/v1/endless") as answer:
+    with running_server() as server:
+        with server.client(**BEARER) as client, client.stream("GET", "/v1/endless") as answer:
             next(answer.iter_raw())
-        assert house.application.left.wait(20)
-        house.control()
-        assert sorted((each.route, each.status) for each in house.heard) == [("/v1/echo", 200), ("/v1/endless", 499)]
+        assert server.application.left.wait(20)
+        server.control()
+        assert sorted((each.route, each.status) for each in server.records) == [("/v1/echo", 200), ("/v1/endless", 499)]

@@ -13,7 +13,7 @@ from quire.engine.engine import Engine
 from quire.engine.messages import AddRequest
 from quire.engine.scripted_engine import build_scripted
 from quire.engine.startup import StartupReporter
-from quire.server.server import behind_turnstile
+from quire.server.server import with_burst_queue
 
 SEATS, WAITING = 3, 2
 PARAMS = SamplingParams(temperature=0.0, max_tokens=4)
@@ -23,7 +23,7 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=4)
 def engine(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Engine:
     script = tmp_path_factory.mktemp("script") / "lines.jsonl"
     script.write_text('{"say": "one two three four five six", "end": false}')
-    config = behind_turnstile(EngineConfig(max_num_seqs=SEATS, max_model_len=64), WAITING)
+    config = with_burst_queue(EngineConfig(max_num_seqs=SEATS, max_model_len=64), WAITING)
     return build_scripted(config, script, StartupReporter())[0]
 
 

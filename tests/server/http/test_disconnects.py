@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from quire.server import server as lifecycle
 from quire.server.async_engine import AsyncEngine
-from tests.server.http_app import heard_until_closed
+from tests.server.http_app import received_until_closed
 from tests.server.many_clients import Told, Visitor, request
 from tests.server.scripted_servers import asked, check_control, scripted
 from tests.server.server_process import PATIENCE_S, Running, is_alive, load, wait_until, wait_until_at_rest
@@ -106,7 +106,7 @@ def test_who_is_still_sending_its_body_is_told_so(server: Running) -> None:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
         wait_until(lambda: load(client)["server_load"] == 1)
         server.process.send_signal(signal.SIGTERM)
-        answer = heard_until_closed(connection)
+        answer = received_until_closed(connection)
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 503 ") and b"\r\nretry-after: 5\r\n" in head, answer
     assert json.loads(body)["error"]["code"] == "server_stopping"

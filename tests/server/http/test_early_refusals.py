@@ -10,10 +10,20 @@ from hypothesis import strategies as st
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.core.errors import QueueFull
-from quire.server.http.gate import AccessOptions, RequestLogger, early_refusals, secure
+from quire.server.http.access import AccessOptions
+from quire.server.http.middleware import RequestLogger, early_refusals, secure
 from quire.server.http.protocol import ConnectionLimits, GuardedProtocol
 from quire.server.http.request_context import route_path
-from tests.server.http_app import ADMIN_ROUTES, KEY, KEYED, Application, Gatehouse, first_answer, gatehouse, status_of
+from tests.server.http_app import (
+    ADMIN_ROUTES,
+    KEY,
+    KEYED,
+    Application,
+    RunningServer,
+    first_response,
+    running_server,
+    status_of,
+)
 
 BODY = b'{"prompt": "hi"}'
 HEAD = b"POST /v1/echo HTTP/1.1\r\nHost: x\r\nX-Request-Id: mine\r\nContent-Length: %d\r\n" % len(BODY)
@@ -38,20 +48,20 @@ def queue() -> Queue:
 
 
 @pytest.fixture(scope="module")
-def shared(queue: Queue) -> Iterator[Gatehouse]:
-    with gatehouse(limits=ConnectionLimits(linger_s=0.5), admit=queue.admit) as house:
-        yield house
+def shared(queue: Queue) -> Iterator[RunningServer]:
+    with running_server(limits=ConnectionLimits(linger_s=0.5), admit=queue.admit) as server:
+        yield server
 
 
 @pytest.fixture
-def house(shared: Gatehouse, queue: Queue) -> Gatehouse:
+def server(shared: RunningServer, queue: Queue) -> RunningServer:
     queue.full = True
-    shared.heard.clear()
+    shared.records.clear()
     return shared
 
 
-def test_a_refusal_is_whole_and_told_of_and_the_application_is_not_asked(house: Gatehouse) -> None:
-    answer = house.say(CLOSING, BODY)
+def test_a_refusal_is_whole_and_told_of_and_the_application_is_not_asked(server: RunningServer) -> None:
+    answer = server.say(CLOSING, BODY)
     head, _, body = answer.partition(b"\r\n\r\n")
     lines = head.lower().split(b"\r\n")
     assert lines[0] == b"http/1.1 429 too many requests"
@@ -59,96 +69,96 @@ def test_a_refusal_is_whole_and_told_of_and_the_application_is_not_asked(house: 
     assert {b"x-content-type-options: nosniff", b"content-length: %d" % len(body)} <= set(lines)
     assert any(line.startswith(b"date: ") for line in lines)
     assert json.loads(body)["error"]["code"] == "queue_full"
-    [told] = house.heard
+    [told] = server.records
     assert (told.route, told.method, told.status, told.identity_name) == ("/v1/echo", "POST", 429, "holder")
     assert b"x-quire-request-id: " + told.request_id.encode() in lines and told.label == "mine"
-    assert house.application.starlette.middleware_stack is None  # made for the first who is routed
+    assert server.application.starlette.middleware_stack is None  # made for the first who is routed
 
 
-def test_the_key_is_asked_for_first(house: Gatehouse) -> None:
-    assert status_of(house.say(HEAD + b"Connection: close\r\n\r\n", BODY)) == 401
-    assert [(told.status, told.identity_name) for told in house.heard] == [(401, "nobody")]
+def test_the_key_is_asked_for_first(server: RunningServer) -> None:
+    assert status_of(server.say(HEAD + b"Connection: close\r\n\r\n", BODY)) == 401
+    assert [(told.status, told.identity_name) for told in server.records] == [(401, "nobody")]
 
 
-def test_an_error_keeps_the_shape_of_its_surface(house: Gatehouse) -> None:
-    answer = house.say(CLOSING.replace(b"/v1/echo", b"/v1/messages"), BODY)
+def test_an_error_keeps_the_shape_of_its_surface(server: RunningServer) -> None:
+    answer = server.say(CLOSING.replace(b"/v1/echo", b"/v1/messages"), BODY)
     assert b'"type": "rate_limit_error"' in answer and answer.startswith(b"HTTP/1.1 429 ")
 
 
-def test_the_next_request_of_a_connection_is_served(house: Gatehouse, queue: Queue) -> None:
-    with house.connect() as connection:
+def test_the_next_request_of_a_connection_is_served(server: RunningServer, queue: Queue) -> None:
+    with server.connect() as connection:
         for _ in range(2):
             connection.sendall(KEYED_HEAD + b"\r\n" + BODY)
-            assert status_of(first_answer(connection)) == 429
+            assert status_of(first_response(connection)) == 429
         queue.full = False
         connection.sendall(KEYED_HEAD + b"\r\n" + BODY)
-        assert b'"length":%d' % len(BODY) in first_answer(connection)
-    assert [told.status for told in house.heard[:2]] == [429, 429]
+        assert b'"length":%d' % len(BODY) in first_response(connection)
+    assert [told.status for told in server.records[:2]] == [429, 429]
 
 
-def test_a_body_that_comes_after_its_refusal_is_no_request(house: Gatehouse, queue: Queue) -> None:
-    with house.connect() as connection:
+def test_a_body_that_comes_after_its_refusal_is_no_request(server: RunningServer, queue: Queue) -> None:
+    with server.connect() as connection:
         connection.sendall(KEYED_HEAD + b"\r\n")
-        assert status_of(first_answer(connection)) == 429
+        assert status_of(first_response(connection)) == 429
         queue.full = False
         for place in range(len(BODY)):
             connection.sendall(BODY[place : place + 1])
         connection.sendall(KEYED_HEAD + b"\r\n" + BODY)
-        assert first_answer(connection).startswith(b"HTTP/1.1 200 OK")
+        assert first_response(connection).startswith(b"HTTP/1.1 200 OK")
 
 
-def test_who_wanted_to_close_may_finish_its_body(house: Gatehouse) -> None:
-    with house.connect() as connection:
+def test_who_wanted_to_close_may_finish_its_body(server: RunningServer) -> None:
+    with server.connect() as connection:
         connection.sendall(CLOSING)
-        answer = first_answer(connection)
+        answer = first_response(connection)
         assert status_of(answer) == 429 and b"\r\nconnection: close\r\n" in answer
         assert connection.recv(1) == b""
         connection.sendall(BODY)
-    assert status_of(house.say(CLOSING, BODY)) == 429
+    assert status_of(server.say(CLOSING, BODY)) == 429
 
 
-def test_who_asked_whether_to_send_its_body_is_told_not_to(house: Gatehouse) -> None:
-    answer = house.say(KEYED_HEAD + b"Expect: 100-continue\r\n\r\n")
+def test_who_asked_whether_to_send_its_body_is_told_not_to(server: RunningServer) -> None:
+    answer = server.say(KEYED_HEAD + b"Expect: 100-continue\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 429 ") and b"\r\nconnection: close\r\n" in answer
     assert b" 100 " not in answer
 
 
 @pytest.mark.parametrize("more", [KEYED_HEAD + b"\r\n" + BODY, b"noise\r\n\r\n"])
-def test_what_comes_before_the_answer_is_not_heard(house: Gatehouse, more: bytes) -> None:
-    answer = house.say(KEYED_HEAD + b"\r\n" + BODY + more)
+def test_what_comes_before_the_answer_is_not_heard(server: RunningServer, more: bytes) -> None:
+    answer = server.say(KEYED_HEAD + b"\r\n" + BODY + more)
     assert answer.count(b"HTTP/1.1 ") == 1 and answer.startswith(b"HTTP/1.1 429 ")
-    assert [told.status for told in house.heard] == [429]
+    assert [told.status for told in server.records] == [429]
 
 
-def test_a_refused_body_may_be_malformed(house: Gatehouse) -> None:
+def test_a_refused_body_may_be_malformed(server: RunningServer) -> None:
     head = KEYED_HEAD.replace(b"Content-Length: %d" % len(BODY), b"Transfer-Encoding: chunked")
-    assert house.say(head + b"\r\nzz\r\n").startswith(b"HTTP/1.1 429 ")
-    assert [told.status for told in house.heard] == [429]
+    assert server.say(head + b"\r\nzz\r\n").startswith(b"HTTP/1.1 429 ")
+    assert [told.status for told in server.records] == [429]
 
 
-def test_a_head_gets_no_body(house: Gatehouse) -> None:
-    answer = house.say(b"HEAD /v1/full HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+def test_a_head_gets_no_body(server: RunningServer) -> None:
+    answer = server.say(b"HEAD /v1/full HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 401 ") and answer.endswith(b"\r\n\r\n")
 
 
-def test_who_does_not_read_its_answers_waits(house: Gatehouse) -> None:
+def test_who_does_not_read_its_answers_waits(server: RunningServer) -> None:
     """Or its refusals would pile up in this process."""
 
     def only_one() -> GuardedProtocol:
-        [connection] = house.server.server_state.connections
+        [connection] = server.server.server_state.connections
         assert isinstance(connection, GuardedProtocol)
         return connection
 
-    with house.connect() as connection:
+    with server.connect() as connection:
         connection.sendall(KEYED_HEAD + b"\r\n" + BODY)
-        assert status_of(first_answer(connection)) == 429
-        house.in_loop(lambda: only_one().pause_writing())
+        assert status_of(first_response(connection)) == 429
+        server.in_loop(lambda: only_one().pause_writing())
         connection.sendall(KEYED_HEAD + b"\r\n" + BODY)
-        while not house.server.server_state.tasks:
+        while not server.server.server_state.tasks:
             pass
         assert only_one().cycle.response_complete is False
-        house.in_loop(lambda: only_one().resume_writing())
-        assert status_of(first_answer(connection)) == 429
+        server.in_loop(lambda: only_one().resume_writing())
+        assert status_of(first_response(connection)) == 429
 
 
 HEADERS = st.lists(
@@ -169,16 +179,16 @@ def test_both_ways_to_ask_the_door_say_the_same(method: str, path: str, headers:
     def scope() -> Scope:
         return {"type": "http", "method": method, "path": path, "headers": [*headers], "query_string": b""}
 
-    witness = secure(Application().starlette, keys=KEYED, options=AccessOptions(admin_routes=ADMIN_ROUTES))
-    assert isinstance(witness, RequestLogger)
-    early, late = witness.turn_away(scope()), asked(witness, scope())
+    logger = secure(Application().starlette, keys=KEYED, options=AccessOptions(admin_routes=ADMIN_ROUTES))
+    assert isinstance(logger, RequestLogger)
+    early, late = logger.refuse_early(scope()), asked(logger, scope())
     if early is None:
         assert late.status not in (401, 403, 413, 415)
     else:
         assert (early.status, without_ids(early.headers)) == (late.status, without_ids(late.headers))
 
 
-class Heard:
+class AsgiReply:
     """What an application answered."""
 
     def __init__(self) -> None:
@@ -186,18 +196,18 @@ class Heard:
         self.headers: list[tuple[bytes, bytes]] = []
 
 
-def asked(app: ASGIApp, scope: Scope) -> Heard:
-    heard = Heard()
+def asked(app: ASGIApp, scope: Scope) -> AsgiReply:
+    records = AsgiReply()
 
     async def receive() -> Message:
         return {"type": "http.request", "body": BODY, "more_body": False}
 
     async def send(message: Message) -> None:
         if message["type"] == "http.response.start":
-            heard.status, heard.headers = message["status"], message["headers"]
+            records.status, records.headers = message["status"], message["headers"]
 
     asyncio.run(app(scope, receive, send))  # type: ignore[arg-type]
-    return heard
+    return records
 
 
 def without_ids(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.server.http.logs import MAX_FIELD_CHARACTERS, JsonLines, LogFormat, LogWriter, TextLines, log_answer
+from quire.server.http.logs import MAX_FIELD_CHARACTERS, JsonLines, LogFormat, LogWriter, TextLines, log_request
 from quire.server.http.request_context import RequestRecord
 from tests.server.server_process import wait_until
 
@@ -69,8 +69,8 @@ def logging_to(stream: io.StringIO, form: LogFormat = "json", max_lines: int = 1
 def test_a_request_is_a_line_of_json() -> None:
     stream = io.StringIO()
     with logging_to(stream):
-        log_answer(ANSWERED)
-        log_answer(ANSWERED._replace(label=None, num_prompt_tokens=None, num_completion_tokens=None))
+        log_request(ANSWERED)
+        log_request(ANSWERED._replace(label=None, num_prompt_tokens=None, num_completion_tokens=None))
     full, bare = [json.loads(line) for line in stream.getvalue().splitlines()]
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", full.pop("time"))
     assert full == {
@@ -83,7 +83,7 @@ def test_a_request_is_a_line_of_json() -> None:
 def test_a_request_is_a_short_line_of_text() -> None:
     stream = io.StringIO()
     with logging_to(stream, "text"):
-        log_answer(ANSWERED)
+        log_request(ANSWERED)
     assert re.fullmatch(
         r"\d\d:\d\d:\d\d request id=abc client_id=my-id method=POST route=/v1/echo status=200 duration_ms=12\.346 "
         r"key=holder prompt_tokens=7 completion_tokens=1\n",
@@ -95,7 +95,7 @@ def test_a_request_is_a_short_line_of_text() -> None:
 def test_what_machines_ask_all_the_time_is_not_logged(route: str) -> None:
     stream = io.StringIO()
     with logging_to(stream):
-        log_answer(ANSWERED._replace(route=route))
+        log_request(ANSWERED._replace(route=route))
     assert stream.getvalue() == ""
 
 
@@ -140,15 +140,15 @@ def test_an_exception_is_logged_by_its_stack_and_not_by_its_words() -> None:
 def test_a_log_that_nobody_reads_costs_lines_and_no_time() -> None:
     stream = Stuck()
     with logging_to(stream, max_lines=5) as writer:
-        log_answer(ANSWERED)
+        log_request(ANSWERED)
         assert stream.writing.wait(30)
         for _ in range(50):
-            log_answer(ANSWERED)
+            log_request(ANSWERED)
         assert writer.handler.num_dropped == 45
         stream.released.set()
         while writer.handler.queue.qsize():  # type: ignore[attr-defined]
             pass
-        log_answer(ANSWERED)
+        log_request(ANSWERED)
     lines = [json.loads(line) for line in stream.getvalue().splitlines()]
     assert [line["event"] for line in lines] == ["request"] * 7 + ["log_lines_lost"]
     assert lines[-1]["lines"] == 45
@@ -156,7 +156,7 @@ def test_a_log_that_nobody_reads_costs_lines_and_no_time() -> None:
 
 def test_a_log_that_is_gone_raises_nothing() -> None:
     with logging_to(Gone()):
-        log_answer(ANSWERED)
+        log_request(ANSWERED)
         logging.getLogger("quire").info("%d", "no number")  # what cannot even be formatted
 
 
@@ -164,11 +164,11 @@ def test_lines_that_a_full_disk_took_are_counted_and_told_when_there_is_room() -
     stream = Disk()
     with logging_to(stream) as writer:
         for num_lost in (1, 2, 3):  # the second and third tell of those before, which is not written either
-            log_answer(ANSWERED)
+            log_request(ANSWERED)
             wait_until(lambda lost=num_lost: writer.handler._num_untold == lost)  # type: ignore[misc]
         assert writer.handler.num_dropped == 3
         stream.room = True
-        log_answer(ANSWERED)
+        log_request(ANSWERED)
         wait_until(lambda: "log_lines_lost" in stream.getvalue())
     lines = [json.loads(line) for line in stream.getvalue().splitlines()]
     assert [(line["event"], line.get("lines")) for line in lines] == [("request", None), ("log_lines_lost", 3)]

@@ -9,21 +9,25 @@ from starlette.types import ASGIApp
 from quire.core.errors import ConfigError
 from quire.server.batch.lines import BatchReply
 from quire.server.batch.runner import post
+from quire.server.http.access import AccessOptions
 from quire.server.http.auth import KeyRing
-from quire.server.http.gate import AccessOptions, secure
-from tests.server.http_app import BEARER, KEY, KEYED, Application, gatehouse
+from quire.server.http.middleware import secure
+from tests.server.http_app import BEARER, KEY, KEYED, Application, running_server
 
 
 def test_no_page_may_read_an_answer_by_default() -> None:
     preflight = {"origin": "https://a.example", "access-control-request-method": "POST"}
-    with gatehouse() as house, house.client() as client:
+    with running_server() as server, server.client() as client:
         answer = client.options("/v1/echo", headers=preflight)
     assert answer.status_code == 401
     assert not [name for name in answer.headers if name.startswith("access-control-")]
 
 
 def test_a_page_of_an_allowed_origin_may() -> None:
-    with gatehouse(options=AccessOptions(allowed_origins=("https://a.example",))) as house, house.client() as client:
+    with (
+        running_server(options=AccessOptions(allowed_origins=("https://a.example",))) as server,
+        server.client() as client,
+    ):
         wish = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
         leave = client.options("/v1/echo", headers={"origin": "https://a.example", **wish})
         assert leave.status_code == 200 and leave.headers["x-request-id"]
@@ -38,8 +42,8 @@ def test_a_page_of_an_allowed_origin_may() -> None:
 
 
 def test_a_page_of_another_origin_may_not_use_an_open_server() -> None:
-    with gatehouse(keys=KeyRing()) as house, house.client() as client:
-        own = f"http://127.0.0.1:{house.port}"
+    with running_server(keys=KeyRing()) as server, server.client() as client:
+        own = f"http://127.0.0.1:{server.port}"
         statuses = {
             origin: client.post("/v1/echo", headers={"origin": origin}).status_code
             for origin in ("https://a.example", "null", "http://127.0.0.1", own)

@@ -16,11 +16,11 @@ from quire.server.http import protocol
 from quire.server.http.protocol import ConnectionLimits
 from tests.server.http_app import (
     KEY,
-    Gatehouse,
+    RunningServer,
     Timers,
-    first_answer,
-    gatehouse,
-    heard_until_closed,
+    first_response,
+    received_until_closed,
+    running_server,
     status_of,
 )
 
@@ -31,9 +31,9 @@ CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
 
 
 @pytest.fixture(scope="module")
-def house() -> Iterator[Gatehouse]:
-    with gatehouse(limits=ConnectionLimits(linger_s=0.5)) as house:
-        yield house
+def server() -> Iterator[RunningServer]:
+    with running_server(limits=ConnectionLimits(linger_s=0.5)) as server:
+        yield server
 
 
 MALFORMED = {
@@ -103,32 +103,32 @@ TOO_LARGE = {"header bomb", "one huge header", "one huge name", "huge target", "
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-def test_what_is_malformed_is_refused(house: Gatehouse, name: str) -> None:
-    with house.connect() as connection:
+def test_what_is_malformed_is_refused(server: RunningServer, name: str) -> None:
+    with server.connect() as connection:
         with suppress(ConnectionResetError, BrokenPipeError):
             connection.sendall(MALFORMED[name])
-        status = status_of(heard_until_closed(connection))
+        status = status_of(received_until_closed(connection))
     assert status == (431 if name in TOO_LARGE else 400)
-    house.control()
+    server.control()
 
 
-def test_every_body_of_a_refusal_is_small_and_says_nothing_of_this_machine(house: Gatehouse) -> None:
+def test_every_body_of_a_refusal_is_small_and_says_nothing_of_this_machine(server: RunningServer) -> None:
     for text in MALFORMED.values():
         if len(text) < 1000:
-            answer = house.say(text)
+            answer = server.say(text)
             assert len(answer) < 4096
             assert not re.search(rb"0x[0-9a-f]{6,}| object at |/usr/|/home/|Traceback", answer)
 
 
 @pytest.mark.parametrize("name", ["noise", "no Host", "header bomb", "trailers"])
-def test_a_refusal_of_the_protocol_has_the_headers_of_every_answer(house: Gatehouse, name: str) -> None:
-    with house.connect() as connection:
+def test_a_refusal_of_the_protocol_has_the_headers_of_every_answer(server: RunningServer, name: str) -> None:
+    with server.connect() as connection:
         with suppress(ConnectionResetError, BrokenPipeError):
             connection.sendall(MALFORMED[name])
-        said = headers_of(heard_until_closed(connection))
+        said = headers_of(received_until_closed(connection))
     assert said["x-quire-request-id"] == said["x-request-id"] and said["x-content-type-options"] == "nosniff"
-    house.control()
-    assert said["x-quire-request-id"] in {told.request_id for told in house.heard}
+    server.control()
+    assert said["x-quire-request-id"] in {told.request_id for told in server.records}
 
 
 def headers_of(answer: bytes) -> dict[str, str]:
@@ -138,96 +138,96 @@ def headers_of(answer: bytes) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("num_headers", "status"), [(64, 401), (65, 431)])
-def test_the_number_of_headers(house: Gatehouse, num_headers: int, status: int) -> None:
+def test_the_number_of_headers(server: RunningServer, num_headers: int, status: int) -> None:
     lines = b"".join(b"a%d: b\r\n" % number for number in range(num_headers - 2))
-    answer = house.say(b"GET / HTTP/1.1\r\nConnection: close\r\n" + HOST + lines + b"\r\n")
+    answer = server.say(b"GET / HTTP/1.1\r\nConnection: close\r\n" + HOST + lines + b"\r\n")
     assert status_of(answer) == status
 
 
 @pytest.mark.parametrize(("more", "status"), [(0, 401), (1, 431)])
 @pytest.mark.parametrize("piece", [1 << 20, 100])
-def test_the_size_of_the_head(house: Gatehouse, more: int, status: int, piece: int) -> None:
+def test_the_size_of_the_head(server: RunningServer, more: int, status: int, piece: int) -> None:
     head = b"GET / HTTP/1.1\r\nConnection: close\r\n" + HOST + b"a: %b\r\n\r\n"
     head = head.replace(b"%b", b"b" * (ConnectionLimits().head_bytes - len(head) + 2 + more))
     assert len(head) == ConnectionLimits().head_bytes + more
     pieces = [head[start : start + piece] for start in range(0, len(head), piece)]
-    assert status_of(house.say(*pieces)) == status
+    assert status_of(server.say(*pieces)) == status
 
 
-def test_a_body_in_the_same_piece_as_its_head_does_not_count_as_head(house: Gatehouse) -> None:
+def test_a_body_in_the_same_piece_as_its_head_does_not_count_as_head(server: RunningServer) -> None:
     body = b" " * 200_000
     request = POST + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body
-    assert b'"length":200000' in house.say(request)
+    assert b'"length":200000' in server.say(request)
 
 
-def test_chunks_are_read_whatever_their_size(house: Gatehouse) -> None:
+def test_chunks_are_read_whatever_their_size(server: RunningServer) -> None:
     end = b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1;x=y\r\na\r\n" * 20_000 + b"0\r\n\r\n"
-    assert b'"length":20000' in house.say(POST + end)
+    assert b'"length":20000' in server.say(POST + end)
 
 
 @pytest.mark.parametrize("head", [b"Content-Length: 2\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n"])
 @pytest.mark.parametrize("together", [True, False])
-def test_an_offer_of_another_protocol_is_passed_over(house: Gatehouse, head: bytes, together: bool) -> None:
+def test_an_offer_of_another_protocol_is_passed_over(server: RunningServer, head: bytes, together: bool) -> None:
     """As Java's client offers it with every first request, bodies included."""
     offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n"
     body = b"{}" if b"Length" in head else b"2\r\n{}\r\n0\r\n\r\n"
-    with house.connect() as connection:
+    with server.connect() as connection:
         connection.sendall(POST + offer + head + (body if together else b""))
-        house.control()
+        server.control()
         connection.sendall(b"" if together else body)
-        assert b'"length":2' in first_answer(connection)
+        assert b'"length":2' in first_response(connection)
         connection.sendall(POST + b"Connection: close\r\nContent-Length: 3\r\n\r\n{ }")
-        assert b'"length":3' in heard_until_closed(connection)
+        assert b'"length":3' in received_until_closed(connection)
 
 
 @pytest.mark.parametrize("more", [b"GET /health HTTP/1.1\r\n" + HOST + b"\r\n", b"}", b"\x00\x01", POST + b"\r\n"])
 @pytest.mark.parametrize("close", [b"", b"Connection: close\r\n"])
-def test_whoever_speaks_out_of_turn_gets_one_answer(house: Gatehouse, more: bytes, close: bytes) -> None:
-    answer = house.say(POST + close + b"Content-Length: 2\r\n\r\n{}" + more)
+def test_whoever_speaks_out_of_turn_gets_one_answer(server: RunningServer, more: bytes, close: bytes) -> None:
+    answer = server.say(POST + close + b"Content-Length: 2\r\n\r\n{}" + more)
     assert answer.count(b"HTTP/1.1 200 OK") == 1 and b'"length":2' in answer
 
 
 def test_a_client_that_spoke_out_of_turn_and_left_is_noticed() -> None:
-    with gatehouse() as house:
-        with house.connect() as connection:
+    with running_server() as server:
+        with server.connect() as connection:
             connection.sendall(b"GET /v1/endless HTTP/1.1\r\n" + HOST + AUTH + b"\r\nGET /health HTTP/1.1\r\n")
             assert connection.recv(65536).startswith(b"HTTP/1.1 200")
-        assert house.application.left.wait(20)
+        assert server.application.left.wait(20)
 
 
-def test_an_answer_before_the_end_of_a_body_arrives_whole(house: Gatehouse) -> None:
+def test_an_answer_before_the_end_of_a_body_arrives_whole(server: RunningServer) -> None:
     body = b" " * (4 << 20)
     head = b"POST /v1/echo HTTP/1.1\r\n" + HOST + b"Content-Length: %d\r\n\r\n" % len(body)
-    with house.connect() as connection:
+    with server.connect() as connection:
         for _ in range(6):  # 24 MiB in all: more than may be thrown away, but not of one body
             connection.sendall(head + body)
-            assert status_of(first_answer(connection)) == 401
+            assert status_of(first_response(connection)) == 401
 
 
-def test_a_connection_goes_on_after_an_early_answer(house: Gatehouse) -> None:
+def test_a_connection_goes_on_after_an_early_answer(server: RunningServer) -> None:
     head = b"POST /v1/echo HTTP/1.1\r\n" + HOST + b"Content-Length: 2\r\n\r\n"
-    with house.connect() as connection:
+    with server.connect() as connection:
         connection.sendall(head)
         connection.recv(1)
-        house.control()
+        server.control()
         for _ in range(3):
             connection.sendall(b"{}" + head)  # the rest of one and the beginning of the next, in one piece
-            house.control()
+            server.control()
         connection.sendall(b"{}" + POST + b"Connection: close\r\nContent-Length: 3\r\n\r\n{ }")
-        answer = heard_until_closed(connection)
+        answer = received_until_closed(connection)
     assert answer.count(b" 401 Unauthorized\r\n") == 4 and b'"length":3' in answer
 
 
-def test_a_client_that_expects_leave_to_go_on_is_refused_without_it(house: Gatehouse) -> None:
+def test_a_client_that_expects_leave_to_go_on_is_refused_without_it(server: RunningServer) -> None:
     head = b"POST /v1/echo HTTP/1.1\r\n" + HOST + b"Expect: 100-continue\r\nContent-Length: 99\r\n\r\n"
-    assert status_of(house.say(head)) == 401
+    assert status_of(server.say(head)) == 401
 
 
-def test_a_stream_for_http_1_0_is_not_chunked(house: Gatehouse) -> None:
+def test_a_stream_for_http_1_0_is_not_chunked(server: RunningServer) -> None:
     def told(version: bytes, more: bytes = b"Connection: close\r\n") -> tuple[bytes, bytes]:
-        head, _, body = house.say(b"GET /v1/pieces HTTP/" + version + b"\r\n" + HOST + AUTH + more + b"\r\n").partition(
-            b"\r\n\r\n"
-        )
+        head, _, body = server.say(
+            b"GET /v1/pieces HTTP/" + version + b"\r\n" + HOST + AUTH + more + b"\r\n"
+        ).partition(b"\r\n\r\n")
         return head.lower(), body
 
     head, body = told(b"1.0", b"Connection: keep-alive\r\n")
@@ -238,17 +238,17 @@ def test_a_stream_for_http_1_0_is_not_chunked(house: Gatehouse) -> None:
 
 
 @pytest.mark.parametrize("method", [b"POST", b"HEAD"])
-def test_an_answer_with_a_length_is_the_same_for_http_1_0(house: Gatehouse, method: bytes) -> None:
+def test_an_answer_with_a_length_is_the_same_for_http_1_0(server: RunningServer, method: bytes) -> None:
     target = b"/v1/echo" if method == b"POST" else b"/health"
-    answer = house.say(method + b" " + target + b" HTTP/1.0\r\n" + AUTH + b"Content-Length: 2\r\n\r\n{}")
+    answer = server.say(method + b" " + target + b" HTTP/1.0\r\n" + AUTH + b"Content-Length: 2\r\n\r\n{}")
     assert answer.startswith(b"HTTP/1.1 200 ")
     assert b"content-length: " in answer and b"transfer-encoding" not in answer
 
 
-def test_a_stream_that_breaks_for_http_1_0_is_closed(house: Gatehouse) -> None:
-    answer = house.say(b"GET /v1/broken_stream HTTP/1.0\r\n" + AUTH + b"\r\n")
+def test_a_stream_that_breaks_for_http_1_0_is_closed(server: RunningServer) -> None:
+    answer = server.say(b"GET /v1/broken_stream HTTP/1.0\r\n" + AUTH + b"\r\n")
     assert answer.endswith(b"\r\n\r\nfirst")
-    house.control()
+    server.control()
 
 
 # Time
@@ -256,43 +256,43 @@ def test_a_stream_that_breaks_for_http_1_0_is_closed(house: Gatehouse) -> None:
 
 def test_slow_headers_are_cut_off_whatever_trickles_in() -> None:
     timers = Timers()
-    with gatehouse(timers=timers) as house, house.connect() as connection:
-        house.control()
+    with running_server(timers=timers) as server, server.connect() as connection:
+        server.control()
         (first,) = timers.running(ConnectionLimits().head_s)
         for byte in (b"G", b"E", b"T", b" "):
             connection.sendall(byte)
-            house.control()  # later than the byte, so that it has arrived
+            server.control()  # later than the byte, so that it has arrived
         assert timers.running(ConnectionLimits().head_s) == [first]  # no byte has bought more time
-        house.in_loop(first._run)
-        assert status_of(first_answer(connection)) == 408
-        house.in_loop(timers.running(ConnectionLimits().linger_s)[0]._run)
+        server.in_loop(first._run)
+        assert status_of(first_response(connection)) == 408
+        server.in_loop(timers.running(ConnectionLimits().linger_s)[0]._run)
         assert connection.recv(1) == b""
-        house.control()
+        server.control()
 
 
 def test_a_connection_that_says_nothing_is_closed_without_a_word() -> None:
     timers = Timers()
-    with gatehouse(timers=timers) as house, house.connect() as connection:
-        house.control()
-        house.in_loop(timers.running(ConnectionLimits().head_s)[0]._run)
+    with running_server(timers=timers) as server, server.connect() as connection:
+        server.control()
+        server.in_loop(timers.running(ConnectionLimits().head_s)[0]._run)
         assert connection.recv(1) == b""
 
 
 def test_empty_lines_between_requests_do_not_hold_a_connection() -> None:
     timers = Timers()
-    with gatehouse(timers=timers) as house, house.connect() as connection:
+    with running_server(timers=timers) as server, server.connect() as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\n" + HOST + b"\r\n")
-        assert b"200 OK" in first_answer(connection)
+        assert b"200 OK" in first_response(connection)
         assert timers.running(ConnectionLimits().head_s) == []
         connection.sendall(b"\r\n")
-        house.control()
+        server.control()
         assert len(timers.running(ConnectionLimits().head_s)) == 1
 
 
-def pass_time(house: Gatehouse, timers: Timers, delay_s: float) -> None:
+def pass_time(server: RunningServer, timers: Timers, delay_s: float) -> None:
     """What one connection waits for comes."""
     (handle,) = timers.running(delay_s)
-    house.in_loop(handle._run)
+    server.in_loop(handle._run)
     handle.cancel()  # it has run
 
 
@@ -303,15 +303,17 @@ def price_s(num_bytes: int) -> float:
 @pytest.mark.parametrize("head", [POST + b"Content-Length: 10\r\n\r\n", CHUNKED])
 def test_a_body_that_never_comes_is_cut_off_and_its_application_told(head: bytes) -> None:
     timers = Timers()
-    with gatehouse(timers=timers) as house, house.connect() as connection:
+    with running_server(timers=timers) as server, server.connect() as connection:
         connection.sendall(head.replace(b"\r\n\r\n", b"\r\nX-Request-Id: mine\r\n\r\n"))
-        house.control()
-        pass_time(house, timers, ConnectionLimits().body_s)
-        answer = first_answer(connection)
+        server.control()
+        pass_time(server, timers, ConnectionLimits().body_s)
+        answer = first_response(connection)
         assert status_of(answer) == 408 and b"0 bytes of it in 30 s or more" in answer and b"65536 bytes a s" in answer
-        house.control()
-        assert sorted((each.route, each.status) for each in house.heard) == [("/v1/echo", n) for n in (200, 200, 408)]
-        (told,) = [each for each in house.heard if each.status == 408]
+        server.control()
+        assert sorted((each.route, each.status) for each in server.records) == [
+            ("/v1/echo", n) for n in (200, 200, 408)
+        ]
+        (told,) = [each for each in server.records if each.status == 408]
         assert told.error_code == "request_timeout" and told.refused_early  # what was told is what is counted
         assert headers_of(answer)["x-quire-request-id"] == told.request_id  # one id, in the log and for the client
         assert headers_of(answer)["x-request-id"] == "mine" == told.label
@@ -320,84 +322,87 @@ def test_a_body_that_never_comes_is_cut_off_and_its_application_told(head: bytes
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_body_that_trickles_is_cut_off(chunked: bool) -> None:
     timers = Timers()
-    with gatehouse(timers=timers) as house, house.connect() as connection:
+    with running_server(timers=timers) as server, server.connect() as connection:
         connection.sendall(CHUNKED if chunked else POST + b"Content-Length: 100\r\n\r\n")
-        house.control()
+        server.control()
         first = timers.running(ConnectionLimits().body_s)
         for _ in range(5):
             connection.sendall(b"1\r\n \r\n" if chunked else b" ")
-            house.control()
+            server.control()
         assert timers.running(ConnectionLimits().body_s) == first  # no byte begins it anew
-        pass_time(house, timers, ConnectionLimits().body_s)
-        pass_time(house, timers, price_s(5))
-        answer = first_answer(connection)
+        pass_time(server, timers, ConnectionLimits().body_s)
+        pass_time(server, timers, price_s(5))
+        answer = first_response(connection)
         assert status_of(answer) == 408 and b"5 bytes of it" in answer
 
 
 def test_a_body_that_never_comes_is_answered_in_the_shape_of_its_route() -> None:
     timers = Timers()
-    with gatehouse(timers=timers) as house, house.connect() as connection:
+    with running_server(timers=timers) as server, server.connect() as connection:
         connection.sendall(b"POST /v1/messages/echo HTTP/1.1\r\n" + HOST + AUTH + b"Content-Length: 10\r\n\r\n")
-        house.control()
-        pass_time(house, timers, ConnectionLimits().body_s)
-        answer = first_answer(connection)
+        server.control()
+        pass_time(server, timers, ConnectionLimits().body_s)
+        answer = first_response(connection)
     told = headers_of(answer)
     body = json.loads(answer.partition(b"\r\n\r\n")[2])
     assert body["type"] == "error" and body["request_id"] == told["request-id"] == told["x-quire-request-id"]
 
 
-def test_a_chunk_that_cannot_be_read_is_told_of_as_it_was_answered(house: Gatehouse) -> None:
-    house.heard.clear()
-    answer = house.say(CHUNKED, b"no number\r\n")
-    house.control()
-    (told,) = [each for each in house.heard if each.status != 200]
+def test_a_chunk_that_cannot_be_read_is_told_of_as_it_was_answered(server: RunningServer) -> None:
+    server.records.clear()
+    answer = server.say(CHUNKED, b"no number\r\n")
+    server.control()
+    (told,) = [each for each in server.records if each.status != 200]
     assert (status_of(answer), told.route, told.status, told.error_code) == (400, "/v1/echo", 400, "malformed_http")
     assert headers_of(answer)["x-quire-request-id"] == told.request_id
 
 
 def test_a_body_that_moves_is_given_time() -> None:
     timers = Timers()
-    with gatehouse(timers=timers) as house, house.connect() as connection:
+    with running_server(timers=timers) as server, server.connect() as connection:
         much, more = b" " * 1000, b" " * 64_000
         length = len(much) + len(more) + 2
         connection.sendall(POST + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % length + much)
-        house.control()
-        pass_time(house, timers, ConnectionLimits().body_s)
+        server.control()
+        pass_time(server, timers, ConnectionLimits().body_s)
         connection.sendall(b" ")
-        house.control()
-        pass_time(house, timers, price_s(len(much)))
+        server.control()
+        pass_time(server, timers, price_s(len(much)))
         connection.sendall(more)
-        house.control()
-        pass_time(house, timers, price_s(1))
+        server.control()
+        pass_time(server, timers, price_s(1))
         assert len(timers.running(price_s(len(more)))) == 1
         connection.sendall(b" ")
-        assert b'"length":%d' % length in heard_until_closed(connection)
+        assert b'"length":%d' % length in received_until_closed(connection)
         assert timers.running(price_s(len(more))) == []
 
 
 def test_a_body_that_came_fast_and_then_stands_still_is_cut_off_after_twice_the_time() -> None:
     timers = Timers()
-    with gatehouse(timers=timers, limits=ConnectionLimits(body_bytes_per_s=10)) as house, house.connect() as connection:
+    with (
+        running_server(timers=timers, limits=ConnectionLimits(body_bytes_per_s=10)) as server,
+        server.connect() as connection,
+    ):
         connection.sendall(POST + b"Content-Length: 5000\r\n\r\n" + b" " * 4999)  # worth 500 s
-        house.control()
+        server.control()
         for _ in range(2):
-            pass_time(house, timers, ConnectionLimits().body_s)
-        assert status_of(first_answer(connection)) == 408
+            pass_time(server, timers, ConnectionLimits().body_s)
+        assert status_of(first_response(connection)) == 408
 
 
 def test_one_connection_too_many_is_told_so_and_the_places_come_back() -> None:
-    with gatehouse(limits=ConnectionLimits(connections=2, turned_away=1, linger_s=0.5)) as house:
-        held = [house.connect() for _ in range(2)]
+    with running_server(limits=ConnectionLimits(connections=2, turned_away=1, linger_s=0.5)) as server:
+        held = [server.connect() for _ in range(2)]
         for connection in held:
             connection.sendall(b"GET /health HTTP/1.1\r\n" + HOST + b"\r\n")
-            assert b"200 OK" in first_answer(connection)
-        answer = house.say(b"GET /health HTTP/1.1\r\n" + HOST + b"\r\n")
+            assert b"200 OK" in first_response(connection)
+        answer = server.say(b"GET /health HTTP/1.1\r\n" + HOST + b"\r\n")
         assert status_of(answer) == 503 and b"retry-after: 1\r\n" in answer
         for connection in held:
             connection.shutdown(socket.SHUT_WR)
             assert connection.recv(1) == b""
             connection.close()
-        house.control()
+        server.control()
 
 
 # Anything
@@ -415,16 +420,16 @@ PIECES = st.sampled_from(
 
 @given(st.lists(PIECES | st.binary(max_size=40), max_size=30), st.booleans())
 @settings(max_examples=150, deadline=None)
-def test_any_bytes_leave_the_server_right(house: Gatehouse, pieces: list[bytes], together: bool) -> None:
-    with house.connect() as connection:
+def test_any_bytes_leave_the_server_right(server: RunningServer, pieces: list[bytes], together: bool) -> None:
+    with server.connect() as connection:
         with suppress(OSError):
             for piece in [b"".join(pieces)] if together else pieces:
                 connection.sendall(piece)
             connection.shutdown(socket.SHUT_WR)
-        answer = heard_until_closed(connection)
+        answer = received_until_closed(connection)
     statuses = [int(each) for each in re.findall(rb"HTTP/1\.1 (\d{3}) ", answer)]
     assert all(status < 500 for status in statuses), answer
-    house.control()
+    server.control()
 
 
 # What the protocol leans on in uvicorn

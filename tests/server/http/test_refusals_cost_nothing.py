@@ -13,17 +13,18 @@ from quire.config import EngineConfig
 from quire.engine.engine_process import EngineProcess
 from quire.engine.stats import EngineInfo, MemoryLedger
 from quire.server.admission import AdmissionControl
-from quire.server.app import DOORS, Application, make_app
+from quire.server.app import ENDPOINTS, Application, make_app
 from quire.server.async_engine import AsyncEngine
 from quire.server.context import ServerState
 from quire.server.engine_supervisor import Health, Supervisor
+from quire.server.http.access import AccessOptions
 from quire.server.http.auth import KeyRing
-from quire.server.http.gate import AccessOptions, secure
+from quire.server.http.middleware import secure
 from quire.server.metrics import Metrics
 
 LIMIT_BYTES = 1000
 FACTS = EngineInfo("m", 64, 100, 1, 8, 16, "cpu", "float32", MemoryLedger(), 0, os.getpid())  # one seat
-GENERATING = [door.path for door in DOORS if door.generates]
+GENERATING = [endpoint.path for endpoint in ENDPOINTS if endpoint.generates]
 
 
 @pytest.fixture(scope="module")
@@ -33,15 +34,15 @@ def full() -> Iterator[Application]:
     child.start()
     service = AsyncEngine(None, time.monotonic)
     service.attach(child, FACTS)
-    turnstile = AdmissionControl(service, lambda: Health.READY, max_waiting=1, max_waiting_tokens=1000)
+    admission = AdmissionControl(service, lambda: Health.READY, max_waiting=1, max_waiting_tokens=1000)
     for _ in range(2):
-        turnstile.enter("anonymous", None)
+        admission.enter("anonymous", None)
     supervisor = Supervisor(EngineConfig(), None, service, clock=time.monotonic)
-    yield make_app(ServerState(service, supervisor, turnstile, Metrics(lambda: None, time.monotonic)))
+    yield make_app(ServerState(service, supervisor, admission, Metrics(lambda: None, time.monotonic)))
     child.close()
 
 
-class Visit:
+class AsgiExchange:
     """One request whose body comes in pieces of 400 bytes; counts how many were taken."""
 
     def __init__(self, app: Application, path: str) -> None:
@@ -52,7 +53,7 @@ class Visit:
         self.headers: dict[bytes, bytes] = {}
         self.body = b""
 
-    def make(self) -> "Visit":
+    def make(self) -> "AsgiExchange":
         headers = [(b"host", b"here"), (b"content-type", b"application/json"), (b"transfer-encoding", b"chunked")]
         scope: Scope = {"type": "http", "method": "POST", "path": self._path, "headers": headers, "query_string": b""}
         asyncio.run(self._app(scope, self._receive, self._send))  # type: ignore[arg-type]
@@ -74,20 +75,20 @@ def test_who_cannot_come_in_is_not_read_and_not_routed(
     full: Application, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(full, "middleware_stack", None)  # what routes and translates: it would be made anew
-    visit = Visit(full, path).make()
-    assert visit.status == 429 and int(visit.headers[b"retry-after"]) >= 1
-    assert visit.num_read == 0
+    exchange = AsgiExchange(full, path).make()
+    assert exchange.status == 429 and int(exchange.headers[b"retry-after"]) >= 1
+    assert exchange.num_read == 0
     assert full.middleware_stack is None
 
 
 @pytest.mark.parametrize("path", ["/docs/", "/v1/completions/", "/health/"])
 def test_a_slash_too_many_sends_nobody_anywhere(full: Application, path: str) -> None:
-    visit = Visit(full, path).make()
-    assert visit.status == 404 and b"location" not in visit.headers
-    assert json.loads(visit.body)["error"]["message"] == f"POST {path} is not served here."
+    exchange = AsgiExchange(full, path).make()
+    assert exchange.status == 404 and b"location" not in exchange.headers
+    assert json.loads(exchange.body)["error"]["message"] == f"POST {path} is not served here."
 
 
 def test_a_body_beyond_the_limit_is_read_no_further(full: Application) -> None:
-    visit = Visit(full, "/tokenize").make()
-    assert visit.status == 413 and json.loads(visit.body)["error"]["code"] == "body_too_large"
-    assert LIMIT_BYTES < visit.num_read <= LIMIT_BYTES + 400
+    exchange = AsgiExchange(full, "/tokenize").make()
+    assert exchange.status == 413 and json.loads(exchange.body)["error"]["code"] == "body_too_large"
+    assert LIMIT_BYTES < exchange.num_read <= LIMIT_BYTES + 400

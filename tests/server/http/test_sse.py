@@ -11,7 +11,7 @@ from quire.core.errors import EngineFailed, InvalidPrompt, NumericalError
 from quire.engine.outputs import Delta
 from quire.server.async_engine import RequestStream
 from quire.server.context import ServedModel
-from quire.server.http.request_context import RequestContext, begin_visit
+from quire.server.http.request_context import RequestContext, set_context
 from quire.server.http.sse import DONE, KEEP_ALIVE, EventStream, error_event
 from tests.server.scripted_app import Script, app_over, post
 from tests.server.scripted_servers import asked
@@ -92,9 +92,9 @@ def test_what_a_reader_left_unread_is_not_put_into_words() -> None:
 
 @pytest.mark.parametrize(("error", "code"), [(NumericalError(), NumericalError.code), (KeyError(), "engine_failed")])
 def test_what_ended_a_stream_is_known_to_whoever_logs_it(error: Exception, code: str) -> None:
-    visit = RequestContext("an id", 0.0)
+    context = RequestContext("an id", 0.0)
     scope: Message = {}
-    begin_visit(scope, visit)
+    set_context(scope, context)
 
     async def events() -> AsyncGenerator[bytes]:
         yield b"first"
@@ -112,7 +112,7 @@ def test_what_ended_a_stream_is_known_to_whoever_logs_it(error: Exception, code:
         await EventStream(first, pieces, lambda: None, 60, error_event)(scope, receive, send)
 
     asyncio.run(asyncio.wait_for(life(), 60))
-    assert visit.error_code == code
+    assert context.error_code == code
 
 
 def test_silence_is_broken_by_comments_and_then_the_answer_comes(served: ServedModel) -> None:
@@ -170,8 +170,8 @@ class Tripping(Script):
     def speak(self, call: RequestStream, ids: list[int], streaming: bool) -> None:
         if self.at_once:
             raise ZeroDivisionError("somewhere")
-        call.tell(Delta("0", 0, "hello", [1]))
-        call.tell(Delta("0", 99, "there is no such choice", [1]))
+        call.put(Delta("0", 0, "hello", [1]))
+        call.put(Delta("0", 99, "there is no such choice", [1]))
 
 
 @pytest.mark.parametrize("stream", [False, True])

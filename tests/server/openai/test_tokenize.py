@@ -10,7 +10,7 @@ import pytest
 from quire.core.sampling import SamplingParams
 from quire.engine.outputs import Delta
 from quire.engine.request_options import RequestOptions
-from quire.server.app import DOORS
+from quire.server.app import ENDPOINTS
 from quire.server.context import ServedModel
 from quire.server.model_format import find_voice
 from quire.server.openai.chunks import ChunkHeader, TokenText
@@ -143,7 +143,7 @@ def test_a_page_needs_nothing_from_elsewhere(http: httpx.Client, path: str) -> N
 def test_every_endpoint_is_described_with_its_body(http: httpx.Client) -> None:
     told = http.get("/openapi.json").json()
     assert set(told["paths"]) == {
-        *(door.path.replace(":path", "") for door in DOORS if door.in_schema and door.path.startswith("/v1/")),
+        *(each.path.replace(":path", "") for each in ENDPOINTS if each.in_schema and each.path.startswith("/v1/")),
         "/", "/generate", "/generate_stream", "/info",
         "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{name}", "/tokenize", "/detokenize",
         "/tokenizer_info", "/apply-template", "/health", "/ready", "/load", "/metrics", "/version",

@@ -21,7 +21,7 @@ from quire.server.chat.prompt import check_function, dialogue_of
 from quire.server.chat.session import ChatDelta, ChatStream
 from quire.server.context import ServedModel, ServerState
 from quire.server.http.errors import called
-from quire.server.http.request_context import visit_of
+from quire.server.http.request_context import context_of
 from quire.server.http.sse import Events, json_response, stream, unless_gone, worked
 from quire.server.request.decode import read
 from quire.server.request.params import chat_wanted
@@ -274,7 +274,7 @@ async def messages(desk: ServerState, request: Request) -> Response:
         chat = await worked(request, as_chat, body)
         wanted = chat_wanted(chat, served)
         exchange = await ChatStream.begin(desk.service, served, dialogue_of(chat), wanted, clamp=True)
-        answer = MessagesResponse(served.name, len(exchange.prompt_ids), visit_of(request.scope).request_id)
+        answer = MessagesResponse(served.name, len(exchange.prompt_ids), context_of(request.scope).request_id)
         if wanted.stream:
             events = _events(exchange, answer)
             return await stream(request, events, exchange.leave, desk.keep_alive_s, answer.failed)

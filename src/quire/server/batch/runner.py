@@ -14,10 +14,10 @@ from starlette.types import ASGIApp, Message, Scope
 
 from quire.core.errors import EngineFailed
 from quire.engine.startup import StartupPhase
-from quire.server.app import DOORS
+from quire.server.app import ENDPOINTS
 from quire.server.batch.lines import BadLine, BatchReply, BatchRequest, FinishedLines, answered, read_line, refused
 from quire.server.http.auth import KeyRing
-from quire.server.http.gate import secure
+from quire.server.http.middleware import secure
 from quire.server.server import Server, ServerConfig, ServerObservers, first_error
 from quire.server.tgi.generate import generate_stream
 
@@ -62,7 +62,7 @@ def _scope(path: str, num_bytes: int, headers: Sequence[tuple[bytes, bytes]]) ->
     }
 
 
-URLS = tuple(door.path for door in DOORS if door.generates and door.endpoint is not generate_stream)
+URLS = tuple(endpoint.path for endpoint in ENDPOINTS if endpoint.generates and endpoint.handler is not generate_stream)
 _MOST_QUEUED = 256  # beyond those that the engine runs: it never waits for the next
 _BUSY = (429, 503)
 _MOST_TRIES = 8
@@ -181,17 +181,17 @@ def run_batch(plan: ServerConfig, desired: BatchSettings) -> BatchCounts:
     async def life() -> BatchCounts:
         ready = asyncio.Event()
         listeners = ServerObservers(desired.phase, lambda served, facts: ready.set(), lambda line: None)
-        house = Server(plan, listeners)
-        app = secure(house.app, keys=KeyRing(), hear=[house.metrics.answered], admit=house.app.admit)
+        server = Server(plan, listeners)
+        app = secure(server.app, keys=KeyRing(), observers=[server.metrics.responded], admit=server.app.admit)
         batch = BatchRunner(app, desired.lines, desired.past, desired.write, desired.tell)
 
         async def work() -> None:
             await ready.wait()
-            facts = house.service.facts
+            facts = server.service.facts
             assert facts is not None
             await batch.run(desired.at_once or facts.max_num_seqs + min(facts.max_num_seqs, _MOST_QUEUED))
 
-        working, keeping = asyncio.create_task(work()), asyncio.create_task(house.keep())
+        working, keeping = asyncio.create_task(work()), asyncio.create_task(server.run_engine())
         try:
             await asyncio.wait({working, keeping}, return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
@@ -200,7 +200,7 @@ def run_batch(plan: ServerConfig, desired: BatchSettings) -> BatchCounts:
             await first_error(working)
         finally:
             working.cancel()
-            await house.supervisor.stop()
+            await server.supervisor.stop()
             keeping.cancel()
             with contextlib.suppress(asyncio.CancelledError, Exception):  # told above, or not to be told
                 await keeping

@@ -39,7 +39,7 @@ class Identity:
 
 
 ANONYMOUS = Identity("anonymous", trusted=True)  # without keys everybody is the operator
-NOBODY = Identity("nobody", max_open=0)  # who showed no key where one was wanted
+UNAUTHENTICATED = Identity("nobody", max_open=0)  # who showed no key where one was wanted
 ADMIN = Identity("admin", trusted=True, admin=True)
 
 
@@ -160,7 +160,7 @@ def _check_names(identities: Iterable[Identity]) -> None:
     for identity in identities:
         if not _NAME.fullmatch(identity.name):
             raise ConfigError("The name of a key must be 1 to 64 letters, digits, dots, dashes or underscores.")
-        if identity.name in (ANONYMOUS.name, NOBODY.name):
+        if identity.name in (ANONYMOUS.name, UNAUTHENTICATED.name):
             raise ConfigError(f"No key may have the name {identity.name}: clients without a key have it.")
         if known.setdefault(identity.name, identity) != identity:
             raise ConfigError(f"The keys named {identity.name} must agree in weight, max_open and trusted.")

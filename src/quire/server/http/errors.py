@@ -24,7 +24,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, ExceptionHandler, Receive, Scope, Send
 
 from quire.core.errors import QuireError
-from quire.server.http.request_context import route_path, visit_of
+from quire.server.http.request_context import context_of, route_path
 
 MAX_ERROR_CHARACTERS = 1000  # an error may quote what a client sent; it need not send all of it back
 
@@ -195,7 +195,7 @@ def known(error: Exception, scope: Scope) -> QuireError:
         return error
     if isinstance(error, HTTPException) and error.status_code < 500:
         return RouteNotFound(f"{scope['method']:.20} {route_path(scope):.200} is not served here.", error.status_code)
-    return InternalError(visit_of(scope).request_id)
+    return InternalError(context_of(scope).request_id)
 
 
 def _asked_path(scope: Scope) -> str:
@@ -206,19 +206,19 @@ def _asked_path(scope: Scope) -> str:
 
 def translated(error: Exception, scope: Scope) -> ErrorReply:
     """An error as it goes to the client of this request; our own are logged."""
-    told, visit = known(error, scope), visit_of(scope)
-    visit.error_code = told.code
+    told, context = known(error, scope), context_of(scope)
+    context.error_code = told.code
     if isinstance(told, InternalError):
-        visit.failed = True
-        _log.error("request_failed", exc_info=error, extra={"fields": {"id": visit.request_id}})
-    return reply_to(told, path=_asked_path(scope), request_id=visit.request_id)
+        context.failed = True
+        _log.error("request_failed", exc_info=error, extra={"fields": {"id": context.request_id}})
+    return reply_to(told, path=_asked_path(scope), request_id=context.request_id)
 
 
 async def _answer(request: Request, error: Exception) -> Response:
-    told, visit = known(error, request.scope), visit_of(request.scope)
-    visit.error_code = told.code
+    told, context = known(error, request.scope), context_of(request.scope)
+    context.error_code = told.code
     extra: Mapping[str, str] = (error.headers or {}) if isinstance(error, HTTPException) else {}
-    reply = reply_to(told, path=_asked_path(request.scope), request_id=visit.request_id)
+    reply = reply_to(told, path=_asked_path(request.scope), request_id=context.request_id)
     headers = {name.decode("ascii"): value.decode("ascii") for name, value in reply.headers}
     return Response(reply.body, reply.status, {**extra, **headers})
 
@@ -243,14 +243,14 @@ class ErrorTranslator:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        visit = visit_of(scope)
+        context = context_of(scope)
         try:
             await self._app(scope, receive, send)
         except ClientDisconnect:
             return
         except Exception as error:
             reply = translated(error, scope)
-            if visit.status is None:
+            if context.status is None:
                 await send({"type": "http.response.start", "status": reply.status, "headers": reply.headers})
                 await send({"type": "http.response.body", "body": reply.body})
 

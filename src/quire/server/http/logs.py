@@ -36,7 +36,7 @@ _Lines = queue.SimpleQueue[logging.LogRecord | None]
 _access = logging.getLogger("quire.access")
 
 
-def log_answer(answered: RequestRecord) -> None:
+def log_request(answered: RequestRecord) -> None:
     """One line per request, for `secure(..., hear=[log_answer])`."""
     if answered.route in _NOT_LOGGED or not _access.isEnabledFor(logging.INFO):
         return

@@ -23,10 +23,10 @@ from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from quire.core.errors import QuireError
-from quire.server.http.auth import NOBODY
+from quire.server.http.auth import UNAUTHENTICATED
 from quire.server.http.errors import ErrorReply, Stopping, reply_to
-from quire.server.http.gate import Hear, TurnAway, answer_headers, cut_off, new_request_id
-from quire.server.http.request_context import OTHER, RequestRecord, has_visit
+from quire.server.http.middleware import EarlyRefusal, RequestObserver, cut_off, response_headers
+from quire.server.http.request_context import OTHER, RequestRecord, has_context, new_request_id
 
 
 def unframed(cycle: RequestResponseCycle, app: ASGIApp) -> ASGIApp:
@@ -112,8 +112,8 @@ class GuardedProtocol(HttpToolsProtocol):
     """One connection. Made by uvicorn; see `guarded` for how it gets its limits."""
 
     limits = ConnectionLimits()
-    hear: Hear | None = None
-    turn_away: TurnAway | None = None
+    observe: RequestObserver | None = None
+    refuse_early: EarlyRefusal | None = None
 
     _phase = ConnectionPhase.HEAD
     _timer: asyncio.Handle | None = None
@@ -234,8 +234,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         """Only for those whom the gate has nothing against, and for who does not read its answers: that one waits."""
-        if self.turn_away is not None and not self.flow.write_paused:
-            self._early_reply = self.turn_away(cast(Scope, cycle.scope))
+        if self.refuse_early is not None and not self.flow.write_paused:
+            self._early_reply = self.refuse_early(cast(Scope, cycle.scope))
         if self._early_reply is not None:
             return
         if cycle.scope["http_version"] == "1.0":
@@ -337,7 +337,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def _refuse(self, error: QuireError) -> None:
         """Answer for the application, unless it has begun to: then there is only the end."""
         cycle, request_id, reply = self.cycle, new_request_id(), reply_to(error)
-        reply = reply._replace(headers=[*reply.headers, *answer_headers(request_id, None)])
+        reply = reply._replace(headers=[*reply.headers, *response_headers(request_id, None)])
         if cycle is not None and not cycle.response_complete:
             scope = cast(Scope, cycle.scope)
             cycle.disconnected = True
@@ -345,10 +345,12 @@ class GuardedProtocol(HttpToolsProtocol):
             if cycle.response_started:
                 self._close()
                 return
-            if has_visit(scope):
+            if has_context(scope):
                 reply = cut_off(scope, error)
-        elif self.hear is not None:
-            self.hear(RequestRecord(OTHER, OTHER, error.status, 0.0, NOBODY.name, request_id, error_code=error.code))
+        elif self.observe is not None:
+            self.observe(
+                RequestRecord(OTHER, OTHER, error.status, 0.0, UNAUTHENTICATED.name, request_id, error_code=error.code)
+            )
         self._write(reply._replace(headers=[*reply.headers, (b"connection", b"close")]))
         self._linger()
 
@@ -374,7 +376,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
 
 def guarded(
-    limits: ConnectionLimits, hear: Hear | None = None, turn_away: TurnAway | None = None
+    limits: ConnectionLimits, observe: RequestObserver | None = None, refuse_early: EarlyRefusal | None = None
 ) -> type[GuardedProtocol]:
     """The protocol with these limits, for uvicorn's `http=`. Whoever hears is told of what never reached the gate."""
 
@@ -382,8 +384,8 @@ def guarded(
         pass
 
     Guarded.limits = limits
-    Guarded.hear = None if hear is None else staticmethod(hear)
-    Guarded.turn_away = None if turn_away is None else staticmethod(turn_away)
+    Guarded.observe = None if observe is None else staticmethod(observe)
+    Guarded.refuse_early = None if refuse_early is None else staticmethod(refuse_early)
     return Guarded
 
 

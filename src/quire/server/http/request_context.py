@@ -1,8 +1,9 @@
-"""One request as the gate sees it: its ids, its holder, what came of it, and how many tokens that took.
+"""One HTTP request: ids, identity, outcome, token counts. Its context while it lives, its record when it ends.
 
-Names for paths, from a closed set: the patterns an application serves, and one word for all the rest.
+Also the names of routes, from a closed set: the patterns that an application serves, and `OTHER` for the rest.
 """
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -11,34 +12,36 @@ from typing import NamedTuple
 from starlette.routing import BaseRoute, Mount, Route, compile_path
 from starlette.types import Scope
 
-from quire.server.http.auth import NOBODY, Identity
+from quire.server.http.auth import UNAUTHENTICATED, Identity
 
-_STATE_KEY = "quire.visit"
+ID_BYTES = 8
+_DRAWN_AT_ONCE = 256
+_STATE_KEY = "quire.request"
 
-CURRENT: ContextVar["RequestContext | None"] = ContextVar("visit", default=None)  # whose request a task works on
+CURRENT_CONTEXT: ContextVar["RequestContext | None"] = ContextVar("request_context", default=None)  # of a task
 
 
 @dataclass(slots=True)
 class RequestContext:
-    """Lives as long as the request. The client's own label is only ever repeated to it, never looked up."""
+    """Lives as long as the request. The client's own label (`x-request-id`) is only sent back, never looked up."""
 
     request_id: str
-    began_s: float  # when its head was here
+    began_s: float  # when the head was complete
     label: str | None = None
-    passed: bool = False  # the door has nothing against it
-    identity: Identity = NOBODY
-    num_prompt_tokens: int | None = None  # None as long as the engine was not asked
+    passed: bool = False  # the access checks
+    identity: Identity = UNAUTHENTICATED
+    num_prompt_tokens: int | None = None  # None before a prompt is submitted to the engine
     num_completion_tokens: int | None = None
-    priority: int | None = None  # what its headers say
+    priority: int | None = None  # from its headers
     timeout_s: float | None = None
     status: int | None = None  # once the response has begun
     complete: bool = False
-    cut_off: bool = False  # its connection has answered in the place of the application
-    failed: bool = False  # ended by a mistake of ours, however it began
-    error_code: str | None = None  # of the error that was its answer
+    cut_off: bool = False  # the protocol has replied in place of the application
+    failed: bool = False  # by an internal error, whatever status was sent before it
+    error_code: str | None = None  # of the error that was its response
 
     def note_prompt(self, num_tokens: int) -> None:
-        """The engine is asked to go on with so many; with those of other prompts, if it came with several."""
+        """A prompt is submitted. A request may bring several; their tokens add up."""
         self.num_prompt_tokens = (self.num_prompt_tokens or 0) + num_tokens
 
     def note_completion(self, num_tokens: int) -> None:
@@ -46,7 +49,7 @@ class RequestContext:
 
 
 class RequestRecord(NamedTuple):
-    """A request is over. Route, method and status come from closed sets, so that a metric may be labelled by them."""
+    """A request that has ended. Route, method and status come from closed sets: they may label a metric."""
 
     route: str
     method: str
@@ -61,23 +64,44 @@ class RequestRecord(NamedTuple):
 
     @property
     def refused_early(self) -> bool:
-        """Whether an error answered it before the engine was asked."""
+        """Whether its response was an error from before the engine."""
         return self.error_code is not None and self.num_prompt_tokens is None
 
 
-def begin_visit(scope: Scope, visit: RequestContext) -> None:
-    scope.setdefault("state", {})[_STATE_KEY] = visit
+def set_context(scope: Scope, context: RequestContext) -> None:
+    scope.setdefault("state", {})[_STATE_KEY] = context
 
 
-def has_visit(scope: Scope) -> bool:
+def has_context(scope: Scope) -> bool:
     return _STATE_KEY in scope.get("state", ())
 
 
-def visit_of(scope: Scope) -> RequestContext:
-    visit = scope["state"][_STATE_KEY]
-    assert isinstance(visit, RequestContext)
-    return visit
+def context_of(scope: Scope) -> RequestContext:
+    context = scope["state"][_STATE_KEY]
+    assert isinstance(context, RequestContext)
+    return context
 
+
+class RandomIds:
+    """Unguessable ids from the system's random source, 256 per call: each call releases the interpreter lock, which
+    other threads then hold for milliseconds. Safe from several threads."""
+
+    __slots__ = ("_unused",)
+
+    def __init__(self) -> None:
+        self._unused: list[str] = []
+
+    def draw(self) -> str:
+        """A new one, in hexadecimal."""
+        while True:
+            try:
+                return self._unused.pop()
+            except IndexError:
+                drawn = os.urandom(ID_BYTES * _DRAWN_AT_ONCE).hex()
+                self._unused += [drawn[start : start + 2 * ID_BYTES] for start in range(0, len(drawn), 2 * ID_BYTES)]
+
+
+new_request_id = RandomIds().draw  # the server's own id of a request: short enough to read out
 
 OTHER = "other"
 
@@ -99,7 +123,7 @@ class RouteNames:
 
 
 def patterns(routes: Sequence[BaseRoute], above: str = "") -> Iterator[str]:
-    """Every pattern of some routes, those of mounted applications included."""
+    """Every pattern of some routes, with those of mounted applications."""
     for route in routes:
         if isinstance(route, Mount):
             yield from patterns(route.routes, above + route.path)

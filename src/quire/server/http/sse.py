@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from quire.core.errors import EngineFailed, QuireError
 from quire.server.http.errors import error_body
-from quire.server.http.request_context import has_visit, visit_of
+from quire.server.http.request_context import context_of, has_context
 
 _SHORT_BYTES = 1 << 16  # what is read faster than a thread is asked
 
@@ -194,5 +194,5 @@ class EventStream(Response):
 
 def _note_failure(scope: Scope, error: Exception) -> None:
     """The status went out before; the log names what came of it."""
-    if has_visit(scope):
-        visit_of(scope).error_code = error.code if isinstance(error, QuireError) else EngineFailed.code
+    if has_context(scope):
+        context_of(scope).error_code = error.code if isinstance(error, QuireError) else EngineFailed.code
