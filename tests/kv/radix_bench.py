@@ -4,12 +4,14 @@ import numpy as np
 
 from quire.core.ids import IntArray, RequestId
 from quire.core.moves import Move
+from quire.core.request import BlockOwner
 from quire.kv.block_pool import BlockPool
 from quire.kv.radix_node import Node
 from quire.kv.radix_tree import Inserted, PrefixMatch, RadixTree
 
 ME = RequestId(1)
 OTHER = RequestId(2)
+MINE = BlockOwner(ME, "", 0)
 
 
 def ids(*tokens: int) -> IntArray:
@@ -36,8 +38,8 @@ class Desk:
     def hold(self, tokens: IntArray, partition: str = "", priority: int = 0) -> tuple[IntArray, Inserted]:
         """A table that computed everything itself, and stays."""
         blocks = self.pool.take(-(-len(tokens) // self.tree.block_size))
-        inserted = self.tree.insert(partition, tokens, blocks, 0, priority, ME)
-        return blocks, inserted
+        owner = BlockOwner(ME, partition, priority)
+        return blocks, self.tree.insert_leaving(self.tree.root(partition), tokens, blocks, owner)
 
     def drop(self, blocks: IntArray, node: Node) -> None:
         self.pool.release(blocks)

@@ -1,10 +1,13 @@
 """Tables, promises and prefixes by hand: one idea in each."""
 
+import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import quire
 from quire.core.ids import BlockId, IntArray, RequestId, Row
 from quire.core.request import BlockOwner
 from quire.kv.manager import KVManager, count_blocks
@@ -22,6 +25,15 @@ def filled(kv: KVManager, tokens: list[int]) -> None:
     kv.open(Row(0), ME, None, count_blocks(len(tokens), kv.block_size))
     kv.grow_to(Row(0), len(tokens), ME.request)
     kv.close(Row(0), ME, ids(tokens))
+
+
+def test_other_packages_import_the_manager_and_the_tree_alone() -> None:
+    package = Path(quire.__file__).parent
+    lines = [
+        line for path in package.rglob("*.py") if path.parent.name != "kv" for line in path.read_text().splitlines()
+    ]
+    imported = {match[1] for line in lines if (match := re.match(r"\s*(?:from|import) quire\.kv\.(\w+)", line))}
+    assert imported == {"manager", "radix_tree"}
 
 
 def test_blocks_are_counted_upwards() -> None:

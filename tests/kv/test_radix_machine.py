@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from quire.core.ids import IntArray, RequestId
 from quire.core.moves import Tier
+from quire.core.request import BlockOwner
 from quire.kv.block_pool import BlockPool
 from quire.kv.eviction import CacheMissKind
 from quire.kv.radix_node import Node
@@ -276,7 +277,11 @@ class RadixMachine(RuleBasedStateMachine):
         path, blocks = table.tokens[:length], table.blocks[:num_blocks]
         start = min(table.num_known, length // self.size * self.size)
         end = self.model.insert(table.partition, path, blocks.tolist(), priority, leaving, self.idle_blocks())
-        inserted = self.tree.insert(table.partition, array(path), blocks, start, priority, ME, leaving)
+        node, num_known = self.tree.root(table.partition), start // self.size
+        if num_known:
+            node = self.tree.end_at(table.node, Tier.DEVICE, blocks.item(num_known - 1))
+        insert = self.tree.insert_leaving if leaving else self.tree.insert
+        inserted = insert(node, array(path[start:]), blocks[num_known:], BlockOwner(ME, table.partition, priority))
         if len(end) >= table.num_known:
             table.node = inserted.node
         table.stuck = table.stuck or inserted.conflict

@@ -122,6 +122,10 @@ class CacheMiss(NamedTuple):
     step: int | None = None
     by: RequestId | None = None
 
+    @property
+    def text(self) -> str:
+        return self.kind.value if self.step is None else f"{self.kind.value} in step {self.step}"
+
 
 class EvictionHistory:
     """The latest evictions, by the path from the root to the end of the first block that went."""

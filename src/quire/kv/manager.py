@@ -16,7 +16,7 @@ from quire.core.ids import BlockId, IndexArray, IntArray, RequestId, Row
 from quire.core.moves import Move, Place, Tier
 from quire.core.request import BlockOwner
 from quire.kv.block_pool import BlockPool
-from quire.kv.radix_node import NO_BLOCKS, TOKEN_BYTES, Node
+from quire.kv.radix_node import NO_BLOCKS, Node
 from quire.kv.radix_tree import Inserted, PrefixMatch, RadixTree
 
 _ONE = np.array(1)  # numpy adds it in half the time
@@ -244,14 +244,16 @@ class KVManager:
             state.node, state.num_committed = inserted.node, num_blocks
 
     def _insert(self, tree: RadixTree, row: Row, owner: BlockOwner, tokens: IntArray, *, leaving: bool) -> Inserted:
-        """Make a row's path known, from where it is known already."""
-        blocks = self.tables.of(row)[: count_blocks(len(tokens), self.block_size)]
-        num_known = self._rows[row].num_committed
-        node = self._rows[row].node if num_known else None
-        if node is not None and not node.ends_with(blocks.item(num_known - 1)):  # a sibling has gone on with it
-            node = None
-        start = num_known * self.block_size
-        return tree.insert(owner.partition, tokens, blocks, start, owner.priority, owner.request, leaving, node)
+        """Cache a row's path below the part of it that is cached already."""
+        blocks, state = self.tables.of(row), self._rows[row]
+        start = state.num_committed
+        if state.node is not None and start:
+            node = tree.end_at(state.node, Tier.DEVICE, blocks.item(start - 1))  # a sibling may have extended it
+        else:
+            node = tree.root(owner.partition)
+        blocks = blocks[start : count_blocks(len(tokens), self.block_size)]
+        insert = tree.insert_leaving if leaving else tree.insert
+        return insert(node, tokens[start * self.block_size :], blocks, owner)
 
     def close(self, row: Row, owner: BlockOwner, tokens: IntArray) -> None:
         """The row's table goes back; its positions [0, len(tokens)) stay in the tree for who comes next."""
@@ -327,7 +329,7 @@ class KVManager:
             self._moves.extend(evicted.moves)
 
     def _shall_demote(self, node: Node, num_blocks: int) -> bool:
-        stop = len(node.path()) // TOKEN_BYTES
+        stop = node.num_path_tokens
         return self._worth_keeping(max(stop - num_blocks * self.block_size, 0), stop)
 
     def audit(self, *, tree: bool = True) -> None:

@@ -173,10 +173,6 @@ class Node:
         mine = self.owner == owner and self.priority == priority
         return mine and not self.children and self.tier is Tier.DEVICE and self.parent is not None
 
-    def ends_with(self, block: int) -> bool:
-        """Whether the last block of this node, on the device, is this one. It may have grown, or left the tree."""
-        return len(self.blocks) > 0 and self.tier is Tier.DEVICE and self.blocks.item(-1) == block
-
     def extend(self, tokens: bytes, blocks: IntArray) -> None:
         """A leaf of whole blocks goes on with these."""
         self.tokens += tokens
@@ -204,6 +200,14 @@ class Node:
             parts.append(node.tokens)
             node = node.parent
         return b"".join(reversed(parts))
+
+    @property
+    def num_path_tokens(self) -> int:
+        """Tokens from the root to the end of this node."""
+        return len(self.path()) // TOKEN_BYTES
+
+    def token_ids(self) -> tuple[int, ...]:
+        return decode(self.tokens)
 
     def __repr__(self) -> str:
         return f"Node({self.partition!r}, {decode(self.path())}, {self.tier.value} {self.blocks.tolist()})"

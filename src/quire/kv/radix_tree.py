@@ -17,6 +17,7 @@ import numpy as np
 
 from quire.core.ids import BlockId, IntArray, RequestId
 from quire.core.moves import Move, Place, Tier
+from quire.core.request import BlockOwner
 from quire.kv.block_pool import BlockPool
 from quire.kv.eviction import CacheMiss, CacheMissKind, EvictionHistory, EvictionQueue
 from quire.kv.radix_node import NO_BLOCKS, TOKEN_BYTES, Node, common_length, encode
@@ -45,11 +46,11 @@ class PrefixMatch(NamedTuple):
 
 
 class Inserted(NamedTuple):
-    """The node where the path now ends; the blocks adopted; whether others' blocks already hold some of it."""
+    """The node where the path now ends, the blocks adopted, and whether another copy ended the insertion early."""
 
     node: Node
     num_adopted: int
-    conflict: bool
+    conflict: bool = False
 
 
 class Evicted(NamedTuple):
@@ -182,69 +183,70 @@ class RadixTree:
 
     # Growing.
 
-    def insert(
-        self,
-        partition: str,
-        tokens: IntArray,
-        blocks: IntArray,
-        start: int,
-        priority: int,
-        owner: RequestId,
-        leaving: bool = True,
-        node: Node | None = None,
-    ) -> Inserted:
-        """Make a table's path known: blocks[i] holds the i-th block of tokens. Adopts what is new.
+    def root(self, partition: str) -> Node:
+        """The node that a table with nothing in the tree inserts below."""
+        return self._forest.root(partition)
 
-        Positions before `start` are known through this very table, up to `node` if the caller can name it. Where the
-        blocks of others hold the same tokens, the caller keeps its own; if it is not leaving, nothing below such a
-        conflict is adopted.
+    def insert(self, node: Node, tokens: IntArray, blocks: IntArray, owner: BlockOwner) -> Inserted:
+        """Cache what a table that stays open holds below a node of its own: blocks[i] holds the i-th block of tokens.
+
+        It stops where the tree already has another copy: the table keeps its own blocks, and nothing below such a
+        conflict is adopted, as a held block may only lie below held blocks.
         """
-        assert len(blocks) == -(-len(tokens) // self.block_size) and start % self.block_size == 0, (len(tokens), start)
-        if node is None:
-            node = self._forest.root(partition)
-        else:  # the way to it need not be gone again
-            tokens, blocks, start = tokens[start:], blocks[start // self.block_size :], 0
-        block_bytes = self._forest.block_bytes
-        data = encode(tokens)
+        data, block_bytes = encode(tokens), self._forest.block_bytes
         at = num_adopted = 0
-        conflict = False
         while (child := node.children.get(data[at : at + block_bytes])) is not None:
             length = self._forest.common(child, data, at)
             if not length:
                 break
-            mine = blocks[at // block_bytes : (at + length) // block_bytes]
-            if child.tier is Tier.DEVICE and at + length > start * TOKEN_BYTES:
-                differs = child.blocks[: len(mine)] != mine
-                if np.count_nonzero(differs):
-                    conflict = True
-                    length = length if leaving else int(differs.argmax()) * block_bytes
-            if length:
-                node = self._forest.end_at(child, length)
-                at += length
-            if conflict and not leaving:
-                break
+            own = blocks[at // block_bytes : (at + length) // block_bytes]
+            differs = child.blocks[: len(own)] != own
+            if child.tier is Tier.DEVICE and np.count_nonzero(differs):
+                if num_same := int(differs.argmax()):
+                    node = self._forest.end_at(child, num_same * block_bytes)
+                return self._insert_rest(node, b"", NO_BLOCKS, num_adopted, owner)._replace(conflict=True)
+            node = self._forest.end_at(child, length)
             if node.tier is Tier.HOST:
-                self._surface(node, mine)
-                num_adopted += len(mine)
-        assert at >= start * TOKEN_BYTES, "what the caller said to be known is not in the tree"
-        if at < len(data) and (leaving or not conflict):
-            inserted = self._grow(node, data[at:], blocks[at // block_bytes :], priority, owner)
-            node, num_adopted = inserted.node, num_adopted + inserted.num_adopted
-        else:
-            inserted = Inserted(node, num_adopted, conflict)
-        self._touch(node)
-        node.priority = min(node.priority, priority)
-        self.generation += num_adopted > 0
-        plain = num_adopted == inserted.num_adopted and not conflict
-        return inserted if plain else Inserted(node, num_adopted, conflict)
+                self._surface(node, own)
+                num_adopted += len(own)
+            at += length
+        return self._insert_rest(node, data[at:], blocks[at // block_bytes :], num_adopted, owner)
 
-    def _grow(self, node: Node, rest: bytes, blocks: IntArray, priority: int, owner: RequestId) -> Inserted:
-        """Hang what is left of a path below the node where the known part ends, or let it go on, if that is a leaf of
-        the same owner: so a prompt computed in many chunks, and its answer, are one node."""
-        if node.may_extend(priority, owner):
+    def insert_leaving(self, node: Node, tokens: IntArray, blocks: IntArray, owner: BlockOwner) -> Inserted:
+        """The same for a table that is released at once: where the tree has another copy, that one stays, and what
+        the table holds below it is adopted."""
+        data, block_bytes = encode(tokens), self._forest.block_bytes
+        at = num_adopted = 0
+        while (child := node.children.get(data[at : at + block_bytes])) is not None:
+            length = self._forest.common(child, data, at)
+            if not length:
+                break
+            node = self._forest.end_at(child, length)
+            if node.tier is Tier.HOST:
+                own = blocks[at // block_bytes : (at + length) // block_bytes]
+                self._surface(node, own)
+                num_adopted += len(own)
+            at += length
+        return self._insert_rest(node, data[at:], blocks[at // block_bytes :], num_adopted, owner)
+
+    def _insert_rest(self, node: Node, rest: bytes, blocks: IntArray, num_adopted: int, owner: BlockOwner) -> Inserted:
+        """The end of an insertion: what is left of the path goes below the node where the cached part ends."""
+        assert len(blocks) == -(-len(rest) // self._forest.block_bytes), (len(rest), len(blocks))
+        if rest:
+            inserted = self._grow(node, rest, blocks, owner)
+            node, num_adopted = inserted.node, num_adopted + inserted.num_adopted
+        self._touch(node)
+        node.priority = min(node.priority, owner.priority)
+        self.generation += num_adopted > 0
+        return Inserted(node, num_adopted)
+
+    def _grow(self, node: Node, rest: bytes, blocks: IntArray, owner: BlockOwner) -> Inserted:
+        """Append the rest to a leaf of the same owner, else add a leaf: so a prompt computed in many chunks, and its
+        output, are one node."""
+        if node.may_extend(owner.priority, owner.request):
             node.extend(rest, blocks)
             self._pool.adopt(blocks)
-            return Inserted(node, len(blocks), False)
+            return Inserted(node, len(blocks))
         if len(rest) < self._forest.block_bytes:
             known, num_tokens = node.nearest(rest)
             if known is not None and num_tokens * TOKEN_BYTES == len(rest):
@@ -254,18 +256,18 @@ class RadixTree:
             redundant = node.children.get(first[:end])
             if redundant is not None and self._pool_of(redundant).is_evictable(redundant.blocks.item(0)):
                 self._remove(redundant)
-        leaf = self._forest.grow(node, rest, blocks.copy(), priority, owner)
+        leaf = self._forest.grow(node, rest, blocks.copy(), owner.priority, owner.request)
         self._pool.adopt(leaf.blocks)
-        return Inserted(leaf, len(leaf.blocks), False)
+        return Inserted(leaf, len(leaf.blocks))
 
     def _keep_known(self, node: Node, known: Node, rest: bytes, blocks: IntArray) -> Inserted:
         """A partial tail that some block already covers is not adopted, unless it brings one back from the host."""
         if known.tokens != rest:
-            return Inserted(node, 0, False)
+            return Inserted(node, 0)
         if known.tier is Tier.DEVICE:
-            return Inserted(known, 0, False)
+            return Inserted(known, 0)
         self._surface(known, blocks)
-        return Inserted(known, 1, False)
+        return Inserted(known, 1)
 
     def promote(self, node: Node, blocks: IntArray) -> tuple[Move, ...]:
         """Bring a match's host part, down to its host node, back to these blocks of the caller's table."""

@@ -11,8 +11,6 @@ from typing import NamedTuple
 from quire.core.events import EventKind, RequestEvent, WaitCause
 from quire.core.fault_injection import FaultSite, trip
 from quire.core.request import RequestGroup, Sequence
-from quire.kv.eviction import CacheMiss
-from quire.kv.radix_node import NO_BLOCKS
 from quire.kv.radix_tree import PrefixMatch
 from quire.sched.parallel_sampling import blocks_beyond
 from quire.sched.plan_builder import PlanBuilder
@@ -210,7 +208,7 @@ class Admission:
         row = state.rows.take_row()
         num_cached = state.kv.open(row, group.owner, claim.match, claim.leader_blocks)
         state.rows.assign(leader, row, draft.step, num_cached)
-        draft.assign(leader, state.kv.tables.of(row).copy() if num_cached else NO_BLOCKS)
+        draft.assign(leader, state.kv.tables.of(row).copy())
         state.rows.tell(row)
         if claim.siblings:
             self._sit_beside(leader, claim, draft.step)
@@ -249,13 +247,5 @@ class Admission:
         if tree is not None and num_cached < len(request.prompt) - 1:
             num_whole = num_cached // self._state.kv.block_size * self._state.kv.block_size
             miss = tree.miss_reason(request.partition, leader.tokens, num_whole)
-            evictor = None if miss is None else miss.by
-            group.note(
-                RequestEvent(step, EventKind.MISSED, len(request.prompt) - num_cached, evictor, None, _why(miss))
-            )
-
-
-def _why(miss: CacheMiss | None) -> str:
-    if miss is None:
-        return "less than a block"
-    return miss.kind.value if miss.step is None else f"{miss.kind.value} in step {miss.step}"
+            evictor, reason = (None, "less than a block") if miss is None else (miss.by, miss.text)
+            group.note(RequestEvent(step, EventKind.MISSED, len(request.prompt) - num_cached, evictor, None, reason))

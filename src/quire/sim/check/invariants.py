@@ -26,7 +26,6 @@ from quire.core.moves import Tier
 from quire.core.request import RequestGroup
 from quire.core.step import ChunkOutput, RowStart, Runner, StepPlan
 from quire.kv.manager import KVManager
-from quire.kv.radix_node import TOKEN_BYTES, decode
 from quire.sched.scheduler import Scheduler
 
 
@@ -215,8 +214,7 @@ def audit_contents(kv: KVManager, body: Runner) -> None:
     if kv.tree is None or kv.has_orders or not isinstance(body, Readable):
         return
     for node in kv.tree.nodes():
-        tokens = decode(node.tokens)
-        stop = len(node.path()) // TOKEN_BYTES
+        tokens, stop = node.token_ids(), node.num_path_tokens
         held = body.read(node.tier, node.blocks.tolist())[: len(tokens)]
         right = list(zip(tokens, range(stop - len(tokens), stop), strict=True))
         assert held == right, f"{node} holds {held}"
