@@ -74,6 +74,12 @@ def test_the_classes_a_page_names_exist(page: str) -> None:
     assert named - our_classes() - FOREIGN == set()
 
 
+@pytest.mark.parametrize("page", ABOUT_CODE)
+def test_a_class_is_defined_in_the_file_named_beside_it(page: str) -> None:
+    for name, file in re.findall(r"`([A-Z]\w+)`,? (?:in |\()`([a-z_/]+\.py)`", prose(ROOT / page)):
+        assert re.search(rf"^class {name}\b", (SOURCE / file).read_text(encoding="utf-8"), re.MULTILINE), (name, file)
+
+
 def test_the_documents_that_the_source_cites_exist() -> None:
     cited = {
         (name_of(path), cited)
