@@ -45,7 +45,7 @@ def test_an_engine_whose_every_step_fails_says_why_to_everybody_who_comes_later(
     runner.broken = True
     for number in range(1, 3):  # each fails alone, and is taken to be at fault
         progress = engine.turn()
-        assert progress is not None and [over.reason for over in progress.ended] == [FinishReason.FAILED]
+        assert progress is not None and [over.reason for over in progress.finished] == [FinishReason.FAILED]
         engine.submit(AddRequest(number, [1, 2], SamplingParams(max_tokens=5)))
     with pytest.raises(MemoryError):
         engine.turn()

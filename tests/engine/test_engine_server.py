@@ -9,6 +9,7 @@ import pytest
 from quire.config import EngineConfig
 from quire.core.sampling import SamplingParams
 from quire.core.step import FinishReason
+from quire.core.step_output import StepOutput
 from quire.engine.engine import Engine
 from quire.engine.engine_server import EngineServer
 from quire.engine.messages import (
@@ -19,7 +20,6 @@ from quire.engine.messages import (
     QueryReply,
     Refused,
     StartEngine,
-    StepOutput,
     StopSequence,
 )
 from quire.engine.request_validator import RequestValidator
@@ -60,7 +60,7 @@ class Wire:
             progress = self.next(StepOutput)
             pairs = zip(progress.sequences.tolist(), progress.tokens.tolist(), strict=True)
             tokens += [token for sequence, token in pairs if sequence == first_sequence]
-            for over in progress.ended:
+            for over in progress.finished:
                 if over.sequence == first_sequence:
                     assert over.tokens.tolist() == tokens
                     return tokens, over.reason

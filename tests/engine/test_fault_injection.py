@@ -10,10 +10,11 @@ from quire.config import EngineConfig
 from quire.core import fault_injection as faults
 from quire.core.fault_injection import FaultSite, armed
 from quire.core.sampling import Grammar, GrammarKind, SamplingParams
+from quire.core.step_output import StepOutput
 from quire.engine.engine import Engine
 from quire.engine.engine_server import EngineServer
 from quire.engine.grammar_masks import GrammarMasks
-from quire.engine.messages import AbortRequest, Accepted, Refused, StepOutput
+from quire.engine.messages import AbortRequest, Accepted, Refused
 from quire.engine.open_model import open_model
 from quire.engine.oracle_runner import TorchOracleRunner
 from quire.engine.output_processor import OutputProcessor

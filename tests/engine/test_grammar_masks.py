@@ -10,6 +10,7 @@ from quire.core.ids import RequestId
 from quire.core.request import Request, RequestGroup, Sequence
 from quire.core.sampling import Grammar, GrammarKind, RowSampling, SamplingParams
 from quire.core.step import FinishReason
+from quire.core.step_output import StepOutput
 from quire.engine.engine import Engine
 from quire.engine.grammar_masks import GrammarMasks
 from quire.engine.messages import AddRequest
@@ -20,7 +21,7 @@ from quire.grammar.compiler import CompiledGrammar
 from quire.grammar.matcher import GrammarMatcher
 from quire.kv.manager import KVManager
 from quire.sched.audit import audit_rest
-from quire.sched.scheduler import Absorbed, Scheduler
+from quire.sched.scheduler import Scheduler
 from quire.sim.runners import ToyRunner
 
 SLOW, OTHER = Grammar(GrammarKind.REGEX, "[a-z]+"), Grammar(GrammarKind.REGEX, "[0-9]+")
@@ -75,7 +76,7 @@ class World:
     def say(self, sequence: Sequence, token: int) -> None:
         numbers, tokens = np.array([sequence.id], np.int64), np.array([token], np.int32)
         scheduler: Any = self.scheduler
-        self.grammars.advance(Absorbed(0, numbers, tokens, (), {}, {}, {}), scheduler)
+        self.grammars.advance(StepOutput(0, numbers, tokens), scheduler)
 
 
 def _family(number: int, num_sequences: int) -> RequestGroup:
@@ -136,7 +137,7 @@ def test_a_request_whose_grammar_cannot_begin_is_registered_nowhere(
     assert [group.request.id for group in scheduler.groups()] == [RequestId(0)]
     assert engine.number_of(first.first_sequence + 1) is None
     heard = [progress for _ in range(20) if (progress := engine.turn()) is not None]
-    assert [over.number for progress in heard for over in progress.ended] == [0]
+    assert [over.number for progress in heard for over in progress.finished] == [0]
     audit_rest(scheduler)
     assert engine.submit(order).first_sequence == first.first_sequence + 1, "no number was used up"
     assert grammars.num_followed == 2

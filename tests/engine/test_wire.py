@@ -13,18 +13,16 @@ from quire.core.errors import InvalidParameter, QueueFull, QuireError
 from quire.core.ids import Row
 from quire.core.sampling import SamplingParams
 from quire.core.step import FinishReason, PromptLogprobs, TopLogprobs
+from quire.core.step_output import FinishedSequence, FirstToken, StepOutput
 from quire.engine.messages import (
     AbortRequest,
     Accepted,
     AddRequest,
-    FinishedSequence,
-    FirstToken,
     LoadProgress,
     Query,
     QueryReply,
     Refused,
     StartEngine,
-    StepOutput,
     StopSequence,
 )
 from quire.engine.request_options import RequestOptions

@@ -18,10 +18,10 @@ def _at_rest(llm: LLM):
 
 def computed(llm: LLM, params: SamplingParams) -> int:
     """The tokens that the engine computes for this prompt alone."""
-    tally = llm.built.engine.scheduler.counters
-    before = tally.computed_tokens
+    scheduler = llm.built.engine.scheduler
+    before = scheduler.counters.computed_tokens
     llm.generate(PROMPT, params)
-    return tally.computed_tokens - before
+    return scheduler.counters.computed_tokens - before
 
 
 def test_four_greedy_continuations_are_equal_and_their_prompt_is_computed_once(llm):

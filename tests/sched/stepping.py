@@ -12,13 +12,14 @@ from quire.core.oracle import continuation
 from quire.core.request import BeamParams, Request, Sequence
 from quire.core.sampling import RowSampling
 from quire.core.step import Chunk, FinishedRow, FinishReason, Pending, Runner, StepPlan, StepResult
+from quire.core.step_output import StepOutput
 from quire.kv.manager import KVManager
 from quire.sched.audit import audit, audit_rest
 from quire.sched.cost_model import CostTable
 from quire.sched.loop import Loop
 from quire.sched.policy import Policy
 from quire.sched.reservation import Overcommit
-from quire.sched.scheduler import Absorbed, Scheduler
+from quire.sched.scheduler import Scheduler
 from quire.sim.check.invariants import InFlightWatch, audit_contents
 from quire.sim.runners import OracleRunner, ToyRunner
 
@@ -123,7 +124,7 @@ class Bench:
 
     # What happens.
 
-    def turn(self) -> Absorbed | None:
+    def turn(self) -> StepOutput | None:
         absorbed = self.loop.turn()
         audit(self.scheduler)
         audit_contents(self.scheduler.kv, self.recorder.body)
@@ -132,10 +133,10 @@ class Bench:
                 self.heard[SequenceId(number)].append(token)
             for name, total in absorbed.pooled.items():
                 assert name not in self.pooled, f"{name} was pooled twice"
-                self.pooled[name] = float(total[0])
-            for sequence in absorbed.finished:
-                assert sequence.id not in self.finished, f"{sequence} ended twice"
-                self.finished[sequence.id] = absorbed.step
+                self.pooled[SequenceId(name)] = float(total[0])
+            for over in absorbed.finished:
+                assert over.sequence not in self.finished, f"{over} finished twice"
+                self.finished[SequenceId(over.sequence)] = absorbed.step
         return absorbed
 
     def turns(self, count: int) -> None:

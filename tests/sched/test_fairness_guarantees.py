@@ -11,13 +11,14 @@ from quire.core.ids import RequestId, SequenceId
 from quire.core.request import Request, RequestGroup
 from quire.core.sampling import RowSampling
 from quire.core.step import FinishReason
+from quire.core.step_output import StepOutput
 from quire.kv.manager import KVManager, count_blocks
 from quire.sched.audit import audit_rest
 from quire.sched.cost_model import UNMEASURED, Constants, CostTable
 from quire.sched.policy import ORCA, PAGED, Policy
 from quire.sched.queue import OrderPolicy
 from quire.sched.reservation import Overcommit
-from quire.sched.scheduler import Absorbed, Scheduler
+from quire.sched.scheduler import Scheduler
 from quire.sim.simulator import SimulatedArrival, Simulation
 from quire.workload.traces import sample
 from tests.sched.inspection import state_of
@@ -83,7 +84,7 @@ class Gaps:
         self._oldest: SequenceId | None = None
         self._since = 0
 
-    def note(self, run: Simulation, absorbed: Absorbed) -> None:
+    def note(self, run: Simulation, absorbed: StepOutput) -> None:
         """Before the step is counted: who was the oldest when it ran?"""
         gained = set(absorbed.sequences.tolist())
         if self._oldest in gained:
@@ -205,10 +206,10 @@ def test_a_prompt_of_100k_holds_up_no_chat_and_is_not_starved(depth: int) -> Non
         if absorbed is not None:
             for name in absorbed.sequences.tolist():
                 has_first_token.setdefault(name, absorbed.step)
-            for sequence in absorbed.finished:
-                ended[sequence.id] = absorbed.step
-                if len(sequence.request.prompt) == 100_000:
-                    the_long = sequence.id
+            for over in absorbed.finished:
+                ended[over.sequence] = absorbed.step
+                if over.number == 10_000:
+                    the_long = over.sequence
     waits = [has_first_token[name] - arrived[name] for name in arrived if name != the_long]
     assert max(waits) <= depth + 3, "a chat was held up"
     alone = 100_000 // budget
@@ -253,8 +254,8 @@ def test_expired_work_is_never_prefilled(depth: int) -> None:
     assigned: set[int] = set()
     for absorbed in run.turns():
         assigned |= {int(row_start.sequence) for row_start in run.plan.starts} if run.plan is not None else set()
-        for sequence in absorbed.finished if absorbed is not None else ():
-            reasons[sequence.request.id] = sequence.finish_reason
+        for over in absorbed.finished if absorbed is not None else ():
+            reasons[over.number] = over.reason
     assert [reasons[10 + i] for i in range(5)] == [FinishReason.EXPIRED] * 5
     assert reasons[20] is FinishReason.STOP
     assert run.scheduler.counters.prompt_tokens == 2 * 16 + 64

@@ -132,7 +132,7 @@ def test_who_arrives_or_leaves_during_an_inquest_is_served_afterwards():
     while not scheduler.idle:
         absorbed = loop.turn()
         audit(scheduler)
-        ends.update({s.request.id: s.finish_reason for s in (() if absorbed is None else absorbed.finished)})
+        ends.update({over.number: over.reason for over in (() if absorbed is None else absorbed.finished)})
     assert ends[2] is FinishReason.FAILED and ends[9] is FinishReason.LENGTH
     assert sorted(ends) == [0, 1, 2, 3, 4, 9]
 

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from quire.core.errors import NumericalError
 from quire.core.sampling import SamplingParams
 from quire.core.step import FinishReason
+from quire.core.step_output import FinishedSequence, StepOutput
 from quire.engine.engine_process import EngineProcess
-from quire.engine.messages import Accepted, FinishedSequence, StepOutput
+from quire.engine.messages import Accepted
 from quire.engine.outputs import Delta, RequestOutput
 from quire.engine.stats import EngineInfo, MemoryLedger
 from quire.server.async_engine import WOKEN_AT_ONCE, AsyncEngine, RequestStream
@@ -56,7 +57,7 @@ def say(
         for number, said in (ended or {}).items()
     ]
     names = np.array(list(tokens), np.int64)
-    service.hear(StepOutput(0, names, np.array(list(tokens.values()), np.int32), ended=tuple(over)))
+    service.hear(StepOutput(0, names, np.array(list(tokens.values()), np.int32), finished=tuple(over)))
 
 
 async def heard(call: RequestStream) -> list[int]:

@@ -6,8 +6,9 @@ from typing import cast
 import pytest
 
 from quire.core.sampling import SamplingParams
+from quire.core.step_output import StepOutput
 from quire.engine.engine_process import EngineProcess
-from quire.engine.messages import AbortRequest, AddRequest, StepOutput, StopSequence
+from quire.engine.messages import AbortRequest, AddRequest, StopSequence
 from quire.engine.output_processor import ProcessedOutput
 from quire.engine.request_state import RequestState
 from quire.engine.wire import Message

@@ -11,6 +11,7 @@ from quire.core.oracle import continuation
 from quire.core.request import Request, Sequence
 from quire.core.sampling import RowSampling
 from quire.core.step import Runner
+from quire.core.step_output import StepOutput
 from quire.engine.oracle_runner import TorchOracleRunner
 from quire.kernels.row_interface import RowKernels
 from quire.kv.manager import KVManager
@@ -20,7 +21,7 @@ from quire.sched.cost_model import Constants, CostTable
 from quire.sched.loop import Loop
 from quire.sched.policy import Policy
 from quire.sched.reservation import Overcommit
-from quire.sched.scheduler import Absorbed, Scheduler
+from quire.sched.scheduler import Scheduler
 
 VOCAB = 97
 BLOCK = 16
@@ -107,15 +108,15 @@ def assert_all_happened(seen: Seen) -> None:
     assert all(happened), (seen.aborts, tally)
 
 
-def _hear(seen: Seen, absorbed: Absorbed) -> None:
+def _hear(seen: Seen, absorbed: StepOutput) -> None:
     for name, token in zip(absorbed.sequences.tolist(), absorbed.tokens.tolist(), strict=True):
         place = seen.heard.get(name, 0)
         right = seen.expected[name][place]
         assert token == right, f"token {place} of sequence {name} is {token}, not {right}"
         seen.heard[name] = place + 1
     seen.tokens += len(absorbed.tokens)
-    for sequence in absorbed.finished:
-        assert seen.heard.pop(sequence.id) == len(seen.expected.pop(sequence.id)), sequence
+    for over in absorbed.finished:
+        assert seen.heard.pop(over.sequence) == len(seen.expected.pop(over.sequence)), over
 
 
 def _scheduler(throng: Throng) -> Scheduler:

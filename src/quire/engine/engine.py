@@ -1,106 +1,33 @@
-"""The engine in one process: a door, a scheduler, a runner and the loop between them. Knows ids, not text.
-
-Turns what a step meant to the scheduler into what the front must hear: numbers and tokens, no families.
-
-Whether a request left itself nothing to choose: what its parameters and its grammar forbid, taken together.
-
-For a sequence that ended without a token; whoever still runs is never looked at.
-"""
+"""The engine: request validator, scheduler, runner and the loop between them, in one process. Knows ids, not text."""
 
 import random
-from collections.abc import Callable, Set
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from quire.core.errors import EngineFailed, InvalidParameter
 from quire.core.fault_injection import FaultSite, trip
-from quire.core.ids import IntArray, RequestId, SequenceId
+from quire.core.ids import IntArray, RequestId
 from quire.core.request import RequestGroup, Sequence
 from quire.core.sampling import MAX_SEED, Grammar
 from quire.core.step import FinishReason, Runner
-from quire.engine.messages import Accepted, AddRequest, FinishedSequence, FirstToken, StepOutput
+from quire.core.step_output import FinishedSequence, StepOutput
+from quire.engine.messages import Accepted, AddRequest
 from quire.engine.request_validator import RequestValidator
 from quire.sched.explain import Explanation
 from quire.sched.loop import Loop, Span
-from quire.sched.scheduler import Absorbed, Scheduler
+from quire.sched.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from quire.engine.grammar_masks import GrammarMasks
     from quire.grammar.matcher import GrammarMatcher
 
 
-class OutputReporter:
-    """Knows which continuations the front still waits for; each is reported as ended once."""
-
-    __slots__ = ("_awaiting_first", "_heard")
-
-    def __init__(self) -> None:
-        self._heard: dict[SequenceId, Sequence] = {}
-        self._awaiting_first: dict[SequenceId, RequestGroup] = {}
-
-    def expect(self, group: RequestGroup) -> None:
-        for member in group.answers:
-            self._heard[member.id] = member
-            self._awaiting_first[member.id] = group
-
-    def forget(self, sequence: Sequence) -> None:
-        """The front ended it itself."""
-        self._heard.pop(sequence.id, None)
-        self._awaiting_first.pop(sequence.id, None)
-
-    def report(self, absorbed: Absorbed, cornered: Set[SequenceId] = frozenset()) -> StepOutput:
-        """`cornered` are those to which their own requests left no token."""
-        begun = self._begun(absorbed) if self._awaiting_first else ()
-        heard = self._heard
-        scores = {int(name): each for name, each in absorbed.prompt_logprobs.items() if name in heard}
-        pooled = {int(name): total for name, total in absorbed.pooled.items() if name in heard}
-        logprobs = {int(name): each for name, each in absorbed.logprobs.items()}
-        ended = tuple(self._ended(absorbed, cornered))  # last: who has ended is not heard any more
-        return StepOutput(absorbed.step, absorbed.sequences, absorbed.tokens, begun, ended, logprobs, scores, pooled)
-
-    def _begun(self, absorbed: Absorbed) -> tuple[FirstToken, ...]:
-        """Who has a first token now, or an embedding; of siblings, the first counts. Beams have none before the end."""
-        begun: dict[int, FirstToken] = {}
-        searched = [sequence.group for sequence in absorbed.finished if sequence.request.beam is not None]
-        beams = [member.id for group in searched for member in group.answers]
-        for number in (*absorbed.sequences.tolist(), *absorbed.pooled, *beams):
-            group = self._awaiting_first.pop(SequenceId(number), None)
-            if group is not None:
-                begun[group.request.id] = FirstToken(group.request.id, group.seated_s, group.num_cached)
-        return tuple(begun.values())
-
-    def _ended(self, absorbed: Absorbed, cornered: Set[SequenceId]) -> list[FinishedSequence]:
-        """Beams end together, those without a result too."""
-        ended: list[FinishedSequence] = []
-        for sequence in absorbed.finished:
-            group = sequence.group
-            for member in (sequence,) if group.request.beam is None else group.answers:
-                if member.id in self._heard and member.finish_reason is not None:
-                    over = _ended(member)
-                    ended.append(over._replace(reason=FinishReason.NOTHING_LEFT) if member.id in cornered else over)
-                    self.forget(member)
-        return ended
-
-
-def _ended(sequence: Sequence) -> FinishedSequence:
-    assert sequence.finish_reason is not None, sequence
-    group = sequence.group
-    generated = sequence.tokens[len(group.request.prompt) :]
-    stopped = sequence.finish_reason is FinishReason.STOP and len(generated) > 0
-    return FinishedSequence(
-        group.request.id,
-        sequence.id,
-        sequence.finish_reason,
-        generated,
-        sequence.score,
-        group.num_preemptions,
-        by_token=stopped and int(generated[-1]) in group.request.sampling.end_ids,
-    )
-
-
 def is_cornered(sequence: Sequence, mask: IntArray | None, vocab_size: int) -> bool:
-    """`mask` is what its grammar allows next, 32 tokens to a word; None if it follows none."""
+    """Whether a request's own parameters and grammar, together, allow no token; for a sequence that ended without one.
+    `mask` is what its grammar allows next, 32 tokens to a word; None if it follows none."""
     sampling, num_prompt = sequence.request.sampling, len(sequence.request.prompt)
     left = np.ones(vocab_size, dtype=np.bool_)
     if mask is not None:
@@ -115,7 +42,7 @@ def is_cornered(sequence: Sequence, mask: IntArray | None, vocab_size: int) -> b
     return not left.any()
 
 
-MOST_REMEMBERED = 100  # finished requests that can still be explained
+MOST_REMEMBERED = 100  # latest finished requests, which can still be explained
 
 
 class PreparingRunner(Protocol):
@@ -128,7 +55,7 @@ class PreparingRunner(Protocol):
 
 
 class Engine:
-    """Submit, turn, and listen to what each turn absorbed."""
+    """Requests are submitted; each turn computes, and returns the output of a step."""
 
     def __init__(
         self,
@@ -149,8 +76,7 @@ class Engine:
         self.grammars = grammars
         self._loop = Loop(scheduler, runner, depth, clock, None if grammars is None else grammars.masks, span)
         self._seeds = random.Random(seed)
-        self._reporter = OutputReporter()
-        self._latest: dict[RequestId, RequestGroup] = {}
+        self._groups: dict[RequestId, RequestGroup] = {}  # those in the scheduler and the latest that were, by arrival
         self._failure: str | None = None
         self._preparing = preparing
         self.num_sampled = 0  # tokens of continuations; those of beams when their search ends
@@ -170,10 +96,9 @@ class Engine:
         group = self.scheduler.add(request, now_s)[0].group
         if matchers and self.grammars is not None:
             self.grammars.begin(group, matchers)
-        self._reporter.expect(group)
-        self._latest[request.id] = group
-        if len(self._latest) > MOST_REMEMBERED:
-            del self._latest[next(iter(self._latest))]
+        self._groups[request.id] = group
+        if len(self._groups) > MOST_REMEMBERED + self.scheduler.num_running + self.scheduler.num_waiting:
+            del self._groups[next(name for name in self._groups if self.scheduler.group(name) is None)]
         return Accepted(order.number, group.sequences[0].id, self.scheduler.last_absorbed + 1)
 
     def _prepare(self, grammar: Grammar) -> None:
@@ -186,8 +111,8 @@ class Engine:
         self.grammars.prepare(grammar)
 
     def explain(self, request_id: RequestId) -> Explanation:
-        """The story of a request that is here, or is among the latest that were."""
-        group = self.scheduler.group(request_id) or self._latest.get(request_id)
+        """What happened to a request that is here, or is among the latest that were."""
+        group = self._groups.get(request_id)
         if group is None:
             raise InvalidParameter(
                 f"Request {request_id} is not remembered; the {MOST_REMEMBERED} latest are.", param="request_id"
@@ -196,54 +121,49 @@ class Engine:
 
     def abort(self, number: int) -> None:
         """Legal in every state, and twice."""
-        for sequence in self.scheduler.abort(RequestId(number)):
-            self._reporter.forget(sequence)
+        self.scheduler.abort(RequestId(number))
 
     def stop(self, number: int, index: int) -> None:
         """A stop string came in the text of this continuation. It may be over already."""
         group = self.scheduler.group(RequestId(number))
         if group is not None:
             self.scheduler.finish(group.sequences[index], FinishReason.STOP)
-            self._reporter.forget(group.sequences[index])
 
     def number_of(self, sequence: int) -> int | None:
-        """Whose continuation this is, if it is not forgotten."""
-        groups = [*self.scheduler.groups(), *self._latest.values()]
-        named = (group for group in groups for member in group.sequences if member.id == sequence)
-        group = next(named, None)
+        """The request of a sequence, if it is remembered."""
+        groups = (group for group in self._groups.values() for member in group.sequences if member.id == sequence)
+        group = next(groups, None)
         return None if group is None else group.request.id
 
     def turn(self) -> StepOutput | None:
         """One turn of the loop; None if no step was absorbed."""
         self._check_alive()
         try:
-            absorbed = self._loop.turn()
+            output = self._loop.turn()
         except BaseException as error:  # a step was planned and not taken in: scheduler and runner are at odds
             self._failure = f"{type(error).__name__}: {error}"
             raise
-        if absorbed is None:
+        if output is None:
             return None
-        cornered = self._cornered(absorbed)
+        if any(over.reason is FinishReason.ERROR for over in output.finished):  # before the grammars advance
+            output = replace(output, finished=tuple(self._with_cause(over) for over in output.finished))
         if self.grammars is not None:
-            self.grammars.advance(absorbed, self.scheduler)
-        progress = self._reporter.report(absorbed, cornered)
-        self.num_sampled += len(absorbed.tokens) + sum(
-            len(sequence.tokens) - len(sequence.request.prompt)
-            for sequence in absorbed.finished
-            if sequence.request.beam is not None
-        )
-        return progress
+            self.grammars.advance(output, self.scheduler)
+        beams = [over for over in output.finished if over.score is not None]
+        self.num_sampled += len(output.tokens) + sum(len(over.tokens) for over in beams)
+        return output
 
-    def _cornered(self, absorbed: Absorbed) -> set[SequenceId]:
-        """Who could not go on by its request's own doing. A beam search ends with the first beam that cannot."""
-        names = set()
-        for sequence in absorbed.finished:
-            if sequence.finish_reason is FinishReason.ERROR:
-                mask = None if self.grammars is None else self.grammars.mask(sequence)
-                suspects = (sequence,) if sequence.request.beam is None else sequence.group.sequences
-                if any(is_cornered(each, mask, self.door.vocab_size) for each in suspects):
-                    names.add(sequence.id)
-        return names
+    def _with_cause(self, over: FinishedSequence) -> FinishedSequence:
+        """NOTHING_LEFT in place of ERROR, where the request itself left no token to choose. A beam search ends with
+        the first beam that has none."""
+        group = self._groups.get(RequestId(over.number))
+        if over.reason is not FinishReason.ERROR or group is None:
+            return over
+        sequence = group.sequences[over.sequence - group.sequences[0].id]
+        mask = None if self.grammars is None else self.grammars.mask(sequence)
+        suspects = (sequence,) if group.request.beam is None else group.sequences
+        is_own_doing = any(is_cornered(each, mask, self.door.vocab_size) for each in suspects)
+        return over._replace(reason=FinishReason.NOTHING_LEFT) if is_own_doing else over
 
     def prepare(self) -> None:
         """With nothing else to do: a piece of work that makes later steps faster, if any is left."""

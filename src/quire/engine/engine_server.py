@@ -16,8 +16,9 @@ from quire.core.errors import EngineFailed, QuireError, RequestFailed
 from quire.core.fault_injection import FaultSite, trip
 from quire.core.ids import RequestId
 from quire.core.sampling import Grammar
+from quire.core.step_output import StepOutput
 from quire.engine.engine import Engine
-from quire.engine.messages import AbortRequest, AddRequest, Query, QueryReply, Refused, StepOutput, StopSequence
+from quire.engine.messages import AbortRequest, AddRequest, Query, QueryReply, Refused, StopSequence
 from quire.engine.stats import stats_of
 from quire.engine.wire import BrokenFrame, FrameDecoder, Message, as_json, pack, read_for_engine, request_number
 

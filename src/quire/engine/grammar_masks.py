@@ -17,11 +17,12 @@ from quire.core.ids import IntArray, SequenceId
 from quire.core.request import RequestGroup, Sequence
 from quire.core.sampling import Grammar
 from quire.core.step import FinishReason
+from quire.core.step_output import StepOutput
 from quire.grammar import limits
 from quire.grammar.compiler import CompiledGrammar, GrammarCompiler
 from quire.grammar.matcher import GrammarMatcher
 from quire.grammar.vocabulary import GrammarVocabulary
-from quire.sched.scheduler import Absorbed, Scheduler
+from quire.sched.scheduler import Scheduler
 from quire.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -99,11 +100,11 @@ class GrammarMasks:
             row[:] = 0
             _log.exception("the grammar of request %s broke", sequence.request.id)
 
-    def advance(self, absorbed: Absorbed, scheduler: Scheduler) -> None:
+    def advance(self, output: StepOutput, scheduler: Scheduler) -> None:
         """Take in what was said. Whoever can say no more has ended, whether or not an end token came."""
         if not self._followed:
             return
-        for number, token in zip(absorbed.sequences.tolist(), absorbed.tokens.tolist(), strict=True):
+        for number, token in zip(output.sequences.tolist(), output.tokens.tolist(), strict=True):
             followed = self._followed.get(SequenceId(number))
             if followed is not None and not followed[0].finished:
                 reason = self._taken(followed[1], number, token)

@@ -12,7 +12,8 @@ from quire.core.errors import InvalidParameter, InvalidPrompt, NoTokenizer, show
 from quire.core.fault_injection import FaultSite, trip
 from quire.core.sampling import SamplingParams
 from quire.core.step import FinishReason, PromptLogprobs, TopLogprobs
-from quire.engine.messages import Accepted, AddRequest, FinishedSequence, FirstToken, StepOutput, StopSequence
+from quire.core.step_output import FinishedSequence, FirstToken, StepOutput
+from quire.engine.messages import Accepted, AddRequest, StopSequence
 from quire.engine.outputs import Delta, Logprob, RequestMetrics, unit
 from quire.engine.request_options import USUAL, RequestOptions
 from quire.engine.request_state import RequestState, SequenceOutput, logprob_entry
@@ -122,7 +123,7 @@ class OutputProcessor:
 
     def hear(self, progress: StepOutput) -> ProcessedOutput:
         """What a turn of the engine means to those who wait. Sequences that nobody waits for any more are ignored."""
-        for begun in progress.begun:
+        for begun in progress.first_tokens:
             self._note_first_token(begun)
         for name, scores in progress.prompt_logprobs.items():
             if name in self._transcripts:
@@ -132,7 +133,7 @@ class OutputProcessor:
                 self._tickets[int(self._transcripts[name].request_id)].embedding = unit(total)
         deltas: dict[int, Delta] = {}
         stops: list[StopSequence] = []
-        ended = {over.sequence: over for over in progress.ended if over.sequence in self._transcripts}
+        ended = {over.sequence: over for over in progress.finished if over.sequence in self._transcripts}
         closed: list[int] = []
         if self._num_listening:
             for name, token in zip(progress.sequences.tolist(), progress.tokens.tolist(), strict=True):

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from quire.core.ids import FloatArray
 from quire.core.sampling import SamplingParams
 from quire.core.step import FinishReason, TopLogprobs
-from quire.engine.messages import AddRequest, FinishedSequence
+from quire.core.step_output import FinishedSequence
+from quire.engine.messages import AddRequest
 from quire.engine.outputs import FAILURES, CompletionOutput, Delta, Logprob, RequestMetrics, RequestOutput, failure_of
 from quire.text.detokenizer import SequenceText
 from quire.text.stop_strings import StopStrings

@@ -13,6 +13,7 @@ import numpy as np
 
 from quire.core.errors import QuireError
 from quire.core.fault_injection import FaultSite, trip_any
+from quire.core.step_output import StepOutput
 from quire.engine.messages import (
     AbortRequest,
     Accepted,
@@ -22,7 +23,6 @@ from quire.engine.messages import (
     QueryReply,
     Refused,
     StartEngine,
-    StepOutput,
     StopSequence,
 )
 from quire.engine.startup import StartupPhase
@@ -106,7 +106,7 @@ _number = msgspec.msgpack.Decoder(_Numbered)
 def pack(message: Message) -> bytes:
     """One frame, with its length."""
     if isinstance(message, StepOutput):
-        trip_any(FaultSite.ENCODE_FRAME, (over.number for over in message.ended))
+        trip_any(FaultSite.ENCODE_FRAME, (over.number for over in message.finished))
     buffer = bytearray(_HEADER_BYTES)
     _encoder.encode_into(message, buffer, _HEADER_BYTES)
     buffer[:_HEADER_BYTES] = (len(buffer) - _LENGTH_BYTES).to_bytes(_LENGTH_BYTES, "big") + bytes(

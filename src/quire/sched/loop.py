@@ -17,7 +17,8 @@ from quire.core.ids import IntArray, SequenceId
 from quire.core.request import RequestGroup
 from quire.core.request import Sequence as Continuation
 from quire.core.step import Masks, Pending, Runner, StepLost, StepPlan, StepResult
-from quire.sched.scheduler import Absorbed, Scheduler
+from quire.core.step_output import StepOutput
+from quire.sched.scheduler import Scheduler
 
 
 class FaultBisection:
@@ -129,7 +130,7 @@ class Loop:
         self._num_in_vain = 0  # inquests since the last that found somebody
         self._num_blamed = 0  # requests ended since a step last succeeded
 
-    def turn(self) -> Absorbed | None:
+    def turn(self) -> StepOutput | None:
         """Launch what can be launched; absorb the oldest step once more than `depth` fly or none could be added."""
         try:
             absorbed = self._turn()
@@ -148,7 +149,7 @@ class Loop:
             self._clear(self._inquest, absorbed)
         return absorbed or self.scheduler.overdue()
 
-    def _turn(self) -> Absorbed | None:
+    def _turn(self) -> StepOutput | None:
         with self._span("plan"):
             plan = self.scheduler.plan(self._clock())
         if plan is not None:
@@ -209,7 +210,7 @@ class Loop:
             raise error
         self._go_on()
 
-    def _clear(self, inquest: FaultBisection, absorbed: Absorbed | None) -> None:
+    def _clear(self, inquest: FaultBisection, absorbed: StepOutput | None) -> None:
         if inquest.hear(() if absorbed is None else absorbed.sequences.tolist()):
             self.scheduler.withdraw_all()
             self._go_on()

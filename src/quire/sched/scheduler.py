@@ -14,13 +14,13 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from quire.core.errors import Draining, DuplicateRequest, NeverFits, QueueFull
 from quire.core.events import EventKind, RequestEvent, WaitCause
-from quire.core.ids import FloatArray, IntArray, RequestId, Row, SequenceId
+from quire.core.ids import FloatArray, RequestId, Row
 from quire.core.request import Request, RequestGroup, Sequence, SequenceState
 from quire.core.step import Candidates, ChunkOutput, FinishReason, PromptLogprobs, StepPlan, StepResult, TopLogprobs
+from quire.core.step_output import FinishedSequence, FirstToken, StepOutput
 from quire.kv.manager import KVManager
 from quire.sched.admission import Admission
 from quire.sched.batching import StepBatcher
@@ -34,18 +34,6 @@ from quire.sched.reservation import most_blocks
 from quire.sched.state import Counters, SchedulerState
 
 _UNBOUNDED = 1 << 40  # tokens of a step, where a prompt may not be cut
-
-
-class Absorbed(NamedTuple):
-    """What a step means to the world: sequence `sequences[i]` gained `tokens[i]`."""
-
-    step: int
-    sequences: NDArray[np.int64]
-    tokens: IntArray
-    finished: tuple[Sequence, ...]
-    logprobs: dict[SequenceId, TopLogprobs]
-    prompt_logprobs: dict[SequenceId, PromptLogprobs]
-    pooled: dict[SequenceId, FloatArray]
 
 
 class _StepInFlight(NamedTuple):
@@ -146,8 +134,8 @@ class Scheduler:
         self._feeding.long_prefills(draft)
         return self._commit(draft)
 
-    def absorb(self, result: StepResult, now_s: float = 0.0) -> Absorbed:
-        """Take in the oldest step in flight."""
+    def absorb(self, result: StepResult, now_s: float = 0.0) -> StepOutput:
+        """Take in the oldest step in flight; its output, by sequence."""
         flight = self._in_flight.popleft()
         assert result.step == flight.step == self._state.last_absorbed + 1, (result.step, flight.step)
         self._state.last_absorbed = result.step
@@ -158,9 +146,18 @@ class Scheduler:
         heard = emitters >= 0
         if np.count_nonzero(heard) < len(heard):
             emitters, tokens = emitters[heard], tokens[heard]
-        logprobs = {name: top for row, top in result.logprobs.items() if (name := rows.listener(row)) is not None}
-        scores = {name: s for s in result.prompt_logprobs if (name := rows.listener(s.row)) is not None}
-        pooled = {name: total for row, total in result.pooled.items() if (name := rows.listener(row)) is not None}
+        logprobs: dict[int, TopLogprobs] = {
+            name: top for row, top in result.logprobs.items() if (name := rows.listener(row)) is not None
+        }
+        scores: dict[int, PromptLogprobs] = {
+            name: s for s in result.prompt_logprobs if (name := rows.listener(s.row)) is not None
+        }
+        pooled: dict[int, FloatArray] = {
+            name: total for row, total in result.pooled.items() if (name := rows.listener(row)) is not None
+        }
+        first = self._state.first_tokens = [
+            rows.assigned[row].group for row in result.pooled if rows.listener(row) is not None
+        ]
         failed = {row for row, reason in result.ended if reason is FinishReason.ERROR}
         for sequence, stop in flight.chunks:
             self._note_computed(sequence, stop, failed=sequence.row in failed)
@@ -170,15 +167,16 @@ class Scheduler:
         finished += self._advance_beams(result.candidates)
         self._state.release_up_to(result.step)
         finished, self._state.ended_early = finished + self._state.ended_early, []
-        return Absorbed(result.step, emitters, tokens, tuple(finished), logprobs, scores, pooled)
+        ends = tuple([_finished_sequence(sequence) for sequence in finished])
+        return StepOutput(result.step, emitters, tokens, _first_tokens(first, finished), ends, logprobs, scores, pooled)
 
-    def overdue(self) -> Absorbed | None:
-        """Those who ended without a step to be told with, if there are any."""
+    def overdue(self) -> StepOutput | None:
+        """Sequences that finished without a step to report them with, if there are any."""
         if not self._state.ended_early:
             return None
         ended, self._state.ended_early = tuple(self._state.ended_early), []
-        nobody = np.empty(0, dtype=np.int64)
-        return Absorbed(self._state.last_absorbed, nobody, nobody.astype(np.int32), ended, {}, {}, {})
+        ends = tuple([_finished_sequence(sequence) for sequence in ended])
+        return StepOutput(self._state.last_absorbed, first_tokens=_first_tokens([], ended), finished=ends)
 
     # Queries. Nothing outside `sched/` reads the state, so no change can bypass the journal.
 
@@ -390,15 +388,13 @@ class Scheduler:
             for beam in turn.live:
                 state.catch_up(beam)
             return []
-        finished = []
         for sequence, hypothesis in zip(group.sequences, turn.results, strict=False):
             sequence.tokens = np.concatenate([group.request.prompt, np.array(hypothesis.tokens, dtype=np.int32)])
             sequence.score = hypothesis.score
-            finished.append(sequence)
         for sequence in group.sequences:
             reason = turn.results[sequence.index].finish_reason if sequence.index < len(turn.results) else None
             self._state.finish(sequence, reason or FinishReason.ABORT)
-        return finished
+        return list(group.answers)  # beams finish together, also those without a result
 
     # When something breaks.
 
@@ -451,3 +447,26 @@ class Scheduler:
         needs = [most_blocks(group.request, self.kv.block_size) for group in self._state.groups.values()]
         spare = self.kv.pool.num_in_service - max(needs, default=1)
         return self.kv.shrink(min(num_blocks, max(spare, 0)))
+
+
+def _first_tokens(groups: Iterable[RequestGroup], finished: Iterable[Sequence]) -> tuple[FirstToken, ...]:
+    """Of these requests, and of beam searches that finished: a beam search has no token before its end."""
+    beams = [sequence.group for sequence in finished if sequence.request.beam is not None]
+    first = {group.request.id: group for group in (*groups, *beams)}
+    return tuple([FirstToken(group.request.id, group.seated_s, group.num_cached) for group in first.values()])
+
+
+def _finished_sequence(sequence: Sequence) -> FinishedSequence:
+    assert sequence.finish_reason is not None, sequence
+    group = sequence.group
+    generated = sequence.tokens[len(group.request.prompt) :]
+    stopped = sequence.finish_reason is FinishReason.STOP and len(generated) > 0
+    return FinishedSequence(
+        group.request.id,
+        sequence.id,
+        sequence.finish_reason,
+        generated,
+        sequence.score,
+        group.num_preemptions,
+        by_token=stopped and int(generated[-1]) in group.request.sampling.end_ids,
+    )

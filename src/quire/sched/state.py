@@ -103,6 +103,7 @@ class SchedulerState:
         self.fresh: list[Sequence] = []  # they sit, and the runner has not been told
         self.tells: list[AppendTokens] = []
         self.ended_early: list[Sequence] = []  # not by a step; told with the next result
+        self.first_tokens: list[RequestGroup] = []  # requests whose first token is in the step being absorbed
         self.only: frozenset[int] | None = None  # while a failed step is looked into: who may sit, by order
         self.aside: list[RequestGroup] = []  # the others, who would have come to sit meanwhile
         self.last_planned = -1
@@ -155,6 +156,7 @@ class SchedulerState:
         """A member has emitted its first token; only the family's first counts."""
         if not group.has_first_token:
             group.has_first_token = True
+            self.first_tokens.append(group)
             group.note(RequestEvent(self.last_absorbed, EventKind.FIRST_TOKEN))
 
     # Leaving.

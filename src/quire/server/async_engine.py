@@ -17,8 +17,9 @@ from typing import NamedTuple
 from quire.core.errors import Draining, InvalidParameter, InvalidPrompt, QuireError
 from quire.core.sampling import SamplingParams
 from quire.core.step import FinishReason
+from quire.core.step_output import StepOutput
 from quire.engine.engine_process import EngineProcess
-from quire.engine.messages import AbortRequest, Accepted, Query, QueryReply, Refused, StepOutput, StopSequence
+from quire.engine.messages import AbortRequest, Accepted, Query, QueryReply, Refused, StopSequence
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.outputs import EMBEDDING, Delta, RequestOutput, failure_of
 from quire.engine.request_options import USUAL, RequestOptions

@@ -13,9 +13,10 @@ from typing import NamedTuple, Protocol
 
 from quire.core.request import Request
 from quire.core.step import Masks, Pending, StepPlan, StepResult
+from quire.core.step_output import StepOutput
 from quire.sched.cost_model import StepShape
 from quire.sched.loop import Loop
-from quire.sched.scheduler import Absorbed, Scheduler
+from quire.sched.scheduler import Scheduler
 from quire.sim.runners import BulkRunner
 
 _NAP_S = 0.01  # how long an idle machine sleeps if nobody is announced
@@ -84,7 +85,7 @@ class Simulation:
         self._done_s = 0.0  # when the machine will have done all it was given
         self._loop = Loop(scheduler, self, depth, lambda: self.now_s)
 
-    def turns(self) -> Iterator[Absorbed | None]:
+    def turns(self) -> Iterator[StepOutput | None]:
         """Turn after turn until everyone is served."""
         while self._arrivals or not self.scheduler.idle:
             while self._arrivals and self._arrivals[0].at_s <= self.now_s:

@@ -50,7 +50,7 @@ class Front:
 
     def turn(self) -> None:
         progress = self.engine.turn()
-        ended = () if progress is None else progress.ended
+        ended = () if progress is None else progress.finished
         self.inside = [number for number in self.inside if number not in {over.number for over in ended}]
 
     def leave_all(self) -> None:

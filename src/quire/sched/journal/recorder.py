@@ -18,6 +18,7 @@ from quire.core.ids import RequestId, Row
 from quire.core.moves import Tier
 from quire.core.request import Request, RequestGroup, Sequence
 from quire.core.step import ChunkOutput, FinishedRow, FinishReason, StepPlan, StepResult
+from quire.core.step_output import StepOutput
 from quire.sched.journal.codec import RecordEncoder
 from quire.sched.journal.records import (
     MAGIC,
@@ -40,7 +41,7 @@ from quire.sched.journal.records import (
 )
 from quire.sched.policy import SchedulerSpec
 from quire.sched.rows import TokenLog
-from quire.sched.scheduler import Absorbed, Scheduler
+from quire.sched.scheduler import Scheduler
 
 
 class ExpectedEmitters:
@@ -277,7 +278,7 @@ class JournaledScheduler(Scheduler):
         self.journal.planned(now_s, self.cost.version, plan)
         return plan
 
-    def absorb(self, result: StepResult, now_s: float = 0.0) -> Absorbed:
+    def absorb(self, result: StepResult, now_s: float = 0.0) -> StepOutput:
         self.journal.absorbed(now_s, result)
         return super().absorb(result, now_s)
 

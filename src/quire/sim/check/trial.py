@@ -10,12 +10,13 @@ from quire.core.events import EventKind, WaitCause
 from quire.core.ids import IntArray, RequestId, SequenceId
 from quire.core.request import RequestGroup, Sequence, SequenceState
 from quire.core.step import FinishReason, Runner, StepLost
+from quire.core.step_output import StepOutput
 from quire.sched.audit import audit, audit_rest
 from quire.sched.journal.recorder import JournaledScheduler
 from quire.sched.loop import Loop
 from quire.sched.policy import SchedulerSpec
 from quire.sched.queue import lane
-from quire.sched.scheduler import Absorbed, Scheduler
+from quire.sched.scheduler import Scheduler
 from quire.sim.check.expected import ExpectedOutput, expect
 from quire.sim.check.faulty_runner import FaultyRunner
 from quire.sim.check.invariants import CounterCheck, audit_contents
@@ -40,6 +41,7 @@ class CheckRun:
         self._chaos = FaultyRunner(lambda: body(world), self.scheduler, world.block_size, self._recounted)
         self._loop = Loop(self.scheduler, self._chaos, world.depth, lambda: self._now_s)
         self._expected: dict[SequenceId, ExpectedOutput] = {}
+        self._sequences: dict[SequenceId, Sequence] = {}
         self._live: dict[RequestId, tuple[Sequence, ...]] = {}
         self._past: list[IntArray] = []
         self._num_arrived = 0
@@ -187,6 +189,7 @@ class CheckRun:
         outcomes = expect(request, VOCAB_SIZE)
         for sequence, expected in zip(sequences, outcomes, strict=False):
             self._expected[sequence.id] = expected
+            self._sequences[sequence.id] = sequence
 
     def _abort(self, request_id: RequestId) -> None:
         self.events.append(ScenarioEvent.ABORT)
@@ -256,7 +259,7 @@ class CheckRun:
 
     # What is heard.
 
-    def _hear(self, absorbed: Absorbed) -> None:
+    def _hear(self, absorbed: StepOutput) -> None:
         for number, token in zip(absorbed.sequences.tolist(), absorbed.tokens.tolist(), strict=True):
             expected = self._expected[SequenceId(number)]
             assert expected.num_terminal == 0, f"sequence {number} spoke after its end"  # I11
@@ -264,11 +267,16 @@ class CheckRun:
             right = expected.tokens[: len(expected.heard)]
             assert expected.heard == right, f"sequence {number}: {expected.heard} is not {right}"
         for name, total in absorbed.pooled.items():
-            assert self._expected[name].heard_pooled is None, f"sequence {name} was pooled twice"
-            self._expected[name].heard_pooled = float(total[0])
-        for sequence in absorbed.finished:
-            expected = self._expected[sequence.id]
-            self._expect_trouble(sequence, expected)
+            expected = self._expected[SequenceId(name)]
+            assert expected.heard_pooled is None, f"sequence {name} was pooled twice"
+            expected.heard_pooled = float(total[0])
+        for over in absorbed.finished:
+            sequence = self._sequences.get(SequenceId(over.sequence))
+            if sequence is None:  # a beam without a result
+                assert over.reason is FinishReason.ABORT and over.score is None, over
+                continue
+            assert over.tokens.tolist() == sequence.tokens[len(sequence.request.prompt) :].tolist(), over
+            self._expect_trouble(sequence, self._expected[sequence.id])
             self._terminate(sequence)
         if absorbed.finished:
             self._forget_finished()
