@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.core.sampling import RowSampling
 from quire.core.step import Masks
 from quire.kernels.gpu.sampling.logit_processors import count_tokens, process_logits
-from quire.sampling.logit_processors import tally_plainly
+from quire.sampling.logit_processors import count_tokens_reference
 from quire.sampling.row_params import SamplingBatch
 from quire.sampling.sampler import Sampler
 from tests.kernels.gpu_row_kernels import GPU_ROW_KERNELS
@@ -59,7 +59,7 @@ def normal(num_rows: int, vocab_size: int) -> Tensor:
 def agree(quick: Sampler, plain: Sampler, logits: Tensor, batch: SamplingBatch, masks: Masks | None = None) -> Tensor:
     """The tokens, and what they are chosen from, bit for bit."""
     untouched = logits.clone()
-    shaped, truth = quick._shape_at_once(logits, batch, masks), plain._shape(logits, batch, masks)
+    shaped, truth = quick._process_logits_fused(logits, batch, masks), plain._process_logits(logits, batch, masks)
     assert torch.equal(shaped.view(torch.int32), truth.view(torch.int32))
     chosen, expected = quick.sample(logits, batch, masks), plain.sample(logits, batch, masks)
     assert torch.equal(logits, untouched)
@@ -124,7 +124,7 @@ def test_rows_are_found_wherever_they_sit_and_padding_is_nobody() -> None:
     places = torch.tensor([[-1, -1, -1], [-1, -1, -1], [1, -1, 0]], device=DEVICE)
     padded = SamplingBatch(torch.tensor([3, -1, 1], device=DEVICE), rows, batch.positions)
     shaped = process_logits(logits, padded.rows, padded.positions, quick._rows.table, quick._shaping(places, None))
-    assert torch.equal(shaped[[0, 2]], plain._shape(logits, batch)[[0, 2]])
+    assert torch.equal(shaped[[0, 2]], plain._process_logits(logits, batch)[[0, 2]])
 
 
 def test_more_tokens_are_counted_than_one_program_takes() -> None:
@@ -135,5 +135,5 @@ def test_more_tokens_are_counted_than_one_program_takes() -> None:
     before = torch.randint(0, 9, (150, 37), generator=numbers, dtype=torch.int32)
     counted, truth = before.clone().to(DEVICE), before.clone()
     count_tokens(tokens.to(DEVICE), places.to(DEVICE), counted)
-    tally_plainly(tokens, places, truth)
+    count_tokens_reference(tokens, places, truth)
     assert torch.equal(counted.cpu(), truth) and int((truth - before).sum()) == int((places >= 0).sum())

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.core.sampling import MAX_LOGPROBS
 from quire.kernels.gpu.sampling.logprobs import token_logprobs
-from quire.sampling.logprobs import score_plainly
+from quire.sampling.logprobs import token_logprobs_reference
 from quire.sampling.sampler import Sampler
 from tests.kernels.gpu_row_kernels import GPU_ROW_KERNELS
 from tests.tiers import examples, long_only
@@ -20,7 +20,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 def agree(logits: Tensor, tokens: Tensor, num_top: int) -> Tensor:
     """What is packed, of the kernel."""
-    found, truth = token_logprobs(logits, tokens, num_top), score_plainly(logits, tokens, num_top)
+    found, truth = token_logprobs(logits, tokens, num_top), token_logprobs_reference(logits, tokens, num_top)
     floats = [2, *range(3 + num_top, 3 + 2 * num_top)]
     integers = [0, 1, *range(3, 3 + num_top)]
     assert torch.equal(found[:, integers], truth[:, integers])
@@ -66,7 +66,7 @@ def test_a_fault_spoils_all_scores_of_its_row_and_no_others(at: int, fault: floa
     logits = torch.randn(3, 8193, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     logits[1, at] = fault
     tokens = torch.tensor([5, 6, 7], device=DEVICE)
-    found, truth = token_logprobs(logits, tokens, 3), score_plainly(logits, tokens, 3)
+    found, truth = token_logprobs(logits, tokens, 3), token_logprobs_reference(logits, tokens, 3)
     scores = found[:, [2, 6, 7, 8]].view(torch.float32)
     assert scores[1].isnan().all() and truth[1, [2, 6, 7, 8]].view(torch.float32).isnan().all()
     assert torch.equal(found[::2], agree(logits[::2], tokens[[0, 2]], 3))
@@ -76,5 +76,5 @@ def test_nobody_is_scored_and_a_sampler_with_kernels_scores_with_them() -> None:
     sampler, tokens = Sampler(1, 150, DEVICE, GPU_ROW_KERNELS), torch.tensor([7], device=DEVICE)
     assert token_logprobs(torch.empty(0, 150, device=DEVICE), tokens[:0], 2).shape == (0, 7)
     logits = torch.randn(1, 150, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    scores = sampler.score_given(logits, tokens, 4)
+    scores = sampler.logprobs_of(logits, tokens, 4)
     assert torch.equal(torch.from_numpy(scores.packed.wait()), token_logprobs(logits, tokens, 4).cpu())

@@ -132,7 +132,7 @@ def test_broken_rows_fail_alone_and_padding_is_nothing() -> None:
 
     quick, plain = samplers([whole, GREEDY], 2100)
     rows = torch.tensor([-1, 1, -1, 0], device=DEVICE)
-    padded = quick.choose(logits[[0, 5, 6, 8]], rows, torch.full_like(rows, 5), SamplingStage.DRAWN)
+    padded = quick.sample_with_kernels(logits[[0, 5, 6, 8]], rows, torch.full_like(rows, 5), SamplingStage.DRAWN)
     truth = plain.sample(logits[[5, 8]], batch_of([1, 0], 5))
     assert padded.tokens.tolist() == [0, truth.tokens[0], 0, truth.tokens[1]]
     assert padded.finite.tolist() == [False, True, False, True]

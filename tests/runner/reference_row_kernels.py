@@ -13,8 +13,8 @@ from quire.kernels.row_interface import (
     SamplingTable,
     decode_inputs_reference,
 )
-from quire.sampling.logit_processors import tally_plainly
-from quire.sampling.logprobs import score_plainly
+from quire.sampling.logit_processors import count_tokens_reference
+from quire.sampling.logprobs import token_logprobs_reference
 
 
 def choose_likeliest(
@@ -69,5 +69,10 @@ def shape_plainly(
 
 
 REFERENCE_ROW_KERNELS = RowKernels(
-    shape_plainly, choose_likeliest, tally_plainly, score_plainly, finish_plainly, decode_inputs_reference
+    shape_plainly,
+    choose_likeliest,
+    count_tokens_reference,
+    token_logprobs_reference,
+    finish_plainly,
+    decode_inputs_reference,
 )

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from quire.core.ids import Row
 from quire.core.sampling import RowSampling
 from quire.sampling import logprobs as logprobs_module
-from quire.sampling.logprobs import score_plainly
+from quire.sampling.logprobs import token_logprobs_reference
 from tests.sampling.reference import Case, sampler_of
 from tests.sampling.strategies import VOCAB, logits_of
 
@@ -21,7 +21,7 @@ def test_scores_equal_log_softmax(data: st.DataObject) -> None:
     tokens = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=num_rows, max_size=num_rows))
     counts = data.draw(st.lists(st.integers(0, VOCAB), min_size=num_rows, max_size=num_rows))
     sampler, _ = sampler_of([Case(RowSampling())], VOCAB)
-    scores = sampler.score_given(logits, torch.tensor(tokens), max(counts)).wait(counts)
+    scores = sampler.logprobs_of(logits, torch.tensor(tokens), max(counts)).wait(counts)
     wanted = torch.log_softmax(logits, -1).numpy()
     for row, score in enumerate(scores):
         order = sorted(range(VOCAB), key=lambda token, row=row: (-float(logits[row, token]), token))
@@ -36,13 +36,13 @@ def test_scores_equal_log_softmax(data: st.DataObject) -> None:
 def test_pieces_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(7, 300, generator=torch.Generator().manual_seed(1))
     tokens = torch.arange(7)
-    whole = score_plainly(logits, tokens, 4)
-    monkeypatch.setattr(logprobs_module, "_SCORED_AT_ONCE", 600)
-    assert torch.equal(score_plainly(logits, tokens, 4), whole)
+    whole = token_logprobs_reference(logits, tokens, 4)
+    monkeypatch.setattr(logprobs_module, "_LOGPROBS_AT_ONCE", 600)
+    assert torch.equal(token_logprobs_reference(logits, tokens, 4), whole)
 
 
 def test_nothing_to_score_is_no_error() -> None:
-    assert score_plainly(torch.empty(0, 9), torch.empty(0, dtype=torch.int64), 2).shape == (0, 7)
+    assert token_logprobs_reference(torch.empty(0, 9), torch.empty(0, dtype=torch.int64), 2).shape == (0, 7)
 
 
 def test_rows_that_asked_get_as_many_as_they_asked_for() -> None:
@@ -54,7 +54,7 @@ def test_rows_that_asked_get_as_many_as_they_asked_for() -> None:
     sampler, batch = sampler_of(assigned, 6)
     logits = torch.tensor([[0.0, 3.0, 2.0, 1.0, 0.0, -1.0]]).expand(3, -1)
     sampled = sampler.sample(logits, batch)
-    scores = sampler.score(logits, batch, sampled.tokens)
+    scores = sampler.logprobs(logits, batch, sampled.tokens)
     assert scores is not None
     by_row = scores.wait()
     assert set(by_row) == {Row(0), Row(2)}
@@ -65,4 +65,4 @@ def test_rows_that_asked_get_as_many_as_they_asked_for() -> None:
 
 def test_a_batch_in_which_nobody_asked_has_no_scores() -> None:
     sampler, batch = sampler_of([Case(RowSampling())], 6)
-    assert sampler.score(torch.zeros(1, 6), batch, torch.tensor([0])) is None
+    assert sampler.logprobs(torch.zeros(1, 6), batch, torch.tensor([0])) is None

@@ -51,7 +51,7 @@ from quire.sampling.sampler import Sampler
 _log = logging.getLogger(__name__)
 
 # Prompt positions whose logits exist at the same time: 256 x a vocabulary of 150,000 are 154 MB.
-_SCORED_AT_ONCE = 256
+_LOGPROBS_AT_ONCE = 256
 
 
 class ModelRunner:
@@ -182,7 +182,7 @@ class ModelRunner:
             return None
         self.num_replayed += 1
         rows = np.concatenate([decoding, np.array([chunk.row for chunk in chunks], dtype=np.int32)])
-        if masks is None and not self._sampler.asks_for_more(rows):
+        if masks is None and not self._sampler.needs_more(rows):
             outcome = self._sample_from_graph(shape, rows, len(decoding))
             if outcome is not None:
                 return SampledTokens(rows, HostCopy(outcome), None)
@@ -230,7 +230,7 @@ class ModelRunner:
         """The captured sampling part, for so many rows. [5, count] int64."""
         assert self._finish is not None and self._logits is not None
         logits, emitting, positions = self._logits.first(count)
-        chosen = self._sampler.choose(logits, emitting, positions, stages)
+        chosen = self._sampler.sample_with_kernels(logits, emitting, positions, stages)
         return self._finish(chosen, emitting, positions, self._sampler.end_columns, self._rows.state)
 
     def _trip(self, site: FaultSite) -> None:
@@ -266,7 +266,7 @@ class ModelRunner:
             self._trip(site)
         chosen = self._sampler.sample(logits, batch, masks)
         self._trip(FaultSite.LOGPROBS)
-        scores = self._sampler.score(logits, batch, chosen.tokens)
+        scores = self._sampler.logprobs(logits, batch, chosen.tokens)
         self._sampler.commit(batch, chosen.tokens)
         return SampledTokens(batch.host_rows, HostCopy(self._advance(batch, chosen)), scores)
 
@@ -296,12 +296,12 @@ class ModelRunner:
         targets = upload(part.targets, hidden.device).long()
         states = hidden[part.first : part.first + len(targets)]
         return [
-            self._sampler.score_given(
-                self._model.logits(states[start : start + _SCORED_AT_ONCE]),
-                targets[start : start + _SCORED_AT_ONCE],
+            self._sampler.logprobs_of(
+                self._model.logits(states[start : start + _LOGPROBS_AT_ONCE]),
+                targets[start : start + _LOGPROBS_AT_ONCE],
                 num_top,
             )
-            for start in range(0, len(targets), _SCORED_AT_ONCE)
+            for start in range(0, len(targets), _LOGPROBS_AT_ONCE)
         ]
 
 

@@ -1,13 +1,9 @@
-"""Which tokens may be drawn, and how likely each is: temperature, min-p, top-k, top-p.
+"""Temperature, min-p, top-k, top-p, and the draw. Knows nothing of rows; keeps no state.
 
-Weights are whole numbers. Sums of integers do not depend on the order in which a device adds them, so a row
-gets the same token alone and in any batch, and a shortcut gives exactly what the full sort gives. Ignorant of
-rows.
-
-One uniform number per row, a pure function of (seed, sequence index, position). Keeps no state.
-
-splitmix64 in int64 tensor arithmetic, which wraps the same way on every device: the same three integers give
-the same number on any machine, in any batch, before and after a preemption.
+Token weights are integers. Integer sums do not depend on the order of addition, so a row gets the same token alone
+and in any batch, and the narrow top-k pass gives exactly what the full sort gives.
+The random number of a draw is a pure function of (seed, sequence index, position): splitmix64 in int64 tensor
+arithmetic, which wraps alike on every device. So it is the same on any machine, in any batch, after any preemption.
 """
 
 from typing import NamedTuple
@@ -15,12 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# The weight of the likeliest token. One 2**-41 as likely weighs nothing; the sum of 2**22 fits an int64.
+# The weight of the likeliest token. A token 2**-41 as likely has weight 0; the sum of 2**22 weights fits an int64.
 ONE = 2**40
 
-# On the CPU the likeliest few usually settle a row, and a sort costs ten times as much: look there first.
+# On the CPU the likeliest few usually suffice, and a sort costs ten times as much: try these widths first.
 _NARROW = (256, 2048)
-# On an accelerator asking "was that enough?" would stall; top-k alone never has to ask.
+# On a GPU checking whether they sufficed would synchronise; top-k up to this never needs the check.
 _WIDEST_TOP_K = 1024
 
 
@@ -55,10 +51,10 @@ def ids_of(keys: Tensor) -> Tensor:
 
 
 class SamplingCutoff(NamedTuple):
-    """How far down its sorted tokens a row's choice reaches."""
+    """The last token that a row may draw, in order of likelihood."""
 
-    lowest_key: Tensor  # [n] int64: of the last token that may be drawn
-    settled: Tensor  # [n] bool: the tokens looked at were enough to say so
+    lowest_key: Tensor  # [n] int64: the key of that token
+    settled: Tensor  # [n] bool: the tokens examined were enough to decide
 
 
 def keep_likeliest(

@@ -1,20 +1,9 @@
-"""Repetition, presence and frequency penalties, and the token counts they read.
+"""Logit processors: penalties, logit bias, grammar masks, bad words, min_tokens; and which rows end with a token.
 
-Counts follow the tokens one by one after a row is seated with all it knows; they always equal a recount.
-
-What is added to a row's logits in every step alike: bias, and -inf for what is not allowed or a bad word.
-
-Owns one vector over the vocabulary for each row that asks. Knows nothing of the tokens a row has.
-
-Masks that come with a step: what is not allowed has no chance. Knows nothing of who made them.
-
-How tokens are ruled out in the logits of some rows. Knows nothing of why.
-
-Bad words of several tokens: their last token is forbidden where the tokens before it have just come.
-
-The prompt counts: a word it begins may not be completed. Owns a short tail of tokens for each row that asks.
-
-Which rows end with the token they were just given, decided on the device, and which may not end yet.
+Vocabulary-wide state has slots only for the rows that need it (`SlotPool`). Penalties read token counts, which are
+updated token by token and always equal a recount. Bias is one vector per row, added in every step; -inf forbids a
+token. A bad word of several tokens forbids its last token where the tokens before it have just been generated; the
+prompt counts as generated there. Rows end on the device, by end token or length.
 """
 
 import math
@@ -35,11 +24,11 @@ from quire.sampling.slots import SlotPool, grown
 
 
 class Penalties:
-    """For each row that asks: which tokens its prompt holds, and how often each was generated."""
+    """Repetition, presence and frequency penalties. Per row: the tokens of its prompt, and counts of generated ones."""
 
-    def __init__(self, max_rows: int, vocab_size: int, device: torch.device, tally: CountTokens) -> None:
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device, count_tokens: CountTokens) -> None:
         self._vocab_size = vocab_size
-        self._tally = tally
+        self._count_tokens = count_tokens
         self.slots = SlotPool(max_rows, device)
         self.in_prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
         self.generated = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
@@ -59,35 +48,35 @@ class Penalties:
         self.generated[slot].zero_().index_add_(0, generated, torch.ones_like(generated, dtype=torch.int32))
 
     def release(self, row: Row) -> None:
-        self.slots.give_back(row)
+        self.slots.release(row)
 
-    def apply(self, logits: Tensor, part: BatchSubset, rows: SamplingParamsTable) -> None:
+    def apply(self, logits: Tensor, subset: BatchSubset, rows: SamplingParamsTable) -> None:
         """Change the logits of the batch, in place."""
-        slots = self.slots.of(part.batch.host_rows)
+        slots = self.slots.of(subset.batch.host_rows)
         generated = self.generated.index_select(0, slots)
         is_generated = generated > 0
         seen = self.in_prompt.index_select(0, slots) | is_generated
-        chosen = part.of(logits)
-        repetition = _column(rows.repetition, part)
-        chosen = torch.where(seen, torch.where(chosen > 0, chosen / repetition, chosen * repetition), chosen)
-        chosen -= generated * _column(rows.frequency, part)
-        chosen -= is_generated * _column(rows.presence, part)
-        logits.index_copy_(0, part.at, chosen)
+        selected = subset.of(logits)
+        repetition = _column(rows.repetition, subset)
+        selected = torch.where(seen, torch.where(selected > 0, selected / repetition, selected * repetition), selected)
+        selected -= generated * _column(rows.frequency, subset)
+        selected -= is_generated * _column(rows.presence, subset)
+        logits.index_copy_(0, subset.at, selected)
 
     def commit(self, batch: SamplingBatch, tokens: Tensor) -> None:
-        """Count the tokens the batch was given, of the rows that asked."""
+        """Count the sampled tokens of the rows that have penalties."""
         places = upload(self.slots.places(batch.host_rows), tokens.device)
-        self._tally(tokens, places, self.generated)
+        self._count_tokens(tokens, places, self.generated)
 
 
-def tally_plainly(tokens: Tensor, places: Tensor, generated: Tensor) -> None:
+def count_tokens_reference(tokens: Tensor, places: Tensor, generated: Tensor) -> None:
     """See `CountTokens`."""
     at = places.clamp(min=0) * generated.shape[1] + tokens
     generated.view(-1).index_add_(0, at, (places >= 0).to(torch.int32))
 
 
-def _column(values: Tensor, part: BatchSubset) -> Tensor:  # [m, 1] float32
-    return values.index_select(0, part.batch.rows).float()[:, None]
+def _column(values: Tensor, subset: BatchSubset) -> Tensor:  # [m, 1] float32
+    return values.index_select(0, subset.batch.rows).float()[:, None]
 
 
 class LogitBias:
@@ -108,12 +97,12 @@ class LogitBias:
         self.table[slot].copy_(upload(self._vector(row_start.sampling).numpy(), self.table.device))
 
     def release(self, row: Row) -> None:
-        self.slots.give_back(row)
+        self.slots.release(row)
 
-    def apply(self, logits: Tensor, part: BatchSubset) -> None:
+    def apply(self, logits: Tensor, subset: BatchSubset) -> None:
         """Add to the logits of the batch, in place."""
-        slots = self.slots.of(part.batch.host_rows)
-        logits.index_add_(0, part.at, self.table.index_select(0, slots))
+        slots = self.slots.of(subset.batch.host_rows)
+        logits.index_add_(0, subset.at, self.table.index_select(0, slots))
 
     def _vector(self, sampling: RowSampling) -> Tensor:
         vector = torch.zeros(self._vocab_size)
@@ -127,11 +116,11 @@ class LogitBias:
         return vector
 
 
-MASK_BITS = 32  # of a word
+MASK_BITS = 32  # tokens per integer of a mask
 
 
 def mask_places(batch: SamplingBatch, masks: Masks | None) -> NDArray[np.int64]:  # [n]; -1 for rows without
-    """Which of the masks is whose. Every masked row of the step is in the batch."""
+    """The index of each row's mask. Every masked row of the step is in the batch."""
     places = np.full(len(batch.host_rows), -1)
     if masks is not None:
         places[_in_batch(batch, masks)] = np.arange(len(masks.rows))
@@ -143,7 +132,7 @@ def apply_masks(
     batch: SamplingBatch,
     masks: Masks,
 ) -> None:
-    """Forbid what the masks of these rows do not allow."""
+    """Forbid what the grammar masks of these rows do not allow."""
     at = upload(_in_batch(batch, masks), logits.device)
     words = upload(masks.bits, logits.device)
     shifts = torch.arange(MASK_BITS, dtype=torch.int32, device=logits.device)
@@ -152,29 +141,29 @@ def apply_masks(
 
 
 def _in_batch(batch: SamplingBatch, masks: Masks) -> NDArray[np.int64]:
-    """Where in the batch the masked rows are."""
+    """The indices of the masked rows in the batch."""
     place_of = {row: place for place, row in enumerate(batch.host_rows.tolist())}
     return np.array([place_of[row] for row in masks.rows.tolist()], dtype=np.int64)
 
 
 def forbid(
     logits: Tensor,  # [n, vocab] float32
-    part: BatchSubset,
+    subset: BatchSubset,
     ids: Tensor,  # [m, width] int64
     when: Tensor,  # [m, width] bool; ids where it is False may be anything inside the vocabulary
 ) -> None:
-    """Set tokens of some rows to -inf, in place. An id may come twice: minima do not mind the order."""
+    """Set tokens of some rows to -inf, in place. An id may occur twice: a minimum does not depend on the order."""
     limits = torch.where(when, -math.inf, math.inf).to(logits.dtype)
-    logits.index_copy_(0, part.at, part.of(logits).scatter_reduce(1, ids, limits, "amin"))
+    logits.index_copy_(0, subset.at, subset.of(logits).scatter_reduce(1, ids, limits, "amin"))
 
 
-_ANY = -1  # in a beginning: matches every token, so that short words can be padded
-_NEVER = -2  # in a beginning: matches no token, so that rows with few words can be padded
-_MISSING = -3  # in a tail: a sequence shorter than it
+_ANY = -1  # in a beginning: matches every token; pads short words
+_NEVER = -2  # in a beginning: matches no token; pads rows with few words
+_MISSING = -3  # in a tail: the sequence is shorter
 
 
 class BadWords:
-    """For each row that asks: its words, split into beginning and last token, and its latest tokens."""
+    """Bad words of several tokens. Per row: its words, split into beginning and last token, and its latest tokens."""
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
         self._slots = SlotPool(max_rows, device)
@@ -204,25 +193,25 @@ class BadWords:
         self._tails[slot].copy_(upload(tail.numpy(), self._tails.device))
 
     def release(self, row: Row) -> None:
-        self._slots.give_back(row)
+        self._slots.release(row)
 
-    def apply(self, logits: Tensor, part: BatchSubset) -> None:
-        """Forbid in the logits of the batch, in place, what would complete a word."""
-        slots = self._slots.of(part.batch.host_rows)
+    def apply(self, logits: Tensor, subset: BatchSubset) -> None:
+        """Forbid in place what would complete a bad word."""
+        slots = self._slots.of(subset.batch.host_rows)
         beginnings = self._beginnings.index_select(0, slots)
         tails = self._tails.index_select(0, slots)
         has_come = ((beginnings == tails[:, None, :]) | (beginnings == _ANY)).all(-1)
-        forbid(logits, part, self._lasts.index_select(0, slots), has_come)
+        forbid(logits, subset, self._lasts.index_select(0, slots), has_come)
 
-    def commit(self, part: BatchSubset, tokens: Tensor) -> None:
-        """Append the tokens the batch was given."""
-        slots = self._slots.of(part.batch.host_rows)
-        newest = part.of(tokens).to(torch.int32)[:, None]
+    def commit(self, subset: BatchSubset, tokens: Tensor) -> None:
+        """Append the sampled tokens to the tails."""
+        slots = self._slots.of(subset.batch.host_rows)
+        newest = subset.of(tokens).to(torch.int32)[:, None]
         older = self._tails.index_select(0, slots)[:, :-1]
         self._tails.index_copy_(0, slots, torch.cat([newest, older], dim=1))
 
     def _grow(self, num_words: int, length: int) -> None:
-        """Room for one row more, for so many words of so many tokens."""
+        """Grow the tables for one more row, with so many words of so many tokens."""
         capacity = self._slots.capacity
         old_length = self._tails.shape[1]
         self._beginnings = grown(self._beginnings, (capacity, num_words, length), fill=_NEVER)
@@ -231,29 +220,29 @@ class BadWords:
         self._pad_older_words(old_length)
 
     def _pad_older_words(self, old_length: int) -> None:
-        """Where words of older rows got longer, the new places match anything."""
+        """Pad the words of older rows, after the tables got longer."""
         if 0 < old_length < self._beginnings.shape[2]:
             self._beginnings[:, :, old_length:] = _ANY
 
 
 class EndTokens(NamedTuple):
-    """A row whose last allowed token is an end token has stopped: it is never both."""
+    """How rows end. A row whose last allowed token is an end token has stopped: never both."""
 
     stop: Tensor  # [n] bool: the token is one of the row's end tokens
-    length: Tensor  # [n] bool: the row now knows all the tokens it may have
+    length: Tensor  # [n] bool: the row has reached its maximum length
 
 
 def find_ends(rows: SamplingParamsTable, batch: SamplingBatch, tokens: Tensor) -> EndTokens:
-    """Before min_tokens no end token can have been chosen, so that none needs to be looked for."""
+    """Which rows end with these tokens. Before min_tokens no end token can have been sampled."""
     stop = (rows.end_ids.index_select(0, batch.rows) == tokens[:, None]).any(-1)
     full = batch.positions + 1 >= rows.max_length.index_select(0, batch.rows)
     return EndTokens(stop, full & ~stop)
 
 
-def forbid_early_ends(logits: Tensor, part: BatchSubset, rows: SamplingParamsTable) -> None:
+def forbid_early_ends(logits: Tensor, subset: BatchSubset, rows: SamplingParamsTable) -> None:
     """While a row has generated fewer than min_tokens, its end tokens are forbidden, in place."""
-    batch = part.batch
+    batch = subset.batch
     end_ids = rows.end_ids.index_select(0, batch.rows)
     generated = batch.positions - rows.num_prompt.index_select(0, batch.rows)
     too_early = generated < rows.min_tokens.index_select(0, batch.rows)
-    forbid(logits, part, end_ids.clamp(min=0), too_early[:, None] & (end_ids >= 0))
+    forbid(logits, subset, end_ids.clamp(min=0), too_early[:, None] & (end_ids >= 0))

@@ -1,10 +1,6 @@
-"""Log-probabilities of chosen or given tokens, their ranks, and the likeliest alternatives, from raw logits.
+"""Logprobs of sampled or given tokens, their ranks and top alternatives; and the candidates of beam search.
 
-The device's share (`score_plainly`, or a kernel) does not wait; `Scores.wait` brings the result over in one transfer.
-
-The likeliest next tokens of tethered rows, with their log-probabilities, for those who choose on the host.
-
-The device's share (`likeliest`) does not wait; `RowCandidates.wait` brings the result over in one transfer.
+Logprobs come from raw logits. The device part does not synchronise; `wait` fetches the result in one transfer.
 """
 
 from collections.abc import Sequence
@@ -20,11 +16,11 @@ from quire.core.step import Candidates, TopLogprobs
 from quire.kernels.transfers import HostCopy
 from quire.sampling.filters import ids_of, ordering_keys
 
-_SCORED_AT_ONCE = 2**22  # logits; each holds some 24 bytes while they are scored
+_LOGPROBS_AT_ONCE = 2**22  # logits; each takes some 24 bytes of workspace
 
 
 class Scores(NamedTuple):
-    """Scores on their way to the host: integers, and floats by their bits, in one tensor."""
+    """Logprobs on their way to the host: integers, and floats by their bits, in one tensor."""
 
     packed: HostCopy  # [m, 3 + 2 * num_top] int32: token, rank, logprob, top ids, top logprobs
     num_top: int
@@ -47,7 +43,7 @@ class Scores(NamedTuple):
 
 
 class RowScores(NamedTuple):
-    """The scores of the tokens that some rows were given in a step."""
+    """The logprobs of the tokens that rows got in a step."""
 
     host_rows: IntArray
     counts: NDArray[np.int64]
@@ -57,21 +53,21 @@ class RowScores(NamedTuple):
         return {Row(int(row)): score for row, score in zip(self.host_rows, self.scores.wait(self.counts), strict=True)}
 
 
-def score_plainly(
+def token_logprobs_reference(
     logits: Tensor,  # [m, vocab] float32
     tokens: Tensor,  # [m] int64
     num_top: int,  # at most vocab
 ) -> Tensor:  # [m, 3 + 2 * num_top] int32
     """See `TokenLogprobs`."""
-    size = max(1, _SCORED_AT_ONCE // logits.shape[1])
+    size = max(1, _LOGPROBS_AT_ONCE // logits.shape[1])
     pieces = [
-        _score_piece(logits[start : start + size], tokens[start : start + size], num_top)
+        _logprobs_slice(logits[start : start + size], tokens[start : start + size], num_top)
         for start in range(0, max(1, len(logits)), size)
     ]
     return torch.cat(pieces)
 
 
-def _score_piece(logits: Tensor, tokens: Tensor, num_top: int) -> Tensor:
+def _logprobs_slice(logits: Tensor, tokens: Tensor, num_top: int) -> Tensor:
     logprobs = torch.log_softmax(logits, dim=-1)
     rank = (logits > logits.gather(-1, tokens[:, None])).sum(-1, keepdim=True) + 1
     top_ids = ids_of(ordering_keys(logits).topk(num_top, dim=-1).values)
@@ -81,15 +77,15 @@ def _score_piece(logits: Tensor, tokens: Tensor, num_top: int) -> Tensor:
 
 
 class RowCandidates(NamedTuple):
-    """What some rows could say next, on its way to the host: integers, and floats by their bits."""
+    """The likeliest next tokens of host-driven rows, on their way to the host: integers, and floats by their bits."""
 
     host_rows: IntArray
     counts: NDArray[np.int64]
-    finite: Tensor  # [n] bool: a row that is not has failed
+    finite: Tensor  # [n] bool: False for a failed row
     packed: HostCopy  # [n, 1 + 2 * most] int32: finite, ids, logprobs
 
     def wait(self) -> dict[Row, Candidates | None]:
-        """By row; None for one that failed."""
+        """Candidates by row; None for a failed row."""
         integers: NDArray[np.int32] = self.packed.wait()
         floats = integers.view(np.float32)
         first_logprob = 1 + (integers.shape[1] - 1) // 2
@@ -101,12 +97,12 @@ class RowCandidates(NamedTuple):
 
 
 def likeliest(
-    logprobs: Tensor,  # [n, vocab] float32, after all that forbids, favours or penalizes
+    logprobs: Tensor,  # [n, vocab] float32, after the logit processors
     finite: Tensor,  # [n] bool
     host_rows: IntArray,
     counts: NDArray[np.int64],  # [n], each at most vocab
 ) -> RowCandidates:
-    """Of equals the lowest id comes first. A token that is forbidden has -inf, and comes after all others."""
+    """Ties go to the lowest id. A forbidden token has -inf and comes last."""
     ids = ids_of(ordering_keys(logprobs).topk(int(counts.max()), dim=-1).values)
     packed = torch.cat([finite.int()[:, None], ids.int(), logprobs.gather(-1, ids).view(torch.int32)], dim=-1)
     return RowCandidates(host_rows, counts, finite, HostCopy(packed))

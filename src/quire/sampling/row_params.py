@@ -1,7 +1,7 @@
-"""The sampling parameters of every row, on the device, and on the host who asked for what.
+"""The sampling parameters of every row, on the device; and on the host, which features each row needs.
 
-The host must know which stages a batch needs without asking the device: a greedy batch then costs an argmax, and
-where tokens are chosen by tensor operations one without top-k or top-p never sorts. Knows nothing of logits.
+The host knows the features of a batch without a synchronisation: a greedy batch costs an argmax, and a batch without
+top-k or top-p is never sorted. Knows nothing of logits.
 """
 
 from collections.abc import Sequence as Many
@@ -20,29 +20,29 @@ from quire.kernels.row_interface import EndColumns, SamplingTable
 from quire.kernels.transfers import upload
 from quire.sampling.slots import grown
 
-_USUAL_ENDS = 4  # end tokens a row may have before the table must be made wider
+_USUAL_ENDS = 4  # end tokens per row before the table grows
 
-# Below this the likeliest token wins in float32 whatever the logits; and it is still a normal float32.
+# Below this temperature the likeliest token always wins in float32; still a normal float32.
 _LOWEST_TEMPERATURE = 1e-30
 
 
 class SamplingFeature(IntFlag):
-    """The stages of sampling that a row may need."""
+    """The sampling features that a row may need."""
 
     RANDOM = auto()  # temperature above 0
     TOP_K = auto()
     TOP_P = auto()
     MIN_P = auto()
-    OFFSETS = auto()  # logit bias, allowed ids, bad words of one token
+    LOGIT_BIAS = auto()  # logit bias, allowed ids, bad words of one token
     BAD_WORDS = auto()  # of several tokens
     MIN_TOKENS = auto()
     PENALTIES = auto()
     LOGPROBS = auto()
 
 
-SHAPING = (
-    SamplingFeature.OFFSETS | SamplingFeature.BAD_WORDS | SamplingFeature.MIN_TOKENS | SamplingFeature.PENALTIES
-)  # what changes logits before the choice
+LOGIT_PROCESSORS = (
+    SamplingFeature.LOGIT_BIAS | SamplingFeature.BAD_WORDS | SamplingFeature.MIN_TOKENS | SamplingFeature.PENALTIES
+)  # features that change logits before a token is selected
 
 
 class SamplingBatch(NamedTuple):
@@ -52,23 +52,23 @@ class SamplingBatch(NamedTuple):
     host_rows: IntArray  # the same, on the host
     positions: Tensor  # [n] int64: the index that the new token will have in its sequence
 
-    def piece(self, start: int, stop: int) -> "SamplingBatch":
+    def slice(self, start: int, stop: int) -> "SamplingBatch":
         return SamplingBatch(self.rows[start:stop], self.host_rows[start:stop], self.positions[start:stop])
 
 
 class BatchSubset(NamedTuple):
-    """Those of a batch that asked for something."""
+    """The rows of a batch that need a feature."""
 
-    at: Tensor  # [m] int64: their places in the batch
+    at: Tensor  # [m] int64: their indices in the batch
     batch: SamplingBatch
-    whole: bool  # all asked
+    whole: bool  # all rows of the batch
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Their share of a tensor whose first axis is the batch."""
+        """Their entries of a tensor whose first axis is the batch."""
         return tensor if self.whole else tensor.index_select(0, self.at)
 
     def put(self, tensor: Tensor, values: Tensor) -> Tensor:
-        """The tensor with their share replaced."""
+        """The tensor with their entries replaced."""
         return values if self.whole else tensor.index_copy(0, self.at, values)
 
 
@@ -78,7 +78,7 @@ class SamplingParamsTable:
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
         self.device = device
-        self.asks: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
+        self.features: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
         self.host_top_k: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
         self.host_num_logprobs: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
         self.host_num_candidates: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
@@ -90,12 +90,12 @@ class SamplingParamsTable:
         self.end_ids = torch.full((max_rows, _USUAL_ENDS), -1, dtype=torch.int64, device=device)  # padded with -1
 
     def assign(self, starts: Many[RowStart]) -> None:
-        """All who sit down in a step, in two copies to the device."""
+        """Write the rows that start in a step, in two copies to the device."""
         if not starts:
             return
         for row_start in starts:
             sampling = row_start.sampling
-            self.asks[row_start.row] = _asks(sampling)
+            self.features[row_start.row] = _features(sampling)
             self.host_top_k[row_start.row] = sampling.top_k or self.vocab_size
             self.host_num_logprobs[row_start.row] = sampling.num_logprobs or 0
             self.host_num_candidates[row_start.row] = min(sampling.num_candidates, self.vocab_size)
@@ -127,22 +127,22 @@ class SamplingParamsTable:
         )
 
     def release(self, row: Row) -> None:
-        self.asks[row] = 0
+        self.features[row] = 0
 
     def union(self, batch: SamplingBatch) -> SamplingFeature:
-        """All that any row of the batch asks for."""
+        """The features that any row of the batch needs."""
         return self.union_of(batch.host_rows)
 
     def union_of(self, rows: IntArray) -> SamplingFeature:
-        return SamplingFeature(int(np.bitwise_or.reduce(self.asks[rows], initial=0)))
+        return SamplingFeature(int(np.bitwise_or.reduce(self.features[rows], initial=0)))
 
     @property
     def ends(self) -> EndColumns:
         return EndColumns(self.max_length, self.end_ids)
 
-    def part(self, batch: SamplingBatch, ask: SamplingFeature) -> BatchSubset | None:
-        """Those rows of the batch that ask for any of these; None if nobody does."""
-        at = np.flatnonzero(self.asks[batch.host_rows] & int(ask))
+    def subset(self, batch: SamplingBatch, feature: SamplingFeature) -> BatchSubset | None:
+        """The rows of the batch that need any of these features; None if there are none."""
+        at = np.flatnonzero(self.features[batch.host_rows] & int(feature))
         if len(at) == 0:
             return None
         places = upload(at, self.device)
@@ -173,13 +173,13 @@ def _padded(end_ids: tuple[int, ...], width: int) -> tuple[int, ...]:
     return end_ids + (-1,) * (width - len(end_ids))
 
 
-def _asks(sampling: RowSampling) -> SamplingFeature:
-    wanted = {
+def _features(sampling: RowSampling) -> SamplingFeature:
+    needed = {
         SamplingFeature.RANDOM: sampling.temperature > 0,
         SamplingFeature.TOP_K: sampling.top_k > 0,
         SamplingFeature.TOP_P: sampling.top_p < 1,
         SamplingFeature.MIN_P: sampling.min_p > 0,
-        SamplingFeature.OFFSETS: bool(sampling.logit_bias)
+        SamplingFeature.LOGIT_BIAS: bool(sampling.logit_bias)
         or sampling.allowed_ids is not None
         or any(len(word) == 1 for word in sampling.bad_words),
         SamplingFeature.BAD_WORDS: any(len(word) > 1 for word in sampling.bad_words),
@@ -187,8 +187,8 @@ def _asks(sampling: RowSampling) -> SamplingFeature:
         SamplingFeature.PENALTIES: sampling.penalized,
         SamplingFeature.LOGPROBS: sampling.num_logprobs is not None,
     }
-    asks = SamplingFeature(0)
-    for ask, is_wanted in wanted.items():
-        if is_wanted:
-            asks |= ask
-    return asks
+    features = SamplingFeature(0)
+    for feature, is_needed in needed.items():
+        if is_needed:
+            features |= feature
+    return features

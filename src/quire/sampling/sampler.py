@@ -1,12 +1,12 @@
-"""Chooses the next token of every row of a step: logits in, tokens out, all rows at once.
+"""The sampler: logits in, tokens out, for all rows of a step at once.
 
 The order of the stages:
-    raw logits -> masks of the step -> offsets (allowed ids, bias, one-token bad words) -> bad words -> min_tokens
+    raw logits -> grammar masks -> logit bias (allowed ids, bias, one-token bad words) -> bad words -> min_tokens
     -> repetition, then frequency and presence penalties -> temperature -> min-p -> top-k -> top-p -> draw
-Tethered rows give back their candidates instead. As in transformers' beam search the logits are made log-probabilities
-first, the stages up to the penalties change those, and nothing is made to add up to one again.
-A row's token depends on its own logits, parameters and tokens alone, bit for bit, not on its batch or its row
-number. Nothing here waits for an accelerator.
+Host-driven rows (beam search) return candidates instead. As in transformers' beam search, the stages up to the
+penalties apply to log-probabilities, and the result is not normalised again.
+A row's token depends on its own logits, parameters and tokens alone, bit for bit, never on its batch or row number.
+Nothing here synchronises with the device.
 """
 
 from collections.abc import Sequence as Many
@@ -28,27 +28,27 @@ from quire.sampling.logit_processors import (
     LogitBias,
     Penalties,
     apply_masks,
+    count_tokens_reference,
     find_ends,
     forbid_early_ends,
     mask_places,
-    tally_plainly,
 )
-from quire.sampling.logprobs import RowCandidates, RowScores, Scores, likeliest, score_plainly
-from quire.sampling.row_params import SHAPING, SamplingBatch, SamplingFeature, SamplingParamsTable
+from quire.sampling.logprobs import RowCandidates, RowScores, Scores, likeliest, token_logprobs_reference
+from quire.sampling.row_params import LOGIT_PROCESSORS, SamplingBatch, SamplingFeature, SamplingParamsTable
 
-_REMEMBERING = SamplingFeature.BAD_WORDS | SamplingFeature.PENALTIES  # whose state depends on the tokens
+_STATEFUL = SamplingFeature.BAD_WORDS | SamplingFeature.PENALTIES  # features whose state depends on the tokens
 
-# Logits drawn from at once; each takes some 40 bytes meanwhile. On the CPU what fits the cache is fastest
+# Logits per draw; each takes some 40 bytes of workspace. On the CPU what fits the cache is fastest
 # (2**16 to 2**22 tried); elsewhere this bounds the memory to 640 MiB.
 _DRAWN_AT_ONCE_CPU = 2**18
 _DRAWN_AT_ONCE = 2**24
 
-# Tokens compared at once in the first of two rounds on the CPU, where argmax is not vectorized but amax is.
+# Tokens per block of the two-pass argmax on the CPU, where argmax is not vectorized but amax is.
 _BLOCK = 64
 
 
 class Sampler:
-    """The sampling state of all rows, and what is done with it in each step."""
+    """The sampling state of all rows, and its use in each step."""
 
     def __init__(
         self,
@@ -61,45 +61,45 @@ class Sampler:
         self._row_kernels = row_kernels
         self._no_masks = torch.zeros(0, -(-vocab_size // MASK_BITS), dtype=torch.int32, device=device)
         self._rows = SamplingParamsTable(max_rows, vocab_size, device)
-        self._offsets = LogitBias(max_rows, vocab_size, device)
+        self._logit_bias = LogitBias(max_rows, vocab_size, device)
         self._bad_words = BadWords(max_rows, device)
-        tally = tally_plainly if row_kernels is None else row_kernels.count_tokens
-        self._penalties = Penalties(max_rows, vocab_size, device, tally)
+        count_tokens = count_tokens_reference if row_kernels is None else row_kernels.count_tokens
+        self._penalties = Penalties(max_rows, vocab_size, device, count_tokens)
 
     @property
     def num_bytes(self) -> int:
-        """What rows that asked for vocabulary-wide state have made it hold; it never shrinks."""
-        return self._offsets.num_bytes + self._bad_words.num_bytes + self._penalties.num_bytes
+        """Bytes of vocabulary-wide state (bias, bad words, penalties). It never shrinks."""
+        return self._logit_bias.num_bytes + self._bad_words.num_bytes + self._penalties.num_bytes
 
     def assign(self, starts: Many[RowStart]) -> None:
-        """Sequences sit down, each with every token it knows."""
+        """Assign rows, each with every token its sequence has."""
         self._rows.assign(starts)
         for row_start in starts:
-            asks = self._rows.asks[row_start.row]
-            if asks & SamplingFeature.OFFSETS:
-                self._offsets.assign(row_start)
-            if asks & SamplingFeature.BAD_WORDS:
+            features = self._rows.features[row_start.row]
+            if features & SamplingFeature.LOGIT_BIAS:
+                self._logit_bias.assign(row_start)
+            if features & SamplingFeature.BAD_WORDS:
                 self._bad_words.assign(row_start)
-            if asks & SamplingFeature.PENALTIES:
+            if features & SamplingFeature.PENALTIES:
                 self._penalties.assign(row_start)
 
     def release(self, row: Row) -> None:
         self._rows.release(row)
-        self._offsets.release(row)
+        self._logit_bias.release(row)
         self._bad_words.release(row)
         self._penalties.release(row)
 
     def clear(self) -> None:
-        """Every row is empty, whatever a lost step had left half done."""
+        """Release every row, whatever state a lost step left."""
         for row in range(self._max_rows):
             self.release(Row(row))
 
     def append_tokens(self, row: Row, tokens: tuple[int, ...]) -> None:
-        """A tethered row's tokens go on with these."""
-        if not self._rows.asks[row] & _REMEMBERING:
+        """Append tokens that the host chose to a host-driven row."""
+        if not self._rows.features[row] & _STATEFUL:
             return
         place = upload(np.array([row], dtype=np.int64), self._rows.device)
-        batch = SamplingBatch(place, np.array([row], dtype=np.int32), positions=place)  # nobody reads the positions
+        batch = SamplingBatch(place, np.array([row], dtype=np.int32), positions=place)  # positions are not read
         for token in tokens:
             self.commit(batch, upload(np.array([token], dtype=np.int64), self._rows.device))
 
@@ -109,160 +109,160 @@ class Sampler:
         batch: SamplingBatch,
         masks: Masks | None = None,
     ) -> Sampled:
-        """Choose a token for every row of the batch. `commit` tells the rows' state of it."""
+        """Sample a token for every row of the batch. `commit` adds the tokens to the rows' state."""
         if self._row_kernels is not None:
-            if masks is not None or self._rows.union(batch) & SHAPING:
-                logits = self._shape_at_once(logits, batch, masks)
-            return self.choose(logits, batch.rows, batch.positions, self.stages(batch.host_rows))
-        shaped, tokens, highest, finite = self._best(logits, batch, masks)
-        random = self._rows.part(batch, SamplingFeature.RANDOM)
+            if masks is not None or self._rows.union(batch) & LOGIT_PROCESSORS:
+                logits = self._process_logits_fused(logits, batch, masks)
+            return self.sample_with_kernels(logits, batch.rows, batch.positions, self.stages(batch.host_rows))
+        processed, tokens, highest, finite = self._best(logits, batch, masks)
+        random = self._rows.subset(batch, SamplingFeature.RANDOM)
         if random is not None:
-            drawn = self._draw(random.of(shaped), random.of(highest), random.batch)
+            drawn = self._draw(random.of(processed), random.of(highest), random.batch)
             tokens = random.put(tokens, drawn)
         return Sampled(torch.where(finite, tokens, 0), finite)
 
-    def asks_for_more(self, rows: IntArray) -> bool:
-        """Whether any of these rows asks for something that `choose` does not do, or for scores."""
-        return bool(self._rows.union_of(rows) & (SHAPING | SamplingFeature.LOGPROBS))
+    def needs_more(self, rows: IntArray) -> bool:
+        """Whether any of these rows needs logit processors or logprobs, which captured sampling does not do."""
+        return bool(self._rows.union_of(rows) & (LOGIT_PROCESSORS | SamplingFeature.LOGPROBS))
 
     def stages(self, rows: IntArray) -> SamplingStage:
-        """What `choose` must do for these rows."""
+        """The sampling stages that these rows need."""
         return SamplingStage.DRAWN if self._rows.union_of(rows) & SamplingFeature.RANDOM else SamplingStage.GREEDY
 
-    def choose(
+    def sample_with_kernels(
         self,
         logits: Tensor,  # [n, vocab] float32; not changed
         rows: Tensor,  # [n] int64; -1 is padding
         positions: Tensor,  # [n] int64
         stages: SamplingStage,
     ) -> Sampled:
-        """As `sample`, for rows that ask for nothing beyond these stages. Everything is read on the device."""
+        """`sample` by one kernel, for rows without logit processors. Reads everything on the device (CUDA graphs)."""
         assert self._row_kernels is not None, "no kernel was given"
         return self._row_kernels.sample_tokens(logits, rows, positions, self._rows.table, stages)
 
     def dry_run(self, logits: Tensor) -> None:  # [1, vocab] float32
-        """Go through what rows may ask for beyond `choose`, for nobody."""
+        """Launch the kernels that captured sampling does not use, on padding."""
         assert self._row_kernels is not None, "no kernel was given"
         self._row_kernels.token_logprobs(logits, torch.zeros(1, dtype=torch.int64, device=logits.device), 1)
-        nobody = torch.full((3, 1), PADDING, device=logits.device)
-        self._row_kernels.process_logits(logits, nobody[0], nobody[0], self._rows.table, self._shaping(nobody, None))
-        self._row_kernels.count_tokens(nobody[0], nobody[0], self._penalties.generated)
+        padding = torch.full((3, 1), PADDING, device=logits.device)
+        self._row_kernels.process_logits(logits, padding[0], padding[0], self._rows.table, self._shaping(padding, None))
+        self._row_kernels.count_tokens(padding[0], padding[0], self._penalties.generated)
 
     def candidates(
         self,
         logits: Tensor,  # [n, vocab] float32; not changed
         batch: SamplingBatch,
     ) -> RowCandidates:
-        """The likeliest tokens of every row of the batch, as many as it asks for."""
-        shaped, _, _, finite = self._best(torch.log_softmax(logits, dim=-1), batch)
-        return likeliest(shaped, finite, batch.host_rows, self._rows.host_num_candidates[batch.host_rows])
+        """The likeliest tokens of every row of the batch, as many as each row needs."""
+        processed, _, _, finite = self._best(torch.log_softmax(logits, dim=-1), batch)
+        return likeliest(processed, finite, batch.host_rows, self._rows.host_num_candidates[batch.host_rows])
 
     def weights(self, logits: Tensor, batch: SamplingBatch) -> Tensor:  # [n, vocab] int64
-        """What `sample` draws from: the chances of all tokens, in proportion. For rows with a temperature."""
-        shaped = self._shape(logits, batch)
-        return self._weigh(shaped, _likeliest(shaped).logits, batch)
+        """The unnormalised probabilities that `sample` draws from. For rows with a temperature."""
+        processed = self._process_logits(logits, batch)
+        return self._weigh(processed, _likeliest(processed).logits, batch)
 
     def commit(self, batch: SamplingBatch, tokens: Tensor) -> None:
-        """The rows now know these tokens; those whose state depends on them take note."""
+        """Add sampled tokens to the penalties' counts and the bad words' tails."""
         if self._rows.union(batch) & SamplingFeature.PENALTIES:
             self._penalties.commit(batch, tokens)
-        wary = self._rows.part(batch, SamplingFeature.BAD_WORDS)
-        if wary is not None:
-            self._bad_words.commit(wary, tokens)
+        with_bad_words = self._rows.subset(batch, SamplingFeature.BAD_WORDS)
+        if with_bad_words is not None:
+            self._bad_words.commit(with_bad_words, tokens)
 
     @property
     def end_columns(self) -> EndColumns:
-        """For kernels that end rows. Another tensor once a row has more end tokens than any had before."""
+        """For kernels that end rows. A new tensor once a row has more end tokens than the table is wide."""
         return self._rows.ends
 
     def ends(self, batch: SamplingBatch, tokens: Tensor) -> EndTokens:
         """Which rows end with these tokens."""
         return find_ends(self._rows, batch, tokens)
 
-    def score(self, logits: Tensor, batch: SamplingBatch, tokens: Tensor) -> RowScores | None:
-        """Log-probabilities, from the raw logits, for the rows that asked; None if none did."""
-        asking = self._rows.part(batch, SamplingFeature.LOGPROBS)
-        if asking is None:
+    def logprobs(self, logits: Tensor, batch: SamplingBatch, tokens: Tensor) -> RowScores | None:
+        """Logprobs, from the raw logits, for the rows that request them; None if none does."""
+        with_logprobs = self._rows.subset(batch, SamplingFeature.LOGPROBS)
+        if with_logprobs is None:
             return None
-        counts = self._rows.host_num_logprobs[asking.batch.host_rows]
-        scores = self.score_given(asking.of(logits), asking.of(tokens), int(counts.max()))
-        return RowScores(asking.batch.host_rows, counts, scores)
+        counts = self._rows.host_num_logprobs[with_logprobs.batch.host_rows]
+        scores = self.logprobs_of(with_logprobs.of(logits), with_logprobs.of(tokens), int(counts.max()))
+        return RowScores(with_logprobs.batch.host_rows, counts, scores)
 
-    def score_given(
+    def logprobs_of(
         self,
         logits: Tensor,  # [m, vocab] float32
         tokens: Tensor,  # [m] int64
         num_top: int,
     ) -> Scores:
-        """Of one token in each row of logits, e.g. prompt tokens under the logits of the position before."""
-        score = score_plainly if self._row_kernels is None else self._row_kernels.token_logprobs
-        return Scores(HostCopy(score(logits, tokens, num_top)), num_top)
+        """Logprobs of one token per row of logits, e.g. of prompt tokens under the logits of the position before."""
+        compute = token_logprobs_reference if self._row_kernels is None else self._row_kernels.token_logprobs
+        return Scores(HostCopy(compute(logits, tokens, num_top)), num_top)
 
-    def _shape_at_once(self, logits: Tensor, batch: SamplingBatch, masks: Masks | None) -> Tensor:
-        """As `_shape`, in one launch but for bad words, which come last: neither a bias nor a penalty changes what is
-        forbidden, and they forbid no fault, as of NaN and anything the least is NaN."""
+    def _process_logits_fused(self, logits: Tensor, batch: SamplingBatch, masks: Masks | None) -> Tensor:
+        """`_process_logits` in one kernel launch, plus one for bad words. Bad words come last: bias and penalties
+        do not change what is forbidden, and min(NaN, x) is NaN, so masking bad words cannot hide a NaN."""
         assert self._row_kernels is not None, "no kernel was given"
         places = (
             mask_places(batch, masks),
-            self._offsets.slots.places(batch.host_rows),
+            self._logit_bias.slots.places(batch.host_rows),
             self._penalties.slots.places(batch.host_rows),
         )
         shaping = self._shaping(upload(np.stack(places), logits.device), masks)
-        shaped = self._row_kernels.process_logits(logits, batch.rows, batch.positions, self._rows.table, shaping)
-        wary = self._rows.part(batch, SamplingFeature.BAD_WORDS)
-        if wary is not None:
-            self._bad_words.apply(shaped, wary)
-        return shaped
+        processed = self._row_kernels.process_logits(logits, batch.rows, batch.positions, self._rows.table, shaping)
+        with_bad_words = self._rows.subset(batch, SamplingFeature.BAD_WORDS)
+        if with_bad_words is not None:
+            self._bad_words.apply(processed, with_bad_words)
+        return processed
 
     def _shaping(self, places: Tensor, masks: Masks | None) -> LogitShaping:
         bits = self._no_masks if masks is None else upload(masks.bits, self._rows.device)
         penalties = self._penalties
         ends = self._rows.end_ids
-        return LogitShaping(places, bits, self._offsets.table, penalties.in_prompt, penalties.generated, ends)
+        return LogitShaping(places, bits, self._logit_bias.table, penalties.in_prompt, penalties.generated, ends)
 
     def _best(self, logits: Tensor, batch: SamplingBatch, masks: Masks | None = None) -> "_Best":
         tokens, highest = _likeliest(logits)
         finite = torch.isfinite(highest)
-        shaped = self._shape(logits, batch, masks)
-        if shaped is not logits:
-            tokens, highest = _likeliest(shaped)
+        processed = self._process_logits(logits, batch, masks)
+        if processed is not logits:
+            tokens, highest = _likeliest(processed)
             finite &= torch.isfinite(highest)
-        return _Best(shaped, tokens, highest, finite)
+        return _Best(processed, tokens, highest, finite)
 
-    def _shape(self, logits: Tensor, batch: SamplingBatch, masks: Masks | None = None) -> Tensor:
-        """The logits after all that forbids, favours or penalizes single tokens; a copy if anything does."""
-        if masks is None and not self._rows.union(batch) & SHAPING:
+    def _process_logits(self, logits: Tensor, batch: SamplingBatch, masks: Masks | None = None) -> Tensor:
+        """Apply masks, bias, bad words, min_tokens and penalties; a copy if any applies."""
+        if masks is None and not self._rows.union(batch) & LOGIT_PROCESSORS:
             return logits
-        shaped = logits.clone()
+        processed = logits.clone()
         if masks is not None:
-            apply_masks(shaped, batch, masks)
-        offset = self._rows.part(batch, SamplingFeature.OFFSETS)
-        if offset is not None:
-            self._offsets.apply(shaped, offset)
-        wary = self._rows.part(batch, SamplingFeature.BAD_WORDS)
-        if wary is not None:
-            self._bad_words.apply(shaped, wary)
-        unending = self._rows.part(batch, SamplingFeature.MIN_TOKENS)
-        if unending is not None:
-            forbid_early_ends(shaped, unending, self._rows)
-        penalized = self._rows.part(batch, SamplingFeature.PENALTIES)
-        if penalized is not None:
-            self._penalties.apply(shaped, penalized, self._rows)
-        return shaped
+            apply_masks(processed, batch, masks)
+        with_bias = self._rows.subset(batch, SamplingFeature.LOGIT_BIAS)
+        if with_bias is not None:
+            self._logit_bias.apply(processed, with_bias)
+        with_bad_words = self._rows.subset(batch, SamplingFeature.BAD_WORDS)
+        if with_bad_words is not None:
+            self._bad_words.apply(processed, with_bad_words)
+        with_min_tokens = self._rows.subset(batch, SamplingFeature.MIN_TOKENS)
+        if with_min_tokens is not None:
+            forbid_early_ends(processed, with_min_tokens, self._rows)
+        with_penalties = self._rows.subset(batch, SamplingFeature.PENALTIES)
+        if with_penalties is not None:
+            self._penalties.apply(processed, with_penalties, self._rows)
+        return processed
 
     def _draw(self, logits: Tensor, highest: Tensor, batch: SamplingBatch) -> Tensor:
-        """In pieces that bound the memory; rows do not see each other, so the pieces do not show."""
+        """Draw in slices of rows, to bound the workspace. Rows are independent, so slicing changes nothing."""
         at_once = _DRAWN_AT_ONCE_CPU if logits.device.type == "cpu" else _DRAWN_AT_ONCE
         size = max(1, at_once // logits.shape[1])
         drawn = [
-            self._draw_piece(
-                logits[start : start + size], highest[start : start + size], batch.piece(start, start + size)
+            self._draw_slice(
+                logits[start : start + size], highest[start : start + size], batch.slice(start, start + size)
             )
             for start in range(0, len(logits), size)
         ]
         return torch.cat(drawn)
 
-    def _draw_piece(self, logits: Tensor, highest: Tensor, batch: SamplingBatch) -> Tensor:
+    def _draw_slice(self, logits: Tensor, highest: Tensor, batch: SamplingBatch) -> Tensor:
         rows = self._rows
         chance = uniform(rows.seed.index_select(0, batch.rows), rows.index.index_select(0, batch.rows), batch.positions)
         return draw(self._weigh(logits, highest, batch), chance)
@@ -273,26 +273,26 @@ class Sampler:
         weights = token_weights(logits, highest, rows.temperature.index_select(0, batch.rows))
         if rows.union(batch) & SamplingFeature.MIN_P:
             weights = drop_unlikely(weights, rows.min_p.index_select(0, batch.rows))
-        choosy = rows.part(batch, SamplingFeature.TOP_K | SamplingFeature.TOP_P)
-        if choosy is not None:
+        with_cutoff = rows.subset(batch, SamplingFeature.TOP_K | SamplingFeature.TOP_P)
+        if with_cutoff is not None:
             kept = keep_likeliest(
-                choosy.of(logits),
-                choosy.of(weights),
-                rows.top_k.index_select(0, choosy.batch.rows),
-                rows.top_p.index_select(0, choosy.batch.rows),
-                int(rows.host_top_k[choosy.batch.host_rows].max()),
+                with_cutoff.of(logits),
+                with_cutoff.of(weights),
+                rows.top_k.index_select(0, with_cutoff.batch.rows),
+                rows.top_p.index_select(0, with_cutoff.batch.rows),
+                int(rows.host_top_k[with_cutoff.batch.host_rows].max()),
             )
-            weights = choosy.put(weights, kept)
+            weights = with_cutoff.put(weights, kept)
         return weights
 
 
 class _Best(NamedTuple):
-    """The logits as a row's parameters shape them, and what is likeliest among them."""
+    """Processed logits, and the likeliest token of each row."""
 
-    shaped: Tensor  # [n, vocab] float32
+    processed: Tensor  # [n, vocab] float32
     tokens: Tensor  # [n] int64
     highest: Tensor  # [n] float32
-    finite: Tensor  # [n] bool: no NaN, no +inf, and something left to choose
+    finite: Tensor  # [n] bool: no NaN, no +inf, and at least one allowed token
 
 
 class _Likeliest(NamedTuple):

@@ -1,6 +1,6 @@
-"""Slots for what only some rows need, so that vocabulary-wide state is paid for by those who ask.
+"""Slots for state that only some rows need, so that vocabulary-wide tables hold no more rows than necessary.
 
-Owns slot numbers. Knows nothing of what is kept in them; the tables grow beside it with `grown`.
+Owns slot numbers. Knows nothing of what the slots hold; the tables grow with `grown`.
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ from quire.kernels.transfers import upload
 
 
 class SlotPool:
-    """Which slot a row holds. The number of slots doubles on demand, up to one for every row."""
+    """The slot of each row. The number of slots doubles on demand, up to one per row."""
 
     __slots__ = ("_device", "_free", "_slot_of", "capacity")
 
@@ -31,13 +31,13 @@ class SlotPool:
         self._slot_of[row] = slot
         return slot
 
-    def give_back(self, row: Row) -> None:
-        """A row that holds none may be named too."""
+    def release(self, row: Row) -> None:
+        """Release a row's slot, if it has one."""
         if self._slot_of[row] >= 0:
             self._free.append(int(self._slot_of[row]))
             self._slot_of[row] = -1
 
-    def places(self, rows: IntArray) -> NDArray[np.int64]:  # [n]; -1 for rows that hold none
+    def places(self, rows: IntArray) -> NDArray[np.int64]:  # [n]; -1 for rows without one
         found: NDArray[np.int64] = self._slot_of[rows]
         return found
 
