@@ -14,14 +14,14 @@ CURRENT = [page for page in PAGES if page not in HISTORY]
 # Pages about the code: a class name there is one of ours, or one of these.
 ABOUT_CODE = ["CONTRIBUTING.md", "docs/architecture.md", "docs/attention.md", "docs/reading.md", "docs/scheduling.md",
               "docs/security.md", "docs/server.md", "docs/words.md"]  # fmt: skip
-FOREIGN = {"NamedTuple", "BatchDecodeWithPagedKVCacheWrapper"}
+FOREIGN = {"NamedTuple", "BatchDecodeWithPagedKVCacheWrapper", "Origin"}
 
 _FILE = re.compile(r"`((?:[A-Za-z_.-]+/)*[A-Za-z_0-9.-]+\.py)`")
 _FOLDER = re.compile(r"`((?:[a-z_]+/)+)`")
 _TEST_FOLDER = re.compile(r"`(tests/[a-z_/]+)`")
 _DOCUMENT = re.compile(r"`(docs/[\w./-]+)`")
 _MODULE = re.compile(r"\bquire((?:\.[a-z_]+)+)")
-_CLASS = re.compile(r"`((?:[A-Z][a-z0-9]+){2,})`")
+_CLASS = re.compile(r"`([A-Z][A-Za-z0-9]*[a-z][A-Za-z0-9]*)`")
 
 
 @cache
@@ -91,12 +91,11 @@ def test_the_documents_that_the_source_cites_exist() -> None:
 
 def test_the_reading_list_has_as_many_files_and_lines_as_it_says() -> None:
     text = (ROOT / "docs" / "reading.md").read_text()
-    rows = re.findall(r"^\| (\d+) \| `([a-z_/]+\.py)` \| (\d+) \|", text, re.MULTILINE)
+    rows = re.findall(r"^\| (\d+) \| `([a-z_/]+\.py)` \|", text, re.MULTILINE)
     claim = re.search(r"(\d+) files and some ([\d,]+) lines", text)
     assert claim is not None
     files, lines = int(claim[1]), int(claim[2].replace(",", ""))
-    assert [int(number) for number, _, _ in rows] == list(range(1, files + 1))
-    counted = {path: len((SOURCE / path).read_text(encoding="utf-8").splitlines()) for _, path, _ in rows}
+    assert [int(number) for number, _ in rows] == list(range(1, files + 1))
+    counted = {path: len((SOURCE / path).read_text(encoding="utf-8").splitlines()) for _, path in rows}
     assert abs(sum(counted.values()) - lines) <= 0.1 * lines, counted
-    assert [path for _, path, shown in rows if abs(counted[path] - int(shown)) > 0.25 * counted[path]] == []
     assert f"{files} files and some {claim[2]} lines" in (ROOT / "README.md").read_text()
