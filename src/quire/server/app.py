@@ -1,8 +1,8 @@
-"""The application: which endpoint answers where. A plain Starlette app; keys, limits and logs stand around it.
+"""The ASGI application: the table of endpoints, their OpenAPI document, and two HTML pages.
 
-The surface described for machines: made from the routes and the structs that the server itself uses.
-
-Pages for people: a chat at /, and the list of endpoints at /docs. They need nothing from elsewhere.
+A plain Starlette application. Authentication, limits and logs are in the middleware around it. The OpenAPI document is
+made from the table and the msgspec structs that decode the bodies. The pages (a chat at /, the endpoints at /docs) load
+nothing from other hosts.
 """
 
 import re
@@ -45,7 +45,7 @@ from quire.version import __version__
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One endpoint: where it is, what answers, what it takes."""
+    """One route: method, path, handler and the struct of its body."""
 
     method: str
     path: str
@@ -53,8 +53,7 @@ class Endpoint:
     summary: str
     body: type[msgspec.Struct] | None = None
     in_schema: bool = True
-    generates: bool = False  # passes the turnstile
-    admin: bool = False  # needs the admin key
+    generates: bool = False  # subject to admission control
 
 
 _ERROR = {
@@ -94,7 +93,7 @@ ERRORS = {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR, "TgiError": _TGI_
 
 
 def error_of(endpoint: Endpoint) -> str:
-    """In whose words a door refuses: the name of one of `ERRORS`."""
+    """The API whose error schema an endpoint uses: a key of `ERRORS`."""
     if endpoint.path.startswith("/v1/messages"):
         return "AnthropicError"
     return "TgiError" if endpoint.path in ("/", "/generate", "/generate_stream") else "Error"
@@ -102,12 +101,12 @@ def error_of(endpoint: Endpoint) -> str:
 
 def openapi(endpoints: Sequence[Endpoint]) -> dict[str, object]:
     """An OpenAPI 3.1 document."""
-    told = [endpoint for endpoint in endpoints if endpoint.in_schema]
-    bodies = [endpoint.body for endpoint in told if endpoint.body is not None]
+    documented = [endpoint for endpoint in endpoints if endpoint.in_schema]
+    bodies = [endpoint.body for endpoint in documented if endpoint.body is not None]
     schemas, components = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
     reference = dict(zip(bodies, schemas, strict=True))
     paths: dict[str, dict[str, object]] = {}
-    for endpoint in told:
+    for endpoint in documented:
         schema = None if endpoint.body is None else reference[endpoint.body]
         paths.setdefault(endpoint.path.replace(":path}", "}"), {})[endpoint.method.lower()] = _operation(
             endpoint, schema
@@ -140,7 +139,7 @@ def _operation(endpoint: Endpoint, schema: dict[str, object] | None) -> dict[str
     return operation
 
 
-_PAGES = Path(__file__).parent / "pages"
+_PAGES_FOLDER = Path(__file__).parent / "pages"
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; "
     "script-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -148,89 +147,98 @@ _HEADERS = {
 }
 
 
-async def chat_page(desk: ServerState, request: Request) -> Response:
+async def chat_page(state: ServerState, request: Request) -> Response:
     return _page("chat.html")
 
 
-async def docs_page(desk: ServerState, request: Request) -> Response:
+async def docs_page(state: ServerState, request: Request) -> Response:
     return _page("docs.html")
 
 
 def _page(name: str) -> Response:
-    return Response((_PAGES / name).read_bytes(), media_type="text/html; charset=utf-8", headers=_HEADERS)
+    return Response((_PAGES_FOLDER / name).read_bytes(), media_type="text/html; charset=utf-8", headers=_HEADERS)
 
 
-ENDPOINTS = (
+OPENAI = (
     Endpoint("POST", "/v1/chat/completions", chat_completions, "Continue a conversation.", ChatBody, generates=True),
     Endpoint("POST", "/v1/completions", completions, "Continue one prompt or many.", CompletionBody, generates=True),
     Endpoint("POST", "/v1/responses", responses.responses, "Answer a row of items.", ResponsesBody, generates=True),
     Endpoint("GET", "/v1/responses/{response_id}", responses.stored_response, "None is stored: always 404."),
     Endpoint("DELETE", "/v1/responses/{response_id}", responses.stored_response, "None is stored: always 404."),
     Endpoint("POST", "/v1/responses/{response_id}/cancel", responses.stored_response, "None is stored: always 404."),
-    Endpoint("POST", "/v1/messages", messages.messages, "Continue it for Anthropic's.", MessagesBody, generates=True),
-    Endpoint("POST", "/v1/messages/count_tokens", messages.count_tokens, "Its length in tokens.", CountTokensBody),
     Endpoint("POST", "/v1/embeddings", embeddings, "Turn texts into vectors.", EmbeddingBody, generates=True),
     Endpoint("GET", "/v1/models", models.models, "The models that are served."),
     Endpoint("GET", "/v1/models/{name:path}", models.model, "One of them."),
-    Endpoint("POST", "/tokenize", models.tokenize, "The tokens of a text or a conversation.", TokenizeBody),
-    Endpoint("POST", "/detokenize", models.detokenize, "The text of tokens.", DetokenizeBody),
-    Endpoint("GET", "/tokenizer_info", models.tokenizer_info, "What a tokenizer_config.json would say."),
-    Endpoint("POST", "/apply-template", models.apply_template, "The text of a conversation.", ApplyTemplateBody),
+)
+ANTHROPIC = (
+    Endpoint("POST", "/v1/messages", messages.messages, "Continue it for Anthropic's.", MessagesBody, generates=True),
+    Endpoint("POST", "/v1/messages/count_tokens", messages.count_tokens, "Its length in tokens.", CountTokensBody),
+)
+TGI = (
     Endpoint("POST", "/", tgi.root, "Continue a text for TGI's clients, in a list.", GenerateBody, generates=True),
     Endpoint("POST", "/generate", tgi.generate, "Continue a text for TGI's clients.", GenerateBody, generates=True),
     Endpoint("POST", "/generate_stream", tgi.generate_stream, "The same, streamed.", GenerateBody, generates=True),
     Endpoint("GET", "/info", tgi.info, "What is served, in TGI's words."),
+)
+TOKENIZER = (  # as vLLM and llama.cpp have them
+    Endpoint("POST", "/tokenize", models.tokenize, "The tokens of a text or a conversation.", TokenizeBody),
+    Endpoint("POST", "/detokenize", models.detokenize, "The text of tokens.", DetokenizeBody),
+    Endpoint("GET", "/tokenizer_info", models.tokenizer_info, "What a tokenizer_config.json would say."),
+    Endpoint("POST", "/apply-template", models.apply_template, "The text of a conversation.", ApplyTemplateBody),
+)
+MONITORING = (
     Endpoint("GET", "/health", admin.health, "Whether the engine lives."),
     Endpoint("GET", "/ready", admin.ready, "Whether a request sent now would be served."),
     Endpoint("GET", "/load", admin.load, "How much it has to do."),
     Endpoint("GET", "/metrics", admin.metrics, "What Prometheus reads."),
     Endpoint("GET", "/version", models.version, "Which quire this is."),
-    Endpoint("GET", "/requests/{request_id}/explain", admin.explain, "Why a request waited.", admin=True),
-    Endpoint("POST", "/abort_requests", admin.abort, "End requests.", admin.AbortBody, admin=True),
-    Endpoint("POST", "/reset_prefix_cache", admin.reset_prefix_cache, "Forget cached prefixes.", admin=True),
-    Endpoint("POST", "/pause", admin.pause, "Let nobody new in.", admin=True),
-    Endpoint("POST", "/resume", admin.resume, "Let everybody in again.", admin=True),
+)
+ADMIN = (
+    Endpoint("GET", "/requests/{request_id}/explain", admin.explain, "Why a request waited."),
+    Endpoint("POST", "/abort_requests", admin.abort, "End requests.", admin.AbortBody),
+    Endpoint("POST", "/reset_prefix_cache", admin.reset_prefix_cache, "Forget cached prefixes."),
+    Endpoint("POST", "/pause", admin.pause, "Let nobody new in."),
+    Endpoint("POST", "/resume", admin.resume, "Let everybody in again."),
+)
+HTML = (
     Endpoint("GET", "/", chat_page, "A chat for people.", in_schema=False),
     Endpoint("GET", "/docs", docs_page, "This list, for people.", in_schema=False),
 )
-ADMIN_ROUTES = tuple(endpoint.path for endpoint in ENDPOINTS if endpoint.admin)
-
-
+ENDPOINTS = (*OPENAI, *ANTHROPIC, *TGI, *TOKENIZER, *MONITORING, *ADMIN, *HTML)
+ADMIN_ROUTES = tuple(endpoint.path for endpoint in ADMIN)
 _GENERATING = frozenset((endpoint.method, endpoint.path) for endpoint in ENDPOINTS if endpoint.generates)
 
 
 class Application(Starlette):
-    """The endpoints, and who may come to them: under overload, to refuse is most of the work."""
+    """The routes, and their admission control: under overload most of the work is to refuse."""
 
-    def __init__(self, desk: ServerState, routes: list[Route]) -> None:
+    def __init__(self, state: ServerState, routes: list[Route]) -> None:
         super().__init__(routes=routes, exception_handlers=HANDLERS)
-        self.router.redirect_slashes = False  # it would send clients to wherever their Host header says
-        self._admission = desk.admission
+        self.router.redirect_slashes = False  # a redirect would follow the Host header that the client sent
+        self._admission = state.admission
 
     def admit(self, scope: Scope) -> None:
-        """For the gate, before the body is read: a place for a request that wants the engine, or a `QuireError`.
+        """Admission control before the body is read: count a request that generates, or raise a `QuireError`.
 
-        Taken here and not at the endpoint: of a crowd that comes in one turn of the event loop, all would pass.
+        Counted here and not in the handler: a burst in one iteration of the event loop would pass as a whole.
         """
         if (scope["method"], route_path(scope)) in _GENERATING:
             identity = context_of(scope).identity
             self._admission.enter(identity.name, identity.max_open)
 
 
-def make_app(desk: ServerState) -> Application:
-    """The endpoints over one desk. Errors are raised through it: the gate around it answers them."""
-    described = msgspec.json.encode(openapi(ENDPOINTS))
+def make_app(state: ServerState) -> Application:
+    """The endpoints over one server state. Errors pass through it: the middleware around it writes the replies."""
+    document = msgspec.json.encode(openapi(ENDPOINTS))
 
     async def schema(request: Request) -> Response:
-        return Response(described, media_type="application/json")
+        return Response(document, media_type="application/json")
 
-    routes = [_route(endpoint, desk) for endpoint in ENDPOINTS]
-    routes.append(Route("/openapi.json", schema))
-    return Application(desk, routes)
+    return Application(state, [*(_route(endpoint, state) for endpoint in ENDPOINTS), Route("/openapi.json", schema)])
 
 
-def _route(endpoint: Endpoint, desk: ServerState) -> Route:
-    handler = partial(endpoint.handler, desk)
+def _route(endpoint: Endpoint, state: ServerState) -> Route:
+    handler = partial(endpoint.handler, state)
     if endpoint.generates:
-        return Route(endpoint.path, AdmittedEndpoint(handler, desk.admission), methods=[endpoint.method])
+        return Route(endpoint.path, AdmittedEndpoint(handler, state.admission), methods=[endpoint.method])
     return Route(endpoint.path, handler, methods=[endpoint.method])
