@@ -69,7 +69,7 @@ def serve(model: str | None, host: str, port: int, given: Mapping[str, Any]) -> 
     check_serving()
     from quire.cli.access_settings import AccessSettings
     from quire.server.http.logs import LogWriter
-    from quire.server.server import ServerObservers, serve_until_told
+    from quire.server.server import ServerObservers, serve_until_signal
 
     gatekeeping = AccessSettings(host, given)
     _check_host(host, keyed=gatekeeping.keyed, insecure=bool(given["insecure_no_key"]))
@@ -78,7 +78,7 @@ def serve(model: str | None, host: str, port: int, given: Mapping[str, Any]) -> 
     guise = read_guise(given)
     remarks = LogWriter("plain", sys.stderr)  # never waits for who reads them, and never fails
     with _listen(host, port) as listening, remarks.writing():  # refuses a taken port before a model is loaded
-        say = remarks.say
+        say = remarks.write
         say(f"quire {__version__} · {config.model or DEFAULT_MODEL.name}")
         plan = _plan(config, guise, given)
         url = f"{gatekeeping.scheme}://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
@@ -95,7 +95,7 @@ def serve(model: str | None, host: str, port: int, given: Mapping[str, Any]) -> 
             tracing,
         )
         with gatekeeping.logging(), contextlib.closing(tracing) if tracing else contextlib.nullcontext():
-            serve_until_told(plan, listeners, listening, gatekeeping.secure, gatekeeping.uvicorn_settings)
+            serve_until_signal(plan, listeners, listening, gatekeeping.secure, gatekeeping.uvicorn_settings)
         say("Stopped.")
 
 

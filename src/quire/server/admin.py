@@ -1,6 +1,6 @@
-"""For those who run the server: health, readiness, load, metrics, and, with the admin key, why a request waited.
+"""Operations endpoints: health, readiness, load, metrics; with the admin key explain, abort, cache reset, pause.
 
-Health is progress: it follows from the beats of the engine's own loop, never from this process being alive.
+Health is progress: it follows from the heartbeat of the engine's own loop, not from this process being alive.
 """
 
 import msgspec
@@ -14,11 +14,11 @@ from quire.server.http.sse import json_response
 from quire.server.metrics import CONTENT_TYPE
 from quire.server.request.decode import read
 
-UNHEALTHY_AFTER_S = 30.0  # without a beat; the supervisor kills the engine at the same moment
+UNHEALTHY_AFTER_S = 30.0  # without a heartbeat; then the supervisor kills the engine as well
 
 
 class UnknownRequest(QuireError):
-    """No request of that id is remembered."""
+    """No recent request has that id."""
 
     status = 404
     code = "unknown_request"
@@ -31,31 +31,31 @@ class AbortBody(msgspec.Struct, frozen=True):
 
 
 async def health(desk: ServerState, request: Request) -> Response:
-    """Whether the engine lives and its loop turns."""
-    state = desk.health
-    alive = state is Health.READY or (state is Health.STALLED and desk.supervisor.stalled_s < UNHEALTHY_AFTER_S)
-    return json_response({"status": state.value}, 200 if alive else 503)
+    """Whether the engine is alive and its loop makes progress."""
+    health = desk.health
+    alive = health is Health.READY or (health is Health.STALLED and desk.supervisor.stalled_s < UNHEALTHY_AFTER_S)
+    return json_response({"status": health.value}, 200 if alive else 503)
 
 
 async def ready(desk: ServerState, request: Request) -> Response:
     """Whether a request sent now would be served."""
-    state = "draining" if desk.service.draining else "paused" if desk.admission.paused else desk.health.value
-    return json_response({"status": state}, 200 if state == Health.READY.value else 503)
+    status = "draining" if desk.service.draining else "paused" if desk.admission.paused else desk.health.value
+    return json_response({"status": status}, 200 if status == Health.READY.value else 503)
 
 
 async def load(desk: ServerState, request: Request) -> Response:
     stats = desk.service.stats
-    told: dict[str, object] = {"server_load": desk.admission.num_open, "num_requests": desk.service.num_calls}
+    body: dict[str, object] = {"server_load": desk.admission.num_open, "num_requests": desk.service.num_calls}
     if stats is not None:
         held = stats.num_blocks - stats.num_free_blocks - stats.num_idle_blocks
-        told |= {
+        body |= {
             "num_requests_running": stats.num_running,
             "num_requests_waiting": stats.num_waiting,
             "num_waiting_tokens": stats.num_waiting_tokens,
             "kv_cache_usage": held / stats.num_blocks if stats.num_blocks else 0.0,
             "waiting_for": stats.waiting_for,
         }
-    return json_response(told)
+    return json_response(body)
 
 
 async def metrics(desk: ServerState, request: Request) -> Response:
@@ -63,10 +63,10 @@ async def metrics(desk: ServerState, request: Request) -> Response:
 
 
 async def explain(desk: ServerState, request: Request) -> Response:
-    """The story of each prompt that a request brought."""
+    """The scheduler's events of each prompt of a request."""
     request_id = request.path_params["request_id"]
-    stories = [await desk.service.ask("explain", number) for number in _numbers(desk, request_id)]
-    return json_response({"id": request_id, "requests": [msgspec.Raw(events) for events in stories]})
+    events = [await desk.service.ask("explain", number) for number in _numbers(desk, request_id)]
+    return json_response({"id": request_id, "requests": [msgspec.Raw(each) for each in events]})
 
 
 async def abort(desk: ServerState, request: Request) -> Response:
@@ -80,7 +80,7 @@ async def reset_prefix_cache(desk: ServerState, request: Request) -> Response:
 
 
 async def pause(desk: ServerState, request: Request) -> Response:
-    """Nobody new comes in; whoever is inside is served to the end."""
+    """Refuse new requests; those that are open run to their end."""
     desk.admission.paused = True
     return json_response({"paused": True})
 
@@ -94,7 +94,7 @@ def _numbers(desk: ServerState, request_id: str) -> tuple[int, ...]:
     numbers = desk.service.numbers_of(request_id)
     if not numbers:
         raise UnknownRequest(
-            "No request of this id is remembered; the id is the one of the header x-quire-request-id.",
+            "No recent request has this id; send the id from the header x-quire-request-id.",
             param="request_id",
         )
     return numbers

@@ -1,10 +1,7 @@
-"""Who may come in before a byte of the body is read: bounded queues, shares by key, and when to ask again.
+"""Admission control before a body is read: bounded queue, concurrency limit per key, and when to retry.
 
-A refusal costs a look at two counters. The wait that it advises follows from how fast requests have been leaving.
-
-An endpoint behind the turnstile: whoever was let in is counted until its last byte is sent.
-
-What a request's headers say of its class and its patience is read here.
+A refusal reads two counters. The advised wait follows from the rate at which requests have been finishing. An admitted
+request counts until its last byte is sent. Priority and timeout headers are read here.
 """
 
 import math
@@ -23,11 +20,11 @@ from quire.server.engine_supervisor import Health
 from quire.server.http.request_context import CURRENT_CONTEXT, context_of
 
 LONGEST_ADVICE_S = 60.0
-_USUAL_ADVICE_S = 1.0  # while nothing is known
+_USUAL_ADVICE_S = 1.0  # before a rate is known
 
 
 class ShareExhausted(QuireError):
-    """One key has as many requests open as it may."""
+    """A key has as many open requests as it may have."""
 
     status = 429
     code = "share_exhausted"
@@ -37,14 +34,14 @@ class ShareExhausted(QuireError):
 
 
 class ServerPaused(QuireError):
-    """The operator lets nobody in for a while."""
+    """The operator has paused admission."""
 
     status = 503
     code = "paused"
 
 
 class AdmissionControl:
-    """Counts who is inside, by key."""
+    """Counts open requests, in all and by key."""
 
     def __init__(
         self, service: AsyncEngine, health: Callable[[], Health], *, max_waiting: int, max_waiting_tokens: int
@@ -57,8 +54,8 @@ class AdmissionControl:
         self.num_open = 0
         self.paused = False  # by the operator
 
-    def enter(self, name: str, most: int | None) -> None:
-        """Come in; a `QuireError` if nobody may, with the time after which it is worth asking again."""
+    def admit(self, name: str, most: int | None) -> None:
+        """Admit a request, or raise a `QuireError` with the time after which to retry."""
         self._check(name, most)
         self._open[name] += 1
         self.num_open += 1
@@ -77,7 +74,7 @@ class AdmissionControl:
         if most is not None and self._open[name] >= most:
             raise self._advised(ShareExhausted(self._open[name], most), 1)
 
-    def leave(self, name: str) -> None:
+    def release(self, name: str) -> None:
         assert self._open[name] > 0, name
         self.num_open -= 1
         self._open[name] -= 1
@@ -88,14 +85,14 @@ class AdmissionControl:
         if self._service.draining:
             raise self._advised(Draining(), self.num_open)
         if self.paused:
-            raise self._advised(ServerPaused("The operator has paused this server; ask again later."), 1)
+            raise self._advised(ServerPaused("The operator has paused this server; try again later."), 1)
         if not self._service.attached:
-            raise EngineRestarting("The engine is being started; ask again in a moment.")
+            raise EngineRestarting("The engine is being started; try again in a moment.")
         if self._health() is Health.STALLED:
-            raise EngineRestarting("The engine has not been heard for some seconds; ask again in a moment.")
+            raise EngineRestarting("The engine has not reported for some seconds; try again in a moment.")
 
     def _advised(self, error: QuireError, num_before: int) -> QuireError:
-        """Little's law: so many must leave first, and so many leave in a second."""
+        """Add the advised wait. Little's law: requests that must finish first / requests that finish per second."""
         rate = self._service.drained_per_s()
         wait_s = _USUAL_ADVICE_S if rate is None else num_before / rate
         error.retry_after_s = float(min(max(math.ceil(wait_s), 1), LONGEST_ADVICE_S))
@@ -108,7 +105,7 @@ _WHOLE = re.compile(rb"[+-]?\d{1,18}")
 
 
 class AdmittedEndpoint:
-    """ASGI: answers one whom `Application.admit` let in, and lets it out."""
+    """ASGI: the handler of a request that `Application.admit` has admitted; releases it at the end."""
 
     def __init__(self, endpoint: Callable[[Request], Awaitable[Response]], admission: AdmissionControl) -> None:
         self._app = request_response(endpoint)
@@ -125,7 +122,7 @@ class AdmittedEndpoint:
             finally:
                 CURRENT_CONTEXT.reset(token)
         finally:
-            self._admission.leave(context.identity.name)
+            self._admission.release(context.identity.name)
 
 
 def _whole_number(scope: Scope, header: bytes) -> int | None:
@@ -133,7 +130,7 @@ def _whole_number(scope: Scope, header: bytes) -> int | None:
     if value is None:
         return None
     if not _WHOLE.fullmatch(value):
-        raise _misfit(header, "a whole number", value)
+        raise _invalid_header(header, "a whole number", value)
     return int(value)
 
 
@@ -146,7 +143,7 @@ def _number(scope: Scope, header: bytes) -> float | None:
     except ValueError:
         number = math.nan
     if not math.isfinite(number):
-        raise _misfit(header, "a number", value)
+        raise _invalid_header(header, "a number", value)
     return number
 
 
@@ -154,6 +151,6 @@ def _value(scope: Scope, header: bytes) -> bytes | None:
     return next((value for name, value in scope["headers"] if name == header), None)
 
 
-def _misfit(header: bytes, wanted: str, value: bytes) -> InvalidParameter:
-    name, said = header.decode(), value[:40].decode("latin-1")
-    return InvalidParameter(f"The header {name} must be {wanted}, not {said!r}.", param=name)
+def _invalid_header(header: bytes, kind: str, value: bytes) -> InvalidParameter:
+    name, given = header.decode(), value[:40].decode("latin-1")
+    return InvalidParameter(f"The header {name} must be {kind}, not {given!r}.", param=name)

@@ -224,7 +224,7 @@ class Application(Starlette):
         """
         if (scope["method"], route_path(scope)) in _GENERATING:
             identity = context_of(scope).identity
-            self._admission.enter(identity.name, identity.max_open)
+            self._admission.admit(identity.name, identity.max_open)
 
 
 def make_app(state: ServerState) -> Application:

@@ -1,6 +1,6 @@
-"""What every endpoint needs: the facts of what is served, the engine behind it, and those who watch over both.
+"""The state that every handler gets: the served model, the engine, admission control and metrics.
 
-The facts of what is served: names, text, limits, defaults. Knows no engine, and no HTTP.
+`ServedModel` has the facts of the model: names, tokenizer, limits, defaults. It knows no engine and no HTTP.
 """
 
 import time
@@ -25,25 +25,25 @@ from quire.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """One model, as clients may ask about it."""
+    """One model as the APIs show it."""
 
     name: str
     tokenizer: Tokenizer | None
     chat_template: str | None
-    defaults: SamplingParams  # what the model's makers recommend
+    defaults: SamplingParams  # from the model's generation config
     max_model_len: int
-    vocab_size: int  # the width of the logits: token ids run below it
+    vocab_size: int  # width of the logits; every token id is below it
     created: int  # seconds since 1970
     aliases: tuple[str, ...] = ()
     voice: ModelFormat = ModelFormat()  # noqa: RUF009  frozen; how the model speaks of thoughts and tools
-    constrainer: GrammarPrecompiler | None = None  # who sees to it that a grammar can be followed
+    constrainer: GrammarPrecompiler | None = None  # refuses grammars that do not compile
 
     @property
     def names(self) -> tuple[str, ...]:
         return (self.name, *self.aliases)
 
     def check_model(self, name: str | None) -> None:
-        """None asks for whatever is served."""
+        """Refuse a name that is not served. None means the served model."""
         if name is not None and name not in self.names:
             here = ", ".join(map(repr, self.names))
             raise ModelNotFound(f"There is no model {shown(name)} here; this server has {here}.", param="model")
@@ -55,17 +55,17 @@ class ServedModel:
         return self.tokenizer
 
     def readable(self, text: str, param: str = "messages") -> str:
-        """A text that may fit. One that cannot, however long its tokens, is not read for nothing: that takes memory."""
+        """The text, unless it exceeds the context even with the longest tokens: tokenizing it would cost memory."""
         self.check_least(-(-len(text) // LONGEST_TOKEN), param)
         return text
 
     def check_least(self, num_tokens: int, param: str = "messages", *, at_least: bool = True) -> None:
-        """A prompt of so many tokens, or of more, may fit. A message takes one at least."""
+        """Refuse a prompt of at least so many tokens that cannot fit. A message takes at least one token."""
         if num_tokens > self.max_model_len:
             raise ContextLengthExceeded(self.max_model_len, num_tokens, 0, param=param, at_least=at_least)
 
     def checked_ids(self, ids: list[int], param: str = "prompt") -> list[int]:
-        """Token ids that this model has."""
+        """The ids, if all are in the vocabulary."""
         if ids and (min(ids) < 0 or max(ids) >= self.vocab_size):
             wrong = next(token for token in ids if not 0 <= token < self.vocab_size)
             raise InvalidPrompt(
@@ -74,7 +74,7 @@ class ServedModel:
         return ids
 
     def spelled(self, ids: list[int]) -> str:
-        """The text of token ids, special ones too; nothing where there is no tokenizer."""
+        """The text of token ids with special tokens; empty without a tokenizer."""
         return "" if self.tokenizer is None else self.tokenizer.decode(ids, skip_special_tokens=False)
 
 
@@ -88,9 +88,9 @@ def served_from(
     tool_format: ToolFormat | None = None,
     reasoning_tags: ReasoningTags | None = None,
 ) -> ServedModel:
-    """What an engine over this model can do for clients. With aliases, the first is the name it goes by.
+    """The model as an engine serves it. The first alias, if there is one, replaces its name.
 
-    Template, format and tags are what an operator says; else they are what the model's files show.
+    Chat template, tool format and reasoning tags given by the operator override those in the model's files.
     """
     own = None if opened.tokenizer is None else opened.tokenizer.chat_template
     template = chat_template or own
@@ -110,23 +110,23 @@ def served_from(
 
 @dataclass(slots=True)
 class ServerState:
-    """Endpoints are functions of a desk and a request."""
+    """The first argument of every handler; the second is the request."""
 
     service: AsyncEngine
     supervisor: Supervisor
     admission: AdmissionControl
     metrics: Metrics
     keep_alive_s: float = KEEP_ALIVE_S
-    known: ServedModel | None = None  # once the engine has said what it can do
+    known: ServedModel | None = None  # None until the engine is ready for the first time
 
     @property
     def served(self) -> ServedModel:
         if self.known is None:
-            raise EngineRestarting("The model is being loaded; ask again in a moment.")
+            raise EngineRestarting("The model is being loaded; try again in a moment.")
         return self.known
 
     @property
     def health(self) -> Health:
-        """As the supervisor has it; but an engine that has just come serves nobody before its facts are known here."""
+        """The supervisor's view, but STARTING until the model of a ready engine is known here."""
         health = self.supervisor.health
         return Health.STARTING if health is Health.READY and self.known is None else health

@@ -15,7 +15,7 @@ _NUM_THREADS = 2
 
 
 class CompilersBusy(QuireError):
-    """Nobody was free to compile a grammar: load, and not the grammar's fault."""
+    """No thread was free to compile a grammar: the cause is load, not the grammar."""
 
     status = 503
     code = "compilers_busy"
@@ -23,10 +23,10 @@ class CompilersBusy(QuireError):
 
 
 class GrammarPrecompiler:
-    """Compiles what clients send, on threads of its own; what it compiled lately it knows to be right.
+    """Compiles grammars of requests on threads of its own. Recently compiled ones are accepted from the cache.
 
-    A compile cannot be stopped: one that is given up keeps its thread until it ends, which the limits of grammars make
-    about a second of work. `patience_s` is for a free thread and for the vocabulary, `deadline_s` for the compile.
+    A compile cannot be cancelled: after its deadline it holds its thread until it ends, about a second under the limits
+    on grammars. `patience_s` bounds the wait for a free thread and the vocabulary, `deadline_s` the compile.
     """
 
     def __init__(
@@ -48,17 +48,17 @@ class GrammarPrecompiler:
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammar")
 
     def warm(self) -> None:
-        """Begin to read the vocabulary. Should that fail, whoever sends the first grammar is told why."""
-        self._threads.submit(self._made)
+        """Start reading the vocabulary. If that fails, the first request with a grammar gets the error."""
+        self._threads.submit(self._get_compiler)
 
     async def check(self, grammar: Grammar, param: str) -> None:
-        """Refuse a grammar that cannot be followed; `param` is the field that asked for it."""
+        """Raise if a grammar does not compile; `param` is the field of the request that has it."""
         if self._compiler is not None and self._compiler.knows(grammar):
             return
         begun: Future[None] = Future()
         compiling = asyncio.get_running_loop().run_in_executor(self._threads, self._compile, grammar, begun)
         try:
-            await self._free(begun)
+            await self._thread_free(begun)
             await asyncio.wait_for(compiling, self._deadline_s)
         except TimeoutError as error:
             raise InvalidGrammar(
@@ -69,8 +69,8 @@ class GrammarPrecompiler:
             error.param = error.param or param
             raise
 
-    async def _free(self, begun: "Future[None]") -> None:
-        """Until a thread takes the grammar up. Where none does in time, none will."""
+    async def _thread_free(self, begun: "Future[None]") -> None:
+        """Wait for a free thread."""
         try:
             await asyncio.wait_for(asyncio.wrap_future(begun), self._patience_s)
         except TimeoutError as error:
@@ -80,19 +80,19 @@ class GrammarPrecompiler:
 
     def _compile(self, grammar: Grammar, begun: "Future[None]") -> None:
         if not begun.set_running_or_notify_cancel():
-            return  # nobody waits for it any more
+            return  # the request has timed out
         try:
-            compiler = self._made()
+            compiler = self._get_compiler()
         except BaseException as error:
             begun.set_exception(error)
             return
         begun.set_result(None)
         compiler.compile(grammar)
 
-    def _made(self) -> GrammarCompiler:
+    def _get_compiler(self) -> GrammarCompiler:
         with self._making:
             if self._compiler is None:
                 if self._tokenizer is None:
-                    raise InvalidParameter("This model has no tokenizer, so that its answers cannot be constrained.")
+                    raise InvalidParameter("This model has no tokenizer, so its output cannot be constrained.")
                 self._compiler = GrammarCompiler(GrammarVocabulary(self._tokenizer, self._end_ids, self._vocab_size))
             return self._compiler

@@ -1,7 +1,7 @@
-"""What Prometheus reads: counters and histograms of requests as they end, gauges of the engine as it last stood.
+"""Prometheus metrics: counters and histograms of finished requests, gauges from the engine's last heartbeat.
 
-Labels come from closed sets alone. An engine that was started anew counts from zero; what its forerunners had counted
-is kept and added, so that counters never fall.
+Labels come from closed sets. A restarted engine counts from zero; the totals of earlier engines are added, so that
+counters never decrease.
 """
 
 from bisect import bisect_left
@@ -31,7 +31,7 @@ _REASONS = frozenset(reason.value for reason in FinishReason)
 _COUNTED = ("prompt_tokens", "cached_tokens", "recomputed_tokens", "computed_tokens", "sampled_tokens", "preemptions",
             "forks", "moved_blocks", "lost_steps")  # fmt: skip
 
-# Refusals and failures by code: a closed set, since a label's values are kept for ever.
+# Refusals and failures by code: a closed set, since the values of a label are kept for ever.
 _CODES = frozenset(
     {"queue_full", "share_exhausted", "draining", "engine_unavailable", "engine_lost", "deadline_expired", "never_fits",
      "context_length_exceeded", "numerical_error", "engine_failed", "invalid_parameter", "invalid_prompt",
@@ -39,16 +39,16 @@ _CODES = frozenset(
 )  # fmt: skip
 
 
-disable_created_metrics()  # type: ignore[no-untyped-call]  # when a series began: nobody asked
+disable_created_metrics()  # type: ignore[no-untyped-call]  # start times of series: unused
 
 
 class Metrics:
-    """Everything that is counted for one server."""
+    """The metrics of one server."""
 
     def __init__(self, stats: Callable[[], EngineStats | None], clock: Callable[[], float]) -> None:
         self.registry = CollectorRegistry()
         self._clock = clock
-        self._heard_s: dict[int, float] = {}  # by continuation of a call: (number << 8) + index
+        self._last_delta_s: dict[int, float] = {}  # by continuation: (request number << 8) + index
         self.engine = EngineGauges(stats)
         self.registry.register(self.engine)
 
@@ -71,7 +71,7 @@ class Metrics:
         self.prefill = histogram("request_prefill_time_seconds", "From being seated to the first token.")
         self.decode = histogram("request_decode_time_seconds", "From the first token to the last.")
         self.prompt_length = histogram("request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
-        self.answer_length = histogram("request_generation_tokens", "Tokens of all continuations.", _TOKENS)
+        self.output_length = histogram("request_generation_tokens", "Tokens of all continuations.", _TOKENS)
         self.http = counter("http_requests", "Answers over HTTP.", "route", "method", "status")
         for reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.successes.labels(reason.value)
@@ -83,38 +83,38 @@ class Metrics:
         """A continuation gained tokens."""
         now_s = self._clock()
         key = (ticket.number << 8) + delta.index
-        before_s = self._heard_s.get(key)
-        self._heard_s[key] = now_s
+        before_s = self._last_delta_s.get(key)
+        self._last_delta_s[key] = now_s
         if before_s is not None and delta.token_ids:
             self.between.observe((now_s - before_s) / len(delta.token_ids))
 
     def finished(self, end: FinishedRequest) -> None:
         for transcript in end.ticket.transcripts:
-            self._heard_s.pop((end.ticket.number << 8) + transcript.index, None)
+            self._last_delta_s.pop((end.ticket.number << 8) + transcript.index, None)
         self.generation_tokens.inc(sum(len(transcript.token_ids) for transcript in end.ticket.transcripts))
         if end.output is not None:
-            self._note_answer(end.output)
+            self._note_output(end.output)
         elif end.failure is not None:
             self._refused(end.failure.code)
         else:
             self.left.inc()
 
     def responded(self, record: RequestRecord) -> None:
-        """A request over HTTP is over."""
+        """An HTTP request has ended."""
         self.http.labels(record.route, record.method, str(record.status)).inc()
-        if record.refused_early:  # what failed with the engine was counted there
+        if record.refused_early:  # failures in the engine are counted by `finished`
             self._refused(record.error_code)
 
     def _refused(self, code: str | None) -> None:
         self.refusals.labels(code if code in _CODES else "other").inc()
 
-    def _note_answer(self, output: RequestOutput) -> None:
+    def _note_output(self, output: RequestOutput) -> None:
         times = output.metrics
         num_tokens = sum(len(each.token_ids) for each in output.outputs)
         for each in output.outputs:
             self.successes.labels(each.finish_reason if each.finish_reason in _REASONS else "other").inc()
         self.prompt_length.observe(len(output.prompt_token_ids))
-        self.answer_length.observe(num_tokens)
+        self.output_length.observe(num_tokens)
         if times.time_to_first_token_s is not None:
             self.first_token.observe(times.time_to_first_token_s)
         if times.queue_s is not None:
@@ -131,9 +131,9 @@ class Metrics:
 
 
 class Distribution(Collector):
-    """A histogram for what happens with every token: prometheus_client's own takes two locks and walks the buckets.
+    """A histogram for per-token events: prometheus_client's own takes two locks and walks the buckets.
 
-    Told and read on the event loop's thread alone.
+    Used on the event loop's thread only.
     """
 
     def __init__(self, name: str, text: str, buckets: tuple[float, ...]) -> None:
@@ -154,18 +154,18 @@ class Distribution(Collector):
 
 
 class EngineGauges(Collector):
-    """The engine as its last beat described it."""
+    """The engine as of its last heartbeat."""
 
     def __init__(self, stats: Callable[[], EngineStats | None]) -> None:
         self._stats = stats
         self._latest: EngineStats | None = None
-        self._earlier = dict.fromkeys(_COUNTED, 0)  # what engines before this one counted
+        self._earlier = dict.fromkeys(_COUNTED, 0)  # totals of earlier engines
         self.num_restarts: Callable[[], int] = lambda: 0
         self.num_lines_lost: Callable[[], int] = lambda: 0
         self.memory: Callable[[], MemoryLedger | None] = lambda: None
 
     def note_loss(self) -> None:
-        """The engine is gone, and its counts with it: kept is what its last beat told, whether or not anybody asked."""
+        """The engine is gone: add the counts of its last heartbeat to the totals, scraped or not."""
         last = self._stats() or self._latest
         if last is not None:
             for name in _COUNTED:

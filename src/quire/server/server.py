@@ -1,9 +1,8 @@
-"""A server's life on one event loop: it listens, starts an engine, lets people in, drains, and ends.
+"""The server on one event loop: listen, start the engine, serve, drain, stop.
 
-The socket answers from the first moment: until the engine is there, with 503 and when to come back. A first SIGTERM
-drains: nobody new comes in, whoever is inside is served to the end or to the timeout. A second one, or Ctrl-C, ends it.
-
-One line now and then on how the server does; nothing while it does nothing.
+The socket accepts from the first moment: until the engine is ready, with 503 and a Retry-After. The first SIGTERM
+drains: new requests are refused, open ones run to their end or to the drain timeout. A second signal, or Ctrl-C, stops.
+A status line is written every 10 s while there is work.
 """
 
 import asyncio
@@ -42,7 +41,7 @@ EVERY_S = 10.0
 
 
 class StatusLine:
-    """Compares what was counted with what was counted before."""
+    """Throughput since the last line, from the difference of counters."""
 
     def __init__(self, service: AsyncEngine, metrics: Metrics, clock: Callable[[], float]) -> None:
         self._service = service
@@ -51,7 +50,7 @@ class StatusLine:
         self._before = self._counts()
         self._before_s = clock()
 
-    async def tell(self, write: Callable[[str], None]) -> None:
+    async def run(self, write: Callable[[str], None]) -> None:
         while True:
             await asyncio.sleep(EVERY_S)
             line = self.line()
@@ -59,7 +58,7 @@ class StatusLine:
                 write(line)
 
     def line(self) -> str | None:
-        """What happened since the last line; None if nothing did."""
+        """The rates since the last line; None if there was no work."""
         now, now_s = self._counts(), self._clock()
         prompt, cached, generated = (new - old for new, old in zip(now, self._before, strict=True))
         seconds = max(now_s - self._before_s, 1e-3)
@@ -79,42 +78,42 @@ class StatusLine:
         return gauges.total("prompt_tokens"), gauges.total("cached_tokens"), gauges.total("sampled_tokens")
 
 
-_FAREWELL_S = 2  # what a slow client gets to read its last words
-_CANCELLED_AFTER_S = 3  # what then still works for nobody
-_LOOK_S = 0.05
+_CLOSE_S = 2  # for slow clients to read the end of their responses
+_CANCELLED_AFTER_S = 3  # for handlers that still run then
+_DRAIN_POLL_S = 0.05
 
 _log = logging.getLogger(__name__)
 
-# The event loop takes one connection from a listening socket in a turn: with one socket, a crowd waits for as many
-# turns as it has heads. These are the same socket, so often.
+# The event loop accepts one connection per iteration and listening socket: with one socket, a burst of n connections
+# waits for n iterations. So the same socket is registered this often.
 _ACCEPTED_AT_ONCE = 32
 
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """What is to be served, and how."""
+    """What to serve, and how."""
 
     opened: OpenedModel
     config: EngineConfig
     script: str | None = None
     aliases: tuple[str, ...] = ()
-    chat_template: str | None = None  # in the place of the model's own
-    tool_format: ToolFormat | None = None  # in the place of what the template shows
+    chat_template: str | None = None  # overrides the model's own
+    tool_format: ToolFormat | None = None  # overrides the one detected from the template
     reasoning_tags: ReasoningTags | None = None
     max_waiting: int = 1024
     max_waiting_tokens: int = 4_000_000
     drain_s: float = 30.0
-    serving: bool = True  # False: a file of requests, none of which is in a hurry
+    serving: bool = True  # False: a batch, where latency does not matter
 
 
 def with_burst_queue(config: EngineConfig, max_waiting: int) -> EngineConfig:
-    """The engine's own bound, never met by those whom the turnstile lets in one by one: a burst between two steps waits
-    in the engine even where seats are free."""
+    """Raise the engine's own queue bound above what admission control admits: a burst between two steps waits in the
+    engine even where rows are free, and must not be refused there."""
     return replace(config, max_waiting=max_waiting + (config.max_num_seqs or DEFAULT_SERVER_ROWS))
 
 
 class Tracer(Protocol):
-    """Who follows requests from end to end: `tracing.py`, if it is there."""
+    """Follows requests from end to end: `tracing.py`, if it is installed."""
 
     def around(self, app: ASGIApp, server: "Server") -> ASGIApp: ...
 
@@ -123,7 +122,7 @@ class Tracer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ServerObservers:
-    """Who is told how it goes."""
+    """Callbacks for the start, the status line and tracing."""
 
     phase: Callable[[StartupPhase], None]
     ready: Callable[[ServedModel, EngineInfo], None]
@@ -132,7 +131,7 @@ class ServerObservers:
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn, but for how it ends."""
+    """uvicorn with draining on SIGTERM."""
 
     def __init__(self, config: uvicorn.Config, service: AsyncEngine, drain_s: float) -> None:
         super().__init__(config)
@@ -155,45 +154,45 @@ class DrainingServer(uvicorn.Server):
         _log.info("draining: %d requests are open", self._service.num_calls)
         deadline_s = time.monotonic() + self._drain_s
         while self._service.num_calls and time.monotonic() < deadline_s:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_DRAIN_POLL_S)
         self._end()
 
     def _end(self) -> None:
-        """Whoever still waits for text is told so."""
+        """Requests that are still open get a `Stopping` error."""
         self._service.draining = True
         self._service.dismiss(Stopping)
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        farewell = self._loop.call_later(_FAREWELL_S, self._abort_connections)
+        closing = self._loop.call_later(_CLOSE_S, self._abort_connections)
         try:
             await super().shutdown(sockets)
         finally:
-            farewell.cancel()
+            closing.cancel()
 
     def _abort_connections(self) -> None:
-        """Whose answer is unread by now has left, as far as anybody can tell: uvicorn would log a stack for each."""
+        """Drop connections that have not read their response: uvicorn would log a stack trace for each."""
         for connection in list(self.server_state.connections):
             connection.transport.abort()
 
 
 class Server:
-    """Everything of one server, on a running event loop."""
+    """The parts of one server, on a running event loop."""
 
-    def __init__(self, plan: ServerConfig, listeners: ServerObservers) -> None:
-        self._plan = plan
-        self._listeners = listeners
+    def __init__(self, config: ServerConfig, observers: ServerObservers) -> None:
+        self._config = config
+        self._observers = observers
         clock = time.monotonic
-        self.service = AsyncEngine(plan.opened.tokenizer, clock)
-        config = with_burst_queue(plan.config, plan.max_waiting)
+        self.service = AsyncEngine(config.opened.tokenizer, clock)
+        engine_config = with_burst_queue(config.config, config.max_waiting)
         self.supervisor = Supervisor(
-            config, plan.script, self.service, clock=clock, phase=listeners.phase, serving=plan.serving
+            engine_config, config.script, self.service, clock=clock, phase=observers.phase, serving=config.serving
         )
         admission = AdmissionControl(
             self.service,
             lambda: self.supervisor.health,
-            max_waiting=plan.max_waiting,
-            max_waiting_tokens=plan.max_waiting_tokens,
+            max_waiting=config.max_waiting,
+            max_waiting_tokens=config.max_waiting_tokens,
         )
         self.metrics = Metrics(lambda: self.service.stats, clock)
         self.metrics.engine.num_restarts = lambda: self.supervisor.num_restarts
@@ -206,13 +205,13 @@ class Server:
 
     def _note_end(self, end: FinishedRequest) -> None:
         self.metrics.finished(end)
-        if self._listeners.tracer is not None:
-            self._listeners.tracer.finished(end)
+        if self._observers.tracer is not None:
+            self._observers.tracer.finished(end)
 
     async def run_engine(self) -> None:
-        """Start the engine and keep one running. Ends only with an error."""
-        plan = self._plan
-        opened = plan.opened
+        """Start the engine and restart it when it dies. Ends only with an error."""
+        config = self._config
+        opened = config.opened
         constrainer = GrammarPrecompiler(opened.tokenizer, opened.end_ids, opened.checkpoint.spec.vocab_size)
         constrainer.warm()  # while the engine loads
         facts = await self.supervisor.first_start()
@@ -220,51 +219,51 @@ class Server:
             opened,
             facts,
             constrainer,
-            aliases=plan.aliases,
-            chat_template=plan.chat_template,
-            tool_format=plan.tool_format,
-            reasoning_tags=plan.reasoning_tags,
+            aliases=config.aliases,
+            chat_template=config.chat_template,
+            tool_format=config.tool_format,
+            reasoning_tags=config.reasoning_tags,
         )
         keep_for_good()
-        self._listeners.ready(self.desk.known, facts)
+        self._observers.ready(self.desk.known, facts)
         status = StatusLine(self.service, self.metrics, time.monotonic)
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(status.tell(self._listeners.status))
+            tasks.create_task(status.run(self._observers.status))
             tasks.create_task(self.supervisor.watch())
 
 
-def serve_until_told(
-    plan: ServerConfig,
-    listeners: ServerObservers,
+def serve_until_signal(
+    config: ServerConfig,
+    observers: ServerObservers,
     listening: socket.socket,
     secure: Callable[[Application, Metrics], ASGIApp],
     settings: Callable[[ASGIApp], dict[str, Any]],
 ) -> None:
-    """Until a signal. A `QuireError` says why the engine could not be started, or not be kept."""
+    """Serve until a signal. A `QuireError` is raised if the engine cannot be started, or not restarted."""
 
-    async def life() -> None:
-        server = Server(plan, listeners)
+    async def serve() -> None:
+        server = Server(config, observers)
         app = secure(server.app, server.metrics)
-        if listeners.tracer is not None:
-            app = listeners.tracer.around(app, server)
-        config = uvicorn.Config(lifespan="off", timeout_graceful_shutdown=_CANCELLED_AFTER_S, **settings(app))
-        http_server = DrainingServer(config, server.service, plan.drain_s)
+        if observers.tracer is not None:
+            app = observers.tracer.around(app, server)
+        uvicorn_config = uvicorn.Config(lifespan="off", timeout_graceful_shutdown=_CANCELLED_AFTER_S, **settings(app))
+        http_server = DrainingServer(uvicorn_config, server.service, config.drain_s)
         running = asyncio.create_task(server.run_engine())
         running.add_done_callback(lambda _: setattr(http_server, "should_exit", True))
         try:
             await http_server.serve(sockets=[listening, *(listening.dup() for _ in range(_ACCEPTED_AT_ONCE - 1))])
         finally:
-            running.cancel()  # first: an engine that is ended now has not failed
+            running.cancel()  # first: an engine that is stopped from here has not failed
             await server.supervisor.stop()
             with contextlib.suppress(asyncio.CancelledError):
                 await first_error(running)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(life())
+        runner.run(serve())
 
 
 async def first_error(task: "asyncio.Task[None]") -> None:
-    """Until a task is over. Of the errors that its own tasks had, the first one that a user is told."""
+    """Wait for a task. Of a group of errors, raise the first that is for the user."""
     try:
         await task
     except* QuireError as errors:

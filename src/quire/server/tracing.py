@@ -1,9 +1,9 @@
-"""OpenTelemetry: what became of each request over HTTP, and of each prompt that came with it, as spans.
+"""OpenTelemetry tracing: a span per HTTP request, a span per prompt below it, and its phases below that.
 
     POST /v1/chat/completions ──▶ chat MODEL ──▶ queue, prefill, decode
 
-Spans are made when a request is over, from the times that were noted anyway, and sent by a thread of their own: nobody
-waits for a collector. The one file that knows OpenTelemetry; imported only where somebody asked for it.
+Spans are made when a request ends, from times that are recorded anyway, and sent from a thread of their own: no request
+waits for a collector. The only file that knows OpenTelemetry; imported only with `--otlp-endpoint`.
 """
 
 import time
@@ -27,8 +27,8 @@ from quire.version import __version__
 
 _PROVIDER = "quire"
 _TRACED = ("traceparent", "tracestate")
-_QUIET = frozenset({"/health", "/ready", "/load", "/metrics"})  # asked every few seconds, and never why
-_MOST_UNCLAIMED = 4096  # ends of prompts whose request over HTTP is not over
+_QUIET = frozenset({"/health", "/ready", "/load", "/metrics"})  # polled every few seconds
+_MOST_UNCLAIMED = 4096  # ended prompts whose HTTP request is still open
 _FLUSH_MS = 2000
 _OPERATIONS = {"/v1/completions": "text_completion", "/v1/embeddings": "embeddings"}  # all the rest chat
 
@@ -44,30 +44,30 @@ class Tracing:
         self._ended: dict[int, FinishedRequest] = {}  # by the number of the prompt
 
     def finished(self, end: FinishedRequest) -> None:
-        """A prompt is over; its request over HTTP will be, soon after."""
+        """A prompt has ended; its HTTP request ends soon after."""
         self._ended[end.ticket.number] = end
         if len(self._ended) > _MOST_UNCLAIMED:
             del self._ended[next(iter(self._ended))]
 
     def around(self, app: ASGIApp, server: Server) -> ASGIApp:
         """The application, with a span around each request."""
-        return _Traced(app, server, self._tracer, self._ended)
+        return _TracedApp(app, server, self._tracer, self._ended)
 
     def close(self) -> None:
-        """Send what is left, within a moment."""
+        """Send the remaining spans, for at most `_FLUSH_MS`."""
         self._provider.force_flush(_FLUSH_MS)
         self._provider.shutdown()
 
 
 def open_tracing(endpoint: str) -> Tracing:
-    """Spans to a collector: its base URL, or the whole one if it has a path."""
+    """Spans to a collector at its base URL, or at the whole URL if that has a path."""
     url = endpoint.rstrip("/")
     url = url if urlsplit(url).path else url + "/v1/traces"
     return Tracing(BatchSpanProcessor(OTLPSpanExporter(endpoint=url, timeout=_FLUSH_MS / 1000)))
 
 
-class _Traced:
-    """ASGI: outermost, so that what the gate refuses is seen too."""
+class _TracedApp:
+    """ASGI: outermost, so that refusals of the middleware are traced too."""
 
     def __init__(self, app: ASGIApp, server: Server, tracer: Tracer, ended: dict[int, FinishedRequest]) -> None:
         self._app = app
@@ -75,7 +75,7 @@ class _Traced:
         self._tracer = tracer
         self._ended = ended
         self._names = RouteNames(patterns(server.app.routes))
-        self._epoch_ns = time.time_ns() - time.monotonic_ns()  # of the clock that times are noted on
+        self._epoch_ns = time.time_ns() - time.monotonic_ns()  # from the monotonic clock to Unix time
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         route = self._names.name(route_path(scope)) if scope["type"] == "http" else ""
@@ -87,14 +87,14 @@ class _Traced:
         span = self._tracer.start_span(f"{scope['method']:.20} {route}", caller, SpanKind.SERVER)
         status = CLIENT_LEFT
 
-        async def tell(message: Message) -> None:
+        async def send_noted(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
             await send(message)
 
         try:
-            await self._app(scope, receive, tell)
+            await self._app(scope, receive, send_noted)
         finally:
             self._close(span, scope, route, status)
 
@@ -103,7 +103,7 @@ class _Traced:
         for number in self._server.service.numbers_of(request_id):
             end = self._ended.pop(number, None)
             if end is not None:
-                self._tell_prompt(span, _OPERATIONS.get(route, "chat"), end)
+                self._trace_prompt(span, _OPERATIONS.get(route, "chat"), end)
         span.set_attributes(
             {
                 "http.request.method": f"{scope['method']:.20}",
@@ -117,8 +117,8 @@ class _Traced:
             span.set_attribute("error.type", str(status))
         span.end()
 
-    def _tell_prompt(self, parent: Span, operation: str, end: FinishedRequest) -> None:
-        """One prompt's span, and one for each part of its life."""
+    def _trace_prompt(self, parent: Span, operation: str, end: FinishedRequest) -> None:
+        """The span of a prompt, and one for each of its phases."""
         times = end.ticket.metrics
         served = self._server.desk.known
         model = "unknown" if served is None else served.name
@@ -130,7 +130,7 @@ class _Traced:
             span.set_attribute("error.type", end.failure.code)
             span.set_status(Status(StatusCode.ERROR, end.failure.code))
         within = set_span_in_context(span)
-        for name, (start_s, stop_s) in _parts(times).items():
+        for name, (start_s, stop_s) in _phases(times).items():
             self._tracer.start_span(name, within, start_time=self._ns(start_s)).end(self._ns(stop_s))
         span.end(ended)
 
@@ -138,18 +138,18 @@ class _Traced:
         return self._epoch_ns + int(moment_s * 1e9)
 
 
-def _parts(times: RequestMetrics) -> dict[str, tuple[float, float]]:
-    """From when to when it waited, was computed, and spoke; as far as it came."""
+def _phases(times: RequestMetrics) -> dict[str, tuple[float, float]]:
+    """Start and end of queue, prefill and decode, as far as the prompt came."""
     moments = (times.arrival_s, times.seated_s, times.first_token_s, times.finished_s)
-    parts: dict[str, tuple[float, float]] = {}
+    phases: dict[str, tuple[float, float]] = {}
     for name, start_s, stop_s in zip(("queue", "prefill", "decode"), moments, moments[1:], strict=False):
         if start_s is not None and stop_s is not None:
-            parts[name] = (start_s, stop_s)
-    return parts
+            phases[name] = (start_s, stop_s)
+    return phases
 
 
 def _attributes(end: FinishedRequest, operation: str, model: str) -> Mapping[str, str | int | float | list[str]]:
-    """By OpenTelemetry's conventions for generative models, where there are any. No text of anybody's."""
+    """By OpenTelemetry's conventions for generative models, where they exist. No prompt or output text."""
     ticket, params = end.ticket, end.ticket.params
     attributes: dict[str, str | int | float | list[str]] = {
         "gen_ai.operation.name": operation,

@@ -165,7 +165,7 @@ def test_lines_that_a_full_disk_took_are_counted_and_told_when_there_is_room() -
     with logging_to(stream) as writer:
         for num_lost in (1, 2, 3):  # the second and third tell of those before, which is not written either
             log_request(ANSWERED)
-            wait_until(lambda lost=num_lost: writer.handler._num_untold == lost)  # type: ignore[misc]
+            wait_until(lambda lost=num_lost: writer.handler._num_unreported == lost)  # type: ignore[misc]
         assert writer.handler.num_dropped == 3
         stream.room = True
         log_request(ANSWERED)

@@ -36,7 +36,7 @@ def full() -> Iterator[Application]:
     service.attach(child, FACTS)
     admission = AdmissionControl(service, lambda: Health.READY, max_waiting=1, max_waiting_tokens=1000)
     for _ in range(2):
-        admission.enter("anonymous", None)
+        admission.admit("anonymous", None)
     supervisor = Supervisor(EngineConfig(), None, service, clock=time.monotonic)
     yield make_app(ServerState(service, supervisor, admission, Metrics(lambda: None, time.monotonic)))
     child.close()

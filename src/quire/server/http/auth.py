@@ -1,8 +1,8 @@
-"""Who a client is, by the key it shows. Keeps digests of keys, never keys. Knows no routes and no engine.
+"""API keys and the identities that hold them. Keeps digests of keys, never keys. Knows no routes and no engine.
 
-A key file has one key per line, and what follows a key is optional:
+A key file has one key per line; what follows a key is optional:
 
-    # name groups what a key does in logs and shares; weight is its part of the engine under load
+    # name: identity in logs and in the weighted fair queue; weight: its share of the engine under load
     sk-first
     sk-second name=batch weight=0.5 max_open=8
     sk-third name=ops trusted
@@ -24,27 +24,27 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A holder of keys. Its name may stand in logs and metrics; several keys may share it."""
+    """The holder of one or more keys. Logs and metrics may show its name."""
 
     name: str
-    weight: float = 1.0  # its share of the engine, compared with the others'
-    trusted: bool = False  # may say how urgent its requests are
+    weight: float = 1.0  # in weighted fair queuing
+    trusted: bool = False  # may set priority and timeout
     admin: bool = False
-    max_open: int | None = None  # requests it may have open at once; None: no limit of its own
+    max_open: int | None = None  # concurrent requests; None: no limit
 
     @property
     def tenant(self) -> str:
-        """Whose share of the engine, and whose cached prefixes, its requests use. Without keys all are one."""
+        """The tenant in fair queuing and in the prefix cache. Without keys there is one tenant."""
         return "" if self is ANONYMOUS else self.name
 
 
-ANONYMOUS = Identity("anonymous", trusted=True)  # without keys everybody is the operator
-UNAUTHENTICATED = Identity("nobody", max_open=0)  # who showed no key where one was wanted
+ANONYMOUS = Identity("anonymous", trusted=True)  # every client of a server without keys
+UNAUTHENTICATED = Identity("nobody", max_open=0)  # before a key is found; the name is in logs
 ADMIN = Identity("admin", trusted=True, admin=True)
 
 
 class KeyRing:
-    """The keys of this server. With none, everybody is welcome; the admin key alone closes only what is the admin's."""
+    """The keys of this server. Without keys it is open; an admin key alone closes only the admin routes."""
 
     __slots__ = ("_identities",)
 
@@ -68,18 +68,18 @@ class KeyRing:
     def has_admin(self) -> bool:
         return any(identity.admin for identity in self._identities.values())
 
-    def find(self, shown: bytes) -> Identity | None:
-        """Whose key this is. The work is the same whichever key fits, and if none does."""
-        digest = _digest(shown)
+    def find(self, key: bytes) -> Identity | None:
+        """The identity of a key, in constant time: all digests are compared, whichever matches."""
+        digest = _digest(key)
         found = None
-        for kept, identity in self._identities.items():
-            if secrets.compare_digest(kept, digest):
+        for known, identity in self._identities.items():
+            if secrets.compare_digest(known, digest):
                 found = identity
         return found
 
     @property
     def weights(self) -> dict[str, float]:
-        """Of those whose share is not the usual one."""
+        """By tenant, where it is not 1."""
         held = self._identities.values()
         return {identity.tenant: identity.weight for identity in held if identity.weight != 1.0}
 
@@ -90,7 +90,7 @@ class KeyRing:
 def make_key_ring(
     keys: Sequence[str], file: Path | None = None, admin_key: str | None = None, admin_file: Path | None = None
 ) -> KeyRing:
-    """The keys of a command line: given one by one, from a file, and the admin's."""
+    """The keys of a command line: single ones, those of a file, and the admin's."""
     held = [(key, Identity(f"key-{number}")) for number, key in enumerate(keys, start=1)]
     if file is not None:
         held += read_keys(file, first_number=len(held) + 1)
@@ -102,7 +102,7 @@ def make_key_ring(
 
 
 def read_keys(file: Path, *, first_number: int = 1) -> list[tuple[str, Identity]]:
-    """The keys of a file, numbered where they have no name. An error says which line, never what it holds."""
+    """The keys of a file, numbered where they have no name. An error names the line, never its content."""
     return [
         (line.words[0], _identity(line.words[1:], f"key-{number}", line.where))
         for number, line in enumerate(_lines(file, "api_key_file"), start=first_number)
@@ -124,7 +124,7 @@ class _Line(NamedTuple):
 
 
 def _lines(file: Path, param: str) -> list[_Line]:
-    """Those that hold a key."""
+    """The lines with a key."""
     try:
         text = file.read_text(encoding="ascii")
     except (OSError, UnicodeDecodeError) as error:
@@ -138,30 +138,30 @@ def _lines(file: Path, param: str) -> list[_Line]:
 
 
 def _identity(words: Sequence[str], name: str, where: str) -> Identity:
-    said = dict(word.partition("=")[::2] for word in words)
-    unknown = set(said) - {"name", "weight", "max_open", "trusted"}
-    if unknown or len(said) < len(words) or said.get("trusted"):
+    given = dict(word.partition("=")[::2] for word in words)
+    unknown = set(given) - {"name", "weight", "max_open", "trusted"}
+    if unknown or len(given) < len(words) or given.get("trusted"):
         raise ConfigError(
             f"{where}: after a key may stand name=…, weight=…, max_open=… and trusted, each once.", param="api_key_file"
         )
     try:
-        weight = float(said.get("weight", 1))
-        max_open = int(said["max_open"]) if "max_open" in said else None
+        weight = float(given.get("weight", 1))
+        max_open = int(given["max_open"]) if "max_open" in given else None
     except ValueError as error:
         raise ConfigError(f"{where}: weight and max_open are numbers.", param="api_key_file") from error
     if not 0 < weight <= 1000 or (max_open is not None and max_open < 1):
         raise ConfigError(f"{where}: weight is above 0 and at most 1000, max_open at least 1.", param="api_key_file")
-    return Identity(said.get("name", name), weight, trusted="trusted" in said, max_open=max_open)
+    return Identity(given.get("name", name), weight, trusted="trusted" in given, max_open=max_open)
 
 
 def _check_names(identities: Iterable[Identity]) -> None:
-    """A name is one holder: its keys agree in everything else."""
+    """Keys with the same name must agree in all other fields."""
     known: dict[str, Identity] = {}
     for identity in identities:
         if not _NAME.fullmatch(identity.name):
             raise ConfigError("The name of a key must be 1 to 64 letters, digits, dots, dashes or underscores.")
         if identity.name in (ANONYMOUS.name, UNAUTHENTICATED.name):
-            raise ConfigError(f"No key may have the name {identity.name}: clients without a key have it.")
+            raise ConfigError(f"No key may have the name {identity.name}: it stands for clients without a key.")
         if known.setdefault(identity.name, identity) != identity:
             raise ConfigError(f"The keys named {identity.name} must agree in weight, max_open and trusted.")
 

@@ -1,13 +1,8 @@
-"""Errors on their way to a client: what the gate itself refuses, and how any error is written. Knows no engine.
+"""Error replies: how an error becomes a status, headers and a JSON body. Knows no engine.
 
-A body is OpenAI-shaped, or Anthropic's or TGI's where their clients ask; it is bounded, and holds no path of this
-machine and no address in its memory.
-
-Errors as clients read them: OpenAI's body, bounded. Knows no HTTP and no engine.
-
-Errors as clients of text-generation-inference read them: a flat body, and statuses of its own.
-
-What a surface calls the fields of the chat or completion that it becomes: errors name what the client sent.
+The body has the shape of the API that was called: OpenAI's, Anthropic's, or the flat one of text-generation-inference
+with statuses of its own. It is bounded, and has no path of this machine and no memory address. `field_names` replaces
+internal names of fields by those of the API.
 """
 
 import json
@@ -26,7 +21,7 @@ from starlette.types import ASGIApp, ExceptionHandler, Receive, Scope, Send
 from quire.core.errors import QuireError
 from quire.server.http.request_context import context_of, route_path
 
-MAX_ERROR_CHARACTERS = 1000  # an error may quote what a client sent; it need not send all of it back
+MAX_ERROR_CHARACTERS = 1000  # an error may quote what a client sent, which may be long
 
 _TYPES = {
     401: "authentication_error",
@@ -37,30 +32,30 @@ _TYPES = {
 
 
 class BodyTooLarge(QuireError):
-    """More bytes than any request may have."""
+    """More bytes than the body limit."""
 
     status = 413
     code = "body_too_large"
 
     def __init__(self, limit: int) -> None:
-        super().__init__(f"The body is larger than {limit} bytes, the most that is read (--max-body).")
+        super().__init__(f"The body is larger than {limit} bytes, the limit (--max-body).")
 
 
 class Stopping(QuireError):
-    """The server was told to end."""
+    """The server is shutting down."""
 
     status = 503
     code = "server_stopping"
     retry_after_s = 5.0
 
     def __init__(self) -> None:
-        super().__init__("The server is stopping; ask again when it is back.")
+        super().__init__("The server is stopping; try again when it is back.")
 
 
 def error_body(error: QuireError, status: int | None = None) -> dict[str, object]:
     status = error.status if status is None else status
     kind = "server_error" if status >= 500 else _TYPES.get(status, "invalid_request_error")
-    message = error.message[:MAX_ERROR_CHARACTERS].encode("utf-8", "replace").decode()  # half a character is no JSON
+    message = error.message[:MAX_ERROR_CHARACTERS].encode("utf-8", "replace").decode()  # no lone surrogates
     return {"error": {"message": message, "type": kind, "param": error.param, "code": error.code}}
 
 
@@ -78,10 +73,10 @@ def tgi_error(error: QuireError, message: str) -> tuple[int, dict[str, object]]:
 
 Headers = list[tuple[bytes, bytes]]
 
-CLIENT_LEFT = 499  # nobody reads it; what servers write in their logs for a client that hung up
+CLIENT_LEFT = 499  # never sent; the status in logs for a client that disconnected
 
 _MAX_MESSAGE_BYTES = 3000  # as JSON; a body stays below 4 kB
-_MOST_BYTES = 6  # of a character, as JSON
+_MOST_BYTES = 6  # per character, as JSON
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
 _MACHINE_PATH = re.compile(r"(?<![\w/.-])/(?:usr|home|root|tmp|opt|var|etc|mnt|srv|proc|sys|dev|Users)/[^\s'\",;:)]*")
 _ANTHROPIC_TYPES = {
@@ -93,7 +88,7 @@ _log = logging.getLogger(__name__)
 
 
 class Unauthorized(QuireError):
-    """No key, or none that is known."""
+    """No key, or an unknown one."""
 
     status = 401
     code = "invalid_api_key"
@@ -107,14 +102,14 @@ class AdminOnly(QuireError):
 
 
 class ForeignOrigin(QuireError):
-    """A web page of somebody else asks a server that has no keys."""
+    """A web page of a foreign origin calls a server without keys."""
 
     status = 403
     code = "origin_not_allowed"
 
 
 class UnsupportedMediaType(QuireError):
-    """A body that says it is something else than JSON, or that it is compressed."""
+    """A body with another content type than JSON, or a compressed one."""
 
     status = 415
     code = "unsupported_media_type"
@@ -131,7 +126,7 @@ class RouteNotFound(QuireError):
 
 
 class InternalError(QuireError):
-    """Our own bug. The text is fixed: what went wrong stands in the log, under the same id."""
+    """An internal error. The text is fixed; the log has the stack under the same id."""
 
     status = 500
     code = "internal_error"
@@ -147,15 +142,18 @@ class ErrorReply(NamedTuple):
 
 
 def reply_to(error: QuireError, *, path: str = "", request_id: str = "") -> ErrorReply:
-    """An error as it goes to the client that asked for this path."""
+    """The reply to a request for this path."""
     body = error_body(error)
     parts = body["error"]
     assert isinstance(parts, dict)
-    parts["message"] = _fit_to_print(str(parts["message"]))
+    parts["message"] = _sanitized(str(parts["message"]))
     if is_anthropic(path):
         kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-        told = {"type": kind, "message": parts["message"]}
-        body = {"type": "error", "error": told, "request_id": request_id}
+        body = {
+            "type": "error",
+            "error": {"type": kind, "message": parts["message"]},
+            "request_id": request_id,
+        }
     status = error.status
     if path in TGI_PATHS:
         status, body = tgi_error(error, parts["message"])
@@ -164,7 +162,7 @@ def reply_to(error: QuireError, *, path: str = "", request_id: str = "") -> Erro
 
 
 def is_anthropic(path: str) -> bool:
-    """Whether Anthropic's clients ask here."""
+    """Whether a path is of Anthropic's API."""
     return path == "/v1/messages" or path.startswith("/v1/messages/")
 
 
@@ -180,7 +178,7 @@ def _headers(error: QuireError, num_bytes: int) -> Headers:
     return headers
 
 
-def _fit_to_print(message: str) -> str:
+def _sanitized(message: str) -> str:
     message = _MACHINE_PATH.sub("a path", _ADDRESS.sub("an address", message))
     if len(message) * _MOST_BYTES <= _MAX_MESSAGE_BYTES:
         return message
@@ -189,8 +187,8 @@ def _fit_to_print(message: str) -> str:
     return message
 
 
-def known(error: Exception, scope: Scope) -> QuireError:
-    """Any exception as an error that a client may see."""
+def public_error(error: Exception, scope: Scope) -> QuireError:
+    """Any exception as an error that may be sent to a client."""
     if isinstance(error, QuireError):
         return error
     if isinstance(error, HTTPException) and error.status_code < 500:
@@ -198,46 +196,46 @@ def known(error: Exception, scope: Scope) -> QuireError:
     return InternalError(context_of(scope).request_id)
 
 
-def _asked_path(scope: Scope) -> str:
-    """Whose shape an error takes; at / it is TGI's for those who post, and nobody's for those who look at the page."""
+def _error_path(scope: Scope) -> str:
+    """The path that decides the shape of an error. POST / is TGI's, GET / is the chat page."""
     path = route_path(scope)
     return path if path != "/" or scope["method"] == "POST" else ""
 
 
 def translated(error: Exception, scope: Scope) -> ErrorReply:
-    """An error as it goes to the client of this request; our own are logged."""
-    told, context = known(error, scope), context_of(scope)
-    context.error_code = told.code
-    if isinstance(told, InternalError):
+    """The reply to this request; an internal error is logged."""
+    public, context = public_error(error, scope), context_of(scope)
+    context.error_code = public.code
+    if isinstance(public, InternalError):
         context.failed = True
         _log.error("request_failed", exc_info=error, extra={"fields": {"id": context.request_id}})
-    return reply_to(told, path=_asked_path(scope), request_id=context.request_id)
+    return reply_to(public, path=_error_path(scope), request_id=context.request_id)
 
 
-async def _answer(request: Request, error: Exception) -> Response:
-    told, context = known(error, request.scope), context_of(request.scope)
-    context.error_code = told.code
+async def _respond(request: Request, error: Exception) -> Response:
+    public, context = public_error(error, request.scope), context_of(request.scope)
+    context.error_code = public.code
     extra: Mapping[str, str] = (error.headers or {}) if isinstance(error, HTTPException) else {}
-    reply = reply_to(told, path=_asked_path(request.scope), request_id=context.request_id)
+    reply = reply_to(public, path=_error_path(request.scope), request_id=context.request_id)
     headers = {name.decode("ascii"): value.decode("ascii") for name, value in reply.headers}
     return Response(reply.body, reply.status, {**extra, **headers})
 
 
-async def _note_departure(request: Request, error: Exception) -> Response:
+async def _client_left(request: Request, error: Exception) -> Response:
     return Response(status_code=CLIENT_LEFT)
 
 
-# For `Starlette(exception_handlers=...)`: left alone, Starlette answers in plain text what no endpoint caught.
+# For `Starlette(exception_handlers=...)`: by default Starlette replies in plain text to uncaught exceptions.
 HANDLERS: dict[type[Exception], ExceptionHandler] = {
-    QuireError: _answer,
-    HTTPException: _answer,
-    ClientDisconnect: _note_departure,
-    Exception: _answer,
+    QuireError: _respond,
+    HTTPException: _respond,
+    ClientDisconnect: _client_left,
+    Exception: _respond,
 }
 
 
 class ErrorTranslator:
-    """ASGI: whatever escapes from the application becomes an answer, or, once one has begun, the end of it."""
+    """ASGI: an uncaught exception becomes an error reply, or ends a response that has begun."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -255,12 +253,12 @@ class ErrorTranslator:
                 await send({"type": "http.response.body", "body": reply.body})
 
 
-Names = Mapping[str, str]  # from the name inside to that of the surface
+Names = Mapping[str, str]  # from the internal name of a field to that of the API
 
 
 @contextmanager
 def called(names: Names) -> Iterator[None]:
-    """Errors that come out of here speak in these names."""
+    """Errors raised in this block use these names of fields."""
     try:
         yield
     except QuireError as error:
@@ -270,7 +268,7 @@ def called(names: Names) -> Iterator[None]:
 
 
 def _rename(error: QuireError, names: Names) -> None:
-    """A name that is a plain word too (stop, prompt) is meant as a name only where it comes first."""
+    """A name without an underscore is also a plain word (stop, prompt): it is replaced only at the start of a text."""
     before = {name: r"(?<![\w.'\"])" if "_" in name else "^" for name in sorted(names, key=len, reverse=True)}
     pattern = re.compile("|".join(rf"{place}{re.escape(name)}(?!\w)" for name, place in before.items()))
     error.message = pattern.sub(lambda found: names[found[0]], error.message)

@@ -1,9 +1,8 @@
-"""Log lines: JSON for machines, short ones for people. A line is one event, whatever its fields hold.
+"""Log lines: JSON for machines, short text for people. An event is one line, whatever its fields contain.
 
-Writing happens on a thread of its own behind a bounded queue: a log that cannot be written, since nobody reads it or
-the disk is full, costs lines, which are counted, and never time. That thread rests between two looks, so that a busy
-process wakes it now and then and not with every line. An exception is logged by its kind and stack; its message may
-repeat what a client sent.
+A thread writes them from a bounded queue: if the log cannot be written (a blocked reader, a full disk), lines are
+dropped and counted, and no request waits. The thread rests after it has emptied the queue, so a busy process does not
+wake it for every line. An exception is logged with its type and stack, without its message, which may quote a request.
 """
 
 import json
@@ -26,39 +25,39 @@ MAX_FIELD_CHARACTERS = 256
 _MAX_STACK_CHARACTERS = 8192
 _MAX_QUEUED_LINES = 8192
 _REST_S = 0.02
-_FAREWELL_S = 1.0  # for the last lines, when the reader of the log has gone deaf
-_NOT_LOGGED = frozenset({"/health", "/ready", "/metrics"})  # asked every few seconds by machines
+_LAST_LINES_S = 1.0  # for the last lines, if the reader of the log is blocked
+_NOT_LOGGED = frozenset({"/health", "/ready", "/metrics"})  # polled every few seconds
 
-_LOST = "quire.log"  # who tells of lines that were lost
+_LOST = "quire.log"  # the logger that reports dropped lines
 
 _Lines = queue.SimpleQueue[logging.LogRecord | None]
 
 _access = logging.getLogger("quire.access")
 
 
-def log_request(answered: RequestRecord) -> None:
-    """One line per request, for `secure(..., hear=[log_answer])`."""
-    if answered.route in _NOT_LOGGED or not _access.isEnabledFor(logging.INFO):
+def log_request(ended: RequestRecord) -> None:
+    """One line per request, for `secure(..., observers=[log_request])`."""
+    if ended.route in _NOT_LOGGED or not _access.isEnabledFor(logging.INFO):
         return
     fields: dict[str, object] = {
-        "id": answered.request_id,
-        "client_id": answered.label,
-        "method": answered.method,
-        "route": answered.route,
-        "status": answered.status,
-        "duration_ms": round(answered.duration_s * 1000, 3),
-        "key": answered.identity_name,
-        "prompt_tokens": answered.num_prompt_tokens,
-        "completion_tokens": answered.num_completion_tokens,
-        "error": answered.error_code,
+        "id": ended.request_id,
+        "client_id": ended.label,
+        "method": ended.method,
+        "route": ended.route,
+        "status": ended.status,
+        "duration_ms": round(ended.duration_s * 1000, 3),
+        "key": ended.identity_name,
+        "prompt_tokens": ended.num_prompt_tokens,
+        "completion_tokens": ended.num_completion_tokens,
+        "error": ended.error_code,
     }
-    record = _record(_access.name, logging.INFO, "request")  # `info` would look for the line of code that called it
+    record = _record(_access.name, logging.INFO, "request")  # `info` would look up the calling line of code
     record.fields = {name: value for name, value in fields.items() if value is not None}
     _access.handle(record)
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line, in ASCII: no field can break it or colour it."""
+    """One JSON object per line, in ASCII: no field can break a line or hold terminal escapes."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {
@@ -73,7 +72,7 @@ class JsonLines(logging.Formatter):
 
 
 class TextLines(logging.Formatter):
-    """A short line for a person: the time, what happened, and the fields in their order."""
+    """Time, event, and the fields in their order."""
 
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
@@ -87,7 +86,7 @@ class TextLines(logging.Formatter):
 
 
 class PlainLines(logging.Formatter):
-    """The words alone, of a report that has a form of its own."""
+    """The message alone."""
 
     def format(self, record: logging.LogRecord) -> str:
         return record.getMessage()
@@ -97,7 +96,7 @@ _FORMS = {"json": JsonLines, "text": TextLines, "plain": PlainLines}
 
 
 class LogWriter:
-    """A handler, and the thread that writes what it was given. `stop` waits only so long."""
+    """A handler and the thread that writes its records. `stop` waits for a bounded time."""
 
     __slots__ = ("_listener", "handler")
 
@@ -108,8 +107,8 @@ class LogWriter:
         self.handler = DroppingHandler(lines, max_lines)
         self._listener = _Listener(lines, _DirectHandler(stream, _FORMS[form](), self.handler))
 
-    def say(self, text: str) -> None:
-        """A line that no logger has to be asked about."""
+    def write(self, text: str) -> None:
+        """Write a line without a logger."""
         self.handler.handle(_record("quire.remarks", logging.INFO, text))
 
     def start(self) -> None:
@@ -127,7 +126,7 @@ class LogWriter:
             self.stop()
 
     def install(self) -> None:
-        """Take over all logging of this process: ours from information on, others' from warnings on."""
+        """Take over all logging of this process: quire from INFO on, libraries from WARNING on."""
         root = logging.getLogger()
         root.handlers[:] = [self.handler]
         root.setLevel(logging.WARNING)
@@ -135,14 +134,14 @@ class LogWriter:
 
 
 class DroppingHandler(QueueHandler):
-    """Puts a record in the queue, or counts it where the queue is full. Formats nothing, waits for nothing."""
+    """Queues a record, or counts it as dropped if the queue is full. Formats nothing and never waits."""
 
     def __init__(self, lines: _Lines, max_lines: int) -> None:
         super().__init__(lines)
         self._lines = lines
         self._max_lines = max_lines
         self.num_dropped = 0
-        self._num_untold = 0  # of those
+        self._num_unreported = 0  # of those
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
         return record
@@ -152,17 +151,17 @@ class DroppingHandler(QueueHandler):
             self.lose(record)
             return
         self._lines.put(record)
-        if self._num_untold:
-            self._lines.put(_lost(self._num_untold))
-            self._num_untold = 0
+        if self._num_unreported:
+            self._lines.put(_lost(self._num_unreported))
+            self._num_unreported = 0
 
     def lose(self, record: logging.LogRecord) -> None:
-        """It was not written. If it told of others, those are still to be told of."""
+        """Count a record as dropped. If it was a report of dropped lines, those are to be reported again."""
         self.acquire()
         try:
-            num_told = _fields(record).get("lines", 0) if record.name == _LOST else 0
-            self._num_untold += num_told if isinstance(num_told, int) and num_told else 1
-            self.num_dropped += not num_told
+            num_reported = _fields(record).get("lines", 0) if record.name == _LOST else 0
+            self._num_unreported += num_reported if isinstance(num_reported, int) and num_reported else 1
+            self.num_dropped += not num_reported
         finally:
             self.release()
 
@@ -188,11 +187,11 @@ class _Listener(QueueListener):
             return
         self._stopped.set()
         self._lines.put(None)
-        thread.join(_FAREWELL_S)
+        thread.join(_LAST_LINES_S)
 
 
 class _DirectHandler:
-    """Where lines end. No handler of the library's: at the end it would wait for one that is stuck."""
+    """Writes lines. Not a `logging.Handler`: at exit the library would wait for a blocked one."""
 
     def __init__(self, stream: TextIO | None, formatter: logging.Formatter, handler: DroppingHandler) -> None:
         self._stream = _unshared(stream)
@@ -200,23 +199,23 @@ class _DirectHandler:
         self._handler = handler
 
     def handle(self, record: logging.LogRecord) -> None:
-        if self._stream is None:  # it was closed before we began
+        if self._stream is None:  # closed before the start
             return
         try:
             self._stream.write(self._formatter.format(record) + "\n")
             self._stream.flush()
-        except Exception:  # a stream that is gone, or a full disk: there is nowhere to say so
+        except Exception:  # a closed stream or a full disk: there is nowhere to report it
             self._handler.lose(record)
 
 
 def _unshared(stream: TextIO | None) -> TextIO | None:
-    """The same file behind a buffer of its own: the process flushes the common one when it ends, and would wait there
-    for a thread whose line nobody takes."""
+    """The same file with a buffer of its own: at exit the process flushes the shared one, and would wait there for a
+    thread that is blocked in a write."""
     if stream is None:
         return None
     try:
         return open(os.dup(stream.fileno()), "w", encoding=stream.encoding, errors=stream.errors)
-    except OSError:  # it is in memory
+    except OSError:  # an in-memory stream
         return stream
 
 
@@ -244,7 +243,7 @@ def _bounded(value: object) -> object:
 
 
 def _stack(record: logging.LogRecord) -> str:
-    """Kinds and frames of an exception and of what caused it, without their messages."""
+    """Types and frames of an exception and its causes, without their messages."""
     error = record.exc_info[1] if record.exc_info else None
     parts: list[str] = []
     while error is not None and len(parts) < 8:

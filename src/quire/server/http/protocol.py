@@ -1,12 +1,11 @@
-"""HTTP/1.1 as this server takes it: uvicorn's httptools protocol with limits that act while bytes arrive.
+"""HTTP/1.1 with limits: uvicorn's httptools protocol, with bounds on size and time that act while bytes arrive.
 
-A connection carries one request at a time. Its head must come soon and be small, its body must not trickle, and what
-is malformed is answered and cut off. Whom the gate turns away by the head alone is answered here: no task is made for
-it, and no body kept. Knows bytes and time; neither keys nor routes.
+Against slow loris clients, a head must be complete within seconds and a body must keep a minimum rate. A connection has
+one request at a time; malformed bytes get an error reply and a close. A request that the access checks refuse by its
+head alone is answered here: no task is made and no body is kept. Knows bytes and time, neither keys nor routes.
 
-Answers without a length for clients of HTTP/1.0, which know no chunks: the end of the connection ends them.
-
-uvicorn frames every answer without a Content-Length in chunks, whoever asked. Knows nothing of what is answered.
+HTTP/1.0 has no chunks: a response without a length is sent unframed, and the end of the connection ends it. uvicorn
+would chunk it for every client.
 """
 
 import asyncio
@@ -30,52 +29,52 @@ from quire.server.http.request_context import OTHER, RequestRecord, has_context,
 
 
 def unframed(cycle: RequestResponseCycle, app: ASGIApp) -> ASGIApp:
-    """The application, whose answer in this cycle is sent as it is. The connection must close after it."""
+    """The application, with its response in this cycle sent without chunks. The connection must close after it."""
 
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+    async def respond(scope: Scope, receive: Receive, send: Send) -> None:
         measured = True
 
-        async def tell(message: Message) -> None:
+        async def send_unframed(message: Message) -> None:
             nonlocal measured
             if message["type"] == "http.response.start":
                 measured = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
                 if not measured:
                     cycle.chunked_encoding, cycle.expected_content_length = False, sys.maxsize
             elif not measured and not message.get("more_body", False):
-                cycle.expected_content_length = len(message.get("body", b""))  # this is the last of it
+                cycle.expected_content_length = len(message.get("body", b""))  # the last piece
             await send(message)
 
-        await app(scope, receive, tell)
+        await app(scope, receive, send_unframed)
 
-    return answer
+    return respond
 
 
 _MAX_CONNECTIONS = 4096
-_FILES_KEPT = 128  # descriptors that are no client's
+_FILES_KEPT = 128  # descriptors for other uses than connections
 
 
 class MalformedHttp(QuireError):
-    """Bytes that are no HTTP/1.1 request, or one that could be read in two ways."""
+    """Not an HTTP/1.1 request, or an ambiguous one (request smuggling)."""
 
     code = "malformed_http"
 
 
 class HeadTooLarge(QuireError):
-    """A request line and headers beyond the limits."""
+    """A request line and headers above the limits."""
 
     status = 431
     code = "headers_too_large"
 
 
 class TooSlow(QuireError):
-    """A request that did not come to its end in time."""
+    """A request that was not complete in time (slow loris)."""
 
     status = 408
     code = "request_timeout"
 
 
 class TooManyConnections(QuireError):
-    """More clients than there are places."""
+    """More connections than the limit."""
 
     status = 503
     code = "too_many_connections"
@@ -84,17 +83,17 @@ class TooManyConnections(QuireError):
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """What one connection may take, and how many there may be."""
+    """Bounds on one connection, and on their number."""
 
-    head_bytes: int = 16 << 10  # request line and headers; also what a chunk may have around it
+    head_bytes: int = 16 << 10  # request line and headers; also the framing around a chunk
     headers: int = 64
     head_s: float = 10.0
-    body_s: float = 30.0  # for a body; then each of its bytes that came buys time, up to as much again
-    body_bytes_per_s: int = 64 << 10  # the price
-    linger_s: float = 2.0  # what comes after a refusal is thrown away so long: a reset would take the answer with it
+    body_s: float = 30.0  # for a body; then received bytes extend the deadline, by at most as much again
+    body_bytes_per_s: int = 64 << 10  # by this rate
+    linger_s: float = 2.0  # input after a refusal is discarded for so long: a reset would discard the reply
     linger_bytes: int = 16 << 20
     connections: int = _MAX_CONNECTIONS
-    turned_away: int = 256  # connections beyond that which are still told so
+    turned_away: int = 256  # connections above the limit that still get an error reply
 
 
 class ConnectionPhase(Enum):
@@ -102,10 +101,10 @@ class ConnectionPhase(Enum):
 
     HEAD = auto()
     BODY = auto()
-    ANSWER = auto()  # the request is here; after the answer, the next one
-    LAST_ANSWER = auto()  # the client spoke out of turn: it is not heard any more
-    END = auto()  # all is said; what still comes is thrown away
-    TURNED_AWAY = auto()  # one too many; told so at its first word
+    RESPONSE = auto()  # the request is complete; its response is under way
+    LAST_RESPONSE = auto()  # the client sent bytes out of turn: input is ignored
+    END = auto()  # the reply is sent; input is discarded
+    TURNED_AWAY = auto()  # above the limit; its first bytes get an error reply
 
 
 class GuardedProtocol(HttpToolsProtocol):
@@ -120,12 +119,12 @@ class GuardedProtocol(HttpToolsProtocol):
     _num_head_bytes = 0
     _num_framing_bytes = 0  # since the last byte of a body
     _num_body_bytes = 0
-    _num_spent_bytes = 0  # of the body: those that have bought time
-    _num_spilt_bytes = 0
+    _num_credited_bytes = 0  # of the body: those that have extended the deadline
+    _num_discarded_bytes = 0
     _refusal: QuireError | None = None
     _early_reply: ErrorReply | None = None
 
-    # What the transport calls
+    # Called by the transport
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -142,28 +141,28 @@ class GuardedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing() or self._phase is ConnectionPhase.LAST_ANSWER:
+        if self.transport.is_closing() or self._phase is ConnectionPhase.LAST_RESPONSE:
             return
         if self._phase is ConnectionPhase.END:
-            self._spill(len(data))
+            self._discard(len(data))
             return
         if self._phase is ConnectionPhase.TURNED_AWAY:
-            self._refuse(TooManyConnections("This server has no place for another connection; try again soon."))
+            self._refuse(TooManyConnections("This server has too many connections; try again soon."))
             return
-        if self._phase is ConnectionPhase.ANSWER and self.cycle.response_complete:
+        if self._phase is ConnectionPhase.RESPONSE and self.cycle.response_complete:
             self._await_head()
         rest = self._take_head(data) if self._phase is ConnectionPhase.HEAD else data
         if rest:
             self._take_rest(rest)
 
     def _take_head(self, data: bytes) -> bytes:
-        """Feed no more than a head may have; what is left over belongs to the body, if there is to be one."""
+        """Feed at most the limit of a head; the rest belongs to the body, if there is one."""
         room = self.limits.head_bytes - self._num_head_bytes
         self._num_head_bytes += len(data[:room])
         self._feed(data[:room])
         if self._phase is ConnectionPhase.HEAD and self._num_head_bytes >= self.limits.head_bytes:
             self._refuse(HeadTooLarge(f"Request line and headers are larger than {self.limits.head_bytes} bytes."))
-        return data[room:] if self._phase in (ConnectionPhase.BODY, ConnectionPhase.ANSWER) else b""
+        return data[room:] if self._phase in (ConnectionPhase.BODY, ConnectionPhase.RESPONSE) else b""
 
     def _take_rest(self, data: bytes) -> None:
         self._num_framing_bytes += len(data)
@@ -171,7 +170,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._phase is not ConnectionPhase.BODY:
             return
         if self.cycle.response_complete:
-            self._spill(len(data))
+            self._discard(len(data))
         elif self._num_framing_bytes > self.limits.head_bytes:
             self._refuse(MalformedHttp(f"More than {self.limits.head_bytes} bytes around a chunk of the body."))
 
@@ -180,30 +179,28 @@ class GuardedProtocol(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as offer:
-            self._decline(data[offer.args[0] :])
+            self._decline_upgrade(data[offer.args[0] :])
         except httptools.HttpParserError:
-            if (
-                self._phase is ConnectionPhase.ANSWER or self._early_reply is not None
-            ):  # the request itself was in order
+            if self._phase is ConnectionPhase.RESPONSE or self._early_reply is not None:  # the request itself was valid
                 self.cycle.keep_alive = False
-                self._enter(ConnectionPhase.LAST_ANSWER)
+                self._enter(ConnectionPhase.LAST_RESPONSE)
             else:
                 self._refuse(self._refusal or MalformedHttp("This is not a valid HTTP/1.1 request."))
         if self._early_reply is not None:
-            self._answer_early(self._early_reply)
+            self._reply_early(self._early_reply)
 
-    def _decline(self, rest: bytes) -> None:
-        """Some clients offer HTTP/2 with a request; the parser then passes over its body. Read it without the offer."""
+    def _decline_upgrade(self, rest: bytes) -> None:
+        """Some clients offer an upgrade to HTTP/2; the parser then skips the body. Parse again without the offer."""
         lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
         lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
         self.parser = httptools.HttpRequestParser(self)
         self._feed(b"\r\n".join([*lines, b"", b""]) + rest)
 
-    # What the parser calls; it stops at an exception, and what was wrong is told
+    # Called by the parser; an exception stops it, and the error is the reply
 
     def on_message_begin(self) -> None:
-        if self._phase is ConnectionPhase.ANSWER:
-            raise self._refused(MalformedHttp("A request came before the answer to the one before it."))
+        if self._phase is ConnectionPhase.RESPONSE:
+            raise self._refused(MalformedHttp("A request came before the response to the previous one."))
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -219,7 +216,7 @@ class GuardedProtocol(HttpToolsProtocol):
         names = [name for name, _ in self.headers]
         version = self.parser.get_http_version()
         if version not in ("1.0", "1.1"):
-            raise self._refused(MalformedHttp("Only HTTP/1.1 and HTTP/1.0 are spoken here."))
+            raise self._refused(MalformedHttp("Only HTTP/1.1 and HTTP/1.0 are supported."))
         if not self.url.startswith(b"/") or self.parser.get_method() == b"CONNECT":
             raise self._refused(MalformedHttp("The target of a request must be a path, which begins with a slash."))
         if names.count(b"host") > 1 or (version == "1.1" and b"host" not in names):
@@ -229,11 +226,12 @@ class GuardedProtocol(HttpToolsProtocol):
         if any(name == b"transfer-encoding" and value.lower() != b"chunked" for name, value in self.headers):
             raise self._refused(MalformedHttp("The only Transfer-Encoding that is read is chunked."))
         super().on_headers_complete()
-        self._num_framing_bytes = self._num_body_bytes = self._num_spent_bytes = 0
+        self._num_framing_bytes = self._num_body_bytes = self._num_credited_bytes = 0
         self._enter(ConnectionPhase.BODY, self.limits.body_s, self._body_is_late)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        """Only for those whom the gate has nothing against, and for who does not read its answers: that one waits."""
+        """Not for a request that is refused early. A client that does not read its responses gets no early refusal: by
+        backpressure it waits."""
         if self.refuse_early is not None and not self.flow.write_paused:
             self._early_reply = self.refuse_early(cast(Scope, cycle.scope))
         if self._early_reply is not None:
@@ -250,12 +248,12 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         if self._phase is ConnectionPhase.HEAD:
-            return  # of an offer that will be declined
+            return  # of an upgrade that will be declined
         super().on_message_complete()
-        if self.cycle.response_complete:  # before all of it was here
+        if self.cycle.response_complete:  # the response came before the end of the body
             self._await_head()
         else:
-            self._enter(ConnectionPhase.ANSWER)
+            self._enter(ConnectionPhase.RESPONSE)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -264,26 +262,26 @@ class GuardedProtocol(HttpToolsProtocol):
             self._enter(ConnectionPhase.BODY, self.limits.linger_s, self._close)
 
     def shutdown(self) -> None:
-        """The server ends. Nobody waits for the rest of a body, and who sends it is told so."""
+        """The server stops. A request whose body is incomplete gets an error."""
         if self._phase is ConnectionPhase.BODY and not self.cycle.response_started:
             self._refuse(Stopping())
         else:
             super().shutdown()
 
-    # What time brings
+    # Timers
 
     def call_later(self, delay_s: float, then: Callable[[], None]) -> asyncio.Handle:
         return self.loop.call_later(delay_s, then)
 
     def _enter(self, phase: ConnectionPhase, delay_s: float = 0.0, then: Callable[[], None] | None = None) -> None:
-        """A new phase, or the same from the beginning: the timer of the old one no longer counts."""
+        """Start a phase, or the same one anew, with its timer in place of the old one."""
         self._stop_timer()
         self._phase = phase
         if then is not None:
             self._timer = self.call_later(delay_s, then)
 
     def _await_head(self) -> None:
-        self._num_head_bytes = self._num_spilt_bytes = 0
+        self._num_head_bytes = self._num_discarded_bytes = 0
         self._enter(ConnectionPhase.HEAD, self.limits.head_s, self._head_is_late)
 
     def _stop_timer(self) -> None:
@@ -298,12 +296,12 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refuse(TooSlow(f"The headers were not complete after {self.limits.head_s:g} s."))
 
     def _body_is_late(self) -> None:
-        """Unless enough of it came since the last look: no trickle holds its place for long."""
-        limits, num_new = self.limits, self._num_body_bytes - self._num_spent_bytes
-        if self.flow.read_paused:  # it is the application that does not read
+        """Refuse the body, unless enough of it came since the last check: a trickle does not hold a connection."""
+        limits, num_new = self.limits, self._num_body_bytes - self._num_credited_bytes
+        if self.flow.read_paused:  # backpressure: the application does not read
             self._enter(ConnectionPhase.BODY, limits.body_s, self._body_is_late)
         elif num_new:
-            self._num_spent_bytes = self._num_body_bytes
+            self._num_credited_bytes = self._num_body_bytes
             self._enter(ConnectionPhase.BODY, min(num_new / limits.body_bytes_per_s, limits.body_s), self._body_is_late)
         else:
             self._refuse(
@@ -313,35 +311,35 @@ class GuardedProtocol(HttpToolsProtocol):
                 )
             )
 
-    # How it ends
+    # Replies and the end
 
-    def _answer_early(self, reply: ErrorReply) -> None:
-        """In the place of the application. What has not come of the body is thrown away."""
+    def _reply_early(self, reply: ErrorReply) -> None:
+        """Reply in place of the application. The rest of the body is discarded."""
         cycle, self._early_reply = self.cycle, None
         cycle.response_started = cycle.response_complete = True
         if cycle.waiting_for_100_continue and self._phase is ConnectionPhase.BODY:
-            cycle.keep_alive = False  # who asked before sending its body will not send it now
+            cycle.keep_alive = False  # with Expect: 100-continue the body will not come
         headers = [*cycle.default_headers, *reply.headers]
         if not cycle.keep_alive:
             headers.append((b"connection", b"close"))
         self._write(reply._replace(headers=headers, body=b"" if cycle.scope["method"] == "HEAD" else reply.body))
         if not cycle.keep_alive:
-            self._close() if self._phase is ConnectionPhase.ANSWER else self._linger()
+            self._close() if self._phase is ConnectionPhase.RESPONSE else self._linger()
         cycle.on_response()
-        cycle.on_response = lambda: None  # it points here: a ring for the garbage collector, of every refusal
+        cycle.on_response = lambda: None  # breaks a reference cycle per refusal
 
     def _refused(self, error: QuireError) -> QuireError:
         self._refusal = error
         return error
 
     def _refuse(self, error: QuireError) -> None:
-        """Answer for the application, unless it has begun to: then there is only the end."""
+        """Reply in place of the application; if its response has begun, close."""
         cycle, request_id, reply = self.cycle, new_request_id(), reply_to(error)
         reply = reply._replace(headers=[*reply.headers, *response_headers(request_id, None)])
         if cycle is not None and not cycle.response_complete:
             scope = cast(Scope, cycle.scope)
             cycle.disconnected = True
-            cycle.message_event.set()  # the application hears that its client is gone, and the gate tells of it
+            cycle.message_event.set()  # the application receives a disconnect, and the middleware reports the request
             if cycle.response_started:
                 self._close()
                 return
@@ -359,14 +357,14 @@ class GuardedProtocol(HttpToolsProtocol):
         self.transport.write(STATUS_LINE[reply.status] + lines + b"\r\n" + reply.body)
 
     def _linger(self) -> None:
-        """Nothing more is said; what the client is still saying is let run out."""
+        """Send nothing more; discard input for a while, then close."""
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self._enter(ConnectionPhase.END, self.limits.linger_s, self._close)
 
-    def _spill(self, num_bytes: int) -> None:
-        self._num_spilt_bytes += num_bytes
-        if self._num_spilt_bytes > self.limits.linger_bytes:
+    def _discard(self, num_bytes: int) -> None:
+        self._num_discarded_bytes += num_bytes
+        if self._num_discarded_bytes > self.limits.linger_bytes:
             self._close()
 
     def _close(self) -> None:
@@ -378,7 +376,8 @@ class GuardedProtocol(HttpToolsProtocol):
 def guarded(
     limits: ConnectionLimits, observe: RequestObserver | None = None, refuse_early: EarlyRefusal | None = None
 ) -> type[GuardedProtocol]:
-    """The protocol with these limits, for uvicorn's `http=`. Whoever hears is told of what never reached the gate."""
+    """The protocol with these limits, for uvicorn's `http=`. The observer gets records of requests that never reached
+    the middleware."""
 
     class Guarded(GuardedProtocol):
         pass
@@ -390,6 +389,6 @@ def guarded(
 
 
 def connection_limit(most: int = _MAX_CONNECTIONS) -> int:
-    """So many connections, or as many as this process may have files open."""
+    """At most this many connections, and at most what the limit on open files allows."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return most if soft == resource.RLIM_INFINITY else max(1, min(most, soft - _FILES_KEPT))

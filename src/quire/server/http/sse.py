@@ -1,8 +1,7 @@
-"""Server-sent events: headers that wait for something to say, comments against silence, errors as events.
+"""Server-sent events and JSON responses: keep-alive comments, errors as events, disconnects. Knows no engine.
 
-What fails before the first byte is a real error with its own status; after it, an event and a close: no `[DONE]`.
-
-Between an HTTP request and an endpoint: bytes in, typed bodies out, errors and JSON back. Knows no engine.
+The status is sent with the first event or the first keep-alive comment. A failure before that has its own status; after
+it, the failure is an event and the stream closes without `[DONE]`.
 """
 
 import asyncio
@@ -21,8 +20,7 @@ from quire.core.errors import EngineFailed, QuireError
 from quire.server.http.errors import error_body
 from quire.server.http.request_context import context_of, has_context
 
-_SHORT_BYTES = 1 << 16  # what is read faster than a thread is asked
-
+_SHORT_BYTES = 1 << 16  # decoding this much is faster than handing it to a thread
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
 _log = logging.getLogger(__name__)
@@ -32,14 +30,14 @@ T = TypeVar("T")
 
 
 async def worked(request: Request, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """The result of some work on the body of a request: done at once if it is short, else on a thread."""
+    """The result of work on the body of a request: done inline if the body is short, else on a thread."""
     if len(await request.body()) <= _SHORT_BYTES:
         return work(*args, **kwargs)
     return await run_in_threadpool(work, *args, **kwargs)
 
 
 def finite(value: float) -> float:
-    """As JSON can say it."""
+    """A log-probability as JSON can hold it."""
     return max(value, _LEAST_LOGPROB)
 
 
@@ -48,7 +46,7 @@ def json_response(body: Mapping[str, object], status: int = 200) -> Response:
 
 
 def as_told(error: Exception) -> QuireError:
-    """What a client is told of an error: its own ones as they are, ours in fixed words."""
+    """The error for a client: a `QuireError` as it is, an internal error with a fixed text."""
     if isinstance(error, QuireError):
         return error
     _log.error("an endpoint failed", exc_info=error)
@@ -56,22 +54,22 @@ def as_told(error: Exception) -> QuireError:
 
 
 async def unless_gone(request: Request, work: Coroutine[None, None, T], leave: Callable[[], None] = lambda: None) -> T:
-    """The result of some work, or `ClientDisconnect` if the client hangs up before. Either way, then leave."""
-    wanted = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(hang_up(request.receive))
+    """The result of some work, or `ClientDisconnect` if the client disconnects first. `leave` is called at the end."""
+    result = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(disconnected(request.receive))
     try:
-        await asyncio.wait({wanted, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if wanted.done():
-            return wanted.result()
+        await asyncio.wait({result, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if result.done():
+            return result.result()
         raise ClientDisconnect
     finally:
-        wanted.cancel()
+        result.cancel()
         gone.cancel()
         leave()
 
 
-async def hang_up(receive: Receive) -> None:
-    """Ends when the client has left."""
+async def disconnected(receive: Receive) -> None:
+    """Returns when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -107,12 +105,12 @@ async def stream(
     keep_alive_s: float = KEEP_ALIVE_S,
     failed: Callable[[Exception], bytes] = error_event,
 ) -> Response:
-    """An answer made of these events; `leave` is called when it ends, however it ends.
+    """A response of these events; `leave` is called at its end, however it ends.
 
-    Waits for the first event as long as a client's proxies surely do, so that an early error keeps its status.
+    Waits up to `keep_alive_s` for the first event, so that an early error keeps its status.
     """
     first = asyncio.ensure_future(anext(events))
-    gone = asyncio.ensure_future(hang_up(request.receive))
+    gone = asyncio.ensure_future(disconnected(request.receive))
     try:
         await asyncio.wait({first, gone}, timeout=keep_alive_s, return_when=asyncio.FIRST_COMPLETED)
         if first.done():
@@ -129,7 +127,7 @@ async def stream(
 
 
 class EventStream(Response):
-    """The events, sent as they come. One task sends, one breaks long silences, one watches for a hang-up."""
+    """Sends events as they come. One task sends, one writes keep-alive comments, one waits for a disconnect."""
 
     def __init__(
         self,
@@ -153,9 +151,9 @@ class EventStream(Response):
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             if not self._first.done():
-                await self._say(send, KEEP_ALIVE)
-            gone = asyncio.ensure_future(hang_up(receive))
-            tasks += [gone, *map(asyncio.ensure_future, (self._send_all(scope, send, gone), self._tick(send)))]
+                await self._write(send, KEEP_ALIVE)
+            gone = asyncio.ensure_future(disconnected(receive))
+            tasks += [gone, *map(asyncio.ensure_future, (self._send_all(scope, send, gone), self._keep_alive(send)))]
             await asyncio.wait(tasks[:2], return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._first.cancel()
@@ -166,33 +164,32 @@ class EventStream(Response):
             await self._events.aclose()
 
     async def _send_all(self, scope: Scope, send: Send, gone: "asyncio.Future[None]") -> None:
-        """Until the end, or until the reader is gone: what it left unread need not be put into words, which may take
-        long and keeps everybody waiting."""
+        """Until the end, or until the client is gone: encoding the rest would delay other requests."""
         try:
-            await self._say(send, await self._first)
+            await self._write(send, await self._first)
             async for chunk in self._events:
-                await self._say(send, chunk)
+                await self._write(send, chunk)
                 if gone.done():
                     return
         except Exception as error:
             _note_failure(scope, error)
-            await self._say(send, self._failed(error))
+            await self._write(send, self._failed(error))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _tick(self, send: Send) -> None:
+    async def _keep_alive(self, send: Send) -> None:
         while True:
             silent_s = time.monotonic() - self._sent_s
             if silent_s >= self._keep_alive_s:
-                await self._say(send, KEEP_ALIVE)
+                await self._write(send, KEEP_ALIVE)
                 silent_s = 0.0
             await asyncio.sleep(self._keep_alive_s - silent_s)
 
-    async def _say(self, send: Send, chunk: bytes) -> None:
+    async def _write(self, send: Send, chunk: bytes) -> None:
         self._sent_s = time.monotonic()
         await send({"type": "http.response.body", "body": chunk, "more_body": True})
 
 
 def _note_failure(scope: Scope, error: Exception) -> None:
-    """The status went out before; the log names what came of it."""
+    """The status was sent before; the access log gets the error code."""
     if has_context(scope):
         context_of(scope).error_code = error.code if isinstance(error, QuireError) else EngineFailed.code
