@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from quire.core.process import die_with
+from quire.core.process import die_with_parent
 
 _PYTEST = os.getpid()
 
@@ -15,7 +15,7 @@ _PYTEST = os.getpid()
 def prepare() -> None:
     """In the child, before its program begins: it dies with pytest, and Ctrl-C ends it even where pytest ignores it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if not die_with(_PYTEST):
+    if not die_with_parent(_PYTEST):
         os._exit(1)
 
 

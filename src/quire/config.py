@@ -16,7 +16,7 @@ from typing import Any, Literal, TypedDict, TypeVar
 
 from quire.core.errors import ConfigError, shown
 from quire.core.model import ModelSpec
-from quire.core.validation import make_plain
+from quire.core.validation import convert_numpy
 
 DEFAULT_SERVER_ROWS = 256  # default max_num_seqs of a server on a GPU
 _DEFAULT_BATCH_ROWS = 512  # on a GPU without streaming clients: throughput counts, not the time between two tokens
@@ -184,7 +184,7 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        make_plain(self, self.__slots__)
+        convert_numpy(self, self.__slots__)
         if self.model is not None and not (isinstance(self.model, str) and self.model.strip()):
             raise ConfigError(
                 f"model must be a path, a short name or a hub id, not {shown(self.model)}.",

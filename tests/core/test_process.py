@@ -5,13 +5,13 @@ import sys
 from threading import Event, Thread
 from weakref import finalize
 
-from quire.core.process import importing, postponed, undisturbed
+from quire.core.process import gc_frozen_imports, gc_postponed, gc_undisturbed
 from tests import children
 
 
 def test_nothing_is_looked_through_while_it_is_imported_nor_ever_after() -> None:
     try:
-        with importing():
+        with gc_frozen_imports():
             assert not gc.isenabled()
             module = ["imported"]
         assert gc.isenabled() and gc.get_freeze_count() > 0
@@ -29,13 +29,13 @@ def test_garbage_waits_and_is_collected_as_before_afterwards() -> None:
     thresholds = gc.get_threshold()
     gc.set_threshold(1)
     try:
-        with postponed():
+        with gc_postponed():
             finalize(Ring(), freed.append, "ring")
             some = [[] for _ in range(1000)]  # enough that it would be looked for
             assert some and not freed and not gc.isenabled()
         assert gc.isenabled()
         gc.disable()
-        with postponed():
+        with gc_postponed():
             pass
         assert not gc.isenabled(), "who has switched it off finds it off"
     finally:
@@ -49,12 +49,12 @@ def test_it_waits_until_the_last_of_several_threads_is_done() -> None:
     inside, done = Event(), Event()
 
     def wait() -> None:
-        with postponed():
+        with gc_postponed():
             inside.set()
             done.wait()
 
     other = Thread(target=wait)
-    with postponed():
+    with gc_postponed():
         other.start()
         inside.wait()
     assert not gc.isenabled(), "the other one is still in it"
@@ -65,7 +65,7 @@ def test_it_waits_until_the_last_of_several_threads_is_done() -> None:
 
 def test_what_is_measured_undisturbed_is_disturbed_afterwards() -> None:
     before, frozen = gc.get_threshold(), gc.get_freeze_count()
-    with undisturbed():
+    with gc_undisturbed():
         assert gc.get_freeze_count() > frozen and gc.get_threshold()[0] > before[0]
     assert gc.get_threshold() == before and gc.get_freeze_count() == 0
 
@@ -73,10 +73,10 @@ def test_what_is_measured_undisturbed_is_disturbed_afterwards() -> None:
 def test_a_process_keeps_for_good_what_it_has() -> None:
     code = """
 import gc
-from quire.core.process import keep_for_good
+from quire.core.process import freeze_heap
 class Ring: pass
 ring = Ring(); ring.self = ring; del ring
-keep_for_good()
+freeze_heap()
 print(gc.get_freeze_count() > 1000, any(isinstance(each, Ring) for each in gc.get_objects()), gc.get_threshold()[0])
 """
     said = children.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

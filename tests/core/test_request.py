@@ -33,7 +33,7 @@ def state_of(sequence: Sequence) -> SequenceState:
 def test_a_preempted_sequence_keeps_its_tokens_and_owns_nothing() -> None:
     sequence = assigned()
     assert (sequence.num_planned, sequence.num_computed, sequence.assigned_step) == (1, 1, 11)
-    sequence.leave(13, None)
+    sequence.stop(13, None)
     sequence.release(tokens(8, 9))
     assert state_of(sequence) is SequenceState.WAITING and sequence.row is None and not sequence.finished
     assert sequence.tokens.tolist() == [1, 2, 3, 8, 9] and sequence.num_tokens == 5
@@ -43,17 +43,17 @@ def test_a_preempted_sequence_keeps_its_tokens_and_owns_nothing() -> None:
 
 def test_a_finished_sequence_is_finished_before_its_row_is_released() -> None:
     sequence = assigned()
-    sequence.leave(13, FinishReason.STOP)
-    assert sequence.finished and state_of(sequence) is SequenceState.LEAVING
+    sequence.stop(13, FinishReason.STOP)
+    assert sequence.finished and state_of(sequence) is SequenceState.RELEASING
     sequence.release(tokens())
     assert state_of(sequence) is SequenceState.FINISHED and sequence.row is None
 
 
 def test_one_that_was_preempted_and_leaves_may_still_be_finished() -> None:
     sequence = assigned()
-    sequence.leave(13, None)
+    sequence.stop(13, None)
     sequence.finish(FinishReason.ABORT)
-    assert state_of(sequence) is SequenceState.LEAVING
+    assert state_of(sequence) is SequenceState.RELEASING
     sequence.release(tokens(8))
     assert state_of(sequence) is SequenceState.FINISHED
     with pytest.raises(AssertionError):
@@ -69,7 +69,7 @@ def test_a_waiting_sequence_is_finished_at_once() -> None:
 def test_arrows_that_do_not_exist_assert() -> None:
     (waiting,) = group().sequences
     with pytest.raises(AssertionError):
-        waiting.leave(1, None)
+        waiting.stop(1, None)
     with pytest.raises(AssertionError):
         waiting.release(tokens())
     running = assigned()
@@ -86,23 +86,23 @@ def test_the_last_token_is_never_computed() -> None:
 
 def test_a_familys_members_are_numbered_and_those_of_a_beam_answer_in_part() -> None:
     assert [(sequence.id, sequence.index) for sequence in group(3).sequences] == [(40, 0), (41, 1), (42, 2)]
-    assert group(3).order == 40 and len(group(3).answers) == 3
-    assert [sequence.index for sequence in group(3, BeamParams(3, num_returned=2)).answers] == [0, 1]
+    assert group(3).order == 40 and len(group(3).returned) == 3
+    assert [sequence.index for sequence in group(3, BeamParams(3, num_returned=2)).returned] == [0, 1]
 
 
 def test_a_wait_is_noted_when_its_cause_changes() -> None:
     one = group()
-    for step, cause in enumerate((WaitCause.SEATS, WaitCause.SEATS, WaitCause.BLOCKS, WaitCause.SEATS)):
+    for step, cause in enumerate((WaitCause.ROWS, WaitCause.ROWS, WaitCause.BLOCKS, WaitCause.ROWS)):
         one.note(RequestEvent(step, EventKind.WAITED, cause=cause))
-    assert [event.step for event in one.events] == [0, 2, 3] and one.waits_for is WaitCause.SEATS
-    one.note(RequestEvent(4, EventKind.SEATED))
+    assert [event.step for event in one.events] == [0, 2, 3] and one.waits_for is WaitCause.ROWS
+    one.note(RequestEvent(4, EventKind.ADMITTED))
     assert one.waits_for is None
 
 
 def test_a_long_story_keeps_its_beginning_and_its_end() -> None:
     one = group()
     for step in range(500):
-        one.note(RequestEvent(step, EventKind.SEATED))
+        one.note(RequestEvent(step, EventKind.ADMITTED))
     assert len(one.events) == MOST_EVENTS
     half = MOST_EVENTS // 2
     assert [event.step for event in one.events[:half]] == list(range(half))

@@ -32,9 +32,11 @@ def test_nobody_is_told_that_it_is_ready_before_the_vocabulary_is_read(
         order.append("awake")
 
     monkeypatch.setattr(process.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(process, "die_with", lambda parent: threading.current_thread() is threading.main_thread())
+    monkeypatch.setattr(
+        process, "die_with_parent", lambda parent: threading.current_thread() is threading.main_thread()
+    )
     monkeypatch.setattr(process, "_build", lambda order, watch: (SimpleNamespace(grammars=grammars), FACTS))
-    monkeypatch.setattr(process, "keep_for_good", lambda: None)
+    monkeypatch.setattr(process, "freeze_heap", lambda: None)
     monkeypatch.setattr(process, "wake", wake)
     monkeypatch.setattr(process, "EngineServer", lambda *_: SimpleNamespace(run=lambda: order.append("runs")))
     theirs.sendall(pack(StartEngine(EngineConfig(), None)))

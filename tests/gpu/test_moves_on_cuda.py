@@ -33,7 +33,7 @@ def test_blocks_are_shared_copied_swapped_and_granted_anew() -> None:
     out = StepPlan(
         2,
         moves=moves(DEVICE, HOST, (1, 8), (2, 6), (3, 7)),
-        leaves=(Row(0),),
+        releases=(Row(0),),
         starts=(seat_of(7, 0, other),),
         grants=grants({0: [3, 9, 2]}),
         chunks=(sample(0, 0, 11),),
@@ -60,7 +60,7 @@ def test_a_tethered_row_is_told_and_gives_back_exact_scores() -> None:
         chunks=(host_driven(0, 0, 10),),
     )
     assert_same(bodies.run(opening).candidates[Row(0)], after(PROMPT, 4))
-    told = bodies.run(StepPlan(1, tells=(AppendTokens(Row(0), (8,)),), chunks=(host_driven(0, 10, 11),)))
+    told = bodies.run(StepPlan(1, appends=(AppendTokens(Row(0), (8,)),), chunks=(host_driven(0, 10, 11),)))
     assert_same(told.candidates[Row(0)], after([*PROMPT, 8], 4))
 
 

@@ -93,7 +93,7 @@ def test_what_is_distrusted_is_found_by_nobody() -> None:
     kv.grow_to(Row(1), 9, other.request)
     kv.commit(Row(1), other, known)
     assert kv.num_found(kv.match(ME, known, 9)) == 8
-    kv.distrust(Row(1), other)
+    kv.discard(Row(1), other)
     assert kv.num_found(kv.match(ME, known, 9)) == 4, "what another wrote stays"
     kv.audit()
 
@@ -104,10 +104,10 @@ def test_losing_the_device_forgets_orders_and_prefixes() -> None:
     match = kv.match(ME, ids([1, 2, 3, 4, 5, 9]), 5)
     kv.open(Row(1), ME, match, 1)
     with pytest.raises(AssertionError, match="open tables"):
-        kv.lose()
+        kv.invalidate()
     kv.close(Row(1), ME, ids([]))
-    assert kv.has_orders
-    kv.lose()
+    assert kv.has_moves
+    kv.invalidate()
     assert kv.take_moves() == ()
     assert kv.num_found(kv.match(ME, ids([1, 2, 3, 4, 5, 6]), 6)) == 0
     assert kv.pool.num_free == 4

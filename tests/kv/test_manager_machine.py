@@ -264,7 +264,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(not each.pending for each in self.rows.values()))
     def distrust(self, data: st.DataObject) -> None:
         row = data.draw(st.sampled_from(sorted(row for row, each in self.rows.items() if not each.pending)))
-        self.kv.distrust(row, self.rows.pop(row).owner)
+        self.kv.discard(row, self.rows.pop(row).owner)
         self.complete = False
 
     @rule()

@@ -66,7 +66,7 @@ def test_candidates_are_the_likeliest_of_a_softmax() -> None:
     assert_likeliest(first.candidates[Row(1)], logits_after(PROMPT[:7]), 2)
     third = int(first.candidates[Row(0)].ids[2])
     second = runner.launch(
-        StepPlan(1, tells=(AppendTokens(Row(0), (third,)),), chunks=(host_driven(0, 10, 11),))
+        StepPlan(1, appends=(AppendTokens(Row(0), (third,)),), chunks=(host_driven(0, 10, 11),))
     ).wait()
     assert_likeliest(second.candidates[Row(0)], logits_after([*PROMPT, third]), 6)
 
@@ -98,7 +98,7 @@ def test_candidates_come_after_all_that_shapes_log_probabilities() -> None:
     assert_best(first.candidates[Row(0)], logprobs, 5)
 
     said = (order[5], order[5], order[0])
-    second = runner.launch(StepPlan(1, tells=(AppendTokens(Row(0), said),), chunks=(host_driven(0, 10, 13),))).wait()
+    second = runner.launch(StepPlan(1, appends=(AppendTokens(Row(0), said),), chunks=(host_driven(0, 10, 13),))).wait()
     logprobs = torch.log_softmax(logits_after([*PROMPT, *said]).float(), dim=0)
     logprobs[order[3]] += 4.0
     logprobs[[order[1], order[2]]] = float("-inf")
@@ -137,7 +137,7 @@ def test_a_row_moved_through_the_host_goes_on_bit_by_bit_as_if_it_had_stayed() -
 
     known = [*PROMPT, *(token for token, _ in found)]  # fifteen; the last is not computed yet
     poison = moves(DEVICE, DEVICE, *((20, block) for block in range(1, 7)))
-    moved.launch(StepPlan(5, moves=moves(DEVICE, HOST, (1, 3), (2, 5), (3, 1), (4, 2)) + poison, leaves=(Row(0),)))
+    moved.launch(StepPlan(5, moves=moves(DEVICE, HOST, (1, 3), (2, 5), (3, 1), (4, 2)) + poison, releases=(Row(0),)))
     back = StepPlan(
         6,
         moves=moves(HOST, DEVICE, (3, 9), (5, 8), (1, 11), (2, 10)),

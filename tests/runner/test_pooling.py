@@ -53,7 +53,7 @@ def test_a_prompt_in_pieces_beside_a_row_that_speaks():
     second = runner.launch(StepPlan(1, chunks=(part(0, 4, 9),), num_decoding=1)).wait()
     assert emitted(second) == {1: 9} and second.ended == (FinishedRow(Row(0), FinishReason.STOP),)
     assert second.pooled[Row(0)].tolist() == [36.0, 18.0]
-    assert emitted(runner.launch(StepPlan(2, leaves=(Row(0),), num_decoding=1)).wait()) == {1: 10}
+    assert emitted(runner.launch(StepPlan(2, releases=(Row(0),), num_decoding=1)).wait()) == {1: 10}
 
 
 def test_sums_are_of_their_own_row_and_of_their_own_sitting():
@@ -63,7 +63,7 @@ def test_sums_are_of_their_own_row_and_of_their_own_sitting():
     runner.launch(StepPlan(0, starts=sitting, grants=tables, chunks=(part(0, 0, 5), part(1, 0, 3)))).wait()
     again = row_start(0, [8, 8], 16, pooled=True)
     plan = StepPlan(
-        1, leaves=(Row(0),), starts=(again,), grants=grants({0: [6]}), chunks=(part(1, 3, 6), part(0, 0, 2))
+        1, releases=(Row(0),), starts=(again,), grants=grants({0: [6]}), chunks=(part(1, 3, 6), part(0, 0, 2))
     )
     result = runner.launch(plan).wait()
     assert {row: sums.tolist() for row, sums in result.pooled.items()} == {0: [16.0, 8.0], 1: [12.0, 6.0]}

@@ -70,7 +70,7 @@ def test_a_row_without_finite_logits_fails_alone(nonsense):
     assert second.ended == (FinishedRow(Row(1), FinishReason.ERROR),)
     third = runner.launch(StepPlan(step=2, num_decoding=3)).wait()
     assert emitted(third) == {0: 13, 2: 24} and third.ended == ()
-    fourth = runner.launch(StepPlan(step=3, leaves=(Row(1),), num_decoding=2)).wait()
+    fourth = runner.launch(StepPlan(step=3, releases=(Row(1),), num_decoding=2)).wait()
     assert emitted(fourth) == {0: 14, 2: 25}
 
 
@@ -123,7 +123,7 @@ def test_a_row_is_as_new_for_the_next_who_sits_there():
     runner.launch(opening(row_start(0, [10], end_ids=(11,), logit_bias=((7, 100.0),), num_logprobs=1)))
     again = StepPlan(
         step=1,
-        leaves=(Row(0),),
+        releases=(Row(0),),
         starts=(row_start(0, [30]),),
         grants=grants({0: [9]}),
         chunks=(sample(0, 0, 1),),
@@ -166,7 +166,7 @@ def test_a_tethered_row_without_finite_logits_fails_alone():
     assert result.ended == (FinishedRow(Row(1), FinishReason.ERROR),)
     assert result.candidates.keys() == {0} and result.candidates[Row(0)].ids.tolist() == [11, 0]
     assert emitted(result) == {2: 21}
-    told = StepPlan(1, tells=(AppendTokens(Row(1), (7,)),), chunks=(host_driven(1, 2, 3),), num_decoding=1)
+    told = StepPlan(1, appends=(AppendTokens(Row(1), (7,)),), chunks=(host_driven(1, 2, 3),), num_decoding=1)
     runner.launch(told)
     assert kv[2, 0, 0, :, 0, 0].tolist() == [5, POISON, 0, 0]  # it is inert
 
@@ -225,4 +225,4 @@ def test_tokens_appended_to_a_decoding_row_are_an_internal_error():
     runner, _ = new_runner()
     runner.launch(opening(row_start(0, [10])))
     with pytest.raises(AssertionError, match="is decoding"):
-        runner.launch(StepPlan(1, tells=(AppendTokens(Row(0), (3,)),), num_decoding=1))
+        runner.launch(StepPlan(1, appends=(AppendTokens(Row(0), (3,)),), num_decoding=1))

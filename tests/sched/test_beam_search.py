@@ -43,7 +43,7 @@ def test_rows_are_told_and_forked_and_share_what_they_have_in_common() -> None:
     assert chunk.output is ChunkOutput.CANDIDATES and len(bench.plan.starts) == 1
     bench.turn()
     plan = bench.plan
-    assert len(plan.tells) == 1 and len(plan.starts) == 2, "the best continues in its row, two fork from it"
+    assert len(plan.appends) == 1 and len(plan.starts) == 2, "the best continues in its row, two fork from it"
     assert all(row_start.tokens[:-1].tolist() == PROMPT for row_start in plan.starts)
     assert [(chunk.start, chunk.length, chunk.output) for chunk in plan.chunks] == [(6, 1, ChunkOutput.CANDIDATES)] * 3
     assert len(plan.moves) == 2, "the half block of the prompt is copied for each"

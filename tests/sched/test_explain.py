@@ -34,7 +34,7 @@ def test_every_row_taken() -> None:
     bench.run_out()
     assert events(bench, first).waits == ()
     told = events(bench, second)
-    assert told.waits == (Wait(0, 3, WaitCause.SEATS),)
+    assert told.waits == (Wait(0, 3, WaitCause.ROWS),)
     assert "step 0: waited 3 steps: every row was taken" in told.lines()
 
 
@@ -77,9 +77,9 @@ def test_who_is_overtaken_waits_for_the_order() -> None:
     bench.run_out()
     told = events(bench, humble)
     assert told.waits == (
-        Wait(0, 2, WaitCause.SEATS),
+        Wait(0, 2, WaitCause.ROWS),
         Wait(2, 3, WaitCause.ORDER, (noble.request.id,)),
-        Wait(3, 4, WaitCause.SEATS),
+        Wait(3, 4, WaitCause.ROWS),
     )
     assert any("others came first" in line and f"(request {noble.request.id})" in line for line in told.lines())
 
@@ -253,7 +253,7 @@ def test_stretches_are_what_each_step_was_last_noted_with(
 def test_history_is_bounded() -> None:
     stalls = WaitHistory(most=4)
     for step in range(100):
-        stalls.note(step, WaitCause.SEATS if step % 2 else WaitCause.BLOCKS)
+        stalls.note(step, WaitCause.ROWS if step % 2 else WaitCause.BLOCKS)
         stalls.note_seated(step, step, RequestId(step))
     assert sum(stretch.stop - stretch.start for stretch in stalls.between(0, 100)) == 4
     assert [assigned.step for assigned in stalls.overtakers(-1, 0, 100)] == [96, 97, 98, 99]

@@ -42,7 +42,7 @@ class Allergic:
     def launch(self, plan: StepPlan, masks: Masks | None = None) -> FinishedStep:
         if plan.reset:
             self._sits.clear()
-        for row in plan.leaves:
+        for row in plan.releases:
             self._sits.pop(row, None)
         self._sits.update({row_start.row: row_start.sequence for row_start in plan.starts})
         done = self._oracle.launch(plan, masks)

@@ -198,7 +198,7 @@ def test_a_plan_has_a_checksum_of_its_own() -> None:
         replace(plan, step=1),
         replace(plan, num_decoding=1),
         replace(plan, pauses=(Row(0),)),
-        replace(plan, leaves=(Row(0),)),
+        replace(plan, releases=(Row(0),)),
         replace(plan, starts=(row_start._replace(tokens=row_start.tokens[::-1]),)),
         replace(plan, chunks=(chunk._replace(start=1),)),
         replace(plan, grants=replace(plan.grants, blocks=plan.grants.blocks[::-1])),

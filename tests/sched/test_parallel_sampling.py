@@ -109,7 +109,7 @@ def test_a_sibling_that_never_began_leaves_a_row_of_which_the_runner_was_not_tol
     bench.scheduler.abort(sequences[0].request.id)
     after = bench.add([60], 3)
     bench.turn()
-    assert len(bench.plan.leaves) == 1, "the leader's row alone"
+    assert len(bench.plan.releases) == 1, "the leader's row alone"
     bench.run()
     assert bench.heard[after.id] == oracle_answer([60], 3)
 

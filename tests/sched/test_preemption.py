@@ -255,7 +255,7 @@ def test_nobody_overtakes_a_short_head_that_lacks_blocks() -> None:
     assert head.state is behind.state is SequenceState.WAITING
     assert head.group.waits_for is WaitCause.BLOCKS
     bench.run()
-    assert events_of(head, EventKind.SEATED)[0].step <= events_of(behind, EventKind.SEATED)[0].step
+    assert events_of(head, EventKind.ADMITTED)[0].step <= events_of(behind, EventKind.ADMITTED)[0].step
 
 
 @pytest.mark.parametrize(("patience_s", "overtakes"), [(100.0, True), (0.0, False)])

@@ -32,7 +32,7 @@ def test_a_hit_is_exact_to_the_token_and_copies_the_partial_block() -> None:
     assert bench.table(second)[:2] == [1, 2], "whole blocks are shared"
     assert (move.src.block, move.dst.block) == (3, bench.table(second)[2]), "the partial one is copied"
     assert second.group.num_cached == 9
-    assert events_of(second, EventKind.SEATED)[0].tokens == 9
+    assert events_of(second, EventKind.ADMITTED)[0].tokens == 9
     bench.run()
     assert bench.heard[second.id] == oracle_answer(prompt, 4)
 

@@ -56,7 +56,7 @@ def test_a_steady_step_mentions_nobody() -> None:
     assert len(quiet) == 6
     for plan in quiet:
         assert plan.num_decoding == 4
-        assert not (plan.moves or plan.starts or plan.leaves or plan.tells or plan.chunks or plan.pauses)
+        assert not (plan.moves or plan.starts or plan.releases or plan.appends or plan.chunks or plan.pauses)
         assert len(plan.grants) == 0
 
 

@@ -21,7 +21,7 @@ def watching(*, in_flight: bool = True) -> InFlightWatch:
 
 def taking(block: int, **also: object) -> StepPlan:
     """Row 0 leaves, and another row is granted one block to write."""
-    fields = {"leaves": (Row(0),), "starts": (row_start(1, [7]),), **also}
+    fields = {"releases": (Row(0),), "starts": (row_start(1, [7]),), **also}
     return StepPlan(1, grants=grants({1: [block]}), chunks=(sample(1, 0, 1),), **fields)  # type: ignore[arg-type]
 
 
@@ -34,7 +34,7 @@ def test_a_block_is_given_away_only_when_its_last_step_is_absorbed() -> None:
 
 def test_a_row_is_given_away_only_when_its_last_step_is_absorbed() -> None:
     again = StepPlan(
-        1, leaves=(Row(0),), starts=(seat_of(5, 0, [7]),), grants=grants({0: [9]}), chunks=(sample(0, 0, 1),)
+        1, releases=(Row(0),), starts=(seat_of(5, 0, [7]),), grants=grants({0: [9]}), chunks=(sample(0, 0, 1),)
     )
     with pytest.raises(AssertionError, match="row 0 is still in flight"):
         watching().launch(again)
@@ -57,7 +57,7 @@ def test_a_row_that_no_step_in_flight_computes_may_be_given_away() -> None:
     watch.launch(
         StepPlan(
             2,
-            leaves=(Row(0),),
+            releases=(Row(0),),
             starts=(seat_of(7, 0, [1, 2]),),
             grants=grants({0: [3]}),
             chunks=(sample(0, 0, 2),),
@@ -76,8 +76,8 @@ def test_a_source_of_a_move_may_be_granted_anew_in_the_same_plan() -> None:
 def test_a_move_writes_no_block_that_is_in_flight() -> None:
     back = moves(HOST, DEVICE, (1, 2))
     with pytest.raises(AssertionError, match="a move writes it"):
-        watching().launch(StepPlan(1, moves=back, leaves=(Row(0),)))
-    watching(in_flight=False).launch(StepPlan(1, moves=back, leaves=(Row(0),)))
+        watching().launch(StepPlan(1, moves=back, releases=(Row(0),)))
+    watching(in_flight=False).launch(StepPlan(1, moves=back, releases=(Row(0),)))
 
 
 def test_a_move_writes_no_block_that_a_live_table_holds() -> None:
@@ -125,7 +125,7 @@ def test_the_last_holder_writes_in_place() -> None:
     watch.launch(
         StepPlan(
             1,
-            leaves=(Row(0),),
+            releases=(Row(0),),
             starts=(row_start(1, [*TEN, 9]),),
             grants=grants({1: [1, 2, 3]}),
             chunks=(sample(1, 10, 11),),
@@ -161,7 +161,7 @@ def test_what_a_row_is_told_counts() -> None:
     watch = InFlightWatch(block_size=4)
     watch.launch(StepPlan(0, starts=(row_start(0, TEN[:3]),), grants=grants({0: [1]}), chunks=(host_driven(0, 0, 3),)))
     watch.absorb()
-    watch.launch(StepPlan(1, tells=(AppendTokens(Row(0), (5,)),), chunks=(sample(0, 3, 4),)))
+    watch.launch(StepPlan(1, appends=(AppendTokens(Row(0), (5,)),), chunks=(sample(0, 3, 4),)))
     with pytest.raises(AssertionError, match="position 4 beyond its 1 blocks"):
         watch.launch(StepPlan(2, num_decoding=1))
 

@@ -88,7 +88,7 @@ def test_a_swapped_row_goes_on_where_it_was_while_others_use_its_blocks() -> Non
     swap_out = StepPlan(
         2,
         moves=moves(DEVICE, HOST, (1, 8), (2, 6), (3, 7)),
-        leaves=(Row(0),),
+        releases=(Row(0),),
         starts=(seat_of(7, 0, other),),
         grants=grants({0: [3, 1, 2]}),
         chunks=(sample(0, 0, 11),),
@@ -121,7 +121,7 @@ def test_moves_are_carried_one_after_the_other(chain: tuple[Move, ...]) -> None:
     again = StepPlan(
         1,
         moves=chain,
-        leaves=(Row(0),),
+        releases=(Row(0),),
         starts=(row_start(0, [*PROMPT, 1]),),
         grants=grants({0: [1, 2, 10]}),
         chunks=(sample(0, 10, 11),),
@@ -146,11 +146,11 @@ def test_a_tethered_row_computes_what_it_is_told_and_nothing_else() -> None:
     second = int(first.candidates[Row(0)].ids[1])
     known = [*PROMPT, second, 8]
     told = bodies.run(
-        StepPlan(2, tells=(AppendTokens(Row(0), (second, 8)),), chunks=(host_driven(0, 10, 12),), num_decoding=1)
+        StepPlan(2, appends=(AppendTokens(Row(0), (second, 8)),), chunks=(host_driven(0, 10, 12),), num_decoding=1)
     )
     assert_same(told.candidates[Row(0)], after(known, 4))
     known.append(50)
-    freed = bodies.run(StepPlan(3, tells=(AppendTokens(Row(0), (50,)),), chunks=(sample(0, 12, 13),), num_decoding=1))
+    freed = bodies.run(StepPlan(3, appends=(AppendTokens(Row(0), (50,)),), chunks=(sample(0, 12, 13),), num_decoding=1))
     assert emitted(freed)[0] == following(known, 1)[0]
     assert emitted(bodies.run(StepPlan(4, num_decoding=2)))[0] == following(known, 2)[1]
 
@@ -171,9 +171,9 @@ def test_a_beam_that_wins_twice_forks() -> None:
         StepPlan(
             1,
             moves=moves(DEVICE, DEVICE, (3, 6)),
-            leaves=(Row(1),),
+            releases=(Row(1),),
             starts=(seat_of(2, 1, [*PROMPT, second], num_prompt=10, num_candidates=4),),
-            tells=(AppendTokens(Row(0), (best,)),),
+            appends=(AppendTokens(Row(0), (best,)),),
             grants=grants({1: [1, 2, 6]}),
             chunks=(host_driven(0, 10, 11), host_driven(1, 10, 11)),
         )
@@ -186,7 +186,7 @@ def test_a_row_leaves_and_another_sits_on_it_in_one_plan() -> None:
     bodies = Bodies()
     bodies.run(opening(0, 1, 2, 3))
     plan = StepPlan(
-        1, leaves=(Row(0),), starts=(seat_of(1, 0, [30]),), grants=grants({0: [3]}), chunks=(sample(0, 0, 1),)
+        1, releases=(Row(0),), starts=(seat_of(1, 0, [30]),), grants=grants({0: [3]}), chunks=(sample(0, 0, 1),)
     )
     assert emitted(bodies.run(plan)) == {0: following([30], 1)[0]}
 
@@ -227,7 +227,7 @@ def test_blocks_of_several_rows_may_be_granted_in_any_order() -> None:
     assert emitted(bodies.run(interleaved)) == {0: following(PROMPT, 1)[0], 1: following(PROMPT[::-1], 1)[0]}
     again = StepPlan(
         1,
-        leaves=(Row(0), Row(1)),
+        releases=(Row(0), Row(1)),
         starts=(row_start(0, [*PROMPT, 1]), row_start(1, [*PROMPT[::-1], 1])),
         grants=grants({0: [2, 7, 1], 1: [9, 4, 3]}),
         chunks=(sample(0, 10, 11), sample(1, 10, 11)),
@@ -268,7 +268,7 @@ def test_the_toy_adds_up_what_it_is_told() -> None:
         StepPlan(0, starts=(row_start(0, [50, 60], num_candidates=3),), chunks=(host_driven(0, 0, 2),), num_padding=9)
     ).wait()
     assert opened.candidates[Row(0)].ids.tolist() == [13, 14, 15] and emitted(opened) == {}
-    told = toy.launch(StepPlan(1, tells=(AppendTokens(Row(0), (14,)),), chunks=(sample(0, 2, 3),))).wait()
+    told = toy.launch(StepPlan(1, appends=(AppendTokens(Row(0), (14,)),), chunks=(sample(0, 2, 3),))).wait()
     assert emitted(told) == {0: 27}
     anew = StepPlan(9, starts=(row_start(0, [1, 2]),), chunks=(sample(0, 0, 2),), reset=True)
     assert emitted(toy.launch(anew).wait()) == {0: 3}

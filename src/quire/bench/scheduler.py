@@ -22,7 +22,7 @@ import numpy as np
 
 from quire.bench.environment import InstructionCounter
 from quire.core.ids import IntArray, RequestId
-from quire.core.process import undisturbed
+from quire.core.process import gc_undisturbed
 from quire.core.request import Request
 from quire.core.sampling import RowSampling
 from quire.kv.manager import KVManager
@@ -81,7 +81,7 @@ def measure(
         say(f"building {setting.rows} rows, {setting.waiting} waiting, {setting.turnover:.0%} turnover")
         stands.append(PlanningBench(setting, prompts, meter, num_steps=(rounds + 1) * (ROUND + WARM)))
     lines = [PlanningCost(setting) for setting in settings]
-    with undisturbed():  # as in an engine's process
+    with gc_undisturbed():  # as in an engine's process
         for number in range(rounds + 1):
             say(f"round {number} of {rounds}")
             for stand, line in zip(stands, lines, strict=True):

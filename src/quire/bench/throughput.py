@@ -17,7 +17,7 @@ import numpy as np
 from quire.bench.observer import GpuBusy, Observer, StepEvent, busy, steady_decode, token_gaps_s
 from quire.bench.workload import BenchJob, WorkloadSlice, find, named_jobs
 from quire.core.errors import ConfigError
-from quire.core.process import undisturbed
+from quire.core.process import gc_undisturbed
 from quire.core.sampling import SamplingParams
 from quire.engine.outputs import RequestMetrics
 from quire.llm import LLM
@@ -134,7 +134,7 @@ def run_closed(llm: LLM, observer: Observer, jobs: Many[BenchJob], sampling: Sam
     prompts = [{"prompt_token_ids": job.prompt} for job in jobs]
     llm.reset_prefix_cache()
     observer.clear()
-    with undisturbed():
+    with gc_undisturbed():
         started_s = time.perf_counter()
         outputs = llm.generate(prompts, params, progress=False)
         seconds = time.perf_counter() - started_s

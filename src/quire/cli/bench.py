@@ -159,9 +159,9 @@ def kernels(
 def first_token(since_s: float, batch: bool) -> None:
     """What `startup` starts: reads settings from stdin, makes one token, and says how long each part took."""
     reached_s = time.monotonic()
-    from quire.core.process import importing
+    from quire.core.process import gc_frozen_imports
 
-    with importing():  # as the process of an engine does
+    with gc_frozen_imports():  # as the process of an engine does
         import torch  # noqa: F401  # timed by itself: it is most of all imports
 
         torch_s = time.monotonic()

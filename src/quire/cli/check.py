@@ -15,7 +15,7 @@ from rich.progress import Progress
 
 from quire.cli.console import err
 from quire.core.errors import ConfigError, EngineFailed
-from quire.core.process import die_with
+from quire.core.process import die_with_parent
 from quire.sched.journal.replay import Condition
 from quire.sched.journal.replay import replay as replay_journal
 from quire.sim.check.check import (
@@ -49,7 +49,7 @@ class CheckOptions:
 def check(wish: CheckOptions) -> int:
     """The exit status: 1 if any law was broken."""
     started_s = time.monotonic()
-    if wish.part is not None and not die_with(int(wish.part.split("/")[2])):
+    if wish.part is not None and not die_with_parent(int(wish.part.split("/")[2])):
         return 1
     if wish.trial is not None or wish.record is not None:
         report = _one_world(wish)

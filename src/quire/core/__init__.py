@@ -1,1 +1,1 @@
-"""Floor 0: the words every other room speaks. No torch, no queue, no tensor."""
+"""Floor 0: the types every other package uses. No torch, no queue, no tensor."""

@@ -1,4 +1,4 @@
-"""Names for the integers that travel through the house, and the array types."""
+"""Types of the integer ids that all packages share, and of arrays."""
 
 from typing import NewType
 
@@ -11,10 +11,10 @@ Row = NewType("Row", int)
 BlockId = NewType("BlockId", int)
 
 IntArray = NDArray[np.int32]
-IndexArray = NDArray[np.intp]  # what numpy looks up with: narrower integers cost it five times as much in each look-up
+IndexArray = NDArray[np.intp]  # numpy's own index type: with narrower integers an indexed read takes five times as long
 FloatArray = NDArray[np.float32]
 
 LONGEST_TOKEN = 128  # characters: a run of spaces in the vocabularies of GPT-4 and Llama 3
 
-# Block 0 of every pool: rows that ended on the device write here, and nobody reads it.
+# Block 0 of every pool: rows that ended on the device and padding write here; it is never read.
 NULL_BLOCK = BlockId(0)

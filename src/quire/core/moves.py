@@ -1,4 +1,4 @@
-"""Where a block lies, and the order to copy one: swap, demotion, promotion and copy-on-write are all this."""
+"""Block copies: copy-on-write, demotion to the host tier and promotion from it are all a `Move` between two places."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from quire.core.ids import BlockId
 
 
 class Tier(Enum):
-    """Which store holds a block. Each has its own pool of ids."""
+    """The memory that holds a block. Each tier has its own pool of block ids."""
 
     DEVICE = "device"
     HOST = "host"
@@ -17,7 +17,7 @@ class Tier(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One block of one store."""
+    """One block of one tier."""
 
     tier: Tier
     block: BlockId
@@ -25,16 +25,16 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Copy one whole block. The paper orders, the runner carries."""
+    """Copy one whole block. The KV manager orders it, the runner carries it out."""
 
     src: Place
     dst: Place
 
 
 class MoveRun(NamedTuple):
-    """Neighbouring moves between the same two stores: block `sources[i]` goes to `targets[i]`.
+    """Consecutive moves between the same two tiers: block `sources[i]` goes to `targets[i]`.
 
-    No block is written that another move of its run reads or writes: they may be carried all at once, in any order.
+    No move of a run writes a block that another one reads or writes, so a run may be carried out at once.
     """
 
     src: Tier
@@ -44,7 +44,7 @@ class MoveRun(NamedTuple):
 
 
 def runs(moves: Iterable[Move]) -> Iterator[MoveRun]:
-    """The moves in their order, as few runs."""
+    """The moves in their order, in as few runs as possible."""
     run: list[Move] = []
     read: set[Place] = set()
     written: set[Place] = set()

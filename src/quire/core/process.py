@@ -15,14 +15,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Lock
 
-FOR_THE_PARENT = (signal.SIGINT, signal.SIGTERM)  # what people send to a terminal's programs; it ends its child itself
+PARENT_SIGNALS = (signal.SIGINT, signal.SIGTERM)  # what people send to a terminal's programs; it ends its child itself
 
 _PR_SET_PDEATHSIG = 1
 # Found once: a forked child, which may come here, must look for no library.
 _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 
-def die_with(parent: int) -> bool:
+def die_with_parent(parent: int) -> bool:
     """From now on, on Linux. False: the parent with this number is gone already."""
     if _prctl is not None:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -34,7 +34,7 @@ def die_with(parent: int) -> bool:
 _THRESHOLDS = (20_000, 20, 20)
 
 
-def keep_for_good() -> None:
+def freeze_heap() -> None:
     """Whatever lives now stays until the process ends. For a process that is ours, once it is ready."""
     gc.collect()
     gc.freeze()
@@ -42,7 +42,7 @@ def keep_for_good() -> None:
 
 
 @contextmanager
-def importing() -> Iterator[None]:
+def gc_frozen_imports() -> Iterator[None]:
     """What is imported meanwhile stays, and is not looked through: a fifth of the imports' time. For a process that is
     ours."""
     gc.disable()
@@ -81,7 +81,7 @@ _postponed = _Postponed()
 
 
 @contextmanager
-def postponed() -> Iterator[None]:
+def gc_postponed() -> Iterator[None]:
     """Garbage stays where it is for a moment in which it may not be freed."""
     _postponed.enter()
     try:
@@ -91,10 +91,10 @@ def postponed() -> Iterator[None]:
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
+def gc_undisturbed() -> Iterator[None]:
     """The same for a while: in somebody else's process, while something is measured."""
     thresholds = gc.get_threshold()
-    keep_for_good()
+    freeze_heap()
     try:
         yield
     finally:

@@ -1,12 +1,12 @@
-"""What a client asked, and the life of each continuation of it.
+"""A request inside the engine: its parameters, its group of sequences, and the states of a sequence.
 
-    WAITING ──seat──▶ RUNNING ──leave──▶ LEAVING ──release──▶ FINISHED
+    WAITING ──assign──▶ RUNNING ──stop──▶ RELEASING ──release──▶ FINISHED
        ▲  └──────────────── finish ───────────┼──────────────────▲
        └────────────── release (preempted) ───┘
 
-A waiting sequence owns nothing. A running one owns a row and its blocks. A leaving one computes nothing more,
-but steps in flight may still touch its row and blocks; they go back when the last of those steps is absorbed.
-The sequences of one request are a family: admitted, preempted and counted as one.
+A waiting sequence owns nothing. A running one owns a row and its blocks. A releasing one computes nothing more, but
+steps in flight may still touch its row and blocks; both are released when the last of these steps is absorbed. The
+sequences of one request are a group: admitted, preempted and counted as one. Knows nothing of queues or blocks.
 """
 
 from dataclasses import dataclass
@@ -20,20 +20,20 @@ from quire.core.ids import IntArray, RequestId, Row, SequenceId
 from quire.core.sampling import RowSampling
 from quire.core.step import FinishReason
 
-MOST_EVENTS = 64  # a family's story keeps its beginning and its latest events
+MOST_EVENTS = 64  # kept per request: the first half and the latest
 
 
 class EarlyStopping(Enum):
     """When a beam search may end, as Hugging Face defines it."""
 
     WHEN_FULL = "when_full"  # early_stopping=True: as soon as there are `width` finished hypotheses
-    WHEN_UNLIKELY = "when_unlikely"  # False: when the best running beam, at its present length, could not win any more
-    NEVER = "never"  # "never": when no running beam could win at any length
+    WHEN_UNLIKELY = "when_unlikely"  # False: when the best running beam, at its present length, cannot win any more
+    NEVER = "never"  # "never": when no running beam can win at any length
 
 
 @dataclass(frozen=True, slots=True)
 class BeamParams:
-    """Beam search in the place of sampling."""
+    """Beam search instead of sampling."""
 
     width: int
     length_penalty: float = 1.0
@@ -43,18 +43,18 @@ class BeamParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A validated request, as the engine's door lets it in."""
+    """A validated request."""
 
     id: RequestId
     prompt: IntArray
     max_tokens: int
     sampling: RowSampling
-    num_sequences: int = 1  # rows it occupies: continuations, or the width of its beam
+    num_sequences: int = 1  # rows it occupies: continuations, or the beam width
     beam: BeamParams | None = None
-    partition: str = ""  # who may share its cached prefix: API-key identity and cache salt
-    tenant: str = ""  # who pays for its service
-    priority: int = 0  # its class: lower comes first, as clients of other engines know it
-    deadline_s: float | None = None  # on the engine's clock; it must be seated before
+    partition: str = ""  # requests of one partition share cached prefixes: API-key identity and cache salt
+    tenant: str = ""  # its share of service is counted for this tenant
+    priority: int = 0  # its class: lower comes first, as in vLLM
+    deadline_s: float | None = None  # on the engine's clock; it must be admitted before
 
     @property
     def max_length(self) -> int:
@@ -62,7 +62,7 @@ class Request:
 
 
 class BlockOwner(NamedTuple):
-    """On whose behalf blocks are looked up, kept and evicted."""
+    """The request for which blocks are looked up, cached and evicted."""
 
     request: RequestId
     partition: str
@@ -72,14 +72,15 @@ class BlockOwner(NamedTuple):
 class SequenceState(Enum):
     WAITING = "waiting"
     RUNNING = "running"
-    LEAVING = "leaving"
+    RELEASING = "releasing"
     FINISHED = "finished"
 
 
 class RequestGroup:
-    """A request inside the engine."""
+    """The sequences of one request, admitted, preempted and counted as one."""
 
     __slots__ = (
+        "admitted_s",
         "arrived_s",
         "events",
         "has_first_token",
@@ -88,7 +89,6 @@ class RequestGroup:
         "order",
         "owner",
         "request",
-        "seated_s",
         "sequences",
         "was_assigned",
     )  # fmt: skip
@@ -96,19 +96,19 @@ class RequestGroup:
     def __init__(self, request: Request, first_id: int, arrived_s: float) -> None:
         self.request = request
         self.owner = BlockOwner(request.id, request.partition, request.priority)
-        self.order = first_id  # families are numbered as they arrive
+        self.order = first_id  # groups are numbered as they arrive
         self.arrived_s = arrived_s
         self.sequences = tuple(Sequence(self, SequenceId(first_id + i), i) for i in range(request.num_sequences))
         self.num_preemptions = 0
         self.was_assigned = False
-        self.has_first_token = False  # a member has emitted a token
-        self.seated_s: float | None = None  # when it first sat down
-        self.num_cached = 0  # prompt tokens that its first sitting down found in the cache
+        self.has_first_token = False  # one of its sequences has emitted a token
+        self.admitted_s: float | None = None  # when it first got rows
+        self.num_cached = 0  # prompt tokens found in the cache at its first admission
         self.events: list[RequestEvent] = []
 
     @property
-    def answers(self) -> tuple["Sequence", ...]:
-        """The members a client hears of: of beams, as many as are to be returned."""
+    def returned(self) -> tuple["Sequence", ...]:
+        """The sequences whose output the client gets: all, or the best `num_returned` beams."""
         beam = self.request.beam
         return self.sequences if beam is None else self.sequences[: beam.num_returned]
 
@@ -121,7 +121,7 @@ class RequestGroup:
         return None not in [sequence.finish_reason for sequence in self.sequences]
 
     def note(self, event: RequestEvent) -> None:
-        """Remember what happened; of a wait, only when its cause changes."""
+        """Record an event; a wait only when its cause changes."""
         if event.what is EventKind.WAITED and self.waits_for is event.cause:
             return
         if len(self.events) == MOST_EVENTS:
@@ -134,7 +134,7 @@ class RequestGroup:
         return last.cause if last is not None and last.what is EventKind.WAITED else None
 
     def __repr__(self) -> str:
-        return f"Family({self.request.id}, {[sequence.state.value for sequence in self.sequences]})"
+        return f"RequestGroup({self.request.id}, {[sequence.state.value for sequence in self.sequences]})"
 
 
 class Sequence:
@@ -149,7 +149,7 @@ class Sequence:
         "index",
         "last_position",
         "num_computed",
-        "num_had",
+        "num_computed_before",
         "num_planned",
         "release_step",
         "request",
@@ -164,26 +164,26 @@ class Sequence:
         self.request = group.request
         self.id = sequence_id
         self.index = index
-        self.last_position = group.request.max_length - 2  # whose computation gives a token
+        self.last_position = group.request.max_length - 2  # the last position whose computation gives a token
         self.state = SequenceState.WAITING
-        self.tokens: IntArray = group.request.prompt  # as of its last sitting down, or the end; a beam's: always
+        self.tokens: IntArray = group.request.prompt  # at its last row assignment, or the end; a beam's: always
         self.score: float | None = None  # of a finished beam
         self.finish_reason: FinishReason | None = None
-        self.num_had = 0  # positions computed or found by the time of a preemption: whatever it computes again
-        self._clear_seat()
+        self.num_computed_before = 0  # positions computed or cached when it was preempted: it computes them again
+        self._clear_row()
 
-    def _clear_seat(self) -> None:
+    def _clear_row(self) -> None:
         self.row: Row | None = None
         self.assigned_step = -1
-        self.num_planned = 0  # known tokens computed by the steps planned so far, until it cruises
+        self.num_planned = 0  # known tokens computed by the steps planned so far, until it decodes
         self.num_computed = 0  # of those, the ones whose step is absorbed
-        self.caught_up = False  # all that it knew when it sat down is computed
+        self.caught_up = False  # every token known at its row assignment is computed
         self.release_step = -1
 
-    # The arrows.
+    # Transitions.
 
     def assign(self, row: Row, step: int, num_computed: int) -> None:
-        """Sit down with so many tokens found in the cache."""
+        """Get a row, with `num_computed` tokens found in the cache."""
         assert self.state is SequenceState.WAITING, self
         self.state = SequenceState.RUNNING
         self.row = row
@@ -191,31 +191,30 @@ class Sequence:
         self.num_planned = num_computed
         self.num_computed = num_computed
 
-    def leave(self, release_step: int, reason: FinishReason | None) -> None:
-        """Stop computing. With a reason it is finished; with none it was preempted and will come back."""
+    def stop(self, release_step: int, reason: FinishReason | None) -> None:
+        """Stop computing: finished if there is a reason, preempted if there is none. Steps up to `release_step` may
+        still touch the row."""
         assert self.state is SequenceState.RUNNING, self
-        self.state = SequenceState.LEAVING
+        self.state = SequenceState.RELEASING
         self.release_step = release_step
         self.finish_reason = reason
 
     def finish(self, reason: FinishReason) -> None:
-        """Decide the outcome of a sequence that no longer computes: one that waits, or one preempted and leaving."""
-        assert self.state in (SequenceState.WAITING, SequenceState.LEAVING) and self.finish_reason is None, self
+        """Set the outcome of a sequence that does not compute: waiting, or preempted and not yet released."""
+        assert self.state in (SequenceState.WAITING, SequenceState.RELEASING) and self.finish_reason is None, self
         self.finish_reason = reason
         if self.state is SequenceState.WAITING:
             self.state = SequenceState.FINISHED
 
     def release(self, generated: IntArray) -> None:
-        """The last step that touched it is absorbed: it owns nothing any more."""
-        assert self.state is SequenceState.LEAVING, self
+        """The last step that touched it is absorbed: its row and blocks are free."""
+        assert self.state is SequenceState.RELEASING, self
         if self.finish_reason is None:
             self.tokens = np.concatenate([self.tokens, generated])
             self.state = SequenceState.WAITING
         else:
             self.state = SequenceState.FINISHED
-        self._clear_seat()
-
-    # What follows from the numbers.
+        self._clear_row()
 
     @property
     def finished(self) -> bool:
@@ -223,7 +222,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Known tokens at its last sitting down (not those sampled since)."""
+        """Known tokens at its last row assignment, without those sampled since."""
         return len(self.tokens)
 
     def __repr__(self) -> str:

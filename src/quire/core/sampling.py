@@ -13,7 +13,15 @@ from numbers import Integral
 
 from quire.core.errors import InvalidParameter, shown
 from quire.core.ids import LONGEST_TOKEN
-from quire.core.validation import check_bool, check_count, check_float, check_int, check_list, check_strings, make_plain
+from quire.core.validation import (
+    check_bool,
+    check_count,
+    check_float,
+    check_int,
+    check_list,
+    check_strings,
+    convert_numpy,
+)
 
 
 class GrammarKind(Enum):
@@ -88,7 +96,7 @@ class SamplingParams:
     grammar: Grammar | None = None  # what the text may be
 
     def __post_init__(self) -> None:
-        make_plain(self, self.__slots__)
+        convert_numpy(self, self.__slots__)
         check_int("n", self.n, 1, MAX_SEQUENCES)
         check_float("temperature", self.temperature, 0.0, 100.0)
         check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)

@@ -1,16 +1,34 @@
-"""The bridge: the one language between those who decide and those who compute.
+"""The bridge: the messages between the scheduler, which plans steps, and a runner, which computes them.
 
-A `StepPlan` is a difference. A row that has caught up *cruises*: it computes one token in every step without
-being mentioned, until a plan pauses or unseats it, or until it ends on the device (an end token, or its length).
-An ended row is inert: it computes nothing and emits nothing until it is unseated.
+A `StepPlan` goes in, a `StepResult` comes back. One step is one forward pass over a ragged batch. Both messages hold
+row numbers, block ids and token ids: no tensors, no requests, no clock. Scheduler and runner share nothing else.
 
-A runner applies a plan in this order: moves, leaves, seats, tells, grants; then it runs the chunks and every cruising
-row that is not paused. Moves are carried one after the other as they are listed, before this step writes anything. A
-chunk whose output holds SAMPLE has reached the last known token: its row emits a token in this step and cruises from
-the next one. A chunk whose output holds CANDIDATES has reached it too, but its row is *tethered*: it gives back its
-likeliest next tokens and computes nothing more until it is told which of them (or what else) follows. A chunk whose
-output holds POOLED adds its hidden states to its row's sum; with the last known token the sum is given back, and the
-row has ended without a token.
+**Rows.** A runner has a fixed number of rows, one per running sequence. A row is in one of these states:
+
+    state         enters it by                           computes in a step
+    ----------    -----------------------------------    -----------------------------------------------
+    empty         the start; a plan releases the row     nothing
+    prefilling    a plan starts the row                  its chunk, if the plan names one
+    decoding      a chunk with SAMPLE is computed        one token, unless the plan pauses it
+    host-driven   a chunk with CANDIDATES is computed    nothing, until the plan appends tokens and a chunk
+    ended         a stop token, the length limit, an     nothing; it emits nothing and is released later
+                  error, or the end of a pooled prompt
+
+**A plan is a difference.** A decoding row computes one token in every step without being named, so a steady decode step
+is an almost empty plan. The scheduler plans step N + 1 before it has seen the result of step N (run-ahead), so a plan
+may count a row that has already ended on the device. Such a row writes to the null block.
+
+**Order of application.** A runner applies `moves`, `releases`, `starts`, `appends` and `grants`, in this order. Then it
+computes the chunks and every decoding row that is not paused. Moves are carried one after the other as they are listed,
+before the step writes anything. Step numbers rise by one; `reset` starts again from empty rows.
+
+**Chunks.** A prompt is computed in one or more chunks (chunked prefill), which continue at the last position computed,
+or at the end of the prefix found in the cache. A chunk's `output` says what its last position gives:
+
+    SAMPLE        the chunk reaches the last known token: the row emits a token now and decodes from the next step on
+    CANDIDATES    the same for a host-driven row: it returns its most probable next tokens; the scheduler chooses
+    POOLED        hidden states are added to the row's sum; with the last known token the sum is returned, and the row
+                  has ended without a token
 """
 
 from dataclasses import dataclass, field
@@ -25,7 +43,7 @@ from quire.core.sampling import RowSampling
 
 
 class ChunkOutput(Flag):
-    """What a chunk must give back."""
+    """What a chunk returns."""
 
     NONE = 0
     SAMPLE = auto()
@@ -35,27 +53,27 @@ class ChunkOutput(Flag):
 
 
 class FinishReason(Enum):
-    """How a sequence ended. The values are what clients read."""
+    """How a sequence ended. Clients read the values."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
-    ERROR = "error"  # there was no token to choose
-    NOTHING_LEFT = "nothing_left"  # the same, and by the request's own doing; the engine finds out, never a runner
-    EXPIRED = "expired"  # its deadline passed before it was seated
-    FAILED = "failed"  # a step failed because of it, or its own admission did
-    OUT_OF_MEMORY = "out_of_memory"  # a step was too large for the device, and it was the largest
+    ERROR = "error"  # there was no token to sample: the logits were not finite
+    NOTHING_LEFT = "nothing_left"  # its own constraints left no token; the engine sets this, never a runner
+    EXPIRED = "expired"  # its deadline passed before it was admitted
+    FAILED = "failed"  # it broke a step, or its own admission
+    OUT_OF_MEMORY = "out_of_memory"  # a step was too large for the device, and this was its largest request
 
 
 class RowStart(NamedTuple):
-    """A sequence sits down: all the runner needs to know of it until it leaves."""
+    """A sequence gets an empty row: all that the runner knows of it until the row is released."""
 
     row: Row
     sequence: SequenceId
-    branch: int  # which of its request's sequences; random numbers depend on it
-    tokens: IntArray  # every known token: the prompt, and what was generated before a preemption
+    branch: int  # index of the sequence in its request; random numbers depend on it
+    tokens: IntArray  # every known token: the prompt, and the tokens generated before a preemption
     num_prompt: int
-    max_length: int  # prompt and completion together; the row ends when it knows so many tokens
+    max_length: int  # prompt and completion together; the row ends when it holds this many tokens
     sampling: RowSampling
 
 
@@ -65,7 +83,7 @@ def _none() -> IntArray:
 
 @dataclass(frozen=True, slots=True)
 class Grants:
-    """The table of row `rows[i]` grows by `blocks[i]`. A row named several times gets its blocks in this order."""
+    """The block table of row `rows[i]` grows by `blocks[i]`. A row that occurs twice gets its blocks in this order."""
 
     rows: IntArray = field(default_factory=_none)
     blocks: IntArray = field(default_factory=_none)
@@ -76,14 +94,14 @@ class Grants:
 
 @dataclass(frozen=True, slots=True)
 class AppendTokens:
-    """A tethered row's known tokens grow by these."""
+    """The tokens of a host-driven row grow by these."""
 
     row: Row
     tokens: tuple[int, ...]
 
 
 class Chunk(NamedTuple):
-    """Compute positions [start, start + length) of the row's known tokens."""
+    """Compute positions [start, start + length) of the row's tokens and write their keys and values."""
 
     row: Row
     start: int
@@ -96,17 +114,17 @@ class StepPlan:
     """One forward pass, as a difference to the one before."""
 
     step: int
-    moves: tuple[Move, ...] = ()
-    leaves: tuple[Row, ...] = ()
+    moves: tuple[Move, ...] = ()  # block copies: copy-on-write, demotion to the host, promotion from it
+    releases: tuple[Row, ...] = ()  # rows that become empty
     starts: tuple[RowStart, ...] = ()
-    tells: tuple[AppendTokens, ...] = ()
+    appends: tuple[AppendTokens, ...] = ()
     grants: Grants = field(default_factory=Grants)
     chunks: tuple[Chunk, ...] = ()
-    pauses: tuple[Row, ...] = ()
-    masked: tuple[Row, ...] = ()  # rows that choose a token in this step under a mask, which comes beside the plan
-    num_decoding: int = 0  # rows that compute one token; some may have ended on the device meanwhile
-    num_padding: int = 0  # tokens computed into the null block and thrown away (static regimes alone)
-    reset: bool = False  # a step was lost: every row of the runner is empty, and its step numbers go on from here
+    pauses: tuple[Row, ...] = ()  # decoding rows that skip this step
+    masked: tuple[Row, ...] = ()  # rows that sample in this step under a mask; `Masks` comes beside the plan
+    num_decoding: int = 0  # decoding rows of this step, among them rows that ended since the last result
+    num_padding: int = 0  # tokens computed into the null block and thrown away (static regimes only)
+    reset: bool = False  # a step was lost: every row is empty, and step numbers go on from this one
 
     @property
     def num_tokens(self) -> int:
@@ -114,7 +132,7 @@ class StepPlan:
 
 
 class TopLogprobs(NamedTuple):
-    """The log-probability of one token, its rank (1 is the likeliest), and the likeliest alternatives."""
+    """The log-probability of one token, its rank (1 is the most probable), and the most probable alternatives."""
 
     token: int
     logprob: float
@@ -124,7 +142,7 @@ class TopLogprobs(NamedTuple):
 
 
 class PromptLogprobs(NamedTuple):
-    """Scores of prompt tokens start, start + 1, … of one row."""
+    """Log-probabilities of the prompt tokens start, start + 1, … of one row."""
 
     row: Row
     start: int
@@ -132,14 +150,14 @@ class PromptLogprobs(NamedTuple):
 
 
 class FinishedRow(NamedTuple):
-    """A row that ended on the device with the token it emitted in this step (none if it failed, or was pooled)."""
+    """A row that ended in this step, with the token it emitted (an error and a pooled prompt emit none)."""
 
     row: Row
     reason: FinishReason
 
 
 class Candidates(NamedTuple):
-    """The likeliest next tokens of a tethered row, likeliest first, with their log-probabilities."""
+    """The most probable next tokens of a host-driven row in descending order, with their log-probabilities."""
 
     ids: IntArray
     logprobs: FloatArray
@@ -147,7 +165,7 @@ class Candidates(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step gave: row `rows[i]` emitted `tokens[i]`."""
+    """The output of one step: row `rows[i]` emitted `tokens[i]`."""
 
     step: int
     rows: IntArray = field(default_factory=_none)
@@ -156,32 +174,32 @@ class StepResult:
     logprobs: dict[Row, TopLogprobs] = field(default_factory=dict)
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     candidates: dict[Row, Candidates] = field(default_factory=dict)
-    pooled: dict[Row, FloatArray] = field(default_factory=dict)  # the sum of the row's hidden states
+    pooled: dict[Row, FloatArray] = field(default_factory=dict)  # the sum of the prompt's hidden states
 
 
 class Masks(NamedTuple):
-    """What masked rows may choose in a step: row `rows[i]` token t, if bit t % 32 of `bits[i, t // 32]` is set."""
+    """Grammar masks of one step: row `rows[i]` may sample token t if bit t % 32 of `bits[i, t // 32]` is set."""
 
     rows: IntArray
     bits: IntArray  # [rows, words]
 
 
 class StepLost(Exception):
-    """A step whose result will never come: every step in flight is lost with it."""
+    """A step without a result. Every step in flight is lost with it."""
 
     def __init__(self, message: str, *, cache_intact: bool = True, too_large: bool = False) -> None:
         super().__init__(message)
-        self.cache_intact = cache_intact  # what earlier steps wrote can still be read
-        self.too_large = too_large  # there was no memory for it
+        self.cache_intact = cache_intact  # the KV cache still holds what earlier steps wrote
+        self.too_large = too_large  # the device ran out of memory
 
 
 class Pending(Protocol):
-    """A step under way. `wait`, like `launch`, may raise `StepLost`."""
+    """A step in flight. `wait`, like `launch`, may raise `StepLost`."""
 
     def wait(self) -> StepResult: ...
 
 
 class Runner(Protocol):
-    """A body behind the bridge. Steps complete in the order of their launch."""
+    """Computes steps: the model on a device, or a simulation. Steps complete in the order of their launch."""
 
     def launch(self, plan: StepPlan, masks: Masks | None = None) -> Pending: ...

@@ -18,7 +18,7 @@ def plain(value: object) -> object:
     return value
 
 
-def make_plain(parameters: object, names: Iterable[str]) -> None:
+def convert_numpy(parameters: object, names: Iterable[str]) -> None:
     """Each of these fields of a frozen dataclass as Python's own."""
     for name in names:
         value = getattr(parameters, name)

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from quire.core.errors import QuireError
-from quire.core.process import FOR_THE_PARENT, die_with, importing, keep_for_good
+from quire.core.process import PARENT_SIGNALS, die_with_parent, freeze_heap, gc_frozen_imports
 from quire.engine.build_scheduler import wake
 from quire.engine.engine import Engine
 from quire.engine.engine_server import EngineServer
@@ -24,10 +24,10 @@ from quire.engine.wire import FrameDecoder, Message, pack, read_for_engine
 
 def main(descriptor: int, parent: int) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s", stream=sys.stderr)
-    for number in FOR_THE_PARENT:
+    for number in PARENT_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_THE_PARENT)  # held back since the start: see `Child`
-    if not die_with(parent):
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PARENT_SIGNALS)  # held back since the start: see `Child`
+    if not die_with_parent(parent):
         return 0
     wire = socket.socket(fileno=descriptor)
     order = _first_order(wire)
@@ -44,7 +44,7 @@ def main(descriptor: int, parent: int) -> int:
         return error.exit_code
     if engine.grammars is not None:
         wake(engine.grammars)
-    keep_for_good()
+    freeze_heap()
     _tell(wire, facts)
     EngineServer(engine, wire, time.monotonic).run()
     return 0
@@ -64,7 +64,7 @@ def _build(order: StartEngine, watch: StartupReporter) -> tuple[Engine, EngineIn
         from quire.engine.scripted_engine import build_scripted
 
         return build_scripted(order.config, Path(order.script), watch)
-    with importing():
+    with gc_frozen_imports():
         from quire.engine.build import build
 
     built = build(order.config, watch, serving=order.serving)

@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 
-from quire.core.process import FOR_THE_PARENT
+from quire.core.process import PARENT_SIGNALS
 from quire.engine.wire import BrokenFrame, FrameDecoder, Message, ToFront, pack, read_for_front
 
 _READ_BYTES = 1 << 20
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 @contextlib.contextmanager
 def _signals_held() -> Iterator[None]:
     """Whoever is started meanwhile has them held back, until it has said that they are not for it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_PARENT)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, PARENT_SIGNALS)
     try:
         yield
     finally:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 from quire.core.errors import InvalidParameter, shown
-from quire.core.validation import check_float, check_int, make_plain
+from quire.core.validation import check_float, check_int, convert_numpy
 
 MOST_URGENT, LEAST_URGENT = -100, 100
 MAX_NAME_CHARACTERS = 256
@@ -30,7 +30,7 @@ class RequestOptions:
     timeout_s: float | None = None  # it must be begun before, or it ends as "expired"
 
     def __post_init__(self) -> None:
-        make_plain(self, self.__slots__)
+        convert_numpy(self, self.__slots__)
         check_int("priority", self.priority, MOST_URGENT, LEAST_URGENT)
         for name in ("tenant", "cache_salt"):
             value = getattr(self, name)

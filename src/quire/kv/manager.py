@@ -272,7 +272,7 @@ class KVManager:
         self.tables.clear(row)
         self._rows[row] = RowBlocks()
 
-    def distrust(self, row: Row, owner: BlockOwner) -> None:
+    def discard(self, row: Row, owner: BlockOwner) -> None:
         """The row's table goes back, and nobody else shall find what this request has written."""
         node = self._rows[row].node
         self.close(row, owner, np.empty(0, dtype=np.int32))
@@ -285,7 +285,7 @@ class KVManager:
         return moves
 
     @property
-    def has_orders(self) -> bool:
+    def has_moves(self) -> bool:
         """Whether copies wait for the next plan."""
         return bool(self._moves)
 
@@ -293,9 +293,9 @@ class KVManager:
         """Forget every prefix that no row holds; the blocks that became free."""
         return 0 if self.tree is None else self.tree.reset()
 
-    def lose(self) -> None:
+    def invalidate(self) -> None:
         """What the device held is gone: forget the orders, and every prefix. No row may be open."""
-        assert not self.tables.lengths.any(), "lose() with open tables"
+        assert not self.tables.lengths.any(), "invalidate() with open tables"
         self._moves.clear()
         self.reset_cache()
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.core.ids import IntArray, Row
-from quire.core.process import postponed
+from quire.core.process import gc_postponed
 from quire.kernels.row_interface import PADDING, SamplingStage
 from quire.kernels.transfers import upload
 from quire.runner.graph_shapes import CapturePolicy, StepSize
@@ -51,7 +51,7 @@ class GraphCapturer:
         # Two streams, because a failed capture would leave its own stream as the current one. No garbage collection,
         # because freeing the graphs of an engine that was dropped would end the capture.
         with (
-            postponed(),
+            gc_postponed(),
             torch.cuda.stream(torch.cuda.current_stream(self._device)),
             torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
         ):

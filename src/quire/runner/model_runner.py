@@ -241,11 +241,11 @@ class ModelRunner:
         if plan.reset:
             self._sampler.clear()
             self._pools.clear()
-        for row in plan.leaves:
+        for row in plan.releases:
             self._sampler.release(row)
             self._pools.release(row)
         self._sampler.assign(plan.starts)
-        for append in plan.tells:
+        for append in plan.appends:
             self._sampler.append_tokens(append.row, append.tokens)
 
     def _sample(

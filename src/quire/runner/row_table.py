@@ -55,12 +55,12 @@ class RowTable:
         else:
             assert plan.step == self._next_step, f"plan {plan.step} came, {self._next_step} was due"
         self._next_step = plan.step + 1
-        for row in plan.leaves:
+        for row in plan.releases:
             del self.starts[row]
             self.decoding[row] = False
         if plan.starts:
             self._start_rows(plan.starts)
-        for append in plan.tells:
+        for append in plan.appends:
             self._append_tokens(append)
         if len(plan.grants):
             self._grant(plan.grants)

@@ -95,7 +95,7 @@ class Admission:
         if draft.pressure:
             self.cause = WaitCause.PRESSURE  # law (c)
         elif self._closed(draft.now_s):
-            self.cause = WaitCause.SEATS
+            self.cause = WaitCause.ROWS
         self._num_parked = 0
         while self._state.room and self.cause is None:
             self.cause = self._admit_next(draft)
@@ -108,7 +108,7 @@ class Admission:
         if draft.budget <= 0:
             return WaitCause.BUDGET
         if state.rows.num_free == 0:
-            return WaitCause.SEATS
+            return WaitCause.ROWS
         if self._num_parked == MOST_PARKED:
             return WaitCause.ORDER
         kept_out: WaitCause | None = None
@@ -194,7 +194,7 @@ class Admission:
 
     def _lacks(self, claim: Claim) -> WaitCause | None:
         if claim.num_rows > self._state.rows.num_free:
-            return WaitCause.SEATS
+            return WaitCause.ROWS
         return None if self._state.kv.shortage(claim.match, claim.num_blocks) <= 0 else WaitCause.BLOCKS
 
     def _follow(self, group: RequestGroup, claim: Claim) -> PrefixWait | None:
@@ -234,12 +234,12 @@ class Admission:
 
     def _count(self, group: RequestGroup, leader: Sequence, num_cached: int, step: int) -> None:
         counters, request = self._state.counters, group.request
-        group.note(RequestEvent(step, EventKind.SEATED, num_cached))
+        group.note(RequestEvent(step, EventKind.ADMITTED, num_cached))
         self._state.stalls.note_seated(step, group.order, request.id)
         if group.was_assigned:
             return
         group.was_assigned = True
-        group.seated_s = self._state.now_s
+        group.admitted_s = self._state.now_s
         group.num_cached = min(num_cached, len(request.prompt))
         counters.prompt_tokens += len(request.prompt)
         counters.cached_tokens += group.num_cached

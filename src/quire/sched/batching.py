@@ -139,7 +139,7 @@ class StepBatcher:
 
     def fresh(self, draft: PlanBuilder) -> None:
         """Siblings and beams that have begun since the last plan."""
-        draft.tells.extend(self._state.tells)
+        draft.appends.extend(self._state.appends)
         for sequence in self._state.fresh:
             assert sequence.row is not None, sequence
             draft.assign(sequence, self._state.kv.tables.of(sequence.row).copy())
@@ -210,7 +210,7 @@ class StepBatcher:
         draft.grant(row, state.kv.grow_to(row, start + length, request.id))
         sequence.num_planned = start + length
         draft.chunk(sequence, start, length, output_of(sequence, start, length))
-        state.counters.recomputed_tokens += max(min(start + length, sequence.num_had) - start, 0)
+        state.counters.recomputed_tokens += max(min(start + length, sequence.num_computed_before) - start, 0)
         num_blocks, tenant, pooled = state.kv.tables.lengths.item(row), request.tenant, request.sampling.pooled
         catches_up = sequence.num_planned == num_tokens
         state.charges.chunk(tenant, 0 if decoding else length, int(catches_up and not pooled), num_blocks)

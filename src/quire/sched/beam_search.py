@@ -198,7 +198,7 @@ class BeamUpdate(NamedTuple):
     `results` is None while it goes on.
     """
 
-    tells: tuple[AppendTokens, ...]
+    appends: tuple[AppendTokens, ...]
     assigned: tuple[Sequence, ...]
     live: tuple[Sequence, ...]
     results: tuple[BeamHypothesis, ...] | None
@@ -258,7 +258,7 @@ class BeamGroups:
         for sequence in vacant:
             self._clear(sequence)
         live: list[Sequence] = []
-        tells: list[AppendTokens] = []
+        appends: list[AppendTokens] = []
         assigned: list[Sequence] = []
         taken: set[SequenceId] = set()
         for parent, tokens, token in zip(parents, parent_tokens, step.tokens, strict=True):
@@ -270,12 +270,12 @@ class BeamGroups:
             else:
                 assert parent.row is not None, parent
                 taken.add(parent.id)
-                tells.append(AppendTokens(parent.row, (token,)))
+                appends.append(AppendTokens(parent.row, (token,)))
             beam.tokens = np.append(tokens, np.int32(token))
             beam.caught_up = False
             live.append(beam)
         beams.live = tuple(live)
-        return BeamUpdate(tuple(tells), tuple(assigned), beams.live, None)
+        return BeamUpdate(tuple(appends), tuple(assigned), beams.live, None)
 
     def _clear(self, sequence: Sequence) -> None:
         """A dead beam gives its blocks back and keeps its row and its promise."""

@@ -80,7 +80,7 @@ class WaitHistory:
 _WORDS = {
     WaitCause.ORDER: "others came first, by class, share, lane or deadline",
     WaitCause.BUDGET: "the steps' tokens were spent",
-    WaitCause.SEATS: "every row was taken",
+    WaitCause.ROWS: "every row was taken",
     WaitCause.BLOCKS: "the KV cache had no room",
     WaitCause.PRESSURE: "running rows needed blocks: nobody was admitted",
     WaitCause.PREFIX: "another was computing the same prefix",
@@ -180,7 +180,7 @@ def explain(group: RequestGroup, stalls: WaitHistory, now_step: int) -> Explanat
         num_prompt=arrived.tokens,
         arrived_step=arrived.step,
         waits=tuple(wait for spell in _spells(events, now_step) for wait in _waits(group.order, spell, stalls)),
-        sittings=tuple(RowStarted(event.step, event.tokens) for event in events if event.what is EventKind.SEATED),
+        sittings=tuple(RowStarted(event.step, event.tokens) for event in events if event.what is EventKind.ADMITTED),
         shortfall=None if missed is None else Shortfall(missed.tokens, missed.detail, missed.other),
         interruptions=tuple(_interruptions(events)),
         forks=tuple(Fork(event.step, event.tokens, event.detail) for event in events if event.what is EventKind.FORKED),
@@ -206,7 +206,7 @@ def _spells(events: Iterable[RequestEvent], now_step: int) -> list[_Spell]:
             start, noted = event.step, []
         elif event.what is EventKind.WAITED:
             noted.append(event)
-        elif event.what in (EventKind.SEATED, EventKind.FINISHED) and start is not None:
+        elif event.what in (EventKind.ADMITTED, EventKind.FINISHED) and start is not None:
             spells.append(_Spell(start, max(event.step, start), tuple(noted)))
             start = None
     if start is not None:
@@ -244,7 +244,7 @@ def _queued(order: int, start: int, stop: int, stalls: WaitHistory) -> list[Wait
 def _interruptions(events: list[RequestEvent]) -> Iterable[Interruption]:
     for number, event in enumerate(events):
         if event.what is EventKind.PREEMPTED:
-            back = next((later for later in events[number + 1 :] if later.what is EventKind.SEATED), None)
+            back = next((later for later in events[number + 1 :] if later.what is EventKind.ADMITTED), None)
             num_lost = None if back is None else max(event.tokens - back.tokens, 0)
             yield Interruption(event.step, event.other, event.tokens, num_lost)
 

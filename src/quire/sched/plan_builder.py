@@ -17,8 +17,24 @@ _NONE: IntArray = np.empty(0, dtype=np.int32)
 class PlanBuilder:
     """Collects the differences of one step within its token budget."""
 
-    __slots__ = ("_fed", "_fed_rows", "_granted", "_granted_rows", "budget", "chunked", "chunks", "held", "kept",
-                 "now_s", "num_decoding", "paused", "pressure", "starts", "step", "tells")  # fmt: skip
+    __slots__ = (
+        "_fed",
+        "_fed_rows",
+        "_granted",
+        "_granted_rows",
+        "appends",
+        "budget",
+        "chunked",
+        "chunks",
+        "held",
+        "kept",
+        "now_s",
+        "num_decoding",
+        "paused",
+        "pressure",
+        "starts",
+        "step",
+    )  # fmt: skip
 
     def __init__(self, step: int, now_s: float, budget: int) -> None:
         self.step = step
@@ -28,7 +44,7 @@ class PlanBuilder:
         self.pressure = False  # a running row was denied a block
         self.num_decoding = 0
         self.starts: list[RowStart] = []
-        self.tells: list[AppendTokens] = []
+        self.appends: list[AppendTokens] = []
         self.chunks: list[Chunk] = []
         self.chunked: list[Sequence] = []  # whose each chunk is
         self.paused: list[Row] = []  # denied a block
@@ -88,9 +104,9 @@ class PlanBuilder:
         return StepPlan(
             step=self.step,
             moves=moves,
-            leaves=leaves,
+            releases=leaves,
             starts=tuple(self.starts),
-            tells=tuple(self.tells),
+            appends=tuple(self.appends),
             grants=self._grants(),
             chunks=tuple(self.chunks),
             pauses=(*self.paused, *self.held),

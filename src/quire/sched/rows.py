@@ -147,7 +147,7 @@ class RowAllocator:
         """Stop computing: finished for a reason, or preempted for none."""
         row = sequence.row
         assert row is not None, sequence
-        sequence.leave(release_step, reason)
+        sequence.stop(release_step, reason)
         if row in self._told:
             self._told.discard(row)
             self._leaves.append(row)
@@ -219,5 +219,5 @@ class RowAllocator:
             assert sequence.row == row, sequence
             heard = names[row] != NOBODY
             assert heard != sequence.finished, f"{sequence}: heard is {heard}"
-            num_leaving += sequence.state is SequenceState.LEAVING
+            num_leaving += sequence.state is SequenceState.RELEASING
         assert num_leaving == len(self.leaving), "the way out is miscounted"

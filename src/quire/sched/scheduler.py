@@ -102,7 +102,7 @@ class Scheduler:
         group = self._state.groups.get(request_id)
         sequences = () if group is None else group.sequences
         ended = {sequence.id for sequence in sequences if self._state.finish(sequence, FinishReason.ABORT)}
-        return tuple(sequence for sequence in (() if group is None else group.answers) if sequence.id in ended)
+        return tuple(sequence for sequence in (() if group is None else group.returned) if sequence.id in ended)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> bool:
         """End one sequence, whatever state it is in; False if it had ended already."""
@@ -286,7 +286,7 @@ class Scheduler:
         for sequence in state.fresh:
             assert sequence.row is not None, sequence
             state.rows.tell(sequence.row)
-        state.fresh, state.tells = [], []
+        state.fresh, state.appends = [], []
         state.last_planned = draft.step
         chunks = tuple([(s, chunk.start + chunk.length) for s, chunk in zip(draft.chunked, draft.chunks, strict=True)])
         moves = self.kv.take_moves()
@@ -383,7 +383,7 @@ class Scheduler:
             if turn.assigned and group.events[-1].what is not EventKind.FORKED:  # of a row of forks, the first
                 num_shared = turn.assigned[0].num_computed
                 group.note(RequestEvent(state.last_absorbed, EventKind.FORKED, num_shared, detail="beams"))
-            state.tells.extend(turn.tells)
+            state.appends.extend(turn.appends)
             state.fresh.extend(turn.assigned)
             for beam in turn.live:
                 state.catch_up(beam)
@@ -394,7 +394,7 @@ class Scheduler:
         for sequence in group.sequences:
             reason = turn.results[sequence.index].finish_reason if sequence.index < len(turn.results) else None
             self._state.finish(sequence, reason or FinishReason.ABORT)
-        return list(group.answers)  # beams finish together, also those without a result
+        return list(group.returned)  # beams finish together, also those without a result
 
     # When something breaks.
 
@@ -412,10 +412,10 @@ class Scheduler:
         self._withdraw_all()
         state.release_up_to(state.last_absorbed)
         state.rows.forget_runner()
-        state.fresh, state.tells = [], []
+        state.fresh, state.appends = [], []
         self._reset = True
         if not keep_cache:
-            self.kv.lose()
+            self.kv.invalidate()
 
     def withdraw_all(self) -> None:
         """Everybody who sits gets up and will be seated again; what was absorbed stays in the cache."""
@@ -453,7 +453,7 @@ def _first_tokens(groups: Iterable[RequestGroup], finished: Iterable[Sequence]) 
     """Of these requests, and of beam searches that finished: a beam search has no token before its end."""
     beams = [sequence.group for sequence in finished if sequence.request.beam is not None]
     first = {group.request.id: group for group in (*groups, *beams)}
-    return tuple([FirstToken(group.request.id, group.seated_s, group.num_cached) for group in first.values()])
+    return tuple([FirstToken(group.request.id, group.admitted_s, group.num_cached) for group in first.values()])
 
 
 def _finished_sequence(sequence: Sequence) -> FinishedSequence:

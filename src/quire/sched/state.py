@@ -101,7 +101,7 @@ class SchedulerState:
         self.prefilling: list[Sequence] = []  # must catch up; in order of arrival
         self.host_driven: list[Sequence] = []  # beams with one token to compute
         self.fresh: list[Sequence] = []  # they sit, and the runner has not been told
-        self.tells: list[AppendTokens] = []
+        self.appends: list[AppendTokens] = []
         self.ended_early: list[Sequence] = []  # not by a step; told with the next result
         self.first_tokens: list[RequestGroup] = []  # requests whose first token is in the step being absorbed
         self.only: frozenset[int] | None = None  # while a failed step is looked into: who may sit, by order
@@ -180,7 +180,7 @@ class SchedulerState:
     def fail(self, group: RequestGroup, reason: FinishReason = FinishReason.FAILED) -> None:
         """A whole family ends without a step to be told with: those who wait for it hear of it in the next result."""
         ended = {sequence.id for sequence in group.sequences if self.finish(sequence, reason)}
-        self.ended_early.extend(sequence for sequence in group.answers if sequence.id in ended)
+        self.ended_early.extend(sequence for sequence in group.returned if sequence.id in ended)
 
     def preempt(self, group: RequestGroup, by: RequestId) -> None:
         """The whole family makes room. It comes back to its old place in the queue."""
@@ -205,12 +205,12 @@ class SchedulerState:
         assert sequence.row is not None, sequence
         self._bill(sequence)
         if reason is None:
-            sequence.num_had = max(sequence.num_had, self.num_computed(sequence))
+            sequence.num_computed_before = max(sequence.num_computed_before, self.num_computed(sequence))
         self.caught_up(sequence)
         if self.fresh:
             self.fresh = [other for other in self.fresh if other is not sequence]
-        if self.tells:
-            self.tells = [tell for tell in self.tells if tell.row != sequence.row]
+        if self.appends:
+            self.appends = [append for append in self.appends if append.row != sequence.row]
         self.calendar.stop(sequence.row)
         self.masked.forget(sequence.row)
         self.leaders.end(sequence)
@@ -235,7 +235,7 @@ class SchedulerState:
             row = sequence.row
             assert row is not None, sequence
             if sequence.finish_reason in (FinishReason.ERROR, FinishReason.FAILED):
-                self.kv.distrust(row, sequence.group.owner)
+                self.kv.discard(row, sequence.group.owner)
             else:
                 self.kv.close(row, sequence.group.owner, self._kept(sequence))
             self.rows.release(sequence)
@@ -267,7 +267,7 @@ class SchedulerState:
         del self.groups[request.id]
         self.beams.forget(group)
         self.shares.depart(request.tenant)
-        reasons = {sequence.finish_reason.value for sequence in group.answers if sequence.finish_reason is not None}
+        reasons = {sequence.finish_reason.value for sequence in group.returned if sequence.finish_reason is not None}
         group.note(RequestEvent(self.last_absorbed, EventKind.FINISHED, detail=",".join(sorted(reasons))))
 
     def wake(self) -> None:

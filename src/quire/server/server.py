@@ -22,7 +22,7 @@ from starlette.types import ASGIApp
 
 from quire.config import DEFAULT_SERVER_ROWS, EngineConfig
 from quire.core.errors import QuireError
-from quire.core.process import keep_for_good
+from quire.core.process import freeze_heap
 from quire.engine.open_model import OpenedModel
 from quire.engine.startup import StartupPhase
 from quire.engine.stats import EngineInfo
@@ -224,7 +224,7 @@ class Server:
             tool_format=config.tool_format,
             reasoning_tags=config.reasoning_tags,
         )
-        keep_for_good()
+        freeze_heap()
         self._observers.ready(self.desk.known, facts)
         status = StatusLine(self.service, self.metrics, time.monotonic)
         async with asyncio.TaskGroup() as tasks:

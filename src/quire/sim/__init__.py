@@ -1,1 +1,1 @@
-"""Floor 4, paper: bodies behind the bridge that need no tensors, and what drives the scheduler against them."""
+"""Floor 4, no torch: runners without tensors, and what drives the scheduler against them."""

@@ -152,15 +152,15 @@ class SimRows:
             assert plan.step == self._next_step, f"plan {plan.step} came, {self._next_step} was due"
         assert plan.num_padding >= 0, plan
         self._next_step = plan.step + 1
-        for row in plan.leaves:
+        for row in plan.releases:
             del self.rows[row]
         for row_start in plan.starts:
             assert row_start.row not in self.rows, f"row {row_start.row} is taken"
             self.rows[row_start.row] = SimRow(row_start, row_start.tokens.tolist())
-        for tell in plan.tells:
-            assigned = self.rows[tell.row]
-            assert not assigned.decoding, f"row {tell.row} cruises: it finds its tokens itself"
-            assigned.tokens.extend(tell.tokens)
+        for append in plan.appends:
+            assigned = self.rows[append.row]
+            assert not assigned.decoding, f"row {append.row} cruises: it finds its tokens itself"
+            assigned.tokens.extend(append.tokens)
         for number, block in zip(plan.grants.rows.tolist(), plan.grants.blocks.tolist(), strict=True):
             self.rows[Row(number)].blocks.append(BlockId(block))
 
@@ -285,10 +285,10 @@ class BulkRunner:
     def launch(self, plan: StepPlan, masks: Masks | None = None) -> FinishedStep:
         if plan.reset:
             self._decoding[:] = False
-        self._decoding[list(plan.leaves)] = False
+        self._decoding[list(plan.releases)] = False
         for row_start in plan.starts:
             self._sit(row_start)
-        assert not plan.tells, "this body knows no beams"
+        assert not plan.appends, "this body knows no beams"
         emitters = self._work(plan).emitters
         known = self._num_known[emitters] + 1
         self._num_known[emitters] = known

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-from quire.core.process import die_with
+from quire.core.process import die_with_parent
 
 _NUMBER_BYTES = 4
 _MOST_CALLS = 1000  # their numbers wait in a pipe, which holds 4 KiB at the least, and their answers in another
@@ -106,7 +106,7 @@ def _new_child(work: Callable[[], None], parent: int) -> int:
         warnings.simplefilter("ignore", DeprecationWarning)
         try:
             child = os.fork()
-            if child == 0 and die_with(parent):
+            if child == 0 and die_with_parent(parent):
                 work()
             return child
         finally:

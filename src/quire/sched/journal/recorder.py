@@ -57,7 +57,7 @@ class ExpectedEmitters:
         decoding = self._decoding
         if plan.reset:
             decoding[:] = False
-        decoding[list(plan.leaves)] = False
+        decoding[list(plan.releases)] = False
         sampled = [chunk.row for chunk in plan.chunks if ChunkOutput.SAMPLE in chunk.output]
         decoding[sampled] = True
         speaking = decoding.copy()
@@ -87,9 +87,9 @@ def summarise(plan: StepPlan) -> PlanSummary:
         num_decoding=plan.num_decoding,
         num_chunk_tokens=plan.num_tokens - plan.num_decoding,
         num_moves=len(plan.moves),
-        num_leaves=len(plan.leaves),
+        num_leaves=len(plan.releases),
         num_seats=len(plan.starts),
-        num_tells=len(plan.tells),
+        num_tells=len(plan.appends),
         num_grants=len(plan.grants),
         num_chunks=len(plan.chunks),
         num_pauses=len(plan.pauses),
@@ -102,12 +102,12 @@ def checksum(plan: StepPlan) -> int:
     for move in plan.moves:
         for place in (move.src, move.dst):
             numbers += (_TIERS.index(place.tier), place.block)
-    numbers += plan.leaves
+    numbers += plan.releases
     for row_start in plan.starts:
         numbers += (row_start.row, row_start.sequence, row_start.branch, row_start.num_prompt, row_start.max_length)
         numbers += (len(row_start.tokens), crc32(row_start.tokens.astype("<i4").tobytes()))
-    for tell in plan.tells:
-        numbers += (tell.row, len(tell.tokens), *tell.tokens)
+    for append in plan.appends:
+        numbers += (append.row, len(append.tokens), *append.tokens)
     for chunk in plan.chunks:
         numbers += (chunk.row, chunk.start, chunk.length, chunk.output.value)
     numbers += (*plan.pauses, len(plan.masked), *plan.masked)
@@ -161,7 +161,7 @@ class Journal:
         if plan is None:
             self.note(PlanRecord(now_s, cost_version, 0, None))
             return
-        for row in plan.leaves:
+        for row in plan.releases:
             self._left.append(_Left(row, self._sitting.pop(row), plan.step - 1))
         self._write_spoken()  # before the plan, which may have found these tokens in the cache
         self.note(PlanRecord(now_s, cost_version, checksum(plan), summarise(plan)))

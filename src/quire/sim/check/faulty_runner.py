@@ -58,7 +58,7 @@ class FaultyRunner:
         self._check_deadlines(plan)
         self._flight.launch(plan)
         self._recount.launch(plan)
-        self._silenced -= set(plan.leaves)
+        self._silenced -= set(plan.releases)
         if plan.reset:
             self._silenced.clear()
         if self.loses is not None and self.loses_early:  # before anything was carried out

@@ -65,14 +65,14 @@ class InFlightWatch:
             self._rows.clear()
             self._holders.clear()
             self._in_flight.clear()
-        for row in plan.leaves:
+        for row in plan.releases:
             for block in self._rows.pop(row).table:
                 self._holders[block] -= 1
         self._check_moves(plan)
         for row_start in plan.starts:
             self._sit(row_start)
-        for tell in plan.tells:
-            self._rows[tell.row].num_tokens += len(tell.tokens)
+        for append in plan.appends:
+            self._rows[append.row].num_tokens += len(append.tokens)
         spans = dict(self._spans(plan))
         num_decoding = len(spans) - len(plan.chunks)
         assert num_decoding == plan.num_decoding, f"{num_decoding} rows cruise, the plan says {plan.num_decoding}"
@@ -174,7 +174,7 @@ class CounterCheck:
 
     def launch(self, plan: StepPlan) -> None:
         """A chunk computes again what its sequence had before it left its row."""
-        for row in list(self._rows) if plan.reset else plan.leaves:
+        for row in list(self._rows) if plan.reset else plan.releases:
             left = self._rows.pop(row)
             self._had[left.sequence] = max(self._had.get(left.sequence, 0), left.num_positions)
         for row_start in plan.starts:
@@ -211,7 +211,7 @@ class Readable(Protocol):
 
 def audit_contents(kv: KVManager, body: Runner) -> None:
     """Every cached block holds the tokens it is keyed by, at their positions. Not while copies are still ordered."""
-    if kv.tree is None or kv.has_orders or not isinstance(body, Readable):
+    if kv.tree is None or kv.has_moves or not isinstance(body, Readable):
         return
     for node in kv.tree.nodes():
         tokens, stop = node.token_ids(), node.num_path_tokens

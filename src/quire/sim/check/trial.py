@@ -194,7 +194,7 @@ class CheckRun:
     def _abort(self, request_id: RequestId) -> None:
         self.events.append(ScenarioEvent.ABORT)
         sequences = self._live[request_id]
-        heard_of = tuple(sequence for sequence in sequences[0].group.answers if not sequence.finished)
+        heard_of = tuple(sequence for sequence in sequences[0].group.returned if not sequence.finished)
         ended = self.scheduler.abort(request_id)
         assert ended == heard_of, f"request {request_id} was aborted: {ended} ended, not {heard_of}"
         self._end(ended, FinishReason.ABORT)
@@ -348,4 +348,4 @@ def _loss(event: ScenarioEvent) -> StepLost:
 
 def _sat_or_followed(group: RequestGroup) -> bool:
     """Whether it was seated before, or chose to wait for another's prefix."""
-    return any(event.what is EventKind.SEATED or event.cause is WaitCause.PREFIX for event in group.events)
+    return any(event.what is EventKind.ADMITTED or event.cause is WaitCause.PREFIX for event in group.events)
