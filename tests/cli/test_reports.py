@@ -104,4 +104,6 @@ def test_a_server_whose_model_has_a_broken_chat_template_says_so_when_it_is_read
     assert speech("{{ messages }}\n{% if %}").startswith(
         "prompts only: the model's chat template cannot be used: line 2 is not valid: "
     )
-    assert speech("{{ messages }}") == ServedModel("m", None, "", SamplingParams(), 1024, 100, 0).voice.description
+    assert (
+        speech("{{ messages }}") == ServedModel("m", None, "", SamplingParams(), 1024, 100, 0).model_format.description
+    )

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from quire.core.errors import QuireError
 from quire.server.anthropic import messages as messages_request
 from quire.server.anthropic.messages import MessagesBody
-from quire.server.chat.prompt import dialogue_of
+from quire.server.chat.prompt import chat_prompt
 from quire.server.openai import responses_input as responses_request
 from quire.server.openai.responses_input import ResponsesBody
 from quire.server.request.decode import decode
@@ -49,7 +49,7 @@ CHOICES = WORDS | objects("type", "name", "mode", "tools")
 def test_responses(body: dict[str, Any]) -> None:
     try:
         chat = responses_request.as_chat(decode(json.dumps(body).encode(), ResponsesBody))
-        dialogue_of(chat)
+        chat_prompt(chat)
     except QuireError as error:
         assert error.status == 400
         return
@@ -73,7 +73,7 @@ def test_responses(body: dict[str, Any]) -> None:
 def test_messages(body: dict[str, Any]) -> None:
     try:
         chat = messages_request.as_chat(decode(json.dumps(body).encode(), MessagesBody))
-        dialogue_of(chat)
+        chat_prompt(chat)
     except QuireError as error:
         assert error.status == 400
         return

@@ -146,7 +146,7 @@ def speech_of(served: "ServedModel") -> str:
         check_template(served.chat_template)
     except ChatTemplateError as error:  # the model's own: --chat-template was read before
         return f"prompts only: the model's chat template cannot be used: {error.message}"
-    return served.voice.description
+    return served.model_format.description
 
 
 def _announce(say: Callable[[str], None], url: str, seconds: float) -> None:

@@ -19,7 +19,7 @@ from quire.server.engine_supervisor import Health, Supervisor
 from quire.server.grammar_precompiler import GrammarPrecompiler
 from quire.server.http.sse import KEEP_ALIVE_S
 from quire.server.metrics import Metrics
-from quire.server.model_format import ModelFormat, find_voice
+from quire.server.model_format import ModelFormat, find_model_format
 from quire.text.tokenizer import Tokenizer
 
 
@@ -35,7 +35,7 @@ class ServedModel:
     vocab_size: int  # width of the logits; every token id is below it
     created: int  # seconds since 1970
     aliases: tuple[str, ...] = ()
-    voice: ModelFormat = ModelFormat()  # noqa: RUF009  frozen; how the model speaks of thoughts and tools
+    model_format: ModelFormat = ModelFormat()  # noqa: RUF009  frozen; of tool calls and reasoning
     constrainer: GrammarPrecompiler | None = None  # refuses grammars that do not compile
 
     @property
@@ -103,7 +103,7 @@ def served_from(
         vocab_size=facts.vocab_size,
         created=int(time.time()),
         aliases=aliases[1:],
-        voice=find_voice(template, opened.tokenizer, tool_format, reasoning_tags),
+        model_format=find_model_format(template, opened.tokenizer, tool_format, reasoning_tags),
         constrainer=constrainer,
     )
 

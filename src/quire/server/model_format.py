@@ -1,7 +1,7 @@
-"""How the served model speaks of thoughts and tools: the seam between requests and `speech/`. Knows no HTTP.
+"""Model format: the served model's tool-call format and reasoning tags, applied to requests. Knows no HTTP.
 
-A voice is found once, from the model's chat template and tokenizer. For each request it says what the template is told,
-what a continuation may say, and what a continuation said.
+Detected once, from the model's chat template and tokenizer. Per request it gives the input of the chat template, the
+grammar of the output, and the parser of the output.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ from quire.text.chat_template import plain_messages
 from quire.text.tokenizer import Tokenizer
 
 Message = Mapping[str, object]
-DeclaredTool = Mapping[str, object]  # as OpenAI's clients send it, checked
+DeclaredTool = Mapping[str, object]  # in OpenAI's shape, validated by `check_tools`
 
 
 class ToolChoice(NamedTuple):
@@ -35,65 +35,60 @@ class ToolChoice(NamedTuple):
     name: str | None = None
 
 
-class TemplateInput(NamedTuple):
-    """What the chat template is given."""
-
-    messages: Sequence[Message]
-    tools: Sequence[DeclaredTool]
-
-
 @dataclass(frozen=True, slots=True)
 class ModelFormat:
-    """A model's manner, and the ids of those of its markers that are special tokens."""
+    """The detected format, and the ids of its markers that are special tokens."""
 
-    manner: DetectedFormat = DetectedFormat()  # noqa: RUF009  frozen
+    detected: DetectedFormat = DetectedFormat()  # noqa: RUF009  frozen
     special_tokens: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def tool_format(self) -> ToolFormat:
-        return self.manner.tools or GENERIC
+        return self.detected.tools or GENERIC
 
     @property
     def description(self) -> str:
-        tags = self.manner.reasoning
+        tags = self.detected.reasoning
         return f"tools: {self.tool_format.name} · reasoning: {'none' if tags is None else tags.name}"
 
-    def told(self, messages: Sequence[Message], tools: Sequence[DeclaredTool]) -> TemplateInput:
-        """A template without words for tools gets calls and results as text, and the tools as instructions."""
+    def template_messages(self, messages: Sequence[Message], tools: Sequence[DeclaredTool]) -> Sequence[Message]:
+        """The messages for the template. Without tool support in it, calls, results and tools become text."""
         normal: list[dict[str, object]] = [with_parsed_arguments(message) for message in messages]
         if self.tool_format.needs_instructions:
-            written = tools_as_text(plain_messages(normal))
-            return TemplateInput(_instructed(written, tool_instructions(_read(tools))) if tools else written, ())
-        if self.tool_format.has_short_ids:
-            normal = [with_short_ids(message) for message in normal]
-        return TemplateInput(normal, tools)
+            rewritten = tools_as_text(plain_messages(normal))
+            return _add_instructions(rewritten, tool_instructions(_tools(tools))) if tools else rewritten
+        return [with_short_ids(message) for message in normal] if self.tool_format.has_short_ids else normal
+
+    def template_tools(self, tools: Sequence[DeclaredTool]) -> Sequence[DeclaredTool]:
+        """The tools for the template; none if they are in the messages."""
+        return () if self.tool_format.needs_instructions else tools
 
     def parser(self, *, tools: Sequence[DeclaredTool], parallel: bool, prompt: str) -> OutputParser:
-        """For one continuation of this prompt, which may end in the middle of a thought and may call these tools."""
-        tags = self.manner.reasoning
+        """A parser for one sequence after this prompt, which may end inside reasoning."""
+        tags = self.detected.reasoning
         parser = make_parser(
-            self.manner,
+            self.detected,
             tools=bool(tools),
             reasoning=tags is not None,
             starts_in_reasoning=tags is not None and tags.is_open_after(prompt),
-            schemas={tool.name: tool.parameters for tool in _read(tools)},
+            schemas={tool.name: tool.parameters for tool in _tools(tools)},
         )
         return parser if parallel or not tools else SingleCallParser(parser)
 
     def keeps_special_tokens(self, *, tools: bool) -> bool:
-        """Whether the parser needs to see special tokens, which are usually left out of a text."""
-        tags = self.manner.reasoning
+        """Whether the parser needs special tokens in the text, which detokenization omits by default."""
+        tags = self.detected.reasoning
         markers = (*(self.tool_format.markers if tools else ()), *((tags.start, tags.end) if tags else ()))
         return any(marker in self.special_tokens for marker in markers)
 
     def call_grammar(
         self, tools: Sequence[DeclaredTool], choice: ToolChoice, *, parallel: bool, prompt: str
     ) -> Grammar:
-        """What a continuation that must call a tool may say. The tool that was named is called once."""
-        tags = self.manner.reasoning
+        """The grammar of required tool calls. A named tool is called once."""
+        tags = self.detected.reasoning
         return tool_grammar(
             self.tool_format,
-            _read(tools),
+            _tools(tools),
             choice.name,
             parallel and choice.name is None,
             special_tokens=self.special_tokens,
@@ -101,24 +96,24 @@ class ModelFormat:
         )
 
     def answer_grammar(
-        self, asked: Grammar | None, tools: Sequence[DeclaredTool], *, parallel: bool, prompt: str
+        self, requested: Grammar | None, tools: Sequence[DeclaredTool], *, parallel: bool, prompt: str
     ) -> Grammar | None:
-        """What a continuation that may call tools may say: all, but for calls of strict tools, unless more is asked."""
-        if asked is None:
-            return strict_grammar(self.tool_format, _read(tools), parallel, special_tokens=self.special_tokens)
+        """The grammar of an output that may call tools: free but for strict tools, or as requested."""
+        if requested is None:
+            return strict_grammar(self.tool_format, _tools(tools), parallel, special_tokens=self.special_tokens)
         return response_grammar(
-            asked,
+            requested,
             self.tool_format,
-            _read(tools),
+            _tools(tools),
             parallel,
             special_tokens=self.special_tokens,
-            tags=self.manner.reasoning,
+            tags=self.detected.reasoning,
             prompt=prompt,
         )
 
 
 class SingleCallParser:
-    """Passes on one call and no more: the client wants no parallel ones."""
+    """Drops all tool calls but the first, for parallel_tool_calls: false."""
 
     __slots__ = ("_parser",)
 
@@ -132,18 +127,18 @@ class SingleCallParser:
         return _without_later_calls(self._parser.finish())
 
 
-def find_voice(
+def find_model_format(
     template: str | None,
     tokenizer: Tokenizer | None,
     tool_format: ToolFormat | None = None,
     reasoning_tags: ReasoningTags | None = None,
 ) -> ModelFormat:
-    """The manner that the template shows, unless an operator knows better."""
-    found = detect(template)
-    manner = DetectedFormat(tool_format or found.tools, reasoning_tags or found.reasoning)
-    tags = manner.reasoning
-    markers = ((manner.tools or GENERIC).markers, () if tags is None else (tags.start, tags.end))
-    return ModelFormat(manner, {} if tokenizer is None else _special_ids([*markers[0], *markers[1]], tokenizer))
+    """The format detected in the template, unless set by options."""
+    detected = detect(template)
+    detected = DetectedFormat(tool_format or detected.tools, reasoning_tags or detected.reasoning)
+    tags = detected.reasoning
+    markers = ((detected.tools or GENERIC).markers, () if tags is None else (tags.start, tags.end))
+    return ModelFormat(detected, {} if tokenizer is None else _special_ids([*markers[0], *markers[1]], tokenizer))
 
 
 def _special_ids(markers: Sequence[str], tokenizer: Tokenizer) -> dict[str, int]:
@@ -155,21 +150,21 @@ def _without_later_calls(events: list[OutputEvent]) -> list[OutputEvent]:
     return [event for event in events if not isinstance(event, ToolStart | ToolArguments) or event.index == 0]
 
 
-def _instructed(messages: list[dict[str, object]], instructions: str) -> list[dict[str, object]]:
-    """Instructions stand at the end of the system message; without one, they are it."""
+def _add_instructions(messages: list[dict[str, object]], instructions: str) -> list[dict[str, object]]:
+    """Appends instructions to the system message, or adds one."""
     first = messages[0] if messages else {}
     if first.get("role") != "system":
         return [{"role": "system", "content": instructions}, *messages]
     return [{**first, "content": f"{first['content']}\n\n{instructions}"}, *messages[1:]]
 
 
-def _read(tools: Sequence[DeclaredTool]) -> list[Tool]:
+def _tools(tools: Sequence[DeclaredTool]) -> list[Tool]:
     return [_tool(tool) for tool in tools]
 
 
 def _tool(declared: DeclaredTool) -> Tool:
     function = declared["function"]
-    assert isinstance(function, Mapping), "the dialogue checks tools"
+    assert isinstance(function, Mapping), "validated by check_tools"
     description = function.get("description")
     return Tool(
         name=str(function["name"]),

@@ -13,7 +13,7 @@ class PromptDelta(NamedTuple):
     """News of one of the prompts."""
 
     prompt: int
-    news: News
+    update: News
 
 
 class PromptGroup:
@@ -22,9 +22,9 @@ class PromptGroup:
     __slots__ = ("_calls", "_service", "_waiting")
 
     def __init__(
-        self, service: AsyncEngine, prompts: Sequence[list[int]], wanted: GenerationRequest, *, streaming: bool
+        self, service: AsyncEngine, prompts: Sequence[list[int]], generation: GenerationRequest, *, streaming: bool
     ) -> None:
-        assert wanted.grammar == wanted.params.grammar, "a grammar reaches the engine through a Constrainer"
+        assert generation.grammar == generation.params.grammar, "a grammar reaches the engine through a Constrainer"
         self._service = service
         self._calls: list[RequestStream] = []
         self._waiting: dict[asyncio.Future[News], int] = {}
@@ -32,10 +32,10 @@ class PromptGroup:
             for ids in prompts:
                 call = service.submit(
                     ids,
-                    wanted.params,
-                    terms=wanted.terms,
+                    generation.params,
+                    terms=generation.terms,
                     streaming=streaming,
-                    without_tokens=wanted.without_tokens,
+                    without_tokens=generation.without_tokens,
                 )
                 self._calls.append(call)
         except BaseException:
@@ -51,18 +51,18 @@ class PromptGroup:
         done, _ = await asyncio.wait(self._waiting, return_when=asyncio.FIRST_COMPLETED)
         first = min(done, key=self._waiting.__getitem__)
         place = self._waiting.pop(first)
-        news = first.result()
-        if not isinstance(news, RequestOutput):
+        update = first.result()
+        if not isinstance(update, RequestOutput):
             self._waiting[asyncio.ensure_future(self._calls[place].hear())] = place
-        return PromptDelta(place, news)
+        return PromptDelta(place, update)
 
     async def outputs(self) -> list[RequestOutput]:
         """Everybody's whole output, in the order of the prompts."""
         whole: dict[int, RequestOutput] = {}
         while len(whole) < len(self._calls):
-            place, news = await self.hear()
-            if isinstance(news, RequestOutput):
-                whole[place] = news
+            place, update = await self.hear()
+            if isinstance(update, RequestOutput):
+                whole[place] = update
         return [whole[place] for place in sorted(whole)]
 
     def leave(self) -> None:

@@ -1,4 +1,4 @@
-"""The pieces of an answer: in order, one at a time, nothing lost."""
+"""Output items: in order, one open at a time, no event lost."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,67 +8,69 @@ from quire.server.chat.items import ItemClosed, ItemDelta, ItemOpened, OutputIte
 
 
 @st.composite
-def speeches(draw: st.DrawFn) -> list[OutputEvent]:
-    """As parsers tell them: arguments come after the start of their own call and before anything else."""
+def output_events(draw: st.DrawFn) -> list[OutputEvent]:
+    """Events in the order of parsers: arguments directly follow the start of their call."""
     events: list[OutputEvent] = []
     num_calls = 0
     for kind in draw(st.lists(st.sampled_from("tTc"), max_size=8)):
-        pieces = draw(st.lists(st.text(max_size=3), max_size=3))
+        texts = draw(st.lists(st.text(max_size=3), max_size=3))
         if kind == "c":
             events.append(ToolStart(num_calls, f"tool{num_calls}"))
-            events += [ToolArguments(num_calls, piece) for piece in pieces]
+            events += [ToolArguments(num_calls, text) for text in texts]
             num_calls += 1
         else:
-            events += [PlainText(piece) if kind == "t" else ReasoningText(piece) for piece in pieces]
+            events += [PlainText(text) if kind == "t" else ReasoningText(text) for text in texts]
     return events
 
 
-@given(speeches(), st.integers(1, 4), st.booleans())
-def test_a_turn_tells_all_in_order_one_piece_at_a_time(events: list[OutputEvent], size: int, cut: bool) -> None:
-    turn = OutputItems()
-    steps = [step for start in range(0, len(events), size) for step in turn.hear(events[start : start + size])]
-    steps += turn.end(cut=cut)
+@given(output_events(), st.integers(1, 4), st.booleans())
+def test_items_hold_all_events_in_order_one_open_at_a_time(
+    events: list[OutputEvent], size: int, truncated: bool
+) -> None:
+    items = OutputItems()
+    item_events = [each for start in range(0, len(events), size) for each in items.add(events[start : start + size])]
+    item_events += items.finish(truncated=truncated)
     opened: list[OutputItem] = []
-    grown: dict[int, str] = {}
+    texts: dict[int, str] = {}
     is_open = False
-    for step in steps:
-        if isinstance(step, ItemOpened):
-            assert not is_open and step.piece.place == len(opened)
+    for item_event in item_events:
+        if isinstance(item_event, ItemOpened):
+            assert not is_open and item_event.item.index == len(opened)
             is_open = True
-            opened.append(step.piece)
-            grown[step.piece.place] = ""
+            opened.append(item_event.item)
+            texts[item_event.item.index] = ""
         else:
-            assert is_open and step.piece is opened[-1]
-            if isinstance(step, ItemDelta):
-                assert step.text
-                grown[step.piece.place] += step.text
-            is_open = not isinstance(step, ItemClosed)
-    assert not is_open and opened == turn.pieces
-    assert [piece.text for piece in opened] == list(grown.values())
+            assert is_open and item_event.item is opened[-1]
+            if isinstance(item_event, ItemDelta):
+                assert item_event.text
+                texts[item_event.item.index] += item_event.text
+            is_open = not isinstance(item_event, ItemClosed)
+    assert not is_open and opened == items.items
+    assert [item.text for item in opened] == list(texts.values())
     for kind, event_kind in (
         (OutputItemKind.TEXT, PlainText),
-        (OutputItemKind.THOUGHT, ReasoningText),
-        (OutputItemKind.CALL, ToolArguments),
+        (OutputItemKind.REASONING, ReasoningText),
+        (OutputItemKind.TOOL_CALL, ToolArguments),
     ):
-        said = "".join(event.text for event in events if isinstance(event, event_kind))
-        assert "".join(piece.text for piece in opened if piece.kind is kind) == said
+        text = "".join(event.text for event in events if isinstance(event, event_kind))
+        assert "".join(item.text for item in opened if item.kind is kind) == text
     names = [event.name for event in events if isinstance(event, ToolStart)]
-    assert [piece.name for piece in opened if piece.kind is OutputItemKind.CALL] == names
-    assert [piece.cut for piece in opened] == [False] * (len(opened) - 1) + [cut]
-    assert len({piece.key for piece in opened}) == len(opened)
+    assert [item.name for item in opened if item.kind is OutputItemKind.TOOL_CALL] == names
+    assert [item.truncated for item in opened] == [False] * (len(opened) - 1) + [truncated]
+    assert len({item.key for item in opened}) == len(opened)
 
 
-def test_an_answer_without_a_word_is_an_empty_text() -> None:
-    turn = OutputItems()
-    opened, closed = turn.end(cut=False)
+def test_empty_output_is_one_empty_text_item() -> None:
+    items = OutputItems()
+    opened, closed = items.finish(truncated=False)
     assert isinstance(opened, ItemOpened) and isinstance(closed, ItemClosed)
-    [piece] = turn.pieces
-    assert (piece.kind, piece.text) == (OutputItemKind.TEXT, "")
+    [item] = items.items
+    assert (item.kind, item.text) == (OutputItemKind.TEXT, "")
 
 
-def test_text_after_a_call_is_a_piece_of_its_own() -> None:
-    turn = OutputItems()
-    turn.hear(
+def test_text_after_a_call_is_a_new_item() -> None:
+    items = OutputItems()
+    items.add(
         [
             PlainText("a"),
             ToolStart(0, "f"),
@@ -78,7 +80,7 @@ def test_text_after_a_call_is_a_piece_of_its_own() -> None:
             ToolStart(1, "g"),
         ]
     )
-    turn.end(cut=False)
-    assert [(piece.kind.value, piece.name, piece.text) for piece in turn.pieces] == [
-        ("text", "", "a"), ("call", "f", "{}"), ("text", "", "b"), ("thought", "", "c"), ("call", "g", ""),
+    items.finish(truncated=False)
+    assert [(item.kind.value, item.name, item.text) for item in items.items] == [
+        ("text", "", "a"), ("tool_call", "f", "{}"), ("text", "", "b"), ("reasoning", "", "c"), ("tool_call", "g", ""),
     ]  # fmt: skip

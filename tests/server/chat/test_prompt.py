@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from quire.core.errors import InvalidParameter, InvalidPrompt
-from quire.server.chat.prompt import ChatPrompt, dialogue_of
+from quire.server.chat.prompt import ChatPrompt, chat_prompt
 from quire.server.context import ServedModel
 from quire.server.model_format import ToolChoice
 from quire.server.openai.responses_input import ResponsesBody, as_chat
@@ -19,11 +19,11 @@ FUNCTIONS = [{"type": "function", "name": name} for name in ("f", "g", "h")]
 
 
 def chat(**fields: Any) -> ChatPrompt:
-    return dialogue_of(decode(json.dumps({"messages": HI, **fields}).encode(), ChatBody))
+    return chat_prompt(decode(json.dumps({"messages": HI, **fields}).encode(), ChatBody))
 
 
 def response(**fields: Any) -> ChatPrompt:
-    return dialogue_of(as_chat(decode(json.dumps({"input": "hi", **fields}).encode(), ResponsesBody)))
+    return chat_prompt(as_chat(decode(json.dumps({"input": "hi", **fields}).encode(), ResponsesBody)))
 
 
 def names(dialogue: ChatPrompt) -> list[object]:
@@ -71,10 +71,10 @@ def test_the_choice_of_a_tool_that_is_left_out_is_left_out_too() -> None:
     ],
 )
 def test_what_the_assistant_refused_is_a_text_of_its_own(served: ServedModel, refused: dict[str, Any]) -> None:
-    text = chat(messages=[*HI, {"role": "assistant", **refused}, *HI]).rendered(served).text
+    text = chat(messages=[*HI, {"role": "assistant", **refused}, *HI]).render(served)
     assert "assistant\nWell.\nI will not.<|im_end|>" in text
     with pytest.raises(InvalidPrompt):
-        chat(messages=[{"role": "user", "content": [{"type": "refusal", "refusal": "No."}]}]).rendered(served)
+        chat(messages=[{"role": "user", "content": [{"type": "refusal", "refusal": "No."}]}]).render(served)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_what_the_assistant_refused_is_a_text_of_its_own(served: ServedModel, re
 def test_a_call_that_is_none_is_refused_with_its_place(served: ServedModel, calls: Any, place: str) -> None:
     turn = {"role": "assistant", "content": "So.", "tool_calls": calls}
     with pytest.raises(InvalidPrompt) as caught:
-        chat(messages=[*HI, turn]).rendered(served)
+        chat(messages=[*HI, turn]).render(served)
     assert caught.value.param == f"messages[1].tool_calls{place}"
 
 
@@ -99,4 +99,4 @@ def test_a_call_that_is_none_is_refused_with_its_place(served: ServedModel, call
 def test_a_call_as_clients_send_it_is_told(served: ServedModel, arguments: Any) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": arguments}}
     messages = [*HI, {"role": "assistant", "content": None, "tool_calls": [call]}, {**HI[0], "tool_calls": None}]
-    assert '"name": "f"' in chat(messages=messages).rendered(served).text
+    assert '"name": "f"' in chat(messages=messages).render(served)

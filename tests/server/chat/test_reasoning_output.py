@@ -140,6 +140,6 @@ def test_who_was_told_not_to_think_answers_at_once(thinker: openai.OpenAI) -> No
 
 def test_a_grammar_that_cannot_come_after_a_thought_is_refused(always: openai.OpenAI) -> None:
     for constraint in ({"regex": "[ab]+"}, {"grammar": 'start: "a"'}):
-        with pytest.raises(openai.BadRequestError, match="thinks first") as refused:
+        with pytest.raises(openai.BadRequestError, match="ends inside reasoning") as refused:
             ask(always, "Hi", extra_body={"structured_outputs": constraint})
         assert json.loads(refused.value.response.text)["error"]["param"] == "structured_outputs"

@@ -14,7 +14,7 @@ import pytest
 
 from quire.output_parsing.tool_formats import MISTRAL
 from quire.server.context import ServedModel
-from quire.server.model_format import ToolChoice, find_voice
+from quire.server.model_format import ToolChoice, find_model_format
 from quire.text.detokenizer import SequenceText
 from quire.text.hf_tokenizer import TokenizerFiles
 from quire.text.stop_strings import StopStrings
@@ -280,12 +280,12 @@ def test_marks_that_are_special_tokens_reach_the_parser(served: ServedModel) -> 
     backend = type(served.tokenizer._backend).from_str(served.tokenizer.to_json())
     backend.add_special_tokens(["[TOOL_CALLS]"])
     tokenizer = Tokenizer(TokenizerFiles(backend, None, 2, (2,), MISTRAL_V3))
-    voice = find_voice(MISTRAL_V3, tokenizer)
-    [mark] = voice.special_tokens.values()
-    assert voice.tool_format is MISTRAL
-    assert voice.keeps_special_tokens(tools=True) and not voice.keeps_special_tokens(tools=False)
+    model_format = find_model_format(MISTRAL_V3, tokenizer)
+    [mark] = model_format.special_tokens.values()
+    assert model_format.tool_format is MISTRAL
+    assert model_format.keeps_special_tokens(tools=True) and not model_format.keeps_special_tokens(tools=False)
     text = SequenceText(tokenizer, StopStrings(()), skip_special_tokens=False)
     said = text.push(tokenizer.encode(mistral(ONE), add_special_tokens=False)).text + text.finish().text
-    parser = voice.parser(tools=TOOLS, parallel=True, prompt="")
+    parser = model_format.parser(tools=TOOLS, parallel=True, prompt="")
     assert [*parser.push(said), *parser.finish()]
-    assert f"<[{mark}]>" in voice.call_grammar(TOOLS, ToolChoice("required"), parallel=True, prompt="").text
+    assert f"<[{mark}]>" in model_format.call_grammar(TOOLS, ToolChoice("required"), parallel=True, prompt="").text

@@ -83,7 +83,7 @@ def test_a_long_conversation_is_shortened_without_a_copy_for_every_turn(
         return ChatPrompt(messages)
 
     monkeypatch.setattr(fitting, "replace", replaced)
-    kept = fitting.fitted(ChatPrompt(turns), served, max_tokens=100).messages
+    kept = fitting.drop_oldest_turns(ChatPrompt(turns), served, max_tokens=100).messages
     assert len(copies) < 20
     assert 50 < len(kept) < 200 and kept == turns[-len(kept) :] and kept[0]["role"] == "user"
 

@@ -17,7 +17,7 @@ from quire.engine.outputs import Delta, Logprob, RequestMetrics, RequestOutput
 from quire.engine.request_options import RequestOptions
 from quire.engine.request_state import SequenceOutput, logprob_entry
 from quire.server.context import ServedModel
-from quire.server.openai.chunks import ChunkHeader, TokenText, chat_scores
+from quire.server.openai.chunks import ChunkHeader, TokenText, chat_logprobs
 from quire.server.openai.completions import CompletionPrompt, CompletionResponse
 from quire.server.request.params import GenerationRequest
 from quire.text.detokenizer import decode_whole
@@ -77,7 +77,7 @@ def streamed(answer: CompletionResponse, deltas: list[list[Delta]], cuts: list[i
         for place, delta in enumerate(told):
             waiting = delta if waiting is None else waiting.then(delta)
             if place not in cuts or place == len(told) - 1:
-                chunks += answer.chunks(0, waiting)
+                chunks += answer.chunk(0, waiting)
                 waiting = None
     return [json.loads(chunk.removeprefix("data: ")) for chunk in chunks.decode().split("\n\n")[:-1]]
 
@@ -145,7 +145,7 @@ def test_text_stream_offsets_and_bytes_agree(
         assert offsets == sorted(offsets) and offsets[0] >= 0 and offsets[-1] <= len(echo["text"])
         assert offsets[len(ids) :] == [len(before) + offset for offset in choice["logprobs"]["text_offset"]]
         assert echo["logprobs"]["tokens"][len(ids) :] == choice["logprobs"]["tokens"]
-        told = chat_scores(output.logprobs or [], 0, spelling)
+        told = chat_logprobs(output.logprobs or [], 0, spelling)
         assert [bytes(each["bytes"]) for each in told] == [*map(tokenizer.piece_bytes, output.token_ids)]  # type: ignore[call-overload]
         if not stop and not skip:
             whole = ids + output.token_ids

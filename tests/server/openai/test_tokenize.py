@@ -12,7 +12,7 @@ from quire.engine.outputs import Delta
 from quire.engine.request_options import RequestOptions
 from quire.server.app import ENDPOINTS
 from quire.server.context import ServedModel
-from quire.server.model_format import find_voice
+from quire.server.model_format import find_model_format
 from quire.server.openai.chunks import ChunkHeader, TokenText
 from quire.server.openai.completions import CompletionPrompt, CompletionResponse
 from quire.server.request.params import GenerationRequest
@@ -46,8 +46,8 @@ def test_a_conversation_counts_as_a_chat_would_be_charged(http: httpx.Client) ->
 
 def test_variables_and_tools_reach_the_template(served: ServedModel) -> None:
     template = "{{ mood }} {{ tools | length }} {{ messages[0].content }}{# <tool_call> #}"
-    voice = find_voice(template, served.tokenizer)
-    app = app_over(Script(), replace(served, chat_template=template, voice=voice))
+    model_format = find_model_format(template, served.tokenizer)
+    app = app_over(Script(), replace(served, chat_template=template, model_format=model_format))
     tools = [{"type": "function", "function": {"name": "f"}}]
     asked = {"messages": ASK, "tools": tools, "chat_template_kwargs": {"mood": "calm"}}
     assert post(app, "/apply-template", asked).json() == {"prompt": "calm 1 hi"}
@@ -85,9 +85,9 @@ def test_a_model_has_its_names_and_its_length(served: ServedModel) -> None:
     app = app_over(Script(["x"]), served)
 
     async def tell(client: httpx.AsyncClient) -> None:
-        listed = (await client.get("/v1/models")).json()["data"]
-        assert [card["id"] for card in listed] == ["org/model", "other"]
-        assert {(card["root"], card["max_model_len"], card["object"]) for card in listed} == {
+        prompt_list = (await client.get("/v1/models")).json()["data"]
+        assert [card["id"] for card in prompt_list] == ["org/model", "other"]
+        assert {(card["root"], card["max_model_len"], card["object"]) for card in prompt_list} == {
             ("org/model", 1024, "model")
         }
         for name in ("org/model", "other", "org%2Fmodel"):
@@ -119,8 +119,8 @@ def test_a_stream_tells_of_tokens_without_words_where_that_is_news(
     wanted = GenerationRequest(SamplingParams(), RequestOptions(), None, stream=True, continuous_usage=counting)
     spelling = TokenText(served.tokenizer if has_text else None, as_ids=False)
     answer = CompletionResponse(ChunkHeader("m", "cmpl"), [CompletionPrompt([1], None)], wanted, spelling)
-    chunks = [answer.chunks(0, Delta("0", 0, text, [7])) for text in ("", "a")]
-    chunks.append(answer.chunks(0, Delta("0", 0, "", [7], "stop")))
+    chunks = [answer.chunk(0, Delta("0", 0, text, [7])) for text in ("", "a")]
+    chunks.append(answer.chunk(0, Delta("0", 0, "", [7], "stop")))
     assert sum(chunk != b"" for chunk in chunks) == told and chunks[-1] != b""
 
 

@@ -1,9 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens, for Anthropic's clients.
-
-The bodies of POST /v1/messages and /v1/messages/count_tokens.
-
-What a client of /v1/messages asks for, as a chat. Knows Anthropic's blocks, and what its clients put in them.
-"""
+"""Messages API: POST /v1/messages and /v1/messages/count_tokens, their bodies, and the conversion to chat bodies."""
 
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
@@ -17,16 +12,15 @@ from starlette.responses import Response
 from quire.core.errors import InvalidParameter, InvalidPrompt, shown
 from quire.server.anthropic.messages_output import MessagesResponse
 from quire.server.chat.messages import MessageBuilder
-from quire.server.chat.prompt import check_function, dialogue_of
-from quire.server.chat.session import ChatDelta, ChatStream
+from quire.server.chat.prompt import chat_prompt, check_function
+from quire.server.chat.session import ChatDelta, ChatStream, start_chat
 from quire.server.context import ServedModel, ServerState
 from quire.server.http.errors import called
 from quire.server.http.request_context import context_of
 from quire.server.http.sse import Events, json_response, stream, unless_gone, worked
 from quire.server.request.decode import read
-from quire.server.request.params import chat_wanted
+from quire.server.request.params import chat_generation
 from quire.server.request.schema import (
-    CarriedBody,
     ChatBody,
     ChosenTools,
     Count,
@@ -35,21 +29,22 @@ from quire.server.request.schema import (
     NamedSchema,
     Refused,
     ResponseFormat,
-    carried,
+    SharedBody,
+    shared_fields,
 )
 
 Block = dict[str, Json]
 
 
 class AnthropicMessage(Struct, kw_only=True):
-    """Who said what: a text, or blocks of it."""
+    """A message: text, or content blocks."""
 
     role: str
     content: str | list[Block]
 
 
 class AnthropicTool(Struct, kw_only=True):
-    """A tool of the client's. Those that Anthropic runs have a type of their own and no schema."""
+    """A tool of the client. Server tools of Anthropic have a type and no schema."""
 
     name: str | None = None
     description: str | None = None
@@ -66,27 +61,27 @@ class AnthropicToolChoice(Struct, kw_only=True):
 
 
 class Thinking(Struct, kw_only=True):
-    """Whether the model is to think first."""
+    """Whether the model reasons first."""
 
     type: str
 
 
 class OutputFormat(Struct, kw_only=True):
-    """The schema of an answer."""
+    """The JSON schema of the answer."""
 
     type: str
     schema: Json = None
 
 
 class OutputConfig(Struct, kw_only=True):
-    """How hard to try, and in which shape to answer."""
+    """Reasoning effort and answer format."""
 
     effort: str | None = None
     format: OutputFormat | None = None
 
 
-class CountTokensBody(CarriedBody, kw_only=True):
-    """A conversation as Anthropic's clients tell it."""
+class CountTokensBody(SharedBody, kw_only=True):
+    """A conversation in Anthropic's shape."""
 
     elsewhere: ClassVar[Mapping[str, str]] = {
         "response_format": "use output_config.format",
@@ -104,7 +99,7 @@ class CountTokensBody(CarriedBody, kw_only=True):
 
 
 class MessagesBody(CountTokensBody, kw_only=True):
-    """One that is to go on."""
+    """A conversation to continue."""
 
     max_tokens: Count
     stop_sequences: list[str] | None = None
@@ -114,38 +109,39 @@ NAMES = {
     "response_format": "output_config.format",
     "response_format.json_schema.schema": "output_config.format.schema",
 }
-_OWN = (None, "custom")  # the types of tools that a client runs itself
-_BILLING = "x-anthropic-billing-header"  # begins a block that Claude Code changes from session to session
+_CLIENT_TOOL_TYPES = (None, "custom")
+_BILLING = "x-anthropic-billing-header"  # starts a block that Claude Code changes per session: it defeats caching
 _MODES = {"auto": "auto", "any": "required", "none": "none"}
 _THINKING = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
 
 
 def as_chat(body: CountTokensBody) -> ChatBody:
-    """The same question to /v1/chat/completions. A last message of the assistant is gone on with."""
-    conversation = _conversation(body)
+    """The equivalent body of /v1/chat/completions. A last message of the assistant is continued."""
+    builder = _build_messages(body)
     choice = body.tool_choice
     config = body.output_config
-    said = carried(body)
+    fields = shared_fields(body)
     if isinstance(body, MessagesBody) and body.stop_sequences is not None:
         if body.stop is not None:
             raise InvalidParameter("stop and stop_sequences mean the same; give one of them.", param="stop")
-        said["stop"] = body.stop_sequences
-    said["chat_template_kwargs"] = {"enable_thinking": _thinks(body), **(body.chat_template_kwargs or {})}
+        fields["stop"] = body.stop_sequences
+    fields["chat_template_kwargs"] = {"enable_thinking": _enable_thinking(body), **(body.chat_template_kwargs or {})}
     return ChatBody(
-        **said,
-        messages=conversation.messages(),
-        tools=[_tool(tool, place) for place, tool in enumerate(body.tools or []) if tool.type in _OWN] or None,
+        **fields,
+        messages=builder.messages(),
+        tools=[_tool(tool, place) for place, tool in enumerate(body.tools or []) if tool.type in _CLIENT_TOOL_TYPES]
+        or None,
         tool_choice=_tool_choice(body),
         parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,
-        continue_final_message=conversation.begun,
+        continue_final_message=builder.ends_with_assistant_text,
         reasoning_effort=None if config is None else config.effort,
         response_format=_response_format(None if config is None else config.format),
         max_tokens=body.max_tokens if isinstance(body, MessagesBody) else UNSET,
     )
 
 
-def _thinks(body: CountTokensBody) -> bool:
-    """Anthropic's models think where they are told to."""
+def _enable_thinking(body: CountTokensBody) -> bool:
+    """Anthropic's default is no thinking."""
     if body.thinking is None:
         return False
     kind = body.thinking.type
@@ -154,6 +150,11 @@ def _thinks(body: CountTokensBody) -> bool:
             f"thinking.type is {shown(kind)}; it may be one of {', '.join(_THINKING)}.", param="thinking.type"
         )
     return _THINKING[kind]
+
+
+def _client_tools(body: CountTokensBody) -> list[dict[str, Json]]:
+    tools = enumerate(body.tools or [])
+    return [_tool(tool, place) for place, tool in tools if tool.type in _CLIENT_TOOL_TYPES]
 
 
 def _tool(tool: AnthropicTool, place: int) -> dict[str, Json]:
@@ -179,21 +180,21 @@ def _tool_choice(body: CountTokensBody) -> str | ChosenTools | None:
     return _MODES[choice.type]
 
 
-def _response_format(wanted: OutputFormat | None) -> ResponseFormat | None:
-    if wanted is None:
+def _response_format(output_format: OutputFormat | None) -> ResponseFormat | None:
+    if output_format is None:
         return None
-    return ResponseFormat(type=wanted.type, json_schema=NamedSchema(schema=wanted.schema))
+    return ResponseFormat(type=output_format.type, json_schema=NamedSchema(schema=output_format.schema))
 
 
-def _conversation(body: CountTokensBody) -> MessageBuilder:
-    conversation = MessageBuilder()
+def _build_messages(body: CountTokensBody) -> MessageBuilder:
+    builder = MessageBuilder()
     if system := _system(body.system):
-        conversation.say("system", system)
+        builder.add_text("system", system)
     for place, message in enumerate(body.messages):
-        _tell(message, f"messages[{place}]", conversation)
+        _add_message(message, f"messages[{place}]", builder)
     if not body.messages:
         raise InvalidPrompt("messages is empty: there is nothing to answer.", param="messages")
-    return conversation
+    return builder
 
 
 def _system(system: str | Sequence[Block] | None) -> str:
@@ -205,37 +206,38 @@ def _system(system: str | Sequence[Block] | None) -> str:
     return "\n".join(texts)
 
 
-def _tell(message: AnthropicMessage, where: str, conversation: MessageBuilder) -> None:
+def _add_message(message: AnthropicMessage, where: str, builder: MessageBuilder) -> None:
     role, content = message.role, message.content
     if role not in ("user", "assistant", "system"):
         raise _refused(f"{where}.role is {shown(role)}; it may be 'user' or 'assistant'", where)
     if isinstance(content, str):
-        conversation.say(role, content)
+        builder.add_text(role, content)
         return
     if not content:
         raise _refused(f"{where}.content is empty", where)
     texts: list[str] = []
     for place, block in enumerate(content):
-        spot = f"{where}.content[{place}]"
+        param = f"{where}.content[{place}]"
         kind = block.get("type")
         if kind == "tool_result" and role == "user":
-            _flush(role, texts, conversation)
-            conversation.result(_word(block, "tool_use_id", spot), _result(block.get("content"), f"{spot}.content"))
+            _flush(role, texts, builder)
+            text = _result(block.get("content"), f"{param}.content")
+            builder.add_result(_string(block, "tool_use_id", param), text)
         elif kind == "tool_use" and role == "assistant":
             arguments = msgspec.json.encode(block.get("input") or {}).decode()
-            _flush(role, texts, conversation)
-            conversation.call(_word(block, "id", spot), _word(block, "name", spot), arguments)
+            _flush(role, texts, builder)
+            builder.add_call(_string(block, "id", param), _string(block, "name", param), arguments)
         elif kind == "thinking" and role == "assistant":
-            conversation.think(_word(block, "thinking", spot))
+            builder.add_reasoning(_string(block, "thinking", param))
         elif kind != "redacted_thinking":
-            texts.append(_text(block, spot))
-    _flush(role, texts, conversation)
+            texts.append(_text(block, param))
+    _flush(role, texts, builder)
 
 
-def _flush(role: str, texts: list[str], conversation: MessageBuilder) -> None:
-    """Texts side by side are one."""
+def _flush(role: str, texts: list[str], builder: MessageBuilder) -> None:
+    """Joins adjacent text blocks into one text."""
     if texts:
-        conversation.say(role, "\n".join(texts))
+        builder.add_text(role, "\n".join(texts))
         texts.clear()
 
 
@@ -254,7 +256,7 @@ def _text(block: Json, where: str) -> str:
     return text
 
 
-def _word(block: Block, name: str, where: str) -> str:
+def _string(block: Block, name: str, where: str) -> str:
     value = block.get(name)
     if not isinstance(value, str):
         raise _refused(f"{where}.{name} must be a text, not {shown(value)}", where)
@@ -271,15 +273,15 @@ async def messages(desk: ServerState, request: Request) -> Response:
     served.check_model(body.model)
     with called(NAMES if body.stop is not None else {**NAMES, "stop": "stop_sequences"}):
         served.check_least(len(body.messages))
-        chat = await worked(request, as_chat, body)
-        wanted = chat_wanted(chat, served)
-        exchange = await ChatStream.begin(desk.service, served, dialogue_of(chat), wanted, clamp=True)
-        answer = MessagesResponse(served.name, len(exchange.prompt_ids), context_of(request.scope).request_id)
-        if wanted.stream:
-            events = _events(exchange, answer)
-            return await stream(request, events, exchange.leave, desk.keep_alive_s, answer.failed)
-        answered = await unless_gone(request, exchange.whole(), exchange.leave)
-    return json_response(answer.whole(answered))
+        chat_body = await worked(request, as_chat, body)
+        generation, prompt = chat_generation(chat_body, served), chat_prompt(chat_body)
+        chat = await start_chat(desk.service, served, prompt, generation, clamp=True)
+        response = MessagesResponse(served.name, len(chat.prompt_ids), context_of(request.scope).request_id)
+        if generation.stream:
+            events = _events(chat, response)
+            return await stream(request, events, chat.leave, desk.keep_alive_s, response.failed)
+        result = await unless_gone(request, chat.result(), chat.leave)
+    return json_response(response.whole(result))
 
 
 async def count_tokens(desk: ServerState, request: Request) -> Response:
@@ -290,12 +292,12 @@ async def count_tokens(desk: ServerState, request: Request) -> Response:
     return json_response({"input_tokens": await run_in_threadpool(_num_tokens, body, served)})
 
 
-async def _events(exchange: ChatStream, answer: MessagesResponse) -> Events:
-    while isinstance(news := await exchange.hear(), ChatDelta):
-        if told := answer.events(news):
-            yield told
-    yield answer.ending(news)
+async def _events(chat: ChatStream, response: MessagesResponse) -> Events:
+    while isinstance(update := await chat.receive(), ChatDelta):
+        if events := response.events(update):
+            yield events
+    yield response.last_events(update)
 
 
 def _num_tokens(body: CountTokensBody, served: ServedModel) -> int:
-    return len(dialogue_of(as_chat(body)).rendered(served).ids)
+    return len(served.text().encode_chat(chat_prompt(as_chat(body)).render(served)))

@@ -1,11 +1,19 @@
-"""Writes the answers of /v1/messages: whole, and event by event. Knows pieces and outputs, no HTTP."""
+"""Messages API output: the JSON body, and the stream events. Knows output items, no HTTP."""
 
 import uuid
 
 import msgspec
 
 from quire.engine.outputs import CompletionOutput, Delta, RequestOutput
-from quire.server.chat.items import ItemClosed, ItemDelta, ItemOpened, OutputItem, OutputItemKind, OutputItems, Step
+from quire.server.chat.items import (
+    ItemClosed,
+    ItemDelta,
+    ItemEvent,
+    ItemOpened,
+    OutputItem,
+    OutputItemKind,
+    OutputItems,
+)
 from quire.server.chat.session import ChatDelta, ChatResult
 from quire.server.http.errors import reply_to
 from quire.server.http.sse import as_told, named_event
@@ -15,108 +23,105 @@ Body = dict[str, object]
 PATH = "/v1/messages"
 
 _DELTAS = {
-    OutputItemKind.THOUGHT: ("thinking_delta", "thinking"),
+    OutputItemKind.REASONING: ("thinking_delta", "thinking"),
     OutputItemKind.TEXT: ("text_delta", "text"),
-    OutputItemKind.CALL: ("input_json_delta", "partial_json"),
+    OutputItemKind.TOOL_CALL: ("input_json_delta", "partial_json"),
 }
 
 
 class MessagesResponse:
-    """The bodies of one answer."""
+    """The JSON of one message."""
 
     def __init__(self, model: str, num_prompt: int, request_id: str) -> None:
-        self._turn = OutputItems()
+        self._items = OutputItems()
         self._head: Body = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model}
         self._num_prompt = num_prompt
         self._request_id = request_id
-        self._begun = False
-        self._why: Body = {"stop_reason": None, "stop_sequence": None}
+        self._started = False
+        self._stop: Body = {"stop_reason": None, "stop_sequence": None}
 
-    def whole(self, answered: ChatResult) -> Body:
-        self._turn.hear(answered.said[0].events)
-        self._end(answered.output.outputs[0])
-        content = [_block(piece) for piece in self._turn.pieces]
-        return {**self._head, "content": content, **self._why, "usage": _usage(answered.output)}
+    def whole(self, result: ChatResult) -> Body:
+        self._items.add(result.choices[0].events)
+        self._finish(result.output.outputs[0])
+        content = [_block(item) for item in self._items.items]
+        return {**self._head, "content": content, **self._stop, "usage": _usage(result.output)}
 
-    def events(self, spoken: ChatDelta) -> bytes:
-        """What was said with one delta, after the beginning of it all."""
-        told = []
-        if not self._begun:
-            self._begun = True
-            told.append(self._opening())
-        steps = self._turn.hear(spoken.events)
-        if spoken.delta.finish_reason is not None:
-            steps += self._end(spoken.delta)
-        told += [_event_of(step) for step in steps]
-        return b"".join(told)
+    def events(self, chat_delta: ChatDelta) -> bytes:
+        """The events of one delta; the first one is `message_start`."""
+        events = []
+        if not self._started:
+            self._started = True
+            usage = _counts(self._num_prompt, num_output=0, num_cached=0)
+            events.append(_event("message_start", message={**self._head, "content": [], **self._stop, "usage": usage}))
+        item_events = self._items.add(chat_delta.events)
+        if chat_delta.delta.finish_reason is not None:
+            item_events += self._finish(chat_delta.delta)
+        events += [_item_event(item_event) for item_event in item_events]
+        return b"".join(events)
 
-    def ending(self, output: RequestOutput) -> bytes:
-        return _event("message_delta", delta=self._why, usage=_usage(output)) + _event("message_stop")
+    def last_events(self, output: RequestOutput) -> bytes:
+        return _event("message_delta", delta=self._stop, usage=_usage(output)) + _event("message_stop")
 
     def failed(self, error: Exception) -> bytes:
         reply = reply_to(as_told(error), path=PATH, request_id=self._request_id)
         return b"event: error\ndata: " + reply.body + b"\n\n"
 
-    def _opening(self) -> bytes:
-        usage = _counts(self._num_prompt, num_said=0, num_cached=0)
-        return _event("message_start", message={**self._head, "content": [], **self._why, "usage": usage})
-
-    def _end(self, ended: CompletionOutput | Delta) -> list[Step]:
-        if ended.finish_reason == "length":
+    def _finish(self, choice: CompletionOutput | Delta) -> list[ItemEvent]:
+        if choice.finish_reason == "length":
             reason = "max_tokens"
-        elif any(piece.kind is OutputItemKind.CALL for piece in self._turn.pieces):
+        elif any(item.kind is OutputItemKind.TOOL_CALL for item in self._items.items):
             reason = "tool_use"
         else:
-            reason = "stop_sequence" if isinstance(ended.stop_reason, str) else "end_turn"
-        sequence = ended.stop_reason if reason == "stop_sequence" else None
-        self._why = {"stop_reason": reason, "stop_sequence": sequence}
-        return self._turn.end(cut=reason == "max_tokens")
+            reason = "stop_sequence" if isinstance(choice.stop_reason, str) else "end_turn"
+        sequence = choice.stop_reason if reason == "stop_sequence" else None
+        self._stop = {"stop_reason": reason, "stop_sequence": sequence}
+        return self._items.finish(truncated=reason == "max_tokens")
 
 
-def _event(kind: str, **told: object) -> bytes:
-    return named_event(kind, {"type": kind, **told})
+def _event(kind: str, **fields: object) -> bytes:
+    return named_event(kind, {"type": kind, **fields})
 
 
-def _event_of(step: Step) -> bytes:
-    piece = step.piece
-    match step:
+def _item_event(item_event: ItemEvent) -> bytes:
+    item = item_event.item
+    match item_event:
         case ItemOpened():
-            return _event("content_block_start", index=piece.place, content_block=_opened_block(piece))
+            return _event("content_block_start", index=item.index, content_block=_empty_block(item))
         case ItemDelta(_, text):
-            kind, name = _DELTAS[piece.kind]
-            return _event("content_block_delta", index=piece.place, delta={"type": kind, name: text})
+            kind, name = _DELTAS[item.kind]
+            return _event("content_block_delta", index=item.index, delta={"type": kind, name: text})
         case ItemClosed():
-            signed = b""
-            if piece.kind is OutputItemKind.THOUGHT:
-                signature = {"type": "signature_delta", "signature": piece.key}
-                signed = _event("content_block_delta", index=piece.place, delta=signature)
-            return signed + _event("content_block_stop", index=piece.place)
+            signature_event = b""
+            if item.kind is OutputItemKind.REASONING:
+                delta = {"type": "signature_delta", "signature": item.key}
+                signature_event = _event("content_block_delta", index=item.index, delta=delta)
+            return signature_event + _event("content_block_stop", index=item.index)
 
 
-def _opened_block(piece: OutputItem) -> Body:
-    match piece.kind:
-        case OutputItemKind.THOUGHT:
+def _empty_block(item: OutputItem) -> Body:
+    match item.kind:
+        case OutputItemKind.REASONING:
             return {"type": "thinking", "thinking": "", "signature": ""}
         case OutputItemKind.TEXT:
             return {"type": "text", "text": ""}
-        case OutputItemKind.CALL:
-            return {"type": "tool_use", "id": f"toolu_{piece.key[:24]}", "name": piece.name, "input": {}}
+        case OutputItemKind.TOOL_CALL:
+            return {"type": "tool_use", "id": f"toolu_{item.key[:24]}", "name": item.name, "input": {}}
 
 
-def _block(piece: OutputItem) -> Body:
-    block = _opened_block(piece)
-    match piece.kind:
-        case OutputItemKind.THOUGHT:
-            block.update(thinking=piece.text, signature=piece.key)  # clients send it back; nobody checks it here
+def _block(item: OutputItem) -> Body:
+    block = _empty_block(item)
+    match item.kind:
+        case OutputItemKind.REASONING:
+            block.update(thinking=item.text, signature=item.key)  # clients send it back; it is not checked
         case OutputItemKind.TEXT:
-            block["text"] = piece.text
-        case OutputItemKind.CALL:
-            block["input"] = _arguments(piece.text)
+            block["text"] = item.text
+        case OutputItemKind.TOOL_CALL:
+            block["input"] = _arguments(item.text)
     return block
 
 
 def _arguments(text: str) -> Body:
-    """Where the length cut them, or the model wrote no JSON: the text as it is, which no tool should be called with."""
+    """The arguments as an object. Truncated or invalid JSON is returned as text under `invalid_json`."""
     try:
         return msgspec.json.decode(text or "{}", type=dict[str, object])
     except (ValueError, RecursionError):
@@ -124,15 +129,15 @@ def _arguments(text: str) -> Body:
 
 
 def _usage(output: RequestOutput) -> Body:
-    num_said = len(output.outputs[0].token_ids)
-    return _counts(len(output.prompt_token_ids), num_said, output.metrics.num_cached_tokens)
+    num_output = len(output.outputs[0].token_ids)
+    return _counts(len(output.prompt_token_ids), num_output, output.metrics.num_cached_tokens)
 
 
-def _counts(num_prompt: int, num_said: int, num_cached: int) -> Body:
-    """The input is the whole prompt, as count_tokens tells it; what the cache gave is part of it."""
+def _counts(num_prompt: int, num_output: int, num_cached: int) -> Body:
+    """Input tokens are the whole prompt, as in count_tokens; cached tokens are part of them."""
     return {
         "input_tokens": num_prompt,
-        "output_tokens": num_said,
+        "output_tokens": num_output,
         "cache_read_input_tokens": num_cached,
         "cache_creation_input_tokens": 0,
     }

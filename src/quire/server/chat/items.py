@@ -1,6 +1,7 @@
-"""One answer as a row of pieces: thoughts, texts and calls, each whole before the next begins. Knows no API.
+"""Output items: one choice as an ordered list of reasoning, text and tool calls. Knows no API.
 
-Chat completions tell them side by side; the surfaces that list them in order are written from here.
+Each item is complete before the next one opens. Chat completions stream the kinds side by side; the Responses and
+Messages APIs list them in order and are written from these items.
 """
 
 import uuid
@@ -12,99 +13,99 @@ from quire.output_parsing.events import OutputEvent, PlainText, ReasoningText, T
 
 
 class OutputItemKind(Enum):
-    THOUGHT = "thought"
+    REASONING = "reasoning"
     TEXT = "text"
-    CALL = "call"
+    TOOL_CALL = "tool_call"
 
 
 class OutputItem:
-    """One of them, as far as it has been said."""
+    """One item and its text so far."""
 
-    __slots__ = ("_texts", "cut", "key", "kind", "name", "place")
+    __slots__ = ("_texts", "index", "key", "kind", "name", "truncated")
 
-    def __init__(self, kind: OutputItemKind, place: int, name: str = "") -> None:
+    def __init__(self, kind: OutputItemKind, index: int, name: str = "") -> None:
         self.kind = kind
-        self.place = place  # in the answer
-        self.name = name  # of the tool that is called
-        self.key = uuid.uuid4().hex  # what its ids are made of
-        self.cut = False  # the answer's length ended it
+        self.index = index  # in the output
+        self.name = name  # of the called tool
+        self.key = uuid.uuid4().hex  # the API's ids are made from it
+        self.truncated = False  # the output ended by length
         self._texts: list[str] = []
 
-    def add(self, text: str) -> None:
+    def append(self, text: str) -> None:
         self._texts.append(text)
 
     @property
     def text(self) -> str:
-        """Of a call: its arguments, as JSON."""
+        """The text; of a tool call, its arguments as JSON."""
         return "".join(self._texts)
 
 
 class ItemOpened(NamedTuple):
-    piece: OutputItem
+    item: OutputItem
 
 
 class ItemDelta(NamedTuple):
-    piece: OutputItem
+    item: OutputItem
     text: str
 
 
 class ItemClosed(NamedTuple):
-    piece: OutputItem
+    item: OutputItem
 
 
-Step = ItemOpened | ItemDelta | ItemClosed
+ItemEvent = ItemOpened | ItemDelta | ItemClosed
 
 
 class OutputItems:
-    """The pieces of one answer, and what happens to them."""
+    """The items of one choice. Turns parser events into item events."""
 
-    __slots__ = ("_num_closed", "pieces")
+    __slots__ = ("_num_closed", "items")
 
     def __init__(self) -> None:
-        self.pieces: list[OutputItem] = []
+        self.items: list[OutputItem] = []
         self._num_closed = 0
 
-    def hear(self, events: Iterable[OutputEvent]) -> list[Step]:
-        steps: list[Step] = []
+    def add(self, events: Iterable[OutputEvent]) -> list[ItemEvent]:
+        item_events: list[ItemEvent] = []
         for event in events:
             match event:
                 case PlainText(text):
-                    self._say(OutputItemKind.TEXT, text, steps)
+                    self._append(OutputItemKind.TEXT, text, item_events)
                 case ReasoningText(text):
-                    self._say(OutputItemKind.THOUGHT, text, steps)
+                    self._append(OutputItemKind.REASONING, text, item_events)
                 case ToolStart(_, name):
-                    self._open(OutputItemKind.CALL, name, steps)
+                    self._open(OutputItemKind.TOOL_CALL, name, item_events)
                 case ToolArguments(_, text):
-                    assert self._is_open(OutputItemKind.CALL), "arguments outside of a call"
-                    self._say(OutputItemKind.CALL, text, steps)
-        return steps
+                    assert self._is_open(OutputItemKind.TOOL_CALL), "arguments outside of a call"
+                    self._append(OutputItemKind.TOOL_CALL, text, item_events)
+        return item_events
 
-    def end(self, *, cut: bool) -> list[Step]:
-        """Nothing more comes. An answer without a word is an empty text."""
-        steps: list[Step] = []
-        if not self.pieces:
-            self._open(OutputItemKind.TEXT, "", steps)
-        self.pieces[-1].cut = cut
-        self._close(steps)
-        return steps
+    def finish(self, *, truncated: bool) -> list[ItemEvent]:
+        """Closes the last item. Empty output is one empty text item."""
+        item_events: list[ItemEvent] = []
+        if not self.items:
+            self._open(OutputItemKind.TEXT, "", item_events)
+        self.items[-1].truncated = truncated
+        self._close(item_events)
+        return item_events
 
-    def _say(self, kind: OutputItemKind, text: str, steps: list[Step]) -> None:
+    def _append(self, kind: OutputItemKind, text: str, item_events: list[ItemEvent]) -> None:
         if not text:
             return
         if not self._is_open(kind):
-            self._open(kind, "", steps)
-        self.pieces[-1].add(text)
-        steps.append(ItemDelta(self.pieces[-1], text))
+            self._open(kind, "", item_events)
+        self.items[-1].append(text)
+        item_events.append(ItemDelta(self.items[-1], text))
 
     def _is_open(self, kind: OutputItemKind) -> bool:
-        return len(self.pieces) > self._num_closed and self.pieces[-1].kind is kind
+        return len(self.items) > self._num_closed and self.items[-1].kind is kind
 
-    def _open(self, kind: OutputItemKind, name: str, steps: list[Step]) -> None:
-        self._close(steps)
-        self.pieces.append(OutputItem(kind, len(self.pieces), name))
-        steps.append(ItemOpened(self.pieces[-1]))
+    def _open(self, kind: OutputItemKind, name: str, item_events: list[ItemEvent]) -> None:
+        self._close(item_events)
+        self.items.append(OutputItem(kind, len(self.items), name))
+        item_events.append(ItemOpened(self.items[-1]))
 
-    def _close(self, steps: list[Step]) -> None:
-        if len(self.pieces) > self._num_closed:
-            steps.append(ItemClosed(self.pieces[-1]))
-            self._num_closed = len(self.pieces)
+    def _close(self, item_events: list[ItemEvent]) -> None:
+        if len(self.items) > self._num_closed:
+            item_events.append(ItemClosed(self.items[-1]))
+            self._num_closed = len(self.items)

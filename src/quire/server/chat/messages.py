@@ -1,54 +1,56 @@
-"""A conversation put together from smaller pieces, in the shape of chat completions. Knows no API.
+"""Message builder: chat-completions messages from the items of other APIs. Knows no API.
 
-What the assistant says, thinks and calls in a row is one message; so are the instructions that come first.
+Consecutive text, reasoning and calls of the assistant form one message; so do leading system instructions.
 """
 
-_INSTRUCTIONS = ("system", "developer")
-_BETWEEN = {"assistant": "\n", "system": "\n\n", "developer": "\n\n"}  # the pieces of a text, by who says it
+_INSTRUCTION_ROLES = ("system", "developer")
+_SEPARATORS = {"assistant": "\n", "system": "\n\n", "developer": "\n\n"}  # between the joined texts of a role
 
 
 class MessageBuilder:
-    """Told in order, from the beginning."""
+    """Collects the parts of a conversation in order."""
 
     __slots__ = ("_call_names", "_messages")
 
     def __init__(self) -> None:
-        self._messages: list[dict[str, object]] = []  # whose texts may still be in pieces
+        self._messages: list[dict[str, object]] = []  # texts of roles with a separator are lists until `messages`
         self._call_names: dict[str, str] = {}
 
-    def say(self, role: str, text: str) -> None:
-        """Templates know one system message, at the beginning: all that are told there become one."""
+    def add_text(self, role: str, text: str) -> None:
+        """Templates accept one system message, the first: leading instructions are merged into it."""
         if role == "assistant":
-            _add(self._assistant(), "content", text)
-        elif role in _INSTRUCTIONS and len(self._messages) == 1 and self._messages[0]["role"] in _INSTRUCTIONS:
+            _append(self._assistant(), "content", text)
+        elif (
+            role in _INSTRUCTION_ROLES and len(self._messages) == 1 and self._messages[0]["role"] in _INSTRUCTION_ROLES
+        ):
             self._messages[0]["role"] = "system"
-            _pieces(self._messages[0], "content").append(text)
+            _texts(self._messages[0], "content").append(text)
         else:
-            self._messages.append({"role": role, "content": [text] if role in _BETWEEN else text})
+            self._messages.append({"role": role, "content": [text] if role in _SEPARATORS else text})
 
-    def think(self, text: str) -> None:
-        _add(self._assistant(), "reasoning_content", text)
+    def add_reasoning(self, text: str) -> None:
+        _append(self._assistant(), "reasoning_content", text)
 
-    def call(self, call_id: str, name: str, arguments: str) -> None:
+    def add_call(self, call_id: str, name: str, arguments: str) -> None:
         self._call_names[call_id] = name
         calls = self._assistant().setdefault("tool_calls", [])
         assert isinstance(calls, list)
         calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}})
 
-    def result(self, call_id: str, text: str) -> None:
-        """What a tool gave back. Some templates want its name again."""
+    def add_result(self, call_id: str, text: str) -> None:
+        """The result of a tool call. Some templates need the tool's name again."""
         message: dict[str, object] = {"role": "tool", "tool_call_id": call_id, "content": text}
         if call_id in self._call_names:
             message["name"] = self._call_names[call_id]
         self._messages.append(message)
 
     def messages(self) -> list[dict[str, object]]:
-        """All that was told. Texts are put together here, once: piece by piece, many would take the square of them."""
-        return [_whole(message) for message in self._messages]
+        """All messages. Texts are joined here, once: joining at each addition would be quadratic."""
+        return [_joined(message) for message in self._messages]
 
     @property
-    def begun(self) -> bool:
-        """Whether the last message is a text of the assistant, which could be gone on with."""
+    def ends_with_assistant_text(self) -> bool:
+        """Whether the last message is text of the assistant, which can be continued."""
         last = self._messages[-1] if self._messages else {}
         return last.get("role") == "assistant" and bool(last.get("content")) and "tool_calls" not in last
 
@@ -58,22 +60,22 @@ class MessageBuilder:
         return self._messages[-1]
 
 
-def _pieces(message: dict[str, object], name: str) -> list[str]:
-    pieces = message.setdefault(name, [])
-    assert isinstance(pieces, list)
-    return pieces
+def _texts(message: dict[str, object], name: str) -> list[str]:
+    texts = message.setdefault(name, [])
+    assert isinstance(texts, list)
+    return texts
 
 
-def _add(message: dict[str, object], name: str, text: str) -> None:
-    """Nothing, at the beginning, takes no line of its own."""
-    pieces = _pieces(message, name)
-    if pieces or text:
-        pieces.append(text)
+def _append(message: dict[str, object], name: str, text: str) -> None:
+    """Leading empty texts are dropped: they would add a line break."""
+    texts = _texts(message, name)
+    if texts or text:
+        texts.append(text)
 
 
-def _whole(message: dict[str, object]) -> dict[str, object]:
-    between = _BETWEEN.get(str(message["role"]))
-    if between is None:
+def _joined(message: dict[str, object]) -> dict[str, object]:
+    separator = _SEPARATORS.get(str(message["role"]))
+    if separator is None:
         return message
-    in_pieces = {name: message[name] for name in ("content", "reasoning_content") if name in message}
-    return message | {name: between.join(pieces) for name, pieces in in_pieces.items() if isinstance(pieces, list)}
+    fields = {name: message[name] for name in ("content", "reasoning_content") if name in message}
+    return message | {name: separator.join(texts) for name, texts in fields.items() if isinstance(texts, list)}

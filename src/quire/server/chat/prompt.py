@@ -1,18 +1,15 @@
-"""A conversation that a chat-like surface wants continued: messages, tools, and what the chat template is told.
+"""Chat prompt: messages, tools and template variables of a chat request, rendered by the model's chat template.
 
-Every surface brings its own shape to this one. Knows no sampling and no answers.
-
-Shortens a conversation that is too long for the context, by whole turns, the oldest first. Sends nothing.
+All chat APIs convert their bodies to `ChatBody`, and that to a `ChatPrompt`. Also drops the oldest turns of a
+conversation that does not fit the context. Knows nothing of sampling or of responses.
 """
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 from quire.core.errors import ContextLengthExceeded, InvalidParameter, InvalidPrompt, shown
 from quire.core.sampling import Grammar
-from quire.output_parsing.events import OutputParser
 from quire.server.context import ServedModel
 from quire.server.model_format import Message, ToolChoice
 from quire.server.request.schema import ChatBody, Json
@@ -20,18 +17,12 @@ from quire.text.chat_template import plain_messages, render
 
 MAX_TOOLS = 1024
 _MODES = ("none", "auto", "required")
-
-
-class RenderedPrompt(NamedTuple):
-    """A conversation as the model reads it."""
-
-    text: str
-    ids: list[int]
+_OUTPUT_SHARE = 8  # an eighth of the context is reserved for the output if max_tokens is unset
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """What is to be continued."""
+    """A conversation to continue."""
 
     messages: list[dict[str, object]]
     tools: list[dict[str, object]] = field(default_factory=list)
@@ -41,48 +32,51 @@ class ChatPrompt:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
-    def rendered(self, served: ServedModel) -> RenderedPrompt:
-        """Through the model's own template. Takes its time: not for an event loop."""
-        tokenizer = served.text()
-        served.check_least(sum(map(_num_parts, self.messages)))
-        template = served.chat_template or ""
-        known = [_for_template(each, f"messages[{place}]", template) for place, each in enumerate(self.messages)]
-        told = served.voice.told(known, self.callable_tools)
-        text = render(
-            served.chat_template,
-            told.messages,
-            add_generation_prompt=self.add_generation_prompt and not self.continue_final_message,
-            continue_final_message=self.continue_final_message,
-            tools=told.tools or None,
-            named_tokens=tokenizer.named_tokens,
-            extra=self.template_variables,
-        )
-        return RenderedPrompt(text, tokenizer.encode_chat(served.readable(text)))
-
     @property
     def callable_tools(self) -> list[dict[str, object]]:
         return [] if self.tool_choice.mode == "none" else self.tools
 
-    def parser(self, served: ServedModel, prompt: str) -> OutputParser:
-        """For one continuation."""
-        tools, parallel = self.callable_tools, self.parallel_tool_calls
-        return served.voice.parser(tools=tools, parallel=parallel, prompt=prompt)
+    def render(self, served: ServedModel) -> str:
+        """The text of the prompt, by the model's template. Slow: call it on a thread."""
+        tokenizer = served.text()
+        served.check_least(sum(map(_min_tokens, self.messages)))
+        template = served.chat_template or ""
+        messages = [_normalize(each, f"messages[{place}]", template) for place, each in enumerate(self.messages)]
+        text = render(
+            served.chat_template,
+            served.model_format.template_messages(messages, self.callable_tools),
+            add_generation_prompt=self.add_generation_prompt and not self.continue_final_message,
+            continue_final_message=self.continue_final_message,
+            tools=served.model_format.template_tools(self.callable_tools) or None,
+            named_tokens=tokenizer.named_tokens,
+            extra=self.template_variables,
+        )
+        return served.readable(text)
 
-    def grammar(self, served: ServedModel, asked: Grammar | None, prompt: str) -> Grammar | None:
-        """What a continuation may say: a call where one must come, else what the client asked for."""
-        voice, tools, parallel = served.voice, self.callable_tools, self.parallel_tool_calls
+    def grammar(self, served: ServedModel, requested: Grammar | None, text: str) -> Grammar | None:
+        """The grammar of the output after the rendered `text`: a tool call if one is required, else the client's."""
+        model_format, tools, parallel = served.model_format, self.callable_tools, self.parallel_tool_calls
         if not tools or self.tool_choice.mode == "auto":
-            return voice.answer_grammar(asked, tools, parallel=parallel, prompt=prompt)
-        if asked is not None:
+            return model_format.answer_grammar(requested, tools, parallel=parallel, prompt=text)
+        if requested is not None:
             raise InvalidParameter(
-                "A tool must be called, so there is no answer that could be held to a form; ask for one of the two.",
+                "tool_choice requires a tool call, so the answer cannot be constrained; use one of the two.",
                 param="tool_choice",
             )
-        return voice.call_grammar(tools, self.tool_choice, parallel=parallel, prompt=prompt)
+        return model_format.call_grammar(tools, self.tool_choice, parallel=parallel, prompt=text)
+
+    @property
+    def final_assistant_text(self) -> str:
+        """The text of the last message if it is the assistant's, else empty."""
+        last = self.messages[-1] if self.messages else {}
+        if last.get("role") != "assistant":
+            return ""
+        [plain] = plain_messages([_normalize(last, "messages", "")])
+        return str(plain["content"] or "")
 
 
-def dialogue_of(body: ChatBody) -> ChatPrompt:
-    """What a chat wants continued."""
+def chat_prompt(body: ChatBody) -> ChatPrompt:
+    """The prompt of a chat body."""
     if body.chat_template is not None:
         raise InvalidParameter(
             "chat_template is not taken from requests: the server runs the model's own. Use chat_template_kwargs.",
@@ -90,7 +84,7 @@ def dialogue_of(body: ChatBody) -> ChatPrompt:
         )
     if body.documents:
         raise InvalidParameter("documents are not served here; put their text into the messages.", param="documents")
-    tools, mode, named = _chosen(body)
+    tools, choice = _tools_and_choice(body)
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning_effort)
@@ -98,7 +92,7 @@ def dialogue_of(body: ChatBody) -> ChatPrompt:
     return ChatPrompt(
         messages=body.messages,
         tools=tools,
-        tool_choice=check_tools(tools, mode, named),
+        tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
         template_variables=variables,
         add_generation_prompt=body.add_generation_prompt is not False,
@@ -106,23 +100,16 @@ def dialogue_of(body: ChatBody) -> ChatPrompt:
     )
 
 
-class _AllowedTools(NamedTuple):
-    """The tools that may be called, and whether one must be, or which one."""
-
-    tools: list[dict[str, Json]]
-    mode: str | None = None
-    name: str | None = None
-
-
-def _chosen(body: ChatBody) -> _AllowedTools:
+def _tools_and_choice(body: ChatBody) -> tuple[list[dict[str, Json]], ToolChoice]:
+    """The tools that may be called, and the choice among them."""
     tools, choice = body.tools or [], body.tool_choice
     if choice is None or isinstance(choice, str):
-        return _AllowedTools(tools, choice)
+        return tools, check_tools(tools, mode=choice)
     if choice.type == "function" and choice.function is not None:
-        return _AllowedTools(tools, name=choice.function.name)
+        return tools, check_tools(tools, name=choice.function.name)
     if choice.type == "allowed_tools" and choice.allowed_tools is not None:
-        allowed = choice.allowed_tools
-        return _AllowedTools(only_tools(tools, (tool.function.name for tool in allowed.tools)), allowed.mode)
+        tools = _allowed_tools(tools, (tool.function.name for tool in choice.allowed_tools.tools))
+        return tools, check_tools(tools, mode=choice.allowed_tools.mode)
     raise InvalidParameter(
         "tool_choice may be 'none', 'auto', 'required', "
         '{"type": "function", "function": {"name": …}} or '
@@ -131,14 +118,10 @@ def _chosen(body: ChatBody) -> _AllowedTools:
     )
 
 
-def _num_parts(message: Mapping[str, object]) -> int:
-    """A message takes a token at least, and so does each part of one."""
-    content = message.get("content")
-    return max(1, len(content)) if isinstance(content, list) else 1
-
-
-def check_tools(tools: list[dict[str, object]] | None, mode: str | None, name: str | None) -> ToolChoice:
-    """The choice among these tools. Nothing said means "auto"."""
+def check_tools(
+    tools: list[dict[str, object]] | None, *, mode: str | None = None, name: str | None = None
+) -> ToolChoice:
+    """Validates tools and tool_choice. Unset means "auto"."""
     if tools is not None and len(tools) > MAX_TOOLS:
         raise InvalidParameter(f"There are {len(tools)} tools; the most is {MAX_TOOLS}.", param="tools")
     names = [_tool_name(tool, place) for place, tool in enumerate(tools or [])]
@@ -158,24 +141,13 @@ def check_tools(tools: list[dict[str, object]] | None, mode: str | None, name: s
     return ToolChoice(mode)
 
 
-def only_tools(tools: list[dict[str, object]], allowed: Iterable[str]) -> list[dict[str, object]]:
-    """Those of the tools that may be called."""
-    wanted = set(allowed)
+def _allowed_tools(tools: list[dict[str, object]], allowed: Iterable[str]) -> list[dict[str, object]]:
+    allowed_names = set(allowed)
     names = [_tool_name(tool, place) for place, tool in enumerate(tools)]
-    if missing := wanted.difference(names):
+    if missing := allowed_names.difference(names):
         unknown = shown(min(missing))
         raise InvalidParameter(f"tool_choice allows {unknown}, which is not among tools.", param="tool_choice")
-    return [tool for name, tool in zip(names, tools, strict=True) if name in wanted]
-
-
-def check_function(name: object, parameters: object, where: str, shape: str, schema_field: str) -> str:
-    """The name of a function, which a surface declares in this shape, with the parameters' schema in this field."""
-    if not isinstance(name, str) or not name:
-        raise InvalidParameter(f"{where} must be {shape}.", param=where)
-    if not isinstance(parameters, Mapping | None):
-        spot = f"{where}.{schema_field}"
-        raise InvalidParameter(f"{spot} must be a JSON schema: an object, not {shown(parameters)}.", param=spot)
-    return name
+    return [tool for name, tool in zip(names, tools, strict=True) if name in allowed_names]
 
 
 def _tool_name(tool: Mapping[str, object], place: int) -> str:
@@ -187,31 +159,47 @@ def _tool_name(tool: Mapping[str, object], place: int) -> str:
     return check_function(name, parameters, f"tools[{place}]", shape, "function.parameters")
 
 
-def _for_template(message: Message, where: str, template: str) -> Message:
-    """As templates know messages: older roles, one name for thoughts, a refusal as the text that it is."""
-    told = dict(message)
-    if told.get("role") == "developer" and "developer" not in template:
-        told["role"] = "system"
-    if "reasoning" in told and not told.get("reasoning_content"):
-        told["reasoning_content"] = told["reasoning"]
-    if told.get("role") == "assistant":
-        if told.get("content") is None and isinstance(told.get("refusal"), str):
-            told["content"] = told["refusal"]
-        content = told.get("content")
+def check_function(name: object, parameters: object, where: str, shape: str, schema_field: str) -> str:
+    """Validates a declared function and returns its name. `shape` and `schema_field` are the API's, for errors."""
+    if not isinstance(name, str) or not name:
+        raise InvalidParameter(f"{where} must be {shape}.", param=where)
+    if not isinstance(parameters, Mapping | None):
+        schema = f"{where}.{schema_field}"
+        raise InvalidParameter(f"{schema} must be a JSON schema: an object, not {shown(parameters)}.", param=schema)
+    return name
+
+
+def _min_tokens(message: Mapping[str, object]) -> int:
+    """A message takes at least one token, and so does each part of it."""
+    content = message.get("content")
+    return max(1, len(content)) if isinstance(content, list) else 1
+
+
+def _normalize(message: Message, where: str, template: str) -> Message:
+    """The message in the terms of templates: older roles, one name for reasoning, refusals as text."""
+    normal = dict(message)
+    if normal.get("role") == "developer" and "developer" not in template:
+        normal["role"] = "system"
+    if "reasoning" in normal and not normal.get("reasoning_content"):
+        normal["reasoning_content"] = normal["reasoning"]
+    if normal.get("role") == "assistant":
+        if normal.get("content") is None and isinstance(normal.get("refusal"), str):
+            normal["content"] = normal["refusal"]
+        content = normal.get("content")
         if isinstance(content, list):
-            told["content"] = [_as_text(part) for part in content]
-    _check_calls(told.get("tool_calls"), f"{where}.tool_calls")
-    return told
+            normal["content"] = [_refusal_as_text(part) for part in content]
+    _check_calls(normal.get("tool_calls"), f"{where}.tool_calls")
+    return normal
 
 
-def _as_text(part: object) -> object:
+def _refusal_as_text(part: object) -> object:
     if isinstance(part, Mapping) and part.get("type") == "refusal":
         return {"type": "text", "text": part.get("refusal")}
     return part
 
 
 def _check_calls(calls: object, where: str) -> None:
-    """A template would write anything else into the prompt, whatever it looks like."""
+    """A template would write invalid calls into the prompt unchecked."""
     if calls is None:
         return
     if not isinstance(calls, list):
@@ -220,41 +208,30 @@ def _check_calls(calls: object, where: str) -> None:
         function = call.get("function") if isinstance(call, Mapping) else None
         name, arguments = (function.get("name"), function.get("arguments")) if isinstance(function, Mapping) else (0, 0)
         if not isinstance(name, str) or not isinstance(arguments, str | Mapping | None):
-            spot = f"{where}[{place}]"
+            param = f"{where}[{place}]"
             raise InvalidPrompt(
-                f'{spot} must be {{"id": …, "type": "function", "function": {{"name": …, "arguments": "…"}}}}, with '
+                f'{param} must be {{"id": …, "type": "function", "function": {{"name": …, "arguments": "…"}}}}, with '
                 f"arguments as a text of JSON, not {shown(call)}.",
-                param=spot,
+                param=param,
             )
 
 
-def final_text(dialogue: ChatPrompt) -> str:
-    """The text of a last message that the assistant has begun, or nothing."""
-    last = dialogue.messages[-1] if dialogue.messages else {}
-    if last.get("role") != "assistant":
-        return ""
-    [plain] = plain_messages([last])
-    return str(plain["content"] or "")
-
-
-_ROOM_SHARE = 8  # of the context, an eighth is left for an answer of which no length was said
-
-
-def fitted(dialogue: ChatPrompt, served: ServedModel, max_tokens: int | None) -> ChatPrompt:
-    """With as many turns as leave room for the answer; instructions stay. The last turn stays whatever its length."""
-    room = max_tokens or served.max_model_len // _ROOM_SHARE
-    messages = dialogue.messages
+def drop_oldest_turns(prompt: ChatPrompt, served: ServedModel, max_tokens: int | None) -> ChatPrompt:
+    """The prompt with as many of the latest turns as leave space for the output. Instructions and last turn stay."""
+    num_output = max_tokens or served.max_model_len // _OUTPUT_SHARE
+    messages = prompt.messages
     num_kept = 1 if messages and messages[0].get("role") in ("system", "developer") else 0
     turns = [place for place, message in enumerate(messages) if message.get("role") == "user" and place > num_kept]
     starts = [num_kept, *turns]
 
-    def shorter(start: int) -> ChatPrompt:
-        return replace(dialogue, messages=messages[:num_kept] + messages[start:])
+    def from_turn(start: int) -> ChatPrompt:
+        return replace(prompt, messages=messages[:num_kept] + messages[start:])
 
     def fits(start: int) -> bool:
         try:
-            return len(shorter(start).rendered(served).ids) + room <= served.max_model_len
+            ids = served.text().encode_chat(from_turn(start).render(served))
         except ContextLengthExceeded:
             return False
+        return len(ids) + num_output <= served.max_model_len
 
-    return shorter(starts[min(bisect_left(starts, True, key=fits), len(starts) - 1)])
+    return from_turn(starts[min(bisect_left(starts, True, key=fits), len(starts) - 1)])

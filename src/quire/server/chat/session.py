@@ -1,6 +1,6 @@
-"""A dialogue under way: what its continuations say, as events. The pipeline that all chat-like surfaces share.
+"""Chat stream: renders and submits a chat prompt, and parses the output of each choice. Shared by all chat APIs.
 
-dialogue ──render──▶ prompt ──submit──▶ deltas ──parse──▶ Text, Thought, ToolStart, ToolArguments per choice
+ChatPrompt --render--> text, token ids --submit--> deltas --parse--> output events per choice
 """
 
 import uuid
@@ -12,45 +12,44 @@ from starlette.concurrency import run_in_threadpool
 from quire.engine.outputs import CompletionOutput, Delta, RequestOutput
 from quire.output_parsing.events import OutputEvent, OutputParser, PlainText, ReasoningText, ToolArguments, ToolStart
 from quire.server.async_engine import AsyncEngine
-from quire.server.chat.prompt import ChatPrompt, RenderedPrompt, final_text
+from quire.server.chat.prompt import ChatPrompt
 from quire.server.context import ServedModel
 from quire.server.prompt_group import PromptGroup
 from quire.server.request.params import GenerationRequest, clamped, constrained, shortened
 
 
 class ChatDelta(NamedTuple):
-    """What one choice said with one delta."""
+    """A delta of one choice and its output events."""
 
-    choice: int
-    events: list[OutputEvent]
     delta: Delta
+    events: list[OutputEvent]
 
 
 class ToolCall:
-    """A call of a tool, as far as it has been said."""
+    """A tool call and its arguments so far."""
 
-    __slots__ = ("_pieces", "id", "name")
+    __slots__ = ("_parts", "id", "name")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.id = f"call_{uuid.uuid4().hex[:24]}"
-        self._pieces: list[str] = []
+        self._parts: list[str] = []
 
-    def add(self, text: str) -> None:
-        self._pieces.append(text)
+    def append(self, arguments: str) -> None:
+        self._parts.append(arguments)
 
     @property
     def arguments(self) -> str:
-        return "".join(self._pieces)
+        return "".join(self._parts)
 
 
 class ChoiceOutput:
-    """All that one choice said, so far."""
+    """The events of one choice so far, in order, and its tool calls."""
 
     __slots__ = ("calls", "events")
 
     def __init__(self) -> None:
-        self.events: list[OutputEvent] = []  # in the order they were said
+        self.events: list[OutputEvent] = []
         self.calls: dict[int, ToolCall] = {}
 
     def add(self, event: OutputEvent) -> None:
@@ -59,110 +58,112 @@ class ChoiceOutput:
             case ToolStart(index, name):
                 self.calls[index] = ToolCall(name)
             case ToolArguments(index, text):
-                self.calls[index].add(text)
+                self.calls[index].append(text)
 
     @property
     def text(self) -> str:
         return "".join(event.text for event in self.events if isinstance(event, PlainText))
 
     @property
-    def thought(self) -> str:
+    def reasoning(self) -> str:
         return "".join(event.text for event in self.events if isinstance(event, ReasoningText))
 
 
 class ChatResult(NamedTuple):
-    """A whole answer: the engine's output, and what each choice said."""
+    """The engine's output of a finished chat, and the parsed output of each choice."""
 
     output: RequestOutput
-    said: list[ChoiceOutput]
+    choices: list[ChoiceOutput]
+
+
+async def start_chat(
+    service: AsyncEngine,
+    served: ServedModel,
+    prompt: ChatPrompt,
+    generation: GenerationRequest,
+    *,
+    truncate: int | None = None,
+    clamp: bool = False,
+) -> "ChatStream":
+    """Renders, constrains and submits a chat.
+
+    `truncate`: the number of prompt tokens to keep. `clamp`: a max_tokens beyond the context is reduced to fit.
+    """
+
+    def render() -> tuple[str, list[int]]:
+        text = prompt.render(served)
+        return text, served.text().encode_chat(text)
+
+    text, ids = await run_in_threadpool(render)
+    generation = await constrained(generation, prompt.grammar(served, generation.grammar, text), served)
+    if served.model_format.keeps_special_tokens(tools=bool(prompt.callable_tools)):
+        generation = replace(generation, params=replace(generation.params, skip_special_tokens=False))
+    ids = shortened(ids, truncate, generation, served)
+    if clamp:
+        generation = clamped(generation, len(ids), served)
+    tools, parallel = prompt.callable_tools, prompt.parallel_tool_calls
+    parsers = [
+        served.model_format.parser(tools=tools, parallel=parallel, prompt=text) for _ in range(generation.params.n)
+    ]
+    group = PromptGroup(service, [ids], generation, streaming=generation.stream)
+    return ChatStream(served, prompt, ids, parsers, group)
 
 
 class ChatStream:
-    """Whoever makes one must `leave` it, however it ends."""
+    """A submitted chat. The caller must `leave` it, however it ends."""
 
-    __slots__ = ("_chorus", "_dialogue", "_parsers", "_prefix", "_served", "num_choices", "prompt_ids", "said")
+    __slots__ = ("_group", "_parsers", "_prompt", "_served", "choices", "prompt_ids")
 
     def __init__(
         self,
-        service: AsyncEngine,
         served: ServedModel,
-        dialogue: ChatPrompt,
-        wanted: GenerationRequest,
-        prompt: RenderedPrompt,
-        prefix: str,
+        prompt: ChatPrompt,
+        prompt_ids: list[int],
+        parsers: list[OutputParser],
+        group: PromptGroup,
     ) -> None:
         self._served = served
-        self._dialogue = dialogue
-        self._prefix = prefix
-        self.num_choices = wanted.params.n
-        self.prompt_ids = prompt.ids
-        self.said = [ChoiceOutput() for _ in range(self.num_choices)]
-        self._parsers: list[OutputParser] = [dialogue.parser(served, prompt.text) for _ in range(self.num_choices)]
-        self._chorus = PromptGroup(service, [prompt.ids], wanted, streaming=wanted.stream)
+        self._prompt = prompt
+        self._parsers = parsers
+        self._group = group
+        self.prompt_ids = prompt_ids
+        self.choices = [ChoiceOutput() for _ in parsers]
 
-    @classmethod
-    async def begin(
-        cls,
-        service: AsyncEngine,
-        served: ServedModel,
-        dialogue: ChatPrompt,
-        wanted: GenerationRequest,
-        *,
-        truncate: int | None = None,
-        echo: bool = False,
-        clamp: bool = False,
-    ) -> "ChatStream":
-        """Render, constrain and submit. With `echo`, a message that the assistant had begun is said again.
+    async def receive(self) -> ChatDelta | RequestOutput:
+        """The next delta of any choice; at the end, the whole output."""
+        _, update = await self._group.hear()
+        if isinstance(update, RequestOutput):
+            return update
+        return ChatDelta(update, self._parse(update.index, update.text, ended=update.finish_reason is not None))
 
-        With `clamp`, an answer that may be longer than the context allows is as long as it allows.
-        """
-        prompt = await run_in_threadpool(dialogue.rendered, served)
-        wanted = await constrained(wanted, dialogue.grammar(served, wanted.grammar, prompt.text), served)
-        if served.voice.keeps_special_tokens(tools=bool(dialogue.callable_tools)):
-            wanted = replace(wanted, params=replace(wanted.params, skip_special_tokens=False))
-        prompt = RenderedPrompt(prompt.text, shortened(prompt.ids, truncate, wanted, served))
-        wanted = clamped(wanted, len(prompt.ids), served) if clamp else wanted
-        return cls(service, served, dialogue, wanted, prompt, final_text(dialogue) if echo else "")
-
-    def opening(self) -> list[OutputEvent]:
-        """What each choice begins with, before the model says anything."""
-        return [PlainText(self._prefix)] if self._prefix else []
-
-    async def hear(self) -> ChatDelta | RequestOutput:
-        """What somebody said; the last is the whole output."""
-        _, news = await self._chorus.hear()
-        if isinstance(news, RequestOutput):
-            return news
-        return ChatDelta(news.index, self._heard(news.index, news.text, ended=news.finish_reason is not None), news)
-
-    async def whole(self) -> ChatResult:
-        """All of it, when all have ended."""
-        [output] = await self._chorus.outputs()
+    async def result(self) -> ChatResult:
+        """The whole output, once all choices have finished."""
+        [output] = await self._group.outputs()
         for choice in output.outputs:
-            self._heard(choice.index, choice.text, ended=True)
-        return ChatResult(output, self.said)
+            self._parse(choice.index, choice.text, ended=True)
+        return ChatResult(output, self.choices)
 
     def finish_reason(self, choice: CompletionOutput | Delta) -> str | None:
-        """As OpenAI has it: a turn that ended in calls ended for them, unless the client had named the tool itself."""
-        called = self.said[choice.index].calls and self._dialogue.tool_choice.mode != "named"
-        return "tool_calls" if called and choice.finish_reason == "stop" else choice.finish_reason
+        """OpenAI's reason: `tool_calls` after a call, unless the client had named the tool itself."""
+        calls = self.choices[choice.index].calls and self._prompt.tool_choice.mode != "named"
+        return "tool_calls" if calls and choice.finish_reason == "stop" else choice.finish_reason
 
-    async def num_thought_tokens(self) -> int:
-        """What the thoughts of all choices take."""
-        thoughts = [thought for said in self.said if (thought := said.thought)]
-        if not thoughts:
+    async def num_reasoning_tokens(self) -> int:
+        """Reasoning tokens of all choices, counted by encoding the text again."""
+        texts = [text for choice in self.choices if (text := choice.reasoning)]
+        if not texts:
             return 0
-        encoded = await run_in_threadpool(self._served.text().encode_batch, thoughts, add_special_tokens=False)
+        encoded = await run_in_threadpool(self._served.text().encode_batch, texts, add_special_tokens=False)
         return sum(map(len, encoded))
 
     def leave(self) -> None:
-        self._chorus.leave()
+        self._group.leave()
 
-    def _heard(self, index: int, text: str, *, ended: bool) -> list[OutputEvent]:
-        said, parser = self.said[index], self._parsers[index]
+    def _parse(self, index: int, text: str, *, ended: bool) -> list[OutputEvent]:
+        parser = self._parsers[index]
         events = parser.push(text) if text else []
         if ended:
             events = events + parser.finish()
         for event in events:
-            said.add(event)
+            self.choices[index].add(event)
         return events

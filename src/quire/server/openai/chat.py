@@ -1,15 +1,12 @@
-"""POST /v1/chat/completions.
-
-Writes the answers of chat completions: whole, and chunk by chunk. Knows events and outputs, no HTTP.
-"""
+"""POST /v1/chat/completions: the endpoint, the JSON body, and the stream chunks."""
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.output_parsing.events import OutputEvent, PlainText, ReasoningText, ToolArguments, ToolStart
-from quire.server.chat.prompt import dialogue_of
-from quire.server.chat.session import ChatDelta, ChatResult, ChatStream, ChoiceOutput
+from quire.server.chat.prompt import chat_prompt
+from quire.server.chat.session import ChatDelta, ChatResult, ChatStream, ChoiceOutput, start_chat
 from quire.server.context import ServerState
 from quire.server.http.errors import called
 from quire.server.http.sse import DONE, Events, json_response, stream, unless_gone
@@ -17,162 +14,16 @@ from quire.server.openai.chunks import (
     ChunkHeader,
     ChunkWriter,
     TokenText,
-    chat_scores,
-    prompt_scores,
+    chat_logprobs,
+    prompt_logprobs_json,
     running_usage,
     usage,
 )
 from quire.server.request.decode import read
-from quire.server.request.params import GenerationRequest, chat_wanted
+from quire.server.request.params import GenerationRequest, chat_generation
 from quire.server.request.schema import ChatBody
 
 Body = dict[str, object]
-
-
-class ChatResponse:
-    """The bodies of one answer."""
-
-    def __init__(
-        self,
-        label: ChunkHeader,
-        exchange: ChatStream,
-        wanted: GenerationRequest,
-        spelling: TokenText,
-        *,
-        tell_thoughts: bool,
-    ) -> None:
-        self._label = label
-        self._exchange = exchange
-        self._wanted = wanted
-        self._spelling = spelling
-        self._tell_thoughts = tell_thoughts
-        head = label.head("chat.completion.chunk")
-        self._frames = ChunkWriter(head, b'"delta":{"content":', b'},"logprobs":null,"finish_reason":null}')
-        self._num_top = wanted.params.logprobs
-        self._bare = self._num_top is None and not wanted.return_token_ids and not wanted.continuous_usage
-        self._untold: dict[int, _PendingLogprobs] = {}
-        self._num_tokens = 0
-
-    def whole(self, answered: ChatResult, num_thought: int) -> Body:
-        output = answered.output
-        body = self._label.head("chat.completion")
-        body["choices"] = [self._choice(each, answered.said[each.index]) for each in output.outputs]
-        body["usage"] = usage([output], num_thought=num_thought)
-        if output.prompt_logprobs is not None:
-            body["prompt_logprobs"] = prompt_scores(output.prompt_logprobs)
-        if self._wanted.return_token_ids:
-            body["prompt_token_ids"] = output.prompt_token_ids
-        return body
-
-    def chunks(self, spoken: ChatDelta) -> bytes:
-        """Who speaks, at the first word; what was said; and, in a chunk of its own, why it ended."""
-        index, events, delta = spoken
-        parts = []
-        if index not in self._untold:
-            self._untold[index] = _PendingLogprobs()
-            parts.append(self._opening(index))
-            events = self._exchange.opening() + events
-        if not self._bare:
-            self._num_tokens += len(delta.token_ids)
-            self._untold[index].add(delta.logprobs, delta.token_ids)
-        for event in events:
-            if self._bare and type(event) is PlainText:
-                parts.append(self._frames.text(index, event.text))
-            elif (said := self._delta(index, event)) is not None:
-                parts.append(self._chunk(index, said))
-        if delta.finish_reason is not None:
-            reason = self._exchange.finish_reason(delta)
-            parts.append(self._chunk(index, {}, finish_reason=reason, stop_reason=delta.stop_reason))
-        return b"".join(parts)
-
-    def usage_chunk(self, output: RequestOutput, num_thought: int) -> bytes:
-        return self._frames.last({"usage": usage([output], num_thought=num_thought)})
-
-    def _choice(self, output: CompletionOutput, said: ChoiceOutput) -> Body:
-        choice: Body = {
-            "index": output.index,
-            "message": self._message(said),
-            "logprobs": self._scores(output.logprobs or []),
-            "finish_reason": self._exchange.finish_reason(output),
-            "stop_reason": output.stop_reason,
-        }
-        if self._wanted.return_token_ids:
-            choice["token_ids"] = output.token_ids
-        return choice
-
-    def _message(self, said: ChoiceOutput) -> Body:
-        text = "".join(event.text for event in self._exchange.opening() if isinstance(event, PlainText)) + said.text
-        message: Body = {"role": "assistant", "content": None if said.calls and not text else text, "refusal": None}
-        if said.thought and self._tell_thoughts:
-            message.update(reasoning=said.thought, reasoning_content=said.thought)
-        if said.calls:
-            message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for _, call in sorted(said.calls.items())
-            ]
-        return message
-
-    def _opening(self, index: int) -> bytes:
-        extra = {"prompt_token_ids": self._exchange.prompt_ids} if self._wanted.return_token_ids else None
-        delta = {"role": "assistant", "content": ""}
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        return self._frames.choice(choice, {**(extra or {}), **self._running()})
-
-    def _delta(self, index: int, event: OutputEvent) -> Body | None:
-        match event:
-            case PlainText(text):
-                return {"content": text}
-            case ReasoningText(text):
-                return {"reasoning": text, "reasoning_content": text} if self._tell_thoughts else None
-            case ToolStart(place, name):
-                call = self._exchange.said[index].calls[place]
-                function = {"name": name, "arguments": ""}
-                return {"tool_calls": [{"index": place, "id": call.id, "type": "function", "function": function}]}
-            case ToolArguments(place, text):
-                return {"tool_calls": [{"index": place, "function": {"arguments": text}}]}
-
-    def _chunk(self, index: int, delta: Body, **ending: object) -> bytes:
-        """With what has been waiting for a chunk: scores and ids of tokens that had no text yet, or share this one."""
-        scores, token_ids = self._untold[index].take()
-        choice: Body = {
-            "index": index,
-            "delta": delta,
-            "logprobs": self._scores(scores) if scores else None,
-            "finish_reason": None,
-            **ending,
-        }
-        if self._wanted.return_token_ids:
-            choice["token_ids"] = token_ids
-        return self._frames.choice(choice, self._running())
-
-    def _running(self) -> Body:
-        if not self._wanted.continuous_usage:
-            return {}
-        return {"usage": running_usage(len(self._exchange.prompt_ids), self._num_tokens)}
-
-    def _scores(self, entries: list[dict[int, Logprob]]) -> Body | None:
-        if self._num_top is None:
-            return None
-        return {"content": chat_scores(entries, self._num_top, self._spelling), "refusal": None}
-
-
-class _PendingLogprobs:
-    """What a choice has gained and not told yet."""
-
-    __slots__ = ("_scores", "_token_ids")
-
-    def __init__(self) -> None:
-        self._scores: list[dict[int, Logprob]] = []
-        self._token_ids: list[int] = []
-
-    def add(self, scores: list[dict[int, Logprob]], token_ids: list[int]) -> None:
-        self._scores += scores
-        self._token_ids += token_ids
-
-    def take(self) -> tuple[list[dict[int, Logprob]], list[int]]:
-        taken = self._scores, self._token_ids
-        self._scores, self._token_ids = [], []
-        return taken
 
 
 async def chat_completions(desk: ServerState, request: Request) -> Response:
@@ -180,27 +31,175 @@ async def chat_completions(desk: ServerState, request: Request) -> Response:
     served = desk.served
     served.check_model(body.model)
     with called({} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}):
-        wanted, dialogue = chat_wanted(body, served), dialogue_of(body)
-        exchange = await ChatStream.begin(
-            desk.service, served, dialogue, wanted, truncate=body.truncate_prompt_tokens, echo=bool(body.echo)
-        )
-        answer = ChatResponse(
+        generation, prompt = chat_generation(body, served), chat_prompt(body)
+        chat = await start_chat(desk.service, served, prompt, generation, truncate=body.truncate_prompt_tokens)
+        response = ChatResponse(
             ChunkHeader(served.name, "chatcmpl"),
-            exchange,
-            wanted,
-            TokenText(served.tokenizer, as_ids=wanted.tokens_as_ids),
-            tell_thoughts=body.include_reasoning is not False,
+            chat,
+            generation,
+            TokenText(served.tokenizer, as_ids=generation.tokens_as_ids),
+            prefix=prompt.final_assistant_text if body.echo else "",
+            include_reasoning=body.include_reasoning is not False,
         )
-        if wanted.stream:
-            return await stream(request, _events(exchange, answer, wanted), exchange.leave, desk.keep_alive_s)
-        answered = await unless_gone(request, exchange.whole(), exchange.leave)
-    return json_response(answer.whole(answered, await exchange.num_thought_tokens()))
+        if generation.stream:
+            return await stream(request, _events(chat, response, generation), chat.leave, desk.keep_alive_s)
+        result = await unless_gone(request, chat.result(), chat.leave)
+    return json_response(response.whole(result, await chat.num_reasoning_tokens()))
 
 
-async def _events(exchange: ChatStream, answer: ChatResponse, wanted: GenerationRequest) -> Events:
-    while isinstance(news := await exchange.hear(), ChatDelta):
-        if chunks := answer.chunks(news):
+async def _events(chat: ChatStream, response: "ChatResponse", generation: GenerationRequest) -> Events:
+    while isinstance(update := await chat.receive(), ChatDelta):
+        if chunks := response.chunks(update):
             yield chunks
-    if wanted.include_usage:
-        yield answer.usage_chunk(news, await exchange.num_thought_tokens())
+    if generation.include_usage:
+        yield response.usage_chunk(update, await chat.num_reasoning_tokens())
     yield DONE
+
+
+class ChatResponse:
+    """The JSON of one chat completion. `prefix` is repeated before the text of each choice."""
+
+    def __init__(
+        self,
+        header: ChunkHeader,
+        chat: ChatStream,
+        generation: GenerationRequest,
+        token_text: TokenText,
+        *,
+        prefix: str,
+        include_reasoning: bool,
+    ) -> None:
+        self._header = header
+        self._chat = chat
+        self._generation = generation
+        self._token_text = token_text
+        self._prefix = prefix
+        self._include_reasoning = include_reasoning
+        head = header.head("chat.completion.chunk")
+        self._writer = ChunkWriter(head, b'"delta":{"content":', b'},"logprobs":null,"finish_reason":null}')
+        self._num_top = generation.params.logprobs
+        self._text_only = not (self._num_top is not None or generation.return_token_ids or generation.continuous_usage)
+        self._pending: dict[int, _PendingTokens] = {}
+        self._num_tokens = 0
+
+    def whole(self, result: ChatResult, num_reasoning_tokens: int) -> Body:
+        output = result.output
+        body = self._header.head("chat.completion")
+        body["choices"] = [self._choice(each, result.choices[each.index]) for each in output.outputs]
+        body["usage"] = usage([output], num_reasoning_tokens=num_reasoning_tokens)
+        if output.prompt_logprobs is not None:
+            body["prompt_logprobs"] = prompt_logprobs_json(output.prompt_logprobs)
+        if self._generation.return_token_ids:
+            body["prompt_token_ids"] = output.prompt_token_ids
+        return body
+
+    def chunks(self, chat_delta: ChatDelta) -> bytes:
+        """The chunks of one delta: the role first, then one per event, and the finish reason in its own."""
+        delta, events = chat_delta
+        index = delta.index
+        chunks = []
+        if index not in self._pending:
+            self._pending[index] = _PendingTokens()
+            chunks.append(self._role_chunk(index))
+            events = [PlainText(self._prefix), *events] if self._prefix else events
+        if not self._text_only:
+            self._num_tokens += len(delta.token_ids)
+            self._pending[index].add(delta.logprobs, delta.token_ids)
+        for event in events:
+            if self._text_only and type(event) is PlainText:
+                chunks.append(self._writer.text(index, event.text))
+            elif (fields := self._delta(index, event)) is not None:
+                chunks.append(self._chunk(index, fields))
+        if delta.finish_reason is not None:
+            reason = self._chat.finish_reason(delta)
+            chunks.append(self._chunk(index, {}, finish_reason=reason, stop_reason=delta.stop_reason))
+        return b"".join(chunks)
+
+    def usage_chunk(self, output: RequestOutput, num_reasoning_tokens: int) -> bytes:
+        return self._writer.last({"usage": usage([output], num_reasoning_tokens=num_reasoning_tokens)})
+
+    def _choice(self, output: CompletionOutput, parsed: ChoiceOutput) -> Body:
+        choice: Body = {
+            "index": output.index,
+            "message": self._message(parsed),
+            "logprobs": self._logprobs(output.logprobs or []),
+            "finish_reason": self._chat.finish_reason(output),
+            "stop_reason": output.stop_reason,
+        }
+        if self._generation.return_token_ids:
+            choice["token_ids"] = output.token_ids
+        return choice
+
+    def _message(self, parsed: ChoiceOutput) -> Body:
+        text = self._prefix + parsed.text
+        message: Body = {"role": "assistant", "content": None if parsed.calls and not text else text, "refusal": None}
+        if (reasoning := parsed.reasoning) and self._include_reasoning:
+            message.update(reasoning=reasoning, reasoning_content=reasoning)
+        if parsed.calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for _, call in sorted(parsed.calls.items())
+            ]
+        return message
+
+    def _role_chunk(self, index: int) -> bytes:
+        extra: Body = {"prompt_token_ids": self._chat.prompt_ids} if self._generation.return_token_ids else {}
+        delta = {"role": "assistant", "content": ""}
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return self._writer.choice(choice, {**extra, **self._running_usage()})
+
+    def _delta(self, index: int, event: OutputEvent) -> Body | None:
+        match event:
+            case PlainText(text):
+                return {"content": text}
+            case ReasoningText(text):
+                return {"reasoning": text, "reasoning_content": text} if self._include_reasoning else None
+            case ToolStart(place, name):
+                call = self._chat.choices[index].calls[place]
+                function = {"name": name, "arguments": ""}
+                return {"tool_calls": [{"index": place, "id": call.id, "type": "function", "function": function}]}
+            case ToolArguments(place, text):
+                return {"tool_calls": [{"index": place, "function": {"arguments": text}}]}
+
+    def _chunk(self, index: int, delta: Body, **finish: object) -> bytes:
+        """A chunk with all pending logprobs and ids: of tokens without text so far, or that share this one's."""
+        entries, token_ids = self._pending[index].take()
+        choice: Body = {
+            "index": index,
+            "delta": delta,
+            "logprobs": self._logprobs(entries) if entries else None,
+            "finish_reason": None,
+            **finish,
+        }
+        if self._generation.return_token_ids:
+            choice["token_ids"] = token_ids
+        return self._writer.choice(choice, self._running_usage())
+
+    def _running_usage(self) -> Body:
+        if not self._generation.continuous_usage:
+            return {}
+        return {"usage": running_usage(len(self._chat.prompt_ids), self._num_tokens)}
+
+    def _logprobs(self, entries: list[dict[int, Logprob]]) -> Body | None:
+        if self._num_top is None:
+            return None
+        return {"content": chat_logprobs(entries, self._num_top, self._token_text), "refusal": None}
+
+
+class _PendingTokens:
+    """Logprobs and token ids of a choice that no chunk holds yet."""
+
+    __slots__ = ("_entries", "_token_ids")
+
+    def __init__(self) -> None:
+        self._entries: list[dict[int, Logprob]] = []
+        self._token_ids: list[int] = []
+
+    def add(self, entries: list[dict[int, Logprob]], token_ids: list[int]) -> None:
+        self._entries += entries
+        self._token_ids += token_ids
+
+    def take(self) -> tuple[list[dict[int, Logprob]], list[int]]:
+        taken = self._entries, self._token_ids
+        self._entries, self._token_ids = [], []
+        return taken

@@ -1,8 +1,7 @@
-"""Writes the chunks of one streamed answer: what never changes is encoded once, a piece of text alone each time.
+"""OpenAI response parts: stream chunks, usage, and log-probabilities in JSON.
 
-What an answer cost, in tokens, as OpenAI's clients read it.
-
-Log-probabilities as OpenAI's clients read them. Each number is written once, from the one the engine gave.
+`ChunkWriter` encodes the constant part of a chunk once; a text chunk then costs the encoding of its text alone. Every
+log-probability is written from the engine's number, so all fields agree.
 """
 
 import time
@@ -24,10 +23,10 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class ChunkHeader:
-    """What all bodies of one answer share."""
+    """The fields shared by all bodies and chunks of one response."""
 
     model: str
-    prefix: str  # of its id: chatcmpl or cmpl
+    prefix: str  # of the id: chatcmpl or cmpl
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -36,7 +35,7 @@ class ChunkHeader:
 
 
 class ChunkWriter:
-    """`before` and `after` are what a choice says around its text, as JSON."""
+    """Writes the chunks of one stream. `before` and `after` are the JSON around the text of a choice."""
 
     __slots__ = ("_after", "_before", "_head", "_heads")
 
@@ -47,18 +46,18 @@ class ChunkWriter:
         self._heads: dict[int, bytes] = {}
 
     def text(self, index: int, text: str) -> bytes:
-        """The usual chunk, as cheaply as it goes."""
+        """The common chunk: text alone. Runs for every token."""
         head = self._heads.get(index)
         if head is None:
             head = self._heads[index] = self._head + b'{"index":%d,' % index + self._before
         return head + _encode(text) + self._after
 
     def choice(self, choice: Mapping[str, object], extra: Mapping[str, object] | None = None) -> bytes:
-        """Any other chunk; `extra` stands beside the choices."""
+        """Any other chunk; `extra` fields go beside the choices."""
         return self._head + _encode(choice) + b"]" + self._tail(extra)
 
     def last(self, extra: Mapping[str, object]) -> bytes:
-        """A chunk of no choice."""
+        """A chunk without choices."""
         return self._head + b"]" + self._tail(extra)
 
     @staticmethod
@@ -66,20 +65,22 @@ class ChunkWriter:
         return b"," + _encode(extra)[1:] + b"\n\n" if extra else b"}\n\n"
 
 
-def usage(outputs: Sequence[RequestOutput], *, num_thought: int = 0, without_tokens: bool = False) -> dict[str, object]:
-    """Of all prompts of a request together. `without_tokens`: the one token that was computed is not counted."""
+def usage(
+    outputs: Sequence[RequestOutput], *, num_reasoning_tokens: int = 0, without_tokens: bool = False
+) -> dict[str, object]:
+    """Usage of all prompts of a request. `without_tokens`: the one token that was computed is not counted."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     completion = sum(len(each.token_ids) for output in outputs for each in output.outputs)
     cached = sum(output.metrics.num_cached_tokens for output in outputs)
-    told = running_usage(prompt, 0 if without_tokens else completion)
-    told["prompt_tokens_details"] = {"cached_tokens": cached}
-    if num_thought:
-        told["completion_tokens_details"] = {"reasoning_tokens": num_thought}
-    return told
+    total = running_usage(prompt, 0 if without_tokens else completion)
+    total["prompt_tokens_details"] = {"cached_tokens": cached}
+    if num_reasoning_tokens:
+        total["completion_tokens_details"] = {"reasoning_tokens": num_reasoning_tokens}
+    return total
 
 
 def running_usage(num_prompt: int, num_completion: int) -> dict[str, object]:
-    """While an answer is under way; what the cache gave is known at its end."""
+    """Usage while generation runs; the number of cached tokens is known at the end."""
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_completion,
@@ -87,11 +88,11 @@ def running_usage(num_prompt: int, num_completion: int) -> dict[str, object]:
     }
 
 
-Entry = Mapping[int, Logprob]  # the token itself first, then the likeliest
+Entry = Mapping[int, Logprob]  # the token itself first, then the top ones
 
 
 class TokenText:
-    """How tokens are written: as text, or as `token_id:7`."""
+    """Tokens as text, or as `token_id:7`."""
 
     __slots__ = ("_as_ids", "_tokenizer")
 
@@ -104,7 +105,7 @@ class TokenText:
         return self._tokenizer is not None
 
     def token(self, token_id: int, logprob: Logprob | None) -> str:
-        """A token without a score is spelled here."""
+        """The token's text. One without a log-probability has no text yet and is decoded here."""
         if self._as_ids or self._tokenizer is None:
             return f"token_id:{token_id}"
         if logprob is None:
@@ -112,7 +113,7 @@ class TokenText:
         return logprob.decoded_token or ""
 
     def unique(self, token_id: int, logprob: Logprob | None) -> str:
-        """The same, but for parts of a character, which all look alike as text: their bytes, as OpenAI spells them."""
+        """The token's text; of partial characters, which all decode to U+FFFD, the bytes in OpenAI's notation."""
         text = self.token(token_id, logprob)
         data = self.bytes(token_id, text) if "\ufffd" in text else b""
         if not data or data == text.encode():
@@ -126,8 +127,8 @@ class TokenText:
             return self._tokenizer.piece_bytes(token_id)
         return self._tokenizer.fallback_byte(token_id) or text.encode()
 
-    def begins(self, text: str, token_id: int) -> bool:
-        """Whether a prompt's text says its first token; what a tokenizer put before it, it does not."""
+    def starts(self, text: str, token_id: int) -> bool:
+        """Whether a prompt's text contains its first token; special tokens added by the tokenizer are not in it."""
         if self._tokenizer is None or token_id not in self._tokenizer.special_ids:
             return True
         return text.startswith(self._tokenizer.spell(token_id))
@@ -136,25 +137,25 @@ class TokenText:
         return None if self._tokenizer is None else Detokenizer(self._tokenizer, skip_special_tokens, prompt_ids)
 
 
-def chat_scores(entries: Sequence[Entry], num_top: int, spelling: TokenText) -> list[dict[str, object]]:
-    """`logprobs.content` of a chat: each token with its likeliest alternatives."""
+def chat_logprobs(entries: Sequence[Entry], num_top: int, token_text: TokenText) -> list[dict[str, object]]:
+    """`logprobs.content` of a chat: each token with its top alternatives."""
     content = []
     for entry in entries:
         token_id, logprob = next(iter(entry.items()))
-        likeliest = sorted((item for item in entry.items() if item[1].rank <= num_top), key=lambda item: item[1].rank)
+        top = sorted((item for item in entry.items() if item[1].rank <= num_top), key=lambda item: item[1].rank)
         content.append(
             {
-                **_scored(token_id, logprob, spelling),
-                "top_logprobs": [_scored(*item, spelling) for item in likeliest[:num_top]],
+                **_token_logprob(token_id, logprob, token_text),
+                "top_logprobs": [_token_logprob(*item, token_text) for item in top[:num_top]],
             }
         )
     return content
 
 
 class PlacedToken(NamedTuple):
-    """A token, where it stands in its text, and its score, if anything stands before it."""
+    """A token, its offset in the text, and its log-probabilities; the first token of a prompt has none."""
 
-    place: int
+    offset: int
     token_id: int
     entry: Entry | None
 
@@ -163,61 +164,61 @@ class PlacedToken(NamedTuple):
         return None if self.entry is None else self.entry[self.token_id]
 
 
-class CompletionScores:
-    """`logprobs` of a completion, piece by piece. `detokenizer` follows its text, which begins at the place `start`."""
+class CompletionLogprobs:
+    """`logprobs` of a completion, incrementally. `detokenizer` follows the output, which starts at offset `start`."""
 
-    __slots__ = ("_detokenizer", "_spelling", "_start", "_untold")
+    __slots__ = ("_detokenizer", "_pending", "_start", "_token_text")
 
-    def __init__(self, spelling: TokenText, detokenizer: Detokenizer | None, start: int = 0) -> None:
-        self._spelling = spelling
+    def __init__(self, token_text: TokenText, detokenizer: Detokenizer | None, start: int = 0) -> None:
+        self._token_text = token_text
         self._detokenizer = detokenizer
         self._start = start
-        self._untold: list[PlacedToken] = []
+        self._pending: list[PlacedToken] = []
 
     def echo(self, text: str, token_ids: Sequence[int], entries: Sequence[Entry | None]) -> None:
-        """A prompt that is repeated, and its scores."""
-        detokenizer = self._spelling.detokenizer()
-        begun = False
+        """Adds the tokens of an echoed prompt."""
+        detokenizer = self._token_text.detokenizer()
+        started = False
         for token_id, entry in zip(token_ids, entries, strict=True):
-            place = 0 if detokenizer is None else min(detokenizer.place, len(text))
-            self._untold.append(PlacedToken(place, token_id, entry))
-            begun = begun or self._spelling.begins(text, token_id)
-            if begun and detokenizer is not None:
+            offset = 0 if detokenizer is None else min(detokenizer.place, len(text))
+            self._pending.append(PlacedToken(offset, token_id, entry))
+            started = started or self._token_text.starts(text, token_id)
+            if started and detokenizer is not None:
                 detokenizer.push([token_id])
 
     def add(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
             token_id = next(iter(entry))
-            place = self._start
+            offset = self._start
             if self._detokenizer is not None:
-                place += self._detokenizer.place
+                offset += self._detokenizer.place
                 self._detokenizer.push([token_id])
-            self._untold.append(PlacedToken(place, token_id, entry))
+            self._pending.append(PlacedToken(offset, token_id, entry))
 
-    def take(self, num_told: int, *, ended: bool) -> dict[str, object]:
-        """Of the tokens that stand in the text that is told, to its end; when it has ended, of all.
+    def take(self, num_sent: int, *, ended: bool) -> dict[str, object]:
+        """The pending tokens within the first `num_sent` characters; all of them if the output has ended.
 
-        What stands behind it may be a stop string, which is not told: then its tokens stand at the end.
+        Tokens of a stop string, which is not sent, get the offset of the end.
         """
-        told = self._untold if ended else list(takewhile(lambda placed: placed.place <= num_told, self._untold))
-        self._untold = self._untold[len(told) :]
+        taken = self._pending if ended else list(takewhile(lambda placed: placed.offset <= num_sent, self._pending))
+        self._pending = self._pending[len(taken) :]
         return {
-            "tokens": [self._spelling.unique(placed.token_id, placed.logprob) for placed in told],
-            "token_logprobs": [placed.logprob and finite(placed.logprob.logprob) for placed in told],
-            "top_logprobs": [placed.entry and self._top(placed.entry) for placed in told],
-            "text_offset": [min(placed.place, num_told) for placed in told],
+            "tokens": [self._token_text.unique(placed.token_id, placed.logprob) for placed in taken],
+            "token_logprobs": [placed.logprob and finite(placed.logprob.logprob) for placed in taken],
+            "top_logprobs": [placed.entry and self._top(placed.entry) for placed in taken],
+            "text_offset": [min(placed.offset, num_sent) for placed in taken],
         }
 
     def _top(self, entry: Entry) -> dict[str, float]:
         top: dict[str, float] = {}
         for token_id, logprob in entry.items():
-            name, value = self._spelling.unique(token_id, logprob), finite(logprob.logprob)
-            top[name] = max(value, top.get(name, value))  # two tokens of one spelling: the likelier
+            name, value = self._token_text.unique(token_id, logprob), finite(logprob.logprob)
+            top[name] = max(value, top.get(name, value))  # of two tokens with the same text, the more likely
         return top
 
 
-def prompt_scores(entries: Sequence[Entry | None] | None) -> list[dict[str, object] | None] | None:
-    """`prompt_logprobs` as vLLM has it: by token id, with ranks."""
+def prompt_logprobs_json(entries: Sequence[Entry | None] | None) -> list[dict[str, object] | None] | None:
+    """`prompt_logprobs` in vLLM's shape: by token id, with ranks."""
     if entries is None:
         return None
     return [None if entry is None else {str(token): _ranked(logprob) for token, logprob in entry.items()}
@@ -232,10 +233,10 @@ def _ranked(logprob: Logprob) -> dict[str, object]:
     }
 
 
-def _scored(token_id: int, logprob: Logprob, spelling: TokenText) -> dict[str, object]:
-    token = spelling.token(token_id, logprob)
+def _token_logprob(token_id: int, logprob: Logprob, token_text: TokenText) -> dict[str, object]:
+    token = token_text.token(token_id, logprob)
     return {
         "token": token,
         "logprob": finite(logprob.logprob),
-        "bytes": list(spelling.bytes(token_id, logprob.decoded_token or "")),
+        "bytes": list(token_text.bytes(token_id, logprob.decoded_token or "")),
     }

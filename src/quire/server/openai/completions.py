@@ -1,7 +1,4 @@
-"""POST /v1/completions.
-
-Writes the answers of completions: whole, and chunk by chunk. Choices are numbered prompt by prompt.
-"""
+"""POST /v1/completions: the endpoint, the JSON body, and the stream chunks. Choices are numbered across the prompts."""
 
 from dataclasses import dataclass
 
@@ -16,237 +13,237 @@ from quire.server.http.sse import DONE, Events, json_response, stream, unless_go
 from quire.server.openai.chunks import (
     ChunkHeader,
     ChunkWriter,
-    CompletionScores,
+    CompletionLogprobs,
     TokenText,
-    prompt_scores,
+    prompt_logprobs_json,
     running_usage,
     usage,
 )
 from quire.server.prompt_group import PromptGroup
 from quire.server.request.decode import read
-from quire.server.request.params import GenerationRequest, completion_wanted, constrained, listed, shortened
+from quire.server.request.params import GenerationRequest, completion_generation, constrained, prompt_list, shortened
 from quire.server.request.schema import CompletionBody
 from quire.text.detokenizer import decode_whole
 
 Body = dict[str, object]
 
+MAX_PROMPTS = 128
+_PARAM_NAMES = {"messages": "prompt"}
+
 
 @dataclass(frozen=True, slots=True)
 class CompletionPrompt:
-    """One prompt, and its text if that is to be repeated."""
+    """One prompt, and its text if `echo` is set."""
 
     ids: list[int]
     echo: str | None
-
-
-class CompletionResponse:
-    """The bodies of one answer."""
-
-    def __init__(
-        self, label: ChunkHeader, prompts: list[CompletionPrompt], wanted: GenerationRequest, spelling: TokenText
-    ) -> None:
-        self._label = label
-        self._prompts = prompts
-        self._wanted = wanted
-        self._spelling = spelling
-        self._frames = ChunkWriter(label.head("text_completion"), b'"text":', b',"logprobs":null,"finish_reason":null}')
-        self._scored = wanted.params.logprobs is not None
-        self._bare = not self._scored and not wanted.return_token_ids and not wanted.continuous_usage
-        # Where a token has no text, or everybody's number of tokens is asked for, each is told of as it comes.
-        self._tells_silence = wanted.continuous_usage or not spelling.has_text
-        self._spoken: dict[int, _Choice] = {}
-        self._num_prompt = sum(len(prompt.ids) for prompt in prompts)
-        self._num_tokens = 0
-
-    def whole(self, outputs: list[RequestOutput]) -> Body:
-        return {
-            **self._label.head("text_completion"),
-            "choices": self._choices(outputs),
-            "usage": self._usage(outputs),
-        }
-
-    def whole_as_chunks(self, outputs: list[RequestOutput]) -> bytes:
-        """Where the scores of a prompt are to be streamed: they are known when all is."""
-        chunks = []
-        num_tokens = 0
-        for choice, output in zip(self._choices(outputs), _continuations(outputs), strict=True):
-            num_tokens += 0 if self._wanted.without_tokens else len(output.token_ids)
-            chunks.append(self._frames.choice(choice, self._running(num_tokens)))
-        return b"".join(chunks)
-
-    def chunks(self, place: int, delta: Delta) -> bytes:
-        """The reason comes with the last text."""
-        index = place * self._wanted.params.n + delta.index
-        choice = self._spoken.get(index)
-        if choice is None:
-            choice = self._spoken[index] = _Choice(self._answer_scores(self._prompts[place]))
-            choice.text = self._prompts[place].echo or ""
-        if not self._wanted.without_tokens:
-            choice.text += delta.text
-            if not self._bare:
-                self._num_tokens += len(delta.token_ids)
-                choice.token_ids += delta.token_ids
-                choice.scores.add(delta.logprobs)
-        if delta.finish_reason is None and not choice.text and not self._tells_silence:
-            return b""
-        text, choice.text = choice.text, ""
-        if self._bare and delta.finish_reason is None:
-            return self._frames.text(index, text)
-        return self._chunk(index, text, choice, delta, self._prompts[place].ids)
-
-    def usage_chunk(self, outputs: list[RequestOutput]) -> bytes:
-        return self._frames.last({"usage": self._usage(outputs)})
-
-    def _chunk(self, index: int, text: str, choice: "_Choice", delta: Delta, prompt_ids: list[int]) -> bytes:
-        choice.num_told += len(text)
-        ended = delta.finish_reason is not None
-        said: Body = {
-            "index": index,
-            "text": text,
-            "logprobs": choice.scores.take(choice.num_told, ended=ended) if self._scored else None,
-            "finish_reason": self._reason(delta.finish_reason) if ended else None,
-        }
-        if ended:
-            said["stop_reason"] = None if self._wanted.without_tokens else delta.stop_reason
-        if self._wanted.return_token_ids:
-            said["token_ids"], choice.token_ids = choice.token_ids, []
-            if not choice.opened:
-                said["prompt_token_ids"] = prompt_ids
-        choice.opened = True
-        return self._frames.choice(said, self._running(self._num_tokens))
-
-    def _running(self, num_tokens: int) -> Body | None:
-        return {"usage": running_usage(self._num_prompt, num_tokens)} if self._wanted.continuous_usage else None
-
-    def _choices(self, outputs: list[RequestOutput]) -> list[Body]:
-        return [
-            self._choice(place * self._wanted.params.n + each.index, self._prompts[place], output, each)
-            for place, output in enumerate(outputs)
-            for each in output.outputs
-        ]
-
-    def _choice(self, index: int, prompt: CompletionPrompt, request: RequestOutput, output: CompletionOutput) -> Body:
-        dropped = self._wanted.without_tokens
-        text = (prompt.echo or "") + ("" if dropped else output.text)
-        choice: Body = {
-            "index": index,
-            "text": text,
-            "logprobs": self._scores(prompt, request, output, len(text)) if self._scored else None,
-            "finish_reason": self._reason(output.finish_reason),
-            "stop_reason": None if dropped else output.stop_reason,
-        }
-        if request.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_scores(request.prompt_logprobs)
-        if self._wanted.return_token_ids:
-            choice.update(prompt_token_ids=prompt.ids, token_ids=[] if dropped else output.token_ids)
-        return choice
-
-    def _scores(
-        self, prompt: CompletionPrompt, request: RequestOutput, output: CompletionOutput, num_told: int
-    ) -> Body:
-        scores = self._answer_scores(prompt)
-        if prompt.echo is not None:
-            scores.echo(prompt.echo, prompt.ids, request.prompt_logprobs or [])
-        if not self._wanted.without_tokens:
-            scores.add(output.logprobs or [])
-        return scores.take(num_told, ended=True)
-
-    def _answer_scores(self, prompt: CompletionPrompt) -> CompletionScores:
-        skips = self._wanted.params.skip_special_tokens
-        detokenizer = self._spelling.detokenizer(prompt.ids, skip_special_tokens=skips) if self._scored else None
-        return CompletionScores(self._spelling, detokenizer, len(prompt.echo or ""))
-
-    def _reason(self, reason: str | None) -> str | None:
-        return "length" if self._wanted.without_tokens else reason
-
-    def _usage(self, outputs: list[RequestOutput]) -> Body:
-        return usage(outputs, without_tokens=self._wanted.without_tokens)
-
-
-def _continuations(outputs: list[RequestOutput]) -> list[CompletionOutput]:
-    return [each for output in outputs for each in output.outputs]
-
-
-class _Choice:
-    """What a choice of a stream has gained and not told yet."""
-
-    __slots__ = ("num_told", "opened", "scores", "text", "token_ids")
-
-    def __init__(self, scores: CompletionScores) -> None:
-        self.scores = scores
-        self.text = ""
-        self.num_told = 0  # characters
-        self.token_ids: list[int] = []
-        self.opened = False
-
-
-MAX_PROMPTS = 128
-_NAMES = {"messages": "prompt"}
 
 
 async def completions(desk: ServerState, request: Request) -> Response:
     body = await read(request, CompletionBody)
     served = desk.served
     served.check_model(body.model)
-    with called(_NAMES):
-        wanted = completion_wanted(body, served)
-        wanted = await constrained(wanted, wanted.grammar, served)
-        prompts = await run_in_threadpool(_prompts, body, wanted, served)
-        answer = CompletionResponse(
-            ChunkHeader(served.name, "cmpl"), prompts, wanted, TokenText(served.tokenizer, as_ids=wanted.tokens_as_ids)
-        )
-        at_once = wanted.stream and wanted.params.prompt_logprobs is not None
+    with called(_PARAM_NAMES):
+        generation = completion_generation(body, served)
+        generation = await constrained(generation, generation.grammar, served)
+        prompts = await run_in_threadpool(_prompts, body, generation, served)
+        token_text = TokenText(served.tokenizer, as_ids=generation.tokens_as_ids)
+        response = CompletionResponse(ChunkHeader(served.name, "cmpl"), prompts, generation, token_text)
+        at_once = generation.stream and generation.params.prompt_logprobs is not None
         all_ids = [prompt.ids for prompt in prompts]
-        chorus = PromptGroup(desk.service, all_ids, wanted, streaming=wanted.stream and not at_once)
-        if wanted.stream:
-            events = (_scored_events if at_once else _events)(chorus, answer, wanted, len(prompts))
-            return await stream(request, events, chorus.leave, desk.keep_alive_s)
-        outputs = await unless_gone(request, chorus.outputs(), chorus.leave)
-    return json_response(answer.whole(outputs))
+        group = PromptGroup(desk.service, all_ids, generation, streaming=generation.stream and not at_once)
+        if generation.stream:
+            events = (_events_at_once if at_once else _events)(group, response, generation, len(prompts))
+            return await stream(request, events, group.leave, desk.keep_alive_s)
+        outputs = await unless_gone(request, group.outputs(), group.leave)
+    return json_response(response.whole(outputs))
 
 
-async def _events(
-    chorus: PromptGroup, answer: CompletionResponse, wanted: GenerationRequest, num_prompts: int
-) -> Events:
-    outputs: dict[int, RequestOutput] = {}
-    while len(outputs) < num_prompts:
-        place, news = await chorus.hear()
-        if isinstance(news, RequestOutput):
-            outputs[place] = news
-        elif chunks := answer.chunks(place, news):
-            yield chunks
-    if wanted.include_usage:
-        yield answer.usage_chunk(list(outputs.values()))
-    yield DONE
-
-
-async def _scored_events(
-    chorus: PromptGroup, answer: CompletionResponse, wanted: GenerationRequest, num_prompts: int
-) -> Events:
-    outputs = await chorus.outputs()
-    yield answer.whole_as_chunks(outputs)
-    if wanted.include_usage:
-        yield answer.usage_chunk(outputs)
-    yield DONE
-
-
-def _prompts(body: CompletionBody, wanted: GenerationRequest, served: ServedModel) -> list[CompletionPrompt]:
-    """Each as ids, with its text where that is to come back. A long text takes long to read."""
+def _prompts(body: CompletionBody, generation: GenerationRequest, served: ServedModel) -> list[CompletionPrompt]:
+    """The prompts as token ids. Encoding long texts is slow: call it on a thread."""
     prompts = []
-    for prompt in listed(body.prompt, param="prompt", most=MAX_PROMPTS):
+    for prompt in prompt_list(body.prompt, param="prompt", most=MAX_PROMPTS):
         special = body.add_special_tokens is not False
         if isinstance(prompt, str):
             whole = served.text().encode(served.readable(prompt, "prompt"), special)
         else:
             whole = served.checked_ids(prompt)
-        ids = shortened(whole, body.truncate_prompt_tokens, wanted, served)
+        ids = shortened(whole, body.truncate_prompt_tokens, generation, served)
         echo = None
         if body.echo:
-            echo = prompt if isinstance(prompt, str) and len(ids) == len(whole) else _echoed(ids, served)
+            echo = prompt if isinstance(prompt, str) and len(ids) == len(whole) else _decode(ids, served)
         prompts.append(CompletionPrompt(ids, echo))
     return prompts
 
 
-def _echoed(ids: list[int], served: ServedModel) -> str:
-    """A character that the prompt begins and does not finish is the answer's."""
+def _decode(ids: list[int], served: ServedModel) -> str:
+    """The text of a prompt. A character that it starts and does not finish belongs to the output."""
     return "" if served.tokenizer is None else decode_whole(served.tokenizer, ids)
+
+
+async def _events(
+    group: PromptGroup, response: "CompletionResponse", generation: GenerationRequest, num_prompts: int
+) -> Events:
+    outputs: dict[int, RequestOutput] = {}
+    while len(outputs) < num_prompts:
+        place, update = await group.hear()
+        if isinstance(update, RequestOutput):
+            outputs[place] = update
+        elif chunk := response.chunk(place, update):
+            yield chunk
+    if generation.include_usage:
+        yield response.usage_chunk(list(outputs.values()))
+    yield DONE
+
+
+async def _events_at_once(
+    group: PromptGroup, response: "CompletionResponse", generation: GenerationRequest, num_prompts: int
+) -> Events:
+    outputs = await group.outputs()
+    yield response.whole_as_chunks(outputs)
+    if generation.include_usage:
+        yield response.usage_chunk(outputs)
+    yield DONE
+
+
+class CompletionResponse:
+    """The JSON of one completion."""
+
+    def __init__(
+        self, header: ChunkHeader, prompts: list[CompletionPrompt], generation: GenerationRequest, token_text: TokenText
+    ) -> None:
+        self._header = header
+        self._prompts = prompts
+        self._generation = generation
+        self._token_text = token_text
+        head = header.head("text_completion")
+        self._writer = ChunkWriter(head, b'"text":', b',"logprobs":null,"finish_reason":null}')
+        self._has_logprobs = generation.params.logprobs is not None
+        self._text_only = not (self._has_logprobs or generation.return_token_ids or generation.continuous_usage)
+        # Deltas without text are sent if tokens have no text at all, or if each chunk counts the tokens.
+        self._sends_empty_text = generation.continuous_usage or not token_text.has_text
+        self._streamed: dict[int, _StreamedChoice] = {}
+        self._num_prompt = sum(len(prompt.ids) for prompt in prompts)
+        self._num_tokens = 0
+
+    def whole(self, outputs: list[RequestOutput]) -> Body:
+        return {
+            **self._header.head("text_completion"),
+            "choices": self._choices(outputs),
+            "usage": self._usage(outputs),
+        }
+
+    def whole_as_chunks(self, outputs: list[RequestOutput]) -> bytes:
+        """A stream with logprobs of the prompt: they are known at the end only."""
+        chunks = []
+        num_tokens = 0
+        sequences = [each for output in outputs for each in output.outputs]
+        for choice, output in zip(self._choices(outputs), sequences, strict=True):
+            num_tokens += 0 if self._generation.without_tokens else len(output.token_ids)
+            chunks.append(self._writer.choice(choice, self._running_usage(num_tokens)))
+        return b"".join(chunks)
+
+    def chunk(self, place: int, delta: Delta) -> bytes:
+        """The chunk of a delta, or nothing. The finish reason comes with the last text."""
+        index = place * self._generation.params.n + delta.index
+        choice = self._streamed.get(index)
+        if choice is None:
+            choice = self._streamed[index] = _StreamedChoice(self._new_logprobs(self._prompts[place]))
+            choice.text = self._prompts[place].echo or ""
+        if not self._generation.without_tokens:
+            choice.text += delta.text
+            if not self._text_only:
+                self._num_tokens += len(delta.token_ids)
+                choice.token_ids += delta.token_ids
+                choice.logprobs.add(delta.logprobs)
+        if delta.finish_reason is None and not choice.text and not self._sends_empty_text:
+            return b""
+        text, choice.text = choice.text, ""
+        if self._text_only and delta.finish_reason is None:
+            return self._writer.text(index, text)
+        return self._full_chunk(index, text, choice, delta, self._prompts[place].ids)
+
+    def usage_chunk(self, outputs: list[RequestOutput]) -> bytes:
+        return self._writer.last({"usage": self._usage(outputs)})
+
+    def _full_chunk(
+        self, index: int, text: str, choice: "_StreamedChoice", delta: Delta, prompt_ids: list[int]
+    ) -> bytes:
+        choice.num_sent += len(text)
+        ended = delta.finish_reason is not None
+        body: Body = {
+            "index": index,
+            "text": text,
+            "logprobs": choice.logprobs.take(choice.num_sent, ended=ended) if self._has_logprobs else None,
+            "finish_reason": self._finish_reason(delta.finish_reason) if ended else None,
+        }
+        if ended:
+            body["stop_reason"] = None if self._generation.without_tokens else delta.stop_reason
+        if self._generation.return_token_ids:
+            body["token_ids"], choice.token_ids = choice.token_ids, []
+            if not choice.has_chunk:
+                body["prompt_token_ids"] = prompt_ids
+        choice.has_chunk = True
+        return self._writer.choice(body, self._running_usage(self._num_tokens))
+
+    def _running_usage(self, num_tokens: int) -> Body | None:
+        return {"usage": running_usage(self._num_prompt, num_tokens)} if self._generation.continuous_usage else None
+
+    def _choices(self, outputs: list[RequestOutput]) -> list[Body]:
+        return [
+            self._choice(place * self._generation.params.n + each.index, self._prompts[place], output, each)
+            for place, output in enumerate(outputs)
+            for each in output.outputs
+        ]
+
+    def _choice(self, index: int, prompt: CompletionPrompt, request: RequestOutput, output: CompletionOutput) -> Body:
+        dropped = self._generation.without_tokens
+        text = (prompt.echo or "") + ("" if dropped else output.text)
+        choice: Body = {
+            "index": index,
+            "text": text,
+            "logprobs": self._logprobs(prompt, request, output, len(text)) if self._has_logprobs else None,
+            "finish_reason": self._finish_reason(output.finish_reason),
+            "stop_reason": None if dropped else output.stop_reason,
+        }
+        if request.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs_json(request.prompt_logprobs)
+        if self._generation.return_token_ids:
+            choice.update(prompt_token_ids=prompt.ids, token_ids=[] if dropped else output.token_ids)
+        return choice
+
+    def _logprobs(
+        self, prompt: CompletionPrompt, request: RequestOutput, output: CompletionOutput, num_characters: int
+    ) -> Body:
+        logprobs = self._new_logprobs(prompt)
+        if prompt.echo is not None:
+            logprobs.echo(prompt.echo, prompt.ids, request.prompt_logprobs or [])
+        if not self._generation.without_tokens:
+            logprobs.add(output.logprobs or [])
+        return logprobs.take(num_characters, ended=True)
+
+    def _new_logprobs(self, prompt: CompletionPrompt) -> CompletionLogprobs:
+        skips = self._generation.params.skip_special_tokens
+        detokenizer = None
+        if self._has_logprobs:
+            detokenizer = self._token_text.detokenizer(prompt.ids, skip_special_tokens=skips)
+        return CompletionLogprobs(self._token_text, detokenizer, len(prompt.echo or ""))
+
+    def _finish_reason(self, reason: str | None) -> str | None:
+        return "length" if self._generation.without_tokens else reason
+
+    def _usage(self, outputs: list[RequestOutput]) -> Body:
+        return usage(outputs, without_tokens=self._generation.without_tokens)
+
+
+class _StreamedChoice:
+    """A choice of a stream: the text, token ids and logprobs that no chunk holds yet."""
+
+    __slots__ = ("has_chunk", "logprobs", "num_sent", "text", "token_ids")
+
+    def __init__(self, logprobs: CompletionLogprobs) -> None:
+        self.logprobs = logprobs
+        self.text = ""
+        self.num_sent = 0  # characters
+        self.token_ids: list[int] = []
+        self.has_chunk = False

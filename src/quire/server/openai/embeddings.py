@@ -17,7 +17,7 @@ from quire.server.context import ServedModel, ServerState
 from quire.server.http.errors import called
 from quire.server.http.sse import json_response, unless_gone
 from quire.server.request.decode import read
-from quire.server.request.params import GenerationRequest, listed, shortened
+from quire.server.request.params import GenerationRequest, prompt_list, shortened
 from quire.server.request.schema import EmbeddingBody
 
 MAX_INPUTS = 2048  # as OpenAI has it
@@ -40,11 +40,11 @@ async def embeddings(desk: ServerState, request: Request) -> Response:
         inputs = await run_in_threadpool(_inputs, body, terms, served)
         vectors = await unless_gone(request, _embedded(desk.service, inputs, terms, body.dimensions))
     num_tokens = sum(map(len, inputs))
-    answer = await run_in_threadpool(_answer, vectors, encoding)
+    response = await run_in_threadpool(_answer, vectors, encoding)
     return json_response(
         {
             "object": "list",
-            "data": answer,
+            "data": response,
             "model": served.name,
             "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
         }
@@ -58,9 +58,9 @@ def _terms(body: EmbeddingBody) -> RequestOptions:
 
 def _inputs(body: EmbeddingBody, terms: RequestOptions, served: ServedModel) -> list[list[int]]:
     """Each as ids. A long text takes long to read."""
-    wanted = GenerationRequest(params=EMBEDDING, terms=terms, grammar=None, stream=False, without_tokens=True)
+    generation = GenerationRequest(params=EMBEDDING, terms=terms, grammar=None, stream=False, without_tokens=True)
     inputs = []
-    for place, text in enumerate(listed(body.input, param="input", most=MAX_INPUTS)):
+    for place, text in enumerate(prompt_list(body.input, param="input", most=MAX_INPUTS)):
         special = body.add_special_tokens is not False
         if isinstance(text, str):
             whole = served.text().encode(served.readable(text, "input"), special)
@@ -68,7 +68,7 @@ def _inputs(body: EmbeddingBody, terms: RequestOptions, served: ServedModel) -> 
             whole = served.checked_ids(text, "input")
         if not whole:
             raise InvalidPrompt(f"input {place} is empty: there is nothing to embed.", param="input")
-        ids = shortened(whole, body.truncate_prompt_tokens, wanted, served)
+        ids = shortened(whole, body.truncate_prompt_tokens, generation, served)
         served.check_least(len(ids), "input", at_least=False)
         inputs.append(ids)
     return inputs
@@ -94,10 +94,10 @@ async def _embedded(
 
 
 async def _vector(call: RequestStream) -> FloatArray:
-    while not isinstance(news := await call.hear(), RequestOutput):
+    while not isinstance(update := await call.hear(), RequestOutput):
         pass
-    assert news.embedding is not None, news.request_id
-    return news.embedding
+    assert update.embedding is not None, update.request_id
+    return update.embedding
 
 
 def _cut(vector: FloatArray, dimensions: int | None) -> FloatArray:

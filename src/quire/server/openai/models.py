@@ -1,7 +1,5 @@
-"""What is served, for those who ask: models and version.
-
-Text and tokens without an answer: /tokenize, /detokenize, /tokenizer_info, /apply-template.
-"""
+"""GET /v1/models and /version; tokenization without generation: /tokenize, /detokenize, /tokenizer_info,
+/apply-template."""
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -14,6 +12,8 @@ from quire.server.http.sse import json_response
 from quire.server.request.decode import read
 from quire.server.request.schema import ApplyTemplateBody, DetokenizeBody, TokenizeBody
 from quire.version import __version__
+
+MAX_DETOKENIZED = 1 << 20  # tokens, or the context length if longer: decoding holds the GIL
 
 
 async def models(desk: ServerState, request: Request) -> Response:
@@ -42,9 +42,6 @@ def _card(served: ServedModel, name: str) -> dict[str, object]:
     }
 
 
-MAX_DETOKENIZED = 1 << 20  # tokens, or as many as the context holds: no other thread runs while they are decoded
-
-
 async def tokenize(desk: ServerState, request: Request) -> Response:
     body = await read(request, TokenizeBody)
     served = desk.served
@@ -59,7 +56,7 @@ async def detokenize(desk: ServerState, request: Request) -> Response:
 
 
 async def tokenizer_info(desk: ServerState, request: Request) -> Response:
-    """In the words of a tokenizer_config.json: lm-eval needs no other download."""
+    """The fields of a tokenizer_config.json, so that lm-eval needs no download."""
     served = desk.served
     tokenizer = served.text()
     return json_response(
@@ -78,16 +75,16 @@ async def tokenizer_info(desk: ServerState, request: Request) -> Response:
 async def apply_template(desk: ServerState, request: Request) -> Response:
     body = await read(request, ApplyTemplateBody)
     desk.served.check_model(body.model)
-    rendered = await run_in_threadpool(_dialogue(body, body.messages).rendered, desk.served)
-    return json_response({"prompt": rendered.text})
+    text = await run_in_threadpool(_chat_prompt(body, body.messages).render, desk.served)
+    return json_response({"prompt": text})
 
 
 def _tokens(body: TokenizeBody, served: ServedModel) -> dict[str, object]:
     ids = _ids(body, served)
-    told: dict[str, object] = {"count": len(ids), "max_model_len": served.max_model_len, "tokens": ids}
+    response: dict[str, object] = {"count": len(ids), "max_model_len": served.max_model_len, "tokens": ids}
     if body.return_token_strs:
-        told["token_strs"] = [served.text().id_to_piece(token) for token in ids]
-    return told
+        response["token_strs"] = [served.text().id_to_piece(token) for token in ids]
+    return response
 
 
 def _text(body: DetokenizeBody, served: ServedModel) -> str:
@@ -99,20 +96,20 @@ def _text(body: DetokenizeBody, served: ServedModel) -> str:
 
 
 def _ids(body: TokenizeBody, served: ServedModel) -> list[int]:
-    """A text gets its special tokens unless somebody says no; a template has written its own."""
+    """A text gets special tokens unless disabled; a rendered template contains its own."""
     if body.messages is not None and body.prompt is None:
-        rendered = _dialogue(body, body.messages).rendered(served)
-        return served.text().encode(rendered.text) if body.add_special_tokens else rendered.ids
+        text = _chat_prompt(body, body.messages).render(served)
+        return served.text().encode(text, add_special_tokens=bool(body.add_special_tokens))
     if body.prompt is not None and body.messages is None:
         return served.text().encode(served.readable(body.prompt, "prompt"), body.add_special_tokens is not False)
     raise InvalidParameter("Give prompt or messages, and not both.", param="prompt")
 
 
-def _dialogue(body: TokenizeBody | ApplyTemplateBody, messages: list[dict[str, object]]) -> ChatPrompt:
+def _chat_prompt(body: TokenizeBody | ApplyTemplateBody, messages: list[dict[str, object]]) -> ChatPrompt:
     return ChatPrompt(
         messages=messages,
         tools=body.tools or [],
-        tool_choice=check_tools(body.tools, None, None),
+        tool_choice=check_tools(body.tools),
         template_variables=body.chat_template_kwargs or {},
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),

@@ -1,6 +1,6 @@
-"""What a client of /v1/responses asks for, as a chat. Nothing is stored here, so all of it must be in the request.
+"""Responses API input: the request body, and its conversion to a chat body.
 
-The body of POST /v1/responses.
+The server stores no responses, so the whole conversation must be in the request.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,6 @@ from quire.core.errors import InvalidParameter, InvalidPrompt, shown
 from quire.server.chat.messages import MessageBuilder
 from quire.server.chat.prompt import check_function
 from quire.server.request.schema import (
-    CarriedBody,
     ChatBody,
     ChosenTools,
     Count,
@@ -22,12 +21,13 @@ from quire.server.request.schema import (
     NumLogprobs,
     Refused,
     ResponseFormat,
-    carried,
+    SharedBody,
+    shared_fields,
 )
 
 
 class TextFormat(Struct, kw_only=True):
-    """What shape the text has: free, JSON, or JSON after a schema."""
+    """The format of the text: free, JSON, or JSON by a schema."""
 
     type: str
     name: str | None = None
@@ -37,21 +37,21 @@ class TextFormat(Struct, kw_only=True):
 
 
 class TextOptions(Struct, kw_only=True):
-    """About the text of an answer."""
+    """Options of the text output."""
 
     format: TextFormat | None = None
     verbosity: str | None = None
 
 
 class Reasoning(Struct, kw_only=True):
-    """How much a model is to think, and what it tells of it."""
+    """Reasoning effort, and the summary to return."""
 
     effort: str | None = None
     summary: str | None = None
 
 
-class ResponsesBody(CarriedBody, kw_only=True):
-    """A turn that is wanted, after a text or a row of items."""
+class ResponsesBody(SharedBody, kw_only=True):
+    """A request for a response to a text or a list of items."""
 
     elsewhere: ClassVar[Mapping[str, str]] = {
         "response_format": "use text.format",
@@ -92,14 +92,14 @@ NAMES = {
 }
 _SHAPE = '{"type": "function", "name": …, "parameters": {…}}'
 _STORED = ("previous_response_id", "conversation", "prompt", "background")
-_SCORES = "message.output_text.logprobs"
+_LOGPROBS = "message.output_text.logprobs"
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "reasoning_text": "text", "summary_text": "text",
           "refusal": "refusal"}  # fmt: skip
 
 
 def as_chat(body: ResponsesBody) -> ChatBody:
-    """The same question to /v1/chat/completions."""
+    """The equivalent body of /v1/chat/completions."""
     for name in _STORED:
         if getattr(body, name):
             raise InvalidParameter(
@@ -111,9 +111,9 @@ def as_chat(body: ResponsesBody) -> ChatBody:
         raise InvalidParameter(
             f"truncation is {shown(body.truncation)}; it may be 'auto' or 'disabled'.", param="truncation"
         )
-    _check_scores(body)
+    _check_logprobs(body)
     return ChatBody(
-        **carried(body),
+        **shared_fields(body),
         messages=_messages(body),
         tools=[{"type": "function", "function": _function(tool)} for tool in kept_tools(body)] or None,
         tool_choice=_tool_choice(body),
@@ -124,22 +124,22 @@ def as_chat(body: ResponsesBody) -> ChatBody:
     )
 
 
-def _check_scores(body: ResponsesBody) -> None:
-    asked = {
+def _check_logprobs(body: ResponsesBody) -> None:
+    requested = {
         "top_logprobs": bool(body.top_logprobs),
-        "include": isinstance(body.include, list) and _SCORES in body.include,
+        "include": isinstance(body.include, list) and _LOGPROBS in body.include,
     }
-    for name, wanted in asked.items():
-        if wanted:
+    for name, is_requested in requested.items():
+        if is_requested:
             raise InvalidParameter(
-                f"{name} asks for log-probabilities, which responses do not tell here; use /v1/chat/completions with "
+                f"{name} asks for log-probabilities, which responses do not have here; use /v1/chat/completions with "
                 f"logprobs.",
                 param=name,
             )
 
 
 def kept_tools(body: ResponsesBody) -> list[dict[str, Json]]:
-    """The functions. Tools of other kinds run at OpenAI; a client that offers them can do without."""
+    """The function tools. Tools of other types run at OpenAI; they are ignored."""
     functions = []
     for place, tool in enumerate(body.tools or []):
         if tool.get("type") == "function":
@@ -148,8 +148,8 @@ def kept_tools(body: ResponsesBody) -> list[dict[str, Json]]:
     choice = body.tool_choice
     if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
         return functions
-    listed = choice.get("tools")
-    allowed = [tool for tool in listed if isinstance(tool, dict)] if isinstance(listed, list) else []
+    entries = choice.get("tools")
+    allowed = [tool for tool in entries if isinstance(tool, dict)] if isinstance(entries, list) else []
     names = {
         name
         for tool in allowed
@@ -162,7 +162,7 @@ def kept_tools(body: ResponsesBody) -> list[dict[str, Json]]:
 
 
 def _function(tool: Mapping[str, Json]) -> dict[str, Json]:
-    """As chat completions know it."""
+    """The function in the shape of chat completions."""
     named = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
     return {**named, "strict": True} if tool.get("strict") is True else named
 
@@ -177,7 +177,7 @@ def _tool_choice(body: ResponsesBody) -> str | ChosenTools | None:
     if kind == "allowed_tools" and isinstance(mode, str):
         return mode
     if isinstance(kind, str) and kind not in ("function", "allowed_tools"):
-        return None  # a tool of another kind, and those are left out
+        return None  # a tool of another type, which is ignored
     raise InvalidParameter(
         f"tool_choice is {shown(choice)}; it may be 'none', 'auto', 'required', "
         f'{{"type": "function", "name": …}} or {{"type": "allowed_tools", "mode": …, "tools": […]}}.',
@@ -185,45 +185,46 @@ def _tool_choice(body: ResponsesBody) -> str | ChosenTools | None:
     )
 
 
-def _response_format(wanted: TextFormat | None) -> ResponseFormat | None:
-    if wanted is None:
+def _response_format(text_format: TextFormat | None) -> ResponseFormat | None:
+    if text_format is None:
         return None
-    if wanted.type == "json_schema":
-        return ResponseFormat(type="json_schema", json_schema=NamedSchema(name=wanted.name, schema=wanted.schema))
-    return ResponseFormat(type=wanted.type, schema=wanted.schema)
+    name, schema = text_format.name, text_format.schema
+    if text_format.type == "json_schema":
+        return ResponseFormat(type="json_schema", json_schema=NamedSchema(name=name, schema=schema))
+    return ResponseFormat(type=text_format.type, schema=schema)
 
 
 def _messages(body: ResponsesBody) -> list[dict[str, Json]]:
-    conversation = MessageBuilder()
+    builder = MessageBuilder()
     if body.instructions:
-        conversation.say("system", body.instructions)
+        builder.add_text("system", body.instructions)
     if isinstance(body.input, str):
-        conversation.say("user", body.input)
+        builder.add_text("user", body.input)
     else:
         for place, item in enumerate(body.input):
-            _tell(item, f"input[{place}]", conversation)
-    messages = conversation.messages()
+            _add_item(item, f"input[{place}]", builder)
+    messages = builder.messages()
     if not messages:
         raise InvalidPrompt("input is empty: there is nothing to answer.", param="input")
     return messages
 
 
-def _tell(item: Mapping[str, Json], where: str, conversation: MessageBuilder) -> None:
+def _add_item(item: Mapping[str, Json], where: str, builder: MessageBuilder) -> None:
     kind = item.get("type") or "message"
     match kind:
         case "message":
             role = item.get("role")
             if role not in _ROLES:
                 raise _refused(f"{where}.role is {shown(role)}; it may be one of {', '.join(_ROLES)}", where)
-            conversation.say(role, _text(item.get("content"), f"{where}.content"))
+            builder.add_text(role, _text(item.get("content"), f"{where}.content"))
         case "function_call":
-            name, arguments = _word(item, "name", where), _word(item, "arguments", where)
-            conversation.call(_word(item, "call_id", where), name, arguments)
+            name, arguments = _string(item, "name", where), _string(item, "arguments", where)
+            builder.add_call(_string(item, "call_id", where), name, arguments)
         case "function_call_output":
-            conversation.result(_word(item, "call_id", where), _text(item.get("output"), f"{where}.output"))
+            builder.add_result(_string(item, "call_id", where), _text(item.get("output"), f"{where}.output"))
         case "reasoning":
-            if thought := _text(item.get("content") or item.get("summary") or "", f"{where}.content"):
-                conversation.think(thought)
+            if reasoning := _text(item.get("content") or item.get("summary") or "", f"{where}.content"):
+                builder.add_reasoning(reasoning)
         case "item_reference":
             raise _refused(f"{where} refers to an item that would be stored, and this server stores none", where)
         case _:
@@ -250,7 +251,7 @@ def _part(part: Json, where: str) -> str:
     return text
 
 
-def _word(item: Mapping[str, Json], name: str, where: str) -> str:
+def _string(item: Mapping[str, Json], name: str, where: str) -> str:
     value = item.get(name)
     if not isinstance(value, str):
         raise _refused(f"{where}.{name} must be a text, not {shown(value)}", where)

@@ -1,13 +1,21 @@
-"""Writes the answers of /v1/responses: whole, and event by event. Knows pieces and outputs, no HTTP.
+"""Responses API output: the JSON body, and the stream events. Knows output items, no HTTP.
 
-Every event has the next number, and an item keeps its id from its first event to the final response.
+Events are numbered from 0. An item keeps its id from its first event to the final response.
 """
 
 import time
 import uuid
 
 from quire.engine.outputs import RequestOutput
-from quire.server.chat.items import ItemClosed, ItemDelta, ItemOpened, OutputItem, OutputItemKind, OutputItems, Step
+from quire.server.chat.items import (
+    ItemClosed,
+    ItemDelta,
+    ItemEvent,
+    ItemOpened,
+    OutputItem,
+    OutputItemKind,
+    OutputItems,
+)
 from quire.server.chat.session import ChatDelta, ChatResult
 from quire.server.http.errors import error_body
 from quire.server.http.sse import as_told, named_event
@@ -16,134 +24,130 @@ from quire.server.request.params import GenerationRequest
 
 Body = dict[str, object]
 
-_PREFIXES = {OutputItemKind.THOUGHT: "rs", OutputItemKind.TEXT: "msg", OutputItemKind.CALL: "fc"}
-_GROWTH = {
-    OutputItemKind.THOUGHT: "response.reasoning_text",
+_ID_PREFIXES = {OutputItemKind.REASONING: "rs", OutputItemKind.TEXT: "msg", OutputItemKind.TOOL_CALL: "fc"}
+_DELTA_EVENTS = {
+    OutputItemKind.REASONING: "response.reasoning_text",
     OutputItemKind.TEXT: "response.output_text",
-    OutputItemKind.CALL: "response.function_call_arguments",
+    OutputItemKind.TOOL_CALL: "response.function_call_arguments",
 }
 
 
 class ResponsesResponse:
-    """The bodies of one answer."""
+    """The JSON of one response."""
 
-    def __init__(self, model: str, body: ResponsesBody, wanted: GenerationRequest) -> None:
-        self._turn = OutputItems()
-        self._cut = False
+    def __init__(self, model: str, body: ResponsesBody, generation: GenerationRequest) -> None:
+        self._items = OutputItems()
+        self._truncated = False
         self._num_events = 0
         self._head: Body = {"id": f"resp_{uuid.uuid4().hex}", "object": "response", "created_at": int(time.time())}
-        self._echo: Body = {"model": model, **_echo(body, wanted)}
+        self._echo: Body = {"model": model, **_echo(body, generation)}
 
-    def whole(self, answered: ChatResult, num_thought: int) -> Body:
-        self._turn.hear(answered.said[0].events)
-        self._end(answered.output.outputs[0].finish_reason)
-        return self._ended(answered.output, num_thought)
+    def whole(self, result: ChatResult, num_reasoning_tokens: int) -> Body:
+        self._items.add(result.choices[0].events)
+        self._finish(result.output.outputs[0].finish_reason)
+        return self._finished(result.output, num_reasoning_tokens)
 
-    def events(self, spoken: ChatDelta) -> bytes:
-        """What was said with one delta, after the beginning of it all."""
-        told = [] if self._num_events else self._opening()
-        steps = self._turn.hear(spoken.events)
-        if spoken.delta.finish_reason is not None:
-            steps += self._end(spoken.delta.finish_reason)
-        for step in steps:
-            told += self._step(step)
-        return b"".join(told)
+    def events(self, chat_delta: ChatDelta) -> bytes:
+        """The events of one delta; the first ones open the response."""
+        events = [] if self._num_events else self._opening()
+        item_events = self._items.add(chat_delta.events)
+        if chat_delta.delta.finish_reason is not None:
+            item_events += self._finish(chat_delta.delta.finish_reason)
+        for item_event in item_events:
+            events += self._item_events(item_event)
+        return b"".join(events)
 
-    def ending(self, output: RequestOutput, num_thought: int) -> bytes:
-        kind = "response.incomplete" if self._cut else "response.completed"
-        return self._event(kind, response=self._ended(output, num_thought))
+    def last_event(self, output: RequestOutput, num_reasoning_tokens: int) -> bytes:
+        kind = "response.incomplete" if self._truncated else "response.completed"
+        return self._event(kind, response=self._finished(output, num_reasoning_tokens))
 
     def failed(self, error: Exception) -> bytes:
-        """After the first byte; a response that has not begun cannot fail, so that is an error alone."""
-        told = as_told(error)
-        parts = error_body(told)["error"]
-        assert isinstance(parts, dict)
+        """The event of a failure after the first byte. Before the response is opened, it is an `error` event."""
+        reported = as_told(error)
+        details = error_body(reported)["error"]
+        assert isinstance(details, dict)
         if not self._num_events:
-            return self._event("error", code=parts["code"], message=parts["message"], param=parts["param"])
+            return self._event("error", code=details["code"], message=details["message"], param=details["param"])
         codes = {429: "rate_limit_exceeded"}
-        code = codes.get(told.status, "server_error" if told.status >= 500 else "invalid_prompt")
-        items = [_item(piece, "incomplete") for piece in self._turn.pieces]
-        failure = {"code": code, "message": parts["message"]}
+        code = codes.get(reported.status, "server_error" if reported.status >= 500 else "invalid_prompt")
+        items = [_item(item, "incomplete") for item in self._items.items]
+        failure = {"code": code, "message": details["message"]}
         return self._event("response.failed", response=self._response("failed", items, error=failure))
 
-    def _end(self, finish_reason: str | None) -> list[Step]:
-        self._cut = finish_reason == "length"
-        return self._turn.end(cut=self._cut)
+    def _finish(self, finish_reason: str | None) -> list[ItemEvent]:
+        self._truncated = finish_reason == "length"
+        return self._items.finish(truncated=self._truncated)
 
-    def _ended(self, output: RequestOutput, num_thought: int) -> Body:
-        items = [_item(piece, _ended_status(piece)) for piece in self._turn.pieces]
-        told = {"usage": _usage(output, num_thought), "completed_at": None if self._cut else int(time.time())}
-        if self._cut:
-            return self._response("incomplete", items, incomplete_details={"reason": "max_output_tokens"}, **told)
-        return self._response("completed", items, **told)
+    def _finished(self, output: RequestOutput, num_reasoning_tokens: int) -> Body:
+        items = [_item(item, _final_status(item)) for item in self._items.items]
+        usage = _usage(output, num_reasoning_tokens)
+        if self._truncated:
+            details = {"reason": "max_output_tokens"}
+            return self._response("incomplete", items, incomplete_details=details, usage=usage)
+        return self._response("completed", items, usage=usage, completed_at=int(time.time()))
 
-    def _response(self, status: str, items: list[Body], **told: object) -> Body:
-        ending = {"error": None, "incomplete_details": None, "usage": None, "completed_at": None, **told}
-        return {**self._head, "status": status, "output": items, **ending, **self._echo}
+    def _response(self, status: str, items: list[Body], **fields: object) -> Body:
+        outcome = {"error": None, "incomplete_details": None, "usage": None, "completed_at": None, **fields}
+        return {**self._head, "status": status, "output": items, **outcome, **self._echo}
 
     def _opening(self) -> list[bytes]:
-        begun = self._response("in_progress", [])
-        return [self._event("response.created", response=begun), self._event("response.in_progress", response=begun)]
+        response = self._response("in_progress", [])
+        return [self._event(kind, response=response) for kind in ("response.created", "response.in_progress")]
 
-    def _step(self, step: Step) -> list[bytes]:
-        piece = step.piece
-        place: Body = {"item_id": _id(piece), "output_index": piece.place}
-        if piece.kind is not OutputItemKind.CALL:
-            place["content_index"] = 0
-        scores: Body = {"logprobs": []} if piece.kind is OutputItemKind.TEXT else {}
-        match step:
-            case ItemDelta(_, text):
-                return [self._event(f"{_GROWTH[piece.kind]}.delta", **place, delta=text, **scores)]
+    def _item_events(self, item_event: ItemEvent) -> list[bytes]:
+        item = item_event.item
+        is_call = item.kind is OutputItemKind.TOOL_CALL
+        place: Body = {"item_id": _id(item), "output_index": item.index, **({} if is_call else {"content_index": 0})}
+        logprobs: Body = {"logprobs": []} if item.kind is OutputItemKind.TEXT else {}
+        match item_event:
             case ItemOpened():
-                told = [self._item_event("added", piece, {**_item(piece, "in_progress"), **_nothing_yet(piece)})]
-                if piece.kind is not OutputItemKind.CALL:
-                    told.append(self._event("response.content_part.added", **place, part=_part(piece.kind, "")))
-                return told
+                empty: Body = {"arguments": ""} if is_call else {"content": []}
+                events = [self._item_event("added", item, {**_item(item, "in_progress"), **empty})]
+                if not is_call:
+                    events.append(self._event("response.content_part.added", **place, part=_part(item.kind, "")))
+                return events
+            case ItemDelta(_, text):
+                return [self._event(f"{_DELTA_EVENTS[item.kind]}.delta", **place, delta=text, **logprobs)]
             case ItemClosed():
-                return [*self._closing(piece, place, scores), self._item_event("done", piece)]
+                done = f"{_DELTA_EVENTS[item.kind]}.done"
+                if is_call:
+                    events = [self._event(done, **place, name=item.name, arguments=item.text)]
+                else:
+                    part = _part(item.kind, item.text)
+                    events = [
+                        self._event(done, **place, text=item.text, **logprobs),
+                        self._event("response.content_part.done", **place, part=part),
+                    ]
+                return [*events, self._item_event("done", item, _item(item, _final_status(item)))]
 
-    def _closing(self, piece: OutputItem, place: Body, scores: Body) -> list[bytes]:
-        done = f"{_GROWTH[piece.kind]}.done"
-        if piece.kind is OutputItemKind.CALL:
-            return [self._event(done, **place, name=piece.name, arguments=piece.text)]
-        part = _part(piece.kind, piece.text)
-        return [
-            self._event(done, **place, text=piece.text, **scores),
-            self._event("response.content_part.done", **place, part=part),
-        ]
+    def _item_event(self, name: str, item: OutputItem, body: Body) -> bytes:
+        return self._event(f"response.output_item.{name}", output_index=item.index, item=body)
 
-    def _item_event(self, what: str, piece: OutputItem, item: Body | None = None) -> bytes:
-        told = _item(piece, _ended_status(piece)) if item is None else item
-        return self._event(f"response.output_item.{what}", output_index=piece.place, item=told)
-
-    def _event(self, kind: str, **told: object) -> bytes:
-        body = {"type": kind, "sequence_number": self._num_events, **told}
+    def _event(self, kind: str, **fields: object) -> bytes:
+        body = {"type": kind, "sequence_number": self._num_events, **fields}
         self._num_events += 1
         return named_event(kind, body)
 
 
-def _id(piece: OutputItem) -> str:
-    return f"{_PREFIXES[piece.kind]}_{piece.key}"
+def _id(item: OutputItem) -> str:
+    return f"{_ID_PREFIXES[item.kind]}_{item.key}"
 
 
-def _ended_status(piece: OutputItem) -> str:
-    return "incomplete" if piece.cut else "completed"
+def _final_status(item: OutputItem) -> str:
+    return "incomplete" if item.truncated else "completed"
 
 
-def _item(piece: OutputItem, status: str) -> Body:
-    if piece.kind is OutputItemKind.CALL:
-        said: Body = {"type": "function_call", "call_id": f"call_{piece.key[:24]}", "name": piece.name,
-                      "arguments": piece.text}  # fmt: skip
-    elif piece.kind is OutputItemKind.TEXT:
-        said = {"type": "message", "role": "assistant", "content": [_part(piece.kind, piece.text)]}
-    else:
-        content = [_part(piece.kind, piece.text)]
-        said = {"type": "reasoning", "summary": [], "content": content, "encrypted_content": None}
-    return {"id": _id(piece), **said, "status": status}
-
-
-def _nothing_yet(piece: OutputItem) -> Body:
-    return {"arguments": ""} if piece.kind is OutputItemKind.CALL else {"content": []}
+def _item(item: OutputItem, status: str) -> Body:
+    match item.kind:
+        case OutputItemKind.TOOL_CALL:
+            call_id = f"call_{item.key[:24]}"
+            body: Body = {"type": "function_call", "call_id": call_id, "name": item.name, "arguments": item.text}
+        case OutputItemKind.TEXT:
+            body = {"type": "message", "role": "assistant", "content": [_part(item.kind, item.text)]}
+        case OutputItemKind.REASONING:
+            content = [_part(item.kind, item.text)]
+            body = {"type": "reasoning", "summary": [], "content": content, "encrypted_content": None}
+    return {"id": _id(item), **body, "status": status}
 
 
 def _part(kind: OutputItemKind, text: str) -> Body:
@@ -152,20 +156,20 @@ def _part(kind: OutputItemKind, text: str) -> Body:
     return {"type": "reasoning_text", "text": text}
 
 
-def _usage(output: RequestOutput, num_thought: int) -> Body:
-    num_prompt, num_said = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
+def _usage(output: RequestOutput, num_reasoning_tokens: int) -> Body:
+    num_prompt, num_output = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
     return {
         "input_tokens": num_prompt,
         "input_tokens_details": {"cached_tokens": output.metrics.num_cached_tokens, "cache_write_tokens": 0},
-        "output_tokens": num_said,
-        "output_tokens_details": {"reasoning_tokens": num_thought},
-        "total_tokens": num_prompt + num_said,
+        "output_tokens": num_output,
+        "output_tokens_details": {"reasoning_tokens": num_reasoning_tokens},
+        "total_tokens": num_prompt + num_output,
     }
 
 
-def _echo(body: ResponsesBody, wanted: GenerationRequest) -> Body:
-    """What the client asked for, as far as it was heard; the type has a place for each."""
-    text, reasoning, params = body.text, body.reasoning, wanted.params
+def _echo(body: ResponsesBody, generation: GenerationRequest) -> Body:
+    """The request fields that a response repeats."""
+    text, reasoning, params = body.text, body.reasoning, generation.params
     shape = None if text is None else text.format
     named = ("name", "schema", "description", "strict") if shape is not None and shape.type == "json_schema" else ()
     return {

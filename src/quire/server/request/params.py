@@ -44,18 +44,18 @@ class GenerationRequest:
     without_tokens: bool = False  # the prompt alone is wanted: if a token is computed, it is dropped
 
 
-def completion_wanted(body: CompletionBody, served: ServedModel) -> GenerationRequest:
+def completion_generation(body: CompletionBody, served: ServedModel) -> GenerationRequest:
     """Unset, max_tokens is OpenAI's 16; null fills the context."""
     max_tokens = _COMPLETION_TOKENS if body.max_tokens is UNSET else body.max_tokens
     echoed = bool(body.echo) and body.logprobs is not None
     prompt_logprobs = body.logprobs if echoed and body.prompt_logprobs is None else body.prompt_logprobs
     if max_tokens == 0:
-        scores = _wanted(body, served, 1, body.logprobs, prompt_logprobs)
+        scores = _generation(body, served, 1, body.logprobs, prompt_logprobs)
         return replace(scores, without_tokens=True)
-    return _wanted(body, served, max_tokens, body.logprobs, prompt_logprobs)
+    return _generation(body, served, max_tokens, body.logprobs, prompt_logprobs)
 
 
-def chat_wanted(body: ChatBody, served: ServedModel) -> GenerationRequest:
+def chat_generation(body: ChatBody, served: ServedModel) -> GenerationRequest:
     """Unset, an answer may take the rest of the context."""
     max_tokens = None if body.max_tokens is UNSET else body.max_tokens
     if body.max_completion_tokens is not None:
@@ -64,10 +64,12 @@ def chat_wanted(body: ChatBody, served: ServedModel) -> GenerationRequest:
         raise InvalidParameter("top_logprobs is for logprobs: true alone.", param="top_logprobs")
     if body.top_logprobs is not None:
         check_int("top_logprobs", body.top_logprobs, 0, MAX_LOGPROBS)
-    return _wanted(body, served, max_tokens, (body.top_logprobs or 0) if body.logprobs else None, body.prompt_logprobs)
+    return _generation(
+        body, served, max_tokens, (body.top_logprobs or 0) if body.logprobs else None, body.prompt_logprobs
+    )
 
 
-def _wanted(
+def _generation(
     body: SamplingBody, served: ServedModel, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
 ) -> GenerationRequest:
     if body.best_of not in (None, body.n or 1):
@@ -104,27 +106,27 @@ def _wanted(
     )
 
 
-async def constrained(wanted: GenerationRequest, grammar: Grammar | None, served: ServedModel) -> GenerationRequest:
+async def constrained(generation: GenerationRequest, grammar: Grammar | None, served: ServedModel) -> GenerationRequest:
     """The same request, held to a grammar of which it is certain that it can be followed."""
     if grammar is None:
-        return wanted
-    field = "tools" if wanted.grammar is None else wanted.grammar_field
+        return generation
+    field = "tools" if generation.grammar is None else generation.grammar_field
     if served.constrainer is None:
         raise InvalidParameter("The answers of this model cannot be constrained.", param=field)
     with called({"grammar": field}):
-        if wanted.grammar is not None:  # it may be a part of the whole: what is wrong with it comes first
-            await served.constrainer.check(wanted.grammar, field)
-        if grammar != wanted.grammar:
+        if generation.grammar is not None:  # it may be a part of the whole: what is wrong with it comes first
+            await served.constrainer.check(generation.grammar, field)
+        if grammar != generation.grammar:
             await served.constrainer.check(grammar, "tools")
-        return replace(wanted, grammar=grammar, params=replace(wanted.params, grammar=grammar))
+        return replace(generation, grammar=grammar, params=replace(generation.params, grammar=grammar))
 
 
-def shortened(ids: list[int], truncate: int | None, wanted: GenerationRequest, served: ServedModel) -> list[int]:
+def shortened(ids: list[int], truncate: int | None, generation: GenerationRequest, served: ServedModel) -> list[int]:
     """The end of a prompt, if it was asked to be cut: to so many tokens, or, with -1, to what the context holds."""
     if truncate is None:
         return ids
     if truncate == -1:
-        num_after = 0 if wanted.without_tokens else wanted.params.max_tokens or 1
+        num_after = 0 if generation.without_tokens else generation.params.max_tokens or 1
         truncate = max(served.max_model_len - num_after, 1)
     if not 1 <= truncate <= served.max_model_len:
         raise InvalidParameter(
@@ -133,15 +135,15 @@ def shortened(ids: list[int], truncate: int | None, wanted: GenerationRequest, s
     return ids[-truncate:]
 
 
-def clamped(wanted: GenerationRequest, num_prompt: int, served: ServedModel) -> GenerationRequest:
+def clamped(generation: GenerationRequest, num_prompt: int, served: ServedModel) -> GenerationRequest:
     """With what the context leaves, if more was asked for."""
-    max_tokens = wanted.params.max_tokens
+    max_tokens = generation.params.max_tokens
     if max_tokens is None or num_prompt + max_tokens <= served.max_model_len:
-        return wanted
-    return replace(wanted, params=replace(wanted.params, max_tokens=None))
+        return generation
+    return replace(generation, params=replace(generation.params, max_tokens=None))
 
 
-def listed(prompts: str | list[str | int | list[int]], *, param: str, most: int) -> list[str | list[int]]:
+def prompt_list(prompts: str | list[str | int | list[int]], *, param: str, most: int) -> list[str | list[int]]:
     """One text, one list of ids, or a list of such."""
     if isinstance(prompts, str):
         return [prompts]

@@ -274,7 +274,7 @@ class DetokenizeBody(Struct, kw_only=True):
     model: str | None = None
 
 
-class CarriedBody(Legacy, kw_only=True):
+class SharedBody(Legacy, kw_only=True):
     """Null means that nothing was said; unknown fields are let through."""
 
     model: str | None = None
@@ -302,9 +302,9 @@ class CarriedBody(Legacy, kw_only=True):
     chat_template_kwargs: dict[str, Json] | None = None
 
 
-_NAMES = tuple(name for name in CarriedBody.__struct_fields__ if name not in Legacy.__struct_fields__)
+_NAMES = tuple(name for name in SharedBody.__struct_fields__ if name not in Legacy.__struct_fields__)
 
 
-def carried(body: Struct) -> dict[str, Json]:
+def shared_fields(body: Struct) -> dict[str, Json]:
     """Those fields, for a body of another kind."""
     return {name: getattr(body, name) for name in _NAMES}

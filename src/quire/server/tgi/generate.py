@@ -23,7 +23,7 @@ from quire.server.http.errors import called, reply_to
 from quire.server.http.sse import Events, as_told, finite, json_response, stream, unless_gone
 from quire.server.prompt_group import PromptGroup
 from quire.server.request.decode import read
-from quire.server.request.params import GenerationRequest, completion_wanted, constrained, shortened
+from quire.server.request.params import GenerationRequest, completion_generation, constrained, shortened
 from quire.server.request.schema import CompletionBody, Count, Json, Penalty, Share, StructuredOutputs, Temperature
 from quire.text.tokenizer import Tokenizer
 from quire.version import __version__
@@ -112,8 +112,8 @@ def _check(said: TgiParameters, *, stream: bool) -> None:
         "adapter_id": said.adapter_id is not None,
         "decoder_input_details": stream and bool(said.decoder_input_details),
     }
-    for name, wanted in refused.items():
-        if wanted:
+    for name, generation in refused.items():
+        if generation:
             where = " in a stream" if name == "decoder_input_details" else ""
             raise InvalidParameter(f"{name} is not served here{where}; leave it away.", param=name)
     if said.max_new_tokens == 0:
@@ -253,32 +253,32 @@ async def info(desk: ServerState, request: Request) -> Response:
 
 async def _whole(desk: ServerState, request: Request, body: GenerateBody) -> dict[str, object]:
     with called(NAMES):
-        chorus, answer = await _begin(desk, body, streaming=False)
-        [output] = await unless_gone(request, chorus.outputs(), chorus.leave)
-    return answer.whole(output)
+        group, response = await _begin(desk, body, streaming=False)
+        [output] = await unless_gone(request, group.outputs(), group.leave)
+    return response.whole(output)
 
 
 async def _streamed(desk: ServerState, request: Request, body: GenerateBody) -> Response:
     with called(NAMES):
-        chorus, answer = await _begin(desk, body, streaming=True)
-        return await stream(request, _frames(chorus, answer), chorus.leave, desk.keep_alive_s, answer.failed)
+        group, response = await _begin(desk, body, streaming=True)
+        return await stream(request, _writer(group, response), group.leave, desk.keep_alive_s, response.failed)
 
 
 async def _begin(desk: ServerState, body: GenerateBody, *, streaming: bool) -> tuple[PromptGroup, TgiResponse]:
     served = desk.served
     completion = as_completion(body, stream=streaming)
-    wanted = completion_wanted(completion, served)
-    wanted = await constrained(wanted, wanted.grammar, served)
-    ids = await run_in_threadpool(_ids, body, completion.truncate_prompt_tokens, wanted, served)
-    answer = TgiResponse(body.inputs, len(ids), body.parameters or TgiParameters(), served.text())
-    return PromptGroup(desk.service, [ids], wanted, streaming=streaming), answer
+    generation = completion_generation(completion, served)
+    generation = await constrained(generation, generation.grammar, served)
+    ids = await run_in_threadpool(_ids, body, completion.truncate_prompt_tokens, generation, served)
+    response = TgiResponse(body.inputs, len(ids), body.parameters or TgiParameters(), served.text())
+    return PromptGroup(desk.service, [ids], generation, streaming=streaming), response
 
 
-def _ids(body: GenerateBody, truncate: int | None, wanted: GenerationRequest, served: ServedModel) -> list[int]:
-    return shortened(served.text().encode(served.readable(body.inputs, "inputs")), truncate, wanted, served)
+def _ids(body: GenerateBody, truncate: int | None, generation: GenerationRequest, served: ServedModel) -> list[int]:
+    return shortened(served.text().encode(served.readable(body.inputs, "inputs")), truncate, generation, served)
 
 
-async def _frames(chorus: PromptGroup, answer: TgiResponse) -> Events:
-    while isinstance(news := (await chorus.hear()).news, Delta):
-        if frames := answer.frames(news):
+async def _writer(group: PromptGroup, response: TgiResponse) -> Events:
+    while isinstance(update := (await group.hear()).update, Delta):
+        if frames := response.frames(update):
             yield frames
