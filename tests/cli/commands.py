@@ -1,4 +1,4 @@
-"""How the tests call the command line: in this process where that is enough, else as a user's shell would."""
+"""The command line for tests: in this process where that is enough, else as a shell starts it."""
 
 import sys
 from pathlib import Path
@@ -9,25 +9,25 @@ import pytest
 from quire.cli.main import main
 
 QUIRE = str(Path(sys.executable).with_name("quire"))
-SMALL = ("--threads", "1", "--max-model-len", "512", "--kv-cache-memory", "64MiB")  # quick to start, kind to others
+SMALL = ("--threads", "1", "--max-model-len", "512", "--kv-cache-memory", "64MiB")  # quick to start, little memory
 
 
-class Said(NamedTuple):
+class CommandResult(NamedTuple):
     status: int
     out: str
     err: str
 
 
 class Shell:
-    """Runs `quire` in this process and returns what it said."""
+    """Runs `quire` in this process and returns its status and output."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         self._monkeypatch = monkeypatch
         self._capsys = capsys
 
-    def __call__(self, *arguments: str) -> Said:
+    def __call__(self, *arguments: str) -> CommandResult:
         self._monkeypatch.setattr(sys, "argv", ["quire", *arguments])
         with pytest.raises(SystemExit) as end:
             main()
-        said = self._capsys.readouterr()
-        return Said(int(end.value.code or 0), said.out, said.err)
+        result = self._capsys.readouterr()
+        return CommandResult(int(end.value.code or 0), result.out, result.err)

@@ -1,4 +1,4 @@
-"""`quire chat` in a real terminal: one conversation through everything a user may do."""
+"""`quire chat` in a real terminal: one conversation through every command."""
 
 import io
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ def terminal(default_model_path: object) -> Iterator["pexpect.spawn[str]"]:
 
 
 def ask(terminal: "pexpect.spawn[str]", line: str) -> str:
-    """What comes between a line and the next prompt."""
+    """The output between a line and the next prompt."""
     terminal.sendline(line)
     terminal.expect_exact(PROMPT)
     return str(terminal.before).partition("\r\n")[2]
@@ -67,29 +67,29 @@ def test_control_c_stops_the_reply_and_not_the_program(terminal: "pexpect.spawn[
 
 
 def test_the_conversation_is_remembered_until_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[list[tuple[str, str]]] = []
+    prompts: list[list[tuple[str, str]]] = []
 
     class Echo:
         def chat_prompt(self, messages: list[dict[str, str]]) -> list[tuple[str, str]]:
             return [(message["role"], message["content"]) for message in messages]
 
-    def say(llm: object, prompt: list[tuple[str, str]], params: object) -> PrintedReply:
-        asked.append(prompt)
+    def print_reply(llm: object, prompt: list[tuple[str, str]], params: object) -> PrintedReply:
+        prompts.append(prompt)
         return PrintedReply("" if prompt[-1][1] == "silence" else prompt[-1][1].upper(), "stop", 1, 1.0)
 
-    monkeypatch.setattr("quire.cli.chat.say", say)
+    monkeypatch.setattr("quire.cli.chat.print_reply", print_reply)
     conversation = ChatSession(cast(LLM, Echo()), SamplingParams(), "be brief")
     assert not conversation.undo()
     for question in ("one", "silence", "two", "three"):
         conversation.ask(question)
     start = [("system", "be brief"), ("user", "one"), ("assistant", "ONE")]
-    assert asked[-1] == [*start, ("user", "two"), ("assistant", "TWO"), ("user", "three")], "without the silence"
+    assert prompts[-1] == [*start, ("user", "two"), ("assistant", "TWO"), ("user", "three")], "without the empty reply"
     assert conversation.undo() and conversation.undo()
     conversation.ask("four")
-    assert asked[-1] == [*start, ("user", "four")]
+    assert prompts[-1] == [*start, ("user", "four")]
     conversation.set_system("")
     conversation.ask("five")
-    assert asked[-1] == [("user", "five")]
+    assert prompts[-1] == [("user", "five")]
 
 
 def test_an_overflow_is_refused_and_the_chat_goes_on(terminal: "pexpect.spawn[str]") -> None:
@@ -100,7 +100,7 @@ def test_an_overflow_is_refused_and_the_chat_goes_on(terminal: "pexpect.spawn[st
     assert "Paris" in ask(terminal, "What is the capital of France?")
 
 
-def test_a_line_may_go_on_in_the_next(terminal: "pexpect.spawn[str]") -> None:
+def test_a_line_may_continue_in_the_next(terminal: "pexpect.spawn[str]") -> None:
     terminal.sendline("What is the capital\\")
     terminal.expect_exact("… ")
     assert "Paris" in ask(terminal, "of France?")
@@ -114,7 +114,7 @@ def test_control_d_leaves(terminal: "pexpect.spawn[str]") -> None:
 
 
 def test_quit_leaves(quire: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("/help\n/quit\nthis is never asked\n"))
-    said = quire("chat", *SMALL)
-    assert (said.status, said.out) == (0, "")
-    assert said.err.splitlines()[-1].startswith("Ctrl-C stops a reply.")
+    monkeypatch.setattr("sys.stdin", io.StringIO("/help\n/quit\nthis is never sent\n"))
+    result = quire("chat", *SMALL)
+    assert (result.status, result.out) == (0, "")
+    assert result.err.splitlines()[-1].startswith("Ctrl-C stops a reply.")

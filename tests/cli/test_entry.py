@@ -1,4 +1,4 @@
-"""Before its verbs are imported, the command ends at Ctrl-C as any program does: no traceback."""
+"""Ctrl-C before the subcommands are imported ends the command without a traceback."""
 
 import sys
 import tomllib
@@ -8,15 +8,15 @@ import pytest
 
 from tests import children
 
-IMPATIENT = """
+INTERRUPTED = """
 import importlib, signal, sys
 
-class Impatient:
+class Interrupt:
     def find_spec(self, name, path=None, target=None):
         if name == "click":
             signal.raise_signal(signal.SIGINT)
 
-sys.meta_path.insert(0, Impatient())
+sys.meta_path.insert(0, Interrupt())
 sys.argv = ["quire", "--version"]
 """
 
@@ -28,6 +28,6 @@ def console_script() -> str:
 
 
 @pytest.mark.parametrize("entry", ["import runpy; runpy.run_module('quire', run_name='__main__')", console_script()])
-def test_control_c_before_the_verbs_are_there_ends_it_quietly(entry: str) -> None:
-    said = children.run([sys.executable, "-c", IMPATIENT + entry], capture_output=True, text=True, check=False)
-    assert (said.returncode, said.stdout, said.stderr) == (130, "", "")
+def test_control_c_before_the_imports_ends_it_quietly(entry: str) -> None:
+    result = children.run([sys.executable, "-c", INTERRUPTED + entry], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "")

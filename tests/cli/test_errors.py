@@ -1,4 +1,4 @@
-"""Whatever a user gets wrong ends in one sentence on stderr, an exit status, and no traceback."""
+"""An error of the user ends in one sentence on stderr and an exit status, without a traceback."""
 
 import os
 import socket
@@ -55,11 +55,11 @@ from tests.cli.commands import Shell
     ],
 )
 def test_a_mistake_is_one_sentence(quire: Shell, line: str, words: str) -> None:
-    said = quire(*line.split())
-    assert said.status == 2
-    assert said.out == ""
-    assert said.err.startswith("quire: ") and words in said.err
-    assert said.err.count("\n") == 1, "one line, wherever it goes"
+    result = quire(*line.split())
+    assert result.status == 2
+    assert result.out == ""
+    assert result.err.startswith("quire: ") and words in result.err
+    assert result.err.count("\n") == 1, "one line, not wrapped"
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_a_mistake_is_one_sentence(quire: Shell, line: str, words: str) -> None:
         ("models smollm2", "quire models --fetch smollm2"),
         ("run hi --max-model-len lots", "'lots' is not a size"),
         ("check --steps 0", "--steps"),
-        ("serve --max-waiting-tokens auto", "'auto' is not a size"),  # nothing could derive it
+        ("serve --max-waiting-tokens auto", "'auto' is not a size"),  # it has no derived value
         ("serve --max-waiting-tokens 0", "it must be at least 1"),
         ("serve --shutdown-timeout nan", "'nan' is not a number that can be counted with"),
         ("bench regimes --rate nan", "'nan' is not a number that can be counted with"),
@@ -99,30 +99,30 @@ def test_a_mistake_is_one_sentence(quire: Shell, line: str, words: str) -> None:
         ("bench race --rival nosuchprogram -- throughput", "there is no program 'nosuchprogram' here"),
     ],
 )
-def test_a_wrong_command_line_says_what_was_meant(quire: Shell, line: str, words: str) -> None:
-    said = quire(*line.split())
-    assert (said.status, said.out) == (2, "")
-    assert words in said.err
+def test_a_wrong_command_line_gets_a_hint(quire: Shell, line: str, words: str) -> None:
+    result = quire(*line.split())
+    assert (result.status, result.out) == (2, "")
+    assert words in result.err
 
 
 def test_a_truncated_file_is_named(quire: Shell, default_model_path: Path, tmp_path: Path) -> None:
     damaged = tmp_path / "half.gguf"
     with default_model_path.open("rb") as whole:
         damaged.write_bytes(whole.read(1_000_000))
-    said = quire("run", str(damaged), "hi")
-    assert said.status == 2
-    assert str(damaged) in said.err and "damaged" in said.err
+    result = quire("run", str(damaged), "hi")
+    assert result.status == 2
+    assert str(damaged) in result.err and "damaged" in result.err
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="others do not tell who listens")
-def test_a_taken_port_is_refused_before_a_model_is_loaded(quire: Shell) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        said = quire("serve", "nosuchmodel", "--port", str(port))
-    assert said.status == 2
-    assert f"Cannot listen on 127.0.0.1:{port}: Address already in use by pid {os.getpid()} (" in said.err
-    assert "Use another --port, or --port 0 for any free one." in said.err
-    assert port_owner(port) is None, "nobody's any more"
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_a_used_port_is_refused_before_a_model_is_loaded(quire: Shell) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as used:
+        port = used.getsockname()[1]
+        result = quire("serve", "nosuchmodel", "--port", str(port))
+    assert result.status == 2
+    assert f"Cannot listen on 127.0.0.1:{port}: Address already in use by pid {os.getpid()} (" in result.err
+    assert "Use another --port, or --port 0 for any free one." in result.err
+    assert port_owner(port) is None, "the socket is closed"
 
 
 @pytest.mark.parametrize("command", ["serve", "batch in.jsonl -o -"])
@@ -132,30 +132,30 @@ def test_a_taken_port_is_refused_before_a_model_is_loaded(quire: Shell) -> None:
         (b"{{ messages }}\n{{ broken", "line 2 is not valid: unexpected end of template"),
         (b"{{ messages | no_such_filter }}", "line 1 is not valid: No filter named 'no_such_filter'."),
         (b"a\nb\n\xff\xfe{{ messages }}", "byte 4 (line 3) is not UTF-8 (invalid start byte). Save it as UTF-8."),
-        (b" \n", "it is empty. Leave --chat-template away to use the model's own."),
+        (b" \n", "it is empty. Omit --chat-template to use the model's own."),
     ],
 )
-def test_a_chat_template_that_cannot_be_is_refused_before_a_model_is_looked_for(
+def test_an_invalid_chat_template_is_refused_before_a_model_is_located(
     quire: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, content: bytes, words: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("in.jsonl").touch()
     Path("chat.jinja").write_bytes(content)
-    said = quire(*command.split(), "--chat-template", "chat.jinja", "--load-format", "dummy")
-    assert (said.status, said.out) == (2, "")
-    assert said.err.startswith("quire: --chat-template chat.jinja cannot be used: ") and words in said.err
-    assert said.err.count("\n") == 1
+    result = quire(*command.split(), "--chat-template", "chat.jinja", "--load-format", "dummy")
+    assert (result.status, result.out) == (2, "")
+    assert result.err.startswith("quire: --chat-template chat.jinja cannot be used: ") and words in result.err
+    assert result.err.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", ["serve", "batch in.jsonl -o -"])
 @pytest.mark.parametrize("option", ["--tool-call-parser", "--reasoning-parser"])
-def test_a_manner_of_speaking_that_is_not_known_is_refused(
+def test_an_unknown_parser_is_refused(
     quire: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, option: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("in.jsonl").touch()
-    said = quire(*command.split(), option, "gibberish")
-    assert said.status == 2 and "gibberish" in said.err and said.err.count("\n") == 1
+    result = quire(*command.split(), option, "gibberish")
+    assert result.status == 2 and "gibberish" in result.err and result.err.count("\n") == 1
 
 
 def test_hints_for_options_of_other_engines_name_options_that_exist() -> None:

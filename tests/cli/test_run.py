@@ -1,4 +1,4 @@
-"""`quire run` as a shell sees it: the completion alone on stdout, and a clean end whatever interrupts it."""
+"""`quire run` as a shell sees it: the completion alone on stdout, and a clean end after any interruption."""
 
 import signal
 import subprocess
@@ -36,7 +36,7 @@ def test_a_model_a_prompt_from_stdin_and_the_report(default_model_path: Path) ->
     assert "tok/s" in lines[-1]
 
 
-def test_a_reader_that_leaves_ends_it_quietly() -> None:
+def test_a_closed_pipe_ends_it_quietly() -> None:
     with start("Once upon a time", "--temperature", "0", "--max-tokens", "400") as running:
         assert running.stdout is not None and running.stderr is not None
         running.stdout.read(1)
@@ -62,7 +62,7 @@ def test_control_c_ends_a_start() -> None:
         assert running.stderr is not None
         running.stderr.readline()  # the headline: now it loads
         running.send_signal(signal.SIGINT)
-        said, errors = running.communicate()
+        output, errors = running.communicate()
         assert running.returncode == 1
-        assert said == ""
+        assert output == ""
         assert "Traceback" not in errors and "Aborted!" in errors

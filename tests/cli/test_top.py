@@ -1,4 +1,4 @@
-"""`quire top`: what two metrics pages say of the time between them, and the command against a real server."""
+"""`quire top`: rates and quantiles between two samples of the metrics, and the command against a real server."""
 
 import json
 import socket
@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from quire.cli.top import Bucket, Quantiles, WatchedServer, _quantile, as_object, compare, read_page, table
+from quire.cli.top import Bucket, MetricsClient, Quantiles, _quantile, as_object, compare, read_page, table
 from quire.core.errors import ConfigError
 from tests.cli.commands import Shell
 from tests.clients.client_server import scripted
@@ -45,11 +45,11 @@ quire_time_to_first_token_seconds_sum 1.0
 
 
 def page(**numbers: float) -> str:
-    said = {"running": 0, "sampled": 0, "prompt": 0, "cached": 0, "stopped": 0, "quick": 0, "all": 0} | numbers
-    return PAGE.format(**said)
+    values = {"running": 0, "sampled": 0, "prompt": 0, "cached": 0, "stopped": 0, "quick": 0, "all": 0} | numbers
+    return PAGE.format(**values)
 
 
-def test_rates_are_of_the_time_between_two_readings() -> None:
+def test_rates_are_of_the_time_between_two_samples() -> None:
     before = read_page(page(sampled=100, prompt=60, cached=20, stopped=3), 10.0)
     after = read_page(page(running=2, sampled=160, prompt=100, cached=30, stopped=7), 12.0)
     view = compare(before, after)
@@ -60,7 +60,7 @@ def test_rates_are_of_the_time_between_two_readings() -> None:
     assert view.finished_per_s == 2.0  # both reasons count, and the one that stood still adds nothing
 
 
-def test_quantiles_are_of_what_came_between() -> None:
+def test_quantiles_are_of_the_observations_in_between() -> None:
     before = read_page(page(quick=100, all=100), 0.0)
     after = read_page(page(quick=100, all=110), 1.0)
     quantiles = compare(before, after).time_to_first_token
@@ -68,13 +68,13 @@ def test_quantiles_are_of_what_came_between() -> None:
     assert quantiles == pytest.approx((0.15, 0.19, 0.199))  # all ten in the second bucket, evenly
 
 
-def test_nothing_between_is_no_quantile() -> None:
-    reading = read_page(page(quick=5, all=5), 0.0)
-    view = compare(reading, reading._replace(at_s=1.0))
+def test_without_observations_there_is_no_quantile() -> None:
+    sample = read_page(page(quick=5, all=5), 0.0)
+    view = compare(sample, sample._replace(at_s=1.0))
     assert view.time_to_first_token is None and view.inter_token_latency is None and view.prefix_hit is None
 
 
-def test_a_server_started_anew_counts_from_zero() -> None:
+def test_a_restarted_server_counts_from_zero() -> None:
     before = read_page(page(sampled=500, prompt=500, quick=50, all=50), 0.0)
     after = read_page(page(sampled=6, prompt=4, quick=2, all=2), 1.0)
     view = compare(before, after)
@@ -82,7 +82,7 @@ def test_a_server_started_anew_counts_from_zero() -> None:
     assert view.time_to_first_token is not None and view.time_to_first_token.p99_s <= 0.1
 
 
-def test_one_reading_has_no_rates() -> None:
+def test_one_sample_has_no_rates() -> None:
     view = compare(None, read_page(page(sampled=6, prompt=4, quick=2, all=2), 1.0))
     assert (view.seconds, view.generated_tokens_per_s) == (0.0, 0.0)
     assert view.time_to_first_token is not None
@@ -91,9 +91,9 @@ def test_one_reading_has_no_rates() -> None:
 @given(st.lists(st.integers(0, 50), min_size=2, max_size=8), st.floats(0.01, 0.99))
 def test_a_quantile_lies_in_the_bucket_where_its_rank_falls(counts: list[int], share: float) -> None:
     total, buckets = 0, []
-    for place, count in enumerate(counts, 1):
+    for limit, count in enumerate(counts, 1):
         total += count
-        buckets.append(Bucket(float(place), total))
+        buckets.append(Bucket(float(limit), total))
     if not total:
         return
     found = _quantile(buckets, share)
@@ -108,14 +108,14 @@ def test_another_page_is_refused_in_a_sentence(text: str) -> None:
         read_page(text, 0.0)
 
 
-def test_the_table_says_what_the_view_knows() -> None:
+def test_the_table_shows_the_view() -> None:
     view = compare(read_page(page(), 0.0), read_page(page(running=3, sampled=50, quick=4, all=4), 1.0))
     console = Console(width=120)
     with console.capture() as capture:
         console.print(table("http://here", view, 7))
-    said = capture.get()
-    assert "3 running" in said and "7 open" in said and "50.0 generated/s" in said and "25 %" in said
-    assert "p50 50 ms" in said and "first token" in said
+    result = capture.get()
+    assert "3 running" in result and "7 open" in result and "50.0 generated/s" in result and "25 %" in result
+    assert "p50 50 ms" in result and "first token" in result
 
 
 @pytest.fixture(scope="module")
@@ -125,28 +125,28 @@ def url(tmp_path_factory: pytest.TempPathFactory, default_model_path: Path) -> I
 
 
 def test_once_as_json_against_a_server(quire: Shell, url: str) -> None:
-    before = WatchedServer(url, None).read()
-    wish = {"messages": [{"role": "user", "content": "count"}]}
-    assert httpx.post(f"{url}/v1/chat/completions", json=wish, timeout=60).status_code == 200
-    answered = compare(before, WatchedServer(url, None).read())
-    assert answered.finished_per_s > 0 and isinstance(answered.time_to_first_token, Quantiles)
-    told = json.loads(json.dumps(as_object(url, answered, 0)))
-    assert set(told["time_to_first_token"]) == {"p50_s", "p90_s", "p99_s"}
-    while compare(None, WatchedServer(url, None).read()).num_running:
-        pass  # the engine tells how it stands a few times a second
-    said = quire("top", url, "--once", "--json", "--every", "0.1")
-    assert said.status == 0, said.err
-    told = json.loads(said.out)
-    assert told["engine_up"] is True and told["url"] == url
-    assert (told["num_running"], told["num_waiting"], told["num_open"]) == (0, 0, 0)
-    assert told["time_to_first_token"] is None, "nothing was asked between the two looks"
+    before = MetricsClient(url, None).read()
+    body = {"messages": [{"role": "user", "content": "count"}]}
+    assert httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).status_code == 200
+    view = compare(before, MetricsClient(url, None).read())
+    assert view.finished_per_s > 0 and isinstance(view.time_to_first_token, Quantiles)
+    report = json.loads(json.dumps(as_object(url, view, 0)))
+    assert set(report["time_to_first_token"]) == {"p50_s", "p90_s", "p99_s"}
+    while compare(None, MetricsClient(url, None).read()).num_running:
+        pass  # the engine reports its statistics a few times a second
+    result = quire("top", url, "--once", "--json", "--every", "0.1")
+    assert result.status == 0, result.err
+    report = json.loads(result.out)
+    assert report["engine_up"] is True and report["url"] == url
+    assert (report["num_running"], report["num_waiting"], report["num_open"]) == (0, 0, 0)
+    assert report["time_to_first_token"] is None, "no request came between the two samples"
 
 
-def test_a_request_that_runs_is_seen(url: str) -> None:
-    wish = {"prompt": "count", "max_tokens": 1000, "ignore_eos": True}
-    sender = Thread(target=httpx.post, args=(f"{url}/v1/completions",), kwargs={"json": wish, "timeout": 120})
+def test_a_running_request_is_counted(url: str) -> None:
+    body = {"prompt": "count", "max_tokens": 1000, "ignore_eos": True}
+    sender = Thread(target=httpx.post, args=(f"{url}/v1/completions",), kwargs={"json": body, "timeout": 120})
     sender.start()
-    server = WatchedServer(url, None)
+    server = MetricsClient(url, None)
     while not server.num_open():
         assert sender.is_alive(), "it ended before it was seen"
     before = server.read()
@@ -156,11 +156,11 @@ def test_a_request_that_runs_is_seen(url: str) -> None:
     sender.join()
 
 
-def test_where_nobody_is_the_mistake_is_told(quire: Shell) -> None:
-    said = quire("top", "http://127.0.0.1:9", "--once")
-    assert said.status != 0 and "Nobody answers" in said.err and "Traceback" not in said.err
-    said = quire("top", "localhost", "--once")
-    assert said.status != 0 and "http://127.0.0.1:8000" in said.err
+def test_an_address_without_a_server_is_refused(quire: Shell) -> None:
+    result = quire("top", "http://127.0.0.1:9", "--once")
+    assert result.status != 0 and "No server answers" in result.err and "Traceback" not in result.err
+    result = quire("top", "localhost", "--once")
+    assert result.status != 0 and "http://127.0.0.1:8000" in result.err
 
 
 def test_a_keyed_server_opens_to_the_first_key_of_its_file(
@@ -177,22 +177,22 @@ def test_a_keyed_server_opens_to_the_first_key_of_its_file(
 def test_a_file_of_bytes_holds_no_keys(quire: Shell, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_bytes(b"\xff\xfe\x00")
-    said = quire("top", "http://127.0.0.1:1", "--once", "--api-key-file", str(keys))
-    assert said == (2, "", f"quire: {keys} holds no keys: it is not UTF-8 text.\n")
+    result = quire("top", "http://127.0.0.1:1", "--once", "--api-key-file", str(keys))
+    assert result == (2, "", f"quire: {keys} holds no keys: it is not UTF-8 text.\n")
 
 
-def test_who_speaks_no_http_is_no_server(quire: Shell) -> None:
+def test_a_server_of_another_protocol_is_refused(quire: Shell) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
 
-        def greet() -> None:
-            visitor, _ = other.accept()
-            with visitor:
-                visitor.recv(4096)
-                visitor.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+        def serve() -> None:
+            connection, _ = other.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
 
-        greeting = Thread(target=greet)
-        greeting.start()
-        said = quire("top", f"http://127.0.0.1:{other.getsockname()[1]}", "--once")
-        greeting.join()
-    assert said.status == 2 and said.err.startswith("quire: Nobody answers at http://127.0.0.1:")
-    assert said.err.count("\n") == 1
+        thread = Thread(target=serve)
+        thread.start()
+        result = quire("top", f"http://127.0.0.1:{other.getsockname()[1]}", "--once")
+        thread.join()
+    assert result.status == 2 and result.err.startswith("quire: No server answers at http://127.0.0.1:")
+    assert result.err.count("\n") == 1

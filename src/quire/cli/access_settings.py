@@ -1,4 +1,4 @@
-"""What a command line says about the way into a server: keys, origins, sizes, TLS, logs. Checked before a model is."""
+"""Options of serve about access to the server: keys, origins, sizes, TLS, logs. Checked before a model is opened."""
 
 import ssl
 import sys
@@ -19,11 +19,11 @@ from quire.server.http.protocol import ConnectionLimits, connection_limit, guard
 from quire.server.http.request_context import RequestRecord
 from quire.server.metrics import Metrics
 
-_KEEP_ALIVE_S = 30  # longer than clients keep an idle connection, so that it is they who close it
+_KEEP_ALIVE_S = 30  # longer than clients keep an idle connection, so that the client closes it
 
 
 class AccessSettings:
-    """The gate's settings, out of all that `quire serve` was given."""
+    """The access settings among the options of `quire serve`."""
 
     def __init__(self, host: str, given: Mapping[str, Any]) -> None:
         self._keys = make_key_ring(
@@ -55,12 +55,12 @@ class AccessSettings:
         return secure(app, keys=self._keys, options=self._options, observers=self._observers, admit=app.admit)
 
     def uvicorn_settings(self, app: ASGIApp) -> dict[str, Any]:
-        """For an application behind the gate."""
+        """Settings of uvicorn for an application behind the access checks."""
         certificate, key = self._certificate or (None, None)
         limits, refuse_early = ConnectionLimits(connections=connection_limit()), early_refusals(app, self._options)
         return {
             "app": app,
-            "http": guarded(limits, self._tell, refuse_early),
+            "http": guarded(limits, self._notify, refuse_early),
             "ws": "none",
             "root_path": self._root_path,
             "ssl_certfile": certificate,
@@ -72,14 +72,14 @@ class AccessSettings:
             "log_level": "error",
         }
 
-    def _tell(self, record: RequestRecord) -> None:
-        """Of what never came to the application, to everybody who hears of the rest."""
+    def _notify(self, record: RequestRecord) -> None:
+        """Report a request that was refused before it reached the application to the same observers."""
         for observe in self._observers:
             observe(record)
 
     @contextmanager
     def logging(self) -> Iterator[None]:
-        """Log to stdout for as long as the block runs: the report of the start goes to stderr."""
+        """Log requests to stdout while the block runs. The report of the start goes to stderr."""
         self._log.install()
         with self._log.writing():
             yield
@@ -102,7 +102,7 @@ def _root_path(path: str) -> str:
 def _certificate(certificate: Path | None, key: Path | None) -> tuple[Path, Path | None] | None:
     if certificate is None:
         if key is not None:
-            raise ConfigError("--ssl-keyfile needs --ssl-certfile beside it.", param="ssl_certfile")
+            raise ConfigError("--ssl-keyfile needs --ssl-certfile.", param="ssl_certfile")
         return None
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")

@@ -1,4 +1,4 @@
-"""`quire batch`: a file of requests to a file of answers. This process never loads torch: the engine has its own."""
+"""`quire batch`: a file of requests to a file of responses. This process never loads torch: the engine has its own."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -9,62 +9,61 @@ from typing import IO, Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from quire.catalog.names import DEFAULT_MODEL
-from quire.cli.console import bars, err
-from quire.cli.options import engine_config
-from quire.cli.require_extra import check_serving
-from quire.cli.served_model_options import read_guise
+from quire.cli.console import err, progress_bars
+from quire.cli.options import check_serving, engine_config
+from quire.cli.served_model_options import read_served_model
 from quire.core.errors import ConfigError
 from quire.engine.open_model import open_model
 from quire.engine.startup import StartupPhase
 from quire.version import __version__
 
-_STANDARD = "-"  # stdin or stdout, in the place of a file
+_STANDARD = "-"  # stdin or stdout instead of a file
 _MAX_WAITING = 4096
 
 
 def batch(source: str, target: str, model: str | None, given: Mapping[str, Any]) -> int:
-    """The exit status: 0 if every line was answered well."""
+    """The exit status: 0 if every line has a successful response."""
     check_serving()
     from quire.cli.batch_output import opened_output
     from quire.server.batch.runner import BatchSettings, run_batch
     from quire.server.server import ServerConfig
 
     config = engine_config(model, given)
-    guise = read_guise(given)
+    served_model = read_served_model(given)
     if _STANDARD not in (source, target) and Path(source).resolve() == Path(target).resolve():
         raise ConfigError(f"{source} cannot be both the input and the output.", param="output")
-    with _reading(source) as lines, opened_output(None if target == _STANDARD else Path(target)) as output:
+    with _open_input(source) as lines, opened_output(None if target == _STANDARD else Path(target)) as output:
         err.print(f"quire {__version__} · {config.model or DEFAULT_MODEL.name}")
-        with bars() as drawn:
-            opened = open_model(config, drawn.fetched)
-        plan = ServerConfig(
+        with progress_bars() as bars:
+            opened = open_model(config, bars.fetched)
+        server = ServerConfig(
             opened=opened,
             config=config,
-            **guise._asdict(),
+            **served_model._asdict(),
             max_waiting=config.max_waiting or _MAX_WAITING,
             serving=False,
         )
         with _bar(source) as bar:
             task = bar.tasks[0].id
-            desired = BatchSettings(
+            settings = BatchSettings(
                 lines,
                 output.past,
                 output.write,
-                _tell_phase,
+                _show_phase,
                 lambda tally: bar.update(task, completed=tally.num_lines),
                 given["concurrency"],
             )
-            tally = run_batch(plan, desired)
-    told = [f"{tally.num_answered} answered"]
-    told += [f"{tally.num_refused} refused"] if tally.num_refused else []
-    told += [f"{tally.num_unreadable} unreadable"] if tally.num_unreadable else []
-    told += [f"{tally.num_skipped} answered before"] if tally.num_skipped else []
-    err.print(", ".join(told) + ".")
+            tally = run_batch(server, settings)
+    summary = [f"{tally.num_answered} answered"]
+    summary += [f"{tally.num_refused} refused"] if tally.num_refused else []
+    summary += [f"{tally.num_unreadable} unreadable"] if tally.num_unreadable else []
+    summary += [f"{tally.num_skipped} answered before"] if tally.num_skipped else []
+    err.print(", ".join(summary) + ".")
     return 0 if tally.clean else 1
 
 
 @contextmanager
-def _reading(source: str) -> Iterator[IO[bytes]]:
+def _open_input(source: str) -> Iterator[IO[bytes]]:
     if source == _STANDARD:
         yield sys.stdin.buffer
         return
@@ -86,15 +85,15 @@ def _bar(source: str) -> Iterator[Progress]:
         console=err,
         disable=not err.is_terminal,
     )
-    bar.add_task("answering", total=None if source == _STANDARD else _count(source))
+    bar.add_task("answering", total=None if source == _STANDARD else _num_lines(source))
     with bar:
         yield bar
 
 
-def _count(source: str) -> int:
+def _num_lines(source: str) -> int:
     with open(source, "rb") as file:
         return sum(1 for line in file if line.strip())
 
 
-def _tell_phase(phase: StartupPhase) -> None:
+def _show_phase(phase: StartupPhase) -> None:
     err.print(f"  {phase.name:<10}{phase.seconds:5.1f} s   {phase.detail}")

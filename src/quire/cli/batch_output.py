@@ -1,7 +1,7 @@
-"""The file of a batch's answers: what an earlier run left there, and what this one adds. Knows no engine.
+"""The output file of a batch: the responses of an earlier run, and those of this run. Knows no engine.
 
-Answers stay. What is no answer (a line that was refused, failed or cut off) is taken out first, for it is asked again:
-so a file never holds two entries for one line.
+Successful responses are kept. Lines that were refused, failed or cut off are removed first, because their requests run
+again: a file never holds two entries for one request.
 """
 
 import os
@@ -18,7 +18,7 @@ _STDOUT = 1
 
 
 class BatchOutput:
-    """Open for what this run adds."""
+    """An open output, and the requests that it has responses for."""
 
     def __init__(self, descriptor: int, past: FinishedLines, target: Path | None) -> None:
         self._descriptor = descriptor
@@ -26,15 +26,15 @@ class BatchOutput:
         self.past = past
 
     def write(self, line: bytes) -> None:
-        """Past all buffers: whoever ends this keeps what was answered."""
+        """Unbuffered: an interrupted run keeps the responses so far."""
         rest = memoryview(line)
         try:
             while rest:
                 rest = rest[os.write(self._descriptor, rest) :]
         except OSError as error:
-            raise ConfigError(self._complaint(error), param="output") from error
+            raise ConfigError(self._error_text(error), param="output") from error
 
-    def _complaint(self, error: OSError) -> str:
+    def _error_text(self, error: OSError) -> str:
         if self._target is None:
             return f"Cannot write to stdout: {error.strerror}. With -o FILE the same command can be taken up again."
         return (
@@ -45,47 +45,47 @@ class BatchOutput:
 
 @contextmanager
 def opened_output(target: Path | None) -> Iterator[BatchOutput]:
-    """None: stdout."""
+    """Target None: stdout."""
     if target is None:
         sys.stdout.flush()
         yield BatchOutput(_STDOUT, FinishedLines(), None)
         return
     with ExitStack() as stack:
         try:
-            past = _take_up(target)
+            past = _read_past(target)
             file = stack.enter_context(target.open("ab", buffering=0))
         except OSError as error:
             raise ConfigError(f"Cannot write {target}: {error.strerror}.", param="output") from error
         yield BatchOutput(file.fileno(), past, target)
 
 
-def _take_up(path: Path) -> FinishedLines:
+def _read_past(path: Path) -> FinishedLines:
     past = FinishedLines()
-    if not path.is_file():  # a pipe has no past
+    if not path.is_file():  # a pipe holds no responses
         return past
-    all_stay = True
+    all_kept = True
     with path.open("rb") as file:
         for line in file:
             try:
-                all_stay &= _stays(line, past) and line.endswith(b"\n")
+                all_kept &= _is_kept(line, past) and line.endswith(b"\n")
             except BadLine as bad:
                 raise ConfigError(f"{path}: {bad.message}", param="output") from bad
-    if not all_stay:
-        _keep_answers(path.resolve())
+    if not all_kept:
+        _drop_others(path.resolve())
     return past
 
 
-def _stays(line: bytes, past: FinishedLines) -> bool:
+def _is_kept(line: bytes, past: FinishedLines) -> bool:
     was_cut = not line.endswith(b"\n") and line[: len(BEGINNING)] == BEGINNING[: len(line)]
     return not was_cut and past.note(line)
 
 
-def _keep_answers(path: Path) -> None:
-    """In another file, which takes the place of this one when it is whole."""
+def _drop_others(path: Path) -> None:
+    """Write the kept lines to another file, which replaces this one when it is complete."""
     other = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         with path.open("rb") as old, other.open("xb") as new:
-            new.writelines(line.rstrip(b"\r\n") + b"\n" for line in old if _stays(line, FinishedLines()))
+            new.writelines(line.rstrip(b"\r\n") + b"\n" for line in old if _is_kept(line, FinishedLines()))
         shutil.copymode(path, other)
         other.replace(path)
     finally:

@@ -1,4 +1,5 @@
-"""The verbs of `quire bench` that measure an engine: throughput, latency, startup, and a race with another engine."""
+"""Subcommands of `quire bench` that measure an engine: throughput, latency, startup, kernels, and the comparison with
+another engine. Only options: the measurements are imported when they are called."""
 
 import shlex
 import shutil
@@ -13,18 +14,18 @@ import click
 from quire.bench.attention_steps import STANDARD_STEPS, AttentionStep, find_step
 from quire.bench.workload import WorkloadSlice, find
 from quire.cli.options import FiniteRange, measured_engine_options
-from quire.cli.spinner import waking
+from quire.cli.streams import loading_status
 from quire.core.errors import ConfigError
 
-Verb = TypeVar("Verb", bound=Callable[..., object])
+Command = TypeVar("Command", bound=Callable[..., object])
 
 THROUGHPUT = ("nano", "1k1k", "exp", "bs8", "bs64", "bs256")
-_BESIDE = ("fa3", "torch")  # whose attention can be recorded
-_HALVES = ("bfloat16", "float16")
+_BESIDE = ("fa3", "torch")  # libraries whose attention a CUDA graph can capture
+_DTYPES = ("bfloat16", "float16")
 LATENCY = ("bs1", "bs8", "bs64", "bs256", "prefill2k", "prefill8k")
 
 
-def names(allowed: Many[str]) -> Callable[[click.Context, click.Parameter, str], tuple[str, ...]]:
+def workload_list(allowed: Many[str]) -> Callable[[click.Context, click.Parameter, str], tuple[str, ...]]:
     """The callback of an option such as `nano,64x4096+16`."""
 
     def parse(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str, ...]:
@@ -40,7 +41,7 @@ def names(allowed: Many[str]) -> Callable[[click.Context, click.Parameter, str],
 
 
 def _steps(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[AttentionStep, ...]:
-    """Of an option such as `decode 24x700,chunk 300+5000`; all that are usual, if nothing is said."""
+    """The steps of an option such as `decode 24x700,chunk 300+5000`; without it, the standard ones."""
     if value is None:
         return STANDARD_STEPS
     try:
@@ -49,14 +50,14 @@ def _steps(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
         raise click.BadParameter(error.message) from None
 
 
-def _model_option(verb: Verb) -> Verb:
-    return click.option("--model", metavar="NAME", help="A model, or a shape for --load-format dummy.")(verb)
+def _model_option(command: Command) -> Command:
+    return click.option("--model", metavar="NAME", help="A model, or a shape for --load-format dummy.")(command)
 
 
-def _workload_options(allowed: Many[str], usual: str) -> Callable[[Verb], Verb]:
-    """What throughput and latency have in common."""
+def _workload_options(allowed: Many[str], default: str) -> Callable[[Command], Command]:
+    """The options that throughput and latency share."""
     options = (
-        click.option("--workload", "workloads", callback=names(allowed), default=usual, show_default=True,
+        click.option("--workload", "workloads", callback=workload_list(allowed), default=default, show_default=True,
                      metavar="NAME,…", help=f"One or several of {', '.join(allowed)}, or of "
                           "other shapes, COUNTxIN+OUT tokens: 64x4096+16, 512x32..256+64."),
         click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Times each is run."),
@@ -73,10 +74,10 @@ def _workload_options(allowed: Many[str], usual: str) -> Callable[[Verb], Verb]:
         click.option("--json", "as_json", is_flag=True, help="Print one JSON object per workload instead of a table."),
     )  # fmt: skip
 
-    def decorate(verb: Verb) -> Verb:
+    def decorate(command: Command) -> Command:
         for option in reversed(options):
-            verb = option(verb)
-        return verb
+            command = option(command)
+        return command
 
     return decorate
 
@@ -89,7 +90,7 @@ def throughput(
     model: str | None, workloads: tuple[str, ...], requests: int | None, scale: float, **given: object
 ) -> None:
     """Offline throughput: all requests at once, answers of forced lengths, greedy unless it is told otherwise."""
-    with waking():
+    with loading_status():
         from quire.cli.bench_engine import throughput as work
 
     work(model, workloads, WorkloadSlice(requests, scale), given)
@@ -101,7 +102,7 @@ def throughput(
 @measured_engine_options
 def latency(model: str | None, workloads: tuple[str, ...], requests: int | None, scale: float, **given: object) -> None:
     """Time per token of a closed batch, time to the first token, and the gaps between tokens."""
-    with waking():
+    with loading_status():
         from quire.cli.bench_engine import latency as work
 
     work(model, workloads, WorkloadSlice(requests, scale), given)
@@ -117,7 +118,7 @@ def latency(model: str | None, workloads: tuple[str, ...], requests: int | None,
 @measured_engine_options
 def startup(model: str | None, repeats: int, batch: bool, as_json: bool, **given: object) -> None:
     """What a fresh process that serves does until its first token, with compiled kernels in its caches and without."""
-    with waking():
+    with loading_status():
         from quire.cli.bench_processes import startup as work
 
     work(model, repeats, batch, as_json, given)
@@ -129,7 +130,7 @@ def startup(model: str | None, repeats: int, batch: bool, as_json: bool, **given
 @click.option("--head-dim", type=click.IntRange(16, 256), default=128, show_default=True, help="Width of a head.")
 @click.option("--window", type=click.IntRange(0), default=0, show_default=True, help="Keys that a query sees; 0: all.")
 @click.option("--softcap", type=FiniteRange(0), default=0.0, show_default=True, help="Soft cap of scores; 0: none.")
-@click.option("--dtype", type=click.Choice(_HALVES), default="bfloat16", show_default=True, help="Of all numbers.")
+@click.option("--dtype", type=click.Choice(_DTYPES), default="bfloat16", show_default=True, help="Of all numbers.")
 @click.option("--block-size", type=click.IntRange(1, 256), default=16, show_default=True, help="Keys in a block.")
 @click.option("--steps", callback=_steps, metavar="STEP,…",
               help="Not the usual ones but others, named as in the table: "
@@ -143,7 +144,7 @@ def kernels(
     """Times of attention on a GPU, the rates they come to, and another library's times."""
     if heads % kv_heads:
         raise click.UsageError(f"--heads is {heads}, which {kv_heads} key heads do not divide.")
-    with waking():
+    with loading_status():
         import torch
 
         from quire.bench.attention import HeadShape
@@ -161,8 +162,8 @@ def first_token(since_s: float, batch: bool) -> None:
     reached_s = time.monotonic()
     from quire.core.process import gc_frozen_imports
 
-    with gc_frozen_imports():  # as the process of an engine does
-        import torch  # noqa: F401  # timed by itself: it is most of all imports
+    with gc_frozen_imports():  # as the engine process does
+        import torch  # noqa: F401  # timed alone: most of the import time
 
         torch_s = time.monotonic()
         from quire.cli.first_token import first_token as work
@@ -171,7 +172,7 @@ def first_token(since_s: float, batch: bool) -> None:
 
 
 def _command(ctx: click.Context, param: click.Parameter, value: str) -> list[str]:
-    """The words of a command, whose first is a program that is here: it is not run before our own turn is over."""
+    """The words of a command. Its program must exist now: it runs only after the first run of quire."""
     try:
         words = shlex.split(value)
     except ValueError as error:
@@ -198,4 +199,4 @@ def race(rival: list[str], rounds: int, as_json: bool, ours: tuple[str, ...]) ->
     work([sys.executable, "-m", "quire", "bench", *ours, "--json"], rival, rounds, as_json)
 
 
-MEASURES = (throughput, latency, startup, kernels, first_token, race)
+COMMANDS = (throughput, latency, startup, kernels, first_token, race)

@@ -1,8 +1,7 @@
-"""`quire bench serve`: what the server costs, shown as a table or as one JSON object.
+"""`quire bench serve`, `race` and `startup`: measurements of other processes, as a table or as one JSON object.
 
-`quire bench race`: our command and a rival's in turns, in one table.
-
-`quire bench startup`: what a start is made of, cold and warm side by side.
+serve: the cost of the server. race: quire and another engine's command, interleaved. startup: phases of a cold and a
+warm start.
 """
 
 import json
@@ -20,8 +19,7 @@ from quire.bench.startup import StartupTimes, measure_starts
 from quire.bench.versus import CommandComparison, compare_commands
 from quire.cli.console import err, out
 from quire.cli.load_model import headline
-from quire.cli.options import engine_config
-from quire.cli.require_extra import check_serving
+from quire.cli.options import check_serving, engine_config
 from quire.engine.machine import pick_device
 from quire.version import __version__
 
@@ -108,8 +106,8 @@ def _table(starts: Many[StartupTimes], title: str) -> Table:
     table = Table(title=title, title_justify="left")
     for column in ("", "cold", "warm", "what"):
         table.add_column(column, justify="right" if column in ("cold", "warm") else "left")
-    for place, phase in enumerate(starts[0].phases):
-        seconds = [_median([start.phases[place].seconds for start in _of(starts, caches)]) for caches in _CACHES]
+    for index, phase in enumerate(starts[0].phases):
+        seconds = [_median([start.phases[index].seconds for start in _of(starts, caches)]) for caches in _CACHES]
         table.add_row(phase.name, *seconds, phase.detail)
     table.add_row("to the first token", *(_median([start.seconds for start in _of(starts, c)]) for c in _CACHES), "")
     return table

@@ -1,6 +1,7 @@
-"""`quire bench scheduler` and `quire bench regimes`: what the paper tower costs and achieves. Needs no torch.
+"""`quire bench scheduler`, `regimes` and `pacing`: the scheduler without a model. Needs no torch.
 
-`quire bench pacing`: steps sized for the tail, and not, beside each other. Needs no torch.
+scheduler: CPU time of a step's planning. regimes: throughput and memory of batching policies, simulated. pacing: first
+tokens and gaps between tokens with and without an ITL target, simulated.
 """
 
 import json
@@ -45,11 +46,15 @@ def scheduler(rows: Many[int], waiting: Many[int], rounds: int, plot: Path | Non
     for text in bars(curves):
         out.print(text)
     if all(line.median_instructions is None for line in lines):
-        out.print("Instructions: this machine does not let us count them.")
+        out.print("Instructions: this machine does not count them.")
 
 
 def _title(turnover: float) -> str:
-    return f"{turnover:.0%} of the rows finish and are replaced in each step" if turnover else "nobody comes or goes"
+    return (
+        f"{turnover:.0%} of the rows finish and are replaced in each step"
+        if turnover
+        else "no request starts or finishes"
+    )
 
 
 def _figure(line: PlanningCost) -> str:
@@ -75,7 +80,7 @@ def _curves(lines: Many[PlanningCost]) -> list[Curve]:
 
 
 def trace_rows(workload: str) -> list[TraceRow]:
-    """Of a file, or of a sample that comes with the package."""
+    """The requests of a file, or of a sample in the package."""
     path = Path(workload)
     return read_trace(path) if path.suffix in (".csv", ".jsonl", ".gz") else sample(workload)
 
@@ -158,7 +163,7 @@ def _write(path: Path, text: str) -> None:
 
 
 _MACHINE = SimulatedMachine(num_blocks=50_000, max_model_len=16_384)
-_USUAL_RATE = 8.0  # a second
+_DEFAULT_RATE = 8.0  # a second
 
 
 def pacing(workload: str, given: Mapping[str, float | None], itl_target_ms: float | None, as_json: bool) -> None:
@@ -182,11 +187,11 @@ def pacing(workload: str, given: Mapping[str, float | None], itl_target_ms: floa
 def _window(
     workload: str, rate: float | None, scale: float | None, skip_s: float | None, seconds: float | None
 ) -> Many[TraceRow]:
-    """The requests that come in so many seconds."""
+    """The requests that arrive in the chosen seconds."""
     assert scale is not None and skip_s is not None and seconds is not None
     rows = trace_rows(workload)
     if rate is not None or rows[-1].arrived_s == 0.0:
-        rows = poisson(rows, rate or _USUAL_RATE, seed=0)
+        rows = poisson(rows, rate or _DEFAULT_RATE, seed=0)
     last_s = rows[-1].arrived_s
     rows = [row._replace(arrived_s=(row.arrived_s - skip_s) / scale) for row in rows]
     rows = [row for row in rows if 0 <= row.arrived_s < seconds]

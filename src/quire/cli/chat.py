@@ -1,8 +1,7 @@
-"""`quire chat`: a conversation in the terminal. Ctrl-C stops the reply, not the program.
+"""`quire chat`: a conversation in the terminal. `quire run`: one prompt, its completion on stdout.
 
-One reply, printed as it comes. Ctrl-C ends it between two steps, never inside one, so the engine stays whole.
-
-`quire run`: one prompt, its text on stdout as it comes.
+A reply is streamed. Ctrl-C ends it between two engine steps, never inside one, so that the engine stays consistent; it
+ends the reply of a chat, not the program.
 """
 
 import signal
@@ -25,7 +24,7 @@ from quire.llm import LLM
 
 
 class PrintedReply(NamedTuple):
-    """What was said, and how it ended: "stop", "length", or "abort" when the user had enough; or why it failed."""
+    """The text of a reply, its finish reason ("stop", "length", or "abort" after Ctrl-C), or its failure."""
 
     text: str
     finish_reason: str | None
@@ -36,43 +35,43 @@ class PrintedReply(NamedTuple):
 
 @dataclass(slots=True)
 class StopRequest:
-    """Whether the user wants the reply to end."""
+    """Whether the user has requested the end of the reply."""
 
-    to_stop: bool = False
+    requested: bool = False
 
 
 @contextmanager
-def _listening() -> Iterator[StopRequest]:
-    """The first Ctrl-C is a wish. A second one, if a step takes long, is the usual interruption."""
-    wish = StopRequest()
+def _stop_on_interrupt() -> Iterator[StopRequest]:
+    """The first Ctrl-C requests a stop. A second one, during a long step, raises KeyboardInterrupt."""
+    stop = StopRequest()
 
     def note(number: int, frame: FrameType | None) -> None:
-        wish.to_stop = True
+        stop.requested = True
         signal.signal(signal.SIGINT, before)
 
     before = signal.signal(signal.SIGINT, note)
     try:
-        yield wish
+        yield stop
     finally:
         signal.signal(signal.SIGINT, before)
 
 
-def say(llm: LLM, prompt: Prompt, params: SamplingParams) -> PrintedReply:
-    """Print a completion piece by piece and return it."""
+def print_reply(llm: LLM, prompt: Prompt, params: SamplingParams) -> PrintedReply:
+    """Print a completion as it is generated and return it."""
     front = llm.front
     started_s = front.now()
-    with _listening() as wish:
-        ticket = front.submit(prompt, params, streaming=True)
+    with _stop_on_interrupt() as stop:
+        request = front.submit(prompt, params, streaming=True)
         try:
-            while not ticket.finished and not wish.to_stop:
+            while not request.finished and not stop.requested:
                 for delta in front.turn():
                     print(delta.text, end="", flush=True)
         finally:
-            if not ticket.finished:
-                front.abort(ticket)
-    said = ticket.output().outputs[0]
-    failure = failure_of(ticket.transcripts[0].finish_reason, len(ticket.prompt_ids), params)
-    return PrintedReply(said.text, said.finish_reason, len(said.token_ids), front.now() - started_s, failure)
+            if not request.finished:
+                front.abort(request)
+    output = request.output().outputs[0]
+    failure = failure_of(request.transcripts[0].finish_reason, len(request.prompt_ids), params)
+    return PrintedReply(output.text, output.finish_reason, len(output.token_ids), front.now() - started_s, failure)
 
 
 HELP = """\
@@ -85,7 +84,7 @@ Ctrl-C stops a reply. End a line with \\ to go on in the next one."""
 
 
 class ChatSession:
-    """The messages so far."""
+    """The messages of a conversation."""
 
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:
         self._llm = llm
@@ -102,17 +101,17 @@ class ChatSession:
         self.clear()
 
     def undo(self) -> bool:
-        """Whether there was a question to forget."""
+        """Remove the last question and its reply; whether there was one."""
         while self._messages and self._messages[-1]["role"] != "system":
             if self._messages.pop()["role"] == "user":
                 return True
         return False
 
     def ask(self, text: str) -> None:
-        """Print the reply as it comes. What was said before an interruption stays in the conversation."""
+        """Print the reply as it is generated. The text before an interruption stays in the conversation."""
         self._messages.append({"role": "user", "content": text})
         try:
-            reply = say(self._llm, self._llm.chat_prompt(self._messages), self._params)
+            reply = print_reply(self._llm, self._llm.chat_prompt(self._messages), self._params)
         except QuireError as error:
             self._messages.pop()
             err.print(error.message, style="red")
@@ -132,9 +131,9 @@ class ChatSession:
 
 
 def chat(model: str | None, given: Mapping[str, object]) -> None:
-    sampling_params(given, GenerationDefaults())  # refuses a bad parameter before a model is loaded for nothing
+    sampling_params(given, GenerationDefaults())  # refuses an invalid parameter before a model is loaded
     llm = LLM.over(start(model, given, report=True))
-    llm.chat_prompt([{"role": "user", "content": "hi"}])  # a model that cannot chat says so now
+    llm.chat_prompt([{"role": "user", "content": "hi"}])  # a model without a chat template is refused now
     params = sampling_params(given, llm.built.checkpoint.defaults)
     system = given["system"]
     conversation = ChatSession(llm, params, None if system is None else str(system))
@@ -178,7 +177,7 @@ def _handle(line: str, conversation: ChatSession) -> None:
 
 
 def _read() -> str:
-    """One message; a line that ends in a backslash goes on."""
+    """One message. A line that ends in a backslash continues in the next one."""
     prompt = "› " if sys.stdin.isatty() and sys.stdout.isatty() else ""
     line = input(prompt)
     while line.endswith("\\"):
@@ -186,16 +185,16 @@ def _read() -> str:
     return line.strip()
 
 
-_INTERRUPTED = 130  # what shells expect after Ctrl-C
+_INTERRUPTED = 130  # the status that shells expect after Ctrl-C
 
 
 def run(model: str | None, prompt: str, given: Mapping[str, object]) -> int:
     """The exit status."""
-    sampling_params(given, GenerationDefaults())  # refuses a bad parameter before a model is loaded for nothing
+    sampling_params(given, GenerationDefaults())  # refuses an invalid parameter before a model is loaded
     text = _from_stdin() if prompt == "-" else prompt
     llm = LLM.over(start(model, given, report=bool(given["verbose"])))
     params = sampling_params(given, llm.built.checkpoint.defaults)
-    reply = say(llm, llm.chat_prompt([{"role": "user", "content": text}]) if given["chat"] else text, params)
+    reply = print_reply(llm, llm.chat_prompt([{"role": "user", "content": text}]) if given["chat"] else text, params)
     print()
     if given["verbose"]:
         speed = reply.num_tokens / max(reply.seconds, 1e-9)

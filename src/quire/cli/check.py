@@ -1,7 +1,5 @@
-"""`quire check`: drives the scheduler against the exact oracle and ends with one line of JSON.
-
-`quire replay`: makes the decisions of a journal again and ends with one line of JSON.
-"""
+"""`quire check`: random workloads through the scheduler against an exact oracle. `quire replay`: the decisions of a
+journal, made again. Both end with one line of JSON."""
 
 import json
 import os
@@ -27,50 +25,50 @@ from quire.sim.check.check import (
     run_trial,
     trial_seeds,
 )
-from quire.sim.check.check import check as check_worlds
+from quire.sim.check.check import check as check_scenarios
 from quire.sim.check.trial import Body
 
-_SHOWN = 10  # violations that are told in full
+_SHOWN = 10  # violations printed in full
 
 
 @dataclass(frozen=True, slots=True)
 class CheckOptions:
-    """What was asked for."""
+    """The options of `quire check`."""
 
     steps: int
     seed: int
     runner: str
     jobs: int = 1
-    part: str | None = None  # "2/4/17": what the second of four jobs of process 17 does, which is told in full
+    part: str | None = None  # "2/4/17": the second of four jobs of process 17, which receives the whole report
     trial: int | None = None
     record: Path | None = None
 
 
-def check(wish: CheckOptions) -> int:
-    """The exit status: 1 if any law was broken."""
+def check(options: CheckOptions) -> int:
+    """The exit status: 1 if an invariant was violated."""
     started_s = time.monotonic()
-    if wish.part is not None and not die_with_parent(int(wish.part.split("/")[2])):
+    if options.part is not None and not die_with_parent(int(options.part.split("/")[2])):
         return 1
-    if wish.trial is not None or wish.record is not None:
-        report = _one_world(wish)
-    elif wish.jobs > 1:
-        report = _shared(wish)
+    if options.trial is not None or options.record is not None:
+        report = _one_scenario(options)
+    elif options.jobs > 1:
+        report = _shared(options)
     else:
-        report = _alone(wish)
-    if wish.part is not None:
+        report = _alone(options)
+    if options.part is not None:
         print(report.to_json())
         return 0
     for violation in report.violations[:_SHOWN]:
-        told = f"trial seed {violation.trial_seed}: {violation.message}\n  {violation.world}"
-        err.print(told, style="red", markup=False)
+        text = f"trial seed {violation.trial_seed}: {violation.message}\n  {violation.world}"
+        err.print(text, style="red", markup=False)
     if report.violations:
         again = report.violations[0].trial_seed
-        err.print(f"quire check --runner {wish.runner} --trial {again} brings the first one back.", style="red")
-    print(json.dumps(_summary(report, wish, time.monotonic() - started_s)))
+        err.print(f"quire check --runner {options.runner} --trial {again} brings the first one back.", style="red")
+    print(json.dumps(_summary(report, options, time.monotonic() - started_s)))
     return 1 if report.violations else 0
 
 
-def _summary(report: CheckReport, wish: CheckOptions, seconds: float) -> dict[str, object]:
+def _summary(report: CheckReport, options: CheckOptions, seconds: float) -> dict[str, object]:
     return {
         "steps": report.steps,
         "violations": len(report.violations),
@@ -81,70 +79,70 @@ def _summary(report: CheckReport, wish: CheckOptions, seconds: float) -> dict[st
         "event_pairs": len(report.pairs),
         "event_pairs_possible": len(possible_pairs()),
         "steps_per_s": round(report.steps / seconds),
-        "runner": wish.runner,
-        "jobs": wish.jobs,
+        "runner": options.runner,
+        "jobs": options.jobs,
     }
 
 
-def _alone(wish: CheckOptions) -> CheckReport:
+def _alone(options: CheckOptions) -> CheckReport:
     part = CheckShard()
-    if wish.part is not None:
-        number, stride, _ = wish.part.split("/")
+    if options.part is not None:
+        number, stride, _ = options.part.split("/")
         part = CheckShard(int(number) - 1, int(stride))
-    with Progress(console=err, transient=True, disable=not err.is_terminal or wish.part is not None) as progress:
-        task = progress.add_task("checking", total=wish.steps)
-        return check_worlds(
-            wish.steps,
-            wish.seed,
-            body=_body(wish.runner),
-            min_tokens=_knows_min_tokens(wish.runner),
+    with Progress(console=err, transient=True, disable=not err.is_terminal or options.part is not None) as progress:
+        task = progress.add_task("checking", total=options.steps)
+        return check_scenarios(
+            options.steps,
+            options.seed,
+            body=_runner(options.runner),
+            min_tokens=_has_min_tokens(options.runner),
             progress=lambda done: progress.update(task, completed=done),
             part=part,
         )
 
 
-def _shared(wish: CheckOptions) -> CheckReport:
-    """As many processes of this same command; each takes its share of the worlds and of the steps."""
-    each = str(-(-wish.steps // wish.jobs))
-    command = [sys.executable, "-m", "quire", "check", "--seed", str(wish.seed), "--runner", wish.runner]
+def _shared(options: CheckOptions) -> CheckReport:
+    """One process of this command per job; each runs its share of the scenarios and of the steps."""
+    steps = str(-(-options.steps // options.jobs))
+    command = [sys.executable, "-m", "quire", "check", "--seed", str(options.seed), "--runner", options.runner]
     running: list[subprocess.Popen[str]] = []
     try:
-        with err.status(f"checking, {wish.jobs} at a time"):
-            for number in range(wish.jobs):
-                part = [*command, "--steps", each, "--part", f"{number + 1}/{wish.jobs}/{os.getpid()}"]
+        with err.status(f"checking, {options.jobs} at a time"):
+            for number in range(options.jobs):
+                part = [*command, "--steps", steps, "--part", f"{number + 1}/{options.jobs}/{os.getpid()}"]
                 running.append(subprocess.Popen(part, stdout=subprocess.PIPE, text=True))
-            heard = [process.communicate()[0] for process in running]
+            outputs = [process.communicate()[0] for process in running]
     finally:
-        for process in running:  # whoever breaks this off, with Ctrl-C or otherwise, wants none of them
+        for process in running:  # after Ctrl-C or a failure too
             process.kill()
-    report = CheckReport(wish.seed)
-    for process, said in zip(running, heard, strict=True):
-        if process.returncode != 0 or not said:
+    report = CheckReport(options.seed)
+    for process, output in zip(running, outputs, strict=True):
+        if process.returncode != 0 or not output:
             raise EngineFailed(f"A part of the check ended with status {process.returncode}; see above.")
-        report.add(read_report(said.splitlines()[-1]))
+        report.add(read_report(output.splitlines()[-1]))
     return report
 
 
-def _one_world(wish: CheckOptions) -> CheckReport:
-    report = CheckReport(wish.seed)
-    trial_seed = next(trial_seeds(wish.seed, CheckShard())) if wish.trial is None else wish.trial
-    body, min_tokens = _body(wish.runner), _knows_min_tokens(wish.runner)
-    if wish.record is None:
+def _one_scenario(options: CheckOptions) -> CheckReport:
+    report = CheckReport(options.seed)
+    trial_seed = next(trial_seeds(options.seed, CheckShard())) if options.trial is None else options.trial
+    body, min_tokens = _runner(options.runner), _has_min_tokens(options.runner)
+    if options.record is None:
         run_trial(trial_seed, report, body, min_tokens=min_tokens)
         return report
     try:
-        run_trial(trial_seed, report, body, min_tokens=min_tokens, journal=wish.record.open("wb"))
+        run_trial(trial_seed, report, body, min_tokens=min_tokens, journal=options.record.open("wb"))
     except OSError as error:
-        raise ConfigError(f"{wish.record} cannot be written: {error.strerror}.", param="record") from error
+        raise ConfigError(f"{options.record} cannot be written: {error.strerror}.", param="record") from error
     return report
 
 
-def _knows_min_tokens(runner: str) -> bool:
-    """The sampler behind the real runner would then choose another token than the oracle."""
+def _has_min_tokens(runner: str) -> bool:
+    """Whether requests have min_tokens: with it the real sampler would choose another token than the oracle."""
     return runner == "numpy"
 
 
-def _body(runner: str) -> Body:
+def _runner(runner: str) -> Body:
     if runner == "numpy":
         return numpy_oracle
     from quire.engine.oracle_runner import torch_oracle
@@ -153,7 +151,7 @@ def _body(runner: str) -> Body:
 
 
 def replay(path: Path) -> int:
-    """The exit status: 1 if a decision came out otherwise, or the file was changed."""
+    """The exit status: 1 if a decision differs, or the file is damaged."""
     report = replay_journal(path)
     difference = report.difference
     if difference is not None:

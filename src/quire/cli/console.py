@@ -1,4 +1,4 @@
-"""What the commands show while they work. The answer alone goes to `out`; bars, phases and remarks go to `err`."""
+"""Output of the commands: results go to `out`; progress bars, phases and notes go to `err`."""
 
 import sys
 from collections.abc import Iterator
@@ -10,13 +10,13 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 
 from quire.catalog.progress import FetchProgress
 
-_ENDLESS = 10_000  # columns: what goes to a file or a pipe is never wrapped
+_UNLIMITED = 10_000  # columns: output to a file or a pipe is not wrapped
 
 
 def _console(*, stderr: bool) -> Console:
     stream: TextIO | None = sys.stderr if stderr else sys.stdout
-    terminal = stream is not None and stream.isatty()  # None: it was closed before we began
-    return Console(stderr=stderr, highlight=False, markup=False, emoji=False, width=None if terminal else _ENDLESS)
+    terminal = stream is not None and stream.isatty()  # None: closed before the start
+    return Console(stderr=stderr, highlight=False, markup=False, emoji=False, width=None if terminal else _UNLIMITED)
 
 
 out = _console(stderr=False)
@@ -24,7 +24,7 @@ err = _console(stderr=True)
 
 
 def size(num_bytes: float) -> str:
-    """Bytes as people say them."""
+    """A number of bytes with its unit."""
     for unit in ("B", "KiB", "MiB"):
         if num_bytes < 1024:
             return f"{num_bytes:,.0f} {unit}"
@@ -32,8 +32,8 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:,.2f} GiB"
 
 
-class Bars:
-    """One bar per phase of a fetch, drawn on a terminal; one line per phase elsewhere."""
+class ProgressBars:
+    """One bar per phase of a fetch or load on a terminal; one line per phase elsewhere."""
 
     def __init__(self) -> None:
         self._progress = Progress(
@@ -69,11 +69,11 @@ class Bars:
 
 
 @contextmanager
-def bars() -> Iterator[Bars]:
-    """Bars that are gone from the screen when the block ends."""
-    drawn = Bars()
-    drawn.start()
+def progress_bars() -> Iterator[ProgressBars]:
+    """Bars that are removed from the screen when the block ends."""
+    bars = ProgressBars()
+    bars.start()
     try:
-        yield drawn
+        yield bars
     finally:
-        drawn.stop()
+        bars.stop()

@@ -1,4 +1,4 @@
-"""`quire doctor`: what this machine has, what would be used, what is missing."""
+"""`quire doctor`: the devices and packages of this machine, the choices that follow, and what is missing."""
 
 import importlib.util
 import json
@@ -20,11 +20,11 @@ from quire.kernels.attention_backends import USUAL_NEEDS
 from quire.kernels.select import select_kernels
 from quire.version import __version__
 
-_OLDEST_CAPABILITY = (8, 0)  # of a GPU whose tensor cores multiply bfloat16
+_MIN_CAPABILITY = (8, 0)  # the first with tensor cores for bfloat16
 
 
 class Finding(NamedTuple):
-    """One line: what was looked at, what is there, and what to do if something is missing."""
+    """One line: the item, its state, and advice if something is missing."""
 
     what: str
     found: str
@@ -39,11 +39,11 @@ def doctor(as_json: bool) -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
     for finding in findings:
         mark = Text("!", "yellow") if finding.advice else Text("✓", "green")
-        table.add_row(mark, finding.what, Text.assemble(finding.found, (_aside(finding.advice), "yellow")))
+        table.add_row(mark, finding.what, Text.assemble(finding.found, (_arrow(finding.advice), "yellow")))
     out.print(table)
 
 
-def _aside(advice: str) -> str:
+def _arrow(advice: str) -> str:
     return f"  → {advice}" if advice else ""
 
 
@@ -79,7 +79,7 @@ def _gpu() -> Finding:
         return Finding("gpu", "none that torch can use")
     major, minor = torch.cuda.get_device_capability(0)
     name = f"{torch.cuda.get_device_name(0)} (compute capability {major}.{minor})"
-    if (major, minor) < _OLDEST_CAPABILITY:
+    if (major, minor) < _MIN_CAPABILITY:
         return Finding("gpu", name, "its tensor cores do not multiply bfloat16: use --dtype float16 or --device cpu.")
     return Finding("gpu", name)
 

@@ -1,10 +1,10 @@
-"""Where the command begins. Imports nothing at first: who presses Ctrl-C early sees no traceback."""
+"""The entry point of the console script. Imports nothing before its try block: an early Ctrl-C shows no traceback."""
 
-_INTERRUPTED = 130  # what shells expect after Ctrl-C
+_INTERRUPTED = 130  # the status that shells expect after Ctrl-C
 
 
 def main() -> None:
-    """The console script. Once its verbs are here, they have their own ways with Ctrl-C."""
+    """The console script. Subcommands handle Ctrl-C themselves once they are imported."""
     try:
         from quire.cli.main import main as work
 

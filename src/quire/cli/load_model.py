@@ -1,9 +1,9 @@
-"""Loads a model for a command, and says how that goes."""
+"""Loads a model for a command, with its phases on stderr. A file of its own: it imports torch."""
 
 from collections.abc import Callable, Mapping
 
 from quire.catalog.names import DEFAULT_MODEL
-from quire.cli.console import bars, err
+from quire.cli.console import err, progress_bars
 from quire.cli.options import engine_config
 from quire.config import EngineConfig, resolve_dtype
 from quire.core.step import Runner
@@ -22,13 +22,13 @@ def start(
     report: bool,
     observe: Callable[[Runner], Runner] = lambda runner: runner,
 ) -> BuiltEngine:
-    """The engine, with a line per phase if the report is wanted and a bar for whatever takes long."""
+    """The engine. With `report`, a line per phase; a progress bar on a terminal in any case."""
     config = engine_config(model, given)
     if report:
         err.print(headline(config))
-    with bars() as drawn:
+    with progress_bars() as bars:
         return build(
-            config, StartupReporter(drawn.fetched, drawn.loaded, _tell if report else lambda phase: None), observe
+            config, StartupReporter(bars.fetched, bars.loaded, _show_phase if report else lambda phase: None), observe
         )
 
 
@@ -41,5 +41,5 @@ def headline(config: EngineConfig) -> str:
     return f"quire {__version__} · {config.model or DEFAULT_MODEL.name} · {resolve_dtype(config, machine)} · {where}"
 
 
-def _tell(phase: StartupPhase) -> None:
+def _show_phase(phase: StartupPhase) -> None:
     err.print(f"  {phase.name:<10}{phase.seconds:5.1f} s   {phase.detail}")

@@ -1,124 +1,47 @@
-"""`quire`: one command, a few verbs. Each verb's work is imported when it is called, so that --help is quick.
+"""The command `quire`: its subcommands and their options. A subcommand's code is imported when it is called, so that
+`--help` is quick and loads no torch."""
 
-Ends a server that was told to end before it had begun to listen for that.
-
-The standard streams of a command: there in any case, and what was printed has arrived before the command ends.
-"""
-
-import errno
-import importlib.util
-import io
-import os
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from types import FrameType
 
 import click
 
 from quire.catalog.names import short_name
-from quire.cli.bench import MEASURES
+from quire.cli.bench import COMMANDS
 from quire.cli.options import (
     FiniteRange,
     batch_options,
+    check_packages,
     engine_options,
     hub_options,
     integer_list,
     sampling_options,
     serving_options,
 )
-from quire.cli.spinner import waking
+from quire.cli.streams import flushed_output, loading_status, open_streams, stops_on_sigterm
 from quire.config import foreign_hint
-from quire.core.errors import ConfigError, QuireError
+from quire.core.errors import QuireError
 from quire.version import __version__
 
-
-@contextmanager
-def stoppable() -> Iterator[None]:
-    """SIGTERM breaks the block off as Ctrl-C does, so that what was begun in it is undone; neither is an error.
-
-    A server that runs has its own ways with both, and takes them over when it is there.
-    """
-
-    def break_off(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, break_off)
-    try:
-        yield
-    except KeyboardInterrupt:
-        from quire.cli.console import err
-
-        err.print("Stopped.")
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-
-
-def open_streams() -> None:
-    """One that was closed (`>&-`) leads nowhere, lest a socket take its number and be written to. None refuses a
-    character: a model may say what no terminal shows, and a prompt that is no text is refused by who reads it, who can
-    say where."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # in the order of their descriptors
-        if getattr(sys, name) is None:
-            nowhere = open(os.devnull, mode)  # noqa: SIM115  # for as long as the process lives
-            os.set_inheritable(nowhere.fileno(), True)
-            setattr(sys, name, nowhere)
-    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace"), (sys.stderr, "replace")):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors=errors)
-
-
-@contextmanager
-def arriving() -> Iterator[None]:
-    """A disk that is full, or a reader who left, ends the block with a status, and a sentence if anybody minds."""
-    try:
-        try:
-            yield
-        finally:
-            sys.stdout.flush()
-    except BrokenPipeError:
-        _let_go()
-        raise SystemExit(1) from None
-    except OSError as error:
-        if error.errno not in _FULL:
-            raise
-        _let_go()
-        where = "what this command prints" if error.filename is None else error.filename
-        print(f"quire: Cannot write {where}: {error.strerror}. Make room, or write elsewhere.", file=sys.stderr)
-        raise SystemExit(1) from None
-
-
-def _let_go() -> None:
-    """What could not be written would be tried once more when the interpreter ends."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
-
-
-_MODEL_OPTIONS = ("--model", "--model-path", "--model-id", "-m")  # of other engines, and of quire bench
+_MODEL_OPTIONS = ("--model", "--model-path", "--model-id", "-m")  # other engines and quire bench have the model so
 
 
 class QuireCommand(click.Command):
-    """A command whose model is a word of its own: who gives it as an option is told how it is said here."""
+    """A command that explains where the model goes, and what replaces an option of another engine."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        words = list(args)
+        words = list(args)  # click consumes the other list
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            places = " ".join(self.collect_usage_pieces(ctx)[1:])
+            usage = " ".join(self.collect_usage_pieces(ctx)[1:])
             hint = foreign_hint(error.option_name.lstrip("-").replace("-", "_"), as_flags=True)
-            if "[MODEL]" in places and hint is not None:
+            if "[MODEL]" in usage and hint is not None:
                 ctx.fail(f"There is no {error.option_name} here: {hint}.")
-            if "[MODEL]" in places and error.option_name in _MODEL_OPTIONS:
-                said = places.replace("[MODEL]", _value_of(error.option_name, words))
-                ctx.fail(f"The model goes without {error.option_name}: {ctx.command_path} {said}")
+            if "[MODEL]" in usage and error.option_name in _MODEL_OPTIONS:
+                arguments = usage.replace("[MODEL]", _value_of(error.option_name, words))
+                ctx.fail(f"The model goes without {error.option_name}: {ctx.command_path} {arguments}")
             raise
 
 
@@ -132,7 +55,7 @@ def _value_of(option: str, words: list[str]) -> str:
 
 
 class QuireGroup(click.Group):
-    """A group that guesses what a mistyped verb was meant to be."""
+    """A group that suggests the nearest name for a mistyped subcommand."""
 
     command_class = QuireCommand
 
@@ -156,10 +79,10 @@ def app() -> None:
 
 
 def main() -> None:
-    """The console script: errors a user can cause end in one sentence, not in a traceback."""
+    """The console script. An error that a user can cause ends in one sentence, not in a traceback."""
     open_streams()
     try:
-        with arriving():
+        with flushed_output():
             app()
     except QuireError as error:
         print(f"quire: {error.message}", file=sys.stderr)
@@ -179,7 +102,7 @@ def run(words: tuple[str, ...], **given: object) -> None:
         raise click.UsageError(f"run takes [MODEL] and one prompt, not {len(words)} words: put the prompt in quotes.")
     if len(words) == 1 and short_name(words[0]):
         raise click.UsageError(f'{words[0]} is a model; say what to complete: quire run {words[0]} "PROMPT".')
-    with waking():
+    with loading_status():
         from quire.cli.chat import run as work
     model, prompt = words if len(words) == 2 else (None, words[0])
     raise SystemExit(work(model, prompt, given))
@@ -193,7 +116,7 @@ def run(words: tuple[str, ...], **given: object) -> None:
 @engine_options
 def chat(model: str | None, **given: object) -> None:
     """Talk with a model in the terminal."""
-    with waking():
+    with loading_status():
         from quire.cli.chat import chat as work
 
     work(model, given)
@@ -205,8 +128,8 @@ def chat(model: str | None, **given: object) -> None:
 @engine_options
 def serve(model: str | None, host: str, port: int, **given: object) -> None:
     """Serve a model over HTTP, in the form OpenAI's clients know."""
-    with stoppable():
-        with waking():
+    with stops_on_sigterm():
+        with loading_status():
             from quire.cli.serve import serve as work
 
         work(model, host, port, given)
@@ -225,7 +148,7 @@ def batch(source: str, target: str, model: str | None, **given: object) -> None:
     Answers that the output holds already are kept, so that an interrupted run can be taken up again; lines that were
     refused or failed are asked again. Status 1 if a line could not be read or was refused.
     """
-    with waking():
+    with loading_status():
         from quire.cli.batch import batch as work
 
     raise SystemExit(work(source, target, model, given))
@@ -263,8 +186,7 @@ def models(
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per report.")
 def top(url: str, api_key_file: Path | None, every_s: float, once: bool, as_json: bool) -> None:
     """What the server at URL is doing, now and now and now."""
-    if importlib.util.find_spec("prometheus_client") is None:
-        raise ConfigError('quire top needs prometheus_client: pip install "quire[serve]".')
+    check_packages("quire top", "serve", "prometheus_client")
     from quire.cli.top import top as work
 
     work(url, api_key_file, every_s=every_s, once=once, as_json=as_json)
@@ -274,7 +196,7 @@ def top(url: str, api_key_file: Path | None, every_s: float, once: bool, as_json
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def doctor(as_json: bool) -> None:
     """What this machine has, what would be used, what is missing."""
-    with waking():
+    with loading_status():
         from quire.cli.doctor import doctor as work
 
     work(as_json)
@@ -333,7 +255,7 @@ def bench() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
 def bench_transformers(model: str | None, **given: object) -> None:
     """Race transformers' generate on the same weights, interleaved, in one process."""
-    with waking():
+    with loading_status():
         from quire.cli.bench_transformers import compare_transformers as work
 
     work(model, given)
@@ -408,5 +330,5 @@ def bench_pacing(workload: str, itl_target_ms: float | None, as_json: bool, **gi
     work(workload, given, itl_target_ms, as_json)
 
 
-for measure in MEASURES:
-    bench.add_command(measure)
+for command in COMMANDS:
+    bench.add_command(command)

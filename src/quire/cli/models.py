@@ -1,4 +1,4 @@
-"""`quire models`: what is here and where, and how it gets here."""
+"""`quire models`: lists models and their paths, fetches one, verifies one."""
 
 import json
 
@@ -10,7 +10,7 @@ from quire.catalog.locate import locate
 from quire.catalog.names import DEFAULT_MODEL, short_name
 from quire.catalog.store import models_folder
 from quire.catalog.store import verify as verify_file
-from quire.cli.console import bars, out, size
+from quire.cli.console import out, progress_bars, size
 from quire.core.errors import ModelNotFound
 from quire.formats.presets import SHAPES
 
@@ -40,8 +40,8 @@ def show(as_json: bool) -> None:
 
 
 def fetch(model: str | None, revision: str | None, token: str | None) -> None:
-    with bars() as drawn:
-        located = locate(model, fetch_hub=hub.fetch, revision=revision, token=token, report=drawn.fetched)
+    with progress_bars() as bars:
+        located = locate(model, fetch_hub=hub.fetch, revision=revision, token=token, report=bars.fetched)
     print(located.path)
 
 
@@ -49,6 +49,6 @@ def verify(model: str | None) -> None:
     known = short_name(model or DEFAULT_MODEL.name)
     if known is None:
         raise ModelNotFound(f"Only models of the catalog have a checksum to verify; {model} is not one.")
-    with bars() as drawn:
-        verify_file(known, models_folder(), drawn.fetched)
+    with progress_bars() as bars:
+        verify_file(known, models_folder(), bars.fetched)
     print(f"{known.name}: the checksum is right.")

@@ -1,8 +1,9 @@
-"""Options of the commands, in groups that several commands share, and their types.
+"""Options of the commands, in groups that several commands share, their types, and the packages that commands need.
 
 Options of the engine are made from the declarations in `EngineConfig`.
 """
 
+import importlib.util
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import Field, asdict, fields
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 import click
 
 from quire.config import EngineConfig, parse_size, setting_of
+from quire.core.errors import ConfigError
 from quire.core.sampling import SamplingParams
 from quire.formats.checkpoint import GenerationDefaults
 
@@ -194,3 +196,27 @@ def sampling_params(given: Mapping[str, object], model_defaults: GenerationDefau
     params["stop"] = list(given.get("stop") or ()) or None  # type: ignore[call-overload]
     params["max_tokens"] = given["max_tokens"]
     return SamplingParams(**params)  # type: ignore[arg-type]  # SamplingParams checks each
+
+
+def check_packages(needed_by: str, extra: str, *names: str) -> None:
+    """Refuse if packages of an optional extra are missing."""
+    missing = [name for name in names if not _is_installed(name)]
+    if missing:
+        raise ConfigError(f'{needed_by} needs {", ".join(missing)}: pip install "quire[{extra}]".')
+
+
+def check_serving() -> None:
+    names = ("starlette", "uvicorn", "httptools", "uvloop", "msgspec", "llguidance", "prometheus_client")
+    check_packages("Serving", "serve", *names)
+
+
+def check_tracing() -> None:
+    if not (_is_installed("opentelemetry.exporter.otlp.proto.http") and _is_installed("opentelemetry.sdk")):
+        raise ConfigError('--otlp-endpoint needs OpenTelemetry: pip install "quire[otel]".', param="otlp_endpoint")
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of a parent package
+        return False

@@ -1,7 +1,4 @@
-"""`quire serve`: the engine over HTTP. This process never loads torch: the engine has its own.
-
-Who listens on a port, as far as Linux tells: for whoever wanted it. Knows nothing of servers.
-"""
+"""`quire serve`: the engine over HTTP. This process never loads torch: the engine has its own."""
 
 import contextlib
 import errno
@@ -18,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from quire.catalog.names import DEFAULT_MODEL
-from quire.cli.console import bars
-from quire.cli.options import engine_config
-from quire.cli.require_extra import check_serving, check_tracing
-from quire.cli.served_model_options import ServedModelOptions, read_guise
+from quire.cli.console import progress_bars
+from quire.cli.options import check_serving, check_tracing, engine_config
+from quire.cli.served_model_options import ServedModelOptions, read_served_model
 from quire.config import EngineConfig
 from quire.core.errors import ChatTemplateError, ConfigError
 from quire.engine.open_model import open_model
@@ -38,21 +34,22 @@ _ADDRESS, _STATE, _INODE = 1, 3, 9  # columns
 
 
 def port_owner(port: int) -> str | None:
-    """Such as "pid 4711 (quire)". None if nobody listens, if it is another user's, or elsewhere than on Linux."""
-    wanted = {f"socket:[{inode}]" for inode in _listening(port)}
-    if not wanted:
+    """The process that listens, such as "pid 4711 (quire)". None if there is none, if it is another user's, or not on
+    Linux."""
+    sockets = {f"socket:[{inode}]" for inode in _listening(port)}
+    if not sockets:
         return None
     for folder in _PROC.glob("[0-9]*"):
-        with suppress(OSError):  # it has ended, or is not ours to look at
+        with suppress(OSError):  # the process has ended, or is another user's
             for file in (folder / "fd").iterdir():
-                if os.readlink(file) in wanted:
+                if os.readlink(file) in sockets:
                     name = (folder / "comm").read_text(errors="replace").strip()
                     return f"pid {folder.name} ({name})"
     return None
 
 
 def _listening(port: int) -> Iterator[str]:
-    """The inodes of the sockets."""
+    """The inodes of the sockets that listen on a port."""
     for table in ("tcp", "tcp6"):
         with suppress(OSError):
             for line in (_PROC / "net" / table).read_text().splitlines()[1:]:
@@ -71,31 +68,31 @@ def serve(model: str | None, host: str, port: int, given: Mapping[str, Any]) -> 
     from quire.server.http.logs import LogWriter
     from quire.server.server import ServerObservers, serve_until_signal
 
-    gatekeeping = AccessSettings(host, given)
-    _check_host(host, keyed=gatekeeping.keyed, insecure=bool(given["insecure_no_key"]))
+    access = AccessSettings(host, given)
+    _check_host(host, keyed=access.keyed, insecure=bool(given["insecure_no_key"]))
     _check_endpoint(given["otlp_endpoint"])
-    config = replace(engine_config(model, given), tenant_weights=gatekeeping.weights)
-    guise = read_guise(given)
-    remarks = LogWriter("plain", sys.stderr)  # never waits for who reads them, and never fails
-    with _listen(host, port) as listening, remarks.writing():  # refuses a taken port before a model is loaded
-        say = remarks.write
+    config = replace(engine_config(model, given), tenant_weights=access.weights)
+    served_model = read_served_model(given)
+    report = LogWriter("plain", sys.stderr)  # never blocks on a slow reader, and never fails
+    with _listen(host, port) as listening, report.writing():  # refuses a used port before a model is loaded
+        say = report.write
         say(f"quire {__version__} · {config.model or DEFAULT_MODEL.name}")
-        plan = _plan(config, guise, given)
-        url = f"{gatekeeping.scheme}://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
+        server = _server_config(config, served_model, given)
+        url = f"{access.scheme}://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
 
-        def tell_ready(served: "ServedModel", facts: "EngineInfo") -> None:
-            say(f"  {'speech':<20}{speech_of(served)}")
+        def report_ready(served: "ServedModel", info: "EngineInfo") -> None:
+            say(f"  {'chat':<20}{chat_support(served)}")
             _announce(say, url, time.monotonic() - started_s)
 
         tracing = _tracing(given["otlp_endpoint"])
-        listeners = ServerObservers(
+        observers = ServerObservers(
             lambda phase: say(f"  {phase.name:<10}{phase.seconds:5.1f} s   {phase.detail}"),
-            tell_ready,
+            report_ready,
             lambda line: say(time.strftime("%H:%M:%S ") + line),
             tracing,
         )
-        with gatekeeping.logging(), contextlib.closing(tracing) if tracing else contextlib.nullcontext():
-            serve_until_signal(plan, listeners, listening, gatekeeping.secure, gatekeeping.uvicorn_settings)
+        with access.logging(), contextlib.closing(tracing) if tracing else contextlib.nullcontext():
+            serve_until_signal(server, observers, listening, access.secure, access.uvicorn_settings)
         say("Stopped.")
 
 
@@ -105,7 +102,7 @@ def _check_endpoint(endpoint: str | None) -> None:
     try:
         parts = urlsplit(endpoint)
         is_one = parts.scheme in ("http", "https") and parts.hostname is not None and parts.port != 0
-    except ValueError:  # of brackets, or of a port that is none
+    except ValueError:  # an unclosed bracket, or a port that is no number
         is_one = False
     if not is_one:
         raise ConfigError(
@@ -116,7 +113,7 @@ def _check_endpoint(endpoint: str | None) -> None:
 
 
 def _tracing(endpoint: str | None) -> Any:
-    """Who follows requests, if anybody is to be told."""
+    """The exporter of traces, if a collector is named."""
     if endpoint is None:
         return None
     from quire.server.tracing import open_tracing
@@ -124,27 +121,27 @@ def _tracing(endpoint: str | None) -> Any:
     return open_tracing(endpoint)
 
 
-def _plan(config: EngineConfig, guise: ServedModelOptions, given: Mapping[str, Any]) -> Any:
+def _server_config(config: EngineConfig, served_model: ServedModelOptions, given: Mapping[str, Any]) -> Any:
     from quire.server.server import ServerConfig
 
-    with bars() as drawn:
-        opened = open_model(config, drawn.fetched)
+    with progress_bars() as bars:
+        opened = open_model(config, bars.fetched)
     return ServerConfig(
         opened=opened,
         config=config,
-        **guise._asdict(),
+        **served_model._asdict(),
         max_waiting=config.max_waiting or _MAX_WAITING,
         max_waiting_tokens=given["max_waiting_tokens"],
         drain_s=given["drain_s"],
     )
 
 
-def speech_of(served: "ServedModel") -> str:
+def chat_support(served: "ServedModel") -> str:
     if served.chat_template is None:
         return "no chat template: prompts only"
     try:
         check_template(served.chat_template)
-    except ChatTemplateError as error:  # the model's own: --chat-template was read before
+    except ChatTemplateError as error:  # the model's own: --chat-template is checked before
         return f"prompts only: the model's chat template cannot be used: {error.message}"
     return served.model_format.description
 
@@ -158,11 +155,11 @@ def _announce(say: Callable[[str], None], url: str, seconds: float) -> None:
 
 
 def _check_host(host: str, *, keyed: bool, insecure: bool) -> None:
-    """Without keys whoever reaches the port may use the model: for this machine alone, unless told otherwise."""
+    """Without keys every client that reaches the port may use the model: only on this machine, unless allowed."""
     if not (keyed or insecure or _is_loopback(host)):
         raise ConfigError(
-            f"Serving on {host} would let everybody who can reach it use the model. Give keys with --api-key-file "
-            f"or --api-key, use --host 127.0.0.1, or say --insecure-no-key.",
+            f"Serving on {host} would let every client that can reach it use the model. Give keys with --api-key-file "
+            f"or --api-key, use --host 127.0.0.1, or use --insecure-no-key.",
             param="host",
         )
 
@@ -179,10 +176,12 @@ def _listen(host: str, port: int) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
-        reason = str(error.strerror).partition(" (")[0]  # Python appends the address a second time
+        reason = str(error.strerror).partition(" (")[0]  # Python appends the address
         owner = port_owner(port) if error.errno == errno.EADDRINUSE else None
         reason += f" by {owner}" if owner else ""
-        if error.errno is not None and (error.errno == errno.EADDRNOTAVAIL or error.errno < 0):  # below 0: of a name
+        if error.errno is not None and (
+            error.errno == errno.EADDRNOTAVAIL or error.errno < 0
+        ):  # below 0: a name that was not resolved
             advice = "--host is an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all of them"
         else:
             advice = "Use another --port, or --port 0 for any free one"

@@ -1,4 +1,7 @@
-"""As what a model is served, and what speaks in its place: what serve and batch were given, read and checked."""
+"""Options of serve and batch about the served model: names, chat template, parsers, script. Read and checked.
+
+A file of its own: it loads jinja2, and batch does not load what serve does.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +14,7 @@ from quire.text.chat_template import check_template
 
 
 class ServedModelOptions(NamedTuple):
-    """The fields of a `Plan` that both commands have options for."""
+    """The fields of `ServerConfig` that both commands have options for."""
 
     aliases: tuple[str, ...]
     script: str | None
@@ -20,8 +23,8 @@ class ServedModelOptions(NamedTuple):
     reasoning_tags: ReasoningTags | None
 
 
-def read_guise(given: Mapping[str, Any]) -> ServedModelOptions:
-    """A `QuireError` says which of them cannot be, before a model is fetched for nothing."""
+def read_served_model(given: Mapping[str, Any]) -> ServedModelOptions:
+    """Raises `QuireError` for an invalid one, before a model is fetched."""
     tool_parser, reasoning_parser = given["tool_call_parser"], given["reasoning_parser"]
     template: Path | None = given["chat_template"]
     script: Path | None = given["script"]
@@ -47,7 +50,7 @@ def _read_template(path: Path) -> str:
             path, f"byte {error.start} (line {line}) is not UTF-8 ({error.reason}). Save it as UTF-8."
         ) from error
     if not text.strip():
-        raise _unusable(path, "it is empty. Leave --chat-template away to use the model's own.")
+        raise _unusable(path, "it is empty. Omit --chat-template to use the model's own.")
     try:
         check_template(text)
     except ChatTemplateError as error:

@@ -1,6 +1,6 @@
-"""`quire top`: what a server is doing, once a second, from its metrics page and its load.
+"""`quire top`: requests, tokens and latencies of a server, once a second, from `/metrics` and `/load`.
 
-What a server's metrics page says, and what happened between two readings of it. Fetches and draws nothing.
+Rates and quantiles are of the time between two samples of the metrics.
 """
 
 import json
@@ -27,7 +27,7 @@ _SHARES = (0.5, 0.9, 0.99)
 
 
 class Bucket(NamedTuple):
-    """How many observations were at most so large."""
+    """The number of observations up to a limit, cumulative."""
 
     limit_s: float
     num_within: float
@@ -42,7 +42,7 @@ class MetricsSample(NamedTuple):
 
 
 class Quantiles(NamedTuple):
-    """Below which time half, nine tenths and 99 of 100 stayed."""
+    """Quantiles of a latency."""
 
     p50_s: float
     p90_s: float
@@ -51,17 +51,17 @@ class Quantiles(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TopView:
-    """What a server is doing: its state at the second reading, rates since the first."""
+    """The state of a server at the second sample, with rates since the first."""
 
     engine_up: bool
     num_running: int
     num_waiting: int
     num_waiting_tokens: int
     kv_usage: float  # 0 to 1
-    seconds: float  # between the two readings; 0 if there was but one
+    seconds: float  # between the two samples; 0 if there was only one
     generated_tokens_per_s: float
     prompt_tokens_per_s: float
-    prefix_hit: float | None  # 0 to 1; None if no prompt was seated meanwhile
+    prefix_hit: float | None  # 0 to 1; None if no prompt was admitted in between
     finished_per_s: float
     refused_per_s: float
     num_preemptions: int
@@ -84,18 +84,18 @@ def read_page(page: str, at_s: float) -> MetricsSample:
                 else:
                     totals[name] = totals.get(name, 0.0) + sample.value
     except (ValueError, KeyError) as error:
-        raise ConfigError("That is no page of metrics. Give the address of a quire server, as it was told.") from error
+        raise ConfigError("That is no page of metrics. Give the address of a quire server, as it prints it.") from error
     if "engine_up" not in totals:
         raise ConfigError("That page has metrics, but not those of a quire server.")
     return MetricsSample(at_s, totals, {name: tuple(sorted(several)) for name, several in buckets.items()})
 
 
 def compare(before: MetricsSample | None, after: MetricsSample) -> TopView:
-    """What `after` says, with rates and quantiles since `before`; without one, quantiles of all there ever was."""
+    """The state of `after`, with rates and quantiles since `before`; without one, quantiles since the start."""
     seconds = 0.0 if before is None else after.at_s - before.at_s
 
     def gained(name: str) -> float:
-        """How much a counter grew; a counter that fell is one of a server started anew."""
+        """The growth of a counter. A counter that fell belongs to a restarted server."""
         now, then = after.totals.get(name, 0.0), 0.0 if before is None else before.totals.get(name, 0.0)
         return now - then if now >= then else now
 
@@ -105,7 +105,7 @@ def compare(before: MetricsSample | None, after: MetricsSample) -> TopView:
     def quantiles(name: str) -> Quantiles | None:
         return _quantiles(() if before is None else before.buckets.get(name, ()), after.buckets.get(name, ()))
 
-    asked, found = gained("prefix_cache_queries_total"), gained("prefix_cache_hits_total")
+    queries, hits = gained("prefix_cache_queries_total"), gained("prefix_cache_hits_total")
     prompt = gained("prompt_tokens_total")
     return TopView(
         engine_up=after.totals["engine_up"] > 0,
@@ -116,7 +116,7 @@ def compare(before: MetricsSample | None, after: MetricsSample) -> TopView:
         seconds=seconds,
         generated_tokens_per_s=rate(gained("sampled_tokens_total")),
         prompt_tokens_per_s=rate(prompt),
-        prefix_hit=found / asked if asked else None,
+        prefix_hit=hits / queries if queries else None,
         finished_per_s=rate(gained("request_success_total")),
         refused_per_s=rate(gained("requests_refused_total")),
         num_preemptions=int(gained("num_preemptions_total")),
@@ -128,10 +128,10 @@ def compare(before: MetricsSample | None, after: MetricsSample) -> TopView:
 
 
 def _quantiles(before: tuple[Bucket, ...], after: tuple[Bucket, ...]) -> Quantiles | None:
-    """Of what came between; None if nothing did."""
+    """Quantiles of the observations in between; None without any."""
     then = {bucket.limit_s: bucket.num_within for bucket in before}
     gained = [Bucket(bucket.limit_s, bucket.num_within - then.get(bucket.limit_s, 0.0)) for bucket in after]
-    if any(bucket.num_within < 0 for bucket in gained):  # the server was started anew
+    if any(bucket.num_within < 0 for bucket in gained):  # the server was restarted
         gained = list(after)
     if not gained or gained[-1].num_within <= 0:
         return None
@@ -139,7 +139,7 @@ def _quantiles(before: tuple[Bucket, ...], after: tuple[Bucket, ...]) -> Quantil
 
 
 def _quantile(buckets: list[Bucket], share: float) -> float:
-    """As Prometheus does: even within a bucket; what lies beyond the last limit is told as that limit."""
+    """As `histogram_quantile` of Prometheus: linear within a bucket, and at most the last finite limit."""
     rank = share * buckets[-1].num_within
     for lower, upper in pairwise([Bucket(0.0, 0.0), *buckets]):
         if upper.num_within >= rank:
@@ -155,8 +155,8 @@ _TIMEOUT_S = 5.0
 _BAR_COLUMNS = 20
 
 
-class WatchedServer:
-    """The two pages of a server that are read."""
+class MetricsClient:
+    """Reads `/metrics` and `/load` of a server."""
 
     def __init__(self, url: str, key: str | None) -> None:
         if not _is_address(url):
@@ -169,34 +169,34 @@ class WatchedServer:
         return read_page(page, time.monotonic())
 
     def num_open(self) -> int:
-        """Requests over HTTP that are not answered yet, wherever they are."""
+        """HTTP requests without a complete response, running or waiting."""
         page = self._get("/load")
         try:
             return int(json.loads(page).get("server_load", 0))
         except (ValueError, TypeError, AttributeError) as error:
             raise ConfigError(
-                f"{self.url}/load is not that of a quire server. Give its address as it was told."
+                f"{self.url}/load is not that of a quire server. Give its address as it prints it."
             ) from error
 
     def _get(self, path: str) -> str:
         request = urllib.request.Request(self.url + path, headers=self._headers)
         try:
-            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
-                return str(answer.read().decode())
+            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
+                return str(response.read().decode())
         except urllib.error.HTTPError as error:
             hint = " Give its key with --api-key-file." if error.code in (401, 403) else ""
             raise ConfigError(f"{self.url}{path} answers {error.code}.{hint}") from error
         except (OSError, ValueError, HTTPException) as error:
             reason = str(getattr(error, "reason", error)).strip()
-            raise ConfigError(f"Nobody answers at {self.url}: {reason}. quire serve starts a server.") from error
+            raise ConfigError(f"No server answers at {self.url}: {reason}. quire serve starts a server.") from error
 
 
 def top(url: str, key_file: Path | None, *, every_s: float, once: bool, as_json: bool) -> None:
-    server = WatchedServer(url, None if key_file is None else _first_key(key_file))
+    server = MetricsClient(url, None if key_file is None else _first_key(key_file))
     if once:
         before = server.read()
         time.sleep(every_s)
-        _tell(server, compare(before, server.read()), as_json)
+        _show(server, compare(before, server.read()), as_json)
         return
     try:
         _watch(server, every_s, as_json)
@@ -204,13 +204,13 @@ def top(url: str, key_file: Path | None, *, every_s: float, once: bool, as_json:
         return
 
 
-def _watch(server: WatchedServer, every_s: float, as_json: bool) -> None:
+def _watch(server: MetricsClient, every_s: float, as_json: bool) -> None:
     before = server.read()
     if as_json:
         while True:
             time.sleep(every_s)
             after = server.read()
-            _tell(server, compare(before, after), as_json)
+            _show(server, compare(before, after), as_json)
             before = after
     with Live(table(server.url, compare(None, before), server.num_open()), console=out, auto_refresh=False) as live:
         while True:
@@ -220,7 +220,7 @@ def _watch(server: WatchedServer, every_s: float, as_json: bool) -> None:
             before = after
 
 
-def _tell(server: WatchedServer, view: TopView, as_json: bool) -> None:
+def _show(server: MetricsClient, view: TopView, as_json: bool) -> None:
     num_open = server.num_open()
     if as_json:
         print(json.dumps(as_object(server.url, view, num_open)), flush=True)
@@ -229,12 +229,12 @@ def _tell(server: WatchedServer, view: TopView, as_json: bool) -> None:
 
 
 def as_object(url: str, view: TopView, num_open: int) -> dict[str, object]:
-    """The view for programs; quantiles by name, null where nothing happened."""
-    told: dict[str, object] = {"url": url, "num_open": num_open, **asdict(view)}
-    for name, value in told.items():
+    """The view as JSON: quantiles by name, null without observations."""
+    fields: dict[str, object] = {"url": url, "num_open": num_open, **asdict(view)}
+    for name, value in fields.items():
         if isinstance(value, Quantiles):
-            told[name] = value._asdict()
-    return told
+            fields[name] = value._asdict()
+    return fields
 
 
 def table(url: str, view: TopView, num_open: int) -> Table:
@@ -255,11 +255,11 @@ def table(url: str, view: TopView, num_open: int) -> Table:
         ("next token", view.inter_token_latency),
         ("whole", view.end_to_end),
     ):
-        drawn.add_row(name, _spelled(quantiles))
+        drawn.add_row(name, _milliseconds(quantiles))
     return drawn
 
 
-def _spelled(quantiles: Quantiles | None) -> str:
+def _milliseconds(quantiles: Quantiles | None) -> str:
     if quantiles is None:
         return "–"
     names = ("p50", "p90", "p99")
@@ -270,13 +270,13 @@ def _is_address(url: str) -> bool:
     try:
         parts = urlsplit(url)
         named = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
-    except ValueError:  # a bracket that is not closed, a port beyond all ports
+    except ValueError:  # an unclosed bracket, or a port above 65535
         return False
     return named and url.isascii() and url.isprintable() and " " not in url
 
 
 def _first_key(path: Path) -> str:
-    """The file may be the server's own: one key per line, whatever is said of it after it."""
+    """The first key of a file, which may be the server's key file: one key per line, with attributes after it."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:

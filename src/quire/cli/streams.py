@@ -1,0 +1,85 @@
+"""Standard streams, signals and the status line of a command. Knows nothing of its work."""
+
+import errno
+import io
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import FrameType
+
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+
+def open_streams() -> None:
+    """Replace closed streams (`>&-`) by the null device: a socket would take their descriptor and be written to.
+
+    No stream fails at a character: a model may write what no terminal shows, and a prompt that is no text is refused
+    where it is read, with its place.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # in the order of their descriptors
+        if getattr(sys, name) is None:
+            null = open(os.devnull, mode)  # noqa: SIM115  # for the life of the process
+            os.set_inheritable(null.fileno(), True)
+            setattr(sys, name, null)
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace"), (sys.stderr, "replace")):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=errors)
+
+
+@contextmanager
+def flushed_output() -> Iterator[None]:
+    """Flush stdout before the command ends. A full disk or a closed pipe ends it with status 1, without a traceback."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        _discard_output()
+        raise SystemExit(1) from None
+    except OSError as error:
+        if error.errno not in _DISK_ERRORS:
+            raise
+        _discard_output()
+        where = "what this command prints" if error.filename is None else error.filename
+        print(f"quire: Cannot write {where}: {error.strerror}. Make room, or write elsewhere.", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+def _discard_output() -> None:
+    """Without this the interpreter would write the buffered output once more when it ends."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
+
+
+@contextmanager
+def stops_on_sigterm() -> Iterator[None]:
+    """SIGTERM interrupts the block as Ctrl-C does, so that its cleanup runs; neither is an error.
+
+    For the start of a server: a running server handles both signals itself.
+    """
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    except KeyboardInterrupt:
+        from quire.cli.console import err
+
+        err.print("Stopped.")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def loading_status() -> Iterator[None]:
+    """A spinner on a terminal while large libraries are imported."""
+    from quire.cli.console import err
+
+    with err.status("waking up") if err.is_terminal else nullcontext():
+        yield
