@@ -113,15 +113,15 @@ def test_texts_in_a_row_are_put_together_once(monkeypatch: pytest.MonkeyPatch) -
             num_joined[0] += len(whole)
             return whole
 
-    for role in conversation._BETWEEN:
-        monkeypatch.setitem(conversation._BETWEEN, role, Counting("\n"))
-    told = MessageBuilder()
+    for role in conversation._SEPARATORS:
+        monkeypatch.setitem(conversation._SEPARATORS, role, Counting("\n"))
+    builder = MessageBuilder()
     for role in ("system", "assistant"):
         for _ in range(1000):
-            told.say(role, "ab")
+            builder.add_text(role, "ab")
     for _ in range(1000):
-        told.think("cd")
-    system, assistant = told.messages()
+        builder.add_reasoning("cd")
+    system, assistant = builder.messages()
     assert system["content"] == assistant["content"] == "\n".join(["ab"] * 1000)
     assert assistant["reasoning_content"] == "\n".join(["cd"] * 1000)
     assert num_joined[0] == 3 * 2999

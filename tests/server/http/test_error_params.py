@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from quire.core.errors import InvalidParameter
-from quire.server.http.errors import called
+from quire.server.http.errors import rename_error_params
 
 SAY_HI = [{"role": "user", "content": "hi"}]
 LONG = "word " * 2000
@@ -101,7 +101,7 @@ def test_to_tgis_clients_too(http: httpx.Client, parameters: dict[str, Any], wor
 def test_words_and_values_that_look_like_names_stay() -> None:
     names = {"stop": "stop_sequences", "max_tokens": "max_new_tokens", "max_tokens.low": "lowest"}
     said = "stop may not stop, 'max_tokens' is a value, x_max_tokens another; max_tokens.low and max_tokens not."
-    with pytest.raises(InvalidParameter) as caught, called(names):
+    with pytest.raises(InvalidParameter) as caught, rename_error_params(names):
         raise InvalidParameter(said, param="max_tokens[3]")
     assert caught.value.param == "max_new_tokens[3]"
     assert caught.value.message == (

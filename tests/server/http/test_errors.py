@@ -45,7 +45,7 @@ def refusal(answer: httpx.Response) -> dict[str, str]:
         ("completions", {**HI, "logit_bias": {"no": 1}}, 400, "invalid_parameter", "logit_bias"),
         ("completions", {**HI, "stream": "yes"}, 400, "invalid_parameter", "stream"),
         ("completions", {**HI, "stream_options": {}}, 400, "invalid_parameter", "stream_options"),
-        ("completions", {**HI, "best_of": 3, "n": 2}, 400, "invalid_parameter", "best_of must be left away or be n"),
+        ("completions", {**HI, "best_of": 3, "n": 2}, 400, "invalid_parameter", "best_of must be omitted or equal n"),
         ("completions", {**HI, "suffix": "x"}, 400, "invalid_parameter", "suffix"),
         ("completions", {**HI, "truncate_prompt_tokens": 0}, 400, "invalid_parameter", "truncate_prompt_tokens"),
         ("completions", {**HI, "guided_json": {"type": "object"}}, 400, "invalid_parameter", "use response_format"),

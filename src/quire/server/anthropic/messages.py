@@ -15,9 +15,9 @@ from quire.server.chat.messages import MessageBuilder
 from quire.server.chat.prompt import chat_prompt, check_function
 from quire.server.chat.session import ChatDelta, ChatStream, start_chat
 from quire.server.context import ServedModel, ServerState
-from quire.server.http.errors import called
+from quire.server.http.errors import rename_error_params
 from quire.server.http.request_context import context_of
-from quire.server.http.sse import Events, json_response, stream, unless_gone, worked
+from quire.server.http.sse import Events, json_response, run_inline_if_short, stream, until_disconnect
 from quire.server.request.decode import read
 from quire.server.request.params import chat_generation
 from quire.server.request.schema import (
@@ -271,16 +271,16 @@ async def messages(desk: ServerState, request: Request) -> Response:
     body = await read(request, MessagesBody)
     served = desk.served
     served.check_model(body.model)
-    with called(NAMES if body.stop is not None else {**NAMES, "stop": "stop_sequences"}):
+    with rename_error_params(NAMES if body.stop is not None else {**NAMES, "stop": "stop_sequences"}):
         served.check_least(len(body.messages))
-        chat_body = await worked(request, as_chat, body)
+        chat_body = await run_inline_if_short(request, as_chat, body)
         generation, prompt = chat_generation(chat_body, served), chat_prompt(chat_body)
         chat = await start_chat(desk.service, served, prompt, generation, clamp=True)
         response = MessagesResponse(served.name, len(chat.prompt_ids), context_of(request.scope).request_id)
         if generation.stream:
             events = _events(chat, response)
-            return await stream(request, events, chat.leave, desk.keep_alive_s, response.failed)
-        result = await unless_gone(request, chat.result(), chat.leave)
+            return await stream(request, events, chat.close, desk.keep_alive_s, response.failed)
+        result = await until_disconnect(request, chat.result(), chat.close)
     return json_response(response.whole(result))
 
 

@@ -16,7 +16,7 @@ from quire.server.chat.items import (
 )
 from quire.server.chat.session import ChatDelta, ChatResult
 from quire.server.http.errors import reply_to
-from quire.server.http.sse import as_told, named_event
+from quire.server.http.sse import client_error, named_event
 
 Body = dict[str, object]
 
@@ -63,7 +63,7 @@ class MessagesResponse:
         return _event("message_delta", delta=self._stop, usage=_usage(output)) + _event("message_stop")
 
     def failed(self, error: Exception) -> bytes:
-        reply = reply_to(as_told(error), path=PATH, request_id=self._request_id)
+        reply = reply_to(client_error(error), path=PATH, request_id=self._request_id)
         return b"event: error\ndata: " + reply.body + b"\n\n"
 
     def _finish(self, choice: CompletionOutput | Delta) -> list[ItemEvent]:

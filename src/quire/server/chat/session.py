@@ -15,7 +15,7 @@ from quire.server.async_engine import AsyncEngine
 from quire.server.chat.prompt import ChatPrompt
 from quire.server.context import ServedModel
 from quire.server.prompt_group import PromptGroup
-from quire.server.request.params import GenerationRequest, clamped, constrained, shortened
+from quire.server.request.params import GenerationRequest, apply_grammar, clamp_max_tokens, truncate_prompt
 
 
 class ChatDelta(NamedTuple):
@@ -95,12 +95,12 @@ async def start_chat(
         return text, served.text().encode_chat(text)
 
     text, ids = await run_in_threadpool(render)
-    generation = await constrained(generation, prompt.grammar(served, generation.grammar, text), served)
+    generation = await apply_grammar(generation, prompt.grammar(served, generation.grammar, text), served)
     if served.model_format.keeps_special_tokens(tools=bool(prompt.callable_tools)):
         generation = replace(generation, params=replace(generation.params, skip_special_tokens=False))
-    ids = shortened(ids, truncate, generation, served)
+    ids = truncate_prompt(ids, truncate, generation, served)
     if clamp:
-        generation = clamped(generation, len(ids), served)
+        generation = clamp_max_tokens(generation, len(ids), served)
     tools, parallel = prompt.callable_tools, prompt.parallel_tool_calls
     parsers = [
         served.model_format.parser(tools=tools, parallel=parallel, prompt=text) for _ in range(generation.params.n)
@@ -110,7 +110,7 @@ async def start_chat(
 
 
 class ChatStream:
-    """A submitted chat. The caller must `leave` it, however it ends."""
+    """A submitted chat. The caller must `close` it, however it ends."""
 
     __slots__ = ("_group", "_parsers", "_prompt", "_served", "choices", "prompt_ids")
 
@@ -156,7 +156,7 @@ class ChatStream:
         encoded = await run_in_threadpool(self._served.text().encode_batch, texts, add_special_tokens=False)
         return sum(map(len, encoded))
 
-    def leave(self) -> None:
+    def close(self) -> None:
         self._group.leave()
 
     def _parse(self, index: int, text: str, *, ended: bool) -> list[OutputEvent]:

@@ -257,7 +257,7 @@ Names = Mapping[str, str]  # from the internal name of a field to that of the AP
 
 
 @contextmanager
-def called(names: Names) -> Iterator[None]:
+def rename_error_params(names: Names) -> Iterator[None]:
     """Errors raised in this block use these names of fields."""
     try:
         yield

@@ -29,7 +29,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-async def worked(request: Request, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+async def run_inline_if_short(request: Request, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """The result of work on the body of a request: done inline if the body is short, else on a thread."""
     if len(await request.body()) <= _SHORT_BYTES:
         return work(*args, **kwargs)
@@ -45,7 +45,7 @@ def json_response(body: Mapping[str, object], status: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status, media_type="application/json")
 
 
-def as_told(error: Exception) -> QuireError:
+def client_error(error: Exception) -> QuireError:
     """The error for a client: a `QuireError` as it is, an internal error with a fixed text."""
     if isinstance(error, QuireError):
         return error
@@ -53,7 +53,9 @@ def as_told(error: Exception) -> QuireError:
     return EngineFailed("The server failed to answer this request; its log says why.")
 
 
-async def unless_gone(request: Request, work: Coroutine[None, None, T], leave: Callable[[], None] = lambda: None) -> T:
+async def until_disconnect(
+    request: Request, work: Coroutine[None, None, T], leave: Callable[[], None] = lambda: None
+) -> T:
     """The result of some work, or `ClientDisconnect` if the client disconnects first. `leave` is called at the end."""
     result = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(disconnected(request.receive))
@@ -95,7 +97,7 @@ def named_event(name: str, body: Mapping[str, object]) -> bytes:
 
 
 def error_event(error: Exception) -> bytes:
-    return event(error_body(as_told(error)))
+    return event(error_body(client_error(error)))
 
 
 async def stream(

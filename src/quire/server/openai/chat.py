@@ -8,8 +8,8 @@ from quire.output_parsing.events import OutputEvent, PlainText, ReasoningText, T
 from quire.server.chat.prompt import chat_prompt
 from quire.server.chat.session import ChatDelta, ChatResult, ChatStream, ChoiceOutput, start_chat
 from quire.server.context import ServerState
-from quire.server.http.errors import called
-from quire.server.http.sse import DONE, Events, json_response, stream, unless_gone
+from quire.server.http.errors import rename_error_params
+from quire.server.http.sse import DONE, Events, json_response, stream, until_disconnect
 from quire.server.openai.chunks import (
     ChunkHeader,
     ChunkWriter,
@@ -30,7 +30,7 @@ async def chat_completions(desk: ServerState, request: Request) -> Response:
     body = await read(request, ChatBody)
     served = desk.served
     served.check_model(body.model)
-    with called({} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}):
+    with rename_error_params({} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}):
         generation, prompt = chat_generation(body, served), chat_prompt(body)
         chat = await start_chat(desk.service, served, prompt, generation, truncate=body.truncate_prompt_tokens)
         response = ChatResponse(
@@ -42,8 +42,8 @@ async def chat_completions(desk: ServerState, request: Request) -> Response:
             include_reasoning=body.include_reasoning is not False,
         )
         if generation.stream:
-            return await stream(request, _events(chat, response, generation), chat.leave, desk.keep_alive_s)
-        result = await unless_gone(request, chat.result(), chat.leave)
+            return await stream(request, _events(chat, response, generation), chat.close, desk.keep_alive_s)
+        result = await until_disconnect(request, chat.result(), chat.close)
     return json_response(response.whole(result, await chat.num_reasoning_tokens()))
 
 

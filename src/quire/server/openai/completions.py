@@ -8,8 +8,8 @@ from starlette.responses import Response
 
 from quire.engine.outputs import CompletionOutput, Delta, RequestOutput
 from quire.server.context import ServedModel, ServerState
-from quire.server.http.errors import called
-from quire.server.http.sse import DONE, Events, json_response, stream, unless_gone
+from quire.server.http.errors import rename_error_params
+from quire.server.http.sse import DONE, Events, json_response, stream, until_disconnect
 from quire.server.openai.chunks import (
     ChunkHeader,
     ChunkWriter,
@@ -21,7 +21,13 @@ from quire.server.openai.chunks import (
 )
 from quire.server.prompt_group import PromptGroup
 from quire.server.request.decode import read
-from quire.server.request.params import GenerationRequest, completion_generation, constrained, prompt_list, shortened
+from quire.server.request.params import (
+    GenerationRequest,
+    apply_grammar,
+    completion_generation,
+    prompt_list,
+    truncate_prompt,
+)
 from quire.server.request.schema import CompletionBody
 from quire.text.detokenizer import decode_whole
 
@@ -43,9 +49,9 @@ async def completions(desk: ServerState, request: Request) -> Response:
     body = await read(request, CompletionBody)
     served = desk.served
     served.check_model(body.model)
-    with called(_PARAM_NAMES):
+    with rename_error_params(_PARAM_NAMES):
         generation = completion_generation(body, served)
-        generation = await constrained(generation, generation.grammar, served)
+        generation = await apply_grammar(generation, generation.grammar, served)
         prompts = await run_in_threadpool(_prompts, body, generation, served)
         token_text = TokenText(served.tokenizer, as_ids=generation.tokens_as_ids)
         response = CompletionResponse(ChunkHeader(served.name, "cmpl"), prompts, generation, token_text)
@@ -55,7 +61,7 @@ async def completions(desk: ServerState, request: Request) -> Response:
         if generation.stream:
             events = (_events_at_once if at_once else _events)(group, response, generation, len(prompts))
             return await stream(request, events, group.leave, desk.keep_alive_s)
-        outputs = await unless_gone(request, group.outputs(), group.leave)
+        outputs = await until_disconnect(request, group.outputs(), group.leave)
     return json_response(response.whole(outputs))
 
 
@@ -68,7 +74,7 @@ def _prompts(body: CompletionBody, generation: GenerationRequest, served: Served
             whole = served.text().encode(served.readable(prompt, "prompt"), special)
         else:
             whole = served.checked_ids(prompt)
-        ids = shortened(whole, body.truncate_prompt_tokens, generation, served)
+        ids = truncate_prompt(whole, body.truncate_prompt_tokens, generation, served)
         echo = None
         if body.echo:
             echo = prompt if isinstance(prompt, str) and len(ids) == len(whole) else _decode(ids, served)

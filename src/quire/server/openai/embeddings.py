@@ -14,10 +14,10 @@ from quire.engine.outputs import EMBEDDING, RequestOutput, unit
 from quire.engine.request_options import RequestOptions
 from quire.server.async_engine import AsyncEngine, RequestStream
 from quire.server.context import ServedModel, ServerState
-from quire.server.http.errors import called
-from quire.server.http.sse import json_response, unless_gone
+from quire.server.http.errors import rename_error_params
+from quire.server.http.sse import json_response, until_disconnect
 from quire.server.request.decode import read
-from quire.server.request.params import GenerationRequest, prompt_list, shortened
+from quire.server.request.params import GenerationRequest, prompt_list, truncate_prompt
 from quire.server.request.schema import EmbeddingBody
 
 MAX_INPUTS = 2048  # as OpenAI has it
@@ -36,9 +36,9 @@ async def embeddings(desk: ServerState, request: Request) -> Response:
     if body.dimensions is not None and body.dimensions < 1:
         raise InvalidParameter(f"dimensions is {body.dimensions}; the least is 1.", param="dimensions")
     terms = _terms(body)
-    with called(_NAMES):
+    with rename_error_params(_NAMES):
         inputs = await run_in_threadpool(_inputs, body, terms, served)
-        vectors = await unless_gone(request, _embedded(desk.service, inputs, terms, body.dimensions))
+        vectors = await until_disconnect(request, _embedded(desk.service, inputs, terms, body.dimensions))
     num_tokens = sum(map(len, inputs))
     response = await run_in_threadpool(_answer, vectors, encoding)
     return json_response(
@@ -68,7 +68,7 @@ def _inputs(body: EmbeddingBody, terms: RequestOptions, served: ServedModel) -> 
             whole = served.checked_ids(text, "input")
         if not whole:
             raise InvalidPrompt(f"input {place} is empty: there is nothing to embed.", param="input")
-        ids = shortened(whole, body.truncate_prompt_tokens, generation, served)
+        ids = truncate_prompt(whole, body.truncate_prompt_tokens, generation, served)
         served.check_least(len(ids), "input", at_least=False)
         inputs.append(ids)
     return inputs

@@ -8,8 +8,8 @@ from quire.core.errors import QuireError
 from quire.server.chat.prompt import chat_prompt, drop_oldest_turns
 from quire.server.chat.session import ChatDelta, ChatStream, start_chat
 from quire.server.context import ServerState
-from quire.server.http.errors import called
-from quire.server.http.sse import Events, json_response, stream, unless_gone, worked
+from quire.server.http.errors import rename_error_params
+from quire.server.http.sse import Events, json_response, run_inline_if_short, stream, until_disconnect
 from quire.server.openai.responses_input import NAMES, ResponsesBody, as_chat
 from quire.server.openai.responses_output import ResponsesResponse
 from quire.server.request.decode import read
@@ -27,10 +27,10 @@ async def responses(desk: ServerState, request: Request) -> Response:
     body = await read(request, ResponsesBody)
     served = desk.served
     served.check_model(body.model)
-    with called(NAMES):
+    with rename_error_params(NAMES):
         if body.truncation != "auto" and isinstance(body.input, list):
             served.check_least(len(body.input), "input")
-        chat_body = await worked(request, as_chat, body)
+        chat_body = await run_inline_if_short(request, as_chat, body)
         generation, prompt = chat_generation(chat_body, served), chat_prompt(chat_body)
         if body.truncation == "auto":
             prompt = await run_in_threadpool(drop_oldest_turns, prompt, served, generation.params.max_tokens)
@@ -38,8 +38,8 @@ async def responses(desk: ServerState, request: Request) -> Response:
         response = ResponsesResponse(served.name, body, generation)
         if generation.stream:
             events = _events(chat, response)
-            return await stream(request, events, chat.leave, desk.keep_alive_s, response.failed)
-        result = await unless_gone(request, chat.result(), chat.leave)
+            return await stream(request, events, chat.close, desk.keep_alive_s, response.failed)
+        result = await until_disconnect(request, chat.result(), chat.close)
     return json_response(response.whole(result, await chat.num_reasoning_tokens()))
 
 

@@ -18,7 +18,7 @@ from quire.server.chat.items import (
 )
 from quire.server.chat.session import ChatDelta, ChatResult
 from quire.server.http.errors import error_body
-from quire.server.http.sse import as_told, named_event
+from quire.server.http.sse import client_error, named_event
 from quire.server.openai.responses_input import ResponsesBody, kept_tools
 from quire.server.request.params import GenerationRequest
 
@@ -63,7 +63,7 @@ class ResponsesResponse:
 
     def failed(self, error: Exception) -> bytes:
         """The event of a failure after the first byte. Before the response is opened, it is an `error` event."""
-        reported = as_told(error)
+        reported = client_error(error)
         details = error_body(reported)["error"]
         assert isinstance(details, dict)
         if not self._num_events:

@@ -11,7 +11,7 @@ import numpy as np
 from starlette.requests import Request
 
 from quire.core.errors import InvalidParameter, InvalidPrompt, QuireError
-from quire.server.http.sse import worked
+from quire.server.http.sse import run_inline_if_short
 from quire.server.request.schema import Legacy, StructuredOutputs, refuse_legacy
 
 _OTHERS = bytes(byte for byte in range(256) if byte not in b'[]{}"')
@@ -64,7 +64,7 @@ def decode(body: bytes, kind: type[Kind]) -> Kind:
 
 async def read(request: Request, kind: type[Kind]) -> Kind:
     """The body of a request."""
-    return await worked(request, decode, await request.body(), kind)  # the middleware bounds its length
+    return await run_inline_if_short(request, decode, await request.body(), kind)  # the middleware bounds its length
 
 
 def _misfit(words: str) -> QuireError:

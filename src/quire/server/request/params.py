@@ -1,6 +1,6 @@
-"""Typed bodies to what the engine takes: sampling parameters, terms, a grammar, and how to answer. Knows no text.
+"""Generation request: sampling parameters, request options, grammar and response options of a body.
 
-One prompt or many, in the four ways that OpenAI's clients send them.
+Also the list of prompts in a body, prompt truncation, and the clamp of max_tokens. Knows no text.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -12,51 +12,50 @@ from quire.core.sampling import MAX_LOGPROBS, Grammar, SamplingParams, checked_t
 from quire.core.validation import check_count, check_int
 from quire.engine.request_options import RequestOptions
 from quire.server.context import ServedModel
-from quire.server.http.errors import called
+from quire.server.http.errors import rename_error_params
 from quire.server.request.schema import ChatBody, CompletionBody, SamplingBody
 from quire.server.request.structured_output import grammar_of
 
-_COMPLETION_TOKENS = 16  # what OpenAI's completions give when nothing is said
+_COMPLETION_TOKENS = 16  # OpenAI's default for completions
 
-# Fields that a body and `SamplingParams` call by the same name and mean alike; n, max_tokens and logprobs need care.
+# Fields with the same name and meaning in a body and in `SamplingParams`.
 _SAMPLING = tuple(
     field.name
     for field in fields(SamplingParams)
     if field.name in SamplingBody.__struct_fields__ and field.name not in ("best_of", "max_tokens", "grammar")
 )
 _TOKEN_IDS = ("stop_token_ids", "allowed_token_ids", "logit_bias")
-_TERMS = ("priority", "cache_salt", "timeout_s")  # the tenant is not the client's to say
+_TERMS = ("priority", "cache_salt", "timeout_s")  # not the tenant, which follows from the API key
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """How one request wants to be answered."""
+    """A request for generation, without its prompt."""
 
     params: SamplingParams
     terms: RequestOptions
     grammar: Grammar | None
     stream: bool
-    grammar_field: str = "response_format"  # where the client said it
+    grammar_field: str = "response_format"  # the body field that the grammar came from
     include_usage: bool = False
     continuous_usage: bool = False
     return_token_ids: bool = False
-    tokens_as_ids: bool = False  # how tokens are spelled where their log-probabilities are told
-    without_tokens: bool = False  # the prompt alone is wanted: if a token is computed, it is dropped
+    tokens_as_ids: bool = False  # logprobs name tokens by id
+    without_tokens: bool = False  # only the prompt is evaluated: a generated token is dropped
 
 
 def completion_generation(body: CompletionBody, served: ServedModel) -> GenerationRequest:
-    """Unset, max_tokens is OpenAI's 16; null fills the context."""
+    """The request of a completion. max_tokens unset is OpenAI's 16; null is the rest of the context."""
     max_tokens = _COMPLETION_TOKENS if body.max_tokens is UNSET else body.max_tokens
     echoed = bool(body.echo) and body.logprobs is not None
     prompt_logprobs = body.logprobs if echoed and body.prompt_logprobs is None else body.prompt_logprobs
     if max_tokens == 0:
-        scores = _generation(body, served, 1, body.logprobs, prompt_logprobs)
-        return replace(scores, without_tokens=True)
+        return replace(_generation(body, served, 1, body.logprobs, prompt_logprobs), without_tokens=True)
     return _generation(body, served, max_tokens, body.logprobs, prompt_logprobs)
 
 
 def chat_generation(body: ChatBody, served: ServedModel) -> GenerationRequest:
-    """Unset, an answer may take the rest of the context."""
+    """The request of a chat. max_tokens unset is the rest of the context."""
     max_tokens = None if body.max_tokens is UNSET else body.max_tokens
     if body.max_completion_tokens is not None:
         max_tokens = body.max_completion_tokens
@@ -75,7 +74,7 @@ def _generation(
     if body.best_of not in (None, body.n or 1):
         raise InvalidParameter(
             f"best_of is {body.best_of} and n is {body.n or 1}: every continuation that is computed is returned here, "
-            f"so best_of must be left away or be n.",
+            f"so best_of must be omitted or equal n.",
             param="best_of",
         )
     stream = bool(body.stream)
@@ -84,17 +83,17 @@ def _generation(
         raise InvalidParameter("stream_options is for stream: true alone.", param="stream_options")
     if stream and body.prompt_logprobs is not None:
         raise InvalidParameter("prompt_logprobs cannot be streamed; ask without stream.", param="prompt_logprobs")
-    usual = SamplingParams() if body.use_beam_search else served.defaults  # a search has no use for a temperature
-    said = {name: getattr(usual, name) for name in _SAMPLING}
-    said.update({name: value for name in _SAMPLING if (value := getattr(body, name)) is not None})
-    said.update(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+    defaults = SamplingParams() if body.use_beam_search else served.defaults  # beam search has no temperature
+    params = {name: getattr(defaults, name) for name in _SAMPLING}
+    params.update({name: value for name in _SAMPLING if (value := getattr(body, name)) is not None})
+    params.update(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
     terms = {name: value for name in _TERMS if (value := getattr(body, name)) is not None}
     check_count("allowed_token_ids", body.allowed_token_ids or (), served.vocab_size)
-    for name in _TOKEN_IDS:  # the engine checks them too, but none beyond 64 bits could be sent there
+    for name in _TOKEN_IDS:  # the engine checks them too, but ids beyond 64 bits cannot be sent to it
         checked_token_ids(name, getattr(body, name) or (), served.vocab_size)
     continuous = options is not None and bool(options.continuous_usage_stats)
     return GenerationRequest(
-        params=SamplingParams(**said),
+        params=SamplingParams(**params),
         terms=RequestOptions(**terms),
         grammar=grammar_of(body),
         stream=stream,
@@ -106,23 +105,27 @@ def _generation(
     )
 
 
-async def constrained(generation: GenerationRequest, grammar: Grammar | None, served: ServedModel) -> GenerationRequest:
-    """The same request, held to a grammar of which it is certain that it can be followed."""
+async def apply_grammar(
+    generation: GenerationRequest, grammar: Grammar | None, served: ServedModel
+) -> GenerationRequest:
+    """The request constrained by a grammar, which is compiled first: an invalid one is refused here."""
     if grammar is None:
         return generation
     field = "tools" if generation.grammar is None else generation.grammar_field
     if served.constrainer is None:
-        raise InvalidParameter("The answers of this model cannot be constrained.", param=field)
-    with called({"grammar": field}):
-        if generation.grammar is not None:  # it may be a part of the whole: what is wrong with it comes first
+        raise InvalidParameter("The output of this model cannot be constrained.", param=field)
+    with rename_error_params({"grammar": field}):
+        if generation.grammar is not None:  # `grammar` may contain it: its own errors come first
             await served.constrainer.check(generation.grammar, field)
         if grammar != generation.grammar:
             await served.constrainer.check(grammar, "tools")
         return replace(generation, grammar=grammar, params=replace(generation.params, grammar=grammar))
 
 
-def shortened(ids: list[int], truncate: int | None, generation: GenerationRequest, served: ServedModel) -> list[int]:
-    """The end of a prompt, if it was asked to be cut: to so many tokens, or, with -1, to what the context holds."""
+def truncate_prompt(
+    ids: list[int], truncate: int | None, generation: GenerationRequest, served: ServedModel
+) -> list[int]:
+    """The last `truncate` tokens of a prompt; with -1, as many as the context holds."""
     if truncate is None:
         return ids
     if truncate == -1:
@@ -135,8 +138,8 @@ def shortened(ids: list[int], truncate: int | None, generation: GenerationReques
     return ids[-truncate:]
 
 
-def clamped(generation: GenerationRequest, num_prompt: int, served: ServedModel) -> GenerationRequest:
-    """With what the context leaves, if more was asked for."""
+def clamp_max_tokens(generation: GenerationRequest, num_prompt: int, served: ServedModel) -> GenerationRequest:
+    """The request with max_tokens reduced to the rest of the context, if it exceeds that."""
     max_tokens = generation.params.max_tokens
     if max_tokens is None or num_prompt + max_tokens <= served.max_model_len:
         return generation
@@ -144,7 +147,7 @@ def clamped(generation: GenerationRequest, num_prompt: int, served: ServedModel)
 
 
 def prompt_list(prompts: str | list[str | int | list[int]], *, param: str, most: int) -> list[str | list[int]]:
-    """One text, one list of ids, or a list of such."""
+    """The prompts of a body: one text, one list of ids, or a list of these."""
     if isinstance(prompts, str):
         return [prompts]
     if prompts and all(isinstance(item, int) for item in prompts):

@@ -1,20 +1,10 @@
-"""What chat and completion bodies have in common: how to sample, on which terms, how to answer.
+"""Request bodies of the OpenAI API, and the fields that other chat APIs share with it.
 
-The names are those of `SamplingParams` and `Terms`, which check the ranges; the types are checked here.
+Field names are those of `SamplingParams` and `RequestOptions`, which check the ranges; the types are checked here.
+Null means unset. Unknown fields are ignored, except in constraints.
 
-The body of POST /v1/embeddings.
-
-Fields of other servers and other years that would change what a client gets, and what took their place.
-
-Whoever sends one is told, by name: an answer that is silently unconstrained would be worse than none.
-
-The body of POST /v1/chat/completions.
-
-The body of POST /v1/completions.
-
-The bodies of /tokenize, /detokenize and /apply-template.
-
-What every chat-like body takes by chat's own names: how to sample, and on which terms.
+Fields of other servers, and of older versions, that would change the output are refused by name (`Legacy`): silently
+unconstrained output would be worse than an error.
 """
 
 from collections.abc import Mapping
@@ -24,12 +14,14 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from quire.core.errors import InvalidParameter
 
+Json = Any  # any JSON value
+
 Dimensions = Annotated[int, Meta(extra_json_schema={"minimum": 1, "maximum": 65536})]
 EncodingFormat = Annotated[str, Meta(extra_json_schema={"enum": ["float", "base64"]})]
 
 
 class EmbeddingBody(Struct, kw_only=True):
-    """One text or many, each as it is or as token ids. Unknown fields are let through."""
+    """The body of POST /v1/embeddings: one text or many, each as text or as token ids."""
 
     input: str | list[str | int | list[int]]
     model: str | None = None
@@ -43,7 +35,7 @@ class EmbeddingBody(Struct, kw_only=True):
 
 
 Refused = Annotated[Any, Meta(extra_json_schema={"deprecated": True})]
-_NOTHING: tuple[object, ...] = ("", [])  # {} is a schema: any JSON
+_EMPTY: tuple[object, ...] = ("", [])  # {} is a schema: any JSON
 
 REPLACEMENTS: Mapping[str, str] = {
     "guided_json": 'use response_format, or structured_outputs: {"json": …}',
@@ -51,8 +43,8 @@ REPLACEMENTS: Mapping[str, str] = {
     "guided_choice": 'use structured_outputs: {"choice": […]}',
     "guided_grammar": 'use structured_outputs: {"grammar": …}',
     "guided_json_object": 'use response_format: {"type": "json_object"}',
-    "guided_decoding_backend": "leave it away: the server chooses",
-    "guided_whitespace_pattern": "leave it away: the server chooses",
+    "guided_decoding_backend": "omit it: the server chooses",
+    "guided_whitespace_pattern": "omit it: the server chooses",
     "structural_tag": "use tools, or structured_outputs",
     "json_schema": 'use response_format: {"type": "json_schema", "json_schema": …}',
     "regex": 'use structured_outputs: {"regex": …}',
@@ -66,9 +58,9 @@ REPLACEMENTS: Mapping[str, str] = {
 
 
 class Legacy(Struct, kw_only=True):
-    """Known, and refused unless they ask for nothing."""
+    """Fields that are refused unless they are empty."""
 
-    elsewhere: ClassVar[Mapping[str, str]] = {}  # fields of other bodies alone, and what they are called in this one
+    elsewhere: ClassVar[Mapping[str, str]] = {}  # fields of other bodies, and their replacement in this one
 
     guided_json: Refused = None
     guided_regex: Refused = None
@@ -92,14 +84,12 @@ def refuse_legacy(body: Legacy) -> None:
     for name, instead in (*REPLACEMENTS.items(), *body.elsewhere.items()):
         value = getattr(body, name)
         if name == "function_call" and value == "none":
-            continue  # no call is wanted, and without functions none could come
-        if value is not None and value is not False and value not in _NOTHING:
+            continue  # no call is requested
+        if value is not None and value is not False and value not in _EMPTY:
             raise InvalidParameter(f"{name} is not served here; {instead}.", param=name)
 
 
-Json = Any  # whatever JSON can say
-
-# Ranges are for whoever reads the schema: `SamplingParams` refuses with better words.
+# Ranges are documentation, for the OpenAPI schema: `SamplingParams` refuses with better messages.
 Count = Annotated[int, Meta(extra_json_schema={"minimum": 0, "maximum": 2**31 - 1})]
 AtLeastOne = Annotated[int, Meta(extra_json_schema={"minimum": 1, "maximum": 128})]
 Temperature = Annotated[float, Meta(extra_json_schema={"minimum": 0, "maximum": 100})]
@@ -109,7 +99,7 @@ NumLogprobs = Annotated[int, Meta(extra_json_schema={"minimum": 0, "maximum": 10
 
 
 class StreamOptions(Struct, kw_only=True):
-    """What a stream tells besides text."""
+    """What a stream contains besides text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -123,7 +113,7 @@ class NamedSchema(Struct, kw_only=True):
 
 
 class ResponseFormat(Struct, kw_only=True):
-    """OpenAI's way to ask for JSON."""
+    """OpenAI's constraint: JSON, optionally by a schema."""
 
     type: str
     json_schema: NamedSchema | None = None
@@ -131,7 +121,7 @@ class ResponseFormat(Struct, kw_only=True):
 
 
 class StructuredOutputs(Struct, kw_only=True, forbid_unknown_fields=True):
-    """vLLM's way to ask for anything a grammar can say. Exactly one of the first five; the others are its options."""
+    """vLLM's constraints. Exactly one of the first five fields; the others are options."""
 
     json: Json = None
     json_object: bool | None = None
@@ -146,7 +136,7 @@ class StructuredOutputs(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class SamplingBody(Legacy, kw_only=True):
-    """Null means that nothing was said; unknown fields are let through."""
+    """Sampling parameters, request options and response options of chats and completions."""
 
     model: str | None = None
     n: AtLeastOne | None = None
@@ -188,13 +178,13 @@ class SamplingBody(Legacy, kw_only=True):
 
 
 class FunctionName(Struct, kw_only=True):
-    """Which function is meant."""
+    """A function by name."""
 
     name: str
 
 
 class AllowedTool(Struct, kw_only=True):
-    """One of the tools, by its name."""
+    """A tool by name."""
 
     function: FunctionName
     type: str = "function"
@@ -208,7 +198,7 @@ class AllowedTools(Struct, kw_only=True):
 
 
 class ChosenTools(Struct, kw_only=True):
-    """The choice of one tool by its name (type function), or of some of them (allowed_tools)."""
+    """tool_choice: one tool by name (type function), or a subset (allowed_tools)."""
 
     type: str = "function"
     function: FunctionName | None = None
@@ -216,7 +206,7 @@ class ChosenTools(Struct, kw_only=True):
 
 
 class ChatBody(SamplingBody, kw_only=True):
-    """A conversation that is to go on."""
+    """The body of POST /v1/chat/completions."""
 
     messages: list[dict[str, Json]]
     tools: list[dict[str, Json]] | None = None
@@ -235,7 +225,7 @@ class ChatBody(SamplingBody, kw_only=True):
 
 
 class CompletionBody(SamplingBody, kw_only=True):
-    """One prompt or many, each a text or a list of token ids."""
+    """The body of POST /v1/completions: one prompt or many, each a text or a list of token ids."""
 
     prompt: str | list[str | int | list[int]]
     logprobs: NumLogprobs | None = None
@@ -243,7 +233,7 @@ class CompletionBody(SamplingBody, kw_only=True):
 
 
 class ApplyTemplateBody(Struct, kw_only=True):
-    """A conversation whose text is wanted."""
+    """The body of POST /apply-template: a conversation to render."""
 
     messages: list[dict[str, Json]]
     model: str | None = None
@@ -254,7 +244,7 @@ class ApplyTemplateBody(Struct, kw_only=True):
 
 
 class TokenizeBody(Struct, kw_only=True):
-    """A text, or a conversation, whose tokens are wanted."""
+    """The body of POST /tokenize: a text or a conversation."""
 
     model: str | None = None
     prompt: str | None = None
@@ -268,14 +258,14 @@ class TokenizeBody(Struct, kw_only=True):
 
 
 class DetokenizeBody(Struct, kw_only=True):
-    """Tokens whose text is wanted."""
+    """The body of POST /detokenize."""
 
     tokens: list[int]
     model: str | None = None
 
 
 class SharedBody(Legacy, kw_only=True):
-    """Null means that nothing was said; unknown fields are let through."""
+    """The fields that the Responses and Messages APIs take under the names of chat completions."""
 
     model: str | None = None
     stream: bool | None = None
@@ -302,9 +292,9 @@ class SharedBody(Legacy, kw_only=True):
     chat_template_kwargs: dict[str, Json] | None = None
 
 
-_NAMES = tuple(name for name in SharedBody.__struct_fields__ if name not in Legacy.__struct_fields__)
+_SHARED_FIELDS = tuple(name for name in SharedBody.__struct_fields__ if name not in Legacy.__struct_fields__)
 
 
 def shared_fields(body: Struct) -> dict[str, Json]:
-    """Those fields, for a body of another kind."""
-    return {name: getattr(body, name) for name in _NAMES}
+    """The fields of `SharedBody`, for a `ChatBody`."""
+    return {name: getattr(body, name) for name in _SHARED_FIELDS}

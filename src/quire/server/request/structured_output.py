@@ -18,60 +18,60 @@ _NOT_SERVED = {
 
 
 def grammar_of(body: SamplingBody) -> Grammar | None:
-    """None where an answer is free."""
-    formatted = None if body.response_format is None else _formatted(body.response_format)
-    structured = None if body.structured_outputs is None else _structured(body.structured_outputs)
+    """The grammar of a body; None if the output is unconstrained."""
+    formatted = None if body.response_format is None else _response_format_grammar(body.response_format)
+    structured = None if body.structured_outputs is None else _structured_grammar(body.structured_outputs)
     if formatted is not None and structured is not None:
         raise InvalidParameter(
-            "response_format and structured_outputs both say what the answer may be; give one of them.",
+            "response_format and structured_outputs both constrain the output; use one of them.",
             param="structured_outputs",
         )
     return formatted or structured
 
 
-def _formatted(wanted: ResponseFormat) -> Grammar | None:
-    if wanted.schema is not None:  # llama.cpp's way
+def _response_format_grammar(response_format: ResponseFormat) -> Grammar | None:
+    if response_format.schema is not None:  # llama.cpp's field
         raise InvalidParameter(
             'response_format.schema is not served here; use {"type": "json_schema", "json_schema": {"schema": …}}.',
             param="response_format.schema",
         )
-    match wanted.type:
+    match response_format.type:
         case "text":
             return None
         case "json_object":
             return Grammar(GrammarKind.JSON_OBJECT, "")
         case "json_schema":
-            schema = None if wanted.json_schema is None else wanted.json_schema.schema
+            schema = None if response_format.json_schema is None else response_format.json_schema.schema
             return Grammar(GrammarKind.JSON_SCHEMA, _schema_text(schema, "response_format.json_schema.schema"))
     raise InvalidParameter(
-        f"response_format.type is {shown(wanted.type)}; it may be 'text', 'json_object' or 'json_schema'. Other "
-        f"constraints go into structured_outputs.",
+        f"response_format.type is {shown(response_format.type)}; it may be 'text', 'json_object' or 'json_schema'. "
+        f"Other constraints go into structured_outputs.",
         param="response_format.type",
     )
 
 
-def _structured(wanted: StructuredOutputs) -> Grammar:
+def _structured_grammar(options: StructuredOutputs) -> Grammar:
     for name, instead in _NOT_SERVED.items():
-        if getattr(wanted, name) not in (None, False):
+        if getattr(options, name) not in (None, False):
             raise _refused(name, f"it is not served here; {instead}")
-    said = [name for name in _KINDS if getattr(wanted, name) is not None]
-    if wanted.json_object is False:
-        said.remove("json_object")
-    if len(said) != 1:
+    given = [name for name in _KINDS if getattr(options, name) is not None]
+    if options.json_object is False:
+        given.remove("json_object")
+    if len(given) != 1:
         raise InvalidParameter(
-            f"structured_outputs says {' and '.join(said) or 'nothing'}; an answer follows one of {', '.join(_KINDS)}.",
+            f"structured_outputs has {' and '.join(given) or 'no constraint'}; use exactly one of {', '.join(_KINDS)}.",
             param="structured_outputs",
         )
-    match said[0]:
+    match given[0]:
         case "json":
-            return Grammar(GrammarKind.JSON_SCHEMA, _schema_text(wanted.json, "structured_outputs.json"))
+            return Grammar(GrammarKind.JSON_SCHEMA, _schema_text(options.json, "structured_outputs.json"))
         case "json_object":
             return Grammar(GrammarKind.JSON_OBJECT, "")
         case "regex":
-            return Grammar(GrammarKind.REGEX, _text(wanted.regex, "regex"))
+            return Grammar(GrammarKind.REGEX, _text(options.regex, "regex"))
         case "choice":
-            return Grammar(GrammarKind.CHOICE, _choices(wanted.choice or []))
-    return Grammar(GrammarKind.LARK, _text(wanted.grammar, "grammar"))
+            return Grammar(GrammarKind.CHOICE, _choices(options.choice or []))
+    return Grammar(GrammarKind.LARK, _text(options.grammar, "grammar"))
 
 
 def _schema_text(schema: Json, where: str) -> str:
@@ -84,7 +84,7 @@ def _schema_text(schema: Json, where: str) -> str:
         except ValueError as error:
             raise InvalidParameter(f"{where} is a text that is not JSON: {error}.", param=where) from error
     if schema is False:
-        raise InvalidParameter(f"{where} is false, a schema that no answer fulfils.", param=where)
+        raise InvalidParameter(f"{where} is false, a schema that nothing matches.", param=where)
     if not isinstance(schema, dict | bool):
         raise InvalidParameter(f"{where} must be a JSON schema: an object, not {shown(schema)}.", param=where)
     return msgspec.json.encode(schema).decode()

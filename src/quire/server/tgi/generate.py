@@ -19,11 +19,11 @@ from quire.core.errors import InvalidParameter, shown
 from quire.core.sampling import MAX_STOP_STRINGS
 from quire.engine.outputs import CompletionOutput, Delta, Logprob, RequestOutput
 from quire.server.context import ServedModel, ServerState
-from quire.server.http.errors import called, reply_to
-from quire.server.http.sse import Events, as_told, finite, json_response, stream, unless_gone
+from quire.server.http.errors import rename_error_params, reply_to
+from quire.server.http.sse import Events, client_error, finite, json_response, stream, until_disconnect
 from quire.server.prompt_group import PromptGroup
 from quire.server.request.decode import read
-from quire.server.request.params import GenerationRequest, completion_generation, constrained, shortened
+from quire.server.request.params import GenerationRequest, apply_grammar, completion_generation, truncate_prompt
 from quire.server.request.schema import CompletionBody, Count, Json, Penalty, Share, StructuredOutputs, Temperature
 from quire.text.tokenizer import Tokenizer
 from quire.version import __version__
@@ -190,7 +190,7 @@ class TgiResponse:
         return b"".join(told)
 
     def failed(self, error: Exception) -> bytes:
-        return b"data:" + reply_to(as_told(error), path=PATH).body + b"\n\n"
+        return b"data:" + reply_to(client_error(error), path=PATH).body + b"\n\n"
 
     def _details(self, ended: CompletionOutput | Delta, num_tokens: int) -> Body:
         reason = "length" if ended.finish_reason == "length" else "eos_token"
@@ -252,14 +252,14 @@ async def info(desk: ServerState, request: Request) -> Response:
 
 
 async def _whole(desk: ServerState, request: Request, body: GenerateBody) -> dict[str, object]:
-    with called(NAMES):
+    with rename_error_params(NAMES):
         group, response = await _begin(desk, body, streaming=False)
-        [output] = await unless_gone(request, group.outputs(), group.leave)
+        [output] = await until_disconnect(request, group.outputs(), group.leave)
     return response.whole(output)
 
 
 async def _streamed(desk: ServerState, request: Request, body: GenerateBody) -> Response:
-    with called(NAMES):
+    with rename_error_params(NAMES):
         group, response = await _begin(desk, body, streaming=True)
         return await stream(request, _writer(group, response), group.leave, desk.keep_alive_s, response.failed)
 
@@ -268,14 +268,14 @@ async def _begin(desk: ServerState, body: GenerateBody, *, streaming: bool) -> t
     served = desk.served
     completion = as_completion(body, stream=streaming)
     generation = completion_generation(completion, served)
-    generation = await constrained(generation, generation.grammar, served)
+    generation = await apply_grammar(generation, generation.grammar, served)
     ids = await run_in_threadpool(_ids, body, completion.truncate_prompt_tokens, generation, served)
     response = TgiResponse(body.inputs, len(ids), body.parameters or TgiParameters(), served.text())
     return PromptGroup(desk.service, [ids], generation, streaming=streaming), response
 
 
 def _ids(body: GenerateBody, truncate: int | None, generation: GenerationRequest, served: ServedModel) -> list[int]:
-    return shortened(served.text().encode(served.readable(body.inputs, "inputs")), truncate, generation, served)
+    return truncate_prompt(served.text().encode(served.readable(body.inputs, "inputs")), truncate, generation, served)
 
 
 async def _writer(group: PromptGroup, response: TgiResponse) -> Events:
