@@ -1,4 +1,4 @@
-"""A server whose model says a script, for the tests of the surfaces beside chat; and how its streams are read."""
+"""A scripted server for the tests of Responses and Messages, and a reader of its streams."""
 
 import json
 import subprocess
@@ -24,7 +24,7 @@ LINES: tuple[dict[str, Any], ...] = (
 
 @contextmanager
 def scripted_server(folder: Path, lines: Sequence[dict[str, Any]] = LINES, *arguments: str) -> Iterator[str]:
-    """Its address, for as long as it runs."""
+    """The address of a running scripted server."""
     script = folder / "script.jsonl"
     script.write_text("\n".join(json.dumps(line) for line in lines))
     command = [QUIRE, "serve", "--port", "0", "--script", str(script), "--max-model-len", "1k", *arguments]
@@ -48,7 +48,7 @@ def scripted_server(folder: Path, lines: Sequence[dict[str, Any]] = LINES, *argu
 
 
 def named_events(stream: str) -> list[dict[str, Any]]:
-    """The bodies of a stream whose every event has a name, which its body repeats."""
+    """The bodies of a stream of named events; each body repeats the name."""
     told = []
     for block in stream.strip().split("\n\n"):
         name, data = block.split("\n")

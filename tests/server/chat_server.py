@@ -1,4 +1,4 @@
-"""A server, as a user would start it, whose model says the lines of a script; with any chat template."""
+"""A scripted server as a user starts it, with any chat template."""
 
 import json
 import subprocess
@@ -19,7 +19,7 @@ MODEL = DEFAULT_MODEL.name
 def speaking(
     folder: Path, lines: Sequence[Mapping[str, object]], template: str | None = None, *options: str
 ) -> Iterator[tuple[openai.OpenAI, str]]:
-    """A client of the server, and what the server said before it was ready."""
+    """A client of the server, and the output of the server before it was ready."""
     script = folder / "script.jsonl"
     script.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     if template is not None:

@@ -1,4 +1,4 @@
-"""Chat templates that treat tools, calls, results and thoughts as those of the common families do."""
+"""Chat templates that treat tools, calls, results and reasoning as those of the common model families do."""
 
 QWEN_3 = """
 {%- if tools %}

@@ -1,4 +1,4 @@
-"""One real server for all tests of this folder, with the default model, as a user would start it; and its facts."""
+"""One real server with the default model for all tests of this folder, and the facts of the model."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +25,7 @@ def server(default_model_path: Path) -> Iterator[Running]:
 
 @pytest.fixture(scope="session")
 def scripted_server(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server that says a script, for all tests that leave it as they found it."""
+    """A scripted server for all tests that do not change it."""
     with scripted(tmp_path_factory.mktemp("script")) as running:
         yield running
 

@@ -1,4 +1,4 @@
-"""A tiny application behind the real gate and the real protocol, on a real socket, in a thread of this process."""
+"""A tiny application behind the real middleware and protocol, on a real socket, in a thread of this process."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ SECRET = "a prompt that no log may hold"
 
 
 class Application:
-    """Endpoints that echo, count, stream and break; remembers how much it read and what it was told."""
+    """Endpoints that echo, count, stream and fail; counts the bytes that were read."""
 
     def __init__(self) -> None:
         self.num_read = 0
@@ -109,7 +109,7 @@ class Application:
 
 
 class Timers:
-    """Time in the hands of a test: what a connection waits for stands here until the test lets it pass."""
+    """Timers of connections that fire only when the test fires them."""
 
     def __init__(self) -> None:
         self.waiting: list[tuple[float, asyncio.Handle]] = []
@@ -143,14 +143,14 @@ class RunningServer(NamedTuple):
         return httpx.Client(base_url=f"http://127.0.0.1:{self.port}", headers=headers, timeout=DEADLINE_S)
 
     def say(self, *pieces: bytes) -> bytes:
-        """What the server answers to these bytes, until it closes."""
+        """The response to these bytes, until the server closes."""
         with self.connect() as connection:
             for piece in pieces:
                 connection.sendall(piece)
             return received_until_closed(connection)
 
     def in_loop(self, work: Callable[[], object]) -> None:
-        """Do something in the server's thread, once all that has arrived is dealt with."""
+        """Run something in the server's thread after the input that has arrived."""
         done = threading.Event()
 
         def then() -> None:
@@ -161,7 +161,7 @@ class RunningServer(NamedTuple):
         assert done.wait(DEADLINE_S)
 
     def control(self) -> None:
-        """The server is still right."""
+        """A valid request still works."""
         answer = self.say(
             b"POST /v1/echo HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 7\r\n"
             b"Authorization: Bearer %b\r\n\r\n" % KEY.encode(),
@@ -181,7 +181,7 @@ def received_until_closed(connection: socket.socket) -> bytes:
 
 
 def first_response(connection: socket.socket) -> bytes:
-    """The next answer with a Content-Length, and nothing after it."""
+    """The next response with a Content-Length, and nothing after it."""
     said, num_more = b"", 1
     while num_more:
         piece = connection.recv(num_more)
@@ -193,7 +193,7 @@ def first_response(connection: socket.socket) -> bytes:
 
 
 def status_of(answer: bytes) -> int:
-    """The status of a whole answer in raw bytes, which must be an HTTP/1.1 one with a JSON body and an id."""
+    """The status of a whole raw response, which must be HTTP/1.1 with a JSON body and an id."""
     head, _, body = answer.partition(b"\r\n\r\n")
     lines = head.lower().split(b"\r\n")
     assert lines[0].startswith(b"http/1.1 "), answer[:200]

@@ -1,4 +1,4 @@
-"""Many clients at once, over bare sockets on one event loop: each says one request and hears what it is told."""
+"""Many concurrent clients over bare sockets on one event loop: each sends one request and reads its response."""
 
 import asyncio
 import json
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Told(NamedTuple):
-    """All that one client heard until the connection closed."""
+    """All that one client received until the connection closed."""
 
     status: int  # 0 if nothing came
     head: bytes
@@ -18,12 +18,12 @@ class Told(NamedTuple):
 
     @property
     def complete(self) -> bool:
-        """It was told that this is the whole answer."""
+        """Whether the response ended as a whole."""
         return b"[DONE]" in self.body or b'"finish_reason":"' in self.body
 
     @property
     def failed(self) -> bool:
-        """It was told that it is not."""
+        """Whether the response ended with an error."""
         return b'"error":' in self.body
 
     @property
@@ -35,7 +35,7 @@ class Told(NamedTuple):
 def request(
     body: Mapping[str, object] | bytes, path: str = "/v1/completions", headers: Mapping[str, str] | None = None
 ) -> bytes:
-    """The bytes of a request after which the connection is closed."""
+    """The bytes of a request with `Connection: close`."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     lines = [f"POST {path} HTTP/1.1", "Host: here", "Connection: close", "Content-Type: application/json"]
     lines += [f"Content-Length: {len(content)}", *(f"{name}: {value}" for name, value in (headers or {}).items())]
@@ -59,18 +59,18 @@ class Visitor:
         return visitor
 
     async def hear(self, words: bytes) -> None:
-        """Until these came."""
+        """Read until these bytes came."""
         while words not in self.heard:
             piece = await self._reader.read(1 << 16)
             assert piece, f"closed before {words!r}: {bytes(self.heard)!r}"
             self.heard += piece
 
     async def hear_some(self) -> None:
-        """Whatever comes next; nothing, if the connection was closed."""
+        """The next bytes; empty if the connection was closed."""
         self.heard += await self._reader.read(1 << 16)
 
     def end(self) -> None:
-        """Nothing more will be said."""
+        """Close the sending side."""
         self._writer.write_eof()
 
     async def hear_all(self) -> Told:
@@ -86,7 +86,7 @@ class Visitor:
         return Told(status, head.lower() + b"\r\n", body, seconds)
 
     def leave(self) -> None:
-        """Without a word."""
+        """Reset the connection."""
         self._writer.transport.abort()
 
 
@@ -95,7 +95,7 @@ async def tell(port: int, said: bytes) -> Told:
 
 
 async def tell_all(port: int, said: list[bytes], at_once: int = 10**6) -> list[Told]:
-    """One answer for each, in their order; so many ask at once."""
+    """The responses in order, with so many requests at once."""
     starts = asyncio.Semaphore(at_once)
 
     async def one(each: bytes) -> Told:

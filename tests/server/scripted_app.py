@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class Script:
-    """In the engine's place, where the pieces that come must be exact: each choice says its own, one token each."""
+    """A fake engine with exact deltas: each choice has its own pieces, one token each."""
 
     def __init__(self, *choices: Sequence[str], reason: str = "stop", failure: QuireError | None = None) -> None:
         self.choices = choices
@@ -78,7 +78,7 @@ class Script:
 
 
 def app_over(script: Script, served: ServedModel | None, keep_alive_s: float = 60.0) -> ASGIApp:
-    """The real application behind the real gate; only the engine is missing."""
+    """The real application in the real middleware, over a fake engine."""
     service = cast(AsyncEngine, script)
     supervisor = Supervisor(EngineConfig(), None, service, clock=time.monotonic)
     admission = AdmissionControl(service, lambda: supervisor.health, max_waiting=64, max_waiting_tokens=10**6)
@@ -89,7 +89,7 @@ def app_over(script: Script, served: ServedModel | None, keep_alive_s: float = 6
 
 
 def events(app: ASGIApp, tell: Callable[[httpx.AsyncClient], Awaitable[T]]) -> T:
-    """Run a client's story against the app in this process."""
+    """Run a client against the application in this process."""
 
     async def run() -> T:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here", timeout=60) as client:
@@ -103,7 +103,7 @@ def post(app: ASGIApp, path: str, body: dict[str, object]) -> httpx.Response:
 
 
 def bodies(stream: str) -> list[dict[str, Any]]:
-    """The JSON of a stream's events, which must end as streams do."""
+    """The JSON of the events of a stream, which must end with [DONE]."""
     *events, done, nothing = stream.split("\n\n")
     assert (done, nothing) == ("data: [DONE]", "")
     return [json.loads(event.removeprefix("data: ")) for event in events]

@@ -1,4 +1,4 @@
-"""Servers whose model says a script: real HTTP, real processes, real scheduling, and text that is known beforehand."""
+"""Scripted servers: real HTTP, processes and scheduling, with text that is known beforehand."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ Serve = Callable[..., AbstractContextManager[Running]]
 
 @contextmanager
 def scripted(folder: Path, *arguments: str, step_ms: float = 2) -> Iterator[Running]:
-    """A server of the lines above, every step of which takes so long."""
+    """A server of the lines above with this time per step."""
     file = folder / f"script-{step_ms}.jsonl"
     file.write_text("\n".join(json.dumps(line) for line in ({"step_ms": step_ms}, *LINES)))
     with serving("--script", str(file), "--max-model-len", "8k", "--kv-cache-memory", "3GiB", *arguments) as running:
@@ -37,7 +37,7 @@ def asked(text: str, **fields: object) -> dict[str, Any]:
 
 
 def check_control(client: httpx.Client) -> None:
-    """The server is still right."""
+    """A valid request still works."""
     answer = client.post("/v1/completions", json=asked("hi"))
     assert answer.status_code == 200, answer.text
     assert answer.json()["choices"][0] == {

@@ -1,4 +1,4 @@
-"""Real `quire serve` processes for tests: started, spoken to, looked at from outside, and ended."""
+"""Real `quire serve` processes for tests: start, requests, memory and metrics, stop."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ START_PATIENCE_S = 240  # for a start: on a crowded machine one took more than a
 
 
 class Running:
-    """A server that has said it is ready."""
+    """A server that is ready."""
 
     def __init__(self, *arguments: str) -> None:
         self.said: list[str] = []
@@ -52,7 +52,7 @@ class Running:
         return httpx.Client(base_url=self.url, **{"timeout": PATIENCE_S, **options})
 
     def stop(self) -> int:
-        """End it as an operator would; its exit status."""
+        """Stop it by SIGTERM; its exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)  # at once, whoever is inside
         try:
@@ -79,7 +79,7 @@ class Running:
 
     @property
     def resident_bytes(self) -> int:
-        """Anonymous memory of the front: what it holds, without the files it has mapped."""
+        """Anonymous memory of the front process, without mapped files."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         found = re.search(r"RssAnon:\s+(\d+) kB", status)
         assert found is not None, status
@@ -122,7 +122,7 @@ def load(client: httpx.Client) -> dict[str, Any]:
 
 
 def kv_blocks(client: httpx.Client) -> dict[str, float]:
-    """KV blocks by state, as `/metrics` tells them."""
+    """KV blocks by state, from `/metrics`."""
     page = client.get("/metrics").text
     return {state: float(value) for state, value in re.findall(r'quire_kv_blocks\{state="(\w+)"\} (\S+)', page)}
 
@@ -135,7 +135,7 @@ def counted(client: httpx.Client, name: str) -> float:
 
 
 def wait_until_at_rest(client: httpx.Client) -> None:
-    """Nobody is served, nobody waits, and every KV block is free or cached: nothing has leaked."""
+    """No request runs or waits, and every KV block is free or cached: nothing has leaked."""
 
     def at_rest() -> bool:
         told = load(client)

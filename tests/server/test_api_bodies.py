@@ -1,4 +1,4 @@
-"""Whatever clients of the surfaces beside chat send: it is a chat, or it is refused; it never breaks anything."""
+"""Random bodies of Responses, Messages and TGI: each becomes a chat or is refused; none raises anything else."""
 
 import json
 from typing import Any
@@ -90,7 +90,7 @@ def test_tgi(body: dict[str, Any]) -> None:
     assert told.prompt == body["inputs"]
 
 
-def test_what_was_said_thought_and_called_in_a_row_is_one_message() -> None:
+def test_consecutive_text_reasoning_and_calls_are_one_message() -> None:
     body = {
         "input": [
             {"role": "user", "content": "a"},

@@ -1,4 +1,4 @@
-"""Thoughts and calls of tools on the surfaces beside chat: whole, streamed, cut, and told back."""
+"""Reasoning and tool calls in Responses and Messages: whole, streamed, cut, and sent back."""
 
 import json
 from collections.abc import Iterator
@@ -63,7 +63,7 @@ def claude(url: str) -> Iterator[anthropic.Anthropic]:
         yield client
 
 
-def test_a_response_that_thinks_says_and_calls(client: openai.OpenAI) -> None:
+def test_a_response_with_reasoning_text_and_calls(client: openai.OpenAI) -> None:
     answer = client.responses.create(model=MODEL, input="weather?", tools=FUNCTIONS)
     thought, text, call, second = answer.output
     assert thought.type == "reasoning" and thought.content is not None and "let me see" in thought.content[0].text
@@ -76,7 +76,7 @@ def test_a_response_that_thinks_says_and_calls(client: openai.OpenAI) -> None:
     assert answer.usage is not None and answer.usage.output_tokens_details.reasoning_tokens > 0
 
 
-def test_its_events(http: httpx.Client) -> None:
+def test_the_events_of_a_response(http: httpx.Client) -> None:
     told = http.post("/v1/responses", json={"input": "weather?", "tools": FUNCTIONS, "stream": True})
     events = named_events(told.text)
     for event in events:
@@ -103,7 +103,7 @@ def test_its_events(http: httpx.Client) -> None:
             ]  # fmt: skip
 
 
-def test_the_result_of_a_call_goes_back(client: openai.OpenAI) -> None:
+def test_the_result_of_a_call_is_sent_back(client: openai.OpenAI) -> None:
     asked: list[Any] = [{"role": "user", "content": "weather?"}]
     with client.responses.stream(model=MODEL, input=asked, tools=FUNCTIONS) as stream:
         first = stream.get_final_response()
@@ -113,7 +113,7 @@ def test_the_result_of_a_call_goes_back(client: openai.OpenAI) -> None:
     assert client.responses.create(model=MODEL, input=[*asked, result], tools=FUNCTIONS).output_text == "It rains."
 
 
-def test_what_must_be_called_and_what_may_not(client: openai.OpenAI) -> None:
+def test_tool_choice_of_responses(client: openai.OpenAI) -> None:
     weather = {"type": "function", "name": "weather"}
     choices: list[Any] = ["required", weather, {"type": "allowed_tools", "mode": "auto", "tools": [weather]}]
     for choice in choices:
@@ -134,7 +134,7 @@ def test_a_response_after_a_schema(client: openai.OpenAI) -> None:
     assert json.loads(answer.output_text) in (True, False)
 
 
-def test_a_message_that_thinks_says_and_calls(claude: anthropic.Anthropic) -> None:
+def test_a_message_with_reasoning_text_and_calls(claude: anthropic.Anthropic) -> None:
     asked: list[Any] = [{"role": "user", "content": "weather?"}]
     thinking: Any = {"type": "enabled", "budget_tokens": 1024}
     message = claude.messages.create(model=MODEL, max_tokens=500, messages=asked, tools=TOOLS, thinking=thinking)
@@ -158,7 +158,7 @@ def test_a_message_that_thinks_says_and_calls(claude: anthropic.Anthropic) -> No
     )
 
 
-def test_its_blocks(http: httpx.Client) -> None:
+def test_the_content_blocks_of_a_message(http: httpx.Client) -> None:
     body = {"max_tokens": 500, "messages": [{"role": "user", "content": "weather?"}], "tools": TOOLS, "stream": True}
     events = named_events(http.post("/v1/messages", json=body).text)
     for event in events:
@@ -172,7 +172,7 @@ def test_its_blocks(http: httpx.Client) -> None:
     assert "".join(pieces).startswith('{"city": "Oslo')
 
 
-def test_which_tool_a_message_calls(claude: anthropic.Anthropic) -> None:
+def test_tool_choice_of_messages(claude: anthropic.Anthropic) -> None:
     asked: list[Any] = [{"role": "user", "content": "briefly?"}]
     choices: list[Any] = [{"type": "any"}, {"type": "tool", "name": "weather"},
                           {"type": "auto", "disable_parallel_tool_use": True}]  # fmt: skip
@@ -184,7 +184,7 @@ def test_which_tool_a_message_calls(claude: anthropic.Anthropic) -> None:
     assert [block.type for block in message.content] == ["text"] and message.stop_reason == "end_turn"
 
 
-def test_a_call_that_the_length_cuts(http: httpx.Client) -> None:
+def test_a_call_that_is_cut_by_the_length(http: httpx.Client) -> None:
     body = {"max_tokens": 16, "messages": [{"role": "user", "content": "briefly?"}], "tools": TOOLS}
     message = http.post("/v1/messages", json=body).json()
     assert message["stop_reason"] == "max_tokens"

@@ -1,4 +1,4 @@
-"""Every request of docs/apis.md is one that the server answers."""
+"""Every request of docs/apis.md works."""
 
 import re
 import shlex
@@ -23,7 +23,7 @@ def http(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         yield client
 
 
-def test_each_endpoint_has_one() -> None:
+def test_each_endpoint_has_an_example() -> None:
     paths = {re.sub(r"https?://[^/]*", "", word) for command in COMMANDS for word in command.split() if "://" in word}
     assert paths >= {
         "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/", "/generate", "/generate_stream", "/info",
@@ -31,7 +31,7 @@ def test_each_endpoint_has_one() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_it_is_answered(http: httpx.Client, command: str) -> None:
+def test_each_example_works(http: httpx.Client, command: str) -> None:
     words = shlex.split(command)
     path = next(word for word in words if "://" in word).removeprefix("http://127.0.0.1:8000")
     headers = dict(words[place + 1].split(": ") for place, word in enumerate(words) if word == "-H")

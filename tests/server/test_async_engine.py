@@ -1,4 +1,4 @@
-"""What the engine says reaches everybody whole and in order, a few callers in each turn of the event loop."""
+"""Output of the engine reaches every stream whole and in order, a few streams per iteration of the event loop."""
 
 import asyncio
 import os
@@ -28,7 +28,7 @@ CALLERS = 3 * WOKEN_AT_ONCE
 
 @pytest.fixture(scope="module")
 def child() -> Iterator[EngineProcess]:
-    """A real process that was never told what to load: orders to it lead nowhere."""
+    """A real engine process that loads nothing: messages to it have no effect."""
     child = EngineProcess(lambda said: None, lambda: None)
     child.start()
     yield child
@@ -36,7 +36,7 @@ def child() -> Iterator[EngineProcess]:
 
 
 def opened(child: EngineProcess, num_calls: int) -> tuple[AsyncEngine, list[RequestStream]]:
-    """On a running loop; sequences are numbered as their calls."""
+    """On a running loop; sequences are numbered like their requests."""
     service = AsyncEngine(None, time.monotonic)
     service.listen()
     service.attach(child, FACTS)
@@ -61,7 +61,7 @@ def say(
 
 
 async def heard(call: RequestStream) -> list[int]:
-    """Its tokens, as they came; the last news must say the same."""
+    """Its tokens as they came; the final output must have the same."""
     tokens: list[int] = []
     while isinstance(news := await call.hear(), Delta):
         tokens += news.token_ids
@@ -83,7 +83,7 @@ STEPS = st.lists(st.tuples(st.sets(st.integers(0, CALLERS - 1)), st.integers(0, 
 
 @given(STEPS)
 @settings(max_examples=40)
-def test_everybody_hears_all_of_it_in_order(child: EngineProcess, steps: list[tuple[set[int], int]]) -> None:
+def test_every_stream_gets_all_output_in_order(child: EngineProcess, steps: list[tuple[set[int], int]]) -> None:
     async def events() -> None:
         service, calls = opened(child, CALLERS)
         listening = [asyncio.ensure_future(heard(call)) for call in calls]
@@ -104,10 +104,10 @@ def test_everybody_hears_all_of_it_in_order(child: EngineProcess, steps: list[tu
 
 @given(st.lists(st.integers(0, 3), max_size=4), st.integers(0, 3), st.booleans())
 @settings(max_examples=40)
-def test_what_was_said_before_a_failure_is_heard_before_it(
+def test_output_before_a_failure_is_delivered_before_it(
     child: EngineProcess, steps: list[int], turns_before_reading: int, with_a_last_word: bool
 ) -> None:
-    """However late the reader is, and however much comes at once."""
+    """However late the reader is, and however much is merged."""
 
     async def events() -> None:
         service, calls = opened(child, CALLERS)

@@ -1,4 +1,4 @@
-"""An engine may be detached at any moment, also while the thread that reads from it handles what it said."""
+"""An engine may be detached at any moment, also while the reading thread handles a message from it."""
 
 import time
 from typing import cast
@@ -16,7 +16,7 @@ from quire.server.async_engine import AsyncEngine
 
 
 class Sent:
-    """Of an engine process, the messages that were sent to it."""
+    """A fake engine process that keeps the messages sent to it."""
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
@@ -26,7 +26,7 @@ class Sent:
 
 
 class Detached(AsyncEngine):
-    """The first look finds an engine; from the second on there is none, as if another thread had detached it."""
+    """The first read finds an engine, the second none, as if another thread had detached it."""
 
     sent: Sent | None = None
 
@@ -40,7 +40,7 @@ class Detached(AsyncEngine):
         assert child is None
 
 
-def test_a_stop_for_an_engine_that_is_detached_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_while_the_engine_is_detached(monkeypatch: pytest.MonkeyPatch) -> None:
     service, sent = Detached(None, time.monotonic), Sent()
     monkeypatch.setattr(
         service._front, "hear", lambda progress: ProcessedOutput([], [StopSequence(3, 0), StopSequence(4, 1)], [])
@@ -50,7 +50,7 @@ def test_a_stop_for_an_engine_that_is_detached_meanwhile(monkeypatch: pytest.Mon
     assert sent.messages == [StopSequence(3, 0)], "the second goes nowhere"
 
 
-def test_an_abort_for_an_engine_that_is_detached_meanwhile() -> None:
+def test_an_abort_while_the_engine_is_detached() -> None:
     service, sent = Detached(None, time.monotonic), Sent()
     service.sent = sent
     ticket = RequestState.__new__(RequestState)

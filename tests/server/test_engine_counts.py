@@ -1,4 +1,4 @@
-"""What an engine counts: kept when it dies, whether or not anybody had asked for it, and true of what was said."""
+"""Counters of the engine: kept when it dies, with or without a scrape, and equal to what was delivered."""
 
 from dataclasses import fields, replace
 
@@ -15,7 +15,7 @@ NOTHING = EngineStats(**{field.name: 0 for field in fields(EngineStats)} | {"wai
 
 
 class Engine:
-    """What the last beat of one told; None between two."""
+    """The stats of the last heartbeat; None between two engines."""
 
     def __init__(self) -> None:
         self.stats: EngineStats | None = None
@@ -24,7 +24,7 @@ class Engine:
         self.stats = replace(NOTHING, prompt_tokens=num_tokens)
 
 
-def test_what_the_last_beat_told_is_kept_though_nobody_read_it() -> None:
+def test_counts_of_the_last_heartbeat_are_kept_without_a_scrape() -> None:
     engine = Engine()
     gauges = EngineGauges(lambda: engine.stats)
     engine.count(10)
@@ -37,7 +37,7 @@ def test_what_the_last_beat_told_is_kept_though_nobody_read_it() -> None:
     assert gauges.total("prompt_tokens") == 705
 
 
-def test_a_loss_that_is_told_twice_counts_once() -> None:
+def test_a_loss_that_is_reported_twice_counts_once() -> None:
     engine = Engine()
     gauges = EngineGauges(lambda: engine.stats)
     engine.count(10)
@@ -47,7 +47,7 @@ def test_a_loss_that_is_told_twice_counts_once() -> None:
     assert gauges.total("prompt_tokens") == 10
 
 
-def test_a_prompt_that_is_not_computed_yet_takes_nothing_from_what_is_said() -> None:
+def test_an_uncomputed_prompt_does_not_lower_the_sampled_count() -> None:
     service = AsyncEngine(None, lambda: 0.0)
     clock = iter([0.0, 10.0]).__next__
     service.stats = replace(NOTHING, num_running=1)
@@ -57,7 +57,7 @@ def test_a_prompt_that_is_not_computed_yet_takes_nothing_from_what_is_said() -> 
 
 
 @pytest.mark.parametrize("wish", [{}, {"n": 3}, {"n": 2, "use_beam_search": True}, {"max_tokens": 1}])
-def test_what_was_sampled_is_what_was_told(scripted_server: Running, wish: dict[str, object]) -> None:
+def test_sampled_tokens_equal_delivered_tokens(scripted_server: Running, wish: dict[str, object]) -> None:
     with scripted_server.client() as client:
         wait_until_at_rest(client)
         before = counted(client, "sampled_tokens_total")
@@ -66,7 +66,7 @@ def test_what_was_sampled_is_what_was_told(scripted_server: Running, wish: dict[
 
 
 @pytest.mark.parametrize("wish", [{}, {"n": 2, "use_beam_search": True}])
-def test_what_the_cache_gave_is_told_to_beams_too(scripted_server: Running, wish: dict[str, object]) -> None:
+def test_cached_tokens_are_reported_for_beams_too(scripted_server: Running, wish: dict[str, object]) -> None:
     body = asked(f"the same words again and again {sorted(wish)} " * 8, **wish)
     with scripted_server.client() as client:
         waited = counted(client, "request_queue_time_seconds_count")

@@ -1,4 +1,4 @@
-"""The engine in its own process: it answers, it is heard by everybody once, and its death is survived."""
+"""The engine in its own process: output reaches each request once, and its death is survived."""
 
 import asyncio
 import os
@@ -45,7 +45,7 @@ def opened(default_model_path: Path) -> OpenedModel:
 
 
 class World:
-    """A service with an engine behind it."""
+    """An engine client with an engine process."""
 
     def __init__(self, opened: OpenedModel, script: Path, config: EngineConfig) -> None:
         assert opened.tokenizer is not None
@@ -97,7 +97,7 @@ def run(body: Awaitable[None]) -> None:
     asyncio.run(bounded())
 
 
-def test_answers_streamed_and_whole_are_the_script(opened, tmp_path):
+def test_streamed_and_whole_outputs_are_the_script(opened, tmp_path):
     async def body() -> None:
         async with world(opened, tmp_path) as w:
             assert (await w.answer("hi")).outputs[0].text == "Hello there."
@@ -133,7 +133,7 @@ def test_stop_strings_lengths_siblings_beams_and_scores_cross_the_wire(opened, t
     run(body())
 
 
-def test_what_one_request_does_wrong_is_told_to_that_one(opened, tmp_path):
+def test_an_error_reaches_only_its_own_request(opened, tmp_path):
     async def body() -> None:
         async with world(opened, tmp_path) as w:
             good = w.submit("hi")
@@ -151,7 +151,7 @@ def test_what_one_request_does_wrong_is_told_to_that_one(opened, tmp_path):
     run(body())
 
 
-def test_a_slow_reader_finds_everything_in_one_piece(opened, tmp_path):
+def test_a_slow_reader_gets_merged_deltas(opened, tmp_path):
     async def body() -> None:
         async with world(opened, tmp_path) as w:
             call = w.submit("a secret")
@@ -163,7 +163,7 @@ def test_a_slow_reader_finds_everything_in_one_piece(opened, tmp_path):
     run(body())
 
 
-def test_who_leaves_gives_everything_back(opened, tmp_path):
+def test_an_aborted_request_releases_everything(opened, tmp_path):
     async def body() -> None:
         async with world(opened, tmp_path, '{"step_ms": 2}' + LINES, max_num_seqs=4) as w:
             calls = [w.submit("endless", SamplingParams(max_tokens=2000)) for _ in range(12)]  # eight of them wait
@@ -179,7 +179,7 @@ def test_who_leaves_gives_everything_back(opened, tmp_path):
     run(body())
 
 
-def test_a_killed_engine_is_told_to_all_and_replaced(opened, tmp_path):
+def test_a_killed_engine_fails_all_requests_and_is_replaced(opened, tmp_path):
     async def body() -> None:
         async with world(opened, tmp_path, '{"step_ms": 5}' + LINES) as w:
             calls = [w.submit("endless", SamplingParams(max_tokens=2000)) for _ in range(64)]
@@ -229,7 +229,7 @@ def test_an_engine_that_hangs_is_not_ready_then_killed_and_replaced(opened, tmp_
         (LINES, {"model": "no-such-model-anywhere"}, ModelNotFound),
     ],
 )
-def test_a_start_that_cannot_be_says_why(opened, tmp_path, lines, config, kind):
+def test_a_failed_start_reports_its_reason(opened, tmp_path, lines, config, kind):
     async def body() -> None:
         with pytest.raises(QuireError) as caught:
             async with world(opened, tmp_path, lines, **config):
@@ -239,8 +239,8 @@ def test_a_start_that_cannot_be_says_why(opened, tmp_path, lines, config, kind):
     run(body())
 
 
-def test_an_engine_tells_of_its_weights_as_they_come(default_model_path):
-    """Else nobody could tell a slow disk from an engine that hangs."""
+def test_an_engine_reports_the_progress_of_loading(default_model_path):
+    """Otherwise a slow disk could not be told from a hanging engine."""
     heard: queue.SimpleQueue[ToFront | None] = queue.SimpleQueue()
     child = EngineProcess(heard.put, lambda: heard.put(None))
     child.start()
@@ -256,7 +256,7 @@ def test_an_engine_tells_of_its_weights_as_they_come(default_model_path):
     assert loading[-1].done_bytes == loading[-1].total_bytes > 0
 
 
-def test_the_front_needs_no_torch():
+def test_the_front_process_loads_no_torch():
     code = "import sys, quire.server.engine_supervisor, quire.engine.open_model; assert 'torch' not in sys.modules"
     children.run([sys.executable, "-c", code], check=True, timeout=60)
 

@@ -1,4 +1,4 @@
-"""How long an engine may be silent while it starts, and how often it may end: with a clock and engines of our own."""
+"""The supervisor with a fake clock and fake engines: silent starts, restarts, back-off."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
@@ -23,7 +23,7 @@ FACTS = EngineInfo("m", 1024, 100, 4, 64, 16, "script", "none", MemoryLedger(), 
 
 
 class Engine:
-    """In the place of a process: says what the test wants said, and ends when it is killed."""
+    """A fake engine process: sends what the test wants, and ends when it is killed."""
 
     def __init__(self, hear: Callable[[ToFront], None], end: Callable[[], None]) -> None:
         self.hear, self.end = hear, end
@@ -45,7 +45,7 @@ class Engine:
 
 
 class World:
-    """A supervisor whose time passes when the test says so; what it waits between two starts is written down."""
+    """A supervisor with a fake clock; its waits between two starts are recorded."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 0.0
@@ -66,7 +66,7 @@ class World:
         return _turns()
 
     async def started(self, number: int) -> Engine:
-        """The engine with this number, once it has been asked for."""
+        """The engine with this number, once it is started."""
         while len(self.engines) <= number:
             await _turns()
         return self.engines[number]
@@ -80,7 +80,7 @@ class World:
 
 
 async def _turns() -> None:
-    """Whatever is due is done, and whatever follows from it."""
+    """Run the event loop until nothing is due."""
     for _ in range(10):
         loop = asyncio.get_running_loop()
         turn = loop.create_future()
@@ -96,7 +96,7 @@ def run(body: Coroutine[Any, Any, None]) -> None:
     asyncio.run(bounded())
 
 
-def test_a_start_may_take_long_as_long_as_it_tells_something(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_may_take_long_if_it_reports_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
         world = World(monkeypatch)
         starting = asyncio.create_task(world.supervisor.first_start())
@@ -113,7 +113,7 @@ def test_a_start_may_take_long_as_long_as_it_tells_something(monkeypatch: pytest
     run(body())
 
 
-def test_a_first_start_that_hangs_is_killed_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_start_that_hangs_is_killed_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
         world = World(monkeypatch)
         starting = asyncio.create_task(world.supervisor.first_start())
@@ -126,7 +126,7 @@ def test_a_first_start_that_hangs_is_killed_and_told(monkeypatch: pytest.MonkeyP
     run(body())
 
 
-def test_a_first_engine_that_the_kernel_killed_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_engine_killed_by_the_kernel_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
         world = World(monkeypatch)
         starting = asyncio.create_task(world.supervisor.first_start())
@@ -158,7 +158,7 @@ def test_an_engine_that_hangs_while_it_starts_again_is_killed_and_replaced(monke
     run(body())
 
 
-def test_engines_that_end_soon_after_they_were_ready_are_started_ever_later_and_then_no_more(
+def test_restarts_back_off_and_then_stop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def body() -> None:
@@ -179,7 +179,7 @@ def test_engines_that_end_soon_after_they_were_ready_are_started_ever_later_and_
     run(body())
 
 
-def test_an_engine_that_has_lived_a_while_makes_up_for_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_settled_engine_resets_the_failure_count(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
         world = World(monkeypatch)
         watching = await world.watched()
@@ -218,8 +218,8 @@ def test_a_supervisor_that_was_stopped_while_it_waited_starts_nothing(monkeypatc
     run(body())
 
 
-def test_an_engine_that_has_just_come_is_not_ready_before_its_facts_are_known(served: ServedModel) -> None:
-    """Else somebody who waited for it is refused, a moment after being told to come."""
+def test_a_new_engine_is_not_ready_before_its_model_is_known(served: ServedModel) -> None:
+    """Otherwise a client that waited for readiness would be refused a moment later."""
 
     def asked(known: ServedModel | None) -> list[tuple[int, object]]:
         app = app_over(Script(["Hello."]), known)

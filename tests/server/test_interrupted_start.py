@@ -1,4 +1,4 @@
-"""A start that its user breaks off ends quietly: no traceback of an engine that nobody wants any more."""
+"""An interrupted start ends quietly: no traceback of the engine."""
 
 import os
 import queue
@@ -30,7 +30,7 @@ def script(tmp_path: Path, default_model_path: Path) -> Path:
     return path
 
 
-def test_an_engine_whose_parent_hung_up_while_it_started_says_nothing(script: Path) -> None:
+def test_an_engine_whose_parent_leaves_during_its_start_prints_nothing(script: Path) -> None:
     ours, theirs = socket.socketpair()
     with theirs:
         command = [sys.executable, "-m", "quire.engine.engine_main", str(theirs.fileno()), str(os.getpid())]
@@ -46,7 +46,7 @@ def test_an_engine_whose_parent_hung_up_while_it_started_says_nothing(script: Pa
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_for_the_parent_does_not_end_an_engine_that_has_hardly_begun(script: Path, number: int) -> None:
+def test_a_signal_for_the_parent_does_not_end_a_starting_engine(script: Path, number: int) -> None:
     heard: queue.SimpleQueue[ToFront | None] = queue.SimpleQueue()
     child = EngineProcess(heard.put, lambda: heard.put(None))
     os.kill(child.pid, number)  # long before it could have said that it is to be ignored
@@ -61,9 +61,7 @@ def test_a_signal_for_the_parent_does_not_end_an_engine_that_has_hardly_begun(sc
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_server_that_is_ended_while_it_starts_has_not_failed(
-    default_model_path: Path, tmp_path: Path, number: int
-) -> None:
+def test_stopping_a_starting_server_is_no_failure(default_model_path: Path, tmp_path: Path, number: int) -> None:
     never = tmp_path / "never.jsonl"
     os.mkfifo(never)  # nobody writes to it: the engine waits for its script for ever
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -84,7 +82,7 @@ def test_a_server_that_is_ended_while_it_starts_has_not_failed(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_server_that_is_ended_before_it_listens_has_not_failed(tmp_path: Path, number: int) -> None:
+def test_stopping_a_server_before_it_listens_is_no_failure(tmp_path: Path, number: int) -> None:
     never = tmp_path / "never.jinja"
     os.mkfifo(never)
     command = [QUIRE, "serve", "--chat-template", str(never)]

@@ -1,4 +1,4 @@
-"""The histogram that is told of every token says what prometheus_client's own would."""
+"""The per-token histogram is written as prometheus_client's own would be."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +12,7 @@ BUCKETS = (0.001, 0.5, 1.0, 60.0)
 
 
 @given(st.lists(st.floats(0, 100) | st.sampled_from(BUCKETS)))
-def test_it_is_written_as_the_librarys_own(values: list[float]) -> None:
+def test_the_histogram_is_written_as_the_librarys_own(values: list[float]) -> None:
     own, theirs = CollectorRegistry(), CollectorRegistry()
     distribution = Distribution("wait_seconds", "How long.", BUCKETS)
     own.register(distribution)
@@ -23,7 +23,7 @@ def test_it_is_written_as_the_librarys_own(values: list[float]) -> None:
     assert generate_latest(own) == generate_latest(theirs)
 
 
-def test_the_device_s_memory_is_told_by_holder() -> None:
+def test_device_memory_is_reported_by_holder() -> None:
     metrics = Metrics(lambda: None, lambda: 0.0)
     assert b'quire_memory_bytes{holder="kv"} 0.0' in metrics.page(), "before there is an engine"
     metrics.engine.memory = lambda: MemoryLedger(weights=5, kv=7, recorded=1, workspace=2, other=3, free=4)

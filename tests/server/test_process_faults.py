@@ -1,4 +1,4 @@
-"""What breaks under a server: its engine, its front, one row. Over HTTP, with real processes and real signals."""
+"""Faults of the engine process, the front process and one row, over HTTP with real processes and signals."""
 
 import asyncio
 import os
@@ -18,12 +18,12 @@ NUM_STREAMS = 64
 
 @pytest.fixture(scope="module")
 def server(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """One that may be hurt, if it is well again afterwards."""
+    """A server that a test may damage, if it recovers."""
     with scripted(tmp_path_factory.mktemp("faults"), "--max-num-seqs", str(NUM_STREAMS + 8)) as running:
         yield running
 
 
-def test_a_killed_engine_is_told_to_everybody_and_replaced(server: Running) -> None:
+def test_a_killed_engine_fails_all_requests_and_is_replaced(server: Running) -> None:
     async def crowd() -> tuple[list[Told], list[Told], Told, int]:
         engine = server.engine_pid
         streams = [await Visitor.ask(server.port, request(asked("endless", stream=True))) for _ in range(NUM_STREAMS)]
@@ -70,7 +70,7 @@ def test_a_stopped_engine_is_not_ready_and_ready_again_when_it_goes_on(server: R
         assert server.engine_pid == engine
 
 
-def test_a_killed_front_leaves_no_process_behind(default_model_path: Path, tmp_path: Path) -> None:
+def test_a_killed_front_leaves_no_engine_process(default_model_path: Path, tmp_path: Path) -> None:
     with scripted(tmp_path) as server:
         engine = server.engine_pid
         server.process.kill()
@@ -95,7 +95,7 @@ def test_a_broken_row_fails_its_own_request_alone(server: Running) -> None:
         assert client.get("/ready").status_code == 200
 
 
-def test_one_id_for_many_requests_does_no_harm(server: Running) -> None:
+def test_requests_may_share_a_client_id(server: Running) -> None:
     said = request(asked("secret"), headers={"X-Request-Id": "the-same"})
     told = asyncio.run(tell_all(server.port, [said] * 32))
     assert all(each.status == 200 and "日本語".encode() in each.body for each in told)
@@ -104,7 +104,7 @@ def test_one_id_for_many_requests_does_no_harm(server: Running) -> None:
     assert len(own) == 32
 
 
-def test_a_thousand_connections_are_no_burden(server: Running) -> None:
+def test_a_thousand_idle_connections_do_not_matter(server: Running) -> None:
     async def crowd() -> list[Told]:
         idle = [await Visitor.ask(server.port, b"POST /v1/comp") for _ in range(1000)]
         told = await tell_all(server.port, [request(asked("hi"))] * 200)
@@ -119,8 +119,8 @@ def test_a_thousand_connections_are_no_burden(server: Running) -> None:
         check_control(client)
 
 
-def test_who_does_not_read_harms_nobody(server: Running) -> None:
-    """Fifty of them: what they have not read is bounded, the engine is done with them, and the others are answered."""
+def test_clients_that_do_not_read_affect_no_other_request(server: Running) -> None:
+    """Fifty of them: their unread output is bounded, the engine finishes them, and other requests are served."""
     slow = [socket.socket() for _ in range(50)]
     said = request(asked("endless", max_tokens=1000, stream=True, logprobs=5))
     with server.client() as client:

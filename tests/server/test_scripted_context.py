@@ -1,4 +1,4 @@
-"""A script has no positions to run out of: agents, whose prompts are long, are tried on one of any length."""
+"""A scripted model has no limit on positions: agents with long prompts are tested on any context length."""
 
 from pathlib import Path
 

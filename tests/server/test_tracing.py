@@ -1,4 +1,4 @@
-"""Traces of requests: spans below the client's own, the parts of each prompt's life, and a collector that hangs."""
+"""Tracing: spans below the client's own, the phases of each prompt, and a collector that hangs."""
 
 import asyncio
 import http.server
@@ -45,7 +45,7 @@ def opened(default_model_path: Path) -> OpenedModel:
 
 
 def traced(opened: OpenedModel, folder: Path, talk: Callable[[Ask], Awaitable[None]]) -> list[ReadableSpan]:
-    """The spans of a conversation with a scripted server, in this process."""
+    """The spans of requests to a scripted server in this process."""
     script = folder / "script.jsonl"
     script.write_text(SCRIPT)
     exporter = InMemorySpanExporter()
@@ -126,7 +126,7 @@ def test_several_prompts_refusals_and_failures(opened: OpenedModel, tmp_path: Pa
 
 
 class _Collector(http.server.BaseHTTPRequestHandler):
-    """Keeps what it is sent."""
+    """Keeps the requests."""
 
     def do_POST(self) -> None:
         assert isinstance(self.server, _Collecting)
@@ -153,7 +153,7 @@ def collector() -> Iterator[_Collecting]:
 
 
 def serve_once(endpoint: str, folder: Path) -> None:
-    """Start, ask once, end by SIGTERM."""
+    """Start, send one request, stop by SIGTERM."""
     script = folder / "script.jsonl"
     script.write_text(SCRIPT)
     command = [QUIRE, "serve", "--port", "0", "--script", str(script), "--otlp-endpoint", endpoint]
@@ -174,6 +174,6 @@ def test_a_collector_gets_the_spans(default_model_path: Path, tmp_path: Path, co
     assert b"text_completion smollm2-135m-instruct" in sent and b"gen_ai.usage.output_tokens" in sent
 
 
-def test_nobody_waits_for_a_collector_that_hangs(default_model_path: Path, tmp_path: Path) -> None:
+def test_no_request_waits_for_a_hanging_collector(default_model_path: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and never answers
         serve_once(f"http://127.0.0.1:{silent.getsockname()[1]}", tmp_path)

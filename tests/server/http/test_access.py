@@ -1,4 +1,4 @@
-"""Without its key nothing answers but /health and /ready; with it, everything has an id, a limit and a proper error."""
+"""Authentication, request ids, body limits and error replies: without a key only /health and /ready respond."""
 
 import io
 import itertools
@@ -74,14 +74,14 @@ def paths() -> list[str]:
 
 
 @pytest.mark.parametrize("method", [*sorted(METHODS), "PROPFIND", "TRACE"])
-def test_no_route_answers_without_a_key(stranger: httpx.Client, method: str) -> None:
+def test_no_route_works_without_a_key(stranger: httpx.Client, method: str) -> None:
     for path in paths():
         status = stranger.request(method, path).status_code
         assert status == (200 if path in ("/health", "/ready") and method in ("GET", "HEAD") else 401), path
 
 
 def mutations() -> list[tuple[str, dict[str, str]]]:
-    """Paths and headers that have opened doors elsewhere. The public paths themselves are written in no other way."""
+    """Variants of paths and headers that have bypassed authentication in other servers."""
     targets = [
         "//v1/echo", "/./v1/echo", "/health/../v1/echo", "/health/%2e%2e/v1/echo", "/health%2f..%2fv1/echo",
         "/health/..;/v1/echo", "/health;/v1/echo", "/health%00", "/health%00/v1/echo", "/health/", "//health",
@@ -104,7 +104,7 @@ def mutations() -> list[tuple[str, dict[str, str]]]:
     return [*itertools.product(targets, headers[:4]), *itertools.product(["/v1/echo", "/metrics", "/"], headers)]
 
 
-def test_no_spelling_of_a_path_or_a_header_opens_the_door(server: RunningServer) -> None:
+def test_no_variant_of_a_path_or_header_bypasses_authentication(server: RunningServer) -> None:
     assert len(mutations()) > 200
     for target, headers in mutations():
         head = {"host": "x", "connection": "close", **headers}
@@ -125,18 +125,18 @@ def test_no_spelling_of_a_path_or_a_header_opens_the_door(server: RunningServer)
         {"authorization": f"Bearer {ADMIN_KEY}"},
     ],
 )
-def test_a_key_opens_the_door(stranger: httpx.Client, headers: dict[str, str]) -> None:
+def test_a_valid_key_is_accepted(stranger: httpx.Client, headers: dict[str, str]) -> None:
     answer = stranger.get("/v1/models/x", headers=headers)
     assert answer.status_code == 200
     assert answer.json()["holder"] == ("admin" if ADMIN_KEY in str(headers) else "holder")
 
 
-def test_the_application_never_sees_a_key(holder: httpx.Client) -> None:
+def test_the_application_never_receives_a_key(holder: httpx.Client) -> None:
     seen = holder.post("/v1/echo", json={}, headers={"x-api-key": KEY, "x-other": "1"}).json()["headers"]
     assert "x-other" in seen and not {"authorization", "x-api-key"} & set(seen)
 
 
-def test_a_refusal_says_how_to_send_a_key_and_not_which(stranger: httpx.Client) -> None:
+def test_a_401_says_how_to_send_a_key_and_quotes_none(stranger: httpx.Client) -> None:
     answer = stranger.get("/metrics", headers={"authorization": "Bearer sk-wrong-and-secret"})
     assert error_of(answer)["code"] == "invalid_api_key"
     assert "Authorization: Bearer KEY" in answer.text and "sk-" not in answer.text
@@ -144,28 +144,28 @@ def test_a_refusal_says_how_to_send_a_key_and_not_which(stranger: httpx.Client) 
 
 
 @pytest.mark.parametrize("path", ["/requests/7/explain", "/admin/pause", "/admin/pause/", "/admin", "/admin/nothing"])
-def test_what_is_the_admins(stranger: httpx.Client, path: str) -> None:
+def test_admin_routes_need_the_admin_key(stranger: httpx.Client, path: str) -> None:
     assert stranger.get(path).status_code == 401
     refusal = stranger.get(path, headers=BEARER)
     assert (refusal.status_code, error_of(refusal)["code"]) == (403, "admin_only")
     assert stranger.get(path, headers={"x-api-key": ADMIN_KEY}).status_code in (200, 307, 404)
 
 
-def test_an_open_server_keeps_the_admins_routes_shut(open_house: RunningServer) -> None:
+def test_a_server_without_keys_refuses_admin_routes(open_house: RunningServer) -> None:
     with open_house.client() as client:
         assert client.get("/v1/models/x", headers={"authorization": "Bearer none"}).json() == {"holder": "anonymous"}
         refusal = client.get("/admin/pause", headers={"authorization": "Bearer none"})
         assert refusal.status_code == 403 and "--admin-key" in error_of(refusal)["message"]
 
 
-def test_an_admin_key_alone_shuts_only_the_admins_routes() -> None:
+def test_an_admin_key_alone_closes_only_admin_routes() -> None:
     with running_server(keys=KeyRing([(ADMIN_KEY, ADMIN)])) as server, server.client() as client:
         assert client.get("/metrics").json() == {"holder": "anonymous"}
         assert client.get("/admin/pause").status_code == 401
         assert client.get("/admin/pause", headers={"x-api-key": ADMIN_KEY}).json() == {"holder": "admin"}
 
 
-def test_below_a_root_path_the_same_doors_are_shut() -> None:
+def test_a_root_path_keeps_the_same_routes_closed() -> None:
     with running_server(root_path="/api") as server, server.client() as client:
         assert client.get("/health").status_code == 200
         assert client.get("/metrics").status_code == 401
@@ -190,7 +190,7 @@ def test_below_a_root_path_the_same_doors_are_shut() -> None:
         ("text/plain; application/json", 415),
     ],
 )
-def test_a_body_is_json_or_does_not_say(holder: httpx.Client, kind: str | None, status: int) -> None:
+def test_a_content_type_is_json_or_absent(holder: httpx.Client, kind: str | None, status: int) -> None:
     answer = holder.post("/v1/echo", content=b"{}", headers={"content-type": kind} if kind else {})
     assert answer.status_code == status
     if status == 415:
@@ -201,7 +201,7 @@ def test_a_body_is_json_or_does_not_say(holder: httpx.Client, kind: str | None, 
     ("coding", "status"),
     [("", 200), ("identity", 200), ("gzip", 415), ("Deflate", 415), ("gzip, br", 415), ("\xff", 415)],
 )
-def test_a_body_is_not_read_compressed(holder: httpx.Client, coding: str, status: int) -> None:
+def test_a_compressed_body_is_refused(holder: httpx.Client, coding: str, status: int) -> None:
     answer = holder.post("/v1/echo", content=b"{}", headers=[(b"content-encoding", coding.encode("latin-1"))])
     assert answer.status_code == status
     if status == 415:
@@ -209,7 +209,7 @@ def test_a_body_is_not_read_compressed(holder: httpx.Client, coding: str, status
         assert "Content-Encoding" in error_of(answer)["message"]
 
 
-def test_a_body_too_large_by_its_own_word_is_not_read(server: RunningServer, holder: httpx.Client) -> None:
+def test_a_content_length_above_the_limit_reads_no_body(server: RunningServer, holder: httpx.Client) -> None:
     server.application.num_read = 0
     answer = holder.post("/v1/echo", content=b" " * (LIMIT + 1))
     assert (answer.status_code, error_of(answer)["code"]) == (413, "body_too_large")
@@ -217,7 +217,7 @@ def test_a_body_too_large_by_its_own_word_is_not_read(server: RunningServer, hol
     assert holder.post("/v1/echo", content=b" " * LIMIT).json()["length"] == LIMIT
 
 
-def test_an_endless_body_is_read_up_to_the_limit(server: RunningServer) -> None:
+def test_a_body_without_a_length_is_read_up_to_the_limit(server: RunningServer) -> None:
     head = (
         b"POST /v1/echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
         b"Authorization: Bearer " + KEY.encode() + b"\r\n\r\n"
@@ -236,7 +236,7 @@ def test_an_endless_body_is_read_up_to_the_limit(server: RunningServer) -> None:
 
 
 @pytest.mark.parametrize("label", ["mine", "!", "~" * 128, "http://169.254.169.254/", "../../etc"])
-def test_a_clients_id_is_given_back_as_it_came(server: RunningServer, holder: httpx.Client, label: str) -> None:
+def test_the_clients_request_id_is_sent_back(server: RunningServer, holder: httpx.Client, label: str) -> None:
     answer = holder.get("/v1/models/x", headers={"x-request-id": label})
     assert answer.headers["x-request-id"] == label
     own = answer.headers["x-quire-request-id"]
@@ -245,18 +245,18 @@ def test_a_clients_id_is_given_back_as_it_came(server: RunningServer, holder: ht
 
 
 @pytest.mark.parametrize("label", [b"", b"a b", b"x" * 129, b"caf\xe9", b"tab\there"])
-def test_a_clients_id_that_is_none_is_passed_over(holder: httpx.Client, label: bytes) -> None:
+def test_an_invalid_client_request_id_is_ignored(holder: httpx.Client, label: bytes) -> None:
     answer = holder.get("/v1/models/x", headers={b"x-request-id": label})
     assert answer.headers["x-request-id"] == answer.headers["x-quire-request-id"]
 
 
-def test_no_two_requests_have_one_id(holder: httpx.Client) -> None:
+def test_request_ids_are_unique(holder: httpx.Client) -> None:
     ids = {holder.get("/health", headers={"x-request-id": "same"}).headers["x-quire-request-id"] for _ in range(50)}
     assert len(ids) == 50
 
 
 @pytest.mark.parametrize("path", ["/health", "/nowhere", "/v1/broken", "/v1/full", "/v1/echo", "/admin"])
-def test_every_answer_has_an_id_and_its_headers(holder: httpx.Client, path: str) -> None:
+def test_every_response_has_an_id_and_the_security_headers(holder: httpx.Client, path: str) -> None:
     headers = holder.get(path).headers
     assert headers["x-request-id"] and headers["x-content-type-options"] == "nosniff"
     assert headers.get_list("x-request-id") == [headers["x-request-id"]]
@@ -265,7 +265,7 @@ def test_every_answer_has_an_id_and_its_headers(holder: httpx.Client, path: str)
 # Errors
 
 
-def test_an_error_knows_its_answer(holder: httpx.Client) -> None:
+def test_an_error_decides_its_status_and_headers(holder: httpx.Client) -> None:
     assert error_of(holder.get("/nowhere"))["message"] == "GET /nowhere is not served here."
     wrong_method = holder.get("/v1/echo")
     assert wrong_method.status_code == 405 and wrong_method.headers["allow"] == "POST"
@@ -276,7 +276,7 @@ def test_an_error_knows_its_answer(holder: httpx.Client) -> None:
     assert "x-should-retry" not in full.headers
 
 
-def test_anthropics_clients_get_their_own_envelope_and_nothing_of_this_machine(holder: httpx.Client) -> None:
+def test_anthropic_errors_have_their_own_shape_and_no_machine_paths(holder: httpx.Client) -> None:
     answer = holder.post("/v1/messages", json={})
     body = answer.json()
     assert (answer.status_code, body["type"], body["error"]["type"]) == (400, "error", "invalid_request_error")
@@ -287,7 +287,7 @@ def test_anthropics_clients_get_their_own_envelope_and_nothing_of_this_machine(h
     assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
 
 
-def test_our_own_mistake_is_told_in_fixed_words_and_logged_once(holder: httpx.Client, server: RunningServer) -> None:
+def test_an_internal_error_has_a_fixed_text_and_is_logged_once(holder: httpx.Client, server: RunningServer) -> None:
     written = io.StringIO()
     handler = logging.StreamHandler(written)
     handler.setFormatter(JsonLines())
@@ -314,7 +314,7 @@ def test_our_own_mistake_is_told_in_fixed_words_and_logged_once(holder: httpx.Cl
 # What is heard
 
 
-def test_labels_come_from_closed_sets(server: RunningServer, stranger: httpx.Client) -> None:
+def test_metric_labels_come_from_closed_sets(server: RunningServer, stranger: httpx.Client) -> None:
     routes = {route.path for route in Application().starlette.routes if isinstance(route, Route)}
     for number in range(50):
         stranger.request("GET", f"/random/{number}")
@@ -326,7 +326,7 @@ def test_labels_come_from_closed_sets(server: RunningServer, stranger: httpx.Cli
     assert {each.route for each in server.records[-150:]} == {OTHER, "/v1/models/{name:path}"}
 
 
-def test_a_request_is_heard_once_with_its_tokens(server: RunningServer, holder: httpx.Client) -> None:
+def test_a_request_is_reported_once_with_its_tokens(server: RunningServer, holder: httpx.Client) -> None:
     before = len(server.records)
     holder.post("/v1/echo", json={"a": 1})
     (answered,) = server.records[before:]
@@ -334,7 +334,7 @@ def test_a_request_is_heard_once_with_its_tokens(server: RunningServer, holder: 
     assert (answered.identity_name, answered.num_prompt_tokens, answered.num_completion_tokens) == ("holder", 7, 1)
 
 
-def test_a_client_that_leaves_a_stream_is_heard_as_gone() -> None:
+def test_a_client_that_leaves_a_stream_is_reported_as_499() -> None:
     with running_server() as server:
         with server.client(**BEARER) as client, client.stream("GET", "/v1/endless") as answer:
             next(answer.iter_raw())

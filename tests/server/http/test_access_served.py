@@ -1,4 +1,4 @@
-"""`quire serve` behind its gate, as an operator starts it: keys from a file, TLS, a public address, JSON lines."""
+"""`quire serve` with access control as an operator starts it: keys from a file, TLS, a public address, JSON logs."""
 
 import json
 import shutil

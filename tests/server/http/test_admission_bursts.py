@@ -1,4 +1,4 @@
-"""Whom the turnstile lets in, the engine never refuses: bursts, leaving and finishing in any order."""
+"""The engine never refuses what admission control admits: bursts, disconnects and ends in any order."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def engine(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 class Front:
-    """Counts as the turnstile does: whoever came in and has neither left nor heard the end."""
+    """Counts as admission control does: requests that are admitted and have neither ended nor disconnected."""
 
     numbers = iter(range(10**9))
 
@@ -61,7 +61,7 @@ class Front:
 
 
 @given(st.lists(st.one_of(st.just("arrive"), st.just("turn"), st.integers(0, 9)), max_size=60))
-def test_the_engine_has_room_for_everybody_inside(engine: Engine, happenings: list[str | int]) -> None:
+def test_the_engine_accepts_every_admitted_request(engine: Engine, happenings: list[str | int]) -> None:
     front = Front(engine)
     try:
         for happening in happenings:
@@ -76,7 +76,7 @@ def test_the_engine_has_room_for_everybody_inside(engine: Engine, happenings: li
         front.leave_all()
 
 
-def test_one_burst_fills_the_seats_and_the_places_to_wait_and_no_more(engine: Engine) -> None:
+def test_a_burst_fills_rows_and_queue_and_no_more(engine: Engine) -> None:
     front = Front(engine)
     try:
         for _ in range(SEATS + WAITING):

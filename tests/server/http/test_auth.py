@@ -1,4 +1,4 @@
-"""Keys are found by digest, read from a file that may say who holds them, and shown by nobody."""
+"""API keys: found by digest, read from a file with optional identities, never shown."""
 
 import hashlib
 from pathlib import Path
@@ -16,7 +16,7 @@ KEYS = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, m
 
 
 @given(st.lists(KEYS, min_size=1, max_size=5, unique=True), KEYS)
-def test_a_ring_finds_exactly_its_keys(held: list[str], other: str) -> None:
+def test_a_key_ring_finds_exactly_its_keys(held: list[str], other: str) -> None:
     ring = KeyRing((key, Identity(f"holder-{number}")) for number, key in enumerate(held))
     for number, key in enumerate(held):
         assert ring.find(key.encode()) == Identity(f"holder-{number}")
@@ -24,7 +24,7 @@ def test_a_ring_finds_exactly_its_keys(held: list[str], other: str) -> None:
 
 
 @pytest.mark.parametrize("shown", [b"first", b"second", b"third", b"none of them"])
-def test_every_key_is_compared_whichever_fits(shown: bytes) -> None:
+def test_every_digest_is_compared_whichever_matches(shown: bytes) -> None:
     ring = make_key_ring(["first", "second", "third"])
     with patch.object(keys_module.secrets, "compare_digest", wraps=keys_module.secrets.compare_digest) as compared:
         ring.find(shown)
@@ -32,13 +32,13 @@ def test_every_key_is_compared_whichever_fits(shown: bytes) -> None:
     assert [call.args[1] for call in compared.call_args_list] == [digest] * 3
 
 
-def test_a_ring_shows_no_key() -> None:
+def test_a_key_ring_shows_no_key() -> None:
     ring = make_key_ring(["sk-secret"], admin_key="sk-admin")
     kept = [ring._identities, ring, str(ring)]
     assert not [each for each in kept if "sk-" in repr(each)]
 
 
-def test_an_empty_ring_is_open_and_the_admins_key_does_not_close_it() -> None:
+def test_a_server_without_keys_is_open_also_with_an_admin_key() -> None:
     assert make_key_ring([]).open and not make_key_ring([]).has_admin
     admins = make_key_ring([], admin_key="a")
     assert admins.open and admins.has_admin and admins.find(b"a") == ADMIN
@@ -89,7 +89,7 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
         ("x" * 513, "512"),
     ],
 )
-def test_a_file_that_is_none_is_refused_without_showing_a_key(tmp_path: Path, text: str, words: str) -> None:
+def test_an_invalid_key_file_is_refused_without_showing_a_key(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(ConfigError) as refused:
         make_key_ring([], written(tmp_path, text))
     assert words in refused.value.message
@@ -97,12 +97,12 @@ def test_a_file_that_is_none_is_refused_without_showing_a_key(tmp_path: Path, te
 
 
 @pytest.mark.parametrize("key", ["", " ", "a b", "é", "a\n"])
-def test_what_is_no_key(key: str) -> None:
+def test_invalid_keys_are_refused(key: str) -> None:
     with pytest.raises(ConfigError, match="visible ASCII"):
         make_key_ring([key])
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_key_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         make_key_ring([], tmp_path / "nothing")
 
@@ -118,7 +118,7 @@ def test_a_file_of_admin_keys(tmp_path: Path) -> None:
     ("text", "words"),
     [("", "holds no key"), ("sk-a\nsk-secret name=ops\n", "line 2: nothing"), ("sk-\u00e9", "not plain ASCII")],
 )
-def test_a_file_of_admin_keys_that_is_none_is_refused(tmp_path: Path, text: str, words: str) -> None:
+def test_an_invalid_file_of_admin_keys_is_refused(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words) as refused:
         make_key_ring([], admin_file=written(tmp_path, text))
     assert refused.value.param == "admin_key_file" and "sk-" not in refused.value.message

@@ -1,4 +1,4 @@
-"""A server whose report and log nobody takes serves on, and ends as any other."""
+"""A server whose stdout and stderr are blocked, closed or full serves on and stops normally."""
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ from tests.server.server_process import PATIENCE_S, QUIRE, START_PATIENCE_S, cou
 def serving_into(
     script: Path, out: int, err: int, closed: str = ""
 ) -> Iterator[tuple[subprocess.Popen[bytes], httpx.Client]]:
-    """A server with these for its stdout and stderr, or with some of them closed as a shell does, when it is ready."""
+    """A ready server with these as stdout and stderr, or with some of them closed, as a shell does."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     script.write_text('{"say": "Hello there."}')
@@ -48,7 +48,7 @@ def check_answers(client: httpx.Client) -> None:
 
 
 def full_pipe() -> tuple[int, int]:
-    """One whose reader sleeps: the next byte would have to wait."""
+    """A pipe that is full: the next write would block."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     with contextlib.suppress(BlockingIOError):
@@ -59,7 +59,7 @@ def full_pipe() -> tuple[int, int]:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_costs_lines_and_nothing_else(tmp_path: Path, default_model_path: Path) -> None:
+def test_a_full_disk_drops_log_lines_only(tmp_path: Path, default_model_path: Path) -> None:
     full = os.open("/dev/full", os.O_WRONLY)
     with serving_into(tmp_path / "script.jsonl", full, full) as (server, client):
         check_answers(client)
@@ -70,7 +70,7 @@ def test_a_full_disk_costs_lines_and_nothing_else(tmp_path: Path, default_model_
     os.close(full)
 
 
-def test_a_reader_that_left_costs_lines_and_nothing_else(tmp_path: Path, default_model_path: Path) -> None:
+def test_a_closed_log_pipe_drops_log_lines_only(tmp_path: Path, default_model_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with serving_into(tmp_path / "script.jsonl", writing, writing) as (server, client):
@@ -80,7 +80,7 @@ def test_a_reader_that_left_costs_lines_and_nothing_else(tmp_path: Path, default
     os.close(writing)
 
 
-def test_a_reader_that_sleeps_keeps_nobody_waiting(tmp_path: Path, default_model_path: Path) -> None:
+def test_a_blocked_log_reader_delays_no_request(tmp_path: Path, default_model_path: Path) -> None:
     out, err = full_pipe(), full_pipe()
     with serving_into(tmp_path / "script.jsonl", out[1], err[1]) as (server, client):
         check_answers(client)
@@ -91,8 +91,8 @@ def test_a_reader_that_sleeps_keeps_nobody_waiting(tmp_path: Path, default_model
 
 
 @pytest.mark.parametrize("closed", [">&-", ">&- 2>&-"])
-def test_a_server_that_was_given_no_stdout_serves(tmp_path: Path, default_model_path: Path, closed: str) -> None:
-    """A socket would take its number, and be written to as if it were that."""
+def test_a_server_without_stdout_serves(tmp_path: Path, default_model_path: Path, closed: str) -> None:
+    """Otherwise a socket would get its file descriptor, and log lines would be written to it."""
     nowhere = subprocess.DEVNULL
     with serving_into(tmp_path / "script.jsonl", nowhere, nowhere, closed) as (server, client):
         check_answers(client)

@@ -1,4 +1,4 @@
-"""What a body may carry is measured before anything is made of it: nothing is tokenized, and no engine asked."""
+"""Limits on bodies are checked before any work: nothing is tokenized and nothing is submitted."""
 
 import threading
 from collections.abc import Iterable
@@ -51,7 +51,7 @@ def test_more_allowed_ids_than_tokens_never_reach_the_engine(
         ("/apply-template", "messages", {}),
     ],
 )
-def test_more_messages_than_the_context_has_tokens_are_neither_put_together_nor_rendered(
+def test_more_messages_than_the_context_has_tokens_are_neither_joined_nor_rendered(
     served: ServedModel, path: str, name: str, more: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module, verb in ((dialogue, "render"), (messages, "as_chat"), (responses, "as_chat")):
@@ -88,7 +88,7 @@ def test_a_long_conversation_is_shortened_without_a_copy_for_every_turn(
     assert 50 < len(kept) < 200 and kept == turns[-len(kept) :] and kept[0]["role"] == "user"
 
 
-def test_turns_too_long_to_be_read_are_dropped_too(served: ServedModel) -> None:
+def test_turns_too_long_to_tokenize_are_dropped_too(served: ServedModel) -> None:
     turns = [
         {"role": "user", "content": "ab " * 46_666},
         {"role": "assistant", "content": "ok"},
@@ -102,7 +102,7 @@ def test_turns_too_long_to_be_read_are_dropped_too(served: ServedModel) -> None:
     assert "hi" in served.spelled(ids) and "ok" not in served.spelled(ids)
 
 
-def test_texts_in_a_row_are_put_together_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_consecutive_texts_are_joined_once(monkeypatch: pytest.MonkeyPatch) -> None:
     num_joined = [0]
 
     class Counting(str):
@@ -128,7 +128,7 @@ def test_texts_in_a_row_are_put_together_once(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("module", [messages, responses])
-def test_a_large_body_is_translated_beside_the_event_loop(
+def test_a_large_body_is_translated_off_the_event_loop(
     module: object, served: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     translators = []
@@ -184,9 +184,7 @@ def test_a_text_that_cannot_fit_is_not_tokenized(
     assert "1025 in the messages" in error["message"]
 
 
-def test_of_many_inputs_none_is_read_after_one_that_is_too_long(
-    served: ServedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_input_is_tokenized_after_one_that_is_too_long(served: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
 
     def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -199,7 +197,7 @@ def test_of_many_inputs_none_is_read_after_one_that_is_too_long(
     assert read == ["a", "b" * 1025]
 
 
-def test_ids_are_checked_and_spelled_beside_the_event_loop_and_no_more_than_so_many(
+def test_token_ids_are_bounded_and_decoded_off_the_event_loop(
     served: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkers = []

@@ -1,4 +1,4 @@
-"""Who leaves, and how: clients in the middle of an answer, and the server itself, on a signal."""
+"""Disconnects of clients in the middle of a response, and shutdown of the server on a signal."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ def wait_until_running(client: httpx.Client, num_requests: int) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_frees_the_engine(scripted_server: Running, stream: bool) -> None:
+def test_a_disconnect_aborts_the_request(scripted_server: Running, stream: bool) -> None:
     with scripted_server.client() as client:
         wait_until_at_rest(client)
         if stream:
@@ -48,12 +48,12 @@ def test_a_client_that_leaves_frees_the_engine(scripted_server: Running, stream:
 
 @pytest.fixture
 def server(default_model_path: Path, tmp_path: Path) -> Iterator[Running]:
-    """One that may be ended."""
+    """A server that a test may stop."""
     with scripted(tmp_path, "--shutdown-timeout", "90", "--max-num-seqs", "4") as running:
         yield running
 
 
-def test_sigterm_lets_open_streams_finish_and_nobody_in(server: Running) -> None:
+def test_sigterm_drains_open_streams_and_refuses_new_requests(server: Running) -> None:
     engine = server.engine_pid
     with server.client() as client, server.client() as other:
         with client.stream("POST", "/v1/completions", json=asked("endless", max_tokens=1600, stream=True)) as answer:
@@ -77,7 +77,7 @@ def test_sigterm_lets_open_streams_finish_and_nobody_in(server: Running) -> None
 
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_ends_it_at_once_and_tells_whoever_waits(server: Running, second: int) -> None:
+def test_a_second_signal_stops_at_once_and_sends_an_error(server: Running, second: int) -> None:
     with server.client() as client, client.stream("POST", "/v1/completions", json=ENDLESS) as answer:
         said = answer.iter_lines()
         next(said)
@@ -91,7 +91,7 @@ def test_a_second_signal_ends_it_at_once_and_tells_whoever_waits(server: Running
     assert server.process.wait(60) == 0
 
 
-def test_ctrl_c_ends_it_at_once_and_tells_whoever_waits(server: Running) -> None:
+def test_ctrl_c_stops_at_once_and_sends_an_error(server: Running) -> None:
     with server.client() as client, client.stream("POST", "/v1/completions", json=ENDLESS) as answer:
         said = answer.iter_lines()
         next(said)
@@ -101,7 +101,7 @@ def test_ctrl_c_ends_it_at_once_and_tells_whoever_waits(server: Running) -> None
     assert server.process.wait(60) == 0
 
 
-def test_who_is_still_sending_its_body_is_told_so(server: Running) -> None:
+def test_a_client_that_is_still_sending_its_body_gets_an_error(server: Running) -> None:
     with socket.create_connection(("127.0.0.1", server.port), PATIENCE_S) as connection, server.client() as client:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
         wait_until(lambda: load(client)["server_load"] == 1)
@@ -114,7 +114,7 @@ def test_who_is_still_sending_its_body_is_told_so(server: Running) -> None:
     assert server.said[-1] == "Stopped.\n"
 
 
-def test_a_drain_has_an_end(default_model_path: Path, tmp_path: Path) -> None:
+def test_a_drain_times_out(default_model_path: Path, tmp_path: Path) -> None:
     with scripted(tmp_path, "--shutdown-timeout", "0.2") as server, server.client() as client:
         with client.stream("POST", "/v1/completions", json=ENDLESS) as answer:
             said = answer.iter_lines()
@@ -125,7 +125,7 @@ def test_a_drain_has_an_end(default_model_path: Path, tmp_path: Path) -> None:
         assert server.process.wait(60) == 0
 
 
-def test_a_reader_that_sleeps_through_the_end_is_hung_up_on_without_a_stack(
+def test_a_blocked_client_is_disconnected_at_the_end_without_a_stack(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(lifecycle, "_FAREWELL_S", 0.05)
@@ -154,8 +154,8 @@ def test_a_reader_that_sleeps_through_the_end_is_hung_up_on_without_a_stack(
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
-def test_those_who_wait_are_served_to_the_end_too(server: Running) -> None:
-    """Four sit and two stand in the queue when the signal comes."""
+def test_a_drain_serves_queued_requests_too(server: Running) -> None:
+    """Four requests run and two are queued when the signal comes."""
 
     async def crowd() -> list[Told]:
         said = request(asked("endless", max_tokens=900, stream=True))

@@ -1,4 +1,4 @@
-"""Whom the door turns away by the head alone: answered in the protocol, told of as ever; its connection stays right."""
+"""Early refusals by the head alone: sent by the protocol, reported as usual; the connection stays usable."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ CLOSING = KEYED_HEAD + b"Connection: close\r\n\r\n"
 
 
 class Queue:
-    """In the turnstile's place: full, until somebody leaves."""
+    """In place of admission control: full until a request is released."""
 
     def __init__(self) -> None:
         self.full = True
@@ -60,7 +60,7 @@ def server(shared: RunningServer, queue: Queue) -> RunningServer:
     return shared
 
 
-def test_a_refusal_is_whole_and_told_of_and_the_application_is_not_asked(server: RunningServer) -> None:
+def test_a_refusal_is_complete_and_reported_and_never_reaches_the_application(server: RunningServer) -> None:
     answer = server.say(CLOSING, BODY)
     head, _, body = answer.partition(b"\r\n\r\n")
     lines = head.lower().split(b"\r\n")
@@ -75,12 +75,12 @@ def test_a_refusal_is_whole_and_told_of_and_the_application_is_not_asked(server:
     assert server.application.starlette.middleware_stack is None  # made for the first who is routed
 
 
-def test_the_key_is_asked_for_first(server: RunningServer) -> None:
+def test_authentication_comes_first(server: RunningServer) -> None:
     assert status_of(server.say(HEAD + b"Connection: close\r\n\r\n", BODY)) == 401
     assert [(told.status, told.identity_name) for told in server.records] == [(401, "nobody")]
 
 
-def test_an_error_keeps_the_shape_of_its_surface(server: RunningServer) -> None:
+def test_an_error_has_the_shape_of_its_api(server: RunningServer) -> None:
     answer = server.say(CLOSING.replace(b"/v1/echo", b"/v1/messages"), BODY)
     assert b'"type": "rate_limit_error"' in answer and answer.startswith(b"HTTP/1.1 429 ")
 
@@ -96,7 +96,7 @@ def test_the_next_request_of_a_connection_is_served(server: RunningServer, queue
     assert [told.status for told in server.records[:2]] == [429, 429]
 
 
-def test_a_body_that_comes_after_its_refusal_is_no_request(server: RunningServer, queue: Queue) -> None:
+def test_a_body_after_its_refusal_is_not_a_request(server: RunningServer, queue: Queue) -> None:
     with server.connect() as connection:
         connection.sendall(KEYED_HEAD + b"\r\n")
         assert status_of(first_response(connection)) == 429
@@ -107,7 +107,7 @@ def test_a_body_that_comes_after_its_refusal_is_no_request(server: RunningServer
         assert first_response(connection).startswith(b"HTTP/1.1 200 OK")
 
 
-def test_who_wanted_to_close_may_finish_its_body(server: RunningServer) -> None:
+def test_a_closing_client_may_finish_its_body(server: RunningServer) -> None:
     with server.connect() as connection:
         connection.sendall(CLOSING)
         answer = first_response(connection)
@@ -117,14 +117,14 @@ def test_who_wanted_to_close_may_finish_its_body(server: RunningServer) -> None:
     assert status_of(server.say(CLOSING, BODY)) == 429
 
 
-def test_who_asked_whether_to_send_its_body_is_told_not_to(server: RunningServer) -> None:
+def test_expect_100_continue_is_refused_without_a_body(server: RunningServer) -> None:
     answer = server.say(KEYED_HEAD + b"Expect: 100-continue\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 429 ") and b"\r\nconnection: close\r\n" in answer
     assert b" 100 " not in answer
 
 
 @pytest.mark.parametrize("more", [KEYED_HEAD + b"\r\n" + BODY, b"noise\r\n\r\n"])
-def test_what_comes_before_the_answer_is_not_heard(server: RunningServer, more: bytes) -> None:
+def test_bytes_before_the_response_are_ignored(server: RunningServer, more: bytes) -> None:
     answer = server.say(KEYED_HEAD + b"\r\n" + BODY + more)
     assert answer.count(b"HTTP/1.1 ") == 1 and answer.startswith(b"HTTP/1.1 429 ")
     assert [told.status for told in server.records] == [429]
@@ -136,13 +136,13 @@ def test_a_refused_body_may_be_malformed(server: RunningServer) -> None:
     assert [told.status for told in server.records] == [429]
 
 
-def test_a_head_gets_no_body(server: RunningServer) -> None:
+def test_a_response_to_head_has_no_body(server: RunningServer) -> None:
     answer = server.say(b"HEAD /v1/full HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 401 ") and answer.endswith(b"\r\n\r\n")
 
 
-def test_who_does_not_read_its_answers_waits(server: RunningServer) -> None:
-    """Or its refusals would pile up in this process."""
+def test_a_client_that_does_not_read_waits(server: RunningServer) -> None:
+    """Backpressure: otherwise its refusals would pile up in this process."""
 
     def only_one() -> GuardedProtocol:
         [connection] = server.server.server_state.connections
@@ -175,7 +175,7 @@ PATHS = st.sampled_from(["/v1/echo", "/v1/messages", "/health", "/admin/pause", 
 
 
 @given(st.sampled_from(["GET", "HEAD", "POST", "DELETE"]), PATHS, HEADERS)
-def test_both_ways_to_ask_the_door_say_the_same(method: str, path: str, headers: list[tuple[bytes, bytes]]) -> None:
+def test_early_and_late_refusals_are_equal(method: str, path: str, headers: list[tuple[bytes, bytes]]) -> None:
     def scope() -> Scope:
         return {"type": "http", "method": method, "path": path, "headers": [*headers], "query_string": b""}
 
@@ -189,7 +189,7 @@ def test_both_ways_to_ask_the_door_say_the_same(method: str, path: str, headers:
 
 
 class AsgiReply:
-    """What an application answered."""
+    """The response of an application."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -214,7 +214,7 @@ def without_ids(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]
     return [(name, value) for name, value in headers if value == b"mine" or not name.endswith(b"request-id")]
 
 
-def test_where_somebody_stands_around_the_door_it_is_not_asked_early() -> None:
+def test_no_early_refusals_with_a_middleware_outside() -> None:
     options = AccessOptions(allowed_origins=("https://example.org",))
     app = secure(Application().starlette, keys=KEYED, options=options)
     assert early_refusals(app, options) is None

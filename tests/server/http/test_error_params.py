@@ -1,4 +1,4 @@
-"""An error names the field that the client sent, whatever the surface calls it inside."""
+"""An error names the field that the client sent, whatever its internal name."""
 
 from typing import Any
 
@@ -57,7 +57,7 @@ BAD_SCHEMA = {"type": "object", "propertyNames": {}}
          '{"type": "function", "function": {"name": …}}'),
     ],
 )  # fmt: skip
-def test_the_field_is_the_clients_own(
+def test_an_error_names_the_field_that_was_sent(
     http: httpx.Client, path: str, body: dict[str, Any], param: str, words: str
 ) -> None:
     answer = http.post(path, json=body)
@@ -76,7 +76,7 @@ def test_the_field_is_the_clients_own(
         ({"tools": [{"name": "f", "input_schema": 7}]}, "tools[0].input_schema must be a JSON schema"),
     ],
 )
-def test_to_anthropics_clients_too(http: httpx.Client, body: dict[str, Any], words: str) -> None:
+def test_anthropic_errors_name_the_field_that_was_sent(http: httpx.Client, body: dict[str, Any], words: str) -> None:
     answer = http.post("/v1/messages", json={**CHAT, **body})
     assert answer.status_code == 400, answer.text
     assert words in answer.json()["error"]["message"]
@@ -92,13 +92,13 @@ def test_to_anthropics_clients_too(http: httpx.Client, body: dict[str, Any], wor
         ({"grammar": {"type": "regex", "value": ""}}, "grammar.value: it is empty"),
     ],
 )
-def test_to_tgis_clients_too(http: httpx.Client, parameters: dict[str, Any], words: str) -> None:
+def test_tgi_errors_name_the_field_that_was_sent(http: httpx.Client, parameters: dict[str, Any], words: str) -> None:
     answer = http.post("/generate", json={"inputs": "hi", "parameters": parameters})
     assert answer.status_code == 422, answer.text
     assert words in answer.json()["error"]
 
 
-def test_words_and_values_that_look_like_names_stay() -> None:
+def test_words_and_values_that_look_like_field_names_are_unchanged() -> None:
     names = {"stop": "stop_sequences", "max_tokens": "max_new_tokens", "max_tokens.low": "lowest"}
     said = "stop may not stop, 'max_tokens' is a value, x_max_tokens another; max_tokens.low and max_tokens not."
     with pytest.raises(InvalidParameter) as caught, rename_error_params(names):

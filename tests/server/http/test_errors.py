@@ -1,4 +1,4 @@
-"""Whatever a client sends, it gets an OpenAI-shaped error with the right status, and the server goes on."""
+"""Any wrong request gets an OpenAI-shaped error with the right status, and the server goes on."""
 
 import json
 from collections.abc import Iterator
@@ -116,7 +116,7 @@ def test_a_refusal_names_its_reason(
     assert len(error["message"]) <= 1000
 
 
-def test_a_stream_that_cannot_begin_is_a_real_error(http: httpx.Client) -> None:
+def test_a_stream_that_fails_before_its_start_has_an_error_status(http: httpx.Client) -> None:
     assert http.post("/v1/completions", json={**HI, "max_tokens": 5000, "stream": True}).status_code == 400
 
 
@@ -137,7 +137,7 @@ def test_an_endless_body_is_cut_off(http: httpx.Client) -> None:
     assert "16777216 bytes" in refusal(answer)["message"]
 
 
-def test_fields_that_ask_for_nothing_are_let_through(http: httpx.Client) -> None:
+def test_fields_without_effect_are_accepted(http: httpx.Client) -> None:
     harmless = {
         "tools": [],
         "response_format": {"type": "text"},
@@ -172,7 +172,7 @@ FIELDS = st.sampled_from(
 
 @given(path=st.sampled_from(["completions", "chat/completions"]), junk=st.dictionaries(FIELDS, JUNK, max_size=3))
 @settings(max_examples=60)
-def test_junk_is_never_the_servers_fault(http: httpx.Client, path: str, junk: dict[str, object]) -> None:
+def test_random_json_never_causes_a_500(http: httpx.Client, path: str, junk: dict[str, object]) -> None:
     body = {"prompt": "hi", "messages": SAY_HI, "max_tokens": 1, **junk}
     content = json_with_everything(body)
     answer = http.post(f"/v1/{path}", content=content)
@@ -180,5 +180,5 @@ def test_junk_is_never_the_servers_fault(http: httpx.Client, path: str, junk: di
 
 
 def json_with_everything(body: object) -> bytes:
-    """As careless clients write it: NaN and lone surrogates included."""
+    """With NaN and lone surrogates."""
     return json.dumps(body).encode()

@@ -1,4 +1,4 @@
-"""JSON that is made to hurt, over the real server: refused, in bounded memory, and the next request is right."""
+"""JSON bombs against a real server: refused in bounded memory, and the next request works."""
 
 import json
 import threading
@@ -76,8 +76,8 @@ def _post(client: httpx.Client, path: str, body: bytes) -> httpx.Response:
     return client.post(path, content=body, headers={"content-type": "application/json"})
 
 
-def test_of_two_fields_of_one_name_the_last_counts(scripted_server: Running) -> None:
-    """As JSON is read everywhere; and what the first said has no effect."""
+def test_of_duplicate_fields_the_last_counts(scripted_server: Running) -> None:
+    """As everywhere; the first has no effect."""
     with scripted_server.client() as client:
         answer = _post(client, "/v1/completions", b'{"prompt":"endless","n":1000,"n":1,"prompt":"hi"}')
         assert (answer.status_code, answer.json()["choices"][0]["text"]) == (200, "Hello there.")

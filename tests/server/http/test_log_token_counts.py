@@ -1,4 +1,4 @@
-"""A log line tells how many tokens a request took, whichever surface it came to."""
+"""A log line has the token counts of a request, for every API."""
 
 import json
 import subprocess
@@ -18,7 +18,7 @@ HELLO = "Hello there."
 
 @pytest.fixture(scope="module")
 def lines(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """What a server logged of each of these requests, by the client's name for it; and what it told the client."""
+    """What a server logged of each of these requests, by the client's id, and its responses."""
     script = tmp_path_factory.mktemp("script") / "script.jsonl"
     script.write_text(json.dumps({"say": HELLO}))
     command = [QUIRE, "serve", "--port", "0", "--script", str(script), "--log-format", "json"]
@@ -47,7 +47,7 @@ def lines(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def leave_early(client: httpx.Client) -> str:
-    """What a client heard of a stream before it left."""
+    """What a client received of a stream before it disconnected."""
     body = {**CHAT, "stream": True, "ignore_eos": True, "max_tokens": 8000}
     with client.stream("POST", "/v1/chat/completions", json=body, headers={"x-request-id": "left"}) as stream:
         return next(line for line in stream.iter_lines() if '"content":"' in line and '"content":""' not in line)
@@ -57,7 +57,7 @@ def tokens(line: dict[str, Any]) -> tuple[int | None, int | None]:
     return line.get("prompt_tokens"), line.get("completion_tokens")
 
 
-def test_a_line_tells_what_the_usage_tells(lines: dict[str, Any]) -> None:
+def test_token_counts_in_the_log_equal_the_usage(lines: dict[str, Any]) -> None:
     for name in ("chat", "two"):
         line, told = lines[name]
         usage = json.loads(told)["usage"]
@@ -68,24 +68,24 @@ def test_a_line_tells_what_the_usage_tells(lines: dict[str, Any]) -> None:
         assert tokens(line) == (usage["input_tokens"], usage["output_tokens"])
 
 
-def test_a_stream_that_told_no_usage_is_counted_too(lines: dict[str, Any]) -> None:
+def test_a_stream_without_usage_is_counted_too(lines: dict[str, Any]) -> None:
     assert tokens(lines["stream"][0]) == tokens(lines["chat"][0]) != (None, None)
 
 
-def test_a_stream_that_its_reader_left_tells_what_there_was_of_it(lines: dict[str, Any]) -> None:
+def test_an_aborted_stream_counts_its_tokens_so_far(lines: dict[str, Any]) -> None:
     line, _ = lines["left"]
     assert line["status"] == 499 and 0 < line["completion_tokens"] < 8000
 
 
-def test_a_prompt_that_nothing_follows_has_no_completion(lines: dict[str, Any]) -> None:
+def test_a_request_for_the_prompt_alone_logs_no_completion(lines: dict[str, Any]) -> None:
     assert tokens(lines["scores"][0]) == (1, None)
 
 
-def test_a_request_that_never_reached_the_engine_tells_none(lines: dict[str, Any]) -> None:
+def test_a_refused_request_logs_no_tokens(lines: dict[str, Any]) -> None:
     assert tokens(lines["refused"][0]) == (None, None)
 
 
-def test_a_line_names_the_error_that_was_the_answer(lines: dict[str, Any]) -> None:
+def test_a_log_line_has_the_error_code(lines: dict[str, Any]) -> None:
     line, told = lines["refused"]
     assert line["error"] == json.loads(told)["error"]["code"] and line["status"] == 400
     assert "error" not in lines["chat"][0]

@@ -1,4 +1,4 @@
-"""A log line is one event, whatever is in it; and whoever logs neither waits nor fails."""
+"""A log line is one event, whatever its fields contain; logging neither blocks nor raises."""
 
 import errno
 import io
@@ -21,7 +21,7 @@ ANSWERED = RequestRecord("/v1/echo", "POST", 200, 0.0123456, "holder", "abc", "m
 
 
 class Stuck(io.StringIO):
-    """A reader of the log that has stopped reading."""
+    """A log stream that blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Gone(io.StringIO):
 
 
 class Disk(io.StringIO):
-    """Full for a while."""
+    """A disk that is full for a while."""
 
     room = False
 
@@ -92,7 +92,7 @@ def test_a_request_is_a_short_line_of_text() -> None:
 
 
 @pytest.mark.parametrize("route", ["/health", "/ready", "/metrics"])
-def test_what_machines_ask_all_the_time_is_not_logged(route: str) -> None:
+def test_polled_routes_are_not_logged(route: str) -> None:
     stream = io.StringIO()
     with logging_to(stream):
         log_request(ANSWERED._replace(route=route))
@@ -120,7 +120,7 @@ def test_no_field_breaks_a_line(event: str, value: str) -> None:
     assert text.isprintable() and len(text.splitlines()) == 1
 
 
-def test_an_exception_is_logged_by_its_stack_and_not_by_its_words() -> None:
+def test_an_exception_is_logged_with_its_stack_and_without_its_message() -> None:
     stream = io.StringIO()
     with logging_to(stream):
         try:
@@ -137,7 +137,7 @@ def test_an_exception_is_logged_by_its_stack_and_not_by_its_words() -> None:
     assert [key for key in line if key not in ("time", "level", "event", "stack")] == []
 
 
-def test_a_log_that_nobody_reads_costs_lines_and_no_time() -> None:
+def test_a_blocked_log_drops_lines_and_never_waits() -> None:
     stream = Stuck()
     with logging_to(stream, max_lines=5) as writer:
         log_request(ANSWERED)
@@ -154,13 +154,13 @@ def test_a_log_that_nobody_reads_costs_lines_and_no_time() -> None:
     assert lines[-1]["lines"] == 45
 
 
-def test_a_log_that_is_gone_raises_nothing() -> None:
+def test_a_closed_log_raises_nothing() -> None:
     with logging_to(Gone()):
         log_request(ANSWERED)
         logging.getLogger("quire").info("%d", "no number")  # what cannot even be formatted
 
 
-def test_lines_that_a_full_disk_took_are_counted_and_told_when_there_is_room() -> None:
+def test_lines_dropped_by_a_full_disk_are_reported_later() -> None:
     stream = Disk()
     with logging_to(stream) as writer:
         for num_lost in (1, 2, 3):  # the second and third tell of those before, which is not written either

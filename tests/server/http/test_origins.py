@@ -1,4 +1,4 @@
-"""Which web pages may use a server: with keys those that know one, without keys its own and those it was told of."""
+"""CORS, CSRF and DNS rebinding: which web pages may use a server, with and without keys."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ from quire.server.http.middleware import secure
 from tests.server.http_app import BEARER, KEY, KEYED, Application, running_server
 
 
-def test_no_page_may_read_an_answer_by_default() -> None:
+def test_no_cors_by_default() -> None:
     preflight = {"origin": "https://a.example", "access-control-request-method": "POST"}
     with running_server() as server, server.client() as client:
         answer = client.options("/v1/echo", headers=preflight)
@@ -23,7 +23,7 @@ def test_no_page_may_read_an_answer_by_default() -> None:
     assert not [name for name in answer.headers if name.startswith("access-control-")]
 
 
-def test_a_page_of_an_allowed_origin_may() -> None:
+def test_an_allowed_origin_gets_cors_headers() -> None:
     with (
         running_server(options=AccessOptions(allowed_origins=("https://a.example",))) as server,
         server.client() as client,
@@ -41,7 +41,7 @@ def test_a_page_of_an_allowed_origin_may() -> None:
         assert answer.status_code == 200 and "x-request-id" in answer.headers["access-control-expose-headers"]
 
 
-def test_a_page_of_another_origin_may_not_use_an_open_server() -> None:
+def test_a_foreign_origin_is_refused_without_keys() -> None:
     with running_server(keys=KeyRing()) as server, server.client() as client:
         own = f"http://127.0.0.1:{server.port}"
         statuses = {
@@ -68,7 +68,7 @@ def test_a_page_of_another_origin_may_not_use_an_open_server() -> None:
         ("[fe80::1]", True),
     ],
 )
-def test_a_page_at_a_name_that_is_not_known_may_not_use_an_open_server(host: str, known: bool) -> None:
+def test_dns_rebinding_is_refused_without_keys(host: str, known: bool) -> None:
     page = {b"host": host.encode(), b"origin": b"http://" + host.encode()}
     options = AccessOptions(allowed_origins=("https://Models.example",), own_host="box.lan")
     app = secure(Application().starlette, keys=KeyRing(), options=options)
@@ -87,6 +87,6 @@ def posted(app: ASGIApp, headers: dict[bytes, bytes]) -> BatchReply:
 
 
 @pytest.mark.parametrize("origin", ["a.example", "https://a.example/path", "", "javascript:alert(1)", "https://*.b\n"])
-def test_what_is_no_origin(origin: str) -> None:
+def test_invalid_origins_are_refused(origin: str) -> None:
     with pytest.raises(ConfigError, match="not an origin"):
         AccessOptions(allowed_origins=(origin,))

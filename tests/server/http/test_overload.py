@@ -1,4 +1,4 @@
-"""More than a server can do: full queues, shares, deadlines, clients that leave."""
+"""Overload: full queues, limits per key, deadlines, disconnects."""
 
 import asyncio
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ OPS = {"Authorization": "Bearer sk-ops"}
 
 @pytest.fixture(scope="module")
 def server(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A small one: four sit, four may wait, and one of its keys may have two requests open."""
+    """A small server: four requests run, four may wait, and one of its keys may have two open."""
     folder = tmp_path_factory.mktemp("crowds")
     (folder / "keys").write_text("sk-ops name=ops trusted\nsk-limited name=limited max_open=2\n")
     starts = ("--max-num-seqs", str(NUM_SEATS), "--max-waiting", str(NUM_WAITING))
@@ -28,7 +28,7 @@ def server(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 async def fill(server: Running, num_visitors: int) -> list[Visitor]:
-    """So many who stay; those who sit have heard something."""
+    """So many open requests; those that run have received output."""
     visitors = [await Visitor.ask(server.port, ENDLESS) for _ in range(NUM_SEATS)]
     for visitor in visitors:
         await visitor.hear(b'"text"')
@@ -43,7 +43,7 @@ def leave(visitors: list[Visitor]) -> None:
         visitor.leave()
 
 
-def test_a_full_queue_refuses_before_it_reads_a_body(server: Running) -> None:
+def test_a_full_queue_refuses_before_the_body_is_read(server: Running) -> None:
     async def crowd() -> list[Told]:
         inside = await fill(server, NUM_SEATS + NUM_WAITING)
         head, _, _ = request(asked("hi"), headers=OPS).partition(b"\r\n\r\n")  # a body is promised, and never comes
@@ -59,7 +59,7 @@ def test_a_full_queue_refuses_before_it_reads_a_body(server: Running) -> None:
         check_control(client)
 
 
-def test_a_key_has_its_share(server: Running) -> None:
+def test_a_key_has_a_concurrency_limit(server: Running) -> None:
     async def crowd() -> tuple[Told, Told]:
         mine = [await Visitor.ask(server.port, request(asked("endless", stream=True), headers=LIMITED)) for _ in "12"]
         for visitor in mine:
@@ -77,7 +77,7 @@ def test_a_key_has_its_share(server: Running) -> None:
         check_control(client)
 
 
-def test_a_deadline_that_passes_in_the_queue_spends_nothing(server: Running) -> None:
+def test_a_deadline_that_expires_in_the_queue_computes_nothing(server: Running) -> None:
     async def crowd() -> Told:
         inside = await fill(server, NUM_SEATS)
         impatient = request(asked("hi " * 500), headers={**OPS, "X-Quire-Timeout-S": "0.2"})
@@ -106,14 +106,14 @@ def test_a_deadline_that_passes_in_the_queue_spends_nothing(server: Running) -> 
         ("x-quire-priority", "urgent"),
     ],
 )
-def test_a_header_that_is_no_number_is_refused(server: Running, header: str, value: str) -> None:
+def test_a_header_that_is_not_a_number_is_refused(server: Running, header: str, value: str) -> None:
     told = asyncio.run(tell(server.port, request(asked("hi"), headers={**OPS, header: value})))
     assert told.status == 400 and header.encode() in told.body
 
 
 @pytest.mark.parametrize("state", ["queued", "prefill", "streaming", "plain", "half a body"])
-def test_nothing_leaks_when_clients_leave(server: Running, state: str) -> None:
-    """Forty times in each state: 200 in all."""
+def test_nothing_leaks_when_clients_disconnect(server: Running, state: str) -> None:
+    """Forty disconnects in each state: 200 in all."""
     plain, long = request(asked("endless"), headers=OPS), request(asked("endless " * 1500), headers=OPS)
 
     async def crowd(client: httpx.Client) -> None:
@@ -136,7 +136,7 @@ def test_nothing_leaks_when_clients_leave(server: Running, state: str) -> None:
         check_control(client)
 
 
-def test_those_who_are_refused_come_back_and_are_served(server: Running) -> None:
+def test_refused_clients_retry_and_are_served(server: Running) -> None:
     async def crowd() -> list[Told]:
         return await tell_all(server.port, [request(asked("secret"), headers=OPS)] * 100)
 

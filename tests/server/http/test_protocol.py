@@ -1,4 +1,4 @@
-"""Raw bytes on a real socket: whatever comes is answered with a 4xx or taken, and the next client is served."""
+"""Raw bytes on a real socket: they get a 4xx or are accepted, and the next client is served."""
 
 import inspect
 import json
@@ -112,7 +112,7 @@ def test_what_is_malformed_is_refused(server: RunningServer, name: str) -> None:
     server.control()
 
 
-def test_every_body_of_a_refusal_is_small_and_says_nothing_of_this_machine(server: RunningServer) -> None:
+def test_error_bodies_are_small_and_have_no_machine_paths(server: RunningServer) -> None:
     for text in MALFORMED.values():
         if len(text) < 1000:
             answer = server.say(text)
@@ -121,7 +121,7 @@ def test_every_body_of_a_refusal_is_small_and_says_nothing_of_this_machine(serve
 
 
 @pytest.mark.parametrize("name", ["noise", "no Host", "header bomb", "trailers"])
-def test_a_refusal_of_the_protocol_has_the_headers_of_every_answer(server: RunningServer, name: str) -> None:
+def test_a_refusal_of_the_protocol_has_the_headers_of_every_response(server: RunningServer, name: str) -> None:
     with server.connect() as connection:
         with suppress(ConnectionResetError, BrokenPipeError):
             connection.sendall(MALFORMED[name])
@@ -138,7 +138,7 @@ def headers_of(answer: bytes) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("num_headers", "status"), [(64, 401), (65, 431)])
-def test_the_number_of_headers(server: RunningServer, num_headers: int, status: int) -> None:
+def test_the_number_of_headers_is_limited(server: RunningServer, num_headers: int, status: int) -> None:
     lines = b"".join(b"a%d: b\r\n" % number for number in range(num_headers - 2))
     answer = server.say(b"GET / HTTP/1.1\r\nConnection: close\r\n" + HOST + lines + b"\r\n")
     assert status_of(answer) == status
@@ -146,7 +146,7 @@ def test_the_number_of_headers(server: RunningServer, num_headers: int, status: 
 
 @pytest.mark.parametrize(("more", "status"), [(0, 401), (1, 431)])
 @pytest.mark.parametrize("piece", [1 << 20, 100])
-def test_the_size_of_the_head(server: RunningServer, more: int, status: int, piece: int) -> None:
+def test_the_size_of_the_head_is_limited(server: RunningServer, more: int, status: int, piece: int) -> None:
     head = b"GET / HTTP/1.1\r\nConnection: close\r\n" + HOST + b"a: %b\r\n\r\n"
     head = head.replace(b"%b", b"b" * (ConnectionLimits().head_bytes - len(head) + 2 + more))
     assert len(head) == ConnectionLimits().head_bytes + more
@@ -154,7 +154,7 @@ def test_the_size_of_the_head(server: RunningServer, more: int, status: int, pie
     assert status_of(server.say(*pieces)) == status
 
 
-def test_a_body_in_the_same_piece_as_its_head_does_not_count_as_head(server: RunningServer) -> None:
+def test_a_body_in_the_same_packet_does_not_count_as_head(server: RunningServer) -> None:
     body = b" " * 200_000
     request = POST + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body
     assert b'"length":200000' in server.say(request)
@@ -167,8 +167,8 @@ def test_chunks_are_read_whatever_their_size(server: RunningServer) -> None:
 
 @pytest.mark.parametrize("head", [b"Content-Length: 2\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n"])
 @pytest.mark.parametrize("together", [True, False])
-def test_an_offer_of_another_protocol_is_passed_over(server: RunningServer, head: bytes, together: bool) -> None:
-    """As Java's client offers it with every first request, bodies included."""
+def test_an_upgrade_offer_is_ignored(server: RunningServer, head: bytes, together: bool) -> None:
+    """Java's HTTP client offers HTTP/2 with every first request, also with a body."""
     offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n"
     body = b"{}" if b"Length" in head else b"2\r\n{}\r\n0\r\n\r\n"
     with server.connect() as connection:
@@ -182,12 +182,12 @@ def test_an_offer_of_another_protocol_is_passed_over(server: RunningServer, head
 
 @pytest.mark.parametrize("more", [b"GET /health HTTP/1.1\r\n" + HOST + b"\r\n", b"}", b"\x00\x01", POST + b"\r\n"])
 @pytest.mark.parametrize("close", [b"", b"Connection: close\r\n"])
-def test_whoever_speaks_out_of_turn_gets_one_answer(server: RunningServer, more: bytes, close: bytes) -> None:
+def test_pipelined_bytes_get_one_response(server: RunningServer, more: bytes, close: bytes) -> None:
     answer = server.say(POST + close + b"Content-Length: 2\r\n\r\n{}" + more)
     assert answer.count(b"HTTP/1.1 200 OK") == 1 and b'"length":2' in answer
 
 
-def test_a_client_that_spoke_out_of_turn_and_left_is_noticed() -> None:
+def test_a_disconnect_after_pipelined_bytes_is_noticed() -> None:
     with running_server() as server:
         with server.connect() as connection:
             connection.sendall(b"GET /v1/endless HTTP/1.1\r\n" + HOST + AUTH + b"\r\nGET /health HTTP/1.1\r\n")
@@ -195,7 +195,7 @@ def test_a_client_that_spoke_out_of_turn_and_left_is_noticed() -> None:
         assert server.application.left.wait(20)
 
 
-def test_an_answer_before_the_end_of_a_body_arrives_whole(server: RunningServer) -> None:
+def test_a_response_before_the_end_of_a_body_arrives_whole(server: RunningServer) -> None:
     body = b" " * (4 << 20)
     head = b"POST /v1/echo HTTP/1.1\r\n" + HOST + b"Content-Length: %d\r\n\r\n" % len(body)
     with server.connect() as connection:
@@ -204,7 +204,7 @@ def test_an_answer_before_the_end_of_a_body_arrives_whole(server: RunningServer)
             assert status_of(first_response(connection)) == 401
 
 
-def test_a_connection_goes_on_after_an_early_answer(server: RunningServer) -> None:
+def test_a_connection_is_reused_after_an_early_response(server: RunningServer) -> None:
     head = b"POST /v1/echo HTTP/1.1\r\n" + HOST + b"Content-Length: 2\r\n\r\n"
     with server.connect() as connection:
         connection.sendall(head)
@@ -218,7 +218,7 @@ def test_a_connection_goes_on_after_an_early_answer(server: RunningServer) -> No
     assert answer.count(b" 401 Unauthorized\r\n") == 4 and b'"length":3' in answer
 
 
-def test_a_client_that_expects_leave_to_go_on_is_refused_without_it(server: RunningServer) -> None:
+def test_expect_100_continue_is_refused_before_the_body(server: RunningServer) -> None:
     head = b"POST /v1/echo HTTP/1.1\r\n" + HOST + b"Expect: 100-continue\r\nContent-Length: 99\r\n\r\n"
     assert status_of(server.say(head)) == 401
 
@@ -238,7 +238,7 @@ def test_a_stream_for_http_1_0_is_not_chunked(server: RunningServer) -> None:
 
 
 @pytest.mark.parametrize("method", [b"POST", b"HEAD"])
-def test_an_answer_with_a_length_is_the_same_for_http_1_0(server: RunningServer, method: bytes) -> None:
+def test_a_response_with_a_length_is_the_same_for_http_1_0(server: RunningServer, method: bytes) -> None:
     target = b"/v1/echo" if method == b"POST" else b"/health"
     answer = server.say(method + b" " + target + b" HTTP/1.0\r\n" + AUTH + b"Content-Length: 2\r\n\r\n{}")
     assert answer.startswith(b"HTTP/1.1 200 ")
@@ -254,7 +254,7 @@ def test_a_stream_that_breaks_for_http_1_0_is_closed(server: RunningServer) -> N
 # Time
 
 
-def test_slow_headers_are_cut_off_whatever_trickles_in() -> None:
+def test_slow_loris_headers_are_cut_off() -> None:
     timers = Timers()
     with running_server(timers=timers) as server, server.connect() as connection:
         server.control()
@@ -270,7 +270,7 @@ def test_slow_headers_are_cut_off_whatever_trickles_in() -> None:
         server.control()
 
 
-def test_a_connection_that_says_nothing_is_closed_without_a_word() -> None:
+def test_an_idle_connection_is_closed_without_a_reply() -> None:
     timers = Timers()
     with running_server(timers=timers) as server, server.connect() as connection:
         server.control()
@@ -290,7 +290,7 @@ def test_empty_lines_between_requests_do_not_hold_a_connection() -> None:
 
 
 def pass_time(server: RunningServer, timers: Timers, delay_s: float) -> None:
-    """What one connection waits for comes."""
+    """Fire the timer of one connection."""
     (handle,) = timers.running(delay_s)
     server.in_loop(handle._run)
     handle.cancel()  # it has run
@@ -301,7 +301,7 @@ def price_s(num_bytes: int) -> float:
 
 
 @pytest.mark.parametrize("head", [POST + b"Content-Length: 10\r\n\r\n", CHUNKED])
-def test_a_body_that_never_comes_is_cut_off_and_its_application_told(head: bytes) -> None:
+def test_a_body_that_never_comes_is_cut_off_and_the_application_notified(head: bytes) -> None:
     timers = Timers()
     with running_server(timers=timers) as server, server.connect() as connection:
         connection.sendall(head.replace(b"\r\n\r\n", b"\r\nX-Request-Id: mine\r\n\r\n"))
@@ -320,7 +320,7 @@ def test_a_body_that_never_comes_is_cut_off_and_its_application_told(head: bytes
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_body_that_trickles_is_cut_off(chunked: bool) -> None:
+def test_a_slow_loris_body_is_cut_off(chunked: bool) -> None:
     timers = Timers()
     with running_server(timers=timers) as server, server.connect() as connection:
         connection.sendall(CHUNKED if chunked else POST + b"Content-Length: 100\r\n\r\n")
@@ -336,7 +336,7 @@ def test_a_body_that_trickles_is_cut_off(chunked: bool) -> None:
         assert status_of(answer) == 408 and b"5 bytes of it" in answer
 
 
-def test_a_body_that_never_comes_is_answered_in_the_shape_of_its_route() -> None:
+def test_a_body_that_never_comes_gets_an_error_of_its_api() -> None:
     timers = Timers()
     with running_server(timers=timers) as server, server.connect() as connection:
         connection.sendall(b"POST /v1/messages/echo HTTP/1.1\r\n" + HOST + AUTH + b"Content-Length: 10\r\n\r\n")
@@ -348,7 +348,7 @@ def test_a_body_that_never_comes_is_answered_in_the_shape_of_its_route() -> None
     assert body["type"] == "error" and body["request_id"] == told["request-id"] == told["x-quire-request-id"]
 
 
-def test_a_chunk_that_cannot_be_read_is_told_of_as_it_was_answered(server: RunningServer) -> None:
+def test_a_malformed_chunk_is_reported_with_the_status_sent(server: RunningServer) -> None:
     server.records.clear()
     answer = server.say(CHUNKED, b"no number\r\n")
     server.control()
@@ -357,7 +357,7 @@ def test_a_chunk_that_cannot_be_read_is_told_of_as_it_was_answered(server: Runni
     assert headers_of(answer)["x-quire-request-id"] == told.request_id
 
 
-def test_a_body_that_moves_is_given_time() -> None:
+def test_a_body_that_makes_progress_gets_time() -> None:
     timers = Timers()
     with running_server(timers=timers) as server, server.connect() as connection:
         much, more = b" " * 1000, b" " * 64_000
@@ -377,7 +377,7 @@ def test_a_body_that_moves_is_given_time() -> None:
         assert timers.running(price_s(len(more))) == []
 
 
-def test_a_body_that_came_fast_and_then_stands_still_is_cut_off_after_twice_the_time() -> None:
+def test_a_fast_body_that_stalls_is_cut_off_after_twice_the_time() -> None:
     timers = Timers()
     with (
         running_server(timers=timers, limits=ConnectionLimits(body_bytes_per_s=10)) as server,
@@ -390,7 +390,7 @@ def test_a_body_that_came_fast_and_then_stands_still_is_cut_off_after_twice_the_
         assert status_of(first_response(connection)) == 408
 
 
-def test_one_connection_too_many_is_told_so_and_the_places_come_back() -> None:
+def test_a_connection_above_the_limit_gets_an_error_and_slots_are_released() -> None:
     with running_server(limits=ConnectionLimits(connections=2, turned_away=1, linger_s=0.5)) as server:
         held = [server.connect() for _ in range(2)]
         for connection in held:
@@ -420,7 +420,7 @@ PIECES = st.sampled_from(
 
 @given(st.lists(PIECES | st.binary(max_size=40), max_size=30), st.booleans())
 @settings(max_examples=150, deadline=None)
-def test_any_bytes_leave_the_server_right(server: RunningServer, pieces: list[bytes], together: bool) -> None:
+def test_any_bytes_leave_the_server_working(server: RunningServer, pieces: list[bytes], together: bool) -> None:
     with server.connect() as connection:
         with suppress(OSError):
             for piece in [b"".join(pieces)] if together else pieces:
@@ -435,7 +435,7 @@ def test_any_bytes_leave_the_server_right(server: RunningServer, pieces: list[by
 # What the protocol leans on in uvicorn
 
 
-def test_uvicorn_still_has_what_is_overridden() -> None:
+def test_uvicorn_still_has_the_overridden_methods() -> None:
     own = {name for name, value in vars(protocol.GuardedProtocol).items() if inspect.isfunction(value)}
     theirs = {name for name, value in vars(HttpToolsProtocol).items() if inspect.isfunction(value)}
     assert own & theirs == {

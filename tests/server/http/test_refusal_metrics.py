@@ -1,4 +1,4 @@
-"""Every refusal is counted once, by its code: at the door, before the engine, by the engine, and below HTTP."""
+"""Every refusal is counted once by its code: in the middleware, before the engine, in the engine, in the protocol."""
 
 import asyncio
 import re
@@ -15,7 +15,7 @@ from tests.server.server_process import Running, load, wait_until, wait_until_at
 
 @pytest.fixture(scope="module")
 def narrow(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """One sits, one waits, and the next is refused."""
+    """A server where one request runs, one waits, and the next is refused."""
     with scripted(tmp_path_factory.mktemp("narrow"), "--max-num-seqs", "1", "--max-waiting", "1") as running:
         yield running
 
@@ -29,7 +29,7 @@ def gained(client: httpx.Client, before: dict[str, float]) -> dict[str, float]:
     return {code: count - before.get(code, 0) for code, count in by_code(client).items() if count != before.get(code)}
 
 
-def test_a_crowd_that_finds_no_place_is_counted(narrow: Running) -> None:
+def test_refusals_of_a_full_queue_are_counted(narrow: Running) -> None:
     async def crowd(client: httpx.Client) -> list[int]:
         inside = [await Visitor.ask(narrow.port, request(asked("endless", stream=True))) for _ in range(2)]
         wait_until(lambda: load(client)["server_load"] == 2)
@@ -55,14 +55,14 @@ def test_a_crowd_that_finds_no_place_is_counted(narrow: Running) -> None:
         (asked("boom", stream=True), "numerical_error"),
     ],
 )
-def test_what_fails_is_counted_once_wherever_it_fails(narrow: Running, body: dict[str, object], code: str) -> None:
+def test_a_failure_is_counted_once_wherever_it_happens(narrow: Running, body: dict[str, object], code: str) -> None:
     with narrow.client() as client:
         before = by_code(client)
         client.post("/v1/completions", json=body)
         assert gained(client, before) == {code: 1}
 
 
-def test_what_is_no_http_is_counted_as_it_is_logged(narrow: Running) -> None:
+def test_malformed_http_is_counted_as_it_is_logged(narrow: Running) -> None:
     with narrow.client() as client:
         before = by_code(client)
         assert asyncio.run(tell(narrow.port, b"BREW / HTTP/1.1\r\nHost: x\r\n\r\n")).status == 400

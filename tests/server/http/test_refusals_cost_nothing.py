@@ -1,4 +1,4 @@
-"""What a refusal costs, counted in work: nothing is routed, read, parsed or tokenized for those who cannot come in."""
+"""The cost of a refusal: nothing is routed, read, parsed or tokenized."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ GENERATING = [endpoint.path for endpoint in ENDPOINTS if endpoint.generates]
 
 @pytest.fixture(scope="module")
 def full() -> Iterator[Application]:
-    """One sits, one waits, and that is all there is room for. There is no tokenizer: who needs one would fail."""
+    """A server where one request runs and one waits: full. Without a tokenizer, so that tokenizing would fail."""
     child = EngineProcess(lambda said: None, lambda: None)
     child.start()
     service = AsyncEngine(None, time.monotonic)
@@ -43,7 +43,7 @@ def full() -> Iterator[Application]:
 
 
 class AsgiExchange:
-    """One request whose body comes in pieces of 400 bytes; counts how many were taken."""
+    """One request whose body comes in pieces of 400 bytes; counts the bytes that are read."""
 
     def __init__(self, app: Application, path: str) -> None:
         self._app = secure(app, keys=KeyRing([]), options=AccessOptions(max_body_bytes=LIMIT_BYTES), admit=app.admit)
@@ -71,7 +71,7 @@ class AsgiExchange:
 
 
 @pytest.mark.parametrize("path", GENERATING)
-def test_who_cannot_come_in_is_not_read_and_not_routed(
+def test_a_refused_request_is_neither_read_nor_routed(
     full: Application, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(full, "middleware_stack", None)  # what routes and translates: it would be made anew
@@ -82,13 +82,13 @@ def test_who_cannot_come_in_is_not_read_and_not_routed(
 
 
 @pytest.mark.parametrize("path", ["/docs/", "/v1/completions/", "/health/"])
-def test_a_slash_too_many_sends_nobody_anywhere(full: Application, path: str) -> None:
+def test_a_trailing_slash_is_not_redirected(full: Application, path: str) -> None:
     exchange = AsgiExchange(full, path).make()
     assert exchange.status == 404 and b"location" not in exchange.headers
     assert json.loads(exchange.body)["error"]["message"] == f"POST {path} is not served here."
 
 
-def test_a_body_beyond_the_limit_is_read_no_further(full: Application) -> None:
+def test_a_body_above_the_limit_is_read_no_further(full: Application) -> None:
     exchange = AsgiExchange(full, "/tokenize").make()
     assert exchange.status == 413 and json.loads(exchange.body)["error"]["code"] == "body_too_large"
     assert LIMIT_BYTES < exchange.num_read <= LIMIT_BYTES + 400

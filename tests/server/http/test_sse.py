@@ -1,4 +1,4 @@
-"""Streams that wait, break and are left: what a client reads, byte by byte."""
+"""Event streams that wait, fail and are aborted: what a client reads, byte by byte."""
 
 import asyncio
 import json
@@ -23,14 +23,14 @@ Message = dict[str, Any]
 
 
 class Silent(Script):
-    """Says nothing until somebody asks it to."""
+    """Emits nothing until `say` is called."""
 
     def speak(self, call: RequestStream, ids: list[int], streaming: bool) -> None:
         self.say = lambda: super(Silent, self).speak(call, ids, streaming)
 
 
 async def ask(app: Any, sent: list[Message], on_send: Any, gone: asyncio.Event | None = None) -> None:
-    """One request over bare ASGI, so that what is sent is seen when it is sent."""
+    """One request over bare ASGI: each message is seen when it is sent."""
     scope = {
         "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": CHAT,
         "raw_path": CHAT.encode(), "query_string": b"", "root_path": "", "scheme": "http", "headers": [],
@@ -54,8 +54,8 @@ async def ask(app: Any, sent: list[Message], on_send: Any, gone: asyncio.Event |
     await app(scope, receive, send)
 
 
-def test_what_a_reader_left_unread_is_not_put_into_words() -> None:
-    """It may be a long answer's scores: everybody else would wait until they are written for nobody."""
+def test_unread_output_is_not_encoded_after_a_disconnect() -> None:
+    """Encoding logprobs may take long and would delay other requests."""
     told: list[bytes] = []
     made: list[bytes] = []
 
@@ -78,7 +78,7 @@ def test_what_a_reader_left_unread_is_not_put_into_words() -> None:
                 await reads.wait()
 
         def leave() -> None:
-            """As a connection that is lost tells of it."""
+            """The message of a lost connection."""
             gone.set()
             reads.set()
 
@@ -91,7 +91,7 @@ def test_what_a_reader_left_unread_is_not_put_into_words() -> None:
 
 
 @pytest.mark.parametrize(("error", "code"), [(NumericalError(), NumericalError.code), (KeyError(), "engine_failed")])
-def test_what_ended_a_stream_is_known_to_whoever_logs_it(error: Exception, code: str) -> None:
+def test_the_error_that_ended_a_stream_is_in_its_context(error: Exception, code: str) -> None:
     context = RequestContext("an id", 0.0)
     scope: Message = {}
     set_context(scope, context)
@@ -115,7 +115,7 @@ def test_what_ended_a_stream_is_known_to_whoever_logs_it(error: Exception, code:
     assert context.error_code == code
 
 
-def test_silence_is_broken_by_comments_and_then_the_answer_comes(served: ServedModel) -> None:
+def test_keep_alive_comments_precede_a_late_response(served: ServedModel) -> None:
     script = Silent(["hello"])
     sent: list[Message] = []
 
@@ -154,7 +154,7 @@ def test_an_error_before_the_first_byte_keeps_its_status(served: ServedModel, fa
     assert script.num_left > 0
 
 
-def test_an_error_in_the_middle_ends_without_an_end(scripted_server: Running) -> None:
+def test_an_error_in_the_middle_ends_without_done(scripted_server: Running) -> None:
     with scripted_server.client() as client:
         answer = client.post("/v1/completions", json=asked("boom", stream=True))
     assert answer.status_code == 200
@@ -163,7 +163,7 @@ def test_an_error_in_the_middle_ends_without_an_end(scripted_server: Running) ->
 
 
 class Tripping(Script):
-    """An answer that our own mistake breaks, at once or after a word."""
+    """A response that an internal error breaks, at once or after a delta."""
 
     at_once = True
 
@@ -175,13 +175,13 @@ class Tripping(Script):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_our_own_mistake_is_told_in_fixed_words(served: ServedModel, stream: bool) -> None:
+def test_an_internal_error_has_a_fixed_text(served: ServedModel, stream: bool) -> None:
     answer = post(app_over(Tripping(), served), CHAT, {**ASK, "stream": stream})
     assert answer.status_code == 500
     assert "its log says why" in answer.text and "somewhere" not in answer.text
 
 
-def test_our_own_mistake_in_the_middle_is_an_event(served: ServedModel) -> None:
+def test_an_internal_error_in_the_middle_is_an_event(served: ServedModel) -> None:
     script = Tripping()
     script.at_once = False
     answer = post(app_over(script, served), CHAT, ASK)
@@ -199,8 +199,8 @@ def test_nothing_overtakes_the_headers(served: ServedModel) -> None:
 
 
 @pytest.mark.parametrize("spoken", [False, True])
-def test_a_client_that_hangs_up_is_left(served: ServedModel, spoken: bool) -> None:
-    """Before the first word, and in the middle."""
+def test_a_disconnect_ends_the_stream(served: ServedModel, spoken: bool) -> None:
+    """Before the first event, and in the middle."""
     script = Silent(["hello"], failure=None)
 
     async def tell() -> int:
