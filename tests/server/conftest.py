@@ -43,7 +43,7 @@ def client(server: Running) -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture(scope="session")
-def served(default_model_path: Path) -> ServedModel:
+def model(default_model_path: Path) -> ServedModel:
     """The facts of the default model, without its weights."""
     checkpoint = open_checkpoint(default_model_path)
     tokenizer = Tokenizer.from_gguf(checkpoint.metadata)

@@ -77,14 +77,14 @@ class Script:
         self.num_left += 1
 
 
-def app_over(script: Script, served: ServedModel | None, keep_alive_s: float = 60.0) -> ASGIApp:
+def app_over(script: Script, model: ServedModel | None, keep_alive_s: float = 60.0) -> ASGIApp:
     """The real application in the real middleware, over a fake engine."""
-    service = cast(AsyncEngine, script)
-    supervisor = Supervisor(EngineConfig(), None, service, clock=time.monotonic)
-    admission = AdmissionControl(service, lambda: supervisor.health, max_waiting=64, max_waiting_tokens=10**6)
+    engine = cast(AsyncEngine, script)
+    supervisor = Supervisor(EngineConfig(), None, engine, clock=time.monotonic)
+    admission = AdmissionControl(engine, lambda: supervisor.health, max_waiting=64, max_waiting_tokens=10**6)
     metrics = Metrics(lambda: None, time.monotonic)
-    desk = ServerState(service, supervisor, admission, metrics, keep_alive_s, known=served)
-    app = make_app(desk)
+    state = ServerState(engine, supervisor, admission, metrics, keep_alive_s, loaded=model)
+    app = make_app(state)
     return secure(app, keys=KeyRing(), admit=app.admit)
 
 

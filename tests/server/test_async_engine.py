@@ -37,17 +37,17 @@ def child() -> Iterator[EngineProcess]:
 
 def opened(child: EngineProcess, num_calls: int) -> tuple[AsyncEngine, list[RequestStream]]:
     """On a running loop; sequences are numbered like their requests."""
-    service = AsyncEngine(None, time.monotonic)
-    service.listen()
-    service.attach(child, FACTS)
-    calls = [service.submit([1, 2], PARAMS, streaming=True) for _ in range(num_calls)]
+    engine = AsyncEngine(None, time.monotonic)
+    engine.listen()
+    engine.attach(child, FACTS)
+    calls = [engine.submit([1, 2], PARAMS, streaming=True) for _ in range(num_calls)]
     for number in range(num_calls):
-        service.hear(Accepted(number, number, 0))
-    return service, calls
+        engine.hear(Accepted(number, number, 0))
+    return engine, calls
 
 
 def say(
-    service: AsyncEngine,
+    engine: AsyncEngine,
     tokens: dict[int, int],
     ended: dict[int, list[int]] | None = None,
     reason: FinishReason = FinishReason.LENGTH,
@@ -57,7 +57,7 @@ def say(
         for number, said in (ended or {}).items()
     ]
     names = np.array(list(tokens), np.int64)
-    service.hear(StepOutput(0, names, np.array(list(tokens.values()), np.int32), finished=tuple(over)))
+    engine.hear(StepOutput(0, names, np.array(list(tokens.values()), np.int32), finished=tuple(over)))
 
 
 async def heard(call: RequestStream) -> list[int]:
@@ -85,19 +85,19 @@ STEPS = st.lists(st.tuples(st.sets(st.integers(0, CALLERS - 1)), st.integers(0, 
 @settings(max_examples=40)
 def test_every_stream_gets_all_output_in_order(child: EngineProcess, steps: list[tuple[set[int], int]]) -> None:
     async def events() -> None:
-        service, calls = opened(child, CALLERS)
+        engine, calls = opened(child, CALLERS)
         listening = [asyncio.ensure_future(heard(call)) for call in calls]
         said: dict[int, list[int]] = {number: [] for number in range(CALLERS)}
         for token, (speakers, turns) in enumerate(steps):
-            say(service, dict.fromkeys(speakers, token))
+            say(engine, dict.fromkeys(speakers, token))
             for number in speakers:
                 said[number].append(token)
             for _ in range(turns):
                 await asyncio.sleep(0)
         last = dict.fromkeys(range(CALLERS), 99)
-        say(service, last, {number: [*tokens, 99] for number, tokens in said.items()})
+        say(engine, last, {number: [*tokens, 99] for number, tokens in said.items()})
         assert await asyncio.gather(*listening) == [[*tokens, 99] for tokens in said.values()]
-        assert service.num_calls == 0
+        assert engine.num_calls == 0
 
     asyncio.run(events())
 
@@ -110,27 +110,27 @@ def test_output_before_a_failure_is_delivered_before_it(
     """However late the reader is, and however much is merged."""
 
     async def events() -> None:
-        service, calls = opened(child, CALLERS)
+        engine, calls = opened(child, CALLERS)
         said: list[int] = []
         for token, turns in enumerate(steps):
-            say(service, dict.fromkeys(range(CALLERS), token))
+            say(engine, dict.fromkeys(range(CALLERS), token))
             said.append(token)
             for _ in range(turns):
                 await asyncio.sleep(0)
         last = dict.fromkeys(range(CALLERS), 99) if with_a_last_word else {}
         said += [99] if with_a_last_word else []
-        say(service, last, dict.fromkeys(range(CALLERS), said), FinishReason.ERROR)
+        say(engine, last, dict.fromkeys(range(CALLERS), said), FinishReason.ERROR)
         for _ in range(turns_before_reading):
             await asyncio.sleep(0)
         assert await asyncio.gather(*map(heard_until_it_failed, calls)) == [said] * CALLERS
-        assert service.num_calls == 0
+        assert engine.num_calls == 0
 
     asyncio.run(events())
 
 
 def test_few_streams_are_woken_in_one_iteration_and_unread_output_is_merged(child: EngineProcess) -> None:
     async def events() -> None:
-        service, calls = opened(child, CALLERS)
+        engine, calls = opened(child, CALLERS)
         iteration = 0
         reads: list[tuple[int, int]] = []  # in which iteration of the loop, and how many tokens
 
@@ -143,7 +143,7 @@ def test_few_streams_are_woken_in_one_iteration_and_unread_output_is_merged(chil
         readers = [asyncio.ensure_future(read(call)) for call in calls]
         await asyncio.sleep(0)  # all of them wait
         for token in range(4):
-            say(service, dict.fromkeys(range(CALLERS), token))
+            say(engine, dict.fromkeys(range(CALLERS), token))
         while sum(num_tokens for _, num_tokens in reads) < 4 * CALLERS:
             iteration += 1
             await asyncio.sleep(0)
@@ -151,21 +151,21 @@ def test_few_streams_are_woken_in_one_iteration_and_unread_output_is_merged(chil
         assert len(reads) < 2 * CALLERS
         for reader, call in zip(readers, calls, strict=True):
             reader.cancel()
-            service.leave(call)
+            engine.leave(call)
 
     asyncio.run(events())
 
 
 def test_every_delta_is_counted_when_it_arrives(child: EngineProcess) -> None:
     async def events() -> None:
-        service, calls = opened(child, 2)
+        engine, calls = opened(child, 2)
         counted: list[tuple[int, list[int]]] = []
-        service.progressed = lambda delta, state: counted.append((state.number, delta.token_ids))
+        engine.progressed = lambda delta, state: counted.append((state.number, delta.token_ids))
         for token in range(3):
-            say(service, {0: token, 1: token})
+            say(engine, {0: token, 1: token})
         await asyncio.sleep(0)
         assert sorted(counted) == [(number, [token]) for number in range(2) for token in range(3)]
         for call in calls:
-            service.leave(call)
+            engine.leave(call)
 
     asyncio.run(events())

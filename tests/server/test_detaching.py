@@ -41,20 +41,20 @@ class Detached(AsyncEngine):
 
 
 def test_a_stop_while_the_engine_is_detached(monkeypatch: pytest.MonkeyPatch) -> None:
-    service, sent = Detached(None, time.monotonic), Sent()
+    engine, sent = Detached(None, time.monotonic), Sent()
     monkeypatch.setattr(
-        service._front, "hear", lambda progress: ProcessedOutput([], [StopSequence(3, 0), StopSequence(4, 1)], [])
+        engine._front, "hear", lambda progress: ProcessedOutput([], [StopSequence(3, 0), StopSequence(4, 1)], [])
     )
-    service.sent = sent
-    service._advance(cast(StepOutput, None))
+    engine.sent = sent
+    engine._advance(cast(StepOutput, None))
     assert sent.messages == [StopSequence(3, 0)], "the second goes nowhere"
 
 
 def test_an_abort_while_the_engine_is_detached() -> None:
-    service, sent = Detached(None, time.monotonic), Sent()
-    service.sent = sent
+    engine, sent = Detached(None, time.monotonic), Sent()
+    engine.sent = sent
     ticket = RequestState.__new__(RequestState)
     ticket.request = AddRequest(5, [1], SamplingParams())
-    service._abort(ticket)
-    service._abort(ticket)
+    engine._abort(ticket)
+    engine._abort(ticket)
     assert sent.messages == [AbortRequest(5)]

@@ -48,11 +48,11 @@ def test_a_loss_that_is_reported_twice_counts_once() -> None:
 
 
 def test_an_uncomputed_prompt_does_not_lower_the_sampled_count() -> None:
-    service = AsyncEngine(None, lambda: 0.0)
+    engine = AsyncEngine(None, lambda: 0.0)
     clock = iter([0.0, 10.0]).__next__
-    service.stats = replace(NOTHING, num_running=1)
-    status = StatusLine(service, Metrics(lambda: service.stats, lambda: 0.0), clock)
-    service.stats = replace(NOTHING, num_running=2, prompt_tokens=8000, computed_tokens=512, sampled_tokens=50)
+    engine.stats = replace(NOTHING, num_running=1)
+    status = StatusLine(engine, Metrics(lambda: engine.stats, lambda: 0.0), clock)
+    engine.stats = replace(NOTHING, num_running=2, prompt_tokens=8000, computed_tokens=512, sampled_tokens=50)
     assert str(status.line()).startswith("gen 5.0 tok/s · prompt 800 tok/s · run 2")
 
 

@@ -50,18 +50,18 @@ class World:
     def __init__(self, opened: OpenedModel, script: Path, config: EngineConfig) -> None:
         assert opened.tokenizer is not None
         self.tokenizer = opened.tokenizer
-        self.service = AsyncEngine(opened.tokenizer, monotonic)
-        self.supervisor = Supervisor(config, str(script), self.service, clock=monotonic)
+        self.engine = AsyncEngine(opened.tokenizer, monotonic)
+        self.supervisor = Supervisor(config, str(script), self.engine, clock=monotonic)
 
     def submit(self, text: str, params: SamplingParams = GREEDY, *, streaming: bool = True) -> RequestStream:
-        return self.service.submit(self.tokenizer.encode(text), params, streaming=streaming)
+        return self.engine.submit(self.tokenizer.encode(text), params, streaming=streaming)
 
     async def answer(self, text: str, params: SamplingParams = GREEDY, *, streaming: bool = True) -> RequestOutput:
         call = self.submit(text, params, streaming=streaming)
         try:
             return await output(call)
         finally:
-            self.service.leave(call)
+            self.engine.leave(call)
 
     async def until(self, holds: Callable[[], bool]) -> None:
         async with asyncio.timeout(60):
@@ -128,7 +128,7 @@ def test_stop_strings_lengths_siblings_beams_and_scores_cross_the_wire(opened, t
             scored = await w.answer("hi", SamplingParams(logprobs=2, prompt_logprobs=1, max_tokens=3))
             assert scored.outputs[0].logprobs is not None and len(scored.outputs[0].logprobs) == 3
             assert all(len(entry) == 2 for entry in scored.outputs[0].logprobs)
-            assert w.service.num_calls == 0
+            assert w.engine.num_calls == 0
 
     run(body())
 
@@ -140,13 +140,13 @@ def test_an_error_reaches_only_its_own_request(opened, tmp_path):
             with pytest.raises(NumericalError):
                 await w.answer("boom")
             with pytest.raises(QuireError, match="ids run from 0") as refused:
-                call = w.service.submit([10**6], GREEDY, streaming=True)
+                call = w.engine.submit([10**6], GREEDY, streaming=True)
                 await call.hear()
             assert refused.value.status == 400 and refused.value.param == "prompt"
             with pytest.raises(QuireError, match="cannot be sent"):
-                w.service.submit([2**70], GREEDY, streaming=True)
+                w.engine.submit([2**70], GREEDY, streaming=True)
             assert (await output(good)).outputs[0].text == "Hello there."
-            assert w.service.num_calls == 0
+            assert w.engine.num_calls == 0
 
     run(body())
 
@@ -169,11 +169,11 @@ def test_an_aborted_request_releases_everything(opened, tmp_path):
             calls = [w.submit("endless", SamplingParams(max_tokens=2000)) for _ in range(12)]  # eight of them wait
             await calls[0].hear()
             for call in calls:
-                w.service.leave(call)
-                w.service.leave(call)
-            stats = lambda: w.service.stats  # noqa: E731
+                w.engine.leave(call)
+                w.engine.leave(call)
+            stats = lambda: w.engine.stats  # noqa: E731
             await w.until(lambda: stats() is not None and stats().num_running + stats().num_waiting == 0)
-            assert w.service.stats.num_free_blocks + w.service.stats.num_idle_blocks == w.service.stats.num_blocks
+            assert w.engine.stats.num_free_blocks + w.engine.stats.num_idle_blocks == w.engine.stats.num_blocks
             assert (await w.answer("hi")).outputs[0].text == "Hello there."
 
     run(body())
@@ -184,7 +184,7 @@ def test_a_killed_engine_fails_all_requests_and_is_replaced(opened, tmp_path):
         async with world(opened, tmp_path, '{"step_ms": 5}' + LINES) as w:
             calls = [w.submit("endless", SamplingParams(max_tokens=2000)) for _ in range(64)]
             await calls[0].hear()
-            asked = asyncio.create_task(w.service.ask("no such thing"))
+            asked = asyncio.create_task(w.engine.ask("no such thing"))
             await asyncio.sleep(0)
             os.kill(w.supervisor.engine_pid, signal.SIGKILL)
             told = await asyncio.gather(*map(output, calls), return_exceptions=True)
@@ -300,15 +300,15 @@ def test_an_embedding_crosses_the_wire(opened, tmp_path):
     async def body() -> None:
         async with world(opened, tmp_path) as w:
             ids = w.tokenizer.encode("a secret")
-            call = w.service.embed(ids)
+            call = w.engine.embed(ids)
             counts = counted(np.array(ids))
             found = (await output(call)).embedding
             assert found is not None and found.tolist() == unit(counts).tolist()
             assert call.ticket.metrics.first_token_s is not None
             with pytest.raises(NumericalError):
-                await output(w.service.embed(w.tokenizer.encode("boom")))
-            left = w.service.embed(ids)
-            w.service.leave(left)
+                await output(w.engine.embed(w.tokenizer.encode("boom")))
+            left = w.engine.embed(ids)
+            w.engine.leave(left)
             assert (await w.answer("hi")).outputs[0].text == "Hello there."
 
     run(body())

@@ -54,8 +54,8 @@ class World:
         monkeypatch.setattr(supervising, "EngineProcess", self._new)
         monkeypatch.setattr(supervising, "_LOOK_S", 0.0)
         monkeypatch.setattr(supervising.asyncio, "sleep", self._sleep)
-        self.service = AsyncEngine(None, lambda: self.now_s)
-        self.supervisor = Supervisor(EngineConfig(), None, self.service, clock=lambda: self.now_s)
+        self.engine = AsyncEngine(None, lambda: self.now_s)
+        self.supervisor = Supervisor(EngineConfig(), None, self.engine, clock=lambda: self.now_s)
 
     def _new(self, hear: Callable[[ToFront], None], end: Callable[[], None]) -> Engine:
         self.engines.append(Engine(hear, end))
@@ -149,7 +149,7 @@ def test_an_engine_that_hangs_while_it_starts_again_is_killed_and_replaced(monke
         world.now_s += SILENT_START_S + 1
         (await world.started(2)).hear(FACTS)
         await _turns()
-        world.service.beaten_s = world.now_s
+        world.engine.beaten_s = world.now_s
         assert hanging.num_kills == 1 and world.supervisor.health is Health.READY
         assert world.supervisor.num_restarts == 2
         await world.supervisor.stop()
@@ -169,7 +169,7 @@ def test_restarts_back_off_and_then_stop(
             engine.hear(FACTS)
             await _turns()
             world.now_s += SETTLED_S - 1
-            world.service.beaten_s = world.now_s
+            world.engine.beaten_s = world.now_s
             engine.end()
         with pytest.raises(EngineFailed, match=f"ended {MOST_FAILED} times in a row .* within 60 s of being ready"):
             await watching
@@ -188,7 +188,7 @@ def test_a_settled_engine_resets_the_failure_count(monkeypatch: pytest.MonkeyPat
             engine.hear(FACTS)
             await _turns()
             world.now_s += lived_s
-            world.service.beaten_s = world.now_s
+            world.engine.beaten_s = world.now_s
             engine.end()
         await world.started(6)
         assert world.waited_s == [0.25, 0.5, 1.0, 0.25, 0.25, 0.5]
@@ -218,7 +218,7 @@ def test_a_supervisor_that_was_stopped_while_it_waited_starts_nothing(monkeypatc
     run(body())
 
 
-def test_a_new_engine_is_not_ready_before_its_model_is_known(served: ServedModel) -> None:
+def test_a_new_engine_is_not_ready_before_its_model_is_known(model: ServedModel) -> None:
     """Otherwise a client that waited for readiness would be refused a moment later."""
 
     def asked(known: ServedModel | None) -> list[tuple[int, object]]:
@@ -233,4 +233,4 @@ def test_a_new_engine_is_not_ready_before_its_model_is_known(served: ServedModel
         return events(app, tell)
 
     assert asked(None) == [(503, "starting"), (503, "starting"), (503, "engine_unavailable")]
-    assert asked(served) == [(200, "ready"), (200, "ready"), (200, None)]
+    assert asked(model) == [(200, "ready"), (200, "ready"), (200, None)]

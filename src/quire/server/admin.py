@@ -30,22 +30,22 @@ class AbortBody(msgspec.Struct, frozen=True):
     request_ids: list[str]
 
 
-async def health(desk: ServerState, request: Request) -> Response:
+async def health(state: ServerState, request: Request) -> Response:
     """Whether the engine is alive and its loop makes progress."""
-    health = desk.health
-    alive = health is Health.READY or (health is Health.STALLED and desk.supervisor.stalled_s < UNHEALTHY_AFTER_S)
+    health = state.health
+    alive = health is Health.READY or (health is Health.STALLED and state.supervisor.stalled_s < UNHEALTHY_AFTER_S)
     return json_response({"status": health.value}, 200 if alive else 503)
 
 
-async def ready(desk: ServerState, request: Request) -> Response:
+async def ready(state: ServerState, request: Request) -> Response:
     """Whether a request sent now would be served."""
-    status = "draining" if desk.service.draining else "paused" if desk.admission.paused else desk.health.value
+    status = "draining" if state.engine.draining else "paused" if state.admission.paused else state.health.value
     return json_response({"status": status}, 200 if status == Health.READY.value else 503)
 
 
-async def load(desk: ServerState, request: Request) -> Response:
-    stats = desk.service.stats
-    body: dict[str, object] = {"server_load": desk.admission.num_open, "num_requests": desk.service.num_calls}
+async def load(state: ServerState, request: Request) -> Response:
+    stats = state.engine.stats
+    body: dict[str, object] = {"server_load": state.admission.num_open, "num_requests": state.engine.num_calls}
     if stats is not None:
         held = stats.num_blocks - stats.num_free_blocks - stats.num_idle_blocks
         body |= {
@@ -58,40 +58,40 @@ async def load(desk: ServerState, request: Request) -> Response:
     return json_response(body)
 
 
-async def metrics(desk: ServerState, request: Request) -> Response:
-    return Response(desk.metrics.page(), media_type=CONTENT_TYPE)
+async def metrics(state: ServerState, request: Request) -> Response:
+    return Response(state.metrics.page(), media_type=CONTENT_TYPE)
 
 
-async def explain(desk: ServerState, request: Request) -> Response:
+async def explain(state: ServerState, request: Request) -> Response:
     """The scheduler's events of each prompt of a request."""
     request_id = request.path_params["request_id"]
-    events = [await desk.service.ask("explain", number) for number in _numbers(desk, request_id)]
+    events = [await state.engine.ask("explain", number) for number in _numbers(state, request_id)]
     return json_response({"id": request_id, "requests": [msgspec.Raw(each) for each in events]})
 
 
-async def abort(desk: ServerState, request: Request) -> Response:
+async def abort(state: ServerState, request: Request) -> Response:
     body = await read(request, AbortBody)
-    numbers = [number for request_id in body.request_ids for number in _numbers(desk, request_id)]
-    return json_response({"aborted": sum(desk.service.abort(number) for number in numbers)})
+    numbers = [number for request_id in body.request_ids for number in _numbers(state, request_id)]
+    return json_response({"aborted": sum(state.engine.abort(number) for number in numbers)})
 
 
-async def reset_prefix_cache(desk: ServerState, request: Request) -> Response:
-    return Response(await desk.service.ask("reset_prefix_cache"), media_type="application/json")
+async def reset_prefix_cache(state: ServerState, request: Request) -> Response:
+    return Response(await state.engine.ask("reset_prefix_cache"), media_type="application/json")
 
 
-async def pause(desk: ServerState, request: Request) -> Response:
+async def pause(state: ServerState, request: Request) -> Response:
     """Refuse new requests; those that are open run to their end."""
-    desk.admission.paused = True
+    state.admission.paused = True
     return json_response({"paused": True})
 
 
-async def resume(desk: ServerState, request: Request) -> Response:
-    desk.admission.paused = False
+async def resume(state: ServerState, request: Request) -> Response:
+    state.admission.paused = False
     return json_response({"paused": False})
 
 
-def _numbers(desk: ServerState, request_id: str) -> tuple[int, ...]:
-    numbers = desk.service.numbers_of(request_id)
+def _numbers(state: ServerState, request_id: str) -> tuple[int, ...]:
+    numbers = state.engine.numbers_of(request_id)
     if not numbers:
         raise UnknownRequest(
             "No recent request has this id; send the id from the header x-quire-request-id.",

@@ -44,9 +44,9 @@ class AdmissionControl:
     """Counts open requests, in all and by key."""
 
     def __init__(
-        self, service: AsyncEngine, health: Callable[[], Health], *, max_waiting: int, max_waiting_tokens: int
+        self, engine: AsyncEngine, health: Callable[[], Health], *, max_waiting: int, max_waiting_tokens: int
     ) -> None:
-        self._service = service
+        self._engine = engine
         self._health = health
         self._max_waiting = max_waiting
         self._max_waiting_tokens = max_waiting_tokens
@@ -61,8 +61,8 @@ class AdmissionControl:
         self.num_open += 1
 
     def _check(self, name: str, most: int | None) -> None:
-        self._check_service()
-        facts, stats = self._service.facts, self._service.stats
+        self._check_engine()
+        facts, stats = self._engine.facts, self._engine.stats
         assert facts is not None
         num_waiting = self.num_open - facts.max_num_seqs
         if num_waiting >= self._max_waiting:
@@ -81,19 +81,19 @@ class AdmissionControl:
         if not self._open[name]:
             del self._open[name]
 
-    def _check_service(self) -> None:
-        if self._service.draining:
+    def _check_engine(self) -> None:
+        if self._engine.draining:
             raise self._advised(Draining(), self.num_open)
         if self.paused:
             raise self._advised(ServerPaused("The operator has paused this server; try again later."), 1)
-        if not self._service.attached:
+        if not self._engine.attached:
             raise EngineRestarting("The engine is being started; try again in a moment.")
         if self._health() is Health.STALLED:
             raise EngineRestarting("The engine has not reported for some seconds; try again in a moment.")
 
     def _advised(self, error: QuireError, num_before: int) -> QuireError:
         """Add the advised wait. Little's law: requests that must finish first / requests that finish per second."""
-        rate = self._service.drained_per_s()
+        rate = self._engine.drained_per_s()
         wait_s = _USUAL_ADVICE_S if rate is None else num_before / rate
         error.retry_after_s = float(min(max(math.ceil(wait_s), 1), LONGEST_ADVICE_S))
         return error

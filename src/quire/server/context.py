@@ -78,7 +78,7 @@ class ServedModel:
         return "" if self.tokenizer is None else self.tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def served_from(
+def make_served_model(
     opened: OpenedModel,
     facts: EngineInfo,
     constrainer: GrammarPrecompiler,
@@ -112,21 +112,21 @@ def served_from(
 class ServerState:
     """The first argument of every handler; the second is the request."""
 
-    service: AsyncEngine
+    engine: AsyncEngine
     supervisor: Supervisor
     admission: AdmissionControl
     metrics: Metrics
     keep_alive_s: float = KEEP_ALIVE_S
-    known: ServedModel | None = None  # None until the engine is ready for the first time
+    loaded: ServedModel | None = None  # None until the engine is ready for the first time
 
     @property
-    def served(self) -> ServedModel:
-        if self.known is None:
+    def model(self) -> ServedModel:
+        if self.loaded is None:
             raise EngineRestarting("The model is being loaded; try again in a moment.")
-        return self.known
+        return self.loaded
 
     @property
     def health(self) -> Health:
         """The supervisor's view, but STARTING until the model of a ready engine is known here."""
         health = self.supervisor.health
-        return Health.STARTING if health is Health.READY and self.known is None else health
+        return Health.STARTING if health is Health.READY and self.loaded is None else health

@@ -50,14 +50,14 @@ class Supervisor:
         self,
         config: EngineConfig,
         script: str | None,
-        service: AsyncEngine,
+        engine: AsyncEngine,
         *,
         clock: Callable[[], float],
         phase: Callable[[StartupPhase], None] = lambda phase: None,
         serving: bool = True,  # False: nobody waits for his next token
     ) -> None:
         self._order = StartEngine(config, script, serving)
-        self._service = service
+        self._engine = engine
         self._clock = clock
         self._phase = phase
         self._child: EngineProcess | None = None
@@ -74,14 +74,14 @@ class Supervisor:
     def health(self) -> Health:
         if self._stopping:
             return Health.STOPPED
-        if not self._service.attached:
+        if not self._engine.attached:
             return Health.RESTARTING if self._ever_ready else Health.STARTING
-        return Health.READY if self._clock() - self._service.beaten_s < READY_WITHIN_S else Health.STALLED
+        return Health.READY if self._clock() - self._engine.beaten_s < READY_WITHIN_S else Health.STALLED
 
     @property
     def stalled_s(self) -> float:
         """Since when nothing was heard from the engine's loop."""
-        return self._clock() - self._service.beaten_s
+        return self._clock() - self._engine.beaten_s
 
     @property
     def engine_pid(self) -> int | None:
@@ -89,14 +89,14 @@ class Supervisor:
 
     async def first_start(self) -> EngineInfo:
         """Start the engine; a `QuireError` says why it cannot be."""
-        self._service.listen()
+        self._engine.listen()
         self._spawn()
         await self._until_ready_or_ended()
-        if self._service.facts is None:
+        if self._engine.facts is None:
             raise self._refusal or EngineFailed(
                 f"The engine process ended while it was starting ({self._how_it_ended()})."
             )
-        return self._service.facts
+        return self._engine.facts
 
     async def watch(self) -> None:
         """From the first start on, until `stop`. An engine that cannot be started again is raised."""
@@ -135,7 +135,7 @@ class Supervisor:
         child, self._child = self._child, None
         if child is not None:
             await asyncio.to_thread(child.close)
-        self._service.detach()
+        self._engine.detach()
 
     def _spawn(self) -> None:
         self._ready, self._ended, self._refusal = asyncio.Event(), asyncio.Event(), None
@@ -154,7 +154,7 @@ class Supervisor:
                 case Refused(None, error):
                     loop.call_soon_threadsafe(self._note_refusal, error)
                 case _:
-                    self._service.hear(said)
+                    self._engine.hear(said)
 
         def end() -> None:
             try:
@@ -177,7 +177,7 @@ class Supervisor:
         if child is self._child:
             self._ever_ready = True
             self._ready_s = self._clock()
-            self._service.attach(child, facts)
+            self._engine.attach(child, facts)
             ready.set()
 
     def _note_refusal(self, error: QuireError) -> None:
@@ -185,7 +185,7 @@ class Supervisor:
 
     def _note_end(self, ended: asyncio.Event) -> None:
         if ended is self._ended:
-            self._service.detach()
+            self._engine.detach()
         ended.set()
 
     async def _until_ready_or_ended(self) -> None:
@@ -207,7 +207,7 @@ class Supervisor:
     async def _watch_one(self) -> None:
         """Until this engine has ended. One that hangs is killed."""
         while not self._ended.is_set():
-            if self._service.attached and self.stalled_s > KILL_AFTER_S and self._child is not None:
+            if self._engine.attached and self.stalled_s > KILL_AFTER_S and self._child is not None:
                 _log.error("the engine's loop has not been heard for %.0f s; killing it", self.stalled_s)
                 self._child.kill()
                 await self._ended.wait()

@@ -19,18 +19,18 @@ class PromptDelta(NamedTuple):
 class PromptGroup:
     """Whoever makes one must `leave` it, however it ends."""
 
-    __slots__ = ("_calls", "_service", "_waiting")
+    __slots__ = ("_calls", "_engine", "_waiting")
 
     def __init__(
-        self, service: AsyncEngine, prompts: Sequence[list[int]], generation: GenerationRequest, *, streaming: bool
+        self, engine: AsyncEngine, prompts: Sequence[list[int]], generation: GenerationRequest, *, streaming: bool
     ) -> None:
         assert generation.grammar == generation.params.grammar, "a grammar reaches the engine through a Constrainer"
-        self._service = service
+        self._engine = engine
         self._calls: list[RequestStream] = []
         self._waiting: dict[asyncio.Future[News], int] = {}
         try:
             for ids in prompts:
-                call = service.submit(
+                call = engine.submit(
                     ids,
                     generation.params,
                     terms=generation.terms,
@@ -71,4 +71,4 @@ class PromptGroup:
             if not waiting.cancel() and not waiting.cancelled():
                 waiting.exception()  # seen: one error answers for the whole request
         for call in self._calls:
-            self._service.leave(call)
+            self._engine.leave(call)

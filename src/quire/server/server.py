@@ -31,7 +31,7 @@ from quire.output_parsing.tool_formats import ToolFormat
 from quire.server.admission import AdmissionControl
 from quire.server.app import Application, make_app
 from quire.server.async_engine import AsyncEngine, FinishedRequest
-from quire.server.context import ServedModel, ServerState, served_from
+from quire.server.context import ServedModel, ServerState, make_served_model
 from quire.server.engine_supervisor import Supervisor
 from quire.server.grammar_precompiler import GrammarPrecompiler
 from quire.server.http.errors import Stopping
@@ -43,8 +43,8 @@ EVERY_S = 10.0
 class StatusLine:
     """Throughput since the last line, from the difference of counters."""
 
-    def __init__(self, service: AsyncEngine, metrics: Metrics, clock: Callable[[], float]) -> None:
-        self._service = service
+    def __init__(self, engine: AsyncEngine, metrics: Metrics, clock: Callable[[], float]) -> None:
+        self._engine = engine
         self._metrics = metrics
         self._clock = clock
         self._before = self._counts()
@@ -63,7 +63,7 @@ class StatusLine:
         prompt, cached, generated = (new - old for new, old in zip(now, self._before, strict=True))
         seconds = max(now_s - self._before_s, 1e-3)
         self._before, self._before_s = now, now_s
-        stats = self._service.stats
+        stats = self._engine.stats
         if stats is None or not (prompt or generated or stats.num_running or stats.num_waiting):
             return None
         held = stats.num_blocks - stats.num_free_blocks - stats.num_idle_blocks
@@ -133,16 +133,16 @@ class ServerObservers:
 class DrainingServer(uvicorn.Server):
     """uvicorn with draining on SIGTERM."""
 
-    def __init__(self, config: uvicorn.Config, service: AsyncEngine, drain_s: float) -> None:
+    def __init__(self, config: uvicorn.Config, engine: AsyncEngine, drain_s: float) -> None:
         super().__init__(config)
-        self._service = service
+        self._engine = engine
         self._drain_s = drain_s
         self._loop = asyncio.get_running_loop()
         self._draining: asyncio.Task[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if sig == signal.SIGTERM and not self._service.draining:
-            self._service.draining = True
+        if sig == signal.SIGTERM and not self._engine.draining:
+            self._engine.draining = True
             self._loop.call_soon_threadsafe(self._begin_draining)
             return
         self._loop.call_soon_threadsafe(self._end)
@@ -151,16 +151,16 @@ class DrainingServer(uvicorn.Server):
         self._draining = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
-        _log.info("draining: %d requests are open", self._service.num_calls)
+        _log.info("draining: %d requests are open", self._engine.num_calls)
         deadline_s = time.monotonic() + self._drain_s
-        while self._service.num_calls and time.monotonic() < deadline_s:
+        while self._engine.num_calls and time.monotonic() < deadline_s:
             await asyncio.sleep(_DRAIN_POLL_S)
         self._end()
 
     def _end(self) -> None:
         """Requests that are still open get a `Stopping` error."""
-        self._service.draining = True
-        self._service.dismiss(Stopping)
+        self._engine.draining = True
+        self._engine.dismiss(Stopping)
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -183,25 +183,25 @@ class Server:
         self._config = config
         self._observers = observers
         clock = time.monotonic
-        self.service = AsyncEngine(config.opened.tokenizer, clock)
+        self.engine = AsyncEngine(config.opened.tokenizer, clock)
         engine_config = with_burst_queue(config.config, config.max_waiting)
         self.supervisor = Supervisor(
-            engine_config, config.script, self.service, clock=clock, phase=observers.phase, serving=config.serving
+            engine_config, config.script, self.engine, clock=clock, phase=observers.phase, serving=config.serving
         )
         admission = AdmissionControl(
-            self.service,
+            self.engine,
             lambda: self.supervisor.health,
             max_waiting=config.max_waiting,
             max_waiting_tokens=config.max_waiting_tokens,
         )
-        self.metrics = Metrics(lambda: self.service.stats, clock)
+        self.metrics = Metrics(lambda: self.engine.stats, clock)
         self.metrics.engine.num_restarts = lambda: self.supervisor.num_restarts
-        self.metrics.engine.memory = lambda: None if self.service.facts is None else self.service.facts.memory
-        self.service.finished = self._note_end
-        self.service.progressed = self.metrics.progressed
-        self.service.lost = self.metrics.engine.note_loss
-        self.desk = ServerState(self.service, self.supervisor, admission, self.metrics)
-        self.app = make_app(self.desk)
+        self.metrics.engine.memory = lambda: None if self.engine.facts is None else self.engine.facts.memory
+        self.engine.finished = self._note_end
+        self.engine.progressed = self.metrics.progressed
+        self.engine.lost = self.metrics.engine.note_loss
+        self.state = ServerState(self.engine, self.supervisor, admission, self.metrics)
+        self.app = make_app(self.state)
 
     def _note_end(self, end: FinishedRequest) -> None:
         self.metrics.finished(end)
@@ -215,7 +215,7 @@ class Server:
         constrainer = GrammarPrecompiler(opened.tokenizer, opened.end_ids, opened.checkpoint.spec.vocab_size)
         constrainer.warm()  # while the engine loads
         facts = await self.supervisor.first_start()
-        self.desk.known = served_from(
+        self.state.loaded = make_served_model(
             opened,
             facts,
             constrainer,
@@ -225,8 +225,8 @@ class Server:
             reasoning_tags=config.reasoning_tags,
         )
         freeze_heap()
-        self._observers.ready(self.desk.known, facts)
-        status = StatusLine(self.service, self.metrics, time.monotonic)
+        self._observers.ready(self.state.loaded, facts)
+        status = StatusLine(self.engine, self.metrics, time.monotonic)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(status.run(self._observers.status))
             tasks.create_task(self.supervisor.watch())
@@ -247,7 +247,7 @@ def serve_until_signal(
         if observers.tracer is not None:
             app = observers.tracer.around(app, server)
         uvicorn_config = uvicorn.Config(lifespan="off", timeout_graceful_shutdown=_CANCELLED_AFTER_S, **settings(app))
-        http_server = DrainingServer(uvicorn_config, server.service, config.drain_s)
+        http_server = DrainingServer(uvicorn_config, server.engine, config.drain_s)
         running = asyncio.create_task(server.run_engine())
         running.add_done_callback(lambda _: setattr(http_server, "should_exit", True))
         try:

@@ -100,7 +100,7 @@ class _TracedApp:
 
     def _close(self, span: Span, scope: Scope, route: str, status: int) -> None:
         request_id = context_of(scope).request_id
-        for number in self._server.service.numbers_of(request_id):
+        for number in self._server.engine.numbers_of(request_id):
             end = self._ended.pop(number, None)
             if end is not None:
                 self._trace_prompt(span, _OPERATIONS.get(route, "chat"), end)
@@ -120,8 +120,8 @@ class _TracedApp:
     def _trace_prompt(self, parent: Span, operation: str, end: FinishedRequest) -> None:
         """The span of a prompt, and one for each of its phases."""
         times = end.ticket.metrics
-        served = self._server.desk.known
-        model = "unknown" if served is None else served.name
+        loaded = self._server.state.loaded
+        model = "unknown" if loaded is None else loaded.name
         attributes = _attributes(end, operation, model)
         begun, ended = self._ns(times.arrival_s), self._ns(times.finished_s or times.arrival_s)
         context = set_span_in_context(parent)

@@ -70,11 +70,11 @@ def test_the_choice_of_a_tool_that_is_left_out_is_left_out_too() -> None:
         {"content": None, "refusal": "Well.\nI will not."},
     ],
 )
-def test_what_the_assistant_refused_is_a_text_of_its_own(served: ServedModel, refused: dict[str, Any]) -> None:
-    text = chat(messages=[*HI, {"role": "assistant", **refused}, *HI]).render(served)
+def test_what_the_assistant_refused_is_a_text_of_its_own(model: ServedModel, refused: dict[str, Any]) -> None:
+    text = chat(messages=[*HI, {"role": "assistant", **refused}, *HI]).render(model)
     assert "assistant\nWell.\nI will not.<|im_end|>" in text
     with pytest.raises(InvalidPrompt):
-        chat(messages=[{"role": "user", "content": [{"type": "refusal", "refusal": "No."}]}]).render(served)
+        chat(messages=[{"role": "user", "content": [{"type": "refusal", "refusal": "No."}]}]).render(model)
 
 
 @pytest.mark.parametrize(
@@ -88,15 +88,15 @@ def test_what_the_assistant_refused_is_a_text_of_its_own(served: ServedModel, re
         ([{"function": {"name": "f", "arguments": 7}}], "[0]"),
     ],
 )
-def test_a_call_that_is_none_is_refused_with_its_place(served: ServedModel, calls: Any, place: str) -> None:
+def test_a_call_that_is_none_is_refused_with_its_place(model: ServedModel, calls: Any, place: str) -> None:
     turn = {"role": "assistant", "content": "So.", "tool_calls": calls}
     with pytest.raises(InvalidPrompt) as caught:
-        chat(messages=[*HI, turn]).render(served)
+        chat(messages=[*HI, turn]).render(model)
     assert caught.value.param == f"messages[1].tool_calls{place}"
 
 
 @pytest.mark.parametrize("arguments", ['{"a": 1}', "no JSON", "", None, {"a": 1}])
-def test_a_call_as_clients_send_it_is_told(served: ServedModel, arguments: Any) -> None:
+def test_a_call_as_clients_send_it_is_told(model: ServedModel, arguments: Any) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": arguments}}
     messages = [*HI, {"role": "assistant", "content": None, "tool_calls": [call]}, {**HI[0], "tool_calls": None}]
-    assert '"name": "f"' in chat(messages=messages).render(served)
+    assert '"name": "f"' in chat(messages=messages).render(model)

@@ -274,10 +274,10 @@ def test_an_unknown_parser_is_told_the_known_ones(option: str, known: str) -> No
     assert "'herms'" in result.stderr and known in result.stderr and "Traceback" not in result.stderr
 
 
-def test_marks_that_are_special_tokens_reach_the_parser(served: ServedModel) -> None:
+def test_marks_that_are_special_tokens_reach_the_parser(model: ServedModel) -> None:
     """Special tokens are usually left out of a text; those that mark calls must not be, and go by id in a grammar."""
-    assert served.tokenizer is not None
-    backend = type(served.tokenizer._backend).from_str(served.tokenizer.to_json())
+    assert model.tokenizer is not None
+    backend = type(model.tokenizer._backend).from_str(model.tokenizer.to_json())
     backend.add_special_tokens(["[TOOL_CALLS]"])
     tokenizer = Tokenizer(TokenizerFiles(backend, None, 2, (2,), MISTRAL_V3))
     model_format = find_model_format(MISTRAL_V3, tokenizer)

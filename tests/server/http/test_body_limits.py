@@ -21,9 +21,9 @@ CHAT = [{"role": "user", "content": "hi"}]
 LONG = "a" * (128 * 1024 + 1)  # one character more than 1,024 tokens could have
 
 
-def refused(served: ServedModel, path: str, body: dict[str, object]) -> dict[str, str]:
+def refused(model: ServedModel, path: str, body: dict[str, object]) -> dict[str, str]:
     script = Script(["Hello."])
-    answer = post(app_over(script, served), path, body)
+    answer = post(app_over(script, model), path, body)
     assert answer.status_code == 400 and not script.asked, answer.text
     return answer.json()["error"]  # type: ignore[no-any-return]
 
@@ -32,10 +32,10 @@ def refused(served: ServedModel, path: str, body: dict[str, object]) -> dict[str
     ("path", "asks"), [("/v1/completions", {"prompt": "hi"}), ("/v1/chat/completions", {"messages": CHAT})]
 )
 def test_more_allowed_ids_than_tokens_never_reach_the_engine(
-    served: ServedModel, path: str, asks: dict[str, object]
+    model: ServedModel, path: str, asks: dict[str, object]
 ) -> None:
-    most = served.vocab_size
-    error = refused(served, path, {**asks, "allowed_token_ids": [5] * (most + 1)})
+    most = model.vocab_size
+    error = refused(model, path, {**asks, "allowed_token_ids": [5] * (most + 1)})
     assert error["param"] == "allowed_token_ids"
     assert error["message"] == f"allowed_token_ids holds {most + 1} entries; the most is {most}."
 
@@ -52,26 +52,26 @@ def test_more_allowed_ids_than_tokens_never_reach_the_engine(
     ],
 )
 def test_more_messages_than_the_context_has_tokens_are_neither_joined_nor_rendered(
-    served: ServedModel, path: str, name: str, more: dict[str, object], monkeypatch: pytest.MonkeyPatch
+    model: ServedModel, path: str, name: str, more: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module, verb in ((dialogue, "render"), (messages, "as_chat"), (responses, "as_chat")):
         monkeypatch.delattr(module, verb)
-    error = refused(served, path, {name: [{"role": "assistant", "content": "a"}] * 1025, **more})
+    error = refused(model, path, {name: [{"role": "assistant", "content": "a"}] * 1025, **more})
     assert "maximum context length is 1024" in error["message"] and "1025 in the messages" in error["message"]
     assert error.get("param", name) == name  # Anthropic's errors name no field
 
 
 def test_more_parts_than_the_context_has_tokens_are_not_rendered(
-    served: ServedModel, monkeypatch: pytest.MonkeyPatch
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(dialogue, "render")
     parts = [{"type": "text", "text": "a"}] * 1024
     body = {"messages": [{"role": "user", "content": parts}, {"role": "user", "content": "a"}]}
-    assert "1025 in the messages" in refused(served, "/v1/chat/completions", body)["message"]
+    assert "1025 in the messages" in refused(model, "/v1/chat/completions", body)["message"]
 
 
 def test_a_long_conversation_is_shortened_without_a_copy_for_every_turn(
-    served: ServedModel, monkeypatch: pytest.MonkeyPatch
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turns: list[dict[str, object]] = [
         {"role": role, "content": str(place)} for place in range(10_000) for role in ("user", "assistant")
@@ -83,23 +83,23 @@ def test_a_long_conversation_is_shortened_without_a_copy_for_every_turn(
         return ChatPrompt(messages)
 
     monkeypatch.setattr(fitting, "replace", replaced)
-    kept = fitting.drop_oldest_turns(ChatPrompt(turns), served, max_tokens=100).messages
+    kept = fitting.drop_oldest_turns(ChatPrompt(turns), model, max_tokens=100).messages
     assert len(copies) < 20
     assert 50 < len(kept) < 200 and kept == turns[-len(kept) :] and kept[0]["role"] == "user"
 
 
-def test_turns_too_long_to_tokenize_are_dropped_too(served: ServedModel) -> None:
+def test_turns_too_long_to_tokenize_are_dropped_too(model: ServedModel) -> None:
     turns = [
         {"role": "user", "content": "ab " * 46_666},
         {"role": "assistant", "content": "ok"},
         {"role": "user", "content": "hi"},
     ]
-    assert refused(served, "/v1/responses", {"input": turns})["code"] == "context_length_exceeded"
+    assert refused(model, "/v1/responses", {"input": turns})["code"] == "context_length_exceeded"
     script = Script(["Hello."])
-    answer = post(app_over(script, served), "/v1/responses", {"input": turns, "truncation": "auto"})
+    answer = post(app_over(script, model), "/v1/responses", {"input": turns, "truncation": "auto"})
     assert answer.status_code == 200, answer.text
     [(ids, _, _)] = script.asked
-    assert "hi" in served.spelled(ids) and "ok" not in served.spelled(ids)
+    assert "hi" in model.spelled(ids) and "ok" not in model.spelled(ids)
 
 
 def test_consecutive_texts_are_joined_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +129,7 @@ def test_consecutive_texts_are_joined_once(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("module", [messages, responses])
 def test_a_large_body_is_translated_off_the_event_loop(
-    module: object, served: ServedModel, monkeypatch: pytest.MonkeyPatch
+    module: object, model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     translators = []
     as_chat = module.as_chat  # type: ignore[attr-defined]
@@ -145,7 +145,7 @@ def test_a_large_body_is_translated_off_the_event_loop(
             name: [{"role": "user", "content": words}],
             "max_tokens" if module is messages else "max_output_tokens": 5,
         }
-        post(app_over(Script(["Hello."]), served), path, body)
+        post(app_over(Script(["Hello."]), model), path, body)
     small, large = translators
     assert small is threading.current_thread() is not large
 
@@ -163,9 +163,9 @@ def test_a_large_body_is_translated_off_the_event_loop(
     ],
 )
 def test_a_text_that_cannot_fit_is_not_tokenized(
-    served: ServedModel, path: str, body: dict[str, object], param: str | None, monkeypatch: pytest.MonkeyPatch
+    model: ServedModel, path: str, body: dict[str, object], param: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert served.tokenizer is not None
+    assert model.tokenizer is not None
     read: list[str] = []
 
     def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -174,7 +174,7 @@ def test_a_text_that_cannot_fit_is_not_tokenized(
 
     monkeypatch.setattr(Tokenizer, "encode", encode)
     script = Script(["Hello."])
-    answer = post(app_over(script, served), path, body)
+    answer = post(app_over(script, model), path, body)
     assert LONG not in read and not script.asked
     if param is None:  # as text-generation-inference tells it
         assert answer.status_code == 422 and "maximum context length is 1024" in answer.json()["error"]
@@ -184,7 +184,7 @@ def test_a_text_that_cannot_fit_is_not_tokenized(
     assert "1025 in the messages" in error["message"]
 
 
-def test_no_input_is_tokenized_after_one_that_is_too_long(served: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_input_is_tokenized_after_one_that_is_too_long(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
 
     def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -192,23 +192,23 @@ def test_no_input_is_tokenized_after_one_that_is_too_long(served: ServedModel, m
         return [5] * len(text)
 
     monkeypatch.setattr(Tokenizer, "encode", encode)
-    error = refused(served, "/v1/embeddings", {"input": ["a", "b" * 1025, "c"]})
+    error = refused(model, "/v1/embeddings", {"input": ["a", "b" * 1025, "c"]})
     assert (error["code"], error["param"]) == ("context_length_exceeded", "input")
     assert read == ["a", "b" * 1025]
 
 
 def test_token_ids_are_bounded_and_decoded_off_the_event_loop(
-    served: ServedModel, monkeypatch: pytest.MonkeyPatch
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkers = []
     check = ServedModel.checked_ids
 
-    def noted(served: ServedModel, ids: list[int], param: str) -> list[int]:
+    def noted(model: ServedModel, ids: list[int], param: str) -> list[int]:
         checkers.append(threading.current_thread())
-        return check(served, ids, param)
+        return check(model, ids, param)
 
     monkeypatch.setattr(ServedModel, "checked_ids", noted)
-    app = app_over(Script([]), served)
+    app = app_over(Script([]), model)
     assert post(app, "/detokenize", {"tokens": [504, 3575]}).json() == {"prompt": "The capital"}
     error = post(app, "/detokenize", {"tokens": [504, -1]}).json()["error"]
     assert error["param"] == "tokens" and "no token -1" in error["message"]

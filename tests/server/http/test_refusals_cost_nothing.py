@@ -32,13 +32,13 @@ def full() -> Iterator[Application]:
     """A server where one request runs and one waits: full. Without a tokenizer, so that tokenizing would fail."""
     child = EngineProcess(lambda said: None, lambda: None)
     child.start()
-    service = AsyncEngine(None, time.monotonic)
-    service.attach(child, FACTS)
-    admission = AdmissionControl(service, lambda: Health.READY, max_waiting=1, max_waiting_tokens=1000)
+    engine = AsyncEngine(None, time.monotonic)
+    engine.attach(child, FACTS)
+    admission = AdmissionControl(engine, lambda: Health.READY, max_waiting=1, max_waiting_tokens=1000)
     for _ in range(2):
         admission.admit("anonymous", None)
-    supervisor = Supervisor(EngineConfig(), None, service, clock=time.monotonic)
-    yield make_app(ServerState(service, supervisor, admission, Metrics(lambda: None, time.monotonic)))
+    supervisor = Supervisor(EngineConfig(), None, engine, clock=time.monotonic)
+    yield make_app(ServerState(engine, supervisor, admission, Metrics(lambda: None, time.monotonic)))
     child.close()
 
 

@@ -115,7 +115,7 @@ def test_the_error_that_ended_a_stream_is_in_its_context(error: Exception, code:
     assert context.error_code == code
 
 
-def test_keep_alive_comments_precede_a_late_response(served: ServedModel) -> None:
+def test_keep_alive_comments_precede_a_late_response(model: ServedModel) -> None:
     script = Silent(["hello"])
     sent: list[Message] = []
 
@@ -123,7 +123,7 @@ def test_keep_alive_comments_precede_a_late_response(served: ServedModel) -> Non
         if [each.get("body") for each in sent].count(KEEP_ALIVE) == 3 and message.get("body") == KEEP_ALIVE:
             script.say()
 
-    asyncio.run(asyncio.wait_for(ask(app_over(script, served, keep_alive_s=0.01), sent, on_send), 60))
+    asyncio.run(asyncio.wait_for(ask(app_over(script, model, keep_alive_s=0.01), sent, on_send), 60))
     assert (sent[0]["type"], sent[0]["status"]) == ("http.response.start", 200)
     told = [each["body"] for each in sent[1:]]
     assert told[:3] == [KEEP_ALIVE] * 3
@@ -131,10 +131,10 @@ def test_keep_alive_comments_precede_a_late_response(served: ServedModel) -> Non
     assert sent[-1]["more_body"] is False
 
 
-def test_an_error_after_a_comment_is_an_event_and_a_close(served: ServedModel) -> None:
+def test_an_error_after_a_comment_is_an_event_and_a_close(model: ServedModel) -> None:
     script = Silent(failure=EngineFailed("It broke."))
     sent: list[Message] = []
-    asyncio.run(ask(app_over(script, served, keep_alive_s=0.01), sent,
+    asyncio.run(ask(app_over(script, model, keep_alive_s=0.01), sent,
                     lambda message: message.get("body") == KEEP_ALIVE and script.say()))  # fmt: skip
     told = b"".join(each["body"] for each in sent[1:])
     assert sent[0]["status"] == 200
@@ -146,9 +146,9 @@ def test_an_error_after_a_comment_is_an_event_and_a_close(served: ServedModel) -
 @pytest.mark.parametrize(
     ("failure", "status"), [(InvalidPrompt("no"), 400), (EngineFailed("no"), 500), (NumericalError(), 500)]
 )
-def test_an_error_before_the_first_byte_keeps_its_status(served: ServedModel, failure: Any, status: int) -> None:
+def test_an_error_before_the_first_byte_keeps_its_status(model: ServedModel, failure: Any, status: int) -> None:
     script = Script(failure=failure)
-    answer = post(app_over(script, served), CHAT, ASK)
+    answer = post(app_over(script, model), CHAT, ASK)
     assert (answer.status_code, answer.headers["content-type"]) == (status, "application/json")
     assert answer.json()["error"]["code"] == failure.code
     assert script.num_left > 0
@@ -175,31 +175,31 @@ class Tripping(Script):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_internal_error_has_a_fixed_text(served: ServedModel, stream: bool) -> None:
-    answer = post(app_over(Tripping(), served), CHAT, {**ASK, "stream": stream})
+def test_an_internal_error_has_a_fixed_text(model: ServedModel, stream: bool) -> None:
+    answer = post(app_over(Tripping(), model), CHAT, {**ASK, "stream": stream})
     assert answer.status_code == 500
     assert "its log says why" in answer.text and "somewhere" not in answer.text
 
 
-def test_an_internal_error_in_the_middle_is_an_event(served: ServedModel) -> None:
+def test_an_internal_error_in_the_middle_is_an_event(model: ServedModel) -> None:
     script = Tripping()
     script.at_once = False
-    answer = post(app_over(script, served), CHAT, ASK)
+    answer = post(app_over(script, model), CHAT, ASK)
     assert answer.status_code == 200
     assert '"content":"hello"' in answer.text and "its log says why" in answer.text
     assert "[DONE]" not in answer.text
     assert script.num_left > 0
 
 
-def test_nothing_overtakes_the_headers(served: ServedModel) -> None:
+def test_nothing_overtakes_the_headers(model: ServedModel) -> None:
     sent: list[Message] = []
-    asyncio.run(ask(app_over(Script(["a", "b"]), served), sent, lambda message: None))
+    asyncio.run(ask(app_over(Script(["a", "b"]), model), sent, lambda message: None))
     assert [each["type"] for each in sent].index("http.response.start") == 0
     assert b"".join(each["body"] for each in sent[1:]).endswith(DONE)
 
 
 @pytest.mark.parametrize("spoken", [False, True])
-def test_a_disconnect_ends_the_stream(served: ServedModel, spoken: bool) -> None:
+def test_a_disconnect_ends_the_stream(model: ServedModel, spoken: bool) -> None:
     """Before the first event, and in the middle."""
     script = Silent(["hello"], failure=None)
 
@@ -207,7 +207,7 @@ def test_a_disconnect_ends_the_stream(served: ServedModel, spoken: bool) -> None
         gone = asyncio.Event()
         sent: list[Message] = []
         asking = asyncio.ensure_future(
-            ask(app_over(script, served, keep_alive_s=0.01 if spoken else 60), sent, lambda _: gone.set(), gone)
+            ask(app_over(script, model, keep_alive_s=0.01 if spoken else 60), sent, lambda _: gone.set(), gone)
         )
         while not script.calls:
             await asyncio.sleep(0)

@@ -37,17 +37,17 @@ def test_an_unlikely_token_is_not_among_the_likeliest() -> None:
     assert [top["token"] for top in told["top_logprobs"]] == ["token_id:6", "token_id:7"]  # type: ignore[attr-defined]
 
 
-def test_of_two_tokens_that_look_alike_the_likelier_is_told(served: ServedModel) -> None:
+def test_of_two_tokens_that_look_alike_the_likelier_is_told(model: ServedModel) -> None:
     """Else a client that compares with the maximum would call an unlikely token the model's own choice."""
     entry = {5: Logprob(-3.0, 3, "x"), 6: Logprob(-0.5, 1, "x"), 7: Logprob(-0.7, 2, "x")}
-    told = completion_scores(TokenText(served.tokenizer, as_ids=False), entry)
+    told = completion_scores(TokenText(model.tokenizer, as_ids=False), entry)
     assert told["token_logprobs"] == [-3.0]
     assert told["top_logprobs"] == [{"x": -0.5}]
 
 
-def test_what_stands_behind_the_text_waits_for_it(served: ServedModel) -> None:
+def test_what_stands_behind_the_text_waits_for_it(model: ServedModel) -> None:
     """It may be a stop string: then its tokens stand where the text ends."""
-    tokenizer = served.text()
+    tokenizer = model.text()
     ids = tokenizer.encode("one two three")
     scores = CompletionLogprobs(TokenText(tokenizer, as_ids=False), Detokenizer(tokenizer))
     scores.add([{token: Logprob(-1.0, 1, tokenizer.decode([token]))} for token in ids])
@@ -57,8 +57,8 @@ def test_what_stands_behind_the_text_waits_for_it(served: ServedModel) -> None:
     assert (last["tokens"], last["text_offset"]) == ([" three"], [6])
 
 
-def test_a_token_that_the_prompt_does_not_say_takes_no_place(served: ServedModel) -> None:
-    tokenizer = served.text()
+def test_a_token_that_the_prompt_does_not_say_takes_no_place(model: ServedModel) -> None:
+    tokenizer = model.text()
     special = min(tokenizer.special_ids)
     spelled = tokenizer.decode([special], skip_special_tokens=False)
     ids = [special, *tokenizer.encode("one two"), special]
@@ -74,15 +74,15 @@ def test_a_token_that_the_prompt_does_not_say_takes_no_place(served: ServedModel
         assert told["tokens"][0] == spelled and told["token_logprobs"][0] is None  # type: ignore[index]
 
 
-def test_the_character_that_stands_for_wrong_bytes_is_text(served: ServedModel) -> None:
-    tokenizer = served.text()
+def test_the_character_that_stands_for_wrong_bytes_is_text(model: ServedModel) -> None:
+    tokenizer = model.text()
     [token] = tokenizer.encode("\ufffd", add_special_tokens=False)
     spelling = TokenText(tokenizer, as_ids=False)
     assert completion_scores(spelling, {token: Logprob(-1.0, 1, "\ufffd")})["tokens"] == ["\ufffd"]
 
 
-def test_half_a_character_is_its_bytes(served: ServedModel) -> None:
-    tokenizer = served.text()
+def test_half_a_character_is_its_bytes(model: ServedModel) -> None:
+    tokenizer = model.text()
     whole = "🦕"
     halves = tokenizer.encode(whole, add_special_tokens=False)
     entries = [{token: Logprob(-1.0, 1, tokenizer.decode([token]))} for token in halves]

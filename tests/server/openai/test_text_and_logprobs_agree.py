@@ -109,7 +109,7 @@ def tokens_of(drawn: list[int | bytes], tokenizer: Tokenizer) -> list[int]:
     cuts=st.lists(st.integers(0, 20)),
 )
 def test_text_stream_offsets_and_bytes_agree(
-    served: ServedModel,
+    model: ServedModel,
     prompt: list[int | bytes],
     choices: list[list[int | bytes]],
     stop: list[str],
@@ -118,7 +118,7 @@ def test_text_stream_offsets_and_bytes_agree(
     counting: bool,
     cuts: list[int],
 ) -> None:
-    tokenizer = served.text()
+    tokenizer = model.text()
     params = SamplingParams(
         n=len(choices), logprobs=2, stop=stop, include_stop_str_in_output=include_stop, skip_special_tokens=skip
     )

@@ -44,14 +44,14 @@ def test_a_conversation_counts_as_a_chat_would_be_charged(http: httpx.Client) ->
     assert http.post("/tokenize", json={"prompt": text, "add_special_tokens": False}).json()["tokens"] == told["tokens"]
 
 
-def test_variables_and_tools_reach_the_template(served: ServedModel) -> None:
+def test_variables_and_tools_reach_the_template(model: ServedModel) -> None:
     template = "{{ mood }} {{ tools | length }} {{ messages[0].content }}{# <tool_call> #}"
-    model_format = find_model_format(template, served.tokenizer)
-    app = app_over(Script(), replace(served, chat_template=template, model_format=model_format))
+    model_format = find_model_format(template, model.tokenizer)
+    app = app_over(Script(), replace(model, chat_template=template, model_format=model_format))
     tools = [{"type": "function", "function": {"name": "f"}}]
     asked = {"messages": ASK, "tools": tools, "chat_template_kwargs": {"mood": "calm"}}
     assert post(app, "/apply-template", asked).json() == {"prompt": "calm 1 hi"}
-    assert post(app, "/tokenize", asked).json()["tokens"] == served.text().encode("calm 1 hi")
+    assert post(app, "/tokenize", asked).json()["tokens"] == model.text().encode("calm 1 hi")
 
 
 @pytest.mark.parametrize(
@@ -81,8 +81,8 @@ def test_the_tokenizer_is_described(http: httpx.Client) -> None:
     assert "im_start" in told["chat_template"]
 
 
-def test_a_model_has_its_names_and_its_length(served: ServedModel) -> None:
-    app = app_over(Script(["x"]), served)
+def test_a_model_has_its_names_and_its_length(model: ServedModel) -> None:
+    app = app_over(Script(["x"]), model)
 
     async def tell(client: httpx.AsyncClient) -> None:
         prompt_list = (await client.get("/v1/models")).json()["data"]
@@ -103,8 +103,8 @@ def test_a_model_has_its_names_and_its_length(served: ServedModel) -> None:
     events(app, tell)
 
 
-def test_a_model_without_a_tokenizer_takes_ids_alone(served: ServedModel) -> None:
-    app = app_over(Script([""]), replace(served, tokenizer=None))
+def test_a_model_without_a_tokenizer_takes_ids_alone(model: ServedModel) -> None:
+    app = app_over(Script([""]), replace(model, tokenizer=None))
     assert post(app, "/v1/completions", {"prompt": [1, 2], "echo": True}).status_code == 200
     for path, body in (("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": ASK})):
         refused = post(app, path, body)
@@ -113,11 +113,11 @@ def test_a_model_without_a_tokenizer_takes_ids_alone(served: ServedModel) -> Non
 
 @pytest.mark.parametrize(("has_text", "counting", "told"), [(True, False, 2), (False, False, 3), (True, True, 3)])
 def test_a_stream_tells_of_tokens_without_words_where_that_is_news(
-    served: ServedModel, has_text: bool, counting: bool, told: int
+    model: ServedModel, has_text: bool, counting: bool, told: int
 ) -> None:
     """Else whoever measures a model of invented weights, which has no words, would hear nothing until the end."""
     wanted = GenerationRequest(SamplingParams(), RequestOptions(), None, stream=True, continuous_usage=counting)
-    spelling = TokenText(served.tokenizer if has_text else None, as_ids=False)
+    spelling = TokenText(model.tokenizer if has_text else None, as_ids=False)
     answer = CompletionResponse(ChunkHeader("m", "cmpl"), [CompletionPrompt([1], None)], wanted, spelling)
     chunks = [answer.chunk(0, Delta("0", 0, text, [7])) for text in ("", "a")]
     chunks.append(answer.chunk(0, Delta("0", 0, "", [7], "stop")))

@@ -267,29 +267,29 @@ def _refused(why: str, where: str) -> InvalidPrompt:
     return InvalidPrompt(f"{why}.", param=where)
 
 
-async def messages(desk: ServerState, request: Request) -> Response:
+async def messages(state: ServerState, request: Request) -> Response:
     body = await read(request, MessagesBody)
-    served = desk.served
-    served.check_model(body.model)
+    model = state.model
+    model.check_model(body.model)
     with rename_error_params(NAMES if body.stop is not None else {**NAMES, "stop": "stop_sequences"}):
-        served.check_least(len(body.messages))
+        model.check_least(len(body.messages))
         chat_body = await run_inline_if_short(request, as_chat, body)
-        generation, prompt = chat_generation(chat_body, served), chat_prompt(chat_body)
-        chat = await start_chat(desk.service, served, prompt, generation, clamp=True)
-        response = MessagesResponse(served.name, len(chat.prompt_ids), context_of(request.scope).request_id)
+        generation, prompt = chat_generation(chat_body, model), chat_prompt(chat_body)
+        chat = await start_chat(state.engine, model, prompt, generation, clamp=True)
+        response = MessagesResponse(model.name, len(chat.prompt_ids), context_of(request.scope).request_id)
         if generation.stream:
             events = _events(chat, response)
-            return await stream(request, events, chat.close, desk.keep_alive_s, response.failed)
+            return await stream(request, events, chat.close, state.keep_alive_s, response.failed)
         result = await until_disconnect(request, chat.result(), chat.close)
     return json_response(response.whole(result))
 
 
-async def count_tokens(desk: ServerState, request: Request) -> Response:
+async def count_tokens(state: ServerState, request: Request) -> Response:
     body = await read(request, CountTokensBody)
-    served = desk.served
-    served.check_model(body.model)
-    served.check_least(len(body.messages))
-    return json_response({"input_tokens": await run_in_threadpool(_num_tokens, body, served)})
+    model = state.model
+    model.check_model(body.model)
+    model.check_least(len(body.messages))
+    return json_response({"input_tokens": await run_in_threadpool(_num_tokens, body, model)})
 
 
 async def _events(chat: ChatStream, response: MessagesResponse) -> Events:
@@ -299,5 +299,5 @@ async def _events(chat: ChatStream, response: MessagesResponse) -> Events:
     yield response.last_events(update)
 
 
-def _num_tokens(body: CountTokensBody, served: ServedModel) -> int:
-    return len(served.text().encode_chat(chat_prompt(as_chat(body)).render(served)))
+def _num_tokens(body: CountTokensBody, model: ServedModel) -> int:
+    return len(model.text().encode_chat(chat_prompt(as_chat(body)).render(model)))

@@ -180,14 +180,14 @@ def run_batch(plan: ServerConfig, desired: BatchSettings) -> BatchCounts:
 
     async def life() -> BatchCounts:
         ready = asyncio.Event()
-        listeners = ServerObservers(desired.phase, lambda served, facts: ready.set(), lambda line: None)
+        listeners = ServerObservers(desired.phase, lambda model, facts: ready.set(), lambda line: None)
         server = Server(plan, listeners)
         app = secure(server.app, keys=KeyRing(), observers=[server.metrics.responded], admit=server.app.admit)
         batch = BatchRunner(app, desired.lines, desired.past, desired.write, desired.tell)
 
         async def work() -> None:
             await ready.wait()
-            facts = server.service.facts
+            facts = server.engine.facts
             assert facts is not None
             await batch.run(desired.at_once or facts.max_num_seqs + min(facts.max_num_seqs, _MOST_QUEUED))
 

@@ -36,26 +36,26 @@ class ChatPrompt:
     def callable_tools(self) -> list[dict[str, object]]:
         return [] if self.tool_choice.mode == "none" else self.tools
 
-    def render(self, served: ServedModel) -> str:
+    def render(self, model: ServedModel) -> str:
         """The text of the prompt, by the model's template. Slow: call it on a thread."""
-        tokenizer = served.text()
-        served.check_least(sum(map(_min_tokens, self.messages)))
-        template = served.chat_template or ""
+        tokenizer = model.text()
+        model.check_least(sum(map(_min_tokens, self.messages)))
+        template = model.chat_template or ""
         messages = [_normalize(each, f"messages[{place}]", template) for place, each in enumerate(self.messages)]
         text = render(
-            served.chat_template,
-            served.model_format.template_messages(messages, self.callable_tools),
+            model.chat_template,
+            model.model_format.template_messages(messages, self.callable_tools),
             add_generation_prompt=self.add_generation_prompt and not self.continue_final_message,
             continue_final_message=self.continue_final_message,
-            tools=served.model_format.template_tools(self.callable_tools) or None,
+            tools=model.model_format.template_tools(self.callable_tools) or None,
             named_tokens=tokenizer.named_tokens,
             extra=self.template_variables,
         )
-        return served.readable(text)
+        return model.readable(text)
 
-    def grammar(self, served: ServedModel, requested: Grammar | None, text: str) -> Grammar | None:
+    def grammar(self, model: ServedModel, requested: Grammar | None, text: str) -> Grammar | None:
         """The grammar of the output after the rendered `text`: a tool call if one is required, else the client's."""
-        model_format, tools, parallel = served.model_format, self.callable_tools, self.parallel_tool_calls
+        model_format, tools, parallel = model.model_format, self.callable_tools, self.parallel_tool_calls
         if not tools or self.tool_choice.mode == "auto":
             return model_format.answer_grammar(requested, tools, parallel=parallel, prompt=text)
         if requested is not None:
@@ -216,9 +216,9 @@ def _check_calls(calls: object, where: str) -> None:
             )
 
 
-def drop_oldest_turns(prompt: ChatPrompt, served: ServedModel, max_tokens: int | None) -> ChatPrompt:
+def drop_oldest_turns(prompt: ChatPrompt, model: ServedModel, max_tokens: int | None) -> ChatPrompt:
     """The prompt with as many of the latest turns as leave space for the output. Instructions and last turn stay."""
-    num_output = max_tokens or served.max_model_len // _OUTPUT_SHARE
+    num_output = max_tokens or model.max_model_len // _OUTPUT_SHARE
     messages = prompt.messages
     num_kept = 1 if messages and messages[0].get("role") in ("system", "developer") else 0
     turns = [place for place, message in enumerate(messages) if message.get("role") == "user" and place > num_kept]
@@ -229,9 +229,9 @@ def drop_oldest_turns(prompt: ChatPrompt, served: ServedModel, max_tokens: int |
 
     def fits(start: int) -> bool:
         try:
-            ids = served.text().encode_chat(from_turn(start).render(served))
+            ids = model.text().encode_chat(from_turn(start).render(model))
         except ContextLengthExceeded:
             return False
-        return len(ids) + num_output <= served.max_model_len
+        return len(ids) + num_output <= model.max_model_len
 
     return from_turn(starts[min(bisect_left(starts, True, key=fits), len(starts) - 1)])

@@ -77,8 +77,8 @@ class ChatResult(NamedTuple):
 
 
 async def start_chat(
-    service: AsyncEngine,
-    served: ServedModel,
+    engine: AsyncEngine,
+    model: ServedModel,
     prompt: ChatPrompt,
     generation: GenerationRequest,
     *,
@@ -91,22 +91,22 @@ async def start_chat(
     """
 
     def render() -> tuple[str, list[int]]:
-        text = prompt.render(served)
-        return text, served.text().encode_chat(text)
+        text = prompt.render(model)
+        return text, model.text().encode_chat(text)
 
     text, ids = await run_in_threadpool(render)
-    generation = await apply_grammar(generation, prompt.grammar(served, generation.grammar, text), served)
-    if served.model_format.keeps_special_tokens(tools=bool(prompt.callable_tools)):
+    generation = await apply_grammar(generation, prompt.grammar(model, generation.grammar, text), model)
+    if model.model_format.keeps_special_tokens(tools=bool(prompt.callable_tools)):
         generation = replace(generation, params=replace(generation.params, skip_special_tokens=False))
-    ids = truncate_prompt(ids, truncate, generation, served)
+    ids = truncate_prompt(ids, truncate, generation, model)
     if clamp:
-        generation = clamp_max_tokens(generation, len(ids), served)
+        generation = clamp_max_tokens(generation, len(ids), model)
     tools, parallel = prompt.callable_tools, prompt.parallel_tool_calls
     parsers = [
-        served.model_format.parser(tools=tools, parallel=parallel, prompt=text) for _ in range(generation.params.n)
+        model.model_format.parser(tools=tools, parallel=parallel, prompt=text) for _ in range(generation.params.n)
     ]
-    group = PromptGroup(service, [ids], generation, streaming=generation.stream)
-    return ChatStream(served, prompt, ids, parsers, group)
+    group = PromptGroup(engine, [ids], generation, streaming=generation.stream)
+    return ChatStream(model, prompt, ids, parsers, group)
 
 
 class ChatStream:
@@ -116,13 +116,13 @@ class ChatStream:
 
     def __init__(
         self,
-        served: ServedModel,
+        model: ServedModel,
         prompt: ChatPrompt,
         prompt_ids: list[int],
         parsers: list[OutputParser],
         group: PromptGroup,
     ) -> None:
-        self._served = served
+        self._served = model
         self._prompt = prompt
         self._parsers = parsers
         self._group = group

@@ -1,8 +1,8 @@
 """Error replies: how an error becomes a status, headers and a JSON body. Knows no engine.
 
 The body has the shape of the API that was called: OpenAI's, Anthropic's, or the flat one of text-generation-inference
-with statuses of its own. It is bounded, and has no path of this machine and no memory address. `field_names` replaces
-internal names of fields by those of the API.
+with statuses of its own. It is bounded, and has no path of this machine and no memory address. `rename_error_params`
+replaces internal names of fields by those of the API.
 """
 
 import json

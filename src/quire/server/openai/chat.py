@@ -26,23 +26,23 @@ from quire.server.request.schema import ChatBody
 Body = dict[str, object]
 
 
-async def chat_completions(desk: ServerState, request: Request) -> Response:
+async def chat_completions(state: ServerState, request: Request) -> Response:
     body = await read(request, ChatBody)
-    served = desk.served
-    served.check_model(body.model)
+    model = state.model
+    model.check_model(body.model)
     with rename_error_params({} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}):
-        generation, prompt = chat_generation(body, served), chat_prompt(body)
-        chat = await start_chat(desk.service, served, prompt, generation, truncate=body.truncate_prompt_tokens)
+        generation, prompt = chat_generation(body, model), chat_prompt(body)
+        chat = await start_chat(state.engine, model, prompt, generation, truncate=body.truncate_prompt_tokens)
         response = ChatResponse(
-            ChunkHeader(served.name, "chatcmpl"),
+            ChunkHeader(model.name, "chatcmpl"),
             chat,
             generation,
-            TokenText(served.tokenizer, as_ids=generation.tokens_as_ids),
+            TokenText(model.tokenizer, as_ids=generation.tokens_as_ids),
             prefix=prompt.final_assistant_text if body.echo else "",
             include_reasoning=body.include_reasoning is not False,
         )
         if generation.stream:
-            return await stream(request, _events(chat, response, generation), chat.close, desk.keep_alive_s)
+            return await stream(request, _events(chat, response, generation), chat.close, state.keep_alive_s)
         result = await until_disconnect(request, chat.result(), chat.close)
     return json_response(response.whole(result, await chat.num_reasoning_tokens()))
 

@@ -45,46 +45,46 @@ class CompletionPrompt:
     echo: str | None
 
 
-async def completions(desk: ServerState, request: Request) -> Response:
+async def completions(state: ServerState, request: Request) -> Response:
     body = await read(request, CompletionBody)
-    served = desk.served
-    served.check_model(body.model)
+    model = state.model
+    model.check_model(body.model)
     with rename_error_params(_PARAM_NAMES):
-        generation = completion_generation(body, served)
-        generation = await apply_grammar(generation, generation.grammar, served)
-        prompts = await run_in_threadpool(_prompts, body, generation, served)
-        token_text = TokenText(served.tokenizer, as_ids=generation.tokens_as_ids)
-        response = CompletionResponse(ChunkHeader(served.name, "cmpl"), prompts, generation, token_text)
+        generation = completion_generation(body, model)
+        generation = await apply_grammar(generation, generation.grammar, model)
+        prompts = await run_in_threadpool(_prompts, body, generation, model)
+        token_text = TokenText(model.tokenizer, as_ids=generation.tokens_as_ids)
+        response = CompletionResponse(ChunkHeader(model.name, "cmpl"), prompts, generation, token_text)
         at_once = generation.stream and generation.params.prompt_logprobs is not None
         all_ids = [prompt.ids for prompt in prompts]
-        group = PromptGroup(desk.service, all_ids, generation, streaming=generation.stream and not at_once)
+        group = PromptGroup(state.engine, all_ids, generation, streaming=generation.stream and not at_once)
         if generation.stream:
             events = (_events_at_once if at_once else _events)(group, response, generation, len(prompts))
-            return await stream(request, events, group.leave, desk.keep_alive_s)
+            return await stream(request, events, group.leave, state.keep_alive_s)
         outputs = await until_disconnect(request, group.outputs(), group.leave)
     return json_response(response.whole(outputs))
 
 
-def _prompts(body: CompletionBody, generation: GenerationRequest, served: ServedModel) -> list[CompletionPrompt]:
+def _prompts(body: CompletionBody, generation: GenerationRequest, model: ServedModel) -> list[CompletionPrompt]:
     """The prompts as token ids. Encoding long texts is slow: call it on a thread."""
     prompts = []
     for prompt in prompt_list(body.prompt, param="prompt", most=MAX_PROMPTS):
         special = body.add_special_tokens is not False
         if isinstance(prompt, str):
-            whole = served.text().encode(served.readable(prompt, "prompt"), special)
+            whole = model.text().encode(model.readable(prompt, "prompt"), special)
         else:
-            whole = served.checked_ids(prompt)
-        ids = truncate_prompt(whole, body.truncate_prompt_tokens, generation, served)
+            whole = model.checked_ids(prompt)
+        ids = truncate_prompt(whole, body.truncate_prompt_tokens, generation, model)
         echo = None
         if body.echo:
-            echo = prompt if isinstance(prompt, str) and len(ids) == len(whole) else _decode(ids, served)
+            echo = prompt if isinstance(prompt, str) and len(ids) == len(whole) else _decode(ids, model)
         prompts.append(CompletionPrompt(ids, echo))
     return prompts
 
 
-def _decode(ids: list[int], served: ServedModel) -> str:
+def _decode(ids: list[int], model: ServedModel) -> str:
     """The text of a prompt. A character that it starts and does not finish belongs to the output."""
-    return "" if served.tokenizer is None else decode_whole(served.tokenizer, ids)
+    return "" if model.tokenizer is None else decode_whole(model.tokenizer, ids)
 
 
 async def _events(

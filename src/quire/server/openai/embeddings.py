@@ -26,10 +26,10 @@ _FORMATS = ("float", "base64")
 _NAMES = {"messages": "input", "prompt": "input"}
 
 
-async def embeddings(desk: ServerState, request: Request) -> Response:
+async def embeddings(state: ServerState, request: Request) -> Response:
     body = await read(request, EmbeddingBody)
-    served = desk.served
-    served.check_model(body.model)
+    model = state.model
+    model.check_model(body.model)
     encoding = body.encoding_format or "float"
     if encoding not in _FORMATS:
         raise InvalidParameter(f"encoding_format must be one of {', '.join(_FORMATS)}.", param="encoding_format")
@@ -37,15 +37,15 @@ async def embeddings(desk: ServerState, request: Request) -> Response:
         raise InvalidParameter(f"dimensions is {body.dimensions}; the least is 1.", param="dimensions")
     terms = _terms(body)
     with rename_error_params(_NAMES):
-        inputs = await run_in_threadpool(_inputs, body, terms, served)
-        vectors = await until_disconnect(request, _embedded(desk.service, inputs, terms, body.dimensions))
+        inputs = await run_in_threadpool(_inputs, body, terms, model)
+        vectors = await until_disconnect(request, _embedded(state.engine, inputs, terms, body.dimensions))
     num_tokens = sum(map(len, inputs))
     response = await run_in_threadpool(_answer, vectors, encoding)
     return json_response(
         {
             "object": "list",
             "data": response,
-            "model": served.name,
+            "model": model.name,
             "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
         }
     )
@@ -56,26 +56,26 @@ def _terms(body: EmbeddingBody) -> RequestOptions:
     return RequestOptions(**{name: value for name in names if (value := getattr(body, name)) is not None})
 
 
-def _inputs(body: EmbeddingBody, terms: RequestOptions, served: ServedModel) -> list[list[int]]:
+def _inputs(body: EmbeddingBody, terms: RequestOptions, model: ServedModel) -> list[list[int]]:
     """Each as ids. A long text takes long to read."""
     generation = GenerationRequest(params=EMBEDDING, terms=terms, grammar=None, stream=False, without_tokens=True)
     inputs = []
     for place, text in enumerate(prompt_list(body.input, param="input", most=MAX_INPUTS)):
         special = body.add_special_tokens is not False
         if isinstance(text, str):
-            whole = served.text().encode(served.readable(text, "input"), special)
+            whole = model.text().encode(model.readable(text, "input"), special)
         else:
-            whole = served.checked_ids(text, "input")
+            whole = model.checked_ids(text, "input")
         if not whole:
             raise InvalidPrompt(f"input {place} is empty: there is nothing to embed.", param="input")
-        ids = truncate_prompt(whole, body.truncate_prompt_tokens, generation, served)
-        served.check_least(len(ids), "input", at_least=False)
+        ids = truncate_prompt(whole, body.truncate_prompt_tokens, generation, model)
+        model.check_least(len(ids), "input", at_least=False)
         inputs.append(ids)
     return inputs
 
 
 async def _embedded(
-    service: AsyncEngine, inputs: Sequence[list[int]], terms: RequestOptions, dimensions: int | None
+    engine: AsyncEngine, inputs: Sequence[list[int]], terms: RequestOptions, dimensions: int | None
 ) -> list[FloatArray]:
     """All of them, some at a time, in order. One failure is everybody's."""
     vectors: list[FloatArray] = []
@@ -84,12 +84,12 @@ async def _embedded(
     try:
         while waiting or calls:
             while waiting and len(calls) < _AT_ONCE:
-                calls.append(service.embed(waiting.popleft(), terms=terms))
+                calls.append(engine.embed(waiting.popleft(), terms=terms))
             vectors.append(_cut(await _vector(calls[0]), dimensions))
             calls.popleft()
     finally:
         for call in calls:
-            service.leave(call)
+            engine.leave(call)
     return vectors
 
 

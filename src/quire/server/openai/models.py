@@ -16,92 +16,92 @@ from quire.version import __version__
 MAX_DETOKENIZED = 1 << 20  # tokens, or the context length if longer: decoding holds the GIL
 
 
-async def models(desk: ServerState, request: Request) -> Response:
-    return json_response({"object": "list", "data": [_card(desk.served, name) for name in desk.served.names]})
+async def models(state: ServerState, request: Request) -> Response:
+    return json_response({"object": "list", "data": [_card(state.model, name) for name in state.model.names]})
 
 
-async def model(desk: ServerState, request: Request) -> Response:
+async def model(state: ServerState, request: Request) -> Response:
     name = request.path_params["name"]
-    desk.served.check_model(name)
-    return json_response(_card(desk.served, name))
+    state.model.check_model(name)
+    return json_response(_card(state.model, name))
 
 
-async def version(desk: ServerState, request: Request) -> Response:
+async def version(state: ServerState, request: Request) -> Response:
     return json_response({"version": __version__})
 
 
-def _card(served: ServedModel, name: str) -> dict[str, object]:
+def _card(model: ServedModel, name: str) -> dict[str, object]:
     return {
         "id": name,
         "object": "model",
-        "created": served.created,
+        "created": model.created,
         "owned_by": "quire",
-        "root": served.name,
+        "root": model.name,
         "parent": None,
-        "max_model_len": served.max_model_len,
+        "max_model_len": model.max_model_len,
     }
 
 
-async def tokenize(desk: ServerState, request: Request) -> Response:
+async def tokenize(state: ServerState, request: Request) -> Response:
     body = await read(request, TokenizeBody)
-    served = desk.served
-    served.check_model(body.model)
-    return json_response(await run_in_threadpool(_tokens, body, served))
+    model = state.model
+    model.check_model(body.model)
+    return json_response(await run_in_threadpool(_tokens, body, model))
 
 
-async def detokenize(desk: ServerState, request: Request) -> Response:
+async def detokenize(state: ServerState, request: Request) -> Response:
     body = await read(request, DetokenizeBody)
-    desk.served.check_model(body.model)
-    return json_response({"prompt": await run_in_threadpool(_text, body, desk.served)})
+    state.model.check_model(body.model)
+    return json_response({"prompt": await run_in_threadpool(_text, body, state.model)})
 
 
-async def tokenizer_info(desk: ServerState, request: Request) -> Response:
+async def tokenizer_info(state: ServerState, request: Request) -> Response:
     """The fields of a tokenizer_config.json, so that lm-eval needs no download."""
-    served = desk.served
-    tokenizer = served.text()
+    model = state.model
+    tokenizer = model.text()
     return json_response(
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
             **tokenizer.named_tokens,
             "bos_token_id": tokenizer.bos_id,
             "eos_token_id": tokenizer.eos_id,
-            "chat_template": served.chat_template,
+            "chat_template": model.chat_template,
             "vocab_size": tokenizer.vocab_size,
-            "model_max_length": served.max_model_len,
+            "model_max_length": model.max_model_len,
         }
     )
 
 
-async def apply_template(desk: ServerState, request: Request) -> Response:
+async def apply_template(state: ServerState, request: Request) -> Response:
     body = await read(request, ApplyTemplateBody)
-    desk.served.check_model(body.model)
-    text = await run_in_threadpool(_chat_prompt(body, body.messages).render, desk.served)
+    state.model.check_model(body.model)
+    text = await run_in_threadpool(_chat_prompt(body, body.messages).render, state.model)
     return json_response({"prompt": text})
 
 
-def _tokens(body: TokenizeBody, served: ServedModel) -> dict[str, object]:
-    ids = _ids(body, served)
-    response: dict[str, object] = {"count": len(ids), "max_model_len": served.max_model_len, "tokens": ids}
+def _tokens(body: TokenizeBody, model: ServedModel) -> dict[str, object]:
+    ids = _ids(body, model)
+    response: dict[str, object] = {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids}
     if body.return_token_strs:
-        response["token_strs"] = [served.text().id_to_piece(token) for token in ids]
+        response["token_strs"] = [model.text().id_to_piece(token) for token in ids]
     return response
 
 
-def _text(body: DetokenizeBody, served: ServedModel) -> str:
-    served.text()
-    most = max(served.max_model_len, MAX_DETOKENIZED)
+def _text(body: DetokenizeBody, model: ServedModel) -> str:
+    model.text()
+    most = max(model.max_model_len, MAX_DETOKENIZED)
     if len(body.tokens) > most:
         raise InvalidPrompt(f"There are {len(body.tokens)} tokens; a request may bring {most}.", param="tokens")
-    return served.spelled(served.checked_ids(body.tokens, "tokens"))
+    return model.spelled(model.checked_ids(body.tokens, "tokens"))
 
 
-def _ids(body: TokenizeBody, served: ServedModel) -> list[int]:
+def _ids(body: TokenizeBody, model: ServedModel) -> list[int]:
     """A text gets special tokens unless disabled; a rendered template contains its own."""
     if body.messages is not None and body.prompt is None:
-        text = _chat_prompt(body, body.messages).render(served)
-        return served.text().encode(text, add_special_tokens=bool(body.add_special_tokens))
+        text = _chat_prompt(body, body.messages).render(model)
+        return model.text().encode(text, add_special_tokens=bool(body.add_special_tokens))
     if body.prompt is not None and body.messages is None:
-        return served.text().encode(served.readable(body.prompt, "prompt"), body.add_special_tokens is not False)
+        return model.text().encode(model.readable(body.prompt, "prompt"), body.add_special_tokens is not False)
     raise InvalidParameter("Give prompt or messages, and not both.", param="prompt")
 
 

@@ -23,27 +23,27 @@ class NotStored(QuireError):
     code = "response_not_found"
 
 
-async def responses(desk: ServerState, request: Request) -> Response:
+async def responses(state: ServerState, request: Request) -> Response:
     body = await read(request, ResponsesBody)
-    served = desk.served
-    served.check_model(body.model)
+    model = state.model
+    model.check_model(body.model)
     with rename_error_params(NAMES):
         if body.truncation != "auto" and isinstance(body.input, list):
-            served.check_least(len(body.input), "input")
+            model.check_least(len(body.input), "input")
         chat_body = await run_inline_if_short(request, as_chat, body)
-        generation, prompt = chat_generation(chat_body, served), chat_prompt(chat_body)
+        generation, prompt = chat_generation(chat_body, model), chat_prompt(chat_body)
         if body.truncation == "auto":
-            prompt = await run_in_threadpool(drop_oldest_turns, prompt, served, generation.params.max_tokens)
-        chat = await start_chat(desk.service, served, prompt, generation)
-        response = ResponsesResponse(served.name, body, generation)
+            prompt = await run_in_threadpool(drop_oldest_turns, prompt, model, generation.params.max_tokens)
+        chat = await start_chat(state.engine, model, prompt, generation)
+        response = ResponsesResponse(model.name, body, generation)
         if generation.stream:
             events = _events(chat, response)
-            return await stream(request, events, chat.close, desk.keep_alive_s, response.failed)
+            return await stream(request, events, chat.close, state.keep_alive_s, response.failed)
         result = await until_disconnect(request, chat.result(), chat.close)
     return json_response(response.whole(result, await chat.num_reasoning_tokens()))
 
 
-async def stored_response(desk: ServerState, request: Request) -> Response:
+async def stored_response(state: ServerState, request: Request) -> Response:
     raise NotStored("This server stores no responses: there is none to get, cancel or delete.", param="response_id")
 
 

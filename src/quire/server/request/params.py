@@ -44,17 +44,17 @@ class GenerationRequest:
     without_tokens: bool = False  # only the prompt is evaluated: a generated token is dropped
 
 
-def completion_generation(body: CompletionBody, served: ServedModel) -> GenerationRequest:
+def completion_generation(body: CompletionBody, model: ServedModel) -> GenerationRequest:
     """The request of a completion. max_tokens unset is OpenAI's 16; null is the rest of the context."""
     max_tokens = _COMPLETION_TOKENS if body.max_tokens is UNSET else body.max_tokens
     echoed = bool(body.echo) and body.logprobs is not None
     prompt_logprobs = body.logprobs if echoed and body.prompt_logprobs is None else body.prompt_logprobs
     if max_tokens == 0:
-        return replace(_generation(body, served, 1, body.logprobs, prompt_logprobs), without_tokens=True)
-    return _generation(body, served, max_tokens, body.logprobs, prompt_logprobs)
+        return replace(_generation(body, model, 1, body.logprobs, prompt_logprobs), without_tokens=True)
+    return _generation(body, model, max_tokens, body.logprobs, prompt_logprobs)
 
 
-def chat_generation(body: ChatBody, served: ServedModel) -> GenerationRequest:
+def chat_generation(body: ChatBody, model: ServedModel) -> GenerationRequest:
     """The request of a chat. max_tokens unset is the rest of the context."""
     max_tokens = None if body.max_tokens is UNSET else body.max_tokens
     if body.max_completion_tokens is not None:
@@ -64,12 +64,12 @@ def chat_generation(body: ChatBody, served: ServedModel) -> GenerationRequest:
     if body.top_logprobs is not None:
         check_int("top_logprobs", body.top_logprobs, 0, MAX_LOGPROBS)
     return _generation(
-        body, served, max_tokens, (body.top_logprobs or 0) if body.logprobs else None, body.prompt_logprobs
+        body, model, max_tokens, (body.top_logprobs or 0) if body.logprobs else None, body.prompt_logprobs
     )
 
 
 def _generation(
-    body: SamplingBody, served: ServedModel, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
+    body: SamplingBody, model: ServedModel, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
 ) -> GenerationRequest:
     if body.best_of not in (None, body.n or 1):
         raise InvalidParameter(
@@ -83,14 +83,14 @@ def _generation(
         raise InvalidParameter("stream_options is for stream: true alone.", param="stream_options")
     if stream and body.prompt_logprobs is not None:
         raise InvalidParameter("prompt_logprobs cannot be streamed; ask without stream.", param="prompt_logprobs")
-    defaults = SamplingParams() if body.use_beam_search else served.defaults  # beam search has no temperature
+    defaults = SamplingParams() if body.use_beam_search else model.defaults  # beam search has no temperature
     params = {name: getattr(defaults, name) for name in _SAMPLING}
     params.update({name: value for name in _SAMPLING if (value := getattr(body, name)) is not None})
     params.update(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
     terms = {name: value for name in _TERMS if (value := getattr(body, name)) is not None}
-    check_count("allowed_token_ids", body.allowed_token_ids or (), served.vocab_size)
+    check_count("allowed_token_ids", body.allowed_token_ids or (), model.vocab_size)
     for name in _TOKEN_IDS:  # the engine checks them too, but ids beyond 64 bits cannot be sent to it
-        checked_token_ids(name, getattr(body, name) or (), served.vocab_size)
+        checked_token_ids(name, getattr(body, name) or (), model.vocab_size)
     continuous = options is not None and bool(options.continuous_usage_stats)
     return GenerationRequest(
         params=SamplingParams(**params),
@@ -106,42 +106,42 @@ def _generation(
 
 
 async def apply_grammar(
-    generation: GenerationRequest, grammar: Grammar | None, served: ServedModel
+    generation: GenerationRequest, grammar: Grammar | None, model: ServedModel
 ) -> GenerationRequest:
     """The request constrained by a grammar, which is compiled first: an invalid one is refused here."""
     if grammar is None:
         return generation
     field = "tools" if generation.grammar is None else generation.grammar_field
-    if served.constrainer is None:
+    if model.constrainer is None:
         raise InvalidParameter("The output of this model cannot be constrained.", param=field)
     with rename_error_params({"grammar": field}):
         if generation.grammar is not None:  # `grammar` may contain it: its own errors come first
-            await served.constrainer.check(generation.grammar, field)
+            await model.constrainer.check(generation.grammar, field)
         if grammar != generation.grammar:
-            await served.constrainer.check(grammar, "tools")
+            await model.constrainer.check(grammar, "tools")
         return replace(generation, grammar=grammar, params=replace(generation.params, grammar=grammar))
 
 
 def truncate_prompt(
-    ids: list[int], truncate: int | None, generation: GenerationRequest, served: ServedModel
+    ids: list[int], truncate: int | None, generation: GenerationRequest, model: ServedModel
 ) -> list[int]:
     """The last `truncate` tokens of a prompt; with -1, as many as the context holds."""
     if truncate is None:
         return ids
     if truncate == -1:
         num_after = 0 if generation.without_tokens else generation.params.max_tokens or 1
-        truncate = max(served.max_model_len - num_after, 1)
-    if not 1 <= truncate <= served.max_model_len:
+        truncate = max(model.max_model_len - num_after, 1)
+    if not 1 <= truncate <= model.max_model_len:
         raise InvalidParameter(
-            f"truncate_prompt_tokens must be -1, or from 1 to {served.max_model_len}.", param="truncate_prompt_tokens"
+            f"truncate_prompt_tokens must be -1, or from 1 to {model.max_model_len}.", param="truncate_prompt_tokens"
         )
     return ids[-truncate:]
 
 
-def clamp_max_tokens(generation: GenerationRequest, num_prompt: int, served: ServedModel) -> GenerationRequest:
+def clamp_max_tokens(generation: GenerationRequest, num_prompt: int, model: ServedModel) -> GenerationRequest:
     """The request with max_tokens reduced to the rest of the context, if it exceeds that."""
     max_tokens = generation.params.max_tokens
-    if max_tokens is None or num_prompt + max_tokens <= served.max_model_len:
+    if max_tokens is None or num_prompt + max_tokens <= model.max_model_len:
         return generation
     return replace(generation, params=replace(generation.params, max_tokens=None))
 

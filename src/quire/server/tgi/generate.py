@@ -217,65 +217,65 @@ class TgiResponse:
         return [self._token(token, entry) for token, _ in likeliest]
 
 
-async def root(desk: ServerState, request: Request) -> Response:
+async def root(state: ServerState, request: Request) -> Response:
     """Where TGI's own clients ask; they read a list of one."""
     body = await read(request, GenerateBody)
     if body.stream:
-        return await _streamed(desk, request, body)
-    told = await _whole(desk, request, body)
+        return await _streamed(state, request, body)
+    told = await _whole(state, request, body)
     return Response(msgspec.json.encode([told]), media_type="application/json")
 
 
-async def generate(desk: ServerState, request: Request) -> Response:
-    return json_response(await _whole(desk, request, await read(request, GenerateBody)))
+async def generate(state: ServerState, request: Request) -> Response:
+    return json_response(await _whole(state, request, await read(request, GenerateBody)))
 
 
-async def generate_stream(desk: ServerState, request: Request) -> Response:
-    return await _streamed(desk, request, await read(request, GenerateBody))
+async def generate_stream(state: ServerState, request: Request) -> Response:
+    return await _streamed(state, request, await read(request, GenerateBody))
 
 
-async def info(desk: ServerState, request: Request) -> Response:
-    served = desk.served
+async def info(state: ServerState, request: Request) -> Response:
+    model = state.model
     return json_response(
         {
-            "model_id": served.name,
+            "model_id": model.name,
             "model_sha": None,
             "model_pipeline_tag": "text-generation",
             "max_best_of": 1,
             "max_stop_sequences": MAX_STOP_STRINGS,
-            "max_input_tokens": served.max_model_len - 1,
-            "max_total_tokens": served.max_model_len,
+            "max_input_tokens": model.max_model_len - 1,
+            "max_total_tokens": model.max_model_len,
             "router": "quire",
             "version": __version__,
         }
     )
 
 
-async def _whole(desk: ServerState, request: Request, body: GenerateBody) -> dict[str, object]:
+async def _whole(state: ServerState, request: Request, body: GenerateBody) -> dict[str, object]:
     with rename_error_params(NAMES):
-        group, response = await _begin(desk, body, streaming=False)
+        group, response = await _begin(state, body, streaming=False)
         [output] = await until_disconnect(request, group.outputs(), group.leave)
     return response.whole(output)
 
 
-async def _streamed(desk: ServerState, request: Request, body: GenerateBody) -> Response:
+async def _streamed(state: ServerState, request: Request, body: GenerateBody) -> Response:
     with rename_error_params(NAMES):
-        group, response = await _begin(desk, body, streaming=True)
-        return await stream(request, _writer(group, response), group.leave, desk.keep_alive_s, response.failed)
+        group, response = await _begin(state, body, streaming=True)
+        return await stream(request, _writer(group, response), group.leave, state.keep_alive_s, response.failed)
 
 
-async def _begin(desk: ServerState, body: GenerateBody, *, streaming: bool) -> tuple[PromptGroup, TgiResponse]:
-    served = desk.served
+async def _begin(state: ServerState, body: GenerateBody, *, streaming: bool) -> tuple[PromptGroup, TgiResponse]:
+    model = state.model
     completion = as_completion(body, stream=streaming)
-    generation = completion_generation(completion, served)
-    generation = await apply_grammar(generation, generation.grammar, served)
-    ids = await run_in_threadpool(_ids, body, completion.truncate_prompt_tokens, generation, served)
-    response = TgiResponse(body.inputs, len(ids), body.parameters or TgiParameters(), served.text())
-    return PromptGroup(desk.service, [ids], generation, streaming=streaming), response
+    generation = completion_generation(completion, model)
+    generation = await apply_grammar(generation, generation.grammar, model)
+    ids = await run_in_threadpool(_ids, body, completion.truncate_prompt_tokens, generation, model)
+    response = TgiResponse(body.inputs, len(ids), body.parameters or TgiParameters(), model.text())
+    return PromptGroup(state.engine, [ids], generation, streaming=streaming), response
 
 
-def _ids(body: GenerateBody, truncate: int | None, generation: GenerationRequest, served: ServedModel) -> list[int]:
-    return truncate_prompt(served.text().encode(served.readable(body.inputs, "inputs")), truncate, generation, served)
+def _ids(body: GenerateBody, truncate: int | None, generation: GenerationRequest, model: ServedModel) -> list[int]:
+    return truncate_prompt(model.text().encode(model.readable(body.inputs, "inputs")), truncate, generation, model)
 
 
 async def _writer(group: PromptGroup, response: TgiResponse) -> Events:
