@@ -20,7 +20,7 @@ from quire.kernels.interface import CompiledKernels, Finish, Precompiling
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.select import KernelChoice
 from quire.llm import LLM
-from quire.weights.allocate import UnfilledWeights, dummy_room
+from quire.weights.allocate import UnfilledWeights, dummy_weights
 from tests import children
 from tests.bench.conftest import TINY
 
@@ -91,7 +91,7 @@ def started(monkeypatch: pytest.MonkeyPatch, diary: Diary | None, watch: Startup
 
 def poisoned_room(*given: object) -> UnfilledWeights:
     """Whoever keeps anything of weights that have no values yet keeps this."""
-    room = dummy_room(*given)  # type: ignore[arg-type]
+    room = dummy_weights(*given)  # type: ignore[arg-type]
     for layer in room.weights.layers:
         for name in layer.__slots__:
             if (tensor := getattr(layer, name)) is not None:
@@ -108,7 +108,7 @@ def tokens(built: build.BuiltEngine) -> tuple[int, ...]:
 def test_weights_are_loaded_while_kernels_are_compiled_and_the_model_is_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(build, "dummy_room", poisoned_room)
+    monkeypatch.setattr(build, "dummy_weights", poisoned_room)
     diary = Diary()
     one = tokens(started(monkeypatch, diary, StartupReporter(finished=diary.note)))
     diary.order.remove("first")  # at any time before
@@ -125,7 +125,7 @@ def test_a_file_that_cannot_be_read_ends_the_compiling(monkeypatch: pytest.Monke
     def broken() -> None:
         raise BrokenModelFile("it changed while it was read.")
 
-    monkeypatch.setattr(build, "dummy_room", lambda *given: dummy_room(*given)._replace(fill=broken))
+    monkeypatch.setattr(build, "dummy_weights", lambda *given: dummy_weights(*given)._replace(fill=broken))
     with pytest.raises(BrokenModelFile):
         started(monkeypatch, diary, StartupReporter(finished=diary.note))
     assert diary.order[-3:] == ["begun", "told of rehearsal", "over"], "and nobody waits for kernels"
@@ -136,8 +136,8 @@ def test_whoever_refuses_a_model_and_leaves_waits_for_the_first_kernel() -> None
     refusing = """
 import sys
 from threading import Event
-from quire.engine.build import Ahead
-from quire.kernels.interface import CompilingAhead
+from quire.engine.build import Precompilation
+from quire.kernels.interface import Precompiling
 
 begun, refused = Event(), Event()
 
@@ -146,7 +146,7 @@ def first():
     refused.wait()
     print("compiled")
 
-Ahead(CompilingAhead(first, None))
+Precompilation(Precompiling(first, None))
 begun.wait()
 refused.set()
 raise SystemExit(3)

@@ -23,7 +23,7 @@ from quire.runner.model_runner import ModelRunner
 from quire.sched.scheduler import Scheduler
 from quire.sim.check.check import check
 from quire.sim.check.world import Scenario
-from quire.weights.allocate import dummy_room
+from quire.weights.allocate import dummy_weights
 
 CUDA = torch.device("cuda")
 NUM_BLOCKS, BLOCK_SIZE, LENGTH, ROWS = 512, 16, 512, 20
@@ -44,7 +44,7 @@ def run(
     count: int = 24,
 ) -> tuple[list[list[int]], int]:
     """What so many requests say, on 20 rows, in steps of 96 tokens; and how many steps were replayed."""
-    model = Decoder(spec, dummy_room(spec, torch.float32, CUDA, 3).filled(), kernels, LENGTH)
+    model = Decoder(spec, dummy_weights(spec, torch.float32, CUDA, 3).filled(), kernels, LENGTH)
     stores = new_store(model.kv_geometry, NUM_BLOCKS, BLOCK_SIZE, CUDA)
     stores.device.fill_(torch.nan)  # nothing that was not written is read
     row_kernels = None if choice is None else choice.row_kernels

@@ -21,7 +21,7 @@ from quire.models.decoder import Decoder
 from quire.runner.kv_store import new_store
 from quire.runner.model_runner import ModelRunner
 from quire.sched.scheduler import Scheduler
-from quire.weights.allocate import dummy_room
+from quire.weights.allocate import dummy_weights
 
 CUDA = torch.device("cuda")
 NUM_BLOCKS, BLOCK_SIZE, LENGTH, ROWS = 600, 16, 8192, 8
@@ -52,7 +52,7 @@ def answers(front: LocalClient, prompts: list[list[int]]) -> list[tuple[list[int
 
 def test_a_full_card_fails_the_largest_and_nobody_else() -> None:
     spec = replace(SHAPES["qwen3-0.6b"], num_layers=2)
-    model = Decoder(spec, dummy_room(spec, torch.float32, CUDA, 3).filled(), select_kernels("cuda").kernels, LENGTH)
+    model = Decoder(spec, dummy_weights(spec, torch.float32, CUDA, 3).filled(), select_kernels("cuda").kernels, LENGTH)
     stores = new_store(model.kv_geometry, NUM_BLOCKS, BLOCK_SIZE, CUDA)
     runner = ModelRunner(model, stores, max_rows=ROWS, max_length=LENGTH)
     scheduler = Scheduler(KVManager(NUM_BLOCKS, BLOCK_SIZE, ROWS), max_rows=ROWS, max_step_tokens=LENGTH)

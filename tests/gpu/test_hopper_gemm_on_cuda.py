@@ -19,7 +19,7 @@ from quire.kernels.gpu.precompile import compile_launched
 from quire.kernels.interface import PartialSums
 from quire.models.decoder import Decoder
 from quire.runner.cuda_graphs import GraphRecorder
-from quire.weights.allocate import dummy_room
+from quire.weights.allocate import dummy_weights
 from tests.models.running import in_chunks, run
 
 CUDA = torch.device("cuda")
@@ -212,7 +212,7 @@ def test_a_model_says_the_same_without_it(products: HopperGemm) -> None:
     spec = ModelSpec(
         "qwen3", 3, 1024, 16, 8, 128, 3072, 2048, 4096, 1e-6, RopeSpec(1e6, 128), tied_embeddings=True, qk_norm=True
     )
-    weights = dummy_room(spec, torch.bfloat16, CUDA).filled()
+    weights = dummy_weights(spec, torch.bfloat16, CUDA).filled()
     lengths = [3] * 20 + [5] * 20
     prompts = [[(31 * place + 7 * row) % 2048 for place in range(length)] for row, length in enumerate(lengths)]
     logits = []

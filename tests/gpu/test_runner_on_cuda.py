@@ -18,7 +18,7 @@ from quire.runner.kv_store import new_store
 from quire.runner.model_runner import ModelRunner
 from quire.sched.scheduler import Scheduler
 from quire.sim.check.check import check
-from quire.weights.allocate import dummy_room
+from quire.weights.allocate import dummy_weights
 
 NUM_BLOCKS = 64
 BLOCK_SIZE = 16
@@ -31,7 +31,7 @@ def test_the_integer_model_behind_the_real_runner_on_the_gpu() -> None:
 
 def _greedy(device: str, prompts: list[list[int]]) -> list[list[int]]:
     spec = SHAPES["smollm2-135m"]
-    weights = dummy_room(spec, torch.float32, device).filled()
+    weights = dummy_weights(spec, torch.float32, device).filled()
     model = Decoder(spec, weights, ReferenceKernels(), max_length=256)
     kv = new_store(model.kv_geometry, NUM_BLOCKS, BLOCK_SIZE, torch.device(device))
     runner = ModelRunner(model, kv, max_rows=8, max_length=256)

@@ -7,8 +7,8 @@ import torch
 
 from quire.weights import tensor_reader as pieces
 from quire.weights.dequantize import FloatsOnly
-from quire.weights.loader_threads import carry
-from quire.weights.tensor_reader import pieces_of
+from quire.weights.loader_threads import load_slices
+from quire.weights.tensor_reader import slices_of
 from tests.weights.test_loader_threads import (  # noqa: F401 -- collected here, where there is a card
     store,
     test_a_file_that_became_shorter,
@@ -25,5 +25,5 @@ def test_many_pieces(tmp_path: Path, stored: torch.dtype, monkeypatch: pytest.Mo
     monkeypatch.setattr(pieces, "PLAIN_BYTES", 1 << 16)
     values = torch.randn(20_000, 700, generator=torch.Generator().manual_seed(1)).to(stored)
     room = torch.zeros(20_000, 700, dtype=torch.bfloat16, device="cuda")
-    carry(pieces_of(store(tmp_path / "t", values), room), FloatsOnly(), room.device, lambda num_bytes: None)
+    load_slices(slices_of(store(tmp_path / "t", values), room), FloatsOnly(), room.device, lambda num_bytes: None)
     assert torch.equal(room.cpu(), values.to(torch.bfloat16))

@@ -7,10 +7,10 @@ import torch
 from quire.formats.checkpoint import Checkpoint
 from quire.models.parameters import DecoderWeights
 from quire.weights.gguf_dequantize import GgufDequantizer
-from quire.weights.load import room_for
+from quire.weights.load import unfilled_weights
 
 
 def load(
     checkpoint: Checkpoint, dtype: torch.dtype, progress: Callable[[int, int], None] | None = None
 ) -> DecoderWeights:
-    return room_for(checkpoint, dtype, "cpu", progress, GgufDequantizer()).filled()
+    return unfilled_weights(checkpoint, dtype, "cpu", progress, GgufDequantizer()).filled()

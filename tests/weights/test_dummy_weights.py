@@ -8,7 +8,7 @@ import torch
 from quire.core.errors import ConfigError
 from quire.formats.presets import SHAPES
 from quire.models.parameters import LayerWeights, layer_shapes
-from quire.weights.allocate import dummy_room, empty_weights, num_parameters
+from quire.weights.allocate import dummy_weights, empty_weights, num_parameters
 
 SMALL = replace(SHAPES["qwen3-0.6b"], num_layers=2, vocab_size=3000, ffn_size=256, hidden_size=128)
 
@@ -35,7 +35,7 @@ def test_a_model_too_large_for_memory_is_refused_with_its_size() -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_every_tensor_has_its_shape(tied: bool) -> None:
     spec = replace(SMALL, tied_embeddings=tied)
-    weights = dummy_room(spec, torch.bfloat16).filled()
+    weights = dummy_weights(spec, torch.bfloat16).filled()
     assert weights.embedding.shape == weights.head.shape == (3000, 128)
     assert (weights.head is weights.embedding) == tied
     for layer in weights.layers:
@@ -45,19 +45,19 @@ def test_every_tensor_has_its_shape(tied: bool) -> None:
 
 
 def test_the_seed_decides_and_nothing_else() -> None:
-    first, again, other = (dummy_room(SMALL, torch.float32, seed=seed).filled() for seed in (4, 4, 5))
+    first, again, other = (dummy_weights(SMALL, torch.float32, seed=seed).filled() for seed in (4, 4, 5))
     for one, two, three in zip(first.layers, again.layers, other.layers, strict=True):
         assert torch.equal(one.qkv, two.qkv) and torch.equal(one.down, two.down)
         assert not torch.equal(one.qkv, three.qkv)
 
 
 def test_no_row_of_a_table_repeats_another() -> None:
-    embedding = dummy_room(replace(SMALL, vocab_size=20_000), torch.float32).filled().embedding
+    embedding = dummy_weights(replace(SMALL, vocab_size=20_000), torch.float32).filled().embedding
     assert len(torch.unique(embedding, dim=0)) == 20_000
 
 
 def test_values_are_small_and_layers_differ() -> None:
-    weights = dummy_room(SMALL, torch.float32).filled()
+    weights = dummy_weights(SMALL, torch.float32).filled()
     first, second = weights.layers
     assert not torch.equal(first.gate_up, second.gate_up)
     assert 0.015 < float(first.gate_up.std()) < 0.025 and abs(float(first.gate_up.mean())) < 0.002

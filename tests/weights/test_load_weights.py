@@ -15,9 +15,9 @@ from quire.formats.checkpoint import StoredTensor
 from quire.formats.open_checkpoint import open_checkpoint
 from quire.models.parameters import DecoderWeights, LayerWeights, layer_shapes
 from quire.weights.gguf_dequantize import GgufDequantizer
-from quire.weights.load import room_for
-from quire.weights.loader_threads import carry
-from quire.weights.tensor_reader import pieces_of
+from quire.weights.load import unfilled_weights
+from quire.weights.loader_threads import load_slices
+from quire.weights.tensor_reader import slices_of
 from tests.formats.tiny import FAMILY_NAMES, gguf_metadata, gguf_tensors, save_folder, tiny_model, write_gguf
 from tests.weights.loading import load
 
@@ -146,7 +146,7 @@ def test_every_type_that_gguf_decodes_is_decoded_across_slices(
     path.write_bytes(b"before" + packed.tobytes() + b"after")
     stored = StoredTensor("packed", (33, 512), kind, path, len(b"before"), packed.nbytes)
     values = torch.full((33, 512), -1.0)
-    carry(pieces_of(stored, values), GgufDequantizer(), torch.device("cpu"), lambda num_bytes: None)
+    load_slices(slices_of(stored, values), GgufDequantizer(), torch.device("cpu"), lambda num_bytes: None)
     expected = gguf.quants.dequantize(packed, quantization).reshape(33, 512)
     np.testing.assert_array_equal(values.numpy(), expected)
 
@@ -193,13 +193,13 @@ def test_what_a_checkpoint_lacks_is_told_when_room_is_made_and_what_cannot_be_re
 ) -> None:
     name = "model.layers.2.mlp.up_proj.weight"
     with pytest.raises(BrokenModelFile, match=name):
-        room_for(open_checkpoint(edited(tmp_path / "edited", **{name: None})), torch.float32)
+        unfilled_weights(open_checkpoint(edited(tmp_path / "edited", **{name: None})), torch.float32)
     checkpoint = open_checkpoint(save_folder(tiny_model("llama"), tmp_path / "whole"))
     whole = load(checkpoint, torch.float32)
-    room = room_for(checkpoint, torch.float32)
-    room.weights.embedding.fill_(7.0)
-    assert room.filled() is room.weights and torch.equal(room.weights.embedding, whole.embedding)
-    later = room_for(checkpoint, torch.float32)
+    destination = unfilled_weights(checkpoint, torch.float32)
+    destination.weights.embedding.fill_(7.0)
+    assert destination.filled() is destination.weights and torch.equal(destination.weights.embedding, whole.embedding)
+    later = unfilled_weights(checkpoint, torch.float32)
     (tmp_path / "whole" / "model.safetensors").unlink()
     with pytest.raises(BrokenModelFile, match="cannot be read"):
         later.fill()

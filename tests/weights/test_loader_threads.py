@@ -12,10 +12,10 @@ from torch import Tensor
 from quire.core.errors import BrokenModelFile
 from quire.formats.checkpoint import StoredTensor
 from quire.weights import loader_threads as carrying
-from quire.weights import tensor_reader as pieces
+from quire.weights import tensor_reader as slices
 from quire.weights.dequantize import PLAIN, FloatsOnly
-from quire.weights.loader_threads import carry
-from quire.weights.tensor_reader import pieces_of
+from quire.weights.loader_threads import load_slices
+from quire.weights.tensor_reader import slices_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 OFFSET = 3  # in the file: nothing there is aligned
@@ -38,17 +38,17 @@ def values_of(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 def test_every_dtype_comes_to_every_other(
     tmp_path: Path, shape: tuple[int, ...], stored: torch.dtype, stays: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pieces, "PLAIN_BYTES", 100)
+    monkeypatch.setattr(slices, "PLAIN_BYTES", 100)
     monkeypatch.setattr(carrying, "_CAST_AT_ONCE", 11)
     values = values_of(shape, stored)
-    room = torch.full((shape[0] + 2, *shape[1:]), 7.0, dtype=stays, device=DEVICE)
-    told: list[int] = []
+    destination = torch.full((shape[0] + 2, *shape[1:]), 7.0, dtype=stays, device=DEVICE)
+    reported: list[int] = []
     tensor = store(tmp_path / "t", values)
-    carry(pieces_of(tensor, room[1:-1]), FloatsOnly(), DEVICE, told.append)
-    assert torch.equal(room[1:-1].cpu(), values.to(stays))
-    assert (room[[0, -1]] == 7).all(), "nothing beside it is written"
-    assert sum(told) == tensor.num_bytes
-    assert len(told) == min(shape[0], -(-shape[0] // max(1, 100 // (tensor.num_bytes // shape[0]))))
+    load_slices(slices_of(tensor, destination[1:-1]), FloatsOnly(), DEVICE, reported.append)
+    assert torch.equal(destination[1:-1].cpu(), values.to(stays))
+    assert (destination[[0, -1]] == 7).all(), "nothing beside it is written"
+    assert sum(reported) == tensor.num_bytes
+    assert len(reported) == min(shape[0], -(-shape[0] // max(1, 100 // (tensor.num_bytes // shape[0]))))
 
 
 class Doubling:
@@ -60,24 +60,26 @@ class Doubling:
     def knows(self, encoding: str) -> bool:
         return True
 
-    def unpack(self, data: np.ndarray, encoding: str) -> Tensor:
+    def dequantize(self, data: np.ndarray, encoding: str) -> Tensor:
         self.threads.add(threading.get_ident())
         return torch.from_numpy(data.astype(np.float32) * 2)
 
 
 def test_what_is_packed_is_unpacked_by_several_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "SLICE_VALUES", 40)
+    monkeypatch.setattr(slices, "SLICE_VALUES", 40)
     monkeypatch.setattr("os.cpu_count", lambda: 3)
     packed = np.arange(4000, dtype=np.uint32).astype(np.uint8).reshape(400, 10)
     path = tmp_path / "t"
     path.write_bytes(packed.tobytes())
-    room = torch.zeros(400, 10, dtype=torch.bfloat16, device=DEVICE)
-    unpacker, told = Doubling(), set[int]()
+    destination = torch.zeros(400, 10, dtype=torch.bfloat16, device=DEVICE)
+    dequantizer, reported = Doubling(), set[int]()
     tensor = StoredTensor("t", (400, 10), "DOUBLED", path, 0, packed.nbytes)
-    carry(pieces_of(tensor, room), unpacker, DEVICE, lambda num_bytes: told.add(threading.get_ident()))
-    assert torch.equal(room.cpu(), torch.from_numpy(packed.astype(np.float32) * 2).to(torch.bfloat16))
-    assert told == {threading.get_ident()}, "whoever asked is told in its own thread"
-    assert unpacker.threads and threading.get_ident() not in unpacker.threads
+    load_slices(
+        slices_of(tensor, destination), dequantizer, DEVICE, lambda num_bytes: reported.add(threading.get_ident())
+    )
+    assert torch.equal(destination.cpu(), torch.from_numpy(packed.astype(np.float32) * 2).to(torch.bfloat16))
+    assert reported == {threading.get_ident()}, "whoever asked is told in its own thread"
+    assert dequantizer.threads and threading.get_ident() not in dequantizer.threads
 
 
 def test_for_somebody_in_inference_mode(tmp_path: Path) -> None:
@@ -85,9 +87,9 @@ def test_for_somebody_in_inference_mode(tmp_path: Path) -> None:
     tensor = store(tmp_path / "t", values)
     with torch.inference_mode():
         rooms = [torch.zeros(50, 7, dtype=dtype, device=DEVICE) for dtype in (torch.float32, torch.float16)]
-        for room in rooms:
-            carry(pieces_of(tensor, room), FloatsOnly(), DEVICE, lambda num_bytes: None)
-    assert all(torch.equal(room.cpu(), values.to(room.dtype)) for room in rooms)
+        for destination in rooms:
+            load_slices(slices_of(tensor, destination), FloatsOnly(), DEVICE, lambda num_bytes: None)
+    assert all(torch.equal(destination.cpu(), values.to(destination.dtype)) for destination in rooms)
 
 
 def test_a_file_that_became_shorter(tmp_path: Path) -> None:
@@ -95,14 +97,14 @@ def test_a_file_that_became_shorter(tmp_path: Path) -> None:
     with (tmp_path / "t").open("rb+") as file:
         file.truncate(OFFSET + 1000)
     with pytest.raises(BrokenModelFile, match=r"changed while it was read: tensor t lacks 400 bytes of 1400"):
-        carry(pieces_of(tensor, torch.zeros(50, 7, device=DEVICE)), FloatsOnly(), DEVICE, lambda num_bytes: None)
+        load_slices(slices_of(tensor, torch.zeros(50, 7, device=DEVICE)), FloatsOnly(), DEVICE, lambda num_bytes: None)
 
 
 def test_a_file_that_went_away(tmp_path: Path) -> None:
     tensor = store(tmp_path / "t", values_of((50, 7), torch.float32))
     (tmp_path / "t").unlink()
     with pytest.raises(BrokenModelFile, match=r"t cannot be read: .*No such file"):
-        carry(pieces_of(tensor, torch.zeros(50, 7, device=DEVICE)), FloatsOnly(), DEVICE, lambda num_bytes: None)
+        load_slices(slices_of(tensor, torch.zeros(50, 7, device=DEVICE)), FloatsOnly(), DEVICE, lambda num_bytes: None)
 
 
 class Slow(Doubling):
@@ -110,23 +112,23 @@ class Slow(Doubling):
 
     num_asked = 0
 
-    def unpack(self, data: np.ndarray, encoding: str) -> Tensor:
+    def dequantize(self, data: np.ndarray, encoding: str) -> Tensor:
         time.sleep(0.01)
         self.num_asked += 1
-        return super().unpack(data, encoding)
+        return super().dequantize(data, encoding)
 
 
 def test_somebody_who_has_had_enough_waits_for_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "SLICE_VALUES", 1)
+    monkeypatch.setattr(slices, "SLICE_VALUES", 1)
     path = tmp_path / "t"
     path.write_bytes(bytes(50_000))
     tensor = StoredTensor("t", (50_000,), "SLOW", path, 0, 50_000)
-    unpacker = Slow()
+    dequantizer = Slow()
 
     def enough(num_bytes: int) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        carry(pieces_of(tensor, torch.zeros(50_000, device=DEVICE)), unpacker, DEVICE, enough)
+        load_slices(slices_of(tensor, torch.zeros(50_000, device=DEVICE)), dequantizer, DEVICE, enough)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("quire-weights")]
-    assert unpacker.num_asked < 50_000, "the rest was left"
+    assert dequantizer.num_asked < 50_000, "the rest was left"

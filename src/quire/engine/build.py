@@ -38,9 +38,9 @@ from quire.sched.batching import usual_target_s
 from quire.sched.cost_model import CostTable
 from quire.sched.scheduler import Scheduler
 from quire.text.tokenizer import Tokenizer
-from quire.weights.allocate import UnfilledWeights, dummy_room
+from quire.weights.allocate import UnfilledWeights, dummy_weights
 from quire.weights.dequantize import Dequantizer
-from quire.weights.load import room_for
+from quire.weights.load import unfilled_weights
 
 if TYPE_CHECKING:
     from quire.engine.grammar_masks import GrammarMasks
@@ -323,13 +323,13 @@ def _room(
     config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, watch: StartupReporter
 ) -> UnfilledWeights:
     if checkpoint.source is CheckpointSource.DUMMY:
-        return dummy_room(checkpoint.spec, dtype, device, config.seed)
-    unpacker: Dequantizer | None = None
+        return dummy_weights(checkpoint.spec, dtype, device, config.seed)
+    dequantizer: Dequantizer | None = None
     if checkpoint.source is CheckpointSource.GGUF:
         from quire.weights.gguf_dequantize import GgufDequantizer
 
-        unpacker = GgufDequantizer()
-    return room_for(checkpoint, dtype, device, watch.loading, unpacker)
+        dequantizer = GgufDequantizer()
+    return unfilled_weights(checkpoint, dtype, device, watch.loading, dequantizer)
 
 
 def weights_of(checkpoint: Checkpoint, dtype: torch.dtype) -> DecoderWeights:

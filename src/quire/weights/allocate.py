@@ -1,6 +1,6 @@
-"""Memory for a decoder's weights, not yet filled. Knows the shapes, not where values come from.
+"""Allocates a decoder's weights, and fills dummy weights. Knows the shapes, not the files.
 
-Invented weights at a real shape: deterministic, and made at the speed of copying memory.
+Dummy weights are deterministic and are made at the speed of a memory copy.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ LAYER_FIELDS = tuple(field.name for field in fields(LayerWeights))
 
 
 class UnfilledWeights(NamedTuple):
-    """Memory for weights, and what fills it, to be called once. Before, the tensors hold anything."""
+    """Allocated weights, and the function that fills them, to be called once. Until then the contents are undefined."""
 
     weights: DecoderWeights
     fill: Callable[[], None]
@@ -66,15 +66,15 @@ def _allocate_layer(spec: ModelSpec, dtype: torch.dtype, device: torch.device | 
     return LayerWeights(**tensors)  # type: ignore[arg-type]  # layer_shapes names all that is not optional
 
 
-# Random values are drawn once and laid end to end. A prime: no row length divides it, so rows differ.
+# Random values are drawn once and repeated. A prime: no row length divides it, so rows differ.
 NUM_DRAWN = 1_000_003
 DEVIATION = 0.02  # what transformers initializes with; keeps activations finite at any depth
 
 
-def dummy_room(
+def dummy_weights(
     spec: ModelSpec, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0
 ) -> UnfilledWeights:
-    """To be filled with weights that depend only on the shape, the dtype and the seed. Norms are ones."""
+    """Dummy weights that depend only on the shape, the dtype and the seed. Norms are ones."""
     weights = empty_weights(spec, dtype, device)
 
     def fill() -> None:
@@ -107,7 +107,7 @@ def _tensors(layer: LayerWeights) -> Iterator[_NamedTensor]:
 
 
 def _fill(tensor: Tensor, drawn: Tensor, start: int) -> int:
-    """Lay the drawn values into a tensor from one of them on; gives the one to begin the next tensor with."""
+    """Fill a tensor with the drawn values from `start` on; returns where the next tensor starts."""
     flat = tensor.view(-1)
     place = 0
     while place < len(flat):

@@ -21,7 +21,7 @@ class Dequantizer(Protocol):
 
     def knows(self, encoding: str) -> bool: ...
 
-    def unpack(self, data: Bytes, encoding: str) -> Tensor:
+    def dequantize(self, data: Bytes, encoding: str) -> Tensor:
         """Flat float32 values."""
 
 
@@ -31,15 +31,15 @@ class FloatsOnly:
     def knows(self, encoding: str) -> bool:
         return False
 
-    def unpack(self, data: Bytes, encoding: str) -> Tensor:
+    def dequantize(self, data: Bytes, encoding: str) -> Tensor:
         raise AssertionError(f"{encoding} was not refused")
 
 
-def refuse_unreadable(tensors: Iterable[StoredTensor], unpacker: Dequantizer) -> None:
+def refuse_unreadable(tensors: Iterable[StoredTensor], dequantizer: Dequantizer) -> None:
     """Say before any memory is taken that a tensor's encoding cannot be decoded."""
     for stored in tensors:
         encoding = stored.encoding
-        if encoding not in PLAIN and not unpacker.knows(encoding):
+        if encoding not in PLAIN and not dequantizer.knows(encoding):
             raise UnsupportedModel(
                 f"Tensor {stored.name} in {stored.path} is stored as {encoding}, which quire cannot decode. "
                 f"Use another quantization of the model, or its F16 or BF16 weights."

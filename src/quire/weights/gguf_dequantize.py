@@ -17,7 +17,7 @@ class GgufDequantizer:
     def knows(self, encoding: str) -> bool:
         return _can_decode(encoding)
 
-    def unpack(self, data: Bytes, encoding: str) -> Tensor:
+    def dequantize(self, data: Bytes, encoding: str) -> Tensor:
         kind = GGMLQuantizationType[encoding]
         return torch.from_numpy(quants.dequantize(data.reshape(1, -1), kind)).view(-1)
 

@@ -16,34 +16,43 @@ from quire.formats.families import BY_NAME
 from quire.models.parameters import DecoderWeights
 from quire.weights.allocate import UnfilledWeights, empty_weights, is_norm
 from quire.weights.dequantize import Dequantizer, FloatsOnly, refuse_unreadable
-from quire.weights.loader_threads import carry
+from quire.weights.loader_threads import load_slices
 from quire.weights.names import FusedPart, WeightTarget, expected_tensors, is_ignorable
-from quire.weights.tensor_reader import pieces_of
+from quire.weights.tensor_reader import slices_of
 
 NAMES_SHOWN = 4
 
 Progress = Callable[[int, int], None]  # bytes read so far, bytes in all
 
 
-def room_for(
+def unfilled_weights(
     checkpoint: Checkpoint,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
-    unpacker: Dequantizer | None = None,
+    dequantizer: Dequantizer | None = None,
 ) -> UnfilledWeights:
-    """Fresh memory on a device, to be filled with every tensor of a checkpoint; what that lacks, or has too much of, is
-    refused now. Packed tensors need an unpacker."""
-    unpacker = unpacker or FloatsOnly()
-    targets = _match(checkpoint, unpacker)
+    """Allocate weights on a device, to be filled from a checkpoint. Missing and surplus tensors are refused now.
+    Quantized tensors need a dequantizer."""
+    dequantizer = dequantizer or FloatsOnly()
+    targets = _match(checkpoint, dequantizer)
     weights = empty_weights(checkpoint.spec, dtype, device)
     destinations = {name: _field(weights, target)[target.rows.start : target.rows.stop]
                     for name, target in targets.items()}  # fmt: skip
 
     def fill() -> None:
         in_order = sorted(targets, key=lambda name: _place_in_files(checkpoint, name))
-        pieces = [piece for name in in_order for piece in pieces_of(checkpoint.tensors[name], destinations[name])]
-        carry(pieces, unpacker, torch.device(device), _LoadProgress(sum(piece.num_bytes for piece in pieces), progress))
+        slices = [
+            tensor_slice
+            for name in in_order
+            for tensor_slice in slices_of(checkpoint.tensors[name], destinations[name])
+        ]
+        load_slices(
+            slices,
+            dequantizer,
+            torch.device(device),
+            _LoadProgress(sum(tensor_slice.num_bytes for tensor_slice in slices), progress),
+        )
         for name, target in targets.items():
             _convert(destinations[name], target, checkpoint)
 
@@ -51,20 +60,20 @@ def room_for(
 
 
 class _LoadProgress:
-    """Adds up what was read, and tells of it in a hundred steps or fewer."""
+    """Sums the bytes read, and reports them in at most 100 steps."""
 
-    __slots__ = ("_done", "_progress", "_step", "_told", "_total")
+    __slots__ = ("_done", "_progress", "_reported", "_step", "_total")
 
     def __init__(self, total: int, progress: Progress | None) -> None:
         self._progress = progress
         self._total = total
         self._step = -(-total // 100)
-        self._done = self._told = 0
+        self._done = self._reported = 0
 
     def __call__(self, num_bytes: int) -> None:
         self._done += num_bytes
-        if self._progress is not None and (self._done - self._told >= self._step or self._done == self._total):
-            self._told = self._done
+        if self._progress is not None and (self._done - self._reported >= self._step or self._done == self._total):
+            self._reported = self._done
             self._progress(self._done, self._total)
 
 
@@ -76,7 +85,7 @@ def _field(weights: DecoderWeights, target: WeightTarget) -> Tensor:
 
 
 class _TensorPlace(NamedTuple):
-    """The order in which a disk likes to be read."""
+    """Sort key for sequential disk reads."""
 
     path: Path
     offset: int
@@ -98,7 +107,7 @@ def _convert(values: Tensor, target: WeightTarget, checkpoint: Checkpoint) -> No
         values.copy_(pairs.transpose(1, 2).reshape(values.shape))
 
 
-def _match(checkpoint: Checkpoint, unpacker: Dequantizer) -> dict[str, WeightTarget]:
+def _match(checkpoint: Checkpoint, dequantizer: Dequantizer) -> dict[str, WeightTarget]:
     """The tensors to read, by stored name; an error names those that are missing, left over or misshapen."""
     spec, source, stored = checkpoint.spec, checkpoint.source, checkpoint.tensors
     targets = expected_tensors(spec, source)
@@ -118,9 +127,9 @@ def _match(checkpoint: Checkpoint, unpacker: Dequantizer) -> dict[str, WeightTar
         if stored[name].shape != target.shape:
             raise BrokenModelFile(
                 f"Tensor {name} in {stored[name].path} has the shape {stored[name].shape}, "
-                f"but the model's description asks for {target.shape}."
+                f"but the model's configuration requires {target.shape}."
             )
-    refuse_unreadable((stored[name] for name in targets), unpacker)
+    refuse_unreadable((stored[name] for name in targets), dequantizer)
     return targets
 
 

@@ -1,5 +1,6 @@
-"""Brings pieces of tensors to where they stay, by several threads: while one waits for a disk, another unpacks, and the
-card copies what a third has read. Knows nothing of what the pieces are of.
+"""Loads slices of tensors with several threads: disk reads, dequantization and device copies overlap.
+
+Knows nothing of the model that the tensors belong to.
 """
 
 import os
@@ -20,126 +21,126 @@ from quire.weights.dequantize import Dequantizer
 from quire.weights.tensor_reader import TensorReader, TensorSlice
 
 _MOST_THREADS = 8
-_SLOTS = 2  # of a thread: it reads into one while the card copies from the other
-_CAST_AT_ONCE = 2**14  # values: with twice as many torch takes threads of its own for each of ours
+_NUM_BUFFERS = 2  # per thread: it reads into one while the device copies from the other
+_CAST_AT_ONCE = 2**14  # values: with twice as many torch starts its own threads for each of ours
 
 
-def carry(
-    pieces: Iterable[TensorSlice], unpacker: Dequantizer, device: torch.device, told: Callable[[int], None]
+def load_slices(
+    slices: Iterable[TensorSlice], dequantizer: Dequantizer, device: torch.device, report: Callable[[int], None]
 ) -> None:
-    """All of them, the first ones first. `told` is called here, with the bytes of files that were brought."""
-    left = deque(pieces)
+    """Load all slices, in order. `report` is called on this thread with the file bytes of each loaded slice."""
+    left = deque(slices)
     stopped = Event()
-    news: SimpleQueue[int | None] = SimpleQueue()  # None: a thread has ended
+    progress_queue: SimpleQueue[int | None] = SimpleQueue()  # None: a thread has ended
 
     def work() -> None:
         try:
-            with closing(TensorReader(unpacker)) as reader, torch.inference_mode():  # as whoever asks may be in
-                hand = _ToDevice(reader, device) if device.type == "cuda" else _ToMemory(reader)
-                _bring_all(hand, left, stopped, news)
+            with closing(TensorReader(dequantizer)) as reader, torch.inference_mode():  # the caller may be in it
+                loader = _ToDevice(reader, device) if device.type == "cuda" else _ToMemory(reader)
+                _load_all(loader, left, stopped, progress_queue)
         except BaseException:
-            stopped.set()  # for the others too
+            stopped.set()  # the other threads stop too
             raise
         finally:
-            news.put(None)
+            progress_queue.put(None)
 
     num_threads = max(1, min(_MOST_THREADS, os.cpu_count() or 1, len(left)))
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="quire-weights") as crew:
-        working = [crew.submit(work) for _ in range(num_threads)]
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="quire-weights") as pool:
+        working = [pool.submit(work) for _ in range(num_threads)]
         try:
             for _ in working:
-                while (num_bytes := news.get()) is not None:
-                    told(num_bytes)
+                while (num_bytes := progress_queue.get()) is not None:
+                    report(num_bytes)
         finally:
-            stopped.set()  # somebody may have had enough
+            stopped.set()  # the caller may have been interrupted
     for each in working:
         each.result()
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # torch keeps what was cast on the card for streams that nobody will use again
+        torch.cuda.empty_cache()  # frees the casts that torch caches for the streams used here
 
 
-def _bring_all(
-    hand: "_LoaderThread", left: deque[TensorSlice], stopped: Event, news: "SimpleQueue[int | None]"
+def _load_all(
+    loader: "_SliceLoader", left: deque[TensorSlice], stopped: Event, progress_queue: "SimpleQueue[int | None]"
 ) -> None:
     while not stopped.is_set():
         try:
-            piece = left.popleft()
+            tensor_slice = left.popleft()
         except IndexError:
             break
-        hand.bring(piece)
-        news.put(piece.num_bytes)
-    hand.finish()
+        loader.load(tensor_slice)
+        progress_queue.put(tensor_slice.num_bytes)
+    loader.finish()
 
 
-class _LoaderThread(Protocol):
-    """One thread's."""
+class _SliceLoader(Protocol):
+    """Loads slices on one thread."""
 
-    def bring(self, piece: TensorSlice) -> None: ...
+    def load(self, tensor_slice: TensorSlice) -> None: ...
 
     def finish(self) -> None:
-        """Wait until all that was brought is there."""
+        """Wait until every slice is at its destination."""
 
 
 class _ToMemory:
-    """What is stored in the dtype that it has here is read into its place."""
+    """Loads into host memory. A slice that is stored in its final dtype is read straight into place."""
 
     __slots__ = ("_reader",)
 
     def __init__(self, reader: TensorReader) -> None:
         self._reader = reader
 
-    def bring(self, piece: TensorSlice) -> None:
-        flat = piece.destination.view(-1)
-        if piece.dtype is flat.dtype:
-            self._reader.read(piece, flat.view(torch.uint8).numpy())
+    def load(self, tensor_slice: TensorSlice) -> None:
+        flat = tensor_slice.destination.view(-1)
+        if tensor_slice.dtype is flat.dtype:
+            self._reader.read(tensor_slice, flat.view(torch.uint8).numpy())
             return
-        if piece.dtype is None:
-            values = self._reader.unpack(piece)
+        if tensor_slice.dtype is None:
+            values = self._reader.dequantize(tensor_slice)
         else:
-            values = torch.empty(len(flat), dtype=piece.dtype)
-            self._reader.read(piece, values.view(torch.uint8).numpy())
+            values = torch.empty(len(flat), dtype=tensor_slice.dtype)
+            self._reader.read(tensor_slice, values.view(torch.uint8).numpy())
         for start in range(0, len(flat), _CAST_AT_ONCE):
             flat[start : start + _CAST_AT_ONCE] = values[start : start + _CAST_AT_ONCE]
 
     def finish(self) -> None:
-        """It is."""
+        """Nothing is pending."""
 
 
 class _ToDevice:
-    """Values change their dtype on the card."""
+    """Loads onto a GPU through pinned memory. Values are cast on the device."""
 
-    __slots__ = ("_device", "_reader", "_slots", "_stream")
+    __slots__ = ("_buffers", "_device", "_reader", "_stream")
 
     def __init__(self, reader: TensorReader, device: torch.device) -> None:
         self._reader = reader
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._stream.wait_stream(torch.cuda.default_stream(device))  # whoever had this memory before is done with it
-        self._slots = cycle([_Slot() for _ in range(_SLOTS)])
+        self._stream.wait_stream(torch.cuda.default_stream(device))  # earlier users of this memory have finished
+        self._buffers = cycle([_PinnedBuffer() for _ in range(_NUM_BUFFERS)])
 
-    def bring(self, piece: TensorSlice) -> None:
-        slot = next(self._slots)
-        slot.copied.synchronize()
-        if piece.dtype is None:
-            unpacked = self._reader.unpack(piece)
-            values = slot.room(unpacked.nbytes).view(unpacked.dtype)
+    def load(self, tensor_slice: TensorSlice) -> None:
+        pinned = next(self._buffers)
+        pinned.copied.synchronize()
+        if tensor_slice.dtype is None:
+            unpacked = self._reader.dequantize(tensor_slice)
+            values = pinned.view(unpacked.nbytes).view(unpacked.dtype)
             np.copyto(values.numpy(), unpacked.numpy())
         else:
-            room = slot.room(piece.num_bytes)
-            self._reader.read(piece, room.numpy())
-            values = room.view(piece.dtype)
-        flat = piece.destination.view(-1)
+            buffer = pinned.view(tensor_slice.num_bytes)
+            self._reader.read(tensor_slice, buffer.numpy())
+            values = buffer.view(tensor_slice.dtype)
+        flat = tensor_slice.destination.view(-1)
         with torch.cuda.stream(self._stream):
             flat.copy_(values if values.dtype is flat.dtype else values.to(self._device, non_blocking=True),
                        non_blocking=True)  # fmt: skip
-            slot.copied.record(self._stream)
+            pinned.copied.record(self._stream)
 
     def finish(self) -> None:
         self._stream.synchronize()
 
 
-class _Slot:
-    """Room for a piece on its way: memory that the card reads by itself. It is free again when it is copied."""
+class _PinnedBuffer:
+    """Pinned memory for one slice. It is free again after the `copied` event."""
 
     __slots__ = ("_pinned", "copied")
 
@@ -147,8 +148,8 @@ class _Slot:
         self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._pinned = torch.empty(0, dtype=torch.uint8)
 
-    def room(self, num_bytes: int) -> Tensor:
-        """[bytes] uint8. What it held is gone."""
+    def view(self, num_bytes: int) -> Tensor:
+        """[bytes] uint8. Earlier contents are lost."""
         if len(self._pinned) < num_bytes:
             self._pinned = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
         return self._pinned[:num_bytes]

@@ -1,4 +1,4 @@
-"""A stored tensor in pieces: some of its rows, read from the file, and turned into numbers. Knows no device."""
+"""Slices of stored tensors: some rows, read from the file and dequantized. Knows no device."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,13 +12,13 @@ from quire.core.errors import BrokenModelFile
 from quire.formats.checkpoint import StoredTensor
 from quire.weights.dequantize import PLAIN, Bytes, Dequantizer
 
-PLAIN_BYTES = 8 << 20  # read at a time: disks and the card's bus are at their full speed with less
-# Values unpacked at a time. Their temporaries stay in cache: measured two to three times as fast as 2**23.
+PLAIN_BYTES = 8 << 20  # per read: disks and PCIe reach full speed with less
+# Values dequantized at a time. Their temporaries stay in cache: measured 2x to 3x as fast as 2**23.
 SLICE_VALUES = 2**18
 
 
 class TensorSlice(NamedTuple):
-    """Some rows of a stored tensor, and where they will stay."""
+    """Some rows of a stored tensor, and their destination."""
 
     stored: StoredTensor
     offset: int  # in the file
@@ -27,11 +27,11 @@ class TensorSlice(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """As it is stored; None if it is packed."""
+        """The stored dtype; None if it is quantized."""
         return PLAIN.get(self.stored.encoding)
 
 
-def pieces_of(stored: StoredTensor, destination: Tensor) -> Iterator[TensorSlice]:
+def slices_of(stored: StoredTensor, destination: Tensor) -> Iterator[TensorSlice]:
     """destination: [rows, ...], for the whole tensor."""
     num_rows = stored.shape[0]
     row_bytes = stored.num_bytes // num_rows
@@ -43,12 +43,12 @@ def pieces_of(stored: StoredTensor, destination: Tensor) -> Iterator[TensorSlice
 
 
 class TensorReader:
-    """Keeps files open while they are read. For one thread."""
+    """Keeps files open between reads. For one thread."""
 
-    __slots__ = ("_files", "_packed", "_unpacker")
+    __slots__ = ("_dequantizer", "_files", "_packed")
 
-    def __init__(self, unpacker: Dequantizer) -> None:
-        self._unpacker = unpacker
+    def __init__(self, dequantizer: Dequantizer) -> None:
+        self._dequantizer = dequantizer
         self._files: dict[Path, BinaryIO] = {}
         self._packed: Bytes = np.empty(0, np.uint8)
 
@@ -57,14 +57,14 @@ class TensorReader:
             file.close()
         self._files.clear()
 
-    def read(self, piece: TensorSlice, into: Bytes) -> None:
-        """The bytes as they lie. [num_bytes]"""
-        stored, place = piece.stored, 0
+    def read(self, tensor_slice: TensorSlice, into: Bytes) -> None:
+        """Read the stored bytes. [num_bytes]"""
+        stored, place = tensor_slice.stored, 0
         try:
             file = self._files.get(stored.path)
             if file is None:
                 file = self._files[stored.path] = stored.path.open("rb", buffering=0)
-            file.seek(piece.offset)
+            file.seek(tensor_slice.offset)
             while place < len(into) and (count := file.readinto(into[place:])):  # type: ignore[attr-defined]
                 place += count
         except OSError as error:
@@ -75,10 +75,10 @@ class TensorReader:
                 f"{stored.num_bytes}."
             )
 
-    def unpack(self, piece: TensorSlice) -> Tensor:
-        """The values of a packed piece. Flat, float32"""
-        if len(self._packed) < piece.num_bytes:
-            self._packed = np.empty(piece.num_bytes, np.uint8)
-        packed = self._packed[: piece.num_bytes]
-        self.read(piece, packed)
-        return self._unpacker.unpack(packed, piece.stored.encoding)
+    def dequantize(self, tensor_slice: TensorSlice) -> Tensor:
+        """The values of a quantized slice. Flat, float32."""
+        if len(self._packed) < tensor_slice.num_bytes:
+            self._packed = np.empty(tensor_slice.num_bytes, np.uint8)
+        packed = self._packed[: tensor_slice.num_bytes]
+        self.read(tensor_slice, packed)
+        return self._dequantizer.dequantize(packed, tensor_slice.stored.encoding)
