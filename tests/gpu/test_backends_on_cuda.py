@@ -20,7 +20,7 @@ from quire.kernels.gpu.attention.dispatch import GpuAttention
 from quire.kernels.gpu.backends.interface import AttentionBackends
 from quire.kernels.interface import AttentionRule, StepLayout
 from quire.kernels.select import select_attention
-from quire.runner.cuda_graphs import GraphRecorder
+from quire.runner.cuda_graphs import GraphCapturer
 from tests.kernels import fake_backends as strangers
 from tests.kernels.layouts import Pages, Part, fill
 
@@ -121,7 +121,7 @@ def test_one_recording_serves_other_lengths(name: str, parts: list[Part]) -> Non
     step.layout.context_lengths[:4] = 1
     step.layout.context_lengths[4] = 0  # nobody
     step.layout.context_lengths[5:] -= torch.minimum(final[5:] - step.layout.query_starts.diff()[5:], final[5:] // 2)
-    replay = GraphRecorder(CUDA).record(lambda: step.attend(chosen))
+    replay = GraphCapturer(CUDA).capture(lambda: step.attend(chosen))
     step.layout.context_lengths.copy_(final)
     step.check(replay())
 

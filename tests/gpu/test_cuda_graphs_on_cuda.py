@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.runner.cuda_graphs import GraphRecorder
+from quire.runner.cuda_graphs import GraphCapturer
 
 CUDA = torch.device("cuda")
 
@@ -30,14 +30,14 @@ def eager_collector():
 @pytest.mark.usefixtures("eager_collector")
 def test_a_recording_outlives_those_of_an_engine_that_nobody_has_any_more() -> None:
     x = torch.ones(1000, device=CUDA)
-    old = [Ring(GraphRecorder(CUDA).record(lambda: x + 1)) for _ in range(2)]
+    old = [Ring(GraphCapturer(CUDA).capture(lambda: x + 1)) for _ in range(2)]
 
     def doubled() -> Tensor:
         old.pop()  # one before the capture, one within it
         occasions = [[] for _ in range(100)]
         return x * 2 + len(occasions)
 
-    replay = GraphRecorder(CUDA).record(doubled)
+    replay = GraphCapturer(CUDA).capture(doubled)
     assert not old
     x.fill_(3.0)
     assert torch.equal(replay(), torch.full_like(x, 106.0))

@@ -14,7 +14,7 @@ from quire.kernels.gpu.attention.hopper_dispatch import HopperPrefill
 from quire.kernels.gpu.kernels import GpuKernels
 from quire.kernels.gpu.precompile import compile_launched
 from quire.kernels.interface import AttentionRule, StepLayout
-from quire.runner.cuda_graphs import GraphRecorder
+from quire.runner.cuda_graphs import GraphCapturer
 from tests.kernels import fake_backends as strangers
 from tests.kernels.layouts import Part
 
@@ -187,7 +187,7 @@ def test_one_recording_serves_other_lengths() -> None:
     nothing = torch.zeros(num_rows, dtype=torch.int64, device=CUDA)
     hopper = HopperPrefill(8)
     layout = StepLayout(nothing, nothing, tables, starts, lengths, nothing)
-    replay = GraphRecorder(CUDA).record(
+    replay = GraphCapturer(CUDA).capture(
         lambda: GpuAttention(layout, 0, hopper=hopper).attend(query, kv_layer, held.rule)
     )
     for step in (*steps, steps[0]):

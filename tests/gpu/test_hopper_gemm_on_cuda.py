@@ -18,7 +18,7 @@ from quire.kernels.gpu.kernels import GpuKernels
 from quire.kernels.gpu.precompile import compile_launched
 from quire.kernels.interface import PartialSums
 from quire.models.decoder import Decoder
-from quire.runner.cuda_graphs import GraphRecorder
+from quire.runner.cuda_graphs import GraphCapturer
 from quire.weights.allocate import dummy_weights
 from tests.models.running import in_chunks, run
 
@@ -152,7 +152,7 @@ def test_a_recording_multiplies_what_is_there_when_it_is_replayed(products: Hopp
         recorded[:] = go()
         return given[0]
 
-    replay = GraphRecorder(CUDA).record(work)
+    replay = GraphCapturer(CUDA).capture(work)
     for first in (40, 7, 40):
         for shape, x in zip(shapes, given, strict=True):
             x.copy_(drawn(shape).x[first : first + 20])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from quire.core.sampling import SamplingParams
 from quire.core.step import FinishReason, TopLogprobs
-from quire.engine.messages import FinishedSequence
+from quire.core.step_output import FinishedSequence
 from quire.engine.outputs import Delta, Logprob, RequestMetrics, RequestOutput
 from quire.engine.request_options import RequestOptions
 from quire.engine.request_state import SequenceOutput, logprob_entry
