@@ -21,7 +21,16 @@ def ids(*tokens: int) -> IntArray:
 def snapshot(tree: RadixTree) -> object:
     """All that a tree is: every node with its place, its blocks and its last use, and the tree's own counters."""
     nodes = [
-        (id(node), id(node.parent), node.tokens, node.blocks.tolist(), node.tier, node.stamp, node.priority, node.owner)
+        (
+            id(node),
+            id(node.parent),
+            node.tokens,
+            node.blocks.tolist(),
+            node.tier,
+            node.last_use,
+            node.priority,
+            node.owner,
+        )
         for node in tree.nodes()
     ]
     return nodes, tree.num_nodes, tree.num_blocks, tree.num_evicted, tree.generation, tree._clock
@@ -43,7 +52,7 @@ class Desk:
 
     def drop(self, blocks: IntArray, node: Node) -> None:
         self.pool.release(blocks)
-        self.tree.idle(node)
+        self.tree.offer(node)
         self.audit()
 
     def put(self, *tokens: int, partition: str = "", priority: int = 0) -> Inserted:

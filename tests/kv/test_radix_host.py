@@ -78,7 +78,7 @@ def test_the_tree_does_not_read_its_callers_tables() -> None:
     new = desk.pool.take(2)
     desk.tree.promote(inserted.node, new)
     desk.pool.release(new)
-    desk.tree.idle(inserted.node)
+    desk.tree.offer(inserted.node)
     new[:] = 0
     desk.audit()
 
@@ -111,5 +111,5 @@ def test_a_pinned_host_block_is_not_evicted() -> None:
     assert desk.evict(1, demote=True) == ()
     assert desk.tree.contents("") == {(1, 1, 1, 1)}
     desk.host.release(match.host_blocks)
-    desk.tree.idle(match.host_node)
+    desk.tree.offer(match.host_node)
     assert desk.tree.reset() == 1 and desk.host.num_free == 1

@@ -27,7 +27,7 @@ class Known:
     tier: Tier
     block: int
     priority: int
-    stamp: int = 0
+    last_use: int = 0
 
 
 class Model:
@@ -41,7 +41,7 @@ class Model:
     def touch(self, partition: str, path: Path) -> None:
         self.clock += 1
         if path:
-            self.paths[partition][path].stamp = self.clock
+            self.paths[partition][path].last_use = self.clock
 
     def longest(self, partition: str, query: Path) -> int:
         return max((common(path, query) for path in self.paths[partition]), default=0)
@@ -68,7 +68,7 @@ class Model:
     def inherit(self, partition: str, path: Path, gone: Known) -> None:
         above = self.paths[partition].get(self.parent(path))
         if above is not None:
-            above.stamp = max(above.stamp, gone.stamp)
+            above.last_use = max(above.last_use, gone.last_use)
             above.priority = min(above.priority, gone.priority)
 
     def hangs(self, path: Path, above: Path) -> bool:
@@ -85,7 +85,7 @@ class Model:
                     continue
                 if any(other.tier is tier for other in below):
                     continue
-                key = (-known.priority, known.stamp)
+                key = (-known.priority, known.last_use)
                 if best is None or key < best[0]:
                     best = (key, partition, path)
         return best[1:] if best is not None else None
@@ -265,12 +265,12 @@ class RadixMachine(RuleBasedStateMachine):
             self.host.release(match.host_blocks)
             self.leave_table(table)
         if match.host_node is not None:
-            self.tree.idle(match.host_node)
+            self.tree.offer(match.host_node)
 
     def leave_table(self, table: Table) -> None:
         self.tables = [other for other in self.tables if other is not table]
         self.pool.release(table.blocks)
-        self.tree.idle(table.node)
+        self.tree.offer(table.node)
 
     def insert(self, table: Table, length: int, priority: int, leaving: bool) -> None:
         num_blocks = -(-length // self.size)
@@ -313,7 +313,7 @@ class RadixMachine(RuleBasedStateMachine):
         table.num_known = min(table.num_known, len(table.tokens))
         table.sealed = True
         self.pool.release(gone)
-        self.tree.idle(table.node)
+        self.tree.offer(table.node)
         if not keep:
             self.leave_table(table)
 

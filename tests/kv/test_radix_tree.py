@@ -13,7 +13,7 @@ def test_an_empty_tree_knows_nothing() -> None:
     desk = Desk()
     match = desk.tree.match("", ids(1, 2, 3, 4, 5), 5)
     assert (match.num_tokens, len(match.blocks), match.partial, match.host_node) == (0, 0, None, None)
-    desk.tree.idle(match.node)
+    desk.tree.offer(match.node)
     assert desk.tree.num_nodes == 0 and desk.evict(3) == ()
 
 
@@ -160,7 +160,7 @@ def test_a_conflict_keeps_both_copies() -> None:
     assert (first.num_adopted, second.num_adopted) == (2, 1)
     assert desk.tree.match("", ids(*range(12)), 12).blocks.tolist() == [*mine.tolist(), int(theirs[2])]
     desk.pool.release(theirs)
-    desk.tree.idle(second.node)
+    desk.tree.offer(second.node)
     desk.drop(mine, first.node)
 
 
@@ -239,7 +239,7 @@ def test_held_blocks_are_never_evicted() -> None:
     desk.evict(32)
     assert desk.tree.contents("") == {tuple(range(8))}
     desk.pool.release(blocks[1:])
-    desk.tree.idle(inserted.node)
+    desk.tree.offer(inserted.node)
     desk.evict(32)
     assert desk.tree.contents("") == {(0, 1, 2, 3)}, "of a node half held the tail can go"
     desk.drop(blocks[:1], inserted.node)
@@ -262,7 +262,7 @@ def test_a_handle_leads_on_when_its_node_is_gone(demote: bool) -> None:
     lower_block = desk.pool.take(1)
     lower = desk.tree.insert_leaving(upper.node, ids(2, 2, 2, 2), lower_block, MINE)
     desk.pool.release(lower_block)
-    desk.tree.idle(lower.node)
+    desk.tree.offer(lower.node)
     desk.evict(1, demote)
     desk.drop(blocks, lower.node)
     desk.evict(1)

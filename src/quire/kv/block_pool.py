@@ -1,7 +1,7 @@
-"""Owns block ids. Knows nothing of tokens, tensors or requests.
+"""The block pool: reference counts of KV blocks and the free list. Knows nothing of tokens, tensors or requests.
 
-A block is free, or it has references: one from each table that holds it, and one from the prefix tree if it is cached.
-A cached block that no table holds is *idle*: it can be had by evicting it.
+A block is free, or it has references: one from each block table that holds it, and one from the prefix tree if it is
+cached. A cached block that no table holds is *evictable*: eviction makes it free.
 """
 
 import numpy as np
@@ -9,17 +9,17 @@ from numpy.typing import NDArray
 
 from quire.core.ids import NULL_BLOCK, BlockId, IndexArray, IntArray
 
-_TREE, _TABLE = 1, 2  # what a reference counts
-_IDLE = _TREE
-# The same as arrays: numpy takes twice as long to add a number of Python's to a few others.
+_TREE, _TABLE = 1, 2  # the value of a reference
+_EVICTABLE = _TREE
+# The same as arrays: adding a Python int to a short array takes numpy twice as long.
 _FREE_ARRAY, _TREE_ARRAY, _TABLE_ARRAY = (np.array(count, dtype=np.int32) for count in (0, _TREE, _TABLE))
 
 
 class BlockPool:
-    """A fixed number of blocks. Block 0 is the null block, never lent. Every verb takes many blocks at once.
+    """A fixed number of blocks. Block 0 is the null block, never allocated. Every method takes many blocks at once.
 
-    A block's references are one number: 2 for each table and 1 for the tree. So 0 is free, 1 is idle, and a cached
-    block is odd. Blocks are mostly few: a list then counts in a third of the time that numpy takes.
+    A block's references are one number: 2 for each table and 1 for the tree. So 0 is free, 1 is evictable, and a cached
+    block is odd. Calls name few blocks: a list is then counted in a third of the time that numpy takes.
     """
 
     __slots__ = ("_free", "_num_retired", "_references", "num_blocks", "num_cached", "num_evictable", "num_free")
@@ -35,8 +35,8 @@ class BlockPool:
         self._references: IntArray = np.zeros(num_blocks + 1, dtype=np.int32)
 
     def take(self, count: int) -> IntArray:
-        """Free blocks, each now with one reference."""
-        assert count <= self.num_free, f"take({count}) from {self.num_free} free blocks: ask num_free first"
+        """Allocate free blocks, each with one reference."""
+        assert count <= self.num_free, f"take({count}) from {self.num_free} free blocks: check num_free first"
         stop = self.num_free
         self.num_free = stop - count
         blocks = self._free[self.num_free : stop][::-1].copy()
@@ -44,7 +44,7 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: IntArray) -> None:
-        """One more reference to each of some distinct blocks."""
+        """Add a reference to each of some distinct blocks."""
         if not len(blocks):
             return
         at = _indices(blocks)
@@ -52,23 +52,23 @@ class BlockPool:
         self._references[at] = after
         counts = after.tolist()
         assert min(counts) > _TABLE, blocks
-        self.num_evictable -= counts.count(_IDLE + _TABLE)
+        self.num_evictable -= counts.count(_EVICTABLE + _TABLE)
 
     def release(self, blocks: IntArray) -> int:
-        """One reference less to each of some distinct blocks; how many of them are free now."""
+        """Remove a reference from each of some distinct blocks; how many of them are free now."""
         at = _indices(blocks)
         after = self._references[at] - _TABLE_ARRAY
         self._references[at] = after
         counts = after.tolist()
         assert min(counts, default=0) >= 0, f"{blocks}: one is free, or lost its last reference outside the tree"
-        self.num_evictable += counts.count(_IDLE)
+        self.num_evictable += counts.count(_EVICTABLE)
         num_freed: int = counts.count(0)
         if num_freed:
             self._push(blocks[after == _FREE_ARRAY])
         return num_freed
 
     def adopt(self, blocks: IntArray) -> None:
-        """The tree takes blocks that tables hold: they are cached from now on."""
+        """The tree caches blocks that tables hold."""
         at = _indices(blocks)
         before = self._references[at]
         counts = before.tolist()
@@ -78,7 +78,7 @@ class BlockPool:
         self.num_cached += len(blocks)
 
     def disown(self, blocks: IntArray) -> int:
-        """The tree lets go of blocks; how many of them are free now."""
+        """The tree drops blocks; how many of them are free now."""
         at = _indices(blocks)
         after = self._references[at] - _TREE_ARRAY
         self._references[at] = after
@@ -96,7 +96,7 @@ class BlockPool:
         self.num_free += len(freed)
 
     def retire(self, count: int) -> int:
-        """Take up to so many free blocks out of service for ever; how many there were."""
+        """Take up to `count` free blocks out of service for good; how many there were."""
         count = min(count, self.num_free)
         self.num_free -= count
         self._num_retired += count
@@ -110,44 +110,44 @@ class BlockPool:
         return sum(divmod(self._references.item(block), _TABLE))
 
     def is_evictable(self, block: int) -> bool:
-        return self._references.item(block) == _IDLE
+        return self._references.item(block) == _EVICTABLE
 
     def evictable_flags(self) -> list[bool]:
         """By block id, for audits."""
-        flags: list[bool] = (self._references == _IDLE).tolist()
+        flags: list[bool] = (self._references == _EVICTABLE).tolist()
         return flags
 
     def any_shared(self, blocks: IntArray) -> bool:
-        """Whether one of some blocks that a table holds has another reference."""
+        """Whether one of a table's blocks has another reference."""
         return len(blocks) > 0 and max(self._references[_indices(blocks)].tolist()) > _TABLE
 
     def count_evictable(self, blocks: IntArray) -> int:
-        return 0 if not len(blocks) else int(np.count_nonzero(self._references[_indices(blocks)] == _IDLE))
+        return 0 if not len(blocks) else int(np.count_nonzero(self._references[_indices(blocks)] == _EVICTABLE))
 
     def count_readers(self, blocks: IntArray, counts: NDArray[np.int64]) -> int:
-        """How many of some distinct blocks have no other readers than the `counts` given."""
+        """How many of some distinct blocks are held by exactly `counts` tables."""
         return int(np.count_nonzero(self._references[_indices(blocks)] // _TABLE == counts))
 
     def audit_readers(self, readers: list[int]) -> None:
-        """Every reference is one of a table (`readers`, by block) or the tree's."""
+        """Every reference is a table's (`readers`, by block) or the tree's."""
         held = (self._references // _TABLE).tolist()
         if held != readers:
             wrong = next(block for block, count in enumerate(readers) if count != held[block])
             raise AssertionError(f"block {wrong}: held by {held[wrong]} tables, {readers[wrong]} readers")
 
     def audit(self) -> None:
-        """A block is free or referenced, never both; the counts are true."""
+        """A block is free or referenced, never both; the counts are right."""
         free = self._free[: self.num_free]
         distinct = set(free.tolist())
         assert len(distinct) == len(free), "a block is free twice"
         assert not np.count_nonzero(self._references[free]), "a free block is referenced"
-        assert self._references[NULL_BLOCK] == 0 and NULL_BLOCK not in distinct, "the null block was lent"
+        assert self._references[NULL_BLOCK] == 0 and NULL_BLOCK not in distinct, "the null block was allocated"
         held = np.count_nonzero(self._references)
         assert len(free) + held == self.num_in_service, f"{self.num_in_service - held - len(free)} blocks are lost"
         assert self.num_cached == np.count_nonzero(self._references % _TABLE), "cached blocks are miscounted"
-        assert self.num_evictable == np.count_nonzero(self._references == _IDLE), "idle blocks are miscounted"
+        assert self.num_evictable == np.count_nonzero(self._references == _EVICTABLE), "evictable blocks are miscounted"
 
 
 def _indices(blocks: IntArray) -> IndexArray:
-    """Made once for all look-ups of a verb."""
+    """Converted once for all indexed reads and writes of a method."""
     return blocks.astype(np.intp)

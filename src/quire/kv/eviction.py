@@ -1,9 +1,8 @@
-"""The leaves of one tier in the order of their eviction. Knows nothing of what becomes of them.
+"""Eviction order of the prefix tree (LRU within a priority class), and the history that explains cache misses.
 
-The least important class goes first, and in it the least recently used leaf. Importance and stamps only ever grow, so
-an entry made long ago is at worst too early: it is put right when it comes up, and a touch never searches for it.
-
-Remembers what was evicted, when and for whom, so that a miss can be explained. Holds hashes, never tokens.
+The queue orders the leaves of one tier: the lowest class first, in it the least recently used leaf. Priority and last
+use of a node only ever grow, so an old entry is at worst too early: it is corrected when it comes up, and a use never
+searches the queue. The history holds hashes, never tokens. Neither knows what becomes of an evicted block.
 """
 
 from collections import OrderedDict, deque
@@ -20,25 +19,25 @@ _Entry = tuple[int, int, int, Node]
 
 
 def _entry(node: Node) -> _Entry:
-    return -node.priority, node.stamp, node.serial, node
+    return -node.priority, node.last_use, node.serial, node
 
 
 class EvictionQueue:
-    """Nodes of one tier that have idle blocks at their end and nothing of this tier below them."""
+    """Nodes of one tier that end in evictable blocks and have no node of this tier below them."""
 
-    __slots__ = ("_heap", "_limit", "_line", "_on_device", "_pool", "_queued", "_tier")
+    __slots__ = ("_heap", "_limit", "_on_device", "_pool", "_queued", "_sorted", "_tier")
 
     def __init__(self, tier: Tier, pool: BlockPool) -> None:
         self._tier = tier
         self._on_device = tier is Tier.DEVICE
         self._pool = pool
-        self._line: deque[_Entry] = deque()  # those that came in their order, as nearly all do
-        self._heap: list[_Entry] = []  # the others
-        self._queued: set[Node] = set()  # whose entry is in one of them
+        self._sorted: deque[_Entry] = deque()  # entries that came in order, as nearly all do
+        self._heap: list[_Entry] = []  # the other entries
+        self._queued: set[Node] = set()  # nodes with an entry in one of the two
         self._limit = 64
 
     def offer(self, node: Node) -> None:
-        """Take a node in, if there is something to evict and it is not here yet."""
+        """Queue a node that has something to evict, unless it is queued already."""
         if node in self._queued or not self.is_evictable(node):
             return
         self._queued.add(node)
@@ -47,26 +46,26 @@ class EvictionQueue:
             self._purge()
 
     def _enter(self, entry: _Entry) -> None:
-        if not self._line or self._line[-1] < entry:
-            self._line.append(entry)
+        if not self._sorted or self._sorted[-1] < entry:
+            self._sorted.append(entry)
         else:
             heappush(self._heap, entry)
 
     def first(self) -> Node | None:
-        """The next to be evicted. It stays here until it has nothing more to evict."""
-        line, heap = self._line, self._heap
-        while line or heap:
-            in_line = not heap or (len(line) > 0 and line[0] < heap[0])
-            entry = line[0] if in_line else heap[0]
+        """The next node to evict from. It stays queued until it has nothing to evict."""
+        ordered, heap = self._sorted, self._heap
+        while ordered or heap:
+            from_sorted = not heap or (len(ordered) > 0 and ordered[0] < heap[0])
+            entry = ordered[0] if from_sorted else heap[0]
             node = entry[3]
             evictable = self.is_evictable(node)
             if evictable and entry == _entry(node):
                 return node
-            if in_line:
-                line.popleft()
+            if from_sorted:
+                ordered.popleft()
             else:
                 heappop(heap)
-            if evictable:  # it was used meanwhile
+            if evictable:  # it was used since
                 self._enter(_entry(node))
             else:
                 self._queued.remove(node)
@@ -79,7 +78,7 @@ class EvictionQueue:
         return leaf and self._pool.is_evictable(node.blocks.item(-1))
 
     def num_evictable(self, node: Node) -> int:
-        """Idle blocks at the end of a node. Tables hold paths from the root: what follows an idle block is idle."""
+        """Evictable blocks at the end of a node. Tables hold paths from the root: all after an evictable block are."""
         blocks = node.blocks
         if self._pool.is_evictable(blocks.item(0)):  # mostly
             return len(blocks)
@@ -96,15 +95,15 @@ class EvictionQueue:
         return node in self._queued
 
     def _purge(self) -> None:
-        """Forget entries of nodes that have nothing to evict any more."""
-        self._line = deque([entry for entry in self._line if self.is_evictable(entry[3])])
+        """Remove the entries of nodes that have nothing to evict."""
+        self._sorted = deque([entry for entry in self._sorted if self.is_evictable(entry[3])])
         self._heap = [entry for entry in self._heap if self.is_evictable(entry[3])]
         heapify(self._heap)
-        self._queued = {entry[3] for entry in (*self._line, *self._heap)}
+        self._queued = {entry[3] for entry in (*self._sorted, *self._heap)}
         self._limit = max(64, 2 * len(self._queued))
 
 
-MOST_GHOSTS = 16_384  # arbitrary: about 3 MB; that two of them have one hash of 64 bits is not to be expected
+MAX_EVICTIONS_KEPT = 16_384  # arbitrary: about 3 MB; two equal hashes of 64 bits are not to be expected
 
 
 class CacheMissKind(Enum):
@@ -116,7 +115,7 @@ class CacheMissKind(Enum):
 
 
 class CacheMiss(NamedTuple):
-    """Why a block was not in the cache; if it was evicted, in which step and to make room for whom."""
+    """Why a block was not in the cache; if it was evicted, in which step and for which request."""
 
     kind: CacheMissKind
     step: int | None = None
@@ -128,13 +127,13 @@ class CacheMiss(NamedTuple):
 
 
 class EvictionHistory:
-    """The latest evictions, by the path from the root to the end of the first block that went."""
+    """The latest evictions, by the path from the root to the end of the first evicted block."""
 
     __slots__ = ("_capacity", "_misses")
 
-    def __init__(self, capacity: int = MOST_GHOSTS) -> None:
+    def __init__(self, capacity: int = MAX_EVICTIONS_KEPT) -> None:
         self._capacity = capacity
-        self._misses: OrderedDict[int, CacheMiss] = OrderedDict()  # by a hash of the path
+        self._misses: OrderedDict[int, CacheMiss] = OrderedDict()  # by a hash of partition and path
 
     def remember(self, partition: str, path: bytes, miss: CacheMiss) -> None:
         name = _name(partition, path)

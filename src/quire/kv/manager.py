@@ -1,10 +1,8 @@
-"""Gives blocks to rows: from the prefix tree what is known, from the pool what is new, and promises of more.
+"""The KV cache manager: block tables of all rows, reservations, and the prefix cache. Knows no queues, no tensors.
 
-A reservation is a count, not blocks: blocks enter a table only in the plan that first writes them. What is promised
-to one row cannot be taken by another. Knows rows and tokens; no steps, no queues, no tensors. Copies that become
-necessary (partial blocks, demotions, promotions) collect as orders for the next plan.
-
-Block tables by row: which blocks hold a row's positions. Knows nothing of tokens or of who else holds a block.
+A row's table begins with the blocks of the longest cached prefix and grows by blocks from the pool. A reservation is a
+count: a block is allocated only by the plan that first writes it, and blocks reserved for one row are never given to
+another. Block copies (copy-on-write, demotion, promotion) collect here until the next plan takes them.
 """
 
 from collections.abc import Callable
@@ -19,7 +17,7 @@ from quire.kv.block_pool import BlockPool
 from quire.kv.radix_node import NO_BLOCKS, Node
 from quire.kv.radix_tree import Inserted, PrefixMatch, RadixTree
 
-_ONE = np.array(1)  # numpy adds it in half the time
+_ONE = np.array(1)  # numpy adds an array in half the time of a Python int
 
 
 class BlockTables:
@@ -38,14 +36,14 @@ class BlockTables:
 
     def of(self, row: Row) -> IntArray:
         """The row's blocks, in order: a view."""
-        line: IntArray = self._blocks[row, : self.lengths.item(row)]
-        return line
+        blocks: IntArray = self._blocks[row, : self.lengths.item(row)]
+        return blocks
 
     def last(self, row: Row) -> int:
         return int(self._blocks[row, self.lengths[row] - 1])
 
     def append(self, row: Row, blocks: IntArray) -> None:
-        """Several more blocks for one row."""
+        """Append blocks to one row."""
         start = self.lengths.item(row)
         stop = start + len(blocks)
         if stop > self._blocks.shape[1]:
@@ -54,11 +52,11 @@ class BlockTables:
         self.lengths[row] = stop
 
     def append_each(self, rows: IndexArray, blocks: IntArray) -> None:
-        """One more block for each of some distinct rows."""
+        """Append one block to each of some distinct rows."""
         ends = self.lengths[rows]
         try:
             self._blocks[rows, ends] = blocks
-        except IndexError:  # nothing was written yet; to look for the longest each time would cost more
+        except IndexError:  # nothing was written yet; a check for the longest row in each call would cost more
             self._widen(int(ends.max()) + 1)
             self._blocks[rows, ends] = blocks
         self.lengths[rows] = ends + _ONE
@@ -83,17 +81,17 @@ class RowBlocks:
         self.forked = False  # a parent or a child: other rows may hold blocks of it that are not in the tree
 
 
-# Blocks evicted at once, ahead of need: a trim costs about the same for one block and for many.
-_TRIM = 32
+# Blocks evicted at once, ahead of need: an eviction costs about the same for one block and for many.
+_EVICTION_BATCH = 32
 
 
 def count_blocks(num_positions: int, block_size: int) -> int:
-    """How many blocks hold so many positions."""
+    """How many blocks hold `num_positions` positions."""
     return -(-num_positions // block_size)
 
 
 class KVManager:
-    """The tables of all seated rows over one pool, and the prefix tree beside them."""
+    """The block tables of all rows over one pool, and the prefix tree."""
 
     __slots__ = ("_moves", "_rows", "_worth_keeping", "block_size", "host", "num_reserved", "pool", "step", "tables",
                  "tree")  # fmt: skip
@@ -114,14 +112,14 @@ class KVManager:
         self.tree = RadixTree(block_size, self.pool, self.host) if prefix else None
         self.tables = BlockTables(max_rows)
         self.num_reserved = 0  # of all rows
-        self.step = 0  # of the plan in the making; evictions remember it
-        self._worth_keeping = worth_keeping  # whether positions [start, stop) are cheaper to bring back than to compute
+        self.step = 0  # of the plan being built; recorded with evictions
+        self._worth_keeping = worth_keeping  # whether promoting positions [start, stop) is cheaper than computing them
         self._rows = [RowBlocks() for _ in range(max_rows)]
         self._moves: list[Move] = []
 
     @property
     def num_available(self) -> int:
-        """Blocks that nobody holds and nobody was promised."""
+        """Blocks that no row holds and none are reserved for."""
         return self.pool.num_free + self.pool.num_evictable - self.num_reserved
 
     def match(self, owner: BlockOwner, tokens: IntArray, limit: int) -> PrefixMatch | None:
@@ -134,14 +132,14 @@ class KVManager:
             self.tree.touch(match)
 
     def num_found(self, match: PrefixMatch | None) -> int:
-        """All tokens of a match, wherever they lie."""
+        """All tokens of a match, on both tiers."""
         if match is None:
             return 0
         num_partial = 0 if match.partial is None else match.partial.num_tokens
         return match.num_tokens + len(match.host_blocks) * self.block_size + num_partial
 
     def shortage(self, match: PrefixMatch | None, num_more: int) -> int:
-        """The blocks that are missing to hold a match and to promise so many beyond it; 0 or less if none is."""
+        """How many blocks are missing to hold a match and reserve `num_more`; 0 or less if it fits."""
         num_evictable = 0 if match is None or not len(match.blocks) else self.pool.count_evictable(match.blocks)
         return num_more + num_evictable - self.num_available
 
@@ -149,7 +147,7 @@ class KVManager:
         return self.shortage(match, num_more) <= 0
 
     def open(self, row: Row, owner: BlockOwner, match: PrefixMatch | None, num_more: int) -> int:
-        """Begin a row's table with what is known, and promise so many blocks beyond; the positions it holds."""
+        """Begin a row's table with a match and reserve `num_more` blocks beyond it; the positions it holds."""
         assert self.tables.lengths[row] == 0, row
         self.reserve(row, num_more)
         if match is None or self.tree is None:
@@ -177,7 +175,7 @@ class KVManager:
         return num_tokens
 
     def fork(self, parent: Row, child: Row, owner: BlockOwner, tokens: IntArray) -> None:
-        """Begin the child's table with the parent's first tokens: full blocks shared, the partial one copied."""
+        """Begin the child's table with the parent's first tokens: full blocks are shared, a partial one is copied."""
         assert self.tables.lengths[child] == 0, child
         self._rows[parent].forked = self._rows[child].forked = True
         num_full = len(tokens) // self.block_size
@@ -191,7 +189,7 @@ class KVManager:
             self._moves.append(Move(source, Place(Tier.DEVICE, BlockId(int(block[0])))))
 
     def _find_own_node(self, row: Row, owner: BlockOwner, tokens: IntArray) -> None:
-        """Where in the tree the row's blocks are, if they are in it."""
+        """Find the node where the cached part of the row's blocks ends."""
         if self.tree is None:
             return
         match = self.tree.match(owner.partition, tokens, len(tokens))
@@ -205,7 +203,7 @@ class KVManager:
         state.frozen = num_own < len(held)  # the parent has copies of its own; the tree has others
 
     def grow(self, row: Row, by: RequestId) -> bool:
-        """One more block for a row's table, from its promise if any is left; False if there is none to give."""
+        """Allocate one block for a row, reserved or not; False if none is available."""
         if self.tables.reserved[row] == 0:
             if self.num_available == 0:
                 return False
@@ -214,7 +212,7 @@ class KVManager:
         return True
 
     def grow_each(self, rows: IndexArray) -> IntArray | None:
-        """One more block for each row; None, and nothing done, if not everyone can have one."""
+        """Allocate one block for each row; None, and nothing done, if there are too few."""
         reserved = self.tables.reserved[rows]
         kept = reserved > 0
         num_kept = int(np.count_nonzero(kept))
@@ -228,12 +226,12 @@ class KVManager:
         return blocks
 
     def grow_to(self, row: Row, num_positions: int, by: RequestId) -> IntArray:
-        """The blocks a row's table lacks to hold so many positions, out of its promise."""
+        """Allocate the blocks that a row lacks to hold `num_positions`, out of its reservation."""
         missing = count_blocks(num_positions, self.block_size) - self.tables.lengths.item(row)
         return self._allocate(row, missing, by) if missing > 0 else NO_BLOCKS
 
     def commit(self, row: Row, owner: BlockOwner, tokens: IntArray) -> None:
-        """Positions [0, len(tokens)) of the row are written for good: let others find their whole blocks."""
+        """Positions [0, len(tokens)) of the row are written: cache their whole blocks."""
         num_blocks, state = len(tokens) // self.block_size, self._rows[row]
         if self.tree is None or state.frozen or num_blocks <= state.num_committed:
             return
@@ -256,31 +254,31 @@ class KVManager:
         return insert(node, tokens[start * self.block_size :], blocks, owner)
 
     def close(self, row: Row, owner: BlockOwner, tokens: IntArray) -> None:
-        """The row's table goes back; its positions [0, len(tokens)) stay in the tree for who comes next."""
+        """Release the row's table. Its positions [0, len(tokens)) stay cached."""
         self.reserve(row, -self.tables.reserved.item(row))
         blocks, state = self.tables.of(row), self._rows[row]
         last = None
         if self.tree is not None and len(tokens):
             num_held = count_blocks(len(tokens), self.block_size)
             shared = state.forked and self.pool.any_shared(blocks[state.num_committed : num_held])
-            # Siblings still hold what would hang below others' blocks.
+            # Blocks that siblings hold must not be inserted below evictable copies.
             last = self._insert(self.tree, row, owner, tokens, leaving=not shared).node
         self.pool.release(blocks)
         for each in (last,) if state.node is last else (last, state.node):
             if self.tree is not None and each is not None:
-                self.tree.idle(each)
+                self.tree.offer(each)
         self.tables.clear(row)
         self._rows[row] = RowBlocks()
 
     def discard(self, row: Row, owner: BlockOwner) -> None:
-        """The row's table goes back, and nobody else shall find what this request has written."""
+        """Release the row's table and remove from the cache what this request has written."""
         node = self._rows[row].node
         self.close(row, owner, np.empty(0, dtype=np.int32))
         if self.tree is not None and node is not None:
             self.tree.drop(node, owner.request)
 
     def take_moves(self) -> tuple[Move, ...]:
-        """The copies that the next plan must carry."""
+        """Take the copies that the next plan must carry."""
         moves, self._moves = tuple(self._moves), []
         return moves
 
@@ -290,28 +288,28 @@ class KVManager:
         return bool(self._moves)
 
     def reset_cache(self) -> int:
-        """Forget every prefix that no row holds; the blocks that became free."""
+        """Drop every prefix that no row holds; how many blocks became free."""
         return 0 if self.tree is None else self.tree.reset()
 
     def invalidate(self) -> None:
-        """What the device held is gone: forget the orders, and every prefix. No row may be open."""
+        """The device's memory is lost: drop all copies and prefixes. No row may be open."""
         assert not self.tables.lengths.any(), "invalidate() with open tables"
         self._moves.clear()
         self.reset_cache()
 
     def shrink(self, count: int) -> int:
-        """Take up to so many blocks out of service that nobody holds or was promised; how many there were."""
+        """Take up to `count` available blocks out of service for good; how many there were."""
         count = min(count, max(self.num_available, 0))
         self._make_free(count, None)
         return self.pool.retire(count)
 
     def reserve(self, row: Row, count: int) -> None:
-        """Keep so many more blocks for a row; fewer, if the count is negative."""
+        """Reserve `count` more blocks for a row; fewer, if it is negative."""
         self.tables.reserved[row] = self.tables.reserved.item(row) + count
         self.num_reserved += count
 
     def _allocate(self, row: Row, count: int, by: RequestId, *, demoting: bool = True) -> IntArray:
-        """Blocks out of the row's promise, into its table. Without demoting, the host tier stays as it is."""
+        """Allocate reserved blocks into the row's table. Without `demoting`, the host tier stays as it is."""
         assert count <= self.tables.reserved.item(row), (row, count, self.tables.reserved[row])
         if count > self.pool.num_free:
             self._make_free(count, by, demoting=demoting)
@@ -323,17 +321,17 @@ class KVManager:
     def _make_free(self, count: int, by: RequestId | None, *, demoting: bool = True) -> None:
         short = count - self.pool.num_free
         if short > 0:
-            assert self.tree is not None, "promises were not kept"
-            demote = self._shall_demote if demoting and self.host is not None else None
-            evicted = self.tree.evict(short, batch=_TRIM, step=self.step, by=by, demote=demote)
+            assert self.tree is not None, "more blocks are reserved than exist"
+            demote = self._should_demote if demoting and self.host is not None else None
+            evicted = self.tree.evict(short, batch=_EVICTION_BATCH, step=self.step, by=by, demote=demote)
             self._moves.extend(evicted.moves)
 
-    def _shall_demote(self, node: Node, num_blocks: int) -> bool:
+    def _should_demote(self, node: Node, num_blocks: int) -> bool:
         stop = node.num_path_tokens
         return self._worth_keeping(max(stop - num_blocks * self.block_size, 0), stop)
 
     def audit(self, *, tree: bool = True) -> None:
-        """References = readers, no block twice in a table, promises add up and can be kept; perhaps the tree too."""
+        """References match the tables, no block is twice in a table, reservations add up and can be met."""
         self.pool.audit()
         readers = [0] * (self.pool.num_blocks + 1)
         for row, length in enumerate(self.tables.lengths.tolist()):
@@ -346,5 +344,5 @@ class KVManager:
         if self.tree is not None and tree:
             self.tree.audit()
         reserved = self.tables.reserved.tolist()
-        assert self.num_reserved == sum(reserved), "promises do not add up"
-        assert min(reserved) >= 0 and self.num_available >= 0, "more blocks are promised than can be had"
+        assert self.num_reserved == sum(reserved), "reservations do not add up"
+        assert min(reserved) >= 0 and self.num_available >= 0, "more blocks are reserved than available"

@@ -1,11 +1,8 @@
-"""One node of the prefix tree: a run of blocks and what is known of their use. Knows nothing of pools or eviction.
+"""A node of the prefix tree: a run of blocks, the tokens they hold, and their last use. Knows no pools, no eviction.
 
-Tokens are kept as big-endian bytes: comparing them is one memcmp, and their order is the order of the tokens.
-
-Keys in their order, and the neighbours of any run among them. Knows nothing of what they stand for.
-
-They lie in short pieces: whoever comes or goes moves a few others, however many there are. (As in `sortedcontainers`;
-these fifty lines are no reason for another package below the offline engine.)
+Tokens are big-endian bytes: comparing them is one memcmp, and their order is the order of the tokens. The keys of a
+node's children are a sorted list in short pieces, so that an insertion moves few keys however many there are (as in
+`sortedcontainers`; these fifty lines save a dependency of the offline engine).
 """
 
 import sys
@@ -17,24 +14,24 @@ import numpy as np
 from quire.core.ids import IntArray, RequestId
 from quire.core.moves import Tier
 
-_LONGEST_PIECE = 512  # keys: arbitrary, 4 KiB to move at most
+_MAX_PIECE = 512  # keys: arbitrary; at most 4 KiB are moved
 
 
 class SortedKeys:
-    """A set of distinct keys."""
+    """A sorted set of keys."""
 
-    __slots__ = ("_bounds", "_longest", "_pieces")
+    __slots__ = ("_bounds", "_max_piece", "_pieces")
 
-    def __init__(self, longest_piece: int = _LONGEST_PIECE) -> None:
-        self._longest = longest_piece
-        self._pieces: list[list[bytes]] = [[]]  # only one that is alone may be empty
-        self._bounds: list[bytes] = []  # of all pieces but the first: no key of theirs is smaller
+    def __init__(self, max_piece: int = _MAX_PIECE) -> None:
+        self._max_piece = max_piece
+        self._pieces: list[list[bytes]] = [[]]  # none is empty, unless it is the only one
+        self._bounds: list[bytes] = []  # lower bounds of the keys of each piece but the first
 
     def add(self, key: bytes) -> None:
         at = bisect_right(self._bounds, key)
         piece = self._pieces[at]
         insort(piece, key)
-        if len(piece) > self._longest:
+        if len(piece) > self._max_piece:
             middle = len(piece) // 2
             self._pieces[at : at + 1] = [piece[:middle], piece[middle:]]
             self._bounds.insert(at, piece[middle])
@@ -50,7 +47,7 @@ class SortedKeys:
             del self._bounds[max(at - 1, 0)]
 
     def around(self, run: bytes) -> list[bytes]:
-        """The last key before a run and the first that is not, as far as there are any."""
+        """The last key before a run and the first key not before it, if there are such keys."""
         at = bisect_right(self._bounds, run)
         piece = self._pieces[at]
         place = bisect_left(piece, run)
@@ -91,12 +88,13 @@ def common_length(left: bytes, right: bytes) -> int:
 
 
 class Node:
-    """A run of blocks of one tier. A root has none; nor has a node that left the tree (it still knows its parent)."""
+    """A run of blocks of one tier. A root has none, nor has a node that was removed (it keeps its parent)."""
 
     __slots__ = (
         "blocks",
         "children",
         "keys",
+        "last_use",
         "num_device_children",
         "num_partial_children",
         "owner",
@@ -104,7 +102,6 @@ class Node:
         "partition",
         "priority",
         "serial",
-        "stamp",
         "tier",
         "tokens",
     )
@@ -116,21 +113,21 @@ class Node:
         blocks: IntArray,
         serial: int,
         tier: Tier = Tier.DEVICE,
-        stamp: int = 0,
+        last_use: int = 0,
         priority: int = 0,
         owner: RequestId | None = None,
     ) -> None:
         self.partition = partition
         self.tokens = tokens
-        self.blocks = blocks  # never written in place: matches show them to others
-        self.serial = serial  # nodes are numbered as they are made: the last word on equal stamps
+        self.blocks = blocks  # never written in place: matches are views of them
+        self.serial = serial  # creation order; decides between nodes with the same last use
         self.tier = tier
-        self.stamp = stamp  # last use
-        self.priority = priority  # the most important class that used it
-        self.owner = owner  # who inserted it
+        self.last_use = last_use  # the tree's count of uses at that time
+        self.priority = priority  # the highest class (lowest number) that used it
+        self.owner = owner  # the request that inserted it
         self.parent: Node | None = None
-        self.children: dict[bytes, Node] = {}  # by the tokens of their first block, or the fill if that is all
-        self.keys = _NO_KEYS  # of the children: the nearest relatives of a run are neighbours
+        self.children: dict[bytes, Node] = {}  # by the tokens of their first block, which may be partial
+        self.keys = _NO_KEYS  # of the children, sorted: the longest common prefix with a run is at a neighbour
         self.num_device_children = 0
         self.num_partial_children = 0  # less than a block long
 
@@ -152,13 +149,13 @@ class Node:
         self.inherit(child)
 
     def inherit(self, child: "Node") -> None:
-        """A use of the child was a use of its parent: made good when the child goes, so that a touch costs nothing."""
-        self.stamp = max(self.stamp, child.stamp)
+        """A use of the child was a use of its parent: recorded when the child goes, so that a use touches one node."""
+        self.last_use = max(self.last_use, child.last_use)
         self.priority = min(self.priority, child.priority)
 
     def split(self, tokens: bytes, blocks: IntArray, serial: int, key: bytes) -> "Node":
-        """Cut off the upper part as a new node. This one stays the lower: who holds it still holds its path's end."""
-        upper = Node(self.partition, tokens, blocks, serial, self.tier, self.stamp, self.priority, self.owner)
+        """Split off the upper part as a new node. This node becomes the lower part: a handle to it keeps its end."""
+        upper = Node(self.partition, tokens, blocks, serial, self.tier, self.last_use, self.priority, self.owner)
         parent = self.parent
         assert parent is not None
         parent.children[key] = upper
@@ -169,17 +166,17 @@ class Node:
         return upper
 
     def may_extend(self, priority: int, owner: RequestId) -> bool:
-        """Whether this is a leaf of the device that the same owner may go on writing into, rather than below."""
+        """Whether this is a device leaf that the same owner may extend, instead of adding a child."""
         mine = self.owner == owner and self.priority == priority
         return mine and not self.children and self.tier is Tier.DEVICE and self.parent is not None
 
     def extend(self, tokens: bytes, blocks: IntArray) -> None:
-        """A leaf of whole blocks goes on with these."""
+        """Append to a leaf of whole blocks."""
         self.tokens += tokens
         self.blocks = np.concatenate([self.blocks, blocks])
 
     def nearest(self, run: bytes) -> tuple["Node | None", int]:
-        """The child whose first block has most tokens in common with a run, and how many; on the device if it can."""
+        """The child whose first block shares most tokens with a run, and how many; of equals one on the device."""
         best: Node | None = None
         most = 0
         for key in self.keys.around(run):

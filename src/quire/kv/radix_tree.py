@@ -1,13 +1,11 @@
-"""The prefix tree: which blocks hold which tokens. Knows nothing of requests' lives, tensors or time.
+"""The prefix cache: a radix tree from token ids to KV blocks on the device and the host. Knows no rows, steps or time.
 
-One tree per partition, over token ids; partitions never share. A node is a run of whole blocks; only a leaf may end in
-a partial one, which is never shared or extended in place: a hit copies it. What lies below a host node is on the host.
+One tree per partition; partitions never share. A node is a run of whole blocks; only a leaf may end in a partial block,
+which is never shared or extended in place: a hit copies it (copy-on-write). Below a host node are only host nodes.
 
-Law: a block that a table holds has only held blocks above it. So every idle block can be evicted, leaf by leaf. Callers
-keep it by holding paths from the root, and by saying `leaving` only when they release their table at once.
-Moves must be carried in the order of the calls that returned them: their sources are free from then on.
-
-What the prefix tree answers when it is asked, grown or trimmed. Messages alone.
+Invariant: above a block that a table holds are only held blocks. So every evictable block can be evicted, leaf by leaf.
+Callers keep it by holding paths from the root, and by calling `insert_leaving` only for a table released at once.
+Moves must be carried out in the order of the calls that returned them: their sources are free from then on.
 """
 
 from collections.abc import Callable, Iterator
@@ -54,28 +52,28 @@ class Inserted(NamedTuple):
 
 
 class Evicted(NamedTuple):
-    """How many blocks of the device are free again, and the copies to the host to order for some of them."""
+    """How many device blocks are free again, and the copies to the host that some of them need."""
 
     num_blocks: int
     moves: tuple[Move, ...]
 
 
-MOST_PARTITIONS_COMPARED = 8  # when a miss is explained
+MOST_PARTITIONS_COMPARED = 8  # to explain a miss
 _NEVER_SEEN = CacheMiss(CacheMissKind.NEVER_SEEN)
-Demote = Callable[[Node, int], bool]  # shall the last so many blocks of this node go to the host, or be dropped?
+Demote = Callable[[Node, int], bool]  # whether the last n blocks of a node are demoted to the host rather than dropped
 
 
 class RadixTree:
-    """All cached prefixes. `generation` changes with what a match may find."""
+    """All cached prefixes. `generation` changes whenever an earlier match may be stale."""
 
     __slots__ = (
         "_clock",
-        "_forest",
-        "_ghosts",
+        "_history",
         "_host",
-        "_host_leaves",
-        "_leaves",
+        "_host_queue",
         "_pool",
+        "_queue",
+        "_trie",
         "block_size",
         "generation",
         "num_evicted",
@@ -85,36 +83,36 @@ class RadixTree:
         self.block_size = block_size
         self.generation = 0
         self.num_evicted = 0  # blocks that left the device, dropped or demoted
-        self._forest = Trie(block_size)
+        self._trie = Trie(block_size)
         self._pool = pool
         self._host = host if host is not None else BlockPool(0)
-        self._leaves = EvictionQueue(Tier.DEVICE, self._pool)
-        self._host_leaves = EvictionQueue(Tier.HOST, self._host)
-        self._ghosts = EvictionHistory()
+        self._queue = EvictionQueue(Tier.DEVICE, self._pool)
+        self._host_queue = EvictionQueue(Tier.HOST, self._host)
+        self._history = EvictionHistory()
         self._clock = 0
 
     @property
     def num_nodes(self) -> int:
-        return self._forest.num_nodes
+        return self._trie.num_nodes
 
     @property
     def num_blocks(self) -> int:
         """Blocks in the tree, on both tiers."""
         return self._pool.num_cached + self._host.num_cached
 
-    # Finding.
+    # Look-up.
 
     def match(self, partition: str, tokens: IntArray, limit: int) -> PrefixMatch:
         """The longest cached prefix of tokens[:limit], exact to the token. Reads only."""
         data = encode(tokens[:limit])
-        block_bytes = self._forest.block_bytes
-        node = device = self._forest.root(partition)
+        block_bytes = self._trie.block_bytes
+        node = device = self._trie.root(partition)
         host_node: Node | None = None
         found: list[IntArray] = []
         host_found: list[IntArray] = []
         at = length = 0
         while length == len(node.tokens) and (child := node.children.get(data[at : at + block_bytes])) is not None:
-            common = self._forest.common(child, data, at)
+            common = self._trie.common(child, data, at)
             if not common:
                 break
             node, length = child, common
@@ -133,12 +131,12 @@ class RadixTree:
         return PrefixMatch(len(blocks) * self.block_size, blocks, device, _joined(host_found), host_node, partial)
 
     def _partial(self, node: Node, length: int, run: bytes) -> PartialBlock | None:
-        """The block with most tokens in common with a run that goes on so many bytes into a node."""
+        """The block that shares most tokens with a run, after a match that ends `length` bytes into a node."""
         if length == len(node.tokens):
             source, num_tokens = node.nearest(run)
             at = 0
         else:
-            source, at = node, length // self._forest.block_bytes
+            source, at = node, length // self._trie.block_bytes
             num_tokens = common_length(node.tokens[length : length + len(run)], run)
         if source is None or not num_tokens:
             return None
@@ -163,29 +161,29 @@ class RadixTree:
             assert node.parent is not None, f"a stale match: {tier.value} block {block} is no longer on this path"
             node = node.parent
             where = _find(node, tier, block)
-        node = self._forest.end_at(node, min((where + 1) * self._forest.block_bytes, len(node.tokens)))
+        node = self._trie.end_at(node, min((where + 1) * self._trie.block_bytes, len(node.tokens)))
         self._touch(node)
         return node
 
     def miss_reason(self, partition: str, tokens: IntArray, num_matched: int) -> CacheMiss | None:
-        """Why the first whole block after a match was not there; None if there is no such block."""
+        """Why the first whole block after a match is not cached; None if the prompt has no such block."""
         end = num_matched + self.block_size
         if end > len(tokens):
             return None
         data = encode(tokens[:end])
-        miss = self._ghosts.find(partition, data)
+        miss = self._history.find(partition, data)
         if miss is not None:
             return miss
-        for other in self._forest.partitions_opening(data, MOST_PARTITIONS_COMPARED, without=partition):
-            if self._forest.holds(other, data):
+        for other in self._trie.partitions_with_first_block(data, MOST_PARTITIONS_COMPARED, without=partition):
+            if self._trie.holds(other, data):
                 return CacheMiss(CacheMissKind.OTHER_PARTITION)
         return _NEVER_SEEN
 
-    # Growing.
+    # Insertion.
 
     def root(self, partition: str) -> Node:
         """The node that a table with nothing in the tree inserts below."""
-        return self._forest.root(partition)
+        return self._trie.root(partition)
 
     def insert(self, node: Node, tokens: IntArray, blocks: IntArray, owner: BlockOwner) -> Inserted:
         """Cache what a table that stays open holds below a node of its own: blocks[i] holds the i-th block of tokens.
@@ -193,21 +191,21 @@ class RadixTree:
         It stops where the tree already has another copy: the table keeps its own blocks, and nothing below such a
         conflict is adopted, as a held block may only lie below held blocks.
         """
-        data, block_bytes = encode(tokens), self._forest.block_bytes
+        data, block_bytes = encode(tokens), self._trie.block_bytes
         at = num_adopted = 0
         while (child := node.children.get(data[at : at + block_bytes])) is not None:
-            length = self._forest.common(child, data, at)
+            length = self._trie.common(child, data, at)
             if not length:
                 break
             own = blocks[at // block_bytes : (at + length) // block_bytes]
             differs = child.blocks[: len(own)] != own
             if child.tier is Tier.DEVICE and np.count_nonzero(differs):
                 if num_same := int(differs.argmax()):
-                    node = self._forest.end_at(child, num_same * block_bytes)
+                    node = self._trie.end_at(child, num_same * block_bytes)
                 return self._insert_rest(node, b"", NO_BLOCKS, num_adopted, owner)._replace(conflict=True)
-            node = self._forest.end_at(child, length)
+            node = self._trie.end_at(child, length)
             if node.tier is Tier.HOST:
-                self._surface(node, own)
+                self._move_to_device(node, own)
                 num_adopted += len(own)
             at += length
         return self._insert_rest(node, data[at:], blocks[at // block_bytes :], num_adopted, owner)
@@ -215,23 +213,23 @@ class RadixTree:
     def insert_leaving(self, node: Node, tokens: IntArray, blocks: IntArray, owner: BlockOwner) -> Inserted:
         """The same for a table that is released at once: where the tree has another copy, that one stays, and what
         the table holds below it is adopted."""
-        data, block_bytes = encode(tokens), self._forest.block_bytes
+        data, block_bytes = encode(tokens), self._trie.block_bytes
         at = num_adopted = 0
         while (child := node.children.get(data[at : at + block_bytes])) is not None:
-            length = self._forest.common(child, data, at)
+            length = self._trie.common(child, data, at)
             if not length:
                 break
-            node = self._forest.end_at(child, length)
+            node = self._trie.end_at(child, length)
             if node.tier is Tier.HOST:
                 own = blocks[at // block_bytes : (at + length) // block_bytes]
-                self._surface(node, own)
+                self._move_to_device(node, own)
                 num_adopted += len(own)
             at += length
         return self._insert_rest(node, data[at:], blocks[at // block_bytes :], num_adopted, owner)
 
     def _insert_rest(self, node: Node, rest: bytes, blocks: IntArray, num_adopted: int, owner: BlockOwner) -> Inserted:
         """The end of an insertion: what is left of the path goes below the node where the cached part ends."""
-        assert len(blocks) == -(-len(rest) // self._forest.block_bytes), (len(rest), len(blocks))
+        assert len(blocks) == -(-len(rest) // self._trie.block_bytes), (len(rest), len(blocks))
         if rest:
             inserted = self._grow(node, rest, blocks, owner)
             node, num_adopted = inserted.node, num_adopted + inserted.num_adopted
@@ -247,47 +245,47 @@ class RadixTree:
             node.extend(rest, blocks)
             self._pool.adopt(blocks)
             return Inserted(node, len(blocks))
-        if len(rest) < self._forest.block_bytes:
+        if len(rest) < self._trie.block_bytes:
             known, num_tokens = node.nearest(rest)
             if known is not None and num_tokens * TOKEN_BYTES == len(rest):
-                return self._keep_known(node, known, rest, blocks)
-        first = rest[: self._forest.block_bytes]
+                return self._insert_covered_tail(node, known, rest, blocks)
+        first = rest[: self._trie.block_bytes]
         for end in range(TOKEN_BYTES, len(first), TOKEN_BYTES) if node.num_partial_children else ():
             redundant = node.children.get(first[:end])
             if redundant is not None and self._pool_of(redundant).is_evictable(redundant.blocks.item(0)):
                 self._remove(redundant)
-        leaf = self._forest.grow(node, rest, blocks.copy(), owner.priority, owner.request)
+        leaf = self._trie.add_leaf(node, rest, blocks.copy(), owner.priority, owner.request)
         self._pool.adopt(leaf.blocks)
         return Inserted(leaf, len(leaf.blocks))
 
-    def _keep_known(self, node: Node, known: Node, rest: bytes, blocks: IntArray) -> Inserted:
-        """A partial tail that some block already covers is not adopted, unless it brings one back from the host."""
+    def _insert_covered_tail(self, node: Node, known: Node, rest: bytes, blocks: IntArray) -> Inserted:
+        """A partial tail that a cached block covers is not adopted, unless that block is the same one on the host."""
         if known.tokens != rest:
             return Inserted(node, 0)
         if known.tier is Tier.DEVICE:
             return Inserted(known, 0)
-        self._surface(known, blocks)
+        self._move_to_device(known, blocks)
         return Inserted(known, 1)
 
     def promote(self, node: Node, blocks: IntArray) -> tuple[Move, ...]:
-        """Bring a match's host part, down to its host node, back to these blocks of the caller's table."""
-        rising: list[Node] = []
+        """Copy a match's host part, down to its host node, to these blocks of the caller's table."""
+        promoted: list[Node] = []
         below: Node | None = node
         while below is not None and below.tier is Tier.HOST:
-            rising.append(below)
+            promoted.append(below)
             below = below.parent
-        sources = np.concatenate([each.blocks for each in reversed(rising)])
+        sources = np.concatenate([each.blocks for each in reversed(promoted)])
         assert len(sources) == len(blocks), (len(sources), len(blocks))
         at = 0
-        for each in reversed(rising):
-            self._surface(each, blocks[at : at + len(each.blocks)])
+        for each in reversed(promoted):
+            self._move_to_device(each, blocks[at : at + len(each.blocks)])
             at += len(each.blocks)
         self._touch(node)
         self.generation += 1
         return _moves(Tier.HOST, sources, Tier.DEVICE, blocks)
 
-    def _surface(self, node: Node, blocks: IntArray) -> None:
-        """A host node below a device node lies on the device from now on, in blocks that a table holds."""
+    def _move_to_device(self, node: Node, blocks: IntArray) -> None:
+        """A host node below a device node gets device blocks, which a table holds."""
         assert node.tier is Tier.HOST and node.parent is not None and node.parent.tier is Tier.DEVICE, node
         self._host.disown(node.blocks)
         node.blocks = blocks.copy()
@@ -295,13 +293,13 @@ class RadixTree:
         node.parent.num_device_children += 1
         self._pool.adopt(node.blocks)
 
-    # Shrinking.
+    # Eviction.
 
-    def idle(self, node: Node) -> None:
-        """A table or a copy that ended at this node let go of it: perhaps it can be evicted now."""
+    def offer(self, node: Node) -> None:
+        """Queue for eviction what became evictable: a table or a copy that ended at this node was released."""
         while node.parent is not None:
             if len(node.blocks):
-                self._leaves_of(node).offer(node)
+                self._queue_of(node).offer(node)
                 if node.tier is Tier.DEVICE:
                     return
             node = node.parent
@@ -309,28 +307,28 @@ class RadixTree:
     def evict(
         self, count: int, step: int, by: RequestId | None = None, demote: Demote | None = None, batch: int = 1
     ) -> Evicted:
-        """Free at least so many blocks of the device, if so many are idle; up to a multiple of `batch` of one leaf."""
+        """Free at least `count` device blocks, if so many are evictable; rounded up to `batch` blocks of one leaf."""
         num_blocks = 0
         miss = CacheMiss(CacheMissKind.EVICTED, step, by)
         moves: list[Move] = []
-        felled: list[IntArray] = []
-        while num_blocks < count and (node := self._leaves.first()) is not None:
-            wanted = -(-(count - num_blocks) // batch) * batch
-            num_tail = min(wanted, self._leaves.num_evictable(node))
+        dropped: list[IntArray] = []
+        while num_blocks < count and (node := self._queue.first()) is not None:
+            num_missing = -(-(count - num_blocks) // batch) * batch
+            num_tail = min(num_missing, self._queue.num_evictable(node))
             num_blocks += num_tail
-            if demote is not None and demote(node, num_tail) and self._make_host_room(num_tail, miss):
-                moves += self._demote(self._forest.cut_down(node, num_tail))
+            if demote is not None and demote(node, num_tail) and self._free_host_blocks(num_tail, miss):
+                moves += self._demote(self._trie.split_tail(node, num_tail))
             else:
-                self._forget(self._forest.cut_down(node, num_tail), miss, felled)
-        if felled:
-            self._pool.disown(felled[0] if len(felled) == 1 else np.concatenate(felled))
-        assert num_blocks >= count or not self._pool.num_evictable, "an idle block is out of reach"
+                self._evict_node(self._trie.split_tail(node, num_tail), miss, dropped)
+        if dropped:
+            self._pool.disown(dropped[0] if len(dropped) == 1 else np.concatenate(dropped))
+        assert num_blocks >= count or not self._pool.num_evictable, "an evictable block is not queued"
         self.num_evicted += num_blocks
         self.generation += num_blocks > 0
         return Evicted(num_blocks, tuple(moves))
 
     def drop(self, node: Node, owner: RequestId) -> None:
-        """Forget what this owner put into the tree from this node upwards, as far as nobody holds it."""
+        """Remove what this owner inserted, from this node upwards, as far as no table holds it."""
         while node.parent is not None:
             parent = node.parent
             if len(node.blocks):
@@ -341,24 +339,24 @@ class RadixTree:
             node = parent
 
     def reset(self) -> int:
-        """Drop everything idle, on both tiers; how many blocks are free again. Past evictions are forgotten too."""
+        """Drop all evictable blocks of both tiers, and the eviction history; how many blocks are free again."""
         before = self._pool.num_free + self._host.num_free
-        for leaves in (self._host_leaves, self._leaves):
-            while (node := leaves.first()) is not None:
-                self._remove(self._forest.cut_down(node, leaves.num_evictable(node)))
-        self._ghosts.clear()
+        for queue in (self._host_queue, self._queue):
+            while (node := queue.first()) is not None:
+                self._remove(self._trie.split_tail(node, queue.num_evictable(node)))
+        self._history.clear()
         self.generation += 1
         return self._pool.num_free + self._host.num_free - before
 
-    def _make_host_room(self, count: int, miss: CacheMiss) -> bool:
+    def _free_host_blocks(self, count: int, miss: CacheMiss) -> bool:
         if count > self._host.num_free + self._host.num_evictable:
             return False
-        while (missing := count - self._host.num_free) > 0 and (node := self._host_leaves.first()) is not None:
-            self._forget(self._forest.cut_down(node, min(missing, self._host_leaves.num_evictable(node))), miss)
+        while (missing := count - self._host.num_free) > 0 and (node := self._host_queue.first()) is not None:
+            self._evict_node(self._trie.split_tail(node, min(missing, self._host_queue.num_evictable(node))), miss)
         return count <= self._host.num_free
 
     def _demote(self, node: Node) -> tuple[Move, ...]:
-        """A device node without device children lies on the host from now on."""
+        """Move a device node without device children to the host."""
         sources, parent = node.blocks, node.parent
         assert parent is not None
         node.blocks = self._host.take(len(sources))
@@ -368,59 +366,57 @@ class RadixTree:
         node.tier = Tier.HOST
         parent.num_device_children -= 1
         parent.inherit(node)
-        self._host_leaves.offer(node)
-        self._leaves.offer(parent)
+        self._host_queue.offer(node)
+        self._queue.offer(parent)
         return _moves(Tier.DEVICE, sources, Tier.HOST, node.blocks)
 
-    def _forget(self, node: Node, miss: CacheMiss, felled: list[IntArray] | None = None) -> None:
-        """Drop a node, and remember how, for those who will miss it."""
-        if len(node.tokens) >= self._forest.block_bytes:
+    def _evict_node(self, node: Node, miss: CacheMiss, dropped: list[IntArray] | None = None) -> None:
+        """Remove a node and record its eviction, so that a later miss can be explained."""
+        if len(node.tokens) >= self._trie.block_bytes:
             assert node.parent is not None, "a root stays"
-            path = node.parent.path() + node.tokens[: self._forest.block_bytes]  # the rest has long left the caches
-            self._ghosts.remember(node.partition, path, miss)
-        self._remove(node, felled)
+            path = node.parent.path() + node.tokens[: self._trie.block_bytes]  # the rest is in no CPU cache any more
+            self._history.remember(node.partition, path, miss)
+        self._remove(node, dropped)
 
-    def _remove(self, node: Node, felled: list[IntArray] | None = None) -> None:
-        """Drop a node and what is below it."""
+    def _remove(self, node: Node, dropped: list[IntArray] | None = None) -> None:
+        """Remove a node and all below it."""
         parent = node.parent
         assert parent is not None
-        for each in self._forest.fell(node):
-            if felled is not None and each.tier is Tier.DEVICE:
-                felled.append(each.blocks)
+        for each in self._trie.remove(node):
+            if dropped is not None and each.tier is Tier.DEVICE:
+                dropped.append(each.blocks)
             else:
                 self._pool_of(each).disown(each.blocks)
             each.blocks = NO_BLOCKS
         if parent.parent is not None:  # a root has nothing to evict
-            self._leaves_of(parent).offer(parent)
-
-    # What both tiers share.
+            self._queue_of(parent).offer(parent)
 
     def _touch(self, node: Node) -> None:
         self._clock += 1
-        node.stamp = self._clock
+        node.last_use = self._clock
 
     def _pool_of(self, node: Node) -> BlockPool:
         return self._pool if node.tier is Tier.DEVICE else self._host
 
-    def _leaves_of(self, node: Node) -> EvictionQueue:
-        return self._leaves if node.tier is Tier.DEVICE else self._host_leaves
+    def _queue_of(self, node: Node) -> EvictionQueue:
+        return self._queue if node.tier is Tier.DEVICE else self._host_queue
 
     # For tests and audits.
 
     def nodes(self) -> Iterator[Node]:
         """Every node that holds blocks, parents first."""
-        return self._forest.nodes()
+        return self._trie.nodes()
 
     def contents(self, partition: str) -> set[tuple[int, ...]]:
         """The tokens of every path that ends at a leaf."""
-        return self._forest.contents(partition)
+        return self._trie.contents(partition)
 
     def audit(self) -> None:
-        """The tree is sound, the pools agree with it, the law holds, and every idle leaf waits for eviction."""
-        everything = self._forest.audit()
-        for tier, pool, leaves in (
-            (Tier.DEVICE, self._pool, self._leaves),
-            (Tier.HOST, self._host, self._host_leaves),
+        """The trie is sound, the pools agree with it, the invariant holds, and every evictable leaf is queued."""
+        everything = self._trie.audit()
+        for tier, pool, queue in (
+            (Tier.DEVICE, self._pool, self._queue),
+            (Tier.HOST, self._host, self._host_queue),
         ):
             runs = [(node, node.blocks.tolist()) for node in everything if node.tier is tier]
             blocks = [block for _, run in runs for block in run]
@@ -429,15 +425,15 @@ class RadixTree:
             is_evictable = pool.evictable_flags() if blocks else []
             num_evictable = 0
             for node, run in runs:
-                idle = [is_evictable[block] for block in run]
-                num_evictable += sum(idle)
-                assert idle == sorted(idle), f"a held block below an idle one in {node}"
+                evictable = [is_evictable[block] for block in run]
+                num_evictable += sum(evictable)
+                assert evictable == sorted(evictable), f"a held block below an evictable one in {node}"
                 parent = node.parent
-                if not idle[0] and parent is not None and len(parent.blocks):
-                    idle_above = self._pool_of(parent).is_evictable(parent.blocks.item(-1))
-                    assert not idle_above, f"the held {node} hangs below the idle {parent}"
-                assert node in leaves or not leaves.is_evictable(node), f"nobody would evict {node}"
-            assert num_evictable == pool.num_evictable, f"idle {tier.value} blocks are not in the tree"
+                if not evictable[0] and parent is not None and len(parent.blocks):
+                    evictable_above = self._pool_of(parent).is_evictable(parent.blocks.item(-1))
+                    assert not evictable_above, f"the held {node} is below the evictable {parent}"
+                assert node in queue or not queue.is_evictable(node), f"the evictable {node} is not queued"
+            assert num_evictable == pool.num_evictable, f"evictable {tier.value} blocks are not in the tree"
 
 
 def _find(node: Node, tier: Tier, block: int) -> int:
