@@ -60,19 +60,19 @@ def test_a_steady_round_meets_the_conditions() -> None:
     built = stand(32, 50, 0.0)
     state, tree = state_of(built.scheduler), built.scheduler.kv.tree
     assert tree is not None
-    evicted, assigned = tree.num_evicted, set(state.rows.row_sequence.tolist())
+    evicted, assigned = tree.num_evicted, set(state.rows.emitter_ids.tolist())
     built.round()
     assert tree.num_evicted - evicted >= 32 * ROUND // 16, "blocks came free without an eviction"
-    assert set(state.rows.row_sequence.tolist()) == assigned, "somebody came or went"
-    assert len(state.room) == 50 and state.calendar.num_decoding == 32
+    assert set(state.rows.emitter_ids.tolist()) == assigned, "somebody came or went"
+    assert len(state.waiting) == 50 and state.calendar.num_decoding == 32
     assert state.counters.preemptions == 0
 
 
 def test_turnover_is_one_row_of_a_hundred_in_each_step() -> None:
     built = stand(100, 50, 0.01)
-    assigned = set(state_of(built.scheduler).rows.row_sequence.tolist())
+    assigned = set(state_of(built.scheduler).rows.emitter_ids.tolist())
     built.round()
-    gone = assigned - set(state_of(built.scheduler).rows.row_sequence.tolist())
+    gone = assigned - set(state_of(built.scheduler).rows.emitter_ids.tolist())
     assert len(gone) == pytest.approx(ROUND + WARM, rel=0.25)
     assert 48 <= built.scheduler.num_queued <= 53
     assert state_of(built.scheduler).calendar.num_decoding >= 95

@@ -95,7 +95,7 @@ def test_the_regime_follows_the_switch_for_prefixes():
 
 def test_the_names_of_settings_are_those_of_the_scheduler():
     assert set(REGIMES) == set(policy.REGIMES)
-    assert set(OVERCOMMITS) == {stance.value for stance in Overcommit}
+    assert set(OVERCOMMITS) == {overcommit.value for overcommit in Overcommit}
 
 
 def test_the_host_keeps_whole_blocks_of_prefixes():

@@ -24,8 +24,8 @@ from quire.sim.check.invariants import InFlightWatch, audit_contents
 from quire.sim.runners import OracleRunner, ToyRunner
 
 VOCAB = 1000
-OPTIMISTIC = Policy(stance=Overcommit.OPTIMISTIC)
-NEVER = Policy(stance=Overcommit.NEVER)
+OPTIMISTIC = Policy(overcommit=Overcommit.OPTIMISTIC)
+NEVER = Policy(overcommit=Overcommit.NEVER)
 
 
 class Recorder:

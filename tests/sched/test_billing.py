@@ -30,7 +30,9 @@ def test_nobody_waits_for_the_prefix_of_another_partition() -> None:
         bench.turn()
         stranger = bench.add(LONG, 5, partition=own)
         bench.turn()
-        assert stranger.state is SequenceState.RUNNING and state_of(bench.scheduler).leaders.num_followers == 0
+        assert (
+            stranger.state is SequenceState.RUNNING and state_of(bench.scheduler).inflight_prefixes.num_followers == 0
+        )
         bench.run()
 
 
@@ -43,13 +45,13 @@ def test_who_waited_for_a_prefix_keeps_the_age_it_had() -> None:
     bench.now_s = 0.5
     follower = bench.add(LONG, 3, priority=1)
     state = state_of(bench.scheduler)
-    state.room.pop(follower.group)
-    state.leaders.park(follower.group, PrefixWait(leader, 12))
+    state.waiting.pop(follower.group)
+    state.inflight_prefixes.park(follower.group, PrefixWait(leader, 12))
     bench.now_s = state.now_s = 8.0
-    state.leaders.end(leader)
-    state.wake()
+    state.inflight_prefixes.end(leader)
+    state.requeue_ready()
     bench.now_s = 11.0
-    urgency = state_of(bench.scheduler).room.urgency(11.0)
+    urgency = state_of(bench.scheduler).waiting.urgency(11.0)
     assert urgency is not None and (urgency.aged_class, urgency.base_class) == (0, 1)
     bench.run()
     assert leader.finish_reason is FinishReason.LENGTH
@@ -63,7 +65,7 @@ def test_the_last_block_goes_to_the_first_who_came() -> None:
     assert len(bench.table(first)) == 3 or first.state is SequenceState.RUNNING
     bench.run()
     assert first.group.num_preemptions == 0 and second.group.num_preemptions >= 1
-    order = [sequence.id for sequence in state_of(bench.scheduler).row_sequences([])]
+    order = [sequence.id for sequence in state_of(bench.scheduler).by_precedence([])]
     assert order == []
 
 
@@ -72,13 +74,13 @@ def test_rows_are_fed_by_class_and_then_by_arrival() -> None:
     late = [bench.add([number], 9, priority=number % 2) for number in range(4)]
     bench.turn()
     rows = [sequence.row for sequence in late if sequence.row is not None]
-    fed = state_of(bench.scheduler).row_sequences(reversed(rows))
+    fed = state_of(bench.scheduler).by_precedence(reversed(rows))
     assert [sequence.id for sequence in fed] == [late[0].id, late[2].id, late[1].id, late[3].id]
 
 
 def test_what_a_client_cut_short_teaches_nothing_about_lengths() -> None:
     bench = Bench()
-    lengths = state_of(bench.scheduler).lengths
+    lengths = state_of(bench.scheduler).output_lengths
     for _ in range(20):
         sequence = bench.add([1, 2, 3], 50)
         bench.turns(3)
@@ -243,7 +245,7 @@ def test_followers_count_among_the_waiting_tokens() -> None:
     bench.turn()
     bench.add(LONG, 5)
     bench.turn()
-    assert state_of(bench.scheduler).leaders.num_followers == 1
+    assert state_of(bench.scheduler).inflight_prefixes.num_followers == 1
     with pytest.raises(QueueFull):
         bench.add(LONG, 5)
     bench.run()

@@ -223,14 +223,19 @@ def test_more_work_beside_it_leaves_less_room(
 
 @given(MEASURED, SHAPES, STARTS, MOSTS, TARGETS, st.lists(st.integers(1, 3000), max_size=6, unique=True).map(sorted))
 def test_a_chunk_that_is_cut_has_the_size_of_a_grain(
-    measured: list[tuple[StepShape, float]], shape: StepShape, start: int, most: int, target_s: float, grains: list[int]
+    measured: list[tuple[StepShape, float]],
+    shape: StepShape,
+    start: int,
+    most: int,
+    target_s: float,
+    captured_sizes: list[int],
 ) -> None:
     table = taught(measured)
-    length = largest_next_chunk(table, shape, start, most, target_s, (*grains, 4000))
+    length = largest_next_chunk(table, shape, start, most, target_s, (*captured_sizes, 4000))
     least = 0 if shape.num_chunk_tokens else min(most, LEAST)
-    assert length in {least, most, *grains} and least <= length <= most
+    assert length in {least, most, *captured_sizes} and least <= length <= most
     assert length == least or table.predict_s(shape.with_chunk(start, length)) <= target_s
-    larger = next((size for size in [*grains, most] if length < size <= most), None)
+    larger = next((size for size in [*captured_sizes, most] if length < size <= most), None)
     assert larger is None or table.predict_s(shape.with_chunk(start, larger)) > target_s
 
 

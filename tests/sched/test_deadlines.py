@@ -54,7 +54,7 @@ def test_a_follower_whose_deadline_passes_is_told_in_the_next_plan() -> None:
     bench.turn()
     follower = bench.add(counting(1, 23), 4, deadline_s=5.0)
     bench.turn()
-    assert state_of(bench.scheduler).leaders.follows(follower.group)
+    assert state_of(bench.scheduler).inflight_prefixes.follows(follower.group)
     bench.now_s = 5.0
     absorbed = bench.turn()
     assert absorbed is not None and [over.sequence for over in absorbed.finished] == [follower.id]

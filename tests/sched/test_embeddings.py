@@ -84,7 +84,7 @@ def test_a_tenant_pays_for_the_prompt_alone() -> None:
 
 def test_output_lengths_are_learned_from_those_who_speak() -> None:
     bench = Bench(oracle=True)
-    lengths = state_of(bench.scheduler).lengths
+    lengths = state_of(bench.scheduler).output_lengths
     before = lengths.hedge(40, 0)
     for first in range(0, 80, 4):  # more than it takes to count as learned
         embed(bench, counting(first, 5))

@@ -127,7 +127,7 @@ def test_a_tenant_that_comes_and_goes_leaves_nothing_behind() -> None:
         shares.arrive("stays")
         shares.depart("stays")
         shares.depart("flits")
-        assert len(shares._marks) < 100, turn
+        assert len(shares._active_heap) < 100, turn
 
 
 def test_the_least_active_is_known_however_often_it_came_and_went() -> None:

@@ -24,7 +24,7 @@ from quire.workload.traces import sample
 from tests.sched.inspection import state_of
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
-STANCES = pytest.mark.parametrize("stance", list(Overcommit))
+STANCES = pytest.mark.parametrize("overcommit", list(Overcommit))
 BLOCK = 16
 EVEN = Constants(0.01, 0, 0, 0, 0)  # every step takes as long
 
@@ -102,7 +102,7 @@ class Gaps:
 @STANCES
 @pytest.mark.parametrize("seed", [0, 1])
 def test_at_twice_the_pool_everyone_is_served_and_little_is_computed_twice(
-    depth: int, stance: Overcommit, seed: int
+    depth: int, overcommit: Overcommit, seed: int
 ) -> None:
     dice = np.random.default_rng(seed)
     lengths = [(int(dice.integers(8, 200)), int(dice.integers(16, 400))) for _ in range(128)]
@@ -115,7 +115,7 @@ def test_at_twice_the_pool_everyone_is_served_and_little_is_computed_twice(
         rows=starts,
         budget=512,
         depth=depth,
-        policy=Policy(stance=stance),
+        policy=Policy(overcommit=overcommit),
     )
     gaps, groups = Gaps(), None
     for absorbed in run.turns():
@@ -128,7 +128,7 @@ def test_at_twice_the_pool_everyone_is_served_and_little_is_computed_twice(
     tally = run.scheduler.counters
     assert tally.recomputed_tokens <= 0.25 * run.account.tokens
     assert gaps.longest <= depth + 2
-    assert (tally.preemptions == 0) == (stance is Overcommit.NEVER), "the pool was no pressure"
+    assert (tally.preemptions == 0) == (overcommit is Overcommit.NEVER), "the pool was no pressure"
     audit_rest(run.scheduler)
 
 
@@ -153,7 +153,7 @@ def shares_of(run: Simulation, tenants: Many[str], least_waiting: int) -> dict[s
             continue
         waiting = dict.fromkeys(tenants, 0)
         for group in state.groups.values():
-            waiting[group.request.tenant] += group in state.room
+            waiting[group.request.tenant] += group in state.waiting
         if min(waiting.values()) < least_waiting:
             break
     return {tenant: state.shares.total(tenant) for tenant in tenants}
@@ -238,7 +238,7 @@ def test_a_higher_class_takes_a_seat_once_and_nobody_takes_it_back(depth: int, a
     assert max(waited.values()) <= depth + 2, "a higher class did not get its seat"
     assert [group.num_preemptions for group in seen.values() if group.request.priority == 0] == [0, 0, 0]
     tally = run.scheduler.counters
-    assert 1 <= tally.preemptions == tally.seats_taken <= len(high)
+    assert 1 <= tally.preemptions == tally.class_preemptions <= len(high)
 
 
 # Deadlines.

@@ -122,7 +122,7 @@ def test_who_arrives_or_leaves_during_an_inquest_is_served_afterwards():
     loop = Loop(scheduler, Allergic(80, {SequenceId(2): 1}), 1, lambda: 0.0)
     for number in range(6):
         scheduler.add(request_of(number, 5, 8, 1, None))
-    while state_of(scheduler).only is None:
+    while state_of(scheduler).admissible is None:
         loop.turn()
     scheduler.add(request_of(9, 5, 3, 1, None))
     loop.turn()
@@ -142,9 +142,9 @@ def test_when_all_suspects_of_a_group_are_aborted_the_others_are_served(depth):
     scheduler = Scheduler(KVManager(80, 4, 6), max_rows=6, max_step_tokens=16)
     loop = Loop(scheduler, Allergic(80, {SequenceId(2): 1}), depth, lambda: 0.0)
     sequences = [sequence for number in range(6) for sequence in scheduler.add(request_of(number, 5, 8, 1, None))]
-    while state_of(scheduler).only is None:
+    while state_of(scheduler).admissible is None:
         loop.turn()
-    suspects = [sequence for sequence in sequences if sequence.group.order in state_of(scheduler).only]
+    suspects = [sequence for sequence in sequences if sequence.group.order in state_of(scheduler).admissible]
     for sequence in suspects:
         scheduler.abort(sequence.request.id)
     for _ in range(200):

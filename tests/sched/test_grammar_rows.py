@@ -114,7 +114,7 @@ def test_every_token_is_the_one_its_mask_and_the_oracle_say(depth, num_blocks, a
             assert said == right[: len(said)]
         else:
             assert said == right, sequence
-    assert not len(state_of(world.scheduler).masked)
+    assert not len(state_of(world.scheduler).grammar_rows)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])

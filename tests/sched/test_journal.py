@@ -21,7 +21,7 @@ from quire.sched.journal.recorder import JournaledScheduler, checksum
 from quire.sched.journal.records import MAGIC
 from quire.sched.journal.replay import Condition, ReplayReport, replay
 from quire.sched.loop import Loop
-from quire.sched.policy import DYNAMIC, CapturedSizes, Policy, SchedulerSpec, read_blueprint
+from quire.sched.policy import DYNAMIC, CapturedSizes, Policy, SchedulerSpec, read_spec
 from quire.sched.queue import OrderPolicy
 from quire.sched.reservation import Overcommit
 from quire.sched.rows import RowAllocator
@@ -70,7 +70,7 @@ def test_beams_forks_host_tier_and_lost_steps_in_one_world(tmp_path: Path) -> No
         max_rows=5,
         max_step_tokens=20,
         depth=2,
-        policy=Policy(stance=Overcommit.OPTIMISTIC, itl_target_s=0.015),
+        policy=Policy(overcommit=Overcommit.OPTIMISTIC, itl_target_s=0.015),
         num_requests=30,
         max_prompt=20,
         max_output=40,
@@ -95,8 +95,8 @@ class Steady:
     """Rows that only decode."""
 
     def __init__(self, path: Path, num_rows: int, num_steps: int) -> None:
-        blueprint = SchedulerSpec(num_rows * num_steps, 16, num_rows, 8 * num_rows)
-        self.scheduler = JournaledScheduler(blueprint, path.open("wb"))
+        spec = SchedulerSpec(num_rows * num_steps, 16, num_rows, 8 * num_rows)
+        self.scheduler = JournaledScheduler(spec, path.open("wb"))
         loop = Loop(self.scheduler, ToyRunner(50_000), 1, lambda: 0.25)
         for number in range(num_rows):
             prompt = np.array([number, 5, 7], np.int32)
@@ -131,9 +131,9 @@ def test_another_decision_is_noticed_where_it_is_made(tmp_path: Path, monkeypatc
 def test_a_failure_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = Scheduler._commit
 
-    def breaking(self: Scheduler, draft: object) -> StepPlan | None:
+    def breaking(self: Scheduler, builder: object) -> StepPlan | None:
         assert self.last_planned < 7, "it broke"
-        return original(self, draft)  # type: ignore[arg-type]
+        return original(self, builder)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Scheduler, "_commit", breaking)
     with pytest.raises(AssertionError, match="it broke"):
@@ -150,10 +150,10 @@ def _journal(tmp_path: Path) -> bytes:
 
 
 def _header_length(whole: bytes) -> int:
-    unpacker = RecordDecoder(whole)
-    unpacker.raw(len(MAGIC) + 1)
-    unpacker.text()
-    return unpacker.position
+    decoder = RecordDecoder(whole)
+    decoder.raw(len(MAGIC) + 1)
+    decoder.text()
+    return decoder.position
 
 
 def test_a_changed_byte_is_noticed(tmp_path: Path) -> None:
@@ -210,10 +210,18 @@ def test_a_plan_has_a_checksum_of_its_own() -> None:
 
 def test_a_blueprint_survives_its_text() -> None:
     order = OrderPolicy(fair=False, weights={"a": 0.1}, ageing_s=0.3)
-    grains = (CapturedSizes(2, (16, 24)), CapturedSizes(8, (24,)))
-    policy = Policy(DYNAMIC, order, Overcommit.NEVER, itl_target_s=0.1, itl_stretch=2.0, grains=grains, max_waiting=5)
-    blueprint = SchedulerSpec(10, 4, 2, 8, 3, policy, largest_chunk=7, seconds_per_block=1e-5)
-    assert read_blueprint(blueprint.to_json()) == blueprint
+    captured_sizes = (CapturedSizes(2, (16, 24)), CapturedSizes(8, (24,)))
+    policy = Policy(
+        DYNAMIC,
+        order,
+        Overcommit.NEVER,
+        itl_target_s=0.1,
+        itl_stretch=2.0,
+        captured_sizes=captured_sizes,
+        max_waiting=5,
+    )
+    spec = SchedulerSpec(10, 4, 2, 8, 3, policy, largest_chunk=7, seconds_per_block=1e-5)
+    assert read_spec(spec.to_json()) == spec
 
 
 @given(
@@ -225,14 +233,14 @@ def test_a_blueprint_survives_its_text() -> None:
 )
 @settings(deadline=None)
 def test_what_is_packed_is_unpacked(count: int, signed: int, real: float, text: str, numbers: list[int]) -> None:
-    packer = RecordEncoder()
-    packer.count(count)
-    packer.signed(signed)
-    packer.real(real)
-    packer.text(text)
-    packer.array(np.array(numbers, np.int32))
-    packer.array(numbers)
-    unpacker = RecordDecoder(bytes(packer.data))
-    assert (unpacker.count(), unpacker.signed(), unpacker.real(), unpacker.text()) == (count, signed, real, text)
-    assert unpacker.array().tolist() == unpacker.array().tolist() == numbers
-    assert unpacker.at_end
+    encoder = RecordEncoder()
+    encoder.count(count)
+    encoder.signed(signed)
+    encoder.real(real)
+    encoder.text(text)
+    encoder.array(np.array(numbers, np.int32))
+    encoder.array(numbers)
+    decoder = RecordDecoder(bytes(encoder.data))
+    assert (decoder.count(), decoder.signed(), decoder.real(), decoder.text()) == (count, signed, real, text)
+    assert decoder.array().tolist() == decoder.array().tolist() == numbers
+    assert decoder.at_end

@@ -36,15 +36,15 @@ UNRECORDED = QUERIES | {"running_groups", "overdue"}  # the last hands over sequ
 
 
 def packed(record: Record) -> bytes:
-    packer = RecordEncoder()
-    record.pack(packer)
-    return bytes(packer.data)
+    encoder = RecordEncoder()
+    record.pack(encoder)
+    return bytes(encoder.data)
 
 
 def unpacked(data: bytes) -> Record:
-    unpacker = RecordDecoder(data)
-    record = RecordReader(unpacker).read()
-    assert unpacker.at_end
+    decoder = RecordDecoder(data)
+    record = RecordReader(decoder).read()
+    assert decoder.at_end
     return record
 
 

@@ -200,7 +200,7 @@ def test_a_sibling_begins_with_its_past_if_that_fits_and_else_with_the_prompt(
     kv.reserve(sibling.row, 2)
     leader.num_computed = 6
     forks = SiblingForks(kv, rows)
-    forks.expect(leader, (sibling,))
+    forks.wait_for_prompt(leader, (sibling,))
     assert forks.fork(leader) == (sibling,)
     assert (sibling.num_computed, int(kv.tables.reserved[sibling.row])) == (num_found, num_reserved)
     assert (kv.tables.of(sibling.row)[:2] == kv.tables.of(leader.row)[:2]).all() == (num_found == 5)

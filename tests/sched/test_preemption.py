@@ -119,7 +119,7 @@ def test_a_higher_class_takes_one_seat_of_the_lowest_with_least_to_lose(depth: i
     high = bench.add([50, 51], 4)
     bench.turn()
     assert [each.group.num_preemptions for each in low] == [0, 1, 0]
-    assert bench.scheduler.counters.seats_taken == 1
+    assert bench.scheduler.counters.class_preemptions == 1
     assert events_of(low[1], EventKind.PREEMPTED)[0].other == high.request.id
     assert (high.state is SequenceState.RUNNING) == (depth == 0), "seated at once if no step is in flight"
     bench.run()
@@ -143,7 +143,7 @@ def test_the_seat_that_was_taken_goes_to_nobody_else() -> None:
 
 
 def test_two_classes_that_age_do_not_swap_a_seat_for_ever() -> None:
-    policy = Policy(order=OrderPolicy(ageing_s=1.0), stance=Overcommit.NEVER)
+    policy = Policy(order=OrderPolicy(ageing_s=1.0), overcommit=Overcommit.NEVER)
     bench = Bench(rows=1, oracle=True, policy=policy)
     low = bench.add([7], 20, priority=1)
     bench.turns(2)
@@ -164,7 +164,7 @@ def test_nobody_loses_its_seat_more_often_than_the_policy_says(most: int) -> Non
         bench.turns(2)
         highs.append(bench.add([20 + i], 1))
     bench.run()
-    assert low.group.num_preemptions == most == bench.scheduler.counters.seats_taken
+    assert low.group.num_preemptions == most == bench.scheduler.counters.class_preemptions
     assert sum(bench.finished[high.id] < bench.finished[low.id] for high in highs) == most
     assert bench.heard[low.id] == oracle_answer([7, 8, 9], 12)
 
@@ -262,7 +262,7 @@ def test_nobody_overtakes_a_short_head_that_lacks_blocks() -> None:
 def test_only_the_short_lane_overtakes_a_long_head_that_has_patience(patience_s: float, overtakes: bool) -> None:
     """Tenant x was served already, so that the long prompt of y is the head. It lacks blocks."""
     order = OrderPolicy(long_prompt=16, lane_patience_s=patience_s, ageing_s=0.0)
-    bench = Bench(blocks=16, rows=6, policy=Policy(order=order, stance=Overcommit.NEVER))
+    bench = Bench(blocks=16, rows=6, policy=Policy(order=order, overcommit=Overcommit.NEVER))
     bench.add([1] * 4, 37, tenant="x")  # 10 of 16 blocks
     bench.turn()
     head = bench.add([2] * 24, 5, tenant="y")  # 7 blocks
@@ -336,7 +336,7 @@ def test_a_class_that_can_take_no_seat_looks_at_nobody_until_somebody_comes_or_g
         sys.setprofile(None)
         assert plan is not None
         bench.scheduler.absorb(bench.recorder.launch(plan).wait())
-        return calls, bench.scheduler.counters.seats_taken
+        return calls, bench.scheduler.counters.class_preemptions
 
     (few, none), (many, also_none) = work(16), work(128)
     assert none == also_none == 0

@@ -12,7 +12,7 @@ from quire.core.ids import RequestId
 from quire.core.request import Sequence, SequenceState
 from quire.core.sampling import RowSampling
 from quire.core.step import FinishReason
-from quire.sched.admission import MOST_PARKED
+from quire.sched.admission import MAX_PARKED
 from quire.sched.plan_builder import PlanBuilder
 from quire.sched.prefix_dedup import InflightPrefixes, PrefixWait
 from quire.sched.queue import OrderPolicy
@@ -103,7 +103,7 @@ def test_a_family_that_follows_and_loses_a_member_still_waits_in_one_place() -> 
     leader = bench.add(LONG, 5)
     one, other = bench.add_family(LONG, 5, 2)
     bench.turn()
-    assert state_of(bench.scheduler).leaders.follows(one.group)
+    assert state_of(bench.scheduler).inflight_prefixes.follows(one.group)
     assert bench.scheduler.finish(other, FinishReason.STOP)
     assert bench.scheduler.num_waiting == 1 and not bench.scheduler.is_queued(one.group)
     bench.run()
@@ -170,7 +170,7 @@ def test_a_follower_that_waited_keeps_its_place_in_the_queue() -> None:
 
 def leading(order: int, tokens: int, leaders: InflightPrefixes) -> Sequence:
     (sequence,) = group(order, num_tokens=tokens).sequences
-    leaders.lead(sequence)
+    leaders.begin(sequence)
     return sequence
 
 
@@ -253,6 +253,6 @@ def _planning_work(num_followers: int, *, leader_leaves: bool) -> int:
 
 @pytest.mark.parametrize("leader_leaves", [False, True])
 def test_no_step_pays_for_all_who_follow(leader_leaves: bool) -> None:
-    few = _planning_work(MOST_PARKED + 50, leader_leaves=leader_leaves)
-    many = _planning_work(10 * MOST_PARKED, leader_leaves=leader_leaves)
+    few = _planning_work(MAX_PARKED + 50, leader_leaves=leader_leaves)
+    many = _planning_work(10 * MAX_PARKED, leader_leaves=leader_leaves)
     assert many <= 1.3 * few

@@ -17,9 +17,9 @@ def asking(num_prompt: int, max_tokens: int, count: int = 1, beam: BeamParams | 
 
 
 def positions(
-    one: RequestGroup, stance: Overcommit, lengths: LengthQuantile | None = None, immune: bool = False
+    one: RequestGroup, overcommit: Overcommit, lengths: LengthQuantile | None = None, immune: bool = False
 ) -> int:
-    return positions_to_reserve(one.sequences[0], stance, lengths or LengthQuantile(), immune=immune)
+    return positions_to_reserve(one.sequences[0], overcommit, lengths or LengthQuantile(), immune=immune)
 
 
 def test_each_stance_by_hand() -> None:
@@ -42,7 +42,7 @@ def test_a_hedge_follows_the_lengths_that_were_seen() -> None:
 
 
 def test_never_more_than_the_whole_is_promised() -> None:
-    assert [positions(asking(10, 1), stance) for stance in Overcommit] == [10, 10, 10]
+    assert [positions(asking(10, 1), overcommit) for overcommit in Overcommit] == [10, 10, 10]
 
 
 def test_what_was_generated_before_a_preemption_counts_as_known() -> None:
@@ -68,10 +68,10 @@ def test_the_worst_case_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stance", "blocks"), [(Overcommit.NEVER, 5), (Overcommit.HEDGE, 4), (Overcommit.OPTIMISTIC, 3)]
+    ("overcommit", "blocks"), [(Overcommit.NEVER, 5), (Overcommit.HEDGE, 4), (Overcommit.OPTIMISTIC, 3)]
 )
-def test_a_stance_promises_as_documented(stance: Overcommit, blocks: int) -> None:
-    bench = Bench(policy=Policy(stance=stance))
+def test_a_stance_promises_as_documented(overcommit: Overcommit, blocks: int) -> None:
+    bench = Bench(policy=Policy(overcommit=overcommit))
     sequence = bench.add(counting(1, 10), 9)
     bench.turn()
     assert sequence.row is not None
@@ -157,7 +157,7 @@ def test_the_window_opens_anew_for_the_next_batch() -> None:
 
 @pytest.mark.parametrize("regime", [STATIC, ORCA])
 def test_a_contiguous_regime_promises_the_whole_length(regime: object) -> None:
-    bench = Bench(policy=Policy(regime=regime, stance=Overcommit.OPTIMISTIC))  # type: ignore[arg-type]
+    bench = Bench(policy=Policy(regime=regime, overcommit=Overcommit.OPTIMISTIC))  # type: ignore[arg-type]
     sequence = bench.add(counting(1, 10), 9)
     bench.turn()
     assert sequence.row is not None

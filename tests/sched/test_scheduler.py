@@ -94,7 +94,7 @@ def test_decodes_come_before_prefills_and_those_before_new_work() -> None:
 
 def test_a_long_prefill_leaves_half_of_a_step_to_the_others_and_takes_what_they_do_not_need() -> None:
     """16 prompt tokens are long here, and a step has 8."""
-    policy = Policy(order=OrderPolicy(long_prompt=16), stance=Overcommit.NEVER)
+    policy = Policy(order=OrderPolicy(long_prompt=16), overcommit=Overcommit.NEVER)
     bench = Bench(blocks=100, rows=3, budget=8, policy=policy)
     long = bench.add(counting(1, 40), 2)
     bench.turn()
@@ -109,7 +109,7 @@ def test_a_long_prefill_leaves_half_of_a_step_to_the_others_and_takes_what_they_
 def test_a_chunk_keeps_the_time_of_the_step_it_joins() -> None:
     """One second for every token: of a step that may take 20, one is a decode and 19 are left."""
     cost = CostTable(Constants(0.0, 0.0, 1.0, 0.0, 0.0))
-    policy = Policy(stance=Overcommit.NEVER, itl_target_s=20.0)
+    policy = Policy(overcommit=Overcommit.NEVER, itl_target_s=20.0)
     bench = Bench(blocks=100, rows=3, budget=64, policy=policy, cost=cost)
     bench.add([1] * 40, 30)
     bench.turn()
@@ -123,7 +123,7 @@ def test_where_rows_take_long_by_themselves_prompts_have_a_share_beside_them() -
     """A token takes a second, and three rows decode: of 20 s they leave 17 to prompts, of 3 s nothing but the least."""
     cost = CostTable(Constants(0.0, 0.0, 1.0, 0.0, 0.0))
     for target_s, per_decode, length in ((20.0, 0.0, 17), (20.0, 6.0, 17), (20.0, 10.0, 27), (3.0, 0.0, 16)):
-        policy = Policy(stance=Overcommit.NEVER, itl_target_s=target_s, itl_per_decode=per_decode)
+        policy = Policy(overcommit=Overcommit.NEVER, itl_target_s=target_s, itl_per_decode=per_decode)
         bench = Bench(blocks=100, rows=4, budget=64, policy=policy, cost=cost)
         for start in (1, 2, 3):
             bench.add([start] * 10, 30)
@@ -136,8 +136,8 @@ def test_where_rows_take_long_by_themselves_prompts_have_a_share_beside_them() -
 def test_a_chunk_that_is_cut_is_cut_at_a_grain_and_grows_while_prompts_pile_up() -> None:
     """As above, but that 16 tokens take no less than 19, and that steps may take twice as long for long queues."""
     cost = CostTable(Constants(0.0, 0.0, 1.0, 0.0, 0.0))
-    grains = (CapturedSizes(1, (16, 24, 32, 48)), CapturedSizes(4, (12, 20)))
-    policy = Policy(stance=Overcommit.NEVER, itl_target_s=20.0, itl_stretch=2.0, grains=grains)
+    captured_sizes = (CapturedSizes(1, (16, 24, 32, 48)), CapturedSizes(4, (12, 20)))
+    policy = Policy(overcommit=Overcommit.NEVER, itl_target_s=20.0, itl_stretch=2.0, captured_sizes=captured_sizes)
     bench = Bench(blocks=100, rows=3, budget=64, policy=policy, cost=cost)
     bench.add([1] * 40, 30)
     bench.turn()

@@ -15,7 +15,7 @@ def test_a_row_remembers_what_it_emitted_since_it_sat_down(steps: list[set[int]]
     for step, rows in enumerate(steps):
         oldest = max(0, step - keep)  # nobody asks for anything older
         if log.full:
-            log.make_room(oldest)
+            log.add_page(oldest)
         ordered = sorted(rows)
         tokens = [100 * step + row for row in ordered]
         log.append(step, np.array(ordered, np.int32), np.array(tokens, np.int32))
@@ -29,7 +29,7 @@ def test_a_log_whose_rows_keep_leaving_does_not_grow() -> None:
     log = TokenLog(2)
     for step in range(10_000):
         if log.full:
-            log.make_room(step - 5)
+            log.add_page(step - 5)
         log.append(step, np.array([0], np.int32), np.array([step], np.int32))
     assert len(log._pages) <= 2
 
@@ -41,7 +41,7 @@ def test_lost_steps_hold_nothing_and_what_came_before_them_stays() -> None:
             log.append(step, np.array([1], np.int32), np.array([step], np.int32))
         log.restart(60 + num_lost)
         if log.full:
-            log.make_room(0)
+            log.add_page(0)
         log.append(60 + num_lost, np.array([1], np.int32), np.array([7], np.int32))
         assert log.gather(Row(1), 58).tolist() == [58, 59, 7]
         assert log.gather(Row(1), 61).tolist() == [7]
@@ -52,6 +52,6 @@ def test_lost_steps_do_not_bring_forgotten_ones_back() -> None:
     log = TokenLog(1)
     for step in range(64):
         log.append(step, np.array([0], np.int32), np.array([step], np.int32))
-    log.make_room(60)
+    log.add_page(60)
     log.restart(70)
     assert log.gather(Row(0), 60).tolist() == [60, 61, 62, 63]

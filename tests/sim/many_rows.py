@@ -127,7 +127,7 @@ def _scheduler(throng: Throng) -> Scheduler:
         kv,
         max_rows=throng.rows,
         max_step_tokens=throng.step_tokens,
-        policy=Policy(stance=Overcommit.OPTIMISTIC),
+        policy=Policy(overcommit=Overcommit.OPTIMISTIC),
         cost=cost,
     )
 

@@ -112,15 +112,15 @@ def compare_stances(
     regime: Regime,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[RegimeResult]:
-    """Every stance, where all come at once and those that have a row together want twice what the cache holds."""
+    """Every overcommit, where all come at once and those that have a row together want twice what the cache holds."""
     wanted = [blocks_wanted(arrival.request, machine.block_size) for arrival in work]
     demand = sum(wanted) * min(len(work), machine.max_rows) // len(work)
     scarce = replace(machine, num_blocks=max(demand // 2, machine.max_model_len // machine.block_size))
     work = [arrival._replace(at_s=0.0) for arrival in work]
     outcomes = []
-    for stance in Overcommit:
-        say(stance.value)
-        outcomes.append(run(stance.value, Policy(regime=regime, stance=stance), work, scarce))
+    for overcommit in Overcommit:
+        say(overcommit.value)
+        outcomes.append(run(overcommit.value, Policy(regime=regime, overcommit=overcommit), work, scarce))
     return outcomes
 
 

@@ -119,7 +119,7 @@ def _scheduler(machine: SimulatedMachine, way: StepSizing) -> Scheduler:
         itl_target_s=way.target_s,
         itl_stretch=way.stretch,
         itl_per_decode=way.per_decode,
-        grains=captured_sizes(machine.max_rows, most),
+        captured_sizes=captured_sizes(machine.max_rows, most),
     )
     kv = KVManager(machine.num_blocks, machine.block_size, machine.max_rows, prefix=False)
     table = CostTable(machine.constants, largest_chunk=most)  # which learns what steps really take

@@ -60,18 +60,18 @@ def make_scheduler(
     resolved: ResolvedConfig,
     costs: CostTable,
     usual_itl_s: float | None = None,
-    grains: tuple[CapturedSizes, ...] = (),
+    captured_sizes: tuple[CapturedSizes, ...] = (),
 ) -> Scheduler:
     """`usual_itl_s`: the time between two tokens to aim at, where the settings name none."""
     regime = REGIMES[resolved.regime]
     said_s = None if config.itl_target_ms is None else config.itl_target_ms / 1000
     policy = Policy(
         regime=regime,
-        stance=Overcommit(config.overcommit),
+        overcommit=Overcommit(config.overcommit),
         itl_target_s=usual_itl_s if said_s is None else said_s,
         itl_stretch=MOST_STRETCH if said_s is None else 1.0,
         itl_per_decode=PER_DECODE if said_s is None else 0.0,
-        grains=grains,
+        captured_sizes=captured_sizes,
         max_waiting=config.max_waiting,
         order=OrderPolicy(weights=config.tenant_weights),
     )

@@ -1,1 +1,1 @@
-"""Floor 3, paper: who computes what in the next step."""
+"""The scheduler: which requests compute what in the next step. Integers alone: no tensors, no clock."""

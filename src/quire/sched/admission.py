@@ -1,7 +1,7 @@
-"""New work: who of the waiting sits down in this step, with what of the cache, and at whose expense.
+"""Admission control: which waiting request groups get rows and blocks in this step, and with what cached prefix.
 
-Whole prompts are reserved, outputs as the stance says. A family that computes what another is just computing waits
-for it. A higher class may take seats from a lower one.
+Blocks for the whole prompt are reserved; blocks for the output as the overcommit policy says. A group whose prefix is
+being computed by another waits for it. A group of a higher priority class may preempt lower ones.
 """
 
 import logging
@@ -21,129 +21,129 @@ from quire.sched.state import SchedulerState
 
 _log = logging.getLogger(__name__)
 
-MOST_PARKED = 128  # followers of one step: a few milliseconds; whoever comes after them is looked at in the next
+MAX_PARKED = 128  # groups per step: a few milliseconds; the next ones are tried in the next step
 
 
 class Claim(NamedTuple):
-    """What a family needs to sit down."""
+    """What a request group needs to be admitted."""
 
     leader: Sequence
     match: PrefixMatch | None
     leader_blocks: int  # beyond the match
+    num_blocks: int  # of leader and siblings
+    num_rows: int = 1
     siblings: tuple[Sequence, ...] = ()
     sibling_blocks: tuple[int, ...] = ()
 
-    @property
-    def num_rows(self) -> int:
-        return 1 + len(self.siblings)
 
-    @property
-    def num_blocks(self) -> int:
-        return self.leader_blocks + sum(self.sibling_blocks) if self.siblings else self.leader_blocks
+class _Attempt(NamedTuple):
+    """A claim and what stands in its way: a prefix in flight worth waiting for, else rows or blocks."""
+
+    claim: Claim
+    prefix_wait: PrefixWait | None
+    missing: WaitCause | None
 
 
 class Admission:
-    """Seats families as long as there is budget, a row and room in the cache."""
+    """Admits groups while there is token budget, a row and enough blocks."""
 
     __slots__ = (
         "_num_parked",
-        "_pressure",
+        "_preemption",
         "_reserved_for",
+        "_schedule_chunk",
         "_state",
-        "_take_chunk",
         "_window_since_s",
         "batch_size",
         "cause",
     )  # fmt: skip
 
     def __init__(
-        self, state: SchedulerState, pressure: Preemption, take_chunk: Callable[[Sequence, PlanBuilder], None]
+        self, state: SchedulerState, preemption: Preemption, schedule_chunk: Callable[[Sequence, PlanBuilder], None]
     ) -> None:
         self._state = state
-        self._pressure = pressure
-        self._take_chunk = take_chunk
+        self._preemption = preemption
+        self._schedule_chunk = schedule_chunk
         self._num_parked = 0  # in this step
-        self._reserved_for: RequestGroup | None = None  # seats were taken for it: nobody else gets them
-        self._window_since_s: float | None = None  # a sealed batch waits for members
-        self.cause: WaitCause | None = None  # what the first in the queue waits for
+        self._reserved_for: RequestGroup | None = None  # others were preempted for it: it is admitted next
+        self._window_since_s: float | None = None  # a sealed batch waits for more requests
+        self.cause: WaitCause | None = None  # what keeps the head of the queue out
         self.batch_size = 0  # of the sealed batch that runs
 
     def preempt_for_class(self, now_s: float) -> None:
-        """Let the first of the highest class that waits have seats of lower classes, if it cannot sit otherwise.
+        """Preempt lower classes for the first group of the highest waiting class, if it cannot be admitted otherwise.
 
-        Somebody of a lower class may have aged past it: that one has the next seat that comes free by itself.
+        A group of a lower class may have aged past it: that one gets the next row that comes free by itself.
         """
-        room = self._state.room
-        if self._reserved_for is not None and self._reserved_for not in room:
+        waiting = self._state.waiting
+        if self._reserved_for is not None and self._reserved_for not in waiting:
             self._reserved_for = None
-        if not room or self._state.only is not None or not self._pressure.outranks(room.best_class):
+        if not waiting or self._state.admissible is not None or not self._preemption.outranks(waiting.best_class):
             return
-        group = room.first_of_best(now_s)
-        claim = self._checked_claim(group)
-        if claim is None:
+        group = waiting.best_class_head(now_s)
+        attempt = self._try(group)
+        if attempt is None or attempt.missing is None:
             return
-        lacks = self._lacks(claim) is not None and self._follow(group, claim) is None
-        shortage = self._state.kv.shortage(claim.match, claim.num_blocks)
-        if lacks and self._pressure.preempt_for_class(group, claim.num_rows, shortage):
+        shortage = self._state.kv.shortage(attempt.claim.match, attempt.claim.num_blocks)
+        if self._preemption.preempt_for_class(group, attempt.claim.num_rows, shortage):
             self._reserved_for = group
 
-    def admit(self, draft: PlanBuilder) -> None:
-        """Seat whoever can be seated; `cause` says what kept the next one out."""
+    def admit(self, builder: PlanBuilder) -> None:
+        """Admit as many as possible; `cause` says what kept the next one out."""
         self.cause = None
-        if not self._state.room:
+        if not self._state.waiting:
             return
-        if draft.pressure:
+        if builder.pressure:
             self.cause = WaitCause.PRESSURE  # law (c)
-        elif self._closed(draft.now_s):
+        elif self._is_sealed(builder.now_s):
             self.cause = WaitCause.ROWS
         self._num_parked = 0
-        while self._state.room and self.cause is None:
-            self.cause = self._admit_next(draft)
-        if draft.starts:
+        while self._state.waiting and self.cause is None:
+            self.cause = self._admit_next(builder)
+        if builder.starts:
             self.batch_size = len(self._state.rows.assigned)
 
-    def _admit_next(self, draft: PlanBuilder) -> WaitCause | None:
-        """Seat the first who can be seated; what keeps the head out, if nobody could."""
+    def _admit_next(self, builder: PlanBuilder) -> WaitCause | None:
+        """Try the head of the queue and the groups that may overtake it. A cause ends admission; None: try again."""
         state = self._state
-        if draft.budget <= 0:
+        if builder.budget <= 0:
             return WaitCause.BUDGET
         if state.rows.num_free == 0:
             return WaitCause.ROWS
-        if self._num_parked == MOST_PARKED:
+        if self._num_parked == MAX_PARKED:
             return WaitCause.ORDER
         kept_out: WaitCause | None = None
-        for group in self._candidates(draft.now_s):
-            if state.only is not None and not state.may_start(group):
-                state.set_aside(group)
+        for group in self._candidates(builder.now_s):
+            if state.admissible is not None and not state.may_admit(group):
+                state.exclude(group)
                 return None
-            claim = self._checked_claim(group)
-            if claim is None:
+            attempt = self._try(group)
+            if attempt is None:
                 return None
-            follow = self._follow(group, claim)
-            if follow is not None:
-                state.room.pop(group)
-                state.leaders.park(group, follow)
-                self._num_parked += 1
-                group.note(
-                    RequestEvent(draft.step, EventKind.WAITED, other=follow.leader.request.id, cause=WaitCause.PREFIX)
-                )
+            if attempt.prefix_wait is not None:
+                self._park(group, attempt.prefix_wait, builder.step)
                 return None
-            cause = self._lacks(claim)
-            if cause is None:
-                self._sit(group, claim, draft)
+            if attempt.missing is None:
+                self._admit_group(group, attempt.claim, builder)
                 return None
-            group.note(RequestEvent(draft.step, EventKind.WAITED, cause=cause))
-            kept_out = kept_out or cause
+            group.note(RequestEvent(builder.step, EventKind.WAITED, cause=attempt.missing))
+            kept_out = kept_out or attempt.missing
         return kept_out
 
-    def _candidates(self, now_s: float) -> Iterable[RequestGroup]:
-        """The one for whom seats were taken, as long as it waits for them; else as the queue says."""
-        if self._reserved_for is not None and self._reserved_for in self._state.room:
-            return (self._reserved_for,)
-        return self._state.room.candidates(now_s)
+    def _park(self, group: RequestGroup, wait: PrefixWait, step: int) -> None:
+        self._state.waiting.pop(group)
+        self._state.inflight_prefixes.park(group, wait)
+        self._num_parked += 1
+        group.note(RequestEvent(step, EventKind.WAITED, other=wait.leader.request.id, cause=WaitCause.PREFIX))
 
-    def _closed(self, now_s: float) -> bool:
-        """Whether a sealed batch takes nobody yet: the last one still runs, or its window has not passed."""
+    def _candidates(self, now_s: float) -> Iterable[RequestGroup]:
+        """The group that others were preempted for, while it waits; else as the queue says."""
+        if self._reserved_for is not None and self._reserved_for in self._state.waiting:
+            return (self._reserved_for,)
+        return self._state.waiting.candidates(now_s)
+
+    def _is_sealed(self, now_s: float) -> bool:
+        """Whether a sealed batch is closed: the last one still runs, or its window has not passed."""
         regime, state = self._state.policy.regime, self._state
         if not regime.sealed:
             return False
@@ -151,14 +151,14 @@ class Admission:
             return True
         if self._window_since_s is None or now_s < self._window_since_s:  # clocks may jump
             self._window_since_s = now_s
-        full = len(state.room) >= state.rows.num_free
+        full = len(state.waiting) >= state.rows.num_free
         if not full and now_s < self._window_since_s + regime.window_s:
             return True
         self._window_since_s = None
         return False
 
-    def _checked_claim(self, group: RequestGroup) -> Claim | None:
-        """None: its own look-up failed, and the family with it. Nothing was changed yet."""
+    def _try(self, group: RequestGroup) -> _Attempt | None:
+        """What the group needs and lacks. Assigns nothing. None: its look-up raised, and the group has failed."""
         try:
             trip(FaultSite.PREFIX_LOOKUP, group.request.id)
             claim = self._claim(group)
@@ -167,7 +167,15 @@ class Admission:
             _log.exception("request %s broke its own admission", group.request.id)
             self._state.fail(group)
             return None
-        return claim
+        kv, leader = self._state.kv, claim.leader
+        if kv.tree is not None and not leader.request.sampling.prompt_wide:
+            wait = self._state.inflight_prefixes.find(group, leader.tokens, kv.num_found(claim.match))
+            if wait is not None:
+                return _Attempt(claim, wait, None)
+        if claim.num_rows > self._state.rows.num_free:
+            return _Attempt(claim, None, WaitCause.ROWS)
+        short = kv.shortage(claim.match, claim.num_blocks) > 0
+        return _Attempt(claim, None, WaitCause.BLOCKS if short else None)
 
     def _claim(self, group: RequestGroup) -> Claim:
         state, kv = self._state, self._state.kv
@@ -180,62 +188,53 @@ class Admission:
         num_matched = 0 if match is None else len(match.blocks)
         leader_blocks = blocks_beyond(self._positions(leader), num_matched, kv.block_size)
         if len(unfinished) == 1:
-            return Claim(leader, match, leader_blocks)
+            return Claim(leader, match, leader_blocks, leader_blocks)
         siblings = tuple([sequence for sequence in unfinished if sequence is not leader])
         shared = shared_blocks(request, kv.block_size)
-        sibling_blocks = [blocks_beyond(self._positions(sibling), shared, kv.block_size) for sibling in siblings]
-        return Claim(leader, match, leader_blocks, siblings, tuple(sibling_blocks))
+        sibling_blocks = tuple([blocks_beyond(self._positions(sibling), shared, kv.block_size) for sibling in siblings])
+        num_blocks = leader_blocks + sum(sibling_blocks)
+        return Claim(leader, match, leader_blocks, num_blocks, len(unfinished), siblings, sibling_blocks)
 
     def _positions(self, sequence: Sequence) -> int:
         policy = self._state.policy
-        stance = Overcommit.NEVER if policy.regime.contiguous else policy.stance
+        overcommit = Overcommit.NEVER if policy.regime.contiguous else policy.overcommit
         immune = sequence.group.num_preemptions >= policy.max_preemptions
-        return positions_to_reserve(sequence, stance, self._state.lengths, immune=immune)
+        return positions_to_reserve(sequence, overcommit, self._state.output_lengths, immune=immune)
 
-    def _lacks(self, claim: Claim) -> WaitCause | None:
-        if claim.num_rows > self._state.rows.num_free:
-            return WaitCause.ROWS
-        return None if self._state.kv.shortage(claim.match, claim.num_blocks) <= 0 else WaitCause.BLOCKS
-
-    def _follow(self, group: RequestGroup, claim: Claim) -> PrefixWait | None:
-        if self._state.kv.tree is None or claim.leader.request.sampling.prompt_wide:
-            return None
-        return self._state.leaders.find(group, claim.leader.tokens, self._state.kv.num_found(claim.match))
-
-    def _sit(self, group: RequestGroup, claim: Claim, draft: PlanBuilder) -> None:
+    def _admit_group(self, group: RequestGroup, claim: Claim, builder: PlanBuilder) -> None:
         state, leader = self._state, claim.leader
-        state.room.pop(group)
+        state.waiting.pop(group)
         row = state.rows.take_row()
         num_cached = state.kv.open(row, group.owner, claim.match, claim.leader_blocks)
-        state.rows.assign(leader, row, draft.step, num_cached)
-        draft.assign(leader, state.kv.tables.of(row).copy())
-        state.rows.tell(row)
+        state.rows.assign(leader, row, builder.step, num_cached)
+        builder.assign(leader, state.kv.tables.of(row).copy())
+        state.rows.mark_started(row)
         if claim.siblings:
-            self._sit_beside(leader, claim, draft.step)
-        state.leaders.lead(leader)
-        self._count(group, leader, num_cached, draft.step)
+            self._assign_siblings(leader, claim, builder.step)
+        state.inflight_prefixes.begin(leader)
+        self._note_admitted(group, leader, num_cached, builder.step)
         if self._reserved_for is group:
             self._reserved_for = None
-        self._take_chunk(leader, draft)
+        self._schedule_chunk(leader, builder)
         if leader.num_planned < leader.num_tokens:
-            state.prefill(leader)
+            state.add_prefill(leader)
 
-    def _sit_beside(self, leader: Sequence, claim: Claim, step: int) -> None:
-        """Siblings take their rows and wait for the leader's prompt."""
+    def _assign_siblings(self, leader: Sequence, claim: Claim, step: int) -> None:
+        """Siblings get rows and reservations, and wait for the leader's prompt."""
         state, group = self._state, leader.group
         for sibling, num_blocks in zip(claim.siblings, claim.sibling_blocks, strict=True):
             sibling_row = state.rows.take_row()
             state.rows.assign(sibling, sibling_row, step, 0)
             state.kv.reserve(sibling_row, num_blocks)
         if group.request.beam is None:
-            state.forks.expect(leader, claim.siblings)
+            state.forks.wait_for_prompt(leader, claim.siblings)
         elif len(state.beams.live(group)) > 1:
-            state.forks.expect(leader, tuple([beam for beam in state.beams.live(group) if beam is not leader]))
+            state.forks.wait_for_prompt(leader, tuple([beam for beam in state.beams.live(group) if beam is not leader]))
 
-    def _count(self, group: RequestGroup, leader: Sequence, num_cached: int, step: int) -> None:
+    def _note_admitted(self, group: RequestGroup, leader: Sequence, num_cached: int, step: int) -> None:
         counters, request = self._state.counters, group.request
         group.note(RequestEvent(step, EventKind.ADMITTED, num_cached))
-        self._state.stalls.note_seated(step, group.order, request.id)
+        self._state.wait_history.note_admitted(step, group.order, request.id)
         if group.was_assigned:
             return
         group.was_assigned = True

@@ -1,4 +1,4 @@
-"""The invariants of a scheduler between two calls. Looks at every sequence: for tests and `quire check`."""
+"""Audits the invariants of a scheduler between two calls. Scans every sequence: for tests and `quire check`."""
 
 from quire.core.ids import SequenceId
 from quire.core.request import RequestGroup, Sequence, SequenceState
@@ -10,13 +10,13 @@ _ROWLESS = (SequenceState.WAITING, SequenceState.FINISHED)
 
 
 def audit(scheduler: Scheduler, *, tree: bool = True) -> None:
-    """Raise AssertionError at the first law that does not hold. The numbers are those of the promises (I1–I18)."""
+    """Raise AssertionError at the first invariant that does not hold. I1 to I18 number the invariants."""
     state = scheduler._state
     scheduler.kv.audit(tree=tree)  # I1–I5
     state.rows.audit()
     assigned = state.rows.assigned
     running = [sequence for sequence in assigned.values() if sequence.state is SequenceState.RUNNING]
-    resting = _resting(scheduler)
+    awaiting = _awaiting(scheduler)
     lengths, reserved = scheduler.kv.tables.lengths.tolist(), scheduler.kv.tables.reserved.tolist()
     calendar = state.calendar
     num_decoding = num_finishing = 0
@@ -24,7 +24,7 @@ def audit(scheduler: Scheduler, *, tree: bool = True) -> None:
         row = sequence.row
         assert row is not None, sequence
         held = lengths[row]
-        planned = 0 if sequence.id in resting else _blocks_planned(scheduler, sequence)
+        planned = 0 if sequence.id in awaiting else _blocks_planned(scheduler, sequence)
         assert held == planned, f"{sequence} holds {held} blocks, not {planned}"
         kept = held + reserved[row]
         most = count_blocks(sequence.last_position + 1, scheduler.kv.block_size)
@@ -32,52 +32,52 @@ def audit(scheduler: Scheduler, *, tree: bool = True) -> None:
         num_decoding += calendar.is_decoding(row)
         num_finishing += calendar.is_finishing(row)
     assert (calendar.num_decoding, calendar.num_finishing) == (num_decoding, num_finishing), (
-        "cruising miscounted"
+        "decoding rows are miscounted"
     )  # I18
     for number, (held, kept) in enumerate(zip(lengths, reserved, strict=True)):  # I8
-        assert (held == 0 and kept == 0) or number in assigned, f"nobody sits in row {number}, which owns blocks"
+        assert (held == 0 and kept == 0) or number in assigned, f"row {number} is free and owns blocks"
     lowest = max([sequence.request.priority for sequence in assigned.values()], default=0)
-    assert state.rows.lowest_class == lowest, "the lowest class that sits is not who sits"  # I18
+    assert state.rows.lowest_class == lowest, "the lowest class with a row is wrong"  # I18
     _audit_groups(scheduler)
     working = {s.id for s in (*state.prefilling, *state.host_driven)}
     unplanned = {s.id for s in running if s.num_planned < s.num_tokens}
-    assert working <= unplanned and unplanned - working <= resting, "somebody's tokens are forgotten"
+    assert working <= unplanned and unplanned - working <= awaiting, "known tokens are not planned"
     order = [s.id for s in state.prefilling]
     assert order == sorted(order), "prefills out of order"
 
 
 def _audit_groups(scheduler: Scheduler) -> None:
-    """A family is in one place: it sits, waits in the queue, or waits for a prefix (I10)."""
+    """A group is in one place: it has rows, is queued, or waits for an in-flight prefix (I10)."""
     state = scheduler._state
-    room, aside = state.room, state.aside
-    parked = {group.order for group in state.leaders.followers}
+    waiting, aside = state.waiting, state.excluded
+    parked = {group.order for group in state.inflight_prefixes.followers}
     num_waiting = 0
     for group in state.groups.values():
         request = group.request
-        sits = finished = 0
+        num_rows = finished = 0
         for sequence in group.sequences:
             assert (sequence.row is None) == (sequence.state in _ROWLESS), sequence
-            sits += sequence.row is not None
+            num_rows += sequence.row is not None
             finished += sequence.finish_reason is not None
         if request.beam is not None:
             _audit_offers(group, state.beams.offered(group))
-        waits = group in room or group in aside
+        waits = group in waiting or group in aside
         num_waiting += waits
-        places = (sits > 0) + waits + (group.order in parked)
+        places = (num_rows > 0) + waits + (group.order in parked)
         assert places == 1, f"{group} is in {places} places"
-        assert sits or finished < len(group.sequences), f"{group} is finished and not forgotten"
+        assert num_rows or finished < len(group.sequences), f"{group} is finished and not forgotten"
         deadline_s = request.deadline_s
         in_time = group.was_assigned or deadline_s is None or deadline_s > state.now_s
-        assert in_time, f"the deadline of {group} has passed, and it waits on"  # I17
+        assert in_time, f"the deadline of {group} has passed, and it still waits"  # I17
     num_aside = sum([not group.finished for group in aside])
-    assert num_waiting == len(room) + num_aside, "the waiting are miscounted"
+    assert num_waiting == len(waiting) + num_aside, "waiting groups are miscounted"
 
 
 def _audit_offers(group: RequestGroup, offered: frozenset[SequenceId]) -> None:
-    """A beam that has offered has computed all that it knows."""
+    """A beam with candidates has computed all its known tokens."""
     for sequence in group.unfinished if offered else ():
         ready = sequence.state is SequenceState.RUNNING and sequence.num_computed == sequence.num_tokens
-        assert ready or sequence.id not in offered, f"{sequence} has offered and goes on computing"
+        assert ready or sequence.id not in offered, f"{sequence} has candidates and still computes"
 
 
 def audit_plan(scheduler: Scheduler, plan: StepPlan) -> None:
@@ -94,22 +94,24 @@ def audit_rest(scheduler: Scheduler) -> None:
     assert scheduler.idle, "not at rest"
     pool = scheduler.kv.pool
     assert scheduler.kv.num_available == pool.num_in_service, "blocks were lost"
-    assert pool.num_evictable == pool.num_cached, "a cached block is held by nobody who is here"
+    assert pool.num_evictable == pool.num_cached, "a cached block is held, and no request is left"
     assert scheduler._state.rows.num_free == scheduler.max_rows, "rows were lost"
-    assert not list(scheduler._state.leaders.followers), "somebody waits for a leader that is gone"
+    assert not list(scheduler._state.inflight_prefixes.followers), "a group waits for a prefix that is gone"
     state = scheduler._state
-    assert not state.beams.num_searches and not state.forks.waiting, "a family that is gone is remembered"
-    assert not state.leaders.num_leading, "somebody leads who is gone"
-    assert state.only is None and not state.aside and not len(state.masked), "somebody stands aside for nobody"
-    assert state.shares.num_active == 0, "a tenant with nothing here counts as active"
+    assert not state.beams.num_searches and not state.forks.waiting, "a group that is gone is remembered"
+    assert not state.inflight_prefixes.num_leading, "a prefix in flight belongs to no request"
+    assert state.admissible is None and not state.excluded and not len(state.grammar_rows), (
+        "a restriction outlives its requests"
+    )
+    assert state.shares.num_active == 0, "a tenant without requests counts as active"
     scheduler.reset_cache()
     assert pool.num_free == pool.num_in_service, "the cache cannot be emptied"
     host = scheduler.kv.host
     assert host is None or host.num_free == host.num_blocks, "the host tier cannot be emptied"
 
 
-def _resting(scheduler: Scheduler) -> set[int]:
-    """Those that sit and wait for others of their family: siblings for the prompt, beams for each other."""
+def _awaiting(scheduler: Scheduler) -> set[int]:
+    """Sequences with rows that wait for others of their group: siblings for the prompt, beams for each other."""
     state = scheduler._state
     awaiting: set[int] = set(state.forks.waiting)
     for group in state.groups.values():
@@ -119,6 +121,6 @@ def _resting(scheduler: Scheduler) -> set[int]:
 
 
 def _blocks_planned(scheduler: Scheduler, sequence: Sequence) -> int:
-    """A table covers exactly what was computed or planned."""
+    """A block table covers exactly the positions computed or planned."""
     positions = scheduler._state.num_computed(sequence)
     return count_blocks(positions, scheduler.kv.block_size)

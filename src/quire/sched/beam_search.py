@@ -1,12 +1,11 @@
-"""Beam search inside the engine: candidates in, and each beam's row and table made to follow the choice.
+"""Beam search: which continuations live on, and how the rows and blocks of a group follow that choice.
 
-A beam that goes on alone stays in its row and is told its token. Where one beam becomes several, the others take the
-rows of beams that died: full blocks shared, the partial one copied.
+`BeamSearch` selects like transformers' `generate`. It knows nothing of rows, blocks or tensors: it reads candidates and
+keeps its whole state on the host, so a preemption loses nothing.
 
-Beam search over one request: which continuations live on, which are finished, and when to end.
-
-The selection is that of transformers' `generate`. Knows nothing of rows, blocks or tensors: it reads candidates,
-keeps its whole state on the host, and so loses nothing when its beams are preempted.
+`BeamGroups` applies each selection to the scheduler. A beam that continues alone stays in its row and appends its
+token. Where one beam becomes several, the others take the rows of dead beams: full blocks are shared, the partial one
+is copied.
 """
 
 from collections.abc import Iterator
@@ -23,14 +22,14 @@ from quire.sched.rows import RowAllocator
 
 
 class BeamStep(NamedTuple):
-    """The next live beams, best first: beam i continues the present beam `parents[i]` with `tokens[i]`."""
+    """The next live beams, best first: beam i continues the current beam `parents[i]` with `tokens[i]`."""
 
     parents: tuple[int, ...]
     tokens: tuple[int, ...]
 
 
 class BeamHypothesis(NamedTuple):
-    """A finished continuation: what was generated, with its end token if it has one, and its normalised score."""
+    """A finished continuation: its generated tokens, with the end token if there is one, and its normalised score."""
 
     tokens: tuple[int, ...]
     score: float
@@ -62,7 +61,7 @@ class _Continuation(NamedTuple):
 
 
 class BeamSearch:
-    """Told the candidates of every live beam, says which beams live next. All sums are float32, as in transformers."""
+    """From the candidates of every live beam to the next live beams. All sums are float32, as in transformers."""
 
     __slots__ = ("_done", "_end_ids", "_finished", "_live", "_max_tokens", "_min_tokens", "_num_generated", "_params")
 
@@ -81,7 +80,7 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """How many candidates each row gives back (all it has, in a smaller vocabulary).
+        """How many candidates each row returns (all of them, in a smaller vocabulary).
 
         Even if every beam proposes every end token, `width` other continuations are left.
         """
@@ -93,13 +92,13 @@ class BeamSearch:
 
     @property
     def live(self) -> tuple[tuple[int, ...], ...]:
-        """What each live beam has generated so far, in their order."""
+        """The generated tokens of each live beam, in order."""
         return tuple(_tokens(beam.path) for beam in self._live)
 
     def advance(self, candidates: Many[Candidates]) -> BeamStep | None:
-        """Take one step, given the candidates of each live beam in order. None: the search is over.
+        """Take one step with the candidates of each live beam, in order. None: the search is over.
 
-        There are `width` live beams after the first step, or fewer where the candidates do not suffice for so many.
+        There are `width` live beams after the first step, or fewer if there are too few candidates.
         """
         assert not self._done and len(candidates) == len(self._live), (self._done, len(candidates), len(self._live))
         ranked = self._rank(candidates)
@@ -109,7 +108,7 @@ class BeamSearch:
             reason = self._finish_reason(continuation.token)
             if reason is None:
                 chosen.append(continuation)
-            elif rank < self._params.width:  # the others are there only to fill up the live beams
+            elif rank < self._params.width:  # the others only fill up the live beams
                 self._finish(continuation, reason)
         del chosen[self._params.width :]
         self._live = tuple(_Beam(_Path(self._live[c.parent].path, c.token), c.score) for c in chosen)
@@ -120,7 +119,7 @@ class BeamSearch:
         return BeamStep(tuple(c.parent for c in chosen), tuple(c.token for c in chosen))
 
     def results(self) -> tuple[BeamHypothesis, ...]:
-        """The best hypotheses, best first; fewer than asked for only if too few continuations were possible."""
+        """The best hypotheses, best first; fewer than requested only if too few continuations were possible."""
         assert self._done, self._num_generated
         best = self._finished[: self._params.num_returned]
         return tuple(BeamHypothesis(_tokens(one.path), float(one.score), one.finish_reason) for one in best)
@@ -155,11 +154,13 @@ class BeamSearch:
         return np.float32(score / np.float32(num_generated**self._params.length_penalty))
 
     def _cannot_improve(self) -> bool:
-        """Whether the finished hypotheses are `width`, and no live beam is taken to be able to beat the worst."""
+        """Whether `width` hypotheses are finished and no live beam is assumed to beat the worst of them."""
         if len(self._finished) < self._params.width:
             return False
         stopping = self._params.early_stopping
-        if stopping is EarlyStopping.WHEN_FULL or self._params.width == 1:  # one beam is greedy decoding, as there
+        if (
+            stopping is EarlyStopping.WHEN_FULL or self._params.width == 1
+        ):  # one beam is greedy decoding, as in transformers
             return True
         longest = stopping is EarlyStopping.NEVER and self._params.length_penalty > 0
         best = self._normalised(self._live[0].score, self._max_tokens if longest else self._num_generated)
@@ -177,9 +178,9 @@ def _backwards(path: _Path | None) -> Iterator[int]:
 
 
 class _GroupBeams:
-    """One family's search: the living beams in order, and what they have offered so far."""
+    """The search of one group: the live beams in order, and their candidates of this step so far."""
 
-    __slots__ = ("live", "offers", "search")
+    __slots__ = ("candidates", "live", "search")
 
     def __init__(self, group: RequestGroup) -> None:
         request = group.request
@@ -189,13 +190,13 @@ class _GroupBeams:
             request.beam, len(request.prompt), request.max_length, sampling.end_ids, sampling.min_tokens
         )
         self.live: tuple[Sequence, ...] = group.sequences[:1]
-        self.offers: dict[SequenceId, Candidates] = {}
+        self.candidates: dict[SequenceId, Candidates] = {}
 
 
 class BeamUpdate(NamedTuple):
-    """What a family's rows must do next: those told a token, those seated anew; or the results of a search that ended.
+    """What the rows of a group do next: rows that append a token, sequences that start; or the results of the search.
 
-    `results` is None while it goes on.
+    `results` is None while the search continues.
     """
 
     appends: tuple[AppendTokens, ...]
@@ -207,45 +208,44 @@ class BeamUpdate(NamedTuple):
 class BeamGroups:
     """All beam searches of one scheduler."""
 
-    __slots__ = ("_kv", "_of", "_seating")
+    __slots__ = ("_kv", "_rows", "_searches")
 
     def __init__(self, kv: KVManager, rows: RowAllocator) -> None:
         self._kv = kv
-        self._seating = rows
-        self._of: dict[RequestId, _GroupBeams] = {}
+        self._rows = rows
+        self._searches: dict[RequestId, _GroupBeams] = {}
 
     def live(self, group: RequestGroup) -> tuple[Sequence, ...]:
-        """The members that compute, in order; the first time, the first alone."""
-        if group.request.id not in self._of:
-            self._of[group.request.id] = _GroupBeams(group)
-        return self._of[group.request.id].live
+        """The beams that compute, in order; at first, the first sequence alone."""
+        if group.request.id not in self._searches:
+            self._searches[group.request.id] = _GroupBeams(group)
+        return self._searches[group.request.id].live
 
     def offered(self, group: RequestGroup) -> frozenset[SequenceId]:
-        """The living beams that have offered and wait for the others."""
-        beams = self._of.get(group.request.id)
-        return frozenset() if beams is None else frozenset(beams.offers)
+        """The live beams that have candidates and wait for the others."""
+        beams = self._searches.get(group.request.id)
+        return frozenset() if beams is None else frozenset(beams.candidates)
 
     @property
     def num_searches(self) -> int:
-        return len(self._of)
+        return len(self._searches)
 
     def forget(self, group: RequestGroup) -> None:
-        self._of.pop(group.request.id, None)
+        self._searches.pop(group.request.id, None)
 
-    def rest(self, group: RequestGroup) -> None:
-        """Preempted: every beam will compute again what it knows, and offer again."""
-        beams = self._of.get(group.request.id)
+    def clear_candidates(self, group: RequestGroup) -> None:
+        """Preempted: every beam recomputes its tokens and its candidates."""
+        beams = self._searches.get(group.request.id)
         if beams is not None:
-            beams.offers.clear()
+            beams.candidates.clear()
 
-    def offer(self, sequence: Sequence, candidates: Candidates) -> BeamUpdate | None:
-        """One beam's candidates; when all living beams have offered, what follows."""
-        beams = self._of[sequence.request.id]
-        beams.offers[sequence.id] = candidates
-        if len(beams.offers) < len(beams.live):
+    def add_candidates(self, sequence: Sequence, candidates: Candidates) -> BeamUpdate | None:
+        """Add the candidates of one beam; with those of the last live beam, the next update."""
+        beams = self._searches[sequence.request.id]
+        beams.candidates[sequence.id] = candidates
+        if len(beams.candidates) < len(beams.live):
             return None
-        offers = [beams.offers.pop(beam.id) for beam in beams.live]
-        step = beams.search.advance(offers)
+        step = beams.search.advance([beams.candidates.pop(beam.id) for beam in beams.live])
         if step is None:
             return BeamUpdate((), (), (), beams.search.results())
         return self._follow(sequence.group, beams, step)
@@ -278,12 +278,12 @@ class BeamGroups:
         return BeamUpdate(tuple(appends), tuple(assigned), beams.live, None)
 
     def _clear(self, sequence: Sequence) -> None:
-        """A dead beam gives its blocks back and keeps its row and its promise."""
+        """A dead beam releases its blocks and keeps its row and its reservation."""
         assert sequence.row is not None and sequence.state is SequenceState.RUNNING, sequence
         owner = sequence.group.owner
         if self._kv.tables.lengths[sequence.row]:
             self._kv.close(sequence.row, owner, sequence.tokens[:0])
-            self._seating.forget_row(sequence)
+            self._rows.forget_row(sequence)
         else:
             self._kv.reserve(sequence.row, -int(self._kv.tables.reserved[sequence.row]))
         self._kv.reserve(sequence.row, self._whole(sequence))
@@ -300,6 +300,6 @@ class BeamGroups:
         child.num_planned = child.num_computed = num_computed
 
     def _whole(self, sequence: Sequence) -> int:
-        """What a beam may come to need beyond the prompt's shared blocks."""
+        """Blocks that a beam can need beyond the shared blocks of the prompt."""
         shared = (len(sequence.request.prompt) - 1) // self._kv.block_size
         return count_blocks(sequence.last_position + 1, self._kv.block_size) - shared

@@ -1,6 +1,6 @@
-"""What a step costs in seconds: a roofline of model and device, corrected by the steps that were measured.
+"""Cost model: predicts the seconds of a step from a roofline of model and device, corrected by measured steps.
 
-A pure function of its constants and of what it was told, in order: no clock, no device. Knows nothing of requests.
+A pure function of its constants and its observations, in order: no clock, no device. Knows nothing of requests.
 """
 
 from collections import deque
@@ -48,7 +48,7 @@ class Constants:
     seconds_per_attention_pair: float  # one KV token read by one token of a chunk
 
 
-# A small model on a small machine, until somebody measures: only the proportions matter.
+# A small model on a small machine, until steps are measured: only the proportions matter.
 UNMEASURED = Constants(1e-3, 1e-2, 1e-4, 1e-8, 1e-8)
 
 
@@ -61,7 +61,7 @@ def roofline(
     bytes_per_s: float,
     overhead_s: float,
 ) -> Constants:
-    """The constants that model and device promise. Parameters are those that one token meets."""
+    """Constants from the data sheet of model and device. `num_parameters`: those that one token uses."""
     return Constants(
         seconds_per_step=overhead_s,
         seconds_per_weights=weight_bytes / bytes_per_s,
@@ -113,7 +113,7 @@ class CostTable:
         return correction * self._roofline_s(shape)
 
     def observe(self, shape: StepShape, seconds: float) -> None:
-        """A step of this shape took so long."""
+        """A step of this shape took `seconds`."""
         assert seconds > 0, seconds
         ratio = seconds / self._roofline_s(shape)
         bucket = _bucket(shape)
@@ -139,7 +139,7 @@ class CostTable:
             + constants.seconds_per_attention_pair * shape.chunk_context
         )
 
-    # Preemption: compute again, or carry to the host and back.
+    # Preemption: recompute or swap.
 
     def recompute_s(self, start: int, stop: int) -> float:
         """Computing the positions [start, stop) again, in steps that hold nothing else."""
@@ -148,16 +148,16 @@ class CostTable:
         return sum(self.predict_s(StepShape().with_chunk(*chunk)) for chunk in zip(starts, lengths, strict=True))
 
     def set_transfer(self, seconds_per_block: float | None) -> None:
-        """What carrying one block one way takes, as measured. None: there is nowhere to carry it."""
+        """Measured time to copy one block one way. None: there is no host tier."""
         self.version += seconds_per_block != self._seconds_per_block
         self._seconds_per_block = seconds_per_block
 
     def transfer_s(self, num_blocks: int) -> float:
-        """Carrying so many blocks one way."""
+        """Copying blocks one way."""
         return inf if self._seconds_per_block is None else num_blocks * self._seconds_per_block
 
     def cheaper_to_swap(self, start: int, stop: int, num_blocks: int) -> bool:
-        """Whether carrying the blocks that hold [start, stop) away and back takes less than computing it again."""
+        """Whether swapping the blocks of [start, stop) out and in takes less time than recomputing them."""
         return 2 * self.transfer_s(num_blocks) < self.recompute_s(start, stop)
 
 

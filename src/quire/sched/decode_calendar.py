@@ -1,7 +1,7 @@
-"""The rows that compute one token in every step, and which of them needs attention in which step.
+"""Decode calendar: the position of every decoding row, and the step in which it needs its next block.
 
-Whoever cruises is never looked at in between: a row's position follows from the step's number, and a calendar knows
-when it needs its next block or has no more to compute. Everything is done for many rows at once.
+A decoding row is not visited in between. Its position follows from the step number, and the calendar knows the step
+in which it needs a block or has computed its last position. All operations work on many rows at once.
 """
 
 import numpy as np
@@ -10,20 +10,20 @@ from numpy.typing import NDArray
 from quire.core.ids import IndexArray, Row
 
 _NEVER = -1
-_NOBODY: IndexArray = np.empty(0, dtype=np.intp)
+_NO_ROWS: IndexArray = np.empty(0, dtype=np.intp)
 
 
 class DecodeCalendar:
-    """Positions and appointments of cruising rows."""
+    """Positions and bookings of decoding rows. A finishing row has its last step planned and not absorbed."""
 
     __slots__ = (
         "_block_size",
-        "_days",
         "_due",
         "_end",
-        "_last_days",
+        "_end_bookings",
+        "_group_bookings",
         "_offset",
-        "_single_days",
+        "_row_bookings",
         "_sum_of_offsets",
         "num_decoding",
         "num_finishing",
@@ -31,15 +31,15 @@ class DecodeCalendar:
 
     def __init__(self, max_rows: int, block_size: int) -> None:
         self.num_decoding = 0
-        self.num_finishing = 0  # rows whose last step is in flight: they end by length when it is absorbed
+        self.num_finishing = 0  # their last step is in flight: they end by length when it is absorbed
         self._block_size = block_size
         self._offset: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # in step s a row computes offset + s
         self._end: NDArray[np.int64] = np.full(max_rows, _NEVER, dtype=np.int64)  # the step after its last one
-        self._due: NDArray[np.int64] = np.full(max_rows, _NEVER, dtype=np.int64)  # the step of its appointment
-        self._days: dict[int, list[IndexArray]] = {}  # appointments that many made together
-        self._single_days: dict[int, list[Row]] = {}  # those that one row made
-        self._last_days: dict[int, list[Row]] = {}  # and those to coast from then on
-        self._sum_of_offsets = 0  # of the rows that cruise
+        self._due: NDArray[np.int64] = np.full(max_rows, _NEVER, dtype=np.int64)  # the step of its booking
+        self._group_bookings: dict[int, list[IndexArray]] = {}  # bookings by step, of many rows together
+        self._row_bookings: dict[int, list[Row]] = {}  # of single rows
+        self._end_bookings: dict[int, list[Row]] = {}  # of rows that finish from then on
+        self._sum_of_offsets = 0  # of decoding rows
 
     def start(self, row: Row, step: int, position: int, last_position: int, capacity: int) -> None:
         """Compute `position` in `step`, and so on to `last_position`; the table holds `capacity` positions."""
@@ -55,7 +55,7 @@ class DecodeCalendar:
             self._book(row, min(capacity - offset, end))
 
     def stop(self, row: Row) -> None:
-        """The row leaves. It may not have cruised at all."""
+        """The row is released. It need not be decoding."""
         if self._due.item(row) != _NEVER:
             self.num_decoding -= 1
             self._sum_of_offsets -= self._offset.item(row)
@@ -65,17 +65,17 @@ class DecodeCalendar:
         self._end[row] = _NEVER
 
     def due(self, step: int) -> IndexArray:
-        """The rows that cannot take this step without one more block. Those at their end coast from now on."""
-        parts, singles = self._days.pop(step, ()), self._single_days.pop(step, ())
-        ending = self._last_days.pop(step, ())
+        """The rows that need one more block for this step. Rows at their end finish from now on."""
+        parts, singles = self._group_bookings.pop(step, ()), self._row_bookings.pop(step, ())
+        ending = self._end_bookings.pop(step, ())
         for row in ending:
             if self._due.item(row) == step == self._end.item(row):
                 self._finish_later(row)
         if not parts and not singles:
-            return _NOBODY
+            return _NO_ROWS
         if len(parts) == 1 and not singles and not ending:
             rows: IndexArray = parts[0]
-        else:  # mostly few: a set is there before numpy has begun to sort
+        else:  # mostly few: a set is faster than sorting in numpy
             rows = np.array(sorted(set(singles).union(*[part.tolist() for part in parts])), dtype=np.intp)
         due: IndexArray = rows[self._due[rows] == step]
         return due
@@ -88,34 +88,34 @@ class DecodeCalendar:
         self._sum_of_offsets -= self._offset.item(row)
 
     def book_granted(self, rows: IndexArray, step: int) -> None:
-        """Each has got the block that it needed in this step."""
+        """Each row was granted the block it needed in this step."""
         following = step + self._block_size
         ends = self._end[rows]
         ending = ends <= following
         self._due[rows] = following
         if np.count_nonzero(ending):
-            for row, day in zip(rows[ending].tolist(), ends[ending].tolist(), strict=True):
-                self._book(Row(row), day)
+            for row, end in zip(rows[ending].tolist(), ends[ending].tolist(), strict=True):
+                self._book(Row(row), end)
             rows = rows[~ending]
-        self._days.setdefault(following, []).append(rows)
+        self._group_bookings.setdefault(following, []).append(rows)
 
     def book_paused(self, row: Row, step: int) -> None:
-        """It sits this step out and asks again in the next."""
+        """The row skips this step and needs its block in the next."""
         self._offset[row] -= 1
         self._sum_of_offsets -= 1
         self._end[row] += 1
         self._book(row, step + 1)
 
     def book_again(self, row: Row, step: int) -> None:
-        """The step was not taken: it asks again in the same one."""
+        """The step was not taken: the row needs its block in the same one."""
         self._book(row, step)
 
     def hold(self, row: Row) -> None:
-        """It sits a step out before anybody has asked whether it needs a block for it."""
+        """The row skips a step before its bookings are read."""
         self._shift(row, 1)
 
-    def let_go(self, row: Row) -> None:
-        """The step was not taken: it did not sit it out after all."""
+    def unhold(self, row: Row) -> None:
+        """The step was not taken: undo `hold`."""
         self._shift(row, -1)
 
     def _shift(self, row: Row, num_steps: int) -> None:
@@ -124,10 +124,10 @@ class DecodeCalendar:
         self._end[row] += num_steps
         self._book(row, int(self._due[row]) + num_steps)
 
-    def _book(self, row: Row, day: int) -> None:
-        self._due[row] = day
-        days = self._last_days if day == self._end.item(row) else self._single_days
-        days.setdefault(day, []).append(row)
+    def _book(self, row: Row, step: int) -> None:
+        self._due[row] = step
+        bookings = self._end_bookings if step == self._end.item(row) else self._row_bookings
+        bookings.setdefault(step, []).append(row)
 
     def is_decoding(self, row: Row) -> bool:
         return bool(self._due[row] != _NEVER)
@@ -135,24 +135,24 @@ class DecodeCalendar:
     def is_finishing(self, row: Row) -> bool:
         return bool(self._due[row] == _NEVER and self._end[row] != _NEVER)
 
-    def under_way(self, row: Row) -> bool:
-        """Whether it cruises or coasts."""
+    def is_active(self, row: Row) -> bool:
+        """Whether it is decoding or finishing."""
         return self._end.item(row) != _NEVER
 
     def position_at(self, row: Row, step: int) -> int:
-        """The position a row computes in a step; of one that coasts, never more than its last."""
+        """The position a row computes in a step; of a finishing row, at most its last."""
         return self._offset.item(row) + min(step, self._end.item(row) - 1)
 
     def positions_at(self, rows: IndexArray, step: int) -> NDArray[np.int64]:
-        """The positions that cruising rows compute in a step."""
+        """The positions that decoding rows compute in a step."""
         positions: NDArray[np.int64] = self._offset[rows] + step
         return positions
 
     def num_computed(self, step: int) -> NDArray[np.int64]:
-        """By row, the positions computed up to a step; -1 for rows that neither cruise nor coast."""
+        """By row, the positions computed up to a step; -1 for rows that are not active."""
         computed = np.minimum(step, self._end - 1) + self._offset + 1
         return np.where(self._end == _NEVER, -1, computed)
 
     def num_context(self, step: int) -> int:
-        """Positions that all cruising rows together read in a step."""
+        """KV positions that all decoding rows together read in a step."""
         return self._sum_of_offsets + step * self.num_decoding

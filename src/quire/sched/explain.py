@@ -1,12 +1,11 @@
-"""A request's own story, for people: what it waited for, what it found, who took its seat, and what that cost.
+"""Explains one request: what it waited for, what the cache held, what preempted it, and what that cost.
 
-Reads the events of a family and the history of the queue; decides nothing. Times are step numbers: an engine's step
-is what it can count exactly.
+Reads the events of a request group and the wait history of the queue; decides nothing. Times are step numbers: they
+are exact.
 
-What kept the head of the queue out, step by step, and who sat down meanwhile. Bounded; costs the same at any size.
-
-Those behind the head wait for what the head waits for. Whoever is seated although somebody came earlier has
-overtaken it, by class, share, lane or deadline.
+`WaitHistory` records what kept the head of the queue out, step by step, and which groups were admitted. It is bounded
+and costs the same at any queue length. Groups behind the head wait for what the head waits for. A group admitted before
+an earlier one has overtaken it, by class, share, lane or deadline.
 """
 
 from bisect import bisect_right
@@ -19,11 +18,11 @@ from quire.core.events import EventKind, RequestEvent, WaitCause
 from quire.core.ids import RequestId
 from quire.core.request import RequestGroup
 
-MOST = 4096  # changes, and seatings, that are remembered; arbitrary, never tuned
+MOST = 4096  # changes, and admissions, that are kept; arbitrary, never tuned
 
 
 class WaitInterval(NamedTuple):
-    """The steps [start, stop), in which the head of the queue was kept out by one cause; by none: nobody waited."""
+    """The steps [start, stop), in which one cause kept the head of the queue out; None: no group waited."""
 
     start: int
     stop: int
@@ -31,7 +30,7 @@ class WaitInterval(NamedTuple):
 
 
 class RowAssignment(NamedTuple):
-    """Somebody sat down. Families are numbered as they arrive."""
+    """A group was admitted. `order` numbers groups by arrival."""
 
     step: int
     order: int
@@ -41,27 +40,27 @@ class RowAssignment(NamedTuple):
 class WaitHistory:
     """The latest history of a queue."""
 
-    __slots__ = ("_changes", "_seated")
+    __slots__ = ("_admitted", "_changes")
 
     def __init__(self, most: int = MOST) -> None:
         self._changes: deque[tuple[int, WaitCause | None]] = deque(maxlen=most)  # from which step on, what
-        self._seated: deque[tuple[int, int, RequestId]] = deque(maxlen=most)  # as in `Seated`, which few ever ask for
+        self._admitted: deque[tuple[int, int, RequestId]] = deque(maxlen=most)  # the fields of `RowAssignment`
 
     def note(self, step: int, cause: WaitCause | None) -> None:
-        """How a plan ended for the head. A step that was not taken is noted again, and the last note counts."""
+        """What kept the head out of a plan. A step that was not taken is noted again; the last note counts."""
         changes = self._changes
         if changes and changes[-1][0] == step:
             changes.pop()
         if not changes or changes[-1][1] is not cause:
             changes.append((step, cause))
 
-    def note_seated(self, step: int, order: int, request: RequestId) -> None:
-        self._seated.append((step, order, request))
+    def note_admitted(self, step: int, order: int, request: RequestId) -> None:
+        self._admitted.append((step, order, request))
 
     def between(self, start: int, stop: int) -> tuple[WaitInterval, ...]:
-        """The steps [start, stop) by cause, in order. What is forgotten is left out."""
+        """The steps [start, stop) by cause, in order; without steps that are no longer kept."""
         changes = list(self._changes)
-        stretches = []
+        intervals = []
         first = max(bisect_right(changes, start, key=lambda change: change[0]) - 1, 0)
         for number in range(first, len(changes)):
             begins, cause = changes[number]
@@ -69,27 +68,27 @@ class WaitHistory:
             if begins >= stop:
                 break
             if (kept := WaitInterval(max(begins, start), min(ends, stop), cause)).start < kept.stop:
-                stretches.append(kept)
-        return tuple(stretches)
+                intervals.append(kept)
+        return tuple(intervals)
 
     def overtakers(self, order: int, start: int, stop: int) -> tuple[RowAssignment, ...]:
-        """Those who came later and sat down in the steps [start, stop)."""
-        return tuple(RowAssignment(*each) for each in self._seated if start <= each[0] < stop and each[1] > order)
+        """Groups that arrived later and were admitted in the steps [start, stop)."""
+        return tuple(RowAssignment(*each) for each in self._admitted if start <= each[0] < stop and each[1] > order)
 
 
-_WORDS = {
+_CAUSE_TEXT = {
     WaitCause.ORDER: "others came first, by class, share, lane or deadline",
-    WaitCause.BUDGET: "the steps' tokens were spent",
-    WaitCause.ROWS: "every row was taken",
-    WaitCause.BLOCKS: "the KV cache had no room",
-    WaitCause.PRESSURE: "running rows needed blocks: nobody was admitted",
-    WaitCause.PREFIX: "another was computing the same prefix",
-    None: "steps in flight had to come back first",
+    WaitCause.BUDGET: "the token budget of the steps was used up",
+    WaitCause.ROWS: "every row was assigned",
+    WaitCause.BLOCKS: "the KV cache had too few free blocks",
+    WaitCause.PRESSURE: "running rows needed blocks, so no request was admitted",
+    WaitCause.PREFIX: "another request was computing the same prefix",
+    None: "steps in flight had to finish first",
 }
 
 
 class Wait(NamedTuple):
-    """The steps [start, stop), and what it waited for in them; None: for steps in flight. `others`: because of whom."""
+    """The steps [start, stop) and what it waited for; None: steps in flight. `others`: the requests waited for."""
 
     start: int
     stop: int
@@ -98,23 +97,23 @@ class Wait(NamedTuple):
 
 
 class RowStarted(NamedTuple):
-    """It sat down in this step, with so many tokens from the cache."""
+    """Admitted in this step, with this many cached tokens."""
 
     step: int
     num_found: int
 
 
 class Interruption(NamedTuple):
-    """It had to get up. By nobody: a step was lost. `num_lost` is None as long as it has not come back."""
+    """Preempted. `by` is None if a step was lost; `num_lost` is None until the request is admitted again."""
 
     step: int
     by: RequestId | None
     num_computed: int
-    num_lost: int | None  # what had to be computed again
+    num_lost: int | None  # recomputed tokens
 
 
 class Shortfall(NamedTuple):
-    """Tokens of the prompt that the cache did not have when it first sat down, and why the first of them was not."""
+    """Prompt tokens missing in the cache at the first admission, and why the first of them was missing."""
 
     num_tokens: int
     why: str
@@ -122,7 +121,7 @@ class Shortfall(NamedTuple):
 
 
 class Fork(NamedTuple):
-    """The prompt's tokens, or a beam's, came to be shared by several."""
+    """Several sequences share the tokens of the prompt, or of a beam."""
 
     step: int
     num_shared: int
@@ -136,7 +135,7 @@ class Finish(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """All of it, in order within each kind."""
+    """All events of a request, in order within each kind."""
 
     request: RequestId
     num_prompt: int
@@ -150,27 +149,29 @@ class Explanation:
     ending: Finish | None
 
     def waited(self, cause: WaitCause | None) -> int:
-        """The steps it spent waiting for one thing."""
+        """The steps it waited for one cause."""
         return sum(wait.stop - wait.start for wait in self.waits if wait.cause is cause)
 
     def lines(self) -> tuple[str, ...]:
-        """For people: one line for each thing that happened, by step."""
-        told = [(self.arrived_step, 0, f"request {self.request} arrived with {_tokens(self.num_prompt)}")]
-        told += [(wait.start, 1, _say_wait(wait)) for wait in self.waits]
-        told += [(sat.step, 2, f"sat down; {_tokens(sat.num_found)} were in the cache") for sat in self.sittings]
+        """One line of text per event, by step."""
+        lines = [(self.arrived_step, 0, f"request {self.request} arrived with {_tokens(self.num_prompt)}")]
+        lines += [(wait.start, 1, _wait_text(wait)) for wait in self.waits]
+        lines += [
+            (start.step, 2, f"admitted with {_tokens(start.num_found)} from the cache") for start in self.sittings
+        ]
         if self.shortfall is not None and self.sittings:
-            told.append((self.sittings[0].step, 3, _say_shortfall(self.shortfall)))
-        told += [(fork.step, 4, f"shared {_tokens(fork.num_shared)} with {fork.with_whom}") for fork in self.forks]
+            lines.append((self.sittings[0].step, 3, _shortfall_text(self.shortfall)))
+        lines += [(fork.step, 4, f"shared {_tokens(fork.num_shared)} with {fork.with_whom}") for fork in self.forks]
         if self.first_token_step is not None:
-            told.append((self.first_token_step, 5, "its first token came"))
-        told += [(each.step, 0, _say_interruption(each)) for each in self.interruptions]
+            lines.append((self.first_token_step, 5, "emitted its first token"))
+        lines += [(each.step, 0, _interruption_text(each)) for each in self.interruptions]
         if self.ending is not None:
-            told.append((self.ending.step, 9, f"ended: {self.ending.reasons}"))
-        return tuple(f"step {step}: {words}" for step, _, words in sorted(told))
+            lines.append((self.ending.step, 9, f"finished: {self.ending.reasons}"))
+        return tuple(f"step {step}: {words}" for step, _, words in sorted(lines))
 
 
-def explain(group: RequestGroup, stalls: WaitHistory, now_step: int) -> Explanation:
-    """The story so far; `now_step` is the step that the next plan is for."""
+def explain(group: RequestGroup, wait_history: WaitHistory, now_step: int) -> Explanation:
+    """The events so far; `now_step` is the step of the next plan."""
     events = group.events
     arrived = next(event for event in events if event.what is EventKind.ARRIVED)
     missed = next((event for event in events if event.what is EventKind.MISSED), None)
@@ -179,7 +180,9 @@ def explain(group: RequestGroup, stalls: WaitHistory, now_step: int) -> Explanat
         request=group.request.id,
         num_prompt=arrived.tokens,
         arrived_step=arrived.step,
-        waits=tuple(wait for spell in _spells(events, now_step) for wait in _waits(group.order, spell, stalls)),
+        waits=tuple(
+            wait for period in _wait_periods(events, now_step) for wait in _waits(group.order, period, wait_history)
+        ),
         sittings=tuple(RowStarted(event.step, event.tokens) for event in events if event.what is EventKind.ADMITTED),
         shortfall=None if missed is None else Shortfall(missed.tokens, missed.detail, missed.other),
         interruptions=tuple(_interruptions(events)),
@@ -189,16 +192,16 @@ def explain(group: RequestGroup, stalls: WaitHistory, now_step: int) -> Explanat
     )
 
 
-class _Spell(NamedTuple):
-    """The steps [start, stop) in which a family did not sit, and what was noted of it meanwhile."""
+class _WaitPeriod(NamedTuple):
+    """The steps [start, stop) in which a group had no row, and the waits noted in them."""
 
     start: int
     stop: int
     noted: tuple[RequestEvent, ...]
 
 
-def _spells(events: Iterable[RequestEvent], now_step: int) -> list[_Spell]:
-    spells = []
+def _wait_periods(events: Iterable[RequestEvent], now_step: int) -> list[_WaitPeriod]:
+    periods = []
     start: int | None = None
     noted: list[RequestEvent] = []
     for event in events:
@@ -207,37 +210,37 @@ def _spells(events: Iterable[RequestEvent], now_step: int) -> list[_Spell]:
         elif event.what is EventKind.WAITED:
             noted.append(event)
         elif event.what in (EventKind.ADMITTED, EventKind.FINISHED) and start is not None:
-            spells.append(_Spell(start, max(event.step, start), tuple(noted)))
+            periods.append(_WaitPeriod(start, max(event.step, start), tuple(noted)))
             start = None
     if start is not None:
-        spells.append(_Spell(start, max(now_step, start), tuple(noted)))
-    return spells
+        periods.append(_WaitPeriod(start, max(now_step, start), tuple(noted)))
+    return periods
 
 
-def _waits(order: int, spell: _Spell, stalls: WaitHistory) -> list[Wait]:
-    """Its own notes where it waited for a prefix; else what kept the head of the queue out."""
+def _waits(order: int, period: _WaitPeriod, wait_history: WaitHistory) -> list[Wait]:
+    """Waits for an in-flight prefix by its own events; else what kept the head of the queue out."""
     waits: list[Wait] = []
-    start = spell.start
-    for number, event in enumerate(spell.noted):
+    start = period.start
+    for number, event in enumerate(period.noted):
         if event.cause is WaitCause.PREFIX:
-            waits += _queued(order, start, event.step, stalls)
-            later = spell.noted[number + 1 :]
-            start = later[0].step if later else spell.stop
+            waits += _queued(order, start, event.step, wait_history)
+            later = period.noted[number + 1 :]
+            start = later[0].step if later else period.stop
             others = () if event.other is None else (event.other,)
             waits.append(Wait(event.step, start, WaitCause.PREFIX, others))
-    waits += _queued(order, start, spell.stop, stalls)
+    waits += _queued(order, start, period.stop, wait_history)
     return [wait for wait in waits if wait.start < wait.stop]
 
 
-def _queued(order: int, start: int, stop: int, stalls: WaitHistory) -> list[Wait]:
-    """By what kept the head out; from the first who overtook it to the last, it was the order."""
-    overtakers = stalls.overtakers(order, start, stop)
+def _queued(order: int, start: int, stop: int, wait_history: WaitHistory) -> list[Wait]:
+    """What kept the head out; from the first overtaking group to the last, the order."""
+    overtakers = wait_history.overtakers(order, start, stop)
     if not overtakers:
-        return [Wait(*stretch) for stretch in stalls.between(start, stop)]
+        return [Wait(*interval) for interval in wait_history.between(start, stop)]
     first, last = overtakers[0].step, overtakers[-1].step + 1
     others = tuple(dict.fromkeys(assigned.request for assigned in overtakers))
-    before = [Wait(*stretch) for stretch in stalls.between(start, first)]
-    after = [Wait(*stretch) for stretch in stalls.between(last, stop)]
+    before = [Wait(*interval) for interval in wait_history.between(start, first)]
+    after = [Wait(*interval) for interval in wait_history.between(last, stop)]
     return [*before, Wait(first, last, WaitCause.ORDER, others), *after]
 
 
@@ -249,14 +252,14 @@ def _interruptions(events: list[RequestEvent]) -> Iterable[Interruption]:
             yield Interruption(event.step, event.other, event.tokens, num_lost)
 
 
-# In words.
+# Text.
 
 
 def _tokens(count: int) -> str:
     return "1 token" if count == 1 else f"{count} tokens"
 
 
-def _named(requests: tuple[RequestId, ...]) -> str:
+def _request_list(requests: tuple[RequestId, ...]) -> str:
     if not requests:
         return ""
     shown = ", ".join(str(request) for request in requests[:5])
@@ -264,17 +267,17 @@ def _named(requests: tuple[RequestId, ...]) -> str:
     return f" (request{'s' if len(requests) > 1 else ''} {shown}{more})"
 
 
-def _say_wait(wait: Wait) -> str:
+def _wait_text(wait: Wait) -> str:
     steps = wait.stop - wait.start
-    return f"waited {steps} step{'s' if steps > 1 else ''}: {_WORDS[wait.cause]}{_named(wait.others)}"
+    return f"waited {steps} step{'s' if steps > 1 else ''}: {_CAUSE_TEXT[wait.cause]}{_request_list(wait.others)}"
 
 
-def _say_shortfall(shortfall: Shortfall) -> str:
-    room = "" if shortfall.evicted_for is None else f", to make room for request {shortfall.evicted_for}"
-    return f"{_tokens(shortfall.num_tokens)} had to be computed: {shortfall.why}{room}"
+def _shortfall_text(shortfall: Shortfall) -> str:
+    evictor = "" if shortfall.evicted_for is None else f" for request {shortfall.evicted_for}"
+    return f"{_tokens(shortfall.num_tokens)} were not cached: {shortfall.why}{evictor}"
 
 
-def _say_interruption(each: Interruption) -> str:
-    who = "its steps were lost" if each.by is None else f"request {each.by} took its seat"
-    lost = "it has not come back yet" if each.num_lost is None else f"{_tokens(each.num_lost)} were lost"
-    return f"{who}: {_tokens(each.num_computed)} had been computed, {lost}"
+def _interruption_text(each: Interruption) -> str:
+    cause = "its steps were lost" if each.by is None else f"preempted by request {each.by}"
+    lost = "not admitted again yet" if each.num_lost is None else f"{_tokens(each.num_lost)} recomputed"
+    return f"{cause}: {_tokens(each.num_computed)} had been computed, {lost}"

@@ -1,12 +1,12 @@
-"""Who has been served how much: a weighted clock of service for each tenant. Knows nothing of queues or requests.
+"""Weighted fair queuing: a virtual clock of service per tenant, and the billing of rows to it.
 
-The clock orders tenants: the one furthest behind goes first. A tenant that was idle is lifted to the least of the
-active ones when it comes back, so that idleness earns no claim. Beside the clock stand the plain totals.
+The tenant whose clock is furthest behind goes first. A tenant that was idle is lifted to the least clock of the active
+ones when it returns, so that idleness earns no claim. Plain totals are kept beside the clocks. Knows nothing of queues
+or requests.
 
-What tenants pay for: prompt tokens computed, tokens generated, and the room that rows hold meanwhile.
-
-A row that cruises pays in arrears, when it gets a block or leaves: for every token since it last paid, and for its
-blocks in each of those steps. So the price is by the token, and nobody looks at a row in between.
+Tenants are charged for prompt tokens computed, tokens generated and blocks held. A decoding row is billed in arrears,
+when it is granted a block or released: for every token since its last bill, and for its blocks in each of those steps.
+So no row is visited in between.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,7 +24,7 @@ MOST_IDLE = 1024  # idle tenants remembered: arbitrary, never tuned
 
 @dataclass(frozen=True, slots=True)
 class ServiceCost:
-    """What service costs, in computed prompt tokens. Cached tokens are free.
+    """Prices of service, in computed prompt tokens. Cached tokens are free.
 
     Defaults until the measured cost table replaces them. `decode`: the 2 to 1 of "Fairness in Serving Large Language
     Models" (Sheng et al., 2024), itself the usual ratio of prices. `block_step`: the time to read a block over the
@@ -36,7 +36,7 @@ class ServiceCost:
     block_step: float = 0.04  # a block held for one step
 
 
-class _Mark(NamedTuple):
+class _ActiveTenant(NamedTuple):
     """An active tenant in the heap, with the service it had when last looked at: a lower bound, for it only grows."""
 
     service: float
@@ -49,13 +49,13 @@ class WeightedFairShares:
 
     __slots__ = (
         "_activation",
+        "_active_heap",
         "_counts",
         "_floor",
         "_free",
         "_idle",
         "_index_of",
         "_inverse_weight",
-        "_marks",
         "_num_activations",
         "_num_active",
         "_service",
@@ -74,12 +74,12 @@ class WeightedFairShares:
         self._service: NDArray[np.float64] = np.zeros(16)
         self._total: NDArray[np.float64] = np.zeros(16)
         self._inverse_weight: NDArray[np.float64] = np.ones(16)
-        self._marks: list[_Mark] = []
+        self._active_heap: list[_ActiveTenant] = []
         self._num_active = 0
         self._num_activations = 0
-        self._floor = 0.0  # the most service of those who left: after a time without anybody, all start level
+        self._floor = 0.0  # the most service of tenants that became idle: with none active, all start level
 
-    # Coming and going.
+    # Active tenants.
 
     def arrive(self, tenant: str) -> None:
         """One more of its requests is in the engine."""
@@ -89,9 +89,9 @@ class WeightedFairShares:
         self._counts[index] += 1
 
     def depart(self, tenant: str) -> None:
-        """One of its requests has left the engine for good."""
+        """One of its requests has ended."""
         index = self._index_of[tenant]
-        assert self._counts[index] > 0, f"{tenant!r} has nothing in the engine"
+        assert self._counts[index] > 0, f"{tenant!r} has no request in the engine"
         self._counts[index] -= 1
         if self._counts[index] == 0:
             self._num_active -= 1
@@ -116,7 +116,7 @@ class WeightedFairShares:
     def charge_many(self, indices: NDArray[np.int64], costs: NDArray[np.float64]) -> None:
         """Charge by index; a tenant may be named many times."""
         sums = np.bincount(indices, costs)
-        if len(sums) == 1:  # mostly there is one tenant
+        if len(sums) == 1:  # the usual case: one tenant
             self._charge(0, sums.item())
             return
         self._total[: len(sums)] += sums
@@ -146,7 +146,7 @@ class WeightedFairShares:
         """Tenants remembered."""
         return len(self._index_of)
 
-    # The books.
+    # Bookkeeping.
 
     def _register(self, tenant: str) -> int:
         if not self._free:
@@ -170,9 +170,9 @@ class WeightedFairShares:
         self._num_active += 1
         self._num_activations += 1
         self._activation[index] = self._num_activations
-        if len(self._marks) > 2 * self._num_active + 32:
-            self._marks = sorted(mark for mark in self._marks if self._current(mark))
-        heappush(self._marks, _Mark(float(self._service[index]), index, self._num_activations))
+        if len(self._active_heap) > 2 * self._num_active + 32:
+            self._active_heap = sorted(mark for mark in self._active_heap if self._current(mark))
+        heappush(self._active_heap, _ActiveTenant(float(self._service[index]), index, self._num_activations))
 
     def _remember_idle(self, tenant: str) -> None:
         self._idle[tenant] = None
@@ -187,27 +187,27 @@ class WeightedFairShares:
         self._total = np.concatenate([self._total, np.zeros(size)])
         self._inverse_weight = np.concatenate([self._inverse_weight, np.ones(size)])
 
-    def _current(self, mark: _Mark) -> bool:
+    def _current(self, mark: _ActiveTenant) -> bool:
         """Not left over from an earlier activity."""
         return self._counts[mark.number] > 0 and self._activation[mark.number] == mark.activation
 
     def _least_active(self) -> float | None:
-        while self._marks:
-            mark = self._marks[0]
+        while self._active_heap:
+            mark = self._active_heap[0]
             service = float(self._service[mark.number])
             if not self._current(mark):
-                heappop(self._marks)
+                heappop(self._active_heap)
             elif service > mark.service:
-                heapreplace(self._marks, mark._replace(service=service))
+                heapreplace(self._active_heap, mark._replace(service=service))
             else:
                 return service
         return None
 
 
 class Billing:
-    """The open bills of all rows."""
+    """Charges rows to their tenants."""
 
-    __slots__ = ("_block_step", "_decode", "_paid_up_to", "_prices", "_shares", "_tenants")
+    __slots__ = ("_billed_up_to", "_block_step", "_decode", "_prices", "_shares", "_tenants")
 
     def __init__(self, shares: WeightedFairShares, max_rows: int, prices: ServiceCost | None = None) -> None:
         self._shares = shares
@@ -215,27 +215,27 @@ class Billing:
         # As arrays: numpy multiplies by them in half the time.
         self._decode, self._block_step = np.array(self._prices.decode), np.array(self._prices.block_step)
         self._tenants: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # by row, as the shares number them
-        self._paid_up_to: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # position
+        self._billed_up_to: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # position
 
-    def chunk(self, tenant: str, num_prefilled: int, num_generated: int, num_blocks: int) -> None:
-        """A chunk of a row that holds so many blocks: tokens that it had to catch up with, and those that it gives."""
+    def charge_chunk(self, tenant: str, num_prefilled: int, num_generated: int, num_blocks: int) -> None:
+        """Charge a chunk of a row with this many blocks: tokens prefilled, and tokens generated."""
         prices = self._prices
         cost = num_prefilled * prices.prefill + num_generated * prices.decode + num_blocks * prices.block_step
         self._shares.charge(tenant, cost)
 
     def start(self, row: Row, tenant: str, position: int) -> None:
-        """The row cruises from this position on."""
+        """The row decodes from this position on."""
         self._tenants[row] = self._shares.index(tenant)
-        self._paid_up_to[row] = position
+        self._billed_up_to[row] = position
 
-    def pay_last(self, row: Row, tenant: str, position: int, num_blocks: int) -> None:
-        """The row leaves: it has computed all before this position, and held so many blocks since it last paid."""
-        num_tokens = position - self._paid_up_to.item(row)
+    def charge_last(self, row: Row, tenant: str, position: int, num_blocks: int) -> None:
+        """Final bill of a row: computed up to this position, with this many blocks since the last bill."""
+        num_tokens = position - self._billed_up_to.item(row)
         self._shares.charge(tenant, num_tokens * (self._prices.decode + num_blocks * self._prices.block_step))
 
-    def pay(self, rows: IndexArray, positions: NDArray[np.int64], num_blocks: NDArray[np.int64]) -> None:
-        """Each has computed all before this position, and held so many blocks since it last paid."""
-        num_tokens = positions - self._paid_up_to[rows]
-        self._paid_up_to[rows] = positions
+    def charge_rows(self, rows: IndexArray, positions: NDArray[np.int64], num_blocks: NDArray[np.int64]) -> None:
+        """Bill rows: each computed up to its position, with this many blocks since the last bill."""
+        num_tokens = positions - self._billed_up_to[rows]
+        self._billed_up_to[rows] = positions
         costs: NDArray[np.float64] = num_tokens * (self._decode + num_blocks * self._block_step)
         self._shares.charge_many(self._tenants[rows], costs)

@@ -1,9 +1,7 @@
-"""Keeps up to `depth` steps in flight between a scheduler and a runner. Depth 0 is synchronous.
+"""The engine loop: plan, launch, wait, absorb, with up to `depth` steps in flight. Depth 0 is synchronous.
 
-Which request makes a step fail: suspects compute in halves, apart from everybody else, until one fails alone.
-
-Decides who may sit next; seats nobody itself. Whoever has emitted a token, or ended, in a suspects that did not fail is
-innocent.
+A step that raises is bisected to find the request that causes it. The suspects compute in halves, apart from all other
+requests, until one fails alone. A request that emits a token, or ends, in a step that succeeds is cleared.
 """
 
 import logging
@@ -22,20 +20,20 @@ from quire.sched.scheduler import Scheduler
 
 
 class FaultBisection:
-    """From the first failure until every suspect was cleared or blamed."""
+    """From the first failure until every suspect is cleared or blamed. Names the groups that may be admitted."""
 
-    __slots__ = ("_halves", "_lengths", "_unheard")
+    __slots__ = ("_halves", "_lengths", "_not_emitted")
 
     def __init__(self, suspects: Iterable[RequestGroup]) -> None:
         self._halves = [list(suspects)]
-        self._unheard: set[SequenceId] = set()
-        self._lengths: dict[int, int] = {}  # of the suspects's beams when it began: they emit nothing, but they grow
-        assert self._halves[0], "a step failed, and nobody sat in it"
+        self._not_emitted: set[SequenceId] = set()
+        self._lengths: dict[int, int] = {}  # of beam groups when their half began: they emit nothing, but they grow
+        assert self._halves[0], "a step failed that computed no request"
         self.fail()
 
     @property
     def suspects(self) -> frozenset[int]:
-        """The families that may sit now, by their order."""
+        """The groups that may be admitted now, by their order."""
         return frozenset(group.order for group in self._halves[-1])
 
     @property
@@ -43,7 +41,7 @@ class FaultBisection:
         return bool(self._halves)
 
     def fail(self) -> RequestGroup | None:
-        """The suspects that sat has failed; whom it leaves to blame, if it was one alone."""
+        """The step of the current suspects failed; the group to blame, if it was alone."""
         suspects = self._halves.pop()
         blamed = None
         if len(suspects) == 1:
@@ -54,9 +52,9 @@ class FaultBisection:
         self._begin()
         return blamed
 
-    def hear(self, emitters: Iterable[int]) -> bool:
-        """Who emitted a token in a step that did not fail; whether the whole suspects is cleared by now."""
-        self._unheard -= {SequenceId(name) for name in emitters}
+    def note_step(self, emitters: Iterable[int]) -> bool:
+        """A step succeeded in which these sequences emitted; whether all current suspects are cleared."""
+        self._not_emitted -= {SequenceId(name) for name in emitters}
         if not all(self._is_cleared(group) for group in self._halves[-1]):
             return False
         self._halves.pop()
@@ -64,42 +62,42 @@ class FaultBisection:
         return True
 
     def _begin(self) -> None:
-        while self._halves and all(group.finished for group in self._halves[-1]):  # aborted meanwhile
+        while self._halves and all(group.finished for group in self._halves[-1]):  # aborted in the meantime
             self._halves.pop()
         suspects = self._halves[-1] if self._halves else []
-        self._unheard = {sequence.id for group in suspects for sequence in group.unfinished}
+        self._not_emitted = {sequence.id for group in suspects for sequence in group.unfinished}
         self._lengths = {group.order: _length(group) for group in suspects}
 
     def _is_cleared(self, group: RequestGroup) -> bool:
         if group.request.beam is not None:
             return group.finished or _length(group) > self._lengths[group.order]
-        return not any(sequence.id in self._unheard for sequence in group.unfinished)
+        return not any(sequence.id in self._not_emitted for sequence in group.unfinished)
 
 
 def _length(group: RequestGroup) -> int:
     return max(sequence.num_tokens for sequence in group.sequences)
 
 
-# What each of some sequences may say next, as the bits of a row of `Masks`.
+# The tokens that each sequence may sample next, as rows of bits for `Masks`.
 MaskSource = Callable[[Sequence[Continuation]], IntArray]
-# Marks a part of a turn for whoever profiles.
+# Marks a part of the loop for a profiler.
 Span = Callable[[str], AbstractContextManager[object]]
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
 
 
-def _unwatched(name: str) -> AbstractContextManager[object]:
+def _no_span(name: str) -> AbstractContextManager[object]:
     return _NOTHING
 
 
-_MOST_BLAMED = 3  # requests that failed alone, one after the other, without a step that succeeded between them
-_MOST_IN_VAIN = 5  # failed steps in a row for which nobody could be blamed: then the engine is at fault
+_MAX_BLAMED = 3  # requests that failed alone without a successful step between them: then the engine is at fault
+_MAX_UNEXPLAINED = 5  # failed steps in a row that no request could be blamed for: then the engine is at fault
 
 _log = logging.getLogger(__name__)
 
 
 class _StepFailed(Exception):
-    """A body raised something in a step."""
+    """The runner raised in a step."""
 
     def __init__(self, cause: Exception) -> None:
         super().__init__(str(cause))
@@ -124,14 +122,14 @@ class Loop:
         self._runner = runner
         self._clock = clock
         self._masks = masks
-        self._span: Span = span or _unwatched
+        self._span: Span = span or _no_span
         self._in_flight: deque[Pending] = deque()
-        self._inquest: FaultBisection | None = None
-        self._num_in_vain = 0  # inquests since the last that found somebody
-        self._num_blamed = 0  # requests ended since a step last succeeded
+        self._bisection: FaultBisection | None = None
+        self._num_unexplained = 0  # bisections since the last that blamed a request
+        self._num_blamed = 0  # requests failed since a step last succeeded
 
     def turn(self) -> StepOutput | None:
-        """Launch what can be launched; absorb the oldest step once more than `depth` fly or none could be added."""
+        """Launch the next step; absorb the oldest once more than `depth` are in flight or none could be planned."""
         try:
             absorbed = self._turn()
         except StepLost as lost:
@@ -141,12 +139,12 @@ class Loop:
                 self.scheduler.fail_largest()
             return self.scheduler.overdue()
         except _StepFailed as failed:
-            self._look_into(failed.cause)
+            self._bisect(failed.cause)
             return self.scheduler.overdue()
         if absorbed is not None:
             self._num_blamed = 0
-        if self._inquest is not None:  # also without a step: its suspects may have been aborted
-            self._clear(self._inquest, absorbed)
+        if self._bisection is not None:  # also without a step: the suspects may have been aborted
+            self._clear(self._bisection, absorbed)
         return absorbed or self.scheduler.overdue()
 
     def _turn(self) -> StepOutput | None:
@@ -155,7 +153,7 @@ class Loop:
         if plan is not None:
             with self._span("launch"):
                 self._in_flight.append(self._launch(plan))
-        depth = self.depth if self._inquest is None else 0
+        depth = self.depth if self._bisection is None else 0
         if self._in_flight and (plan is None or len(self._in_flight) > depth):
             with self._span("wait"):
                 result = self._wait(self._in_flight.popleft())
@@ -167,7 +165,7 @@ class Loop:
         try:
             if not plan.masked:
                 return self._runner.launch(plan)
-            assert self._masks is not None, "a masked row, and nobody to say what it may choose"
+            assert self._masks is not None, "a row under a grammar, and no source of masks"
             bits = self._masks(self.scheduler.row_sequences(plan.masked))
             return self._runner.launch(plan, Masks(np.array(plan.masked, dtype=np.int32), bits))
         except StepLost:
@@ -183,41 +181,41 @@ class Loop:
         except Exception as error:
             raise _StepFailed(error) from error
 
-    # Which request made a step fail.
+    # Fault bisection.
 
-    def _look_into(self, error: Exception) -> None:
-        """Its suspects compute again, in halves; whoever fails alone is ended, and all others go on."""
+    def _bisect(self, error: Exception) -> None:
+        """The suspects compute again, in halves. The one that fails alone is ended; all others continue."""
         scheduler = self.scheduler
         _log.error("a step failed: %s: %s", type(error).__name__, error, exc_info=error)
         suspects = scheduler.running_groups()
         self._in_flight.clear()
         scheduler.lose_steps(keep_cache=True)
-        if self._inquest is None:
-            self._num_in_vain += 1
-            if not suspects or self._num_in_vain > _MOST_IN_VAIN:
+        if self._bisection is None:
+            self._num_unexplained += 1
+            if not suspects or self._num_unexplained > _MAX_UNEXPLAINED:
                 raise error
-            self._inquest, blamed = FaultBisection(suspects), None
+            self._bisection, blamed = FaultBisection(suspects), None
             if len(suspects) == 1:
                 (blamed,) = suspects
         else:
-            blamed = self._inquest.fail()
+            blamed = self._bisection.fail()
         if blamed is not None:
             _log.error("request %s failed alone: it is ended", blamed.request.id)
-            self._num_in_vain = 0
+            self._num_unexplained = 0
             self._num_blamed += 1
             scheduler.fail(blamed)
-        if self._num_blamed >= _MOST_BLAMED:  # whoever is asked fails: the engine is broken, not a request
+        if self._num_blamed >= _MAX_BLAMED:  # every request fails: the engine is broken, not a request
             raise error
-        self._go_on()
+        self._restrict_admission()
 
-    def _clear(self, inquest: FaultBisection, absorbed: StepOutput | None) -> None:
-        if inquest.hear(() if absorbed is None else absorbed.sequences.tolist()):
+    def _clear(self, bisection: FaultBisection, absorbed: StepOutput | None) -> None:
+        if bisection.note_step(() if absorbed is None else absorbed.sequences.tolist()):
             self.scheduler.withdraw_all()
-            self._go_on()
+            self._restrict_admission()
 
-    def _go_on(self) -> None:
-        """The next group sits apart; with nobody left under suspicion, everybody may."""
-        inquest = self._inquest
-        if inquest is not None and not inquest.open:
-            self._inquest = inquest = None
-        self.scheduler.admit_only(None if inquest is None else inquest.suspects)
+    def _restrict_admission(self) -> None:
+        """Admit the next half alone; with no suspect left, admit all."""
+        bisection = self._bisection
+        if bisection is not None and not bisection.open:
+            self._bisection = bisection = None
+        self.scheduler.admit_only(None if bisection is None else bisection.suspects)

@@ -1,7 +1,8 @@
-"""Siblings of a family that wait for their leader's prompt, and then share it.
+"""Parallel sampling (n > 1): siblings wait for the leader's prompt, then share it copy-on-write.
 
-The leader computes the prompt once. When that is absorbed, each sibling begins with the prompt's full blocks, shared,
-and a copy of the partial one; it computes the prompt's last token itself. Rows and promises are theirs from the start.
+The leader computes the prompt once. When that step is absorbed, each sibling starts with the prompt's full blocks,
+shared, and a copy of the partial one; it computes the prompt's last token itself. Siblings hold their rows and
+reservations from admission on.
 """
 
 import logging
@@ -15,23 +16,23 @@ _log = logging.getLogger(__name__)
 
 
 class SiblingForks:
-    """Who waits for whom."""
+    """Siblings that wait, by leader."""
 
-    __slots__ = ("_failed", "_kv", "_seating", "_siblings")
+    __slots__ = ("_failed", "_kv", "_rows", "_siblings")
 
     def __init__(self, kv: KVManager, rows: RowAllocator) -> None:
         self._kv = kv
-        self._seating = rows
+        self._rows = rows
         self._siblings: dict[SequenceId, tuple[Sequence, ...]] = {}  # by leader
         self._failed: list[RequestGroup] = []
 
-    def expect(self, leader: Sequence, siblings: tuple[Sequence, ...]) -> None:
-        """They sit, but compute nothing until the leader has computed the prompt."""
+    def wait_for_prompt(self, leader: Sequence, siblings: tuple[Sequence, ...]) -> None:
+        """They have rows, but compute nothing until the leader has computed the prompt."""
         if siblings:
             self._siblings[leader.id] = siblings
 
     def fork(self, leader: Sequence) -> tuple[Sequence, ...]:
-        """The siblings that can begin, if the leader has come so far. If one cannot, none does: see `take_failed`."""
+        """The siblings that start now, if the prompt is computed. If one fails, none starts: see `take_failed`."""
         if leader.id not in self._siblings or leader.num_computed < len(leader.request.prompt) - 1:
             return ()
         siblings = tuple(s for s in self._siblings.pop(leader.id) if s.state is SequenceState.RUNNING)
@@ -45,12 +46,12 @@ class SiblingForks:
         return siblings
 
     def take_failed(self) -> list[RequestGroup]:
-        """The families whose fork raised an error since the last call: they must end."""
+        """The groups whose fork raised an error since the last call: they must end."""
         failed, self._failed = self._failed, []
         return failed
 
     def _begin(self, leader: Sequence, sibling: Sequence) -> int:
-        """Its own past if the tree still has it, else the leader's prompt; the positions it begins with."""
+        """Share its own tokens if the tree still has them, else the leader's prompt; the number of positions shared."""
         assert leader.row is not None and sibling.row is not None, sibling
         num_shared = len(leader.request.prompt) - 1
         owner = sibling.group.owner
@@ -68,17 +69,17 @@ class SiblingForks:
         return num_shared
 
     def orphans(self, leader: Sequence) -> tuple[Sequence, ...]:
-        """The leader leaves: those it leaves behind."""
+        """The leader is released: the siblings that still wait for it."""
         return tuple([s for s in self._siblings.pop(leader.id, ()) if s.state is SequenceState.RUNNING])
 
     @property
     def waiting(self) -> frozenset[SequenceId]:
-        """Those that sit without a table."""
+        """Siblings with rows and without blocks."""
         return frozenset(
             s.id for siblings in self._siblings.values() for s in siblings if s.state is SequenceState.RUNNING
         )
 
 
 def blocks_beyond(num_positions: int, num_shared_blocks: int, block_size: int) -> int:
-    """What a sequence needs for so many positions, some of its blocks being there already."""
+    """Blocks for this many positions, less the shared ones."""
     return max(count_blocks(num_positions, block_size) - num_shared_blocks, 0)

@@ -1,7 +1,4 @@
-"""A plan in the making.
-
-What a chunk must give back.
-"""
+"""A step plan under construction, and the output that each chunk returns."""
 
 import numpy as np
 
@@ -15,19 +12,19 @@ _NONE: IntArray = np.empty(0, dtype=np.int32)
 
 
 class PlanBuilder:
-    """Collects the differences of one step within its token budget."""
+    """Collects starts, grants, chunks and pauses of one step within its token budget."""
 
     __slots__ = (
-        "_fed",
-        "_fed_rows",
+        "_decode_blocks",
+        "_decode_rows",
         "_granted",
         "_granted_rows",
         "appends",
         "budget",
-        "chunked",
+        "chunk_sequences",
         "chunks",
         "held",
-        "kept",
+        "kept_budget",
         "now_s",
         "num_decoding",
         "paused",
@@ -40,22 +37,22 @@ class PlanBuilder:
         self.step = step
         self.now_s = now_s
         self.budget = budget
-        self.kept = 0  # of the budget, for long prompts
+        self.kept_budget = 0  # of the budget, for long prompts
         self.pressure = False  # a running row was denied a block
         self.num_decoding = 0
         self.starts: list[RowStart] = []
         self.appends: list[AppendTokens] = []
         self.chunks: list[Chunk] = []
-        self.chunked: list[Sequence] = []  # whose each chunk is
+        self.chunk_sequences: list[Sequence] = []  # of each chunk
         self.paused: list[Row] = []  # denied a block
         self.held: list[Row] = []  # their next token needs the one in flight
-        self._fed_rows: IntArray = _NONE  # each gets one of the blocks
-        self._fed: IntArray = _NONE
-        self._granted_rows: list[Row] = []  # one for each block of the others
+        self._decode_rows: IntArray = _NONE  # one block each
+        self._decode_blocks: IntArray = _NONE
+        self._granted_rows: list[Row] = []  # one entry per block
         self._granted: list[IntArray] = []
 
     def assign(self, sequence: Sequence, blocks: IntArray) -> None:
-        """A sequence sits down on its row, with the blocks it already has."""
+        """A sequence starts on its row, with the blocks it already has."""
         assert sequence.row is not None, sequence
         request = sequence.request
         self.starts.append(
@@ -78,15 +75,15 @@ class PlanBuilder:
             self._granted.append(blocks)
 
     def grant_each(self, rows: IndexArray, blocks: IntArray) -> None:
-        """One block for each row: those that cruise, once and before all others."""
-        assert not len(self._fed) and not self._granted, "the order of the grants is that of the plan"
-        self._fed_rows, self._fed = rows.astype(np.int32), blocks
+        """One block for each decoding row: once, and before all other grants."""
+        assert not len(self._decode_blocks) and not self._granted, "the order of the grants is that of the plan"
+        self._decode_rows, self._decode_blocks = rows.astype(np.int32), blocks
 
     def chunk(self, sequence: Sequence, start: int, length: int, output: ChunkOutput) -> None:
         assert sequence.row is not None and 0 < length <= self.budget, (sequence, length, self.budget)
         self.budget -= length
         self.chunks.append(Chunk(sequence.row, start, length, output))
-        self.chunked.append(sequence)
+        self.chunk_sequences.append(sequence)
 
     @property
     def empty(self) -> bool:
@@ -118,14 +115,16 @@ class PlanBuilder:
 
     def _grants(self) -> Grants:
         if not self._granted:
-            return Grants(self._fed_rows, self._fed) if len(self._fed) else _NO_GRANTS
+            return Grants(self._decode_rows, self._decode_blocks) if len(self._decode_blocks) else _NO_GRANTS
         granted_rows = np.array(self._granted_rows, dtype=np.int32)
-        return Grants(np.concatenate([self._fed_rows, granted_rows]), np.concatenate([self._fed, *self._granted]))
+        return Grants(
+            np.concatenate([self._decode_rows, granted_rows]), np.concatenate([self._decode_blocks, *self._granted])
+        )
 
 
 def output_of(sequence: Sequence, start: int, length: int) -> ChunkOutput:
-    """Scores of the prompt where asked for; with the last known token, the next one or the candidates for it. Of a
-    prompt that is pooled, nothing else."""
+    """Prompt logprobs where requested; with the last known token, a sampled token or beam candidates. A pooled prompt
+    returns the pooled vector alone."""
     request = sequence.request
     if request.sampling.pooled:
         return ChunkOutput.POOLED

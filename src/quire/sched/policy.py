@@ -1,6 +1,6 @@
-"""Everything about a scheduler that can be chosen, in one place; and the regimes of the arc as choices of it.
+"""The scheduling policy, the batching regimes, and the specification that builds a scheduler.
 
-Everything that a scheduler is built from, as one value: the same blueprint builds the same scheduler again.
+A `SchedulerSpec` is one frozen value: the same spec builds the same scheduler again. A journal starts with it.
 """
 
 import json
@@ -16,15 +16,15 @@ from quire.sched.reservation import Overcommit
 
 @dataclass(frozen=True, slots=True)
 class Regime:
-    """Which steps of the arc from static batching to prefix reuse are switched on."""
+    """Which techniques, from static batching to prefix caching, are switched on."""
 
     name: str = "prefix"
-    sealed: bool = False  # a batch is filled once and runs until its last member is done
-    window_s: float = 0.0  # a sealed batch waits so long for more members, unless it is full
-    padded: bool = False  # every member computes as many positions as the longest
-    contiguous: bool = False  # the whole length is reserved when a sequence sits down
-    chunked: bool = True  # a prompt may be computed in pieces
-    prefix: bool = True  # what was computed before is found again
+    sealed: bool = False  # static batching: a batch is filled once and runs until its last sequence ends
+    window_s: float = 0.0  # how long a sealed batch waits for more requests, unless it is full
+    padded: bool = False  # every row computes as many positions as the longest
+    contiguous: bool = False  # the whole length is reserved at admission
+    chunked: bool = True  # chunked prefill
+    prefix: bool = True  # prefix caching
 
 
 STATIC = Regime("static", sealed=True, padded=True, contiguous=True, chunked=False, prefix=False)
@@ -37,30 +37,30 @@ REGIMES = {regime.name: regime for regime in (STATIC, DYNAMIC, ORCA, PAGED, CHUN
 
 
 class CapturedSizes(NamedTuple):
-    """Sizes of steps that a device computes as soon as anything a little smaller."""
+    """Step sizes with a captured CUDA graph: a slightly smaller step takes as long."""
 
-    rows: int  # up to so many decode
-    prompt_tokens: tuple[int, ...]  # beside them, ascending
+    rows: int  # most decoding rows
+    prompt_tokens: tuple[int, ...]  # in the same step, ascending
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The choices of one scheduler."""
+    """The settings of one scheduler."""
 
     regime: Regime = PREFIX
     order: OrderPolicy = field(default_factory=OrderPolicy)
-    stance: Overcommit = Overcommit.HEDGE
-    itl_target_s: float | None = None  # no step should take longer; None: the token budget alone decides
-    itl_stretch: float = 1.0  # so many times longer it may take, at the most, while prompts pile up
-    itl_per_decode: float = 0.0  # or so many times as long as without prompts, if that is longer
-    grains: tuple[CapturedSizes, ...] = ()  # ascending
-    max_preemptions: int = 3  # of one family; then it comes back with its whole length promised
-    max_waiting: int | None = None  # families
-    max_waiting_tokens: int | None = None  # of their prompts
+    overcommit: Overcommit = Overcommit.HEDGE
+    itl_target_s: float | None = None  # target step time; None: the token budget alone decides
+    itl_stretch: float = 1.0  # largest factor on the target while prompts queue
+    itl_per_decode: float = 0.0  # the target is at least this factor times the decode-only step
+    captured_sizes: tuple[CapturedSizes, ...] = ()  # ascending
+    max_preemptions: int = 3  # of one request group; then its whole length is reserved
+    max_waiting: int | None = None  # request groups
+    max_waiting_tokens: int | None = None  # prompt tokens of waiting groups
 
-    def grains_beside(self, num_rows: int) -> tuple[int, ...]:
-        """Of prompts in a step in which so many decode; none if nothing is known of such steps."""
-        return next((grains.prompt_tokens for grains in self.grains if grains.rows >= num_rows), ())
+    def captured_beside(self, num_rows: int) -> tuple[int, ...]:
+        """Prompt sizes captured for a step with this many decoding rows; empty if no such step is captured."""
+        return next((sizes.prompt_tokens for sizes in self.captured_sizes if sizes.rows >= num_rows), ())
 
     def with_regime(self, regime: Regime) -> "Policy":
         return replace(self, regime=regime)
@@ -68,7 +68,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerSpec:
-    """A machine's sizes, what its steps are taken to cost, and a policy."""
+    """Sizes, cost constants and policy of one scheduler."""
 
     num_blocks: int
     block_size: int
@@ -77,8 +77,8 @@ class SchedulerSpec:
     num_host_blocks: int = 0
     policy: Policy = field(default_factory=Policy)
     constants: Constants = UNMEASURED
-    largest_chunk: int = 2048  # that recomputing is reckoned with
-    seconds_per_block: float | None = None  # to carry one to the host; None: there is nowhere to carry it
+    largest_chunk: int = 2048  # tokens; the chunk size assumed for recomputation
+    seconds_per_block: float | None = None  # one-way copy to the host; None: there is no host tier
 
     def kv(self, worth_keeping: Callable[[int, int], bool]) -> KVManager:
         return KVManager(
@@ -97,16 +97,22 @@ class SchedulerSpec:
 
     def to_json(self) -> str:
         plain = asdict(self)
-        plain["policy"]["stance"] = self.policy.stance.value
+        plain["policy"]["overcommit"] = self.policy.overcommit.value
+        plain["policy"] = {_JSON_KEYS.get(name, name): value for name, value in plain["policy"].items()}
         return json.dumps(plain)
 
 
-def read_blueprint(text: str) -> SchedulerSpec:
-    """What `to_json` wrote. Raises KeyError, TypeError or ValueError for anything else."""
+# The header of a journal keeps the keys of its first version.
+_JSON_KEYS = {"overcommit": "stance", "captured_sizes": "grains"}
+
+
+def read_spec(text: str) -> SchedulerSpec:
+    """The inverse of `to_json`. Raises KeyError, TypeError or ValueError for anything else."""
     plain = json.loads(text)
     policy = plain.pop("policy")
     regime, order = Regime(**policy.pop("regime")), OrderPolicy(**policy.pop("order"))
     constants = Constants(**plain.pop("constants"))
-    grains = tuple(CapturedSizes(rows, tuple(prompt_tokens)) for rows, prompt_tokens in policy.pop("grains"))
-    made = Policy(regime=regime, order=order, stance=Overcommit(policy.pop("stance")), grains=grains, **policy)
+    sizes = tuple(CapturedSizes(rows, tuple(prompt_tokens)) for rows, prompt_tokens in policy.pop("grains"))
+    overcommit = Overcommit(policy.pop("stance"))
+    made = Policy(regime=regime, order=order, overcommit=overcommit, captured_sizes=sizes, **policy)
     return SchedulerSpec(policy=made, constants=constants, **plain)

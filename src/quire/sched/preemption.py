@@ -1,6 +1,7 @@
-"""When the cache or the rows are not enough: who gives way, and to whom.
+"""Preemption: which request groups give way when blocks or rows are short.
 
-Who gives way. Small pure functions over the families that sit.
+The choice of victims is pure functions over the running groups. A preempted group keeps its place in the queue; its
+blocks stay in the prefix tree until they are evicted.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -12,15 +13,15 @@ from quire.sched.state import SchedulerState
 
 
 class PreemptionCandidate(NamedTuple):
-    """A family that could give way."""
+    """A running group that could be preempted."""
 
     group: RequestGroup
     num_rows: int
-    num_computed: int  # positions: what bringing it back costs grows with them
+    num_computed: int  # positions: the cost of recomputation grows with them
 
 
 def by_least_loss(assigned: PreemptionCandidate) -> tuple[int, int, int]:
-    """The least important class first, then the least lost work, then the latest arrival."""
+    """The lowest priority class first, then the least lost work, then the latest arrival."""
     return (-assigned.group.request.priority, assigned.num_computed, -assigned.group.order)
 
 
@@ -29,10 +30,10 @@ def choose_victim(
     may_go: Callable[[RequestGroup], bool],
     num_freed: Callable[[RequestGroup], int],
 ) -> RequestGroup | None:
-    """Whom to preempt so that others can go on: never the one who comes first of all, nobody who would free nothing."""
-    everyone = list(assigned)
-    first = min(everyone, key=lambda each: (each.group.request.priority, each.group.order), default=None)
-    for each in sorted(everyone, key=by_least_loss):
+    """The group to preempt so that others can continue: never the first of all, and none that would free nothing."""
+    candidates = list(assigned)
+    first = min(candidates, key=lambda each: (each.group.request.priority, each.group.order), default=None)
+    for each in sorted(candidates, key=by_least_loss):
         if each is not first and may_go(each.group) and num_freed(each.group) > 0:
             return each.group
     return None
@@ -41,7 +42,7 @@ def choose_victim(
 def choose_for_class(
     lower: Iterable[PreemptionCandidate], num_rows: int, num_blocks: int, num_freed: Callable[[RequestGroup], int]
 ) -> tuple[PreemptionCandidate, ...]:
-    """A smallest set of these that frees so many rows and blocks; none if all together do not."""
+    """A minimal set that frees this many rows and blocks; empty if all together do not."""
     chosen: list[PreemptionCandidate] = []
     freed: dict[int, int] = {}
 
@@ -64,7 +65,7 @@ def choose_for_class(
 
 
 class _FailedSearch(NamedTuple):
-    """Whom nobody could make room for, as long as the same sit and it lacks no less."""
+    """A search without result: it holds while the same groups have rows and the shortage is no smaller."""
 
     order: int
     rows: int  # its generation
@@ -72,65 +73,65 @@ class _FailedSearch(NamedTuple):
 
 
 class Preemption:
-    """Preempts families, least lost work first, none too often."""
+    """Preempts groups, least lost work first, each a bounded number of times."""
 
-    __slots__ = ("_refused", "_state")
+    __slots__ = ("_failed_search", "_state")
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
-        self._refused: _FailedSearch | None = None
+        self._failed_search: _FailedSearch | None = None
 
-    def make_room(self, by: RequestId) -> bool:
-        """Preempt somebody so that a running row can have a block; False if nobody may be, or need be.
+    def preempt_for_block(self, by: RequestId) -> bool:
+        """Preempt a group so that a running row gets a block; False if none may be, or need be, preempted.
 
-        Law (b): while blocks are on their way back, wait for them.
+        Law (b): while blocks are being released, wait for them.
         """
         state = self._state
-        if state.rows.leaving or state.calendar.num_finishing:
+        if state.rows.releasing or state.calendar.num_finishing:
             return False
-        victim = choose_victim(self._seated(), self._may_go, state.num_freed)
+        victim = choose_victim(self._candidates(), self._may_go, state.num_freed)
         if victim is None:
             return False
         state.preempt(victim, by)
         return True
 
     def outranks(self, priority: int) -> bool:
-        """Whether a class is higher than that of somebody who sits. Ageing does not count: two classes that age would
-        take each other's seats for ever."""
+        """Whether a class is higher than that of some running row. Ageing does not count: two ageing classes would
+        preempt each other for ever."""
         return self._state.rows.lowest_class > priority
 
     def preempt_for_class(self, group: RequestGroup, num_rows: int, shortage: int) -> bool:
-        """Preempt the fewest of lower classes whose leaving lets this family sit, which lacks so many blocks.
+        """Preempt a minimal set of groups of lower classes, so that this group fits, which lacks `shortage` blocks.
 
-        This is not pressure: nobody was denied anything.
+        This is not memory pressure: no running row was denied a block.
         """
         state, rows = self._state, self._state.rows
         missing_rows = num_rows - rows.num_free
-        if rows.leaving or missing_rows > rows.num_below(group.request.priority):
+        if rows.releasing or missing_rows > rows.num_below(group.request.priority):
             return False
-        if self._is_refused(group, shortage):
+        if self._failed_before(group, shortage):
             return False
-        lower = [each for each in self._seated() if each.group.request.priority > group.request.priority]
+        lower = [each for each in self._candidates() if each.group.request.priority > group.request.priority]
         free = [each for each in lower if self._may_go(each.group)]
         chosen = choose_for_class(free, missing_rows, shortage, state.num_freed) if free else ()
-        self._refused = None if chosen else _FailedSearch(group.order, rows.generation, shortage)
+        self._failed_search = None if chosen else _FailedSearch(group.order, rows.generation, shortage)
         for each in chosen:
-            state.counters.seats_taken += 1
+            state.counters.class_preemptions += 1
             state.preempt(each.group, group.request.id)
         return bool(chosen)
 
-    def _is_refused(self, group: RequestGroup, shortage: int) -> bool:
-        """Whether the answer is the same as last time. Rows that only go on computing change nothing: a block more for
-        one of them is a block less to be had."""
-        last = self._refused
+    def _failed_before(self, group: RequestGroup, shortage: int) -> bool:
+        """Whether the search would fail as last time. Rows that only continue to compute do not help: each block
+        granted to one of them is a block fewer to free."""
+        last = self._failed_search
         same = last is not None and (last.order, last.rows) == (group.order, self._state.rows.generation)
         return same and last is not None and shortage >= last.shortage
 
     def _may_go(self, group: RequestGroup) -> bool:
         return group.num_preemptions < self._state.policy.max_preemptions
 
-    def _seated(self) -> Iterator[PreemptionCandidate]:
-        """Every family that computes, once."""
+    def _candidates(self) -> Iterator[PreemptionCandidate]:
+        """Every running group, once."""
         state = self._state
         num_computed = state.calendar.num_computed(state.last_planned).tolist()
         seen: set[int] = set()
@@ -142,7 +143,7 @@ class Preemption:
                 yield PreemptionCandidate(group, 1, max(num_computed[row], sequence.num_planned))
             else:
                 seen.add(group.order)
-                sequences = state.running(group)
+                sequences = state.running_sequences(group)
                 yield PreemptionCandidate(
                     group, len(sequences), sum(state.num_computed(member) for member in sequences)
                 )

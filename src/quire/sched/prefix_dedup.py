@@ -1,6 +1,6 @@
-"""Prefills under way, and who waits for one of them instead of computing the same prefix again.
+"""In-flight prefix deduplication: a request waits for a prefix that another is computing instead of computing it too.
 
-Knows tokens, not blocks: what a leader has computed is found in the tree by those who followed it.
+Knows tokens, not blocks: the waiting request finds the computed prefix in the tree.
 """
 
 from collections import deque
@@ -14,22 +14,24 @@ from quire.core.request import RequestGroup, Sequence
 
 
 class PrefixWait(NamedTuple):
-    """Wait until the leader has computed so many tokens."""
+    """Wait until the leader has computed this many tokens."""
 
     leader: Sequence
     num_tokens: int
 
 
 class _PrefixGoal(NamedTuple):
-    """What some followers of one leader wait for, and their class."""
+    """The tokens that some followers of one leader wait for, and their priority class."""
 
     num_tokens: int
     priority: int
 
 
 class InflightPrefixes:
-    """Leaders by the block their tokens begin with; followers by leader and goal. Whoever has reached its goal, or
-    has no leader any more, is ready: such go back to the queue in portions, so that thousands burden no single step.
+    """Leaders by their first block of tokens; followers by leader and goal.
+
+    A follower is ready when its goal is computed or its leader is gone. Ready followers are requeued in portions
+    (`take_ready`), so that thousands do not delay one step.
     """
 
     __slots__ = ("_block_size", "_by_start", "_followers", "_parked", "_ready", "_start_of", "num_waiting_tokens")
@@ -37,15 +39,14 @@ class InflightPrefixes:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._by_start: dict[tuple[str, bytes], list[Sequence]] = {}
-        self._start_of: dict[SequenceId, tuple[str, bytes]] = {}  # of those who lead
+        self._start_of: dict[SequenceId, tuple[str, bytes]] = {}  # of leaders
         self._parked: dict[SequenceId, dict[_PrefixGoal, list[RequestGroup]]] = {}
         self._ready: dict[int, deque[RequestGroup]] = {}  # by class
-        self._followers: dict[
-            int, RequestGroup
-        ] = {}  # all of them, by order: the others among those above have given up
-        self.num_waiting_tokens = 0  # of the prompts of those who follow
+        # By order. Groups above that are not here have given up.
+        self._followers: dict[int, RequestGroup] = {}
+        self.num_waiting_tokens = 0  # prompt tokens of followers
 
-    def lead(self, sequence: Sequence) -> None:
+    def begin(self, sequence: Sequence) -> None:
         """A sequence begins to compute its known tokens."""
         if len(sequence.tokens) >= self._block_size:
             start = (sequence.request.partition, sequence.tokens[: self._block_size].tobytes())
@@ -53,7 +54,7 @@ class InflightPrefixes:
             self._by_start.setdefault(start, []).append(sequence)
 
     def find(self, group: RequestGroup, tokens: IntArray, num_matched: int) -> PrefixWait | None:
-        """Somebody of no lower class who is about to compute at least a block that this family has no match for."""
+        """A leader of no lower class that will compute at least one block beyond the match of this group."""
         if len(tokens) <= self._block_size:
             return None
         best: PrefixWait | None = None
@@ -65,14 +66,14 @@ class InflightPrefixes:
                 best = PrefixWait(leader, common)
         return best
 
-    def park(self, group: RequestGroup, follow: PrefixWait) -> None:
-        goals = self._parked.setdefault(follow.leader.id, {})
-        goals.setdefault(_PrefixGoal(follow.num_tokens, group.request.priority), []).append(group)
+    def park(self, group: RequestGroup, wait: PrefixWait) -> None:
+        goals = self._parked.setdefault(wait.leader.id, {})
+        goals.setdefault(_PrefixGoal(wait.num_tokens, group.request.priority), []).append(group)
         self._followers[group.order] = group
         self.num_waiting_tokens += len(group.request.prompt)
 
     def advance(self, leader: Sequence) -> None:
-        """The leader has computed more: those who waited for no more than that are ready."""
+        """The leader has computed more: followers with a goal up to there are ready."""
         goals = self._parked.get(leader.id)
         if goals is None:
             return
@@ -82,7 +83,7 @@ class InflightPrefixes:
             del self._parked[leader.id]
 
     def end(self, leader: Sequence) -> None:
-        """The leader has caught up or leaves: all who still waited for it are ready. No matter if it led nobody."""
+        """The leader has computed its tokens or is released: its followers are ready. It need not be a leader."""
         start = self._start_of.pop(leader.id, None)
         if start is None:
             return
@@ -94,7 +95,7 @@ class InflightPrefixes:
             self._make_ready(goal, groups)
 
     def take_ready(self, most: int) -> list[RequestGroup]:
-        """Up to so many who need not wait for a prefix any more: the highest class first, then who was parked first."""
+        """Up to `most` ready groups: the highest class first, then in the order in which they were parked."""
         taken: list[RequestGroup] = []
         while self._ready and len(taken) < most:
             priority = min(self._ready)
@@ -107,7 +108,7 @@ class InflightPrefixes:
         return taken
 
     def forget(self, group: RequestGroup) -> None:
-        """It gave up, or waits elsewhere; no matter if it followed nobody."""
+        """The group has ended or waits elsewhere; it need not be a follower."""
         if self._followers.pop(group.order, None) is not None:
             self.num_waiting_tokens -= len(group.request.prompt)
 

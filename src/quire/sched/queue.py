@@ -1,17 +1,14 @@
-"""The waiting room: families that wait for seats, in the order of the policy. Knows nothing of memory or rows.
+"""The waiting queue: request groups in the order of the policy, and their deadlines. Knows nothing of blocks or rows.
 
-A class has two lanes, a lane one queue for each tenant, a queue its families by deadline, then arrival. The head of a
-lane is the head of its least-served tenant; the heads of lanes and of classes are compared by `order.Key`, a class
-being as old as the longer waiting of its two lane heads. So all tenants of a class age together: a long backlog
-gives a tenant no claim over the others. Every heap drops lazily what has gone, so the cost of an operation grows with
-the number of classes in use and the logarithm of the rest, not with the number waiting.
+The order, from the most to the least important: aged priority class, least service of the tenant by weight (weighted
+fair queuing), lane, deadline, arrival. With one class, one tenant, one lane and no deadlines this is first come first
+served.
 
-Who goes first, as pure functions. Knows numbers and times; nothing of queues, memory or requests.
-
-The order, from the most to the least important: aged class, least service of the tenant by weight, lane, deadline,
-arrival. With one class, one tenant, one lane and no deadlines this is first come first served.
-
-Who must be seated before a time, wherever it waits: in the queue, or for another's prefix. Knows no queue.
+A class has two lanes, a lane has one queue per tenant, and a queue orders its groups by deadline, then arrival. The
+head of a lane is the head of its least-served tenant. The heads of lanes and classes are compared by `Key`; a class is
+as old as the longer waiting of its two lane heads. So all tenants of a class age together: a long backlog gives a
+tenant no precedence over the others. Every heap drops removed entries lazily: an operation costs time in the number of
+classes in use and the logarithm of the rest, not in the number waiting.
 """
 
 from collections.abc import Mapping
@@ -33,13 +30,13 @@ class Lane(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class OrderPolicy:
-    """The dials of the order."""
+    """The settings of the order."""
 
-    fair: bool = True  # tenants share by service; if not, they all stand in one queue
-    weights: Mapping[str, float] = field(default_factory=dict)  # of tenants; 1 if not named
-    ageing_s: float = 30.0  # a class rises by one for each so long that its head waits; 0: never
-    long_prompt: int = 8192  # tokens from which on a prompt takes the long lane
-    lane_patience_s: float = 10.0  # a long prompt that waited so long yields to nobody
+    fair: bool = True  # tenants share by service; if not, all share one queue
+    weights: Mapping[str, float] = field(default_factory=dict)  # by tenant; 1 if not listed
+    ageing_s: float = 30.0  # a class rises by one each time its head has waited this long; 0: never
+    long_prompt: int = 8192  # tokens; prompts of at least this length take the long lane
+    lane_patience_s: float = 10.0  # a long prompt that has waited this long no longer yields to short ones
 
     def __post_init__(self) -> None:
         for tenant, weight in self.weights.items():
@@ -77,21 +74,21 @@ def lane(num_tokens: int, long_prompt: int) -> Lane:
 
 
 def yields(lane: Lane, waited_s: float, patience_s: float) -> bool:
-    """Whether it lets the short lane go first."""
+    """Whether the short lane goes first."""
     return lane is Lane.LONG and waited_s < patience_s
 
 
-def urgent_before(deadline_s: float | None) -> float:
-    """A deadline as a sort key: those without one come last."""
+def deadline_key(deadline_s: float | None) -> float:
+    """A deadline as a sort key; no deadline sorts last."""
     return inf if deadline_s is None else deadline_s
 
 
-_SLACK = 32  # a heap this much longer than twice its living entries is rebuilt
+_SLACK = 32  # a heap is rebuilt when it has this many more than twice its live entries
 
 
 class Urgency(NamedTuple):
-    """How pressing the head is. A running seat is taken by base class alone, else two classes that age would swap it
-    back and forth."""
+    """The classes of the head. Preemption compares base classes alone: two ageing classes would preempt each other for
+    ever."""
 
     aged_class: int
     base_class: int
@@ -111,7 +108,7 @@ class _QueuePlace(NamedTuple):
 
 
 class _QueueEntry(NamedTuple):
-    """A tenant's queue in the heap of its lane: a lower bound, since service grows and places are vacated."""
+    """A tenant's queue in the heap of its lane: a lower bound, since service grows and heads are removed."""
 
     service: float
     place: _QueuePlace
@@ -125,27 +122,27 @@ class _Head(NamedTuple):
 
 
 class _TenantQueue:
-    """The families of one tenant in one lane of one class. Those no longer among the tickets are dropped lazily."""
+    """The groups of one tenant in one lane of one class. Removed groups are dropped lazily."""
 
-    __slots__ = ("_heap", "_tickets", "entry", "num_waiting")
+    __slots__ = ("_heap", "_queued", "entry", "num_waiting")
 
-    def __init__(self, tickets: Mapping[int, _QueuedGroup]) -> None:
-        self._tickets = tickets
+    def __init__(self, queued: Mapping[int, _QueuedGroup]) -> None:
+        self._queued = queued
         self._heap: list[_QueuePlace] = []
-        self.entry: _QueueEntry | None = None  # the one in the lane's heap that counts
+        self.entry: _QueueEntry | None = None  # the valid one in the heap of the lane
         self.num_waiting = 0
 
     def push(self, place: _QueuePlace) -> None:
         heappush(self._heap, place)
         self.num_waiting += 1
 
-    def forget_one(self) -> None:
+    def remove_one(self) -> None:
         self.num_waiting -= 1
         if len(self._heap) > 2 * self.num_waiting + _SLACK:
-            self._heap = sorted({place for place in self._heap if place.order in self._tickets})
+            self._heap = sorted({place for place in self._heap if place.order in self._queued})
 
     def head(self) -> _QueuePlace:
-        while self._heap[0].order not in self._tickets:
+        while self._heap[0].order not in self._queued:
             heappop(self._heap)
         return self._heap[0]
 
@@ -153,10 +150,10 @@ class _TenantQueue:
 class _LaneQueue:
     """The tenants of one lane of one class, least service first."""
 
-    __slots__ = ("_heap", "_shares", "_tenants", "_tickets")
+    __slots__ = ("_heap", "_queued", "_shares", "_tenants")
 
-    def __init__(self, tickets: Mapping[int, _QueuedGroup], shares: WeightedFairShares | None) -> None:
-        self._tickets = tickets
+    def __init__(self, queued: Mapping[int, _QueuedGroup], shares: WeightedFairShares | None) -> None:
+        self._queued = queued
         self._shares = shares
         self._tenants: dict[str, _TenantQueue] = {}
         self._heap: list[_QueueEntry] = []
@@ -167,7 +164,7 @@ class _LaneQueue:
     def push(self, tenant: str, place: _QueuePlace) -> None:
         queue = self._tenants.get(tenant)
         if queue is None:
-            queue = self._tenants[tenant] = _TenantQueue(self._tickets)
+            queue = self._tenants[tenant] = _TenantQueue(self._queued)
         queue.push(place)
         entry = _QueueEntry(self._service(tenant), place, tenant)
         if queue.entry is None or entry < queue.entry:
@@ -175,9 +172,9 @@ class _LaneQueue:
             heappush(self._heap, entry)
             self._tidy()
 
-    def forget_one(self, tenant: str) -> None:
+    def remove_one(self, tenant: str) -> None:
         queue = self._tenants[tenant]
-        queue.forget_one()
+        queue.remove_one()
         if queue.num_waiting == 0:
             del self._tenants[tenant]
             self._tidy()
@@ -198,8 +195,8 @@ class _LaneQueue:
                 return queue.entry
         return None
 
-    def lone_head(self) -> _QueuePlace | None:
-        """The first of the only tenant here; None if there are several, or nobody."""
+    def only_head(self) -> _QueuePlace | None:
+        """The head if exactly one tenant waits in this lane, else None."""
         if len(self._tenants) != 1:
             return None
         (queue,) = self._tenants.values()
@@ -216,31 +213,31 @@ class _LaneQueue:
 class _ClassQueue:
     """The two lanes of one class."""
 
-    __slots__ = ("_policy", "_tickets", "base_class", "long", "short")
+    __slots__ = ("_policy", "_queued", "base_class", "long", "short")
 
     def __init__(
         self,
         base_class: int,
         policy: OrderPolicy,
-        tickets: Mapping[int, _QueuedGroup],
+        queued: Mapping[int, _QueuedGroup],
         shares: WeightedFairShares | None,
     ) -> None:
         self.base_class = base_class
-        self.short = _LaneQueue(tickets, shares)
-        self.long = _LaneQueue(tickets, shares)
+        self.short = _LaneQueue(queued, shares)
+        self.long = _LaneQueue(queued, shares)
         self._policy = policy
-        self._tickets = tickets
+        self._queued = queued
 
-    def lone_head(self) -> _QueuePlace | None:
-        """The first, where nobody need be compared: one tenant waits, in one lane."""
+    def only_head(self) -> _QueuePlace | None:
+        """The head if one tenant waits in one lane and nothing need be compared, else None."""
         if not self.long:
-            return self.short.lone_head()
-        return None if self.short else self.long.lone_head()
+            return self.short.only_head()
+        return None if self.short else self.long.only_head()
 
     def head(self, now_s: float) -> _Head:
         short, long = self.short.head(), self.long.head()
-        short_waited_s = 0.0 if short is None else now_s - self._tickets[short.place.order].since_s
-        long_waited_s = 0.0 if long is None else now_s - self._tickets[long.place.order].since_s
+        short_waited_s = 0.0 if short is None else now_s - self._queued[short.place.order].since_s
+        long_waited_s = 0.0 if long is None else now_s - self._queued[long.place.order].since_s
         aged = aged_class(self.base_class, max(short_waited_s, long_waited_s), self._policy.ageing_s)
         short_key = None if short is None else Key(aged, short.service, False, *short.place)
         if long is not None:
@@ -248,86 +245,86 @@ class _ClassQueue:
             long_key = Key(aged, long.service, long_yields, *long.place)
             if short_key is None or long_key < short_key:
                 return _Head(long_key, self.base_class, short_key.order if short_key and long_yields else None)
-        assert short_key is not None, f"nobody waits in class {self.base_class}"
+        assert short_key is not None, f"class {self.base_class} is empty"
         return _Head(short_key, self.base_class, None)
 
 
 class WaitingQueue:
-    """Families in, the next ones to admit out."""
+    """Request groups in, the next candidates for admission out."""
 
-    __slots__ = ("_classes", "_policy", "_shares", "_tickets", "num_tokens")
+    __slots__ = ("_classes", "_policy", "_queued", "_shares", "num_tokens")
 
     def __init__(self, policy: OrderPolicy, shares: WeightedFairShares) -> None:
         self._policy = policy
         self._shares = shares if policy.fair else None
-        self._tickets: dict[int, _QueuedGroup] = {}  # who waits, by order
+        self._queued: dict[int, _QueuedGroup] = {}  # by order
         self._classes: dict[int, _ClassQueue] = {}
-        self.num_tokens = 0  # of the prompts that wait
+        self.num_tokens = 0  # prompt tokens of waiting groups
 
     def __len__(self) -> int:
-        return len(self._tickets)
+        return len(self._queued)
 
     def __contains__(self, group: RequestGroup) -> bool:
-        return group.order in self._tickets
+        return group.order in self._queued
 
-    # Coming and going.
+    # Entry and removal.
 
     def push(self, group: RequestGroup, since_s: float) -> None:
-        """Wait, from now; or, for one that waited elsewhere meanwhile, from when it began to. Its tenant must have
-        arrived in the shares. A preempted family finds its old place."""
+        """Queue a group that has waited since `since_s`. Its tenant must be active in the shares. A preempted group
+        returns to its old place."""
         assert group not in self, group
         request = group.request
         self.num_tokens += len(request.prompt)
         queue = self._classes.get(request.priority)
         if queue is None:
-            queue = _ClassQueue(request.priority, self._policy, self._tickets, self._shares)
+            queue = _ClassQueue(request.priority, self._policy, self._queued, self._shares)
             self._classes[request.priority] = queue
         is_long = lane(len(request.prompt), self._policy.long_prompt) is Lane.LONG
-        ticket = _QueuedGroup(group, since_s, queue.long if is_long else queue.short)
-        self._tickets[group.order] = ticket
-        ticket.lane.push(self._tenant_of(group), _QueuePlace(urgent_before(request.deadline_s), group.order))
+        queued_group = _QueuedGroup(group, since_s, queue.long if is_long else queue.short)
+        self._queued[group.order] = queued_group
+        queued_group.lane.push(self._tenant_of(group), _QueuePlace(deadline_key(request.deadline_s), group.order))
 
     def pop(self, group: RequestGroup) -> float:
-        """It is admitted, or waits elsewhere. Answers since when it waited."""
-        ticket = self._tickets.pop(group.order)
+        """Remove a group that is admitted or waits elsewhere; since when it waited."""
+        queued_group = self._queued.pop(group.order)
         self.num_tokens -= len(group.request.prompt)
-        ticket.lane.forget_one(self._tenant_of(group))
-        if not ticket.lane:
+        queued_group.lane.remove_one(self._tenant_of(group))
+        if not queued_group.lane:
             queue = self._classes[group.request.priority]
             if not (queue.short or queue.long):
                 del self._classes[group.request.priority]
-        return ticket.since_s
+        return queued_group.since_s
 
     def discard(self, group: RequestGroup) -> None:
-        """It gave up; no matter if it does not wait here."""
+        """Remove a group if it is queued."""
         if group in self:
             self.pop(group)
 
-    # Who is next.
+    # The head.
 
     def candidates(self, now_s: float) -> tuple[RequestGroup, ...]:
-        """The head; then, if it cannot be admitted, who may overtake it: the short lane of its class, as long as the
-        head is a long prompt with patience. Nobody else: what the head needs must come free some day. After a push
-        or a pop, ask anew."""
+        """The head; then the group that may overtake it if it cannot be admitted: the head of the short lane of its
+        class, while the head is a long prompt that still yields. No other group may, so that rows and blocks
+        accumulate for the head. Invalid after a push or a pop."""
         if len(self._classes) == 1:
             (queue,) = self._classes.values()
-            lone = queue.lone_head()
+            lone = queue.only_head()
             if lone is not None:
-                return (self._tickets[lone.order].group,)
+                return (self._queued[lone.order].group,)
         head = self._head(now_s)
         if head is None:
             return ()
-        first = self._tickets[head.key.order].group
-        return (first,) if head.overtaker is None else (first, self._tickets[head.overtaker].group)
+        first = self._queued[head.key.order].group
+        return (first,) if head.overtaker is None else (first, self._queued[head.overtaker].group)
 
     @property
     def best_class(self) -> int:
-        """The most important class that waits; somebody must."""
+        """The most important waiting class; the queue must not be empty."""
         return min(self._classes)
 
-    def first_of_best(self, now_s: float) -> RequestGroup:
-        """The first of the most important class, whoever has aged past it; somebody must wait."""
-        return self._tickets[self._classes[self.best_class].head(now_s).key.order].group
+    def best_class_head(self, now_s: float) -> RequestGroup:
+        """The head of the most important class, ageing aside; the queue must not be empty."""
+        return self._queued[self._classes[self.best_class].head(now_s).key.order].group
 
     def urgency(self, now_s: float) -> Urgency | None:
         head = self._head(now_s)
@@ -340,7 +337,7 @@ class WaitingQueue:
         return group.request.tenant if self._shares is not None else ""
 
 
-_FEWEST = 64  # entries below which nobody tidies up
+_FEWEST = 64  # entries below which the heap is never rebuilt
 
 
 class _DeadlineEntry(NamedTuple):
@@ -350,7 +347,7 @@ class _DeadlineEntry(NamedTuple):
 
 
 class Deadlines:
-    """Families by deadline, from their arrival on. Those that were seated or gave up are dropped lazily."""
+    """Admission deadlines of all groups, queued or waiting for a prefix. Admitted and ended ones are dropped lazily."""
 
     __slots__ = ("_heap", "_limit")
 
@@ -362,7 +359,7 @@ class Deadlines:
         return len(self._heap)
 
     def watch(self, group: RequestGroup) -> None:
-        """It has arrived; no matter if it has no deadline."""
+        """Watch a group that has arrived, if it has a deadline."""
         if group.request.deadline_s is None:
             return
         heappush(self._heap, _DeadlineEntry(group.request.deadline_s, group.order, group))
@@ -372,7 +369,7 @@ class Deadlines:
             self._limit = max(_FEWEST, 2 * len(self._heap))
 
     def expire(self, now_s: float) -> list[RequestGroup]:
-        """Those that were not seated before their deadline, the earliest first; each is named once."""
+        """Groups not admitted before their deadline, the earliest first; each is returned once."""
         expired = []
         while self._heap and self._heap[0].deadline_s <= now_s:
             group = heappop(self._heap).group
@@ -382,5 +379,5 @@ class Deadlines:
 
 
 def _waits(group: RequestGroup) -> bool:
-    """Whether it has neither been seated nor ended. Who sat once has met its deadline for good."""
+    """Neither admitted nor ended. A group admitted once has met its deadline for good."""
     return not group.was_assigned and not group.finished

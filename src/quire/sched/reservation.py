@@ -1,6 +1,6 @@
-"""How many blocks a request is promised when it sits down, and how many it could ever need. Pure arithmetic.
+"""How many blocks a request reserves at admission, and how many it can need at most. Pure arithmetic.
 
-How long outputs tend to be, learned from those that finished. Knows lengths alone, nothing of who asked.
+`LengthQuantile` learns output lengths from finished requests. Knows lengths alone.
 """
 
 from bisect import bisect_left, bisect_right, insort
@@ -26,7 +26,7 @@ class LengthQuantile:
         self._sorted: list[int] = []  # the same lengths
 
     def note(self, length: int) -> None:
-        """An output finished with so many tokens."""
+        """An output finished with this many tokens."""
         if len(self._recent) == self._recent.maxlen:
             del self._sorted[bisect_left(self._sorted, self._recent[0])]
         self._recent.append(length)
@@ -47,10 +47,10 @@ class LengthQuantile:
 
 
 class Overcommit(Enum):
-    """How far the cache is promised to more requests than it could hold to their end."""
+    """How far blocks are overcommitted: requests admitted beyond what the cache can hold to their end."""
 
-    NEVER = "never"  # the whole length is promised: nobody is ever preempted for blocks
-    HEDGE = "hedge"  # the prompt, and the output length that most recent requests stayed under
+    NEVER = "never"  # the whole length is reserved: no request is ever preempted for blocks
+    HEDGE = "hedge"  # the prompt, and an output length that most recent requests did not exceed
     OPTIMISTIC = "optimistic"  # the prompt and one token
 
 
@@ -60,20 +60,20 @@ def shared_blocks(request: Request, block_size: int) -> int:
 
 
 def most_blocks(request: Request, block_size: int) -> int:
-    """What a request needs in the worst case, alone in an empty cache."""
+    """Blocks that a request needs in the worst case, in an empty cache."""
     each = count_blocks(request.max_length - 1, block_size)
     return each + (request.num_sequences - 1) * (each - shared_blocks(request, block_size))
 
 
-def positions_to_reserve(sequence: Sequence, stance: Overcommit, lengths: LengthQuantile, *, immune: bool) -> int:
-    """The positions whose blocks a sequence is promised. One that may not be preempted any more gets them all."""
+def positions_to_reserve(sequence: Sequence, overcommit: Overcommit, lengths: LengthQuantile, *, immune: bool) -> int:
+    """The positions to reserve blocks for. A sequence that may not be preempted again reserves its whole length."""
     request = sequence.request
     whole = sequence.last_position + 1
-    if immune or stance is Overcommit.NEVER or request.beam is not None:
+    if immune or overcommit is Overcommit.NEVER or request.beam is not None:
         return whole
     num_tokens = len(sequence.tokens)
     known = num_tokens + 1
-    if stance is Overcommit.HEDGE:
+    if overcommit is Overcommit.HEDGE:
         num_prompt = len(request.prompt)
         expected = lengths.hedge(request.max_tokens, num_tokens - num_prompt)
         known = max(known, num_prompt + expected)

@@ -1,4 +1,4 @@
-"""Numbers and texts as few bytes, and back. Knows nothing of what they mean.
+"""Compact binary encoding of numbers and text. Knows nothing of their meaning.
 
 A count is 7 bits a byte, the lowest first, the top bit set on all but the last. An array of counts is its length, the
 bytes each takes (1, 2, 4 or 8), then the numbers; these, and reals, are little-endian.
@@ -15,7 +15,7 @@ _LONGEST_COUNT = 10  # bytes
 
 
 class UnreadableRecord(Exception):
-    """The bytes are none that were packed, or end too early."""
+    """The bytes are not a valid encoding, or end too early."""
 
     def __init__(self, message: str, *, at_end: bool = False) -> None:
         super().__init__(message)
@@ -23,7 +23,7 @@ class UnreadableRecord(Exception):
 
 
 class RecordEncoder:
-    """Grows by one thing after the other."""
+    """Appends encoded values to `data`."""
 
     __slots__ = ("data",)
 
@@ -66,7 +66,7 @@ class RecordEncoder:
 
 
 class RecordDecoder:
-    """Reads the same things in the same order."""
+    """Reads the same values in the same order."""
 
     __slots__ = ("_data", "position")
 

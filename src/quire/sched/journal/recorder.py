@@ -1,9 +1,7 @@
-"""Writes down every call that a scheduler gets, so that its decisions can be made again, elsewhere and later.
+"""Records every call of a scheduler in a journal, so that a replay can repeat its decisions.
 
-A step costs tens of bytes (`sched/journal/records.py`). The scheduler knows nothing of it: who wants a journal builds a
-`JournaledScheduler` in the place of a `Scheduler`.
-
-Which rows should emit a token in which step, by following the plans: so that a journal need not say it.
+A step costs tens of bytes (`sched/journal/records.py`). `Scheduler` knows nothing of it: a `JournaledScheduler` is used
+in its place. `ExpectedEmitters` follows the plans, so that the rows that emit in each step need not be written.
 """
 
 from collections import deque
@@ -45,7 +43,7 @@ from quire.sched.scheduler import Scheduler
 
 
 class ExpectedEmitters:
-    """The rows that cruise, and those of each step in flight. A row in flight is nobody else's: law (a)."""
+    """The decoding rows, and those of each step in flight. A row in flight is not reassigned: law (a)."""
 
     __slots__ = ("_decoding", "_in_flight")
 
@@ -60,21 +58,21 @@ class ExpectedEmitters:
         decoding[list(plan.releases)] = False
         sampled = [chunk.row for chunk in plan.chunks if ChunkOutput.SAMPLE in chunk.output]
         decoding[sampled] = True
-        speaking = decoding.copy()
-        speaking[list(plan.pauses)] = False
-        self._in_flight.append(speaking)
+        emitting = decoding.copy()
+        emitting[list(plan.pauses)] = False
+        self._in_flight.append(emitting)
 
     def absorb(self, ended: Iterable[FinishedRow]) -> NDArray[np.bool_]:
-        """By row, who should have spoken in the oldest step in flight, if these ended in it and are silent from now."""
-        speaking = self._in_flight.popleft()
+        """By row, whether it should emit in the oldest step in flight, in which these rows ended."""
+        emitting = self._in_flight.popleft()
         for row, reason in ended:
-            speaking[row] &= reason is not FinishReason.ERROR
+            emitting[row] &= reason is not FinishReason.ERROR
             for later in (self._decoding, *self._in_flight):
                 later[row] = False
-        return speaking
+        return emitting
 
     def lose(self) -> None:
-        """The steps in flight gave nothing."""
+        """The steps in flight are lost."""
         self._in_flight.clear()
 
 
@@ -97,7 +95,7 @@ def summarise(plan: StepPlan) -> PlanSummary:
 
 
 def checksum(plan: StepPlan) -> int:
-    """The same for the same plan; the counts keep its parts from running into each other."""
+    """A checksum of a plan; the counts separate its parts."""
     numbers: list[int] = [*summarise(plan), plan.num_padding, plan.reset]
     for move in plan.moves:
         for place in (move.src, move.dst):
@@ -115,8 +113,8 @@ def checksum(plan: StepPlan) -> int:
     return crc32(plan.grants.blocks.astype("<i4").tobytes(), crc32(plan.grants.rows.astype("<i4").tobytes(), start))
 
 
-class _Left(NamedTuple):
-    """A row that was left: what it emits up to a step is still its sitter's."""
+class _ReleasedRow(NamedTuple):
+    """A released row: what it emits up to `last_step` still belongs to its last sequence."""
 
     row: Row
     first_step: int
@@ -124,119 +122,121 @@ class _Left(NamedTuple):
 
 
 class Journal:
-    """A file of records. What rows emit is kept until they are left, then written at once."""
+    """A file of records. The tokens of a row are written together when it is released."""
 
-    def __init__(self, file: BinaryIO, blueprint: SchedulerSpec) -> None:
+    def __init__(self, file: BinaryIO, spec: SchedulerSpec) -> None:
         self._file = file
         self._checksum = 0
-        self._speakers = ExpectedEmitters(blueprint.max_rows)
-        self._tokens = TokenLog(blueprint.max_rows)
-        self._sitting: dict[Row, int] = {}  # since which step
-        self._left: deque[_Left] = deque()
+        self._expected = ExpectedEmitters(spec.max_rows)
+        self._tokens = TokenLog(spec.max_rows)
+        self._started_step: dict[Row, int] = {}  # by row
+        self._released: deque[_ReleasedRow] = deque()
         self._last_planned = -1
         self._last_absorbed = -1
-        self._answers: list[bool] = []
+        self._decisions: list[bool] = []
         header = RecordEncoder()
         header.data += MAGIC + bytes((VERSION,))
-        header.text(blueprint.to_json())
+        header.text(spec.to_json())
         self._write(header)
 
-    def overhear(self, question: Callable[[int, int], bool]) -> Callable[[int, int], bool]:
-        """The same question; its answers are written down."""
+    def record_decisions(self, function: Callable[[int, int], bool]) -> Callable[[int, int], bool]:
+        """The same function; its results are recorded."""
 
-        def ask(start: int, stop: int) -> bool:
-            answer = bool(question(start, stop))
-            self._answers.append(answer)
-            return answer
+        def recorded(start: int, stop: int) -> bool:
+            decision = bool(function(start, stop))
+            self._decisions.append(decision)
+            return decision
 
-        return ask
+        return recorded
 
     def note(self, record: Record) -> None:
-        self._write_answers()
-        packer = RecordEncoder()
-        record.pack(packer)
-        self._write(packer)
+        self._write_decisions()
+        encoder = RecordEncoder()
+        record.pack(encoder)
+        self._write(encoder)
 
     def planned(self, now_s: float, cost_version: int, plan: StepPlan | None) -> None:
         if plan is None:
             self.note(PlanRecord(now_s, cost_version, 0, None))
             return
         for row in plan.releases:
-            self._left.append(_Left(row, self._sitting.pop(row), plan.step - 1))
-        self._write_spoken()  # before the plan, which may have found these tokens in the cache
+            self._released.append(_ReleasedRow(row, self._started_step.pop(row), plan.step - 1))
+        self._write_tokens()  # before the plan, which may have matched these tokens in the cache
         self.note(PlanRecord(now_s, cost_version, checksum(plan), summarise(plan)))
-        self._speakers.launch(plan)
+        self._expected.launch(plan)
         self._last_planned = plan.step
         for row_start in plan.starts:
-            self._sitting[row_start.row] = plan.step
+            self._started_step[row_start.row] = plan.step
 
     def absorbed(self, now_s: float, result: StepResult) -> None:
-        surprises = self._speakers.absorb(result.ended)
-        surprises[result.rows] ^= True
-        surprising = np.flatnonzero(surprises).astype(np.int32)
-        self.note(AbsorbRecord(now_s, result.ended, surprising, result.candidates))
+        differing = self._expected.absorb(result.ended)
+        differing[result.rows] ^= True
+        unexpected = np.flatnonzero(differing).astype(np.int32)
+        self.note(AbsorbRecord(now_s, result.ended, unexpected, result.candidates))
         if self._tokens.full:
-            starts = (*self._sitting.values(), *(left.first_step for left in self._left))
-            self._tokens.make_room(min(starts, default=result.step))
+            starts = (*self._started_step.values(), *(left.first_step for left in self._released))
+            self._tokens.add_page(min(starts, default=result.step))
         self._tokens.append(result.step, result.rows, result.tokens)
         self._last_absorbed = result.step
-        self._write_spoken()
+        self._write_tokens()
 
     def lost(self, *, keep_cache: bool) -> None:
-        """The steps in flight gave nothing, and every row is empty."""
+        """The steps in flight are lost, and every row is free."""
         self.note(ControlRecord(RecordKind.STEPS_LOST, keep_cache))
-        self._speakers.lose()
-        self._leave_all()
+        self._expected.lose()
+        self._release_all()
         self._tokens.restart(self._last_planned + 1)
         self._last_absorbed = self._last_planned
 
     def close(self) -> None:
-        """Nothing more will come. What is still in flight counts as lost to the journal, not to the scheduler."""
-        self._leave_all()
-        self._write_answers()
+        """End the journal. Steps in flight are missing in it."""
+        self._release_all()
+        self._write_decisions()
         self.note(EndOfJournal(self._checksum))
         self._file.close()
 
-    def _leave_all(self) -> None:
-        self._left.extend(_Left(row, start, self._last_absorbed) for row, start in self._sitting.items())
-        self._sitting.clear()
-        self._write_spoken(whole=True)
+    def _release_all(self) -> None:
+        self._released.extend(
+            _ReleasedRow(row, start, self._last_absorbed) for row, start in self._started_step.items()
+        )
+        self._started_step.clear()
+        self._write_tokens(whole=True)
 
-    def _write_spoken(self, *, whole: bool = False) -> None:
-        while self._left and (whole or self._left[0].last_step <= self._last_absorbed):
-            row, first_step, _ = self._left.popleft()
+    def _write_tokens(self, *, whole: bool = False) -> None:
+        while self._released and (whole or self._released[0].last_step <= self._last_absorbed):
+            row, first_step, _ = self._released.popleft()
             tokens = self._tokens.gather(row, first_step)
             if len(tokens):
                 self.note(TokensRecord(row, first_step, tokens))
 
-    def _write_answers(self) -> None:
-        if self._answers:
-            packer = RecordEncoder()
-            SwapDecisionsRecord(tuple(self._answers)).pack(packer)
-            self._answers.clear()
-            self._write(packer)
+    def _write_decisions(self) -> None:
+        if self._decisions:
+            encoder = RecordEncoder()
+            SwapDecisionsRecord(tuple(self._decisions)).pack(encoder)
+            self._decisions.clear()
+            self._write(encoder)
 
-    def _write(self, packer: RecordEncoder) -> None:
-        self._file.write(packer.data)
-        self._checksum = crc32(packer.data, self._checksum)
+    def _write(self, encoder: RecordEncoder) -> None:
+        self._file.write(encoder.data)
+        self._checksum = crc32(encoder.data, self._checksum)
 
 
 class JournaledScheduler(Scheduler):
-    """A scheduler whose every call is written down. Close its journal at the end."""
+    """A scheduler whose every call is recorded. Close its journal at the end."""
 
     def __init__(
         self,
-        blueprint: SchedulerSpec,
+        spec: SchedulerSpec,
         file: BinaryIO,
         worth_keeping: Callable[[int, int], bool] = lambda start, stop: True,
     ) -> None:
-        self.journal = Journal(file, blueprint)
+        self.journal = Journal(file, spec)
         super().__init__(
-            blueprint.kv(self.journal.overhear(worth_keeping)),
-            max_rows=blueprint.max_rows,
-            max_step_tokens=blueprint.max_step_tokens,
-            policy=blueprint.policy,
-            cost=blueprint.cost(),
+            spec.kv(self.journal.record_decisions(worth_keeping)),
+            max_rows=spec.max_rows,
+            max_step_tokens=spec.max_step_tokens,
+            policy=spec.policy,
+            cost=spec.cost(),
         )
 
     def add(self, request: Request, now_s: float = 0.0) -> tuple[Sequence, ...]:

@@ -1,9 +1,9 @@
-"""What a journal holds: one record for each call that a scheduler got. Knows their bytes, not what they cause.
+"""Journal records: one for each call of a scheduler. Knows their bytes, not their effect.
 
-A journal is MAGIC, one byte of version, the blueprint as a text of JSON, then records: one byte of kind, and the
+A journal is MAGIC, one byte of version, the spec as JSON text, then records: one byte of kind, and the
 fields in the order of the classes below, as `sched/journal/codec.py` packs them. Steps are numbered by counting the
 plans that were not empty. What cannot be derived by following the plans is written; what can be, is not. Tokens are
-written once, when the row that emitted them was left.
+written once, when the row that emitted them is released.
 """
 
 from enum import IntEnum
@@ -20,7 +20,7 @@ from quire.sched.journal.codec import RecordDecoder, RecordEncoder, UnreadableRe
 MAGIC = b"quire journal\n"
 VERSION = 2
 
-_REASONS = (  # by their numbers in a record: a new one goes to the end
+_REASONS = (  # numbered by position: append only
     FinishReason.STOP,
     FinishReason.LENGTH,
     FinishReason.ABORT,
@@ -45,10 +45,10 @@ class RecordKind(IntEnum):
     STEPS_LOST = 7
     LARGEST_FAILED = 8
     PLANNED = 9
-    RESTED = 10
+    NOT_PLANNED = 10
     ABSORBED = 11
-    SPOKEN = 12
-    ANSWERED = 13
+    EMITTED = 12
+    SWAP_DECIDED = 13
     ENDED = 14
     CONCLUDED = 15
     FAILED = 16
@@ -57,7 +57,7 @@ class RecordKind(IntEnum):
 
 
 class PlanSummary(NamedTuple):
-    """A plan in numbers, for people."""
+    """The counts of a plan, for messages."""
 
     step: int
     num_decoding: int
@@ -72,35 +72,35 @@ class PlanSummary(NamedTuple):
 
 
 class ArrivalRecord(NamedTuple):
-    """`add`. Of the sampling, what decisions depend on."""
+    """`add`. Of the sampling parameters, those that decisions depend on."""
 
     request: Request
     now_s: float
 
-    def pack(self, packer: RecordEncoder) -> None:
+    def pack(self, encoder: RecordEncoder) -> None:
         request, sampling, beam = self.request, self.request.sampling, self.request.beam
-        packer.count(RecordKind.ARRIVED)
-        packer.real(self.now_s)
-        packer.count(request.id)
-        packer.array(request.prompt)
-        packer.count(request.max_tokens)
-        packer.count(request.num_sequences)
-        packer.text(request.partition)
-        packer.text(request.tenant)
-        packer.signed(request.priority)
-        packer.array(sampling.end_ids)
-        packer.count(sampling.min_tokens)
-        packer.count(sampling.num_candidates)
+        encoder.count(RecordKind.ARRIVED)
+        encoder.real(self.now_s)
+        encoder.count(request.id)
+        encoder.array(request.prompt)
+        encoder.count(request.max_tokens)
+        encoder.count(request.num_sequences)
+        encoder.text(request.partition)
+        encoder.text(request.tenant)
+        encoder.signed(request.priority)
+        encoder.array(sampling.end_ids)
+        encoder.count(sampling.min_tokens)
+        encoder.count(sampling.num_candidates)
         scored = sampling.num_prompt_logprobs is not None
         timed, beams = request.deadline_s is not None, beam is not None
-        packer.count(scored | timed << 1 | beams << 2 | sampling.masked << 3 | sampling.pooled << 4)
+        encoder.count(scored | timed << 1 | beams << 2 | sampling.masked << 3 | sampling.pooled << 4)
         if request.deadline_s is not None:
-            packer.real(request.deadline_s)
+            encoder.real(request.deadline_s)
         if beam is not None:
-            packer.count(beam.width)
-            packer.real(beam.length_penalty)
-            packer.count(_STOPPINGS.index(beam.early_stopping))
-            packer.count(beam.num_returned)
+            encoder.count(beam.width)
+            encoder.real(beam.length_penalty)
+            encoder.count(_STOPPINGS.index(beam.early_stopping))
+            encoder.count(beam.num_returned)
 
 
 class AbortRecord(NamedTuple):
@@ -108,21 +108,21 @@ class AbortRecord(NamedTuple):
 
     request: RequestId
 
-    def pack(self, packer: RecordEncoder) -> None:
-        packer.count(RecordKind.ABORTED)
-        packer.count(self.request)
+    def pack(self, encoder: RecordEncoder) -> None:
+        encoder.count(RecordKind.ABORTED)
+        encoder.count(self.request)
 
 
 class StopRecord(NamedTuple):
-    """`finish`: the front ended one sequence."""
+    """`finish`: the output processor ended one sequence."""
 
     sequence: SequenceId
     reason: FinishReason
 
-    def pack(self, packer: RecordEncoder) -> None:
-        packer.count(RecordKind.STOPPED)
-        packer.count(self.sequence)
-        packer.count(_REASONS.index(self.reason))
+    def pack(self, encoder: RecordEncoder) -> None:
+        encoder.count(RecordKind.STOPPED)
+        encoder.count(self.sequence)
+        encoder.count(_REASONS.index(self.reason))
 
 
 class ConcludeRecord(NamedTuple):
@@ -131,10 +131,10 @@ class ConcludeRecord(NamedTuple):
     sequence: SequenceId
     reason: FinishReason
 
-    def pack(self, packer: RecordEncoder) -> None:
-        packer.count(RecordKind.CONCLUDED)
-        packer.count(self.sequence)
-        packer.count(_REASONS.index(self.reason))
+    def pack(self, encoder: RecordEncoder) -> None:
+        encoder.count(RecordKind.CONCLUDED)
+        encoder.count(self.sequence)
+        encoder.count(_REASONS.index(self.reason))
 
 
 class FailRecord(NamedTuple):
@@ -142,9 +142,9 @@ class FailRecord(NamedTuple):
 
     request: RequestId
 
-    def pack(self, packer: RecordEncoder) -> None:
-        packer.count(RecordKind.FAILED)
-        packer.count(self.request)
+    def pack(self, encoder: RecordEncoder) -> None:
+        encoder.count(RecordKind.FAILED)
+        encoder.count(self.request)
 
 
 class RestrictRecord(NamedTuple):
@@ -152,67 +152,67 @@ class RestrictRecord(NamedTuple):
 
     orders: frozenset[int] | None
 
-    def pack(self, packer: RecordEncoder) -> None:
-        packer.count(RecordKind.RESTRICTED)
-        packer.count(self.orders is not None)
+    def pack(self, encoder: RecordEncoder) -> None:
+        encoder.count(RecordKind.RESTRICTED)
+        encoder.count(self.orders is not None)
         if self.orders is not None:
-            packer.array(sorted(self.orders))
+            encoder.array(sorted(self.orders))
 
 
 class ControlRecord(NamedTuple):
     """`drain`, `reset_cache`, `shrink`, `lose_steps`, `fail_largest` or `withdraw_all`.
 
-    `number`: the blocks; whether to keep.
+    `number`: the blocks to shrink by; whether the cache is kept.
     """
 
     kind: RecordKind
     number: int = 0
 
-    def pack(self, packer: RecordEncoder) -> None:
-        packer.count(self.kind)
+    def pack(self, encoder: RecordEncoder) -> None:
+        encoder.count(self.kind)
         if self.kind in (RecordKind.SHRUNK, RecordKind.STEPS_LOST):
-            packer.count(self.number)
+            encoder.count(self.number)
 
 
 class PlanRecord(NamedTuple):
-    """`plan`, and what came of it: nothing, or a plan with this checksum."""
+    """`plan` and its result: none, or a plan with this checksum."""
 
     now_s: float
     cost_version: int
     checksum: int
     summary: PlanSummary | None
 
-    def pack(self, packer: RecordEncoder) -> None:
-        packer.count(RecordKind.RESTED if self.summary is None else RecordKind.PLANNED)
-        packer.real(self.now_s)
-        packer.count(self.cost_version)
+    def pack(self, encoder: RecordEncoder) -> None:
+        encoder.count(RecordKind.NOT_PLANNED if self.summary is None else RecordKind.PLANNED)
+        encoder.real(self.now_s)
+        encoder.count(self.cost_version)
         if self.summary is not None:
-            packer.data += self.checksum.to_bytes(4, "little")
+            encoder.data += self.checksum.to_bytes(4, "little")
             for number in self.summary[1:]:
-                packer.count(number)
+                encoder.count(number)
 
 
 class AbsorbRecord(NamedTuple):
-    """`absorb`. Of the result: who ended, the candidates, and the rows that spoke against expectation, or did not."""
+    """`absorb`. Of the result: finished rows, candidates, and rows whose emission differs from `ExpectedEmitters`."""
 
     now_s: float
     ended: tuple[FinishedRow, ...]
-    surprising: IntArray
+    unexpected: IntArray
     candidates: dict[Row, Candidates]
 
-    def pack(self, packer: RecordEncoder) -> None:
-        packer.count(RecordKind.ABSORBED)
-        packer.real(self.now_s)
-        packer.count(len(self.ended))
+    def pack(self, encoder: RecordEncoder) -> None:
+        encoder.count(RecordKind.ABSORBED)
+        encoder.real(self.now_s)
+        encoder.count(len(self.ended))
         for row, reason in self.ended:
-            packer.count(row)
-            packer.count(_REASONS.index(reason))
-        packer.count(len(self.candidates))
+            encoder.count(row)
+            encoder.count(_REASONS.index(reason))
+        encoder.count(len(self.candidates))
         for row, candidates in self.candidates.items():
-            packer.count(row)
-            packer.array(candidates.ids)
-            packer.reals(candidates.logprobs)
-        packer.array(self.surprising)
+            encoder.count(row)
+            encoder.array(candidates.ids)
+            encoder.reals(candidates.logprobs)
+        encoder.array(self.unexpected)
 
 
 class TokensRecord(NamedTuple):
@@ -222,32 +222,32 @@ class TokensRecord(NamedTuple):
     first_step: int
     tokens: IntArray
 
-    def pack(self, packer: RecordEncoder) -> None:
-        packer.count(RecordKind.SPOKEN)
-        packer.count(self.row)
-        packer.count(self.first_step)
-        packer.array(self.tokens)
+    def pack(self, encoder: RecordEncoder) -> None:
+        encoder.count(RecordKind.EMITTED)
+        encoder.count(self.row)
+        encoder.count(self.first_step)
+        encoder.array(self.tokens)
 
 
 class SwapDecisionsRecord(NamedTuple):
-    """Whether evicted blocks were worth keeping in the host tier, in the order in which it was asked."""
+    """Whether evicted blocks were worth keeping in the host tier, in order."""
 
-    answers: tuple[bool, ...]
+    decisions: tuple[bool, ...]
 
-    def pack(self, packer: RecordEncoder) -> None:
-        packer.count(RecordKind.ANSWERED)
-        packer.count(len(self.answers))
-        packer.data += np.packbits(np.array(self.answers, dtype=bool)).tobytes()
+    def pack(self, encoder: RecordEncoder) -> None:
+        encoder.count(RecordKind.SWAP_DECIDED)
+        encoder.count(len(self.decisions))
+        encoder.data += np.packbits(np.array(self.decisions, dtype=bool)).tobytes()
 
 
 class EndOfJournal(NamedTuple):
-    """It was closed in order. The checksum is that of all bytes before this record."""
+    """The journal is complete. The checksum covers all bytes before this record."""
 
     checksum: int
 
-    def pack(self, packer: RecordEncoder) -> None:
-        packer.count(RecordKind.ENDED)
-        packer.data += self.checksum.to_bytes(4, "little")
+    def pack(self, encoder: RecordEncoder) -> None:
+        encoder.count(RecordKind.ENDED)
+        encoder.data += self.checksum.to_bytes(4, "little")
 
 
 Call = (
@@ -265,18 +265,18 @@ Record = Call | TokensRecord | SwapDecisionsRecord | EndOfJournal
 
 
 class RecordReader:
-    """Records, one after the other. Knows the number of the step that the next plan is for."""
+    """Reads records in order. Counts the steps, to number each plan."""
 
-    __slots__ = ("_next_step", "_unpacker")
+    __slots__ = ("_decoder", "_next_step")
 
-    def __init__(self, unpacker: RecordDecoder) -> None:
-        self._unpacker = unpacker
+    def __init__(self, decoder: RecordDecoder) -> None:
+        self._decoder = decoder
         self._next_step = 0
 
     def read(self) -> Record:
         """Raises `Unreadable`."""
-        unpacker = self._unpacker
-        start, number = unpacker.position, unpacker.count()
+        decoder = self._decoder
+        start, number = decoder.position, decoder.count()
         try:
             kind = RecordKind(number)
             return self._read(kind)
@@ -284,54 +284,54 @@ class RecordReader:
             raise UnreadableRecord(f"there is no record at byte {start}") from broken
 
     def _read(self, kind: RecordKind) -> Record:
-        unpacker = self._unpacker
+        decoder = self._decoder
         if kind is RecordKind.ARRIVED:
-            return _read_arrival(unpacker)
+            return _read_arrival(decoder)
         if kind is RecordKind.ABORTED:
-            return AbortRecord(RequestId(unpacker.count()))
+            return AbortRecord(RequestId(decoder.count()))
         if kind is RecordKind.STOPPED:
-            return StopRecord(SequenceId(unpacker.count()), _REASONS[unpacker.count()])
+            return StopRecord(SequenceId(decoder.count()), _REASONS[decoder.count()])
         if kind is RecordKind.CONCLUDED:
-            return ConcludeRecord(SequenceId(unpacker.count()), _REASONS[unpacker.count()])
+            return ConcludeRecord(SequenceId(decoder.count()), _REASONS[decoder.count()])
         if kind is RecordKind.FAILED:
-            return FailRecord(RequestId(unpacker.count()))
+            return FailRecord(RequestId(decoder.count()))
         if kind is RecordKind.RESTRICTED:
-            return RestrictRecord(frozenset(unpacker.array().tolist()) if unpacker.count() else None)
-        if kind is RecordKind.RESTED:
-            return PlanRecord(unpacker.real(), unpacker.count(), 0, None)
+            return RestrictRecord(frozenset(decoder.array().tolist()) if decoder.count() else None)
+        if kind is RecordKind.NOT_PLANNED:
+            return PlanRecord(decoder.real(), decoder.count(), 0, None)
         if kind is RecordKind.PLANNED:
             return self._read_plan()
         if kind is RecordKind.ABSORBED:
-            return _read_absorption(unpacker)
-        if kind is RecordKind.SPOKEN:
-            return TokensRecord(Row(unpacker.count()), unpacker.count(), unpacker.array().astype(np.int32))
-        if kind is RecordKind.ANSWERED:
-            count = unpacker.count()
-            bits = np.unpackbits(np.frombuffer(unpacker.raw(-(-count // 8)), dtype=np.uint8), count=count)
+            return _read_absorption(decoder)
+        if kind is RecordKind.EMITTED:
+            return TokensRecord(Row(decoder.count()), decoder.count(), decoder.array().astype(np.int32))
+        if kind is RecordKind.SWAP_DECIDED:
+            count = decoder.count()
+            bits = np.unpackbits(np.frombuffer(decoder.raw(-(-count // 8)), dtype=np.uint8), count=count)
             return SwapDecisionsRecord(tuple(bits.astype(bool).tolist()))
         if kind is RecordKind.ENDED:
-            return EndOfJournal(int.from_bytes(unpacker.raw(4), "little"))
-        return ControlRecord(kind, unpacker.count() if kind in (RecordKind.SHRUNK, RecordKind.STEPS_LOST) else 0)
+            return EndOfJournal(int.from_bytes(decoder.raw(4), "little"))
+        return ControlRecord(kind, decoder.count() if kind in (RecordKind.SHRUNK, RecordKind.STEPS_LOST) else 0)
 
     def _read_plan(self) -> PlanRecord:
-        unpacker = self._unpacker
-        now_s, version, checksum = unpacker.real(), unpacker.count(), int.from_bytes(unpacker.raw(4), "little")
-        numbers = [unpacker.count() for _ in PlanSummary._fields[1:]]
+        decoder = self._decoder
+        now_s, version, checksum = decoder.real(), decoder.count(), int.from_bytes(decoder.raw(4), "little")
+        numbers = [decoder.count() for _ in PlanSummary._fields[1:]]
         self._next_step += 1
         return PlanRecord(now_s, version, checksum, PlanSummary(self._next_step - 1, *numbers))
 
 
-def _read_arrival(unpacker: RecordDecoder) -> ArrivalRecord:
-    now_s, number, prompt = unpacker.real(), RequestId(unpacker.count()), unpacker.array().astype(np.int32)
-    max_tokens, num_sequences = unpacker.count(), unpacker.count()
-    partition, tenant, priority = unpacker.text(), unpacker.text(), unpacker.signed()
-    end_ids, min_tokens, num_candidates = tuple(unpacker.array().tolist()), unpacker.count(), unpacker.count()
-    flags = unpacker.count()
-    deadline_s = unpacker.real() if flags & 2 else None
+def _read_arrival(decoder: RecordDecoder) -> ArrivalRecord:
+    now_s, number, prompt = decoder.real(), RequestId(decoder.count()), decoder.array().astype(np.int32)
+    max_tokens, num_sequences = decoder.count(), decoder.count()
+    partition, tenant, priority = decoder.text(), decoder.text(), decoder.signed()
+    end_ids, min_tokens, num_candidates = tuple(decoder.array().tolist()), decoder.count(), decoder.count()
+    flags = decoder.count()
+    deadline_s = decoder.real() if flags & 2 else None
     beam = None
     if flags & 4:
-        width, penalty = unpacker.count(), unpacker.real()
-        beam = BeamParams(width, penalty, _STOPPINGS[unpacker.count()], unpacker.count())
+        width, penalty = decoder.count(), decoder.real()
+        beam = BeamParams(width, penalty, _STOPPINGS[decoder.count()], decoder.count())
     sampling = RowSampling(
         end_ids=end_ids,
         min_tokens=min_tokens,
@@ -346,12 +346,12 @@ def _read_arrival(unpacker: RecordDecoder) -> ArrivalRecord:
     )
 
 
-def _read_absorption(unpacker: RecordDecoder) -> AbsorbRecord:
-    now_s = unpacker.real()
-    ended = tuple(FinishedRow(Row(unpacker.count()), _REASONS[unpacker.count()]) for _ in range(unpacker.count()))
+def _read_absorption(decoder: RecordDecoder) -> AbsorbRecord:
+    now_s = decoder.real()
+    ended = tuple(FinishedRow(Row(decoder.count()), _REASONS[decoder.count()]) for _ in range(decoder.count()))
     candidates = {}
-    for _ in range(unpacker.count()):
-        row, ids = Row(unpacker.count()), unpacker.array().astype(np.int32)
-        logprobs: FloatArray = unpacker.reals()
+    for _ in range(decoder.count()):
+        row, ids = Row(decoder.count()), decoder.array().astype(np.int32)
+        logprobs: FloatArray = decoder.reals()
         candidates[row] = Candidates(ids, logprobs)
-    return AbsorbRecord(now_s, ended, unpacker.array().astype(np.int32), candidates)
+    return AbsorbRecord(now_s, ended, decoder.array().astype(np.int32), candidates)

@@ -1,4 +1,4 @@
-"""Makes every decision of a journal again and compares. Needs no model: what steps gave is in the journal."""
+"""Replays a journal: repeats every decision and compares. Needs no model: the journal holds the step results."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,20 +35,20 @@ from quire.sched.journal.records import (
     SwapDecisionsRecord,
     TokensRecord,
 )
-from quire.sched.policy import SchedulerSpec, read_blueprint
+from quire.sched.policy import SchedulerSpec, read_spec
 from quire.sched.scheduler import Scheduler
 
 
 class Condition(Enum):
-    """How whole a journal is."""
+    """How complete a journal is."""
 
-    COMPLETE = "complete"  # closed in order, and no byte was changed since
-    CUT_OFF = "cut off"  # it just ends: whoever wrote it may have died
-    DAMAGED = "damaged"  # bytes were changed
+    COMPLETE = "complete"  # closed, and the checksum matches
+    CUT_OFF = "cut off"  # ends without a closing record: the writer may have crashed
+    DAMAGED = "damaged"  # bytes were modified
 
 
 class Difference(NamedTuple):
-    """The first decision that came out otherwise."""
+    """The first decision that differs."""
 
     step: int
     recorded: str
@@ -57,13 +57,13 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReplayReport:
-    """What a replay found. It ends at the first difference: what comes after follows from it."""
+    """The result of a replay. It stops at the first difference: later ones follow from it."""
 
-    steps: int  # made again
+    steps: int  # replayed
     difference: Difference | None
     condition: Condition
     num_bytes: int
-    step_bytes: int  # of them, the records of the steps
+    step_bytes: int  # of them, plan and absorb records
 
     @property
     def bytes_per_step(self) -> float:
@@ -71,18 +71,18 @@ class ReplayReport:
 
 
 class _Contents(NamedTuple):
-    """A whole journal, read."""
+    """A decoded journal."""
 
-    blueprint: SchedulerSpec
+    spec: SchedulerSpec
     records: tuple[Record, ...]
-    spoken: dict[tuple[Row, int], IntArray]  # by row, and the step in which it was taken
-    answers: tuple[bool, ...]
+    emitted: dict[tuple[Row, int], IntArray]  # by row, and the step in which it was assigned
+    decisions: tuple[bool, ...]
     condition: Condition
     step_bytes: int
 
 
 def replay(path: Path) -> ReplayReport:
-    """Raises `BrokenJournal` for a file that is none."""
+    """Raises `BrokenJournal` for a file that is not a journal."""
     data = path.read_bytes()
     contents = _read(path, data)
     try:
@@ -95,75 +95,75 @@ def replay(path: Path) -> ReplayReport:
 
 
 def _read(path: Path, data: bytes) -> _Contents:
-    """A journal whose end is missing, or cannot be read, is read as far as it goes."""
-    unpacker = RecordDecoder(data)
+    """Read a journal up to the first record that is missing or unreadable."""
+    decoder = RecordDecoder(data)
     if data[: len(MAGIC)] != MAGIC:
         raise BrokenJournal(f"{path} is no journal of quire; `quire check --record FILE` writes one.")
-    unpacker.raw(len(MAGIC))
+    decoder.raw(len(MAGIC))
     try:
-        version = unpacker.raw(1)[0]
+        version = decoder.raw(1)[0]
         if version != VERSION:
             raise BrokenJournal(f"{path} is a journal of version {version}; this quire reads version {VERSION}.")
-        blueprint = read_blueprint(unpacker.text())
+        spec = read_spec(decoder.text())
     except (UnreadableRecord, KeyError, TypeError, ValueError) as broken:
         raise BrokenJournal(f"{path} begins like a journal, but its settings cannot be read: {broken}.") from broken
-    reader = RecordReader(unpacker)
+    reader = RecordReader(decoder)
     records: list[Record] = []
-    spoken: dict[tuple[Row, int], IntArray] = {}
-    answers: list[bool] = []
+    emitted: dict[tuple[Row, int], IntArray] = {}
+    decisions: list[bool] = []
     condition, step_bytes = Condition.CUT_OFF, 0
-    while not unpacker.at_end:
-        start = unpacker.position
+    while not decoder.at_end:
+        start = decoder.position
         try:
             record = reader.read()
         except UnreadableRecord as broken:
             condition = Condition.CUT_OFF if broken.at_end else Condition.DAMAGED
             break
         if isinstance(record, TokensRecord):
-            spoken[record.row, record.first_step] = record.tokens
+            emitted[record.row, record.first_step] = record.tokens
         elif isinstance(record, SwapDecisionsRecord):
-            answers += record.answers
+            decisions += record.decisions
         elif isinstance(record, EndOfJournal):
-            whole = record.checksum == crc32(data[:start]) and unpacker.position == len(data)
+            whole = record.checksum == crc32(data[:start]) and decoder.position == len(data)
             condition = Condition.COMPLETE if whole else Condition.DAMAGED
             break
         else:
             records.append(record)
-            step_bytes += unpacker.position - start if isinstance(record, PlanRecord | AbsorbRecord) else 0
-    return _Contents(blueprint, tuple(records), spoken, tuple(answers), condition, step_bytes)
+            step_bytes += decoder.position - start if isinstance(record, PlanRecord | AbsorbRecord) else 0
+    return _Contents(spec, tuple(records), emitted, tuple(decisions), condition, step_bytes)
 
 
 class _Replayer:
-    """A scheduler built anew, and whoever spoke to the old one."""
+    """A new scheduler, given the recorded calls and step results."""
 
     def __init__(self, contents: _Contents) -> None:
-        blueprint = contents.blueprint
-        answers = iter(contents.answers)
+        spec = contents.spec
+        decisions = iter(contents.decisions)
         self._scheduler = Scheduler(
-            blueprint.kv(lambda start, stop: next(answers, True)),
-            max_rows=blueprint.max_rows,
-            max_step_tokens=blueprint.max_step_tokens,
-            policy=blueprint.policy,
-            cost=blueprint.cost(),
+            spec.kv(lambda start, stop: next(decisions, True)),
+            max_rows=spec.max_rows,
+            max_step_tokens=spec.max_step_tokens,
+            policy=spec.policy,
+            cost=spec.cost(),
         )
-        self._spoken = contents.spoken
-        self._speakers = ExpectedEmitters(blueprint.max_rows)
-        self._tokens: dict[int, Iterator[int]] = {}  # that each row has still to emit
+        self._emitted = contents.emitted
+        self._expected = ExpectedEmitters(spec.max_rows)
+        self._tokens: dict[int, Iterator[int]] = {}  # still to be emitted, by row
         self._sequences: dict[SequenceId, Sequence] = {}
         self.num_planned = 0
 
     def run(self, records: tuple[Record, ...]) -> Difference | None:
         for record in records:
             try:
-                difference = self._follow(record)
-            except Exception as broken:  # a record that was changed may ask for the impossible
-                said = f"{type(broken).__name__}: {broken}"
-                return Difference(self.num_planned, type(record).__name__, said)
+                difference = self._apply(record)
+            except Exception as broken:  # a modified record may be an impossible call
+                error = f"{type(broken).__name__}: {broken}"
+                return Difference(self.num_planned, type(record).__name__, error)
             if difference is not None:
                 return difference
         return None
 
-    def _follow(self, record: Record) -> Difference | None:
+    def _apply(self, record: Record) -> Difference | None:
         scheduler = self._scheduler
         if isinstance(record, PlanRecord):
             return self._plan(record)
@@ -185,24 +185,24 @@ class _Replayer:
         elif isinstance(record, RestrictRecord):
             scheduler.admit_only(record.orders)
         elif isinstance(record, ControlRecord):
-            self._obey(record)
+            self._apply_control(record)
         return None
 
-    def _obey(self, order: ControlRecord) -> None:
+    def _apply_control(self, record: ControlRecord) -> None:
         scheduler = self._scheduler
-        if order.kind is RecordKind.DRAINED:
+        if record.kind is RecordKind.DRAINED:
             scheduler.drain()
-        elif order.kind is RecordKind.CACHE_RESET:
+        elif record.kind is RecordKind.CACHE_RESET:
             scheduler.reset_cache()
-        elif order.kind is RecordKind.SHRUNK:
-            scheduler.shrink(order.number)
-        elif order.kind is RecordKind.STEPS_LOST:
-            self._speakers.lose()
-            scheduler.lose_steps(keep_cache=bool(order.number))
-        elif order.kind is RecordKind.WITHDRAWN:
+        elif record.kind is RecordKind.SHRUNK:
+            scheduler.shrink(record.number)
+        elif record.kind is RecordKind.STEPS_LOST:
+            self._expected.lose()
+            scheduler.lose_steps(keep_cache=bool(record.number))
+        elif record.kind is RecordKind.WITHDRAWN:
             scheduler.withdraw_all()
         else:
-            assert order.kind is RecordKind.LARGEST_FAILED, order
+            assert record.kind is RecordKind.LARGEST_FAILED, record
             scheduler.fail_largest()
 
     def _plan(self, recorded: PlanRecord) -> Difference | None:
@@ -213,21 +213,21 @@ class _Replayer:
             replayed = _described(None if plan is None else summarise(plan), version)
             return Difference(self.num_planned, _described(recorded.summary, recorded.cost_version), replayed)
         if plan is not None:
-            self._speakers.launch(plan)
-            self._hand_out(plan)
+            self._expected.launch(plan)
+            self._queue_tokens(plan)
             self.num_planned += 1
         return None
 
-    def _hand_out(self, plan: StepPlan) -> None:
+    def _queue_tokens(self, plan: StepPlan) -> None:
         for row_start in plan.starts:
-            tokens = self._spoken.get((row_start.row, plan.step))
+            tokens = self._emitted.get((row_start.row, plan.step))
             self._tokens[row_start.row] = iter(()) if tokens is None else iter(tokens.tolist())
 
     def _result(self, record: AbsorbRecord) -> StepResult:
-        """Whoever was still seated when the journal broke off emits zeros: nobody can have read them."""
-        speaking = self._speakers.absorb(record.ended)
-        speaking[record.surprising] ^= True
-        rows = np.flatnonzero(speaking).astype(np.int32)
+        """The recorded step result. Rows still assigned when the journal ended emit zeros: no request read them."""
+        emitting = self._expected.absorb(record.ended)
+        emitting[record.unexpected] ^= True
+        rows = np.flatnonzero(emitting).astype(np.int32)
         tokens = np.array([next(self._tokens[row], 0) for row in rows.tolist()], dtype=np.int32)
         step = self._scheduler.last_absorbed + 1
         return StepResult(step, rows, tokens, record.ended, candidates=record.candidates)

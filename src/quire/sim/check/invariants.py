@@ -167,7 +167,7 @@ class CounterCheck:
         self._num_preemptions: dict[RequestId, int] = {}
         self.recomputed_tokens = 0
         self.forks = 0
-        self.seats_taken = 0
+        self.class_preemptions = 0
 
     def begin(self) -> None:
         self._running = {group.request.id for group in self._scheduler.running_groups()}
@@ -199,7 +199,7 @@ class CounterCheck:
             if group.num_preemptions > self._num_preemptions.get(group.request.id, 0):
                 self._num_preemptions[group.request.id] = group.num_preemptions
                 causes = [e.other for e in group.events if e.what is EventKind.PREEMPTED and e.other is not None]
-                self.seats_taken += causes[-1] not in self._running
+                self.class_preemptions += causes[-1] not in self._running
 
 
 @runtime_checkable

@@ -107,7 +107,7 @@ class CheckRun:
         counters, chaos, recounted = self.scheduler.counters, self._chaos, self._recounted
         assert counters.recomputed_tokens == recounted.recomputed_tokens, "recomputed tokens are miscounted"
         assert counters.forks == recounted.forks, "forks are miscounted"
-        assert counters.seats_taken == recounted.seats_taken, "seats taken are miscounted"
+        assert counters.class_preemptions == recounted.class_preemptions, "seats taken are miscounted"
         assert counters.computed_tokens == chaos.num_tokens, "computed tokens are miscounted"
         assert counters.moved_blocks == chaos.num_moves, "copies are miscounted"
         assert counters.padding_tokens == chaos.num_padding, "padding is miscounted"
@@ -323,7 +323,7 @@ class CheckRun:
 
 def _build(world: Scenario, worth_keeping: Callable[[int, int], bool], journal: BinaryIO | None) -> Scheduler:
     """The scheduler of a world; if there is a file for it, one that writes down what it was asked."""
-    blueprint = SchedulerSpec(
+    spec = SchedulerSpec(
         world.num_blocks,
         world.block_size,
         world.max_rows,
@@ -332,9 +332,9 @@ def _build(world: Scenario, worth_keeping: Callable[[int, int], bool], journal: 
         policy=world.policy,
     )
     if journal is not None:
-        return JournaledScheduler(blueprint, journal, worth_keeping)
+        return JournaledScheduler(spec, journal, worth_keeping)
     return Scheduler(
-        blueprint.kv(worth_keeping),
+        spec.kv(worth_keeping),
         max_rows=world.max_rows,
         max_step_tokens=world.max_step_tokens,
         policy=world.policy,

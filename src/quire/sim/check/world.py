@@ -150,7 +150,7 @@ def crowd(world: Scenario, dice: random.Random) -> Scenario:
         arrival_chance=1.0,
         shared_prefix=world.shared_prefix[:max_prompt],
         policy=replace(
-            world.policy, stance=Overcommit.OPTIMISTIC, max_preemptions=dice.choice((1, 3)), max_waiting=None
+            world.policy, overcommit=Overcommit.OPTIMISTIC, max_preemptions=dice.choice((1, 3)), max_waiting=None
         ),
     )
 
@@ -164,7 +164,7 @@ def _draw_policy(dice: random.Random) -> Policy:
             long_prompt=dice.choice((4, 30, 8192)),
             lane_patience_s=dice.choice((0.0, 2.0, 100.0)),
         ),
-        stance=dice.choice(tuple(Overcommit)),
+        overcommit=dice.choice(tuple(Overcommit)),
         itl_target_s=dice.choice((None, None, 0.015, 1.0)),
         max_preemptions=dice.choice((0, 1, 3)),
         max_waiting=dice.choice((None, None, None, 1, 5)),
