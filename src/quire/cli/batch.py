@@ -47,19 +47,19 @@ def batch(source: str, target: str, model: str | None, given: Mapping[str, Any])
             task = bar.tasks[0].id
             settings = BatchSettings(
                 lines,
-                output.past,
+                output.finished,
                 output.write,
                 _show_phase,
-                lambda tally: bar.update(task, completed=tally.num_lines),
+                lambda counts: bar.update(task, completed=counts.num_lines),
                 given["concurrency"],
             )
-            tally = run_batch(server, settings)
-    summary = [f"{tally.num_answered} answered"]
-    summary += [f"{tally.num_refused} refused"] if tally.num_refused else []
-    summary += [f"{tally.num_unreadable} unreadable"] if tally.num_unreadable else []
-    summary += [f"{tally.num_skipped} answered before"] if tally.num_skipped else []
+            counts = run_batch(server, settings)
+    summary = [f"{counts.num_answered} answered"]
+    summary += [f"{counts.num_refused} refused"] if counts.num_refused else []
+    summary += [f"{counts.num_unreadable} unreadable"] if counts.num_unreadable else []
+    summary += [f"{counts.num_skipped} answered before"] if counts.num_skipped else []
     err.print(", ".join(summary) + ".")
-    return 0 if tally.clean else 1
+    return 0 if counts.clean else 1
 
 
 @contextmanager

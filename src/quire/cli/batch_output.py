@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from quire.core.errors import ConfigError
-from quire.server.batch.lines import BEGINNING, BadLine, FinishedLines
+from quire.server.batch.lines import BEGINNING, FinishedLines, InvalidLine
 
 _STDOUT = 1
 
@@ -20,10 +20,10 @@ _STDOUT = 1
 class BatchOutput:
     """An open output, and the requests that it has responses for."""
 
-    def __init__(self, descriptor: int, past: FinishedLines, target: Path | None) -> None:
+    def __init__(self, descriptor: int, finished: FinishedLines, target: Path | None) -> None:
         self._descriptor = descriptor
         self._target = target
-        self.past = past
+        self.finished = finished
 
     def write(self, line: bytes) -> None:
         """Unbuffered: an interrupted run keeps the responses so far."""
@@ -52,32 +52,32 @@ def opened_output(target: Path | None) -> Iterator[BatchOutput]:
         return
     with ExitStack() as stack:
         try:
-            past = _read_past(target)
+            finished = _read_finished(target)
             file = stack.enter_context(target.open("ab", buffering=0))
         except OSError as error:
             raise ConfigError(f"Cannot write {target}: {error.strerror}.", param="output") from error
-        yield BatchOutput(file.fileno(), past, target)
+        yield BatchOutput(file.fileno(), finished, target)
 
 
-def _read_past(path: Path) -> FinishedLines:
-    past = FinishedLines()
+def _read_finished(path: Path) -> FinishedLines:
+    finished = FinishedLines()
     if not path.is_file():  # a pipe holds no responses
-        return past
+        return finished
     all_kept = True
     with path.open("rb") as file:
         for line in file:
             try:
-                all_kept &= _is_kept(line, past) and line.endswith(b"\n")
-            except BadLine as bad:
+                all_kept &= _is_kept(line, finished) and line.endswith(b"\n")
+            except InvalidLine as bad:
                 raise ConfigError(f"{path}: {bad.message}", param="output") from bad
     if not all_kept:
         _drop_others(path.resolve())
-    return past
+    return finished
 
 
-def _is_kept(line: bytes, past: FinishedLines) -> bool:
+def _is_kept(line: bytes, finished: FinishedLines) -> bool:
     was_cut = not line.endswith(b"\n") and line[: len(BEGINNING)] == BEGINNING[: len(line)]
-    return not was_cut and past.note(line)
+    return not was_cut and finished.add(line)
 
 
 def _drop_others(path: Path) -> None:

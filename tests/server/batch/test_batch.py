@@ -12,7 +12,15 @@ from quire.core.errors import InvalidParameter
 from quire.engine.engine_process import EngineProcess
 from quire.engine.messages import StartEngine
 from quire.server.batch import runner as batch
-from quire.server.batch.lines import BadLine, BatchReply, BatchRequest, FinishedLines, answered, read_line, refused
+from quire.server.batch.lines import (
+    BatchReply,
+    BatchRequest,
+    FinishedLines,
+    InvalidLine,
+    error_line,
+    read_line,
+    response_line,
+)
 from tests import children
 from tests.cli.commands import QUIRE, Shell
 
@@ -24,12 +32,12 @@ SCRIPT = """
 """
 
 
-def asked(custom_id: str, url: str, **body: object) -> dict[str, object]:
+def request(custom_id: str, url: str, **body: object) -> dict[str, object]:
     return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
 
 
 def chat(custom_id: str, text: str, **body: object) -> dict[str, object]:
-    return asked(custom_id, URLS[0], messages=[{"role": "user", "content": text}], **body)
+    return request(custom_id, URLS[0], messages=[{"role": "user", "content": text}], **body)
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +66,11 @@ def test_every_endpoint_and_every_mistake_in_one_file(script: Path, tmp_path: Pa
         written(
             [
                 chat("a", "a secret"),
-                asked("b", URLS[1], prompt=["x", "y"], max_tokens=3),
+                request("b", URLS[1], prompt=["x", "y"], max_tokens=3),
                 b"{nonsense",
-                asked("c", URLS[2], input=["one", "two"]),
+                request("c", URLS[2], input=["one", "two"]),
                 b"",
-                asked("d", "/v1/files"),
+                request("d", "/v1/files"),
                 chat("a", "again"),
                 chat("e", "hi", stream=True),
                 chat("f", "hi", model="gpt-5"),
@@ -84,9 +92,11 @@ def test_every_endpoint_and_every_mistake_in_one_file(script: Path, tmp_path: Pa
     statuses = {name: response["status_code"] for name, response in good.items()}
     assert statuses == {"a": 200, "b": 200, "c": 200, "h": 200, "f": 404, "g": 500}
     assert good["f"]["body"]["error"]["code"] == "model_not_found"
-    bad = {entry["error"]["line"]: entry for entry in told if entry["error"] is not None}
-    assert {line: entry["custom_id"] for line, entry in bad.items()} == {3: None, 6: "d", 7: "a", 8: "e"}
-    assert all(f"Line {line}" in entry["error"]["message"] and entry["response"] is None for line, entry in bad.items())
+    invalid = {entry["error"]["line"]: entry for entry in told if entry["error"] is not None}
+    assert {line: entry["custom_id"] for line, entry in invalid.items()} == {3: None, 6: "d", 7: "a", 8: "e"}
+    assert all(
+        f"Line {line}" in entry["error"]["message"] and entry["response"] is None for line, entry in invalid.items()
+    )
 
     again = run(script, str(source), "-o", str(target))
     assert again.returncode == 1 and b"0 answered, 2 refused, 4 unreadable, 4 answered before." in again.stderr
@@ -106,9 +116,11 @@ def test_what_failed_is_asked_again_and_what_was_answered_is_not(script: Path, t
     source.write_bytes(written(chat(name, "hi") for name in "abcd"))  # the fourth was mended
 
     def entry(custom_id: str, status: int) -> bytes:
-        return answered(BatchRequest(1, custom_id, URLS[0], b"{}"), BatchReply(status, "id", b'{"old": true}'))
+        return response_line(BatchRequest(1, custom_id, URLS[0], b"{}"), BatchReply(status, "id", b'{"old": true}'))
 
-    target.write_bytes(entry("a", 200) + entry("b", 503) + entry("c", 404) + refused(4, BadLine("Line 4 …", "d")))
+    target.write_bytes(
+        entry("a", 200) + entry("b", 503) + entry("c", 404) + error_line(4, InvalidLine("Line 4 …", "d"))
+    )
     target.chmod(0o640)
     done = run(script, str(source), "-o", str(target))
     assert done.returncode == 0 and b"3 answered, 1 answered before." in done.stderr, done.stderr.decode()
@@ -143,8 +155,8 @@ def test_from_stdin_to_stdout(script: Path) -> None:
         (("absent.jsonl", "-o", "-"), "Cannot read absent.jsonl"),
         (("in.jsonl", "-o", "in.jsonl"), "both the input and the output"),
         (("in.jsonl", "-o", "no/such/folder.jsonl"), "Cannot write no/such/folder.jsonl"),
-        (("in.jsonl", "-o", "foreign.jsonl"), "foreign.jsonl: The output holds a line that is no answer"),
-        (("in.jsonl", "-o", "unended.txt"), "unended.txt: The output holds a line that is no answer"),
+        (("in.jsonl", "-o", "foreign.jsonl"), "foreign.jsonl: The output holds a line that is no output"),
+        (("in.jsonl", "-o", "unended.txt"), "unended.txt: The output holds a line that is no output"),
     ],
 )
 def test_files_that_cannot_be(
@@ -198,14 +210,16 @@ def test_an_engine_for_a_file_is_one_for_batches(
     ],
 )
 def test_a_line_that_is_no_request_is_named(text: bytes) -> None:
-    with pytest.raises(BadLine, match="Line 7"):
+    with pytest.raises(InvalidLine, match="Line 7"):
         read_line(7, text, URLS)
 
 
 def test_an_endpoint_that_only_streams_is_none_of_a_batch() -> None:
     """Its answer would be a row of events in one string, and count as answered even if it broke off."""
-    with pytest.raises(BadLine, match=r"Line 7 asks for 'POST /generate_stream'; a batch may POST to .*, /generate\.$"):
-        read_line(7, written([asked("a", "/generate_stream", inputs="hi")]), batch.URLS)
+    with pytest.raises(
+        InvalidLine, match=r"Line 7 asks for 'POST /generate_stream'; a batch may POST to .*, /generate\.$"
+    ):
+        read_line(7, written([request("a", "/generate_stream", inputs="hi")]), batch.URLS)
 
 
 def test_a_body_is_passed_on_to_the_letter() -> None:
@@ -214,18 +228,18 @@ def test_a_body_is_passed_on_to_the_letter() -> None:
 
 
 def test_the_past_is_what_was_answered_well() -> None:
-    past = FinishedLines()
-    line = read_line(1, written([asked("a", URLS[1])]), URLS)
+    finished = FinishedLines()
+    line = read_line(1, written([request("a", URLS[1])]), URLS)
     for status in (400, 404, 429, 500, 503):
-        assert not past.note(answered(line, BatchReply(status, "id", b"not JSON")))
-    assert not past.note(refused(1, BadLine("Line 1 …", "a"))) and not past.answered(line)
-    assert past.note(answered(line, BatchReply(200, "id", b"{}"))) and past.answered(line)
+        assert not finished.add(response_line(line, BatchReply(status, "id", b"not JSON")))
+    assert not finished.add(error_line(1, InvalidLine("Line 1 …", "a"))) and line not in finished
+    assert finished.add(response_line(line, BatchReply(200, "id", b"{}"))) and line in finished
 
 
 @pytest.mark.parametrize("text", [b"name,age", b'{"name": "x"}', written([chat("a", "hi")]), b'{"custom_id": "a"}'])
 def test_what_is_no_answer_is_of_another_file(text: bytes) -> None:
-    with pytest.raises(BadLine, match="write to another file"):
-        FinishedLines().note(text)
+    with pytest.raises(InvalidLine, match="write to another file"):
+        FinishedLines().add(text)
 
 
 @pytest.mark.parametrize(
@@ -240,9 +254,9 @@ def test_what_is_no_answer_is_of_another_file(text: bytes) -> None:
     ],
 )
 def test_a_line_that_is_no_request_keeps_its_name(text: bytes) -> None:
-    with pytest.raises(BadLine) as bad:
+    with pytest.raises(InvalidLine) as invalid:
         read_line(7, text, URLS)
-    entry = json.loads(refused(7, bad.value))
+    entry = json.loads(error_line(7, invalid.value))
     assert (entry["custom_id"], entry["error"]["code"], entry["error"]["line"]) == ("a", "invalid_line", 7)
 
 

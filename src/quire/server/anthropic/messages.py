@@ -105,7 +105,7 @@ class MessagesBody(CountTokensBody, kw_only=True):
     stop_sequences: list[str] | None = None
 
 
-NAMES = {
+PARAM_NAMES = {
     "response_format": "output_config.format",
     "response_format.json_schema.schema": "output_config.format.schema",
 }
@@ -271,7 +271,7 @@ async def messages(state: ServerState, request: Request) -> Response:
     body = await read(request, MessagesBody)
     model = state.model
     model.check_model(body.model)
-    with rename_error_params(NAMES if body.stop is not None else {**NAMES, "stop": "stop_sequences"}):
+    with rename_error_params(PARAM_NAMES if body.stop is not None else {**PARAM_NAMES, "stop": "stop_sequences"}):
         model.check_least(len(body.messages))
         chat_body = await run_inline_if_short(request, as_chat, body)
         generation, prompt = chat_generation(chat_body, model), chat_prompt(chat_body)

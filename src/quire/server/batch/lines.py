@@ -1,4 +1,4 @@
-"""The lines of a batch, as OpenAI has them: what is asked, what is answered, and what was answered before.
+"""Batch lines in OpenAI's format: input lines to requests, responses to output lines, finished lines of earlier runs.
 
     {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {…}}
     {"id": "…", "custom_id": "a", "response": {"status_code": 200, "request_id": "…", "body": {…}}, "error": null}
@@ -14,12 +14,12 @@ import msgspec
 
 from quire.core.errors import QuireError, shown
 
-BEGINNING = b'{"id":"batch_req_'  # of every line of an answer that is written here
-_MAX_WORDS = 200  # characters of a parser's complaint
+BEGINNING = b'{"id":"batch_req_'  # of every output line
+_MAX_MESSAGE = 200  # characters of a parser's message
 
 
-class BadLine(QuireError):
-    """A line that asks for nothing that could be answered. What it calls itself is kept, where that can be read."""
+class InvalidLine(QuireError):
+    """An input line that is no valid request. Keeps its custom_id where that can be read."""
 
     code = "invalid_line"
 
@@ -28,7 +28,7 @@ class BadLine(QuireError):
         self.custom_id = custom_id
 
 
-class _ModelBody(msgspec.Struct):
+class _StreamField(msgspec.Struct):
     stream: bool | None = None
 
 
@@ -39,7 +39,7 @@ class _RequestLine(msgspec.Struct):
     method: str = "POST"
 
 
-class _NamedBody(msgspec.Struct):
+class _CustomIdLine(msgspec.Struct):
     custom_id: str
 
 
@@ -47,7 +47,7 @@ class _ResponseLine(msgspec.Struct):
     status_code: int
 
 
-class _AnswerLine(msgspec.Struct):
+class _OutputLine(msgspec.Struct):
     custom_id: str | None
     response: _ResponseLine | None
     error: dict[str, object] | None
@@ -57,7 +57,7 @@ class _AnswerLine(msgspec.Struct):
 class BatchRequest:
     """One request of a batch."""
 
-    line: int  # from 1 on
+    line: int  # from 1
     custom_id: str
     url: str
     body: bytes
@@ -65,7 +65,7 @@ class BatchRequest:
 
 @dataclass(frozen=True, slots=True)
 class BatchReply:
-    """What an endpoint answered."""
+    """The response of an endpoint."""
 
     status: int
     request_id: str
@@ -74,45 +74,45 @@ class BatchReply:
 
 
 def read_line(line: int, text: bytes, urls: Iterable[str]) -> BatchRequest:
-    """A request, or a `BadLine` that says what is wrong with it."""
+    """The request of an input line; raises `InvalidLine`."""
     try:
-        asked = msgspec.json.decode(text, type=_RequestLine)
-        wants_stream = msgspec.json.decode(asked.body, type=_ModelBody).stream
+        request = msgspec.json.decode(text, type=_RequestLine)
+        stream = msgspec.json.decode(request.body, type=_StreamField).stream
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadLine(f"Line {line} is no request: {str(error)[:_MAX_WORDS]}.", _custom_id(text)) from error
-    served = tuple(urls)
-    if asked.method != "POST" or asked.url not in served:
-        there = ", ".join(served)
-        raise BadLine(
-            f"Line {line} asks for {shown(f'{asked.method} {asked.url}')}; a batch may POST to {there}.",
-            asked.custom_id,
+        raise InvalidLine(f"Line {line} is no request: {str(error)[:_MAX_MESSAGE]}.", _custom_id(text)) from error
+    allowed = tuple(urls)
+    if request.method != "POST" or request.url not in allowed:
+        names = ", ".join(allowed)
+        raise InvalidLine(
+            f"Line {line} asks for {shown(f'{request.method} {request.url}')}; a batch may POST to {names}.",
+            request.custom_id,
         )
-    if wants_stream:
-        raise BadLine(f"Line {line} asks for a stream; the answers of a batch come whole.", asked.custom_id)
-    return BatchRequest(line, asked.custom_id, asked.url, bytes(asked.body))
+    if stream:
+        raise InvalidLine(f"Line {line} asks for a stream; a batch has no streams.", request.custom_id)
+    return BatchRequest(line, request.custom_id, request.url, bytes(request.body))
 
 
 def _custom_id(text: bytes) -> str | None:
-    """Of a line whose other parts could not be read."""
+    """The custom_id of a line that is otherwise invalid."""
     try:
-        return msgspec.json.decode(text, type=_NamedBody).custom_id
+        return msgspec.json.decode(text, type=_CustomIdLine).custom_id
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 
-def answered(asked: BatchRequest, reply: BatchReply) -> bytes:
-    """The line of an answer, whatever its status."""
+def response_line(request: BatchRequest, reply: BatchReply) -> bytes:
+    """The output line of a response, with any status."""
     try:
         body = msgspec.json.decode(reply.body)
     except msgspec.DecodeError:
         body = reply.body.decode(errors="replace")
     response = {"status_code": reply.status, "request_id": reply.request_id, "body": body}
-    return _line(asked.custom_id, response, None)
+    return _line(request.custom_id, response, None)
 
 
-def refused(line: int, bad: BadLine) -> bytes:
-    """The line of one that could not be asked."""
-    return _line(bad.custom_id, None, {"code": bad.code, "message": bad.message, "line": line})
+def error_line(line: int, invalid: InvalidLine) -> bytes:
+    """The output line of an invalid input line."""
+    return _line(invalid.custom_id, None, {"code": invalid.code, "message": invalid.message, "line": line})
 
 
 def _line(custom_id: str | None, response: object, error: object) -> bytes:
@@ -121,24 +121,24 @@ def _line(custom_id: str | None, response: object, error: object) -> bytes:
 
 
 class FinishedLines:
-    """What an earlier run has answered. What was refused or failed is not among it: who runs a batch again wants that
-    answered which was not, and may have mended a line, a name or a machine meanwhile."""
+    """The custom_ids with a 200 in the output of an earlier run. Errors are not among them: a second run retries
+    those, since the line, the model or the machine may have been fixed."""
 
     __slots__ = ("_custom_ids",)
 
     def __init__(self) -> None:
         self._custom_ids: set[str] = set()
 
-    def note(self, text: bytes) -> bool:
-        """Whether a line of its output is an answer. What is no such line raises `BadLine`: it is another's file."""
+    def add(self, text: bytes) -> bool:
+        """Adds an output line. Whether it has a 200. Raises `InvalidLine` for a line of another kind of file."""
         try:
-            entry = msgspec.json.decode(text, type=_AnswerLine)
+            entry = msgspec.json.decode(text, type=_OutputLine)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise BadLine("The output holds a line that is no answer of a batch; write to another file.") from error
+            raise InvalidLine("The output holds a line that is no output of a batch; write to another file.") from error
         if entry.custom_id is None or entry.response is None or entry.response.status_code != 200:
             return False
         self._custom_ids.add(entry.custom_id)
         return True
 
-    def answered(self, asked: BatchRequest) -> bool:
-        return asked.custom_id in self._custom_ids
+    def __contains__(self, request: BatchRequest) -> bool:
+        return request.custom_id in self._custom_ids

@@ -1,8 +1,7 @@
-"""Many requests answered in one go, through the application that serves HTTP: the same endpoints, the same answers.
+"""Batch runner: answers the lines of a batch file through the ASGI application, in this process, without a socket.
 
-As many are under way at once as keep the engine full. An answer is written when it comes: the order is the engine's.
-
-One request to an ASGI application in this process: no socket, no client that could hang up.
+The endpoints, and so the responses, are those of the HTTP server. Enough requests run at once to keep the engine full.
+Responses are written as they finish, not in the order of the lines.
 """
 
 import asyncio
@@ -15,7 +14,15 @@ from starlette.types import ASGIApp, Message, Scope
 from quire.core.errors import EngineFailed
 from quire.engine.startup import StartupPhase
 from quire.server.app import ENDPOINTS
-from quire.server.batch.lines import BadLine, BatchReply, BatchRequest, FinishedLines, answered, read_line, refused
+from quire.server.batch.lines import (
+    BatchReply,
+    BatchRequest,
+    FinishedLines,
+    InvalidLine,
+    error_line,
+    read_line,
+    response_line,
+)
 from quire.server.http.auth import KeyRing
 from quire.server.http.middleware import secure
 from quire.server.server import Server, ServerConfig, ServerObservers, first_error
@@ -23,26 +30,26 @@ from quire.server.tgi.generate import generate_stream
 
 
 async def post(app: ASGIApp, path: str, body: bytes, headers: Sequence[tuple[bytes, bytes]] = ()) -> BatchReply:
-    """What the application answers to a JSON body."""
+    """POSTs a JSON body to the application."""
     unread = [body]
-    status, told, pieces = 500, dict[bytes, bytes](), list[bytes]()
+    status, response_headers, parts = 500, dict[bytes, bytes](), list[bytes]()
 
     async def receive() -> Message:
         if unread:
             return {"type": "http.request", "body": unread.pop(), "more_body": False}
-        return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]  # nobody hangs up
+        return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]  # never disconnects
 
     async def send(message: Message) -> None:
-        nonlocal status, told
+        nonlocal status, response_headers
         if message["type"] == "http.response.start":
-            status, told = message["status"], dict(message["headers"])
+            status, response_headers = message["status"], dict(message["headers"])
         else:
-            pieces.append(message.get("body", b""))
+            parts.append(message.get("body", b""))
 
     await app(_scope(path, len(body), headers), receive, send)
-    wait = told.get(b"retry-after-ms")
-    request_id = told.get(b"x-quire-request-id", b"").decode("ascii")
-    return BatchReply(status, request_id, b"".join(pieces), None if wait is None else int(wait) / 1000)
+    wait = response_headers.get(b"retry-after-ms")
+    request_id = response_headers.get(b"x-quire-request-id", b"").decode("ascii")
+    return BatchReply(status, request_id, b"".join(parts), None if wait is None else int(wait) / 1000)
 
 
 def _scope(path: str, num_bytes: int, headers: Sequence[tuple[bytes, bytes]]) -> Scope:
@@ -63,18 +70,18 @@ def _scope(path: str, num_bytes: int, headers: Sequence[tuple[bytes, bytes]]) ->
 
 
 URLS = tuple(endpoint.path for endpoint in ENDPOINTS if endpoint.generates and endpoint.handler is not generate_stream)
-_MOST_QUEUED = 256  # beyond those that the engine runs: it never waits for the next
+_MAX_QUEUED = 256  # requests beyond the running ones: the engine never waits for the next
 _BUSY = (429, 503)
-_MOST_TRIES = 8
-_USUAL_WAIT_S = 1.0
+_MAX_TRIES = 8
+_DEFAULT_WAIT_S = 1.0
 
 
 @dataclass(slots=True)
 class BatchCounts:
-    """How it went, so far."""
+    """Counts of lines so far."""
 
     num_answered: int = 0
-    num_refused: int = 0  # answered, but with an error
+    num_refused: int = 0  # answered with an error
     num_unreadable: int = 0
     num_skipped: int = 0  # answered by an earlier run
 
@@ -88,122 +95,124 @@ class BatchCounts:
 
 
 class BatchRunner:
-    """Takes lines, writes lines."""
+    """Reads input lines, writes output lines."""
 
     def __init__(
         self,
         app: ASGIApp,
         lines: Iterable[bytes],
-        past: FinishedLines,
+        finished: FinishedLines,
         write: Callable[[bytes], None],
-        tell: Callable[[BatchCounts], None],
+        report: Callable[[BatchCounts], None],
     ) -> None:
         self._app = app
-        self._past = past
+        self._finished = finished
         self._write = write
-        self._tell = tell
-        self.tally = BatchCounts()
+        self._report = report
+        self.counts = BatchCounts()
         self._lines = enumerate(lines, 1)
         self._reading = asyncio.Lock()
-        self._seen: dict[str, int] = {}  # in which line each custom_id came
+        self._seen: dict[str, int] = {}  # custom_id -> line
 
-    async def run(self, at_once: int) -> None:
-        """Until every line is answered."""
+    async def run(self, concurrency: int) -> None:
+        """Returns when every line is answered."""
         async with asyncio.TaskGroup() as workers:
-            for _ in range(at_once):
+            for _ in range(concurrency):
                 workers.create_task(self._work())
 
     async def _work(self) -> None:
-        while (asked := await self._next()) is not None:
-            reply = await self._reply(asked)
+        while (request := await self._next()) is not None:
+            reply = await self._reply(request)
             if reply.status == 200:
-                self.tally.num_answered += 1
+                self.counts.num_answered += 1
             else:
-                self.tally.num_refused += 1
-            self._write(answered(asked, reply))
-            self._tell(self.tally)
+                self.counts.num_refused += 1
+            self._write(response_line(request, reply))
+            self._report(self.counts)
 
-    async def _reply(self, asked: BatchRequest) -> BatchReply:
-        """The answer; where the engine is busy or away for a while, a later one."""
-        for _ in range(_MOST_TRIES):
-            reply = await post(self._app, asked.url, asked.body)
+    async def _reply(self, request: BatchRequest) -> BatchReply:
+        """The response. A busy or restarting engine is retried."""
+        for _ in range(_MAX_TRIES):
+            reply = await post(self._app, request.url, request.body)
             if reply.status not in _BUSY:
                 break
-            await asyncio.sleep(_USUAL_WAIT_S if reply.retry_after_s is None else reply.retry_after_s)
+            await asyncio.sleep(_DEFAULT_WAIT_S if reply.retry_after_s is None else reply.retry_after_s)
         return reply
 
     async def _next(self) -> BatchRequest | None:
-        """The next request that is still to be answered. What cannot be asked is written down here."""
+        """The next request without a response. Invalid lines are written as errors here."""
         async with self._reading:
             while (numbered := await asyncio.to_thread(next, self._lines, None)) is not None:  # a pipe may be slow
                 number, text = numbered
                 if not text.strip():
                     continue
                 try:
-                    asked = self._read(number, text)
-                except BadLine as bad:
-                    self._refuse(number, bad)
+                    request = self._read(number, text)
+                except InvalidLine as invalid:
+                    self._refuse(number, invalid)
                     continue
-                if not self._past.answered(asked):
-                    return asked
-                self.tally.num_skipped += 1
-                self._tell(self.tally)
+                if request not in self._finished:
+                    return request
+                self.counts.num_skipped += 1
+                self._report(self.counts)
         return None
 
     def _read(self, number: int, text: bytes) -> BatchRequest:
-        asked = read_line(number, text, URLS)
-        first = self._seen.setdefault(asked.custom_id, number)
+        request = read_line(number, text, URLS)
+        first = self._seen.setdefault(request.custom_id, number)
         if first != number:
-            raise BadLine(f"Line {number} has the custom_id of line {first}; each needs its own.", asked.custom_id)
-        return asked
+            raise InvalidLine(
+                f"Line {number} has the custom_id of line {first}; each needs its own.", request.custom_id
+            )
+        return request
 
-    def _refuse(self, line: int, bad: BadLine) -> None:
-        self.tally.num_unreadable += 1
-        self._write(refused(line, bad))
-        self._tell(self.tally)
+    def _refuse(self, line: int, invalid: InvalidLine) -> None:
+        self.counts.num_unreadable += 1
+        self._write(error_line(line, invalid))
+        self._report(self.counts)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSettings:
-    """What a batch is to do, and who hears of it."""
+    """Input, output and callbacks of a batch."""
 
     lines: Iterable[bytes]
-    past: FinishedLines
+    finished: FinishedLines
     write: Callable[[bytes], None]
     phase: Callable[[StartupPhase], None]
-    tell: Callable[[BatchCounts], None]
-    at_once: int | None = None  # None: what keeps the engine full
+    report: Callable[[BatchCounts], None]
+    concurrency: int | None = None  # None: what keeps the engine full
 
 
-def run_batch(plan: ServerConfig, desired: BatchSettings) -> BatchCounts:
-    """Start an engine, answer everything, end it. A `QuireError` says why there is no engine (any more)."""
+def run_batch(config: ServerConfig, settings: BatchSettings) -> BatchCounts:
+    """Starts an engine, answers all lines, stops it. Raises the `QuireError` that ended the engine."""
 
     async def life() -> BatchCounts:
         ready = asyncio.Event()
-        listeners = ServerObservers(desired.phase, lambda model, facts: ready.set(), lambda line: None)
-        server = Server(plan, listeners)
+        listeners = ServerObservers(settings.phase, lambda model, facts: ready.set(), lambda line: None)
+        server = Server(config, listeners)
         app = secure(server.app, keys=KeyRing(), observers=[server.metrics.responded], admit=server.app.admit)
-        batch = BatchRunner(app, desired.lines, desired.past, desired.write, desired.tell)
+        batch = BatchRunner(app, settings.lines, settings.finished, settings.write, settings.report)
 
         async def work() -> None:
             await ready.wait()
             facts = server.engine.facts
             assert facts is not None
-            await batch.run(desired.at_once or facts.max_num_seqs + min(facts.max_num_seqs, _MOST_QUEUED))
+            await batch.run(settings.concurrency or facts.max_num_seqs + min(facts.max_num_seqs, _MAX_QUEUED))
 
         working, keeping = asyncio.create_task(work()), asyncio.create_task(server.run_engine())
         try:
             await asyncio.wait({working, keeping}, return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
-                await first_error(keeping)  # there is no engine: says why
+                await first_error(keeping)  # the reason why the engine failed
                 raise EngineFailed("The engine ended before the batch did.")
             await first_error(working)
         finally:
             working.cancel()
             await server.supervisor.stop()
             keeping.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):  # told above, or not to be told
+            with contextlib.suppress(asyncio.CancelledError, Exception):  # already raised, or of no interest
                 await keeping
-        return batch.tally
+        return batch.counts
 
     return asyncio.run(life())

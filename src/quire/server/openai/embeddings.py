@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: texts as vectors, in the order in which they came."""
+"""POST /v1/embeddings: one vector per input, in the order of the inputs."""
 
 import base64
 from collections import deque
@@ -20,10 +20,12 @@ from quire.server.request.decode import read
 from quire.server.request.params import GenerationRequest, prompt_list, truncate_prompt
 from quire.server.request.schema import EmbeddingBody
 
-MAX_INPUTS = 2048  # as OpenAI has it
-_AT_ONCE = 32  # inputs of one request that are with the engine: they fill a step, and leave room for others
+MAX_INPUTS = 2048  # OpenAI's limit
+_AT_ONCE = (
+    32  # inputs of one request in the engine at once: enough to fill a step, and other requests still get a share
+)
 _FORMATS = ("float", "base64")
-_NAMES = {"messages": "input", "prompt": "input"}
+_PARAM_NAMES = {"messages": "input", "prompt": "input"}
 
 
 async def embeddings(state: ServerState, request: Request) -> Response:
@@ -36,15 +38,15 @@ async def embeddings(state: ServerState, request: Request) -> Response:
     if body.dimensions is not None and body.dimensions < 1:
         raise InvalidParameter(f"dimensions is {body.dimensions}; the least is 1.", param="dimensions")
     terms = _terms(body)
-    with rename_error_params(_NAMES):
+    with rename_error_params(_PARAM_NAMES):
         inputs = await run_in_threadpool(_inputs, body, terms, model)
-        vectors = await until_disconnect(request, _embedded(state.engine, inputs, terms, body.dimensions))
+        vectors = await until_disconnect(request, _embed(state.engine, inputs, terms, body.dimensions))
     num_tokens = sum(map(len, inputs))
-    response = await run_in_threadpool(_answer, vectors, encoding)
+    data = await run_in_threadpool(_data, vectors, encoding)
     return json_response(
         {
             "object": "list",
-            "data": response,
+            "data": data,
             "model": model.name,
             "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
         }
@@ -52,12 +54,12 @@ async def embeddings(state: ServerState, request: Request) -> Response:
 
 
 def _terms(body: EmbeddingBody) -> RequestOptions:
-    names = ("priority", "cache_salt", "timeout_s")  # the tenant is not the client's to say
+    names = ("priority", "cache_salt", "timeout_s")  # not the tenant, which follows from the API key
     return RequestOptions(**{name: value for name in names if (value := getattr(body, name)) is not None})
 
 
 def _inputs(body: EmbeddingBody, terms: RequestOptions, model: ServedModel) -> list[list[int]]:
-    """Each as ids. A long text takes long to read."""
+    """The inputs as token ids. Encoding long texts is slow: call it on a thread."""
     generation = GenerationRequest(params=EMBEDDING, terms=terms, grammar=None, stream=False, without_tokens=True)
     inputs = []
     for place, text in enumerate(prompt_list(body.input, param="input", most=MAX_INPUTS)):
@@ -74,10 +76,10 @@ def _inputs(body: EmbeddingBody, terms: RequestOptions, model: ServedModel) -> l
     return inputs
 
 
-async def _embedded(
+async def _embed(
     engine: AsyncEngine, inputs: Sequence[list[int]], terms: RequestOptions, dimensions: int | None
 ) -> list[FloatArray]:
-    """All of them, some at a time, in order. One failure is everybody's."""
+    """The vectors of all inputs, `_AT_ONCE` at a time, in order. One failure fails the request."""
     vectors: list[FloatArray] = []
     waiting = deque(inputs)
     calls: deque[RequestStream] = deque()
@@ -85,7 +87,7 @@ async def _embedded(
         while waiting or calls:
             while waiting and len(calls) < _AT_ONCE:
                 calls.append(engine.embed(waiting.popleft(), terms=terms))
-            vectors.append(_cut(await _vector(calls[0]), dimensions))
+            vectors.append(_truncate(await _vector(calls[0]), dimensions))
             calls.popleft()
     finally:
         for call in calls:
@@ -100,8 +102,8 @@ async def _vector(call: RequestStream) -> FloatArray:
     return update.embedding
 
 
-def _cut(vector: FloatArray, dimensions: int | None) -> FloatArray:
-    """Its first dimensions, at length one again."""
+def _truncate(vector: FloatArray, dimensions: int | None) -> FloatArray:
+    """The first dimensions, normalized to length 1."""
     if dimensions is None or dimensions == len(vector):
         return vector
     if dimensions > len(vector):
@@ -111,11 +113,11 @@ def _cut(vector: FloatArray, dimensions: int | None) -> FloatArray:
     return unit(vector[:dimensions])
 
 
-def _answer(vectors: Sequence[FloatArray], encoding: str) -> list[dict[str, object]]:
-    told = [_as_base64(vector) if encoding == "base64" else vector.tolist() for vector in vectors]
-    return [{"object": "embedding", "index": place, "embedding": each} for place, each in enumerate(told)]
+def _data(vectors: Sequence[FloatArray], encoding: str) -> list[dict[str, object]]:
+    encoded = [_as_base64(vector) if encoding == "base64" else vector.tolist() for vector in vectors]
+    return [{"object": "embedding", "index": place, "embedding": each} for place, each in enumerate(encoded)]
 
 
 def _as_base64(vector: FloatArray) -> str:
-    """Little-endian float32, as OpenAI's clients read it."""
+    """Little-endian float32, the format of OpenAI's clients."""
     return base64.b64encode(vector.astype("<f4", copy=False).tobytes()).decode()

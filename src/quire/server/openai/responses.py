@@ -10,7 +10,7 @@ from quire.server.chat.session import ChatDelta, ChatStream, start_chat
 from quire.server.context import ServerState
 from quire.server.http.errors import rename_error_params
 from quire.server.http.sse import Events, json_response, run_inline_if_short, stream, until_disconnect
-from quire.server.openai.responses_input import NAMES, ResponsesBody, as_chat
+from quire.server.openai.responses_input import PARAM_NAMES, ResponsesBody, as_chat
 from quire.server.openai.responses_output import ResponsesResponse
 from quire.server.request.decode import read
 from quire.server.request.params import chat_generation
@@ -27,7 +27,7 @@ async def responses(state: ServerState, request: Request) -> Response:
     body = await read(request, ResponsesBody)
     model = state.model
     model.check_model(body.model)
-    with rename_error_params(NAMES):
+    with rename_error_params(PARAM_NAMES):
         if body.truncation != "auto" and isinstance(body.input, list):
             model.check_least(len(body.input), "input")
         chat_body = await run_inline_if_short(request, as_chat, body)

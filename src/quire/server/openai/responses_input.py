@@ -84,7 +84,7 @@ class ResponsesBody(SharedBody, kw_only=True):
     max_completion_tokens: Refused = None
 
 
-NAMES = {
+PARAM_NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
     "response_format": "text.format",

@@ -1,10 +1,7 @@
-"""POST /, /generate, /generate_stream and GET /info, for clients of text-generation-inference.
+"""text-generation-inference API: POST /, /generate, /generate_stream and GET /info.
 
-The body of /generate and its like: what clients of text-generation-inference send.
-
-What a client of text-generation-inference asks for, as a completion. What is not served is refused by its name.
-
-Writes answers as clients of text-generation-inference read them: whole, and a frame for each token. No HTTP.
+A body is converted to a completion body; fields that are not supported are refused by name. A stream has one event per
+token.
 """
 
 from collections.abc import Mapping
@@ -28,16 +25,22 @@ from quire.server.request.schema import CompletionBody, Count, Json, Penalty, Sh
 from quire.text.tokenizer import Tokenizer
 from quire.version import __version__
 
+Body = dict[str, object]
+Entry = Mapping[int, Logprob]
+
+PATH = "/generate"
+NUM_TOKENS = 100  # TGI's default of max_new_tokens
+
 
 class TgiGrammar(Struct, kw_only=True):
-    """What an answer may say: a JSON schema, or a regular expression."""
+    """A constraint: a JSON schema, or a regular expression."""
 
     type: str
     value: Json = None
 
 
 class TgiParameters(Struct, kw_only=True):
-    """How to sample, and what to tell besides text. Null means that nothing was said."""
+    """Sampling parameters and response options. Null means unset."""
 
     max_new_tokens: Count | None = None
     do_sample: bool | None = None
@@ -61,14 +64,14 @@ class TgiParameters(Struct, kw_only=True):
 
 
 class GenerateBody(Struct, kw_only=True):
-    """A text that is to go on."""
+    """The body of /generate: a text to continue."""
 
     inputs: str
     parameters: TgiParameters | None = None
     stream: bool | None = None
 
 
-NAMES = {
+PARAM_NAMES = {
     "messages": "inputs",
     "prompt": "inputs",
     "max_tokens": "max_new_tokens",
@@ -78,45 +81,46 @@ NAMES = {
     "structured_outputs.json": "grammar.value",
     "structured_outputs.regex": "grammar.value",
 }
-NUM_TOKENS = 100  # when nothing is said
 
 
 def as_completion(body: GenerateBody, *, stream: bool) -> CompletionBody:
-    """The same question to /v1/completions. Every token is told with its score where tokens are told."""
-    said = body.parameters or TgiParameters()
-    _check(said, stream=stream)
-    chance = said.do_sample or any(each is not None for each in (said.temperature, said.top_k, said.top_p))
+    """The equivalent body of /v1/completions. Tokens in a response always have their log-probability."""
+    parameters = body.parameters or TgiParameters()
+    _check(parameters, stream=stream)
+    samples = parameters.do_sample or any(
+        each is not None for each in (parameters.temperature, parameters.top_k, parameters.top_p)
+    )
     return CompletionBody(
         prompt=body.inputs,
         stream=stream,
-        max_tokens=NUM_TOKENS if said.max_new_tokens is None else said.max_new_tokens,
-        temperature=said.temperature if chance else 0.0,
-        top_k=said.top_k,
-        top_p=said.top_p,
-        repetition_penalty=said.repetition_penalty,
-        frequency_penalty=said.frequency_penalty,
-        stop=said.stop,
-        seed=said.seed,
-        truncate_prompt_tokens=said.truncate,
-        logprobs=(said.top_n_tokens or 0) if stream or said.details else None,
-        prompt_logprobs=0 if said.details and said.decoder_input_details else None,
-        structured_outputs=None if said.grammar is None else _structured(said.grammar),
+        max_tokens=NUM_TOKENS if parameters.max_new_tokens is None else parameters.max_new_tokens,
+        temperature=parameters.temperature if samples else 0.0,
+        top_k=parameters.top_k,
+        top_p=parameters.top_p,
+        repetition_penalty=parameters.repetition_penalty,
+        frequency_penalty=parameters.frequency_penalty,
+        stop=parameters.stop,
+        seed=parameters.seed,
+        truncate_prompt_tokens=parameters.truncate,
+        logprobs=(parameters.top_n_tokens or 0) if stream or parameters.details else None,
+        prompt_logprobs=0 if parameters.details and parameters.decoder_input_details else None,
+        structured_outputs=None if parameters.grammar is None else _structured(parameters.grammar),
     )
 
 
-def _check(said: TgiParameters, *, stream: bool) -> None:
+def _check(parameters: TgiParameters, *, stream: bool) -> None:
     refused = {
-        "best_of": said.best_of not in (None, 1),
-        "typical_p": said.typical_p not in (None, 1.0),
-        "watermark": bool(said.watermark),
-        "adapter_id": said.adapter_id is not None,
-        "decoder_input_details": stream and bool(said.decoder_input_details),
+        "best_of": parameters.best_of not in (None, 1),
+        "typical_p": parameters.typical_p not in (None, 1.0),
+        "watermark": bool(parameters.watermark),
+        "adapter_id": parameters.adapter_id is not None,
+        "decoder_input_details": stream and bool(parameters.decoder_input_details),
     }
-    for name, generation in refused.items():
-        if generation:
+    for name, is_refused in refused.items():
+        if is_refused:
             where = " in a stream" if name == "decoder_input_details" else ""
-            raise InvalidParameter(f"{name} is not served here{where}; leave it away.", param=name)
-    if said.max_new_tokens == 0:
+            raise InvalidParameter(f"{name} is not served here{where}; omit it.", param=name)
+    if parameters.max_new_tokens == 0:
         raise InvalidParameter("max_new_tokens must be at least 1, not 0.", param="max_new_tokens")
 
 
@@ -136,94 +140,90 @@ def _structured(grammar: TgiGrammar) -> StructuredOutputs:
     )
 
 
-Body = dict[str, object]
-Entry = Mapping[int, Logprob]
-
-PATH = "/generate"
-
-
 class TgiResponse:
-    """The bodies of one answer."""
+    """The JSON of one response."""
 
-    def __init__(self, prompt: str, num_prompt: int, said: TgiParameters, tokenizer: Tokenizer) -> None:
-        self._prefix = prompt if said.return_full_text else ""
+    def __init__(self, prompt: str, num_prompt: int, parameters: TgiParameters, tokenizer: Tokenizer) -> None:
+        self._prefix = prompt if parameters.return_full_text else ""
         self._num_prompt = num_prompt
-        self._said = said
+        self._parameters = parameters
         self._tokenizer = tokenizer
         self._text: list[str] = []
         self._num_tokens = 0
 
     def whole(self, output: RequestOutput) -> Body:
-        [said] = output.outputs
-        body: Body = {"generated_text": self._prefix + said.text}
-        if self._said.details:
-            scores = said.logprobs or []
+        [choice] = output.outputs
+        body: Body = {"generated_text": self._prefix + choice.text}
+        if self._parameters.details:
+            entries = choice.logprobs or []
             body["details"] = {
-                **self._details(said, len(said.token_ids)),
+                **self._details(choice, len(choice.token_ids)),
                 "prefill": self._prefill(output),
-                "tokens": [self._token(token, entry) for token, entry in zip(said.token_ids, scores, strict=True)],
-                **({"top_tokens": [self._top(entry) for entry in scores]} if self._said.top_n_tokens else {}),
+                "tokens": [self._token(token, entry) for token, entry in zip(choice.token_ids, entries, strict=True)],
+                **({"top_tokens": [self._top(entry) for entry in entries]} if self._parameters.top_n_tokens else {}),
             }
         return body
 
-    def frames(self, delta: Delta) -> bytes:
-        """One for each token. Text that several tokens make together comes with the last of them."""
-        told = []
+    def events(self, delta: Delta) -> bytes:
+        """One event per token. Text that several tokens share comes with the last of them."""
+        events = []
         self._text.append(delta.text)
         tokens = list(zip(delta.token_ids, delta.logprobs, strict=True))
         for place, (token, entry) in enumerate(tokens):
             self._num_tokens += 1
             last = place == len(tokens) - 1
-            frame: Body = {
+            event: Body = {
                 "index": self._num_tokens,
                 "token": self._token(token, entry, delta.text if last else ""),
                 "generated_text": None,
                 "details": None,
             }
-            if self._said.top_n_tokens:
-                frame["top_tokens"] = self._top(entry)
+            if self._parameters.top_n_tokens:
+                event["top_tokens"] = self._top(entry)
             if last and delta.finish_reason is not None:
                 details = self._details(delta, self._num_tokens)
-                frame["generated_text"] = self._prefix + "".join(self._text)
-                frame["details"] = {**details, "input_length": self._num_prompt}
-            told.append(b"data:" + msgspec.json.encode(frame) + b"\n\n")
-        return b"".join(told)
+                event["generated_text"] = self._prefix + "".join(self._text)
+                event["details"] = {**details, "input_length": self._num_prompt}
+            events.append(b"data:" + msgspec.json.encode(event) + b"\n\n")
+        return b"".join(events)
 
     def failed(self, error: Exception) -> bytes:
         return b"data:" + reply_to(client_error(error), path=PATH).body + b"\n\n"
 
-    def _details(self, ended: CompletionOutput | Delta, num_tokens: int) -> Body:
-        reason = "length" if ended.finish_reason == "length" else "eos_token"
-        if ended.stop_reason is not None:
+    def _details(self, choice: CompletionOutput | Delta, num_tokens: int) -> Body:
+        reason = "length" if choice.finish_reason == "length" else "eos_token"
+        if choice.stop_reason is not None:
             reason = "stop_sequence"
-        return {"finish_reason": reason, "generated_tokens": num_tokens, "seed": self._said.seed}
+        return {"finish_reason": reason, "generated_tokens": num_tokens, "seed": self._parameters.seed}
 
     def _prefill(self, output: RequestOutput) -> list[Body]:
-        """The first token of a prompt has no score."""
-        told = []
+        """The tokens of the prompt. The first one has no log-probability."""
+        tokens = []
         for token, entry in zip(output.prompt_token_ids, output.prompt_logprobs or [], strict=False):
             text = self._tokenizer.spell(token)
-            told.append({"id": token, "text": text, "logprob": None if entry is None else finite(entry[token].logprob)})
-        return told
+            tokens.append(
+                {"id": token, "text": text, "logprob": None if entry is None else finite(entry[token].logprob)}
+            )
+        return tokens
 
     def _token(self, token: int, entry: Entry, text: str | None = None) -> Body:
-        spelled = entry[token].decoded_token if text is None else text
+        decoded = entry[token].decoded_token if text is None else text
         special = token in self._tokenizer.special_ids
-        return {"id": token, "text": spelled or "", "logprob": finite(entry[token].logprob), "special": special}
+        return {"id": token, "text": decoded or "", "logprob": finite(entry[token].logprob), "special": special}
 
     def _top(self, entry: Entry) -> list[Body]:
-        num_top = self._said.top_n_tokens or 0
-        likeliest = sorted(entry.items(), key=lambda item: item[1].rank)[:num_top]
-        return [self._token(token, entry) for token, _ in likeliest]
+        num_top = self._parameters.top_n_tokens or 0
+        top = sorted(entry.items(), key=lambda item: item[1].rank)[:num_top]
+        return [self._token(token, entry) for token, _ in top]
 
 
 async def root(state: ServerState, request: Request) -> Response:
-    """Where TGI's own clients ask; they read a list of one."""
+    """The endpoint of TGI's own clients, which expect a list of one response."""
     body = await read(request, GenerateBody)
     if body.stream:
         return await _streamed(state, request, body)
-    told = await _whole(state, request, body)
-    return Response(msgspec.json.encode([told]), media_type="application/json")
+    response = await _whole(state, request, body)
+    return Response(msgspec.json.encode([response]), media_type="application/json")
 
 
 async def generate(state: ServerState, request: Request) -> Response:
@@ -252,16 +252,16 @@ async def info(state: ServerState, request: Request) -> Response:
 
 
 async def _whole(state: ServerState, request: Request, body: GenerateBody) -> dict[str, object]:
-    with rename_error_params(NAMES):
+    with rename_error_params(PARAM_NAMES):
         group, response = await _begin(state, body, streaming=False)
         [output] = await until_disconnect(request, group.outputs(), group.leave)
     return response.whole(output)
 
 
 async def _streamed(state: ServerState, request: Request, body: GenerateBody) -> Response:
-    with rename_error_params(NAMES):
+    with rename_error_params(PARAM_NAMES):
         group, response = await _begin(state, body, streaming=True)
-        return await stream(request, _writer(group, response), group.leave, state.keep_alive_s, response.failed)
+        return await stream(request, _events(group, response), group.leave, state.keep_alive_s, response.failed)
 
 
 async def _begin(state: ServerState, body: GenerateBody, *, streaming: bool) -> tuple[PromptGroup, TgiResponse]:
@@ -278,7 +278,7 @@ def _ids(body: GenerateBody, truncate: int | None, generation: GenerationRequest
     return truncate_prompt(model.text().encode(model.readable(body.inputs, "inputs")), truncate, generation, model)
 
 
-async def _writer(group: PromptGroup, response: TgiResponse) -> Events:
+async def _events(group: PromptGroup, response: TgiResponse) -> Events:
     while isinstance(update := (await group.hear()).update, Delta):
-        if frames := response.frames(update):
-            yield frames
+        if events := response.events(update):
+            yield events
