@@ -1,4 +1,4 @@
-"""What the tests of measurements share: the command line in this process, and a model of a few thousand numbers."""
+"""Shared by the tests of benchmarks: the command line in this process, and a model of a few thousand weights."""
 
 import pytest
 
@@ -26,11 +26,11 @@ TINY = ModelSpec(
 
 @pytest.fixture
 def quire(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Shell:
-    """`quire` with a shape named "tiny", on the plain kernels: compiling others takes longer than all of the tests."""
+    """`quire` with a shape named "tiny", on the reference kernels: compiling others takes longer than the tests."""
 
-    def plain(*asked: object) -> KernelChoice:
+    def reference(*arguments: object) -> KernelChoice:
         return select_kernels("reference")
 
     monkeypatch.setitem(SHAPES, "tiny", TINY)
-    monkeypatch.setattr(build, "select_kernels", plain)
+    monkeypatch.setattr(build, "select_kernels", reference)
     return Shell(monkeypatch, capsys)

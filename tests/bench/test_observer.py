@@ -1,4 +1,4 @@
-"""What is derived from the events of steps, on clocks whose every reading is known."""
+"""Figures derived from the events of steps, on clocks with known values."""
 
 from collections.abc import Iterator
 
@@ -11,14 +11,14 @@ from quire.core.step import Masks, Pending, StepPlan, StepResult
 
 
 class AtSecond:
-    """A mark that the device passes at a known second."""
+    """A mark that the device reaches at a known second."""
 
-    def __init__(self, second: float, *, passed: bool = True) -> None:
+    def __init__(self, second: float, *, reached: bool = True) -> None:
         self.second = second
-        self._passed = passed
+        self._reached = reached
 
-    def passed(self) -> bool:
-        return self._passed
+    def reached(self) -> bool:
+        return self._reached
 
     def seconds_since(self, earlier: Mark) -> float:
         assert isinstance(earlier, AtSecond)
@@ -26,7 +26,7 @@ class AtSecond:
 
 
 class Marks:
-    """A device clock that gives out known marks."""
+    """A device clock with known marks."""
 
     def __init__(self, *marks: AtSecond) -> None:
         self._marks: Iterator[AtSecond] = iter(marks)
@@ -35,14 +35,14 @@ class Marks:
         return next(self._marks)
 
 
-class Echo:
+class OneRowRunner:
     """A runner whose step gives row 0 a token."""
 
     def launch(self, plan: StepPlan, masks: Masks | None = None) -> Pending:
-        return Said(StepResult(plan.step, np.array([0], np.int32), np.array([5], np.int32)))
+        return FinishedStep(StepResult(plan.step, np.array([0], np.int32), np.array([5], np.int32)))
 
 
-class Said:
+class FinishedStep:
     def __init__(self, result: StepResult) -> None:
         self._result = result
 
@@ -51,8 +51,8 @@ class Said:
 
 
 def step(done_s: float, *rows: int, starts: tuple[tuple[int, int], ...] = (), num_prompt: int = 0) -> StepEvent:
-    sat = tuple((Row(row), SequenceId(sequence)) for row, sequence in starts)
-    return StepEvent(done_s, done_s, num_prompt, sat, np.array(rows, np.int32), None)
+    assigned = tuple((Row(row), SequenceId(sequence)) for row, sequence in starts)
+    return StepEvent(done_s, done_s, num_prompt, assigned, np.array(rows, np.int32), None)
 
 
 def spanned(first_s: float, last_s: float, *, late: bool = False) -> StepEvent:
@@ -70,11 +70,11 @@ def test_gaps_are_between_tokens_of_one_sequence() -> None:
     assert token_gaps_s(steps) == [2, 1, 5, 1]
 
 
-def test_a_preempted_sequence_waited_between_its_tokens_whatever_its_row() -> None:
+def test_a_gap_includes_a_preemption_and_a_change_of_row() -> None:
     assert token_gaps_s([step(1, 0, starts=((0, 7),)), step(8, 3, starts=((3, 7),))]) == [7]
 
 
-def test_busy_is_work_by_work_and_what_lies_between() -> None:
+def test_busy_is_the_share_of_work_in_work_and_gaps() -> None:
     found = busy([spanned(1, 4), spanned(5, 6, late=True), spanned(6, 9), spanned(11, 12)])
     assert found == (8 / 11, 1 / 4)
     assert busy([step(1, 0)]) is None and busy([]) is None
@@ -86,22 +86,24 @@ def test_steady_decode_is_the_longest_run_without_prompts() -> None:
     assert steady_decode(steps[1:2]) == []
 
 
-def test_an_observed_runner_says_the_same_and_is_noted() -> None:
-    hours = iter(range(100))
-    marks = Marks(AtSecond(1), AtSecond(2, passed=False), AtSecond(2), AtSecond(5), AtSecond(6), AtSecond(7))
-    observer = Observer(lambda: float(next(hours)), marks)
-    runner = observer.around(Echo())
-    flying = [runner.launch(StepPlan(number)) for number in range(3)]
-    assert [pending.wait().step for pending in flying] == [0, 1, 2]
+def test_an_observed_runner_gives_the_same_results_and_is_recorded() -> None:
+    seconds = iter(range(100))
+    marks = Marks(AtSecond(1), AtSecond(2, reached=False), AtSecond(2), AtSecond(5), AtSecond(6), AtSecond(7))
+    observer = Observer(lambda: float(next(seconds)), marks)
+    runner = observer.wrap(OneRowRunner())
+    in_flight = [runner.launch(StepPlan(number)) for number in range(3)]
+    assert [pending.wait().step for pending in in_flight] == [0, 1, 2]
     assert [(event.launched_s, event.done_s) for event in observer.steps] == [(0, 3), (1, 4), (2, 5)]
     spans = [event.span for event in observer.steps]
-    assert [span is not None and span.late for span in spans] == [True, False, True], "the device was not kept waiting"
+    assert [span is not None and span.late for span in spans] == [True, False, True], (
+        "late where the step before had ended"
+    )
     assert busy(observer.steps) == (5 / 6, 2 / 3)
     observer.clear()
     assert observer.steps == []
 
 
-def test_percentiles_are_values_that_were_measured() -> None:
+def test_percentiles_are_measured_values() -> None:
     assert percentiles_ms([number / 1000 for number in range(100, 0, -1)]) == Percentiles(50, 90, 99, 100)
     assert percentiles_ms([0.004]) == Percentiles(4, 4, 4, 4)
     assert percentiles_ms([]) is None

@@ -1,4 +1,4 @@
-"""`quire bench serve`: the real server, the engine alone and the client, each its own process; what it refuses."""
+"""`quire bench serve`: the real server, the engine alone and the client, each in its own process; refused options."""
 
 import json
 import subprocess
@@ -17,15 +17,15 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     return children.run(command, capture_output=True, text=True, timeout=120)
 
 
-def test_both_ways_compute_the_same_streams_and_everybody_tells_what_it_cost(tmp_path: Path) -> None:
+def test_both_runs_generate_the_same_tokens_and_report_cpu_times(tmp_path: Path) -> None:
     write_model(tmp_path, tiny_llama())
     options = ("--streams", "2", "--output-tokens", "5", "--repeats", "1", "--threads", "1", "--json")
     done = bench("--model", str(tmp_path), *options)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    [repeat] = told["repeats"]
-    assert (told["num_streams"], told["num_output"], told["threads"]) == (2, 5, 1)
-    assert repeat["ratio"] == told["median_ratio"] == repeat["alone_s"] / repeat["http_s"]
+    report = json.loads(done.stdout)
+    [repeat] = report["repeats"]
+    assert (report["num_streams"], report["num_output"], report["threads"]) == (2, 5, 1)
+    assert repeat["ratio"] == report["median_ratio"] == repeat["alone_s"] / repeat["http_s"]
     assert repeat["client_cpu_s"] > 0 and repeat["alone_cpu_s"] > 0
     assert repeat["front_cpu_s"] >= 0 and repeat["engine_cpu_s"] >= 0  # in ticks of the kernel's clock
 
@@ -39,17 +39,17 @@ def test_both_ways_compute_the_same_streams_and_everybody_tells_what_it_cost(tmp
         (("--model", "nowhere/at-all.gguf"), "nowhere/at-all.gguf"),
     ],
 )
-def test_nonsense_is_named(arguments: tuple[str, ...], words: str) -> None:
+def test_invalid_options_are_named(arguments: tuple[str, ...], words: str) -> None:
     done = bench(*arguments)
     assert done.returncode != 0
     assert words in done.stderr and "Traceback" not in done.stderr
 
 
-def test_no_prompt_comes_twice() -> None:
+def test_no_prompt_is_used_twice() -> None:
     load = ServingLoad(None, 64, 8, None)
     assert len({*load.prompts(1), *load.prompts(2)}) == 128
 
 
-def test_the_middle_repeat_counts() -> None:
+def test_the_ratio_is_the_median_of_the_repeats() -> None:
     repeats = [ServingRepeat(alone_s, 2.0, 0, 0, 0, 0) for alone_s in (1.0, 1.8, 9.0)]
     assert median_ratio(repeats) == 0.9

@@ -1,4 +1,4 @@
-"""What a start is made of, in real processes that have little installed."""
+"""The phases of a start, in real processes with few packages installed."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ from tests import children
 from tests.architecture.test_light import ABSENT
 from tests.cli.commands import Shell
 
-# Read by Python when it starts: what the machine lacks, and the shape of tests/bench/conftest.py.
+# sitecustomize.py: hides packages, and adds the shape of tests/bench/conftest.py.
 MACHINE = f"""
 import sys
 
@@ -31,7 +31,7 @@ from quire.core.model import *
 SHAPES["tiny"] = ModelSpec("llama", 2, 32, 2, 1, 16, 48, 97, 256, 1e-5, RopeSpec(10_000.0, 16), tied_embeddings=True)
 """
 
-# Says whether its caches are empty, fills them, and tells of two phases.
+# Reports whether its caches are empty, and fills them.
 CHILD = """
 import json, os, pathlib, sys, time
 folder = pathlib.Path(os.environ["TRITON_CACHE_DIR"])
@@ -39,41 +39,41 @@ empty = not folder.exists()
 folder.mkdir(exist_ok=True)
 settings = json.load(sys.stdin)
 since = float(sys.argv[sys.argv.index("--since") + 1])
-print("a remark")
+print("another line")
 batch = " for batches" * ("--batch" in sys.argv)
 print(json.dumps({"first_token_s": since + 5, "phases": [["empty", float(empty), settings["model"] + batch]]}))
 """
 
 
-def test_the_warm_start_finds_what_the_cold_one_left() -> None:
+def test_the_warm_start_has_the_caches_of_the_cold_one() -> None:
     config = EngineConfig(model="tiny", load_format="dummy")
     starts = measure_starts(config, repeats=2, say=lambda text: None, child=[sys.executable, "-S", "-c", CHILD])
     assert [(start.caches, start.phases[0].seconds) for start in starts] == [("cold", 1), ("warm", 0)] * 2
     assert {start.phases[0].detail for start in starts} == {"tiny"}
-    assert all(abs(start.seconds - 5) < 1e-6 for start in starts), "from the parent's start to the child's word"
+    assert all(abs(start.seconds - 5) < 1e-6 for start in starts), "from the start of the process to its report"
 
 
-def test_a_process_that_fails_is_told() -> None:
+def test_a_failing_process_is_reported() -> None:
     with pytest.raises(EngineFailed, match="status 3"):
         measure_starts(EngineConfig(), repeats=1, say=lambda text: None, child=[sys.executable, "-c", "exit(3)"])
 
 
-def test_both_starts_are_told_for_people_and_for_programs(quire: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_starts_as_a_table_and_as_json(quire: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(startup, "CHILD", [sys.executable, "-S", "-c", CHILD])
     [row] = [line for line in quire("bench", "startup", "--model", "tiny").out.splitlines() if "to the first" in line]
     assert row.count("5.00") == 2
-    told = json.loads(quire("bench", "startup", "--model", "tiny", "--json").out)
-    assert [(start["caches"], start["phases"][0]["name"]) for start in told["starts"]] == [
+    report = json.loads(quire("bench", "startup", "--model", "tiny", "--json").out)
+    assert [(start["caches"], start["phases"][0]["name"]) for start in report["starts"]] == [
         ("cold", "empty"),
         ("warm", "empty"),
     ]
-    assert told["command"] == "quire bench startup --model tiny --json"
-    assert not told["batch"] and told["starts"][0]["phases"][0]["detail"] == "tiny"
-    told = json.loads(quire("bench", "startup", "--model", "tiny", "--batch", "--json").out)
-    assert told["batch"] and told["starts"][0]["phases"][0]["detail"] == "tiny for batches"
+    assert report["command"] == "quire bench startup --model tiny --json"
+    assert not report["batch"] and report["starts"][0]["phases"][0]["detail"] == "tiny"
+    report = json.loads(quire("bench", "startup", "--model", "tiny", "--batch", "--json").out)
+    assert report["batch"] and report["starts"][0]["phases"][0]["detail"] == "tiny for batches"
 
 
-def test_a_machine_that_has_little_comes_to_its_first_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_token_needs_no_optional_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sitecustomize.py").write_text(MACHINE)
     monkeypatch.setenv("PYTHONPATH", ":".join([str(tmp_path), *filter(None, sys.path)]))
     config = EngineConfig(model="tiny", load_format="dummy", device="cpu", threads=1, kv_cache_memory=1 << 20)

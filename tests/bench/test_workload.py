@@ -1,4 +1,4 @@
-"""The named workloads are the published ones, to the token; all others are what their text says."""
+"""Named workloads equal the published ones, token by token; others follow their written shape."""
 
 import random
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from quire.bench.workload import WORKLOADS, WorkloadSlice, find, named_jobs
 from quire.core.errors import ConfigError
 
-LARGE = 1 << 20  # a vocabulary in which no id is folded
+LARGE = 1 << 20  # a vocabulary larger than every id
 
 # Requests, prompt tokens, output tokens and the sum of all prompt ids, from another engine's script of the same names.
 PUBLISHED = {
@@ -26,7 +26,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_a_name_means_the_published_requests(name: str) -> None:
+def test_a_named_workload_has_the_published_requests(name: str) -> None:
     jobs = named_jobs(name, LARGE)
     lengths = [len(job.prompt) for job in jobs]
     ids = sum(sum(job.prompt) for job in jobs)
@@ -39,7 +39,7 @@ def test_lengths_follow_the_seed_alone() -> None:
     assert [job.num_output for job in drawn[0]] != [job.num_output for job in named_jobs("nano", LARGE)]
 
 
-def test_a_part_has_the_first_requests_and_no_length_of_nothing() -> None:
+def test_a_part_has_the_first_requests_and_no_length_of_zero() -> None:
     whole, part = named_jobs("nano", LARGE), named_jobs("nano", LARGE, part=WorkloadSlice(3, 0.01))
     assert [len(job.prompt) for job in part] == [-(-len(job.prompt) // 100) for job in whole[:3]]
     assert [job.num_output for job in part] == [-(-job.num_output // 100) for job in whole[:3]]
@@ -49,7 +49,7 @@ def test_a_part_has_the_first_requests_and_no_length_of_nothing() -> None:
     assert WorkloadSlice().whole and not WorkloadSlice(requests=3).whole and not WorkloadSlice(scale=0.5).whole
 
 
-def test_a_small_vocabulary_folds_ids_and_no_lengths() -> None:
+def test_a_small_vocabulary_changes_ids_and_no_lengths() -> None:
     small, large = named_jobs("bs8", 97), named_jobs("bs8", LARGE)
     assert [job.prompt for job in small] == [[token % 97 for token in job.prompt] for job in large]
     assert max(max(job.prompt) for job in small) < 97
@@ -58,17 +58,17 @@ def test_a_small_vocabulary_folds_ids_and_no_lengths() -> None:
 @pytest.mark.parametrize(
     ("shape", "name"), [("256x1024+1024", "1k1k"), ("8x1024+128", "bs8"), ("1x128..128+512", "bs1")]
 )
-def test_equal_lengths_are_drawn_as_those_that_have_a_name(shape: str, name: str) -> None:
+def test_a_shape_equal_to_a_named_workload_has_its_requests(shape: str, name: str) -> None:
     assert named_jobs(shape, LARGE) == named_jobs(name, LARGE)
 
 
-def test_another_engines_script_draws_the_same_ranges() -> None:
-    dice = random.Random(1)
+def test_a_script_of_another_engine_draws_the_same_ranges() -> None:
+    generator = random.Random(1)
     prompts = []
     for _ in range(5):
-        length = dice.randint(3, 9)
-        prompts.append([dice.randint(10, 100_000) for _ in range(length)])
-    outputs = [dice.randint(4, 1000) for _ in range(5)]
+        length = generator.randint(3, 9)
+        prompts.append([generator.randint(10, 100_000) for _ in range(length)])
+    outputs = [generator.randint(4, 1000) for _ in range(5)]
     ranged, one_long = named_jobs("5x3..9+4..1000", LARGE), named_jobs("5x3..9+4", LARGE)
     assert [job.prompt for job in ranged] == prompts == [job.prompt for job in one_long]
     assert [job.num_output for job in ranged] == outputs
@@ -93,8 +93,8 @@ def test_a_shape_has_that_many_requests_of_those_lengths(
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("0x5+5", "0x5+5 has 0 requests; ask for 1 or more"),
-        ("5x0+1", "prompts of 0 tokens; ask for 1 or more"),
+        ("0x5+5", "0x5+5 has 0 requests; use 1 or more"),
+        ("5x0+1", "prompts of 0 tokens; use 1 or more"),
         ("5x1+0..3", "answers of 0 tokens"),
         ("5x10..3+1", "prompts of 10..3 tokens; the smaller number comes first: 3..10"),
         ("5x10+7..0", "answers of 0 tokens"),
@@ -104,7 +104,7 @@ def test_a_shape_has_that_many_requests_of_those_lengths(
         )),
     ],
 )  # fmt: skip
-def test_a_shape_of_nothing_is_refused_with_its_numbers(text: str, words: str) -> None:
+def test_an_invalid_shape_is_refused_with_its_numbers(text: str, words: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         find(text)
     assert words in refusal.value.message and len(refusal.value.message) < 400

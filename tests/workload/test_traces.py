@@ -1,4 +1,4 @@
-"""Recorded workloads read as they were written, and refuse what is none."""
+"""Traces are read in every known format; other files are refused."""
 
 import gzip
 from pathlib import Path
@@ -23,7 +23,7 @@ MOONCAKE = b'{"timestamp": 2000, "input_length": 600, "output_length": 5, "hash_
         (MOONCAKE, [TraceRow(0.0, 600, 5, (3, 9))]),
     ],
 )
-def test_every_form_is_read_packed_or_not(content: bytes, rows: list[TraceRow], tmp_path: Path) -> None:
+def test_every_format_is_read_compressed_or_not(content: bytes, rows: list[TraceRow], tmp_path: Path) -> None:
     assert parse_trace(content, "it") == rows
     packed = tmp_path / "trace.gz"
     packed.write_bytes(gzip.compress(content, mtime=0))
@@ -31,10 +31,10 @@ def test_every_form_is_read_packed_or_not(content: bytes, rows: list[TraceRow], 
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
-        (b"", "no request|no known form"),
-        (b"a,b\n1,2\n", "no known form"),
+        (b"", "no request|no known format"),
+        (b"a,b\n1,2\n", "no known format"),
         (b"ContextTokens,GeneratedTokens\n1,2\n", "damaged"),
         (SHAREGPT.replace(b"918", b"many"), "damaged"),
         (SHAREGPT.replace(b"918", b"0"), "74 to 0 tokens"),
@@ -44,17 +44,17 @@ def test_every_form_is_read_packed_or_not(content: bytes, rows: list[TraceRow], 
         (b"\xff\xfe", "damaged"),
     ],
 )
-def test_what_is_no_trace_is_refused(content: bytes, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_a_file_that_is_no_trace_is_refused(content: bytes, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         parse_trace(content, "it")
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.csv cannot be read"):
         read_trace(tmp_path / "none.csv")
 
 
-def test_the_samples_are_what_their_page_says() -> None:
+def test_the_samples_have_the_described_lengths() -> None:
     chats = sample("sharegpt")
     assert len(chats) == 512 and SAMPLES == ("sharegpt", "mooncake")
     assert 2000 < np.mean([row.num_prompt for row in chats]) < 2700  # 2,340 and 439 in the whole
@@ -66,7 +66,7 @@ def test_the_samples_are_what_their_page_says() -> None:
         sample("nothing")
 
 
-def test_equal_ids_are_equal_tokens_and_nothing_else_is() -> None:
+def test_equal_prefix_ids_give_equal_tokens_and_others_do_not() -> None:
     one, other = (prompt_of(TraceRow(0.0, 1100, 1, ids), 0, 1000) for ids in ((1, 2), (1, 3)))
     assert len(one) == len(other) == 1100
     assert (one[:512] == other[:512]).all() and (one[512:1024] != other[512:1024]).any()

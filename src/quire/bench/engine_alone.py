@@ -3,27 +3,27 @@
 import time
 from typing import Any
 
-from quire.bench.serving import answer_all
+from quire.bench.serving import serve_stdin
 from quire.core.sampling import SamplingParams
 from quire.llm import LLM
 
 
 class EngineAlone:
-    """Loads on the first question, `{"load": settings}`; after that each brings texts and how much must follow them."""
+    """Loads at the first request, `{"load": settings}`; each later request has prompts and their number of tokens."""
 
     def __init__(self) -> None:
         self._llm: LLM | None = None
 
-    def answer(self, question: Any) -> dict[str, object]:
+    def handle(self, request: Any) -> dict[str, object]:
         if self._llm is None:
-            self._llm = LLM(**question["load"])
+            self._llm = LLM(**request["load"])
             return {}
-        params = SamplingParams(temperature=0.0, max_tokens=question["num_output"], ignore_eos=True)
-        began_s = time.perf_counter()
-        outputs = self._llm.generate(question["prompts"], params, progress=False)
-        seconds = time.perf_counter() - began_s
+        params = SamplingParams(temperature=0.0, max_tokens=request["num_output"], ignore_eos=True)
+        started_s = time.perf_counter()
+        outputs = self._llm.generate(request["prompts"], params, progress=False)
+        seconds = time.perf_counter() - started_s
         return {"seconds": seconds, "tokens": sum(len(output.outputs[0].token_ids) for output in outputs)}
 
 
 if __name__ == "__main__":
-    answer_all(EngineAlone().answer)
+    serve_stdin(EngineAlone().handle)

@@ -1,6 +1,6 @@
-"""Where, with what and how a figure was taken: what must stand beside it so that somebody else can take it again.
+"""The environment of a measurement: machine, versions, settings and command, so that it can be repeated.
 
-CPU time and, where the processor lets us count them, instructions of this thread. Linux counts; others do not.
+Also a counter of CPU time and, on Linux with access to hardware counters, of instructions of this thread.
 """
 
 import ctypes
@@ -20,13 +20,13 @@ from quire.engine.build import BuiltEngine
 from quire.engine.machine import cpu_features, num_cores
 from quire.version import __version__
 
-_PACKAGES = ("torch", "triton", "numpy", "numba")  # those that a figure may hang on
+_PACKAGES = ("torch", "triton", "numpy", "numba")  # those that change figures
 
 Facts = dict[str, object]
 
 
 def environment(arguments: Many[str], device: str) -> Facts:
-    """Of any measurement."""
+    """Command, machine and versions: part of every report."""
     return {
         "command": shlex.join(["quire", *arguments]),
         "machine": machine(device),
@@ -35,7 +35,7 @@ def environment(arguments: Many[str], device: str) -> Facts:
 
 
 def settings(built: BuiltEngine) -> Facts:
-    """What the engine that was measured ran on, derived numbers included."""
+    """The settings of the measured engine, derived numbers included."""
     resolved = asdict(built.resolved)
     del resolved["reasons"]
     return {
@@ -85,12 +85,12 @@ def _cpu_name() -> str:
 
 _SYSCALLS = {"x86_64": 298, "aarch64": 241}  # perf_event_open
 _ATTRIBUTE_BYTES = 128
-_INSTRUCTIONS = 1  # PERF_COUNT_HW_INSTRUCTIONS, of the hardware's own events
-_USER_ONLY = (1 << 5) | (1 << 6)  # neither the kernel nor the hypervisor
+_INSTRUCTIONS = 1  # PERF_COUNT_HW_INSTRUCTIONS of PERF_TYPE_HARDWARE
+_USER_ONLY = (1 << 5) | (1 << 6)  # exclude the kernel and the hypervisor
 
 
 class InstructionCounter:
-    """Adds up what lies between `start` and `stop`."""
+    """Sums CPU nanoseconds and instructions between `start` and `stop`."""
 
     __slots__ = ("_counter", "_started_instructions", "_started_ns", "instructions", "ns")
 
@@ -126,7 +126,7 @@ class InstructionCounter:
 
 
 def _open_counter() -> int | None:
-    """A file that counts this thread's instructions, or None where there is no such thing or no right to it."""
+    """The descriptor of a perf event that counts this thread's instructions; None without access to it."""
     number = _SYSCALLS.get(platform.machine())
     if platform.system() != "Linux" or number is None:
         return None

@@ -1,10 +1,7 @@
-"""Stands between an engine and its runner, and notes of every step when it began, when it was done and who spoke.
+"""An observer between an engine and its runner: launch time, completion time and rows with tokens of every step.
 
-Everything else is derived afterwards from these events: nothing is added up, and nobody waits, while the engine runs.
-
-Marks in a device's stream of work, and the seconds between them by the device's own clock.
-
-Marks go into the current stream: a runner that works in another one is not seen by them.
+Figures are derived from these events afterwards: nothing is summed, and the host does not wait, while the engine runs.
+Device times are CUDA events in the current stream; a runner that works in another stream is not seen by them.
 """
 
 from collections.abc import Callable
@@ -20,14 +17,14 @@ from quire.core.step import Masks, Pending, Runner, StepPlan, StepResult
 
 
 class Mark(Protocol):
-    """A place in the stream."""
+    """A position in the device's stream, such as a CUDA event."""
 
-    def passed(self) -> bool:
-        """Whether the device has come past it."""
+    def reached(self) -> bool:
+        """Whether the device has reached it."""
         ...
 
     def seconds_since(self, earlier: "Mark") -> float:
-        """Only of marks that were passed."""
+        """Only for marks that the device has reached."""
         ...
 
 
@@ -44,7 +41,7 @@ class CudaMark:
         self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self._event.record()
 
-    def passed(self) -> bool:
+    def reached(self) -> bool:
         return bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def seconds_since(self, earlier: Mark) -> float:
@@ -53,21 +50,21 @@ class CudaMark:
 
 
 class CudaClock:
-    """The GPU's own clock."""
+    """Marks of the GPU."""
 
     def mark(self) -> CudaMark:
         return CudaMark()
 
 
 def device_clock(device: str) -> DeviceClock | None:
-    """None on a CPU: it computes a step in the caller's own time, and there is nothing to overlap with."""
+    """None on a CPU: a step runs in the caller's time, and overlaps with nothing."""
     return CudaClock() if device == "cuda" else None
 
 
 class TimeSpan(NamedTuple):
-    """A step's work on the device: its marks, and whether the step before was done when all of this one was launched.
+    """A step on the device: its marks, and whether the step before had ended when this one was fully launched.
 
-    Then the device may have waited for the host within the span, and the span is no more than an upper bound.
+    If so (late), the device may have waited for the host within the span, and the span is an upper bound.
     """
 
     first: Mark
@@ -81,10 +78,10 @@ class StepEvent:
 
     launched_s: float
     done_s: float
-    num_prompt: int  # tokens of chunks; a step without any is a pure decode
-    starts: tuple[tuple[Row, SequenceId], ...]  # who sat down
-    rows: IntArray  # each of them got a token
-    span: TimeSpan | None  # None where the device has no clock of its own
+    num_prompt: int  # tokens of prefill chunks; 0 in a pure decode step
+    starts: tuple[tuple[Row, SequenceId], ...]  # sequences that got a row
+    rows: IntArray  # rows that got a token
+    span: TimeSpan | None  # None on a CPU
 
 
 class Observer:
@@ -102,7 +99,7 @@ class Observer:
         self.steps = []
         self._last = None
 
-    def around(self, runner: Runner) -> Runner:
+    def wrap(self, runner: Runner) -> Runner:
         """The same runner, observed."""
         return _ObservedRunner(runner, self)
 
@@ -112,7 +109,7 @@ class Observer:
             return _ObservedStep(runner.launch(plan, masks), plan, launched_s, None, self)
         first = self._device.mark()
         pending = runner.launch(plan, masks)
-        span = TimeSpan(first, self._device.mark(), late=self._last is None or self._last.passed())
+        span = TimeSpan(first, self._device.mark(), late=self._last is None or self._last.reached())
         self._last = span.last
         return _ObservedStep(pending, plan, launched_s, span, self)
 
@@ -147,29 +144,29 @@ class _ObservedStep(NamedTuple):
 
 
 def token_gaps_s(steps: Many[StepEvent]) -> list[float]:
-    """The seconds between two tokens of one sequence, of all sequences; a preemption is within them."""
-    sitting: dict[int, SequenceId] = {}
-    spoke_s: dict[SequenceId, float] = {}
+    """The seconds between two tokens of a sequence, for all sequences. The time of a preemption counts."""
+    row_sequence: dict[int, SequenceId] = {}
+    last_token_s: dict[SequenceId, float] = {}
     gaps = []
     for step in steps:
-        sitting.update(step.starts)
+        row_sequence.update(step.starts)
         for row in step.rows.tolist():
-            sequence = sitting[row]
-            if sequence in spoke_s:
-                gaps.append(step.done_s - spoke_s[sequence])
-            spoke_s[sequence] = step.done_s
+            sequence = row_sequence[row]
+            if sequence in last_token_s:
+                gaps.append(step.done_s - last_token_s[sequence])
+            last_token_s[sequence] = step.done_s
     return gaps
 
 
 class GpuBusy(NamedTuple):
-    """How much of the time from the first step's work to the end of the last one's the device worked."""
+    """The share of time in which the device worked, from the first step to the end of the last."""
 
     share: float
-    late_share: float  # of the steps; while it is 0 the share is exact, else an upper bound
+    late_share: float  # of the steps; above 0 the share is an upper bound
 
 
 def busy(steps: Many[StepEvent]) -> GpuBusy | None:
-    """None if the device has no clock of its own, or there was no step."""
+    """None on a CPU, or without steps."""
     spans = [step.span for step in steps if step.span is not None]
     if not spans:
         return None
@@ -179,6 +176,6 @@ def busy(steps: Many[StepEvent]) -> GpuBusy | None:
 
 
 def steady_decode(steps: Many[StepEvent]) -> list[StepEvent]:
-    """The longest run of steps without any prompt."""
+    """The longest run of steps without prefill."""
     runs = [list(run) for pure, run in groupby(steps, key=lambda step: step.num_prompt == 0) if pure]
     return max(runs, key=len, default=[])

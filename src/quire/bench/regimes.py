@@ -1,7 +1,7 @@
-"""The arc from static batching to prefix reuse, and the three stances on overcommitment, on one simulated machine.
+"""Batching regimes from static batching to prefix caching, and overcommit policies, compared on a simulated machine.
 
-The same requests go through the shipped scheduler under each regime. Time is what a roofline predicts for an 8B model
-on one H200 (no launch is timed here); memory is counted as `sim/simulator.py` says.
+The same requests run through the real scheduler under each regime. A step takes the time that a roofline model predicts
+for an 8B model on one H200; nothing is timed here. Memory is counted by `sim/simulator.py`.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from quire.workload.traces import TraceRow
 VOCAB_SIZE = 1 << 15
 
 # Llama-3.1-8B in bf16: 8.0e9 parameters, 32 layers × 8 KV heads × 128 × (K and V) × 2 bytes a token. The H200's
-# measured ceilings: 762 TFLOP/s, 4.11 TB/s. 0.3 ms for all that is neither.
+# measured ceilings: 762 TFLOP/s, 4.11 TB/s. 0.3 ms for everything else.
 LLAMA_8B_ON_H200 = roofline(
     num_parameters=8_030_000_000,
     weight_bytes=16_060_000_000,
@@ -37,18 +37,18 @@ LLAMA_8B_ON_H200 = roofline(
 
 @dataclass(frozen=True, slots=True)
 class SimulatedMachine:
-    """What the requests run on."""
+    """The simulated machine."""
 
     num_blocks: int = 16_384  # of 16 tokens: 34 GB of the 8B model's KV
     block_size: int = 16
     max_rows: int = 256
     max_step_tokens: int = 8192
-    max_model_len: int = 8192  # a client that names no limit gets this, and contiguous regimes reserve it
+    max_model_len: int = 8192  # limit of requests without max_tokens; contiguous regimes reserve it
     constants: Constants = LLAMA_8B_ON_H200
 
 
 class RegimeResult(NamedTuple):
-    """What one run came to."""
+    """The figures of one run."""
 
     name: str
     account: SimulationAccount
@@ -63,8 +63,8 @@ class RegimeResult(NamedTuple):
 
 
 def arrivals(rows: Many[TraceRow], machine: SimulatedMachine) -> list[SimulatedArrival]:
-    """Requests whose clients set no limit: only the body knows how long each answer is. Who never fits is cut."""
-    made = []
+    """Requests without max_tokens: the scheduler does not know the output lengths. Longer than the context: cut."""
+    requests = []
     for number, row in enumerate(rows):
         num_prompt = min(row.num_prompt, machine.max_model_len - 2)
         num_output = min(row.num_output, machine.max_model_len - num_prompt - 1)
@@ -74,8 +74,8 @@ def arrivals(rows: Many[TraceRow], machine: SimulatedMachine) -> list[SimulatedA
             machine.max_model_len - num_prompt,
             RowSampling(end_ids=(0,), min_tokens=num_output),
         )
-        made.append(SimulatedArrival(row.arrived_s, request))
-    return made
+        requests.append(SimulatedArrival(row.arrived_s, request))
+    return requests
 
 
 def run(name: str, policy: Policy, work: Many[SimulatedArrival], machine: SimulatedMachine) -> RegimeResult:
@@ -98,32 +98,32 @@ def run(name: str, policy: Policy, work: Many[SimulatedArrival], machine: Simula
 def compare_regimes(
     work: Many[SimulatedArrival], machine: SimulatedMachine, say: Callable[[str], None] = lambda text: None
 ) -> list[RegimeResult]:
-    """Every regime of the arc, in its order."""
-    outcomes = []
+    """Every regime, from the oldest to the newest."""
+    results = []
     for name, regime in REGIMES.items():
         say(name)
-        outcomes.append(run(name, Policy(regime=regime), work, machine))
-    return outcomes
+        results.append(run(name, Policy(regime=regime), work, machine))
+    return results
 
 
-def compare_stances(
+def compare_overcommits(
     work: Many[SimulatedArrival],
     machine: SimulatedMachine,
     regime: Regime,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[RegimeResult]:
-    """Every overcommit, where all come at once and those that have a row together want twice what the cache holds."""
-    wanted = [blocks_wanted(arrival.request, machine.block_size) for arrival in work]
-    demand = sum(wanted) * min(len(work), machine.max_rows) // len(work)
+    """Every overcommit policy, where all requests arrive at once and the running ones need twice the KV cache."""
+    needed = [num_blocks_needed(arrival.request, machine.block_size) for arrival in work]
+    demand = sum(needed) * min(len(work), machine.max_rows) // len(work)
     scarce = replace(machine, num_blocks=max(demand // 2, machine.max_model_len // machine.block_size))
     work = [arrival._replace(at_s=0.0) for arrival in work]
-    outcomes = []
+    results = []
     for overcommit in Overcommit:
         say(overcommit.value)
-        outcomes.append(run(overcommit.value, Policy(regime=regime, overcommit=overcommit), work, scarce))
-    return outcomes
+        results.append(run(overcommit.value, Policy(regime=regime, overcommit=overcommit), work, scarce))
+    return results
 
 
-def blocks_wanted(request: Request, block_size: int) -> int:
-    """What its prompt and its answer take, alone."""
+def num_blocks_needed(request: Request, block_size: int) -> int:
+    """The blocks of its prompt and its output."""
     return -(-(len(request.prompt) + request.sampling.min_tokens - 1) // block_size)

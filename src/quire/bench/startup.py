@@ -1,7 +1,7 @@
-"""How long a fresh process takes from its start to its first token, and what that is made of.
+"""The time of a fresh process from its start to its first token, by phase.
 
-Compiled kernels are kept in a folder of their own: empty for a cold start, as that start left it for the warm one. What
-the operating system has read once it still has in memory, in both.
+Caches of compiled kernels are in a temporary folder: empty for the cold start, filled by it for the warm start. Files
+are in the page cache of the operating system in both.
 """
 
 import json
@@ -22,7 +22,7 @@ from quire.engine.startup import StartupPhase
 
 # Started with `--since SECONDS` (of the monotonic clock) and the settings as JSON on stdin; prints a line of JSON.
 CHILD = (sys.executable, "-m", "quire", "bench", "first-token")
-# Where compilers keep what they made.
+# Variables for the cache folders of compilers.
 _CACHES = {"TRITON_CACHE_DIR": "triton", "CUDA_CACHE_PATH": "cuda", "NUMBA_CACHE_DIR": "numba"}
 
 
@@ -38,9 +38,9 @@ def measure_starts(
     config: EngineConfig,
     *,
     repeats: int,
-    batch: bool = False,  # an engine for batches, not for a server
+    batch: bool = False,  # an engine for batches instead of a server's
     say: Callable[[str], None],
-    child: Many[str] | None = None,  # in the place of `CHILD`
+    child: Many[str] | None = None,  # instead of `CHILD`
 ) -> list[StartupTimes]:
     """A cold start and a warm one, `repeats` times."""
     command = [*(child or CHILD), *(["--batch"] if batch else [])]
@@ -54,7 +54,7 @@ def measure_starts(
 
 
 def _start(config: EngineConfig, caches: str, folder: Path, child: Many[str]) -> StartupTimes:
-    environment = dict(os.environ) | {name: str(folder / place) for name, place in _CACHES.items()}
+    environment = dict(os.environ) | {name: str(folder / subfolder) for name, subfolder in _CACHES.items()}
     started_s = time.monotonic()
     ended = subprocess.run(
         [*child, "--since", repr(started_s)],
@@ -65,8 +65,8 @@ def _start(config: EngineConfig, caches: str, folder: Path, child: Many[str]) ->
         check=False,
     )
     if ended.returncode != 0:
-        raise EngineFailed(f"The process that was measured ended with status {ended.returncode}; it said why above.")
-    told = json.loads(ended.stdout.splitlines()[-1])
+        raise EngineFailed(f"The measured process ended with status {ended.returncode}; see above.")
+    report = json.loads(ended.stdout.splitlines()[-1])
     return StartupTimes(
-        caches, told["first_token_s"] - started_s, tuple(StartupPhase(*phase) for phase in told["phases"])
+        caches, report["first_token_s"] - started_s, tuple(StartupPhase(*phase) for phase in report["phases"])
     )

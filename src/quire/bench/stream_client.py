@@ -1,6 +1,6 @@
-"""`python -m quire.bench.stream_client`: many streams over HTTP, read by as little code as asyncio allows.
+"""`python -m quire.bench.stream_client`: many HTTP streams at once, with as little client work as asyncio allows.
 
-Nothing is parsed while an answer comes: bytes are kept, and read when the last stream has ended.
+Nothing is parsed while a response arrives: bytes are kept, and parsed after the last stream has ended.
 """
 
 import asyncio
@@ -9,20 +9,20 @@ import re
 import time
 from typing import Any
 
-from quire.bench.serving import answer_all
+from quire.bench.serving import serve_stdin
 from quire.core.errors import EngineFailed
 
 _READ_BYTES = 1 << 16
 _TOKENS = re.compile(rb'"completion_tokens":(\d+)')
 
 
-def answer(question: Any) -> dict[str, object]:
-    """`{"host", "port", "prompts", "num_output"}`: all prompts at once, a connection each, to the last byte."""
-    requests = [_request(prompt, question["num_output"]) for prompt in question["prompts"]]
-    began_s = time.perf_counter()
-    answers = asyncio.run(_ask_all(question["host"], question["port"], requests))
-    seconds = time.perf_counter() - began_s
-    return {"seconds": seconds, "tokens": sum(map(_num_tokens, answers)), "chunks": sum(map(_num_chunks, answers))}
+def handle(request: Any) -> dict[str, object]:
+    """`{"host", "port", "prompts", "num_output"}`: all prompts at once, one connection each, to the last byte."""
+    requests = [_request(prompt, request["num_output"]) for prompt in request["prompts"]]
+    started_s = time.perf_counter()
+    responses = asyncio.run(_send_all(request["host"], request["port"], requests))
+    seconds = time.perf_counter() - started_s
+    return {"seconds": seconds, "tokens": sum(map(_num_tokens, responses)), "chunks": sum(map(_num_chunks, responses))}
 
 
 def _request(prompt: str, num_output: int) -> bytes:
@@ -42,31 +42,31 @@ def _request(prompt: str, num_output: int) -> bytes:
     return head.encode() + content
 
 
-async def _ask_all(host: str, port: int, requests: list[bytes]) -> list[bytes]:
-    return await asyncio.gather(*(_ask(host, port, request) for request in requests))
+async def _send_all(host: str, port: int, requests: list[bytes]) -> list[bytes]:
+    return await asyncio.gather(*(_send(host, port, request) for request in requests))
 
 
-async def _ask(host: str, port: int, request: bytes) -> bytes:
+async def _send(host: str, port: int, request: bytes) -> bytes:
     reader, writer = await asyncio.open_connection(host, port)
     writer.write(request)
-    heard = bytearray()
+    received = bytearray()
     while piece := await reader.read(_READ_BYTES):
-        heard += piece
+        received += piece
     writer.close()
-    return bytes(heard)
+    return bytes(received)
 
 
-def _num_tokens(answer: bytes) -> int:
-    """As the server counts them at the end of a stream."""
-    found = _TOKENS.search(answer)
-    if found is None or b"data: [DONE]" not in answer:
-        raise EngineFailed(f"The server did not answer a stream to its end; it said {answer[:600]!r}.")
+def _num_tokens(response: bytes) -> int:
+    """The usage that the server sends at the end of a stream."""
+    found = _TOKENS.search(response)
+    if found is None or b"data: [DONE]" not in response:
+        raise EngineFailed(f"The server did not complete a stream; it sent {response[:600]!r}.")
     return int(found[1])
 
 
-def _num_chunks(answer: bytes) -> int:
-    return answer.count(b"data: ") - 1
+def _num_chunks(response: bytes) -> int:
+    return response.count(b"data: ") - 1
 
 
 if __name__ == "__main__":
-    answer_all(answer)
+    serve_stdin(handle)

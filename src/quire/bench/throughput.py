@@ -1,8 +1,6 @@
-"""A closed batch: all requests at once, each as long as it was drawn. What one run gave, and figures of it.
+"""Offline throughput and latency of a closed batch: all requests at once, outputs of fixed lengths.
 
-Where most of some times lie, and the worst of them.
-
-A measurement as plain data, for JSON: the figures, and the raw values that they were derived from.
+A report as plain data, for JSON: the figures, and the raw values behind them.
 """
 
 import statistics
@@ -22,13 +20,13 @@ from quire.core.sampling import SamplingParams
 from quire.engine.outputs import RequestMetrics
 from quire.llm import LLM
 
-_WARM_OUTPUT = 16  # tokens of each answer while warming up: enough to decode with everybody seated
-_OTHER_SEED = 1_000_003  # added to the seed for the warm-up, whose prompts must not be those that are measured
+_WARM_UP_OUTPUT = 16  # tokens of each output in the warm-up: enough to decode with all rows assigned
+_WARM_UP_SEED = 1_000_003  # added to the seed, so that the warm-up has other prompts
 
 
 @dataclass(frozen=True, slots=True)
 class ThroughputRun:
-    """One repeat: its time from the first request's submission to the last one's end, and what happened in it."""
+    """One repeat: its time from the submission of the first request to the end of the last, and its events."""
 
     seconds: float
     num_input: int  # tokens
@@ -43,7 +41,7 @@ class ThroughputRun:
 
     @property
     def ms_per_token(self) -> float:
-        """Of the whole run, prompts and all, by the longest answer: what other engines' scripts call it too."""
+        """The time of the whole run, prefill included, by the longest output: as in the scripts of other engines."""
         return 1000 * self.seconds / self.longest_output
 
     @property
@@ -99,18 +97,18 @@ def measure(
     sampling: SamplingParams,
     say: Callable[[str], None],
 ) -> Measurement:
-    """The same requests `repeats` times, after a warm-up with others; the prefix cache is empty before each.
+    """The same requests `repeats` times, after a warm-up with others; the prefix cache is empty before each repeat.
 
-    `sampling`: how their tokens are chosen; not how many.
+    The lengths of the workload replace those of `sampling`.
     """
     vocab_size = llm.built.checkpoint.spec.vocab_size
     seed = find(workload).seed if seed is None else seed
     jobs = named_jobs(workload, vocab_size, seed, part)
-    others = named_jobs(workload, vocab_size, seed + _OTHER_SEED, part)
-    warming = [BenchJob(job.prompt, min(job.num_output, _WARM_OUTPUT)) for job in others]
-    _check_lengths(workload, [*jobs, *warming], llm.built.resolved.max_model_len)
+    others = named_jobs(workload, vocab_size, seed + _WARM_UP_SEED, part)
+    warm_up = [BenchJob(job.prompt, min(job.num_output, _WARM_UP_OUTPUT)) for job in others]
+    _check_lengths(workload, [*jobs, *warm_up], llm.built.resolved.max_model_len)
     say(f"{workload}: warm-up")
-    run_closed(llm, observer, warming, sampling)
+    run_closed(llm, observer, warm_up, sampling)
     runs = []
     for number in range(repeats):
         say(f"{workload}: repeat {number + 1} of {repeats}")
@@ -119,7 +117,7 @@ def measure(
 
 
 def _check_lengths(workload: str, jobs: Many[BenchJob], max_model_len: int) -> None:
-    """Before anything is run: the door would refuse them one by one, and does not know that there is a command line."""
+    """Refuse before a run: the engine would refuse each request, without naming the option of the command line."""
     num_input, num_output = max(((len(job.prompt), job.num_output) for job in jobs), key=sum)
     if num_input + num_output > max_model_len:
         raise ConfigError(
@@ -151,7 +149,7 @@ def run_closed(llm: LLM, observer: Observer, jobs: Many[BenchJob], sampling: Sam
 
 
 class Percentiles(NamedTuple):
-    """Of some seconds, in milliseconds; by nearest rank, so that each is one that was measured."""
+    """Percentiles in milliseconds, by nearest rank: each is a measured value."""
 
     p50: float
     p90: float
@@ -168,7 +166,7 @@ def percentiles_ms(seconds: Many[float]) -> Percentiles | None:
 
 Report = dict[str, object]
 
-NO_GPU = "not measured: the device is the CPU, which has no clock of its own and computes each step in the loop's time"
+NO_GPU = "not measured: the device is the CPU, which computes each step in the time of the engine loop"
 
 
 def throughput(measured: Measurement) -> Report:
@@ -182,7 +180,7 @@ def throughput(measured: Measurement) -> Report:
 
 
 def latency(measured: Measurement) -> Report:
-    """Percentiles are over the tokens of all repeats, first tokens over the requests of all."""
+    """Percentiles over the tokens, and over the first tokens, of all repeats."""
     gaps_s = [gap for run in measured.runs for gap in run.gaps_s]
     first_s = [first for run in measured.runs for first in run.first_tokens_s]
     gaps, first = percentiles_ms(gaps_s), percentiles_ms(first_s)
@@ -201,7 +199,7 @@ def latency(measured: Measurement) -> Report:
 def _work(measured: Measurement) -> Report:
     return {
         "workload": measured.workload,
-        "whole": measured.part.whole,  # if not, it is no figure of the workload
+        "whole": measured.part.whole,  # a part is no figure of the workload
         "scale": measured.part.scale,
         "seed": measured.seed,
         "requests": measured.num_requests,
@@ -231,7 +229,7 @@ def _busy(found: GpuBusy | None) -> Report | None:
 
 
 def _step(step: StepEvent, first: StepEvent) -> Report:
-    """Times in seconds since the first step was launched."""
+    """Times in seconds since the launch of the first step."""
     span = step.span
     return {
         "launched_s": step.launched_s - first.launched_s,

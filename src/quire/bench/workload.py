@@ -1,8 +1,7 @@
-"""Requests drawn from a seed: the same for everybody who races. Knows lengths and token ids, no engine.
+"""Benchmark workloads: random requests from a seed, the same for every engine. Knows lengths and token ids, no engine.
 
-The named workloads are those that GPU figures are given for; any other shape is written out, as in 512x32..256+64. The
-draws follow a published order, token by token, so that another engine's script with the same seed has the very same
-requests.
+Named workloads are those with published GPU figures; any other shape is written as 512x32..256+64. Draws follow a
+published order, token by token, so that a script of another engine with the same seed has the same requests.
 """
 
 import math
@@ -14,53 +13,53 @@ from typing import NamedTuple
 
 from quire.core.errors import ConfigError, shown
 
-_NANO_IDS = (0, 10_000)  # as the public nano-vllm benchmark has them
+_NANO_IDS = (0, 10_000)  # as in the public nano-vllm benchmark
 _IDS = (10, 100_000)
 
 _LENGTHS = r"([0-9]{1,18})(?:\.\.([0-9]{1,18}))?"
 _SHAPE = re.compile(rf"([0-9]{{1,18}})x{_LENGTHS}\+{_LENGTHS}")
-_MOST_INPUT = 100_000_000  # tokens of all prompts: minutes to draw, gigabytes to hold
+_MAX_INPUT = 100_000_000  # tokens of all prompts: minutes to draw, gigabytes to hold
 
 
 @dataclass(frozen=True, slots=True)
 class BenchJob:
-    """A prompt and how many tokens must follow it, end tokens or not."""
+    """A prompt and its number of output tokens; end tokens are ignored."""
 
     prompt: list[int]
     num_output: int
 
 
 def mixed_jobs(count: int, vocab_size: int, seed: int) -> list[BenchJob]:
-    """Prompts of 16 to 256 tokens; outputs exponential around 64, from 8 to 256, as chats have them."""
-    dice = random.Random(seed)
+    """Prompts of 16 to 256 tokens; outputs exponential around 64, from 8 to 256, as in chats."""
+    generator = random.Random(seed)
     jobs = []
     for _ in range(count):
-        prompt = [dice.randrange(vocab_size) for _ in range(dice.randint(16, 256))]
-        jobs.append(BenchJob(prompt, min(256, max(8, round(dice.expovariate(1 / 64))))))
+        prompt = [generator.randrange(vocab_size) for _ in range(generator.randint(16, 256))]
+        jobs.append(BenchJob(prompt, min(256, max(8, round(generator.expovariate(1 / 64))))))
     return jobs
 
 
 class Workload(NamedTuple):
-    """How its requests are drawn, and the seed that its published figures have."""
+    """How its requests are drawn, and the seed of its published figures."""
 
     draw: Callable[[random.Random], list[BenchJob]]
     seed: int
 
 
 class _Lengths(NamedTuple):
-    """Uniform, both ends included. Where they are one number, nothing is drawn."""
+    """Uniform, both ends included. Equal ends draw nothing."""
 
     low: int
     high: int
 
-    def draw(self, dice: random.Random) -> int:
-        return self.low if self.low == self.high else dice.randint(self.low, self.high)
+    def draw(self, generator: random.Random) -> int:
+        return self.low if self.low == self.high else generator.randint(self.low, self.high)
 
 
 def _uniform(count: int, inputs: _Lengths, outputs: _Lengths, ids: tuple[int, int] = _IDS, seed: int = 1) -> Workload:
-    def draw(dice: random.Random) -> list[BenchJob]:
-        prompts = [[dice.randint(*ids) for _ in range(inputs.draw(dice))] for _ in range(count)]
-        return [BenchJob(prompt, outputs.draw(dice)) for prompt in prompts]
+    def draw(generator: random.Random) -> list[BenchJob]:
+        prompts = [[generator.randint(*ids) for _ in range(inputs.draw(generator))] for _ in range(count)]
+        return [BenchJob(prompt, outputs.draw(generator)) for prompt in prompts]
 
     return Workload(draw, seed)
 
@@ -69,11 +68,11 @@ def _equal(count: int, num_input: int, num_output: int) -> Workload:
     return _uniform(count, _Lengths(num_input, num_input), _Lengths(num_output, num_output))
 
 
-def _exponential(dice: random.Random) -> list[BenchJob]:
+def _exponential(generator: random.Random) -> list[BenchJob]:
     # A generator: each length is drawn just before its tokens.
-    lengths = (max(16, min(1024, int(dice.expovariate(1 / 256)))) for _ in range(512))
-    prompts = [[dice.randint(*_IDS) for _ in range(length)] for length in lengths]
-    return [BenchJob(prompt, max(4, min(1024, int(dice.expovariate(1 / 128))))) for prompt in prompts]
+    lengths = (max(16, min(1024, int(generator.expovariate(1 / 256)))) for _ in range(512))
+    prompts = [[generator.randint(*_IDS) for _ in range(length)] for length in lengths]
+    return [BenchJob(prompt, max(4, min(1024, int(generator.expovariate(1 / 128))))) for prompt in prompts]
 
 
 WORKLOADS = {
@@ -101,13 +100,13 @@ def find(text: str, known: Collection[str] = WORKLOADS.keys()) -> Workload:
         )
     count = int(written[1])
     if count < 1:
-        raise ConfigError(f"{text} has 0 requests; ask for 1 or more.")
+        raise ConfigError(f"{text} has 0 requests; use 1 or more.")
     inputs = _lengths(text, "prompts", written[2], written[3])
     outputs = _lengths(text, "answers", written[4], written[5])
-    if count * inputs.high > _MOST_INPUT:
+    if count * inputs.high > _MAX_INPUT:
         raise ConfigError(
-            f"{text} has up to {count * inputs.high:,} tokens of prompts, more than the {_MOST_INPUT:,} that are drawn "
-            f"at most; ask for fewer or shorter ones."
+            f"{text} has up to {count * inputs.high:,} tokens of prompts, more than the {_MAX_INPUT:,} that are drawn "
+            f"at most; use fewer or shorter ones."
         )
     return _uniform(count, inputs, outputs)
 
@@ -115,16 +114,16 @@ def find(text: str, known: Collection[str] = WORKLOADS.keys()) -> Workload:
 def _lengths(text: str, what: str, low: str, high: str | None) -> _Lengths:
     lengths = _Lengths(int(low), int(low if high is None else high))
     if min(lengths) < 1:
-        raise ConfigError(f"{text} has {what} of 0 tokens; ask for 1 or more.")
+        raise ConfigError(f"{text} has {what} of 0 tokens; use 1 or more.")
     if lengths.low > lengths.high:
         raise ConfigError(f"{text} has {what} of {low}..{high} tokens; the smaller number comes first: {high}..{low}.")
     return lengths
 
 
 class WorkloadSlice(NamedTuple):
-    """How much of a workload is run. A figure of less than the whole is no figure of the workload."""
+    """The part of a workload that is run. Figures of a part are not figures of the workload."""
 
-    requests: int | None = None  # the first so many
+    requests: int | None = None  # only the first ones
     scale: float = 1.0  # of every length, rounded up
 
     @property
@@ -136,10 +135,7 @@ WHOLE = WorkloadSlice()
 
 
 def named_jobs(text: str, vocab_size: int, seed: int | None = None, part: WorkloadSlice = WHOLE) -> list[BenchJob]:
-    """The requests of a workload. Without a seed it is that of the published figures.
-
-    Token ids that a small vocabulary does not have are taken modulo its size.
-    """
+    """The requests of a workload. Seed None: that of the published figures. Ids are modulo the vocabulary size."""
     workload = find(text)
     jobs = workload.draw(random.Random(workload.seed if seed is None else seed))[: part.requests]
     return [

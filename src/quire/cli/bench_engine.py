@@ -51,7 +51,7 @@ def _show(
     sampling = SamplingParams(**requested)  # type: ignore[arg-type]  # which it checks
     device = pick_device(str(given["device"])).type
     observer = Observer(time.monotonic, device_clock(device))
-    built = start(model, given, report=True, observe=observer.around)
+    built = start(model, given, report=True, observe=observer.wrap)
     measured = _measure(LLM.over(built), observer, workloads, part, sampling, given)
     if given["as_json"]:
         facts = {"model": built.name, "sampling": requested, "settings": settings(built),

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 from rich.table import Table
 
-from quire.bench.regimes import RegimeResult, SimulatedMachine, arrivals, compare_regimes, compare_stances
+from quire.bench.regimes import RegimeResult, SimulatedMachine, arrivals, compare_overcommits, compare_regimes
 from quire.bench.scheduler import TURNOVERS, Curve, PlanningCost, Point, bars, measure, svg
-from quire.bench.step_sizing import StepSizingResult, compare, pacings
+from quire.bench.step_sizing import StepSizingResult, compare, sizings
 from quire.bench.throughput import Percentiles
 from quire.cli.console import err, out
 from quire.core.errors import ConfigError
@@ -98,42 +98,42 @@ def regimes(workload: str, requests: int | None, given: Mapping[str, float], as_
     num_cut = sum(row.num_prompt + row.num_output > machine.max_model_len for row in rows[:requests])
     if num_cut:
         err.print(f"{num_cut} of {len(work)} requests are longer than {machine.max_model_len} tokens and were cut.")
-    arc = compare_regimes(work, machine, lambda text: err.print(text, style="dim"))
-    stances = compare_stances(work, machine, PREFIX, lambda text: err.print(text, style="dim"))
+    by_regime = compare_regimes(work, machine, lambda text: err.print(text, style="dim"))
+    overcommits = compare_overcommits(work, machine, PREFIX, lambda text: err.print(text, style="dim"))
     if as_json:
-        print(json.dumps({"regimes": [_outcome(each, arc[0]) for each in arc],
-                          "stances": [_outcome(each, stances[0]) for each in stances]}))  # fmt: skip
+        print(json.dumps({"regimes": [_figures(each, by_regime[0]) for each in by_regime],
+                          "stances": [_figures(each, overcommits[0]) for each in overcommits]}))  # fmt: skip
         return
     out.print(f"{len(work)} requests of {workload}, {given['rate']:g} a second, simulated · quire {__version__}")
-    out.print(_compared(arc, "the arc"))
-    out.print(_compared(stances, "stances, where the running want twice the cache"))
+    out.print(_compared(by_regime, "regimes"))
+    out.print(_compared(overcommits, "overcommit, where running requests need twice the KV cache"))
 
 
-def _outcome(outcome: RegimeResult, first: RegimeResult) -> dict[str, float | str]:
-    account = outcome.account
+def _figures(result: RegimeResult, first: RegimeResult) -> dict[str, float | str]:
+    account = result.account
     return {
-        "name": outcome.name,
+        "name": result.name,
         "padding_share": round(account.padding_share, 4),
         "waste_reserved": round(account.waste_reserved, 4),
         "waste_held": round(account.waste_held, 4),
         "steps": account.steps,
         "mean_batch": round(account.mean_batch, 2),
-        "preemptions": outcome.preemptions,
+        "preemptions": result.preemptions,
         "computed_tokens": account.tokens,
-        "recomputed_share": round(outcome.recomputed_share, 4),
-        "cached_share": round(outcome.cached_share, 4),
+        "recomputed_share": round(result.recomputed_share, 4),
+        "cached_share": round(result.cached_share, 4),
         "seconds": round(account.finished_s, 3),
-        "throughput_ratio": round(outcome.tokens_per_s / first.tokens_per_s, 3),
+        "throughput_ratio": round(result.tokens_per_s / first.tokens_per_s, 3),
     }
 
 
-def _compared(outcomes: Many[RegimeResult], title: str) -> Table:
+def _compared(results: Many[RegimeResult], title: str) -> Table:
     table = Table(title=title, title_justify="left")
     columns = ("", "padding", "waste of reserved", "waste in tables", "steps", "mean batch", "preemptions",
-               "computed tokens", "recomputed", "from cache", f"speed / {outcomes[0].name}")  # fmt: skip
+               "computed tokens", "recomputed", "from cache", f"speed / {results[0].name}")  # fmt: skip
     for column in columns:
         table.add_column(column, justify="right" if column else "left")
-    for each in outcomes:
+    for each in results:
         account = each.account
         table.add_row(
             each.name,
@@ -146,7 +146,7 @@ def _compared(outcomes: Many[RegimeResult], title: str) -> Table:
             f"{account.tokens:,}",
             f"{each.recomputed_share:.2%}",
             f"{each.cached_share:.1%}",
-            f"{each.tokens_per_s / outcomes[0].tokens_per_s:.2f}",
+            f"{each.tokens_per_s / results[0].tokens_per_s:.2f}",
         )
     return table
 
@@ -168,19 +168,19 @@ _DEFAULT_RATE = 8.0  # a second
 
 def pacing(workload: str, given: Mapping[str, float | None], itl_target_ms: float | None, as_json: bool) -> None:
     rows = _window(workload, **given)
-    ways = pacings(None if itl_target_ms is None else itl_target_ms / 1000)
-    outcomes = compare(rows, _MACHINE, ways, lambda text: err.print(text, style="dim"))
+    policies = sizings(None if itl_target_ms is None else itl_target_ms / 1000)
+    results = compare(rows, _MACHINE, policies, lambda text: err.print(text, style="dim"))
     if as_json:
-        runs = [_plain(outcome, way.target_s) for outcome, way in zip(outcomes, ways, strict=True)]
+        runs = [_plain(result, policy.target_s) for result, policy in zip(results, policies, strict=True)]
         print(json.dumps({"bench": "pacing", "workload": workload, **given, "requests": len(rows), "runs": runs}))
         return
     out.print(f"{len(rows)} requests of {workload}, Llama-3.1-8B on an H200, simulated · quire {__version__}")
     table = Table("target", *(f"{what}, ms: {of}" for what in ("first token", "gaps") for of in ("p50", "p99", "max")),
                   "tokens/s")  # fmt: skip
-    for outcome, way in zip(outcomes, ways, strict=True):
-        name = outcome.name if way.target_s is None else f"{1000 * way.target_s:.1f} ms, {outcome.name}"
-        times = [*_shown(outcome.first_tokens_ms), *_shown(outcome.gaps_ms)]
-        table.add_row(name, *times, f"{outcome.tokens_per_s:,.0f}")
+    for result, policy in zip(results, policies, strict=True):
+        name = result.name if policy.target_s is None else f"{1000 * policy.target_s:.1f} ms, {result.name}"
+        times = [*_shown(result.first_tokens_ms), *_shown(result.gaps_ms)]
+        table.add_row(name, *times, f"{result.tokens_per_s:,.0f}")
     out.print(table)
 
 
@@ -207,11 +207,11 @@ def _shown(times: Percentiles | None) -> list[str]:
     return ["–"] * 3 if times is None else [f"{time:.1f}" for time in (times.p50, times.p99, times.max)]
 
 
-def _plain(outcome: StepSizingResult, target_s: float | None) -> dict[str, object]:
+def _plain(result: StepSizingResult, target_s: float | None) -> dict[str, object]:
     return {
-        "name": outcome.name,
+        "name": result.name,
         "target_ms": None if target_s is None else 1000 * target_s,
-        "first_token_ms": outcome.first_tokens_ms._asdict(),
-        "gap_ms": None if outcome.gaps_ms is None else outcome.gaps_ms._asdict(),
-        "tokens_per_s": round(outcome.tokens_per_s, 1),
+        "first_token_ms": result.first_tokens_ms._asdict(),
+        "gap_ms": None if result.gaps_ms is None else result.gaps_ms._asdict(),
+        "tokens_per_s": round(result.tokens_per_s, 1),
     }

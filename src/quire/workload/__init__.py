@@ -1,1 +1,1 @@
-"""Floor 1, neutral: what arrives when, and how long it is. Traces, samples of them, and arrivals drawn from a seed."""
+"""Layer 1: recorded traces of requests, samples of them, and arrival times from a seed."""

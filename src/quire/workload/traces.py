@@ -1,6 +1,6 @@
-"""Reads recorded workloads: one line per request, whichever of the known forms the file has. Lengths, never text.
+"""Traces of requests: reads the known file formats, one line per request. Lengths, never text.
 
-The samples of known traces that come with the package. Where they are from: `data/README.md`.
+The samples in the package come from the sources in `data/README.md`.
 """
 
 import csv
@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 from quire.core.errors import ConfigError, shown
 
-_EVERY_FIELD = Mapping[str, object]
+_Record = Mapping[str, object]
 
 
 class TraceRow(NamedTuple):
-    """One request. `prefix_ids` name its prompt's pieces, 512 tokens each: equal ids are equal tokens."""
+    """One request. `prefix_ids` name chunks of 512 prompt tokens: equal ids are equal tokens."""
 
-    arrived_s: float  # from the beginning of the trace; 0 for all where none was recorded
+    arrived_s: float  # since the start of the trace; 0 where it was not recorded
     num_prompt: int
     num_output: int
     prefix_ids: tuple[int, ...] = ()
@@ -36,11 +36,11 @@ def read_trace(path: Path) -> list[TraceRow]:
 
 
 def parse_trace(content: bytes, name: str) -> list[TraceRow]:
-    """The requests of a file's content; `name` is for what is said if it is none."""
+    """The requests in the content of a file; `name` is for error messages."""
     try:
         text = (gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content).decode()
         first, lines = text.lstrip()[:1], io.StringIO(text)
-        fields: Iterable[_EVERY_FIELD] = map(json.loads, filter(str.strip, lines)) if first == "{" else _table(lines)
+        fields: Iterable[_Record] = map(json.loads, filter(str.strip, lines)) if first == "{" else _table(lines)
         rows = _rows(list(fields), name)
     except (ValueError, KeyError, TypeError, EOFError, OSError) as error:
         raise ConfigError(f"The trace {name} is damaged: {shown(error)}.") from None
@@ -52,36 +52,36 @@ def parse_trace(content: bytes, name: str) -> list[TraceRow]:
     return rows
 
 
-def _table(lines: io.StringIO) -> Iterable[_EVERY_FIELD]:
+def _table(lines: io.StringIO) -> Iterable[_Record]:
     yield from csv.DictReader(lines)
 
 
-def _rows(records: list[_EVERY_FIELD], name: str) -> list[TraceRow]:
+def _rows(records: list[_Record], name: str) -> list[TraceRow]:
     columns = set(records[0]) if records else set()
-    for wanted, parse in _FORMS.items():
-        if wanted in columns:
+    for column, parse in _FORMATS.items():
+        if column in columns:
             rows = [parse(record) for record in records]
             begin_s = min(row.arrived_s for row in rows)
             return sorted((row._replace(arrived_s=row.arrived_s - begin_s) for row in rows), key=_arrival)
-    known = ", ".join(_FORMS)
-    raise ConfigError(f"The trace {name} is of no known form: its columns have none of {known}.")
+    known = ", ".join(_FORMATS)
+    raise ConfigError(f"The trace {name} has no known format: its columns have none of {known}.")
 
 
 def _arrival(row: TraceRow) -> float:
     return row.arrived_s
 
 
-def _sharegpt(record: _EVERY_FIELD) -> TraceRow:
+def _sharegpt(record: _Record) -> TraceRow:
     return TraceRow(0.0, _whole(record["num_prefill_tokens"]), _whole(record["num_decode_tokens"]))
 
 
-def _azure(record: _EVERY_FIELD) -> TraceRow:
+def _azure(record: _Record) -> TraceRow:
     stamp, _, fraction = str(record["TIMESTAMP"]).partition(".")
     arrived_s = datetime.fromisoformat(stamp + "+00:00").timestamp() + float(f"0.{fraction or 0}")
     return TraceRow(arrived_s, _whole(record["ContextTokens"]), _whole(record["GeneratedTokens"]))
 
 
-def _mooncake(record: _EVERY_FIELD) -> TraceRow:
+def _mooncake(record: _Record) -> TraceRow:
     ids = record["hash_ids"]
     if not isinstance(ids, list):
         raise TypeError("hash_ids is no list")
@@ -93,7 +93,7 @@ def _whole(value: object) -> int:
     return int(str(value))
 
 
-_FORMS: dict[str, Callable[[_EVERY_FIELD], TraceRow]] = {
+_FORMATS: dict[str, Callable[[_Record], TraceRow]] = {
     "num_prefill_tokens": _sharegpt,
     "ContextTokens": _azure,
     "hash_ids": _mooncake,
