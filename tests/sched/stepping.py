@@ -1,4 +1,4 @@
-"""A scheduler over a body that can be computed by hand, driven turn by turn, so that a test can look in between."""
+"""A scheduler over a runner that can be computed by hand, driven step by step, so that a test can look in between."""
 
 from collections.abc import Sequence as Many
 from dataclasses import replace
@@ -29,7 +29,7 @@ NEVER = Policy(overcommit=Overcommit.NEVER)
 
 
 class Recorder:
-    """A body, with every plan kept and watched. A poisoned row fails in the next result."""
+    """A runner that keeps and checks every plan. A poisoned row fails in the next result."""
 
     def __init__(self, body: Runner, block_size: int) -> None:
         self.plans: list[StepPlan] = []
@@ -48,11 +48,11 @@ class Recorder:
         if row is None:
             return result
         self.poisoned = None
-        heard = result.rows != row
+        kept = result.rows != row
         return replace(
             result,
-            rows=result.rows[heard],
-            tokens=result.tokens[heard],
+            rows=result.rows[kept],
+            tokens=result.tokens[kept],
             ended=(*(each for each in result.ended if each.row != row), FinishedRow(row, FinishReason.ERROR)),
             candidates={other: top for other, top in result.candidates.items() if other != row},
             pooled={other: total for other, total in result.pooled.items() if other != row},
@@ -92,37 +92,39 @@ class Bench:
         self.recorder = Recorder(body, block_size)
         self.now_s = 0.0
         self.loop = Loop(self.scheduler, self.recorder, depth, lambda: self.now_s)
-        self.heard: dict[SequenceId, list[int]] = {}
+        self.emitted: dict[SequenceId, list[int]] = {}
         self.finished: dict[SequenceId, int] = {}  # the step it finished in
         self.pooled: dict[SequenceId, float] = {}
         self._num_requests = 0
 
-    # What is asked.
+    # Requests.
 
     def add(self, prompt: Many[int], max_tokens: int, end_ids: tuple[int, ...] = (), **also: object) -> Sequence:
         """One continuation."""
-        (sequence,) = self.add_family(prompt, max_tokens, 1, end_ids, **also)
+        (sequence,) = self.add_group(prompt, max_tokens, 1, end_ids, **also)
         return sequence
 
-    def add_family(
+    def add_group(
         self, prompt: Many[int], max_tokens: int, count: int, end_ids: tuple[int, ...] = (), **also: object
     ) -> tuple[Sequence, ...]:
-        return self.ask(prompt, max_tokens, RowSampling(end_ids=end_ids), num_sequences=count, **also)
+        return self.add_request(prompt, max_tokens, RowSampling(end_ids=end_ids), num_sequences=count, **also)
 
     def add_beams(self, prompt: Many[int], max_tokens: int, width: int, **also: object) -> tuple[Sequence, ...]:
         sampling = RowSampling(num_candidates=2 * width)
         beam = BeamParams(width, num_returned=width)
-        return self.ask(prompt, max_tokens, sampling, num_sequences=width, beam=beam, **also)
+        return self.add_request(prompt, max_tokens, sampling, num_sequences=width, beam=beam, **also)
 
-    def ask(self, prompt: Many[int], max_tokens: int, sampling: RowSampling, **also: object) -> tuple[Sequence, ...]:
+    def add_request(
+        self, prompt: Many[int], max_tokens: int, sampling: RowSampling, **also: object
+    ) -> tuple[Sequence, ...]:
         number = RequestId(self._num_requests)
         request = Request(number, np.array(prompt, np.int32), max_tokens, sampling, **also)  # type: ignore[arg-type]
         self._num_requests += 1
         sequences = self.scheduler.add(request, self.now_s)
-        self.heard.update({sequence.id: [] for sequence in sequences})
+        self.emitted.update({sequence.id: [] for sequence in sequences})
         return sequences
 
-    # What happens.
+    # Steps.
 
     def turn(self) -> StepOutput | None:
         absorbed = self.loop.turn()
@@ -130,7 +132,7 @@ class Bench:
         audit_contents(self.scheduler.kv, self.recorder.body)
         if absorbed is not None:
             for number, token in zip(absorbed.sequences.tolist(), absorbed.tokens.tolist(), strict=True):
-                self.heard[SequenceId(number)].append(token)
+                self.emitted[SequenceId(number)].append(token)
             for name, total in absorbed.pooled.items():
                 assert name not in self.pooled, f"{name} was pooled twice"
                 self.pooled[SequenceId(name)] = float(total[0])
@@ -144,7 +146,7 @@ class Bench:
             self.turn()
 
     def run_out(self, most: int = 10_000) -> None:
-        """Until nobody is left; the cache stays."""
+        """Until all requests have finished; the cache stays."""
         for _ in range(most):
             if self.scheduler.idle:
                 return
@@ -152,15 +154,15 @@ class Bench:
         raise AssertionError("it never came to rest")
 
     def run(self) -> None:
-        """Until nobody is left. The cache is emptied, to see that it can be."""
+        """Until all requests have finished. Then the cache is emptied, to check that it can be."""
         self.run_out()
         audit_rest(self.scheduler)
 
     def poison(self, sequence: Sequence) -> None:
-        """The first row it sits in fails in the next result. At depth 0 alone: nothing may be in flight behind it."""
+        """Its row fails in the next result. At depth 0 alone: no later step may be in flight."""
         self.recorder.poisoned = Row(0) if sequence.row is None else sequence.row
 
-    # What can be seen.
+    # Inspection.
 
     @property
     def plans(self) -> list[StepPlan]:
@@ -175,7 +177,7 @@ class Bench:
         return self.scheduler.counters.preemptions
 
     def chunks_of(self, sequence: Sequence) -> list[Chunk]:
-        """All its chunks, by following who sat where."""
+        """All its chunks, by following the row starts."""
         assigned: dict[Row, SequenceId] = {}
         chunks = []
         for plan in self.plans:
@@ -202,7 +204,7 @@ def events_of(sequence: Sequence, what: EventKind) -> list[RequestEvent]:
     return [event for event in sequence.group.events if event.what is what]
 
 
-def toy_answer(prompt: Many[int], count: int) -> list[int]:
+def toy_output(prompt: Many[int], count: int) -> list[int]:
     """By hand: each token is the sum of all before it."""
     tokens = list(prompt)
     for _ in range(count):
@@ -210,7 +212,7 @@ def toy_answer(prompt: Many[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def oracle_answer(prompt: Many[int], count: int, index: int = 0) -> list[int]:
+def oracle_output(prompt: Many[int], count: int, index: int = 0) -> list[int]:
     """The closed form."""
     return list(islice(continuation(np.array(prompt, np.int32), VOCAB, index), count))
 

@@ -1,4 +1,4 @@
-"""Beam search in the engine: rows and tables follow the search, whose choices are the closed form's."""
+"""Beam search in the engine: rows and tables follow the search, and its choices are those of the closed form."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from quire.core.sampling import RowSampling
 from quire.core.step import ChunkOutput, FinishReason
 from quire.sched.reservation import most_blocks
 from quire.sim.check.expected import expect
-from tests.sched.stepping import VOCAB, Bench, counting, oracle_answer
+from tests.sched.stepping import VOCAB, Bench, counting, oracle_output
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
 PROMPT = counting(1, 6)
@@ -20,7 +20,7 @@ def assert_found(bench: Bench, sequences: tuple[Sequence, ...]) -> None:
     for sequence, outcome in zip(sequences, outcomes, strict=True):
         assert sequence.tokens[len(sequence.request.prompt) :].tolist() == outcome.tokens
         assert sequence.finish_reason is outcome.reason and sequence.score is not None
-        assert bench.heard[sequence.id] == [], "beams are told at the end"
+        assert bench.emitted[sequence.id] == [], "beams are reported at the end"
         assert sequence.id in bench.finished
 
 
@@ -32,10 +32,10 @@ def test_the_search_finds_what_the_closed_form_says(depth: int, width: int) -> N
     other = bench.add([50, 51], 9)
     bench.run()
     assert_found(bench, sequences)
-    assert bench.heard[other.id] == oracle_answer([50, 51], 9)
+    assert bench.emitted[other.id] == oracle_output([50, 51], 9)
 
 
-def test_rows_are_told_and_forked_and_share_what_they_have_in_common() -> None:
+def test_beams_append_tokens_fork_and_share_their_common_blocks() -> None:
     bench = Bench(oracle=True)
     sequences = bench.add_beams(PROMPT, 8, 3)
     bench.turn()
@@ -63,7 +63,7 @@ def test_dead_beams_give_their_blocks_back() -> None:
         held = {block for sequence in sequences if sequence.row is not None for block in bench.table(sequence)}
         assert len(held) <= most
         assert all(bench.readers(block) > 0 for block in held)
-    assert bench.scheduler.counters.forks > 2, "somebody died after the first step"
+    assert bench.scheduler.counters.forks > 2, "a beam died after the first step"
     assert_found(bench, sequences)
     bench.run()
 
@@ -127,7 +127,7 @@ def test_what_a_beam_offered_before_its_step_was_lost_is_forgotten(first: int, s
 @pytest.mark.parametrize("returned", [1, 2])
 def test_an_abort_names_only_the_beams_that_a_client_hears_of(returned: int) -> None:
     bench = Bench(oracle=True)
-    sequences = bench.ask(
+    sequences = bench.add_request(
         PROMPT, 6, RowSampling(num_candidates=6), num_sequences=3, beam=BeamParams(3, num_returned=returned)
     )
     bench.turns(3)

@@ -1,4 +1,4 @@
-"""Small promises about who pays, who is measured and who is remembered, each seen on one or two requests."""
+"""Billing, precedence and bookkeeping, each shown on one or two requests."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ from tests.sched.stepping import NEVER, OPTIMISTIC, Bench, counting
 LONG = counting(1, 16)
 
 
-def test_nobody_waits_for_the_prefix_of_another_partition() -> None:
+def test_a_request_does_not_wait_for_a_prefix_of_another_partition() -> None:
     """Waiting for it would tell how far another tenant's prompt has come."""
     for own, others in (("b", ""), ("", "b"), ("a", "b")):
         bench = Bench(oracle=True, budget=20, depth=1)
@@ -36,7 +36,7 @@ def test_nobody_waits_for_the_prefix_of_another_partition() -> None:
         bench.run()
 
 
-def test_who_waited_for_a_prefix_keeps_the_age_it_had() -> None:
+def test_a_request_that_waited_for_a_prefix_keeps_its_age() -> None:
     """Two classes; a class rises after 10 s. The follower came at 0 s and is woken at 8 s: at 11 s it has risen."""
     policy = replace(OPTIMISTIC, order=OrderPolicy(ageing_s=10.0))
     bench = Bench(oracle=True, budget=9, rows=1, depth=0, policy=policy)
@@ -57,7 +57,7 @@ def test_who_waited_for_a_prefix_keeps_the_age_it_had() -> None:
     assert leader.finish_reason is FinishReason.LENGTH
 
 
-def test_the_last_block_goes_to_the_first_who_came() -> None:
+def test_the_last_block_goes_to_the_earliest_request() -> None:
     """Two rows need a block in the same step, and there is one: the later one pauses, or goes."""
     bench = Bench(blocks=5, block_size=4, rows=2)
     first, second = bench.add([1, 2, 3, 4], 10), bench.add([5, 6, 7, 8], 10)
@@ -103,12 +103,12 @@ def test_recomputed_tokens_are_counted() -> None:
         before = second.group.num_preemptions
         bench.turn()
         if second.group.num_preemptions > before:
-            known.append(len(bench.heard[second.id]) + 4)
+            known.append(len(bench.emitted[second.id]) + 4)
     assert known and bench.scheduler.counters.recomputed_tokens == sum(known) - len(known)
 
 
 def test_what_was_not_computed_before_is_not_recomputed() -> None:
-    """A prompt of 40 loses its seat after 8 tokens of it, and computes 40 from the beginning: 8 of them again."""
+    """A prompt of 40 is preempted after 8 tokens of it, and computes 40 from the beginning: 8 of them again."""
     bench = Bench(budget=8, rows=1, policy=OPTIMISTIC.with_regime(REGIMES["chunked"]))
     low = bench.add(counting(1, 40), 4, priority=1)
     bench.turn()
@@ -118,7 +118,7 @@ def test_what_was_not_computed_before_is_not_recomputed() -> None:
     assert bench.scheduler.counters.recomputed_tokens == 8
 
 
-def test_a_tenant_pays_for_prompt_answer_and_room() -> None:
+def test_a_tenant_is_charged_for_prompt_output_and_blocks() -> None:
     service, block_size = ServiceCost(), 4
     bench = Bench(blocks=64, block_size=block_size)
     bench.add(counting(1, 8), 9, tenant="a")
@@ -131,8 +131,8 @@ def test_a_tenant_pays_for_prompt_answer_and_room() -> None:
     assert state_of(bench.scheduler).shares.total("a") == pytest.approx(begun + paid)
 
 
-def test_a_short_answer_is_paid_by_the_token() -> None:
-    """Answers of 1 to 5 tokens within one block of 16: nobody gets a block on the way, and everybody pays."""
+def test_a_short_output_is_charged_by_the_token() -> None:
+    """Outputs of 1 to 5 tokens within one block of 16: no row is granted a block, and every token is charged."""
     service = ServiceCost()
     for num_tokens in range(1, 6):
         bench = Bench(blocks=64, block_size=16)
@@ -154,7 +154,7 @@ def test_a_preempted_row_has_paid_for_what_it_computed() -> None:
     bench.run()
 
 
-def test_beams_pay_for_their_tokens_and_their_room() -> None:
+def test_beams_are_charged_for_tokens_and_blocks() -> None:
     """3 beams of 5 tokens after 4: the first step is one row's; the 4 others are 3 rows', of 1 + 1 blocks each."""
     service = ServiceCost()
     bench = Bench(blocks=64, block_size=4, policy=OPTIMISTIC)
@@ -195,7 +195,7 @@ def test_a_step_is_timed_from_the_one_before_it_when_they_overlap() -> None:
         cost=Watched(UNMEASURED),
     )
     bench = Bench()
-    (sequence,) = bench.add_family([1, 2], 5, 1)
+    (sequence,) = bench.add_group([1, 2], 5, 1)
     scheduler.add(replace(sequence.request, id=RequestId(9)), 0.0)
     plans = [scheduler.plan(0.0), scheduler.plan(0.0)]
     row = np.array([0], np.int32)
@@ -226,8 +226,8 @@ def test_the_regimes_are_those_of_the_arc(
     assert Policy().regime is REGIMES["prefix"]
 
 
-def test_no_memory_ends_somebody_who_was_seated() -> None:
-    """The one who waits could become the largest, but the step that was too large was not its own."""
+def test_out_of_memory_ends_a_request_that_was_admitted() -> None:
+    """The waiting request could become the largest, but it was not part of the step that was too large."""
     bench = Bench(blocks=400, rows=2)
     small, large = bench.add([1] * 8, 20), bench.add([2] * 40, 40)
     bench.turn()
@@ -251,10 +251,10 @@ def test_followers_count_among_the_waiting_tokens() -> None:
     bench.run()
 
 
-def test_a_family_that_leaves_frees_what_only_its_members_share() -> None:
+def test_preempting_a_group_frees_blocks_that_only_its_sequences_share() -> None:
     """10 prompt tokens in blocks of 4: two are shared by three, each has a tail of its own."""
     bench = Bench(oracle=True)
-    sequences = bench.add_family(counting(1, 10), 9, 3)
+    sequences = bench.add_group(counting(1, 10), 9, 3)
     bench.turns(2)
     blocks = {block for sequence in sequences for block in bench.table(sequence)}
     reserved = sum(
@@ -272,7 +272,7 @@ def test_a_family_that_leaves_frees_what_only_its_members_share() -> None:
     bench.run()
 
 
-def test_a_class_that_has_left_is_not_the_lowest_that_sits() -> None:
+def test_the_lowest_class_counts_assigned_rows_alone() -> None:
     bench = Bench()
     bench.add([1], 9, priority=2)
     bench.add([2], 2, priority=7)
@@ -290,12 +290,12 @@ def test_recomputed_tokens_of_siblings_are_counted() -> None:
     policy = OPTIMISTIC.with_regime(REGIMES["chunked"])
     bench = Bench(blocks=12, block_size=2, rows=3, policy=policy)
     bench.add([1, 2], 12)
-    sequences = bench.add_family([3, 4, 5], 8, 2)
+    sequences = bench.add_group([3, 4, 5], 8, 2)
     again = 0
     while not bench.scheduler.idle:
         before = sequences[0].group.num_preemptions
         bench.turn()
         if sequences[0].group.num_preemptions > before:
-            known = [3 + len(bench.heard[sequence.id]) for sequence in sequences]
+            known = [3 + len(bench.emitted[sequence.id]) for sequence in sequences]
             again += known[0] - 1 + known[1] - 1 - 2
     assert again and bench.scheduler.counters.recomputed_tokens == again

@@ -210,7 +210,7 @@ def test_whatever_was_measured_a_chunk_keeps_the_target_and_grows_with_it(
 
 
 @given(ROWS, CONTEXTS, STARTS, MOSTS, TARGETS, st.integers(0, 100), st.integers(0, 5000))
-def test_more_work_beside_it_leaves_less_room(
+def test_more_work_in_a_step_leaves_shorter_chunks(
     rows: int, context: int, start: int, most: int, target_s: float, more_rows: int, more_context: int
 ) -> None:
     table = CostTable(ROUND)
@@ -222,7 +222,7 @@ def test_more_work_beside_it_leaves_less_room(
 
 
 @given(MEASURED, SHAPES, STARTS, MOSTS, TARGETS, st.lists(st.integers(1, 3000), max_size=6, unique=True).map(sorted))
-def test_a_chunk_that_is_cut_has_the_size_of_a_grain(
+def test_a_cut_chunk_has_a_captured_size(
     measured: list[tuple[StepShape, float]],
     shape: StepShape,
     start: int,

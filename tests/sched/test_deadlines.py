@@ -1,4 +1,4 @@
-"""Who is not seated in time is told so at once, wherever it waits."""
+"""A request not admitted in time expires at once, queued or waiting for a prefix."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ SOME = st.lists(st.none() | st.integers(0, 30), max_size=12)
 
 @settings(deadline=None)
 @given(deadlines=SOME, assigned=st.sets(st.integers(0, 11)), gone=st.sets(st.integers(0, 11)), looks=SOME)
-def test_whoever_waits_past_its_deadline_is_named_once_the_earliest_first(
+def test_expired_groups_are_returned_once_the_earliest_first(
     deadlines: list[int | None], assigned: set[int], gone: set[int], looks: list[int | None]
 ) -> None:
     groups = [group(order, deadline_s=deadline_s) for order, deadline_s in enumerate(deadlines)]
@@ -34,7 +34,7 @@ def test_whoever_waits_past_its_deadline_is_named_once_the_earliest_first(
         waiting = [each for each in waiting if (each.request.deadline_s or 0) > now_s]
 
 
-def test_those_who_were_seated_or_gave_up_leave_nothing_behind() -> None:
+def test_admitted_and_aborted_groups_leave_no_entries() -> None:
     heap = Deadlines()
     heap.watch(group(0, deadline_s=5.0))
     for order in range(1, 1000):
@@ -47,7 +47,7 @@ def test_those_who_were_seated_or_gave_up_leave_nothing_behind() -> None:
     assert [each.order for each in heap.expire(5.0)] == [0]
 
 
-def test_a_follower_whose_deadline_passes_is_told_in_the_next_plan() -> None:
+def test_a_follower_expires_in_the_next_plan_after_its_deadline() -> None:
     """It waits for a long prompt, which leaves to others what they need of a step."""
     bench = Bench(budget=6, rows=4, policy=replace(OPTIMISTIC, order=OrderPolicy(long_prompt=24)))
     leader = bench.add(counting(1, 24), 4)
@@ -62,7 +62,7 @@ def test_a_follower_whose_deadline_passes_is_told_in_the_next_plan() -> None:
     bench.run()
 
 
-def test_who_stays_still_expires_after_many_came_and_went() -> None:
+def test_a_waiting_group_still_expires_after_many_others() -> None:
     heap = Deadlines()
     stays = [group(0, deadline_s=9.0), group(1), group(2, deadline_s=5.0)]
     for each in stays:

@@ -42,7 +42,7 @@ def test_every_row_is_due_exactly_when_its_table_is_full(data: st.DataObject) ->
         assert sorted(due.tolist()) == expected
         paused = {row for row in expected if data.draw(st.integers(0, 3)) == 0}
         if paused and paused == {row for row, walker in rows.items() if not walker.is_finishing}:
-            for row in paused:  # nobody would compute: the step is asked for again
+            for row in paused:  # no row would compute: the step is planned again
                 calendar.book_again(Row(row), step)
             assert sorted(calendar.due(step).tolist()) == sorted(paused)
         fed = np.array([row for row in due.tolist() if row not in paused], dtype=np.intp)
@@ -68,7 +68,7 @@ def test_every_row_is_due_exactly_when_its_table_is_full(data: st.DataObject) ->
             del rows[row]
 
 
-def test_a_row_that_never_cruised_may_stop() -> None:
+def test_a_row_that_never_decoded_may_stop() -> None:
     calendar = DecodeCalendar(2, 4)
     calendar.stop(Row(1))
     assert (calendar.num_decoding, calendar.num_finishing) == (0, 0)

@@ -1,4 +1,4 @@
-"""Prompts that come to an embedding: every position computed once, one sum, no token; and nobody else is disturbed."""
+"""Pooled prompts (embeddings): every position is computed once, one sum, no token; other requests are unaffected."""
 
 from collections.abc import Sequence as Many
 
@@ -15,13 +15,13 @@ from quire.core.step import ChunkOutput, FinishReason
 from quire.sched.fairness import ServiceCost
 from quire.sched.policy import Policy
 from tests.sched.inspection import state_of
-from tests.sched.stepping import Bench, counting, events_of, oracle_answer
+from tests.sched.stepping import Bench, counting, events_of, oracle_output
 
 PROMPT = counting(5, 10)
 
 
 def embed(bench: Bench, prompt: Many[int], **also: object) -> Sequence:
-    (sequence,) = bench.ask(prompt, 1, RowSampling(pooled=True), **also)
+    (sequence,) = bench.add_request(prompt, 1, RowSampling(pooled=True), **also)
     return sequence
 
 
@@ -44,7 +44,7 @@ def test_one_sum_and_no_token_whatever_the_chunks(depth: int, budget: int) -> No
     sequence = embed(bench, PROMPT)
     bench.run()
     assert bench.pooled == {sequence.id: closed_form(PROMPT)}
-    assert bench.heard[sequence.id] == [] and sequence.tokens.tolist() == PROMPT
+    assert bench.emitted[sequence.id] == [] and sequence.tokens.tolist() == PROMPT
     assert sequence.finish_reason is FinishReason.STOP and sequence.id in bench.finished
     assert not events_of(sequence, EventKind.FIRST_TOKEN)
     assert all(chunk.output is ChunkOutput.POOLED for chunk in bench.chunks_of(sequence))
@@ -72,7 +72,7 @@ def test_it_waits_for_no_other_prefix() -> None:
     bench.turn()
     assert [chunk.length for chunk in bench.plan.chunks] == [10, 2], "both are computed in the same step"
     bench.run()
-    assert bench.pooled[second.id] == closed_form(PROMPT) and bench.heard[first.id] == oracle_answer(PROMPT, 3)
+    assert bench.pooled[second.id] == closed_form(PROMPT) and bench.emitted[first.id] == oracle_output(PROMPT, 3)
 
 
 def test_a_tenant_pays_for_the_prompt_alone() -> None:
@@ -82,7 +82,7 @@ def test_a_tenant_pays_for_the_prompt_alone() -> None:
     assert state_of(bench.scheduler).shares.total("a") == pytest.approx(10 * prices.prefill + 3 * prices.block_step)
 
 
-def test_output_lengths_are_learned_from_those_who_speak() -> None:
+def test_output_lengths_are_learned_from_requests_that_sample() -> None:
     bench = Bench(oracle=True)
     lengths = state_of(bench.scheduler).output_lengths
     before = lengths.hedge(40, 0)
@@ -93,19 +93,19 @@ def test_output_lengths_are_learned_from_those_who_speak() -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_a_seat_that_was_taken_is_begun_again_from_the_start(depth: int) -> None:
+def test_a_preempted_embedding_starts_from_the_beginning(depth: int) -> None:
     bench = Bench(oracle=True, rows=1, budget=4, depth=depth)
     prompt = counting(5, 40)
     low = embed(bench, prompt, priority=1)
     bench.turns(1 + depth)
     high = bench.add([50], 2, priority=0)
     bench.run()
-    assert bench.pooled == {low.id: closed_form(prompt)} and bench.heard[high.id] == oracle_answer([50], 2)
+    assert bench.pooled == {low.id: closed_form(prompt)} and bench.emitted[high.id] == oracle_output([50], 2)
     assert [chunk.start for chunk in bench.chunks_of(low)].count(0) == 2
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_an_aborted_one_is_not_heard_of_again(depth: int) -> None:
+def test_an_aborted_embedding_is_not_reported(depth: int) -> None:
     bench = Bench(oracle=True, depth=depth, budget=10)
     sequence = embed(bench, PROMPT)
     if depth:  # its only step is in flight
@@ -121,7 +121,7 @@ def test_one_that_is_not_finite_fails_alone() -> None:
     bench.poison(sequence)
     bench.run()
     assert sequence.finish_reason is FinishReason.ERROR and bench.pooled == {}
-    assert bench.heard[other.id] == oracle_answer([7], 3)
+    assert bench.emitted[other.id] == oracle_output([7], 3)
 
 
 def test_lost_steps_are_computed_again() -> None:
@@ -136,7 +136,7 @@ def test_lost_steps_are_computed_again() -> None:
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), depth=st.sampled_from([0, 1, 2]), budget=st.integers(4, 12), blocks=st.integers(8, 20))
 def test_among_others_in_a_small_pool(data: st.DataObject, depth: int, budget: int, blocks: int) -> None:
-    """Whatever is asked, in which order, and whoever leaves: what ends well is the closed form's."""
+    """Any mix of requests, in any order, with any aborts: a finished one equals the closed form."""
     bench = Bench(oracle=True, depth=depth, budget=budget, blocks=blocks, rows=4, policy=Policy(max_preemptions=3))
     asked: list[tuple[Sequence, list[int], int | None]] = []
     for _ in range(data.draw(st.integers(1, 8))):
@@ -158,7 +158,7 @@ def test_among_others_in_a_small_pool(data: st.DataObject, depth: int, budget: i
             continue
         if num_tokens is None:
             assert bench.pooled[sequence.id] == closed_form(prompt)
-            assert sequence.finish_reason is FinishReason.STOP and bench.heard[sequence.id] == []
+            assert sequence.finish_reason is FinishReason.STOP and bench.emitted[sequence.id] == []
         else:
             assert sequence.id not in bench.pooled
-            assert bench.heard[sequence.id] == oracle_answer(prompt, num_tokens)
+            assert bench.emitted[sequence.id] == oracle_output(prompt, num_tokens)

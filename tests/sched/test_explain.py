@@ -1,4 +1,4 @@
-"""A request can say what it waited for, what it found, who took its seat and what that cost."""
+"""An explanation names what a request waited for, what was cached, what preempted it and what that cost."""
 
 import random
 from itertools import pairwise
@@ -23,7 +23,7 @@ from tests.sched.stepping import NEVER, Bench, counting
 
 def events(bench: Bench, sequence: Sequence) -> Explanation:
     explanation = bench.scheduler.explain(sequence.group)
-    assert explanation.lines(), "there is always something to say"
+    assert explanation.lines(), "an explanation is never empty"
     return explanation
 
 
@@ -33,9 +33,9 @@ def test_every_row_taken() -> None:
     second = bench.add(counting(50, 4), 1)
     bench.run_out()
     assert events(bench, first).waits == ()
-    told = events(bench, second)
-    assert told.waits == (Wait(0, 3, WaitCause.ROWS),)
-    assert "step 0: waited 3 steps: every row was assigned" in told.lines()
+    explanation = events(bench, second)
+    assert explanation.waits == (Wait(0, 3, WaitCause.ROWS),)
+    assert "step 0: waited 3 steps: every row was assigned" in explanation.lines()
 
 
 def test_a_step_without_tokens_left() -> None:
@@ -46,7 +46,7 @@ def test_a_step_without_tokens_left() -> None:
     assert events(bench, second).waits == (Wait(0, 1, WaitCause.BUDGET),)
 
 
-def test_a_cache_without_room() -> None:
+def test_a_full_cache() -> None:
     bench = Bench(blocks=4, policy=NEVER)
     bench.add(counting(0, 8), 9)
     second = bench.add(counting(50, 4), 1)
@@ -56,32 +56,32 @@ def test_a_cache_without_room() -> None:
     assert events(bench, second).waited(WaitCause.BLOCKS) == 9
 
 
-def test_pressure_admits_nobody() -> None:
+def test_a_step_under_pressure_admits_no_request() -> None:
     bench = Bench(blocks=4, rows=4)
     bench.add(counting(0, 6), 10)
     bench.add(counting(30, 6), 10)
     bench.turn()
     third = bench.add(counting(60, 2), 1)
     bench.run_out()
-    told = events(bench, third)
-    assert told.waited(WaitCause.PRESSURE) > 0
-    assert told.waited(WaitCause.BLOCKS) > 0
+    explanation = events(bench, third)
+    assert explanation.waited(WaitCause.PRESSURE) > 0
+    assert explanation.waited(WaitCause.BLOCKS) > 0
 
 
-def test_who_is_overtaken_waits_for_the_order() -> None:
+def test_an_overtaken_request_waits_for_the_order() -> None:
     bench = Bench(rows=1, policy=Policy(order=OrderPolicy(ageing_s=0)))
     bench.add(counting(0, 4), 2)
     humble = bench.add(counting(20, 4), 1, priority=1)
     bench.turn()
     noble = bench.add(counting(40, 4), 2)
     bench.run_out()
-    told = events(bench, humble)
-    assert told.waits == (
+    explanation = events(bench, humble)
+    assert explanation.waits == (
         Wait(0, 2, WaitCause.ROWS),
         Wait(2, 3, WaitCause.ORDER, (noble.request.id,)),
         Wait(3, 4, WaitCause.ROWS),
     )
-    assert any("others came first" in line and f"(request {noble.request.id})" in line for line in told.lines())
+    assert any("others came first" in line and f"(request {noble.request.id})" in line for line in explanation.lines())
 
 
 def test_waiting_for_the_same_prefix() -> None:
@@ -89,9 +89,9 @@ def test_waiting_for_the_same_prefix() -> None:
     leader = bench.add(counting(0, 20), 1)
     follower = bench.add(counting(0, 20), 1)
     bench.run_out()
-    told = events(bench, follower)
-    assert told.waits == (Wait(0, 1, WaitCause.PREFIX, (leader.request.id,)),)
-    assert told.sittings[0].num_found == 19
+    explanation = events(bench, follower)
+    assert explanation.waits == (Wait(0, 1, WaitCause.PREFIX, (leader.request.id,)),)
+    assert explanation.sittings[0].num_found == 19
 
 
 def test_hits_and_what_was_never_seen() -> None:
@@ -100,11 +100,11 @@ def test_hits_and_what_was_never_seen() -> None:
     bench.run_out()
     again = bench.add([*counting(0, 10), *counting(500, 8)], 1)
     bench.run_out()
-    told = events(bench, again)
-    assert told.sittings[0].num_found == 10
-    assert told.shortfall is not None
-    assert (told.shortfall.num_tokens, told.shortfall.why) == (8, "never seen")
-    assert "with 10 tokens from the cache" in " ".join(told.lines())
+    explanation = events(bench, again)
+    assert explanation.sittings[0].num_found == 10
+    assert explanation.shortfall is not None
+    assert (explanation.shortfall.num_tokens, explanation.shortfall.why) == (8, "never seen")
+    assert "with 10 tokens from the cache" in " ".join(explanation.lines())
 
 
 def test_what_was_evicted_names_the_step_and_the_one_it_went_for() -> None:
@@ -115,11 +115,11 @@ def test_what_was_evicted_names_the_step_and_the_one_it_went_for() -> None:
     bench.run_out()
     again = bench.add(counting(0, 16), 1)
     bench.run_out()
-    told = events(bench, again)
-    assert told.shortfall is not None
-    assert told.shortfall.why == f"evicted in step {greedy.group.events[-2].step}"
-    assert told.shortfall.evicted_for == greedy.request.id
-    assert f" for request {greedy.request.id}" in " ".join(told.lines())
+    explanation = events(bench, again)
+    assert explanation.shortfall is not None
+    assert explanation.shortfall.why == f"evicted in step {greedy.group.events[-2].step}"
+    assert explanation.shortfall.evicted_for == greedy.request.id
+    assert f" for request {greedy.request.id}" in " ".join(explanation.lines())
 
 
 def test_what_another_partition_holds_is_said_so() -> None:
@@ -128,11 +128,11 @@ def test_what_another_partition_holds_is_said_so() -> None:
     bench.run_out()
     other = bench.add(counting(0, 12), 1, partition="yours")
     bench.run_out()
-    told = events(bench, other)
-    assert told.shortfall is not None and told.shortfall.why == "other partition"
+    explanation = events(bench, other)
+    assert explanation.shortfall is not None and explanation.shortfall.why == "other partition"
 
 
-def test_who_took_the_seat_and_what_was_lost() -> None:
+def test_a_preemption_names_its_cause_and_what_was_lost() -> None:
     bench = Bench(rows=1, blocks=16, policy=Policy(order=OrderPolicy(ageing_s=0)))
     humble = bench.add(counting(0, 6), 8, priority=1)
     bench.turns(3)
@@ -140,16 +140,16 @@ def test_who_took_the_seat_and_what_was_lost() -> None:
     bench.turn()
     assert events(bench, humble).interruptions[0].num_lost is None
     bench.run_out()
-    told = events(bench, humble)
-    (interruption,) = told.interruptions
+    explanation = events(bench, humble)
+    (interruption,) = explanation.interruptions
     assert (interruption.by, interruption.num_computed) == (noble.request.id, 8)
-    assert interruption.num_lost == 8 - told.sittings[1].num_found
-    assert told.waits[-1].stop == told.sittings[1].step
+    assert interruption.num_lost == 8 - explanation.sittings[1].num_found
+    assert explanation.waits[-1].stop == explanation.sittings[1].step
     assert any(line.endswith(f"8 tokens had been computed, {interruption.num_lost} tokens recomputed")
-               for line in told.lines())  # fmt: skip
+               for line in explanation.lines())  # fmt: skip
 
 
-def test_lost_steps_are_nobodys_fault() -> None:
+def test_lost_steps_are_caused_by_no_request() -> None:
     bench = Bench()
     sequence = bench.add(counting(0, 6), 4)
     bench.turns(2)
@@ -161,13 +161,13 @@ def test_lost_steps_are_nobodys_fault() -> None:
 
 def test_a_life_from_first_token_to_end() -> None:
     bench = Bench(budget=8)
-    sequences = bench.add_family(counting(0, 13), 3, 3)
+    sequences = bench.add_group(counting(0, 13), 3, 3)
     bench.run_out()
-    told = events(bench, sequences[0])
-    assert [(fork.num_shared, fork.with_whom) for fork in told.forks] == [(12, "2 siblings")]
-    assert told.first_token_step == 1, "8 tokens of the prompt in step 0, 5 in step 1"
-    assert told.ending is not None and told.ending.reasons == FinishReason.LENGTH.value
-    steps = [int(line.split(":")[0].removeprefix("step ")) for line in told.lines()]
+    explanation = events(bench, sequences[0])
+    assert [(fork.num_shared, fork.with_whom) for fork in explanation.forks] == [(12, "2 siblings")]
+    assert explanation.first_token_step == 1, "8 tokens of the prompt in step 0, 5 in step 1"
+    assert explanation.ending is not None and explanation.ending.reasons == FinishReason.LENGTH.value
+    steps = [int(line.split(":")[0].removeprefix("step ")) for line in explanation.lines()]
     assert steps == sorted(steps)
 
 
@@ -175,50 +175,50 @@ def test_beams_say_when_they_began_to_fork() -> None:
     bench = Bench(oracle=True)
     sequences = bench.add_beams(counting(0, 9), 6, 3)
     bench.run_out()
-    told = events(bench, sequences[0])
-    assert told.forks[0].num_shared == 9 and told.forks[0].with_whom == "beams"
-    assert len(told.forks) <= 2, "a row of forks is told once"
+    explanation = events(bench, sequences[0])
+    assert explanation.forks[0].num_shared == 9 and explanation.forks[0].with_whom == "beams"
+    assert len(explanation.forks) <= 2, "consecutive forks are reported once"
 
 
-def test_steps_in_flight_hold_up_who_was_preempted() -> None:
+def test_a_preempted_request_waits_for_steps_in_flight() -> None:
     bench = Bench(blocks=6, depth=2)
     first = bench.add(counting(0, 6), 10)
     bench.add(counting(30, 5), 10)  # it needs its next block a step later, and computes meanwhile
     third = bench.add(counting(60, 5), 10)
     bench.run_out()
-    told = events(bench, third)
-    interruption = told.interruptions[0]
+    explanation = events(bench, third)
+    interruption = explanation.interruptions[0]
     assert interruption.by == first.request.id
-    assert told.waits[0].start == interruption.step and told.waits[0].cause is None, told.waits
-    waits = [wait for wait in told.waits if wait.stop <= told.sittings[1].step]
-    assert waits[-1].stop == told.sittings[1].step
+    assert explanation.waits[0].start == interruption.step and explanation.waits[0].cause is None, explanation.waits
+    waits = [wait for wait in explanation.waits if wait.stop <= explanation.sittings[1].step]
+    assert waits[-1].stop == explanation.sittings[1].step
     for one, other in pairwise(waits):
         assert one.stop == other.start, "no step of a wait is left unexplained"
 
 
 def test_lives_in_random_worlds_add_up() -> None:
-    """Every step of a wait has one cause, and whoever was interrupted says by whom."""
+    """Every step of a wait has one cause, and a preemption names its cause."""
     seen: set[WaitCause | None] = set()
     for seed in range(40):
         dice = random.Random(seed)
         trial = CheckRun(draw_world(dice), dice, numpy_oracle)
-        lives = _Lives(trial.scheduler)
+        accepted = _AcceptedGroups(trial.scheduler)
         trial.run()
-        for group in lives.groups:
-            told = trial.scheduler.explain(group)
-            assert told.lines() and told.ending is not None
-            for one, other in pairwise(told.waits):
+        for group in accepted.groups:
+            explanation = trial.scheduler.explain(group)
+            assert explanation.lines() and explanation.ending is not None
+            for one, other in pairwise(explanation.waits):
                 assert one.stop <= other.start
-            if told.sittings:
-                before = [wait for wait in told.waits if wait.start < told.sittings[0].step]
+            if explanation.sittings:
+                before = [wait for wait in explanation.waits if wait.start < explanation.sittings[0].step]
                 waited = sum(wait.stop - wait.start for wait in before)
-                assert waited == told.sittings[0].step - told.arrived_step
-            seen |= {wait.cause for wait in told.waits}
+                assert waited == explanation.sittings[0].step - explanation.arrived_step
+            seen |= {wait.cause for wait in explanation.waits}
     assert seen >= set(WaitCause)
 
 
-class _Lives:
-    """Everybody a scheduler accepted."""
+class _AcceptedGroups:
+    """All request groups that a scheduler accepted."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.groups: list[RequestGroup] = []

@@ -76,7 +76,7 @@ def test_an_idle_tenant_returns_without_a_claim_on_the_past() -> None:
     assert served.count("idle") == 5
 
 
-def test_after_a_time_without_anybody_all_start_level() -> None:
+def test_after_an_idle_time_all_tenants_start_level() -> None:
     shares = WeightedFairShares({})
     shares.arrive("busy")
     shares.arrive("quiet")
@@ -144,7 +144,7 @@ def test_the_least_active_is_known_however_often_it_came_and_went() -> None:
         assert shares.service("new") == 7.0
 
 
-def test_the_level_for_who_comes_to_an_empty_engine_is_the_highest_of_those_who_left() -> None:
+def test_a_tenant_of_an_empty_engine_starts_at_the_highest_clock_so_far() -> None:
     shares = WeightedFairShares({})
     for tenant, cost in (("a", 100.0), ("b", 40.0)):
         shares.arrive(tenant)

@@ -1,4 +1,4 @@
-"""What scheduling promises under pressure, to tenants and to classes: shown on steps of a simulated machine."""
+"""Guarantees to tenants and classes under memory pressure, shown on steps of a simulated machine."""
 
 from collections.abc import Sequence as Many
 
@@ -71,8 +71,8 @@ def at_once(requests: Many[Request]) -> list[SimulatedArrival]:
     return [SimulatedArrival(0.0, request) for request in requests]
 
 
-def families_of(run: Simulation) -> list[RequestGroup]:
-    """Everyone who is there after the first turn's arrivals."""
+def groups_of(run: Simulation) -> list[RequestGroup]:
+    """All groups after the arrivals of the first step."""
     return list(run.scheduler.groups())
 
 
@@ -85,12 +85,12 @@ class Gaps:
         self._since = 0
 
     def note(self, run: Simulation, absorbed: StepOutput) -> None:
-        """Before the step is counted: who was the oldest when it ran?"""
+        """Called before the step is counted: the oldest request is the one when it ran."""
         gained = set(absorbed.sequences.tolist())
         if self._oldest in gained:
             self._since = absorbed.step
         self.longest = max(self.longest, absorbed.step - self._since if self._oldest is not None else 0)
-        oldest = min((group.sequences[0].id for group in families_of(run) if not group.finished), default=None)
+        oldest = min((group.sequences[0].id for group in groups_of(run) if not group.finished), default=None)
         if oldest != self._oldest:
             self._oldest, self._since = oldest, absorbed.step
 
@@ -101,7 +101,7 @@ class Gaps:
 @DEPTHS
 @STANCES
 @pytest.mark.parametrize("seed", [0, 1])
-def test_at_twice_the_pool_everyone_is_served_and_little_is_computed_twice(
+def test_at_twice_the_pool_all_requests_finish_and_little_is_recomputed(
     depth: int, overcommit: Overcommit, seed: int
 ) -> None:
     dice = np.random.default_rng(seed)
@@ -119,16 +119,16 @@ def test_at_twice_the_pool_everyone_is_served_and_little_is_computed_twice(
     )
     gaps, groups = Gaps(), None
     for absorbed in run.turns():
-        groups = groups or families_of(run)
+        groups = groups or groups_of(run)
         if absorbed is not None:
             gaps.note(run, absorbed)
     assert groups is not None and len(groups) == len(requests)
     assert all(group.sequences[0].finish_reason is FinishReason.STOP for group in groups)
     assert max(group.num_preemptions for group in groups) <= 4
-    tally = run.scheduler.counters
-    assert tally.recomputed_tokens <= 0.25 * run.account.tokens
+    counters = run.scheduler.counters
+    assert counters.recomputed_tokens <= 0.25 * run.account.tokens
     assert gaps.longest <= depth + 2
-    assert (tally.preemptions == 0) == (overcommit is Overcommit.NEVER), "the pool was no pressure"
+    assert (counters.preemptions == 0) == (overcommit is Overcommit.NEVER), "the pool was no pressure"
     audit_rest(run.scheduler)
 
 
@@ -146,10 +146,10 @@ def test_pages_waste_under_four_per_cent_on_sharegpt_lengths() -> None:
 
 
 def shares_of(run: Simulation, tenants: Many[str], least_waiting: int) -> dict[str, float]:
-    """Service by tenant, for as long as everybody still has somebody waiting."""
+    """Service by tenant, while every tenant has requests waiting."""
     state = state_of(run.scheduler)
     for turn, _ in enumerate(run.turns()):
-        if turn % 10:  # looking at everybody is dear
+        if turn % 10:  # a scan of all groups is slow
             continue
         waiting = dict.fromkeys(tenants, 0)
         for group in state.groups.values():
@@ -201,7 +201,7 @@ def test_a_prompt_of_100k_holds_up_no_chat_and_is_not_starved(depth: int) -> Non
     has_first_token: dict[int, int] = {}
     ended: dict[int, int] = {}
     for absorbed in run.turns():
-        for group in families_of(run):
+        for group in groups_of(run):
             arrived.setdefault(group.sequences[0].id, run.account.steps)
         if absorbed is not None:
             for name in absorbed.sequences.tolist():
@@ -222,23 +222,23 @@ def test_a_prompt_of_100k_holds_up_no_chat_and_is_not_starved(depth: int) -> Non
 
 @DEPTHS
 @pytest.mark.parametrize("ageing_s", [0.0, 0.02, 30.0])
-def test_a_higher_class_takes_a_seat_once_and_nobody_takes_it_back(depth: int, ageing_s: float) -> None:
+def test_a_higher_class_preempts_once_and_is_not_preempted_back(depth: int, ageing_s: float) -> None:
     low = [SimulatedArrival(0.0, ask(i, 20, 120, priority=1)) for i in range(4)]
     high = [SimulatedArrival(0.5 + i * 0.3, ask(100 + i, 20, 30, priority=0)) for i in range(3)]
     run = ledger([*low, *high], rows=4, depth=depth, policy=Policy(order=OrderPolicy(ageing_s=ageing_s)))
     seen: dict[int, RequestGroup] = {}
     waited: dict[int, int] = {}
     for _ in run.turns():
-        for group in families_of(run):
+        for group in groups_of(run):
             seen[group.request.id] = group
             waits = group.request.priority == 0 and not group.was_assigned
             waited[group.request.id] = waited.get(group.request.id, 0) + waits
     assert all(group.finished for group in seen.values()) and len(seen) == 7
-    # At 0.02 s whoever lost a seat soon stands before any class: still it does not keep the others from theirs.
-    assert max(waited.values()) <= depth + 2, "a higher class did not get its seat"
+    # At 0.02 s a preempted request soon ages past every class: still it does not block the others.
+    assert max(waited.values()) <= depth + 2, "a higher class was not admitted"
     assert [group.num_preemptions for group in seen.values() if group.request.priority == 0] == [0, 0, 0]
-    tally = run.scheduler.counters
-    assert 1 <= tally.preemptions == tally.class_preemptions <= len(high)
+    counters = run.scheduler.counters
+    assert 1 <= counters.preemptions == counters.class_preemptions <= len(high)
 
 
 # Deadlines.

@@ -1,4 +1,4 @@
-"""A step that fails is looked into: the one request that makes it fail is ended, and nobody else loses a token."""
+"""Fault bisection: the request that makes steps fail is ended, and no other request loses a token."""
 
 import numpy as np
 import pytest
@@ -56,7 +56,7 @@ class Allergic:
 
 
 def ends_of(depth: int, num_blocks: int, asked: list[Request], runner: Allergic) -> dict[int, FinishReason | None]:
-    """Run them all; what those said who did not fail is the closed form."""
+    """Run all; the output of requests that did not fail equals the closed form."""
     scheduler = Scheduler(KVManager(num_blocks, 4, 6), max_rows=6, max_step_tokens=16)
     loop = Loop(scheduler, runner, depth, lambda: 0.0)
     sequences = [sequence for request in asked for sequence in scheduler.add(request)]
@@ -80,7 +80,7 @@ def ends_of(depth: int, num_blocks: int, asked: list[Request], runner: Allergic)
 
 @settings(deadline=None, max_examples=120)
 @given(st.integers(0, 2), st.integers(60, 90), st.lists(SIZES, min_size=1, max_size=8), st.data())
-def test_whoever_breaks_steps_is_ended_and_the_others_say_what_they_would_have(depth, num_blocks, sizes, data):
+def test_requests_that_break_steps_are_ended_and_others_are_unaffected(depth, num_blocks, sizes, data):
     asked, first_ids, name = [], [], 0
     for number, (num_prompt, max_tokens, n, beams) in enumerate(sizes):
         beam = BeamParams(n) if beams else None
@@ -94,18 +94,18 @@ def test_whoever_breaks_steps_is_ended_and_the_others_say_what_they_would_have(d
     failed = {number for number, first in enumerate(first_ids) if ends[first] is FinishReason.FAILED}
     assert failed <= bad
     doomed = {number for number in bad if sizes[number][2:] == (1, False) and at[number] <= sizes[number][0]}
-    assert doomed <= failed  # who cannot compute its own prompt has no way out
+    assert doomed <= failed  # a request that cannot compute its own prompt always fails
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_a_hiccup_costs_nobody_anything(depth):
+def test_a_transient_failure_ends_no_request(depth):
     asked = [request_of(number, 5, 6, 1, None) for number in range(5)]
     runner = Allergic(80, {}, num_hiccups=1)
     ends = ends_of(depth, 80, asked, runner)
     assert set(ends.values()) == {FinishReason.LENGTH} and runner.num_failures == 1
 
 
-def test_an_engine_that_always_fails_gives_up_instead_of_blaming_everybody():
+def test_an_engine_that_always_fails_raises_instead_of_blaming_all_requests():
     scheduler = Scheduler(KVManager(80, 4, 6), max_rows=6, max_step_tokens=16)
     loop = Loop(scheduler, Allergic(80, {}, num_hiccups=10**6), 1, lambda: 0.0)
     for number in range(6):
@@ -117,7 +117,7 @@ def test_an_engine_that_always_fails_gives_up_instead_of_blaming_everybody():
     assert len(scheduler.groups()) - len(ended) >= 3
 
 
-def test_who_arrives_or_leaves_during_an_inquest_is_served_afterwards():
+def test_requests_that_arrive_during_a_bisection_are_served_afterwards():
     scheduler = Scheduler(KVManager(80, 4, 6), max_rows=6, max_step_tokens=16)
     loop = Loop(scheduler, Allergic(80, {SequenceId(2): 1}), 1, lambda: 0.0)
     for number in range(6):

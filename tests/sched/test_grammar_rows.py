@@ -97,7 +97,7 @@ wishes = st.tuples(
 
 @settings(deadline=None, max_examples=150)
 @given(st.integers(0, 2), st.integers(28, 60), st.lists(wishes, min_size=1, max_size=6), st.data())
-def test_every_token_is_the_one_its_mask_and_the_oracle_say(depth, num_blocks, asked, data):
+def test_every_token_follows_its_mask_and_the_oracle(depth, num_blocks, asked, data):
     world = World(depth, num_blocks)
     for number, (prompt, max_tokens, masked, n, ends) in enumerate(asked):
         world.add(number, prompt, max_tokens, masked=masked, n=n, ends=ends)
@@ -118,7 +118,7 @@ def test_every_token_is_the_one_its_mask_and_the_oracle_say(depth, num_blocks, a
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_a_masked_row_chooses_in_every_step_that_may_know_its_last_token(depth):
+def test_a_grammar_row_samples_in_every_step_that_can_know_its_last_token(depth):
     """Between two of its tokens lie as many steps as fly ahead; the others lose none."""
     world = World(depth, 60)
     world.add(0, [5, 6], 8, masked=True)

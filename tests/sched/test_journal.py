@@ -84,10 +84,10 @@ def test_beams_forks_host_tier_and_lost_steps_in_one_world(tmp_path: Path) -> No
     for seed in range(4):
         trial = record(tmp_path / "journal", seed, world)
         assert_same(replay(tmp_path / "journal"), trial)
-        tally = trial.scheduler.counters
-        assert tally.forks and tally.moved_blocks and tally.lost_steps
+        counters = trial.scheduler.counters
+        assert counters.forks and counters.moved_blocks and counters.lost_steps
         assert trial.scheduler.cost.version > 0, "durations were observed, and they decide"
-        num_preemptions += tally.preemptions
+        num_preemptions += counters.preemptions
     assert num_preemptions > 0
 
 
@@ -125,7 +125,7 @@ def test_another_decision_is_noticed_where_it_is_made(tmp_path: Path, monkeypatc
     monkeypatch.setattr(RowAllocator, "take_row", from_the_other_end)
     difference = replay(tmp_path / "journal").difference
     assert difference is not None and difference.step == 0
-    assert "seats 3" in difference.recorded and "seats 3" in difference.replayed
+    assert "starts 3" in difference.recorded and "starts 3" in difference.replayed
 
 
 def test_a_failure_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +208,7 @@ def test_a_plan_has_a_checksum_of_its_own() -> None:
     assert checksum(replace(plan)) == checksum(plan)
 
 
-def test_a_blueprint_survives_its_text() -> None:
+def test_a_spec_survives_its_json() -> None:
     order = OrderPolicy(fair=False, weights={"a": 0.1}, ageing_s=0.3)
     captured_sizes = (CapturedSizes(2, (16, 24)), CapturedSizes(8, (24,)))
     policy = Policy(

@@ -9,7 +9,7 @@ from quire.core.request import BlockOwner, Sequence
 from quire.core.step import FinishReason
 from quire.kv.manager import KVManager
 from quire.kv.radix_tree import PrefixMatch
-from tests.sched.stepping import Bench, counting, oracle_answer
+from tests.sched.stepping import Bench, counting, oracle_output
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
 PROMPT = counting(1, 10)
@@ -37,7 +37,7 @@ def break_lookup(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Sequ
 
 
 @DEPTHS
-def test_of_a_higher_class_that_wants_a_seat(
+def test_of_a_higher_class_that_needs_a_row(
     break_lookup: Callable[[Callable[[], Sequence]], list[BlockOwner]], depth: int
 ) -> None:
     bench = Bench(rows=2, depth=depth, oracle=True)
@@ -48,9 +48,9 @@ def test_of_a_higher_class_that_wants_a_seat(
     failed = break_lookup(lambda: high)
     bench.run()
     assert failed == [high.group.owner], "once"
-    assert high.finish_reason is FinishReason.FAILED and high.id in bench.finished and not bench.heard[high.id]
-    assert bench.heard[later.id] == oracle_answer([60, 61], 4)
-    assert [bench.heard[each.id] for each in low] == [oracle_answer(counting(100 * i, 6), 9) for i in (1, 2)]
+    assert high.finish_reason is FinishReason.FAILED and high.id in bench.finished and not bench.emitted[high.id]
+    assert bench.emitted[later.id] == oracle_output([60, 61], 4)
+    assert [bench.emitted[each.id] for each in low] == [oracle_output(counting(100 * i, 6), 9) for i in (1, 2)]
 
 
 @DEPTHS
@@ -60,21 +60,21 @@ def test_of_a_higher_class_that_wants_a_seat(
 def test_of_a_sibling_that_begins_again(
     break_lookup: Callable[[Callable[[], Sequence]], list[BlockOwner]], depth: int, turns: int, index: int, beams: bool
 ) -> None:
-    """Preempted in the middle, the family is seated again; one of its forks cannot find its own past."""
+    """A preempted group is admitted again, and the prefix look-up of one of its forks fails."""
     bench = Bench(rows=4, depth=depth, oracle=True)
-    add = bench.add_beams if beams else bench.add_family
+    add = bench.add_beams if beams else bench.add_group
     sequences = add(PROMPT, 8, 3, priority=1)
     other = bench.add(OTHER, 40, priority=0)
     bench.turns(turns)
     failed = break_lookup(lambda: sequences[index])
     urgent = bench.add([9], 2)
     bench.run()
-    assert bench.heard[other.id] == oracle_answer(OTHER, 40)
-    assert bench.heard[urgent.id] == oracle_answer([9], 2)
+    assert bench.emitted[other.id] == oracle_output(OTHER, 40)
+    assert bench.emitted[urgent.id] == oracle_output([9], 2)
     assert len(bench.finished) == len(sequences) + 2, "each is told once that it ended"
     assert failed == [sequences[0].group.owner], "once"
     assert FinishReason.FAILED in {sequence.finish_reason for sequence in sequences}
     if not beams:
         for sequence in sequences:
-            heard = bench.heard[sequence.id]
-            assert heard == oracle_answer(PROMPT, 8, sequence.index)[: len(heard)]
+            emitted = bench.emitted[sequence.id]
+            assert emitted == oracle_output(PROMPT, 8, sequence.index)[: len(emitted)]

@@ -1,11 +1,11 @@
-"""The engine's step: what is in flight, what becomes of it when a step is lost, and who is told."""
+"""The engine loop: steps in flight, lost steps, and what is reported."""
 
 import pytest
 
 from quire.core.request import Sequence
 from quire.core.step import FinishReason, Pending, StepLost, StepPlan, StepResult
 from quire.sim.runners import OracleRunner
-from tests.sched.stepping import NEVER, VOCAB, Bench, Recorder, counting, oracle_answer
+from tests.sched.stepping import NEVER, VOCAB, Bench, Recorder, counting, oracle_output
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
 PLACES = pytest.mark.parametrize("place", ["launch", "wait"])
@@ -51,8 +51,8 @@ def lossy_bench(depth: int, place: str, blocks: int = 64, host: int = 0) -> tupl
 def assert_right(bench: Bench, *sequences: Sequence) -> None:
     for sequence in sequences:
         prompt = sequence.request.prompt.tolist()
-        assert bench.heard[sequence.id] == oracle_answer(prompt, sequence.request.max_tokens, sequence.index)
-        assert sequence.tokens.tolist() == prompt + bench.heard[sequence.id]
+        assert bench.emitted[sequence.id] == oracle_output(prompt, sequence.request.max_tokens, sequence.index)
+        assert sequence.tokens.tolist() == prompt + bench.emitted[sequence.id]
 
 
 @DEPTHS
@@ -78,17 +78,17 @@ def test_a_lost_step_costs_no_token_that_was_absorbed(depth: int, place: str, tu
     one, two = bench.add(PROMPT, 9), bench.add([70, 71], 12)
     bench.turns(depth + turns)
     lossy.lost = StepLost("gone")
-    heard = list(bench.heard[one.id])
+    heard = list(bench.emitted[one.id])
     assert len(heard) == turns
     bench.turn()
     num_plans = len(bench.plans)
-    assert bench.heard[one.id] == heard and one.tokens.tolist() == PROMPT + heard
+    assert bench.emitted[one.id] == heard and one.tokens.tolist() == PROMPT + heard
     assert bench.scheduler.counters.lost_steps == depth + 1
     bench.run()
     assert bench.plans[num_plans].reset and sum(plan.reset for plan in bench.plans) == 1
     known = len(PROMPT) + turns
     assert [chunk.start for chunk in bench.chunks_of(one)] == [0, known - 1], "the cache is intact"
-    assert one.group.num_preemptions == 0, "it was nobody's choice"
+    assert one.group.num_preemptions == 0, "a lost step is no preemption"
     assert_right(bench, one, two)
 
 
@@ -117,14 +117,14 @@ def test_a_step_for_which_there_was_no_memory_ends_the_largest(depth: int, place
     absorbed = bench.turn()
     assert absorbed is not None and [over.sequence for over in absorbed.finished] == [large.id], "told in the same turn"
     assert large.finish_reason is FinishReason.OUT_OF_MEMORY
-    assert large.tokens.tolist() == counting(100, 20) + bench.heard[large.id]
+    assert large.tokens.tolist() == counting(100, 20) + bench.emitted[large.id]
     bench.run()
     assert_right(bench, small, middle)
 
 
 def test_a_step_lost_before_anything_was_absorbed() -> None:
     bench, lossy = lossy_bench(2, "wait")
-    sequences = bench.add_family(PROMPT, 4, 3)
+    sequences = bench.add_group(PROMPT, 4, 3)
     lossy.lost = StepLost("gone")
     bench.run()
     assert_right(bench, *sequences)
@@ -133,9 +133,9 @@ def test_a_step_lost_before_anything_was_absorbed() -> None:
 @DEPTHS
 @PLACES
 @pytest.mark.parametrize("turns", range(1, 6))
-def test_families_beams_and_leavers_survive_a_lost_step(depth: int, place: str, turns: int) -> None:
+def test_groups_beams_and_releasing_rows_survive_a_lost_step(depth: int, place: str, turns: int) -> None:
     bench, lossy = lossy_bench(depth, place)
-    sequences, leaver = bench.add_family(PROMPT, 6, 2), bench.add([70, 71], 12)
+    sequences, leaver = bench.add_group(PROMPT, 6, 2), bench.add([70, 71], 12)
     beams = bench.add_beams([80, 81, 82], 5, 2)
     bench.turns(turns)
     bench.scheduler.abort(leaver.request.id)
@@ -148,7 +148,7 @@ def test_families_beams_and_leavers_survive_a_lost_step(depth: int, place: str, 
 @PLACES
 @pytest.mark.parametrize("loses", ["demotion", "promotion"])
 def test_copies_of_a_lost_step_are_not_relied_on(place: str, loses: str) -> None:
-    """Whether they were carried out nobody knows. `Bench` looks at every cached token after every turn."""
+    """Whether the copies were carried out is unknown. `Bench` checks every cached token after every step."""
     bench, lossy = lossy_bench(0, place, blocks=4, host=4)
     bench.add(counting(1, 8), 1)
     bench.run_out()
@@ -184,7 +184,7 @@ def test_two_losses_in_a_row() -> None:
     assert_right(bench, one)
 
 
-def test_who_ended_without_a_step_is_told_even_if_nothing_runs() -> None:
+def test_a_sequence_that_ended_outside_a_step_is_reported_without_one() -> None:
     bench = Bench(policy=NEVER)
     late = bench.add([1], 3, deadline_s=5.0)
     bench.now_s = 6.0

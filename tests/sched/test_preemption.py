@@ -1,4 +1,4 @@
-"""When there is not enough: who waits, who gives way, to whom, and how often."""
+"""Preemption: what waits, what is preempted, in favour of what, and how often."""
 
 import sys
 from dataclasses import replace
@@ -12,7 +12,7 @@ from quire.core.step import FinishReason
 from quire.sched.policy import Policy
 from quire.sched.queue import OrderPolicy
 from quire.sched.reservation import Overcommit
-from tests.sched.stepping import NEVER, OPTIMISTIC, Bench, counting, events_of, oracle_answer, toy_answer
+from tests.sched.stepping import NEVER, OPTIMISTIC, Bench, counting, events_of, oracle_output, toy_output
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
 
@@ -27,7 +27,7 @@ def test_pressure_loses_nothing_and_never_touches_the_first(depth: int) -> None:
     sequences = [bench.add(prompt, 16) for prompt in prompts]
     bench.run()
     for prompt, sequence in zip(prompts, sequences, strict=True):
-        assert bench.heard[sequence.id] == oracle_answer(prompt, 16)
+        assert bench.emitted[sequence.id] == oracle_output(prompt, 16)
     groups = [sequence.group for sequence in sequences]
     assert groups[0].num_preemptions == 0, "the first of all always advances"
     assert groups[2].num_preemptions > 0
@@ -45,7 +45,7 @@ def test_the_least_lost_work_is_preempted() -> None:
         bench.turn()
     assert (small.group.num_preemptions, large.group.num_preemptions) == (1, 0)
     (event,) = events_of(small, EventKind.PREEMPTED)
-    assert event.tokens == 4 + len(bench.heard[small.id]) - 1
+    assert event.tokens == 4 + len(bench.emitted[small.id]) - 1
     bench.run()
 
 
@@ -55,7 +55,7 @@ def test_tokens_of_a_preempted_sequence_are_kept() -> None:
     young = bench.add([2, 2], 9)
     while young.group.num_preemptions == 0:
         bench.turn()
-    assert young.tokens.tolist() == [2, 2, *bench.heard[young.id]]
+    assert young.tokens.tolist() == [2, 2, *bench.emitted[young.id]]
     bench.run()
 
 
@@ -68,13 +68,13 @@ def test_law_b_a_denied_row_waits_if_blocks_are_on_their_way_back() -> None:
     paused = [plan for plan in bench.plans if plan.pauses]
     assert paused and all(plan.num_decoding > 0 for plan in paused)
     assert bench.num_preemptions == 0
-    assert bench.heard[going_on.id] == oracle_answer([2] * 8, 17)
-    assert bench.heard[ending.id] == oracle_answer([1] * 8, 9)
-    assert bench.heard[bystander.id] == oracle_answer([3], 8)
+    assert bench.emitted[going_on.id] == oracle_output([2] * 8, 17)
+    assert bench.emitted[ending.id] == oracle_output([1] * 8, 9)
+    assert bench.emitted[bystander.id] == oracle_output([3], 8)
 
 
 @DEPTHS
-def test_law_c_a_step_in_which_a_row_was_denied_a_block_admits_nobody(depth: int) -> None:
+def test_law_c_a_step_in_which_a_row_was_denied_a_block_admits_no_request(depth: int) -> None:
     bench = Bench(blocks=6, block_size=4, rows=3, depth=depth)
     for i in range(6):
         bench.add([i + 1] * 4, 16)
@@ -89,7 +89,7 @@ def test_law_c_a_step_in_which_a_row_was_denied_a_block_admits_nobody(depth: int
     assert num_pressed > 0
 
 
-def test_the_whole_length_is_promised_after_too_many_preemptions() -> None:
+def test_the_whole_length_is_reserved_after_too_many_preemptions() -> None:
     bench = Bench(blocks=7, block_size=4, rows=2, policy=replace(OPTIMISTIC, max_preemptions=1))
     bench.add([1] * 4, 17)
     young = bench.add([2] * 4, 17)  # 20 positions: 5 blocks
@@ -100,7 +100,7 @@ def test_the_whole_length_is_promised_after_too_many_preemptions() -> None:
             assert (whole == 5) == (young.group.num_preemptions == 1 or len(bench.table(young)) == 5)
     assert young.group.num_preemptions == 1
     bench.run()
-    assert bench.heard[young.id] == toy_answer([2] * 4, 17)
+    assert bench.emitted[young.id] == toy_output([2] * 4, 17)
 
 
 # Classes.
@@ -112,7 +112,7 @@ def three_low(bench: Bench) -> list[Sequence]:
 
 
 @DEPTHS
-def test_a_higher_class_takes_one_seat_of_the_lowest_with_least_to_lose(depth: int) -> None:
+def test_a_higher_class_preempts_the_lowest_class_with_least_to_lose(depth: int) -> None:
     bench = Bench(rows=3, depth=depth, oracle=True)
     low = three_low(bench)
     bench.turns(depth + 2)
@@ -121,16 +121,16 @@ def test_a_higher_class_takes_one_seat_of_the_lowest_with_least_to_lose(depth: i
     assert [each.group.num_preemptions for each in low] == [0, 1, 0]
     assert bench.scheduler.counters.class_preemptions == 1
     assert events_of(low[1], EventKind.PREEMPTED)[0].other == high.request.id
-    assert (high.state is SequenceState.RUNNING) == (depth == 0), "seated at once if no step is in flight"
+    assert (high.state is SequenceState.RUNNING) == (depth == 0), "admitted at once if no step is in flight"
     bench.run()
-    assert bench.num_preemptions == 1, "the seat is not taken back"
+    assert bench.num_preemptions == 1, "it is not preempted back"
     assert bench.finished[high.id] < bench.finished[low[0].id]
     for i, length in ((1, 8), (2, 4), (3, 12)):
-        assert bench.heard[low[i - 1].id] == oracle_answer(counting(100 * i, length), 30)
+        assert bench.emitted[low[i - 1].id] == oracle_output(counting(100 * i, length), 30)
 
 
-def test_the_seat_that_was_taken_goes_to_nobody_else() -> None:
-    """At depth 2 the row comes back two steps later: one who came meanwhile, of a still higher class, waits."""
+def test_a_row_freed_by_preemption_goes_to_no_other_request() -> None:
+    """At depth 2 the row comes back two steps later: a later request of a still higher class waits."""
     bench = Bench(rows=3, depth=2, oracle=True)
     three_low(bench)
     bench.turns(4)
@@ -142,7 +142,7 @@ def test_the_seat_that_was_taken_goes_to_nobody_else() -> None:
     assert high.group.num_preemptions == 0
 
 
-def test_two_classes_that_age_do_not_swap_a_seat_for_ever() -> None:
+def test_two_ageing_classes_do_not_preempt_each_other_for_ever() -> None:
     policy = Policy(order=OrderPolicy(ageing_s=1.0), overcommit=Overcommit.NEVER)
     bench = Bench(rows=1, oracle=True, policy=policy)
     low = bench.add([7], 20, priority=1)
@@ -156,7 +156,7 @@ def test_two_classes_that_age_do_not_swap_a_seat_for_ever() -> None:
 
 
 @pytest.mark.parametrize("most", [0, 1, 2])
-def test_nobody_loses_its_seat_more_often_than_the_policy_says(most: int) -> None:
+def test_no_request_is_preempted_more_often_than_the_policy_allows(most: int) -> None:
     bench = Bench(rows=1, oracle=True, policy=replace(OPTIMISTIC, max_preemptions=most))
     low = bench.add([7, 8, 9], 12, priority=1)
     highs = []
@@ -166,10 +166,10 @@ def test_nobody_loses_its_seat_more_often_than_the_policy_says(most: int) -> Non
     bench.run()
     assert low.group.num_preemptions == most == bench.scheduler.counters.class_preemptions
     assert sum(bench.finished[high.id] < bench.finished[low.id] for high in highs) == most
-    assert bench.heard[low.id] == oracle_answer([7, 8, 9], 12)
+    assert bench.emitted[low.id] == oracle_output([7, 8, 9], 12)
 
 
-def test_an_equal_class_takes_no_seat() -> None:
+def test_an_equal_class_does_not_preempt() -> None:
     bench = Bench(rows=1)
     first, second = bench.add([7], 6), bench.add([8], 2)
     bench.run()
@@ -177,7 +177,7 @@ def test_an_equal_class_takes_no_seat() -> None:
 
 
 def test_a_class_takes_blocks_too() -> None:
-    """6 of 8 blocks are promised to the low one, the high one needs 4."""
+    """6 of 8 blocks are reserved for the low class, the high one needs 4."""
     bench = Bench(blocks=8, rows=4, policy=NEVER)
     low = bench.add([1] * 4, 21, priority=1)
     bench.turn()
@@ -185,7 +185,7 @@ def test_a_class_takes_blocks_too() -> None:
     bench.turn()
     assert low.group.num_preemptions == 1 and high.state is SequenceState.RUNNING
     bench.run()
-    assert bench.heard[low.id] == toy_answer([1] * 4, 21)
+    assert bench.emitted[low.id] == toy_output([1] * 4, 21)
 
 
 def test_a_class_takes_blocks_even_if_what_is_free_is_its_own_prefix() -> None:
@@ -201,7 +201,7 @@ def test_a_class_takes_blocks_even_if_what_is_free_is_its_own_prefix() -> None:
     bench.run()
 
 
-def test_nobody_is_sent_away_for_one_who_would_only_wait_for_a_prefix() -> None:
+def test_no_preemption_for_a_request_that_would_wait_for_a_prefix() -> None:
     """The first computes 16 tokens, six at most in a step. One of its class asks the same, and no row is free."""
     bench = Bench(oracle=True, rows=2, budget=6)
     low = bench.add([900], 30, priority=5)
@@ -216,21 +216,21 @@ def test_nobody_is_sent_away_for_one_who_would_only_wait_for_a_prefix() -> None:
         bench.turn()
     assert low.group.num_preemptions == 1 and bench.chunks_of(second)[0].start >= 12
     bench.run()
-    assert bench.heard[second.id] == oracle_answer(counting(1, 16), 2)
+    assert bench.emitted[second.id] == oracle_output(counting(1, 16), 2)
 
 
-def test_a_row_that_is_free_is_not_taken_from_anybody() -> None:
-    """Two of a lower class sit and one row is free: a family of two needs one more."""
+def test_free_rows_reduce_the_number_of_victims() -> None:
+    """Two rows of a lower class run and one row is free: a group of two needs one more."""
     bench = Bench(rows=3)
     low = [bench.add([number], 9, priority=5) for number in (1, 2)]
     bench.turn()
-    sequences = bench.add_family([3, 4], 2, 2)
+    sequences = bench.add_group([3, 4], 2, 2)
     bench.run()
     assert sorted(sequence.group.num_preemptions for sequence in low) == [0, 1]
     assert all(bench.finished[member.id] < bench.finished[low[0].id] for member in sequences)
 
 
-def test_nobody_is_sent_away_if_it_would_not_help() -> None:
+def test_no_preemption_if_it_would_not_help() -> None:
     """The first is of the same class and stays: with what the low one frees there is still too little."""
     bench = Bench(blocks=8, rows=4, policy=NEVER)
     bench.add([1] * 4, 17)  # 5 blocks
@@ -246,7 +246,7 @@ def test_nobody_is_sent_away_if_it_would_not_help() -> None:
 # The queue.
 
 
-def test_nobody_overtakes_a_short_head_that_lacks_blocks() -> None:
+def test_no_request_overtakes_a_short_head_that_lacks_blocks() -> None:
     bench = Bench(blocks=10, rows=4, policy=NEVER)
     bench.add([1] * 4, 21)  # 6 of 10 blocks
     bench.turn()
@@ -271,12 +271,12 @@ def test_only_the_short_lane_overtakes_a_long_head_that_has_patience(patience_s:
     bench.now_s = 1.0
     bench.turn()
     assert head.state is SequenceState.WAITING and head.group.waits_for is WaitCause.BLOCKS
-    assert long.state is SequenceState.WAITING, "a long prompt overtakes nobody"
+    assert long.state is SequenceState.WAITING, "a long prompt does not overtake"
     assert (short.state is SequenceState.RUNNING) == overtakes
     bench.run()
 
 
-def test_who_is_not_seated_before_its_deadline_expires() -> None:
+def test_a_request_not_admitted_before_its_deadline_expires() -> None:
     bench = Bench(rows=1)
     bench.add([1], 20)
     bench.turn()
@@ -287,11 +287,11 @@ def test_who_is_not_seated_before_its_deadline_expires() -> None:
     bench.now_s = 5.0
     absorbed = bench.turn()
     assert absorbed is not None and [over.sequence for over in absorbed.finished] == [late.id]
-    assert late.finish_reason is FinishReason.EXPIRED and bench.heard[late.id] == []
+    assert late.finish_reason is FinishReason.EXPIRED and bench.emitted[late.id] == []
     bench.run()
 
 
-def test_who_sat_before_its_deadline_has_met_it_for_good() -> None:
+def test_a_request_admitted_before_its_deadline_has_met_it_for_good() -> None:
     bench = Bench(rows=1, oracle=True)
     low = bench.add([7], 6, priority=1, deadline_s=5.0)
     bench.turns(2)
@@ -300,7 +300,7 @@ def test_who_sat_before_its_deadline_has_met_it_for_good() -> None:
     assert low.state is SequenceState.WAITING
     bench.now_s = 9.0
     bench.run()
-    assert bench.heard[low.id] == oracle_answer([7], 6)
+    assert bench.emitted[low.id] == oracle_output([7], 6)
 
 
 def test_of_equals_the_earlier_deadline_goes_first() -> None:
@@ -313,8 +313,8 @@ def test_of_equals_the_earlier_deadline_goes_first() -> None:
 
 
 @pytest.mark.parametrize("most", [0, 3])
-def test_a_class_that_can_take_no_seat_looks_at_nobody_until_somebody_comes_or_goes(most: int) -> None:
-    """Nobody may be preempted, or all together would not do: every row sits, and 10 rows are wanted."""
+def test_a_failed_victim_search_is_not_repeated_until_rows_change(most: int) -> None:
+    """No group may be preempted, or all together do not suffice: every row is assigned, and 10 are needed."""
 
     def work(num_rows: int) -> tuple[int, int]:
         bench = Bench(
@@ -323,7 +323,7 @@ def test_a_class_that_can_take_no_seat_looks_at_nobody_until_somebody_comes_or_g
         for i in range(num_rows):
             bench.add([i + 1], 50, priority=1 if most == 0 or i < 3 else 0)
         bench.turns(2)
-        bench.add_family([900], 5, 10)
+        bench.add_group([900], 5, 10)
         bench.turn()
         calls = 0
 
@@ -343,18 +343,18 @@ def test_a_class_that_can_take_no_seat_looks_at_nobody_until_somebody_comes_or_g
     assert many <= 1.1 * few
 
 
-def test_what_was_refused_is_tried_again_when_somebody_went() -> None:
+def test_a_failed_victim_search_is_repeated_after_a_release() -> None:
     """Two of the low class may not be preempted any more; when one is done, the other's kind gives way."""
     bench = Bench(rows=2, policy=replace(OPTIMISTIC, max_preemptions=1))
     first, second = bench.add([7], 6, priority=1), bench.add([8], 30, priority=1)
     first.group.num_preemptions = second.group.num_preemptions = 1
     bench.turn()
-    pair = bench.add_family([9], 4, 2)
+    pair = bench.add_group([9], 4, 2)
     bench.turns(3)
     assert pair[0].state is SequenceState.WAITING
     second.group.num_preemptions = 0
     bench.turn()
-    assert pair[0].state is SequenceState.WAITING, "nobody came or went"
+    assert pair[0].state is SequenceState.WAITING, "no row was assigned or released"
     while not first.finished:
         bench.turn()
     bench.turns(2)

@@ -7,13 +7,13 @@ from quire.core.moves import Tier
 from quire.core.request import Sequence
 from quire.core.sampling import RowSampling
 from quire.core.step import ChunkOutput
-from tests.sched.stepping import Bench, counting, events_of, oracle_answer
+from tests.sched.stepping import Bench, counting, events_of, oracle_output
 
 SHARED = counting(1, 10)
 
 
 def after(bench: Bench, prompt: list[int], max_tokens: int = 3) -> Sequence:
-    """Somebody asked this, and was answered."""
+    """A request with this prompt has finished."""
     sequence = bench.add(prompt, max_tokens)
     bench.run_out()
     return sequence
@@ -34,7 +34,7 @@ def test_a_hit_is_exact_to_the_token_and_copies_the_partial_block() -> None:
     assert second.group.num_cached == 9
     assert events_of(second, EventKind.ADMITTED)[0].tokens == 9
     bench.run()
-    assert bench.heard[second.id] == oracle_answer(prompt, 4)
+    assert bench.emitted[second.id] == oracle_output(prompt, 4)
 
 
 def test_at_least_one_token_is_always_computed() -> None:
@@ -44,17 +44,17 @@ def test_at_least_one_token_is_always_computed() -> None:
     bench.run()
     (chunk,) = bench.chunks_of(again)
     assert (chunk.start, chunk.length, chunk.output) == (9, 1, ChunkOutput.SAMPLE)
-    assert bench.heard[again.id] == oracle_answer(SHARED, 4)
+    assert bench.emitted[again.id] == oracle_output(SHARED, 4)
 
 
-def test_a_follow_up_finds_the_answer_too() -> None:
+def test_a_follow_up_hits_the_generated_tokens_too() -> None:
     bench = Bench(oracle=True)
     first = after(bench, SHARED, max_tokens=6)
     prompt = [*first.tokens.tolist(), 7]
     second = bench.add(prompt, 4)
     bench.run()
     assert bench.chunks_of(second)[0].start == 15, "all but the last token of the answer was computed"
-    assert bench.heard[second.id] == oracle_answer(prompt, 4)
+    assert bench.emitted[second.id] == oracle_output(prompt, 4)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
@@ -66,24 +66,24 @@ def test_nothing_is_found_before_the_step_that_wrote_it_is_absorbed(depth: int) 
     second = bench.add([*SHARED, 5], 9, priority=0)
     bench.run()
     assert bench.chunks_of(second)[0].start == (8 if depth == 0 else 0)
-    assert bench.heard[first.id] == oracle_answer(SHARED, 9)
-    assert bench.heard[second.id] == oracle_answer([*SHARED, 5], 9)
+    assert bench.emitted[first.id] == oracle_output(SHARED, 9)
+    assert bench.emitted[second.id] == oracle_output([*SHARED, 5], 9)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_an_answer_is_found_only_when_no_step_in_flight_writes_it(depth: int) -> None:
+def test_an_output_is_matched_only_when_no_step_in_flight_writes_it(depth: int) -> None:
     bench = Bench(oracle=True, depth=depth)
     first = bench.add(SHARED, 40)
     bench.turns(10)
-    heard = list(bench.heard[first.id])
-    assert len(heard) == 10 - depth
+    emitted = list(bench.emitted[first.id])
+    assert len(emitted) == 10 - depth
     bench.scheduler.abort(first.request.id)
-    prompt = [*SHARED, *heard, 5]
+    prompt = [*SHARED, *emitted, 5]
     second = bench.add(prompt, 3)
     bench.turn()
-    assert bench.chunks_of(second)[0].start == (8 if depth else len(SHARED) + len(heard) - 1)
+    assert bench.chunks_of(second)[0].start == (8 if depth else len(SHARED) + len(emitted) - 1)
     bench.run()
-    assert bench.heard[second.id] == oracle_answer(prompt, 3)
+    assert bench.emitted[second.id] == oracle_output(prompt, 3)
 
 
 def test_partitions_never_share() -> None:
@@ -111,7 +111,7 @@ def test_two_partitions_do_not_wait_for_each_other() -> None:
 def test_scores_of_the_prompt_are_never_taken_from_the_cache() -> None:
     bench = Bench(oracle=True)
     after(bench, SHARED)
-    (scored,) = bench.ask(SHARED, 2, RowSampling(num_prompt_logprobs=0))
+    (scored,) = bench.add_request(SHARED, 2, RowSampling(num_prompt_logprobs=0))
     bench.run()
     (chunk,) = bench.chunks_of(scored)
     assert chunk.start == 0 and ChunkOutput.PROMPT_LOGPROBS in chunk.output
@@ -124,7 +124,7 @@ def test_a_preempted_sequence_finds_its_own_past() -> None:
     bench.add([50], 2, priority=0)
     bench.run()
     assert [chunk.start for chunk in bench.chunks_of(low)] == [0, 13], "13 known, and the 14th computed anew"
-    assert bench.heard[low.id] == oracle_answer(SHARED, 9)
+    assert bench.emitted[low.id] == oracle_output(SHARED, 9)
     assert bench.scheduler.counters.recomputed_tokens == 0
 
 
@@ -146,10 +146,10 @@ def test_what_a_poisoned_sequence_wrote_is_never_found() -> None:
     again = bench.add(SHARED, 3)
     bench.run()
     assert bench.chunks_of(again)[0].start == 0
-    assert bench.heard[again.id] == oracle_answer(SHARED, 3)
+    assert bench.emitted[again.id] == oracle_output(SHARED, 3)
 
 
-def test_who_shared_a_prefix_with_a_poisoned_one_leaves_it_as_it_was() -> None:
+def test_a_row_that_shares_a_prefix_with_a_failed_one_keeps_it_intact() -> None:
     bench = Bench(oracle=True)
     after(bench, SHARED[:8])
     poisoned = bench.add([*SHARED, 1, 2], 9)
@@ -159,7 +159,7 @@ def test_who_shared_a_prefix_with_a_poisoned_one_leaves_it_as_it_was() -> None:
     again = bench.add([*SHARED, 1, 2], 3)
     bench.run()
     assert bench.chunks_of(again)[0].start == 8, "the first two blocks were another's"
-    assert bench.heard[again.id] == oracle_answer([*SHARED, 1, 2], 3)
+    assert bench.emitted[again.id] == oracle_output([*SHARED, 1, 2], 3)
 
 
 # The host tier.
@@ -178,8 +178,8 @@ def test_what_is_evicted_goes_to_the_host_and_comes_back_on_a_hit() -> None:
     assert [(move.src.tier, move.dst.tier) for move in bench.plan.moves] == [(Tier.HOST, Tier.DEVICE)] * 2
     assert bench.chunks_of(back)[0].start == 8
     bench.run()
-    assert bench.heard[back.id] == oracle_answer(prompt, 2)
-    assert bench.heard[large.id] == oracle_answer(counting(100, 16), 1)
+    assert bench.emitted[back.id] == oracle_output(prompt, 2)
+    assert bench.emitted[large.id] == oracle_output(counting(100, 16), 1)
 
 
 def test_a_partial_block_on_the_host_is_copied_from_there() -> None:
@@ -193,7 +193,7 @@ def test_a_partial_block_on_the_host_is_copied_from_there() -> None:
     sources = [move.src.tier for move in bench.plan.moves]
     assert sources == [Tier.HOST, Tier.HOST]
     bench.run()
-    assert bench.heard[back.id] == oracle_answer(prompt, 2)
+    assert bench.emitted[back.id] == oracle_output(prompt, 2)
 
 
 def test_a_block_on_the_host_is_not_overwritten_while_it_is_copied_from() -> None:
@@ -204,7 +204,7 @@ def test_a_block_on_the_host_is_not_overwritten_while_it_is_copied_from() -> Non
     back = bench.add([1, 2, 500], 1)
     bench.run()
     assert bench.chunks_of(back)[0].start == 2
-    assert bench.heard[back.id] == oracle_answer([1, 2, 500], 1)
+    assert bench.emitted[back.id] == oracle_output([1, 2, 500], 1)
 
 
 def test_two_blocks_that_go_to_the_same_place_in_one_plan_go_there_in_order() -> None:
@@ -218,7 +218,7 @@ def test_two_blocks_that_go_to_the_same_place_in_one_plan_go_there_in_order() ->
     back = bench.add([100, 101, 500], 1)
     bench.run()
     assert bench.chunks_of(back)[0].start == 2
-    assert bench.heard[back.id] == oracle_answer([100, 101, 500], 1)
+    assert bench.emitted[back.id] == oracle_output([100, 101, 500], 1)
 
 
 def test_a_full_host_forgets_the_least_recently_used() -> None:

@@ -17,7 +17,7 @@ from quire.sched.plan_builder import PlanBuilder
 from quire.sched.prefix_dedup import InflightPrefixes, PrefixWait
 from quire.sched.queue import OrderPolicy
 from tests.sched.inspection import admission_of, state_of
-from tests.sched.stepping import OPTIMISTIC, Bench, counting, events_of, oracle_answer
+from tests.sched.stepping import OPTIMISTIC, Bench, counting, events_of, oracle_output
 from tests.sched.waiting_groups import group
 
 LONG = counting(1, 16)
@@ -25,7 +25,7 @@ DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
 
 
 def follower_of(bench: Bench, prompt: list[int]) -> tuple[Sequence, Sequence]:
-    """A leader that has begun its long prompt, and one who asks for some of the same."""
+    """A leader that has started a long prompt, and a request that shares a part of it."""
     leader = bench.add(LONG, 5)
     return leader, bench.add(prompt, 5)
 
@@ -46,11 +46,11 @@ def test_a_follower_waits_until_the_leader_has_come_far_enough() -> None:
     assert [(chunk.start, chunk.length) for chunk in bench.chunks_of(follower)] == [(9, 1)]
     assert [chunk.length for chunk in bench.chunks_of(leader)] == [6, 6, 4]
     bench.run()
-    assert bench.heard[follower.id] == oracle_answer([*LONG[:9], 500], 5)
-    assert bench.heard[leader.id] == oracle_answer(LONG, 5)
+    assert bench.emitted[follower.id] == oracle_output([*LONG[:9], 500], 5)
+    assert bench.emitted[leader.id] == oracle_output(LONG, 5)
 
 
-def test_who_follows_still_waits() -> None:
+def test_a_follower_still_counts_as_waiting() -> None:
     bench = Bench(oracle=True, policy=replace(OPTIMISTIC, max_waiting=1), depth=1)
     bench.add(LONG, 5)
     bench.turn()
@@ -71,11 +71,11 @@ def test_a_follower_of_a_whole_prompt_begins_when_it_is_absorbed(depth: int) -> 
     bench.turn()
     assert follower.assigned_step == depth + 1 and bench.chunks_of(follower)[0].start == 15
     bench.run()
-    assert bench.heard[leader.id] == bench.heard[follower.id] == oracle_answer(LONG, 5)
+    assert bench.emitted[leader.id] == bench.emitted[follower.id] == oracle_output(LONG, 5)
 
 
 @DEPTHS
-def test_a_follower_goes_on_when_its_leader_is_aborted(depth: int) -> None:
+def test_a_follower_continues_when_its_leader_is_aborted(depth: int) -> None:
     """It takes over from where the leader's absorbed steps had come."""
     bench = Bench(oracle=True, depth=depth, budget=5, rows=4)
     leader, follower = follower_of(bench, LONG)
@@ -84,7 +84,7 @@ def test_a_follower_goes_on_when_its_leader_is_aborted(depth: int) -> None:
     bench.turn()
     assert bench.chunks_of(follower)[0].start == (5 if depth == 0 else 0)
     bench.run()
-    assert bench.heard[follower.id] == oracle_answer(LONG, 5)
+    assert bench.emitted[follower.id] == oracle_output(LONG, 5)
 
 
 @DEPTHS
@@ -95,22 +95,22 @@ def test_a_follower_may_give_up(depth: int, turns: int) -> None:
     bench.turns(turns)
     assert bench.scheduler.abort(follower.request.id) == (follower,)
     bench.run()
-    assert bench.heard[leader.id] == oracle_answer(LONG, 5)
+    assert bench.emitted[leader.id] == oracle_output(LONG, 5)
 
 
-def test_a_family_that_follows_and_loses_a_member_still_waits_in_one_place() -> None:
+def test_a_following_group_that_loses_a_sequence_waits_in_one_place() -> None:
     bench = Bench(oracle=True, budget=20, depth=1)
     leader = bench.add(LONG, 5)
-    one, other = bench.add_family(LONG, 5, 2)
+    one, other = bench.add_group(LONG, 5, 2)
     bench.turn()
     assert state_of(bench.scheduler).inflight_prefixes.follows(one.group)
     assert bench.scheduler.finish(other, FinishReason.STOP)
     assert bench.scheduler.num_waiting == 1 and not bench.scheduler.is_queued(one.group)
     bench.run()
-    assert bench.heard[one.id] == bench.heard[leader.id] == oracle_answer(LONG, 5)
+    assert bench.emitted[one.id] == bench.emitted[leader.id] == oracle_output(LONG, 5)
 
 
-def test_nobody_waits_for_a_lower_class() -> None:
+def test_no_request_waits_for_a_lower_class() -> None:
     """After 12 of 18 tokens a second asks the same. It waits for one more block, if it may wait at all."""
     prompt = counting(1, 18)
     starts = {}
@@ -121,7 +121,7 @@ def test_nobody_waits_for_a_lower_class() -> None:
         second = bench.add(prompt, 3, priority=priority)
         bench.run()
         starts[priority] = (bench.chunks_of(second)[0].start, events_of(second, EventKind.WAITED) != [])
-        assert bench.heard[second.id] == oracle_answer(prompt, 3)
+        assert bench.emitted[second.id] == oracle_output(prompt, 3)
     assert starts == {0: (12, False), 1: (16, True)}
 
 
@@ -133,24 +133,24 @@ def test_less_than_a_block_is_not_worth_waiting_for() -> None:
     bench.run()
 
 
-def test_who_wants_scores_of_its_prompt_waits_for_nobody() -> None:
+def test_a_request_for_prompt_logprobs_does_not_follow() -> None:
     bench = Bench(oracle=True)
     bench.add(LONG, 3)
-    (scored,) = bench.ask(LONG, 3, RowSampling(num_prompt_logprobs=0))
+    (scored,) = bench.add_request(LONG, 3, RowSampling(num_prompt_logprobs=0))
     bench.turn()
     assert scored.assigned_step == 0
     bench.run()
 
 
-def test_a_poisoned_leaders_prefix_is_not_shared() -> None:
+def test_the_prefix_of_a_failed_leader_is_not_shared() -> None:
     bench = Bench(oracle=True)
     leader, follower = follower_of(bench, LONG)
     bench.poison(leader)
     bench.turn()
-    assert leader.finish_reason is FinishReason.ERROR and bench.heard[leader.id] == []
+    assert leader.finish_reason is FinishReason.ERROR and bench.emitted[leader.id] == []
     bench.run()
     assert bench.chunks_of(follower)[0].start == 0
-    assert bench.heard[follower.id] == oracle_answer(LONG, 5)
+    assert bench.emitted[follower.id] == oracle_output(LONG, 5)
 
 
 def test_a_follower_that_waited_keeps_its_place_in_the_queue() -> None:
@@ -203,12 +203,12 @@ def test_followers_are_released_once_by_their_distance() -> None:
     assert leaders.follows(far) and not leaders.follows(near)
     leaders.forget(far)
     leaders.end(leader)
-    assert leaders.take_ready(9) == [], "who gave up is not woken"
+    assert leaders.take_ready(9) == [], "an aborted follower is not requeued"
     assert list(leaders.followers) == [] and leaders.num_waiting_tokens == 0
     assert leader.request.id == RequestId(0)
 
 
-def test_who_is_ready_goes_back_in_portions_the_highest_class_first() -> None:
+def test_ready_followers_are_requeued_in_portions_the_highest_class_first() -> None:
     leaders = InflightPrefixes(4)
     leader = leading(0, 16, leaders)
     low, others, high = group(1, priority=2), [group(order, priority=1) for order in range(2, 6)], group(6)
@@ -222,7 +222,7 @@ def test_who_is_ready_goes_back_in_portions_the_highest_class_first() -> None:
 
 
 def _planning_work(num_followers: int, *, leader_leaves: bool) -> int:
-    """The most calls of one plan or absorption, while so many who ask for the same prompt wait for its first."""
+    """The most calls of one plan or absorb, while many requests wait for the same prefix."""
     bench = Bench(blocks=200, rows=3, budget=8, policy=replace(OPTIMISTIC, order=OrderPolicy(long_prompt=32)))
     leader = bench.add(counting(1, 32), 2)
     bench.turn()
@@ -252,7 +252,7 @@ def _planning_work(num_followers: int, *, leader_leaves: bool) -> int:
 
 
 @pytest.mark.parametrize("leader_leaves", [False, True])
-def test_no_step_pays_for_all_who_follow(leader_leaves: bool) -> None:
+def test_no_step_processes_all_followers(leader_leaves: bool) -> None:
     few = _planning_work(MAX_PARKED + 50, leader_leaves=leader_leaves)
     many = _planning_work(10 * MAX_PARKED, leader_leaves=leader_leaves)
     assert many <= 1.3 * few

@@ -1,4 +1,4 @@
-"""The waiting room against a plain list, and what it costs to know who is next."""
+"""The waiting queue against a plain list, and the cost of finding its head."""
 
 import sys
 from math import inf
@@ -13,7 +13,7 @@ from quire.core.ids import RequestId
 from quire.core.request import Request, RequestGroup
 from quire.sched.fairness import WeightedFairShares
 from quire.sched.queue import Key, OrderPolicy, Urgency, WaitingQueue
-from tests.sched.waiting_groups import LONG, SAMPLING, group, room_of
+from tests.sched.waiting_groups import LONG, SAMPLING, group, queue_of
 
 
 class RoomAgainstList(RuleBasedStateMachine):
@@ -23,7 +23,7 @@ class RoomAgainstList(RuleBasedStateMachine):
         super().__init__()
         self.policy = OrderPolicy(weights={"b": 3.0}, ageing_s=5.0, long_prompt=LONG, lane_patience_s=7.0)
         self.shares = WeightedFairShares(self.policy.weights)
-        self.room = WaitingQueue(self.policy, self.shares)
+        self.queue = WaitingQueue(self.policy, self.shares)
         self.waiting: dict[int, tuple[RequestGroup, float]] = {}
         self.away: list[RequestGroup] = []
         self.num_arrived = 0
@@ -58,7 +58,7 @@ class RoomAgainstList(RuleBasedStateMachine):
         new = group(self.num_arrived, priority=priority, tenant=tenant, num_tokens=num_tokens, deadline_s=deadline_s)
         self.num_arrived += 1
         self.shares.arrive(tenant)
-        self.room.push(new, self.now_s)
+        self.queue.push(new, self.now_s)
         self.waiting[new.order] = (new, self.now_s)
 
     @rule(seconds=st.integers(0, 9) | st.sampled_from([1_000_000, -1_000_000, -3]))
@@ -75,17 +75,17 @@ class RoomAgainstList(RuleBasedStateMachine):
         each, since_s = data.draw(st.sampled_from(list(self.waiting.values())))
         del self.waiting[each.order]
         if gives_up:
-            self.room.discard(each)
+            self.queue.discard(each)
             self.shares.depart(each.request.tenant)
         else:
-            assert self.room.pop(each) == since_s
+            assert self.queue.pop(each) == since_s
             self.away.append(each)
 
     @precondition(lambda self: self.waiting)
     @rule()
     def admit_head(self) -> None:
-        head = self.room.candidates(self.now_s)[0]
-        self.room.pop(head)
+        head = self.queue.candidates(self.now_s)[0]
+        self.queue.pop(head)
         del self.waiting[head.order]
         self.away.append(head)
 
@@ -93,38 +93,38 @@ class RoomAgainstList(RuleBasedStateMachine):
     @rule(data=st.data())
     def come_back(self, data: st.DataObject) -> None:
         each = self.away.pop(data.draw(st.integers(0, len(self.away) - 1)))
-        self.room.push(each, self.now_s)
+        self.queue.push(each, self.now_s)
         self.waiting[each.order] = (each, self.now_s)
 
     @invariant()
     def the_next_are_as_documented(self) -> None:
-        assert len(self.room) == len(self.waiting)
-        assert self.room.num_tokens == sum(len(each.request.prompt) for each, _ in self.waiting.values())
-        assert all(each in self.room for each, _ in self.waiting.values())
-        assert not any(each in self.room for each in self.away)
-        candidates = list(self.room.candidates(self.now_s))
+        assert len(self.queue) == len(self.waiting)
+        assert self.queue.num_tokens == sum(len(each.request.prompt) for each, _ in self.waiting.values())
+        assert all(each in self.queue for each, _ in self.waiting.values())
+        assert not any(each in self.queue for each in self.away)
+        candidates = list(self.queue.candidates(self.now_s))
         if not self.waiting:
-            assert candidates == [] and self.room.urgency(self.now_s) is None
+            assert candidates == [] and self.queue.urgency(self.now_s) is None
             return
         classes = {each.request.priority for each, _ in self.waiting.values()}
         key, expected = min(map(self.head_of_class, classes), key=lambda head: head[0])
         assert candidates == expected
-        assert self.room.urgency(self.now_s) == Urgency(key.aged_class, expected[0].request.priority)
+        assert self.queue.urgency(self.now_s) == Urgency(key.aged_class, expected[0].request.priority)
 
 
 TestRoomAgainstList = RoomAgainstList.TestCase
 TestRoomAgainstList.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 
 
-def test_those_who_came_and_gave_up_leave_nothing_behind() -> None:
+def test_aborted_groups_leave_no_entries() -> None:
     stays = [group(0, tenant="a", deadline_s=1.0), group(1, tenant="b")]
-    room = room_of(stays)
+    queue = queue_of(stays)
     for order in range(2, 1000):
         new = group(order, tenant="b", deadline_s=float(2000 - order))
-        room.push(new, 0.0)
-        room.discard(new)
-        assert room.candidates(0.0)[0] is stays[0]
-    lane = room._classes[0].short
+        queue.push(new, 0.0)
+        queue.discard(new)
+        assert queue.candidates(0.0)[0] is stays[0]
+    lane = queue._classes[0].short
     assert len(lane._heap) + len(lane._tenants["b"]._heap) < 150
 
 
@@ -162,7 +162,7 @@ def _work(num_waiting: int) -> tuple[int, int]:
         groups.append(RequestGroup(request, _CountedOrder(order), 0.0))
     for tenant in "abcdefgh":
         shares.arrive(tenant)
-    room = room_of(groups[:num_waiting], shares=shares)
+    queue = queue_of(groups[:num_waiting], shares=shares)
     calls = 0
 
     def count(frame: FrameType, event: str, argument: object) -> None:
@@ -174,13 +174,13 @@ def _work(num_waiting: int) -> tuple[int, int]:
     sys.setprofile(count)
     for turn in range(60):
         now_s = turn * 7.0
-        list(room.candidates(now_s))
-        head = room.candidates(now_s)[0]
-        room.pop(head)
+        list(queue.candidates(now_s))
+        head = queue.candidates(now_s)[0]
+        queue.pop(head)
         shares.charge(head.request.tenant, 3.0)
-        room.discard(groups[num_waiting - 1 - turn])
-        room.urgency(now_s)
-        room.push(groups[num_waiting + turn], now_s)
+        queue.discard(groups[num_waiting - 1 - turn])
+        queue.urgency(now_s)
+        queue.push(groups[num_waiting + turn], now_s)
     sys.setprofile(before)
     return calls, _CountedOrder.comparisons
 

@@ -1,4 +1,4 @@
-"""The laws of the order: who goes first, who yields, and that nobody starves."""
+"""Properties of the order: precedence, yielding, and no starvation."""
 
 from math import inf, nan
 
@@ -11,7 +11,7 @@ from quire.core.errors import QuireError
 from quire.core.request import RequestGroup
 from quire.sched.fairness import WeightedFairShares
 from quire.sched.queue import Key, Lane, OrderPolicy, Urgency, WaitingQueue, aged_class, lane, yields
-from tests.sched.waiting_groups import LONG, drain, group, room_of
+from tests.sched.waiting_groups import LONG, drain, group, queue_of
 
 
 def test_a_class_rises_by_one_for_each_ageing_time_waited() -> None:
@@ -45,11 +45,11 @@ def test_a_policy_that_makes_no_sense_is_refused(wrong: dict[str, object]) -> No
 @given(st.permutations(range(30)), st.sets(st.integers(0, 29)))
 def test_with_one_class_tenant_and_lane_it_is_first_come_first_served(pushed: list[int], given_up: set[int]) -> None:
     groups = [group(order) for order in pushed]
-    room = room_of(groups)
+    queue = queue_of(groups)
     for each in groups:
         if each.order in given_up:
-            room.discard(each)
-    assert drain(room) == sorted(set(pushed) - given_up)
+            queue.discard(each)
+    assert drain(queue) == sorted(set(pushed) - given_up)
 
 
 @given(
@@ -65,7 +65,7 @@ def test_with_one_class_tenant_and_lane_it_is_first_come_first_served(pushed: li
     st.booleans(),
     st.sampled_from([0.0, 10.0]),
 )
-def test_the_room_drains_in_the_documented_order(
+def test_the_queue_drains_in_the_documented_order(
     asked: list[tuple[int, str, int, float | None]], fair: bool, patience_s: float
 ) -> None:
     shares = WeightedFairShares({"b": 2.0})
@@ -87,50 +87,50 @@ def test_the_room_drains_in_the_documented_order(
             each.order,
         )
 
-    assert drain(room_of(groups, policy, shares)) == [each.order for each in sorted(groups, key=key)]
+    assert drain(queue_of(groups, policy, shares)) == [each.order for each in sorted(groups, key=key)]
 
 
-def test_a_preempted_family_finds_its_old_place() -> None:
+def test_a_preempted_group_returns_to_its_old_place() -> None:
     first, second, third = group(0), group(1), group(2)
-    room = room_of([first, second, third])
-    room.pop(first)
-    room.push(first, 50.0)
-    assert drain(room, 50.0) == [0, 1, 2]
+    queue = queue_of([first, second, third])
+    queue.pop(first)
+    queue.push(first, 50.0)
+    assert drain(queue, 50.0) == [0, 1, 2]
 
 
 def test_between_equal_tenants_the_earlier_deadline_goes_first_whenever_it_comes() -> None:
-    room = room_of([group(0, tenant="a", deadline_s=9.0), group(1, tenant="b")])
-    assert room.candidates(0.0)[0].order == 0
-    room.push(group(2, tenant="b", deadline_s=5.0), 0.0)
-    assert drain(room) == [2, 0, 1]
+    queue = queue_of([group(0, tenant="a", deadline_s=9.0), group(1, tenant="b")])
+    assert queue.candidates(0.0)[0].order == 0
+    queue.push(group(2, tenant="b", deadline_s=5.0), 0.0)
+    assert drain(queue) == [2, 0, 1]
 
 
 def test_the_lowest_class_gets_through_a_steady_stream_of_the_highest() -> None:
     low = group(0, priority=4)
-    room = room_of([low], OrderPolicy(ageing_s=10.0))
+    queue = queue_of([low], OrderPolicy(ageing_s=10.0))
     for second in range(1, 100):
-        room.push(group(second, priority=0), float(second))
-        head = room.candidates(float(second))[0]
-        room.pop(head)
+        queue.push(group(second, priority=0), float(second))
+        head = queue.candidates(float(second))[0]
+        queue.pop(head)
         if head is low:
             break
     assert second == 40  # 4 classes of 10 s; then it is of the same class, and older
-    assert len(room) == 1
+    assert len(queue) == 1
 
 
 def test_an_ageing_head_shows_its_base_class_too() -> None:
-    room = room_of([group(0, priority=2)], OrderPolicy(ageing_s=10.0))
-    assert room.urgency(35.0) == Urgency(aged_class=-1, base_class=2)
+    queue = queue_of([group(0, priority=2)], OrderPolicy(ageing_s=10.0))
+    assert queue.urgency(35.0) == Urgency(aged_class=-1, base_class=2)
 
 
 def test_a_long_prompt_yields_to_chats_and_is_not_starved() -> None:
     long = group(0, num_tokens=LONG)
-    room = room_of([long], OrderPolicy(long_prompt=LONG, lane_patience_s=10.0))
+    queue = queue_of([long], OrderPolicy(long_prompt=LONG, lane_patience_s=10.0))
     admitted = []
     for second in range(20):
-        room.push(group(second + 1), float(second))
-        admitted.append(room.candidates(float(second))[0])
-        room.pop(admitted[-1])
+        queue.push(group(second + 1), float(second))
+        admitted.append(queue.candidates(float(second))[0])
+        queue.pop(admitted[-1])
     assert admitted.index(long) == 10
 
 
@@ -146,23 +146,23 @@ def test_only_a_long_patient_head_is_overtaken_and_only_by_the_short_lane() -> N
         group(3, tenant="b"),
         group(4, tenant="b", priority=1),
     ]
-    room = room_of([long, *later], OrderPolicy(long_prompt=LONG, lane_patience_s=10.0), shares)
-    assert list(room.candidates(9.0)) == [long, later[1]]
-    assert list(room.candidates(10.0)) == [long]
+    queue = queue_of([long, *later], OrderPolicy(long_prompt=LONG, lane_patience_s=10.0), shares)
+    assert list(queue.candidates(9.0)) == [long, later[1]]
+    assert list(queue.candidates(10.0)) == [long]
 
 
 @pytest.mark.parametrize(("weights", "tolerance"), [({}, 0.10), ({"quiet": 3.0}, 0.05), ({"flood": 2.5}, 0.05)])
 def test_a_flood_takes_no_more_than_its_share(weights: dict[str, float], tolerance: float) -> None:
     policy = OrderPolicy(weights=weights)
     shares = WeightedFairShares(weights)
-    room = WaitingQueue(policy, shares)
+    queue = WaitingQueue(policy, shares)
     random = np.random.default_rng(5)
     num_arrived = 0
 
     def arrive(tenant: str, now_s: float) -> None:
         nonlocal num_arrived
         shares.arrive(tenant)
-        room.push(group(num_arrived, tenant=tenant), now_s)
+        queue.push(group(num_arrived, tenant=tenant), now_s)
         num_arrived += 1
 
     for _ in range(2000):
@@ -170,8 +170,8 @@ def test_a_flood_takes_no_more_than_its_share(weights: dict[str, float], toleran
     for _ in range(3):
         arrive("quiet", 0.0)
     for second in range(1500):
-        head = room.candidates(float(second))[0]
-        room.pop(head)
+        head = queue.candidates(float(second))[0]
+        queue.pop(head)
         shares.charge(head.request.tenant, float(random.integers(1, 200)))
         if head.request.tenant == "quiet":
             arrive("quiet", float(second))

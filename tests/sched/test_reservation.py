@@ -1,4 +1,4 @@
-"""How much is promised when a sequence sits down: the arithmetic, and the stances at work."""
+"""Blocks reserved at admission: the arithmetic, and the overcommit policies at work."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ import pytest
 from quire.core.request import BeamParams, RequestGroup
 from quire.sched.policy import CHUNKED, DYNAMIC, ORCA, STATIC, Policy
 from quire.sched.reservation import LengthQuantile, Overcommit, most_blocks, positions_to_reserve, shared_blocks
-from tests.sched.stepping import NEVER, Bench, counting, toy_answer
+from tests.sched.stepping import NEVER, Bench, counting, toy_output
 from tests.sched.waiting_groups import group
 
 
@@ -22,7 +22,7 @@ def positions(
     return positions_to_reserve(one.sequences[0], overcommit, lengths or LengthQuantile(), immune=immune)
 
 
-def test_each_stance_by_hand() -> None:
+def test_each_overcommit_policy_by_hand() -> None:
     """10 and 9: the last token is never computed, so 18 positions in all."""
     one = asking(10, 9)
     assert positions(one, Overcommit.NEVER) == 18
@@ -41,7 +41,7 @@ def test_a_hedge_follows_the_lengths_that_were_seen() -> None:
     assert positions(asking(10, 9), Overcommit.HEDGE, lengths) == 18, "never more than the whole"
 
 
-def test_never_more_than_the_whole_is_promised() -> None:
+def test_never_more_than_the_whole_length_is_reserved() -> None:
     assert [positions(asking(10, 1), overcommit) for overcommit in Overcommit] == [10, 10, 10]
 
 
@@ -52,12 +52,12 @@ def test_what_was_generated_before_a_preemption_counts_as_known() -> None:
     assert positions(one, Overcommit.HEDGE) == 17, "half of the 5 that may still come, rounded up"
 
 
-def test_beams_are_promised_their_whole_length() -> None:
+def test_beams_reserve_their_whole_length() -> None:
     assert positions(asking(10, 9, 2, BeamParams(2)), Overcommit.OPTIMISTIC) == 18
 
 
 def test_what_siblings_share_by_hand() -> None:
-    assert shared_blocks(asking(9, 4).request, 4) == 0, "nobody to share with"
+    assert shared_blocks(asking(9, 4).request, 4) == 0, "there is no sibling to share with"
     assert [shared_blocks(asking(n, 4, 2).request, 4) for n in (1, 4, 5, 8, 9)] == [0, 0, 1, 1, 2]
 
 
@@ -70,7 +70,7 @@ def test_the_worst_case_by_hand() -> None:
 @pytest.mark.parametrize(
     ("overcommit", "blocks"), [(Overcommit.NEVER, 5), (Overcommit.HEDGE, 4), (Overcommit.OPTIMISTIC, 3)]
 )
-def test_a_stance_promises_as_documented(overcommit: Overcommit, blocks: int) -> None:
+def test_an_overcommit_policy_reserves_as_documented(overcommit: Overcommit, blocks: int) -> None:
     bench = Bench(policy=Policy(overcommit=overcommit))
     sequence = bench.add(counting(1, 10), 9)
     bench.turn()
@@ -80,15 +80,15 @@ def test_a_stance_promises_as_documented(overcommit: Overcommit, blocks: int) ->
     bench.run()
 
 
-def test_who_is_promised_everything_is_never_preempted_for_blocks() -> None:
-    """Each needs 5 of 12 blocks: two sit, the others wait."""
+def test_a_request_with_its_whole_length_reserved_is_never_preempted_for_blocks() -> None:
+    """Each needs 5 of 12 blocks: two run, the others wait."""
     bench = Bench(blocks=12, policy=NEVER)
     sequences = [bench.add([1 + i] * 4, 17) for i in range(4)]
     bench.turn()
     assert sum(sequence.row is not None for sequence in sequences) == 2
     bench.run()
     assert bench.num_preemptions == 0
-    assert all(bench.heard[s.id] == toy_answer([1 + i] * 4, 17) for i, s in enumerate(sequences))
+    assert all(bench.emitted[s.id] == toy_output([1 + i] * 4, 17) for i, s in enumerate(sequences))
 
 
 # The regimes of the arc.
@@ -101,10 +101,10 @@ def test_a_static_batch_is_sealed_and_padded() -> None:
     late = bench.add([3] * 2, 3)
     bench.run()
     assert [plan.num_padding for plan in bench.plans] == [2, 0, 1, 1, 0, 0, 0]
-    assert [plan.step for plan in bench.plans if plan.starts] == [0, 4], "nobody joins a batch that runs"
+    assert [plan.step for plan in bench.plans if plan.starts] == [0, 4], "no request joins a running batch"
     assert bench.scheduler.counters.padding_tokens == 4
-    assert bench.heard[one.id] == toy_answer([1] * 3, 2) and bench.heard[two.id] == toy_answer([2] * 5, 4)
-    assert bench.heard[late.id] == toy_answer([3] * 2, 3)
+    assert bench.emitted[one.id] == toy_output([1] * 3, 2) and bench.emitted[two.id] == toy_output([2] * 5, 4)
+    assert bench.emitted[late.id] == toy_output([3] * 2, 3)
 
 
 def test_a_dynamic_batch_waits_for_its_window() -> None:
@@ -156,7 +156,7 @@ def test_the_window_opens_anew_for_the_next_batch() -> None:
 
 
 @pytest.mark.parametrize("regime", [STATIC, ORCA])
-def test_a_contiguous_regime_promises_the_whole_length(regime: object) -> None:
+def test_a_contiguous_regime_reserves_the_whole_length(regime: object) -> None:
     bench = Bench(policy=Policy(regime=regime, overcommit=Overcommit.OPTIMISTIC))  # type: ignore[arg-type]
     sequence = bench.add(counting(1, 10), 9)
     bench.turn()

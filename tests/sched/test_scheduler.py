@@ -1,4 +1,4 @@
-"""What the scheduler promises of any batch, shown on steps and never on time."""
+"""Guarantees of the scheduler for any batch, shown on steps and never on time."""
 
 from dataclasses import replace
 
@@ -13,18 +13,18 @@ from quire.sched.policy import CapturedSizes, Policy
 from quire.sched.queue import OrderPolicy
 from quire.sched.reservation import Overcommit
 from tests.sched.inspection import state_of
-from tests.sched.stepping import NEVER, Bench, counting, toy_answer
+from tests.sched.stepping import NEVER, Bench, counting, toy_output
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
 
 
 @DEPTHS
-def test_the_toy_answers_as_by_hand(depth: int) -> None:
+def test_the_toy_outputs_are_as_computed_by_hand(depth: int) -> None:
     bench = Bench(depth=depth)
     one, two = bench.add([1, 2, 3], 5), bench.add([7], 3)
     bench.run()
-    assert bench.heard[one.id] == toy_answer([1, 2, 3], 5) == [6, 12, 24, 48, 96]
-    assert bench.heard[two.id] == [7, 14, 28]
+    assert bench.emitted[one.id] == toy_output([1, 2, 3], 5) == [6, 12, 24, 48, 96]
+    assert bench.emitted[two.id] == [7, 14, 28]
     assert one.finish_reason is FinishReason.LENGTH
 
 
@@ -47,7 +47,7 @@ def test_sixty_four_mixed_requests_share_a_batch_that_reforms_every_step() -> No
         assert plan.num_decoding == sum(length > plan.step for length in lengths.values())
 
 
-def test_a_steady_step_mentions_nobody() -> None:
+def test_a_steady_decode_step_has_an_empty_diff() -> None:
     bench = Bench(blocks=100, block_size=8)
     for i in range(4):
         bench.add([1 + i] * 8, 40)
@@ -76,7 +76,7 @@ def test_a_prompt_is_chunked_by_what_the_decodes_leave_of_the_budget() -> None:
     bench.run()
     chunks = [(chunk.start, chunk.length, chunk.output) for chunk in bench.chunks_of(late)]
     assert chunks == [(0, 9, ChunkOutput.NONE), (9, 9, ChunkOutput.NONE), (18, 7, ChunkOutput.SAMPLE)]
-    assert bench.heard[late.id] == toy_answer([2] * 25, 5)
+    assert bench.emitted[late.id] == toy_output([2] * 25, 5)
 
 
 def test_decodes_come_before_prefills_and_those_before_new_work() -> None:
@@ -103,7 +103,7 @@ def test_a_long_prefill_leaves_half_of_a_step_to_the_others_and_takes_what_they_
     assert [chunk.length for chunk in bench.chunks_of(long)] == [8, 4, 4, 7]
     assert [chunk.length for chunk in bench.chunks_of(late)] == [4, 4, 1]
     bench.run()
-    assert bench.heard[late.id] == toy_answer(counting(500, 9), 2)
+    assert bench.emitted[late.id] == toy_output(counting(500, 9), 2)
 
 
 def test_a_chunk_keeps_the_time_of_the_step_it_joins() -> None:
@@ -113,7 +113,7 @@ def test_a_chunk_keeps_the_time_of_the_step_it_joins() -> None:
     bench = Bench(blocks=100, rows=3, budget=64, policy=policy, cost=cost)
     bench.add([1] * 40, 30)
     bench.turn()
-    assert bench.plan.chunks[0].length == 40, "nobody decodes: there is no time to keep"
+    assert bench.plan.chunks[0].length == 40, "no row decodes: there is no time target"
     late = bench.add([2] * 50, 2)
     bench.run()
     assert [chunk.length for chunk in bench.chunks_of(late)] == [19, 19, 12]
@@ -133,7 +133,7 @@ def test_where_rows_take_long_by_themselves_prompts_have_a_share_beside_them() -
         assert [chunk.length for chunk in bench.chunks_of(late)] == [length], (target_s, per_decode)
 
 
-def test_a_chunk_that_is_cut_is_cut_at_a_grain_and_grows_while_prompts_pile_up() -> None:
+def test_a_cut_chunk_has_a_captured_size_and_grows_while_prompts_queue() -> None:
     """As above, but that 16 tokens take no less than 19, and that steps may take twice as long for long queues."""
     cost = CostTable(Constants(0.0, 0.0, 1.0, 0.0, 0.0))
     captured_sizes = (CapturedSizes(1, (16, 24, 32, 48)), CapturedSizes(4, (12, 20)))
@@ -143,10 +143,10 @@ def test_a_chunk_that_is_cut_is_cut_at_a_grain_and_grows_while_prompts_pile_up()
     bench.turn()
     late = bench.add([2] * 50, 2)
     bench.turn()
-    assert [chunk.length for chunk in bench.chunks_of(late)] == [16], "it is alone: nobody waits behind it"
+    assert [chunk.length for chunk in bench.chunks_of(late)] == [16], "no other prompt waits"
     bench.add([3] * 50, 2)
     bench.run()
-    assert [chunk.length for chunk in bench.chunks_of(late)] == [16, 32, 2], "40 s, because somebody waits"
+    assert [chunk.length for chunk in bench.chunks_of(late)] == [16, 32, 2], "40 s, because another prompt waits"
     hasty = CostTable(
         Constants(0.0, 0.0, 1e-4, 0.0, 0.0)
     )  # 16 tokens in 1.6 ms: 1,500 take 0.15 s, ten next to nothing
@@ -177,7 +177,7 @@ def test_an_end_token_ends_a_sequence_and_counts_as_its_last() -> None:
     bench = Bench()
     sequence = bench.add([1, 2, 3], 50, end_ids=(24,))
     bench.run()
-    assert bench.heard[sequence.id] == [6, 12, 24]
+    assert bench.emitted[sequence.id] == [6, 12, 24]
     assert sequence.finish_reason is FinishReason.STOP
     assert sequence.tokens.tolist() == [1, 2, 3, 6, 12, 24]
 
@@ -187,7 +187,7 @@ def test_a_sequence_alone_may_fill_the_pool_to_the_last_block(depth: int) -> Non
     bench = Bench(blocks=4, block_size=4, rows=1, depth=depth)
     sequence = bench.add([1] * 4, 13)  # 16 positions are computed: the last token is not
     bench.run()
-    assert bench.heard[sequence.id] == toy_answer([1] * 4, 13)
+    assert bench.emitted[sequence.id] == toy_output([1] * 4, 13)
     assert bench.num_preemptions == 0
     with pytest.raises(NeverFits, match="5 KV blocks"):
         bench.add([1] * 4, 14)
@@ -219,10 +219,10 @@ def test_an_abort_is_legal_at_every_moment_and_idempotent(depth: int, turns: int
     ended = bench.scheduler.abort(victim.request.id)
     assert ended == (() if victim.id in bench.finished else (victim,))
     assert bench.scheduler.abort(victim.request.id) == ()
-    silence = len(bench.heard[victim.id])
+    silence = len(bench.emitted[victim.id])
     bench.run()
-    assert len(bench.heard[victim.id]) == silence, "it spoke after its end"
-    assert bench.heard[other.id] == expected.heard[alone.id]
+    assert len(bench.emitted[victim.id]) == silence, "it emitted after its end"
+    assert bench.emitted[other.id] == expected.emitted[alone.id]
 
 
 def test_an_unknown_request_can_be_aborted() -> None:
@@ -262,7 +262,7 @@ def test_a_full_queue_refuses() -> None:
     with pytest.raises(QueueFull, match="2 requests wait, 2 may"):
         bench.add([7], 3)
     bench.turn()
-    bench.add([8], 3)  # one sits now
+    bench.add([8], 3)  # one is running now
 
 
 def test_a_queue_full_of_tokens_refuses_but_never_an_empty_one() -> None:
@@ -277,7 +277,7 @@ def test_a_queue_full_of_tokens_refuses_but_never_an_empty_one() -> None:
         bench.add([5], 2)
 
 
-def test_a_draining_engine_serves_who_is_here_and_refuses_the_rest() -> None:
+def test_a_draining_engine_finishes_accepted_requests_and_refuses_others() -> None:
     bench = Bench(rows=1)
     one, two = bench.add([1], 3), bench.add([2], 3)
     bench.turn()
@@ -285,26 +285,26 @@ def test_a_draining_engine_serves_who_is_here_and_refuses_the_rest() -> None:
     with pytest.raises(Draining):
         bench.add([3], 3)
     bench.run()
-    assert bench.heard[one.id] == [1, 2, 4] and bench.heard[two.id] == [2, 4, 8]
+    assert bench.emitted[one.id] == [1, 2, 4] and bench.emitted[two.id] == [2, 4, 8]
 
 
 def test_more_continuations_than_rows_never_fit() -> None:
     with pytest.raises(NeverFits):
-        Bench(rows=2).add_family([1], 2, 3)
+        Bench(rows=2).add_group([1], 2, 3)
 
 
-def test_the_pool_shrinks_only_as_far_as_everyone_here_still_fits() -> None:
+def test_the_pool_shrinks_only_while_all_accepted_requests_fit() -> None:
     bench = Bench(blocks=12, block_size=4, policy=NEVER)
     small, large = bench.add([1] * 4, 5), bench.add([2] * 4, 13)  # 2 and 4 blocks
     assert bench.scheduler.shrink(20) == 8, "the larger needs four"
     bench.run()
     assert bench.scheduler.kv.pool.num_in_service == 4
-    assert bench.heard[small.id] == toy_answer([1] * 4, 5)
-    assert bench.heard[large.id] == toy_answer([2] * 4, 13)
+    assert bench.emitted[small.id] == toy_output([1] * 4, 5)
+    assert bench.emitted[large.id] == toy_output([2] * 4, 13)
     assert bench.scheduler.shrink(20) == 3, "one block stays in service at any rate"
 
 
-def test_what_sits_keeps_its_blocks_and_promises_when_the_pool_shrinks() -> None:
+def test_running_rows_keep_blocks_and_reservations_when_the_pool_shrinks() -> None:
     bench = Bench(blocks=12, block_size=4, policy=NEVER)
     bench.add([1] * 4, 5)
     bench.add([2] * 4, 13)

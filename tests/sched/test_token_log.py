@@ -11,21 +11,21 @@ from quire.sched.rows import TokenLog
 @given(st.lists(st.sets(st.integers(0, 3)), min_size=1, max_size=400), st.integers(1, 50))
 def test_a_row_remembers_what_it_emitted_since_it_sat_down(steps: list[set[int]], keep: int) -> None:
     log = TokenLog(4)
-    told: list[dict[int, int]] = []
+    logged: list[dict[int, int]] = []
     for step, rows in enumerate(steps):
-        oldest = max(0, step - keep)  # nobody asks for anything older
+        oldest = max(0, step - keep)  # older steps are not read
         if log.full:
             log.add_page(oldest)
         ordered = sorted(rows)
         tokens = [100 * step + row for row in ordered]
         log.append(step, np.array(ordered, np.int32), np.array(tokens, np.int32))
-        told.append(dict(zip(ordered, tokens, strict=True)))
+        logged.append(dict(zip(ordered, tokens, strict=True)))
         for row in range(4):
-            expected = [line[row] for line in told[oldest:] if row in line]
+            expected = [line[row] for line in logged[oldest:] if row in line]
             assert log.gather(Row(row), oldest).tolist() == expected
 
 
-def test_a_log_whose_rows_keep_leaving_does_not_grow() -> None:
+def test_a_log_with_short_rows_does_not_grow() -> None:
     log = TokenLog(2)
     for step in range(10_000):
         if log.full:

@@ -43,17 +43,17 @@ def test_the_first_of_all_never_gives_way() -> None:
     assert victim([assigned(0, 1, priority=1), assigned(5, 9, priority=0)]) == 0, "class comes before arrival"
 
 
-def test_nobody_gives_way_for_nothing() -> None:
+def test_no_victim_that_would_free_nothing() -> None:
     assert victim([assigned(0, 9), assigned(1, 1), assigned(2, 5)], freed={1: 0}) == 2
     assert victim([assigned(0, 9), assigned(1, 1)], freed={1: 0}) is None
     assert victim([]) is None
 
 
-def test_who_may_not_go_stays() -> None:
+def test_an_immune_group_is_no_victim() -> None:
     assert victim([assigned(0, 9), assigned(1, 1), assigned(2, 5)], immune=frozenset({1})) == 2
 
 
-def test_a_class_takes_no_more_seats_than_it_needs() -> None:
+def test_class_preemption_is_minimal() -> None:
     """The one with least to lose frees too little; with the second there is enough, and the first is spared."""
     some = [assigned(0, 1), assigned(1, 2), assigned(2, 3)]
     assert for_class(some, 1, 4, {0: 1, 1: 5, 2: 9}) == [1]
@@ -62,13 +62,13 @@ def test_a_class_takes_no_more_seats_than_it_needs() -> None:
     assert for_class(some, 2, 1, {0: 1, 1: 5, 2: 9}) == [0, 1]
 
 
-def test_rows_count_by_family() -> None:
+def test_rows_are_counted_by_group() -> None:
     some = [assigned(0, 1), assigned(1, 2, num_rows=3)]
     assert for_class(some, 3, 0, {0: 1, 1: 1}) == [1]
     assert for_class(some, 4, 0, {0: 1, 1: 1}) == [0, 1]
 
 
-def test_nobody_is_asked_to_go_if_it_would_not_be_enough() -> None:
+def test_no_victims_if_all_together_are_not_enough() -> None:
     some = [assigned(0, 1), assigned(1, 2)]
     assert for_class(some, 3, 0, {0: 1, 1: 5}) == []
     assert for_class(some, 1, 7, {0: 1, 1: 5}) == []

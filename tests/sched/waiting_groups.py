@@ -1,4 +1,4 @@
-"""Families that wait, for tests of the waiting room."""
+"""Families that wait, for tests of the waiting queue."""
 
 import numpy as np
 
@@ -26,20 +26,20 @@ def group(
     return RequestGroup(request, order, arrived_s)
 
 
-def room_of(
+def queue_of(
     groups: list[RequestGroup], policy: OrderPolicy | None = None, shares: WeightedFairShares | None = None
 ) -> WaitingQueue:
-    room = WaitingQueue(policy or OrderPolicy(long_prompt=LONG), shares or WeightedFairShares({}))
+    queue = WaitingQueue(policy or OrderPolicy(long_prompt=LONG), shares or WeightedFairShares({}))
     for each in groups:
-        room.push(each, each.arrived_s)
-    return room
+        queue.push(each, each.arrived_s)
+    return queue
 
 
-def drain(room: WaitingQueue, now_s: float = 0.0) -> list[int]:
-    """Admit everybody, always the head."""
+def drain(queue: WaitingQueue, now_s: float = 0.0) -> list[int]:
+    """Admit all groups, always the head."""
     orders = []
-    while room:
-        head = room.candidates(now_s)[0]
-        room.pop(head)
+    while queue:
+        head = queue.candidates(now_s)[0]
+        queue.pop(head)
         orders.append(head.order)
     return orders

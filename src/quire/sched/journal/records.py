@@ -63,9 +63,9 @@ class PlanSummary(NamedTuple):
     num_decoding: int
     num_chunk_tokens: int
     num_moves: int
-    num_leaves: int
-    num_seats: int
-    num_tells: int
+    num_releases: int
+    num_starts: int
+    num_appends: int
     num_grants: int
     num_chunks: int
     num_pauses: int
