@@ -7,7 +7,7 @@ from pathlib import Path
 import quire
 from quire.sim.check.check import numpy_oracle
 from quire.sim.check.trial import CheckRun
-from quire.sim.check.world import draw_world
+from quire.sim.check.world import draw_scenario
 
 SEED = 20_000_000
 
@@ -22,7 +22,7 @@ def main() -> int:
     while steps < num_steps:
         seed += 1
         dice = random.Random(seed)
-        trial = CheckRun(draw_world(dice), dice, numpy_oracle)
+        trial = CheckRun(draw_scenario(dice), dice, numpy_oracle)
         try:
             trial.run()
         except Exception as broken:  # whatever escapes from a legal workload is seen

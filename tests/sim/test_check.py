@@ -13,7 +13,7 @@ from quire.engine.oracle_runner import torch_oracle
 from quire.kv.block_pool import BlockPool
 from quire.sched.rows import RowAllocator
 from quire.sim.check.check import CheckReport, CheckShard, check, numpy_oracle, possible_pairs, read_report, run_trial
-from quire.sim.check.world import VOCAB_SIZE, Scenario, ScenarioEvent, draw_world
+from quire.sim.check.world import VOCAB_SIZE, Scenario, ScenarioEvent, draw_scenario
 from quire.sim.runners import FinishedStep, OracleRunner, SimRows
 from tests.tiers import examples
 
@@ -125,7 +125,7 @@ def test_a_wrong_slot_is_found() -> None:
 
 
 def test_the_default_body_is_the_numpy_oracle() -> None:
-    world = draw_world(random.Random(0))
+    world = draw_scenario(random.Random(0))
     body = numpy_oracle(world)
     assert isinstance(body, OracleRunner)
     assert np.all(body.launch(StepPlan(0)).wait().rows == [])

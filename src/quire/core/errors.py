@@ -1,6 +1,6 @@
-"""Every error a user can cause. Each knows its HTTP status, its code and the exit status of the command line.
+"""Every error a user can cause, with its HTTP status, its error code and the exit status of the command line.
 
-Our own mistakes are assertions, never these.
+Internal errors are assertions, never these.
 """
 
 from collections.abc import Sequence
@@ -9,21 +9,21 @@ _SHOWN = 80  # characters of a wrong value that an error repeats
 
 
 def shown(value: object) -> str:
-    """A wrong value as an error message may repeat it: short, whatever it is."""
+    """A wrong value for an error message, shortened."""
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # Python does not write out every int, nor every nesting
+    except (ValueError, RecursionError):  # Python limits the digits of an int and the depth of a nesting
         return f"a value of type {type(value).__name__} too large to show"
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
 
 
 class QuireError(Exception):
-    """Something the user asked for cannot be done; the message says what, with numbers, and what to do."""
+    """A request or command that cannot be carried out; the message has the reason, the numbers and what to do."""
 
     status: int = 400
     code: str = "invalid_request"
     exit_code: int = 2
-    retry_after_s: float | None = None  # when it is worth coming back; a 5xx without it would fail again
+    retry_after_s: float | None = None  # when a retry may succeed; a 5xx without it would fail again
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -32,7 +32,7 @@ class QuireError(Exception):
 
 
 class InvalidParameter(QuireError):
-    """A sampling or request parameter outside what it may be."""
+    """A sampling or request parameter outside its range."""
 
     code = "invalid_parameter"
 
@@ -44,19 +44,19 @@ class InvalidPrompt(QuireError):
 
 
 class InvalidGrammar(QuireError):
-    """A schema, regular expression, list of choices or grammar that cannot be followed."""
+    """A schema, regular expression, list of choices or grammar that cannot be compiled."""
 
     code = "invalid_grammar"
 
 
 class UnsupportedSchema(InvalidGrammar):
-    """A JSON schema that says something which would not be enforced; the message names the keyword and its place."""
+    """A JSON schema with a keyword that would not be enforced; the message names the keyword and its place."""
 
     code = "unsupported_schema"
 
 
 class ContextLengthExceeded(QuireError):
-    """Prompt plus completion is longer than the model's context. A text that was not read has `at_least` its number."""
+    """Prompt plus completion is longer than the model's context. `at_least`: the text was not tokenized to its end."""
 
     code = "context_length_exceeded"
 
@@ -99,14 +99,14 @@ class ConfigError(QuireError):
 
 
 class ModelNotFound(QuireError):
-    """No such model here, under that name, path or hub id."""
+    """No such model under that name, path or hub id."""
 
     status = 404
     code = "model_not_found"
 
 
 class FetchFailed(QuireError):
-    """A model could not be brought here: no network, no right to it, no room on the disk."""
+    """A model could not be downloaded: no network, no permission, no disk space."""
 
     status = 503
     code = "fetch_failed"
@@ -126,7 +126,7 @@ class BrokenModelFile(QuireError):
 
 
 class BrokenJournal(QuireError):
-    """A file that is no journal of a scheduler, or one whose beginning cannot be read."""
+    """A file that is not a scheduler's journal, or one whose header cannot be read."""
 
     code = "broken_journal"
 
@@ -138,7 +138,7 @@ class ChatTemplateError(QuireError):
 
 
 class NoTokenizer(QuireError):
-    """Text was given to, or wanted from, a model that has no tokenizer."""
+    """Text input or output for a model that has no tokenizer."""
 
     code = "no_tokenizer"
 
@@ -149,7 +149,7 @@ class NoTokenizer(QuireError):
 
 
 class NumericalError(QuireError):
-    """A sequence that could not go on: it ended with the finish reason "error"."""
+    """A sequence without a token to sample: it ended with the finish reason "error"."""
 
     status = 500
     code = "numerical_error"
@@ -163,7 +163,7 @@ class NumericalError(QuireError):
 
 
 class NothingLeft(QuireError):
-    """A sequence to which its own request left no token: it ended with the finish reason "nothing_left"."""
+    """A sequence whose own constraints left no token: it ended with the finish reason "nothing_left"."""
 
     code = "nothing_left"
 
@@ -176,7 +176,7 @@ class NothingLeft(QuireError):
 
 
 class RequestFailed(QuireError):
-    """A request that broke the step it was in, and no other: its finish reason is "failed"."""
+    """A request that failed its step: its finish reason is "failed"."""
 
     status = 500
     code = "request_failed"
@@ -187,7 +187,7 @@ class RequestFailed(QuireError):
 
 
 class OutOfMemory(QuireError):
-    """The largest request of a step for which there was no memory: its finish reason is "out_of_memory"."""
+    """The largest request of a step that ran out of memory: its finish reason is "out_of_memory"."""
 
     status = 503
     code = "out_of_memory"
@@ -203,7 +203,7 @@ class OutOfMemory(QuireError):
 
 
 class DeadlineExpired(QuireError):
-    """A request was not begun before its timeout: it ended with the finish reason "expired"."""
+    """A request was not admitted before its timeout: it ended with the finish reason "expired"."""
 
     status = 504
     code = "deadline_expired"
@@ -214,7 +214,7 @@ class DeadlineExpired(QuireError):
 
 
 class DuplicateRequest(QuireError):
-    """A request came with the id of one that is still here."""
+    """A request with the id of an unfinished one."""
 
     status = 409
     code = "duplicate_request"
@@ -224,7 +224,7 @@ class DuplicateRequest(QuireError):
 
 
 class QueueFull(QuireError):
-    """More waits than the engine was told to let wait."""
+    """Admission control: the queue has reached its configured limit."""
 
     status = 429
     code = "queue_full"
@@ -235,7 +235,7 @@ class QueueFull(QuireError):
 
 
 class Draining(QuireError):
-    """The engine finishes what it has and accepts nothing new."""
+    """The engine finishes its requests and accepts no new ones."""
 
     status = 503
     code = "draining"

@@ -1,6 +1,6 @@
-"""Named places where a test may let one request fail. Nothing happens at them unless a test has armed them.
+"""Fault injection: named sites where a test can make one request fail. They do nothing unless a test has armed them.
 
-Each is a site of the loop at which a request's own values are handled; whatever fails there fails that request alone.
+At each site the loop handles values of a single request; an error there fails that request only.
 """
 
 from collections.abc import Iterable, Iterator
@@ -9,7 +9,7 @@ from enum import Enum
 
 
 class FaultSite(Enum):
-    """Where. The values are what a failure says."""
+    """Where a fault is injected. The values are in the error message."""
 
     DECODE_FRAME = "decode frame"
     ADD = "add"
@@ -28,27 +28,27 @@ class FaultSite(Enum):
 
 
 class InjectedFault(RuntimeError):
-    """What a test ordered."""
+    """The error that a test injects."""
 
 
-_armed: dict[FaultSite, int] = {}  # by site, the request or sequence that fails there; empty but in tests
+_armed: dict[FaultSite, int] = {}  # the request or sequence that fails, by site; empty outside tests
 
 
 def trip(site: FaultSite, name: int) -> None:
-    """This request, or sequence, has come here."""
+    """Fail if this request or sequence is armed at this site."""
     if _armed and _armed.get(site) == name:
         raise InjectedFault(f"{site.value} of {name}")
 
 
 def trip_any(site: FaultSite, names: Iterable[int]) -> None:
-    """So have all of these."""
+    """Fail if one of these is armed at this site."""
     if _armed and _armed.get(site) in set(names):
         raise InjectedFault(f"{site.value} of {_armed[site]}")
 
 
 @contextmanager
 def armed(site: FaultSite, name: int) -> Iterator[None]:
-    """Let one request, or sequence, fail at a site for as long as the block runs."""
+    """Make one request or sequence fail at a site while the block runs."""
     _armed[site] = name
     try:
         yield

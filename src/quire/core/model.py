@@ -1,23 +1,23 @@
-"""What a decoder is, in numbers: the one description that every room reads. Knows nothing of tensors or files."""
+"""Model specification: the numbers that describe a decoder, shared by all packages. Knows no tensors and no files."""
 
 from dataclasses import dataclass
 from enum import Enum
 
 
 class RopeKind(Enum):
-    """How rotary frequencies are stretched beyond the length a model was trained on."""
+    """How rotary frequencies are scaled beyond the trained context length."""
 
     PLAIN = "plain"
     LINEAR = "linear"
     LLAMA3 = "llama3"
     YARN = "yarn"
     LONGROPE = "longrope"
-    FACTORS = "factors"  # a ready-made divisor per frequency, as GGUF stores Llama 3's scaling
+    FACTORS = "factors"  # a stored divisor per frequency: GGUF's form of Llama 3's scaling
 
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary embedding: base, how many of the head's dimensions turn, and the scaling with its constants."""
+    """Rotary embedding: base, rotated dimensions of a head, and the scaling with its constants."""
 
     theta: float
     rotary_dim: int
@@ -38,7 +38,7 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A decoder-only transformer. One body runs all of these; families differ only in the values."""
+    """A decoder-only transformer. One implementation runs all model families; they differ only in these values."""
 
     family: str
     num_layers: int

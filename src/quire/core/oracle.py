@@ -1,16 +1,15 @@
 """The exact oracle's arithmetic: a "model" whose next token is an integer function of all tokens before it.
 
-next = (Σ mix(token_i, i) + index) mod V, the index being which of its request's sequences it is: siblings go different
-ways from their prompt's end, so that one who reads another's blocks is found out. Both oracles (the numpy runner and
-the integer model behind the real runner) put (token, position) into real KV slots and sum what they read back through
-the block table, so that any misrouted, stale, double-owned or early-freed slot changes a token at once. `mix` and
-`deficit` use only + * %, and so serve numpy and torch alike.
+next = (Σ mix(token_i, i) + index) mod V, where index is the sequence's number in its request: siblings diverge at the
+end of their prompt, so a sequence that reads a sibling's blocks is detected. Both oracles (the numpy runner and the
+integer model behind the real runner) write (token, position) into real KV slots and sum what they read back through the
+block table, so any misrouted, stale, double-owned or early-freed slot changes a token at once. `mix` and `deficit` use
+only + * %, and so serve numpy and torch alike.
 
-The candidates follow from Σ alone, since a beam may go on in any row of its search: the j-th likeliest token is
-(Σ + j) mod V, and its log-probability is -j * (24 + (Σ mod 2**16) / 1024). The likeliest token has all but 2**-34 of
-the probability, so that a float32 softmax has nothing to round: scores, and sums of them, are exact on every body. How
-dear it is to leave the likeliest path (24 to 88) changes with every token, so that the beams of a search fork from each
-other and die.
+Candidates follow from Σ alone, since a beam may continue in any row of its search: the j-th most probable token is
+(Σ + j) mod V with log-probability -j * (24 + (Σ mod 2**16) / 1024). The first has all but 2**-34 of the probability, so
+a float32 softmax has nothing to round: scores and their sums are exact on every runner. The cost of leaving the most
+probable path (24 to 88) changes with every token, so the beams of a search fork and die.
 """
 
 from collections.abc import Iterator
@@ -28,13 +27,13 @@ DEFICITS_PER_UNIT = 1024  # scores are whole numbers of 1 / 1024: a float32 hold
 
 
 def mix(tokens: Integers, positions: Integers) -> Integers:
-    """Ties a token to its place: swapping two tokens, or shifting one, changes the sum."""
+    """Binds a token to its position: swapping two tokens, or shifting one, changes the sum."""
     bound: Integers = (tokens + 1) * (positions + 17) % MODULUS  # type: ignore[operator, assignment]
     return (bound * (bound + 7919) + tokens * 31) % MODULUS  # type: ignore[operator, return-value]
 
 
 def continuation(prompt: IntArray, vocab_size: int, index: int = 0) -> Iterator[int]:
-    """The closed form: the tokens that follow a prompt in its request's sequence of this index, for ever."""
+    """The closed form: the endless continuation of a prompt in the sequence with this index."""
     total = 0
     position = 0
     for token in prompt.tolist():
@@ -48,24 +47,24 @@ def continuation(prompt: IntArray, vocab_size: int, index: int = 0) -> Iterator[
 
 
 def total(tokens: IntArray) -> int:
-    """Σ over these tokens, from position 0: what a row that has computed them reads back."""
+    """Σ over these tokens from position 0: what a row that computed them reads back."""
     wide = tokens.astype(np.int64)
     return int(mix(wide, np.arange(len(wide))).sum())
 
 
 def pooled(tokens: IntArray) -> float:
-    """The sum of Σ as it stands after each of these tokens: of all hidden states. A float32 holds it, rounded once."""
+    """The sum of Σ after each of these tokens, that is of all hidden states, rounded once to float32."""
     wide = tokens.astype(np.int64)
     return float(np.float32(mix(wide, np.arange(len(wide))).cumsum().sum()))
 
 
 def deficit(totals: Integers, ranks: Integers) -> Integers:
-    """How far the token of this rank lies below the likeliest one, in units of 1 / DEFICITS_PER_UNIT."""
+    """How far the token of this rank is below the most probable one, in units of 1 / DEFICITS_PER_UNIT."""
     return ranks * (totals % 2**16 + 24 * DEFICITS_PER_UNIT)  # type: ignore[operator, return-value]
 
 
 def candidates(total: int, vocab_size: int, count: int) -> Candidates:
-    """The closed form: the likeliest tokens after this sum, likeliest first."""
+    """The closed form: the most probable tokens after this sum, in descending order."""
     ranks = np.arange(min(count, vocab_size))
     falls = deficit(np.full_like(ranks, total), ranks)
     logprobs: FloatArray = (-falls).astype(np.float32) / np.float32(DEFICITS_PER_UNIT)

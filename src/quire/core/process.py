@@ -1,9 +1,7 @@
-"""A process that does not outlive the one that made it, however that one ends. Knows nothing of either.
+"""Process life and garbage collection: a child that dies with its parent, and no long collections while serving.
 
-Garbage collection in processes that run for long: what is here for good is not looked through again and again.
-
-Python looks through all that lives whenever enough new has come: tens of milliseconds in which nobody gets a token or a
-refusal.
+A full collection of a large heap takes tens of milliseconds, in which no request gets a token or a response. So objects
+that live until the process ends are frozen (`gc.freeze`), and collections are rarer.
 """
 
 import ctypes
@@ -15,27 +13,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Lock
 
-PARENT_SIGNALS = (signal.SIGINT, signal.SIGTERM)  # what people send to a terminal's programs; it ends its child itself
+PARENT_SIGNALS = (signal.SIGINT, signal.SIGTERM)  # sent to a terminal's process group; the parent ends its child
 
 _PR_SET_PDEATHSIG = 1
-# Found once: a forked child, which may come here, must look for no library.
+# Loaded once: a forked child, which may call it, must load no library.
 _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 
 def die_with_parent(parent: int) -> bool:
-    """From now on, on Linux. False: the parent with this number is gone already."""
+    """Kill this process when its parent dies (Linux only). False: the parent with this id is gone already."""
     if _prctl is not None:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     return os.getppid() == parent
 
 
-# New objects before the young are looked through, and how often that before the older are. Python's 700 is for small
-# programs: a server under load makes so many in a few milliseconds.
+# Allocations per collection of generation 0, and collections of each generation per one of the next. Python's 700 suits
+# small programs: a server under load allocates that many objects in a few milliseconds.
 _THRESHOLDS = (20_000, 20, 20)
 
 
 def freeze_heap() -> None:
-    """Whatever lives now stays until the process ends. For a process that is ours, once it is ready."""
+    """Collect once and freeze the heap. For quire's own processes, when they are ready."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_THRESHOLDS)
@@ -43,8 +41,7 @@ def freeze_heap() -> None:
 
 @contextmanager
 def gc_frozen_imports() -> Iterator[None]:
-    """What is imported meanwhile stays, and is not looked through: a fifth of the imports' time. For a process that is
-    ours."""
+    """No collection during imports, which saves a fifth of their time; then a frozen heap. For quire's processes."""
     gc.disable()
     try:
         yield
@@ -53,8 +50,8 @@ def gc_frozen_imports() -> Iterator[None]:
         gc.enable()
 
 
-class _Postponed:
-    """Who is in such a moment, of all threads: the first switches collection off, the last on again."""
+class _PostponedCollection:
+    """Counts the threads inside: the first switches collection off, the last switches it on again."""
 
     __slots__ = ("_lock", "_num_inside", "_was_enabled")
 
@@ -77,12 +74,12 @@ class _Postponed:
                 gc.enable()
 
 
-_postponed = _Postponed()
+_postponed = _PostponedCollection()
 
 
 @contextmanager
 def gc_postponed() -> Iterator[None]:
-    """Garbage stays where it is for a moment in which it may not be freed."""
+    """No collection inside the block, in any thread."""
     _postponed.enter()
     try:
         yield
@@ -92,7 +89,7 @@ def gc_postponed() -> Iterator[None]:
 
 @contextmanager
 def gc_undisturbed() -> Iterator[None]:
-    """The same for a while: in somebody else's process, while something is measured."""
+    """A frozen heap inside the block only: for measurements in a process that is not quire's own."""
     thresholds = gc.get_threshold()
     freeze_heap()
     try:

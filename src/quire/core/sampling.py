@@ -1,9 +1,8 @@
-"""How a continuation is chosen: what the user says (`SamplingParams`) and what a row needs (`RowSampling`).
+"""Sampling parameters: of a request, as the user gives them (`SamplingParams`), and of a row (`RowSampling`).
 
-`SamplingParams` may speak of text (stop strings, bad words). `RowSampling` is what crosses the bridge: integers
-and floats alone, checked against the width of the logits. Both are validated when they are made.
-
-What a continuation may say, as it crosses the bridge's doors: a kind and a text. Knows no way to read either.
+`SamplingParams` may hold text (stop strings, bad words, a `Grammar`). `RowSampling` crosses the bridge: integers and
+floats only, checked against the width of the logits. Both are validated when they are made. A grammar is a kind and a
+text; this module does not read the text.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,24 +24,24 @@ from quire.core.validation import (
 
 
 class GrammarKind(Enum):
-    """How the text of a grammar is to be read. The values are what the wire carries."""
+    """The language of a grammar's text. The wire carries the values."""
 
     JSON_OBJECT = "json_object"  # any JSON object; the text is empty
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
-    CHOICE = "choice"  # a JSON list of the texts to choose from
+    CHOICE = "choice"  # a JSON list of the allowed texts
     LARK = "lark"
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A constraint on one continuation."""
+    """A constraint on the output of a sequence."""
 
     kind: GrammarKind
     text: str
 
 
-# Caps on what one request may carry. They bound memory and time per row; generous beside what clients send.
+# Limits of one request. They bound memory and time per row, and are far above what clients send.
 MAX_SEQUENCES = 128
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 1024  # of each
@@ -56,7 +55,7 @@ MAX_LOGPROBS = 100
 MAX_SEED = 2**63 - 1
 MAX_LENGTH_PENALTY = 10.0
 
-# What a beam search cannot take into account, with the values that ask for nothing.
+# Parameters that a beam search cannot apply, with their neutral values.
 _NOT_WITH_BEAMS: Mapping[str, tuple[object, ...]] = {
     "top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,), "repetition_penalty": (1.0,), "presence_penalty": (0.0,),
     "frequency_penalty": (0.0,), "stop_strings": ((),), "logprobs": (None,), "grammar": (None,),
@@ -65,7 +64,7 @@ _NOT_WITH_BEAMS: Mapping[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """What a user may ask of sampling. The names and defaults are those people know from vLLM."""
+    """Sampling parameters of a request, with the names and defaults of vLLM."""
 
     n: int = 1
     temperature: float = 1.0
@@ -88,12 +87,12 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
-    best_of: int | None = None  # continuations computed, of which the n likeliest per token are returned; None: n
+    best_of: int | None = None  # continuations computed; the n with the best mean log-probability are returned; None: n
     use_beam_search: bool = False
     beam_width: int | None = None  # None: best_of, or n
-    length_penalty: float = 1.0  # of beams: their score is divided by their length to this power
+    length_penalty: float = 1.0  # of beams: the score is divided by the length to this power
     early_stopping: bool | str = False  # of beams: False, True or "never", as Hugging Face defines them
-    grammar: Grammar | None = None  # what the text may be
+    grammar: Grammar | None = None  # constrains the output
 
     def __post_init__(self) -> None:
         convert_numpy(self, self.__slots__)
@@ -141,12 +140,12 @@ class SamplingParams:
 
     @property
     def chooses(self) -> bool:
-        """Whether the continuations are compared when all have ended: nothing can be told before."""
+        """Whether the continuations are compared when all have ended: nothing can be streamed before."""
         return self.use_beam_search or self.num_sequences > self.n
 
     @property
     def scored(self) -> bool:
-        """Whether every token comes with its log-probability: it was asked for, or best_of compares them."""
+        """Whether every token needs its log-probability: requested, or for the comparison of best_of."""
         return self.logprobs is not None or (self.chooses and not self.use_beam_search)
 
     @property
@@ -162,7 +161,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class RowSampling:
-    """What the sampler must know of one row, for as long as it sits. Token ids are inside the vocabulary."""
+    """The sampler's parameters of one row. Token ids are inside the vocabulary."""
 
     temperature: float = 0.0  # 0: greedy
     top_k: int = 0  # 0: all
@@ -172,20 +171,20 @@ class RowSampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int = 0
-    min_tokens: int = 0  # until so many are generated, no end token may come
+    min_tokens: int = 0  # end tokens are masked until this many are generated
     end_ids: tuple[int, ...] = ()  # tokens that end the sequence
     logit_bias: tuple[tuple[int, float], ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
     allowed_ids: tuple[int, ...] | None = None
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
-    num_candidates: int = 0  # likeliest tokens that a tethered row gives back
-    masked: bool = False  # every token is chosen under a mask
-    pooled: bool = False  # the prompt's hidden states are summed, and no token follows
+    num_candidates: int = 0  # most probable tokens that a host-driven row returns
+    masked: bool = False  # every token is sampled under a grammar mask
+    pooled: bool = False  # an embedding: the prompt's hidden states are summed, no token is sampled
 
     @property
     def prompt_wide(self) -> bool:
-        """Whether every position of the prompt must be computed: what is cached has no logits and no hidden states."""
+        """Whether every prompt position must be computed: the cache holds no logits and no hidden states."""
         return self.pooled or self.num_prompt_logprobs is not None
 
     @property
@@ -201,7 +200,7 @@ def row_sampling(
     bad_words: Iterable[tuple[int, ...]],
     fresh_seed: int,
 ) -> RowSampling:
-    """Resolve what the user said against one model: its vocabulary, its end tokens, its spelling of the bad words."""
+    """Resolve parameters for one model: its vocabulary, its end tokens, its tokenization of the bad words."""
     stop_ids = checked_token_ids("stop_token_ids", params.stop_token_ids or (), vocab_size)
     ends = stop_ids if params.ignore_eos else (*end_ids, *stop_ids)
     allowed_ids = None
@@ -255,9 +254,9 @@ def _bad_words(words: Iterable[tuple[int, ...]], vocab_size: int) -> tuple[tuple
 
 
 def checked_token_ids(name: str, ids: Iterable[object], vocab_size: int) -> tuple[int, ...]:
-    """Ids that the model has, or an error that names the parameter."""
+    """Token ids of the model, or an error that names the parameter."""
     given = tuple(ids)
-    plain = [token for token in given if type(token) is int]  # all of them, nearly always: no need to look at each
+    plain = [token for token in given if type(token) is int]  # nearly always all of them: no check of each
     if len(plain) == len(given) and min(plain, default=0) >= 0 and max(plain, default=0) < vocab_size:
         return tuple(plain)
     checked = []
@@ -299,7 +298,7 @@ def _check_bias(values: object) -> None:
 
 
 def _check_choosing(params: SamplingParams) -> None:
-    """best_of and beams: what they may be, and what makes no sense beside them."""
+    """best_of and beams: their ranges, and the parameters that contradict them."""
     check_bool("use_beam_search", params.use_beam_search)
     check_float("length_penalty", params.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
     if not isinstance(params.early_stopping, bool) and params.early_stopping != "never":
@@ -315,11 +314,11 @@ def _check_choosing(params: SamplingParams) -> None:
         return
     for name, usual in (("beam_width", None), ("length_penalty", 1.0), ("early_stopping", False)):
         if getattr(params, name) != usual:
-            raise InvalidParameter(f"{name} is for beams alone; say use_beam_search=True too.", param=name)
+            raise InvalidParameter(f"{name} is for beam search only; set use_beam_search=True.", param=name)
     if params.greedy and params.chooses:
         raise InvalidParameter(
             f"best_of is {params.best_of}, but without a temperature all continuations are the same; use a "
-            f"temperature above 0, or leave best_of away.",
+            f"temperature above 0, or omit best_of.",
             param="best_of",
         )
 
@@ -327,16 +326,16 @@ def _check_choosing(params: SamplingParams) -> None:
 def _check_beams(params: SamplingParams) -> None:
     if params.beam_width is not None and params.best_of not in (None, params.beam_width):
         raise InvalidParameter(
-            f"best_of is {params.best_of} and beam_width is {params.beam_width}: with beams both say how many are "
-            f"kept; give one of them.",
+            f"best_of is {params.best_of} and beam_width is {params.beam_width}: with beam search both set the number "
+            f"of beams; give one of them.",
             param="best_of",
         )
     if params.temperature not in (0.0, 1.0):
         raise InvalidParameter(
-            f"temperature is {params.temperature}, but a beam search draws nothing by chance; leave it away.",
+            f"temperature is {params.temperature}, but a beam search does not sample; omit it.",
             param="temperature",
         )
-    for name, idle in _NOT_WITH_BEAMS.items():
-        if getattr(params, name) not in idle:
-            said = name.removesuffix("_strings")
-            raise InvalidParameter(f"{said} does not go with a beam search; leave it away.", param=said)
+    for name, neutral in _NOT_WITH_BEAMS.items():
+        if getattr(params, name) not in neutral:
+            param = name.removesuffix("_strings")
+            raise InvalidParameter(f"{param} cannot be combined with a beam search; omit it.", param=param)

@@ -1,4 +1,4 @@
-"""Checks of single values that a user gave. Each raises `InvalidParameter`, which names the parameter."""
+"""Checks of single user-given values. Each raises `InvalidParameter`, which names the parameter."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 
@@ -10,7 +10,7 @@ _PLAIN = (int, float, bool, str, list, tuple)
 
 
 def plain(value: object) -> object:
-    """What numpy made, one number or an array, as Python's own: both are the same to a user, not to what is told on."""
+    """A numpy number or array as a Python value: users mix both, encoders do not."""
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
     if isinstance(value, Mapping):
@@ -19,7 +19,7 @@ def plain(value: object) -> object:
 
 
 def convert_numpy(parameters: object, names: Iterable[str]) -> None:
-    """Each of these fields of a frozen dataclass as Python's own."""
+    """Replace numpy values in these fields of a frozen dataclass by Python values."""
     for name in names:
         value = getattr(parameters, name)
         if not (value is None or type(value) in _PLAIN):
@@ -44,7 +44,7 @@ def check_bool(name: str, value: object) -> None:
 
 
 def check_list(name: str, values: object, most: int | None) -> None:
-    """None, or so many values at most. A text is not meant as the list of its letters."""
+    """None, or a list of at most `most` values. A string is not taken as a list of its letters."""
     if values is None:
         return
     if not isinstance(values, Sequence | Set) or isinstance(values, str | bytes | bytearray | memoryview):

@@ -1,21 +1,15 @@
-"""How a runner reads plans, in plain Python: seats, leaves, tells, grants and cruising turned into this step's work.
+"""Runners without tensors, behind the same bridge as the model runner: `ToyRunner`, `OracleRunner` and `BulkRunner`.
 
-The toy and the oracle share it. The torch runner does the same with tensors; both must agree. Padding is ignored:
-there is nothing here that it could slow down. So is everything that shapes logits: these bodies have none.
+`SimRows` reads plans in plain Python: starts, releases, appends, grants and decoding rows become the work of a step.
+The torch runner does the same with tensors; both must agree. Padding and everything that shapes logits are ignored:
+there are no logits.
 
-The toy: a model whose next token is the sum of all tokens before it, and its index, modulo the vocabulary.
-
-Answers can be computed by hand, so that an engine test needs no model and no KV cache: moves are ignored. Its
-candidates follow from the sum as the oracle's do.
-
-The exact oracle as a runner: real KV slots, and tokens derived from what is read back through the tables.
-
-Plain lists, not arrays: the worlds of `quire check` are small, and a row that cruises writes one slot in a step.
-
-A body for measuring: all rows at once in a few numpy calls, texts of a known length, no model and no cache.
-
-Its model ends every text as soon as it may: a row with end tokens stops with its `min_tokens`-th token. So whoever
-makes a request decides how long its answer is, and the scheduler does not know it.
+- `ToyRunner`: the next token is the sum of all tokens before it, and the sequence's index, modulo the vocabulary.
+  Outputs can be computed by hand, so an engine test needs no model and no KV cache: moves are ignored.
+- `OracleRunner`: real KV slots, and tokens derived from what is read back through the block tables. Plain lists, not
+  arrays: the scenarios of `quire check` are small, and a decoding row writes one slot per step.
+- `BulkRunner`: for measurements. All rows in a few numpy calls, outputs of a known length, no model and no cache. A row
+  with end tokens stops with its `min_tokens`-th token: the request sets the length, unknown to the scheduler.
 """
 
 from collections.abc import Callable, Iterable
@@ -34,7 +28,7 @@ from quire.sched.cost_model import StepShape
 
 
 class SimWork(NamedTuple):
-    """Compute positions [start, stop) of a row's tokens, and give back what `output` names."""
+    """Compute positions [start, stop) of a row's tokens, and return what `output` names."""
 
     row: Row
     start: int
@@ -51,7 +45,7 @@ class SimRow:
     blocks: list[BlockId] = field(default_factory=list)
     decoding: bool = False
     ended: bool = False
-    pooled: int = 0  # the sum of what was computed so far, if it is to be pooled
+    pooled: int = 0  # the sum of the hidden states so far, of a pooled prompt
 
 
 class FinishedStep:
@@ -74,7 +68,7 @@ def check_masks(plan: StepPlan, masks: Masks | None) -> dict[Row, IntArray]:
 
 
 def first_allowed(token: int, bits: IntArray, vocab_size: int) -> int:
-    """The first token from this one on, round the vocabulary, that a mask allows; there must be one."""
+    """The first token from this one on, modulo the vocabulary, that a mask allows; there must be one."""
     allowed = np.unpackbits(bits.astype("<i4").view(np.uint8), bitorder="little")[:vocab_size]
     return int((token + np.argmax(np.roll(allowed, -token))) % vocab_size)
 
@@ -90,9 +84,9 @@ class SimRows:
     def run(
         self, plan: StepPlan, totals: Callable[[SimWork, SimRow], list[int]], masks: Masks | None = None
     ) -> FinishedStep:
-        """Carry a plan out, but for its moves. `totals` computes some work and says for each of its positions what the
-        tokens after it follow from, beside the sequence's index: these are the hidden states. Under a mask the next
-        token is the first allowed one from there on."""
+        """Carry out a plan without its moves. `totals` computes some work and returns a hidden state per position: the
+        next token follows from it and the sequence's index; under a mask it is the first allowed token from there on.
+        """
         bits = check_masks(plan, masks)
         emitted = []
         ended = []
@@ -124,7 +118,7 @@ class SimRows:
         )
 
     def apply(self, plan: StepPlan) -> list[SimWork]:
-        """Follow the differences; what is to be computed now. Cruising rows first, then chunks."""
+        """Apply a plan; the work of its step, decoding rows first, then chunks."""
         self._follow(plan)
         paused = set(plan.pauses)
         work = [
@@ -132,7 +126,7 @@ class SimRows:
             for row, assigned in self.rows.items()
             if assigned.decoding and not assigned.ended and row not in paused
         ]
-        assert len(work) <= plan.num_decoding, f"{len(work)} rows cruise, the plan says {plan.num_decoding}"
+        assert len(work) <= plan.num_decoding, f"{len(work)} rows decode, the plan has {plan.num_decoding}"
         for chunk in plan.chunks:
             stop = chunk.start + chunk.length
             assigned = self.rows[chunk.row]
@@ -159,13 +153,13 @@ class SimRows:
             self.rows[row_start.row] = SimRow(row_start, row_start.tokens.tolist())
         for append in plan.appends:
             assigned = self.rows[append.row]
-            assert not assigned.decoding, f"row {append.row} cruises: it finds its tokens itself"
+            assert not assigned.decoding, f"row {append.row} decodes: it samples its tokens itself"
             assigned.tokens.extend(append.tokens)
         for number, block in zip(plan.grants.rows.tolist(), plan.grants.blocks.tolist(), strict=True):
             self.rows[Row(number)].blocks.append(BlockId(block))
 
     def emit(self, row: Row, token: int) -> FinishedRow | None:
-        """A row gains a token; how it ended, if it did."""
+        """Append a token to a row; how the row ended, if it did."""
         assigned = self.rows[row]
         assigned.tokens.append(token)
         generated = len(assigned.tokens) - assigned.row_start.num_prompt
@@ -180,7 +174,7 @@ class SimRows:
 
 
 class ToyRunner:
-    """Follows plans and adds up tokens."""
+    """Adds up tokens."""
 
     def __init__(self, vocab_size: int) -> None:
         self._rows = SimRows(vocab_size)
@@ -222,15 +216,15 @@ class OracleRunner:
         self._readings: dict[Row, _OracleRead] = {}  # the last of each row
 
     def read(self, tier: Tier, blocks: Iterable[int]) -> list[Slot]:
-        """What the slots of some blocks hold, one after the other."""
+        """The contents of some blocks' slots, one after the other."""
         store = self._stores[tier]
         return list(chain.from_iterable([store[block] for block in blocks]))
 
     def spoil(self, row: Row) -> None:
-        """What a row whose logits were not finite has written last is not to be trusted."""
+        """Overwrite the last slot of a row whose logits were not finite: its cache must not be used again."""
         assigned = self._rows.rows.get(row)
         if assigned is not None:
-            last = len(assigned.tokens) - (2 if assigned.decoding else 1)  # a tethered row has not heard its next token
+            last = len(assigned.tokens) - (2 if assigned.decoding else 1)  # a host-driven row lacks its next token
             self._device[assigned.blocks[last // self._block_size]][last % self._block_size] = _SPOILED
 
     def launch(self, plan: StepPlan, masks: Masks | None = None) -> FinishedStep:
@@ -245,8 +239,8 @@ class OracleRunner:
             target[dst] = list(source[src])
 
     def _totals(self, work: SimWork, row: SimRow) -> list[int]:
-        """Write the positions that are computed; then read everything back. Slots before them that read as they did the
-        last time need not be summed again."""
+        """Write the positions that are computed, then read everything back. Slots before them that are unchanged since
+        the last read are not summed again."""
         device, size = self._device, self._block_size
         for position in range(work.start, work.stop):
             device[row.blocks[position // size]][position % size] = row.tokens[position], position
@@ -267,19 +261,19 @@ _VOCAB_SIZE = 1 << 15
 class _BulkResult(NamedTuple):
     """Rows that computed, and those of them that emit."""
 
-    cruised: NDArray[np.int64]
+    decoded: NDArray[np.int64]
     emitters: IntArray
 
 
 class BulkRunner:
-    """Counts the tokens of every row, and gives each that must speak a token that tells nothing."""
+    """Counts the tokens of every row and emits arbitrary ones."""
 
     def __init__(self, max_rows: int) -> None:
-        self.num_computed: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # by row, kept until the next sits
+        self.num_computed: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # until the row is started again
         self.shape = StepShape()  # of the last step; padding counts as tokens that read nothing
         self._num_known: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
-        self._stop: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # known tokens at which it stops by itself
-        self._full: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # known tokens at which it is cut off
+        self._stop: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # tokens at which it emits an end token
+        self._full: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # tokens at its length limit
         self._decoding: NDArray[np.bool_] = np.zeros(max_rows, dtype=np.bool_)
 
     def launch(self, plan: StepPlan, masks: Masks | None = None) -> FinishedStep:
@@ -287,8 +281,8 @@ class BulkRunner:
             self._decoding[:] = False
         self._decoding[list(plan.releases)] = False
         for row_start in plan.starts:
-            self._sit(row_start)
-        assert not plan.appends, "this body knows no beams"
+            self._start_row(row_start)
+        assert not plan.appends, "this runner has no beam search"
         emitters = self._work(plan).emitters
         known = self._num_known[emitters] + 1
         self._num_known[emitters] = known
@@ -302,7 +296,7 @@ class BulkRunner:
         tokens: IntArray = ((emitters * 7919 + known) % _VOCAB_SIZE).astype(np.int32)
         return FinishedStep(StepResult(plan.step, emitters, tokens, outcomes))
 
-    def _sit(self, row_start: RowStart) -> None:
+    def _start_row(self, row_start: RowStart) -> None:
         sampling = row_start.sampling
         self.num_computed[row_start.row] = 0
         self._num_known[row_start.row] = len(row_start.tokens)
@@ -316,10 +310,10 @@ class BulkRunner:
         if plan.pauses:
             moving = moving.copy()
             moving[list(plan.pauses)] = False
-        cruised = np.flatnonzero(moving)
-        self.num_computed[cruised] += 1
-        shape = StepShape(len(cruised), int(self.num_computed[cruised].sum()), plan.num_padding)
-        emitters = [cruised.astype(np.int32)]
+        decoded = np.flatnonzero(moving)
+        self.num_computed[decoded] += 1
+        shape = StepShape(len(decoded), int(self.num_computed[decoded].sum()), plan.num_padding)
+        emitters = [decoded.astype(np.int32)]
         for chunk in plan.chunks:
             self.num_computed[chunk.row] = chunk.start + chunk.length
             shape = shape.with_chunk(chunk.start, chunk.length)
@@ -327,4 +321,4 @@ class BulkRunner:
                 emitters.append(np.array([chunk.row], dtype=np.int32))
                 self._decoding[chunk.row] = True
         self.shape = shape
-        return _BulkResult(cruised, np.concatenate(emitters))
+        return _BulkResult(decoded, np.concatenate(emitters))

@@ -1,8 +1,7 @@
-"""A model that says what it was told to say: real requests, real scheduling, no arithmetic.
+"""A runner with scripted outputs: real requests and real scheduling, no arithmetic. Knows token ids, no text.
 
-Every row follows the line that its prompt calls for, token by token, and then ends. A line may instead break its row,
-as a model whose numbers ran away would. A prompt's embedding counts its tokens by their id's remainder. Knows no text:
-lines are token ids, and whoever made them chooses among them.
+Every row emits the reply that `choose` returns for its prompt, token by token, and then ends. A broken reply ends its
+row with an error instead, as non-finite logits would. A prompt's embedding counts its tokens by id modulo 16.
 """
 
 from collections.abc import Callable
@@ -29,29 +28,29 @@ EMBEDDING_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class ScriptedReply:
-    """What is said, to the end token if it has one; a broken one fails where its tokens run out."""
+    """The tokens of an output, with the end token if there is one. A broken one fails after its last token."""
 
     tokens: tuple[int, ...]
     broken: bool = False
 
 
 class ScriptedRunner:
-    """Follows plans, and for every row its line. `pause` is called once a step: a model takes its time."""
+    """Emits a scripted reply for each row. `pause` is called once a step, to take the time of a model."""
 
     def __init__(self, choose: Callable[[IntArray], ScriptedReply], vocab_size: int, pause: Callable[[], None]) -> None:
         self._choose = choose
         self._vocab_size = vocab_size
         self._pause = pause
         self._rows = SimRows(vocab_size)
-        self._lines: dict[Row, ScriptedReply] = {}
+        self._replies: dict[Row, ScriptedReply] = {}
 
     def launch(self, plan: StepPlan, masks: Masks | None = None) -> FinishedStep:
         self._pause()
         work = self._rows.apply(plan)
         if plan.reset:
-            self._lines.clear()
+            self._replies.clear()
         for row_start in plan.starts:
-            self._lines[row_start.row] = self._choose(row_start.tokens[: row_start.num_prompt])
+            self._replies[row_start.row] = self._choose(row_start.tokens[: row_start.num_prompt])
         return FinishedStep(self._result(plan.step, work, check_masks(plan, masks)))
 
     def _result(self, step: int, work: list[SimWork], bits: dict[Row, IntArray]) -> StepResult:
@@ -68,9 +67,9 @@ class ScriptedRunner:
             if ChunkOutput.POOLED in each.output and each.stop == row.row_start.num_prompt:
                 row.ended = True
                 ended.append(
-                    FinishedRow(each.row, FinishReason.ERROR if self._lines[each.row].broken else FinishReason.STOP)
+                    FinishedRow(each.row, FinishReason.ERROR if self._replies[each.row].broken else FinishReason.STOP)
                 )
-                if not self._lines[each.row].broken:
+                if not self._replies[each.row].broken:
                     pooled[each.row] = counted(row.row_start.tokens)
             if not each.output & (ChunkOutput.SAMPLE | ChunkOutput.CANDIDATES):
                 continue
@@ -97,8 +96,8 @@ class ScriptedRunner:
         )
 
     def _next(self, row: Row, assigned: SimRow) -> int | None:
-        """The line's next token; after its last, the same again, for those who do not let it end."""
-        line = self._lines[row]
+        """The reply's next token; after its last the same again, for requests that ignore the end token."""
+        line = self._replies[row]
         place = len(assigned.tokens) - assigned.row_start.num_prompt
         if place >= len(line.tokens) and line.broken:
             return None
@@ -111,11 +110,11 @@ class ScriptedRunner:
         return PromptLogprobs(work.row, first, scores)
 
     def _scores(self, token: int, count: int) -> TopLogprobs:
-        """The token is certain; beside it come its neighbours, ever less likely."""
+        """The token has probability 1; the alternatives are its neighbours, each less probable."""
         ids = (np.arange(count, dtype=np.int32) + token) % self._vocab_size
         return TopLogprobs(token, 0.0, 1, ids.astype(np.int32), -np.arange(count, dtype=np.float32))
 
 
 def counted(tokens: IntArray) -> FloatArray:
-    """How many of the tokens have each remainder: what a prompt's hidden states add up to."""
+    """How many tokens have each remainder: the sum of a prompt's hidden states."""
     return np.bincount(tokens % EMBEDDING_SIZE, minlength=EMBEDDING_SIZE).astype(np.float32)

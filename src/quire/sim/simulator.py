@@ -1,8 +1,8 @@
-"""A workload through the shipped scheduler on a simulated machine, with the books kept at every step.
+"""Simulation: a workload through the shipped scheduler on a simulated machine, with memory accounts per step.
 
-The machine is a body without a model, whose clock is a prediction of what steps take, such as a cost table. Planning
-takes no time on it. Memory is counted in token slots, after each plan: *held* are the blocks in tables (a shared one
-once), *promised* those that nobody else can have, *live* the positions that are computed once the step is done.
+The machine is a runner without a model. Its clock adds predicted step times, such as those of a cost table; planning
+takes no time. Memory is counted in token slots after each plan: *held* are the blocks in tables (a shared one once),
+*reserved* those reserved for a row, *live* the positions that are computed when the step is done.
 """
 
 from collections import deque
@@ -19,17 +19,17 @@ from quire.sched.loop import Loop
 from quire.sched.scheduler import Scheduler
 from quire.sim.runners import BulkRunner
 
-_NAP_S = 0.01  # how long an idle machine sleeps if nobody is announced
+_IDLE_POLL_S = 0.01  # how far the clock of an idle machine advances if no arrival is known
 
 
 class StepTimePredictor(Protocol):
-    """What each step takes."""
+    """Predicts the time of a step."""
 
     def predict_s(self, shape: StepShape) -> float: ...
 
 
 class SimulatedArrival(NamedTuple):
-    """A request and when it comes."""
+    """A request and its arrival time."""
 
     at_s: float
     request: Request
@@ -41,14 +41,14 @@ class SimulationAccount:
 
     steps: int = 0
     seconds: float = 0.0  # computing
-    finished_s: float = 0.0  # when the last was served
+    finished_s: float = 0.0  # when the last request finished
     rows: int = 0  # computing rows
     tokens: int = 0  # without padding
     padding: int = 0
     held: int = 0
     reserved: int = 0
     live: int = 0
-    longest_step_s: float = 0.0  # among those in which somebody decoded
+    longest_step_s: float = 0.0  # among steps with decoding rows
 
     @property
     def mean_batch(self) -> float:
@@ -60,17 +60,17 @@ class SimulationAccount:
 
     @property
     def waste_held(self) -> float:
-        """The share of the blocks in tables that holds nothing."""
+        """The share of the slots in tables that holds nothing."""
         return 1 - self.live / self.held
 
     @property
     def waste_reserved(self) -> float:
-        """The same, of what is in tables or promised."""
+        """The same, of the slots in tables or reserved."""
         return 1 - self.live / (self.held + self.reserved)
 
 
 class Simulation:
-    """One run. `turns` drives it; a caller may look at everything in between."""
+    """One run. `turns` drives it; the caller may inspect everything between steps."""
 
     def __init__(
         self, scheduler: Scheduler, arrivals: Many[SimulatedArrival], times: StepTimePredictor, depth: int = 0
@@ -78,15 +78,15 @@ class Simulation:
         self.scheduler = scheduler
         self.account = SimulationAccount()
         self.now_s = 0.0
-        self.plan: StepPlan | None = None  # of this turn, if there was one
+        self.plan: StepPlan | None = None  # of this step, if there was one
         self._arrivals = deque(sorted(arrivals, key=lambda arrival: arrival.at_s))
         self._times = times
         self._body = BulkRunner(scheduler.max_rows)
-        self._done_s = 0.0  # when the machine will have done all it was given
+        self._done_s = 0.0  # when the machine will have computed every launched step
         self._loop = Loop(scheduler, self, depth, lambda: self.now_s)
 
     def turns(self) -> Iterator[StepOutput | None]:
-        """Turn after turn until everyone is served."""
+        """Step after step until all requests are finished."""
         while self._arrivals or not self.scheduler.idle:
             while self._arrivals and self._arrivals[0].at_s <= self.now_s:
                 self.scheduler.add(self._arrivals.popleft().request, self.now_s)
@@ -103,7 +103,7 @@ class Simulation:
         return self.account
 
     def launch(self, plan: StepPlan, masks: Masks | None = None) -> Pending:
-        """The ledger is the runner that the loop sees."""
+        """The simulation is the runner that the loop drives."""
         self.plan = plan
         pending = self._body.launch(plan, masks)
         seconds = self._times.predict_s(self._body.shape)
@@ -115,18 +115,18 @@ class Simulation:
         self.now_s = max(self.now_s, at_s)
 
     def _sleep(self) -> None:
-        """Until somebody comes; no longer than a nap if somebody is here and waits for a window to pass."""
-        naps = [self._arrivals[0].at_s] if self._arrivals else []
-        if not naps or self.scheduler.num_queued:
-            naps.append(self.now_s + _NAP_S)
-        self.now_s = min(naps)
+        """Advance to the next arrival; at most by `_IDLE_POLL_S` while a queued request waits for a window to pass."""
+        times_s = [self._arrivals[0].at_s] if self._arrivals else []
+        if not times_s or self.scheduler.num_queued:
+            times_s.append(self.now_s + _IDLE_POLL_S)
+        self.now_s = min(times_s)
 
     def _write(self, plan: StepPlan, seconds: float) -> None:
         account, kv = self.account, self.scheduler.kv
         lengths = kv.tables.lengths
-        seated = lengths > 0
+        in_use = lengths > 0
         held = (kv.pool.num_in_service - kv.pool.num_free - kv.pool.num_evictable) * kv.block_size
-        slack = int((lengths[seated] * kv.block_size - self._body.num_computed[seated]).sum())
+        slack = int((lengths[in_use] * kv.block_size - self._body.num_computed[in_use]).sum())
         account.steps += 1
         account.seconds += seconds
         account.rows += plan.num_decoding + len(plan.chunks)
@@ -140,7 +140,7 @@ class Simulation:
 
 
 class _TimedStep:
-    """A step under way: whoever waits for it wakes when it is done."""
+    """A step in flight: waiting for it advances the clock to its end."""
 
     __slots__ = ("_done_s", "_pending", "_wake")
 

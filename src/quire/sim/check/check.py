@@ -1,4 +1,4 @@
-"""`quire check`: random worlds through the shipped scheduler against the exact oracle, audited at every step."""
+"""`quire check`: random scenarios through the shipped scheduler against the exact oracle, audited at every step."""
 
 import json
 import random
@@ -11,7 +11,7 @@ from typing import BinaryIO
 from quire.core.step import Runner
 from quire.sched.journal.recorder import JournaledScheduler
 from quire.sim.check.trial import Body, CheckRun
-from quire.sim.check.world import VOCAB_SIZE, Scenario, ScenarioEvent, draw_world
+from quire.sim.check.world import VOCAB_SIZE, Scenario, ScenarioEvent, draw_scenario
 from quire.sim.runners import OracleRunner
 
 Pair = tuple[ScenarioEvent, ScenarioEvent]
@@ -20,7 +20,8 @@ _ARRIVALS = frozenset(event for event in ScenarioEvent if event.value.startswith
 
 
 def possible_pairs() -> frozenset[Pair]:
-    """What may follow what: only an arrival overflows the queue, and draining begins just before the last arrival."""
+    """Pairs of events that can follow each other: only an arrival overflows the queue, and draining begins just before
+    the last arrival."""
     return frozenset(
         (one, other)
         for one, other in product(ScenarioEvent, ScenarioEvent)
@@ -35,7 +36,7 @@ def numpy_oracle(world: Scenario) -> Runner:
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """A world in which a law broke. The trial's seed alone brings it back; the world is for people."""
+    """A scenario in which an invariant broke. The trial's seed reproduces it; the scenario's text is for the reader."""
 
     trial_seed: int
     world: str
@@ -44,7 +45,7 @@ class Violation:
 
 @dataclass(slots=True)
 class CheckReport:
-    """What a check saw."""
+    """The result of a check."""
 
     seed: int
     steps: int = 0
@@ -55,7 +56,7 @@ class CheckReport:
     violations: list[Violation] = field(default_factory=list)
 
     def add(self, other: "CheckReport") -> None:
-        """Take in what another run of the same check saw."""
+        """Add the result of another part of the same check."""
         self.steps += other.steps
         self.trials += other.trials
         self.preemptions += other.preemptions
@@ -64,7 +65,7 @@ class CheckReport:
         self.violations += other.violations
 
     def to_json(self) -> str:
-        """All of it in one line, for whoever adds it up."""
+        """The report in one line, for the process that adds up the parts."""
         plain = {
             "seed": self.seed,
             "steps": self.steps,
@@ -78,7 +79,7 @@ class CheckReport:
 
 
 def read_report(line: str) -> CheckReport:
-    """What `to_json` wrote."""
+    """The inverse of `to_json`."""
     plain = json.loads(line)
     return CheckReport(
         plain["seed"],
@@ -93,14 +94,14 @@ def read_report(line: str) -> CheckReport:
 
 @dataclass(frozen=True, slots=True)
 class CheckShard:
-    """One of several runs that share the worlds of a check: it takes every `stride`-th."""
+    """One of several runs that share the scenarios of a check: it takes every `stride`-th."""
 
     first: int = 0
     stride: int = 1
 
 
 def trial_seeds(seed: int, part: CheckShard) -> Iterator[int]:
-    """The seeds of a check's worlds."""
+    """The seeds of a check's scenarios."""
     number = part.first
     while True:
         yield seed * 1_000_003 + number
@@ -116,7 +117,7 @@ def check(
     progress: Callable[[int], None] = lambda steps: None,
     part: CheckShard | None = None,
 ) -> CheckReport:
-    """Run random worlds until so many steps have been audited."""
+    """Run random scenarios until `num_steps` steps have been audited."""
     report = CheckReport(seed)
     seeds = trial_seeds(seed, part or CheckShard())
     while report.steps < num_steps:
@@ -133,9 +134,9 @@ def run_trial(
     min_tokens: bool = True,
     journal: BinaryIO | None = None,
 ) -> None:
-    """Run one world by its seed and add what it showed to the report. The journal is closed at the end."""
+    """Run one scenario by its seed and add its result to the report. The journal is closed at the end."""
     dice = random.Random(trial_seed)
-    world = draw_world(dice, min_tokens=min_tokens)
+    world = draw_scenario(dice, min_tokens=min_tokens)
     trial = CheckRun(world, dice, body, journal)
     try:
         trial.run()

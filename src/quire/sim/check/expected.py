@@ -1,10 +1,8 @@
-"""What each request must come to, from the closed form: the judge of `quire check`.
+"""The expected output of each request of `quire check`, from the oracle's closed form, beam search included.
 
-Beam search written down plainly, as Hugging Face defines it: the judge of the shipped one. Slow on purpose.
-
-It shares no line with `sched/beam_search.py`: whole hypotheses in lists, every token that could be among the best
-considered in every step, every sum taken anew from the oracle's closed form. Scores are whole numbers of 1 / 1024
-until they are normalised.
+The reference beam search follows Hugging Face's definition and is slow on purpose. It shares no line with
+`sched/beam_search.py`: whole hypotheses in lists, every token that could be among the best considered in every step,
+every sum computed again from the closed form. Scores are whole numbers of 1 / 1024 until they are normalised.
 """
 
 from dataclasses import dataclass, field
@@ -19,18 +17,18 @@ from quire.core.step import FinishReason
 
 
 class ReferenceHypothesis(NamedTuple):
-    """What was generated, and the sum of its log-probabilities in units of 1 / 1024."""
+    """Generated tokens, and the sum of their log-probabilities in units of 1 / 1024."""
 
     tokens: list[int]
     score: int
 
 
 def search(request: Request, vocab_size: int) -> list[list[int]]:
-    """The best finished hypotheses, best first: of equals the one that was finished earlier."""
+    """The best finished hypotheses, best first; of equals the one that finished earlier."""
     params, ends = request.beam, set(request.sampling.end_ids)
     assert params is not None, request
     num_best = params.width * max(2, 1 + len(ends))
-    num_ranks = min(vocab_size, num_best + len(ends))  # of one beam: what comes later is among the best of no step
+    num_ranks = min(vocab_size, num_best + len(ends))  # of one beam: lower ranks are never among the best of a step
     running = [ReferenceHypothesis([], 0)]
     finished: list[ReferenceHypothesis] = []
     while running and not _is_over(running, finished, params, request.max_tokens):
@@ -52,12 +50,12 @@ def finish_reason(tokens: list[int], request: Request) -> FinishReason:
 
 
 def normalised(score: int, length: int, params: BeamParams) -> np.float32:
-    """In the float32 of transformers: what is equal there is equal here."""
+    """In float32, as transformers computes it: the same scores are equal."""
     return np.float32(np.float32(score / DEFICITS_PER_UNIT) / np.float32(length**params.length_penalty))
 
 
 def _continue(one: ReferenceHypothesis, prompt: IntArray, vocab_size: int, num_ranks: int) -> list[ReferenceHypothesis]:
-    """With each of the likeliest tokens, likeliest first."""
+    """Continue with each of the most probable tokens, most probable first."""
     summed = total(np.concatenate([prompt, np.array(one.tokens, dtype=np.int32)]))
     return [
         ReferenceHypothesis([*one.tokens, (summed + rank) % vocab_size], one.score - deficit(summed, rank))
@@ -68,7 +66,7 @@ def _continue(one: ReferenceHypothesis, prompt: IntArray, vocab_size: int, num_r
 def _is_over(
     running: list[ReferenceHypothesis], finished: list[ReferenceHypothesis], params: BeamParams, max_tokens: int
 ) -> bool:
-    """Whether there are `width` finished ones, and `early_stopping` says that no running one shall replace them."""
+    """Whether `width` hypotheses are finished and, by `early_stopping`, no running one may replace them."""
     if len(finished) < params.width:
         return False
     if params.width == 1:  # greedy decoding
@@ -86,28 +84,28 @@ def _is_over(
 
 @dataclass(slots=True)
 class ExpectedOutput:
-    """What a sequence must emit, and what it has emitted."""
+    """What a sequence must emit, and what was received of it."""
 
     tokens: list[int]
     reason: FinishReason
-    spoken: bool = True  # token by token, as it runs; beams are told at the end
-    heard: list[int] = field(default_factory=list)
+    streamed: bool = True  # token by token; beams are received at the end
+    received: list[int] = field(default_factory=list)
     num_terminal: int = 0
-    pooled: float | None = None  # what the prompt's hidden states must sum up to
-    heard_pooled: float | None = None
+    pooled: float | None = None  # the sum of the prompt's hidden states
+    received_pooled: float | None = None
 
     def cut(self, reason: FinishReason) -> None:
-        """It ended early, for this reason: what was heard so far is all that there will be."""
+        """It ended early for this reason: no more than what was received so far is expected."""
         self.reason = reason
-        self.tokens = list(self.heard)
-        self.pooled = self.heard_pooled
+        self.tokens = list(self.received)
+        self.pooled = self.received_pooled
 
 
 def expect(request: Request, vocab_size: int) -> list[ExpectedOutput]:
-    """One for each of the request's sequences that a client hears of."""
+    """One for each sequence that is returned to the client."""
     if request.beam is not None:
         found = search(request, vocab_size)
-        return [ExpectedOutput(tokens, finish_reason(tokens, request), spoken=False) for tokens in found]
+        return [ExpectedOutput(tokens, finish_reason(tokens, request), streamed=False) for tokens in found]
     if request.sampling.pooled:
         return [ExpectedOutput([], FinishReason.STOP, pooled=pooled(request.prompt))]
     return [_expect_one(request, vocab_size, index) for index in range(request.num_sequences)]

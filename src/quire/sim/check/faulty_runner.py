@@ -1,6 +1,6 @@
-"""A runner that everything goes wrong with, on demand: between the loop and a body that is always right.
+"""Fault injection: a runner between the loop and a correct one that loses steps, dies or poisons a row on demand.
 
-It also watches every plan on its way: budgets, law (a), law (c), I6 and I17.
+It also checks every plan: budgets, law (a), law (c), I6 and I17.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from quire.sim.runners import OracleRunner
 
 
 class FaultyRunner:
-    """Troubles ordered for the next step. A body that has died is built anew."""
+    """Applies the faults set for the next step. A runner that died is built again."""
 
     def __init__(
         self, build: Callable[[], Runner], scheduler: Scheduler, block_size: int, recount: CounterCheck
@@ -29,12 +29,12 @@ class FaultyRunner:
         self._block_size = block_size
         self._flight = InFlightWatch(block_size)
         self._recount = recount
-        self._silenced: set[Row] = set()  # rows that failed: inert until they leave
-        self._known: set[int] = set()  # families that were seated
-        self.fresh: list[RequestGroup] = []  # those of them who were in this turn
+        self._failed_rows: set[Row] = set()  # rows that failed: inert until they are released
+        self._known: set[int] = set()  # groups that were admitted
+        self.fresh: list[RequestGroup] = []  # groups admitted in this step
         self.num_launched = 0
         self.num_tokens = self.num_moves = self.num_padding = self.num_absorbed = 0
-        self.num_preemptions = 0  # before this turn
+        self.num_preemptions = 0  # before this step
         self.now_s = 0.0
         self.loses: StepLost | None = None  # the next result
         self.loses_early = False  # already when it is launched
@@ -53,30 +53,30 @@ class FaultyRunner:
         audit_plan(scheduler, plan)
         counters = scheduler.counters
         pressed = bool(plan.pauses) or counters.preemptions > self.num_preemptions
-        taken = counters.class_preemptions > 0  # a priority seat swap is not pressure
-        assert taken or not (pressed and plan.chunks and self._admits(plan)), "a step under pressure admitted somebody"
+        taken = counters.class_preemptions > 0  # preemption for a higher class is not pressure
+        assert taken or not (pressed and plan.chunks and self._admits(plan)), "a step under pressure admitted a request"
         self._check_deadlines(plan)
         self._flight.launch(plan)
         self._recount.launch(plan)
-        self._silenced -= set(plan.releases)
+        self._failed_rows -= set(plan.releases)
         if plan.reset:
-            self._silenced.clear()
+            self._failed_rows.clear()
         if self.loses is not None and self.loses_early:  # before anything was carried out
             self._raise_lost()
         return _FaultyStep(self._body.launch(plan, masks), self)
 
     def _admits(self, plan: StepPlan) -> bool:
-        """Siblings and beams of those who sit already are no new work."""
+        """Whether a plan starts new requests; siblings and beams of running ones do not count."""
         starting = self._scheduler.row_sequences(start.row for start in plan.starts)
         return any(sequence.request.beam is None and sequence.index == 0 for sequence in starting)
 
     def _check_deadlines(self, plan: StepPlan) -> None:
-        """Nobody sits down for the first time after its deadline (I17)."""
+        """No request is first admitted after its deadline (I17)."""
         for sequence in self._scheduler.row_sequences(start.row for start in plan.starts):
             group = sequence.group
             if group.order not in self._known:
                 deadline_s = group.request.deadline_s
-                assert deadline_s is None or self.now_s < deadline_s, f"{group} was seated after its deadline"
+                assert deadline_s is None or self.now_s < deadline_s, f"{group} was admitted after its deadline"
                 self._known.add(group.order)
                 self.fresh.append(group)
 
@@ -88,7 +88,7 @@ class FaultyRunner:
         raise lost
 
     def settle(self, pending: Pending) -> StepResult:
-        """The result, or what became of it."""
+        """The result of a step after its fault."""
         if self.loses is not None:
             self._raise_lost()
         result = pending.wait()
@@ -97,14 +97,14 @@ class FaultyRunner:
         row = self._first_running(result) if self.poisons else None
         if row is not None:
             self.poisons = False
-            self._silenced.add(row)
+            self._failed_rows.add(row)
             if isinstance(self._body, OracleRunner):
                 self._body.spoil(row)
             return self._silence(result, FinishedRow(row, FinishReason.ERROR))
-        return self._silence(result, None) if self._silenced else result
+        return self._silence(result, None) if self._failed_rows else result
 
     def _first_running(self, result: StepResult) -> Row | None:
-        """A row that speaks in this result and has not been told to leave."""
+        """A row with an output in this result whose sequence still runs."""
         for number in [*result.rows.tolist(), *result.candidates, *result.pooled]:
             sequence = self._scheduler.row_sequence(Row(number))
             if sequence is not None and sequence.state is SequenceState.RUNNING:
@@ -112,26 +112,26 @@ class FaultyRunner:
         return None
 
     def _silence(self, result: StepResult, ended: FinishedRow | None) -> StepResult:
-        heard = ~np.isin(result.rows, list(self._silenced))
-        others = tuple(each for each in result.ended if each.row not in self._silenced)
+        kept = ~np.isin(result.rows, list(self._failed_rows))
+        others = tuple(each for each in result.ended if each.row not in self._failed_rows)
         return replace(
             result,
-            rows=result.rows[heard],
-            tokens=result.tokens[heard],
+            rows=result.rows[kept],
+            tokens=result.tokens[kept],
             ended=others if ended is None else (*others, ended),
-            candidates={row: top for row, top in result.candidates.items() if row not in self._silenced},
-            pooled={row: total for row, total in result.pooled.items() if row not in self._silenced},
+            candidates={row: top for row, top in result.candidates.items() if row not in self._failed_rows},
+            pooled={row: total for row, total in result.pooled.items() if row not in self._failed_rows},
         )
 
 
 class _FaultyStep:
-    """A step under way, and what may become of it."""
+    """A step in flight that may fail."""
 
-    __slots__ = ("_chaos", "_pending")
+    __slots__ = ("_pending", "_runner")
 
-    def __init__(self, pending: Pending, chaos: FaultyRunner) -> None:
+    def __init__(self, pending: Pending, runner: FaultyRunner) -> None:
         self._pending = pending
-        self._chaos = chaos
+        self._runner = runner
 
     def wait(self) -> StepResult:
-        return self._chaos.settle(self._pending)
+        return self._runner.settle(self._pending)

@@ -1,18 +1,16 @@
-"""Two laws, watched from outside by following every plan.
+"""Invariants checked from outside the scheduler: blocks in flight, counters, and the contents of the cache.
 
-Law (a): nothing that a step in flight reads or writes may be given away, be it a row or a block. To find a block in
-the cache and only read it is not to be given it; but it must not be found while a step in flight writes it. And
-because moves run before their step writes anything, the source of a move is not held by it: it may be granted anew in
-the same plan.
+Law (a): a row or block that a step in flight reads or writes is not given to another sequence. A cache hit that only
+reads a block is allowed, but not while a step in flight writes it. Moves run before their step writes anything, so the
+source of a move may be granted again in the same plan.
 
-Law I6: what a step writes lies in a block that exactly one live table holds. A block may stand in many tables (prefix
-hits, forks), but then nobody writes it. A move writes a block that no live table holds between leaves and grants.
+I6: a step writes only blocks that exactly one live table holds. A block may be in many tables (prefix hits, forks), but
+then no row writes it. A move writes a block that no live table holds between releases and grants.
 
-Rows that ended on the device are taken to cruise on until they leave: the host plans for them as if they did.
+Rows that ended on the device count as decoding until they are released: the host plans for them as if they decoded.
 
-What some counters of a scheduler should say, from its plans and from who sat before each turn.
-
-What the cache says it holds against what the body's slots hold (I5, I16). Needs a body that can be read.
+`CounterCheck` derives some counters from the plans and from the requests that ran before each step. `audit_contents`
+compares cached tokens with the runner's slots (I5, I16); it needs a runner whose slots can be read.
 """
 
 from collections import defaultdict, deque
@@ -31,10 +29,10 @@ from quire.sched.scheduler import Scheduler
 
 @dataclass(slots=True)
 class _WatchedRow:
-    """A seated sequence as plans describe it."""
+    """A running sequence as the plans describe it."""
 
     sequence: SequenceId
-    num_tokens: int  # known to it, those that it emitted included
+    num_tokens: int  # with those that it emitted
     max_length: int
     table: list[BlockId] = field(default_factory=list)
     num_computed: int = 0
@@ -42,16 +40,16 @@ class _WatchedRow:
 
 
 class _WatchedRead(NamedTuple):
-    """What one row reads in a step, blocks [0, stop) of its table, and writes, from `first_written` on."""
+    """A row reads blocks [0, stop) of its table in a step and writes from `first_written` on."""
 
     sequence: SequenceId
-    table: list[BlockId]  # of the row as it lives: it only grows
+    table: list[BlockId]  # shared with the row: it only grows
     first_written: int
     stop: int
 
 
 class InFlightWatch:
-    """Keeps the tables of all rows, and for every step in flight who computes on what."""
+    """The tables of all rows, and what each row of each step in flight reads and writes."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -61,7 +59,7 @@ class InFlightWatch:
 
     def launch(self, plan: StepPlan) -> None:
         """Raise AssertionError if the plan breaks a law."""
-        if plan.reset:  # what was in flight is lost with the lost step
+        if plan.reset:  # steps in flight are lost with the lost step
             self._rows.clear()
             self._holders.clear()
             self._in_flight.clear()
@@ -70,12 +68,12 @@ class InFlightWatch:
                 self._holders[block] -= 1
         self._check_moves(plan)
         for row_start in plan.starts:
-            self._sit(row_start)
+            self._start_row(row_start)
         for append in plan.appends:
             self._rows[append.row].num_tokens += len(append.tokens)
         spans = dict(self._spans(plan))
         num_decoding = len(spans) - len(plan.chunks)
-        assert num_decoding == plan.num_decoding, f"{num_decoding} rows cruise, the plan says {plan.num_decoding}"
+        assert num_decoding == plan.num_decoding, f"{num_decoding} rows decode, the plan has {plan.num_decoding}"
         self._grant(plan, spans)
         self._in_flight.append({row: self._reading(row, span) for row, span in spans.items()})
         self._advance(plan, spans)
@@ -83,7 +81,7 @@ class InFlightWatch:
     def absorb(self) -> None:
         self._in_flight.popleft()
 
-    def _sit(self, row_start: RowStart) -> None:
+    def _start_row(self, row_start: RowStart) -> None:
         assert row_start.row not in self._rows, f"row {row_start.row} is taken"
         for step in self._in_flight:
             reading = step.get(row_start.row)
@@ -93,9 +91,9 @@ class InFlightWatch:
 
     def _spans(self, plan: StepPlan) -> Iterator[tuple[Row, range]]:
         """The positions that each row computes in this step."""
-        for row, sitter in self._rows.items():
-            if sitter.decoding and row not in plan.pauses:
-                yield row, range(sitter.num_tokens - 1, sitter.num_tokens)
+        for row, watched in self._rows.items():
+            if watched.decoding and row not in plan.pauses:
+                yield row, range(watched.num_tokens - 1, watched.num_tokens)
         for chunk in plan.chunks:
             yield chunk.row, range(chunk.start, chunk.start + chunk.length)
 
@@ -109,18 +107,18 @@ class InFlightWatch:
     def _grant(self, plan: StepPlan, spans: dict[Row, range]) -> None:
         for number, granted in zip(plan.grants.rows.tolist(), plan.grants.blocks.tolist(), strict=True):
             row, block = Row(number), BlockId(granted)
-            sitter = self._rows[row]
-            sitter.table.append(block)
+            watched = self._rows[row]
+            watched.table.append(block)
             self._holders[block] += 1
-            writes = row in spans and len(sitter.table) * self._block_size > spans[row].start
-            if writes:  # a row that computes nothing yet only holds what it found
-                others = self._touching(block) - {sitter.sequence}
+            writes = row in spans and len(watched.table) * self._block_size > spans[row].start
+            if writes:  # a row that does not compute yet only holds cached blocks
+                others = self._touching(block) - {watched.sequence}
                 assert not others, f"block {block} is still in flight for {others}"
             else:
                 assert not self._touching(block, writing=True), f"block {block} was found before it was written"
 
     def _touching(self, block: BlockId, *, writing: bool = False) -> set[SequenceId]:
-        """Whose steps in flight read or write a block, or only who writes it."""
+        """The sequences whose steps in flight read or write a block, or only those that write it."""
         return {
             each.sequence
             for step in self._in_flight
@@ -129,24 +127,24 @@ class InFlightWatch:
         }
 
     def _reading(self, row: Row, span: range) -> _WatchedRead:
-        """What a row reads; what it writes must be its own."""
-        sitter = self._rows[row]
-        table = sitter.table
+        """What a row reads in a step. No other table may hold a block that it writes."""
+        watched = self._rows[row]
+        table = watched.table
         first, stop = span.start // self._block_size, -(-span.stop // self._block_size)
         assert stop <= len(table), f"row {row} writes position {span.stop - 1} beyond its {len(table)} blocks"
         for block in table[first:stop]:
             assert self._holders[block] == 1, f"row {row} writes block {block}, which {self._holders[block]} hold"
-        return _WatchedRead(sitter.sequence, table, first, stop)
+        return _WatchedRead(watched.sequence, table, first, stop)
 
     def _advance(self, plan: StepPlan, spans: dict[Row, range]) -> None:
-        """Rows that sampled know one token more, and cruise until their length ends them."""
+        """Rows that sampled have one token more, and decode until their length limit."""
         sampling = {chunk.row for chunk in plan.chunks if ChunkOutput.SAMPLE in chunk.output}
         for row, span in spans.items():
-            sitter = self._rows[row]
-            sitter.num_computed = span.stop
-            if sitter.decoding or row in sampling:
-                sitter.num_tokens += 1
-                sitter.decoding = sitter.num_tokens < sitter.max_length
+            watched = self._rows[row]
+            watched.num_computed = span.stop
+            if watched.decoding or row in sampling:
+                watched.num_tokens += 1
+                watched.decoding = watched.num_tokens < watched.max_length
 
 
 @dataclass(slots=True)
@@ -157,12 +155,12 @@ class _CountedRow:
 
 
 class CounterCheck:
-    """Follows one scheduler: `begin` before a turn, `launch` with its plan, `end` after it."""
+    """Follows one scheduler: `begin` before a step, `launch` with its plan, `end` after it."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._rows: dict[Row, _CountedRow] = {}
-        self._had: dict[SequenceId, int] = {}  # positions of those who left their row, or were just forked
+        self._num_before: dict[SequenceId, int] = {}  # positions of released or just forked sequences
         self._running: set[RequestId] = set()
         self._num_preemptions: dict[RequestId, int] = {}
         self.recomputed_tokens = 0
@@ -173,26 +171,27 @@ class CounterCheck:
         self._running = {group.request.id for group in self._scheduler.running_groups()}
 
     def launch(self, plan: StepPlan) -> None:
-        """A chunk computes again what its sequence had before it left its row."""
+        """A chunk recomputes the positions that its sequence had before its row was released."""
         for row in list(self._rows) if plan.reset else plan.releases:
             left = self._rows.pop(row)
-            self._had[left.sequence] = max(self._had.get(left.sequence, 0), left.num_positions)
+            self._num_before[left.sequence] = max(self._num_before.get(left.sequence, 0), left.num_positions)
         for row_start in plan.starts:
             self._rows[row_start.row] = _CountedRow(row_start.sequence)
-        for row, sitter in self._rows.items():
-            sitter.num_positions += sitter.decoding and row not in plan.pauses
+        for row, watched in self._rows.items():
+            watched.num_positions += watched.decoding and row not in plan.pauses
         for chunk in plan.chunks:
-            sitter, stop = self._rows[chunk.row], chunk.start + chunk.length
-            self.recomputed_tokens += max(min(stop, self._had.get(sitter.sequence, 0)) - chunk.start, 0)
-            sitter.num_positions = stop
-            sitter.decoding = ChunkOutput.SAMPLE in chunk.output
+            watched, stop = self._rows[chunk.row], chunk.start + chunk.length
+            self.recomputed_tokens += max(min(stop, self._num_before.get(watched.sequence, 0)) - chunk.start, 0)
+            watched.num_positions = stop
+            watched.decoding = ChunkOutput.SAMPLE in chunk.output
 
     def end(self, groups: list[RequestGroup]) -> None:
-        """Who waits for its first plan was forked. A seat is taken for one who did not sit, a block for one who did."""
+        """Sequences that wait for their first plan were forked. A preemption for a request that did not run took a row
+        (`class_preemptions`); one for a running request took blocks."""
         forked = self._scheduler.forked_sequences()
         self.forks += len(forked)
         for sequence in forked:
-            self._had[sequence.id] = max(self._had.get(sequence.id, 0), sequence.num_computed)
+            self._num_before[sequence.id] = max(self._num_before.get(sequence.id, 0), sequence.num_computed)
         if self._scheduler.counters.preemptions == sum(self._num_preemptions.values()):
             return
         for group in groups:
@@ -204,13 +203,13 @@ class CounterCheck:
 
 @runtime_checkable
 class Readable(Protocol):
-    """A body whose blocks can be looked into: (token, position) for each slot."""
+    """A runner whose blocks can be read: (token, position) for each slot."""
 
     def read(self, tier: Tier, blocks: Iterable[int]) -> list[tuple[int, int]]: ...
 
 
 def audit_contents(kv: KVManager, body: Runner) -> None:
-    """Every cached block holds the tokens it is keyed by, at their positions. Not while copies are still ordered."""
+    """Every cached block holds its tokens at their positions. Not checked while copies wait for a plan."""
     if kv.tree is None or kv.has_moves or not isinstance(body, Readable):
         return
     for node in kv.tree.nodes():

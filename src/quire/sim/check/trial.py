@@ -1,4 +1,4 @@
-"""One random world, run to rest: the shipped loop, scheduler and cache against the closed form."""
+"""One random scenario, run to its end: the shipped loop, scheduler and cache against the closed form."""
 
 import random
 from collections import Counter
@@ -22,13 +22,13 @@ from quire.sim.check.faulty_runner import FaultyRunner
 from quire.sim.check.invariants import CounterCheck, audit_contents
 from quire.sim.check.world import VOCAB_SIZE, Scenario, ScenarioEvent, draw_request
 
-Body = Callable[[Scenario], Runner]  # what runs behind the bridge
-_MOST_BROKEN = 20  # steps of one world: with more, nobody would come through a long prompt
-_CONTENTS_EVERY = 16  # turns between two looks at every cached token
+Body = Callable[[Scenario], Runner]  # makes the runner
+_MOST_BROKEN = 20  # lost steps of one scenario: with more, a long prompt would never be computed
+_CONTENTS_EVERY = 16  # steps between two checks of every cached token
 
 
 class CheckRun:
-    """Draws what happens, lets it happen, and checks everything after every turn."""
+    """Draws random events, runs the loop, and checks every invariant after every step."""
 
     def __init__(self, world: Scenario, dice: random.Random, body: Body, journal: BinaryIO | None = None) -> None:
         self.world = world
@@ -38,8 +38,8 @@ class CheckRun:
         self._now_s = 0.0
         self.scheduler = _build(world, lambda start, stop: dice.random() < 0.8, journal)
         self._recounted = CounterCheck(self.scheduler)
-        self._chaos = FaultyRunner(lambda: body(world), self.scheduler, world.block_size, self._recounted)
-        self._loop = Loop(self.scheduler, self._chaos, world.depth, lambda: self._now_s)
+        self._faulty = FaultyRunner(lambda: body(world), self.scheduler, world.block_size, self._recounted)
+        self._loop = Loop(self.scheduler, self._faulty, world.depth, lambda: self._now_s)
         self._expected: dict[SequenceId, ExpectedOutput] = {}
         self._sequences: dict[SequenceId, Sequence] = {}
         self._live: dict[RequestId, tuple[Sequence, ...]] = {}
@@ -63,55 +63,55 @@ class CheckRun:
         turns = 0
         while self._num_arrived < self.world.num_requests or not self.scheduler.idle:
             self._now_s += 0.01
-            before = (self._chaos.num_launched, self.scheduler.counters.lost_steps, len(self.events))
-            self._let_happen()
+            before = (self._faulty.num_launched, self.scheduler.counters.lost_steps, len(self.events))
+            self._trigger_events()
             self._latest_s = max(self._latest_s, self._now_s)
             busy = bool(self._live)
             counters = self.scheduler.counters
-            self._chaos.num_preemptions, self._chaos.now_s = counters.preemptions, self._now_s
+            self._faulty.num_preemptions, self._faulty.now_s = counters.preemptions, self._now_s
             num_lost = counters.lost_steps
             self._recounted.begin()
             absorbed = self._loop.turn()
             self._recounted.end(self._groups)
             self._note_consequences()
             counters = self.scheduler.counters
-            stirred = (self._chaos.num_launched, counters.lost_steps, len(self.events))
+            stirred = (self._faulty.num_launched, counters.lost_steps, len(self.events))
             if stirred != before or absorbed is not None:
                 audit(self.scheduler, tree=self._tree_changed() or turns % _CONTENTS_EVERY == 0)
             if turns % _CONTENTS_EVERY == 0:
-                audit_contents(self.scheduler.kv, self._chaos.body)  # I5, I16
+                audit_contents(self.scheduler.kv, self._faulty.body)  # I5, I16
             turns += 1
             if absorbed is not None:
                 self.steps += 1
-                self._hear(absorbed)
+                self._receive(absorbed)
             lost = counters.lost_steps > num_lost
             advanced = absorbed is not None or lost or not busy
             self._quiet_turns = 0 if advanced else self._quiet_turns + 1
             window = 200 if self.world.policy.regime.window_s else 0  # the clock may jump back
             patience = self.world.depth + 2 + window
-            assert self._quiet_turns <= patience, "something waits and nothing advances"  # I13
+            assert self._quiet_turns <= patience, "requests wait and nothing advances"  # I13
         audit_rest(self.scheduler)
         self._recount()
         for sequence, expected in self._expected.items():
             assert expected.num_terminal == 1, f"sequence {sequence} ended {expected.num_terminal} times"  # I12
 
     def _tree_changed(self) -> bool:
-        """Whether the prefix tree, or what is held of it, is not what it was at the last look."""
+        """Whether the prefix tree, or what rows hold of it, changed since the last call."""
         kv = self.scheduler.kv
         seen = (kv.pool.num_evictable, kv.pool.num_cached, 0 if kv.tree is None else kv.tree.generation)
         changed, self._tree_seen = seen != self._tree_seen, seen
         return changed
 
     def _recount(self) -> None:
-        """Counters equal a recount, and everybody is done (I10, I18)."""
-        counters, chaos, recounted = self.scheduler.counters, self._chaos, self._recounted
+        """Counters equal a recount, and every sequence is finished (I10, I18)."""
+        counters, faulty, recounted = self.scheduler.counters, self._faulty, self._recounted
         assert counters.recomputed_tokens == recounted.recomputed_tokens, "recomputed tokens are miscounted"
         assert counters.forks == recounted.forks, "forks are miscounted"
-        assert counters.class_preemptions == recounted.class_preemptions, "seats taken are miscounted"
-        assert counters.computed_tokens == chaos.num_tokens, "computed tokens are miscounted"
-        assert counters.moved_blocks == chaos.num_moves, "copies are miscounted"
-        assert counters.padding_tokens == chaos.num_padding, "padding is miscounted"
-        assert counters.lost_steps == chaos.num_launched - chaos.num_absorbed, "lost steps are miscounted"
+        assert counters.class_preemptions == recounted.class_preemptions, "preemptions for a class are miscounted"
+        assert counters.computed_tokens == faulty.num_tokens, "computed tokens are miscounted"
+        assert counters.moved_blocks == faulty.num_moves, "copies are miscounted"
+        assert counters.padding_tokens == faulty.num_padding, "padding is miscounted"
+        assert counters.lost_steps == faulty.num_launched - faulty.num_absorbed, "lost steps are miscounted"
         assert counters.preemptions == sum(f.num_preemptions for f in self._groups), "preemptions are miscounted"
         assigned = [group for group in self._groups if group.was_assigned]
         assert counters.prompt_tokens == sum(len(f.request.prompt) for f in assigned), "prompt tokens are miscounted"
@@ -120,9 +120,9 @@ class CheckRun:
             assert group.num_preemptions <= self.world.policy.max_preemptions, f"{group} was preempted too often"
             assert all(m.state is SequenceState.FINISHED and m.row is None for m in group.sequences), group
 
-    # What happens.
+    # Events.
 
-    def _let_happen(self) -> None:
+    def _trigger_events(self) -> None:
         dice, chances = self._dice, self.world.chances
         arrives = self.scheduler.idle or dice.random() < self.world.arrival_chance
         if arrives and self._num_arrived < self.world.num_requests:
@@ -144,17 +144,17 @@ class CheckRun:
             self.events.append(ScenarioEvent.RESET)
         if dice.random() < chances.shrink and self.scheduler.shrink(dice.randint(1, 4)):
             self.events.append(ScenarioEvent.SHRINK)
-        self._break_something()
+        self._trigger_faults()
 
-    def _break_something(self) -> None:
-        dice, chances, chaos = self._dice, self.world.chances, self._chaos
+    def _trigger_faults(self) -> None:
+        dice, chances, faulty = self._dice, self.world.chances, self._faulty
         if dice.random() < chances.poison:
-            chaos.poisons = True
+            faulty.poisons = True
         for event, chance in self._losses:
             if self._live and self._num_broken < _MOST_BROKEN and dice.random() < chance:
                 self._num_broken += 1
-                chaos.loses = _loss(event)
-                chaos.loses_early = dice.random() < 0.5
+                faulty.loses = _loss(event)
+                faulty.loses_early = dice.random() < 0.5
                 self.events.append(event)
 
     def _arrive(self) -> None:
@@ -194,15 +194,15 @@ class CheckRun:
     def _abort(self, request_id: RequestId) -> None:
         self.events.append(ScenarioEvent.ABORT)
         sequences = self._live[request_id]
-        heard_of = tuple(sequence for sequence in sequences[0].group.returned if not sequence.finished)
+        returned = tuple(sequence for sequence in sequences[0].group.returned if not sequence.finished)
         ended = self.scheduler.abort(request_id)
-        assert ended == heard_of, f"request {request_id} was aborted: {ended} ended, not {heard_of}"
+        assert ended == returned, f"request {request_id} was aborted: {ended} ended, not {returned}"
         self._end(ended, FinishReason.ABORT)
         assert self.scheduler.abort(request_id) == (), "an abort is not idempotent"
         assert all(sequence.finished for sequence in sequences), f"request {request_id} was aborted and goes on"
 
     def _stop(self, request_id: RequestId) -> None:
-        """The front stops one continuation. It may say so late: when that one was preempted, or waits again."""
+        """The front end stops one sequence, perhaps late: when it is preempted, or waits again."""
         going_on = [s for s in self._live[request_id] if not s.finished and s.request.beam is None]
         if going_on:
             self.events.append(ScenarioEvent.STOP)
@@ -230,7 +230,7 @@ class CheckRun:
 
     def _note_consequences(self) -> None:
         counters = self.scheduler.counters
-        if counters.preemptions > self._chaos.num_preemptions:
+        if counters.preemptions > self._faulty.num_preemptions:
             self.events.append(ScenarioEvent.PREEMPT)
         if counters.moved_blocks > self._num_moved:
             self._num_moved = counters.moved_blocks
@@ -238,12 +238,12 @@ class CheckRun:
         self._check_overtaking()
 
     def _check_overtaking(self) -> None:
-        """Nobody of the same class, tenant and lane is seated before one who came earlier and could choose (I14)."""
-        fresh, self._chaos.fresh = self._chaos.fresh, []
+        """Among requests of one class, tenant and lane, none is admitted before an earlier one that is queued (I14)."""
+        fresh, self._faulty.fresh = self._faulty.fresh, []
         if not fresh:
             return
         groups = self.scheduler.groups()
-        waiting = [f for f in groups if self.scheduler.is_queued(f) and not _sat_or_followed(f)]
+        waiting = [f for f in groups if self.scheduler.is_queued(f) and not _admitted_or_followed(f)]
         for group in fresh:
             for other in waiting:
                 assert other.order > group.order or not self._alike(group, other), f"{group} overtook {other}"
@@ -257,19 +257,19 @@ class CheckRun:
 
         return key(one) == key(other)
 
-    # What is heard.
+    # Outputs.
 
-    def _hear(self, absorbed: StepOutput) -> None:
+    def _receive(self, absorbed: StepOutput) -> None:
         for number, token in zip(absorbed.sequences.tolist(), absorbed.tokens.tolist(), strict=True):
             expected = self._expected[SequenceId(number)]
-            assert expected.num_terminal == 0, f"sequence {number} spoke after its end"  # I11
-            expected.heard.append(token)
-            right = expected.tokens[: len(expected.heard)]
-            assert expected.heard == right, f"sequence {number}: {expected.heard} is not {right}"
+            assert expected.num_terminal == 0, f"sequence {number} emitted after its end"  # I11
+            expected.received.append(token)
+            right = expected.tokens[: len(expected.received)]
+            assert expected.received == right, f"sequence {number}: {expected.received} is not {right}"
         for name, total in absorbed.pooled.items():
             expected = self._expected[SequenceId(name)]
-            assert expected.heard_pooled is None, f"sequence {name} was pooled twice"
-            expected.heard_pooled = float(total[0])
+            assert expected.received_pooled is None, f"sequence {name} was pooled twice"
+            expected.received_pooled = float(total[0])
         for over in absorbed.finished:
             sequence = self._sequences.get(SequenceId(over.sequence))
             if sequence is None:  # a beam without a result
@@ -282,11 +282,11 @@ class CheckRun:
             self._forget_finished()
 
     def _expect_trouble(self, sequence: Sequence, expected: ExpectedOutput) -> None:
-        """Some may end otherwise than the closed form says, if something went wrong for them."""
+        """A sequence may end otherwise than by the closed form if a fault hit it."""
         reason = sequence.finish_reason
         if reason is FinishReason.EXPIRED:
             deadline_s = sequence.request.deadline_s
-            assert deadline_s is not None and deadline_s <= self._latest_s and not expected.heard, sequence
+            assert deadline_s is not None and deadline_s <= self._latest_s and not expected.received, sequence
             self.events.append(ScenarioEvent.EXPIRE)
         elif reason is FinishReason.ERROR:
             assert self.world.chances.poison, sequence
@@ -301,13 +301,13 @@ class CheckRun:
         expected = self._expected[sequence.id]
         expected.num_terminal += 1
         assert sequence.finish_reason is expected.reason, f"{sequence} ended by {sequence.finish_reason}"
-        told = sequence.tokens[len(sequence.request.prompt) :].tolist()
-        if expected.spoken:
-            assert told == expected.heard, f"{sequence} kept {told}, but {expected.heard} was heard"
+        kept = sequence.tokens[len(sequence.request.prompt) :].tolist()
+        if expected.streamed:
+            assert kept == expected.received, f"{sequence} kept {kept}, but {expected.received} was received"
         elif expected.reason in (FinishReason.STOP, FinishReason.LENGTH):
-            expected.heard = told
-        assert expected.heard == expected.tokens, f"{sequence}: {expected.heard} is not {expected.tokens}"
-        pooled = expected.heard_pooled
+            expected.received = kept
+        assert expected.received == expected.tokens, f"{sequence}: {expected.received} is not {expected.tokens}"
+        pooled = expected.received_pooled
         assert pooled == expected.pooled, f"{sequence} was pooled to {pooled}, not {expected.pooled}"
         self._past.append(sequence.tokens)
 
@@ -322,7 +322,7 @@ class CheckRun:
 
 
 def _build(world: Scenario, worth_keeping: Callable[[int, int], bool], journal: BinaryIO | None) -> Scheduler:
-    """The scheduler of a world; if there is a file for it, one that writes down what it was asked."""
+    """The scheduler of a scenario; with a file, one that records its inputs."""
     spec = SchedulerSpec(
         world.num_blocks,
         world.block_size,
@@ -342,10 +342,10 @@ def _build(world: Scenario, worth_keeping: Callable[[int, int], bool], journal: 
 
 
 def _loss(event: ScenarioEvent) -> StepLost:
-    """How a step is lost by an event."""
+    """The lost step that an event causes."""
     return StepLost(event.value, cache_intact=event is not ScenarioEvent.DIE, too_large=event is ScenarioEvent.STARVE)
 
 
-def _sat_or_followed(group: RequestGroup) -> bool:
-    """Whether it was seated before, or chose to wait for another's prefix."""
+def _admitted_or_followed(group: RequestGroup) -> bool:
+    """Whether it was admitted before, or waits for another request's prefix."""
     return any(event.what is EventKind.ADMITTED or event.cause is WaitCause.PREFIX for event in group.events)

@@ -1,4 +1,4 @@
-"""Random settings for `quire check`: a machine, a policy, a workload, and what goes wrong."""
+"""Random scenarios for `quire check`: a machine, a policy, a workload, and faults."""
 
 import random
 from dataclasses import dataclass, fields, replace
@@ -18,23 +18,23 @@ VOCAB_SIZE = 97
 
 
 class ScenarioEvent(Enum):
-    """The alphabet of events."""
+    """The events of a check."""
 
     ARRIVE = "arrive"
     ARRIVE_FAMILY = "arrive_family"
     ARRIVE_BEAMS = "arrive_beams"
-    ARRIVE_FOLLOWUP = "arrive_followup"  # the prompt is an earlier conversation, continued
-    ARRIVE_POOLED = "arrive_pooled"  # an embedding is wanted, and no token
+    ARRIVE_FOLLOWUP = "arrive_followup"  # the prompt continues an earlier conversation
+    ARRIVE_POOLED = "arrive_pooled"  # an embedding request
     ABORT = "abort"
-    STOP = "stop"  # a stop string, found by the front
-    DELAY = "delay"  # a result comes late
-    LOSE = "lose"  # a result never comes
+    STOP = "stop"  # a stop string, found by the front end
+    DELAY = "delay"  # a result is late
+    LOSE = "lose"  # a step is lost
     DIE = "die"  # the worker dies with its memory
     STARVE = "starve"  # out of device memory in a step
     POISON = "poison"  # a row's logits are not finite
     RESET = "reset"  # of the cache
     SHRINK = "shrink"  # of the pool
-    DUPLICATE = "duplicate"  # an id that is already here
+    DUPLICATE = "duplicate"  # an id that is in use
     OVERFLOW = "overflow"  # the queue is full
     DRAIN = "drain"
     JUMP = "jump"  # of the clock
@@ -45,7 +45,7 @@ class ScenarioEvent(Enum):
 
 @dataclass(frozen=True, slots=True)
 class EventRates:
-    """How likely each trouble is, in every turn."""
+    """The probability of each fault per step."""
 
     abort: float
     stop: float
@@ -62,7 +62,7 @@ class EventRates:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One machine and its workload. The oracle in torch samples, and so knows no `min_tokens`."""
+    """One machine and its workload. The torch oracle samples, and so ignores `min_tokens`."""
 
     block_size: int
     num_blocks: int
@@ -89,15 +89,15 @@ class Scenario:
     chances: EventRates
 
 
-def draw_world(dice: random.Random, *, min_tokens: bool = True) -> Scenario:
-    """Tiny pools, odd block sizes and all depths are as likely as comfortable ones; most troubles are off in most."""
-    world = _draw_world(dice, min_tokens=min_tokens)
-    pools = int(world.shared_prefix.sum()) % 4 == 0  # without the dice: the worlds of old seeds stay what they were
+def draw_scenario(dice: random.Random, *, min_tokens: bool = True) -> Scenario:
+    """Tiny pools, odd block sizes and all depths are as likely as ample ones; most faults are off in most scenarios."""
+    world = _draw_scenario(dice, min_tokens=min_tokens)
+    pools = int(world.shared_prefix.sum()) % 4 == 0  # without the dice: old seeds keep their scenarios
     world = replace(world, embeddings=pools)
     return crowd(world, dice) if dice.random() < 0.4 else world
 
 
-def _draw_world(dice: random.Random, *, min_tokens: bool) -> Scenario:
+def _draw_scenario(dice: random.Random, *, min_tokens: bool) -> Scenario:
     block_size = dice.choice((1, 2, 3, 4, 5, 8, 16, 32))
     max_prompt = dice.choice((1, 5, 20, 80))
     max_output = dice.choice((1, 4, 16, 48))
@@ -132,9 +132,9 @@ def _draw_world(dice: random.Random, *, min_tokens: bool) -> Scenario:
 
 
 def crowd(world: Scenario, dice: random.Random) -> Scenario:
-    """The same world with small blocks, more rows than fit the cache, and a policy that takes the risk.
+    """The same scenario with small blocks, more rows than fit the cache, and optimistic overcommit.
 
-    Most bugs hide where rows fight for blocks.
+    Most bugs are where rows compete for blocks.
     """
     block_size, max_prompt = min(world.block_size, 5), min(world.max_prompt, 20)
     max_output, max_rows = max(world.max_output, 16), dice.choice((3, 5, 8))
@@ -172,7 +172,7 @@ def _draw_policy(dice: random.Random) -> Policy:
 
 
 def draw_request(dice: random.Random, world: Scenario, number: int, now_s: float, past: IntArray | None) -> Request:
-    """One request that this world can serve. `past` is a conversation that its prompt may continue."""
+    """One request that this scenario can serve. `past` is a conversation that its prompt may continue."""
     prompt = _draw_prompt(dice, world, past)
     max_tokens = dice.randint(1, world.max_output)
     kind = dice.random()
@@ -187,7 +187,7 @@ def draw_request(dice: random.Random, world: Scenario, number: int, now_s: float
     min_tokens = 0
     if world.min_tokens and beam is None:
         min_tokens = dice.choice((0, 0, max_tokens))
-    elif world.min_tokens and number % 3 == 0:  # without the dice: the worlds of old seeds stay what they were
+    elif world.min_tokens and number % 3 == 0:  # without the dice: old seeds keep their scenarios
         min_tokens = max_tokens // 2
     request = Request(
         id=RequestId(number),
