@@ -20,11 +20,18 @@ from quire.core.ids import RequestId
 from quire.core.sampling import SamplingParams
 from quire.core.step import FinishReason
 from quire.engine.build import BuiltEngine, build
-from quire.engine.local_client import DeltaStream, LocalClient, PendingOutputs, check_not_forked, note_home, unbroken
+from quire.engine.local_client import (
+    DeltaStream,
+    LocalClient,
+    PendingOutputs,
+    check_not_forked,
+    interrupts_deferred,
+    note_engine_process,
+)
 from quire.engine.open_model import default_params
 from quire.engine.output_processor import Prompt, as_list
 from quire.engine.outputs import EMBEDDING, EmbeddingOutput, RequestOutput, failure_of
-from quire.engine.request_options import RequestOptions, RequestOptionsDict, terms_of
+from quire.engine.request_options import RequestOptions, RequestOptionsDict, options_of
 from quire.engine.request_state import RequestState
 from quire.engine.startup import StartupReporter
 from quire.sched.explain import Explanation
@@ -68,7 +75,7 @@ class LLM:
         return llm
 
     def _serve(self, built: BuiltEngine) -> None:
-        note_home()
+        note_engine_process()
         self._built: BuiltEngine | None = built
         self._readers: WeakValueDictionary[str, DeltaStream | PendingOutputs] = WeakValueDictionary()  # by request
         self._abandoned: deque[RequestState] = deque()
@@ -93,9 +100,9 @@ class LLM:
         self.close()
 
     @property
-    def front(self) -> LocalClient:
+    def client(self) -> LocalClient:
         check_not_forked()  # here, where everything goes that computes: a tokenizer is as good in a forked process
-        return self.built.front
+        return self.built.client
 
     def get_tokenizer(self) -> Tokenizer:
         tokenizer = self.built.tokenizer
@@ -109,7 +116,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> int:
         """Forget what earlier prompts have left behind; the KV blocks that became free."""
-        with self.front.lock:
+        with self.client.lock:
             return self.built.engine.scheduler.reset_cache()
 
     def explain(self, request_id: str) -> Explanation:
@@ -118,7 +125,7 @@ class LLM:
             raise InvalidParameter(
                 f"request_id must be that of a RequestOutput, not {shown(request_id)}.", param="request_id"
             )
-        with self.front.lock:
+        with self.client.lock:
             return self.built.engine.explain(RequestId(int(request_id)))
 
     def generate(
@@ -127,7 +134,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool | None = None,
-        **terms: Unpack[RequestOptionsDict],
+        **options: Unpack[RequestOptionsDict],
     ) -> list[RequestOutput]:
         """Complete one or many prompts, each a text, a list of token ids or {"prompt_token_ids": ids}.
 
@@ -135,7 +142,7 @@ class LLM:
         (`priority`, `tenant`, `cache_salt`, `timeout_s`) are those of each prompt.
         """
         many = _prompts(prompts)
-        return self._run(many, self._params_for(many, sampling_params), terms_of(terms), progress)
+        return self._run(many, self._params_for(many, sampling_params), options_of(options), progress)
 
     def chat(
         self,
@@ -146,7 +153,7 @@ class LLM:
         continue_final_message: bool = False,
         chat_template: str | None = None,
         progress: bool | None = None,
-        **terms: Unpack[RequestOptionsDict],
+        **options: Unpack[RequestOptionsDict],
     ) -> list[RequestOutput]:
         """Answer one conversation or many, through the model's chat template.
 
@@ -162,32 +169,32 @@ class LLM:
             for conversation in _conversations(messages)
         ]
         params = self._chat_defaults() if sampling_params is None else sampling_params
-        return self.generate(prompts, params, progress=progress, **terms)
+        return self.generate(prompts, params, progress=progress, **options)
 
     def embed(
-        self, prompts: Prompt | Sequence[Prompt], *, progress: bool | None = None, **terms: Unpack[RequestOptionsDict]
+        self, prompts: Prompt | Sequence[Prompt], *, progress: bool | None = None, **options: Unpack[RequestOptionsDict]
     ) -> list[EmbeddingOutput]:
         """One or many prompts as vectors: the mean of each one's last hidden states, at length one.
 
         Raises what went wrong for the first that came to nothing.
         """
         many = _prompts(prompts)
-        outputs = self._run(many, [EMBEDDING] * len(many), terms_of(terms), progress, pooled=True)
+        outputs = self._run(many, [EMBEDDING] * len(many), options_of(options), progress, pooled=True)
         return [_embedding(output) for output in outputs]
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, **terms: Unpack[RequestOptionsDict]
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Unpack[RequestOptionsDict]
     ) -> DeltaStream:
         """Complete one prompt, piece by piece. Leaving the loop early aborts the request.
 
         Beams, and continuations of which the best are chosen, come in one piece each, at the end.
         """
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        wanted = terms_of(terms, with_progress=False)
-        with self.front.lock:
-            ticket = self.front.submit(prompt, params, terms=wanted, streaming=True)
-            stream = DeltaStream(self.front, ticket, self._turn, self._abandoned)
-            self._readers[ticket.request_id] = stream
+        sampling = options_of(options, with_progress=False)
+        with self.client.lock:
+            state = self.client.submit(prompt, params, options=sampling, streaming=True)
+            stream = DeltaStream(self.client, state, self._step, self._abandoned)
+            self._readers[state.request_id] = stream
             return stream
 
     def stream_chat(
@@ -198,7 +205,7 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template: str | None = None,
-        **terms: Unpack[RequestOptionsDict],
+        **options: Unpack[RequestOptionsDict],
     ) -> DeltaStream:
         """Answer one conversation, piece by piece."""
         prompt = self.chat_prompt(
@@ -208,7 +215,7 @@ class LLM:
             chat_template=chat_template,
         )
         params = self._chat_defaults() if sampling_params is None else sampling_params
-        return self.stream(prompt, params, **terms)
+        return self.stream(prompt, params, **options)
 
     def chat_prompt(
         self,
@@ -255,26 +262,26 @@ class LLM:
         self,
         prompts: Sequence[Prompt],
         params: Sequence[SamplingParams],
-        terms: RequestOptions,
+        options: RequestOptions,
         progress: bool | None,
         *,
         pooled: bool = False,
     ) -> list[RequestOutput]:
-        tickets: list[RequestState] = []
+        states: list[RequestState] = []
         try:
-            with self.front.lock:  # nobody turns the engine before all of them are known
-                for prompt, wanted in zip(prompts, params, strict=True):
-                    tickets.append(self.front.submit(prompt, wanted, terms=terms, pooled=pooled))
-                awaited = PendingOutputs(tickets)
-                self._readers.update(dict.fromkeys((ticket.request_id for ticket in tickets), awaited))
-            self._wait(awaited, progress)
+            with self.client.lock:  # nobody turns the engine before all of them are known
+                for prompt, sampling in zip(prompts, params, strict=True):
+                    states.append(self.client.submit(prompt, sampling, options=options, pooled=pooled))
+                pending = PendingOutputs(states)
+                self._readers.update(dict.fromkeys((state.request_id for state in states), pending))
+            self._wait(pending, progress)
         except BaseException:
-            self._abort(tickets)
+            self._abort(states)
             raise
-        return [ticket.output() for ticket in tickets]
+        return [state.output() for state in states]
 
-    def _wait(self, awaited: PendingOutputs, progress: bool | None) -> None:
-        total = awaited.num_pending
+    def _wait(self, pending: PendingOutputs, progress: bool | None) -> None:
+        total = pending.num_pending
         show = progress if progress is not None else total > 1 and sys.stderr is not None and sys.stderr.isatty()
         bar = Progress(
             TextColumn("generating"),
@@ -288,29 +295,29 @@ class LLM:
         with bar:
             task = bar.add_task("generating", total=total, speed="")
             num_shown = 0
-            while not awaited.served:
-                self._turn(awaited)
-                if num_shown < total - awaited.num_pending:
-                    num_shown = total - awaited.num_pending
-                    speed = awaited.num_tokens / max(bar.tasks[0].elapsed or 0.0, 1e-3)
+            while not pending.ready:
+                self._step(pending)
+                if num_shown < total - pending.num_pending:
+                    num_shown = total - pending.num_pending
+                    speed = pending.num_tokens / max(bar.tasks[0].elapsed or 0.0, 1e-3)
                     bar.update(task, completed=num_shown, speed=f"{speed:,.0f} tok/s")
 
-    def _turn(self, reader: DeltaStream | PendingOutputs) -> None:
+    def _step(self, reader: DeltaStream | PendingOutputs) -> None:
         """One turn of the engine, unless another thread's was enough. Everybody who waits gets what is theirs."""
-        with unbroken(), self.front.lock:
-            if reader.served:
+        with interrupts_deferred(), self.client.lock:
+            if reader.ready:
                 return
             while self._abandoned:
                 self._abort([self._abandoned.popleft()])
-            for delta in self.front.turn():
+            for delta in self.client.step():
                 other = self._readers.get(delta.request_id)
                 if other is not None:
                     other.put(delta)
 
-    def _abort(self, tickets: list[RequestState]) -> None:
-        for ticket in tickets:
-            if not ticket.finished:
-                self.front.abort(ticket)
+    def _abort(self, states: list[RequestState]) -> None:
+        for state in states:
+            if not state.finished:
+                self.client.abort(state)
 
 
 def _prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

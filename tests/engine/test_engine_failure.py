@@ -41,16 +41,16 @@ def test_an_engine_whose_every_step_fails_says_why_to_everybody_who_comes_later(
     runner = Fragile()
     engine = engine_of(runner)
     engine.submit(AddRequest(0, [1, 2], SamplingParams(max_tokens=5)))
-    assert engine.turn() is not None
+    assert engine.step() is not None
     runner.broken = True
     for number in range(1, 3):  # each fails alone, and is taken to be at fault
-        progress = engine.turn()
+        progress = engine.step()
         assert progress is not None and [over.reason for over in progress.finished] == [FinishReason.FAILED]
         engine.submit(AddRequest(number, [1, 2], SamplingParams(max_tokens=5)))
     with pytest.raises(MemoryError):
-        engine.turn()
+        engine.step()
     with pytest.raises(EngineFailed, match="out of memory"):
-        engine.turn()
+        engine.step()
     with pytest.raises(EngineFailed, match="load the model again"):
         engine.submit(AddRequest(9, [1], SamplingParams()))
 
@@ -60,10 +60,10 @@ def test_the_largest_of_a_step_without_memory_reads_so_and_with_its_numbers() ->
     front = LocalClient(engine_of(runner), tokenizer=None)
     small = front.submit([1, 2], SamplingParams(max_tokens=3))
     large = front.submit([3, 4, 5], SamplingParams(max_tokens=17))
-    front.turn()
+    front.step()
     runner.lost = StepLost("out of memory", too_large=True)
     while not front.idle:
-        front.turn()
+        front.step()
     (ended,) = large.output().outputs
     assert ended.finish_reason == "out_of_memory"
     assert ended.error is not None

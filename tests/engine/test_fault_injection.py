@@ -105,7 +105,7 @@ class World:
                     case Refused():
                         outcomes[said.number] = said.error.code
                     case StepOutput():
-                        heard = self.front.hear(said)
+                        heard = self.front.process(said)
                         for stop in heard.stops:
                             wire.sendall(pack(stop))
                         for delta in heard.deltas:
@@ -136,7 +136,7 @@ def test_poison_at_each_site_fails_one_request_alone(opened, unharmed, site, dep
     assert isinstance(outcomes[POISONED], str), outcomes[POISONED]
     assert {n: o for n, o in outcomes.items() if n != POISONED} == {n: o for n, o in clean.items() if n != POISONED}
     while not world.engine.idle:
-        world.engine.turn()
+        world.engine.step()
     audit_rest(world.engine.scheduler)
 
 

@@ -133,11 +133,11 @@ def test_a_request_whose_grammar_cannot_begin_is_registered_nowhere(
         patch.setattr(CompiledGrammar, "matcher", break_the_second)
         with pytest.raises(RuntimeError, match="no lexer"):
             engine.submit(order)
-    assert grammars.num_followed == 0
+    assert grammars.num_sequences == 0
     assert [group.request.id for group in scheduler.groups()] == [RequestId(0)]
     assert engine.number_of(first.first_sequence + 1) is None
-    heard = [progress for _ in range(20) if (progress := engine.turn()) is not None]
+    heard = [progress for _ in range(20) if (progress := engine.step()) is not None]
     assert [over.number for progress in heard for over in progress.finished] == [0]
     audit_rest(scheduler)
     assert engine.submit(order).first_sequence == first.first_sequence + 1, "no number was used up"
-    assert grammars.num_followed == 2
+    assert grammars.num_sequences == 2

@@ -70,7 +70,7 @@ def test_a_step_without_memory_fails_the_largest_and_nobody_else(depth: int) -> 
     params = SamplingParams(temperature=0, max_tokens=5)
     small, large = front.submit([3, 1, 4], params), front.submit(list(range(40)), params)
     for _ in range(60):
-        front.turn()
+        front.step()
     assert large.output().outputs[0].finish_reason == FinishReason.OUT_OF_MEMORY.value
     answer = small.output().outputs[0]
     assert (len(answer.token_ids), answer.finish_reason) == (5, "length")

@@ -6,7 +6,7 @@ import pytest
 from quire.core.ids import IntArray, RequestId
 from quire.core.request import Request, RequestGroup
 from quire.core.sampling import RowSampling
-from quire.engine.engine import is_cornered
+from quire.engine.engine import is_nothing_left
 
 VOCAB = 40
 END = 39
@@ -39,4 +39,4 @@ def test_what_is_left(sampling: RowSampling, mask: IntArray | None, cornered: bo
     request = Request(RequestId(0), np.array([1, 2], dtype=np.int32), 8, sampling)
     (sequence,) = RequestGroup(request, 0, 0.0).sequences
     sequence.tokens = np.array([1, 2, 3, 4], dtype=np.int32)
-    assert is_cornered(sequence, mask, VOCAB) is cornered
+    assert is_nothing_left(sequence, mask, VOCAB) is cornered

@@ -204,7 +204,7 @@ def test_what_best_of_compares_is_asked_for_and_nothing_else():
 
 def test_terms_reach_the_request():
     terms = RequestOptions(priority=-3, tenant="t", cache_salt="s", timeout_s=2.5)
-    request = ROOMY.admit(AddRequest(0, [5], SamplingParams(), terms=terms), 0, now_s=10.0)
+    request = ROOMY.admit(AddRequest(0, [5], SamplingParams(), options=terms), 0, now_s=10.0)
     assert (request.priority, request.tenant, request.deadline_s) == (-3, "t", 12.5)
     assert request.partition == terms.partition
 

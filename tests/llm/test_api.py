@@ -20,8 +20,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 def _at_rest(llm: LLM):
     """Every test leaves every block and row behind."""
     yield
-    while not llm.front.idle:
-        llm.front.turn()
+    while not llm.client.idle:
+        llm.client.step()
     audit(llm.built.engine.scheduler)
     audit_rest(llm.built.engine.scheduler)
 

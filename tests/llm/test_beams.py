@@ -140,8 +140,8 @@ def test_beams_stream_at_the_end_and_can_be_given_up(searcher):
     for _ in range(3):
         searcher._turn(stream)
     stream.close()
-    while not searcher.front.idle:
-        searcher.front.turn()
+    while not searcher.client.idle:
+        searcher.client.step()
     audit_rest(searcher.built.engine.scheduler)
 
 

@@ -28,8 +28,8 @@ def llm(default_model_path):
 
 
 def settle(llm):
-    while not llm.front.idle:
-        llm.front.turn()
+    while not llm.client.idle:
+        llm.client.step()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -41,7 +41,7 @@ def test_a_schema_is_kept_by_every_continuation(llm, temperature):
         person = json.loads(said.text)
         assert set(person) == {"name", "age"} and 0 <= person["age"] <= 99 and len(person["name"]) <= 12
     settle(llm)
-    assert llm.built.engine.grammars.num_followed == 0
+    assert llm.built.engine.grammars.num_sequences == 0
 
 
 def test_choices_and_patterns_and_free_answers_side_by_side(llm):
@@ -72,20 +72,20 @@ def test_a_cut_answer_says_so_and_an_unended_one_ends_with_its_grammar(llm):
 
 def test_a_grammar_that_leaves_nothing_of_what_is_allowed_is_the_requests_own_fault(llm):
     """The row ends alone; a mask that the grammar itself could not give would be an error of ours."""
-    only = llm.front.encode("yes")[1]
+    only = llm.client.encode("yes")[1]
     yes = Grammar(GrammarKind.CHOICE, '["yes"]')
     params = SamplingParams(temperature=0.0, max_tokens=9, grammar=yes, allowed_token_ids=only)
     assert llm.generate("x", params)[0].outputs[0].text == "yes"
     free = SamplingParams(temperature=0.0, max_tokens=9)
     beside = llm.generate("The sky is", free)[0].outputs[0].text
-    other = llm.front.encode("no")[1]
+    other = llm.client.encode("no")[1]
     cornered, free_again = llm.generate(["x", "The sky is"], [replace(params, allowed_token_ids=other), free])
     (said,) = cornered.outputs
     assert (said.finish_reason, said.token_ids) == ("nothing_left", [])
     assert "the form of the answer and allowed_token_ids left none" in said.error
     assert free_again.outputs[0].text == beside
     settle(llm)
-    assert llm.built.engine.grammars.num_followed == 0
+    assert llm.built.engine.grammars.num_sequences == 0
 
 
 def test_what_is_no_grammar_is_refused_and_nothing_is_left_behind(llm):
@@ -95,4 +95,4 @@ def test_what_is_no_grammar_is_refused_and_nothing_is_left_behind(llm):
         SamplingParams(n=2, use_beam_search=True, grammar=PERSON)
     with pytest.raises(InvalidParameter, match="must be a Grammar"):
         SamplingParams(grammar="{}")
-    assert llm.front.idle and llm.built.engine.grammars.num_followed == 0
+    assert llm.client.idle and llm.built.engine.grammars.num_sequences == 0

@@ -86,6 +86,6 @@ def test_giving_up_a_choice_gives_everything_back(llm):
     for _ in range(4):
         llm._turn(stream)
     stream.close()
-    while not llm.front.idle:
-        llm.front.turn()
-    assert not llm.front._front._choosing
+    while not llm.client.idle:
+        llm.client.step()
+    assert not llm.client._processor._choosing

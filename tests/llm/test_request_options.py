@@ -23,13 +23,14 @@ def _at_rest(narrow: LLM):
 
 
 def finish(llm: LLM) -> None:
-    while not llm.front.idle:
-        llm.front.turn()
+    while not llm.client.idle:
+        llm.client.step()
 
 
 def test_the_more_urgent_goes_first(narrow):
     tickets = [
-        narrow.front.submit(f"p{priority}", SHORT, terms=RequestOptions(priority=priority)) for priority in (5, 0, -5)
+        narrow.client.submit(f"p{priority}", SHORT, options=RequestOptions(priority=priority))
+        for priority in (5, 0, -5)
     ]
     finish(narrow)
     finished = [ticket.output().metrics.finished_step for ticket in tickets]
@@ -47,9 +48,9 @@ def test_who_is_not_begun_in_time_has_expired(narrow):
 
 
 def test_one_that_expired_can_still_be_given_up(narrow):
-    first = narrow.front.submit("first", SHORT)
-    late = narrow.front.submit("late", SHORT, terms=RequestOptions(timeout_s=0.0))
-    narrow.front.abort(late)
+    first = narrow.client.submit("first", SHORT)
+    late = narrow.client.submit("late", SHORT, options=RequestOptions(timeout_s=0.0))
+    narrow.client.abort(late)
     finish(narrow)
     assert first.finished and late.output().outputs[0].finish_reason == "abort"
 

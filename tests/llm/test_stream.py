@@ -75,7 +75,7 @@ def test_streams_of_several_continuations_say_which(llm):
 def test_leaving_a_stream_early_gives_everything_back(llm):
     stream = llm.stream("early", LONG)
     assert len(list(islice(stream, 3))) == 3
-    assert not llm.front.idle
+    assert not llm.client.idle
     stream.close()
     drain(llm)
 

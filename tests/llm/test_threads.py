@@ -41,7 +41,7 @@ def test_every_thread_gets_its_own(llm: LLM, ways: tuple[Callable[[LLM], list[st
 
     with ThreadPoolExecutor(NUM_THREADS) as crew:
         assert list(crew.map(ask, range(NUM_THREADS))) == [alone] * NUM_THREADS
-    assert llm.front.idle
+    assert llm.client.idle
     audit(llm.built.engine.scheduler)
     audit_rest(llm.built.engine.scheduler)
 

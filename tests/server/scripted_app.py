@@ -42,16 +42,16 @@ class Script:
         self.asked: list[tuple[list[int], SamplingParams, RequestOptions]] = []
         self.calls: list[RequestStream] = []
         self.num_left = 0
-        self.attached, self.draining, self.beaten_s = True, False, math.inf
+        self.attached, self.draining, self.heartbeat_s = True, False, math.inf
         self.facts = EngineInfo("script", 1024, 49152, 64, 64, 16, "script", "none", MemoryLedger(), 1, 0)
         self.stats = None
 
     def submit(
-        self, ids: list[int], params: SamplingParams, *, terms: RequestOptions, streaming: bool, without_tokens: bool
+        self, ids: list[int], params: SamplingParams, *, options: RequestOptions, streaming: bool, without_tokens: bool
     ) -> RequestStream:
-        self.asked.append((ids, params, terms))
-        request = OutputProcessor(None, time.monotonic).open(ids, params, terms=terms, streaming=streaming)
-        call = RequestStream(request)
+        self.asked.append((ids, params, options))
+        request = OutputProcessor(None, time.monotonic).open(ids, params, options=options, streaming=streaming)
+        call = RequestStream(request, None, self.close)
         self.calls.append(call)
         self.speak(call, ids, streaming)
         return call
@@ -73,7 +73,7 @@ class Script:
         call.finish(RequestOutput("0", None, ids, outputs, RequestMetrics(0.0, 0), finished=True))
         call.wake()
 
-    def leave(self, call: RequestStream) -> None:
+    def close(self, call: RequestStream) -> None:
         self.num_left += 1
 
 

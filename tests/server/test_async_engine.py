@@ -42,7 +42,7 @@ def opened(child: EngineProcess, num_calls: int) -> tuple[AsyncEngine, list[Requ
     engine.attach(child, FACTS)
     calls = [engine.submit([1, 2], PARAMS, streaming=True) for _ in range(num_calls)]
     for number in range(num_calls):
-        engine.hear(Accepted(number, number, 0))
+        engine.receive(Accepted(number, number, 0))
     return engine, calls
 
 
@@ -57,13 +57,13 @@ def say(
         for number, said in (ended or {}).items()
     ]
     names = np.array(list(tokens), np.int64)
-    engine.hear(StepOutput(0, names, np.array(list(tokens.values()), np.int32), finished=tuple(over)))
+    engine.receive(StepOutput(0, names, np.array(list(tokens.values()), np.int32), finished=tuple(over)))
 
 
 async def heard(call: RequestStream) -> list[int]:
     """Its tokens as they came; the final output must have the same."""
     tokens: list[int] = []
-    while isinstance(news := await call.hear(), Delta):
+    while isinstance(news := await call.receive(), Delta):
         tokens += news.token_ids
     assert isinstance(news, RequestOutput) and news.outputs[0].token_ids == tokens
     return tokens
@@ -72,7 +72,7 @@ async def heard(call: RequestStream) -> list[int]:
 async def heard_until_it_failed(call: RequestStream) -> list[int]:
     tokens: list[int] = []
     with pytest.raises(NumericalError):
-        while isinstance(news := await call.hear(), Delta):
+        while isinstance(news := await call.receive(), Delta):
             assert news.finish_reason is None
             tokens += news.token_ids
     return tokens
@@ -97,7 +97,7 @@ def test_every_stream_gets_all_output_in_order(child: EngineProcess, steps: list
         last = dict.fromkeys(range(CALLERS), 99)
         say(engine, last, {number: [*tokens, 99] for number, tokens in said.items()})
         assert await asyncio.gather(*listening) == [[*tokens, 99] for tokens in said.values()]
-        assert engine.num_calls == 0
+        assert engine.num_requests == 0
 
     asyncio.run(events())
 
@@ -123,7 +123,7 @@ def test_output_before_a_failure_is_delivered_before_it(
         for _ in range(turns_before_reading):
             await asyncio.sleep(0)
         assert await asyncio.gather(*map(heard_until_it_failed, calls)) == [said] * CALLERS
-        assert engine.num_calls == 0
+        assert engine.num_requests == 0
 
     asyncio.run(events())
 
@@ -136,7 +136,7 @@ def test_few_streams_are_woken_in_one_iteration_and_unread_output_is_merged(chil
 
         async def read(call: RequestStream) -> None:
             while True:
-                news = await call.hear()
+                news = await call.receive()
                 assert isinstance(news, Delta)
                 reads.append((iteration, len(news.token_ids)))
 
@@ -151,7 +151,7 @@ def test_few_streams_are_woken_in_one_iteration_and_unread_output_is_merged(chil
         assert len(reads) < 2 * CALLERS
         for reader, call in zip(readers, calls, strict=True):
             reader.cancel()
-            engine.leave(call)
+            call.close()
 
     asyncio.run(events())
 
@@ -166,6 +166,6 @@ def test_every_delta_is_counted_when_it_arrives(child: EngineProcess) -> None:
         await asyncio.sleep(0)
         assert sorted(counted) == [(number, [token]) for number in range(2) for token in range(3)]
         for call in calls:
-            engine.leave(call)
+            call.close()
 
     asyncio.run(events())

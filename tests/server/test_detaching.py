@@ -31,22 +31,22 @@ class Detached(AsyncEngine):
     sent: Sent | None = None
 
     @property
-    def _child(self) -> EngineProcess | None:
+    def _process(self) -> EngineProcess | None:
         found, self.sent = self.sent, None
         return cast("EngineProcess | None", found)
 
-    @_child.setter
-    def _child(self, child: EngineProcess | None) -> None:
+    @_process.setter
+    def _process(self, child: EngineProcess | None) -> None:
         assert child is None
 
 
 def test_a_stop_while_the_engine_is_detached(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, sent = Detached(None, time.monotonic), Sent()
     monkeypatch.setattr(
-        engine._front, "hear", lambda progress: ProcessedOutput([], [StopSequence(3, 0), StopSequence(4, 1)], [])
+        engine._processor, "process", lambda progress: ProcessedOutput([], [StopSequence(3, 0), StopSequence(4, 1)], [])
     )
     engine.sent = sent
-    engine._advance(cast(StepOutput, None))
+    engine._process_output(cast(StepOutput, None))
     assert sent.messages == [StopSequence(3, 0)], "the second goes nowhere"
 
 

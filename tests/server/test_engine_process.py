@@ -61,7 +61,7 @@ class World:
         try:
             return await output(call)
         finally:
-            self.engine.leave(call)
+            call.close()
 
     async def until(self, holds: Callable[[], bool]) -> None:
         async with asyncio.timeout(60):
@@ -70,7 +70,7 @@ class World:
 
 
 async def output(call: RequestStream) -> RequestOutput:
-    while not isinstance(news := await call.hear(), RequestOutput):
+    while not isinstance(news := await call.receive(), RequestOutput):
         pass
     return news
 
@@ -105,7 +105,7 @@ def test_streamed_and_whole_outputs_are_the_script(opened, tmp_path):
             assert whole.outputs[0].text == "Nobody knows. 🙂 日本語" and whole.outputs[0].finish_reason == "stop"
             call = w.submit("a secret")
             pieces = []
-            while isinstance(news := await call.hear(), Delta):
+            while isinstance(news := await call.receive(), Delta):
                 pieces.append(news)
             assert "".join(piece.text for piece in pieces) == whole.outputs[0].text == news.outputs[0].text
             assert [piece.finish_reason for piece in pieces].count("stop") == 1 and pieces[-1].finish_reason == "stop"
@@ -128,7 +128,7 @@ def test_stop_strings_lengths_siblings_beams_and_scores_cross_the_wire(opened, t
             scored = await w.answer("hi", SamplingParams(logprobs=2, prompt_logprobs=1, max_tokens=3))
             assert scored.outputs[0].logprobs is not None and len(scored.outputs[0].logprobs) == 3
             assert all(len(entry) == 2 for entry in scored.outputs[0].logprobs)
-            assert w.engine.num_calls == 0
+            assert w.engine.num_requests == 0
 
     run(body())
 
@@ -141,12 +141,12 @@ def test_an_error_reaches_only_its_own_request(opened, tmp_path):
                 await w.answer("boom")
             with pytest.raises(QuireError, match="ids run from 0") as refused:
                 call = w.engine.submit([10**6], GREEDY, streaming=True)
-                await call.hear()
+                await call.receive()
             assert refused.value.status == 400 and refused.value.param == "prompt"
             with pytest.raises(QuireError, match="cannot be sent"):
                 w.engine.submit([2**70], GREEDY, streaming=True)
             assert (await output(good)).outputs[0].text == "Hello there."
-            assert w.engine.num_calls == 0
+            assert w.engine.num_requests == 0
 
     run(body())
 
@@ -156,9 +156,9 @@ def test_a_slow_reader_gets_merged_deltas(opened, tmp_path):
         async with world(opened, tmp_path) as w:
             call = w.submit("a secret")
             await w.until(lambda: call.over)
-            news = await call.hear()
+            news = await call.receive()
             assert isinstance(news, Delta) and news.text == "Nobody knows. 🙂 日本語" and news.finish_reason == "stop"
-            assert isinstance(await call.hear(), RequestOutput)
+            assert isinstance(await call.receive(), RequestOutput)
 
     run(body())
 
@@ -167,10 +167,10 @@ def test_an_aborted_request_releases_everything(opened, tmp_path):
     async def body() -> None:
         async with world(opened, tmp_path, '{"step_ms": 2}' + LINES, max_num_seqs=4) as w:
             calls = [w.submit("endless", SamplingParams(max_tokens=2000)) for _ in range(12)]  # eight of them wait
-            await calls[0].hear()
+            await calls[0].receive()
             for call in calls:
-                w.engine.leave(call)
-                w.engine.leave(call)
+                call.close()
+                call.close()
             stats = lambda: w.engine.stats  # noqa: E731
             await w.until(lambda: stats() is not None and stats().num_running + stats().num_waiting == 0)
             assert w.engine.stats.num_free_blocks + w.engine.stats.num_idle_blocks == w.engine.stats.num_blocks
@@ -183,8 +183,8 @@ def test_a_killed_engine_fails_all_requests_and_is_replaced(opened, tmp_path):
     async def body() -> None:
         async with world(opened, tmp_path, '{"step_ms": 5}' + LINES) as w:
             calls = [w.submit("endless", SamplingParams(max_tokens=2000)) for _ in range(64)]
-            await calls[0].hear()
-            asked = asyncio.create_task(w.engine.ask("no such thing"))
+            await calls[0].receive()
+            asked = asyncio.create_task(w.engine.query("no such thing"))
             await asyncio.sleep(0)
             os.kill(w.supervisor.engine_pid, signal.SIGKILL)
             told = await asyncio.gather(*map(output, calls), return_exceptions=True)
@@ -212,7 +212,7 @@ def test_an_engine_that_hangs_is_not_ready_then_killed_and_replaced(opened, tmp_
             waiting = w.submit("hi")
             monkeypatch.setattr(supervising, "KILL_AFTER_S", 3.0)
             with pytest.raises(EngineLost):
-                await waiting.hear()
+                await waiting.receive()
             monkeypatch.undo()
             await w.until(lambda: w.supervisor.health is Health.READY)
             assert w.supervisor.engine_pid != pid
@@ -304,11 +304,11 @@ def test_an_embedding_crosses_the_wire(opened, tmp_path):
             counts = counted(np.array(ids))
             found = (await output(call)).embedding
             assert found is not None and found.tolist() == unit(counts).tolist()
-            assert call.ticket.metrics.first_token_s is not None
+            assert call.state.metrics.first_token_s is not None
             with pytest.raises(NumericalError):
                 await output(w.engine.embed(w.tokenizer.encode("boom")))
             left = w.engine.embed(ids)
-            w.engine.leave(left)
+            left.close()
             assert (await w.answer("hi")).outputs[0].text == "Hello there."
 
     run(body())

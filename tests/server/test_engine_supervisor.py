@@ -16,7 +16,7 @@ from quire.engine.wire import Message, ToFront
 from quire.server import engine_supervisor as supervising
 from quire.server.async_engine import AsyncEngine
 from quire.server.context import ServedModel
-from quire.server.engine_supervisor import MOST_FAILED, SETTLED_S, SILENT_START_S, Health, Supervisor
+from quire.server.engine_supervisor import MOST_FAILED, SILENT_START_S, STABLE_S, Health, Supervisor
 from tests.server.scripted_app import Script, app_over, events
 
 FACTS = EngineInfo("m", 1024, 100, 4, 64, 16, "script", "none", MemoryLedger(), 1, 0)
@@ -149,7 +149,7 @@ def test_an_engine_that_hangs_while_it_starts_again_is_killed_and_replaced(monke
         world.now_s += SILENT_START_S + 1
         (await world.started(2)).hear(FACTS)
         await _turns()
-        world.engine.beaten_s = world.now_s
+        world.engine.heartbeat_s = world.now_s
         assert hanging.num_kills == 1 and world.supervisor.health is Health.READY
         assert world.supervisor.num_restarts == 2
         await world.supervisor.stop()
@@ -168,8 +168,8 @@ def test_restarts_back_off_and_then_stop(
             engine = await world.started(number)
             engine.hear(FACTS)
             await _turns()
-            world.now_s += SETTLED_S - 1
-            world.engine.beaten_s = world.now_s
+            world.now_s += STABLE_S - 1
+            world.engine.heartbeat_s = world.now_s
             engine.end()
         with pytest.raises(EngineFailed, match=f"ended {MOST_FAILED} times in a row .* within 60 s of being ready"):
             await watching
@@ -183,12 +183,12 @@ def test_a_settled_engine_resets_the_failure_count(monkeypatch: pytest.MonkeyPat
     async def body() -> None:
         world = World(monkeypatch)
         watching = await world.watched()
-        for number, lived_s in enumerate([1, 1, 1, SETTLED_S, 1, 1]):
+        for number, lived_s in enumerate([1, 1, 1, STABLE_S, 1, 1]):
             engine = await world.started(number)
             engine.hear(FACTS)
             await _turns()
             world.now_s += lived_s
-            world.engine.beaten_s = world.now_s
+            world.engine.heartbeat_s = world.now_s
             engine.end()
         await world.started(6)
         assert world.waited_s == [0.25, 0.5, 1.0, 0.25, 0.25, 0.5]

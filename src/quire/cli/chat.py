@@ -58,20 +58,20 @@ def _stop_on_interrupt() -> Iterator[StopRequest]:
 
 def print_reply(llm: LLM, prompt: Prompt, params: SamplingParams) -> PrintedReply:
     """Print a completion as it is generated and return it."""
-    front = llm.front
-    started_s = front.now()
+    client = llm.client
+    started_s = client.now()
     with _stop_on_interrupt() as stop:
-        request = front.submit(prompt, params, streaming=True)
+        request = client.submit(prompt, params, streaming=True)
         try:
             while not request.finished and not stop.requested:
-                for delta in front.turn():
+                for delta in client.step():
                     print(delta.text, end="", flush=True)
         finally:
             if not request.finished:
-                front.abort(request)
+                client.abort(request)
     output = request.output().outputs[0]
-    failure = failure_of(request.transcripts[0].finish_reason, len(request.prompt_ids), params)
-    return PrintedReply(output.text, output.finish_reason, len(output.token_ids), front.now() - started_s, failure)
+    failure = failure_of(request.sequences[0].finish_reason, len(request.prompt_ids), params)
+    return PrintedReply(output.text, output.finish_reason, len(output.token_ids), client.now() - started_s, failure)
 
 
 HELP = """\

@@ -76,7 +76,7 @@ class BuiltEngine:
 
     name: str
     engine: Engine
-    front: LocalClient
+    client: LocalClient
     tokenizer: Tokenizer | None
     checkpoint: Checkpoint
     resolved: ResolvedConfig
@@ -158,9 +158,9 @@ def build(
     engine = _engine(config, opened, resolved, scheduler, runner, observe, grammars)
     memory = _ledger(weight_bytes, resolved, before, inspect(device))
     watch.done("memory", memory.describe())
-    front = LocalClient(engine, tokenizer)
+    client = LocalClient(engine, tokenizer)
     return BuiltEngine(
-        name, engine, front, tokenizer, checkpoint, resolved, machine, dtype, choice.reason, memory, choice.attention
+        name, engine, client, tokenizer, checkpoint, resolved, machine, dtype, choice.reason, memory, choice.attention
     )
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from quire.grammar.matcher import GrammarMatcher
 
 
-def is_cornered(sequence: Sequence, mask: IntArray | None, vocab_size: int) -> bool:
+def is_nothing_left(sequence: Sequence, mask: IntArray | None, vocab_size: int) -> bool:
     """Whether a request's own parameters and grammar, together, allow no token; for a sequence that ended without one.
     `mask` is what its grammar allows next, 32 tokens to a word; None if it follows none."""
     sampling, num_prompt = sequence.request.sampling, len(sequence.request.prompt)
@@ -61,7 +61,7 @@ class Engine:
         self,
         scheduler: Scheduler,
         runner: Runner,
-        door: RequestValidator,
+        validator: RequestValidator,
         *,
         depth: int,
         seed: int,
@@ -70,7 +70,7 @@ class Engine:
         preparing: PreparingRunner | None = None,
         span: Span | None = None,
     ) -> None:
-        self.door = door
+        self.validator = validator
         self.scheduler = scheduler
         self.clock = clock
         self.grammars = grammars
@@ -81,15 +81,15 @@ class Engine:
         self._preparing = preparing
         self.num_sampled = 0  # tokens of continuations; those of beams when their search ends
 
-    def submit(self, order: AddRequest) -> Accepted:
+    def submit(self, message: AddRequest) -> Accepted:
         """Queue a request. A `QuireError` means that nothing happened."""
         self._check_alive()
-        trip(FaultSite.ADD, order.number)
+        trip(FaultSite.ADD, message.number)
         now_s = self.clock()
-        grammar = order.params.grammar
+        grammar = message.params.grammar
         if grammar is not None:
             self._prepare(grammar)
-        request = self.door.admit(order, self._seeds.randint(0, MAX_SEED), now_s)
+        request = self.validator.admit(message, self._seeds.randint(0, MAX_SEED), now_s)
         matchers: list[GrammarMatcher] = []  # made before `add`: this may raise, and nothing is registered yet
         if grammar is not None and self.grammars is not None:
             matchers = self.grammars.matchers(grammar, request.num_sequences)
@@ -99,7 +99,7 @@ class Engine:
         self._groups[request.id] = group
         if len(self._groups) > MOST_REMEMBERED + self.scheduler.num_running + self.scheduler.num_waiting:
             del self._groups[next(name for name in self._groups if self.scheduler.group(name) is None)]
-        return Accepted(order.number, group.sequences[0].id, self.scheduler.last_absorbed + 1)
+        return Accepted(message.number, group.sequences[0].id, self.scheduler.last_absorbed + 1)
 
     def _prepare(self, grammar: Grammar) -> None:
         if self.grammars is None:
@@ -135,7 +135,7 @@ class Engine:
         group = next(groups, None)
         return None if group is None else group.request.id
 
-    def turn(self) -> StepOutput | None:
+    def step(self) -> StepOutput | None:
         """One turn of the loop; None if no step was absorbed."""
         self._check_alive()
         try:
@@ -161,8 +161,8 @@ class Engine:
             return over
         sequence = group.sequences[over.sequence - group.sequences[0].id]
         mask = None if self.grammars is None else self.grammars.mask(sequence)
-        suspects = (sequence,) if group.request.beam is None else group.sequences
-        is_own_doing = any(is_cornered(each, mask, self.door.vocab_size) for each in suspects)
+        candidates = (sequence,) if group.request.beam is None else group.sequences
+        is_own_doing = any(is_nothing_left(each, mask, self.validator.vocab_size) for each in candidates)
         return over._replace(reason=FinishReason.NOTHING_LEFT) if is_own_doing else over
 
     def prepare(self) -> None:

@@ -29,55 +29,55 @@ def main(descriptor: int, parent: int) -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PARENT_SIGNALS)  # held back since the start: see `Child`
     if not die_with_parent(parent):
         return 0
-    wire = socket.socket(fileno=descriptor)
-    order = _first_order(wire)
-    if order is None:
+    connection = socket.socket(fileno=descriptor)
+    start = _read_start(connection)
+    if start is None:
         return 0
     watch = StartupReporter(
-        loading=lambda done, total: _tell(wire, LoadProgress(done, total)),
-        finished=lambda phase: _tell(wire, phase),
+        loading=lambda done, total: _send(connection, LoadProgress(done, total)),
+        finished=lambda phase: _send(connection, phase),
     )
     try:
-        engine, facts = _build(order, watch)
+        engine, facts = _build(start, watch)
     except QuireError as error:
-        _tell(wire, Refused(None, error))
+        _send(connection, Refused(None, error))
         return error.exit_code
     if engine.grammars is not None:
         wake(engine.grammars)
     freeze_heap()
-    _tell(wire, facts)
-    EngineServer(engine, wire, time.monotonic).run()
+    _send(connection, facts)
+    EngineServer(engine, connection, time.monotonic).run()
     return 0
 
 
-def _tell(wire: socket.socket, message: Message) -> None:
+def _send(connection: socket.socket, message: Message) -> None:
     """A parent that has hung up wants no engine any more."""
     try:
-        wire.sendall(pack(message))
+        connection.sendall(pack(message))
     except OSError:
         raise SystemExit(0) from None
 
 
-def _build(order: StartEngine, watch: StartupReporter) -> tuple[Engine, EngineInfo]:
+def _build(start: StartEngine, watch: StartupReporter) -> tuple[Engine, EngineInfo]:
     """Imports what it needs: torch takes seconds, and a script does without."""
-    if order.script is not None:
+    if start.script is not None:
         from quire.engine.scripted_engine import build_scripted
 
-        return build_scripted(order.config, Path(order.script), watch)
+        return build_scripted(start.config, Path(start.script), watch)
     with gc_frozen_imports():
         from quire.engine.build import build
 
-    built = build(order.config, watch, serving=order.serving)
+    built = build(start.config, watch, serving=start.serving)
     return built.engine, built.facts
 
 
-def _first_order(wire: socket.socket) -> StartEngine | None:
-    unpacker = FrameDecoder()
-    while data := wire.recv(1 << 16):
-        for frame in unpacker.feed(data):
-            order = read_for_engine(frame)
-            assert isinstance(order, StartEngine), order
-            return order
+def _read_start(connection: socket.socket) -> StartEngine | None:
+    decoder = FrameDecoder()
+    while data := connection.recv(1 << 16):
+        for frame in decoder.feed(data):
+            start = read_for_engine(frame)
+            assert isinstance(start, StartEngine), start
+            return start
     return None
 
 

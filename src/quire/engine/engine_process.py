@@ -1,7 +1,7 @@
 """An engine process, as its parent holds it: started with an inherited socket, spoken to in frames, gone when killed.
 
 Two threads carry the frames, so that neither a long prompt on its way out nor a burst of tokens on its way in ever
-keeps an event loop waiting. What arrives is handed to `hear`, on the reading thread; the last call is `end`.
+keeps an event loop waiting. What arrives is handed to `receive`, on the reading thread; the last call is `end`.
 """
 
 import contextlib
@@ -36,10 +36,10 @@ def _signals_held() -> Iterator[None]:
 class EngineProcess:
     """One life of an engine process."""
 
-    def __init__(self, hear: Callable[[ToFront], None], end: Callable[[], None]) -> None:
-        self._hear = hear
+    def __init__(self, receive: Callable[[ToFront], None], end: Callable[[], None]) -> None:
+        self._receive = receive
         self._end = end
-        self._wire, theirs = socket.socketpair()
+        self._socket, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-m", "quire.engine.engine_main", str(theirs.fileno()), str(os.getpid())]
             with _signals_held():
@@ -64,7 +64,7 @@ class EngineProcess:
         """Hang up: the process ends by itself, and is killed if it does not. Waits for it."""
         self._outgoing.put(None)
         with contextlib.suppress(OSError):
-            self._wire.shutdown(socket.SHUT_RDWR)
+            self._socket.shutdown(socket.SHUT_RDWR)
         try:
             self._process.wait(2)
         except subprocess.TimeoutExpired:
@@ -79,11 +79,11 @@ class EngineProcess:
         return self._process.poll()
 
     def _read(self) -> None:
-        unpacker = FrameDecoder()
+        decoder = FrameDecoder()
         try:
-            while data := self._wire.recv(_READ_BYTES):
-                for frame in unpacker.feed(data):
-                    self._hear(read_for_front(frame))
+            while data := self._socket.recv(_READ_BYTES):
+                for frame in decoder.feed(data):
+                    self._receive(read_for_front(frame))
         except BrokenFrame:
             _log.exception("the engine's words could not be read")
             self.kill()
@@ -99,6 +99,6 @@ class EngineProcess:
     def _write(self) -> None:
         while (frame := self._outgoing.get()) is not None:
             try:
-                self._wire.sendall(frame)
+                self._socket.sendall(frame)
             except OSError:
                 return

@@ -25,7 +25,7 @@ from quire.engine.wire import BrokenFrame, FrameDecoder, Message, as_json, pack,
 if TYPE_CHECKING:
     from quire.grammar.compiler import CompiledGrammar
 
-BEAT_S = 0.5  # between two beats, unless a step takes longer
+HEARTBEAT_S = 0.5  # between two beats, unless a step takes longer
 _READ_BYTES = 1 << 20
 
 _log = logging.getLogger(__name__)
@@ -34,41 +34,41 @@ _log = logging.getLogger(__name__)
 class EngineServer:
     """Runs until the front hangs up."""
 
-    def __init__(self, engine: Engine, wire: socket.socket, clock: Callable[[], float]) -> None:
+    def __init__(self, engine: Engine, connection: socket.socket, clock: Callable[[], float]) -> None:
         self._engine = engine
-        self._wire = wire
+        self._socket = connection
         self._clock = clock
-        self._unpacker = FrameDecoder()
-        self._beaten_s = -BEAT_S
-        self._hung_up = False
+        self._decoder = FrameDecoder()
+        self._heartbeat_s = -HEARTBEAT_S
+        self._closed = False
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._compiling: set[int] = set()
         self._compiled: queue.SimpleQueue[tuple[AddRequest, Future[CompiledGrammar]]] = queue.SimpleQueue()
-        self._bell, self._heard_bell = socket.socketpair()
+        self._wakeup, self._woken = socket.socketpair()
 
     def run(self) -> None:
         """The whole life of an engine process."""
         while True:
             self._read()
-            if self._hung_up:
+            if self._closed:
                 return
             if not self._engine.idle:
-                self._turn()
+                self._step()
             else:
                 self._engine.prepare()
-            self._beat()
+            self._heartbeat()
 
-    def _turn(self) -> None:
-        progress = self._engine.turn()
-        if progress is not None and not progress.empty:
-            self._tell(progress)
+    def _step(self) -> None:
+        output = self._engine.step()
+        if output is not None and not output.empty:
+            self._send_output(output)
 
-    def _tell(self, progress: StepOutput) -> None:
+    def _send_output(self, output: StepOutput) -> None:
         """What cannot be written fails its own request; the rest is told without it."""
         try:
-            self._send(progress)
+            self._send(output)
         except Exception as error:
-            numbers = progress.numbers(self._engine.number_of)
+            numbers = output.numbers(self._engine.number_of)
             if len(numbers) == 1:
                 (number,) = numbers
                 _log.exception("what request %s said could not be sent", number)
@@ -76,39 +76,39 @@ class EngineServer:
                 self._refuse(number, RequestFailed())
             elif numbers:
                 for number in numbers:
-                    self._tell(progress.only(number, self._engine.number_of))
+                    self._send_output(output.only(number, self._engine.number_of))
             else:
                 raise error
 
-    def _beat(self) -> None:
+    def _heartbeat(self) -> None:
         now_s = self._clock()
-        if now_s - self._beaten_s >= BEAT_S:
-            self._beaten_s = now_s
+        if now_s - self._heartbeat_s >= HEARTBEAT_S:
+            self._heartbeat_s = now_s
             self._send(stats_of(self._engine))
 
     def _read(self) -> None:
         """Every order that has come; with nothing to compute or prepare, wait for one until the next beat."""
-        patience_s = BEAT_S if self._engine.idle and self._engine.prepared else 0.0
-        while ready := select.select([self._wire, self._heard_bell], [], [], patience_s)[0]:
-            patience_s = 0.0
-            if self._heard_bell in ready:
-                self._heard_bell.recv(_READ_BYTES)
+        timeout_s = HEARTBEAT_S if self._engine.idle and self._engine.prepared else 0.0
+        while ready := select.select([self._socket, self._woken], [], [], timeout_s)[0]:
+            timeout_s = 0.0
+            if self._woken in ready:
+                self._woken.recv(_READ_BYTES)
                 self._take_compiled()
-            if self._wire not in ready:
+            if self._socket not in ready:
                 continue
-            data = self._wire.recv(_READ_BYTES)
+            data = self._socket.recv(_READ_BYTES)
             if not data:
-                self._hung_up = True
+                self._closed = True
                 return
-            for frame in self._unpacker.feed(data):
-                self._obey(frame)
+            for frame in self._decoder.feed(data):
+                self._handle(frame)
 
-    def _obey(self, frame: bytes) -> None:
+    def _handle(self, frame: bytes) -> None:
         number = request_number(frame)
         try:
             if number is not None:
                 trip(FaultSite.DECODE_FRAME, number)
-            self._follow(read_for_engine(frame))
+            self._dispatch(read_for_engine(frame))
         except BrokenFrame as error:
             _log.error("a frame could not be read and was dropped: %.200s", error)
             self._refuse(number, EngineFailed("The engine could not read this request; the server's log says why."))
@@ -118,73 +118,73 @@ class EngineServer:
             _log.exception("an order broke its own handling")
             self._refuse(number, EngineFailed("The engine could not take this request; the server's log says why."))
 
-    def _follow(self, order: object) -> None:
-        match order:
-            case AddRequest() if order.params.grammar is not None:
-                self._compile(order, order.params.grammar)
+    def _dispatch(self, message: object) -> None:
+        match message:
+            case AddRequest() if message.params.grammar is not None:
+                self._compile(message, message.params.grammar)
             case AddRequest():
-                self._submit(order)
+                self._submit(message)
             case AbortRequest():
-                self._compiling.discard(order.number)
-                self._engine.abort(order.number)
+                self._compiling.discard(message.number)
+                self._engine.abort(message.number)
             case StopSequence():
-                self._engine.stop(order.number, order.continuation)
+                self._engine.stop(message.number, message.continuation)
             case Query():
-                self._send(QueryReply(order.token, self._answer(order)))
+                self._send(QueryReply(message.token, self._reply(message)))
             case _:
-                raise BrokenFrame(f"an engine at work has no use for {type(order).__name__}")
+                raise BrokenFrame(f"an engine at work has no use for {type(message).__name__}")
 
-    def _submit(self, order: AddRequest) -> None:
-        self._send(self._engine.submit(order))
+    def _submit(self, message: AddRequest) -> None:
+        self._send(self._engine.submit(message))
 
-    def _compile(self, order: AddRequest, grammar: Grammar) -> None:
+    def _compile(self, message: AddRequest, grammar: Grammar) -> None:
         """A grammar may take long to compile: meanwhile the others go on, and the order waits at the door."""
         if self._engine.grammars is None:
-            self._submit(order)  # which says why not
+            self._submit(message)  # which says why not
             return
-        self._compiling.add(order.number)
+        self._compiling.add(message.number)
         compiling = self._pool.submit(self._engine.grammars.prepare, grammar)
-        compiling.add_done_callback(lambda done: self._compiled_now(order, done))
+        compiling.add_done_callback(lambda done: self._compiled_now(message, done))
 
-    def _compiled_now(self, order: AddRequest, done: "Future[CompiledGrammar]") -> None:
+    def _compiled_now(self, message: AddRequest, done: "Future[CompiledGrammar]") -> None:
         """On the compiler's thread: the loop is woken, wherever it waits."""
-        self._compiled.put((order, done))
-        self._bell.send(b"!")
+        self._compiled.put((message, done))
+        self._wakeup.send(b"!")
 
     def _take_compiled(self) -> None:
         while not self._compiled.empty():
-            order, done = self._compiled.get()
-            if order.number not in self._compiling:  # aborted meanwhile
+            message, done = self._compiled.get()
+            if message.number not in self._compiling:  # aborted meanwhile
                 continue
-            self._compiling.discard(order.number)
+            self._compiling.discard(message.number)
             try:
                 done.result()
-                self._submit(order)
+                self._submit(message)
             except QuireError as error:
-                self._refuse(order.number, error)
+                self._refuse(message.number, error)
             except Exception:
                 _log.exception("a grammar broke its own compilation")
-                self._refuse(order.number, EngineFailed("The grammar of this request could not be compiled."))
+                self._refuse(message.number, EngineFailed("The grammar of this request could not be compiled."))
 
-    def _answer(self, asked: Query) -> bytes:
+    def _reply(self, query: Query) -> bytes:
         """A question's answer as JSON; what is wrong with the question is an answer too."""
         try:
-            return as_json(self._answers(asked))
+            return as_json(self._query_result(query))
         except QuireError as error:
             problem = {"message": error.message, "status": error.status, "code": error.code, "param": error.param}
             return as_json({"problem": problem})
 
-    def _answers(self, asked: Query) -> object:
-        match asked.what:
+    def _query_result(self, query: Query) -> object:
+        match query.what:
             case "explain":
-                explanation = self._engine.explain(RequestId(asked.number))
+                explanation = self._engine.explain(RequestId(query.number))
                 return {"lines": explanation.lines(), "explanation": explanation}
             case "reset_prefix_cache":
                 return {"freed_blocks": self._engine.scheduler.reset_cache()}
             case "drain":
                 self._engine.scheduler.drain()
                 return {}
-        raise EngineFailed(f"The engine has no answer to {asked.what!r:.40}.")
+        raise EngineFailed(f"The engine has no answer to {query.what!r:.40}.")
 
     def _refuse(self, number: int | None, error: QuireError) -> None:
         if number is not None:
@@ -192,6 +192,6 @@ class EngineServer:
 
     def _send(self, message: Message) -> None:
         try:
-            self._wire.sendall(pack(message))
+            self._socket.sendall(pack(message))
         except OSError:
-            self._hung_up = True
+            self._closed = True

@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 class GrammarMasks:
     """Begins with a family, follows its tokens, forgets who has ended."""
 
-    __slots__ = ("_compiler", "_cpu_time", "_followed", "_lock", "_num_words", "_spelling")
+    __slots__ = ("_compiler", "_cpu_time", "_lock", "_matchers", "_num_words", "_vocabulary")
 
     def __init__(
         self,
@@ -41,11 +41,11 @@ class GrammarMasks:
         cpu_time: Callable[[], float] = time.thread_time,
     ) -> None:
         self._cpu_time = cpu_time
-        self._spelling = (tokenizer, end_ids, vocab_size)
+        self._vocabulary = (tokenizer, end_ids, vocab_size)
         self._num_words = -(-vocab_size // 32)
         self._lock = threading.Lock()
         self._compiler: GrammarCompiler | None = None
-        self._followed: dict[SequenceId, tuple[Sequence, GrammarMatcher]] = {}
+        self._matchers: dict[SequenceId, tuple[Sequence, GrammarMatcher]] = {}
 
     def prepare(self, grammar: Grammar) -> CompiledGrammar:
         """Compile, or find compiled; an `InvalidGrammar` says why not. From any thread."""
@@ -55,7 +55,7 @@ class GrammarMasks:
         """The compiler. Reading a vocabulary takes a second or so, and is done by the first who asks."""
         with self._lock:
             if self._compiler is None:
-                self._compiler = GrammarCompiler(GrammarVocabulary(*self._spelling))
+                self._compiler = GrammarCompiler(GrammarVocabulary(*self._vocabulary))
             return self._compiler
 
     def matchers(self, grammar: Grammar, count: int) -> list[GrammarMatcher]:
@@ -65,7 +65,7 @@ class GrammarMasks:
 
     def begin(self, group: RequestGroup, matchers: Many[GrammarMatcher]) -> None:
         for sequence, matcher in zip(group.sequences, matchers, strict=True):
-            self._followed[sequence.id] = (sequence, matcher)
+            self._matchers[sequence.id] = (sequence, matcher)
 
     def masks(self, sequences: Many[Sequence]) -> IntArray:
         """What each may say next."""
@@ -76,12 +76,12 @@ class GrammarMasks:
 
     def mask(self, sequence: Sequence) -> IntArray | None:
         """What one that ended without a token could have said; None if it follows no grammar that still holds."""
-        followed = self._followed.get(sequence.id)
-        if followed is None:
+        entry = self._matchers.get(sequence.id)
+        if entry is None:
             return None
         bits = np.zeros(self._num_words, dtype=np.int32)
         try:
-            return bits if followed[1].fill(bits) else None
+            return bits if entry[1].fill(bits) else None
         except Exception:
             _log.exception("the grammar of request %s broke", sequence.request.id)
             return None
@@ -89,10 +89,10 @@ class GrammarMasks:
     def _fill(self, sequence: Sequence, row: IntArray) -> None:
         try:
             trip(FaultSite.GRAMMAR_MASK, sequence.id)
-            _, matcher = self._followed[sequence.id]
-            begun_s = self._cpu_time()
+            _, matcher = self._matchers[sequence.id]
+            started_s = self._cpu_time()
             matcher.fill(row)
-            if self._is_slow(matcher, begun_s):
+            if self._is_slow(matcher, started_s):
                 row[:] = 0
             if matcher.failed:
                 _log.error("the grammar of request %s gave up", sequence.request.id)
@@ -102,41 +102,41 @@ class GrammarMasks:
 
     def advance(self, output: StepOutput, scheduler: Scheduler) -> None:
         """Take in what was said. Whoever can say no more has ended, whether or not an end token came."""
-        if not self._followed:
+        if not self._matchers:
             return
         for number, token in zip(output.sequences.tolist(), output.tokens.tolist(), strict=True):
-            followed = self._followed.get(SequenceId(number))
-            if followed is not None and not followed[0].finished:
-                reason = self._taken(followed[1], number, token)
+            entry = self._matchers.get(SequenceId(number))
+            if entry is not None and not entry[0].finished:
+                reason = self._advance_one(entry[1], number, token)
                 if reason is not None:
-                    scheduler.conclude(followed[0], reason)
-        for name in [name for name, (sequence, _) in self._followed.items() if sequence.finished]:
-            del self._followed[name]
+                    scheduler.conclude(entry[0], reason)
+        for name in [name for name, (sequence, _) in self._matchers.items() if sequence.finished]:
+            del self._matchers[name]
 
-    def _taken(self, matcher: GrammarMatcher, name: int, token: int) -> FinishReason | None:
+    def _advance_one(self, matcher: GrammarMatcher, name: int, token: int) -> FinishReason | None:
         try:
             trip(FaultSite.GRAMMAR_ADVANCE, name)
-            begun_s = self._cpu_time()
+            started_s = self._cpu_time()
             taken = matcher.advance(token)
-            if self._is_slow(matcher, begun_s) or not taken:
+            if self._is_slow(matcher, started_s) or not taken:
                 return FinishReason.FAILED
         except Exception:
             _log.exception("a grammar broke over a token")
             return FinishReason.FAILED
         return FinishReason.STOP if matcher.stopped else None
 
-    def _is_slow(self, matcher: GrammarMatcher, begun_s: float) -> bool:
+    def _is_slow(self, matcher: GrammarMatcher, started_s: float) -> bool:
         """Whether it took too long. Nobody follows that grammar any further: each of them would take as long again."""
-        taken_s = self._cpu_time() - begun_s
+        taken_s = self._cpu_time() - started_s
         most_s = limits.FAILING_CPU_S if matcher.failed else limits.FOLLOWING_CPU_S
         if taken_s <= most_s:
             return False
         _log.error("a grammar took %.0f ms for a token; %.0f are the most", taken_s * 1e3, most_s * 1e3)
-        for _, other in self._followed.values():
+        for _, other in self._matchers.values():
             if other.pattern is matcher.pattern:
                 other.failed = True
         return True
 
     @property
-    def num_followed(self) -> int:
-        return len(self._followed)
+    def num_sequences(self) -> int:
+        return len(self._matchers)

@@ -23,7 +23,7 @@ from quire.core.sampling import SamplingParams
 from quire.engine.engine import Engine
 from quire.engine.output_processor import OutputProcessor, Prompt
 from quire.engine.outputs import Delta
-from quire.engine.request_options import USUAL, RequestOptions
+from quire.engine.request_options import DEFAULT_OPTIONS, RequestOptions
 from quire.engine.request_state import RequestState
 from quire.text.tokenizer import Tokenizer
 
@@ -35,48 +35,48 @@ class LocalClient:
     def __init__(self, engine: Engine, tokenizer: Tokenizer | None) -> None:
         self.lock = RLock()
         self._engine = engine
-        self._front = OutputProcessor(tokenizer, engine.clock)
+        self._processor = OutputProcessor(tokenizer, engine.clock)
 
     def submit(
         self,
         prompt: Prompt,
         params: SamplingParams,
         *,
-        terms: RequestOptions = USUAL,
+        options: RequestOptions = DEFAULT_OPTIONS,
         streaming: bool = False,
         pooled: bool = False,
     ) -> RequestState:
         """Queue a prompt, pooled if it is to become an embedding. A `QuireError` means that nothing happened."""
         with self.lock:
-            ticket = self._front.open(prompt, params, terms=terms, streaming=streaming, pooled=pooled)
+            state = self._processor.open(prompt, params, options=options, streaming=streaming, pooled=pooled)
             try:
-                accepted = self._engine.submit(ticket.request)
+                accepted = self._engine.submit(state.request)
             except BaseException:
-                self._front.drop(ticket)
+                self._processor.drop(state)
                 raise
-            self._front.accept(accepted)
-            return ticket
+            self._processor.accept(accepted)
+            return state
 
-    def abort(self, ticket: RequestState) -> None:
+    def abort(self, state: RequestState) -> None:
         """Give up a request; what it has so far stays readable."""
         with self.lock:
-            self._engine.abort(ticket.number)
-            self._front.drop(ticket)
+            self._engine.abort(state.number)
+            self._processor.drop(state)
 
-    def turn(self) -> list[Delta]:
+    def step(self) -> list[Delta]:
         """One turn of the engine; what each who listens gained by it, and each who finished."""
         with self.lock:
-            progress = self._engine.turn()
-            if progress is None:
+            output = self._engine.step()
+            if output is None:
                 return []
-            heard = self._front.hear(progress)
-            for number, index in heard.stops:
+            processed = self._processor.process(output)
+            for number, index in processed.stops:
                 self._engine.stop(number, index)
-            return heard.deltas
+            return processed.deltas
 
     def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """A prompt's text, if it came as text, and its ids."""
-        return self._front.encode(prompt)
+        return self._processor.encode(prompt)
 
     @property
     def idle(self) -> bool:
@@ -84,14 +84,14 @@ class LocalClient:
 
     def now(self) -> float:
         """The clock that metrics are read on, in seconds."""
-        return self._front.now()
+        return self._processor.now()
 
 
 class PendingOutputs:
     """Counts what is still to come."""
 
-    def __init__(self, tickets: Iterable[RequestState]) -> None:
-        self._pending = {ticket.request_id: ticket for ticket in tickets}
+    def __init__(self, states: Iterable[RequestState]) -> None:
+        self._pending = {state.request_id: state for state in states}
         self.num_tokens = 0
 
     @property
@@ -99,14 +99,14 @@ class PendingOutputs:
         return len(self._pending)
 
     @property
-    def served(self) -> bool:
+    def ready(self) -> bool:
         return not self._pending
 
     def put(self, delta: Delta) -> None:
         """Whoever turned the engine has this for one of them."""
         self.num_tokens += len(delta.token_ids)
-        ticket = self._pending.get(delta.request_id)  # of several continuations the first to be told may have ended all
-        if ticket is not None and ticket.finished:
+        state = self._pending.get(delta.request_id)  # of several continuations the first to be told may have ended all
+        if state is not None and state.finished:
             del self._pending[delta.request_id]
 
 
@@ -115,14 +115,14 @@ class DeltaStream(Iterator[Delta]):
 
     def __init__(
         self,
-        front: LocalClient,
-        ticket: RequestState,
-        turn: Callable[["DeltaStream"], None],
+        client: LocalClient,
+        state: RequestState,
+        step: Callable[["DeltaStream"], None],
         abandoned: deque[RequestState],
     ) -> None:
-        self._front = front
-        self._ticket = ticket
-        self._turn = turn  # must `put` what it brings for this request, until it is served
+        self._client = client
+        self._state = state
+        self._step = step  # must `put` what it brings for this request, until it is served
         self._abandoned = abandoned  # requests that whoever turns the engine must abort
         self._unread: deque[Delta] = deque()
 
@@ -130,14 +130,14 @@ class DeltaStream(Iterator[Delta]):
         self._unread.append(delta)
 
     @property
-    def served(self) -> bool:
+    def ready(self) -> bool:
         """Whether there is something to read, or nothing more will come."""
-        return bool(self._unread) or self._ticket.finished
+        return bool(self._unread) or self._state.finished
 
     def __next__(self) -> Delta:
         try:
-            while not self.served:
-                self._turn(self)
+            while not self.ready:
+                self._step(self)
         except BaseException:
             self.close()
             raise
@@ -147,19 +147,19 @@ class DeltaStream(Iterator[Delta]):
 
     def close(self) -> None:
         self._unread.clear()
-        if not self._ticket.finished:
-            self._front.abort(self._ticket)
+        if not self._state.finished:
+            self._client.abort(self._state)
 
     def __del__(self) -> None:
         # Garbage is collected anywhere, in the middle of a step too: leave a note, and touch nothing.
-        self._abandoned.append(self._ticket)
+        self._abandoned.append(self._state)
 
 
 @contextmanager
-def unbroken() -> Iterator[None]:
+def interrupts_deferred() -> Iterator[None]:
     """Hold an interrupt back, and pass it on afterwards. Only the main thread is ever interrupted."""
-    passed_on = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(passed_on):
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield
         return
     held: list[tuple[int, FrameType | None]] = []
@@ -167,22 +167,22 @@ def unbroken() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, passed_on)
+        signal.signal(signal.SIGINT, handler)
     if held:
-        passed_on(*held[0])
+        handler(*held[0])
 
 
-_homes: set[int] = set()  # processes in which an engine was built; a forked one finds its parent's here
+_engine_processes: set[int] = set()  # processes in which an engine was built; a forked one finds its parent's here
 
 
 def check_not_forked() -> None:
     """Whoever went on would wait for these threads for ever, or be ended by the library that misses them."""
-    if _homes and os.getpid() not in _homes:
+    if _engine_processes and os.getpid() not in _engine_processes:
         raise EngineFailed(
             "This process was forked from one that had loaded a model, and cannot compute. Start it another way, as "
             'multiprocessing.get_context("spawn") does, or load models in the forked processes alone.'
         )
 
 
-def note_home() -> None:
-    _homes.add(os.getpid())
+def note_engine_process() -> None:
+    _engine_processes.add(os.getpid())

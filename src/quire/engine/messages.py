@@ -6,7 +6,7 @@ from typing import NamedTuple
 from quire.config import EngineConfig
 from quire.core.errors import QuireError
 from quire.core.sampling import SamplingParams
-from quire.engine.request_options import USUAL, RequestOptions
+from quire.engine.request_options import DEFAULT_OPTIONS, RequestOptions
 
 # Front to engine.
 
@@ -27,7 +27,7 @@ class AddRequest:
     prompt: list[int]
     params: SamplingParams
     bad_words: tuple[tuple[int, ...], ...] = ()  # as this model spells them
-    terms: RequestOptions = USUAL
+    options: RequestOptions = DEFAULT_OPTIONS
     pooled: bool = False  # an embedding is wanted, and no token
     without_tokens: bool = False  # the prompt's scores are wanted: one token is computed, and nobody reads it
 

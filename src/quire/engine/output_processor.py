@@ -15,7 +15,7 @@ from quire.core.step import FinishReason, PromptLogprobs, TopLogprobs
 from quire.core.step_output import FinishedSequence, FirstToken, StepOutput
 from quire.engine.messages import Accepted, AddRequest, StopSequence
 from quire.engine.outputs import Delta, Logprob, RequestMetrics, unit
-from quire.engine.request_options import USUAL, RequestOptions
+from quire.engine.request_options import DEFAULT_OPTIONS, RequestOptions
 from quire.engine.request_state import RequestState, SequenceOutput, logprob_entry
 from quire.text.stop_strings import StopStrings
 from quire.text.tokenizer import Tokenizer
@@ -45,18 +45,18 @@ class OutputProcessor:
         self.now = clock  # metrics are read on it, in seconds
         self._tokenizer = tokenizer
         self._next_number = 0
-        self._tickets: dict[int, RequestState] = {}
-        self._transcripts: dict[int, SequenceOutput] = {}  # by sequence, as the engine numbers them
-        self._sequences: dict[int, tuple[int, ...]] = {}  # of each request that the engine has accepted
+        self._requests: dict[int, RequestState] = {}
+        self._sequences: dict[int, SequenceOutput] = {}  # by sequence, as the engine numbers them
+        self._sequence_ids: dict[int, tuple[int, ...]] = {}  # of each request that the engine has accepted
         self._choosing: set[int] = set()  # requests whose continuations are compared at the end
-        self._num_listening = 0
+        self._num_incremental = 0
 
     def open(
         self,
         prompt: Prompt,
         params: SamplingParams,
         *,
-        terms: RequestOptions = USUAL,
+        options: RequestOptions = DEFAULT_OPTIONS,
         streaming: bool = False,
         pooled: bool = False,
         without_tokens: bool = False,
@@ -72,10 +72,10 @@ class OutputProcessor:
             raise NoTokenizer("use stop_token_ids instead of stop strings")
         number = self._next_number
         bad_words = tuple(self._spell(params.bad_words or ()))
-        order = AddRequest(number, ids, params, bad_words, terms, pooled, without_tokens)
+        request = AddRequest(number, ids, params, bad_words, options, pooled, without_tokens)
         stop_strings = StopStrings(params.stop_strings)
-        num_answers = params.n if params.use_beam_search else params.num_sequences
-        transcripts = tuple(
+        num_sequences = params.n if params.use_beam_search else params.num_sequences
+        sequences = tuple(
             SequenceOutput(
                 str(number),
                 index,
@@ -85,89 +85,89 @@ class OutputProcessor:
                 stop_strings=stop_strings,
                 streaming=streaming,
             )
-            for index in range(num_answers)
+            for index in range(num_sequences)
         )
         scores: list[dict[int, Logprob] | None] | None = None
         if params.prompt_logprobs is not None:
             scores = [None] * len(ids)
-        ticket = RequestState(order, text, RequestMetrics(self.now(), 0), transcripts, scores)
+        state = RequestState(request, text, RequestMetrics(self.now(), 0), sequences, scores)
         self._next_number += 1
-        self._tickets[number] = ticket
+        self._requests[number] = state
         if params.chooses:
             self._choosing.add(number)
-        return ticket
+        return state
 
     def accept(self, accepted: Accepted) -> None:
         """The engine has queued a request. Whoever opened it may have dropped it since."""
-        ticket = self._tickets.get(accepted.number)
-        if ticket is None:
+        state = self._requests.get(accepted.number)
+        if state is None:
             return
-        ticket.metrics.arrival_step = accepted.step
-        names = range(accepted.first_sequence, accepted.first_sequence + len(ticket.transcripts))
-        self._sequences[accepted.number] = tuple(names)
-        for name, transcript in zip(names, ticket.transcripts, strict=True):
-            self._transcripts[name] = transcript
-            self._num_listening += transcript.listening
+        state.metrics.arrival_step = accepted.step
+        names = range(accepted.first_sequence, accepted.first_sequence + len(state.sequences))
+        self._sequence_ids[accepted.number] = tuple(names)
+        for name, sequence in zip(names, state.sequences, strict=True):
+            self._sequences[name] = sequence
+            self._num_incremental += sequence.incremental
 
-    def drop(self, ticket: RequestState) -> None:
+    def drop(self, state: RequestState) -> None:
         """Give up a request, in any state; what it has so far stays readable. Its order was refused, or must be
         aborted."""
-        for transcript in ticket.transcripts:
-            if transcript.finish_reason is None:
-                transcript.close(FinishReason.ABORT)
-        if self._tickets.pop(ticket.number, None) is not None:
-            ticket.metrics.finished_s = self.now()
-            for name in self._sequences.pop(ticket.number, ()):
+        for sequence in state.sequences:
+            if sequence.finish_reason is None:
+                sequence.close(FinishReason.ABORT)
+        if self._requests.pop(state.number, None) is not None:
+            state.metrics.finished_s = self.now()
+            for name in self._sequence_ids.pop(state.number, ()):
                 self._forget(name)
-        self._choosing.discard(ticket.number)
+        self._choosing.discard(state.number)
 
-    def hear(self, progress: StepOutput) -> ProcessedOutput:
+    def process(self, output: StepOutput) -> ProcessedOutput:
         """What a turn of the engine means to those who wait. Sequences that nobody waits for any more are ignored."""
-        for begun in progress.first_tokens:
-            self._note_first_token(begun)
-        for name, scores in progress.prompt_logprobs.items():
-            if name in self._transcripts:
+        for first in output.first_tokens:
+            self._note_first_token(first)
+        for name, scores in output.prompt_logprobs.items():
+            if name in self._sequences:
                 self._note_prompt_logprobs(name, scores)
-        for name, total in progress.pooled.items():
-            if name in self._transcripts:
-                self._tickets[int(self._transcripts[name].request_id)].embedding = unit(total)
+        for name, total in output.pooled.items():
+            if name in self._sequences:
+                self._requests[int(self._sequences[name].request_id)].embedding = unit(total)
         deltas: dict[int, Delta] = {}
         stops: list[StopSequence] = []
-        ended = {over.sequence: over for over in progress.finished if over.sequence in self._transcripts}
+        ended = {over.sequence: over for over in output.finished if over.sequence in self._sequences}
         closed: list[int] = []
-        if self._num_listening:
-            for name, token in zip(progress.sequences.tolist(), progress.tokens.tolist(), strict=True):
-                transcript = self._transcripts.get(name)
-                if transcript is None or not transcript.listening:
+        if self._num_incremental:
+            for name, token in zip(output.sequences.tolist(), output.tokens.tolist(), strict=True):
+                sequence = self._sequences.get(name)
+                if sequence is None or not sequence.incremental:
                     continue
                 over = ended.get(name)
-                delta = self._said(transcript, token, progress.logprobs.get(name), over)
+                delta = self._push_token(sequence, token, output.logprobs.get(name), over)
                 deltas[name] = delta
                 if over is None and delta.finish_reason is not None:  # its stop string came, or its text broke
-                    stops.append(StopSequence(int(delta.request_id), transcript.index))
+                    stops.append(StopSequence(int(delta.request_id), sequence.index))
                     closed.append(name)
         for name, over in ended.items():
-            last = self._transcripts[name].end(over)
+            last = self._sequences[name].end(over)
             deltas[name] = deltas[name].then(last) if name in deltas else last
-            self._tickets[over.number].metrics.num_preemptions = over.num_preemptions
+            self._requests[over.number].metrics.num_preemptions = over.num_preemptions
             closed.append(name)
-        finished = self._settle({int(deltas[name].request_id) for name in closed}, progress.step)
+        finished = self._settle({int(deltas[name].request_id) for name in closed}, output.step)
         for name in closed:
             self._forget(name)
-        return ProcessedOutput(self._told(deltas, finished), stops, finished)
+        return ProcessedOutput(self._deliverable(deltas, finished), stops, finished)
 
-    def _said(
-        self, transcript: SequenceOutput, token: int, scores: TopLogprobs | None, over: FinishedSequence | None
+    def _push_token(
+        self, sequence: SequenceOutput, token: int, scores: TopLogprobs | None, over: FinishedSequence | None
     ) -> Delta:
         """One more token of a continuation. Whatever goes wrong with its text is its own end alone."""
         try:
-            trip(FaultSite.STOP_CHECK, int(transcript.request_id))
-            delta = transcript.push(token, scores, over)
-            if transcript.stopped and over is None:
-                delta = delta.then(transcript.close(FinishReason.STOP))
+            trip(FaultSite.STOP_CHECK, int(sequence.request_id))
+            delta = sequence.push(token, scores, over)
+            if sequence.stopped and over is None:
+                delta = delta.then(sequence.close(FinishReason.STOP))
         except Exception:
-            _log.exception("request %s broke its own text", transcript.request_id)
-            return transcript.fail()
+            _log.exception("request %s broke its own text", sequence.request_id)
+            return sequence.fail()
         return delta
 
     def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
@@ -177,8 +177,8 @@ class OutputProcessor:
                 raise NoTokenizer('give {"prompt_token_ids": [...]} instead of text')
             return prompt, self._tokenizer.encode(prompt)
         if isinstance(prompt, Mapping):
-            pictures = prompt.get("multi_modal_data")
-            if pictures is not None and not (isinstance(pictures, Mapping) and len(pictures) == 0):
+            images = prompt.get("multi_modal_data")
+            if images is not None and not (isinstance(images, Mapping) and len(images) == 0):
                 raise InvalidPrompt("This model reads text only; leave multi_modal_data away.", param="prompt")
             ids = prompt.get("prompt_token_ids")
             if ids is None and isinstance(prompt.get("prompt"), str):
@@ -222,40 +222,40 @@ class OutputProcessor:
 
     def _settle(self, numbers: set[int], step: int) -> list[RequestState]:
         """Those of these requests that are finished now."""
-        finished = [ticket for number in numbers if (ticket := self._tickets[number]).finished]
-        for ticket in finished:
-            del self._tickets[ticket.number], self._sequences[ticket.number]
-            ticket.metrics.finished_s = self.now()
-            ticket.metrics.finished_step = step
-            if ticket.params.use_beam_search:
-                ticket.metrics.first_token_s = ticket.metrics.finished_s
+        finished = [state for number in numbers if (state := self._requests[number]).finished]
+        for state in finished:
+            del self._requests[state.number], self._sequence_ids[state.number]
+            state.metrics.finished_s = self.now()
+            state.metrics.finished_step = step
+            if state.params.use_beam_search:
+                state.metrics.first_token_s = state.metrics.finished_s
         return finished
 
-    def _told(self, deltas: Mapping[int, Delta], finished: Sequence[RequestState]) -> list[Delta]:
+    def _deliverable(self, deltas: Mapping[int, Delta], finished: Sequence[RequestState]) -> list[Delta]:
         """What callers hear now: of continuations that are compared nothing, until all of them have ended."""
         if not self._choosing:
             return list(deltas.values())
-        told = [delta for delta in deltas.values() if int(delta.request_id) not in self._choosing]
-        for ticket in finished:
-            if ticket.number in self._choosing:
-                self._choosing.discard(ticket.number)
-                told.extend(ticket.last_words())
-        return told
+        deltas_now = [delta for delta in deltas.values() if int(delta.request_id) not in self._choosing]
+        for state in finished:
+            if state.number in self._choosing:
+                self._choosing.discard(state.number)
+                deltas_now.extend(state.final_deltas())
+        return deltas_now
 
     def _forget(self, name: int) -> None:
-        transcript = self._transcripts.pop(name, None)
-        if transcript is not None:
-            self._num_listening -= transcript.listening
+        sequence = self._sequences.pop(name, None)
+        if sequence is not None:
+            self._num_incremental -= sequence.incremental
 
-    def _note_first_token(self, begun: FirstToken) -> None:
-        ticket = self._tickets.get(begun.number)
-        if ticket is not None and ticket.metrics.first_token_s is None:
-            ticket.metrics.first_token_s = self.now()
-            ticket.metrics.seated_s = begun.seated_s
-            ticket.metrics.num_cached_tokens = begun.num_cached
+    def _note_first_token(self, first: FirstToken) -> None:
+        state = self._requests.get(first.number)
+        if state is not None and state.metrics.first_token_s is None:
+            state.metrics.first_token_s = self.now()
+            state.metrics.seated_s = first.seated_s
+            state.metrics.num_cached_tokens = first.num_cached
 
     def _note_prompt_logprobs(self, name: int, scored: PromptLogprobs) -> None:
-        ticket = self._tickets[int(self._transcripts[name].request_id)]
-        assert ticket.prompt_logprobs is not None, ticket.request_id
+        state = self._requests[int(self._sequences[name].request_id)]
+        assert state.prompt_logprobs is not None, state.request_id
         for offset, scores in enumerate(scored.scores):
-            ticket.prompt_logprobs[scored.start + offset] = logprob_entry(scores, self._tokenizer)
+            state.prompt_logprobs[scored.start + offset] = logprob_entry(scores, self._tokenizer)

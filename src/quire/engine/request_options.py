@@ -51,15 +51,15 @@ class RequestOptions:
         return None if self.timeout_s is None else now_s + self.timeout_s
 
 
-USUAL = RequestOptions()
+DEFAULT_OPTIONS = RequestOptions()
 
 
-def terms_of(said: RequestOptionsDict, *, with_progress: bool = True) -> RequestOptions:
+def options_of(given: RequestOptionsDict, *, with_progress: bool = True) -> RequestOptions:
     """Keywords as terms. Who brings one of another engine's is told what is said here."""
-    for name in said:
+    for name in given:
         if name not in RequestOptionsDict.__annotations__:
             instead = f"there are {', '.join(RequestOptionsDict.__annotations__)}"
             if name == "use_tqdm":
                 instead = "say progress=True or False instead" if with_progress else "a stream draws no bar"
             raise TypeError(f"There is no parameter {name}; {instead}.")
-    return RequestOptions(**said)
+    return RequestOptions(**given)

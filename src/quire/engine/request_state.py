@@ -23,8 +23,22 @@ from quire.text.tokenizer import Tokenizer
 class SequenceOutput:
     """Grows with `push`, ends with `close`."""
 
-    __slots__ = ("_beam_score", "_cumulative", "_logprobs", "_num_prompt", "_params", "_text", "_tokenizer", "_unsent",
-                 "finish_reason", "index", "listening", "request_id", "stop_reason", "token_ids")  # fmt: skip
+    __slots__ = (
+        "_beam_score",
+        "_cumulative",
+        "_logprobs",
+        "_num_prompt",
+        "_params",
+        "_text",
+        "_tokenizer",
+        "_unsent",
+        "finish_reason",
+        "incremental",
+        "index",
+        "request_id",
+        "stop_reason",
+        "token_ids",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -42,7 +56,7 @@ class SequenceOutput:
         self._tokenizer = tokenizer
         self.index = index
         self._num_prompt = len(prompt_ids)
-        self.listening = (streaming and not params.chooses) or bool(stop_strings) or params.scored
+        self.incremental = (streaming and not params.chooses) or bool(stop_strings) or params.scored
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
@@ -69,18 +83,18 @@ class SequenceOutput:
             self._logprobs.append(entry)
             self._unsent.append(entry)
         silent = ended is not None and ended.by_token and not self._params.include_stop_str_in_output
-        text = "" if silent else self._say([token])
+        text = "" if silent else self._append_text([token])
         return self._delta(text, [token])
 
     def end(self, ended: FinishedSequence) -> Delta:
         """The engine says that it is over, and repeats all tokens for those who did not listen."""
-        num_heard = len(self.token_ids)
-        if not self.listening:
+        num_read = len(self.token_ids)
+        if not self.incremental:
             self.token_ids = ended.tokens.tolist()
             silent = ended.by_token and not self._params.include_stop_str_in_output
-            self._say(self.token_ids[:-1] if silent else self.token_ids)
+            self._append_text(self.token_ids[:-1] if silent else self.token_ids)
         self._beam_score = ended.score
-        return self._close(ended.reason, self.token_ids[num_heard:])
+        return self._close(ended.reason, self.token_ids[num_read:])
 
     def close(self, reason: FinishReason) -> Delta:
         """It is over because the front says so."""
@@ -91,7 +105,7 @@ class SequenceOutput:
         self.finish_reason = FinishReason.FAILED
         return self._delta("", [])
 
-    def _close(self, reason: FinishReason, unheard: list[int]) -> Delta:
+    def _close(self, reason: FinishReason, unread: list[int]) -> Delta:
         """No more tokens come. Flushes what was held back, which may complete a stop string."""
         if self.finish_reason is not None:
             return self._delta("", [])
@@ -105,7 +119,7 @@ class SequenceOutput:
         if reason is FinishReason.STOP and self.stop_reason is None:
             self.stop_reason = self._stop_token()
         self.finish_reason = reason
-        return self._delta(text, unheard)
+        return self._delta(text, unread)
 
     @property
     def stopped(self) -> bool:
@@ -139,13 +153,13 @@ class SequenceOutput:
             error=None if failure is None else failure.message,
         )
 
-    def _say(self, tokens: list[int]) -> str:
+    def _append_text(self, tokens: list[int]) -> str:
         if self._text is None:
             return ""
-        said = self._text.push(tokens)
-        if said.stop is not None:
-            self.stop_reason = said.stop
-        return said.text
+        output = self._text.push(tokens)
+        if output.stop is not None:
+            self.stop_reason = output.stop
+        return output.text
 
     def _stop_token(self) -> int | None:
         last = self.token_ids[-1] if self.token_ids else None
@@ -177,7 +191,7 @@ class RequestState:
     request: AddRequest  # as it is sent to the engine
     prompt: str | None
     metrics: RequestMetrics
-    transcripts: tuple[SequenceOutput, ...]
+    sequences: tuple[SequenceOutput, ...]
     prompt_logprobs: list[dict[int, Logprob] | None] | None
     embedding: FloatArray | None = None
 
@@ -199,7 +213,7 @@ class RequestState:
 
     @property
     def finished(self) -> bool:
-        return all(transcript.finish_reason is not None for transcript in self.transcripts)
+        return all(sequence.finish_reason is not None for sequence in self.sequences)
 
     def output(self) -> RequestOutput:
         """As far as it has come."""
@@ -208,36 +222,36 @@ class RequestState:
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_ids,
-            outputs=[replace(transcript.output(), index=place) for place, transcript in enumerate(chosen)],
+            outputs=[replace(sequence.output(), index=place) for place, sequence in enumerate(chosen)],
             metrics=self.metrics,
             finished=self.finished,
             prompt_logprobs=self.prompt_logprobs,
             embedding=self.embedding,
         )
 
-    def last_words(self) -> list[Delta]:
+    def final_deltas(self) -> list[Delta]:
         """The continuations that were chosen, each as one delta."""
         return [
             Delta(
                 request_id=self.request_id,
-                index=said.index,
-                text=said.text,
-                token_ids=said.token_ids,
-                finish_reason=said.finish_reason,
-                stop_reason=said.stop_reason,
-                logprobs=said.logprobs or [],
+                index=output.index,
+                text=output.text,
+                token_ids=output.token_ids,
+                finish_reason=output.finish_reason,
+                stop_reason=output.stop_reason,
+                logprobs=output.logprobs or [],
             )
-            for said in self.output().outputs
+            for output in self.output().outputs
         ]
 
     def _chosen(self) -> list[SequenceOutput]:
         """Those that are returned. A search may have found fewer beams than were asked for."""
-        everyone = list(self.transcripts)
+        sequences = list(self.sequences)
         if not self.params.chooses or not self.finished:
-            return everyone[: self.params.n]
-        scored = [transcript for transcript in everyone if transcript.score is not None]
-        scored.sort(key=lambda transcript: -(transcript.score or 0.0))
-        unscored = [transcript for transcript in everyone if transcript.score is None]
+            return sequences[: self.params.n]
+        scored = [sequence for sequence in sequences if sequence.score is not None]
+        scored.sort(key=lambda sequence: -(sequence.score or 0.0))
+        unscored = [sequence for sequence in sequences if sequence.score is None]
         if self.params.use_beam_search and scored:
             return scored
         return (scored + unscored)[: self.params.n]

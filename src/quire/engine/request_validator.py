@@ -35,31 +35,31 @@ class RequestValidator:
     num_blocks: int
     block_size: int
 
-    def admit(self, order: AddRequest, fresh_seed: int, now_s: float = 0.0) -> Request:
+    def admit(self, message: AddRequest, fresh_seed: int, now_s: float = 0.0) -> Request:
         """A valid request, or a `QuireError` that says with numbers why not."""
-        params, terms = order.params, order.terms
-        tokens = self._checked_prompt(order.prompt, 0 if order.prompt_alone else params.max_tokens or 1)
+        params, options = message.params, message.options
+        tokens = self._checked_prompt(message.prompt, 0 if message.prompt_alone else params.max_tokens or 1)
         self._check_rows(params)
         sampling = row_sampling(
             params,
             vocab_size=self.vocab_size,
             end_ids=self.end_ids,
-            bad_words=order.bad_words,
+            bad_words=message.bad_words,
             fresh_seed=fresh_seed,
         )
         request = Request(
-            RequestId(order.number),
+            RequestId(message.number),
             tokens,
-            max_tokens=1 if order.prompt_alone else params.max_tokens or 1,
-            sampling=replace(sampling, pooled=True) if order.pooled else sampling,
+            max_tokens=1 if message.prompt_alone else params.max_tokens or 1,
+            sampling=replace(sampling, pooled=True) if message.pooled else sampling,
             num_sequences=params.num_sequences,
             beam=_beam(params),
-            partition=terms.partition,
-            tenant=terms.tenant,
-            priority=terms.priority,
-            deadline_s=terms.deadline_s(now_s),
+            partition=options.partition,
+            tenant=options.tenant,
+            priority=options.priority,
+            deadline_s=options.deadline_s(now_s),
         )
-        return self._with_candidates(self._with_length(request, params, prompt_alone=order.prompt_alone))
+        return self._with_candidates(self._with_length(request, params, prompt_alone=message.prompt_alone))
 
     def _checked_prompt(self, prompt: Sequence[int], num_after: int) -> IntArray:
         if len(prompt) == 0:

@@ -45,7 +45,7 @@ async def ready(state: ServerState, request: Request) -> Response:
 
 async def load(state: ServerState, request: Request) -> Response:
     stats = state.engine.stats
-    body: dict[str, object] = {"server_load": state.admission.num_open, "num_requests": state.engine.num_calls}
+    body: dict[str, object] = {"server_load": state.admission.num_open, "num_requests": state.engine.num_requests}
     if stats is not None:
         held = stats.num_blocks - stats.num_free_blocks - stats.num_idle_blocks
         body |= {
@@ -65,7 +65,7 @@ async def metrics(state: ServerState, request: Request) -> Response:
 async def explain(state: ServerState, request: Request) -> Response:
     """The scheduler's events of each prompt of a request."""
     request_id = request.path_params["request_id"]
-    events = [await state.engine.ask("explain", number) for number in _numbers(state, request_id)]
+    events = [await state.engine.query("explain", number) for number in _numbers(state, request_id)]
     return json_response({"id": request_id, "requests": [msgspec.Raw(each) for each in events]})
 
 
@@ -76,7 +76,7 @@ async def abort(state: ServerState, request: Request) -> Response:
 
 
 async def reset_prefix_cache(state: ServerState, request: Request) -> Response:
-    return Response(await state.engine.ask("reset_prefix_cache"), media_type="application/json")
+    return Response(await state.engine.query("reset_prefix_cache"), media_type="application/json")
 
 
 async def pause(state: ServerState, request: Request) -> Response:

@@ -93,7 +93,7 @@ class AdmissionControl:
 
     def _advised(self, error: QuireError, num_before: int) -> QuireError:
         """Add the advised wait. Little's law: requests that must finish first / requests that finish per second."""
-        rate = self._engine.drained_per_s()
+        rate = self._engine.finished_per_s()
         wait_s = _USUAL_ADVICE_S if rate is None else num_before / rate
         error.retry_after_s = float(min(max(math.ceil(wait_s), 1), LONGEST_ADVICE_S))
         return error

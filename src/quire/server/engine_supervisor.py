@@ -24,7 +24,7 @@ KILL_AFTER_S = 30.0  # a beat older than this, and the engine is killed
 # A start that has told nothing for so long is killed. It tells of each hundredth of the weights (1.4 GB of a model with
 # 70 billion parameters: 2.4 MB/s are enough) and of each phase; kernels are compiled, and memory is pinned, in silence.
 SILENT_START_S = 600.0
-SETTLED_S = 60.0  # an engine that ends sooner after it was ready has failed, like one that never was
+STABLE_S = 60.0  # an engine that ends sooner after it was ready has failed, like one that never was
 MOST_FAILED = 8  # in a row; then the server gives up
 _LOOK_S = 0.25  # how often the beat is looked at
 _FIRST_WAIT_S = 0.25  # before a dead engine is started again; doubles with every further one that fails
@@ -56,18 +56,18 @@ class Supervisor:
         phase: Callable[[StartupPhase], None] = lambda phase: None,
         serving: bool = True,  # False: nobody waits for his next token
     ) -> None:
-        self._order = StartEngine(config, script, serving)
+        self._start_message = StartEngine(config, script, serving)
         self._engine = engine
         self._clock = clock
         self._phase = phase
-        self._child: EngineProcess | None = None
+        self._process: EngineProcess | None = None
         self._ready = asyncio.Event()
         self._ended = asyncio.Event()
         self._refusal: QuireError | None = None
         self._stopping = False
         self._ever_ready = False
         self._ready_s: float | None = None  # since when this engine is ready
-        self._heard_s = 0.0  # when an engine that starts last told of it
+        self._reported_s = 0.0  # when an engine that starts last told of it
         self.num_restarts = 0
 
     @property
@@ -76,16 +76,16 @@ class Supervisor:
             return Health.STOPPED
         if not self._engine.attached:
             return Health.RESTARTING if self._ever_ready else Health.STARTING
-        return Health.READY if self._clock() - self._engine.beaten_s < READY_WITHIN_S else Health.STALLED
+        return Health.READY if self._clock() - self._engine.heartbeat_s < READY_WITHIN_S else Health.STALLED
 
     @property
     def stalled_s(self) -> float:
         """Since when nothing was heard from the engine's loop."""
-        return self._clock() - self._engine.beaten_s
+        return self._clock() - self._engine.heartbeat_s
 
     @property
     def engine_pid(self) -> int | None:
-        return None if self._child is None else self._child.pid
+        return None if self._process is None else self._process.pid
 
     async def first_start(self) -> EngineInfo:
         """Start the engine; a `QuireError` says why it cannot be."""
@@ -94,7 +94,7 @@ class Supervisor:
         await self._until_ready_or_ended()
         if self._engine.facts is None:
             raise self._refusal or EngineFailed(
-                f"The engine process ended while it was starting ({self._how_it_ended()})."
+                f"The engine process ended while it was starting ({self._exit_reason()})."
             )
         return self._engine.facts
 
@@ -103,13 +103,13 @@ class Supervisor:
         num_failed = 0
         await self._watch_one()
         while not self._stopping:
-            num_failed = 0 if self._had_settled() else num_failed + 1
+            num_failed = 0 if self._was_stable() else num_failed + 1
             if num_failed >= MOST_FAILED:
                 raise self._refusal or EngineFailed(
-                    f"The engine ended {num_failed} times in a row while it was starting or within {SETTLED_S:.0f} s "
+                    f"The engine ended {num_failed} times in a row while it was starting or within {STABLE_S:.0f} s "
                     f"of being ready; see above."
                 )
-            status = None if self._child is None else self._child.exit_status()
+            status = None if self._process is None else self._process.exit_status()
             _log.error("the engine process ended (status %s); starting another", status)
             await self._start_another(min(_FIRST_WAIT_S * 2 ** max(num_failed - 1, 0), _LONGEST_WAIT_S))
             await self._watch_one()
@@ -121,40 +121,40 @@ class Supervisor:
             self._spawn()
             await self._until_ready_or_ended()
 
-    def _how_it_ended(self) -> str:
-        status = None if self._child is None else self._child.exit_status()
+    def _exit_reason(self) -> str:
+        status = None if self._process is None else self._process.exit_status()
         if status == -signal.SIGKILL:
             return "it was killed, as the kernel does where memory runs out: give it less with --kv-cache-memory"
         return f"status {status}; see above"
 
-    def _had_settled(self) -> bool:
-        return self._ready_s is not None and self._clock() - self._ready_s >= SETTLED_S
+    def _was_stable(self) -> bool:
+        return self._ready_s is not None and self._clock() - self._ready_s >= STABLE_S
 
     async def stop(self) -> None:
         self._stopping = True
-        child, self._child = self._child, None
-        if child is not None:
-            await asyncio.to_thread(child.close)
+        process, self._process = self._process, None
+        if process is not None:
+            await asyncio.to_thread(process.close)
         self._engine.detach()
 
     def _spawn(self) -> None:
         self._ready, self._ended, self._refusal = asyncio.Event(), asyncio.Event(), None
-        self._ready_s, self._heard_s = None, self._clock()
+        self._ready_s, self._reported_s = None, self._clock()
         loop = asyncio.get_running_loop()
         ready, ended = self._ready, self._ended
 
-        def hear(said: ToFront) -> None:
-            match said:
+        def receive(message: ToFront) -> None:
+            match message:
                 case StartupPhase():
-                    loop.call_soon_threadsafe(self._note_phase, said)
+                    loop.call_soon_threadsafe(self._note_phase, message)
                 case LoadProgress():
-                    loop.call_soon_threadsafe(self._note_life)
+                    loop.call_soon_threadsafe(self._note_startup_progress)
                 case EngineInfo():
-                    loop.call_soon_threadsafe(self._note_ready, child, said, ready)
+                    loop.call_soon_threadsafe(self._note_ready, process, message, ready)
                 case Refused(None, error):
                     loop.call_soon_threadsafe(self._note_refusal, error)
                 case _:
-                    self._engine.hear(said)
+                    self._engine.receive(message)
 
         def end() -> None:
             try:
@@ -162,22 +162,22 @@ class Supervisor:
             except RuntimeError:  # the loop is closed
                 return
 
-        child = self._child = EngineProcess(hear, end)
-        child.start()
-        child.send(self._order)
+        process = self._process = EngineProcess(receive, end)
+        process.start()
+        process.send(self._start_message)
 
-    def _note_life(self) -> None:
-        self._heard_s = self._clock()
+    def _note_startup_progress(self) -> None:
+        self._reported_s = self._clock()
 
     def _note_phase(self, phase: StartupPhase) -> None:
-        self._note_life()
+        self._note_startup_progress()
         self._phase(phase)
 
-    def _note_ready(self, child: EngineProcess, facts: EngineInfo, ready: asyncio.Event) -> None:
-        if child is self._child:
+    def _note_ready(self, process: EngineProcess, facts: EngineInfo, ready: asyncio.Event) -> None:
+        if process is self._process:
             self._ever_ready = True
             self._ready_s = self._clock()
-            self._engine.attach(child, facts)
+            self._engine.attach(process, facts)
             ready.set()
 
     def _note_refusal(self, error: QuireError) -> None:
@@ -193,11 +193,11 @@ class Supervisor:
         waits = [asyncio.ensure_future(self._ready.wait()), asyncio.ensure_future(self._ended.wait())]
         try:
             while not (await asyncio.wait(waits, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED))[0]:
-                silent_s = self._clock() - self._heard_s
-                if silent_s > SILENT_START_S and self._child is not None:
+                silent_s = self._clock() - self._reported_s
+                if silent_s > SILENT_START_S and self._process is not None:
                     self._refusal = EngineFailed(f"The engine told nothing for {silent_s:.0f} s while it was starting.")
                     _log.error("%s Killing it.", self._refusal.message)
-                    self._child.kill()
+                    self._process.kill()
                     await self._ended.wait()
                     return
         finally:
@@ -207,9 +207,9 @@ class Supervisor:
     async def _watch_one(self) -> None:
         """Until this engine has ended. One that hangs is killed."""
         while not self._ended.is_set():
-            if self._engine.attached and self.stalled_s > KILL_AFTER_S and self._child is not None:
+            if self._engine.attached and self.stalled_s > KILL_AFTER_S and self._process is not None:
                 _log.error("the engine's loop has not been heard for %.0f s; killing it", self.stalled_s)
-                self._child.kill()
+                self._process.kill()
                 await self._ended.wait()
                 return
             try:

@@ -79,19 +79,19 @@ class Metrics:
     def page(self) -> bytes:
         return generate_latest(self.registry)
 
-    def progressed(self, delta: Delta, ticket: RequestState) -> None:
+    def progressed(self, delta: Delta, state: RequestState) -> None:
         """A continuation gained tokens."""
         now_s = self._clock()
-        key = (ticket.number << 8) + delta.index
+        key = (state.number << 8) + delta.index
         before_s = self._last_delta_s.get(key)
         self._last_delta_s[key] = now_s
         if before_s is not None and delta.token_ids:
             self.between.observe((now_s - before_s) / len(delta.token_ids))
 
     def finished(self, end: FinishedRequest) -> None:
-        for transcript in end.ticket.transcripts:
-            self._last_delta_s.pop((end.ticket.number << 8) + transcript.index, None)
-        self.generation_tokens.inc(sum(len(transcript.token_ids) for transcript in end.ticket.transcripts))
+        for sequence in end.state.sequences:
+            self._last_delta_s.pop((end.state.number << 8) + sequence.index, None)
+        self.generation_tokens.inc(sum(len(sequence.token_ids) for sequence in end.state.sequences))
         if end.output is not None:
             self._note_output(end.output)
         elif end.failure is not None:

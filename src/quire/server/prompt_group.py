@@ -1,74 +1,69 @@
-"""One or several calls of the engine, heard as one: the prompts of a request. The one place that submits."""
+"""Prompt group: several prompts of one HTTP request as one stream. A single prompt is a `RequestStream` of its own."""
 
 import asyncio
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from quire.engine.outputs import RequestOutput
-from quire.server.async_engine import AsyncEngine, News, RequestStream
+from quire.server.async_engine import AsyncEngine, RequestStream, StreamItem
 from quire.server.request.params import GenerationRequest
 
 
-class PromptDelta(NamedTuple):
-    """News of one of the prompts."""
-
-    prompt: int
-    update: News
+def submit(engine: AsyncEngine, ids: list[int], generation: GenerationRequest, *, streaming: bool) -> RequestStream:
+    """Submit one prompt. The caller must `close` the stream, however it ends."""
+    assert generation.grammar == generation.params.grammar, "a grammar reaches the engine through a GrammarChecker"
+    return engine.submit(
+        ids,
+        generation.params,
+        options=generation.terms,
+        streaming=streaming,
+        without_tokens=generation.without_tokens,
+    )
 
 
 class PromptGroup:
-    """Whoever makes one must `leave` it, however it ends."""
+    """The caller must `close` it, however it ends."""
 
-    __slots__ = ("_calls", "_engine", "_waiting")
+    __slots__ = ("_streams", "_waiting")
 
     def __init__(
         self, engine: AsyncEngine, prompts: Sequence[list[int]], generation: GenerationRequest, *, streaming: bool
     ) -> None:
-        assert generation.grammar == generation.params.grammar, "a grammar reaches the engine through a Constrainer"
-        self._engine = engine
-        self._calls: list[RequestStream] = []
-        self._waiting: dict[asyncio.Future[News], int] = {}
+        self._streams: list[RequestStream] = []
+        self._waiting: dict[asyncio.Future[StreamItem], int] = {}
         try:
             for ids in prompts:
-                call = engine.submit(
-                    ids,
-                    generation.params,
-                    terms=generation.terms,
-                    streaming=streaming,
-                    without_tokens=generation.without_tokens,
-                )
-                self._calls.append(call)
+                self._streams.append(submit(engine, ids, generation, streaming=streaming))
         except BaseException:
-            self.leave()
+            self.close()
             raise
-        if len(self._calls) > 1:
-            self._waiting = {asyncio.ensure_future(call.hear()): place for place, call in enumerate(self._calls)}
+        if len(self._streams) > 1:
+            self._waiting = {asyncio.ensure_future(each.receive()): place for place, each in enumerate(self._streams)}
 
-    async def hear(self) -> PromptDelta:
-        """The next news of anybody. Of each prompt the last is its whole output; errors are raised."""
-        if len(self._calls) == 1:
-            return PromptDelta(0, await self._calls[0].hear())
+    async def receive(self) -> tuple[int, StreamItem]:
+        """The next item of any prompt, and its place. The last item of each prompt is its output; errors are raised."""
+        if len(self._streams) == 1:  # without a task per item
+            return 0, await self._streams[0].receive()
         done, _ = await asyncio.wait(self._waiting, return_when=asyncio.FIRST_COMPLETED)
         first = min(done, key=self._waiting.__getitem__)
         place = self._waiting.pop(first)
-        update = first.result()
-        if not isinstance(update, RequestOutput):
-            self._waiting[asyncio.ensure_future(self._calls[place].hear())] = place
-        return PromptDelta(place, update)
+        item = first.result()
+        if not isinstance(item, RequestOutput):
+            self._waiting[asyncio.ensure_future(self._streams[place].receive())] = place
+        return place, item
 
     async def outputs(self) -> list[RequestOutput]:
-        """Everybody's whole output, in the order of the prompts."""
-        whole: dict[int, RequestOutput] = {}
-        while len(whole) < len(self._calls):
-            place, update = await self.hear()
-            if isinstance(update, RequestOutput):
-                whole[place] = update
-        return [whole[place] for place in sorted(whole)]
+        """The outputs of all prompts, in their order, when all have finished."""
+        outputs: dict[int, RequestOutput] = {}
+        while len(outputs) < len(self._streams):
+            place, item = await self.receive()
+            if isinstance(item, RequestOutput):
+                outputs[place] = item
+        return [outputs[place] for place in sorted(outputs)]
 
-    def leave(self) -> None:
-        """Nobody listens any more. Twice does no harm."""
+    def close(self) -> None:
+        """Abort what is unfinished. Idempotent."""
         for waiting in self._waiting:
             if not waiting.cancel() and not waiting.cancelled():
-                waiting.exception()  # seen: one error answers for the whole request
-        for call in self._calls:
-            self._engine.leave(call)
+                waiting.exception()  # retrieved: one error is the response to the whole request
+        for stream in self._streams:
+            stream.close()

@@ -151,16 +151,16 @@ class DrainingServer(uvicorn.Server):
         self._draining = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
-        _log.info("draining: %d requests are open", self._engine.num_calls)
+        _log.info("draining: %d requests are open", self._engine.num_requests)
         deadline_s = time.monotonic() + self._drain_s
-        while self._engine.num_calls and time.monotonic() < deadline_s:
+        while self._engine.num_requests and time.monotonic() < deadline_s:
             await asyncio.sleep(_DRAIN_POLL_S)
         self._end()
 
     def _end(self) -> None:
         """Requests that are still open get a `Stopping` error."""
         self._engine.draining = True
-        self._engine.dismiss(Stopping)
+        self._engine.fail_all(Stopping)
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -45,7 +45,7 @@ class Tracing:
 
     def finished(self, end: FinishedRequest) -> None:
         """A prompt has ended; its HTTP request ends soon after."""
-        self._ended[end.ticket.number] = end
+        self._ended[end.state.number] = end
         if len(self._ended) > _MOST_UNCLAIMED:
             del self._ended[next(iter(self._ended))]
 
@@ -119,7 +119,7 @@ class _TracedApp:
 
     def _trace_prompt(self, parent: Span, operation: str, end: FinishedRequest) -> None:
         """The span of a prompt, and one for each of its phases."""
-        times = end.ticket.metrics
+        times = end.state.metrics
         loaded = self._server.state.loaded
         model = "unknown" if loaded is None else loaded.name
         attributes = _attributes(end, operation, model)
@@ -150,16 +150,16 @@ def _phases(times: RequestMetrics) -> dict[str, tuple[float, float]]:
 
 def _attributes(end: FinishedRequest, operation: str, model: str) -> Mapping[str, str | int | float | list[str]]:
     """By OpenTelemetry's conventions for generative models, where they exist. No prompt or output text."""
-    ticket, params = end.ticket, end.ticket.params
+    state, params = end.state, end.state.params
     attributes: dict[str, str | int | float | list[str]] = {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": _PROVIDER,
         "gen_ai.request.model": model,
         "gen_ai.response.model": model,
-        "gen_ai.usage.input_tokens": len(ticket.prompt_ids),
-        "gen_ai.usage.cache_read.input_tokens": ticket.metrics.num_cached_tokens,
-        "gen_ai.usage.output_tokens": sum(len(transcript.token_ids) for transcript in ticket.transcripts),
-        "quire.num_preemptions": ticket.metrics.num_preemptions,
+        "gen_ai.usage.input_tokens": len(state.prompt_ids),
+        "gen_ai.usage.cache_read.input_tokens": state.metrics.num_cached_tokens,
+        "gen_ai.usage.output_tokens": sum(len(sequence.token_ids) for sequence in state.sequences),
+        "quire.num_preemptions": state.metrics.num_preemptions,
     }
     if operation != "embeddings":
         attributes["gen_ai.request.temperature"] = float(params.temperature)

@@ -49,7 +49,7 @@ class Front:
         self.engine.abort(self.inside.pop(place % len(self.inside)))
 
     def turn(self) -> None:
-        progress = self.engine.turn()
+        progress = self.engine.step()
         ended = () if progress is None else progress.finished
         self.inside = [number for number in self.inside if number not in {over.number for over in ended}]
 
@@ -57,7 +57,7 @@ class Front:
         while self.inside:
             self.leave(0)
         while not self.engine.idle:
-            self.engine.turn()
+            self.engine.step()
 
 
 @given(st.lists(st.one_of(st.just("arrive"), st.just("turn"), st.integers(0, 9)), max_size=60))

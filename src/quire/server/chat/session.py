@@ -11,10 +11,10 @@ from starlette.concurrency import run_in_threadpool
 
 from quire.engine.outputs import CompletionOutput, Delta, RequestOutput
 from quire.output_parsing.events import OutputEvent, OutputParser, PlainText, ReasoningText, ToolArguments, ToolStart
-from quire.server.async_engine import AsyncEngine
+from quire.server.async_engine import AsyncEngine, RequestStream
 from quire.server.chat.prompt import ChatPrompt
 from quire.server.context import ServedModel
-from quire.server.prompt_group import PromptGroup
+from quire.server.prompt_group import submit
 from quire.server.request.params import GenerationRequest, apply_grammar, clamp_max_tokens, truncate_prompt
 
 
@@ -105,14 +105,14 @@ async def start_chat(
     parsers = [
         model.model_format.parser(tools=tools, parallel=parallel, prompt=text) for _ in range(generation.params.n)
     ]
-    group = PromptGroup(engine, [ids], generation, streaming=generation.stream)
-    return ChatStream(model, prompt, ids, parsers, group)
+    stream = submit(engine, ids, generation, streaming=generation.stream)
+    return ChatStream(model, prompt, ids, parsers, stream)
 
 
 class ChatStream:
     """A submitted chat. The caller must `close` it, however it ends."""
 
-    __slots__ = ("_group", "_parsers", "_prompt", "_served", "choices", "prompt_ids")
+    __slots__ = ("_parsers", "_prompt", "_served", "_stream", "choices", "prompt_ids")
 
     def __init__(
         self,
@@ -120,25 +120,25 @@ class ChatStream:
         prompt: ChatPrompt,
         prompt_ids: list[int],
         parsers: list[OutputParser],
-        group: PromptGroup,
+        stream: RequestStream,
     ) -> None:
         self._served = model
         self._prompt = prompt
         self._parsers = parsers
-        self._group = group
+        self._stream = stream
         self.prompt_ids = prompt_ids
         self.choices = [ChoiceOutput() for _ in parsers]
 
     async def receive(self) -> ChatDelta | RequestOutput:
         """The next delta of any choice; at the end, the whole output."""
-        _, update = await self._group.hear()
+        update = await self._stream.receive()
         if isinstance(update, RequestOutput):
             return update
         return ChatDelta(update, self._parse(update.index, update.text, ended=update.finish_reason is not None))
 
     async def result(self) -> ChatResult:
         """The whole output, once all choices have finished."""
-        [output] = await self._group.outputs()
+        output = await self._stream.output()
         for choice in output.outputs:
             self._parse(choice.index, choice.text, ended=True)
         return ChatResult(output, self.choices)
@@ -157,7 +157,7 @@ class ChatStream:
         return sum(map(len, encoded))
 
     def close(self) -> None:
-        self._group.leave()
+        self._stream.close()
 
     def _parse(self, index: int, text: str, *, ended: bool) -> list[OutputEvent]:
         parser = self._parsers[index]

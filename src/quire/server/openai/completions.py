@@ -60,8 +60,8 @@ async def completions(state: ServerState, request: Request) -> Response:
         group = PromptGroup(state.engine, all_ids, generation, streaming=generation.stream and not at_once)
         if generation.stream:
             events = (_events_at_once if at_once else _events)(group, response, generation, len(prompts))
-            return await stream(request, events, group.leave, state.keep_alive_s)
-        outputs = await until_disconnect(request, group.outputs(), group.leave)
+            return await stream(request, events, group.close, state.keep_alive_s)
+        outputs = await until_disconnect(request, group.outputs(), group.close)
     return json_response(response.whole(outputs))
 
 
@@ -92,7 +92,7 @@ async def _events(
 ) -> Events:
     outputs: dict[int, RequestOutput] = {}
     while len(outputs) < num_prompts:
-        place, update = await group.hear()
+        place, update = await group.receive()
         if isinstance(update, RequestOutput):
             outputs[place] = update
         elif chunk := response.chunk(place, update):

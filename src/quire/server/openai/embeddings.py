@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from quire.core.errors import InvalidParameter, InvalidPrompt
 from quire.core.ids import FloatArray
-from quire.engine.outputs import EMBEDDING, RequestOutput, unit
+from quire.engine.outputs import EMBEDDING, unit
 from quire.engine.request_options import RequestOptions
 from quire.server.async_engine import AsyncEngine, RequestStream
 from quire.server.context import ServedModel, ServerState
@@ -86,20 +86,19 @@ async def _embed(
     try:
         while waiting or calls:
             while waiting and len(calls) < _AT_ONCE:
-                calls.append(engine.embed(waiting.popleft(), terms=terms))
+                calls.append(engine.embed(waiting.popleft(), options=terms))
             vectors.append(_truncate(await _vector(calls[0]), dimensions))
             calls.popleft()
     finally:
         for call in calls:
-            engine.leave(call)
+            call.close()
     return vectors
 
 
 async def _vector(call: RequestStream) -> FloatArray:
-    while not isinstance(update := await call.hear(), RequestOutput):
-        pass
-    assert update.embedding is not None, update.request_id
-    return update.embedding
+    output = await call.output()
+    assert output.embedding is not None, output.request_id
+    return output.embedding
 
 
 def _truncate(vector: FloatArray, dimensions: int | None) -> FloatArray:

@@ -15,10 +15,11 @@ from starlette.responses import Response
 from quire.core.errors import InvalidParameter, shown
 from quire.core.sampling import MAX_STOP_STRINGS
 from quire.engine.outputs import CompletionOutput, Delta, Logprob, RequestOutput
+from quire.server.async_engine import RequestStream
 from quire.server.context import ServedModel, ServerState
 from quire.server.http.errors import rename_error_params, reply_to
 from quire.server.http.sse import Events, client_error, finite, json_response, stream, until_disconnect
-from quire.server.prompt_group import PromptGroup
+from quire.server.prompt_group import submit
 from quire.server.request.decode import read
 from quire.server.request.params import GenerationRequest, apply_grammar, completion_generation, truncate_prompt
 from quire.server.request.schema import CompletionBody, Count, Json, Penalty, Share, StructuredOutputs, Temperature
@@ -253,32 +254,32 @@ async def info(state: ServerState, request: Request) -> Response:
 
 async def _whole(state: ServerState, request: Request, body: GenerateBody) -> dict[str, object]:
     with rename_error_params(PARAM_NAMES):
-        group, response = await _begin(state, body, streaming=False)
-        [output] = await until_disconnect(request, group.outputs(), group.leave)
+        tokens, response = await _begin(state, body, streaming=False)
+        output = await until_disconnect(request, tokens.output(), tokens.close)
     return response.whole(output)
 
 
 async def _streamed(state: ServerState, request: Request, body: GenerateBody) -> Response:
     with rename_error_params(PARAM_NAMES):
-        group, response = await _begin(state, body, streaming=True)
-        return await stream(request, _events(group, response), group.leave, state.keep_alive_s, response.failed)
+        tokens, response = await _begin(state, body, streaming=True)
+        return await stream(request, _events(tokens, response), tokens.close, state.keep_alive_s, response.failed)
 
 
-async def _begin(state: ServerState, body: GenerateBody, *, streaming: bool) -> tuple[PromptGroup, TgiResponse]:
+async def _begin(state: ServerState, body: GenerateBody, *, streaming: bool) -> tuple[RequestStream, TgiResponse]:
     model = state.model
     completion = as_completion(body, stream=streaming)
     generation = completion_generation(completion, model)
     generation = await apply_grammar(generation, generation.grammar, model)
     ids = await run_in_threadpool(_ids, body, completion.truncate_prompt_tokens, generation, model)
     response = TgiResponse(body.inputs, len(ids), body.parameters or TgiParameters(), model.text())
-    return PromptGroup(state.engine, [ids], generation, streaming=streaming), response
+    return submit(state.engine, ids, generation, streaming=streaming), response
 
 
 def _ids(body: GenerateBody, truncate: int | None, generation: GenerationRequest, model: ServedModel) -> list[int]:
     return truncate_prompt(model.text().encode(model.readable(body.inputs, "inputs")), truncate, generation, model)
 
 
-async def _events(group: PromptGroup, response: TgiResponse) -> Events:
-    while isinstance(update := (await group.hear()).update, Delta):
+async def _events(tokens: RequestStream, response: TgiResponse) -> Events:
+    while isinstance(update := await tokens.receive(), Delta):
         if events := response.events(update):
             yield events
