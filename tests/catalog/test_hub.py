@@ -68,7 +68,7 @@ def test_a_half_model_in_the_cache_is_completed(tmp_path: Path, monkeypatch: pyt
     assert (download.calls[1]["revision"], download.calls[1]["token"]) == ("v1", "secret")
 
 
-def test_only_weights_settings_and_tokenizers_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_weights_settings_and_tokenizers_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     remote = fill(tmp_path / "remote", "config.json", "tokenizer.json", "model.safetensors")
     download = install(monkeypatch, FakeDownload(None, remote))
     hub.fetch(NAME, revision=None, token=None, report=ignore)
@@ -77,7 +77,7 @@ def test_only_weights_settings_and_tokenizers_are_asked_for(tmp_path: Path, monk
     assert not [pattern for pattern in patterns if pattern.endswith((".py", ".bin", ".pt", ".pth", "*"))]
 
 
-def test_one_gguf_file_is_asked_for_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_named_gguf_file_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     remote = fill(tmp_path / "remote", "a.gguf")
     download = install(monkeypatch, FakeDownload(None, remote))
     found = hub.fetch(HubName("org/name", "a.gguf"), revision=None, token=None, report=ignore)
@@ -104,7 +104,7 @@ def http_error(kind: type[Exception]) -> Exception:
         (RuntimeError(), FetchFailed, "could not be fetched .RuntimeError"),
     ],
 )
-def test_every_refusal_says_what_to_do(
+def test_every_refusal_has_a_remedy(
     error: Exception, raised: type[QuireError], advice: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(monkeypatch, FakeDownload(None, error))
@@ -112,7 +112,7 @@ def test_every_refusal_says_what_to_do(
         hub.fetch(NAME, revision="v9", token=None, report=ignore)
 
 
-def test_a_model_without_safetensors_is_refused_by_what_it_lacks(
+def test_a_model_without_safetensors_is_refused_with_the_missing_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(monkeypatch, FakeDownload(None, fill(tmp_path / "remote", "config.json", "tokenizer.json")))

@@ -51,7 +51,7 @@ for repository, file_name, revision, token in json.loads(sys.argv[1]):
 """
 
 
-def test_a_hub_id_is_fetched_once_and_speaks(hub: Hub, tmp_path: Path) -> None:
+def test_a_hub_id_is_fetched_once_and_generates(hub: Hub, tmp_path: Path) -> None:
     fetched = run(hub, tmp_path, SPEAK, "run", "people/tiny", *WORDS)
     assert fetched.returncode == 0 and fetched.stdout.strip(), fetched.stderr
     files = {line.rpartition("/")[2] for line in hub.asked if line.startswith("GET") and "/resolve/" in line}
@@ -60,7 +60,7 @@ def test_a_hub_id_is_fetched_once_and_speaks(hub: Hub, tmp_path: Path) -> None:
     assert (again.returncode, again.stdout) == (0, fetched.stdout), again.stderr
 
 
-def test_what_the_hub_refuses_is_said_and_a_token_opens(hub: Hub, tmp_path: Path) -> None:
+def test_refusals_of_the_hub_are_explained_and_a_token_opens(hub: Hub, tmp_path: Path) -> None:
     asked = [
         ("people/none", None, None, None),
         ("people/tiny", None, "v9", None),
@@ -69,9 +69,9 @@ def test_what_the_hub_refuses_is_said_and_a_token_opens(hub: Hub, tmp_path: Path
         ("people/tiny", "other.gguf", None, None),
         ("people/gated", None, None, TOKEN),
     ]
-    said = run(hub, tmp_path, FETCH, json.dumps(asked))
-    assert said.returncode == 0, said.stderr
-    none, revision, gated, wrong_token, no_file, opened = said.stdout.splitlines()
+    result = run(hub, tmp_path, FETCH, json.dumps(asked))
+    assert result.returncode == 0, result.stderr
+    none, revision, gated, wrong_token, no_file, opened = result.stdout.splitlines()
     assert none.startswith("ModelNotFound The hub has no model people/none")
     assert revision.startswith("ModelNotFound people/tiny has no revision v9")
     assert gated.startswith("FetchFailed people/gated is gated") and wrong_token == gated
@@ -79,6 +79,6 @@ def test_what_the_hub_refuses_is_said_and_a_token_opens(hub: Hub, tmp_path: Path
     assert opened.startswith("fetched") and "model.safetensors" in opened and "pytorch_model.bin" not in opened
 
 
-def test_a_hub_that_cannot_be_reached_is_said(hub: Hub, tmp_path: Path) -> None:
-    said = run(hub, tmp_path, FETCH, json.dumps([("people/tiny", None, None, None)]), reachable=False)
-    assert said.stdout.startswith("FetchFailed people/tiny is not in the hub's cache"), said.stderr
+def test_an_unreachable_hub_is_reported(hub: Hub, tmp_path: Path) -> None:
+    result = run(hub, tmp_path, FETCH, json.dumps([("people/tiny", None, None, None)]), reachable=False)
+    assert result.stdout.startswith("FetchFailed people/tiny is not in the hub's cache"), result.stderr

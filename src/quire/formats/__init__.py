@@ -1,1 +1,1 @@
-"""Floor 1: what is in a model's files (headers, names, numbers), as plain values. No torch."""
+"""Layer 1: headers, names and numbers of model files, as plain values. No torch."""

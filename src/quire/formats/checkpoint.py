@@ -1,4 +1,4 @@
-"""An opened checkpoint: what a model is and where its tensors lie, alike for a folder and a GGUF file.
+"""An opened checkpoint: model spec and tensor locations, the same for a folder and a GGUF file.
 
 Knows nothing of how the files are laid out, nor of what the bytes of a tensor mean.
 """
@@ -14,11 +14,11 @@ MetadataValue = int | float | bool | str | list[int] | list[float] | list[bool] 
 
 
 class CheckpointSource(Enum):
-    """Where a model comes from; it decides how tensors are named and where the tokenizer is."""
+    """The format of a model; it decides the names of tensors and the place of the tokenizer."""
 
-    FOLDER = "huggingface"  # the tokenizer is tokenizer.json and its neighbours, in `path`
+    FOLDER = "huggingface"  # the tokenizer is tokenizer.json and the files beside it, in `path`
     GGUF = "gguf"  # the tokenizer is in `metadata`
-    DUMMY = "dummy"  # invented weights at a real shape: no files, no tokenizer
+    DUMMY = "dummy"  # random weights at a real shape: no files, no tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """What the model's makers recommend for sampling; None where they say nothing."""
+    """The model's generation config; None where it sets nothing."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -45,13 +45,13 @@ class GenerationDefaults:
 
 
 def possible_tokens(ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
-    """Each id once, without those that the model has no logit for and so can never emit."""
+    """Each id once, without ids beyond the vocabulary, which are never sampled."""
     return tuple(token for token in dict.fromkeys(ids) if token < vocab_size)
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """All that can be known of a model without reading its weights."""
+    """Everything about a model except its weights."""
 
     source: CheckpointSource
     path: Path  # the folder or the file; for a dummy, its name

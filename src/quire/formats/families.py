@@ -1,4 +1,4 @@
-"""The model families, one row each: how their files differ. The decoder body knows only `ModelSpec`."""
+"""The model families, one row each: how their files differ. The decoder knows only `ModelSpec`."""
 
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -8,7 +8,7 @@ from quire.core.errors import UnsupportedModel
 
 
 class WindowRule(Enum):
-    """Which layers see only a sliding window of keys."""
+    """Which layers have sliding-window attention."""
 
     NONE = "none"
     EVERY_LAYER = "every layer"
@@ -21,7 +21,7 @@ class BiasRule(Enum):
 
     NEVER = "never"
     QKV = "qkv"  # Qwen2: queries, keys and values always
-    IF_ASKED = "if asked"  # config's attention_bias: all four projections
+    FROM_CONFIG = "from config"  # attention_bias of config.json: all four projections
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,12 @@ class ModelFamily:
     qk_norm: bool = False
     gemma: bool = False  # sandwich norms stored less one, scaled embeddings, gelu, query_pre_attn_scalar
     local_rope: bool = False
-    fused_projections: bool = False  # qkv and gate_up lie fused in the files already
+    fused_projections: bool = False  # qkv and gate_up are fused in the files
     interleaved_in_gguf: bool = False  # llama.cpp's converter reorders the rows of queries and keys
 
 
 FAMILIES: tuple[ModelFamily, ...] = (
-    ModelFamily("llama", "LlamaForCausalLM", "llama", "llama", bias=BiasRule.IF_ASKED, interleaved_in_gguf=True),
+    ModelFamily("llama", "LlamaForCausalLM", "llama", "llama", bias=BiasRule.FROM_CONFIG, interleaved_in_gguf=True),
     ModelFamily(
         "mistral",
         "MistralForCausalLM",
@@ -63,7 +63,7 @@ FAMILIES: tuple[ModelFamily, ...] = (
         "Qwen3ForCausalLM",
         "qwen3",
         "qwen3",
-        bias=BiasRule.IF_ASKED,
+        bias=BiasRule.FROM_CONFIG,
         windows=WindowRule.UPPER_LAYERS,
         default_head_dim=128,
         qk_norm=True,
@@ -73,7 +73,7 @@ FAMILIES: tuple[ModelFamily, ...] = (
         "Gemma2ForCausalLM",
         "gemma2",
         "gemma2",
-        bias=BiasRule.IF_ASKED,
+        bias=BiasRule.FROM_CONFIG,
         windows=WindowRule.PERIODIC,
         window_period=2,
         default_window=4096,
@@ -86,7 +86,7 @@ FAMILIES: tuple[ModelFamily, ...] = (
         "Gemma3ForCausalLM",
         "gemma3_text",
         "gemma3",
-        bias=BiasRule.IF_ASKED,
+        bias=BiasRule.FROM_CONFIG,
         windows=WindowRule.PERIODIC,
         window_period=6,
         default_window=4096,

@@ -1,7 +1,7 @@
-"""Reads the header of a GGUF file: its metadata and where its tensors lie. Knows nothing of models.
+"""Reads the header of a GGUF file: metadata and tensor locations. Knows nothing of models.
 
 The gguf package's own reader is not used: it makes an array object per token (seconds for a large vocabulary)
-and follows damaged counts without end. This one checks every length against the file before it believes it.
+and follows damaged counts without end. This one checks every length against the size of the file.
 """
 
 import mmap
@@ -19,7 +19,7 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 MAX_DIMENSIONS = 4  # ggml's own limit
-MIN_ENTRY_BYTES = 12  # the least that a metadata entry or a tensor's description takes
+MIN_ENTRY_BYTES = 12  # of a metadata entry or a tensor's description
 
 SCALARS: dict[int, np.dtype[np.generic]] = {
     GGUFValueType.UINT8: np.dtype("u1"),
@@ -46,7 +46,7 @@ class GgufFile:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Parse the header, or say where the file is damaged."""
+    """Parse the header; the error names the place of damage."""
     size = path.stat().st_size
     with path.open("rb") as file:
         if file.read(len(MAGIC)) != MAGIC:
@@ -56,7 +56,7 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 class _Cursor:
-    """A place in the file that moves forward and never past the end."""
+    """A position in the file that only moves forward, never past the end."""
 
     __slots__ = ("data", "path", "place", "size")
 
@@ -86,7 +86,7 @@ class _Cursor:
         return int.from_bytes(self.take(8), "little")
 
     def count(self, least_bytes: int, what: str) -> int:
-        """How many things follow, each of at least so many bytes."""
+        """A number of entries, each of at least so many bytes."""
         number = self.u64()
         if number * least_bytes > self.size - self.place:
             raise self.broken(f"it promises {number} {what}, which cannot fit")

@@ -16,14 +16,14 @@ from quire.formats.spec_checks import MAX_LAYERS, check_geometry
 ROPE_FACTORS = "rope_freqs.weight"
 ROPE_FACTORS_SHORT = "rope_factors_short.weight"
 ROPE_FACTORS_LONG = "rope_factors_long.weight"
-LOCAL_THETA = 10_000.0  # Gemma 3's windowed layers, where the file does not say
+LOCAL_THETA = 10_000.0  # Gemma 3's windowed layers, where the file sets none
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
-# Their queries are scaled by hidden size / heads; llama.cpp too knows these two by their number of layers.
+# Their queries are scaled by hidden size / heads; llama.cpp too recognizes these two by their number of layers.
 GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 
 
 def open_gguf(path: Path) -> Checkpoint:
-    """All that can be known of the model in a GGUF file without reading its weights."""
+    """Everything about the model in a GGUF file except its weights."""
     file = read_gguf(path)
     general = JsonFields(file.metadata, str(path))
     _refuse_parts(general)
@@ -108,7 +108,7 @@ def _layer_has(file: GgufFile, *names: str) -> bool:
 
 
 def _per_layer(keys: JsonFields, key: str, default: int | None) -> int:
-    """A count that the format lets differ by layer; quire wants it the same in all."""
+    """A count that the format lets differ by layer; quire needs it the same in all."""
     value = keys.get(key)
     if not isinstance(value, list):
         return keys.integer(key, default)

@@ -1,4 +1,4 @@
-"""Turns a config.json into a `ModelSpec`. A field that the file must have and has not is named in the error.
+"""Turns a config.json into a `ModelSpec`. A missing required field is named in the error.
 
 Reads rotary embeddings from config.json, in the old spelling (rope_theta, rope_scaling) and the new
 (rope_parameters, for some families one per layer type). Meanings and precedence are those of transformers.
@@ -124,7 +124,7 @@ QWEN_MAX_WINDOW_LAYERS = 28
 
 
 def read_spec(config: JsonFields) -> ModelSpec:
-    """The description of the model, or a refusal that names what is not read."""
+    """The description of the model, or a refusal that names the unsupported field."""
     family = read_family(config)
     if config.flag("use_bidirectional_attention", False):
         raise UnsupportedModel(
@@ -134,7 +134,7 @@ def read_spec(config: JsonFields) -> ModelSpec:
     hidden_size = config.integer("hidden_size")
     num_heads = config.integer("num_attention_heads")
     head_dim = config.integer("head_dim", family.default_head_dim or hidden_size // num_heads)
-    asked_bias = family.bias is BiasRule.IF_ASKED and config.flag("attention_bias", False)
+    config_bias = family.bias is BiasRule.FROM_CONFIG and config.flag("attention_bias", False)
     ropes = read_ropes(config, family, head_dim)
     spec = ModelSpec(
         family=family.name,
@@ -150,8 +150,8 @@ def read_spec(config: JsonFields) -> ModelSpec:
         rope=ropes.rope,
         tied_embeddings=config.flag("tie_word_embeddings", family.tied_by_default),
         activation=_activation(config, family),
-        qkv_bias=asked_bias or family.bias is BiasRule.QKV,
-        output_bias=asked_bias,
+        qkv_bias=config_bias or family.bias is BiasRule.QKV,
+        output_bias=config_bias,
         mlp_bias=family.name == "llama" and config.flag("mlp_bias", False),
         qk_norm=family.qk_norm,
         sandwich_norms=family.gemma,

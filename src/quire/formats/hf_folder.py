@@ -1,11 +1,9 @@
-"""Opens a model folder as Hugging Face lays it out: config.json, generation_config.json, safetensors.
+"""Opens a model folder of Hugging Face: config.json, generation_config.json, headers of safetensors files.
 
-Refuses by name what is not read: quantized checkpoints, adapters, pickled weights. Runs no code.
+Refuses quantized checkpoints, adapters and pickled weights by name. Runs no code. Never reads the bytes of tensors.
 
-Reads the header of a safetensors file: which tensors it holds and where. Never touches their bytes.
-
-The layout is eight bytes of length, a JSON header, then data. It is read here rather than through the
-safetensors package because the loader wants offsets: with them, both formats become one `StoredTensor`.
+A safetensors file is eight bytes of length, a JSON header, then data. The header is read here rather than by the
+safetensors package because the loader needs offsets: with them, both formats become one `StoredTensor`.
 """
 
 import json
@@ -90,7 +88,7 @@ PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 def open_folder(folder: Path) -> Checkpoint:
-    """All that can be known of the model in a folder without reading its weights."""
+    """Everything about the model in a folder except its weights."""
     _refuse_adapter(folder)
     if not (folder / CONFIG).is_file():
         raise ModelNotFound(f"{folder} holds no {CONFIG}, so it is no model folder that quire can read.")
@@ -147,7 +145,7 @@ def _refuse_quantized(config: JsonFields) -> None:
 
 
 def _generation_defaults(generation: JsonFields) -> GenerationDefaults:
-    """The temperature and its companions count only where the makers say that the model should sample."""
+    """Temperature, top_p and top_k count only if the generation config has do_sample."""
     penalty = generation.optional_number("repetition_penalty")
     if not generation.flag("do_sample", False):
         return GenerationDefaults(repetition_penalty=penalty)
@@ -175,7 +173,7 @@ def _index_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _read_shards(folder: Path) -> dict[str, StoredTensor]:
-    """The union of the shards, which must hold every tensor that the index promises."""
+    """The union of the shards, which must hold every tensor in the index."""
     weight_map = _read_json(folder / INDEX_FILE).mapping("weight_map")
     shard_of = {name: weight_map.text(name) for name in weight_map}
     tensors: dict[str, StoredTensor] = {}

@@ -1,4 +1,4 @@
-"""Typed access to a mapping that somebody else wrote. Every complaint names the file, the key and the value.
+"""Typed access to a mapping from a model file. Every error names the file, the key and the value.
 
 A JSON null counts as absent, as it does in transformers. Knows nothing of models.
 """
@@ -19,7 +19,7 @@ class JsonFields:
 
     def __init__(self, values: Mapping[str, object], source: str, prefix: str = "") -> None:
         self._values = values
-        self._prefix = prefix  # stands before every key: GGUF names its keys after the architecture
+        self._prefix = prefix  # of every key: GGUF names its keys after the architecture
         self.source = source
 
     def get(self, key: str) -> object:
@@ -29,7 +29,7 @@ class JsonFields:
         return self.get(key) is not None
 
     def mentions(self, key: str) -> bool:
-        """Whether the key is there at all, if only as null."""
+        """Whether the key exists, also as null."""
         return self._prefix + key in self._values
 
     def integer(self, key: str, default: int | None = None, *, low: int = 1, high: int = MAX_INTEGER) -> int:
@@ -107,10 +107,10 @@ class JsonFields:
             raise BrokenModelFile(f"{self.source} has no {self._prefix}{key}, which this model needs.")
         return value
 
-    def _wrong(self, key: str, value: object, wanted: str) -> BrokenModelFile:
+    def _wrong(self, key: str, value: object, expected: str) -> BrokenModelFile:
         shown = repr(value)
         shown = shown if len(shown) <= 80 else shown[:77] + "..."
-        return BrokenModelFile(f"{self._prefix}{key} in {self.source} must be {wanted}, not {shown}.")
+        return BrokenModelFile(f"{self._prefix}{key} in {self.source} must be {expected}, not {shown}.")
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:

@@ -1,4 +1,4 @@
-"""One door to a model on this machine: a folder or a GGUF file."""
+"""Opens a model on this machine: a folder or a GGUF file."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from quire.formats.hf_folder import ADAPTER_CONFIG, CONFIG, open_folder
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """All that can be known of a model without reading its weights; a `QuireError` says why not."""
+    """Everything about a model except its weights; a `QuireError` if it cannot be read."""
     try:
         return _open(path)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Real models by name, in numbers alone: for dummy weights, which need no files. Values as published."""
+"""Shapes of real models by name, for dummy weights without files. Values as published."""
 
 from difflib import get_close_matches
 from pathlib import Path

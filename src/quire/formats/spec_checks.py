@@ -1,4 +1,4 @@
-"""Refuses a description that no decoder can have, before anybody allocates for it."""
+"""Refuses an impossible model spec before memory is allocated for it."""
 
 from quire.core.errors import BrokenModelFile
 from quire.core.model import ModelSpec, RopeKind, RopeSpec
@@ -7,7 +7,7 @@ MAX_LAYERS = 4096  # far above any model; keeps a damaged count from filling mem
 
 
 def check_geometry(spec: ModelSpec, source: str) -> ModelSpec:
-    """Hands the description back if its numbers fit together."""
+    """The spec, if its numbers are consistent."""
     if spec.vocab_size < 1:
         raise BrokenModelFile(f"{source} describes a model with an empty vocabulary.")
     if spec.max_positions < 2:
@@ -43,7 +43,7 @@ def _check_rope(rope: RopeSpec, head_dim: int, source: str) -> None:
 
 
 def _check_scaling(rope: RopeSpec, source: str) -> None:
-    """What the scalings divide by, and what they take logarithms of."""
+    """The divisors and logarithms of rope scalings."""
     if rope.kind is RopeKind.LLAMA3 and rope.high_freq_factor <= rope.low_freq_factor:
         raise BrokenModelFile(
             f"{source} has rope scaling from low_freq_factor {rope.low_freq_factor:g} to high_freq_factor "
