@@ -37,7 +37,7 @@ test-gpu: $(VENV)/.test
 # Accesses beyond memory in small tests of the kernels, on a GPU, with NVIDIA's compute-sanitizer.
 sanitize: $(VENV)/.test
 	$(SANITIZE) $(BIN)/python -m pytest $(SANITIZED) $(ARGS)
-	$(SANITIZE) $(BIN)/python -m pytest $(SANITIZED_ON_CUDA) -k "agree or recording or padding" $(ARGS)
+	$(SANITIZE) $(BIN)/python -m pytest $(SANITIZED_ON_CUDA) -k "agree or captured or padding" $(ARGS)
 
 # The clients people bring, each in its own environment below .venv-clients, against the real server.
 test-clients: $(VENV)/.test

@@ -111,7 +111,7 @@ def test_what_lies_behind_the_last_key_changes_nothing(name: str, parts: list[Pa
 
 @pytest.mark.parametrize("parts", [MIXED, LONG], ids=["mixed", "long"])
 @pytest.mark.parametrize("name", OTHERS)
-def test_one_recording_serves_other_lengths(name: str, parts: list[Part]) -> None:
+def test_one_captured_graph_serves_other_lengths(name: str, parts: list[Part]) -> None:
     rule = AttentionRule(128**-0.5)
     chosen = backends(name, 128, torch.bfloat16, rule)
     if not chosen.capturable:
@@ -158,7 +158,7 @@ def ours() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", [*OTHERS, "auto"])
-def test_an_engine_says_the_same(name: str, ours: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_generates_the_same(name: str, ours: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """But for two answers: where two tokens are as good as equal, another rounding may take the other."""
     monkeypatch.setitem(SHAPES, "two-layers", replace(SHAPES["qwen3-0.6b"], num_layers=2))
     try:

@@ -21,7 +21,7 @@ def test_marks_measure_the_work_between_them() -> None:
     assert last.seconds_since(first) > 0
 
 
-def test_a_measurement_says_how_busy_the_gpu_was(
+def test_a_measurement_reports_how_busy_the_gpu_was(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     engine = ("--model", "smollm2-135m", "--load-format", "dummy", "--device", "cuda", "--max-model-len", "256")

@@ -28,7 +28,7 @@ def eager_collector():
 
 
 @pytest.mark.usefixtures("eager_collector")
-def test_a_recording_outlives_those_of_an_engine_that_nobody_has_any_more() -> None:
+def test_a_graph_survives_the_graphs_of_a_deleted_engine() -> None:
     x = torch.ones(1000, device=CUDA)
     old = [Ring(GraphCapturer(CUDA).capture(lambda: x + 1)) for _ in range(2)]
 

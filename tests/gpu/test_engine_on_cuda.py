@@ -79,7 +79,7 @@ def mixed(place: int) -> SamplingParams:
 
 @pytest.mark.parametrize("shape", ["smollm2-135m", "qwen3-0.6b"])
 @pytest.mark.parametrize("params", [greedy, mixed])
-def test_replayed_built_and_referred_to_say_the_same(shape: str, params: Callable, choice: KernelChoice) -> None:
+def test_graphs_eager_steps_and_reference_agree(shape: str, params: Callable, choice: KernelChoice) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     spec = SHAPES[shape]
     replayed, count = run(spec, choice.kernels, params, choice)
@@ -88,7 +88,7 @@ def test_replayed_built_and_referred_to_say_the_same(shape: str, params: Callabl
     assert replayed == built
 
 
-def test_the_plain_reference_says_the_same(choice: KernelChoice) -> None:
+def test_the_reference_kernels_generate_the_same(choice: KernelChoice) -> None:
     """It is slow: a few layers and requests, in whole numbers of blocks and beyond."""
     torch.backends.cuda.matmul.allow_tf32 = False
     spec = replace(SHAPES["qwen3-0.6b"], num_layers=3)
@@ -97,7 +97,7 @@ def test_the_plain_reference_says_the_same(choice: KernelChoice) -> None:
     assert built == truth
 
 
-def test_the_integer_oracle_in_recorded_steps(choice: KernelChoice) -> None:
+def test_the_integer_oracle_in_cuda_graphs(choice: KernelChoice) -> None:
     bodies: list[TorchOracleRunner] = []
 
     def body(world: Scenario) -> TorchOracleRunner:

@@ -50,7 +50,7 @@ def answers(front: LocalClient, prompts: list[list[int]]) -> list[tuple[list[int
     return [(ticket.output().outputs[0].token_ids, ticket.output().outputs[0].finish_reason) for ticket in tickets]
 
 
-def test_a_full_card_fails_the_largest_and_nobody_else() -> None:
+def test_a_full_gpu_fails_only_the_largest_request() -> None:
     spec = replace(SHAPES["qwen3-0.6b"], num_layers=2)
     model = Decoder(spec, dummy_weights(spec, torch.float32, CUDA, 3).filled(), select_kernels("cuda").kernels, LENGTH)
     stores = new_store(model.kv_geometry, NUM_BLOCKS, BLOCK_SIZE, CUDA)

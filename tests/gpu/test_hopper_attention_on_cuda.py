@@ -159,18 +159,18 @@ def test_runs_give_the_same_bits(parts: list[Part]) -> None:
     """Whatever the order in which loads, products and softmax come: nobody reads what is not there yet."""
     step = Step(parts, SHAPES[0])
     first = step.attend(HopperPrefill(8))
-    for processors in (8, 3, 1, 8, 8, 5, 8, 8):
-        assert torch.equal(first, step.attend(HopperPrefill(processors)))
+    for num_sms in (8, 3, 1, 8, 8, 5, 8, 8):
+        assert torch.equal(first, step.attend(HopperPrefill(num_sms)))
 
 
-def test_padding_is_nobody_and_changes_nothing() -> None:
+def test_padding_changes_nothing() -> None:
     """Sequences without keys, and tokens behind the last one."""
     bare, padded = Step(CHUNKS, SHAPES[0]), Step(CHUNKS, SHAPES[0], room=5)
     padded.query[: len(bare.query)] = bare.query
     assert torch.equal(padded.attend(HopperPrefill(8))[: len(bare.query)], bare.attend(HopperPrefill(8)))
 
 
-def test_one_recording_serves_other_lengths() -> None:
+def test_one_captured_graph_serves_other_lengths() -> None:
     """Recorded with nobody in it, and replayed with other sequences each time."""
     steps = [
         Step(parts, SHAPES[0], seed) for seed, parts in enumerate((CHUNKS, [*CHUNKS[2:], Part(0, 80), Part(64, 9)]))
@@ -208,13 +208,13 @@ def test_keys_beyond_two_to_the_31_numbers_are_found(parts: list[Part]) -> None:
 
 
 @pytest.mark.parametrize("block_size", [1, 24, 256])
-def test_a_long_chunk_may_lie_in_blocks_of_any_size(block_size: int) -> None:
+def test_a_long_chunk_may_use_blocks_of_any_size(block_size: int) -> None:
     """Its keys are gathered first."""
     step = Step(LONG, Shape(block_size=block_size))
     step.check(step.attend(HopperPrefill(8)))
 
 
-def test_a_step_of_this_card_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_on_this_gpu_uses_the_hopper_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the engine plans it: 2,048 tokens have work for every processor, 16 have not."""
     taken = []
     attend = HopperPrefill.attend

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.core.model import ModelSpec, RopeSpec
 from quire.kernels.gpu.gemm.hopper_dispatch import HopperGemm
-from quire.kernels.gpu.gemm.hopper_split import STREAM
+from quire.kernels.gpu.gemm.hopper_split import STREAM_K
 from quire.kernels.gpu.kernels import GpuKernels
 from quire.kernels.gpu.precompile import compile_launched
 from quire.kernels.interface import PartialSums
@@ -33,7 +33,7 @@ class Shape(NamedTuple):
 
     in_width: int
     out_width: int
-    may_part: bool
+    may_split: bool
     has_bias: bool = False
     dtype: torch.dtype = torch.bfloat16
 
@@ -76,7 +76,7 @@ def drawn(shape: Shape) -> Drawn:
 
 
 @pytest.fixture(scope="module")
-def products() -> Iterator[HopperGemm]:
+def gemm() -> Iterator[HopperGemm]:
     """With all kernels compiled side by side."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip(f"{torch.cuda.get_device_name()} is no Hopper")
@@ -98,17 +98,17 @@ def products() -> Iterator[HopperGemm]:
     drawn.cache_clear()
 
 
-def multiply(products: HopperGemm, shape: Shape, num_rows: int) -> Tensor | PartialSums | None:
+def multiply(gemm: HopperGemm, shape: Shape, num_rows: int) -> Tensor | PartialSums | None:
     numbers = drawn(shape)
-    ask = products.parts if shape.may_part else products.product
+    ask = gemm.matmul_unreduced if shape.may_split else gemm.matmul
     return ask(numbers.x[:num_rows], numbers.weight, numbers.bias if shape.has_bias else None)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_products_agree_whatever_the_number_of_rows(products: HopperGemm, shape: Shape) -> None:
+def test_matmuls_agree_for_every_number_of_rows(gemm: HopperGemm, shape: Shape) -> None:
     numbers, num_taken = drawn(shape), 0
     for num_rows in ROWS:
-        product = multiply(products, shape, num_rows)
+        product = multiply(gemm, shape, num_rows)
         if product is None:
             continue
         num_taken += 1
@@ -119,25 +119,25 @@ def test_products_agree_whatever_the_number_of_rows(products: HopperGemm, shape:
         assert ((total - exact).abs() <= rounding * exact.abs() + 2**-15 * numbers.sizes[:num_rows]).all(), num_rows
     is_small = numbers.weight.nbytes <= 16 * 2**20
     assert num_taken == len([rows for rows in ROWS if rows <= 64 or is_small])
-    assert not products._is_broken
+    assert not gemm._is_broken
 
 
-def test_every_way_of_cutting_was_among_them(products: HopperGemm) -> None:
-    cuts = [products._cut(drawn(shape).x[:16], drawn(shape).weight, None, shape.may_part) for shape in SHAPES]
-    parts = {how.parts for how in cuts if how is not None}
-    assert {STREAM, 1, 2, 8} <= parts
+def test_every_kind_of_split_is_covered(gemm: HopperGemm) -> None:
+    cuts = [gemm._split(drawn(shape).x[:16], drawn(shape).weight, None, shape.may_split) for shape in SHAPES]
+    parts = {how.splits for how in cuts if how is not None}
+    assert {STREAM_K, 1, 2, 8} <= parts
 
 
 @pytest.mark.parametrize("shape", [*LLAMA, *QWEN[:2], ODD[3]], ids=str)
-def test_runs_give_the_same_bits(products: HopperGemm, shape: Shape) -> None:
+def test_runs_give_the_same_bits(gemm: HopperGemm, shape: Shape) -> None:
     """One launched right behind the other, so that each begins while another ends."""
     for num_rows in (5, 64):
-        results = [multiply(products, shape, num_rows) for _ in range(REPEATS)]
+        results = [multiply(gemm, shape, num_rows) for _ in range(REPEATS)]
         plain = [result.sums if isinstance(result, PartialSums) else result for result in results]
         assert all(each is not None and torch.equal(each, plain[0]) for each in plain)
 
 
-def test_a_recording_multiplies_what_is_there_when_it_is_replayed(products: HopperGemm) -> None:
+def test_a_captured_gemm_reads_its_inputs_at_replay(gemm: HopperGemm) -> None:
     shapes = [LLAMA[2], LLAMA[1], QWEN[0]]
     given = [drawn(shape).x[:20].clone() for shape in shapes]
     recorded: list[Tensor | PartialSums | None] = []
@@ -145,7 +145,8 @@ def test_a_recording_multiplies_what_is_there_when_it_is_replayed(products: Hopp
     def go() -> list[Tensor | PartialSums | None]:
         pairs = zip(shapes, given, strict=True)
         return [
-            (products.parts if shape.may_part else products.product)(x, drawn(shape).weight, None) for shape, x in pairs
+            (gemm.matmul_unreduced if shape.may_split else gemm.matmul)(x, drawn(shape).weight, None)
+            for shape, x in pairs
         ]
 
     def work() -> Tensor:
@@ -168,12 +169,10 @@ def test_a_recording_multiplies_what_is_there_when_it_is_replayed(products: Hopp
 
 @pytest.mark.parametrize("layer", [LLAMA, QWEN], ids=["llama", "qwen"])
 @pytest.mark.parametrize("num_rows", [3, 16, 64])
-def test_kernels_that_overlap_give_what_they_give_one_by_one(
-    products: HopperGemm, layer: list[Shape], num_rows: int
-) -> None:
+def test_kernels_that_overlap_agree_with_serial_launches(gemm: HopperGemm, layer: list[Shape], num_rows: int) -> None:
     """Layers as a decoder has them, in which each kernel lets the next begin before it has waited itself."""
     kernels = GpuKernels()
-    kernels._products = products
+    kernels._gemm = gemm
     qkv, output, gate_up, down = (drawn(shape).weight for shape in layer)
     scale = torch.rand(layer[0].in_width, device=CUDA) / layer[3].in_width ** 0.5
     context = drawn(layer[1]).x[:num_rows]
@@ -194,7 +193,7 @@ def test_kernels_that_overlap_give_what_they_give_one_by_one(
             between()
             wide = kernels.linear(normed, gate_up, None)
             between()
-            gated = kernels.gate(wide, "silu")
+            gated = kernels.act_and_mul(wide, "silu")
             between()
             x = kernels.linear_unreduced(gated, down, None)
             between()
@@ -207,7 +206,7 @@ def test_kernels_that_overlap_give_what_they_give_one_by_one(
     assert all(each.isfinite().all() for each in apart)
 
 
-def test_a_model_says_the_same_without_it(products: HopperGemm) -> None:
+def test_a_model_generates_the_same_without_it(gemm: HopperGemm) -> None:
     """Layers as wide as those of Qwen3-0.6B: steps of 40 rows, and of one row fewer after the other."""
     spec = ModelSpec(
         "qwen3", 3, 1024, 16, 8, 128, 3072, 2048, 4096, 1e-6, RopeSpec(1e6, 128), tied_embeddings=True, qk_norm=True
@@ -218,7 +217,7 @@ def test_a_model_says_the_same_without_it(products: HopperGemm) -> None:
     logits = []
     for with_ring in (True, False):
         kernels = GpuKernels()
-        kernels._products = products if with_ring else None
+        kernels._gemm = gemm if with_ring else None
         model = Decoder(spec, weights, kernels, 32)
         logits.append(torch.cat(run(model, prompts, in_chunks(lengths, 1), block_size=16, device="cuda")))
     ring, library = logits

@@ -8,7 +8,7 @@ from quire.bench.attention_steps import decode_step, prefill_step
 SHAPE = HeadShape(8, 2, 64)
 
 
-def test_torchs_attention_beside_ours():
+def test_torchs_attention_is_compared_with_quires():
     theirs = library("torch", SHAPE)
     decodes, one = measure(decode_step(4, 256), SHAPE, theirs), measure(prefill_step(1, 1024), SHAPE, theirs)
     assert decodes.beside_microseconds is None and decodes.microseconds > 0

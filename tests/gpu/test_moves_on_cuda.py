@@ -51,7 +51,7 @@ def test_blocks_are_shared_copied_swapped_and_granted_anew() -> None:
     assert emitted(bodies.run(back))[2] == following(PROMPT, 3)[2]
 
 
-def test_a_tethered_row_is_told_and_gives_back_exact_scores() -> None:
+def test_a_host_driven_row_gets_tokens_and_returns_exact_logprobs() -> None:
     bodies = Bodies("cuda")
     opening = StepPlan(
         0,

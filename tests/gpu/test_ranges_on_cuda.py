@@ -31,13 +31,13 @@ def heard(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return told.read_text().split()
 
 
-def test_every_part_of_a_turn_is_marked(heard: list[str]) -> None:
+def test_every_part_of_a_step_has_a_range(heard: list[str]) -> None:
     for part in ("plan", "launch", "wait", "absorb"):
         assert heard.count(f"+{part}") >= NUM_TOKENS, part
     assert heard.count("+launch") == heard.count("+wait") == heard.count("+absorb"), "a step has each of them once"
 
 
-def test_what_begins_also_ends(heard: list[str]) -> None:
+def test_every_range_that_starts_ends(heard: list[str]) -> None:
     depth = 0
     for range_ in heard:
         depth += 1 if range_.startswith("+") else -1

@@ -46,7 +46,7 @@ def _greedy(device: str, prompts: list[list[int]]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("count", [1, 5])
-def test_the_decoder_answers_on_the_gpu_as_on_the_cpu(count: int) -> None:
+def test_the_decoder_agrees_on_gpu_and_cpu(count: int) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     prompts = [[(7 * i + 13 * j) % 49152 for i in range(5 + 9 * j)] for j in range(count)]
     assert _greedy("cuda", prompts) == _greedy("cpu", prompts)

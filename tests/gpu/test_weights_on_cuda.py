@@ -21,7 +21,7 @@ from tests.weights.test_loader_threads import (  # noqa: F401 -- collected here,
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
-def test_many_pieces(tmp_path: Path, stored: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_slices(tmp_path: Path, stored: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "PLAIN_BYTES", 1 << 16)
     values = torch.randn(20_000, 700, generator=torch.Generator().manual_seed(1)).to(stored)
     room = torch.zeros(20_000, 700, dtype=torch.bfloat16, device="cuda")

@@ -26,14 +26,14 @@ from quire.core.ids import Row, SequenceId
 from quire.core.model import ModelSpec, RopeSpec
 from quire.core.sampling import RowSampling
 from quire.core.step import Masks, RowStart
-from quire.kernels.gpu import compile_workers as forked
-from quire.kernels.gpu.activation import gate
+from quire.kernels.gpu import compile_workers
+from quire.kernels.gpu.activation import act_and_mul
 from quire.kernels.gpu.attention.dispatch import GpuAttention
 from quire.kernels.gpu.attention.hopper_dispatch import HopperPrefill
-from quire.kernels.gpu.attention.split_merge import shared_room
+from quire.kernels.gpu.attention.split_merge import shared_memory_budget
 from quire.kernels.gpu.copy_blocks import copy_blocks
 from quire.kernels.gpu.gemm.hopper_dispatch import HopperGemm
-from quire.kernels.gpu.launch import can_begin_early, dry_run_launches, launch
+from quire.kernels.gpu.launch import dry_run_launches, launch, supports_pdl
 from quire.kernels.gpu.precompile import compile_launched, compiling_launched
 from quire.kernels.interface import AttentionRule, StepLayout
 from quire.kernels.select import select_kernels
@@ -172,7 +172,7 @@ def left_early() -> dict[str, object]:
 def compiled() -> dict[str, object]:
     def play() -> None:
         for width in (64, 128, 64):
-            gate(torch.empty(2, width, dtype=torch.bfloat16, device=META), "silu")
+            act_and_mul(torch.empty(2, width, dtype=torch.bfloat16, device=META), "silu")
         launch(nonsense, (1,), torch.empty(1, device=META))
         copy_blocks(torch.empty(4, 32, device=META), *torch.zeros(2, 1, dtype=torch.int64, device=META))
 
@@ -185,7 +185,7 @@ def compiled() -> dict[str, object]:
 
 
 def compiled_for_hopper() -> dict[str, object]:
-    """Chunks over their pages, and products cut in each of three ways: the kernels that no interpreter runs."""
+    """Chunks over their pages, and gemm cut in each of three ways: the kernels that no interpreter runs."""
     nothing = torch.zeros(64, dtype=torch.int64, device=META)
     tables, starts = (torch.zeros(size, dtype=torch.int32, device=META) for size in ((2, 8), (3,)))
     layout = StepLayout(nothing, nothing, tables, starts, starts[:2], nothing)
@@ -193,7 +193,7 @@ def compiled_for_hopper() -> dict[str, object]:
     kv_layer = torch.empty(9, 2, 16, 2, 64, dtype=torch.bfloat16, device=META)
     odd_query = torch.empty(64, 6, 192, dtype=torch.float16, device=META)
     odd_kv_layer = torch.empty(9, 2, 32, 2, 192, dtype=torch.float16, device=META)
-    products = HopperGemm(132, META)
+    gemm = HopperGemm(132, META)
     x, bias = torch.empty(16, 1024, dtype=torch.bfloat16, device=META), torch.empty(4096, device=META)
     whole, many, few = (torch.empty(out, 1024, dtype=x.dtype, device=META) for out in (4096, 16_384, 1024))
 
@@ -202,8 +202,8 @@ def compiled_for_hopper() -> dict[str, object]:
         GpuAttention(layout, 0, hopper=HopperPrefill(1)).attend(query, kv_layer, AttentionRule(0.1, window=40))
         odd_rule = AttentionRule(0.1, window=40, softcap=30.0)
         GpuAttention(layout, 0, hopper=HopperPrefill(1)).attend(odd_query, odd_kv_layer, odd_rule)
-        assert None not in (products.product(x, whole, bias), products.product(x, many, None))
-        assert products.parts(x, few, None) is not None
+        assert None not in (gemm.matmul(x, whole, bias), gemm.matmul(x, many, None))
+        assert gemm.matmul_unreduced(x, few, None) is not None
 
     with heard_of() as on_disk:
         done = compile_launched(play, 2)
@@ -216,8 +216,8 @@ def small_card() -> Iterator[None]:
 
     def take(capability: int, shared_bytes: int) -> None:
         Card.capability, Card.shared_bytes = capability, shared_bytes
-        shared_room.cache_clear()
-        can_begin_early.cache_clear()
+        shared_memory_budget.cache_clear()
+        supports_pdl.cache_clear()
         max_shared_mem.cache_clear()  # what Triton holds a kernel against; it asks a card once
 
     take(89, 101_376)
@@ -266,10 +266,10 @@ def variants_of(play: Callable[[], None]) -> list[str]:
     return listing.variants
 
 
-def new_runner(hopper: HopperPrefill | None = None, products: HopperGemm | None = None) -> ModelRunner:
+def new_runner(hopper: HopperPrefill | None = None, gemm: HopperGemm | None = None) -> ModelRunner:
     choice = select_kernels("cuda")
     choice.kernels._hopper = hopper
-    choice.kernels._products = products
+    choice.kernels._gemm = gemm
     model = Decoder(SPEC, empty_weights(SPEC, torch.bfloat16, META), choice.kernels, 16)
     stores = new_store(model.kv_geometry, 1, 16, META)
     return ModelRunner(
@@ -302,11 +302,11 @@ def choose(runner: ModelRunner) -> None:
         places = torch.tensor(rows, device=META)
         asking = SamplingBatch(places, np.array(rows, dtype=np.int32), places)
         masks = Masks(np.array([3], dtype=np.int32), np.zeros((1, 32), dtype=np.int32)) if 3 in rows else None
-        runner._choose_from(torch.empty(len(rows), SPEC.vocab_size, device=META), asking, masks)
+        runner._sample_logits(torch.empty(len(rows), SPEC.vocab_size, device=META), asking, masks)
 
 
 if __name__ == "__main__":
-    forked._LONGEST_FORKING_S = 60.0  # however busy this machine is, there are as many children as asked
+    compile_workers._MAX_FORKING_S = 60.0  # on a busy machine too
     driver.set_active(Card())
     hopper = new_runner(HopperPrefill(8), HopperGemm(132, META))
     print(

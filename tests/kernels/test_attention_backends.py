@@ -5,9 +5,7 @@ import torch
 
 from quire.config import ATTENTION_BACKENDS
 from quire.core.errors import ConfigError
-from quire.kernels import attention_backends as attention_choice
-from quire.kernels import attention_backends as find_backends
-from quire.kernels import select
+from quire.kernels import attention_backends, select
 from quire.kernels.attention_backends import (
     PARTS,
     USUAL_NEEDS,
@@ -16,7 +14,7 @@ from quire.kernels.attention_backends import (
     FoundBackend,
     choose_attention,
 )
-from quire.kernels.gpu.attention import decode as decode_attention
+from quire.kernels.gpu.attention import decode
 from quire.kernels.interface import AttentionRule
 
 ALL = {name: FoundBackend(f"{name} 1.2") for name in ("torch", "fa3", "flashinfer")}
@@ -37,20 +35,20 @@ def refusal(name: str, here: AttentionEnvironment = HOPPER, **needs: object) -> 
     return caught.value.message
 
 
-def test_figures_choose_our_own_kernels():
+def test_figures_select_quires_kernels():
     choice = choose_attention("auto", USUAL_NEEDS, HOPPER)
-    assert parts(choice) == ("quire",) * 3 and choice.others == []
+    assert parts(choice) == ("quire",) * 3 and choice.backends == []
     assert "fa3 not: slower where it was measured" in choice.reasons
 
 
-def test_figures_choose_a_library_for_the_part_that_it_is_faster_at(monkeypatch):
+def test_figures_select_a_library_where_it_is_faster(monkeypatch):
     measured = {part: figures._replace(microseconds=dict(figures.microseconds)) for part, figures in
-                attention_choice._MEASURED.items()}  # fmt: skip
+                attention_backends._MEASURED.items()}  # fmt: skip
     measured["long_chunk"].microseconds["fa3"] = (75.1, 857.7)
     measured["long_chunk"].microseconds["quire"] = (88.9, 1112.8)
-    monkeypatch.setattr(attention_choice, "_MEASURED", measured)
+    monkeypatch.setattr(attention_backends, "_MEASURED", measured)
     choice = choose_attention("auto", USUAL_NEEDS, HOPPER)
-    assert parts(choice) == ("quire", "quire", "fa3") and choice.others == [("long_chunk", "fa3")]
+    assert parts(choice) == ("quire", "quire", "fa3") and choice.backends == [("long_chunk", "fa3")]
     assert choice.reasons == (
         "decodes by quire: 254 µs at 256 × 1,024 on an H200, fa3 277, flashinfer 372",
         "one long chunk by fa3 1.2: 858 µs at 8,192 tokens on an H200, quire 1,113, torch 1,779",
@@ -60,21 +58,21 @@ def test_figures_choose_a_library_for_the_part_that_it_is_faster_at(monkeypatch)
     )
 
 
-def test_a_library_without_figures_stays_idle(monkeypatch):
+def test_a_library_without_figures_is_not_used(monkeypatch):
     measured = {part: figures._replace(microseconds={"quire": figures.microseconds.get("quire", ())}) for part, figures
-                in attention_choice._MEASURED.items()}  # fmt: skip
-    monkeypatch.setattr(attention_choice, "_MEASURED", measured)
+                in attention_backends._MEASURED.items()}  # fmt: skip
+    monkeypatch.setattr(attention_backends, "_MEASURED", measured)
     choice = choose_attention("auto", USUAL_NEEDS, HOPPER)
     assert parts(choice) == ("quire",) * 3 and choice.reasons[0] == "all by quire"
-    assert "fa3 not: nothing was measured with it here; ask for it by name" in choice.reasons
+    assert "fa3 not: not measured; request it by name" in choice.reasons
 
 
-def test_a_library_that_is_slower_everywhere_stays_idle(monkeypatch):
+def test_a_library_that_is_slower_on_average_is_not_used(monkeypatch):
     measured = {part: figures._replace(microseconds=dict(figures.microseconds)) for part, figures in
-                attention_choice._MEASURED.items()}  # fmt: skip
+                attention_backends._MEASURED.items()}  # fmt: skip
     measured["long_chunk"].microseconds["fa3"] = (100.0, 1000.0)  # slower here by more than faster there
     measured["long_chunk"].microseconds["quire"] = (80.0, 1050.0)
-    monkeypatch.setattr(attention_choice, "_MEASURED", measured)
+    monkeypatch.setattr(attention_backends, "_MEASURED", measured)
     choice = choose_attention("auto", USUAL_NEEDS, HOPPER)
     assert parts(choice) == ("quire",) * 3 and "fa3 not: slower where it was measured" in choice.reasons
 
@@ -88,13 +86,13 @@ def test_a_library_that_is_slower_everywhere_stays_idle(monkeypatch):
             USUAL_NEEDS,
             "fa3 not: it is not for GPUs of compute capability 8.0, but for 9.x",
         ),
-        (HOPPER.after_trial("fa3", "it sulked"), USUAL_NEEDS, "fa3 not: it was tried and failed (it sulked)"),
+        (HOPPER.after_self_test("fa3", "wrong result"), USUAL_NEEDS, "fa3 not: its self-test failed (wrong result)"),
         (HOPPER, USUAL_NEEDS._replace(dtype=torch.float32), "fa3 not: it computes in bfloat16 and float16, not in"),
     ],
 )
-def test_auto_refuses_nobody_and_says_what_was_left_out(here, needs, told):
+def test_auto_never_refuses_and_gives_a_reason_for_each_unused_library(here, needs, told):
     choice = choose_attention("auto", needs, here)
-    assert parts(choice) == ("quire",) * 3 and choice.others == []
+    assert parts(choice) == ("quire",) * 3 and choice.backends == []
     assert any(reason.startswith(told) for reason in choice.reasons), choice.reasons
 
 
@@ -107,12 +105,12 @@ def test_auto_refuses_nobody_and_says_what_was_left_out(here, needs, told):
         ("flashinfer", ("flashinfer", "quire", "quire")),
     ],
 )
-def test_whoever_is_asked_for_by_name_does_what_it_can_and_the_rest_is_ours(name, chosen):
+def test_a_requested_library_gets_all_parts_it_supports(name, chosen):
     choice = choose_attention(name, USUAL_NEEDS, HOPPER)
     assert parts(choice) == chosen
-    assert "asked for by name" in choice.reasons[0]
+    assert "requested by name" in choice.reasons[0]
     assert ("the rest by quire" in choice.reasons) == (chosen.count(name) < len(PARTS))
-    assert any("built launch by launch" in reason for reason in choice.reasons) == (name == "flashinfer")
+    assert any("launched kernel by kernel" in reason for reason in choice.reasons) == (name == "flashinfer")
 
 
 def test_a_refusal_names_what_is_missing():
@@ -123,25 +121,25 @@ def test_a_refusal_names_what_is_missing():
     assert "up to 256 dims in steps of 8, and the model's 320" in refusal("fa3", dim=320)
     assert "the model's 100" in refusal("flashinfer", dim=100)
     assert "no soft cap" in refusal("torch", rules=CAPPED.rules)
-    assert "tried and failed (it sulked)" in refusal("fa3", HOPPER.after_trial("fa3", "it sulked"))
+    assert "self-test failed (wrong result)" in refusal("fa3", HOPPER.after_self_test("fa3", "wrong result"))
     assert parts(choose_attention("fa3", CAPPED, HOPPER)) == ("fa3",) * 3, (
         "windows and soft caps are no hindrance to it"
     )
 
 
-def test_every_name_that_the_settings_know_is_known_here():
-    assert {"auto", "quire", *attention_choice._ABILITIES} == set(ATTENTION_BACKENDS)
-    assert find_backends.find_backends().keys() == attention_choice._ABILITIES.keys()
+def test_every_backend_of_the_settings_is_known():
+    assert {"auto", "quire", *attention_backends._LIMITS} == set(ATTENTION_BACKENDS)
+    assert attention_backends.find_backends().keys() == attention_backends._LIMITS.keys()
 
 
-def test_a_cpu_has_no_choice():
+def test_a_cpu_has_no_attention_backends():
     assert select.select_kernels("cpu", USUAL_NEEDS, "quire").attention == ()
-    with pytest.raises(ConfigError, match=r"fa3 needs a GPU, and the device is the CPU\. Leave") as caught:
+    with pytest.raises(ConfigError, match=r"fa3 needs a GPU, and the device is the CPU\. Omit") as caught:
         select.select_kernels("cpu", USUAL_NEEDS, "fa3")
     assert caught.value.param == "attention_backend"
 
 
-def test_a_library_without_triton_is_no_use(monkeypatch):
+def test_a_library_needs_triton_too(monkeypatch):
     monkeypatch.setattr(select, "find_spec", lambda name: None)
     assert select.select_kernels("cuda", USUAL_NEEDS).kernels.name == "reference"
     with pytest.raises(ConfigError, match="fa3 needs Triton beside it"):
@@ -149,12 +147,12 @@ def test_a_library_without_triton_is_no_use(monkeypatch):
 
 
 def test_libraries_are_found_without_being_imported(monkeypatch, tmp_path):
-    found = find_backends.find_backends()
+    found = attention_backends.find_backends()
     assert found["torch"] == FoundBackend(f"torch {torch.__version__}")
     for name in ("flash_attn_interface", "flashinfer"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)
-    found = find_backends.find_backends()
+    found = attention_backends.find_backends()
     assert found["fa3"] == FoundBackend("flash_attn_interface") and found["flashinfer"] == FoundBackend("flashinfer")
 
 
@@ -163,10 +161,10 @@ def test_vllms_build_is_found_without_running_vllm(monkeypatch, tmp_path):
     folder.mkdir(parents=True)
     (tmp_path / "vllm" / "__init__.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)
-    assert "flash_attn_interface" in find_backends.find_backends()["fa3"].missing
+    assert "flash_attn_interface" in attention_backends.find_backends()["fa3"].missing
     (folder / "_vllm_fa3_C.abi3.so").touch()
-    assert find_backends.vllm_fa3_library() == folder / "_vllm_fa3_C.abi3.so"
-    assert find_backends.find_backends()["fa3"] == FoundBackend("FlashAttention-3 of vLLM")
+    assert attention_backends.vllm_fa3_library() == folder / "_vllm_fa3_C.abi3.so"
+    assert attention_backends.find_backends()["fa3"] == FoundBackend("FlashAttention-3 of vLLM")
 
 
 def test_more_query_heads_than_a_tile_holds_are_refused_with_both_numbers():
@@ -175,16 +173,16 @@ def test_more_query_heads_than_a_tile_holds_are_refused_with_both_numbers():
         select.select_kernels("cuda", needs)
 
 
-def test_a_card_with_less_shared_memory_holds_fewer_of_them(monkeypatch):
-    monkeypatch.setattr(decode_attention, "shared_room", lambda: 101_376)
+def test_a_gpu_with_less_shared_memory_holds_fewer_query_heads(monkeypatch):
+    monkeypatch.setattr(decode, "shared_memory_budget", lambda: 101_376)
     needs = USUAL_NEEDS._replace(heads=128, kv_heads=1, dim=256)
     with pytest.raises(ConfigError, match=r"has 128 query heads of 256 numbers.* holds 64 at a time"):
         select.select_kernels("cuda", needs)
-    assert decode_attention.most_query_heads(128, 2) == 128, "of the usual width"
+    assert decode.max_query_heads(128, 2) == 128, "of the usual width"
 
 
-def test_a_card_without_room_for_any_query_head_says_so(monkeypatch):
-    monkeypatch.setattr(decode_attention, "shared_room", lambda: 101_376)
+def test_a_gpu_that_holds_no_query_head_is_refused(monkeypatch):
+    monkeypatch.setattr(decode, "shared_memory_budget", lambda: 101_376)
     needs = USUAL_NEEDS._replace(heads=2, kv_heads=1, dim=1024, dtype=torch.float32)
     with pytest.raises(ConfigError, match=r"has 2 query heads of 1024 numbers; as torch.float32 the GPU holds 0"):
         select.select_kernels("cuda", needs)

@@ -9,7 +9,7 @@ from quire.kernels.cpu.kernels import CpuKernels
 from quire.kernels.reference import ReferenceKernels
 
 TILES, TRUTH = CpuKernels(), ReferenceKernels()
-pytestmark = pytest.mark.skipif(not TILES.exact, reason="this CPU has no matrix unit, or numba is not installed")
+pytestmark = pytest.mark.skipif(not TILES.has_amx, reason="this CPU has no matrix unit, or numba is not installed")
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -19,7 +19,7 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 40])
 @pytest.mark.parametrize(("out", "width"), [(16, 32), (48, 64), (80, 576), (960, 96)])
 @pytest.mark.parametrize("bias", [False, True])
-def test_products_are_float32_to_sixteen_bits(rows, out, width, bias):
+def test_matmuls_keep_sixteen_bits_of_float32(rows, out, width, bias):
     x, weight = drawn(rows, width), drawn(out, width, seed=1).bfloat16()
     offset = drawn(out, seed=2).bfloat16() if bias else None
     product = TILES.linear(x, TILES.pack(weight), offset)
@@ -30,7 +30,7 @@ def test_products_are_float32_to_sixteen_bits(rows, out, width, bias):
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_every_thread_does_its_part(num_threads):
+def test_any_number_of_threads_agrees(num_threads):
     x, weight = drawn(5, 64), drawn(5 * 16, 64, seed=1).bfloat16()
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
@@ -65,7 +65,7 @@ def test_weights_that_do_not_fill_tiles_are_multiplied_in_bfloat16(out, width):
     torch.testing.assert_close(product, TRUTH.linear(x, weight, None), atol=0.2, rtol=2e-2)
 
 
-def test_logits_need_no_second_look():
+def test_logits_need_no_recomputation():
     x, weight = drawn(4, 64), drawn(128, 64, seed=1).bfloat16()
     logits = TILES.logits(x, TILES.pack(weight), weight)
     torch.testing.assert_close(logits, TRUTH.logits(x, weight, weight), atol=1e-3, rtol=1e-4)

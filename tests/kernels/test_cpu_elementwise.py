@@ -11,7 +11,7 @@ from quire.kernels.reference import ReferenceKernels
 from quire.kernels.select import select_kernels
 
 DTYPES = [torch.float32, torch.bfloat16]
-FAST, TRUTH = CpuKernels(use_tiles=False), ReferenceKernels()
+FAST, TRUTH = CpuKernels(use_amx=False), ReferenceKernels()
 NORMS = [
     pytest.param(FAST, id="numba", marks=pytest.mark.skipif(not FAST.compiled, reason="numba is not installed")),
     pytest.param(CpuKernels(use_numba=False), id="torch"),
@@ -92,9 +92,9 @@ def test_what_is_not_finite_stays_in_its_row_and_shows(kernels, dtype, bad):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-def test_gates_agree(dtype, activation):
+def test_activations_agree(dtype, activation):
     x = drawn(5, 64, dtype=dtype)
-    close(FAST.gate(x, activation), TRUTH.gate(x, activation))
+    close(FAST.act_and_mul(x, activation), TRUTH.act_and_mul(x, activation))
 
 
 def test_kernels_are_chosen_with_a_reason_and_unknown_ones_refused():
@@ -106,14 +106,14 @@ def test_kernels_are_chosen_with_a_reason_and_unknown_ones_refused():
 
 
 @pytest.mark.parametrize("vocab_size", [64, 65, 320])
-def test_near_ties_of_the_logits_are_settled_in_float32(vocab_size) -> None:
+def test_near_ties_of_logits_are_resolved_in_float32(vocab_size) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(4, 32, generator=generator).bfloat16()
     weight = torch.randn(vocab_size, 32, generator=generator).bfloat16()
     weight[1] = weight[0]
     weight[1, 0] += weight[1, 0].abs() * 2**-7  # so close that bfloat16 logits cannot tell them apart
     weight[:2] += 4 * x.mean(0).sign()
-    cpu = CpuKernels(use_tiles=False)
+    cpu = CpuKernels(use_amx=False)
     exact = ReferenceKernels().logits(x, weight, weight)
     settled = cpu.logits(x, cpu.pack(weight), weight)
     assert settled.dtype is torch.float32

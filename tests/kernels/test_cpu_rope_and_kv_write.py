@@ -33,7 +33,7 @@ def test_without_a_norm_what_is_beyond_the_rotary_width_stays_bit_for_bit():
     assert torch.equal(turning.written(after.store)[:, 1], before.value)
 
 
-def test_a_turn_by_hand():
+def test_a_rotation_by_hand():
     """A quarter turn brings (1, 2 | 3, 4) to (-3, -4 | 1, 2); the norm before it divides by the root of 7.5."""
     turning = Turning.drawn(torch.float32, rotary_dim=4, has_norm=True, dim=4)
     turning.qkv[:] = torch.tensor([1.0, 2.0, 3.0, 4.0])
@@ -45,7 +45,7 @@ def test_a_turn_by_hand():
         torch.testing.assert_close(query, turned.expand_as(query), atol=1e-5, rtol=0)
 
 
-def test_keys_and_values_land_in_their_slots_of_their_layer_and_nowhere_else():
+def test_keys_and_values_are_written_to_their_slots_only():
     turning = Turning.drawn(torch.float32, rotary_dim=32, has_norm=False)
     store = turning.through(CpuKernels()).store
     assert turning.written(store).isfinite().all()

@@ -8,12 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kernels.gpu import rope_and_kv_write as turns
+from quire.kernels.gpu import kernels as gpu_kernels
 from quire.kernels.gpu.attention import dispatch as attention
 from quire.kernels.gpu.attention.decode import DecodeTiles, decode_attention
-from quire.kernels.gpu.attention.decode_schedule import list_pieces, longest_first
+from quire.kernels.gpu.attention.decode_schedule import list_splits, longest_first
 from quire.kernels.gpu.attention.dispatch import GpuAttention
-from quire.kernels.gpu.attention.prefill import PrefillTiles, chunk_attention, chunk_scratch
+from quire.kernels.gpu.attention.prefill import PrefillTiles, prefill_attention, prefill_scratch
 from quire.kernels.gpu.attention.prefill_contiguous import TILE_KEYS, ContextCopy, gather_context, gathered_attention
 from quire.kernels.gpu.attention.split_merge import SplitScratch
 from quire.kernels.gpu.backends.interface import AttentionBackends
@@ -80,11 +80,11 @@ class Step:
         output = torch.full_like(self.truth, math.nan, device=DEVICE)
         layout, order = self.layout, order if order is None else order.to(DEVICE)
         _, _, block_size, kv_heads, _ = self.kv_layer.shape
-        pieces = list_pieces(
+        splits = list_splits(
             layout.context_lengths, order, self.rule.window, kv_heads=kv_heads, tile=tiles.keys, block_size=block_size,
             slots=tiles.slots, overhead=tiles.overhead,
         )  # fmt: skip
-        decode_attention(self.query, self.kv_layer, layout.tables, pieces, tiles, self.rule, output, scratch)
+        decode_attention(self.query, self.kv_layer, layout.tables, splits, tiles, self.rule, output, scratch)
         return output
 
     def attend_gathered(self, tiles: PrefillTiles | None = None) -> torch.Tensor:
@@ -160,8 +160,8 @@ def test_many_query_heads_to_a_key_head_agree(group, dim, dtype):
 
 
 @pytest.mark.parametrize("group, dim", [(71, 64), (2, 8), *long_only([(129, 64)], gpu=True)])
-def test_one_long_chunk_of_odd_heads_agrees(group, dim, monkeypatch):
-    monkeypatch.setattr(attention, "_FEWEST_GATHERING", 16)
+def test_one_long_chunk_with_odd_head_dims_agrees(group, dim, monkeypatch):
+    monkeypatch.setattr(attention, "_MIN_GATHERED", 16)
     step = Step([Part(3, 20)], kv_heads=1, group=group, dim=dim, dtype=torch.float16)
     step.check(step.attend())
 
@@ -176,8 +176,8 @@ def test_sequences_of_chunks_without_a_token_do_nothing():
 
 
 @pytest.mark.parametrize("slots, window", [(1, 0), (8, 0), (40, 0), (8, 100), (40, 33)])
-def test_short_and_long_rows_agree_however_they_are_cut(slots, window):
-    """Lengths around the edges of tiles and pieces: one key, a full tile, one more, and many pieces' worth."""
+def test_short_and_long_rows_agree_however_they_are_split(slots, window):
+    """Lengths around the edges of tiles and splits: one key, a full tile, one more, and many splits' worth."""
     parts = [Part(length - 1, 1) for length in (1, 17, 32, 280)]
     step = Step(parts, group=3, kv_heads=1, rule=AttentionRule(0.3, window))
     step.check(step.decode(tiles_for(slots)))
@@ -187,7 +187,7 @@ def test_one_scratch_serves_layer_after_layer():
     """The counters are zero again, and what earlier rows left in the scratch is not seen by shorter ones."""
     tiles = tiles_for(12)
     scratch = SplitScratch.allocate(30, 15, 16, torch.device(DEVICE))
-    scratch.parts.fill_(math.nan), scratch.maxima.fill_(math.nan), scratch.sums.fill_(math.nan)
+    scratch.partials.fill_(math.nan), scratch.maxima.fill_(math.nan), scratch.sums.fill_(math.nan)
     for lengths in ([80, 40, 16], [17, 81, 1], [33]):
         step = Step([Part(length - 1, 1) for length in lengths], kv_heads=1)
         step.check(step.decode(tiles, scratch))
@@ -196,7 +196,7 @@ def test_one_scratch_serves_layer_after_layer():
 
 
 @pytest.mark.parametrize("slots", [1, 12])
-def test_rows_of_padding_become_zeros_and_read_nothing(slots):
+def test_padding_rows_become_zeros_and_read_nothing(slots):
     step = Step([Part(20, 1), Part(40, 1), Part(80, 1)], kv_heads=1)
     step.layout.context_lengths[1] = 0
     step.layout.tables[1] = 2**30  # no block at all: reading it would be an error
@@ -204,7 +204,7 @@ def test_rows_of_padding_become_zeros_and_read_nothing(slots):
     step.check(step.decode(tiles_for(slots)))
 
 
-def test_chunks_agree_for_any_number_of_sequences_and_leave_other_tokens_alone():
+def test_chunks_agree_and_other_tokens_are_untouched():
     """More sequences than are searched at once; sequences without queries lie before, between and after."""
     parts = [Part(index % 5, index % 3) for index in range(67)]
     step = Step(parts, group=3, kv_heads=1)
@@ -212,7 +212,7 @@ def test_chunks_agree_for_any_number_of_sequences_and_leave_other_tokens_alone()
     output = torch.full((len(query), step.truth.shape[1]), 7.0, device=DEVICE)
     layout = step.layout
     starts, lengths = layout.query_starts, layout.context_lengths
-    chunk_attention(query, step.kv_layer, layout.tables, starts, lengths, step.rule, output)
+    prefill_attention(query, step.kv_layer, layout.tables, starts, lengths, step.rule, output)
     step.check(output[:-4])
     assert (output[-4:] == 7.0).all()
 
@@ -223,23 +223,25 @@ def test_a_window_that_begins_inside_a_tile_of_keys_agrees(window, num_before):
     output = torch.empty_like(step.truth, device=DEVICE)
     layout = step.layout
     starts, lengths, tiles = layout.query_starts, layout.context_lengths, PrefillTiles(32, 16, 4, 2)
-    chunk_attention(step.query, step.kv_layer, layout.tables, starts, lengths, step.rule, output, tiles=tiles)
+    prefill_attention(step.query, step.kv_layer, layout.tables, starts, lengths, step.rule, output, tiles=tiles)
     step.check(output)
 
 
 @pytest.mark.parametrize("splits, min_tiles", [(2, 1), (5, 3), *long_only([(7, 1)], gpu=True)])
-def test_chunks_agree_however_programs_share_their_keys(splits, min_tiles):
+def test_chunks_agree_with_any_split_kv(splits, min_tiles):
     """One scratch for all: its counters are zero again. Chunks that share and chunks too short for it lie together."""
     tiles = PrefillTiles(32, 16, 4, 2, splits, min_tiles)
     scratch = None
     for parts in ([Part(75, 12), Part(0, 3), Part(31, 11)], [Part(0, 21), Part(120, 2), Part(16, 1)]):
         step = Step(parts, group=3, kv_heads=2, rule=AttentionRule(0.3))
-        scratch = scratch or chunk_scratch(step.query, 2, 3, tiles, 0)
-        scratch.parts.fill_(math.nan), scratch.maxima.fill_(math.nan), scratch.sums.fill_(math.nan)
+        scratch = scratch or prefill_scratch(step.query, 2, 3, tiles, 0)
+        scratch.partials.fill_(math.nan), scratch.maxima.fill_(math.nan), scratch.sums.fill_(math.nan)
         output = torch.empty_like(step.truth, device=DEVICE)
         layout = step.layout
         starts, lengths = layout.query_starts, layout.context_lengths
-        chunk_attention(step.query, step.kv_layer, layout.tables, starts, lengths, step.rule, output, 0, scratch, tiles)
+        prefill_attention(
+            step.query, step.kv_layer, layout.tables, starts, lengths, step.rule, output, 0, scratch, tiles
+        )
         step.check(output)
         assert not scratch.arrivals.any()
 
@@ -289,7 +291,7 @@ def test_keys_beyond_two_to_the_31_numbers_are_found(gathered):
 
 def test_a_long_chunk_is_gathered_beside_decodes(monkeypatch):
     gathering = []
-    monkeypatch.setattr(attention, "_FEWEST_GATHERING", 16)
+    monkeypatch.setattr(attention, "_MIN_GATHERED", 16)
     gather = ContextCopy.gather
     monkeypatch.setattr(ContextCopy, "gather", lambda *given: (gathering.append(1), gather(*given))[1])
     step = Step([Part(60, 1), Part(5, 1), Part(7, 20)], group=3, dtype=torch.float16)
@@ -319,24 +321,24 @@ def test_a_gathered_context_has_its_keys_in_order_and_then_zeros():
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=70))
 @settings(max_examples=examples(8, 15, gpu=True), deadline=None)
-def test_the_longest_rows_come_first_and_equal_ones_in_their_order(lengths):
+def test_rows_are_sorted_by_length_and_equal_ones_stay_in_order(lengths):
     order = longest_first(torch.tensor(lengths, dtype=torch.int32, device=DEVICE)).tolist()
     assert order == sorted(range(len(lengths)), key=lambda row: -lengths[row])
 
 
 @pytest.mark.parametrize("slots", [1, 12])
-def test_rows_agree_in_whichever_order_they_are_taken(slots):
+def test_rows_agree_in_any_order(slots):
     step = Step([Part(num_before, 1) for num_before in (3, 70, 0, 150, 33)], kv_heads=1)
     for order in ([3, 1, 4, 0, 2], [0, 1, 2, 3, 4]):
         step.check(step.decode(tiles_for(slots), order=torch.tensor(order, dtype=torch.int32)))
 
 
-def test_many_rows_are_taken_longest_first_and_cut_once_for_all_layers_with_a_window(monkeypatch):
+def test_many_rows_go_longest_first_and_are_split_once_per_window(monkeypatch):
     orders = []
-    monkeypatch.setattr(attention, "_FEWEST_ORDERED", 3)
-    cut = attention.list_pieces
+    monkeypatch.setattr(attention, "_MIN_ORDERED", 3)
+    cut = attention.list_splits
     monkeypatch.setattr(
-        attention, "list_pieces", lambda *given, **how: (orders.append(given[1]), cut(*given, **how))[1]
+        attention, "list_splits", lambda *given, **how: (orders.append(given[1]), cut(*given, **how))[1]
     )
     for num_rows in (2, 3):
         step = Step([Part(20 * row, 1) for row in range(num_rows)], kv_heads=1)
@@ -348,34 +350,36 @@ def test_many_rows_are_taken_longest_first_and_cut_once_for_all_layers_with_a_wi
 
 @pytest.mark.parametrize("announced", [(), (0, 20)])
 def test_layers_with_a_window_and_without_agree_in_one_step(announced, monkeypatch):
-    """And attention begins early only where what was cut is older than the launch before it."""
-    early = []
+    """Attention uses PDL only where the list of splits is older than the launch before it."""
+    pdl = []
     decode = attention.decode_attention
     monkeypatch.setattr(
-        attention, "decode_attention", lambda *given, **how: (early.append(how["early"]), decode(*given, **how))
+        attention, "decode_attention", lambda *given, **how: (pdl.append(how["pdl"]), decode(*given, **how))
     )
     plain, windowed = (
         Step([Part(90, 1), Part(7, 1), Part(0, 1)], kv_heads=1, rule=rule)
         for rule in (AttentionRule(0.3), AttentionRule(0.3, window=20))
     )
     planned = GpuAttention(plain.layout, 3)
-    planned.cut_decodes(plain.kv_layer, announced)
+    planned.split_decodes(plain.kv_layer, announced)
     for step in (plain, windowed, plain):
         step.check(planned.attend(step.query, step.kv_layer, step.rule))
-    assert early == [False, bool(announced), True]
+    assert pdl == [False, bool(announced), True]
 
 
-def test_keys_are_written_between_the_cutting_and_the_attention(monkeypatch):
+def test_keys_are_written_between_the_schedule_and_the_attention(monkeypatch):
     step = Step([Part(90, 1), Part(7, 1)], kv_heads=1)
     order = []
-    for owner, name in ((attention, "list_pieces"), (turns, "rope_and_write_kv"), (attention, "decode_attention")):
+    for owner, name in (
+        (attention, "list_splits"),
+        (gpu_kernels, "rope_and_write_kv"),
+        (attention, "decode_attention"),
+    ):
         done = getattr(owner, name)
         monkeypatch.setattr(
             owner,
             name,
-            lambda *given, _do=done, _name=name, **how: (order.append((_name, how.get("early"))), _do(*given, **how))[
-                1
-            ],
+            lambda *given, _do=done, _name=name, **how: (order.append((_name, how.get("pdl"))), _do(*given, **how))[1],
         )
     planned = GpuKernels(windows=(0, 20)).plan(replace(step.layout, num_decodes=2), 16)
     qkv = torch.zeros(2, step.query.shape[1] + 2, 16, device=DEVICE)
@@ -385,12 +389,12 @@ def test_keys_are_written_between_the_cutting_and_the_attention(monkeypatch):
         planned.rope_and_write_kv(qkv, None, Rotation(angles.cos(), angles.sin()), store)
         planned.attend(step.query, step.kv_layer, step.rule)
     layer = [("rope_and_write_kv", None), ("decode_attention", True)]
-    assert order == [("list_pieces", None)] * 2 + layer * 2
+    assert order == [("list_splits", None)] * 2 + layer * 2
 
 
-def test_decodes_that_another_library_leaves_are_ours():
+def test_decodes_that_a_library_declines_use_quires_kernel():
     class Leaving:
-        def share(self, share):
+        def prepare(self, sequences):
             return self
 
         def takes(self, kv_layer):
@@ -398,5 +402,5 @@ def test_decodes_that_another_library_leaves_are_ours():
 
     step = Step([Part(90, 1), Part(7, 1)], kv_heads=1)
     planned = GpuAttention(step.layout, 2, AttentionBackends(decodes=Leaving()))
-    planned.cut_decodes(step.kv_layer, (0,))
+    planned.split_decodes(step.kv_layer, (0,))
     step.check(planned.attend(step.query, step.kv_layer, step.rule))

@@ -8,16 +8,15 @@ import torch
 from torch.nn.attention.varlen import varlen_attn
 
 from quire.core.errors import ConfigError
-from quire.kernels import attention_backends as attention_choice
-from quire.kernels import select
+from quire.kernels import attention_backends, select
 from quire.kernels.attention_backends import PARTS, AttentionEnvironment, AttentionNeeds, FoundBackend
 from quire.kernels.gpu.attention import dispatch as attention
-from quire.kernels.gpu.attention import prefill_contiguous as gather_context
+from quire.kernels.gpu.attention import prefill_contiguous
 from quire.kernels.gpu.attention.dispatch import GpuAttention
 from quire.kernels.gpu.backends.fa3 import Fa3, by_operator, by_wheel
 from quire.kernels.gpu.backends.flashinfer import FlashInfer, pages_of
 from quire.kernels.gpu.backends.interface import OWN, AttentionBackends
-from quire.kernels.gpu.backends.self_test import trial_fault
+from quire.kernels.gpu.backends.self_test import self_test
 from quire.kernels.gpu.backends.torch_varlen import TorchVarlen
 from quire.kernels.interface import AttentionRule
 from tests.kernels import fake_backends as strangers
@@ -47,14 +46,14 @@ def answer(step: Step, backends: AttentionBackends) -> torch.Tensor:
     [(by_wheel, strangers.flash_attn_with_kvcache), (by_operator, strangers.vllm_forward)],
     ids=["wheel", "vllm"],
 )
-def test_fa3_is_handed_our_pages_and_lengths(call, stranger, parts, rule):
+def test_fa3_gets_pages_and_lengths(call, stranger, parts, rule):
     backend = fa3(call, stranger)
     step = Step(parts, rule=rule)
     step.check(answer(step, AttentionBackends(backend, backend, backend)))
 
 
 @pytest.mark.parametrize("decodes", [fa3(), FlashInfer(strangers.FlashInferWrapper)], ids=["fa3", "flashinfer"])
-def test_padding_is_handed_on_as_rows_without_keys_and_tokens_of_nobody(decodes):
+def test_padding_is_passed_on_as_rows_without_keys_and_tokens_of_no_sequence(decodes):
     """A decode of nobody, a chunk of nobody behind the others, and tokens behind all."""
     step = Step(MIXED)
     layout, query = step.layout, torch.cat([step.query, step.query[:3]])
@@ -77,7 +76,7 @@ def test_padding_is_handed_on_as_rows_without_keys_and_tokens_of_nobody(decodes)
     ("stranger", "rule"), [(strangers.varlen_attn, RULES[0]), (strangers.earlier_varlen_attn, RULES[1])]
 )
 def test_torch_gets_one_long_chunk_with_its_keys_gathered(stranger, rule, monkeypatch):
-    monkeypatch.setattr(attention, "_FEWEST_GATHERING", 16)
+    monkeypatch.setattr(attention, "_MIN_GATHERED", 16)
     calls = []
 
     def counted(*given, **named):
@@ -88,12 +87,12 @@ def test_torch_gets_one_long_chunk_with_its_keys_gathered(stranger, rule, monkey
     step = Step(LONG, rule=rule)
     step.check(answer(step, AttentionBackends(long_chunk=TorchVarlen(counted))))
     assert len(calls) == 1 and len(calls[0][0]) == 33, "the decodes are not its affair"
-    monkeypatch.setattr(gather_context, "_MOST_BYTES", 100)
+    monkeypatch.setattr(prefill_contiguous, "_MAX_BYTES", 100)
     step.check(answer(step, AttentionBackends(long_chunk=TorchVarlen(counted))))
     assert len(calls) == 1, "more keys than are worth gathering are not its affair either"
 
 
-def test_torchs_own_function_takes_what_it_is_told(monkeypatch):
+def test_torchs_own_function_accepts_the_arguments(monkeypatch):
     bound = []
 
     def binding(*given, **named):
@@ -101,14 +100,14 @@ def test_torchs_own_function_takes_what_it_is_told(monkeypatch):
         return given[0]
 
     binding.__signature__ = inspect.signature(varlen_attn)
-    monkeypatch.setattr(attention, "_FEWEST_GATHERING", 16)
+    monkeypatch.setattr(attention, "_MIN_GATHERED", 16)
     step = Step(LONG)
     answer(step, AttentionBackends(long_chunk=TorchVarlen(binding)))
     assert bound[0].arguments["max_q"] == 33 and bound[0].arguments["window_size"] == (-1, 0)
 
 
 def test_several_chunks_and_short_ones_are_not_long(monkeypatch):
-    monkeypatch.setattr(attention, "_FEWEST_GATHERING", 34)
+    monkeypatch.setattr(attention, "_MIN_GATHERED", 34)
     calls = []
     backend = fa3(
         stranger=lambda *given, **named: calls.append(1) or strangers.flash_attn_with_kvcache(*given, **named)
@@ -116,7 +115,7 @@ def test_several_chunks_and_short_ones_are_not_long(monkeypatch):
     step = Step(LONG)
     step.check(answer(step, AttentionBackends(long_chunk=backend)))
     assert not calls
-    monkeypatch.setattr(attention, "_FEWEST_GATHERING", 16)
+    monkeypatch.setattr(attention, "_MIN_GATHERED", 16)
     several = Step(MIXED[3:])
     several.check(answer(several, AttentionBackends(long_chunk=backend)))
     assert not calls
@@ -155,28 +154,28 @@ HERE = AttentionEnvironment((9, 0), {name: FoundBackend(name) for name in ("torc
 HERE_DEVICE = torch.device(DEVICE)
 
 
-def test_a_library_that_agrees_stands_its_trial():
+def test_a_library_that_agrees_passes_the_self_test():
     backend = fa3()
     for part in PARTS:
-        assert trial_fault(lambda: backend, part, NEEDS, HERE_DEVICE) == "", part
+        assert self_test(lambda: backend, part, NEEDS, HERE_DEVICE) == "", part
     flashinfer = FlashInfer(strangers.FlashInferWrapper)
-    assert trial_fault(lambda: flashinfer, "decodes", NEEDS, HERE_DEVICE) == ""
-    assert trial_fault(lambda: TorchVarlen(strangers.varlen_attn), "long_chunk", NEEDS, HERE_DEVICE) == ""
+    assert self_test(lambda: flashinfer, "decodes", NEEDS, HERE_DEVICE) == ""
+    assert self_test(lambda: TorchVarlen(strangers.varlen_attn), "long_chunk", NEEDS, HERE_DEVICE) == ""
 
 
-def test_a_library_that_forgets_the_window_is_found_out():
+def test_a_library_that_ignores_the_window_fails_the_self_test():
     def forgetful(*given, window_size, **named):
         return strangers.flash_attn_with_kvcache(*given, window_size=(-1, 0), **named)
 
     wide = NEEDS._replace(rules=(AttentionRule(0.3), AttentionRule(0.3, 4_096)))
-    assert trial_fault(lambda: fa3(stranger=forgetful), "decodes", wide, HERE_DEVICE).startswith("decodes differ by ")
+    assert self_test(lambda: fa3(stranger=forgetful), "decodes", wide, HERE_DEVICE).startswith("decodes differ by ")
     unwindowed = NEEDS._replace(rules=NEEDS.rules[:1])
-    assert trial_fault(lambda: fa3(stranger=forgetful), "decodes", unwindowed, HERE_DEVICE) == ""
+    assert self_test(lambda: fa3(stranger=forgetful), "decodes", unwindowed, HERE_DEVICE) == ""
 
 
-def test_nan_is_no_agreement():
+def test_nan_fails_the_self_test():
     nonsense = fa3(stranger=lambda q, *rest, **named: q * torch.nan)
-    assert "differ by nan" in trial_fault(lambda: nonsense, "chunks", NEEDS, HERE_DEVICE)
+    assert "differ by nan" in self_test(lambda: nonsense, "chunks", NEEDS, HERE_DEVICE)
 
 
 def broken(*given, **named):
@@ -186,28 +185,28 @@ def broken(*given, **named):
 @pytest.fixture
 def fa3_is_faster(monkeypatch):
     """At one long chunk, and at nothing else."""
-    long_chunk = attention_choice._BackendFigures(("a shape",), {"quire": (2.0,), "fa3": (1.0,)})
-    monkeypatch.setattr(attention_choice, "_MEASURED", {**attention_choice._MEASURED, "long_chunk": long_chunk})
+    long_chunk = attention_backends._BackendFigures(("a shape",), {"quire": (2.0,), "fa3": (1.0,)})
+    monkeypatch.setattr(attention_backends, "_MEASURED", {**attention_backends._MEASURED, "long_chunk": long_chunk})
 
 
 @pytest.mark.usefixtures("fa3_is_faster")
-def test_auto_goes_on_without_what_fails_and_a_name_is_refused_with_the_reason(monkeypatch):
+def test_auto_skips_a_failing_library_and_a_requested_one_is_refused(monkeypatch):
     monkeypatch.setattr(select, "_load", lambda name, device: fa3(stranger=broken))
     backends, reasons = select.select_attention("auto", NEEDS, HERE, HERE_DEVICE)
-    assert backends == OWN and "fa3 not: it was tried and failed (RuntimeError: no kernel image)" in reasons
-    with pytest.raises(ConfigError, match=r"fa3 cannot be used: it was tried and failed .*no kernel image"):
+    assert backends == OWN and "fa3 not: its self-test failed (RuntimeError: no kernel image)" in reasons
+    with pytest.raises(ConfigError, match=r"fa3 cannot be used: its self-test failed .*no kernel image"):
         select.select_attention("fa3", NEEDS, HERE, HERE_DEVICE)
 
 
-def test_whoever_takes_over_a_part_is_tried_for_it_too(monkeypatch):
+def test_the_next_best_library_is_self_tested_too(monkeypatch):
     """fa3 is the best at one long chunk, and the second at decodes: there flashinfer is the best, and fails."""
     figures = {
         "decodes": {"quire": (3.0,), "fa3": (2.0,), "flashinfer": (1.0,)},
         "chunks": {},
         "long_chunk": {"quire": (2.0,), "fa3": (1.0,)},
     }
-    measured = {part: attention_choice._BackendFigures(("a shape",), micros) for part, micros in figures.items()}
-    monkeypatch.setattr(attention_choice, "_MEASURED", measured)
+    measured = {part: attention_backends._BackendFigures(("a shape",), micros) for part, micros in figures.items()}
+    monkeypatch.setattr(attention_backends, "_MEASURED", measured)
 
     def good_for_chunks_alone(*given, max_seqlen_q, **named):
         return strangers.flash_attn_with_kvcache(*given, max_seqlen_q=max_seqlen_q, **named) * (max_seqlen_q > 1)
@@ -216,10 +215,10 @@ def test_whoever_takes_over_a_part_is_tried_for_it_too(monkeypatch):
     monkeypatch.setattr(select, "_load", lambda name, device: others[name])
     backends, reasons = select.select_attention("auto", NEEDS, HERE, HERE_DEVICE)
     assert backends == OWN, "a library that fails at one part is trusted with none"
-    assert any(reason.startswith("fa3 not: it was tried and failed (decodes differ by") for reason in reasons), reasons
+    assert any(reason.startswith("fa3 not: its self-test failed (decodes differ by") for reason in reasons), reasons
 
 
-def test_what_cannot_be_loaded_is_not_used(monkeypatch):
+def test_a_library_that_does_not_load_is_not_used(monkeypatch):
     def absent(name, device):
         raise ImportError("libcudart.so.13: cannot open shared object file")
 
@@ -230,7 +229,7 @@ def test_what_cannot_be_loaded_is_not_used(monkeypatch):
 
 
 @pytest.mark.usefixtures("fa3_is_faster")
-def test_what_stood_its_trial_is_given_its_parts(monkeypatch):
+def test_a_library_that_passes_gets_its_parts(monkeypatch):
     backend = fa3()
     monkeypatch.setattr(select, "_load", lambda name, device: backend)
     assert select.select_attention("auto", NEEDS, HERE, HERE_DEVICE)[0] == AttentionBackends(long_chunk=backend)

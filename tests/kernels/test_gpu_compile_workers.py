@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.kernels.gpu import compile_workers as forked
-from quire.kernels.gpu.compile_workers import CompileResults, calling_in_children
+from quire.kernels.gpu import compile_workers
+from quire.kernels.gpu.compile_workers import CompileResults, call_in_workers
 
 
 class Diary:
@@ -32,13 +32,13 @@ class Diary:
 
 @pytest.fixture
 def diary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Diary:
-    monkeypatch.setattr(forked, "_LONGEST_FORKING_S", 60.0)  # however busy this machine is, there are as many as asked
+    monkeypatch.setattr(compile_workers, "_MAX_FORKING_S", 60.0)  # on a busy machine too
     return Diary(tmp_path)
 
 
-def call_in_children(calls: Sequence[Callable[[], bool]], most_children: int) -> CompileResults:
-    with calling_in_children(calls, most_children) as children:
-        return children.hear()
+def call_and_collect(calls: Sequence[Callable[[], bool]], max_workers: int) -> CompileResults:
+    with call_in_workers(calls, max_workers) as workers:
+        return workers.collect()
 
 
 def alive(pid: int) -> bool:
@@ -49,68 +49,68 @@ def alive(pid: int) -> bool:
     return True
 
 
-def test_each_call_is_made_once_in_a_child_that_is_gone_afterwards(diary: Diary) -> None:
-    assert call_in_children([partial(diary.write, number) for number in range(7)], 2) == (2, 4), "0, 2, 4 and 6"
+def test_each_call_is_made_once_in_a_worker_that_is_gone_afterwards(diary: Diary) -> None:
+    assert call_and_collect([partial(diary.write, number) for number in range(7)], 2) == (2, 4), "0, 2, 4 and 6"
     pids, numbers = zip(*diary.read(), strict=True)
     assert numbers == tuple(range(7))
     assert os.getpid() not in pids and len(set(pids)) <= 2
     assert not any(map(alive, pids))
 
 
-def test_a_call_that_raises_or_takes_its_child_along_harms_no_other(diary: Diary) -> None:
+def test_a_call_that_raises_or_kills_its_worker_harms_no_other(diary: Diary) -> None:
     calls = [lambda: 1 // 0 == 0, lambda: os._exit(1), *(partial(diary.write, number) for number in range(4))]
-    assert call_in_children(calls, 2) == (2, 2)
+    assert call_and_collect(calls, 2) == (2, 2)
     assert [number for _, number in diary.read()] == [0, 1, 2, 3]
 
 
-def test_whoever_is_stuck_is_not_waited_for(diary: Diary, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forked, "_LONGEST_SILENCE_S", 0.3)
-    assert call_in_children([lambda: diary.write(0) and time.sleep(600) is None], 1) == (1, 0)
+def test_a_hanging_worker_is_killed(diary: Diary, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_workers, "_MAX_SILENCE_S", 0.3)
+    assert call_and_collect([lambda: diary.write(0) and time.sleep(600) is None], 1) == (1, 0)
     assert not any(alive(pid) for pid, _ in diary.read())
 
 
-def test_what_was_answered_while_nobody_heard_counts(diary: Diary, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forked, "_LONGEST_SILENCE_S", 0.0)
-    with calling_in_children([partial(diary.write, number) for number in range(5)], 2) as children:
-        for pid in children._pids:
+def test_results_before_collect_count(diary: Diary, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_workers, "_MAX_SILENCE_S", 0.0)
+    with call_in_workers([partial(diary.write, number) for number in range(5)], 2) as workers:
+        for pid in workers._pids:
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        assert children.hear() == (2, 3)
-        assert children._pids == []
+        assert workers.collect() == (2, 3)
+        assert workers._pids == []
 
 
-def test_whoever_leaves_without_hearing_leaves_no_child(diary: Diary) -> None:
+def test_leaving_without_collect_leaves_no_worker(diary: Diary) -> None:
     pids: list[int] = []
     with (
         pytest.raises(ZeroDivisionError),
-        calling_in_children([lambda: time.sleep(600) is None, partial(diary.write, 0)], 2) as children,
+        call_in_workers([lambda: time.sleep(600) is None, partial(diary.write, 0)], 2) as workers,
     ):
-        pids.extend(children._pids)
+        pids.extend(workers._pids)
         assert len(pids) == 2 and all(map(alive, pids))
         _ = 1 // 0
     assert not any(map(alive, pids))
 
 
-def test_a_child_without_its_parent_begins_nothing(diary: Diary) -> None:
+def test_a_worker_without_its_parent_starts_no_call(diary: Diary) -> None:
     """As the child sees it: whoever made it is not its parent any more."""
     numbers, handing_out = os.pipe()
-    os.write(handing_out, bytes(forked._NUMBER_BYTES))
+    os.write(handing_out, bytes(compile_workers._NUMBER_BYTES))
     os.close(handing_out)
-    work = partial(forked._work, [partial(diary.write, 0)], numbers, numbers, 0)
-    child = forked._new_child(work, os.getpid())
+    work = partial(compile_workers._work, [partial(diary.write, 0)], numbers, numbers, 0)
+    child = compile_workers._fork_worker(work, os.getpid())
     os.close(numbers)
     os.waitpid(child, 0)
     assert diary.read() == []
 
 
-def test_where_no_child_can_be_made_nothing_is_done(diary: Diary, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_done_if_fork_fails(diary: Diary, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_room() -> int:
         raise BlockingIOError
 
     monkeypatch.setattr(os, "fork", no_room)
-    assert call_in_children([partial(diary.write, 0)], 2) == (0, 0) and diary.read() == []
+    assert call_and_collect([partial(diary.write, 0)], 2) == (0, 0) and diary.read() == []
 
 
-def test_a_few_children_more_than_half_do_all(diary: Diary, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_than_half_of_the_workers_suffice(diary: Diary, monkeypatch: pytest.MonkeyPatch) -> None:
     fork = os.fork
     room = iter([fork, fork])
 
@@ -120,26 +120,26 @@ def test_a_few_children_more_than_half_do_all(diary: Diary, monkeypatch: pytest.
         raise BlockingIOError
 
     monkeypatch.setattr(os, "fork", little_room)
-    assert call_in_children([partial(diary.write, number) for number in range(4)], 3) == (2, 2)
+    assert call_and_collect([partial(diary.write, number) for number in range(4)], 3) == (2, 2)
     assert [number for _, number in diary.read()] == [0, 1, 2, 3]
 
 
-def test_where_children_are_slow_to_make_none_is_left(diary: Diary, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_forks_leave_no_worker(diary: Diary, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     fork = os.fork
 
     def slow_fork() -> int:
-        monkeypatch.setattr(forked, "_LONGEST_FORKING_S", 0.0)
+        monkeypatch.setattr(compile_workers, "_MAX_FORKING_S", 0.0)
         child = fork()
         made.append(child)
         return child
 
     monkeypatch.setattr(os, "fork", slow_fork)
-    assert call_in_children([partial(diary.write, number) for number in range(4)], 4) == (0, 0)
+    assert call_and_collect([partial(diary.write, number) for number in range(4)], 4) == (0, 0)
     assert len(made) == 1 and not alive(made[0])
 
 
-def test_a_signal_as_soon_as_a_child_is_made_does_not_bring_it_back(
+def test_a_signal_right_after_fork_does_not_return_into_the_caller(
     diary: Diary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An exception between two lines of the child: it must not run on as its parent."""
@@ -152,6 +152,6 @@ def test_a_signal_as_soon_as_a_child_is_made_does_not_bring_it_back(
         return child
 
     monkeypatch.setattr(os, "fork", interrupted_fork)
-    assert call_in_children([partial(diary.write, number) for number in range(2)], 2) == (2, 0)
+    assert call_and_collect([partial(diary.write, number) for number in range(2)], 2) == (2, 0)
     diary.write(7)
     assert [number for _, number in diary.read()] == [7], "nobody came here twice"

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kernels.gpu import decode_inputs as cruise
+from quire.kernels.gpu import decode_inputs as decode_inputs_module
 from quire.kernels.gpu.decode_inputs import decode_inputs
 from quire.kernels.row_interface import NextTokens, RowColumns, decode_inputs_reference
 
@@ -19,7 +19,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     width=st.integers(1, 70),
     block_size=st.sampled_from([1, 8, 16, 24, 128]),
 )
-def test_a_kernel_finds_what_tensor_operations_find(seed: int, max_rows: int, width: int, block_size: int) -> None:
+def test_decode_inputs_agree_with_the_reference(seed: int, max_rows: int, width: int, block_size: int) -> None:
     dice = torch.Generator().manual_seed(seed)
     columns = RowColumns(
         tables=torch.randint(0, 2**31 - 1, (max_rows, width), generator=dice).int().to(DEVICE),
@@ -30,7 +30,7 @@ def test_a_kernel_finds_what_tensor_operations_find(seed: int, max_rows: int, wi
     )
     rows = torch.randperm(max_rows, generator=dice)[: 1 + seed % max_rows].to(DEVICE)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cruise, "_COLUMNS", 16)
+        patch.setattr(decode_inputs_module, "_COLUMNS", 16)
         found = decode_inputs(rows, columns, block_size)
     expected = decode_inputs_reference(rows, columns, block_size)
     for name, mine, others in zip(NextTokens._fields, found, expected, strict=True):

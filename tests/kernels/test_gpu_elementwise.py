@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from quire.kernels.cpu.kernels import CpuKernels
-from quire.kernels.gpu import norms
-from quire.kernels.gpu import rope_and_kv_write as turns
+from quire.kernels.gpu import norms, rope_and_kv_write
 from quire.kernels.gpu.kernels import GpuKernels
 from quire.kernels.interface import PartialSums
 from quire.kernels.reference import ReferenceKernels
@@ -44,7 +43,7 @@ def test_norms_of_rows_agree(dtype, width):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_norms_of_some_heads_among_others_agree(dtype):
+def test_norms_of_strided_heads_agree(dtype):
     x, weight = drawn(5, 7, 40, dtype=dtype)[:, 1:4, :24], drawn(24, seed=1)
     close(FAST.rms_norm(x, weight, 1e-5), TRUTH.rms_norm(x, weight, 1e-5))
 
@@ -52,7 +51,7 @@ def test_norms_of_some_heads_among_others_agree(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("wide_residual", [True, False])
-def test_the_residual_grows_in_place_and_its_norm_agrees(dtype, width, wide_residual):
+def test_the_residual_is_added_in_place_and_its_norm_agrees(dtype, width, wide_residual):
     x, weight = drawn(3, width, dtype=dtype), drawn(width, seed=1)
     residuals = [drawn(3, width, dtype=torch.float32 if wide_residual else dtype, seed=2) for _ in range(2)]
     close(FAST.add_rms_norm(x, residuals[0], weight, 1e-5), TRUTH.add_rms_norm(x, residuals[1], weight, 1e-5))
@@ -63,7 +62,7 @@ def test_the_residual_grows_in_place_and_its_norm_agrees(dtype, width, wide_resi
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_parts", [1, 2, 8])
-def test_parts_are_added_in_their_order_rounded_once_and_added_to_the_residual(dtype, num_parts):
+def test_partial_sums_are_added_in_order_and_rounded_once(dtype, num_parts):
     for width in (100, 4096):
         parts, weight = PartialSums(drawn(num_parts, 3, width), dtype), drawn(width, seed=1)
         residuals = [drawn(3, width, seed=2) for _ in range(3)]
@@ -96,21 +95,21 @@ def test_rows_up_to_the_widest_are_normed_and_wider_ones_refused():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [16, 100, 1500])
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-def test_gates_agree(dtype, width, activation):
+def test_activations_agree(dtype, width, activation):
     x = drawn(3, 2 * width, dtype=dtype) * 4
-    close(FAST.gate(x, activation), TRUTH.gate(x, activation))
+    close(FAST.act_and_mul(x, activation), TRUTH.act_and_mul(x, activation))
 
 
-def test_a_gate_far_from_zero_is_open_or_shut():
+def test_an_activation_far_from_zero_saturates():
     x = torch.tensor([[1e4, -1e4, 2.0, 3.0]], device=DEVICE)
     for activation in ("silu", "gelu_tanh"):
-        assert FAST.gate(x, activation).tolist() == [[2e4, 0.0]]
+        assert FAST.act_and_mul(x, activation).tolist() == [[2e4, 0.0]]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("dim", "rotary_dim"), [(32, 32), (20, 12)])
 @pytest.mark.parametrize("has_norm", [False, True])
-def test_turned_queries_and_the_store_agree_and_unwritten_slots_stay_poisoned(dtype, dim, rotary_dim, has_norm):
+def test_rotated_queries_and_the_store_agree_and_other_slots_are_untouched(dtype, dim, rotary_dim, has_norm):
     turning = Turning.drawn(dtype, dim=dim, rotary_dim=rotary_dim, has_norm=has_norm, device=DEVICE)
     fast, truth = turning.through(FAST), turning.through(TRUTH)
     close(fast.query, truth.query)
@@ -119,32 +118,32 @@ def test_turned_queries_and_the_store_agree_and_unwritten_slots_stay_poisoned(dt
 
 
 @pytest.mark.parametrize("has_norm", [False, True])
-def test_values_are_stored_bit_for_bit_beside_turned_keys(has_norm):
+def test_values_are_stored_bit_for_bit_beside_rotated_keys(has_norm):
     turning = Turning.drawn(torch.float16, rotary_dim=16, has_norm=has_norm, device=DEVICE)
     assert torch.equal(turning.written(turning.through(FAST).store)[:, 1], heads_apart(turning.qkv).value)
 
 
-def test_a_store_of_another_dtype_takes_keys_and_values_rounded():
+def test_keys_and_values_are_rounded_to_the_dtype_of_the_store():
     turning = Turning.drawn(torch.float32, rotary_dim=32, has_norm=True, stored=torch.float16, device=DEVICE)
     close(turning.through(FAST).store, turning.through(TRUTH).store)
 
 
-def test_the_widest_heads_turn():
+def test_the_widest_heads_are_rotated():
     turning = Turning.drawn(torch.float16, dim=256, rotary_dim=256, has_norm=True, device=DEVICE)
     fast, truth = turning.through(FAST), turning.through(TRUTH)
     close(fast.query, truth.query)
     close(fast.store, truth.store)
 
 
-def test_a_program_with_the_heads_that_many_tokens_bring_turns_them_alike(monkeypatch):
-    monkeypatch.setattr(turns, "_MANY_TOKENS", 1)
+def test_tiles_for_many_tokens_give_the_same_result(monkeypatch):
+    monkeypatch.setattr(rope_and_kv_write, "_MANY_TOKENS", 1)
     turning = Turning.drawn(torch.float32, dim=128, rotary_dim=128, has_norm=True, device=DEVICE)
     fast, truth = turning.through(FAST), turning.through(TRUTH)
     close(fast.query, truth.query)
     close(fast.store, truth.store)
 
 
-def test_heads_of_a_wider_buffer_are_turned_and_the_others_left():
+def test_strided_heads_are_rotated_and_others_left():
     turning = Turning.drawn(torch.float32, rotary_dim=32, has_norm=False, device=DEVICE)
     wider = torch.full((len(turning.qkv), HEADS + 2 * KV_HEADS + 1, 40), 7.0, device=DEVICE)
     wider[:, 1:, :32] = turning.qkv
@@ -173,7 +172,7 @@ def test_keys_beyond_two_to_the_31_numbers_land_in_their_block():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [False, True])
-def test_products_agree_and_logits_are_not_rounded(dtype, bias):
+def test_matmuls_agree_and_logits_are_not_rounded(dtype, bias):
     x, weight = drawn(5, 32, dtype=dtype), drawn(16, 32, dtype=dtype, seed=1)
     offset = drawn(16, dtype=dtype, seed=2) if bias else None
     close(FAST.linear(x, FAST.pack(weight), offset), TRUTH.linear(x, weight, offset))

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from quire.kernels.gpu.attention import decode as decode_attention
-from quire.kernels.gpu.attention import prefill as chunk_attention
+from quire.kernels.gpu.attention import prefill as prefill_attention
 from quire.kernels.gpu.attention import prefill_contiguous as gathered_attention
 from quire.kernels.gpu.attention.decode import decode_tiles
 from quire.kernels.interface import AttentionRule
 
-MOST_TOKENS, MOST_ROWS = 2**20, 65_536  # of a step, as a person may ask for
+MAX_TOKENS, MAX_ROWS = 2**20, 65_536  # of a step, as a person may ask for
 KV_HEADS, DIM = 2, 16
 RULE = AttentionRule(0.25)
 
@@ -19,7 +19,7 @@ RULE = AttentionRule(0.25)
 @pytest.fixture
 def grids(monkeypatch):
     seen = []
-    for module in (chunk_attention, decode_attention, gathered_attention):
+    for module in (prefill_attention, decode_attention, gathered_attention):
         monkeypatch.setattr(module, "launch", lambda kernel, grid, *args, **constants: seen.append(grid))
     return seen
 
@@ -39,24 +39,24 @@ def check(grids: list[tuple[int, ...]], fewest: int) -> None:
 
 
 @pytest.mark.parametrize("group", [1, 4, 16, 71])
-def test_chunks_of_as_many_tokens_as_a_step_may_have(group, grids):
-    query, output = empty(MOST_TOKENS, group * KV_HEADS, DIM), empty(MOST_TOKENS, group * KV_HEADS * DIM)
+def test_grids_fit_chunks_of_the_largest_step(group, grids):
+    query, output = empty(MAX_TOKENS, group * KV_HEADS, DIM), empty(MAX_TOKENS, group * KV_HEADS * DIM)
     pages = empty(9, 2, 16, KV_HEADS, DIM)
-    chunk_attention.chunk_attention(query, pages, integers(3, 8), integers(4), integers(3), RULE, output)
-    check(grids, fewest=MOST_TOKENS * group * KV_HEADS // 128)
+    prefill_attention.prefill_attention(query, pages, integers(3, 8), integers(4), integers(3), RULE, output)
+    check(grids, fewest=MAX_TOKENS * group * KV_HEADS // 128)
 
 
 @pytest.mark.parametrize("group", [1, 4, 16, 71])
-def test_one_chunk_of_as_many_tokens_as_a_step_may_have(group, grids):
-    query, output = empty(MOST_TOKENS, group * KV_HEADS, DIM), empty(MOST_TOKENS, group * KV_HEADS * DIM)
-    workspace = empty(MOST_TOKENS, 2, KV_HEADS, DIM)
+def test_the_grid_fits_one_chunk_of_the_largest_step(group, grids):
+    query, output = empty(MAX_TOKENS, group * KV_HEADS, DIM), empty(MAX_TOKENS, group * KV_HEADS * DIM)
+    workspace = empty(MAX_TOKENS, 2, KV_HEADS, DIM)
     gathered_attention.gathered_attention(query, workspace, integers(2), integers(1), RULE, output)
-    check(grids, fewest=MOST_TOKENS * group * KV_HEADS // 128)
+    check(grids, fewest=MAX_TOKENS * group * KV_HEADS // 128)
 
 
-def test_as_many_decodes_as_there_may_be_rows(grids):
-    query, output = empty(MOST_ROWS, 3 * KV_HEADS, DIM), empty(MOST_ROWS, 3 * KV_HEADS * DIM)
-    pages, pieces = empty(9, 2, 16, KV_HEADS, DIM), integers(MOST_ROWS + 200, 5)
-    tiles = decode_tiles(MOST_ROWS, pages)
-    decode_attention.decode_attention(query, pages, integers(MOST_ROWS, 8), pieces, tiles, RULE, output)
-    check(grids, fewest=MOST_ROWS * KV_HEADS)
+def test_the_grid_fits_the_most_decodes(grids):
+    query, output = empty(MAX_ROWS, 3 * KV_HEADS, DIM), empty(MAX_ROWS, 3 * KV_HEADS * DIM)
+    pages, splits = empty(9, 2, 16, KV_HEADS, DIM), integers(MAX_ROWS + 200, 5)
+    tiles = decode_tiles(MAX_ROWS, pages)
+    decode_attention.decode_attention(query, pages, integers(MAX_ROWS, 8), splits, tiles, RULE, output)
+    check(grids, fewest=MAX_ROWS * KV_HEADS)

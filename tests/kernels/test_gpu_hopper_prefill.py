@@ -7,8 +7,8 @@ import pytest
 import torch
 from triton import knobs
 
-from quire.kernels.gpu import hopper_support as hopper_card
-from quire.kernels.gpu.attention import hopper_dispatch as hopper_chunks
+from quire.kernels.gpu import hopper_support
+from quire.kernels.gpu.attention import hopper_dispatch
 from quire.kernels.gpu.attention.dispatch import GpuAttention
 from quire.kernels.gpu.attention.hopper_dispatch import HopperPrefill
 from quire.kernels.interface import AttentionRule
@@ -16,7 +16,7 @@ from tests.kernels.layouts import Part
 from tests.kernels.test_gpu_attention import Step
 from tests.kernels.without_gluon import without_gluon
 
-PROCESSORS = 132
+NUM_SMS = 132
 PLAIN = AttentionRule(0.1)
 
 
@@ -32,10 +32,10 @@ def takes(
 ) -> bool:
     query = torch.empty(tokens, heads + 2 * kv_heads, dim, dtype=dtype, device="meta")[:, :heads]
     kv_layer = torch.empty(9, 2, 2, block_size, kv_heads, dim, dtype=dtype, device="meta")[:, 1]
-    return HopperPrefill(PROCESSORS).takes(query, kv_layer, rule, tokens, gathered=gathered)
+    return HopperPrefill(NUM_SMS).takes(query, kv_layer, rule, tokens, gathered=gathered)
 
 
-def test_usual_shapes_are_taken() -> None:
+def test_common_shapes_are_supported() -> None:
     for dim in (40, 64, 80, 96, 128, 192, 256):
         for group in (1, 2, 3, 4, 5, 7, 8, 16):
             for block_size in (8, 16, 32, 64):
@@ -46,7 +46,7 @@ def test_usual_shapes_are_taken() -> None:
     assert takes(rule=replace(PLAIN, window=64, softcap=5.0))
 
 
-def test_what_the_kernel_has_not_is_left_to_others() -> None:
+def test_unsupported_shapes_go_to_the_portable_kernels() -> None:
     for dim in (32, 100, 264, 512):
         assert not takes(dim=dim)
     for block_size in (1, 4, 24, 256):
@@ -58,23 +58,23 @@ def test_what_the_kernel_has_not_is_left_to_others() -> None:
     assert not takes(dtype=torch.float32)
 
 
-def test_few_tokens_are_left_to_programs_that_share_keys() -> None:
+def test_few_tokens_go_to_the_split_kv_kernels() -> None:
     """256 tokens of 32 query heads are 64 tiles: less than half of the processors would have one."""
     assert not takes(256)
     assert takes(288)
 
 
-def test_a_store_whose_rows_are_not_at_equal_distances_is_left_to_others() -> None:
+def test_a_store_with_unequal_strides_goes_to_the_portable_kernels() -> None:
     query = torch.empty(1024, 32, 128, dtype=torch.bfloat16, device="meta")
     store = torch.empty(9, 2, 2, 16, 8, 136, dtype=torch.bfloat16, device="meta")[..., :128]
-    assert not HopperPrefill(PROCESSORS).takes(query, store[:, 1], PLAIN, 1024)
+    assert not HopperPrefill(NUM_SMS).takes(query, store[:, 1], PLAIN, 1024)
 
 
-def test_where_kernels_are_interpreted_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_there_is_no_hopper_kernel_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even on such a card; without the interpreter there is one, and on a later card none again."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    properties = type("Properties", (), {"multi_processor_count": PROCESSORS})
+    properties = type("Properties", (), {"multi_processor_count": NUM_SMS})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(knobs.runtime, "interpret", True)
     assert HopperPrefill.find() is None
@@ -85,7 +85,7 @@ def test_where_kernels_are_interpreted_there_is_none(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card, and the kernel may be compiled for it")
-def test_a_kernel_that_cannot_be_compiled_is_told_of_once_and_steps_come_out_right(
+def test_a_kernel_that_does_not_compile_is_logged_once_and_steps_are_correct(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     hopper = HopperPrefill(1)
@@ -93,16 +93,16 @@ def test_a_kernel_that_cannot_be_compiled_is_told_of_once_and_steps_come_out_rig
     for _ in range(2):
         step.check(GpuAttention(step.layout, 1, hopper=hopper).attend(step.query, step.kv_layer, step.rule))
     [line] = caplog.records
-    assert line.levelno == logging.WARNING and "kernels for every card" in line.message
+    assert line.levelno == logging.WARNING and "portable kernels" in line.message
     assert "\n" not in line.message
 
 
-def test_the_end_of_a_recording_is_not_taken_for_a_broken_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalidated_capture_does_not_mark_the_kernel_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken_off(*given: object) -> None:
         raise RuntimeError("operation failed due to a previous error during capture")
 
-    monkeypatch.setattr(hopper_card, "_is_recording", lambda: True)
-    monkeypatch.setattr(hopper_chunks, "hopper_attention", broken_off)
+    monkeypatch.setattr(hopper_support, "_is_capturing", lambda: True)
+    monkeypatch.setattr(hopper_dispatch, "hopper_attention", broken_off)
     hopper = HopperPrefill(1)
     step = Step([Part(7, 20)], group=2, kv_heads=1, dim=64, dtype=torch.float16)
     with pytest.raises(RuntimeError, match="during capture"):
@@ -110,10 +110,10 @@ def test_the_end_of_a_recording_is_not_taken_for_a_broken_kernel(monkeypatch: py
     assert hopper.takes(step.query, step.kv_layer, step.rule, 20)
 
 
-def test_a_triton_without_gluon_is_told_of_and_nothing_else_happens(
+def test_a_triton_without_gluon_is_logged_and_the_kernel_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    without = without_gluon(monkeypatch, hopper_chunks, "quire.kernels.gpu.attention.hopper")
+    without = without_gluon(monkeypatch, hopper_dispatch, "quire.kernels.gpu.attention.hopper")
     assert without.HopperPrefill.find() is None
     [line] = caplog.records
     assert "triton.experimental.gluon" in line.message

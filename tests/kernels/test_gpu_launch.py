@@ -4,7 +4,7 @@ import pytest
 import torch
 from triton.compiler import CompiledKernel
 
-from quire.kernels.gpu import launch as door
+from quire.kernels.gpu import launch as launch_module
 from quire.kernels.gpu.launch import launch
 
 
@@ -37,7 +37,7 @@ class Kernel:
 
 @pytest.fixture
 def kernel(monkeypatch):
-    monkeypatch.setattr(door, "_found", {})
+    monkeypatch.setattr(launch_module, "_cache", {})
     return Kernel()
 
 
@@ -45,7 +45,7 @@ def start(kernel, x, count=3, rate=0.5, width=16, rows=4, grid=(7,)):
     launch(kernel, grid, x, count, rate, num_warps=4, ROWS=rows, WIDTH=width)
 
 
-def test_a_launch_like_an_earlier_one_asks_nobody_and_has_its_constants_in_order(kernel):
+def test_a_cached_launch_skips_triton_and_passes_constants_in_order(kernel):
     first, second = torch.zeros(8), torch.zeros(8)
     start(kernel, first)
     start(kernel, second, grid=(9, 2))
@@ -66,7 +66,7 @@ def test_a_launch_like_an_earlier_one_asks_nobody_and_has_its_constants_in_order
         {"rows": 8},
     ],
 )
-def test_a_launch_unlike_all_earlier_ones_is_left_to_triton(kernel, changed):
+def test_a_launch_with_a_new_signature_goes_through_triton(kernel, changed):
     usual = {"x": torch.zeros(8)}
     start(kernel, **usual)
     start(kernel, **{**usual, **changed})
@@ -75,7 +75,7 @@ def test_a_launch_unlike_all_earlier_ones_is_left_to_triton(kernel, changed):
     assert [len(made.launched) for made in kernel.made] == [0, 1]
 
 
-def test_two_kernels_are_told_apart(kernel):
+def test_the_cache_distinguishes_kernels(kernel):
     other = Kernel()
     for each in (kernel, other):
         start(each, torch.zeros(8))
@@ -90,11 +90,11 @@ def test_each_device_has_compiled_kernels_of_its_own(kernel, monkeypatch):
     assert [len(made.launched) for made in kernel.made] == [1, 2]
 
 
-def test_no_more_than_a_bound_is_remembered(kernel, monkeypatch):
-    monkeypatch.setattr(door, "_MOST_FOUND", 3)
+def test_the_launch_cache_is_bounded(kernel, monkeypatch):
+    monkeypatch.setattr(launch_module, "_MAX_CACHED", 3)
     for count in (2, 3, 4, 5, 6):
         start(kernel, torch.zeros(8), count)
-    assert len(door._found) <= 3
+    assert len(launch_module._cache) <= 3
     start(kernel, torch.zeros(8), 6)
     assert kernel.made[-1].launched
 
@@ -113,7 +113,7 @@ class Refusing(Kernel):
         return run
 
 
-def test_a_card_without_room_for_a_kernel_is_out_of_memory_and_other_errors_stay_what_they_are():
+def test_a_full_gpu_raises_out_of_memory_and_other_errors_pass_unchanged():
     with pytest.raises(torch.OutOfMemoryError, match="CUDA"):
         start(Refusing("Triton Error [CUDA]: out of memory"), torch.zeros(8))
     with pytest.raises(RuntimeError, match="no kernel image") as caught:

@@ -24,7 +24,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 WORN = RowSampling(repetition_penalty=1.3, presence_penalty=0.7, frequency_penalty=0.3)
 BIASED = RowSampling(logit_bias=((3, 2.5), (2100, -1.25)), allowed_ids=tuple(range(1, 4000, 3)))
-EARLY = RowSampling(min_tokens=4, end_ids=(7, 2500, 9, 11, 4000), presence_penalty=-1.0)
+PDL = RowSampling(min_tokens=4, end_ids=(7, 2500, 9, 11, 4000), presence_penalty=-1.0)
 WARY = RowSampling(bad_words=((5,), (1, 8), (1, 2, 3077)))
 
 
@@ -68,9 +68,9 @@ def agree(quick: Sampler, plain: Sampler, logits: Tensor, batch: SamplingBatch, 
 
 
 @pytest.mark.parametrize("vocab_size", [4001, 4096])
-def test_each_wish_and_all_together_shape_the_same_logits(vocab_size: int) -> None:
+def test_each_processor_and_all_together_agree(vocab_size: int) -> None:
     tokens = (1, 8, 4000, 9, 9, 9, 1)
-    assigned = [Case(wish, tokens, num_prompt=2) for wish in (WORN, BIASED, EARLY, WARY, RowSampling())]
+    assigned = [Case(wish, tokens, num_prompt=2) for wish in (WORN, BIASED, PDL, WARY, RowSampling())]
     quick, plain = samplers(assigned, vocab_size)
     some = masks_of({0: torch.arange(vocab_size) % 5 > 1, 4: torch.arange(vocab_size) > 3900}, vocab_size)
     for grown in range(4):
@@ -84,9 +84,7 @@ def test_each_wish_and_all_together_shape_the_same_logits(vocab_size: int) -> No
 
 @settings(max_examples=examples(3, 6, gpu=True))
 @given(st.lists(cases(), min_size=1, max_size=5), st.integers(0, 2**32), st.booleans())
-def test_any_mixture_of_rows_is_shaped_and_counted_as_by_the_chain(
-    assigned: list[Case], seed: int, masked: bool
-) -> None:
+def test_any_mixture_of_rows_agrees_with_the_tensor_operations(assigned: list[Case], seed: int, masked: bool) -> None:
     quick, plain = samplers(assigned, VOCAB)
     numbers = torch.Generator().manual_seed(seed)
     for grown in range(3):
@@ -100,8 +98,8 @@ def test_any_mixture_of_rows_is_shaped_and_counted_as_by_the_chain(
 
 
 @pytest.mark.parametrize("damage", [math.nan, math.inf])
-@pytest.mark.parametrize("wish", [WORN, BIASED, EARLY, WARY, RowSampling(masked=True)])
-def test_a_fault_is_seen_wherever_it_is_forbidden(wish: RowSampling, damage: float) -> None:
+@pytest.mark.parametrize("wish", [WORN, BIASED, PDL, WARY, RowSampling(masked=True)])
+def test_nan_and_inf_survive_masking(wish: RowSampling, damage: float) -> None:
     """Ids that bias, early ends, bad words and the mask forbid, or penalties change."""
     assigned = [Case(wish, (1, 7, 1), num_prompt=1), Case(RowSampling())]
     masks = masks_of({0: torch.arange(4001) == 20}, 4001) if wish.masked else None
@@ -114,7 +112,7 @@ def test_a_fault_is_seen_wherever_it_is_forbidden(wish: RowSampling, damage: flo
             assert chosen.finite.tolist() == [False, True] and chosen.tokens[0] == 0, (wish, token)
 
 
-def test_rows_are_found_wherever_they_sit_and_padding_is_nobody() -> None:
+def test_rows_are_found_by_number_and_padding_is_ignored() -> None:
     assigned = [Case(RowSampling()), Case(WORN, (1, 2, 2)), Case(BIASED), Case(WORN, (3, 4, 4))]
     quick, plain = samplers(assigned, 4001)
     logits = normal(3, 4001)

@@ -32,7 +32,7 @@ def agree(logits: Tensor, tokens: Tensor, num_top: int) -> Tensor:
 
 @pytest.mark.parametrize("vocab_size", [1, 40, 4097, *long_only([4096, 13_001], gpu=True)])
 @pytest.mark.parametrize("num_top", [0, 1, 5, MAX_LOGPROBS])
-def test_tiles_do_not_show(vocab_size: int, num_top: int) -> None:
+def test_logprobs_agree_across_tiles(vocab_size: int, num_top: int) -> None:
     numbers = torch.Generator().manual_seed(num_top)
     logits = (torch.randn(3, vocab_size, generator=numbers) * 5).to(DEVICE)
     agree(logits, torch.randint(0, vocab_size, (3,), generator=numbers).to(DEVICE), min(num_top, vocab_size))
@@ -47,7 +47,7 @@ def test_of_equal_logits_the_lowest_ids_come_first(seed: int, values: int, num_t
     agree(logits, torch.randint(0, 4200, (2,), generator=numbers).to(DEVICE), num_top)
 
 
-def test_a_tile_or_all_but_one_token_may_be_impossible() -> None:
+def test_a_tile_or_all_but_one_token_may_be_masked() -> None:
     logits = torch.full((3, 9000), -math.inf, device=DEVICE)
     logits[0, 5000:] = torch.arange(4000.0, device=DEVICE) / 1000
     logits[1, 8999] = 3.0
@@ -56,13 +56,13 @@ def test_a_tile_or_all_but_one_token_may_be_impossible() -> None:
     assert found[:, 1].tolist() == [2, 1, 1] and found[1, 2:].tolist() == [0, 8999, 0], "certain: a logarithm of 0"
 
 
-def test_lines_may_lie_apart() -> None:
+def test_strided_logits_agree() -> None:
     logits = torch.randn(4, 10_000, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     agree(logits[::2, :5000], torch.tensor([4999, 0], device=DEVICE), 3)
 
 
 @pytest.mark.parametrize(("at", "fault"), [(3, math.nan), (8000, -math.nan), (8192, math.nan), (4100, math.inf)])
-def test_a_fault_spoils_all_scores_of_its_row_and_no_others(at: int, fault: float) -> None:
+def test_nan_and_inf_spread_over_their_row_only(at: int, fault: float) -> None:
     logits = torch.randn(3, 8193, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     logits[1, at] = fault
     tokens = torch.tensor([5, 6, 7], device=DEVICE)
@@ -72,7 +72,7 @@ def test_a_fault_spoils_all_scores_of_its_row_and_no_others(at: int, fault: floa
     assert torch.equal(found[::2], agree(logits[::2], tokens[[0, 2]], 3))
 
 
-def test_nobody_is_scored_and_a_sampler_with_kernels_scores_with_them() -> None:
+def test_an_empty_batch_has_no_logprobs_and_the_sampler_uses_the_kernel() -> None:
     sampler, tokens = Sampler(1, 150, DEVICE, GPU_ROW_KERNELS), torch.tensor([7], device=DEVICE)
     assert token_logprobs(torch.empty(0, 150, device=DEVICE), tokens[:0], 2).shape == (0, 7)
     logits = torch.randn(1, 150, generator=torch.Generator().manual_seed(0)).to(DEVICE)

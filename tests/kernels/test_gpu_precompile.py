@@ -35,7 +35,7 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads(child.stdout.splitlines()[-1]) | {"stderr": child.stderr}
 
 
-def test_no_default_of_triton_that_will_change_is_relied_on(apart: dict[str, Any]) -> None:
+def test_no_triton_default_that_will_change_is_relied_on(apart: dict[str, Any]) -> None:
     assert "FP_FUSION" not in apart["stderr"], "it would be read by whoever serves"
 
 
@@ -45,7 +45,7 @@ def copied() -> bool:
     return store[0, 0].item() == 1
 
 
-def test_what_nobody_compiles_may_be_let_go_of_twice() -> None:
+def test_an_uncompiled_queue_may_be_shut_down_twice() -> None:
     wanted = _CompileQueue()
     kernel = wanted.submit(dict)
     for _ in range(2):
@@ -53,7 +53,7 @@ def test_what_nobody_compiles_may_be_let_go_of_twice() -> None:
         assert kernel.cancelled()
 
 
-def test_nothing_is_launched_in_a_rehearsal_but_by_other_threads() -> None:
+def test_a_dry_run_launches_nothing_and_other_threads_launch() -> None:
     seen = []
     with dry_run_launches():
         seen.append(copied())
@@ -64,7 +64,7 @@ def test_nothing_is_launched_in_a_rehearsal_but_by_other_threads() -> None:
     assert seen == [False, True, True]
 
 
-def test_each_variant_is_compiled_once_and_one_that_fails_harms_no_other(apart: dict[str, Any]) -> None:
+def test_each_variant_is_compiled_once_and_a_failure_is_isolated(apart: dict[str, Any]) -> None:
     assert apart["num_kernels"] == 2, "one gate for both widths, and a copy; nonsense is none"
     assert apart["left"] == 0, "whoever launches what failed has it compiled again"
     [error] = apart["errors"]
@@ -72,26 +72,26 @@ def test_each_variant_is_compiled_once_and_one_that_fails_harms_no_other(apart: 
     assert apart["broken"] == ["integer division or modulo by zero"], "a rehearsal that breaks off is told, not raised"
 
 
-def test_what_fails_in_a_child_is_tried_at_the_next_start_too(apart: dict[str, Any]) -> None:
+def test_a_failure_in_a_worker_is_retried_at_the_next_start(apart: dict[str, Any]) -> None:
     assert apart["workers"] == "2 processes"
     assert apart["num_stamps"] == 0, "not all is on disk, and nothing says so"
 
 
-def test_an_interruption_is_not_held_up_by_kernels_that_nobody_compiles(apart: dict[str, Any]) -> None:
+def test_an_interrupt_does_not_wait_for_uncompiled_kernels(apart: dict[str, Any]) -> None:
     assert apart["interrupted"]
 
 
-def test_what_is_launched_between_beginning_and_finishing_is_compiled_at_once(apart: dict[str, Any]) -> None:
+def test_a_launch_during_precompilation_compiles_immediately(apart: dict[str, Any]) -> None:
     assert apart["made between"] == [False], "not found on disk, and not left for later"
 
 
-def test_what_was_begun_and_not_finished_leaves_nothing_behind(apart: dict[str, Any]) -> None:
+def test_an_abandoned_precompilation_leaves_nothing_behind(apart: dict[str, Any]) -> None:
     assert apart["alone"], "no child"
     assert apart["left of two"] == 0, "whoever launches them would wait for ever, or fail"
     assert apart["again of two"] == [2, []]
 
 
-def test_children_put_on_disk_what_threads_find_there(apart: dict[str, Any]) -> None:
+def test_workers_put_kernels_on_disk_and_threads_load_them(apart: dict[str, Any]) -> None:
     cold, warm, other, single = apart["again"]
     assert cold == ["2 compiled in 2 processes", [True, True]], "this process itself has compiled nothing"
     assert warm == ["2 found compiled", [True, True]]
@@ -107,17 +107,15 @@ def test_the_kernels_for_hopper_are_compiled_with_this_triton(apart: dict[str, A
 
 
 @pytest.mark.long(gpu=True)
-def test_attention_has_room_on_cards_with_less_shared_memory_than_hopper(apart: dict[str, Any]) -> None:
+def test_attention_fits_gpus_with_less_shared_memory_than_hopper(apart: dict[str, Any]) -> None:
     assert apart["errors_for_small_cards"] == []
     assert apart["num_for_small_cards"] == 4, "two lists, for decodes; decodes, and a chunk"
 
 
 @pytest.mark.parametrize(
-    "its_kernels", [{"_chunk_kernel", "_gathered_kernel"}, {"_list_kernel", "_hopper_kernel", "_ring_kernel"}]
+    "its_kernels", [{"_prefill_kernel", "_gathered_kernel"}, {"_list_kernel", "_hopper_kernel", "_ring_kernel"}]
 )
-def test_the_shapes_and_layers_that_are_gone_through_tell_of_all_that_are_recorded_early(
-    apart: dict[str, Any], its_kernels: set[str]
-) -> None:
+def test_the_dry_run_covers_all_kernels_of_the_early_cuda_graphs(apart: dict[str, Any], its_kernels: set[str]) -> None:
     told = apart["on hopper"] if "_hopper_kernel" in its_kernels else apart
     few, everything = told["few"], told["all"]
     assert set(few) == set(everything)
@@ -126,5 +124,5 @@ def test_the_shapes_and_layers_that_are_gone_through_tell_of_all_that_are_record
     assert {"_decode_kernel", "_draw", "_sum_kernel", "_dot_kernel"} | its_kernels <= names
     unusual = told["chosen at length"]
     its_names = {variant.split()[0] for variant in unusual}
-    assert {"_shape", "_count", "_score_tile", "_score_row", "_draw", "_finish"} <= its_names
+    assert {"_shape", "_count", "_tile_logprobs", "_row_logprobs", "_draw", "_finish"} <= its_names
     assert set(unusual) <= set(few), "nobody who asks for something unusual waits for a compiler"

@@ -13,7 +13,7 @@ parts = st.tuples(st.integers(0, 50), st.sampled_from([0, 0, 1, 3, 16, 17, 40, 1
 many = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2)), min_size=66, max_size=68)  # than are searched at once
 
 
-def tiles_of(starts: list[int], lengths: list[int], tile_rows: int, group: int) -> list[tuple[int, ...]]:
+def weight_descriptor(starts: list[int], lengths: list[int], tile_rows: int, group: int) -> list[tuple[int, ...]]:
     """First token, first place, last place, sequence, length, first head: sequence by sequence."""
     found = []
     for sequence, length in enumerate(lengths):
@@ -47,6 +47,6 @@ def test_every_tile_is_listed_once_and_those_with_most_keys_come_first(
     room = starts[-1] - first_token + spare
     given = (torch.tensor(values, dtype=torch.int32, device=DEVICE) for values in (starts, lengths))
     items = [tuple(item) for item in work_list(*given, room, first_token, tile_rows, group).tolist()]
-    wanted = sorted(tiles_of(starts, lengths, tile_rows, group), key=lambda item: -item[2])
+    wanted = sorted(weight_descriptor(starts, lengths, tile_rows, group), key=lambda item: -item[2])
     assert items[: len(wanted)] == wanted
     assert all(item[2] == -1 for item in items[len(wanted) :])

@@ -70,7 +70,7 @@ def normal(num_rows: int, vocab_size: int, spread: float = 4.0) -> Tensor:
 
 
 @pytest.mark.parametrize(("vocab_size", "spread"), [(1, 1.0), (1000, 0.05), (1000, 1.0), (2500, 6.0)])
-def test_every_kind_of_row_gets_the_token_of_the_plain_sampler(vocab_size: int, spread: float) -> None:
+def test_every_kind_of_row_gets_the_token_of_the_reference(vocab_size: int, spread: float) -> None:
     samplings = [sampling for sampling in MIXTURE if sampling.top_k <= vocab_size]
     agree(samplings, normal(len(samplings), vocab_size, spread))
 
@@ -92,7 +92,9 @@ ROWS = st.builds(
 
 @settings(max_examples=examples(4, 6, gpu=True))
 @given(st.lists(ROWS, min_size=1, max_size=3), st.integers(0, 2**32), st.sampled_from([1, 2, 40]), st.integers(0, 9))
-def test_of_equal_logits_the_lowest_ids_stay(rows: list[RowSampling], seed: int, values: int, position: int) -> None:
+def test_of_equal_logits_the_lowest_ids_are_kept(
+    rows: list[RowSampling], seed: int, values: int, position: int
+) -> None:
     ties = torch.randint(-values, values, (len(rows), 2100), generator=torch.Generator().manual_seed(seed))
     agree(rows, (ties / 8 * torch.where(ties == 0, -1.0, 1.0)).to(DEVICE), position)  # zeros of both signs
 
@@ -104,7 +106,7 @@ def test_more_candidates_than_the_list_holds(monkeypatch: pytest.MonkeyPatch) ->
     agree(choosy, normal(2, 3000, spread=0.001))
 
 
-def test_a_row_without_favourites_ends_among_few_tokens_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flat_row_has_few_candidates_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of its tokens weigh something. Once, that was taken for a cut by top-k, and most of them were candidates."""
     made: list[sample._Scratch] = []
     monkeypatch.setattr(sample, "_scratch", lambda *given: made.append(new_scratch(*given)) or made[-1])
@@ -115,7 +117,7 @@ def test_a_row_without_favourites_ends_among_few_tokens_too(monkeypatch: pytest.
     assert min(num_candidates) > 0 and max(num_candidates) < 500, num_candidates
 
 
-def test_broken_rows_fail_alone_and_padding_is_nothing() -> None:
+def test_non_finite_rows_fail_alone_and_padding_is_ignored() -> None:
     whole = RowSampling(temperature=1.0, top_p=0.9, top_k=50)
     logits = normal(9, 2100)
     logits[0, 2099] = math.nan
@@ -146,7 +148,7 @@ def row_table(num_rows: int) -> RowTable:
     return table
 
 
-def test_finished_rows_are_as_the_runner_leaves_them() -> None:
+def test_finished_rows_agree_with_the_runner() -> None:
     """More rows than one program takes, in any order; what comes out is what the tensor operations give."""
     num_rows = 70
     samplings = [RowSampling(end_ids=tuple(range(row % 4))) for row in range(num_rows)]

@@ -157,23 +157,23 @@ def test_bfloat16_is_float32_up_to_near_ties_and_no_worse_than_transformers(defa
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("use_tiles", [True, False], ids=["tiles", "oneDNN"])
+@pytest.mark.parametrize("use_amx", [True, False], ids=["tiles", "oneDNN"])
 def test_bfloat16_logits_keep_the_promise_and_are_no_further_from_float32_than_transformers(
-    default_model_path, rounded, prose, use_tiles
+    default_model_path, rounded, prose, use_amx
 ):
     """The truth: transformers in float32 on the same weights, rounded to bfloat16 as both engines load them."""
-    kernels = CpuKernels(use_tiles=use_tiles)
-    if kernels.exact != use_tiles:
+    kernels = CpuKernels(use_amx=use_amx)
+    if kernels.has_amx != use_amx:
         pytest.skip("this CPU has no matrix unit, or numba is not installed")
     ids, exact, theirs = prose
     decoder = Decoder(open_checkpoint(default_model_path).spec, rounded, kernels, len(ids))
     ours = run(decoder, [ids], in_chunks([len(ids)], 128), block_size=16)[0]
     lost = exact.amax(dim=-1) - exact.gather(1, ours.argmax(dim=-1)[:, None])[:, 0]
-    assert lost.max().item() <= (NEAR_TIE_EXACT if kernels.exact else NEAR_TIE)
+    assert lost.max().item() <= (NEAR_TIE_EXACT if kernels.has_amx else NEAR_TIE)
     agreement = (lost == 0).float().mean().item()
-    assert agreement >= (0.995 if kernels.exact else 0.98), agreement  # docs/performance/cpu.md
+    assert agreement >= (0.995 if kernels.has_amx else 0.98), agreement  # docs/performance/cpu.md
     divergence = _mean_divergence(exact, ours)
-    assert divergence <= (1e-4 if kernels.exact else 1e-3)  # the promise is 1e-3
+    assert divergence <= (1e-4 if kernels.has_amx else 1e-3)  # the promise is 1e-3
     assert divergence <= _mean_divergence(exact, theirs)
 
 

@@ -80,12 +80,12 @@ def test_any_interleaving_of_chunks_and_decodes_gives_the_same_logits(name: str,
     assert_equal(name, schedule, LENGTHS, block_size=block_size)
 
 
-def test_longrope_turns_short_and_long_sequences_of_one_batch_by_their_own_factors():
+def test_longrope_uses_short_and_long_factors_in_one_batch():
     lengths = [40, 7, 35, 32]  # the original length is 32
     assert_equal("phi3-longrope", in_chunks(lengths, 7), lengths, max_length=64)
 
 
-def test_only_the_rows_asked_for_get_logits():
+def test_only_selected_rows_get_logits():
     model = decoder("llama2")
     prompt = prompts([9])
     whole = run(model, prompt, in_chunks([9], 9))[0]
@@ -96,7 +96,7 @@ def test_only_the_rows_asked_for_get_logits():
 
 
 @pytest.mark.parametrize("name", ["llama2", "gemma3"])
-def test_states_that_nobody_wants_are_not_missed(name: str):
+def test_selected_states_equal_those_of_the_full_forward(name: str):
     """Of two chunks the wanted states, in any order, are those of the whole; keys and values are all there."""
     model, pages = decoder(name), Pages.shuffled([9, 5], 4, seed=0)
     layout, tokens = pages.layout({0: Part(0, 9), 1: Part(0, 5)}), torch.tensor([*prompts([9])[0], *prompts([5])[0]])
@@ -122,7 +122,7 @@ def test_the_cpu_kernels_and_the_reference_agree_through_a_whole_model():
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_in_bfloat16_every_family_keeps_the_promised_bars(family: Family):
+def test_in_bfloat16_every_family_is_within_its_error_bounds(family: Family):
     """Against float32 on the same rounded weights: mean KL, the likeliest token but for near-ties, and the noise."""
     rounded = build(family, torch.bfloat16)
     exact = build(family, torch.bfloat16).peer.float()
@@ -144,7 +144,7 @@ def test_in_bfloat16_every_family_keeps_the_promised_bars(family: Family):
 
 
 @pytest.mark.parametrize(("name", "num_tables"), [("llama3", 1), ("gemma3", 2)])
-def test_layers_that_turn_alike_share_a_table(name: str, num_tables: int, monkeypatch: pytest.MonkeyPatch):
+def test_layers_with_the_same_rope_share_a_table(name: str, num_tables: int, monkeypatch: pytest.MonkeyPatch):
     """A table of 131,072 positions takes a tenth of a second, and a model has many layers."""
     made = []
     monkeypatch.setattr(models.decoder, "RopeTable", lambda *args: made.append(args))
@@ -153,7 +153,7 @@ def test_layers_that_turn_alike_share_a_table(name: str, num_tables: int, monkey
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_weights_may_get_their_values_after_the_decoder_was_made(family: Family):
+def test_weights_may_be_loaded_after_the_decoder_was_built(family: Family):
     model = twin(family.name)
     weights = empty_weights(model.spec, torch.float32, "cpu")
     places = [weights.embedding, weights.final_norm, weights.head, *tensors_of(weights.layers)]
@@ -173,7 +173,7 @@ def tensors_of(layers: tuple[LayerWeights, ...]) -> list[torch.Tensor]:
     return [tensor for layer in layers for name in layer.__slots__ if (tensor := getattr(layer, name)) is not None]
 
 
-def test_what_was_packed_is_not_read_again():
+def test_packed_weights_cannot_be_refreshed():
     spec = twin("llama2").spec
     packed = Decoder(spec, empty_weights(spec, torch.bfloat16, "cpu"), CpuKernels(), 32)
     with pytest.raises(AssertionError, match="packed"):

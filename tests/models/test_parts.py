@@ -29,7 +29,7 @@ class InParts(ReferenceKernels):
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_logits_are_the_same_and_products_with_a_norm_behind_them_are_whole(family: Family) -> None:
+def test_logits_agree_and_matmuls_before_a_post_norm_are_reduced(family: Family) -> None:
     twin, kernels = build(family), InParts()
     schedule = in_chunks(LENGTHS, 2)
     plain = run(Decoder(twin.spec, twin.weights, ReferenceKernels(), 32), PROMPTS, schedule)
@@ -38,7 +38,7 @@ def test_logits_are_the_same_and_products_with_a_norm_behind_them_are_whole(fami
     torch.testing.assert_close(torch.cat(parted), torch.cat(plain), atol=1e-5, rtol=1e-5)
 
 
-def test_only_what_is_wanted_is_left_in_parts() -> None:
+def test_selected_states_agree_with_partial_sums() -> None:
     twin = build(FAMILIES[0])
     pages = Pages.shuffled(LENGTHS, 4, seed=0)
     layout = pages.layout({row: Part(0, length) for row, length in enumerate(LENGTHS)})

@@ -1,8 +1,7 @@
-"""Who attends to what on a GPU, and why: from what the user said, the model's needs, and what is found here.
+"""Selects the attention backend of each part of a step on a GPU: a pure function of request, model and machine.
 
-A pure function over facts. Figures decide, and only figures that were measured; knows no kernel and imports no library.
-
-Which other libraries for attention are installed here, or what is missing. Imports none of them.
+Measured figures decide; a library without figures is used only when requested by name. Also finds which libraries are
+installed. Knows no kernel and imports no library.
 """
 
 from collections.abc import Mapping
@@ -21,11 +20,11 @@ FA3_WHEEL = "flash_attn_interface"
 
 
 class FoundBackend(NamedTuple):
-    """A library that is here, or what is missing."""
+    """A library that is installed, or what is missing."""
 
-    what: str  # with its version, where that can be told
-    missing: str = ""  # what would have to be there; empty if it is
-    fault: str = ""  # what went wrong when it was tried
+    what: str  # with its version, where it is known
+    missing: str = ""  # what must be installed; empty if it is
+    fault: str = ""  # error of its self-test
 
 
 def find_backends() -> dict[str, FoundBackend]:
@@ -35,12 +34,12 @@ def find_backends() -> dict[str, FoundBackend]:
 def has_module(name: str) -> bool:
     try:
         return find_spec(name) is not None
-    except (ImportError, ValueError):  # a stand-in without a spec is no library
+    except (ImportError, ValueError):  # a module without a spec is no library
         return False
 
 
 def vllm_fa3_library() -> Path | None:
-    """Where vLLM keeps its build of FlashAttention-3, without running a line of vLLM."""
+    """Path of vLLM's build of FlashAttention-3, found without importing vLLM."""
     spec = find_spec("vllm") if has_module("vllm") else None
     folders = spec.submodule_search_locations if spec is not None else None
     for folder in folders or ():
@@ -51,7 +50,7 @@ def vllm_fa3_library() -> Path | None:
 
 
 def _torch() -> FoundBackend:
-    return FoundBackend(f"torch {torch.__version__}")  # every torch that we run with has what we ask of it
+    return FoundBackend(f"torch {torch.__version__}")  # every supported torch has varlen attention
 
 
 def _fa3() -> FoundBackend:
@@ -82,31 +81,31 @@ PARTS = {"decodes": "decodes", "chunks": "chunks", "long_chunk": "one long chunk
 
 
 class AttentionNeeds(NamedTuple):
-    """What a model asks of attention."""
+    """Attention shapes of a model."""
 
     heads: int
     kv_heads: int
     dim: int
     dtype: torch.dtype
     block_size: int
-    rules: tuple[AttentionRule, ...]  # those that its layers have
+    rules: tuple[AttentionRule, ...]  # of its layers
 
 
-USUAL_NEEDS = AttentionNeeds(32, 8, 128, torch.bfloat16, 16, (AttentionRule(128**-0.5),))  # where no model is named
+USUAL_NEEDS = AttentionNeeds(32, 8, 128, torch.bfloat16, 16, (AttentionRule(128**-0.5),))  # where no model is given
 
 
 class AttentionEnvironment(NamedTuple):
-    """What the machine offers."""
+    """GPU and installed libraries."""
 
     capability: tuple[int, int]
     found: Mapping[str, FoundBackend]
 
-    def after_trial(self, name: str, fault: str) -> "AttentionEnvironment":
+    def after_self_test(self, name: str, fault: str) -> "AttentionEnvironment":
         return self._replace(found={**self.found, name: self.found[name]._replace(fault=fault)})
 
 
 class AttentionChoice(NamedTuple):
-    """The name of who does each part of a step's attention, and reasons that a person may read."""
+    """The backend of each part of a step's attention, with readable reasons."""
 
     decodes: str
     chunks: str
@@ -118,27 +117,27 @@ class AttentionChoice(NamedTuple):
         return {part: getattr(self, part) for part in PARTS}
 
     @property
-    def others(self) -> list[tuple[str, str]]:
-        """Part and name, where it is not we who do it."""
+    def backends(self) -> list[tuple[str, str]]:
+        """(part, name) of each part that another library computes."""
         return [(part, name) for part, name in self.by_part.items() if name != OWN_NAME]
 
 
 class _BackendLimits(NamedTuple):
-    """What a library can do."""
+    """What a library supports."""
 
     parts: tuple[str, ...]
     oldest: tuple[int, int]  # compute capability
-    newest: tuple[int, int] | None  # the first that is too new; None: none is
+    newest: tuple[int, int] | None  # first unsupported; None: no upper bound
     softcap: bool
     note: str = ""
 
 
-_ABILITIES = {
-    "torch": _BackendLimits(("long_chunk",), (8, 0), None, softcap=False, note="it has no pages of our size"),
+_LIMITS = {
+    "torch": _BackendLimits(("long_chunk",), (8, 0), None, softcap=False, note="it supports no pages of this size"),
     "fa3": _BackendLimits(("decodes", "chunks", "long_chunk"), (9, 0), (10, 0), softcap=True),
     "flashinfer": _BackendLimits(
         ("decodes",), (8, 0), None, softcap=True,
-        note="it plans with lengths on the host, so steps are not recorded but built launch by launch",
+        note="it plans with lengths on the host, so steps are not CUDA graphs but launched kernel by kernel",
     ),
 }  # fmt: skip
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -154,7 +153,7 @@ class _BackendFigures(NamedTuple):
 
 # One H200, 32 query and 8 key heads of 128, bfloat16, blocks of 16: docs/performance/ledger, section 11, and 18 for one
 # long chunk by quire and FA3.
-# A library enters with a figure for every shape of a part; without figures nobody is chosen but by name.
+# A library needs a figure for every shape of a part; without figures it is used only when requested by name.
 _MEASURED = {
     "decodes": _BackendFigures(
         ("64 × 1,024", "256 × 1,024"),
@@ -168,72 +167,72 @@ _MEASURED = {
 }
 
 
-def choose_attention(wanted: str, needs: AttentionNeeds, here: AttentionEnvironment) -> AttentionChoice:
-    """`wanted`: auto, quire, or the name of a library. Only a library that was asked for by name can be refused."""
-    if wanted == OWN_NAME:
-        return AttentionChoice(OWN_NAME, OWN_NAME, OWN_NAME, ("all by quire: asked for by name",))
-    if wanted != "auto":
-        return _by_name(wanted, needs, here)
-    refusals = {name: _refusal(name, needs, here) for name in _ABILITIES}
+def choose_attention(requested: str, needs: AttentionNeeds, here: AttentionEnvironment) -> AttentionChoice:
+    """`requested`: auto, quire, or a library. Only a library that was requested by name can be refused."""
+    if requested == OWN_NAME:
+        return AttentionChoice(OWN_NAME, OWN_NAME, OWN_NAME, ("all by quire: requested by name",))
+    if requested != "auto":
+        return _by_name(requested, needs, here)
+    refusals = {name: _refusal(name, needs, here) for name in _LIMITS}
     fit = [name for name, refusal in refusals.items() if not refusal]
     best = {part: _fastest(part, fit) for part in PARTS}
     reasons = _by_figures(best, fit, here)
-    reasons += [f"{name} not: {refusal or _why_idle(name, best)}" for name, refusal in refusals.items()
+    reasons += [f"{name} not: {refusal or _why_unused(name, best)}" for name, refusal in refusals.items()
                 if name not in best.values()]  # fmt: skip
     return AttentionChoice(**best, reasons=tuple(reasons))
 
 
-def _by_name(wanted: str, needs: AttentionNeeds, here: AttentionEnvironment) -> AttentionChoice:
-    refusal = _refusal(wanted, needs, here)
+def _by_name(requested: str, needs: AttentionNeeds, here: AttentionEnvironment) -> AttentionChoice:
+    refusal = _refusal(requested, needs, here)
     if refusal:
         raise ConfigError(
-            f"The attention backend {wanted} cannot be used: {refusal}. Use --attention-backend auto or "
+            f"The attention backend {requested} cannot be used: {refusal}. Use --attention-backend auto or "
             f"--attention-backend quire.",
             param="attention_backend",
         )
-    ability = _ABILITIES[wanted]
-    names = {part: wanted if part in ability.parts else OWN_NAME for part in PARTS}
-    done = " and ".join(PARTS[part] for part in ability.parts)
-    reasons = [f"{done} by {here.found[wanted].what}: asked for by name"]
-    if len(ability.parts) < len(PARTS):
+    limits = _LIMITS[requested]
+    names = {part: requested if part in limits.parts else OWN_NAME for part in PARTS}
+    done = " and ".join(PARTS[part] for part in limits.parts)
+    reasons = [f"{done} by {here.found[requested].what}: requested by name"]
+    if len(limits.parts) < len(PARTS):
         reasons.append("the rest by quire")
-    if ability.note:
-        reasons.append(ability.note)
+    if limits.note:
+        reasons.append(limits.note)
     return AttentionChoice(**names, reasons=tuple(reasons))
 
 
 def _refusal(name: str, needs: AttentionNeeds, here: AttentionEnvironment) -> str:
-    """Why a library cannot serve this model here; empty if it can."""
-    ability, found = _ABILITIES[name], here.found[name]
+    """Why a library cannot serve this model on this GPU; empty if it can."""
+    limits, found = _LIMITS[name], here.found[name]
     if found.missing:
         return f"it needs {found.missing}"
     if found.fault:
-        return f"it was tried and failed ({found.fault})"
-    too_new = ability.newest is not None and here.capability >= ability.newest
-    if too_new or here.capability < ability.oldest:
+        return f"its self-test failed ({found.fault})"
+    too_new = limits.newest is not None and here.capability >= limits.newest
+    if too_new or here.capability < limits.oldest:
         major, minor = here.capability
-        return f"it is not for GPUs of compute capability {major}.{minor}, but for {_span(ability)}"
+        return f"it is not for GPUs of compute capability {major}.{minor}, but for {_span(limits)}"
     if needs.dtype not in _DTYPES:
         return f"it computes in bfloat16 and float16, not in {str(needs.dtype).removeprefix('torch.')}"
     if needs.dim > _LARGEST_DIM or needs.dim % _DIM_STEP:
         return f"its heads have up to {_LARGEST_DIM} dims in steps of {_DIM_STEP}, and the model's {needs.dim}"
-    if not ability.softcap and any(rule.softcap for rule in needs.rules):
+    if not limits.softcap and any(rule.softcap for rule in needs.rules):
         return "it has no soft cap, and the model has one"
     return ""
 
 
-def _span(ability: _BackendLimits) -> str:
-    major, minor = ability.oldest
-    return f"{major}.{minor} and later" if ability.newest is None else f"{major}.x"
+def _span(limits: _BackendLimits) -> str:
+    major, minor = limits.oldest
+    return f"{major}.{minor} and later" if limits.newest is None else f"{major}.x"
 
 
 def _fastest(part: str, fit: list[str]) -> str:
     figures = _MEASURED[part].microseconds
-    return min([OWN_NAME, *(name for name in fit if name in figures)], key=lambda name: _share_of_own(part, name))
+    return min([OWN_NAME, *(name for name in fit if name in figures)], key=lambda name: _relative_time(part, name))
 
 
-def _share_of_own(part: str, name: str) -> float:
-    """The geometric mean over all shapes of its time by that of our own kernels."""
+def _relative_time(part: str, name: str) -> float:
+    """Geometric mean over all shapes of its time relative to quire's kernels."""
     if name == OWN_NAME:
         return 1.0
     figures = _MEASURED[part].microseconds
@@ -242,15 +241,17 @@ def _share_of_own(part: str, name: str) -> float:
 
 
 def _by_figures(best: Mapping[str, str], fit: list[str], here: AttentionEnvironment) -> list[str]:
-    """A reason for each part in which there was somebody to compare with; the others in one."""
+    """One reason for each part with another library to compare with, one for all the rest."""
     reasons, alone = [], []
     for part, name in best.items():
         shapes, figures = _MEASURED[part]
-        rivals = [rival for rival in (OWN_NAME, *fit) if rival in figures and rival != name]
-        if rivals:
-            who = name if name == OWN_NAME else here.found[name].what
-            told = ", ".join(f"{rival} {figures[rival][-1]:,.0f}" for rival in rivals)
-            reasons.append(f"{PARTS[part]} by {who}: {figures[name][-1]:,.0f} µs at {shapes[-1]} on an H200, {told}")
+        compared_with = [library for library in (OWN_NAME, *fit) if library in figures and library != name]
+        if compared_with:
+            winner = name if name == OWN_NAME else here.found[name].what
+            compared = ", ".join(f"{library} {figures[library][-1]:,.0f}" for library in compared_with)
+            reasons.append(
+                f"{PARTS[part]} by {winner}: {figures[name][-1]:,.0f} µs at {shapes[-1]} on an H200, {compared}"
+            )
         else:
             alone.append(PARTS[part])
     if alone:
@@ -258,6 +259,6 @@ def _by_figures(best: Mapping[str, str], fit: list[str], here: AttentionEnvironm
     return reasons
 
 
-def _why_idle(name: str, best: Mapping[str, str]) -> str:
+def _why_unused(name: str, best: Mapping[str, str]) -> str:
     measured = [part for part in PARTS if name in _MEASURED[part].microseconds]
-    return "slower where it was measured" if measured else "nothing was measured with it here; ask for it by name"
+    return "slower where it was measured" if measured else "not measured; request it by name"

@@ -1,10 +1,10 @@
-"""What a set of kernels must offer, and the shape of one step. Knows nothing of models, requests or devices.
+"""Kernel interface: the operations a device must offer, the layout of one step, and precompilation.
+
+Knows nothing of models, requests or devices.
 
 The KV store is one tensor [blocks, layers, 2, block_size, kv_heads, dim]: a block is one contiguous run
 across layers. Kernels get the strided view of one layer, `store[:, layer]`.
 Slot = block * block_size + offset.
-
-How kernels come to be compiled before they are launched: what is said between those who do it and those who ask.
 """
 
 from collections.abc import Callable
@@ -20,8 +20,8 @@ from torch import Tensor
 class StepLayout:
     """One step: the tokens of its sequences end to end. A decode is a sequence of one query.
 
-    A sequence without keys (context length 0) is padding, and so are tokens behind the last sequence: what attention
-    gives them has no meaning. They write to the null block, which nobody reads.
+    A ragged batch. A sequence without keys (context length 0) is padding, and so are tokens behind the last sequence:
+    their attention output has no meaning. They write to the null block, which is never read.
     """
 
     positions: Tensor  # [tokens] int64
@@ -29,13 +29,13 @@ class StepLayout:
     tables: Tensor  # [sequences, width] int32: block tables; only the blocks that hold keys are read
     query_starts: Tensor  # [sequences + 1] int32: sequence s has tokens query_starts[s] to query_starts[s + 1]
     context_lengths: Tensor  # [sequences] int32: keys the last query of the sequence sees, itself included
-    max_lengths: Tensor  # [tokens] int64: the most tokens that the token's sequence may come to hold
-    num_decodes: int = 0  # so many sequences, the first ones, are known to be decodes; others may be
+    max_lengths: Tensor  # [tokens] int64: the most tokens that the token's sequence may hold
+    num_decodes: int = 0  # the first so many sequences are known to be decodes; others may be
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionRule:
-    """How a layer scores its keys."""
+    """Attention parameters of a layer."""
 
     scale: float
     window: int = 0  # a key is seen if query position - key position < window; 0 means every key before the query
@@ -43,30 +43,30 @@ class AttentionRule:
 
 
 class Rotation(NamedTuple):
-    """The turn of each token's position, over the full rotary width: x * cos + swap_halves(x) * sin."""
+    """RoPE at each token's position, over the full rotary width: x * cos + swap_halves(x) * sin."""
 
-    cos: Tensor  # [tokens, 1, rotary_dim] as what is turned
-    sin: Tensor  # [tokens, 1, rotary_dim] as what is turned; the first half is negated
+    cos: Tensor  # [tokens, 1, rotary_dim], dtype of the activations
+    sin: Tensor  # [tokens, 1, rotary_dim], dtype of the activations; the first half is negated
 
 
 class HeadNorm(NamedTuple):
-    """RMSNorm over each query head and key head by itself."""
+    """QK norm: RMSNorm over each query head and key head by itself."""
 
     weight: Tensor  # [heads + kv_heads, dim] float32: query heads, then key heads
     epsilon: float
 
 
 class PartialSums(NamedTuple):
-    """A product that nobody has added up yet: each part is that of some of the input's columns."""
+    """An unreduced split-K matmul: each split covers some of the input's columns."""
 
-    sums: Tensor  # [parts, tokens, out] float32
-    dtype: torch.dtype  # of the product
+    sums: Tensor  # [splits, tokens, out] float32
+    dtype: torch.dtype  # of the reduced result
 
-    def whole(self) -> Tensor:
-        """[tokens, out]: added in the order of the parts, and rounded once."""
+    def reduce(self) -> Tensor:
+        """[tokens, out]: added in the order of the splits, rounded once."""
         total = self.sums[0]
-        for part in self.sums[1:]:
-            total = total + part
+        for split in self.sums[1:]:
+            total = total + split
         return total.to(self.dtype)
 
 
@@ -74,11 +74,11 @@ class StepAttention(Protocol):
     """Attention for one step, prepared once and used by every layer."""
 
     def rope_and_write_kv(self, qkv: Tensor, head_norm: HeadNorm | None, rotation: Rotation, kv_layer: Tensor) -> None:
-        """Norm queries and keys if there is a norm, turn the first rotary_dim of each, and store keys and values.
+        """QK norm if there is one, RoPE on the first rotary_dim of queries and keys, then write keys and values.
 
         qkv: [tokens, heads + 2 * kv_heads, dim]: queries, keys, values; kv_layer: [blocks, 2, block_size, kv_heads,
-        dim], strided. Queries change in place, keys and values are rounded to the store's dtype. What qkv has in the
-        place of the keys afterwards is not said: whoever wants them reads the store.
+        dim], strided. Queries change in place; keys and values are rounded to the store's dtype. The keys in qkv are
+        undefined afterwards: read them from the store.
         """
 
     def attend(self, query: Tensor, kv_layer: Tensor, rule: AttentionRule) -> Tensor:
@@ -90,46 +90,46 @@ class StepAttention(Protocol):
 
 
 class Kernels(Protocol):
-    """One set of operations. Sums and roots are taken in float32, whatever the dtype of the tensors.
+    """One set of operations. Sums and roots are computed in float32, whatever the dtype of the tensors.
 
-    Weights have the model's dtype, keys and values in the store the one that `stored` names. What flows between the
-    operations has the one of `activations`: wider where that is cheap, because roundings of bfloat16 add up.
+    Weights have the model's dtype, the KV store has `kv_dtype`, and activations have `activation_dtype`: wider where
+    that is cheap, because rounding errors of bfloat16 add up.
     """
 
     name: str
 
-    def activations(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of x, queries, rotations and all results, for a model of that dtype: the same, or float32."""
+    def activation_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of x, queries, rotations and all results for a model of this dtype: the same, or float32."""
 
-    def stored(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of the KV store, for a model of that dtype: the same, or another of the same size."""
+    def kv_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of the KV store for a model of this dtype: the same, or another of the same size."""
 
     def pack(self, weight: Tensor) -> Tensor:
-        """Once, at load: the weight [out, in] in the form `linear` likes best (opaque to everyone else)."""
+        """Once, at load: the weight [out, in] in the layout that `linear` reads (opaque to callers)."""
 
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
         """x: [tokens, in]; packed: [out, in], packed; bias: [out]. Returns [tokens, out], as x."""
 
     def linear_unreduced(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor | PartialSums:
-        """The same for `add_rms_norm` alone, which reads it anyway and so may be left to add up parts."""
+        """`linear` for `add_rms_norm` only, which reads the output anyway and may reduce partial sums itself."""
 
     def logits(self, x: Tensor, packed: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
         """x: [rows, in]; packed: [vocab, in], packed; weight: the same, not packed. Returns [rows, vocab] float32:
         `out`, if given.
 
-        The largest of each row, and what comes close to it, are not rounded to bfloat16: there, ties are common.
+        The largest logits of each row are not rounded to bfloat16, where ties are common.
         """
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        """x: [tokens, width] or [tokens, heads, width], of at most 16,384 numbers; weight: [width] float32. As x."""
+        """x: [tokens, width] or [tokens, heads, width], at most 16,384 wide; weight: [width] float32. As x."""
 
     def add_rms_norm(self, x: Tensor | PartialSums, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """residual += x in place, then its norm, in x's dtype.
 
-        x: [tokens, width], or parts of it; residual: [tokens, width], float32 or x's dtype; weight: [width] float32.
+        x: [tokens, width] or partial sums; residual: [tokens, width], float32 or x's dtype; weight: [width] float32.
         """
 
-    def gate(self, gate_up: Tensor, activation: str) -> Tensor:
+    def act_and_mul(self, gate_up: Tensor, activation: str) -> Tensor:
         """activation(gate) * up ("silu" or "gelu_tanh"). gate_up: [tokens, 2 * ffn]. [tokens, ffn]."""
 
     def plan(self, layout: StepLayout, block_size: int) -> StepAttention:
@@ -137,27 +137,27 @@ class Kernels(Protocol):
 
 
 class CompiledKernels(NamedTuple):
-    """Kernels that are ready ahead."""
+    """Result of a precompilation."""
 
     num_kernels: int
-    num_made: int  # compiled for it; others were found compiled
-    workers: str  # who compiled them side by side
-    errors: tuple[str, ...]  # what could not be compiled is tried again when it is launched
+    num_compiled: int  # compiled now; the others were in the cache
+    workers: str  # "8 processes" or "4 threads"
+    errors: tuple[str, ...]  # a kernel that failed is compiled again when it is launched
 
     def describe(self) -> str:
-        num_found = max(self.num_kernels - self.num_made, 0)
-        made = f"{self.num_made} compiled in {self.workers}" if self.num_made else ""
-        found = f"{num_found} found compiled" if num_found or not made else ""
+        num_found = max(self.num_kernels - self.num_compiled, 0)
+        compiled = f"{self.num_compiled} compiled in {self.workers}" if self.num_compiled else ""
+        found = f"{num_found} found compiled" if num_found or not compiled else ""
         left = f"{len(self.errors)} left for later: {self.errors[0]}" if self.errors else ""
-        return ", ".join(filter(None, (made, found, left)))
+        return ", ".join(filter(None, (compiled, found, left)))
 
 
-Finish = Callable[[], CompiledKernels]  # waits until all is compiled
+Finish = Callable[[], CompiledKernels]  # waits until all kernels are compiled
 
 
 class Precompiling(NamedTuple):
-    """For kernels that are compiled when they are first launched."""
+    """How to compile kernels before their first launch."""
 
-    first: Callable[[], None]  # compile one, with all that comes before the first; may be called in a thread
-    # All that a function would launch, so many at once: begun when it is entered, and over when it is left.
+    first: Callable[[], None]  # compile one kernel, which loads the compiler; may be called in a thread
+    # Compile all that a function would launch, so many at a time: starts on entry, ends on exit.
     launched: Callable[[Callable[[], None], int], AbstractContextManager[Finish]]

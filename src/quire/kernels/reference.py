@@ -1,4 +1,4 @@
-"""The plain slow truth: every kernel as its definition reads, in float32. Others are tested against it."""
+"""Reference kernels: every operation as its definition reads, in float32. The other kernels are tested against them."""
 
 import torch
 from torch import Tensor
@@ -7,14 +7,14 @@ from quire.kernels.interface import AttentionRule, HeadNorm, PartialSums, Rotati
 
 
 class ReferenceKernels:
-    """Loops and definitions; nothing is fused, cached or skipped."""
+    """Loops and definitions: nothing is fused, cached or skipped."""
 
     name = "reference"
 
-    def activations(self, dtype: torch.dtype) -> torch.dtype:
+    def activation_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
 
-    def stored(self, dtype: torch.dtype) -> torch.dtype:
+    def kv_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
 
     def pack(self, weight: Tensor) -> Tensor:
@@ -34,10 +34,10 @@ class ReferenceKernels:
         return _rms_norm(x, weight, epsilon)
 
     def add_rms_norm(self, x: Tensor | PartialSums, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        residual.copy_(residual + (x.whole() if isinstance(x, PartialSums) else x))
+        residual.copy_(residual + (x.reduce() if isinstance(x, PartialSums) else x))
         return _rms_norm(residual, weight, epsilon).to(x.dtype)
 
-    def gate(self, gate_up: Tensor, activation: str) -> Tensor:
+    def act_and_mul(self, gate_up: Tensor, activation: str) -> Tensor:
         gate, up = gate_up.float().chunk(2, dim=-1)
         if activation == "silu":
             activated = gate * torch.sigmoid(gate)
@@ -60,10 +60,10 @@ class ReferenceAttention:
 
     def rope_and_write_kv(self, qkv: Tensor, head_norm: HeadNorm | None, rotation: Rotation, kv_layer: Tensor) -> None:
         kv_heads = kv_layer.shape[3]
-        turning, heads = qkv[:, :-kv_heads], qkv.shape[1] - 2 * kv_heads
+        rotated, heads = qkv[:, :-kv_heads], qkv.shape[1] - 2 * kv_heads
         if head_norm is not None:
-            turning.copy_(_rms_norm(turning, head_norm.weight, head_norm.epsilon))
-        _rotate(turning, rotation)
+            rotated.copy_(_rms_norm(rotated, head_norm.weight, head_norm.epsilon))
+        _rotate(rotated, rotation)
         self.write(qkv[:, heads:].view(-1, 2, kv_heads, qkv.shape[2]), kv_layer)
 
     def write(self, key_value: Tensor, kv_layer: Tensor) -> None:
@@ -98,13 +98,13 @@ def _rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def _rotate(x: Tensor, rotation: Rotation) -> None:
-    """Turn the first rotary_dim of each head in place. x: [tokens, heads, dim], strided."""
+    """RoPE on the first rotary_dim of each head, in place. x: [tokens, heads, dim], strided."""
     width = rotation.cos.shape[-1]
-    turning = x[..., :width].float()
-    left, right = turning.chunk(2, dim=-1)
+    rotated = x[..., :width].float()
+    left, right = rotated.chunk(2, dim=-1)
     swapped = torch.cat([right, left], dim=-1)
-    turned = turning * rotation.cos.float() + swapped * rotation.sin.float()
-    x[..., :width] = turned.to(x.dtype)
+    result = rotated * rotation.cos.float() + swapped * rotation.sin.float()
+    x[..., :width] = result.to(x.dtype)
 
 
 def _attend_one(query: Tensor, key_value: Tensor, rule: AttentionRule) -> Tensor:

@@ -1,11 +1,10 @@
-"""What the kernels must offer that work by row: what each does next, which token it gets, and whether that ends it.
+"""Interface of the kernels that work by row: logit processors, sampling, logprobs, end of rows, decode inputs.
 
-Those that are recorded (cruise, choose, finish) read what is known of a row from columns on the device, by row number,
-so that one graph serves any mixture of rows. Row -1 is padding: nothing is read or written for it, and its results are
-zeros. The others, for rows that ask for more, are told by the host where what belongs to each row lies.
-
-What rows that go on by themselves do next, by tensor operations: the truth that the kernel is tested against. Where
-each token is written is found by it for steps that are built, too.
+The kernels inside a CUDA graph (decode_inputs, sample_tokens, finish_rows) read row state from device columns by row
+number, so one graph serves any mixture of rows. Row -1 is padding: nothing is read or written for it, and its results
+are zeros. The others get from the host the table line of each row.
+`decode_inputs_reference` is the definition that the decode_inputs kernel is tested against; steps built without a graph
+use its `slots_of` too.
 """
 
 from enum import IntEnum
@@ -20,10 +19,10 @@ PADDING = -1  # in the place of a row number
 
 
 class SamplingStage(IntEnum):
-    """How much may be asked of a batch. Each is compiled for itself: there are no more than matter."""
+    """Which sampling features a batch may use. Each value is its own compilation, so there are only two."""
 
     GREEDY = 0
-    DRAWN = 1  # temperature, min-p, top-k, top-p; greedy rows as well
+    DRAWN = 1  # temperature, min-p, top-k, top-p; greedy rows too
 
 
 class SamplingTable(NamedTuple):
@@ -37,14 +36,14 @@ class SamplingTable(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """A row that is not finite had a NaN or +inf logit, or nothing to choose; its token is 0."""
+    """One token per row. A row that is not finite had a NaN or +inf logit, or no token left; its token is 0."""
 
     tokens: Tensor  # [n] int64
     finite: Tensor  # [n] bool
 
 
 class SampleTokens(Protocol):
-    """A token for every row of a batch."""
+    """Samples a token for every row of a batch."""
 
     def __call__(
         self,
@@ -52,23 +51,23 @@ class SampleTokens(Protocol):
         rows: Tensor,  # [n] int64; -1 is padding
         positions: Tensor,  # [n] int64: the index that the new token will have in its sequence
         table: SamplingTable,
-        stages: SamplingStage,  # what no row of the batch goes beyond
+        stages: SamplingStage,  # the most that any row of the batch needs
     ) -> Sampled: ...
 
 
 class LogitShaping(NamedTuple):
-    """What changes the logits of a batch before the choice."""
+    """Inputs of the logit processors of a batch."""
 
-    places: Tensor  # [3, n] int64: a row's lines among masks, offsets and what is counted; -1: it has none
+    places: Tensor  # [3, n] int64: a row's line in masks, offsets and counts; -1: none
     masks: Tensor  # [masks, words] int32, a bit for each token: 1 where it is allowed
-    offsets: Tensor  # [slots, vocab] float32: what is added
+    offsets: Tensor  # [slots, vocab] float32: logit bias
     in_prompt: Tensor  # [slots, vocab] bool
-    generated: Tensor  # [slots, vocab] int32: how often each token was
-    end_ids: Tensor  # [max_rows, width] int64, padded with -1: what a row with fewer than min_tokens may not choose
+    generated: Tensor  # [slots, vocab] int32: how often each token was generated
+    end_ids: Tensor  # [max_rows, width] int64, padded with -1: forbidden while a row has fewer than min_tokens
 
 
 class ProcessLogits(Protocol):
-    """Masks, offsets, early ends and penalties. What was NaN or +inf becomes NaN, also where it is forbidden."""
+    """Grammar masks, logit bias, min_tokens and penalties. NaN and +inf become NaN, even where a token is masked."""
 
     def __call__(
         self,
@@ -77,22 +76,22 @@ class ProcessLogits(Protocol):
         positions: Tensor,  # [n] int64: the index that the new token will have in its sequence
         table: SamplingTable,
         shaping: LogitShaping,
-    ) -> Tensor: ...  # [n, vocab] float32, of padding anything
+    ) -> Tensor: ...  # [n, vocab] float32; undefined for padding
 
 
 class CountTokens(Protocol):
-    """Counts the tokens that were chosen: penalties read how often each was."""
+    """Counts sampled tokens for the penalties."""
 
     def __call__(
         self,
         tokens: Tensor,  # [n] int64
-        places: Tensor,  # [n] int64: lines of the table, none twice but -1, which is nobody's
+        places: Tensor,  # [n] int64: lines of the table, unique except -1, which is padding
         generated: Tensor,  # [slots, vocab] int32; changed in place
     ) -> None: ...
 
 
 class TokenLogprobs(Protocol):
-    """One token in each row of logits, and the likeliest there; of equal logits the lowest ids come first."""
+    """Log-probabilities of one token per row and of the top tokens; of equal logits the lowest ids come first."""
 
     def __call__(
         self,
@@ -104,14 +103,14 @@ class TokenLogprobs(Protocol):
 
 
 class EndColumns(NamedTuple):
-    """When every row ends."""
+    """Stop conditions of every row."""
 
     max_length: Tensor  # [max_rows] int64
     end_ids: Tensor  # [max_rows, width] int64, padded with -1
 
 
 class RowState(NamedTuple):
-    """What the device alone knows of every row; changed in place."""
+    """Row state that lives on the device only; changed in place."""
 
     last_tokens: Tensor  # [max_rows] int64
     lengths: Tensor  # [max_rows] int64
@@ -119,12 +118,12 @@ class RowState(NamedTuple):
 
 
 class FinishRows(Protocol):
-    """Gives every row of a batch its token, and ends those that it ends."""
+    """Appends each row's token and marks the rows that it ends."""
 
     def __call__(
         self,
-        chosen: Sampled,
-        rows: Tensor,  # [n] int64, none twice but -1
+        sampled: Sampled,
+        rows: Tensor,  # [n] int64, unique except -1
         positions: Tensor,  # [n] int64
         ends: EndColumns,
         state: RowState,
@@ -133,30 +132,30 @@ class FinishRows(Protocol):
 
 
 class RowColumns(NamedTuple):
-    """What is known of every row that is going on."""
+    """Per-row columns that decode inputs are read from."""
 
     tables: Tensor  # [max_rows, width] int32: block tables
     lengths: Tensor  # [max_rows] int64: known tokens, at least one
-    max_lengths: Tensor  # [max_rows] int64: tokens it may come to hold
+    max_lengths: Tensor  # [max_rows] int64: tokens it may hold
     last_tokens: Tensor  # [max_rows] int64
     alive: Tensor  # [max_rows] bool
 
 
 class NextTokens(NamedTuple):
-    """The next token of some rows: which, where, and what it sees. Whoever is not alive sees nothing, says nothing, and
-    writes to the null block."""
+    """Model inputs of the next token of some rows. A row that is not alive has no keys, samples nothing and writes to
+    the null block."""
 
     tokens: Tensor  # [n] int64
     positions: Tensor  # [n] int64
     slots: Tensor  # [n] int64: where its key and value are written
     max_lengths: Tensor  # [n] int64
-    sampled_rows: Tensor  # [n] int64: the row, or PADDING
+    sampled_rows: Tensor  # [n] int64: the row that gets a token, or PADDING
     context_lengths: Tensor  # [n] int32
     tables: Tensor  # [n, width] int32
 
 
 class DecodeInputs(Protocol):
-    """What rows that go on by themselves do next."""
+    """Builds the inputs of decoding rows on the device: token, position, slot, block table."""
 
     def __call__(
         self,
@@ -178,7 +177,7 @@ class RowKernels(NamedTuple):
 
 
 def decode_inputs_reference(rows: Tensor, columns: RowColumns, block_size: int) -> NextTokens:
-    """See `DecodeInputs`."""
+    """`DecodeInputs` by tensor operations."""
     lengths, alive = columns.lengths[rows], columns.alive[rows]
     positions = lengths - 1
     return NextTokens(

@@ -1,4 +1,4 @@
-"""Chooses the kernels for a device, and says why. The only place that knows which sets exist."""
+"""Selects the kernels for a device, with reasons. The only place that knows which sets exist."""
 
 from collections.abc import Callable
 from functools import partial
@@ -24,36 +24,36 @@ from quire.kernels.row_interface import RowKernels
 
 
 class KernelChoice(NamedTuple):
-    """A set of kernels, and the reason a person may read."""
+    """A set of kernels, with readable reasons."""
 
     kernels: Kernels
     reason: str
-    row_kernels: RowKernels | None = None  # None: tokens are chosen by tensor operations
+    row_kernels: RowKernels | None = None  # None: sampling by tensor operations
     copy_blocks: Callable[[Tensor, Tensor, Tensor], None] | None = None  # None: block by block
-    attention: tuple[str, ...] = ()  # reasons for who attends to what, where there is a choice
-    capturable: bool = True  # whether a graph may hold a step of these kernels
+    attention: tuple[str, ...] = ()  # reasons for the attention backends, on a GPU
+    capturable: bool = True  # whether a step can be captured as a CUDA graph
 
 
 def select_kernels(name: str, needs: AttentionNeeds | None = None, backend: str = "auto") -> KernelChoice:
     """By device ("cpu", "cuda") or, for tests, by name ("reference").
 
-    `backend`: who attends on a GPU. Unless the needs of the model are known, only our own kernels do.
+    `backend`: attention backend on a GPU. Without the model's needs only quire's own kernels are used.
     """
     if name != "cuda" and backend not in ("auto", OWN_NAME):
         raise ConfigError(
-            f"The attention backend {backend} needs a GPU, and the device is the CPU. Leave --attention-backend away, "
+            f"The attention backend {backend} needs a GPU, and the device is the CPU. Omit --attention-backend, "
             f"or use --device cuda where there is one.",
             param="attention_backend",
         )
     if name == "cpu":
         kernels = CpuKernels()
         rows = "compiled by numba" if kernels.compiled else "by torch (install numba for faster ones)"
-        products = "float32 times bfloat16 on its matrix unit" if kernels.exact else "packed bfloat16 weights"
+        products = "float32 times bfloat16 matmuls on AMX" if kernels.has_amx else "packed bfloat16 weights"
         return KernelChoice(kernels, f"the device is the CPU: {products}, norms and decode attention {rows}")
     if name == "cuda":
         return _gpu_choice(needs, backend)
     if name == "reference":
-        return KernelChoice(ReferenceKernels(), "asked for by name: slow, and right by reading")
+        return KernelChoice(ReferenceKernels(), "requested by name: the slow reference")
     raise ConfigError(f'There are no kernels for "{name}": choose "cpu" or "cuda".', param="device")
 
 
@@ -67,8 +67,8 @@ def _gpu_choice(needs: AttentionNeeds | None, backend: str) -> KernelChoice:
         return KernelChoice(
             ReferenceKernels(), 'Triton is not installed (pip install "quire[gpu]"): the reference, slow'
         )
-    from quire.kernels.gpu.attention.decode import most_query_heads
-    from quire.kernels.gpu.copy_blocks import copy_blocks  # a CPU never waits for Triton to be loaded
+    from quire.kernels.gpu.attention.decode import max_query_heads
+    from quire.kernels.gpu.copy_blocks import copy_blocks  # imported here: a CPU process does not load Triton
     from quire.kernels.gpu.decode_inputs import decode_inputs
     from quire.kernels.gpu.kernels import GpuKernels
     from quire.kernels.gpu.sampling.finish import finish_rows
@@ -78,7 +78,7 @@ def _gpu_choice(needs: AttentionNeeds | None, backend: str) -> KernelChoice:
 
     backends, reasons, windows = OWN, tuple[str, ...](), tuple[int, ...]((0,))
     if needs is not None:
-        most, group = most_query_heads(needs.dim, needs.dtype.itemsize), needs.heads // needs.kv_heads
+        most, group = max_query_heads(needs.dim, needs.dtype.itemsize), needs.heads // needs.kv_heads
         if group > most:
             raise ConfigError(
                 f"Each key head of this model has {group} query heads of {needs.dim} numbers; as {needs.dtype} the GPU "
@@ -88,13 +88,13 @@ def _gpu_choice(needs: AttentionNeeds | None, backend: str) -> KernelChoice:
         windows = tuple(dict.fromkeys(rule.window for rule in needs.rules))
         here = AttentionEnvironment(torch.cuda.get_device_capability(), find_backends())
         backends, reasons = select_attention(backend, needs, here, torch.device("cuda"))
-    reason = "the device is a GPU: products of few rows, attention and all between by Triton, other products by torch"
+    reason = "the device is a GPU: small-batch GEMMs, attention and elementwise kernels by Triton, other GEMMs by torch"
     row_kernels = RowKernels(process_logits, sample_tokens, count_tokens, token_logprobs, finish_rows, decode_inputs)
     return KernelChoice(GpuKernels(backends, windows), reason, row_kernels, copy_blocks, reasons, backends.capturable)
 
 
 def precompiling_for(device: str) -> Precompiling | None:
-    """For the kernels of this device ("cpu", "cuda"); None: there is nothing to compile."""
+    """For the kernels of this device ("cpu", "cuda"); None: nothing to compile."""
     if device != "cuda" or find_spec("triton") is None:
         return None
     from quire.kernels.gpu.precompile import compile_first, compiling_launched
@@ -103,26 +103,26 @@ def precompiling_for(device: str) -> Precompiling | None:
 
 
 def select_attention(
-    wanted: str, needs: AttentionNeeds, here: AttentionEnvironment, device: torch.device
+    requested: str, needs: AttentionNeeds, here: AttentionEnvironment, device: torch.device
 ) -> tuple[AttentionBackends, tuple[str, ...]]:
-    """Choose, try what was chosen, and choose again without what failed. Refuses only what was asked for by name."""
-    from quire.kernels.gpu.backends.self_test import trial_fault
+    """Choose backends, self-test them, and choose again without those that fail. Refuses only one requested by name."""
+    from quire.kernels.gpu.backends.self_test import self_test
 
     loaded: dict[str, AttentionBackend] = {}
-    good: set[tuple[str, str]] = set()
+    passed: set[tuple[str, str]] = set()
     while True:
-        choice = choose_attention(wanted, needs, here)
-        untried = [(part, name) for part, name in choice.others if (part, name) not in good]
-        if not untried:
+        choice = choose_attention(requested, needs, here)
+        untested = [(part, name) for part, name in choice.backends if (part, name) not in passed]
+        if not untested:
             return AttentionBackends(
                 **{part: loaded.get(name) for part, name in choice.by_part.items()}
             ), choice.reasons
-        part, name = untried[0]
-        fault = trial_fault(partial(_loaded, name, device, loaded), part, needs, device)
+        part, name = untested[0]
+        fault = self_test(partial(_loaded, name, device, loaded), part, needs, device)
         if fault:
-            here = here.after_trial(name, fault)
+            here = here.after_self_test(name, fault)
         else:
-            good.add((part, name))
+            passed.add((part, name))
 
 
 def _loaded(name: str, device: torch.device, loaded: dict[str, AttentionBackend]) -> AttentionBackend:
@@ -132,7 +132,7 @@ def _loaded(name: str, device: torch.device, loaded: dict[str, AttentionBackend]
 
 
 def _load(name: str, device: torch.device) -> AttentionBackend:
-    """A library is imported here, and only when it was chosen."""
+    """The only place that imports a library, after it was chosen."""
     if name == "torch":
         from quire.kernels.gpu.backends.torch_varlen import TorchVarlen
 

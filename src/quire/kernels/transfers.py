@@ -1,6 +1,6 @@
-"""Small arrays between host and device without waiting: up before a step, down behind it. Knows not what they mean.
+"""Asynchronous copies of small arrays between host and device. Knows nothing of their meaning.
 
-A copy from ordinary memory, or one that is asked to be complete, would wait for everything the device has still to do.
+Copies use pinned memory: a copy from pageable memory, or a blocking one, waits for all work queued on the device.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_SPACE: NDArray[np.int64] = np.zeros(1, dtype=np.int64)
+_PAD: NDArray[np.int64] = np.zeros(1, dtype=np.int64)
 
 
 def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
@@ -20,15 +20,15 @@ def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
 
 
 def upload_integers(device: torch.device, *arrays: NDArray[np.integer]) -> tuple[Tensor, ...]:
-    """Several of one dimension, as int64, in a single copy. Each begins at a multiple of 16 bytes: kernels are compiled
-    for that, and a second time for what does not."""
-    spaced = [part for array in arrays for part in (array, _SPACE[: len(array) % 2])]
-    sent = upload(np.concatenate(spaced, dtype=np.int64, casting="safe"), device)
-    return torch.split(sent, [len(part) for part in spaced])[::2]
+    """Several 1-D arrays as int64 in a single copy. Each starts at a multiple of 16 bytes: Triton compiles a kernel
+    again for unaligned pointers."""
+    padded = [part for array in arrays for part in (array, _PAD[: len(array) % 2])]
+    copied = upload(np.concatenate(padded, dtype=np.int64, casting="safe"), device)
+    return torch.split(copied, [len(part) for part in padded])[::2]
 
 
 class HostCopy:
-    """A tensor on its way to the host, behind all that was launched before it, ahead of all that is launched later."""
+    """Asynchronous device-to-host copy, ordered on the stream after earlier launches and before later ones."""
 
     __slots__ = ("_event", "_host")
 

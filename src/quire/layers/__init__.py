@@ -1,1 +1,1 @@
-"""Floor 3, metal: the parts of a decoder layer, built from kernels."""
+"""Layers of a decoder, built from kernels."""

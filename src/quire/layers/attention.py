@@ -1,4 +1,4 @@
-"""The attention half of a layer: project, norm, turn, store, attend, project back. Knows no sequence."""
+"""Self-attention of a layer: QKV projection, QK norm, RoPE, KV write, attention, output projection."""
 
 from typing import NamedTuple
 
@@ -31,14 +31,15 @@ class Attention:
         self._head_norm = head_norm
 
     def __call__(
-        self, x: Tensor, rotation: Rotation, step: StepAttention, kv_layer: Tensor, wanted: Tensor | None = None
+        self, x: Tensor, rotation: Rotation, step: StepAttention, kv_layer: Tensor, selected: Tensor | None = None
     ) -> Tensor | PartialSums:
-        """x: [tokens, hidden]; kv_layer: [blocks, 2, block_size, kv_heads, dim]; wanted: [n] int64, or all tokens.
+        """x: [tokens, hidden]; kv_layer: [blocks, 2, block_size, kv_heads, dim]; selected: [n] int64, or all
+        tokens.
 
-        Returns [n, hidden], as the output projection does.
+        Returns [n, hidden], like the output projection.
         """
         queries, keys, dim = self._heads
         qkv = self._qkv(x).view(-1, queries + 2 * keys, dim)
         step.rope_and_write_kv(qkv, self._head_norm, rotation, kv_layer)
         attended = step.attend(qkv[:, :queries], kv_layer, self._rule)
-        return self._output(attended if wanted is None else attended.index_select(0, wanted))
+        return self._output(attended if selected is None else attended.index_select(0, selected))

@@ -1,4 +1,4 @@
-"""A weight matrix as the kernels like it, with its bias."""
+"""Linear layer: a packed weight with its bias."""
 
 from typing import Protocol
 
@@ -8,13 +8,13 @@ from quire.kernels.interface import Kernels, PartialSums
 
 
 class Projection(Protocol):
-    """[tokens, in] to [tokens, out], perhaps in parts: for `Kernels.add_rms_norm` alone, unless it is a `Linear`."""
+    """[tokens, in] to [tokens, out], possibly unreduced: then only for `Kernels.add_rms_norm`."""
 
     def __call__(self, x: Tensor) -> Tensor | PartialSums: ...
 
 
 class Linear:
-    """x @ weight.T + bias. Keeps the packed weight alone, so that the caller may let go of the plain one."""
+    """x @ weight.T + bias. Keeps only the packed weight, so that the caller may free the original."""
 
     __slots__ = ("_bias", "_kernels", "_packed")
 
@@ -27,6 +27,6 @@ class Linear:
         """x: [tokens, in]. Returns [tokens, out]."""
         return self._kernels.linear(x, self._packed, self._bias)
 
-    def to_add(self, x: Tensor) -> Tensor | PartialSums:
-        """The same, perhaps in parts: see `Kernels.linear_unreduced`."""
+    def unreduced(self, x: Tensor) -> Tensor | PartialSums:
+        """See `Kernels.linear_unreduced`."""
         return self._kernels.linear_unreduced(x, self._packed, self._bias)

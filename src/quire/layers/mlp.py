@@ -1,4 +1,4 @@
-"""The feed-forward half of a layer: widen, gate, narrow."""
+"""Gated feed-forward half of a layer: up-projection, activation and multiplication, down-projection."""
 
 from torch import Tensor
 
@@ -18,5 +18,5 @@ class GatedMlp:
         self._activation = activation
 
     def __call__(self, x: Tensor) -> Tensor | PartialSums:
-        """x: [tokens, hidden]. Returns [tokens, hidden], as down does."""
-        return self._down(self._kernels.gate(self._gate_up(x), self._activation))
+        """x: [tokens, hidden]. Returns [tokens, hidden], like down."""
+        return self._down(self._kernels.act_and_mul(self._gate_up(x), self._activation))

@@ -1,4 +1,4 @@
-"""Rotary embedding: the frequencies of every scaling, and the table of turns. Knows no model and no token.
+"""Rotary embedding (RoPE): frequencies of every scaling, and the cos/sin table. Knows no model and no token.
 
 Each scaling follows transformers' `modeling_rope_utils.py`, constant by constant and in float32.
 """
@@ -23,8 +23,8 @@ class Frequencies(NamedTuple):
 class RopeTable:
     """cos and sin of every position up to a length.
 
-    longrope turns short sequences otherwise than long ones: it has a second table behind the first, and what a
-    sequence may come to hold at most decides which is read, once for its whole life.
+    LongRoPE has other factors for long sequences: a second table follows the first. The maximum length of a sequence
+    selects its table once, for its whole life.
     """
 
     __slots__ = ("_cos", "_long_from", "_max_length", "_sin")
@@ -36,19 +36,19 @@ class RopeTable:
         if spec.kind is RopeKind.LONGROPE and max_length > spec.original_max_positions:
             self._long_from = spec.original_max_positions
             lengths = [spec.original_max_positions, max_length]
-        tables = [_turns(rope_frequencies(spec, length), max_length) for length in lengths]
+        tables = [_rotations(rope_frequencies(spec, length), max_length) for length in lengths]
         self._cos = torch.cat([cos for cos, _ in tables]).to(device, dtype)  # [tables * positions, 1, rotary_dim]
         self._sin = torch.cat([sin for _, sin in tables]).to(device, dtype)
 
     def at(self, positions: Tensor, max_lengths: Tensor) -> Rotation:
-        """positions: [tokens] int64; reaches: [tokens] int64, the most tokens each one's sequence may hold."""
+        """positions: [tokens] int64; max_lengths: [tokens] int64, the most tokens each one's sequence may hold."""
         if self._long_from is not None:
             positions = positions + self._max_length * (max_lengths > self._long_from)
         return Rotation(self._cos.index_select(0, positions), self._sin.index_select(0, positions))
 
 
-def _turns(frequencies: Frequencies, max_length: int) -> Rotation:
-    """Of every position: [positions, 1, rotary_dim] float32."""
+def _rotations(frequencies: Frequencies, max_length: int) -> Rotation:
+    """cos and sin of every position: [positions, 1, rotary_dim] float32."""
     angles = torch.outer(torch.arange(max_length, dtype=torch.float32), frequencies.inverse)
     cos, sin = angles.cos() * frequencies.attention_factor, angles.sin() * frequencies.attention_factor
     return Rotation(torch.cat([cos, cos], dim=-1)[:, None], torch.cat([-sin, sin], dim=-1)[:, None])
@@ -80,15 +80,15 @@ def _wavelengths(spec: RopeSpec) -> Tensor:
 
 
 def _llama3(spec: RopeSpec, plain: Tensor) -> Tensor:
-    """Slow turns are stretched, fast ones kept, those in between blended."""
-    turns = spec.original_max_positions / (2 * math.pi / plain)  # full turns within the original length
-    share = (turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
+    """Low frequencies are scaled, high ones kept, those in between blended."""
+    num_rotations = spec.original_max_positions / (2 * math.pi / plain)  # full rotations within the original length
+    share = (num_rotations - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
     share = share.clamp(0, 1)
     return (1 - share) * plain / spec.factor + share * plain
 
 
 def _yarn(spec: RopeSpec, plain: Tensor) -> Tensor:
-    """Like llama3's, but blended linearly over dimensions and not over turns."""
+    """Like llama3's, but blended linearly over dimensions and not over rotations."""
     low, high = _yarn_dimension(spec, spec.beta_fast), _yarn_dimension(spec, spec.beta_slow)
     if spec.truncate:
         low, high = math.floor(low), math.ceil(high)
@@ -99,9 +99,9 @@ def _yarn(spec: RopeSpec, plain: Tensor) -> Tensor:
     return plain / spec.factor * ramp + plain * (1 - ramp)
 
 
-def _yarn_dimension(spec: RopeSpec, turns: float) -> float:
-    """The dimension that makes so many full turns within the original length."""
-    wavelength = spec.original_max_positions / (turns * 2 * math.pi)
+def _yarn_dimension(spec: RopeSpec, num_rotations: float) -> float:
+    """The dimension that makes so many full rotations within the original length."""
+    wavelength = spec.original_max_positions / (num_rotations * 2 * math.pi)
     return spec.rotary_dim * math.log(wavelength) / (2 * math.log(spec.theta))
 
 

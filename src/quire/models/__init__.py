@@ -1,1 +1,1 @@
-"""Floor 4, metal: one decoder body; families are values of `ModelSpec`."""
+"""Models: one decoder body; families are values of `ModelSpec`."""

@@ -1,4 +1,4 @@
-"""The one decoder body. Families are values of `ModelSpec`; nothing here asks for a family's name."""
+"""The decoder body of all model families. A family is a value of `ModelSpec`; nothing here tests a family's name."""
 
 import copy
 from dataclasses import fields
@@ -18,7 +18,7 @@ from quire.models.parameters import DecoderWeights, LayerWeights
 
 
 class _Layer:
-    """Attention and feed-forward, with their norms and the rope this layer turns by."""
+    """Attention and feed-forward of one layer, with their norms and RoPE parameters."""
 
     __slots__ = (
         "attention",
@@ -41,13 +41,13 @@ class _Layer:
             heads,
             AttentionRule(spec.scale, spec.window(index), spec.attention_softcap),
             Linear(kernels, weights.qkv, weights.qkv_bias),
-            output.to_add if weights.attention_post_norm is None else output,
+            output.unreduced if weights.attention_post_norm is None else output,
             self.head_norm,
         )
         self.mlp = GatedMlp(
             kernels,
             Linear(kernels, weights.gate_up, weights.gate_up_bias),
-            down.to_add if weights.mlp_post_norm is None else down,
+            down.unreduced if weights.mlp_post_norm is None else down,
             spec.activation,
         )
         self.attention_norm = weights.attention_norm
@@ -56,7 +56,7 @@ class _Layer:
         self.mlp_post_norm = weights.mlp_post_norm
         self.rope = spec.layer_rope(index)
         present = tuple(getattr(weights, field.name) is not None for field in fields(weights))
-        self.kind = (spec.window(index), self.rope, present)  # layers of one kind launch the same
+        self.kind = (spec.window(index), self.rope, present)  # layers of one kind launch the same kernels
 
 
 class Decoder:
@@ -71,22 +71,25 @@ class Decoder:
         self._layers = [_Layer(spec, index, layer, kernels) for index, layer in enumerate(weights.layers)]
         self._final_norm = weights.final_norm
         dtype, device = weights.embedding.dtype, weights.embedding.device
-        self._activations = kernels.activations(dtype)
-        ropes = dict.fromkeys(layer.rope for layer in self._layers)  # a table takes long: one for all that turn alike
-        self._ropes = {rope: RopeTable(rope, max_length, self._activations, device) for rope in ropes}
+        self._activation_dtype = kernels.activation_dtype(dtype)
+        ropes = dict.fromkeys(layer.rope for layer in self._layers)  # building a table is slow: one per distinct RoPE
+        self._ropes = {rope: RopeTable(rope, max_length, self._activation_dtype, device) for rope in ropes}
         # Rounded to the model's dtype first, as these models were trained.
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
 
     def refresh_norms(self, weights: DecoderWeights) -> None:
-        """The weights that this was made with have their values only now. Not for kernels that pack weights."""
-        assert self._packed_head is self._head, "what was packed before it had values"
+        """Copy QK norm weights again, after weights were loaded into the tensors given to `__init__`.
+
+        Not for kernels that pack weights: those copied all of them.
+        """
+        assert self._packed_head is self._head, "weights were packed before they were loaded"
         for layer, filled in zip(self._layers, weights.layers, strict=True):
             if layer.head_norm is not None and filled.query_norm is not None and filled.key_norm is not None:
                 layer.head_norm.weight[: self._spec.num_heads] = filled.query_norm
                 layer.head_norm.weight[self._spec.num_heads :] = filled.key_norm
 
     def truncated(self) -> "Decoder":
-        """With two layers of each kind: a kind's first may wait for more than others do."""
+        """With two layers of each kind: the first of a kind may launch differently from the others."""
         few = copy.copy(self)
         kinds = [layer.kind for layer in self._layers]
         few._layers = [layer for index, layer in enumerate(self._layers) if kinds[:index].count(layer.kind) < 2]
@@ -99,37 +102,37 @@ class Decoder:
     @property
     def kv_geometry(self) -> KvGeometry:
         spec = self._spec
-        stored = self._kernels.stored(self._embedding.dtype)
+        stored = self._kernels.kv_dtype(self._embedding.dtype)
         return KvGeometry(spec.num_layers, spec.num_kv_heads, spec.head_dim, stored)
 
     @torch.inference_mode()
-    def forward(self, tokens: Tensor, layout: StepLayout, kv: Tensor, wanted: Tensor | None = None) -> Tensor:
-        """tokens: [tokens] int64; kv: the store, see `kernels.contract`; wanted: [n] int64. [n, hidden], normed.
+    def forward(self, tokens: Tensor, layout: StepLayout, kv: Tensor, selected: Tensor | None = None) -> Tensor:
+        """tokens: [tokens] int64; kv: the store, see `kernels.interface`; selected: [n] int64. [n, hidden], normed.
 
-        Behind the last layer's attention only what is wanted is computed.
+        After the last layer's attention only the selected tokens are computed.
         """
         step = self._kernels.plan(layout, block_size=kv.shape[3])
         rotations = {rope: table.at(layout.positions, layout.max_lengths) for rope, table in self._ropes.items()}
         embedded = F.embedding(tokens, self._embedding)
         if self._embedding_scale != 1.0:
             embedded *= self._embedding_scale
-        embedded = embedded.to(self._activations)
+        embedded = embedded.to(self._activation_dtype)
         normed = self._kernels.rms_norm(embedded, self._layers[0].attention_norm, self._spec.norm_eps)
         residual = embedded.float()  # dozens of additions in bfloat16 would lose accuracy (docs/log.md)
         next_norms = [layer.attention_norm for layer in self._layers[1:]] + [self._final_norm]
         for index, (layer, next_norm) in enumerate(zip(self._layers, next_norms, strict=True)):
-            left = wanted if layer is self._layers[-1] else None
-            attended = layer.attention(normed, rotations[layer.rope], step, kv[:, index], left)
-            if left is not None:
-                residual = residual.index_select(0, left)
+            rows_kept = selected if layer is self._layers[-1] else None
+            attended = layer.attention(normed, rotations[layer.rope], step, kv[:, index], rows_kept)
+            if rows_kept is not None:
+                residual = residual.index_select(0, rows_kept)
             normed = self._add(attended, residual, layer.attention_post_norm, layer.mlp_norm)
             normed = self._add(layer.mlp(normed), residual, layer.mlp_post_norm, next_norm)
         return normed
 
     def _add(self, x: Tensor | PartialSums, residual: Tensor, post_norm: Tensor | None, next_norm: Tensor) -> Tensor:
-        """Close one half of a layer: its own norm if it has one, the residual, the norm of what follows."""
+        """Close one half of a layer: its post norm if any, the residual addition, the next norm."""
         if post_norm is not None:
-            assert isinstance(x, Tensor), "what has a norm of its own is not left in parts"
+            assert isinstance(x, Tensor), "an output with a post norm is already reduced"
             x = self._kernels.rms_norm(x, post_norm, self._spec.norm_eps)
         return self._kernels.add_rms_norm(x, residual, next_norm, self._spec.norm_eps)
 

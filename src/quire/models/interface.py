@@ -1,4 +1,4 @@
-"""What a runner needs of a model: the real decoder and the integer oracle answer alike."""
+"""Model interface of the runner. The decoder and the integer oracle implement it."""
 
 from typing import NamedTuple, Protocol
 
@@ -9,7 +9,7 @@ from quire.kernels.interface import StepLayout
 
 
 class KvGeometry(NamedTuple):
-    """What one token stores, and in which type."""
+    """Shape and dtype of one token's keys and values."""
 
     num_layers: int
     kv_heads: int
@@ -24,7 +24,7 @@ class KvGeometry(NamedTuple):
 
 
 class Model(Protocol):
-    """Tokens in, hidden states out; logits only for the rows that ask."""
+    """Tokens in, hidden states out; logits only for selected rows."""
 
     @property
     def vocab_size(self) -> int:
@@ -33,12 +33,12 @@ class Model(Protocol):
     @property
     def kv_geometry(self) -> KvGeometry: ...
 
-    def forward(self, tokens: Tensor, layout: StepLayout, kv: Tensor, wanted: Tensor | None = None) -> Tensor:
-        """tokens: [tokens] int64; kv: the store, which takes the new keys and values; wanted: [n] int64, the tokens
-        whose states are asked for, at least one of them; None: all. [n, hidden]."""
+    def forward(self, tokens: Tensor, layout: StepLayout, kv: Tensor, selected: Tensor | None = None) -> Tensor:
+        """tokens: [tokens] int64; kv: the store, which takes the new keys and values; selected: [n] int64, the
+        tokens whose hidden states are returned, at least one; None: all. [n, hidden]."""
 
     def truncated(self) -> "Model":
-        """One that launches all that this does, though not as often: for whoever would see what is launched."""
+        """A smaller model that launches every kernel variant of this one: for precompilation."""
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """hidden: [rows, hidden], some rows of what `forward` gave. Returns [rows, vocab] float32: `out`, if given."""
+        """hidden: [rows, hidden], some rows of `forward`'s output. Returns [rows, vocab] float32: `out`, if given."""

@@ -1,4 +1,4 @@
-"""The tensors of a decoder, by name and shape: what a loader must fill and the body reads."""
+"""The tensors of a decoder by name and shape: filled by the loader, read by the decoder."""
 
 from dataclasses import dataclass
 
@@ -29,7 +29,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """All of it. `head` is the embedding itself where the two are tied."""
+    """Weights of a decoder. `head` is the embedding itself where the two are tied."""
 
     embedding: Tensor  # [vocab, hidden]
     layers: tuple[LayerWeights, ...]

@@ -1,1 +1,1 @@
-"""CPU kernels: numba for norms and paged attention, AMX for matrix products where the CPU has it."""
+"""CPU kernels: numba for norms and paged attention, AMX for matmuls where the CPU has it."""

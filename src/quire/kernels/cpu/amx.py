@@ -1,6 +1,6 @@
-"""The matrix unit of newer x86 CPUs (AMX), for code compiled by numba: eight tiles of 16 rows of 64 bytes.
+"""AMX intrinsics (the matrix unit of newer x86 CPUs) for numba: eight tiles of 16 rows of 64 bytes.
 
-Which tile is meant is part of an instruction, so tiles are named by literals. Knows nothing of matrices.
+The tile number is part of an instruction, so tiles are named by literals. Knows nothing of matrices.
 """
 
 from collections.abc import Callable
@@ -23,13 +23,13 @@ _POINTER = _BYTE.as_pointer()  # type: ignore[no-untyped-call]
 Generated = tuple[object, Callable[..., object]]
 
 
-def has_tiles() -> bool:
-    """Whether this CPU multiplies tiles of bfloat16. The process must also have asked the kernel for them."""
+def has_amx() -> bool:
+    """Whether this CPU has AMX for bfloat16. The process must also have requested it from the kernel."""
     return bool(llvmlite.binding.get_host_cpu_features().get("amx-bf16", False))  # type: ignore[no-untyped-call]
 
 
 def shapes(rows: int) -> NDArray[np.uint8]:
-    """What `configure` reads: tiles 0 to 3 have so many rows, the others all 16."""
+    """The configuration of `configure`: tiles 0 to 3 have so many rows, the others 16."""
     configuration = np.zeros(64, np.uint8)
     configuration[0] = 1
     configuration[16:32].view(np.uint16)[:] = TILE_BYTES
@@ -46,20 +46,20 @@ def _emit(builder: Any, name: str, arguments: list[Any]) -> None:
 
 
 def _address(context: Any, builder: Any, kind: object, array: object, offset: object) -> object:
-    """So many bytes behind the array's first."""
+    """Address of a byte offset into the array."""
     data = context.make_array(kind)(context, builder, array).data
     return builder.inttoptr(builder.add(builder.ptrtoint(data, _LONG), offset), _POINTER)
 
 
 def _number(tile: Any) -> Any:
     if not isinstance(tile, numba.types.IntegerLiteral):
-        raise RequireLiteralValue("a tile is named by a literal")
+        raise RequireLiteralValue("a tile number must be a literal")
     return _BYTE(tile.literal_value)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def configure(typing_context: object, configuration: object) -> Generated:
-    """Give the tiles of this thread their shapes; what they held is lost."""
+    """Set the tile shapes of this thread; their contents are lost."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> object:
         address = _address(context, builder, signature.args[0], arguments[0], _LONG(0))
@@ -71,7 +71,7 @@ def configure(typing_context: object, configuration: object) -> Generated:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def release(typing_context: object) -> Generated:
-    """This thread needs its tiles no more: others need not save them."""
+    """Release the tiles of this thread, so that context switches need not save them."""
 
     def generate(context: Any, builder: Any, signature: object, arguments: object) -> object:
         _emit(builder, "llvm.x86.tilerelease", [])
@@ -107,7 +107,7 @@ def _between_memory(instruction: str) -> Any:
     return move
 
 
-# (tile, array, offset, stride): rows lie `stride` bytes apart, the first `offset` bytes behind the array's beginning.
+# (tile, array, offset, stride): rows are `stride` bytes apart, the first at byte `offset` of the array.
 load = _between_memory("llvm.x86.tileloadd64")
 store = _between_memory("llvm.x86.tilestored64")
 

@@ -1,8 +1,8 @@
-"""float32 times bfloat16, to float32, on the CPU's matrix unit; compiled by numba. Knows arrays, not torch.
+"""float32 x bfloat16 matmul to float32 on AMX, compiled by numba. Knows arrays, not torch.
 
-The unit multiplies bfloat16 only, but sums in float32. So each float32 is split into a bfloat16 and what that leaves,
-rounded again: 16 bits of it count. Both go through the unit against the same tile of weights, which is read once;
-where few rows wait for many weights that costs next to nothing, elsewhere it is twice the products.
+AMX multiplies bfloat16 only, but sums in float32. So each float32 is split into a bfloat16 and its rounded remainder,
+which keeps 16 bits of the mantissa. Both are multiplied with the same weight tile, which is read once: almost free
+where few rows wait for many weights, twice the matmul elsewhere.
 """
 
 import numba
@@ -19,17 +19,17 @@ Halves = NDArray[np.uint16]  # the bits of bfloat16
 DEPTH = 32  # bfloat16 in a row of a tile
 _TILE_BYTES = 2 * TILE_ROWS * DEPTH
 
-# Without reassociation: what rounding leaves would be simplified away.
+# Without reassociation, which would optimise the rounding remainder away.
 _EXACT = OPTIONS | {"fastmath": False}
 
 
 def fits(width_out: int, width_in: int) -> bool:
-    """Whether a weight is made of whole tiles."""
+    """Whether a weight consists of whole tiles."""
     return width_out % TILE_ROWS == 0 and width_in % DEPTH == 0
 
 
 def _split(x: FloatArray, high: Halves, low: Halves) -> None:
-    """x = high + low but for the last bits of the mantissa. All: [rows, in]."""
+    """x = high + low except for the last bits of the mantissa. All: [rows, in]."""
     for row in range(x.shape[0]):
         for i in range(uintp(x.shape[1])):
             nearest = narrow(x[row, i], uint16(0))
@@ -40,9 +40,9 @@ def _split(x: FloatArray, high: Halves, low: Halves) -> None:
 def _multiply(
     high: Halves,  # [rows, in]
     low: Halves,  # [rows, in]
-    packed: Halves,  # [out / 16, in / 32, 16, 16, 2]: tiles as the unit reads them
-    whole: NDArray[np.uint8],  # the shapes of the tiles for 16 rows
-    rest: NDArray[np.uint8],  # and for the last rows
+    packed: Halves,  # [out / 16, in / 32, 16, 16, 2]: tiles in AMX layout
+    whole: NDArray[np.uint8],  # tile shapes for 16 rows
+    rest: NDArray[np.uint8],  # tile shapes for the last rows
     num_threads: int,
     output: FloatArray,  # [rows, out]
 ) -> None:

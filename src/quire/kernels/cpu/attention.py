@@ -1,9 +1,9 @@
-"""Attention query by query over block tables, compiled by numba: what decoding spends its time on.
+"""Decode attention on the CPU: query by query over block tables, compiled by numba.
 
-Reads keys and values where they lie and gathers nothing. Knows arrays, not torch. What bounds it is the number of
-instructions, so a key is turned into floats once for several query heads, a `tile`: a tuple of zeros, because the
-compiler knows a tuple's length and keeps what it holds in registers.
-Indices are unsigned, which tells the compiler that none counts from the end: only then does it vectorize.
+Reads keys and values in place and gathers nothing. Knows arrays, not torch. It is bound by instructions, so a key is
+converted to float once for several query heads, a `tile`: a tuple of zeros, because the compiler knows a tuple's length
+and keeps its values in registers. Indices are unsigned, which tells the compiler that none is negative: only then does
+it vectorize.
 """
 
 from typing import Any
@@ -20,20 +20,20 @@ from quire.kernels.cpu.bits import OPTIONS, Words, narrow, power_of_two, widen
 Indices = NDArray[np.uintp]
 Tile = tuple[np.float32, ...]
 
-_AT_ONCE = 4  # keys; rows are filled up to a multiple of it
+_AT_ONCE = 4  # keys; rows are padded to a multiple of it
 _WIDEST_TILE = 8
 
 _1, _2, _3, _4 = uintp(1), uintp(2), uintp(3), uintp(_AT_ONCE)
 
 
 def tile_of(group: int) -> Tile:
-    """As many zeros as query heads are computed together: all that share a key head, if not too many."""
+    """As many zeros as query heads are computed together: the group of a key head, if not too large."""
     width = max(width for width in range(1, _WIDEST_TILE + 1) if group % width == 0)
     return (float32(0),) * width
 
 
 def _find(places: Indices, table: IntArray, strides: Indices, block_size: int, first: int, num_keys: int) -> None:
-    """Where each key's first head begins; the last one again and again where the row is filled up."""
+    """Offset of each key's first head; padding repeats the last one."""
     block, token = first // block_size, first % block_size
     for i in range(num_keys):
         places[i] = uintp(table[block]) * strides[0] + uintp(token) * strides[2]
@@ -104,7 +104,7 @@ def _add(
 
 
 def _exponential(x: Any) -> Any:
-    """e to x, for x up to 0, in float32; what is not a number stays none. The library's is not vectorized."""
+    """e to x, for x <= 0, in float32; NaN stays NaN. The library's is not vectorized."""
     twos = x * float32(1.44269504)
     if twos < float32(-126):
         twos = float32(-126)
@@ -121,7 +121,7 @@ def _exponential(x: Any) -> Any:
 
 
 def _weigh(scores: FloatArray, num_keys: np.uintp, softcap: np.float32) -> np.float32:
-    """Scores of one head become weights, in place, zero where the row was filled up; their sum. scores: [keys]."""
+    """Softmax numerators of one head, in place, 0 for padding; returns their sum. scores: [keys]."""
     highest = float32(-np.inf)
     for i in range(num_keys):
         if softcap > 0:
@@ -175,7 +175,7 @@ def _attend_rows(
     block_size: int,
     group: int,  # query heads for each key head
     tile: Tile,
-    parts: int,  # each row's heads are divided among so many threads
+    parts: int,  # threads per row: each takes some of its heads
     tables: IntArray,  # [rows, width]
     lengths: IntArray,  # [rows]: keys each query sees, before the window is applied
     window: int,
@@ -218,5 +218,5 @@ attend_rows = numba.njit(parallel=True, **OPTIONS)(_attend_rows)
 
 
 def use_threads(count: int) -> None:
-    """As many threads as torch uses: where numba has a pool of its own beside torch's, more would only wait."""
+    """As many threads as torch uses: numba may have a pool of its own beside torch's."""
     numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))

@@ -1,6 +1,6 @@
-"""Numbers as the bits they are stored in, for code compiled by numba: bfloat16, which numpy does not know, and others.
+"""Conversions of bfloat16 and float16 bits for numba, which knows neither type.
 
-All in 32-bit registers: numba's own integers would be widened to 64 bits, which halves what a vector holds.
+All in 32-bit registers: numba's own integers would be widened to 64 bits, which halves the numbers per vector.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ Generated = tuple[object, Callable[..., object]]
 
 @intrinsic  # type: ignore[untyped-decorator]
 def widen(typing_context: object, word: Any) -> Generated:
-    """The float32 that a stored number stands for: bfloat16 (unsigned) is float32 without its lower 16 bits."""
+    """The float32 of a stored number: bfloat16 (unsigned) is float32 without its lower 16 bits."""
 
     def generate(context: object, builder: Any, signature: object, arguments: Any) -> object:
         if word == numba.types.float32:
@@ -44,7 +44,7 @@ def widen(typing_context: object, word: Any) -> Generated:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def narrow(typing_context: object, number: object, like: Any) -> Generated:
-    """A float32 as the same kind of word as `like`: the nearest, of two equally near the even one."""
+    """A float32 as the type of `like`, rounded to nearest even."""
 
     def generate(context: object, builder: Any, signature: object, arguments: Any) -> object:
         if like == numba.types.float32:

@@ -1,8 +1,7 @@
-"""The fast CPU path, bfloat16 and float32: few torch calls a layer, packed weights, and no padding anywhere.
+"""CPU kernel set for bfloat16 and float32: few torch calls a layer, packed weights, no padding. Knows no model.
 
-Knows nothing of models. Where numba is installed, the queries of decodes and of short chunks go through
-`row_attention`, norms through `row_norm`, and products through `tile_product` if the CPU has a matrix unit: then
-activations are float32 in a bfloat16 model too.
+Where numba is installed, queries of decodes and short chunks go through `cpu.attention`, norms through `cpu.norm`, and
+matmuls through `cpu.amx_matmul` if the CPU has AMX: then activations are float32 in a bfloat16 model too.
 """
 
 import math
@@ -19,19 +18,19 @@ from torch import Tensor
 
 from quire.kernels.interface import AttentionRule, HeadNorm, PartialSums, Rotation, StepLayout
 
-# Two steps of bfloat16: logits this close to the highest, relative to it, may have changed places by rounding.
+# Two steps of bfloat16: logits this close to the highest, relative to it, may be reordered by rounding.
 _NEAR = 2.0**-6
-_MANY = 64  # near ones, for each row, that are still worth their memory
-# Chunks of so few queries, or with so few keys, are computed query by query: a call of torch's costs more.
+_MANY = 64  # near logits per row that are recomputed at most
+# Chunks of so few queries, or with so few keys, are computed query by query: a torch call costs more.
 _FEW_QUERIES = 8
 _FEW_KEYS = 32
-_BLOCK = 64  # logits of which only the highest is looked at first: one pass over all of them, and not three
+_BLOCK = 64  # logits per block maximum: one pass over all logits instead of three
 
 Words = NDArray[np.uint16] | NDArray[np.int16] | NDArray[np.float32]
 
 _LARGEST_HALF = torch.finfo(torch.float16).max
 
-# What numba takes: numpy has no bfloat16, and numba no float16.
+# Types for numba: numpy has no bfloat16, and numba no float16.
 _WORDS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16, torch.float32: torch.float32}
 
 
@@ -40,37 +39,37 @@ class _CompiledCpuKernels(NamedTuple):
 
     attention: ModuleType
     norm: ModuleType
-    product: ModuleType | None  # where the CPU has a matrix unit
+    amx_matmul: ModuleType | None  # where the CPU has AMX
 
 
 class CpuKernels:
-    """Torch operations; products, norms and the attention of single queries compiled where they can be."""
+    """Torch operations; matmuls, norms and decode attention compiled by numba where it is installed."""
 
     name = "cpu"
 
-    def __init__(self, use_numba: bool = True, use_tiles: bool = True) -> None:
+    def __init__(self, use_numba: bool = True, use_amx: bool = True) -> None:
         self._compiled = _compiled() if use_numba else None
-        self._product = self._compiled.product if self._compiled is not None and use_tiles else None
+        self._amx = self._compiled.amx_matmul if self._compiled is not None and use_amx else None
 
     @property
     def compiled(self) -> bool:
-        """Whether norms and the attention of single queries are compiled."""
+        """Whether norms and decode attention are compiled."""
         return self._compiled is not None
 
     @property
-    def exact(self) -> bool:
-        """Whether activations stay float32 in a bfloat16 model: the CPU has a matrix unit."""
-        return self._product is not None
+    def has_amx(self) -> bool:
+        """Whether activations stay float32 in a bfloat16 model: the CPU has AMX."""
+        return self._amx is not None
 
-    def activations(self, dtype: torch.dtype) -> torch.dtype:
-        return torch.float32 if self._product is not None else dtype
+    def activation_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float32 if self._amx is not None else dtype
 
-    def stored(self, dtype: torch.dtype) -> torch.dtype:
-        # float16 has three more bits than bfloat16, which is worth something only if they are not rounded off before.
-        return torch.float16 if self._product is not None and dtype is torch.bfloat16 else dtype
+    def kv_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        # float16 has three more mantissa bits than bfloat16: useful only with float32 activations.
+        return torch.float16 if self._amx is not None and dtype is torch.bfloat16 else dtype
 
     def pack(self, weight: Tensor) -> Tensor:
-        if self._product is not None and weight.dtype is torch.bfloat16 and self._product.fits(*weight.shape):
+        if self._amx is not None and weight.dtype is torch.bfloat16 and self._amx.fits(*weight.shape):
             return _as_tiles(weight)
         # bfloat16 in oneDNN's own layout: mostly 1.2 to 1.6 times as fast (docs/log.md). float32: not measured.
         if weight.dtype is torch.bfloat16 and torch._C._has_mkldnn:
@@ -82,14 +81,14 @@ class CpuKernels:
         if _is_tiles(packed):
             return self._multiply(x, packed, bias)
         if packed.is_mkldnn:
-            product: Tensor = torch.ops.mkldnn._linear_pointwise(x.to(packed.dtype), packed, bias, "none", [], "")
-            return product.to(x.dtype)
+            output: Tensor = torch.ops.mkldnn._linear_pointwise(x.to(packed.dtype), packed, bias, "none", [], "")
+            return output.to(x.dtype)
         return F.linear(x.to(packed.dtype), packed, bias).to(x.dtype)
 
     def _multiply(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-        assert self._product is not None
+        assert self._amx is not None
         output = torch.empty(len(x), packed.shape[0] * packed.shape[3])
-        self._product.multiply(x.contiguous().numpy(), _array(packed), torch.get_num_threads(), output.numpy())
+        self._amx.multiply(x.contiguous().numpy(), _array(packed), torch.get_num_threads(), output.numpy())
         return output if bias is None else output.add_(bias)
 
     def linear_unreduced(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
@@ -104,9 +103,9 @@ class CpuKernels:
         if weight.dtype is torch.float32 or _is_tiles(packed):
             return logits
         near = _near_highest(logits)
-        if len(near.rows) <= _MANY * len(x):  # else flat: no token stands out, whichever way they are rounded
-            exact = (x[near.rows].float() * weight[near.tokens].float()).sum(dim=-1)
-            logits[near.rows, near.tokens] = exact
+        if len(near.rows) <= _MANY * len(x):  # else the distribution is flat and rounding does not matter
+            recomputed = (x[near.rows].float() * weight[near.tokens].float()).sum(dim=-1)
+            logits[near.rows, near.tokens] = recomputed
         return logits
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -121,7 +120,7 @@ class CpuKernels:
 
     def add_rms_norm(self, x: Tensor | PartialSums, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         if isinstance(x, PartialSums):
-            x = x.whole()
+            x = x.reduce()
         if self._compiled is not None and residual.dtype is torch.float32:
             output = torch.empty_like(x)
             self._compiled.norm.add_norm(
@@ -131,7 +130,7 @@ class CpuKernels:
         residual += x
         return self.rms_norm(residual, weight, epsilon).to(x.dtype)
 
-    def gate(self, gate_up: Tensor, activation: str) -> Tensor:
+    def act_and_mul(self, gate_up: Tensor, activation: str) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         if activation == "silu":
             return F.silu(gate).mul_(up)
@@ -143,7 +142,7 @@ class CpuKernels:
 
 
 class _Chunk(NamedTuple):
-    """A sequence computed by itself: its tokens in the step, its blocks, and the keys its last query sees."""
+    """A sequence computed by itself: its tokens in the step, its blocks, and the keys of its last query."""
 
     tokens: slice
     blocks: Tensor  # [blocks] int32
@@ -155,9 +154,9 @@ class _Chunk(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Queries that are each computed by themselves, over the keys up to their own."""
+    """Queries computed one by one, each over the keys up to its own."""
 
-    tokens: Tensor  # [rows] int64: places in the step
+    tokens: Tensor  # [rows] int64: indices in the step
     tables: Tensor  # [rows, width] int32
     lengths: Tensor  # [rows] int32
 
@@ -169,12 +168,12 @@ def _rows(layout: StepLayout, by_row: list[bool]) -> _Rows:
     sequences = torch.arange(len(by_row)).repeat_interleave(num_queries)
     tokens = chosen[sequences].nonzero().flatten()
     sequences = sequences[tokens]
-    num_later = layout.query_starts[1:][sequences] - 1 - tokens  # queries of the same sequence, whose keys are not seen
+    num_later = layout.query_starts[1:][sequences] - 1 - tokens  # later queries of the sequence: keys are masked
     return _Rows(tokens, layout.tables[sequences], (layout.context_lengths[sequences] - num_later).int())
 
 
 class CpuAttention:
-    """One step: the queries of decodes and short chunks together, longer chunks one by one."""
+    """Attention of one step: queries of decodes and short chunks in one call, longer chunks one by one."""
 
     def __init__(self, layout: StepLayout, block_size: int, compiled: _CompiledCpuKernels | None) -> None:
         self._compiled = compiled
@@ -203,25 +202,25 @@ class CpuAttention:
 
     @property
     def num_rows(self) -> int:
-        """Queries that are computed one by one, all in one call."""
+        """Queries computed one by one, all in one call."""
         return len(self._row_tokens)
 
     def rope_and_write_kv(self, qkv: Tensor, head_norm: HeadNorm | None, rotation: Rotation, kv_layer: Tensor) -> None:
         kv_heads = kv_layer.shape[3]
-        turning, heads = qkv[:, :-kv_heads], qkv.shape[1] - 2 * kv_heads
+        rotated, heads = qkv[:, :-kv_heads], qkv.shape[1] - 2 * kv_heads
         if head_norm is not None:
-            _norm_heads(turning, head_norm)
-        _rotate(turning, rotation)
+            _norm_heads(rotated, head_norm)
+        _rotate(rotated, rotation)
         self.write(qkv[:, heads:].view(-1, 2, kv_heads, qkv.shape[2]), kv_layer)
 
     def write(self, key_value: Tensor, kv_layer: Tensor) -> None:
         """key_value: [tokens, 2, kv_heads, dim], stored as it is."""
-        if kv_layer.dtype is torch.float16:  # what is beyond its largest number is nearer to that than to infinity
+        if kv_layer.dtype is torch.float16:  # values beyond its range are clamped instead of becoming infinite
             key_value = key_value.clamp(-_LARGEST_HALF, _LARGEST_HALF)
         kv_layer.transpose(1, 2).index_put_((self._blocks, self._offsets), key_value.to(kv_layer.dtype))
 
     def attend(self, query: Tensor, kv_layer: Tensor, rule: AttentionRule) -> Tensor:
-        if not self._chunks:  # the rows are all tokens, in their order
+        if not self._chunks:  # the rows are all tokens, in order
             return self._attend_rows(query, kv_layer, rule).flatten(1)
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
         if len(self._row_tokens):
@@ -244,7 +243,7 @@ class CpuAttention:
             self._block_size,
             heads // kv_heads,
             self._compiled.attention.tile_of(heads // kv_heads),
-            1 if rows >= self._num_threads else kv_heads,  # a row's keys are best read by one thread
+            1 if rows >= self._num_threads else kv_heads,  # with enough rows, one thread per row
             self._row_tables,
             self._row_lengths,
             rule.window,
@@ -267,7 +266,7 @@ class CpuAttention:
         return _attend_dense(query.transpose(0, 1), keys, values, mask, rule).transpose(0, 1)
 
     def _mask(self, index: int, first: int, window: int, dtype: torch.dtype) -> Tensor | None:
-        """[queries, keys], 0 where the key is seen, made once a step for all layers of one window."""
+        """[queries, keys], 0 where the key is visible; built once a step for all layers of one window."""
         chunk = self._chunks[index]
         if chunk.num_queries == 1:
             return None
@@ -288,11 +287,11 @@ def _norm_heads(x: Tensor, norm: HeadNorm) -> None:
 
 
 def _rotate(x: Tensor, rotation: Rotation) -> None:
-    """Turn the first rotary_dim of each head in place. x: [tokens, heads, dim], strided."""
+    """RoPE on the first rotary_dim of each head, in place. x: [tokens, heads, dim], strided."""
     width = rotation.cos.shape[-1]
-    turning = x[..., :width]
-    swapped = turning.roll(width // 2, dims=-1)
-    torch.addcmul(turning * rotation.cos, swapped, rotation.sin, out=turning)
+    rotated = x[..., :width]
+    swapped = rotated.roll(width // 2, dims=-1)
+    torch.addcmul(rotated * rotation.cos, swapped, rotation.sin, out=rotated)
 
 
 def _attend_dense(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, rule: AttentionRule) -> Tensor:
@@ -329,16 +328,14 @@ def _near_highest(logits: Tensor) -> _Near:  # [rows, vocab] float32
 
 
 def _compiled() -> _CompiledCpuKernels | None:
-    """Where numba is installed and has a place to cache what it compiles."""
+    """None where numba is not installed or has no cache directory."""
     try:
         attention, norm = import_module("quire.kernels.cpu.attention"), import_module("quire.kernels.cpu.norm")
         num_threads = torch.get_num_threads()
         attention.use_threads(num_threads)
         torch.set_num_threads(num_threads)  # where both share one OpenMP, numba's first use sets all cores for both
-        has_tiles = import_module("quire.kernels.cpu.amx").has_tiles() and torch.cpu._init_amx()
-        return _CompiledCpuKernels(
-            attention, norm, import_module("quire.kernels.cpu.amx_matmul") if has_tiles else None
-        )
+        has_amx = import_module("quire.kernels.cpu.amx").has_amx() and torch.cpu._init_amx()
+        return _CompiledCpuKernels(attention, norm, import_module("quire.kernels.cpu.amx_matmul") if has_amx else None)
     except (ImportError, RuntimeError):
         return None
 
@@ -360,7 +357,7 @@ def _array(x: Tensor) -> Words:
 
 
 def _flat(x: Tensor) -> Words:
-    """The same memory from its first number to its last, whatever lies in between."""
+    """The same memory from the first element to the last, gaps included."""
     assert x.stride(-1) == 1, x.stride()
     extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return _array(x.as_strided((extent,), (1,)))

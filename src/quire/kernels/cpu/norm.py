@@ -1,6 +1,6 @@
-"""RMS norms in one pass over each row, compiled by numba. Knows arrays, not torch.
+"""RMSNorm in one pass over each row, compiled by numba. Knows arrays, not torch.
 
-On one thread: the rows of a decoding step are so few that waking a second costs more than it takes off.
+On one thread: a decode step has so few rows that waking a second thread costs more than it saves.
 """
 
 import numba

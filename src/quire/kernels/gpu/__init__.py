@@ -1,1 +1,1 @@
-"""Kernels for GPUs, in Triton: each beside the plain reference it answers to."""
+"""GPU kernels in Triton and Gluon. Each is tested against the reference."""

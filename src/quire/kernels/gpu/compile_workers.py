@@ -1,7 +1,7 @@
-"""Calls made in children of this process, side by side, for what they leave on disk. Knows nothing of what is called.
+"""Worker processes: calls run in forked children, in parallel, for what they leave on disk. Knows nothing of the calls.
 
-Threads take turns wherever Python is run; children do not. A child is a copy of this process with one thread, which
-makes calls and ends at once: what it inherits, be it the card or a socket, it neither uses nor closes.
+Compiling holds the GIL, so threads would take turns; processes do not. A worker is a forked copy of this process with
+one thread. It makes calls and exits at once: what it inherits, GPU contexts and sockets, it neither uses nor closes.
 """
 
 import gc
@@ -17,70 +17,70 @@ from typing import NamedTuple
 from quire.core.process import die_with_parent
 
 _NUMBER_BYTES = 4
-_MOST_CALLS = 1000  # their numbers wait in a pipe, which holds 4 KiB at the least, and their answers in another
-_LONGEST_SILENCE_S = 60.0  # a kernel takes a second or two: whoever is at it for so long is stuck
-_LONGEST_FORKING_S = 0.5  # for all children: 2 ms for one, but 35 if this process has 4 GiB of its own on the host
+_MAX_CALLS = 1000  # call numbers are written to a pipe at once, which holds at least 4 KiB; results to another
+_MAX_SILENCE_S = 60.0  # a kernel compiles in a second or two: a worker that is silent for so long hangs
+_MAX_FORKING_S = 0.5  # for all workers: one takes 2 ms, or 35 ms if this process has 4 GiB of host memory
 
 
 class CompileResults(NamedTuple):
-    """What came of the calls."""
+    """Outcome of the calls."""
 
-    num_children: int
+    num_workers: int
     num_true: int
 
 
 class CompileWorkers:
-    """They are at their calls, and gone when they were heard."""
+    """Running worker processes; ended by `collect`."""
 
-    __slots__ = ("_hearing", "_num_calls", "_pids")
+    __slots__ = ("_num_calls", "_pids", "_results_fd")
 
-    def __init__(self, pids: list[int], hearing: int, num_calls: int) -> None:
+    def __init__(self, pids: list[int], results_fd: int, num_calls: int) -> None:
         self._pids = pids
-        self._hearing = hearing
+        self._results_fd = results_fd
         self._num_calls = num_calls
 
-    def hear(self) -> CompileResults:
-        """Wait for what they have not answered yet. Only while somebody hears them is silence too long."""
-        num_children = len(self._pids)
+    def collect(self) -> CompileResults:
+        """Wait for all results. The timeout on silent workers runs only here."""
+        num_workers = len(self._pids)
         try:
-            return CompileResults(num_children, _hear(self._hearing, self._num_calls) if num_children else 0)
+            return CompileResults(num_workers, _read_results(self._results_fd, self._num_calls) if num_workers else 0)
         finally:
             self.end()
 
     def end(self) -> None:
         while self._pids:
-            _end(self._pids[-1])
+            _kill(self._pids[-1])
             self._pids.pop()
 
 
 @contextmanager
-def calling_in_children(calls: Sequence[Callable[[], bool]], most_children: int) -> Iterator[CompileWorkers]:
-    """Each call once, the first ones first, by whichever child is free. Behind it no child is left, heard or not.
+def call_in_workers(calls: Sequence[Callable[[], bool]], max_workers: int) -> Iterator[CompileWorkers]:
+    """Each call once, in order, by the next free worker. On exit no worker is left, collected or not.
 
-    A call that raises is as one that was not made. So is one that takes a minute, which is broken off. Where not even
-    half of the children can be made in little time, none does anything: whoever asks has other ways.
+    A call that raises counts as not made, and so does one that is killed after a minute. Where less than half of the
+    workers can be forked in time, none is used: the caller compiles in threads.
     """
-    num_calls = min(len(calls), _MOST_CALLS)
+    num_calls = min(len(calls), _MAX_CALLS)
     parent, begun_s = os.getpid(), time.monotonic()
     pids: list[int] = []
-    with _Pipe() as numbers, _Pipe() as answers:
-        children = CompileWorkers(pids, answers.reading, num_calls)
+    with _Pipe() as numbers, _Pipe() as results:
+        workers = CompileWorkers(pids, results.reading, num_calls)
         os.write(numbers.writing, b"".join(number.to_bytes(_NUMBER_BYTES) for number in range(num_calls)))
-        numbers.close_writing()  # behind the last number is the end
+        numbers.close_writing()  # end of file after the last number
         try:
-            with suppress(OSError):  # no room for another
-                while len(pids) < most_children and time.monotonic() < begun_s + _LONGEST_FORKING_S:
-                    pids.append(_new_child(lambda: _work(calls, numbers.reading, answers.writing, parent), parent))
-            answers.close_writing()  # when the last child has ended, there is nothing more to hear
-            if 2 * len(pids) < most_children:
-                children.end()
-            yield children
+            with suppress(OSError):  # no more processes allowed
+                while len(pids) < max_workers and time.monotonic() < begun_s + _MAX_FORKING_S:
+                    pids.append(_fork_worker(lambda: _work(calls, numbers.reading, results.writing, parent), parent))
+            results.close_writing()  # end of file once the last worker has ended
+            if 2 * len(pids) < max_workers:
+                workers.end()
+            yield workers
         finally:
-            children.end()
+            workers.end()
 
 
 class _Pipe:
-    """Between this process and its children. Both ends are closed behind it."""
+    """Between this process and its workers. Both ends are closed on exit."""
 
     __slots__ = ("_is_writable", "reading", "writing")
 
@@ -99,47 +99,47 @@ class _Pipe:
         os.close(self.reading)
 
 
-def _new_child(work: Callable[[], None], parent: int) -> int:
-    """Whatever happens in it, and be it a signal between two lines, the child comes back to nobody."""
+def _fork_worker(work: Callable[[], None], parent: int) -> int:
+    """The child never returns into the caller's code, even if a signal arrives between two lines."""
     with warnings.catch_warnings():
-        # Python warns of threads whose locks nobody gives back in the child: it takes none of theirs.
+        # Python warns that locks of other threads stay locked in the child: it takes none of them.
         warnings.simplefilter("ignore", DeprecationWarning)
         try:
-            child = os.fork()
-            if child == 0 and die_with_parent(parent):
+            pid = os.fork()
+            if pid == 0 and die_with_parent(parent):
                 work()
-            return child
+            return pid
         finally:
             if os.getpid() != parent:
                 os._exit(0)
 
 
-def _work(calls: Sequence[Callable[[], bool]], numbers: int, telling: int, parent: int) -> None:
-    """In the child."""
-    gc.disable()  # what the parent has let go of is not ours to free: it may lie on the card
+def _work(calls: Sequence[Callable[[], bool]], numbers: int, results_fd: int, parent: int) -> None:
+    """Runs in the worker."""
+    gc.disable()  # garbage of the parent must not be freed here: it may hold GPU memory
     while os.getppid() == parent and (number := os.read(numbers, _NUMBER_BYTES)):
-        answer = False
+        result = False
         with suppress(Exception):
-            answer = calls[int.from_bytes(number)]()
-        os.write(telling, bytes([answer]))
+            result = calls[int.from_bytes(number)]()
+        os.write(results_fd, bytes([result]))
 
 
-def _hear(hearing: int, num_calls: int) -> int:
-    """How many were answered with True."""
-    answers = b""
+def _read_results(results_fd: int, num_calls: int) -> int:
+    """How many calls returned True."""
+    results = b""
     poll = select.poll()
-    poll.register(hearing, select.POLLIN)
-    while len(answers) < num_calls and poll.poll(1e3 * _LONGEST_SILENCE_S):
-        told = os.read(hearing, num_calls)
-        if not told:
+    poll.register(results_fd, select.POLLIN)
+    while len(results) < num_calls and poll.poll(1e3 * _MAX_SILENCE_S):
+        received = os.read(results_fd, num_calls)
+        if not received:
             break
-        answers += told
-    return sum(answers)
+        results += received
+    return sum(results)
 
 
-def _end(child: int) -> None:
-    """It has said all that it will."""
+def _kill(pid: int) -> None:
+    """Kill a worker and reap it."""
     with suppress(ProcessLookupError):
-        os.kill(child, signal.SIGKILL)
-    with suppress(ChildProcessError):  # whoever leaves all children to the system has none to wait for
-        os.waitpid(child, 0)
+        os.kill(pid, signal.SIGKILL)
+    with suppress(ChildProcessError):  # with SIGCHLD ignored there is no child to wait for
+        os.waitpid(pid, 0)

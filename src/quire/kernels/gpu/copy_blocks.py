@@ -1,4 +1,4 @@
-"""Copies whole blocks of a store to other blocks of it, all in one launch. Knows bytes, not what they mean."""
+"""Copies whole KV blocks to other blocks of the store in one launch. Knows bytes, not their meaning."""
 
 import torch
 import triton
@@ -7,8 +7,8 @@ from torch import Tensor
 
 from quire.kernels.gpu.launch import cdiv, launch
 
-_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)  # the widest that divides a block is copied
-_NUM_WORDS = 4_096  # of a program: eight copies of 16 bytes for each of 256 threads
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)  # the widest that divides a block is used
+_NUM_WORDS = 4_096  # per program: eight copies of 16 bytes for each of 256 threads
 _NUM_WARPS = 8
 
 
@@ -30,7 +30,7 @@ def _copy(
 
 
 def copy_blocks(store: Tensor, sources: Tensor, targets: Tensor) -> None:
-    """Block sources[i] to block targets[i]. No target is a source, and none occurs twice.
+    """Block sources[i] to block targets[i]. No target is a source, and no target occurs twice.
 
     store: [blocks, ...], contiguous; sources, targets: [pairs] int64, on the store's device.
     """

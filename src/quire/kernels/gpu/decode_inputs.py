@@ -1,4 +1,4 @@
-"""What rows that go on by themselves do next: one launch. Knows nothing of what they say."""
+"""Inputs of the next decode of each row (token, position, slot, block table), computed on the device in one launch."""
 
 import torch
 import triton
@@ -6,18 +6,18 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.core.ids import NULL_BLOCK
-from quire.kernels.gpu.launch import cdiv, launch, to_be_filled
+from quire.kernels.gpu.launch import cdiv, launch, new_index_tensor
 from quire.kernels.row_interface import PADDING, NextTokens, RowColumns
 
-_COLUMNS = 1024  # of a block table, for one program
+_COLUMNS = 1024  # of a block table, per program
 
 
 def decode_inputs(rows: Tensor, columns: RowColumns, block_size: int) -> NextTokens:
-    """See `DecodeInputs`."""
+    """See `row_interface.DecodeInputs`."""
     num_rows, width = len(rows), columns.tables.shape[1]
-    numbers = to_be_filled((5, num_rows), torch.int64, rows.device)
-    context_lengths = to_be_filled((num_rows,), torch.int32, rows.device)
-    tables = to_be_filled((num_rows, width), torch.int32, rows.device)
+    numbers = new_index_tensor((5, num_rows), torch.int64, rows.device)
+    context_lengths = new_index_tensor((num_rows,), torch.int32, rows.device)
+    tables = new_index_tensor((num_rows, width), torch.int32, rows.device)
     if num_rows:
         launch(
             _decode_inputs_kernel, (num_rows, cdiv(width, _COLUMNS)),
@@ -36,7 +36,7 @@ def _decode_inputs_kernel(
     max_lengths,  # [max_rows] int64
     last_tokens,  # [max_rows] int64
     alive,  # [max_rows] bool
-    numbers,  # [5, n] int64: token, position, slot, reach, who speaks
+    numbers,  # [5, n] int64: token, position, slot, max length, sampled row
     context_lengths,  # [n] int32
     taken_tables,  # [n, width] int32
     num_rows,
@@ -46,7 +46,7 @@ def _decode_inputs_kernel(
     PADDING: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """A program has one row, and a part of its block table."""
+    """One program: one row and a part of its block table."""
     at, part = tl.program_id(0), tl.program_id(1)
     row = tl.load(rows + at)
     length = tl.load(lengths + row)

@@ -1,8 +1,6 @@
-"""What Gluon's releases call differently, Triton 3.6 by one name, later ones by another; and what none has a name for.
+"""Gluon helpers for Hopper: names that differ between Triton releases, approximate math, TMA descriptors.
 
 Knows no kernel.
-
-Tensors as the copy engine of Hopper wants them: in blocks, and how each lies in shared memory. Knows no kernel.
 """
 
 from functools import cache
@@ -16,14 +14,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 _IS_PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
-# A block of a described tensor into shared memory, by the copy engine.
-load_block = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-task_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # for the warps of one task
+# TMA load: a block of a tensor with a descriptor, from global to shared memory.
+tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+warps_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # for the warps of one partition
 
 
 @gluon.jit
-def reinterpreted(memory, shape: gl.constexpr, layout: gl.constexpr):
-    """The same shared memory in another shape and layout."""
+def reinterpret_shared(memory, shape: gl.constexpr, layout: gl.constexpr):
+    """The same shared memory with another shape and layout."""
     if _IS_PUBLIC:
         seen = memory.reinterpret(memory.dtype, shape, layout)
     else:
@@ -32,22 +30,22 @@ def reinterpreted(memory, shape: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def hyperbolic_tangent(x):
-    """To eleven bits, in one instruction: by an exponential and a division it takes ten."""
+def tanh_approx(x):
+    """To 11 bits, in one instruction; by an exponential and a division it takes ten."""
     return gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
-def reciprocal(x):
-    """To the last bit but one, in one instruction: a division takes eight."""
+def rcp_approx(x):
+    """To the last bit but one, in one instruction; a division takes eight."""
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 _GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
-def described(tensor: Tensor, *block: int) -> TensorDescriptor:
-    """For kernels that copy such blocks. Who keeps it keeps the tensor."""
+def tensor_descriptor(tensor: Tensor, *block: int) -> TensorDescriptor:
+    """TMA descriptor of a tensor, for copies of such blocks. It keeps the tensor alive."""
     return TensorDescriptor.from_tensor(tensor, list(block), _layout(block, tensor.dtype))
 
 

@@ -1,7 +1,7 @@
-"""Whether kernels for Hopper can be used here, and what is said where they cannot. Knows no kernel.
+"""Whether the Hopper kernels can be used, and the log line where they cannot. Knows no kernel.
 
-They are written in Gluon, a part of Triton that changes from release to release: where it is missing, or a kernel
-cannot be compiled, that is told in one line, and others do the work.
+They are written in Gluon, a part of Triton that changes between releases. Where Gluon is missing, or a kernel does not
+compile, one warning is logged and the portable kernels are used. A file of its own: it must load without Gluon.
 """
 
 import logging
@@ -10,14 +10,14 @@ import torch
 from triton import knobs
 
 _CAPABILITY = (9, 0)
-_MOST_TOLD = 200  # characters of an error
+_MAX_LOGGED = 200  # characters of an error
 _log = logging.getLogger(__name__)
 
 
-def hopper_processors(missing: str, instead: str) -> int | None:
-    """Of the card. None where kernels are interpreted, on other cards, and where something is missing in Triton.
+def hopper_num_sms(missing: str, instead: str) -> int | None:
+    """Number of SMs. None where kernels are interpreted, on other GPUs, and where Triton lacks what the kernels need.
 
-    `instead`: who does what in their place.
+    `missing`: the import error, if any; `instead`: what is used in their place, for the log.
     """
     if knobs.runtime.interpret or not torch.cuda.is_available() or torch.version.hip is not None:
         return None
@@ -29,17 +29,17 @@ def hopper_processors(missing: str, instead: str) -> int | None:
     return torch.cuda.get_device_properties("cuda").multi_processor_count
 
 
-def is_elsewhere(error: Exception) -> bool:
-    """Whether it says nothing of the kernel that was launched: there is no memory, or what is being recorded has come
-    to an end. Before that all is launched once: a kernel which cannot be compiled is known by then."""
-    return isinstance(error, torch.OutOfMemoryError) or _is_recording()
+def is_unrelated(error: Exception) -> bool:
+    """Whether an error is not about the kernel itself: out of memory, or a CUDA graph capture that was invalidated.
+    Before a capture everything is launched once, so a kernel that cannot be compiled is known by then."""
+    return isinstance(error, torch.OutOfMemoryError) or _is_capturing()
 
 
-def _is_recording() -> bool:
+def _is_capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def tell_broken(error: Exception, instead: str) -> None:
-    """A kernel was tried and failed."""
-    said = str(error).strip().partition("\n")[0][:_MOST_TOLD]
-    _log.warning("%s: %s: %s", instead, type(error).__name__, said)
+def log_broken(error: Exception, instead: str) -> None:
+    """Log that a kernel failed to compile or launch."""
+    message = str(error).strip().partition("\n")[0][:_MAX_LOGGED]
+    _log.warning("%s: %s: %s", instead, type(error).__name__, message)

@@ -1,4 +1,4 @@
-"""The kernels for GPUs: products of many rows by torch, the rest by Triton. Knows nothing of models."""
+"""GPU kernel set: large GEMMs by torch, everything else by Triton and Gluon. Knows nothing of models."""
 
 from collections.abc import Sequence
 
@@ -6,51 +6,51 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.gpu import activation as gates
 from quire.kernels.gpu import norms
-from quire.kernels.gpu import rope_and_kv_write as turns
+from quire.kernels.gpu.activation import act_and_mul
 from quire.kernels.gpu.attention.dispatch import GpuAttention
 from quire.kernels.gpu.attention.hopper_dispatch import HopperPrefill
 from quire.kernels.gpu.backends.interface import OWN, AttentionBackends
 from quire.kernels.gpu.gemm.hopper_dispatch import HopperGemm
-from quire.kernels.gpu.gemm.skinny import fits, skinny_product
+from quire.kernels.gpu.gemm.skinny import fits, skinny_gemm
+from quire.kernels.gpu.rope_and_kv_write import rope_and_write_kv
 from quire.kernels.interface import AttentionRule, HeadNorm, PartialSums, Rotation, StepLayout
 
 
 class GpuKernels:
-    """Launches only: nothing here waits for the device or reads from it, so that a graph may hold it.
+    """Only launches: nothing waits for the device or reads from it, so a step can be captured as a CUDA graph.
 
-    Other libraries may do parts of the attention; theirs may wait (`Backends.recordable`).
+    Other libraries may compute parts of the attention; theirs may wait (`AttentionBackends.capturable`).
     """
 
     name = "gpu"
 
     def __init__(self, backends: AttentionBackends = OWN, windows: Sequence[int] = (0,)) -> None:
-        """`windows`: those of the model's layers, 0 for none; another that comes up costs a little time."""
+        """`windows`: of the model's layers, 0 for none; any other window costs a launch when it is first seen."""
         self._backends = backends
         self._windows = tuple(windows)
         self._hopper = HopperPrefill.find()
-        self._products = HopperGemm.find()
+        self._gemm = HopperGemm.find()
 
-    def activations(self, dtype: torch.dtype) -> torch.dtype:
+    def activation_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
 
-    def stored(self, dtype: torch.dtype) -> torch.dtype:
+    def kv_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
 
     def pack(self, weight: Tensor) -> Tensor:
         return weight
 
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-        product = None if self._products is None else self._products.product(x, packed, bias)
-        return _linear_elsewhere(x, packed, bias) if product is None else product
+        output = None if self._gemm is None else self._gemm.matmul(x, packed, bias)
+        return _linear_any_gpu(x, packed, bias) if output is None else output
 
     def linear_unreduced(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor | PartialSums:
-        product = None if self._products is None else self._products.parts(x, packed, bias)
-        return _linear_elsewhere(x, packed, bias) if product is None else product
+        output = None if self._gemm is None else self._gemm.matmul_unreduced(x, packed, bias)
+        return _linear_any_gpu(x, packed, bias) if output is None else output
 
     def logits(self, x: Tensor, packed: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        if weight.is_cuda and weight.dtype is not torch.float32:  # the sums are float32 anyway: not rounded at the end
+        if weight.is_cuda and weight.dtype is not torch.float32:  # float32 accumulation, not rounded at the end
             return torch.mm(x, weight.T, out_dtype=torch.float32, out=out)
         return torch.mm(x.float(), weight.float().T, out=out)
 
@@ -60,20 +60,20 @@ class GpuKernels:
     def add_rms_norm(self, x: Tensor | PartialSums, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         return norms.add_rms_norm(x, residual, weight, epsilon)
 
-    def gate(self, gate_up: Tensor, activation: str) -> Tensor:
-        return gates.gate(gate_up, activation)
+    def act_and_mul(self, gate_up: Tensor, activation: str) -> Tensor:
+        return act_and_mul(gate_up, activation)
 
     def plan(self, layout: StepLayout, block_size: int) -> "GpuStep":
         return GpuStep(layout, self._windows, self._backends, self._hopper)
 
 
-def _linear_elsewhere(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """On every card."""
-    return skinny_product(x, weight, bias) if fits(x, weight, bias) else F.linear(x, weight, bias)
+def _linear_any_gpu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """On any GPU."""
+    return skinny_gemm(x, weight, bias) if fits(x, weight, bias) else F.linear(x, weight, bias)
 
 
 class GpuStep:
-    """One step: keys and values are written by one kernel, and read by those of attention."""
+    """Attention of one step: RoPE and KV write in one launch, then the attention kernels."""
 
     __slots__ = ("_attention", "_slots", "_windows")
 
@@ -89,8 +89,8 @@ class GpuStep:
         self._attention = GpuAttention(layout, layout.num_decodes, backends, hopper)
 
     def rope_and_write_kv(self, qkv: Tensor, head_norm: HeadNorm | None, rotation: Rotation, kv_layer: Tensor) -> None:
-        self._attention.cut_decodes(kv_layer, self._windows)  # before the launch that lies between it and attention
-        turns.rope_and_write_kv(qkv, head_norm, rotation, self._slots, kv_layer)
+        self._attention.split_decodes(kv_layer, self._windows)  # before the launch that separates it from attention
+        rope_and_write_kv(qkv, head_norm, rotation, self._slots, kv_layer)
         self._attention.has_launched()
 
     def attend(self, query: Tensor, kv_layer: Tensor, rule: AttentionRule) -> Tensor:

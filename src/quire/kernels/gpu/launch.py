@@ -1,22 +1,21 @@
-"""The one door to the card: every launch of a Triton kernel goes through it. Knows nothing of what kernels do.
+"""Triton launches: launch cache, dry runs, programmatic dependent launch (PDL), grid sizes.
 
-Triton looks at every argument of every launch to find the kernel that was compiled for such: some 40 µs. A launch like
-an earlier one, which is most of them (another layer of the same step), goes straight to the kernel of that one.
+Every launch goes through here. Knows nothing of what kernels do.
 
-In a rehearsal what would be launched is compiled and not launched. Whoever goes through a step there has all of its
-kernels compiled, and keeps no list of them.
+Launch cache: Triton inspects every argument of every launch to find the compiled kernel, which takes some 40 µs. A
+launch with the signature of an earlier one (most of them: another layer of the same step) goes straight to its kernel.
 
-Kernels that begin while the one before them ends, which hides most of a launch. Compiled into those of every layer.
+Dry run: kernels are compiled instead of launched. A dry run of a step compiles all of its kernels without a list of
+them.
 
-A card from Hopper on begins such a kernel (`launch_early`) as soon as all programs of the one before have ended or come
-past `wait_for_others`. Before it a kernel may read what nobody writes, such as weights, or what the one before it has
-waited for, and must write nothing. Every program that writes comes past it, and of every launch one does: so whoever
-waited for one kernel has waited for all before it. Knows nothing of what kernels do.
+PDL: from Hopper on, a kernel launched by `launch_with_pdl` starts as soon as all programs of the kernel before it have
+ended or passed `pdl_wait`, which hides most of the launch latency. Before `pdl_wait` a kernel may read only what no
+running kernel writes, such as weights, or what the kernel before it has waited for, and must write nothing. Every
+program that writes passes `pdl_wait`, and at least one of every launch does: so waiting for one kernel waits for all
+before it. A kernel may call `pdl_launch_dependents` before its own wait. All of its programs still wait, so it
+completes after those before it, and the next kernel, which waits for it, sees all their writes.
 
-A kernel may let the next begin before its own wait (`let_next_begin`). All of its programs still wait, so it is done
-after those before it, and the next, which waits until it is done, sees what all of them wrote.
-
-Sizes of grids and tiles, reckoned on the host. Triton's own are made for kernels: they take it ten times as long.
+Grid sizes are computed by `cdiv` and `next_power_of_2`: Triton's own are jit functions, on the host ten times slower.
 """
 
 from collections.abc import Hashable, Iterator
@@ -34,154 +33,155 @@ from triton.compiler import CompiledKernel
 from triton.language.extra import cuda
 from triton.runtime import KernelInterface, driver
 
-_FIRST_TO_OVERLAP = 90  # compute capability of Hopper
-_MOST_FOUND = 10_000  # kinds of launches that are remembered
-_NO_ROOM = "out of memory"  # in what Triton says
-# A product and a sum are one instruction, unless a kernel says otherwise. Said here: Triton's default ends with 3.10.
-_FUSED = {"enable_fp_fusion": True}
-_ALIGNMENT = 16  # bytes: Triton compiles for tensors that begin at a multiple of it, and for others
+_FIRST_WITH_PDL = 90  # compute capability of Hopper
+_MAX_CACHED = 10_000  # signatures in the cache
+_OUT_OF_MEMORY = "out of memory"  # in Triton's error
+# Fused multiply-add, unless a kernel turns it off. Explicit here: Triton's default changes with 3.10.
+_FP_FUSION = {"enable_fp_fusion": True}
+_ALIGNMENT = 16  # bytes: Triton compiles one variant for pointers that are multiples of it, one for others
 
 
 class _Descriptor(Protocol):
-    """A tensor for the copy engine, as Triton describes it or as Gluon does, which wants to be told how a block lies in
-    shared memory: that follows from dtype and shape."""
+    """A TMA descriptor of Triton or of Gluon. Gluon's has a shared-memory layout too, which follows from dtype and
+    shape."""
 
     base: Tensor
     block_shape: list[int]
 
 
 class _DryRun(NamedTuple):
-    """What was launched in it."""
+    """Launches seen in a dry run."""
 
-    variants: set[Hashable]  # as Triton tells launches apart, or finer
+    variants: set[Hashable]  # at least as fine as Triton's own specialization
     kernels: set[KernelInterface[object]]
 
 
-# The one that this thread is in.
-_rehearsal: ContextVar[_DryRun | None] = ContextVar("quire_rehearsal", default=None)
+# The dry run of this thread, if any.
+_current_dry_run: ContextVar[_DryRun | None] = ContextVar("quire_dry_run", default=None)
 
 
 @contextmanager
 def dry_run_launches(kernels: set[KernelInterface[object]] | None = None) -> Iterator[None]:
-    """In this thread nothing is launched meanwhile: tensors that kernels would fill hold anything. The kernels that
-    would have been launched are put into the set."""
-    token = _rehearsal.set(_DryRun(set(), set() if kernels is None else kernels))
+    """Within it this thread compiles kernels instead of launching them; their outputs are undefined. The kernels that
+    would have been launched are added to the set."""
+    token = _current_dry_run.set(_DryRun(set(), set() if kernels is None else kernels))
     try:
         yield
     finally:
-        _rehearsal.reset(token)
+        _current_dry_run.reset(token)
 
 
-class _FoundKernel(NamedTuple):
-    """A compiled kernel, and its constants in the order of its parameters."""
+class _CachedKernel(NamedTuple):
+    """A compiled kernel, with its constants in the order of its parameters."""
 
     compiled: CompiledKernel
     constants: tuple[object, ...]
 
 
-_found: dict[Hashable, _FoundKernel] = {}
+_cache: dict[Hashable, _CachedKernel] = {}
 
 
 def launch(kernel: KernelInterface[object], grid: tuple[int, ...], *args: object, **constants: object) -> None:
-    rehearsed = _rehearsal.get()
-    if rehearsed is not None:
-        _dry_run(rehearsed, kernel, grid, args, constants)
+    """Launch a kernel; with a known signature straight from the cache."""
+    dry_run = _current_dry_run.get()
+    if dry_run is not None:
+        _dry_run(dry_run, kernel, grid, args, constants)
         return
-    # A kernel is launched from one place: an argument is always of one type, and constants come in one order.
-    like = (
+    # Each kernel has one call site: an argument has one type, and constants come in one order.
+    key = (
         id(kernel),
         _current_device(),
-        *[arg if type(arg) is int else _alike(arg) for arg in args],
+        *[arg if type(arg) is int else _signature(arg) for arg in args],
         *constants.values(),
     )
-    found = _found.get(like)
+    found = _cache.get(key)
     if found is not None:
         found.compiled[(*grid, 1, 1)[:3]](*args, *found.constants)
         return
     try:
-        compiled = kernel[grid](*args, **_FUSED | constants)
+        compiled = kernel[grid](*args, **_FP_FUSION | constants)
     except RuntimeError as error:
-        if _NO_ROOM not in str(error):
+        if _OUT_OF_MEMORY not in str(error):
             raise
-        raise torch.OutOfMemoryError(str(error)) from error  # for the kernel's own code: what a full card means to all
+        raise torch.OutOfMemoryError(str(error)) from error  # loading the kernel's code failed: the GPU is full
     if isinstance(compiled, CompiledKernel):  # the interpreter has none
-        if len(_found) >= _MOST_FOUND:
-            _found.clear()
-        _found[like] = _FoundKernel(compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :]))
+        if len(_cache) >= _MAX_CACHED:
+            _cache.clear()
+        _cache[key] = _CachedKernel(compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :]))
 
 
 def _current_device() -> int:
-    """Where Triton launches: a compiled kernel is loaded on one device. -1 where there is none."""
+    """The device Triton launches on; a compiled kernel is loaded on one device. -1 without a GPU."""
     return torch.cuda.current_device() if torch.cuda.is_initialized() else -1
 
 
-def _alike(arg: object) -> Hashable:
-    """All of an argument that a compilation can depend on, and more of numbers."""
+def _signature(arg: object) -> Hashable:
+    """Everything of an argument that a compilation can depend on; of numbers their value."""
     if isinstance(arg, Tensor):
         return arg.dtype, arg.data_ptr() % _ALIGNMENT == 0
     if arg is None or isinstance(arg, int | float):
         return arg
-    described = cast(_Descriptor, arg)  # asking whether it is one takes ten times as long as all else here
-    return described.base.dtype, tuple(described.block_shape)
+    descriptor = cast(_Descriptor, arg)  # an isinstance check takes ten times as long as all else here
+    return descriptor.base.dtype, tuple(descriptor.block_shape)
 
 
 def _dry_run(
-    rehearsed: _DryRun,
+    dry_run: _DryRun,
     kernel: KernelInterface[object],
     grid: tuple[int, ...],
     args: tuple[object, ...],
     constants: dict[str, object],
 ) -> None:
-    variant = (id(kernel), *map(_alike, args), *constants.items())
-    if variant not in rehearsed.variants:  # most are of layers before: asking Triton takes a millisecond
-        rehearsed.variants.add(variant)
-        rehearsed.kernels.add(kernel)
-        kernel.warmup(*args, grid=grid, **_FUSED | constants)
+    variant = (id(kernel), *map(_signature, args), *constants.items())
+    if variant not in dry_run.variants:  # most repeat earlier layers, and a warmup takes a millisecond
+        dry_run.variants.add(variant)
+        dry_run.kernels.add(kernel)
+        kernel.warmup(*args, grid=grid, **_FP_FUSION | constants)
 
 
-def launch_early(kernel: KernelInterface[object], grid: tuple[int, ...], *args: object, **constants: object) -> None:
-    """A kernel that may begin while the one before it ends: see `overlap`."""
-    if can_begin_early():
-        launch(kernel, grid, *args, **constants, EARLY=True, launch_pdl=True)
+def launch_with_pdl(kernel: KernelInterface[object], grid: tuple[int, ...], *args: object, **constants: object) -> None:
+    """Launch with programmatic dependent launch (PDL) where the GPU supports it: see the module's docstring."""
+    if supports_pdl():
+        launch(kernel, grid, *args, **constants, PDL=True, launch_pdl=True)
     else:
-        launch(kernel, grid, *args, **constants, EARLY=False)
+        launch(kernel, grid, *args, **constants, PDL=False)
 
 
 @cache
-def can_begin_early() -> bool:
-    """On the card that kernels are compiled for."""
+def supports_pdl() -> bool:
+    """Whether the target GPU supports programmatic dependent launch."""
     if knobs.runtime.interpret:
         return False
     target = driver.active.get_current_target()
-    return target.backend == "cuda" and int(target.arch) >= _FIRST_TO_OVERLAP
+    return target.backend == "cuda" and int(target.arch) >= _FIRST_WITH_PDL
 
 
-def to_be_filled(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What a kernel will fill that others find their way by: in a rehearsal, zeros."""
-    make = torch.empty if _rehearsal.get() is None else torch.zeros
+def new_index_tensor(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An empty tensor for indices that a kernel writes and later code indexes by; zeros in a dry run."""
+    make = torch.empty if _current_dry_run.get() is None else torch.zeros
     return make(size, dtype=dtype, device=device)
 
 
 @triton.jit
-def wait_for_others(EARLY: tl.constexpr):
-    """Until all that was launched before is done and can be seen. Then the next may begin."""
-    if EARLY:
+def pdl_wait(PDL: tl.constexpr):
+    """PDL: wait until all earlier kernels are complete and visible, then allow the next kernel to start."""
+    if PDL:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
 
 
 @triton.jit
-def let_next_begin(EARLY: tl.constexpr):
-    """As soon as all programs have begun, if there is room beside them. Whoever says so must still wait for others."""
-    if EARLY:
+def pdl_launch_dependents(PDL: tl.constexpr):
+    """PDL: allow the next kernel to start once all programs of this one have started. The caller still has to wait."""
+    if PDL:
         cuda.gdc_launch_dependents()
 
 
 def cdiv(number: int, divisor: int) -> int:
-    """How many of the divisor hold the number."""
+    """Ceiling division."""
     return -(-number // divisor)
 
 
 def next_power_of_2(number: int) -> int:
-    """The least that is not less; 1 for 0."""
+    """The smallest power of 2 that is >= number; 1 for 0."""
     return 1 << (number - 1).bit_length() if number > 0 else 1

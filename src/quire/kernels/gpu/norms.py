@@ -1,4 +1,4 @@
-"""RMS norms, alone or with the addition to the residual before them, in one pass. Knows rows and no model."""
+"""RMSNorm, alone or fused with the residual addition before it, in one pass. Knows rows and no model."""
 
 from typing import NamedTuple
 
@@ -7,17 +7,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.gpu.launch import cdiv, launch_early, let_next_begin, next_power_of_2, wait_for_others
+from quire.kernels.gpu.launch import cdiv, launch_with_pdl, next_power_of_2, pdl_launch_dependents, pdl_wait
 from quire.kernels.interface import PartialSums
 
-_WIDEST = 16_384  # numbers in a row: a program holds whole rows in registers
-_NUMBERS = 1_024  # a program's at least: narrow rows share one
-_NUMBERS_PER_WARP = 256  # 16 bytes of halves for each thread
-_MOST_WARPS = 16
+_WIDEST = 16_384  # numbers per row: a program holds whole rows in registers
+_NUMBERS = 1_024  # minimum per program: narrow rows share one
+_NUMBERS_PER_WARP = 256  # 16 bytes of 16-bit numbers for each thread
+_MAX_WARPS = 16
 
 
 class _NormTiles(NamedTuple):
-    """What one program works on."""
+    """Tile of one program."""
 
     rows: int
     padded_width: int
@@ -28,7 +28,7 @@ def _tiles(width: int) -> _NormTiles:
     assert width <= _WIDEST, f"rows of {width} numbers; the widest that a program holds have {_WIDEST}"
     padded = next_power_of_2(width)
     rows = max(1, _NUMBERS // padded)
-    return _NormTiles(rows, padded, min(_MOST_WARPS, max(1, rows * padded // _NUMBERS_PER_WARP)))
+    return _NormTiles(rows, padded, min(_MAX_WARPS, max(1, rows * padded // _NUMBERS_PER_WARP)))
 
 
 @triton.jit
@@ -55,13 +55,13 @@ def _norm_rows(
     WIDTH: tl.constexpr,
     PADDED_WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, PADDED_WIDTH)[None, :]
     inside = (row < num_rows)[:, None] & (column < WIDTH)
-    scale = tl.load(weight + column, mask=column < WIDTH, other=0.0)  # now, so that the sum need not be waited for
-    wait_for_others(EARLY)
+    scale = tl.load(weight + column, mask=column < WIDTH, other=0.0)  # before the wait: weights are constant
+    pdl_wait(PDL)
     source = x + (row // num_inner * outer_stride + row % num_inner * inner_stride)[:, None]
     wide = tl.load(source + column, mask=inside, other=0.0).to(tl.float32)
     normed = _normed(wide, scale, epsilon, WIDTH)
@@ -81,22 +81,22 @@ def _add_norm_rows(
     WIDTH: tl.constexpr,
     PADDED_WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
-    PARTS: tl.constexpr,  # 0: none
-    EARLY: tl.constexpr,
+    SPLITS: tl.constexpr,  # 0: none
+    PDL: tl.constexpr,
 ):
-    """Parts are added in their order and rounded once, as the product that they are the parts of."""
-    let_next_begin(EARLY)
+    """Split-K partial sums are added in order and rounded once, like the reduced matmul."""
+    pdl_launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, PADDED_WIDTH)[None, :]
     inside = (row < num_rows)[:, None] & (column < WIDTH)
-    scale = tl.load(weight + column, mask=column < WIDTH, other=0.0)  # now, so that the sum need not be waited for
-    wait_for_others(EARLY)
+    scale = tl.load(weight + column, mask=column < WIDTH, other=0.0)  # before the wait: weights are constant
+    pdl_wait(PDL)
     residual_place = residual + row[:, None] * residual_stride + column
     x_place = x + row[:, None] * x_stride + column
     added = tl.load(x_place, mask=inside, other=0.0).to(tl.float32)
-    if PARTS > 0:
-        for part in tl.static_range(1, PARTS):
-            added += tl.load(x_place + part * num_rows * x_stride, mask=inside, other=0.0)
+    if SPLITS > 0:
+        for split in tl.static_range(1, SPLITS):
+            added += tl.load(x_place + split * num_rows * x_stride, mask=inside, other=0.0)
         added = added.to(output.dtype.element_ty).to(tl.float32)
     before = tl.load(residual_place, mask=inside, other=0.0).to(tl.float32)
     total = (before + added).to(residual.dtype.element_ty)
@@ -111,7 +111,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     width, num_inner = x.shape[-1], x.shape[1] if x.dim() == 3 else 1
     num_rows, tiles = x.shape[0] * num_inner, _tiles(width)
     output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    launch_early(
+    launch_with_pdl(
         _norm_rows,
         (cdiv(num_rows, tiles.rows),),
         x,
@@ -133,15 +133,15 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 def add_rms_norm(x: Tensor | PartialSums, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """residual += x in place, then its norm, as x.
 
-    x: [tokens, width], or parts of it; residual: [tokens, width], float32 or x's dtype; weight: [width] float32.
+    x: [tokens, width], or its partial sums; residual: [tokens, width], float32 or x's dtype; weight: [width] float32.
     """
-    added, num_parts = (x.sums, len(x.sums)) if isinstance(x, PartialSums) else (x, 0)
+    added, num_splits = (x.sums, len(x.sums)) if isinstance(x, PartialSums) else (x, 0)
     assert added.stride(-1) == residual.stride(1) == 1 and weight.is_contiguous(), (added.stride(), residual.stride())
-    assert num_parts == 0 or added.is_contiguous(), added.stride()
+    assert num_splits == 0 or added.is_contiguous(), added.stride()
     num_rows, width = residual.shape
     tiles = _tiles(width)
     output = torch.empty(num_rows, width, dtype=x.dtype, device=residual.device)
-    launch_early(
+    launch_with_pdl(
         _add_norm_rows,
         (cdiv(num_rows, tiles.rows),),
         added,
@@ -155,7 +155,7 @@ def add_rms_norm(x: Tensor | PartialSums, residual: Tensor, weight: Tensor, epsi
         WIDTH=width,
         PADDED_WIDTH=tiles.padded_width,
         ROWS=tiles.rows,
-        PARTS=num_parts,
+        SPLITS=num_splits,
         num_warps=tiles.num_warps,
     )
     return output

@@ -1,7 +1,7 @@
-"""Compiles many kernels at once. Knows not which.
+"""Precompiles the kernels of a step, many at once. Does not know which kernels there are.
 
-What is on disk is read by threads. Compiling is another matter: Triton reads Python sources with Python, which threads
-do by turns. So children of this process put what is not there yet on disk before the threads look.
+A dry run of the step finds them. Kernels on disk are loaded by threads. Compiling holds the GIL, because Triton parses
+Python sources in Python; so forked workers first put the missing kernels on disk.
 """
 
 import hashlib
@@ -19,16 +19,16 @@ from triton import AsyncCompileMode, knobs
 from triton.runtime import KernelInterface, driver
 from triton.runtime._async_compile import FutureKernel
 
-from quire.kernels.gpu.compile_workers import CompileWorkers, calling_in_children
+from quire.kernels.gpu.compile_workers import CompileWorkers, call_in_workers
 from quire.kernels.gpu.copy_blocks import copy_blocks
 from quire.kernels.gpu.launch import dry_run_launches
 from quire.kernels.interface import CompiledKernels, Finish
 
-_Compile = Callable[[], Any]  # makes a kernel of Triton's, or finds it on disk
+_Compile = Callable[[], Any]  # compiles a Triton kernel, or finds it on disk
 
 
 class _CompileQueue(Executor):
-    """Kernels to be compiled. None is before all are known."""
+    """Kernels to compile. Nothing is compiled before all are known."""
 
     def __init__(self) -> None:
         self.kernels: list[tuple[_Compile, Future[Any]]] = []
@@ -39,109 +39,111 @@ class _CompileQueue(Executor):
         return kernel
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Nobody waits any more for what was not compiled."""
+        """Cancel what was not compiled."""
         for _, kernel in self.kernels:
             if not kernel.done() and kernel.cancel():
                 kernel.set_running_or_notify_cancel()
 
 
 @contextmanager
-def compiling_launched(play: Callable[[], None], num_at_once: int) -> Iterator[Finish]:
-    """All that `play` launches, which meanwhile launches nothing. What fails is left to whoever launches in earnest.
+def compiling_launched(run_step: Callable[[], None], num_at_once: int) -> Iterator[Finish]:
+    """Compile all that `run_step` launches, in a dry run. A kernel that fails is compiled again at its real launch.
 
-    Children are at it until somebody finishes. What nobody finishes is not compiled, and nobody waits for it.
+    Workers compile from entry on; `Finish` waits for them. On exit without it, compilation is abandoned.
     """
     launched = _Launched()
     try:
-        launched.dry_run(play)
+        launched.dry_run(run_step)
         stamp = launched.stamp()
-        with _putting_on_disk(launched.wanted, 0 if os.path.exists(stamp) else num_at_once) as children:
-            yield lambda: launched.finish(children, stamp, num_at_once)
+        with _compile_in_workers(launched.queue, 0 if os.path.exists(stamp) else num_at_once) as workers:
+            yield lambda: launched.finish(workers, stamp, num_at_once)
     finally:
         launched.close()
 
 
-def compile_launched(play: Callable[[], None], num_at_once: int) -> CompiledKernels:
-    """The same, waited for at once."""
-    with compiling_launched(play, num_at_once) as finish:
+def compile_launched(run_step: Callable[[], None], num_at_once: int) -> CompiledKernels:
+    """`compiling_launched`, waited for at once."""
+    with compiling_launched(run_step, num_at_once) as finish:
         return finish()
 
 
 class _Launched:
-    """What was launched in a rehearsal, and is to be compiled."""
+    """The launches of a dry run, to be compiled."""
 
-    __slots__ = ("_errors", "_kernels", "_mode", "wanted")
+    __slots__ = ("_errors", "_kernels", "_mode", "queue")
 
     def __init__(self) -> None:
-        self.wanted = _CompileQueue()
+        self.queue = _CompileQueue()
         self._errors: list[BaseException] = []
         self._kernels: set[KernelInterface[object]] = set()
-        self._mode = AsyncCompileMode(self.wanted, ignore_errors=True)
+        self._mode = AsyncCompileMode(self.queue, ignore_errors=True)
 
-    def dry_run(self, play: Callable[[], None]) -> None:
-        copy_context().run(self._play, play)  # there alone the mode holds: whoever launches behind it is not in it
+    def dry_run(self, run_step: Callable[[], None]) -> None:
+        # In a context of its own: the compile mode must not hold for later launches of this thread.
+        copy_context().run(self._run_dry, run_step)
 
-    def _play(self, play: Callable[[], None]) -> None:
+    def _run_dry(self, run_step: Callable[[], None]) -> None:
         self._mode.__enter__()
         try:
             with dry_run_launches(self._kernels):
-                play()
-        except Exception as error:  # whatever it is, the steps themselves will meet it and be heard
+                run_step()
+        except Exception as error:  # the real step will raise it again
             self._errors.append(error)
 
     def stamp(self) -> Path:
-        """The file that says of these kernels that all are on disk; a key is all that a compilation depends on."""
+        """The file whose existence says that all these kernels are on disk. The keys cover all that a compilation
+        depends on."""
         digest = hashlib.sha256("\n".join(sorted(self._mode.future_kernels)).encode()).hexdigest()
         return Path(knobs.cache.dir, f"quire-{digest[:32]}")
 
-    def finish(self, children: CompileWorkers, stamp: Path, num_threads: int) -> CompiledKernels:
-        num_children, num_made = children.hear()
-        num_made += _make_ready(self.wanted, num_threads)
+    def finish(self, workers: CompileWorkers, stamp: Path, num_threads: int) -> CompiledKernels:
+        num_workers, num_compiled = workers.collect()
+        num_compiled += _load_all(self.queue, num_threads)
         self.close()
-        failures = [failure for _, kernel in self.wanted.kernels if (failure := kernel.exception()) is not None]
-        if num_children and not failures:
-            with suppress(OSError):  # where nothing can be written, children look again next time
+        failures = [failure for _, kernel in self.queue.kernels if (failure := kernel.exception()) is not None]
+        if num_workers and not failures:
+            with suppress(OSError):  # on a read-only cache, workers look again next time
                 stamp.touch()
-        workers = f"{num_children} processes" if num_children else f"{num_threads} threads"
-        told = tuple(map(str, self._errors + failures))
-        return CompiledKernels(len(self.wanted.kernels) - len(failures), num_made, workers, told)
+        compiled_by = f"{num_workers} processes" if num_workers else f"{num_threads} threads"
+        errors = tuple(map(str, self._errors + failures))
+        return CompiledKernels(len(self.queue.kernels) - len(failures), num_compiled, compiled_by, errors)
 
     def close(self) -> None:
-        """Twice is as good as once."""
-        self.wanted.shutdown()
+        """Idempotent."""
+        self.queue.shutdown()
         self._mode.__exit__(None, None, None)
-        _forget_unfinished(self._kernels)
+        _forget_failed(self._kernels)
 
 
-def _putting_on_disk(wanted: _CompileQueue, most_children: int) -> AbstractContextManager[CompileWorkers]:
-    """True for each that was not there, and now is. With AMD's compiler this was never tried."""
-    most_children = min(most_children, len(wanted.kernels))
-    if most_children < 2 or not hasattr(os, "fork") or torch.version.hip is not None:
-        most_children = 0
-    calls = [partial(_was_made, compile_kernel) for compile_kernel, _ in wanted.kernels]
-    return calling_in_children(calls, most_children)
+def _compile_in_workers(queue: _CompileQueue, max_workers: int) -> AbstractContextManager[CompileWorkers]:
+    """Each call returns True if it compiled a kernel that was not on disk. Not tried with AMD's compiler."""
+    max_workers = min(max_workers, len(queue.kernels))
+    if max_workers < 2 or not hasattr(os, "fork") or torch.version.hip is not None:
+        max_workers = 0
+    calls = [partial(_compile_in_worker, compile_kernel) for compile_kernel, _ in queue.kernels]
+    return call_in_workers(calls, max_workers)
 
 
-def _was_made(compile_kernel: _Compile) -> bool:
-    """In a child, which must leave the card alone: a kernel, and what launches it, which a C compiler builds."""
-    with _making() as made:
+def _compile_in_worker(compile_kernel: _Compile) -> bool:
+    """In a worker, which must not use the GPU: a kernel and its launcher, which a C compiler builds."""
+    with _record_compiled() as compiled:
         kernel = compile_kernel()
     driver.active.launcher_cls(kernel.src, kernel.metadata)
-    return bool(made)
+    return bool(compiled)
 
 
-def _make_ready(wanted: _CompileQueue, num_threads: int) -> int:
-    """How many of them were not on disk."""
-    with _making() as made, ThreadPoolExecutor(num_threads, thread_name_prefix="quire-compiling") as crew:
-        for compile_kernel, kernel in wanted.kernels:
-            crew.submit(_settle, compile_kernel, kernel)
-    return len(made)
+def _load_all(queue: _CompileQueue, num_threads: int) -> int:
+    """Load all kernels, compiling those that are not on disk; the number of these."""
+    with _record_compiled() as compiled, ThreadPoolExecutor(num_threads, thread_name_prefix="quire-compiling") as pool:
+        for compile_kernel, kernel in queue.kernels:
+            pool.submit(_compile_into, compile_kernel, kernel)
+    return len(compiled)
 
 
-def _settle(compile_kernel: _Compile, future: Future[Any]) -> None:
+def _compile_into(compile_kernel: _Compile, future: Future[Any]) -> None:
     try:
         kernel = compile_kernel()
-        _ = kernel.run  # finds or builds what launches it, and sends its code to the card
+        _ = kernel.run  # finds or builds the launcher, and loads the code onto the GPU
     except BaseException as error:
         future.set_exception(error)
     else:
@@ -149,35 +151,37 @@ def _settle(compile_kernel: _Compile, future: Future[Any]) -> None:
 
 
 @contextmanager
-def _making() -> Iterator[list[str]]:
-    """The names of kernels that meanwhile are compiled, and not found on disk."""
-    made: list[str] = []
-    other = knobs.compilation.listener
+def _record_compiled() -> Iterator[list[str]]:
+    """The names of kernels compiled meanwhile, without those found on disk."""
+    compiled: list[str] = []
+    previous = knobs.compilation.listener
 
-    def listen(**told: Any) -> None:
-        if not told["cache_hit"]:
-            made.append(told["src"].name)
-        if other is not None:
-            other(**told)
+    def listen(**event: Any) -> None:
+        if not event["cache_hit"]:
+            compiled.append(event["src"].name)
+        if previous is not None:
+            previous(**event)
 
     knobs.compilation.listener = listen
     try:
-        yield made
+        yield compiled
     finally:
-        knobs.compilation.listener = other
+        knobs.compilation.listener = previous
 
 
-def _forget_unfinished(kernels: Iterable[KernelInterface[object]]) -> None:
-    """Whoever launches one that failed has it compiled again; Triton 3.6 would remember the failure."""
+def _forget_failed(kernels: Iterable[KernelInterface[object]]) -> None:
+    """So that a later launch compiles again; Triton 3.6 would remember the failure."""
     for kernel in kernels:
-        for made, *_ in getattr(kernel, "device_caches", {}).values():
-            unfinished = [key for key, each in made.items() if isinstance(each, FutureKernel) and each.kernel is None]
+        for compiled, *_ in getattr(kernel, "device_caches", {}).values():
+            unfinished = [
+                key for key, each in compiled.items() if isinstance(each, FutureKernel) and each.kernel is None
+            ]
             for variant in unfinished:
-                del made[variant]
+                del compiled[variant]
 
 
 def compile_first() -> None:
-    """The first kernel takes a second more than others: half a gigabyte of compiler is loaded, and hashed to know which
-    it is. Meanwhile other threads run."""
+    """Compile one small kernel. The first takes a second longer than others: half a gigabyte of compiler is loaded and
+    hashed. Other threads run meanwhile."""
     block = torch.empty(1, dtype=torch.int64, device="meta")
     compile_launched(lambda: copy_blocks(torch.empty(1, 16, dtype=torch.int64, device="meta"), block, block), 1)

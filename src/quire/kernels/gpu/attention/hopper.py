@@ -1,17 +1,15 @@
-"""Attention of chunks on Hopper, in Gluon: loads, products and softmax by different warps. Bound by tensor cores.
+"""Prefill attention on Hopper, in Gluon: one persistent, warp-specialised kernel. Bound by tensor cores.
 
-A program takes tiles of 128 rows from a list, one after the other: tokens of a sequence with the query heads of one key
-head, as `work_list` cuts them. One warp loads keys and values, some tiles ahead. Four warps have one half of the rows,
-four the other: while the tensor cores add the values of one tile of keys, a half has the scores of the next and takes
-their softmax. Keys come from the last to the first, so that those which a query must not see come first. Keys that were
-gathered are a store whose pages are as large as a tile. Heads are as wide as a power of two; of narrower ones the
-queries end in zeros, so that what lies behind their keys counts for nothing. Knows nothing of sharing keys between
-programs: it is for chunks with work for every processor.
+A program takes tiles of 128 rows from a work list, one after another: tokens of a sequence with the query heads of one
+key head (`work_list`). One loader warp brings keys and values by TMA, page by page, some tiles ahead, as soon as the
+consumers release a buffer; queries too, where the query heads per key head divide half a tile. Two consumer warpgroups
+of four warps have half of the rows each: while the tensor cores multiply the values of one tile of keys (WGMMA), a
+consumer computes the online softmax of the next tile's scores. Keys go from the last to the first, so that masked tiles
+come first. Gathered keys are a store whose pages are as large as a tile. Heads are padded to a power of two: the
+queries end in zeros, so the padding of keys does not count. No split-KV: it is for chunks with work for every SM.
 
-Which tiles the programs of Hopper's attention take in their turns, and the warp of each that loads them, in Gluon.
-
-Keys and values come through the copy engine, page by page, as soon as those who compute with them have left room; so do
-queries, where a key head has as many as make whole tokens of half a tile. Knows nothing of what is computed.
+`buffers` = (q_bufs, k_bufs, v_bufs, k_pages, v_pages); `barriers` = (q_ready, q_empty, k_ready, k_empty, v_ready,
+v_empty).
 """
 
 from typing import NamedTuple
@@ -37,26 +35,26 @@ from quire.kernels.gpu.attention.prefill_schedule import (
 )
 from quire.kernels.gpu.attention.softmax_tile import LOWEST, TWICE_LOG2E, SoftmaxScale
 from quire.kernels.gpu.gluon_compat import (
-    described,
-    hyperbolic_tangent,
-    load_block,
-    reciprocal,
-    reinterpreted,
-    task_barrier,
+    rcp_approx,
+    reinterpret_shared,
+    tanh_approx,
+    tensor_descriptor,
+    tma_load,
+    warps_barrier,
 )
 from quire.kernels.gpu.launch import launch, next_power_of_2
 from quire.kernels.interface import AttentionRule
 
-HALVES = gl.constexpr(2)  # of a tile of rows: four warps compute with each
-HALF_ROWS = gl.constexpr(64)  # of a half: what a product of four warps takes
-SLAB = gl.constexpr(64)  # columns that lie together in shared memory: 128 bytes
+HALVES = gl.constexpr(2)  # of a tile of rows: one warpgroup (four warps) each
+HALF_ROWS = gl.constexpr(64)  # of a half: M of one WGMMA
+SLAB = gl.constexpr(64)  # contiguous columns in shared memory: 128 bytes
 
 
 @gluon.jit
-def taken(items, turn, total, kv_heads):
-    """The tile of rows and the key head that a program takes in its turn, and the last place of the tile; -1: nothing.
+def take_tile(items, turn, total, kv_heads):
+    """The tile of rows and the key head of a program's next turn, and the tile's last position; -1: nothing.
 
-    Forwards and backwards through the list in turn, so that lengths add up.
+    Programs go through the list alternately forwards and backwards, which balances their work.
     """
     program = gl.program_id(0)
     place = program
@@ -69,7 +67,7 @@ def taken(items, turn, total, kv_heads):
 
 @gluon.jit
 def first_key(item, window, WINDOWED: gl.constexpr):
-    """The first that any query of a tile of rows sees."""
+    """The first key visible to any query of a tile of rows."""
     key = 0
     if WINDOWED:
         key = gl.maximum(gl.load(item + FIRST_PLACE) - window + 1, 0)
@@ -78,8 +76,8 @@ def first_key(item, window, WINDOWED: gl.constexpr):
 
 @gluon.jit
 def _page_rows(table, number, first_page, last_page, page_rows, PAGES: gl.constexpr, WINDOWED: gl.constexpr):
-    """Where the pages of a tile begin in the store, from this number on. Before the first and behind the last, where
-    they may be freed, that one again: every page is some page."""
+    """First rows in the store of a tile's pages, from page `number` on. Pages before the first and behind the last may
+    be freed: the first or last page is loaded in their place."""
     rows = ()
     for page in gl.static_range(PAGES):
         wanted = gl.minimum(number + page, last_page)
@@ -96,7 +94,7 @@ def _load_tile(
     store, rows, further, column, ready, empty, pages, count,
     TILE: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr,
 ):  # fmt: skip
-    """Keys or values, as soon as their buffer is free: `further` rows behind those at which the pages begin."""
+    """TMA loads of keys or values, as soon as their buffer is free. `further`: row offset from the pages' first."""
     PAGES: gl.constexpr = TILE // PAGE
     SLABS: gl.constexpr = DIM // SLAB
     slot = count % STAGES
@@ -106,34 +104,34 @@ def _load_tile(
         for slab in gl.static_range(SLABS):
             target = pages.index((slot * SLABS + slab) * PAGES + page)
             source = [rows[page] + further, column + slab * SLAB]
-            load_block(store, source, ready.index(slot), target)
+            tma_load(store, source, ready.index(slot), target)
 
 
 @gluon.jit
 def _load_queries(query, first_token, kv_head, q_bufs, q_ready, q_empty, done, GROUP: gl.constexpr):
-    """The queries of a tile of rows, as soon as those before are done with."""
+    """TMA loads of a tile's queries, as soon as the previous ones are released."""
     for half in gl.static_range(HALVES):
         mbarrier.wait(q_empty.index(half), (done & 1) ^ 1)
         mbarrier.expect(q_ready.index(half), query.block_type.nbytes)
         source = [first_token + half * (HALF_ROWS // GROUP), kv_head * GROUP, 0]
-        load_block(query, source, q_ready.index(half), q_bufs.index(half))
+        tma_load(query, source, q_ready.index(half), q_bufs.index(half))
 
 
 @gluon.jit
-def load_tiles(
+def _loader(
     query, store, tables, items, buffers, barriers, total, kv_heads, window, table_stride, page_rows, side_rows,
     side_columns,
     TILE: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
     PAGE: gl.constexpr, WINDOWED: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """The warp that loads: for each tile of rows its queries, if they are packed, and its tiles of keys and values."""
+    """The loader warp: for each tile of rows its queries, if they are packed, and its tiles of keys and values."""
     PAGES: gl.constexpr = TILE // PAGE
     q_bufs, _, _, k_pages, v_pages = buffers
     q_ready, q_empty, k_ready, k_empty, v_ready, v_empty = barriers
     count = 0  # tiles of keys so far
     done = 0  # tiles of rows so far
     for turn in range(gl.cdiv(total, gl.num_programs(0))):
-        item, kv_head, last_place = taken(items, turn, total, kv_heads)
+        item, kv_head, last_place = take_tile(items, turn, total, kv_heads)
         if last_place >= 0:
             first_token = gl.load(item + FIRST_TOKEN)
             first = first_key(item, window, WINDOWED)
@@ -155,39 +153,39 @@ def load_tiles(
             done += 1
 
 
-_WARPS = gl.constexpr(4)  # of a half
+_WARPS = gl.constexpr(4)  # per half
 TILE_ROWS: int = HALVES.value * HALF_ROWS.value
 _SHORT_WINDOW = 512  # keys
-_REGISTERS = 168  # of each thread at the start: all that 12 warps can have. The loader gives the halves of its own
+_REGISTERS = 168  # per thread at the start: the limit for 12 warps. The loader gives some of its own to the consumers
 
 
 class _HopperTiles(NamedTuple):
-    """How the work is cut."""
+    """Tile sizes."""
 
     keys: int
-    stages: int  # tiles of keys, and as many of values, that are loaded ahead
-    loader_registers: int  # the more pages a tile has, the more
+    stages: int  # buffers for tiles of keys, and as many for values
+    loader_registers: int  # grows with the pages per tile
 
 
 def _tiles(is_paged: bool, dim: int, window: int = 0) -> _HopperTiles:
     """Measured on an H200 (docs/performance/ledger, sections 18 and 24)."""
-    if dim > 128:  # as much as has room
+    if dim > 128:  # as much as fits in shared memory
         return _HopperTiles(64, 2, 40 if is_paged else 24)
-    if 0 < window <= _SHORT_WINDOW:  # less is loaded that nobody sees
+    if 0 < window <= _SHORT_WINDOW:  # smaller tiles load fewer invisible keys
         return _HopperTiles(64, 4, 40)
     return _HopperTiles(128, 3, 40) if is_paged else _HopperTiles(128, 2, 24)
 
 
 @gluon.constexpr_function
-def _product_layout(columns):
-    """How the sums of a product [HALF_ROWS, columns] lie in the registers of a half."""
+def _mma_layout(columns):
+    """Register layout of a WGMMA accumulator [HALF_ROWS, columns]."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @gluon.jit
-def _hide(scores, at, places, window, TILE: gl.constexpr, WINDOWED: gl.constexpr):
-    """Keys that come after a query, or before its window, are not seen by it."""
-    positions = gl.expand_dims(at + gl.arange(0, TILE, layout=gl.SliceLayout(0, _product_layout(TILE))), 0)
+def _mask_scores(scores, at, places, window, TILE: gl.constexpr, WINDOWED: gl.constexpr):
+    """Causal mask, and window if there is one."""
+    positions = gl.expand_dims(at + gl.arange(0, TILE, layout=gl.SliceLayout(0, _mma_layout(TILE))), 0)
     places = gl.expand_dims(places, 1)
     seen = positions <= places
     if WINDOWED:
@@ -197,35 +195,35 @@ def _hide(scores, at, places, window, TILE: gl.constexpr, WINDOWED: gl.constexpr
 
 @gluon.jit
 def _capped(scores, cap_rate, weighted: gl.constexpr, CAPPED: gl.constexpr):
-    """The tanh of the scores, if they are capped. weighted: the type that the weights will have.
+    """tanh of the scores, if they are soft-capped. weighted: the dtype of the weights.
 
-    One instruction takes it to 2**-11 of a score, so that a weight is off by that much of its score: for scores up to 4
-    less than bfloat16 rounds it by. In float16, which rounds less, it is taken from an exponential.
+    tanh.approx has an error of 2**-11 of a score, and so has a weight: for scores up to 4 less than the rounding of
+    bfloat16. In float16, which rounds less, tanh is computed from an exponential.
     """
     if CAPPED:
         if weighted == gl.bfloat16:
-            scores = hyperbolic_tangent(scores * cap_rate)
+            scores = tanh_approx(scores * cap_rate)
         else:
-            scores = 1.0 - 2.0 * reciprocal(1.0 + gl.exp2(scores * (cap_rate * TWICE_LOG2E)))
+            scores = 1.0 - 2.0 * rcp_approx(1.0 + gl.exp2(scores * (cap_rate * TWICE_LOG2E)))
     return scores
 
 
 @gluon.jit
-def _soften(scores, rate, running_max, running_sum):
-    """The weights of a tile's keys, what older sums fade by, and the new maximum and sum."""
+def _softmax(scores, rate, running_max, running_sum):
+    """Online softmax: the weights of a tile's keys, the factor on older sums, and the new maximum and sum."""
     new_max = gl.maximum(running_max, gl.max(scores, 1) * rate)
     weights = gl.exp2(scores * rate - gl.expand_dims(new_max, 1))
-    fade = gl.exp2(running_max - new_max)
-    return weights, fade, new_max, running_sum * fade + gl.sum(weights, 1)
+    rescale = gl.exp2(running_max - new_max)
+    return weights, rescale, new_max, running_sum * rescale + gl.sum(weights, 1)
 
 
 @gluon.jit
-def _zero_unseen(
+def _zero_invalid_values(
     v_pages, v_ready, count, at, first, length,
     TILE: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr,
 ):  # fmt: skip
-    """What a page holds behind the last key may be anything, even not a number, and no weight would make it nothing.
-    The same page may lie in the places of those before the first key.
+    """A page may hold anything behind the last key, even NaN, which a weight of 0 does not cancel. The same page may
+    stand in for pages before the first key.
 
     Both halves write the same zeros: neither waits for the other.
     """
@@ -244,15 +242,15 @@ def _zero_unseen(
                 values = there.load(layout)
                 there.store(gl.where(present, values, gl.full_like(values, 0.0)))
         fence_async_shared()
-        task_barrier()
+        warps_barrier()
 
 
 @gluon.jit
-def _over_tiles(
-    queries, buffers, barriers, weights, gathered, running_max, running_sum, places, rates, window, count, begin, end,
+def _attend_tiles(
+    queries, buffers, barriers, weights, acc, running_max, running_sum, places, rates, window, count, begin, end,
     MASKED: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, WINDOWED: gl.constexpr, CAPPED: gl.constexpr,
 ):  # fmt: skip
-    """Tiles from begin down to end: the scores of each, and the values of the one before it meanwhile."""
+    """Tiles from begin down to end: the scores of each overlap the value matmul of the one before it."""
     _, k_bufs, v_bufs, _, _ = buffers
     _, _, k_ready, k_empty, v_ready, v_empty = barriers
     rate, cap_rate = rates
@@ -261,24 +259,24 @@ def _over_tiles(
         slot_before = (count - 1) % STAGES
         phase_before = ((count - 1) // STAGES) & 1
         mbarrier.wait(k_ready.index(slot), (count // STAGES) & 1)
-        zeros = gl.zeros([HALF_ROWS, TILE], gl.float32, _product_layout(TILE))
-        asked = warpgroup_mma(queries, k_bufs.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        zeros = gl.zeros([HALF_ROWS, TILE], gl.float32, _mma_layout(TILE))
+        qk = warpgroup_mma(queries, k_bufs.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
         mbarrier.wait(v_ready.index(slot_before), phase_before)
-        adding = warpgroup_mma(weights, v_bufs.index(slot_before), gathered, is_async=True)
-        scores = _capped(warpgroup_mma_wait(1, deps=[asked]), cap_rate, weights.dtype, CAPPED)
+        adding = warpgroup_mma(weights, v_bufs.index(slot_before), acc, is_async=True)
+        scores = _capped(warpgroup_mma_wait(1, deps=[qk]), cap_rate, weights.dtype, CAPPED)
         mbarrier.arrive(k_empty.index(slot), count=1)
         if MASKED:
-            scores = _hide(scores, at, places, window, TILE, WINDOWED)
-        heavy, fade, running_max, running_sum = _soften(scores, rate, running_max, running_sum)
-        fade = gl.convert_layout(fade, gl.SliceLayout(1, gathered.type.layout))
-        next_weights = gl.convert_layout(heavy.to(weights.dtype), weights.type.layout)
-        # Came true long since: nothing moves past it, so the softmax stays before the wait for the products.
+            scores = _mask_scores(scores, at, places, window, TILE, WINDOWED)
+        exp_scores, rescale, running_max, running_sum = _softmax(scores, rate, running_max, running_sum)
+        rescale = gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout))
+        next_weights = gl.convert_layout(exp_scores.to(weights.dtype), weights.type.layout)
+        # Already complete: it keeps the compiler from moving the softmax behind the wait for the matmuls.
         mbarrier.wait(v_ready.index(slot_before), phase_before)
-        gathered, weights, fade, running_sum = warpgroup_mma_wait(0, deps=[adding, next_weights, fade, running_sum])
+        acc, weights, rescale, running_sum = warpgroup_mma_wait(0, deps=[adding, next_weights, rescale, running_sum])
         mbarrier.arrive(v_empty.index(slot_before), count=1)
-        gathered = gathered * gl.expand_dims(fade, 1)
+        acc = acc * gl.expand_dims(rescale, 1)
         count += 1
-    return weights, gathered, running_max, running_sum, count
+    return weights, acc, running_max, running_sum, count
 
 
 @gluon.jit
@@ -287,51 +285,51 @@ def _attend_item(
     TILE: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr, PAGED: gl.constexpr,
     WINDOWED: gl.constexpr, CAPPED: gl.constexpr,
 ):  # fmt: skip
-    """The first tile by itself, others that end too late for some, those that all see, and those that begin before the
-    window of some. The weights of the last tile, whose values are still to be added; what was gathered until then; the
-    sums of all weights; and the count of tiles after it."""
+    """The first tile by itself, then masked tiles at the diagonal, unmasked tiles, and masked tiles at the start of the
+    window. Returns the weights of the last tile, whose values are still to be added, acc until then, the sums of all
+    weights, and the tile count."""
     _, k_bufs, _, _, v_pages = buffers
     _, _, k_ready, k_empty, v_ready, _ = barriers
     rate, cap_rate = rates
-    row_layout: gl.constexpr = gl.SliceLayout(1, _product_layout(TILE))
-    weights_layout: gl.constexpr = gl.DotOperandLayout(0, _product_layout(DIM), 2)
+    row_layout: gl.constexpr = gl.SliceLayout(1, _mma_layout(TILE))
+    weights_layout: gl.constexpr = gl.DotOperandLayout(0, _mma_layout(DIM), 2)
     last_place = gl.load(item + LAST_PLACE)
     last = last_place // TILE * TILE
     seen_first = first_key(item, window, WINDOWED)
     first = seen_first // TILE * TILE
-    edge = gl.maximum((gl.load(item + FIRST_PLACE) + 1) // TILE * TILE, first)  # before it every key has come for all
-    seen = first  # from it on every key is in the windows of all
+    edge = gl.maximum((gl.load(item + FIRST_PLACE) + 1) // TILE * TILE, first)  # before it no causal mask
+    seen = first  # from it on no window mask
     if WINDOWED:
         seen = gl.maximum(gl.maximum(last_place - window + TILE, 0) // TILE * TILE, first)
     slot = count % STAGES
     mbarrier.wait(k_ready.index(slot), (count // STAGES) & 1)
-    zeros = gl.zeros([HALF_ROWS, TILE], gl.float32, _product_layout(TILE))
-    asked = warpgroup_mma(queries, k_bufs.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    scores = _capped(warpgroup_mma_wait(0, deps=[asked]), cap_rate, k_bufs.dtype, CAPPED)
+    zeros = gl.zeros([HALF_ROWS, TILE], gl.float32, _mma_layout(TILE))
+    qk = warpgroup_mma(queries, k_bufs.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    scores = _capped(warpgroup_mma_wait(0, deps=[qk]), cap_rate, k_bufs.dtype, CAPPED)
     mbarrier.arrive(k_empty.index(slot), count=1)
-    if PAGED:  # values that were gathered end in zeros
-        _zero_unseen(v_pages, v_ready, count, last, seen_first, gl.load(item + LENGTH), TILE, DIM, STAGES, PAGE)
+    if PAGED:  # gathered values are padded with zeros
+        _zero_invalid_values(v_pages, v_ready, count, last, seen_first, gl.load(item + LENGTH), TILE, DIM, STAGES, PAGE)
     running_max = gl.full([HALF_ROWS], LOWEST, gl.float32, row_layout)
     running_sum = gl.zeros([HALF_ROWS], gl.float32, row_layout)
-    scores = _hide(scores, last, places, window, TILE, WINDOWED)
-    heavy, _, running_max, running_sum = _soften(scores, rate, running_max, running_sum)
-    weights = gl.convert_layout(heavy.to(k_bufs.dtype), weights_layout)
-    gathered = gl.zeros([HALF_ROWS, DIM], gl.float32, _product_layout(DIM))
-    weights, gathered, running_max, running_sum, count = _over_tiles(
-        queries, buffers, barriers, weights, gathered, running_max, running_sum, places, rates, window, count + 1,
+    scores = _mask_scores(scores, last, places, window, TILE, WINDOWED)
+    exp_scores, _, running_max, running_sum = _softmax(scores, rate, running_max, running_sum)
+    weights = gl.convert_layout(exp_scores.to(k_bufs.dtype), weights_layout)
+    acc = gl.zeros([HALF_ROWS, DIM], gl.float32, _mma_layout(DIM))
+    weights, acc, running_max, running_sum, count = _attend_tiles(
+        queries, buffers, barriers, weights, acc, running_max, running_sum, places, rates, window, count + 1,
         last - TILE, edge - TILE, True, TILE, STAGES, WINDOWED, CAPPED,
     )  # fmt: skip
     behind = gl.minimum(edge, last)
-    weights, gathered, running_max, running_sum, count = _over_tiles(
-        queries, buffers, barriers, weights, gathered, running_max, running_sum, places, rates, window, count,
+    weights, acc, running_max, running_sum, count = _attend_tiles(
+        queries, buffers, barriers, weights, acc, running_max, running_sum, places, rates, window, count,
         behind - TILE, seen - TILE, False, TILE, STAGES, WINDOWED, CAPPED,
     )  # fmt: skip
     if WINDOWED:
-        weights, gathered, running_max, running_sum, count = _over_tiles(
-            queries, buffers, barriers, weights, gathered, running_max, running_sum, places, rates, window, count,
+        weights, acc, running_max, running_sum, count = _attend_tiles(
+            queries, buffers, barriers, weights, acc, running_max, running_sum, places, rates, window, count,
             gl.minimum(behind, seen) - TILE, first - TILE, True, TILE, STAGES, WINDOWED, CAPPED,
         )  # fmt: skip
-    return weights, gathered, running_sum, count
+    return weights, acc, running_sum, count
 
 
 @gluon.jit
@@ -339,7 +337,7 @@ def _fetch_queries(
     query, target, first_token, first_row, kv_head, tokens_left, strides,
     GROUP: gl.constexpr, DIM: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
-    """By the half itself: the copy engine loads whole tokens, powers of two. Rows left over repeat the last token."""
+    """Query loads by the consumer itself: TMA loads only whole tokens, powers of two. Surplus rows repeat the last."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [_WARPS, 1], [1, 0])
     rows = first_row + gl.arange(0, HALF_ROWS, layout=gl.SliceLayout(1, layout))
     dims = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
@@ -348,21 +346,21 @@ def _fetch_queries(
     places = tokens.to(gl.int64) * row_stride + (kv_head * GROUP + rows % GROUP) * head_stride
     wanted = query + gl.expand_dims(places, 1) + gl.expand_dims(dims, 0)
     fetched = gl.load(wanted, mask=gl.expand_dims(dims < WIDTH, 0), other=0.0)
-    task_barrier()  # all warps have multiplied by those before
+    warps_barrier()  # all warps are done with the previous queries
     target.store(fetched)
     fence_async_shared()
-    task_barrier()
+    warps_barrier()
 
 
 @gluon.jit
-def _attend(
+def _consumer(
     query, output, items, buffers, barriers, total, kv_heads, window, query_strides, output_stride, rates,
     HALF: gl.constexpr, TILE: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, WIDTH: gl.constexpr,
     STAGES: gl.constexpr, PAGE: gl.constexpr, PAGED: gl.constexpr, WINDOWED: gl.constexpr, CAPPED: gl.constexpr,
     PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Four warps: half of the rows of each tile."""
-    out_layout: gl.constexpr = _product_layout(DIM)
+    """A consumer warpgroup: half of the rows of each tile."""
+    out_layout: gl.constexpr = _mma_layout(DIM)
     q_bufs, _, v_bufs, _, _ = buffers
     q_ready, q_empty, _, _, v_ready, v_empty = barriers
     queries = q_bufs.index(HALF)
@@ -372,7 +370,7 @@ def _attend(
     count = 0
     done = 0
     for turn in range(gl.cdiv(total, gl.num_programs(0))):
-        item, kv_head, last_place = taken(items, turn, total, kv_heads)
+        item, kv_head, last_place = take_tile(items, turn, total, kv_heads)
         if last_place >= 0:
             first_token, first_place = gl.load(item + FIRST_TOKEN), gl.load(item + FIRST_PLACE)
             tokens_left = last_place - first_place
@@ -384,9 +382,9 @@ def _attend(
                 _fetch_queries(
                     query, queries, first_token, first_row, kv_head, tokens_left, query_strides, GROUP, DIM, WIDTH
                 )
-            rows = first_row + gl.arange(0, HALF_ROWS, layout=gl.SliceLayout(1, _product_layout(TILE)))
-            places = gl.minimum(first_place + rows // GROUP, last_place)  # rows left over see what the last does
-            weights, gathered, running_sum, count = _attend_item(
+            rows = first_row + gl.arange(0, HALF_ROWS, layout=gl.SliceLayout(1, _mma_layout(TILE)))
+            places = gl.minimum(first_place + rows // GROUP, last_place)  # surplus rows repeat the last position
+            weights, acc, running_sum, count = _attend_item(
                 item, buffers, barriers, queries, places, rates, window, count,
                 TILE, DIM, STAGES, PAGE, PAGED, WINDOWED, CAPPED,
             )  # fmt: skip
@@ -394,12 +392,12 @@ def _attend(
                 mbarrier.arrive(q_empty.index(HALF), count=1)
             slot = (count - 1) % STAGES
             mbarrier.wait(v_ready.index(slot), ((count - 1) // STAGES) & 1)
-            adding = warpgroup_mma(weights, v_bufs.index(slot), gathered, is_async=True)
-            gathered = warpgroup_mma_wait(0, deps=[adding])
+            adding = warpgroup_mma(weights, v_bufs.index(slot), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[adding])
             mbarrier.arrive(v_empty.index(slot), count=1)
             done += 1
             running_sum = gl.convert_layout(running_sum, gl.SliceLayout(1, out_layout))
-            answer = (gathered / gl.expand_dims(running_sum, 1)).to(v_bufs.dtype)
+            answer = (acc / gl.expand_dims(running_sum, 1)).to(v_bufs.dtype)
             answered = first_row + gl.arange(0, HALF_ROWS, layout=gl.SliceLayout(1, out_layout))
             columns = (kv_head * GROUP + answered % GROUP) * WIDTH
             offsets = (first_token + answered // GROUP).to(gl.int64) * output_stride + columns
@@ -410,7 +408,7 @@ def _attend(
 
 @gluon.jit
 def _new_barriers(NUMBER: gl.constexpr, READY: gl.constexpr, EMPTY: gl.constexpr):
-    """For so many buffers: one that waits for what is loaded, and one for those who are done with it."""
+    """mbarriers of so many buffers: `ready` (loaded) and `empty` (released by the consumers)."""
     ready = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(NUMBER):
@@ -427,7 +425,7 @@ def _hopper_kernel(
     PAGE: gl.constexpr, WINDOWED: gl.constexpr, CAPPED: gl.constexpr, PACKED: gl.constexpr,
     REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """One program: places of the list, as its turns come. total: places times key heads."""
+    """One persistent program: its turns through the work list. total: items times key heads."""
     PAGES: gl.constexpr = STAGES * TILE // PAGE * (DIM // SLAB)
     PAGED: gl.constexpr = tables is not None
     tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, DIM], store.dtype)
@@ -438,8 +436,8 @@ def _hopper_kernel(
         q_bufs = gl.allocate_shared_memory(store.dtype, [HALVES, HALF_ROWS, DIM], tile_layout)
     k_bufs = gl.allocate_shared_memory(store.dtype, [STAGES, TILE, DIM], tile_layout)
     v_bufs = gl.allocate_shared_memory(store.dtype, [STAGES, TILE, DIM], tile_layout)
-    k_pages = reinterpreted(k_bufs, [PAGES, PAGE, SLAB], page_layout)
-    v_pages = reinterpreted(v_bufs, [PAGES, PAGE, SLAB], page_layout)
+    k_pages = reinterpret_shared(k_bufs, [PAGES, PAGE, SLAB], page_layout)
+    v_pages = reinterpret_shared(v_bufs, [PAGES, PAGE, SLAB], page_layout)
     buffers = (q_bufs, k_bufs, v_bufs, k_pages, v_pages)
     q_ready, q_empty = _new_barriers(HALVES, 1, 1)
     k_ready, k_empty = _new_barriers(STAGES, 1, HALVES)
@@ -448,22 +446,22 @@ def _hopper_kernel(
     strides, rates = (query_row_stride, query_head_stride), (rate, cap_rate)
     fence_async_shared()
     gl.warp_specialize([
-        (_attend, (query, output, items, buffers, barriers, total, kv_heads, window, strides, output_stride, rates,
+        (_consumer, (query, output, items, buffers, barriers, total, kv_heads, window, strides, output_stride, rates,
                    0, TILE, GROUP, DIM, WIDTH, STAGES, PAGE, PAGED, WINDOWED, CAPPED, PACKED)),
-        (_attend, (query, output, items, buffers, barriers, total, kv_heads, window, strides, output_stride, rates,
+        (_consumer, (query, output, items, buffers, barriers, total, kv_heads, window, strides, output_stride, rates,
                    1, TILE, GROUP, DIM, WIDTH, STAGES, PAGE, PAGED, WINDOWED, CAPPED, PACKED)),
-        (load_tiles, (query, store, tables, items, buffers, barriers, total, kv_heads, window, table_stride, page_rows,
+        (_loader, (query, store, tables, items, buffers, barriers, total, kv_heads, window, table_stride, page_rows,
                       side_rows, side_columns, TILE, GROUP, DIM, WIDTH, STAGES, PAGE, WINDOWED, PACKED)),
     ], [_WARPS, 1], [REGISTERS, LOADER_REGISTERS])  # fmt: skip
 
 
 def largest_page(dim: int, window: int) -> int:
-    """A page fits into a tile of keys."""
+    """The largest page: one tile of keys."""
     return _tiles(True, dim, window).keys
 
 
 def gathered_pages(workspace: Tensor) -> Tensor:
-    """[keys, 2, kv_heads, dim] as pages of a tile each: [tiles, 2, keys of a tile, kv_heads, dim], strided."""
+    """[keys, 2, kv_heads, dim] as pages of one tile each: [tiles, 2, tile keys, kv_heads, dim], strided."""
     pages: Tensor = workspace.unflatten(0, (-1, _tiles(False, workspace.shape[3]).keys)).transpose(1, 2)
     return pages
 
@@ -472,12 +470,12 @@ def hopper_attention(
     query: Tensor,  # [tokens, heads, dim], strided
     pages: Tensor,  # [pages, 2, page_size, kv_heads, dim], strided: a layer of the store, or gathered_pages
     tables: Tensor | None,  # [sequences, width] int32; None: one sequence, pages in order, zeros behind its last key
-    items: Tensor,  # what work_list says, with TILE_ROWS to a tile
+    items: Tensor,  # of work_list, with tiles of TILE_ROWS rows
     rule: AttentionRule,
     output: Tensor,  # [tokens, heads * dim]; tokens of no sequence are left as they are
-    num_programs: int,  # as many as run at once
+    num_programs: int,  # as many as run at once (persistent)
 ) -> None:
-    """The queries of each sequence over its keys, up to each one's own, into output."""
+    """Causal attention of each sequence's queries over its keys, into output."""
     _, heads, width = query.shape
     num_pages, _, page_size, kv_heads, _ = pages.shape
     page_stride, side_stride, slot_stride = pages.stride()[:3]
@@ -487,7 +485,7 @@ def hopper_attention(
     is_packed = HALF_ROWS.value % group == 0
     assert tiles.keys % page_size == 0, (tiles, page_size)
     assert pages.stride(3) == width and pages.stride(4) == output.stride(1) == query.stride(2) == 1
-    # Values lie whole rows behind their keys, as in the store, or in the same rows, as gathered ones do.
+    # Values are whole rows behind their keys (in the store), or in the same rows (gathered).
     side_rows, side_columns = divmod(side_stride, slot_stride)
     page_rows = page_stride // slot_stride
     num_rows = (num_pages - 1) * page_rows + side_rows + page_size
@@ -496,8 +494,8 @@ def hopper_attention(
     total = len(items) * kv_heads
     launch(
         _hopper_kernel, (min(total, num_programs),),
-        described(query, HALF_ROWS.value // group, group, dim) if is_packed else query,
-        described(flat, page_size, SLAB.value),
+        tensor_descriptor(query, HALF_ROWS.value // group, group, dim) if is_packed else query,
+        tensor_descriptor(flat, page_size, SLAB.value),
         tables, items, output, total, kv_heads, rule.window, 0 if tables is None else tables.stride(0),
         page_rows, side_rows, side_columns, query.stride(0), query.stride(1), output.stride(0),
         *SoftmaxScale.of(rule),

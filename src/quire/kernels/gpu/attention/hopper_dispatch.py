@@ -1,10 +1,10 @@
-"""Which chunks go to the kernel for Hopper, as long as it can be compiled. Knows the kernel's bounds, not its ways."""
+"""Which chunks the Hopper prefill kernel computes, as long as it compiles. Knows the kernel's limits only."""
 
 import torch
 from torch import Tensor
 
 from quire.kernels.gpu.attention.prefill_schedule import work_list
-from quire.kernels.gpu.hopper_support import hopper_processors, is_elsewhere, tell_broken
+from quire.kernels.gpu.hopper_support import hopper_num_sms, is_unrelated, log_broken
 from quire.kernels.interface import AttentionRule
 
 try:
@@ -14,32 +14,32 @@ except (ImportError, AttributeError) as error:
 else:
     _missing = ""
 
-_INSTEAD = "attention of chunks by the kernels for every card"
+_INSTEAD = "prefill attention by the portable kernels"
 _DTYPES = (torch.bfloat16, torch.float16)
-_DIMS = range(40, 257, 8)  # of 16 bytes each; narrower ones would leave most of a tile empty
-_PAGE_SIZES = (8, 16, 32, 64, 128)  # of whole rows of eight, that fill a tile of keys
-_MOST_ROWS = 1 << 31  # of the store: the copy engine counts in 32 bits
+_DIMS = range(40, 257, 8)  # multiples of 16 bytes; narrower heads would leave most of a tile empty
+_PAGE_SIZES = (8, 16, 32, 64, 128)  # multiples of eight that fill a tile of keys
+_MAX_ROWS = 1 << 31  # of the store: TMA coordinates have 32 bits
 
 
 class HopperPrefill:
-    """The kernel on one card."""
+    """The Hopper prefill kernel on one GPU."""
 
-    __slots__ = ("_is_broken", "_num_processors")
+    __slots__ = ("_is_broken", "_num_sms")
 
-    def __init__(self, num_processors: int) -> None:
-        self._num_processors = num_processors
+    def __init__(self, num_sms: int) -> None:
+        self._num_sms = num_sms
         self._is_broken = False
 
     @staticmethod
     def find() -> "HopperPrefill | None":
-        num_processors = hopper_processors(_missing, _INSTEAD)
-        return None if num_processors is None else HopperPrefill(num_processors)
+        num_sms = hopper_num_sms(_missing, _INSTEAD)
+        return None if num_sms is None else HopperPrefill(num_sms)
 
     def takes(
         self, query: Tensor, kv_layer: Tensor, rule: AttentionRule, num_tokens: int, *, gathered: bool = False
     ) -> bool:
-        """Whether the kernel is for chunks of so many tokens in all, over pages or over keys that were gathered. Where
-        they have tiles for half of the processors only, programs should share their keys: it has none that do."""
+        """Whether the kernel computes chunks of so many tokens in all, over pages or over gathered keys. With tiles for
+        only half of the SMs split-KV is faster, which this kernel does not have."""
         _, heads, dim = query.shape
         kv_heads = kv_layer.shape[3]
         group = heads // kv_heads
@@ -48,10 +48,10 @@ class HopperPrefill:
         if kv_layer.dtype != query.dtype or query.data_ptr() % 16 or not (gathered or _has_pages(kv_layer, rule)):
             return False
         num_tiles = -(-num_tokens * group // TILE_ROWS) * kv_heads
-        return 2 * num_tiles > self._num_processors
+        return 2 * num_tiles > self._num_sms
 
     def list_work(self, query: Tensor, kv_layer: Tensor, starts: Tensor, lengths: Tensor, first_token: int) -> Tensor:
-        """For every layer of a step."""
+        """The work list, for every layer of a step."""
         num_tokens, heads, _ = query.shape
         group = heads // kv_layer.shape[3]
         return work_list(starts, lengths, num_tokens - first_token, first_token, TILE_ROWS, group)
@@ -61,29 +61,29 @@ class HopperPrefill:
         query: Tensor,
         kv_layer: Tensor,
         tables: Tensor,
-        workspace: Tensor | None,  # the keys of the only sequence, if they were gathered
+        workspace: Tensor | None,  # gathered keys of the only sequence, if any
         items: Tensor,
         rule: AttentionRule,
         output: Tensor,
     ) -> bool:
-        """False: it could not be compiled, and nothing was launched; nor will anything be."""
+        """False: it does not compile; nothing was launched, and it is not tried again."""
         pages, named = (kv_layer, tables) if workspace is None else (gathered_pages(workspace), None)
         try:
-            hopper_attention(query, pages, named, items, rule, output, self._num_processors)
-        except Exception as error:  # whatever it is that this Triton does not know
-            if is_elsewhere(error):
+            hopper_attention(query, pages, named, items, rule, output, self._num_sms)
+        except Exception as error:  # any incompatibility of this Triton
+            if is_unrelated(error):
                 raise
             self._is_broken = True
-            tell_broken(error, _INSTEAD)
+            log_broken(error, _INSTEAD)
         return not self._is_broken
 
 
 def _has_pages(kv_layer: Tensor, rule: AttentionRule) -> bool:
-    """Whether blocks fill tiles of keys, and keys are rows at equal distances, as the copy engine wants them."""
+    """Whether blocks fill tiles of keys and keys are rows at equal strides, as TMA needs."""
     _, _, block_size, _, dim = kv_layer.shape
     if block_size not in _PAGE_SIZES or block_size > largest_page(dim, rule.window):
         return False
     block_stride, side_stride, slot_stride, head_stride, _ = kv_layer.stride()
     whole_rows = block_stride % slot_stride == 0 and side_stride % slot_stride == 0
     is_aligned = kv_layer.data_ptr() % 16 == 0 and head_stride == kv_layer.shape[4]
-    return whole_rows and is_aligned and len(kv_layer) * (block_stride // slot_stride) < _MOST_ROWS
+    return whole_rows and is_aligned and len(kv_layer) * (block_stride // slot_stride) < _MAX_ROWS

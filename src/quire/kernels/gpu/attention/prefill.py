@@ -1,9 +1,9 @@
-"""Attention of many new tokens per sequence over its pages, its own keys among them. Bound by tensor cores.
+"""Prefill attention: many new tokens per sequence over the paged store, causal, online softmax. Bound by tensor cores.
 
-A program takes some tokens of one sequence with all query heads of one key head: packed, they fill a tile of rows even
-when tokens are few, and the diagonal wastes little. Where that makes too few programs for the card, several share the
-keys of a tile. The grid follows from host integers: every sequence has room for one tile more than its tokens could
-need, and a program finds its sequence itself. Knows nothing of writing keys.
+One program: some tokens of one sequence with all query heads of one key head. Packed like this they fill a tile of rows
+even when tokens are few, and little is wasted on the diagonal. Where that makes too few programs for the GPU, several
+share the keys of a tile (split-KV). The grid follows from host integers: every sequence has one tile more than its
+tokens could need, and a program finds its sequence itself. Knows nothing of writing keys.
 """
 
 from typing import NamedTuple
@@ -18,54 +18,54 @@ from quire.kernels.gpu.attention.softmax_tile import (
     SoftmaxScale,
     block_ids,
     block_start,
-    divided,
-    fold,
     key_offsets,
     load_rows,
-    score,
+    normalize,
+    online_softmax_update,
+    qk_scores,
 )
 from quire.kernels.gpu.attention.split_merge import (
-    FEWEST_STAGES,
+    MIN_STAGES,
     SplitScratch,
     attention_bytes,
     is_last,
-    merge_parts,
-    shared_room,
-    store_part,
+    merge_partials,
+    shared_memory_budget,
+    store_partial,
 )
 from quire.kernels.gpu.launch import launch, next_power_of_2
 from quire.kernels.interface import AttentionRule
 
-_SMALLEST_DOT = 16  # rows a tensor core takes
+_SMALLEST_DOT = 16  # minimum rows of a tensor-core matmul
 _SEARCHED_AT_ONCE = 64  # sequences
-_PROGRAMS_PER_PROCESSOR = 2  # as many as have room; with more, the last wait for a turn of their own
-_FEWEST_SHARED = 256  # keys that are worth a program
-_MOST_SPLITS = 16
-_USUAL_ROWS = 64  # of a tile, where it is not larger for a reason
+_PROGRAMS_PER_SM = 2  # as many as fit; with more, the last run in a wave of their own
+_MIN_SHARED = 256  # keys per split at least
+_MAX_SPLITS = 16
+_USUAL_ROWS = 64  # of a tile
 
 
 class PrefillTiles(NamedTuple):
-    """How the work is cut. The defaults come from `_tiles`; others are for measuring and testing."""
+    """Tile sizes. The defaults come from `_tiles`; others are for measuring and testing."""
 
     rows: int  # (token, query head) pairs
     keys: int
     warps: int
     stages: int
-    splits: int = 1  # programs that share the keys of a tile, at the most
-    min_tiles: int = 1  # of keys that a program takes at the least
+    splits: int = 1  # the most split-KV programs of a tile
+    min_tiles: int = 1  # the fewest key tiles of a program
 
 
-def _tiles(num_tokens: int, group: int, dim: int, element_bytes: int, room: int) -> PrefillTiles:
-    """For so many tokens of a sequence. A tile has at least one token with all query heads of a key head.
+def _tiles(num_tokens: int, group: int, dim: int, element_bytes: int, budget: int) -> PrefillTiles:
+    """For so many tokens per sequence. A tile has at least one token with all query heads of a key head.
 
-    The tiles that were measured, or smaller ones where they do not fit into so many bytes of shared memory.
+    The measured tiles, or smaller ones where those exceed the shared-memory budget.
     """
     fewest = max(_SMALLEST_DOT, next_power_of_2(group))
     measured = _measured_tiles(num_tokens, group, fewest, dim, element_bytes)
     rows = max(fewest, min(_USUAL_ROWS, measured.rows))
     warps = measured.warps if rows == measured.rows else 4
-    smaller = [PrefillTiles(rows, keys, warps, FEWEST_STAGES) for keys in (64, 32, 16) if keys <= measured.keys]
-    fitting = (tiles for tiles in (measured, *smaller) if _shared_bytes(tiles, dim, element_bytes) <= room)
+    smaller = [PrefillTiles(rows, keys, warps, MIN_STAGES) for keys in (64, 32, 16) if keys <= measured.keys]
+    fitting = (tiles for tiles in (measured, *smaller) if _shared_bytes(tiles, dim, element_bytes) <= budget)
     return next(fitting, smaller[-1])
 
 
@@ -78,7 +78,7 @@ def _measured_tiles(num_tokens: int, group: int, fewest: int, dim: int, element_
     """`fewest`: rows. On an H200 with heads of 128 (docs/performance/ledger): two programs of 64 rows beat one of
     128."""
     rows = max(fewest, min(_USUAL_ROWS if dim <= 128 else 128, next_power_of_2(num_tokens * group)))
-    if element_bytes > 2:  # no tensor cores: only right, not fast
+    if element_bytes > 2:  # no tensor cores: correct, not fast
         return PrefillTiles(max(fewest, min(rows, 32)), 32 if dim <= 128 else 16, 8, 2)
     if rows >= 128:
         return PrefillTiles(rows, 64, 8, 2)
@@ -87,7 +87,7 @@ def _measured_tiles(num_tokens: int, group: int, fewest: int, dim: int, element_
 
 @triton.jit
 def _find_sequence(query_starts, first_token, num_sequences, tile, TOKENS: tl.constexpr, AT_ONCE: tl.constexpr):
-    """The last sequence whose tiles begin at or before this one. They begin at start // TOKENS + sequence."""
+    """The last sequence whose tiles start at or before this one. They start at start // TOKENS + sequence."""
     found = -1
     for start in range(0, num_sequences, AT_ONCE):
         sequences = start + tl.arange(0, AT_ONCE)
@@ -98,13 +98,13 @@ def _find_sequence(query_starts, first_token, num_sequences, tile, TOKENS: tl.co
 
 
 @triton.jit
-def _over_keys(
+def _attend_keys(
     queries, places, keys, table, begin, end, num_keys, window, dims, rate, cap_rate,
-    block_stride, side_stride, slot_stride, gathered, running_max, running_sum,
+    block_stride, side_stride, slot_stride, acc, running_max, running_sum,
     TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr,
     MASKED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Whole tiles from begin on; places: [rows], each query's position; num_keys: how many the last of them sees.
+    """Whole tiles from begin on; places: [rows], each query's position; num_keys: visible to the last query.
     Unmasked if every query sees every key."""
     CHECKED: tl.constexpr = MASKED or dims.shape[0] != DIM
     in_tile = tl.arange(0, TILE)
@@ -113,16 +113,16 @@ def _over_keys(
         positions = start + in_tile
         inside = positions < num_keys
         offsets = key_offsets(blocks, start, in_tile, block_stride, slot_stride, BLOCK_SIZE)
-        blocks = block_ids(table, start + TILE, in_tile, num_keys, BLOCK_SIZE)  # one tile ahead: keys wait for no table
-        scores = score(queries, load_rows(keys, offsets, inside, dims, DIM, CHECKED), cap_rate, CAPPED)
+        blocks = block_ids(table, start + TILE, in_tile, num_keys, BLOCK_SIZE)  # prefetched: keys wait for no table
+        scores = qk_scores(queries, load_rows(keys, offsets, inside, dims, DIM, CHECKED), cap_rate, CAPPED)
         if MASKED:
             visible = positions[None, :] <= places[:, None]
             if WINDOWED:
                 visible = visible & (places[:, None] - positions[None, :] < window)
             scores = tl.where(visible, scores, float("-inf"))
         values = load_rows(keys + side_stride, offsets, inside, dims, DIM, CHECKED).to(queries.dtype)
-        gathered, running_max, running_sum = fold(scores, values, rate, gathered, running_max, running_sum)
-    return gathered, running_max, running_sum
+        acc, running_max, running_sum = online_softmax_update(scores, values, rate, acc, running_max, running_sum)
+    return acc, running_max, running_sum
 
 
 @triton.jit
@@ -131,51 +131,51 @@ def _attend_tile(
     block_stride, side_stride, slot_stride,
     TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Over the keys [begin, stop) as far as they see them: masked where a window begins, unmasked, masked along the
-    diagonal. What was gathered, and the running maximum and sum of the weights."""
+    """Over the visible keys of [begin, stop): masked at the start of a window, unmasked, masked along the diagonal.
+    Returns (acc, running maximum, running sum)."""
     running_max = tl.full([queries.shape[0]], LOWEST, tl.float32)
     running_sum = tl.zeros([queries.shape[0]], tl.float32)
-    gathered = tl.zeros([queries.shape[0], dims.shape[0]], tl.float32)
+    acc = tl.zeros([queries.shape[0], dims.shape[0]], tl.float32)
     num_keys = last_place + 1
     body = begin
-    if WINDOWED:  # nobody shares: all keys that are seen
+    if WINDOWED:  # no split-KV: all visible keys
         first_key = block_start(tl.maximum(first_place - window + 1, 0), TILE, BLOCK_SIZE)
-        hidden = tl.maximum(last_place - window + 1 - first_key, 0)  # keys that not every query sees any more
+        hidden = tl.maximum(last_place - window + 1 - first_key, 0)  # keys outside the window of some query
         body = first_key + tl.cdiv(hidden, TILE) * TILE
-        gathered, running_max, running_sum = _over_keys(
+        acc, running_max, running_sum = _attend_keys(
             queries, places, keys, table, first_key, tl.minimum(body, num_keys), num_keys, window, dims, rate, cap_rate,
-            block_stride, side_stride, slot_stride, gathered, running_max, running_sum,
+            block_stride, side_stride, slot_stride, acc, running_max, running_sum,
             TILE, BLOCK_SIZE, DIM, True, True, CAPPED,
         )  # fmt: skip
     edge = tl.minimum(body + tl.maximum(first_place + 1 - body, 0) // TILE * TILE, stop)
-    gathered, running_max, running_sum = _over_keys(
+    acc, running_max, running_sum = _attend_keys(
         queries, places, keys, table, body, edge, num_keys, window, dims, rate, cap_rate,
-        block_stride, side_stride, slot_stride, gathered, running_max, running_sum,
+        block_stride, side_stride, slot_stride, acc, running_max, running_sum,
         TILE, BLOCK_SIZE, DIM, False, WINDOWED, CAPPED,
     )  # fmt: skip
-    gathered, running_max, running_sum = _over_keys(
+    acc, running_max, running_sum = _attend_keys(
         queries, places, keys, table, edge, stop, num_keys, window, dims, rate, cap_rate,
-        block_stride, side_stride, slot_stride, gathered, running_max, running_sum,
+        block_stride, side_stride, slot_stride, acc, running_max, running_sum,
         TILE, BLOCK_SIZE, DIM, True, WINDOWED, CAPPED,
     )  # fmt: skip
-    return gathered, running_max, running_sum
+    return acc, running_max, running_sum
 
 
 @triton.jit(
     do_not_specialize=["first_token", "num_sequences", "table_stride", "window", "min_tiles", "max_splits"],
     do_not_specialize_on_alignment=["tables", "query_starts", "context_lengths"],
 )
-def _chunk_kernel(
-    query, store, tables, query_starts, context_lengths, output, parts, maxima, sums, arrivals,
+def _prefill_kernel(
+    query, store, tables, query_starts, context_lengths, output, partials, maxima, sums, arrivals,
     first_token, num_sequences, query_row_stride, query_head_stride, block_stride, side_stride, slot_stride,
     head_stride, table_stride, output_stride, window, rate, cap_rate, min_tiles, max_splits,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
     KV_HEADS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """One program: TOKENS tokens of a sequence, a key head with its GROUP of query heads, and a share of the keys."""
+    """One program: TOKENS tokens of a sequence, a key head with its GROUP of query heads, and one split of the keys."""
     kv_head = tl.program_id(0) % KV_HEADS
-    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // KV_HEADS  # the last tokens of a sequence see most: first
+    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // KV_HEADS  # the last tokens have most keys: scheduled first
     sequence = _find_sequence(query_starts, first_token, num_sequences, tile, TOKENS, AT_ONCE)
     start = tl.load(query_starts + sequence)
     num_queries = tl.load(query_starts + sequence + 1) - start
@@ -196,12 +196,12 @@ def _chunk_kernel(
 
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, DIM_PADDED)
-    queries_of_rows = tl.minimum(first_query + rows // GROUP, last_query)  # rows left over repeat the last
+    queries_of_rows = tl.minimum(first_query + rows // GROUP, last_query)  # surplus rows repeat the last
     tokens = (start + queries_of_rows).to(tl.int64)
     heads = kv_head * GROUP + rows % GROUP
-    wanted = tokens[:, None] * query_row_stride + heads[:, None] * query_head_stride + dims[None, :]
-    queries = tl.load(query + wanted, mask=dims[None, :] < DIM, other=0.0)
-    gathered, running_max, running_sum = _attend_tile(
+    query_offsets = tokens[:, None] * query_row_stride + heads[:, None] * query_head_stride + dims[None, :]
+    queries = tl.load(query + query_offsets, mask=dims[None, :] < DIM, other=0.0)
+    acc, running_max, running_sum = _attend_tile(
         queries, num_before + queries_of_rows, num_before + first_query, num_before + last_query, begin, stop,
         store + kv_head * head_stride, tables + sequence * table_stride, window, dims, rate, cap_rate,
         block_stride, side_stride, slot_stride, TILE, BLOCK_SIZE, DIM, WINDOWED, CAPPED,
@@ -209,34 +209,36 @@ def _chunk_kernel(
     own = (first_query + rows // GROUP <= last_query)[:, None] & (dims[None, :] < DIM)
     targets = output + tokens[:, None] * output_stride + heads[:, None] * DIM + dims[None, :]
     if num_splits == 1:
-        tl.store(targets, divided(gathered, running_sum).to(output.dtype.element_ty), mask=own)
+        tl.store(targets, normalize(acc, running_sum).to(output.dtype.element_ty), mask=own)
     else:
         pair = tile * KV_HEADS + kv_head
-        first_part = pair * max_splits * ROWS
-        own_part = first_part + tl.program_id(1) * ROWS
-        store_part(parts, maxima, sums, own_part, gathered, running_max, running_sum, rows, dims, ROWS, DIM)
+        first_partial = pair * max_splits * ROWS
+        own_partial = first_partial + tl.program_id(1) * ROWS
+        store_partial(partials, maxima, sums, own_partial, acc, running_max, running_sum, rows, dims, ROWS, DIM)
         if is_last(arrivals + pair, num_splits):
-            merged = merge_parts(parts, maxima, sums, first_part, num_splits, rows, dims, 1, ROWS, DIM)
+            merged = merge_partials(partials, maxima, sums, first_partial, num_splits, rows, dims, 1, ROWS, DIM)
             tl.store(targets, merged.to(output.dtype.element_ty), mask=own)
 
 
-def chunk_tiles(query: Tensor, kv_layer: Tensor, tables: Tensor, rule: AttentionRule, first_token: int) -> PrefillTiles:
-    """How these chunks would be cut: for whoever provides the scratch."""
+def prefill_tiles(
+    query: Tensor, kv_layer: Tensor, tables: Tensor, rule: AttentionRule, first_token: int
+) -> PrefillTiles:
+    """Tile sizes for these chunks; the scratch is sized by them."""
     num_tokens, heads, dim = query.shape
     _, _, block_size, kv_heads, _ = kv_layer.shape
     group, num_tokens = heads // kv_heads, num_tokens - first_token
-    tiles = _tiles(-(-num_tokens // len(tables)), group, dim, kv_layer.element_size(), shared_room())
-    if rule.window or not query.is_cuda:  # a window bounds the keys; the interpreter has one processor
+    tiles = _tiles(-(-num_tokens // len(tables)), group, dim, kv_layer.element_size(), shared_memory_budget())
+    if rule.window or not query.is_cuda:  # a window bounds the keys; the interpreter runs one program at a time
         return tiles
-    processors = torch.cuda.get_device_properties(query.device).multi_processor_count
+    num_sms = torch.cuda.get_device_properties(query.device).multi_processor_count
     programs = -(-num_tokens * group // tiles.rows) * kv_heads
-    min_tiles = -(-_FEWEST_SHARED // tiles.keys)
+    min_tiles = -(-_MIN_SHARED // tiles.keys)
     most = -(-tables.shape[1] * block_size // (min_tiles * tiles.keys))
-    splits = min(_PROGRAMS_PER_PROCESSOR * processors // programs, most, _MOST_SPLITS)
+    splits = min(_PROGRAMS_PER_SM * num_sms // programs, most, _MAX_SPLITS)
     return tiles._replace(splits=max(splits, 1), min_tiles=min_tiles)
 
 
-def chunk_scratch(
+def prefill_scratch(
     query: Tensor, kv_heads: int, num_sequences: int, tiles: PrefillTiles, first_token: int
 ) -> SplitScratch:
     num_tokens, heads, dim = query.shape
@@ -249,7 +251,7 @@ def _num_tiles(num_tokens: int, num_sequences: int, tiles: PrefillTiles, group: 
     return num_tokens // (tiles.rows // group) + num_sequences
 
 
-def chunk_attention(
+def prefill_attention(
     query: Tensor,  # [tokens, heads, dim], strided
     kv_layer: Tensor,  # [blocks, 2, block_size, kv_heads, dim], strided
     tables: Tensor,  # [sequences, width] int32
@@ -258,27 +260,27 @@ def chunk_attention(
     rule: AttentionRule,
     output: Tensor,  # [tokens, heads * dim]; tokens of no sequence are left as they are
     first_token: int = 0,  # query_starts[0], as the host knows it
-    scratch: SplitScratch | None = None,  # if programs share keys
+    scratch: SplitScratch | None = None,  # for split-KV
     tiles: PrefillTiles | None = None,
 ) -> None:
-    """The queries of each sequence over its keys, up to each one's own, into output."""
+    """Causal attention of each sequence's queries over its keys, into output."""
     num_tokens, heads, dim = query.shape
     num_sequences = len(context_lengths)
     _, _, block_size, kv_heads, _ = kv_layer.shape
     assert query.stride(2) == kv_layer.stride(4) == tables.stride(1) == output.stride(1) == 1
     group = heads // kv_heads
-    tiles = tiles or chunk_tiles(query, kv_layer, tables, rule, first_token)
+    tiles = tiles or prefill_tiles(query, kv_layer, tables, rule, first_token)
     tokens_per_tile = tiles.rows // group
     assert tokens_per_tile > 0 and (tiles.splits == 1 or not rule.window), (tiles, group)
-    shares = (output,) * 4  # read by nobody
+    scratch_tensors = (output,) * 4  # not read
     if tiles.splits > 1:
-        scratch = scratch or chunk_scratch(query, kv_heads, num_sequences, tiles, first_token)
-        shares = (scratch.parts, scratch.maxima, scratch.sums, scratch.arrivals)
+        scratch = scratch or prefill_scratch(query, kv_heads, num_sequences, tiles, first_token)
+        scratch_tensors = (scratch.partials, scratch.maxima, scratch.sums, scratch.arrivals)
     rates = SoftmaxScale.of(rule)
     num_tiles = _num_tiles(num_tokens - first_token, num_sequences, tiles, group)
-    launch(  # the second direction of a grid has room for 65,535 programs: tiles may be more
-        _chunk_kernel, (num_tiles * kv_heads, tiles.splits),
-        query, kv_layer, tables, query_starts, context_lengths, output, *shares,
+    launch(  # tiles on the first axis: the second axis of a grid is limited to 65,535
+        _prefill_kernel, (num_tiles * kv_heads, tiles.splits),
+        query, kv_layer, tables, query_starts, context_lengths, output, *scratch_tensors,
         first_token, num_sequences, query.stride(0), query.stride(1), *kv_layer.stride()[:4],
         tables.stride(0), output.stride(0), rule.window, rates.rate, rates.cap_rate, tiles.min_tiles, tiles.splits,
         ROWS=tiles.rows, TOKENS=tokens_per_tile, TILE=tiles.keys, AT_ONCE=_SEARCHED_AT_ONCE,

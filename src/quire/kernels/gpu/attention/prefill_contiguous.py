@@ -1,12 +1,8 @@
-"""Attention of one long chunk over keys that were gathered into one run: tiles come through the copy engine.
+"""Prefill of one long chunk over contiguous keys: its pages are gathered into one run, then tiles are loaded by TMA.
 
-The same result as chunk attention over pages, for chunks so long that copying the keys first costs little beside the
-products. One sequence at a time, head dims that are powers of two, no window: early pages must still be there. Knows
-nothing of pages itself.
-
-Copies the pages of one sequence into one run of keys, which the copy engine can then read a tile at a time.
-
-Knows nothing of queries. Up to the next multiple of TILE_KEYS the run ends in zeros, so that no tile shows old values.
+The same result as prefill over pages, for chunks so long that gathering costs little beside the matmuls. One sequence
+at a time, head dims that are powers of two, no window (all early pages must still be there). The run is padded with
+zeros to the next multiple of TILE_KEYS, so that no tile shows old values.
 """
 
 import triton
@@ -15,21 +11,29 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.kernels.gpu.attention.prefill import PrefillTiles
-from quire.kernels.gpu.attention.softmax_tile import LOWEST, SoftmaxScale, block_ids, divided, fold, key_offsets, score
-from quire.kernels.gpu.attention.split_merge import attention_bytes, shared_room
+from quire.kernels.gpu.attention.softmax_tile import (
+    LOWEST,
+    SoftmaxScale,
+    block_ids,
+    key_offsets,
+    normalize,
+    online_softmax_update,
+    qk_scores,
+)
+from quire.kernels.gpu.attention.split_merge import attention_bytes, shared_memory_budget
 from quire.kernels.gpu.launch import launch, next_power_of_2
 from quire.kernels.interface import AttentionRule
 
-_NARROWEST = 16  # heads that the copy engine brings
-_ROWS = 128  # of a tile
+_NARROWEST = 16  # head dim that TMA loads
+_ROWS = 128  # per tile
 
 
 def is_gatherable(dim: int, group: int, element_bytes: int) -> bool:
-    """Whether it is for such heads, `group` of them to a key head, and has room on this card."""
+    """Whether it supports such heads, `group` query heads per key head, within the shared-memory budget."""
     if not (_NARROWEST <= dim == next_power_of_2(dim) and group <= _ROWS and element_bytes == 2):
         return False
     tiles = _tiles(dim)
-    return attention_bytes(tiles.rows, tiles.keys, dim, element_bytes, tiles.stages) <= shared_room()
+    return attention_bytes(tiles.rows, tiles.keys, dim, element_bytes, tiles.stages) <= shared_memory_budget()
 
 
 def _tiles(dim: int) -> PrefillTiles:
@@ -38,19 +42,19 @@ def _tiles(dim: int) -> PrefillTiles:
 
 
 @triton.jit
-def _over_run(
-    queries, places, run, key_column, value_column, begin, end, rate, cap_rate, gathered, running_max, running_sum,
+def _attend_run(
+    queries, places, run, key_column, value_column, begin, end, rate, cap_rate, acc, running_max, running_sum,
     TILE: tl.constexpr, MASKED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Whole tiles from begin on; places: [rows], each query's position. Unmasked if every query sees every key."""
     for start in range(begin, end, TILE):
-        scores = score(queries, run.load([start, key_column]), cap_rate, CAPPED)
+        scores = qk_scores(queries, run.load([start, key_column]), cap_rate, CAPPED)
         if MASKED:
             positions = start + tl.arange(0, TILE)
             scores = tl.where(positions[None, :] <= places[:, None], scores, float("-inf"))
         values = run.load([start, value_column]).to(queries.dtype)
-        gathered, running_max, running_sum = fold(scores, values, rate, gathered, running_max, running_sum)
-    return gathered, running_max, running_sum
+        acc, running_max, running_sum = online_softmax_update(scores, values, rate, acc, running_max, running_sum)
+    return acc, running_max, running_sum
 
 
 @triton.jit(do_not_specialize_on_alignment=["query_starts", "context_length"])
@@ -62,7 +66,7 @@ def _gathered_kernel(
 ):  # fmt: skip
     """One program: TOKENS tokens, and a key head with its GROUP of query heads."""
     kv_head = tl.program_id(0) % KV_HEADS
-    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // KV_HEADS  # the last tokens see most: they begin first
+    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // KV_HEADS  # the last tokens have most keys: scheduled first
     first_query = tile * TOKENS
     start = tl.load(query_starts)
     num_queries = tl.load(query_starts + 1) - start
@@ -73,39 +77,39 @@ def _gathered_kernel(
 
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, DIM)
-    queries_of_rows = tl.minimum(first_query + rows // GROUP, last_query)  # rows left over repeat the last
+    queries_of_rows = tl.minimum(first_query + rows // GROUP, last_query)  # surplus rows repeat the last
     tokens = (start + queries_of_rows).to(tl.int64)
     heads = kv_head * GROUP + rows % GROUP
     queries = tl.load(query + tokens[:, None] * query_row_stride + heads[:, None] * query_head_stride + dims[None, :])
     places = num_before + queries_of_rows
     key_column, value_column = kv_head * DIM, (KV_HEADS + kv_head) * DIM
-    gathered = tl.zeros([ROWS, DIM], tl.float32)
+    acc = tl.zeros([ROWS, DIM], tl.float32)
     running_max = tl.full([ROWS], LOWEST, tl.float32)
     running_sum = tl.zeros([ROWS], tl.float32)
-    edge = (num_before + first_query + 1) // TILE * TILE  # before it no query meets a key later than itself
-    gathered, running_max, running_sum = _over_run(
+    edge = (num_before + first_query + 1) // TILE * TILE  # before it no mask is needed
+    acc, running_max, running_sum = _attend_run(
         queries, places, run, key_column, value_column, 0, edge, rate, cap_rate,
-        gathered, running_max, running_sum, TILE, False, CAPPED,
+        acc, running_max, running_sum, TILE, False, CAPPED,
     )  # fmt: skip
-    gathered, running_max, running_sum = _over_run(
+    acc, running_max, running_sum = _attend_run(
         queries, places, run, key_column, value_column, edge, num_before + last_query + 1, rate, cap_rate,
-        gathered, running_max, running_sum, TILE, True, CAPPED,
+        acc, running_max, running_sum, TILE, True, CAPPED,
     )  # fmt: skip
-    answer = divided(gathered, running_sum).to(output.dtype.element_ty)
+    answer = normalize(acc, running_sum).to(output.dtype.element_ty)
     targets = output + tokens[:, None] * output_stride + heads[:, None] * DIM + dims[None, :]
     tl.store(targets, answer, mask=(first_query + rows // GROUP <= last_query)[:, None])
 
 
 def gathered_attention(
     query: Tensor,  # [tokens, heads, dim], strided
-    workspace: Tensor,  # [keys, 2, kv_heads, dim], as gather_context left it
+    workspace: Tensor,  # [keys, 2, kv_heads, dim], of gather_context
     query_starts: Tensor,  # [2] int32: the sequence has tokens query_starts[0] to query_starts[1]
     context_length: Tensor,  # [1] int32
     rule: AttentionRule,
     output: Tensor,  # [tokens, heads * dim]; other tokens are left as they are
     tiles: PrefillTiles | None = None,
 ) -> None:
-    """The queries of one sequence over its gathered keys, up to each one's own, into output."""
+    """Causal attention of one sequence's queries over its gathered keys, into output."""
     num_tokens, heads, dim = query.shape
     kv_heads = workspace.shape[2]
     assert _NARROWEST <= dim == next_power_of_2(dim), dim
@@ -126,9 +130,9 @@ def gathered_attention(
     )  # fmt: skip
 
 
-TILE_KEYS = 128  # the largest tile that may be read from the workspace
-_COPIED_KEYS = 16  # by a program, and of one side
-_MOST_BYTES = 1 << 28  # that a copy may take
+TILE_KEYS = 128  # the largest tile read from the workspace
+_COPIED_KEYS = 16  # per program, of keys or of values
+_MAX_BYTES = 1 << 28  # of the workspace
 
 
 @triton.jit(do_not_specialize_on_alignment=["table", "context_length"])
@@ -136,7 +140,7 @@ def _gather_kernel(
     store, table, context_length, workspace, block_stride, side_stride, slot_stride,
     KEYS: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """One program: one side of KEYS keys, all heads: WIDTH elements that lie together in the store too."""
+    """One program: keys or values of KEYS positions, all heads: WIDTH elements, contiguous in the store too."""
     start, side = tl.program_id(0) * KEYS, tl.program_id(1)
     length = tl.load(context_length)
     if start >= tl.cdiv(length, TILE) * TILE:
@@ -172,7 +176,7 @@ def gather_context(
 
 
 class ContextCopy:
-    """The keys and values of one sequence, one behind the other. What holds them serves every layer of a step."""
+    """Contiguous copy of one sequence's keys and values. One workspace serves every layer of a step."""
 
     __slots__ = ("_workspace",)
 
@@ -181,9 +185,9 @@ class ContextCopy:
 
     @staticmethod
     def fits(kv_layer: Tensor, table: Tensor) -> bool:
-        """Whether all that the table can name is little enough to be copied."""
+        """Whether the largest context of this table fits in the workspace limit."""
         num_keys = len(table) * kv_layer.shape[2]
-        return 2 * num_keys * kv_layer.stride(2) * kv_layer.element_size() <= _MOST_BYTES
+        return 2 * num_keys * kv_layer.stride(2) * kv_layer.element_size() <= _MAX_BYTES
 
     def gather(self, kv_layer: Tensor, table: Tensor, context_length: Tensor) -> Tensor:
         """[keys, 2, kv_heads, dim]."""

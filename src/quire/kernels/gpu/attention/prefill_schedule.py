@@ -1,10 +1,9 @@
-"""Which tiles of rows the chunks of a step make, those with most keys first. One launch a step, for every layer.
+"""Work list of prefill tiles, those with most keys first. One launch a step, for every layer.
 
-A row is a token with one query head of a key head; the rows of a sequence lie token by token, and a tile may begin and
-end between the heads of one. For kernels whose programs take one tile after the other: dealt out from the longest on,
-all programs end at about the same time. Knows lengths and nothing of what is done with a tile. Every sequence has room
-for one tile more than its rows could need, so that the room follows from host integers alone; places that nobody needs
-lie at the end.
+A row is a (token, query head) pair of one key head; the rows of a sequence are ordered by token, and a tile may start
+and end between the heads of a token. For persistent kernels whose programs take one tile after another: with the
+longest first, all programs end at about the same time. The capacity follows from host integers: every sequence has one
+tile more than its rows could need; unused entries are last. Knows lengths, not what is done with a tile.
 """
 
 import torch
@@ -12,19 +11,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.gpu.launch import cdiv, launch, to_be_filled
+from quire.kernels.gpu.launch import cdiv, launch, new_index_tensor
 
-# Of an item, int32 each:
-FIRST_TOKEN = tl.constexpr(0)  # among the step's tokens
+# Fields of an item, int32 each:
+FIRST_TOKEN = tl.constexpr(0)  # index in the step
 FIRST_PLACE = tl.constexpr(1)  # position of its first token in the sequence
-LAST_PLACE = tl.constexpr(2)  # of its last token; -1: no tile
+LAST_PLACE = tl.constexpr(2)  # position of its last token; -1: unused entry
 SEQUENCE = tl.constexpr(3)
 LENGTH = tl.constexpr(4)  # keys of the sequence
-FIRST_HEAD = tl.constexpr(5)  # of its first token: heads before it are another tile's
+FIRST_HEAD = tl.constexpr(5)  # of its first token: earlier heads belong to another tile
 NUM_FIELDS = tl.constexpr(6)
 
-_TILES = 16  # of a program
-_AT_ONCE = 64  # that they are compared with
+_TILES = 16  # per program
+_AT_ONCE = 64  # tiles they are compared with
 _SEARCHED_AT_ONCE = 64  # sequences
 _NUM_WARPS = 4
 
@@ -33,7 +32,7 @@ _NUM_WARPS = 4
 def _sequences_of(
     tiles, query_starts, first_token, num_sequences, ROWS: tl.constexpr, GROUP: tl.constexpr, AT_ONCE: tl.constexpr
 ):
-    """The last sequence whose tiles begin at or before each. They begin at its first row // ROWS + sequence."""
+    """The last sequence whose tiles start at or before each tile. They start at its first row // ROWS + sequence."""
     found = tl.full([tiles.shape[0]], -1, tl.int32)
     for start in range(0, num_sequences, AT_ONCE):
         sequences = start + tl.arange(0, AT_ONCE)
@@ -49,7 +48,7 @@ def _extents(
     tiles, query_starts, context_lengths, first_token, num_sequences,
     ROWS: tl.constexpr, GROUP: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Of each tile: the fields of an item."""
+    """The item fields of each tile."""
     sequences = _sequences_of(tiles, query_starts, first_token, num_sequences, ROWS, GROUP, AT_ONCE)
     starts = tl.load(query_starts + sequences)
     num_queries = tl.load(query_starts + sequences + 1) - starts
@@ -71,7 +70,7 @@ def _list_kernel(
     query_starts, context_lengths, items, first_token, num_sequences, num_items,
     ROWS: tl.constexpr, GROUP: tl.constexpr, TILES: tl.constexpr, AT_ONCE: tl.constexpr, SEARCHED: tl.constexpr,
 ):  # fmt: skip
-    """A tile's place is how many end later, or as late and come before it."""
+    """A tile's rank is the number of tiles that end later, or as late and come before it."""
     tiles = tl.program_id(0) * TILES + tl.arange(0, TILES)
     first_tokens, first_places, last_places, sequences, lengths, first_heads = _extents(
         tiles, query_starts, context_lengths, first_token, num_sequences, ROWS, GROUP, SEARCHED
@@ -97,16 +96,16 @@ def _list_kernel(
 
 def work_list(
     query_starts: Tensor,  # [sequences + 1] int32: sequence s has tokens query_starts[s] to query_starts[s + 1]
-    context_lengths: Tensor,  # [sequences] int32; 0: nobody
-    num_tokens: int,  # of all sequences, at the most
+    context_lengths: Tensor,  # [sequences] int32; 0: padding
+    num_tokens: int,  # of all sequences, upper bound
     first_token: int,  # query_starts[0], as the host knows it
     tile_rows: int,
-    group: int,  # query heads of a key head
+    group: int,  # query heads per key head
 ) -> Tensor:
-    """[items, NUM_FIELDS] int32: the tiles, of tile_rows rows each or the rest of a sequence."""
+    """[items, NUM_FIELDS] int32: tiles of tile_rows rows, or the rest of a sequence."""
     num_sequences = len(context_lengths)
     num_items = num_tokens * group // tile_rows + num_sequences
-    items = to_be_filled((num_items, NUM_FIELDS.value), torch.int32, query_starts.device)
+    items = new_index_tensor((num_items, NUM_FIELDS.value), torch.int32, query_starts.device)
     launch(
         _list_kernel, (cdiv(num_items, _TILES),),
         query_starts, context_lengths, items, first_token, num_sequences, num_items,

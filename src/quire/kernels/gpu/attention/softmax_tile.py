@@ -1,7 +1,7 @@
-"""A tile of keys: where its keys lie in a paged store, and how their scores fold into a running softmax.
+"""Online softmax over tiles of a paged KV store: addresses of a tile's keys, scores, and the softmax update.
 
-Compiled into the attention kernels. Knows neither which queries look nor which keys a query may see.
-Weights are powers of two: a score times the `rate` is the exponent, so the rate holds log2(e) and the rule's scale.
+Compiled into the attention kernels. Knows neither the queries nor the mask. Weights are powers of two: a score times
+`rate` is the exponent, so the rate includes log2(e) and the rule's scale.
 """
 
 import math
@@ -13,14 +13,14 @@ import triton.language as tl
 from quire.kernels.interface import AttentionRule
 
 TWICE_LOG2E = tl.constexpr(2 * math.log2(math.e))  # tanh x = 1 - 2 / (1 + 2 ** (x * this))
-LOWEST = tl.constexpr(-1.0e30)  # a maximum before any key: finite, because minus infinity less itself is not a number
+LOWEST = tl.constexpr(-1.0e30)  # initial running maximum: finite, because -inf - -inf is NaN
 
 
 class SoftmaxScale(NamedTuple):
-    """What turns a product of query and key into the exponent of its weight."""
+    """Factors from q·k to the exponent of its softmax weight."""
 
     rate: float  # exponent per score
-    cap_rate: float  # with a soft cap only: what a product is multiplied with before its tanh is taken
+    cap_rate: float  # with a soft cap: factor on q·k before the tanh
 
     @staticmethod
     def of(rule: AttentionRule) -> "SoftmaxScale":
@@ -32,7 +32,7 @@ class SoftmaxScale(NamedTuple):
 
 @triton.jit
 def block_start(position, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Where tiles must begin to see this position: at its block's first key, so that every tile has whole blocks."""
+    """First key of the tile with this position: its block's first key, so that every tile has whole blocks."""
     start = position
     if TILE % BLOCK_SIZE == 0:
         start = position // BLOCK_SIZE * BLOCK_SIZE
@@ -41,7 +41,7 @@ def block_start(position, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def block_ids(table, start, in_tile, end, BLOCK_SIZE: tl.constexpr):
-    """The block of each key of the tile that begins at `start`; 0, which is always a block, from `end` on."""
+    """The block of each key of the tile at `start`; from `end` on 0, which is always a valid block."""
     if in_tile.shape[0] % BLOCK_SIZE == 0:
         pointers = table + start // BLOCK_SIZE + in_tile // BLOCK_SIZE
     else:
@@ -51,7 +51,7 @@ def block_ids(table, start, in_tile, end, BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def key_offsets(blocks, start, in_tile, block_stride, slot_stride, BLOCK_SIZE: tl.constexpr):
-    """Elements from the store's first key to each key. 64 bits: a store has more than 2**31 elements."""
+    """Offset of each key in the store, in elements. 64 bits: a store has more than 2**31 elements."""
     if in_tile.shape[0] % BLOCK_SIZE == 0:
         slots = in_tile % BLOCK_SIZE  # the same for every tile
     else:
@@ -61,7 +61,7 @@ def key_offsets(blocks, start, in_tile, block_stride, slot_stride, BLOCK_SIZE: t
 
 @triton.jit
 def load_rows(base, offsets, inside, dims, DIM: tl.constexpr, CHECKED: tl.constexpr):
-    """[keys, dims]: rows that begin at these offsets; if checked, zeros outside and beyond the head's dim."""
+    """[keys, dims]: rows at these offsets; if checked, zeros outside and beyond the head's dim."""
     pointers = base + offsets[:, None] + dims[None, :]
     if CHECKED:
         rows = tl.load(pointers, mask=inside[:, None] & (dims[None, :] < DIM), other=0.0)
@@ -71,8 +71,8 @@ def load_rows(base, offsets, inside, dims, DIM: tl.constexpr, CHECKED: tl.conste
 
 
 @triton.jit
-def score(query, keys, cap_rate, CAPPED: tl.constexpr):
-    """[queries, keys] float32: products, or tanh of them if capped; either way in units of the rate."""
+def qk_scores(query, keys, cap_rate, CAPPED: tl.constexpr):
+    """[queries, keys] float32: q·k, or its tanh if soft-capped; `rate` scales either to exponents."""
     scores = tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision="ieee")
     if CAPPED:
         scores = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (cap_rate * TWICE_LOG2E)))
@@ -80,18 +80,19 @@ def score(query, keys, cap_rate, CAPPED: tl.constexpr):
 
 
 @triton.jit
-def fold(scores, values, rate, gathered, running_max, running_sum):
-    """Scores and values [keys, dims] of one more tile into (gathered [queries, dims], its maximum, its sum)."""
+def online_softmax_update(scores, values, rate, acc, running_max, running_sum):
+    """Online softmax: fold the scores and values [keys, dims] of one more tile into (acc [queries, dims], running
+    maximum, running sum)."""
     new_max = tl.maximum(running_max, tl.max(scores, 1) * rate)
     weights = tl.exp2(scores * rate - new_max[:, None])
-    fade = tl.exp2(running_max - new_max)
-    running_sum = running_sum * fade + tl.sum(weights, 1)
-    gathered = gathered * fade[:, None]
-    gathered = tl.dot(weights.to(values.dtype), values, gathered, input_precision="ieee")
-    return gathered, new_max, running_sum
+    rescale = tl.exp2(running_max - new_max)
+    running_sum = running_sum * rescale + tl.sum(weights, 1)
+    acc = acc * rescale[:, None]
+    acc = tl.dot(weights.to(values.dtype), values, acc, input_precision="ieee")
+    return acc, new_max, running_sum
 
 
 @triton.jit
-def divided(gathered, running_sum):
-    """The weighted mean; zeros where no key was seen."""
-    return gathered / tl.where(running_sum > 0, running_sum, 1.0)[:, None]
+def normalize(acc, running_sum):
+    """acc / sum; zeros where no key was visible."""
+    return acc / tl.where(running_sum > 0, running_sum, 1.0)[:, None]

@@ -1,16 +1,10 @@
-"""Joins what several programs gathered from their shares of one row's keys: the last to arrive does it.
+"""Split-KV: merges partial results of programs that share one row's keys; shared-memory budget of a program.
 
-Compiled into the kernels whose programs may share keys. The counters of `arrivals` are zero again afterwards, so one
-scratch serves layer after layer. Knows nothing of keys or queries.
+The last program to arrive merges; it sees what all others stored, so no second launch is needed. The counters in
+`arrivals` are zero again afterwards, so one scratch serves layer after layer and replay after replay.
 
-Which of several programs is the last: it sees what all others stored, and goes on for them without another launch.
-
-A counter for all of them says so; it is zero again afterwards, replay after replay.
-
-How much shared memory a program may have on this card, and how much one takes that attends to tiles of keys.
-
-Tiles were measured on a card with 227 KiB for a program. Most others have 99 KiB (L4, A10, L40S, any RTX), and there a
-kernel that asks for more is not slow: it cannot be launched at all. Knows sizes alone.
+Tiles were measured on a GPU with 227 KiB of shared memory per program. Most others have 99 KiB (L4, A10, L40S, any
+RTX), and there a kernel that needs more cannot be launched at all. Knows nothing of keys or queries.
 """
 
 import sys
@@ -24,77 +18,77 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
-from quire.kernels.gpu.attention.softmax_tile import LOWEST, divided
+from quire.kernels.gpu.attention.softmax_tile import LOWEST, normalize
 
 
 @dataclass(frozen=True, slots=True)
 class SplitScratch:
-    """Room for parts of rows. For one stream at a time; what it holds between calls matters only in `arrivals`."""
+    """Scratch for partial results. For one stream at a time; between calls only `arrivals` must keep its zeros."""
 
-    parts: Tensor  # [parts * dim] float32: sums of values, weighted
-    maxima: Tensor  # [parts] float32: the exponents the weights are relative to
-    sums: Tensor  # [parts] float32: sums of the weights
+    partials: Tensor  # [partials * dim] float32: unnormalised weighted sums of values
+    maxima: Tensor  # [partials] float32: running maxima of the scores
+    sums: Tensor  # [partials] float32: sums of the weights
     arrivals: Tensor  # [counters] int32: zeros between calls
 
     @staticmethod
-    def allocate(num_parts: int, num_counters: int, dim: int, device: torch.device) -> "SplitScratch":
+    def allocate(num_partials: int, num_counters: int, dim: int, device: torch.device) -> "SplitScratch":
         return SplitScratch(
-            parts=torch.empty(num_parts * dim, dtype=torch.float32, device=device),
-            maxima=torch.empty(num_parts, dtype=torch.float32, device=device),
-            sums=torch.empty(num_parts, dtype=torch.float32, device=device),
+            partials=torch.empty(num_partials * dim, dtype=torch.float32, device=device),
+            maxima=torch.empty(num_partials, dtype=torch.float32, device=device),
+            sums=torch.empty(num_partials, dtype=torch.float32, device=device),
             arrivals=torch.zeros(num_counters, dtype=torch.int32, device=device),
         )
 
-    def holds(self, num_parts: int, num_counters: int, dim: int) -> bool:
-        enough = self.maxima.numel() >= num_parts and self.parts.numel() >= num_parts * dim
+    def holds(self, num_partials: int, num_counters: int, dim: int) -> bool:
+        enough = self.maxima.numel() >= num_partials and self.partials.numel() >= num_partials * dim
         return enough and self.arrivals.numel() >= num_counters
 
 
 @triton.jit
-def store_part(
-    parts, maxima, sums, first_part, gathered, running_max, running_sum, sequences, dims,
+def store_partial(
+    partials, maxima, sums, first_partial, acc, running_max, running_sum, rows, dims,
     GROUP: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """gathered: [members, dims], of which GROUP and DIM count."""
-    numbers = first_part + sequences
-    present = sequences < GROUP
+    """acc: [rows, dims], padded; GROUP and DIM of them are stored."""
+    numbers = first_partial + rows
+    present = rows < GROUP
     tl.store(maxima + numbers, running_max, mask=present)
     tl.store(sums + numbers, running_sum, mask=present)
     inside = present[:, None] & (dims[None, :] < DIM)
-    tl.store(parts + numbers[:, None] * DIM + dims[None, :], gathered, mask=inside)
+    tl.store(partials + numbers[:, None] * DIM + dims[None, :], acc, mask=inside)
 
 
 @triton.jit
-def merge_parts(
-    parts, maxima, sums, first_part, num_splits, sequences, dims,
+def merge_partials(
+    partials, maxima, sums, first_partial, num_splits, rows, dims,
     AT_ONCE: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """[members, dims] of all splits; part = first_part + split * GROUP + member. AT_ONCE splits are in flight."""
-    top = tl.full([sequences.shape[0]], LOWEST, tl.float32)
-    total = tl.zeros([sequences.shape[0]], tl.float32)
-    gathered = tl.zeros([sequences.shape[0], dims.shape[0]], tl.float32)
+    """[rows, dims] of all splits; partial = first_partial + split * GROUP + row. AT_ONCE splits are in flight."""
+    top = tl.full([rows.shape[0]], LOWEST, tl.float32)
+    total = tl.zeros([rows.shape[0]], tl.float32)
+    acc = tl.zeros([rows.shape[0], dims.shape[0]], tl.float32)
     for start in range(0, num_splits, AT_ONCE):
         splits = start + tl.arange(0, AT_ONCE)
-        numbers = first_part + splits[:, None] * GROUP + sequences[None, :]
-        present = (splits < num_splits)[:, None] & (sequences < GROUP)[None, :]
+        numbers = first_partial + splits[:, None] * GROUP + rows[None, :]
+        present = (splits < num_splits)[:, None] & (rows < GROUP)[None, :]
         exponents = tl.load(maxima + numbers, mask=present, other=float("-inf"), cache_modifier=".cg")
         weights = tl.load(sums + numbers, mask=present, other=0.0, cache_modifier=".cg")
         inside = present[:, :, None] & (dims < DIM)[None, None, :]
-        pointers = parts + numbers[:, :, None] * DIM + dims[None, None, :]
-        part = tl.load(pointers, mask=inside, other=0.0, cache_modifier=".cg")
+        pointers = partials + numbers[:, :, None] * DIM + dims[None, None, :]
+        partial = tl.load(pointers, mask=inside, other=0.0, cache_modifier=".cg")
         new_top = tl.maximum(top, tl.max(exponents, 0))
-        fade = tl.exp2(top - new_top)
+        rescale = tl.exp2(top - new_top)
         shares = tl.exp2(exponents - new_top[None, :])
-        total = total * fade + tl.sum(weights * shares, 0)
-        gathered = gathered * fade[:, None] + tl.sum(part * shares[:, :, None], 0)
+        total = total * rescale + tl.sum(weights * shares, 0)
+        acc = acc * rescale[:, None] + tl.sum(partial * shares[:, :, None], 0)
         top = new_top
-    return divided(gathered, total)
+    return normalize(acc, total)
 
 
 @triton.jit
 def is_last(arrivals, num_programs):
-    """Counts this program in; true for the last, which then sees what the others stored."""
-    tl.debug_barrier()  # every thread of this program has stored its share before one of them counts
+    """Count this program; true for the last to arrive, which then sees what the others stored."""
+    tl.debug_barrier()  # all threads of this program have stored before one of them counts
     before = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu")
     last = before == num_programs - 1
     if last:
@@ -102,13 +96,13 @@ def is_last(arrivals, num_programs):
     return last
 
 
-FEWEST_STAGES = 2  # with which anything is loaded ahead
-_BESIDE = 2048  # bytes that maxima and sums may take, when they go from warp to warp
+MIN_STAGES = 2  # the fewest that prefetch anything
+_REDUCTION_BYTES = 2048  # for maxima and sums exchanged between warps
 
 
 @cache
-def shared_room() -> int:
-    """Bytes: what Triton holds a kernel against. No bound where kernels are interpreted."""
+def shared_memory_budget() -> int:
+    """Bytes of shared memory per program, the limit Triton checks. Unbounded in the interpreter."""
     if knobs.runtime.interpret:
         return sys.maxsize
     properties = driver.active.utils.get_device_properties(driver.active.get_current_device())
@@ -116,8 +110,7 @@ def shared_room() -> int:
 
 
 def attention_bytes(rows: int, keys: int, dim: int, element_bytes: int, stages: int) -> int:
-    """Of a program: its queries, their weights of a tile of keys, and as many tiles of keys and values as it loads
-    ahead. `rows` and `dim` as they are padded. No less than what kernels compiled for capability 8.0 and
-    8.9 take."""
+    """Shared memory of a program: its queries, their weights for a tile of keys, and the prefetched tiles of keys and
+    values. `rows` and `dim` are padded. An upper bound of what kernels compiled for capability 8.0 and 8.9 take."""
     loaded = 2 * keys * dim * max(stages - 1, 1)
-    return element_bytes * (rows * dim + rows * keys + loaded) + _BESIDE
+    return element_bytes * (rows * dim + rows * keys + loaded) + _REDUCTION_BYTES

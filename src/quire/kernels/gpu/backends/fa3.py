@@ -1,6 +1,6 @@
-"""FlashAttention-3 over our pages: its own wheel (`flash_attn_interface`), or the operator of vLLM's build of it.
+"""FlashAttention-3 over the paged store: its own wheel (`flash_attn_interface`), or the operator of vLLM's build of it.
 
-Both read lengths on the device, so a graph may hold them. Knows nothing of when it is used.
+Both read lengths on the device, so a CUDA graph can hold them. Does not know when it is used.
 """
 
 from collections.abc import Callable
@@ -13,11 +13,11 @@ from quire.kernels.attention_backends import FA3_WHEEL, has_module, vllm_fa3_lib
 from quire.kernels.gpu.backends.interface import BackendSequences, window_left
 from quire.kernels.interface import AttentionRule
 
-# Queries, keys [blocks, block_size, kv_heads, dim], values, the share, the rule, where the answer goes: all
-# [tokens, heads, dim] but keys and values.
+# Queries, keys [blocks, block_size, kv_heads, dim], values, sequences, rule, output; queries and output:
+# [tokens, heads, dim].
 Call = Callable[[Tensor, Tensor, Tensor, BackendSequences, AttentionRule, Tensor], None]
 
-# What vLLM's operator wants to be told although it plays no part here.
+# Arguments that vLLM's operator requires and that are not used here.
 _UNUSED = dict.fromkeys(
     ("k_new", "v_new", "q_v", "cu_seqlens_k", "cu_seqlens_k_new", "seqused_q", "kv_batch_idx", "leftpad_k",
      "rotary_cos", "rotary_sin", "seqlens_rotary", "q_descale", "k_descale", "v_descale", "scheduler_metadata",
@@ -27,7 +27,7 @@ _NEUTRAL = {"is_rotary_interleaved": True, "num_splits": 0, "sm_margin": 0, "cp_
 
 
 class Fa3:
-    """One call serves decodes and chunks, whatever their number."""
+    """One call serves any number of decodes and chunks."""
 
     __slots__ = ("_call",)
 
@@ -41,71 +41,71 @@ class Fa3:
         if has_module(FA3_WHEEL):
             return Fa3(by_wheel(import_module(FA3_WHEEL).flash_attn_with_kvcache))
         library = vllm_fa3_library()
-        assert library is not None, "whoever loads it has found it"
+        assert library is not None, "loaded only after it was found"
         torch.ops.load_library(str(library))
         return Fa3(by_operator(torch.ops._vllm_fa3_C.fwd))
 
-    def share(self, share: BackendSequences) -> "Fa3Share":
-        return Fa3Share(self._call, share)
+    def prepare(self, sequences: BackendSequences) -> "Fa3Attention":
+        return Fa3Attention(self._call, sequences)
 
 
-class Fa3Share:
+class Fa3Attention:
     """Some sequences of one step."""
 
-    __slots__ = ("_call", "_share")
+    __slots__ = ("_call", "_sequences")
 
-    def __init__(self, call: Call, share: BackendSequences) -> None:
+    def __init__(self, call: Call, sequences: BackendSequences) -> None:
         self._call = call
-        self._share = share
+        self._sequences = sequences
 
     def takes(self, kv_layer: Tensor) -> bool:
         return True
 
     def attend(self, query: Tensor, kv_layer: Tensor, rule: AttentionRule, output: Tensor) -> None:
         keys, values = kv_layer.unbind(1)
-        self._call(query, keys, values, self._share, rule, output.view(query.shape))
+        self._call(query, keys, values, self._sequences, rule, output.view(query.shape))
 
 
 def by_wheel(attend: Callable[..., Tensor]) -> Call:
-    """`flash_attn_with_kvcache`: it has no argument for the output."""
+    """`flash_attn_with_kvcache`, which has no output argument."""
 
     def call(
-        query: Tensor, keys: Tensor, values: Tensor, share: BackendSequences, rule: AttentionRule, output: Tensor
+        query: Tensor, keys: Tensor, values: Tensor, sequences: BackendSequences, rule: AttentionRule, output: Tensor
     ) -> None:
-        answer = attend(
+        result = attend(
             query,
             keys,
             values,
-            cache_seqlens=share.context_lengths,
-            page_table=share.tables,
-            cu_seqlens_q=share.query_starts,
-            max_seqlen_q=share.max_queries,
+            cache_seqlens=sequences.context_lengths,
+            page_table=sequences.tables,
+            cu_seqlens_q=sequences.query_starts,
+            max_seqlen_q=sequences.max_queries,
             softmax_scale=rule.scale,
             causal=True,
-            window_size=(window_left(rule), 0),  # nothing behind the query is seen
+            window_size=(window_left(rule), 0),  # causal
             softcap=rule.softcap,
         )
-        output.copy_(answer)
+        output.copy_(result)
 
     return call
 
 
 def by_operator(forward: Callable[..., object]) -> Call:
-    """vLLM's operator, which has no defaults and writes where it is told to."""
+    """vLLM's operator, which has no defaults and writes into an output tensor."""
 
     def call(
-        query: Tensor, keys: Tensor, values: Tensor, share: BackendSequences, rule: AttentionRule, output: Tensor
+        query: Tensor, keys: Tensor, values: Tensor, sequences: BackendSequences, rule: AttentionRule, output: Tensor
     ) -> None:
         forward(
             q=query,
             k=keys,
             v=values,
             out=output,
-            cu_seqlens_q=share.query_starts,
-            seqused_k=share.context_lengths,
-            max_seqlen_q=share.max_queries,
-            max_seqlen_k=share.tables.shape[1] * keys.shape[1],
-            page_table=share.tables,
+            cu_seqlens_q=sequences.query_starts,
+            seqused_k=sequences.context_lengths,
+            max_seqlen_q=sequences.max_queries,
+            max_seqlen_k=sequences.tables.shape[1] * keys.shape[1],
+            page_table=sequences.tables,
             softmax_scale=rule.scale,
             is_causal=True,
             window_size_left=window_left(rule),

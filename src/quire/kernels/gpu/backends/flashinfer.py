@@ -1,7 +1,7 @@
-"""Decodes by FlashInfer. It plans a step on the host: once a step the lengths are waited for, and no graph holds it.
+"""Decodes by FlashInfer. It plans a step on the host, which waits for the lengths, so no CUDA graph holds it.
 
-Its kernels for chunks would be compiled on the user's time, by a compiler that is often not there: chunks are not its
-affair. Knows nothing of when it is used.
+Its prefill kernels would be compiled at run time, by a compiler that is often not installed: chunks are not supported.
+Does not know when it is used.
 """
 
 from collections.abc import Callable
@@ -17,11 +17,11 @@ from quire.kernels.gpu.backends.interface import BackendSequences, window_left
 from quire.kernels.interface import AttentionRule
 from quire.kernels.transfers import upload_integers
 
-_WORKSPACE_BYTES = 128 << 20  # what its makers recommend
+_WORKSPACE_BYTES = 128 << 20  # its documented recommendation
 
 
 class FlashInfer:
-    """Its wrappers, one for each rule that layers have: making one takes far longer than planning with it."""
+    """Its wrappers, one for each rule of the layers: creating one takes far longer than planning with it."""
 
     __slots__ = ("_make", "_wrappers")
 
@@ -35,7 +35,7 @@ class FlashInfer:
     @staticmethod
     def load(device: torch.device) -> "FlashInfer":
         wrapper = import_module("flashinfer").BatchDecodeWithPagedKVCacheWrapper
-        workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)  # layers follow each other
+        workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)  # layers run in sequence
         return FlashInfer(lambda: wrapper(workspace, "NHD"))
 
     def wrapper(self, rule: AttentionRule) -> Any:
@@ -43,16 +43,16 @@ class FlashInfer:
             self._wrappers[rule] = self._make()
         return self._wrappers[rule]
 
-    def share(self, share: BackendSequences) -> "FlashInferDecodes":
-        return FlashInferDecodes(self, share)
+    def prepare(self, sequences: BackendSequences) -> "FlashInferDecodes":
+        return FlashInferDecodes(self, sequences)
 
 
 class Pages(NamedTuple):
     """The pages of all rows end to end."""
 
     starts: NDArray[np.int32]  # [rows + 1]: row r has pages starts[r] to starts[r + 1]
-    places: NDArray[np.int64]  # [pages]: where each stands in the block tables, counted through all of them
-    last_lengths: NDArray[np.int32]  # [rows]: keys in the last page of each, one at the least
+    places: NDArray[np.int64]  # [pages]: index of each into the flattened block tables
+    last_lengths: NDArray[np.int32]  # [rows]: keys in the last page of each, at least one
 
 
 def pages_of(lengths: NDArray[np.integer], block_size: int, width: int) -> Pages:
@@ -66,13 +66,13 @@ def pages_of(lengths: NDArray[np.integer], block_size: int, width: int) -> Pages
 
 
 class FlashInferDecodes:
-    """The decodes of one step. Planned when the first layer of a rule comes: only then the shape of heads is known."""
+    """The decodes of one step. Planned at the first layer of each rule, where the shape of heads becomes known."""
 
-    __slots__ = ("_backend", "_indices", "_pages", "_planned", "_share")
+    __slots__ = ("_backend", "_indices", "_pages", "_planned", "_sequences")
 
-    def __init__(self, backend: FlashInfer, share: BackendSequences) -> None:
+    def __init__(self, backend: FlashInfer, sequences: BackendSequences) -> None:
         self._backend = backend
-        self._share = share
+        self._sequences = sequences
         self._planned: set[AttentionRule] = set()
         self._pages: Pages | None = None
         self._indices: Tensor | None = None
@@ -90,9 +90,9 @@ class FlashInferDecodes:
     def _plan(self, wrapper: Any, query: Tensor, kv_layer: Tensor, rule: AttentionRule) -> None:
         _, heads, dim = query.shape
         _, _, block_size, kv_heads, _ = kv_layer.shape
-        tables = self._share.tables
+        tables = self._sequences.tables
         if self._pages is None or self._indices is None:
-            lengths = self._share.context_lengths.cpu().numpy()  # waits for the step before
+            lengths = self._sequences.context_lengths.cpu().numpy()  # waits for the step before
             self._pages = pages_of(lengths, block_size, tables.shape[1])
             (places,) = upload_integers(tables.device, self._pages.places)
             self._indices = tables.flatten()[places]

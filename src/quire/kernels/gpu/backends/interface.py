@@ -1,4 +1,4 @@
-"""What a backend is given of a step, and what it must offer. Knows no library and no kernel."""
+"""Interface of an attention backend: the sequences it is given, and what it must offer. Knows no library."""
 
 from typing import NamedTuple, Protocol
 
@@ -8,19 +8,19 @@ from quire.kernels.interface import AttentionRule
 
 
 class BackendSequences(NamedTuple):
-    """Sequences of one step that lie together. A backend sees their tokens alone, counted from 0."""
+    """Consecutive sequences of one step. A backend sees only their tokens, counted from 0."""
 
     tables: Tensor  # [sequences, width] int32: only the blocks that hold keys may be read
-    query_starts: Tensor  # [sequences + 1] int32: tokens behind the last are nobody's
+    query_starts: Tensor  # [sequences + 1] int32: tokens behind the last are padding
     context_lengths: Tensor  # [sequences] int32, on the device: 0 for padding
     max_queries: int  # of one sequence, as far as the host knows
 
 
 class BackendAttention(Protocol):
-    """Attention of one share, prepared once a step and used by every layer."""
+    """Attention of some sequences of a step, prepared once and used by every layer."""
 
     def takes(self, kv_layer: Tensor) -> bool:
-        """Whether this share is for it; if not, our own kernels do it."""
+        """Whether it can compute over this store; if not, quire's own kernels do."""
 
     def attend(self, query: Tensor, kv_layer: Tensor, rule: AttentionRule, output: Tensor) -> None:
         """Each query over the keys of its own sequence, at or before its own position, into output.
@@ -33,14 +33,14 @@ class BackendAttention(Protocol):
 class AttentionBackend(Protocol):
     """One library's attention."""
 
-    capturable: bool  # whether it launches alone: reads no length on the host, so that a graph may hold it
+    capturable: bool  # whether a CUDA graph can hold it: it reads no lengths on the host
 
-    def share(self, share: BackendSequences) -> BackendAttention:
-        """Prepare one share of a step."""
+    def prepare(self, sequences: BackendSequences) -> BackendAttention:
+        """Prepare the attention of some sequences of a step."""
 
 
 class AttentionBackends(NamedTuple):
-    """Who attends to what. None: our own kernels."""
+    """The backend of each part of a step. None: quire's own kernels."""
 
     decodes: AttentionBackend | None = None
     chunks: AttentionBackend | None = None  # several, or a short one
@@ -55,5 +55,5 @@ OWN = AttentionBackends()
 
 
 def window_left(rule: AttentionRule) -> int:
-    """How libraries name a window: the keys before its own that a query sees; -1: all."""
+    """A window as libraries count it: keys before its own that a query sees; -1: all."""
     return rule.window - 1 if rule.window else -1

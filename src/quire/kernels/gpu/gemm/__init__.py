@@ -1,1 +1,1 @@
-"""Matrix products of few rows: skinny GEMMs, and the pipelined GEMM for Hopper."""
+"""GEMMs of few rows: skinny GEMM for any GPU, pipelined GEMM for Hopper."""

@@ -19,67 +19,67 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from quire.kernels.gpu.gemm.hopper_split import COLUMNS, MOST_ROWS, OUTS, GemmSplit
-from quire.kernels.gpu.gluon_compat import described, load_block, task_barrier
-from quire.kernels.gpu.launch import launch_early, let_next_begin, wait_for_others
+from quire.kernels.gpu.gemm.hopper_split import COLUMNS, MAX_ROWS, OUTS, GemmSplit
+from quire.kernels.gpu.gluon_compat import tensor_descriptor, tma_load, warps_barrier
+from quire.kernels.gpu.launch import launch_with_pdl, pdl_launch_dependents, pdl_wait
 
 _OUTS = gl.constexpr(OUTS)
 _COLUMNS = gl.constexpr(COLUMNS)
-_TURNED = gl.constexpr(gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1]))  # eight outputs of a row for each thread
+_TRANSPOSED = gl.constexpr(gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1]))  # eight outputs of a row per thread
 _WARPS = 4
 _LOADER_REGISTERS = gl.constexpr(40)
 
 
 def _registers(box_rows: int) -> int:
-    """Of a thread: what the sums need, and no more, so that programs of two kernels fit on a processor."""
-    return 128 if box_rows == MOST_ROWS else 80
+    """Per thread: only what the accumulators need, so that programs of two kernels fit on an SM (PDL)."""
+    return 128 if box_rows == MAX_ROWS else 80
 
 
 @gluon.jit
-def _share(program, total, num_programs):
-    """The first of a program's units, and the one behind its last."""
+def _unit_range(program, total, num_programs):
+    """First unit of a program, and the one behind its last."""
     return program * total // num_programs, (program + 1) * total // num_programs
 
 
 @gluon.jit
-def _last_sharer(tile, num_slices, total, num_programs):
+def _last_program(tile, num_slices, total, num_programs):
     """The program that has the last unit of a tile."""
     return ((tile + 1) * num_slices * num_programs - 1) // total
 
 
 @gluon.jit
-def _ask(weight, unit, num_slices, ready, buffer, num_bytes: gl.constexpr):
-    """The weights of a unit; what is announced includes the rows, which follow."""
+def _load_weights(weight, unit, num_slices, ready, buffer, num_bytes: gl.constexpr):
+    """TMA load of a unit's weights; the expected bytes include the rows of x, which follow."""
     mbarrier.expect(ready, num_bytes)
-    load_block(weight, [unit // num_slices * _OUTS, unit % num_slices * _COLUMNS], ready, buffer)
+    tma_load(weight, [unit // num_slices * _OUTS, unit % num_slices * _COLUMNS], ready, buffer)
 
 
 @gluon.jit
-def _load(
+def _loader(
     weight, x, w_bufs, x_bufs, ready, empty, total, num_slices, num_programs,
-    STAGES: gl.constexpr, EARLY: gl.constexpr,
+    STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """The warp that loads: weights for the whole ring, then the rows beside them, then both as slots come free."""
+    """The loader warp: weights for the whole ring, then the rows of x, then both as slots are released."""
     num_bytes: gl.constexpr = weight.block_type.nbytes + x.block_type.nbytes
-    first, end = _share(gl.program_id(0), total, num_programs)
+    first, end = _unit_range(gl.program_id(0), total, num_programs)
     ahead = gl.minimum(end - first, STAGES)
-    let_next_begin(EARLY)
+    pdl_launch_dependents(PDL)
     for i in range(ahead):
-        _ask(weight, first + i, num_slices, ready.index(i), w_bufs.index(i), num_bytes)
-    wait_for_others(EARLY)
+        _load_weights(weight, first + i, num_slices, ready.index(i), w_bufs.index(i), num_bytes)
+    pdl_wait(PDL)
     for i in range(ahead):
-        load_block(x, [0, (first + i) % num_slices * _COLUMNS], ready.index(i), x_bufs.index(i))
+        tma_load(x, [0, (first + i) % num_slices * _COLUMNS], ready.index(i), x_bufs.index(i))
     for i in range(ahead, end - first):
         slot = i % STAGES
         mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
-        _ask(weight, first + i, num_slices, ready.index(slot), w_bufs.index(slot), num_bytes)
-        load_block(x, [0, (first + i) % num_slices * _COLUMNS], ready.index(slot), x_bufs.index(slot))
+        _load_weights(weight, first + i, num_slices, ready.index(slot), w_bufs.index(slot), num_bytes)
+        tma_load(x, [0, (first + i) % num_slices * _COLUMNS], ready.index(slot), x_bufs.index(slot))
 
 
 @gluon.jit
-def _store(sums, output, tile, num_rows, out_width, TURNED: gl.constexpr):
-    """sums: [outputs, rows]. TURNED: first so that a thread has outputs that lie side by side."""
-    layout: gl.constexpr = _TURNED if TURNED else sums.type.layout
+def _store(sums, output, tile, num_rows, out_width, TRANSPOSED: gl.constexpr):
+    """sums: [outputs, rows]. TRANSPOSED: first, so that a thread stores adjacent outputs."""
+    layout: gl.constexpr = _TRANSPOSED if TRANSPOSED else sums.type.layout
     numbers = gl.convert_layout(sums.to(output.dtype.element_ty), layout)
     outs = gl.expand_dims(tile * _OUTS + gl.arange(0, _OUTS, layout=gl.SliceLayout(1, layout)), 1)
     rows = gl.expand_dims(gl.arange(0, sums.shape[1], layout=gl.SliceLayout(0, layout)), 0)
@@ -87,21 +87,21 @@ def _store(sums, output, tile, num_rows, out_width, TURNED: gl.constexpr):
 
 
 @gluon.jit
-def _add_others(sums, places, shares, arrival, program, last_program):
-    """What the programs behind this one have of its tile, in their order, as soon as all have arrived."""
+def _add_partials(sums, places, partials, arrival, program, last_program):
+    """Partial sums of this tile from the programs behind this one, in order, as soon as all have arrived."""
     arrived = gl.atomic_add(arrival, 0, sem="acquire", scope="gpu")
     while arrived < last_program - program:
         arrived = gl.atomic_add(arrival, 0, sem="acquire", scope="gpu")
-    task_barrier()
+    warps_barrier()
     for other in range(program + 1, last_program + 1):
-        sums += gl.load(shares + other * (sums.shape[0] * sums.shape[1]) + places, cache_modifier=".cg")
+        sums += gl.load(partials + other * (sums.shape[0] * sums.shape[1]) + places, cache_modifier=".cg")
     gl.store(arrival, 0)  # for the next launch
     return sums
 
 
 @gluon.jit
 def _multiply_run(w_bufs, x_bufs, ready, empty, sums, count, num_units, STAGES: gl.constexpr):
-    """Units of one tile, as they come. `count`: those before them."""
+    """WGMMA over the units of one tile, as they arrive. `count`: units before them."""
     for unit in range(num_units):
         slot = count % STAGES
         mbarrier.wait(ready.index(slot), (count // STAGES) & 1)
@@ -115,15 +115,16 @@ def _multiply_run(w_bufs, x_bufs, ready, empty, sums, count, num_units, STAGES: 
 
 
 @gluon.jit
-def _multiply(
-    bias, output, shares, arrivals, w_bufs, x_bufs, ready, empty, total, num_slices, num_programs, num_rows, out_width,
-    ROWS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
+def _consumer(
+    bias, output, partials, arrivals, w_bufs, x_bufs, ready, empty, total, num_slices, num_programs, num_rows,
+    out_width,
+    ROWS: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """The four warps that multiply. Tile by tile: sums of this program's run, and what they are part of."""
+    """The consumer warpgroup. Tile by tile: sums of this program's run, then the reduction or the store."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     program = gl.program_id(0)
-    first, end = _share(program, total, num_programs)
-    wait_for_others(EARLY)  # nothing is written, and nothing but weights read, before
+    first, end = _unit_range(program, total, num_programs)
+    pdl_wait(PDL)  # before it nothing is written, and only weights are read
     outs = gl.arange(0, _OUTS, layout=gl.SliceLayout(1, layout))
     places = gl.expand_dims(outs * ROWS, 1) + gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout)), 0)
     count = 0
@@ -137,33 +138,33 @@ def _multiply(
             present = (tile * _OUTS + outs < out_width) & has_first
             offsets = gl.load(bias + tile * _OUTS + outs, mask=present, other=0.0).to(gl.float32)
             sums += gl.expand_dims(offsets, 1)
-        if PARTS > 1:
-            _store(sums, output + program % PARTS * (num_rows * out_width), tile, num_rows, out_width, False)
-        elif PARTS == 1:
+        if SPLITS > 1:
+            _store(sums, output + program % SPLITS * (num_rows * out_width), tile, num_rows, out_width, False)
+        elif SPLITS == 1:
             _store(sums, output, tile, num_rows, out_width, True)
         else:
             if has_first:
-                last_program = _last_sharer(tile, num_slices, total, num_programs)
+                last_program = _last_program(tile, num_slices, total, num_programs)
                 if last_program > program:
-                    sums = _add_others(sums, places, shares, arrivals + tile, program, last_program)
+                    sums = _add_partials(sums, places, partials, arrivals + tile, program, last_program)
                 _store(sums, output, tile, num_rows, out_width, True)
             else:
-                gl.store(shares + program * (_OUTS * ROWS) + places, sums)
-                task_barrier()
+                gl.store(partials + program * (_OUTS * ROWS) + places, sums)
+                warps_barrier()
                 gl.atomic_add(arrivals + tile, 1, sem="release", scope="gpu")
 
 
-# One compilation serves every width and number of rows that are cut alike.
+# One compilation serves every width and number of rows with the same split.
 @gluon.jit(do_not_specialize=["total", "num_slices", "num_programs", "num_rows"])
 def _ring_kernel(
-    weight,  # [out_width, in_width], described by tiles and slices
-    x,  # [num_rows, in_width], described by ROWS and slices
+    weight,  # TMA descriptor of [out_width, in_width]: boxes of tile x slice
+    x,  # TMA descriptor of [num_rows, in_width]: boxes of ROWS x slice
     bias,  # [out_width] or None
-    output,  # [num_rows, out_width], or [PARTS, num_rows, out_width] float32
-    shares,  # [programs, 64, ROWS] float32
+    output,  # [num_rows, out_width], or [SPLITS, num_rows, out_width] float32
+    partials,  # [programs, 64, ROWS] float32
     arrivals,  # [tiles] int32: zeros between launches
     total, num_slices, num_programs, num_rows, out_width,
-    ROWS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
+    ROWS: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     w_bufs = gl.allocate_shared_memory(weight.dtype, [STAGES, _OUTS, _COLUMNS], weight.layout)
     x_bufs = gl.allocate_shared_memory(x.dtype, [STAGES, ROWS, _COLUMNS], x.layout)
@@ -174,34 +175,34 @@ def _ring_kernel(
         mbarrier.init(empty.index(i), count=1)
     fence_async_shared()
     gl.warp_specialize([
-        (_multiply, (bias, output, shares, arrivals, w_bufs, x_bufs, ready, empty, total, num_slices, num_programs,
-                     num_rows, out_width, ROWS, PARTS, STAGES, EARLY)),
-        (_load, (weight, x, w_bufs, x_bufs, ready, empty, total, num_slices, num_programs, STAGES, EARLY)),
+        (_consumer, (bias, output, partials, arrivals, w_bufs, x_bufs, ready, empty, total, num_slices, num_programs,
+                     num_rows, out_width, ROWS, SPLITS, STAGES, PDL)),
+        (_loader, (weight, x, w_bufs, x_bufs, ready, empty, total, num_slices, num_programs, STAGES, PDL)),
     ], [1], [_LOADER_REGISTERS])  # fmt: skip
 
 
-def tiles_of(weight: Tensor) -> TensorDescriptor:
-    """A weight [out, in], as it is multiplied step after step."""
-    return described(weight, OUTS, COLUMNS)
+def weight_descriptor(weight: Tensor) -> TensorDescriptor:
+    """TMA descriptor of a weight [out, in]."""
+    return tensor_descriptor(weight, OUTS, COLUMNS)
 
 
-def ring_product(
+def ring_gemm(
     x: Tensor,  # [rows, in], contiguous
-    weight: TensorDescriptor,  # [out, in], by `tiles_of`
+    weight: TensorDescriptor,  # of [out, in], by `weight_descriptor`
     bias: Tensor | None,  # [out]
-    shares: Tensor,  # room for as many sums as programs have
-    arrivals: Tensor,  # [tiles] int32: zeros, and zeros again
-    cut: GemmSplit,
+    partials: Tensor,  # scratch for the partial sums of all programs
+    arrivals: Tensor,  # [tiles] int32: zeros before and after
+    how: GemmSplit,
 ) -> Tensor:
-    """[rows, out], as x; or [parts, rows, out] float32."""
+    """[rows, out], as x; or [splits, rows, out] float32."""
     num_rows, out_width = len(x), weight.shape[0]
-    shape = (cut.parts, num_rows, out_width) if cut.parts > 1 else (num_rows, out_width)
-    output = torch.empty(shape, dtype=torch.float32 if cut.parts > 1 else x.dtype, device=x.device)
-    launch_early(
-        _ring_kernel, (cut.num_programs,),
-        weight, described(x, cut.box_rows, COLUMNS), bias, output, shares, arrivals,
-        cut.num_tiles * cut.num_slices, cut.num_slices, cut.num_programs, num_rows, out_width,
-        ROWS=cut.box_rows, PARTS=cut.parts, STAGES=cut.stages,
-        num_warps=_WARPS, maxnreg=_registers(cut.box_rows),
+    shape = (how.splits, num_rows, out_width) if how.splits > 1 else (num_rows, out_width)
+    output = torch.empty(shape, dtype=torch.float32 if how.splits > 1 else x.dtype, device=x.device)
+    launch_with_pdl(
+        _ring_kernel, (how.num_programs,),
+        weight, tensor_descriptor(x, how.box_rows, COLUMNS), bias, output, partials, arrivals,
+        how.num_tiles * how.num_slices, how.num_slices, how.num_programs, num_rows, out_width,
+        ROWS=how.box_rows, SPLITS=how.splits, STAGES=how.stages,
+        num_warps=_WARPS, maxnreg=_registers(how.box_rows),
     )  # fmt: skip
     return output

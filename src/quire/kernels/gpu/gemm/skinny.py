@@ -1,9 +1,9 @@
-"""Few rows times a small weight: what a decode of a small model spends its time on. Bound by how soon bytes arrive.
+"""Skinny GEMM: few rows times a small weight, the matmuls of decoding a small model. Bound by memory latency.
 
-Every program takes a few outputs over the whole input, so nobody waits for anybody: no second launch, no atomics, sums
-in float32 and in one order. There are enough programs that all of the weight is asked for at once. A row's product does
-not depend on its neighbours, nor on how many there are as long as the same kernel serves them: one row is multiplied
-and summed, several go through the tensor cores, which add in another order. Knows nothing of gates or of large weights.
+One program: a few outputs over the whole input. No split-K, so no second launch and no atomics; sums are float32, in a
+fixed order. There are enough programs to have the whole weight in flight. A row's result does not depend on its
+neighbours, nor on their number as long as the same kernel serves them: one row is multiplied and summed, several go
+through the tensor cores, which add in another order. Knows nothing of activations or of large weights.
 """
 
 from typing import NamedTuple
@@ -13,32 +13,32 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.gpu.launch import cdiv, launch_early, wait_for_others
+from quire.kernels.gpu.launch import cdiv, launch_with_pdl, pdl_wait
 
-_MOST_ROWS = 8  # the tensor cores take 16 as well as 8, but few are left who would ask
-_DOT_ROWS = 16  # what a tensor core takes: missing rows are zeros
-# Several rows: where the library is slower, measured on an H200 with layers of models from 0.1B to 8B. It is as fast
-# with wide outputs, which give it programs enough, and with weights whose bytes take long.
+_MAX_ROWS = 8  # tensor cores take 16 as well, but then the other kernels are as fast
+_DOT_ROWS = 16  # minimum of a tensor core: missing rows are zeros
+# Several rows: where cuBLAS is slower, measured on an H200 with layers of models from 0.1B to 8B. It is as fast with
+# wide outputs, which give it enough programs, and with large weights.
 _WIDE_BYTES = 8 * 2**20
 _NARROW_BYTES = 40 * 2**20
-_IN_WIDTHS = range(256, 16_385, 16)  # narrower: nothing to stream; wider: too long a loop; between: 16-byte loads
-_SUM_COLUMNS = 256  # of a warp at once: 16 bytes a thread
-_MOST_AHEAD = 4096  # weights of an output that registers hold while the input is waited for
+_IN_WIDTHS = range(256, 16_385, 16)  # narrower: nothing to stream; wider: too long a loop; step: 16-byte loads
+_SUM_COLUMNS = 256  # per warp and iteration: 16 bytes per thread
+_MAX_AHEAD = 4096  # weights of an output held in registers while waiting for the input (PDL)
 _ANY = 2**31
 
 
 class SkinnyTiles(NamedTuple):
-    """How the work is cut. The defaults come from `_tiles`; others are for measuring and testing."""
+    """Tile sizes. The defaults come from `_tiles`; others are for measuring and testing."""
 
-    outs: int  # outputs of a program
+    outs: int  # outputs per program
     warps: int  # each takes its own columns of the input
-    columns: int  # of a warp at once
-    stages: int  # tiles in flight, one more than are waited for; without dots all that registers hold
-    dots: bool  # on tensor cores, up to 16 rows at once; else each row by itself
+    columns: int  # per warp and iteration
+    stages: int  # software-pipeline stages; without dots as many as registers hold
+    dots: bool  # tensor cores, up to 16 rows at once; else each row by itself
 
 
-# The first line whose (most rows, most in, most out) are not exceeded. Lines for several rows do not tell how many: the
-# order of a row's sum would follow its neighbours. Measured on an H200 (docs/performance/ledger).
+# The first line whose (max rows, max in, max out) are not exceeded. Lines for several rows do not depend on how many:
+# else the summation order of a row would depend on its neighbours. Measured on an H200 (docs/performance/ledger).
 _TILES = (
     (1, 4096, _ANY, SkinnyTiles(outs=2, warps=4, columns=_SUM_COLUMNS, stages=1, dots=False)),
     (1, _ANY, _ANY, SkinnyTiles(outs=2, warps=2, columns=_SUM_COLUMNS, stages=1, dots=False)),
@@ -65,23 +65,23 @@ def _sum_kernel(
     AHEAD: tl.constexpr,
     COLUMNS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """One program: a row and OUTS outputs. The first AHEAD weights are asked for before the input is there; the loop is
-    unrolled, so that its loads are all asked for as soon as it is."""
+    """One program: a row and OUTS outputs. The first AHEAD weights are loaded before the input is there; the loop is
+    unrolled, so that all of its loads are issued at once."""
     row = tl.program_id(1)
     outs = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
     present = outs < out_width
     weight_rows = weight + tl.minimum(outs, out_width - 1)[:, None] * IN
     ahead = tl.arange(0, AHEAD)[None, :]
     weights_ahead = tl.load(weight_rows + ahead)
-    wait_for_others(EARLY)
+    pdl_wait(PDL)
     numbers_ahead = tl.load(x + row * IN + ahead)
-    product = tl.sum(weights_ahead.to(tl.float32) * numbers_ahead.to(tl.float32), axis=1)
+    total = tl.sum(weights_ahead.to(tl.float32) * numbers_ahead.to(tl.float32), axis=1)
     columns = tl.arange(0, COLUMNS)[None, :]
     row_columns = x + row * IN + columns
     weight_columns = weight_rows + columns
-    total = tl.zeros([OUTS, COLUMNS], tl.float32)
+    partial = tl.zeros([OUTS, COLUMNS], tl.float32)
     for start in tl.static_range(AHEAD, IN, COLUMNS):
         if start + COLUMNS <= IN:
             weights = tl.load(weight_columns + start)
@@ -90,11 +90,11 @@ def _sum_kernel(
             inside = columns < IN - start
             weights = tl.load(weight_columns + start, mask=inside, other=0.0)
             numbers = tl.load(row_columns + start, mask=inside, other=0.0)
-        total += weights.to(tl.float32) * numbers.to(tl.float32)
-    product += tl.sum(total, axis=1)
+        partial += weights.to(tl.float32) * numbers.to(tl.float32)
+    total += tl.sum(partial, axis=1)
     if HAS_BIAS:
-        product += tl.load(bias + outs, mask=present, other=0.0).to(tl.float32)
-    tl.store(output + row * out_width + outs, product.to(output.dtype.element_ty), mask=present)
+        total += tl.load(bias + outs, mask=present, other=0.0).to(tl.float32)
+    tl.store(output + row * out_width + outs, total.to(output.dtype.element_ty), mask=present)
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # one compilation serves every number of rows
@@ -111,40 +111,40 @@ def _dot_kernel(
     SPLITS: tl.constexpr,
     COLUMNS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """One program: all rows and OUTS outputs. A tile is SPLITS products side by side, one for each warp."""
+    """One program: all rows and OUTS outputs. A tile is SPLITS matmuls side by side, one per warp."""
     outs = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
     rows = tl.arange(0, ROWS)
     columns = (tl.arange(0, SPLITS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :])[:, None, :]
-    seated = tl.broadcast_to((rows < num_rows)[None, :, None], [SPLITS, ROWS, COLUMNS])
+    row_present = tl.broadcast_to((rows < num_rows)[None, :, None], [SPLITS, ROWS, COLUMNS])
     row_columns = rows[None, :, None] * IN + columns
-    wait_for_others(EARLY)
+    pdl_wait(PDL)
     weight_columns = tl.minimum(outs, out_width - 1)[None, :, None] * IN + columns
-    total = tl.zeros([SPLITS, ROWS, OUTS], tl.float32)
+    partial = tl.zeros([SPLITS, ROWS, OUTS], tl.float32)
     for start in tl.range(0, IN, SPLITS * COLUMNS):
         if IN % (SPLITS * COLUMNS) == 0:
             weights = tl.load(weight + start + weight_columns)
-            numbers = tl.load(x + start + row_columns, mask=seated, other=0.0)
+            numbers = tl.load(x + start + row_columns, mask=row_present, other=0.0)
         else:
             inside = columns < IN - start
             weights = tl.load(weight + start + weight_columns, mask=inside, other=0.0)
-            numbers = tl.load(x + start + row_columns, mask=seated & inside, other=0.0)
-        total = tl.dot(numbers, tl.permute(weights, (0, 2, 1)), total, input_precision="ieee")
-    product = tl.sum(total, axis=0)
+            numbers = tl.load(x + start + row_columns, mask=row_present & inside, other=0.0)
+        partial = tl.dot(numbers, tl.permute(weights, (0, 2, 1)), partial, input_precision="ieee")
+    total = tl.sum(partial, axis=0)
     if HAS_BIAS:
-        product += tl.load(bias + outs, mask=outs < out_width, other=0.0).to(tl.float32)[None, :]
+        total += tl.load(bias + outs, mask=outs < out_width, other=0.0).to(tl.float32)[None, :]
     present = (rows < num_rows)[:, None] & (outs < out_width)[None, :]
     places = rows[:, None] * out_width + outs[None, :]
-    tl.store(output + places, product.to(output.dtype.element_ty), mask=present)
+    tl.store(output + places, total.to(output.dtype.element_ty), mask=present)
 
 
 def fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether `skinny_product` is the one to use: for one row always, for a few where the library is slower."""
+    """Whether to use `skinny_gemm`: for one row always, for a few rows where cuBLAS is slower."""
     return (
-        1 <= x.shape[0] <= _MOST_ROWS
+        1 <= x.shape[0] <= _MAX_ROWS
         and weight.shape[1] in _IN_WIDTHS
-        and (x.shape[0] == 1 or _slow_elsewhere(weight))
+        and (x.shape[0] == 1 or _cublas_is_slower(weight))
         and weight.dtype in (torch.bfloat16, torch.float16)
         and x.dtype is weight.dtype
         and x.is_contiguous()
@@ -154,16 +154,16 @@ def fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     )
 
 
-def _slow_elsewhere(weight: Tensor) -> bool:
+def _cublas_is_slower(weight: Tensor) -> bool:
     out_width, in_width = weight.shape
     return weight.nbytes < _WIDE_BYTES or (out_width <= in_width and weight.nbytes < _NARROW_BYTES)
 
 
 def _ahead(in_width: int) -> int:
-    return min(_MOST_AHEAD, 1 << in_width.bit_length() - 1)
+    return min(_MAX_AHEAD, 1 << in_width.bit_length() - 1)
 
 
-def skinny_product(x: Tensor, weight: Tensor, bias: Tensor | None, tiles: SkinnyTiles | None = None) -> Tensor:
+def skinny_gemm(x: Tensor, weight: Tensor, bias: Tensor | None, tiles: SkinnyTiles | None = None) -> Tensor:
     """x: [rows, in]; weight: [out, in]; bias: [out]; all contiguous. Returns [rows, out], as x."""
     (num_rows, in_width), out_width = x.shape, weight.shape[0]
     assert x.is_contiguous() and weight.is_contiguous() and (bias is None or bias.is_contiguous())
@@ -173,14 +173,14 @@ def skinny_product(x: Tensor, weight: Tensor, bias: Tensor | None, tiles: Skinny
     output = torch.empty(num_rows, out_width, dtype=x.dtype, device=x.device)
     groups = cdiv(out_width, tiles.outs)
     if tiles.dots:
-        launch_early(
+        launch_with_pdl(
             _dot_kernel, (groups,),
             x, weight, bias, output, num_rows, out_width,
             IN=in_width, ROWS=_DOT_ROWS, OUTS=tiles.outs, SPLITS=tiles.warps, COLUMNS=tiles.columns,
             HAS_BIAS=bias is not None, num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
     else:
-        launch_early(
+        launch_with_pdl(
             _sum_kernel, (groups, num_rows),
             x, weight, bias, output, out_width,
             IN=in_width, OUTS=tiles.outs, AHEAD=_ahead(in_width), COLUMNS=tiles.warps * tiles.columns,

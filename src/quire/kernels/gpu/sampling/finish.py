@@ -1,4 +1,4 @@
-"""Gives every row its token and ends those that it ends: one launch. Knows nothing of how the tokens came."""
+"""Appends each row's sampled token and ends rows on stop tokens, length or NaN: one launch."""
 
 import torch
 import triton
@@ -8,23 +8,23 @@ from torch import Tensor
 from quire.kernels.gpu.launch import cdiv, launch
 from quire.kernels.row_interface import EndColumns, RowState, Sampled
 
-_BLOCK = 64  # rows of one program
+_BLOCK = 64  # rows per program
 
 
 def finish_rows(
-    chosen: Sampled,
-    rows: Tensor,  # [n] int64, none twice but -1
+    sampled: Sampled,
+    rows: Tensor,  # [n] int64, unique except -1
     positions: Tensor,  # [n] int64
     ends: EndColumns,
     state: RowState,
 ) -> Tensor:  # [5, n] int64: token, alive before, finite, stop, length
-    """See `FinishRows`."""
+    """See `row_interface.FinishRows`."""
     num_rows = len(rows)
     outcome = torch.empty(5, num_rows, dtype=torch.int64, device=rows.device)
     if num_rows:
         launch(
             _finish, (cdiv(num_rows, _BLOCK),),
-            *chosen, rows, positions, num_rows,
+            *sampled, rows, positions, num_rows,
             ends.max_length, ends.max_length.stride(0), ends.end_ids, ends.end_ids.shape[1],
             *state, outcome, BLOCK=_BLOCK,
         )  # fmt: skip
@@ -46,7 +46,7 @@ def _finish(
     was_alive = tl.load(alive + row, mask=real, other=0) != 0
     limit = tl.load(max_length + row * max_length_stride, mask=real, other=0)
     full = real & (tl.load(positions + at, mask=real, other=0) + 1 >= limit)
-    stop = token < 0  # which none is: nobody has stopped yet
+    stop = token < 0  # false for every token
     for place in range(num_end_ids):
         stop = stop | (tl.load(end_ids + row * num_end_ids + place, mask=real, other=-1) == token)
     length = full & (stop == 0)

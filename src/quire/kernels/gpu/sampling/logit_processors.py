@@ -1,6 +1,6 @@
-"""What rows ask for beyond a draw, in one launch: masks, offsets, early ends, penalties. And tokens counted for those.
+"""Logit processors in one launch: grammar masks, logit bias, min_tokens, penalties; and the penalties' token counts.
 
-The same formulas as `sampling`, bit for bit: a product and a sum stay two roundings, as in tensor operations.
+The same formulas as the `sampling` package, bit for bit: no fused multiply-add, as in tensor operations.
 """
 
 import torch
@@ -12,8 +12,8 @@ from quire.kernels.gpu.launch import cdiv, launch
 from quire.kernels.gpu.sampling.probabilities import FREQUENCY, MIN_TOKENS, NUM_PROMPT, PRESENCE, REPETITION
 from quire.kernels.row_interface import LogitShaping, SamplingTable
 
-_TILE = 2048  # tokens that a program reads
-_BLOCK = 64  # rows whose tokens one program counts
+_TILE = 2048  # tokens per program
+_BLOCK = 64  # rows per counting program
 
 
 def process_logits(
@@ -23,10 +23,10 @@ def process_logits(
     table: SamplingTable,
     shaping: LogitShaping,
 ) -> Tensor:  # [n, vocab] float32
-    """See `ProcessLogits`."""
+    """See `row_interface.ProcessLogits`."""
     num_rows, vocab_size = logits.shape
     assert logits.dtype == torch.float32 and logits.stride(1) == 1, (logits.dtype, logits.stride())
-    assert table.integers.stride(1) == table.floats.stride(1) == 1, "columns lie side by side"
+    assert table.integers.stride(1) == table.floats.stride(1) == 1, "columns must be contiguous"
     assert shaping.masks.shape[1] * 32 >= vocab_size, (shaping.masks.shape, vocab_size)
     lines = (shaping.offsets, shaping.in_prompt, shaping.generated)
     assert all(each.shape[1] == vocab_size for each in lines), [each.shape for each in lines]
@@ -45,10 +45,10 @@ def process_logits(
 
 def count_tokens(
     tokens: Tensor,  # [n] int64
-    places: Tensor,  # [n] int64, none twice but -1
+    places: Tensor,  # [n] int64, unique except -1
     generated: Tensor,  # [slots, vocab] int32; changed in place
 ) -> None:
-    """See `CountTokens`."""
+    """See `row_interface.CountTokens`."""
     num_rows = len(tokens)
     if num_rows:
         grid = (cdiv(num_rows, _BLOCK),)
@@ -89,19 +89,19 @@ def _shape(
 
     count_place = tl.load(places + 2 * num_rows + at)
     if count_place >= 0:
-        was_asked = tl.load(in_prompt + count_place * vocab_size + ids, mask=inside, other=0) != 0
+        was_in_prompt = tl.load(in_prompt + count_place * vocab_size + ids, mask=inside, other=0) != 0
         counts = tl.load(generated + count_place * vocab_size + ids, mask=inside, other=0)
-        values = _penalized(values, was_asked, counts, floats + row * floats_stride)
+        values = _penalized(values, was_in_prompt, counts, floats + row * floats_stride)
 
     tl.store(shaped + at * vocab_size + ids, tl.where(is_fault, float("nan"), values), mask=inside)
 
 
 @triton.jit
-def _penalized(values, was_asked, counts, floats):
-    """`floats` is the row's line in the table."""
+def _penalized(values, was_in_prompt, counts, floats):
+    """Repetition, frequency and presence penalty. `floats` is the row's line in the table."""
     repetition = tl.load(floats + REPETITION).to(tl.float32)
-    quieter = tl.where(values > 0, tl.div_rn(values, repetition), values * repetition)
-    values = tl.where(was_asked | (counts > 0), quieter, values)
+    penalized = tl.where(values > 0, tl.div_rn(values, repetition), values * repetition)
+    values = tl.where(was_in_prompt | (counts > 0), penalized, values)
     values -= counts.to(tl.float32) * tl.load(floats + FREQUENCY).to(tl.float32)
     return values - (counts > 0).to(tl.float32) * tl.load(floats + PRESENCE).to(tl.float32)
 

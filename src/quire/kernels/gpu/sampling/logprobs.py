@@ -1,6 +1,6 @@
-"""Log-probabilities of given tokens, their ranks and the likeliest alternatives, in two launches and without sorting.
+"""Log-probabilities of given tokens, their ranks and the top alternatives, in two launches and without sorting.
 
-tile    its largest logit, the sum of its exponentials, how many tokens are above the given one, its likeliest few
+tile    its largest logit, the sum of its exponentials, the number of tokens above the given one, its top few
 row     the same of all tiles together
 """
 
@@ -20,7 +20,7 @@ def token_logprobs(
     tokens: Tensor,  # [m] int64
     num_top: int,
 ) -> Tensor:  # [m, 3 + 2 * num_top] int32
-    """See `TokenLogprobs`."""
+    """See `row_interface.TokenLogprobs`."""
     num_rows, vocab_size = logits.shape
     assert logits.dtype == torch.float32 and logits.stride(1) == 1, (logits.dtype, logits.stride())
     assert num_top <= vocab_size and tokens.is_contiguous(), (num_top, vocab_size, tokens.stride())
@@ -33,13 +33,13 @@ def token_logprobs(
     top_keys = torch.empty(num_rows, num_tiles, num_top, dtype=torch.int64, device=logits.device)
     source = (logits, logits.stride(0), vocab_size, num_tiles, tokens, num_top)
     found = (highest, total, above, top_keys)
-    launch(_score_tile, (num_rows, num_tiles), *source, *found, TILE=_TILE, num_warps=_WARPS)
-    launch(_score_row, (num_rows,), *source, *found, packed, TILES=next_power_of_2(num_tiles))
+    launch(_tile_logprobs, (num_rows, num_tiles), *source, *found, TILE=_TILE, num_warps=_WARPS)
+    launch(_row_logprobs, (num_rows,), *source, *found, packed, TILES=next_power_of_2(num_tiles))
     return packed
 
 
 @triton.jit(do_not_specialize=["num_top"])  # one compilation serves every number of alternatives
-def _score_tile(
+def _tile_logprobs(
     logits, logits_stride, vocab_size, num_tiles, tokens, num_top,
     highest, total, above, top_keys,
     TILE: tl.constexpr,
@@ -58,25 +58,26 @@ def _score_tile(
     tl.store(above + place, tl.sum((values > tl.load(logits + tl.load(tokens + at))).to(tl.int32)))
     keys = tl.where(ids < vocab_size, key_of(order, ids), LOWEST_KEY)
     for rank in range(num_top):
-        likeliest = tl.max(keys)
-        tl.store(top_keys + place * num_top + rank, likeliest)
-        keys = tl.where(keys == likeliest, LOWEST_KEY, keys)
+        best_key = tl.max(keys)
+        tl.store(top_keys + place * num_top + rank, best_key)
+        keys = tl.where(keys == best_key, LOWEST_KEY, keys)
 
 
 @triton.jit(do_not_specialize=["num_top"])
-def _score_row(
+def _row_logprobs(
     logits, logits_stride, vocab_size, num_tiles, tokens, num_top,
     highest, total, above, top_keys, packed,
     TILES: tl.constexpr,
 ):  # fmt: skip
-    """Of every tile the likeliest that is not told yet takes part in a race for the next place."""
+    """Merges the sorted top lists of the tiles: each rank is the largest unused key of all tiles."""
     at = tl.program_id(0).to(tl.int64)
     tiles = tl.arange(0, TILES)
     inside = tiles < num_tiles
     tile_highest = tl.load(highest + at * num_tiles + tiles, mask=inside, other=float("-inf"))
     tile_total = tl.load(total + at * num_tiles + tiles, mask=inside, other=0.0)
     row_highest = tl.max(tile_highest)
-    shares = tl.where(tile_total == 0.0, 0.0, tile_total * tl.exp(tile_highest - row_highest))  # one NaN spoils the row
+    # A NaN spreads to the whole row.
+    shares = tl.where(tile_total == 0.0, 0.0, tile_total * tl.exp(tile_highest - row_highest))
     log_total = tl.log(tl.sum(shares))
 
     packed += at * (3 + 2 * num_top)
@@ -88,11 +89,11 @@ def _score_row(
     tl.store(packed + 2, logprob.to(tl.int32, bitcast=True))
 
     lines = top_keys + (at * num_tiles + tiles) * num_top
-    told = tl.zeros([TILES], dtype=tl.int32)
+    num_used = tl.zeros([TILES], dtype=tl.int32)
     for rank in range(num_top):
-        keys = tl.load(lines + told, mask=inside & (told < num_top), other=LOWEST_KEY)
-        likeliest = tl.max(keys)
-        logprob = logit_of(likeliest) - row_highest - log_total
-        tl.store(packed + 3 + rank, id_of(likeliest).to(tl.int32))
+        keys = tl.load(lines + num_used, mask=inside & (num_used < num_top), other=LOWEST_KEY)
+        best_key = tl.max(keys)
+        logprob = logit_of(best_key) - row_highest - log_total
+        tl.store(packed + 3 + rank, id_of(best_key).to(tl.int32))
         tl.store(packed + 3 + num_top + rank, logprob.to(tl.int32, bitcast=True))
-        told += (inside & (keys == likeliest)).to(tl.int32)
+        num_used += (inside & (keys == best_key)).to(tl.int32)

@@ -1,25 +1,23 @@
-"""What every kernel of sampling computes of a single logit: its order, its weight; and a row's random number.
+"""Per-token functions of the sampling kernels: sort key, weight, random number; and the columns of a `SamplingTable`.
 
-The same formulas as `sampling.filters` and `sampling.random`, bit for bit: weights are whole numbers, so that their
-sums do not depend on tiles. On a GPU the exponential is torch's own; the interpreter's may differ in its last bit,
-which moves a border between two tokens by some 1e-7 of the row.
-
-The columns of a `SamplingTable`, for the kernels that read a row's line of it.
+The same formulas as `sampling.filters`, bit for bit: weights are integers, so their sums do not depend on tiles. On a
+GPU the exponential is torch's own; the interpreter's may differ in the last bit, which moves a border between two
+tokens by about 1e-7 of the row.
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # which knows no libdevice
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # without libdevice
 
-ONE = tl.constexpr(2.0**40)  # the weight of the likeliest token
+ONE = tl.constexpr(2.0**40)  # the weight of the most likely token
 
 # A key is the order of a logit, then of its id: order * 2**24 - id. Differences of two keys fit an int64.
 ID_BITS = tl.constexpr(24)
 LOWEST_KEY = tl.constexpr(-(2**63))
 _ID_MASK = tl.constexpr(2**24 - 1)
-_NAN_ORDER = tl.constexpr(0x7FFFFFFF)  # above all others: one NaN is seen wherever it is
+_NAN_ORDER = tl.constexpr(0x7FFFFFFF)  # above all others: any NaN becomes the maximum
 _INFINITE_ORDER = tl.constexpr(0x7F800000)
 _MINUS_INFINITE_ORDER = tl.constexpr(-0x7F800001)
 
@@ -32,7 +30,7 @@ _UNIT = tl.constexpr(2.0**-53)
 
 @triton.jit
 def order_of(logits):
-    """int32 in the order of the logits; -0.0 and 0.0 are equals."""
+    """int32 in the order of the logits; -0.0 equals 0.0."""
     bits = tl.where(logits == 0.0, 0.0, logits).to(tl.int32, bitcast=True)
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return tl.where(logits != logits, _NAN_ORDER, order)
@@ -40,7 +38,7 @@ def order_of(logits):
 
 @triton.jit
 def key_of(order, ids):
-    """int64 in the order of the logits, all different: of equal logits the lowest id comes out largest."""
+    """int64 in the order of the logits, all distinct: of equal logits the lowest id has the largest key."""
     return (order.to(tl.int64) << ID_BITS) - ids
 
 
@@ -57,7 +55,7 @@ def logit_of(key):
 
 @triton.jit
 def is_finite(key):
-    """Of a row's largest key: whether the row has no NaN, no +inf, and something to choose."""
+    """Of a row's largest key: whether the row has no NaN, no +inf, and at least one token."""
     order = (key + id_of(key)) >> ID_BITS
     return (order < _INFINITE_ORDER) & (order > _MINUS_INFINITE_ORDER)
 
@@ -81,7 +79,7 @@ def weights_of(exponents, least):
 
 @triton.jit
 def least_weight(min_p):
-    """Of the tokens that min-p keeps."""
+    """Minimum weight of the tokens that min-p keeps."""
     return tl.ceil(min_p * ONE).to(tl.int64)
 
 
@@ -102,11 +100,11 @@ def _mix(state):
 
 @triton.jit
 def _shift_right(value, BITS: tl.constexpr):
-    """A logical shift: int64's own would drag the sign along."""
+    """A logical shift: int64's own is arithmetic."""
     return (value >> BITS) & ((1 << (64 - BITS)) - 1)
 
 
-# Of the integers.
+# Columns of SamplingTable.integers.
 SEED, INDEX, TOP_K, IS_RANDOM, MIN_TOKENS, NUM_PROMPT = (tl.constexpr(column) for column in range(6))
-# Of the floats.
+# Columns of SamplingTable.floats.
 TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY = (tl.constexpr(column) for column in range(6))

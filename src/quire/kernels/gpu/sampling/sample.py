@@ -1,11 +1,11 @@
-"""Chooses a token for every row of a batch: greedy in two launches, a draw in four.
+"""Samples a token for every row of a batch, without sorting: greedy in two launches, a draw in four.
 
-    best      the largest key of every tile
-    weigh     the row's largest, which is a greedy row's token; the weight of every tile, and its tokens by bins; with
-              the last tile of a row, between which bins top-k and top-p end
-    shortlist what top-k and top-p surely keep, by tile; and the few tokens among which they end
-    draw      where they end; the tile of the random number, and the token in it
-A program of a row that does not need a launch leaves at once. No result depends on the tiles: sums are of integers.
+    tile maximum   the largest key of every tile
+    weigh          the row's largest, which is a greedy row's token; the weight of every tile and its histogram; the
+                   last tile of a row finds the bins in which top-k and top-p end
+    shortlist      the weight of tokens surely kept, by tile; the candidates among which top-k and top-p end
+    draw           the last kept token; the tile of the random number, and the token in it
+A program of a row that does not need a launch returns at once. Sums are integers, so no result depends on the tiles.
 """
 
 from typing import NamedTuple
@@ -46,19 +46,19 @@ from quire.kernels.gpu.sampling.top_k_top_p import (
 )
 from quire.kernels.row_interface import Sampled, SamplingStage, SamplingTable
 
-_MOST_TOKENS = 2**22  # as whole numbers up to 2**40 their weights have a sum that fits an int64; ids have 24 bits
-_MAX_CANDIDATES = 16384  # listed per row, 4 bytes each; a row with more is read whole
-# Tokens that a program reads, and its warps; one size for every batch, because each is compiled for a second or two.
+_MAX_TOKENS = 2**22  # the sum of their weights, integers up to 2**40, fits an int64; ids have 24 bits
+_MAX_CANDIDATES = 16384  # listed per row, 4 bytes each; of a row with more all logits are read
+# Tokens per program, and its warps; one size for every batch, because compiling each takes a second or two.
 _TILE, _WARPS = 4096, 8
 
-# What is found out about candidates: their number, how many are listed, the range of their keys, how many tokens are
-# surely kept, the first and the last bin that candidates lie in; and how many tiles are counted.
+# Facts about candidates: their number, how many are listed, the range of their keys, the number of tokens surely kept,
+# their first and last bin; and the number of counted tiles.
 _COUNT, _LISTED, _LOW, _HIGH, _SURE, _FIRST, _LAST, _COUNTED = (tl.constexpr(column) for column in range(8))
 _FACTS = tl.constexpr(8)
 
 
 class _Scratch(NamedTuple):
-    """What the launches tell each other."""
+    """Data between the launches."""
 
     best_keys: Tensor  # [n, tiles] int64
     lowest: Tensor  # [n, tiles] float32: the lowest logit above -inf
@@ -67,7 +67,7 @@ class _Scratch(NamedTuple):
     counts: Tensor  # [n, BINS] int32: tokens by bin
     sure_weights: Tensor  # [n, tiles] int64: of tokens that top-k and top-p surely keep
     facts: Tensor  # [n, _FACTS] int64
-    listed: Tensor  # [n, _MAX_CANDIDATES] int32: ids of candidates in any order
+    listed: Tensor  # [n, _MAX_CANDIDATES] int32: ids of candidates, unordered
 
 
 def sample_tokens(
@@ -77,11 +77,11 @@ def sample_tokens(
     table: SamplingTable,
     stages: SamplingStage,
 ) -> Sampled:
-    """See `SampleTokens`."""
+    """See `row_interface.SampleTokens`."""
     num_rows, vocab_size = logits.shape
     assert logits.dtype == torch.float32 and logits.stride(1) == 1, (logits.dtype, logits.stride())
-    assert vocab_size <= _MOST_TOKENS, vocab_size
-    assert table.integers.stride(1) == table.floats.stride(1) == 1, "columns lie side by side"
+    assert vocab_size <= _MAX_TOKENS, vocab_size
+    assert table.integers.stride(1) == table.floats.stride(1) == 1, "columns must be contiguous"
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     finite = torch.empty(num_rows, dtype=torch.bool, device=logits.device)
     if num_rows == 0:
@@ -92,28 +92,28 @@ def sample_tokens(
     scratch = _scratch(num_rows, num_tiles, drawn, logits.device)
     every = (num_rows, num_tiles)
     source = (logits, logits.stride(0), vocab_size, num_tiles, rows)
-    asked = (table.integers, table.integers.stride(0), table.floats, table.floats.stride(0))
-    launch(_best, every, *source, *scratch, TILE=_TILE, DRAWN=drawn, num_warps=_WARPS)
+    params = (table.integers, table.integers.stride(0), table.floats, table.floats.stride(0))
+    launch(_tile_maximum, every, *source, *scratch, TILE=_TILE, DRAWN=drawn, num_warps=_WARPS)
     launch(
         _weigh, every if drawn else (num_rows, 1),
-        *source, *asked, *scratch, tokens, finite,
+        *source, *params, *scratch, tokens, finite,
         TILE=_TILE, TILES=tiles, DRAWN=drawn, num_warps=_WARPS,
     )  # fmt: skip
     if drawn:
         launch(
             _shortlist, every,
-            *source, *asked[2:], *scratch, TILE=_TILE, TILES=tiles, CAPACITY=_MAX_CANDIDATES, num_warps=_WARPS,
+            *source, *params[2:], *scratch, TILE=_TILE, TILES=tiles, CAPACITY=_MAX_CANDIDATES, num_warps=_WARPS,
         )  # fmt: skip
         launch(
             _draw, (num_rows,),
-            *source, *asked, *scratch, positions, tokens, finite,
+            *source, *params, *scratch, positions, tokens, finite,
             TILE=_TILE, TILES=tiles, CAPACITY=_MAX_CANDIDATES, num_warps=2 * _WARPS,
         )  # fmt: skip
     return Sampled(tokens, finite)
 
 
 def _scratch(num_rows: int, num_tiles: int, drawn: bool, device: torch.device) -> _Scratch:
-    """What only draws need is left empty where there are none."""
+    """Greedy batches get empty tensors for what only draws need."""
     drawn_rows = num_rows if drawn else 0
     return _Scratch(
         best_keys=torch.empty(num_rows, num_tiles, dtype=torch.int64, device=device),
@@ -128,12 +128,12 @@ def _scratch(num_rows: int, num_tiles: int, drawn: bool, device: torch.device) -
 
 
 @triton.jit
-def _best(
+def _tile_maximum(
     logits, logits_stride, vocab_size, num_tiles, rows,
     best_keys, lowest, highest, weights, counts, sure_weights, facts, listed,
     TILE: tl.constexpr, DRAWN: tl.constexpr,
 ):  # fmt: skip
-    """The largest key of a tile; and a clean slate for what is counted later."""
+    """The largest key of a tile; also initialises the counters of later launches."""
     at = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     if tl.load(rows + at) < 0:
@@ -157,8 +157,8 @@ def _best(
 
 
 @triton.jit
-def _is_choosy(integers, floats, vocab_size):
-    """Whether top-k or top-p may cut something. `integers` and `floats` are the row's line in the table."""
+def _is_filtered(integers, floats, vocab_size):
+    """Whether top-k or top-p may drop tokens. `integers` and `floats` are the row's line in the table."""
     return (tl.load(integers + TOP_K) < vocab_size) | (tl.load(floats + TOP_P) < 1.0)
 
 
@@ -178,7 +178,7 @@ def _weigh(
     tokens, finite,
     TILE: tl.constexpr, TILES: tl.constexpr, DRAWN: tl.constexpr,
 ):  # fmt: skip
-    """The row's likeliest token; then, of a random row, the weight of one tile, and its tokens counted by bin."""
+    """The row's most likely token; then, of a random row, the weight of one tile and its histogram."""
     at = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     row = tl.load(rows + at)
@@ -204,7 +204,7 @@ def _weigh(
             values = tl.load(logits + at * logits_stride + ids, mask=ids < vocab_size, other=float("-inf"))
             exponents = exponents_of(values, row_highest, temperature)
             tl.store(weights + at * num_tiles + tile, tl.sum(weights_of(exponents, least)))
-            if _is_choosy(integers, floats, vocab_size):
+            if _is_filtered(integers, floats, vocab_size):
                 scale = _scale(lowest + at * num_tiles, row_highest, temperature, num_tiles, TILES)
                 found = tl.histogram(bins_of(exponents, scale), BINS)
                 tl.atomic_add(counts + at * BINS + tl.arange(0, BINS), found, mask=found > 0, sem="relaxed")
@@ -220,10 +220,10 @@ def _weigh(
 def _store_bracket(
     counts, weights, num_tiles, facts, scale, top_k, top_p, least, vocab_size, TILES: tl.constexpr
 ):  # fmt: skip
-    """Between which bins a row ends, of which all tiles are counted. `counts`, `weights` and `facts` are its lines."""
+    """The bins in which top-k and top-p end, once all tiles are counted. `counts`, `weights`, `facts`: of the row."""
     tiles, bins = tl.arange(0, TILES), tl.arange(0, BINS)
     total = tl.sum(tl.load(weights + tiles, mask=tiles < num_tiles, other=0, cache_modifier=".cg"))
-    by_bin = tl.load(counts + bins, cache_modifier=".cg")  # as others have just left them
+    by_bin = tl.load(counts + bins, cache_modifier=".cg")  # written by other programs of this launch
     first, last = find_bracket(by_bin, scale, total, top_k, top_p, least, vocab_size)
     among = (bins >= first) & (bins <= last)
     tl.store(facts + _FIRST, first.to(tl.int64))
@@ -239,14 +239,14 @@ def _shortlist(
     best_keys, lowest, highest, weights, counts, sure_weights, facts, listed,
     TILE: tl.constexpr, TILES: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """Of one tile of a row that is cut: the weight of what is surely kept, and the candidates onto the list."""
+    """Of one tile of a filtered row: the weight of the tokens surely kept, and the candidates onto the list."""
     at = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     row = tl.load(rows + at)
     if row < 0:
         return
     facts += at * _FACTS
-    if tl.load(facts + _COUNT) == 0:  # as of all rows that nothing is cut from
+    if tl.load(facts + _COUNT) == 0:  # an unfiltered row
         return
     floats += row * floats_stride
     row_highest = tl.load(highest + at)
@@ -272,7 +272,7 @@ def _shortlist(
         tl.atomic_max(facts + _HIGH, tl.max(tl.where(among, keys, LOWEST_KEY)), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["num_tiles"])  # Triton 3.6 fails on a search among one
+@triton.jit(do_not_specialize=["num_tiles"])  # Triton 3.6 fails on a search over one tile
 def _draw(
     logits, logits_stride, vocab_size, num_tiles, rows,
     integers, integers_stride, floats, floats_stride,
@@ -334,9 +334,9 @@ def _find_tile(
     logits, listed, count, num_listed, highest, temperature, least,
     last_key, top_key, goal, by_tile, num_tiles, TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """(the first tile with which the weight goes beyond the goal, the weight of all tiles before it).
+    """(the first tile whose cumulative weight exceeds the goal, the weight of all tiles before it).
 
-    by_tile: [TILES] int64, the weights of what is surely kept; the candidates from `last_key` up come on top.
+    by_tile: [TILES] int64, the weights of tokens surely kept; the candidates from `last_key` up are added.
     """
     tiles = tl.arange(0, TILES)
     low = tl.zeros([], dtype=tl.int32)
@@ -360,7 +360,7 @@ def _last_kept(
     logits, listed, count, num_listed, highest, temperature, least,
     low, high, num_candidates, num_sure, sure_weight, total, top_k, top_p, vocab_size,
 ):  # fmt: skip
-    """(last key that may be drawn, weight of all that may): top-k first, then top-p of what that leaves."""
+    """(last key that may be drawn, weight of all such keys): top-k first, then top-p of the remaining tokens."""
     number = num_candidates
     if top_k < num_sure + num_candidates:
         low, number = find_last(

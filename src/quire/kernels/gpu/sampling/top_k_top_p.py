@@ -1,9 +1,9 @@
-"""Top-k and top-p without sorting: where a row's choice ends among its tokens, found in ever smaller sets of them.
+"""Top-k and top-p without sorting: the last kept token of a row is found in ever smaller sets of tokens.
 
-All tokens are counted in bins by their exponents (`bins_of`). The counts say between which bins the last token that
-may be drawn must lie (`find_bracket`); the few tokens of those bins are the row's candidates, listed by `sample`.
-Halving their keys (`find_last`) ends at the one token. Where there are more candidates than the list holds (equal
-logits by the ten thousand), the whole row is read in their stead: slow, and as right.
+All tokens are counted in bins by their exponents (`bins_of`). The counts bound the bins of the last token that may be
+drawn (`find_bracket`); the few tokens of those bins are the row's candidates, listed by `sample`. Bisection over their
+keys (`find_last`) ends at one token. With more candidates than the list holds (tens of thousands of equal logits), the
+whole row is read instead: slower, same result.
 """
 
 import triton
@@ -12,32 +12,32 @@ import triton.language as tl
 from quire.kernels.gpu.sampling.probabilities import ONE, exponents_of, key_of, order_of, weights_of
 
 BINS = tl.constexpr(512)
-_LAST_BIN = tl.constexpr(511)  # of weightless tokens alone
-_WIDEST = tl.constexpr(28.0)  # a token whose exponent is lower weighs nothing: exp(-28) < 2**-40
+_LAST_BIN = tl.constexpr(511)  # only tokens of weight 0
+_WIDEST = tl.constexpr(28.0)  # a token with a lower exponent has weight 0: exp(-28) < 2**-40
 _NARROWEST = tl.constexpr(1e-6)
-_SLACK = tl.constexpr(1e-4)  # for roundings at the edges of bins and in their exponentials
-CHUNK = tl.constexpr(2048)  # candidates looked at together
+_SLACK = tl.constexpr(1e-4)  # for rounding at the edges of bins and in their exponentials
+CHUNK = tl.constexpr(2048)  # candidates per iteration
 
 
 @triton.jit
 def bins_per_exponent(highest, lowest, temperature):
-    """So that the row's weights fill all bins but the last. `lowest` is the row's lowest logit above -inf."""
+    """Such that the row's weights fill all bins but the last. `lowest` is the row's lowest logit above -inf."""
     width = -exponents_of(lowest, highest, temperature)
     return tl.div_rn(BINS - 2.0, tl.minimum(tl.maximum(width, _NARROWEST), _WIDEST))
 
 
 @triton.jit
 def bins_of(exponents, scale):
-    """int32, 0 for the likeliest: a monotonous function of the logit."""
+    """int32, 0 for the most likely token: a monotonic function of the logit."""
     return tl.minimum(-exponents * scale, BINS - 1.0).to(tl.int32)
 
 
 @triton.jit
 def find_bracket(counts, scale, total, top_k, top_p, least, vocab_size):
-    """(first, last): the last token that may be drawn lies in one of these bins; first > last if nothing is cut.
+    """(first, last): the last token that may be drawn is in one of these bins; first > last if nothing is filtered.
 
-    counts: [BINS] int32; total: int64, the weight of all tokens. Counts times the least and the most that a token of
-    its bin can weigh are bounds of every sum.
+    counts: [BINS] int32; total: int64, the weight of all tokens. Counts times the smallest and largest
+    weight of a token of the bin bound every sum.
     """
     bins = tl.arange(0, BINS)
     least_share = least.to(tl.float64) / ONE
@@ -49,7 +49,7 @@ def find_bracket(counts, scale, total, top_k, top_p, least, vocab_size):
     fewest = counts.to(tl.float64) * lightest
 
     bin_of_k = tl.sum((tl.cumsum(counts, 0) < top_k).to(tl.int32))
-    cut_by_k = (bin_of_k < _LAST_BIN) & (top_k < vocab_size)  # else all are kept, whatever bins they are in
+    cut_by_k = (bin_of_k < _LAST_BIN) & (top_k < vocab_size)  # else all are kept, whatever their bins
     share = total.to(tl.float64) / ONE
     left_most = tl.where(cut_by_k, tl.sum(tl.where(bins <= bin_of_k, most, 0.0)), share)
     left_fewest = tl.where(cut_by_k, tl.sum(tl.where(bins < bin_of_k, fewest, 0.0)), share)
@@ -94,9 +94,9 @@ def find_last(
     logits, listed, count, num_listed, highest, temperature, least,
     low, high, number, need, vocab_size, BY_NUMBER: tl.constexpr,
 ):  # fmt: skip
-    """(key, number): the fewest likeliest tokens below `high` that reach `need` are those from this key up.
+    """(key, number): the tokens from this key up to `high` are the fewest that reach `need`. Bisection over keys.
 
-    `need` is a number or a weight. Those from `low` up, which are `number`, reach it.
+    `need` is a number or a weight. The tokens from `low` up, `number` of them, reach it.
     """
     top = high
     number_above = tl.zeros([], dtype=tl.int64)
