@@ -9,7 +9,7 @@ from quire.core.process import gc_frozen_imports, gc_postponed, gc_undisturbed
 from tests import children
 
 
-def test_nothing_is_looked_through_while_it_is_imported_nor_ever_after() -> None:
+def test_imports_run_without_collections_and_are_frozen() -> None:
     try:
         with gc_frozen_imports():
             assert not gc.isenabled()
@@ -20,7 +20,7 @@ def test_nothing_is_looked_through_while_it_is_imported_nor_ever_after() -> None
         gc.unfreeze()
 
 
-def test_garbage_waits_and_is_collected_as_before_afterwards() -> None:
+def test_collection_is_postponed_and_resumes_afterwards() -> None:
     class Ring:
         def __init__(self) -> None:
             self.self = self
@@ -45,7 +45,7 @@ def test_garbage_waits_and_is_collected_as_before_afterwards() -> None:
     assert freed == ["ring"]
 
 
-def test_it_waits_until_the_last_of_several_threads_is_done() -> None:
+def test_collection_resumes_after_the_last_of_several_threads() -> None:
     inside, done = Event(), Event()
 
     def wait() -> None:
@@ -63,14 +63,14 @@ def test_it_waits_until_the_last_of_several_threads_is_done() -> None:
     assert gc.isenabled()
 
 
-def test_what_is_measured_undisturbed_is_disturbed_afterwards() -> None:
+def test_gc_settings_are_restored_after_a_measurement() -> None:
     before, frozen = gc.get_threshold(), gc.get_freeze_count()
     with gc_undisturbed():
         assert gc.get_freeze_count() > frozen and gc.get_threshold()[0] > before[0]
     assert gc.get_threshold() == before and gc.get_freeze_count() == 0
 
 
-def test_a_process_keeps_for_good_what_it_has() -> None:
+def test_a_frozen_heap_is_not_collected() -> None:
     code = """
 import gc
 from quire.core.process import freeze_heap

@@ -49,7 +49,7 @@ def test_a_finished_sequence_is_finished_before_its_row_is_released() -> None:
     assert state_of(sequence) is SequenceState.FINISHED and sequence.row is None
 
 
-def test_one_that_was_preempted_and_leaves_may_still_be_finished() -> None:
+def test_a_preempted_sequence_may_be_finished_before_its_release() -> None:
     sequence = assigned()
     sequence.stop(13, None)
     sequence.finish(FinishReason.ABORT)
@@ -66,7 +66,7 @@ def test_a_waiting_sequence_is_finished_at_once() -> None:
     assert state_of(sequence) is SequenceState.FINISHED and sequence.group.finished
 
 
-def test_arrows_that_do_not_exist_assert() -> None:
+def test_invalid_transitions_assert() -> None:
     (waiting,) = group().sequences
     with pytest.raises(AssertionError):
         waiting.stop(1, None)
@@ -84,7 +84,7 @@ def test_the_last_token_is_never_computed() -> None:
     assert sequence.request.max_length == 8 and sequence.last_position == 6
 
 
-def test_a_familys_members_are_numbered_and_those_of_a_beam_answer_in_part() -> None:
+def test_sequences_of_a_group_are_numbered_and_some_beams_are_returned() -> None:
     assert [(sequence.id, sequence.index) for sequence in group(3).sequences] == [(40, 0), (41, 1), (42, 2)]
     assert group(3).order == 40 and len(group(3).returned) == 3
     assert [sequence.index for sequence in group(3, BeamParams(3, num_returned=2)).returned] == [0, 1]
@@ -99,7 +99,7 @@ def test_a_wait_is_noted_when_its_cause_changes() -> None:
     assert one.waits_for is None
 
 
-def test_a_long_story_keeps_its_beginning_and_its_end() -> None:
+def test_a_long_event_list_keeps_its_first_half_and_the_latest() -> None:
     one = group()
     for step in range(500):
         one.note(RequestEvent(step, EventKind.ADMITTED))

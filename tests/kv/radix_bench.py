@@ -1,4 +1,4 @@
-"""A prefix tree with its pools, and tables that come and go: what the examples are written with."""
+"""A prefix tree with its pools and tables: the fixture of the examples."""
 
 import numpy as np
 
@@ -36,8 +36,8 @@ def snapshot(tree: RadixTree) -> object:
     return nodes, tree.num_nodes, tree.num_blocks, tree.num_evicted, tree.generation, tree._clock
 
 
-class Desk:
-    """A tree with its pools, and tables that come and go. Audits after every act."""
+class TreeBench:
+    """A tree with its pools, and tables that are held and released. Audits after every call."""
 
     def __init__(self, block_size: int = 4, num_blocks: int = 32, num_host: int = 0) -> None:
         self.pool = BlockPool(num_blocks)
@@ -45,7 +45,7 @@ class Desk:
         self.tree = RadixTree(block_size, self.pool, self.host)
 
     def hold(self, tokens: IntArray, partition: str = "", priority: int = 0) -> tuple[IntArray, Inserted]:
-        """A table that computed everything itself, and stays."""
+        """A table that computed everything itself and stays open."""
         blocks = self.pool.take(-(-len(tokens) // self.tree.block_size))
         owner = BlockOwner(ME, partition, priority)
         return blocks, self.tree.insert_leaving(self.tree.root(partition), tokens, blocks, owner)
@@ -56,7 +56,7 @@ class Desk:
         self.audit()
 
     def put(self, *tokens: int, partition: str = "", priority: int = 0) -> Inserted:
-        """A table that computed everything itself, and left."""
+        """A table that computed everything itself and was released."""
         blocks, inserted = self.hold(ids(*tokens), partition, priority)
         self.drop(blocks, inserted.node)
         return inserted
@@ -76,7 +76,7 @@ class Desk:
         return match.num_tokens + num_host + (match.partial.num_tokens if match.partial else 0)
 
     def use(self, *tokens: int, partition: str = "") -> PrefixMatch:
-        """A table that began with these, and left: its match with the nodes where it ended."""
+        """Mark these tokens as used: their match, with the nodes where it ends."""
         match = self.tree.touch(self.tree.match(partition, ids(*tokens), len(tokens)))
         self.audit()
         return match

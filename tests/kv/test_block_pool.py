@@ -14,7 +14,7 @@ def ids(blocks: list[int]) -> IntArray:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Readers stand for tables. A cached block may have none: then it is idle."""
+    """Readers stand for tables. A cached block without readers is evictable."""
 
     @initialize(size=st.integers(0, 12))
     def build(self, size: int) -> None:
@@ -31,8 +31,8 @@ class PoolMachine(RuleBasedStateMachine):
         """A few distinct ones, in any order; perhaps none."""
         return data.draw(st.lists(st.sampled_from(blocks), unique=True)) if blocks else []
 
-    def forget_free(self, blocks: list[int]) -> int:
-        """How many of these nobody refers to any more."""
+    def remove_free(self, blocks: list[int]) -> int:
+        """How many of these have no reference any more."""
         freed = [block for block in blocks if self.readers[block] == 0 and block not in self.cached]
         for block in freed:
             del self.readers[block]
@@ -58,7 +58,7 @@ class PoolMachine(RuleBasedStateMachine):
         freed = self.pool.release(ids(blocks))
         for block in blocks:
             self.readers[block] -= 1
-        assert freed == self.forget_free(blocks)
+        assert freed == self.remove_free(blocks)
 
     @rule(data=st.data())
     def adopt(self, data: st.DataObject) -> None:
@@ -71,7 +71,7 @@ class PoolMachine(RuleBasedStateMachine):
         blocks = self.some(data, sorted(self.cached))
         freed = self.pool.disown(ids(blocks))
         self.cached -= set(blocks)
-        assert freed == self.forget_free(blocks)
+        assert freed == self.remove_free(blocks)
 
     @rule(count=st.integers(0, 3))
     @precondition(lambda self: self.pool.num_blocks > 6)
@@ -92,16 +92,16 @@ class PoolMachine(RuleBasedStateMachine):
     def agrees(self) -> None:
         pool = self.pool
         pool.audit()
-        idle = {block for block in self.cached if self.readers[block] == 0}
+        evictable = {block for block in self.cached if self.readers[block] == 0}
         assert pool.num_free == self.num_free
         assert pool.num_cached == len(self.cached)
-        assert pool.num_evictable == len(idle)
+        assert pool.num_evictable == len(evictable)
         assert pool.num_in_service == pool.num_blocks - self.num_retired
         readers = [0] * (pool.num_blocks + 1)
         for block, count in self.readers.items():
             readers[block] = count
             assert pool.references(BlockId(block)) == count + (block in self.cached)
-            assert pool.is_evictable(BlockId(block)) == (block in idle)
+            assert pool.is_evictable(BlockId(block)) == (block in evictable)
         pool.audit_readers(readers)
 
 
@@ -152,7 +152,7 @@ def test_only_a_cached_block_can_be_disowned() -> None:
         pool.disown(pool.take(1))
 
 
-def test_the_trees_own_reference_is_not_a_readers_to_release() -> None:
+def test_a_table_cannot_release_the_trees_reference() -> None:
     pool = BlockPool(2)
     block = pool.take(1)
     pool.adopt(block)
@@ -161,7 +161,7 @@ def test_the_trees_own_reference_is_not_a_readers_to_release() -> None:
         pool.release(block)
 
 
-def test_the_audits_see_a_lost_block_and_a_reader_too_many() -> None:
+def test_the_audits_find_a_lost_block_and_an_extra_reader() -> None:
     pool = BlockPool(2)
     block = pool.take(1)
     with pytest.raises(AssertionError, match="0 readers"):

@@ -1,4 +1,4 @@
-"""Tables, promises and prefixes by hand: one idea in each."""
+"""Tables, reservations and prefixes by hand: one idea in each."""
 
 import re
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ ME = BlockOwner(RequestId(1), "", 0)
 
 
 def filled(kv: KVManager, tokens: list[int]) -> None:
-    """Somebody computed these, and left."""
+    """A row computed these and was closed."""
     kv.open(Row(0), ME, None, count_blocks(len(tokens), kv.block_size))
     kv.grow_to(Row(0), len(tokens), ME.request)
     kv.close(Row(0), ME, ids(tokens))
@@ -52,7 +52,7 @@ def test_a_hit_shares_whole_blocks_and_copies_the_partial_one() -> None:
     assert kv.pool.references(BlockId(1)) == 2 and kv.pool.references(BlockId(2)) == 1
 
 
-def test_the_source_of_a_copy_may_be_the_block_that_makes_room_for_it() -> None:
+def test_the_source_of_a_copy_may_be_evicted_for_its_target() -> None:
     """The cache is full: to hold the copy, the very block it is copied from must be evicted. It is still right."""
     kv = KVManager(2, 4, 2)
     filled(kv, [1, 2, 3, 4, 5, 6, 7])
@@ -61,15 +61,15 @@ def test_the_source_of_a_copy_may_be_the_block_that_makes_room_for_it() -> None:
     assert [(move.src.block, move.dst.block) for move in kv.take_moves()] == [(2, 2)]
 
 
-def test_what_does_not_fit_cannot_be_opened() -> None:
+def test_a_row_that_does_not_fit_cannot_be_opened() -> None:
     kv = KVManager(2, 4, 2)
     assert not kv.fits(None, 3)
     with pytest.raises(AssertionError):
         kv.open(Row(0), ME, None, 3)
 
 
-def test_a_matched_block_that_is_idle_is_not_available_twice() -> None:
-    """Both blocks are cached: the match holds one, so only the other can be promised."""
+def test_a_matched_evictable_block_is_not_available_twice() -> None:
+    """Both blocks are cached: the match holds one, so only the other can be reserved."""
     kv = KVManager(2, 4, 2)
     filled(kv, [1, 2, 3, 4, 5, 6, 7, 8])
     match = kv.match(ME, ids([1, 2, 3, 4, 9]), 4)
@@ -77,14 +77,14 @@ def test_a_matched_block_that_is_idle_is_not_available_twice() -> None:
     assert kv.fits(match, 1) and not kv.fits(match, 2)
 
 
-def test_more_than_was_promised_cannot_be_grown_to() -> None:
+def test_a_row_cannot_grow_beyond_its_reservation() -> None:
     kv = KVManager(4, 4, 2)
     kv.open(Row(0), ME, None, 1)
     with pytest.raises(AssertionError):
         kv.grow_to(Row(0), 5, ME.request)
 
 
-def test_what_is_distrusted_is_found_by_nobody() -> None:
+def test_discarded_blocks_are_not_found_again() -> None:
     kv = KVManager(8, 4, 2)
     filled(kv, [1, 2, 3, 4])
     known = ids([1, 2, 3, 4, 5, 6, 7, 8, 9])
@@ -94,11 +94,11 @@ def test_what_is_distrusted_is_found_by_nobody() -> None:
     kv.commit(Row(1), other, known)
     assert kv.num_found(kv.match(ME, known, 9)) == 8
     kv.discard(Row(1), other)
-    assert kv.num_found(kv.match(ME, known, 9)) == 4, "what another wrote stays"
+    assert kv.num_found(kv.match(ME, known, 9)) == 4, "what another request wrote stays"
     kv.audit()
 
 
-def test_losing_the_device_forgets_orders_and_prefixes() -> None:
+def test_a_lost_device_drops_copies_and_prefixes() -> None:
     kv = KVManager(4, 4, 2, num_host_blocks=4)
     filled(kv, [1, 2, 3, 4, 5, 6])
     match = kv.match(ME, ids([1, 2, 3, 4, 5, 9]), 5)
@@ -113,7 +113,7 @@ def test_losing_the_device_forgets_orders_and_prefixes() -> None:
     assert kv.pool.num_free == 4
 
 
-def test_who_computed_the_same_later_keeps_its_own_copy_and_only_as_long_as_it_sits() -> None:
+def test_the_later_of_two_equal_rows_keeps_its_copies_until_it_closes() -> None:
     """Row 1 finds its blocks in the tree already. The next in row 1 has nothing to do with that."""
     kv = KVManager(8, 4, 2)
     known, fresh = ids([1, 2, 3, 4]), ids([5, 6, 7, 8])
@@ -142,7 +142,7 @@ def forked_from_copies(kv: KVManager) -> IntArray:
     return known
 
 
-def test_what_a_fork_still_reads_is_not_hung_below_blocks_that_nobody_holds() -> None:
+def test_blocks_of_a_fork_are_not_inserted_below_evictable_blocks() -> None:
     kv = KVManager(12, 4, 3)
     known = forked_from_copies(kv)
     kv.close(Row(1), ME, known)
@@ -150,10 +150,10 @@ def test_what_a_fork_still_reads_is_not_hung_below_blocks_that_nobody_holds() ->
     assert kv.num_found(kv.match(ME, known, 12)) == 8
     kv.close(Row(2), ME, known)
     kv.audit()
-    assert kv.num_found(kv.match(ME, known, 12)) == 12, "the last who reads it leaves it"
+    assert kv.num_found(kv.match(ME, known, 12)) == 12, "the last row that reads it caches it"
 
 
-def test_a_fork_keeps_to_itself_what_its_parent_does() -> None:
+def test_a_fork_of_private_copies_publishes_none_of_them() -> None:
     """Even when the blocks that stood before them are gone: row 1 would not know that its own are in the tree."""
     kv = KVManager(12, 4, 3)
     known = forked_from_copies(kv)

@@ -1,7 +1,7 @@
-"""Tables, promises, prefixes and forks against dicts; and a memory that does as the plans say.
+"""Tables, reservations, prefixes and forks against dicts, with a memory that carries out the plans.
 
 Every slot of the memory holds the whole prefix that ends there, as keys and values do in effect. So whatever a row
-reads through its table must be its own past, whoever wrote it, copied it or carried it to the host and back.
+reads through its table must be its own past, whichever row wrote it and wherever it was copied.
 """
 
 from collections.abc import Sequence
@@ -137,7 +137,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=6))
     @precondition(lambda self: self.rows)
     def write(self, data: st.DataObject, tokens: list[int]) -> None:
-        """As far as the table reaches; never into a block that somebody else can see."""
+        """As far as the table reaches; never into a shared block."""
         row, each = self.pick(data)
         start = len(each.tokens) + len(each.pending)
         tokens = tokens[: each.num_blocks * self.size - start]

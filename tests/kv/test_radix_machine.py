@@ -76,7 +76,7 @@ class Model:
         return len(above) % self.block_size == 0 and len(path) > len(above) and path[: len(above)] == above
 
     def victim(self, tier: Tier, held: dict[int, int]) -> tuple[str, Path] | None:
-        """The least important, least recently used idle leaf."""
+        """The evictable leaf of the lowest class that was used least recently."""
         best: tuple[tuple[int, int], str, Path] | None = None
         for partition, paths in self.paths.items():
             for path, known in paths.items():
@@ -91,7 +91,7 @@ class Model:
         return best[1:] if best is not None else None
 
     def insert(
-        self, partition: str, path: Path, blocks: list[int], priority: int, leaving: bool, idle: set[int]
+        self, partition: str, path: Path, blocks: list[int], priority: int, leaving: bool, evictable: set[int]
     ) -> Path:
         """Where the path now ends."""
         paths = self.paths[partition]
@@ -105,7 +105,7 @@ class Model:
             if known is None:
                 for length in range(index * size + 1, len(prefix)):
                     shorter = paths.get(prefix[:length])
-                    if shorter is not None and (shorter.tier is Tier.HOST or shorter.block in idle):
+                    if shorter is not None and (shorter.tier is Tier.HOST or shorter.block in evictable):
                         self.remove(partition, prefix[:length])
                 paths[prefix] = Known(Tier.DEVICE, block, priority)
             elif known.tier is Tier.HOST:
@@ -159,7 +159,7 @@ class RadixMachine(RuleBasedStateMachine):
                 counts[block] = counts.get(block, 0) + 1
         return counts
 
-    def idle_blocks(self) -> set[int]:
+    def evictable_blocks(self) -> set[int]:
         held = self.held()
         device = [k.block for paths in self.model.paths.values() for k in paths.values() if k.tier is Tier.DEVICE]
         return {block for block in device if not held.get(block)}
@@ -229,12 +229,12 @@ class RadixMachine(RuleBasedStateMachine):
         self.touch(partition, query, self.checked_match(partition, query))
 
     @rule(partition=partitions, query=tokens_strategy, demote=st.booleans())
-    def sit_down(self, partition: str, query: Path, demote: bool) -> None:
+    def open_row(self, partition: str, query: Path, demote: bool) -> None:
         self.open(partition, query, demote, self.checked_match(partition, query))
 
     @precondition(lambda self: self.earlier is not None and self.earlier[0] == self.tree.generation)
     @rule(demote=st.booleans())
-    def sit_down_late(self, demote: bool) -> None:
+    def open_late(self, demote: bool) -> None:
         """A match is good for as long as the generation stays."""
         assert self.earlier is not None
         _, partition, query, match = self.earlier
@@ -276,7 +276,7 @@ class RadixMachine(RuleBasedStateMachine):
         num_blocks = -(-length // self.size)
         path, blocks = table.tokens[:length], table.blocks[:num_blocks]
         start = min(table.num_known, length // self.size * self.size)
-        end = self.model.insert(table.partition, path, blocks.tolist(), priority, leaving, self.idle_blocks())
+        end = self.model.insert(table.partition, path, blocks.tolist(), priority, leaving, self.evictable_blocks())
         node, num_known = self.tree.root(table.partition), start // self.size
         if num_known:
             node = self.tree.end_at(table.node, Tier.DEVICE, blocks.item(num_known - 1))

@@ -11,10 +11,8 @@ KEYS = st.binary(max_size=2)
 
 
 @given(st.lists(KEYS), st.lists(KEYS, min_size=1), st.integers(2, 4))
-def test_whoever_comes_or_goes_the_neighbours_of_a_run_are_known(
-    turns: list[bytes], runs: list[bytes], most: int
-) -> None:
-    """Who is there goes, who is not comes."""
+def test_neighbours_of_a_run_after_adds_and_removes(turns: list[bytes], runs: list[bytes], most: int) -> None:
+    """A key that is present is removed, another is added."""
     keys, model = SortedKeys(most), list[bytes]()
     for key in turns:
         if key in model:
@@ -29,7 +27,7 @@ def test_whoever_comes_or_goes_the_neighbours_of_a_run_are_known(
             assert keys.around(run) == model[max(at - 1, 0) : at + 1]
 
 
-def test_a_piece_is_never_longer_than_it_may_be() -> None:
+def test_a_piece_never_exceeds_its_limit() -> None:
     keys = SortedKeys(4)
     for number in range(100):
         keys.add(bytes((number * 37 % 101,)))

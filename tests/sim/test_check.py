@@ -21,7 +21,7 @@ NUM_WORLDS = examples(80, 300)  # 300 take about half a minute on one core
 FAILED_ONCE = [int(line) for line in Path(__file__).with_name("seeds.txt").read_text().splitlines()[1:]]
 
 
-def test_hundreds_of_random_worlds_against_the_oracle() -> None:
+def test_hundreds_of_random_scenarios_against_the_oracle() -> None:
     report = CheckReport(1)
     for trial in range(NUM_WORLDS):
         run_trial(1_000_000 + trial, report)
@@ -33,7 +33,7 @@ def test_hundreds_of_random_worlds_against_the_oracle() -> None:
 
 
 @pytest.mark.parametrize("trial_seed", FAILED_ONCE)
-def test_a_world_that_failed_once_fails_no_more(trial_seed: int) -> None:
+def test_a_scenario_that_failed_once_passes(trial_seed: int) -> None:
     report = CheckReport(0)
     run_trial(trial_seed, report)
     assert report.violations == []
@@ -46,12 +46,12 @@ def test_the_integer_model_behind_the_real_runner() -> None:
     assert report.violations == []
 
 
-def test_a_seed_brings_the_same_run_again() -> None:
+def test_a_seed_reproduces_its_run() -> None:
     first, second = check(600, 9), check(600, 9)
     assert first == second
 
 
-def test_parts_share_the_worlds_and_add_up() -> None:
+def test_shards_split_the_scenarios_and_add_up() -> None:
     whole = CheckReport(5)
     for number in range(4):
         run_trial(5 * 1_000_003 + number, whole)
@@ -74,7 +74,7 @@ def _violations(seed: int = 1, steps: int = 3_000) -> int:
     return len(report.violations)
 
 
-def test_a_row_given_back_too_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_released_too_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     original = RowAllocator.begin_release
 
     def hasty(self: RowAllocator, sequence: Sequence, reason: FinishReason | None, release_step: int) -> None:
@@ -94,7 +94,7 @@ def test_a_lost_block_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _violations() > 0
 
 
-def test_a_token_told_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_token_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     original = SimRows.emit
     count = 0
 
@@ -124,7 +124,7 @@ def test_a_wrong_slot_is_found() -> None:
     assert all(violation.trial_seed in range(10) and violation.world for violation in report.violations)
 
 
-def test_the_default_body_is_the_numpy_oracle() -> None:
+def test_the_default_runner_is_the_numpy_oracle() -> None:
     world = draw_scenario(random.Random(0))
     body = numpy_oracle(world)
     assert isinstance(body, OracleRunner)

@@ -25,14 +25,14 @@ def taking(block: int, **also: object) -> StepPlan:
     return StepPlan(1, grants=grants({1: [block]}), chunks=(sample(1, 0, 1),), **fields)  # type: ignore[arg-type]
 
 
-def test_a_block_is_given_away_only_when_its_last_step_is_absorbed() -> None:
+def test_a_block_is_reused_only_after_its_last_step_is_absorbed() -> None:
     with pytest.raises(AssertionError, match="block 2 is still in flight"):
         watching().launch(taking(2))
     watching(in_flight=False).launch(taking(2))
     watching().launch(taking(9))
 
 
-def test_a_row_is_given_away_only_when_its_last_step_is_absorbed() -> None:
+def test_a_row_is_reused_only_after_its_last_step_is_absorbed() -> None:
     again = StepPlan(
         1, releases=(Row(0),), starts=(seat_of(5, 0, [7]),), grants=grants({0: [9]}), chunks=(sample(0, 0, 1),)
     )
@@ -41,7 +41,7 @@ def test_a_row_is_given_away_only_when_its_last_step_is_absorbed() -> None:
     watching(in_flight=False).launch(again)
 
 
-def test_a_row_that_no_step_in_flight_computes_may_be_given_away() -> None:
+def test_a_row_that_no_step_in_flight_computes_may_be_reused() -> None:
     """A tethered row that nobody told anything: another step is in flight, but not over it."""
     watch = InFlightWatch(block_size=4)
     watch.launch(
@@ -96,7 +96,7 @@ def hit(start: int, *table: int) -> StepPlan:
     )
 
 
-def test_shared_blocks_are_read_by_all_and_written_by_nobody() -> None:
+def test_shared_blocks_are_read_but_never_written() -> None:
     watching(in_flight=False).launch(hit(8, 1, 2, 4))
     with pytest.raises(AssertionError, match="writes block 2, which 2 hold"):
         watching(in_flight=False).launch(hit(7, 1, 2, 4))
@@ -104,7 +104,7 @@ def test_shared_blocks_are_read_by_all_and_written_by_nobody() -> None:
         watching(in_flight=False).launch(hit(10, 1, 2, 3))
 
 
-def test_a_cruising_row_writes_no_shared_block_either() -> None:
+def test_a_decoding_row_writes_no_shared_block() -> None:
     """Row 1 stands still with the block that row 0 writes at position 10."""
     watch = watching(in_flight=False)
     watch.launch(
@@ -133,12 +133,12 @@ def test_the_last_holder_writes_in_place() -> None:
     )
 
 
-def test_a_block_is_not_found_before_the_step_that_writes_it_is_absorbed() -> None:
+def test_a_block_is_not_shared_before_its_writing_step_is_absorbed() -> None:
     with pytest.raises(AssertionError, match="found before it was written"):
         watching().launch(hit(8, 1, 2, 4))
 
 
-def test_a_row_that_cruises_past_its_table_is_seen() -> None:
+def test_a_row_that_decodes_past_its_table_is_found() -> None:
     watch = watching(in_flight=False)
     watch.launch(StepPlan(1, num_decoding=1))
     watch.launch(StepPlan(2, num_decoding=1))
@@ -157,7 +157,7 @@ def test_the_length_ends_what_a_row_writes() -> None:
         watch.launch(StepPlan(step))
 
 
-def test_what_a_row_is_told_counts() -> None:
+def test_appended_tokens_are_counted() -> None:
     watch = InFlightWatch(block_size=4)
     watch.launch(StepPlan(0, starts=(row_start(0, TEN[:3]),), grants=grants({0: [1]}), chunks=(host_driven(0, 0, 3),)))
     watch.absorb()
@@ -166,7 +166,7 @@ def test_what_a_row_is_told_counts() -> None:
         watch.launch(StepPlan(2, num_decoding=1))
 
 
-def test_a_reset_forgets_all_rows_and_all_steps() -> None:
+def test_a_reset_clears_all_rows_and_steps() -> None:
     watch = watching()
     watch.launch(
         StepPlan(5, starts=(seat_of(3, 0, [1]),), grants=grants({0: [2]}), chunks=(sample(0, 0, 1),), reset=True)

@@ -26,7 +26,7 @@ def test_the_candidates_by_hand() -> None:
     assert len(candidates(5, 3, 8).ids) == 3
 
 
-def test_the_index_leads_siblings_apart() -> None:
+def test_siblings_diverge_by_their_index() -> None:
     first, second = following(PROMPT, 2), following(PROMPT, 2, index=1)
     assert second[0] == (first[0] + 1) % VOCAB
     assert second[1] == following([*PROMPT, second[0]], 1, index=1)[0]
@@ -61,7 +61,7 @@ def test_a_partial_block_is_copied_before_the_step_writes() -> None:
     assert emitted(bodies.run(StepPlan(2, num_decoding=2)))[1] == following(fork, 2)[1]
 
 
-def test_siblings_go_different_ways_from_the_same_blocks() -> None:
+def test_siblings_diverge_from_the_same_blocks() -> None:
     """The second shares two blocks and copies the third; it computes the last token of the prompt itself."""
     bodies = Bodies()
     bodies.run(opening(0, 1, 2, 3))
@@ -78,7 +78,7 @@ def test_siblings_go_different_ways_from_the_same_blocks() -> None:
     assert emitted(both) == {0: following(PROMPT, 3)[2], 1: following(PROMPT, 2, index=2)[1]}
 
 
-def test_a_swapped_row_goes_on_where_it_was_while_others_use_its_blocks() -> None:
+def test_a_swapped_row_continues_while_others_use_its_blocks() -> None:
     """Its blocks go out and are granted anew in one plan; it comes back to other blocks, on another row."""
     bodies = Bodies()
     bodies.run(opening(0, 1, 2, 3))
@@ -129,7 +129,7 @@ def test_moves_are_carried_one_after_the_other(chain: tuple[Move, ...]) -> None:
     assert emitted(bodies.run(again)) == {0: following([*PROMPT, 1], 1)[0]}
 
 
-def test_a_tethered_row_computes_what_it_is_told_and_nothing_else() -> None:
+def test_a_host_driven_row_computes_only_appended_tokens() -> None:
     bodies = Bodies()
     plan = StepPlan(
         0,
@@ -182,7 +182,7 @@ def test_a_beam_that_wins_twice_forks() -> None:
     assert_same(forked.candidates[Row(1)], after([*PROMPT, second], 4))
 
 
-def test_a_row_leaves_and_another_sits_on_it_in_one_plan() -> None:
+def test_a_row_is_released_and_started_in_one_plan() -> None:
     bodies = Bodies()
     bodies.run(opening(0, 1, 2, 3))
     plan = StepPlan(
@@ -191,7 +191,7 @@ def test_a_row_leaves_and_another_sits_on_it_in_one_plan() -> None:
     assert emitted(bodies.run(plan)) == {0: following([30], 1)[0]}
 
 
-def test_after_a_lost_step_everybody_sits_down_anew() -> None:
+def test_after_a_lost_step_all_rows_start_again() -> None:
     """Steps 2 and 3 are lost. What lies in the blocks is still good; the rows are not."""
     bodies = Bodies()
     bodies.run(opening(0, 1, 2, 3))
@@ -209,7 +209,7 @@ def test_after_a_lost_step_everybody_sits_down_anew() -> None:
 
 
 @pytest.mark.parametrize("body", ["paper", "metal"])
-def test_without_a_reset_a_lost_step_is_our_mistake(body: str) -> None:
+def test_without_a_reset_a_lost_step_asserts(body: str) -> None:
     runner = getattr(Bodies(), body)
     runner.launch(opening(0, 1, 2, 3))
     with pytest.raises(AssertionError, match="was due"):
@@ -257,12 +257,12 @@ def test_a_plan_may_hold_nothing_but_moves() -> None:
 
 
 @pytest.mark.parametrize("body", ["paper", "metal"])
-def test_a_move_inside_the_host_is_our_mistake(body: str) -> None:
+def test_a_move_inside_the_host_asserts(body: str) -> None:
     with pytest.raises(AssertionError, match="inside the host's store"):
         getattr(Bodies(), body).launch(StepPlan(0, moves=moves(HOST, HOST, (1, 2))))
 
 
-def test_the_toy_adds_up_what_it_is_told() -> None:
+def test_the_toy_adds_up_appended_tokens() -> None:
     toy = ToyRunner(VOCAB)
     opened = toy.launch(
         StepPlan(0, starts=(row_start(0, [50, 60], num_candidates=3),), chunks=(host_driven(0, 0, 2),), num_padding=9)
@@ -275,7 +275,7 @@ def test_the_toy_adds_up_what_it_is_told() -> None:
 
 
 @pytest.mark.parametrize("output", [ChunkOutput.NONE, ChunkOutput.SAMPLE | ChunkOutput.CANDIDATES])
-def test_a_chunk_that_reaches_the_end_says_one_thing(output: ChunkOutput) -> None:
+def test_a_chunk_that_reaches_the_end_has_one_output(output: ChunkOutput) -> None:
     plan = StepPlan(0, starts=(row_start(0, PROMPT),), chunks=(Chunk(Row(0), 0, 10, output),))
     with pytest.raises(AssertionError):
         ToyRunner(VOCAB).launch(plan)
