@@ -34,7 +34,7 @@ def http(url: str) -> Iterator[httpx.Client]:
         yield client
 
 
-def asked(text: str, **fields: object) -> dict[str, Any]:
+def message_body(text: str, **fields: object) -> dict[str, Any]:
     return {"max_tokens": 50, "messages": [{"role": "user", "content": text}], **fields}
 
 
@@ -52,14 +52,16 @@ def test_a_message(client: anthropic.Anthropic) -> None:
     assert message.usage.output_tokens > 5 and message.usage.cache_creation_input_tokens == 0
 
 
-def test_the_object_is_what_the_type_demands(http: httpx.Client) -> None:
-    body = http.post("/v1/messages?beta=true", json=asked("hi"), headers={"anthropic-beta": "whatever-2026"}).json()
+def test_the_object_validates_against_the_clients_type(http: httpx.Client) -> None:
+    body = http.post(
+        "/v1/messages?beta=true", json=message_body("hi"), headers={"anthropic-beta": "whatever-2026"}
+    ).json()
     Message.model_validate(body, strict=True)
     assert {name for name, field in Message.model_fields.items() if field.is_required()} <= set(body)
 
 
 def test_the_events_of_a_text_in_order(http: httpx.Client) -> None:
-    events = streamed(http, **asked("hi"))
+    events = streamed(http, **message_body("hi"))
     for event in events:
         EVENT.validate_python(event)
     kinds = [event["type"] for event in events]
@@ -72,13 +74,13 @@ def test_the_events_of_a_text_in_order(http: httpx.Client) -> None:
     assert "".join(event["delta"]["text"] for event in events if event["type"] == "content_block_delta") == PLAIN
     assert {event["index"] for event in events if "index" in event} == {0}
     assert events[-2]["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
-    whole = http.post("/v1/messages", json=asked("hi")).json()
+    whole = http.post("/v1/messages", json=message_body("hi")).json()
     first, last = events[0]["message"]["usage"], events[-2]["usage"]
     assert first["input_tokens"] == last["input_tokens"] == whole["usage"]["input_tokens"]
     assert last["output_tokens"] == whole["usage"]["output_tokens"]
 
 
-def test_a_stream_through_the_client_ends_as_the_whole(client: anthropic.Anthropic) -> None:
+def test_a_stream_assembles_to_the_whole_response(client: anthropic.Anthropic) -> None:
     with client.messages.stream(model=MODEL, max_tokens=50, messages=ASK) as stream:
         text = "".join(stream.text_stream)
         final = stream.get_final_message()
@@ -88,7 +90,7 @@ def test_a_stream_through_the_client_ends_as_the_whole(client: anthropic.Anthrop
     assert final.usage.cache_read_input_tokens is not None and final.usage.cache_read_input_tokens >= 0
 
 
-def test_why_it_stopped(client: anthropic.Anthropic) -> None:
+def test_stop_reasons(client: anthropic.Anthropic) -> None:
     endless: list[Any] = [{"role": "user", "content": "endless"}]
     assert client.messages.create(model=MODEL, max_tokens=3, messages=endless).stop_reason == "max_tokens"
     stopped = client.messages.create(model=MODEL, max_tokens=50, messages=endless, stop_sequences=["n an", "zzz"])
@@ -100,15 +102,15 @@ def test_why_it_stopped(client: anthropic.Anthropic) -> None:
     assert final.content[0].text == "o"  # type: ignore[union-attr]
 
 
-def test_a_length_beyond_the_context_is_what_the_context_leaves(http: httpx.Client) -> None:
-    answer = http.post("/v1/messages", json=asked("endless", max_tokens=32000)).json()
+def test_max_tokens_beyond_the_context_is_clamped(http: httpx.Client) -> None:
+    answer = http.post("/v1/messages", json=message_body("endless", max_tokens=32000)).json()
     assert answer["stop_reason"] == "max_tokens"
     assert answer["usage"]["input_tokens"] + answer["usage"]["output_tokens"] == 1024
-    long = http.post("/v1/messages", json=asked("word " * 2000, max_tokens=32000))
+    long = http.post("/v1/messages", json=message_body("word " * 2000, max_tokens=32000))
     assert long.status_code == 400 and "maximum context length" in long.json()["error"]["message"]
 
 
-def test_a_count_is_what_the_usage_says(client: anthropic.Anthropic) -> None:
+def test_count_tokens_equals_the_usage(client: anthropic.Anthropic) -> None:
     conversation: dict[str, Any] = {
         "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
         "messages": [
@@ -126,7 +128,7 @@ def test_a_count_is_what_the_usage_says(client: anthropic.Anthropic) -> None:
     assert usage.cache_read_input_tokens is not None and usage.cache_read_input_tokens > 0
 
 
-def test_the_block_that_changes_with_each_session_is_left_out(http: httpx.Client) -> None:
+def test_the_billing_block_is_dropped(http: httpx.Client) -> None:
     def count(*system: str) -> int:
         blocks = [{"type": "text", "text": text} for text in system]
         body = {"messages": ASK, "system": blocks}
@@ -137,24 +139,24 @@ def test_the_block_that_changes_with_each_session_is_left_out(http: httpx.Client
     assert count("Be brief.", billing) > count("Be brief.")
 
 
-def test_instructions_are_one_message(http: httpx.Client) -> None:
+def test_system_blocks_are_one_message(http: httpx.Client) -> None:
     blocks = [{"type": "text", "text": "Rule one.\n"}, {"type": "text", "text": "Rule two."}]
-    answer = http.post("/v1/messages", json=asked("hi", system=blocks)).json()
+    answer = http.post("/v1/messages", json=message_body("hi", system=blocks)).json()
     assert answer["content"][0]["text"] == "Rules heard."
 
 
 @pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}, {"content": []}])
-def test_a_tool_that_gave_nothing_back(http: httpx.Client, content: dict[str, Any]) -> None:
+def test_an_empty_tool_result(http: httpx.Client, content: dict[str, Any]) -> None:
     use = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
     result = {"type": "tool_result", "tool_use_id": "a", **content}
-    told = [*ASK, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
-    answer = http.post("/v1/messages/count_tokens", json={"messages": told})
-    nothing = http.post("/v1/messages/count_tokens", json={"messages": [*told[:2], {"role": "user", "content": [
+    response = [*ASK, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+    answer = http.post("/v1/messages/count_tokens", json={"messages": response})
+    nothing = http.post("/v1/messages/count_tokens", json={"messages": [*response[:2], {"role": "user", "content": [
         {**result, "content": ""}]}]})  # fmt: skip
     assert answer.status_code == 200 and answer.json() == nothing.json()
 
 
-def test_a_message_that_the_assistant_has_begun_goes_on(client: anthropic.Anthropic, http: httpx.Client) -> None:
+def test_a_final_assistant_message_is_continued(client: anthropic.Anthropic, http: httpx.Client) -> None:
     begun: list[Any] = [*ASK, {"role": "assistant", "content": "Once upon a time"}]
     message = client.messages.create(model=MODEL, max_tokens=50, messages=begun)
     assert message.content[0].text == "and so on."  # type: ignore[union-attr]
@@ -179,17 +181,19 @@ def test_a_message_that_the_assistant_has_begun_goes_on(client: anthropic.Anthro
         ({"top_p": 7}, "top_p"),
     ],
 )
-def test_what_cannot_be_served_is_refused_before_a_byte(http: httpx.Client, body: dict[str, Any], words: str) -> None:
+def test_unsupported_requests_are_refused_before_the_first_byte(
+    http: httpx.Client, body: dict[str, Any], words: str
+) -> None:
     for stream in (False, True):
-        answer = http.post("/v1/messages", json={**asked("hi"), "stream": stream, **body})
+        answer = http.post("/v1/messages", json={**message_body("hi"), "stream": stream, **body})
         assert answer.status_code == 400, answer.text
-        told = answer.json()
-        assert told["type"] == "error" and told["error"]["type"] == "invalid_request_error"
-        assert words in told["error"]["message"]
-        assert told["request_id"] == answer.headers["x-quire-request-id"] == answer.headers["request-id"]
+        response = answer.json()
+        assert response["type"] == "error" and response["error"]["type"] == "invalid_request_error"
+        assert words in response["error"]["message"]
+        assert response["request_id"] == answer.headers["x-quire-request-id"] == answer.headers["request-id"]
 
 
-def test_the_id_of_a_request_reaches_the_client(client: anthropic.Anthropic, http: httpx.Client) -> None:
+def test_the_request_id_reaches_the_client(client: anthropic.Anthropic, http: httpx.Client) -> None:
     message = client.messages.create(model=MODEL, max_tokens=5, messages=ASK)
     counted = client.messages.count_tokens(model=MODEL, messages=ASK)
     with client.messages.stream(model=MODEL, max_tokens=5, messages=ASK) as stream:
@@ -198,7 +202,7 @@ def test_the_id_of_a_request_reaches_the_client(client: anthropic.Anthropic, htt
     with pytest.raises(anthropic.NotFoundError) as unknown:
         client.messages.create(model="claude-none", max_tokens=5, messages=ASK)
     assert unknown.value.request_id == unknown.value.body["request_id"]  # type: ignore[index]
-    mine = http.post("/v1/messages", json=asked("hi"), headers={"x-request-id": "mine"}).headers
+    mine = http.post("/v1/messages", json=message_body("hi"), headers={"x-request-id": "mine"}).headers
     assert (mine["x-request-id"], mine["request-id"]) == ("mine", mine["x-quire-request-id"])
     assert "request-id" not in http.get("/v1/models").headers
 

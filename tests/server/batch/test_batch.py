@@ -1,4 +1,4 @@
-"""`quire batch`: a file of requests through the real stack, with a scripted model in the place of a large one."""
+"""`quire batch`: a batch file through the whole server, with a scripted model."""
 
 import json
 import subprocess
@@ -60,7 +60,7 @@ def entries(output: bytes) -> list[dict[str, Any]]:
     return [json.loads(line) for line in output.splitlines()]
 
 
-def test_every_endpoint_and_every_mistake_in_one_file(script: Path, tmp_path: Path) -> None:
+def test_every_endpoint_and_every_error_in_one_file(script: Path, tmp_path: Path) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_bytes(
         written(
@@ -82,9 +82,9 @@ def test_every_endpoint_and_every_mistake_in_one_file(script: Path, tmp_path: Pa
     done = run(script, str(source), "-o", str(target))
     assert done.returncode == 1, done.stderr.decode()
     assert b"4 answered, 2 refused, 4 unreadable." in done.stderr
-    told = entries(target.read_bytes())
-    good = {entry["custom_id"]: entry["response"] for entry in told if entry["response"] is not None}
-    assert set(good) == set("abcfgh") and len({entry["id"] for entry in told}) == len(told) == 10
+    received = entries(target.read_bytes())
+    good = {entry["custom_id"]: entry["response"] for entry in received if entry["response"] is not None}
+    assert set(good) == set("abcfgh") and len({entry["id"] for entry in received}) == len(received) == 10
     assert good["a"]["body"]["choices"][0]["message"]["content"] == "Nobody knows."
     assert good["a"]["request_id"] and len(good["h"]["body"]["choices"]) == 2
     assert [choice["index"] for choice in good["b"]["body"]["choices"]] == [0, 1]
@@ -92,7 +92,7 @@ def test_every_endpoint_and_every_mistake_in_one_file(script: Path, tmp_path: Pa
     statuses = {name: response["status_code"] for name, response in good.items()}
     assert statuses == {"a": 200, "b": 200, "c": 200, "h": 200, "f": 404, "g": 500}
     assert good["f"]["body"]["error"]["code"] == "model_not_found"
-    invalid = {entry["error"]["line"]: entry for entry in told if entry["error"] is not None}
+    invalid = {entry["error"]["line"]: entry for entry in received if entry["error"] is not None}
     assert {line: entry["custom_id"] for line, entry in invalid.items()} == {3: None, 6: "d", 7: "a", 8: "e"}
     assert all(
         f"Line {line}" in entry["error"]["message"] and entry["response"] is None for line, entry in invalid.items()
@@ -101,9 +101,9 @@ def test_every_endpoint_and_every_mistake_in_one_file(script: Path, tmp_path: Pa
     again = run(script, str(source), "-o", str(target))
     assert again.returncode == 1 and b"0 answered, 2 refused, 4 unreadable, 4 answered before." in again.stderr
     later = entries(target.read_bytes())
-    assert later[:4] == [entry for entry in told if entry["custom_id"] in good and statuses[entry["custom_id"]] == 200
-                         and entry["error"] is None]  # fmt: skip
-    assert sorted(map(_outcome, later)) == sorted(map(_outcome, told)), "one entry for each line, as before"
+    answered = {name for name in good if statuses[name] == 200}
+    assert later[:4] == [entry for entry in received if entry["custom_id"] in answered and entry["error"] is None]
+    assert sorted(map(_outcome, later)) == sorted(map(_outcome, received)), "one entry for each line, as before"
 
 
 def _outcome(entry: dict[str, Any]) -> str:
@@ -111,7 +111,7 @@ def _outcome(entry: dict[str, Any]) -> str:
     return json.dumps([entry["custom_id"], response.get("status_code"), entry["error"]])
 
 
-def test_what_failed_is_asked_again_and_what_was_answered_is_not(script: Path, tmp_path: Path) -> None:
+def test_a_second_run_retries_errors_only(script: Path, tmp_path: Path) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_bytes(written(chat(name, "hi") for name in "abcd"))  # the fourth was mended
 
@@ -124,14 +124,14 @@ def test_what_failed_is_asked_again_and_what_was_answered_is_not(script: Path, t
     target.chmod(0o640)
     done = run(script, str(source), "-o", str(target))
     assert done.returncode == 0 and b"3 answered, 1 answered before." in done.stderr, done.stderr.decode()
-    told = {entry["custom_id"]: entry["response"] for entry in entries(target.read_bytes())}
-    assert set(told) == set("abcd") and len(target.read_bytes().splitlines()) == 4
-    assert told["a"]["body"] == {"old": True}
-    assert all(response["status_code"] == 200 for response in told.values())
+    received = {entry["custom_id"]: entry["response"] for entry in entries(target.read_bytes())}
+    assert set(received) == set("abcd") and len(target.read_bytes().splitlines()) == 4
+    assert received["a"]["body"] == {"old": True}
+    assert all(response["status_code"] == 200 for response in received.values())
     assert target.stat().st_mode & 0o777 == 0o640 and sorted(tmp_path.iterdir()) == [source, target]
 
 
-def test_an_interrupted_run_is_taken_up_again(script: Path, tmp_path: Path) -> None:
+def test_an_interrupted_run_is_resumed(script: Path, tmp_path: Path) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_bytes(written(chat(str(number), "hi") for number in range(12)))
     assert run(script, str(source), "-o", str(target), "--concurrency", "3").returncode == 0
@@ -145,8 +145,8 @@ def test_an_interrupted_run_is_taken_up_again(script: Path, tmp_path: Path) -> N
 def test_from_stdin_to_stdout(script: Path) -> None:
     done = run(script, "-", "-o", "-", lines=written([chat("1", "hi"), chat("2", "a secret")]))
     assert done.returncode == 0, done.stderr.decode()
-    told = {entry["custom_id"]: entry["response"]["body"] for entry in entries(done.stdout)}
-    assert told["2"]["choices"][0]["message"]["content"] == "Nobody knows." and len(told) == 2
+    received = {entry["custom_id"]: entry["response"]["body"] for entry in entries(done.stdout)}
+    assert received["2"]["choices"][0]["message"]["content"] == "Nobody knows." and len(received) == 2
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_from_stdin_to_stdout(script: Path) -> None:
         (("in.jsonl", "-o", "unended.txt"), "unended.txt: The output holds a line that is no output"),
     ],
 )
-def test_files_that_cannot_be(
+def test_invalid_files_are_refused(
     script: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -171,16 +171,16 @@ def test_files_that_cannot_be(
     Path("in.jsonl").write_bytes(written([chat("1", "hi")]))
     Path("foreign.jsonl").write_text("name,age\n")
     Path("unended.txt").write_text("one line, whose end is not marked")
-    said = Shell(monkeypatch, capsys)("batch", *arguments, "--script", str(script), "--max-model-len", "1k")
-    assert said.status not in (0, 1) and words in " ".join(said.err.split()), said.err
+    shown = Shell(monkeypatch, capsys)("batch", *arguments, "--script", str(script), "--max-model-len", "1k")
+    assert shown.status not in (0, 1) and words in " ".join(shown.err.split()), shown.err
     assert Path("foreign.jsonl").read_text() == "name,age\n"
     assert Path("unended.txt").read_text() == "one line, whose end is not marked"
 
 
-def test_an_engine_for_a_file_is_one_for_batches(
+def test_a_batch_configures_the_engine_for_throughput(
     script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On a GPU it has more seats and longer steps than a server's."""
+    """On a GPU a batch has more rows and longer steps than a server."""
     started: list[StartEngine] = []
 
     def send(child: EngineProcess, message: StartEngine) -> None:
@@ -190,8 +190,8 @@ def test_an_engine_for_a_file_is_one_for_batches(
     monkeypatch.setattr(EngineProcess, "send", send)
     path = tmp_path / "in.jsonl"
     path.write_bytes(written([chat("1", "hi")]))
-    said = Shell(monkeypatch, capsys)("batch", str(path), "-o", "-", "--script", str(script), "--max-model-len", "1k")
-    assert "Seen enough." in said.err and [start.serving for start in started] == [False]
+    shown = Shell(monkeypatch, capsys)("batch", str(path), "-o", "-", "--script", str(script), "--max-model-len", "1k")
+    assert "Seen enough." in shown.err and [start.serving for start in started] == [False]
 
 
 @pytest.mark.parametrize(
@@ -209,12 +209,12 @@ def test_an_engine_for_a_file_is_one_for_batches(
         b"[" * 100_000,
     ],
 )
-def test_a_line_that_is_no_request_is_named(text: bytes) -> None:
+def test_an_invalid_line_is_named_in_the_error(text: bytes) -> None:
     with pytest.raises(InvalidLine, match="Line 7"):
         read_line(7, text, URLS)
 
 
-def test_an_endpoint_that_only_streams_is_none_of_a_batch() -> None:
+def test_a_streaming_endpoint_is_not_allowed_in_a_batch() -> None:
     """Its answer would be a row of events in one string, and count as answered even if it broke off."""
     with pytest.raises(
         InvalidLine, match=r"Line 7 asks for 'POST /generate_stream'; a batch may POST to .*, /generate\.$"
@@ -222,12 +222,12 @@ def test_an_endpoint_that_only_streams_is_none_of_a_batch() -> None:
         read_line(7, written([request("a", "/generate_stream", inputs="hi")]), batch.URLS)
 
 
-def test_a_body_is_passed_on_to_the_letter() -> None:
+def test_a_body_is_passed_on_unchanged() -> None:
     line = read_line(1, b'{"custom_id": "a", "url": "/v1/completions", "body": {"prompt":  "x", "seed": 1e400}}', URLS)
     assert line.body == b'{"prompt":  "x", "seed": 1e400}'
 
 
-def test_the_past_is_what_was_answered_well() -> None:
+def test_finished_lines_are_those_with_a_200() -> None:
     finished = FinishedLines()
     line = read_line(1, written([request("a", URLS[1])]), URLS)
     for status in (400, 404, 429, 500, 503):
@@ -237,7 +237,7 @@ def test_the_past_is_what_was_answered_well() -> None:
 
 
 @pytest.mark.parametrize("text", [b"name,age", b'{"name": "x"}', written([chat("a", "hi")]), b'{"custom_id": "a"}'])
-def test_what_is_no_answer_is_of_another_file(text: bytes) -> None:
+def test_a_line_of_another_kind_of_file_is_refused(text: bytes) -> None:
     with pytest.raises(InvalidLine, match="write to another file"):
         FinishedLines().add(text)
 
@@ -253,14 +253,14 @@ def test_what_is_no_answer_is_of_another_file(text: bytes) -> None:
         b'{"custom_id": "a", "url": "/v1/completions", "body": {"stream": 3}}',
     ],
 )
-def test_a_line_that_is_no_request_keeps_its_name(text: bytes) -> None:
+def test_an_invalid_line_keeps_its_custom_id(text: bytes) -> None:
     with pytest.raises(InvalidLine) as invalid:
         read_line(7, text, URLS)
     entry = json.loads(error_line(7, invalid.value))
     assert (entry["custom_id"], entry["error"]["code"], entry["error"]["line"]) == ("a", "invalid_line", 7)
 
 
-def test_an_output_that_is_full_is_told_in_a_sentence(script: Path, tmp_path: Path) -> None:
+def test_a_full_output_disk_is_one_line_of_error(script: Path, tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     source.write_bytes(written(chat(str(number), "hi") for number in range(8)))
     done = run(script, str(source), "-o", "/dev/full")

@@ -1,4 +1,4 @@
-"""What a chat wants continued: which tools may be called, and what earlier turns may hold."""
+"""Chat prompts: allowed tools, and the messages of earlier turns."""
 
 import json
 from typing import Any
@@ -26,18 +26,18 @@ def response(**fields: Any) -> ChatPrompt:
     return chat_prompt(as_chat(decode(json.dumps({"input": "hi", **fields}).encode(), ResponsesBody)))
 
 
-def names(dialogue: ChatPrompt) -> list[object]:
-    return [tool["function"]["name"] for tool in dialogue.callable_tools]  # type: ignore[index]
+def names(parsed: ChatPrompt) -> list[object]:
+    return [tool["function"]["name"] for tool in parsed.callable_tools]  # type: ignore[index]
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
-def test_of_the_tools_only_those_may_be_called_that_are_allowed(mode: str) -> None:
+def test_only_allowed_tools_may_be_called(mode: str) -> None:
     allowed = {"mode": mode, "tools": [TOOLS[2], TOOLS[0]]}
-    told = chat(tools=TOOLS, tool_choice={"type": "allowed_tools", "allowed_tools": allowed})
+    received = chat(tools=TOOLS, tool_choice={"type": "allowed_tools", "allowed_tools": allowed})
     flat = {"type": "allowed_tools", "mode": mode, "tools": [FUNCTIONS[2], FUNCTIONS[0], {"type": "web_search"}]}
-    told_by_responses = response(tools=FUNCTIONS, tool_choice=flat)
-    for dialogue in (told, told_by_responses):
-        assert names(dialogue) == ["f", "h"] and dialogue.tool_choice == ToolChoice(mode)
+    from_responses = response(tools=FUNCTIONS, tool_choice=flat)
+    for parsed in (received, from_responses):
+        assert names(parsed) == ["f", "h"] and parsed.tool_choice == ToolChoice(mode)
 
 
 @pytest.mark.parametrize(
@@ -52,13 +52,13 @@ def test_of_the_tools_only_those_may_be_called_that_are_allowed(mode: str) -> No
         ({"type": "custom", "custom": {"name": "f"}}, '"function": {"name": …}'),
     ],
 )
-def test_a_choice_that_cannot_be_made_says_what_could(choice: dict[str, Any], words: str) -> None:
+def test_an_invalid_tool_choice_names_the_valid_ones(choice: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidParameter) as caught:
         chat(tools=TOOLS, tool_choice=choice)
     assert words in caught.value.message and str(caught.value.param).startswith("tool_choice")
 
 
-def test_the_choice_of_a_tool_that_is_left_out_is_left_out_too() -> None:
+def test_the_choice_of_an_ignored_tool_is_ignored() -> None:
     hosted = {"type": "web_search"}
     assert response(tools=[hosted, *FUNCTIONS], tool_choice=hosted).tool_choice == ToolChoice("auto")
 
@@ -70,7 +70,7 @@ def test_the_choice_of_a_tool_that_is_left_out_is_left_out_too() -> None:
         {"content": None, "refusal": "Well.\nI will not."},
     ],
 )
-def test_what_the_assistant_refused_is_a_text_of_its_own(model: ServedModel, refused: dict[str, Any]) -> None:
+def test_a_refusal_of_the_assistant_becomes_text(model: ServedModel, refused: dict[str, Any]) -> None:
     text = chat(messages=[*HI, {"role": "assistant", **refused}, *HI]).render(model)
     assert "assistant\nWell.\nI will not.<|im_end|>" in text
     with pytest.raises(InvalidPrompt):
@@ -88,7 +88,7 @@ def test_what_the_assistant_refused_is_a_text_of_its_own(model: ServedModel, ref
         ([{"function": {"name": "f", "arguments": 7}}], "[0]"),
     ],
 )
-def test_a_call_that_is_none_is_refused_with_its_place(model: ServedModel, calls: Any, place: str) -> None:
+def test_an_invalid_earlier_call_is_refused_with_its_place(model: ServedModel, calls: Any, place: str) -> None:
     turn = {"role": "assistant", "content": "So.", "tool_calls": calls}
     with pytest.raises(InvalidPrompt) as caught:
         chat(messages=[*HI, turn]).render(model)
@@ -96,7 +96,7 @@ def test_a_call_that_is_none_is_refused_with_its_place(model: ServedModel, calls
 
 
 @pytest.mark.parametrize("arguments", ['{"a": 1}', "no JSON", "", None, {"a": 1}])
-def test_a_call_as_clients_send_it_is_told(model: ServedModel, arguments: Any) -> None:
+def test_earlier_calls_of_clients_are_rendered(model: ServedModel, arguments: Any) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": arguments}}
     messages = [*HI, {"role": "assistant", "content": None, "tool_calls": [call]}, {**HI[0], "tool_calls": None}]
     assert '"name": "f"' in chat(messages=messages).render(model)

@@ -1,7 +1,7 @@
-"""Tools through OpenAI's own client, for the formats of four families: what is called, streamed, forced, and told back.
+"""Tool calls through OpenAI's client, in the formats of four model families: whole, streamed, forced, and as history.
 
-The model is a script behind the real server, so that what it says is known to the letter; what a real model makes of
-being forced is in test_structured.py.
+The model is a script behind the real server, so its output is exact. Forced calls of a real model are tested in
+tests/server/openai/test_response_format.py.
 """
 
 import json
@@ -65,7 +65,7 @@ DIALECTS = [
 
 
 @dataclass(frozen=True, slots=True)
-class Speaker:
+class ScriptedModel:
     dialect: Dialect
     client: openai.OpenAI
     started: str
@@ -82,7 +82,7 @@ class Speaker:
 
 
 @pytest.fixture(scope="module", params=DIALECTS, ids=lambda dialect: dialect.name)
-def speaker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Speaker]:
+def scripted_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedModel]:
     dialect: Dialect = request.param
     lines = [
         {"say": "It is 14 degrees.", "when": "14 degrees"},
@@ -92,41 +92,43 @@ def speaker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         {"say": "No need."},
     ]
     with speaking(tmp_path_factory.mktemp("script"), lines, dialect.template) as (client, started):
-        yield Speaker(dialect, client, started)
+        yield ScriptedModel(dialect, client, started)
 
 
-ON_GENERIC_ALONE = pytest.mark.parametrize("speaker", DIALECTS[:1], indirect=True, ids=["generic"])
+ON_GENERIC_ALONE = pytest.mark.parametrize("scripted_model", DIALECTS[:1], indirect=True, ids=["generic"])
 
 
 def named_arguments(message: Any) -> list[tuple[str, object]]:
     return [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls or []]
 
 
-def test_the_format_is_found_in_the_template(speaker: Speaker) -> None:
-    assert f"tools: {speaker.dialect.name} · reasoning: " in speaker.started
+def test_the_format_is_detected_in_the_template(scripted_model: ScriptedModel) -> None:
+    assert f"tools: {scripted_model.dialect.name} · reasoning: " in scripted_model.started
 
 
-def test_a_call_is_told(speaker: Speaker) -> None:
-    [choice] = speaker.ask("one please").choices
+def test_a_call_is_returned(scripted_model: ScriptedModel) -> None:
+    [choice] = scripted_model.ask("one please").choices
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
     assert named_arguments(choice.message) == [ONE]
     assert choice.message.tool_calls[0].id.startswith("call_")
 
 
-def test_parallel_calls_are_told_unless_one_is_wanted(speaker: Speaker) -> None:
-    message = speaker.ask("two please").choices[0].message
+def test_parallel_calls_are_returned_unless_disabled(scripted_model: ScriptedModel) -> None:
+    message = scripted_model.ask("two please").choices[0].message
     assert named_arguments(message) == [ONE, TWO]
     assert len({call.id for call in message.tool_calls}) == 2
-    one = speaker.ask("two please", parallel_tool_calls=False).choices[0]
+    one = scripted_model.ask("two please", parallel_tool_calls=False).choices[0]
     assert (named_arguments(one.message), one.finish_reason) == ([ONE], "tool_calls")
 
 
-@pytest.mark.parametrize(("asked", "calls"), [("one please", [ONE]), ("two please", [ONE, TWO])])
-def test_fragments_make_the_same_calls(speaker: Speaker, asked: str, calls: list[tuple[str, object]]) -> None:
+@pytest.mark.parametrize(("question", "calls"), [("one please", [ONE]), ("two please", [ONE, TWO])])
+def test_streamed_fragments_concatenate_to_the_same_calls(
+    scripted_model: ScriptedModel, question: str, calls: list[tuple[str, object]]
+) -> None:
     names: dict[int, str] = {}
     arguments: dict[int, str] = {}
     reasons = []
-    for chunk in speaker.ask(asked, stream=True):
+    for chunk in scripted_model.ask(question, stream=True):
         [choice] = chunk.choices
         reasons.append(choice.finish_reason)
         for fragment in choice.delta.tool_calls or []:
@@ -140,10 +142,10 @@ def test_fragments_make_the_same_calls(speaker: Speaker, asked: str, calls: list
     assert [reason for reason in reasons if reason] == ["tool_calls"]
 
 
-def test_the_stream_helper_puts_calls_together(speaker: Speaker) -> None:
+def test_the_stream_helper_assembles_calls(scripted_model: ScriptedModel) -> None:
     messages: Any = [{"role": "user", "content": "two please"}]
     tools: Any = TOOLS
-    with speaker.client.chat.completions.stream(model=MODEL, messages=messages, tools=tools) as stream:
+    with scripted_model.client.chat.completions.stream(model=MODEL, messages=messages, tools=tools) as stream:
         done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
         final = stream.get_final_completion().choices[0]
     assert [(event.name, json.loads(event.arguments)) for event in done] == [ONE, TWO]
@@ -151,59 +153,61 @@ def test_the_stream_helper_puts_calls_together(speaker: Speaker) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_call_that_is_cut_says_so(speaker: Speaker, stream: bool) -> None:
+def test_a_truncated_call_has_finish_reason_length(scripted_model: ScriptedModel, stream: bool) -> None:
     whole = json.dumps(OSLO, ensure_ascii=False)
-    answer = speaker.ask("one please", max_tokens=24, stream=stream)
-    told = [chunk.choices[0] for chunk in answer] if stream else answer.choices
-    parts = [choice.delta if stream else choice.message for choice in told]
+    answer = scripted_model.ask("one please", max_tokens=24, stream=stream)
+    response = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+    parts = [choice.delta if stream else choice.message for choice in response]
     written = "".join(call.function.arguments for part in parts for call in part.tool_calls or [])
     assert whole.startswith(written) and written != whole
-    assert told[-1].finish_reason == "length"
+    assert response[-1].finish_reason == "length"
 
 
-def test_a_call_that_is_none_comes_as_text(speaker: Speaker) -> None:
-    [choice] = speaker.ask("broken please").choices
-    assert (choice.message.content, choice.finish_reason) == (speaker.dialect.broken, "stop")
+def test_an_invalid_call_is_text(scripted_model: ScriptedModel) -> None:
+    [choice] = scripted_model.ask("broken please").choices
+    assert (choice.message.content, choice.finish_reason) == (scripted_model.dialect.broken, "stop")
     assert not choice.message.tool_calls
-    streamed = speaker.ask("broken please", stream=True)
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == speaker.dialect.broken
+    streamed = scripted_model.ask("broken please", stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == scripted_model.dialect.broken
 
 
 @pytest.mark.parametrize("fields", [{"tool_choice": "none"}, {"tools": openai.NOT_GIVEN}])
-def test_without_tools_everything_is_text(speaker: Speaker, fields: dict[str, Any]) -> None:
-    [choice] = speaker.ask("one please", **fields).choices
-    assert (choice.message.content, choice.finish_reason) == (speaker.dialect.one, "stop")
+def test_without_tools_everything_is_text(scripted_model: ScriptedModel, fields: dict[str, Any]) -> None:
+    [choice] = scripted_model.ask("one please", **fields).choices
+    assert (choice.message.content, choice.finish_reason) == (scripted_model.dialect.one, "stop")
     assert not choice.message.tool_calls
 
 
 @pytest.mark.parametrize(("choice", "reason"), [("required", "tool_calls"), (NAMED, "stop")])
-def test_a_forced_call_is_told_as_one(speaker: Speaker, choice: Any, reason: str) -> None:
-    [told] = speaker.ask("one please", tool_choice=choice).choices
-    assert (named_arguments(told.message), told.finish_reason) == ([ONE], reason)
+def test_a_forced_call_is_returned_as_a_call(scripted_model: ScriptedModel, choice: Any, reason: str) -> None:
+    [response] = scripted_model.ask("one please", tool_choice=choice).choices
+    assert (named_arguments(response.message), response.finish_reason) == ([ONE], reason)
 
 
-def test_tools_are_told_unless_none_may_be_called(speaker: Speaker) -> None:
-    prompt = speaker.rendered([{"role": "user", "content": "Hi"}], tools=TOOLS)
+def test_tools_are_rendered_unless_tool_choice_is_none(scripted_model: ScriptedModel) -> None:
+    prompt = scripted_model.rendered([{"role": "user", "content": "Hi"}], tools=TOOLS)
     assert "get_weather" in prompt and '"integer"' in prompt and "Hi" in prompt
-    assert "get_weather" not in speaker.rendered([{"role": "user", "content": "Hi"}])
+    assert "get_weather" not in scripted_model.rendered([{"role": "user", "content": "Hi"}])
 
 
-def test_calls_and_results_go_back_to_the_model(speaker: Speaker) -> None:
+def test_calls_and_results_are_rendered(scripted_model: ScriptedModel) -> None:
     """As the client's own objects, the way its documentation shows it."""
     messages: list[Any] = [{"role": "user", "content": "one please"}]
-    called = speaker.client.chat.completions.create(model=MODEL, messages=messages, tools=TOOLS).choices[0].message  # type: ignore[arg-type]
+    called = (
+        scripted_model.client.chat.completions.create(model=MODEL, messages=messages, tools=TOOLS).choices[0].message
+    )  # type: ignore[arg-type]
     messages.append(called)
     messages.append({"role": "tool", "tool_call_id": called.tool_calls[0].id, "content": '"14 degrees"'})  # type: ignore[index]
-    answer = speaker.client.chat.completions.create(model=MODEL, messages=messages, tools=TOOLS)  # type: ignore[arg-type]
+    answer = scripted_model.client.chat.completions.create(model=MODEL, messages=messages, tools=TOOLS)  # type: ignore[arg-type]
     assert answer.choices[0].message.content == "It is 14 degrees."
-    prompt = speaker.rendered([messages[0], called.model_dump(exclude_none=True), messages[2]])
+    prompt = scripted_model.rendered([messages[0], called.model_dump(exclude_none=True), messages[2]])
     calling, result = prompt.index('"get_weather"'), prompt.index("14 degrees")
     assert prompt.index("one please") < calling < prompt.index('"days": 2') < result
     assert '\\"days\\"' not in prompt, "arguments are data, not a text in a text"
 
 
 @ON_GENERIC_ALONE
-def test_a_template_without_tools_gets_words_instead(speaker: Speaker) -> None:
+def test_a_template_without_tool_support_gets_instructions(scripted_model: ScriptedModel) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
     messages: list[dict[str, Any]] = [
         {"role": "developer", "content": [{"type": "text", "text": "Be"}, {"type": "text", "text": "brief."}]},
@@ -212,11 +216,12 @@ def test_a_template_without_tools_gets_words_instead(speaker: Speaker) -> None:
         {"role": "tool", "tool_call_id": "call_1", "content": "noon"},
         {"role": "tool", "tool_call_id": "call_1", "content": "midnight"},
     ]
-    prompt = speaker.rendered(messages, tools=TOOLS)
-    told = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    prompt = scripted_model.rendered(messages, tools=TOOLS)
+    response = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     assert prompt.startswith("<|im_start|>system\nBe\nbrief.\n\nYou can call functions.")
     assert (
-        f"<|im_start|>assistant\nWell.\n{told}\n{told}<|im_end|>\n<|im_start|>user\n<tool_response>\nnoon\n" in prompt
+        f"<|im_start|>assistant\nWell.\n{response}\n{response}<|im_end|>\n<|im_start|>user\n<tool_response>\nnoon\n"
+        in prompt
     )
     assert prompt.count("<|im_start|>user") == 2
 
@@ -233,48 +238,48 @@ def test_a_template_without_tools_gets_words_instead(speaker: Speaker) -> None:
         ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_called_is_refused(speaker: Speaker, fields: dict[str, Any], param: str) -> None:
+def test_invalid_tools_are_refused(scripted_model: ScriptedModel, fields: dict[str, Any], param: str) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
-        speaker.ask("one please", **fields)
+        scripted_model.ask("one please", **fields)
     assert refused.value.body["param"] == param  # type: ignore[index]
 
 
 @ON_GENERIC_ALONE
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_schema_that_cannot_be_kept_is_refused_where_it_would_count(speaker: Speaker, stream: bool) -> None:
+def test_an_unsupported_schema_is_refused_where_it_constrains(scripted_model: ScriptedModel, stream: bool) -> None:
     """A forced call, or a strict tool, promises arguments that keep to the schema; a free one does not."""
     parameters = {"type": "object", "properties": {"x": {"not": {"type": "string"}}}}
     loose = {"type": "function", "function": {"name": "get_weather", "parameters": parameters}}
     strict = {"type": "function", "function": {**loose["function"], "strict": True}}  # type: ignore[dict-item]
-    assert speaker.ask("one please", tools=[loose]).choices[0].finish_reason == "tool_calls"
+    assert scripted_model.ask("one please", tools=[loose]).choices[0].finish_reason == "tool_calls"
     for fields in ({"tools": [loose], "tool_choice": "required"}, {"tools": [strict]}):
         with pytest.raises(openai.BadRequestError, match="'not'") as refused:
-            speaker.ask("one please", stream=stream, **fields)
+            scripted_model.ask("one please", stream=stream, **fields)
         assert refused.value.body["param"] == "tools"  # type: ignore[index]
 
 
-def test_an_operator_may_name_the_parsers(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_options_override_the_detected_parsers(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("named")
     lines = [{"say": f"<think>Hm.</think>{mistral(ONE)}"}]
     with speaking(folder, lines, None, "--tool-call-parser", "mistral", "--reasoning-parser", "think") as (
         client,
-        said,
+        output,
     ):
-        assert "tools: mistral · reasoning: think" in said
-        named = Speaker(DIALECTS[0], client, said).ask("Hi").choices[0].message
+        assert "tools: mistral · reasoning: think" in output
+        named = ScriptedModel(DIALECTS[0], client, output).ask("Hi").choices[0].message
     assert named_arguments(named) == [ONE]
     assert named.model_extra["reasoning"] == "Hm."
 
 
 @pytest.mark.parametrize(("option", "known"), [("--tool-call-parser", "hermes"), ("--reasoning-parser", "think")])
-def test_an_unknown_parser_is_told_the_known_ones(option: str, known: str) -> None:
+def test_an_unknown_parser_is_refused_with_the_known_ones(option: str, known: str) -> None:
     command = [QUIRE, "serve", "--port", "0", option, "herms"]
     result = children.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert result.returncode == 2
     assert "'herms'" in result.stderr and known in result.stderr and "Traceback" not in result.stderr
 
 
-def test_marks_that_are_special_tokens_reach_the_parser(model: ServedModel) -> None:
+def test_markers_that_are_special_tokens_reach_the_parser(model: ServedModel) -> None:
     """Special tokens are usually left out of a text; those that mark calls must not be, and go by id in a grammar."""
     assert model.tokenizer is not None
     backend = type(model.tokenizer._backend).from_str(model.tokenizer.to_json())
@@ -285,7 +290,7 @@ def test_marks_that_are_special_tokens_reach_the_parser(model: ServedModel) -> N
     assert model_format.tool_format is MISTRAL
     assert model_format.keeps_special_tokens(tools=True) and not model_format.keeps_special_tokens(tools=False)
     text = SequenceText(tokenizer, StopStrings(()), skip_special_tokens=False)
-    said = text.push(tokenizer.encode(mistral(ONE), add_special_tokens=False)).text + text.finish().text
+    output = text.push(tokenizer.encode(mistral(ONE), add_special_tokens=False)).text + text.finish().text
     parser = model_format.parser(tools=TOOLS, parallel=True, prompt="")
-    assert [*parser.push(said), *parser.finish()]
+    assert [*parser.push(output), *parser.finish()]
     assert f"<[{mark}]>" in model_format.call_grammar(TOOLS, ToolChoice("required"), parallel=True, prompt="").text

@@ -1,4 +1,4 @@
-"""POST /v1/completions against the real server: prompts of all kinds, echo, scores, several prompts in one stream."""
+"""POST /v1/completions against the real server: prompts of all kinds, echo, logprobs, several prompts in one stream."""
 
 import math
 from typing import Any
@@ -27,25 +27,32 @@ def streamed(http: httpx.Client, **body: object) -> list[dict[str, Any]]:
     return bodies(answer.text)
 
 
-def test_the_four_kinds_of_prompt_say_the_same(http: httpx.Client) -> None:
+def test_the_four_kinds_of_prompt_agree(http: httpx.Client) -> None:
     kinds = (FRANCE, [FRANCE], FRANCE_IDS, [FRANCE_IDS])
     texts = {complete(http, prompt=kind, **GREEDY)["choices"][0]["text"] for kind in kinds}
     assert texts == {" Paris.\n\n"}
 
 
-def test_several_prompts_are_numbered_prompt_by_prompt(client: openai.OpenAI) -> None:
+def test_choices_are_numbered_across_prompts(client: openai.OpenAI) -> None:
     prompts = [FRANCE, "One, two, three,"]
-    asked: dict[str, Any] = {"model": MODEL, "prompt": prompts, "n": 2, "echo": True, "temperature": 0, "max_tokens": 5}
-    whole = client.completions.create(**asked)
+    fields: dict[str, Any] = {
+        "model": MODEL,
+        "prompt": prompts,
+        "n": 2,
+        "echo": True,
+        "temperature": 0,
+        "max_tokens": 5,
+    }
+    whole = client.completions.create(**fields)
     assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]
     assert [choice.text.startswith(prompts[0]) for choice in whole.choices] == [True, True, False, False]
     assert [choice.text.startswith(prompts[1]) for choice in whole.choices] == [False, False, True, True]
-    alone = [client.completions.create(**{**asked, "prompt": prompt}) for prompt in prompts]
+    alone = [client.completions.create(**{**fields, "prompt": prompt}) for prompt in prompts]
     assert [choice.text for choice in whole.choices] == [c.text for answer in alone for c in answer.choices]
     assert whole.usage is not None
     assert whole.usage.prompt_tokens == sum(answer.usage.prompt_tokens for answer in alone if answer.usage)
     texts, ends, order = [""] * 4, [], []
-    for chunk in client.completions.create(**asked, stream=True):
+    for chunk in client.completions.create(**fields, stream=True):
         [choice] = chunk.choices
         texts[choice.index] += choice.text
         order.append(choice.index)
@@ -55,13 +62,13 @@ def test_several_prompts_are_numbered_prompt_by_prompt(client: openai.OpenAI) ->
     assert order != sorted(order), "the streams of the prompts interleave"
 
 
-def test_prompts_share_one_fate(http: httpx.Client) -> None:
+def test_one_invalid_prompt_fails_the_request(http: httpx.Client) -> None:
     answer = http.post("/v1/completions", json={"prompt": [FRANCE, "word " * 2000], "max_tokens": 4})
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
     assert http.post("/v1/completions", json={"prompt": FRANCE, "max_tokens": 1}).status_code == 200
 
 
-def test_an_echo_says_the_prompt_first(http: httpx.Client) -> None:
+def test_echo_repeats_the_prompt(http: httpx.Client) -> None:
     for prompt in (FRANCE, FRANCE_IDS):
         whole = complete(http, prompt=prompt, echo=True, **GREEDY)["choices"][0]["text"]
         assert whole == FRANCE + " Paris.\n\n"
@@ -69,7 +76,7 @@ def test_an_echo_says_the_prompt_first(http: httpx.Client) -> None:
         assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole
 
 
-def test_scores_of_a_completion(http: httpx.Client) -> None:
+def test_logprobs_of_a_completion(http: httpx.Client) -> None:
     [choice] = complete(http, prompt=FRANCE, logprobs=2, **GREEDY)["choices"]
     scores = choice["logprobs"]
     assert scores["tokens"] == [" Paris", ".", "\n", "\n"]
@@ -83,11 +90,11 @@ def test_scores_of_a_completion(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
-def test_scoring_a_prompt_as_lm_eval_does(http: httpx.Client, max_tokens: int) -> None:
-    asked = {"prompt": [FRANCE_IDS, FRANCE_IDS[:2]], "max_tokens": max_tokens, "logprobs": 1, "echo": True,
+def test_prompt_logprobs_as_lm_eval_requests_them(http: httpx.Client, max_tokens: int) -> None:
+    fields = {"prompt": [FRANCE_IDS, FRANCE_IDS[:2]], "max_tokens": max_tokens, "logprobs": 1, "echo": True,
              "temperature": 0, "seed": 1234}  # fmt: skip
-    answer = complete(http, **asked)
-    for choice, ids in zip(answer["choices"], asked["prompt"], strict=True):  # type: ignore[call-overload]
+    answer = complete(http, **fields)
+    for choice, ids in zip(answer["choices"], fields["prompt"], strict=True):  # type: ignore[call-overload]
         scores = choice["logprobs"]
         assert {len(column) for column in scores.values()} == {len(ids) + max_tokens}
         assert scores["token_logprobs"][0] is None and scores["top_logprobs"][0] is None
@@ -96,37 +103,37 @@ def test_scoring_a_prompt_as_lm_eval_does(http: httpx.Client, max_tokens: int) -
         assert choice["finish_reason"] == "length"
         assert "".join(scores["tokens"]) == choice["text"]
     assert answer["usage"]["completion_tokens"] == 2 * max_tokens
-    again = complete(http, **asked)
+    again = complete(http, **fields)
     assert [choice["logprobs"] for choice in again["choices"]] == [choice["logprobs"] for choice in answer["choices"]]
-    chunks = streamed(http, **asked)
+    chunks = streamed(http, **fields)
     assert [chunk["choices"][0] for chunk in chunks] == answer["choices"]
 
 
-def test_the_scores_of_a_prompt_are_those_of_saying_it(http: httpx.Client) -> None:
-    """Teacher forcing equals generation: what the model says, scored as a prompt."""
-    said = complete(http, prompt=FRANCE_IDS, logprobs=0, return_token_ids=True, **GREEDY)["choices"][0]
-    whole = FRANCE_IDS + said["token_ids"]
+def test_prompt_logprobs_equal_those_of_generating_it(http: httpx.Client) -> None:
+    """Teacher forcing equals generation: the output evaluated as a prompt."""
+    output = complete(http, prompt=FRANCE_IDS, logprobs=0, return_token_ids=True, **GREEDY)["choices"][0]
+    whole = FRANCE_IDS + output["token_ids"]
     scored = complete(http, prompt=whole, logprobs=0, echo=True, max_tokens=0)["choices"][0]["logprobs"]
-    for one, other in zip(scored["token_logprobs"][5:], said["logprobs"]["token_logprobs"], strict=True):
+    for one, other in zip(scored["token_logprobs"][5:], output["logprobs"]["token_logprobs"], strict=True):
         assert math.isclose(one, other, abs_tol=0.05)
 
 
-def test_a_prompt_that_is_only_scored_may_fill_the_context(http: httpx.Client) -> None:
+def test_a_prompt_without_generation_may_fill_the_context(http: httpx.Client) -> None:
     ids = [5 + place % 1000 for place in range(1025)]
-    asked = {"logprobs": 0, "echo": True, "max_tokens": 0}
-    scored = complete(http, prompt=ids[:1024], **asked)
+    fields = {"logprobs": 0, "echo": True, "max_tokens": 0}
+    scored = complete(http, prompt=ids[:1024], **fields)
     assert scored["usage"] == scored["usage"] | {"prompt_tokens": 1024, "completion_tokens": 0}
-    shorter = complete(http, prompt=ids[:1023], **asked)
+    shorter = complete(http, prompt=ids[:1023], **fields)
     whole, part = (each["choices"][0]["logprobs"]["token_logprobs"] for each in (scored, shorter))
     assert len(whole) == 1024 and whole[1:1023] == pytest.approx(part[1:], abs=1e-2)
-    for prompt, more in ((ids, asked), (ids[:1024], {**asked, "max_tokens": 1})):
+    for prompt, more in ((ids, fields), (ids[:1024], {**fields, "max_tokens": 1})):
         answer = http.post("/v1/completions", json={"prompt": prompt, **more})
         assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
-    cut = complete(http, prompt=ids, truncate_prompt_tokens=-1, **asked)
+    cut = complete(http, prompt=ids, truncate_prompt_tokens=-1, **fields)
     assert cut["usage"]["prompt_tokens"] == 1024
 
 
-def test_nothing_is_generated_when_nothing_is_asked_for(http: httpx.Client) -> None:
+def test_max_tokens_zero_generates_nothing(http: httpx.Client) -> None:
     answer = complete(http, prompt=FRANCE, max_tokens=0)
     assert (answer["choices"][0]["text"], answer["usage"]["completion_tokens"]) == ("", 0)
     [chunk] = streamed(http, prompt=FRANCE, max_tokens=0)
@@ -142,7 +149,7 @@ def test_prompt_logprobs_by_token_id(http: httpx.Client) -> None:
         assert min(entry["rank"] for entry in score.values()) == 1
 
 
-def test_null_fills_the_context_and_nothing_said_is_sixteen(http: httpx.Client) -> None:
+def test_max_tokens_null_fills_the_context_and_unset_is_sixteen(http: httpx.Client) -> None:
     counts = [
         complete(http, prompt="hi", ignore_eos=True, truncate_prompt_tokens=1, **body)["usage"]["completion_tokens"]
         for body in ({}, {"max_tokens": 17})
@@ -152,7 +159,7 @@ def test_null_fills_the_context_and_nothing_said_is_sixteen(http: httpx.Client) 
     assert filled["usage"]["total_tokens"] == 1024
 
 
-def test_token_ids_are_told_to_who_asks(http: httpx.Client) -> None:
+def test_return_token_ids_adds_the_token_ids(http: httpx.Client) -> None:
     [choice] = complete(http, prompt=FRANCE, return_token_ids=True, **GREEDY)["choices"]
     assert choice["prompt_token_ids"] == FRANCE_IDS and len(choice["token_ids"]) == 4
     chunks = [chunk["choices"][0] for chunk in streamed(http, prompt=FRANCE, return_token_ids=True, **GREEDY)]
@@ -161,14 +168,14 @@ def test_token_ids_are_told_to_who_asks(http: httpx.Client) -> None:
     assert [token for chunk in chunks for token in chunk["token_ids"]] == choice["token_ids"]
 
 
-def test_tokens_may_be_spelled_as_ids(http: httpx.Client) -> None:
-    asked = {"prompt": FRANCE, "logprobs": 0, "echo": True, "return_tokens_as_token_ids": True, "max_tokens": 0}
-    scores = complete(http, **asked)["choices"][0]["logprobs"]
+def test_logprobs_may_name_tokens_by_id(http: httpx.Client) -> None:
+    fields = {"prompt": FRANCE, "logprobs": 0, "echo": True, "return_tokens_as_token_ids": True, "max_tokens": 0}
+    scores = complete(http, **fields)["choices"][0]["logprobs"]
     assert scores["tokens"] == [f"token_id:{token}" for token in FRANCE_IDS]
 
 
 @pytest.mark.parametrize(("cut", "kept"), [(2, 2), (-1, 1020), (None, 1100)])
-def test_a_prompt_may_be_cut_at_its_front(http: httpx.Client, cut: int | None, kept: int) -> None:
+def test_a_prompt_may_be_truncated_at_the_front(http: httpx.Client, cut: int | None, kept: int) -> None:
     ids = [260] * 1099 + [314]
     answer = http.post(
         "/v1/completions", json={"prompt": ids, "truncate_prompt_tokens": cut, "return_token_ids": True, **GREEDY}
@@ -179,7 +186,7 @@ def test_a_prompt_may_be_cut_at_its_front(http: httpx.Client, cut: int | None, k
         assert answer.json()["choices"][0]["prompt_token_ids"] == ids[-kept:]
 
 
-def test_the_stop_that_ended_it(http: httpx.Client) -> None:
+def test_stop_reason_is_the_matched_stop(http: httpx.Client) -> None:
     [choice] = complete(http, prompt=FRANCE, stop=["ris"], temperature=0)["choices"]
     assert (choice["finish_reason"], choice["stop_reason"], choice["text"]) == ("stop", "ris", " Pa")
     chunks = streamed(http, prompt=FRANCE, stop=["ris"], include_stop_str_in_output=True, temperature=0)
@@ -190,50 +197,50 @@ def test_the_stop_that_ended_it(http: httpx.Client) -> None:
     assert (ended["finish_reason"], ended["stop_reason"]) == ("stop", 30)
 
 
-def test_the_reason_rides_on_the_last_text(http: httpx.Client) -> None:
+def test_the_finish_reason_comes_with_the_last_text(http: httpx.Client) -> None:
     *_, last = streamed(http, prompt=FRANCE, **GREEDY)
     assert last["choices"][0]["text"] != "" and last["choices"][0]["finish_reason"] == "length"
 
 
-def test_usage_in_a_stream_is_for_who_asks(http: httpx.Client) -> None:
-    asked = {"prompt": [FRANCE, "hi"], "ignore_eos": True, **GREEDY}
-    assert not any("usage" in chunk for chunk in streamed(http, **asked))
-    *chunks, last = streamed(http, **asked, stream_options={"include_usage": True})
+def test_usage_is_streamed_on_request(http: httpx.Client) -> None:
+    fields = {"prompt": [FRANCE, "hi"], "ignore_eos": True, **GREEDY}
+    assert not any("usage" in chunk for chunk in streamed(http, **fields))
+    *chunks, last = streamed(http, **fields, stream_options={"include_usage": True})
     assert last["choices"] == [] and all(chunk["choices"] for chunk in chunks)
-    whole = complete(http, **asked)["usage"]
+    whole = complete(http, **fields)["usage"]
     assert {k: v for k, v in last["usage"].items() if k != "prompt_tokens_details"} == {
         k: v for k, v in whole.items() if k != "prompt_tokens_details"
     }
     assert "cached_tokens" in last["usage"]["prompt_tokens_details"]
-    running = streamed(http, **asked, stream_options={"continuous_usage_stats": True})
+    running = streamed(http, **fields, stream_options={"continuous_usage_stats": True})
     counts = [chunk["usage"]["completion_tokens"] for chunk in running]
     assert counts == sorted(counts) and counts[-1] == 8 and counts[0] >= 1
     assert {chunk["usage"]["prompt_tokens"] for chunk in running} == {whole["prompt_tokens"]}
-    at_once = streamed(http, **asked, echo=True, logprobs=0, stream_options={"continuous_usage_stats": True})
+    at_once = streamed(http, **fields, echo=True, logprobs=0, stream_options={"continuous_usage_stats": True})
     assert [chunk["usage"]["completion_tokens"] for chunk in at_once] == [4, 8]
     assert {chunk["usage"]["prompt_tokens"] for chunk in at_once} == {whole["prompt_tokens"]}
 
 
 @pytest.mark.parametrize("prompt", ["🙂🙃 emoji: 😀😁", "日本語の文章を続けて:", "naïve ✓ – “x”"])
-def test_a_stream_of_any_script_says_what_the_whole_says(http: httpx.Client, prompt: str) -> None:
-    asked: dict[str, Any] = {"prompt": prompt, "temperature": 0, "max_tokens": 24, "ignore_eos": True}
-    whole = complete(http, **asked)["choices"][0]["text"]
-    assert "".join(chunk["choices"][0]["text"] for chunk in streamed(http, **asked)) == whole
+def test_a_stream_of_any_script_equals_the_whole(http: httpx.Client, prompt: str) -> None:
+    fields: dict[str, Any] = {"prompt": prompt, "temperature": 0, "max_tokens": 24, "ignore_eos": True}
+    whole = complete(http, **fields)["choices"][0]["text"]
+    assert "".join(chunk["choices"][0]["text"] for chunk in streamed(http, **fields)) == whole
 
 
-def test_parts_of_a_character_are_told_apart_by_their_bytes(http: httpx.Client) -> None:
-    asked: dict[str, Any] = {"prompt": "🦕a", "logprobs": 0, "echo": True, "max_tokens": 0}
-    [choice] = complete(http, **asked)["choices"]
+def test_partial_characters_are_named_by_their_bytes(http: httpx.Client) -> None:
+    fields: dict[str, Any] = {"prompt": "🦕a", "logprobs": 0, "echo": True, "max_tokens": 0}
+    [choice] = complete(http, **fields)["choices"]
     *parts, letter = choice["logprobs"]["tokens"]
     assert choice["text"] == "🦕a" and letter == "a" and len(parts) > 1
-    spelled = "".join(part.removeprefix("bytes:\\x") if part.startswith("bytes:") else "?" for part in parts)
-    assert bytes.fromhex(spelled.replace("\\x", "")).decode() == "🦕"
+    decoded = "".join(part.removeprefix("bytes:\\x") if part.startswith("bytes:") else "?" for part in parts)
+    assert bytes.fromhex(decoded.replace("\\x", "")).decode() == "🦕"
     assert choice["logprobs"]["text_offset"] == [0] * len(parts) + [1]
-    [chunk] = streamed(http, **asked)
+    [chunk] = streamed(http, **fields)
     assert chunk["choices"][0] == choice
 
 
-def test_a_character_that_the_prompt_begins_is_the_answers(http: httpx.Client) -> None:
+def test_a_character_that_the_prompt_starts_belongs_to_the_output(http: httpx.Client) -> None:
     ids = http.post("/tokenize", json={"prompt": "a🦕", "add_special_tokens": False}).json()["tokens"]
     rest: dict[str, Any] = {"max_tokens": 1, "temperature": 0, "allowed_token_ids": ids[-1:], "logprobs": 0}
     [choice] = complete(http, prompt=ids[:-1], **rest)["choices"]

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: the openai client on the default model, every form of input, and what is refused."""
+"""POST /v1/embeddings: the openai client on the default model, every form of input, and errors."""
 
 import base64
 import json
@@ -28,26 +28,26 @@ def vectors(answer: dict[str, Any]) -> np.ndarray:
     return np.array([each["embedding"] for each in answer["data"]], dtype=np.float32)
 
 
-def test_the_openai_client_reads_what_httpx_reads(client: openai.OpenAI, http: httpx.Client) -> None:
-    """The client asks for base64 unless told otherwise."""
-    told = client.embeddings.create(model=MODEL, input=TEXTS)
-    assert [each.index for each in told.data] == [0, 1, 2] and told.model == MODEL
-    assert told.usage.prompt_tokens == told.usage.total_tokens > 0
+def test_the_openai_client_and_plain_http_agree(client: openai.OpenAI, http: httpx.Client) -> None:
+    """The client requests base64 by default."""
+    response = client.embeddings.create(model=MODEL, input=TEXTS)
+    assert [each.index for each in response.data] == [0, 1, 2] and response.model == MODEL
+    assert response.usage.prompt_tokens == response.usage.total_tokens > 0
     plain = vectors(embed(http, input=TEXTS))
-    np.testing.assert_allclose(np.array([each.embedding for each in told.data]), plain, atol=2e-3)
+    np.testing.assert_allclose(np.array([each.embedding for each in response.data]), plain, atol=2e-3)
     assert np.linalg.norm(plain, axis=1) == pytest.approx([1.0] * 3, abs=1e-5)
     near, far = float(plain[0] @ plain[1]), float(plain[0] @ plain[2])
     assert near > far, "cats are closer to kittens than to interest rates"
 
 
 def test_base64_holds_the_same_values(server: Running, http: httpx.Client) -> None:
-    """One text alone in the engine: its numbers do not depend on who runs beside it."""
+    """One text alone in the engine: its numbers do not depend on the batch."""
     plain = embed(http, input=TEXTS[0], encoding_format="float")["data"][0]["embedding"]
     packed = embed(http, input=TEXTS[0], encoding_format="base64")["data"][0]["embedding"]
     assert np.frombuffer(base64.b64decode(packed), dtype="<f4").tolist() == plain
 
 
-def test_the_four_kinds_of_input_are_the_same(http: httpx.Client) -> None:
+def test_the_four_kinds_of_input_agree(http: httpx.Client) -> None:
     for kind in (FRANCE, [FRANCE], FRANCE_IDS, [FRANCE_IDS]):
         answer = embed(http, input=kind)
         assert answer["object"] == "list" and answer["data"][0]["object"] == "embedding"
@@ -65,21 +65,21 @@ def test_many_inputs_keep_their_order(http: httpx.Client) -> None:
         assert int(np.argmax(found @ alone)) == place
 
 
-def test_fewer_dimensions_are_the_first_at_length_one(http: httpx.Client) -> None:
+def test_fewer_dimensions_are_the_first_ones_normalized(http: httpx.Client) -> None:
     whole = vectors(embed(http, input=FRANCE))[0]
     short = vectors(embed(http, input=FRANCE, dimensions=64))[0]
     assert len(short) == 64 and math.isclose(float(np.linalg.norm(short)), 1.0, abs_tol=1e-5)
     np.testing.assert_allclose(short, whole[:64] / np.linalg.norm(whole[:64]), atol=1e-6)
 
 
-def test_a_prompt_in_the_cache_gives_the_same(http: httpx.Client) -> None:
+def test_a_cached_prompt_gives_the_same_vector(http: httpx.Client) -> None:
     text = "Once upon a time there was a village by the sea. " * 8
     before = vectors(embed(http, input=text))
     http.post("/v1/completions", json={"prompt": text, "max_tokens": 2})
     np.testing.assert_allclose(vectors(embed(http, input=text)), before, atol=1e-6)
 
 
-def test_a_long_input_may_be_cut(http: httpx.Client) -> None:
+def test_a_long_input_may_be_truncated(http: httpx.Client) -> None:
     answer = embed(http, input="word " * 3000, truncate_prompt_tokens=100)
     assert answer["usage"]["prompt_tokens"] == 100
 
@@ -105,13 +105,13 @@ def test_a_long_input_may_be_cut(http: httpx.Client) -> None:
     ],
     ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else None,
 )
-def test_refusals_name_the_field(http: httpx.Client, body: dict[str, object], status: int, param: str) -> None:
+def test_errors_name_the_field(http: httpx.Client, body: dict[str, object], status: int, param: str) -> None:
     answer = http.post("/v1/embeddings", json=body)
     assert answer.status_code == status, answer.text
     assert answer.json()["error"]["param"] == param
 
 
-def test_an_input_beyond_the_context_says_so(http: httpx.Client) -> None:
+def test_an_input_beyond_the_context_is_refused(http: httpx.Client) -> None:
     answer = http.post("/v1/embeddings", json={"input": ["fine", "word " * 3000]})
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "context_length_exceeded"

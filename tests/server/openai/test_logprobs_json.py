@@ -1,4 +1,4 @@
-"""Log-probabilities on paper: what JSON cannot say, what looks alike, and what stands beside."""
+"""Log-probabilities in JSON: minus infinity, tokens with the same text, and text offsets."""
 
 import math
 
@@ -10,17 +10,17 @@ from quire.text.detokenizer import Detokenizer
 IDS = TokenText(None, as_ids=True)
 
 
-def completion_scores(spelling: TokenText, *entries: Entry) -> dict[str, object]:
-    scores = CompletionLogprobs(spelling, spelling.detokenizer())
+def completion_logprobs(token_text: TokenText, *entries: Entry) -> dict[str, object]:
+    scores = CompletionLogprobs(token_text, token_text.detokenizer())
     scores.add(entries)
     return scores.take(1, ended=True)
 
 
-def test_what_is_impossible_is_very_unlikely() -> None:
+def test_minus_infinity_becomes_a_large_negative_number() -> None:
     entry = {5: Logprob(-math.inf, 9, "x"), 6: Logprob(-0.5, 1, "y")}
-    [told] = chat_logprobs([entry], 1, TokenText(None, as_ids=False))
-    assert told["logprob"] == -9999.0
-    assert completion_scores(IDS, entry)["token_logprobs"] == [-9999.0]
+    [response] = chat_logprobs([entry], 1, TokenText(None, as_ids=False))
+    assert response["logprob"] == -9999.0
+    assert completion_logprobs(IDS, entry)["token_logprobs"] == [-9999.0]
     assert prompt_logprobs_json([None, entry]) == [
         None,
         {
@@ -30,22 +30,22 @@ def test_what_is_impossible_is_very_unlikely() -> None:
     ]
 
 
-def test_an_unlikely_token_is_not_among_the_likeliest() -> None:
+def test_a_sampled_token_outside_the_top_is_not_in_top_logprobs() -> None:
     entry = {5: Logprob(-3.0, 9, "x"), 6: Logprob(-0.5, 1, "y"), 7: Logprob(-0.7, 2, "z")}
-    [told] = chat_logprobs([entry], 2, IDS)
-    assert (told["token"], told["logprob"]) == ("token_id:5", -3.0)
-    assert [top["token"] for top in told["top_logprobs"]] == ["token_id:6", "token_id:7"]  # type: ignore[attr-defined]
+    [response] = chat_logprobs([entry], 2, IDS)
+    assert (response["token"], response["logprob"]) == ("token_id:5", -3.0)
+    assert [top["token"] for top in response["top_logprobs"]] == ["token_id:6", "token_id:7"]  # type: ignore[attr-defined]
 
 
-def test_of_two_tokens_that_look_alike_the_likelier_is_told(model: ServedModel) -> None:
+def test_of_two_tokens_with_the_same_text_the_more_likely_is_kept(model: ServedModel) -> None:
     """Else a client that compares with the maximum would call an unlikely token the model's own choice."""
     entry = {5: Logprob(-3.0, 3, "x"), 6: Logprob(-0.5, 1, "x"), 7: Logprob(-0.7, 2, "x")}
-    told = completion_scores(TokenText(model.tokenizer, as_ids=False), entry)
-    assert told["token_logprobs"] == [-3.0]
-    assert told["top_logprobs"] == [{"x": -0.5}]
+    response = completion_logprobs(TokenText(model.tokenizer, as_ids=False), entry)
+    assert response["token_logprobs"] == [-3.0]
+    assert response["top_logprobs"] == [{"x": -0.5}]
 
 
-def test_what_stands_behind_the_text_waits_for_it(model: ServedModel) -> None:
+def test_tokens_behind_the_sent_text_stay_pending(model: ServedModel) -> None:
     """It may be a stop string: then its tokens stand where the text ends."""
     tokenizer = model.text()
     ids = tokenizer.encode("one two three")
@@ -57,34 +57,34 @@ def test_what_stands_behind_the_text_waits_for_it(model: ServedModel) -> None:
     assert (last["tokens"], last["text_offset"]) == ([" three"], [6])
 
 
-def test_a_token_that_the_prompt_does_not_say_takes_no_place(model: ServedModel) -> None:
+def test_an_added_special_token_has_no_width_in_the_prompt(model: ServedModel) -> None:
     tokenizer = model.text()
     special = min(tokenizer.special_ids)
-    spelled = tokenizer.decode([special], skip_special_tokens=False)
+    decoded = tokenizer.decode([special], skip_special_tokens=False)
     ids = [special, *tokenizer.encode("one two"), special]
     entries = [None, *({token: Logprob(-1.0, 1, tokenizer.decode([token]))} for token in ids[1:])]
     for text, places in (
         ("one two", [0, 0, 3, 7]),
-        (f"{spelled}one two{spelled}", [0, len(spelled), len(spelled) + 3, len(spelled) + 7]),
+        (f"{decoded}one two{decoded}", [0, len(decoded), len(decoded) + 3, len(decoded) + 7]),
     ):
         scores = CompletionLogprobs(TokenText(tokenizer, as_ids=False), None)
         scores.echo(text, ids, entries)
-        told = scores.take(len(text), ended=True)
-        assert told["text_offset"] == places
-        assert told["tokens"][0] == spelled and told["token_logprobs"][0] is None  # type: ignore[index]
+        response = scores.take(len(text), ended=True)
+        assert response["text_offset"] == places
+        assert response["tokens"][0] == decoded and response["token_logprobs"][0] is None  # type: ignore[index]
 
 
-def test_the_character_that_stands_for_wrong_bytes_is_text(model: ServedModel) -> None:
+def test_a_replacement_character_in_the_text_is_text(model: ServedModel) -> None:
     tokenizer = model.text()
     [token] = tokenizer.encode("\ufffd", add_special_tokens=False)
-    spelling = TokenText(tokenizer, as_ids=False)
-    assert completion_scores(spelling, {token: Logprob(-1.0, 1, "\ufffd")})["tokens"] == ["\ufffd"]
+    token_text = TokenText(tokenizer, as_ids=False)
+    assert completion_logprobs(token_text, {token: Logprob(-1.0, 1, "\ufffd")})["tokens"] == ["\ufffd"]
 
 
-def test_half_a_character_is_its_bytes(model: ServedModel) -> None:
+def test_a_partial_character_is_named_by_its_bytes(model: ServedModel) -> None:
     tokenizer = model.text()
     whole = "🦕"
     halves = tokenizer.encode(whole, add_special_tokens=False)
     entries = [{token: Logprob(-1.0, 1, tokenizer.decode([token]))} for token in halves]
-    told = chat_logprobs(entries, 0, TokenText(tokenizer, as_ids=False))
-    assert b"".join(bytes(each["bytes"]) for each in told).decode() == whole  # type: ignore[call-overload]
+    response = chat_logprobs(entries, 0, TokenText(tokenizer, as_ids=False))
+    assert b"".join(bytes(each["bytes"]) for each in response).decode() == whole  # type: ignore[call-overload]

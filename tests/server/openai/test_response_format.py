@@ -1,4 +1,4 @@
-"""Answers that must have a form have it: with the default model, whatever it would like to say, and before it is asked.
+"""Structured output over HTTP with the default model: constraints hold, and invalid ones are refused before queueing.
 
 What a grammar allows is tested in tests/grammar; here, that it reaches the sampler and holds over HTTP.
 """
@@ -66,7 +66,7 @@ def as_format(schema: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_answers_keep_to_their_schema(client: openai.OpenAI, name: str, temperature: float) -> None:
+def test_output_follows_its_schema(client: openai.OpenAI, name: str, temperature: float) -> None:
     answer = client.chat.completions.create(
         model=MODEL,
         messages=ASK,
@@ -82,23 +82,28 @@ def test_answers_keep_to_their_schema(client: openai.OpenAI, name: str, temperat
         jsonschema.validate(json.loads(choice.message.content or ""), SCHEMAS[name])
 
 
-def test_the_parse_helper_gets_its_type(client: openai.OpenAI) -> None:
+def test_the_parse_helper_returns_its_type(client: openai.OpenAI) -> None:
     answer = client.chat.completions.parse(model=MODEL, messages=ASK, response_format=Person, max_tokens=100)
     assert isinstance(answer.choices[0].message.parsed, Person)
     with pytest.raises(openai.LengthFinishReasonError):
         client.chat.completions.parse(model=MODEL, messages=ASK, response_format=Person, max_tokens=3)
 
 
-def test_any_object_is_an_object(client: openai.OpenAI) -> None:
-    asked: Any = {"model": MODEL, "messages": ASK, "response_format": {"type": "json_object"}, "temperature": 0}
-    choice = client.chat.completions.create(**asked, max_tokens=24).choices[0]
+def test_json_object_is_an_object(client: openai.OpenAI) -> None:
+    request_fields: Any = {
+        "model": MODEL,
+        "messages": ASK,
+        "response_format": {"type": "json_object"},
+        "temperature": 0,
+    }
+    choice = client.chat.completions.create(**request_fields, max_tokens=24).choices[0]
     content = choice.message.content or ""
     assert content.startswith("{")
     if choice.finish_reason == "stop":
         json.loads(content)
     else:
         assert choice.finish_reason == "length"
-    streamed = client.chat.completions.create(**asked, max_tokens=24, stream=True)
+    streamed = client.chat.completions.create(**request_fields, max_tokens=24, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == content
 
 
@@ -112,9 +117,9 @@ def test_any_object_is_an_object(client: openai.OpenAI) -> None:
     ],
 )
 def test_other_constraints_hold_in_chats_and_completions(http: httpx.Client, constraint: Any, pattern: str) -> None:
-    asked = {"structured_outputs": constraint, "max_tokens": 40, "temperature": 1}
-    chat = http.post("/v1/chat/completions", json={"messages": ASK, **asked}).json()["choices"][0]
-    plain = http.post("/v1/completions", json={"prompt": ["Say:", "What?"], **asked}).json()["choices"]
+    request_fields = {"structured_outputs": constraint, "max_tokens": 40, "temperature": 1}
+    chat = http.post("/v1/chat/completions", json={"messages": ASK, **request_fields}).json()["choices"][0]
+    plain = http.post("/v1/completions", json={"prompt": ["Say:", "What?"], **request_fields}).json()["choices"]
     for text in (chat["message"]["content"], plain[0]["text"], plain[1]["text"]):
         assert re.fullmatch(pattern, text), text
     assert {chat["finish_reason"], *(choice["finish_reason"] for choice in plain)} == {"stop"}
@@ -123,17 +128,24 @@ def test_other_constraints_hold_in_chats_and_completions(http: httpx.Client, con
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
-def test_a_forced_call_is_a_right_one(client: openai.OpenAI, choice: Any, temperature: float, stream: bool) -> None:
+def test_a_forced_call_follows_its_schema(client: openai.OpenAI, choice: Any, temperature: float, stream: bool) -> None:
     """The default model has no words for tools and would rather chat."""
     city = {**CITY, "properties": {"city": SHORT, "days": {"type": "integer", "minimum": 0, "maximum": 9}}}
     tools: Any = [{"type": "function", "function": {"name": "get_weather", "parameters": city}}, TOOLS[1]]
-    asked: Any = {"model": MODEL, "messages": ASK, "tools": tools, "tool_choice": choice, "seed": 3, "max_tokens": 200}
-    asked.update(temperature=temperature, parallel_tool_calls=False)
+    request_fields: Any = {
+        "model": MODEL,
+        "messages": ASK,
+        "tools": tools,
+        "tool_choice": choice,
+        "seed": 3,
+        "max_tokens": 200,
+    }
+    request_fields.update(temperature=temperature, parallel_tool_calls=False)
     if stream:
-        with client.chat.completions.stream(**asked) as events:
+        with client.chat.completions.stream(**request_fields) as events:
             message = events.get_final_completion().choices[0].message
     else:
-        message = client.chat.completions.create(**asked).choices[0].message
+        message = client.chat.completions.create(**request_fields).choices[0].message
     [(name, arguments)] = named_arguments(message)
     assert name in (("get_weather", "now") if choice == "required" else ("get_weather",))
     jsonschema.validate(arguments, city if name == "get_weather" else {"type": "object", "maxProperties": 0})
@@ -155,7 +167,7 @@ def test_a_forced_call_is_a_right_one(client: openai.OpenAI, choice: Any, temper
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_cannot_be_followed_is_refused_before_it_is_queued(
+def test_an_invalid_constraint_is_refused_before_it_is_queued(
     http: httpx.Client, fields: dict[str, Any], param: str, words: str, stream: bool
 ) -> None:
     num_before = num_requests(http)
@@ -168,9 +180,14 @@ def test_what_cannot_be_followed_is_refused_before_it_is_queued(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_parameters_that_leave_no_token_are_the_clients_own_mistake(http: httpx.Client, stream: bool) -> None:
-    asked = {"messages": ASK, "response_format": {"type": "json_object"}, "allowed_token_ids": [100], "stream": stream}
-    answer = http.post("/v1/chat/completions", json=asked)
+def test_parameters_that_allow_no_token_are_a_client_error(http: httpx.Client, stream: bool) -> None:
+    request_fields = {
+        "messages": ASK,
+        "response_format": {"type": "json_object"},
+        "allowed_token_ids": [100],
+        "stream": stream,
+    }
+    answer = http.post("/v1/chat/completions", json=request_fields)
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["param"]) == (400, "nothing_left", "allowed_token_ids")
     assert "the form of the answer and allowed_token_ids left none" in error["message"]
@@ -184,7 +201,7 @@ def num_requests(http: httpx.Client) -> float:
 
 @pytest.fixture(scope="module")
 def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
-    """A model that says what it was not asked for, and one that has both ways open."""
+    """A scripted model that ignores the request unless constrained."""
     lines = [
         {"say": hermes("now", {}), "when": "call please"},
         {"say": hermes("get_weather", {"city": 3}), "when": "wrong please"},
@@ -195,14 +212,16 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI
         yield client
 
 
-def test_with_tools_an_answer_has_its_form_or_is_a_call(scripted: openai.OpenAI) -> None:
+def test_with_tools_output_follows_the_schema_or_is_a_call(scripted: openai.OpenAI) -> None:
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"],
               "additionalProperties": False}  # fmt: skip
 
     def ask(text: str, **fields: Any) -> Any:
         messages: Any = [{"role": "user", "content": text}]
-        asked = {"tools": TOOLS, "response_format": as_format(schema), **fields}
-        return scripted.chat.completions.create(model=MODEL, messages=messages, max_tokens=100, **asked).choices[0]
+        request_fields = {"tools": TOOLS, "response_format": as_format(schema), **fields}
+        return scripted.chat.completions.create(
+            model=MODEL, messages=messages, max_tokens=100, **request_fields
+        ).choices[0]
 
     assert named_arguments(ask("call please").message) == [("now", {})]
     answered = ask("json please")
@@ -213,7 +232,7 @@ def test_with_tools_an_answer_has_its_form_or_is_a_call(scripted: openai.OpenAI)
         jsonschema.validate(json.loads(forbidden.message.content), schema)
 
 
-def test_a_strict_tool_is_called_right_or_not_at_all(scripted: openai.OpenAI) -> None:
+def test_a_call_of_a_strict_tool_follows_its_schema(scripted: openai.OpenAI) -> None:
     strict: Any = {"type": "function", "function": {"name": "get_weather", "parameters": CITY, "strict": True}}
     messages: Any = [{"role": "user", "content": "wrong please"}]
     loose = scripted.chat.completions.create(model=MODEL, messages=messages, tools=TOOLS)  # type: ignore[arg-type]
@@ -258,7 +277,7 @@ def test_a_grammar_that_takes_too_long_is_refused() -> None:
     assert (refused.value.status, refused.value.param) == (400, "structured_outputs")
 
 
-def test_who_finds_no_thread_to_compile_on_is_told_to_come_back_and_what_is_known_needs_none() -> None:
+def test_busy_compilers_are_a_503_and_a_compiled_grammar_needs_none() -> None:
     """The threads go on with what was given up; its time in the queue is no fault of the next one's."""
     hasty, compiler = blocked_constrainer(patience_s=PATIENCE_S, deadline_s=0.0)
 
@@ -275,16 +294,16 @@ def test_who_finds_no_thread_to_compile_on_is_told_to_come_back_and_what_is_know
     asyncio.run(crowd())
     compiler.let_go.set()
     hasty._threads.shutdown()
-    assert [grammar.text for grammar in compiler.taken_up] == ["first", "second"], "nobody waited for the third"
+    assert [grammar.text for grammar in compiler.taken_up] == ["first", "second"], "the third never started"
 
 
-def test_a_model_without_a_tokenizer_takes_no_grammar() -> None:
+def test_a_model_without_a_tokenizer_refuses_grammars() -> None:
     grammar = Grammar(GrammarKind.JSON_OBJECT, "")
     with pytest.raises(InvalidParameter, match="no tokenizer"):
         asyncio.run(GrammarPrecompiler(None, (), 8).check(grammar, "response_format"))
 
 
-def test_what_the_documentation_shows_works(server: Running) -> None:
+def test_the_documented_examples_work(server: Running) -> None:
     examples = re.findall(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
     assert len(examples) >= 3
     code = "\n".join(examples).replace("http://127.0.0.1:8000", server.url)

@@ -51,7 +51,7 @@ def allowed(*names: str, kind: str = "function") -> dict[str, Any]:
     return {"type": "allowed_tools", "mode": "auto", "tools": [{"type": kind, "name": name} for name in names]}
 
 
-def test_the_least_that_can_be_asked(client: openai.OpenAI) -> None:
+def test_a_minimal_request(client: openai.OpenAI) -> None:
     answer = client.responses.create(model=MODEL, input="hi")
     assert answer.output_text == PLAIN
     assert (answer.status, answer.error, answer.incomplete_details) == ("completed", None, None)
@@ -61,14 +61,16 @@ def test_the_least_that_can_be_asked(client: openai.OpenAI) -> None:
     assert usage.input_tokens_details.cached_tokens >= 0 and usage.output_tokens_details.reasoning_tokens == 0
 
 
-def test_the_object_is_what_the_type_demands(http: httpx.Client) -> None:
+def test_the_object_validates_against_the_clients_type(http: httpx.Client) -> None:
     """Validated, not only constructed: the client itself lets anything through."""
     tools = [
         {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True},
         {"type": "web_search"},
     ]
-    told = http.post("/v1/responses", json={"input": "hi", "metadata": {"a": "b"}, "tools": tools, "temperature": 0.5})
-    body = told.json()
+    response = http.post(
+        "/v1/responses", json={"input": "hi", "metadata": {"a": "b"}, "tools": tools, "temperature": 0.5}
+    )
+    body = response.json()
     answer = Response.model_validate(body, strict=True)
     assert answer.metadata == {"a": "b"} and answer.temperature == 0.5 and answer.store is False
     assert [tool.name for tool in answer.tools if tool.type == "function"] == ["f"] and len(answer.tools) == 1
@@ -99,7 +101,7 @@ def test_the_events_of_a_text_in_order(http: httpx.Client) -> None:
     assert {event["response"]["id"] for event in events if "response" in event} == {final["id"]}
 
 
-def test_a_stream_through_the_client_ends_as_the_whole(client: openai.OpenAI) -> None:
+def test_a_stream_assembles_to_the_whole_response(client: openai.OpenAI) -> None:
     with client.responses.stream(model=MODEL, input=[{"role": "user", "content": "hi"}]) as stream:
         text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
         final = stream.get_final_response()
@@ -109,7 +111,7 @@ def test_a_stream_through_the_client_ends_as_the_whole(client: openai.OpenAI) ->
     assert final.usage.output_tokens == whole.usage.output_tokens
 
 
-def test_what_the_length_cuts_is_incomplete(client: openai.OpenAI, http: httpx.Client) -> None:
+def test_truncated_output_is_incomplete(client: openai.OpenAI, http: httpx.Client) -> None:
     answer = client.responses.create(model=MODEL, input="endless", max_output_tokens=5)
     assert answer.status == "incomplete"
     assert answer.incomplete_details is not None and answer.incomplete_details.reason == "max_output_tokens"
@@ -119,13 +121,13 @@ def test_what_the_length_cuts_is_incomplete(client: openai.OpenAI, http: httpx.C
     assert item["item"]["status"] == "incomplete"
 
 
-def test_an_answer_without_a_word(client: openai.OpenAI, http: httpx.Client) -> None:
+def test_empty_output(client: openai.OpenAI, http: httpx.Client) -> None:
     assert client.responses.create(model=MODEL, input="nothing").output_text == ""
     [item] = streamed(http, input="nothing")[-1]["response"]["output"]
     assert item["content"][0]["text"] == ""
 
 
-def test_what_fails_after_the_first_word_is_a_failed_response(http: httpx.Client) -> None:
+def test_a_failure_after_the_first_token_is_a_failed_response(http: httpx.Client) -> None:
     events = streamed(http, input="boom")
     last = events[-1]
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
@@ -135,7 +137,7 @@ def test_what_fails_after_the_first_word_is_a_failed_response(http: httpx.Client
     assert http.post("/v1/responses", json={"input": "boom"}).status_code == 500
 
 
-def test_instructions_come_first_and_are_one(client: openai.OpenAI) -> None:
+def test_instructions_are_one_leading_message(client: openai.OpenAI) -> None:
     answer = client.responses.create(
         model=MODEL,
         instructions="Rule one.",
@@ -147,7 +149,7 @@ def test_instructions_come_first_and_are_one(client: openai.OpenAI) -> None:
     assert answer.output_text == "Rules heard."
 
 
-def test_an_answer_goes_back_as_input(client: openai.OpenAI) -> None:
+def test_output_items_are_accepted_as_input(client: openai.OpenAI) -> None:
     first = client.responses.create(model=MODEL, input="hi")
     items: list[Any] = [{"role": "user", "content": "hi"}, *first.output, {"role": "user", "content": "more"}]
     second = client.responses.create(model=MODEL, input=items)
@@ -179,12 +181,14 @@ def test_an_answer_goes_back_as_input(client: openai.OpenAI) -> None:
         ({"temperature": -1}, "temperature"),
     ],
 )
-def test_what_cannot_be_served_is_refused_before_a_byte(http: httpx.Client, body: dict[str, Any], param: str) -> None:
+def test_unsupported_requests_are_refused_before_the_first_byte(
+    http: httpx.Client, body: dict[str, Any], param: str
+) -> None:
     error = refused(http, **body)
     assert error["param"] == param and error["type"] == "invalid_request_error"
 
 
-def test_other_refusals(http: httpx.Client, client: openai.OpenAI) -> None:
+def test_other_errors_of_responses(http: httpx.Client, client: openai.OpenAI) -> None:
     assert refused(http, 404, model="other")["code"] == "model_not_found"
     assert refused(http, input="word " * 2000)["code"] == "context_length_exceeded"
     assert "stores no responses" in http.get("/v1/responses/resp_1").json()["error"]["message"]
@@ -196,7 +200,7 @@ def test_other_refusals(http: httpx.Client, client: openai.OpenAI) -> None:
         client.responses.delete("resp_1")
 
 
-def test_a_conversation_that_is_too_long_loses_its_oldest_turns_if_asked(http: httpx.Client) -> None:
+def test_truncation_auto_drops_the_oldest_turns(http: httpx.Client) -> None:
     turns: list[dict[str, Any]] = [{"role": "system", "content": "Rule one.\n\nRule two."}]
     for _ in range(8):
         turns += [{"role": "user", "content": "word " * 200}, {"role": "assistant", "content": "yes"}]
@@ -216,12 +220,12 @@ def test_a_conversation_that_is_too_long_loses_its_oldest_turns_if_asked(http: h
         {"tools": [F, {"type": "web_search"}], "tool_choice": allowed("search", kind="web_search")},
     ],
 )
-def test_what_asks_for_nothing_is_let_through(http: httpx.Client, body: dict[str, Any]) -> None:
+def test_empty_values_of_unsupported_fields_are_accepted(http: httpx.Client, body: dict[str, Any]) -> None:
     answer = http.post("/v1/responses", json={"input": "hi", **body})
     assert answer.status_code == 200, answer.text
 
 
-def test_fields_without_a_meaning_here_are_let_through(client: openai.OpenAI) -> None:
+def test_fields_without_effect_are_accepted(client: openai.OpenAI) -> None:
     """What Codex sends, and more."""
     answer = client.responses.create(
         model=MODEL,

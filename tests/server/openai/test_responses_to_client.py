@@ -1,4 +1,4 @@
-"""What the real OpenAI client gets: whole and streamed, chat and completion."""
+"""Responses to the OpenAI client: whole and streamed, chat and completion."""
 
 import json
 
@@ -36,24 +36,24 @@ def test_a_chat_completion(client: openai.OpenAI) -> None:
     assert choice.finish_reason == "stop"
 
 
-def test_a_completion_is_sixteen_tokens_when_nothing_is_said(http: httpx.Client) -> None:
+def test_a_completion_has_sixteen_tokens_by_default(http: httpx.Client) -> None:
     answer = http.post("/v1/completions", json={"prompt": [FRANCE], "ignore_eos": True}).json()
     assert answer["usage"]["completion_tokens"] == 16
 
 
-def test_token_ids_are_a_prompt(http: httpx.Client) -> None:
+def test_token_ids_are_accepted_as_a_prompt(http: httpx.Client) -> None:
     answer = http.post(
         "/v1/completions", json={"prompt": [504, 3575, 282, 4649, 314], "temperature": 0, "max_tokens": 2}
     )
     assert answer.json()["choices"][0]["text"] == " Paris."
 
 
-def test_a_stop_string_ends_it_and_is_not_shown(client: openai.OpenAI) -> None:
+def test_a_stop_string_ends_the_output_and_is_omitted(client: openai.OpenAI) -> None:
     answer = client.completions.create(model=MODEL, prompt=FRANCE, max_tokens=50, temperature=0, stop=["ris"])
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == (" Pa", "stop")
 
 
-def test_a_streamed_chat_says_the_same_as_a_whole_one(client: openai.OpenAI) -> None:
+def test_a_streamed_chat_equals_the_whole(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0)  # type: ignore[arg-type]
     chunks = list(
         client.chat.completions.create(
@@ -64,24 +64,31 @@ def test_a_streamed_chat_says_the_same_as_a_whole_one(client: openai.OpenAI) -> 
             stream_options={"include_usage": True},
         )
     )
-    *told, last = chunks
+    *response, last = chunks
     assert len({(chunk.id, chunk.created, chunk.model) for chunk in chunks}) == 1
-    assert told[0].choices[0].delta.role == "assistant"
-    assert all(chunk.choices[0].delta.role is None for chunk in told[1:])
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in told) == whole.choices[0].message.content
-    assert [chunk.choices[0].finish_reason for chunk in told if chunk.choices[0].finish_reason] == ["stop"]
+    assert response[0].choices[0].delta.role == "assistant"
+    assert all(chunk.choices[0].delta.role is None for chunk in response[1:])
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in response) == whole.choices[0].message.content
+    assert [chunk.choices[0].finish_reason for chunk in response if chunk.choices[0].finish_reason] == ["stop"]
     assert last.choices == [] and last.usage is not None and whole.usage is not None
     assert last.usage.total_tokens == whole.usage.total_tokens
 
 
-def test_several_continuations_end_once_each(client: openai.OpenAI) -> None:
-    wanted = {"model": MODEL, "prompt": FRANCE, "n": 3, "seed": 7, "max_tokens": 6, "extra_body": {"ignore_eos": True}}
-    whole = client.completions.create(**wanted)  # type: ignore[call-overload]
+def test_each_choice_ends_once(client: openai.OpenAI) -> None:
+    generation = {
+        "model": MODEL,
+        "prompt": FRANCE,
+        "n": 3,
+        "seed": 7,
+        "max_tokens": 6,
+        "extra_body": {"ignore_eos": True},
+    }
+    whole = client.completions.create(**generation)  # type: ignore[call-overload]
     assert [choice.index for choice in whole.choices] == [0, 1, 2]
     assert whole.usage.completion_tokens == 18
     texts = ["", "", ""]
     ends = []
-    for chunk in client.completions.create(**wanted, stream=True):  # type: ignore[call-overload]
+    for chunk in client.completions.create(**generation, stream=True):  # type: ignore[call-overload]
         [choice] = chunk.choices
         texts[choice.index] += choice.text
         ends += [(choice.index, choice.finish_reason)] if choice.finish_reason else []
@@ -90,27 +97,27 @@ def test_several_continuations_end_once_each(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "asked"),
+    ("path", "fields"),
     [("/v1/completions", {"prompt": FRANCE}), ("/v1/chat/completions", {"messages": QUESTION})],
 )
-def test_the_bytes_of_a_stream(http: httpx.Client, path: str, asked: dict[str, object]) -> None:
-    answer = http.post(path, json={**asked, "max_tokens": 3, "stream": True})
+def test_the_bytes_of_a_stream(http: httpx.Client, path: str, fields: dict[str, object]) -> None:
+    answer = http.post(path, json={**fields, "max_tokens": 3, "stream": True})
     assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert answer.headers["cache-control"] == "no-cache"
     *events, done, after = answer.text.split("\n\n")
     assert (done, after) == ("data: [DONE]", "")
     bodies = [json.loads(event.removeprefix("data: ")) for event in events]
-    assert all("usage" not in body for body in bodies), "only for those who ask"
+    assert all("usage" not in body for body in bodies), "only on request"
     assert [body["choices"][0]["finish_reason"] for body in bodies].count("length") == 1
 
 
-def test_a_sequence_that_fails_is_an_error_and_not_an_end(http: httpx.Client) -> None:
+def test_a_failed_sequence_is_an_error_and_not_a_finish(http: httpx.Client) -> None:
     """A bad word of two tokens leaves nothing once its first token has come."""
-    asked = {"prompt": "a", "max_tokens": 9, "allowed_token_ids": [260], "bad_words": ["the the"]}
-    whole = http.post("/v1/completions", json=asked)
+    fields = {"prompt": "a", "max_tokens": 9, "allowed_token_ids": [260], "bad_words": ["the the"]}
+    whole = http.post("/v1/completions", json=fields)
     assert whole.status_code == 400
     assert whole.json()["error"]["code"] == "nothing_left"
-    streamed = http.post("/v1/completions", json={**asked, "stream": True}).text
+    streamed = http.post("/v1/completions", json={**fields, "stream": True}).text
     assert "nothing_left" in streamed
     assert "[DONE]" not in streamed and '"finish_reason":"' not in streamed
     assert '"finish_reason":null' in streamed, "the spelling that the line above looks for"
@@ -125,7 +132,7 @@ def test_beams_come_best_first_whole_or_streamed(http: httpx.Client) -> None:
     assert [body["choices"][0]["text"] for body in streamed] == [choice["text"] for choice in choices]
 
 
-def test_usage_says_what_was_cached(http: httpx.Client) -> None:
+def test_usage_counts_cached_tokens(http: httpx.Client) -> None:
     body = {"prompt": "word " * 40, "max_tokens": 1, "cache_salt": "usage"}
     cached = [
         http.post("/v1/completions", json=body).json()["usage"]["prompt_tokens_details"]["cached_tokens"]

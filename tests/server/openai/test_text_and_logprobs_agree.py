@@ -1,4 +1,4 @@
-"""Random tokens, whatever bytes they are: text, stream, offsets and bytes tell one story."""
+"""Random tokens of any bytes: text, stream, offsets and bytes agree."""
 
 import json
 from dataclasses import dataclass
@@ -51,16 +51,16 @@ def speak(tokenizer: Tokenizer, prompt: list[int], choices: list[list[int]], par
     for index, tokens in enumerate(choices):
         transcript = SequenceOutput("0", index, params, tokenizer, prompt_ids=prompt,
                                 stop_strings=StopStrings(params.stop_strings), streaming=True)  # fmt: skip
-        told = []
+        received = []
         for token in tokens:
-            told.append(transcript.push(token, scores_of(token), None))
+            received.append(transcript.push(token, scores_of(token), None))
             if transcript.stopped:
-                told[-1] = told[-1].then(transcript.close(FinishReason.STOP))
+                received[-1] = received[-1].then(transcript.close(FinishReason.STOP))
                 break
         else:
             end = FinishedSequence(0, index, FinishReason.LENGTH, np.array(tokens), None, 0)
-            told[-1] = told[-1].then(transcript.end(end))
-        deltas.append(told)
+            received[-1] = received[-1].then(transcript.end(end))
+        deltas.append(received)
         outputs.append(transcript.output())
     scored: list[dict[int, Logprob] | None] = [
         None,
@@ -72,11 +72,11 @@ def speak(tokenizer: Tokenizer, prompt: list[int], choices: list[list[int]], par
 def streamed(answer: CompletionResponse, deltas: list[list[Delta]], cuts: list[int]) -> list[dict[str, Any]]:
     """To a reader who is late now and then: several deltas are then one."""
     chunks = b""
-    for told in deltas:
+    for received in deltas:
         waiting: Delta | None = None
-        for place, delta in enumerate(told):
+        for place, delta in enumerate(received):
             waiting = delta if waiting is None else waiting.then(delta)
-            if place not in cuts or place == len(told) - 1:
+            if place not in cuts or place == len(received) - 1:
                 chunks += answer.chunk(0, waiting)
                 waiting = None
     return [json.loads(chunk.removeprefix("data: ")) for chunk in chunks.decode().split("\n\n")[:-1]]
@@ -92,10 +92,10 @@ pieces = st.lists(
 def tokens_of(drawn: list[int | bytes], tokenizer: Tokenizer) -> list[int]:
     """Tokens, and characters that are spelled byte by byte."""
     byte_ids = {tokenizer.piece_bytes(token): token for token in range(300) if len(tokenizer.piece_bytes(token)) == 1}
-    said = []
+    shown = []
     for each in drawn:
-        said += [each] if isinstance(each, int) else [byte_ids[bytes([byte])] for byte in each]
-    return said
+        shown += [each] if isinstance(each, int) else [byte_ids[bytes([byte])] for byte in each]
+    return shown
 
 
 @settings(max_examples=300)
@@ -124,11 +124,11 @@ def test_text_stream_offsets_and_bytes_agree(
     )
     ids = tokens_of(prompt, tokenizer)
     spoken = speak(tokenizer, ids, [tokens_of(choice, tokenizer) for choice in choices], params)
-    wanted = GenerationRequest(params, RequestOptions(), None, stream=True, continuous_usage=counting)
-    spelling = TokenText(tokenizer, as_ids=False)
+    generation = GenerationRequest(params, RequestOptions(), None, stream=True, continuous_usage=counting)
+    token_text = TokenText(tokenizer, as_ids=False)
 
     def answer(echo: str | None) -> CompletionResponse:
-        return CompletionResponse(ChunkHeader("m", "cmpl"), [CompletionPrompt(ids, echo)], wanted, spelling)
+        return CompletionResponse(ChunkHeader("m", "cmpl"), [CompletionPrompt(ids, echo)], generation, token_text)
 
     before = decode_whole(tokenizer, ids)
     chunks = streamed(answer(None), spoken.deltas, cuts)
@@ -145,8 +145,8 @@ def test_text_stream_offsets_and_bytes_agree(
         assert offsets == sorted(offsets) and offsets[0] >= 0 and offsets[-1] <= len(echo["text"])
         assert offsets[len(ids) :] == [len(before) + offset for offset in choice["logprobs"]["text_offset"]]
         assert echo["logprobs"]["tokens"][len(ids) :] == choice["logprobs"]["tokens"]
-        told = chat_logprobs(output.logprobs or [], 0, spelling)
-        assert [bytes(each["bytes"]) for each in told] == [*map(tokenizer.piece_bytes, output.token_ids)]  # type: ignore[call-overload]
+        received = chat_logprobs(output.logprobs or [], 0, token_text)
+        assert [bytes(each["bytes"]) for each in received] == [*map(tokenizer.piece_bytes, output.token_ids)]  # type: ignore[call-overload]
         if not stop and not skip:
             whole = ids + output.token_ids
             assert echo["text"] == decode_whole(tokenizer, whole)
@@ -154,29 +154,27 @@ def test_text_stream_offsets_and_bytes_agree(
 
 
 @pytest.mark.parametrize("num_tokens", range(4, 12))
-def test_a_length_that_cuts_a_character_leaves_it_out_on_every_surface(
-    scripted_server: Running, num_tokens: int
-) -> None:
+def test_a_character_cut_by_length_is_omitted_in_every_api(scripted_server: Running, num_tokens: int) -> None:
     ask = [{"role": "user", "content": "secret"}]
     with scripted_server.client() as client:
 
-        def said(path: str, **body: object) -> httpx.Response:
+        def shown(path: str, **body: object) -> httpx.Response:
             return client.post(path, json={"max_tokens": num_tokens, "temperature": 0, **body})
 
-        told = said("/v1/completions", prompt="secret", logprobs=0).json()["choices"][0]
-        chunks = bodies(said("/v1/completions", prompt="secret", stream=True).text)
-        events = named_events(said("/v1/messages", messages=ask, stream=True).text)
+        received = shown("/v1/completions", prompt="secret", logprobs=0).json()["choices"][0]
+        chunks = bodies(shown("/v1/completions", prompt="secret", stream=True).text)
+        events = named_events(shown("/v1/messages", messages=ask, stream=True).text)
         wish = {"input": "secret", "max_output_tokens": num_tokens, "temperature": 0}
         response = client.post("/v1/responses", json=wish).json()
         texts = {
-            told["text"],
+            received["text"],
             "".join(chunk["choices"][0]["text"] for chunk in chunks),
-            said("/v1/chat/completions", messages=ask).json()["choices"][0]["message"]["content"],
-            said("/v1/messages", messages=ask).json()["content"][0]["text"],
+            shown("/v1/chat/completions", messages=ask).json()["choices"][0]["message"]["content"],
+            shown("/v1/messages", messages=ask).json()["content"][0]["text"],
             "".join(event["delta"].get("text", "") for event in events if event["type"] == "content_block_delta"),
             response["output"][0]["content"][0]["text"],
-            said("/generate", inputs="secret", parameters={"max_new_tokens": num_tokens}).json()["generated_text"],
+            shown("/generate", inputs="secret", parameters={"max_new_tokens": num_tokens}).json()["generated_text"],
         }
     [text] = texts
     assert "Nobody knows. 🙂 日本語".startswith(text) and text
-    assert len(told["logprobs"]["tokens"]) == num_tokens
+    assert len(received["logprobs"]["tokens"]) == num_tokens

@@ -1,4 +1,4 @@
-"""Tokens, templates, models, and the pages for people."""
+"""Tokenization, templates, models, and the HTML pages."""
 
 import json
 import re
@@ -24,19 +24,19 @@ ASK = [{"role": "user", "content": "hi"}]
 
 
 @pytest.mark.parametrize("text", [FRANCE, "日本語 🙂", "<|im_start|>", ""])
-def test_a_text_survives_its_tokens(http: httpx.Client, text: str) -> None:
+def test_tokenize_and_detokenize_round_trip(http: httpx.Client, text: str) -> None:
     told = http.post("/tokenize", json={"prompt": text}).json()
     assert told["count"] == len(told["tokens"]) and told["max_model_len"] == 1024
     assert "token_strs" not in told
     assert http.post("/detokenize", json={"tokens": told["tokens"]}).json() == {"prompt": text}
 
 
-def test_tokens_are_spelled_for_who_asks(http: httpx.Client) -> None:
+def test_return_token_strs_adds_the_token_strings(http: httpx.Client) -> None:
     told = http.post("/tokenize", json={"prompt": FRANCE, "return_token_strs": True}).json()
     assert told["token_strs"] == ["The", "Ġcapital", "Ġof", "ĠFrance", "Ġis"]
 
 
-def test_a_conversation_counts_as_a_chat_would_be_charged(http: httpx.Client) -> None:
+def test_the_token_count_of_a_conversation_equals_its_usage(http: httpx.Client) -> None:
     told = http.post("/tokenize", json={"messages": ASK}).json()
     charged = http.post("/v1/chat/completions", json={"messages": ASK, "max_tokens": 1}).json()["usage"]
     assert told["count"] == charged["prompt_tokens"]
@@ -49,9 +49,9 @@ def test_variables_and_tools_reach_the_template(model: ServedModel) -> None:
     model_format = find_model_format(template, model.tokenizer)
     app = app_over(Script(), replace(model, chat_template=template, model_format=model_format))
     tools = [{"type": "function", "function": {"name": "f"}}]
-    asked = {"messages": ASK, "tools": tools, "chat_template_kwargs": {"mood": "calm"}}
-    assert post(app, "/apply-template", asked).json() == {"prompt": "calm 1 hi"}
-    assert post(app, "/tokenize", asked).json()["tokens"] == model.text().encode("calm 1 hi")
+    fields = {"messages": ASK, "tools": tools, "chat_template_kwargs": {"mood": "calm"}}
+    assert post(app, "/apply-template", fields).json() == {"prompt": "calm 1 hi"}
+    assert post(app, "/tokenize", fields).json()["tokens"] == model.text().encode("calm 1 hi")
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,9 @@ def test_variables_and_tools_reach_the_template(model: ServedModel) -> None:
         ("/apply-template", {"messages": ASK, "chat_template_kwargs": {"tools": []}}, "tools"),
     ],
 )
-def test_a_refusal_names_its_reason(http: httpx.Client, path: str, body: dict[str, object], words: str) -> None:
+def test_invalid_requests_are_refused_with_a_reason(
+    http: httpx.Client, path: str, body: dict[str, object], words: str
+) -> None:
     answer = http.post(path, json=body)
     assert answer.status_code == 400
     assert words in answer.json()["error"]["message"]
@@ -81,10 +83,10 @@ def test_the_tokenizer_is_described(http: httpx.Client) -> None:
     assert "im_start" in told["chat_template"]
 
 
-def test_a_model_has_its_names_and_its_length(model: ServedModel) -> None:
+def test_models_are_listed_by_name_and_alias(model: ServedModel) -> None:
     app = app_over(Script(["x"]), model)
 
-    async def tell(client: httpx.AsyncClient) -> None:
+    async def check(client: httpx.AsyncClient) -> None:
         prompt_list = (await client.get("/v1/models")).json()["data"]
         assert [card["id"] for card in prompt_list] == ["org/model", "other"]
         assert {(card["root"], card["max_model_len"], card["object"]) for card in prompt_list} == {
@@ -100,10 +102,10 @@ def test_a_model_has_its_names_and_its_length(model: ServedModel) -> None:
             assert answer.status_code == status
             assert status != 200 or answer.json()["model"] == "org/model"
 
-    events(app, tell)
+    events(app, check)
 
 
-def test_a_model_without_a_tokenizer_takes_ids_alone(model: ServedModel) -> None:
+def test_a_model_without_a_tokenizer_takes_only_ids(model: ServedModel) -> None:
     app = app_over(Script([""]), replace(model, tokenizer=None))
     assert post(app, "/v1/completions", {"prompt": [1, 2], "echo": True}).status_code == 200
     for path, body in (("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": ASK})):
@@ -112,13 +114,13 @@ def test_a_model_without_a_tokenizer_takes_ids_alone(model: ServedModel) -> None
 
 
 @pytest.mark.parametrize(("has_text", "counting", "told"), [(True, False, 2), (False, False, 3), (True, True, 3)])
-def test_a_stream_tells_of_tokens_without_words_where_that_is_news(
+def test_deltas_without_text_are_streamed_only_where_they_matter(
     model: ServedModel, has_text: bool, counting: bool, told: int
 ) -> None:
-    """Else whoever measures a model of invented weights, which has no words, would hear nothing until the end."""
-    wanted = GenerationRequest(SamplingParams(), RequestOptions(), None, stream=True, continuous_usage=counting)
-    spelling = TokenText(model.tokenizer if has_text else None, as_ids=False)
-    answer = CompletionResponse(ChunkHeader("m", "cmpl"), [CompletionPrompt([1], None)], wanted, spelling)
+    """Else a benchmark with dummy weights, whose tokens have no text, would receive nothing until the end."""
+    generation = GenerationRequest(SamplingParams(), RequestOptions(), None, stream=True, continuous_usage=counting)
+    token_text = TokenText(model.tokenizer if has_text else None, as_ids=False)
+    answer = CompletionResponse(ChunkHeader("m", "cmpl"), [CompletionPrompt([1], None)], generation, token_text)
     chunks = [answer.chunk(0, Delta("0", 0, text, [7])) for text in ("", "a")]
     chunks.append(answer.chunk(0, Delta("0", 0, "", [7], "stop")))
     assert sum(chunk != b"" for chunk in chunks) == told and chunks[-1] != b""
@@ -129,18 +131,18 @@ def test_the_version(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("path", ["/", "/docs"])
-def test_a_page_needs_nothing_from_elsewhere(http: httpx.Client, path: str) -> None:
+def test_pages_load_nothing_from_other_hosts(http: httpx.Client, path: str) -> None:
     page = http.get(path)
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     assert "default-src 'none'" in page.headers["content-security-policy"]
     assert re.findall(r"https?://|src=|@import|url\(", page.text) == []
-    asked = re.findall(r'fetch\("([^"]+)"', page.text)
-    assert asked and not any(each.startswith("/") for each in asked), "it works behind a path of a proxy too"
-    for each in asked:
+    fields = re.findall(r'fetch\("([^"]+)"', page.text)
+    assert fields and not any(each.startswith("/") for each in fields), "it works behind a path of a proxy too"
+    for each in fields:
         assert http.get("/" + each).status_code in (200, 405), each
 
 
-def test_every_endpoint_is_described_with_its_body(http: httpx.Client) -> None:
+def test_every_endpoint_and_its_body_are_in_the_openapi_schema(http: httpx.Client) -> None:
     told = http.get("/openapi.json").json()
     assert set(told["paths"]) == {
         *(each.path.replace(":path", "") for each in ENDPOINTS if each.in_schema and each.path.startswith("/v1/")),
@@ -159,7 +161,7 @@ def test_every_endpoint_is_described_with_its_body(http: httpx.Client) -> None:
     assert body == {"$ref": "#/components/schemas/CompletionBody"}
 
 
-def test_a_wrong_method_says_so(http: httpx.Client) -> None:
+def test_a_wrong_method_is_a_405(http: httpx.Client) -> None:
     answer = http.get("/v1/chat/completions")
     assert answer.status_code == 405
     assert answer.json()["error"]["type"] == "invalid_request_error"

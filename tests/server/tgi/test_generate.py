@@ -1,4 +1,4 @@
-"""The shim for clients of text-generation-inference: huggingface_hub's own client, and bare HTTP."""
+"""The text-generation-inference API: huggingface_hub's client, and plain HTTP."""
 
 import json
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ def http(url: str) -> Iterator[httpx.Client]:
         yield client
 
 
-def frames(text: str) -> list[dict[str, Any]]:
+def events_of(text: str) -> list[dict[str, Any]]:
     blocks = text.strip().split("\n\n")
     assert all(block.startswith("data:") for block in blocks)
     return [json.loads(block.removeprefix("data:")) for block in blocks]
@@ -45,25 +45,25 @@ def test_huggingfaces_client(url: str) -> None:
     assert last.details.input_length == 1
 
 
-def test_the_root_gives_a_list_and_get_stays_a_page(http: httpx.Client) -> None:
+def test_post_root_returns_a_list_and_get_root_the_page(http: httpx.Client) -> None:
     assert http.post("/", json={"inputs": "hi"}).json() == [{"generated_text": PLAIN}]
     assert http.post("/generate", json={"inputs": "hi"}).json() == {"generated_text": PLAIN}
     assert http.get("/").headers["content-type"].startswith("text/html")
 
 
-def test_a_frame_for_each_token(http: httpx.Client) -> None:
+def test_one_event_per_token(http: httpx.Client) -> None:
     for path, body in (("/", {"stream": True}), ("/generate_stream", {})):
         answer = http.post(path, json={"inputs": "hi", "parameters": {"seed": 7}, **body})
         assert answer.headers["content-type"].startswith("text/event-stream")
-        told = frames(answer.text)
-        assert [frame["index"] for frame in told] == list(range(1, len(told) + 1))
-        assert "".join(frame["token"]["text"] for frame in told) == PLAIN
-        assert all(frame["generated_text"] is None and frame["details"] is None for frame in told[:-1])
-        assert told[-1]["generated_text"] == PLAIN
-        assert told[-1]["details"] == {
-            "finish_reason": "eos_token", "generated_tokens": len(told), "seed": 7, "input_length": 1,
+        response = events_of(answer.text)
+        assert [event["index"] for event in response] == list(range(1, len(response) + 1))
+        assert "".join(event["token"]["text"] for event in response) == PLAIN
+        assert all(event["generated_text"] is None and event["details"] is None for event in response[:-1])
+        assert response[-1]["generated_text"] == PLAIN
+        assert response[-1]["details"] == {
+            "finish_reason": "eos_token", "generated_tokens": len(response), "seed": 7, "input_length": 1,
         }  # fmt: skip
-        assert all(isinstance(frame["token"]["logprob"], float) for frame in told)
+        assert all(isinstance(event["token"]["logprob"], float) for event in response)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_parameters(http: httpx.Client, parameters: dict[str, Any], reason: str,
     body = {"inputs": "endless", "parameters": {**parameters, "details": True}}
     whole = http.post("/generate", json=body).json()
     assert (whole["details"]["finish_reason"], whole["generated_text"]) == (reason, text)
-    *_, last = frames(http.post("/generate_stream", json=body).text)
+    *_, last = events_of(http.post("/generate_stream", json=body).text)
     assert (last["details"]["finish_reason"], last["generated_text"]) == (reason, text)
     assert last["details"]["generated_tokens"] == whole["details"]["generated_tokens"]
     if "top_n_tokens" in parameters:
@@ -90,7 +90,7 @@ def test_parameters(http: httpx.Client, parameters: dict[str, Any], reason: str,
     ("grammar", "text"),
     [({"type": "regex", "value": "on and on[.]"}, "on and on."), ({"type": "json", "value": {"const": 7}}, "7")],
 )
-def test_an_answer_after_a_grammar(http: httpx.Client, grammar: dict[str, Any], text: str) -> None:
+def test_output_follows_a_grammar(http: httpx.Client, grammar: dict[str, Any], text: str) -> None:
     body = {"inputs": "endless", "parameters": {"grammar": grammar}}
     assert http.post("/generate", json=body).json() == {"generated_text": text}
 
@@ -119,20 +119,20 @@ def test_the_default_length(http: httpx.Client) -> None:
         {"stop": 5},
     ],
 )
-def test_what_cannot_be_served_is_a_422_of_its_shape(http: httpx.Client, parameters: dict[str, Any]) -> None:
+def test_unsupported_parameters_are_a_422_in_tgi_shape(http: httpx.Client, parameters: dict[str, Any]) -> None:
     for path in ("/", "/generate", "/generate_stream"):
         answer = http.post(path, json={"inputs": "hi", "parameters": parameters})
         assert answer.status_code == 422, answer.text
-        told = answer.json()
-        assert set(told) == {"error", "error_type"} and told["error_type"] == "validation"
+        response = answer.json()
+        assert set(response) == {"error", "error_type"} and response["error_type"] == "validation"
 
 
 def test_other_errors(http: httpx.Client, url: str) -> None:
     body = {"inputs": "boom"}
     failed = http.post("/generate", json=body)
     assert (failed.status_code, failed.json()["error_type"]) == (424, "generation")
-    *told, last = frames(http.post("/generate_stream", json=body).text)
-    assert told and last["error_type"] == "generation" and last["error"]
+    *response, last = events_of(http.post("/generate_stream", json=body).text)
+    assert response and last["error_type"] == "generation" and last["error"]
     unread = http.post("/generate_stream", json={"inputs": "x", "parameters": {"decoder_input_details": True}})
     assert unread.status_code == 422
     with pytest.raises(ValidationError):
@@ -140,5 +140,5 @@ def test_other_errors(http: httpx.Client, url: str) -> None:
 
 
 def test_info(http: httpx.Client) -> None:
-    told = http.get("/info").json()
-    assert (told["model_id"], told["max_total_tokens"], told["router"]) == (MODEL, 1024, "quire")
+    response = http.get("/info").json()
+    assert (response["model_id"], response["max_total_tokens"], response["router"]) == (MODEL, 1024, "quire")
