@@ -106,7 +106,7 @@ def locate(
     on_hub = hub_name(text)
     if revision is not None and (on_hub is None or path is not None):
         raise ConfigError(
-            f"A revision ({revision}) is for models of the hub, org/name; {text} is not one. Leave it away.",
+            f"A revision ({revision}) is for models of the hub, org/name; {text} is not one. Omit it.",
             param="revision",
         )
     if known is not None:
