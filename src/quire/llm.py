@@ -111,7 +111,7 @@ class LLM:
         return tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's makers recommend, where they say something; else the library's defaults."""
+        """The sampling defaults of the model's generation config; the library's defaults where it has none."""
         return default_params(self.built.checkpoint)
 
     def reset_prefix_cache(self) -> int:
@@ -190,9 +190,9 @@ class LLM:
         Beams, and continuations of which the best are chosen, come in one piece each, at the end.
         """
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        sampling = options_of(options, with_progress=False)
+        request_options = options_of(options, with_progress=False)
         with self.client.lock:
-            state = self.client.submit(prompt, params, options=sampling, streaming=True)
+            state = self.client.submit(prompt, params, options=request_options, streaming=True)
             stream = DeltaStream(self.client, state, self._step, self._abandoned)
             self._readers[state.request_id] = stream
             return stream
@@ -269,9 +269,9 @@ class LLM:
     ) -> list[RequestOutput]:
         states: list[RequestState] = []
         try:
-            with self.client.lock:  # nobody turns the engine before all of them are known
-                for prompt, sampling in zip(prompts, params, strict=True):
-                    states.append(self.client.submit(prompt, sampling, options=options, pooled=pooled))
+            with self.client.lock:  # no step before all of them are queued
+                for prompt, each in zip(prompts, params, strict=True):
+                    states.append(self.client.submit(prompt, each, options=options, pooled=pooled))
                 pending = PendingOutputs(states)
                 self._readers.update(dict.fromkeys((state.request_id for state in states), pending))
             self._wait(pending, progress)
@@ -303,7 +303,7 @@ class LLM:
                     bar.update(task, completed=num_shown, speed=f"{speed:,.0f} tok/s")
 
     def _step(self, reader: DeltaStream | PendingOutputs) -> None:
-        """One turn of the engine, unless another thread's was enough. Everybody who waits gets what is theirs."""
+        """One step of the engine, unless another thread's was enough. Every reader gets its own deltas."""
         with interrupts_deferred(), self.client.lock:
             if reader.ready:
                 return

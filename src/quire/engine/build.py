@@ -53,7 +53,7 @@ class Precompilation:
 
     def __init__(self, compiling: Precompiling) -> None:
         self._compiling = compiling
-        # Not a daemon: whoever refuses a model and leaves must wait for it, or it is torn out of the compiler's code.
+        # Not a daemon: a process that refuses a model and exits must wait for it, or it is killed inside the compiler.
         self._first = Thread(target=compiling.first, name="quire-first-kernel")
         self._first.start()
 
@@ -84,7 +84,7 @@ class BuiltEngine:
     dtype: str
     kernels: str
     memory: MemoryLedger
-    attention: tuple[str, ...] = ()  # reasons for who attends to what, where there is a choice
+    attention: tuple[str, ...] = ()  # why each attention backend was chosen, where there is a choice
 
     @property
     def facts(self) -> EngineInfo:
@@ -113,8 +113,8 @@ def build(
 ) -> BuiltEngine:
     """Find the model, load it, size the cache. A `QuireError` says what is wrong with model, settings or machine.
 
-    Whoever measures may put an observer around the runner. Whoever serves people does not let prompts stretch the time
-    between tokens; whoever works through a batch takes prompts as fast as they go.
+    A benchmark may put an observer around the runner. With `serving`, prompts do not stretch the time between tokens;
+    offline, prompts are computed as fast as possible.
     """
     watch = watch or StartupReporter()
     if config.threads is not None:
@@ -184,7 +184,7 @@ def _fill(room: UnfilledWeights, waking: "GrammarMasks | None") -> None:
 def _kernels(
     config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device, watch: StartupReporter
 ) -> KernelChoice:
-    """Before the weights are read: whoever asked for attention that is not to be had waits for nothing."""
+    """Before the weights are loaded: a requested attention backend that is not available fails early."""
     windows = dict.fromkeys(spec.window(layer) for layer in range(spec.num_layers))
     rules = tuple(AttentionRule(spec.scale, window, spec.attention_softcap) for window in windows)
     needs = AttentionNeeds(spec.num_heads, spec.num_kv_heads, spec.head_dim, dtype, config.block_size, rules)
@@ -212,7 +212,7 @@ def _runner(
 
 
 def _dry_run(model: Decoder, stores: KvStores, runner: ModelRunner) -> None:
-    """All that is launched before anybody asks for anything, what takes long to compile first."""
+    """All kernels launched before the first request, those that take longest to compile first."""
     runner.dry_run()
     warm_up(model.truncated(), stores)
 
@@ -333,7 +333,7 @@ def _room(
 
 
 def weights_of(checkpoint: Checkpoint, dtype: torch.dtype) -> DecoderWeights:
-    """A second copy of a model's weights, for those who compare."""
+    """A second copy of a model's weights, for comparisons."""
     return _room(EngineConfig(), checkpoint, dtype, torch.device("cpu"), StartupReporter()).filled()
 
 

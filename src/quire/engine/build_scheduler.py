@@ -1,4 +1,4 @@
-"""Makes the deciding half of an engine, its door and its scheduler, from settled numbers. Needs no torch."""
+"""Builds the request validator and the scheduler of an engine from resolved settings. Needs no torch."""
 
 import importlib.util
 from contextlib import suppress
@@ -42,14 +42,14 @@ def make_grammars(opened: OpenedModel, vocab_size: int) -> "GrammarMasks | None"
 
 
 def wake(grammars: "GrammarMasks") -> None:
-    """Read the vocabulary, which holds up all else in this process: before that is said to be ready. A model whose
-    answers cannot be constrained says so to those who ask."""
+    """Read the vocabulary, which blocks the process: before the engine reports ready. Where it cannot be read, requests
+    with a grammar are refused."""
     with suppress(QuireError):
         grammars.wake()
 
 
 def captured_sizes(max_rows: int, max_step_tokens: int) -> tuple[CapturedSizes, ...]:
-    """Where prompts are cut on a device that replays recorded steps: at the sizes that are recorded."""
+    """Chunk sizes on a device that replays CUDA graphs: the captured sizes."""
     return tuple(
         CapturedSizes(rows, tuple(prompt_sizes(rows, max_step_tokens))) for rows in sorted(rows_beside(max_rows))
     )

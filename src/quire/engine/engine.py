@@ -46,7 +46,7 @@ MOST_REMEMBERED = 100  # latest finished requests, which can still be explained
 
 
 class PreparingRunner(Protocol):
-    """Somebody who can use spare time to make later steps faster, a piece at a time."""
+    """A runner that can use idle time to make later steps faster, a piece at a time."""
 
     @property
     def prepared(self) -> bool: ...
@@ -55,7 +55,7 @@ class PreparingRunner(Protocol):
 
 
 class Engine:
-    """Requests are submitted; each turn computes, and returns the output of a step."""
+    """`submit` queues requests; each `step` runs the loop once and returns the output of a finished step."""
 
     def __init__(
         self,
@@ -136,11 +136,11 @@ class Engine:
         return None if group is None else group.request.id
 
     def step(self) -> StepOutput | None:
-        """One turn of the loop; None if no step was absorbed."""
+        """One iteration of the loop; None if no step was absorbed."""
         self._check_alive()
         try:
             output = self._loop.turn()
-        except BaseException as error:  # a step was planned and not taken in: scheduler and runner are at odds
+        except BaseException as error:  # a step was planned and not absorbed: scheduler and runner disagree
             self._failure = f"{type(error).__name__}: {error}"
             raise
         if output is None:

@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def _signals_held() -> Iterator[None]:
-    """Whoever is started meanwhile has them held back, until it has said that they are not for it."""
+    """A child started inside has these signals blocked until it ignores them itself."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, PARENT_SIGNALS)
     try:
         yield
@@ -85,12 +85,12 @@ class EngineProcess:
                 for frame in decoder.feed(data):
                     self._receive(read_for_front(frame))
         except BrokenFrame:
-            _log.exception("the engine's words could not be read")
+            _log.exception("a message of the engine could not be decoded")
             self.kill()
         except OSError:
             pass
-        except Exception:  # our own mistake: this engine can no longer be heard, another may be
-            _log.exception("what the engine said broke its reader")
+        except Exception:  # internal error: this engine can no longer be read, another may be
+            _log.exception("a message of the engine could not be handled")
             self.kill()
         self._outgoing.put(None)
         self._process.wait()

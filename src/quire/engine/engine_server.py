@@ -1,7 +1,7 @@
-"""The engine's end of the wire: reads orders, turns the engine, sends what each turn brought, and beats.
+"""Engine server: the loop of the engine process. Reads messages, steps the engine, sends step outputs and heartbeats.
 
-The loop itself says that it is alive: a beat is sent by the thread that turns the engine and by nobody else. Whatever
-one order asks for can fail that order alone.
+Only the thread that steps the engine sends the heartbeat, so a heartbeat proves that the loop runs. A message can fail
+its own request only.
 """
 
 import logging
@@ -64,14 +64,14 @@ class EngineServer:
             self._send_output(output)
 
     def _send_output(self, output: StepOutput) -> None:
-        """What cannot be written fails its own request; the rest is told without it."""
+        """A request whose output cannot be encoded fails alone; the output of the others is sent without it."""
         try:
             self._send(output)
         except Exception as error:
             numbers = output.numbers(self._engine.number_of)
             if len(numbers) == 1:
                 (number,) = numbers
-                _log.exception("what request %s said could not be sent", number)
+                _log.exception("the output of request %s could not be sent", number)
                 self._engine.abort(number)
                 self._refuse(number, RequestFailed())
             elif numbers:
@@ -87,7 +87,7 @@ class EngineServer:
             self._send(stats_of(self._engine))
 
     def _read(self) -> None:
-        """Every order that has come; with nothing to compute or prepare, wait for one until the next beat."""
+        """Handle every message that has arrived; when idle, wait for one until the next heartbeat."""
         timeout_s = HEARTBEAT_S if self._engine.idle and self._engine.prepared else 0.0
         while ready := select.select([self._socket, self._woken], [], [], timeout_s)[0]:
             timeout_s = 0.0
@@ -114,8 +114,8 @@ class EngineServer:
             self._refuse(number, EngineFailed("The engine could not read this request; the server's log says why."))
         except QuireError as error:
             self._refuse(number, error)
-        except Exception:  # our mistake, but this request's alone: nothing has begun
-            _log.exception("an order broke its own handling")
+        except Exception:  # internal error, of this request alone: it was not queued
+            _log.exception("a message could not be handled")
             self._refuse(number, EngineFailed("The engine could not take this request; the server's log says why."))
 
     def _dispatch(self, message: object) -> None:
@@ -138,9 +138,9 @@ class EngineServer:
         self._send(self._engine.submit(message))
 
     def _compile(self, message: AddRequest, grammar: Grammar) -> None:
-        """A grammar may take long to compile: meanwhile the others go on, and the order waits at the door."""
+        """Compile a grammar on a thread: it may take long. The request is submitted when it is done; others go on."""
         if self._engine.grammars is None:
-            self._submit(message)  # which says why not
+            self._submit(message)  # raises the reason
             return
         self._compiling.add(message.number)
         compiling = self._pool.submit(self._engine.grammars.prepare, grammar)
@@ -167,7 +167,7 @@ class EngineServer:
                 self._refuse(message.number, EngineFailed("The grammar of this request could not be compiled."))
 
     def _reply(self, query: Query) -> bytes:
-        """A question's answer as JSON; what is wrong with the question is an answer too."""
+        """The result of a query as JSON, or its error."""
         try:
             return as_json(self._query_result(query))
         except QuireError as error:

@@ -1,7 +1,7 @@
 """Grammars at work: one matcher for each continuation that must follow one, and their masks for the next step.
 
 Fails closed: a matcher that gives up allows nothing, and its row, with nothing to choose, ends alone with an error.
-So does whoever follows a grammar that takes too long: all others wait for it.
+So does every sequence of a grammar that takes too long: all other rows wait for it.
 """
 
 import logging
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 class GrammarMasks:
-    """Begins with a family, follows its tokens, forgets who has ended."""
+    """Starts with a request group, advances with its tokens, drops finished sequences."""
 
     __slots__ = ("_compiler", "_cpu_time", "_lock", "_matchers", "_num_words", "_vocabulary")
 
@@ -52,7 +52,7 @@ class GrammarMasks:
         return self.wake().compile(grammar)
 
     def wake(self) -> GrammarCompiler:
-        """The compiler. Reading a vocabulary takes a second or so, and is done by the first who asks."""
+        """The compiler. Reading a vocabulary takes about a second; the first call does it."""
         with self._lock:
             if self._compiler is None:
                 self._compiler = GrammarCompiler(GrammarVocabulary(*self._vocabulary))
@@ -68,14 +68,14 @@ class GrammarMasks:
             self._matchers[sequence.id] = (sequence, matcher)
 
     def masks(self, sequences: Many[Sequence]) -> IntArray:
-        """What each may say next."""
+        """The tokens that each sequence may choose next."""
         bits = np.zeros((len(sequences), self._num_words), dtype=np.int32)
         for sequence, row in zip(sequences, bits, strict=True):
             self._fill(sequence, row)
         return bits
 
     def mask(self, sequence: Sequence) -> IntArray | None:
-        """What one that ended without a token could have said; None if it follows no grammar that still holds."""
+        """The tokens that a sequence which ended without one could have chosen; None if it has no working grammar."""
         entry = self._matchers.get(sequence.id)
         if entry is None:
             return None
@@ -96,12 +96,12 @@ class GrammarMasks:
                 row[:] = 0
             if matcher.failed:
                 _log.error("the grammar of request %s gave up", sequence.request.id)
-        except Exception:  # this row's alone: it may say nothing, and ends
+        except Exception:  # of this row alone: it may choose nothing, and ends
             row[:] = 0
             _log.exception("the grammar of request %s broke", sequence.request.id)
 
     def advance(self, output: StepOutput, scheduler: Scheduler) -> None:
-        """Take in what was said. Whoever can say no more has ended, whether or not an end token came."""
+        """Advance with the step's tokens. A sequence that can continue no further is finished, end token or not."""
         if not self._matchers:
             return
         for number, token in zip(output.sequences.tolist(), output.tokens.tolist(), strict=True):
@@ -126,7 +126,7 @@ class GrammarMasks:
         return FinishReason.STOP if matcher.stopped else None
 
     def _is_slow(self, matcher: GrammarMatcher, started_s: float) -> bool:
-        """Whether it took too long. Nobody follows that grammar any further: each of them would take as long again."""
+        """Whether it took too long. All its sequences fail: each of them would take as long again."""
         taken_s = self._cpu_time() - started_s
         most_s = limits.FAILING_CPU_S if matcher.failed else limits.FOLLOWING_CPU_S
         if taken_s <= most_s:

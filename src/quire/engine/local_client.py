@@ -1,12 +1,9 @@
-"""A front and an engine in one process: what `LLM` speaks to.
+"""In-process engine client: output processor and engine in one process, for `LLM`. Threads share one engine.
 
-Requests that somebody waits for together, while others may turn the same engine.
-
-One request, read piece by piece by whoever asked for it, while others may turn the same engine.
-
-Ctrl-C waits for the end of a turn: a step that is planned and not taken in would set engine and runner at odds.
-
-A process that was forked from one that had run a model: the threads that computed there did not come along.
+`PendingOutputs` waits for several requests, `DeltaStream` reads one as it is generated; any waiting thread may step the
+engine for all. Ctrl-C is deferred to the end of a step: a step that is planned and not absorbed would leave scheduler
+and runner in different states. A process forked from one that ran a model is refused: torch's worker threads do not
+survive fork().
 """
 
 import os
@@ -29,8 +26,7 @@ from quire.text.tokenizer import Tokenizer
 
 
 class LocalClient:
-    """Submit, turn, and read what each turn brought. Threads take turns at it; whoever must do several things at once
-    holds the lock meanwhile."""
+    """Submit requests, step the engine, read deltas. Thread-safe; several calls that belong together hold the lock."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer | None) -> None:
         self.lock = RLock()
@@ -64,7 +60,7 @@ class LocalClient:
             self._processor.drop(state)
 
     def step(self) -> list[Delta]:
-        """One turn of the engine; what each who listens gained by it, and each who finished."""
+        """One step of the engine; the deltas of streamed and of finished requests."""
         with self.lock:
             output = self._engine.step()
             if output is None:
@@ -103,15 +99,15 @@ class PendingOutputs:
         return not self._pending
 
     def put(self, delta: Delta) -> None:
-        """Whoever turned the engine has this for one of them."""
+        """A delta of one of the requests, from the thread that stepped the engine."""
         self.num_tokens += len(delta.token_ids)
-        state = self._pending.get(delta.request_id)  # of several continuations the first to be told may have ended all
+        state = self._pending.get(delta.request_id)  # of several sequences, the first delta may have ended all
         if state is not None and state.finished:
             del self._pending[delta.request_id]
 
 
 class DeltaStream(Iterator[Delta]):
-    """The deltas of a request, in order. Closing it, or letting go of it, gives the request up."""
+    """The deltas of a request, in order. Closing or dropping it aborts the request."""
 
     def __init__(
         self,
@@ -123,7 +119,7 @@ class DeltaStream(Iterator[Delta]):
         self._client = client
         self._state = state
         self._step = step  # must `put` what it brings for this request, until it is served
-        self._abandoned = abandoned  # requests that whoever turns the engine must abort
+        self._abandoned = abandoned  # requests that the next step must abort
         self._unread: deque[Delta] = deque()
 
     def put(self, delta: Delta) -> None:
@@ -176,7 +172,7 @@ _engine_processes: set[int] = set()  # processes in which an engine was built; a
 
 
 def check_not_forked() -> None:
-    """Whoever went on would wait for these threads for ever, or be ended by the library that misses them."""
+    """Going on would hang on these threads, or crash in the library that misses them."""
     if _engine_processes and os.getpid() not in _engine_processes:
         raise EngineFailed(
             "This process was forked from one that had loaded a model, and cannot compute. Start it another way, as "

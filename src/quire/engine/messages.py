@@ -28,8 +28,8 @@ class AddRequest:
     params: SamplingParams
     bad_words: tuple[tuple[int, ...], ...] = ()  # as this model spells them
     options: RequestOptions = DEFAULT_OPTIONS
-    pooled: bool = False  # an embedding is wanted, and no token
-    without_tokens: bool = False  # the prompt's scores are wanted: one token is computed, and nobody reads it
+    pooled: bool = False  # the output is an embedding, without tokens
+    without_tokens: bool = False  # the output is the prompt's scores: one token is computed and not read
 
     @property
     def prompt_alone(self) -> bool:

@@ -34,7 +34,7 @@ class OpenedModel(NamedTuple):
 
 
 def default_params(checkpoint: Checkpoint) -> SamplingParams:
-    """What the model's makers recommend, where they say something; else the library's defaults."""
+    """The sampling defaults of the model's generation config; the library's defaults where it has none."""
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     said = {name: getattr(checkpoint.defaults, name) for name in names}
     try:
@@ -49,7 +49,7 @@ def default_params(checkpoint: Checkpoint) -> SamplingParams:
 def open_model(config: EngineConfig, fetching: Report = ignore) -> OpenedModel:
     """Find the model, and fetch it if it must be."""
     name, checkpoint = _find(config, fetching)
-    default_params(checkpoint)  # else whoever relies on them would be told of values that he never sent
+    default_params(checkpoint)  # checked here: otherwise a request would be refused for values that it did not send
     return OpenedModel(name, checkpoint, _tokenizer(checkpoint))
 
 

@@ -1,6 +1,6 @@
-"""The front: owns text. Turns prompts into orders, the engine's words into text, and stop strings into orders to stop.
+"""Output processor: tokenizes prompts, detokenizes step outputs, finds stop strings. Owns the text of all requests.
 
-Knows no engine: whoever holds both carries the words from one to the other. Not safe for several threads at once.
+Knows no engine: a client carries the messages between the two. Not thread-safe.
 """
 
 import logging
@@ -26,11 +26,11 @@ Prompt = str | Mapping[str, object] | Sequence[int]
 
 
 class ProcessedOutput(NamedTuple):
-    """What each who listens gained, and each who finished; and what the engine must be told."""
+    """The deltas of a step, and the sequences that the engine must stop."""
 
     deltas: list[Delta]
     stops: list[StopSequence]
-    finished: list[RequestState]  # whose last words are among these deltas
+    finished: list[RequestState]  # with their last deltas among these
 
 
 def as_list(ids: object) -> object:
@@ -98,7 +98,7 @@ class OutputProcessor:
         return state
 
     def accept(self, accepted: Accepted) -> None:
-        """The engine has queued a request. Whoever opened it may have dropped it since."""
+        """The engine has queued a request. It may have been dropped since."""
         state = self._requests.get(accepted.number)
         if state is None:
             return
@@ -122,7 +122,7 @@ class OutputProcessor:
         self._choosing.discard(state.number)
 
     def process(self, output: StepOutput) -> ProcessedOutput:
-        """What a turn of the engine means to those who wait. Sequences that nobody waits for any more are ignored."""
+        """The output of a step as text. Sequences of dropped requests are ignored."""
         for first in output.first_tokens:
             self._note_first_token(first)
         for name, scores in output.prompt_logprobs.items():
@@ -232,15 +232,15 @@ class OutputProcessor:
         return finished
 
     def _deliverable(self, deltas: Mapping[int, Delta], finished: Sequence[RequestState]) -> list[Delta]:
-        """What callers hear now: of continuations that are compared nothing, until all of them have ended."""
+        """The deltas to deliver now: of sequences that are compared (best_of, beams) none before all have finished."""
         if not self._choosing:
             return list(deltas.values())
-        deltas_now = [delta for delta in deltas.values() if int(delta.request_id) not in self._choosing]
+        delivered = [delta for delta in deltas.values() if int(delta.request_id) not in self._choosing]
         for state in finished:
             if state.number in self._choosing:
                 self._choosing.discard(state.number)
-                deltas_now.extend(state.final_deltas())
-        return deltas_now
+                delivered.extend(state.final_deltas())
+        return delivered
 
     def _forget(self, name: int) -> None:
         sequence = self._sequences.pop(name, None)

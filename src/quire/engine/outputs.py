@@ -1,8 +1,6 @@
-"""What callers get back, in the shape people know.
+"""Outputs of requests, as callers get them: completions, deltas, embeddings, metrics, and the errors of failed ones.
 
-A prompt as one vector: the mean of its hidden states, at length one. Pure arithmetic.
-
-Ends that are errors to a client, as the errors they are. Knows nothing of who is told, or how.
+The embedding of a prompt is the mean of its hidden states, normalized to length 1.
 """
 
 from dataclasses import dataclass, field
@@ -77,7 +75,7 @@ class RequestOutput:
     metrics: RequestMetrics
     finished: bool = False
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    embedding: FloatArray | None = None  # where that was asked for, in the place of a continuation
+    embedding: FloatArray | None = None  # of an embedding request, instead of a completion
 
 
 @dataclass(slots=True)

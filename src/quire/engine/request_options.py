@@ -1,4 +1,4 @@
-"""On what terms a request is served, beyond how it is sampled: its class, who pays, who may share, its patience."""
+"""Request options beyond sampling: priority, tenant, cache salt, timeout."""
 
 from dataclasses import dataclass
 from typing import TypedDict
@@ -22,10 +22,10 @@ class RequestOptionsDict(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """What a caller may say about one request. The default is what everybody gets."""
+    """The options of one request."""
 
     priority: int = 0  # its class: lower comes first
-    tenant: str = ""  # whose share of the engine it uses
+    tenant: str = ""  # for weighted fair queuing
     cache_salt: str = ""  # only requests of the same tenant and salt find each other's cached prefixes
     timeout_s: float | None = None  # it must be begun before, or it ends as "expired"
 
@@ -55,7 +55,7 @@ DEFAULT_OPTIONS = RequestOptions()
 
 
 def options_of(given: RequestOptionsDict, *, with_progress: bool = True) -> RequestOptions:
-    """Keywords as terms. Who brings one of another engine's is told what is said here."""
+    """Keywords as options. A keyword of another engine is refused with its name here."""
     for name in given:
         if name not in RequestOptionsDict.__annotations__:
             instead = f"there are {', '.join(RequestOptionsDict.__annotations__)}"

@@ -1,9 +1,7 @@
-"""A request under way, for the one who asked: its continuations as far as they have come, the best first if they are
-compared.
+"""Request state of the front: the sequences of a request with their tokens, text, log-probabilities and finish reasons.
 
-One continuation as its reader sees it: tokens, text, log-probabilities, and how it ended.
-
-Text that nobody reads before the end is decoded once, at the end: a batch job pays nothing per token.
+Sequences that are compared (best_of, beams) are returned best first. Text that is not streamed is decoded once, at the
+end: a batch job pays nothing per token.
 """
 
 from collections.abc import Sequence
@@ -87,7 +85,7 @@ class SequenceOutput:
         return self._delta(text, [token])
 
     def end(self, ended: FinishedSequence) -> Delta:
-        """The engine says that it is over, and repeats all tokens for those who did not listen."""
+        """The engine has finished it. The end has all tokens, for sequences that are not processed incrementally."""
         num_read = len(self.token_ids)
         if not self.incremental:
             self.token_ids = ended.tokens.tolist()
@@ -97,7 +95,7 @@ class SequenceOutput:
         return self._close(ended.reason, self.token_ids[num_read:])
 
     def close(self, reason: FinishReason) -> Delta:
-        """It is over because the front says so."""
+        """The front has finished it."""
         return self._close(reason, [])
 
     def fail(self) -> Delta:
@@ -245,7 +243,7 @@ class RequestState:
         ]
 
     def _chosen(self) -> list[SequenceOutput]:
-        """Those that are returned. A search may have found fewer beams than were asked for."""
+        """The sequences to return. A beam search may have found fewer than requested."""
         sequences = list(self.sequences)
         if not self.params.chooses or not self.finished:
             return sequences[: self.params.n]

@@ -1,6 +1,6 @@
-"""The engine's door: nothing gets in that could raise, or never fit, inside.
+"""Request validator: no request enters the engine that could raise inside, or never fit.
 
-Whoever asks, whatever checked before: each request is validated here, in one place, against the model and the pool.
+Every request is validated here, in one place, against the model and the block pool, whatever was checked before.
 """
 
 from bisect import bisect_right
@@ -93,7 +93,7 @@ class RequestValidator:
         )
 
     def _with_length(self, request: Request, params: SamplingParams, *, prompt_alone: bool) -> Request:
-        """With the length that was asked for, if the cache can ever hold it; with what fits, if nothing was."""
+        """With the requested length, if the cache can ever hold it; with the length that fits, if none was given."""
         needed = most_blocks(request, self.block_size)
         if needed > self.num_blocks:
             longest = request.max_length - 1  # the last token of all is never computed
@@ -110,7 +110,7 @@ class RequestValidator:
         return replace(request, max_tokens=longest)
 
     def _most_blocks(self, request: Request, max_tokens: int) -> int:
-        """What its whole family would need: the prompt once, each continuation for itself."""
+        """Blocks of the whole request group: the prompt once, each sequence for itself."""
         return most_blocks(replace(request, max_tokens=max_tokens), self.block_size)
 
     def _with_candidates(self, request: Request) -> Request:

@@ -1,4 +1,4 @@
-"""What a start is made of, and who watches it."""
+"""Start-up phases of an engine and callbacks for their progress."""
 
 import time
 from collections.abc import Callable
@@ -18,7 +18,7 @@ class StartupPhase(NamedTuple):
 
 @dataclass(slots=True)
 class StartupReporter:
-    """Who watches the start: downloads, weights as they load, and each phase when it is done."""
+    """Callbacks: downloads, weights as they load, and each phase when it is done."""
 
     fetching: Report = ignore
     loading: Callable[[int, int], None] = lambda done, total: None

@@ -1,6 +1,6 @@
 """How an engine stands, in numbers: what it is (`Facts`, once) and what it does (`Stats`, every moment).
 
-Who holds the device's memory, once an engine is ready. Knows bytes, not what is in them.
+The memory ledger: device memory by use, once an engine is ready.
 """
 
 from dataclasses import dataclass, fields
@@ -12,11 +12,11 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class MemoryLedger:
-    """In bytes. On a CPU, whose memory is everybody's, only the first two are told."""
+    """In bytes. On a CPU, only the first two are known."""
 
     weights: int = 0
     kv: int = 0
-    recorded: int = 0  # by warming up and by recorded steps
+    recorded: int = 0  # by warm-up and CUDA graphs
     workspace: int = 0  # left free for the work of steps
     other: int = 0  # by the driver, by other programs, and what cannot be told apart
     free: int = 0  # beyond the workspace
@@ -55,14 +55,14 @@ class EngineStats:
     """Gauges are of this moment, counters since the engine's start."""
 
     step: int
-    num_running: int  # requests that sit
+    num_running: int  # requests with rows
     num_waiting: int
     num_waiting_tokens: int
     num_blocks: int
     num_free_blocks: int
     num_cached_blocks: int  # in the prefix tree
-    num_idle_blocks: int  # of those, held by nobody: they can be had
-    num_promised_blocks: int  # reserved for those who sit, beyond what they hold
+    num_idle_blocks: int  # of those, evictable
+    num_promised_blocks: int  # reserved for running requests, beyond what they hold
     num_host_blocks: int
     prompt_tokens: int
     cached_tokens: int

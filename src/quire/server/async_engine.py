@@ -128,14 +128,14 @@ class EngineLost(QuireError):
 
 
 class RequestAborted(QuireError):
-    """Somebody with the admin key ended this request."""
+    """This request was aborted with the admin key."""
 
     status = 503
     code = "aborted"
 
 
 class FinishedRequest(NamedTuple):
-    """A request that is over, for those who count."""
+    """A request that is over, for metrics and traces."""
 
     state: RequestState
     output: RequestOutput | None
@@ -143,12 +143,12 @@ class FinishedRequest(NamedTuple):
 
 
 class AsyncEngine:
-    """Open a call, hear it, leave it."""
+    """Submit requests, read their streams, close them."""
 
     def __init__(self, tokenizer: Tokenizer | None, clock: Callable[[], float]) -> None:
         self._processor = OutputProcessor(tokenizer, clock)
         self._clock = clock
-        self._lock = threading.Lock()  # of the front: the loop opens and drops, the reading thread hears
+        self._lock = threading.Lock()  # of the output processor: used by the event loop and the reading thread
         self._loop: asyncio.AbstractEventLoop | None = None
         self._process: EngineProcess | None = None
         self._streams: dict[int, RequestStream] = {}
@@ -165,17 +165,17 @@ class AsyncEngine:
         self.lost: Callable[[], None] = lambda: None
         self.progressed: Callable[[Delta, RequestState], None] = lambda delta, state: None
 
-    # Who is behind it.
+    # The engine process.
 
     def listen(self) -> None:
-        """From now on this thread's event loop is where news are told."""
+        """Deliver output on this thread's event loop from now on."""
         self._loop = asyncio.get_running_loop()
 
     def attach(self, process: EngineProcess, facts: EngineInfo) -> None:
         self._process, self.facts, self.heartbeat_s = process, facts, self._clock()
 
     def detach(self) -> None:
-        """The engine is gone: everybody who waits is told so, and nobody comes until there is another."""
+        """The engine is gone: every open request fails, and none is accepted until there is another engine."""
         self.lost()
         self._process, self.stats = None, None
         for stream in list(self._streams.values()):
@@ -292,7 +292,7 @@ class AsyncEngine:
             return None
         return (len(self._ends) - 1) / max(self._clock() - self._ends[0], 1e-3)
 
-    # What the engine says. On the reading thread.
+    # Messages of the engine, on the reading thread.
 
     def receive(self, message: ToFront) -> None:
         match message:
@@ -320,7 +320,7 @@ class AsyncEngine:
         assert self._loop is not None
         try:
             self._loop.call_soon_threadsafe(callback, *arguments)
-        except RuntimeError:  # the loop is closed: nobody is left to hear it
+        except RuntimeError:  # the loop is closed: no stream is left
             return
 
     # The same, on the loop.
@@ -385,7 +385,7 @@ class AsyncEngine:
     def _end(
         self, stream: RequestStream, *, output: RequestOutput | None = None, failure: QuireError | None = None
     ) -> None:
-        """A call has one end: an output, a failure, or nobody to tell."""
+        """A request ends once: with an output, with a failure, or closed by its reader."""
         state = stream.state
         del self._streams[state.number]
         with self._lock:

@@ -1,6 +1,6 @@
 """Keeps an engine process alive: starts it, watches its heartbeat, and starts another when it dies or hangs.
 
-Health is progress: what counts is the beat that the engine's own loop sends, and before it what the start tells. A
+Health is progress: the heartbeat that the engine's loop sends, and before it the reports of the start. A
 start that the user must mend (no such model, no memory) is not tried again, and engines that keep ending not for ever.
 """
 
@@ -19,9 +19,9 @@ from quire.engine.stats import EngineInfo
 from quire.engine.wire import ToFront
 from quire.server.async_engine import AsyncEngine
 
-READY_WITHIN_S = 5.0  # a beat older than this, and the server says that it is not ready
-KILL_AFTER_S = 30.0  # a beat older than this, and the engine is killed
-# A start that has told nothing for so long is killed. It tells of each hundredth of the weights (1.4 GB of a model with
+READY_WITHIN_S = 5.0  # with an older heartbeat the server is not ready
+KILL_AFTER_S = 30.0  # with an older heartbeat the engine is killed
+# A start without a report for so long is killed. It reports each hundredth of the weights (1.4 GB of a model with
 # 70 billion parameters: 2.4 MB/s are enough) and of each phase; kernels are compiled, and memory is pinned, in silence.
 SILENT_START_S = 600.0
 STABLE_S = 60.0  # an engine that ends sooner after it was ready has failed, like one that never was
@@ -54,7 +54,7 @@ class Supervisor:
         *,
         clock: Callable[[], float],
         phase: Callable[[StartupPhase], None] = lambda phase: None,
-        serving: bool = True,  # False: nobody waits for his next token
+        serving: bool = True,  # False: offline, no client waits for its next token
     ) -> None:
         self._start_message = StartEngine(config, script, serving)
         self._engine = engine
@@ -67,7 +67,7 @@ class Supervisor:
         self._stopping = False
         self._ever_ready = False
         self._ready_s: float | None = None  # since when this engine is ready
-        self._reported_s = 0.0  # when an engine that starts last told of it
+        self._reported_s = 0.0  # the last report of an engine that starts
         self.num_restarts = 0
 
     @property
@@ -80,7 +80,7 @@ class Supervisor:
 
     @property
     def stalled_s(self) -> float:
-        """Since when nothing was heard from the engine's loop."""
+        """Seconds since the last heartbeat."""
         return self._clock() - self._engine.heartbeat_s
 
     @property
