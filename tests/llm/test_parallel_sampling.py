@@ -84,7 +84,7 @@ def test_one_that_fails_is_never_the_best(llm):
 def test_giving_up_a_choice_gives_everything_back(llm):
     stream = llm.stream(PROMPT, SamplingParams(best_of=3, max_tokens=50, ignore_eos=True))
     for _ in range(4):
-        llm._turn(stream)
+        llm._step(stream)
     stream.close()
     while not llm.client.idle:
         llm.client.step()
