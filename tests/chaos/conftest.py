@@ -10,12 +10,12 @@ from tests.server.server_process import Running
 
 Report = Callable[[str, object], None]
 
-NUM_SEATS = 64
+NUM_ROWS = 64
 
 
 @pytest.fixture(scope="session")
 def server(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    starts = ("--max-num-seqs", str(NUM_SEATS), "--max-waiting", str(NUM_SEATS))
+    starts = ("--max-num-seqs", str(NUM_ROWS), "--max-waiting", str(NUM_ROWS))
     with scripted(tmp_path_factory.mktemp("chaos"), *starts) as running:
         yield running
 

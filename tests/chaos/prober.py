@@ -10,19 +10,19 @@ import sys
 import time
 
 from tests.server.many_clients import request
-from tests.server.scripted_servers import asked
+from tests.server.scripted_servers import completion_body
 
 _PAUSE_S = 0.02
 
 
 def probe(port: int, seconds: float) -> list[float]:
-    said = request(asked("endless", max_tokens=1))
+    sent = request(completion_body("endless", max_tokens=1))
     refusals_s: list[float] = []
     until_s = time.monotonic() + seconds
     while time.monotonic() < until_s:
         began_s = time.monotonic()
         with socket.create_connection(("127.0.0.1", port)) as connection:
-            connection.sendall(said)
+            connection.sendall(sent)
             status = int(connection.recv(4096).split(b" ")[1])
             if status == 429:
                 refusals_s.append(time.monotonic() - began_s)

@@ -12,14 +12,14 @@ import sys
 import time
 
 from tests import children
-from tests.chaos.conftest import NUM_SEATS, Report
+from tests.chaos.conftest import NUM_ROWS, Report
 from tests.server.http.test_json_bombs import BOMBS
-from tests.server.many_clients import Told, Visitor, request, tell, tell_all
-from tests.server.scripted_servers import CONTROL, asked, check_control
+from tests.server.many_clients import RawClient, RawResponse, fetch, fetch_all, request
+from tests.server.scripted_servers import CONTROL, check_control, completion_body
 from tests.server.server_process import Running, load, wait_until, wait_until_at_rest
 
-ENDLESS = request(asked("endless", stream=True))
-SHORT = request(asked("endless", max_tokens=50, stream=True))
+ENDLESS = request(completion_body("endless", stream=True))
+SHORT = request(completion_body("endless", max_tokens=50, stream=True))
 
 
 def percentile(values: list[float], percent: int) -> float:
@@ -29,35 +29,40 @@ def percentile(values: list[float], percent: int) -> float:
 def test_malformed_requests(server: Running, report: Report) -> None:
     """10,000: good requests with some bytes changed, cut or doubled."""
     chance = random.Random(7)
-    good = [request(asked("hi", max_tokens=2)), request({"messages": [{"role": "user"}]}, "/v1/chat/completions")]
+    good = [
+        request(completion_body("hi", max_tokens=2)),
+        request({"messages": [{"role": "user"}]}, "/v1/chat/completions"),
+    ]
 
     def spoilt() -> bytes:
-        said = bytearray(chance.choice(good))
+        sent = bytearray(chance.choice(good))
         for _ in range(chance.randrange(1, 6)):
-            place = chance.randrange(len(said))
+            place = chance.randrange(len(sent))
             kind = chance.randrange(3)
             if kind == 0:
-                said[place] = chance.randrange(256)
+                sent[place] = chance.randrange(256)
             elif kind == 1:
-                del said[place : place + chance.randrange(1, 8)]
+                del sent[place : place + chance.randrange(1, 8)]
             else:
-                said[place:place] = said[place : place + chance.randrange(1, 64)]
-        return bytes(said)
+                sent[place:place] = sent[place : place + chance.randrange(1, 64)]
+        return bytes(sent)
 
-    async def one(said: bytes) -> Told:
-        visitor = await Visitor.ask(server.port, said)
-        visitor.end()  # a body that lacks some bytes is not waited for
-        return await visitor.hear_all()
+    async def one(sent: bytes) -> RawResponse:
+        raw_client = await RawClient.connect(server.port, sent)
+        raw_client.end()  # a body that lacks some bytes is not waited for
+        return await raw_client.receive_all()
 
-    async def crowd() -> list[Told]:
-        told: list[Told] = []
+    async def crowd() -> list[RawResponse]:
+        responses: list[RawResponse] = []
         for _ in range(100):
-            told += await asyncio.gather(*(one(spoilt()) for _ in range(100)))
-        return told
+            responses += await asyncio.gather(*(one(spoilt()) for _ in range(100)))
+        return responses
 
     before_bytes = server.resident_bytes
-    told = asyncio.run(crowd())
-    statuses = {status: [each.status for each in told].count(status) for status in {each.status for each in told}}
+    responses = asyncio.run(crowd())
+    statuses = {
+        status: [each.status for each in responses].count(status) for status in {each.status for each in responses}
+    }
     with server.client() as client:
         for bomb in BOMBS.values():
             assert client.post("/v1/completions", content=bomb).status_code in (400, 413)
@@ -65,22 +70,27 @@ def test_malformed_requests(server: Running, report: Report) -> None:
         wait_until_at_rest(client)
     report("10,000 malformed requests: statuses (0: hung up)", dict(sorted(statuses.items())))
     report("front's memory after them and the bombs, MiB more", (server.resident_bytes - before_bytes) >> 20)
-    assert len(told) == 10_000 and not any(status >= 500 for status in statuses)
+    assert len(responses) == 10_000 and not any(status >= 500 for status in statuses)
     assert server.resident_bytes - before_bytes < 128 << 20
 
 
 def test_disconnects(server: Running, report: Report) -> None:
     """1,000, at a random moment: on their way in, queued, in their prompt, streaming, plain."""
     chance = random.Random(11)
-    kinds = [ENDLESS, request(asked("endless")), request(asked("endless " * 1500, stream=True)), ENDLESS[:-9]]
+    kinds = [
+        ENDLESS,
+        request(completion_body("endless")),
+        request(completion_body("endless " * 1500, stream=True)),
+        ENDLESS[:-9],
+    ]
 
     async def one() -> None:
         kind = chance.choice(kinds)
-        visitor = await Visitor.ask(server.port, kind)
+        raw_client = await RawClient.connect(server.port, kind)
         if chance.random() < 0.3 and kind is ENDLESS:
-            await visitor.hear_some()
+            await raw_client.receive_some()
         await asyncio.sleep(chance.random() * 0.3)
-        visitor.leave()
+        raw_client.disconnect()
 
     async def crowd() -> None:
         for _ in range(10):
@@ -95,28 +105,28 @@ def test_disconnects(server: Running, report: Report) -> None:
         check_control(client)
 
 
-def never_reading(port: int, said: bytes) -> socket.socket:
-    visitor = socket.socket()
-    visitor.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    visitor.connect(("127.0.0.1", port))
-    visitor.sendall(said)
-    return visitor
+def never_reading(port: int, sent: bytes) -> socket.socket:
+    raw_client = socket.socket()
+    raw_client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    raw_client.connect(("127.0.0.1", port))
+    raw_client.sendall(sent)
+    return raw_client
 
 
 async def gaps_s(port: int) -> list[float]:
     """Between the tokens of eight streams that are read as they come."""
-    said = request(asked("endless", max_tokens=300, stream=True))
+    sent = request(completion_body("endless", max_tokens=300, stream=True))
 
     async def one() -> list[float]:
-        visitor = await Visitor.ask(port, said)
-        await visitor.hear(b"data: ")
+        raw_client = await RawClient.connect(port, sent)
+        await raw_client.receive_until(b"data: ")
         gaps: list[float] = []
-        while b"[DONE]" not in visitor.heard:
-            before, heard_s = len(visitor.heard), time.monotonic()
-            await visitor.hear_some()
-            count = visitor.heard.count(b"data: ", before)
-            gaps += [(time.monotonic() - heard_s) / max(count, 1)] * count
-        visitor.leave()
+        while b"[DONE]" not in raw_client.received:
+            before, received_s = len(raw_client.received), time.monotonic()
+            await raw_client.receive_some()
+            count = raw_client.received.count(b"data: ", before)
+            gaps += [(time.monotonic() - received_s) / max(count, 1)] * count
+        raw_client.disconnect()
         return gaps
 
     return [gap for gaps in await asyncio.gather(*(one() for _ in range(8))) for gap in gaps]
@@ -124,13 +134,13 @@ async def gaps_s(port: int) -> list[float]:
 
 async def gaps_beside_s(port: int, num_others: int, reading: bool) -> list[float]:
     """The same beside others, who read or never do; the engine works as much for these as for those."""
-    said = request(asked("endless", max_tokens=300, stream=True))
+    sent = request(completion_body("endless", max_tokens=300, stream=True))
     if reading:
-        others = asyncio.gather(*(tell(port, said) for _ in range(num_others)))
+        others = asyncio.gather(*(fetch(port, sent) for _ in range(num_others)))
         found = await gaps_s(port)
         await others
         return found
-    silent = [never_reading(port, said) for _ in range(num_others)]
+    silent = [never_reading(port, sent) for _ in range(num_others)]
     found = await gaps_s(port)
     for each in silent:
         each.close()
@@ -144,14 +154,14 @@ def beside(port: int, *, reading: bool) -> float:
 
 def test_slow_readers(server: Running, report: Report) -> None:
     """500 sockets that never read, a crowd of seats at a time; others are answered meanwhile."""
-    said = request(asked("endless", max_tokens=300, stream=True, logprobs=5))
+    sent = request(completion_body("endless", max_tokens=300, stream=True, logprobs=5))
     slow: list[socket.socket] = []
     with server.client() as client:
         wait_until_at_rest(client)
         report("p99 between tokens, ms: beside 40 who read", [beside(server.port, reading=True) for _ in range(5)])
         before_bytes = server.resident_bytes
         while len(slow) < 500:
-            slow += [never_reading(server.port, said) for _ in range(50)]
+            slow += [never_reading(server.port, sent) for _ in range(50)]
             check_control(client)
             wait_until(lambda: load(client)["num_requests"] == 0)
         grown_bytes = server.resident_bytes - before_bytes
@@ -181,12 +191,12 @@ def test_overload(server: Running, report: Report) -> None:
             nonlocal answered
             await asyncio.sleep(chance.random())  # people do not come on the same tick
             while time.monotonic() < until_s:
-                told = await tell(server.port, SHORT)
-                if told.complete:
+                response = await fetch(server.port, SHORT)
+                if response.complete:
                     answered += time.monotonic() < until_s
                 else:
-                    assert told.status == 429 and told.retry_after_s, told
-                    refusals_s.append(told.seconds)
+                    assert response.status == 429 and response.retry_after_s, response
+                    refusals_s.append(response.seconds)
                     await asyncio.sleep(chance.uniform(0.75, 1.25))  # as told, and spread as clients do
 
         await asyncio.gather(*(client(random.Random(number)) for number in range(num_clients)))
@@ -194,10 +204,10 @@ def test_overload(server: Running, report: Report) -> None:
 
     with server.client() as client:
         wait_until_at_rest(client)
-        peak, _ = asyncio.run(loaded(NUM_SEATS, 10))
+        peak, _ = asyncio.run(loaded(NUM_ROWS, 10))
         command = [sys.executable, "-m", "tests.chaos.prober", str(server.port), "10"]
         with children.started(command, stdout=subprocess.PIPE, text=True) as prober:
-            answered, refusals_s = asyncio.run(loaded(10 * NUM_SEATS, 10))
+            answered, refusals_s = asyncio.run(loaded(10 * NUM_ROWS, 10))
             probed_s = json.loads(prober.communicate(timeout=60)[0])
         began_s = time.monotonic()
         wait_until_at_rest(client)
@@ -217,15 +227,15 @@ def test_soak(server: Running, report: Report) -> None:
     chance = random.Random(3)
 
     async def one() -> None:
-        visitor = await Visitor.ask(server.port, SHORT)
+        raw_client = await RawClient.connect(server.port, SHORT)
         if chance.random() < 0.2:
-            await visitor.hear_some()
-            visitor.leave()
+            await raw_client.receive_some()
+            raw_client.disconnect()
         else:
-            assert (await visitor.hear_all()).complete
+            assert (await raw_client.receive_all()).complete
 
     async def round_of(num_requests: int) -> None:
-        starts = asyncio.Semaphore(NUM_SEATS)
+        starts = asyncio.Semaphore(NUM_ROWS)
 
         async def assigned() -> None:
             async with starts:
@@ -248,18 +258,18 @@ def test_kills(server: Running, report: Report) -> None:
     """The engine is killed under 64 streams, then stopped for good: each time everybody is told and it comes back."""
 
     async def crowd(number: int) -> list[float]:
-        visitors = [await Visitor.ask(server.port, ENDLESS) for _ in range(NUM_SEATS)]
-        for visitor in visitors:
-            await visitor.hear(b'"text"')
+        raw_clients = [await RawClient.connect(server.port, ENDLESS) for _ in range(NUM_ROWS)]
+        for raw_client in raw_clients:
+            await raw_client.receive_until(b'"text"')
         os.kill(server.engine_pid, number)
         struck_s = time.monotonic()
 
-        async def outcome(visitor: Visitor) -> float:
-            told = await visitor.hear_all()
-            assert told.failed and not told.complete
+        async def outcome(raw_client: RawClient) -> float:
+            response = await raw_client.receive_all()
+            assert response.failed and not response.complete
             return time.monotonic() - struck_s
 
-        return list(await asyncio.gather(*map(outcome, visitors)))
+        return list(await asyncio.gather(*map(outcome, raw_clients)))
 
     with server.client() as client:
         for number, name in ((signal.SIGKILL, "kill -9"), (signal.SIGSTOP, "SIGSTOP")):
@@ -271,5 +281,5 @@ def test_kills(server: Running, report: Report) -> None:
             report(f"{name}: another engine after, s", round(time.monotonic() - began_s, 2))
             check_control(client)
             assert last_s < (1 if number == signal.SIGKILL else 35)
-        told = asyncio.run(tell_all(server.port, [request(asked("hi"))] * 64))
-        assert all(CONTROL.encode() in each.body for each in told)
+        responses = asyncio.run(fetch_all(server.port, [request(completion_body("hi"))] * 64))
+        assert all(CONTROL.encode() in each.body for each in responses)

@@ -31,13 +31,13 @@ def scripted_server(folder: Path, lines: Sequence[dict[str, Any]] = LINES, *argu
     process = children.start(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     try:
-        said = []
+        output = []
         for line in process.stderr:
-            said.append(line)
+            output.append(line)
             if line.startswith("Ready"):
                 break
         else:
-            raise AssertionError("the server ended before it was ready:\n" + "".join(said))
+            raise AssertionError("the server ended before it was ready:\n" + "".join(output))
         yield line.split()[5]
     finally:
         process.terminate()
@@ -49,10 +49,10 @@ def scripted_server(folder: Path, lines: Sequence[dict[str, Any]] = LINES, *argu
 
 def named_events(stream: str) -> list[dict[str, Any]]:
     """The bodies of a stream of named events; each body repeats the name."""
-    told = []
+    bodies = []
     for block in stream.strip().split("\n\n"):
         name, data = block.split("\n")
         body = json.loads(data.removeprefix("data: "))
         assert body["type"] == name.removeprefix("event: ")
-        told.append(body)
-    return told
+        bodies.append(body)
+    return bodies

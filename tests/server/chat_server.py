@@ -28,17 +28,17 @@ def speaking(
     command = [QUIRE, "serve", "--port", "0", "--script", str(script), *options]
     process = children.start(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
-    said: list[str] = []
+    output: list[str] = []
     try:
         for line in process.stderr:
-            said.append(line)
+            output.append(line)
             if line.startswith("Ready"):
                 break
         else:
-            raise AssertionError("the server ended before it was ready:\n" + "".join(said))
-        url = said[-1].split()[5]
+            raise AssertionError("the server ended before it was ready:\n" + "".join(output))
+        url = output[-1].split()[5]
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
-            yield client, "".join(said)
+            yield client, "".join(output)
     finally:
         process.terminate()
         try:

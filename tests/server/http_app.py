@@ -142,7 +142,7 @@ class RunningServer(NamedTuple):
     def client(self, **headers: str) -> httpx.Client:
         return httpx.Client(base_url=f"http://127.0.0.1:{self.port}", headers=headers, timeout=DEADLINE_S)
 
-    def say(self, *pieces: bytes) -> bytes:
+    def send(self, *pieces: bytes) -> bytes:
         """The response to these bytes, until the server closes."""
         with self.connect() as connection:
             for piece in pieces:
@@ -162,41 +162,41 @@ class RunningServer(NamedTuple):
 
     def control(self) -> None:
         """A valid request still works."""
-        answer = self.say(
+        response = self.send(
             b"POST /v1/echo HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 7\r\n"
             b"Authorization: Bearer %b\r\n\r\n" % KEY.encode(),
             b'{"a":1}',
         )
-        assert answer.startswith(b"HTTP/1.1 200 OK") and b'"length":7' in answer, answer
+        assert response.startswith(b"HTTP/1.1 200 OK") and b'"length":7' in response, response
 
 
 def received_until_closed(connection: socket.socket) -> bytes:
-    said = b""
+    received = b""
     try:
         while piece := connection.recv(65536):
-            said += piece
+            received += piece
     except ConnectionResetError:
         pass
-    return said
+    return received
 
 
 def first_response(connection: socket.socket) -> bytes:
     """The next response with a Content-Length, and nothing after it."""
-    said, num_more = b"", 1
+    received, num_more = b"", 1
     while num_more:
         piece = connection.recv(num_more)
-        assert piece, f"the connection was closed after {said!r}"
-        said += piece
-        match = re.search(rb"content-length: (\d+)\r\n(?:.+\r\n)*\r\n", said)
-        num_more = match.end() + int(match[1]) - len(said) if match else 1
-    return said
+        assert piece, f"the connection was closed after {received!r}"
+        received += piece
+        match = re.search(rb"content-length: (\d+)\r\n(?:.+\r\n)*\r\n", received)
+        num_more = match.end() + int(match[1]) - len(received) if match else 1
+    return received
 
 
-def status_of(answer: bytes) -> int:
+def status_of(response: bytes) -> int:
     """The status of a whole raw response, which must be HTTP/1.1 with a JSON body and an id."""
-    head, _, body = answer.partition(b"\r\n\r\n")
+    head, _, body = response.partition(b"\r\n\r\n")
     lines = head.lower().split(b"\r\n")
-    assert lines[0].startswith(b"http/1.1 "), answer[:200]
+    assert lines[0].startswith(b"http/1.1 "), response[:200]
     assert any(line.startswith(b"x-request-id: ") for line in lines), head
     assert set(json.loads(body)) == {"error"}
     return int(lines[0].split()[1])

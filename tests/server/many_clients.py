@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 
-class Told(NamedTuple):
+class RawResponse(NamedTuple):
     """All that one client received until the connection closed."""
 
     status: int  # 0 if nothing came
@@ -42,64 +42,64 @@ def request(
     return "\r\n".join([*lines, "", ""]).encode() + content
 
 
-class Visitor:
+class RawClient:
     """One connection."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
-        self.heard = bytearray()
+        self.received = bytearray()
         self.began_s = time.monotonic()
 
     @classmethod
-    async def ask(cls, port: int, said: bytes) -> "Visitor":
-        visitor = cls(*await asyncio.open_connection("127.0.0.1", port))
-        visitor._writer.write(said)
-        await visitor._writer.drain()
-        return visitor
+    async def connect(cls, port: int, sent: bytes) -> "RawClient":
+        raw_client = cls(*await asyncio.open_connection("127.0.0.1", port))
+        raw_client._writer.write(sent)
+        await raw_client._writer.drain()
+        return raw_client
 
-    async def hear(self, words: bytes) -> None:
+    async def receive_until(self, words: bytes) -> None:
         """Read until these bytes came."""
-        while words not in self.heard:
+        while words not in self.received:
             piece = await self._reader.read(1 << 16)
-            assert piece, f"closed before {words!r}: {bytes(self.heard)!r}"
-            self.heard += piece
+            assert piece, f"closed before {words!r}: {bytes(self.received)!r}"
+            self.received += piece
 
-    async def hear_some(self) -> None:
+    async def receive_some(self) -> None:
         """The next bytes; empty if the connection was closed."""
-        self.heard += await self._reader.read(1 << 16)
+        self.received += await self._reader.read(1 << 16)
 
     def end(self) -> None:
         """Close the sending side."""
         self._writer.write_eof()
 
-    async def hear_all(self) -> Told:
+    async def receive_all(self) -> RawResponse:
         try:
             while piece := await self._reader.read(1 << 16):
-                self.heard += piece
+                self.received += piece
         except ConnectionError:
             pass
         seconds = time.monotonic() - self.began_s
-        self.leave()
-        head, _, body = bytes(self.heard).partition(b"\r\n\r\n")
+        self.disconnect()
+        head, _, body = bytes(self.received).partition(b"\r\n\r\n")
         status = int(head.split(b" ", 2)[1]) if head.startswith(b"HTTP/1.1 ") else 0
-        return Told(status, head.lower() + b"\r\n", body, seconds)
+        return RawResponse(status, head.lower() + b"\r\n", body, seconds)
 
-    def leave(self) -> None:
+    def disconnect(self) -> None:
         """Reset the connection."""
         self._writer.transport.abort()
 
 
-async def tell(port: int, said: bytes) -> Told:
-    return await (await Visitor.ask(port, said)).hear_all()
+async def fetch(port: int, sent: bytes) -> RawResponse:
+    return await (await RawClient.connect(port, sent)).receive_all()
 
 
-async def tell_all(port: int, said: list[bytes], at_once: int = 10**6) -> list[Told]:
+async def fetch_all(port: int, sent: list[bytes], at_once: int = 10**6) -> list[RawResponse]:
     """The responses in order, with so many requests at once."""
     starts = asyncio.Semaphore(at_once)
 
-    async def one(each: bytes) -> Told:
+    async def one(each: bytes) -> RawResponse:
         async with starts:
-            return await tell(port, each)
+            return await fetch(port, each)
 
-    return list(await asyncio.gather(*map(one, said)))
+    return list(await asyncio.gather(*map(one, sent)))

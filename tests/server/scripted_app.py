@@ -38,8 +38,8 @@ class Script:
     def __init__(self, *choices: Sequence[str], reason: str = "stop", failure: QuireError | None = None) -> None:
         self.choices = choices
         self.reason = reason
-        self.told_failure = failure  # in the place of all that
-        self.asked: list[tuple[list[int], SamplingParams, RequestOptions]] = []
+        self.failure = failure  # in the place of all that
+        self.submitted: list[tuple[list[int], SamplingParams, RequestOptions]] = []
         self.calls: list[RequestStream] = []
         self.num_left = 0
         self.attached, self.draining, self.heartbeat_s = True, False, math.inf
@@ -49,16 +49,16 @@ class Script:
     def submit(
         self, ids: list[int], params: SamplingParams, *, options: RequestOptions, streaming: bool, without_tokens: bool
     ) -> RequestStream:
-        self.asked.append((ids, params, options))
+        self.submitted.append((ids, params, options))
         request = OutputProcessor(None, time.monotonic).open(ids, params, options=options, streaming=streaming)
         call = RequestStream(request, None, self.close)
         self.calls.append(call)
-        self.speak(call, ids, streaming)
+        self.emit(call, ids, streaming)
         return call
 
-    def speak(self, call: RequestStream, ids: list[int], streaming: bool) -> None:
-        if self.told_failure is not None:
-            call.fail(self.told_failure)
+    def emit(self, call: RequestStream, ids: list[int], streaming: bool) -> None:
+        if self.failure is not None:
+            call.fail(self.failure)
             call.wake()
             return
         for place in range(max(map(len, self.choices), default=0)) if streaming else ():
@@ -88,12 +88,12 @@ def app_over(script: Script, model: ServedModel | None, keep_alive_s: float = 60
     return secure(app, keys=KeyRing(), admit=app.admit)
 
 
-def events(app: ASGIApp, tell: Callable[[httpx.AsyncClient], Awaitable[T]]) -> T:
+def events(app: ASGIApp, talk: Callable[[httpx.AsyncClient], Awaitable[T]]) -> T:
     """Run a client against the application in this process."""
 
     async def run() -> T:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here", timeout=60) as client:
-            return await tell(client)
+            return await talk(client)
 
     return asyncio.run(run())
 

@@ -31,15 +31,15 @@ def scripted(folder: Path, *arguments: str, step_ms: float = 2) -> Iterator[Runn
         yield running
 
 
-def asked(text: str, **fields: object) -> dict[str, Any]:
+def completion_body(text: str, **fields: object) -> dict[str, Any]:
     """A body for /v1/completions."""
     return {"prompt": text, "max_tokens": 2000, "temperature": 0, **fields}
 
 
 def check_control(client: httpx.Client) -> None:
     """A valid request still works."""
-    answer = client.post("/v1/completions", json=asked("hi"))
-    assert answer.status_code == 200, answer.text
-    assert answer.json()["choices"][0] == {
+    response = client.post("/v1/completions", json=completion_body("hi"))
+    assert response.status_code == 200, response.text
+    assert response.json()["choices"][0] == {
         "index": 0, "text": CONTROL, "logprobs": None, "finish_reason": "stop", "stop_reason": None,
     }  # fmt: skip

@@ -25,7 +25,7 @@ class Running:
     """A server that is ready."""
 
     def __init__(self, *arguments: str) -> None:
-        self.said: list[str] = []
+        self.output: list[str] = []
         self._ready = threading.Event()
         self.process = children.start(
             [QUIRE, "serve", "--port", "0", *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
@@ -34,8 +34,8 @@ class Running:
         self._reader.start()
         try:
             if not self._ready.wait(START_PATIENCE_S) or self.process.poll() is not None:
-                raise AssertionError("it did not become ready:\n" + "".join(self.said))
-            self.url = next(line for line in self.said if line.startswith("Ready")).split()[5]
+                raise AssertionError("it did not become ready:\n" + "".join(self.output))
+            self.url = next(line for line in self.output if line.startswith("Ready")).split()[5]
         except BaseException:
             self._end()
             raise
@@ -43,7 +43,7 @@ class Running:
     def _read(self) -> None:
         assert self.process.stderr is not None
         for line in self.process.stderr:
-            self.said.append(line)
+            self.output.append(line)
             if line.startswith("Ready"):
                 self._ready.set()
         self._ready.set()
@@ -138,8 +138,8 @@ def wait_until_at_rest(client: httpx.Client) -> None:
     """No request runs or waits, and every KV block is free or cached: nothing has leaked."""
 
     def at_rest() -> bool:
-        told = load(client)
+        load_now = load(client)
         busy = ("server_load", "num_requests", "num_requests_running", "num_requests_waiting", "kv_cache_usage")
-        return not any(told.get(name, 1) for name in busy) and kv_blocks(client)["held"] == 0
+        return not any(load_now.get(name, 1) for name in busy) and kv_blocks(client)["held"] == 0
 
     wait_until(at_rest)  # what has leaked is held for ever

@@ -83,11 +83,11 @@ def test_messages(body: dict[str, Any]) -> None:
 @given(st.fixed_dictionaries({"inputs": WORDS}, optional={"parameters": objects("grammar", "stop", "top_k", "seed")}))
 def test_tgi(body: dict[str, Any]) -> None:
     try:
-        told = tgi_request.as_completion(decode(json.dumps(body).encode(), GenerateBody), stream=False)
+        completion = tgi_request.as_completion(decode(json.dumps(body).encode(), GenerateBody), stream=False)
     except QuireError as error:
         assert error.status == 400
         return
-    assert told.prompt == body["inputs"]
+    assert completion.prompt == body["inputs"]
 
 
 def test_consecutive_text_reasoning_and_calls_are_one_message() -> None:

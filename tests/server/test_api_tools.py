@@ -64,21 +64,21 @@ def claude(url: str) -> Iterator[anthropic.Anthropic]:
 
 
 def test_a_response_with_reasoning_text_and_calls(client: openai.OpenAI) -> None:
-    answer = client.responses.create(model=MODEL, input="weather?", tools=FUNCTIONS)
-    thought, text, call, second = answer.output
-    assert thought.type == "reasoning" and thought.content is not None and "let me see" in thought.content[0].text
-    assert text.type == "message" and answer.output_text == "I will look."
+    response = client.responses.create(model=MODEL, input="weather?", tools=FUNCTIONS)
+    reasoning, text, call, second = response.output
+    assert reasoning.type == "reasoning" and reasoning.content is not None and "let me see" in reasoning.content[0].text
+    assert text.type == "message" and response.output_text == "I will look."
     assert call.type == "function_call" and second.type == "function_call"
     assert (call.name, json.loads(call.arguments)) == ("weather", {"city": "Oslo 🙂"})
     assert (second.name, json.loads(second.arguments)) == ("clock", {})
-    assert [item.id[:3] for item in answer.output if item.id] == ["rs_", "msg", "fc_", "fc_"]
+    assert [item.id[:3] for item in response.output if item.id] == ["rs_", "msg", "fc_", "fc_"]
     assert call.call_id.startswith("call_") and call.call_id != second.call_id
-    assert answer.usage is not None and answer.usage.output_tokens_details.reasoning_tokens > 0
+    assert response.usage is not None and response.usage.output_tokens_details.reasoning_tokens > 0
 
 
 def test_the_events_of_a_response(http: httpx.Client) -> None:
-    told = http.post("/v1/responses", json={"input": "weather?", "tools": FUNCTIONS, "stream": True})
-    events = named_events(told.text)
+    response = http.post("/v1/responses", json={"input": "weather?", "tools": FUNCTIONS, "stream": True})
+    events = named_events(response.text)
     for event in events:
         TypeAdapter(ResponseStreamEvent).validate_python(event)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
@@ -89,8 +89,8 @@ def test_the_events_of_a_response(http: httpx.Client) -> None:
         added, *between, done = mine
         assert (added["type"], done["type"]) == ("response.output_item.added", "response.output_item.done")
         assert done["item"] == item and {event["item_id"] for event in between} == {added["item"]["id"]} == {item["id"]}
-        said = "".join(event["delta"] for event in between if event["type"].endswith(".delta"))
-        assert said == (item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"])
+        delta_text = "".join(event["delta"] for event in between if event["type"].endswith(".delta"))
+        assert delta_text == (item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"])
         kinds = list(dict.fromkeys(event["type"] for event in between))
         if item["type"] == "function_call":
             assert added["item"]["call_id"] == item["call_id"] and added["item"]["arguments"] == ""
@@ -104,57 +104,59 @@ def test_the_events_of_a_response(http: httpx.Client) -> None:
 
 
 def test_the_result_of_a_call_is_sent_back(client: openai.OpenAI) -> None:
-    asked: list[Any] = [{"role": "user", "content": "weather?"}]
-    with client.responses.stream(model=MODEL, input=asked, tools=FUNCTIONS) as stream:
+    history: list[Any] = [{"role": "user", "content": "weather?"}]
+    with client.responses.stream(model=MODEL, input=history, tools=FUNCTIONS) as stream:
         first = stream.get_final_response()
     [call, _] = [item for item in first.output if item.type == "function_call"]
     result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
-    asked += [item.model_dump(exclude_none=True) for item in first.output]
-    assert client.responses.create(model=MODEL, input=[*asked, result], tools=FUNCTIONS).output_text == "It rains."
+    history += [item.model_dump(exclude_none=True) for item in first.output]
+    assert client.responses.create(model=MODEL, input=[*history, result], tools=FUNCTIONS).output_text == "It rains."
 
 
 def test_tool_choice_of_responses(client: openai.OpenAI) -> None:
     weather = {"type": "function", "name": "weather"}
     choices: list[Any] = ["required", weather, {"type": "allowed_tools", "mode": "auto", "tools": [weather]}]
     for choice in choices:
-        answer = client.responses.create(model=MODEL, input="briefly?", tools=FUNCTIONS, tool_choice=choice)
-        [call] = answer.output
+        response = client.responses.create(model=MODEL, input="briefly?", tools=FUNCTIONS, tool_choice=choice)
+        [call] = response.output
         assert call.type == "function_call" and call.name == "weather"
     free = client.responses.create(model=MODEL, input="briefly?", tools=FUNCTIONS, tool_choice="none")
     assert [item.type for item in free.output] == ["message"]
 
 
 def test_a_response_after_a_schema(client: openai.OpenAI) -> None:
-    answer = client.responses.create(
+    response = client.responses.create(
         model=MODEL,
         input="json",
         max_output_tokens=60,
         text={"format": {"type": "json_schema", "name": "n", "schema": {"type": "boolean"}, "strict": True}},
     )
-    assert json.loads(answer.output_text) in (True, False)
+    assert json.loads(response.output_text) in (True, False)
 
 
 def test_a_message_with_reasoning_text_and_calls(claude: anthropic.Anthropic) -> None:
-    asked: list[Any] = [{"role": "user", "content": "weather?"}]
+    history: list[Any] = [{"role": "user", "content": "weather?"}]
     thinking: Any = {"type": "enabled", "budget_tokens": 1024}
-    message = claude.messages.create(model=MODEL, max_tokens=500, messages=asked, tools=TOOLS, thinking=thinking)
-    thought, text, call, second = message.content
-    assert thought.type == "thinking" and "let me see" in thought.thinking and thought.signature
+    message = claude.messages.create(model=MODEL, max_tokens=500, messages=history, tools=TOOLS, thinking=thinking)
+    reasoning, text, call, second = message.content
+    assert reasoning.type == "thinking" and "let me see" in reasoning.thinking and reasoning.signature
     assert text.type == "text" and text.text == "I will look."
     assert call.type == "tool_use" and (call.name, call.input) == ("weather", {"city": "Oslo 🙂"})
     assert second.type == "tool_use" and (second.name, second.input) == ("clock", {}) and second.id != call.id
     assert message.stop_reason == "tool_use"
-    with claude.messages.stream(model=MODEL, max_tokens=500, messages=asked, tools=TOOLS, thinking=thinking) as stream:
+    with claude.messages.stream(
+        model=MODEL, max_tokens=500, messages=history, tools=TOOLS, thinking=thinking
+    ) as stream:
         final = stream.get_final_message()
     assert [block.type for block in final.content] == ["thinking", "text", "tool_use", "tool_use"]
     assert final.content[2].input == call.input and final.stop_reason == "tool_use"  # type: ignore[union-attr]
     result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id,
                                            "content": [{"type": "text", "text": "rain"}]}]}  # fmt: skip
-    asked += [{"role": "assistant", "content": final.content}, result]
-    last = claude.messages.create(model=MODEL, max_tokens=500, messages=asked, tools=TOOLS)
+    history += [{"role": "assistant", "content": final.content}, result]
+    last = claude.messages.create(model=MODEL, max_tokens=500, messages=history, tools=TOOLS)
     assert last.content[0].text == "It rains." and last.stop_reason == "end_turn"  # type: ignore[union-attr]
     assert (
-        claude.messages.count_tokens(model=MODEL, messages=asked, tools=TOOLS).input_tokens == last.usage.input_tokens
+        claude.messages.count_tokens(model=MODEL, messages=history, tools=TOOLS).input_tokens == last.usage.input_tokens
     )
 
 
@@ -173,14 +175,14 @@ def test_the_content_blocks_of_a_message(http: httpx.Client) -> None:
 
 
 def test_tool_choice_of_messages(claude: anthropic.Anthropic) -> None:
-    asked: list[Any] = [{"role": "user", "content": "briefly?"}]
+    history: list[Any] = [{"role": "user", "content": "briefly?"}]
     choices: list[Any] = [{"type": "any"}, {"type": "tool", "name": "weather"},
                           {"type": "auto", "disable_parallel_tool_use": True}]  # fmt: skip
     for choice in choices:
-        message = claude.messages.create(model=MODEL, max_tokens=500, messages=asked, tools=TOOLS, tool_choice=choice)
+        message = claude.messages.create(model=MODEL, max_tokens=500, messages=history, tools=TOOLS, tool_choice=choice)
         assert message.stop_reason == "tool_use" and message.content[-1].name == "weather"  # type: ignore[union-attr]
     none: Any = {"type": "none"}
-    message = claude.messages.create(model=MODEL, max_tokens=500, messages=asked, tools=TOOLS, tool_choice=none)
+    message = claude.messages.create(model=MODEL, max_tokens=500, messages=history, tools=TOOLS, tool_choice=none)
     assert [block.type for block in message.content] == ["text"] and message.stop_reason == "end_turn"
 
 

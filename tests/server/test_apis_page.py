@@ -36,7 +36,7 @@ def test_each_example_works(http: httpx.Client, command: str) -> None:
     path = next(word for word in words if "://" in word).removeprefix("http://127.0.0.1:8000")
     headers = dict(words[place + 1].split(": ") for place, word in enumerate(words) if word == "-H")
     body = words[words.index("-d") + 1] if "-d" in words else None
-    answer = http.request("GET" if body is None else "POST", path, content=body, headers=headers)
-    assert answer.status_code == 200, answer.text
-    streamed = answer.headers["content-type"].startswith("text/event-stream")
+    response = http.request("GET" if body is None else "POST", path, content=body, headers=headers)
+    assert response.status_code == 200, response.text
+    streamed = response.headers["content-type"].startswith("text/event-stream")
     assert streamed == ("-sN" in words)

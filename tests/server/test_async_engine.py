@@ -29,7 +29,7 @@ CALLERS = 3 * WOKEN_AT_ONCE
 @pytest.fixture(scope="module")
 def child() -> Iterator[EngineProcess]:
     """A real engine process that loads nothing: messages to it have no effect."""
-    child = EngineProcess(lambda said: None, lambda: None)
+    child = EngineProcess(lambda sent: None, lambda: None)
     child.start()
     yield child
     child.close()
@@ -46,21 +46,21 @@ def opened(child: EngineProcess, num_calls: int) -> tuple[AsyncEngine, list[Requ
     return engine, calls
 
 
-def say(
+def step(
     engine: AsyncEngine,
     tokens: dict[int, int],
     ended: dict[int, list[int]] | None = None,
     reason: FinishReason = FinishReason.LENGTH,
 ) -> None:
     over = [
-        FinishedSequence(number, number, reason, np.array(said, np.int32), None, 0)
-        for number, said in (ended or {}).items()
+        FinishedSequence(number, number, reason, np.array(sent, np.int32), None, 0)
+        for number, sent in (ended or {}).items()
     ]
     names = np.array(list(tokens), np.int64)
     engine.receive(StepOutput(0, names, np.array(list(tokens.values()), np.int32), finished=tuple(over)))
 
 
-async def heard(call: RequestStream) -> list[int]:
+async def received(call: RequestStream) -> list[int]:
     """Its tokens as they came; the final output must have the same."""
     tokens: list[int] = []
     while isinstance(news := await call.receive(), Delta):
@@ -69,7 +69,7 @@ async def heard(call: RequestStream) -> list[int]:
     return tokens
 
 
-async def heard_until_it_failed(call: RequestStream) -> list[int]:
+async def received_until_failure(call: RequestStream) -> list[int]:
     tokens: list[int] = []
     with pytest.raises(NumericalError):
         while isinstance(news := await call.receive(), Delta):
@@ -86,17 +86,17 @@ STEPS = st.lists(st.tuples(st.sets(st.integers(0, CALLERS - 1)), st.integers(0, 
 def test_every_stream_gets_all_output_in_order(child: EngineProcess, steps: list[tuple[set[int], int]]) -> None:
     async def events() -> None:
         engine, calls = opened(child, CALLERS)
-        listening = [asyncio.ensure_future(heard(call)) for call in calls]
-        said: dict[int, list[int]] = {number: [] for number in range(CALLERS)}
+        listening = [asyncio.ensure_future(received(call)) for call in calls]
+        sent: dict[int, list[int]] = {number: [] for number in range(CALLERS)}
         for token, (speakers, turns) in enumerate(steps):
-            say(engine, dict.fromkeys(speakers, token))
+            step(engine, dict.fromkeys(speakers, token))
             for number in speakers:
-                said[number].append(token)
+                sent[number].append(token)
             for _ in range(turns):
                 await asyncio.sleep(0)
         last = dict.fromkeys(range(CALLERS), 99)
-        say(engine, last, {number: [*tokens, 99] for number, tokens in said.items()})
-        assert await asyncio.gather(*listening) == [[*tokens, 99] for tokens in said.values()]
+        step(engine, last, {number: [*tokens, 99] for number, tokens in sent.items()})
+        assert await asyncio.gather(*listening) == [[*tokens, 99] for tokens in sent.values()]
         assert engine.num_requests == 0
 
     asyncio.run(events())
@@ -111,18 +111,18 @@ def test_output_before_a_failure_is_delivered_before_it(
 
     async def events() -> None:
         engine, calls = opened(child, CALLERS)
-        said: list[int] = []
+        sent: list[int] = []
         for token, turns in enumerate(steps):
-            say(engine, dict.fromkeys(range(CALLERS), token))
-            said.append(token)
+            step(engine, dict.fromkeys(range(CALLERS), token))
+            sent.append(token)
             for _ in range(turns):
                 await asyncio.sleep(0)
         last = dict.fromkeys(range(CALLERS), 99) if with_a_last_word else {}
-        said += [99] if with_a_last_word else []
-        say(engine, last, dict.fromkeys(range(CALLERS), said), FinishReason.ERROR)
+        sent += [99] if with_a_last_word else []
+        step(engine, last, dict.fromkeys(range(CALLERS), sent), FinishReason.ERROR)
         for _ in range(turns_before_reading):
             await asyncio.sleep(0)
-        assert await asyncio.gather(*map(heard_until_it_failed, calls)) == [said] * CALLERS
+        assert await asyncio.gather(*map(received_until_failure, calls)) == [sent] * CALLERS
         assert engine.num_requests == 0
 
     asyncio.run(events())
@@ -143,7 +143,7 @@ def test_few_streams_are_woken_in_one_iteration_and_unread_output_is_merged(chil
         readers = [asyncio.ensure_future(read(call)) for call in calls]
         await asyncio.sleep(0)  # all of them wait
         for token in range(4):
-            say(engine, dict.fromkeys(range(CALLERS), token))
+            step(engine, dict.fromkeys(range(CALLERS), token))
         while sum(num_tokens for _, num_tokens in reads) < 4 * CALLERS:
             iteration += 1
             await asyncio.sleep(0)
@@ -162,7 +162,7 @@ def test_every_delta_is_counted_when_it_arrives(child: EngineProcess) -> None:
         counted: list[tuple[int, list[int]]] = []
         engine.progressed = lambda delta, state: counted.append((state.number, delta.token_ids))
         for token in range(3):
-            say(engine, {0: token, 1: token})
+            step(engine, {0: token, 1: token})
         await asyncio.sleep(0)
         assert sorted(counted) == [(number, [token]) for number in range(2) for token in range(3)]
         for call in calls:

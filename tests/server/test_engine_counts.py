@@ -8,7 +8,7 @@ from quire.engine.stats import EngineStats
 from quire.server.async_engine import AsyncEngine
 from quire.server.metrics import EngineGauges, Metrics
 from quire.server.server import StatusLine
-from tests.server.scripted_servers import asked
+from tests.server.scripted_servers import completion_body
 from tests.server.server_process import Running, counted, wait_until, wait_until_at_rest
 
 NOTHING = EngineStats(**{field.name: 0 for field in fields(EngineStats)} | {"waiting_for": None})  # type: ignore[arg-type]
@@ -56,18 +56,18 @@ def test_an_uncomputed_prompt_does_not_lower_the_sampled_count() -> None:
     assert str(status.line()).startswith("gen 5.0 tok/s · prompt 800 tok/s · run 2")
 
 
-@pytest.mark.parametrize("wish", [{}, {"n": 3}, {"n": 2, "use_beam_search": True}, {"max_tokens": 1}])
-def test_sampled_tokens_equal_delivered_tokens(scripted_server: Running, wish: dict[str, object]) -> None:
+@pytest.mark.parametrize("options", [{}, {"n": 3}, {"n": 2, "use_beam_search": True}, {"max_tokens": 1}])
+def test_sampled_tokens_equal_delivered_tokens(scripted_server: Running, options: dict[str, object]) -> None:
     with scripted_server.client() as client:
         wait_until_at_rest(client)
         before = counted(client, "sampled_tokens_total")
-        usage = client.post("/v1/completions", json=asked("hi", **wish)).json()["usage"]
+        usage = client.post("/v1/completions", json=completion_body("hi", **options)).json()["usage"]
         wait_until(lambda: counted(client, "sampled_tokens_total") - before == usage["completion_tokens"])
 
 
-@pytest.mark.parametrize("wish", [{}, {"n": 2, "use_beam_search": True}])
-def test_cached_tokens_are_reported_for_beams_too(scripted_server: Running, wish: dict[str, object]) -> None:
-    body = asked(f"the same words again and again {sorted(wish)} " * 8, **wish)
+@pytest.mark.parametrize("options", [{}, {"n": 2, "use_beam_search": True}])
+def test_cached_tokens_are_reported_for_beams_too(scripted_server: Running, options: dict[str, object]) -> None:
+    body = completion_body(f"the same words again and again {sorted(options)} " * 8, **options)
     with scripted_server.client() as client:
         waited = counted(client, "request_queue_time_seconds_count")
         usages = [client.post("/v1/completions", json=body).json()["usage"] for _ in range(2)]

@@ -56,7 +56,7 @@ class World:
     def submit(self, text: str, params: SamplingParams = GREEDY, *, streaming: bool = True) -> RequestStream:
         return self.engine.submit(self.tokenizer.encode(text), params, streaming=streaming)
 
-    async def answer(self, text: str, params: SamplingParams = GREEDY, *, streaming: bool = True) -> RequestOutput:
+    async def response(self, text: str, params: SamplingParams = GREEDY, *, streaming: bool = True) -> RequestOutput:
         call = self.submit(text, params, streaming=streaming)
         try:
             return await output(call)
@@ -100,8 +100,8 @@ def run(body: Awaitable[None]) -> None:
 def test_streamed_and_whole_outputs_are_the_script(opened, tmp_path):
     async def body() -> None:
         async with world(opened, tmp_path) as w:
-            assert (await w.answer("hi")).outputs[0].text == "Hello there."
-            whole = await w.answer("a secret", streaming=False)
+            assert (await w.response("hi")).outputs[0].text == "Hello there."
+            whole = await w.response("a secret", streaming=False)
             assert whole.outputs[0].text == "Nobody knows. 🙂 日本語" and whole.outputs[0].finish_reason == "stop"
             call = w.submit("a secret")
             pieces = []
@@ -117,15 +117,15 @@ def test_streamed_and_whole_outputs_are_the_script(opened, tmp_path):
 def test_stop_strings_lengths_siblings_beams_and_scores_cross_the_wire(opened, tmp_path):
     async def body() -> None:
         async with world(opened, tmp_path) as w:
-            stopped = (await w.answer("hi", SamplingParams(temperature=0.0, max_tokens=40, stop=["ther"]))).outputs[0]
+            stopped = (await w.response("hi", SamplingParams(temperature=0.0, max_tokens=40, stop=["ther"]))).outputs[0]
             assert (stopped.text, stopped.finish_reason, stopped.stop_reason) == ("Hello ", "stop", "ther")
-            short = (await w.answer("hi", SamplingParams(temperature=0.0, max_tokens=2))).outputs[0]
+            short = (await w.response("hi", SamplingParams(temperature=0.0, max_tokens=2))).outputs[0]
             assert short.finish_reason == "length" and len(short.token_ids) == 2
-            twins = await w.answer("hi", SamplingParams(n=3, max_tokens=40))
+            twins = await w.response("hi", SamplingParams(n=3, max_tokens=40))
             assert [twin.text for twin in twins.outputs] == ["Hello there."] * 3
-            beams = await w.answer("hi", SamplingParams(n=2, use_beam_search=True, max_tokens=4))
+            beams = await w.response("hi", SamplingParams(n=2, use_beam_search=True, max_tokens=4))
             assert len(beams.outputs) == 2 and beams.outputs[0].score is not None
-            scored = await w.answer("hi", SamplingParams(logprobs=2, prompt_logprobs=1, max_tokens=3))
+            scored = await w.response("hi", SamplingParams(logprobs=2, prompt_logprobs=1, max_tokens=3))
             assert scored.outputs[0].logprobs is not None and len(scored.outputs[0].logprobs) == 3
             assert all(len(entry) == 2 for entry in scored.outputs[0].logprobs)
             assert w.engine.num_requests == 0
@@ -138,7 +138,7 @@ def test_an_error_reaches_only_its_own_request(opened, tmp_path):
         async with world(opened, tmp_path) as w:
             good = w.submit("hi")
             with pytest.raises(NumericalError):
-                await w.answer("boom")
+                await w.response("boom")
             with pytest.raises(QuireError, match="ids run from 0") as refused:
                 call = w.engine.submit([10**6], GREEDY, streaming=True)
                 await call.receive()
@@ -155,7 +155,7 @@ def test_a_slow_reader_gets_merged_deltas(opened, tmp_path):
     async def body() -> None:
         async with world(opened, tmp_path) as w:
             call = w.submit("a secret")
-            await w.until(lambda: call.over)
+            await w.until(lambda: not w.engine.num_requests)
             news = await call.receive()
             assert isinstance(news, Delta) and news.text == "Nobody knows. 🙂 日本語" and news.finish_reason == "stop"
             assert isinstance(await call.receive(), RequestOutput)
@@ -174,7 +174,7 @@ def test_an_aborted_request_releases_everything(opened, tmp_path):
             stats = lambda: w.engine.stats  # noqa: E731
             await w.until(lambda: stats() is not None and stats().num_running + stats().num_waiting == 0)
             assert w.engine.stats.num_free_blocks + w.engine.stats.num_idle_blocks == w.engine.stats.num_blocks
-            assert (await w.answer("hi")).outputs[0].text == "Hello there."
+            assert (await w.response("hi")).outputs[0].text == "Hello there."
 
     run(body())
 
@@ -184,18 +184,18 @@ def test_a_killed_engine_fails_all_requests_and_is_replaced(opened, tmp_path):
         async with world(opened, tmp_path, '{"step_ms": 5}' + LINES) as w:
             calls = [w.submit("endless", SamplingParams(max_tokens=2000)) for _ in range(64)]
             await calls[0].receive()
-            asked = asyncio.create_task(w.engine.query("no such thing"))
+            pending = asyncio.create_task(w.engine.query("no such thing"))
             await asyncio.sleep(0)
             os.kill(w.supervisor.engine_pid, signal.SIGKILL)
-            told = await asyncio.gather(*map(output, calls), return_exceptions=True)
-            assert all(isinstance(each, EngineLost) for each in told)
-            assert len({id(each) for each in told}) == 64  # each its own
+            failures = await asyncio.gather(*map(output, calls), return_exceptions=True)
+            assert all(isinstance(each, EngineLost) for each in failures)
+            assert len({id(each) for each in failures}) == 64  # each its own
             assert w.supervisor.health is Health.RESTARTING and w.supervisor.num_restarts == 0
             with pytest.raises(EngineRestarting):
                 w.submit("hi")
-            await asyncio.gather(asked, return_exceptions=True)
+            await asyncio.gather(pending, return_exceptions=True)
             await w.until(lambda: w.supervisor.health is Health.READY)
-            assert (await w.answer("hi")).outputs[0].text == "Hello there." and w.supervisor.num_restarts == 1
+            assert (await w.response("hi")).outputs[0].text == "Hello there." and w.supervisor.num_restarts == 1
 
     run(body())
 
@@ -216,7 +216,7 @@ def test_an_engine_that_hangs_is_not_ready_then_killed_and_replaced(opened, tmp_
             monkeypatch.undo()
             await w.until(lambda: w.supervisor.health is Health.READY)
             assert w.supervisor.engine_pid != pid
-            assert (await w.answer("hi")).outputs[0].text == "Hello there."
+            assert (await w.response("hi")).outputs[0].text == "Hello there."
 
     run(body())
 
@@ -241,18 +241,18 @@ def test_a_failed_start_reports_its_reason(opened, tmp_path, lines, config, kind
 
 def test_an_engine_reports_the_progress_of_loading(default_model_path):
     """Otherwise a slow disk could not be told from a hanging engine."""
-    heard: queue.SimpleQueue[ToFront | None] = queue.SimpleQueue()
-    child = EngineProcess(heard.put, lambda: heard.put(None))
+    messages: queue.SimpleQueue[ToFront | None] = queue.SimpleQueue()
+    child = EngineProcess(messages.put, lambda: messages.put(None))
     child.start()
     child.send(StartEngine(EngineConfig(threads=1, max_model_len=512, kv_cache_memory=64 << 20), None))
-    told = []
+    failures = []
     try:
-        while isinstance(said := heard.get(timeout=60), StartupPhase | LoadProgress):
-            told.append(said)
+        while isinstance(message := messages.get(timeout=60), StartupPhase | LoadProgress):
+            failures.append(message)
     finally:
         child.close()
-    loading = [said for said in told if isinstance(said, LoadProgress)]
-    assert isinstance(said, EngineInfo) and 50 < len(loading) <= 100
+    loading = [message for message in failures if isinstance(message, LoadProgress)]
+    assert isinstance(message, EngineInfo) and 50 < len(loading) <= 100
     assert loading[-1].done_bytes == loading[-1].total_bytes > 0
 
 
@@ -309,6 +309,6 @@ def test_an_embedding_crosses_the_wire(opened, tmp_path):
                 await output(w.engine.embed(w.tokenizer.encode("boom")))
             left = w.engine.embed(ids)
             left.close()
-            assert (await w.answer("hi")).outputs[0].text == "Hello there."
+            assert (await w.response("hi")).outputs[0].text == "Hello there."
 
     run(body())

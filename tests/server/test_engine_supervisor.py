@@ -101,10 +101,10 @@ def test_a_start_may_take_long_if_it_reports_progress(monkeypatch: pytest.Monkey
         world = World(monkeypatch)
         starting = asyncio.create_task(world.supervisor.first_start())
         engine = await world.started(0)
-        for said in (StartupPhase("config", 1.0, ""), LoadProgress(1, 3), LoadProgress(2, 3), LoadProgress(3, 3)):
+        for message in (StartupPhase("config", 1.0, ""), LoadProgress(1, 3), LoadProgress(2, 3), LoadProgress(3, 3)):
             world.now_s += SILENT_START_S - 1
             await _turns()
-            engine.hear(said)
+            engine.hear(message)
             await _turns()
         assert engine.num_kills == 0 and world.supervisor.health is Health.STARTING
         engine.hear(FACTS)
@@ -221,16 +221,16 @@ def test_a_supervisor_that_was_stopped_while_it_waited_starts_nothing(monkeypatc
 def test_a_new_engine_is_not_ready_before_its_model_is_known(model: ServedModel) -> None:
     """Otherwise a client that waited for readiness would be refused a moment later."""
 
-    def asked(known: ServedModel | None) -> list[tuple[int, object]]:
+    def statuses(known: ServedModel | None) -> list[tuple[int, object]]:
         app = app_over(Script(["Hello."]), known)
 
-        async def tell(client: httpx.AsyncClient) -> list[tuple[int, object]]:
+        async def talk(client: httpx.AsyncClient) -> list[tuple[int, object]]:
             ready, health = await client.get("/ready"), await client.get("/health")
-            answer = await client.post("/v1/completions", json={"prompt": "hi"})
+            response = await client.post("/v1/completions", json={"prompt": "hi"})
             return [(ready.status_code, ready.json()["status"]), (health.status_code, health.json()["status"]),
-                    (answer.status_code, answer.json().get("error", {}).get("code"))]  # fmt: skip
+                    (response.status_code, response.json().get("error", {}).get("code"))]  # fmt: skip
 
-        return events(app, tell)
+        return events(app, talk)
 
-    assert asked(None) == [(503, "starting"), (503, "starting"), (503, "engine_unavailable")]
-    assert asked(model) == [(200, "ready"), (200, "ready"), (200, None)]
+    assert statuses(None) == [(503, "starting"), (503, "starting"), (503, "engine_unavailable")]
+    assert statuses(model) == [(200, "ready"), (200, "ready"), (200, None)]

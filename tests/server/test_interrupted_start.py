@@ -47,15 +47,15 @@ def test_an_engine_whose_parent_leaves_during_its_start_prints_nothing(script: P
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_for_the_parent_does_not_end_a_starting_engine(script: Path, number: int) -> None:
-    heard: queue.SimpleQueue[ToFront | None] = queue.SimpleQueue()
-    child = EngineProcess(heard.put, lambda: heard.put(None))
+    messages: queue.SimpleQueue[ToFront | None] = queue.SimpleQueue()
+    child = EngineProcess(messages.put, lambda: messages.put(None))
     os.kill(child.pid, number)  # long before it could have said that it is to be ignored
     child.start()
     child.send(StartEngine(EngineConfig(), str(script)))
     try:
-        while isinstance(said := heard.get(timeout=PATIENCE_S), StartupPhase):
+        while isinstance(output := messages.get(timeout=PATIENCE_S), StartupPhase):
             pass
-        assert isinstance(said, EngineInfo)
+        assert isinstance(output, EngineInfo)
     finally:
         child.close()
 
@@ -77,8 +77,8 @@ def test_stopping_a_starting_server_is_no_failure(default_model_path: Path, tmp_
     with children.started(command, stderr=subprocess.PIPE, text=True) as server:
         wait_until(starting)
         server.send_signal(number)
-        said = server.communicate(timeout=PATIENCE_S)[1].splitlines()
-    assert server.returncode == 0 and len(said) == 2 and said[-1] == "Stopped.", said
+        output = server.communicate(timeout=PATIENCE_S)[1].splitlines()
+    assert server.returncode == 0 and len(output) == 2 and output[-1] == "Stopped.", output
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -91,5 +91,5 @@ def test_stopping_a_server_before_it_listens_is_no_failure(tmp_path: Path, numbe
         never.open("w"),  # comes back when the server has opened it, and keeps it waiting for a template
     ):
         server.send_signal(number)
-        said = server.communicate(timeout=PATIENCE_S)[1].splitlines()
-    assert (server.returncode, said) == (0, ["Stopped."])
+        output = server.communicate(timeout=PATIENCE_S)[1].splitlines()
+    assert (server.returncode, output) == (0, ["Stopped."])

@@ -27,6 +27,6 @@ def test_device_memory_is_reported_by_holder() -> None:
     metrics = Metrics(lambda: None, lambda: 0.0)
     assert b'quire_memory_bytes{holder="kv"} 0.0' in metrics.page(), "before there is an engine"
     metrics.engine.memory = lambda: MemoryLedger(weights=5, kv=7, recorded=1, workspace=2, other=3, free=4)
-    told = {line.rpartition(b" ")[0]: line.rpartition(b" ")[2] for line in metrics.page().splitlines()}
-    held = [told[b'quire_memory_bytes{holder="%b"}' % holder] for holder in (b"weights", b"kv", b"other", b"free")]
+    values = {line.rpartition(b" ")[0]: line.rpartition(b" ")[2] for line in metrics.page().splitlines()}
+    held = [values[b'quire_memory_bytes{holder="%b"}' % holder] for holder in (b"weights", b"kv", b"other", b"free")]
     assert held == [b"5.0", b"7.0", b"3.0", b"4.0"]

@@ -33,24 +33,24 @@ def cases_of(name: str, mode: GenerationMode) -> st.SearchStrategy[Case]:
     return schema[path][method].as_strategy(generation_mode=mode)
 
 
-def check_answer(answer: httpx.Response, error: str) -> None:
-    late = answer.status_code == 504 and answer.json()["error"]["code"] == "deadline_expired"  # as it asked
-    assert answer.status_code < 500 or late, answer.text
-    if answer.status_code >= 400:
-        assert answer.headers["content-type"] == "application/json"
-        jsonschema.validate(answer.json(), ERRORS[error])
-        assert len(answer.content) < 4096
+def check_response(response: httpx.Response, error: str) -> None:
+    late = response.status_code == 504 and response.json()["error"]["code"] == "deadline_expired"  # as it asked
+    assert response.status_code < 500 or late, response.text
+    if response.status_code >= 400:
+        assert response.headers["content-type"] == "application/json"
+        jsonschema.validate(response.json(), ERRORS[error])
+        assert len(response.content) < 4096
 
 
 def send(client: httpx.Client, case: Case) -> httpx.Response:
-    said: dict[str, Any] = case.as_transport_kwargs()
+    transport: dict[str, Any] = case.as_transport_kwargs()
     return client.request(
-        said["method"],
-        said["url"],
-        params=said.get("params"),
-        headers={name: str(value) for name, value in (said.get("headers") or {}).items()},
-        content=said.get("data"),
-        json=said.get("json"),
+        transport["method"],
+        transport["url"],
+        params=transport.get("params"),
+        headers={name: str(value) for name, value in (transport.get("headers") or {}).items()},
+        content=transport.get("data"),
+        json=transport.get("json"),
     )
 
 
@@ -70,7 +70,7 @@ def test_no_request_causes_a_500(scripted_server: Running, name: str, mode: Gene
         )
         @given(case=cases_of(name, mode))
         def whatever(case: Case) -> None:
-            check_answer(send(client, case), error)
+            check_response(send(client, case), error)
 
         whatever()
         check_control(client)

@@ -10,7 +10,7 @@ from tests.clients.client_server import scripted
 def test_a_script_goes_beyond_its_models_context(tmp_path: Path, default_model_path: Path) -> None:
     with scripted(tmp_path, [{"say": "hi"}], "--max-model-len", "32k") as url:
         (model,) = httpx.get(f"{url}/v1/models", timeout=60).json()["data"]
-        wish = {"prompt": "word " * 20_000, "max_tokens": 1}
-        answer = httpx.post(f"{url}/v1/completions", json=wish, timeout=120)
+        body = {"prompt": "word " * 20_000, "max_tokens": 1}
+        response = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
     assert model["max_model_len"] == 32768
-    assert answer.status_code == 200 and answer.json()["usage"]["prompt_tokens"] > 8192
+    assert response.status_code == 200 and response.json()["usage"]["prompt_tokens"] > 8192

@@ -36,7 +36,7 @@ QUIRE = str(Path(sys.executable).with_name("quire"))
 SCRIPT = '{"say": "Bang", "break": true, "when": "boom"}\n{"say": "Hello there."}\n'
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
-Ask = Callable[..., Awaitable[BatchReply]]
+Send = Callable[..., Awaitable[BatchReply]]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def opened(default_model_path: Path) -> OpenedModel:
     return open_model(EngineConfig())
 
 
-def traced(opened: OpenedModel, folder: Path, talk: Callable[[Ask], Awaitable[None]]) -> list[ReadableSpan]:
+def traced(opened: OpenedModel, folder: Path, talk: Callable[[Send], Awaitable[None]]) -> list[ReadableSpan]:
     """The spans of requests to a scripted server in this process."""
     script = folder / "script.jsonl"
     script.write_text(SCRIPT)
@@ -58,13 +58,13 @@ def traced(opened: OpenedModel, folder: Path, talk: Callable[[Ask], Awaitable[No
         app = tracing.around(secure(server.app, keys=KeyRing(), admit=server.app.admit), server)
         keeping = asyncio.create_task(server.run_engine())
 
-        async def ask(path: str, headers: tuple[tuple[bytes, bytes], ...] = (), **body: object) -> BatchReply:
+        async def send(path: str, headers: tuple[tuple[bytes, bytes], ...] = (), **body: object) -> BatchReply:
             return await post(app, path, json.dumps(body).encode(), headers)
 
         try:
             async with asyncio.timeout(60):
                 await ready.wait()
-                await talk(ask)
+                await talk(send)
         finally:
             await server.supervisor.stop()
             keeping.cancel()
@@ -83,11 +83,11 @@ def attributes(span: ReadableSpan) -> dict[str, Any]:
 
 
 def test_a_chat_is_a_span_below_the_clients_own(opened: OpenedModel, tmp_path: Path) -> None:
-    async def talk(ask: Ask) -> None:
+    async def talk(send: Send) -> None:
         headers = ((b"traceparent", f"00-{TRACE}-{CALLER}-01".encode()),)
-        reply = await ask("/v1/chat/completions", headers, messages=[{"role": "user", "content": "hi"}], max_tokens=9)
+        reply = await send("/v1/chat/completions", headers, messages=[{"role": "user", "content": "hi"}], max_tokens=9)
         assert reply.status == 200
-        await ask("/health")
+        await send("/health")
 
     spans = traced(opened, tmp_path, talk)
     assert {f"{span.context.trace_id:032x}" for span in spans} == {TRACE}
@@ -96,10 +96,16 @@ def test_a_chat_is_a_span_below_the_clients_own(opened: OpenedModel, tmp_path: P
     assert attributes(outer)["http.response.status_code"] == 200 and outer.status.status_code is StatusCode.UNSET
     inner = named(spans, "chat smollm2-135m-instruct")
     assert inner.parent is not None and inner.parent.span_id == outer.context.span_id
-    told = attributes(inner)
-    assert told["gen_ai.request.model"] == "smollm2-135m-instruct" and told["gen_ai.operation.name"] == "chat"
-    assert told["gen_ai.usage.input_tokens"] > told["gen_ai.usage.output_tokens"] > 0
-    assert told["gen_ai.response.finish_reasons"] == ("stop",) and told["gen_ai.request.max_tokens"] == 9
+    inner_attributes = attributes(inner)
+    assert (
+        inner_attributes["gen_ai.request.model"] == "smollm2-135m-instruct"
+        and inner_attributes["gen_ai.operation.name"] == "chat"
+    )
+    assert inner_attributes["gen_ai.usage.input_tokens"] > inner_attributes["gen_ai.usage.output_tokens"] > 0
+    assert (
+        inner_attributes["gen_ai.response.finish_reasons"] == ("stop",)
+        and inner_attributes["gen_ai.request.max_tokens"] == 9
+    )
     parts = [named(spans, name) for name in ("queue", "prefill", "decode")]
     assert len(spans) == 5 and all(part.parent.span_id == inner.context.span_id for part in parts if part.parent)
     edges = [moment for part in parts for moment in (part.start_time, part.end_time)]
@@ -108,11 +114,11 @@ def test_a_chat_is_a_span_below_the_clients_own(opened: OpenedModel, tmp_path: P
 
 
 def test_several_prompts_refusals_and_failures(opened: OpenedModel, tmp_path: Path) -> None:
-    async def talk(ask: Ask) -> None:
-        assert (await ask("/v1/embeddings", input=["a", "b", "c"])).status == 200
-        assert (await ask("/v1/completions", prompt="boom")).status == 500
-        assert (await ask("/v1/completions", prompt="x", model="gpt-5")).status == 404
-        assert (await ask("/v1/nothing", ((b"traceparent", b"nonsense"),))).status == 404
+    async def talk(send: Send) -> None:
+        assert (await send("/v1/embeddings", input=["a", "b", "c"])).status == 200
+        assert (await send("/v1/completions", prompt="boom")).status == 500
+        assert (await send("/v1/completions", prompt="x", model="gpt-5")).status == 404
+        assert (await send("/v1/nothing", ((b"traceparent", b"nonsense"),))).status == 404
 
     spans = traced(opened, tmp_path, talk)
     embedded = [span for span in spans if span.name == "embeddings smollm2-135m-instruct"]
@@ -161,8 +167,8 @@ def serve_once(endpoint: str, folder: Path) -> None:
         assert process.stderr is not None
         ready = next(line for line in process.stderr if line.startswith("Ready"))
         url = ready.split()[5]
-        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "hi"}, timeout=30)
-        assert answer.status_code == 200
+        response = httpx.post(f"{url}/v1/completions", json={"prompt": "hi"}, timeout=30)
+        assert response.status_code == 200
         process.terminate()
         assert process.wait(30) == 0
 

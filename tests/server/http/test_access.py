@@ -39,13 +39,13 @@ def server() -> Iterator[RunningServer]:
 
 
 @pytest.fixture(scope="module")
-def open_house() -> Iterator[RunningServer]:
+def open_server() -> Iterator[RunningServer]:
     with running_server(keys=KeyRing()) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def stranger(server: RunningServer) -> Iterator[httpx.Client]:
+def anonymous(server: RunningServer) -> Iterator[httpx.Client]:
     with server.client() as client:
         yield client
 
@@ -56,10 +56,10 @@ def holder(server: RunningServer) -> Iterator[httpx.Client]:
         yield client
 
 
-def error_of(answer: httpx.Response) -> dict[str, str]:
-    assert set(answer.json()) == {"error"}
-    assert len(answer.content) < 4096
-    error = answer.json()["error"]
+def error_of(response: httpx.Response) -> dict[str, str]:
+    assert set(response.json()) == {"error"}
+    assert len(response.content) < 4096
+    error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     return error  # type: ignore[no-any-return]
 
@@ -74,9 +74,9 @@ def paths() -> list[str]:
 
 
 @pytest.mark.parametrize("method", [*sorted(METHODS), "PROPFIND", "TRACE"])
-def test_no_route_works_without_a_key(stranger: httpx.Client, method: str) -> None:
+def test_no_route_works_without_a_key(anonymous: httpx.Client, method: str) -> None:
     for path in paths():
-        status = stranger.request(method, path).status_code
+        status = anonymous.request(method, path).status_code
         assert status == (200 if path in ("/health", "/ready") and method in ("GET", "HEAD") else 401), path
 
 
@@ -110,8 +110,8 @@ def test_no_variant_of_a_path_or_header_bypasses_authentication(server: RunningS
         head = {"host": "x", "connection": "close", **headers}
         written = urllib.parse.quote(target, safe="/%?=;.\\&")
         lines = [f"GET {written} HTTP/1.1", *(f"{name}: {value}" for name, value in head.items())]
-        answer = server.say("\r\n".join([*lines, "", ""]).encode("latin-1"))
-        assert answer.startswith(b"HTTP/1.1 401 "), (target, headers, answer[:100])
+        response = server.send("\r\n".join([*lines, "", ""]).encode("latin-1"))
+        assert response.startswith(b"HTTP/1.1 401 "), (target, headers, response[:100])
 
 
 @pytest.mark.parametrize(
@@ -125,10 +125,10 @@ def test_no_variant_of_a_path_or_header_bypasses_authentication(server: RunningS
         {"authorization": f"Bearer {ADMIN_KEY}"},
     ],
 )
-def test_a_valid_key_is_accepted(stranger: httpx.Client, headers: dict[str, str]) -> None:
-    answer = stranger.get("/v1/models/x", headers=headers)
-    assert answer.status_code == 200
-    assert answer.json()["holder"] == ("admin" if ADMIN_KEY in str(headers) else "holder")
+def test_a_valid_key_is_accepted(anonymous: httpx.Client, headers: dict[str, str]) -> None:
+    response = anonymous.get("/v1/models/x", headers=headers)
+    assert response.status_code == 200
+    assert response.json()["holder"] == ("admin" if ADMIN_KEY in str(headers) else "holder")
 
 
 def test_the_application_never_receives_a_key(holder: httpx.Client) -> None:
@@ -136,23 +136,23 @@ def test_the_application_never_receives_a_key(holder: httpx.Client) -> None:
     assert "x-other" in seen and not {"authorization", "x-api-key"} & set(seen)
 
 
-def test_a_401_says_how_to_send_a_key_and_quotes_none(stranger: httpx.Client) -> None:
-    answer = stranger.get("/metrics", headers={"authorization": "Bearer sk-wrong-and-secret"})
-    assert error_of(answer)["code"] == "invalid_api_key"
-    assert "Authorization: Bearer KEY" in answer.text and "sk-" not in answer.text
-    assert answer.headers["www-authenticate"] == "Bearer"
+def test_a_401_says_how_to_send_a_key_and_quotes_none(anonymous: httpx.Client) -> None:
+    response = anonymous.get("/metrics", headers={"authorization": "Bearer sk-wrong-and-secret"})
+    assert error_of(response)["code"] == "invalid_api_key"
+    assert "Authorization: Bearer KEY" in response.text and "sk-" not in response.text
+    assert response.headers["www-authenticate"] == "Bearer"
 
 
 @pytest.mark.parametrize("path", ["/requests/7/explain", "/admin/pause", "/admin/pause/", "/admin", "/admin/nothing"])
-def test_admin_routes_need_the_admin_key(stranger: httpx.Client, path: str) -> None:
-    assert stranger.get(path).status_code == 401
-    refusal = stranger.get(path, headers=BEARER)
+def test_admin_routes_need_the_admin_key(anonymous: httpx.Client, path: str) -> None:
+    assert anonymous.get(path).status_code == 401
+    refusal = anonymous.get(path, headers=BEARER)
     assert (refusal.status_code, error_of(refusal)["code"]) == (403, "admin_only")
-    assert stranger.get(path, headers={"x-api-key": ADMIN_KEY}).status_code in (200, 307, 404)
+    assert anonymous.get(path, headers={"x-api-key": ADMIN_KEY}).status_code in (200, 307, 404)
 
 
-def test_a_server_without_keys_refuses_admin_routes(open_house: RunningServer) -> None:
-    with open_house.client() as client:
+def test_a_server_without_keys_refuses_admin_routes(open_server: RunningServer) -> None:
+    with open_server.client() as client:
         assert client.get("/v1/models/x", headers={"authorization": "Bearer none"}).json() == {"holder": "anonymous"}
         refusal = client.get("/admin/pause", headers={"authorization": "Bearer none"})
         assert refusal.status_code == 403 and "--admin-key" in error_of(refusal)["message"]
@@ -191,10 +191,10 @@ def test_a_root_path_keeps_the_same_routes_closed() -> None:
     ],
 )
 def test_a_content_type_is_json_or_absent(holder: httpx.Client, kind: str | None, status: int) -> None:
-    answer = holder.post("/v1/echo", content=b"{}", headers={"content-type": kind} if kind else {})
-    assert answer.status_code == status
+    response = holder.post("/v1/echo", content=b"{}", headers={"content-type": kind} if kind else {})
+    assert response.status_code == status
     if status == 415:
-        assert error_of(answer)["code"] == "unsupported_media_type"
+        assert error_of(response)["code"] == "unsupported_media_type"
 
 
 @pytest.mark.parametrize(
@@ -202,18 +202,18 @@ def test_a_content_type_is_json_or_absent(holder: httpx.Client, kind: str | None
     [("", 200), ("identity", 200), ("gzip", 415), ("Deflate", 415), ("gzip, br", 415), ("\xff", 415)],
 )
 def test_a_compressed_body_is_refused(holder: httpx.Client, coding: str, status: int) -> None:
-    answer = holder.post("/v1/echo", content=b"{}", headers=[(b"content-encoding", coding.encode("latin-1"))])
-    assert answer.status_code == status
+    response = holder.post("/v1/echo", content=b"{}", headers=[(b"content-encoding", coding.encode("latin-1"))])
+    assert response.status_code == status
     if status == 415:
-        assert error_of(answer)["code"] == "unsupported_media_type"
-        assert "Content-Encoding" in error_of(answer)["message"]
+        assert error_of(response)["code"] == "unsupported_media_type"
+        assert "Content-Encoding" in error_of(response)["message"]
 
 
 def test_a_content_length_above_the_limit_reads_no_body(server: RunningServer, holder: httpx.Client) -> None:
     server.application.num_read = 0
-    answer = holder.post("/v1/echo", content=b" " * (LIMIT + 1))
-    assert (answer.status_code, error_of(answer)["code"]) == (413, "body_too_large")
-    assert str(LIMIT) in answer.text and server.application.num_read == 0
+    response = holder.post("/v1/echo", content=b" " * (LIMIT + 1))
+    assert (response.status_code, error_of(response)["code"]) == (413, "body_too_large")
+    assert str(LIMIT) in response.text and server.application.num_read == 0
     assert holder.post("/v1/echo", content=b" " * LIMIT).json()["length"] == LIMIT
 
 
@@ -227,8 +227,8 @@ def test_a_body_without_a_length_is_read_up_to_the_limit(server: RunningServer) 
         connection.sendall(head)
         for _ in range(10 * LIMIT // 0x10000):
             connection.sendall(chunk)
-        answer = first_response(connection)
-    assert answer.startswith(b"HTTP/1.1 413 ") and b"body_too_large" in answer
+        response = first_response(connection)
+    assert response.startswith(b"HTTP/1.1 413 ") and b"body_too_large" in response
     assert server.application.num_read <= LIMIT
 
 
@@ -237,17 +237,17 @@ def test_a_body_without_a_length_is_read_up_to_the_limit(server: RunningServer) 
 
 @pytest.mark.parametrize("label", ["mine", "!", "~" * 128, "http://169.254.169.254/", "../../etc"])
 def test_the_clients_request_id_is_sent_back(server: RunningServer, holder: httpx.Client, label: str) -> None:
-    answer = holder.get("/v1/models/x", headers={"x-request-id": label})
-    assert answer.headers["x-request-id"] == label
-    own = answer.headers["x-quire-request-id"]
+    response = holder.get("/v1/models/x", headers={"x-request-id": label})
+    assert response.headers["x-request-id"] == label
+    own = response.headers["x-quire-request-id"]
     assert re.fullmatch(r"[a-z0-9]{16}", own)
     assert (server.records[-1].request_id, server.records[-1].label) == (own, label)
 
 
 @pytest.mark.parametrize("label", [b"", b"a b", b"x" * 129, b"caf\xe9", b"tab\there"])
 def test_an_invalid_client_request_id_is_ignored(holder: httpx.Client, label: bytes) -> None:
-    answer = holder.get("/v1/models/x", headers={b"x-request-id": label})
-    assert answer.headers["x-request-id"] == answer.headers["x-quire-request-id"]
+    response = holder.get("/v1/models/x", headers={b"x-request-id": label})
+    assert response.headers["x-request-id"] == response.headers["x-quire-request-id"]
 
 
 def test_request_ids_are_unique(holder: httpx.Client) -> None:
@@ -277,12 +277,12 @@ def test_an_error_decides_its_status_and_headers(holder: httpx.Client) -> None:
 
 
 def test_anthropic_errors_have_their_own_shape_and_no_machine_paths(holder: httpx.Client) -> None:
-    answer = holder.post("/v1/messages", json={})
-    body = answer.json()
-    assert (answer.status_code, body["type"], body["error"]["type"]) == (400, "error", "invalid_request_error")
-    assert body["request_id"] == answer.headers["x-quire-request-id"]
+    response = holder.post("/v1/messages", json={})
+    body = response.json()
+    assert (response.status_code, body["type"], body["error"]["type"]) == (400, "error", "invalid_request_error")
+    assert body["request_id"] == response.headers["x-quire-request-id"]
     assert body["error"]["message"].startswith("A bad prompt from a path at an address: ")
-    assert len(answer.content) < 4096
+    assert len(response.content) < 4096
     refused = httpx.post(f"{holder.base_url}/v1/messages", json={}, timeout=60)
     assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
 
@@ -294,14 +294,14 @@ def test_an_internal_error_has_a_fixed_text_and_is_logged_once(holder: httpx.Cli
     logger = logging.getLogger("quire.server")
     logger.addHandler(handler)
     try:
-        answer = holder.get("/v1/broken")
+        response = holder.get("/v1/broken")
         with pytest.raises(httpx.RemoteProtocolError):
             holder.get("/v1/broken_stream")
     finally:
         logger.removeHandler(handler)
-    own = answer.headers["x-quire-request-id"]
-    assert answer.status_code == 500 and answer.headers["x-should-retry"] == "false"
-    assert error_of(answer)["message"] == (
+    own = response.headers["x-quire-request-id"]
+    assert response.status_code == 500 and response.headers["x-should-retry"] == "false"
+    assert error_of(response)["message"] == (
         f"The server failed to answer this request; its log says why, under the id {own}."
     )
     whole, streamed = [json.loads(line) for line in written.getvalue().splitlines()]
@@ -314,12 +314,12 @@ def test_an_internal_error_has_a_fixed_text_and_is_logged_once(holder: httpx.Cli
 # What is heard
 
 
-def test_metric_labels_come_from_closed_sets(server: RunningServer, stranger: httpx.Client) -> None:
+def test_metric_labels_come_from_closed_sets(server: RunningServer, anonymous: httpx.Client) -> None:
     routes = {route.path for route in Application().starlette.routes if isinstance(route, Route)}
     for number in range(50):
-        stranger.request("GET", f"/random/{number}")
-        stranger.request("MKCALENDAR" if number % 2 else "SEARCH", f"/v1/models/{number}")
-        server.say(b"METHOD%d / HTTP/1.1\r\n\r\n" % number)
+        anonymous.request("GET", f"/random/{number}")
+        anonymous.request("MKCALENDAR" if number % 2 else "SEARCH", f"/v1/models/{number}")
+        server.send(b"METHOD%d / HTTP/1.1\r\n\r\n" % number)
     assert {each.route for each in server.records} <= {*routes, OTHER}
     assert {each.method for each in server.records} <= {*METHODS, OTHER}
     assert {each.identity_name for each in server.records} <= {"holder", "admin", "nobody"}
@@ -329,15 +329,15 @@ def test_metric_labels_come_from_closed_sets(server: RunningServer, stranger: ht
 def test_a_request_is_reported_once_with_its_tokens(server: RunningServer, holder: httpx.Client) -> None:
     before = len(server.records)
     holder.post("/v1/echo", json={"a": 1})
-    (answered,) = server.records[before:]
-    assert answered[:3] == ("/v1/echo", "POST", 200)
-    assert (answered.identity_name, answered.num_prompt_tokens, answered.num_completion_tokens) == ("holder", 7, 1)
+    (record,) = server.records[before:]
+    assert record[:3] == ("/v1/echo", "POST", 200)
+    assert (record.identity_name, record.num_prompt_tokens, record.num_completion_tokens) == ("holder", 7, 1)
 
 
 def test_a_client_that_leaves_a_stream_is_reported_as_499() -> None:
     with running_server() as server:
-        with server.client(**BEARER) as client, client.stream("GET", "/v1/endless") as answer:
-            next(answer.iter_raw())
+        with server.client(**BEARER) as client, client.stream("GET", "/v1/endless") as response:
+            next(response.iter_raw())
         assert server.application.left.wait(20)
         server.control()
         assert sorted((each.route, each.status) for each in server.records) == [("/v1/echo", 200), ("/v1/endless", 499)]

@@ -24,9 +24,9 @@ def test_a_server_with_keys_and_a_certificate(tmp_path: Path) -> None:
     keys.write_text("sk-served name=somebody\n")
     admin.write_text("sk-admin\n")
     children.run([*CERTIFY, "-keyout", private, "-out", certificate], check=True, capture_output=True)
-    gate = ("--api-key-file", str(keys), "--admin-key-file", str(admin), "--log-format", "json", "--ssl-certfile",
+    access = ("--api-key-file", str(keys), "--admin-key-file", str(admin), "--log-format", "json", "--ssl-certfile",
             str(certificate), "--ssl-keyfile", str(private), "--max-body", "1KiB")  # fmt: skip
-    command = [QUIRE, "serve", *TINY, "--host", "0.0.0.0", "--port", "0", *gate]
+    command = [QUIRE, "serve", *TINY, "--host", "0.0.0.0", "--port", "0", *access]
     with children.started(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         ready = next(line for line in process.stderr if line.startswith("Ready"))
@@ -35,17 +35,17 @@ def test_a_server_with_keys_and_a_certificate(tmp_path: Path) -> None:
         trust = ssl.create_default_context(cafile=certificate)
         with httpx.Client(base_url=url, verify=trust, timeout=60, headers={"x-request-id": "mine"}) as client:
             bearer = {"authorization": "Bearer sk-served"}
-            wish = {"prompt": [1, 2, 3], "max_tokens": 2}
+            body = {"prompt": [1, 2, 3], "max_tokens": 2}
             assert client.get("/health").status_code == 200
-            assert client.post("/v1/completions", json=wish).status_code == 401
-            answer = client.post("/v1/completions", json=wish, headers=bearer)
-            assert answer.status_code == 200 and answer.headers["x-request-id"] == "mine"
+            assert client.post("/v1/completions", json=body).status_code == 401
+            response = client.post("/v1/completions", json=body, headers=bearer)
+            assert response.status_code == 200 and response.headers["x-request-id"] == "mine"
             assert client.post("/pause", headers=bearer).status_code == 403
             assert client.post("/resume", headers={"authorization": "Bearer sk-admin"}).status_code == 200
             assert client.post("/v1/completions", content=b" " * 1025, headers=bearer).status_code == 413
         process.terminate()
-        said, _ = process.communicate(timeout=60)
-    lines = [told for line in said.splitlines() if "route" in (told := json.loads(line))]
+        output, _ = process.communicate(timeout=60)
+    lines = [fields for line in output.splitlines() if "route" in (fields := json.loads(line))]
     assert [(line["route"], line["status"], line["key"], line["client_id"]) for line in lines] == [
         ("/v1/completions", 401, "nobody", "mine"),
         ("/v1/completions", 200, "somebody", "mine"),
@@ -53,5 +53,5 @@ def test_a_server_with_keys_and_a_certificate(tmp_path: Path) -> None:
         ("/resume", 200, "admin", "mine"),
         ("/v1/completions", 413, "somebody", "mine"),
     ]
-    assert "sk-" not in said
+    assert "sk-" not in output
     assert process.returncode == 0

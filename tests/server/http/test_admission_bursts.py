@@ -15,7 +15,7 @@ from quire.engine.scripted_engine import build_scripted
 from quire.engine.startup import StartupReporter
 from quire.server.server import with_burst_queue
 
-SEATS, WAITING = 3, 2
+ROWS, WAITING = 3, 2
 PARAMS = SamplingParams(temperature=0.0, max_tokens=4)
 
 
@@ -23,7 +23,7 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=4)
 def engine(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Engine:
     script = tmp_path_factory.mktemp("script") / "lines.jsonl"
     script.write_text('{"say": "one two three four five six", "end": false}')
-    config = with_burst_queue(EngineConfig(max_num_seqs=SEATS, max_model_len=64), WAITING)
+    config = with_burst_queue(EngineConfig(max_num_seqs=ROWS, max_model_len=64), WAITING)
     return build_scripted(config, script, StartupReporter())[0]
 
 
@@ -38,14 +38,14 @@ class Front:
 
     @property
     def full(self) -> bool:
-        return len(self.inside) >= SEATS + WAITING
+        return len(self.inside) >= ROWS + WAITING
 
     def arrive(self) -> None:
         number = next(self.numbers)
         self.engine.submit(AddRequest(number, [5, 6, 7], PARAMS))
         self.inside.append(number)
 
-    def leave(self, place: int) -> None:
+    def disconnect(self, place: int) -> None:
         self.engine.abort(self.inside.pop(place % len(self.inside)))
 
     def turn(self) -> None:
@@ -53,9 +53,9 @@ class Front:
         ended = () if progress is None else progress.finished
         self.inside = [number for number in self.inside if number not in {over.number for over in ended}]
 
-    def leave_all(self) -> None:
+    def disconnect_all(self) -> None:
         while self.inside:
-            self.leave(0)
+            self.disconnect(0)
         while not self.engine.idle:
             self.engine.step()
 
@@ -71,17 +71,17 @@ def test_the_engine_accepts_every_admitted_request(engine: Engine, happenings: l
                 if not front.full:
                     front.arrive()
             elif front.inside:
-                front.leave(int(happening))
+                front.disconnect(int(happening))
     finally:
-        front.leave_all()
+        front.disconnect_all()
 
 
 def test_a_burst_fills_rows_and_queue_and_no_more(engine: Engine) -> None:
     front = Front(engine)
     try:
-        for _ in range(SEATS + WAITING):
+        for _ in range(ROWS + WAITING):
             front.arrive()
         with pytest.raises(QueueFull):
             front.arrive()
     finally:
-        front.leave_all()
+        front.disconnect_all()

@@ -41,10 +41,10 @@ def serving_into(
         children.end(server)
 
 
-def check_answers(client: httpx.Client) -> None:
-    answer = client.post("/v1/completions", json={"prompt": "hi"})
-    assert answer.status_code == 200, answer.text
-    assert answer.json()["choices"][0]["text"] == "Hello there."
+def check_responses(client: httpx.Client) -> None:
+    response = client.post("/v1/completions", json={"prompt": "hi"})
+    assert response.status_code == 200, response.text
+    assert response.json()["choices"][0]["text"] == "Hello there."
 
 
 def full_pipe() -> tuple[int, int]:
@@ -62,9 +62,9 @@ def full_pipe() -> tuple[int, int]:
 def test_a_full_disk_drops_log_lines_only(tmp_path: Path, default_model_path: Path) -> None:
     full = os.open("/dev/full", os.O_WRONLY)
     with serving_into(tmp_path / "script.jsonl", full, full) as (server, client):
-        check_answers(client)
+        check_responses(client)
         wait_until(lambda: counted(client, "log_lines_lost_total") > 0)
-        check_answers(client)
+        check_responses(client)
         server.send_signal(signal.SIGTERM)
         assert server.wait(PATIENCE_S) == 0
     os.close(full)
@@ -74,7 +74,7 @@ def test_a_closed_log_pipe_drops_log_lines_only(tmp_path: Path, default_model_pa
     reading, writing = os.pipe()
     os.close(reading)
     with serving_into(tmp_path / "script.jsonl", writing, writing) as (server, client):
-        check_answers(client)
+        check_responses(client)
         server.send_signal(signal.SIGTERM)
         assert server.wait(PATIENCE_S) == 0
     os.close(writing)
@@ -83,7 +83,7 @@ def test_a_closed_log_pipe_drops_log_lines_only(tmp_path: Path, default_model_pa
 def test_a_blocked_log_reader_delays_no_request(tmp_path: Path, default_model_path: Path) -> None:
     out, err = full_pipe(), full_pipe()
     with serving_into(tmp_path / "script.jsonl", out[1], err[1]) as (server, client):
-        check_answers(client)
+        check_responses(client)
         server.send_signal(signal.SIGTERM)
         assert server.wait(PATIENCE_S) == 0
     for each in (*out, *err):
@@ -95,6 +95,6 @@ def test_a_server_without_stdout_serves(tmp_path: Path, default_model_path: Path
     """Otherwise a socket would get its file descriptor, and log lines would be written to it."""
     nowhere = subprocess.DEVNULL
     with serving_into(tmp_path / "script.jsonl", nowhere, nowhere, closed) as (server, client):
-        check_answers(client)
+        check_responses(client)
         server.send_signal(signal.SIGTERM)
         assert server.wait(PATIENCE_S) == 0

@@ -23,19 +23,19 @@ LONG = "a" * (128 * 1024 + 1)  # one character more than 1,024 tokens could have
 
 def refused(model: ServedModel, path: str, body: dict[str, object]) -> dict[str, str]:
     script = Script(["Hello."])
-    answer = post(app_over(script, model), path, body)
-    assert answer.status_code == 400 and not script.asked, answer.text
-    return answer.json()["error"]  # type: ignore[no-any-return]
+    response = post(app_over(script, model), path, body)
+    assert response.status_code == 400 and not script.submitted, response.text
+    return response.json()["error"]  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
-    ("path", "asks"), [("/v1/completions", {"prompt": "hi"}), ("/v1/chat/completions", {"messages": CHAT})]
+    ("path", "prompt_fields"), [("/v1/completions", {"prompt": "hi"}), ("/v1/chat/completions", {"messages": CHAT})]
 )
 def test_more_allowed_ids_than_tokens_never_reach_the_engine(
-    model: ServedModel, path: str, asks: dict[str, object]
+    model: ServedModel, path: str, prompt_fields: dict[str, object]
 ) -> None:
     most = model.vocab_size
-    error = refused(model, path, {**asks, "allowed_token_ids": [5] * (most + 1)})
+    error = refused(model, path, {**prompt_fields, "allowed_token_ids": [5] * (most + 1)})
     assert error["param"] == "allowed_token_ids"
     assert error["message"] == f"allowed_token_ids holds {most + 1} entries; the most is {most}."
 
@@ -96,9 +96,9 @@ def test_turns_too_long_to_tokenize_are_dropped_too(model: ServedModel) -> None:
     ]
     assert refused(model, "/v1/responses", {"input": turns})["code"] == "context_length_exceeded"
     script = Script(["Hello."])
-    answer = post(app_over(script, model), "/v1/responses", {"input": turns, "truncation": "auto"})
-    assert answer.status_code == 200, answer.text
-    [(ids, _, _)] = script.asked
+    response = post(app_over(script, model), "/v1/responses", {"input": turns, "truncation": "auto"})
+    assert response.status_code == 200, response.text
+    [(ids, _, _)] = script.submitted
     assert "hi" in model.spelled(ids) and "ok" not in model.spelled(ids)
 
 
@@ -174,13 +174,13 @@ def test_a_text_that_cannot_fit_is_not_tokenized(
 
     monkeypatch.setattr(Tokenizer, "encode", encode)
     script = Script(["Hello."])
-    answer = post(app_over(script, model), path, body)
-    assert LONG not in read and not script.asked
+    response = post(app_over(script, model), path, body)
+    assert LONG not in read and not script.submitted
     if param is None:  # as text-generation-inference tells it
-        assert answer.status_code == 422 and "maximum context length is 1024" in answer.json()["error"]
+        assert response.status_code == 422 and "maximum context length is 1024" in response.json()["error"]
         return
-    error = answer.json()["error"]
-    assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", param)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", param)
     assert "1025 in the messages" in error["message"]
 
 

@@ -18,11 +18,11 @@ from starlette.types import Receive, Scope, Send
 from quire.server import server as lifecycle
 from quire.server.async_engine import AsyncEngine
 from tests.server.http_app import received_until_closed
-from tests.server.many_clients import Told, Visitor, request
-from tests.server.scripted_servers import asked, check_control, scripted
+from tests.server.many_clients import RawClient, RawResponse, request
+from tests.server.scripted_servers import check_control, completion_body, scripted
 from tests.server.server_process import PATIENCE_S, Running, is_alive, load, wait_until, wait_until_at_rest
 
-ENDLESS = asked("endless", stream=True)
+ENDLESS = completion_body("endless", stream=True)
 
 
 def wait_until_running(client: httpx.Client, num_requests: int) -> None:
@@ -34,12 +34,12 @@ def test_a_disconnect_aborts_the_request(scripted_server: Running, stream: bool)
     with scripted_server.client() as client:
         wait_until_at_rest(client)
         if stream:
-            with client.stream("POST", "/v1/completions", json=ENDLESS) as answer:
-                said = answer.iter_lines()  # held: who lets go of it closes the stream
-                assert next(said).startswith("data: ")
+            with client.stream("POST", "/v1/completions", json=ENDLESS) as response:
+                lines = response.iter_lines()  # held: who lets go of it closes the stream
+                assert next(lines).startswith("data: ")
                 wait_until_running(client, 1)
         else:
-            body = json.dumps(asked("endless")).encode()
+            body = json.dumps(completion_body("endless")).encode()
             with httpx.Client(base_url=scripted_server.url, timeout=0.5) as hasty, pytest.raises(httpx.ReadTimeout):
                 hasty.post("/v1/completions", content=body)
         wait_until_at_rest(client)
@@ -56,47 +56,49 @@ def server(default_model_path: Path, tmp_path: Path) -> Iterator[Running]:
 def test_sigterm_drains_open_streams_and_refuses_new_requests(server: Running) -> None:
     engine = server.engine_pid
     with server.client() as client, server.client() as other:
-        with client.stream("POST", "/v1/completions", json=asked("endless", max_tokens=1600, stream=True)) as answer:
-            said = answer.iter_lines()
-            first = next(said)
+        with client.stream(
+            "POST", "/v1/completions", json=completion_body("endless", max_tokens=1600, stream=True)
+        ) as response:
+            lines = response.iter_lines()
+            first = next(lines)
             server.process.send_signal(signal.SIGTERM)
             wait_until(lambda: other.get("/ready").status_code == 503)
             assert other.get("/ready").json() == {"status": "draining"}
             assert other.get("/health").status_code == 200, "it lives, and works"
-            refused = other.post("/v1/completions", json=asked("hi"))
+            refused = other.post("/v1/completions", json=completion_body("hi"))
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
             assert int(refused.headers["retry-after"]) >= 1
-            rest = list(said)
-        told = [json.loads(line[6:]) for line in [first, *rest] if line.startswith("data: {")]
+            rest = list(lines)
+        events = [json.loads(line[6:]) for line in [first, *rest] if line.startswith("data: {")]
         assert rest[-2:] == ["data: [DONE]", ""]
-        assert "".join(each["choices"][0]["text"] for each in told).startswith("on and on")
-        assert told[-1]["choices"][0]["finish_reason"] == "length"
+        assert "".join(each["choices"][0]["text"] for each in events).startswith("on and on")
+        assert events[-1]["choices"][0]["finish_reason"] == "length"
     assert server.process.wait(60) == 0
     assert not is_alive(engine)
-    assert server.said[-1] == "Stopped.\n"
+    assert server.output[-1] == "Stopped.\n"
 
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_stops_at_once_and_sends_an_error(server: Running, second: int) -> None:
-    with server.client() as client, client.stream("POST", "/v1/completions", json=ENDLESS) as answer:
-        said = answer.iter_lines()
-        next(said)
+    with server.client() as client, client.stream("POST", "/v1/completions", json=ENDLESS) as response:
+        lines = response.iter_lines()
+        next(lines)
         server.process.send_signal(signal.SIGTERM)
         with server.client() as other:
             wait_until(lambda: other.get("/ready").status_code == 503)
         server.process.send_signal(second)
-        rest = [line for line in said if line]
+        rest = [line for line in lines if line]
     assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "server_stopping"
     assert not any("[DONE]" in line or '"finish_reason":"' in line for line in rest)
     assert server.process.wait(60) == 0
 
 
 def test_ctrl_c_stops_at_once_and_sends_an_error(server: Running) -> None:
-    with server.client() as client, client.stream("POST", "/v1/completions", json=ENDLESS) as answer:
-        said = answer.iter_lines()
-        next(said)
+    with server.client() as client, client.stream("POST", "/v1/completions", json=ENDLESS) as response:
+        lines = response.iter_lines()
+        next(lines)
         server.process.send_signal(signal.SIGINT)
-        rest = [line for line in said if line]
+        rest = [line for line in lines if line]
     assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "server_stopping"
     assert server.process.wait(60) == 0
 
@@ -106,21 +108,21 @@ def test_a_client_that_is_still_sending_its_body_gets_an_error(server: Running) 
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
         wait_until(lambda: load(client)["server_load"] == 1)
         server.process.send_signal(signal.SIGTERM)
-        answer = received_until_closed(connection)
-    head, _, body = answer.partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 503 ") and b"\r\nretry-after: 5\r\n" in head, answer
+        response = received_until_closed(connection)
+    head, _, body = response.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 503 ") and b"\r\nretry-after: 5\r\n" in head, response
     assert json.loads(body)["error"]["code"] == "server_stopping"
     assert server.process.wait(60) == 0
-    assert server.said[-1] == "Stopped.\n"
+    assert server.output[-1] == "Stopped.\n"
 
 
 def test_a_drain_times_out(default_model_path: Path, tmp_path: Path) -> None:
     with scripted(tmp_path, "--shutdown-timeout", "0.2") as server, server.client() as client:
-        with client.stream("POST", "/v1/completions", json=ENDLESS) as answer:
-            said = answer.iter_lines()
-            next(said)
+        with client.stream("POST", "/v1/completions", json=ENDLESS) as response:
+            lines = response.iter_lines()
+            next(lines)
             server.process.send_signal(signal.SIGTERM)
-            rest = [line for line in said if line]
+            rest = [line for line in lines if line]
         assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "server_stopping"
         assert server.process.wait(60) == 0
 
@@ -157,13 +159,13 @@ def test_a_blocked_client_is_disconnected_at_the_end_without_a_stack(
 def test_a_drain_serves_queued_requests_too(server: Running) -> None:
     """Four requests run and two are queued when the signal comes."""
 
-    async def crowd() -> list[Told]:
-        said = request(asked("endless", max_tokens=900, stream=True))
-        visitors = [await Visitor.ask(server.port, said) for _ in range(6)]
+    async def crowd() -> list[RawResponse]:
+        lines = request(completion_body("endless", max_tokens=900, stream=True))
+        raw_clients = [await RawClient.connect(server.port, lines) for _ in range(6)]
         with server.client() as client:
             wait_until(lambda: load(client).get("num_requests_waiting") == 2)
         server.process.send_signal(signal.SIGTERM)
-        return [await visitor.hear_all() for visitor in visitors]
+        return [await raw_client.receive_all() for raw_client in raw_clients]
 
-    assert all(told.complete and not told.failed for told in asyncio.run(crowd()))
+    assert all(events.complete and not events.failed for events in asyncio.run(crowd()))
     assert server.process.wait(60) == 0

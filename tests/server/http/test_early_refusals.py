@@ -61,28 +61,28 @@ def server(shared: RunningServer, queue: Queue) -> RunningServer:
 
 
 def test_a_refusal_is_complete_and_reported_and_never_reaches_the_application(server: RunningServer) -> None:
-    answer = server.say(CLOSING, BODY)
-    head, _, body = answer.partition(b"\r\n\r\n")
+    response = server.send(CLOSING, BODY)
+    head, _, body = response.partition(b"\r\n\r\n")
     lines = head.lower().split(b"\r\n")
     assert lines[0] == b"http/1.1 429 too many requests"
     assert {b"retry-after: 1", b"retry-after-ms: 1000", b"x-request-id: mine", b"connection: close"} <= set(lines)
     assert {b"x-content-type-options: nosniff", b"content-length: %d" % len(body)} <= set(lines)
     assert any(line.startswith(b"date: ") for line in lines)
     assert json.loads(body)["error"]["code"] == "queue_full"
-    [told] = server.records
-    assert (told.route, told.method, told.status, told.identity_name) == ("/v1/echo", "POST", 429, "holder")
-    assert b"x-quire-request-id: " + told.request_id.encode() in lines and told.label == "mine"
+    [record] = server.records
+    assert (record.route, record.method, record.status, record.identity_name) == ("/v1/echo", "POST", 429, "holder")
+    assert b"x-quire-request-id: " + record.request_id.encode() in lines and record.label == "mine"
     assert server.application.starlette.middleware_stack is None  # made for the first who is routed
 
 
 def test_authentication_comes_first(server: RunningServer) -> None:
-    assert status_of(server.say(HEAD + b"Connection: close\r\n\r\n", BODY)) == 401
-    assert [(told.status, told.identity_name) for told in server.records] == [(401, "nobody")]
+    assert status_of(server.send(HEAD + b"Connection: close\r\n\r\n", BODY)) == 401
+    assert [(record.status, record.identity_name) for record in server.records] == [(401, "nobody")]
 
 
 def test_an_error_has_the_shape_of_its_api(server: RunningServer) -> None:
-    answer = server.say(CLOSING.replace(b"/v1/echo", b"/v1/messages"), BODY)
-    assert b'"type": "rate_limit_error"' in answer and answer.startswith(b"HTTP/1.1 429 ")
+    response = server.send(CLOSING.replace(b"/v1/echo", b"/v1/messages"), BODY)
+    assert b'"type": "rate_limit_error"' in response and response.startswith(b"HTTP/1.1 429 ")
 
 
 def test_the_next_request_of_a_connection_is_served(server: RunningServer, queue: Queue) -> None:
@@ -93,7 +93,7 @@ def test_the_next_request_of_a_connection_is_served(server: RunningServer, queue
         queue.full = False
         connection.sendall(KEYED_HEAD + b"\r\n" + BODY)
         assert b'"length":%d' % len(BODY) in first_response(connection)
-    assert [told.status for told in server.records[:2]] == [429, 429]
+    assert [record.status for record in server.records[:2]] == [429, 429]
 
 
 def test_a_body_after_its_refusal_is_not_a_request(server: RunningServer, queue: Queue) -> None:
@@ -110,35 +110,35 @@ def test_a_body_after_its_refusal_is_not_a_request(server: RunningServer, queue:
 def test_a_closing_client_may_finish_its_body(server: RunningServer) -> None:
     with server.connect() as connection:
         connection.sendall(CLOSING)
-        answer = first_response(connection)
-        assert status_of(answer) == 429 and b"\r\nconnection: close\r\n" in answer
+        response = first_response(connection)
+        assert status_of(response) == 429 and b"\r\nconnection: close\r\n" in response
         assert connection.recv(1) == b""
         connection.sendall(BODY)
-    assert status_of(server.say(CLOSING, BODY)) == 429
+    assert status_of(server.send(CLOSING, BODY)) == 429
 
 
 def test_expect_100_continue_is_refused_without_a_body(server: RunningServer) -> None:
-    answer = server.say(KEYED_HEAD + b"Expect: 100-continue\r\n\r\n")
-    assert answer.startswith(b"HTTP/1.1 429 ") and b"\r\nconnection: close\r\n" in answer
-    assert b" 100 " not in answer
+    response = server.send(KEYED_HEAD + b"Expect: 100-continue\r\n\r\n")
+    assert response.startswith(b"HTTP/1.1 429 ") and b"\r\nconnection: close\r\n" in response
+    assert b" 100 " not in response
 
 
 @pytest.mark.parametrize("more", [KEYED_HEAD + b"\r\n" + BODY, b"noise\r\n\r\n"])
 def test_bytes_before_the_response_are_ignored(server: RunningServer, more: bytes) -> None:
-    answer = server.say(KEYED_HEAD + b"\r\n" + BODY + more)
-    assert answer.count(b"HTTP/1.1 ") == 1 and answer.startswith(b"HTTP/1.1 429 ")
-    assert [told.status for told in server.records] == [429]
+    response = server.send(KEYED_HEAD + b"\r\n" + BODY + more)
+    assert response.count(b"HTTP/1.1 ") == 1 and response.startswith(b"HTTP/1.1 429 ")
+    assert [record.status for record in server.records] == [429]
 
 
 def test_a_refused_body_may_be_malformed(server: RunningServer) -> None:
     head = KEYED_HEAD.replace(b"Content-Length: %d" % len(BODY), b"Transfer-Encoding: chunked")
-    assert server.say(head + b"\r\nzz\r\n").startswith(b"HTTP/1.1 429 ")
-    assert [told.status for told in server.records] == [429]
+    assert server.send(head + b"\r\nzz\r\n").startswith(b"HTTP/1.1 429 ")
+    assert [record.status for record in server.records] == [429]
 
 
 def test_a_response_to_head_has_no_body(server: RunningServer) -> None:
-    answer = server.say(b"HEAD /v1/full HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-    assert answer.startswith(b"HTTP/1.1 401 ") and answer.endswith(b"\r\n\r\n")
+    response = server.send(b"HEAD /v1/full HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    assert response.startswith(b"HTTP/1.1 401 ") and response.endswith(b"\r\n\r\n")
 
 
 def test_a_client_that_does_not_read_waits(server: RunningServer) -> None:
@@ -181,7 +181,7 @@ def test_early_and_late_refusals_are_equal(method: str, path: str, headers: list
 
     logger = secure(Application().starlette, keys=KEYED, options=AccessOptions(admin_routes=ADMIN_ROUTES))
     assert isinstance(logger, RequestLogger)
-    early, late = logger.refuse_early(scope()), asked(logger, scope())
+    early, late = logger.refuse_early(scope()), reply_of(logger, scope())
     if early is None:
         assert late.status not in (401, 403, 413, 415)
     else:
@@ -196,7 +196,7 @@ class AsgiReply:
         self.headers: list[tuple[bytes, bytes]] = []
 
 
-def asked(app: ASGIApp, scope: Scope) -> AsgiReply:
+def reply_of(app: ASGIApp, scope: Scope) -> AsgiReply:
     records = AsgiReply()
 
     async def receive() -> Message:

@@ -8,9 +8,9 @@ import pytest
 from quire.core.errors import InvalidParameter
 from quire.server.http.errors import rename_error_params
 
-SAY_HI = [{"role": "user", "content": "hi"}]
+HELLO = [{"role": "user", "content": "hi"}]
 LONG = "word " * 2000
-CHAT: dict[str, Any] = {"messages": SAY_HI, "max_tokens": 1}
+CHAT: dict[str, Any] = {"messages": HELLO, "max_tokens": 1}
 BEAMS = {"use_beam_search": True, "n": 2, "temperature": 0}
 FORM = {"type": "json_object"}
 BAD_SCHEMA = {"type": "object", "propertyNames": {}}
@@ -27,9 +27,9 @@ BAD_SCHEMA = {"type": "object", "propertyNames": {}}
         ("/v1/responses", {"input": "hi", "max_output_tokens": 0}, "max_output_tokens", "max_output_tokens must be"),
         ("/v1/responses", {"input": "hi", "max_output_tokens": 2, "min_tokens": 5}, "min_tokens",
          "more than max_output_tokens, which is 2"),
-        ("/v1/chat/completions", {"messages": SAY_HI, "max_completion_tokens": 0}, "max_completion_tokens",
+        ("/v1/chat/completions", {"messages": HELLO, "max_completion_tokens": 0}, "max_completion_tokens",
          "max_completion_tokens must be"),
-        ("/v1/chat/completions", {"messages": SAY_HI, "max_tokens": 0}, "max_tokens", "max_tokens must be"),
+        ("/v1/chat/completions", {"messages": HELLO, "max_tokens": 0}, "max_tokens", "max_tokens must be"),
         ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 101}, "top_logprobs",
          "top_logprobs must be a whole number from 0 to 100, not 101."),
         ("/v1/chat/completions", {**CHAT, "prompt_logprobs": 101}, "prompt_logprobs", "prompt_logprobs must be"),
@@ -60,9 +60,9 @@ BAD_SCHEMA = {"type": "object", "propertyNames": {}}
 def test_an_error_names_the_field_that_was_sent(
     http: httpx.Client, path: str, body: dict[str, Any], param: str, words: str
 ) -> None:
-    answer = http.post(path, json=body)
-    assert answer.status_code == 400, answer.text
-    error = answer.json()["error"]
+    response = http.post(path, json=body)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
     assert error["param"] == param and words in error["message"], error
 
 
@@ -77,9 +77,9 @@ def test_an_error_names_the_field_that_was_sent(
     ],
 )
 def test_anthropic_errors_name_the_field_that_was_sent(http: httpx.Client, body: dict[str, Any], words: str) -> None:
-    answer = http.post("/v1/messages", json={**CHAT, **body})
-    assert answer.status_code == 400, answer.text
-    assert words in answer.json()["error"]["message"]
+    response = http.post("/v1/messages", json={**CHAT, **body})
+    assert response.status_code == 400, response.text
+    assert words in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -93,16 +93,16 @@ def test_anthropic_errors_name_the_field_that_was_sent(http: httpx.Client, body:
     ],
 )
 def test_tgi_errors_name_the_field_that_was_sent(http: httpx.Client, parameters: dict[str, Any], words: str) -> None:
-    answer = http.post("/generate", json={"inputs": "hi", "parameters": parameters})
-    assert answer.status_code == 422, answer.text
-    assert words in answer.json()["error"]
+    response = http.post("/generate", json={"inputs": "hi", "parameters": parameters})
+    assert response.status_code == 422, response.text
+    assert words in response.json()["error"]
 
 
 def test_words_and_values_that_look_like_field_names_are_unchanged() -> None:
     names = {"stop": "stop_sequences", "max_tokens": "max_new_tokens", "max_tokens.low": "lowest"}
-    said = "stop may not stop, 'max_tokens' is a value, x_max_tokens another; max_tokens.low and max_tokens not."
+    message = "stop may not stop, 'max_tokens' is a value, x_max_tokens another; max_tokens.low and max_tokens not."
     with pytest.raises(InvalidParameter) as caught, rename_error_params(names):
-        raise InvalidParameter(said, param="max_tokens[3]")
+        raise InvalidParameter(message, param="max_tokens[3]")
     assert caught.value.param == "max_new_tokens[3]"
     assert caught.value.message == (
         "stop_sequences may not stop, 'max_tokens' is a value, x_max_tokens another; lowest and max_new_tokens not."

@@ -9,17 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 HI = {"prompt": "hi", "max_tokens": 1}
-SAY_HI = [{"role": "user", "content": "hi"}]
+HELLO = [{"role": "user", "content": "hi"}]
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
-def refusal(answer: httpx.Response) -> dict[str, str]:
-    assert set(answer.json()) == {"error"}
-    error = answer.json()["error"]
+def refusal(response: httpx.Response) -> dict[str, str]:
+    assert set(response.json()) == {"error"}
+    error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["type"] == {404: "not_found_error", 504: "server_error"}.get(
-        answer.status_code, "invalid_request_error"
+        response.status_code, "invalid_request_error"
     )
     return error  # type: ignore[no-any-return]
 
@@ -71,35 +71,35 @@ def refusal(answer: httpx.Response) -> dict[str, str]:
             '; send for example [{"role": "user", ',
         ),
         ("chat/completions", {"messages": [{"role": 7}]}, 400, "invalid_prompt", "role"),
-        ("chat/completions", {"messages": SAY_HI, "tools": [{}]}, 400, "invalid_parameter", "tools[0]"),
-        ("chat/completions", {"messages": SAY_HI, "tool_choice": "required"}, 400, "invalid_parameter", "no tools"),
+        ("chat/completions", {"messages": HELLO, "tools": [{}]}, 400, "invalid_parameter", "tools[0]"),
+        ("chat/completions", {"messages": HELLO, "tool_choice": "required"}, 400, "invalid_parameter", "no tools"),
         (
             "chat/completions",
-            {"messages": SAY_HI, "tools": TOOLS, "tool_choice": "maybe"},
+            {"messages": HELLO, "tools": TOOLS, "tool_choice": "maybe"},
             400,
             "invalid_parameter",
             "'maybe'",
         ),
         (
             "chat/completions",
-            {"messages": SAY_HI, "tools": TOOLS, "tool_choice": {"function": {"name": "g"}}},
+            {"messages": HELLO, "tools": TOOLS, "tool_choice": {"function": {"name": "g"}}},
             400,
             "invalid_parameter",
             "'g'",
         ),
-        ("chat/completions", {"messages": SAY_HI, "functions": [{"name": "f"}]}, 400, "invalid_parameter", "use tools"),
-        ("chat/completions", {"messages": SAY_HI, "chat_template": "x"}, 400, "invalid_parameter", "chat_template"),
-        ("chat/completions", {"messages": SAY_HI, "documents": [{}]}, 400, "invalid_parameter", "documents"),
+        ("chat/completions", {"messages": HELLO, "functions": [{"name": "f"}]}, 400, "invalid_parameter", "use tools"),
+        ("chat/completions", {"messages": HELLO, "chat_template": "x"}, 400, "invalid_parameter", "chat_template"),
+        ("chat/completions", {"messages": HELLO, "documents": [{}]}, 400, "invalid_parameter", "documents"),
         (
             "chat/completions",
-            {"messages": SAY_HI, "chat_template_kwargs": {"messages": []}},
+            {"messages": HELLO, "chat_template_kwargs": {"messages": []}},
             400,
             "invalid_parameter",
             "field of its own",
         ),
-        ("chat/completions", {"messages": SAY_HI, "top_logprobs": 2}, 400, "invalid_parameter", "logprobs: true"),
-        ("chat/completions", {"messages": SAY_HI, "best_of": 3}, 400, "invalid_parameter", "best_of is 3 and n is 1"),
-        ("chat/completions", {"messages": SAY_HI, "max_tokens": 0}, 400, "invalid_parameter", "max_tokens"),
+        ("chat/completions", {"messages": HELLO, "top_logprobs": 2}, 400, "invalid_parameter", "logprobs: true"),
+        ("chat/completions", {"messages": HELLO, "best_of": 3}, 400, "invalid_parameter", "best_of is 3 and n is 1"),
+        ("chat/completions", {"messages": HELLO, "max_tokens": 0}, 400, "invalid_parameter", "max_tokens"),
         ("chat/completions", {"messages": IMAGE}, 400, "invalid_prompt", "reads text only"),
         ("chat/completions", {"messages": []}, 400, "invalid_prompt", "messages"),
         ("chat/completions", [], 400, "invalid_prompt", "JSON object"),
@@ -109,9 +109,9 @@ def refusal(answer: httpx.Response) -> dict[str, str]:
 def test_a_refusal_names_its_reason(
     http: httpx.Client, path: str, body: object, status: int, code: str, words: str
 ) -> None:
-    answer = http.post(f"/v1/{path}", json=body)
-    error = refusal(answer)
-    assert (answer.status_code, error["code"]) == (status, code)
+    response = http.post(f"/v1/{path}", json=body)
+    error = refusal(response)
+    assert (response.status_code, error["code"]) == (status, code)
     assert words in error["message"]
     assert len(error["message"]) <= 1000
 
@@ -122,9 +122,9 @@ def test_a_stream_that_fails_before_its_start_has_an_error_status(http: httpx.Cl
 
 @pytest.mark.parametrize("body", [b"", b"junk", b"{", b"\xff\xfe", b'"\\ud800"', b"[" * 100_000, b"1" * 5000])
 def test_a_body_that_is_not_json(http: httpx.Client, body: bytes) -> None:
-    answer = http.post("/v1/completions", content=body)
-    assert answer.status_code == 400
-    refusal(answer)
+    response = http.post("/v1/completions", content=body)
+    assert response.status_code == 400
+    refusal(response)
 
 
 def test_an_endless_body_is_cut_off(http: httpx.Client) -> None:
@@ -132,9 +132,9 @@ def test_an_endless_body_is_cut_off(http: httpx.Client) -> None:
         for _ in range(17):
             yield b" " * (1 << 20)
 
-    answer = http.post("/v1/completions", content=pieces())
-    assert answer.status_code == 413
-    assert "16777216 bytes" in refusal(answer)["message"]
+    response = http.post("/v1/completions", content=pieces())
+    assert response.status_code == 413
+    assert "16777216 bytes" in refusal(response)["message"]
 
 
 def test_fields_without_effect_are_accepted(http: httpx.Client) -> None:
@@ -147,7 +147,7 @@ def test_fields_without_effect_are_accepted(http: httpx.Client) -> None:
         "n": None,
     }
     assert http.post("/v1/completions", json={**HI, **harmless}).status_code == 200
-    unscored = {"messages": SAY_HI, "max_tokens": 1, "logprobs": False, "top_logprobs": 0, "best_of": 1}
+    unscored = {"messages": HELLO, "max_tokens": 1, "logprobs": False, "top_logprobs": 0, "best_of": 1}
     [choice] = http.post("/v1/chat/completions", json=unscored).json()["choices"]
     assert choice["logprobs"] is None
 
@@ -173,10 +173,10 @@ FIELDS = st.sampled_from(
 @given(path=st.sampled_from(["completions", "chat/completions"]), junk=st.dictionaries(FIELDS, JUNK, max_size=3))
 @settings(max_examples=60)
 def test_random_json_never_causes_a_500(http: httpx.Client, path: str, junk: dict[str, object]) -> None:
-    body = {"prompt": "hi", "messages": SAY_HI, "max_tokens": 1, **junk}
+    body = {"prompt": "hi", "messages": HELLO, "max_tokens": 1, **junk}
     content = json_with_everything(body)
-    answer = http.post(f"/v1/{path}", content=content)
-    assert answer.status_code in (200, 400, 404), answer.text
+    response = http.post(f"/v1/{path}", content=content)
+    assert response.status_code in (200, 400, 404), response.text
 
 
 def json_with_everything(body: object) -> bytes:

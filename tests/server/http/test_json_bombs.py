@@ -60,13 +60,13 @@ def test_a_bomb_is_refused_in_bounded_memory(scripted_server: Running, name: str
         watching = threading.Thread(target=watch)
         watching.start()
         try:
-            answers = [_post(client, path, BOMBS[name]) for path in PATHS]
+            responses = [_post(client, path, BOMBS[name]) for path in PATHS]
         finally:
             over.set()
             watching.join()
-        assert all(answer.status_code in (400, 413) for answer in answers[:2]), [a.text for a in answers]
-        assert answers[2].status_code in (200, 400, 413), "a text may be long where nothing is generated"
-        assert all(len(answer.content) < 4096 for answer in answers[:2])
+        assert all(response.status_code in (400, 413) for response in responses[:2]), [a.text for a in responses]
+        assert responses[2].status_code in (200, 400, 413), "a text may be long where nothing is generated"
+        assert all(len(response.content) < 4096 for response in responses[:2])
         assert scripted_server.resident_bytes - before_bytes < 64 << 20
         assert most_bytes[0] - before_bytes < 256 << 20, "while it was read"
         check_control(client)
@@ -79,5 +79,5 @@ def _post(client: httpx.Client, path: str, body: bytes) -> httpx.Response:
 def test_of_duplicate_fields_the_last_counts(scripted_server: Running) -> None:
     """As everywhere; the first has no effect."""
     with scripted_server.client() as client:
-        answer = _post(client, "/v1/completions", b'{"prompt":"endless","n":1000,"n":1,"prompt":"hi"}')
-        assert (answer.status_code, answer.json()["choices"][0]["text"]) == (200, "Hello there.")
+        response = _post(client, "/v1/completions", b'{"prompt":"endless","n":1000,"n":1,"prompt":"hi"}')
+        assert (response.status_code, response.json()["choices"][0]["text"]) == (200, "Hello there.")

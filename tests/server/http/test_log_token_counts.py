@@ -22,7 +22,7 @@ def lines(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) ->
     script = tmp_path_factory.mktemp("script") / "script.jsonl"
     script.write_text(json.dumps({"say": HELLO}))
     command = [QUIRE, "serve", "--port", "0", "--script", str(script), "--log-format", "json"]
-    asked: dict[str, tuple[str, dict[str, Any]]] = {
+    requests: dict[str, tuple[str, dict[str, Any]]] = {
         "chat": ("/v1/chat/completions", CHAT),
         "stream": ("/v1/chat/completions", {**CHAT, "stream": True}),
         "two": ("/v1/completions", {"prompt": ["hi", "hi"], "n": 2}),
@@ -35,18 +35,18 @@ def lines(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) ->
         assert server.stderr is not None
         url = next(line for line in server.stderr if line.startswith("Ready")).split()[5]
         with httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
-            told = {
+            response_text = {
                 name: client.post(path, json=body, headers={"x-request-id": name}).text
-                for name, (path, body) in asked.items()
+                for name, (path, body) in requests.items()
             }
-            told["left"] = leave_early(client)
+            response_text["left"] = disconnect_early(client)
         server.terminate()
         logged = [json.loads(line) for line in server.communicate(timeout=PATIENCE_S)[0].splitlines()]
     by_name = {line["client_id"]: line for line in logged if line["event"] == "request"}
-    yield {name: (by_name[name], said) for name, said in told.items()}
+    yield {name: (by_name[name], response_text) for name, response_text in response_text.items()}
 
 
-def leave_early(client: httpx.Client) -> str:
+def disconnect_early(client: httpx.Client) -> str:
     """What a client received of a stream before it disconnected."""
     body = {**CHAT, "stream": True, "ignore_eos": True, "max_tokens": 8000}
     with client.stream("POST", "/v1/chat/completions", json=body, headers={"x-request-id": "left"}) as stream:
@@ -59,12 +59,12 @@ def tokens(line: dict[str, Any]) -> tuple[int | None, int | None]:
 
 def test_token_counts_in_the_log_equal_the_usage(lines: dict[str, Any]) -> None:
     for name in ("chat", "two"):
-        line, told = lines[name]
-        usage = json.loads(told)["usage"]
+        line, response_text = lines[name]
+        usage = json.loads(response_text)["usage"]
         assert tokens(line) == (usage["prompt_tokens"], usage["completion_tokens"]) and usage["completion_tokens"] > 0
     for name in ("messages", "responses"):
-        line, told = lines[name]
-        usage = json.loads(told)["usage"]
+        line, response_text = lines[name]
+        usage = json.loads(response_text)["usage"]
         assert tokens(line) == (usage["input_tokens"], usage["output_tokens"])
 
 
@@ -86,6 +86,6 @@ def test_a_refused_request_logs_no_tokens(lines: dict[str, Any]) -> None:
 
 
 def test_a_log_line_has_the_error_code(lines: dict[str, Any]) -> None:
-    line, told = lines["refused"]
-    assert line["error"] == json.loads(told)["error"]["code"] and line["status"] == 400
+    line, response_text = lines["refused"]
+    assert line["error"] == json.loads(response_text)["error"]["code"] and line["status"] == 400
     assert "error" not in lines["chat"][0]

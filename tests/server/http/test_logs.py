@@ -17,7 +17,7 @@ from quire.server.http.logs import MAX_FIELD_CHARACTERS, JsonLines, LogFormat, L
 from quire.server.http.request_context import RequestRecord
 from tests.server.server_process import wait_until
 
-ANSWERED = RequestRecord("/v1/echo", "POST", 200, 0.0123456, "holder", "abc", "my-id", 7, 1)
+RECORD = RequestRecord("/v1/echo", "POST", 200, 0.0123456, "holder", "abc", "my-id", 7, 1)
 
 
 class Stuck(io.StringIO):
@@ -69,8 +69,8 @@ def logging_to(stream: io.StringIO, form: LogFormat = "json", max_lines: int = 1
 def test_a_request_is_a_line_of_json() -> None:
     stream = io.StringIO()
     with logging_to(stream):
-        log_request(ANSWERED)
-        log_request(ANSWERED._replace(label=None, num_prompt_tokens=None, num_completion_tokens=None))
+        log_request(RECORD)
+        log_request(RECORD._replace(label=None, num_prompt_tokens=None, num_completion_tokens=None))
     full, bare = [json.loads(line) for line in stream.getvalue().splitlines()]
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", full.pop("time"))
     assert full == {
@@ -83,7 +83,7 @@ def test_a_request_is_a_line_of_json() -> None:
 def test_a_request_is_a_short_line_of_text() -> None:
     stream = io.StringIO()
     with logging_to(stream, "text"):
-        log_request(ANSWERED)
+        log_request(RECORD)
     assert re.fullmatch(
         r"\d\d:\d\d:\d\d request id=abc client_id=my-id method=POST route=/v1/echo status=200 duration_ms=12\.346 "
         r"key=holder prompt_tokens=7 completion_tokens=1\n",
@@ -95,7 +95,7 @@ def test_a_request_is_a_short_line_of_text() -> None:
 def test_polled_routes_are_not_logged(route: str) -> None:
     stream = io.StringIO()
     with logging_to(stream):
-        log_request(ANSWERED._replace(route=route))
+        log_request(RECORD._replace(route=route))
     assert stream.getvalue() == ""
 
 
@@ -113,9 +113,9 @@ def test_no_field_breaks_a_line(event: str, value: str) -> None:
     line = JsonLines().format(record(event, label=value))
     assert line.isascii() and line.isprintable()
     read = json.loads(line)
-    for said, meant in ((read["event"], event), (read["label"], value)):
-        assert len(said) <= MAX_FIELD_CHARACTERS
-        assert said == meant or said == meant[: MAX_FIELD_CHARACTERS - 1] + "…"
+    for written, original in ((read["event"], event), (read["label"], value)):
+        assert len(written) <= MAX_FIELD_CHARACTERS
+        assert written == original or written == original[: MAX_FIELD_CHARACTERS - 1] + "…"
     text = TextLines().format(record(event, label=value))
     assert text.isprintable() and len(text.splitlines()) == 1
 
@@ -140,15 +140,15 @@ def test_an_exception_is_logged_with_its_stack_and_without_its_message() -> None
 def test_a_blocked_log_drops_lines_and_never_waits() -> None:
     stream = Stuck()
     with logging_to(stream, max_lines=5) as writer:
-        log_request(ANSWERED)
+        log_request(RECORD)
         assert stream.writing.wait(30)
         for _ in range(50):
-            log_request(ANSWERED)
+            log_request(RECORD)
         assert writer.handler.num_dropped == 45
         stream.released.set()
         while writer.handler.queue.qsize():  # type: ignore[attr-defined]
             pass
-        log_request(ANSWERED)
+        log_request(RECORD)
     lines = [json.loads(line) for line in stream.getvalue().splitlines()]
     assert [line["event"] for line in lines] == ["request"] * 7 + ["log_lines_lost"]
     assert lines[-1]["lines"] == 45
@@ -156,7 +156,7 @@ def test_a_blocked_log_drops_lines_and_never_waits() -> None:
 
 def test_a_closed_log_raises_nothing() -> None:
     with logging_to(Gone()):
-        log_request(ANSWERED)
+        log_request(RECORD)
         logging.getLogger("quire").info("%d", "no number")  # what cannot even be formatted
 
 
@@ -164,11 +164,11 @@ def test_lines_dropped_by_a_full_disk_are_reported_later() -> None:
     stream = Disk()
     with logging_to(stream) as writer:
         for num_lost in (1, 2, 3):  # the second and third tell of those before, which is not written either
-            log_request(ANSWERED)
+            log_request(RECORD)
             wait_until(lambda lost=num_lost: writer.handler._num_unreported == lost)  # type: ignore[misc]
         assert writer.handler.num_dropped == 3
         stream.room = True
-        log_request(ANSWERED)
+        log_request(RECORD)
         wait_until(lambda: "log_lines_lost" in stream.getvalue())
     lines = [json.loads(line) for line in stream.getvalue().splitlines()]
     assert [(line["event"], line.get("lines")) for line in lines] == [("request", None), ("log_lines_lost", 3)]

@@ -18,9 +18,9 @@ from tests.server.http_app import BEARER, KEY, KEYED, Application, running_serve
 def test_no_cors_by_default() -> None:
     preflight = {"origin": "https://a.example", "access-control-request-method": "POST"}
     with running_server() as server, server.client() as client:
-        answer = client.options("/v1/echo", headers=preflight)
-    assert answer.status_code == 401
-    assert not [name for name in answer.headers if name.startswith("access-control-")]
+        response = client.options("/v1/echo", headers=preflight)
+    assert response.status_code == 401
+    assert not [name for name in response.headers if name.startswith("access-control-")]
 
 
 def test_an_allowed_origin_gets_cors_headers() -> None:
@@ -28,17 +28,20 @@ def test_an_allowed_origin_gets_cors_headers() -> None:
         running_server(options=AccessOptions(allowed_origins=("https://a.example",))) as server,
         server.client() as client,
     ):
-        wish = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
-        leave = client.options("/v1/echo", headers={"origin": "https://a.example", **wish})
-        assert leave.status_code == 200 and leave.headers["x-request-id"]
-        assert leave.headers["access-control-allow-origin"] == "https://a.example"
-        assert "authorization" in leave.headers["access-control-allow-headers"]
+        preflight = {
+            "access-control-request-method": "POST",
+            "access-control-request-headers": "authorization,content-type",
+        }
+        allowed = client.options("/v1/echo", headers={"origin": "https://a.example", **preflight})
+        assert allowed.status_code == 200 and allowed.headers["x-request-id"]
+        assert allowed.headers["access-control-allow-origin"] == "https://a.example"
+        assert "authorization" in allowed.headers["access-control-allow-headers"]
         refused = client.post("/v1/echo", json={}, headers={"origin": "https://a.example"})
         assert refused.status_code == 401 and refused.headers["access-control-allow-origin"] == "https://a.example"
-        assert client.options("/v1/echo", headers={"origin": "https://b.example", **wish}).status_code == 400
+        assert client.options("/v1/echo", headers={"origin": "https://b.example", **preflight}).status_code == 400
         assert client.options("/v1/echo", headers={"origin": "https://a.example"}).status_code == 401
-        answer = client.post("/v1/echo", json={}, headers={"origin": "https://a.example", **BEARER})
-        assert answer.status_code == 200 and "x-request-id" in answer.headers["access-control-expose-headers"]
+        response = client.post("/v1/echo", json={}, headers={"origin": "https://a.example", **BEARER})
+        assert response.status_code == 200 and "x-request-id" in response.headers["access-control-expose-headers"]
 
 
 def test_a_foreign_origin_is_refused_without_keys() -> None:
@@ -72,11 +75,11 @@ def test_dns_rebinding_is_refused_without_keys(host: str, known: bool) -> None:
     page = {b"host": host.encode(), b"origin": b"http://" + host.encode()}
     options = AccessOptions(allowed_origins=("https://Models.example",), own_host="box.lan")
     app = secure(Application().starlette, keys=KeyRing(), options=options)
-    answer = posted(app, page)
-    assert answer.status == (200 if known else 403)
+    response = posted(app, page)
+    assert response.status == (200 if known else 403)
     if not known:
-        told = json.loads(answer.body)["error"]
-        assert told["code"] == "origin_not_allowed" and f"--allowed-origins http://{host} or" in told["message"]
+        error = json.loads(response.body)["error"]
+        assert error["code"] == "origin_not_allowed" and f"--allowed-origins http://{host} or" in error["message"]
     assert posted(app, {b"host": host.encode()}).status == 200  # no web page: any name will do
     keyed = secure(Application().starlette, keys=KEYED, options=options)
     assert posted(keyed, {**page, b"x-api-key": KEY.encode()}).status == 200

@@ -7,12 +7,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.server.many_clients import Told, Visitor, request, tell, tell_all
-from tests.server.scripted_servers import CONTROL, asked, check_control, scripted
+from tests.server.many_clients import RawClient, RawResponse, fetch, fetch_all, request
+from tests.server.scripted_servers import CONTROL, check_control, completion_body, scripted
 from tests.server.server_process import Running, counted, load, wait_until, wait_until_at_rest
 
-NUM_SEATS, NUM_WAITING = 4, 4
-ENDLESS = request(asked("endless", max_tokens=6000, stream=True), headers={"Authorization": "Bearer sk-ops"})
+NUM_ROWS, NUM_WAITING = 4, 4
+ENDLESS = request(completion_body("endless", max_tokens=6000, stream=True), headers={"Authorization": "Bearer sk-ops"})
 LIMITED = {"Authorization": "Bearer sk-limited"}
 OPS = {"Authorization": "Bearer sk-ops"}
 
@@ -22,51 +22,56 @@ def server(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -
     """A small server: four requests run, four may wait, and one of its keys may have two open."""
     folder = tmp_path_factory.mktemp("crowds")
     (folder / "keys").write_text("sk-ops name=ops trusted\nsk-limited name=limited max_open=2\n")
-    starts = ("--max-num-seqs", str(NUM_SEATS), "--max-waiting", str(NUM_WAITING))
+    starts = ("--max-num-seqs", str(NUM_ROWS), "--max-waiting", str(NUM_WAITING))
     with scripted(folder, *starts, "--api-key-file", str(folder / "keys")) as running:
         yield running
 
 
-async def fill(server: Running, num_visitors: int) -> list[Visitor]:
+async def fill(server: Running, num_visitors: int) -> list[RawClient]:
     """So many open requests; those that run have received output."""
-    visitors = [await Visitor.ask(server.port, ENDLESS) for _ in range(NUM_SEATS)]
-    for visitor in visitors:
-        await visitor.hear(b'"text"')
-    visitors += [await Visitor.ask(server.port, ENDLESS) for _ in range(num_visitors - NUM_SEATS)]
+    raw_clients = [await RawClient.connect(server.port, ENDLESS) for _ in range(NUM_ROWS)]
+    for raw_client in raw_clients:
+        await raw_client.receive_until(b'"text"')
+    raw_clients += [await RawClient.connect(server.port, ENDLESS) for _ in range(num_visitors - NUM_ROWS)]
     with server.client(headers=OPS) as client:
         await asyncio.to_thread(wait_until, lambda: load(client)["num_requests"] == num_visitors)
-    return visitors
+    return raw_clients
 
 
-def leave(visitors: list[Visitor]) -> None:
-    for visitor in visitors:
-        visitor.leave()
+def disconnect(raw_clients: list[RawClient]) -> None:
+    for raw_client in raw_clients:
+        raw_client.disconnect()
 
 
 def test_a_full_queue_refuses_before_the_body_is_read(server: Running) -> None:
-    async def crowd() -> list[Told]:
-        inside = await fill(server, NUM_SEATS + NUM_WAITING)
-        head, _, _ = request(asked("hi"), headers=OPS).partition(b"\r\n\r\n")  # a body is promised, and never comes
-        told = await tell_all(server.port, [head + b"\r\n\r\n"] * 20)
-        leave(inside)
-        return told
+    async def crowd() -> list[RawResponse]:
+        inside = await fill(server, NUM_ROWS + NUM_WAITING)
+        head, _, _ = request(completion_body("hi"), headers=OPS).partition(
+            b"\r\n\r\n"
+        )  # a body is promised, and never comes
+        responses = await fetch_all(server.port, [head + b"\r\n\r\n"] * 20)
+        disconnect(inside)
+        return responses
 
-    told = asyncio.run(crowd())
-    assert all(each.status == 429 and b'"queue_full"' in each.body for each in told)
-    assert all(each.retry_after_s is not None and each.retry_after_s >= 1 for each in told)
+    responses = asyncio.run(crowd())
+    assert all(each.status == 429 and b'"queue_full"' in each.body for each in responses)
+    assert all(each.retry_after_s is not None and each.retry_after_s >= 1 for each in responses)
     with server.client(headers=OPS) as client:
         wait_until_at_rest(client)
         check_control(client)
 
 
 def test_a_key_has_a_concurrency_limit(server: Running) -> None:
-    async def crowd() -> tuple[Told, Told]:
-        mine = [await Visitor.ask(server.port, request(asked("endless", stream=True), headers=LIMITED)) for _ in "12"]
-        for visitor in mine:
-            await visitor.hear(b'"text"')
-        refused = await tell(server.port, request(asked("hi"), headers=LIMITED))
-        other = await tell(server.port, request(asked("hi"), headers=OPS))
-        leave(mine)
+    async def crowd() -> tuple[RawResponse, RawResponse]:
+        mine = [
+            await RawClient.connect(server.port, request(completion_body("endless", stream=True), headers=LIMITED))
+            for _ in "12"
+        ]
+        for raw_client in mine:
+            await raw_client.receive_until(b'"text"')
+        refused = await fetch(server.port, request(completion_body("hi"), headers=LIMITED))
+        other = await fetch(server.port, request(completion_body("hi"), headers=OPS))
+        disconnect(mine)
         return refused, other
 
     refused, other = asyncio.run(crowd())
@@ -78,18 +83,18 @@ def test_a_key_has_a_concurrency_limit(server: Running) -> None:
 
 
 def test_a_deadline_that_expires_in_the_queue_computes_nothing(server: Running) -> None:
-    async def crowd() -> Told:
-        inside = await fill(server, NUM_SEATS)
-        impatient = request(asked("hi " * 500), headers={**OPS, "X-Quire-Timeout-S": "0.2"})
-        told = await tell(server.port, impatient)
-        leave(inside)
-        return told
+    async def crowd() -> RawResponse:
+        inside = await fill(server, NUM_ROWS)
+        impatient = request(completion_body("hi " * 500), headers={**OPS, "X-Quire-Timeout-S": "0.2"})
+        responses = await fetch(server.port, impatient)
+        disconnect(inside)
+        return responses
 
     with server.client(headers=OPS) as client:
         wait_until_at_rest(client)
         before = counted(client, "prompt_tokens_total")
-        told = asyncio.run(crowd())
-        assert told.status == 504 and b'"deadline_expired"' in told.body
+        responses = asyncio.run(crowd())
+        assert responses.status == 504 and b'"deadline_expired"' in responses.body
         wait_until_at_rest(client)
         assert counted(client, "prompt_tokens_total") - before < 500
         check_control(client)
@@ -107,27 +112,30 @@ def test_a_deadline_that_expires_in_the_queue_computes_nothing(server: Running) 
     ],
 )
 def test_a_header_that_is_not_a_number_is_refused(server: Running, header: str, value: str) -> None:
-    told = asyncio.run(tell(server.port, request(asked("hi"), headers={**OPS, header: value})))
-    assert told.status == 400 and header.encode() in told.body
+    responses = asyncio.run(fetch(server.port, request(completion_body("hi"), headers={**OPS, header: value})))
+    assert responses.status == 400 and header.encode() in responses.body
 
 
 @pytest.mark.parametrize("state", ["queued", "prefill", "streaming", "plain", "half a body"])
 def test_nothing_leaks_when_clients_disconnect(server: Running, state: str) -> None:
     """Forty disconnects in each state: 200 in all."""
-    plain, long = request(asked("endless"), headers=OPS), request(asked("endless " * 1500), headers=OPS)
+    plain, long = (
+        request(completion_body("endless"), headers=OPS),
+        request(completion_body("endless " * 1500), headers=OPS),
+    )
 
     async def crowd(client: httpx.Client) -> None:
-        inside = await fill(server, NUM_SEATS) if state == "queued" else []
+        inside = await fill(server, NUM_ROWS) if state == "queued" else []
         for _ in range(10):
-            said = {"prefill": long, "plain": plain, "half a body": plain[:-20]}.get(state, ENDLESS)
-            visitors = [await Visitor.ask(server.port, said) for _ in range(NUM_WAITING)]
-            for visitor in visitors if state == "streaming" else ():
-                await visitor.hear(b'"text"')
+            sent = {"prefill": long, "plain": plain, "half a body": plain[:-20]}.get(state, ENDLESS)
+            raw_clients = [await RawClient.connect(server.port, sent) for _ in range(NUM_WAITING)]
+            for raw_client in raw_clients if state == "streaming" else ():
+                await raw_client.receive_until(b'"text"')
             known = "server_load" if state == "half a body" else "num_requests"
             await asyncio.to_thread(wait_until, lambda: load(client)[known] > len(inside))  # noqa: B023
-            leave(visitors)
+            disconnect(raw_clients)
             await asyncio.to_thread(wait_until, lambda: load(client)["server_load"] <= len(inside))
-        leave(inside)
+        disconnect(inside)
 
     with server.client(headers=OPS) as client:
         wait_until_at_rest(client)
@@ -137,12 +145,12 @@ def test_nothing_leaks_when_clients_disconnect(server: Running, state: str) -> N
 
 
 def test_refused_clients_retry_and_are_served(server: Running) -> None:
-    async def crowd() -> list[Told]:
-        return await tell_all(server.port, [request(asked("secret"), headers=OPS)] * 100)
+    async def crowd() -> list[RawResponse]:
+        return await fetch_all(server.port, [request(completion_body("secret"), headers=OPS)] * 100)
 
-    told = asyncio.run(crowd())
-    assert {each.status for each in told} <= {200, 429}
-    assert all("日本語".encode() in each.body if each.status == 200 else each.retry_after_s for each in told)
+    responses = asyncio.run(crowd())
+    assert {each.status for each in responses} <= {200, 429}
+    assert all("日本語".encode() in each.body if each.status == 200 else each.retry_after_s for each in responses)
     with server.client(headers=OPS) as client:
         wait_until_at_rest(client)
-        assert client.post("/v1/completions", json=asked("hi")).json()["choices"][0]["text"] == CONTROL
+        assert client.post("/v1/completions", json=completion_body("hi")).json()["choices"][0]["text"] == CONTROL

@@ -115,9 +115,9 @@ def test_what_is_malformed_is_refused(server: RunningServer, name: str) -> None:
 def test_error_bodies_are_small_and_have_no_machine_paths(server: RunningServer) -> None:
     for text in MALFORMED.values():
         if len(text) < 1000:
-            answer = server.say(text)
-            assert len(answer) < 4096
-            assert not re.search(rb"0x[0-9a-f]{6,}| object at |/usr/|/home/|Traceback", answer)
+            response = server.send(text)
+            assert len(response) < 4096
+            assert not re.search(rb"0x[0-9a-f]{6,}| object at |/usr/|/home/|Traceback", response)
 
 
 @pytest.mark.parametrize("name", ["noise", "no Host", "header bomb", "trailers"])
@@ -125,14 +125,14 @@ def test_a_refusal_of_the_protocol_has_the_headers_of_every_response(server: Run
     with server.connect() as connection:
         with suppress(ConnectionResetError, BrokenPipeError):
             connection.sendall(MALFORMED[name])
-        said = headers_of(received_until_closed(connection))
-    assert said["x-quire-request-id"] == said["x-request-id"] and said["x-content-type-options"] == "nosniff"
+        headers = headers_of(received_until_closed(connection))
+    assert headers["x-quire-request-id"] == headers["x-request-id"] and headers["x-content-type-options"] == "nosniff"
     server.control()
-    assert said["x-quire-request-id"] in {told.request_id for told in server.records}
+    assert headers["x-quire-request-id"] in {record.request_id for record in server.records}
 
 
-def headers_of(answer: bytes) -> dict[str, str]:
-    lines = answer.partition(b"\r\n\r\n")[0].decode("ascii").splitlines()[1:]
+def headers_of(response: bytes) -> dict[str, str]:
+    lines = response.partition(b"\r\n\r\n")[0].decode("ascii").splitlines()[1:]
     assert len({line.partition(":")[0] for line in lines}) == len(lines)
     return dict(line.split(": ", 1) for line in lines)
 
@@ -140,8 +140,8 @@ def headers_of(answer: bytes) -> dict[str, str]:
 @pytest.mark.parametrize(("num_headers", "status"), [(64, 401), (65, 431)])
 def test_the_number_of_headers_is_limited(server: RunningServer, num_headers: int, status: int) -> None:
     lines = b"".join(b"a%d: b\r\n" % number for number in range(num_headers - 2))
-    answer = server.say(b"GET / HTTP/1.1\r\nConnection: close\r\n" + HOST + lines + b"\r\n")
-    assert status_of(answer) == status
+    response = server.send(b"GET / HTTP/1.1\r\nConnection: close\r\n" + HOST + lines + b"\r\n")
+    assert status_of(response) == status
 
 
 @pytest.mark.parametrize(("more", "status"), [(0, 401), (1, 431)])
@@ -151,18 +151,18 @@ def test_the_size_of_the_head_is_limited(server: RunningServer, more: int, statu
     head = head.replace(b"%b", b"b" * (ConnectionLimits().head_bytes - len(head) + 2 + more))
     assert len(head) == ConnectionLimits().head_bytes + more
     pieces = [head[start : start + piece] for start in range(0, len(head), piece)]
-    assert status_of(server.say(*pieces)) == status
+    assert status_of(server.send(*pieces)) == status
 
 
 def test_a_body_in_the_same_packet_does_not_count_as_head(server: RunningServer) -> None:
     body = b" " * 200_000
     request = POST + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body
-    assert b'"length":200000' in server.say(request)
+    assert b'"length":200000' in server.send(request)
 
 
 def test_chunks_are_read_whatever_their_size(server: RunningServer) -> None:
     end = b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1;x=y\r\na\r\n" * 20_000 + b"0\r\n\r\n"
-    assert b'"length":20000' in server.say(POST + end)
+    assert b'"length":20000' in server.send(POST + end)
 
 
 @pytest.mark.parametrize("head", [b"Content-Length: 2\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n"])
@@ -183,8 +183,8 @@ def test_an_upgrade_offer_is_ignored(server: RunningServer, head: bytes, togethe
 @pytest.mark.parametrize("more", [b"GET /health HTTP/1.1\r\n" + HOST + b"\r\n", b"}", b"\x00\x01", POST + b"\r\n"])
 @pytest.mark.parametrize("close", [b"", b"Connection: close\r\n"])
 def test_pipelined_bytes_get_one_response(server: RunningServer, more: bytes, close: bytes) -> None:
-    answer = server.say(POST + close + b"Content-Length: 2\r\n\r\n{}" + more)
-    assert answer.count(b"HTTP/1.1 200 OK") == 1 and b'"length":2' in answer
+    response = server.send(POST + close + b"Content-Length: 2\r\n\r\n{}" + more)
+    assert response.count(b"HTTP/1.1 200 OK") == 1 and b'"length":2' in response
 
 
 def test_a_disconnect_after_pipelined_bytes_is_noticed() -> None:
@@ -214,40 +214,40 @@ def test_a_connection_is_reused_after_an_early_response(server: RunningServer) -
             connection.sendall(b"{}" + head)  # the rest of one and the beginning of the next, in one piece
             server.control()
         connection.sendall(b"{}" + POST + b"Connection: close\r\nContent-Length: 3\r\n\r\n{ }")
-        answer = received_until_closed(connection)
-    assert answer.count(b" 401 Unauthorized\r\n") == 4 and b'"length":3' in answer
+        response = received_until_closed(connection)
+    assert response.count(b" 401 Unauthorized\r\n") == 4 and b'"length":3' in response
 
 
 def test_expect_100_continue_is_refused_before_the_body(server: RunningServer) -> None:
     head = b"POST /v1/echo HTTP/1.1\r\n" + HOST + b"Expect: 100-continue\r\nContent-Length: 99\r\n\r\n"
-    assert status_of(server.say(head)) == 401
+    assert status_of(server.send(head)) == 401
 
 
 def test_a_stream_for_http_1_0_is_not_chunked(server: RunningServer) -> None:
-    def told(version: bytes, more: bytes = b"Connection: close\r\n") -> tuple[bytes, bytes]:
-        head, _, body = server.say(
+    def record(version: bytes, more: bytes = b"Connection: close\r\n") -> tuple[bytes, bytes]:
+        head, _, body = server.send(
             b"GET /v1/pieces HTTP/" + version + b"\r\n" + HOST + AUTH + more + b"\r\n"
         ).partition(b"\r\n\r\n")
         return head.lower(), body
 
-    head, body = told(b"1.0", b"Connection: keep-alive\r\n")
+    head, body = record(b"1.0", b"Connection: keep-alive\r\n")
     assert body == b"one two three"
     assert b"transfer-encoding" not in head and b"content-length" not in head and b"connection: close" in head
-    head, body = told(b"1.1")
+    head, body = record(b"1.1")
     assert b"transfer-encoding: chunked" in head and body.startswith(b"4\r\none \r\n") and body.endswith(b"0\r\n\r\n")
 
 
 @pytest.mark.parametrize("method", [b"POST", b"HEAD"])
 def test_a_response_with_a_length_is_the_same_for_http_1_0(server: RunningServer, method: bytes) -> None:
     target = b"/v1/echo" if method == b"POST" else b"/health"
-    answer = server.say(method + b" " + target + b" HTTP/1.0\r\n" + AUTH + b"Content-Length: 2\r\n\r\n{}")
-    assert answer.startswith(b"HTTP/1.1 200 ")
-    assert b"content-length: " in answer and b"transfer-encoding" not in answer
+    response = server.send(method + b" " + target + b" HTTP/1.0\r\n" + AUTH + b"Content-Length: 2\r\n\r\n{}")
+    assert response.startswith(b"HTTP/1.1 200 ")
+    assert b"content-length: " in response and b"transfer-encoding" not in response
 
 
 def test_a_stream_that_breaks_for_http_1_0_is_closed(server: RunningServer) -> None:
-    answer = server.say(b"GET /v1/broken_stream HTTP/1.0\r\n" + AUTH + b"\r\n")
-    assert answer.endswith(b"\r\n\r\nfirst")
+    response = server.send(b"GET /v1/broken_stream HTTP/1.0\r\n" + AUTH + b"\r\n")
+    assert response.endswith(b"\r\n\r\nfirst")
     server.control()
 
 
@@ -307,16 +307,20 @@ def test_a_body_that_never_comes_is_cut_off_and_the_application_notified(head: b
         connection.sendall(head.replace(b"\r\n\r\n", b"\r\nX-Request-Id: mine\r\n\r\n"))
         server.control()
         pass_time(server, timers, ConnectionLimits().body_s)
-        answer = first_response(connection)
-        assert status_of(answer) == 408 and b"0 bytes of it in 30 s or more" in answer and b"65536 bytes a s" in answer
+        response = first_response(connection)
+        assert (
+            status_of(response) == 408
+            and b"0 bytes of it in 30 s or more" in response
+            and b"65536 bytes a s" in response
+        )
         server.control()
         assert sorted((each.route, each.status) for each in server.records) == [
             ("/v1/echo", n) for n in (200, 200, 408)
         ]
-        (told,) = [each for each in server.records if each.status == 408]
-        assert told.error_code == "request_timeout" and told.refused_early  # what was told is what is counted
-        assert headers_of(answer)["x-quire-request-id"] == told.request_id  # one id, in the log and for the client
-        assert headers_of(answer)["x-request-id"] == "mine" == told.label
+        (record,) = [each for each in server.records if each.status == 408]
+        assert record.error_code == "request_timeout" and record.refused_early  # what was told is what is counted
+        assert headers_of(response)["x-quire-request-id"] == record.request_id  # one id, in the log and for the client
+        assert headers_of(response)["x-request-id"] == "mine" == record.label
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -332,8 +336,8 @@ def test_a_slow_loris_body_is_cut_off(chunked: bool) -> None:
         assert timers.running(ConnectionLimits().body_s) == first  # no byte begins it anew
         pass_time(server, timers, ConnectionLimits().body_s)
         pass_time(server, timers, price_s(5))
-        answer = first_response(connection)
-        assert status_of(answer) == 408 and b"5 bytes of it" in answer
+        response = first_response(connection)
+        assert status_of(response) == 408 and b"5 bytes of it" in response
 
 
 def test_a_body_that_never_comes_gets_an_error_of_its_api() -> None:
@@ -342,19 +346,24 @@ def test_a_body_that_never_comes_gets_an_error_of_its_api() -> None:
         connection.sendall(b"POST /v1/messages/echo HTTP/1.1\r\n" + HOST + AUTH + b"Content-Length: 10\r\n\r\n")
         server.control()
         pass_time(server, timers, ConnectionLimits().body_s)
-        answer = first_response(connection)
-    told = headers_of(answer)
-    body = json.loads(answer.partition(b"\r\n\r\n")[2])
-    assert body["type"] == "error" and body["request_id"] == told["request-id"] == told["x-quire-request-id"]
+        response = first_response(connection)
+    record = headers_of(response)
+    body = json.loads(response.partition(b"\r\n\r\n")[2])
+    assert body["type"] == "error" and body["request_id"] == record["request-id"] == record["x-quire-request-id"]
 
 
 def test_a_malformed_chunk_is_reported_with_the_status_sent(server: RunningServer) -> None:
     server.records.clear()
-    answer = server.say(CHUNKED, b"no number\r\n")
+    response = server.send(CHUNKED, b"no number\r\n")
     server.control()
-    (told,) = [each for each in server.records if each.status != 200]
-    assert (status_of(answer), told.route, told.status, told.error_code) == (400, "/v1/echo", 400, "malformed_http")
-    assert headers_of(answer)["x-quire-request-id"] == told.request_id
+    (record,) = [each for each in server.records if each.status != 200]
+    assert (status_of(response), record.route, record.status, record.error_code) == (
+        400,
+        "/v1/echo",
+        400,
+        "malformed_http",
+    )
+    assert headers_of(response)["x-quire-request-id"] == record.request_id
 
 
 def test_a_body_that_makes_progress_gets_time() -> None:
@@ -396,8 +405,8 @@ def test_a_connection_above_the_limit_gets_an_error_and_slots_are_released() -> 
         for connection in held:
             connection.sendall(b"GET /health HTTP/1.1\r\n" + HOST + b"\r\n")
             assert b"200 OK" in first_response(connection)
-        answer = server.say(b"GET /health HTTP/1.1\r\n" + HOST + b"\r\n")
-        assert status_of(answer) == 503 and b"retry-after: 1\r\n" in answer
+        response = server.send(b"GET /health HTTP/1.1\r\n" + HOST + b"\r\n")
+        assert status_of(response) == 503 and b"retry-after: 1\r\n" in response
         for connection in held:
             connection.shutdown(socket.SHUT_WR)
             assert connection.recv(1) == b""
@@ -426,9 +435,9 @@ def test_any_bytes_leave_the_server_working(server: RunningServer, pieces: list[
             for piece in [b"".join(pieces)] if together else pieces:
                 connection.sendall(piece)
             connection.shutdown(socket.SHUT_WR)
-        answer = received_until_closed(connection)
-    statuses = [int(each) for each in re.findall(rb"HTTP/1\.1 (\d{3}) ", answer)]
-    assert all(status < 500 for status in statuses), answer
+        response = received_until_closed(connection)
+    statuses = [int(each) for each in re.findall(rb"HTTP/1\.1 (\d{3}) ", response)]
+    assert all(status < 500 for status in statuses), response
     server.control()
 
 

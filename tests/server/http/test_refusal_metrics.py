@@ -8,8 +8,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.server.many_clients import Visitor, request, tell
-from tests.server.scripted_servers import asked, scripted
+from tests.server.many_clients import RawClient, fetch, request
+from tests.server.scripted_servers import completion_body, scripted
 from tests.server.server_process import Running, load, wait_until, wait_until_at_rest
 
 
@@ -31,12 +31,14 @@ def gained(client: httpx.Client, before: dict[str, float]) -> dict[str, float]:
 
 def test_refusals_of_a_full_queue_are_counted(narrow: Running) -> None:
     async def crowd(client: httpx.Client) -> list[int]:
-        inside = [await Visitor.ask(narrow.port, request(asked("endless", stream=True))) for _ in range(2)]
+        inside = [
+            await RawClient.connect(narrow.port, request(completion_body("endless", stream=True))) for _ in range(2)
+        ]
         wait_until(lambda: load(client)["server_load"] == 2)
-        refused = [await tell(narrow.port, request(asked("hi"))) for _ in range(5)]
-        for visitor in inside:
-            visitor.leave()
-        return [told.status for told in refused]
+        refused = [await fetch(narrow.port, request(completion_body("hi"))) for _ in range(5)]
+        for raw_client in inside:
+            raw_client.disconnect()
+        return [response.status for response in refused]
 
     with narrow.client() as client:
         before = by_code(client)
@@ -48,11 +50,11 @@ def test_refusals_of_a_full_queue_are_counted(narrow: Running) -> None:
 @pytest.mark.parametrize(
     ("body", "code"),
     [
-        (asked("hi", n=0), "invalid_parameter"),
-        (asked("hi", structured_outputs={"regex": "(("}), "invalid_grammar"),
-        (asked("hi " * 9000), "context_length_exceeded"),
-        (asked("boom"), "numerical_error"),
-        (asked("boom", stream=True), "numerical_error"),
+        (completion_body("hi", n=0), "invalid_parameter"),
+        (completion_body("hi", structured_outputs={"regex": "(("}), "invalid_grammar"),
+        (completion_body("hi " * 9000), "context_length_exceeded"),
+        (completion_body("boom"), "numerical_error"),
+        (completion_body("boom", stream=True), "numerical_error"),
     ],
 )
 def test_a_failure_is_counted_once_wherever_it_happens(narrow: Running, body: dict[str, object], code: str) -> None:
@@ -65,6 +67,6 @@ def test_a_failure_is_counted_once_wherever_it_happens(narrow: Running, body: di
 def test_malformed_http_is_counted_as_it_is_logged(narrow: Running) -> None:
     with narrow.client() as client:
         before = by_code(client)
-        assert asyncio.run(tell(narrow.port, b"BREW / HTTP/1.1\r\nHost: x\r\n\r\n")).status == 400
+        assert asyncio.run(fetch(narrow.port, b"BREW / HTTP/1.1\r\nHost: x\r\n\r\n")).status == 400
         assert gained(client, before) == {"other": 1}
         assert 'quire_http_requests_total{method="other",route="other",status="400"}' in client.get("/metrics").text

@@ -30,7 +30,7 @@ GENERATING = [endpoint.path for endpoint in ENDPOINTS if endpoint.generates]
 @pytest.fixture(scope="module")
 def full() -> Iterator[Application]:
     """A server where one request runs and one waits: full. Without a tokenizer, so that tokenizing would fail."""
-    child = EngineProcess(lambda said: None, lambda: None)
+    child = EngineProcess(lambda message: None, lambda: None)
     child.start()
     engine = AsyncEngine(None, time.monotonic)
     engine.attach(child, FACTS)
