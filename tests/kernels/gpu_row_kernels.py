@@ -1,4 +1,4 @@
-"""The kernels that work by row, as `select_kernels` hands them out where there is a GPU."""
+"""The row kernels as `select_kernels` provides them on a GPU."""
 
 from quire.kernels.gpu.decode_inputs import decode_inputs
 from quire.kernels.gpu.sampling.finish import finish_rows

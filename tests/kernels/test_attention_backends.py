@@ -1,4 +1,4 @@
-"""Who attends to what: every reason to take a library, and every reason to refuse it, from facts alone."""
+"""Selection of attention backends: every reason to use a library, and every reason to refuse it."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Products on the CPU's matrix unit: float32 times bfloat16 as the reference, on every CPU that has the unit."""
+"""AMX matmuls: float32 times bfloat16 against the reference, on every CPU that has AMX."""
 
 import math
 

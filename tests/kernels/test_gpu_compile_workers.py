@@ -1,4 +1,4 @@
-"""Calls in children: each is made once and elsewhere, and nothing that befalls a child harms its parent."""
+"""Worker processes: each call is made once, and a failing worker does not harm its parent."""
 
 import os
 import time

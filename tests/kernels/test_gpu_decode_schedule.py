@@ -1,4 +1,4 @@
-"""How rows of decodes are cut into splits, beside the same arithmetic in Python."""
+"""The split-KV schedule of decodes, beside the same arithmetic in Python."""
 
 from itertools import pairwise
 

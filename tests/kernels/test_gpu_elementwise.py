@@ -1,4 +1,4 @@
-"""Norms, turns, gates and products of the GPU kernels against the reference: compiled on a GPU, else interpreted."""
+"""Norms, RoPE, activations and matmuls of the GPU kernels against the reference: on a GPU, else interpreted."""
 
 import math
 from dataclasses import replace

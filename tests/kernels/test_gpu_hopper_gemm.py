@@ -1,4 +1,4 @@
-"""How gemm are cut for the kernel with a ring, which go to it, and those without it. Itself it is in tests/gpu."""
+"""Splits of the Hopper GEMM, which shapes it takes, and the fallback. The kernel itself is tested in tests/gpu."""
 
 import logging
 

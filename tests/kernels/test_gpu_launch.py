@@ -1,4 +1,4 @@
-"""Which launches go straight to a kernel that was compiled for one like them."""
+"""The launch cache: which launches go straight to a compiled kernel."""
 
 import pytest
 import torch

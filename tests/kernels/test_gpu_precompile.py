@@ -1,4 +1,4 @@
-"""Kernels that are compiled ahead: a rehearsal launches nothing, and finds each variant that steps launch, once."""
+"""Precompilation: a dry run launches nothing, and finds each variant that steps launch, once."""
 
 import json
 import os

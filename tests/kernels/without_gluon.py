@@ -1,4 +1,4 @@
-"""A module as it is on a Hopper card whose Triton has no Gluon."""
+"""A module as it loads on a Hopper GPU whose Triton has no Gluon."""
 
 import importlib.util
 import sys
