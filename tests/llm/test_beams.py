@@ -138,7 +138,7 @@ def test_beams_stream_at_the_end_and_can_be_given_up(searcher):
     assert whole.metrics.first_token_s == whole.metrics.finished_s
     stream = searcher.stream("beams", search(3, 2))
     for _ in range(3):
-        searcher._turn(stream)
+        searcher._step(stream)
     stream.close()
     while not searcher.client.idle:
         searcher.client.step()

@@ -19,7 +19,7 @@ ACCENTS = SamplingParams(seed=3, max_tokens=60, ignore_eos=True, allowed_token_i
 def drain(llm: LLM) -> None:
     """Nobody waits any more: a few turns give everything back."""
     for _ in range(5):
-        llm._step(SimpleNamespace(served=False))
+        llm._step(SimpleNamespace(ready=False))
     audit(llm.built.engine.scheduler)
     audit_rest(llm.built.engine.scheduler)
 
