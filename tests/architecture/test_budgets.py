@@ -7,7 +7,41 @@ from tests.architecture.tree import label, source_files, syntax
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 
+MIN_FILE_LINES = 60
+
 FILE_EXCEPTIONS: dict[str, str] = {}  # file: reason
+SMALL_FILES = {  # file: why it does not belong into a neighbour
+    "__main__.py": "entry point of python -m quire",
+    "version.py": "read by the build and by every floor",
+    "bench/engine_alone.py": "a program of its own: the engine without HTTP, measured in its own process",
+    "catalog/listing.py": "what `quire models` shows; locate and hub do not need it",
+    "catalog/progress.py": "shared by hub, wheel and the command line; imports nothing",
+    "cli/entry.py": "must import nothing: Ctrl-C during the imports ends quietly",
+    "cli/first_token.py": "a program of its own: the process that `quire bench startup` measures",
+    "cli/load_model.py": "loads torch; shared by run, chat and bench",
+    "cli/models.py": "one command",
+    "core/events.py": "the words of events, shared by sched, engine and server",
+    "core/fault_injection.py": "imported by both halves",
+    "core/ids.py": "the id types of every floor",
+    "engine/startup.py": "start-up phases, read by the server without torch",
+    "formats/open_checkpoint.py": "chooses between folder and GGUF: imports both readers",
+    "grammar/limits.py": "every bound of a grammar on one page, imported without llguidance",
+    "kernels/cpu/norm.py": "numba kernels: compiled at import, only on CPUs",
+    "kernels/gpu/activation.py": "one kernel",
+    "kernels/gpu/backends/interface.py": "the protocol of three backends; imports none",
+    "kernels/gpu/copy_blocks.py": "one kernel",
+    "kernels/gpu/gluon_compat.py": "what Triton releases call differently",
+    "kernels/gpu/hopper_support.py": "must load where Gluon is missing",
+    "kernels/transfers.py": "host to device and back, shared by runner, sampling and KV store",
+    "layers/attention.py": "one layer",
+    "layers/linear.py": "one layer",
+    "layers/mlp.py": "one layer",
+    "models/interface.py": "the protocol of the decoder and the oracle; imports neither",
+    "server/openai/responses.py": "endpoints of /v1/responses; input and output are files of their own",
+    "weights/dequantize.py": "the protocol, loaded without gguf",
+    "weights/gguf_dequantize.py": "imports gguf, which the offline engine does not need",
+    "workload/arrivals.py": "draws arrivals; traces.py reads files",
+}
 FUNCTION_EXCEPTIONS: dict[str, str] = {}  # file:function: reason
 
 
@@ -16,6 +50,13 @@ def test_a_file_is_short() -> None:
     assert not {
         name: length for name, length in lengths.items() if length > MAX_FILE_LINES and name not in FILE_EXCEPTIONS
     }
+
+
+def test_a_small_file_has_its_reason() -> None:
+    """A fragment makes the reader jump: it belongs into the file that uses it, unless there is a reason."""
+    lengths = {label(path): len(path.read_text().splitlines()) for path in source_files() if path.name != "__init__.py"}
+    assert {name for name, length in lengths.items() if length < MIN_FILE_LINES} == set(SMALL_FILES)
+    assert len(SMALL_FILES) <= 35
 
 
 def test_a_function_fits_a_screen() -> None:

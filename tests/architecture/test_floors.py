@@ -115,11 +115,11 @@ def test_an_engine_starts_without_the_compiler_of_torch() -> None:
     code = """
 import torch
 from quire.engine.build import build
-from quire.kernels.attention_backends import USUAL_NEEDS, AttentionEnvironment
+from quire.kernels.attention_backends import USUAL_NEEDS, AttentionPlatform
 from quire.kernels.attention_backends import find_backends
 from quire.kernels.select import select_kernels, select_attention
 select_kernels("cpu"), select_kernels("cuda")
-select_attention("auto", USUAL_NEEDS, AttentionEnvironment((9, 0), find_backends()), torch.device("cpu"))
+select_attention("auto", USUAL_NEEDS, AttentionPlatform((9, 0), find_backends()), torch.device("cpu"))
 """
     compiler = ("torch._dynamo", "torch._inductor", "sympy")
     assert loaded_by(code, *compiler) == loaded_by("import torch", *compiler)

@@ -15,7 +15,7 @@ from quire.core.errors import ConfigError
 from quire.core.step import Runner
 from quire.engine.build import build
 from quire.formats.presets import SHAPES
-from quire.kernels.attention_backends import AttentionEnvironment, AttentionNeeds, find_backends
+from quire.kernels.attention_backends import AttentionNeeds, AttentionPlatform, find_backends
 from quire.kernels.gpu.attention.dispatch import GpuAttention
 from quire.kernels.gpu.backends.interface import AttentionBackends
 from quire.kernels.interface import AttentionRule, StepLayout
@@ -37,7 +37,7 @@ LONG = [*DECODES, Part(300, 1100)]
 def backends(name: str, dim: int, dtype: torch.dtype, rule: AttentionRule) -> AttentionBackends:
     """The library for these shapes, tried; skips if it is not for them, or not to be had."""
     needs = AttentionNeeds(HEADS, KV_HEADS, dim, dtype, BLOCK_SIZE, (rule,))
-    here = AttentionEnvironment(torch.cuda.get_device_capability(), find_backends())
+    here = AttentionPlatform(torch.cuda.get_device_capability(), find_backends())
     try:
         return select_attention(name, needs, here, CUDA)[0]
     except ConfigError as refusal:

@@ -57,7 +57,7 @@ def run(
     prompts = [[(7 * i + 13 * j * j) % spec.vocab_size for i in range(3 + 11 * j)] for j in range(count)]
     tickets = [front.submit(prompt, params(place)) for place, prompt in enumerate(prompts)]
     while not all(ticket.finished for ticket in tickets):
-        front.turn()
+        front.step()
     return [ticket.output().outputs[0].token_ids for ticket in tickets], runner.num_replayed
 
 

@@ -46,7 +46,7 @@ def almost_full() -> Iterator[None]:
 def answers(front: LocalClient, prompts: list[list[int]]) -> list[tuple[list[int], str | None]]:
     tickets = [front.submit(prompt, PARAMS) for prompt in prompts]
     while not all(ticket.finished for ticket in tickets):
-        front.turn()
+        front.step()
     return [(ticket.output().outputs[0].token_ids, ticket.output().outputs[0].finish_reason) for ticket in tickets]
 
 

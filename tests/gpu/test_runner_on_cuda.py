@@ -41,7 +41,7 @@ def _greedy(device: str, prompts: list[list[int]]) -> list[list[int]]:
     params = SamplingParams(temperature=0, max_tokens=8)
     tickets = [front.submit(prompt, params) for prompt in prompts]
     while not all(ticket.finished for ticket in tickets):
-        front.turn()
+        front.step()
     return [ticket.output().outputs[0].token_ids for ticket in tickets]
 
 

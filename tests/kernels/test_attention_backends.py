@@ -10,7 +10,7 @@ from quire.kernels.attention_backends import (
     PARTS,
     USUAL_NEEDS,
     AttentionChoice,
-    AttentionEnvironment,
+    AttentionPlatform,
     FoundBackend,
     choose_attention,
 )
@@ -19,7 +19,7 @@ from quire.kernels.interface import AttentionRule
 
 ALL = {name: FoundBackend(f"{name} 1.2") for name in ("torch", "fa3", "flashinfer")}
 NONE = {name: FoundBackend(name, f"the package {name}") for name in ALL}
-HOPPER = AttentionEnvironment((9, 0), ALL)
+HOPPER = AttentionPlatform((9, 0), ALL)
 CAPPED = USUAL_NEEDS._replace(rules=(AttentionRule(0.1), AttentionRule(0.1, 512, 50.0)))
 
 
@@ -27,7 +27,7 @@ def parts(choice: AttentionChoice) -> tuple[str, str, str]:
     return choice[:3]
 
 
-def refusal(name: str, here: AttentionEnvironment = HOPPER, **needs: object) -> str:
+def refusal(name: str, here: AttentionPlatform = HOPPER, **needs: object) -> str:
     with pytest.raises(ConfigError) as caught:
         choose_attention(name, USUAL_NEEDS._replace(**needs), here)
     assert caught.value.param == "attention_backend"
@@ -80,9 +80,9 @@ def test_a_library_that_is_slower_on_average_is_not_used(monkeypatch):
 @pytest.mark.parametrize(
     ("here", "needs", "told"),
     [
-        (AttentionEnvironment((9, 0), NONE), USUAL_NEEDS, "fa3 not: it needs the package fa3"),
+        (AttentionPlatform((9, 0), NONE), USUAL_NEEDS, "fa3 not: it needs the package fa3"),
         (
-            AttentionEnvironment((8, 0), ALL),
+            AttentionPlatform((8, 0), ALL),
             USUAL_NEEDS,
             "fa3 not: it is not for GPUs of compute capability 8.0, but for 9.x",
         ),
@@ -114,9 +114,9 @@ def test_a_requested_library_gets_all_parts_it_supports(name, chosen):
 
 
 def test_a_refusal_names_what_is_missing():
-    assert "it needs the package flashinfer" in refusal("flashinfer", AttentionEnvironment((9, 0), NONE))
-    assert "capability 10.0, but for 9.x" in refusal("fa3", AttentionEnvironment((10, 0), ALL))
-    assert "capability 7.5, but for 8.0 and later" in refusal("torch", AttentionEnvironment((7, 5), ALL))
+    assert "it needs the package flashinfer" in refusal("flashinfer", AttentionPlatform((9, 0), NONE))
+    assert "capability 10.0, but for 9.x" in refusal("fa3", AttentionPlatform((10, 0), ALL))
+    assert "capability 7.5, but for 8.0 and later" in refusal("torch", AttentionPlatform((7, 5), ALL))
     assert "not in float32" in refusal("fa3", dtype=torch.float32)
     assert "up to 256 dims in steps of 8, and the model's 320" in refusal("fa3", dim=320)
     assert "the model's 100" in refusal("flashinfer", dim=100)

@@ -9,7 +9,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from quire.core.errors import ConfigError
 from quire.kernels import attention_backends, select
-from quire.kernels.attention_backends import PARTS, AttentionEnvironment, AttentionNeeds, FoundBackend
+from quire.kernels.attention_backends import PARTS, AttentionNeeds, AttentionPlatform, FoundBackend
 from quire.kernels.gpu.attention import dispatch as attention
 from quire.kernels.gpu.attention import prefill_contiguous
 from quire.kernels.gpu.attention.dispatch import GpuAttention
@@ -150,7 +150,7 @@ def test_pages_of_rows_end_to_end():
 
 
 NEEDS = AttentionNeeds(4, 2, 16, torch.float16, 16, (AttentionRule(0.3), AttentionRule(0.3, 5)))
-HERE = AttentionEnvironment((9, 0), {name: FoundBackend(name) for name in ("torch", "fa3", "flashinfer")})
+HERE = AttentionPlatform((9, 0), {name: FoundBackend(name) for name in ("torch", "fa3", "flashinfer")})
 HERE_DEVICE = torch.device(DEVICE)
 
 

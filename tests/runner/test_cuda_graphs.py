@@ -238,7 +238,7 @@ def answers(
         params = SamplingParams(**wish)  # type: ignore[arg-type]
         tickets.append(front.submit([(place * 31 + i * 7) % 300 for i in range(2 + 3 * place)], params))
     while not all(ticket.finished for ticket in tickets):
-        front.turn()
+        front.step()
         if busily:
             runner.prepare()
     assert runner.prepared or not busily, "what was forgotten is recorded again"

@@ -127,7 +127,7 @@ class Bench:
     # Steps.
 
     def turn(self) -> StepOutput | None:
-        absorbed = self.loop.turn()
+        absorbed = self.loop.step()
         audit(self.scheduler)
         audit_contents(self.scheduler.kv, self.recorder.body)
         if absorbed is not None:

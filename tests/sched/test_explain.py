@@ -16,7 +16,7 @@ from quire.sched.queue import OrderPolicy
 from quire.sched.scheduler import Scheduler
 from quire.sim.check.check import numpy_oracle
 from quire.sim.check.trial import CheckRun
-from quire.sim.check.world import draw_world
+from quire.sim.check.world import draw_scenario
 from tests.sched.inspection import state_of
 from tests.sched.stepping import NEVER, Bench, counting
 
@@ -201,7 +201,7 @@ def test_lives_in_random_worlds_add_up() -> None:
     seen: set[WaitCause | None] = set()
     for seed in range(40):
         dice = random.Random(seed)
-        trial = CheckRun(draw_world(dice), dice, numpy_oracle)
+        trial = CheckRun(draw_scenario(dice), dice, numpy_oracle)
         accepted = _AcceptedGroups(trial.scheduler)
         trial.run()
         for group in accepted.groups:

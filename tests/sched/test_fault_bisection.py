@@ -64,7 +64,7 @@ def ends_of(depth: int, num_blocks: int, asked: list[Request], runner: Allergic)
     for _ in range(3000):
         if scheduler.idle:
             break
-        absorbed = loop.turn()
+        absorbed = loop.step()
         audit(scheduler)
         if absorbed is not None:
             for name, token in zip(absorbed.sequences.tolist(), absorbed.tokens.tolist(), strict=True):
@@ -112,7 +112,7 @@ def test_an_engine_that_always_fails_raises_instead_of_blaming_all_requests():
         scheduler.add(request_of(number, 5, 6, 1, None))
     with pytest.raises(ZeroDivisionError):
         for _ in range(200):
-            loop.turn()
+            loop.step()
     ended = [group for group in scheduler.groups() if group.finished]
     assert len(scheduler.groups()) - len(ended) >= 3
 
@@ -123,14 +123,14 @@ def test_requests_that_arrive_during_a_bisection_are_served_afterwards():
     for number in range(6):
         scheduler.add(request_of(number, 5, 8, 1, None))
     while state_of(scheduler).admissible is None:
-        loop.turn()
+        loop.step()
     scheduler.add(request_of(9, 5, 3, 1, None))
-    loop.turn()
+    loop.step()
     scheduler.abort(RequestId(5))
     audit(scheduler)
     ends = {}
     while not scheduler.idle:
-        absorbed = loop.turn()
+        absorbed = loop.step()
         audit(scheduler)
         ends.update({over.number: over.reason for over in (() if absorbed is None else absorbed.finished)})
     assert ends[2] is FinishReason.FAILED and ends[9] is FinishReason.LENGTH
@@ -143,12 +143,12 @@ def test_when_all_suspects_of_a_group_are_aborted_the_others_are_served(depth):
     loop = Loop(scheduler, Allergic(80, {SequenceId(2): 1}), depth, lambda: 0.0)
     sequences = [sequence for number in range(6) for sequence in scheduler.add(request_of(number, 5, 8, 1, None))]
     while state_of(scheduler).admissible is None:
-        loop.turn()
+        loop.step()
     suspects = [sequence for sequence in sequences if sequence.group.order in state_of(scheduler).admissible]
     for sequence in suspects:
         scheduler.abort(sequence.request.id)
     for _ in range(200):
-        loop.turn()
+        loop.step()
         audit(scheduler)
     assert scheduler.idle
     others = {sequence.id: sequence.finish_reason for sequence in sequences if sequence not in suspects}

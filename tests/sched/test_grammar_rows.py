@@ -70,7 +70,7 @@ class World:
         self.sequences += self.scheduler.add(request)
 
     def turn(self) -> None:
-        absorbed = self.loop.turn()
+        absorbed = self.loop.step()
         audit(self.scheduler)
         if absorbed is None:
             return

@@ -28,7 +28,7 @@ from quire.sched.rows import RowAllocator
 from quire.sched.scheduler import Scheduler
 from quire.sim.check.check import numpy_oracle
 from quire.sim.check.trial import CheckRun
-from quire.sim.check.world import Scenario, ScenarioEvent, draw_world
+from quire.sim.check.world import Scenario, ScenarioEvent, draw_scenario
 from quire.sim.runners import ToyRunner
 
 NUM_WORLDS = 80
@@ -37,7 +37,7 @@ NUM_WORLDS = 80
 def record(path: Path, seed: int, world: Scenario | None = None) -> CheckRun:
     """Run one world with a journal."""
     dice = random.Random(seed)
-    drawn = draw_world(dice)
+    drawn = draw_scenario(dice)
     trial = CheckRun(world or drawn, dice, numpy_oracle, path.open("wb"))
     trial.run()
     assert isinstance(trial.scheduler, JournaledScheduler)
@@ -61,7 +61,7 @@ def test_every_plan_of_many_worlds_comes_back(tmp_path: Path) -> None:
 
 
 def test_beams_forks_host_tier_and_lost_steps_in_one_world(tmp_path: Path) -> None:
-    world = draw_world(random.Random(0))
+    world = draw_scenario(random.Random(0))
     world = replace(
         world,
         block_size=4,
@@ -102,7 +102,7 @@ class Steady:
             prompt = np.array([number, 5, 7], np.int32)
             self.scheduler.add(Request(RequestId(number), prompt, num_steps, RowSampling()), 0.125)
         while not self.scheduler.idle:
-            loop.turn()
+            loop.step()
         self.scheduler.journal.close()
 
 
@@ -144,7 +144,7 @@ def test_a_failure_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def _journal(tmp_path: Path) -> bytes:
-    seed = next(s for s in range(100) if draw_world(random.Random(s)).policy.regime.prefix)
+    seed = next(s for s in range(100) if draw_scenario(random.Random(s)).policy.regime.prefix)
     record(tmp_path / "journal", seed)
     return (tmp_path / "journal").read_bytes()
 

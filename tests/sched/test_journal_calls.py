@@ -81,7 +81,7 @@ def test_a_run_with_failures_comes_back(tmp_path: Path, depth: int) -> None:
         for _ in range(1000):
             if scheduler.idle:
                 break
-            loop.turn()
+            loop.step()
             if dice.random() < 0.1:
                 scheduler.withdraw_all()
             running = [

@@ -89,7 +89,7 @@ def run_throng(throng: Throng, body: Runner, num_tokens: int, seed: int, depth: 
         if seen.live and dice.random() < 0.1:
             scheduler.abort(dice.choice(list(seen.live)))
             seen.aborts += 1
-        absorbed = loop.turn()
+        absorbed = loop.step()
         if absorbed is not None:
             seen.steps += 1
             _hear(seen, absorbed)

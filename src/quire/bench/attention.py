@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.bench.attention_steps import STANDARD_STEPS, AttentionStep
 from quire.core.errors import ConfigError
-from quire.kernels.attention_backends import AttentionEnvironment, AttentionNeeds, find_backends
+from quire.kernels.attention_backends import AttentionNeeds, AttentionPlatform, find_backends
 from quire.kernels.gpu.attention.dispatch import GpuAttention
 from quire.kernels.gpu.attention.hopper_dispatch import HopperPrefill
 from quire.kernels.gpu.backends.interface import OWN, AttentionBackends
@@ -80,7 +80,7 @@ def library(name: str, shape: HeadShape) -> AttentionBackends:
     """The attention of a library, after its self test."""
     device = torch.device("cuda")
     needs = AttentionNeeds(shape.queries, shape.keys, shape.dim, shape.dtype, shape.block_size, (shape.rule,))
-    here = AttentionEnvironment(torch.cuda.get_device_capability(), find_backends())
+    here = AttentionPlatform(torch.cuda.get_device_capability(), find_backends())
     backends, _ = select_attention(name, needs, here, device)
     assert backends.capturable, name
     return backends

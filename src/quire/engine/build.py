@@ -130,11 +130,11 @@ def build(
 
     choice = _kernels(config, spec, _DTYPES[dtype], device, watch)
     grammars = make_grammars(opened, spec.vocab_size)
-    waking = grammars if serving else None
+    to_preload = grammars if serving else None
     room = _room(config, checkpoint, _DTYPES[dtype], device, watch)
     weights, weight_bytes = room.weights, _num_weight_bytes(room.weights)
     if ahead is None:  # what is free is seen with the weights in their places, and kernels may pack them
-        _fill(room, waking)
+        _fill(room, to_preload)
     machine = inspect(device)
     resolved = resolve(config, spec, spec.kv_bytes_per_token(_DTYPES[dtype].itemsize), machine, serving=serving)
     model = Decoder(spec, weights, choice.kernels, resolved.max_model_len)
@@ -147,7 +147,7 @@ def build(
     before = inspect(device)
     if ahead is not None:
         with ahead.compiling(lambda: _dry_run(model, stores, runner), machine.num_cores, watch):
-            _fill(room, waking)
+            _fill(room, to_preload)
             model.refresh_norms(weights)
             watch.done("weights", _describe_weights(weight_bytes, dtype))
     warm_up(model, stores)
@@ -173,11 +173,11 @@ def _ahead(device: torch.device, watch: StartupReporter) -> Precompilation | Non
     return Precompilation(compiling)
 
 
-def _fill(room: UnfilledWeights, waking: "GrammarMasks | None") -> None:
+def _fill(room: UnfilledWeights, to_preload: "GrammarMasks | None") -> None:
     """Beside the loading of weights the vocabulary is read for those who serve, and wait for it. Not before: children
     are copies of a process that had better do nothing else."""
-    if waking is not None:
-        Thread(target=wake, args=(waking,), name="quire-vocabulary", daemon=True).start()
+    if to_preload is not None:
+        Thread(target=wake, args=(to_preload,), name="quire-vocabulary", daemon=True).start()
     room.fill()
 
 
@@ -236,8 +236,8 @@ def _scheduler(
     """Where steps are recorded, it knows their sizes; where people are served as well, the time they may take."""
     if step_times is None:
         return make_scheduler(config, resolved, costs)
-    grains = captured_sizes(resolved.max_num_seqs, resolved.max_num_batched_tokens)
-    return make_scheduler(config, resolved, costs, usual_target_s(step_times.decode_s) if serving else None, grains)
+    sizes = captured_sizes(resolved.max_num_seqs, resolved.max_num_batched_tokens)
+    return make_scheduler(config, resolved, costs, usual_target_s(step_times.decode_s) if serving else None, sizes)
 
 
 def _engine(

@@ -139,7 +139,7 @@ class Engine:
         """One iteration of the loop; None if no step was absorbed."""
         self._check_alive()
         try:
-            output = self._loop.turn()
+            output = self._loop.step()
         except BaseException as error:  # a step was planned and not absorbed: scheduler and runner disagree
             self._failure = f"{type(error).__name__}: {error}"
             raise

@@ -159,7 +159,7 @@ class GrammarCompiler:
         return self._cache.find((grammar.kind, grammar.text)) is not None
 
     def _try(self, matcher: GrammarMatcher) -> None:
-        """What fails at the first token, or takes too long over it, is refused before anybody follows it."""
+        """Refuse a grammar that fails at the first token, or takes too long for it, before a request uses it."""
         begun_s = self._cpu_time()
         follows = matcher.fill(np.zeros(self.vocabulary.num_words, np.int32))
         taken_s = self._cpu_time() - begun_s

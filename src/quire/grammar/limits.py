@@ -37,7 +37,8 @@ INITIAL_LEXER_FUEL = 1_000_000
 STEP_LEXER_FUEL = 200_000
 GRAMMAR_SYMBOLS = 20_000  # a schema of 2,000 properties needs 15,000
 
-# What these let through and is slow all the same. Seconds of a thread's own work: a busy machine refuses nobody.
+# For grammars that pass the bounds above and are slow all the same. CPU seconds of the thread, so that a busy machine
+# refuses no request.
 FIRST_MASK_CPU_S = 0.1  # when a grammar is compiled
 FOLLOWING_CPU_S = 0.25  # for a mask or a token, on the engine's loop, where all others wait
 FAILING_CPU_S = 0.05  # for one that then gave up: its like would give up one after another

@@ -94,13 +94,13 @@ class AttentionNeeds(NamedTuple):
 USUAL_NEEDS = AttentionNeeds(32, 8, 128, torch.bfloat16, 16, (AttentionRule(128**-0.5),))  # where no model is given
 
 
-class AttentionEnvironment(NamedTuple):
+class AttentionPlatform(NamedTuple):
     """GPU and installed libraries."""
 
     capability: tuple[int, int]
     found: Mapping[str, FoundBackend]
 
-    def after_self_test(self, name: str, fault: str) -> "AttentionEnvironment":
+    def after_self_test(self, name: str, fault: str) -> "AttentionPlatform":
         return self._replace(found={**self.found, name: self.found[name]._replace(fault=fault)})
 
 
@@ -167,7 +167,7 @@ _MEASURED = {
 }
 
 
-def choose_attention(requested: str, needs: AttentionNeeds, here: AttentionEnvironment) -> AttentionChoice:
+def choose_attention(requested: str, needs: AttentionNeeds, here: AttentionPlatform) -> AttentionChoice:
     """`requested`: auto, quire, or a library. Only a library that was requested by name can be refused."""
     if requested == OWN_NAME:
         return AttentionChoice(OWN_NAME, OWN_NAME, OWN_NAME, ("all by quire: requested by name",))
@@ -182,7 +182,7 @@ def choose_attention(requested: str, needs: AttentionNeeds, here: AttentionEnvir
     return AttentionChoice(**best, reasons=tuple(reasons))
 
 
-def _by_name(requested: str, needs: AttentionNeeds, here: AttentionEnvironment) -> AttentionChoice:
+def _by_name(requested: str, needs: AttentionNeeds, here: AttentionPlatform) -> AttentionChoice:
     refusal = _refusal(requested, needs, here)
     if refusal:
         raise ConfigError(
@@ -201,7 +201,7 @@ def _by_name(requested: str, needs: AttentionNeeds, here: AttentionEnvironment) 
     return AttentionChoice(**names, reasons=tuple(reasons))
 
 
-def _refusal(name: str, needs: AttentionNeeds, here: AttentionEnvironment) -> str:
+def _refusal(name: str, needs: AttentionNeeds, here: AttentionPlatform) -> str:
     """Why a library cannot serve this model on this GPU; empty if it can."""
     limits, found = _LIMITS[name], here.found[name]
     if found.missing:
@@ -240,7 +240,7 @@ def _relative_time(part: str, name: str) -> float:
     return exp(sum(ratios) / len(ratios))
 
 
-def _by_figures(best: Mapping[str, str], fit: list[str], here: AttentionEnvironment) -> list[str]:
+def _by_figures(best: Mapping[str, str], fit: list[str], here: AttentionPlatform) -> list[str]:
     """One reason for each part with another library to compare with, one for all the rest."""
     reasons, alone = [], []
     for part, name in best.items():

@@ -11,8 +11,8 @@ from torch import Tensor
 from quire.core.errors import ConfigError
 from quire.kernels.attention_backends import (
     OWN_NAME,
-    AttentionEnvironment,
     AttentionNeeds,
+    AttentionPlatform,
     choose_attention,
     find_backends,
 )
@@ -86,7 +86,7 @@ def _gpu_choice(needs: AttentionNeeds | None, backend: str) -> KernelChoice:
                 param="device",
             )
         windows = tuple(dict.fromkeys(rule.window for rule in needs.rules))
-        here = AttentionEnvironment(torch.cuda.get_device_capability(), find_backends())
+        here = AttentionPlatform(torch.cuda.get_device_capability(), find_backends())
         backends, reasons = select_attention(backend, needs, here, torch.device("cuda"))
     reason = "the device is a GPU: small-batch GEMMs, attention and elementwise kernels by Triton, other GEMMs by torch"
     row_kernels = RowKernels(process_logits, sample_tokens, count_tokens, token_logprobs, finish_rows, decode_inputs)
@@ -103,7 +103,7 @@ def precompiling_for(device: str) -> Precompiling | None:
 
 
 def select_attention(
-    requested: str, needs: AttentionNeeds, here: AttentionEnvironment, device: torch.device
+    requested: str, needs: AttentionNeeds, here: AttentionPlatform, device: torch.device
 ) -> tuple[AttentionBackends, tuple[str, ...]]:
     """Choose backends, self-test them, and choose again without those that fail. Refuses only one requested by name."""
     from quire.kernels.gpu.backends.self_test import self_test

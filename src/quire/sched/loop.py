@@ -128,10 +128,10 @@ class Loop:
         self._num_unexplained = 0  # bisections since the last that blamed a request
         self._num_blamed = 0  # requests failed since a step last succeeded
 
-    def turn(self) -> StepOutput | None:
+    def step(self) -> StepOutput | None:
         """Launch the next step; absorb the oldest once more than `depth` are in flight or none could be planned."""
         try:
-            absorbed = self._turn()
+            absorbed = self._step()
         except StepLost as lost:
             self._in_flight.clear()
             self.scheduler.lose_steps(keep_cache=lost.cache_intact)
@@ -147,7 +147,7 @@ class Loop:
             self._clear(self._bisection, absorbed)
         return absorbed or self.scheduler.overdue()
 
-    def _turn(self) -> StepOutput | None:
+    def _step(self) -> StepOutput | None:
         with self._span("plan"):
             plan = self.scheduler.plan(self._clock())
         if plan is not None:

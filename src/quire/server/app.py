@@ -197,8 +197,8 @@ ADMIN = (
     Endpoint("GET", "/requests/{request_id}/explain", admin.explain, "Why a request waited."),
     Endpoint("POST", "/abort_requests", admin.abort, "End requests.", admin.AbortBody),
     Endpoint("POST", "/reset_prefix_cache", admin.reset_prefix_cache, "Forget cached prefixes."),
-    Endpoint("POST", "/pause", admin.pause, "Let nobody new in."),
-    Endpoint("POST", "/resume", admin.resume, "Let everybody in again."),
+    Endpoint("POST", "/pause", admin.pause, "Refuse new requests."),
+    Endpoint("POST", "/resume", admin.resume, "Accept requests again."),
 )
 HTML = (
     Endpoint("GET", "/", chat_page, "A chat for people.", in_schema=False),

@@ -91,7 +91,7 @@ class Simulation:
             while self._arrivals and self._arrivals[0].at_s <= self.now_s:
                 self.scheduler.add(self._arrivals.popleft().request, self.now_s)
             self.plan = None
-            absorbed = self._loop.turn()
+            absorbed = self._loop.step()
             if absorbed is None and self.plan is None:
                 self._sleep()
             self.account.finished_s = self.now_s

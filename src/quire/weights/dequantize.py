@@ -1,4 +1,4 @@
-"""From a stored tensor's bytes to numbers: floats as they lie, packed ones through whoever can unpack them."""
+"""From a stored tensor's bytes to numbers: plain floats as stored, quantized ones through a `Dequantizer`."""
 
 from collections.abc import Iterable
 from typing import Protocol

@@ -130,7 +130,7 @@ def test_a_drain_times_out(default_model_path: Path, tmp_path: Path) -> None:
 def test_a_blocked_client_is_disconnected_at_the_end_without_a_stack(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(lifecycle, "_FAREWELL_S", 0.05)
+    monkeypatch.setattr(lifecycle, "_CLOSE_S", 0.05)
 
     async def pieces() -> AsyncIterator[bytes]:
         while True:

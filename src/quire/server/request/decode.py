@@ -1,6 +1,6 @@
 """Bytes to a typed body: the one place where clients' JSON is parsed. Whatever they send, a refusal is a 4xx.
 
-How deep a JSON text is nested, before anybody parses it: in linear time, with no stack and little memory.
+Measures the nesting of a JSON text before it is parsed: in linear time, with no stack and little memory.
 """
 
 import re

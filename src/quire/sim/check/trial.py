@@ -71,7 +71,7 @@ class CheckRun:
             self._faulty.num_preemptions, self._faulty.now_s = counters.preemptions, self._now_s
             num_lost = counters.lost_steps
             self._recounted.begin()
-            absorbed = self._loop.turn()
+            absorbed = self._loop.step()
             self._recounted.end(self._groups)
             self._note_consequences()
             counters = self.scheduler.counters
