@@ -14,9 +14,9 @@ _PEOPLE = re.compile(r"\b(whoever|somebody|someone|nobody|everybody|everyone|any
 # Metaphors that once named machinery. As parts of an identifier they mean that a name of the field was not looked for.
 _METAPHORS = {
     "books", "chorus", "coast", "cornered", "cruise", "cruising", "desk", "dialogue", "feeding", "forest",
-    "gatekeeping", "ghost", "ghosts", "grains", "guise", "inquest", "landing", "leaders", "nobody", "regrets", "rehearsal",
-    "rehearse", "seat", "seated", "seating", "seats", "sitter", "stalls", "stance", "tethered", "turnstile", "visit", "voice",
-    "voices", "witness",
+    "gatekeeping", "ghost", "ghosts", "grains", "guise", "inquest", "landing", "leaders", "nobody", "regrets",
+    "rehearsal", "rehearse", "seat", "seated", "seating", "seats", "sitter", "stalls", "stance", "tethered",
+    "turnstile", "visit", "voice", "voices", "witness",
 }  # fmt: skip
 _KEPT = {
     "seated_s": "a field of RequestMetrics, which callers read",
