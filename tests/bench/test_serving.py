@@ -17,6 +17,7 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     return children.run(command, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.long  # three processes that compile kernels: 51 CPU seconds
 def test_both_runs_generate_the_same_tokens_and_report_cpu_times(tmp_path: Path) -> None:
     write_model(tmp_path, tiny_llama())
     options = ("--streams", "2", "--output-tokens", "5", "--repeats", "1", "--threads", "1", "--json")

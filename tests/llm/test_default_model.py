@@ -137,6 +137,7 @@ def test_float32_gives_the_same_greedy_ids(default_model_path, twin):
         assert said.tokens == _generate(twin, said.prompt), said.prompt
 
 
+@pytest.mark.long  # 38 CPU seconds; the logits of bfloat16 are compared below in every run
 def test_bfloat16_is_float32_up_to_near_ties_and_no_worse_than_transformers(default_model_path, twin, half):
     """Judged token by token, after the very tokens that quire chose; float32 is the truth.
 
@@ -157,7 +158,9 @@ def test_bfloat16_is_float32_up_to_near_ties_and_no_worse_than_transformers(defa
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("use_amx", [True, False], ids=["tiles", "oneDNN"])
+@pytest.mark.parametrize(
+    "use_amx", [pytest.param(True, marks=pytest.mark.long, id="tiles"), pytest.param(False, id="oneDNN")]
+)
 def test_bfloat16_logits_keep_the_promise_and_are_no_further_from_float32_than_transformers(
     default_model_path, rounded, prose, use_amx
 ):

@@ -152,11 +152,6 @@ def _enable_thinking(body: CountTokensBody) -> bool:
     return _THINKING[kind]
 
 
-def _client_tools(body: CountTokensBody) -> list[dict[str, Json]]:
-    tools = enumerate(body.tools or [])
-    return [_tool(tool, place) for place, tool in tools if tool.type in _CLIENT_TOOL_TYPES]
-
-
 def _tool(tool: AnthropicTool, place: int) -> dict[str, Json]:
     shape = '{"name": …, "input_schema": {…}}'
     name = check_function(tool.name, tool.input_schema, f"tools[{place}]", shape, "input_schema")
