@@ -117,7 +117,7 @@ def test_a_request_whose_grammar_cannot_begin_is_registered_nowhere(
 ) -> None:
     door = RequestValidator(vocab_size=50, end_ids=(), max_length=40, max_rows=4, num_blocks=20, block_size=4)
     scheduler = Scheduler(KVManager(20, 4, 4), max_rows=4, max_step_tokens=8)
-    grammars = GrammarMasks(*world.grammars._spelling)
+    grammars = GrammarMasks(*world.grammars._vocabulary)
     engine = Engine(scheduler, ToyRunner(50), door, depth=1, seed=0, clock=lambda: 0.0, grammars=grammars)
     first = engine.submit(AddRequest(0, [1, 2], SamplingParams(max_tokens=4)))
     matcher, made = CompiledGrammar.matcher, []

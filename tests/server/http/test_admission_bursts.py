@@ -66,7 +66,7 @@ def test_the_engine_accepts_every_admitted_request(engine: Engine, happenings: l
     try:
         for happening in happenings:
             if happening == "turn":
-                front.step()
+                front.turn()
             elif happening == "arrive":
                 if not front.full:
                     front.arrive()
