@@ -162,7 +162,7 @@ def test_chat_renders_the_models_template(llm):
 def test_an_answer_without_parameters_may_take_the_rest_of_the_context(llm):
     messages = [{"role": "user", "content": "hi"}]
     stream = llm.stream_chat(messages)
-    assert stream._state.params.max_tokens is None
+    assert stream._request_state.params.max_tokens is None
     stream.close()
     output = llm.chat(messages)[0]
     room = llm.built.resolved.max_model_len - len(output.prompt_token_ids)

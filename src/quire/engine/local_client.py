@@ -117,7 +117,7 @@ class DeltaStream(Iterator[Delta]):
         abandoned: deque[RequestState],
     ) -> None:
         self._client = client
-        self._state = state
+        self._request_state = state
         self._step = step  # must `put` what it brings for this request, until it is served
         self._abandoned = abandoned  # requests that the next step must abort
         self._unread: deque[Delta] = deque()
@@ -128,7 +128,7 @@ class DeltaStream(Iterator[Delta]):
     @property
     def ready(self) -> bool:
         """Whether there is something to read, or nothing more will come."""
-        return bool(self._unread) or self._state.finished
+        return bool(self._unread) or self._request_state.finished
 
     def __next__(self) -> Delta:
         try:
@@ -143,12 +143,12 @@ class DeltaStream(Iterator[Delta]):
 
     def close(self) -> None:
         self._unread.clear()
-        if not self._state.finished:
-            self._client.abort(self._state)
+        if not self._request_state.finished:
+            self._client.abort(self._request_state)
 
     def __del__(self) -> None:
         # Garbage is collected anywhere, in the middle of a step too: leave a note, and touch nothing.
-        self._abandoned.append(self._state)
+        self._abandoned.append(self._request_state)
 
 
 @contextmanager
