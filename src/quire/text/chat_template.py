@@ -1,6 +1,6 @@
-"""Messages to the text a model expects, through its own chat template. None is rendered elsewhere.
+"""Validates chat messages and renders them with the model's chat template. The only place that renders one.
 
-Checks chat messages and brings them to plain data. Knows nothing of templates.
+Messages are copied to plain JSON data first. Knows nothing of tokens.
 """
 
 import math
@@ -19,14 +19,14 @@ Message = dict[str, Plain]
 
 
 def plain_messages(messages: object) -> list[Message]:
-    """Fresh copies with a role each, and content that is text (or None beside tool calls)."""
+    """Validated copies: each has a role, and content that is text (or None if there are tool calls)."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise InvalidPrompt("messages must be a non-empty list of objects with role and content.", param="messages")
     return [_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
 
 
 def plain_data(value: object, where: str, depth: int = 0) -> Plain:
-    """JSON's types and nothing else: a template must not meet objects with methods of their own."""
+    """A copy that holds JSON types only: a template must not get objects with methods."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -47,7 +47,7 @@ def plain_data(value: object, where: str, depth: int = 0) -> Plain:
 
 
 def _param(where: str) -> str:
-    """The field of the request that a place such as messages[3].content lies in."""
+    """The request field of a path such as messages[3].content."""
     return where.partition("[")[0].partition(".")[0]
 
 
@@ -85,7 +85,7 @@ def _part(part: Plain, where: str) -> str:
     return text
 
 
-# Marks where the last message ends, when the model is to go on with it. The space shows if a template trims.
+# Appended to the last message if the model is to continue it. The trailing space shows whether the template trims.
 _END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
@@ -102,7 +102,7 @@ def render(
     extra: Mapping[str, object] | None = None,
     now: Callable[[], datetime] = datetime.now,
 ) -> str:
-    """The prompt. `named_tokens` are bos_token and its like, `extra` what a request adds for the template."""
+    """Render the prompt. `named_tokens`: bos_token and so on; `extra`: the request's chat_template_kwargs."""
     if template is None:
         raise ChatTemplateError(
             "This model has no chat template, so it cannot chat. Send a plain prompt or use another model."
@@ -128,12 +128,12 @@ def render(
 
 
 def check_template(template: str) -> None:
-    """Raises `ChatTemplateError` for one that no messages could be put through."""
+    """Raise `ChatTemplateError` if the template does not compile."""
     try:
         compiled(template)
     except jinja2.TemplateSyntaxError as error:
         raise ChatTemplateError(f"line {error.lineno} is not valid: {(error.message or '').rstrip('.')}.") from error
-    except Exception as error:  # Python's own compiler has limits too, e.g. on nesting
+    except Exception as error:  # Python's compiler has limits too, e.g. on nesting
         raise ChatTemplateError(f"it is not valid: {type(error).__name__}: {error}.") from error
 
 
@@ -148,7 +148,7 @@ def _rendered(template: str, variables: dict[str, object], now: Callable[[], dat
         raise ChatTemplateError(f"The model's chat template refused these messages: {error}") from error
     except TemplateTooLargeError as error:
         raise ChatTemplateError(f"The model's chat template was stopped: {error}.") from error
-    except Exception as error:  # a template is foreign code: it may raise anything
+    except Exception as error:  # a template is untrusted code: it may raise anything
         raise ChatTemplateError(
             f"The model's chat template failed on these messages: {type(error).__name__}: {error}"
         ) from error

@@ -1,10 +1,10 @@
-"""Token ids to text, as they come: never half a character, never more work than the new tokens ask for.
+"""Incremental detokenization: whole characters only, at a cost proportional to the new tokens.
 
-The pieces joined are what `Tokenizer.decode` gives for all tokens at once, but for a character that is begun at the end
-and never finished: it is left out. Where decoding depends on what stands before (SentencePiece takes away the space
-that begins a text, a character may have begun in the prompt), it is the text that follows the prompt.
+The concatenated output equals `Tokenizer.decode` of all tokens, except that an incomplete UTF-8 character at the end
+is dropped. Decoding can depend on the tokens before (SentencePiece strips a leading space; a character may start in
+the prompt), so the prompt's last tokens serve as context.
 
-The text of one sequence as its tokens come: detokenized, and ended by stop strings.
+`Detokenizer` decodes one sequence. `SequenceText` adds stop strings to it.
 """
 
 import codecs
@@ -15,12 +15,12 @@ from quire.text.stop_strings import StopMatcher, StopStrings
 from quire.text.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
-_LONGEST_CHARACTER = 8  # tokens that one character may take, with room: UTF-8 has at most four bytes
-_LONGEST_BEGINNING = 3  # bytes of a character that lacks one
+_LONGEST_CHARACTER = 8  # tokens per character, upper bound with a margin: UTF-8 has at most four bytes
+_LONGEST_BEGINNING = 3  # bytes of an incomplete character
 
 
 class Detokenizer:
-    """The text of one sequence. `prompt_ids` stand before it and are not repeated."""
+    """The text of one sequence. `prompt_ids` are context only and are not emitted."""
 
     __slots__ = ("_skipped", "_way")
 
@@ -34,20 +34,20 @@ class Detokenizer:
 
     @property
     def place(self) -> int:
-        """Where the next token stands, in characters: behind all that are whole, said or still held back."""
+        """Character offset of the next token: all complete characters, emitted or held back."""
         return self._way.place
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens settle: what no later token can change."""
+        """The new text that is final: no later token can change it."""
         return self._way.push([token for token in token_ids if token not in self._skipped])
 
     def finish(self) -> str:
-        """The text of what was held back, without half a character: its bytes are no text."""
+        """The text held back so far, without an incomplete character at its end."""
         return self._way.finish()
 
 
 def decode_whole(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
-    """The text of these tokens, special ones too, as far as its characters are whole."""
+    """The text of these tokens, with special tokens, without an incomplete character at its end."""
     detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
     return detokenizer.push(token_ids) + detokenizer.finish()
 
@@ -61,7 +61,7 @@ class _TokenDecoder(Protocol):
 
 
 class _JoinedBytes:
-    """Byte-level vocabularies: every token is bytes, and the text is their UTF-8."""
+    """For byte-level vocabularies: every token is a byte string, and the text is their UTF-8."""
 
     __slots__ = ("_decoder", "_tokenizer", "place")
 
@@ -81,9 +81,10 @@ class _JoinedBytes:
 
 
 class _SlidingWindow:
-    """Every other vocabulary: decode the last settled tokens with the new ones, take away the settled text.
+    """For other vocabularies: decodes the last emitted tokens with the new ones and strips the emitted text.
 
-    A run of fallback bytes is decoded as a whole (one bad byte spoils its run), so it is held until it ends.
+    A run of byte-fallback tokens is decoded as a unit (one invalid byte changes the whole run), so it is held back
+    until it ends.
     """
 
     __slots__ = ("_context", "_context_text", "_num_said", "_pending", "_run", "_tokenizer", "place")
@@ -93,7 +94,7 @@ class _SlidingWindow:
         self._pending = list(prompt_ids[len(prompt_ids) - self._num_begun(prompt_ids) :])
         known = [token for token in prompt_ids if token not in skipped]
         end = len(known)
-        while end and self._byte(known[end - 1]):  # of a run of bytes, only a character that it began is continued
+        while end and self._byte(known[end - 1]):  # of a trailing run of bytes, only an incomplete character is kept
             end -= 1
         self._context = known[max(end - _LONGEST_CHARACTER, 0) : end]
         self._context_text = self._decode(self._context)
@@ -105,7 +106,7 @@ class _SlidingWindow:
         self._pending += [token for token in token_ids if self._tokenizer.id_to_piece(token) is not None]
         if not self._pending:
             return ""
-        if self._byte(self._pending[-1]):  # its characters count before they are said, in the hope that it ends well
+        if self._byte(self._pending[-1]):  # its characters count before they are emitted; usually the run is valid
             self.place += len(self._run.decode(b"".join(map(self._byte, token_ids))))
             return ""
         return self._settle(final=False)
@@ -129,7 +130,7 @@ class _SlidingWindow:
         return text
 
     def _num_begun(self, token_ids: Sequence[int]) -> int:
-        """How many tokens at the end are the beginning of a character: fallback bytes, each its own token."""
+        """How many tokens at the end form an incomplete character: byte-fallback tokens, one byte each."""
         decoder = _utf8_decoder()
         for token in token_ids[-_LONGEST_BEGINNING:]:
             byte = self._byte(token)
@@ -148,7 +149,7 @@ def _utf8_decoder() -> codecs.IncrementalDecoder:
 
 
 def _last_bytes(pieces: Iterable[bytes]) -> bytes:
-    """As many, from the last piece on, as the beginning of a character may have."""
+    """The last bytes of the pieces (given last first): at least as many as an incomplete character can have."""
     last = b""
     for piece in pieces:
         last = piece + last
@@ -158,7 +159,7 @@ def _last_bytes(pieces: Iterable[bytes]) -> bytes:
 
 
 class TextDelta(NamedTuple):
-    """New text that is certain; the stop string, once complete; and how many tokens the text rests on."""
+    """New final text; the stop string that matched, if any; and the number of tokens pushed so far."""
 
     text: str
     stop: str | None
@@ -189,7 +190,7 @@ class SequenceText:
 
     @property
     def text(self) -> str:
-        """Everything given out so far."""
+        """All text emitted so far."""
         if len(self._pieces) > 1:
             self._pieces = ["".join(self._pieces)]
         return self._pieces[0] if self._pieces else ""
@@ -204,7 +205,7 @@ class SequenceText:
         return TextDelta("".join(released), self._stop, self._num_tokens)
 
     def finish(self) -> TextDelta:
-        """No more tokens come: give out what was held back. It may still complete a stop string."""
+        """Emit the text held back; call it after the last token. The text may still complete a stop string."""
         rest = ""
         if self._stop is None:
             rest = self._advance(self._detokenizer.finish())

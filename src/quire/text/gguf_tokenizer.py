@@ -1,12 +1,10 @@
-"""Rebuilds a model's tokenizer from GGUF metadata. Knows the metadata's keys, nothing of files or tensors.
+"""Builds a tokenizer from GGUF metadata. Knows the metadata's keys, nothing of files or tensors.
 
-Two kinds of vocabulary are read: byte-level BPE ("gpt2"), whose words are cut as `splits` says, and
-SentencePiece BPE with byte fallback ("llama"), whose merges follow from the scores.
+Two vocabulary types are supported: byte-level BPE ("gpt2"), pre-tokenized as `SPLITS` says, and SentencePiece BPE with
+byte fallback ("llama"), whose merges are derived from the scores.
 
-How a byte-level vocabulary cuts text into words before merging, by the names GGUF files use.
-
-The names are llama.cpp's (`tokenizer.ggml.pre`); the patterns are those of the models' own tokenizer files.
-Each pattern cuts what the one before it left whole, and what no pattern matches stays a word of its own.
+The pre-tokenizer names are llama.cpp's (`tokenizer.ggml.pre`); the regexes are those of the models' tokenizer.json.
+Each regex splits the parts that the one before left; text that no regex matches stays one part.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,12 +20,12 @@ from quire.text.hf_tokenizer import TokenizerFiles, frame
 
 
 class PreTokenizerSplit(NamedTuple):
-    """The patterns, in order, and what else llama.cpp ties to the name."""
+    """The regexes, in order, and the other settings that llama.cpp implies by the name."""
 
     patterns: tuple[str, ...]
     whole_words: bool = False  # a word that is itself a token is not merged from its bytes
     adds_bos: bool = False  # unless the file says otherwise
-    composes: bool = False  # text is brought to NFC first
+    composes: bool = False  # text is normalized to NFC first
 
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -47,7 +45,7 @@ _DEEPSEEK3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*|" + _SPACES
 )
-# Escaped: some of these are written the same as other letters, and editors bring them together.
+# Escaped: some of these letters look like others, and editors may normalize them.
 _DEEPSEEK_LETTERS = (
     r"\s?["
     "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af"
@@ -76,7 +74,7 @@ _GPT4O_FAMILY = PreTokenizerSplit((_GPT4O,))
 _DEEPSEEK3_FAMILY = PreTokenizerSplit((r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK3))
 
 SPLITS: dict[str, PreTokenizerSplit] = {
-    # Files made before the key existed; llama.cpp reads them so, and warns.
+    # For files older than the key; llama.cpp does the same, with a warning.
     "default": PreTokenizerSplit((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
     "gpt-2": _PLAIN,
     "phi-2": _PLAIN,
@@ -139,7 +137,7 @@ SPLITS: dict[str, PreTokenizerSplit] = {
 
 
 def split_named(name: str) -> PreTokenizerSplit:
-    """The row for a `tokenizer.ggml.pre`, or a refusal that lists the ones there are."""
+    """The entry for a `tokenizer.ggml.pre`. Raises an error that lists the known names."""
     if name not in SPLITS:
         raise UnsupportedModel(
             f"This GGUF file's text splitting (tokenizer.ggml.pre) is {name!r}, which quire does not know. "
@@ -151,7 +149,7 @@ def split_named(name: str) -> PreTokenizerSplit:
 _PREFIX = "tokenizer.ggml."
 _SPACE = "▁"
 
-# Tokens that end a turn in some family, for files that name only one of theirs.
+# End-of-turn tokens of known model families, for files that list only one of them.
 _TURN_ENDS = frozenset({"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|return|>"})
 
 Value = TypeVar("Value")
@@ -170,7 +168,7 @@ class TokenType(IntEnum):
 
 
 class GgufTokens(NamedTuple):
-    """The vocabulary as the file lists it: the token's id is its place."""
+    """The vocabulary as the file lists it: a token's id is its index."""
 
     texts: list[str]
     types: list[int]
@@ -217,7 +215,7 @@ def vocabulary_from_gguf(metadata: Mapping[str, object]) -> TokenizerFiles:
 
 
 def _byte_level(metadata: Mapping[str, object], pieces: GgufTokens, split: PreTokenizerSplit) -> Backend:
-    """`add_space_prefix` is not read: llama.cpp gives it no meaning in byte-level vocabularies either."""
+    """`add_space_prefix` is ignored, as in llama.cpp for byte-level vocabularies."""
     merges = [_merge(line) for line in _strings(metadata, "merges")]
     backend = Backend(_bpe(pieces, merges, ignore_merges=split.whole_words))
     if split.composes:
@@ -267,7 +265,7 @@ def _bpe(
             fuse_unk=fuse_unk,
             unk_token=unk_token,
         )
-    except Exception as error:  # the library raises bare Exception: a merge names a token that is not there
+    except Exception as error:  # the library raises bare Exception if a merge names an unknown token
         raise BrokenModelFile(f"The merges in this GGUF file do not fit its tokens: {error}.") from error
 
 
@@ -279,7 +277,7 @@ def _merge(line: str) -> tuple[str, str]:
 
 
 def _merges_by_score(pieces: GgufTokens, scores: Sequence[float]) -> Merges:
-    """SentencePiece joins the neighbours whose union scores best: every cut of a token in two, best first."""
+    """SentencePiece merges the adjacent pair with the best score: lists all splits of each token, best first."""
     normal = {
         text: token_id
         for token_id, (text, kind) in enumerate(zip(pieces.texts, pieces.types, strict=True))
@@ -296,7 +294,7 @@ def _merges_by_score(pieces: GgufTokens, scores: Sequence[float]) -> Merges:
 
 
 def _add_tokens(backend: Backend, pieces: GgufTokens) -> None:
-    """Control and user-defined tokens are found whole in any text, before it is cut."""
+    """Control and user-defined tokens are matched in the text before pre-tokenization."""
     control = pieces.of_type(TokenType.CONTROL, TokenType.UNKNOWN)
     backend.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in control])
     defined = pieces.of_type(TokenType.USER_DEFINED)
@@ -323,7 +321,7 @@ def _chat_template(metadata: Mapping[str, object]) -> str | None:
     return template
 
 
-# Reading the metadata: once, here, with every type checked.
+# Reading the metadata, with type checks.
 
 
 def _pieces(metadata: Mapping[str, object]) -> GgufTokens:

@@ -1,6 +1,6 @@
-"""Reads the tokenizer of a Hugging Face folder. Knows its JSON files, and nothing of weights or hubs.
+"""Reads the tokenizer of a Hugging Face folder. Knows its JSON files, nothing of weights or downloads.
 
-What a model's files say about its text, whichever format they are in. Knows nothing of how it is used.
+`TokenizerFiles`, the result, is the same for GGUF files.
 """
 
 import json
@@ -17,18 +17,18 @@ from quire.core.errors import BrokenModelFile, UnsupportedModel
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """A ready `tokenizers` object and the facts that it does not carry itself."""
+    """A `tokenizers` object, and the special tokens and chat template that it does not store."""
 
     backend: Backend
     bos_id: int | None
     eos_id: int | None
-    end_ids: tuple[int, ...]  # every token that ends a turn; eos_id first where there is one
+    end_ids: tuple[int, ...]  # all end-of-turn tokens; eos_id first if there is one
     chat_template: str | None
     named_tokens: Mapping[str, str] = field(default_factory=dict)  # what templates call bos_token, eos_token, …
 
 
 def frame(backend: Backend, before: Iterable[int], after: Iterable[int]) -> None:
-    """Make `encode` put these tokens around every text."""
+    """Make `encode` add these tokens before and after every text."""
     first = [(_piece(backend, token_id), token_id) for token_id in before]
     last = [(_piece(backend, token_id), token_id) for token_id in after]
     if first or last:
@@ -46,7 +46,7 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 def vocabulary_from_folder(folder: Path) -> TokenizerFiles:
-    """The tokenizer of tokenizer.json, with what the files beside it say."""
+    """Read tokenizer.json and the configuration files beside it."""
     backend = _backend(folder)
     config = {**_json(folder / "special_tokens_map.json"), **_json(folder / "tokenizer_config.json")}
     _add_listed_tokens(backend, config)
@@ -75,9 +75,9 @@ def _backend(folder: Path) -> Backend:
         raise UnsupportedModel(f"{folder} has no tokenizer.json, so its text cannot be read. Download that file too.")
     try:
         backend = Backend.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception for any damage
+    except Exception as error:  # the library raises bare Exception for any invalid file
         raise BrokenModelFile(f"{path} is no tokenizer that can be read: {error}.") from error
-    # Files saved after a training carry its limits; prompts are limited elsewhere, with an error.
+    # Files may carry truncation settings from training; prompt length is validated elsewhere, with an error.
     backend.no_truncation()
     backend.no_padding()
     return backend
@@ -107,7 +107,7 @@ def _add_listed_tokens(backend: Backend, config: Mapping[str, object]) -> None:
 
 
 def _apply_framing(backend: Backend, config: Mapping[str, object], bos_id: int | None, eos_id: int | None) -> None:
-    """tokenizer.json says what goes around a text, unless the configuration says it outright."""
+    """add_bos_token and add_eos_token of tokenizer_config.json override tokenizer.json's post-processor."""
     stated = [config.get("add_bos_token"), config.get("add_eos_token")]
     if not any(isinstance(value, bool) for value in stated):
         return
@@ -120,7 +120,7 @@ def _apply_framing(backend: Backend, config: Mapping[str, object], bos_id: int |
 
 
 def _chat_template(folder: Path, config: Mapping[str, object]) -> str | None:
-    """chat_template.jinja first; else the configuration's, which may be a list of named ones."""
+    """chat_template.jinja if present, else the configuration's, which may be a list of named templates."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         try:
@@ -147,7 +147,7 @@ def _json(path: Path) -> dict[str, object]:
 
 
 def _token_text(value: object) -> str | None:
-    """Special tokens are spelled as text, or as an object with the text inside."""
+    """A special token is given as text or as an object with a `content` field."""
     content = value.get("content") if isinstance(value, dict) else value
     return content if isinstance(content, str) else None
 

@@ -1,8 +1,7 @@
-"""Stop strings in text that arrives in pieces. Knows nothing of tokens.
+"""Matches stop strings in streamed text (Aho-Corasick). Knows nothing of tokens.
 
-The stop string that is complete first ends the text; of several complete at the same character, the longest.
-Where the pieces are cut makes no difference. One step per character, however long text and strings are
-(Aho-Corasick).
+The stop string that completes first ends the text; of several that complete at the same character, the longest.
+Chunk boundaries make no difference. Each character costs O(1) amortized, for any number and length of strings.
 """
 
 from collections import deque
@@ -12,7 +11,7 @@ from typing import NamedTuple
 
 
 class ReleasedText(NamedTuple):
-    """Text that is certain, and the stop string that ended it."""
+    """Text that is final, and the stop string that ended it, if any."""
 
     text: str
     stop: str | None
@@ -27,12 +26,12 @@ class _AutomatonNode:
         None  # the longest proper suffix of this prefix that is a prefix too; None at the root
     )
     match: str | None = None  # the longest stop string that ends here
-    held: int = 0  # how many of the last characters could still begin a stop string
+    held: int = 0  # how many of the last characters could still be the start of a stop string
     children: dict[str, "_AutomatonNode"] = field(default_factory=dict)
 
 
 class StopStrings:
-    """A compiled set of stop strings. Shared by all sequences of a request, never changed."""
+    """A compiled set of stop strings. Immutable; shared by all sequences of a request."""
 
     __slots__ = ("_root",)
 
@@ -54,7 +53,7 @@ class StopStrings:
         return self._root
 
     def step(self, node: _AutomatonNode, letter: str) -> _AutomatonNode:
-        """The longest prefix of a stop string that the text now ends in."""
+        """The node of the longest prefix of a stop string that the text now ends with."""
         current: _AutomatonNode | None = node
         while current is not None:
             child = current.children.get(letter)
@@ -64,7 +63,7 @@ class StopStrings:
         return self._root
 
     def _link(self) -> None:
-        """Shorter prefixes first, so that whatever a node falls back to is already finished."""
+        """Breadth first: a node's fallback is shorter, so it is already complete."""
         queue = deque([self._root])
         while queue:
             node = queue.popleft()
@@ -76,7 +75,7 @@ class StopStrings:
 
 
 class StopMatcher:
-    """The place of one text in its stop strings; it keeps back what could be the beginning of one."""
+    """Matches one text. Holds back a tail that could be the start of a stop string."""
 
     __slots__ = ("_held", "_include", "_node", "_strings")
 
@@ -87,7 +86,7 @@ class StopMatcher:
         self._held = ""
 
     def push(self, text: str, armed: bool = True) -> ReleasedText:
-        """Take more text. Strings completed while not `armed` do not stop it (too few tokens yet)."""
+        """Add text. Strings that complete while not `armed` are ignored (below min_tokens)."""
         if not self._strings:
             return ReleasedText(text, None)
         unsure = self._held + text
@@ -102,6 +101,6 @@ class StopMatcher:
         return ReleasedText(unsure[:sure], None)
 
     def finish(self) -> str:
-        """No more text comes: what was held back is text after all."""
+        """The text held back; call it at the end of the text."""
         held, self._held = self._held, ""
         return held

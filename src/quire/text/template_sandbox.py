@@ -1,7 +1,7 @@
-"""Where chat templates run: jinja2's immutable sandbox, with a bound on work and on size.
+"""Runs chat templates in jinja2's immutable sandbox, with limits on steps and output size.
 
-A template is a program from a model's file. It sees only plain data, cannot reach Python's insides, and every
-loop, call, product and concatenation is charged to a budget that ends it. Knows nothing of messages.
+A template is untrusted code from a model's files. It gets plain data only and no Python internals. Loops, calls,
+products and concatenations count against a budget; exceeding it aborts the rendering. Knows nothing of messages.
 """
 
 import json
@@ -21,23 +21,23 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace, pass_context
 from jinja2.visitor import NodeTransformer
 
-# Far above what a real template needs: a chat of 10,000 messages takes some 100,000 steps.
+# Far above what a real template needs: a chat of 10,000 messages takes about 100,000 steps.
 MAX_STEPS = 1_000_000
-# Characters; some four million tokens.
+# Characters; about four million tokens.
 MAX_TEXT = 16 * 1024 * 1024
 
-# Names that no template can spell, since they hold a space.
+# A template cannot use these names, as they contain a space.
 _BUDGET = "quire budget"
 _LOOP = "quire loop"
 _CONCAT = "quire concat"
 
 
 class TemplateTooLargeError(Exception):
-    """The budget is spent; the message says which."""
+    """A template exceeded its budget; the message says which limit."""
 
 
 class TemplateBudget:
-    """What one rendering may still do."""
+    """The remaining steps of one rendering, and its clock."""
 
     __slots__ = ("_steps", "now")
 
@@ -56,7 +56,7 @@ class TemplateBudget:
 
 
 def run(template: str, variables: dict[str, object], now: Callable[[], datetime]) -> str:
-    """Render. Raises jinja2's errors, `TemplateTooLargeError`, or whatever Python raises in the template."""
+    """Render. Raises jinja2's errors, `TemplateTooLargeError`, or any exception of Python in the template."""
     budget = TemplateBudget(now)
     pieces: list[str] = []
     size = 0
@@ -70,7 +70,7 @@ def run(template: str, variables: dict[str, object], now: Callable[[], datetime]
 
 @lru_cache(maxsize=16)
 def compiled(template: str) -> jinja2.Template:
-    """Raises jinja2's errors, or whatever Python's compiler raises."""
+    """Raises jinja2's errors, or any exception of Python's compiler."""
     return _Environment().from_string(template)
 
 
@@ -102,7 +102,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         budget = _budget(context)
         budget.spend(1)
         if isinstance(function, BuiltinMethodType) and isinstance(function.__self__, str):
-            for value in args:  # a width or a count: refuse what would be large before it is made
+            for value in args:  # a width or a count: reject a large result before it is allocated
                 if isinstance(value, int) and value > MAX_TEXT:
                     raise TemplateTooLargeError(f"it calls {function.__name__} with {value}")
         result: object = super().call(context, function, *args, **kwargs)
@@ -117,7 +117,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 def _check_operands(operator: str, left: object, right: object) -> None:
-    """Refuse what would be large before it is made."""
+    """Reject a large result before it is allocated."""
     sizes = [len(side) if isinstance(side, Sized) else side for side in (left, right)]
     if operator == "*" and all(isinstance(size, int) for size in sizes):
         product = int(sizes[0]) * int(sizes[1])  # type: ignore[call-overload]
@@ -128,7 +128,7 @@ def _check_operands(operator: str, left: object, right: object) -> None:
 
 
 class _Charging(NodeTransformer):
-    """Puts every loop's iterable, and every `~`, through a filter that knows the budget."""
+    """Wraps every loop's iterable, and every `~`, in a filter that charges the budget."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802  jinja2 names its visitors so
         self.generic_visit(node)
@@ -142,7 +142,7 @@ class _Charging(NodeTransformer):
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what the model wrote, for training; here it only renders its body."""
+    """`{% generation %}` marks assistant text for training; here it only renders its body."""
 
     tags = {"generation"}  # noqa: RUF012  jinja2 declares it so
 
@@ -152,7 +152,7 @@ class _Generation(Extension):
 
 
 class _Namespace(Namespace):
-    """jinja2's, but for names that lead into Python's insides."""
+    """jinja2's namespace, without names that lead to Python internals."""
 
     def __init__(self, /, *args: Any, **kwargs: object) -> None:
         attributes = dict(*args, **kwargs)
@@ -199,7 +199,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As transformers defines it for chat templates: jinja2's own would escape HTML."""
+    """As transformers defines it for chat templates: jinja2's own escapes HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,6 +1,6 @@
-"""Text to token ids and back, over the `tokenizers` library. Knows nothing of files' formats or of sequences.
+"""Text to token ids and back, over the `tokenizers` library. Knows nothing of file formats or sequences.
 
-Safe to use from many threads: nothing changes after it was made, but for a cache whose entries never differ.
+Thread-safe: immutable after construction, except for an idempotent cache.
 """
 
 import json
@@ -12,12 +12,12 @@ from quire.core.errors import InvalidPrompt
 from quire.text.gguf_tokenizer import vocabulary_from_gguf
 from quire.text.hf_tokenizer import TokenizerFiles, vocabulary_from_folder
 
-_MOST_IDS = 2**32  # that the library counts in
+_MOST_IDS = 2**32  # the library's ids are unsigned 32-bit
 _FALLBACK_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Tokenizer:
-    """One model's text. `chat_template` and `named_tokens` are what `chat.render` asks for."""
+    """One model's tokenizer. `chat_template` and `named_tokens` are arguments of `chat_template.render`."""
 
     __slots__ = (
         "_backend",
@@ -43,7 +43,7 @@ class Tokenizer:
         self.vocab_size = self._backend.get_vocab_size(with_added_tokens=True)
         added = self._backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self.byte_level = _decodes_bytes(self._backend.decoder)  # every piece is bytes, and decoding joins them
+        self.byte_level = _decodes_bytes(self._backend.decoder)  # tokens are byte strings, which decoding joins
 
     @classmethod
     def from_folder(cls, folder: Path) -> "Tokenizer":
@@ -54,9 +54,9 @@ class Tokenizer:
         return cls(vocabulary_from_gguf(metadata))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. Special tokens spelled in the text are read as such.
+        """Token ids of a text. Special tokens that appear in the text are parsed as special tokens.
 
-        Text from a chat template is complete: encode it with `add_special_tokens=False`.
+        Text from a chat template already has its special tokens: encode it with `add_special_tokens=False`.
         """
         _check_text(text)
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -68,15 +68,15 @@ class Tokenizer:
         return [encoding.ids for encoding in encodings]
 
     def encode_chat(self, rendered: str) -> list[int]:
-        """Token ids of what a chat template wrote: the template already said where the text begins."""
+        """Token ids of a rendered chat template, which already has its special tokens."""
         return self.encode(rendered, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of these tokens. Ids that are no tokens give nothing."""
+        """The text of these tokens. Unknown ids give no text."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def spell(self, token_id: int) -> str:
-        """The text of one token in the middle of others: with the space that decoding takes from the first."""
+        """The text of one token inside a sequence: with the leading space that decoding strips from the first."""
         alone = self.decode([token_id], skip_special_tokens=False)
         if self.byte_level:
             return alone
@@ -86,16 +86,16 @@ class Tokenizer:
         return self._backend.token_to_id(token)
 
     def id_to_piece(self, token_id: int) -> str | None:
-        """The token as the vocabulary spells it: bytes mapped to letters, spaces to marks. None if the id is no token,
-        be it beyond all that could be."""
+        """The token as stored in the vocabulary: bytes mapped to letters, spaces to markers. None for an unknown id,
+        even one outside the library's range."""
         return self._backend.id_to_token(token_id) if 0 <= token_id < _MOST_IDS else None
 
     def to_json(self) -> str:
-        """The whole tokenizer as a tokenizer.json, for libraries that read those."""
+        """The tokenizer as tokenizer.json, for libraries that read that format."""
         return self._backend.to_str()
 
     def piece_bytes(self, token_id: int) -> bytes:
-        """What a token of a byte-level vocabulary stands for; nothing if the id is no token."""
+        """The bytes of a token of a byte-level vocabulary; empty for an unknown id."""
         assert self.byte_level
         known = self._piece_bytes.get(token_id)
         if known is None:
@@ -104,7 +104,7 @@ class Tokenizer:
         return known
 
     def fallback_byte(self, token_id: int) -> bytes:
-        """The byte that a token such as <0xE4> of a vocabulary of texts stands for; nothing for all others."""
+        """The byte of a byte-fallback token such as <0xE4>; empty for all other tokens."""
         piece = self.id_to_piece(token_id) or ""
         return bytes.fromhex(piece[3:5]) if not self.byte_level and _FALLBACK_BYTE.fullmatch(piece) else b""
 
@@ -123,7 +123,7 @@ def _check_text(text: str) -> None:
 def _decodes_bytes(decoder: object) -> bool:
     if decoder is None:
         return False
-    state = decoder.__getstate__()  # the library's only way to ask what a decoder is: its saved JSON
+    state = decoder.__getstate__()  # the library shows a decoder's type only in its serialized JSON
     assert isinstance(state, str | bytes), state
     described = json.loads(state)
     steps = described["decoders"] if described["type"] == "Sequence" else [described]
@@ -131,7 +131,7 @@ def _decodes_bytes(decoder: object) -> bool:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's spelling of bytes: printable ones are themselves, the others follow from U+0100 on."""
+    """GPT-2's byte-to-unicode table: printable bytes map to themselves, the others to U+0100 and up."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): byte for byte in printable}
@@ -143,7 +143,7 @@ _BYTE_OF = _byte_alphabet()
 
 
 def _bytes_of(piece: str) -> bytes:
-    """Pieces outside the alphabet are added tokens, spelled as they are."""
+    """Pieces with other characters are added tokens, stored as plain text."""
     if all(letter in _BYTE_OF for letter in piece):
         return bytes(_BYTE_OF[letter] for letter in piece)
     return piece.encode("utf-8")
