@@ -1,5 +1,5 @@
-"""What a continuation may say, token by token: checked, compiled by llguidance, and kept while it is used.
+"""Structured output: validates grammars, compiles them with llguidance and computes token masks.
 
-Knows a vocabulary's bytes and nothing of models, requests or rows. Import it where the parts are put together:
-nothing else may need llguidance to be installed.
+Knows the vocabulary's bytes, nothing of models, requests or rows. Imported only by the modules that compile
+grammars or fill masks: nothing else needs llguidance.
 """

@@ -1,10 +1,8 @@
-"""Turns grammars into matchers with llguidance, within its limits, and keeps what was compiled. Knows no rows.
+"""Compiles grammars with llguidance, within limits, and caches them (LRU, bounded by bytes). Knows nothing of rows.
 
-Call `compile` on any thread but an event loop's: llguidance lets go of the interpreter lock while it compiles (the
-longest gap seen by another thread was 14 ms during a compile of 14 s), and the checks before it keep what a
-client can send under about a second.
-
-Keeps what was used last, bounded by bytes. Knows not what it keeps.
+Do not call `compile` on an event loop's thread. llguidance releases the GIL while it compiles: the longest pause of
+another thread was 14 ms during a compilation of 14 s. The validation before it keeps a client's grammar under about
+one second.
 """
 
 import threading
@@ -27,7 +25,7 @@ from quire.grammar.vocabulary import GrammarVocabulary
 class Sized(Protocol):
     @property
     def cost_bytes(self) -> int:
-        """What it takes now; may grow while it is kept."""
+        """Its size now; may grow while it is cached."""
         ...
 
 
@@ -36,7 +34,7 @@ Value = TypeVar("Value", bound=Sized)
 
 
 class SizedCache(Generic[Key, Value]):
-    """Safe to use from many threads."""
+    """LRU cache bounded by bytes. Thread-safe."""
 
     __slots__ = ("_entries", "_lock", "max_bytes")
 
@@ -54,7 +52,7 @@ class SizedCache(Generic[Key, Value]):
             return value
 
     def keep(self, key: Key, value: Value) -> Value:
-        """What is kept under this key: another thread may have been first."""
+        """Insert, and return the cached value: another thread's, if it was first."""
         with self._lock:
             kept = self._entries.setdefault(key, value)
             self._entries.move_to_end(key)
@@ -83,10 +81,10 @@ _SMALLER = "Use fewer optional and repeated parts beside one another, or a regul
 
 
 class CompiledGrammar:
-    """One grammar, ready to be followed by any number of sequences.
+    """One compiled grammar; makes any number of matchers.
 
-    llguidance's copies share one lexer, which grows with every mask and fails for all of them once it is full. So
-    a matcher that meets a full one asks for a fresh one, and only a grammar that fills it alone can fail.
+    llguidance's copies share one lexer. It grows with every mask, and once it is full it fails for all of them. A
+    matcher that finds it full gets a new one, so only a grammar that fills a lexer alone can fail.
     """
 
     __slots__ = ("_lock", "_prototype", "_source", "num_masks", "vocabulary")
@@ -95,20 +93,20 @@ class CompiledGrammar:
         self._source = source
         self._lock = threading.Lock()
         self.vocabulary = vocabulary
-        self.num_masks = 0  # counted without a lock: an estimate of growth, nothing else
+        self.num_masks = 0  # counted without a lock: only an estimate of the lexer's growth
         self._prototype = self._build()
 
     def matcher(self) -> GrammarMatcher:
-        """A matcher at the beginning of an answer."""
+        """A matcher at the start of an output."""
         return GrammarMatcher(self)
 
     @property
     def prototype(self) -> LLMatcher:
-        """At the beginning, to be copied, never advanced."""
+        """A matcher at the start. Copy it, never advance it."""
         return self._prototype
 
     def renew(self, full: LLMatcher) -> LLMatcher:
-        """A prototype with an empty lexer, in place of one whose lexer is full."""
+        """Replace a prototype whose lexer is full by one with an empty lexer."""
         with self._lock:
             if self._prototype is full:
                 self._prototype = self._build()
@@ -129,7 +127,7 @@ class CompiledGrammar:
 
 
 class GrammarCompiler:
-    """One for a model. Safe to use from many threads."""
+    """One per model. Thread-safe."""
 
     __slots__ = ("_cache", "_cpu_time", "vocabulary")
 
@@ -145,7 +143,7 @@ class GrammarCompiler:
         self._cache: SizedCache[tuple[GrammarKind, str], CompiledGrammar] = SizedCache(cache_bytes)
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """What sequences follow. Raises InvalidGrammar, also if no text of these tokens fulfils the grammar."""
+        """Compile, or return from the cache. Raises InvalidGrammar, also if the vocabulary cannot match the grammar."""
         key = (grammar.kind, grammar.text)
         known = self._cache.find(key)
         if known is not None:
@@ -155,11 +153,11 @@ class GrammarCompiler:
         return self._cache.keep(key, compiled)
 
     def knows(self, grammar: Grammar) -> bool:
-        """Whether it was compiled, and is kept."""
+        """Whether it is in the cache."""
         return self._cache.find((grammar.kind, grammar.text)) is not None
 
     def _try(self, matcher: GrammarMatcher) -> None:
-        """Refuse a grammar that fails at the first token, or takes too long for it, before a request uses it."""
+        """Reject a grammar whose first mask fails or takes too long, before a request uses it."""
         begun_s = self._cpu_time()
         follows = matcher.fill(np.zeros(self.vocabulary.num_words, np.int32))
         taken_s = self._cpu_time() - begun_s
@@ -175,7 +173,7 @@ class GrammarCompiler:
 
     @property
     def cached_bytes(self) -> int:
-        """What the kept grammars take, estimated from above."""
+        """The size of the cached grammars, an upper bound."""
         return self._cache.cost_bytes
 
     def __len__(self) -> int:
@@ -190,7 +188,7 @@ def _parser_limits(step_items: int) -> LLParserLimits:
         step_max_items=step_items,
         max_lexer_states=limits.LEXER_STATES,
         max_grammar_size=limits.GRAMMAR_SYMBOLS,
-        verbose_errors=False,  # they would repeat the answer so far
+        verbose_errors=False,  # they would repeat the output so far
     )
 
 

@@ -1,12 +1,10 @@
-"""Reads a JSON schema and refuses what would not be enforced, or would cost too much. Knows no compiler.
+"""Validates a JSON schema: rejects what would not be enforced or would cost too much. Knows nothing of the compiler.
 
-The schema is read by the latest draft whatever its `$schema` says: an older draft would make keywords meaningless
-that its author wrote down.
+Schemas are read by the latest draft; `$schema` is ignored, as an older draft would disable keywords that the schema
+uses.
 
-Which JSON-schema keywords llguidance enforces, which are notes, and where schemas stand in schemas. Only tables.
-
-A keyword in none of them is refused: llguidance passes over what it does not know, and a constraint that is
-silently dropped is worse than an error.
+The tables list the keywords that llguidance enforces, the annotations, and the keywords that contain schemas. A keyword
+in none of them is rejected: llguidance ignores unknown keywords, and an ignored constraint is worse than an error.
 """
 
 import copy
@@ -30,8 +28,8 @@ ENFORCED = frozenset(
     }
 )
 
-# They say nothing about which values are valid. `discriminator` only helps to find the branch of a oneOf; the
-# content keywords are notes since draft 2019-09.
+# Annotations: they do not affect validity. `discriminator` only helps to find the branch of a oneOf; the content
+# keywords are annotations since draft 2019-09.
 NOTES = frozenset(
     {
         *("title", "description", "default", "example", "examples", "$comment", "deprecated", "readOnly", "writeOnly"),
@@ -57,7 +55,7 @@ INSTEAD = {
     "$recursiveRef": "use $ref",
 }
 
-# What stands under a keyword: one schema, a list of schemas, or schemas by name.
+# Keywords whose value is one schema, a list of schemas, or a mapping of names to schemas.
 ONE = frozenset({"items", "additionalItems", "additionalProperties"})
 LISTED = frozenset({"anyOf", "oneOf", "allOf", "prefixItems", "items"})
 NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions"})
@@ -76,19 +74,19 @@ _LEAP_YEAR = rf"(?:(?:[1-9][0-9]|0[1-9]){_FOURTH}|00{_FOURTH}|{_FOURTH}00)"
 _DATE = rf"(?:{_YEAR}-{_MONTH_DAYS}|{_LEAP_YEAR}-02-29)"
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 
-# llguidance's own patterns for these let 2023-02-29, the year 0 and the second 60 pass.
+# llguidance's own patterns for these accept 2023-02-29, the year 0 and the second 60.
 STRICTER = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
 
 
 class SchemaChildren(NamedTuple):
-    """A schema within a schema, and where it stands."""
+    """A subschema and its path."""
 
     schema: object
     where: str
 
 
 def children(schema: dict[str, object], where: str) -> list[SchemaChildren]:
-    """The schemas directly within a schema."""
+    """The direct subschemas of a schema."""
     found: list[SchemaChildren] = []
     for keyword, value in schema.items():
         place = f"{where}/{keyword}"
@@ -103,11 +101,11 @@ def children(schema: dict[str, object], where: str) -> list[SchemaChildren]:
 
 _COMBINING = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
 _DEFINITIONS = frozenset({"$defs", "definitions"})
-_WHERE_SHOWN = 120  # characters of a place that an error repeats
+_WHERE_SHOWN = 120  # characters of a path that an error quotes
 
 
 def read_schema(text: str) -> dict[str, object]:
-    """The schema that a text holds, checked, and as it is to be compiled."""
+    """Parse and validate a schema; the result is ready to compile."""
     if len(text.encode("utf-8", "surrogatepass")) > limits.SCHEMA_BYTES:
         raise InvalidGrammar(
             f"The JSON schema is {len(text)} characters long; {limits.SCHEMA_BYTES} bytes are the most. Shorten it."
@@ -116,7 +114,7 @@ def read_schema(text: str) -> dict[str, object]:
 
 
 def check_schema(schema: object) -> dict[str, object]:
-    """A schema already parsed: refused, or as it is to be compiled."""
+    """Validate a parsed schema; the result is a copy, ready to compile."""
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
@@ -157,7 +155,7 @@ def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _check_size(schema: dict[str, object]) -> None:
-    """Counted level by level, so that no nesting is too deep to count."""
+    """Counts level by level, without recursion: a schema may be nested arbitrarily deep."""
     level: list[object] = [schema]
     num_nodes = 0
     depth = 0
@@ -209,7 +207,7 @@ def _check_keywords(part: SchemaChildren) -> None:
 
 
 def _check_format(schema: dict[str, object], where: str) -> None:
-    """Formats are of strings: beside another type they say nothing."""
+    """Formats apply to strings only: with another type they have no effect."""
     name = schema.get("format")
     types = schema.get("type", "string")
     of_strings = types == "string" or (isinstance(types, list) and "string" in types)
@@ -219,7 +217,7 @@ def _check_format(schema: dict[str, object], where: str) -> None:
 
 
 def _check_object(schema: dict[str, object], where: str) -> None:
-    """Names beyond `properties` may repeat in the text, so that they cannot be counted upwards."""
+    """Names outside `properties` may repeat in the text, so minProperties beyond the required ones is not enforced."""
     properties, required = schema.get("properties"), schema.get("required")
     if isinstance(properties, dict) and len(properties) > limits.SCHEMA_PROPERTIES:
         raise InvalidGrammar(
@@ -248,7 +246,7 @@ def _check_cost(schemas: list[dict[str, object]]) -> None:
 
 
 def _check_reach(root: dict[str, object], schemas: list[dict[str, object]]) -> None:
-    """How far references can lead through one another, at most: llguidance follows them by recursion."""
+    """Bounds the length of a chain of references: llguidance follows them by recursion."""
     referred = [_resolved(root, str(schema["$ref"])) for schema in schemas if "$ref" in schema]
     definitions = {id(definition): definition for definition in [root, *referred]}
     num_levels = sum(_levels_to_reference(definition) for definition in definitions.values())
@@ -260,7 +258,7 @@ def _check_reach(root: dict[str, object], schemas: list[dict[str, object]]) -> N
 
 
 def _resolved(root: dict[str, object], reference: str) -> dict[str, object]:
-    """The schema that a reference names. The whole, which is never less, where a name is none of these."""
+    """The schema that a reference names; the root, which is never smaller, if the name is unknown."""
     found: object = root
     for name in unquote(reference.removeprefix("#")).split("/")[1:]:
         name = name.replace("~1", "/").replace("~0", "~")
@@ -272,7 +270,7 @@ def _resolved(root: dict[str, object], reference: str) -> dict[str, object]:
 
 
 def _levels_to_reference(schema: dict[str, object]) -> int:
-    """Schemas from this one down to the deepest reference in it; definitions count where they are referred to."""
+    """Levels from this schema down to the deepest reference in it; definitions count where they are referenced."""
     level, depth, deepest = [schema], 0, 0
     while level:
         depth += 1
@@ -284,7 +282,7 @@ def _levels_to_reference(schema: dict[str, object]) -> int:
 
 
 def _intersects(schema: dict[str, object]) -> bool:
-    """Whether a value must fulfil more than one schema at once here."""
+    """Whether a value must satisfy several schemas at once here."""
     parts = schema.get("allOf")
     if isinstance(parts, list) and len(parts) > 1:
         return True
@@ -293,14 +291,14 @@ def _intersects(schema: dict[str, object]) -> bool:
 
 
 def _numerator(value: object) -> int:
-    """How many remainders a division by this number has, digits after the point included."""
+    """How many remainders a division by this number has, with its decimal digits."""
     if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
         raise InvalidGrammar(f"multipleOf must be a number above 0, not {shown(value)}.")
     return Fraction(str(value)).numerator
 
 
 def _make_exact(schema: dict[str, object]) -> None:
-    """Dates and times become patterns that let only real ones pass."""
+    """Replace date and time formats by patterns that accept only valid ones."""
     name = schema.get("format")
     if not isinstance(name, str) or name not in STRICTER:
         return

@@ -1,7 +1,7 @@
-"""Follows one sequence through its grammar: which tokens may come next, and what was taken. Knows no compiler.
+"""Grammar state of one sequence: masks the next token and consumes sampled ones. Knows nothing of the compiler.
 
-Fails closed. llguidance offers the end token when it gives up, which would look like a finished answer; here a
-matcher that failed allows nothing and says so.
+Fails closed. llguidance allows the end token after an internal error, which would look like a complete output; here
+a failed matcher allows no token and reports the failure.
 """
 
 from typing import Protocol
@@ -12,11 +12,11 @@ from llguidance import LLExecutor, LLMatcher
 from quire.core.ids import IntArray
 from quire.grammar.vocabulary import GrammarVocabulary
 
-_TOKENS_BETWEEN_RENEWALS = 256  # a grammar that fills a fresh lexer sooner is itself too large to follow
+_TOKENS_BETWEEN_RENEWALS = 256  # a grammar that fills a new lexer sooner is itself too large
 
 
 class MatcherSource(Protocol):
-    """What a matcher is made from; `Compiled` is."""
+    """What a matcher is built from; `CompiledGrammar` implements it."""
 
     num_masks: int
 
@@ -28,7 +28,7 @@ class MatcherSource(Protocol):
 
 
 class GrammarMatcher:
-    """One sequence's place in its grammar: a function of the tokens it took. Used by one thread at a time."""
+    """One sequence's state in its grammar: a function of the consumed tokens. Not thread-safe."""
 
     __slots__ = ("_ended", "_inner", "_origin", "_renewed_at", "_tokens", "failed", "pattern", "trouble")
 
@@ -36,14 +36,14 @@ class GrammarMatcher:
         self.pattern = pattern
         self._origin = pattern.prototype
         self._inner = self._origin.deep_copy()
-        self._tokens: list[int] = []  # without the end token, which llguidance never sees
+        self._tokens: list[int] = []  # without the end token, which is never passed to llguidance
         self._renewed_at = -_TOKENS_BETWEEN_RENEWALS
         self._ended = False
-        self.failed = False  # nothing is allowed any more: the sequence must end with an error
-        self.trouble = ""  # llguidance's own words for why it gave up over a mask; none if nothing was left to allow
+        self.failed = False  # no token is allowed any more: the sequence must end with an error
+        self.trouble = ""  # llguidance's error message of a failed mask; empty if the mask was merely empty
 
     def fill(self, mask_row: IntArray) -> bool:
-        """Set the bits of the tokens that may come next. False: it failed, and no bit is set."""
+        """Set the bits of the allowed next tokens. False: it failed, and no bit is set."""
         vocabulary = self.pattern.vocabulary
         assert mask_row.shape == (vocabulary.num_words,) and mask_row.dtype == np.int32, mask_row.shape
         assert mask_row.flags.c_contiguous
@@ -53,7 +53,7 @@ class GrammarMatcher:
         return self._finish(mask_row)
 
     def advance(self, token: int) -> bool:
-        """Take the token that was sampled. False: it was not allowed, or the grammar failed; nothing may follow."""
+        """Consume a sampled token. False: it was not allowed, or the grammar failed; no token may follow."""
         if self.failed or self._ended:
             return False
         if token in self.pattern.vocabulary.end_ids and self.may_end:
@@ -70,21 +70,21 @@ class GrammarMatcher:
 
     @property
     def may_end(self) -> bool:
-        """The text so far fulfils the grammar."""
+        """The text so far matches the grammar."""
         return self._ended or (not self.failed and not self._inner.is_error() and self._inner.is_accepting())
 
     @property
     def stopped(self) -> bool:
-        """Nothing may follow but the end."""
+        """Only the end token may follow."""
         return self._ended or (self.may_end and self._inner.is_stopped())
 
     @property
     def ended(self) -> bool:
-        """The end token was taken."""
+        """The end token was consumed."""
         return self._ended
 
     def rewind(self, num_tokens: int) -> None:
-        """Give back the last tokens taken, the end token counted."""
+        """Roll back the last tokens, the end token included."""
         assert not self.failed and 0 <= num_tokens <= len(self._tokens) + self._ended, num_tokens
         if num_tokens and self._ended:
             self._ended = False
@@ -95,7 +95,7 @@ class GrammarMatcher:
             assert rolled, self._inner.get_error()
 
     def fork(self) -> "GrammarMatcher":
-        """A second matcher at the same place."""
+        """A second matcher in the same state."""
         assert not self.failed
         twin = GrammarMatcher(self.pattern)
         twin._origin = self._origin
@@ -113,7 +113,7 @@ class GrammarMatcher:
             mask_row[:] = np.frombuffer(self._inner.compute_bitmask(), np.int32)[: vocabulary.num_words]
 
     def _finish(self, mask_row: IntArray) -> bool:
-        """After a mask was written: renewed if the lexer was full, and only tokens that exist."""
+        """After a mask was written: retry if the lexer was full, and clear the bits of unknown ids."""
         if self._ended:
             mask_row[:] = self.pattern.vocabulary.ends
             return True
@@ -130,7 +130,7 @@ class GrammarMatcher:
         return False
 
     def _renew(self) -> bool:
-        """Follow the same tokens with a lexer that others have not filled."""
+        """Replay the same tokens with a new lexer."""
         if len(self._tokens) - self._renewed_at < _TOKENS_BETWEEN_RENEWALS:
             return False
         self._renewed_at = len(self._tokens)
@@ -140,7 +140,7 @@ class GrammarMatcher:
 
 
 class MaskPool:
-    """Fills many rows at once, on threads of its own."""
+    """Fills many mask rows at once, in a thread pool."""
 
     __slots__ = ("_executor",)
 
@@ -148,9 +148,9 @@ class MaskPool:
         self._executor = LLExecutor(num_threads)
 
     def fill(self, matchers: list[GrammarMatcher], mask_rows: IntArray) -> list[bool]:
-        """`Matcher.fill` for each matcher into the row of its place: the same bits, the same answers.
+        """`GrammarMatcher.fill` for each matcher into the mask row of its index: same bits, same return values.
 
-        All matchers are of one vocabulary.
+        All matchers must have the same vocabulary.
         """
         assert len(matchers) == len(mask_rows) and mask_rows.flags.c_contiguous and mask_rows.dtype == np.int32
         if not matchers or not matchers[0].pattern.vocabulary.exact:

@@ -1,4 +1,4 @@
-"""From a constraint as a client sends it to one Lark grammar, refused if it is wrong or too large. Compiles nothing."""
+"""Validates a client's constraint and converts it to a Lark grammar. Compiles nothing."""
 
 import json
 import re
@@ -11,18 +11,18 @@ from quire.core.sampling import Grammar, GrammarKind
 from quire.grammar import limits
 from quire.grammar.json_schema import check_schema, read_schema
 
-# Where JSON may have white space, one or two blanks, or one line break and its indentation: what models write, plain
-# or pretty-printed. More would let a model write blanks until its length is spent.
+# Whitespace allowed in JSON: one or two blanks, or one line break and its indentation, as models write it, compact or
+# pretty-printed. Without a bound a model may emit blanks until max_tokens.
 _WHITESPACE = r"[ \t]{1,2}|\r?\n[ \t]{0,32}"
-# Without \u: a name under `properties` could otherwise be spelled a second time, unseen, as an additional one.
+# Without \u: a name under `properties` could otherwise be repeated, in escaped form, as an additional property.
 _JSON_STYLE = {"whitespace_pattern": _WHITESPACE, "json_allowed_escapes": 'nrbtf\\"'}
 
-# Forced text is not tokenized ahead: `a{1000000}` took a second a mask, and which tokens spell a text is the
-# model's choice. Stands at the end, so that line numbers in errors are the client's.
+# Forced text is not tokenized ahead: `a{1000000}` took one second per mask, and the tokenization of a text is left to
+# the model. Appended at the end, so that line numbers in errors match the client's text.
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 _NO_OPTIONS = re.compile(r"\A\s*%llguidance\s*\{\s*\}")
 _EMBEDDED = re.compile(r"%json\s*(?=\{)")
-# What makes a Lark grammar deep, or long its parser's rows: rules, groups, what is optional or repeated.
+# What makes a Lark grammar deep or its parser's rows long: rules, groups, optional and repeated parts.
 _PARTS = "\n([{?*"
 _WORD = re.compile(r"[\w-]+")
 
@@ -30,14 +30,14 @@ _ANY_OBJECT: dict[str, object] = {"type": "object"}
 
 
 class GrammarSource(NamedTuple):
-    """What llguidance compiles."""
+    """Input of llguidance's compiler."""
 
     text: str
-    step_items: int  # that one mask may take
+    step_items: int  # limit of parser items for one mask
 
 
 def lark_source(grammar: Grammar) -> GrammarSource:
-    """Raises InvalidGrammar."""
+    """Convert to Lark. Raises InvalidGrammar."""
     if any(0xD800 <= ord(letter) <= 0xDFFF for letter in grammar.text):
         raise InvalidGrammar("The grammar holds a lone surrogate, half a character. Send valid Unicode.")
     match grammar.kind:
@@ -64,7 +64,7 @@ def _checked_regex(text: str) -> str:
     num_backslashes = len(text) - len(text.rstrip("\\"))
     if num_backslashes % 2:
         raise InvalidGrammar("The regular expression ends in a backslash that escapes nothing.")
-    return regex_to_lark(text, "dw")  # \d and \w are ASCII, as in JavaScript: no digit that int() might not know
+    return regex_to_lark(text, "dw")  # \d and \w are ASCII, as in JavaScript: no digit that int() may not parse
 
 
 def _choices(text: str) -> list[str]:
@@ -84,7 +84,7 @@ def _choices(text: str) -> list[str]:
 
 
 def _checked_lark(text: str) -> str:
-    """A Lark grammar whose JSON schemas are held to the same rules as those that come alone."""
+    """A Lark grammar whose embedded JSON schemas are validated like standalone ones."""
     _check_bytes("grammar", text, limits.LARK_BYTES)
     text = _NO_OPTIONS.sub("", text)
     if text.lstrip().startswith("{"):
@@ -92,14 +92,14 @@ def _checked_lark(text: str) -> str:
     if "%llguidance" in text:
         raise InvalidGrammar("%llguidance options are the server's choice; leave that line out of the grammar.")
     pieces: list[str] = []
-    own: list[str] = []  # those that are no schemas
+    own: list[str] = []  # the pieces outside the schemas
     begin = 0
     embedded = list(_EMBEDDED.finditer(text))
     if len(embedded) > limits.LARK_SCHEMAS:
         raise InvalidGrammar(f"The grammar has {len(embedded)} %json parts; {limits.LARK_SCHEMAS} are the most.")
     for found in embedded:
         if found.start() < begin:
-            continue  # within the schema before it
+            continue  # inside the previous schema
         try:
             schema, end = json.JSONDecoder().raw_decode(text, found.end())
         except (ValueError, RecursionError) as error:
@@ -113,7 +113,7 @@ def _checked_lark(text: str) -> str:
 
 
 def _check_own(text: str) -> None:
-    """What a client wrote around the schemas. Strings and comments count: to tell them apart is the compiler's work."""
+    """Limits of the text outside the schemas. Strings and comments count too, as only the compiler can tell them."""
     _check_bytes("grammar without its %json parts", text, limits.LARK_OWN_BYTES)
     num_parts = sum(text.count(sign) for sign in _PARTS)
     if num_parts > limits.LARK_PARTS:

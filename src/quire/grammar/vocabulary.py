@@ -1,4 +1,4 @@
-"""A model's vocabulary as masks see it: which ids spell which bytes, which end, which are none. Knows no grammar."""
+"""A model's vocabulary for masks: bytes of each id, end tokens, unknown ids. Knows nothing of grammars."""
 
 from typing import Protocol
 
@@ -12,7 +12,7 @@ _WORD_BITS = 32
 
 
 class TokenSpelling(Protocol):
-    """What a tokenizer tells of itself; quire's Tokenizer does."""
+    """The part of a tokenizer that masks need; `Tokenizer` implements it."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -21,9 +21,9 @@ class TokenSpelling(Protocol):
 
 
 class GrammarVocabulary:
-    """Made once for a model; shared by all threads, never changed.
+    """One per model. Immutable, shared by all threads.
 
-    `width` is that of the model's logits, which may be more than the tokenizer has, or less.
+    `width` is the width of the model's logits, which may differ from the tokenizer's vocabulary size.
     """
 
     __slots__ = ("end_ids", "ends", "known", "num_words", "tokens", "tokens_wide", "width")
@@ -38,12 +38,12 @@ class GrammarVocabulary:
         self.tokens_wide = max(width, spelling.vocab_size)
         self.tokens = _compiled(spelling, self.tokens_wide, ends)
         known = [token_id for token_id in range(width) if spelling.id_to_piece(token_id) is not None]
-        self.known = _bits(known, self.num_words)  # ids that are tokens: the others are never allowed
+        self.known = _bits(known, self.num_words)  # ids that have a token: the others are never allowed
         self.ends = _bits(list(ends), self.num_words)
 
     @property
     def exact(self) -> bool:
-        """Whether llguidance's masks are as wide as ours."""
+        """Whether llguidance's masks have our width."""
         return self.tokens_wide == self.width
 
 
