@@ -1,5 +1,7 @@
 """Shared by the tests of benchmarks: the command line in this process, and a model of a few thousand weights."""
 
+import gc
+
 import pytest
 
 from quire.core.model import ModelSpec, RopeSpec
@@ -33,4 +35,5 @@ def quire(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 
     monkeypatch.setitem(SHAPES, "tiny", TINY)
     monkeypatch.setattr(build, "select_kernels", reference)
+    monkeypatch.setattr(gc, "unfreeze", lambda: None)  # after a measurement: the heap of all tests stays frozen
     return Shell(monkeypatch, capsys)

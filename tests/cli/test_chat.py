@@ -113,6 +113,7 @@ def test_control_d_leaves(terminal: "pexpect.spawn[str]") -> None:
     assert terminal.exitstatus == 0
 
 
+@pytest.mark.usefixtures("shallow_default")
 def test_quit_leaves(quire: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("/help\n/quit\nthis is never sent\n"))
     result = quire("chat", *SMALL)

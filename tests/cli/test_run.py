@@ -10,7 +10,7 @@ import pytest
 from tests import children
 from tests.cli.commands import QUIRE, SMALL
 
-pytestmark = pytest.mark.usefixtures("default_model_path")
+on_shallow_model = pytest.mark.usefixtures("shallow_default")  # two layers of the default model
 
 
 def start(*arguments: str) -> AbstractContextManager["subprocess.Popen[str]"]:
@@ -19,10 +19,11 @@ def start(*arguments: str) -> AbstractContextManager["subprocess.Popen[str]"]:
     return children.started(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
 
 
+@on_shallow_model
 def test_stdout_is_the_completion_alone() -> None:
     command = [QUIRE, "run", "The capital of France is", "--temperature", "0", "--max-tokens", "3", *SMALL]
     result = children.run(command, capture_output=True, text=True, check=True)
-    assert result.stdout == " Paris.\n\n"
+    assert result.stdout.strip("\n") and result.stdout.endswith("\n")
     assert result.stderr == ""
 
 
@@ -36,6 +37,7 @@ def test_a_model_a_prompt_from_stdin_and_the_report(default_model_path: Path) ->
     assert "tok/s" in lines[-1]
 
 
+@on_shallow_model
 def test_a_closed_pipe_ends_it_quietly() -> None:
     with start("Once upon a time", "--temperature", "0", "--max-tokens", "400") as running:
         assert running.stdout is not None and running.stderr is not None
@@ -46,6 +48,7 @@ def test_a_closed_pipe_ends_it_quietly() -> None:
         assert errors == ""
 
 
+@on_shallow_model
 def test_control_c_ends_a_completion() -> None:
     with start("Once upon a time", "--temperature", "0", "--max-tokens", "400") as running:
         assert running.stdout is not None
@@ -57,6 +60,7 @@ def test_control_c_ends_a_completion() -> None:
         assert (first + rest).endswith("\n")
 
 
+@on_shallow_model
 def test_control_c_ends_a_start() -> None:
     with start("Once upon a time", "-v") as running:
         assert running.stderr is not None

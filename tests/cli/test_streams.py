@@ -48,6 +48,7 @@ def test_a_closed_pipe_gets_no_traceback() -> None:
     assert result.stderr == ""
 
 
+@pytest.mark.usefixtures("shallow_default")
 def test_a_prompt_that_is_no_text_is_one_sentence() -> None:
     """In a locale other than C, where the interpreter refuses such bytes itself."""
     strict = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}

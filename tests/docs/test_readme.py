@@ -12,7 +12,6 @@ from tests.docs.running import output_of
 
 README = ROOT / "README.md"
 TEXT = README.read_text(encoding="utf-8")
-MODEL = "default_model_path"
 
 
 def test_it_begins_with_one_sentence_then_a_command_then_python_then_figures_then_links() -> None:
@@ -37,14 +36,14 @@ def test_its_first_screen_is_short() -> None:
     assert len(table_rows(README)) == 1 + 6  # a head and six rows
 
 
-@pytest.mark.usefixtures(MODEL)
+@pytest.mark.usefixtures("default_model_path")
 def test_the_python_runs() -> None:
     (code,) = blocks(README, "python")
     said = output_of(code)
     assert "Paris" in said and "length" in said
 
 
-@pytest.mark.usefixtures(MODEL)
+@pytest.mark.usefixtures("shallow_default")
 def test_the_python_of_the_api_page_runs() -> None:
     said = output_of("\n".join(blocks(DOCS / "python-api.md", "python")))
     lines = said.splitlines()

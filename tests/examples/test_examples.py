@@ -45,13 +45,13 @@ def address_when_ready(process: "subprocess.Popen[str]") -> str:
 
 
 @pytest.fixture(scope="module")
-def servers(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """The addresses of a server with the default model and of one with a script; both start at the same time."""
+def servers(shallow_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """The addresses of a server with a real model and of one with a script; both start at the same time."""
     script = tmp_path_factory.mktemp("script") / "script.jsonl"
     script.write_text("\n".join(json.dumps(line) for line in SCRIPT))
     with ExitStack() as stack:
         processes = []
-        for extra in ([], ["--script", str(script)]):
+        for extra in ([str(shallow_model_path)], ["--script", str(script)]):
             command = [*QUIRE, "serve", "--port", "0", *SMALL, *extra]
             process = children.start(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
             stack.callback(children.end, process)
@@ -62,7 +62,7 @@ def servers(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) 
         yield f"{real}/v1", f"{scripted}/v1"
 
 
-@pytest.mark.usefixtures("default_model_path")
+@pytest.mark.usefixtures("shallow_default")
 def test_offline_batch(capsys: pytest.CaptureFixture[str]) -> None:
     run_path(str(EXAMPLES / "offline_batch.py"), run_name="__main__")  # in this process: torch is imported once for all
     lines = capsys.readouterr().out.splitlines()
@@ -70,7 +70,7 @@ def test_offline_batch(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[-1].startswith("8 requests, ") and lines[-1].endswith("tok/s")
 
 
-@pytest.mark.usefixtures("default_model_path")
+@pytest.mark.usefixtures("shallow_default")
 def test_streaming(capsys: pytest.CaptureFixture[str]) -> None:
     run_path(str(EXAMPLES / "streaming.py"), run_name="__main__")
     said = capsys.readouterr().out
@@ -106,7 +106,7 @@ def test_agent_with_tools(servers: tuple[str, str]) -> None:
     ]
 
 
-@pytest.mark.usefixtures("default_model_path")
+@pytest.mark.usefixtures("shallow_default")
 def test_fastapi_app(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
     with TestClient(import_module("fastapi_app").app) as client:
