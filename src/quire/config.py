@@ -2,8 +2,8 @@
 
 Each field declares its default, help text, bounds and unit. The options of the command line, the checks and the
 signature of `LLM` come from these declarations. A setting that is not given is derived; `ResolvedConfig.reasons` holds
-the origin of each value. Settings are replaced, never changed in place. No environment variable is read. Knows nothing
-of torch and click.
+the origin of each value. Settings are replaced, never changed in place. No environment variable is read. Does not
+depend on torch or click.
 """
 
 import inspect

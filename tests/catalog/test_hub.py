@@ -98,7 +98,7 @@ def http_error(kind: type[Exception]) -> Exception:
         (http_error(GatedRepoError), FetchFailed, "accept its licence.*--token"),
         (http_error(RepositoryNotFoundError), ModelNotFound, "no model org/name, or it is private"),
         (http_error(RevisionNotFoundError), ModelNotFound, "no revision v9"),
-        (HFValidationError("bad name"), ModelNotFound, "is no hub id: bad name"),
+        (HFValidationError("bad name"), ModelNotFound, "is not a hub id: bad name"),
         (LocalEntryNotFoundError("no route"), FetchFailed, "could not be fetched .no route.*give its path"),
         (ConnectionError("reset"), FetchFailed, "could not be fetched .reset"),
         (RuntimeError(), FetchFailed, "could not be fetched .RuntimeError"),

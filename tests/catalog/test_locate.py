@@ -140,7 +140,7 @@ def test_a_path_without_a_model_is_refused_with_the_reason(hub: FakeHub, cache: 
     for name, reason in {
         "empty": "neither config.json nor a .gguf file",
         "two": "2 GGUF files and no config.json; name one: a.gguf, b.gguf",
-        "model.safetensors": "give the folder that holds config.json",
+        "model.safetensors": "give the folder that has config.json",
     }.items():
         with pytest.raises(ModelNotFound, match=reason):
             locate(str(tmp_path / name), fetch_hub=hub, folder=cache)

@@ -5,7 +5,7 @@ import pytest
 
 from quire.core.events import EventKind, RequestEvent, WaitCause
 from quire.core.ids import IntArray, RequestId, Row
-from quire.core.request import MOST_EVENTS, BeamParams, Request, RequestGroup, Sequence, SequenceState
+from quire.core.request import MAX_EVENTS, BeamParams, Request, RequestGroup, Sequence, SequenceState
 from quire.core.sampling import RowSampling
 from quire.core.step import FinishReason
 
@@ -103,7 +103,7 @@ def test_a_long_event_list_keeps_its_first_half_and_the_latest() -> None:
     one = group()
     for step in range(500):
         one.note(RequestEvent(step, EventKind.ADMITTED))
-    assert len(one.events) == MOST_EVENTS
-    half = MOST_EVENTS // 2
+    assert len(one.events) == MAX_EVENTS
+    half = MAX_EVENTS // 2
     assert [event.step for event in one.events[:half]] == list(range(half))
     assert [event.step for event in one.events[half:]] == list(range(500 - half, 500))

@@ -106,7 +106,7 @@ def test_lists_of_strings(name):
 def test_strings_have_a_longest(name, most):
     SamplingParams(**{name: ["x" * most]})
     words = refused(name, ["x", "y" * (most + 1)])
-    assert f"of {most + 1} characters; the most is {most}." in words
+    assert f"of {most + 1} characters; the limit is {most}." in words
 
 
 def test_one_stop_string_has_the_same_longest():
@@ -117,7 +117,7 @@ def test_bad_words_have_so_many_characters_in_all():
     whole = ["x" * MAX_BAD_WORD_CHARACTERS] * (MAX_BAD_WORDS_CHARACTERS // MAX_BAD_WORD_CHARACTERS)
     SamplingParams(bad_words=whole)
     words = refused("bad_words", [*whole, "y"])
-    assert f"has {MAX_BAD_WORDS_CHARACTERS + 1} characters in all; the most is {MAX_BAD_WORDS_CHARACTERS}." in words
+    assert f"has {MAX_BAD_WORDS_CHARACTERS + 1} characters in total; the limit is {MAX_BAD_WORDS_CHARACTERS}." in words
 
 
 @pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids"])

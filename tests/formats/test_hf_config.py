@@ -214,7 +214,7 @@ def test_a_multi_modal_model_is_refused_by_architecture() -> None:
 
 
 def test_code_from_the_folder_is_never_run() -> None:
-    with pytest.raises(UnsupportedModel, match="code from its own folder"):
+    with pytest.raises(UnsupportedModel, match="remote code"):
         spec_of({"architectures": ["OddForCausalLM"], "auto_map": {"AutoModel": "odd.Odd"}})
 
 

@@ -48,7 +48,7 @@ def test_a_grammar_is_charged_for_the_masks_it_filled(fallback_compiler: Grammar
     before = used.cost_bytes
     row = np.zeros(compiler.vocabulary.num_words, np.int32)
     for _ in range(5):
-        used.matcher().fill(row)
+        used.matcher().fill_mask(row)
     assert used.cost_bytes == before + 5 * limits.BYTES_PER_MASK
     compiler.compile(regex(2))
     assert compiler.compile(regex(1)) is not used
@@ -59,7 +59,7 @@ def test_many_threads_get_grammars_that_work(fallback_compiler: GrammarCompiler)
 
     def first_mask(number: int) -> bytes:
         row = np.zeros(compiler.vocabulary.num_words, np.int32)
-        assert compiler.compile(regex(number % 5 + 1)).matcher().fill(row)
+        assert compiler.compile(regex(number % 5 + 1)).matcher().fill_mask(row)
         return row.tobytes()
 
     alone = [first_mask(number) for number in range(40)]

@@ -22,7 +22,7 @@ def walk(compiler: GrammarCompiler, matcher: GrammarMatcher, num_tokens: int, se
     chance = np.random.default_rng(seed)
     row = np.zeros(compiler.vocabulary.num_words, np.int32)
     for count in range(num_tokens):
-        if not matcher.fill(row):
+        if not matcher.fill_mask(row):
             return count
         row &= ~compiler.vocabulary.ends
         tokens = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
@@ -71,7 +71,7 @@ def test_a_token_that_is_not_allowed_fails_and_leaves_nothing_allowed(compiler: 
     (wrong,) = compiler.vocabulary.tokens.tokenize_str("x")
     row = np.full(compiler.vocabulary.num_words, -1, np.int32)
     assert not matcher.advance(wrong) and matcher.failed and not matcher.may_end
-    assert not matcher.fill(row) and not row.any()
+    assert not matcher.fill_mask(row) and not row.any()
     assert not matcher.advance(next(iter(compiler.vocabulary.end_ids)))
 
 
@@ -93,8 +93,8 @@ def test_many_rows_at_once_are_the_rows_one_by_one(compiler: GrammarCompiler, nu
         walk(compiler, matcher, place, place)
     matchers[4].advance(compiler.vocabulary.width - 1)
     expected = np.zeros((6, compiler.vocabulary.num_words), np.int32)
-    answers = [matcher.fork().fill(row) for matcher, row in zip(matchers[:4], expected[:4], strict=True)]
-    answers += [matcher.fill(row) for matcher, row in zip(matchers[4:], expected[4:], strict=True)]
+    answers = [matcher.fork().fill_mask(row) for matcher, row in zip(matchers[:4], expected[:4], strict=True)]
+    answers += [matcher.fill_mask(row) for matcher, row in zip(matchers[4:], expected[4:], strict=True)]
     rows = np.full_like(expected, -1)
     assert MaskPool(num_threads).fill(matchers, rows) == answers and not answers[4]
     assert (rows == expected).all()

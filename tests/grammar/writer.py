@@ -37,5 +37,5 @@ def write(compiler: GrammarCompiler, grammar: Grammar, seed: int, max_tokens: in
 
 def _flags(matcher: GrammarMatcher, compiler: GrammarCompiler) -> NDArray[np.uint8]:
     row = np.zeros(compiler.vocabulary.num_words, np.int32)
-    assert matcher.fill(row)
+    assert matcher.fill_mask(row)
     return np.unpackbits(row.view(np.uint8), bitorder="little")

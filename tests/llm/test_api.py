@@ -295,7 +295,7 @@ def test_chat_refuses_as_many_parameters_as_generate_does(llm):
     ],
 )
 def test_parameters_that_leave_no_token_are_refused(llm, left_nothing):
-    with pytest.raises(InvalidParameter, match="no token that could follow"):
+    with pytest.raises(InvalidParameter, match="no token that could be sampled"):
         llm.generate("abc", SamplingParams(**left_nothing))
 
 
@@ -304,7 +304,7 @@ def test_a_sequence_that_fails_says_why_and_its_neighbour_goes_on(llm):
     params = SamplingParams(temperature=0, max_tokens=4, allowed_token_ids=byte_ids("x"), bad_words=["xx"])
     failed, well = llm.generate(["abc", "abc"], [params, GREEDY])
     assert failed.outputs[0].finish_reason == "nothing_left"
-    assert "no token to choose" in failed.outputs[0].error
+    assert "No token could be sampled" in failed.outputs[0].error
     assert well.outputs[0].error is None
     assert well.outputs[0].token_ids == llm.generate("abc", GREEDY)[0].outputs[0].token_ids
 

@@ -194,6 +194,6 @@ def test_every_parameter_at_once_beside_plain_neighbours(llm):
 def test_words_that_leave_nothing_of_what_is_allowed_end_a_continuation_for_that_reason(llm):
     said = complete(llm, allowed_token_ids=byte_ids("a"), bad_words=["aaa"])
     assert (said.finish_reason, said.token_ids) == ("nothing_left", byte_ids("a") * 2)
-    assert said.error == "There was no token to choose: allowed_token_ids and bad_words left none. Loosen one of them."
+    assert said.error == "No token could be sampled: allowed_token_ids and bad_words left none. Relax one of them."
     beams = complete(llm, allowed_token_ids=byte_ids("a"), bad_words=["aaa"], use_beam_search=True, beam_width=2)
     assert beams.finish_reason == "nothing_left"

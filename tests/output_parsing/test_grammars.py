@@ -11,7 +11,7 @@ import pytest
 
 from quire.core.errors import InvalidParameter
 from quire.core.sampling import Grammar, GrammarKind
-from quire.grammar.validate import lark_source
+from quire.grammar.lark_source import lark_source
 from quire.output_parsing.events import ToolArguments, ToolStart
 from quire.output_parsing.grammars import strict_grammar, tool_grammar
 from quire.output_parsing.reasoning import THINK

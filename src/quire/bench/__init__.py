@@ -1,1 +1,1 @@
-"""Floor 9: what is measured, and how. Nothing here prints; commands show what it returns."""
+"""Layer 9: benchmarks. They return results; cli/ prints them."""

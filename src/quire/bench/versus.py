@@ -1,7 +1,7 @@
 """A comparison of two commands on one machine, interleaved: quire, rival, quire.
 
 A result is a line of output that is a JSON object with a workload, its seconds and its output tokens. Other lines are
-ignored. Knows nothing of the engines.
+ignored. Does not depend on the engines.
 """
 
 import json

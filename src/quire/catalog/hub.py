@@ -101,7 +101,7 @@ def _as_quire_error(hub_name: HubName, revision: str | None, error: Exception) -
             f"{name} has no revision {revision}; give a branch, a tag or a commit of it.", param="revision"
         )
     if isinstance(error, HFValidationError):
-        return ModelNotFound(f"{name} is no hub id: {error}. {suggest(name)}")
+        return ModelNotFound(f"{name} is not a hub id: {error}. {suggest(name)}")
     return FetchFailed(
         f"{name} is not in the hub's cache on this machine, and could not be fetched "
         f"({_first_line(error)}). Try again with a network, or copy the model here and give its path; "

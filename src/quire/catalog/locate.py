@@ -1,8 +1,7 @@
 """Resolves the name of a model to a path on this disk, and fetches a model that is not there.
 
-The hub is a callable argument: its library is not imported for a local model.
-
-Tells a model on this disk from any other file or folder, by names alone.
+The hub is a callable argument: its library is not imported for a local model. `look` detects model files and folders by
+name.
 """
 
 import json
@@ -44,8 +43,8 @@ def _look(path: Path) -> ModelFiles | NoModel:
     if path.is_file():
         if path.suffix.lower() == ".gguf":
             return ModelFiles(path, "gguf")
-        return NoModel("is a file but no .gguf; give the folder that holds config.json, or a .gguf file")
-    # An adapter is no model; opening the folder refuses it with a better message.
+        return NoModel("is not a .gguf file; give the folder that has config.json, or a .gguf file")
+    # An adapter is not a model; opening the folder refuses it with a better message.
     if (path / "config.json").is_file() or (path / "adapter_config.json").is_file():
         return ModelFiles(path, "folder")
     files = gguf_files(path)
@@ -142,7 +141,7 @@ def fetched_models(folder: Path) -> dict[str, Located]:
 
 
 def _path_of(text: str) -> Path | None:
-    """The existing path of a text, if any. Any text is allowed, also one that is no valid path."""
+    """The existing path of a text, if any. Any text is allowed, also one that is not a valid path."""
     try:
         path = Path(text).expanduser()
         return path if path.exists() else None

@@ -1,4 +1,4 @@
-"""Progress of a fetch, as values. Draws nothing: the command line makes bars of them."""
+"""Progress of a fetch, as values. The command line displays them."""
 
 from collections.abc import Callable
 from enum import Enum

@@ -1,4 +1,4 @@
-"""The folder of fetched models: complete files only, verified by checksum. Knows nothing of networks."""
+"""The folder of fetched models: complete files only, verified by checksum. Does not depend on networks."""
 
 import fcntl
 import hashlib

@@ -1,1 +1,1 @@
-"""Floor 10: the command line. The only room that prints, and one of two that may import late."""
+"""Layer 10: the command line. The only package that prints; lazy imports are allowed here."""

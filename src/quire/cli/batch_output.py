@@ -1,4 +1,4 @@
-"""The output file of a batch: the responses of an earlier run, and those of this run. Knows no engine.
+"""The output file of a batch: the responses of an earlier run, and those of this run. Does not depend on the engine.
 
 Successful responses are kept. Lines that were refused, failed or cut off are removed first, because their requests run
 again: a file never holds two entries for one request.

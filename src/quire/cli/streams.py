@@ -1,4 +1,4 @@
-"""Standard streams, signals and the status line of a command. Knows nothing of its work."""
+"""Standard streams, signals and the status line of a command. Does not depend on the command."""
 
 import errno
 import io

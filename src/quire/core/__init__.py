@@ -1,1 +1,1 @@
-"""Floor 0: the types every other package uses. No torch, no queue, no tensor."""
+"""Layer 0: the types every other package uses. No torch, no queue, no tensor."""

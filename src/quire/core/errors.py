@@ -157,8 +157,8 @@ class NumericalError(QuireError):
 
     def __init__(self) -> None:
         super().__init__(
-            "There was no token to choose: the model's logits were not finite, or the grammar of the answer could not "
-            "be followed any further (the log says so)."
+            "No token could be sampled: the model's logits were not finite, or the grammar of the answer could not "
+            "be matched any further (see the log)."
         )
 
 
@@ -170,7 +170,7 @@ class NothingLeft(QuireError):
     def __init__(self, names: Sequence[str], *, formed: bool) -> None:
         forbidding = [*(["the form of the answer"] if formed else []), *names]
         super().__init__(
-            f"There was no token to choose: {' and '.join(forbidding)} left none. Loosen one of them.",
+            f"No token could be sampled: {' and '.join(forbidding)} left none. Relax one of them.",
             param=names[-1] if names else None,
         )
 
@@ -183,7 +183,7 @@ class RequestFailed(QuireError):
     exit_code = 1
 
     def __init__(self) -> None:
-        super().__init__("The engine failed on this request, and on no other; its log says how. It was not retried.")
+        super().__init__("The engine failed on this request only; see the log. It was not retried.")
 
 
 class OutOfMemory(QuireError):
@@ -196,8 +196,8 @@ class OutOfMemory(QuireError):
     def __init__(self, num_prompt: int, max_tokens: int | None, num_sequences: int) -> None:
         longest = "as many more as fit" if max_tokens is None else f"up to {max_tokens} more"
         super().__init__(
-            f"Out of memory for a step: the largest request was ended so that the others could go on. It was this one, "
-            f"of {num_prompt} prompt tokens and {longest} in {num_sequences} continuation(s). "
+            f"Out of memory for a step: the largest request was ended so that the others could continue. This request "
+            f"has {num_prompt} prompt tokens and {longest} in {num_sequences} sequence(s). "
             f"Ask for less at once, or start the engine with a smaller --max-num-batched-tokens."
         )
 
@@ -210,7 +210,9 @@ class DeadlineExpired(QuireError):
     exit_code = 1
 
     def __init__(self) -> None:
-        super().__init__("The request waited longer than its timeout_s and was not begun; allow more, or try again.")
+        super().__init__(
+            "The request waited longer than its timeout_s and was not started; increase timeout_s or try again."
+        )
 
 
 class DuplicateRequest(QuireError):
@@ -220,7 +222,7 @@ class DuplicateRequest(QuireError):
     code = "duplicate_request"
 
     def __init__(self, request_id: int) -> None:
-        super().__init__(f"Request {request_id} is already here; give each request an id of its own.")
+        super().__init__(f"Request {request_id} already exists; request ids must be unique.")
 
 
 class QueueFull(QuireError):
@@ -230,8 +232,8 @@ class QueueFull(QuireError):
     code = "queue_full"
     retry_after_s = 1.0
 
-    def __init__(self, num_waiting: int, most: int, unit: str) -> None:
-        super().__init__(f"The queue is full: {num_waiting} {unit} wait, {most} may. Try again later.")
+    def __init__(self, num_waiting: int, limit: int, unit: str) -> None:
+        super().__init__(f"The queue is full: {num_waiting} {unit} are waiting, the limit is {limit}. Try again later.")
 
 
 class Draining(QuireError):

@@ -1,4 +1,4 @@
-"""Model specification: the numbers that describe a decoder, shared by all packages. Knows no tensors and no files."""
+"""Model specification: the numbers that describe a decoder, shared by all packages. Does not depend on files."""
 
 from dataclasses import dataclass
 from enum import Enum

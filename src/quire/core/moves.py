@@ -25,7 +25,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Copy one whole block. The KV manager orders it, the runner carries it out."""
+    """Copy one whole block. Created by the KV manager, executed by the runner."""
 
     src: Place
     dst: Place

@@ -9,7 +9,7 @@ only + * %, and so serve numpy and torch alike.
 Candidates follow from Σ alone, since a beam may continue in any row of its search: the j-th most probable token is
 (Σ + j) mod V with log-probability -j * (24 + (Σ mod 2**16) / 1024). The first has all but 2**-34 of the probability, so
 a float32 softmax has nothing to round: scores and their sums are exact on every runner. The cost of leaving the most
-probable path (24 to 88) changes with every token, so the beams of a search fork and die.
+probable path (24 to 88) changes with every token, so beams are forked and dropped.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Process life and garbage collection: a child that dies with its parent, and no long collections while serving.
+"""Process lifetime and garbage collection: a child that exits with its parent, and no long collections while serving.
 
 A full collection of a large heap takes tens of milliseconds, in which no request gets a token or a response. So objects
 that live until the process ends are frozen (`gc.freeze`), and collections are rarer.

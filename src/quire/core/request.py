@@ -6,7 +6,7 @@
 
 A waiting sequence owns nothing. A running one owns a row and its blocks. A releasing one computes nothing more, but
 steps in flight may still touch its row and blocks; both are released when the last of these steps is absorbed. The
-sequences of one request are a group: admitted, preempted and counted as one. Knows nothing of queues or blocks.
+sequences of one request are a group: admitted, preempted and counted as one. Does not depend on queues or blocks.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from quire.core.ids import IntArray, RequestId, Row, SequenceId
 from quire.core.sampling import RowSampling
 from quire.core.step import FinishReason
 
-MOST_EVENTS = 64  # kept per request: the first half and the latest
+MAX_EVENTS = 64  # kept per request: the first half and the latest
 
 
 class EarlyStopping(Enum):
@@ -124,8 +124,8 @@ class RequestGroup:
         """Record an event; a wait only when its cause changes."""
         if event.what is EventKind.WAITED and self.waits_for is event.cause:
             return
-        if len(self.events) == MOST_EVENTS:
-            del self.events[MOST_EVENTS // 2]
+        if len(self.events) == MAX_EVENTS:
+            del self.events[MAX_EVENTS // 2]
         self.events.append(event)
 
     @property

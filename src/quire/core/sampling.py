@@ -1,6 +1,6 @@
 """Sampling parameters: of a request, as the user gives them (`SamplingParams`), and of a row (`RowSampling`).
 
-`SamplingParams` may hold text (stop strings, bad words, a `Grammar`). `RowSampling` crosses the bridge: integers and
+`SamplingParams` may hold text (stop strings, bad words, a `Grammar`). `RowSampling` is sent to the runner: integers and
 floats only, checked against the width of the logits. Both are validated when they are made. A grammar is a kind and a
 text; this module does not read the text.
 """
@@ -127,7 +127,7 @@ class SamplingParams:
         _check_bias(self.logit_bias)
         check_list("allowed_token_ids", self.allowed_token_ids, None)
         if self.allowed_token_ids is not None and len(self.allowed_token_ids) == 0:
-            raise InvalidParameter("allowed_token_ids is empty: no token could follow.", param="allowed_token_ids")
+            raise InvalidParameter("allowed_token_ids is empty: no token could be sampled.", param="allowed_token_ids")
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise InvalidParameter(f"grammar must be a Grammar, not {shown(self.grammar)}.", param="grammar")
         _check_choosing(self)
@@ -237,7 +237,7 @@ def _check_some_left(allowed: set[int]) -> None:
     if not allowed:
         raise InvalidParameter(
             "allowed_token_ids, without bad_words and, while min_tokens asks for more, without the tokens that end "
-            "the text, leaves no token that could follow.",
+            "the text, leaves no token that could be sampled.",
             param="allowed_token_ids",
         )
 
@@ -247,7 +247,7 @@ def _bad_words(words: Iterable[tuple[int, ...]], vocab_size: int) -> tuple[tuple
     for word in checked:
         if len(word) > MAX_BAD_WORD_TOKENS:
             raise InvalidParameter(
-                f"One of bad_words is {len(word)} tokens long; the most is {MAX_BAD_WORD_TOKENS}.",
+                f"One of bad_words is {len(word)} tokens long; the limit is {MAX_BAD_WORD_TOKENS}.",
                 param="bad_words",
             )
     return checked
@@ -263,7 +263,7 @@ def checked_token_ids(name: str, ids: Iterable[object], vocab_size: int) -> tupl
     for token in given:
         if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= int(token) < vocab_size:
             raise InvalidParameter(
-                f"{name} holds {shown(token)}, which is no token id of this model: ids run from 0 to {vocab_size - 1}.",
+                f"{name} has {shown(token)}, which is not a token id of this model (0 to {vocab_size - 1}).",
                 param=name,
             )
         checked.append(int(token))
@@ -282,7 +282,7 @@ def _check_bad_words(words: Sequence[str] | None) -> None:
     num_characters = sum(map(len, words or ()))
     if num_characters > MAX_BAD_WORDS_CHARACTERS:
         raise InvalidParameter(
-            f"bad_words has {num_characters} characters in all; the most is {MAX_BAD_WORDS_CHARACTERS}.",
+            f"bad_words has {num_characters} characters in total; the limit is {MAX_BAD_WORDS_CHARACTERS}.",
             param="bad_words",
         )
 

@@ -1,4 +1,4 @@
-"""The bridge: the messages between the scheduler, which plans steps, and a runner, which computes them.
+"""The interface between the scheduler, which plans steps, and a runner, which computes them.
 
 A `StepPlan` goes in, a `StepResult` comes back. One step is one forward pass over a ragged batch. Both messages hold
 row numbers, block ids and token ids: no tensors, no requests, no clock. Scheduler and runner share nothing else.
@@ -14,16 +14,16 @@ row numbers, block ids and token ids: no tensors, no requests, no clock. Schedul
     ended         a stop token, the length limit, an     nothing; it emits nothing and is released later
                   error, or the end of a pooled prompt
 
-**A plan is a difference.** A decoding row computes one token in every step without being named, so a steady decode step
+**A plan is a diff.** A decoding row computes one token in every step without being named, so a steady decode step
 is an almost empty plan. The scheduler plans step N + 1 before it has seen the result of step N (run-ahead), so a plan
 may count a row that has already ended on the device. Such a row writes to the null block.
 
 **Order of application.** A runner applies `moves`, `releases`, `starts`, `appends` and `grants`, in this order. Then it
-computes the chunks and every decoding row that is not paused. Moves are carried one after the other as they are listed,
-before the step writes anything. Step numbers rise by one; `reset` starts again from empty rows.
+computes the chunks and every decoding row that is not paused. Moves are executed in the listed order,
+before the step writes anything. Step numbers increase by one; `reset` starts again from empty rows.
 
 **Chunks.** A prompt is computed in one or more chunks (chunked prefill), which continue at the last position computed,
-or at the end of the prefix found in the cache. A chunk's `output` says what its last position gives:
+or at the end of the prefix found in the cache. A chunk's `output` is what its last position returns:
 
     SAMPLE        the chunk reaches the last known token: the row emits a token now and decodes from the next step on
     CANDIDATES    the same for a host-driven row: it returns its most probable next tokens; the scheduler chooses
@@ -61,7 +61,7 @@ class FinishReason(Enum):
     ERROR = "error"  # there was no token to sample: the logits were not finite
     NOTHING_LEFT = "nothing_left"  # its own constraints left no token; the engine sets this, never a runner
     EXPIRED = "expired"  # its deadline passed before it was admitted
-    FAILED = "failed"  # it broke a step, or its own admission
+    FAILED = "failed"  # its step or its admission failed
     OUT_OF_MEMORY = "out_of_memory"  # a step was too large for the device, and this was its largest request
 
 

@@ -1,7 +1,7 @@
 """The output of one engine step: tokens by sequence, first tokens, finished sequences, scores.
 
 The scheduler builds it, the engine process sends it, the front turns it into text. Plain data: sequences and requests
-are integers. Knows nothing of rows, text or encoding.
+are integers. Does not depend on rows, text or encoding.
 """
 
 from collections.abc import Callable

@@ -43,25 +43,25 @@ def check_bool(name: str, value: object) -> None:
         raise InvalidParameter(f"{name} must be true or false, not {shown(value)}.", param=name)
 
 
-def check_list(name: str, values: object, most: int | None) -> None:
-    """None, or a list of at most `most` values. A string is not taken as a list of its letters."""
+def check_list(name: str, values: object, max_entries: int | None) -> None:
+    """None, or a list of at most `max_entries` values. A string is not taken as a list of its letters."""
     if values is None:
         return
     if not isinstance(values, Sequence | Set) or isinstance(values, str | bytes | bytearray | memoryview):
         raise InvalidParameter(f"{name} must be a list, not {shown(values)}.", param=name)
-    check_count(name, values, most)
+    check_count(name, values, max_entries)
 
 
-def check_strings(name: str, values: Iterable[object], most_characters: int) -> None:
+def check_strings(name: str, values: Iterable[object], max_characters: int) -> None:
     for value in values:
         if not isinstance(value, str) or not value:
             raise InvalidParameter(f"{name} must hold non-empty strings, not {shown(value)}.", param=name)
-        if len(value) > most_characters:
+        if len(value) > max_characters:
             raise InvalidParameter(
-                f"{name} holds a string of {len(value)} characters; the most is {most_characters}.", param=name
+                f"{name} has a string of {len(value)} characters; the limit is {max_characters}.", param=name
             )
 
 
-def check_count(name: str, values: Collection[object], most: int | None) -> None:
-    if most is not None and len(values) > most:
-        raise InvalidParameter(f"{name} holds {len(values)} entries; the most is {most}.", param=name)
+def check_count(name: str, values: Collection[object], max_entries: int | None) -> None:
+    if max_entries is not None and len(values) > max_entries:
+        raise InvalidParameter(f"{name} has {len(values)} entries; the limit is {max_entries}.", param=name)

@@ -1,1 +1,1 @@
-"""Floor 7: where the two towers meet."""
+"""Layer 7: the engine. Combines scheduler and runner."""

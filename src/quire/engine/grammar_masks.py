@@ -81,7 +81,7 @@ class GrammarMasks:
             return None
         bits = np.zeros(self._num_words, dtype=np.int32)
         try:
-            return bits if entry[1].fill(bits) else None
+            return bits if entry[1].fill_mask(bits) else None
         except Exception:
             _log.exception("the grammar of request %s broke", sequence.request.id)
             return None
@@ -91,7 +91,7 @@ class GrammarMasks:
             trip(FaultSite.GRAMMAR_MASK, sequence.id)
             _, matcher = self._matchers[sequence.id]
             started_s = self._cpu_time()
-            matcher.fill(row)
+            matcher.fill_mask(row)
             if self._is_slow(matcher, started_s):
                 row[:] = 0
             if matcher.failed:

@@ -1,4 +1,4 @@
-"""The messages between front and engine, in one process or two. Plain data; knows nothing of their encoding."""
+"""The messages between front and engine, in one process or two. Plain data; does not depend on the encoding."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

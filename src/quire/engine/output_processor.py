@@ -1,6 +1,6 @@
 """Output processor: tokenizes prompts, detokenizes step outputs, finds stop strings. Owns the text of all requests.
 
-Knows no engine: a client carries the messages between the two. Not thread-safe.
+Does not depend on the engine: a client passes the messages between the two. Not thread-safe.
 """
 
 import logging

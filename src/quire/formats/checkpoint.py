@@ -1,6 +1,6 @@
 """An opened checkpoint: model spec and tensor locations, the same for a folder and a GGUF file.
 
-Knows nothing of how the files are laid out, nor of what the bytes of a tensor mean.
+Does not depend on the layout of the files or the encoding of a tensor.
 """
 
 from collections.abc import Iterable, Mapping

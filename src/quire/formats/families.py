@@ -31,7 +31,7 @@ class ModelFamily:
     name: str
     architecture: str  # architectures[0] of config.json
     model_type: str  # model_type of config.json
-    gguf: str | None  # general.architecture of a GGUF file; Mistral calls itself llama there
+    gguf: str | None  # general.architecture of a GGUF file; Mistral files have "llama" there
     bias: BiasRule = BiasRule.NEVER
     windows: WindowRule = WindowRule.NONE
     window_period: int = 0

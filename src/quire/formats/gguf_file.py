@@ -1,4 +1,4 @@
-"""Reads the header of a GGUF file: metadata and tensor locations. Knows nothing of models.
+"""Reads the header of a GGUF file: metadata and tensor locations. Does not depend on models.
 
 The gguf package's own reader is not used: it makes an array object per token (seconds for a large vocabulary)
 and follows damaged counts without end. This one checks every length against the size of the file.
@@ -85,18 +85,18 @@ class _Cursor:
     def u64(self) -> int:
         return int.from_bytes(self.take(8), "little")
 
-    def count(self, least_bytes: int, what: str) -> int:
-        """A number of entries, each of at least so many bytes."""
+    def count(self, min_entry_bytes: int, what: str) -> int:
+        """A number of entries, each of at least `min_entry_bytes`."""
         number = self.u64()
-        if number * least_bytes > self.size - self.place:
-            raise self.broken(f"it promises {number} {what}, which cannot fit")
+        if number * min_entry_bytes > self.size - self.place:
+            raise self.broken(f"it declares {number} {what}, which do not fit in the file")
         return number
 
     def text(self) -> str:
         try:
             return self.take(self.u64()).decode()
         except UnicodeDecodeError as error:
-            raise self.broken("a string is no valid UTF-8") from error
+            raise self.broken("a string is not valid UTF-8") from error
 
     def value(self) -> MetadataValue:
         kind = self.u32()
@@ -132,14 +132,14 @@ class _Cursor:
                 texts.append(data[place : place + length].decode())
                 place += length
         except (struct.error, UnicodeDecodeError) as error:
-            raise self.broken("a list of strings is cut short or no valid UTF-8") from error
+            raise self.broken("a list of strings is truncated or not valid UTF-8") from error
         self.place = place
         return texts
 
     def _scalar(self, kind: int) -> np.dtype[np.generic]:
         dtype = SCALARS.get(kind)
         if dtype is None:
-            raise self.broken(f"{kind} is no type of value that can stand here")
+            raise self.broken(f"value type {kind} is not allowed here")
         return dtype
 
 
@@ -155,7 +155,7 @@ def _parse(cursor: _Cursor) -> GgufFile:
     for _ in range(num_entries):
         key = cursor.text()
         if key in metadata:
-            raise cursor.broken(f"the metadata key {key} comes twice")
+            raise cursor.broken(f"duplicate metadata key {key}")
         metadata[key] = cursor.value()
     tensors = [_tensor_info(cursor) for _ in range(num_tensors)]
     return GgufFile(cursor.path, metadata, _place_tensors(cursor, tensors, metadata))
@@ -196,11 +196,11 @@ def _place_tensors(
         offset = data_start + tensor.offset
         if offset + tensor.num_bytes > cursor.size:
             raise BrokenModelFile(
-                f"{cursor.path} is cut short: it has {cursor.size} bytes, but tensor {tensor.name} ends at "
+                f"{cursor.path} is truncated: it has {cursor.size} bytes, but tensor {tensor.name} ends at "
                 f"byte {offset + tensor.num_bytes}. Fetch it again."
             )
         if tensor.name in placed:
-            raise cursor.broken(f"tensor {tensor.name} comes twice")
+            raise cursor.broken(f"duplicate tensor {tensor.name}")
         placed[tensor.name] = StoredTensor(
             tensor.name, tensor.shape, tensor.encoding, tensor.path, offset, tensor.num_bytes
         )

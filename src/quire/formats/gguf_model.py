@@ -212,5 +212,5 @@ def _read_floats(stored: StoredTensor) -> tuple[float, ...]:
         )
     values = np.fromfile(stored.path, dtype="<f4", count=stored.shape[0], offset=stored.offset)
     if not np.isfinite(values).all():
-        raise BrokenModelFile(f"Tensor {stored.name} in {stored.path} holds values that are no numbers.")
+        raise BrokenModelFile(f"Tensor {stored.name} in {stored.path} has values that are not finite.")
     return tuple(values.tolist())

@@ -128,7 +128,7 @@ def read_spec(config: JsonFields) -> ModelSpec:
     family = read_family(config)
     if config.flag("use_bidirectional_attention", False):
         raise UnsupportedModel(
-            f"{config.source} asks for attention in both directions; quire's decoders only look back."
+            f"{config.source} asks for bidirectional attention; quire supports causal attention only."
         )
     num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
     hidden_size = config.integer("hidden_size")
@@ -174,7 +174,7 @@ def read_family(config: JsonFields) -> ModelFamily:
         name, known = config.text("model_type", ""), BY_MODEL_TYPE
     family = known.get(name)
     if family is None:
-        remark = " (it wants to run code from its own folder, which quire never does)" if config.has("auto_map") else ""
+        remark = " (it requires remote code, which quire never runs)" if config.has("auto_map") else ""
         raise unsupported(config.source, name, known, remark)
     return family
 

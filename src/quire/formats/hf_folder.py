@@ -37,7 +37,7 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
             header_size = int.from_bytes(prefix, "little")
             if len(prefix) < LENGTH_BYTES or header_size > min(file_size - LENGTH_BYTES, MAX_HEADER_BYTES):
                 raise BrokenModelFile(
-                    f"{path} is no complete safetensors file: it has {file_size} bytes, and its header "
+                    f"{path} is not a complete safetensors file: it has {file_size} bytes, and its header "
                     f"claims {header_size}. Fetch it again."
                 )
             header = json.loads(file.read(header_size))
@@ -46,7 +46,7 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
             f"The header of {path} ({header_size} of {file_size} bytes) is damaged: {error}. Fetch it again."
         ) from error
     if not isinstance(header, dict):
-        raise BrokenModelFile(f"The header of {path} is no mapping of tensors. Fetch the file again.")
+        raise BrokenModelFile(f"The header of {path} is not a mapping of tensors. Fetch the file again.")
     header.pop("__metadata__", None)
     data_start = LENGTH_BYTES + header_size
     return {name: _stored(path, name, entry, data_start, file_size) for name, entry in header.items()}
@@ -61,14 +61,14 @@ def _stored(path: Path, name: str, entry: object, data_start: int, file_size: in
     begin, end = extent
     if data_start + end > file_size or begin > end:
         raise BrokenModelFile(
-            f"{path} is cut short: it has {file_size} bytes, but tensor {name} ends at byte "
+            f"{path} is truncated: it has {file_size} bytes, but tensor {name} ends at byte "
             f"{data_start + end}. Fetch it again."
         )
     bits = ITEM_BITS.get(encoding)
     if bits is not None and math.prod(shape) * bits != (end - begin) * 8:
         raise BrokenModelFile(
             f"Tensor {name} in {path} is {encoding} of shape {tuple(shape)}, which is "
-            f"{math.prod(shape) * bits // 8} bytes, but {end - begin} are set aside for it."
+            f"{math.prod(shape) * bits // 8} bytes, but the header gives it {end - begin}."
         )
     return StoredTensor(name, tuple(shape), encoding, path, data_start + begin, end - begin)
 
@@ -91,7 +91,7 @@ def open_folder(folder: Path) -> Checkpoint:
     """Everything about the model in a folder except its weights."""
     _refuse_adapter(folder)
     if not (folder / CONFIG).is_file():
-        raise ModelNotFound(f"{folder} holds no {CONFIG}, so it is no model folder that quire can read.")
+        raise ModelNotFound(f"{folder} has no {CONFIG}, so it is not a model folder.")
     config = _read_json(folder / CONFIG)
     _refuse_quantized(config)
     spec = read_spec(config)
@@ -115,9 +115,9 @@ def _read_json(path: Path) -> JsonFields:
         values = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         size = path.stat().st_size
-        raise BrokenModelFile(f"{path} ({size} bytes) is no valid JSON: {error}. Fetch it again.") from error
+        raise BrokenModelFile(f"{path} ({size} bytes) is not valid JSON: {error}. Fetch it again.") from error
     if not isinstance(values, dict):
-        raise BrokenModelFile(f"{path} holds no JSON object. Fetch it again.")
+        raise BrokenModelFile(f"{path} is not a JSON object. Fetch it again.")
     return JsonFields(values, str(path))
 
 
@@ -188,7 +188,7 @@ def _read_shards(folder: Path) -> dict[str, StoredTensor]:
     lost = [name for name, shard in shard_of.items() if name not in tensors or tensors[name].path.name != shard]
     if lost:
         raise BrokenModelFile(
-            f"{folder / INDEX_FILE} promises {len(lost)} tensors that its shards do not hold, "
+            f"{folder / INDEX_FILE} lists {len(lost)} tensors that are missing from its shards, "
             f"first {lost[0]} in {shard_of[lost[0]]}. Fetch the shards again."
         )
     return tensors

@@ -1,6 +1,6 @@
 """Typed access to a mapping from a model file. Every error names the file, the key and the value.
 
-A JSON null counts as absent, as it does in transformers. Knows nothing of models.
+A JSON null counts as absent, as it does in transformers. Does not depend on models.
 """
 
 import math

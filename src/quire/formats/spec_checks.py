@@ -30,13 +30,13 @@ def check_geometry(spec: ModelSpec, source: str) -> ModelSpec:
 def _check_rope(rope: RopeSpec, head_dim: int, source: str) -> None:
     if rope.rotary_dim % 2 or not 0 < rope.rotary_dim <= head_dim:
         raise BrokenModelFile(
-            f"{source} turns {rope.rotary_dim} dimensions of heads that have {head_dim}; "
+            f"{source} has rotary_dim {rope.rotary_dim} with head_dim {head_dim}; "
             f"it must be an even number from 2 to {head_dim}."
         )
     for factors in (rope.short_factors, rope.long_factors):
         if factors and (len(factors) != rope.rotary_dim // 2 or min(factors) <= 0):
             raise BrokenModelFile(
-                f"{source} has {len(factors)} rope factors, the least of them {min(factors):g}; "
+                f"{source} has {len(factors)} rope factors, the smallest {min(factors):g}; "
                 f"{rope.rotary_dim // 2} above 0 are needed."
             )
     _check_scaling(rope, source)

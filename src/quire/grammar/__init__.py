@@ -1,5 +1,5 @@
-"""Structured output: validates grammars, compiles them with llguidance and computes token masks.
+"""Layer 2, no torch: structured output. Validates grammars, compiles them with llguidance and computes token masks.
 
-Knows the vocabulary's bytes, nothing of models, requests or rows. Imported only by the modules that compile
+Does not depend on models, requests or rows. Imported only by the modules that compile
 grammars or fill masks: nothing else needs llguidance.
 """

@@ -1,4 +1,4 @@
-"""Compiles grammars with llguidance, within limits, and caches them (LRU, bounded by bytes). Knows nothing of rows.
+"""Compiles grammars with llguidance, within limits, and caches them (LRU, bounded by bytes). Does not depend on rows.
 
 Do not call `compile` on an event loop's thread. llguidance releases the GIL while it compiles: the longest pause of
 another thread was 14 ms during a compilation of 14 s. The validation before it keeps a client's grammar under about
@@ -17,8 +17,8 @@ from llguidance import LLMatcher, LLParserLimits
 from quire.core.errors import InvalidGrammar
 from quire.core.sampling import Grammar, GrammarKind
 from quire.grammar import limits
+from quire.grammar.lark_source import GrammarSource, lark_source
 from quire.grammar.matcher import GrammarMatcher
-from quire.grammar.validate import GrammarSource, lark_source
 from quire.grammar.vocabulary import GrammarVocabulary
 
 
@@ -159,16 +159,16 @@ class GrammarCompiler:
     def _try(self, matcher: GrammarMatcher) -> None:
         """Reject a grammar whose first mask fails or takes too long, before a request uses it."""
         begun_s = self._cpu_time()
-        follows = matcher.fill(np.zeros(self.vocabulary.num_words, np.int32))
+        follows = matcher.fill_mask(np.zeros(self.vocabulary.num_words, np.int32))
         taken_s = self._cpu_time() - begun_s
         if not follows and not matcher.trouble:
-            raise InvalidGrammar("The grammar allows no text at all that this model could write.")
+            raise InvalidGrammar("The grammar allows no text that this model can generate.")
         if not follows:
-            raise InvalidGrammar(f"The grammar is too large to be followed: {_in_short(matcher.trouble)}. {_SMALLER}")
+            raise InvalidGrammar(f"The grammar is too large: {_in_short(matcher.trouble)}. {_SMALLER}")
         if taken_s > limits.FIRST_MASK_CPU_S:
             raise InvalidGrammar(
-                f"The grammar is too large to be followed: its first token took {taken_s * 1000:.0f} ms to prepare; "
-                f"{limits.FIRST_MASK_CPU_S * 1000:.0f} are the most. {_SMALLER}"
+                f"The grammar is too large: its first token took {taken_s * 1000:.0f} ms to prepare; "
+                f"the limit is {limits.FIRST_MASK_CPU_S * 1000:.0f} ms. {_SMALLER}"
             )
 
     @property

@@ -1,4 +1,4 @@
-"""Validates a JSON schema: rejects what would not be enforced or would cost too much. Knows nothing of the compiler.
+"""Validates a JSON schema: rejects what would not be enforced or would cost too much. Does not depend on the compiler.
 
 Schemas are read by the latest draft; `$schema` is ignored, as an older draft would disable keywords that the schema
 uses.
@@ -50,7 +50,7 @@ INSTEAD = {
     "propertyNames": "use patternProperties with additionalProperties: false",
     "unevaluatedProperties": "use additionalProperties: false in each branch",
     "unevaluatedItems": "use items: false",
-    "x-guidance": "leave it out: how JSON is written is the server's choice",
+    "x-guidance": "omit it: the server sets how JSON is written",
     "$dynamicRef": "use $ref",
     "$recursiveRef": "use $ref",
 }
@@ -108,7 +108,7 @@ def read_schema(text: str) -> dict[str, object]:
     """Parse and validate a schema; the result is ready to compile."""
     if len(text.encode("utf-8", "surrogatepass")) > limits.SCHEMA_BYTES:
         raise InvalidGrammar(
-            f"The JSON schema is {len(text)} characters long; {limits.SCHEMA_BYTES} bytes are the most. Shorten it."
+            f"The JSON schema is {len(text)} characters long; the limit is {limits.SCHEMA_BYTES} bytes. Shorten it."
         )
     return check_schema(_parse(text))
 
@@ -142,14 +142,14 @@ def _parse(text: str) -> object:
 
 
 def _no_constant(name: str) -> object:
-    raise ValueError(f"{name} is no JSON value")
+    raise ValueError(f"{name} is not a JSON value")
 
 
 def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found: dict[str, object] = {}
     for name, value in pairs:
         if name in found:
-            raise ValueError(f"the key {shown(name)} stands twice in one object")
+            raise ValueError(f"duplicate key {shown(name)} in an object")
         found[name] = value
     return found
 
@@ -168,7 +168,7 @@ def _check_size(schema: dict[str, object]) -> None:
             raise InvalidGrammar(f"The JSON schema has more than {limits.SCHEMA_NODES} objects and arrays in it.")
         within = [value for node in level for value in _values(node)]
         if any(isinstance(value, float) and not math.isfinite(value) for value in within):
-            raise InvalidGrammar("The JSON schema holds a number too large for a float.")
+            raise InvalidGrammar("The JSON schema has a number too large for a float.")
         level = [value for value in within if isinstance(value, dict | list)]
 
 
@@ -192,11 +192,11 @@ def _check_keywords(part: SchemaChildren) -> None:
     if isinstance(schema, bool):
         return
     if not isinstance(schema, dict):
-        raise InvalidGrammar(f"At {where} of the JSON schema stands {shown(schema)}, which is no schema.")
+        raise InvalidGrammar(f"At {where} the JSON schema has {shown(schema)}, which is not a schema.")
     for keyword in schema:
         annotation = keyword in NOTES or (keyword.startswith("x-") and keyword != "x-guidance")
         if keyword not in ENFORCED and not annotation:
-            raise _unsupported(keyword, where, INSTEAD.get(keyword, "leave it out, or put it into $comment if a note"))
+            raise _unsupported(keyword, where, INSTEAD.get(keyword, "omit it, or use $comment for a note"))
     _check_format(schema, where)
     _check_object(schema, where)
     reference = schema.get("$ref")
@@ -222,7 +222,7 @@ def _check_object(schema: dict[str, object], where: str) -> None:
     if isinstance(properties, dict) and len(properties) > limits.SCHEMA_PROPERTIES:
         raise InvalidGrammar(
             f"The object at {where} of the JSON schema has {len(properties)} properties; "
-            f"{limits.SCHEMA_PROPERTIES} are the most."
+            f"the limit is {limits.SCHEMA_PROPERTIES}."
         )
     least = schema.get("minProperties")
     num_required = len(required) if isinstance(required, list) else 0
@@ -241,7 +241,7 @@ def _check_cost(schemas: list[dict[str, object]]) -> None:
     if combined and len(patterns) > limits.PATTERNS_IN_INTERSECTION:
         raise InvalidGrammar(
             f"The JSON schema has {len(patterns)} patterns and formats, and combines schemas with allOf or beside "
-            f"$ref, anyOf or oneOf; {limits.PATTERNS_IN_INTERSECTION} are the most then. Write the patterns into one."
+            f"$ref, anyOf or oneOf; the limit then is {limits.PATTERNS_IN_INTERSECTION}. Combine the patterns into one."
         )
 
 
@@ -253,7 +253,7 @@ def _check_reach(root: dict[str, object], schemas: list[dict[str, object]]) -> N
     if num_levels > limits.SCHEMA_REACH:
         raise InvalidGrammar(
             f"The JSON schema has {len(definitions) - 1} definitions that $ref names, which lead to one another "
-            f"through up to {num_levels} levels; {limits.SCHEMA_REACH} are the most. Use fewer, or nest them less."
+            f"through up to {num_levels} levels; the limit is {limits.SCHEMA_REACH}. Use fewer, or nest them less."
         )
 
 

@@ -1,4 +1,4 @@
-"""Grammar state of one sequence: masks the next token and consumes sampled ones. Knows nothing of the compiler.
+"""Grammar state of one sequence: masks the next token and consumes sampled ones. Does not depend on the compiler.
 
 Fails closed. llguidance allows the end token after an internal error, which would look like a complete output; here
 a failed matcher allows no token and reports the failure.
@@ -42,7 +42,7 @@ class GrammarMatcher:
         self.failed = False  # no token is allowed any more: the sequence must end with an error
         self.trouble = ""  # llguidance's error message of a failed mask; empty if the mask was merely empty
 
-    def fill(self, mask_row: IntArray) -> bool:
+    def fill_mask(self, mask_row: IntArray) -> bool:
         """Set the bits of the allowed next tokens. False: it failed, and no bit is set."""
         vocabulary = self.pattern.vocabulary
         assert mask_row.shape == (vocabulary.num_words,) and mask_row.dtype == np.int32, mask_row.shape
@@ -148,13 +148,13 @@ class MaskPool:
         self._executor = LLExecutor(num_threads)
 
     def fill(self, matchers: list[GrammarMatcher], mask_rows: IntArray) -> list[bool]:
-        """`GrammarMatcher.fill` for each matcher into the mask row of its index: same bits, same return values.
+        """`GrammarMatcher.fill_mask` for each matcher into the mask row of its index: same bits, same return values.
 
         All matchers must have the same vocabulary.
         """
         assert len(matchers) == len(mask_rows) and mask_rows.flags.c_contiguous and mask_rows.dtype == np.int32
         if not matchers or not matchers[0].pattern.vocabulary.exact:
-            return [matcher.fill(row) for matcher, row in zip(matchers, mask_rows, strict=True)]
+            return [matcher.fill_mask(row) for matcher, row in zip(matchers, mask_rows, strict=True)]
         open_ones = [(place, one) for place, one in enumerate(matchers) if not one.failed and not one.ended]
         if open_ones:
             work = [(one._inner, place) for place, one in open_ones]

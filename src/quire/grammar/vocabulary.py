@@ -1,4 +1,4 @@
-"""A model's vocabulary for masks: bytes of each id, end tokens, unknown ids. Knows nothing of grammars."""
+"""A model's vocabulary for masks: bytes of each id, end tokens, unknown ids. Does not depend on grammars."""
 
 from typing import Protocol
 
@@ -52,7 +52,7 @@ def _compiled(spelling: TokenSpelling, wide: int, ends: tuple[int, ...]) -> LLTo
         return LLTokenizer(spelling.to_json(), n_vocab=wide, eos_token=list(ends))
     except ValueError as error:
         raise UnsupportedModel(
-            f"This model's tokenizer does not say which bytes its tokens are ({shown(str(error))}), so that its "
+            f"This model's tokenizer does not define the bytes of its tokens ({shown(str(error))}), so its "
             f"answers cannot be constrained. Leave out response_format and structured_outputs."
         ) from error
 

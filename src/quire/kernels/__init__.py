@@ -1,1 +1,1 @@
-"""Floor 2, metal: the tensor operations a decoder is made of, each behind one contract."""
+"""Layer 2: kernels of the decoder, behind one interface."""

@@ -1,7 +1,7 @@
 """Selects the attention backend of each part of a step on a GPU: a pure function of request, model and machine.
 
 Measured figures decide; a library without figures is used only when requested by name. Also finds which libraries are
-installed. Knows no kernel and imports no library.
+installed. Does not depend on kernels and imports no library.
 """
 
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ def find_backends() -> dict[str, FoundBackend]:
 def has_module(name: str) -> bool:
     try:
         return find_spec(name) is not None
-    except (ImportError, ValueError):  # a module without a spec is no library
+    except (ImportError, ValueError):  # a module without a spec is not a library
         return False
 
 
@@ -133,7 +133,7 @@ class _BackendLimits(NamedTuple):
 
 
 _LIMITS = {
-    "torch": _BackendLimits(("long_chunk",), (8, 0), None, softcap=False, note="it supports no pages of this size"),
+    "torch": _BackendLimits(("long_chunk",), (8, 0), None, softcap=False, note="it does not support this block size"),
     "fa3": _BackendLimits(("decodes", "chunks", "long_chunk"), (9, 0), (10, 0), softcap=True),
     "flashinfer": _BackendLimits(
         ("decodes",), (8, 0), None, softcap=True,

@@ -1,6 +1,6 @@
 """Kernel interface: the operations a device must offer, the layout of one step, and precompilation.
 
-Knows nothing of models, requests or devices.
+Does not depend on models, requests or devices.
 
 The KV store is one tensor [blocks, layers, 2, block_size, kv_heads, dim]: a block is one contiguous run
 across layers. Kernels get the strided view of one layer, `store[:, layer]`.
@@ -30,7 +30,7 @@ class StepLayout:
     query_starts: Tensor  # [sequences + 1] int32: sequence s has tokens query_starts[s] to query_starts[s + 1]
     context_lengths: Tensor  # [sequences] int32: keys the last query of the sequence sees, itself included
     max_lengths: Tensor  # [tokens] int64: the most tokens that the token's sequence may hold
-    num_decodes: int = 0  # the first so many sequences are known to be decodes; others may be
+    num_decodes: int = 0  # leading sequences that are known to be decodes; others may be
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,5 +159,5 @@ class Precompiling(NamedTuple):
     """How to compile kernels before their first launch."""
 
     first: Callable[[], None]  # compile one kernel, which loads the compiler; may be called in a thread
-    # Compile all that a function would launch, so many at a time: starts on entry, ends on exit.
+    # Compile all that a function would launch, in this number of processes: starts on entry, ends on exit.
     launched: Callable[[Callable[[], None], int], AbstractContextManager[Finish]]

@@ -1,4 +1,4 @@
-"""Asynchronous copies of small arrays between host and device. Knows nothing of their meaning.
+"""Asynchronous copies of small arrays between host and device. Does not depend on their meaning.
 
 Copies use pinned memory: a copy from pageable memory, or a blocking one, waits for all work queued on the device.
 """

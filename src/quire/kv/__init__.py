@@ -1,1 +1,1 @@
-"""Floor 2, no torch: the KV cache's blocks, block tables and prefix cache. Import `manager` and `radix_tree` only."""
+"""Layer 2, no torch: the KV cache's blocks, block tables and prefix cache. Import `manager` and `radix_tree` only."""

@@ -1,4 +1,4 @@
-"""The block pool: reference counts of KV blocks and the free list. Knows nothing of tokens, tensors or requests.
+"""The block pool: reference counts of KV blocks and the free list. Does not depend on tokens, tensors or requests.
 
 A block is free, or it has references: one from each block table that holds it, and one from the prefix tree if it is
 cached. A cached block that no table holds is *evictable*: eviction makes it free.

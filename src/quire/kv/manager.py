@@ -1,4 +1,4 @@
-"""The KV cache manager: block tables of all rows, reservations, and the prefix cache. Knows no queues, no tensors.
+"""The KV cache manager: block tables of all rows, reservations, and the prefix cache. Does not depend on queues.
 
 A row's table begins with the blocks of the longest cached prefix and grows by blocks from the pool. A reservation is a
 count: a block is allocated only by the plan that first writes it, and blocks reserved for one row are never given to

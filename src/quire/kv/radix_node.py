@@ -1,4 +1,4 @@
-"""A node of the prefix tree: a run of blocks, the tokens they hold, and their last use. Knows no pools, no eviction.
+"""A node of the prefix tree: a run of blocks, the tokens they hold, and their last use. Does not depend on pools.
 
 Tokens are big-endian bytes: comparing them is one memcmp, and their order is the order of the tokens. The keys of a
 node's children are a sorted list in short pieces, so that an insertion moves few keys however many there are (as in

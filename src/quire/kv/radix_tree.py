@@ -1,4 +1,4 @@
-"""The prefix cache: a radix tree from token ids to KV blocks on the device and the host. Knows no rows, steps or time.
+"""The prefix cache: a radix tree from token ids to KV blocks on the device and the host. Does not depend on rows.
 
 One tree per partition; partitions never share. A node is a run of whole blocks; only a leaf may end in a partial block,
 which is never shared or extended in place: a hit copies it (copy-on-write). Below a host node are only host nodes.
@@ -58,7 +58,7 @@ class Evicted(NamedTuple):
     moves: tuple[Move, ...]
 
 
-MOST_PARTITIONS_COMPARED = 8  # to explain a miss
+MAX_PARTITIONS_COMPARED = 8  # to explain a miss
 _NEVER_SEEN = CacheMiss(CacheMissKind.NEVER_SEEN)
 Demote = Callable[[Node, int], bool]  # whether the last n blocks of a node are demoted to the host rather than dropped
 
@@ -174,7 +174,7 @@ class RadixTree:
         miss = self._history.find(partition, data)
         if miss is not None:
             return miss
-        for other in self._trie.partitions_with_first_block(data, MOST_PARTITIONS_COMPARED, without=partition):
+        for other in self._trie.partitions_with_first_block(data, MAX_PARTITIONS_COMPARED, without=partition):
             if self._trie.holds(other, data):
                 return CacheMiss(CacheMissKind.OTHER_PARTITION)
         return _NEVER_SEEN
@@ -307,7 +307,7 @@ class RadixTree:
     def evict(
         self, count: int, step: int, by: RequestId | None = None, demote: Demote | None = None, batch: int = 1
     ) -> Evicted:
-        """Free at least `count` device blocks, if so many are evictable; rounded up to `batch` blocks of one leaf."""
+        """Free at least `count` device blocks, if that many are evictable; rounded up to `batch` blocks of one leaf."""
         num_blocks = 0
         miss = CacheMiss(CacheMissKind.EVICTED, step, by)
         moves: list[Move] = []

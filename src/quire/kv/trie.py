@@ -1,4 +1,4 @@
-"""The structure of the prefix tree: one trie of runs of blocks per partition. Knows nothing of pools or eviction."""
+"""The structure of the prefix tree: one trie of runs of blocks per partition. Does not depend on pools or eviction."""
 
 from collections.abc import Iterator
 from itertools import islice

@@ -1,1 +1,1 @@
-"""Layers of a decoder, built from kernels."""
+"""Layer 3: the layers of a decoder, built from kernels."""

@@ -1,4 +1,4 @@
-"""Rotary embedding (RoPE): frequencies of every scaling, and the cos/sin table. Knows no model and no token.
+"""Rotary embedding (RoPE): frequencies of every scaling, and the cos/sin table. Does not depend on a model.
 
 Each scaling follows transformers' `modeling_rope_utils.py`, constant by constant and in float32.
 """
@@ -24,7 +24,7 @@ class RopeTable:
     """cos and sin of every position up to a length.
 
     LongRoPE has other factors for long sequences: a second table follows the first. The maximum length of a sequence
-    selects its table once, for its whole life.
+    selects its table once per sequence.
     """
 
     __slots__ = ("_cos", "_long_from", "_max_length", "_sin")
@@ -100,7 +100,7 @@ def _yarn(spec: RopeSpec, plain: Tensor) -> Tensor:
 
 
 def _yarn_dimension(spec: RopeSpec, num_rotations: float) -> float:
-    """The dimension that makes so many full rotations within the original length."""
+    """The dimension that makes `num_rotations` full rotations within the original length."""
     wavelength = spec.original_max_positions / (num_rotations * 2 * math.pi)
     return spec.rotary_dim * math.log(wavelength) / (2 * math.log(spec.theta))
 

@@ -1,1 +1,1 @@
-"""Models: one decoder body; families are values of `ModelSpec`."""
+"""Layer 4: one decoder for all model families; families are values of `ModelSpec`."""

@@ -1,1 +1,1 @@
-"""Output parsers: generated text to reasoning, text and tool-call events; grammars that force a tool call."""
+"""Layer 2, no torch: parses output into reasoning, text and tool calls; grammars that force a tool call."""

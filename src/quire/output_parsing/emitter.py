@@ -1,4 +1,4 @@
-"""Event emitter of the tool-call parsers: collects text and calls as events. Knows nothing of formats."""
+"""Event emitter of the tool-call parsers: collects text and calls as events. Does not depend on formats."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""Output events: text, reasoning and tool calls of one generated sequence. Knows nothing of tool formats."""
+"""Output events: text, reasoning and tool calls of one generated sequence. Does not depend on tool formats."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

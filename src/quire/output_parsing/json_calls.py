@@ -5,7 +5,7 @@ written text is a prefix of valid JSON at every point: a number or keyword is wr
 breaks inside strings, which models write and JSON forbids, are escaped.
 
 A call starts when its function name is certain. Until then the reader holds a mark that the caller has set; if there
-is no call, the caller emits the marked text. Knows nothing of the delimiters around calls.
+is not a call, the caller emits the marked text. Does not depend on the delimiters around calls.
 """
 
 import json

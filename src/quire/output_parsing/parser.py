@@ -1,6 +1,6 @@
 """Output parser factory: detects tool format and reasoning tags in a chat template, builds a parser per sequence.
 
-Detection searches the template for strings and renders nothing. Knows nothing of the single formats.
+Detection searches the template for strings and renders nothing. Does not depend on single formats.
 """
 
 import re

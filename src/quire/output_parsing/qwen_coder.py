@@ -17,7 +17,7 @@ _PARAMETER = "<parameter="
 _PARAMETER_END = Markers("</parameter>")
 _FUNCTION_END = "</function>"
 _MARKERS = Markers(OPEN, FUNCTION)
-_KEYWORDS = {"True": "true", "False": "false", "None": "null"}  # Python's, which the model sometimes writes
+_KEYWORDS = {"True": "true", "False": "false", "None": "null"}  # Python literals, which the model sometimes writes
 _SCHEMA_TYPES: dict[type, frozenset[str]] = {
     bool: frozenset({"boolean"}),
     int: frozenset({"integer", "number"}),

@@ -1,4 +1,4 @@
-"""Stream reader: incremental text behind the interface of a complete one. Knows nothing of what the text means.
+"""Stream reader: incremental text behind the interface of a complete one. Does not depend on its meaning.
 
 A parser is a generator (`Reading`) that yields when it needs more text. It is written as if the whole text were there,
 and cannot see where the text was split. A parser that reads ahead on a guess sets a mark first; `take_marked` returns

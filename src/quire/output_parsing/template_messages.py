@@ -1,7 +1,7 @@
 """Chat template input: tools, and messages with tool calls, in the shape that templates expect.
 
 Templates without tool support get calls and results as text, and the tools as instructions in the system message.
-Knows nothing of the template language.
+Does not depend on the template language.
 """
 
 import hashlib

@@ -1,1 +1,1 @@
-"""Floor 6, metal: follows plans on a device. Never sees a queue."""
+"""Layer 6: executes step plans on a device. Has no access to the queue."""

@@ -252,7 +252,7 @@ def _known(table: RowTable, chunks: tuple[Chunk, ...]) -> tuple[IntArray, NDArra
 
 
 def _padded(tokens: Tensor, layout: StepLayout, count: int) -> tuple[Tensor, StepLayout]:
-    """Append so many padding sequences, each of one token in the first slot of the null block."""
+    """Append `count` padding sequences, each of one token in the first slot of the null block."""
     nothing = tokens.new_zeros(count)
     starts = layout.query_starts[-1] + torch.arange(1, count + 1, dtype=torch.int32, device=tokens.device)
     missing_width = int(layout.tables.shape[1] == 0)

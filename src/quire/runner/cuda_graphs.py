@@ -120,7 +120,7 @@ def shape_of(rows: IntArray, chunks: ChunkArrays | None) -> StepSize:
 
 # The model on decoding rows [rows] int64 and on chunks; it leaves its logits in the buffer that sampling reads.
 Forward = Callable[[Tensor, ChunkInputs | None], Tensor]
-# The outcome [5, count] int64 of sampling a token for so many rows, none of which needs more than these stages.
+# The outcome [5, count] int64 of sampling a token for `count` rows, none of which needs more than these stages.
 Sample = Callable[[int, SamplingStage], Tensor]
 
 _SAMPLING_GRAPHS_AT_ONCE = 4  # captured at a time, where many are missing: steps wait meanwhile

@@ -13,7 +13,7 @@ _FEW_CHUNKS = 4  # most steps hold chunks of a prompt or two
 _LONG = 2048  # tokens of one prompt: a long one has other kernels than several short ones
 _MANY_CHUNKS = (16, 64)  # chunks of a step with many short prompts
 _MIN_CHUNK_TOKENS = 8  # per chunk of such a step
-_FEWEST_TOKENS = 16
+_MIN_TOKENS = 16
 _BESIDE = (32, 16, 8, 64, 48, 128, 96, 256)  # decoding rows beside a prompt, below the maximum
 _FINE = (128, 1024)  # tokens between which sizes are finer: chunks that are cut for the inter-token latency
 _KERNEL_ROWS = (16, 32, 64, 128, 192)  # up to each of these, GEMMs or decode attention have kernels of their own
@@ -60,7 +60,7 @@ class GraphShapes(NamedTuple):
 
 
 def shapes_to_capture(max_rows: int, max_tokens: int) -> GraphShapes:
-    """For steps of up to so many rows, and of up to so many tokens in all.
+    """For steps of up to `max_rows` rows and `max_tokens` tokens in total.
 
     First: the largest decode (holds every other), one row alone, and a prompt beside all rows. Soon: decodes by
     halves, and a prompt alone. Later: a prompt beside fewer rows with less padding, and many short prompts.
@@ -88,7 +88,7 @@ def shapes_to_capture(max_rows: int, max_tokens: int) -> GraphShapes:
 
 
 def _prompts(rows: int, sizes: list[int], max_rows: int) -> list[StepSize]:
-    """One prompt, or a few, beside so many rows."""
+    """One prompt, or a few, beside this number of rows."""
     counts = {size: (1, _FEW_CHUNKS) if size >= _LONG else (_FEW_CHUNKS,) for size in sizes}
     return [StepSize(rows, min(count, max_rows), size) for size in sizes for count in counts[size]]
 
@@ -109,25 +109,25 @@ def rows_beside(max_rows: int) -> list[int]:
 
 
 def prompt_sizes(rows: int, max_tokens: int) -> list[int]:
-    """Prompt tokens beside so many rows, ascending; the last is the most that a step may compute. Empty if that is 0.
+    """Prompt tokens beside `rows` rows, ascending; the last is the limit of a step. Empty if that is 0.
 
     GEMMs run in tiles of tokens, and a step that ends on a tile boundary wastes nothing. So rows and prompt tokens
     together are a power of two, or the middle or the first quarter between two of them.
     """
     if not max_tokens:
         return []
-    powers = [1 << exponent for exponent in range(_FEWEST_TOKENS.bit_length() - 1, (rows + max_tokens).bit_length())]
+    powers = [1 << exponent for exponent in range(_MIN_TOKENS.bit_length() - 1, (rows + max_tokens).bit_length())]
     middles = [power * 3 // 2 for power in powers]
     quarters = [power * 5 // 4 for power in powers if power in range(*_FINE)]
     sizes = (total - rows for total in (*powers, *middles, *quarters))
-    return [*sorted(size for size in sizes if _FEWEST_TOKENS <= size < max_tokens), max_tokens]
+    return [*sorted(size for size in sizes if _MIN_TOKENS <= size < max_tokens), max_tokens]
 
 
 def doubling_sizes(max_tokens: int) -> list[int]:
-    """Prompt tokens, ascending by doubling; the last is the most that a step may compute. Empty if that is 0."""
+    """Prompt tokens, ascending by doubling; the last is the limit of a step. Empty if that is 0."""
     if not max_tokens:
         return []
-    powers = (1 << exponent for exponent in range(_FEWEST_TOKENS.bit_length() - 1, max_tokens.bit_length()))
+    powers = (1 << exponent for exponent in range(_MIN_TOKENS.bit_length() - 1, max_tokens.bit_length()))
     return [*(power for power in powers if power < max_tokens), max_tokens]
 
 

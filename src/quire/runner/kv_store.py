@@ -1,6 +1,6 @@
 """The KV stores: the bytes of all blocks, on the device and, with a second tier, on the host.
 
-Executes moves between blocks; knows nothing of their contents. On a CPU the host tier is a second buffer.
+Executes moves between blocks; does not depend on their contents. On a CPU the host tier is a second buffer.
 """
 
 import time
@@ -74,7 +74,7 @@ def new_store(
         store = torch.empty(shape, dtype=geometry.dtype, device=device)
     except RuntimeError as error:  # what torch's allocators raise, torch.OutOfMemoryError included
         raise ConfigError(
-            f"There is no memory for a KV cache of {num_blocks} blocks ({block_bytes * num_blocks} bytes); "
+            f"Not enough memory for a KV cache of {num_blocks} blocks ({block_bytes * num_blocks} bytes); "
             f"use a smaller --kv-cache-memory.",
             param="kv_cache_memory",
         ) from error
@@ -85,7 +85,7 @@ def new_store(
         host = torch.empty(shape, dtype=geometry.dtype, pin_memory=device.type == "cuda")
     except RuntimeError as error:
         raise ConfigError(
-            f"There is no memory on the host for {num_host_blocks} swapped KV blocks "
+            f"Not enough host memory for {num_host_blocks} swapped KV blocks "
             f"({block_bytes * num_host_blocks} bytes); make the host's share of the KV cache smaller."
         ) from error
     return KvStores(store, host, copy_blocks)

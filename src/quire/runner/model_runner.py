@@ -1,6 +1,6 @@
 """Executes step plans with a model: moves KV blocks, builds the batch, runs it, samples, advances the rows.
 
-One verb, `launch`. Nothing between `launch` and `wait` synchronises with the device, so steps can be in flight
+One method, `launch`. Nothing between `launch` and `wait` synchronises with the device, so steps can be in flight
 (run-ahead). A step replays a CUDA graph where one holds it, and is launched eagerly otherwise. `warm_up` runs one
 small step at start, so that no request waits for compilation and weight packing.
 """
@@ -227,7 +227,7 @@ class ModelRunner:
         return self._model.logits(hidden, out=buffer.logits)
 
     def _sample_captured(self, count: int, stages: SamplingStage) -> Tensor:
-        """The captured sampling part, for so many rows. [5, count] int64."""
+        """The captured sampling part, for `count` rows. [5, count] int64."""
         assert self._finish is not None and self._logits is not None
         logits, emitting, positions = self._logits.first(count)
         chosen = self._sampler.sample_with_kernels(logits, emitting, positions, stages)

@@ -82,7 +82,7 @@ class RowTable:
         self.end(rows, ended)
 
     def end(self, rows: Tensor, ended: Tensor) -> None:
-        """Make the finished ones of these rows inert."""
+        """Mark finished rows as not alive."""
         self.alive[rows] &= ~ended
 
     def _start_rows(self, starts: tuple[RowStart, ...]) -> None:

@@ -1,1 +1,1 @@
-"""Floor 4, metal: from logits to tokens, all rows of a step at once. Ignorant of queues, blocks or models."""
+"""Layer 4: from logits to tokens, all rows of a step at once. Does not depend on queues, blocks or models."""

@@ -1,4 +1,4 @@
-"""Temperature, min-p, top-k, top-p, and the draw. Knows nothing of rows; keeps no state.
+"""Temperature, min-p, top-k, top-p, and the draw. Does not depend on rows; keeps no state.
 
 Token weights are integers. Integer sums do not depend on the order of addition, so a row gets the same token alone
 and in any batch, and the narrow top-k pass gives exactly what the full sort gives.
@@ -142,5 +142,5 @@ def _mix(state: Tensor) -> Tensor:
 
 
 def _shift_right(value: Tensor, bits: int) -> Tensor:
-    """A logical shift: int64's own `>>` would drag the sign along."""
+    """A logical shift: int64's own `>>` would extend the sign bit."""
     return (value >> bits) & ((1 << (64 - bits)) - 1)

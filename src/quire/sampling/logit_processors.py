@@ -211,7 +211,7 @@ class BadWords:
         self._tails.index_copy_(0, slots, torch.cat([newest, older], dim=1))
 
     def _grow(self, num_words: int, length: int) -> None:
-        """Grow the tables for one more row, with so many words of so many tokens."""
+        """Grow the tables for one more row, with `num_words` words of up to `length` tokens."""
         capacity = self._slots.capacity
         old_length = self._tails.shape[1]
         self._beginnings = grown(self._beginnings, (capacity, num_words, length), fill=_NEVER)

@@ -1,7 +1,7 @@
 """The sampling parameters of every row, on the device; and on the host, which features each row needs.
 
 The host knows the features of a batch without a synchronisation: a greedy batch costs an argmax, and a batch without
-top-k or top-p is never sorted. Knows nothing of logits.
+top-k or top-p is never sorted. Does not depend on logits.
 """
 
 from collections.abc import Sequence as Many

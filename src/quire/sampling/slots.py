@@ -1,6 +1,6 @@
 """Slots for state that only some rows need, so that vocabulary-wide tables hold no more rows than necessary.
 
-Owns slot numbers. Knows nothing of what the slots hold; the tables grow with `grown`.
+Owns slot numbers. Does not depend on the contents of slots; the tables grow with `grown`.
 """
 
 import numpy as np

@@ -1,1 +1,1 @@
-"""The scheduler: which requests compute what in the next step. Integers alone: no tensors, no clock."""
+"""Layer 3, no torch: the scheduler, which decides what each request computes in the next step. Integers only."""

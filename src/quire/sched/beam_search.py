@@ -1,7 +1,7 @@
-"""Beam search: which continuations live on, and how the rows and blocks of a group follow that choice.
+"""Beam search: selects the live beams, and updates the rows and blocks of the group.
 
-`BeamSearch` selects like transformers' `generate`. It knows nothing of rows, blocks or tensors: it reads candidates and
-keeps its whole state on the host, so a preemption loses nothing.
+`BeamSearch` selects like transformers' `generate`. It does not depend on rows, blocks or tensors: it reads candidates
+and keeps its whole state on the host, so a preemption loses nothing.
 
 `BeamGroups` applies each selection to the scheduler. A beam that continues alone stays in its row and appends its
 token. Where one beam becomes several, the others take the rows of dead beams: full blocks are shared, the partial one

@@ -1,6 +1,6 @@
 """Cost model: predicts the seconds of a step from a roofline of model and device, corrected by measured steps.
 
-A pure function of its constants and its observations, in order: no clock, no device. Knows nothing of requests.
+A pure function of its constants and its observations, in order: no clock, no device. Does not depend on requests.
 """
 
 from collections import deque

@@ -1,12 +1,12 @@
 """Weighted fair queuing: a virtual clock of service per tenant, and the billing of rows to it.
 
-The tenant whose clock is furthest behind goes first. A tenant that was idle is lifted to the least clock of the active
-ones when it returns, so that idleness earns no claim. Plain totals are kept beside the clocks. Knows nothing of queues
-or requests.
+The tenant with the lowest virtual time goes first. An idle tenant's virtual time is raised to the minimum of the active
+ones when it returns, so that idle time earns no credit. Plain totals are kept beside the clocks. Does not depend on
+queues or requests.
 
-Tenants are charged for prompt tokens computed, tokens generated and blocks held. A decoding row is billed in arrears,
-when it is granted a block or released: for every token since its last bill, and for its blocks in each of those steps.
-So no row is visited in between.
+Tenants are charged for prompt tokens computed, tokens generated and blocks held. A decoding row is charged
+retroactively, when it is granted a block or released: for every token since its last charge, and for its blocks in each
+of those steps. So no row is scanned in between.
 """
 
 from collections.abc import Iterable, Mapping

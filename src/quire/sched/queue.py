@@ -1,4 +1,4 @@
-"""The waiting queue: request groups in the order of the policy, and their deadlines. Knows nothing of blocks or rows.
+"""The waiting queue: request groups in the order of the policy, and their deadlines. Does not depend on blocks.
 
 The order, from the most to the least important: aged priority class, least service of the tenant by weight (weighted
 fair queuing), lane, deadline, arrival. With one class, one tenant, one lane and no deadlines this is first come first

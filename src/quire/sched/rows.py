@@ -1,7 +1,7 @@
 """Row allocation of the persistent batch, and the log of emitted tokens.
 
 Law (a) of run-ahead lives here: a row, and with it the sequence's blocks, is given back only when the last step
-that touched it has been absorbed. Knows nothing of blocks, budgets or queues.
+that touched it has been absorbed. Does not depend on blocks, budgets or queues.
 """
 
 from collections import Counter, deque

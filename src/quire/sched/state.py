@@ -48,7 +48,7 @@ class GrammarRows:
     """Rows under a grammar, with the step in which each last sampled a token.
 
     The mask of the next token depends on the last one. So a row is held in every step that is planned while its last
-    token is in flight. Knows neither grammars nor masks.
+    token is in flight. Does not depend on grammars or masks.
     """
 
     __slots__ = ("_sampled_step",)

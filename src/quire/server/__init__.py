@@ -1,1 +1,1 @@
-"""Floor 9: the engine over HTTP, in the shapes that OpenAI's clients know."""
+"""Layer 9: HTTP server with OpenAI, Anthropic and TGI APIs."""

@@ -1,4 +1,4 @@
-"""Compiles the grammar of a request before the request is queued. Knows no engine, which compiles the grammar again."""
+"""Compiles the grammar of a request before the request is queued. The engine compiles it again."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""Model format: the served model's tool-call format and reasoning tags, applied to requests. Knows no HTTP.
+"""Model format: the served model's tool-call format and reasoning tags, applied to requests. Does not depend on HTTP.
 
 Detected once, from the model's chat template and tokenizer. Per request it gives the input of the chat template, the
 grammar of the output, and the parser of the output.

@@ -1,1 +1,1 @@
-"""Floor 4, no torch: runners without tensors, and what drives the scheduler against them."""
+"""Layer 4, no torch: simulated runners, and programs that run the scheduler against them."""

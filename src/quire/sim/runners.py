@@ -1,7 +1,7 @@
-"""Runners without tensors, behind the same bridge as the model runner: `ToyRunner`, `OracleRunner` and `BulkRunner`.
+"""Runners without tensors, behind the same interface as the model runner: `ToyRunner`, `OracleRunner` and `BulkRunner`.
 
 `SimRows` reads plans in plain Python: starts, releases, appends, grants and decoding rows become the work of a step.
-The torch runner does the same with tensors; both must agree. Padding and everything that shapes logits are ignored:
+The torch runner does the same with tensors; both must agree. Padding and logit processors are ignored:
 there are no logits.
 
 - `ToyRunner`: the next token is the sum of all tokens before it, and the sequence's index, modulo the vocabulary.

@@ -1,1 +1,1 @@
-"""Floor 2, neutral: text to token ids and back. Knows nothing of tensors, queues or requests."""
+"""Layer 2, no torch: tokenization, chat templates, detokenization, stop strings."""

@@ -1,6 +1,6 @@
 """Validates chat messages and renders them with the model's chat template. The only place that renders one.
 
-Messages are copied to plain JSON data first. Knows nothing of tokens.
+Messages are copied to plain JSON data first. Does not depend on tokens.
 """
 
 import math
@@ -35,7 +35,7 @@ def plain_data(value: object, where: str, depth: int = 0) -> Plain:
         return int.__int__(value)
     if isinstance(value, float):
         if not math.isfinite(value):
-            raise InvalidPrompt(f"{where} holds {value!r}, which JSON cannot say.", param=_param(where))
+            raise InvalidPrompt(f"{where} holds {value!r}, which JSON cannot represent.", param=_param(where))
         return float.__float__(value)
     if depth >= _MAX_DEPTH:
         raise InvalidPrompt(f"{where} is nested more than {_MAX_DEPTH} levels deep.", param=_param(where))

@@ -140,7 +140,7 @@ def split_named(name: str) -> PreTokenizerSplit:
     """The entry for a `tokenizer.ggml.pre`. Raises an error that lists the known names."""
     if name not in SPLITS:
         raise UnsupportedModel(
-            f"This GGUF file's text splitting (tokenizer.ggml.pre) is {name!r}, which quire does not know. "
+            f"This GGUF file's text splitting (tokenizer.ggml.pre) is {name!r}, which quire does not support. "
             f"Known: {', '.join(sorted(SPLITS))}. Use the model's Hugging Face folder instead."
         )
     return SPLITS[name]

@@ -76,7 +76,7 @@ def _backend(folder: Path) -> Backend:
     try:
         backend = Backend.from_file(str(path))
     except Exception as error:  # the library raises bare Exception for any invalid file
-        raise BrokenModelFile(f"{path} is no tokenizer that can be read: {error}.") from error
+        raise BrokenModelFile(f"{path} cannot be read as a tokenizer: {error}.") from error
     # Files may carry truncation settings from training; prompt length is validated elsewhere, with an error.
     backend.no_truncation()
     backend.no_padding()

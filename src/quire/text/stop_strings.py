@@ -1,4 +1,4 @@
-"""Matches stop strings in streamed text (Aho-Corasick). Knows nothing of tokens.
+"""Matches stop strings in streamed text (Aho-Corasick). Does not depend on tokens.
 
 The stop string that completes first ends the text; of several that complete at the same character, the longest.
 Chunk boundaries make no difference. Each character costs O(1) amortized, for any number and length of strings.

@@ -1,7 +1,7 @@
 """Runs chat templates in jinja2's immutable sandbox, with limits on steps and output size.
 
 A template is untrusted code from a model's files. It gets plain data only and no Python internals. Loops, calls,
-products and concatenations count against a budget; exceeding it aborts the rendering. Knows nothing of messages.
+products and concatenations count against a budget; exceeding it aborts the rendering. Does not depend on messages.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Text to token ids and back, over the `tokenizers` library. Knows nothing of file formats or sequences.
+"""Text to token ids and back, over the `tokenizers` library. Does not depend on file formats or sequences.
 
 Thread-safe: immutable after construction, except for an idempotent cache.
 """
@@ -12,7 +12,7 @@ from quire.core.errors import InvalidPrompt
 from quire.text.gguf_tokenizer import vocabulary_from_gguf
 from quire.text.hf_tokenizer import TokenizerFiles, vocabulary_from_folder
 
-_MOST_IDS = 2**32  # the library's ids are unsigned 32-bit
+_MAX_IDS = 2**32  # the library's ids are unsigned 32-bit
 _FALLBACK_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -88,7 +88,7 @@ class Tokenizer:
     def id_to_piece(self, token_id: int) -> str | None:
         """The token as stored in the vocabulary: bytes mapped to letters, spaces to markers. None for an unknown id,
         even one outside the library's range."""
-        return self._backend.id_to_token(token_id) if 0 <= token_id < _MOST_IDS else None
+        return self._backend.id_to_token(token_id) if 0 <= token_id < _MAX_IDS else None
 
     def to_json(self) -> str:
         """The tokenizer as tokenizer.json, for libraries that read that format."""

@@ -1,1 +1,1 @@
-"""Floor 5, metal: from a checkpoint's files to the tensors that a decoder reads."""
+"""Layer 5: loads the tensors of a decoder from a checkpoint's files."""

@@ -36,7 +36,7 @@ def empty_weights(spec: ModelSpec, dtype: torch.dtype, device: torch.device | st
     except RuntimeError as error:  # torch's allocators raise this, and torch.OutOfMemoryError is one
         gibibytes = num_parameters(spec) * dtype.itemsize / 2**30
         raise ConfigError(
-            f"There is no memory on {device} for the model's weights: they take {gibibytes:.1f} GiB. "
+            f"Not enough memory on {device} for the model's weights: they take {gibibytes:.1f} GiB. "
             f"Use a smaller model, a narrower dtype or another device."
         ) from error
 

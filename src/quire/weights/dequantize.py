@@ -1,4 +1,4 @@
-"""From a stored tensor's bytes to numbers: plain floats as stored, quantized ones through a `Dequantizer`."""
+"""Decodes stored tensors: plain floats directly, quantized ones with a `Dequantizer`."""
 
 from collections.abc import Iterable
 from typing import Protocol
@@ -17,7 +17,7 @@ Bytes = NDArray[np.uint8]
 
 
 class Dequantizer(Protocol):
-    """Knows packed encodings (`weights.packed.GgufUnpacker`). Several threads may ask it at once."""
+    """Decodes quantized encodings (`weights.gguf_dequantize.GgufDequantizer`). Thread-safe."""
 
     def knows(self, encoding: str) -> bool: ...
 
@@ -26,7 +26,7 @@ class Dequantizer(Protocol):
 
 
 class FloatsOnly:
-    """The unpacker of checkpoints that hold nothing packed."""
+    """The dequantizer of unquantized checkpoints."""
 
     def knows(self, encoding: str) -> bool:
         return False
@@ -36,7 +36,7 @@ class FloatsOnly:
 
 
 def refuse_unreadable(tensors: Iterable[StoredTensor], dequantizer: Dequantizer) -> None:
-    """Say before any memory is taken that a tensor's encoding cannot be decoded."""
+    """Reject unsupported encodings before allocating memory."""
     for stored in tensors:
         encoding = stored.encoding
         if encoding not in PLAIN and not dequantizer.knows(encoding):

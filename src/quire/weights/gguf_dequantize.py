@@ -1,4 +1,4 @@
-"""GGUF's packed encodings, undone by the gguf package's own arithmetic. Imported only where a GGUF file is read."""
+"""Dequantizes GGUF tensors with the gguf package. Imported only where a GGUF file is read."""
 
 from functools import cache
 

@@ -1,4 +1,4 @@
-"""Fills a decoder's weights from an opened checkpoint, after checking that it holds exactly what it must.
+"""Fills a decoder's weights from an opened checkpoint, after checking that it has exactly the expected tensors.
 
 Queries, keys and values become one matrix, gate and up another; norms become float32 factors.
 """

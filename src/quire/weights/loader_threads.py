@@ -1,6 +1,6 @@
 """Loads slices of tensors with several threads: disk reads, dequantization and device copies overlap.
 
-Knows nothing of the model that the tensors belong to.
+Does not depend on the model that the tensors belong to.
 """
 
 import os
@@ -20,7 +20,7 @@ from torch import Tensor
 from quire.weights.dequantize import Dequantizer
 from quire.weights.tensor_reader import TensorReader, TensorSlice
 
-_MOST_THREADS = 8
+_MAX_THREADS = 8
 _NUM_BUFFERS = 2  # per thread: it reads into one while the device copies from the other
 _CAST_AT_ONCE = 2**14  # values: with twice as many torch starts its own threads for each of ours
 
@@ -44,7 +44,7 @@ def load_slices(
         finally:
             progress_queue.put(None)
 
-    num_threads = max(1, min(_MOST_THREADS, os.cpu_count() or 1, len(left)))
+    num_threads = max(1, min(_MAX_THREADS, os.cpu_count() or 1, len(left)))
     with ThreadPoolExecutor(num_threads, thread_name_prefix="quire-weights") as pool:
         working = [pool.submit(work) for _ in range(num_threads)]
         try:

@@ -1,6 +1,6 @@
 """Which stored tensor fills which part of which weight: the names of both formats, as tables.
 
-Knows nothing of bytes. `expected_tensors` is exact: every name it gives must be there, and no other may be.
+Does not depend on bytes. `expected_tensors` is exact: every name it gives must be there, and no other may be.
 """
 
 from enum import Enum
@@ -96,7 +96,7 @@ def _gguf_names(family: ModelFamily) -> Names:
 
 
 class _Scheme(NamedTuple):
-    """How one format names what stands outside the layers, and what stands before a layer's names."""
+    """Names of the tensors outside the layers, and the prefix of layer tensors, per format."""
 
     embedding: str
     final_norm: str
@@ -113,7 +113,7 @@ SCHEMES = {
 
 
 def expected_tensors(spec: ModelSpec, source: CheckpointSource) -> dict[str, WeightTarget]:
-    """Every tensor that a checkpoint of this model must hold."""
+    """Every tensor that a checkpoint of this model must have."""
     family = BY_NAME[spec.family]
     scheme = SCHEMES[source]
     names = _folder_names(family) if source is CheckpointSource.FOLDER else _gguf_names(family)
@@ -139,7 +139,7 @@ def expected_tensors(spec: ModelSpec, source: CheckpointSource) -> dict[str, Wei
 
 
 def is_ignorable(name: str, spec: ModelSpec, source: CheckpointSource) -> bool:
-    """Tensors that may be there and say nothing new: rope buffers, rope factors, the copy of a tied head."""
+    """Redundant tensors that may be present: rope buffers, rope factors, the copy of a tied head."""
     if spec.tied_embeddings and name == SCHEMES[source].head:
         return True
     if source is CheckpointSource.GGUF:

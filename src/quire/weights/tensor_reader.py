@@ -1,4 +1,4 @@
-"""Slices of stored tensors: some rows, read from the file and dequantized. Knows no device."""
+"""Slices of stored tensors: some rows, read from the file and dequantized. Does not depend on a device."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -84,7 +84,7 @@ def _azure(record: _Record) -> TraceRow:
 def _mooncake(record: _Record) -> TraceRow:
     ids = record["hash_ids"]
     if not isinstance(ids, list):
-        raise TypeError("hash_ids is no list")
+        raise TypeError("hash_ids is not a list")
     lengths = _whole(record["input_length"]), _whole(record["output_length"])
     return TraceRow(_whole(record["timestamp"]) / 1000, *lengths, tuple(map(_whole, ids)))
 

@@ -37,7 +37,7 @@ def test_more_allowed_ids_than_tokens_never_reach_the_engine(
     most = model.vocab_size
     error = refused(model, path, {**prompt_fields, "allowed_token_ids": [5] * (most + 1)})
     assert error["param"] == "allowed_token_ids"
-    assert error["message"] == f"allowed_token_ids holds {most + 1} entries; the most is {most}."
+    assert error["message"] == f"allowed_token_ids has {most + 1} entries; the limit is {most}."
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """AMX intrinsics (the matrix unit of newer x86 CPUs) for numba: eight tiles of 16 rows of 64 bytes.
 
-The tile number is part of an instruction, so tiles are named by literals. Knows nothing of matrices.
+The tile number is part of an instruction, so tiles are named by literals. Does not depend on matrices.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def has_amx() -> bool:
 
 
 def shapes(rows: int) -> NDArray[np.uint8]:
-    """The configuration of `configure`: tiles 0 to 3 have so many rows, the others 16."""
+    """The configuration of `configure`: tiles 0 to 3 have `rows` rows, the others 16."""
     configuration = np.zeros(64, np.uint8)
     configuration[0] = 1
     configuration[16:32].view(np.uint16)[:] = TILE_BYTES

@@ -1,4 +1,4 @@
-"""Conversions of bfloat16 and float16 bits for numba, which knows neither type.
+"""Conversions of bfloat16 and float16 bits for numba, which supports neither type.
 
 All in 32-bit registers: numba's own integers would be widened to 64 bits, which halves the numbers per vector.
 """

@@ -1,4 +1,4 @@
-"""CPU kernel set for bfloat16 and float32: few torch calls a layer, packed weights, no padding. Knows no model.
+"""CPU kernel set for bfloat16 and float32: few torch calls per layer, packed weights, no padding.
 
 Where numba is installed, queries of decodes and short chunks go through `cpu.attention`, norms through `cpu.norm`, and
 matmuls through `cpu.amx_matmul` if the CPU has AMX: then activations are float32 in a bfloat16 model too.

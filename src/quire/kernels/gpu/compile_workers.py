@@ -1,4 +1,4 @@
-"""Worker processes: calls run in forked children, in parallel, for what they leave on disk. Knows nothing of the calls.
+"""Worker processes: calls run in forked children, in parallel, for the files they write.
 
 Compiling holds the GIL, so threads would take turns; processes do not. A worker is a forked copy of this process with
 one thread. It makes calls and exits at once: what it inherits, GPU contexts and sockets, it neither uses nor closes.

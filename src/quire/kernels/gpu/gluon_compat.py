@@ -1,6 +1,6 @@
 """Gluon helpers for Hopper: names that differ between Triton releases, approximate math, TMA descriptors.
 
-Knows no kernel.
+Does not depend on kernels.
 """
 
 from functools import cache

@@ -1,4 +1,4 @@
-"""GPU kernel set: large GEMMs by torch, everything else by Triton and Gluon. Knows nothing of models."""
+"""GPU kernel set: large GEMMs by torch, everything else by Triton and Gluon. Does not depend on models."""
 
 from collections.abc import Sequence
 

@@ -1,6 +1,6 @@
 """Triton launches: launch cache, dry runs, programmatic dependent launch (PDL), grid sizes.
 
-Every launch goes through here. Knows nothing of what kernels do.
+Every launch goes through here. Does not depend on what kernels compute.
 
 Launch cache: Triton inspects every argument of every launch to find the compiled kernel, which takes some 40 µs. A
 launch with the signature of an earlier one (most of them: another layer of the same step) goes straight to its kernel.

@@ -1,4 +1,4 @@
-"""Precompiles the kernels of a step, many at once. Does not know which kernels there are.
+"""Precompiles the kernels of a step, many at once. Does not depend on single kernels.
 
 A dry run of the step finds them. Kernels on disk are loaded by threads. Compiling holds the GIL, because Triton parses
 Python sources in Python; so forked workers first put the missing kernels on disk.
@@ -49,7 +49,7 @@ class _CompileQueue(Executor):
 def compiling_launched(run_step: Callable[[], None], num_at_once: int) -> Iterator[Finish]:
     """Compile all that `run_step` launches, in a dry run. A kernel that fails is compiled again at its real launch.
 
-    Workers compile from entry on; `Finish` waits for them. On exit without it, compilation is abandoned.
+    Workers compile from entry on; the yielded function waits for them. On exit without it, compilation is abandoned.
     """
     launched = _Launched()
     try:

@@ -1,4 +1,4 @@
-"""Compact binary encoding of numbers and text. Knows nothing of their meaning.
+"""Compact binary encoding of numbers and text. Does not depend on their meaning.
 
 A count is 7 bits a byte, the lowest first, the top bit set on all but the last. An array of counts is its length, the
 bytes each takes (1, 2, 4 or 8), then the numbers; these, and reals, are little-endian.

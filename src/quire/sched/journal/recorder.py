@@ -1,7 +1,7 @@
 """Records every call of a scheduler in a journal, so that a replay can repeat its decisions.
 
-A step costs tens of bytes (`sched/journal/records.py`). `Scheduler` knows nothing of it: a `JournaledScheduler` is used
-in its place. `ExpectedEmitters` follows the plans, so that the rows that emit in each step need not be written.
+A step costs tens of bytes (`sched/journal/records.py`). `Scheduler` does not depend on it: a `JournaledScheduler` is
+used in its place. `ExpectedEmitters` follows the plans, so that the rows that emit in each step need not be written.
 """
 
 from collections import deque

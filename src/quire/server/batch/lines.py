@@ -3,7 +3,7 @@
     {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {…}}
     {"id": "…", "custom_id": "a", "response": {"status_code": 200, "request_id": "…", "body": {…}}, "error": null}
 
-Knows no engine and no files.
+Does not depend on the engine or on files.
 """
 
 import uuid

@@ -1,4 +1,4 @@
-"""Output items: one choice as an ordered list of reasoning, text and tool calls. Knows no API.
+"""Output items: one choice as an ordered list of reasoning, text and tool calls. Does not depend on an API.
 
 Each item is complete before the next one opens. Chat completions stream the kinds side by side; the Responses and
 Messages APIs list them in order and are written from these items.

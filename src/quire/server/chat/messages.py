@@ -1,4 +1,4 @@
-"""Message builder: chat-completions messages from the items of other APIs. Knows no API.
+"""Message builder: chat-completions messages from the items of other APIs. Does not depend on an API.
 
 Consecutive text, reasoning and calls of the assistant form one message; so do leading system instructions.
 """

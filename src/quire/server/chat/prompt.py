@@ -1,7 +1,7 @@
 """Chat prompt: messages, tools and template variables of a chat request, rendered by the model's chat template.
 
 All chat APIs convert their bodies to `ChatBody`, and that to a `ChatPrompt`. Also drops the oldest turns of a
-conversation that does not fit the context. Knows nothing of sampling or of responses.
+conversation that does not fit the context. Does not depend on sampling or responses.
 """
 
 from bisect import bisect_left

@@ -1,1 +1,1 @@
-"""HTTP below the APIs: protocol limits, authentication, errors, event streams, access log. Knows no engine."""
+"""HTTP: protocol limits, authentication, errors, event streams, access log. Does not depend on the engine."""

@@ -1,4 +1,4 @@
-"""API keys and the identities that hold them. Keeps digests of keys, never keys. Knows no routes and no engine.
+"""API keys and the identities that hold them. Keeps digests of keys, never keys. Does not depend on routes.
 
 A key file has one key per line; what follows a key is optional:
 

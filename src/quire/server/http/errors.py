@@ -1,4 +1,4 @@
-"""Error replies: how an error becomes a status, headers and a JSON body. Knows no engine.
+"""Error replies: how an error becomes a status, headers and a JSON body. Does not depend on the engine.
 
 The body has the shape of the API that was called: OpenAI's, Anthropic's, or the flat one of text-generation-inference
 with statuses of its own. It is bounded, and has no path of this machine and no memory address. `rename_error_params`

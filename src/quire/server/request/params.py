@@ -1,6 +1,6 @@
 """Generation request: sampling parameters, request options, grammar and response options of a body.
 
-Also the list of prompts in a body, prompt truncation, and the clamp of max_tokens. Knows no text.
+Also the list of prompts in a body, prompt truncation, and the clamp of max_tokens. Does not depend on text.
 """
 
 from dataclasses import dataclass, fields, replace

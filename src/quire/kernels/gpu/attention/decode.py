@@ -1,7 +1,7 @@
 """Decode attention: one query per row over paged keys, split-KV, online softmax. Bound by reading keys and values.
 
 One program: all query heads of one key head, so every key is read once, and one split of a row's keys, found in the
-list that was made at the start of the step. Knows nothing of chunks, of writing keys, or of how rows are split.
+list that was made at the start of the step. Does not depend on chunks or on how rows are split; does not write keys.
 """
 
 from typing import NamedTuple
@@ -173,7 +173,7 @@ def _decode_kernel(
 
 
 def decode_tiles(rows: int, kv_layer: Tensor) -> DecodeTiles:
-    """Tile sizes for so many rows; the split-KV schedule needs them too."""
+    """Tile sizes for this number of rows; the split-KV schedule needs them too."""
     num_sms = _MEASURED_SMS  # for the interpreter
     if kv_layer.is_cuda:
         num_sms = torch.cuda.get_device_properties(kv_layer.device).multi_processor_count

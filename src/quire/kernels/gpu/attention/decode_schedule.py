@@ -3,7 +3,7 @@
 A row is one split, or several of nearly equal length. There should be enough splits to fill the GPU and few enough to
 cost little, and the tail of the launch should be short; so rows are scheduled longest first. The length of a split
 depends on the lengths of all rows, which only the device knows. The capacity of the list depends on host integers only,
-so one captured launch serves every length. Knows nothing of keys or queries.
+so one captured launch serves every length. Does not depend on keys or queries.
 """
 
 import torch
@@ -81,7 +81,7 @@ def _best_split_tiles(
 
 @triton.jit
 def _split_rows(tiles, share):
-    """Of rows with so many tiles: (tiles per split, splits). A padding row is one split without keys."""
+    """(tiles per split, splits) of rows with these numbers of tiles. A padding row is one split without keys."""
     tiles = tl.maximum(tiles, 1)
     shares = tl.cdiv(tiles, tl.cdiv(tiles, share))
     return shares, tl.cdiv(tiles, shares)

@@ -408,7 +408,7 @@ def _consumer(
 
 @gluon.jit
 def _new_barriers(NUMBER: gl.constexpr, READY: gl.constexpr, EMPTY: gl.constexpr):
-    """mbarriers of so many buffers: `ready` (loaded) and `empty` (released by the consumers)."""
+    """mbarriers of NUMBER buffers: `ready` (loaded) and `empty` (released by the consumers)."""
     ready = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(NUMBER):

@@ -38,7 +38,7 @@ class HopperPrefill:
     def takes(
         self, query: Tensor, kv_layer: Tensor, rule: AttentionRule, num_tokens: int, *, gathered: bool = False
     ) -> bool:
-        """Whether the kernel computes chunks of so many tokens in all, over pages or over gathered keys. With tiles for
+        """Whether the kernel computes chunks of `num_tokens` in total, over pages or over gathered keys. With tiles for
         only half of the SMs split-KV is faster, which this kernel does not have."""
         _, heads, dim = query.shape
         kv_heads = kv_layer.shape[3]

@@ -3,7 +3,7 @@
 One program: some tokens of one sequence with all query heads of one key head. Packed like this they fill a tile of rows
 even when tokens are few, and little is wasted on the diagonal. Where that makes too few programs for the GPU, several
 share the keys of a tile (split-KV). The grid follows from host integers: every sequence has one tile more than its
-tokens could need, and a program finds its sequence itself. Knows nothing of writing keys.
+tokens could need, and a program finds its sequence itself. Does not write keys.
 """
 
 from typing import NamedTuple
@@ -56,7 +56,7 @@ class PrefillTiles(NamedTuple):
 
 
 def _tiles(num_tokens: int, group: int, dim: int, element_bytes: int, budget: int) -> PrefillTiles:
-    """For so many tokens per sequence. A tile has at least one token with all query heads of a key head.
+    """For `num_tokens` tokens per sequence. A tile has at least one token with all query heads of a key head.
 
     The measured tiles, or smaller ones where those exceed the shared-memory budget.
     """

@@ -1,6 +1,6 @@
 """Online softmax over tiles of a paged KV store: addresses of a tile's keys, scores, and the softmax update.
 
-Compiled into the attention kernels. Knows neither the queries nor the mask. Weights are powers of two: a score times
+Compiled into the attention kernels. Does not depend on queries or masks. Weights are powers of two: a score times
 `rate` is the exponent, so the rate includes log2(e) and the rule's scale.
 """
 

@@ -4,7 +4,7 @@ The last program to arrive merges; it sees what all others stored, so no second 
 `arrivals` are zero again afterwards, so one scratch serves layer after layer and replay after replay.
 
 Tiles were measured on a GPU with 227 KiB of shared memory per program. Most others have 99 KiB (L4, A10, L40S, any
-RTX), and there a kernel that needs more cannot be launched at all. Knows nothing of keys or queries.
+RTX), and there a kernel that needs more cannot be launched at all. Does not depend on keys or queries.
 """
 
 import sys

@@ -1,1 +1,1 @@
-"""Attention by other libraries, where they are installed: one file each, behind one small contract (`share.py`)."""
+"""Attention by other libraries, where they are installed: one file per library, behind `interface.py`."""

@@ -1,6 +1,6 @@
 """FlashAttention-3 over the paged store: its own wheel (`flash_attn_interface`), or the operator of vLLM's build of it.
 
-Both read lengths on the device, so a CUDA graph can hold them. Does not know when it is used.
+Both read lengths on the device, so a CUDA graph can hold them. Selection is in attention_backends.py.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Decodes by FlashInfer. It plans a step on the host, which waits for the lengths, so no CUDA graph holds it.
 
 Its prefill kernels would be compiled at run time, by a compiler that is often not installed: chunks are not supported.
-Does not know when it is used.
+Selection is in attention_backends.py.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Interface of an attention backend: the sequences it is given, and what it must offer. Knows no library."""
+"""Interface of an attention backend: its input sequences and its methods. Does not depend on a library."""
 
 from typing import NamedTuple, Protocol
 

@@ -14,7 +14,7 @@ from quire.kernels.interface import AttentionRule, StepLayout
 _TOLERANCE = {torch.float16: 8e-3, torch.bfloat16: 6e-2}  # for outputs of about 1
 # (cached keys, new tokens) of each sequence.
 _TEST_SEQUENCES = {"decodes": ((0, 1), (7, 1), (31, 1)), "chunks": ((0, 20), (25, 9)), "long_chunk": ((25, 40),)}
-_NARROW = 5  # a window is narrowed to so many keys, so that it ends within these
+_NARROW = 5  # keys that a window is narrowed to, so that it ends within these sequences
 
 
 @torch.inference_mode()
@@ -38,12 +38,12 @@ def _difference(
     """The largest difference between both outputs of the same step."""
     layout, kv_layer, query = _step(part, needs, device)
     num_decodes = len(layout.context_lengths) if part == "decodes" else 0
-    truth = GpuAttention(layout, num_decodes).attend(query, kv_layer, rule)
-    output = torch.zeros_like(truth)
+    expected = GpuAttention(layout, num_decodes).attend(query, kv_layer, rule)
+    output = torch.zeros_like(expected)
     longest = max(num_new for _, num_new in _TEST_SEQUENCES[part])
     sequences = BackendSequences(layout.tables, layout.query_starts, layout.context_lengths, longest)
     backend.prepare(sequences).attend(query, kv_layer, rule, output)
-    return float((output.float() - truth.float()).abs().max())
+    return float((output.float() - expected.float()).abs().max())
 
 
 def _step(part: str, needs: AttentionNeeds, device: torch.device) -> tuple[StepLayout, Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """torch's varlen attention for one long chunk: its keys are gathered into one contiguous run first.
 
-Its paged form needs blocks of 256 keys, and a torch later than 2.11. Does not know when it is used.
+Its paged form needs blocks of 256 keys, and a torch later than 2.11. Selection is in attention_backends.py.
 """
 
 from collections.abc import Callable

@@ -1,10 +1,10 @@
 """Pipelined GEMM for Hopper, in Gluon: x @ weight.T for 2 to 128 rows. Bound by reading the weight from memory.
 
 Warp-specialised: one loader warp fills a ring of shared-memory slots by TMA, four consumer warps multiply (WGMMA).
-The loader asks for weights before the input is there, while other kernels still run (programmatic dependent launch).
+The loader issues weight loads before the input is ready, while other kernels still run (programmatic dependent launch).
 For the tensor cores the weights are the rows, 64 at a time, and the rows of x are columns: 16 to 128, a power of two.
 `hopper_split` decides the tiles and how programs share them. Sums are float32, in a fixed order whichever program
-finishes first. Does not know when it is the kernel to use.
+finishes first. Dispatch is in hopper_dispatch.py.
 """
 
 import torch

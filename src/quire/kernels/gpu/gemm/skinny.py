@@ -3,7 +3,7 @@
 One program: a few outputs over the whole input. No split-K, so no second launch and no atomics; sums are float32, in a
 fixed order. There are enough programs to have the whole weight in flight. A row's result does not depend on its
 neighbours, nor on their number as long as the same kernel serves them: one row is multiplied and summed, several go
-through the tensor cores, which add in another order. Knows nothing of activations or of large weights.
+through the tensor cores, which add in another order. Does not depend on activations or large weights.
 """
 
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Validates a client's constraint and converts it to a Lark grammar. Compiles nothing."""
+"""Converts a client's constraint (JSON schema, regex, choices, Lark) to a Lark grammar, within limits."""
 
 import json
 import re
@@ -39,7 +39,7 @@ class GrammarSource(NamedTuple):
 def lark_source(grammar: Grammar) -> GrammarSource:
     """Convert to Lark. Raises InvalidGrammar."""
     if any(0xD800 <= ord(letter) <= 0xDFFF for letter in grammar.text):
-        raise InvalidGrammar("The grammar holds a lone surrogate, half a character. Send valid Unicode.")
+        raise InvalidGrammar("The grammar has a lone surrogate, half a character. Send valid Unicode.")
     match grammar.kind:
         case GrammarKind.JSON_OBJECT:
             body = f"start: {_json_part(_ANY_OBJECT)}"
@@ -76,10 +76,10 @@ def _choices(text: str) -> list[str]:
     if not isinstance(listed, list) or not listed:
         raise InvalidGrammar(f"The choices must be a list of at least one text, not {shown(listed)}.")
     if len(listed) > limits.NUM_CHOICES:
-        raise InvalidGrammar(f"There are {len(listed)} choices; {limits.NUM_CHOICES} are the most.")
+        raise InvalidGrammar(f"There are {len(listed)} choices; the limit is {limits.NUM_CHOICES}.")
     for choice in listed:
         if not isinstance(choice, str) or not choice:
-            raise InvalidGrammar(f"A choice must be a text that is not empty, not {shown(choice)}.")
+            raise InvalidGrammar(f"A choice must be a non-empty text, not {shown(choice)}.")
     return listed
 
 
@@ -90,20 +90,20 @@ def _checked_lark(text: str) -> str:
     if text.lstrip().startswith("{"):
         raise InvalidGrammar("The grammar must be a Lark grammar with a rule named start, not a JSON object.")
     if "%llguidance" in text:
-        raise InvalidGrammar("%llguidance options are the server's choice; leave that line out of the grammar.")
+        raise InvalidGrammar("%llguidance options are set by the server; omit that line.")
     pieces: list[str] = []
     own: list[str] = []  # the pieces outside the schemas
     begin = 0
     embedded = list(_EMBEDDED.finditer(text))
     if len(embedded) > limits.LARK_SCHEMAS:
-        raise InvalidGrammar(f"The grammar has {len(embedded)} %json parts; {limits.LARK_SCHEMAS} are the most.")
+        raise InvalidGrammar(f"The grammar has {len(embedded)} %json parts; the limit is {limits.LARK_SCHEMAS}.")
     for found in embedded:
         if found.start() < begin:
             continue  # inside the previous schema
         try:
             schema, end = json.JSONDecoder().raw_decode(text, found.end())
         except (ValueError, RecursionError) as error:
-            raise InvalidGrammar(f"After %json at character {found.start()} stands no JSON schema.") from error
+            raise InvalidGrammar(f"After %json at character {found.start()} there is no JSON schema.") from error
         own.append(text[begin : found.start()])
         pieces += [own[-1], _json_part(check_schema(schema))]
         begin = end
@@ -118,21 +118,21 @@ def _check_own(text: str) -> None:
     num_parts = sum(text.count(sign) for sign in _PARTS)
     if num_parts > limits.LARK_PARTS:
         raise InvalidGrammar(
-            f"The grammar has {num_parts} lines and signs out of ( [ {{ ? *; {limits.LARK_PARTS} are the most. "
-            f"Use fewer rules, groups and optional parts; one rule with * or {{…}} may stand for many."
+            f"The grammar has {num_parts} lines and characters ( [ {{ ? * in total; the limit is {limits.LARK_PARTS}. "
+            f"Use fewer rules, groups and optional parts; one rule with * or {{…}} may replace many."
         )
     num_words = len(_WORD.findall(text))
     if num_words > limits.LARK_WORDS:
-        raise InvalidGrammar(f"The grammar has {num_words} words; {limits.LARK_WORDS} are the most. Make it smaller.")
+        raise InvalidGrammar(f"The grammar has {num_words} words; the limit is {limits.LARK_WORDS}. Make it smaller.")
     num_intersections = text.count("&")
     if num_intersections > limits.LARK_INTERSECTIONS:
         raise InvalidGrammar(
-            f"The grammar has {num_intersections} & signs; {limits.LARK_INTERSECTIONS} are the most. "
+            f"The grammar has {num_intersections} & signs; the limit is {limits.LARK_INTERSECTIONS}. "
             f'Intersect fewer patterns, and write "\\u0026" for the sign in a string.'
         )
 
 
-def _check_bytes(what: str, text: str, most: int) -> None:
+def _check_bytes(what: str, text: str, max_bytes: int) -> None:
     num_bytes = len(text.encode("utf-8"))
-    if num_bytes > most:
-        raise InvalidGrammar(f"The {what} is {num_bytes} bytes long; {most} are the most. Shorten it.")
+    if num_bytes > max_bytes:
+        raise InvalidGrammar(f"The {what} is {num_bytes} bytes long; the limit is {max_bytes}. Shorten it.")
