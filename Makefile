@@ -76,6 +76,7 @@ $(VENV)/.docs: pyproject.toml $(BIN)/python
 
 $(VENV)/.test: pyproject.toml $(BIN)/python
 	$(BIN)/pip install -q -e ".[test,lint]"
+	-$(BIN)/mypy > /dev/null  # most of its time is for the stubs of torch and numpy: read once, then in its cache
 	touch $@ $(VENV)/.serve $(VENV)/.docs
 
 clean:

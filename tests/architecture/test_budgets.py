@@ -12,7 +12,7 @@ MIN_FILE_LINES = 60
 FILE_EXCEPTIONS: dict[str, str] = {}  # file: reason
 SMALL_FILES = {  # file: why it does not belong into a neighbour
     "__main__.py": "entry point of python -m quire",
-    "version.py": "read by the build and by every floor",
+    "version.py": "read by the build and by every layer",
     "bench/engine_alone.py": "a program of its own: the engine without HTTP, measured in its own process",
     "catalog/listing.py": "what `quire models` shows; locate and hub do not need it",
     "catalog/progress.py": "shared by hub, wheel and the command line; imports nothing",
@@ -22,7 +22,7 @@ SMALL_FILES = {  # file: why it does not belong into a neighbour
     "cli/models.py": "one command",
     "core/events.py": "the words of events, shared by sched, engine and server",
     "core/fault_injection.py": "imported by both halves",
-    "core/ids.py": "the id types of every floor",
+    "core/ids.py": "the id types of every layer",
     "engine/startup.py": "start-up phases, read by the server without torch",
     "formats/open_checkpoint.py": "chooses between folder and GGUF: imports both readers",
     "grammar/limits.py": "every bound of a grammar on one page, imported without llguidance",

@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Callable, Collection
 
-from tests.architecture.tree import dotted, imported_names, label, room, source_files, syntax
+from tests.architecture.tree import dotted, imported_names, label, package_of, source_files, syntax
 
 UNPICKLERS = {"pickle", "_pickle", "marshal", "dill", "shelve", "cloudpickle", "joblib"}
 RUN_FOREIGN_CODE = {"eval", "exec", "torch.load", "torch.hub.load", "runpy.run_path", "runpy.run_module"}
@@ -76,11 +76,11 @@ def nested_imports(tree: ast.AST) -> list[int]:
 
 
 def offenders(law: Callable[[ast.Module], Collection[object]], spared: Collection[str] = ()) -> dict[str, object]:
-    """What a law finds, by file. A file is spared by its own name or by its room's."""
+    """What a rule finds, by file. A file is exempt by its own name or by its package's."""
     found = {
         label(path): law(syntax(path))
         for path in source_files()
-        if label(path) not in spared and room(path) not in spared
+        if label(path) not in spared and package_of(path) not in spared
     }
     return {name: sins for name, sins in found.items() if sins}
 

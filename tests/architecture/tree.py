@@ -1,4 +1,4 @@
-"""The source tree as the house tests see it: files, rooms and syntax trees."""
+"""The source tree as the tests of the architecture see it: files, packages and syntax trees."""
 
 import ast
 from functools import cache
@@ -7,8 +7,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "quire"
 
-PAPER = ("core", "kv", "sched", "sim")
-METAL = ("kernels", "layers", "models", "sampling", "weights", "runner", "dist", "transfer", "spec")
+TORCH_FREE = ("core", "kv", "sched", "sim")
+TENSOR = ("kernels", "layers", "models", "sampling", "weights", "runner", "dist", "transfer", "spec")
 NEUTRAL = ("config", "formats", "catalog", "metrics", "workload", "text", "output_parsing", "grammar")
 
 
@@ -31,8 +31,8 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def room(path: Path) -> str:
-    """The folder of the package a file lies in, or its own name if it lies on the ground."""
+def package_of(path: Path) -> str:
+    """The sub-package of a file, or its own name at the top level."""
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 

@@ -1,4 +1,4 @@
-"""Floors and towers: the contracts hold in this tree, and each would break if somebody crossed its line."""
+"""Import layers: the contracts hold in this tree, and each breaks when a file imports across its line."""
 
 import os
 import subprocess
@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests import children
-from tests.architecture.tree import METAL, NEUTRAL, PAPER, ROOT, module_name, room, source_files
+from tests.architecture.tree import NEUTRAL, ROOT, TENSOR, TORCH_FREE, module_name, package_of, source_files
 
 CONTRACTS = ROOT / ".importlinter"
 LINT = "import sys, importlinter.cli as cli; sys.exit(cli.lint_imports(sys.argv[1], no_cache=True))"
-ROOMS = (
-    *PAPER,
+PACKAGES = (
+    *TORCH_FREE,
     *("engine", "cli", "server", "bench"),
-    *METAL[:6],
+    *TENSOR[:6],
     *("formats", "catalog", "workload", "text", "grammar", "output_parsing"),
 )
 SERVER_BROKEN = "A file of the server imports only from layers below it BROKEN"
@@ -38,26 +38,26 @@ def test_this_tree_keeps_its_contracts() -> None:
     assert "5 kept, 0 broken" in result.stdout
 
 
-def build_house(folder: Path, room_name: str, line: str) -> None:
-    """A package with every room, empty but for one import."""
-    for name in (*ROOMS, *(f"server/{name}" for name in SERVER_FOLDERS)):
+def build_package(folder: Path, package: str, line: str) -> None:
+    """Every sub-package, empty but for one import."""
+    for name in (*PACKAGES, *(f"server/{name}" for name in SERVER_FOLDERS)):
         (folder / "quire" / name).mkdir(parents=True)
         (folder / "quire" / name / "__init__.py").touch()
     for name in ("__init__", "version", "config", "llm", *(f"server/{name}" for name in SERVER_FILES)):
         (folder / "quire" / f"{name}.py").touch()
-    (folder / "quire" / room_name / "guest.py").write_text(f"{line}\n")
+    (folder / "quire" / package / "added.py").write_text(f"{line}\n")
 
 
 @pytest.mark.parametrize(
-    ("room_name", "line", "broken"),
+    ("package", "line", "broken"),
     [
-        ("kv", "import quire.sched", "A file imports only from floors below it BROKEN"),
-        ("core", "import quire.formats", "A file imports only from floors below it BROKEN"),
-        ("catalog", "import quire.formats", "A file imports only from floors below it BROKEN"),
-        ("sim", "import quire.kernels", "Paper decides with integers and never sees metal BROKEN"),
-        ("runner", "import quire.kv", "Metal acts with tensors and never sees a queue BROKEN"),
-        ("text", "import transformers", "Paper and the neutral rooms know no torch BROKEN"),
-        ("sched", "import torch", "Paper and the neutral rooms know no torch BROKEN"),
+        ("kv", "import quire.sched", "A package imports only from layers below it BROKEN"),
+        ("core", "import quire.formats", "A package imports only from layers below it BROKEN"),
+        ("catalog", "import quire.formats", "A package imports only from layers below it BROKEN"),
+        ("sim", "import quire.kernels", "The scheduler packages never import tensor packages BROKEN"),
+        ("runner", "import quire.kv", "The tensor packages never import the scheduler BROKEN"),
+        ("text", "import transformers", "Scheduler, formats and text never import torch BROKEN"),
+        ("sched", "import torch", "Scheduler, formats and text never import torch BROKEN"),
         (
             "server/http",
             "import quire.server.async_engine",
@@ -68,14 +68,14 @@ def build_house(folder: Path, room_name: str, line: str) -> None:
         ("runner", "import quire.core, quire.models, torch", "5 kept, 0 broken"),
     ],
 )
-def test_a_crossed_line_is_seen(tmp_path: Path, room_name: str, line: str, broken: str) -> None:
-    build_house(tmp_path, room_name, line)
+def test_a_crossed_line_is_seen(tmp_path: Path, package: str, line: str, broken: str) -> None:
+    build_package(tmp_path, package, line)
     assert broken in lint(tmp_path).stdout
 
 
 @pytest.mark.parametrize("name", ["attic", "server/attic"])
-def test_a_room_without_a_floor_is_seen(tmp_path: Path, name: str) -> None:
-    build_house(tmp_path, "core", "")
+def test_a_package_without_a_layer_is_seen(tmp_path: Path, name: str) -> None:
+    build_package(tmp_path, "core", "")
     (tmp_path / "quire" / f"{name}.py").touch()
     assert f"quire.{name.replace('/', '.')}" in lint(tmp_path).stdout
 
@@ -104,14 +104,14 @@ def test_help_is_light() -> None:
     assert loaded_by(code, "torch", "transformers", "huggingface_hub", "tokenizers") == ""
 
 
-def test_paper_and_neutral_rooms_load_no_torch_even_through_others() -> None:
-    quiet = [module_name(path) for path in source_files() if room(path) in (*PAPER, *NEUTRAL)]
+def test_torch_free_packages_load_no_torch_even_through_others() -> None:
+    quiet = [module_name(path) for path in source_files() if package_of(path) in (*TORCH_FREE, *NEUTRAL)]
     imports = "\n".join(f"import {name}" for name in quiet)
     assert loaded_by(imports, "torch", "triton", "transformers") == ""
 
 
 def test_an_engine_starts_without_the_compiler_of_torch() -> None:
-    """Nor do those who choose the kernels, and find torch's own attention without using it."""
+    """Nor does the choice of kernels, which finds torch's own attention without using it."""
     code = """
 import torch
 from quire.engine.build import build
