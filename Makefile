@@ -34,20 +34,20 @@ test-long: $(VENV)/.test
 test-gpu: $(VENV)/.test
 	$(BIN)/python -m pytest tests/gpu tests/kernels/test_gpu_*.py -rs $(ARGS)
 
-# Accesses beyond memory in small tests of the kernels, on a GPU, with NVIDIA's compute-sanitizer.
+# Out-of-bounds accesses in small tests of the kernels, on a GPU, with NVIDIA's compute-sanitizer.
 sanitize: $(VENV)/.test
 	$(SANITIZE) $(BIN)/python -m pytest $(SANITIZED) $(ARGS)
 	$(SANITIZE) $(BIN)/python -m pytest $(SANITIZED_ON_CUDA) -k "agree or captured or padding" $(ARGS)
 
-# The clients people bring, each in its own environment below .venv-clients, against the real server.
+# Third-party client libraries, each in its own environment below .venv-clients, against the real server.
 test-clients: $(VENV)/.test
 	$(BIN)/python -m pytest tests/clients $(ARGS)
 
-# Plants a bug at a time in a copy of the package; the suite must see 95 of 100.
+# Mutation tests: one injected bug at a time in a copy of the package; the suite must catch 95 % of them.
 test-mutants: $(VENV)/.test
 	$(BIN)/python -m tests.mutants.run --jobs 2 $(ARGS)
 
-# Kills, crowds and overload at length against the real server, a table of figures at the end; some minutes.
+# Chaos tests: kills, many clients and overload against the real server, with a table of figures at the end; some minutes.
 test-chaos: $(VENV)/.test
 	$(BIN)/python -m pytest tests/chaos -s $(ARGS)
 

@@ -1,4 +1,4 @@
-"""A tool-calling agent: the model asks for functions, this program runs them, until the model answers in words."""
+"""A tool-calling agent: the model asks for functions, this program runs them, until the model answers with text."""
 
 import json
 import sys
@@ -27,13 +27,13 @@ TOOLS = [
         },
     }
 ]
-MOST_TURNS = 8
+MAX_TURNS = 8
 
 
 def run(client: OpenAI, question: str) -> str:
     model = client.models.list().data[0].id
     messages: list = [{"role": "user", "content": question}]
-    for _ in range(MOST_TURNS):
+    for _ in range(MAX_TURNS):
         message = client.chat.completions.create(model=model, messages=messages, tools=TOOLS).choices[0].message
         messages.append(message)
         if not message.tool_calls:
