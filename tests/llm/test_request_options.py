@@ -56,7 +56,7 @@ def test_one_that_expired_can_still_be_given_up(narrow):
 
 
 def test_a_full_queue_refuses_with_its_numbers(narrow):
-    with pytest.raises(QueueFull, match="3 requests wait, 3 may"):
+    with pytest.raises(QueueFull, match="3 requests are waiting, the limit is 3"):
         narrow.generate(["a", "b", "c", "d", "e"], SHORT)
     finish(narrow)
     assert len(narrow.generate(["a", "b", "c"], SHORT)) == 3

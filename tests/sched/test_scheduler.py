@@ -259,7 +259,7 @@ def test_a_full_queue_refuses() -> None:
     bench = Bench(rows=1, policy=Policy(max_waiting=2))
     for i in range(2):
         bench.add([i], 3)
-    with pytest.raises(QueueFull, match="2 requests wait, 2 may"):
+    with pytest.raises(QueueFull, match="2 requests are waiting, the limit is 2"):
         bench.add([7], 3)
     bench.turn()
     bench.add([8], 3)  # one is running now
@@ -268,7 +268,7 @@ def test_a_full_queue_refuses() -> None:
 def test_a_queue_full_of_tokens_refuses_but_never_an_empty_one() -> None:
     bench = Bench(rows=1, policy=Policy(max_waiting_tokens=10))
     bench.add([1] * 12, 2)
-    with pytest.raises(QueueFull, match="12 prompt tokens wait, 10 may"):
+    with pytest.raises(QueueFull, match="12 prompt tokens are waiting, the limit is 10"):
         bench.add([2], 2)
     bench.turn()
     bench.add([3] * 6, 2)
