@@ -1,4 +1,4 @@
-"""Recordings on a card: what else the process has let go of must not end them."""
+"""CUDA graphs on a GPU: garbage of the process must not break a capture."""
 
 import gc
 

@@ -22,7 +22,7 @@ from quire.runner.kv_store import new_store
 from quire.runner.model_runner import ModelRunner
 from quire.sched.scheduler import Scheduler
 from quire.sim.check.check import check
-from quire.sim.check.world import Scenario
+from quire.sim.check.scenario import Scenario
 from quire.weights.allocate import dummy_weights
 
 CUDA = torch.device("cuda")
@@ -98,11 +98,11 @@ def test_the_reference_kernels_generate_the_same(choice: KernelChoice) -> None:
 
 
 def test_the_integer_oracle_in_cuda_graphs(choice: KernelChoice) -> None:
-    bodies: list[TorchOracleRunner] = []
+    runners: list[TorchOracleRunner] = []
 
-    def body(world: Scenario) -> TorchOracleRunner:
-        bodies.append(torch_oracle(world, "cuda", choice.row_kernels, choice.copy_blocks))
-        return bodies[-1]
+    def make_runner(scenario: Scenario) -> TorchOracleRunner:
+        runners.append(torch_oracle(scenario, "cuda", choice.row_kernels, choice.copy_blocks))
+        return runners[-1]
 
-    assert check(1_000, 17, body=body, min_tokens=False).violations == []
-    assert sum(body.num_replayed for body in bodies) > 150
+    assert check(1_000, 17, make_runner=make_runner, min_tokens=False).violations == []
+    assert sum(runner.num_replayed for runner in runners) > 150

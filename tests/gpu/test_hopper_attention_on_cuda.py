@@ -1,4 +1,4 @@
-"""The kernel for Hopper: ragged steps, graphs and large stores against plain float32 and our kernels for every card.
+"""The kernel for Hopper: ragged steps, graphs and large stores against plain float32 and our generic kernels.
 
 One program that takes all tiles, one after the other, must give what many give. Elsewhere these skip and say so.
 """

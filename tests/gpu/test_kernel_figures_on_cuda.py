@@ -1,4 +1,4 @@
-"""`quire bench kernels` on the card: a library is measured where it does the work itself."""
+"""`quire bench kernels` on the GPU: a library is measured where it does the work itself."""
 
 import pytest
 

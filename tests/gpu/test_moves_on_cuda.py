@@ -1,4 +1,4 @@
-"""Moves, tells, candidates and padding on the GPU, against the numpy oracle."""
+"""Moves, appended tokens, candidates and padding on the GPU, against the numpy oracle."""
 
 import torch
 
@@ -7,17 +7,17 @@ from quire.core.step import AppendTokens, StepPlan
 from quire.models.interface import KvGeometry
 from quire.runner.kv_store import measure_transfer, new_store
 from tests.runner.plans import DEVICE, HOST, emitted, grants, host_driven, moves, row_start, sample, seat_of
-from tests.sim.runner_pairs import Bodies, after, assert_same, following
+from tests.sim.runner_pairs import RunnerPair, after, assert_same, following
 
 PROMPT = [5, 96, 3, 41, 0, 17, 17, 88, 2, 60]
 
 
 def test_blocks_are_shared_copied_swapped_and_granted_anew() -> None:
-    bodies = Bodies("cuda")
+    pair = RunnerPair("cuda")
     opening = StepPlan(0, starts=(row_start(0, PROMPT),), grants=grants({0: [1, 2, 3]}), chunks=(sample(0, 0, 10),))
-    assert emitted(bodies.run(opening)) == {0: following(PROMPT, 1)[0]}
+    assert emitted(pair.run(opening)) == {0: following(PROMPT, 1)[0]}
     fork = [*PROMPT, 7]
-    bodies.run(
+    pair.run(
         StepPlan(
             1,
             moves=moves(DEVICE, DEVICE, (3, 5), (5, 6), (2, 7)),
@@ -39,7 +39,7 @@ def test_blocks_are_shared_copied_swapped_and_granted_anew() -> None:
         chunks=(sample(0, 0, 11),),
         num_decoding=1,
     )
-    assert emitted(bodies.run(out)) == {0: following(other, 1)[0], 1: following(fork, 2)[1]}
+    assert emitted(pair.run(out)) == {0: following(other, 1)[0], 1: following(fork, 2)[1]}
     back = StepPlan(
         3,
         moves=moves(HOST, DEVICE, (7, 12), (8, 10), (6, 11)),
@@ -48,19 +48,19 @@ def test_blocks_are_shared_copied_swapped_and_granted_anew() -> None:
         chunks=(sample(2, 11, 12),),
         num_decoding=2,
     )
-    assert emitted(bodies.run(back))[2] == following(PROMPT, 3)[2]
+    assert emitted(pair.run(back))[2] == following(PROMPT, 3)[2]
 
 
 def test_a_host_driven_row_gets_tokens_and_returns_exact_logprobs() -> None:
-    bodies = Bodies("cuda")
+    pair = RunnerPair("cuda")
     opening = StepPlan(
         0,
         starts=(row_start(0, PROMPT, num_candidates=4),),
         grants=grants({0: [1, 2, 3]}),
         chunks=(host_driven(0, 0, 10),),
     )
-    assert_same(bodies.run(opening).candidates[Row(0)], after(PROMPT, 4))
-    told = bodies.run(StepPlan(1, appends=(AppendTokens(Row(0), (8,)),), chunks=(host_driven(0, 10, 11),)))
+    assert_same(pair.run(opening).candidates[Row(0)], after(PROMPT, 4))
+    told = pair.run(StepPlan(1, appends=(AppendTokens(Row(0), (8,)),), chunks=(host_driven(0, 10, 11),)))
     assert_same(told.candidates[Row(0)], after([*PROMPT, 8], 4))
 
 

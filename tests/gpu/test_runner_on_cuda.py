@@ -25,7 +25,7 @@ BLOCK_SIZE = 16
 
 
 def test_the_integer_model_behind_the_real_runner_on_the_gpu() -> None:
-    report = check(1_500, 11, body=partial(torch_oracle, device="cuda"), min_tokens=False)
+    report = check(1_500, 11, make_runner=partial(torch_oracle, device="cuda"), min_tokens=False)
     assert report.violations == []
 
 

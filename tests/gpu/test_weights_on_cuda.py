@@ -1,4 +1,4 @@
-"""Weights that threads bring to the card: what is tested with memory, and many pieces through a few slots."""
+"""Weights copied to the GPU by threads: the tests of host memory, and many pieces through a few slots."""
 
 from pathlib import Path
 
@@ -9,13 +9,13 @@ from quire.weights import tensor_reader as pieces
 from quire.weights.dequantize import FloatsOnly
 from quire.weights.loader_threads import load_slices
 from quire.weights.tensor_reader import slices_of
-from tests.weights.test_loader_threads import (  # noqa: F401 -- collected here, where there is a card
+from tests.weights.test_loader_threads import (  # noqa: F401 -- collected here, where there is a GPU
     store,
     test_a_file_that_became_shorter,
     test_a_file_that_went_away,
+    test_an_interrupt_waits_for_little,
     test_every_dtype_comes_to_every_other,
-    test_for_somebody_in_inference_mode,
-    test_somebody_who_has_had_enough_waits_for_little,
+    test_in_inference_mode,
     test_what_is_packed_is_unpacked_by_several_threads,
 )
 

@@ -45,7 +45,7 @@ def test_a_match_obeys_its_limit(limit: int) -> None:
 
 
 @pytest.mark.parametrize("demoted", [0, 2, 4])
-def test_match_leaves_the_tree_unchanged(demoted: int) -> None:
+def test_match_does_not_change_the_tree(demoted: int) -> None:
     bench = TreeBench(num_host=8)
     bench.put(*range(14))
     bench.put(*range(4), 50, 51, 52)
@@ -300,12 +300,12 @@ def test_only_some_partitions_are_compared() -> None:
 
 
 def test_the_eviction_history_is_bounded() -> None:
-    ghosts = EvictionHistory(capacity=2)
+    history = EvictionHistory(capacity=2)
     for step, path in enumerate((b"a", b"b", b"a", b"c")):
-        ghosts.remember("", path, CacheMiss(CacheMissKind.EVICTED, step))
-    assert len(ghosts) == 2 and ghosts.find("", b"b") is None
-    assert ghosts.find("", b"a") == CacheMiss(CacheMissKind.EVICTED, 2, None)
-    assert ghosts.find("a", b"") is None, "partition and path are separate"
+        history.remember("", path, CacheMiss(CacheMissKind.EVICTED, step))
+    assert len(history) == 2 and history.find("", b"b") is None
+    assert history.find("", b"a") == CacheMiss(CacheMissKind.EVICTED, 2, None)
+    assert history.find("a", b"") is None, "partition and path are separate"
 
 
 def test_reset_drops_all_evictable_blocks() -> None:

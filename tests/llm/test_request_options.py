@@ -12,7 +12,7 @@ SHORT = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def narrow(tiny_folder) -> LLM:
-    """One row: everybody but one waits."""
+    """One row: all requests but one wait."""
     return LLM(str(tiny_folder), dtype="float32", max_num_seqs=1, max_waiting=3)
 
 
@@ -27,7 +27,7 @@ def finish(llm: LLM) -> None:
         llm.client.step()
 
 
-def test_the_more_urgent_goes_first(narrow):
+def test_the_higher_priority_runs_first(narrow):
     tickets = [
         narrow.client.submit(f"p{priority}", SHORT, options=RequestOptions(priority=priority))
         for priority in (5, 0, -5)
@@ -39,7 +39,7 @@ def test_the_more_urgent_goes_first(narrow):
     assert 0 <= queued[2] <= queued[1] <= queued[0]
 
 
-def test_who_is_not_begun_in_time_has_expired(narrow):
+def test_a_request_not_started_in_time_expires(narrow):
     late = narrow.generate("late", SHORT, timeout_s=0.0)[0]
     assert late.outputs[0].finish_reason == "expired"
     assert "timeout_s" in late.outputs[0].error
@@ -47,7 +47,7 @@ def test_who_is_not_begun_in_time_has_expired(narrow):
     assert narrow.generate("early", SHORT, timeout_s=1000.0)[0].outputs[0].finish_reason == "length"
 
 
-def test_one_that_expired_can_still_be_given_up(narrow):
+def test_an_expired_request_can_still_be_aborted(narrow):
     first = narrow.client.submit("first", SHORT)
     late = narrow.client.submit("late", SHORT, options=RequestOptions(timeout_s=0.0))
     narrow.client.abort(late)
@@ -71,7 +71,7 @@ def test_a_full_queue_refuses_with_its_numbers(narrow):
         ("timeout_s", [-1, float("nan"), float("inf"), "1", True]),
     ],
 )
-def test_terms_outside_what_they_may_be(narrow, name, values):
+def test_invalid_request_options(narrow, name, values):
     for value in values:
         with pytest.raises(InvalidParameter) as caught:
             narrow.generate("x", SHORT, **{name: value})
@@ -84,17 +84,17 @@ def test_no_two_pairs_of_tenant_and_salt_are_one_partition():
     assert RequestOptions().partition == ""
 
 
-def test_a_word_that_is_no_term_is_a_mistake_in_the_program(narrow):
+def test_an_unknown_option_is_a_type_error(narrow):
     with pytest.raises(TypeError, match="urgency"):
         narrow.generate("x", SHORT, urgency=1)
 
 
-def test_a_request_tells_its_story(narrow):
+def test_explain_lists_the_events_of_a_request(narrow):
     narrow.reset_prefix_cache()
     first, second = narrow.generate(["told twice", "told twice"], SHORT)
     events = narrow.explain(second.request_id)
     assert events.num_prompt == len(second.prompt_token_ids)
-    assert events.waits and events.sittings[0].num_found == second.metrics.num_cached_tokens == 9
+    assert events.waits and events.admissions[0].num_found == second.metrics.num_cached_tokens == 9
     assert any("waited" in line for line in events.lines())
     assert narrow.explain(first.request_id).ending is not None
     for unknown in ("999999", "9" * 5000, "x", 5, None):
@@ -110,7 +110,7 @@ def test_an_itl_target_changes_no_token(narrow, tiny_folder):
     assert [output.outputs[0].token_ids for output in one] == [output.outputs[0].token_ids for output in other]
 
 
-def test_a_parameter_that_is_not_there_is_named_with_what_is(narrow):
+def test_an_unknown_parameter_is_named_with_the_known_ones(narrow):
     for ask in (narrow.generate, narrow.stream, narrow.embed):
         with pytest.raises(TypeError, match="There is no parameter prio; there are priority, tenant"):
             ask("a", prio=1)
@@ -119,7 +119,7 @@ def test_a_parameter_that_is_not_there_is_named_with_what_is(narrow):
             ask("a", use_tqdm=True)
 
 
-def test_a_stream_has_no_bar_and_names_none(narrow):
+def test_a_stream_has_no_progress_bar(narrow):
     for ask, prompt in ((narrow.stream, "a"), (narrow.stream_chat, [{"role": "user", "content": "a"}])):
         with pytest.raises(TypeError, match="There is no parameter use_tqdm; a stream draws no bar"):
             ask(prompt, use_tqdm=False)

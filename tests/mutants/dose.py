@@ -1,4 +1,4 @@
-"""A dose of random worlds for a copy of the package, until something breaks: `dose.py SRC STEPS`. Exit 1 if it does."""
+"""Random scenarios of `quire check` on a copy of the package, until one fails: `dose.py SRC STEPS`. Exit 1 if so."""
 
 import random
 import sys
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import quire
 from quire.sim.check.check import numpy_oracle
+from quire.sim.check.scenario import draw_scenario
 from quire.sim.check.trial import CheckRun
-from quire.sim.check.world import draw_scenario
 
 SEED = 20_000_000
 
@@ -25,7 +25,7 @@ def main() -> int:
         trial = CheckRun(draw_scenario(dice), dice, numpy_oracle)
         try:
             trial.run()
-        except Exception as broken:  # whatever escapes from a legal workload is seen
+        except Exception as broken:  # any exception of a valid workload detects the mutant
             print(f"{type(broken).__name__}: {broken}".replace("\n", " "))
             return 1
         steps += trial.steps

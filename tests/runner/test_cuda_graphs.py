@@ -25,10 +25,10 @@ from quire.runner.kv_store import new_store
 from quire.runner.model_runner import ModelRunner
 from quire.sched.scheduler import Scheduler
 from quire.sim.check.check import check
-from quire.sim.check.world import Scenario
+from quire.sim.check.scenario import Scenario
 from tests.runner.plans import emitted, grants, row_start, sample
 from tests.runner.reference_row_kernels import REFERENCE_ROW_KERNELS
-from tests.sim.runner_pairs import Bodies, following
+from tests.sim.runner_pairs import RunnerPair, following
 
 CPU = torch.device("cpu")
 PADDING_ROW = Row(16)
@@ -65,7 +65,7 @@ class Recording:
         return self.everybody[:count].repeat(5, 1)
 
 
-def test_the_next_shape_takes_the_rows_and_nobody_fills_the_rest() -> None:
+def test_the_next_captured_shape_is_used_with_padding() -> None:
     step = Recording(StepSize(16), StepSize(1), StepSize(4))
     steps = step.graphs
     assert steps.forward(np.array([3], np.int32)) is None, "nothing is recorded"
@@ -84,7 +84,7 @@ def test_the_next_shape_takes_the_rows_and_nobody_fills_the_rest() -> None:
     assert step.rows == [1, 2, 3, PADDING_ROW]
 
 
-def test_a_rehearsal_goes_through_its_shapes_with_nobody_and_records_none() -> None:
+def test_a_dry_run_executes_all_shapes_and_captures_none() -> None:
     step = Recording(StepSize(4), StepSize(2, 3, 8))
     step.graphs.dry_run([StepSize(2, 3, 8)])
     assert step.rows == [PADDING_ROW] * 2 and step.chunks["rows"] == [PADDING_ROW] * 3
@@ -146,20 +146,20 @@ def test_the_pace_is_that_of_the_smallest_decode_and_the_largest_step() -> None:
     assert step.rows == [PADDING_ROW] * 4 and set(step.chunks["rows"]) == {PADDING_ROW}, "nobody takes part"
 
 
-def test_worlds_in_which_everything_goes_wrong() -> None:
-    bodies: list[TorchOracleRunner] = []
+def test_random_scenarios_with_faults() -> None:
+    runners: list[TorchOracleRunner] = []
 
-    def body(world: Scenario) -> TorchOracleRunner:
-        bodies.append(torch_oracle(world, row_kernels=REFERENCE_ROW_KERNELS))
-        return bodies[-1]
+    def make_runner(scenario: Scenario) -> TorchOracleRunner:
+        runners.append(torch_oracle(scenario, row_kernels=REFERENCE_ROW_KERNELS))
+        return runners[-1]
 
-    assert check(1_200, 23, body=body, min_tokens=False).violations == []
-    assert sum(body.num_replayed for body in bodies) > 500
+    assert check(1_200, 23, make_runner=make_runner, min_tokens=False).violations == []
+    assert sum(runner.num_replayed for runner in runners) > 500
 
 
 def test_rows_that_end_in_a_recorded_step_write_nothing_more() -> None:
     """Two rows; the first ends while the host still believes that it cruises."""
-    bodies = Bodies(row_kernels=REFERENCE_ROW_KERNELS)
+    pair = RunnerPair(row_kernels=REFERENCE_ROW_KERNELS)
     ending = following(PROMPT, 2)[1]
     opening = StepPlan(
         0,
@@ -167,21 +167,21 @@ def test_rows_that_end_in_a_recorded_step_write_nothing_more() -> None:
         grants=grants({0: [1, 2], 1: [3, 4]}),
         chunks=(sample(0, 0, 6), sample(1, 0, 6)),
     )
-    bodies.run(opening)
-    said = bodies.run(StepPlan(1, num_decoding=2))
+    pair.run(opening)
+    said = pair.run(StepPlan(1, num_decoding=2))
     assert emitted(said) == {0: ending, 1: following(PROMPT[::-1], 2)[1]} and [end.row for end in said.ended] == [0]
-    later = bodies.run(StepPlan(2, num_decoding=2, grants=grants({0: [5], 1: [6]})))
+    later = pair.run(StepPlan(2, num_decoding=2, grants=grants({0: [5], 1: [6]})))
     assert emitted(later) == {1: following(PROMPT[::-1], 3)[2]}
-    assert bodies.metal.num_replayed == 3
+    assert pair.torch.num_replayed == 3
 
 
 def test_more_end_tokens_than_the_table_had_room_for() -> None:
-    bodies = Bodies(row_kernels=REFERENCE_ROW_KERNELS)
+    pair = RunnerPair(row_kernels=REFERENCE_ROW_KERNELS)
     wide = (*range(200, 209), following(PROMPT, 2)[1])
-    bodies.run(
+    pair.run(
         StepPlan(0, starts=(row_start(0, PROMPT, end_ids=wide),), grants=grants({0: [1, 2]}), chunks=(sample(0, 0, 6),))
     )
-    said = bodies.run(StepPlan(1, num_decoding=1))
+    said = pair.run(StepPlan(1, num_decoding=1))
     assert [end.row for end in said.ended] == [0], "the wider table is the one that is read"
 
 
@@ -246,14 +246,14 @@ def answers(
     return [(each.token_ids, each.finish_reason, each.logprobs) for each in outputs], runner.num_replayed
 
 
-def test_those_who_ask_for_more_get_it_from_a_replayed_model_too() -> None:
+def test_extra_outputs_come_from_a_replayed_model_too() -> None:
     replayed, count = answers(REFERENCE_ROW_KERNELS)
     eager, none = answers(None)
     assert replayed == eager
     assert count > 15 and none == 0
 
 
-def test_a_step_in_which_nobody_draws_is_chosen_without_what_drawing_takes() -> None:
+def test_a_greedy_step_skips_the_sampling_stages() -> None:
     seen = set()
 
     def choose(logits: Tensor, rows: Tensor, positions: Tensor, table: SamplingTable, stages: SamplingStage) -> Sampled:

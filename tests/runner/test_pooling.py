@@ -44,11 +44,11 @@ def part(row: int, start: int, stop: int) -> Chunk:
     return Chunk(Row(row), start, stop - start, ChunkOutput.POOLED)
 
 
-def test_a_prompt_in_pieces_beside_a_row_that_speaks():
+def test_a_chunked_prompt_beside_a_decoding_row():
     runner = new_runner()
-    sitting = (row_start(0, PROMPT, 16, pooled=True), row_start(1, [7], 16))
+    starts = (row_start(0, PROMPT, 16, pooled=True), row_start(1, [7], 16))
     tables = grants({0: [1, 2, 3], 1: [4, 5]})
-    first = runner.launch(StepPlan(0, starts=sitting, grants=tables, chunks=(part(0, 0, 4), sample(1, 0, 1)))).wait()
+    first = runner.launch(StepPlan(0, starts=starts, grants=tables, chunks=(part(0, 0, 4), sample(1, 0, 1)))).wait()
     assert emitted(first) == {1: 8} and first.pooled == {} and first.ended == ()
     second = runner.launch(StepPlan(1, chunks=(part(0, 4, 9),), num_decoding=1)).wait()
     assert emitted(second) == {1: 9} and second.ended == (FinishedRow(Row(0), FinishReason.STOP),)
@@ -56,11 +56,11 @@ def test_a_prompt_in_pieces_beside_a_row_that_speaks():
     assert emitted(runner.launch(StepPlan(2, releases=(Row(0),), num_decoding=1)).wait()) == {1: 10}
 
 
-def test_sums_are_of_their_own_row_and_of_their_own_sitting():
+def test_sums_are_per_row_and_start():
     runner = new_runner()
-    sitting = (row_start(0, PROMPT, 16, pooled=True), row_start(1, [2] * 6, 16, pooled=True))
+    starts = (row_start(0, PROMPT, 16, pooled=True), row_start(1, [2] * 6, 16, pooled=True))
     tables = grants({0: [1, 2, 3], 1: [4, 5]})
-    runner.launch(StepPlan(0, starts=sitting, grants=tables, chunks=(part(0, 0, 5), part(1, 0, 3)))).wait()
+    runner.launch(StepPlan(0, starts=starts, grants=tables, chunks=(part(0, 0, 5), part(1, 0, 3)))).wait()
     again = row_start(0, [8, 8], 16, pooled=True)
     plan = StepPlan(
         1, releases=(Row(0),), starts=(again,), grants=grants({0: [6]}), chunks=(part(1, 3, 6), part(0, 0, 2))
@@ -71,8 +71,8 @@ def test_sums_are_of_their_own_row_and_of_their_own_sitting():
 
 def test_a_sum_that_is_not_finite_is_an_error():
     runner = new_runner()
-    sitting = (row_start(0, [1, POISON, 2], 16, pooled=True), row_start(1, [1, 2], 16, pooled=True))
-    plan = StepPlan(0, starts=sitting, grants=grants({0: [1], 1: [2]}), chunks=(part(0, 0, 3), part(1, 0, 2)))
+    starts = (row_start(0, [1, POISON, 2], 16, pooled=True), row_start(1, [1, 2], 16, pooled=True))
+    plan = StepPlan(0, starts=starts, grants=grants({0: [1], 1: [2]}), chunks=(part(0, 0, 3), part(1, 0, 2)))
     result = runner.launch(plan).wait()
     assert result.ended == (FinishedRow(Row(0), FinishReason.ERROR), FinishedRow(Row(1), FinishReason.STOP))
     assert result.pooled.keys() == {1}

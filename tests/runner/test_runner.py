@@ -103,7 +103,7 @@ def test_an_ended_row_is_inert_while_the_host_does_not_know(depth):
     assert kv[4, 0, 0, :, 0, 0].tolist() == [20, 21, 0, 0]  # the end token itself was never written
 
 
-def test_the_length_ends_a_row_and_it_does_not_cruise_on():
+def test_max_tokens_ends_a_row_and_it_stops_decoding():
     runner, _ = new_runner()
     assert runner.launch(opening(row_start(0, [10]), row_start(1, [20], max_length=2))).wait().ended == (
         FinishedRow(Row(1), FinishReason.LENGTH),
@@ -118,7 +118,7 @@ def test_a_paused_row_skips_one_step():
     assert emitted(runner.launch(StepPlan(step=2, num_decoding=2)).wait()) == {0: 13, 1: 22}
 
 
-def test_a_row_is_as_new_for_the_next_who_sits_there():
+def test_a_reused_row_has_no_old_state():
     runner, _ = new_runner()
     runner.launch(opening(row_start(0, [10], end_ids=(11,), logit_bias=((7, 100.0),), num_logprobs=1)))
     again = StepPlan(
@@ -147,7 +147,7 @@ def test_a_plan_with_a_wrong_count_is_an_internal_error():
         runner.launch(StepPlan(step=1, num_decoding=2))
 
 
-def test_a_seat_that_is_taken_is_our_mistake():
+def test_starting_a_row_in_use_asserts():
     runner, _ = new_runner()
     runner.launch(opening(row_start(0, [10])))
     with pytest.raises(AssertionError, match="taken"):

@@ -31,16 +31,16 @@ NEVER = Policy(overcommit=Overcommit.NEVER)
 class Recorder:
     """A runner that keeps and checks every plan. A poisoned row fails in the next result."""
 
-    def __init__(self, body: Runner, block_size: int) -> None:
+    def __init__(self, runner: Runner, block_size: int) -> None:
         self.plans: list[StepPlan] = []
         self.poisoned: Row | None = None
-        self.body = body
+        self.runner = runner
         self._watch = InFlightWatch(block_size)
 
     def launch(self, plan: StepPlan) -> "_Recorded":
         self.plans.append(plan)
         self._watch.launch(plan)
-        return _Recorded(self.body.launch(plan), self)
+        return _Recorded(self.runner.launch(plan), self)
 
     def settle(self, pending: Pending) -> StepResult:
         self._watch.absorb()
@@ -88,8 +88,8 @@ class Bench:
     ) -> None:
         kv = KVManager(blocks, block_size, rows, prefix=policy.regime.prefix, num_host_blocks=host)
         self.scheduler = Scheduler(kv, max_rows=rows, max_step_tokens=budget, policy=policy, cost=cost)
-        body: Runner = OracleRunner(blocks, block_size, VOCAB, host) if oracle else ToyRunner(VOCAB)
-        self.recorder = Recorder(body, block_size)
+        runner: Runner = OracleRunner(blocks, block_size, VOCAB, host) if oracle else ToyRunner(VOCAB)
+        self.recorder = Recorder(runner, block_size)
         self.now_s = 0.0
         self.loop = Loop(self.scheduler, self.recorder, depth, lambda: self.now_s)
         self.emitted: dict[SequenceId, list[int]] = {}
@@ -129,7 +129,7 @@ class Bench:
     def turn(self) -> StepOutput | None:
         absorbed = self.loop.step()
         audit(self.scheduler)
-        audit_contents(self.scheduler.kv, self.recorder.body)
+        audit_contents(self.scheduler.kv, self.recorder.runner)
         if absorbed is not None:
             for number, token in zip(absorbed.sequences.tolist(), absorbed.tokens.tolist(), strict=True):
                 self.emitted[SequenceId(number)].append(token)

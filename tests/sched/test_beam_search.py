@@ -125,7 +125,7 @@ def test_what_a_beam_offered_before_its_step_was_lost_is_forgotten(first: int, s
 
 
 @pytest.mark.parametrize("returned", [1, 2])
-def test_an_abort_names_only_the_beams_that_a_client_hears_of(returned: int) -> None:
+def test_an_abort_reports_only_the_beams_that_a_client_sees(returned: int) -> None:
     bench = Bench(oracle=True)
     sequences = bench.add_request(
         PROMPT, 6, RowSampling(num_candidates=6), num_sequences=3, beam=BeamParams(3, num_returned=returned)

@@ -66,7 +66,7 @@ def top(logprobs: np.ndarray, count: int) -> Candidates:
 
 @pytest.fixture(scope="module")
 def models() -> list[LlamaForCausalLM]:
-    torch.set_num_threads(1)  # tensors so small would spend their time on waking a second thread
+    torch.set_num_threads(1)  # for such small tensors a second thread only adds overhead
     return [tiny_llama(seed) for seed in range(3)]
 
 

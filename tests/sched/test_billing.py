@@ -23,7 +23,7 @@ LONG = counting(1, 16)
 
 
 def test_a_request_does_not_wait_for_a_prefix_of_another_partition() -> None:
-    """Waiting for it would tell how far another tenant's prompt has come."""
+    """Waiting for it would reveal the progress of another tenant's prompt."""
     for own, others in (("b", ""), ("", "b"), ("a", "b")):
         bench = Bench(oracle=True, budget=20, depth=1)
         bench.add(LONG, 5, partition=others)
@@ -37,7 +37,7 @@ def test_a_request_does_not_wait_for_a_prefix_of_another_partition() -> None:
 
 
 def test_a_request_that_waited_for_a_prefix_keeps_its_age() -> None:
-    """Two classes; a class rises after 10 s. The follower came at 0 s and is woken at 8 s: at 11 s it has risen."""
+    """Two classes; ageing is 10 s. The follower arrives at 0 s and is requeued at 8 s: at 11 s its class is higher."""
     policy = replace(OPTIMISTIC, order=OrderPolicy(ageing_s=10.0))
     bench = Bench(oracle=True, budget=9, rows=1, depth=0, policy=policy)
     leader = bench.add(LONG, 3, priority=1)

@@ -115,7 +115,7 @@ def test_an_aborted_embedding_is_not_reported(depth: int) -> None:
     assert bench.pooled == {} and sequence.finish_reason is FinishReason.ABORT
 
 
-def test_one_that_is_not_finite_fails_alone() -> None:
+def test_a_non_finite_embedding_fails_alone() -> None:
     bench = Bench(oracle=True)
     sequence, other = embed(bench, PROMPT), bench.add([7], 3)
     bench.poison(sequence)

@@ -15,8 +15,8 @@ from quire.sched.policy import Policy
 from quire.sched.queue import OrderPolicy
 from quire.sched.scheduler import Scheduler
 from quire.sim.check.check import numpy_oracle
+from quire.sim.check.scenario import draw_scenario
 from quire.sim.check.trial import CheckRun
-from quire.sim.check.world import draw_scenario
 from tests.sched.inspection import state_of
 from tests.sched.stepping import NEVER, Bench, counting
 
@@ -27,7 +27,7 @@ def events(bench: Bench, sequence: Sequence) -> Explanation:
     return explanation
 
 
-def test_every_row_taken() -> None:
+def test_wait_for_a_row() -> None:
     bench = Bench(rows=1)
     first = bench.add(counting(0, 4), 3)
     second = bench.add(counting(50, 4), 1)
@@ -91,7 +91,7 @@ def test_waiting_for_the_same_prefix() -> None:
     bench.run_out()
     explanation = events(bench, follower)
     assert explanation.waits == (Wait(0, 1, WaitCause.PREFIX, (leader.request.id,)),)
-    assert explanation.sittings[0].num_found == 19
+    assert explanation.admissions[0].num_found == 19
 
 
 def test_hits_and_what_was_never_seen() -> None:
@@ -101,7 +101,7 @@ def test_hits_and_what_was_never_seen() -> None:
     again = bench.add([*counting(0, 10), *counting(500, 8)], 1)
     bench.run_out()
     explanation = events(bench, again)
-    assert explanation.sittings[0].num_found == 10
+    assert explanation.admissions[0].num_found == 10
     assert explanation.shortfall is not None
     assert (explanation.shortfall.num_tokens, explanation.shortfall.why) == (8, "never seen")
     assert "with 10 tokens from the cache" in " ".join(explanation.lines())
@@ -122,7 +122,7 @@ def test_what_was_evicted_names_the_step_and_the_one_it_went_for() -> None:
     assert f" for request {greedy.request.id}" in " ".join(explanation.lines())
 
 
-def test_what_another_partition_holds_is_said_so() -> None:
+def test_a_prefix_cached_in_another_partition_is_reported() -> None:
     bench = Bench()
     bench.add(counting(0, 12), 1, partition="mine")
     bench.run_out()
@@ -143,8 +143,8 @@ def test_a_preemption_names_its_cause_and_what_was_lost() -> None:
     explanation = events(bench, humble)
     (interruption,) = explanation.interruptions
     assert (interruption.by, interruption.num_computed) == (noble.request.id, 8)
-    assert interruption.num_lost == 8 - explanation.sittings[1].num_found
-    assert explanation.waits[-1].stop == explanation.sittings[1].step
+    assert interruption.num_lost == 8 - explanation.admissions[1].num_found
+    assert explanation.waits[-1].stop == explanation.admissions[1].step
     assert any(line.endswith(f"8 tokens had been computed, {interruption.num_lost} tokens recomputed")
                for line in explanation.lines())  # fmt: skip
 
@@ -164,19 +164,19 @@ def test_a_life_from_first_token_to_end() -> None:
     sequences = bench.add_group(counting(0, 13), 3, 3)
     bench.run_out()
     explanation = events(bench, sequences[0])
-    assert [(fork.num_shared, fork.with_whom) for fork in explanation.forks] == [(12, "2 siblings")]
+    assert [(fork.num_shared, fork.shared_with) for fork in explanation.forks] == [(12, "2 siblings")]
     assert explanation.first_token_step == 1, "8 tokens of the prompt in step 0, 5 in step 1"
     assert explanation.ending is not None and explanation.ending.reasons == FinishReason.LENGTH.value
     steps = [int(line.split(":")[0].removeprefix("step ")) for line in explanation.lines()]
     assert steps == sorted(steps)
 
 
-def test_beams_say_when_they_began_to_fork() -> None:
+def test_beams_report_their_first_fork() -> None:
     bench = Bench(oracle=True)
     sequences = bench.add_beams(counting(0, 9), 6, 3)
     bench.run_out()
     explanation = events(bench, sequences[0])
-    assert explanation.forks[0].num_shared == 9 and explanation.forks[0].with_whom == "beams"
+    assert explanation.forks[0].num_shared == 9 and explanation.forks[0].shared_with == "beams"
     assert len(explanation.forks) <= 2, "consecutive forks are reported once"
 
 
@@ -190,13 +190,13 @@ def test_a_preempted_request_waits_for_steps_in_flight() -> None:
     interruption = explanation.interruptions[0]
     assert interruption.by == first.request.id
     assert explanation.waits[0].start == interruption.step and explanation.waits[0].cause is None, explanation.waits
-    waits = [wait for wait in explanation.waits if wait.stop <= explanation.sittings[1].step]
-    assert waits[-1].stop == explanation.sittings[1].step
+    waits = [wait for wait in explanation.waits if wait.stop <= explanation.admissions[1].step]
+    assert waits[-1].stop == explanation.admissions[1].step
     for one, other in pairwise(waits):
         assert one.stop == other.start, "no step of a wait is left unexplained"
 
 
-def test_lives_in_random_worlds_add_up() -> None:
+def test_explanations_of_random_scenarios_add_up() -> None:
     """Every step of a wait has one cause, and a preemption names its cause."""
     seen: set[WaitCause | None] = set()
     for seed in range(40):
@@ -209,10 +209,10 @@ def test_lives_in_random_worlds_add_up() -> None:
             assert explanation.lines() and explanation.ending is not None
             for one, other in pairwise(explanation.waits):
                 assert one.stop <= other.start
-            if explanation.sittings:
-                before = [wait for wait in explanation.waits if wait.start < explanation.sittings[0].step]
+            if explanation.admissions:
+                before = [wait for wait in explanation.waits if wait.start < explanation.admissions[0].step]
                 waited = sum(wait.stop - wait.start for wait in before)
-                assert waited == explanation.sittings[0].step - explanation.arrived_step
+                assert waited == explanation.admissions[0].step - explanation.arrived_step
             seen |= {wait.cause for wait in explanation.waits}
     assert seen >= set(WaitCause)
 

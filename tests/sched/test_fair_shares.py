@@ -51,7 +51,7 @@ class SharesAgainstDicts(RuleBasedStateMachine):
             self.shares.charge_many(indices, np.array([cost for _, cost in charges], dtype=np.float64))
 
     @invariant()
-    def the_books_agree(self) -> None:
+    def the_sums_agree(self) -> None:
         for tenant in "abcd":
             assert self.shares.service(tenant) == self.service[tenant]
             assert self.shares.total(tenant) == self.total[tenant]

@@ -30,7 +30,7 @@ BLOCK = 16
 EVEN = Constants(0.01, 0, 0, 0, 0)  # every step takes as long
 
 
-def ask(
+def request_of(
     number: int,
     num_prompt: int,
     num_output: int,
@@ -107,7 +107,7 @@ def test_at_twice_the_pool_all_requests_finish_and_little_is_recomputed(
 ) -> None:
     dice = np.random.default_rng(seed)
     lengths = [(int(dice.integers(8, 200)), int(dice.integers(16, 400))) for _ in range(128)]
-    requests = [ask(i, prompt, output, limit=512) for i, (prompt, output) in enumerate(lengths)]
+    requests = [request_of(i, prompt, output, limit=512) for i, (prompt, output) in enumerate(lengths)]
     demand = sum(count_blocks(prompt + output - 1, BLOCK) for prompt, output in lengths)
     starts = 32
     run = ledger(
@@ -164,7 +164,7 @@ def crowd(tenants: Many[tuple[str, int]]) -> list[Request]:
     """So many requests of each tenant, one tenant after the other."""
     names = [name for name, count in tenants for _ in range(count)]
     dice = np.random.default_rng(5)
-    return [ask(i, int(dice.integers(20, 200)), int(dice.integers(10, 100)), tenant=name, limit=128)
+    return [request_of(i, int(dice.integers(20, 200)), int(dice.integers(10, 100)), tenant=name, limit=128)
             for i, name in enumerate(names)]  # fmt: skip
 
 
@@ -195,8 +195,8 @@ def test_weights_are_kept_within_five_per_cent(depth: int) -> None:
 def test_a_prompt_of_100k_holds_up_no_chat_and_is_not_starved(depth: int) -> None:
     """Three chats come in every step and take half of it; the long prompt comes among them."""
     budget = 512
-    chats = [SimulatedArrival(i * 0.01 / 3, ask(i, 64, 24)) for i in range(3000)]
-    long = SimulatedArrival(1.0, ask(10_000, 100_000, 4))
+    chats = [SimulatedArrival(i * 0.01 / 3, request_of(i, 64, 24)) for i in range(3000)]
+    long = SimulatedArrival(1.0, request_of(10_000, 100_000, 4))
     run = ledger([*chats, long], rows=128, budget=budget, depth=depth, constants=EVEN)
     arrived: dict[int, int] = {}
     has_first_token: dict[int, int] = {}
@@ -224,8 +224,8 @@ def test_a_prompt_of_100k_holds_up_no_chat_and_is_not_starved(depth: int) -> Non
 @DEPTHS
 @pytest.mark.parametrize("ageing_s", [0.0, 0.02, 30.0])
 def test_a_higher_class_preempts_once_and_is_not_preempted_back(depth: int, ageing_s: float) -> None:
-    low = [SimulatedArrival(0.0, ask(i, 20, 120, priority=1)) for i in range(4)]
-    high = [SimulatedArrival(0.5 + i * 0.3, ask(100 + i, 20, 30, priority=0)) for i in range(3)]
+    low = [SimulatedArrival(0.0, request_of(i, 20, 120, priority=1)) for i in range(4)]
+    high = [SimulatedArrival(0.5 + i * 0.3, request_of(100 + i, 20, 30, priority=0)) for i in range(3)]
     run = ledger([*low, *high], rows=4, depth=depth, policy=Policy(order=OrderPolicy(ageing_s=ageing_s)))
     seen: dict[int, RequestGroup] = {}
     waited: dict[int, int] = {}
@@ -247,9 +247,9 @@ def test_a_higher_class_preempts_once_and_is_not_preempted_back(depth: int, agei
 
 @DEPTHS
 def test_expired_work_is_never_prefilled(depth: int) -> None:
-    busy = [SimulatedArrival(0.0, ask(i, 16, 200)) for i in range(2)]
-    late = [SimulatedArrival(0.1, ask(10 + i, 64, 10, deadline_s=0.4)) for i in range(5)]
-    early = [SimulatedArrival(0.1, ask(20, 64, 10, deadline_s=1000.0))]
+    busy = [SimulatedArrival(0.0, request_of(i, 16, 200)) for i in range(2)]
+    late = [SimulatedArrival(0.1, request_of(10 + i, 64, 10, deadline_s=0.4)) for i in range(5)]
+    early = [SimulatedArrival(0.1, request_of(20, 64, 10, deadline_s=1000.0))]
     run = ledger([*busy, *late, *early], rows=2, depth=depth)
     reasons: dict[int, FinishReason | None] = {}
     assigned: set[int] = set()
@@ -270,8 +270,8 @@ def test_expired_work_is_never_prefilled(depth: int) -> None:
 @pytest.mark.parametrize("num_prompt", [400, 8000, 20_000])
 def test_no_step_takes_longer_than_its_target_while_a_long_prompt_is_computed(depth: int, num_prompt: int) -> None:
     target_s = 0.03
-    chats = [SimulatedArrival(0.0, ask(i, 16, 400)) for i in range(8)]
-    prompts = [SimulatedArrival(0.5 + i, ask(100 + i, num_prompt, 4)) for i in range(2)]
+    chats = [SimulatedArrival(0.0, request_of(i, 16, 400)) for i in range(8)]
+    prompts = [SimulatedArrival(0.5 + i, request_of(100 + i, num_prompt, 4)) for i in range(2)]
     run = ledger([*chats, *prompts], budget=2048, depth=depth, policy=Policy(itl_target_s=target_s))
     run.run()
     assert run.account.longest_step_s <= target_s

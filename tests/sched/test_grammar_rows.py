@@ -1,4 +1,4 @@
-"""Rows that choose under a mask: every mask is made from the tokens that were really said, at any depth."""
+"""Rows with a grammar mask: every mask is computed from the tokens actually sampled, at any depth."""
 
 from collections.abc import Sequence as Many
 
@@ -31,29 +31,29 @@ def mask_after(generated: Many[int], index: int) -> IntArray:
 
 
 class Grammar:
-    """Knows of each sequence only what it was told."""
+    """Computes masks from the tokens passed to it."""
 
     def __init__(self) -> None:
-        self.said: dict[SequenceId, list[int]] = {}
+        self.sampled: dict[SequenceId, list[int]] = {}
 
     def masks(self, sequences: Many[Sequence]) -> IntArray:
-        return np.stack([mask_after(self.said.setdefault(each.id, []), each.index) for each in sequences])
+        return np.stack([mask_after(self.sampled.setdefault(each.id, []), each.index) for each in sequences])
 
 
 def expected(request: Request, index: int) -> list[int]:
     """By hand: the oracle's token, or the next that the mask allows."""
-    said: list[int] = []
-    while len(said) < request.max_tokens:
-        token = (total(np.concatenate([request.prompt, np.array(said, dtype=np.int32)])) + index) % VOCAB
+    sampled: list[int] = []
+    while len(sampled) < request.max_tokens:
+        token = (total(np.concatenate([request.prompt, np.array(sampled, dtype=np.int32)])) + index) % VOCAB
         if request.sampling.masked:
-            token = first_allowed(token, mask_after(said, index), VOCAB)
-        said.append(token)
+            token = first_allowed(token, mask_after(sampled, index), VOCAB)
+        sampled.append(token)
         if token in request.sampling.end_ids:
             break
-    return said
+    return sampled
 
 
-class World:
+class GrammarBench:
     def __init__(self, depth: int, num_blocks: int, max_rows: int = 4, max_step_tokens: int = 12) -> None:
         self.scheduler = Scheduler(
             KVManager(num_blocks, 4, max_rows), max_rows=max_rows, max_step_tokens=max_step_tokens, policy=Policy()
@@ -61,7 +61,7 @@ class World:
         self.grammar = Grammar()
         runner = OracleRunner(num_blocks, 4, VOCAB)
         self.loop = Loop(self.scheduler, runner, depth, lambda: 0.0, self.grammar.masks)
-        self.said: dict[SequenceId, list[int]] = {}
+        self.sampled: dict[SequenceId, list[int]] = {}
         self.sequences: list[Sequence] = []
 
     def add(self, number: int, prompt: list[int], max_tokens: int, *, masked: bool, n: int = 1, ends: int = 0) -> None:
@@ -75,18 +75,18 @@ class World:
         if absorbed is None:
             return
         for number, token in zip(absorbed.sequences.tolist(), absorbed.tokens.tolist(), strict=True):
-            self.said.setdefault(SequenceId(number), []).append(token)
-            self.grammar.said.setdefault(SequenceId(number), []).append(token)
+            self.sampled.setdefault(SequenceId(number), []).append(token)
+            self.grammar.sampled.setdefault(SequenceId(number), []).append(token)
 
     def run(self) -> None:
         for _ in range(2000):
             if self.scheduler.idle:
                 return
             self.turn()
-        raise AssertionError("they never ended")
+        raise AssertionError("they never finished")
 
 
-wishes = st.tuples(
+requests = st.tuples(
     st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=18),
     st.integers(1, 14),
     st.booleans(),
@@ -96,47 +96,47 @@ wishes = st.tuples(
 
 
 @settings(deadline=None, max_examples=150)
-@given(st.integers(0, 2), st.integers(28, 60), st.lists(wishes, min_size=1, max_size=6), st.data())
-def test_every_token_follows_its_mask_and_the_oracle(depth, num_blocks, asked, data):
-    world = World(depth, num_blocks)
-    for number, (prompt, max_tokens, masked, n, ends) in enumerate(asked):
-        world.add(number, prompt, max_tokens, masked=masked, n=n, ends=ends)
-    aborted = data.draw(st.sets(st.integers(0, len(asked) - 1), max_size=1))
+@given(st.integers(0, 2), st.integers(28, 60), st.lists(requests, min_size=1, max_size=6), st.data())
+def test_every_token_follows_its_mask_and_the_oracle(depth, num_blocks, requested, data):
+    bench = GrammarBench(depth, num_blocks)
+    for number, (prompt, max_tokens, masked, n, ends) in enumerate(requested):
+        bench.add(number, prompt, max_tokens, masked=masked, n=n, ends=ends)
+    aborted = data.draw(st.sets(st.integers(0, len(requested) - 1), max_size=1))
     for number in aborted:
         for _ in range(data.draw(st.integers(0, 20))):
-            world.turn()
-        world.scheduler.abort(RequestId(number))
-    world.run()
-    for sequence in world.sequences:
+            bench.turn()
+        bench.scheduler.abort(RequestId(number))
+    bench.run()
+    for sequence in bench.sequences:
         right = expected(sequence.request, sequence.index)
-        said = world.said.get(sequence.id, [])
+        sampled = bench.sampled.get(sequence.id, [])
         if sequence.finish_reason is FinishReason.ABORT:
-            assert said == right[: len(said)]
+            assert sampled == right[: len(sampled)]
         else:
-            assert said == right, sequence
-    assert not len(state_of(world.scheduler).grammar_rows)
+            assert sampled == right, sequence
+    assert not len(state_of(bench.scheduler).grammar_rows)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_a_grammar_row_samples_in_every_step_that_can_know_its_last_token(depth):
     """Between two of its tokens lie as many steps as fly ahead; the others lose none."""
-    world = World(depth, 60)
-    world.add(0, [5, 6], 8, masked=True)
-    world.add(1, [7], 8 * (depth + 1), masked=False)
-    world.run()
-    assert [len(world.said[sequence.id]) for sequence in world.sequences] == [8, 8 * (depth + 1)]
-    assert world.scheduler.last_absorbed + 1 <= 8 * (depth + 1) + depth
+    bench = GrammarBench(depth, 60)
+    bench.add(0, [5, 6], 8, masked=True)
+    bench.add(1, [7], 8 * (depth + 1), masked=False)
+    bench.run()
+    assert [len(bench.sampled[sequence.id]) for sequence in bench.sequences] == [8, 8 * (depth + 1)]
+    assert bench.scheduler.last_absorbed + 1 <= 8 * (depth + 1) + depth
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_a_lost_step_loses_no_mask(depth):
-    world = World(depth, 60)
-    world.add(0, [5, 6], 12, masked=True, n=2)
+    bench = GrammarBench(depth, 60)
+    bench.add(0, [5, 6], 12, masked=True, n=2)
     for turn in range(6):
-        world.turn()
+        bench.turn()
         if turn == 4:
-            world.loop._in_flight.clear()
-            world.scheduler.lose_steps(keep_cache=True)
-    world.run()
-    for sequence in world.sequences:
-        assert world.said[sequence.id] == expected(sequence.request, sequence.index)
+            bench.loop._in_flight.clear()
+            bench.scheduler.lose_steps(keep_cache=True)
+    bench.run()
+    for sequence in bench.sequences:
+        assert bench.sampled[sequence.id] == expected(sequence.request, sequence.index)

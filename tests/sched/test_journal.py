@@ -1,4 +1,4 @@
-"""A journal brings every decision back: from any world, in tens of bytes a step, and no change of it goes unnoticed."""
+"""A journal reproduces every decision of any scenario, takes tens of bytes per step, and detects corruption."""
 
 import io
 import random
@@ -27,18 +27,18 @@ from quire.sched.reservation import Overcommit
 from quire.sched.rows import RowAllocator
 from quire.sched.scheduler import Scheduler
 from quire.sim.check.check import numpy_oracle
+from quire.sim.check.scenario import Scenario, ScenarioEvent, draw_scenario
 from quire.sim.check.trial import CheckRun
-from quire.sim.check.world import Scenario, ScenarioEvent, draw_scenario
 from quire.sim.runners import ToyRunner
 
 NUM_WORLDS = 80
 
 
-def record(path: Path, seed: int, world: Scenario | None = None) -> CheckRun:
-    """Run one world with a journal."""
+def record(path: Path, seed: int, scenario: Scenario | None = None) -> CheckRun:
+    """Run one scenario with a journal."""
     dice = random.Random(seed)
     drawn = draw_scenario(dice)
-    trial = CheckRun(world or drawn, dice, numpy_oracle, path.open("wb"))
+    trial = CheckRun(scenario or drawn, dice, numpy_oracle, path.open("wb"))
     trial.run()
     assert isinstance(trial.scheduler, JournaledScheduler)
     trial.scheduler.journal.close()
@@ -51,7 +51,7 @@ def assert_same(report: ReplayReport, trial: CheckRun) -> None:
     assert report.steps == trial.scheduler.last_planned + 1
 
 
-def test_every_plan_of_many_worlds_comes_back(tmp_path: Path) -> None:
+def test_replay_reproduces_every_plan_of_random_scenarios(tmp_path: Path) -> None:
     happened: Counter[ScenarioEvent] = Counter()
     for seed in range(NUM_WORLDS):
         trial = record(tmp_path / "journal", seed)
@@ -60,10 +60,10 @@ def test_every_plan_of_many_worlds_comes_back(tmp_path: Path) -> None:
     assert set(happened) == set(ScenarioEvent), "not everything happened"
 
 
-def test_beams_forks_host_tier_and_lost_steps_in_one_world(tmp_path: Path) -> None:
-    world = draw_scenario(random.Random(0))
-    world = replace(
-        world,
+def test_beams_forks_host_tier_and_lost_steps_in_one_scenario(tmp_path: Path) -> None:
+    scenario = draw_scenario(random.Random(0))
+    scenario = replace(
+        scenario,
         block_size=4,
         num_blocks=18,
         num_host_blocks=6,
@@ -78,11 +78,11 @@ def test_beams_forks_host_tier_and_lost_steps_in_one_world(tmp_path: Path) -> No
         groups=True,
         beams=True,
         deadlines=False,
-        chances=replace(world.chances, lose=0.02, die=0.01, starve=0.0, reset=0.0, shrink=0.0, jump=0.0),
+        chances=replace(scenario.chances, lose=0.02, die=0.01, starve=0.0, reset=0.0, shrink=0.0, jump=0.0),
     )
     num_preemptions = 0
     for seed in range(4):
-        trial = record(tmp_path / "journal", seed, world)
+        trial = record(tmp_path / "journal", seed, scenario)
         assert_same(replay(tmp_path / "journal"), trial)
         counters = trial.scheduler.counters
         assert counters.forks and counters.moved_blocks and counters.lost_steps
@@ -113,7 +113,7 @@ def test_a_step_takes_tens_of_bytes_whatever_the_number_of_rows(tmp_path: Path) 
         report = replay(tmp_path / "journal")
         assert report.difference is None and report.steps >= 160
         sizes.append(report.bytes_per_step)
-    assert sizes[0] < 40 and sizes[1] < sizes[0] + 4, "only the rows that end are told apart"
+    assert sizes[0] < 40 and sizes[1] < sizes[0] + 4, "only rows that end are encoded one by one"
 
 
 def test_another_decision_is_noticed_where_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,7 @@ def test_of_a_sibling_that_begins_again(
     bench.run()
     assert bench.emitted[other.id] == oracle_output(OTHER, 40)
     assert bench.emitted[urgent.id] == oracle_output([9], 2)
-    assert len(bench.finished) == len(sequences) + 2, "each is told once that it ended"
+    assert len(bench.finished) == len(sequences) + 2, "each finish is reported once"
     assert failed == [sequences[0].group.owner], "once"
     assert FinishReason.FAILED in {sequence.finish_reason for sequence in sequences}
     if not beams:

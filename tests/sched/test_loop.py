@@ -42,7 +42,7 @@ class _Lossy:
 
 def lossy_bench(depth: int, place: str, blocks: int = 64, host: int = 0) -> tuple[Bench, Lossy]:
     bench = Bench(oracle=True, depth=depth, blocks=blocks, host=host)
-    lossy = Lossy(bench.recorder.body, 4)
+    lossy = Lossy(bench.recorder.runner, 4)
     lossy.place = place
     bench.recorder = bench.loop._runner = lossy
     return bench, lossy
@@ -94,13 +94,13 @@ def test_a_lost_step_costs_no_token_that_was_absorbed(depth: int, place: str, tu
 
 @DEPTHS
 @PLACES
-def test_a_worker_that_died_takes_the_cache_with_it(depth: int, place: str) -> None:
+def test_a_dead_worker_loses_the_cache(depth: int, place: str) -> None:
     bench, lossy = lossy_bench(depth, place)
     one, two = bench.add(PROMPT, 9), bench.add([70, 71], 12)
     bench.turns(depth + 3)
     lossy.lost = StepLost("the worker died", cache_intact=False)
     bench.turn()
-    lossy.body = OracleRunner(64, 4, VOCAB)
+    lossy.runner = OracleRunner(64, 4, VOCAB)
     assert bench.scheduler.kv.pool.num_free == 64
     bench.run()
     assert [chunk.start for chunk in bench.chunks_of(one)] == [0, 0]
@@ -115,7 +115,7 @@ def test_a_step_for_which_there_was_no_memory_ends_the_largest(depth: int, place
     bench.turns(depth + 2)
     lossy.lost = StepLost("out of memory", too_large=True)
     absorbed = bench.turn()
-    assert absorbed is not None and [over.sequence for over in absorbed.finished] == [large.id], "told in the same turn"
+    assert absorbed is not None and [over.sequence for over in absorbed.finished] == [large.id], "in the same step"
     assert large.finish_reason is FinishReason.OUT_OF_MEMORY
     assert large.tokens.tolist() == counting(100, 20) + bench.emitted[large.id]
     bench.run()

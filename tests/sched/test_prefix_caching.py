@@ -165,7 +165,7 @@ def test_a_row_that_shares_a_prefix_with_a_failed_one_keeps_it_intact() -> None:
 # The host tier.
 
 
-def test_what_is_evicted_goes_to_the_host_and_comes_back_on_a_hit() -> None:
+def test_evicted_blocks_go_to_the_host_and_return_on_a_hit() -> None:
     bench = Bench(oracle=True, blocks=4, host=4)
     after(bench, counting(1, 8), 1)
     large = bench.add(counting(100, 16), 1)
@@ -241,7 +241,7 @@ def test_a_full_host_forgets_the_least_recently_used() -> None:
     bench.run()
 
 
-def test_without_a_host_what_is_evicted_is_gone_and_the_miss_says_for_whom() -> None:
+def test_without_a_host_tier_the_cache_miss_names_the_evictor() -> None:
     bench = Bench(oracle=True, blocks=2)
     after(bench, counting(1, 8), 1)
     evictor = after(bench, counting(100, 8), 1)

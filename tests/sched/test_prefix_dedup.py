@@ -1,4 +1,4 @@
-"""Who waits for another's prefix instead of computing it twice, and when it goes on."""
+"""Requests that wait for a prefix another request is computing, and when they continue."""
 
 import sys
 from dataclasses import replace
@@ -89,7 +89,7 @@ def test_a_follower_continues_when_its_leader_is_aborted(depth: int) -> None:
 
 @DEPTHS
 @pytest.mark.parametrize("turns", range(5))
-def test_a_follower_may_give_up(depth: int, turns: int) -> None:
+def test_a_follower_may_be_aborted(depth: int, turns: int) -> None:
     bench = Bench(oracle=True, depth=depth, budget=5, rows=4)
     leader, follower = follower_of(bench, LONG)
     bench.turns(turns)

@@ -243,7 +243,7 @@ def test_a_runner_refuses_a_plan_out_of_order() -> None:
     bench.add([1], 3)
     bench.turn()
     with pytest.raises(AssertionError, match="was due"):
-        bench.recorder.body.launch(bench.plans[0])
+        bench.recorder.runner.launch(bench.plans[0])
 
 
 def test_an_id_that_is_here_is_refused_and_may_come_again_later() -> None:

@@ -9,7 +9,7 @@ from quire.sched.rows import TokenLog
 
 
 @given(st.lists(st.sets(st.integers(0, 3)), min_size=1, max_size=400), st.integers(1, 50))
-def test_a_row_remembers_what_it_emitted_since_it_sat_down(steps: list[set[int]], keep: int) -> None:
+def test_a_row_has_its_tokens_since_its_assignment(steps: list[set[int]], keep: int) -> None:
     log = TokenLog(4)
     logged: list[dict[int, int]] = []
     for step, rows in enumerate(steps):

@@ -1,4 +1,4 @@
-"""Who gives way, by hand."""
+"""The choice of the preempted request, by hand."""
 
 from collections.abc import Mapping
 
@@ -25,19 +25,19 @@ def for_class(some: list[PreemptionCandidate], num_rows: int, num_blocks: int, f
     return sorted(each.group.order for each in choose_for_class(some, num_rows, num_blocks, num_freed))
 
 
-def test_the_least_lost_work_gives_way() -> None:
+def test_the_request_with_the_least_lost_work_is_preempted() -> None:
     assert victim([assigned(0, 1), assigned(1, 30), assigned(2, 20), assigned(3, 40)]) == 2
 
 
-def test_of_equals_the_latest_gives_way() -> None:
+def test_of_equals_the_latest_is_preempted() -> None:
     assert victim([assigned(0, 5), assigned(1, 5), assigned(2, 5)]) == 2
 
 
-def test_a_lower_class_gives_way_before_less_work_is_lost() -> None:
+def test_a_lower_class_is_preempted_before_less_lost_work() -> None:
     assert victim([assigned(0, 1), assigned(1, 2), assigned(2, 99, priority=1)]) == 2
 
 
-def test_the_first_of_all_never_gives_way() -> None:
+def test_the_first_request_is_never_preempted() -> None:
     assert victim([assigned(4, 1)]) is None
     assert victim([assigned(4, 1), assigned(5, 9)]) == 5
     assert victim([assigned(0, 1, priority=1), assigned(5, 9, priority=0)]) == 0, "class comes before arrival"

@@ -1,5 +1,5 @@
-"""Many rows at once on a tight pool against the closed form, for a body that is fast enough: forks, shared prefixes,
-aborts, preemptions and copies to the host. What a world of `quire check` does with a few rows and every law audited."""
+"""Many rows on a small block pool against the closed form, for a fast runner: forks, shared prefixes, aborts,
+preemptions and copies to the host. `quire check` does the same with few rows and audits every invariant."""
 
 import random
 from dataclasses import dataclass, field
@@ -28,8 +28,8 @@ BLOCK = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Throng:
-    """How many there are, and what they ask for."""
+class ManyRows:
+    """The number of rows, and the sizes of requests, pool and step."""
 
     rows: int
     max_prompt: int
@@ -45,44 +45,44 @@ class Throng:
 
 @dataclass(slots=True)
 class Seen:
-    """What came of it."""
+    """The results of a run."""
 
     tokens: int = 0
     steps: int = 0
     aborts: int = 0
     scheduler: Scheduler | None = None
     expected: dict[SequenceId, list[int]] = field(default_factory=dict)
-    heard: dict[SequenceId, int] = field(default_factory=dict)
+    num_received: dict[SequenceId, int] = field(default_factory=dict)
     live: dict[RequestId, tuple[Sequence, ...]] = field(default_factory=dict)
 
 
-def torch_body(
-    throng: Throng, device: str, row_kernels: RowKernels, copy_blocks: CopyBlocks | None = None
+def torch_runner(
+    load: ManyRows, device: str, row_kernels: RowKernels, copy_blocks: CopyBlocks | None = None
 ) -> TorchOracleRunner:
     return TorchOracleRunner(
         vocab_size=VOCAB,
-        num_blocks=throng.num_blocks,
+        num_blocks=load.num_blocks,
         block_size=BLOCK,
-        num_host_blocks=throng.num_host_blocks,
-        max_rows=throng.rows,
-        max_length=throng.max_length,
+        num_host_blocks=load.num_host_blocks,
+        max_rows=load.rows,
+        max_length=load.max_length,
         device=device,
         row_kernels=row_kernels,
         copy_blocks=copy_blocks,
     )
 
 
-def run_throng(throng: Throng, body: Runner, num_tokens: int, seed: int, depth: int = 1) -> Seen:
-    """Until so many tokens were heard, each of which is what the closed form says; then to rest."""
+def run_many_rows(load: ManyRows, runner: Runner, num_tokens: int, seed: int, depth: int = 1) -> Seen:
+    """Run until `num_tokens` tokens were received, compare each with the closed form, and finish all requests."""
     dice, seen, now_s = random.Random(seed), Seen(), 0.0
-    seen.scheduler = scheduler = _scheduler(throng)
-    loop = Loop(scheduler, body, depth, lambda: now_s)
-    prefixes = [_tokens(dice, throng.max_prompt // 2) for _ in range(4)]
+    seen.scheduler = scheduler = _scheduler(load)
+    loop = Loop(scheduler, runner, depth, lambda: now_s)
+    prefixes = [_tokens(dice, load.max_prompt // 2) for _ in range(4)]
     number = 0
     while seen.tokens < num_tokens or not scheduler.idle:
         now_s += 0.01
-        while seen.tokens < num_tokens and len(seen.live) < throng.rows:
-            request = _request(dice, throng, number, prefixes)
+        while seen.tokens < num_tokens and len(seen.live) < load.rows:
+            request = _request(dice, load, number, prefixes)
             number += 1
             seen.live[request.id] = sequences = scheduler.add(request, now_s)
             seen.expected |= {sequence.id: _continuation(request, sequence.index) for sequence in sequences}
@@ -92,7 +92,7 @@ def run_throng(throng: Throng, body: Runner, num_tokens: int, seed: int, depth: 
         absorbed = loop.step()
         if absorbed is not None:
             seen.steps += 1
-            _hear(seen, absorbed)
+            _receive(seen, absorbed)
         if seen.steps % 64 == 0:
             audit(scheduler, tree=True)
         seen.live = {name: sequences for name, sequences in seen.live.items() if not all(m.finished for m in sequences)}
@@ -101,32 +101,32 @@ def run_throng(throng: Throng, body: Runner, num_tokens: int, seed: int, depth: 
 
 
 def assert_all_happened(seen: Seen) -> None:
-    """A run in which nobody was aborted, preempted, forked, carried or found in the cache has shown little."""
+    """The run had aborts, preemptions, forks, copies and cache hits."""
     assert seen.scheduler is not None
-    tally = seen.scheduler.counters
-    happened = (seen.aborts, tally.preemptions, tally.forks, tally.moved_blocks, tally.cached_tokens)
-    assert all(happened), (seen.aborts, tally)
+    counters = seen.scheduler.counters
+    happened = (seen.aborts, counters.preemptions, counters.forks, counters.moved_blocks, counters.cached_tokens)
+    assert all(happened), (seen.aborts, counters)
 
 
-def _hear(seen: Seen, absorbed: StepOutput) -> None:
+def _receive(seen: Seen, absorbed: StepOutput) -> None:
     for name, token in zip(absorbed.sequences.tolist(), absorbed.tokens.tolist(), strict=True):
-        place = seen.heard.get(name, 0)
+        place = seen.num_received.get(name, 0)
         right = seen.expected[name][place]
         assert token == right, f"token {place} of sequence {name} is {token}, not {right}"
-        seen.heard[name] = place + 1
+        seen.num_received[name] = place + 1
     seen.tokens += len(absorbed.tokens)
     for over in absorbed.finished:
-        assert seen.heard.pop(over.sequence) == len(seen.expected.pop(over.sequence)), over
+        assert seen.num_received.pop(over.sequence) == len(seen.expected.pop(over.sequence)), over
 
 
-def _scheduler(throng: Throng) -> Scheduler:
-    cost = CostTable(Constants(1e-3, 1e-3, 1e-4, 0.0, 0.0), throng.step_tokens)
-    cost.set_transfer(1e-5)  # so that whoever has to go is carried to the host
-    kv = KVManager(throng.num_blocks, BLOCK, throng.rows, num_host_blocks=throng.num_host_blocks, worth_keeping=_always)
+def _scheduler(load: ManyRows) -> Scheduler:
+    cost = CostTable(Constants(1e-3, 1e-3, 1e-4, 0.0, 0.0), load.step_tokens)
+    cost.set_transfer(1e-5)  # cheap, so that preempted rows are swapped out
+    kv = KVManager(load.num_blocks, BLOCK, load.rows, num_host_blocks=load.num_host_blocks, worth_keeping=_always)
     return Scheduler(
         kv,
-        max_rows=throng.rows,
-        max_step_tokens=throng.step_tokens,
+        max_rows=load.rows,
+        max_step_tokens=load.step_tokens,
         policy=Policy(overcommit=Overcommit.OPTIMISTIC),
         cost=cost,
     )
@@ -136,13 +136,13 @@ def _always(start: int, stop: int) -> bool:
     return True
 
 
-def _request(dice: random.Random, throng: Throng, number: int, prefixes: list[IntArray]) -> Request:
-    shared = dice.choice(prefixes)[: dice.randint(0, throng.max_prompt // 2)]
-    fresh = _tokens(dice, dice.randint(1, throng.max_prompt // 2))
+def _request(dice: random.Random, load: ManyRows, number: int, prefixes: list[IntArray]) -> Request:
+    shared = dice.choice(prefixes)[: dice.randint(0, load.max_prompt // 2)]
+    fresh = _tokens(dice, dice.randint(1, load.max_prompt // 2))
     return Request(
         id=RequestId(number),
         prompt=np.concatenate([shared, fresh]),
-        max_tokens=dice.randint(throng.max_output // 3, throng.max_output),
+        max_tokens=dice.randint(load.max_output // 3, load.max_output),
         sampling=RowSampling(),
         num_sequences=dice.choice((1, 1, 1, 1, 2, 4)),
     )
@@ -153,5 +153,5 @@ def _tokens(dice: random.Random, count: int) -> IntArray:
 
 
 def _continuation(request: Request, index: int) -> list[int]:
-    said = continuation(request.prompt, VOCAB, index)
-    return [next(said) for _ in range(request.max_tokens)]
+    tokens = continuation(request.prompt, VOCAB, index)
+    return [next(tokens) for _ in range(request.max_tokens)]

@@ -1,4 +1,4 @@
-"""The bodies that judge each other: both oracles on the same plans, and the closed form beside them."""
+"""Both oracle runners on the same plans, compared with each other and with the closed form."""
 
 from itertools import islice
 
@@ -17,12 +17,12 @@ NUM_BLOCKS = 24
 NUM_HOST_BLOCKS = 8
 
 
-class Bodies:
-    """The numpy oracle and the integer model behind the torch runner, side by side."""
+class RunnerPair:
+    """The numpy oracle, and the torch runner with the integer model."""
 
     def __init__(self, device: str = "cpu", row_kernels: RowKernels | None = None) -> None:
-        self.paper = OracleRunner(NUM_BLOCKS, BLOCK, VOCAB, NUM_HOST_BLOCKS)
-        self.metal = TorchOracleRunner(
+        self.numpy = OracleRunner(NUM_BLOCKS, BLOCK, VOCAB, NUM_HOST_BLOCKS)
+        self.torch = TorchOracleRunner(
             vocab_size=VOCAB,
             num_blocks=NUM_BLOCKS,
             block_size=BLOCK,
@@ -34,21 +34,21 @@ class Bodies:
         )
 
     def run(self, plan: StepPlan) -> StepResult:
-        """What both say."""
-        paper, metal = self.paper.launch(plan).wait(), self.metal.launch(plan).wait()
-        assert emitted(paper) == emitted(metal)
-        assert set(paper.ended) == set(metal.ended)
-        assert paper.candidates.keys() == metal.candidates.keys()
-        for row, likeliest in paper.candidates.items():
-            assert_same(metal.candidates[row], likeliest)
-        assert {row: sums.tolist() for row, sums in paper.pooled.items()} == {
-            row: sums.tolist() for row, sums in metal.pooled.items()
+        """The result of both, which must be equal."""
+        numpy, torch = self.numpy.launch(plan).wait(), self.torch.launch(plan).wait()
+        assert emitted(numpy) == emitted(torch)
+        assert set(numpy.ended) == set(torch.ended)
+        assert numpy.candidates.keys() == torch.candidates.keys()
+        for row, likeliest in numpy.candidates.items():
+            assert_same(torch.candidates[row], likeliest)
+        assert {row: sums.tolist() for row, sums in numpy.pooled.items()} == {
+            row: sums.tolist() for row, sums in torch.pooled.items()
         }
-        return paper
+        return numpy
 
 
 def assert_same(found: Candidates, expected: Candidates) -> None:
-    """Bit for bit: the oracle's scores are made so that no softmax rounds them."""
+    """Bit for bit: the oracle's logits are such that no softmax rounds them."""
     assert found.ids.tolist() == expected.ids.tolist()
     assert found.logprobs.tolist() == expected.logprobs.tolist()
 

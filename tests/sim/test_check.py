@@ -13,7 +13,7 @@ from quire.engine.oracle_runner import torch_oracle
 from quire.kv.block_pool import BlockPool
 from quire.sched.rows import RowAllocator
 from quire.sim.check.check import CheckReport, CheckShard, check, numpy_oracle, possible_pairs, read_report, run_trial
-from quire.sim.check.world import VOCAB_SIZE, Scenario, ScenarioEvent, draw_scenario
+from quire.sim.check.scenario import VOCAB_SIZE, Scenario, ScenarioEvent, draw_scenario
 from quire.sim.runners import FinishedStep, OracleRunner, SimRows
 from tests.tiers import examples
 
@@ -114,18 +114,18 @@ def test_a_wrong_slot_is_found() -> None:
                 self._device[1] = [(token + 1, position + 1) for token, position in self._device[1]]  # not by its owner
             return super().launch(plan)
 
-    def misrouted(world: Scenario) -> Misrouted:
-        return Misrouted(world.num_blocks, world.block_size, VOCAB_SIZE, world.num_host_blocks)
+    def misrouted(scenario: Scenario) -> Misrouted:
+        return Misrouted(scenario.num_blocks, scenario.block_size, VOCAB_SIZE, scenario.num_host_blocks)
 
     report = CheckReport(0)
     for seed in range(10):
         run_trial(seed, report, misrouted)
     assert len(report.violations) > 0
-    assert all(violation.trial_seed in range(10) and violation.world for violation in report.violations)
+    assert all(violation.trial_seed in range(10) and violation.scenario for violation in report.violations)
 
 
 def test_the_default_runner_is_the_numpy_oracle() -> None:
-    world = draw_scenario(random.Random(0))
-    body = numpy_oracle(world)
-    assert isinstance(body, OracleRunner)
-    assert np.all(body.launch(StepPlan(0)).wait().rows == [])
+    scenario = draw_scenario(random.Random(0))
+    runner = numpy_oracle(scenario)
+    assert isinstance(runner, OracleRunner)
+    assert np.all(runner.launch(StepPlan(0)).wait().rows == [])

@@ -1,4 +1,4 @@
-"""Every body behind the bridge gives the same answers to the same plans, and they are the closed form's."""
+"""All runners give the same results for the same plans, and these equal the closed form."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from quire.core.oracle import candidates
 from quire.core.step import AppendTokens, Chunk, ChunkOutput, Grants, StepPlan
 from quire.sim.runners import ToyRunner
 from tests.runner.plans import DEVICE, HOST, emitted, grants, host_driven, moves, row_start, sample, seat_of
-from tests.sim.runner_pairs import VOCAB, Bodies, after, assert_same, following
+from tests.sim.runner_pairs import VOCAB, RunnerPair, after, assert_same, following
 
 PROMPT = [5, 96, 3, 41, 0, 17, 17, 88, 2, 60]  # two blocks and a half
 
@@ -33,21 +33,21 @@ def test_siblings_diverge_by_their_index() -> None:
 
 
 def test_a_prefix_in_shared_blocks_is_computed_once() -> None:
-    bodies = Bodies()
+    pair = RunnerPair()
     sibling = [*PROMPT[:8], 1, 2, 3]
-    assert emitted(bodies.run(opening(0, 1, 2, 3))) == {0: following(PROMPT, 1)[0]}
+    assert emitted(pair.run(opening(0, 1, 2, 3))) == {0: following(PROMPT, 1)[0]}
     hit = StepPlan(
         1, starts=(row_start(1, sibling),), grants=grants({1: [1, 2, 4]}), chunks=(sample(1, 8, 11),), num_decoding=1
     )
-    assert emitted(bodies.run(hit)) == {0: following(PROMPT, 2)[1], 1: following(sibling, 1)[0]}
-    both = bodies.run(StepPlan(2, num_decoding=2))
+    assert emitted(pair.run(hit)) == {0: following(PROMPT, 2)[1], 1: following(sibling, 1)[0]}
+    both = pair.run(StepPlan(2, num_decoding=2))
     assert emitted(both) == {0: following(PROMPT, 3)[2], 1: following(sibling, 2)[1]}
 
 
 def test_a_partial_block_is_copied_before_the_step_writes() -> None:
     """Both rows go on from position 10, each in its own copy of the third block."""
-    bodies = Bodies()
-    bodies.run(opening(0, 1, 2, 3))
+    pair = RunnerPair()
+    pair.run(opening(0, 1, 2, 3))
     fork = [*PROMPT, 7]
     plan = StepPlan(
         1,
@@ -57,14 +57,14 @@ def test_a_partial_block_is_copied_before_the_step_writes() -> None:
         chunks=(sample(1, 10, 11),),
         num_decoding=1,
     )
-    assert emitted(bodies.run(plan)) == {0: following(PROMPT, 2)[1], 1: following(fork, 1)[0]}
-    assert emitted(bodies.run(StepPlan(2, num_decoding=2)))[1] == following(fork, 2)[1]
+    assert emitted(pair.run(plan)) == {0: following(PROMPT, 2)[1], 1: following(fork, 1)[0]}
+    assert emitted(pair.run(StepPlan(2, num_decoding=2)))[1] == following(fork, 2)[1]
 
 
 def test_siblings_diverge_from_the_same_blocks() -> None:
     """The second shares two blocks and copies the third; it computes the last token of the prompt itself."""
-    bodies = Bodies()
-    bodies.run(opening(0, 1, 2, 3))
+    pair = RunnerPair()
+    pair.run(opening(0, 1, 2, 3))
     fork = StepPlan(
         1,
         moves=moves(DEVICE, DEVICE, (3, 5)),
@@ -73,16 +73,16 @@ def test_siblings_diverge_from_the_same_blocks() -> None:
         chunks=(sample(1, 9, 10),),
         num_decoding=1,
     )
-    assert emitted(bodies.run(fork)) == {0: following(PROMPT, 2)[1], 1: following(PROMPT, 1, index=2)[0]}
-    both = bodies.run(StepPlan(2, num_decoding=2))
+    assert emitted(pair.run(fork)) == {0: following(PROMPT, 2)[1], 1: following(PROMPT, 1, index=2)[0]}
+    both = pair.run(StepPlan(2, num_decoding=2))
     assert emitted(both) == {0: following(PROMPT, 3)[2], 1: following(PROMPT, 2, index=2)[1]}
 
 
 def test_a_swapped_row_continues_while_others_use_its_blocks() -> None:
     """Its blocks go out and are granted anew in one plan; it comes back to other blocks, on another row."""
-    bodies = Bodies()
-    bodies.run(opening(0, 1, 2, 3))
-    bodies.run(StepPlan(1, num_decoding=1))
+    pair = RunnerPair()
+    pair.run(opening(0, 1, 2, 3))
+    pair.run(StepPlan(1, num_decoding=1))
     known = PROMPT + following(PROMPT, 2)
     other = [9] * 11
     swap_out = StepPlan(
@@ -93,7 +93,7 @@ def test_a_swapped_row_continues_while_others_use_its_blocks() -> None:
         grants=grants({0: [3, 1, 2]}),
         chunks=(sample(0, 0, 11),),
     )
-    assert emitted(bodies.run(swap_out)) == {0: following(other, 1)[0]}
+    assert emitted(pair.run(swap_out)) == {0: following(other, 1)[0]}
     swap_in = StepPlan(
         3,
         moves=moves(HOST, DEVICE, (7, 12), (8, 10), (6, 11)),
@@ -102,7 +102,7 @@ def test_a_swapped_row_continues_while_others_use_its_blocks() -> None:
         chunks=(sample(2, 11, 12),),
         num_decoding=1,
     )
-    assert emitted(bodies.run(swap_in)) == {0: following(other, 2)[1], 2: following(PROMPT, 3)[2]}
+    assert emitted(pair.run(swap_in)) == {0: following(other, 2)[1], 2: following(PROMPT, 3)[2]}
 
 
 CHAINS = {
@@ -116,8 +116,8 @@ CHAINS = {
 @pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS.keys())
 def test_moves_are_carried_one_after_the_other(chain: tuple[Move, ...]) -> None:
     """Each ends with the open block of the prompt in block 10."""
-    bodies = Bodies()
-    bodies.run(opening(0, 1, 2, 3))
+    pair = RunnerPair()
+    pair.run(opening(0, 1, 2, 3))
     again = StepPlan(
         1,
         moves=chain,
@@ -126,39 +126,39 @@ def test_moves_are_carried_one_after_the_other(chain: tuple[Move, ...]) -> None:
         grants=grants({0: [1, 2, 10]}),
         chunks=(sample(0, 10, 11),),
     )
-    assert emitted(bodies.run(again)) == {0: following([*PROMPT, 1], 1)[0]}
+    assert emitted(pair.run(again)) == {0: following([*PROMPT, 1], 1)[0]}
 
 
 def test_a_host_driven_row_computes_only_appended_tokens() -> None:
-    bodies = Bodies()
+    pair = RunnerPair()
     plan = StepPlan(
         0,
         starts=(row_start(0, PROMPT, num_candidates=4), row_start(1, PROMPT[:3])),
         grants=grants({0: [1, 2, 3, 4], 1: [5, 6, 7]}),
         chunks=(host_driven(0, 0, 10), sample(1, 0, 3)),
     )
-    first = bodies.run(plan)
+    first = pair.run(plan)
     assert emitted(first).keys() == {1}
     assert_same(first.candidates[Row(0)], after(PROMPT, 4))
-    idle = bodies.run(StepPlan(1, num_decoding=1))
+    idle = pair.run(StepPlan(1, num_decoding=1))
     assert idle.candidates == {} and emitted(idle).keys() == {1}
 
     second = int(first.candidates[Row(0)].ids[1])
     known = [*PROMPT, second, 8]
-    told = bodies.run(
+    told = pair.run(
         StepPlan(2, appends=(AppendTokens(Row(0), (second, 8)),), chunks=(host_driven(0, 10, 12),), num_decoding=1)
     )
     assert_same(told.candidates[Row(0)], after(known, 4))
     known.append(50)
-    freed = bodies.run(StepPlan(3, appends=(AppendTokens(Row(0), (50,)),), chunks=(sample(0, 12, 13),), num_decoding=1))
+    freed = pair.run(StepPlan(3, appends=(AppendTokens(Row(0), (50,)),), chunks=(sample(0, 12, 13),), num_decoding=1))
     assert emitted(freed)[0] == following(known, 1)[0]
-    assert emitted(bodies.run(StepPlan(4, num_decoding=2)))[0] == following(known, 2)[1]
+    assert emitted(pair.run(StepPlan(4, num_decoding=2)))[0] == following(known, 2)[1]
 
 
 def test_a_beam_that_wins_twice_forks() -> None:
     """Two tethered rows; the second dies, and its row goes to a fork of the first, with a copy of its open block."""
-    bodies = Bodies()
-    bodies.run(
+    pair = RunnerPair()
+    pair.run(
         StepPlan(
             0,
             starts=(row_start(0, PROMPT, num_candidates=4), row_start(1, PROMPT[:5], num_candidates=4)),
@@ -167,7 +167,7 @@ def test_a_beam_that_wins_twice_forks() -> None:
         )
     )
     best, second = after(PROMPT, 2).ids.tolist()
-    forked = bodies.run(
+    forked = pair.run(
         StepPlan(
             1,
             moves=moves(DEVICE, DEVICE, (3, 6)),
@@ -183,19 +183,19 @@ def test_a_beam_that_wins_twice_forks() -> None:
 
 
 def test_a_row_is_released_and_started_in_one_plan() -> None:
-    bodies = Bodies()
-    bodies.run(opening(0, 1, 2, 3))
+    pair = RunnerPair()
+    pair.run(opening(0, 1, 2, 3))
     plan = StepPlan(
         1, releases=(Row(0),), starts=(seat_of(1, 0, [30]),), grants=grants({0: [3]}), chunks=(sample(0, 0, 1),)
     )
-    assert emitted(bodies.run(plan)) == {0: following([30], 1)[0]}
+    assert emitted(pair.run(plan)) == {0: following([30], 1)[0]}
 
 
 def test_after_a_lost_step_all_rows_start_again() -> None:
     """Steps 2 and 3 are lost. What lies in the blocks is still good; the rows are not."""
-    bodies = Bodies()
-    bodies.run(opening(0, 1, 2, 3))
-    bodies.run(StepPlan(1, num_decoding=1))
+    pair = RunnerPair()
+    pair.run(opening(0, 1, 2, 3))
+    pair.run(StepPlan(1, num_decoding=1))
     known = PROMPT + following(PROMPT, 2)
     reset = StepPlan(
         4,
@@ -204,27 +204,27 @@ def test_after_a_lost_step_all_rows_start_again() -> None:
         chunks=(sample(3, 11, 12), sample(0, 0, 1)),
         reset=True,
     )
-    assert emitted(bodies.run(reset)) == {3: following(PROMPT, 3)[2], 0: following([30], 1)[0]}
-    assert emitted(bodies.run(StepPlan(5, grants=grants({3: [5]}), num_decoding=2)))[3] == following(PROMPT, 4)[3]
+    assert emitted(pair.run(reset)) == {3: following(PROMPT, 3)[2], 0: following([30], 1)[0]}
+    assert emitted(pair.run(StepPlan(5, grants=grants({3: [5]}), num_decoding=2)))[3] == following(PROMPT, 4)[3]
 
 
-@pytest.mark.parametrize("body", ["paper", "metal"])
-def test_without_a_reset_a_lost_step_asserts(body: str) -> None:
-    runner = getattr(Bodies(), body)
+@pytest.mark.parametrize("name", ["numpy", "torch"])
+def test_without_a_reset_a_lost_step_asserts(name: str) -> None:
+    runner = getattr(RunnerPair(), name)
     runner.launch(opening(0, 1, 2, 3))
     with pytest.raises(AssertionError, match="was due"):
         runner.launch(StepPlan(2, num_decoding=1))
 
 
 def test_blocks_of_several_rows_may_be_granted_in_any_order() -> None:
-    bodies = Bodies()
+    pair = RunnerPair()
     interleaved = StepPlan(
         0,
         starts=(row_start(0, PROMPT), row_start(1, PROMPT[::-1])),
         grants=Grants(np.array([1, 0, 0, 1, 0, 1], np.int32), np.array([9, 2, 7, 4, 1, 3], np.int32)),
         chunks=(sample(0, 0, 10), sample(1, 0, 10)),
     )
-    assert emitted(bodies.run(interleaved)) == {0: following(PROMPT, 1)[0], 1: following(PROMPT[::-1], 1)[0]}
+    assert emitted(pair.run(interleaved)) == {0: following(PROMPT, 1)[0], 1: following(PROMPT[::-1], 1)[0]}
     again = StepPlan(
         1,
         releases=(Row(0), Row(1)),
@@ -232,34 +232,34 @@ def test_blocks_of_several_rows_may_be_granted_in_any_order() -> None:
         grants=grants({0: [2, 7, 1], 1: [9, 4, 3]}),
         chunks=(sample(0, 10, 11), sample(1, 10, 11)),
     )
-    assert emitted(bodies.run(again)) == {
+    assert emitted(pair.run(again)) == {
         0: following([*PROMPT, 1], 1)[0],
         1: following([*PROMPT[::-1], 1], 1)[0],
     }
 
 
 def test_padding_changes_nothing() -> None:
-    bodies = Bodies()
-    empty = bodies.run(StepPlan(0, num_padding=3))
+    pair = RunnerPair()
+    empty = pair.run(StepPlan(0, num_padding=3))
     assert emitted(empty) == {}
     first = StepPlan(
         1, starts=(row_start(0, PROMPT),), grants=grants({0: [1, 2, 3]}), chunks=(sample(0, 0, 10),), num_padding=6
     )
-    assert emitted(bodies.run(first)) == {0: following(PROMPT, 1)[0]}
-    assert emitted(bodies.run(StepPlan(2, num_decoding=1, num_padding=5))) == {0: following(PROMPT, 2)[1]}
+    assert emitted(pair.run(first)) == {0: following(PROMPT, 1)[0]}
+    assert emitted(pair.run(StepPlan(2, num_decoding=1, num_padding=5))) == {0: following(PROMPT, 2)[1]}
 
 
 def test_a_plan_may_hold_nothing_but_moves() -> None:
-    bodies = Bodies()
-    bodies.run(opening(0, 1, 2, 3))
-    bodies.run(StepPlan(1, moves=moves(DEVICE, HOST, (1, 1)), pauses=(Row(0),)))
-    assert emitted(bodies.run(StepPlan(2, num_decoding=1))) == {0: following(PROMPT, 2)[1]}
+    pair = RunnerPair()
+    pair.run(opening(0, 1, 2, 3))
+    pair.run(StepPlan(1, moves=moves(DEVICE, HOST, (1, 1)), pauses=(Row(0),)))
+    assert emitted(pair.run(StepPlan(2, num_decoding=1))) == {0: following(PROMPT, 2)[1]}
 
 
-@pytest.mark.parametrize("body", ["paper", "metal"])
-def test_a_move_inside_the_host_asserts(body: str) -> None:
+@pytest.mark.parametrize("name", ["numpy", "torch"])
+def test_a_move_inside_the_host_asserts(name: str) -> None:
     with pytest.raises(AssertionError, match="inside the host's store"):
-        getattr(Bodies(), body).launch(StepPlan(0, moves=moves(HOST, HOST, (1, 2))))
+        getattr(RunnerPair(), name).launch(StepPlan(0, moves=moves(HOST, HOST, (1, 2))))
 
 
 def test_the_toy_adds_up_appended_tokens() -> None:

@@ -26,7 +26,7 @@ from quire.sim.check.check import (
     trial_seeds,
 )
 from quire.sim.check.check import check as check_scenarios
-from quire.sim.check.trial import Body
+from quire.sim.check.trial import RunnerFactory
 
 _SHOWN = 10  # violations printed in full
 
@@ -59,7 +59,7 @@ def check(options: CheckOptions) -> int:
         print(report.to_json())
         return 0
     for violation in report.violations[:_SHOWN]:
-        text = f"trial seed {violation.trial_seed}: {violation.message}\n  {violation.world}"
+        text = f"trial seed {violation.trial_seed}: {violation.message}\n  {violation.scenario}"
         err.print(text, style="red", markup=False)
     if report.violations:
         again = report.violations[0].trial_seed
@@ -94,7 +94,7 @@ def _alone(options: CheckOptions) -> CheckReport:
         return check_scenarios(
             options.steps,
             options.seed,
-            body=_runner(options.runner),
+            make_runner=_runner(options.runner),
             min_tokens=_has_min_tokens(options.runner),
             progress=lambda done: progress.update(task, completed=done),
             part=part,
@@ -142,7 +142,7 @@ def _has_min_tokens(runner: str) -> bool:
     return runner == "numpy"
 
 
-def _runner(runner: str) -> Body:
+def _runner(runner: str) -> RunnerFactory:
     if runner == "numpy":
         return numpy_oracle
     from quire.engine.oracle_runner import torch_oracle

@@ -8,7 +8,7 @@ from quire.kernels.row_interface import RowKernels
 from quire.models.oracle import OracleModel
 from quire.runner.kv_store import CopyBlocks, new_store
 from quire.runner.model_runner import ModelRunner
-from quire.sim.check.world import VOCAB_SIZE, Scenario
+from quire.sim.check.scenario import VOCAB_SIZE, Scenario
 
 
 class TorchOracleRunner:
@@ -57,15 +57,18 @@ class TorchOracleRunner:
 
 
 def torch_oracle(
-    world: Scenario, device: str = "cpu", row_kernels: RowKernels | None = None, copy_blocks: CopyBlocks | None = None
+    scenario: Scenario,
+    device: str = "cpu",
+    row_kernels: RowKernels | None = None,
+    copy_blocks: CopyBlocks | None = None,
 ) -> TorchOracleRunner:
     return TorchOracleRunner(
         vocab_size=VOCAB_SIZE,
-        num_blocks=world.num_blocks,
-        block_size=world.block_size,
-        num_host_blocks=world.num_host_blocks,
-        max_rows=world.max_rows,
-        max_length=world.max_prompt + world.max_output,
+        num_blocks=scenario.num_blocks,
+        block_size=scenario.block_size,
+        num_host_blocks=scenario.num_host_blocks,
+        max_rows=scenario.max_rows,
+        max_length=scenario.max_prompt + scenario.max_output,
         device=device,
         row_kernels=row_kernels,
         copy_blocks=copy_blocks,

@@ -125,7 +125,7 @@ class Fork(NamedTuple):
 
     step: int
     num_shared: int
-    with_whom: str
+    shared_with: str
 
 
 class Finish(NamedTuple):
@@ -141,7 +141,7 @@ class Explanation:
     num_prompt: int
     arrived_step: int
     waits: tuple[Wait, ...]
-    sittings: tuple[RowStarted, ...]
+    admissions: tuple[RowStarted, ...]
     shortfall: Shortfall | None
     interruptions: tuple[Interruption, ...]
     forks: tuple[Fork, ...]
@@ -157,11 +157,11 @@ class Explanation:
         lines = [(self.arrived_step, 0, f"request {self.request} arrived with {_tokens(self.num_prompt)}")]
         lines += [(wait.start, 1, _wait_text(wait)) for wait in self.waits]
         lines += [
-            (start.step, 2, f"admitted with {_tokens(start.num_found)} from the cache") for start in self.sittings
+            (start.step, 2, f"admitted with {_tokens(start.num_found)} from the cache") for start in self.admissions
         ]
-        if self.shortfall is not None and self.sittings:
-            lines.append((self.sittings[0].step, 3, _shortfall_text(self.shortfall)))
-        lines += [(fork.step, 4, f"shared {_tokens(fork.num_shared)} with {fork.with_whom}") for fork in self.forks]
+        if self.shortfall is not None and self.admissions:
+            lines.append((self.admissions[0].step, 3, _shortfall_text(self.shortfall)))
+        lines += [(fork.step, 4, f"shared {_tokens(fork.num_shared)} with {fork.shared_with}") for fork in self.forks]
         if self.first_token_step is not None:
             lines.append((self.first_token_step, 5, "emitted its first token"))
         lines += [(each.step, 0, _interruption_text(each)) for each in self.interruptions]
@@ -183,7 +183,7 @@ def explain(group: RequestGroup, wait_history: WaitHistory, now_step: int) -> Ex
         waits=tuple(
             wait for period in _wait_periods(events, now_step) for wait in _waits(group.order, period, wait_history)
         ),
-        sittings=tuple(RowStarted(event.step, event.tokens) for event in events if event.what is EventKind.ADMITTED),
+        admissions=tuple(RowStarted(event.step, event.tokens) for event in events if event.what is EventKind.ADMITTED),
         shortfall=None if missed is None else Shortfall(missed.tokens, missed.detail, missed.other),
         interruptions=tuple(_interruptions(events)),
         forks=tuple(Fork(event.step, event.tokens, event.detail) for event in events if event.what is EventKind.FORKED),

@@ -10,8 +10,8 @@ from typing import BinaryIO
 
 from quire.core.step import Runner
 from quire.sched.journal.recorder import JournaledScheduler
-from quire.sim.check.trial import Body, CheckRun
-from quire.sim.check.world import VOCAB_SIZE, Scenario, ScenarioEvent, draw_scenario
+from quire.sim.check.scenario import VOCAB_SIZE, Scenario, ScenarioEvent, draw_scenario
+from quire.sim.check.trial import CheckRun, RunnerFactory
 from quire.sim.runners import OracleRunner
 
 Pair = tuple[ScenarioEvent, ScenarioEvent]
@@ -30,8 +30,8 @@ def possible_pairs() -> frozenset[Pair]:
     )
 
 
-def numpy_oracle(world: Scenario) -> Runner:
-    return OracleRunner(world.num_blocks, world.block_size, VOCAB_SIZE, world.num_host_blocks)
+def numpy_oracle(scenario: Scenario) -> Runner:
+    return OracleRunner(scenario.num_blocks, scenario.block_size, VOCAB_SIZE, scenario.num_host_blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Violation:
     """A scenario in which an invariant broke. The trial's seed reproduces it; the scenario's text is for the reader."""
 
     trial_seed: int
-    world: str
+    scenario: str
     message: str
 
 
@@ -73,7 +73,7 @@ class CheckReport:
             "preemptions": self.preemptions,
             "events": {event.value: count for event, count in self.events.items()},
             "pairs": [(one.value, other.value) for one, other in self.pairs],
-            "violations": [(each.trial_seed, each.world, each.message) for each in self.violations],
+            "violations": [(each.trial_seed, each.scenario, each.message) for each in self.violations],
         }
         return json.dumps(plain)
 
@@ -112,7 +112,7 @@ def check(
     num_steps: int,
     seed: int,
     *,
-    body: Body = numpy_oracle,
+    make_runner: RunnerFactory = numpy_oracle,
     min_tokens: bool = True,
     progress: Callable[[int], None] = lambda steps: None,
     part: CheckShard | None = None,
@@ -121,7 +121,7 @@ def check(
     report = CheckReport(seed)
     seeds = trial_seeds(seed, part or CheckShard())
     while report.steps < num_steps:
-        run_trial(next(seeds), report, body, min_tokens=min_tokens)
+        run_trial(next(seeds), report, make_runner, min_tokens=min_tokens)
         progress(report.steps)
     return report
 
@@ -129,19 +129,19 @@ def check(
 def run_trial(
     trial_seed: int,
     report: CheckReport,
-    body: Body = numpy_oracle,
+    make_runner: RunnerFactory = numpy_oracle,
     *,
     min_tokens: bool = True,
     journal: BinaryIO | None = None,
 ) -> None:
     """Run one scenario by its seed and add its result to the report. The journal is closed at the end."""
     dice = random.Random(trial_seed)
-    world = draw_scenario(dice, min_tokens=min_tokens)
-    trial = CheckRun(world, dice, body, journal)
+    scenario = draw_scenario(dice, min_tokens=min_tokens)
+    trial = CheckRun(scenario, dice, make_runner, journal)
     try:
         trial.run()
     except Exception as broken:  # whatever escapes from a legal workload is a violation
-        report.violations.append(Violation(trial_seed, str(world), f"{type(broken).__name__}: {broken}"))
+        report.violations.append(Violation(trial_seed, str(scenario), f"{type(broken).__name__}: {broken}"))
     if isinstance(trial.scheduler, JournaledScheduler):
         trial.scheduler.journal.close()
     report.trials += 1

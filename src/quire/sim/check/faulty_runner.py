@@ -24,7 +24,7 @@ class FaultyRunner:
         self, build: Callable[[], Runner], scheduler: Scheduler, block_size: int, recount: CounterCheck
     ) -> None:
         self._build = build
-        self._body = build()
+        self._runner = build()
         self._scheduler = scheduler
         self._block_size = block_size
         self._flight = InFlightWatch(block_size)
@@ -41,8 +41,8 @@ class FaultyRunner:
         self.poisons = False  # one row of the next result
 
     @property
-    def body(self) -> Runner:
-        return self._body
+    def runner(self) -> Runner:
+        return self._runner
 
     def launch(self, plan: StepPlan, masks: Masks | None = None) -> "_FaultyStep":
         scheduler = self._scheduler
@@ -63,7 +63,7 @@ class FaultyRunner:
             self._failed_rows.clear()
         if self.loses is not None and self.loses_early:  # before anything was carried out
             self._raise_lost()
-        return _FaultyStep(self._body.launch(plan, masks), self)
+        return _FaultyStep(self._runner.launch(plan, masks), self)
 
     def _admits(self, plan: StepPlan) -> bool:
         """Whether a plan starts new requests; siblings and beams of running ones do not count."""
@@ -84,7 +84,7 @@ class FaultyRunner:
         lost, self.loses = self.loses, None
         assert lost is not None
         if not lost.cache_intact:
-            self._body = self._build()
+            self._runner = self._build()
         raise lost
 
     def settle(self, pending: Pending) -> StepResult:
@@ -98,8 +98,8 @@ class FaultyRunner:
         if row is not None:
             self.poisons = False
             self._failed_rows.add(row)
-            if isinstance(self._body, OracleRunner):
-                self._body.spoil(row)
+            if isinstance(self._runner, OracleRunner):
+                self._runner.spoil(row)
             return self._silence(result, FinishedRow(row, FinishReason.ERROR))
         return self._silence(result, None) if self._failed_rows else result
 

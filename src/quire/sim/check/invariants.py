@@ -208,12 +208,12 @@ class Readable(Protocol):
     def read(self, tier: Tier, blocks: Iterable[int]) -> list[tuple[int, int]]: ...
 
 
-def audit_contents(kv: KVManager, body: Runner) -> None:
+def audit_contents(kv: KVManager, runner: Runner) -> None:
     """Every cached block holds its tokens at their positions. Not checked while copies wait for a plan."""
-    if kv.tree is None or kv.has_moves or not isinstance(body, Readable):
+    if kv.tree is None or kv.has_moves or not isinstance(runner, Readable):
         return
     for node in kv.tree.nodes():
         tokens, stop = node.token_ids(), node.num_path_tokens
-        held = body.read(node.tier, node.blocks.tolist())[: len(tokens)]
+        held = runner.read(node.tier, node.blocks.tolist())[: len(tokens)]
         right = list(zip(tokens, range(stop - len(tokens), stop), strict=True))
         assert held == right, f"{node} holds {held}"

@@ -20,9 +20,9 @@ from quire.sched.scheduler import Scheduler
 from quire.sim.check.expected import ExpectedOutput, expect
 from quire.sim.check.faulty_runner import FaultyRunner
 from quire.sim.check.invariants import CounterCheck, audit_contents
-from quire.sim.check.world import VOCAB_SIZE, Scenario, ScenarioEvent, draw_request
+from quire.sim.check.scenario import VOCAB_SIZE, Scenario, ScenarioEvent, draw_request
 
-Body = Callable[[Scenario], Runner]  # makes the runner
+RunnerFactory = Callable[[Scenario], Runner]
 _MOST_BROKEN = 20  # lost steps of one scenario: with more, a long prompt would never be computed
 _CONTENTS_EVERY = 16  # steps between two checks of every cached token
 
@@ -30,16 +30,18 @@ _CONTENTS_EVERY = 16  # steps between two checks of every cached token
 class CheckRun:
     """Draws random events, runs the loop, and checks every invariant after every step."""
 
-    def __init__(self, world: Scenario, dice: random.Random, body: Body, journal: BinaryIO | None = None) -> None:
-        self.world = world
+    def __init__(
+        self, scenario: Scenario, dice: random.Random, make_runner: RunnerFactory, journal: BinaryIO | None = None
+    ) -> None:
+        self.scenario = scenario
         self.events: list[ScenarioEvent] = []  # in order
         self.steps = 0
         self._dice = dice
         self._now_s = 0.0
-        self.scheduler = _build(world, lambda start, stop: dice.random() < 0.8, journal)
+        self.scheduler = _build(scenario, lambda start, stop: dice.random() < 0.8, journal)
         self._recounted = CounterCheck(self.scheduler)
-        self._faulty = FaultyRunner(lambda: body(world), self.scheduler, world.block_size, self._recounted)
-        self._loop = Loop(self.scheduler, self._faulty, world.depth, lambda: self._now_s)
+        self._faulty = FaultyRunner(lambda: make_runner(scenario), self.scheduler, scenario.block_size, self._recounted)
+        self._loop = Loop(self.scheduler, self._faulty, scenario.depth, lambda: self._now_s)
         self._expected: dict[SequenceId, ExpectedOutput] = {}
         self._sequences: dict[SequenceId, Sequence] = {}
         self._live: dict[RequestId, tuple[Sequence, ...]] = {}
@@ -51,7 +53,7 @@ class CheckRun:
         self._tree_seen = (0, 0, -1)
         self._quiet_turns = 0
         self._latest_s = 0.0
-        chances = world.chances
+        chances = scenario.chances
         self._losses = (
             (ScenarioEvent.LOSE, chances.lose),
             (ScenarioEvent.DIE, chances.die),
@@ -61,7 +63,7 @@ class CheckRun:
     def run(self) -> None:
         """Raise AssertionError at the first violation."""
         turns = 0
-        while self._num_arrived < self.world.num_requests or not self.scheduler.idle:
+        while self._num_arrived < self.scenario.num_requests or not self.scheduler.idle:
             self._now_s += 0.01
             before = (self._faulty.num_launched, self.scheduler.counters.lost_steps, len(self.events))
             self._trigger_events()
@@ -79,7 +81,7 @@ class CheckRun:
             if stirred != before or absorbed is not None:
                 audit(self.scheduler, tree=self._tree_changed() or turns % _CONTENTS_EVERY == 0)
             if turns % _CONTENTS_EVERY == 0:
-                audit_contents(self.scheduler.kv, self._faulty.body)  # I5, I16
+                audit_contents(self.scheduler.kv, self._faulty.runner)  # I5, I16
             turns += 1
             if absorbed is not None:
                 self.steps += 1
@@ -87,8 +89,8 @@ class CheckRun:
             lost = counters.lost_steps > num_lost
             advanced = absorbed is not None or lost or not busy
             self._quiet_turns = 0 if advanced else self._quiet_turns + 1
-            window = 200 if self.world.policy.regime.window_s else 0  # the clock may jump back
-            patience = self.world.depth + 2 + window
+            window = 200 if self.scenario.policy.regime.window_s else 0  # the clock may jump back
+            patience = self.scenario.depth + 2 + window
             assert self._quiet_turns <= patience, "requests wait and nothing advances"  # I13
         audit_rest(self.scheduler)
         self._recount()
@@ -117,15 +119,15 @@ class CheckRun:
         assert counters.prompt_tokens == sum(len(f.request.prompt) for f in assigned), "prompt tokens are miscounted"
         assert counters.cached_tokens == sum(f.num_cached for f in assigned), "cached tokens are miscounted"
         for group in self._groups:
-            assert group.num_preemptions <= self.world.policy.max_preemptions, f"{group} was preempted too often"
+            assert group.num_preemptions <= self.scenario.policy.max_preemptions, f"{group} was preempted too often"
             assert all(m.state is SequenceState.FINISHED and m.row is None for m in group.sequences), group
 
     # Events.
 
     def _trigger_events(self) -> None:
-        dice, chances = self._dice, self.world.chances
-        arrives = self.scheduler.idle or dice.random() < self.world.arrival_chance
-        if arrives and self._num_arrived < self.world.num_requests:
+        dice, chances = self._dice, self.scenario.chances
+        arrives = self.scheduler.idle or dice.random() < self.scenario.arrival_chance
+        if arrives and self._num_arrived < self.scenario.num_requests:
             self._arrive()
         if self._live and dice.random() < chances.abort:
             self._abort(dice.choice(list(self._live)))
@@ -147,7 +149,7 @@ class CheckRun:
         self._trigger_faults()
 
     def _trigger_faults(self) -> None:
-        dice, chances, faulty = self._dice, self.world.chances, self._faulty
+        dice, chances, faulty = self._dice, self.scenario.chances, self._faulty
         if dice.random() < chances.poison:
             faulty.poisons = True
         for event, chance in self._losses:
@@ -158,11 +160,11 @@ class CheckRun:
                 self.events.append(event)
 
     def _arrive(self) -> None:
-        world, dice = self.world, self._dice
+        scenario, dice = self.scenario, self._dice
         past = dice.choice(self._past) if self._past and dice.random() < 0.3 else None
-        request = draw_request(dice, world, self._num_arrived, self._now_s, past)
+        request = draw_request(dice, scenario, self._num_arrived, self._now_s, past)
         self._num_arrived += 1
-        if world.drains and self._num_arrived == world.num_requests:
+        if scenario.drains and self._num_arrived == scenario.num_requests:
             self.scheduler.drain()
             self.events.append(ScenarioEvent.DRAIN)
         if request.sampling.pooled:
@@ -173,13 +175,13 @@ class CheckRun:
             self.events.append(ScenarioEvent.ARRIVE_FAMILY)
         else:
             self.events.append(ScenarioEvent.ARRIVE if past is None else ScenarioEvent.ARRIVE_FOLLOWUP)
-        most = world.policy.max_waiting
+        most = scenario.policy.max_waiting
         full = most is not None and self.scheduler.num_waiting >= most
         try:
             sequences = self.scheduler.add(request, self._now_s)
         except (QueueFull, Draining, NeverFits) as refused:
             assert isinstance(refused, Draining) == self.scheduler.draining, refused
-            shrunk = self.scheduler.kv.pool.num_in_service < world.num_blocks
+            shrunk = self.scheduler.kv.pool.num_in_service < scenario.num_blocks
             assert shrunk or not isinstance(refused, NeverFits), refused
             self.events.append(ScenarioEvent.OVERFLOW)
             return
@@ -249,7 +251,7 @@ class CheckRun:
                 assert other.order > group.order or not self._alike(group, other), f"{group} overtook {other}"
 
     def _alike(self, one: RequestGroup, other: RequestGroup) -> bool:
-        long_prompt = self.world.policy.order.long_prompt
+        long_prompt = self.scenario.policy.order.long_prompt
 
         def key(group: RequestGroup) -> tuple[object, ...]:
             request = group.request
@@ -289,10 +291,10 @@ class CheckRun:
             assert deadline_s is not None and deadline_s <= self._latest_s and not expected.received, sequence
             self.events.append(ScenarioEvent.EXPIRE)
         elif reason is FinishReason.ERROR:
-            assert self.world.chances.poison, sequence
+            assert self.scenario.chances.poison, sequence
             self.events.append(ScenarioEvent.POISON)
         elif reason is FinishReason.OUT_OF_MEMORY:
-            assert self.world.chances.starve, sequence
+            assert self.scenario.chances.starve, sequence
         else:
             return
         expected.cut(reason)
@@ -321,23 +323,23 @@ class CheckRun:
         return Counter(self.events)
 
 
-def _build(world: Scenario, worth_keeping: Callable[[int, int], bool], journal: BinaryIO | None) -> Scheduler:
+def _build(scenario: Scenario, worth_keeping: Callable[[int, int], bool], journal: BinaryIO | None) -> Scheduler:
     """The scheduler of a scenario; with a file, one that records its inputs."""
     spec = SchedulerSpec(
-        world.num_blocks,
-        world.block_size,
-        world.max_rows,
-        world.max_step_tokens,
-        num_host_blocks=world.num_host_blocks,
-        policy=world.policy,
+        scenario.num_blocks,
+        scenario.block_size,
+        scenario.max_rows,
+        scenario.max_step_tokens,
+        num_host_blocks=scenario.num_host_blocks,
+        policy=scenario.policy,
     )
     if journal is not None:
         return JournaledScheduler(spec, journal, worth_keeping)
     return Scheduler(
         spec.kv(worth_keeping),
-        max_rows=world.max_rows,
-        max_step_tokens=world.max_step_tokens,
-        policy=world.policy,
+        max_rows=scenario.max_rows,
+        max_step_tokens=scenario.max_step_tokens,
+        policy=scenario.policy,
     )
 
 

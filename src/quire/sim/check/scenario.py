@@ -91,10 +91,10 @@ class Scenario:
 
 def draw_scenario(dice: random.Random, *, min_tokens: bool = True) -> Scenario:
     """Tiny pools, odd block sizes and all depths are as likely as ample ones; most faults are off in most scenarios."""
-    world = _draw_scenario(dice, min_tokens=min_tokens)
-    pools = int(world.shared_prefix.sum()) % 4 == 0  # without the dice: old seeds keep their scenarios
-    world = replace(world, embeddings=pools)
-    return crowd(world, dice) if dice.random() < 0.4 else world
+    scenario = _draw_scenario(dice, min_tokens=min_tokens)
+    pools = int(scenario.shared_prefix.sum()) % 4 == 0  # without the dice: old seeds keep their scenarios
+    scenario = replace(scenario, embeddings=pools)
+    return crowd(scenario, dice) if dice.random() < 0.4 else scenario
 
 
 def _draw_scenario(dice: random.Random, *, min_tokens: bool) -> Scenario:
@@ -131,26 +131,26 @@ def _draw_scenario(dice: random.Random, *, min_tokens: bool) -> Scenario:
     )
 
 
-def crowd(world: Scenario, dice: random.Random) -> Scenario:
+def crowd(scenario: Scenario, dice: random.Random) -> Scenario:
     """The same scenario with small blocks, more rows than fit the cache, and optimistic overcommit.
 
     Most bugs are where rows compete for blocks.
     """
-    block_size, max_prompt = min(world.block_size, 5), min(world.max_prompt, 20)
-    max_output, max_rows = max(world.max_output, 16), dice.choice((3, 5, 8))
+    block_size, max_prompt = min(scenario.block_size, 5), min(scenario.max_prompt, 20)
+    max_output, max_rows = max(scenario.max_output, 16), dice.choice((3, 5, 8))
     return replace(
-        world,
+        scenario,
         block_size=block_size,
         max_prompt=max_prompt,
         max_output=max_output,
         max_rows=max_rows,
         max_step_tokens=max_rows + dice.choice((1, 7, 31)),
         num_blocks=count_blocks(max_prompt + max_output, block_size) + dice.choice((0, 1, 4)),
-        num_requests=max(world.num_requests, 12),
+        num_requests=max(scenario.num_requests, 12),
         arrival_chance=1.0,
-        shared_prefix=world.shared_prefix[:max_prompt],
+        shared_prefix=scenario.shared_prefix[:max_prompt],
         policy=replace(
-            world.policy, overcommit=Overcommit.OPTIMISTIC, max_preemptions=dice.choice((1, 3)), max_waiting=None
+            scenario.policy, overcommit=Overcommit.OPTIMISTIC, max_preemptions=dice.choice((1, 3)), max_waiting=None
         ),
     )
 
@@ -171,23 +171,23 @@ def _draw_policy(dice: random.Random) -> Policy:
     )
 
 
-def draw_request(dice: random.Random, world: Scenario, number: int, now_s: float, past: IntArray | None) -> Request:
+def draw_request(dice: random.Random, scenario: Scenario, number: int, now_s: float, past: IntArray | None) -> Request:
     """One request that this scenario can serve. `past` is a conversation that its prompt may continue."""
-    prompt = _draw_prompt(dice, world, past)
-    max_tokens = dice.randint(1, world.max_output)
+    prompt = _draw_prompt(dice, scenario, past)
+    max_tokens = dice.randint(1, scenario.max_output)
     kind = dice.random()
     num_sequences, beam = 1, None
-    if world.groups and kind < 0.4:
+    if scenario.groups and kind < 0.4:
         num_sequences = dice.randint(2, 4)
-    elif world.beams and kind > 0.6:
+    elif scenario.beams and kind > 0.6:
         num_sequences = dice.randint(1, 3)
         returned = dice.randint(1, num_sequences)
         beam = BeamParams(num_sequences, dice.choice((0.0, 1.0, 2.0)), dice.choice(tuple(EarlyStopping)), returned)
-    end_ids = world.end_ids if dice.random() < 0.7 else ()
+    end_ids = scenario.end_ids if dice.random() < 0.7 else ()
     min_tokens = 0
-    if world.min_tokens and beam is None:
+    if scenario.min_tokens and beam is None:
         min_tokens = dice.choice((0, 0, max_tokens))
-    elif world.min_tokens and number % 3 == 0:  # without the dice: old seeds keep their scenarios
+    elif scenario.min_tokens and number % 3 == 0:  # without the dice: old seeds keep their scenarios
         min_tokens = max_tokens // 2
     request = Request(
         id=RequestId(number),
@@ -200,14 +200,14 @@ def draw_request(dice: random.Random, world: Scenario, number: int, now_s: float
         ),
         num_sequences=num_sequences,
         beam=beam,
-        partition=dice.choice(world.partitions),
-        tenant=dice.choice(world.tenants),
-        priority=dice.choice(world.priorities),
-        deadline_s=now_s + dice.choice((0.0, 1.0, 20.0)) if world.deadlines and dice.random() < 0.5 else None,
+        partition=dice.choice(scenario.partitions),
+        tenant=dice.choice(scenario.tenants),
+        priority=dice.choice(scenario.priorities),
+        deadline_s=now_s + dice.choice((0.0, 1.0, 20.0)) if scenario.deadlines and dice.random() < 0.5 else None,
     )
-    if world.embeddings and number % 3 == 1:
+    if scenario.embeddings and number % 3 == 1:
         return replace(_alone(request), max_tokens=1, sampling=RowSampling(pooled=True))
-    fits = num_sequences <= world.max_rows and most_blocks(request, world.block_size) <= world.num_blocks
+    fits = num_sequences <= scenario.max_rows and most_blocks(request, scenario.block_size) <= scenario.num_blocks
     return request if fits else _alone(request)
 
 
@@ -225,9 +225,9 @@ def _alone(request: Request) -> Request:
     )
 
 
-def _draw_prompt(dice: random.Random, world: Scenario, past: IntArray | None) -> IntArray:
-    length = dice.randint(1, world.max_prompt)
-    known = past if past is not None else world.shared_prefix
+def _draw_prompt(dice: random.Random, scenario: Scenario, past: IntArray | None) -> IntArray:
+    length = dice.randint(1, scenario.max_prompt)
+    known = past if past is not None else scenario.shared_prefix
     num_shared = dice.choice((0, dice.randint(0, length), length))
     fresh = [dice.randrange(VOCAB_SIZE) for _ in range(length - min(num_shared, len(known)))]
     return np.concatenate([known[: min(num_shared, length)], np.array(fresh, dtype=np.int32)])

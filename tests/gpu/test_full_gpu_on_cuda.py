@@ -1,6 +1,6 @@
-"""A step that finds no memory on the card costs the largest request alone; when there is room again, it is answered.
+"""A step that runs out of GPU memory fails only the largest request, which succeeds once there is memory again.
 
-The allocator is bounded a little above what it holds, and not the card filled up: others may be at work on it.
+The allocator is limited to a little more than it holds; the GPU is not filled, as other processes may use it.
 """
 
 from collections.abc import Iterator
@@ -43,11 +43,11 @@ def almost_full() -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def answers(front: LocalClient, prompts: list[list[int]]) -> list[tuple[list[int], str | None]]:
-    tickets = [front.submit(prompt, PARAMS) for prompt in prompts]
-    while not all(ticket.finished for ticket in tickets):
-        front.step()
-    return [(ticket.output().outputs[0].token_ids, ticket.output().outputs[0].finish_reason) for ticket in tickets]
+def outputs(client: LocalClient, prompts: list[list[int]]) -> list[tuple[list[int], str | None]]:
+    states = [client.submit(prompt, PARAMS) for prompt in prompts]
+    while not all(state.finished for state in states):
+        client.step()
+    return [(state.output().outputs[0].token_ids, state.output().outputs[0].finish_reason) for state in states]
 
 
 def test_a_full_gpu_fails_only_the_largest_request() -> None:
@@ -56,13 +56,13 @@ def test_a_full_gpu_fails_only_the_largest_request() -> None:
     stores = new_store(model.kv_geometry, NUM_BLOCKS, BLOCK_SIZE, CUDA)
     runner = ModelRunner(model, stores, max_rows=ROWS, max_length=LENGTH)
     scheduler = Scheduler(KVManager(NUM_BLOCKS, BLOCK_SIZE, ROWS), max_rows=ROWS, max_step_tokens=LENGTH)
-    door = RequestValidator(spec.vocab_size, (), LENGTH, ROWS, NUM_BLOCKS, BLOCK_SIZE)
-    front = LocalClient(Engine(scheduler, runner, door, depth=1, seed=0, clock=lambda: 0.0), None)
+    validator = RequestValidator(spec.vocab_size, (), LENGTH, ROWS, NUM_BLOCKS, BLOCK_SIZE)
+    client = LocalClient(Engine(scheduler, runner, validator, depth=1, seed=0, clock=lambda: 0.0), None)
 
-    alone = answers(front, SMALL)
+    alone = outputs(client, SMALL)
     with almost_full():
-        *small, (said, reason) = answers(front, [*SMALL, LARGE])
-    assert (said, reason) == ([], FinishReason.OUT_OF_MEMORY.value)
+        *small, (tokens, reason) = outputs(client, [*SMALL, LARGE])
+    assert (tokens, reason) == ([], FinishReason.OUT_OF_MEMORY.value)
     assert small == alone and all(len(tokens) == PARAMS.max_tokens for tokens, _ in small)
-    [(said, reason)] = answers(front, [LARGE])
-    assert (len(said), reason) == (PARAMS.max_tokens, "length"), "room again, and it is answered"
+    [(tokens, reason)] = outputs(client, [LARGE])
+    assert (len(tokens), reason) == (PARAMS.max_tokens, "length"), "it succeeds once there is memory"
