@@ -22,7 +22,7 @@ def server(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="session")
 def report() -> Iterator[Report]:
-    """Says a figure; all of them are printed at the end."""
+    """Records a figure; all of them are printed at the end."""
     figures: list[tuple[str, object]] = []
     yield lambda what, figure: figures.append((what, figure))
     width = max((len(what) for what, _ in figures), default=0)

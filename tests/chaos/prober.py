@@ -1,4 +1,4 @@
-"""One client on its own, in a process of its own: how long a refusal takes while others crowd the door.
+"""One client in its own process: how long a refusal takes while the server is overloaded.
 
 The crowd's process is too busy to look at a clock when an answer comes; this one asks, waits, and asks again.
 `python -m tests.chaos.prober PORT SECONDS` prints the seconds of every refusal, as JSON.

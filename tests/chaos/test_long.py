@@ -1,4 +1,4 @@
-"""The promises at length: kills, disconnects, slow readers, malformed requests, overload, a soak. `make test-chaos`."""
+"""Long fault tests: kills, disconnects, slow readers, malformed requests, overload, a soak. `make test-chaos`."""
 
 import asyncio
 import json
@@ -133,7 +133,7 @@ async def gaps_s(port: int) -> list[float]:
 
 
 async def gaps_beside_s(port: int, num_others: int, reading: bool) -> list[float]:
-    """The same beside others, who read or never do; the engine works as much for these as for those."""
+    """The same in parallel with clients that read or never read; the engine does the same work for both."""
     sent = request(completion_body("endless", max_tokens=300, stream=True))
     if reading:
         others = asyncio.gather(*(fetch(port, sent) for _ in range(num_others)))
@@ -153,7 +153,7 @@ def beside(port: int, *, reading: bool) -> float:
 
 
 def test_slow_readers(server: Running, report: Report) -> None:
-    """500 sockets that never read, a crowd of seats at a time; others are answered meanwhile."""
+    """500 sockets that never read, as many at a time as there are rows; others are served meanwhile."""
     sent = request(completion_body("endless", max_tokens=300, stream=True, logprobs=5))
     slow: list[socket.socket] = []
     with server.client() as client:
@@ -180,7 +180,7 @@ def test_slow_readers(server: Running, report: Report) -> None:
 
 
 def test_overload(server: Running, report: Report) -> None:
-    """Ten times as many clients as seats, against as many as seats: what is answered per second must not fall."""
+    """Ten times as many clients as rows, against as many as rows: responses per second must not fall."""
 
     async def loaded(num_clients: int, seconds: float) -> tuple[int, list[float]]:
         refusals_s: list[float] = []
@@ -189,7 +189,7 @@ def test_overload(server: Running, report: Report) -> None:
 
         async def client(chance: random.Random) -> None:
             nonlocal answered
-            await asyncio.sleep(chance.random())  # people do not come on the same tick
+            await asyncio.sleep(chance.random())  # arrivals are not synchronized
             while time.monotonic() < until_s:
                 response = await fetch(server.port, SHORT)
                 if response.complete:
@@ -197,7 +197,7 @@ def test_overload(server: Running, report: Report) -> None:
                 else:
                     assert response.status == 429 and response.retry_after_s, response
                     refusals_s.append(response.seconds)
-                    await asyncio.sleep(chance.uniform(0.75, 1.25))  # as told, and spread as clients do
+                    await asyncio.sleep(chance.uniform(0.75, 1.25))  # Retry-After, with jitter as clients have
 
         await asyncio.gather(*(client(random.Random(number)) for number in range(num_clients)))
         return answered, refusals_s
@@ -255,7 +255,7 @@ def test_soak(server: Running, report: Report) -> None:
 
 
 def test_kills(server: Running, report: Report) -> None:
-    """The engine is killed under 64 streams, then stopped for good: each time everybody is told and it comes back."""
+    """The engine is killed under 64 streams, then stopped: each time all clients get an error and it restarts."""
 
     async def crowd(number: int) -> list[float]:
         raw_clients = [await RawClient.connect(server.port, ENDLESS) for _ in range(NUM_ROWS)]

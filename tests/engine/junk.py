@@ -1,4 +1,4 @@
-"""Anything a careless client may put anywhere."""
+"""Arbitrary values that a client may send in any field."""
 
 import numpy as np
 from hypothesis import strategies as st

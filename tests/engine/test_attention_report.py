@@ -1,4 +1,4 @@
-"""What an engine asks of attention, and where the reasons for who does it are told."""
+"""The attention backend is chosen by the model's needs, and the reasons are reported."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from quire.kernels.select import KernelChoice
 from tests.bench.conftest import TINY
 
 
-def test_the_models_needs_are_asked_for_and_the_reasons_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_models_attention_needs_are_passed_and_the_reasons_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     reasons = ("decodes by quire", "one long chunk by another")
     asked: list[object] = []
 

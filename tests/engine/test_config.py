@@ -1,4 +1,4 @@
-"""From what the user said and what machine and model are to every number the engine runs on."""
+"""Resolution of the settings: from the user's values, the machine and the model to the engine's numbers."""
 
 import inspect
 from dataclasses import fields, replace
@@ -33,18 +33,18 @@ CPU = MachineInfo("cpu", free_bytes=8 * GIB, fast_bfloat16=True, num_cores=2)
 GPU = MachineInfo("cuda", free_bytes=70 * GIB, fast_bfloat16=True, num_cores=2, total_bytes=80 * GIB)
 
 
-def resolved(machine: MachineInfo = CPU, **said: object):
-    return resolve(EngineConfig(**said), SPEC, PER_TOKEN, machine)
+def resolved(machine: MachineInfo = CPU, **values: object):
+    return resolve(EngineConfig(**values), SPEC, PER_TOKEN, machine)
 
 
-def refusal(**said: object) -> ConfigError:
+def refusal(**values: object) -> ConfigError:
     with pytest.raises(ConfigError) as caught:
-        resolved(**said)
+        resolved(**values)
     assert caught.value.message.endswith(".")
     return caught.value
 
 
-def test_everything_is_derived_and_says_from_what():
+def test_all_settings_are_derived_with_their_reasons():
     numbers = resolved()
     assert numbers.max_model_len == 1000 and numbers.reasons["max_model_len"] == "the model"
     assert (numbers.max_num_seqs, numbers.max_num_batched_tokens, numbers.run_ahead) == (64, 512, 0)
@@ -56,27 +56,27 @@ def test_everything_is_derived_and_says_from_what():
     gpu = resolved(GPU)
     assert (gpu.max_num_seqs, gpu.max_num_batched_tokens, gpu.run_ahead) == (512, 8192, 1)
     few = resolved(GPU, max_num_batched_tokens=300)
-    assert (few.max_num_seqs, few.max_num_batched_tokens) == (300, 300), "nobody asked for more seats than tokens"
+    assert (few.max_num_seqs, few.max_num_batched_tokens) == (300, 300), "no more rows than tokens by default"
     served = resolve(EngineConfig(), SPEC, PER_TOKEN, GPU, serving=True)
     assert (served.max_num_seqs, served.max_num_batched_tokens) == (256, 2048)
 
 
-def test_a_gpu_keeps_room_for_the_work_of_a_step():
-    """The rest of quire's share of the card: the 10 GiB that are taken and the workspace go off."""
+def test_a_gpu_reserves_memory_for_activations():
+    """The KV cache gets the rest of quire's share of the GPU, less the 10 GiB in use and the workspace."""
     large = replace(SPEC, max_positions=10**6)
-    for said, share in ((None, 0.9), (0.5, 0.5), (1, 1.0)):
-        numbers = resolve(EngineConfig(gpu_memory_utilization=said), large, PER_TOKEN, GPU)
+    for values, share in ((None, 0.9), (0.5, 0.5), (1, 1.0)):
+        numbers = resolve(EngineConfig(gpu_memory_utilization=values), large, PER_TOKEN, GPU)
         left = int(80 * GIB * share) - 10 * GIB - numbers.workspace_bytes
         assert numbers.kv_bytes == left and numbers.workspace_bytes > GIB
     plain = resolve(EngineConfig(kv_cache_memory=GIB), large, PER_TOKEN, GPU)
-    assert plain.kv_bytes == GIB, "plain bytes are taken as they are"
+    assert plain.kv_bytes == GIB, "plain bytes are not changed"
     with pytest.raises(ConfigError, match="nothing is left for the KV cache within 10%") as caught:
         resolve(EngineConfig(gpu_memory_utilization=0.1), large, PER_TOKEN, GPU)
     assert caught.value.param == "gpu_memory_utilization"
     assert resolved(CPU).workspace_bytes == 0
 
 
-def test_what_the_user_says_is_kept():
+def test_given_settings_are_kept():
     numbers = resolved(
         max_model_len=500, block_size=8, kv_cache_memory=600 * PER_TOKEN, max_num_seqs=3, max_num_batched_tokens=9,
         run_ahead=2, regime="paged",
@@ -87,7 +87,7 @@ def test_what_the_user_says_is_kept():
     assert set(numbers.reasons.values()) == {"you"}
 
 
-def test_the_regime_follows_the_switch_for_prefixes():
+def test_the_regime_follows_enable_prefix_caching():
     assert (resolved().regime, resolved(enable_prefix_caching=False).regime) == ("prefix", "chunked")
     assert resolved(enable_prefix_caching=False, regime="static").regime == "static"
     assert refusal(enable_prefix_caching=False, regime="prefix").param == "regime"
@@ -98,7 +98,7 @@ def test_the_names_of_settings_are_those_of_the_scheduler():
     assert set(OVERCOMMITS) == {overcommit.value for overcommit in Overcommit}
 
 
-def test_the_host_keeps_whole_blocks_of_prefixes():
+def test_host_kv_memory_is_in_whole_blocks():
     block = 16 * PER_TOKEN
     assert resolved().num_host_blocks == resolved(GPU).num_host_blocks == 0
     assert resolved(host_kv_memory=3 * block + 5).num_host_blocks == 3
@@ -131,7 +131,7 @@ def test_sizes_may_be_texts_with_a_unit(name, text, number):
 
 
 def test_keywords_of_the_api_are_the_fields_of_the_config():
-    """One name for one setting, and the same type but for texts of sizes and torch's dtypes."""
+    """One name per setting, and the same type except for texts of sizes and torch's dtypes."""
     keywords = get_type_hints(SettingsDict)
     declared = {field.name: field for field in fields(EngineConfig) if field.name != "model"}
     types = get_type_hints(EngineConfig)
@@ -169,7 +169,7 @@ def test_help_shows_every_setting():
 def test_an_unknown_keyword_is_refused_with_a_hint(name, hint):
     with pytest.raises(ConfigError) as caught:
         check_names(["device", name])
-    assert isinstance(caught.value, TypeError), "as Python has it for any function"
+    assert isinstance(caught.value, TypeError), "as for any Python function"
     assert caught.value.param == name
     assert caught.value.message.startswith(f"There is no {name} here: {hint}")
 
@@ -207,7 +207,7 @@ def test_the_memory_an_error_asks_for_is_enough():
 
 
 @pytest.mark.parametrize("kv_bytes", [1, PER_TOKEN, 15 * PER_TOKEN])
-def test_a_cache_too_small_for_anything(kv_bytes):
+def test_a_kv_cache_too_small_for_one_request(kv_bytes):
     error = refusal(kv_cache_memory=kv_bytes)
     assert error.param == "kv_cache_memory" and "0 tokens" in error.message
     assert refusal(kv_cache_memory=PER_TOKEN, block_size=1).param == "kv_cache_memory"

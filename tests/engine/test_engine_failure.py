@@ -1,4 +1,4 @@
-"""An engine whose step failed says so, to everybody who comes later."""
+"""After a fatal step failure an engine rejects new requests with the reason."""
 
 import pytest
 
@@ -14,13 +14,13 @@ from quire.sched.scheduler import Scheduler
 from quire.sim.runners import FinishedStep, ToyRunner
 
 
-class Fragile:
-    """The toy, until it breaks."""
+class FailingRunner:
+    """A ToyRunner that can be made to fail."""
 
     def __init__(self) -> None:
         self._toy = ToyRunner(50)
         self.broken = False
-        self.lost: StepLost | None = None  # what the next step meets
+        self.lost: StepLost | None = None  # raised by the next step
 
     def launch(self, plan: StepPlan) -> FinishedStep:
         if self.lost is not None:
@@ -31,19 +31,19 @@ class Fragile:
         return self._toy.launch(plan)
 
 
-def engine_of(runner: Fragile) -> Engine:
-    door = RequestValidator(vocab_size=50, end_ids=(), max_length=100, max_rows=2, num_blocks=10, block_size=4)
+def engine_of(runner: FailingRunner) -> Engine:
+    validator = RequestValidator(vocab_size=50, end_ids=(), max_length=100, max_rows=2, num_blocks=10, block_size=4)
     scheduler = Scheduler(KVManager(10, 4, 2), max_rows=2, max_step_tokens=8)
-    return Engine(scheduler, runner, door, depth=0, seed=0, clock=lambda: 0.0)
+    return Engine(scheduler, runner, validator, depth=0, seed=0, clock=lambda: 0.0)
 
 
-def test_an_engine_whose_every_step_fails_says_why_to_everybody_who_comes_later() -> None:
-    runner = Fragile()
+def test_an_engine_whose_steps_all_fail_rejects_new_requests_with_the_reason() -> None:
+    runner = FailingRunner()
     engine = engine_of(runner)
     engine.submit(AddRequest(0, [1, 2], SamplingParams(max_tokens=5)))
     assert engine.step() is not None
     runner.broken = True
-    for number in range(1, 3):  # each fails alone, and is taken to be at fault
+    for number in range(1, 3):  # each fails alone, and is blamed for it
         progress = engine.step()
         assert progress is not None and [over.reason for over in progress.finished] == [FinishReason.FAILED]
         engine.submit(AddRequest(number, [1, 2], SamplingParams(max_tokens=5)))
@@ -55,15 +55,15 @@ def test_an_engine_whose_every_step_fails_says_why_to_everybody_who_comes_later(
         engine.submit(AddRequest(9, [1], SamplingParams()))
 
 
-def test_the_largest_of_a_step_without_memory_reads_so_and_with_its_numbers() -> None:
-    runner = Fragile()
-    front = LocalClient(engine_of(runner), tokenizer=None)
-    small = front.submit([1, 2], SamplingParams(max_tokens=3))
-    large = front.submit([3, 4, 5], SamplingParams(max_tokens=17))
-    front.step()
+def test_out_of_memory_ends_the_largest_request_with_its_numbers() -> None:
+    runner = FailingRunner()
+    client = LocalClient(engine_of(runner), tokenizer=None)
+    small = client.submit([1, 2], SamplingParams(max_tokens=3))
+    large = client.submit([3, 4, 5], SamplingParams(max_tokens=17))
+    client.step()
     runner.lost = StepLost("out of memory", too_large=True)
-    while not front.idle:
-        front.step()
+    while not client.idle:
+        client.step()
     (ended,) = large.output().outputs
     assert ended.finish_reason == "out_of_memory"
     assert ended.error is not None

@@ -1,4 +1,4 @@
-"""The life of an engine process, as far as it is decided before its loop begins."""
+"""Startup of an engine process, before its loop."""
 
 import os
 import socket
@@ -13,14 +13,12 @@ from quire.engine.messages import StartEngine
 from quire.engine.stats import EngineInfo, MemoryLedger
 from quire.engine.wire import pack
 
-FACTS = EngineInfo("m", 64, 100, 64, 64, 16, "cpu", "float32", MemoryLedger(), 0, os.getpid())
+INFO = EngineInfo("m", 64, 100, 64, 64, 16, "cpu", "float32", MemoryLedger(), 0, os.getpid())
 
 
 @pytest.mark.parametrize("grammars", [SimpleNamespace(), None])
-def test_nobody_is_told_that_it_is_ready_before_the_vocabulary_is_read(
-    monkeypatch: pytest.MonkeyPatch, grammars: object
-) -> None:
-    """Reading it holds up all threads."""
+def test_readiness_is_reported_after_the_vocabulary_is_read(monkeypatch: pytest.MonkeyPatch, grammars: object) -> None:
+    """Reading it blocks all threads."""
     ours, theirs = socket.socketpair()
     order: list[str] = []
 
@@ -35,12 +33,12 @@ def test_nobody_is_told_that_it_is_ready_before_the_vocabulary_is_read(
     monkeypatch.setattr(
         process, "die_with_parent", lambda parent: threading.current_thread() is threading.main_thread()
     )
-    monkeypatch.setattr(process, "_build", lambda order, watch: (SimpleNamespace(grammars=grammars), FACTS))
+    monkeypatch.setattr(process, "_build", lambda order, watch: (SimpleNamespace(grammars=grammars), INFO))
     monkeypatch.setattr(process, "freeze_heap", lambda: None)
     monkeypatch.setattr(process, "wake", wake)
     monkeypatch.setattr(process, "EngineServer", lambda *_: SimpleNamespace(run=lambda: order.append("runs")))
     theirs.sendall(pack(StartEngine(EngineConfig(), None)))
     assert process.main(ours.detach(), os.getppid()) == 0
     assert order == (["runs"] if grammars is None else ["awake", "runs"])
-    assert theirs.recv(1 << 16), "and then it is told"
+    assert theirs.recv(1 << 16), "and then it is reported"
     theirs.close()

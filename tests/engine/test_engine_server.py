@@ -1,4 +1,4 @@
-"""The engine's end of the wire, over a real socket: orders in, words out; one bad order hurts nobody else."""
+"""The engine's end of the wire, over a real socket: requests in, outputs out; a bad request affects no other."""
 
 import socket
 import threading
@@ -33,7 +33,7 @@ VOCAB = 50
 
 
 class Wire:
-    """The front's end, read frame by frame."""
+    """The front process's end, read frame by frame."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
@@ -83,7 +83,7 @@ def wire() -> Iterator[Wire]:
         assert not thread.is_alive()
 
 
-def order(number: int, prompt: list[int], **params: object) -> Message:
+def add_request(number: int, prompt: list[int], **params: object) -> Message:
     return AddRequest(number, prompt, SamplingParams(**{"max_tokens": 4, **params}))  # type: ignore[arg-type]
 
 
@@ -94,35 +94,35 @@ def toy(prompt: list[int], count: int) -> list[int]:
     return known[len(prompt) :]
 
 
-def test_an_order_is_accepted_computed_and_ended(wire):
-    wire.send(order(7, [1, 2]))
+def test_a_request_is_accepted_computed_and_finished(wire):
+    wire.send(add_request(7, [1, 2]))
     accepted = wire.next(Accepted)
     assert accepted.number == 7
     assert wire.completion(accepted.first_sequence) == (toy([1, 2], 4), FinishReason.LENGTH)
 
 
-def test_the_loop_beats_and_says_how_it_stands(wire):
+def test_the_loop_sends_heartbeats_with_stats(wire):
     stats = wire.next(EngineStats)
     assert (stats.num_running, stats.num_waiting, stats.num_free_blocks) == (0, 0, 2000)
-    wire.send(order(1, [3], max_tokens=3000))
+    wire.send(add_request(1, [3], max_tokens=3000))
     while (stats := wire.next(EngineStats)).num_running == 0:
         pass
     assert stats.num_running == 1 and stats.step >= 0
 
 
-def test_a_refused_order_and_an_unreadable_one_leave_the_others_alone(wire):
-    wire.send(order(1, [1, 2]), order(2, [VOCAB]), order(1, [5]))  # at once: the first is still here
+def test_a_refused_and_an_undecodable_request_do_not_affect_others(wire):
+    wire.send(add_request(1, [1, 2]), add_request(2, [VOCAB]), add_request(1, [5]))  # at once: the first is still here
     refused, duplicate = wire.next(Refused), wire.next(Refused)
     assert (refused.number, refused.error.status, refused.error.param) == (2, 400, "prompt")
     assert (duplicate.number, duplicate.error.code) == (1, "duplicate_request")
     wire._end.sendall((5).to_bytes(4, "big") + b"\xff\xff\xff\xff\xff")  # no message at all: dropped
-    wire.send(StartEngine(EngineConfig(), None))  # a message that an engine at work has no use for
-    wire.send(order(3, [2, 2]))
+    wire.send(StartEngine(EngineConfig(), None))  # a message that a running engine ignores
+    wire.send(add_request(3, [2, 2]))
     assert wire.completion(wire.next(Accepted).first_sequence) == (toy([2, 2], 4), FinishReason.LENGTH)
 
 
 def test_parameters_out_of_bounds_are_refused_by_number(wire):
-    frame = bytearray(pack(order(9, [1], n=3)))
+    frame = bytearray(pack(add_request(9, [1], n=3)))
     place = frame.index(b"\xa1n\x03")
     frame[place + 2] = 0
     wire._end.sendall(bytes(frame))
@@ -131,7 +131,7 @@ def test_parameters_out_of_bounds_are_refused_by_number(wire):
 
 
 def test_aborts_and_stops_end_requests_in_any_state(wire):
-    wire.send(*(order(number, [number], max_tokens=1500) for number in range(6)))  # four rows: two wait
+    wire.send(*(add_request(number, [number], max_tokens=1500) for number in range(6)))  # four rows: two wait
     for _ in range(6):
         wire.next(Accepted)
     wire.send(
@@ -142,13 +142,13 @@ def test_aborts_and_stops_end_requests_in_any_state(wire):
     assert wire.next(QueryReply).token == 3
     while (stats := wire.next(EngineStats)).num_running or stats.num_waiting:
         pass
-    assert stats.num_free_blocks + stats.num_idle_blocks == 2000
-    wire.send(order(8, [1]))
+    assert stats.num_free_blocks + stats.num_evictable_blocks == 2000
+    wire.send(add_request(8, [1]))
     assert wire.next(Refused).error.code == "draining"
 
 
-def test_a_request_explains_itself_over_the_wire(wire):
-    wire.send(order(4, [1, 2]))
+def test_explain_over_the_wire(wire):
+    wire.send(add_request(4, [1, 2]))
     wire.completion(wire.next(Accepted).first_sequence)
     wire.send(Query(1, "explain", 4), Query(2, "explain", 5), Query(3, "no such thing"))
     told, unknown, nonsense = (wire.next(QueryReply) for _ in range(3))

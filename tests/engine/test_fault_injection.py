@@ -1,4 +1,4 @@
-"""Poison at each site of the loop: the poisoned request fails alone, its neighbours say what they would have said."""
+"""Faults injected at each site of the loop: the poisoned request fails alone, the others' outputs are unchanged."""
 
 import socket
 import threading
@@ -37,18 +37,18 @@ def opened(default_model_path):
 
 
 @pytest.fixture(scope="module")
-def unharmed() -> dict[tuple[int, bool], dict[int, list[int] | str]]:
-    """What everybody says when nothing is poisoned, by depth and grammar."""
+def without_fault() -> dict[tuple[int, bool], dict[int, list[int] | str]]:
+    """The outputs without a fault, by depth and grammar."""
     return {}
 
 
-class World:
-    """An engine behind its station, and a front at the other end of the socket."""
+class EngineHarness:
+    """An engine with its server, and an output processor at the other end of the socket."""
 
     def __init__(self, opened, depth: int, *, masked: bool) -> None:
         self.masked = masked
         vocab_size = opened.checkpoint.spec.vocab_size
-        body = TorchOracleRunner(
+        runner = TorchOracleRunner(
             vocab_size=vocab_size,
             num_blocks=NUM_BLOCKS,
             block_size=BLOCK_SIZE,
@@ -58,7 +58,7 @@ class World:
         )
         self.engine = Engine(
             Scheduler(KVManager(NUM_BLOCKS, BLOCK_SIZE, ROWS), max_rows=ROWS, max_step_tokens=16),
-            body,
+            runner,
             RequestValidator(vocab_size, (), LENGTH, ROWS, NUM_BLOCKS, BLOCK_SIZE),
             depth=depth,
             seed=0,
@@ -70,14 +70,14 @@ class World:
         self.front = OutputProcessor(opened.tokenizer, lambda: 0.0)
 
     def run(self) -> dict[int, list[int] | str]:
-        """What each request said, or how it failed."""
+        """The tokens of each request, or its failure."""
         ours, theirs = socket.socketpair()
         ours.settimeout(60)
         thread = threading.Thread(target=EngineServer(self.engine, theirs, time.monotonic).run)
         with ours, theirs:
-            tickets = [self._open(ours, number) for number in range(NUM_REQUESTS)]
+            states = [self._open(ours, number) for number in range(NUM_REQUESTS)]
             thread.start()
-            outcomes = self._hear(ours, tickets)
+            outcomes = self._receive(ours, states)
             ours.shutdown(socket.SHUT_RDWR)
             thread.join(60)
         return outcomes
@@ -91,29 +91,29 @@ class World:
             presence_penalty=0.5 if number % 3 == 0 else 0.0,
             grammar=LETTERS if self.masked and number == POISONED else None,
         )
-        ticket = self.front.open([10 * number + 1, 7, number + 3], params, streaming=True)
-        wire.sendall(pack(ticket.request))
-        return ticket
+        state = self.front.open([10 * number + 1, 7, number + 3], params, streaming=True)
+        wire.sendall(pack(state.request))
+        return state
 
-    def _hear(self, wire: socket.socket, tickets: list[RequestState]) -> dict[int, list[int] | str]:
+    def _receive(self, wire: socket.socket, states: list[RequestState]) -> dict[int, list[int] | str]:
         unpacker, outcomes = FrameDecoder(), {}
-        while len(outcomes) < len(tickets):
+        while len(outcomes) < len(states):
             for frame in unpacker.feed(wire.recv(1 << 16)):
-                match said := read_for_front(frame):
+                match message := read_for_front(frame):
                     case Accepted():
-                        self.front.accept(said)
+                        self.front.accept(message)
                     case Refused():
-                        outcomes[said.number] = said.error.code
+                        outcomes[message.number] = message.error.code
                     case StepOutput():
-                        heard = self.front.process(said)
-                        for stop in heard.stops:
+                        processed = self.front.process(message)
+                        for stop in processed.stops:
                             wire.sendall(pack(stop))
-                        for delta in heard.deltas:
-                            ticket = tickets[int(delta.request_id)]
-                            if ticket.finished and ticket.number not in outcomes:
-                                (said_whole,) = ticket.output().outputs
-                                failed = said_whole.finish_reason in ("failed", "error")
-                                outcomes[ticket.number] = said_whole.finish_reason if failed else said_whole.token_ids
+                        for delta in processed.deltas:
+                            state = states[int(delta.request_id)]
+                            if state.finished and state.number not in outcomes:
+                                (sequence,) = state.output().outputs
+                                failed = sequence.finish_reason in ("failed", "error")
+                                outcomes[state.number] = sequence.finish_reason if failed else sequence.token_ids
                     case EngineStats():
                         pass
         for number, outcome in outcomes.items():
@@ -124,23 +124,23 @@ class World:
 
 @pytest.mark.parametrize("site", list(FaultSite), ids=lambda site: site.value)
 @pytest.mark.parametrize("depth", [0, 1])
-def test_poison_at_each_site_fails_one_request_alone(opened, unharmed, site, depth):
+def test_poison_at_each_site_fails_one_request_alone(opened, without_fault, site, depth):
     masked = site in (FaultSite.GRAMMAR_MASK, FaultSite.GRAMMAR_ADVANCE)
-    if (depth, masked) not in unharmed:
-        unharmed[depth, masked] = World(opened, depth, masked=masked).run()
-    clean = unharmed[depth, masked]
+    if (depth, masked) not in without_fault:
+        without_fault[depth, masked] = EngineHarness(opened, depth, masked=masked).run()
+    clean = without_fault[depth, masked]
     assert all(isinstance(outcome, list) and len(outcome) == 12 for outcome in clean.values()), clean
-    world = World(opened, depth, masked=masked)
+    harness = EngineHarness(opened, depth, masked=masked)
     with armed(site, POISONED):
-        outcomes = world.run()
+        outcomes = harness.run()
     assert isinstance(outcomes[POISONED], str), outcomes[POISONED]
     assert {n: o for n, o in outcomes.items() if n != POISONED} == {n: o for n, o in clean.items() if n != POISONED}
-    while not world.engine.idle:
-        world.engine.step()
-    audit_rest(world.engine.scheduler)
+    while not harness.engine.idle:
+        harness.engine.step()
+    audit_rest(harness.engine.scheduler)
 
 
-def test_nothing_is_armed_but_in_a_test():
+def test_fault_injection_is_off_outside_tests():
     assert not faults._armed
     with pytest.raises(faults.InjectedFault), armed(FaultSite.ADD, 1):
         faults.trip(FaultSite.ADD, 1)

@@ -1,4 +1,4 @@
-"""Grammars on the engine's loop: whoever follows one that takes too long ends, and nobody else."""
+"""Grammars on the engine's loop: one that takes too long ends its own sequences only."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ SLOW, OTHER = Grammar(GrammarKind.REGEX, "[a-z]+"), Grammar(GrammarKind.REGEX, "
 
 
 class Clock:
-    """The work of a thread, of which the next call that is looked at takes `next_s`."""
+    """A CPU clock by which the next measured call takes `next_s`."""
 
     def __init__(self) -> None:
         self.next_s = 0.0
@@ -43,8 +43,8 @@ class Clock:
         return self._now_s
 
 
-class Concluding:
-    """Of a scheduler, what a grammar needs."""
+class FakeScheduler:
+    """The part of the scheduler that grammars use."""
 
     def __init__(self) -> None:
         self.concluded: list[tuple[Sequence, FinishReason]] = []
@@ -53,8 +53,8 @@ class Concluding:
         self.concluded.append((sequence, reason))
 
 
-class World:
-    """Two continuations of a grammar that will be slow, and one of another."""
+class TwoGrammars:
+    """Two sequences of a grammar that will be slow, and one of another grammar."""
 
     def __init__(self) -> None:
         opened = open_model(EngineConfig())
@@ -64,61 +64,63 @@ class World:
             opened.tokenizer, opened.end_ids, opened.checkpoint.spec.vocab_size, cpu_time=self.clock
         )
         (self.letter,), (self.digit,) = opened.tokenizer.encode("a"), opened.tokenizer.encode("1")
-        self.slow, self.other = _family(0, 2), _family(1, 1)
+        self.slow, self.other = _group(0, 2), _group(1, 1)
         self.grammars.begin(self.slow, self.grammars.matchers(SLOW, 2))
         self.grammars.begin(self.other, self.grammars.matchers(OTHER, 1))
-        self.scheduler = Concluding()
+        self.scheduler = FakeScheduler()
 
     def rows_left(self) -> list[bool]:
         masks = self.grammars.masks([*self.slow.sequences, *self.other.sequences])
         return [bool(row.any()) for row in masks]
 
-    def say(self, sequence: Sequence, token: int) -> None:
+    def advance(self, sequence: Sequence, token: int) -> None:
         numbers, tokens = np.array([sequence.id], np.int64), np.array([token], np.int32)
         scheduler: Any = self.scheduler
         self.grammars.advance(StepOutput(0, numbers, tokens), scheduler)
 
 
-def _family(number: int, num_sequences: int) -> RequestGroup:
+def _group(number: int, num_sequences: int) -> RequestGroup:
     prompt = np.array([1], np.int32)
     return RequestGroup(Request(RequestId(number), prompt, 4, RowSampling(), num_sequences), 10 * number, 0.0)
 
 
 @pytest.fixture
-def world(default_model_path: object) -> World:
-    return World()
+def two_grammars(default_model_path: object) -> TwoGrammars:
+    return TwoGrammars()
 
 
-def test_a_mask_that_takes_too_long_ends_all_who_follow_its_grammar_and_nobody_else(world: World) -> None:
-    world.clock.next_s = limits.FOLLOWING_CPU_S
-    assert world.rows_left() == [True, True, True]
-    world.clock.next_s = 2 * limits.FOLLOWING_CPU_S
-    assert world.rows_left() == [False, False, True], "the second was never computed"
-    assert world.rows_left() == [False, False, True]
+def test_a_slow_mask_ends_only_the_sequences_of_its_grammar(two_grammars: TwoGrammars) -> None:
+    two_grammars.clock.next_s = limits.FOLLOWING_CPU_S
+    assert two_grammars.rows_left() == [True, True, True]
+    two_grammars.clock.next_s = 2 * limits.FOLLOWING_CPU_S
+    assert two_grammars.rows_left() == [False, False, True], "the second was never computed"
+    assert two_grammars.rows_left() == [False, False, True]
 
 
-def test_a_token_that_takes_too_long_ends_all_who_follow_its_grammar_and_nobody_else(world: World) -> None:
-    first = world.slow.sequences[0]
-    world.clock.next_s = 2 * limits.FOLLOWING_CPU_S
-    world.say(first, world.letter)
-    assert world.scheduler.concluded == [(first, FinishReason.FAILED)]
-    assert world.rows_left() == [False, False, True]
+def test_a_slow_token_ends_only_the_sequences_of_its_grammar(two_grammars: TwoGrammars) -> None:
+    first = two_grammars.slow.sequences[0]
+    two_grammars.clock.next_s = 2 * limits.FOLLOWING_CPU_S
+    two_grammars.advance(first, two_grammars.letter)
+    assert two_grammars.scheduler.concluded == [(first, FinishReason.FAILED)]
+    assert two_grammars.rows_left() == [False, False, True]
 
 
 @pytest.mark.parametrize(("taken_s", "second_goes_on"), [(limits.FAILING_CPU_S, True), (0.1, False)])
-def test_one_that_gives_up_late_takes_its_like_along(world: World, taken_s: float, second_goes_on: bool) -> None:
-    world.clock.next_s = taken_s
-    world.say(world.slow.sequences[0], world.digit)
-    assert world.rows_left() == [False, second_goes_on, True]
-
-
-def test_a_request_whose_grammar_cannot_begin_is_registered_nowhere(
-    world: World, monkeypatch: pytest.MonkeyPatch
+def test_a_late_failure_ends_all_sequences_of_its_grammar(
+    two_grammars: TwoGrammars, taken_s: float, second_goes_on: bool
 ) -> None:
-    door = RequestValidator(vocab_size=50, end_ids=(), max_length=40, max_rows=4, num_blocks=20, block_size=4)
+    two_grammars.clock.next_s = taken_s
+    two_grammars.advance(two_grammars.slow.sequences[0], two_grammars.digit)
+    assert two_grammars.rows_left() == [False, second_goes_on, True]
+
+
+def test_a_request_whose_grammar_cannot_start_is_not_registered(
+    two_grammars: TwoGrammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    validator = RequestValidator(vocab_size=50, end_ids=(), max_length=40, max_rows=4, num_blocks=20, block_size=4)
     scheduler = Scheduler(KVManager(20, 4, 4), max_rows=4, max_step_tokens=8)
-    grammars = GrammarMasks(*world.grammars._vocabulary)
-    engine = Engine(scheduler, ToyRunner(50), door, depth=1, seed=0, clock=lambda: 0.0, grammars=grammars)
+    grammars = GrammarMasks(*two_grammars.grammars._vocabulary)
+    engine = Engine(scheduler, ToyRunner(50), validator, depth=1, seed=0, clock=lambda: 0.0, grammars=grammars)
     first = engine.submit(AddRequest(0, [1, 2], SamplingParams(max_tokens=4)))
     matcher, made = CompiledGrammar.matcher, []
 
@@ -136,8 +138,8 @@ def test_a_request_whose_grammar_cannot_begin_is_registered_nowhere(
     assert grammars.num_sequences == 0
     assert [group.request.id for group in scheduler.groups()] == [RequestId(0)]
     assert engine.number_of(first.first_sequence + 1) is None
-    heard = [progress for _ in range(20) if (progress := engine.step()) is not None]
-    assert [over.number for progress in heard for over in progress.finished] == [0]
+    outputs = [progress for _ in range(20) if (progress := engine.step()) is not None]
+    assert [over.number for progress in outputs for over in progress.finished] == [0]
     audit_rest(scheduler)
-    assert engine.submit(order).first_sequence == first.first_sequence + 1, "no number was used up"
+    assert engine.submit(order).first_sequence == first.first_sequence + 1, "no sequence id was consumed"
     assert grammars.num_sequences == 2

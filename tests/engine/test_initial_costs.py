@@ -1,4 +1,4 @@
-"""What steps cost before any was measured: from two timed ones where steps are recorded, and what is aimed at then."""
+"""Initial step costs, from two timed steps if CUDA graphs are captured, and the default ITL target from them."""
 
 import pytest
 
@@ -19,22 +19,22 @@ def table(pace: StepTimes | None) -> CostTable:
     )
 
 
-def test_a_timed_engine_predicts_what_was_timed() -> None:
+def test_initial_costs_predict_the_measured_steps() -> None:
     costs = table(StepTimes(decode_s=0.0045, token_s=2.2e-5))
     assert costs.predict_s(StepShape(num_rows=1)) == pytest.approx(0.0045)
     assert costs.predict_s(StepShape(num_chunk_tokens=2048)) == pytest.approx(2048 * 2.2e-5)
     longer = costs.predict_s(StepShape(num_rows=64, num_context=64 * 1024)) - costs.predict_s(StepShape(num_rows=64))
     assert longer == pytest.approx(64 * 1024 * 2**17 / (16e9 / 0.0045)), "keys are read as fast as weights"
-    assert table(None).predict_s(StepShape(num_rows=1)) > 0.0045, "the stated rates are those of an older card"
+    assert table(None).predict_s(StepShape(num_rows=1)) > 0.0045, "the default rates are those of an older GPU"
 
 
 @pytest.mark.parametrize(("decode_s", "aim_s"), [(0.0045, 0.0126), (0.0013, 0.01), (0.1, 0.28)])
-def test_what_is_aimed_at_where_the_user_says_nothing(decode_s: float, aim_s: float) -> None:
+def test_default_itl_target(decode_s: float, aim_s: float) -> None:
     assert usual_target_s(decode_s) == pytest.approx(aim_s)
     resolved = resolve(EngineConfig(), SPEC, PER_TOKEN, GPU)
     usual = make_scheduler(EngineConfig(), resolved, table(None), aim_s)
-    said = make_scheduler(EngineConfig(itl_target_ms=40), resolved, table(None), aim_s)
+    explicit = make_scheduler(EngineConfig(itl_target_ms=40), resolved, table(None), aim_s)
     plain = make_scheduler(EngineConfig(), resolved, table(None))
-    assert (usual.policy.itl_target_s, said.policy.itl_target_s, plain.policy.itl_target_s) == (aim_s, 0.04, None)
+    assert (usual.policy.itl_target_s, explicit.policy.itl_target_s, plain.policy.itl_target_s) == (aim_s, 0.04, None)
     assert usual.policy.itl_stretch > 1 and usual.policy.itl_per_decode > 1
-    assert (said.policy.itl_stretch, said.policy.itl_per_decode) == (1.0, 0.0), "what somebody names is kept"
+    assert (explicit.policy.itl_stretch, explicit.policy.itl_per_decode) == (1.0, 0.0), "an explicit target is kept"

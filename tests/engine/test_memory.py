@@ -1,4 +1,4 @@
-"""The ledger of a device's memory adds up, and a step without memory costs the largest request alone."""
+"""The memory ledger adds up, and a step that runs out of memory fails only the largest request."""
 
 import pytest
 import torch
@@ -31,12 +31,12 @@ def test_the_ledger_adds_up(weights: int, kv: int, recorded: int, other: int, wo
     assert ledger.other == other and ledger.workspace == min(workspace, free)
 
 
-def test_what_is_nothing_is_not_told() -> None:
+def test_zero_entries_are_not_reported() -> None:
     assert MemoryLedger(weights=3 << 30, kv=1 << 29).describe() == "weights 3.00 GiB · kv 0.50 GiB"
 
 
-class Small(OracleModel):
-    """A model on a device that has no room for steps of more tokens than so many."""
+class SmallMemoryModel(OracleModel):
+    """Runs out of memory in steps of more than `max_tokens` tokens."""
 
     max_tokens = 12
 
@@ -47,15 +47,15 @@ class Small(OracleModel):
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_a_step_without_memory_fails_the_largest_and_nobody_else(depth: int) -> None:
-    model = Small(VOCAB)
+def test_out_of_memory_fails_only_the_largest_request(depth: int) -> None:
+    model = SmallMemoryModel(VOCAB)
     stores = new_store(model.kv_geometry, BLOCKS, BLOCK, torch.device("cpu"))
     runner = ModelRunner(model, stores, max_rows=ROWS, max_length=64)
-    door = RequestValidator(VOCAB, (), 64, ROWS, BLOCKS, BLOCK)
+    validator = RequestValidator(VOCAB, (), 64, ROWS, BLOCKS, BLOCK)
     scheduler = Scheduler(KVManager(BLOCKS, BLOCK, ROWS), max_rows=ROWS, max_step_tokens=64)
     parts: list[str] = []
 
-    class Noted:
+    class Span:
         def __init__(self, name: str) -> None:
             self.name = name
 
@@ -65,14 +65,14 @@ def test_a_step_without_memory_fails_the_largest_and_nobody_else(depth: int) -> 
         def __exit__(self, *error: object) -> None:
             parts.append(f"/{self.name}")
 
-    engine = Engine(scheduler, runner, door, depth=depth, seed=0, clock=lambda: 0.0, span=Noted)
-    front = LocalClient(engine, None)
+    engine = Engine(scheduler, runner, validator, depth=depth, seed=0, clock=lambda: 0.0, span=Span)
+    client = LocalClient(engine, None)
     params = SamplingParams(temperature=0, max_tokens=5)
-    small, large = front.submit([3, 1, 4], params), front.submit(list(range(40)), params)
+    small, large = client.submit([3, 1, 4], params), client.submit(list(range(40)), params)
     for _ in range(60):
-        front.step()
+        client.step()
     assert large.output().outputs[0].finish_reason == FinishReason.OUT_OF_MEMORY.value
-    answer = small.output().outputs[0]
-    assert (len(answer.token_ids), answer.finish_reason) == (5, "length")
+    sequence = small.output().outputs[0]
+    assert (len(sequence.token_ids), sequence.finish_reason) == (5, "length")
     assert {"plan", "launch", "wait", "absorb"} <= set(parts)
-    assert parts.count("absorb") == parts.count("/absorb") > 3, "what is marked also ends"
+    assert parts.count("absorb") == parts.count("/absorb") > 3, "every span is closed"

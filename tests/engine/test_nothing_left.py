@@ -1,4 +1,4 @@
-"""Who ended without a token by his request's own doing, by hand."""
+"""Whether a request's own constraints leave no token to sample, by hand."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ def mask_of(*tokens: int) -> IntArray:
 
 
 @pytest.mark.parametrize(
-    ("sampling", "mask", "cornered"),
+    ("sampling", "mask", "nothing_left"),
     [
         (RowSampling(), None, False),
         (RowSampling(), mask_of(33), False),
@@ -35,8 +35,8 @@ def mask_of(*tokens: int) -> IntArray:
         (RowSampling(bad_words=((4, 5), (6,)), allowed_ids=(5, 6)), None, True),
     ],
 )
-def test_what_is_left(sampling: RowSampling, mask: IntArray | None, cornered: bool) -> None:
+def test_is_nothing_left(sampling: RowSampling, mask: IntArray | None, nothing_left: bool) -> None:
     request = Request(RequestId(0), np.array([1, 2], dtype=np.int32), 8, sampling)
     (sequence,) = RequestGroup(request, 0, 0.0).sequences
     sequence.tokens = np.array([1, 2, 3, 4], dtype=np.int32)
-    assert is_nothing_left(sequence, mask, VOCAB) is cornered
+    assert is_nothing_left(sequence, mask, VOCAB) is nothing_left

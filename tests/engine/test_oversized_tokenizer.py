@@ -15,7 +15,7 @@ def narrow(tmp_path_factory) -> LLM:
     return LLM(str(write_model(tmp_path_factory.mktemp("narrow"), tiny_llama(WIDTH), VOCAB)), dtype="float32")
 
 
-def test_text_that_spells_a_token_without_a_logit_is_refused(narrow):
+def test_text_with_a_token_without_a_logit_is_refused(narrow):
     greedy = SamplingParams(temperature=0.0, max_tokens=4)
     assert narrow.generate("plain", greedy)[0].finished
     with pytest.raises(InvalidPrompt, match=f"0 to {WIDTH - 1}"):
@@ -32,8 +32,8 @@ def test_parameters_with_such_tokens_are_refused(narrow):
     audit_rest(narrow.built.engine.scheduler)
 
 
-def test_logits_without_a_token_are_silent(tmp_path):
-    """Models pad their logits; such an id may be asked for and emitted, and stands for no text."""
+def test_logits_without_a_token_give_no_text(tmp_path):
+    """Models pad their logits; such an id may be requested and sampled, and gives no text."""
     wide = LLM(str(write_model(tmp_path, tiny_llama(VOCAB + 16), VOCAB)), dtype="float32")
     padding = VOCAB + 3
     params = SamplingParams(temperature=0.0, max_tokens=3, allowed_token_ids=[padding], logprobs=1)

@@ -1,4 +1,4 @@
-"""Kernels compiled ahead of the first step: begun early, waited for, and told of; weights are loaded beside them."""
+"""Kernels compiled before the first step: started early, awaited and reported; weights are loaded in parallel."""
 
 import sys
 from collections.abc import Iterator
@@ -25,8 +25,8 @@ from tests import children
 from tests.bench.conftest import TINY
 
 
-class Diary:
-    """Compiles nothing, and has a list of what was done when."""
+class FakeCompiler:
+    """Compiles nothing; records the order of events."""
 
     def __init__(self) -> None:
         self.order: list[str] = []
@@ -51,88 +51,91 @@ class Diary:
         return CompiledKernels(3, 2, f"{num_at_once} processes", ("no C compiler",))
 
     def note(self, phase: StartupPhase) -> None:
-        self.order.append(f"told of {phase.name}")
+        self.order.append(f"reported {phase.name}")
 
     @property
     def ahead(self) -> Precompiling:
         return Precompiling(self.first, self.launched)
 
 
-def test_the_first_kernel_comes_before_the_others_and_all_are_told() -> None:
-    diary, phases = Diary(), list[StartupPhase]()
-    diary.first_may_end.clear()
-    ahead = Precompilation(diary.ahead)
-    diary.order.append("made ready")
-    diary.first_may_end.set()
-    with ahead.compiling(lambda: diary.order.append("played"), 16, StartupReporter(finished=phases.append)):
-        diary.order.append("loaded")
-    assert diary.order == ["made ready", "first", "played", "begun", "loaded", "finished", "over"]
+def test_the_first_kernel_precedes_the_others_and_all_are_reported() -> None:
+    compiler, phases = FakeCompiler(), list[StartupPhase]()
+    compiler.first_may_end.clear()
+    ahead = Precompilation(compiler.ahead)
+    compiler.order.append("made ready")
+    compiler.first_may_end.set()
+    with ahead.compiling(lambda: compiler.order.append("played"), 16, StartupReporter(finished=phases.append)):
+        compiler.order.append("loaded")
+    assert compiler.order == ["made ready", "first", "played", "begun", "loaded", "finished", "over"]
     assert [phase.name for phase in phases] == ["rehearsal", "kernels"]
     assert phases[1].detail == "2 compiled in 16 processes, 1 found compiled, 1 left for later: no C compiler"
 
 
-def test_what_was_found_is_not_said_to_be_compiled() -> None:
+def test_cached_kernels_are_not_reported_as_compiled() -> None:
     assert CompiledKernels(3, 3, "2 processes", ()).describe() == "3 compiled in 2 processes"
     assert CompiledKernels(3, 0, "2 threads", ()).describe() == "3 found compiled"
     assert (
-        CompiledKernels(2, 3, "2 processes", ("no room",)).describe()
-        == "3 compiled in 2 processes, 1 left for later: no room"
+        CompiledKernels(2, 3, "2 processes", ("no unfilled",)).describe()
+        == "3 compiled in 2 processes, 1 left for later: no unfilled"
     )
 
 
-def started(monkeypatch: pytest.MonkeyPatch, diary: Diary | None, watch: StartupReporter) -> build.BuiltEngine:
-    """A model with norms of heads, by kernels that pack nothing; compiled ahead if there is a diary."""
-    monkeypatch.setattr(build, "precompiling_for", lambda device: None if diary is None else diary.ahead)
+def started(
+    monkeypatch: pytest.MonkeyPatch, compiler: FakeCompiler | None, watch: StartupReporter
+) -> build.BuiltEngine:
+    """A model with QK norm, with kernels that pack nothing; precompiled if there is a compiler."""
+    monkeypatch.setattr(build, "precompiling_for", lambda device: None if compiler is None else compiler.ahead)
     monkeypatch.setitem(SHAPES, "normed", replace(TINY, qk_norm=True))
     monkeypatch.setattr(build, "select_kernels", lambda *_: KernelChoice(ReferenceKernels(), "for a test"))
     settings = {"load_format": "dummy", "device": "cpu", "dtype": "float32", "kv_cache_memory": 1 << 20}
     return build.build(EngineConfig("normed", **settings), watch)
 
 
-def poisoned_room(*given: object) -> UnfilledWeights:
-    """Whoever keeps anything of weights that have no values yet keeps this."""
-    room = dummy_weights(*given)  # type: ignore[arg-type]
-    for layer in room.weights.layers:
+def nan_weights(*given: object) -> UnfilledWeights:
+    """Unfilled weights full of NaN, which code that reads them too early would keep."""
+    unfilled = dummy_weights(*given)  # type: ignore[arg-type]
+    for layer in unfilled.weights.layers:
         for name in layer.__slots__:
             if (tensor := getattr(layer, name)) is not None:
                 tensor.fill_(torch.nan)
-    return room
+    return unfilled
 
 
 def tokens(built: build.BuiltEngine) -> tuple[int, ...]:
-    asked = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    [answer] = LLM.over(built).generate([[1, 2, 3]], asked, progress=False)
-    return tuple(answer.outputs[0].token_ids)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    [output] = LLM.over(built).generate([[1, 2, 3]], params, progress=False)
+    return tuple(output.outputs[0].token_ids)
 
 
 def test_weights_are_loaded_while_kernels_are_compiled_and_the_model_is_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(build, "dummy_weights", poisoned_room)
-    diary = Diary()
-    one = tokens(started(monkeypatch, diary, StartupReporter(finished=diary.note)))
-    diary.order.remove("first")  # at any time before
-    told = ["begun", "told of rehearsal", "told of weights", "finished", "told of kernels", "over", "told of warm-up"]
-    assert diary.order[diary.order.index("told of kv cache") + 1 :][: len(told)] == told
-    plain = Diary()
+    monkeypatch.setattr(build, "dummy_weights", nan_weights)
+    compiler = FakeCompiler()
+    one = tokens(started(monkeypatch, compiler, StartupReporter(finished=compiler.note)))
+    compiler.order.remove("first")  # at any time before
+    events = ["begun", "reported rehearsal", "reported weights", "finished"]
+    events += ["reported kernels", "over", "reported warm-up"]
+    assert compiler.order[compiler.order.index("reported kv cache") + 1 :][: len(events)] == events
+    plain = FakeCompiler()
     assert tokens(started(monkeypatch, None, StartupReporter(finished=plain.note))) == one
-    assert plain.order[1:4] == ["told of kernels", "told of weights", "told of kv cache"]
+    assert plain.order[1:4] == ["reported kernels", "reported weights", "reported kv cache"]
 
 
-def test_a_file_that_cannot_be_read_ends_the_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
-    diary = Diary()
+def test_an_unreadable_file_stops_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = FakeCompiler()
 
     def broken() -> None:
         raise BrokenModelFile("it changed while it was read.")
 
     monkeypatch.setattr(build, "dummy_weights", lambda *given: dummy_weights(*given)._replace(fill=broken))
     with pytest.raises(BrokenModelFile):
-        started(monkeypatch, diary, StartupReporter(finished=diary.note))
-    assert diary.order[-3:] == ["begun", "told of rehearsal", "over"], "and nobody waits for kernels"
+        started(monkeypatch, compiler, StartupReporter(finished=compiler.note))
+    assert compiler.order[-3:] == ["begun", "reported rehearsal", "over"], "without waiting for kernels"
 
 
-def test_whoever_refuses_a_model_and_leaves_waits_for_the_first_kernel() -> None:
-    """A thread that ends with its process is torn out of whatever code it is in: the compiler's calls that a crash."""
+def test_exit_after_a_refused_model_waits_for_the_first_kernel() -> None:
+    """A daemon thread is killed at process exit wherever it is: in the compiler that is a crash."""
     refusing = """
 import sys
 from threading import Event

@@ -1,4 +1,4 @@
-"""Whatever is wrong with a request is said at the door: one sentence, with the numbers and the parameter."""
+"""Invalid requests are rejected with one sentence, the numbers and the parameter."""
 
 import re
 
@@ -17,20 +17,20 @@ from quire.sched.reservation import most_blocks
 from tests.engine.junk import junk
 
 VOCAB = 100
-DOOR = RequestValidator(vocab_size=VOCAB, end_ids=(2,), max_length=64, max_rows=8, num_blocks=10, block_size=4)
-ROOMY = RequestValidator(vocab_size=VOCAB, end_ids=(2,), max_length=64, max_rows=8, num_blocks=100, block_size=4)
+VALIDATOR = RequestValidator(vocab_size=VOCAB, end_ids=(2,), max_length=64, max_rows=8, num_blocks=10, block_size=4)
+LARGE = RequestValidator(vocab_size=VOCAB, end_ids=(2,), max_length=64, max_rows=8, num_blocks=100, block_size=4)
 
 
-def admit(prompt: object, door: RequestValidator = DOOR, **params: object) -> Request:
+def admit(prompt: object, validator: RequestValidator = VALIDATOR, **params: object) -> Request:
     settings = {"max_tokens": 4} | params
-    return door.admit(AddRequest(0, prompt, SamplingParams(**settings)), fresh_seed=9)  # type: ignore[arg-type]
+    return validator.admit(AddRequest(0, prompt, SamplingParams(**settings)), fresh_seed=9)  # type: ignore[arg-type]
 
 
 def refusal(
-    kind: type[QuireError], prompt: object = (5, 6), door: RequestValidator = DOOR, **params: object
+    kind: type[QuireError], prompt: object = (5, 6), validator: RequestValidator = VALIDATOR, **params: object
 ) -> QuireError:
     with pytest.raises(kind) as caught:
-        admit(prompt, door, **params)
+        admit(prompt, validator, **params)
     assert kind is QuireError or type(caught.value) is kind
     assert caught.value.message.endswith(".") and "\n" not in caught.value.message
     assert len(caught.value.message) < 400
@@ -41,7 +41,7 @@ def numbers(error: QuireError) -> set[int]:
     return {int(number) for number in re.findall(r"-?\d+", error.message)}
 
 
-def test_a_good_request_gets_in_as_it_is():
+def test_a_valid_request_is_admitted_unchanged():
     request = admit([5, 99, 0], n=2, seed=4, stop_token_ids=[7])
     assert request.prompt.tolist() == [5, 99, 0] and request.prompt.dtype == np.int32
     assert (request.max_tokens, request.num_sequences, request.max_length) == (4, 2, 7)
@@ -65,45 +65,45 @@ def test_a_token_the_model_does_not_have(token):
     "token",
     [True, False, 1.0, float("nan"), "5", None, [5], b"5", {}, np.float32(1), pytest.param(10**5000, id="huge")],
 )
-def test_what_is_no_token_at_all(token):
+def test_non_token_values(token):
     assert refusal(InvalidPrompt, [5, token]).param == "prompt"
 
 
 def test_a_prompt_longer_than_the_context():
     for length in (64, 65, 1000):
-        assert {64, length} <= numbers(refusal(ContextLengthExceeded, [5] * length, ROOMY))
-    assert admit([5] * 63, ROOMY, max_tokens=1).max_length == 64
+        assert {64, length} <= numbers(refusal(ContextLengthExceeded, [5] * length, LARGE))
+    assert admit([5] * 63, LARGE, max_tokens=1).max_length == 64
 
 
 def test_a_prompt_that_is_too_long_by_itself_is_refused_with_the_length_that_was_asked_for():
-    error = refusal(ContextLengthExceeded, [5] * 70, ROOMY, max_tokens=50)
+    error = refusal(ContextLengthExceeded, [5] * 70, LARGE, max_tokens=50)
     assert "you requested 120 tokens (70 in the messages, 50 in the completion)" in error.message
-    error = refusal(ContextLengthExceeded, [5] * 70, ROOMY, max_tokens=None)
+    error = refusal(ContextLengthExceeded, [5] * 70, LARGE, max_tokens=None)
     assert "you requested 71 tokens (70 in the messages, 1 in the completion)" in error.message
 
 
 @pytest.mark.parametrize("wanted", ["pooled", "without_tokens"])
 @pytest.mark.parametrize("max_tokens", [1, 9, None])
 def test_a_prompt_that_nothing_follows_may_fill_the_context(wanted, max_tokens):
-    def alone(length: int, door: RequestValidator = ROOMY) -> Request:
-        return door.admit(AddRequest(0, [5] * length, SamplingParams(max_tokens=max_tokens), **{wanted: True}), 0)
+    def alone(length: int, validator: RequestValidator = LARGE) -> Request:
+        return validator.admit(AddRequest(0, [5] * length, SamplingParams(max_tokens=max_tokens), **{wanted: True}), 0)
 
     request = alone(64)
     assert (len(request.prompt), request.max_tokens) == (64, 1)
-    assert most_blocks(request, ROOMY.block_size) == 64 // ROOMY.block_size, "the token has no place"
+    assert most_blocks(request, LARGE.block_size) == 64 // LARGE.block_size, "the last token needs no slot"
     with pytest.raises(ContextLengthExceeded, match="65 in the messages, 0 in the completion"):
         alone(65)
     with pytest.raises(NeverFits, match="needs 16 KV blocks"):
-        alone(64, DOOR)
+        alone(64, VALIDATOR)
 
 
 def test_a_completion_longer_than_the_context():
-    assert {64, 60, 5, 65} <= numbers(refusal(ContextLengthExceeded, [5] * 60, ROOMY, max_tokens=5))
-    assert admit([5] * 60, ROOMY, max_tokens=4).max_length == 64
-    refusal(ContextLengthExceeded, [5], ROOMY, max_tokens=2**31 - 1)
+    assert {64, 60, 5, 65} <= numbers(refusal(ContextLengthExceeded, [5] * 60, LARGE, max_tokens=5))
+    assert admit([5] * 60, LARGE, max_tokens=4).max_length == 64
+    refusal(ContextLengthExceeded, [5], LARGE, max_tokens=2**31 - 1)
 
 
-def test_what_would_not_fit_an_empty_cache():
+def test_a_request_larger_than_the_kv_cache():
     """Ten blocks of four hold 40 positions; the last token is never computed."""
     assert admit([5] * 31, max_tokens=10).max_length == 41
     error = refusal(NeverFits, [5] * 31, max_tokens=11)
@@ -111,9 +111,9 @@ def test_what_would_not_fit_an_empty_cache():
     assert "--kv-cache-memory" in error.message
 
 
-def test_left_out_max_tokens_are_what_fits():
+def test_default_max_tokens_are_the_rest_of_the_context():
     assert admit([5] * 31, max_tokens=None).max_length == 41
-    assert admit([5] * 31, ROOMY, max_tokens=None).max_length == 64
+    assert admit([5] * 31, LARGE, max_tokens=None).max_length == 64
     refusal(NeverFits, [5] * 50, max_tokens=None)
     error = refusal(InvalidParameter, [5] * 31, max_tokens=None, min_tokens=11)
     assert error.param == "min_tokens" and {11, 10} <= numbers(error)
@@ -136,8 +136,8 @@ def test_allowed_ids_are_no_more_than_the_vocabulary_and_each_counts_once():
 
 def test_more_logprobs_than_tokens():
     small = RequestValidator(vocab_size=10, end_ids=(), max_length=64, max_rows=8, num_blocks=10, block_size=4)
-    assert numbers(refusal(InvalidParameter, door=small, logprobs=11)) == {11, 10}
-    assert refusal(InvalidParameter, door=small, prompt_logprobs=11).param == "prompt_logprobs"
+    assert numbers(refusal(InvalidParameter, validator=small, logprobs=11)) == {11, 10}
+    assert refusal(InvalidParameter, validator=small, prompt_logprobs=11).param == "prompt_logprobs"
 
 
 def test_many_continuations_have_a_cap():
@@ -153,12 +153,12 @@ def test_many_continuations_have_a_cap():
     ],
 )
 def test_more_continuations_than_the_engine_has_rows(said, name):
-    error = refusal(InvalidParameter, door=ROOMY, **said)
+    error = refusal(InvalidParameter, validator=LARGE, **said)
     assert error.param == name and {9, 8} <= numbers(error)
     assert "--max-num-seqs 9" in error.message
 
 
-def test_a_family_fits_as_a_whole_or_not_at_all():
+def test_a_request_group_fits_as_a_whole_or_not_at_all():
     """Ten blocks of four: the 9-token prompt fills two, which are shared; each of three tails may have two more."""
     assert admit([5] * 9, n=3, max_tokens=8).max_length == 17
     error = refusal(NeverFits, [5] * 9, n=3, max_tokens=9)
@@ -172,16 +172,16 @@ def test_a_family_fits_as_a_whole_or_not_at_all():
     num_prompt=st.integers(1, 60), count=st.integers(1, 8), num_blocks=st.integers(1, 40), block_size=st.integers(1, 9)
 )
 def test_a_length_left_out_is_the_longest_that_fits(num_prompt, count, num_blocks, block_size):
-    door = RequestValidator(
+    validator = RequestValidator(
         vocab_size=VOCAB, end_ids=(), max_length=64, max_rows=8, num_blocks=num_blocks, block_size=block_size
     )
     try:
-        request = admit([5] * num_prompt, door, n=count, max_tokens=None)
+        request = admit([5] * num_prompt, validator, n=count, max_tokens=None)
     except NeverFits:
-        refusal(NeverFits, [5] * num_prompt, door, n=count, max_tokens=1)
+        refusal(NeverFits, [5] * num_prompt, validator, n=count, max_tokens=1)
         return
     assert most_blocks(request, block_size) <= num_blocks
-    refusal(QuireError, [5] * num_prompt, door, n=count, max_tokens=request.max_tokens + 1)
+    refusal(QuireError, [5] * num_prompt, validator, n=count, max_tokens=request.max_tokens + 1)
 
 
 def test_beams_get_candidates_for_every_end():
@@ -195,23 +195,23 @@ def test_beams_get_candidates_for_every_end():
     assert admit([5, 6], n=3).sampling.num_candidates == 0
 
 
-def test_what_best_of_compares_is_asked_for_and_nothing_else():
+def test_best_of_requests_the_logprobs_it_compares():
     assert admit([5], n=2, best_of=3, temperature=1).sampling.num_logprobs == 0
     assert admit([5], n=2, best_of=3, temperature=1, logprobs=4).sampling.num_logprobs == 4
     assert admit([5], n=3, best_of=3).sampling.num_logprobs is None
     assert admit([5], use_beam_search=True, beam_width=2).sampling.num_logprobs is None
 
 
-def test_terms_reach_the_request():
-    terms = RequestOptions(priority=-3, tenant="t", cache_salt="s", timeout_s=2.5)
-    request = ROOMY.admit(AddRequest(0, [5], SamplingParams(), options=terms), 0, now_s=10.0)
+def test_options_reach_the_request():
+    options = RequestOptions(priority=-3, tenant="t", cache_salt="s", timeout_s=2.5)
+    request = LARGE.admit(AddRequest(0, [5], SamplingParams(), options=options), 0, now_s=10.0)
     assert (request.priority, request.tenant, request.deadline_s) == (-3, "t", 12.5)
-    assert request.partition == terms.partition
+    assert request.partition == options.partition
 
 
 def test_a_bad_word_of_too_many_tokens():
     with pytest.raises(InvalidParameter, match="33 tokens"):
-        DOOR.admit(AddRequest(0, [5], SamplingParams(max_tokens=2), (tuple(range(33)),)), fresh_seed=0)
+        VALIDATOR.admit(AddRequest(0, [5], SamplingParams(max_tokens=2), (tuple(range(33)),)), fresh_seed=0)
 
 
 @given(prompt=st.lists(junk, max_size=70))
@@ -229,7 +229,7 @@ def test_any_prompt_is_admitted_or_refused(prompt):
 def test_any_parameters_are_admitted_or_refused(values):
     try:
         params = SamplingParams(**values)
-        request = ROOMY.admit(AddRequest(0, [5], params), fresh_seed=0)
+        request = LARGE.admit(AddRequest(0, [5], params), fresh_seed=0)
     except QuireError as error:
         assert error.message and len(error.message) < 400
     else:

@@ -1,4 +1,4 @@
-"""Every field of `SamplingParams` refuses what it cannot mean, and says which field it was."""
+"""Every field of `SamplingParams` rejects invalid values, and the error names the field."""
 
 import dataclasses
 
@@ -144,7 +144,7 @@ def test_early_stopping(value):
 
 
 @pytest.mark.parametrize(
-    ("said", "param", "words"),
+    ("values", "param", "words"),
     [
         ({"n": 3, "best_of": 2}, "best_of", "from 3 to"),
         ({"n": 1, "best_of": 2, "temperature": 0}, "best_of", "all continuations are the same"),
@@ -164,16 +164,16 @@ def test_early_stopping(value):
         ({"use_beam_search": True, "logprobs": 0}, "logprobs", "beam search"),
     ],
 )
-def test_what_makes_no_sense_together(said, param, words):
+def test_invalid_combinations(values, param, words):
     with pytest.raises(InvalidParameter) as caught:
-        SamplingParams(**said)
+        SamplingParams(**values)
     assert caught.value.param == param
     assert words in caught.value.message and caught.value.message.endswith(".")
 
 
 def test_how_many_are_computed_and_returned():
-    def counts(**said: object) -> tuple[int, int, bool]:
-        params = SamplingParams(**said)
+    def counts(**values: object) -> tuple[int, int, bool]:
+        params = SamplingParams(**values)
         return params.num_sequences, params.n, params.chooses
 
     assert counts() == (1, 1, False)
@@ -195,7 +195,7 @@ def test_the_edges_are_inside():
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(SamplingParams)])
 @given(value=junk)
-def test_any_junk_is_taken_or_refused(name, value):
+def test_any_value_is_accepted_or_refused(name, value):
     try:
         params = SamplingParams(**{name: value})
     except InvalidParameter as error:
@@ -221,7 +221,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
         logit_bias={7: 1.5},
     )  # fmt: skip
     kinds = {type(getattr(params, name)) for name in ("n", "max_tokens", "seed", "temperature", "top_p", "ignore_eos")}
-    assert kinds == {int, float, bool}, "what is told on to other processes is Python's own"
+    assert kinds == {int, float, bool}, "values sent to other processes have Python's types"
     with pytest.raises(InvalidParameter, match="max_tokens must be a whole number"):
         SamplingParams(max_tokens=np.float64(9.0))
     assert type(RequestOptions(priority=np.int64(-1)).priority) is int

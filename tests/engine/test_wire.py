@@ -1,4 +1,4 @@
-"""A message is the same on both ends of the wire; other bytes are named and dropped, and run nothing."""
+"""Messages survive encoding and decoding; other bytes are logged and dropped, and execute nothing."""
 
 import pickle
 from dataclasses import fields, is_dataclass, replace

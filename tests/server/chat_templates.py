@@ -36,7 +36,7 @@ QWEN_3 = """
 {%- endif %}
 """
 
-# The prompt ends inside a thought, as DeepSeek-R1's does.
+# The prompt ends inside reasoning, as DeepSeek-R1's does.
 ALWAYS_THINKING = """
 {%- for message in messages %}
     {%- set content = message.content.split('</think>')[-1] %}

@@ -43,7 +43,7 @@ class Script:
         self.calls: list[RequestStream] = []
         self.num_left = 0
         self.attached, self.draining, self.heartbeat_s = True, False, math.inf
-        self.facts = EngineInfo("script", 1024, 49152, 64, 64, 16, "script", "none", MemoryLedger(), 1, 0)
+        self.info = EngineInfo("script", 1024, 49152, 64, 64, 16, "script", "none", MemoryLedger(), 1, 0)
         self.stats = None
 
     def submit(

@@ -21,7 +21,7 @@ from quire.engine.outputs import Delta, RequestOutput
 from quire.engine.stats import EngineInfo, MemoryLedger
 from quire.server.async_engine import WOKEN_AT_ONCE, AsyncEngine, RequestStream
 
-FACTS = EngineInfo("m", 64, 100, 64, 64, 16, "cpu", "float32", MemoryLedger(), 0, os.getpid())
+INFO = EngineInfo("m", 64, 100, 64, 64, 16, "cpu", "float32", MemoryLedger(), 0, os.getpid())
 PARAMS = SamplingParams(temperature=0.0, max_tokens=64)
 CALLERS = 3 * WOKEN_AT_ONCE
 
@@ -39,7 +39,7 @@ def opened(child: EngineProcess, num_calls: int) -> tuple[AsyncEngine, list[Requ
     """On a running loop; sequences are numbered like their requests."""
     engine = AsyncEngine(None, time.monotonic)
     engine.listen()
-    engine.attach(child, FACTS)
+    engine.attach(child, INFO)
     calls = [engine.submit([1, 2], PARAMS, streaming=True) for _ in range(num_calls)]
     for number in range(num_calls):
         engine.receive(Accepted(number, number, 0))

@@ -29,7 +29,7 @@ def test_counts_of_the_last_heartbeat_are_kept_without_a_scrape() -> None:
     gauges = EngineGauges(lambda: engine.stats)
     engine.count(10)
     assert gauges.total("prompt_tokens") == 10
-    engine.count(700)  # after the last who asked
+    engine.count(700)  # after the last scrape
     gauges.note_loss()
     engine.stats = None
     assert gauges.total("prompt_tokens") == 700

@@ -44,7 +44,7 @@ def opened(default_model_path: Path) -> OpenedModel:
     return open_model(EngineConfig())
 
 
-class World:
+class EngineHarness:
     """An engine client with an engine process."""
 
     def __init__(self, opened: OpenedModel, script: Path, config: EngineConfig) -> None:
@@ -76,10 +76,12 @@ async def output(call: RequestStream) -> RequestOutput:
 
 
 @asynccontextmanager
-async def world(opened: OpenedModel, folder: Path, lines: str = LINES, **config: object) -> AsyncIterator[World]:
+async def harness(
+    opened: OpenedModel, folder: Path, lines: str = LINES, **config: object
+) -> AsyncIterator[EngineHarness]:
     script = folder / "script.jsonl"
     script.write_text(lines)
-    made = World(opened, script, EngineConfig(**config))  # type: ignore[arg-type]
+    made = EngineHarness(opened, script, EngineConfig(**config))  # type: ignore[arg-type]
     await made.supervisor.first_start()
     watching = asyncio.create_task(made.supervisor.watch())
     try:
@@ -99,7 +101,7 @@ def run(body: Awaitable[None]) -> None:
 
 def test_streamed_and_whole_outputs_are_the_script(opened, tmp_path):
     async def body() -> None:
-        async with world(opened, tmp_path) as w:
+        async with harness(opened, tmp_path) as w:
             assert (await w.response("hi")).outputs[0].text == "Hello there."
             whole = await w.response("a secret", streaming=False)
             assert whole.outputs[0].text == "Nobody knows. 🙂 日本語" and whole.outputs[0].finish_reason == "stop"
@@ -114,9 +116,9 @@ def test_streamed_and_whole_outputs_are_the_script(opened, tmp_path):
     run(body())
 
 
-def test_stop_strings_lengths_siblings_beams_and_scores_cross_the_wire(opened, tmp_path):
+def test_stop_strings_lengths_siblings_beams_and_logprobs_cross_the_wire(opened, tmp_path):
     async def body() -> None:
-        async with world(opened, tmp_path) as w:
+        async with harness(opened, tmp_path) as w:
             stopped = (await w.response("hi", SamplingParams(temperature=0.0, max_tokens=40, stop=["ther"]))).outputs[0]
             assert (stopped.text, stopped.finish_reason, stopped.stop_reason) == ("Hello ", "stop", "ther")
             short = (await w.response("hi", SamplingParams(temperature=0.0, max_tokens=2))).outputs[0]
@@ -135,7 +137,7 @@ def test_stop_strings_lengths_siblings_beams_and_scores_cross_the_wire(opened, t
 
 def test_an_error_reaches_only_its_own_request(opened, tmp_path):
     async def body() -> None:
-        async with world(opened, tmp_path) as w:
+        async with harness(opened, tmp_path) as w:
             good = w.submit("hi")
             with pytest.raises(NumericalError):
                 await w.response("boom")
@@ -153,7 +155,7 @@ def test_an_error_reaches_only_its_own_request(opened, tmp_path):
 
 def test_a_slow_reader_gets_merged_deltas(opened, tmp_path):
     async def body() -> None:
-        async with world(opened, tmp_path) as w:
+        async with harness(opened, tmp_path) as w:
             call = w.submit("a secret")
             await w.until(lambda: not w.engine.num_requests)
             news = await call.receive()
@@ -165,7 +167,7 @@ def test_a_slow_reader_gets_merged_deltas(opened, tmp_path):
 
 def test_an_aborted_request_releases_everything(opened, tmp_path):
     async def body() -> None:
-        async with world(opened, tmp_path, '{"step_ms": 2}' + LINES, max_num_seqs=4) as w:
+        async with harness(opened, tmp_path, '{"step_ms": 2}' + LINES, max_num_seqs=4) as w:
             calls = [w.submit("endless", SamplingParams(max_tokens=2000)) for _ in range(12)]  # eight of them wait
             await calls[0].receive()
             for call in calls:
@@ -173,7 +175,7 @@ def test_an_aborted_request_releases_everything(opened, tmp_path):
                 call.close()
             stats = lambda: w.engine.stats  # noqa: E731
             await w.until(lambda: stats() is not None and stats().num_running + stats().num_waiting == 0)
-            assert w.engine.stats.num_free_blocks + w.engine.stats.num_idle_blocks == w.engine.stats.num_blocks
+            assert w.engine.stats.num_free_blocks + w.engine.stats.num_evictable_blocks == w.engine.stats.num_blocks
             assert (await w.response("hi")).outputs[0].text == "Hello there."
 
     run(body())
@@ -181,7 +183,7 @@ def test_an_aborted_request_releases_everything(opened, tmp_path):
 
 def test_a_killed_engine_fails_all_requests_and_is_replaced(opened, tmp_path):
     async def body() -> None:
-        async with world(opened, tmp_path, '{"step_ms": 5}' + LINES) as w:
+        async with harness(opened, tmp_path, '{"step_ms": 5}' + LINES) as w:
             calls = [w.submit("endless", SamplingParams(max_tokens=2000)) for _ in range(64)]
             await calls[0].receive()
             pending = asyncio.create_task(w.engine.query("no such thing"))
@@ -202,7 +204,7 @@ def test_a_killed_engine_fails_all_requests_and_is_replaced(opened, tmp_path):
 
 def test_an_engine_that_hangs_is_not_ready_then_killed_and_replaced(opened, tmp_path, monkeypatch):
     async def body() -> None:
-        async with world(opened, tmp_path) as w:
+        async with harness(opened, tmp_path) as w:
             pid = w.supervisor.engine_pid
             call = w.submit("hi", SamplingParams(max_tokens=40))
             await output(call)
@@ -232,7 +234,7 @@ def test_an_engine_that_hangs_is_not_ready_then_killed_and_replaced(opened, tmp_
 def test_a_failed_start_reports_its_reason(opened, tmp_path, lines, config, kind):
     async def body() -> None:
         with pytest.raises(QuireError) as caught:
-            async with world(opened, tmp_path, lines, **config):
+            async with harness(opened, tmp_path, lines, **config):
                 pass
         assert caught.value.code == kind.code and caught.value.message.endswith(".")
 
@@ -240,7 +242,7 @@ def test_a_failed_start_reports_its_reason(opened, tmp_path, lines, config, kind
 
 
 def test_an_engine_reports_the_progress_of_loading(default_model_path):
-    """Otherwise a slow disk could not be told from a hanging engine."""
+    """Otherwise a slow disk would look like a hanging engine."""
     messages: queue.SimpleQueue[ToFront | None] = queue.SimpleQueue()
     child = EngineProcess(messages.put, lambda: messages.put(None))
     child.start()
@@ -298,7 +300,7 @@ def test_an_embedding_crosses_the_wire(opened, tmp_path):
     """The scripted body counts tokens by their remainder; a line that breaks, breaks an embedding too."""
 
     async def body() -> None:
-        async with world(opened, tmp_path) as w:
+        async with harness(opened, tmp_path) as w:
             ids = w.tokenizer.encode("a secret")
             call = w.engine.embed(ids)
             counts = counted(np.array(ids))

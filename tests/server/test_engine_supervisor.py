@@ -19,14 +19,14 @@ from quire.server.context import ServedModel
 from quire.server.engine_supervisor import MOST_FAILED, SILENT_START_S, STABLE_S, Health, Supervisor
 from tests.server.scripted_app import Script, app_over, events
 
-FACTS = EngineInfo("m", 1024, 100, 4, 64, 16, "script", "none", MemoryLedger(), 1, 0)
+INFO = EngineInfo("m", 1024, 100, 4, 64, 16, "script", "none", MemoryLedger(), 1, 0)
 
 
 class Engine:
     """A fake engine process: sends what the test wants, and ends when it is killed."""
 
-    def __init__(self, hear: Callable[[ToFront], None], end: Callable[[], None]) -> None:
-        self.hear, self.end = hear, end
+    def __init__(self, deliver: Callable[[ToFront], None], end: Callable[[], None]) -> None:
+        self.deliver, self.end = deliver, end
         self.pid, self.num_kills = 1, 0
 
     def start(self) -> None: ...
@@ -44,7 +44,7 @@ class Engine:
         return -9
 
 
-class World:
+class SupervisedEngines:
     """A supervisor with a fake clock; its waits between two starts are recorded."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,8 +57,8 @@ class World:
         self.engine = AsyncEngine(None, lambda: self.now_s)
         self.supervisor = Supervisor(EngineConfig(), None, self.engine, clock=lambda: self.now_s)
 
-    def _new(self, hear: Callable[[ToFront], None], end: Callable[[], None]) -> Engine:
-        self.engines.append(Engine(hear, end))
+    def _new(self, deliver: Callable[[ToFront], None], end: Callable[[], None]) -> Engine:
+        self.engines.append(Engine(deliver, end))
         return self.engines[-1]
 
     def _sleep(self, seconds: float) -> Awaitable[None]:
@@ -74,7 +74,7 @@ class World:
     async def watched(self) -> asyncio.Task[None]:
         """The first engine is ready, and the supervisor watches it."""
         starting = asyncio.create_task(self.supervisor.first_start())
-        (await self.started(0)).hear(FACTS)
+        (await self.started(0)).deliver(INFO)
         await starting
         return asyncio.create_task(self.supervisor.watch())
 
@@ -98,28 +98,28 @@ def run(body: Coroutine[Any, Any, None]) -> None:
 
 def test_a_start_may_take_long_if_it_reports_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
-        world = World(monkeypatch)
-        starting = asyncio.create_task(world.supervisor.first_start())
-        engine = await world.started(0)
+        supervised = SupervisedEngines(monkeypatch)
+        starting = asyncio.create_task(supervised.supervisor.first_start())
+        engine = await supervised.started(0)
         for message in (StartupPhase("config", 1.0, ""), LoadProgress(1, 3), LoadProgress(2, 3), LoadProgress(3, 3)):
-            world.now_s += SILENT_START_S - 1
+            supervised.now_s += SILENT_START_S - 1
             await _turns()
-            engine.hear(message)
+            engine.deliver(message)
             await _turns()
-        assert engine.num_kills == 0 and world.supervisor.health is Health.STARTING
-        engine.hear(FACTS)
-        assert await starting is FACTS
+        assert engine.num_kills == 0 and supervised.supervisor.health is Health.STARTING
+        engine.deliver(INFO)
+        assert await starting is INFO
 
     run(body())
 
 
 def test_a_first_start_that_hangs_is_killed_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
-        world = World(monkeypatch)
-        starting = asyncio.create_task(world.supervisor.first_start())
-        engine = await world.started(0)
-        world.now_s += SILENT_START_S + 1
-        with pytest.raises(EngineFailed, match="told nothing for 601 s while it was starting"):
+        supervised = SupervisedEngines(monkeypatch)
+        starting = asyncio.create_task(supervised.supervisor.first_start())
+        engine = await supervised.started(0)
+        supervised.now_s += SILENT_START_S + 1
+        with pytest.raises(EngineFailed, match="was silent for 601 s while it was starting"):
             await starting
         assert engine.num_kills == 1
 
@@ -128,9 +128,9 @@ def test_a_first_start_that_hangs_is_killed_and_reported(monkeypatch: pytest.Mon
 
 def test_a_first_engine_killed_by_the_kernel_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
-        world = World(monkeypatch)
-        starting = asyncio.create_task(world.supervisor.first_start())
-        (await world.started(0)).end()
+        supervised = SupervisedEngines(monkeypatch)
+        starting = asyncio.create_task(supervised.supervisor.first_start())
+        (await supervised.started(0)).end()
         with pytest.raises(EngineFailed, match=r"it was killed, .*--kv-cache-memory"):
             await starting
 
@@ -139,20 +139,20 @@ def test_a_first_engine_killed_by_the_kernel_is_reported(monkeypatch: pytest.Mon
 
 def test_an_engine_that_hangs_while_it_starts_again_is_killed_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
-        world = World(monkeypatch)
-        watching = await world.watched()
-        world.engines[0].end()
-        hanging = await world.started(1)
-        hanging.hear(LoadProgress(1, 3))
+        supervised = SupervisedEngines(monkeypatch)
+        watching = await supervised.watched()
+        supervised.engines[0].end()
+        hanging = await supervised.started(1)
+        hanging.deliver(LoadProgress(1, 3))
         await _turns()
-        assert world.supervisor.health is Health.RESTARTING
-        world.now_s += SILENT_START_S + 1
-        (await world.started(2)).hear(FACTS)
+        assert supervised.supervisor.health is Health.RESTARTING
+        supervised.now_s += SILENT_START_S + 1
+        (await supervised.started(2)).deliver(INFO)
         await _turns()
-        world.engine.heartbeat_s = world.now_s
-        assert hanging.num_kills == 1 and world.supervisor.health is Health.READY
-        assert world.supervisor.num_restarts == 2
-        await world.supervisor.stop()
+        supervised.engine.heartbeat_s = supervised.now_s
+        assert hanging.num_kills == 1 and supervised.supervisor.health is Health.READY
+        assert supervised.supervisor.num_restarts == 2
+        await supervised.supervisor.stop()
         await watching
 
     run(body())
@@ -162,37 +162,37 @@ def test_restarts_back_off_and_then_stop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def body() -> None:
-        world = World(monkeypatch)
-        watching = await world.watched()
+        supervised = SupervisedEngines(monkeypatch)
+        watching = await supervised.watched()
         for number in range(MOST_FAILED):
-            engine = await world.started(number)
-            engine.hear(FACTS)
+            engine = await supervised.started(number)
+            engine.deliver(INFO)
             await _turns()
-            world.now_s += STABLE_S - 1
-            world.engine.heartbeat_s = world.now_s
+            supervised.now_s += STABLE_S - 1
+            supervised.engine.heartbeat_s = supervised.now_s
             engine.end()
         with pytest.raises(EngineFailed, match=f"ended {MOST_FAILED} times in a row .* within 60 s of being ready"):
             await watching
-        assert world.waited_s == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0]
-        assert len(world.engines) == MOST_FAILED
+        assert supervised.waited_s == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0]
+        assert len(supervised.engines) == MOST_FAILED
 
     run(body())
 
 
 def test_a_settled_engine_resets_the_failure_count(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
-        world = World(monkeypatch)
-        watching = await world.watched()
+        supervised = SupervisedEngines(monkeypatch)
+        watching = await supervised.watched()
         for number, lived_s in enumerate([1, 1, 1, STABLE_S, 1, 1]):
-            engine = await world.started(number)
-            engine.hear(FACTS)
+            engine = await supervised.started(number)
+            engine.deliver(INFO)
             await _turns()
-            world.now_s += lived_s
-            world.engine.heartbeat_s = world.now_s
+            supervised.now_s += lived_s
+            supervised.engine.heartbeat_s = supervised.now_s
             engine.end()
-        await world.started(6)
-        assert world.waited_s == [0.25, 0.5, 1.0, 0.25, 0.25, 0.5]
-        await world.supervisor.stop()
+        await supervised.started(6)
+        assert supervised.waited_s == [0.25, 0.5, 1.0, 0.25, 0.25, 0.5]
+        await supervised.supervisor.stop()
         await watching
 
     run(body())
@@ -200,20 +200,20 @@ def test_a_settled_engine_resets_the_failure_count(monkeypatch: pytest.MonkeyPat
 
 def test_a_supervisor_that_was_stopped_while_it_waited_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
-        world = World(monkeypatch)
-        starting = asyncio.create_task(world.supervisor.first_start())
-        (await world.started(0)).hear(FACTS)
+        supervised = SupervisedEngines(monkeypatch)
+        starting = asyncio.create_task(supervised.supervisor.first_start())
+        (await supervised.started(0)).deliver(INFO)
         await starting
         waking: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         monkeypatch.setattr(supervising.asyncio, "sleep", lambda seconds: waking)
-        watching = asyncio.create_task(world.supervisor.watch())
+        watching = asyncio.create_task(supervised.supervisor.watch())
         await _turns()
-        world.engines[0].end()
+        supervised.engines[0].end()
         await _turns()
-        await world.supervisor.stop()
+        await supervised.supervisor.stop()
         waking.set_result(None)
         await watching
-        assert len(world.engines) == 1
+        assert len(supervised.engines) == 1
 
     run(body())
 

@@ -30,7 +30,7 @@ def script(tmp_path: Path, default_model_path: Path) -> Path:
     return path
 
 
-def test_an_engine_whose_parent_leaves_during_its_start_prints_nothing(script: Path) -> None:
+def test_an_engine_whose_parent_exits_during_its_start_prints_nothing(script: Path) -> None:
     ours, theirs = socket.socketpair()
     with theirs:
         command = [sys.executable, "-m", "quire.engine.engine_main", str(theirs.fileno()), str(os.getpid())]
@@ -49,7 +49,7 @@ def test_an_engine_whose_parent_leaves_during_its_start_prints_nothing(script: P
 def test_a_signal_for_the_parent_does_not_end_a_starting_engine(script: Path, number: int) -> None:
     messages: queue.SimpleQueue[ToFront | None] = queue.SimpleQueue()
     child = EngineProcess(messages.put, lambda: messages.put(None))
-    os.kill(child.pid, number)  # long before it could have said that it is to be ignored
+    os.kill(child.pid, number)  # long before it could have installed a handler
     child.start()
     child.send(StartEngine(EngineConfig(), str(script)))
     try:
@@ -63,7 +63,7 @@ def test_a_signal_for_the_parent_does_not_end_a_starting_engine(script: Path, nu
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_stopping_a_starting_server_is_no_failure(default_model_path: Path, tmp_path: Path, number: int) -> None:
     never = tmp_path / "never.jsonl"
-    os.mkfifo(never)  # nobody writes to it: the engine waits for its script for ever
+    os.mkfifo(never)  # without a writer: the engine waits for its script forever
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [QUIRE, "serve", "--port", str(port), "--script", str(never)]

@@ -19,7 +19,7 @@ from tests.tiers import examples
 DESCRIBED = openapi(ENDPOINTS)
 NUM_CASES = examples(150, 1000)
 BODIED = [endpoint for endpoint in ENDPOINTS if endpoint.body is not None]
-KINDS = [  # without a body there is little to get wrong: the gate's and the protocol's tests do that
+KINDS = [  # only with a body: the tests of access and protocol cover the others
     *((f"{endpoint.method} {endpoint.path}", mode) for endpoint in BODIED for mode in GenerationMode),
     *((f"{endpoint.method} {endpoint.path.replace(':path', '')}", GenerationMode.POSITIVE)
       for endpoint in ENDPOINTS if endpoint.in_schema and endpoint not in BODIED),
@@ -34,7 +34,7 @@ def cases_of(name: str, mode: GenerationMode) -> st.SearchStrategy[Case]:
 
 
 def check_response(response: httpx.Response, error: str) -> None:
-    late = response.status_code == 504 and response.json()["error"]["code"] == "deadline_expired"  # as it asked
+    late = response.status_code == 504 and response.json()["error"]["code"] == "deadline_expired"  # as requested
     assert response.status_code < 500 or late, response.text
     if response.status_code >= 400:
         assert response.headers["content-type"] == "application/json"
@@ -69,9 +69,9 @@ def test_no_request_causes_a_500(scripted_server: Running, name: str, mode: Gene
             suppress_health_check=list(HealthCheck),
         )
         @given(case=cases_of(name, mode))
-        def whatever(case: Case) -> None:
+        def fuzz(case: Case) -> None:
             check_response(send(client, case), error)
 
-        whatever()
+        fuzz()
         check_control(client)
         wait_until_at_rest(client)

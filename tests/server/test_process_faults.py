@@ -36,7 +36,7 @@ def test_a_killed_engine_fails_all_requests_and_is_replaced(server: Running) -> 
         with server.client() as client:
             await asyncio.to_thread(wait_until, lambda: load(client)["num_requests"] == NUM_STREAMS + 8)
         os.kill(engine, signal.SIGKILL)
-        await streams[0].receive_until(b'"engine_lost"')  # whoever is told is told with all others
+        await streams[0].receive_until(b'"engine_lost"')  # all streams get the error at the same time
         late = await fetch(server.port, request(completion_body("hi")))
         with server.client() as client:
             ready = client.get("/ready").status_code
@@ -56,7 +56,7 @@ def test_a_killed_engine_fails_all_requests_and_is_replaced(server: Running) -> 
         wait_until_at_rest(client)
 
 
-def test_a_stopped_engine_is_not_ready_and_ready_again_when_it_goes_on(server: Running) -> None:
+def test_a_stopped_engine_is_not_ready_until_it_continues(server: Running) -> None:
     with server.client() as client:
         engine = server.engine_pid
         os.kill(engine, signal.SIGSTOP)

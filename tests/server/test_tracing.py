@@ -53,7 +53,7 @@ def traced(opened: OpenedModel, folder: Path, talk: Callable[[Send], Awaitable[N
 
     async def life() -> None:
         ready = asyncio.Event()
-        listeners = ServerObservers(lambda phase: None, lambda model, facts: ready.set(), lambda line: None, tracing)
+        listeners = ServerObservers(lambda phase: None, lambda model, info: ready.set(), lambda line: None, tracing)
         server = Server(ServerConfig(opened, EngineConfig(), str(script)), listeners)
         app = tracing.around(secure(server.app, keys=KeyRing(), admit=server.app.admit), server)
         keeping = asyncio.create_task(server.run_engine())

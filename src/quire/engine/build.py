@@ -87,7 +87,7 @@ class BuiltEngine:
     attention: tuple[str, ...] = ()  # why each attention backend was chosen, where there is a choice
 
     @property
-    def facts(self) -> EngineInfo:
+    def info(self) -> EngineInfo:
         resolved = self.resolved
         return EngineInfo(
             name=self.name,
@@ -223,10 +223,10 @@ def _record(runner: ModelRunner, watch: StartupReporter, serving: bool) -> StepT
     for _ in range(num_shapes):
         runner.prepare()
     step_times = runner.step_times()
-    told = f"{num_shapes} shapes of steps, the others when {'idle' if serving else 'it pays'}"
+    text = f"{num_shapes} shapes of steps, the others when {'idle' if serving else 'it pays'}"
     if step_times is not None:
-        told += f" · one row {1e3 * step_times.decode_s:.2f} ms · {1e6 * step_times.token_s:.1f} µs a token of prompts"
-    watch.done("recording", told)
+        text += f" · one row {1e3 * step_times.decode_s:.2f} ms · {1e6 * step_times.token_s:.1f} µs a token of prompts"
+    watch.done("recording", text)
     return step_times
 
 

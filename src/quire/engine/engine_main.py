@@ -38,14 +38,14 @@ def main(descriptor: int, parent: int) -> int:
         finished=lambda phase: _send(connection, phase),
     )
     try:
-        engine, facts = _build(start, watch)
+        engine, info = _build(start, watch)
     except QuireError as error:
         _send(connection, Refused(None, error))
         return error.exit_code
     if engine.grammars is not None:
         wake(engine.grammars)
     freeze_heap()
-    _send(connection, facts)
+    _send(connection, info)
     EngineServer(engine, connection, time.monotonic).run()
     return 0
 
@@ -68,7 +68,7 @@ def _build(start: StartEngine, watch: StartupReporter) -> tuple[Engine, EngineIn
         from quire.engine.build import build
 
     built = build(start.config, watch, serving=start.serving)
-    return built.engine, built.facts
+    return built.engine, built.info
 
 
 def _read_start(connection: socket.socket) -> StartEngine | None:

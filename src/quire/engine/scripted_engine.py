@@ -58,7 +58,7 @@ def build_scripted(config: EngineConfig, path: Path, watch: StartupReporter) -> 
         clock=time.monotonic,
         grammars=make_grammars(opened, spec.vocab_size),
     )
-    facts = EngineInfo(
+    info = EngineInfo(
         name=opened.name,
         max_model_len=resolved.max_model_len,
         vocab_size=spec.vocab_size,
@@ -71,7 +71,7 @@ def build_scripted(config: EngineConfig, path: Path, watch: StartupReporter) -> 
         run_ahead=resolved.run_ahead,
         pid=os.getpid(),
     )
-    return engine, facts
+    return engine, info
 
 
 class Script:

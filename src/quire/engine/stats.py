@@ -18,7 +18,7 @@ class MemoryLedger:
     kv: int = 0
     recorded: int = 0  # by warm-up and CUDA graphs
     workspace: int = 0  # left free for the work of steps
-    other: int = 0  # by the driver, by other programs, and what cannot be told apart
+    other: int = 0  # by the driver, by other programs, and what cannot be attributed
     free: int = 0  # beyond the workspace
 
     def describe(self) -> str:
@@ -61,8 +61,8 @@ class EngineStats:
     num_blocks: int
     num_free_blocks: int
     num_cached_blocks: int  # in the prefix tree
-    num_idle_blocks: int  # of those, evictable
-    num_promised_blocks: int  # reserved for running requests, beyond what they hold
+    num_evictable_blocks: int  # of those, evictable
+    num_reserved_blocks: int  # reserved for running requests, beyond what they hold
     num_host_blocks: int
     prompt_tokens: int
     cached_tokens: int
@@ -88,8 +88,8 @@ def stats_of(engine: Engine) -> EngineStats:
         num_blocks=pool.num_in_service,
         num_free_blocks=pool.num_free,
         num_cached_blocks=pool.num_cached,
-        num_idle_blocks=pool.num_evictable,
-        num_promised_blocks=kv.num_reserved,
+        num_evictable_blocks=pool.num_evictable,
+        num_reserved_blocks=kv.num_reserved,
         num_host_blocks=0 if kv.host is None else kv.host.num_blocks - kv.host.num_free,
         prompt_tokens=counters.prompt_tokens,
         cached_tokens=counters.cached_tokens,

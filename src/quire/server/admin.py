@@ -25,7 +25,7 @@ class UnknownRequest(QuireError):
 
 
 class AbortBody(msgspec.Struct, frozen=True):
-    """Which requests are to end: the ids that `x-quire-request-id` told."""
+    """Which requests are to end: ids of the header `x-quire-request-id`."""
 
     request_ids: list[str]
 
@@ -47,7 +47,7 @@ async def load(state: ServerState, request: Request) -> Response:
     stats = state.engine.stats
     body: dict[str, object] = {"server_load": state.admission.num_open, "num_requests": state.engine.num_requests}
     if stats is not None:
-        held = stats.num_blocks - stats.num_free_blocks - stats.num_idle_blocks
+        held = stats.num_blocks - stats.num_free_blocks - stats.num_evictable_blocks
         body |= {
             "num_requests_running": stats.num_running,
             "num_requests_waiting": stats.num_waiting,

@@ -62,9 +62,9 @@ class AdmissionControl:
 
     def _check(self, name: str, most: int | None) -> None:
         self._check_engine()
-        facts, stats = self._engine.facts, self._engine.stats
-        assert facts is not None
-        num_waiting = self.num_open - facts.max_num_seqs
+        info, stats = self._engine.info, self._engine.stats
+        assert info is not None
+        num_waiting = self.num_open - info.max_num_seqs
         if num_waiting >= self._max_waiting:
             raise self._advised(
                 QueueFull(num_waiting, self._max_waiting, "requests"), num_waiting - self._max_waiting + 1

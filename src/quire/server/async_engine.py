@@ -158,7 +158,7 @@ class AsyncEngine:
         self._latest: dict[str, list[int]] = {}  # what came with the latest requests, by the server's own ids
         self._ends: deque[float] = deque(maxlen=_REMEMBERED_ENDS)
         self.draining = False
-        self.facts: EngineInfo | None = None
+        self.info: EngineInfo | None = None
         self.stats: EngineStats | None = None
         self.heartbeat_s = clock()
         self.finished: Callable[[FinishedRequest], None] = lambda finished: None
@@ -171,8 +171,8 @@ class AsyncEngine:
         """Deliver output on this thread's event loop from now on."""
         self._loop = asyncio.get_running_loop()
 
-    def attach(self, process: EngineProcess, facts: EngineInfo) -> None:
-        self._process, self.facts, self.heartbeat_s = process, facts, self._clock()
+    def attach(self, process: EngineProcess, info: EngineInfo) -> None:
+        self._process, self.info, self.heartbeat_s = process, info, self._clock()
 
     def detach(self) -> None:
         """The engine is gone: every open request fails, and none is accepted until there is another engine."""

@@ -1,6 +1,6 @@
 """The state that every handler gets: the served model, the engine, admission control and metrics.
 
-`ServedModel` has the facts of the model: names, tokenizer, limits, defaults. It knows no engine and no HTTP.
+`ServedModel` describes the model: names, tokenizer, limits, defaults. It knows no engine and no HTTP.
 """
 
 import time
@@ -54,13 +54,13 @@ class ServedModel:
             raise NoTokenizer("it takes a prompt of token ids, and cannot chat")
         return self.tokenizer
 
-    def readable(self, text: str, param: str = "messages") -> str:
-        """The text, unless it exceeds the context even with the longest tokens: tokenizing it would cost memory."""
-        self.check_least(-(-len(text) // LONGEST_TOKEN), param)
+    def checked_text(self, text: str, param: str = "messages") -> str:
+        """The text, if it can fit the context. One that cannot, even with the longest tokens, is not tokenized."""
+        self.check_length(-(-len(text) // LONGEST_TOKEN), param)
         return text
 
-    def check_least(self, num_tokens: int, param: str = "messages", *, at_least: bool = True) -> None:
-        """Refuse a prompt of at least so many tokens that cannot fit. A message takes at least one token."""
+    def check_length(self, num_tokens: int, param: str = "messages", *, at_least: bool = True) -> None:
+        """Reject a prompt of (at least) so many tokens if it exceeds the context. A message has at least one token."""
         if num_tokens > self.max_model_len:
             raise ContextLengthExceeded(self.max_model_len, num_tokens, 0, param=param, at_least=at_least)
 
@@ -73,14 +73,14 @@ class ServedModel:
             )
         return ids
 
-    def spelled(self, ids: list[int]) -> str:
+    def decode(self, ids: list[int]) -> str:
         """The text of token ids with special tokens; empty without a tokenizer."""
         return "" if self.tokenizer is None else self.tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def make_served_model(
     opened: OpenedModel,
-    facts: EngineInfo,
+    info: EngineInfo,
     constrainer: GrammarPrecompiler,
     *,
     aliases: tuple[str, ...] = (),
@@ -99,8 +99,8 @@ def make_served_model(
         tokenizer=opened.tokenizer,
         chat_template=template,
         defaults=opened.default_params,
-        max_model_len=facts.max_model_len,
-        vocab_size=facts.vocab_size,
+        max_model_len=info.max_model_len,
+        vocab_size=info.vocab_size,
         created=int(time.time()),
         aliases=aliases[1:],
         model_format=find_model_format(template, opened.tokenizer, tool_format, reasoning_tags),

@@ -92,11 +92,11 @@ class Supervisor:
         self._engine.listen()
         self._spawn()
         await self._until_ready_or_ended()
-        if self._engine.facts is None:
+        if self._engine.info is None:
             raise self._refusal or EngineFailed(
                 f"The engine process ended while it was starting ({self._exit_reason()})."
             )
-        return self._engine.facts
+        return self._engine.info
 
     async def watch(self) -> None:
         """From the first start on, until `stop`. An engine that cannot be started again is raised."""
@@ -173,11 +173,11 @@ class Supervisor:
         self._note_startup_progress()
         self._phase(phase)
 
-    def _note_ready(self, process: EngineProcess, facts: EngineInfo, ready: asyncio.Event) -> None:
+    def _note_ready(self, process: EngineProcess, info: EngineInfo, ready: asyncio.Event) -> None:
         if process is self._process:
             self._ever_ready = True
             self._ready_s = self._clock()
-            self._engine.attach(process, facts)
+            self._engine.attach(process, info)
             ready.set()
 
     def _note_refusal(self, error: QuireError) -> None:
@@ -195,7 +195,7 @@ class Supervisor:
             while not (await asyncio.wait(waits, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED))[0]:
                 silent_s = self._clock() - self._reported_s
                 if silent_s > SILENT_START_S and self._process is not None:
-                    self._refusal = EngineFailed(f"The engine told nothing for {silent_s:.0f} s while it was starting.")
+                    self._refusal = EngineFailed(f"The engine was silent for {silent_s:.0f} s while it was starting.")
                     _log.error("%s Killing it.", self._refusal.message)
                     self._process.kill()
                     await self._ended.wait()

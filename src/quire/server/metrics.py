@@ -59,20 +59,20 @@ class Metrics:
             return Histogram(f"quire_{name}", text, buckets=buckets, registry=self.registry)
 
         self.generation_tokens = counter("generation_tokens", "Tokens generated.")
-        self.successes = counter("request_success", "Requests that ended well, by reason.", "finished_reason")
-        self.refusals = counter("requests_refused", "Requests that were refused or failed, by code.", "code")
-        self.left = counter("requests_left", "Requests whose client hung up.")
+        self.successes = counter("request_success", "Finished requests, by finish reason.", "finished_reason")
+        self.refusals = counter("requests_refused", "Requests rejected or failed, by error code.", "code")
+        self.left = counter("requests_left", "Requests whose client disconnected.")
         self.first_token = histogram("time_to_first_token_seconds", "From arrival to the first token.")
-        self.between = Distribution("inter_token_latency_seconds", "Between two tokens of one continuation.", _SECONDS)
+        self.between = Distribution("inter_token_latency_seconds", "Between two tokens of one sequence.", _SECONDS)
         self.registry.register(self.between)
         self.per_token = histogram("time_per_output_token_seconds", "Mean time per token after the first, by request.")
-        self.whole = histogram("e2e_request_latency_seconds", "From arrival to the end.")
-        self.queue = histogram("request_queue_time_seconds", "From arrival to being seated.")
-        self.prefill = histogram("request_prefill_time_seconds", "From being seated to the first token.")
+        self.whole = histogram("e2e_request_latency_seconds", "From arrival to the last token.")
+        self.queue = histogram("request_queue_time_seconds", "From arrival to admission.")
+        self.prefill = histogram("request_prefill_time_seconds", "From admission to the first token.")
         self.decode = histogram("request_decode_time_seconds", "From the first token to the last.")
-        self.prompt_length = histogram("request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
-        self.output_length = histogram("request_generation_tokens", "Tokens of all continuations.", _TOKENS)
-        self.http = counter("http_requests", "Answers over HTTP.", "route", "method", "status")
+        self.prompt_length = histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
+        self.output_length = histogram("request_generation_tokens", "Generated tokens of a request.", _TOKENS)
+        self.http = counter("http_requests", "HTTP responses.", "route", "method", "status")
         for reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.successes.labels(reason.value)
 
@@ -178,20 +178,20 @@ class EngineGauges(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
-        yield _gauge("engine_up", "Whether there is an engine.", float(stats is not None))
-        yield _counter("engine_restarts", "Engines started in the place of one that died.", self.num_restarts())
+        yield _gauge("engine_up", "Whether the engine is up.", float(stats is not None))
+        yield _counter("engine_restarts", "Restarts of the engine process.", self.num_restarts())
         yield _counter("log_lines_lost", "Log lines that could not be written.", self.num_lines_lost())
         names = {
-            "prompt_tokens": ("prompt_tokens", "Prompt tokens of requests that were seated."),
+            "prompt_tokens": ("prompt_tokens", "Prompt tokens of admitted requests."),
             "prefix_cache_queries": ("prompt_tokens", "Prompt tokens looked up in the prefix cache."),
             "prefix_cache_hits": ("cached_tokens", "Prompt tokens found in the prefix cache."),
-            "computed_tokens": ("computed_tokens", "Tokens computed, prompts and continuations."),
-            "sampled_tokens": ("sampled_tokens", "Tokens of continuations, as they come."),
+            "computed_tokens": ("computed_tokens", "Tokens computed, prefill and decode."),
+            "sampled_tokens": ("sampled_tokens", "Tokens sampled, counted at each step."),
             "recomputed_tokens": ("recomputed_tokens", "Tokens computed again after a preemption."),
-            "num_preemptions": ("preemptions", "Requests that had to give up their seat for a while."),
-            "forks": ("forks", "Continuations that began as a fork."),
+            "num_preemptions": ("preemptions", "Preemptions of running requests."),
+            "forks": ("forks", "Sequences forked from another one."),
             "moved_blocks": ("moved_blocks", "KV blocks copied, swapped or promoted."),
-            "lost_steps": ("lost_steps", "Steps whose result never came."),
+            "lost_steps": ("lost_steps", "Steps lost by a failure of the runner."),
         }
         for name, (field, text) in names.items():
             yield _counter(name, text, self.total(field))
@@ -200,7 +200,7 @@ class EngineGauges(Collector):
 
     def _memory_gauge(self) -> Metric:
         ledger = self.memory()
-        memory = GaugeMetricFamily("quire_memory_bytes", "The device's memory by who holds it.", labels=["holder"])
+        memory = GaugeMetricFamily("quire_memory_bytes", "Device memory by use.", labels=["holder"])
         for holder in fields(MemoryLedger):
             memory.add_metric([holder.name], 0 if ledger is None else getattr(ledger, holder.name))
         return memory
@@ -208,19 +208,19 @@ class EngineGauges(Collector):
     def _gauges(self, stats: EngineStats | None) -> Iterator[Metric]:
         idle = dict.fromkeys((field.name for field in fields(EngineStats)), 0)
         now = idle if stats is None else {name: getattr(stats, name) for name in idle}
-        held = now["num_blocks"] - now["num_free_blocks"] - now["num_idle_blocks"]
-        yield _gauge("num_requests_running", "Requests that sit.", now["num_running"])
-        yield _gauge("num_requests_waiting", "Requests that wait for a seat.", now["num_waiting"])
-        yield _gauge("num_waiting_tokens", "Prompt tokens of those.", now["num_waiting_tokens"])
-        yield _gauge("kv_cache_usage_perc", "Share of the KV cache that requests hold (0 to 1).",
+        held = now["num_blocks"] - now["num_free_blocks"] - now["num_evictable_blocks"]
+        yield _gauge("num_requests_running", "Running requests.", now["num_running"])
+        yield _gauge("num_requests_waiting", "Requests in the waiting queue.", now["num_waiting"])
+        yield _gauge("num_waiting_tokens", "Prompt tokens of requests in the waiting queue.", now["num_waiting_tokens"])
+        yield _gauge("kv_cache_usage_perc", "Fraction of the KV cache in use by requests (0 to 1).",
                      held / now["num_blocks"] if now["num_blocks"] else 0.0)  # fmt: skip
         blocks = GaugeMetricFamily("quire_kv_blocks", "KV blocks by state.", labels=["state"])
         blocks.add_metric(["free"], now["num_free_blocks"])
         blocks.add_metric(["held"], held)
-        blocks.add_metric(["cached"], now["num_idle_blocks"])
+        blocks.add_metric(["cached"], now["num_evictable_blocks"])
         blocks.add_metric(["host"], now["num_host_blocks"])
         yield blocks
-        yield _gauge("kv_promised_blocks", "KV blocks reserved beyond what is held.", now["num_promised_blocks"])
+        yield _gauge("kv_promised_blocks", "KV blocks reserved for running requests.", now["num_reserved_blocks"])
         yield _gauge("waiting_for_blocks", "Whether the head of the queue waits for KV blocks.",
                      float(now["waiting_for"] in ("blocks", "pressure")))  # fmt: skip
 

@@ -14,7 +14,7 @@ def submit(engine: AsyncEngine, ids: list[int], generation: GenerationRequest, *
     return engine.submit(
         ids,
         generation.params,
-        options=generation.terms,
+        options=generation.options,
         streaming=streaming,
         without_tokens=generation.without_tokens,
     )

@@ -66,7 +66,7 @@ class StatusLine:
         stats = self._engine.stats
         if stats is None or not (prompt or generated or stats.num_running or stats.num_waiting):
             return None
-        held = stats.num_blocks - stats.num_free_blocks - stats.num_idle_blocks
+        held = stats.num_blocks - stats.num_free_blocks - stats.num_evictable_blocks
         hits = f" · prefix hit {100 * cached / prompt:.0f} %" if prompt else ""
         return (
             f"gen {generated / seconds:,.1f} tok/s · prompt {prompt / seconds:,.0f} tok/s · run {stats.num_running} · "
@@ -196,7 +196,7 @@ class Server:
         )
         self.metrics = Metrics(lambda: self.engine.stats, clock)
         self.metrics.engine.num_restarts = lambda: self.supervisor.num_restarts
-        self.metrics.engine.memory = lambda: None if self.engine.facts is None else self.engine.facts.memory
+        self.metrics.engine.memory = lambda: None if self.engine.info is None else self.engine.info.memory
         self.engine.finished = self._note_end
         self.engine.progressed = self.metrics.progressed
         self.engine.lost = self.metrics.engine.note_loss
@@ -214,10 +214,10 @@ class Server:
         opened = config.opened
         constrainer = GrammarPrecompiler(opened.tokenizer, opened.end_ids, opened.checkpoint.spec.vocab_size)
         constrainer.warm()  # while the engine loads
-        facts = await self.supervisor.first_start()
+        info = await self.supervisor.first_start()
         self.state.loaded = make_served_model(
             opened,
-            facts,
+            info,
             constrainer,
             aliases=config.aliases,
             chat_template=config.chat_template,
@@ -225,7 +225,7 @@ class Server:
             reasoning_tags=config.reasoning_tags,
         )
         freeze_heap()
-        self._observers.ready(self.state.loaded, facts)
+        self._observers.ready(self.state.loaded, info)
         status = StatusLine(self.engine, self.metrics, time.monotonic)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(status.run(self._observers.status))

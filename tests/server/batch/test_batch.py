@@ -237,7 +237,7 @@ def test_finished_lines_are_those_with_a_200() -> None:
 
 
 @pytest.mark.parametrize("text", [b"name,age", b'{"name": "x"}', written([chat("a", "hi")]), b'{"custom_id": "a"}'])
-def test_a_line_of_another_kind_of_file_is_refused(text: bytes) -> None:
+def test_a_line_of_another_format_is_refused(text: bytes) -> None:
     with pytest.raises(InvalidLine, match="write to another file"):
         FinishedLines().add(text)
 

@@ -247,7 +247,7 @@ def test_invalid_tools_are_refused(scripted_model: ScriptedModel, fields: dict[s
 @ON_GENERIC_ALONE
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_unsupported_schema_is_refused_where_it_constrains(scripted_model: ScriptedModel, stream: bool) -> None:
-    """A forced call, or a strict tool, promises arguments that keep to the schema; a free one does not."""
+    """The arguments of a forced call or a strict tool match the schema; those of a free call may not."""
     parameters = {"type": "object", "properties": {"x": {"not": {"type": "string"}}}}
     loose = {"type": "function", "function": {"name": "get_weather", "parameters": parameters}}
     strict = {"type": "function", "function": {**loose["function"], "strict": True}}  # type: ignore[dict-item]

@@ -136,7 +136,7 @@ def test_the_application_never_receives_a_key(holder: httpx.Client) -> None:
     assert "x-other" in seen and not {"authorization", "x-api-key"} & set(seen)
 
 
-def test_a_401_says_how_to_send_a_key_and_quotes_none(anonymous: httpx.Client) -> None:
+def test_a_401_explains_how_to_send_a_key_and_quotes_none(anonymous: httpx.Client) -> None:
     response = anonymous.get("/metrics", headers={"authorization": "Bearer sk-wrong-and-secret"})
     assert error_of(response)["code"] == "invalid_api_key"
     assert "Authorization: Bearer KEY" in response.text and "sk-" not in response.text
@@ -173,7 +173,7 @@ def test_a_root_path_keeps_the_same_routes_closed() -> None:
         assert client.get("/metrics", headers=BEARER).status_code == 200
 
 
-# Bodies
+# RunnerPair
 
 
 @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ def test_an_internal_error_has_a_fixed_text_and_is_logged_once(holder: httpx.Cli
     assert [each.status for each in server.records[-2:]] == [500, 500]
 
 
-# What is heard
+# Logs and metrics
 
 
 def test_metric_labels_come_from_closed_sets(server: RunningServer, anonymous: httpx.Client) -> None:
@@ -334,7 +334,7 @@ def test_a_request_is_reported_once_with_its_tokens(server: RunningServer, holde
     assert (record.identity_name, record.num_prompt_tokens, record.num_completion_tokens) == ("holder", 7, 1)
 
 
-def test_a_client_that_leaves_a_stream_is_reported_as_499() -> None:
+def test_a_client_that_disconnects_from_a_stream_is_reported_as_499() -> None:
     with running_server() as server:
         with server.client(**BEARER) as client, client.stream("GET", "/v1/endless") as response:
             next(response.iter_raw())

@@ -99,7 +99,7 @@ def test_turns_too_long_to_tokenize_are_dropped_too(model: ServedModel) -> None:
     response = post(app_over(script, model), "/v1/responses", {"input": turns, "truncation": "auto"})
     assert response.status_code == 200, response.text
     [(ids, _, _)] = script.submitted
-    assert "hi" in model.spelled(ids) and "ok" not in model.spelled(ids)
+    assert "hi" in model.decode(ids) and "ok" not in model.decode(ids)
 
 
 def test_consecutive_texts_are_joined_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +176,7 @@ def test_a_text_that_cannot_fit_is_not_tokenized(
     script = Script(["Hello."])
     response = post(app_over(script, model), path, body)
     assert LONG not in read and not script.submitted
-    if param is None:  # as text-generation-inference tells it
+    if param is None:  # text-generation-inference's form
         assert response.status_code == 422 and "maximum context length is 1024" in response.json()["error"]
         return
     error = response.json()["error"]

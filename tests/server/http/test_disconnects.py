@@ -35,7 +35,7 @@ def test_a_disconnect_aborts_the_request(scripted_server: Running, stream: bool)
         wait_until_at_rest(client)
         if stream:
             with client.stream("POST", "/v1/completions", json=ENDLESS) as response:
-                lines = response.iter_lines()  # held: who lets go of it closes the stream
+                lines = response.iter_lines()  # a reference: without it the stream would be closed
                 assert next(lines).startswith("data: ")
                 wait_until_running(client, 1)
         else:
@@ -64,7 +64,7 @@ def test_sigterm_drains_open_streams_and_refuses_new_requests(server: Running) -
             server.process.send_signal(signal.SIGTERM)
             wait_until(lambda: other.get("/ready").status_code == 503)
             assert other.get("/ready").json() == {"status": "draining"}
-            assert other.get("/health").status_code == 200, "it lives, and works"
+            assert other.get("/health").status_code == 200, "it still serves"
             refused = other.post("/v1/completions", json=completion_body("hi"))
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
             assert int(refused.headers["retry-after"]) >= 1
@@ -135,7 +135,7 @@ def test_a_blocked_client_is_disconnected_at_the_end_without_a_stack(
     async def pieces() -> AsyncIterator[bytes]:
         while True:
             yield bytes(1 << 16)
-            await asyncio.sleep(0)  # let others see that the reader is gone
+            await asyncio.sleep(0)  # let other tasks see that the reader is gone
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await StreamingResponse(pieces())(scope, receive, send)

@@ -72,7 +72,7 @@ def test_a_refusal_is_complete_and_reported_and_never_reaches_the_application(se
     [record] = server.records
     assert (record.route, record.method, record.status, record.identity_name) == ("/v1/echo", "POST", 429, "holder")
     assert b"x-quire-request-id: " + record.request_id.encode() in lines and record.label == "mine"
-    assert server.application.starlette.middleware_stack is None  # made for the first who is routed
+    assert server.application.starlette.middleware_stack is None  # built for the first routed request
 
 
 def test_authentication_comes_first(server: RunningServer) -> None:

@@ -163,7 +163,7 @@ def test_a_closed_log_raises_nothing() -> None:
 def test_lines_dropped_by_a_full_disk_are_reported_later() -> None:
     stream = Disk()
     with logging_to(stream) as writer:
-        for num_lost in (1, 2, 3):  # the second and third tell of those before, which is not written either
+        for num_lost in (1, 2, 3):  # the second and third report the lines lost before, and are not written either
             log_request(RECORD)
             wait_until(lambda lost=num_lost: writer.handler._num_unreported == lost)  # type: ignore[misc]
         assert writer.handler.num_dropped == 3

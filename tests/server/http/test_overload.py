@@ -48,7 +48,7 @@ def test_a_full_queue_refuses_before_the_body_is_read(server: Running) -> None:
         inside = await fill(server, NUM_ROWS + NUM_WAITING)
         head, _, _ = request(completion_body("hi"), headers=OPS).partition(
             b"\r\n\r\n"
-        )  # a body is promised, and never comes
+        )  # a body is announced, and never sent
         responses = await fetch_all(server.port, [head + b"\r\n\r\n"] * 20)
         disconnect(inside)
         return responses

@@ -103,7 +103,7 @@ TOO_LARGE = {"header bomb", "one huge header", "one huge name", "huge target", "
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-def test_what_is_malformed_is_refused(server: RunningServer, name: str) -> None:
+def test_malformed_requests_are_refused(server: RunningServer, name: str) -> None:
     with server.connect() as connection:
         with suppress(ConnectionResetError, BrokenPipeError):
             connection.sendall(MALFORMED[name])
@@ -318,7 +318,7 @@ def test_a_body_that_never_comes_is_cut_off_and_the_application_notified(head: b
             ("/v1/echo", n) for n in (200, 200, 408)
         ]
         (record,) = [each for each in server.records if each.status == 408]
-        assert record.error_code == "request_timeout" and record.refused_early  # what was told is what is counted
+        assert record.error_code == "request_timeout" and record.refused_early  # as in the response
         assert headers_of(response)["x-quire-request-id"] == record.request_id  # one id, in the log and for the client
         assert headers_of(response)["x-request-id"] == "mine" == record.label
 

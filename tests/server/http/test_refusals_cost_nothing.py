@@ -23,7 +23,7 @@ from quire.server.http.middleware import secure
 from quire.server.metrics import Metrics
 
 LIMIT_BYTES = 1000
-FACTS = EngineInfo("m", 64, 100, 1, 8, 16, "cpu", "float32", MemoryLedger(), 0, os.getpid())  # one seat
+INFO = EngineInfo("m", 64, 100, 1, 8, 16, "cpu", "float32", MemoryLedger(), 0, os.getpid())  # one row
 GENERATING = [endpoint.path for endpoint in ENDPOINTS if endpoint.generates]
 
 
@@ -33,7 +33,7 @@ def full() -> Iterator[Application]:
     child = EngineProcess(lambda message: None, lambda: None)
     child.start()
     engine = AsyncEngine(None, time.monotonic)
-    engine.attach(child, FACTS)
+    engine.attach(child, INFO)
     admission = AdmissionControl(engine, lambda: Health.READY, max_waiting=1, max_waiting_tokens=1000)
     for _ in range(2):
         admission.admit("anonymous", None)
@@ -43,7 +43,7 @@ def full() -> Iterator[Application]:
 
 
 class AsgiExchange:
-    """One request whose body comes in pieces of 400 bytes; counts the bytes that are read."""
+    """One request whose body arrives in pieces of 400 bytes; counts the bytes read."""
 
     def __init__(self, app: Application, path: str) -> None:
         self._app = secure(app, keys=KeyRing([]), options=AccessOptions(max_body_bytes=LIMIT_BYTES), admit=app.admit)

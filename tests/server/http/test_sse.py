@@ -23,7 +23,7 @@ Message = dict[str, Any]
 
 
 class Silent(Script):
-    """Emits nothing until `say` is called."""
+    """Emits nothing until `say` is called with text."""
 
     def emit(self, call: RequestStream, ids: list[int], streaming: bool) -> None:
         self.emit_all = lambda: super(Silent, self).emit(call, ids, streaming)
@@ -46,7 +46,7 @@ async def call(app: Any, sent: list[Message], on_send: Any, gone: asyncio.Event 
 
     async def send(message: Message) -> None:
         if message["type"] == "http.response.start":
-            for _ in range(10):  # as whatever stands between may take its time: nothing may overtake it
+            for _ in range(10):  # a middleware may be slow: nothing may overtake it
                 await asyncio.sleep(0)
         sent.append(message)
         on_send(message)

@@ -44,7 +44,7 @@ def test_the_fields_of_a_chat_completion(http: httpx.Client) -> None:
     assert choice["logprobs"] is None and choice["stop_reason"] is None
     usage = answer["usage"]
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
-    assert "completion_tokens_details" not in usage, "there was no thought"
+    assert "completion_tokens_details" not in usage, "there was no reasoning"
 
 
 def test_max_completion_tokens_and_max_tokens_are_equivalent(http: httpx.Client) -> None:

@@ -244,7 +244,7 @@ def test_a_call_of_a_strict_tool_follows_its_schema(scripted: openai.OpenAI) -> 
 
 
 class Blocked:
-    """A compiler that knows one grammar, and with all others is never done until it is let go."""
+    """A compiler that has one grammar cached, and blocks on all others until it is released."""
 
     def __init__(self) -> None:
         self.let_go = threading.Event()

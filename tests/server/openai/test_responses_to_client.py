@@ -112,7 +112,7 @@ def test_the_bytes_of_a_stream(http: httpx.Client, path: str, fields: dict[str, 
 
 
 def test_a_failed_sequence_is_an_error_and_not_a_finish(http: httpx.Client) -> None:
-    """A bad word of two tokens leaves nothing once its first token has come."""
+    """A bad word of two tokens leaves no allowed token after its first one."""
     fields = {"prompt": "a", "max_tokens": 9, "allowed_token_ids": [260], "bad_words": ["the the"]}
     whole = http.post("/v1/completions", json=fields)
     assert whole.status_code == 400

@@ -33,8 +33,8 @@ COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
 @dataclass(frozen=True)
-class Spoken:
-    """What a model said to a prompt, as the engine tells it: whole, and piece by piece."""
+class OutputWithDeltas:
+    """A model's output for a prompt, as the engine reports it: whole, and in deltas."""
 
     deltas: list[list[Delta]]  # of each choice
     output: RequestOutput
@@ -45,7 +45,9 @@ def scores_of(token: int) -> TopLogprobs:
     return TopLogprobs(token, -0.5, 1, ids, np.array([-0.5, -1.5], dtype=np.float32))
 
 
-def speak(tokenizer: Tokenizer, prompt: list[int], choices: list[list[int]], params: SamplingParams) -> Spoken:
+def output_of(
+    tokenizer: Tokenizer, prompt: list[int], choices: list[list[int]], params: SamplingParams
+) -> OutputWithDeltas:
     """Each to its length, or to its stop string."""
     deltas, outputs = [], []
     for index, tokens in enumerate(choices):
@@ -66,11 +68,11 @@ def speak(tokenizer: Tokenizer, prompt: list[int], choices: list[list[int]], par
         None,
         *(logprob_entry(scores_of(token), tokenizer) for token in prompt[1:]),
     ]
-    return Spoken(deltas, RequestOutput("0", None, prompt, outputs, RequestMetrics(0.0, 0), True, scored))
+    return OutputWithDeltas(deltas, RequestOutput("0", None, prompt, outputs, RequestMetrics(0.0, 0), True, scored))
 
 
 def streamed(answer: CompletionResponse, deltas: list[list[Delta]], cuts: list[int]) -> list[dict[str, Any]]:
-    """To a reader who is late now and then: several deltas are then one."""
+    """For a reader that is sometimes late: several deltas are then merged."""
     chunks = b""
     for received in deltas:
         waiting: Delta | None = None
@@ -123,7 +125,7 @@ def test_text_stream_offsets_and_bytes_agree(
         n=len(choices), logprobs=2, stop=stop, include_stop_str_in_output=include_stop, skip_special_tokens=skip
     )
     ids = tokens_of(prompt, tokenizer)
-    spoken = speak(tokenizer, ids, [tokens_of(choice, tokenizer) for choice in choices], params)
+    run = output_of(tokenizer, ids, [tokens_of(choice, tokenizer) for choice in choices], params)
     generation = GenerationRequest(params, RequestOptions(), None, stream=True, continuous_usage=counting)
     token_text = TokenText(tokenizer, as_ids=False)
 
@@ -131,10 +133,10 @@ def test_text_stream_offsets_and_bytes_agree(
         return CompletionResponse(ChunkHeader("m", "cmpl"), [CompletionPrompt(ids, echo)], generation, token_text)
 
     before = decode_whole(tokenizer, ids)
-    chunks = streamed(answer(None), spoken.deltas, cuts)
-    alone: Any = answer(None).whole([spoken.output])["choices"]
-    echoed: Any = answer(before).whole([spoken.output])["choices"]
-    for output, choice, echo in zip(spoken.output.outputs, alone, echoed, strict=True):
+    chunks = streamed(answer(None), run.deltas, cuts)
+    alone: Any = answer(None).whole([run.output])["choices"]
+    echoed: Any = answer(before).whole([run.output])["choices"]
+    for output, choice, echo in zip(run.output.outputs, alone, echoed, strict=True):
         mine = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == output.index]
         assert "".join(chunk["text"] for chunk in mine) == choice["text"] == output.text
         for column in COLUMNS:

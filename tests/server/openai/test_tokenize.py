@@ -25,23 +25,24 @@ ASK = [{"role": "user", "content": "hi"}]
 
 @pytest.mark.parametrize("text", [FRANCE, "日本語 🙂", "<|im_start|>", ""])
 def test_tokenize_and_detokenize_round_trip(http: httpx.Client, text: str) -> None:
-    told = http.post("/tokenize", json={"prompt": text}).json()
-    assert told["count"] == len(told["tokens"]) and told["max_model_len"] == 1024
-    assert "token_strs" not in told
-    assert http.post("/detokenize", json={"tokens": told["tokens"]}).json() == {"prompt": text}
+    response = http.post("/tokenize", json={"prompt": text}).json()
+    assert response["count"] == len(response["tokens"]) and response["max_model_len"] == 1024
+    assert "token_strs" not in response
+    assert http.post("/detokenize", json={"tokens": response["tokens"]}).json() == {"prompt": text}
 
 
 def test_return_token_strs_adds_the_token_strings(http: httpx.Client) -> None:
-    told = http.post("/tokenize", json={"prompt": FRANCE, "return_token_strs": True}).json()
-    assert told["token_strs"] == ["The", "Ġcapital", "Ġof", "ĠFrance", "Ġis"]
+    response = http.post("/tokenize", json={"prompt": FRANCE, "return_token_strs": True}).json()
+    assert response["token_strs"] == ["The", "Ġcapital", "Ġof", "ĠFrance", "Ġis"]
 
 
 def test_the_token_count_of_a_conversation_equals_its_usage(http: httpx.Client) -> None:
-    told = http.post("/tokenize", json={"messages": ASK}).json()
+    response = http.post("/tokenize", json={"messages": ASK}).json()
     charged = http.post("/v1/chat/completions", json={"messages": ASK, "max_tokens": 1}).json()["usage"]
-    assert told["count"] == charged["prompt_tokens"]
+    assert response["count"] == charged["prompt_tokens"]
     text = http.post("/apply-template", json={"messages": ASK}).json()["prompt"]
-    assert http.post("/tokenize", json={"prompt": text, "add_special_tokens": False}).json()["tokens"] == told["tokens"]
+    same = http.post("/tokenize", json={"prompt": text, "add_special_tokens": False}).json()
+    assert same["tokens"] == response["tokens"]
 
 
 def test_variables_and_tools_reach_the_template(model: ServedModel) -> None:
@@ -77,10 +78,10 @@ def test_invalid_requests_are_refused_with_a_reason(
 
 
 def test_the_tokenizer_is_described(http: httpx.Client) -> None:
-    told = http.get("/tokenizer_info").json()
-    assert told["eos_token"] == "<|im_end|>"
-    assert http.post("/tokenize", json={"prompt": told["eos_token"]}).json()["tokens"] == [told["eos_token_id"]]
-    assert "im_start" in told["chat_template"]
+    response = http.get("/tokenizer_info").json()
+    assert response["eos_token"] == "<|im_end|>"
+    assert http.post("/tokenize", json={"prompt": response["eos_token"]}).json()["tokens"] == [response["eos_token_id"]]
+    assert "im_start" in response["chat_template"]
 
 
 def test_models_are_listed_by_name_and_alias(model: ServedModel) -> None:
@@ -113,9 +114,9 @@ def test_a_model_without_a_tokenizer_takes_only_ids(model: ServedModel) -> None:
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "no_tokenizer")
 
 
-@pytest.mark.parametrize(("has_text", "counting", "told"), [(True, False, 2), (False, False, 3), (True, True, 3)])
+@pytest.mark.parametrize(("has_text", "counting", "num_sent"), [(True, False, 2), (False, False, 3), (True, True, 3)])
 def test_deltas_without_text_are_streamed_only_where_they_matter(
-    model: ServedModel, has_text: bool, counting: bool, told: int
+    model: ServedModel, has_text: bool, counting: bool, num_sent: int
 ) -> None:
     """Else a benchmark with dummy weights, whose tokens have no text, would receive nothing until the end."""
     generation = GenerationRequest(SamplingParams(), RequestOptions(), None, stream=True, continuous_usage=counting)
@@ -123,7 +124,7 @@ def test_deltas_without_text_are_streamed_only_where_they_matter(
     answer = CompletionResponse(ChunkHeader("m", "cmpl"), [CompletionPrompt([1], None)], generation, token_text)
     chunks = [answer.chunk(0, Delta("0", 0, text, [7])) for text in ("", "a")]
     chunks.append(answer.chunk(0, Delta("0", 0, "", [7], "stop")))
-    assert sum(chunk != b"" for chunk in chunks) == told and chunks[-1] != b""
+    assert sum(chunk != b"" for chunk in chunks) == num_sent and chunks[-1] != b""
 
 
 def test_the_version(http: httpx.Client) -> None:
@@ -143,21 +144,21 @@ def test_pages_load_nothing_from_other_hosts(http: httpx.Client, path: str) -> N
 
 
 def test_every_endpoint_and_its_body_are_in_the_openapi_schema(http: httpx.Client) -> None:
-    told = http.get("/openapi.json").json()
-    assert set(told["paths"]) == {
+    response = http.get("/openapi.json").json()
+    assert set(response["paths"]) == {
         *(each.path.replace(":path", "") for each in ENDPOINTS if each.in_schema and each.path.startswith("/v1/")),
         "/", "/generate", "/generate_stream", "/info",
         "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{name}", "/tokenize", "/detokenize",
         "/tokenizer_info", "/apply-template", "/health", "/ready", "/load", "/metrics", "/version",
         "/requests/{request_id}/explain", "/abort_requests", "/reset_prefix_cache", "/pause", "/resume",
     }  # fmt: skip
-    schemas = told["components"]["schemas"]
-    references = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(told)))
+    schemas = response["components"]["schemas"]
+    references = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(response)))
     assert references <= set(schemas)
     chat = schemas["ChatBody"]["properties"]
     assert {"messages", "temperature", "structured_outputs", "stream_options"} <= set(chat)
     assert chat["guided_json"]["deprecated"] is True
-    body = told["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    body = response["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert body == {"$ref": "#/components/schemas/CompletionBody"}
 
 

@@ -1,4 +1,4 @@
-"""Bodies are read once, at the edge: typed, bounded, and refused by name."""
+"""RunnerPair are read once, at the edge: typed, bounded, and refused by name."""
 
 import json
 import math
@@ -58,11 +58,11 @@ def test_a_wrong_type_is_named_by_its_path(body: dict[str, object], param: str, 
         b'{"prompt": "hi", "messages": ' + b"1" * 100_000 + b"}",
     ],
 )  # fmt: skip
-def test_what_is_no_body_is_refused_as_a_prompt(body: bytes) -> None:
+def test_an_invalid_body_is_refused(body: bytes) -> None:
     if b"messages" not in body:
         assert isinstance(refused(body), InvalidPrompt)
     else:
-        assert decode(body, CompletionBody).prompt == "hi", "a number nobody asked for is nobody's"
+        assert decode(body, CompletionBody).prompt == "hi", "an unknown field is ignored"
 
 
 @pytest.mark.parametrize("number", [b"1" * 5000, b"1e999", b"-1e999", b"1" * 400 + b".5"])
@@ -70,14 +70,14 @@ def test_a_number_beyond_all_bounds_is_refused(number: bytes) -> None:
     assert refused(b'{"prompt": "hi", "temperature": ' + number + b"}").param == "temperature"
 
 
-def test_unknown_fields_and_nulls_say_nothing() -> None:
+def test_unknown_fields_and_nulls_are_ignored() -> None:
     names = [name for name in ChatBody.__struct_fields__ if name != "messages"]
     body = decode(json.dumps({**CHAT, **dict.fromkeys(names), "store": True, "anything": [{}]}).encode(), ChatBody)
     assert all(getattr(body, name) is None for name in names)
 
 
 @pytest.mark.parametrize("name", REPLACEMENTS)
-def test_a_legacy_field_is_refused_with_what_took_its_place(name: str) -> None:
+def test_a_legacy_field_is_refused_with_its_replacement(name: str) -> None:
     error = refused(json.dumps({**CHAT, name: "x"}).encode(), ChatBody)
     assert error.param == name
     assert REPLACEMENTS[name] in error.message
@@ -85,7 +85,7 @@ def test_a_legacy_field_is_refused_with_what_took_its_place(name: str) -> None:
     decode(json.dumps({**CHAT, name: None}).encode(), ChatBody)
 
 
-def test_who_wants_no_call_of_the_old_kind_is_served() -> None:
+def test_function_call_none_is_accepted() -> None:
     assert decode(json.dumps({**CHAT, "functions": [], "function_call": "none"}).encode(), ChatBody).messages
 
 
@@ -104,7 +104,7 @@ def test_every_legacy_field_has_a_replacement() -> None:
         (MessagesBody, "output_format", {"type": "json_schema", "schema": {}}, "use output_config.format"),
     ],
 )
-def test_a_field_of_another_surface_is_told_its_name_here(
+def test_a_field_of_another_api_is_refused_with_its_name_here(
     kind: type[msgspec.Struct], name: str, value: object, instead: str
 ) -> None:
     body = {**CHAT, "input": "hi", "max_tokens": 5, name: value}
@@ -115,13 +115,13 @@ def test_a_field_of_another_surface_is_told_its_name_here(
 
 
 @pytest.mark.parametrize("kind", [ResponsesBody, MessagesBody])
-def test_what_steers_sampling_is_taken_by_its_name_in_a_chat(kind: type[ResponsesBody] | type[MessagesBody]) -> None:
-    said: dict[str, Any] = {"stop": ["x"], "stop_token_ids": [7], "bad_words": ["no"], "allowed_token_ids": [1, 2],
-                            "logit_bias": {"3": 1.0}, "min_p": 0.5}  # fmt: skip
-    body = {**CHAT, "input": "hi", **({"max_tokens": 5} if kind is MessagesBody else {}), **said}
+def test_sampling_fields_have_the_same_names_in_all_apis(kind: type[ResponsesBody] | type[MessagesBody]) -> None:
+    sampling: dict[str, Any] = {"stop": ["x"], "stop_token_ids": [7], "bad_words": ["no"], "allowed_token_ids": [1, 2],
+                                "logit_bias": {"3": 1.0}, "min_p": 0.5}  # fmt: skip
+    body = {**CHAT, "input": "hi", **({"max_tokens": 5} if kind is MessagesBody else {}), **sampling}
     decoded = decode(json.dumps(body).encode(), kind)
     chat = messages_as_chat(decoded) if isinstance(decoded, MessagesBody) else responses_as_chat(decoded)
-    assert {name: getattr(chat, name) for name in said} == {**said, "logit_bias": {3: 1.0}}
+    assert {name: getattr(chat, name) for name in sampling} == {**sampling, "logit_bias": {3: 1.0}}
 
 
 def test_stop_has_one_name_at_a_time() -> None:

@@ -1,4 +1,4 @@
-"""What an answer may say, as clients say it and as the engine is told it."""
+"""Structured output: from the fields of a request to the engine's grammar."""
 
 import json
 
@@ -13,7 +13,7 @@ from quire.server.request.structured_output import MAX_CHOICES, grammar_of
 SCHEMA = {"type": "object", "properties": {"ä": {"type": "string"}}}
 
 
-def asked(**fields: object) -> Grammar | None:
+def grammar_of_chat(**fields: object) -> Grammar | None:
     return grammar_of(decode(json.dumps({"prompt": "hi", **fields}).encode(), CompletionBody))
 
 
@@ -41,7 +41,7 @@ def asked(**fields: object) -> Grammar | None:
     ],
 )
 def test_a_constraint_becomes_a_grammar(fields: dict[str, object], kind: GrammarKind, text: object) -> None:
-    grammar = asked(**fields)
+    grammar = grammar_of_chat(**fields)
     assert grammar is not None and grammar.kind is kind
     assert grammar.text == text if isinstance(text, str) else json.loads(grammar.text) == text
 
@@ -49,8 +49,8 @@ def test_a_constraint_becomes_a_grammar(fields: dict[str, object], kind: Grammar
 @pytest.mark.parametrize(
     "fields", [{}, {"response_format": {"type": "text"}}, {"response_format": None}, {"structured_outputs": None}]
 )
-def test_an_answer_is_free_unless_somebody_asks(fields: dict[str, object]) -> None:
-    assert asked(**fields) is None
+def test_output_is_unconstrained_by_default(fields: dict[str, object]) -> None:
+    assert grammar_of_chat(**fields) is None
 
 
 @pytest.mark.parametrize(
@@ -82,10 +82,10 @@ def test_an_answer_is_free_unless_somebody_asks(fields: dict[str, object]) -> No
 )  # fmt: skip
 def test_a_constraint_that_cannot_be_kept_is_refused_by_name(fields: dict[str, object], param: str) -> None:
     with pytest.raises(InvalidParameter) as caught:
-        asked(**fields)
+        grammar_of_chat(**fields)
     assert caught.value.param == param
 
 
-def test_an_unknown_constraint_is_told_the_known_ones() -> None:
+def test_an_unknown_constraint_is_refused_with_the_known_ones() -> None:
     with pytest.raises(InvalidParameter, match="no such field; it may have json, json_object, regex, choice, grammar,"):
-        asked(structured_outputs={"lark": 'start: "x"'})
+        grammar_of_chat(structured_outputs={"lark": 'start: "x"'})

@@ -267,7 +267,7 @@ async def messages(state: ServerState, request: Request) -> Response:
     model = state.model
     model.check_model(body.model)
     with rename_error_params(PARAM_NAMES if body.stop is not None else {**PARAM_NAMES, "stop": "stop_sequences"}):
-        model.check_least(len(body.messages))
+        model.check_length(len(body.messages))
         chat_body = await run_inline_if_short(request, as_chat, body)
         generation, prompt = chat_generation(chat_body, model), chat_prompt(chat_body)
         chat = await start_chat(state.engine, model, prompt, generation, clamp=True)
@@ -283,7 +283,7 @@ async def count_tokens(state: ServerState, request: Request) -> Response:
     body = await read(request, CountTokensBody)
     model = state.model
     model.check_model(body.model)
-    model.check_least(len(body.messages))
+    model.check_length(len(body.messages))
     return json_response({"input_tokens": await run_in_threadpool(_num_tokens, body, model)})
 
 

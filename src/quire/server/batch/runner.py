@@ -189,16 +189,16 @@ def run_batch(config: ServerConfig, settings: BatchSettings) -> BatchCounts:
 
     async def life() -> BatchCounts:
         ready = asyncio.Event()
-        listeners = ServerObservers(settings.phase, lambda model, facts: ready.set(), lambda line: None)
+        listeners = ServerObservers(settings.phase, lambda model, info: ready.set(), lambda line: None)
         server = Server(config, listeners)
         app = secure(server.app, keys=KeyRing(), observers=[server.metrics.responded], admit=server.app.admit)
         batch = BatchRunner(app, settings.lines, settings.finished, settings.write, settings.report)
 
         async def work() -> None:
             await ready.wait()
-            facts = server.engine.facts
-            assert facts is not None
-            await batch.run(settings.concurrency or facts.max_num_seqs + min(facts.max_num_seqs, _MAX_QUEUED))
+            info = server.engine.info
+            assert info is not None
+            await batch.run(settings.concurrency or info.max_num_seqs + min(info.max_num_seqs, _MAX_QUEUED))
 
         working, keeping = asyncio.create_task(work()), asyncio.create_task(server.run_engine())
         try:

@@ -39,7 +39,7 @@ class ChatPrompt:
     def render(self, model: ServedModel) -> str:
         """The text of the prompt, by the model's template. Slow: call it on a thread."""
         tokenizer = model.text()
-        model.check_least(sum(map(_min_tokens, self.messages)))
+        model.check_length(sum(map(_min_tokens, self.messages)))
         template = model.chat_template or ""
         messages = [_normalize(each, f"messages[{place}]", template) for place, each in enumerate(self.messages)]
         text = render(
@@ -51,7 +51,7 @@ class ChatPrompt:
             named_tokens=tokenizer.named_tokens,
             extra=self.template_variables,
         )
-        return model.readable(text)
+        return model.checked_text(text)
 
     def grammar(self, model: ServedModel, requested: Grammar | None, text: str) -> Grammar | None:
         """The grammar of the output after the rendered `text`: a tool call if one is required, else the client's."""

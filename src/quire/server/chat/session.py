@@ -112,7 +112,7 @@ async def start_chat(
 class ChatStream:
     """A submitted chat. The caller must `close` it, however it ends."""
 
-    __slots__ = ("_parsers", "_prompt", "_served", "_stream", "choices", "prompt_ids")
+    __slots__ = ("_model", "_parsers", "_prompt", "_stream", "choices", "prompt_ids")
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class ChatStream:
         parsers: list[OutputParser],
         stream: RequestStream,
     ) -> None:
-        self._served = model
+        self._model = model
         self._prompt = prompt
         self._parsers = parsers
         self._stream = stream
@@ -153,7 +153,7 @@ class ChatStream:
         texts = [text for choice in self.choices if (text := choice.reasoning)]
         if not texts:
             return 0
-        encoded = await run_in_threadpool(self._served.text().encode_batch, texts, add_special_tokens=False)
+        encoded = await run_in_threadpool(self._model.text().encode_batch, texts, add_special_tokens=False)
         return sum(map(len, encoded))
 
     def close(self) -> None:

@@ -54,9 +54,9 @@ def client_error(error: Exception) -> QuireError:
 
 
 async def until_disconnect(
-    request: Request, work: Coroutine[None, None, T], leave: Callable[[], None] = lambda: None
+    request: Request, work: Coroutine[None, None, T], on_close: Callable[[], None] = lambda: None
 ) -> T:
-    """The result of some work, or `ClientDisconnect` if the client disconnects first. `leave` is called at the end."""
+    """The result of some work, or `ClientDisconnect` if the client disconnects first. Calls `on_close` at the end."""
     result = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(disconnected(request.receive))
     try:
@@ -67,7 +67,7 @@ async def until_disconnect(
     finally:
         result.cancel()
         gone.cancel()
-        leave()
+        on_close()
 
 
 async def disconnected(receive: Receive) -> None:
@@ -103,11 +103,11 @@ def error_event(error: Exception) -> bytes:
 async def stream(
     request: Request,
     events: Events,
-    leave: Callable[[], None],
+    on_close: Callable[[], None],
     keep_alive_s: float = KEEP_ALIVE_S,
     failed: Callable[[Exception], bytes] = error_event,
 ) -> Response:
-    """A response of these events; `leave` is called at its end, however it ends.
+    """A response of these events; `on_close` is called at its end, however it ends.
 
     Waits up to `keep_alive_s` for the first event, so that an early error keeps its status.
     """
@@ -119,10 +119,10 @@ async def stream(
             first.result()
         elif gone.done():
             raise ClientDisconnect
-        return EventStream(first, events, leave, keep_alive_s, failed)
+        return EventStream(first, events, on_close, keep_alive_s, failed)
     except BaseException:
         first.cancel()
-        leave()
+        on_close()
         raise
     finally:
         gone.cancel()
@@ -135,7 +135,7 @@ class EventStream(Response):
         self,
         first: "asyncio.Future[bytes]",
         events: Events,
-        leave: Callable[[], None],
+        on_close: Callable[[], None],
         keep_alive_s: float,
         failed: Callable[[Exception], bytes],
     ) -> None:
@@ -143,7 +143,7 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._first = first
         self._events = events
-        self._leave = leave
+        self._on_close = on_close
         self._keep_alive_s = keep_alive_s
         self._failed = failed
         self._sent_s = time.monotonic()
@@ -162,7 +162,7 @@ class EventStream(Response):
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, self._first, return_exceptions=True)
-            self._leave()
+            self._on_close()
             await self._events.aclose()
 
     async def _send_all(self, scope: Scope, send: Send, gone: "asyncio.Future[None]") -> None:

@@ -71,7 +71,7 @@ def _prompts(body: CompletionBody, generation: GenerationRequest, model: ServedM
     for prompt in prompt_list(body.prompt, param="prompt", most=MAX_PROMPTS):
         special = body.add_special_tokens is not False
         if isinstance(prompt, str):
-            whole = model.text().encode(model.readable(prompt, "prompt"), special)
+            whole = model.text().encode(model.checked_text(prompt, "prompt"), special)
         else:
             whole = model.checked_ids(prompt)
         ids = truncate_prompt(whole, body.truncate_prompt_tokens, generation, model)

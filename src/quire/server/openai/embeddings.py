@@ -37,10 +37,10 @@ async def embeddings(state: ServerState, request: Request) -> Response:
         raise InvalidParameter(f"encoding_format must be one of {', '.join(_FORMATS)}.", param="encoding_format")
     if body.dimensions is not None and body.dimensions < 1:
         raise InvalidParameter(f"dimensions is {body.dimensions}; the least is 1.", param="dimensions")
-    terms = _terms(body)
+    options = _options(body)
     with rename_error_params(_PARAM_NAMES):
-        inputs = await run_in_threadpool(_inputs, body, terms, model)
-        vectors = await until_disconnect(request, _embed(state.engine, inputs, terms, body.dimensions))
+        inputs = await run_in_threadpool(_inputs, body, options, model)
+        vectors = await until_disconnect(request, _embed(state.engine, inputs, options, body.dimensions))
     num_tokens = sum(map(len, inputs))
     data = await run_in_threadpool(_data, vectors, encoding)
     return json_response(
@@ -53,31 +53,31 @@ async def embeddings(state: ServerState, request: Request) -> Response:
     )
 
 
-def _terms(body: EmbeddingBody) -> RequestOptions:
+def _options(body: EmbeddingBody) -> RequestOptions:
     names = ("priority", "cache_salt", "timeout_s")  # not the tenant, which follows from the API key
     return RequestOptions(**{name: value for name in names if (value := getattr(body, name)) is not None})
 
 
-def _inputs(body: EmbeddingBody, terms: RequestOptions, model: ServedModel) -> list[list[int]]:
+def _inputs(body: EmbeddingBody, options: RequestOptions, model: ServedModel) -> list[list[int]]:
     """The inputs as token ids. Encoding long texts is slow: call it on a thread."""
-    generation = GenerationRequest(params=EMBEDDING, terms=terms, grammar=None, stream=False, without_tokens=True)
+    generation = GenerationRequest(params=EMBEDDING, options=options, grammar=None, stream=False, without_tokens=True)
     inputs = []
     for place, text in enumerate(prompt_list(body.input, param="input", most=MAX_INPUTS)):
         special = body.add_special_tokens is not False
         if isinstance(text, str):
-            whole = model.text().encode(model.readable(text, "input"), special)
+            whole = model.text().encode(model.checked_text(text, "input"), special)
         else:
             whole = model.checked_ids(text, "input")
         if not whole:
             raise InvalidPrompt(f"input {place} is empty: there is nothing to embed.", param="input")
         ids = truncate_prompt(whole, body.truncate_prompt_tokens, generation, model)
-        model.check_least(len(ids), "input", at_least=False)
+        model.check_length(len(ids), "input", at_least=False)
         inputs.append(ids)
     return inputs
 
 
 async def _embed(
-    engine: AsyncEngine, inputs: Sequence[list[int]], terms: RequestOptions, dimensions: int | None
+    engine: AsyncEngine, inputs: Sequence[list[int]], options: RequestOptions, dimensions: int | None
 ) -> list[FloatArray]:
     """The vectors of all inputs, `_AT_ONCE` at a time, in order. One failure fails the request."""
     vectors: list[FloatArray] = []
@@ -86,7 +86,7 @@ async def _embed(
     try:
         while waiting or calls:
             while waiting and len(calls) < _AT_ONCE:
-                calls.append(engine.embed(waiting.popleft(), options=terms))
+                calls.append(engine.embed(waiting.popleft(), options=options))
             vectors.append(_truncate(await _vector(calls[0]), dimensions))
             calls.popleft()
     finally:

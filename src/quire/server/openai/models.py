@@ -92,7 +92,7 @@ def _text(body: DetokenizeBody, model: ServedModel) -> str:
     most = max(model.max_model_len, MAX_DETOKENIZED)
     if len(body.tokens) > most:
         raise InvalidPrompt(f"There are {len(body.tokens)} tokens; a request may bring {most}.", param="tokens")
-    return model.spelled(model.checked_ids(body.tokens, "tokens"))
+    return model.decode(model.checked_ids(body.tokens, "tokens"))
 
 
 def _ids(body: TokenizeBody, model: ServedModel) -> list[int]:
@@ -101,7 +101,7 @@ def _ids(body: TokenizeBody, model: ServedModel) -> list[int]:
         text = _chat_prompt(body, body.messages).render(model)
         return model.text().encode(text, add_special_tokens=bool(body.add_special_tokens))
     if body.prompt is not None and body.messages is None:
-        return model.text().encode(model.readable(body.prompt, "prompt"), body.add_special_tokens is not False)
+        return model.text().encode(model.checked_text(body.prompt, "prompt"), body.add_special_tokens is not False)
     raise InvalidParameter("Give prompt or messages, and not both.", param="prompt")
 
 

@@ -29,7 +29,7 @@ async def responses(state: ServerState, request: Request) -> Response:
     model.check_model(body.model)
     with rename_error_params(PARAM_NAMES):
         if body.truncation != "auto" and isinstance(body.input, list):
-            model.check_least(len(body.input), "input")
+            model.check_length(len(body.input), "input")
         chat_body = await run_inline_if_short(request, as_chat, body)
         generation, prompt = chat_generation(chat_body, model), chat_prompt(chat_body)
         if body.truncation == "auto":

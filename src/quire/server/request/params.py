@@ -25,7 +25,7 @@ _SAMPLING = tuple(
     if field.name in SamplingBody.__struct_fields__ and field.name not in ("best_of", "max_tokens", "grammar")
 )
 _TOKEN_IDS = ("stop_token_ids", "allowed_token_ids", "logit_bias")
-_TERMS = ("priority", "cache_salt", "timeout_s")  # not the tenant, which follows from the API key
+_OPTIONS = ("priority", "cache_salt", "timeout_s")  # not the tenant, which follows from the API key
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class GenerationRequest:
     """A request for generation, without its prompt."""
 
     params: SamplingParams
-    terms: RequestOptions
+    options: RequestOptions
     grammar: Grammar | None
     stream: bool
     grammar_field: str = "response_format"  # the body field that the grammar came from
@@ -87,14 +87,14 @@ def _generation(
     params = {name: getattr(defaults, name) for name in _SAMPLING}
     params.update({name: value for name in _SAMPLING if (value := getattr(body, name)) is not None})
     params.update(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
-    terms = {name: value for name in _TERMS if (value := getattr(body, name)) is not None}
+    request_options = {name: value for name in _OPTIONS if (value := getattr(body, name)) is not None}
     check_count("allowed_token_ids", body.allowed_token_ids or (), model.vocab_size)
     for name in _TOKEN_IDS:  # the engine checks them too, but ids beyond 64 bits cannot be sent to it
         checked_token_ids(name, getattr(body, name) or (), model.vocab_size)
     continuous = options is not None and bool(options.continuous_usage_stats)
     return GenerationRequest(
         params=SamplingParams(**params),
-        terms=RequestOptions(**terms),
+        options=RequestOptions(**request_options),
         grammar=grammar_of(body),
         stream=stream,
         grammar_field="response_format" if body.structured_outputs is None else "structured_outputs",

@@ -276,7 +276,7 @@ async def _begin(state: ServerState, body: GenerateBody, *, streaming: bool) -> 
 
 
 def _ids(body: GenerateBody, truncate: int | None, generation: GenerationRequest, model: ServedModel) -> list[int]:
-    return truncate_prompt(model.text().encode(model.readable(body.inputs, "inputs")), truncate, generation, model)
+    return truncate_prompt(model.text().encode(model.checked_text(body.inputs, "inputs")), truncate, generation, model)
 
 
 async def _events(tokens: RequestStream, response: TgiResponse) -> Events:
