@@ -131,12 +131,12 @@ class EngineConfig:
     revision: str | None = _text("--revision", "Branch, tag or commit of a hub id.")
     token: str | None = _text("--token", "Hub token, for models that need one.")
     load_format: str = _choice("--load-format", "auto", ("auto", "dummy"),
-                               "dummy: invented weights at a named shape such as qwen3-0.6b.")  # fmt: skip
+                               "dummy: random weights at a named shape such as qwen3-0.6b.")  # fmt: skip
     device: str = _choice("--device", "auto", ("auto", "cpu", "cuda"), "Where the model runs.")
     dtype: str = _choice("--dtype", "auto", ("auto", *DTYPES), "Number format of weights and KV cache.")
     attention_backend: str = _choice(
         "--attention-backend", "auto", ATTENTION_BACKENDS,
-        "Whose attention runs on a GPU. auto: the fastest that is installed, as measured.",
+        "Attention kernels on a GPU. auto: the fastest installed ones, as measured.",
     )  # fmt: skip
     max_model_len: int | None = _integer(
         "--max-model-len", None, 2, 2**24 - 1,
@@ -147,7 +147,7 @@ class EngineConfig:
                                            unit="bytes")  # fmt: skip
     gpu_memory_utilization: float | None = _number(
         "--gpu-memory-utilization", 0, 1,
-        "Share of the GPU's memory that quire may take in all. Default: 0.9.", metavar="SHARE",
+        "Fraction of the GPU's memory that quire may use in total. Default: 0.9.", metavar="SHARE",
     )  # fmt: skip
     max_num_seqs: int | None = _integer(
         "--max-num-seqs", None, 1, 65536,
@@ -157,30 +157,30 @@ class EngineConfig:
                                                   unit="tokens")  # fmt: skip
     run_ahead: int | None = _integer("--run-ahead", None, 0, 2, "Steps in flight.")
     enable_prefix_caching: bool = _declare(
-        True, Setting("switch", "Find again what was computed for an earlier prompt.", flag="--enable-prefix-caching")
+        True, Setting("switch", "Reuse the KV blocks of earlier prompts.", flag="--enable-prefix-caching")
     )
     host_kv_memory: int = _integer(
         "--host-kv-memory", 0, 0, 2**60,
-        "Bytes in the host's memory for KV that had to leave the cache, e.g. 8GiB.", unit="bytes",
+        "Bytes of host memory for KV blocks evicted from the device, e.g. 8GiB.", unit="bytes",
     )  # fmt: skip
     overcommit: str = _choice(
         "--overcommit", "hedge", OVERCOMMITS,
-        "How far KV is promised beyond what there is: never preempt, hedge, or optimistic.",
+        "How much KV cache is overcommitted: never preempt, hedge, or optimistic.",
     )  # fmt: skip
     itl_target_ms: float | None = _number(
         "--itl-target", 0, 10**6,
-        "Milliseconds between two tokens that prompts of others may not exceed.", metavar="MS",
+        "Inter-token latency target in milliseconds: limits the prefill per step.", metavar="MS",
     )  # fmt: skip
     max_waiting: int | None = _integer(
         "--max-waiting", None, 1, 2**31 - 1,
-        "Requests that may wait; more are refused. Default: no limit, 1024 in quire serve.",
+        "Most requests in the waiting queue; more are rejected. Default: no limit, 1024 in quire serve.",
     )  # fmt: skip
-    regime: str | None = _choice("--regime", None, REGIMES, "For experiments: schedule as earlier engines did.")
+    regime: str | None = _choice("--regime", None, REGIMES, "For experiments: batching techniques of earlier engines.")
     seed: int = _integer(None, 0, -(2**63) + 1, 2**63 - 1, "Base of the random numbers of requests without a seed.")
     threads: int | None = _integer("--threads", None, 1, 4096, "CPU threads.")
     tenant_weights: Mapping[str, float] = field(
         default_factory=dict,
-        metadata={"setting": Setting("mapping", "Share of the engine by tenant; 1 for a tenant that is not named.")},
+        metadata={"setting": Setting("mapping", "Weight of a tenant in fair scheduling; 1 if not given.")},
     )
 
     def __post_init__(self) -> None:

@@ -60,17 +60,17 @@ def _workload_options(allowed: Many[str], default: str) -> Callable[[Command], C
         click.option("--workload", "workloads", callback=workload_list(allowed), default=default, show_default=True,
                      metavar="NAME,…", help=f"One or several of {', '.join(allowed)}, or of "
                           "other shapes, COUNTxIN+OUT tokens: 64x4096+16, 512x32..256+64."),
-        click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Times each is run."),
-        click.option("--seed", type=click.IntRange(0), help="Draw other requests than the published ones."),
-        click.option("--requests", type=click.IntRange(1), help="Only the first so many: a trial, no figure."),
+        click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Repetitions."),
+        click.option("--seed", type=click.IntRange(0), help="Random requests other than the published ones."),
+        click.option("--requests", type=click.IntRange(1), help="Only the first N: a trial, no figure."),
         click.option("--scale", type=FiniteRange(0, 1, min_open=True), default=1.0, show_default=True,
-                     help="Shorten every prompt and answer to this share: a trial, no figure."),
-        click.option("--temperature", type=float, default=0.0, show_default=True, help="Above 0: tokens are drawn."),
-        click.option("--top-p", type=float, default=1.0, show_default=True, help="Among the likeliest of this share."),
-        click.option("--top-k", type=int, default=0, show_default=True, help="Among so many; 0: all."),
-        click.option("--repetition-penalty", type=float, default=1.0, show_default=True, help="1: none."),
-        click.option("--logprobs", type=int, help="Score each token, and so many alternatives."),
-        click.option("--prompt-logprobs", type=int, help="The same of each prompt token."),
+                     help="Scale the length of prompts and outputs by this factor: a trial, no figure."),
+        click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy."),
+        click.option("--top-p", type=float, default=1.0, show_default=True, help="Nucleus sampling; 1: off."),
+        click.option("--top-k", type=int, default=0, show_default=True, help="Most likely tokens; 0: all."),
+        click.option("--repetition-penalty", type=float, default=1.0, show_default=True, help="1: off."),
+        click.option("--logprobs", type=int, help="Logprobs of each token and of N alternatives."),
+        click.option("--prompt-logprobs", type=int, help="The same for prompt tokens."),
         click.option("--json", "as_json", is_flag=True, help="Print one JSON object per workload instead of a table."),
     )  # fmt: skip
 
@@ -89,7 +89,7 @@ def _workload_options(allowed: Many[str], default: str) -> Callable[[Command], C
 def throughput(
     model: str | None, workloads: tuple[str, ...], requests: int | None, scale: float, **given: object
 ) -> None:
-    """Offline throughput: all requests at once, answers of forced lengths, greedy unless it is told otherwise."""
+    """Offline throughput: all requests at once, answers of forced lengths, greedy by default."""
     with loading_status():
         from quire.cli.bench_engine import throughput as work
 
@@ -101,7 +101,7 @@ def throughput(
 @_workload_options(LATENCY, "bs1")
 @measured_engine_options
 def latency(model: str | None, workloads: tuple[str, ...], requests: int | None, scale: float, **given: object) -> None:
-    """Time per token of a closed batch, time to the first token, and the gaps between tokens."""
+    """Latency of a closed batch: time per token, time to first token, inter-token latency."""
     with loading_status():
         from quire.cli.bench_engine import latency as work
 
@@ -110,14 +110,14 @@ def latency(model: str | None, workloads: tuple[str, ...], requests: int | None,
 
 @click.command()
 @_model_option
-@click.option("--repeats", type=click.IntRange(1), default=1, show_default=True, help="Times both starts are made.")
+@click.option("--repeats", type=click.IntRange(1), default=1, show_default=True, help="Repetitions of both starts.")
 @click.option(
-    "--batch", is_flag=True, help="As an engine for batches starts, which records more steps before the first."
+    "--batch", is_flag=True, help="Start as for offline batches, with more CUDA graphs captured at the start."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 @measured_engine_options
 def startup(model: str | None, repeats: int, batch: bool, as_json: bool, **given: object) -> None:
-    """What a fresh process that serves does until its first token, with compiled kernels in its caches and without."""
+    """Time from process start to the first token of a server, with and without cached compiled kernels."""
     with loading_status():
         from quire.cli.bench_processes import startup as work
 
@@ -127,21 +127,21 @@ def startup(model: str | None, repeats: int, batch: bool, as_json: bool, **given
 @click.command()
 @click.option("--heads", type=click.IntRange(1), default=32, show_default=True, help="Query heads.")
 @click.option("--kv-heads", type=click.IntRange(1), default=8, show_default=True, help="Key heads.")
-@click.option("--head-dim", type=click.IntRange(16, 256), default=128, show_default=True, help="Width of a head.")
-@click.option("--window", type=click.IntRange(0), default=0, show_default=True, help="Keys that a query sees; 0: all.")
-@click.option("--softcap", type=FiniteRange(0), default=0.0, show_default=True, help="Soft cap of scores; 0: none.")
-@click.option("--dtype", type=click.Choice(_DTYPES), default="bfloat16", show_default=True, help="Of all numbers.")
-@click.option("--block-size", type=click.IntRange(1, 256), default=16, show_default=True, help="Keys in a block.")
+@click.option("--head-dim", type=click.IntRange(16, 256), default=128, show_default=True, help="Head dimension.")
+@click.option("--window", type=click.IntRange(0), default=0, show_default=True, help="Sliding window; 0: none.")
+@click.option("--softcap", type=FiniteRange(0), default=0.0, show_default=True, help="Logit soft cap; 0: none.")
+@click.option("--dtype", type=click.Choice(_DTYPES), default="bfloat16", show_default=True, help="Of all tensors.")
+@click.option("--block-size", type=click.IntRange(1, 256), default=16, show_default=True, help="Tokens in a block.")
 @click.option("--steps", callback=_steps, metavar="STEP,…",
-              help="Not the usual ones but others, named as in the table: "
+              help="Other steps than the default ones, named as in the table: "
               "decode 24x700, decode 9x10..2000, chunk 300+5000, chunks 3x40.")  # fmt: skip
-@click.option("--beside", type=click.Choice(_BESIDE), help="A library to measure beside it, in turns.")
+@click.option("--beside", type=click.Choice(_BESIDE), help="A library to compare with, interleaved.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per step instead of the table.")
 def kernels(
     heads: int, kv_heads: int, head_dim: int, window: int, softcap: float, dtype: str, block_size: int,
     steps: tuple[AttentionStep, ...], beside: str | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Times of attention on a GPU, the rates they come to, and another library's times."""
+    """Time and throughput of attention on a GPU, and those of another library."""
     if heads % kv_heads:
         raise click.UsageError(f"--heads is {heads}, which {kv_heads} key heads do not divide.")
     with loading_status():

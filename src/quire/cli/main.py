@@ -92,12 +92,12 @@ def main() -> None:
 @app.command()
 @click.argument("words", nargs=-1, required=True, metavar='[MODEL] "PROMPT"')
 @click.option("--max-tokens", type=int, default=256, show_default=True, help="Longest completion.")
-@click.option("--chat", is_flag=True, help="Put the prompt through the model's chat template.")
+@click.option("--chat", is_flag=True, help="Apply the model's chat template to the prompt.")
 @sampling_options
 @engine_options
-@click.option("-v", "--verbose", is_flag=True, help="Say what happens while starting, and the speed at the end.")
+@click.option("-v", "--verbose", is_flag=True, help="Print the startup steps, and the speed at the end.")
 def run(words: tuple[str, ...], **given: object) -> None:
-    """Complete one prompt and print the text as it comes. A prompt of - is read from stdin."""
+    """Complete one prompt and print the text as it is generated. A prompt of - is read from stdin."""
     if len(words) > 2:
         raise click.UsageError(f"run takes [MODEL] and one prompt, not {len(words)} words: put the prompt in quotes.")
     if len(words) == 1 and short_name(words[0]):
@@ -115,7 +115,7 @@ def run(words: tuple[str, ...], **given: object) -> None:
 @sampling_options
 @engine_options
 def chat(model: str | None, **given: object) -> None:
-    """Talk with a model in the terminal."""
+    """Chat with a model in the terminal."""
     with loading_status():
         from quire.cli.chat import chat as work
 
@@ -127,7 +127,7 @@ def chat(model: str | None, **given: object) -> None:
 @serving_options
 @engine_options
 def serve(model: str | None, host: str, port: int, **given: object) -> None:
-    """Serve a model over HTTP, in the form OpenAI's clients know."""
+    """Serve a model over HTTP, with OpenAI-compatible APIs."""
     with stops_on_sigterm():
         with loading_status():
             from quire.cli.serve import serve as work
@@ -138,15 +138,15 @@ def serve(model: str | None, host: str, port: int, **given: object) -> None:
 @app.command()
 @click.argument("source", metavar="INPUT.jsonl")
 @click.argument("model", required=False)
-@click.option("-o", "--output", "target", required=True, metavar="OUTPUT.jsonl", help="Where answers go; - is stdout.")
-@click.option("--concurrency", type=click.IntRange(1), help="Requests under way. Default: what keeps the engine full.")
+@click.option("-o", "--output", "target", required=True, metavar="OUTPUT.jsonl", help="Output file; - is stdout.")
+@click.option("--concurrency", type=click.IntRange(1), help="Concurrent requests. Default: enough to fill the engine.")
 @batch_options
 @engine_options
 def batch(source: str, target: str, model: str | None, **given: object) -> None:
-    """Answer a file of requests in OpenAI's batch format; - is stdin.
+    """Run a file of requests in OpenAI's batch format; - is stdin.
 
-    Answers that the output holds already are kept, so that an interrupted run can be taken up again; lines that were
-    refused or failed are asked again. Status 1 if a line could not be read or was refused.
+    Results that the output file already has are kept, so an interrupted run can be resumed; lines that were rejected
+    or failed are run again. Status 1 if a line could not be read or was rejected.
     """
     with loading_status():
         from quire.cli.batch import batch as work
@@ -156,14 +156,14 @@ def batch(source: str, target: str, model: str | None, **given: object) -> None:
 
 @app.command()
 @click.argument("model", required=False)
-@click.option("--fetch", is_flag=True, help="Bring MODEL (default: the default model) to this machine.")
-@click.option("--verify", is_flag=True, help="Check the whole file of a fetched model against its checksum.")
+@click.option("--fetch", is_flag=True, help="Download MODEL (default: the default model).")
+@click.option("--verify", is_flag=True, help="Verify the checksum of a downloaded model.")
 @hub_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per model.")
 def models(
     model: str | None, fetch: bool, verify: bool, revision: str | None, token: str | None, as_json: bool
 ) -> None:
-    """List the models that are here and where they are; fetch one."""
+    """List the local models and their paths; download one."""
     from quire.cli import models as work
 
     if verify:
@@ -179,13 +179,13 @@ def models(
 @app.command()
 @click.argument("url", default="http://127.0.0.1:8000")
 @click.option("--api-key-file", type=click.Path(dir_okay=False, exists=True, path_type=Path), metavar="FILE",
-              help="The first key of this file opens the server; it may be the server's own.")  # fmt: skip
+              help="API key: the first key of this file, which may be the server's key file.")  # fmt: skip
 @click.option("--every", "every_s", type=FiniteRange(0.1, 3600), default=1.0, show_default=True,
-              help="Seconds between two looks.")  # fmt: skip
-@click.option("--once", is_flag=True, help="Two looks, one report.")
+              help="Seconds between two samples.")  # fmt: skip
+@click.option("--once", is_flag=True, help="Take two samples, print one report.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per report.")
 def top(url: str, api_key_file: Path | None, every_s: float, once: bool, as_json: bool) -> None:
-    """What the server at URL is doing, now and now and now."""
+    """Show requests, tokens and latencies of the server at URL, once per interval."""
     check_packages("quire top", "serve", "prometheus_client")
     from quire.cli.top import top as work
 
@@ -195,7 +195,7 @@ def top(url: str, api_key_file: Path | None, every_s: float, once: bool, as_json
 @app.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def doctor(as_json: bool) -> None:
-    """What this machine has, what would be used, what is missing."""
+    """Report devices, packages and models: what is found, what would be used, what is missing."""
     with loading_status():
         from quire.cli.doctor import doctor as work
 
@@ -207,15 +207,15 @@ def doctor(as_json: bool) -> None:
 @click.option("--seed", type=int, default=0, show_default=True, help="The same seed gives the same workloads.")
 @click.option("--runner", type=click.Choice(["numpy", "torch"]), default="numpy", show_default=True,
               help="numpy: the oracle runner. torch: the integer model behind the real runner.")  # fmt: skip
-@click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Processes that share the steps.")
-@click.option("--trial", type=int, help="Run only the world with this trial seed.")
+@click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Number of processes.")
+@click.option("--trial", type=int, help="Run only the scenario with this seed.")
 @click.option("--record", type=click.Path(dir_okay=False, writable=True), metavar="FILE",
-              help="Run one world and write its journal, for quire replay.")  # fmt: skip
+              help="Run one scenario and write its journal, for quire replay.")  # fmt: skip
 @click.option("--part", hidden=True, help="What one of several jobs does.")
 def check(
     steps: int, seed: int, runner: str, jobs: int, trial: int | None, record: str | None, part: str | None
 ) -> None:
-    """Random workloads through the scheduler against the exact oracle. The last line is one JSON object."""
+    """Run random workloads through the scheduler and compare with an exact oracle. The last line is one JSON object."""
     from quire.cli.check import CheckOptions
     from quire.cli.check import check as work
 
@@ -227,7 +227,7 @@ def check(
 @app.command()
 @click.argument("file", type=click.Path(exists=True, dir_okay=False))
 def replay(file: str) -> None:
-    """Make every decision of a recorded run again. The last line is one JSON object; status 1 if one differs."""
+    """Replay the scheduling decisions of a journal. The last line is one JSON object; status 1 if one differs."""
     from quire.cli.check import replay as work
 
     raise SystemExit(work(Path(file)))
@@ -235,13 +235,13 @@ def replay(file: str) -> None:
 
 @app.group(cls=QuireGroup)
 def bench() -> None:
-    """Measure. Races are ratios taken in one run; figures of one engine stand with machine and command."""
+    """Benchmarks. Comparisons are ratios from one run; figures of one engine come with machine and command."""
 
 
 @bench.command("transformers")
 @click.argument("model", required=False)
-@click.option("--requests", type=click.IntRange(1), default=32, show_default=True, help="Prompts of the mixed race.")
-@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Times each race is run.")
+@click.option("--requests", type=click.IntRange(1), default=32, show_default=True, help="Prompts of the mixed load.")
+@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Repetitions of each comparison.")
 @click.option(
     "--batch",
     type=click.IntRange(1),
@@ -251,10 +251,10 @@ def bench() -> None:
 )
 @click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True,
               help="Number format of the weights.")  # fmt: skip
-@click.option("--threads", type=int, help="CPU threads, for both.")
+@click.option("--threads", type=int, help="CPU threads of each engine.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
 def bench_transformers(model: str | None, **given: object) -> None:
-    """Race transformers' generate on the same weights, interleaved, in one process."""
+    """Compare with transformers' generate on the same weights, interleaved, in one process."""
     with loading_status():
         from quire.cli.bench_transformers import compare_transformers as work
 
@@ -263,15 +263,15 @@ def bench_transformers(model: str | None, **given: object) -> None:
 
 @bench.command("serve")
 @click.option("--model", help="A path, a short name or a hub id. Default: the default model.")
-@click.option("--streams", type=click.IntRange(1, 4096), default=64, show_default=True, help="Streams at once.")
+@click.option("--streams", type=click.IntRange(1, 4096), default=64, show_default=True, help="Concurrent streams.")
 @click.option("--output-tokens", type=click.IntRange(1), default=64, show_default=True, help="Tokens of each stream.")
-@click.option("--repeats", type=click.IntRange(1), default=5, show_default=True, help="Times each is run, in turns.")
-@click.option("--threads", type=click.IntRange(1), help="CPU threads of either engine.")
+@click.option("--repeats", type=click.IntRange(1), default=5, show_default=True, help="Repetitions, interleaved.")
+@click.option("--threads", type=click.IntRange(1), help="CPU threads of each engine.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 def bench_serve(
     model: str | None, streams: int, output_tokens: int, repeats: int, threads: int | None, as_json: bool
 ) -> None:
-    """What the server costs: the same streams through the engine alone and over HTTP, interleaved, with CPU times."""
+    """Overhead of the server: the same streams through the engine alone and over HTTP, interleaved, with CPU times."""
     from quire.bench.serving import ServingLoad
     from quire.cli.bench_processes import serve as work
 
@@ -280,16 +280,16 @@ def bench_serve(
 
 @bench.command("scheduler")
 @click.option("--rows", callback=integer_list(1, 100_000), default="16,64,256,1024,4096", show_default=True,
-              metavar="N,N,…", help="Running rows to try.")  # fmt: skip
+              metavar="N,N,…", help="Numbers of running rows.")  # fmt: skip
 @click.option("--waiting", callback=integer_list(0, 10_000_000), default="0,100,10000,100000", show_default=True,
-              metavar="N,N,…", help="Waiting requests to try.")  # fmt: skip
+              metavar="N,N,…", help="Numbers of waiting requests.")  # fmt: skip
 @click.option("--rounds", type=click.IntRange(1), default=9, show_default=True, help="Rounds of 64 steps each.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write the curves to this SVG file.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON list instead of the table.")
 def bench_scheduler(
     rows: tuple[int, ...], waiting: tuple[int, ...], rounds: int, plot: Path | None, as_json: bool
 ) -> None:
-    """What a step of planning costs, by running rows and waiting requests: CPU time of plan and absorb."""
+    """CPU time of the scheduler per step (plan and absorb), by running rows and waiting requests."""
     from quire.cli.bench_scheduler import scheduler as work
 
     work(rows, waiting, rounds, plot, as_json)
@@ -297,15 +297,15 @@ def bench_scheduler(
 
 @bench.command("regimes")
 @click.option("--workload", default="sharegpt", show_default=True, help="sharegpt, mooncake, or a trace file.")
-@click.option("--requests", type=click.IntRange(1), help="Only so many of them.")
+@click.option("--requests", type=click.IntRange(1), help="Only the first N requests.")
 @click.option("--rate", type=FiniteRange(0, min_open=True), default=64.0, show_default=True,
-              help="Arrivals a second.")  # fmt: skip
+              help="Arrivals per second.")  # fmt: skip
 @click.option("--blocks", type=click.IntRange(1), default=16_384, show_default=True, help="KV blocks of 16 tokens.")
 @click.option("--max-model-len", type=click.IntRange(16), default=8192, show_default=True,
               help="Longest request; what contiguous regimes reserve for each.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the tables.")
 def bench_regimes(workload: str, requests: int | None, as_json: bool, **given: float) -> None:
-    """The arc from static batching to prefix reuse, and the stances on overcommitment, on a simulated machine."""
+    """Batching regimes, from static batching to prefix caching, and overcommit policies, on a simulated machine."""
     from quire.cli.bench_scheduler import regimes as work
 
     work(workload, requests, given, as_json)
@@ -314,17 +314,18 @@ def bench_regimes(workload: str, requests: int | None, as_json: bool, **given: f
 @bench.command("pacing")
 @click.option("--workload", default="sharegpt", show_default=True, help="sharegpt, mooncake, or a trace file.")
 @click.option("--rate", type=FiniteRange(0, min_open=True),
-              help="Arrivals a second, drawn. Default: those of the trace; 8 where it has none.")  # fmt: skip
+              help="Random arrivals per second. Default: the arrivals of the trace, or 8 if it has none.")  # fmt: skip
 @click.option("--scale", type=FiniteRange(0, min_open=True), default=1.0, show_default=True,
-              help="So many times as fast as they come, drawn or not.")  # fmt: skip
+              help="Factor on the arrival rate.")  # fmt: skip
 @click.option("--skip", "skip_s", type=FiniteRange(0), default=0.0, show_default=True,
-              help="Seconds of the trace to leave out.")  # fmt: skip
-@click.option("--seconds", type=FiniteRange(0, min_open=True), default=60.0, show_default=True, help="Of arrivals.")
+              help="Seconds to skip at the start of the trace.")  # fmt: skip
+@click.option("--seconds", type=FiniteRange(0, min_open=True), default=60.0, show_default=True,
+              help="Seconds of arrivals.")  # fmt: skip
 @click.option("--itl-target", "itl_target_ms", type=FiniteRange(0, min_open=True), metavar="MS",
-              help="A time between two tokens to keep, in the place of the usual one.")  # fmt: skip
+              help="Inter-token latency target, instead of the default.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 def bench_pacing(workload: str, itl_target_ms: float | None, as_json: bool, **given: float | None) -> None:
-    """What sizing steps for the tail does to first tokens and to the time between tokens, on a simulated H200."""
+    """Effect of step sizing on time to first token and inter-token latency, on a simulated H200."""
     from quire.cli.bench_scheduler import pacing as work
 
     work(workload, given, itl_target_ms, as_json)
