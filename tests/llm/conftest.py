@@ -15,5 +15,5 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def llm(tiny_folder: Path) -> LLM:
-    """Shared: whatever a test does with it, the engine is at rest afterwards."""
+    """Shared: every test leaves the engine idle."""
     return LLM(str(tiny_folder), dtype="float32")

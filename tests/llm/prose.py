@@ -1,4 +1,4 @@
-"""Some nine hundred tokens of plain English, written for this place: no model has learnt it by heart."""
+"""About nine hundred tokens of plain English, written for this test: not in any training data."""
 
 PROSE = """\
 A quire is a gathering of pages. Before there were printers, a scribe folded four sheets of parchment once, laid them

@@ -1,4 +1,4 @@
-"""The offline API: prompts of every form, outputs of the known shape, chat, and who returns when."""
+"""The offline API: all forms of prompts, the shape of outputs, chat, and when requests return."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 
 @pytest.fixture(autouse=True)
 def _at_rest(llm: LLM):
-    """Every test leaves every block and row behind."""
+    """Every test releases all blocks and rows."""
     yield
     while not llm.client.idle:
         llm.client.step()
@@ -55,7 +55,7 @@ def test_outputs_come_in_the_order_of_the_prompts(llm):
 
 
 @pytest.mark.parametrize("prompt", [[1, "a"], [1, None], [1, 2.5], [1, [2]], {"prompt_token_ids": [1, "a"]}])
-def test_what_stands_among_ids_and_is_none_is_named(llm, prompt):
+def test_a_value_that_is_no_token_id_is_named(llm, prompt):
     with pytest.raises(InvalidPrompt, match="which is no token id"):
         llm.generate(prompt, GREEDY)
 
@@ -72,8 +72,8 @@ def test_bytes_are_no_token_ids(llm, prompt):
 
 
 @pytest.mark.parametrize("pictures", [{"image": object()}, np.zeros((2, 2))])
-def test_pictures_beside_a_prompt_are_refused_not_dropped(llm, pictures):
-    with pytest.raises(InvalidPrompt, match="leave multi_modal_data away"):
+def test_images_with_a_prompt_are_refused_not_dropped(llm, pictures):
+    with pytest.raises(InvalidPrompt, match="omit multi_modal_data"):
         llm.generate({"prompt": "Hello", "multi_modal_data": pictures}, GREEDY)
     assert llm.generate({"prompt": "Hello", "multi_modal_data": {}}, GREEDY)
 
@@ -122,13 +122,13 @@ def test_the_shape_of_an_output(llm):
         assert token in entry and 1 <= len(entry) <= 2
 
 
-def test_scores_of_the_prompt_come_with_a_single_token(llm):
+def test_prompt_logprobs_with_a_single_token(llm):
     """The prompt, its scores, the token and the end come in one step."""
     scored = llm.generate("shape", SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1))[0].prompt_logprobs
     assert scored[0] is None and all(entry is not None for entry in scored[1:])
 
 
-def test_what_was_not_asked_for_is_absent(llm):
+def test_fields_that_were_not_requested_are_absent(llm):
     output = llm.generate("shape", GREEDY)[0]
     assert output.prompt_logprobs is None
     assert output.outputs[0].logprobs is None and output.outputs[0].cumulative_logprob is None
@@ -159,7 +159,7 @@ def test_chat_renders_the_models_template(llm):
     assert open_ended.prompt_token_ids == byte_ids("u:hi|")
 
 
-def test_an_answer_without_parameters_may_take_the_rest_of_the_context(llm):
+def test_by_default_chat_may_use_the_rest_of_the_context(llm):
     messages = [{"role": "user", "content": "hi"}]
     stream = llm.stream_chat(messages)
     assert stream._request_state.params.max_tokens is None
@@ -182,7 +182,7 @@ def test_chat_takes_many_conversations_and_another_template(llm):
 
 
 @pytest.mark.parametrize("messages", ["hi", 5, {"role": "u", "content": "x"}, [], [[]], ["hi"], [{"role": "u"}]])
-def test_messages_that_are_none_are_refused_or_nothing(llm, messages):
+def test_invalid_messages_are_refused(llm, messages):
     if messages == []:
         assert llm.chat(messages, GREEDY) == []
         return
@@ -196,7 +196,7 @@ def test_a_template_that_fails_is_the_users_error(llm):
 
 
 def test_short_requests_return_after_their_own_steps(llm):
-    """64 at once: each leaves when it is done, and never waits for a longer neighbour."""
+    """64 at once: each returns when it is finished, without waiting for longer ones."""
     lengths = [10 if index % 4 else 200 for index in range(64)]
     params = [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True) for length in lengths]
     outputs = llm.generate([[3 + index] * 5 for index in range(64)], params)
@@ -206,7 +206,7 @@ def test_short_requests_return_after_their_own_steps(llm):
         assert output.metrics.finished_step - output.metrics.arrival_step == length - 1
 
 
-def test_the_batch_re_forms_when_rows_are_few(tiny_folder):
+def test_rows_are_reused_while_a_long_request_runs(tiny_folder):
     """Four rows, one long request: the short ones pass through the other three while it runs."""
     few = LLM(str(tiny_folder), dtype="float32", max_num_seqs=4)
     lengths = [200] + [10] * 15
@@ -217,7 +217,7 @@ def test_the_batch_re_forms_when_rows_are_few(tiny_folder):
     assert max(finished[1:]) < 60
 
 
-def test_dummy_weights_need_ids_and_give_ids():
+def test_dummy_weights_take_and_return_token_ids():
     dummy = LLM("smollm2-135m", load_format="dummy", kv_cache_memory=1 << 26)
     output = dummy.generate([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=3))[0]
     assert len(output.outputs[0].token_ids) == 3 and output.outputs[0].text == ""
@@ -232,12 +232,12 @@ def test_dummy_weights_need_ids_and_give_ids():
     audit_rest(dummy.built.engine.scheduler)
 
 
-def test_the_makers_recommendations_are_the_default(llm):
+def test_the_generation_config_sets_the_defaults(llm):
     assert isinstance(llm.get_default_sampling_params(), SamplingParams)
     assert len(llm.generate("x")[0].outputs[0].token_ids) <= SamplingParams().max_tokens
 
 
-def test_an_unknown_model_is_one_sentence():
+def test_an_unknown_model_is_an_error_of_one_sentence():
     with pytest.raises(QuireError, match="no-such-model"):
         LLM("./no-such-model")
 
@@ -299,8 +299,8 @@ def test_parameters_that_leave_no_token_are_refused(llm, left_nothing):
         llm.generate("abc", SamplingParams(**left_nothing))
 
 
-def test_a_sequence_that_fails_says_why_and_its_neighbour_goes_on(llm):
-    """A bad word of two tokens leaves nothing once its first token has come."""
+def test_a_failed_sequence_has_its_reason_and_others_continue(llm):
+    """A bad word of two tokens leaves no allowed token after its first one."""
     params = SamplingParams(temperature=0, max_tokens=4, allowed_token_ids=byte_ids("x"), bad_words=["xx"])
     failed, well = llm.generate(["abc", "abc"], [params, GREEDY])
     assert failed.outputs[0].finish_reason == "nothing_left"
@@ -310,10 +310,10 @@ def test_a_sequence_that_fails_says_why_and_its_neighbour_goes_on(llm):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_process_is_told_that_it_cannot_compute(llm, tiny_folder):
+def test_a_forked_process_gets_an_error_instead_of_computing(llm, tiny_folder):
     ours, theirs = os.pipe()
     child = os.fork()
-    if child == 0:  # no assertion here: nobody would hear of it
+    if child == 0:  # no assertion here: it would be lost
         for use in (lambda: llm.generate("Hello", GREEDY), lambda: LLM(str(tiny_folder), dtype="float32")):
             try:
                 use()

@@ -15,7 +15,7 @@ NUM_NEW = 12
 
 @pytest.fixture(scope="module")
 def peer():
-    """As the shared model, but with milder opinions: its beams cross, and some of them end."""
+    """As the shared model, but with flatter logits: its beams cross, and some of them end."""
     model = tiny_llama(seed=3)
     with torch.no_grad():
         model.lm_head.weight *= 0.3
@@ -90,7 +90,7 @@ MASKS = {
 @pytest.mark.parametrize("width", [2, 3, 5])
 @pytest.mark.parametrize("mask", MASKS)
 def test_beams_under_masks_are_those_of_transformers(searcher, peer, mask, width):
-    """What a mask takes away is nobody's: the others' probabilities stay what they were."""
+    """Masked probability is not redistributed: those of the other tokens do not change."""
     ours, theirs = MASKS[mask]
     outputs = searcher.generate(PROMPTS, search(width, width, **ours))
     for prompt, output in zip(PROMPTS, outputs, strict=True):
@@ -100,7 +100,7 @@ def test_beams_under_masks_are_those_of_transformers(searcher, peer, mask, width
 
 
 def test_the_search_both_ends_early_and_runs_on(peer):
-    """The model is worth the comparison: some of its hypotheses end, and beams differ from greedy decoding."""
+    """The comparison is meaningful: some hypotheses end, and beams differ from greedy decoding."""
     tokens = [each for prompt in PROMPTS for each in expected(peer, prompt, 4, 4, 1.0, False)[0]]
     assert {each[-1] == END for each in tokens} == {True, False}
     greedy = [expected(peer, prompt, 4, 4, 1.0, False)[0][0] for prompt in PROMPTS]
@@ -122,14 +122,14 @@ def test_a_small_cache_and_run_ahead_change_no_beam(searcher, peer, tmp_path):
     audit_rest(small.built.engine.scheduler)
 
 
-def test_the_width_may_be_said_as_vllm_says_it(searcher):
+def test_the_width_may_be_given_as_in_vllm(searcher):
     by_n = searcher.generate("beams", SamplingParams(n=3, use_beam_search=True, max_tokens=6, temperature=0))[0]
     by_best_of = searcher.generate("beams", SamplingParams(n=2, best_of=3, use_beam_search=True, max_tokens=6))[0]
     assert len(by_n.outputs) == 3 and len(by_best_of.outputs) == 2
     assert by_n.outputs[1].token_ids == by_best_of.outputs[1].token_ids
 
 
-def test_beams_stream_at_the_end_and_can_be_given_up(searcher):
+def test_beams_stream_at_the_end_and_can_be_aborted(searcher):
     deltas = list(searcher.stream("beams", search(3, 2)))
     whole = searcher.generate("beams", search(3, 2))[0]
     assert [(delta.index, delta.token_ids, delta.text) for delta in deltas] == [
@@ -145,7 +145,7 @@ def test_beams_stream_at_the_end_and_can_be_given_up(searcher):
     audit_rest(searcher.built.engine.scheduler)
 
 
-def test_a_search_that_can_find_only_one_answer_returns_one(searcher):
+def test_a_search_with_one_possible_output_returns_one(searcher):
     params = SamplingParams(n=3, use_beam_search=True, max_tokens=4, allowed_token_ids=byte_ids("a"))
     outputs = searcher.generate("only", params)[0].outputs
     assert [beam.text for beam in outputs] == ["aaaa"]

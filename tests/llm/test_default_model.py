@@ -61,7 +61,7 @@ class Continuation(NamedTuple):
 
 @pytest.fixture(scope="module")
 def twin(default_model_path: Path) -> Iterator[LlamaForCausalLM]:
-    """The judge: transformers in float32."""
+    """The reference: transformers in float32."""
     checkpoint = open_checkpoint(default_model_path)
     yield as_llama(checkpoint.spec, weights_of(checkpoint, torch.float32), torch.float32)
     gc.collect()
@@ -75,12 +75,12 @@ def rounded(default_model_path: Path) -> DecoderWeights:
 
 @pytest.fixture(scope="module")
 def half(default_model_path: Path, rounded: DecoderWeights) -> LlamaForCausalLM:
-    """The rival: transformers in bfloat16."""
+    """For comparison: transformers in bfloat16."""
     return as_llama(open_checkpoint(default_model_path).spec, rounded, torch.bfloat16)
 
 
 class Prose(NamedTuple):
-    """A long text, and what transformers says at every place of it."""
+    """A long text, and transformers' logits at every position."""
 
     ids: list[int]
     exact: torch.Tensor  # [places, vocabulary] float32, computed so from the weights in bfloat16
@@ -107,7 +107,7 @@ def _generate(peer: LlamaForCausalLM, prompt: list[int]) -> list[int]:
 
 
 def _continuations(llm: LLM) -> list[Continuation]:
-    """All prompts at once, the last one from a conversation."""
+    """All prompts in one batch; the last one is a chat."""
     chat = llm.chat_prompt([{"role": "user", "content": "Name three colours."}])
     params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True)
     outputs = llm.generate([*TEXTS, chat], params)
@@ -116,7 +116,7 @@ def _continuations(llm: LLM) -> list[Continuation]:
 
 @torch.inference_mode()
 def _logits(peer: LlamaForCausalLM, said: Continuation) -> torch.Tensor:
-    """What transformers says at every place of a continuation, given all that stands before."""
+    """transformers' logits at every position of a continuation."""
     whole = torch.tensor([[*said.prompt, *said.tokens]])
     return peer(whole, logits_to_keep=len(said.tokens) + 1).logits[0, :-1].float()
 
@@ -153,7 +153,7 @@ def test_bfloat16_is_float32_up_to_near_ties_and_no_worse_than_transformers(defa
         ours_true += int((exact.argmax(dim=-1) == chosen).sum())
         theirs_true += int((exact.argmax(dim=-1) == _logits(half, said).argmax(dim=-1)).sum())
         total += NUM_NEW
-    assert ours_true / total >= 0.99, f"{ours_true} of {total}"  # the promise is 99.5 %; 528 tokens tell no finer
+    assert ours_true / total >= 0.99, f"{ours_true} of {total}"  # documented: 99.5 %; 528 tokens are too few for that
     assert ours_true >= theirs_true, f"{ours_true} and {theirs_true} of {total}"
 
 
@@ -161,7 +161,7 @@ def test_bfloat16_is_float32_up_to_near_ties_and_no_worse_than_transformers(defa
 @pytest.mark.parametrize(
     "use_amx", [pytest.param(True, marks=pytest.mark.long, id="tiles"), pytest.param(False, id="oneDNN")]
 )
-def test_bfloat16_logits_keep_the_promise_and_are_no_further_from_float32_than_transformers(
+def test_bfloat16_logits_are_as_close_to_float32_as_documented_and_as_transformers(
     default_model_path, rounded, prose, use_amx
 ):
     """The truth: transformers in float32 on the same weights, rounded to bfloat16 as both engines load them."""
@@ -176,12 +176,12 @@ def test_bfloat16_logits_keep_the_promise_and_are_no_further_from_float32_than_t
     agreement = (lost == 0).float().mean().item()
     assert agreement >= (0.995 if kernels.has_amx else 0.98), agreement  # docs/performance/cpu.md
     divergence = _mean_divergence(exact, ours)
-    assert divergence <= (1e-4 if kernels.has_amx else 1e-3)  # the promise is 1e-3
+    assert divergence <= (1e-4 if kernels.has_amx else 1e-3)  # documented: 1e-3
     assert divergence <= _mean_divergence(exact, theirs)
 
 
 def _mean_divergence(exact: torch.Tensor, other: torch.Tensor) -> float:
-    """Kullback-Leibler, in nats, over all places."""
+    """Kullback-Leibler divergence in nats, mean over all positions."""
     return F.kl_div(other.log_softmax(-1), exact.log_softmax(-1), log_target=True, reduction="batchmean").item()
 
 

@@ -1,4 +1,4 @@
-"""Embeddings offline: transformers' mean of the last hidden states, whatever the chunks and whoever runs beside."""
+"""Offline embeddings equal transformers' mean of the last hidden states, for any chunks and batch."""
 
 from pathlib import Path
 
@@ -40,7 +40,7 @@ def test_embeddings_are_transformers_mean_of_the_last_hidden_states(llm: LLM, pe
 
 @pytest.mark.parametrize("budget", [4, 7, 32])
 @pytest.mark.parametrize("run_ahead", [0, 1, 2])
-def test_in_chunks_is_as_whole(tiny_folder: Path, llm: LLM, budget: int, run_ahead: int) -> None:
+def test_chunked_prefill_gives_the_same_embedding(tiny_folder: Path, llm: LLM, budget: int, run_ahead: int) -> None:
     small = LLM(str(tiny_folder), dtype="float32", max_num_seqs=3, max_num_batched_tokens=budget, run_ahead=run_ahead)
     for piecewise, whole in zip(small.embed(TEXTS), llm.embed(TEXTS), strict=True):
         np.testing.assert_allclose(piecewise.embedding, whole.embedding, rtol=0, atol=1e-5)

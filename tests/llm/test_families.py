@@ -82,7 +82,7 @@ def test_greedy_ids_are_those_of_transformers(saved, settings):
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_preemption_changes_no_token(saved, block_size):
-    """The cache holds the longest request and little more: the others are sent back and come again."""
+    """The cache holds the longest request and little more: the others are preempted and resumed."""
     bytes_per_token = saved.open().built.checkpoint.spec.kv_bytes_per_token(4)
     llm = saved.open(block_size=block_size, kv_cache_memory=64 * bytes_per_token, run_ahead=1)
     repeated = [*PROMPTS, *PROMPTS]

@@ -1,4 +1,4 @@
-"""Answers that must follow a grammar, from the real model through the real engine."""
+"""Structured output from the real model and the real engine."""
 
 import json
 import re
@@ -33,7 +33,7 @@ def settle(llm):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_schema_is_kept_by_every_continuation(llm, temperature):
+def test_every_continuation_matches_the_schema(llm, temperature):
     params = SamplingParams(n=3, temperature=temperature, max_tokens=80, seed=3, grammar=PERSON)
     (output,) = llm.chat([{"role": "user", "content": "Name a person and an age."}], params)
     for said in output.outputs:
@@ -44,7 +44,7 @@ def test_a_schema_is_kept_by_every_continuation(llm, temperature):
     assert llm.built.engine.grammars.num_sequences == 0
 
 
-def test_choices_and_patterns_and_free_answers_side_by_side(llm):
+def test_choices_patterns_and_free_outputs_in_one_batch(llm):
     choice = SamplingParams(
         temperature=0.0, max_tokens=20, grammar=Grammar(GrammarKind.CHOICE, '["red", "green blue"]')
     )
@@ -60,7 +60,7 @@ def test_choices_and_patterns_and_free_answers_side_by_side(llm):
     assert one.outputs[0].finish_reason == two.outputs[0].finish_reason == "stop"
 
 
-def test_a_cut_answer_says_so_and_an_unended_one_ends_with_its_grammar(llm):
+def test_finish_reasons_of_truncated_and_complete_outputs(llm):
     cut = llm.generate("x", SamplingParams(max_tokens=3, grammar=PERSON))[0].outputs[0]
     assert cut.finish_reason == "length"
     stubborn = SamplingParams(
@@ -70,8 +70,8 @@ def test_a_cut_answer_says_so_and_an_unended_one_ends_with_its_grammar(llm):
     assert (said.text, said.finish_reason) == ("yes", "stop")
 
 
-def test_a_grammar_that_leaves_nothing_of_what_is_allowed_is_the_requests_own_fault(llm):
-    """The row ends alone; a mask that the grammar itself could not give would be an error of ours."""
+def test_a_grammar_that_excludes_all_allowed_tokens_is_a_client_error(llm):
+    """Only that row ends; a failure of the grammar itself would be an internal error."""
     only = llm.client.encode("yes")[1]
     yes = Grammar(GrammarKind.CHOICE, '["yes"]')
     params = SamplingParams(temperature=0.0, max_tokens=9, grammar=yes, allowed_token_ids=only)
@@ -88,7 +88,7 @@ def test_a_grammar_that_leaves_nothing_of_what_is_allowed_is_the_requests_own_fa
     assert llm.built.engine.grammars.num_sequences == 0
 
 
-def test_what_is_no_grammar_is_refused_and_nothing_is_left_behind(llm):
+def test_an_invalid_grammar_is_refused_and_leaves_no_state(llm):
     with pytest.raises(InvalidGrammar):
         llm.generate("x", SamplingParams(grammar=Grammar(GrammarKind.JSON_SCHEMA, '{"type": 7}')))
     with pytest.raises(InvalidParameter, match="beam search"):

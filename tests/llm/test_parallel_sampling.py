@@ -62,8 +62,8 @@ def test_best_of_streams_its_choice_at_the_end(llm):
     ]
 
 
-def test_one_that_fails_is_never_the_best(llm):
-    """After an x nothing is left: who begins with one fails, and comes last."""
+def test_a_failed_sequence_is_never_the_best(llm):
+    """After an x no token is allowed: a sequence that starts with one fails, and is ranked last."""
     params = SamplingParams(
         n=4, best_of=6, seed=5, max_tokens=1, allowed_token_ids=byte_ids("xyz"), bad_words=["xx", "xy", "xz"]
     )
@@ -81,7 +81,7 @@ def test_one_that_fails_is_never_the_best(llm):
     assert failed == sorted(failed) and failed.count(False) == min(reasons.count("length"), 5)
 
 
-def test_giving_up_a_choice_gives_everything_back(llm):
+def test_aborting_best_of_releases_everything(llm):
     stream = llm.stream(PROMPT, SamplingParams(best_of=3, max_tokens=50, ignore_eos=True))
     for _ in range(4):
         llm._step(stream)

@@ -1,4 +1,4 @@
-"""Reuse of what was computed before: more found, never another token."""
+"""Prefix caching: more cache hits, never a different token."""
 
 from random import Random
 
@@ -12,7 +12,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 
 
 def mixed_work(seed: int) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts that share beginnings, with parameters of every kind."""
+    """Prompts with shared prefixes and varied parameters."""
     random = Random(seed)
     stems = [[random.randrange(3, VOCAB) for _ in range(length)] for length in (5, 33, 64)]
     prompts = [random.choice(stems)[: random.randint(4, 70)] + [random.randrange(3, VOCAB)] * 2 for _ in range(12)]
@@ -68,7 +68,7 @@ def test_the_cache_changes_no_token(tiny_folder, plain, seed):
 
 
 @pytest.mark.parametrize("overcommit", ["never", "hedge", "optimistic"])
-def test_little_room_and_a_host_tier_change_no_token(tiny_folder, plain, overcommit):
+def test_a_small_cache_and_a_host_tier_change_no_token(tiny_folder, plain, overcommit):
     per_token = plain.built.checkpoint.spec.kv_bytes_per_token(4)
     small = LLM(
         str(tiny_folder), dtype="float32", block_size=4, kv_cache_memory=200 * per_token, max_num_seqs=8,
@@ -93,8 +93,8 @@ def test_other_salts_and_tenants_never_share(llm):
     llm.reset_prefix_cache()
     prompt = list(range(10, 60))
 
-    def cached(**terms: str) -> int:
-        return llm.generate(prompt, GREEDY, **terms)[0].metrics.num_cached_tokens
+    def cached(**options: str) -> int:
+        return llm.generate(prompt, GREEDY, **options)[0].metrics.num_cached_tokens
 
     assert cached() == 0 and cached() == 49
     assert cached(cache_salt="a") == 0 and cached(cache_salt="a") == 49

@@ -1,4 +1,4 @@
-"""What each sampling parameter promises, through the public API on a model whose text is known by asking it first."""
+"""The effect of each sampling parameter, through the public API, on a model whose greedy text is generated first."""
 
 import pytest
 
@@ -16,17 +16,17 @@ def _at_rest(llm: LLM):
 
 
 def complete(llm: LLM, prompt: str = "one", **params: object):
-    """The first continuation; greedy and of 30 tokens unless told otherwise."""
+    """The first continuation; by default greedy and 30 tokens long."""
     settings = {"temperature": 0.0, "max_tokens": 30, "ignore_eos": True} | params
     return llm.generate(prompt, SamplingParams(**settings))[0].outputs[0]
 
 
 def readable(llm: LLM, **params: object):
-    """Random letters: text in which a stop string is easily told."""
+    """Random letters: text in which a stop string is easily found."""
     return complete(llm, temperature=1.0, seed=5, allowed_token_ids=byte_ids("abcdefgh"), **params)
 
 
-def test_a_seed_reproduces_whatever_runs_beside_it(llm):
+def test_a_seed_reproduces_in_any_batch(llm):
     params = SamplingParams(seed=11, max_tokens=20)
     alone = llm.generate("seeded", params)[0].outputs[0].token_ids
     assert llm.generate("seeded", params)[0].outputs[0].token_ids == alone
@@ -46,7 +46,7 @@ def test_without_a_seed_the_engines_own_decides(tiny_folder):
     assert first[0].outputs[0].token_ids != first[1].outputs[0].token_ids
 
 
-def test_several_continuations_differ_and_come_again(llm):
+def test_several_continuations_differ_and_are_reproducible(llm):
     params = SamplingParams(n=3, seed=2, max_tokens=20, ignore_eos=True)
     output = llm.generate("n", params)[0]
     texts = [completion.token_ids for completion in output.outputs]
@@ -90,7 +90,7 @@ def test_a_stop_string_in_the_last_token_is_a_stop(llm):
     assert (last.text, last.finish_reason, last.stop_reason) == (text[: 30 - len(stop)], "stop", stop)
 
 
-def test_min_tokens_hold_stop_strings_off(llm):
+def test_min_tokens_delay_stop_strings(llm):
     text = readable(llm).text
     late = readable(llm, stop=text[0], min_tokens=10)
     assert len(late.token_ids) >= 10
@@ -119,7 +119,7 @@ def test_the_models_end_ends_unless_ignored(llm):
     assert shown.text == "</s>" * 30
 
 
-def test_min_tokens_hold_the_end_off(llm):
+def test_min_tokens_delay_the_end_token(llm):
     late = complete(llm, ignore_eos=False, min_tokens=6, logit_bias={END: 100.0})
     assert len(late.token_ids) == 7
     assert END not in late.token_ids[:6] and late.token_ids[6] == END
@@ -169,7 +169,7 @@ def test_logprobs_of_a_random_choice_name_the_choice(llm):
     assert any(entry[token].rank > 1 for token, entry in zip(completion.token_ids, completion.logprobs, strict=True))
 
 
-def test_left_out_max_tokens_fill_the_context(llm):
+def test_by_default_max_tokens_fill_the_context(llm):
     completion = complete(llm, max_tokens=None)
     assert len(completion.token_ids) == llm.built.resolved.max_model_len - len(byte_ids("one"))
     assert completion.finish_reason == "length"
@@ -191,7 +191,7 @@ def test_every_parameter_at_once_beside_plain_neighbours(llm):
         assert [completion.token_ids for completion in output.outputs] == busy_alone
 
 
-def test_words_that_leave_nothing_of_what_is_allowed_end_a_continuation_for_that_reason(llm):
+def test_bad_words_that_exclude_all_allowed_tokens_end_a_continuation(llm):
     said = complete(llm, allowed_token_ids=byte_ids("a"), bad_words=["aaa"])
     assert (said.finish_reason, said.token_ids) == ("nothing_left", byte_ids("a") * 2)
     assert said.error == "No token could be sampled: allowed_token_ids and bad_words left none. Relax one of them."

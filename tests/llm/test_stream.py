@@ -1,4 +1,4 @@
-"""Streams and interruptions: pieces that join to the whole, and an engine that stays usable whoever leaves."""
+"""Streams and interruptions: deltas join to the whole output, and the engine stays usable after closed streams."""
 
 import gc
 import signal
@@ -17,7 +17,7 @@ ACCENTS = SamplingParams(seed=3, max_tokens=60, ignore_eos=True, allowed_token_i
 
 
 def drain(llm: LLM) -> None:
-    """Nobody waits any more: a few turns give everything back."""
+    """No stream is open: a few steps release everything."""
     for _ in range(5):
         llm._step(SimpleNamespace(ready=False))
     audit(llm.built.engine.scheduler)
@@ -34,7 +34,7 @@ def drain(llm: LLM) -> None:
     ],
     ids=["greedy", "characters of several tokens", "logprobs", "stop strings"],
 )
-def test_the_pieces_join_to_what_generate_gives(llm, params):
+def test_the_deltas_join_to_the_output_of_generate(llm, params):
     llm.reset_prefix_cache()  # a prompt of which less is computed has other rounding errors
     whole = llm.generate("stream", params)[0].outputs[0]
     llm.reset_prefix_cache()
@@ -47,11 +47,11 @@ def test_the_pieces_join_to_what_generate_gives(llm, params):
     drain(llm)
 
 
-def test_no_piece_holds_half_a_character(llm):
+def test_no_delta_has_half_a_character(llm):
     two_bytes = byte_ids("é")
     alternating = SamplingParams(temperature=0.0, max_tokens=2, allowed_token_ids=[two_bytes[0]])
     pieces = [delta.text for delta in llm.stream("x", alternating)]
-    assert pieces[0] == ""  # the first byte alone is not said
+    assert pieces[0] == ""  # the first byte alone is held back
     text = "".join(delta.text for delta in llm.stream("stream", ACCENTS))
     assert "語" in text and not text.endswith("\ufffd\ufffd")
 
@@ -62,7 +62,7 @@ def test_a_stream_of_chat_is_the_chat(llm):
     assert "".join(delta.text for delta in llm.stream_chat(messages, LONG)) == whole
 
 
-def test_streams_of_several_continuations_say_which(llm):
+def test_deltas_of_several_continuations_have_their_index(llm):
     params = SamplingParams(n=3, seed=1, max_tokens=12)
     whole = llm.generate("several", params)[0].outputs
     texts = ["", "", ""]
@@ -72,7 +72,7 @@ def test_streams_of_several_continuations_say_which(llm):
     drain(llm)
 
 
-def test_leaving_a_stream_early_gives_everything_back(llm):
+def test_closing_a_stream_early_releases_everything(llm):
     stream = llm.stream("early", LONG)
     assert len(list(islice(stream, 3))) == 3
     assert not llm.client.idle
@@ -80,7 +80,7 @@ def test_leaving_a_stream_early_gives_everything_back(llm):
     drain(llm)
 
 
-def test_a_stream_nobody_began_can_be_closed(llm):
+def test_a_stream_that_was_not_started_can_be_closed(llm):
     stream = llm.stream("never", LONG)
     stream.close()
     del stream
@@ -139,7 +139,7 @@ def test_an_interrupt_while_reading_stops_the_reply_only(llm):
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_a_stream_that_is_collected_in_the_middle_of_a_step_harms_nobody(tiny_folder, monkeypatch, depth):
+def test_a_stream_garbage_collected_during_a_step_affects_no_other(tiny_folder, monkeypatch, depth):
     llm = LLM(str(tiny_folder), dtype="float32", run_ahead=depth)
     expected = llm.generate("abc", SamplingParams(temperature=0, max_tokens=12))[0].outputs[0].token_ids
 

@@ -1,4 +1,4 @@
-"""One LLM, many threads: their prompts run in one batch, and each gets its own answers. And its end."""
+"""One LLM, many threads: their prompts run in one batch, and each thread gets its own outputs. Closing it."""
 
 import threading
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def texts(llm: LLM) -> list[str]:
 
 
 def streamed(llm: LLM) -> list[str]:
-    """Read by turns."""
+    """Read alternately."""
     streams = [llm.stream(prompt, params) for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
     said = ["", "", ""]
     for _ in range(max(params.max_tokens or 0 for params in PARAMS) + 1):
@@ -31,7 +31,7 @@ def streamed(llm: LLM) -> list[str]:
 
 
 @pytest.mark.parametrize("ways", [(texts,), (streamed,), (texts, streamed)], ids=["whole", "streamed", "both"])
-def test_every_thread_gets_its_own(llm: LLM, ways: tuple[Callable[[LLM], list[str]], ...]) -> None:
+def test_every_thread_gets_its_own_outputs(llm: LLM, ways: tuple[Callable[[LLM], list[str]], ...]) -> None:
     alone = texts(llm)
     together = threading.Barrier(NUM_THREADS)
 
@@ -54,7 +54,7 @@ def test_several_continuations_of_one_prompt_in_two_threads(llm: LLM) -> None:
             assert [each.token_ids for each in output.outputs] == alone
 
 
-def test_a_closed_one_says_so(tiny_folder: Path) -> None:
+def test_a_closed_llm_raises_a_clear_error(tiny_folder: Path) -> None:
     with LLM(tiny_folder, dtype="float32", kv_cache_memory=1 << 20) as llm:
         assert llm.generate("a", PARAMS[0])[0].finished
     for use in (lambda: llm.generate("a"), lambda: llm.stream("a"), llm.get_tokenizer, llm.reset_prefix_cache):
@@ -64,6 +64,6 @@ def test_a_closed_one_says_so(tiny_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("model", [123, "", "  ", b"x", ["a"]])
-def test_what_is_no_name_of_a_model_is_refused(model: object) -> None:
+def test_an_invalid_model_name_is_refused(model: object) -> None:
     with pytest.raises(ConfigError, match="model must be a path"):
         LLM(model)  # type: ignore[arg-type]

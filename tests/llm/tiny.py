@@ -1,4 +1,4 @@
-"""Models small enough to run in a test, as a user has them: a folder with weights, tokenizer and chat template."""
+"""Models small enough for tests, as a user has them: a folder with weights, tokenizer and chat template."""
 
 import json
 from pathlib import Path
@@ -17,19 +17,19 @@ CHAT_TEMPLATE = (
 
 
 def byte_ids(text: str) -> list[int]:
-    """How `write_tokenizer` spells a text, if its vocabulary holds all bytes."""
+    """Token ids of a text by `write_tokenizer`, if its vocabulary has all bytes."""
     return [FIRST_BYTE + byte for byte in text.encode()]
 
 
 def byte_letters() -> list[str]:
-    """GPT-2's letter for each byte: itself where it can be printed, else the next free one from U+0100 on."""
+    """GPT-2's letter for each byte: itself if printable, else the next free one from U+0100 on."""
     letters = pre_tokenizers.ByteLevel.alphabet()
     borrowed = iter(sorted(letter for letter in letters if ord(letter) >= 0x100))
     return [chr(byte) if chr(byte) in letters else next(borrowed) for byte in range(256)]
 
 
 def write_tokenizer(folder: Path, num_tokens: int = VOCAB) -> None:
-    """One token a byte, in the order of their values, after the special ones; as many as there is room for."""
+    """One token per byte, in order, after the special tokens; up to `num_tokens`."""
     pieces = [*SPECIAL, *byte_letters()][:num_tokens]
     backend = Tokenizer(models.BPE({piece: place for place, piece in enumerate(pieces)}, [], unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -47,7 +47,7 @@ def write_model(folder: Path, model: PreTrainedModel, num_tokens: int = VOCAB) -
 
 
 def tiny_llama(vocab_size: int = VOCAB, seed: int = 0) -> LlamaForCausalLM:
-    """Random, and with opinions: weights large enough that its logits lie far apart."""
+    """Random weights, large enough for widely spread logits."""
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=64,

@@ -179,7 +179,7 @@ class OutputProcessor:
         if isinstance(prompt, Mapping):
             images = prompt.get("multi_modal_data")
             if images is not None and not (isinstance(images, Mapping) and len(images) == 0):
-                raise InvalidPrompt("This model reads text only; leave multi_modal_data away.", param="prompt")
+                raise InvalidPrompt("This model reads text only; omit multi_modal_data.", param="prompt")
             ids = prompt.get("prompt_token_ids")
             if ids is None and isinstance(prompt.get("prompt"), str):
                 return self.encode(str(prompt["prompt"]))
