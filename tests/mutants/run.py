@@ -1,7 +1,7 @@
-"""Tests the tests: plants one bug at a time in a copy of the package and sees whether anything turns red.
+"""Mutation testing: plants one bug at a time in a copy of the package and runs tests until one fails.
 
-`make test-mutants`. Killers come from the cheapest to the dearest: the one a mutant names, a dose of random worlds,
-the tests of kv and sched, those of sim and core. What fails without any mutant is no killer, and is named.
+`make test-mutants`. Tests run from the cheapest to the most expensive: the `killer` that a mutant names, random
+scenarios ("dose"), the tests of kv and sched, those of sim and core. A test that fails without a mutant is not used.
 """
 
 import argparse
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent
 DOSE = "dose"
 DOSE_STEPS = 4_000
-DOSE_LIMIT_S = 90.0  # it takes a few seconds on an idle core: what takes so long runs in a circle
+DOSE_LIMIT_S = 90.0  # a few seconds on an idle core: beyond this it is an endless loop
 SUITE_LIMIT_S = 900.0
 ENOUGH = 0.95
 _BROKEN = re.compile(r"^(FAILED|ERROR) (\S+)", re.MULTILINE)
@@ -57,11 +57,11 @@ def read_mutants() -> list[Mutant]:
 
 
 class Bench:
-    """A copy of the package and its tests, as they are now: what others change meanwhile does not matter."""
+    """A copy of the package and its tests, so that concurrent edits do not matter."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._broken: set[str] = set()  # fails without any mutant: no killer
+        self._broken: set[str] = set()  # fails without a mutant: not used
 
     def fill(self) -> None:
         for name in ("src", "tests"):
@@ -69,7 +69,7 @@ class Bench:
         shutil.copy2(ROOT / "pyproject.toml", self.folder)
 
     def find_broken(self, killers: Iterable[str]) -> list[str]:
-        """Try the killers on the package as it is; what kills it is left out from now on."""
+        """Run the tests on the unchanged package; those that fail are not used."""
         for killer in killers:
             if killer != DOSE:
                 self._broken |= set(self._failures(self.folder, killer, stop=False))
@@ -78,7 +78,7 @@ class Bench:
         return sorted(self._broken)
 
     def kill(self, mutant: Mutant, killers: Sequence[str]) -> str | None:
-        """What saw the mutant, if anything did."""
+        """The test that detected the mutant, if any."""
         with tempfile.TemporaryDirectory(prefix="mutant-") as name:
             copy = Path(name)
             for part in ("src", "tests"):
@@ -87,7 +87,7 @@ class Bench:
             path = copy / "src" / "quire" / mutant.file
             path.write_text(mutant.apply(path.read_text(encoding="utf-8")), encoding="utf-8")
             for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
-                compiled.unlink()  # it may be as long as the source it was made from, and as old
+                compiled.unlink()  # Python compares size and age of the source only, which may be equal
             for killer in killers:
                 seen = self._dose(copy) if killer == DOSE else self._suite(copy, killer)
                 if seen is not None:
@@ -120,7 +120,7 @@ class Bench:
 
 
 def _run(copy: Path, arguments: Sequence[str], limit_s: float) -> subprocess.CompletedProcess[str] | None:
-    """Python on a copy. Its package comes first on the path, before one that is installed for editing."""
+    """Python on a copy. Its package precedes an editable install on the path."""
     environment = {**os.environ, "PYTHONPATH": str(copy / "src"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *arguments]
     try:
@@ -137,7 +137,7 @@ def _last_line(text: str) -> str:
 
 
 def killers_of(mutant: Mutant, *, quick: bool) -> list[str]:
-    """Where to look, the cheapest first; quick: only where it is known to be seen."""
+    """The tests to run, cheapest first; quick: only the mutant's own killer."""
     everywhere = [mutant.killer, DOSE, "tests/kv", "tests/sched", "tests/core", "tests/sim"]
     return [mutant.killer] if quick else list(dict.fromkeys(everywhere))
 
@@ -146,8 +146,8 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--only", action="append", default=[], help="the name of a mutant, or how it begins")
-    parser.add_argument("--rotate", type=int, default=1, help="every so-manieth mutant alone")
-    parser.add_argument("--turn", type=int, default=0, help="which of them")
+    parser.add_argument("--rotate", type=int, default=1, help="only every Nth mutant")
+    parser.add_argument("--turn", type=int, default=0, help="offset of the first one")
     parser.add_argument("--quick", action="store_true", help="only the killer that each mutant names")
     return parser.parse_args()
 

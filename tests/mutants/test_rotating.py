@@ -1,4 +1,4 @@
-"""The mutants can still be planted; a few of them, others with every commit, are still seen."""
+"""All mutants still apply; a few of them, chosen by commit, are still detected."""
 
 import ast
 import subprocess
@@ -16,7 +16,7 @@ PAPER_FILES = {path.relative_to(ROOT / "src/quire").as_posix() for path in (ROOT
 
 
 def turn() -> int:
-    """Another number with every commit; always the same where there is no history."""
+    """A number that changes with every commit; 0 without a git history."""
     command = ["git", "rev-parse", "--short=7", "HEAD"]
     try:
         head = children.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -26,13 +26,13 @@ def turn() -> int:
 
 
 def tried() -> list[Mutant]:
-    """Mutants that random worlds see, far apart from each other."""
+    """Mutants that random scenarios detect, spread over the list."""
     quick = [mutant for mutant in MUTANTS if mutant.killer == DOSE]
     first, stride = turn() % len(quick), len(quick) // NUM_TRIED
     return [quick[(first + number * stride) % len(quick)] for number in range(NUM_TRIED)]
 
 
-def test_there_are_enough_and_each_has_its_name() -> None:
+def test_there_are_enough_mutants_with_unique_names() -> None:
     names = [mutant.name for mutant in MUTANTS]
     assert len(names) >= 75
     assert len(set(names)) == len(names)
@@ -40,7 +40,7 @@ def test_there_are_enough_and_each_has_its_name() -> None:
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_a_mutant_can_still_be_planted(mutant: Mutant) -> None:
+def test_a_mutant_still_applies(mutant: Mutant) -> None:
     source = (ROOT / "src" / "quire" / mutant.file).read_text(encoding="utf-8")
     planted = mutant.apply(source)
     assert ast.dump(ast.parse(planted)) != ast.dump(ast.parse(source))
@@ -55,6 +55,6 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 
 @pytest.mark.parametrize("mutant", tried(), ids=lambda mutant: mutant.name)
-def test_a_mutant_is_seen(bench: Bench, mutant: Mutant) -> None:
+def test_a_mutant_is_detected(bench: Bench, mutant: Mutant) -> None:
     seen = bench.kill(mutant, [DOSE])
-    assert seen is not None, f"nothing sees {mutant.name}: {mutant.bug}"
+    assert seen is not None, f"not detected: {mutant.name}: {mutant.bug}"
