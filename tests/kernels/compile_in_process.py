@@ -1,4 +1,4 @@
-"""Run in a process of its own, where kernels are compiled and not interpreted, for a card that need not be there.
+"""Runs in its own process, where kernels are compiled and not interpreted, for a GPU that need not exist.
 
 Prints a line of JSON: how many kernels were compiled ahead and by whom, what failed, and which of a runner's kernels a
 rehearsal of a few shapes and layers finds, and which all shapes and layers have.
@@ -54,7 +54,7 @@ META = torch.device("meta")
 HERE = os.getpid()
 
 
-class Card:
+class FakeGpu:
     """A driver that knows its target, and takes code without running any. No child of this process may ask it."""
 
     capability, shared_bytes = 90, 232_448
@@ -63,7 +63,7 @@ class Card:
         @staticmethod
         def get_device_properties(device):
             assert os.getpid() == HERE
-            return {"max_shared_mem": Card.shared_bytes}
+            return {"max_shared_mem": FakeGpu.shared_bytes}
 
         @staticmethod
         def load_binary(name, code, shared, device):
@@ -80,7 +80,7 @@ class Card:
 
     def get_current_target(self):
         assert os.getpid() == HERE
-        return GPUTarget("cuda", Card.capability, 32)
+        return GPUTarget("cuda", FakeGpu.capability, 32)
 
     def get_current_device(self):
         assert os.getpid() == HERE
@@ -211,14 +211,14 @@ def compiled_for_hopper() -> dict[str, object]:
 
 
 @contextmanager
-def small_card() -> Iterator[None]:
+def small_gpu() -> Iterator[None]:
     """As most are that are not Hopper's: an L4, an A10, any RTX."""
 
     def take(capability: int, shared_bytes: int) -> None:
-        Card.capability, Card.shared_bytes = capability, shared_bytes
+        FakeGpu.capability, FakeGpu.shared_bytes = capability, shared_bytes
         shared_memory_budget.cache_clear()
         supports_pdl.cache_clear()
-        max_shared_mem.cache_clear()  # what Triton holds a kernel against; it asks a card once
+        max_shared_mem.cache_clear()  # Triton checks kernels against it, and queries the GPU once
 
     take(89, 101_376)
     try:
@@ -227,8 +227,8 @@ def small_card() -> Iterator[None]:
         take(90, 232_448)
 
 
-def compiled_for_small_cards() -> dict[str, object]:
-    """Decodes, and a chunk, whose tiles, as they were measured on Hopper, such a card has no room for."""
+def compiled_for_small_gpus() -> dict[str, object]:
+    """Decodes, and a chunk, whose tiles, tuned on Hopper, exceed the shared memory of such a GPU."""
     nothing = torch.zeros(61, dtype=torch.int64, device=META)
     tables, starts = (torch.zeros(size, dtype=torch.int32, device=META) for size in ((61, 8), (62,)))
     decodes = StepLayout(nothing, nothing, tables, starts, starts[:61], nothing)
@@ -240,9 +240,9 @@ def compiled_for_small_cards() -> dict[str, object]:
             kv_layer = torch.empty(9, 2, 16, 4, dim, dtype=torch.bfloat16, device=META)
             GpuAttention(layout, num_decodes).attend(query, kv_layer, AttentionRule(0.1))
 
-    with small_card():
+    with small_gpu():
         done = compile_launched(play, 2)
-    return {"num_for_small_cards": done.num_kernels, "errors_for_small_cards": done.errors}
+    return {"num_for_small_gpus": done.num_kernels, "errors_for_small_gpus": done.errors}
 
 
 class Listing(Executor):
@@ -307,7 +307,7 @@ def choose(runner: ModelRunner) -> None:
 
 if __name__ == "__main__":
     compile_workers._MAX_FORKING_S = 60.0  # on a busy machine too
-    driver.set_active(Card())
+    driver.set_active(FakeGpu())
     hopper = new_runner(HopperPrefill(8), HopperGemm(132, META))
     print(
         json.dumps(
@@ -315,7 +315,7 @@ if __name__ == "__main__":
             | compiled_again()
             | interrupted()
             | left_early()
-            | (compiled_for_hopper() | compiled_for_small_cards() if is_long(gpu=True) else {})
+            | (compiled_for_hopper() | compiled_for_small_gpus() if is_long(gpu=True) else {})
             | found(new_runner())
             | {"on hopper": found(hopper)}
         )

@@ -57,7 +57,7 @@ def test_each_call_is_made_once_in_a_worker_that_is_gone_afterwards(diary: Diary
     assert not any(map(alive, pids))
 
 
-def test_a_call_that_raises_or_kills_its_worker_harms_no_other(diary: Diary) -> None:
+def test_a_call_that_raises_or_kills_its_worker_affects_no_other(diary: Diary) -> None:
     calls = [lambda: 1 // 0 == 0, lambda: os._exit(1), *(partial(diary.write, number) for number in range(4))]
     assert call_and_collect(calls, 2) == (2, 2)
     assert [number for _, number in diary.read()] == [0, 1, 2, 3]

@@ -102,7 +102,7 @@ def test_splits_agree_with_the_reference_in_python(lengths, window, kv_heads, sl
 @pytest.mark.parametrize(
     "rows, length, slots, num_splits",
     [
-        (48, 1024, 396, 48),  # 384 programs: the card is full
+        (48, 1024, 396, 48),  # 384 programs: the GPU is full
         (16, 16384, 396, 48),  # 128 would leave two thirds of it empty, 256 a third
         (64, 4096, 264, 64),  # 512 programs: twice
         (256, 1024, 396, 256),

@@ -117,7 +117,7 @@ def with_products() -> GpuKernels:
     return kernels
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card, and the kernel may be compiled for it")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, and the kernel may be compiled for it")
 def test_a_kernel_that_does_not_compile_is_logged_once_and_results_are_correct(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -71,7 +71,7 @@ def test_a_store_with_unequal_strides_goes_to_the_portable_kernels() -> None:
 
 
 def test_there_is_no_hopper_kernel_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even on such a card; without the interpreter there is one, and on a later card none again."""
+    """Even on a Hopper GPU; without the interpreter there is one, and on a later GPU none again."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     properties = type("Properties", (), {"multi_processor_count": NUM_SMS})
@@ -84,7 +84,7 @@ def test_there_is_no_hopper_kernel_in_the_interpreter(monkeypatch: pytest.Monkey
     assert HopperPrefill.find() is None
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card, and the kernel may be compiled for it")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, and the kernel may be compiled for it")
 def test_a_kernel_that_does_not_compile_is_logged_once_and_steps_are_correct(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -102,14 +102,14 @@ def test_workers_put_kernels_on_disk_and_threads_load_them(apart: dict[str, Any]
 @pytest.mark.long(gpu=True)  # most of a minute
 def test_the_kernels_for_hopper_are_compiled_with_this_triton(apart: dict[str, Any]) -> None:
     assert apart["errors_for_hopper"] == []
-    assert apart["by children"], "none of them asks anything of the card while it is compiled"
+    assert apart["by children"], "none of them queries the GPU while it is compiled"
     assert apart["num_for_hopper"] == 8, "that for chunks in three ways, two of its lists, a product cut in three ways"
 
 
 @pytest.mark.long(gpu=True)
 def test_attention_fits_gpus_with_less_shared_memory_than_hopper(apart: dict[str, Any]) -> None:
-    assert apart["errors_for_small_cards"] == []
-    assert apart["num_for_small_cards"] == 4, "two lists, for decodes; decodes, and a chunk"
+    assert apart["errors_for_small_gpus"] == []
+    assert apart["num_for_small_gpus"] == 4, "two lists, for decodes; decodes, and a chunk"
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def test_a_flat_row_has_few_candidates_too(monkeypatch: pytest.MonkeyPatch) -> N
     flat = [RowSampling(temperature=0.6, top_p=0.95), RowSampling(temperature=1.5, top_p=0.999)]
     agree([*flat, RowSampling(temperature=1.0, top_k=5000)], normal(3, 20_000, spread=1.0))
     [scratch] = made
-    num_candidates = scratch.facts[:, sample._COUNT.value].tolist()
+    num_candidates = scratch.stats[:, sample._COUNT.value].tolist()
     assert min(num_candidates) > 0 and max(num_candidates) < 500, num_candidates
 
 

@@ -69,7 +69,7 @@ def test_every_line_of_the_tile_table_agrees(out_width):
         close(skinny_gemm.skinny_gemm(x, last, None, tiles), x, last, None)
 
 
-def test_a_row_is_the_same_among_any_neighbours():
+def test_a_row_is_the_same_in_any_batch():
     weight = drawn(24, 576, dtype=torch.float16)
     x = drawn(skinny_gemm._MAX_ROWS, 576, dtype=torch.float16, seed=1)
     whole = GpuKernels().linear(x, weight, None)

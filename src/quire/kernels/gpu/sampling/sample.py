@@ -51,10 +51,10 @@ _MAX_CANDIDATES = 16384  # listed per row, 4 bytes each; of a row with more all 
 # Tokens per program, and its warps; one size for every batch, because compiling each takes a second or two.
 _TILE, _WARPS = 4096, 8
 
-# Facts about candidates: their number, how many are listed, the range of their keys, the number of tokens surely kept,
-# their first and last bin; and the number of counted tiles.
+# Columns of `stats`: the number of candidates, how many are listed, the range of their keys, the number of tokens
+# surely kept, the first and last bin; and the number of counted tiles.
 _COUNT, _LISTED, _LOW, _HIGH, _SURE, _FIRST, _LAST, _COUNTED = (tl.constexpr(column) for column in range(8))
-_FACTS = tl.constexpr(8)
+_NUM_STATS = tl.constexpr(8)
 
 
 class _Scratch(NamedTuple):
@@ -66,7 +66,7 @@ class _Scratch(NamedTuple):
     weights: Tensor  # [n, tiles] int64
     counts: Tensor  # [n, BINS] int32: tokens by bin
     sure_weights: Tensor  # [n, tiles] int64: of tokens that top-k and top-p surely keep
-    facts: Tensor  # [n, _FACTS] int64
+    stats: Tensor  # [n, _NUM_STATS] int64
     listed: Tensor  # [n, _MAX_CANDIDATES] int32: ids of candidates, unordered
 
 
@@ -122,7 +122,7 @@ def _scratch(num_rows: int, num_tiles: int, drawn: bool, device: torch.device) -
         weights=torch.empty(num_rows, num_tiles, dtype=torch.int64, device=device),
         counts=torch.empty(drawn_rows, BINS.value, dtype=torch.int32, device=device),
         sure_weights=torch.empty(drawn_rows, num_tiles, dtype=torch.int64, device=device),
-        facts=torch.empty(drawn_rows, _FACTS.value, dtype=torch.int64, device=device),
+        stats=torch.empty(drawn_rows, _NUM_STATS.value, dtype=torch.int64, device=device),
         listed=torch.empty(drawn_rows, _MAX_CANDIDATES, dtype=torch.int32, device=device),
     )
 
@@ -130,7 +130,7 @@ def _scratch(num_rows: int, num_tiles: int, drawn: bool, device: torch.device) -
 @triton.jit
 def _tile_maximum(
     logits, logits_stride, vocab_size, num_tiles, rows,
-    best_keys, lowest, highest, weights, counts, sure_weights, facts, listed,
+    best_keys, lowest, highest, weights, counts, sure_weights, stats, listed,
     TILE: tl.constexpr, DRAWN: tl.constexpr,
 ):  # fmt: skip
     """The largest key of a tile; also initialises the counters of later launches."""
@@ -149,11 +149,11 @@ def _tile_maximum(
         tl.store(lowest + at * num_tiles + tile, tl.min(above))
         if tile == 0:
             tl.store(counts + at * BINS + tl.arange(0, BINS), tl.zeros([BINS], dtype=tl.int32))
-            tl.store(facts + at * _FACTS + _COUNT, 0)
-            tl.store(facts + at * _FACTS + _LISTED, 0)
-            tl.store(facts + at * _FACTS + _LOW, -(LOWEST_KEY + 1))
-            tl.store(facts + at * _FACTS + _HIGH, LOWEST_KEY)
-            tl.store(facts + at * _FACTS + _COUNTED, 0)
+            tl.store(stats + at * _NUM_STATS + _COUNT, 0)
+            tl.store(stats + at * _NUM_STATS + _LISTED, 0)
+            tl.store(stats + at * _NUM_STATS + _LOW, -(LOWEST_KEY + 1))
+            tl.store(stats + at * _NUM_STATS + _HIGH, LOWEST_KEY)
+            tl.store(stats + at * _NUM_STATS + _COUNTED, 0)
 
 
 @triton.jit
@@ -174,7 +174,7 @@ def _scale(lowest, highest, temperature, num_tiles, TILES: tl.constexpr):
 def _weigh(
     logits, logits_stride, vocab_size, num_tiles, rows,
     integers, integers_stride, floats, floats_stride,
-    best_keys, lowest, highest, weights, counts, sure_weights, facts, listed,
+    best_keys, lowest, highest, weights, counts, sure_weights, stats, listed,
     tokens, finite,
     TILE: tl.constexpr, TILES: tl.constexpr, DRAWN: tl.constexpr,
 ):  # fmt: skip
@@ -208,35 +208,35 @@ def _weigh(
                 scale = _scale(lowest + at * num_tiles, row_highest, temperature, num_tiles, TILES)
                 found = tl.histogram(bins_of(exponents, scale), BINS)
                 tl.atomic_add(counts + at * BINS + tl.arange(0, BINS), found, mask=found > 0, sem="relaxed")
-                facts += at * _FACTS
-                if is_last(facts + _COUNTED, num_tiles):
+                stats += at * _NUM_STATS
+                if is_last(stats + _COUNTED, num_tiles):
                     _store_bracket(
-                        counts + at * BINS, weights + at * num_tiles, num_tiles, facts, scale,
+                        counts + at * BINS, weights + at * num_tiles, num_tiles, stats, scale,
                         tl.load(integers + TOP_K), tl.load(floats + TOP_P), least, vocab_size, TILES,
                     )  # fmt: skip
 
 
 @triton.jit
 def _store_bracket(
-    counts, weights, num_tiles, facts, scale, top_k, top_p, least, vocab_size, TILES: tl.constexpr
+    counts, weights, num_tiles, stats, scale, top_k, top_p, least, vocab_size, TILES: tl.constexpr
 ):  # fmt: skip
-    """The bins in which top-k and top-p end, once all tiles are counted. `counts`, `weights`, `facts`: of the row."""
+    """The bins in which top-k and top-p end, once all tiles are counted. `counts`, `weights`, `stats`: of the row."""
     tiles, bins = tl.arange(0, TILES), tl.arange(0, BINS)
     total = tl.sum(tl.load(weights + tiles, mask=tiles < num_tiles, other=0, cache_modifier=".cg"))
     by_bin = tl.load(counts + bins, cache_modifier=".cg")  # written by other programs of this launch
     first, last = find_bracket(by_bin, scale, total, top_k, top_p, least, vocab_size)
     among = (bins >= first) & (bins <= last)
-    tl.store(facts + _FIRST, first.to(tl.int64))
-    tl.store(facts + _LAST, last.to(tl.int64))
-    tl.store(facts + _COUNT, tl.sum(tl.where(among, by_bin, 0)).to(tl.int64))
-    tl.store(facts + _SURE, tl.sum(tl.where(bins < first, by_bin, 0)).to(tl.int64))
+    tl.store(stats + _FIRST, first.to(tl.int64))
+    tl.store(stats + _LAST, last.to(tl.int64))
+    tl.store(stats + _COUNT, tl.sum(tl.where(among, by_bin, 0)).to(tl.int64))
+    tl.store(stats + _SURE, tl.sum(tl.where(bins < first, by_bin, 0)).to(tl.int64))
 
 
 @triton.jit
 def _shortlist(
     logits, logits_stride, vocab_size, num_tiles, rows,
     floats, floats_stride,
-    best_keys, lowest, highest, weights, counts, sure_weights, facts, listed,
+    best_keys, lowest, highest, weights, counts, sure_weights, stats, listed,
     TILE: tl.constexpr, TILES: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
     """Of one tile of a filtered row: the weight of the tokens surely kept, and the candidates onto the list."""
@@ -245,14 +245,14 @@ def _shortlist(
     row = tl.load(rows + at)
     if row < 0:
         return
-    facts += at * _FACTS
-    if tl.load(facts + _COUNT) == 0:  # an unfiltered row
+    stats += at * _NUM_STATS
+    if tl.load(stats + _COUNT) == 0:  # an unfiltered row
         return
     floats += row * floats_stride
     row_highest = tl.load(highest + at)
     temperature = tl.load(floats + TEMPERATURE).to(tl.float32)
     scale = _scale(lowest + at * num_tiles, row_highest, temperature, num_tiles, TILES)
-    first, last = tl.load(facts + _FIRST).to(tl.int32), tl.load(facts + _LAST).to(tl.int32)
+    first, last = tl.load(stats + _FIRST).to(tl.int32), tl.load(stats + _LAST).to(tl.int32)
 
     ids = tile * TILE + tl.arange(0, TILE)
     values = tl.load(logits + at * logits_stride + ids, mask=ids < vocab_size, other=float("-inf"))
@@ -264,19 +264,19 @@ def _shortlist(
     among = (bins >= first) & (bins <= last) & (ids < vocab_size)
     num_among = tl.sum(among.to(tl.int64))
     if num_among > 0:
-        start = tl.atomic_add(facts + _LISTED, num_among, sem="relaxed")
+        start = tl.atomic_add(stats + _LISTED, num_among, sem="relaxed")
         places = start + tl.cumsum(among.to(tl.int32), 0) - 1
         tl.store(listed + at * CAPACITY + places, ids, mask=among & (places < CAPACITY))
         keys = key_of(order_of(values), ids)
-        tl.atomic_min(facts + _LOW, tl.min(tl.where(among, keys, -(LOWEST_KEY + 1))), sem="relaxed")
-        tl.atomic_max(facts + _HIGH, tl.max(tl.where(among, keys, LOWEST_KEY)), sem="relaxed")
+        tl.atomic_min(stats + _LOW, tl.min(tl.where(among, keys, -(LOWEST_KEY + 1))), sem="relaxed")
+        tl.atomic_max(stats + _HIGH, tl.max(tl.where(among, keys, LOWEST_KEY)), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["num_tiles"])  # Triton 3.6 fails on a search over one tile
 def _draw(
     logits, logits_stride, vocab_size, num_tiles, rows,
     integers, integers_stride, floats, floats_stride,
-    best_keys, lowest, highest, weights, counts, sure_weights, facts, listed,
+    best_keys, lowest, highest, weights, counts, sure_weights, stats, listed,
     positions, tokens, finite,
     TILE: tl.constexpr, TILES: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
@@ -303,16 +303,16 @@ def _draw(
     top_key = tl.full([], LOWEST_KEY, dtype=tl.int64)
     count = tl.zeros([], dtype=tl.int64)
     num_listed = tl.zeros([], dtype=tl.int64)
-    facts += at * _FACTS
-    num_candidates = tl.load(facts + _COUNT)
+    stats += at * _NUM_STATS
+    num_candidates = tl.load(stats + _COUNT)
     if num_candidates > 0:
         by_tile = tl.load(sure_weights + at * num_tiles + tiles, mask=tiles < num_tiles, other=0)
         num_listed = tl.where(num_candidates <= CAPACITY, num_candidates, 0)
         count = tl.where(num_candidates <= CAPACITY, num_candidates, vocab_size)
-        top_key = tl.load(facts + _HIGH) + 1
+        top_key = tl.load(stats + _HIGH) + 1
         last_key, total = _last_kept(
             logits, listed, count, num_listed, row_highest, temperature, least,
-            tl.load(facts + _LOW), top_key, num_candidates, tl.load(facts + _SURE), tl.sum(by_tile), total,
+            tl.load(stats + _LOW), top_key, num_candidates, tl.load(stats + _SURE), tl.sum(by_tile), total,
             tl.load(integers + TOP_K), tl.load(floats + TOP_P), vocab_size,
         )  # fmt: skip
     chance = uniform(tl.load(integers + SEED), tl.load(integers + INDEX), tl.load(positions + at))
