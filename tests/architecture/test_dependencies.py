@@ -41,11 +41,11 @@ def documented() -> set[Requirement]:
     return {Requirement(name, bound) for name, bound, _, _ in _ROW.findall(page)}
 
 
-def test_the_table_is_what_pyproject_asks_for() -> None:
+def test_the_table_matches_pyproject() -> None:
     assert documented() == requirements()
 
 
-def test_every_import_is_asked_for() -> None:
+def test_every_import_is_a_dependency() -> None:
     distributions = importlib.metadata.packages_distributions()
     asked = {requirement.name for requirement in requirements(without=("test", "lint"))}
     strangers = set()

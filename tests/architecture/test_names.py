@@ -93,7 +93,7 @@ def test_no_identifier_is_a_metaphor() -> None:
     assert not found
 
 
-def test_machinery_is_not_told_as_a_story_of_people() -> None:
+def test_no_text_speaks_of_persons() -> None:
     found = {
         f"{label(path)}:{number}"
         for path in source_files()

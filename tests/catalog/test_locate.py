@@ -160,7 +160,7 @@ def test_a_cache_folder_that_cannot_be_read_is_empty_and_other_paths_still_work(
         locate("nosuch", fetch_hub=hub, folder=cache)
 
 
-def test_a_user_without_a_home_is_told_what_to_set(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_home_the_error_names_the_variable_to_set(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 

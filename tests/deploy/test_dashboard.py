@@ -37,7 +37,7 @@ def test_there_is_something_to_look_at() -> None:
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)
-def test_an_expression_asks_for_what_is_told(expression: str, labels: dict[str, set[str]]) -> None:
+def test_an_expression_uses_known_metrics(expression: str, labels: dict[str, set[str]]) -> None:
     names = set(re.findall(r"quire_[a-z0-9_]+", expression))
     selected = SELECTOR.findall(expression)
     assert names and names == {name for name, _ in selected}, "every metric is of the chosen job"

@@ -24,13 +24,13 @@ def test_every_flag_is_one_that_serve_has(place: str) -> None:
 
 
 @pytest.mark.parametrize("place", ["Dockerfile", "systemd", "kubernetes"])
-def test_nobody_serves_without_keys(place: str) -> None:
+def test_every_deployment_has_keys(place: str) -> None:
     words = " ".join(commands()[place])
     assert "--api-key-file" in words and "--insecure-no-key" not in words and "--api-key " not in words
 
 
 @pytest.mark.parametrize("stage", ["cpu", "cuda"])
-def test_an_image_runs_as_somebody_else_than_root(stage: str) -> None:
+def test_an_image_does_not_run_as_root(stage: str) -> None:
     user = [each.rest for each in stages()[stage].instructions if each.word == "USER"][-1]
     assert user.partition(":")[0] not in ("root", "0")
 
@@ -81,7 +81,7 @@ def test_compose_names_only_what_it_defines_and_what_exists() -> None:
     assert (DEPLOY / build["context"] / build["dockerfile"]).resolve() == (DEPLOY / "Dockerfile").resolve()
 
 
-def test_whoever_stops_quire_waits_for_its_open_requests() -> None:
+def test_the_stop_timeout_exceeds_the_drain_time() -> None:
     (compose,) = documents("compose.yaml")
     told = commands()
     grace_s = float(compose["services"]["quire"]["stop_grace_period"].removesuffix("s"))
@@ -123,7 +123,7 @@ def test_the_unit_is_hardened_and_comes_back() -> None:
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd here")
-def test_systemd_has_nothing_to_say_but_that_quire_is_not_installed() -> None:
+def test_systemd_reports_only_that_quire_is_not_installed() -> None:
     command = ["systemd-analyze", "verify", str(DEPLOY / "systemd" / "quire.service")]
     said = children.run(command, capture_output=True, text=True, check=False).stderr
     ours = [line for line in said.splitlines() if line.startswith(("quire.service", str(DEPLOY)))]

@@ -58,7 +58,7 @@ def test_every_flag_of_serve_has_a_row_and_every_row_a_flag() -> None:
     assert documented() == flags("serve")
 
 
-def test_every_row_says_the_default_and_what_it_does() -> None:
+def test_every_row_has_the_default_and_the_effect() -> None:
     for row in ROWS:
         if len(row) == 5 and row[0].strip("`") in SETTINGS:
             assert row[2] and row[3] and row[4], row

@@ -124,7 +124,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
         open_checkpoint(folder)
 
 
-def test_an_index_that_promises_too_much(tmp_path: Path) -> None:
+def test_an_index_with_missing_tensors(tmp_path: Path) -> None:
     folder = save_folder(tiny_model("llama"), tmp_path, shard_size="60KB")
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     index["weight_map"]["model.layers.9.odd.weight"] = sorted(folder.glob("*.safetensors"))[0].name

@@ -45,7 +45,7 @@ def test_nothing_to_score_is_no_error() -> None:
     assert token_logprobs_reference(torch.empty(0, 9), torch.empty(0, dtype=torch.int64), 2).shape == (0, 7)
 
 
-def test_rows_that_asked_get_as_many_as_they_asked_for() -> None:
+def test_rows_get_the_requested_number_of_logprobs() -> None:
     assigned = [
         Case(RowSampling(num_logprobs=2, logit_bias=((5, 100.0),))),
         Case(RowSampling()),
@@ -63,6 +63,6 @@ def test_rows_that_asked_get_as_many_as_they_asked_for() -> None:
     assert (by_row[Row(2)].token, by_row[Row(2)].rank, len(by_row[Row(2)].ids)) == (1, 1, 0)
 
 
-def test_a_batch_in_which_nobody_asked_has_no_scores() -> None:
+def test_a_batch_without_logprobs_has_no_scores() -> None:
     sampler, batch = sampler_of([Case(RowSampling())], 6)
     assert sampler.logprobs(torch.zeros(1, 6), batch, torch.tensor([0])) is None

@@ -104,7 +104,7 @@ def test_rows_come_and_go_and_carry_on_where_they_were(data: st.DataObject) -> N
             present[row] = Case(case.sampling, (*case.tokens, token), case.num_prompt, case.index)
 
 
-def test_a_slot_forgets_who_held_it_before() -> None:
+def test_a_reused_slot_has_no_old_state() -> None:
     penalized = RowSampling(repetition_penalty=9.0, presence_penalty=2.0)
     sampler, batch = sampler_of([Case(penalized, tokens=(0, 1), num_prompt=1)], 4)
     sampler.release(Row(0))
@@ -129,7 +129,7 @@ def test_seed_and_sequence_index_both_matter_and_decide_all() -> None:
     assert len(set(runs[:, 0])) > 15
 
 
-def test_state_over_the_vocabulary_is_held_for_those_who_ask() -> None:
+def test_vocabulary_sized_state_is_allocated_on_demand() -> None:
     sampler = Sampler(64, 1000, CPU)
     for row in range(60):
         row_start(sampler, row, Case(RowSampling(temperature=0.7, top_p=0.9, top_k=5, min_tokens=2, end_ids=(1, 2))))

@@ -83,7 +83,7 @@ def test_control_tokens_are_special_and_user_defined_ones_are_text() -> None:
     assert tokenizer.decode(ids, skip_special_tokens=False) == "hi<think>hi<|end|>"
 
 
-def test_the_first_token_is_added_if_the_file_says_so_or_else_as_the_family_does() -> None:
+def test_bos_is_added_by_the_file_or_by_the_pre_tokenizer() -> None:
     first = Tokenizer.from_gguf(byte_metadata()).token_to_id("<|end|>")
     assert Tokenizer.from_gguf(byte_metadata()).encode("hi")[0] != first
     assert Tokenizer.from_gguf(byte_metadata(add_bos_token=True)).encode("hi")[0] == first

@@ -105,7 +105,7 @@ def test_a_gguf_gives_the_state_dict(tmp_path: Path, family: str) -> None:
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)
-def test_quantized_matrices_are_what_gguf_says(tmp_path: Path, kind: str) -> None:
+def test_quantized_matrices_equal_gguf_dequantization(tmp_path: Path, kind: str) -> None:
     model = tiny_model("qwen2")
     tensors = gguf_tensors("qwen2", model)
     quantization = GGMLQuantizationType[kind]
@@ -188,7 +188,7 @@ def test_missing_tensors_are_named(tmp_path: Path) -> None:
         load(open_checkpoint(edited(tmp_path, **{name: None})), torch.float32)
 
 
-def test_what_a_checkpoint_lacks_is_told_when_room_is_made_and_what_cannot_be_read_when_it_is_filled(
+def test_missing_tensors_fail_at_allocation_and_unreadable_ones_at_filling(
     tmp_path: Path,
 ) -> None:
     name = "model.layers.2.mlp.up_proj.weight"

@@ -82,7 +82,7 @@ def test_what_is_packed_is_unpacked_by_several_threads(tmp_path: Path, monkeypat
     assert dequantizer.threads and threading.get_ident() not in dequantizer.threads
 
 
-def test_for_somebody_in_inference_mode(tmp_path: Path) -> None:
+def test_in_inference_mode(tmp_path: Path) -> None:
     values = values_of((50, 7), torch.float32)
     tensor = store(tmp_path / "t", values)
     with torch.inference_mode():
@@ -118,7 +118,7 @@ class Slow(Doubling):
         return super().dequantize(data, encoding)
 
 
-def test_somebody_who_has_had_enough_waits_for_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_waits_for_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slices, "SLICE_VALUES", 1)
     path = tmp_path / "t"
     path.write_bytes(bytes(50_000))

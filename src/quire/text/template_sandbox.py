@@ -45,7 +45,7 @@ class TemplateBudget:
         self._steps = MAX_STEPS
         self.now = now
 
-    def spend(self, steps: int) -> None:
+    def charge(self, steps: int) -> None:
         self._steps -= steps
         if self._steps < 0:
             raise TemplateTooLargeError(f"it takes more than {MAX_STEPS} steps")
@@ -100,7 +100,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def call(self, context: Context, function: object, /, *args: object, **kwargs: object) -> object:
         budget = _budget(context)
-        budget.spend(1)
+        budget.charge(1)
         if isinstance(function, BuiltinMethodType) and isinstance(function.__self__, str):
             for value in args:  # a width or a count: reject a large result before it is allocated
                 if isinstance(value, int) and value > MAX_TEXT:
@@ -174,14 +174,14 @@ def _refuse_private(name: object) -> None:
 def _counted(context: Context, iterable: Iterable[object]) -> Iterable[object]:
     budget = _budget(context)
     if isinstance(iterable, Sized):
-        budget.spend(len(iterable))
+        budget.charge(len(iterable))
         return iterable
     return _charge_each(budget, iterable)
 
 
 def _charge_each(budget: TemplateBudget, iterable: Iterable[object]) -> Iterator[object]:
     for item in iterable:
-        budget.spend(1)
+        budget.charge(1)
         yield item
 
 
