@@ -230,11 +230,11 @@ class SettingsDict(TypedDict, total=False):
 
 
 class UnknownSetting(ConfigError, TypeError):
-    """A keyword that is no setting; a `TypeError` too, which Python raises for an unexpected keyword."""
+    """A keyword that is not a setting; a `TypeError` too, which Python raises for an unexpected keyword."""
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Refuse the first keyword that is no setting, with the hint of another engine's setting or the nearest name."""
+    """Reject the first keyword that is not a setting, with the hint of another engine's setting or the nearest name."""
     known = [declared.name for declared in fields(EngineConfig)]
     for name in names:
         if name in known:
@@ -294,16 +294,16 @@ _FOREIGN = {
     "tp_size": _ONE_DEVICE,
     "dp_size": _ONE_DEVICE,
     "n_gpu_layers": "all layers run on one device, which {device} chooses; omit it",
-    "enforce_eager": "steps are recorded as CUDA graphs on GPUs alone, a few at the start; omit it",
-    "disable_cuda_graph": "steps are recorded as CUDA graphs on GPUs alone, a few at the start; omit it",
-    "enable_chunked_prefill": "prompts are always cut to the step; omit it",
+    "enforce_eager": "CUDA graphs are captured automatically on GPUs; omit it",
+    "disable_cuda_graph": "CUDA graphs are captured automatically on GPUs; omit it",
+    "enable_chunked_prefill": "chunked prefill is always on; omit it",
     "chunked_prefill_size": _STEP,
     "n_batch": _STEP,
-    "quantization": "weights are taken as they are stored; give a .gguf file for packed ones",
+    "quantization": "weights are used as stored; give a .gguf file for quantized ones",
     "kv_cache_dtype": "the KV cache has the format of the weights, which {dtype} sets",
     "trust_remote_code": "code of a model's folder is never run; omit it",
-    "enable_auto_tool_choice": "tools are always on, as the chat template shows them; omit it",
-    "generation_config": "the model's own is read, and a request's fields win over it; omit it",
+    "enable_auto_tool_choice": "tool calling is always enabled; omit it",
+    "generation_config": "the model's own is read, and request fields override it; omit it",
     "seed": "each request brings its own seed; omit it",  # of the command line alone: LLM has it
     "max_num_queued_reqs": "use {max_waiting}",
     "max_queued_requests": "use {max_waiting}",
@@ -482,7 +482,7 @@ def _resolve_length(
         return min(spec.max_positions, pool_tokens + 1)
     if requested > spec.max_positions:
         raise ConfigError(
-            f"max_model_len is {requested}, but the model was made for {spec.max_positions} positions. "
+            f"max_model_len is {requested}, but the model supports {spec.max_positions} positions. "
             f"Use --max-model-len {spec.max_positions} or less.",
             param="max_model_len",
         )

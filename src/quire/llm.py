@@ -41,7 +41,7 @@ from quire.text.tokenizer import Tokenizer
 Message = Mapping[str, object]
 Conversation = Sequence[Message]
 
-_MOST_DIGITS = 18  # of a request's number
+_MAX_DIGITS = 18  # of a request's number
 
 
 class LLM:
@@ -83,11 +83,11 @@ class LLM:
     @property
     def built(self) -> BuiltEngine:
         if self._built is None:
-            raise EngineFailed("This LLM was closed; make another one.")
+            raise EngineFailed("This LLM is closed; create a new one.")
         return self._built
 
     def close(self) -> None:
-        """Give the model's memory back. Requests of other threads must be over. Twice does no harm."""
+        """Free the model's memory. No request may be running. Idempotent."""
         self._built = None
         gc.collect()
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -101,13 +101,13 @@ class LLM:
 
     @property
     def client(self) -> LocalClient:
-        check_not_forked()  # here, where everything goes that computes: a tokenizer is as good in a forked process
+        check_not_forked()  # on the compute path only: the tokenizer may be used in a forked process
         return self.built.client
 
     def get_tokenizer(self) -> Tokenizer:
         tokenizer = self.built.tokenizer
         if tokenizer is None:
-            raise NoTokenizer("it cannot chat, and takes token ids alone")
+            raise NoTokenizer("it cannot chat and accepts token ids only")
         return tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -115,13 +115,13 @@ class LLM:
         return default_params(self.built.checkpoint)
 
     def reset_prefix_cache(self) -> int:
-        """Forget what earlier prompts have left behind; the KV blocks that became free."""
+        """Clear the prefix cache; the number of KV blocks freed."""
         with self.client.lock:
             return self.built.engine.scheduler.reset_cache()
 
     def explain(self, request_id: str) -> Explanation:
-        """What a request waited for, found and lost, step by step; `lines()` says it in words."""
-        if not isinstance(request_id, str) or not request_id.isdecimal() or len(request_id) > _MOST_DIGITS:
+        """Queue waits, cache hits and preemptions of a request; `lines()` returns text."""
+        if not isinstance(request_id, str) or not request_id.isdecimal() or len(request_id) > _MAX_DIGITS:
             raise InvalidParameter(
                 f"request_id must be that of a RequestOutput, not {shown(request_id)}.", param="request_id"
             )
@@ -174,9 +174,9 @@ class LLM:
     def embed(
         self, prompts: Prompt | Sequence[Prompt], *, progress: bool | None = None, **options: Unpack[RequestOptionsDict]
     ) -> list[EmbeddingOutput]:
-        """One or many prompts as vectors: the mean of each one's last hidden states, at length one.
+        """Embeddings of one or many prompts: the mean of the last hidden states, normalised to length 1.
 
-        Raises what went wrong for the first that came to nothing.
+        Raises the error of the first prompt that failed.
         """
         many = _prompts(prompts)
         outputs = self._run(many, [EMBEDDING] * len(many), options_of(options), progress, pooled=True)

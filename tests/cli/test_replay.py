@@ -36,7 +36,7 @@ def test_what_is_no_journal_is_one_sentence(quire: Shell, tmp_path: Path) -> Non
     (tmp_path / "no-journal").write_text("hello")
     result = quire("replay", str(tmp_path / "no-journal"))
     assert result.status == 2
-    assert "is no journal of quire" in result.err and "Traceback" not in result.err
+    assert "is not a quire journal" in result.err and "Traceback" not in result.err
 
 
 def test_a_journal_that_cannot_be_written_is_one_sentence(quire: Shell, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def test_readiness_is_reported_after_the_vocabulary_is_read(monkeypatch: pytest.
     ours, theirs = socket.socketpair()
     order: list[str] = []
 
-    def wake(woken: object) -> None:
+    def load_vocabulary(woken: object) -> None:
         assert woken is grammars
         theirs.setblocking(False)
         with pytest.raises(BlockingIOError):
@@ -35,7 +35,7 @@ def test_readiness_is_reported_after_the_vocabulary_is_read(monkeypatch: pytest.
     )
     monkeypatch.setattr(process, "_build", lambda order, watch: (SimpleNamespace(grammars=grammars), INFO))
     monkeypatch.setattr(process, "freeze_heap", lambda: None)
-    monkeypatch.setattr(process, "wake", wake)
+    monkeypatch.setattr(process, "load_vocabulary", load_vocabulary)
     monkeypatch.setattr(process, "EngineServer", lambda *_: SimpleNamespace(run=lambda: order.append("runs")))
     theirs.sendall(pack(StartEngine(EngineConfig(), None)))
     assert process.main(ours.detach(), os.getppid()) == 0

@@ -66,7 +66,7 @@ class EngineHarness:
             grammars=GrammarMasks(opened.tokenizer, opened.end_ids, vocab_size) if masked else None,
         )
         if self.engine.grammars is not None:
-            self.engine.grammars.wake()
+            self.engine.grammars.load_vocabulary()
         self.front = OutputProcessor(opened.tokenizer, lambda: 0.0)
 
     def run(self) -> dict[int, list[int] | str]:

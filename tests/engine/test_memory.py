@@ -11,7 +11,7 @@ from quire.core.step import FinishReason
 from quire.engine.engine import Engine
 from quire.engine.local_client import LocalClient
 from quire.engine.request_validator import RequestValidator
-from quire.engine.stats import MemoryLedger, settle
+from quire.engine.stats import MemoryLedger, account_memory
 from quire.kernels.interface import StepLayout
 from quire.kv.manager import KVManager
 from quire.models.oracle import OracleModel
@@ -26,7 +26,7 @@ sizes = st.integers(0, 10**12)
 @given(sizes, sizes, sizes, sizes, sizes, sizes)
 def test_the_ledger_adds_up(weights: int, kv: int, recorded: int, other: int, workspace: int, free: int) -> None:
     total = weights + kv + recorded + other + free
-    ledger = settle(weights=weights, kv=kv, recorded=recorded, workspace=workspace, free=free, total=total)
+    ledger = account_memory(weights=weights, kv=kv, recorded=recorded, workspace=workspace, free=free, total=total)
     assert ledger.weights + ledger.kv + ledger.recorded + ledger.other + ledger.workspace + ledger.free == total
     assert ledger.other == other and ledger.workspace == min(workspace, free)
 

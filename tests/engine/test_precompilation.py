@@ -67,7 +67,7 @@ def test_the_first_kernel_precedes_the_others_and_all_are_reported() -> None:
     with ahead.compiling(lambda: compiler.order.append("played"), 16, StartupReporter(finished=phases.append)):
         compiler.order.append("loaded")
     assert compiler.order == ["made ready", "first", "played", "begun", "loaded", "finished", "over"]
-    assert [phase.name for phase in phases] == ["rehearsal", "kernels"]
+    assert [phase.name for phase in phases] == ["dry run", "kernels"]
     assert phases[1].detail == "2 compiled in 16 processes, 1 found compiled, 1 left for later: no C compiler"
 
 

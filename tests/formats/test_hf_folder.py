@@ -76,7 +76,7 @@ def test_a_recommendation_that_no_request_could_follow_is_refused_when_the_model
     with pytest.raises(BrokenModelFile) as refused:
         open_model(EngineConfig(model=str(folder)))
     path = folder / "generation_config.json"
-    assert refused.value.message == (f"{path} recommends what cannot be: {words} Mend the value there, or take it out.")
+    assert refused.value.message == (f"{path} contains an invalid value: {words} Correct or remove it.")
     edit(path, do_sample=False, repetition_penalty=1.1)
     assert open_model(EngineConfig(model=str(folder))).default_params.repetition_penalty == 1.1
 

@@ -56,12 +56,12 @@ def test_outputs_come_in_the_order_of_the_prompts(llm):
 
 @pytest.mark.parametrize("prompt", [[1, "a"], [1, None], [1, 2.5], [1, [2]], {"prompt_token_ids": [1, "a"]}])
 def test_a_value_that_is_no_token_id_is_named(llm, prompt):
-    with pytest.raises(InvalidPrompt, match="which is no token id"):
+    with pytest.raises(InvalidPrompt, match="which is not a token id"):
         llm.generate(prompt, GREEDY)
 
 
 def test_a_stream_of_several_prompts_is_refused(llm):
-    with pytest.raises(InvalidPrompt, match=r"holds .a., which is no token id"):
+    with pytest.raises(InvalidPrompt, match=r"has .a., which is not a token id"):
         llm.stream(["a", "b"], GREEDY)
 
 

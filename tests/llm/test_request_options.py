@@ -115,7 +115,7 @@ def test_an_unknown_parameter_is_named_with_the_known_ones(narrow):
         with pytest.raises(TypeError, match="There is no parameter prio; there are priority, tenant"):
             ask("a", prio=1)
     for ask in (narrow.generate, narrow.embed):
-        with pytest.raises(TypeError, match="There is no parameter use_tqdm; say progress=True or False instead"):
+        with pytest.raises(TypeError, match="There is no parameter use_tqdm; use progress=True or False"):
             ask("a", use_tqdm=True)
 
 

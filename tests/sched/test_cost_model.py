@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.sched import cost_model as cost
-from quire.sched.batching import LEAST, PATIENCE_S, largest_next_chunk, stretched
+from quire.sched.batching import MIN_PREFILL_TOKENS, PATIENCE_S, largest_next_chunk, stretched
 from quire.sched.cost_model import Constants, CostTable, StepShape, roofline
 
 # A step of 1 ms, weights read in 10 ms, 0.1 ms a token, 1 µs for a KV token read.
@@ -138,7 +138,7 @@ def test_a_steady_device_leaves_the_version_alone() -> None:
 
 
 def test_the_bucket_observed_longest_ago_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cost, "MOST_BUCKETS", 2)
+    monkeypatch.setattr(cost, "MAX_BUCKETS", 2)
     plain = CostTable(ROUND)
     shapes = [StepShape(rows, 1000) for rows in (1, 8, 64)]
     table = taught([(shape, 2 * plain.predict_s(shape)) for shape in shapes[:2] for _ in range(3)])
@@ -176,7 +176,7 @@ def test_swapping_pays_when_there_and_back_is_cheaper() -> None:
 # Sizing.
 
 ROWS, CONTEXTS, STARTS = st.integers(0, 300), st.integers(0, 200_000), st.integers(0, 20_000)
-MOSTS, TARGETS = st.integers(0, 3000), st.floats(1e-3, 0.5)
+LIMITS, TARGETS = st.integers(0, 3000), st.floats(1e-3, 0.5)
 
 
 def largest_chunk(table: CostTable, num_rows: int, num_context: int, start: int, most: int, target_s: float) -> int:
@@ -184,32 +184,32 @@ def largest_chunk(table: CostTable, num_rows: int, num_context: int, start: int,
     return largest_next_chunk(table, StepShape(num_rows, num_context), start, most, target_s)
 
 
-@given(ROWS, CONTEXTS, STARTS, MOSTS, TARGETS)
+@given(ROWS, CONTEXTS, STARTS, LIMITS, TARGETS)
 def test_by_the_roofline_a_chunk_is_the_largest_that_keeps_the_target(
     rows: int, context: int, start: int, most: int, target_s: float
 ) -> None:
     table, shape = CostTable(ROUND), StepShape(rows, context)
     length = largest_chunk(table, rows, context, start, most, target_s)
-    least = min(most, LEAST)
+    least = min(most, MIN_PREFILL_TOKENS)
     assert least <= length <= most
     assert length == least or table.predict_s(shape.with_chunk(start, length)) <= target_s
     assert length == most or table.predict_s(shape.with_chunk(start, length + 1)) > target_s
 
 
-@given(MEASURED, SHAPES, STARTS, MOSTS, TARGETS, TARGETS)
+@given(MEASURED, SHAPES, STARTS, LIMITS, TARGETS, TARGETS)
 def test_whatever_was_measured_a_chunk_keeps_the_target_and_grows_with_it(
     measured: list[tuple[StepShape, float]], shape: StepShape, start: int, most: int, target_s: float, other_s: float
 ) -> None:
     table = taught(measured)
     lengths = [largest_next_chunk(table, shape, start, most, target) for target in sorted((target_s, other_s))]
-    least = 0 if shape.num_chunk_tokens else min(most, LEAST)
+    least = 0 if shape.num_chunk_tokens else min(most, MIN_PREFILL_TOKENS)
     for length, target in zip(lengths, sorted((target_s, other_s)), strict=True):
         assert least <= length <= most
         assert length == least or table.predict_s(shape.with_chunk(start, length)) <= target
     assert lengths[0] <= lengths[1]
 
 
-@given(ROWS, CONTEXTS, STARTS, MOSTS, TARGETS, st.integers(0, 100), st.integers(0, 5000))
+@given(ROWS, CONTEXTS, STARTS, LIMITS, TARGETS, st.integers(0, 100), st.integers(0, 5000))
 def test_more_work_in_a_step_leaves_shorter_chunks(
     rows: int, context: int, start: int, most: int, target_s: float, more_rows: int, more_context: int
 ) -> None:
@@ -221,7 +221,7 @@ def test_more_work_in_a_step_leaves_shorter_chunks(
     )
 
 
-@given(MEASURED, SHAPES, STARTS, MOSTS, TARGETS, st.lists(st.integers(1, 3000), max_size=6, unique=True).map(sorted))
+@given(MEASURED, SHAPES, STARTS, LIMITS, TARGETS, st.lists(st.integers(1, 3000), max_size=6, unique=True).map(sorted))
 def test_a_cut_chunk_has_a_captured_size(
     measured: list[tuple[StepShape, float]],
     shape: StepShape,
@@ -232,7 +232,7 @@ def test_a_cut_chunk_has_a_captured_size(
 ) -> None:
     table = taught(measured)
     length = largest_next_chunk(table, shape, start, most, target_s, (*captured_sizes, 4000))
-    least = 0 if shape.num_chunk_tokens else min(most, LEAST)
+    least = 0 if shape.num_chunk_tokens else min(most, MIN_PREFILL_TOKENS)
     assert length in {least, most, *captured_sizes} and least <= length <= most
     assert length == least or table.predict_s(shape.with_chunk(start, length)) <= target_s
     larger = next((size for size in [*captured_sizes, most] if length < size <= most), None)

@@ -253,7 +253,7 @@ def test_stretches_are_what_each_step_was_last_noted_with(
 
 
 def test_history_is_bounded() -> None:
-    wait_history = WaitHistory(most=4)
+    wait_history = WaitHistory(max_kept=4)
     for step in range(100):
         wait_history.note(step, WaitCause.ROWS if step % 2 else WaitCause.BLOCKS)
         wait_history.note_admitted(step, step, RequestId(step))

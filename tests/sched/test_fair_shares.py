@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from quire.sched.fairness import MOST_IDLE, WeightedFairShares
+from quire.sched.fairness import MAX_IDLE_TENANTS, WeightedFairShares
 
 WEIGHTS = {"b": 2.0, "c": 0.5}
 
@@ -104,15 +104,15 @@ def test_idle_tenants_are_forgotten_and_active_ones_keep_their_index() -> None:
     shares.arrive("stays")
     index = shares.index("stays")
     shares.charge("stays", 5.0)
-    for number in range(3 * MOST_IDLE):
+    for number in range(3 * MAX_IDLE_TENANTS):
         passer = f"passer {number}"
         shares.arrive(passer)
-        assert shares.index(passer) <= MOST_IDLE + 1
+        assert shares.index(passer) <= MAX_IDLE_TENANTS + 1
         assert shares.service(passer) == shares.service("stays")
         shares.charge(passer, 1.0)
         assert shares.total(passer) == 1.0
         shares.depart(passer)
-    assert len(shares) <= MOST_IDLE + 1
+    assert len(shares) <= MAX_IDLE_TENANTS + 1
     assert shares.index("stays") == index
     assert shares.total("stays") == 5.0
     assert shares.total("passer 0") == 0.0

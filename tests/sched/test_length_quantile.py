@@ -5,12 +5,12 @@ from math import ceil
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.sched.reservation import FEWEST, LengthQuantile
+from quire.sched.reservation import MIN_FINISHED, LengthQuantile
 
 
 @given(
     lengths=st.lists(st.integers(1, 60), max_size=120),
-    window=st.integers(FEWEST, 40),
+    window=st.integers(MIN_FINISHED, 40),
     quantile=st.sampled_from([0.25, 0.5, 0.75, 1.0]),
     max_tokens=st.integers(1, 80),
     share=st.floats(0, 1, exclude_max=True),
@@ -25,7 +25,7 @@ def test_the_hedge_is_the_quantile_of_the_recent_lengths_that_are_longer(
     recent = lengths[-window:]
     longer = sorted(length for length in recent if length > num_generated)
     hedge = learned.hedge(max_tokens, num_generated)
-    if len(recent) < FEWEST or not longer:
+    if len(recent) < MIN_FINISHED or not longer:
         assert hedge == num_generated + ceil((max_tokens - num_generated) / 2)
     else:
         assert hedge == min(max_tokens, longer[ceil(quantile * len(longer)) - 1])
@@ -35,7 +35,7 @@ def test_the_hedge_is_the_quantile_of_the_recent_lengths_that_are_longer(
 def test_before_anything_is_learned_it_is_half_of_what_may_come() -> None:
     learned = LengthQuantile()
     assert [learned.hedge(n) for n in (1, 2, 3, 100)] == [1, 1, 2, 50]
-    for _ in range(FEWEST - 1):
+    for _ in range(MIN_FINISHED - 1):
         learned.note(7)
     assert learned.hedge(100) == 50
     learned.note(7)

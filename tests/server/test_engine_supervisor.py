@@ -16,7 +16,7 @@ from quire.engine.wire import Message, ToFront
 from quire.server import engine_supervisor as supervising
 from quire.server.async_engine import AsyncEngine
 from quire.server.context import ServedModel
-from quire.server.engine_supervisor import MOST_FAILED, SILENT_START_S, STABLE_S, Health, Supervisor
+from quire.server.engine_supervisor import MAX_FAILED, SILENT_START_S, STABLE_S, Health, Supervisor
 from tests.server.scripted_app import Script, app_over, events
 
 INFO = EngineInfo("m", 1024, 100, 4, 64, 16, "script", "none", MemoryLedger(), 1, 0)
@@ -119,7 +119,7 @@ def test_a_first_start_that_hangs_is_killed_and_reported(monkeypatch: pytest.Mon
         starting = asyncio.create_task(supervised.supervisor.first_start())
         engine = await supervised.started(0)
         supervised.now_s += SILENT_START_S + 1
-        with pytest.raises(EngineFailed, match="was silent for 601 s while it was starting"):
+        with pytest.raises(EngineFailed, match="reported nothing for 601 s while starting"):
             await starting
         assert engine.num_kills == 1
 
@@ -164,17 +164,17 @@ def test_restarts_back_off_and_then_stop(
     async def body() -> None:
         supervised = SupervisedEngines(monkeypatch)
         watching = await supervised.watched()
-        for number in range(MOST_FAILED):
+        for number in range(MAX_FAILED):
             engine = await supervised.started(number)
             engine.deliver(INFO)
             await _turns()
             supervised.now_s += STABLE_S - 1
             supervised.engine.heartbeat_s = supervised.now_s
             engine.end()
-        with pytest.raises(EngineFailed, match=f"ended {MOST_FAILED} times in a row .* within 60 s of being ready"):
+        with pytest.raises(EngineFailed, match=f"ended {MAX_FAILED} times in a row .* within 60 s of being ready"):
             await watching
         assert supervised.waited_s == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0]
-        assert len(supervised.engines) == MOST_FAILED
+        assert len(supervised.engines) == MAX_FAILED
 
     run(body())
 

@@ -89,18 +89,18 @@ def find_step(name: str) -> AttentionStep:
         return prefill_step(count, num_new, num_before)
     raise ConfigError(
         f"there is no step {shown(name)}; steps are written as in the table: decode 64x4096 (rows, and keys of each), "
-        "decode 64x100..1900, chunk 2048+6144 (tokens behind so many keys), chunks 16x128+896."
+        "decode 64x100..1900, chunk 2048+6144 (tokens + earlier keys), chunks 16x128+896."
     )
 
 
 def _check(name: str, most_keys: int, is_step: bool) -> None:
     if not is_step:
         raise ConfigError(
-            f"{name} is no step: there is 1 row or chunk at the least, 1 key to a row and 2 tokens to a chunk; of two "
-            "lengths, for 2 rows or more, the shorter comes first."
+            f"{name} is not a valid step: it needs at least 1 row or chunk, 1 key per row and 2 tokens per chunk; in a "
+            "range of lengths, for 2 rows or more, the shorter comes first."
         )
     if most_keys > _MAX_KEYS:
         raise ConfigError(
-            f"{name} has up to {most_keys:,} keys, more than the {_MAX_KEYS:,} that are measured at most; "
+            f"{name} has up to {most_keys:,} keys, and the limit is {_MAX_KEYS:,}; "
             "request fewer or shorter sequences."
         )

@@ -18,7 +18,7 @@ from quire.core.request import Request
 from quire.core.sampling import RowSampling
 from quire.engine.build_scheduler import captured_sizes
 from quire.kv.manager import KVManager
-from quire.sched.batching import MOST_STRETCH, PER_DECODE, usual_target_s
+from quire.sched.batching import MAX_STRETCH, PER_DECODE, usual_target_s
 from quire.sched.cost_model import CostTable, StepShape
 from quire.sched.policy import CHUNKED, Policy
 from quire.sched.scheduler import Scheduler
@@ -76,7 +76,7 @@ def sizings(target_s: float | None = None) -> list[StepSizing]:
     return [
         StepSizing("none", None),
         StepSizing("kept", default_s),
-        StepSizing("usual", default_s, MOST_STRETCH, PER_DECODE),
+        StepSizing("usual", default_s, MAX_STRETCH, PER_DECODE),
     ]
 
 

@@ -15,8 +15,8 @@ _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 def open_streams() -> None:
     """Replace closed streams (`>&-`) by the null device: a socket would take their descriptor and be written to.
 
-    No stream fails at a character: a model may write what no terminal shows, and a prompt that is no text is refused
-    where it is read, with its place.
+    No stream fails at a character: model output may contain unprintable characters, and a prompt that is not valid text
+    is rejected where it is read, with its position.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # in the order of their descriptors
         if getattr(sys, name) is None:

@@ -84,7 +84,7 @@ def read_page(page: str, at_s: float) -> MetricsSample:
                 else:
                     totals[name] = totals.get(name, 0.0) + sample.value
     except (ValueError, KeyError) as error:
-        raise ConfigError("That is no page of metrics. Give the address of a quire server, as it prints it.") from error
+        raise ConfigError("This is not a metrics page. Give the address of a quire server, as it prints it.") from error
     if "engine_up" not in totals:
         raise ConfigError("That page has metrics, but not those of a quire server.")
     return MetricsSample(at_s, totals, {name: tuple(sorted(several)) for name, several in buckets.items()})
@@ -160,7 +160,7 @@ class MetricsClient:
 
     def __init__(self, url: str, key: str | None) -> None:
         if not _is_address(url):
-            raise ConfigError(f"{url} is no address of a server; one looks like http://127.0.0.1:8000.", param="url")
+            raise ConfigError(f"{url} is not a server address, such as http://127.0.0.1:8000.", param="url")
         self.url = url.rstrip("/")
         self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
 

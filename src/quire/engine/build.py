@@ -1,7 +1,4 @@
-"""The composition root: from settings to a running engine, phase by phase.
-
-Kernels that are compiled ahead of the first step, side by side. Knows neither the kernels nor the steps.
-"""
+"""The composition root: from settings to a running engine, phase by phase."""
 
 import os
 import time
@@ -17,14 +14,14 @@ from quire.config import EngineConfig, MachineInfo, ResolvedConfig, resolve, res
 from quire.core.errors import ConfigError
 from quire.core.model import ModelSpec
 from quire.core.step import Runner
-from quire.engine.build_scheduler import captured_sizes, make_grammars, make_scheduler, make_validator, wake
+from quire.engine.build_scheduler import captured_sizes, load_vocabulary, make_grammars, make_scheduler, make_validator
 from quire.engine.engine import Engine
 from quire.engine.initial_costs import first_costs
 from quire.engine.local_client import LocalClient
 from quire.engine.machine import inspect, pick_device
 from quire.engine.open_model import OpenedModel, open_model
 from quire.engine.startup import StartupReporter
-from quire.engine.stats import EngineInfo, MemoryLedger, settle
+from quire.engine.stats import EngineInfo, MemoryLedger, account_memory
 from quire.formats.checkpoint import Checkpoint, CheckpointSource
 from quire.kernels.attention_backends import AttentionNeeds
 from quire.kernels.interface import AttentionRule, Precompiling
@@ -47,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class Precompilation:
-    """From its beginning the first kernel is being compiled, beside all that is made ready for a rehearsal."""
+    """Kernel precompilation in the background. The first kernel is compiled at construction, to load the compiler."""
 
     __slots__ = ("_compiling", "_first")
 
@@ -58,13 +55,15 @@ class Precompilation:
         self._first.start()
 
     @contextmanager
-    def compiling(self, play: Callable[[], None], num_at_once: int, watch: StartupReporter) -> Iterator[None]:
-        """What `play` would launch, which launches nothing, is compiled beside what is done inside."""
+    def compiling(
+        self, dry_run: Callable[[], None], num_at_once: int, reporter: StartupReporter
+    ) -> Iterator[None]:
+        """Compile the kernels that `dry_run` would launch while the block runs."""
         self._first.join()
-        with self._compiling.launched(play, num_at_once) as finish:
-            watch.done("rehearsal", "finds the kernels that steps launch")
+        with self._compiling.launched(dry_run, num_at_once) as finish:
+            reporter.done("dry run", "collects the kernels to compile")
             yield
-            watch.done("kernels", finish().describe())
+            reporter.done("kernels", finish().describe())
 
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -106,83 +105,84 @@ class BuiltEngine:
 
 def build(
     config: EngineConfig,
-    watch: StartupReporter | None = None,
+    reporter: StartupReporter | None = None,
     observe: Callable[[Runner], Runner] = lambda runner: runner,
     *,
     serving: bool = False,
 ) -> BuiltEngine:
-    """Find the model, load it, size the cache. A `QuireError` says what is wrong with model, settings or machine.
+    """Find the model, load it, size the cache. Raises `QuireError` if model, settings or machine do not allow it.
 
-    A benchmark may put an observer around the runner. With `serving`, prompts do not stretch the time between tokens;
-    offline, prompts are computed as fast as possible.
+    A benchmark may put an observer around the runner. With `serving`, prefill is limited by the ITL target; offline,
+    prompts are computed as fast as possible.
     """
-    watch = watch or StartupReporter()
+    reporter = reporter or StartupReporter()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     device = pick_device(config.device)
-    ahead = _ahead(device, watch)
-    opened = open_model(config, watch.fetching)
+    precompilation = _start_precompilation(device, reporter)
+    opened = open_model(config, reporter.fetching)
     name, checkpoint, tokenizer = opened
     dtype = resolve_dtype(config, inspect(device))
     _check_dtype(config, checkpoint, dtype)
     spec = checkpoint.spec
-    watch.done("config", f"context {spec.max_positions:,} · {spec.num_layers} layers · {spec.family}")
+    reporter.done("config", f"context {spec.max_positions:,} · {spec.num_layers} layers · {spec.family}")
 
-    choice = _kernels(config, spec, _DTYPES[dtype], device, watch)
+    choice = _kernels(config, spec, _DTYPES[dtype], device, reporter)
     grammars = make_grammars(opened, spec.vocab_size)
     to_preload = grammars if serving else None
-    room = _room(config, checkpoint, _DTYPES[dtype], device, watch)
-    weights, weight_bytes = room.weights, _num_weight_bytes(room.weights)
-    if ahead is None:  # what is free is seen with the weights in their places, and kernels may pack them
-        _fill(room, to_preload)
+    unfilled = _allocate_weights(config, checkpoint, _DTYPES[dtype], device, reporter)
+    weights, weight_bytes = unfilled.weights, _num_weight_bytes(unfilled.weights)
+    if precompilation is None:  # free memory is measured after the weights are loaded and packed
+        _load_weights(unfilled, to_preload)
     machine = inspect(device)
     resolved = resolve(config, spec, spec.kv_bytes_per_token(_DTYPES[dtype].itemsize), machine, serving=serving)
     model = Decoder(spec, weights, choice.kernels, resolved.max_model_len)
-    if ahead is None:
-        watch.done("weights", _describe_weights(weight_bytes, dtype))
+    if precompilation is None:
+        reporter.done("weights", _describe_weights(weight_bytes, dtype))
     num_blocks, num_host_blocks = resolved.num_blocks, resolved.num_host_blocks
     stores = new_store(model.kv_geometry, num_blocks, resolved.block_size, device, num_host_blocks, choice.copy_blocks)
     runner = _runner(model, stores, resolved, choice, serving)
-    watch.done("kv cache", _describe_cache(resolved))
+    reporter.done("kv cache", _describe_cache(resolved))
     before = inspect(device)
-    if ahead is not None:
-        with ahead.compiling(lambda: _dry_run(model, stores, runner), machine.num_cores, watch):
-            _fill(room, to_preload)
+    if precompilation is not None:
+        with precompilation.compiling(lambda: _dry_run(model, stores, runner), machine.num_cores, reporter):
+            _load_weights(unfilled, to_preload)
             model.refresh_norms(weights)
-            watch.done("weights", _describe_weights(weight_bytes, dtype))
+            reporter.done("weights", _describe_weights(weight_bytes, dtype))
     warm_up(model, stores)
-    watch.done("warm-up", choice.reason)
-    step_times = _record(runner, watch, serving) if choice.row_kernels is not None and choice.capturable else None
+    reporter.done("warm-up", choice.reason)
+    capturing = choice.row_kernels is not None and choice.capturable
+    step_times = _capture_first_graphs(runner, reporter, serving) if capturing else None
     costs = _costs(spec, weights, _DTYPES[dtype].itemsize, machine, resolved, stores, step_times)
     scheduler = _scheduler(config, resolved, costs, step_times, serving)
     engine = _engine(config, opened, resolved, scheduler, runner, observe, grammars)
-    memory = _ledger(weight_bytes, resolved, before, inspect(device))
-    watch.done("memory", memory.describe())
+    memory = _memory_usage(weight_bytes, resolved, before, inspect(device))
+    reporter.done("memory", memory.describe())
     client = LocalClient(engine, tokenizer)
     return BuiltEngine(
         name, engine, client, tokenizer, checkpoint, resolved, machine, dtype, choice.reason, memory, choice.attention
     )
 
 
-def _ahead(device: torch.device, watch: StartupReporter) -> Precompilation | None:
-    """From now on the first kernel is being compiled, where any are: a second in which the model can be found."""
+def _start_precompilation(device: torch.device, reporter: StartupReporter) -> Precompilation | None:
+    """Start precompilation, if the device has kernels to compile. Takes about a second, while the model is located."""
     compiling = precompiling_for(device.type)
     if compiling is None:
         return None
-    watch.done("compiler", "import")
+    reporter.done("compiler", "import")
     return Precompilation(compiling)
 
 
-def _fill(room: UnfilledWeights, to_preload: "GrammarMasks | None") -> None:
-    """Beside the loading of weights the vocabulary is read for those who serve, and wait for it. Not before: children
-    are copies of a process that had better do nothing else."""
+def _load_weights(unfilled: UnfilledWeights, to_preload: "GrammarMasks | None") -> None:
+    """Load the weights; a server reads the grammar vocabulary in a thread meanwhile. Not earlier: compile workers are
+    forked before."""
     if to_preload is not None:
-        Thread(target=wake, args=(to_preload,), name="quire-vocabulary", daemon=True).start()
-    room.fill()
+        Thread(target=load_vocabulary, args=(to_preload,), name="quire-vocabulary", daemon=True).start()
+    unfilled.fill()
 
 
 def _kernels(
-    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device, watch: StartupReporter
+    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device, reporter: StartupReporter
 ) -> KernelChoice:
     """Before the weights are loaded: a requested attention backend that is not available fails early."""
     windows = dict.fromkeys(spec.window(layer) for layer in range(spec.num_layers))
@@ -190,9 +190,9 @@ def _kernels(
     needs = AttentionNeeds(spec.num_heads, spec.num_kv_heads, spec.head_dim, dtype, config.block_size, rules)
     choice = select_kernels(device.type, needs, config.attention_backend)
     if choice.attention:
-        watch.done("attention", " · ".join(choice.attention))
+        reporter.done("attention", " · ".join(choice.attention))
     else:
-        watch.done("kernels", "import")
+        reporter.done("kernels", "import")
     return choice
 
 
@@ -217,23 +217,23 @@ def _dry_run(model: Decoder, stores: KvStores, runner: ModelRunner) -> None:
     warm_up(model.truncated(), stores)
 
 
-def _record(runner: ModelRunner, watch: StartupReporter, serving: bool) -> StepTimes | None:
-    """The first shapes of steps, and how fast they are. A server is ready sooner, and goes on when it is idle."""
+def _capture_first_graphs(runner: ModelRunner, reporter: StartupReporter, serving: bool) -> StepTimes | None:
+    """Capture the first CUDA graphs and time them. A server captures the rest when idle."""
     num_shapes = runner.num_first + (0 if serving else runner.num_soon)
     for _ in range(num_shapes):
         runner.prepare()
     step_times = runner.step_times()
-    text = f"{num_shapes} shapes of steps, the others when {'idle' if serving else 'it pays'}"
+    detail = f"{num_shapes} CUDA graph shapes captured, others {'when idle' if serving else 'on demand'}"
     if step_times is not None:
-        text += f" · one row {1e3 * step_times.decode_s:.2f} ms · {1e6 * step_times.token_s:.1f} µs a token of prompts"
-    watch.done("recording", text)
+        detail += f" · one row {1e3 * step_times.decode_s:.2f} ms · {1e6 * step_times.token_s:.1f} µs per prompt token"
+    reporter.done("graphs", detail)
     return step_times
 
 
 def _scheduler(
     config: EngineConfig, resolved: ResolvedConfig, costs: CostTable, step_times: StepTimes | None, serving: bool
 ) -> Scheduler:
-    """Where steps are recorded, it knows their sizes; where people are served as well, the time they may take."""
+    """With CUDA graphs the scheduler gets the captured sizes; a server also gets an ITL target."""
     if step_times is None:
         return make_scheduler(config, resolved, costs)
     sizes = captured_sizes(resolved.max_num_seqs, resolved.max_num_batched_tokens)
@@ -263,11 +263,11 @@ def _engine(
     )
 
 
-def _ledger(weight_bytes: int, resolved: ResolvedConfig, before: MachineInfo, now: MachineInfo) -> MemoryLedger:
-    """`before`: as it was with weights and KV cache in their places, and nothing computed yet."""
+def _memory_usage(weight_bytes: int, resolved: ResolvedConfig, before: MachineInfo, now: MachineInfo) -> MemoryLedger:
+    """`before`: with weights and KV cache allocated, before any step."""
     if now.device == "cpu":
         return MemoryLedger(weights=weight_bytes, kv=resolved.kv_bytes)
-    return settle(
+    return account_memory(
         weights=weight_bytes,
         kv=resolved.kv_bytes,
         recorded=max(before.free_bytes - now.free_bytes, 0),
@@ -319,8 +319,8 @@ def _check_dtype(config: EngineConfig, checkpoint: Checkpoint, dtype: str) -> No
         raise ConfigError("Gemma's activations do not fit float16; use --dtype bfloat16.", param="dtype")
 
 
-def _room(
-    config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, watch: StartupReporter
+def _allocate_weights(
+    config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, reporter: StartupReporter
 ) -> UnfilledWeights:
     if checkpoint.source is CheckpointSource.DUMMY:
         return dummy_weights(checkpoint.spec, dtype, device, config.seed)
@@ -329,12 +329,12 @@ def _room(
         from quire.weights.gguf_dequantize import GgufDequantizer
 
         dequantizer = GgufDequantizer()
-    return unfilled_weights(checkpoint, dtype, device, watch.loading, dequantizer)
+    return unfilled_weights(checkpoint, dtype, device, reporter.loading, dequantizer)
 
 
 def weights_of(checkpoint: Checkpoint, dtype: torch.dtype) -> DecoderWeights:
     """A second copy of a model's weights, for comparisons."""
-    return _room(EngineConfig(), checkpoint, dtype, torch.device("cpu"), StartupReporter()).filled()
+    return _allocate_weights(EngineConfig(), checkpoint, dtype, torch.device("cpu"), StartupReporter()).filled()
 
 
 def _num_weight_bytes(weights: DecoderWeights) -> int:

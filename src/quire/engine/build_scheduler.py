@@ -10,7 +10,7 @@ from quire.engine.open_model import OpenedModel
 from quire.engine.request_validator import RequestValidator
 from quire.kv.manager import KVManager, count_blocks
 from quire.runner.graph_shapes import prompt_sizes, rows_beside
-from quire.sched.batching import MOST_STRETCH, PER_DECODE
+from quire.sched.batching import MAX_STRETCH, PER_DECODE
 from quire.sched.cost_model import CostTable
 from quire.sched.policy import REGIMES, CapturedSizes, Policy
 from quire.sched.queue import OrderPolicy
@@ -33,7 +33,7 @@ def make_validator(vocab_size: int, end_ids: tuple[int, ...], resolved: Resolved
 
 
 def make_grammars(opened: OpenedModel, vocab_size: int) -> "GrammarMasks | None":
-    """None where there is no tokenizer, or nothing to compile grammars with."""
+    """None without a tokenizer or without llguidance."""
     if opened.tokenizer is None or importlib.util.find_spec("llguidance") is None:
         return None
     from quire.engine.grammar_masks import GrammarMasks
@@ -41,11 +41,11 @@ def make_grammars(opened: OpenedModel, vocab_size: int) -> "GrammarMasks | None"
     return GrammarMasks(opened.tokenizer, opened.end_ids, vocab_size)
 
 
-def wake(grammars: "GrammarMasks") -> None:
+def load_vocabulary(grammars: "GrammarMasks") -> None:
     """Read the vocabulary, which blocks the process: before the engine reports ready. Where it cannot be read, requests
     with a grammar are refused."""
     with suppress(QuireError):
-        grammars.wake()
+        grammars.load_vocabulary()
 
 
 def captured_sizes(max_rows: int, max_step_tokens: int) -> tuple[CapturedSizes, ...]:
@@ -69,7 +69,7 @@ def make_scheduler(
         regime=regime,
         overcommit=Overcommit(config.overcommit),
         itl_target_s=usual_itl_s if said_s is None else said_s,
-        itl_stretch=MOST_STRETCH if said_s is None else 1.0,
+        itl_stretch=MAX_STRETCH if said_s is None else 1.0,
         itl_per_decode=PER_DECODE if said_s is None else 0.0,
         captured_sizes=captured_sizes,
         max_waiting=config.max_waiting,

@@ -42,7 +42,7 @@ def is_nothing_left(sequence: Sequence, mask: IntArray | None, vocab_size: int) 
     return not left.any()
 
 
-MOST_REMEMBERED = 100  # latest finished requests, which can still be explained
+MAX_REMEMBERED = 100  # latest finished requests, which can still be explained
 
 
 class PreparingRunner(Protocol):
@@ -97,25 +97,26 @@ class Engine:
         if matchers and self.grammars is not None:
             self.grammars.begin(group, matchers)
         self._groups[request.id] = group
-        if len(self._groups) > MOST_REMEMBERED + self.scheduler.num_running + self.scheduler.num_waiting:
+        if len(self._groups) > MAX_REMEMBERED + self.scheduler.num_running + self.scheduler.num_waiting:
             del self._groups[next(name for name in self._groups if self.scheduler.group(name) is None)]
         return Accepted(message.number, group.sequences[0].id, self.scheduler.last_absorbed + 1)
 
     def _prepare(self, grammar: Grammar) -> None:
         if self.grammars is None:
             raise InvalidParameter(
-                "This engine follows no grammars: that needs a model with a tokenizer, and llguidance "
+                "Structured output needs a model with a tokenizer and llguidance "
                 '(pip install "quire[serve]").',
                 param="grammar",
             )
         self.grammars.prepare(grammar)
 
     def explain(self, request_id: RequestId) -> Explanation:
-        """What happened to a request that is here, or is among the latest that were."""
+        """What happened to a request that is open, or among the latest finished ones."""
         group = self._groups.get(request_id)
         if group is None:
             raise InvalidParameter(
-                f"Request {request_id} is not remembered; the {MOST_REMEMBERED} latest are.", param="request_id"
+                f"Request {request_id} is unknown; only open and the {MAX_REMEMBERED} latest requests are kept.",
+                param="request_id",
             )
         return self.scheduler.explain(group)
 
@@ -124,7 +125,7 @@ class Engine:
         self.scheduler.abort(RequestId(number))
 
     def stop(self, number: int, index: int) -> None:
-        """A stop string came in the text of this continuation. It may be over already."""
+        """A stop string matched in the text of this sequence, which may have finished already."""
         group = self.scheduler.group(RequestId(number))
         if group is not None:
             self.scheduler.finish(group.sequences[index], FinishReason.STOP)

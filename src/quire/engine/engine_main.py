@@ -1,7 +1,7 @@
-"""`python -m quire.engine.engine_main FD`: an engine as a process of its own, at the end of an inherited socket.
+"""`python -m quire.engine.engine_main FD`: an engine in its own process, connected by an inherited socket.
 
-It dies with its parent: by the kernel's word where there is one (Linux), and when the socket closes everywhere.
-Signals that people send to a terminal's programs are left to the parent, which lets the engine finish its work.
+It exits with its parent: PDEATHSIG on Linux, and a closed socket everywhere. Terminal signals (SIGINT, SIGTERM) are
+handled by the parent, which lets the engine finish its work.
 """
 
 import logging
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from quire.core.errors import QuireError
 from quire.core.process import PARENT_SIGNALS, die_with_parent, freeze_heap, gc_frozen_imports
-from quire.engine.build_scheduler import wake
+from quire.engine.build_scheduler import load_vocabulary
 from quire.engine.engine import Engine
 from quire.engine.engine_server import EngineServer
 from quire.engine.messages import LoadProgress, Refused, StartEngine
@@ -26,24 +26,24 @@ def main(descriptor: int, parent: int) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s", stream=sys.stderr)
     for number in PARENT_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, PARENT_SIGNALS)  # held back since the start: see `Child`
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PARENT_SIGNALS)  # see `_signals_held`
     if not die_with_parent(parent):
         return 0
     connection = socket.socket(fileno=descriptor)
     start = _read_start(connection)
     if start is None:
         return 0
-    watch = StartupReporter(
+    reporter = StartupReporter(
         loading=lambda done, total: _send(connection, LoadProgress(done, total)),
         finished=lambda phase: _send(connection, phase),
     )
     try:
-        engine, info = _build(start, watch)
+        engine, info = _build(start, reporter)
     except QuireError as error:
         _send(connection, Refused(None, error))
         return error.exit_code
     if engine.grammars is not None:
-        wake(engine.grammars)
+        load_vocabulary(engine.grammars)
     freeze_heap()
     _send(connection, info)
     EngineServer(engine, connection, time.monotonic).run()
@@ -51,23 +51,23 @@ def main(descriptor: int, parent: int) -> int:
 
 
 def _send(connection: socket.socket, message: Message) -> None:
-    """A parent that has hung up wants no engine any more."""
+    """Exit if the parent has closed the socket."""
     try:
         connection.sendall(pack(message))
     except OSError:
         raise SystemExit(0) from None
 
 
-def _build(start: StartEngine, watch: StartupReporter) -> tuple[Engine, EngineInfo]:
-    """Imports what it needs: torch takes seconds, and a script does without."""
+def _build(start: StartEngine, reporter: StartupReporter) -> tuple[Engine, EngineInfo]:
+    """Lazy imports: torch takes seconds, and the scripted engine does not need it."""
     if start.script is not None:
         from quire.engine.scripted_engine import build_scripted
 
-        return build_scripted(start.config, Path(start.script), watch)
+        return build_scripted(start.config, Path(start.script), reporter)
     with gc_frozen_imports():
         from quire.engine.build import build
 
-    built = build(start.config, watch, serving=start.serving)
+    built = build(start.config, reporter, serving=start.serving)
     return built.engine, built.info
 
 

@@ -1,7 +1,7 @@
-"""An engine process, as its parent holds it: started with an inherited socket, spoken to in frames, gone when killed.
+"""An engine subprocess, from the parent's side: inherited socket, length-prefixed frames, kill.
 
-Two threads carry the frames, so that neither a long prompt on its way out nor a burst of tokens on its way in ever
-keeps an event loop waiting. What arrives is handed to `receive`, on the reading thread; the last call is `end`.
+A reader and a writer thread, so that neither large requests nor bursts of tokens block an event loop. Messages are
+passed to `receive` on the reader thread; the last call is `end`.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ def _signals_held() -> Iterator[None]:
 
 
 class EngineProcess:
-    """One life of an engine process."""
+    """One engine subprocess."""
 
     def __init__(self, receive: Callable[[ToFront], None], end: Callable[[], None]) -> None:
         self._receive = receive
@@ -53,15 +53,15 @@ class EngineProcess:
         self._writer.start()
 
     def send(self, message: Message) -> None:
-        """From any thread. To a process that has ended it goes nowhere."""
+        """Thread-safe. Messages to a process that has ended are dropped."""
         self._outgoing.put(pack(message))
 
     def kill(self) -> None:
-        """At once, whatever it is doing. `end` follows."""
+        """SIGKILL; `end` is called afterwards."""
         self._process.kill()
 
     def close(self) -> None:
-        """Hang up: the process ends by itself, and is killed if it does not. Waits for it."""
+        """Close the socket and wait for exit; kill after a timeout."""
         self._outgoing.put(None)
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)

@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class EngineServer:
-    """Runs until the front hangs up."""
+    """Runs until the front process closes the connection."""
 
     def __init__(self, engine: Engine, connection: socket.socket, clock: Callable[[], float]) -> None:
         self._engine = engine
@@ -47,7 +47,7 @@ class EngineServer:
         self._wakeup, self._woken = socket.socketpair()
 
     def run(self) -> None:
-        """The whole life of an engine process."""
+        """The main loop of the engine process."""
         while True:
             self._read()
             if self._closed:
@@ -111,12 +111,12 @@ class EngineServer:
             self._dispatch(read_for_engine(frame))
         except BrokenFrame as error:
             _log.error("a frame could not be read and was dropped: %.200s", error)
-            self._refuse(number, EngineFailed("The engine could not read this request; the server's log says why."))
+            self._refuse(number, EngineFailed("The engine could not read this request; see the server's log."))
         except QuireError as error:
             self._refuse(number, error)
-        except Exception:  # internal error, of this request alone: it was not queued
+        except Exception:  # internal error, of this request only: it was not queued
             _log.exception("a message could not be handled")
-            self._refuse(number, EngineFailed("The engine could not take this request; the server's log says why."))
+            self._refuse(number, EngineFailed("The engine could not handle this request; see the server's log."))
 
     def _dispatch(self, message: object) -> None:
         match message:
@@ -132,7 +132,7 @@ class EngineServer:
             case Query():
                 self._send(QueryReply(message.token, self._reply(message)))
             case _:
-                raise BrokenFrame(f"an engine at work has no use for {type(message).__name__}")
+                raise BrokenFrame(f"unexpected message {type(message).__name__}")
 
     def _submit(self, message: AddRequest) -> None:
         self._send(self._engine.submit(message))
@@ -147,7 +147,7 @@ class EngineServer:
         compiling.add_done_callback(lambda done: self._compiled_now(message, done))
 
     def _compiled_now(self, message: AddRequest, done: "Future[CompiledGrammar]") -> None:
-        """On the compiler's thread: the loop is woken, wherever it waits."""
+        """Called on the compiler thread: wakes the loop."""
         self._compiled.put((message, done))
         self._wakeup.send(b"!")
 
@@ -163,7 +163,7 @@ class EngineServer:
             except QuireError as error:
                 self._refuse(message.number, error)
             except Exception:
-                _log.exception("a grammar broke its own compilation")
+                _log.exception("compiling a grammar failed")
                 self._refuse(message.number, EngineFailed("The grammar of this request could not be compiled."))
 
     def _reply(self, query: Query) -> bytes:

@@ -1,7 +1,7 @@
-"""Grammars at work: one matcher for each continuation that must follow one, and their masks for the next step.
+"""Grammar matchers of running sequences, and their masks for the next step.
 
-Fails closed: a matcher that gives up allows nothing, and its row, with nothing to choose, ends alone with an error.
-So does every sequence of a grammar that takes too long: all other rows wait for it.
+Fails closed: a failed matcher masks every token, so only its row ends, with an error. So does every sequence of a
+grammar that takes too long: all other rows wait for it.
 """
 
 import logging
@@ -48,10 +48,10 @@ class GrammarMasks:
         self._matchers: dict[SequenceId, tuple[Sequence, GrammarMatcher]] = {}
 
     def prepare(self, grammar: Grammar) -> CompiledGrammar:
-        """Compile, or find compiled; an `InvalidGrammar` says why not. From any thread."""
-        return self.wake().compile(grammar)
+        """Compile, or return from the cache. Raises InvalidGrammar. Thread-safe."""
+        return self.load_vocabulary().compile(grammar)
 
-    def wake(self) -> GrammarCompiler:
+    def load_vocabulary(self) -> GrammarCompiler:
         """The compiler. Reading a vocabulary takes about a second; the first call does it."""
         with self._lock:
             if self._compiler is None:
@@ -59,7 +59,7 @@ class GrammarMasks:
             return self._compiler
 
     def matchers(self, grammar: Grammar, count: int) -> list[GrammarMatcher]:
-        """One for each continuation of a request; nothing is kept of them before `begin`."""
+        """One per sequence of a request; none is kept before `begin`."""
         compiled = self.prepare(grammar)
         return [compiled.matcher() for _ in range(count)]
 
@@ -68,14 +68,14 @@ class GrammarMasks:
             self._matchers[sequence.id] = (sequence, matcher)
 
     def masks(self, sequences: Many[Sequence]) -> IntArray:
-        """The tokens that each sequence may choose next."""
+        """The mask of allowed next tokens of each sequence."""
         bits = np.zeros((len(sequences), self._num_words), dtype=np.int32)
         for sequence, row in zip(sequences, bits, strict=True):
             self._fill(sequence, row)
         return bits
 
     def mask(self, sequence: Sequence) -> IntArray | None:
-        """The tokens that a sequence which ended without one could have chosen; None if it has no working grammar."""
+        """The mask of a sequence that ended without a token; None without a working grammar."""
         entry = self._matchers.get(sequence.id)
         if entry is None:
             return None
@@ -83,7 +83,7 @@ class GrammarMasks:
         try:
             return bits if entry[1].fill_mask(bits) else None
         except Exception:
-            _log.exception("the grammar of request %s broke", sequence.request.id)
+            _log.exception("the grammar of request %s failed", sequence.request.id)
             return None
 
     def _fill(self, sequence: Sequence, row: IntArray) -> None:
@@ -95,10 +95,10 @@ class GrammarMasks:
             if self._is_slow(matcher, started_s):
                 row[:] = 0
             if matcher.failed:
-                _log.error("the grammar of request %s gave up", sequence.request.id)
-        except Exception:  # of this row alone: it may choose nothing, and ends
+                _log.error("the grammar matcher of request %s failed", sequence.request.id)
+        except Exception:  # of this row only: no token is allowed, and it ends
             row[:] = 0
-            _log.exception("the grammar of request %s broke", sequence.request.id)
+            _log.exception("the grammar of request %s failed", sequence.request.id)
 
     def advance(self, output: StepOutput, scheduler: Scheduler) -> None:
         """Advance with the step's tokens. A sequence that can continue no further is finished, end token or not."""
@@ -121,17 +121,17 @@ class GrammarMasks:
             if self._is_slow(matcher, started_s) or not taken:
                 return FinishReason.FAILED
         except Exception:
-            _log.exception("a grammar broke over a token")
+            _log.exception("a grammar failed to consume a token")
             return FinishReason.FAILED
         return FinishReason.STOP if matcher.stopped else None
 
     def _is_slow(self, matcher: GrammarMatcher, started_s: float) -> bool:
         """Whether it took too long. All its sequences fail: each of them would take as long again."""
         taken_s = self._cpu_time() - started_s
-        most_s = limits.FAILING_CPU_S if matcher.failed else limits.FOLLOWING_CPU_S
-        if taken_s <= most_s:
+        limit_s = limits.FAILING_CPU_S if matcher.failed else limits.FOLLOWING_CPU_S
+        if taken_s <= limit_s:
             return False
-        _log.error("a grammar took %.0f ms for a token; %.0f are the most", taken_s * 1e3, most_s * 1e3)
+        _log.error("a grammar took %.0f ms for a token; the limit is %.0f ms", taken_s * 1e3, limit_s * 1e3)
         for _, other in self._matchers.values():
             if other.pattern is matcher.pattern:
                 other.failed = True

@@ -1,6 +1,6 @@
-"""What steps will cost on this machine, before any was measured: a roofline of the model and of round device numbers.
+"""Initial step costs, before any measurement: a roofline of model and device.
 
-Where steps are recorded, two of them are timed, and the roofline follows from that. Elsewhere the device numbers are
+With CUDA graphs, two captured steps are timed, and the roofline follows from that. Elsewhere the device numbers are
 stated, not measured: sustained (not peak) rates of an ordinary machine of each kind, within a factor of three or so.
 They decide only the first steps; the table corrects itself by the median of what steps of a kind really took. What
 copying a block to the host and back takes is measured at the start, by `measure_transfer`.
@@ -25,7 +25,7 @@ class DeviceRates(NamedTuple):
 _CPU_CORE_FLOPS_PER_S = 4e10
 _CPU_BYTES_PER_S = 2e10
 _CPU_OVERHEAD_S = 1e-3
-# Half of what an A100's data sheet promises (312 TFLOP/s in bf16, 2 TB/s), and a few hundred eager launches a step.
+# Half of an A100's specification (312 TFLOP/s in bf16, 2 TB/s), and a few hundred eager launches per step.
 _CUDA = DeviceRates(1.5e14, 1e12, 3e-3)
 
 
@@ -56,7 +56,7 @@ def first_costs(
     largest_chunk: int,
     pace: StepTimes | None = None,
 ) -> CostTable:
-    """The table an engine starts with. Parameters are those that one token meets."""
+    """The table an engine starts with. `num_parameters`: those used per token."""
     if pace is not None:
         measured = measured_costs(
             pace, weight_bytes=weight_bytes, kv_bytes_per_token=kv_bytes_per_token, num_parameters=num_parameters

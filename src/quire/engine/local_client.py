@@ -84,7 +84,7 @@ class LocalClient:
 
 
 class PendingOutputs:
-    """Counts what is still to come."""
+    """Counts unfinished requests."""
 
     def __init__(self, states: Iterable[RequestState]) -> None:
         self._pending = {state.request_id: state for state in states}
@@ -147,7 +147,7 @@ class DeltaStream(Iterator[Delta]):
             self._client.abort(self._request_state)
 
     def __del__(self) -> None:
-        # Garbage is collected anywhere, in the middle of a step too: leave a note, and touch nothing.
+        # Garbage is collected anywhere, also in the middle of a step: only enqueue the abort.
         self._abandoned.append(self._request_state)
 
 
@@ -172,11 +172,11 @@ _engine_processes: set[int] = set()  # processes in which an engine was built; a
 
 
 def check_not_forked() -> None:
-    """Going on would hang on these threads, or crash in the library that misses them."""
+    """Continuing would hang or crash: torch's threads do not exist after fork()."""
     if _engine_processes and os.getpid() not in _engine_processes:
         raise EngineFailed(
             "This process was forked from one that had loaded a model, and cannot compute. Start it another way, as "
-            'multiprocessing.get_context("spawn") does, or load models in the forked processes alone.'
+            'multiprocessing.get_context("spawn") does, or load models only in the forked processes.'
         )
 
 

@@ -1,4 +1,4 @@
-"""What this machine is: device, memory, fast number formats. Asks torch and the operating system."""
+"""Machine information from torch and the operating system: device, memory, fast dtypes."""
 
 import os
 from importlib.util import find_spec
@@ -10,7 +10,7 @@ from quire.config import MachineInfo
 from quire.core.errors import ConfigError
 
 # The instruction sets that decide how fast a CPU multiplies.
-_TELLING_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "avx512_vnni", "amx_int8")
+_RELEVANT_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "avx512_vnni", "amx_int8")
 
 
 def pick_device(wanted: str) -> torch.device:
@@ -23,7 +23,7 @@ def pick_device(wanted: str) -> torch.device:
 
 
 def inspect(device: torch.device) -> MachineInfo:
-    """The facts as of now: call it when the weights are loaded, to see the memory that is left."""
+    """The current state: call it after the weights are loaded, to get the memory that is left."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return MachineInfo("cuda", free, fast_bfloat16=True, num_cores=num_cores(), total_bytes=total)
@@ -36,7 +36,7 @@ def num_cores() -> int:
 
 
 def available_bytes() -> int:
-    """Memory that can be taken without pushing anything else out."""
+    """Available memory, without swapping."""
     for line in _lines(Path("/proc/meminfo")):
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -44,16 +44,16 @@ def available_bytes() -> int:
 
 
 def cpu_features() -> tuple[str, ...]:
-    """Which of the telling instruction sets this CPU has."""
+    """Relevant instruction sets of this CPU."""
     for line in _lines(Path("/proc/cpuinfo")):
         if line.startswith("flags"):
             flags = set(line.split())
-            return tuple(name for name in _TELLING_FEATURES if name in flags)
+            return tuple(name for name in _RELEVANT_FEATURES if name in flags)
     return ()
 
 
 def _lines(path: Path) -> list[str]:
-    """A file of the kernel's, line by line; nothing where the kernel has no such file."""
+    """Lines of a /proc file; empty if it does not exist."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -42,7 +42,7 @@ class AbortRequest(NamedTuple):
 
 
 class StopSequence(NamedTuple):
-    """End one sequence of a request: its stop string came."""
+    """Finish one sequence: a stop string matched."""
 
     number: int
     continuation: int

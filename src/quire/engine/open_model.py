@@ -41,8 +41,8 @@ def default_params(checkpoint: Checkpoint) -> SamplingParams:
         return SamplingParams(**{name: value for name, value in said.items() if value is not None})
     except InvalidParameter as error:
         raise BrokenModelFile(
-            f"{checkpoint.path / GENERATION_CONFIG} recommends what cannot be: {error.message} "
-            f"Mend the value there, or take it out."
+            f"{checkpoint.path / GENERATION_CONFIG} contains an invalid value: {error.message} "
+            f"Correct or remove it."
         ) from error
 
 
@@ -61,7 +61,7 @@ def _find(config: EngineConfig, fetching: Report) -> tuple[str, Checkpoint]:
     located = locate(config.model, fetch_hub=_fetch_hub, revision=config.revision, token=config.token, report=fetching)
     if located.kind == "folder":
         return located.name, open_folder(located.path)
-    from quire.formats.open_checkpoint import open_checkpoint  # gguf is needed by those who read GGUF files alone
+    from quire.formats.open_checkpoint import open_checkpoint  # gguf is imported only for GGUF files
 
     return located.name, open_checkpoint(located.path)
 

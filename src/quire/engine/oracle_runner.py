@@ -14,7 +14,7 @@ from quire.sim.check.scenario import VOCAB_SIZE, Scenario
 class TorchOracleRunner:
     """Real rows, slots, tables, moves and sampler on a device; only the model is made of integers.
 
-    It follows plans just so far as to tell the model which sequence of its request writes each block.
+    It reads plans only to pass the model the index of the sequence that writes each block.
     """
 
     def __init__(

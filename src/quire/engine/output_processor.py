@@ -110,8 +110,8 @@ class OutputProcessor:
             self._num_incremental += sequence.incremental
 
     def drop(self, state: RequestState) -> None:
-        """Give up a request, in any state; what it has so far stays readable. Its order was refused, or must be
-        aborted."""
+        """Give up a request, in any state; what it has so far stays readable. Its AddRequest was
+        rejected, or must be aborted."""
         for sequence in state.sequences:
             if sequence.finish_reason is None:
                 sequence.close(FinishReason.ABORT)
@@ -143,7 +143,7 @@ class OutputProcessor:
                 over = ended.get(name)
                 delta = self._push_token(sequence, token, output.logprobs.get(name), over)
                 deltas[name] = delta
-                if over is None and delta.finish_reason is not None:  # its stop string came, or its text broke
+                if over is None and delta.finish_reason is not None:  # a stop string matched, or detokenization failed
                     stops.append(StopSequence(int(delta.request_id), sequence.index))
                     closed.append(name)
         for name, over in ended.items():
@@ -159,14 +159,14 @@ class OutputProcessor:
     def _push_token(
         self, sequence: SequenceOutput, token: int, scores: TopLogprobs | None, over: FinishedSequence | None
     ) -> Delta:
-        """One more token of a continuation. Whatever goes wrong with its text is its own end alone."""
+        """One more token of a sequence. A detokenization error fails only this sequence."""
         try:
             trip(FaultSite.STOP_CHECK, int(sequence.request_id))
             delta = sequence.push(token, scores, over)
             if sequence.stopped and over is None:
                 delta = delta.then(sequence.close(FinishReason.STOP))
         except Exception:
-            _log.exception("request %s broke its own text", sequence.request_id)
+            _log.exception("detokenization of request %s failed", sequence.request_id)
             return sequence.fail()
         return delta
 
@@ -179,7 +179,7 @@ class OutputProcessor:
         if isinstance(prompt, Mapping):
             images = prompt.get("multi_modal_data")
             if images is not None and not (isinstance(images, Mapping) and len(images) == 0):
-                raise InvalidPrompt("This model reads text only; omit multi_modal_data.", param="prompt")
+                raise InvalidPrompt("This model accepts text only; omit multi_modal_data.", param="prompt")
             ids = prompt.get("prompt_token_ids")
             if ids is None and isinstance(prompt.get("prompt"), str):
                 return self.encode(str(prompt["prompt"]))
@@ -196,20 +196,20 @@ class OutputProcessor:
     def _ids(self, prompt: object) -> tuple[None, list[int]]:
         ids = as_list(prompt)
         if isinstance(ids, Sequence) and not isinstance(ids, str | bytes | bytearray):
-            if set(map(type, ids)) <= {int}:  # as nearly always, and then there is no need to look at each
+            if set(map(type, ids)) <= {int}:  # the common case: no check of each token
                 return None, [*ids]
             odd = [token for token in ids if not isinstance(token, Integral)]
             if not odd:
                 return None, [*ids]
             raise InvalidPrompt(
-                f"The prompt holds {shown(odd[0])}, which is no token id. A prompt is one text or a list of ids; "
+                f"The prompt has {shown(odd[0])}, which is not a token id. A prompt is one text or a list of ids; "
                 f"several go together as a list of prompts.",
                 param="prompt",
             )
         raise InvalidPrompt(f"A prompt is a text or token ids, not {type(prompt).__name__}.", param="prompt")
 
     def _spell(self, words: Sequence[str]) -> list[tuple[int, ...]]:
-        """Every way a bad word may come: at the start of a text and after a space."""
+        """Both tokenizations of a bad word: at the start of a text and after a space."""
         if words and self._tokenizer is None:
             raise NoTokenizer("use logit_bias instead of bad_words")
         spellings: set[tuple[int, ...]] = set()

@@ -39,7 +39,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times on the engine's clock, in seconds, and the steps between which the request lived."""
+    """Times on the engine's clock, in seconds, and the first and last step of the request."""
 
     arrival_s: float
     arrival_step: int
@@ -52,7 +52,7 @@ class RequestMetrics:
 
     @property
     def queue_s(self) -> float | None:
-        """How long it waited to be begun."""
+        """Queue time."""
         return None if self.seated_s is None else self.seated_s - self.arrival_s
 
     @property
@@ -114,11 +114,11 @@ class Delta:
         )
 
 
-EMBEDDING = SamplingParams(temperature=0.0, max_tokens=1)  # nothing is sampled: how an embedding is ordered
+EMBEDDING = SamplingParams(temperature=0.0, max_tokens=1)  # the parameters of an embedding request: nothing is sampled
 
 
 def unit(total: FloatArray) -> FloatArray:
-    """A sum at length one: the mean's direction is the sum's. What has no direction stays as it is."""
+    """Normalise to length 1 (mean and sum have the same direction). A zero vector is returned unchanged."""
     length = np.linalg.norm(total.astype(np.float64))
     scaled: FloatArray = total if length == 0.0 else (total / length).astype(np.float32)
     return scaled
@@ -129,7 +129,7 @@ _FORBIDDING = ("allowed_token_ids", "bad_words", "min_tokens")
 
 
 def failure_of(reason: FinishReason | None, num_prompt: int, params: SamplingParams) -> QuireError | None:
-    """A new error each time, since a raised one remembers where; None if it did not fail."""
+    """A new exception per call (tracebacks accumulate in a raised one); None without a failure."""
     if reason is FinishReason.ERROR:
         return NumericalError()
     if reason is FinishReason.NOTHING_LEFT:

@@ -6,7 +6,7 @@ from typing import TypedDict
 from quire.core.errors import InvalidParameter, shown
 from quire.core.validation import check_float, check_int, convert_numpy
 
-MOST_URGENT, LEAST_URGENT = -100, 100
+MIN_PRIORITY, MAX_PRIORITY = -100, 100  # lower comes first
 MAX_NAME_CHARACTERS = 256
 MAX_TIMEOUT_S = 1e6  # eleven days
 
@@ -27,11 +27,11 @@ class RequestOptions:
     priority: int = 0  # its class: lower comes first
     tenant: str = ""  # for weighted fair queuing
     cache_salt: str = ""  # only requests of the same tenant and salt find each other's cached prefixes
-    timeout_s: float | None = None  # it must be begun before, or it ends as "expired"
+    timeout_s: float | None = None  # it must be started before, or it ends as "expired"
 
     def __post_init__(self) -> None:
         convert_numpy(self, self.__slots__)
-        check_int("priority", self.priority, MOST_URGENT, LEAST_URGENT)
+        check_int("priority", self.priority, MIN_PRIORITY, MAX_PRIORITY)
         for name in ("tenant", "cache_salt"):
             value = getattr(self, name)
             if not isinstance(value, str) or len(value) > MAX_NAME_CHARACTERS:
@@ -60,6 +60,6 @@ def options_of(given: RequestOptionsDict, *, with_progress: bool = True) -> Requ
         if name not in RequestOptionsDict.__annotations__:
             instead = f"there are {', '.join(RequestOptionsDict.__annotations__)}"
             if name == "use_tqdm":
-                instead = "say progress=True or False instead" if with_progress else "a stream draws no bar"
+                instead = "use progress=True or False" if with_progress else "a stream draws no bar"
             raise TypeError(f"There is no parameter {name}; {instead}.")
     return RequestOptions(**given)

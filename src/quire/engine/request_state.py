@@ -99,7 +99,7 @@ class SequenceOutput:
         return self._close(reason, [])
 
     def fail(self) -> Delta:
-        """Its text broke; nothing more is read from it."""
+        """Its detokenization failed; further tokens are ignored."""
         self.finish_reason = FinishReason.FAILED
         return self._delta("", [])
 
@@ -121,7 +121,7 @@ class SequenceOutput:
 
     @property
     def stopped(self) -> bool:
-        """A stop string came; the engine does not know yet."""
+        """A stop string matched; the engine has not been notified yet."""
         return isinstance(self.stop_reason, str)
 
     @property
@@ -214,7 +214,7 @@ class RequestState:
         return all(sequence.finish_reason is not None for sequence in self.sequences)
 
     def output(self) -> RequestOutput:
-        """As far as it has come."""
+        """The output so far."""
         chosen = self._chosen()
         return RequestOutput(
             request_id=self.request_id,

@@ -1,4 +1,4 @@
-"""Request validator: no request enters the engine that could raise inside, or never fit.
+"""Request validator: rejects requests that could raise in the engine or never fit in the cache.
 
 Every request is validated here, in one place, against the model and the block pool, whatever was checked before.
 """
@@ -66,7 +66,7 @@ class RequestValidator:
             raise InvalidPrompt("The prompt is empty; it needs at least one token.", param="prompt")
         if len(prompt) + num_after > self.max_length:
             raise ContextLengthExceeded(self.max_length, len(prompt), num_after)
-        plain = set(map(type, prompt)) == {int}  # as nearly always, and then there is no need to look at each
+        plain = set(map(type, prompt)) == {int}  # the common case: no check of each token
         if not plain or min(prompt) < 0 or max(prompt) >= self.vocab_size:
             self._check_ids(prompt)
         return np.array(prompt, dtype=np.int32)
@@ -74,10 +74,10 @@ class RequestValidator:
     def _check_ids(self, prompt: Sequence[int]) -> None:
         for token in prompt:
             if isinstance(token, bool) or not isinstance(token, int | np.integer):
-                raise InvalidPrompt(f"The prompt holds {shown(token)}, which is no token id.", param="prompt")
+                raise InvalidPrompt(f"The prompt has {shown(token)}, which is not a token id.", param="prompt")
             if not 0 <= token < self.vocab_size:
                 raise InvalidPrompt(
-                    f"The prompt holds token id {shown(int(token))}, but this model's ids run from 0 to "
+                    f"The prompt has token id {shown(int(token))}, but this model's ids run from 0 to "
                     f"{self.vocab_size - 1}.",
                     param="prompt",
                 )
@@ -114,7 +114,7 @@ class RequestValidator:
         return most_blocks(replace(request, max_tokens=max_tokens), self.block_size)
 
     def _with_candidates(self, request: Request) -> Request:
-        """Each beam gives back as many tokens as the search may need to see."""
+        """Each beam returns as many candidates as the search may need."""
         if request.beam is None:
             return request
         ends = request.sampling.end_ids

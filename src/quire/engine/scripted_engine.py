@@ -1,4 +1,4 @@
-"""Composes an engine around a script in the place of a model: for clients and agents that are tested exactly.
+"""Builds an engine with scripted outputs instead of a model, for tests of clients and agents.
 
 A script is a file of JSON lines. {"say": "…"} is what the model answers; with "when": "…" only where the prompt holds
 that text: the first line that fits is said. "end": false lets the text run on to its length; "break": true makes the
@@ -88,7 +88,7 @@ class Script:
                 tokens = tokenizer.encode(read.say, add_special_tokens=False) if read.say else []
                 end = [opened.end_ids[0]] if read.end and not read.broken else []
                 if not tokens and not end and not read.broken:
-                    raise BrokenModelFile(f"Line {number} of {path.name} says nothing and does not end; give it text.")
+                    raise BrokenModelFile(f"Line {number} of {path.name} is empty and has "end": false; add text.")
                 self.lines.append((read.when, ScriptedReply((*tokens, *end), read.broken)))
         if not self.lines:
             raise BrokenModelFile(f'{path.name} has no line that says something, such as {{"say": "Hello."}}.')

@@ -1,7 +1,4 @@
-"""How an engine stands, in numbers: what it is (`Facts`, once) and what it does (`Stats`, every moment).
-
-The memory ledger: device memory by use, once an engine is ready.
-"""
+"""Engine properties (`EngineInfo`, sent once), statistics (`EngineStats`, sent with each heartbeat), memory usage."""
 
 from dataclasses import dataclass, fields
 
@@ -12,13 +9,13 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class MemoryLedger:
-    """In bytes. On a CPU, only the first two are known."""
+    """Device memory by use, in bytes, once an engine is ready. On a CPU, only the first two are known."""
 
     weights: int = 0
     kv: int = 0
     recorded: int = 0  # by warm-up and CUDA graphs
-    workspace: int = 0  # left free for the work of steps
-    other: int = 0  # by the driver, by other programs, and what cannot be attributed
+    workspace: int = 0  # left free for activations
+    other: int = 0  # the driver, other programs, and anything else
     free: int = 0  # beyond the workspace
 
     def describe(self) -> str:
@@ -26,8 +23,8 @@ class MemoryLedger:
         return " · ".join(f"{name} {size / _GIB:.2f} GiB" for name, size in parts if size)
 
 
-def settle(*, weights: int, kv: int, recorded: int, workspace: int, free: int, total: int) -> MemoryLedger:
-    """The ledger of a GPU with so many bytes in all, of which so many are free now."""
+def account_memory(*, weights: int, kv: int, recorded: int, workspace: int, free: int, total: int) -> MemoryLedger:
+    """Memory breakdown of a GPU, of which `free` bytes are free now."""
     kept = min(workspace, free)
     other = max(total - free - weights - kv - recorded, 0)
     return MemoryLedger(weights, kv, recorded, kept, other, free - kept)
@@ -35,7 +32,7 @@ def settle(*, weights: int, kv: int, recorded: int, workspace: int, free: int, t
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What a front must know of the engine behind it."""
+    """Engine properties that the front process needs."""
 
     name: str
     max_model_len: int
@@ -73,7 +70,7 @@ class EngineStats:
     forks: int
     moved_blocks: int
     lost_steps: int
-    waiting_for: str | None  # what keeps the head of the queue out
+    waiting_for: str | None  # why the queue head is not admitted
 
 
 def stats_of(engine: Engine) -> EngineStats:

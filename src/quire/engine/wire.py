@@ -42,7 +42,7 @@ class BrokenFrame(Exception):
 
 
 class RemoteError(QuireError):
-    """An error of the engine process, repeated in the front process."""
+    """An engine-process error, re-created in the front process."""
 
 
 class _ErrorFields(NamedTuple):
@@ -154,7 +154,7 @@ class FrameDecoder:
         while len(self._buffer) - start >= _LENGTH_BYTES:
             length = int.from_bytes(self._buffer[start : start + _LENGTH_BYTES], "big")
             if length > MAX_FRAME_BYTES:
-                raise BrokenFrame(f"a frame of {length} bytes; the most is {MAX_FRAME_BYTES}")
+                raise BrokenFrame(f"a frame of {length} bytes; the limit is {MAX_FRAME_BYTES}")
             stop = start + _LENGTH_BYTES + length
             if len(self._buffer) < stop:
                 break

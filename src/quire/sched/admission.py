@@ -1,7 +1,7 @@
-"""Admission control: which waiting request groups get rows and blocks in this step, and with what cached prefix.
+"""Admits waiting requests into rows: which groups get rows and blocks in this step, and with what cached prefix.
 
-Blocks for the whole prompt are reserved; blocks for the output as the overcommit policy says. A group whose prefix is
-being computed by another waits for it. A group of a higher priority class may preempt lower ones.
+Blocks for the whole prompt are reserved; blocks for the output according to the overcommit policy. A group whose
+prefix is being computed by another waits for it. A group of a higher priority class may preempt lower ones.
 """
 
 import logging
@@ -37,7 +37,7 @@ class Claim(NamedTuple):
 
 
 class _Attempt(NamedTuple):
-    """A claim and what stands in its way: a prefix in flight worth waiting for, else rows or blocks."""
+    """What a group needs, and what it lacks: a prefix in flight worth waiting for, else rows or blocks."""
 
     claim: Claim
     prefix_wait: PrefixWait | None
@@ -164,7 +164,7 @@ class Admission:
             claim = self._claim(group)
             trip(FaultSite.ALLOCATE, group.request.id)
         except Exception:
-            _log.exception("request %s broke its own admission", group.request.id)
+            _log.exception("admission of request %s failed", group.request.id)
             self._state.fail(group)
             return None
         kv, leader = self._state.kv, claim.leader

@@ -91,7 +91,7 @@ def audit_plan(scheduler: Scheduler, plan: StepPlan) -> None:
 
 def audit_rest(scheduler: Scheduler) -> None:
     """With nothing to do, everything is free or cached (I15)."""
-    assert scheduler.idle, "not at rest"
+    assert scheduler.idle, "the scheduler is not idle"
     pool = scheduler.kv.pool
     assert scheduler.kv.num_available == pool.num_in_service, "blocks were lost"
     assert pool.num_evictable == pool.num_cached, "a cached block is held, and no request is left"

@@ -16,11 +16,11 @@ from quire.sched.plan_builder import PlanBuilder, output_of
 from quire.sched.preemption import Preemption
 from quire.sched.state import SchedulerState
 
-LEAST = 16  # prompt tokens of a step at any cost, so that prompts never starve: one block
+MIN_PREFILL_TOKENS = 16  # per step with prompts, at any cost, so that prompts never starve: one block
 PATIENCE_S = 0.04  # queue delay of prompts beyond which the target grows
 
 # The default inter-token latency target.
-MOST_STRETCH = 2.5  # largest factor while prompts queue
+MAX_STRETCH = 2.5  # largest factor while prompts queue
 PER_DECODE = 1.6  # at least this factor times the step without prompts: a step of many rows takes long by itself
 _BESIDE_PROMPTS = 2.8  # times the step of a single decoding row
 _UNNOTICED_S = 0.01  # and at least this
@@ -45,12 +45,12 @@ def largest_next_chunk(
 ) -> int:
     """The largest further chunk with which a step of this shape is predicted to take at most `target_s`.
 
-    The first chunk of a step has at least `LEAST` tokens (or `most`, if that is less), even if the step then takes
-    longer; a further one may have none. Lengths are tried in ascending order: a corrected table need not be monotone,
-    and a length beyond one that misses the target is not trusted. Candidates are the captured sizes, or without any,
-    doubling lengths followed by a bisection.
+    The first chunk of a step has at least `MIN_PREFILL_TOKENS` (or `most`, if that is less), even if the step then
+    takes longer; a further one may have none. Lengths are tried in ascending order: a corrected table need not be
+    monotone, and a length beyond one that misses the target is not trusted. Candidates are the captured sizes, or
+    without any, doubling lengths followed by a bisection.
     """
-    least = 0 if shape.num_chunk_tokens else min(most, LEAST)
+    least = 0 if shape.num_chunk_tokens else min(most, MIN_PREFILL_TOKENS)
 
     def fits(length: int) -> bool:
         return table.predict_s(shape.with_chunk(start, length)) <= target_s

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 # None of these numbers was tuned.
 WINDOW = 15  # measurements a median looks back on
-FEWEST = 3  # measurements before a median corrects anything: one outlier among them does no harm
-TOLERANCE = 0.05  # a correction stays until the median has moved away from it by so much
-MOST_BUCKETS = 1024  # the one observed longest ago is forgotten first
+MIN_MEASUREMENTS = 3  # measurements before a median corrects anything: one outlier among them does no harm
+TOLERANCE = 0.05  # a correction stays until the median differs from it by this fraction
+MAX_BUCKETS = 1024  # the one observed longest ago is forgotten first
 
 
 class StepShape(NamedTuple):
@@ -124,7 +124,7 @@ class CostTable:
             self._kinds[kind] = _RunningMedian()
         changed = known.note(ratio)
         changed |= self._kinds[kind].note(ratio)
-        if len(self._buckets) > MOST_BUCKETS:
+        if len(self._buckets) > MAX_BUCKETS:
             forgotten = self._buckets.pop(next(iter(self._buckets)))
             changed |= forgotten.value is not None
         self.version += changed
@@ -173,7 +173,7 @@ class _RunningMedian:
     def note(self, ratio: float) -> bool:
         """Whether the correction changed."""
         self._recent.append(ratio)
-        if len(self._recent) < FEWEST:
+        if len(self._recent) < MIN_MEASUREMENTS:
             return False
         middle = sorted(self._recent)[len(self._recent) // 2]
         if self.value is not None and abs(middle - self.value) <= TOLERANCE * self.value:

@@ -1,6 +1,6 @@
 """Decode calendar: the position of every decoding row, and the step in which it needs its next block.
 
-A decoding row is not visited in between. Its position follows from the step number, and the calendar knows the step
+A decoding row is not scanned in between. Its position follows from the step number, and the calendar has the step
 in which it needs a block or has computed its last position. All operations work on many rows at once.
 """
 
@@ -14,7 +14,10 @@ _NO_ROWS: IndexArray = np.empty(0, dtype=np.intp)
 
 
 class DecodeCalendar:
-    """Positions and bookings of decoding rows. A finishing row has its last step planned and not absorbed."""
+    """Positions of decoding rows, and the steps of their next block allocations (bookings).
+
+    A finishing row has its last step planned and not absorbed.
+    """
 
     __slots__ = (
         "_block_size",

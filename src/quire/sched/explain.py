@@ -18,11 +18,11 @@ from quire.core.events import EventKind, RequestEvent, WaitCause
 from quire.core.ids import RequestId
 from quire.core.request import RequestGroup
 
-MOST = 4096  # changes, and admissions, that are kept; arbitrary, never tuned
+MAX_KEPT = 4096  # changes, and admissions; arbitrary, never tuned
 
 
 class WaitInterval(NamedTuple):
-    """The steps [start, stop), in which one cause kept the head of the queue out; None: no group waited."""
+    """The steps [start, stop), in which one cause kept the queue head from admission; None: no group waited."""
 
     start: int
     stop: int
@@ -42,12 +42,12 @@ class WaitHistory:
 
     __slots__ = ("_admitted", "_changes")
 
-    def __init__(self, most: int = MOST) -> None:
-        self._changes: deque[tuple[int, WaitCause | None]] = deque(maxlen=most)  # from which step on, what
-        self._admitted: deque[tuple[int, int, RequestId]] = deque(maxlen=most)  # the fields of `RowAssignment`
+    def __init__(self, max_kept: int = MAX_KEPT) -> None:
+        self._changes: deque[tuple[int, WaitCause | None]] = deque(maxlen=max_kept)  # from which step on, what
+        self._admitted: deque[tuple[int, int, RequestId]] = deque(maxlen=max_kept)  # the fields of `RowAssignment`
 
     def note(self, step: int, cause: WaitCause | None) -> None:
-        """What kept the head out of a plan. A step that was not taken is noted again; the last note counts."""
+        """Why the queue head was not admitted. A step that was not taken is noted again; the last note counts."""
         changes = self._changes
         if changes and changes[-1][0] == step:
             changes.pop()

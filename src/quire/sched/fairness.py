@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from quire.core.ids import IndexArray, Row
 
-MOST_IDLE = 1024  # idle tenants remembered: arbitrary, never tuned
+MAX_IDLE_TENANTS = 1024  # idle tenants remembered: arbitrary, never tuned
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,7 @@ class WeightedFairShares:
 
     def _remember_idle(self, tenant: str) -> None:
         self._idle[tenant] = None
-        if len(self._idle) > MOST_IDLE:
+        if len(self._idle) > MAX_IDLE_TENANTS:
             forgotten = next(iter(self._idle))
             del self._idle[forgotten]
             self._free.append(self._index_of.pop(forgotten))

@@ -1,4 +1,4 @@
-"""Preemption: which request groups give way when blocks or rows are short.
+"""Preemption: selects the request groups to preempt when blocks or rows run out.
 
 The choice of victims is pure functions over the running groups. A preempted group keeps its place in the queue; its
 blocks stay in the prefix tree until they are evicted.
@@ -20,21 +20,22 @@ class PreemptionCandidate(NamedTuple):
     num_computed: int  # positions: the cost of recomputation grows with them
 
 
-def by_least_loss(assigned: PreemptionCandidate) -> tuple[int, int, int]:
+def victim_key(candidate: PreemptionCandidate) -> tuple[int, int, int]:
     """The lowest priority class first, then the least lost work, then the latest arrival."""
-    return (-assigned.group.request.priority, assigned.num_computed, -assigned.group.order)
+    return (-candidate.group.request.priority, candidate.num_computed, -candidate.group.order)
 
 
 def choose_victim(
-    assigned: Iterable[PreemptionCandidate],
-    may_go: Callable[[RequestGroup], bool],
+    running: Iterable[PreemptionCandidate],
+    is_preemptible: Callable[[RequestGroup], bool],
     num_freed: Callable[[RequestGroup], int],
 ) -> RequestGroup | None:
-    """The group to preempt so that others can continue: never the first of all, and none that would free nothing."""
-    candidates = list(assigned)
+    """The group to preempt so that others can continue: never the oldest
+    of the highest class, and none whose preemption frees no block."""
+    candidates = list(running)
     first = min(candidates, key=lambda each: (each.group.request.priority, each.group.order), default=None)
-    for each in sorted(candidates, key=by_least_loss):
-        if each is not first and may_go(each.group) and num_freed(each.group) > 0:
+    for each in sorted(candidates, key=victim_key):
+        if each is not first and is_preemptible(each.group) and num_freed(each.group) > 0:
             return each.group
     return None
 
@@ -50,7 +51,7 @@ def choose_for_class(
         rows, blocks = sum(each.num_rows for each in some), sum(freed[each.group.order] for each in some)
         return rows >= num_rows and blocks >= num_blocks
 
-    for each in sorted(lower, key=by_least_loss):
+    for each in sorted(lower, key=victim_key):
         if enough(chosen):
             break
         freed[each.group.order] = num_freed(each.group)
@@ -84,12 +85,12 @@ class Preemption:
     def preempt_for_block(self, by: RequestId) -> bool:
         """Preempt a group so that a running row gets a block; False if none may be, or need be, preempted.
 
-        Law (b): while blocks are being released, wait for them.
+        Invariant (b): while blocks are being released, wait for them.
         """
         state = self._state
         if state.rows.releasing or state.calendar.num_finishing:
             return False
-        victim = choose_victim(self._candidates(), self._may_go, state.num_freed)
+        victim = choose_victim(self._candidates(), self._is_preemptible, state.num_freed)
         if victim is None:
             return False
         state.preempt(victim, by)
@@ -97,7 +98,7 @@ class Preemption:
 
     def outranks(self, priority: int) -> bool:
         """Whether a class is higher than that of some running row. Ageing does not count: two ageing classes would
-        preempt each other for ever."""
+        preempt each other forever."""
         return self._state.rows.lowest_class > priority
 
     def preempt_for_class(self, group: RequestGroup, num_rows: int, shortage: int) -> bool:
@@ -112,7 +113,7 @@ class Preemption:
         if self._failed_before(group, shortage):
             return False
         lower = [each for each in self._candidates() if each.group.request.priority > group.request.priority]
-        free = [each for each in lower if self._may_go(each.group)]
+        free = [each for each in lower if self._is_preemptible(each.group)]
         chosen = choose_for_class(free, missing_rows, shortage, state.num_freed) if free else ()
         self._failed_search = None if chosen else _FailedSearch(group.order, rows.generation, shortage)
         for each in chosen:
@@ -127,7 +128,7 @@ class Preemption:
         same = last is not None and (last.order, last.rows) == (group.order, self._state.rows.generation)
         return same and last is not None and shortage >= last.shortage
 
-    def _may_go(self, group: RequestGroup) -> bool:
+    def _is_preemptible(self, group: RequestGroup) -> bool:
         return group.num_preemptions < self._state.policy.max_preemptions
 
     def _candidates(self) -> Iterator[PreemptionCandidate]:

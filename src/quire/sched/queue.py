@@ -337,7 +337,7 @@ class WaitingQueue:
         return group.request.tenant if self._shares is not None else ""
 
 
-_FEWEST = 64  # entries below which the heap is never rebuilt
+_MIN_ENTRIES = 64  # entries below which the heap is never rebuilt
 
 
 class _DeadlineEntry(NamedTuple):
@@ -353,7 +353,7 @@ class Deadlines:
 
     def __init__(self) -> None:
         self._heap: list[_DeadlineEntry] = []
-        self._limit = _FEWEST
+        self._limit = _MIN_ENTRIES
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -366,7 +366,7 @@ class Deadlines:
         if len(self._heap) > self._limit:
             self._heap = [entry for entry in self._heap if _waits(entry.group)]
             heapify(self._heap)
-            self._limit = max(_FEWEST, 2 * len(self._heap))
+            self._limit = max(_MIN_ENTRIES, 2 * len(self._heap))
 
     def expire(self, now_s: float) -> list[RequestGroup]:
         """Groups not admitted before their deadline, the earliest first; each is returned once."""

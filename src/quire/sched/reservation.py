@@ -1,6 +1,6 @@
 """How many blocks a request reserves at admission, and how many it can need at most. Pure arithmetic.
 
-`LengthQuantile` learns output lengths from finished requests. Knows lengths alone.
+`LengthQuantile` learns output lengths from finished requests. Depends on lengths only.
 """
 
 from bisect import bisect_left, bisect_right, insort
@@ -11,7 +11,7 @@ from math import ceil
 from quire.core.request import Request, Sequence
 from quire.kv.manager import count_blocks
 
-FEWEST = 16  # finished outputs before anything counts as learned; arbitrary, never tuned
+MIN_FINISHED = 16  # finished outputs before anything counts as learned; arbitrary, never tuned
 
 
 class LengthQuantile:
@@ -20,7 +20,7 @@ class LengthQuantile:
     __slots__ = ("_quantile", "_recent", "_sorted")
 
     def __init__(self, window: int = 512, quantile: float = 0.9) -> None:
-        assert window >= FEWEST and 0 < quantile <= 1, (window, quantile)
+        assert window >= MIN_FINISHED and 0 < quantile <= 1, (window, quantile)
         self._quantile = quantile
         self._recent: deque[int] = deque(maxlen=window)
         self._sorted: list[int] = []  # the same lengths
@@ -33,15 +33,15 @@ class LengthQuantile:
         insort(self._sorted, length)
 
     def hedge(self, max_tokens: int, num_generated: int = 0) -> int:
-        """How many tokens in all a request is expected to generate: more than it has, `max_tokens` at most.
+        """The total number of tokens a request is expected to generate: more than it has, at most `max_tokens`.
 
         The quantile of those outputs that grew longer than this one is already. Where nothing is learned (fewer than
-        `FEWEST` finished, or none so long), half of what it may still generate, rounded up.
+        `MIN_FINISHED` finished, or none so long), half of what it may still generate, rounded up.
         """
         assert 0 <= num_generated < max_tokens, (num_generated, max_tokens)
         first = bisect_right(self._sorted, num_generated)
         num_longer = len(self._sorted) - first
-        if len(self._sorted) < FEWEST or num_longer == 0:
+        if len(self._sorted) < MIN_FINISHED or num_longer == 0:
             return num_generated + (max_tokens - num_generated + 1) // 2
         return min(max_tokens, self._sorted[first + ceil(self._quantile * num_longer) - 1])
 

@@ -1,7 +1,7 @@
 """Row allocation of the persistent batch, and the log of emitted tokens.
 
-Law (a) of run-ahead lives here: a row, and with it the sequence's blocks, is given back only when the last step
-that touched it has been absorbed. Does not depend on blocks, budgets or queues.
+Invariant (a) of run-ahead: a row and its blocks are released only after the last step that touched them has been
+absorbed. Does not depend on blocks, budgets or queues.
 """
 
 from collections import Counter, deque

@@ -2,8 +2,8 @@
 
 There is one rule and no phases: a sequence computes its known tokens within a token budget. Decoding rows come first,
 then unfinished prefills in chunks, then newly admitted requests. Up to `depth` plans may be in flight
-(`sched/loop.py`). Three laws keep run-ahead safe:
-(a) a row and its blocks are given back only when the last step that touched them is absorbed;
+(`sched/loop.py`). Three invariants keep run-ahead safe:
+(a) a row and its blocks are released only after the last step that touched them is absorbed;
 (b) a row that is denied a block waits if blocks are already being released, and only otherwise preempts;
 (c) a step in which a row was denied a block admits no request.
 """
@@ -85,13 +85,13 @@ class Scheduler:
         needed, blocks = most_blocks(request, self.kv.block_size), self.kv.pool.num_in_service
         if needed > blocks or request.num_sequences > self.max_rows:
             raise NeverFits(request.max_length - 1, needed, blocks, self.kv.block_size)
-        most, most_tokens = self.policy.max_waiting, self.policy.max_waiting_tokens
-        if most is not None and self.num_waiting >= most:
-            raise QueueFull(self.num_waiting, most, "requests")
-        if most_tokens is not None:
+        limit, token_limit = self.policy.max_waiting, self.policy.max_waiting_tokens
+        if limit is not None and self.num_waiting >= limit:
+            raise QueueFull(self.num_waiting, limit, "requests")
+        if token_limit is not None:
             num_tokens = self.num_waiting_tokens
-            if num_tokens and num_tokens + len(request.prompt) > most_tokens:
-                raise QueueFull(num_tokens, most_tokens, "prompt tokens")
+            if num_tokens and num_tokens + len(request.prompt) > token_limit:
+                raise QueueFull(num_tokens, token_limit, "prompt tokens")
         group = RequestGroup(request, self._next_sequence, now_s)
         self._next_sequence += request.num_sequences
         self._state.add(group)
@@ -143,9 +143,9 @@ class Scheduler:
         rows = self._state.rows
         rows.note(result)
         emitters, tokens = rows.sequence_ids(result.rows), result.tokens
-        heard = emitters >= 0
-        if np.count_nonzero(heard) < len(heard):
-            emitters, tokens = emitters[heard], tokens[heard]
+        kept = emitters >= 0
+        if np.count_nonzero(kept) < len(kept):
+            emitters, tokens = emitters[kept], tokens[kept]
         logprobs: dict[int, TopLogprobs] = {
             name: top for row, top in result.logprobs.items() if (name := rows.sequence_id(row)) is not None
         }
@@ -217,7 +217,7 @@ class Scheduler:
 
     @property
     def wait_cause(self) -> WaitCause | None:
-        """What kept the head of the queue out of the last plan."""
+        """Why the queue head was not admitted by the last plan."""
         return self._admission.cause
 
     @property

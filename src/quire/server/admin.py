@@ -25,7 +25,7 @@ class UnknownRequest(QuireError):
 
 
 class AbortBody(msgspec.Struct, frozen=True):
-    """Which requests are to end: ids of the header `x-quire-request-id`."""
+    """The requests to abort: ids from the `x-quire-request-id` header."""
 
     request_ids: list[str]
 

@@ -113,7 +113,7 @@ def openapi(endpoints: Sequence[Endpoint]) -> dict[str, object]:
         )
     return {
         "openapi": "3.1.0",
-        "info": {"title": "quire", "version": __version__, "description": "An LLM behind OpenAI's HTTP interface."},
+        "info": {"title": "quire", "version": __version__, "description": "OpenAI-compatible LLM server."},
         "paths": paths,
         "components": {"schemas": {**components, **ERRORS}},
     }
@@ -121,12 +121,12 @@ def openapi(endpoints: Sequence[Endpoint]) -> dict[str, object]:
 
 def _operation(endpoint: Endpoint, schema: dict[str, object] | None) -> dict[str, object]:
     refused = {
-        "description": "Refused; the body says why.",
+        "description": "An error; the body has the reason.",
         "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{error_of(endpoint)}"}}},
     }
     operation: dict[str, object] = {
         "summary": endpoint.summary,
-        "responses": {"200": {"description": "Answered."}, "default": refused},
+        "responses": {"200": {"description": "Success."}, "default": refused},
     }
     names = re.findall(r"\{(\w+)", endpoint.path)
     if names:
@@ -160,49 +160,49 @@ def _page(name: str) -> Response:
 
 
 OPENAI = (
-    Endpoint("POST", "/v1/chat/completions", chat_completions, "Continue a conversation.", ChatBody, generates=True),
-    Endpoint("POST", "/v1/completions", completions, "Continue one prompt or many.", CompletionBody, generates=True),
-    Endpoint("POST", "/v1/responses", responses.responses, "Answer a row of items.", ResponsesBody, generates=True),
+    Endpoint("POST", "/v1/chat/completions", chat_completions, "Create a chat completion.", ChatBody, generates=True),
+    Endpoint("POST", "/v1/completions", completions, "Create text completions.", CompletionBody, generates=True),
+    Endpoint("POST", "/v1/responses", responses.responses, "Create a model response.", ResponsesBody, generates=True),
     Endpoint("GET", "/v1/responses/{response_id}", responses.stored_response, "None is stored: always 404."),
     Endpoint("DELETE", "/v1/responses/{response_id}", responses.stored_response, "None is stored: always 404."),
     Endpoint("POST", "/v1/responses/{response_id}/cancel", responses.stored_response, "None is stored: always 404."),
-    Endpoint("POST", "/v1/embeddings", embeddings, "Turn texts into vectors.", EmbeddingBody, generates=True),
-    Endpoint("GET", "/v1/models", models.models, "The models that are served."),
-    Endpoint("GET", "/v1/models/{name:path}", models.model, "One of them."),
+    Endpoint("POST", "/v1/embeddings", embeddings, "Create embeddings.", EmbeddingBody, generates=True),
+    Endpoint("GET", "/v1/models", models.models, "List the served models."),
+    Endpoint("GET", "/v1/models/{name:path}", models.model, "One served model."),
 )
 ANTHROPIC = (
-    Endpoint("POST", "/v1/messages", messages.messages, "Continue it for Anthropic's.", MessagesBody, generates=True),
-    Endpoint("POST", "/v1/messages/count_tokens", messages.count_tokens, "Its length in tokens.", CountTokensBody),
+    Endpoint("POST", "/v1/messages", messages.messages, "Anthropic Messages API.", MessagesBody, generates=True),
+    Endpoint("POST", "/v1/messages/count_tokens", messages.count_tokens, "Count a request's tokens.", CountTokensBody),
 )
 TGI = (
-    Endpoint("POST", "/", tgi.root, "Continue a text for TGI's clients, in a list.", GenerateBody, generates=True),
-    Endpoint("POST", "/generate", tgi.generate, "Continue a text for TGI's clients.", GenerateBody, generates=True),
-    Endpoint("POST", "/generate_stream", tgi.generate_stream, "The same, streamed.", GenerateBody, generates=True),
-    Endpoint("GET", "/info", tgi.info, "What is served, in TGI's words."),
+    Endpoint("POST", "/", tgi.root, "TGI: generate text; the result is a list.", GenerateBody, generates=True),
+    Endpoint("POST", "/generate", tgi.generate, "TGI: generate text.", GenerateBody, generates=True),
+    Endpoint("POST", "/generate_stream", tgi.generate_stream, "TGI: stream text.", GenerateBody, generates=True),
+    Endpoint("GET", "/info", tgi.info, "Model info in TGI's format."),
 )
 TOKENIZER = (  # as vLLM and llama.cpp have them
-    Endpoint("POST", "/tokenize", models.tokenize, "The tokens of a text or a conversation.", TokenizeBody),
-    Endpoint("POST", "/detokenize", models.detokenize, "The text of tokens.", DetokenizeBody),
-    Endpoint("GET", "/tokenizer_info", models.tokenizer_info, "What a tokenizer_config.json would say."),
-    Endpoint("POST", "/apply-template", models.apply_template, "The text of a conversation.", ApplyTemplateBody),
+    Endpoint("POST", "/tokenize", models.tokenize, "Tokenize a text or a conversation.", TokenizeBody),
+    Endpoint("POST", "/detokenize", models.detokenize, "Convert token ids to text.", DetokenizeBody),
+    Endpoint("GET", "/tokenizer_info", models.tokenizer_info, "The model's tokenizer configuration."),
+    Endpoint("POST", "/apply-template", models.apply_template, "Apply the chat template.", ApplyTemplateBody),
 )
 MONITORING = (
-    Endpoint("GET", "/health", admin.health, "Whether the engine lives."),
-    Endpoint("GET", "/ready", admin.ready, "Whether a request sent now would be served."),
-    Endpoint("GET", "/load", admin.load, "How much it has to do."),
-    Endpoint("GET", "/metrics", admin.metrics, "What Prometheus reads."),
-    Endpoint("GET", "/version", models.version, "Which quire this is."),
+    Endpoint("GET", "/health", admin.health, "Liveness: the engine makes progress."),
+    Endpoint("GET", "/ready", admin.ready, "Readiness: a request sent now would be served."),
+    Endpoint("GET", "/load", admin.load, "Server load."),
+    Endpoint("GET", "/metrics", admin.metrics, "Prometheus metrics."),
+    Endpoint("GET", "/version", models.version, "Version."),
 )
 ADMIN = (
-    Endpoint("GET", "/requests/{request_id}/explain", admin.explain, "Why a request waited."),
-    Endpoint("POST", "/abort_requests", admin.abort, "End requests.", admin.AbortBody),
-    Endpoint("POST", "/reset_prefix_cache", admin.reset_prefix_cache, "Forget cached prefixes."),
+    Endpoint("GET", "/requests/{request_id}/explain", admin.explain, "Explain why a request waited."),
+    Endpoint("POST", "/abort_requests", admin.abort, "Abort requests.", admin.AbortBody),
+    Endpoint("POST", "/reset_prefix_cache", admin.reset_prefix_cache, "Clear the prefix cache."),
     Endpoint("POST", "/pause", admin.pause, "Refuse new requests."),
     Endpoint("POST", "/resume", admin.resume, "Accept requests again."),
 )
 HTML = (
-    Endpoint("GET", "/", chat_page, "A chat for people.", in_schema=False),
-    Endpoint("GET", "/docs", docs_page, "This list, for people.", in_schema=False),
+    Endpoint("GET", "/", chat_page, "Chat page.", in_schema=False),
+    Endpoint("GET", "/docs", docs_page, "API documentation page.", in_schema=False),
 )
 ENDPOINTS = (*OPENAI, *ANTHROPIC, *TGI, *TOKENIZER, *MONITORING, *ADMIN, *HTML)
 ADMIN_ROUTES = tuple(endpoint.path for endpoint in ADMIN)

@@ -120,7 +120,7 @@ class EngineRestarting(QuireError):
 
 
 class EngineLost(QuireError):
-    """The engine died under this request."""
+    """The engine process died while the request was open."""
 
     status = 503
     code = "engine_lost"
@@ -235,9 +235,9 @@ class AsyncEngine:
             context.note_prompt(len(prompt))
         try:
             self._process.send(state.request)
-        except (OverflowError, TypeError, ValueError) as error:  # a number beyond 64 bits, and its like: never sent
+        except (OverflowError, TypeError, ValueError) as error:  # e.g. an integer beyond 64 bits: not sent
             self._end(stream)
-            raise InvalidPrompt(f"This request holds what cannot be sent to the engine: {error}.") from error
+            raise InvalidPrompt(f"This request has a value that cannot be sent to the engine: {error}.") from error
         return stream
 
     def _close(self, stream: RequestStream) -> None:
@@ -246,7 +246,7 @@ class AsyncEngine:
             self._end(stream)
 
     def abort(self, number: int) -> bool:
-        """Fail a request for its operator. False if it was over."""
+        """Abort a request for the operator. False if it had finished."""
         stream = self._streams.get(number)
         if stream is None:
             return False
@@ -401,7 +401,7 @@ class AsyncEngine:
 
 
 def _note_completion(stream: RequestStream, output: RequestOutput | None) -> None:
-    """A stream that its reader left, or that failed, has had tokens, too."""
+    """Streams that were closed early or failed are counted too."""
     processed = stream.state.sequences if output is None else output.outputs
     num_tokens = sum(len(each.token_ids) for each in processed)
     if stream.context is not None and (num_tokens or output is not None):

@@ -1,7 +1,7 @@
 """Keeps an engine process alive: starts it, watches its heartbeat, and starts another when it dies or hangs.
 
-Health is progress: the heartbeat that the engine's loop sends, and before it the reports of the start. A
-start that the user must mend (no such model, no memory) is not tried again, and engines that keep ending not for ever.
+Health is progress: the heartbeat that the engine's loop sends, and before it the reports of the start. A configuration
+error (no such model, no memory) is not retried; other failures are retried a limited number of times.
 """
 
 import asyncio
@@ -21,12 +21,12 @@ from quire.server.async_engine import AsyncEngine
 
 READY_WITHIN_S = 5.0  # with an older heartbeat the server is not ready
 KILL_AFTER_S = 30.0  # with an older heartbeat the engine is killed
-# A start without a report for so long is killed. It reports each hundredth of the weights (1.4 GB of a model with
+# A start without a report for this time is killed. It reports each hundredth of the weights (1.4 GB of a model with
 # 70 billion parameters: 2.4 MB/s are enough) and of each phase; kernels are compiled, and memory is pinned, in silence.
 SILENT_START_S = 600.0
 STABLE_S = 60.0  # an engine that ends sooner after it was ready has failed, like one that never was
-MOST_FAILED = 8  # in a row; then the server gives up
-_LOOK_S = 0.25  # how often the beat is looked at
+MAX_FAILED = 8  # in a row; then the server gives up
+_CHECK_S = 0.25  # heartbeat check interval
 _FIRST_WAIT_S = 0.25  # before a dead engine is started again; doubles with every further one that fails
 _LONGEST_WAIT_S = 30.0
 
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 class Health(Enum):
-    """How the engine is; the values are what `/ready` says."""
+    """Engine health; `/ready` returns the values."""
 
     STARTING = "starting"
     READY = "ready"
@@ -44,7 +44,7 @@ class Health(Enum):
 
 
 class Supervisor:
-    """One engine after another, for one service."""
+    """Starts and restarts the engine process."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Supervisor:
         await self._watch_one()
         while not self._stopping:
             num_failed = 0 if self._was_stable() else num_failed + 1
-            if num_failed >= MOST_FAILED:
+            if num_failed >= MAX_FAILED:
                 raise self._refusal or EngineFailed(
                     f"The engine ended {num_failed} times in a row while it was starting or within {STABLE_S:.0f} s "
                     f"of being ready; see above."
@@ -192,10 +192,10 @@ class Supervisor:
         """A start that hangs is killed."""
         waits = [asyncio.ensure_future(self._ready.wait()), asyncio.ensure_future(self._ended.wait())]
         try:
-            while not (await asyncio.wait(waits, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED))[0]:
+            while not (await asyncio.wait(waits, timeout=_CHECK_S, return_when=asyncio.FIRST_COMPLETED))[0]:
                 silent_s = self._clock() - self._reported_s
                 if silent_s > SILENT_START_S and self._process is not None:
-                    self._refusal = EngineFailed(f"The engine was silent for {silent_s:.0f} s while it was starting.")
+                    self._refusal = EngineFailed(f"The engine reported nothing for {silent_s:.0f} s while starting.")
                     _log.error("%s Killing it.", self._refusal.message)
                     self._process.kill()
                     await self._ended.wait()
@@ -208,11 +208,11 @@ class Supervisor:
         """Until this engine has ended. One that hangs is killed."""
         while not self._ended.is_set():
             if self._engine.attached and self.stalled_s > KILL_AFTER_S and self._process is not None:
-                _log.error("the engine's loop has not been heard for %.0f s; killing it", self.stalled_s)
+                _log.error("no heartbeat from the engine for %.0f s; killing it", self.stalled_s)
                 self._process.kill()
                 await self._ended.wait()
                 return
             try:
-                await asyncio.wait_for(self._ended.wait(), _LOOK_S)
+                await asyncio.wait_for(self._ended.wait(), _CHECK_S)
             except TimeoutError:
                 continue

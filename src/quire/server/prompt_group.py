@@ -10,7 +10,7 @@ from quire.server.request.params import GenerationRequest
 
 def submit(engine: AsyncEngine, ids: list[int], generation: GenerationRequest, *, streaming: bool) -> RequestStream:
     """Submit one prompt. The caller must `close` the stream, however it ends."""
-    assert generation.grammar == generation.params.grammar, "a grammar reaches the engine through a GrammarChecker"
+    assert generation.grammar == generation.params.grammar, "a grammar must be precompiled first"
     return engine.submit(
         ids,
         generation.params,

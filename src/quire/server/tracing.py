@@ -28,7 +28,7 @@ from quire.version import __version__
 _PROVIDER = "quire"
 _TRACED = ("traceparent", "tracestate")
 _QUIET = frozenset({"/health", "/ready", "/load", "/metrics"})  # polled every few seconds
-_MOST_UNCLAIMED = 4096  # ended prompts whose HTTP request is still open
+_MAX_UNCLAIMED = 4096  # ended prompts whose HTTP request is still open
 _FLUSH_MS = 2000
 _OPERATIONS = {"/v1/completions": "text_completion", "/v1/embeddings": "embeddings"}  # all the rest chat
 
@@ -46,7 +46,7 @@ class Tracing:
     def finished(self, end: FinishedRequest) -> None:
         """A prompt has ended; its HTTP request ends soon after."""
         self._ended[end.state.number] = end
-        if len(self._ended) > _MOST_UNCLAIMED:
+        if len(self._ended) > _MAX_UNCLAIMED:
             del self._ended[next(iter(self._ended))]
 
     def around(self, app: ASGIApp, server: Server) -> ASGIApp:

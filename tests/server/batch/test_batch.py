@@ -155,8 +155,8 @@ def test_from_stdin_to_stdout(script: Path) -> None:
         (("absent.jsonl", "-o", "-"), "Cannot read absent.jsonl"),
         (("in.jsonl", "-o", "in.jsonl"), "both the input and the output"),
         (("in.jsonl", "-o", "no/such/folder.jsonl"), "Cannot write no/such/folder.jsonl"),
-        (("in.jsonl", "-o", "foreign.jsonl"), "foreign.jsonl: The output holds a line that is no output"),
-        (("in.jsonl", "-o", "unended.txt"), "unended.txt: The output holds a line that is no output"),
+        (("in.jsonl", "-o", "foreign.jsonl"), "foreign.jsonl: The output file has a line that is not batch output"),
+        (("in.jsonl", "-o", "unended.txt"), "unended.txt: The output file has a line that is not batch output"),
     ],
 )
 def test_invalid_files_are_refused(

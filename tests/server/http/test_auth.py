@@ -69,8 +69,8 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "holds no key"),
-        ("# only this\n", "holds no key"),
+        ("", "has no key"),
+        ("# only this\n", "has no key"),
         ("sk-secret a\n", "line 1"),
         ("sk-ok\n\nsk-secret color=red\n", "line 3"),
         ("sk-secret weight=heavy\n", "numbers"),
@@ -116,7 +116,7 @@ def test_a_file_of_admin_keys(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("", "holds no key"), ("sk-a\nsk-secret name=ops\n", "line 2: nothing"), ("sk-\u00e9", "not plain ASCII")],
+    [("", "has no key"), ("sk-a\nsk-secret name=ops\n", "line 2: options are not allowed"), ("sk-\u00e9", "not plain ASCII")],
 )
 def test_an_invalid_file_of_admin_keys_is_refused(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words) as refused:

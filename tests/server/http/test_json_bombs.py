@@ -9,11 +9,11 @@ import pytest
 from tests.server.scripted_servers import check_control
 from tests.server.server_process import Running
 
-MOST_BYTES = 16 << 20
+MAX_BYTES = 16 << 20
 DEEP = 100_000
 BOMBS = {
-    "brackets": b"[" * MOST_BYTES,
-    "braces": b'{"a":' * (MOST_BYTES // 5),
+    "brackets": b"[" * MAX_BYTES,
+    "braces": b'{"a":' * (MAX_BYTES // 5),
     "a deep field": b'{"prompt":"hi","metadata":' + b"[" * DEEP + b"]" * DEEP + b"}",
     "deep messages": b'{"messages":' + b'[{"content":' * DEEP + b"1" + b"}]" * DEEP + b"}",
     "a huge integer": b'{"prompt":"hi","max_tokens":' + b"9" * (1 << 20) + b"}",

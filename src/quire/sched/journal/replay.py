@@ -88,7 +88,7 @@ def replay(path: Path) -> ReplayReport:
     try:
         replayer = _Replayer(contents)
     except (AssertionError, TypeError, ValueError) as broken:
-        raise BrokenJournal(f"{path} begins like a journal, but no scheduler fits its settings: {broken}.") from broken
+        raise BrokenJournal(f"{path} has a valid header, but its settings are invalid: {broken}.") from broken
     difference = replayer.run(contents.records)
     steps = replayer.num_planned
     return ReplayReport(steps, difference, contents.condition, len(data), contents.step_bytes)
@@ -98,7 +98,7 @@ def _read(path: Path, data: bytes) -> _Contents:
     """Read a journal up to the first record that is missing or unreadable."""
     decoder = RecordDecoder(data)
     if data[: len(MAGIC)] != MAGIC:
-        raise BrokenJournal(f"{path} is no journal of quire; `quire check --record FILE` writes one.")
+        raise BrokenJournal(f"{path} is not a quire journal; `quire check --record FILE` writes one.")
     decoder.raw(len(MAGIC))
     try:
         version = decoder.raw(1)[0]

@@ -19,7 +19,7 @@ _MAX_MESSAGE = 200  # characters of a parser's message
 
 
 class InvalidLine(QuireError):
-    """An input line that is no valid request. Keeps its custom_id where that can be read."""
+    """An input line that is not a valid request. Keeps its custom_id where that can be read."""
 
     code = "invalid_line"
 
@@ -79,7 +79,7 @@ def read_line(line: int, text: bytes, urls: Iterable[str]) -> BatchRequest:
         request = msgspec.json.decode(text, type=_RequestLine)
         stream = msgspec.json.decode(request.body, type=_StreamField).stream
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidLine(f"Line {line} is no request: {str(error)[:_MAX_MESSAGE]}.", _custom_id(text)) from error
+        raise InvalidLine(f"Line {line} is not a request: {str(error)[:_MAX_MESSAGE]}.", _custom_id(text)) from error
     allowed = tuple(urls)
     if request.method != "POST" or request.url not in allowed:
         names = ", ".join(allowed)
@@ -134,7 +134,7 @@ class FinishedLines:
         try:
             entry = msgspec.json.decode(text, type=_OutputLine)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise InvalidLine("The output holds a line that is no output of a batch; write to another file.") from error
+            raise InvalidLine("The output file has a line that is not batch output; write to another file.") from error
         if entry.custom_id is None or entry.response is None or entry.response.status_code != 200:
             return False
         self._custom_ids.add(entry.custom_id)

@@ -123,7 +123,7 @@ def check_tools(
 ) -> ToolChoice:
     """Validates tools and tool_choice. Unset means "auto"."""
     if tools is not None and len(tools) > MAX_TOOLS:
-        raise InvalidParameter(f"There are {len(tools)} tools; the most is {MAX_TOOLS}.", param="tools")
+        raise InvalidParameter(f"There are {len(tools)} tools; the limit is {MAX_TOOLS}.", param="tools")
     names = [_tool_name(tool, place) for place, tool in enumerate(tools or [])]
     if name is not None:
         if name not in names:

@@ -114,7 +114,7 @@ def read_admin_keys(file: Path) -> list[tuple[str, Identity]]:
     lines = _lines(file, "admin_key_file")
     for line in lines:
         if len(line.words) > 1:
-            raise ConfigError(f"{line.where}: nothing may stand after an admin key.", param="admin_key_file")
+            raise ConfigError(f"{line.where}: options are not allowed after an admin key.", param="admin_key_file")
     return [(line.words[0], ADMIN) for line in lines]
 
 
@@ -133,7 +133,7 @@ def _lines(file: Path, param: str) -> list[_Line]:
     numbered = [_Line(f"{file}, line {number}", line.split()) for number, line in enumerate(text.splitlines(), start=1)]
     held = [line for line in numbered if line.words and not line.words[0].startswith("#")]
     if not held:
-        raise ConfigError(f"{file} holds no key; write one per line.", param=param)
+        raise ConfigError(f"{file} has no key; write one per line.", param=param)
     return held
 
 
@@ -142,7 +142,8 @@ def _identity(words: Sequence[str], name: str, where: str) -> Identity:
     unknown = set(given) - {"name", "weight", "max_open", "trusted"}
     if unknown or len(given) < len(words) or given.get("trusted"):
         raise ConfigError(
-            f"{where}: after a key may stand name=…, weight=…, max_open=… and trusted, each once.", param="api_key_file"
+            f"{where}: allowed options after a key: name=…, weight=…, max_open=…, trusted; each at most once.",
+            param="api_key_file",
         )
     try:
         weight = float(given.get("weight", 1))
@@ -161,7 +162,7 @@ def _check_names(identities: Iterable[Identity]) -> None:
         if not _NAME.fullmatch(identity.name):
             raise ConfigError("The name of a key must be 1 to 64 letters, digits, dots, dashes or underscores.")
         if identity.name in (ANONYMOUS.name, UNAUTHENTICATED.name):
-            raise ConfigError(f"No key may have the name {identity.name}: it stands for clients without a key.")
+            raise ConfigError(f"No key may have the name {identity.name}: it is reserved for clients without a key.")
         if known.setdefault(identity.name, identity) != identity:
             raise ConfigError(f"The keys named {identity.name} must agree in weight, max_open and trusted.")
 

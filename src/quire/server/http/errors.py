@@ -76,7 +76,7 @@ Headers = list[tuple[bytes, bytes]]
 CLIENT_LEFT = 499  # never sent; the status in logs for a client that disconnected
 
 _MAX_MESSAGE_BYTES = 3000  # as JSON; a body stays below 4 kB
-_MOST_BYTES = 6  # per character, as JSON
+_MAX_CHARACTER_BYTES = 6  # per character, as JSON
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
 _MACHINE_PATH = re.compile(r"(?<![\w/.-])/(?:usr|home|root|tmp|opt|var|etc|mnt|srv|proc|sys|dev|Users)/[^\s'\",;:)]*")
 _ANTHROPIC_TYPES = {
@@ -180,7 +180,7 @@ def _headers(error: QuireError, num_bytes: int) -> Headers:
 
 def _sanitized(message: str) -> str:
     message = _MACHINE_PATH.sub("a path", _ADDRESS.sub("an address", message))
-    if len(message) * _MOST_BYTES <= _MAX_MESSAGE_BYTES:
+    if len(message) * _MAX_CHARACTER_BYTES <= _MAX_MESSAGE_BYTES:
         return message
     while (num_bytes := len(json.dumps(message, ensure_ascii=False).encode("utf-8", "replace"))) > _MAX_MESSAGE_BYTES:
         message = message[: len(message) * _MAX_MESSAGE_BYTES // num_bytes]

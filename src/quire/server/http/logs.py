@@ -1,7 +1,7 @@
 """Log lines: JSON for machines, short text for people. An event is one line, whatever its fields contain.
 
 A thread writes them from a bounded queue: if the log cannot be written (a blocked reader, a full disk), lines are
-dropped and counted, and no request waits. The thread rests after it has emptied the queue, so a busy process does not
+dropped and counted, and no request waits. The thread sleeps after it has emptied the queue, so a busy process does not
 wake it for every line. An exception is logged with its type and stack, without its message, which may quote a request.
 """
 

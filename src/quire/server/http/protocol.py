@@ -205,7 +205,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._phase is not ConnectionPhase.HEAD:
-            raise self._refused(MalformedHttp("Headers after the body are not taken."))
+            raise self._refused(MalformedHttp("Trailers are not supported."))
         if len(self.headers) >= self.limits.headers:
             raise self._refused(HeadTooLarge(f"There are more than {self.limits.headers} headers."))
         super().on_header(name, value)

@@ -226,7 +226,7 @@ def _add_item(item: Mapping[str, Json], where: str, builder: MessageBuilder) -> 
             if reasoning := _text(item.get("content") or item.get("summary") or "", f"{where}.content"):
                 builder.add_reasoning(reasoning)
         case "item_reference":
-            raise _refused(f"{where} refers to an item that would be stored, and this server stores none", where)
+            raise _refused(f"{where} refers to a stored item, but this server stores nothing", where)
         case _:
             raise _refused(
                 f"{where}.type is {shown(kind)}; served here are message, function_call, function_call_output "

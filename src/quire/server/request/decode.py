@@ -21,15 +21,15 @@ _STEPS[list(b"]}")] = -1
 _BLOCK_BYTES = 1 << 18
 
 
-def nests_deeper(body: bytes, most: int) -> bool:
-    """Whether more than so many lists and objects are open at once."""
+def nests_deeper(body: bytes, max_depth: int) -> bool:
+    """Whether more than `max_depth` lists and objects are open at once."""
     marks = body.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _OTHERS)
     num_quotes = depth = 0
     for start in range(0, len(marks), _BLOCK_BYTES):
         block = np.frombuffer(marks, np.uint8, min(_BLOCK_BYTES, len(marks) - start), start)
         quotes = num_quotes + np.cumsum(block == ord('"'))
         depths = depth + np.cumsum(np.where(quotes % 2, 0, _STEPS[block]))
-        if depths.max() > most:
+        if depths.max() > max_depth:
             return True
         num_quotes, depth = int(quotes[-1]), int(depths[-1])
     return False

@@ -60,7 +60,7 @@ def chat_generation(body: ChatBody, model: ServedModel) -> GenerationRequest:
     if body.max_completion_tokens is not None:
         max_tokens = body.max_completion_tokens
     if body.top_logprobs and not body.logprobs:
-        raise InvalidParameter("top_logprobs is for logprobs: true alone.", param="top_logprobs")
+        raise InvalidParameter("top_logprobs requires logprobs: true.", param="top_logprobs")
     if body.top_logprobs is not None:
         check_int("top_logprobs", body.top_logprobs, 0, MAX_LOGPROBS)
     return _generation(
@@ -80,7 +80,7 @@ def _generation(
     stream = bool(body.stream)
     options = body.stream_options
     if options is not None and not stream:
-        raise InvalidParameter("stream_options is for stream: true alone.", param="stream_options")
+        raise InvalidParameter("stream_options requires stream: true.", param="stream_options")
     if stream and body.prompt_logprobs is not None:
         raise InvalidParameter("prompt_logprobs cannot be streamed; ask without stream.", param="prompt_logprobs")
     defaults = SamplingParams() if body.use_beam_search else model.defaults  # beam search has no temperature
