@@ -53,7 +53,7 @@ class Setting:
     optional: bool = False  # None is allowed, and means: derive it
     flag: str | None = None  # of the command line; None: no option
     choices: tuple[str, ...] = ()
-    low: int = 0  # of an integer: the least; of a number: not reached
+    low: int = 0  # of an integer: the minimum; of a number: exclusive
     high: int = 0  # reached
     unit: Unit | None = None  # of an integer that may be given as text with a unit
     metavar: str | None = None  # of a number on the command line
@@ -281,7 +281,7 @@ def shows_settings(function: Function) -> Function:
 
 
 _ONE_DEVICE = "a model runs on one device; omit it"
-_REQUEST_LOG = "a server writes one line per request to stdout, without its prompt, as --log-format says; omit it"
+_REQUEST_LOG = "a server writes one line per request to stdout, without its prompt (see --log-format); omit it"
 _LENGTH, _ROWS, _STEP = "use {max_model_len}", "use {max_num_seqs}", "use {max_num_batched_tokens}"
 
 # Options and keywords of vLLM, SGLang and llama.cpp that quire does not have, and what replaces each. Names in braces

@@ -46,10 +46,10 @@ from tests.cli.commands import Shell
         ("serve --root-path api/", "--root-path 'api/' must be empty, or begin with a slash"),
         (
             "serve --otlp-endpoint collector:4318",
-            "'collector:4318' is no URL of a collector, such as http://127.0.0.1:4318",
+            "'collector:4318' is not a collector URL, such as http://127.0.0.1:4318",
         ),
-        ("serve --otlp-endpoint http://", "'http://' is no URL of a collector"),
-        ("serve --otlp-endpoint http://[::1", "is no URL of a collector"),
+        ("serve --otlp-endpoint http://", "'http://' is not a collector URL"),
+        ("serve --otlp-endpoint http://[::1", "is not a collector URL"),
         ("serve --max-body 0", "--max-body must be at least 1 byte"),
         ("serve --host 256.1.1.1 --insecure-no-key", "Cannot listen on 256.1.1.1:8000"),
     ],

@@ -1,6 +1,6 @@
 """Attention steps that `quire bench kernels` measures: their sequences, and the bytes and products they need.
 
-A file of its own: the command line parses step names without torch.
+A separate file: the command line parses step names without torch.
 """
 
 import re

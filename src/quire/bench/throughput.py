@@ -199,7 +199,7 @@ def latency(measured: Measurement) -> Report:
 def _work(measured: Measurement) -> Report:
     return {
         "workload": measured.workload,
-        "whole": measured.part.whole,  # a part is no figure of the workload
+        "whole": measured.part.whole,  # a part is not a figure of the workload
         "scale": measured.part.scale,
         "seed": measured.seed,
         "requests": measured.num_requests,

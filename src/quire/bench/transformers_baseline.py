@@ -1,6 +1,6 @@
 """transformers' `generate` with static batches on the weights that quire runs, compared in one process.
 
-Repeats are interleaved (A-B-A-B), so that noise of the machine reaches both. A file of its own: it needs the optional
+Repeats are interleaved (A-B-A-B), so that noise of the machine reaches both. A separate file: it needs the optional
 package transformers.
 """
 

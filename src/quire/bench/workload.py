@@ -1,4 +1,4 @@
-"""Benchmark workloads: random requests from a seed, the same for every engine. Knows lengths and token ids, no engine.
+"""Benchmark workloads: random requests from a seed, the same for every engine. Does not depend on an engine.
 
 Named workloads are those with published GPU figures; any other shape is written as 512x32..256+64. Draws follow a
 published order, token by token, so that a script of another engine with the same seed has the same requests.

@@ -74,8 +74,8 @@ def race(ours: Many[str], theirs: Many[str], rounds: int, as_json: bool) -> None
             f"{each.drift:.3f}",
         )
     out.print(table)
-    out.print("Each of the rival's turns is compared with the mean of our turns before and after it; drift is our")
-    out.print("slowest turn by our fastest.")
+    out.print("Each turn of the other engine is compared with the mean of quire's turns before and after it;")
+    out.print("drift is quire's slowest turn by its fastest.")
 
 
 def _plain(each: CommandComparison) -> dict[str, object]:

@@ -1,6 +1,6 @@
 """`quire bench transformers`: quire and transformers on the same weights, as a table and, on request, as JSON.
 
-A file of its own: it needs the optional package transformers.
+A separate file: it needs the optional package transformers.
 """
 
 import json

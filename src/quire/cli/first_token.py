@@ -1,6 +1,6 @@
 """The process that `quire bench startup` measures: loads a model, makes one token, prints the time of each phase.
 
-A file of its own: its imports are those of an engine, and their time is measured.
+A separate file: its imports are those of an engine, and their time is measured.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Loads a model for a command, with its phases on stderr. A file of its own: it imports torch."""
+"""Loads a model for a command, with its phases on stderr. A separate file: it imports torch."""
 
 from collections.abc import Callable, Mapping
 

@@ -102,11 +102,11 @@ def _check_endpoint(endpoint: str | None) -> None:
     try:
         parts = urlsplit(endpoint)
         is_one = parts.scheme in ("http", "https") and parts.hostname is not None and parts.port != 0
-    except ValueError:  # an unclosed bracket, or a port that is no number
+    except ValueError:  # an unclosed bracket, or a port that is not a number
         is_one = False
     if not is_one:
         raise ConfigError(
-            f"--otlp-endpoint {endpoint!r:.100} is no URL of a collector, such as http://127.0.0.1:4318.",
+            f"--otlp-endpoint {endpoint!r:.100} is not a collector URL, such as http://127.0.0.1:4318.",
             param="otlp_endpoint",
         )
     check_tracing()

@@ -1,6 +1,6 @@
 """Options of serve and batch about the served model: names, chat template, parsers, script. Read and checked.
 
-A file of its own: it loads jinja2, and batch does not load what serve does.
+A separate file: it loads jinja2, and batch does not load what serve does.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""The engine: request validator, scheduler, runner and the loop between them, in one process. Knows ids, not text."""
+"""The engine: request validator, scheduler, runner and the loop between them, in one process. Works on token ids."""
 
 import random
 from collections.abc import Callable

@@ -118,7 +118,7 @@ class DeltaStream(Iterator[Delta]):
     ) -> None:
         self._client = client
         self._request_state = state
-        self._step = step  # must `put` what it brings for this request, until it is served
+        self._step = step  # must `put` its output for this request, until it is served
         self._abandoned = abandoned  # requests that the next step must abort
         self._unread: deque[Delta] = deque()
 

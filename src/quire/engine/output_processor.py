@@ -34,7 +34,7 @@ class ProcessedOutput(NamedTuple):
 
 
 def as_list(ids: object) -> object:
-    """A numpy array or a tensor as the list it stands for; anything else as it is."""
+    """A numpy array or a tensor as a list; anything else unchanged."""
     return ids.tolist() if hasattr(ids, "tolist") else ids
 
 

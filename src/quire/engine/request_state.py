@@ -126,7 +126,7 @@ class SequenceOutput:
 
     @property
     def score(self) -> float | None:
-        """What continuations are compared by: log-probability per token, as OpenAI's best_of. Beams bring their own."""
+        """What continuations are compared by: log-probability per token, as OpenAI's best_of. Beams have their own."""
         if self._params.use_beam_search:
             return self._beam_score
         failed = self.finish_reason in FAILURES or not self.token_ids

@@ -88,10 +88,10 @@ class Script:
                 tokens = tokenizer.encode(read.say, add_special_tokens=False) if read.say else []
                 end = [opened.end_ids[0]] if read.end and not read.broken else []
                 if not tokens and not end and not read.broken:
-                    raise BrokenModelFile(f"Line {number} of {path.name} is empty and has "end": false; add text.")
+                    raise BrokenModelFile(f'Line {number} of {path.name} is empty and has "end": false; add text.')
                 self.lines.append((read.when, ScriptedReply((*tokens, *end), read.broken)))
         if not self.lines:
-            raise BrokenModelFile(f'{path.name} has no line that says something, such as {{"say": "Hello."}}.')
+            raise BrokenModelFile(f'{path.name} has no line with "say", such as {{"say": "Hello."}}.')
 
     def choose(self, prompt: IntArray) -> ScriptedReply:
         """The first line that fits; if none does, the last."""

@@ -2,7 +2,7 @@
 
 A frame is a length (4 bytes, big endian), a tag (1 byte: which message) and the message itself, encoded by msgspec.
 Decoding is typed: bytes that are not a message raise `BrokenFrame`, and no frame can run code. This is the only module
-that knows how messages are encoded; the messages themselves are plain data (`engine/messages.py`).
+that depends on the encoding; the messages themselves are plain data (`engine/messages.py`).
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The model families, one row each: how their files differ. The decoder knows only `ModelSpec`."""
+"""The model families, one row each: how their files differ. The decoder depends on `ModelSpec` only."""
 
 from dataclasses import dataclass
 from difflib import get_close_matches

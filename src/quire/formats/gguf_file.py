@@ -50,7 +50,7 @@ def read_gguf(path: Path) -> GgufFile:
     size = path.stat().st_size
     with path.open("rb") as file:
         if file.read(len(MAGIC)) != MAGIC:
-            raise BrokenModelFile(f"{path} ({size} bytes) is no GGUF file: it does not begin with GGUF.")
+            raise BrokenModelFile(f"{path} ({size} bytes) is not a GGUF file: it does not begin with GGUF.")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _parse(_Cursor(path, data))
 

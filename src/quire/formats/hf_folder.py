@@ -130,7 +130,7 @@ def _refuse_adapter(folder: Path) -> None:
     base = adapter.text("base_model_name_or_path", "a base model it does not name")
     raise UnsupportedModel(
         f"{folder} holds an adapter ({kind}) for {base}, and quire does not read adapters yet. "
-        f"Merge it into its base model and save that, or load the base model alone."
+        f"Merge it into its base model and save that, or load only the base model."
     )
 
 

@@ -53,7 +53,7 @@ def _compiled(spelling: TokenSpelling, wide: int, ends: tuple[int, ...]) -> LLTo
     except ValueError as error:
         raise UnsupportedModel(
             f"This model's tokenizer does not define the bytes of its tokens ({shown(str(error))}), so its "
-            f"answers cannot be constrained. Leave out response_format and structured_outputs."
+            f"answers cannot be constrained. Omit response_format and structured_outputs."
         ) from error
 
 

@@ -110,7 +110,7 @@ class EndColumns(NamedTuple):
 
 
 class RowState(NamedTuple):
-    """Row state that lives on the device only; changed in place."""
+    """Row state that is on the device only; changed in place."""
 
     last_tokens: Tensor  # [max_rows] int64
     lengths: Tensor  # [max_rows] int64

@@ -1,4 +1,4 @@
-"""Selects the kernels for a device, with reasons. The only place that knows which sets exist."""
+"""Selects the kernels for a device, with reasons. The only list of kernel sets."""
 
 from collections.abc import Callable
 from functools import partial

@@ -2,7 +2,7 @@
 
 The queue orders the leaves of one tier: the lowest class first, in it the least recently used leaf. Priority and last
 use of a node only ever grow, so an old entry is at worst too early: it is corrected when it comes up, and a use never
-searches the queue. The history holds hashes, never tokens. Neither knows what becomes of an evicted block.
+searches the queue. The history holds hashes, never tokens. Neither depends on what happens to an evicted block.
 """
 
 from collections import OrderedDict, deque

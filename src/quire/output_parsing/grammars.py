@@ -1,7 +1,7 @@
 """Grammars of tool calls and structured output: Lark in llguidance's dialect, around JSON schemas.
 
-A forced call consists of calls only. Structured output may have reasoning before it and tool calls in its place. Knows
-nothing of compilation or of the vocabulary: the caller passes the ids of special tokens.
+A forced call consists of calls only. Structured output may have reasoning before it and tool calls in its place. Does
+not depend on compilation or the vocabulary: the caller passes the ids of special tokens.
 """
 
 import json

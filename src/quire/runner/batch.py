@@ -32,7 +32,7 @@ class Pooling(NamedTuple):
 
 
 class PooledRows(NamedTuple):
-    """Pooled sums that a step completed, on their way to the host."""
+    """Pooled sums that a step completed, being copied to the host."""
 
     rows: tuple[Row, ...]
     sums: HostCopy  # [rows, hidden] float32

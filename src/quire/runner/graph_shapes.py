@@ -156,7 +156,7 @@ class CapturePolicy:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.token_s: float | None = None  # cost of one more token; nothing is captured while it is unknown
-        self.decode_s = 0.0  # the least that a step takes
+        self.decode_s = 0.0  # the minimum time of a step
         self._clock = clock
         self._busy_until_s = 0.0
         self._quickest_s: dict[bool, float] = {}  # capture, with chunks and without

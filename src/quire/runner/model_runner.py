@@ -326,7 +326,7 @@ class LogitsBuffer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """Sampled tokens, on their way to the host."""
+    """Sampled tokens, being copied to the host."""
 
     rows: IntArray
     outcome: HostCopy  # [5, n] int64: token, alive, finite, stop, length

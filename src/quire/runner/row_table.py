@@ -1,6 +1,6 @@
 """The persistent batch on the device: block tables, lengths and last tokens by row, updated by plan differences.
 
-What only the device knows (sampled tokens, finished rows) lives in tensors; what follows from plans is kept on the
+What is known on the device only (sampled tokens, finished rows) is in tensors; what follows from plans is kept on the
 host as well, so that building a batch never synchronises.
 """
 
@@ -67,7 +67,7 @@ class RowTable:
         running = self.decoding.copy()
         running[list(plan.pauses)] = False
         rows = np.flatnonzero(running).astype(np.int32)
-        assert len(rows) == plan.num_decoding, f"{len(rows)} rows decode, the plan says {plan.num_decoding}"
+        assert len(rows) == plan.num_decoding, f"{len(rows)} rows decode, the plan has {plan.num_decoding}"
         caught_up = [chunk.row for chunk in plan.chunks if ChunkOutput.SAMPLE in chunk.output]
         self._tokens_left[rows] -= 1
         self._tokens_left[caught_up] -= 1

@@ -20,7 +20,7 @@ _LOGPROBS_AT_ONCE = 2**22  # logits; each takes some 24 bytes of workspace
 
 
 class Scores(NamedTuple):
-    """Logprobs on their way to the host: integers, and floats by their bits, in one tensor."""
+    """Logprobs being copied to the host: integers, and floats by their bits, in one tensor."""
 
     packed: HostCopy  # [m, 3 + 2 * num_top] int32: token, rank, logprob, top ids, top logprobs
     num_top: int
@@ -77,7 +77,7 @@ def _logprobs_slice(logits: Tensor, tokens: Tensor, num_top: int) -> Tensor:
 
 
 class RowCandidates(NamedTuple):
-    """The likeliest next tokens of host-driven rows, on their way to the host: integers, and floats by their bits."""
+    """Candidates of host-driven rows, being copied to the host: integers, and floats by their bits."""
 
     host_rows: IntArray
     counts: NDArray[np.int64]

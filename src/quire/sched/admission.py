@@ -94,7 +94,7 @@ class Admission:
         if not self._state.waiting:
             return
         if builder.pressure:
-            self.cause = WaitCause.PRESSURE  # law (c)
+            self.cause = WaitCause.PRESSURE  # invariant (c)
         elif self._is_sealed(builder.now_s):
             self.cause = WaitCause.ROWS
         self._num_parked = 0

@@ -200,7 +200,7 @@ class Loop:
         else:
             blamed = self._bisection.fail()
         if blamed is not None:
-            _log.error("request %s failed alone: it is ended", blamed.request.id)
+            _log.error("request %s reproduces the failure: it is ended", blamed.request.id)
             self._num_unexplained = 0
             self._num_blamed += 1
             scheduler.fail(blamed)

@@ -1,6 +1,6 @@
 """In-flight prefix deduplication: a request waits for a prefix that another is computing instead of computing it too.
 
-Knows tokens, not blocks: the waiting request finds the computed prefix in the tree.
+Compares tokens, not blocks: the waiting request finds the computed prefix in the tree.
 """
 
 from collections import deque

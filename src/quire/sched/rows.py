@@ -174,7 +174,7 @@ class RowAllocator:
             self.emitter_ids[sequence.row] = NO_SEQUENCE
 
     def known(self, sequence: Sequence) -> IntArray:
-        """The tokens it knows by now."""
+        """The tokens known so far."""
         if sequence.finished or sequence.row is None:
             return sequence.tokens
         generated = self._log.gather(sequence.row, sequence.assigned_step)

@@ -230,7 +230,7 @@ class SchedulerState:
             self.billing.charge_last(row, sequence.request.tenant, position, self.kv.tables.lengths.item(row))
 
     def release_up_to(self, step: int) -> None:
-        """Law (a): give back rows and blocks that no step in flight touches."""
+        """Invariant (a): release rows and blocks that no step in flight touches."""
         while (sequence := self.rows.next_released(step)) is not None:
             row = sequence.row
             assert row is not None, sequence
@@ -252,7 +252,7 @@ class SchedulerState:
         return known[:num_computed]
 
     def requeue_or_forget(self, group: RequestGroup) -> None:
-        """Once no sequence holds a row, queue the group again, or forget it if it is finished."""
+        """Once no sequence holds a row, queue the group again, or drop it if it is finished."""
         if [sequence for sequence in group.sequences if sequence.row is not None]:
             return
         request = group.request

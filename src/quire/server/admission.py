@@ -29,8 +29,8 @@ class ShareExhausted(QuireError):
     status = 429
     code = "share_exhausted"
 
-    def __init__(self, num_open: int, most: int) -> None:
-        super().__init__(f"This key has {num_open} requests open, the most it may have is {most}. Try again later.")
+    def __init__(self, num_open: int, limit: int) -> None:
+        super().__init__(f"This key has {num_open} requests open, the limit is {limit}. Try again later.")
 
 
 class ServerPaused(QuireError):
@@ -41,7 +41,7 @@ class ServerPaused(QuireError):
 
 
 class AdmissionControl:
-    """Counts open requests, in all and by key."""
+    """Counts open requests, in total and by key."""
 
     def __init__(
         self, engine: AsyncEngine, health: Callable[[], Health], *, max_waiting: int, max_waiting_tokens: int

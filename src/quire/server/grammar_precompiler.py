@@ -23,7 +23,7 @@ class CompilersBusy(QuireError):
 
 
 class GrammarPrecompiler:
-    """Compiles grammars of requests on threads of its own. Recently compiled ones are accepted from the cache.
+    """Compiles grammars of requests on a thread pool. Recently compiled ones are accepted from the cache.
 
     A compile cannot be cancelled: after its deadline it holds its thread until it ends, about a second under the limits
     on grammars. `patience_s` bounds the wait for a free thread and the vocabulary, `deadline_s` the compile.

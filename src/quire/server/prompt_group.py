@@ -1,4 +1,4 @@
-"""Prompt group: several prompts of one HTTP request as one stream. A single prompt is a `RequestStream` of its own."""
+"""Prompt group: several prompts of one HTTP request as one stream. A single prompt is a plain `RequestStream`."""
 
 import asyncio
 from collections.abc import Sequence

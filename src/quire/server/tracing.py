@@ -3,7 +3,7 @@
     POST /v1/chat/completions ──▶ chat MODEL ──▶ queue, prefill, decode
 
 Spans are made when a request ends, from times that are recorded anyway, and sent from a thread of their own: no request
-waits for a collector. The only file that knows OpenTelemetry; imported only with `--otlp-endpoint`.
+waits for a collector. The only file that depends on OpenTelemetry; imported only with `--otlp-endpoint`.
 """
 
 import time

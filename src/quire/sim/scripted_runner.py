@@ -1,4 +1,4 @@
-"""A runner with scripted outputs: real requests and real scheduling, no arithmetic. Knows token ids, no text.
+"""A runner with scripted outputs: real requests and real scheduling, no arithmetic. Works on token ids.
 
 Every row emits the reply that `choose` returns for its prompt, token by token, and then ends. A broken reply ends its
 row with an error instead, as non-finite logits would. A prompt's embedding counts its tokens by id modulo 16.

@@ -1,4 +1,4 @@
-"""Builds a tokenizer from GGUF metadata. Knows the metadata's keys, nothing of files or tensors.
+"""Builds a tokenizer from GGUF metadata. Does not depend on files or tensors.
 
 Two vocabulary types are supported: byte-level BPE ("gpt2"), pre-tokenized as `SPLITS` says, and SentencePiece BPE with
 byte fallback ("llama"), whose merges are derived from the scores.

@@ -1,4 +1,4 @@
-"""Reads the tokenizer of a Hugging Face folder. Knows its JSON files, nothing of weights or downloads.
+"""Reads the tokenizer of a Hugging Face folder. Does not depend on weights or downloads.
 
 `TokenizerFiles`, the result, is the same for GGUF files.
 """

@@ -1,4 +1,4 @@
-"""Allocates a decoder's weights, and fills dummy weights. Knows the shapes, not the files.
+"""Allocates a decoder's weights, and fills dummy weights. Does not depend on files.
 
 Dummy weights are deterministic and are made at the speed of a memory copy.
 """

@@ -22,7 +22,7 @@ from quire.weights.tensor_reader import slices_of
 
 NAMES_SHOWN = 4
 
-Progress = Callable[[int, int], None]  # bytes read so far, bytes in all
+Progress = Callable[[int, int], None]  # bytes read so far, total bytes
 
 
 def unfilled_weights(

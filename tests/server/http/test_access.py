@@ -302,7 +302,7 @@ def test_an_internal_error_has_a_fixed_text_and_is_logged_once(holder: httpx.Cli
     own = response.headers["x-quire-request-id"]
     assert response.status_code == 500 and response.headers["x-should-retry"] == "false"
     assert error_of(response)["message"] == (
-        f"The server failed to answer this request; its log says why, under the id {own}."
+        f"The server failed to answer this request; see its log, id {own}."
     )
     whole, streamed = [json.loads(line) for line in written.getvalue().splitlines()]
     assert whole["id"] == own and "in broken\n" in whole["stack"] and whole["stack"].endswith("builtins.KeyError")

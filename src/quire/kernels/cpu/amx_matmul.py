@@ -1,4 +1,4 @@
-"""float32 x bfloat16 matmul to float32 on AMX, compiled by numba. Knows arrays, not torch.
+"""float32 x bfloat16 matmul to float32 on AMX, compiled by numba. Does not depend on torch.
 
 AMX multiplies bfloat16 only, but sums in float32. So each float32 is split into a bfloat16 and its rounded remainder,
 which keeps 16 bits of the mantissa. Both are multiplied with the same weight tile, which is read once: almost free

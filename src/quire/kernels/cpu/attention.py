@@ -1,6 +1,6 @@
 """Decode attention on the CPU: query by query over block tables, compiled by numba.
 
-Reads keys and values in place and gathers nothing. Knows arrays, not torch. It is bound by instructions, so a key is
+Reads keys and values in place and gathers nothing. Does not depend on torch. It is bound by instructions, so a key is
 converted to float once for several query heads, a `tile`: a tuple of zeros, because the compiler knows a tuple's length
 and keeps its values in registers. Indices are unsigned, which tells the compiler that none is negative: only then does
 it vectorize.

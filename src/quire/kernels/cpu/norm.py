@@ -1,4 +1,4 @@
-"""RMSNorm in one pass over each row, compiled by numba. Knows arrays, not torch.
+"""RMSNorm in one pass over each row, compiled by numba. Does not depend on torch.
 
 On one thread: a decode step has so few rows that waking a second thread costs more than it saves.
 """

@@ -1,4 +1,4 @@
-"""Copies whole KV blocks to other blocks of the store in one launch. Knows bytes, not their meaning."""
+"""Copies whole KV blocks to other blocks of the store in one launch. Does not depend on their contents."""
 
 import torch
 import triton

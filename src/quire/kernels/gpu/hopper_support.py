@@ -1,7 +1,7 @@
 """Whether the Hopper kernels can be used, and the log line where they cannot. Does not depend on kernels.
 
 They are written in Gluon, a part of Triton that changes between releases. Where Gluon is missing, or a kernel does not
-compile, one warning is logged and the portable kernels are used. A file of its own: it must load without Gluon.
+compile, one warning is logged and the portable kernels are used. A separate file: it must load without Gluon.
 """
 
 import logging

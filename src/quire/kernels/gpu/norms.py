@@ -1,4 +1,4 @@
-"""RMSNorm, alone or fused with the residual addition before it, in one pass. Knows rows and no model."""
+"""RMSNorm, alone or fused with the residual addition before it, in one pass. Does not depend on a model."""
 
 from typing import NamedTuple
 

@@ -79,7 +79,7 @@ class _Launched:
         self._mode = AsyncCompileMode(self.queue, ignore_errors=True)
 
     def dry_run(self, run_step: Callable[[], None]) -> None:
-        # In a context of its own: the compile mode must not hold for later launches of this thread.
+        # In a separate context: the compile mode must not hold for later launches of this thread.
         copy_context().run(self._run_dry, run_step)
 
     def _run_dry(self, run_step: Callable[[], None]) -> None:

@@ -43,7 +43,7 @@ from quire.sched.scheduler import Scheduler
 
 
 class ExpectedEmitters:
-    """The decoding rows, and those of each step in flight. A row in flight is not reassigned: law (a)."""
+    """The decoding rows, and those of each step in flight. A row in flight is not reassigned: invariant (a)."""
 
     __slots__ = ("_decoding", "_in_flight")
 

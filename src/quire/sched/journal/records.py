@@ -1,4 +1,4 @@
-"""Journal records: one for each call of a scheduler. Knows their bytes, not their effect.
+"""Journal records: one for each call of a scheduler. Depends on their bytes, not their effect.
 
 A journal is MAGIC, one byte of version, the spec as JSON text, then records: one byte of kind, and the
 fields in the order of the classes below, as `sched/journal/codec.py` packs them. Steps are numbered by counting the

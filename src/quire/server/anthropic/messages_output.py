@@ -1,4 +1,4 @@
-"""Messages API output: the JSON body, and the stream events. Knows output items, no HTTP."""
+"""Messages API output: the JSON body, and the stream events. Does not depend on HTTP."""
 
 import uuid
 

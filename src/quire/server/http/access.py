@@ -1,7 +1,7 @@
 """Access checks: authentication, CSRF and DNS rebinding protection, body limit. What is not allowed is refused.
 
-All checks but the last read only the head of a request, so a refusal reads no body. Knows keys, paths and sizes, not
-what the application does.
+All checks but the last read only the head of a request, so a refusal reads no body. Does not depend on the
+application.
 """
 
 import ipaddress

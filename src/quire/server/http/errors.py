@@ -1,7 +1,7 @@
 """Error replies: how an error becomes a status, headers and a JSON body. Does not depend on the engine.
 
 The body has the shape of the API that was called: OpenAI's, Anthropic's, or the flat one of text-generation-inference
-with statuses of its own. It is bounded, and has no path of this machine and no memory address. `rename_error_params`
+with its own statuses. It is bounded, and has no path of this machine and no memory address. `rename_error_params`
 replaces internal names of fields by those of the API.
 """
 
@@ -132,7 +132,7 @@ class InternalError(QuireError):
     code = "internal_error"
 
     def __init__(self, request_id: str) -> None:
-        super().__init__(f"The server failed to answer this request; its log says why, under the id {request_id}.")
+        super().__init__(f"The server failed to answer this request; see its log, id {request_id}.")
 
 
 class ErrorReply(NamedTuple):

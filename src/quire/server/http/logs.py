@@ -209,7 +209,7 @@ class _DirectHandler:
 
 
 def _unshared(stream: TextIO | None) -> TextIO | None:
-    """The same file with a buffer of its own: at exit the process flushes the shared one, and would wait there for a
+    """The same file with a separate buffer: at exit the process flushes the shared one, and would wait there for a
     thread that is blocked in a write."""
     if stream is None:
         return None

@@ -2,7 +2,7 @@
 
 Against slow loris clients, a head must be complete within seconds and a body must keep a minimum rate. A connection has
 one request at a time; malformed bytes get an error reply and a close. A request that the access checks refuse by its
-head alone is answered here: no task is made and no body is kept. Knows bytes and time, neither keys nor routes.
+head alone is answered here: no task is made and no body is kept. Does not depend on keys or routes.
 
 HTTP/1.0 has no chunks: a response without a length is sent unframed, and the end of the connection ends it. uvicorn
 would chunk it for every client.

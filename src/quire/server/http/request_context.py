@@ -1,4 +1,4 @@
-"""One HTTP request: ids, identity, outcome, token counts. Its context while it lives, its record when it ends.
+"""One HTTP request: ids, identity, outcome, token counts. Its context while it is open, its record when it ends.
 
 Also the names of routes, from a closed set: the patterns that an application serves, and `OTHER` for the rest.
 """
@@ -23,7 +23,7 @@ CURRENT_CONTEXT: ContextVar["RequestContext | None"] = ContextVar("request_conte
 
 @dataclass(slots=True)
 class RequestContext:
-    """Lives as long as the request. The client's own label (`x-request-id`) is only sent back, never looked up."""
+    """Exists as long as the request. The client's own label (`x-request-id`) is only sent back, never looked up."""
 
     request_id: str
     began_s: float  # when the head was complete
@@ -41,7 +41,7 @@ class RequestContext:
     error_code: str | None = None  # of the error that was its response
 
     def note_prompt(self, num_tokens: int) -> None:
-        """A prompt is submitted. A request may bring several; their tokens add up."""
+        """A prompt is submitted. A request may have several; their tokens add up."""
         self.num_prompt_tokens = (self.num_prompt_tokens or 0) + num_tokens
 
     def note_completion(self, num_tokens: int) -> None:

@@ -50,7 +50,7 @@ def client_error(error: Exception) -> QuireError:
     if isinstance(error, QuireError):
         return error
     _log.error("an endpoint failed", exc_info=error)
-    return EngineFailed("The server failed to answer this request; its log says why.")
+    return EngineFailed("The server failed to answer this request; see its log.")
 
 
 async def until_disconnect(

@@ -1,4 +1,4 @@
-"""Responses API output: the JSON body, and the stream events. Knows output items, no HTTP.
+"""Responses API output: the JSON body, and the stream events. Does not depend on HTTP.
 
 Events are numbered from 0. An item keeps its id from its first event to the final response.
 """

@@ -1,6 +1,6 @@
 """Fault injection: a runner between the loop and a correct one that loses steps, dies or poisons a row on demand.
 
-It also checks every plan: budgets, law (a), law (c), I6 and I17.
+It also checks every plan: budgets, invariants (a) and (c), I6 and I17.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """Attention of one step on the GPU: decodes (one query) to the decode kernel, chunks to a prefill kernel.
 
-Prepared once a step and used by every layer. The host alone knows which rows decode; nothing is read back. A part of
+Prepared once per step and used by every layer. Which rows decode is known on the host; nothing is read back. A part of
 the step may be computed by another library (`AttentionBackends`).
 """
 

@@ -1,7 +1,7 @@
 """Prefill attention on Hopper, in Gluon: one persistent, warp-specialised kernel. Bound by tensor cores.
 
 A program takes tiles of 128 rows from a work list, one after another: tokens of a sequence with the query heads of one
-key head (`work_list`). One loader warp brings keys and values by TMA, page by page, some tiles ahead, as soon as the
+key head (`work_list`). One loader warp loads keys and values by TMA, page by page, some tiles ahead, as soon as the
 consumers release a buffer; queries too, where the query heads per key head divide half a tile. Two consumer warpgroups
 of four warps have half of the rows each: while the tensor cores multiply the values of one tile of keys (WGMMA), a
 consumer computes the online softmax of the next tile's scores. Keys go from the last to the first, so that masked tiles

@@ -1,4 +1,4 @@
-"""Which chunks the Hopper prefill kernel computes, as long as it compiles. Knows the kernel's limits only."""
+"""Which chunks the Hopper prefill kernel computes, as long as it compiles. Depends on the kernel's limits only."""
 
 import torch
 from torch import Tensor

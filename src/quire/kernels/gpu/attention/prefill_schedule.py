@@ -3,7 +3,7 @@
 A row is a (token, query head) pair of one key head; the rows of a sequence are ordered by token, and a tile may start
 and end between the heads of a token. For persistent kernels whose programs take one tile after another: with the
 longest first, all programs end at about the same time. The capacity follows from host integers: every sequence has one
-tile more than its rows could need; unused entries are last. Knows lengths, not what is done with a tile.
+tile more than its rows could need; unused entries are last. Depends on lengths only.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Which GEMMs of few rows the Hopper kernel computes, as long as it compiles. Knows its limits only."""
+"""Which GEMMs of few rows the Hopper kernel computes, as long as it compiles. Depends on its limits only."""
 
 import torch
 from torch import Tensor

@@ -1,6 +1,6 @@
-"""Tiles and split-K of the Hopper GEMM (`hopper_ring`), and the shapes it declines. Knows integers only.
+"""Tiles and split-K of the Hopper GEMM (`hopper_ring`), and the shapes it declines. Integers only.
 
-A file of its own, without Gluon: it must load where Triton has none. A tile is 64 outputs over the whole input, a slice
+A separate file, without Gluon: it must load where Triton has none. A tile is 64 outputs over the whole input, a slice
 128 columns of it. Programs get equal runs of (tile, slice) units, tile after tile: whole tiles, runs across tile
 boundaries (stream-K), or as many splits of each tile as there are SMs for.
 """
