@@ -187,7 +187,7 @@ class LLM:
     ) -> DeltaStream:
         """Complete one prompt, piece by piece. Leaving the loop early aborts the request.
 
-        Beams, and continuations of which the best are chosen, come in one piece each, at the end.
+        Beam search and best_of return each sequence in one piece, at the end.
         """
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         request_options = options_of(options, with_progress=False)

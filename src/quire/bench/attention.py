@@ -140,7 +140,7 @@ def _seconds(inputs: KernelInputs, rule: AttentionRule, compared: Sequence[GpuAt
 
 
 def _capture(attention: GpuAttention, query: Tensor, layers: Sequence[Tensor], rule: AttentionRule) -> Replay:
-    """A CUDA graph of one launch per layer. The work done once a step is done before."""
+    """A CUDA graph of one launch per layer. The work done once per step is done before."""
 
     def attend() -> Tensor:
         for layer in layers[:-1]:

@@ -23,7 +23,7 @@ from quire.workload.traces import TraceRow
 
 VOCAB_SIZE = 1 << 15
 
-# Llama-3.1-8B in bf16: 8.0e9 parameters, 32 layers × 8 KV heads × 128 × (K and V) × 2 bytes a token. The H200's
+# Llama-3.1-8B in bf16: 8.0e9 parameters, 32 layers × 8 KV heads × 128 × (K and V) × 2 bytes per token. The H200's
 # measured ceilings: 762 TFLOP/s, 4.11 TB/s. 0.3 ms for everything else.
 LLAMA_8B_ON_H200 = roofline(
     num_parameters=8_030_000_000,

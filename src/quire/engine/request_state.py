@@ -170,7 +170,7 @@ class SequenceOutput:
 
 
 def logprob_entry(scores: TopLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
-    """The token itself first, then the likeliest alternatives."""
+    """The token itself first, then the most probable alternatives."""
 
     def logprob(token: int, value: float, rank: int) -> Logprob:
         text = None if tokenizer is None else tokenizer.spell(token)

@@ -110,7 +110,7 @@ class RequestValidator:
         return replace(request, max_tokens=longest)
 
     def _most_blocks(self, request: Request, max_tokens: int) -> int:
-        """Blocks of the whole request group: the prompt once, each sequence for itself."""
+        """Blocks of the whole request group: the prompt once, each sequence separately."""
         return most_blocks(replace(request, max_tokens=max_tokens), self.block_size)
 
     def _with_candidates(self, request: Request) -> Request:

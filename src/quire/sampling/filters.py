@@ -87,7 +87,7 @@ def _lowest_keys(keys: Tensor, weights: Tensor, top_k: Tensor, top_p: Tensor, wi
 
 
 def _cut(keys: Tensor, weights: Tensor, top_k: Tensor, top_p: Tensor, width: int) -> SamplingCutoff:
-    """Decide from the `width` likeliest tokens of each row."""
+    """Decide from the `width` most probable tokens of each row."""
     whole = width == keys.shape[-1]
     likeliest = (keys.sort(dim=-1, descending=True) if whole else keys.topk(width, dim=-1)).values
     among_top_k = torch.arange(width, device=keys.device) < top_k[:, None]

@@ -153,7 +153,7 @@ class Sampler:
         logits: Tensor,  # [n, vocab] float32; not changed
         batch: SamplingBatch,
     ) -> RowCandidates:
-        """The likeliest tokens of every row of the batch, as many as each row needs."""
+        """The most probable tokens of every row of the batch, as many as each row needs."""
         processed, _, _, finite = self._best(torch.log_softmax(logits, dim=-1), batch)
         return likeliest(processed, finite, batch.host_rows, self._rows.host_num_candidates[batch.host_rows])
 
@@ -287,7 +287,7 @@ class Sampler:
 
 
 class _Best(NamedTuple):
-    """Processed logits, and the likeliest token of each row."""
+    """Processed logits, and the most probable token of each row."""
 
     processed: Tensor  # [n, vocab] float32
     tokens: Tensor  # [n] int64

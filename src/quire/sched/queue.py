@@ -87,8 +87,8 @@ _SLACK = 32  # a heap is rebuilt when it has this many more than twice its live 
 
 
 class Urgency(NamedTuple):
-    """The classes of the head. Preemption compares base classes alone: two ageing classes would preempt each other for
-    ever."""
+    """The classes of the head. Preemption compares base classes alone: two ageing classes would preempt each other
+    forever."""
 
     aged_class: int
     base_class: int

@@ -135,7 +135,7 @@ class RequestAborted(QuireError):
 
 
 class FinishedRequest(NamedTuple):
-    """A request that is over, for metrics and traces."""
+    """A finished request, for metrics and traces."""
 
     state: RequestState
     output: RequestOutput | None
@@ -377,7 +377,7 @@ class AsyncEngine:
         self._send(AbortRequest(state.number))
 
     def _send(self, message: StopSequence | AbortRequest) -> None:
-        """From any thread. Without an engine it goes nowhere: the engine may be detached at any moment."""
+        """Thread-safe. Dropped without an engine, which may be detached at any moment."""
         process = self._process
         if process is not None:
             process.send(message)

@@ -35,7 +35,7 @@ class ScriptedReply:
 
 
 class ScriptedRunner:
-    """Emits a scripted reply for each row. `pause` is called once a step, to take the time of a model."""
+    """Emits a scripted reply for each row. `pause` is called once per step, to take the time of a model."""
 
     def __init__(self, choose: Callable[[IntArray], ScriptedReply], vocab_size: int, pause: Callable[[], None]) -> None:
         self._choose = choose

@@ -266,7 +266,7 @@ class CpuAttention:
         return _attend_dense(query.transpose(0, 1), keys, values, mask, rule).transpose(0, 1)
 
     def _mask(self, index: int, first: int, window: int, dtype: torch.dtype) -> Tensor | None:
-        """[queries, keys], 0 where the key is visible; built once a step for all layers of one window."""
+        """[queries, keys], 0 where the key is visible; built once per step for all layers of one window."""
         chunk = self._chunks[index]
         if chunk.num_queries == 1:
             return None

@@ -306,8 +306,8 @@ class GuardedProtocol(HttpToolsProtocol):
         else:
             self._refuse(
                 TooSlow(
-                    f"The body came too slowly: {self._num_body_bytes} bytes of it in {limits.body_s:g} s or more. "
-                    f"After the first {limits.body_s:g} s, send at least {limits.body_bytes_per_s} bytes a second."
+                    f"The body arrived too slowly: {self._num_body_bytes} bytes in {limits.body_s:g} s or more. "
+                    f"After the first {limits.body_s:g} s, send at least {limits.body_bytes_per_s} bytes/s."
                 )
             )
 

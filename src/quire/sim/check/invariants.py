@@ -1,8 +1,8 @@
 """Invariants checked from outside the scheduler: blocks in flight, counters, and the contents of the cache.
 
 Invariant (a): a row or block that a step in flight reads or writes is not given to another sequence. A cache hit that
-only reads a block is allowed, but not while a step in flight writes it. Moves run before their step writes anything, so the
-source of a move may be granted again in the same plan.
+only reads a block is allowed, but not while a step in flight writes it. Moves run before their step writes anything, so
+the source of a move may be granted again in the same plan.
 
 I6: a step writes only blocks that exactly one live table holds. A block may be in many tables (prefix hits, forks), but
 then no row writes it. A move writes a block that no live table holds between releases and grants.

@@ -1,4 +1,4 @@
-"""Split-KV schedule of decodes: which keys of which row each program takes. One launch a step for each window.
+"""Split-KV schedule of decodes: which keys of which row each program takes. One launch per step and window.
 
 A row is one split, or several of nearly equal length. There should be enough splits to fill the GPU and few enough to
 cost little, and the tail of the launch should be short; so rows are scheduled longest first. The length of a split
@@ -185,7 +185,7 @@ def _rank(lengths, order, num_rows, ROWS: tl.constexpr, AT_ONCE: tl.constexpr):
 def longest_first(lengths: Tensor) -> Tensor:
     """Rows in order of decreasing length, [rows] int32, so that the last programs of a launch are short.
 
-    lengths: [rows] int32, >= 0. One launch a step.
+    lengths: [rows] int32, >= 0. One launch per step.
     """
     num_rows = len(lengths)
     order = new_index_tensor((num_rows,), torch.int32, lengths.device)

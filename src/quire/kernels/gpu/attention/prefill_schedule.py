@@ -1,4 +1,4 @@
-"""Work list of prefill tiles, those with most keys first. One launch a step, for every layer.
+"""Work list of prefill tiles, those with most keys first. One launch per step, for every layer.
 
 A row is a (token, query head) pair of one key head; the rows of a sequence are ordered by token, and a tile may start
 and end between the heads of a token. For persistent kernels whose programs take one tile after another: with the
