@@ -281,7 +281,7 @@ def shows_settings(function: Function) -> Function:
 
 
 _ONE_DEVICE = "a model runs on one device; omit it"
-_REQUEST_LOG = "a server writes one line per request to stdout, without its prompt (see --log-format); omit it"
+_REQUEST_LOG = "a server writes one line per request to stdout, without its prompt, in --log-format; omit it"
 _LENGTH, _ROWS, _STEP = "use {max_model_len}", "use {max_num_seqs}", "use {max_num_batched_tokens}"
 
 # Options and keywords of vLLM, SGLang and llama.cpp that quire does not have, and what replaces each. Names in braces
@@ -327,7 +327,7 @@ _FOREIGN = {
 
 @dataclass(frozen=True, slots=True)
 class MachineInfo:
-    """The facts of the device that settings are derived from."""
+    """Properties of the device that settings are derived from."""
 
     device: str  # "cpu" or "cuda"
     free_bytes: int  # memory available for the KV cache, with the weights loaded

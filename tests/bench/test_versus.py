@@ -40,7 +40,13 @@ def test_a_run_of_the_rival_is_compared_with_the_quire_runs_around_it(tmp_path: 
     quire = command(tmp_path / "quire", ours(1), ours(3), ours(4))
     rival = command(tmp_path / "rival", theirs(6), theirs(7))
     [found] = compare_commands(quire, rival, rounds=2, say=lines.append)
-    assert lines == ["quire's turn", "the rival's turn", "quire's turn", "the rival's turn", "quire's turn"]
+    assert lines == [
+        "quire's turn",
+        "the other engine's turn",
+        "quire's turn",
+        "the other engine's turn",
+        "quire's turn",
+    ]
     assert found.ratios == [6 / 2, 7 / 3.5] and found.ratio == 2.5
     assert found.drift == 4 and found.same_work
 
@@ -69,7 +75,7 @@ def test_the_comparison_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_no_common_workload_and_a_failing_command_are_refused(tmp_path: Path) -> None:
     quire = command(tmp_path / "quire", ours(1), ours(1))
     other = command(tmp_path / "rival", {**theirs(1), "workload": "exp"})
-    with pytest.raises(ConfigError, match="quire ran nano; the rival, exp"):
+    with pytest.raises(ConfigError, match="quire ran nano; the other engine, exp"):
         compare_commands(quire, other, rounds=1, say=lambda text: None)
     with pytest.raises(ConfigError, match="The command of quire ended with status 1"):
         compare_commands(quire, other, rounds=1, say=lambda text: None)  # no line of its script is left

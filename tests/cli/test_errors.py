@@ -90,13 +90,13 @@ def test_a_mistake_is_one_sentence(quire: Shell, line: str, words: str) -> None:
         ("check --steps 0", "--steps"),
         ("serve --max-waiting-tokens auto", "'auto' is not a size"),  # it has no derived value
         ("serve --max-waiting-tokens 0", "it must be at least 1"),
-        ("serve --shutdown-timeout nan", "'nan' is not a number that can be counted with"),
-        ("bench regimes --rate nan", "'nan' is not a number that can be counted with"),
-        ("bench scheduler --rows 99999999999", "is no list of whole numbers from 1 to 100,000"),
-        (f"bench scheduler --rows {'9' * 5000}", "is no list of whole numbers from 1 to 100,000"),
+        ("serve --shutdown-timeout nan", "'nan' is not a finite number"),
+        ("bench regimes --rate nan", "'nan' is not a finite number"),
+        ("bench scheduler --rows 99999999999", "is not a list of whole numbers from 1 to 100,000"),
+        (f"bench scheduler --rows {'9' * 5000}", "is not a list of whole numbers from 1 to 100,000"),
         ("bench race --rival 'x -- throughput", "no closing quotation"),
-        ("bench race --rival= -- throughput", "it is empty; give the rival's command in quotes"),
-        ("bench race --rival nosuchprogram -- throughput", "there is no program 'nosuchprogram' here"),
+        ("bench race --rival= -- throughput", "it is empty; give the other engine's command in quotes"),
+        ("bench race --rival nosuchprogram -- throughput", "there is no program 'nosuchprogram' on this machine"),
     ],
 )
 def test_a_wrong_command_line_gets_a_hint(quire: Shell, line: str, words: str) -> None:

@@ -10,10 +10,10 @@ import pytest
 from quire.config import EngineConfig
 from quire.engine import engine_main as process
 from quire.engine.messages import StartEngine
-from quire.engine.stats import EngineInfo, MemoryLedger
+from quire.engine.stats import EngineInfo, MemoryUsage
 from quire.engine.wire import pack
 
-INFO = EngineInfo("m", 64, 100, 64, 64, 16, "cpu", "float32", MemoryLedger(), 0, os.getpid())
+INFO = EngineInfo("m", 64, 100, 64, 64, 16, "cpu", "float32", MemoryUsage(), 0, os.getpid())
 
 
 @pytest.mark.parametrize("grammars", [SimpleNamespace(), None])

@@ -153,5 +153,5 @@ def test_explain_over_the_wire(wire):
     wire.send(Query(1, "explain", 4), Query(2, "explain", 5), Query(3, "no such thing"))
     told, unknown, nonsense = (wire.next(QueryReply) for _ in range(3))
     assert b"arrived with 2 tokens" in told.body
-    assert b"problem" in unknown.body and b"remembered" in unknown.body
+    assert b"problem" in unknown.body and b"unknown" in unknown.body
     assert b"problem" in nonsense.body

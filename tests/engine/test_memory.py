@@ -11,7 +11,7 @@ from quire.core.step import FinishReason
 from quire.engine.engine import Engine
 from quire.engine.local_client import LocalClient
 from quire.engine.request_validator import RequestValidator
-from quire.engine.stats import MemoryLedger, account_memory
+from quire.engine.stats import MemoryUsage, account_memory
 from quire.kernels.interface import StepLayout
 from quire.kv.manager import KVManager
 from quire.models.oracle import OracleModel
@@ -32,7 +32,7 @@ def test_the_ledger_adds_up(weights: int, kv: int, recorded: int, other: int, wo
 
 
 def test_zero_entries_are_not_reported() -> None:
-    assert MemoryLedger(weights=3 << 30, kv=1 << 29).describe() == "weights 3.00 GiB · kv 0.50 GiB"
+    assert MemoryUsage(weights=3 << 30, kv=1 << 29).describe() == "weights 3.00 GiB · kv 0.50 GiB"
 
 
 class SmallMemoryModel(OracleModel):

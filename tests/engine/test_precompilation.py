@@ -114,7 +114,7 @@ def test_weights_are_loaded_while_kernels_are_compiled_and_the_model_is_the_same
     compiler = FakeCompiler()
     one = tokens(started(monkeypatch, compiler, StartupReporter(finished=compiler.note)))
     compiler.order.remove("first")  # at any time before
-    events = ["begun", "reported rehearsal", "reported weights", "finished"]
+    events = ["begun", "reported dry run", "reported weights", "finished"]
     events += ["reported kernels", "over", "reported warm-up"]
     assert compiler.order[compiler.order.index("reported kv cache") + 1 :][: len(events)] == events
     plain = FakeCompiler()
@@ -131,7 +131,7 @@ def test_an_unreadable_file_stops_compilation(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(build, "dummy_weights", lambda *given: dummy_weights(*given)._replace(fill=broken))
     with pytest.raises(BrokenModelFile):
         started(monkeypatch, compiler, StartupReporter(finished=compiler.note))
-    assert compiler.order[-3:] == ["begun", "reported rehearsal", "over"], "without waiting for kernels"
+    assert compiler.order[-3:] == ["begun", "reported dry run", "over"], "without waiting for kernels"
 
 
 def test_exit_after_a_refused_model_waits_for_the_first_kernel() -> None:

@@ -27,7 +27,7 @@ from quire.engine.messages import (
 )
 from quire.engine.request_options import RequestOptions
 from quire.engine.startup import StartupPhase
-from quire.engine.stats import EngineInfo, EngineStats, MemoryLedger
+from quire.engine.stats import EngineInfo, EngineStats, MemoryUsage
 from quire.engine.wire import (
     MAX_FRAME_BYTES,
     BrokenFrame,
@@ -112,7 +112,7 @@ MESSAGES = {
     StartupPhase: st.builds(StartupPhase, TEXT, SECONDS, TEXT),
     LoadProgress: st.builds(LoadProgress, NUMBER, NUMBER),
     EngineInfo: st.builds(
-        EngineInfo, TEXT, *[NUMBER] * 5, TEXT, TEXT, st.builds(MemoryLedger, NUMBER, NUMBER), NUMBER, NUMBER
+        EngineInfo, TEXT, *[NUMBER] * 5, TEXT, TEXT, st.builds(MemoryUsage, NUMBER, NUMBER), NUMBER, NUMBER
     ),
     Refused: st.builds(Refused, st.none() | NUMBER, st.builds(QueueFull, NUMBER, NUMBER, TEXT)),
     Accepted: st.builds(Accepted, NUMBER, NUMBER, NUMBER),

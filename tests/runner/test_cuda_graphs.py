@@ -206,7 +206,7 @@ def answers(
     *,
     busily: bool = False,
     first: int = 99,
-    recording: bool = True,
+    capture_graphs: bool = True,
 ) -> tuple[list[object], int]:
     """What requests with these wishes are told, and how many steps were replayed.
 
@@ -223,7 +223,7 @@ def answers(
         row_kernels=row_kernels,
         max_step_tokens=24,
         on_demand=True,
-        recording=recording,
+        capture_graphs=capture_graphs,
     )
     for _ in range(first):
         runner.prepare()
@@ -281,7 +281,7 @@ def test_kernels_that_wait_are_never_recorded_and_rows_end_as_ever() -> None:
         finished.append(chosen)
         return REFERENCE_ROW_KERNELS.finish_rows(chosen, *given)
 
-    never, none = answers(REFERENCE_ROW_KERNELS._replace(finish_rows=finish), busily=True, recording=False)
+    never, none = answers(REFERENCE_ROW_KERNELS._replace(finish_rows=finish), busily=True, capture_graphs=False)
     assert never == answers(REFERENCE_ROW_KERNELS)[0]
     assert none == 0 and finished
 

@@ -19,7 +19,7 @@ from quire.core.sampling import SamplingParams
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput
 from quire.engine.request_options import RequestOptions
-from quire.engine.stats import EngineInfo, MemoryLedger
+from quire.engine.stats import EngineInfo, MemoryUsage
 from quire.server.admission import AdmissionControl
 from quire.server.app import make_app
 from quire.server.async_engine import AsyncEngine, RequestStream
@@ -43,7 +43,7 @@ class Script:
         self.calls: list[RequestStream] = []
         self.num_left = 0
         self.attached, self.draining, self.heartbeat_s = True, False, math.inf
-        self.info = EngineInfo("script", 1024, 49152, 64, 64, 16, "script", "none", MemoryLedger(), 1, 0)
+        self.info = EngineInfo("script", 1024, 49152, 64, 64, 16, "script", "none", MemoryUsage(), 1, 0)
         self.stats = None
 
     def submit(

@@ -18,10 +18,10 @@ from quire.core.step_output import FinishedSequence, StepOutput
 from quire.engine.engine_process import EngineProcess
 from quire.engine.messages import Accepted
 from quire.engine.outputs import Delta, RequestOutput
-from quire.engine.stats import EngineInfo, MemoryLedger
+from quire.engine.stats import EngineInfo, MemoryUsage
 from quire.server.async_engine import WOKEN_AT_ONCE, AsyncEngine, RequestStream
 
-INFO = EngineInfo("m", 64, 100, 64, 64, 16, "cpu", "float32", MemoryLedger(), 0, os.getpid())
+INFO = EngineInfo("m", 64, 100, 64, 64, 16, "cpu", "float32", MemoryUsage(), 0, os.getpid())
 PARAMS = SamplingParams(temperature=0.0, max_tokens=64)
 CALLERS = 3 * WOKEN_AT_ONCE
 

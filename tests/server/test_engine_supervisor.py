@@ -11,7 +11,7 @@ from quire.config import EngineConfig
 from quire.core.errors import EngineFailed
 from quire.engine.messages import LoadProgress
 from quire.engine.startup import StartupPhase
-from quire.engine.stats import EngineInfo, MemoryLedger
+from quire.engine.stats import EngineInfo, MemoryUsage
 from quire.engine.wire import Message, ToFront
 from quire.server import engine_supervisor as supervising
 from quire.server.async_engine import AsyncEngine
@@ -19,7 +19,7 @@ from quire.server.context import ServedModel
 from quire.server.engine_supervisor import MAX_FAILED, SILENT_START_S, STABLE_S, Health, Supervisor
 from tests.server.scripted_app import Script, app_over, events
 
-INFO = EngineInfo("m", 1024, 100, 4, 64, 16, "script", "none", MemoryLedger(), 1, 0)
+INFO = EngineInfo("m", 1024, 100, 4, 64, 16, "script", "none", MemoryUsage(), 1, 0)
 
 
 class Engine:
@@ -52,7 +52,7 @@ class SupervisedEngines:
         self.engines: list[Engine] = []
         self.waited_s: list[float] = []
         monkeypatch.setattr(supervising, "EngineProcess", self._new)
-        monkeypatch.setattr(supervising, "_LOOK_S", 0.0)
+        monkeypatch.setattr(supervising, "_CHECK_S", 0.0)
         monkeypatch.setattr(supervising.asyncio, "sleep", self._sleep)
         self.engine = AsyncEngine(None, lambda: self.now_s)
         self.supervisor = Supervisor(EngineConfig(), None, self.engine, clock=lambda: self.now_s)

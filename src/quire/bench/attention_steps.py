@@ -101,6 +101,5 @@ def _check(name: str, most_keys: int, is_step: bool) -> None:
         )
     if most_keys > _MAX_KEYS:
         raise ConfigError(
-            f"{name} has up to {most_keys:,} keys, and the limit is {_MAX_KEYS:,}; "
-            "request fewer or shorter sequences."
+            f"{name} has up to {most_keys:,} keys, and the limit is {_MAX_KEYS:,}; request fewer or shorter sequences."
         )

@@ -1,4 +1,4 @@
-"""A comparison of two commands on one machine, interleaved: quire, rival, quire.
+"""A comparison of two commands on one machine, interleaved: quire, the other, quire.
 
 A result is a line of output that is a JSON object with a workload, its seconds and its output tokens. Other lines are
 ignored. Does not depend on the engines.
@@ -29,7 +29,7 @@ class WorkloadResult(NamedTuple):
 
 @dataclass(slots=True)
 class CommandComparison:
-    """One workload: the seconds of each run of quire and of the rival. A run of the rival is between two of quire."""
+    """One workload: the seconds of each run of both engines. A run of the other engine is between two of quire."""
 
     workload: str
     ours_s: list[float] = field(default_factory=list)
@@ -38,7 +38,7 @@ class CommandComparison:
 
     @property
     def ratios(self) -> list[float]:
-        """For each run of the rival: its seconds by the mean of the quire runs before and after it."""
+        """For each run of the other engine: its seconds by the mean of the quire runs before and after it."""
         around = zip(self.ours_s, self.ours_s[1:], strict=False)
         return [theirs / ((before + after) / 2) for theirs, (before, after) in zip(self.theirs_s, around, strict=True)]
 
@@ -59,11 +59,11 @@ class CommandComparison:
 def compare_commands(
     ours: Many[str], theirs: Many[str], *, rounds: int, say: Callable[[str], None]
 ) -> list[CommandComparison]:
-    """One run of quire, then `rounds` times the rival and quire. Compares the workloads that are in every run."""
+    """One run of quire, then `rounds` times the other engine and quire. Compares the workloads of all runs."""
     quire_runs = [_run("quire", ours, say)]
     rival_runs = []
     for _ in range(rounds):
-        rival_runs.append(_run("the rival", theirs, say))
+        rival_runs.append(_run("the other engine", theirs, say))
         quire_runs.append(_run("quire", ours, say))
     comparisons = []
     for workload in quire_runs[0]:
@@ -74,7 +74,7 @@ def compare_commands(
             comparisons.append(CommandComparison(workload, *seconds, num_output))
     if not comparisons:
         named = [", ".join(run) or "none" for run in (quire_runs[0], rival_runs[0])]
-        raise ConfigError(f"The two have no workload in common: quire ran {named[0]}; the rival, {named[1]}.")
+        raise ConfigError(f"The two have no workload in common: quire ran {named[0]}; the other engine, {named[1]}.")
     return comparisons
 
 

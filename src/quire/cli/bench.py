@@ -176,22 +176,22 @@ def _command(ctx: click.Context, param: click.Parameter, value: str) -> list[str
     try:
         words = shlex.split(value)
     except ValueError as error:
-        raise click.BadParameter(f"{value!r} is no command: {str(error).lower()}.") from None
+        raise click.BadParameter(f"{value!r} is not a command: {str(error).lower()}.") from None
     if not words:
-        raise click.BadParameter("it is empty; give the rival's command in quotes.")
+        raise click.BadParameter("it is empty; give the other engine's command in quotes.")
     if shutil.which(words[0]) is None:
-        raise click.BadParameter(f"there is no program {words[0]!r} here that could be run.")
+        raise click.BadParameter(f"there is no program {words[0]!r} on this machine.")
     return words
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.option("--rival", required=True, metavar="COMMAND", callback=_command,
               help="Prints a JSON line for each workload: workload, seconds, output_tokens.")  # fmt: skip
-@click.option("--rounds", type=click.IntRange(1), default=1, show_default=True, help="Turns of the rival.")
+@click.option("--rounds", type=click.IntRange(1), default=1, show_default=True, help="Turns of the other engine.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 @click.argument("ours", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- throughput|latency OPTIONS…")
 def race(rival: list[str], rounds: int, as_json: bool, ours: tuple[str, ...]) -> None:
-    """Take turns with another engine: quire, the rival, quire. All after -- is a `quire bench` of ours."""
+    """Compare with another engine, interleaved: quire, the other, quire. After -- come the options of `quire bench`."""
     if ours[0] not in ("throughput", "latency"):
         raise click.UsageError(f"after -- comes throughput or latency with its options, not {ours[0]!r}.")
     from quire.cli.bench_processes import race as work

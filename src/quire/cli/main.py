@@ -72,7 +72,7 @@ class QuireGroup(click.Group):
 @click.group(cls=QuireGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="quire", message="%(prog)s %(version)s")
 def app() -> None:
-    """An LLM inference and serving engine: paged KV cache, continuous batching, readable in an afternoon.
+    """An LLM inference and serving engine: paged KV cache, continuous batching, prefix caching.
 
     MODEL is a path, a short name or a hub id; nothing means the default model.
     """
@@ -211,7 +211,7 @@ def doctor(as_json: bool) -> None:
 @click.option("--trial", type=int, help="Run only the scenario with this seed.")
 @click.option("--record", type=click.Path(dir_okay=False, writable=True), metavar="FILE",
               help="Run one scenario and write its journal, for quire replay.")  # fmt: skip
-@click.option("--part", hidden=True, help="What one of several jobs does.")
+@click.option("--part", hidden=True, help="Internal: one of several jobs.")
 def check(
     steps: int, seed: int, runner: str, jobs: int, trial: int | None, record: str | None, part: str | None
 ) -> None:

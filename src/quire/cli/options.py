@@ -31,7 +31,7 @@ class FiniteRange(click.FloatRange):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number = float(super().convert(value, param, ctx))
         if not math.isfinite(number):
-            self.fail(f"{value!r} is not a number that can be counted with.", param, ctx)
+            self.fail(f"{value!r} is not a finite number.", param, ctx)
         return number
 
 
@@ -42,7 +42,7 @@ def integer_list(low: int, high: int) -> Callable[[click.Context, click.Paramete
         words = [word.strip().replace("_", "") for word in value.split(",")]
         if not all(word.isdecimal() and len(word) < _MAX_DIGITS and low <= int(word) <= high for word in words):
             raise click.BadParameter(
-                f"{value!r} is no list of whole numbers from {low} to {high:,}, such as 16,64,256."
+                f"{value!r} is not a list of whole numbers from {low} to {high:,}, such as 16,64,256."
             )
         return tuple(map(int, words))
 

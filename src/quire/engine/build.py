@@ -21,7 +21,7 @@ from quire.engine.local_client import LocalClient
 from quire.engine.machine import inspect, pick_device
 from quire.engine.open_model import OpenedModel, open_model
 from quire.engine.startup import StartupReporter
-from quire.engine.stats import EngineInfo, MemoryLedger, account_memory
+from quire.engine.stats import EngineInfo, MemoryUsage, account_memory
 from quire.formats.checkpoint import Checkpoint, CheckpointSource
 from quire.kernels.attention_backends import AttentionNeeds
 from quire.kernels.interface import AttentionRule, Precompiling
@@ -55,9 +55,7 @@ class Precompilation:
         self._first.start()
 
     @contextmanager
-    def compiling(
-        self, dry_run: Callable[[], None], num_at_once: int, reporter: StartupReporter
-    ) -> Iterator[None]:
+    def compiling(self, dry_run: Callable[[], None], num_at_once: int, reporter: StartupReporter) -> Iterator[None]:
         """Compile the kernels that `dry_run` would launch while the block runs."""
         self._first.join()
         with self._compiling.launched(dry_run, num_at_once) as finish:
@@ -82,7 +80,7 @@ class BuiltEngine:
     machine: MachineInfo
     dtype: str
     kernels: str
-    memory: MemoryLedger
+    memory: MemoryUsage
     attention: tuple[str, ...] = ()  # why each attention backend was chosen, where there is a choice
 
     @property
@@ -207,7 +205,7 @@ def _runner(
         row_kernels=choice.row_kernels,
         max_step_tokens=resolved.max_num_batched_tokens,
         on_demand=not serving,
-        recording=choice.capturable,
+        capture_graphs=choice.capturable,
     )
 
 
@@ -263,10 +261,10 @@ def _engine(
     )
 
 
-def _memory_usage(weight_bytes: int, resolved: ResolvedConfig, before: MachineInfo, now: MachineInfo) -> MemoryLedger:
+def _memory_usage(weight_bytes: int, resolved: ResolvedConfig, before: MachineInfo, now: MachineInfo) -> MemoryUsage:
     """`before`: with weights and KV cache allocated, before any step."""
     if now.device == "cpu":
-        return MemoryLedger(weights=weight_bytes, kv=resolved.kv_bytes)
+        return MemoryUsage(weights=weight_bytes, kv=resolved.kv_bytes)
     return account_memory(
         weights=weight_bytes,
         kv=resolved.kv_bytes,

@@ -104,8 +104,7 @@ class Engine:
     def _prepare(self, grammar: Grammar) -> None:
         if self.grammars is None:
             raise InvalidParameter(
-                "Structured output needs a model with a tokenizer and llguidance "
-                '(pip install "quire[serve]").',
+                'Structured output needs a model with a tokenizer and llguidance (pip install "quire[serve]").',
                 param="grammar",
             )
         self.grammars.prepare(grammar)

@@ -138,7 +138,7 @@ class EngineServer:
         self._send(self._engine.submit(message))
 
     def _compile(self, message: AddRequest, grammar: Grammar) -> None:
-        """Compile a grammar on a thread: it may take long. The request is submitted when it is done; others continue."""
+        """Compile a grammar on a thread: it may take long. The request is submitted afterwards; others continue."""
         if self._engine.grammars is None:
             self._submit(message)  # raises the reason
             return

@@ -41,8 +41,7 @@ def default_params(checkpoint: Checkpoint) -> SamplingParams:
         return SamplingParams(**{name: value for name, value in said.items() if value is not None})
     except InvalidParameter as error:
         raise BrokenModelFile(
-            f"{checkpoint.path / GENERATION_CONFIG} contains an invalid value: {error.message} "
-            f"Correct or remove it."
+            f"{checkpoint.path / GENERATION_CONFIG} contains an invalid value: {error.message} Correct or remove it."
         ) from error
 
 

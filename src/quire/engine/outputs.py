@@ -15,7 +15,7 @@ from quire.core.step import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """One candidate token: its log-probability before any penalty or temperature, and its rank (1 is the most probable)."""
+    """One candidate token: its log-probability before any penalty or temperature, and its rank (1: most probable)."""
 
     logprob: float
     rank: int

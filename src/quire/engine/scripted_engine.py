@@ -19,7 +19,7 @@ from quire.engine.build_scheduler import make_grammars, make_scheduler, make_val
 from quire.engine.engine import Engine
 from quire.engine.open_model import OpenedModel, open_model
 from quire.engine.startup import StartupReporter
-from quire.engine.stats import EngineInfo, MemoryLedger
+from quire.engine.stats import EngineInfo, MemoryUsage
 from quire.sched.cost_model import UNMEASURED, CostTable
 from quire.sim.scripted_runner import ScriptedReply, ScriptedRunner
 from quire.text.tokenizer import Tokenizer
@@ -67,7 +67,7 @@ def build_scripted(config: EngineConfig, path: Path, watch: StartupReporter) -> 
         block_size=resolved.block_size,
         device="script",
         dtype="none",
-        memory=MemoryLedger(),
+        memory=MemoryUsage(),
         run_ahead=resolved.run_ahead,
         pid=os.getpid(),
     )

@@ -8,7 +8,7 @@ _GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryLedger:
+class MemoryUsage:
     """Device memory by use, in bytes, once an engine is ready. On a CPU, only the first two are known."""
 
     weights: int = 0
@@ -23,11 +23,11 @@ class MemoryLedger:
         return " · ".join(f"{name} {size / _GIB:.2f} GiB" for name, size in parts if size)
 
 
-def account_memory(*, weights: int, kv: int, recorded: int, workspace: int, free: int, total: int) -> MemoryLedger:
+def account_memory(*, weights: int, kv: int, recorded: int, workspace: int, free: int, total: int) -> MemoryUsage:
     """Memory breakdown of a GPU, of which `free` bytes are free now."""
     kept = min(workspace, free)
     other = max(total - free - weights - kv - recorded, 0)
-    return MemoryLedger(weights, kv, recorded, kept, other, free - kept)
+    return MemoryUsage(weights, kv, recorded, kept, other, free - kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class EngineInfo:
     block_size: int
     device: str
     dtype: str
-    memory: MemoryLedger
+    memory: MemoryUsage
     run_ahead: int
     pid: int
 

@@ -104,7 +104,7 @@ def _types(emitter: EventEmitter, name: str, key: str) -> frozenset[str]:
 
 
 def _as_json(text: str, types: frozenset[str]) -> str:
-    """The value as JSON. It is a string if it is no JSON, or if the schema allows a string and no type that it has."""
+    """The value as JSON. A string if it is not valid JSON, or if the schema allows a string and no type that it has."""
     bare = _KEYWORDS.get(text.strip(), text.strip())
     try:
         value_types = _SCHEMA_TYPES[type(json.loads(bare, parse_constant=_reject))]

@@ -19,7 +19,8 @@ _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 def with_parsed_arguments(message: Mapping[str, object]) -> dict[str, object]:
     """The message with the arguments of its calls as objects; clients send them as JSON text.
 
-    Text that is no JSON object is kept: some templates print it, and an invalid earlier call must not fail the request.
+    Text that is not a JSON object is kept: some templates print it, and an invalid earlier call must not fail the
+    request.
     """
     calls = message.get("tool_calls")
     if not isinstance(calls, list | tuple):

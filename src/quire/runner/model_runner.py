@@ -67,7 +67,7 @@ class ModelRunner:
         row_kernels: RowKernels | None = None,  # with them, steps run as CUDA graphs where possible
         max_step_tokens: int = 0,  # prompt tokens of a captured step, beside its decoding rows
         on_demand: bool = False,  # capture a missing shape between steps, when the capture policy says so
-        recording: bool = True,  # False: a kernel of the model synchronises, which no CUDA graph may
+        capture_graphs: bool = True,  # False: a kernel of the model synchronises, which no CUDA graph may
     ) -> None:
         device = stores.device.device
         self.device = device
@@ -83,7 +83,7 @@ class ModelRunner:
         self._graphs: GraphedSteps | None = None
         self._representative: list[StepSize] = []
         self._logits: LogitsBuffer | None = None
-        if row_kernels is not None and recording:
+        if row_kernels is not None and capture_graphs:
             chosen = shapes_to_capture(max_rows, max_step_tokens)
             shapes = [*chosen.first, *chosen.soon, *chosen.later]
             self.num_first, self.num_soon = len(chosen.first), len(chosen.soon)

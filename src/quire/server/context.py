@@ -1,6 +1,6 @@
 """The state that every handler gets: the served model, the engine, admission control and metrics.
 
-`ServedModel` describes the model: names, tokenizer, limits, defaults. It knows no engine and no HTTP.
+`ServedModel` describes the model: names, tokenizer, limits, defaults. Does not depend on the engine or HTTP.
 """
 
 import time
@@ -60,7 +60,7 @@ class ServedModel:
         return text
 
     def check_length(self, num_tokens: int, param: str = "messages", *, at_least: bool = True) -> None:
-        """Reject a prompt of (at least) so many tokens if it exceeds the context. A message has at least one token."""
+        """Reject a prompt of (at least) `num_tokens` that exceeds the context. A message has at least one token."""
         if num_tokens > self.max_model_len:
             raise ContextLengthExceeded(self.max_model_len, num_tokens, 0, param=param, at_least=at_least)
 

@@ -18,7 +18,7 @@ from prometheus_client.utils import floatToGoString
 from quire.core.step import FinishReason
 from quire.engine.outputs import Delta, RequestOutput
 from quire.engine.request_state import RequestState
-from quire.engine.stats import EngineStats, MemoryLedger
+from quire.engine.stats import EngineStats, MemoryUsage
 from quire.server.async_engine import FinishedRequest
 from quire.server.http.request_context import RequestRecord
 
@@ -162,7 +162,7 @@ class EngineGauges(Collector):
         self._earlier = dict.fromkeys(_COUNTED, 0)  # totals of earlier engines
         self.num_restarts: Callable[[], int] = lambda: 0
         self.num_lines_lost: Callable[[], int] = lambda: 0
-        self.memory: Callable[[], MemoryLedger | None] = lambda: None
+        self.memory: Callable[[], MemoryUsage | None] = lambda: None
 
     def note_loss(self) -> None:
         """The engine is gone: add the counts of its last heartbeat to the totals, scraped or not."""
@@ -199,10 +199,10 @@ class EngineGauges(Collector):
         yield self._memory_gauge()
 
     def _memory_gauge(self) -> Metric:
-        ledger = self.memory()
+        usage = self.memory()
         memory = GaugeMetricFamily("quire_memory_bytes", "Device memory by use.", labels=["holder"])
-        for holder in fields(MemoryLedger):
-            memory.add_metric([holder.name], 0 if ledger is None else getattr(ledger, holder.name))
+        for holder in fields(MemoryUsage):
+            memory.add_metric([holder.name], 0 if usage is None else getattr(usage, holder.name))
         return memory
 
     def _gauges(self, stats: EngineStats | None) -> Iterator[Metric]:

@@ -301,9 +301,7 @@ def test_an_internal_error_has_a_fixed_text_and_is_logged_once(holder: httpx.Cli
         logger.removeHandler(handler)
     own = response.headers["x-quire-request-id"]
     assert response.status_code == 500 and response.headers["x-should-retry"] == "false"
-    assert error_of(response)["message"] == (
-        f"The server failed to answer this request; see its log, id {own}."
-    )
+    assert error_of(response)["message"] == (f"The server failed to answer this request; see its log, id {own}.")
     whole, streamed = [json.loads(line) for line in written.getvalue().splitlines()]
     assert whole["id"] == own and "in broken\n" in whole["stack"] and whole["stack"].endswith("builtins.KeyError")
     assert "in pieces\n" in streamed["stack"]

@@ -78,8 +78,8 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
         ("sk-secret weight=nan\n", "above 0"),
         ("sk-secret weight=inf\n", "at most 1000"),
         ("sk-secret max_open=0\n", "at least 1"),
-        ("sk-secret max_open=1 max_open=2\n", "each once"),
-        ("sk-secret trusted=no\n", "each once"),
+        ("sk-secret max_open=1 max_open=2\n", "each at most once"),
+        ("sk-secret trusted=no\n", "each at most once"),
         ("sk-secret name=a/b\n", "letters"),
         ("sk-secret name=\n", "letters"),
         ("sk-secret name=anonymous\n", "without a key"),
@@ -116,7 +116,11 @@ def test_a_file_of_admin_keys(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("", "has no key"), ("sk-a\nsk-secret name=ops\n", "line 2: options are not allowed"), ("sk-\u00e9", "not plain ASCII")],
+    [
+        ("", "has no key"),
+        ("sk-a\nsk-secret name=ops\n", "line 2: options are not allowed"),
+        ("sk-\u00e9", "not plain ASCII"),
+    ],
 )
 def test_an_invalid_file_of_admin_keys_is_refused(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words) as refused:

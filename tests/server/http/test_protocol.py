@@ -308,11 +308,7 @@ def test_a_body_that_never_comes_is_cut_off_and_the_application_notified(head: b
         server.control()
         pass_time(server, timers, ConnectionLimits().body_s)
         response = first_response(connection)
-        assert (
-            status_of(response) == 408
-            and b"0 bytes of it in 30 s or more" in response
-            and b"65536 bytes a s" in response
-        )
+        assert status_of(response) == 408 and b"0 bytes in 30 s or more" in response and b"65536 bytes/s" in response
         server.control()
         assert sorted((each.route, each.status) for each in server.records) == [
             ("/v1/echo", n) for n in (200, 200, 408)
@@ -337,7 +333,7 @@ def test_a_slow_loris_body_is_cut_off(chunked: bool) -> None:
         pass_time(server, timers, ConnectionLimits().body_s)
         pass_time(server, timers, price_s(5))
         response = first_response(connection)
-        assert status_of(response) == 408 and b"5 bytes of it" in response
+        assert status_of(response) == 408 and b"5 bytes in" in response
 
 
 def test_a_body_that_never_comes_gets_an_error_of_its_api() -> None:

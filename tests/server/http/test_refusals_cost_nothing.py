@@ -11,7 +11,7 @@ from starlette.types import Message, Scope
 
 from quire.config import EngineConfig
 from quire.engine.engine_process import EngineProcess
-from quire.engine.stats import EngineInfo, MemoryLedger
+from quire.engine.stats import EngineInfo, MemoryUsage
 from quire.server.admission import AdmissionControl
 from quire.server.app import ENDPOINTS, Application, make_app
 from quire.server.async_engine import AsyncEngine
@@ -23,7 +23,7 @@ from quire.server.http.middleware import secure
 from quire.server.metrics import Metrics
 
 LIMIT_BYTES = 1000
-INFO = EngineInfo("m", 64, 100, 1, 8, 16, "cpu", "float32", MemoryLedger(), 0, os.getpid())  # one row
+INFO = EngineInfo("m", 64, 100, 1, 8, 16, "cpu", "float32", MemoryUsage(), 0, os.getpid())  # one row
 GENERATING = [endpoint.path for endpoint in ENDPOINTS if endpoint.generates]
 
 

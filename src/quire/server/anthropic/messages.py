@@ -141,7 +141,7 @@ def as_chat(body: CountTokensBody) -> ChatBody:
 
 
 def _enable_thinking(body: CountTokensBody) -> bool:
-    """Anthropic's default is no thinking."""
+    """Thinking is off by default, as in Anthropic's API."""
     if body.thinking is None:
         return False
     kind = body.thinking.type

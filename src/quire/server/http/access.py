@@ -71,7 +71,7 @@ class AccessCheck:
         context.identity = self._authenticate(scope, headers, context)
         scope["headers"] = [pair for pair in scope["headers"] if pair[0] not in _KEY_HEADERS]
         if scope["method"] not in ("GET", "HEAD"):
-            self._check_origin(headers)
+            self._check_origin_and_host(headers)
         self._check_body(scope["method"], headers)
         if self._admit is not None:
             self._admit(scope)
@@ -99,7 +99,7 @@ class AccessCheck:
             raise AdminOnly("This route needs the admin key, and another key was given.")
         return identity
 
-    def _check_origin(self, headers: dict[bytes, bytes]) -> None:
+    def _check_origin_and_host(self, headers: dict[bytes, bytes]) -> None:
         """CSRF and DNS rebinding protection of a server without keys: only its own pages may use the model.
 
         CSRF: the origin must be the Host. DNS rebinding: a foreign name can resolve to this server's address, and then

@@ -1,4 +1,4 @@
-"""Server-sent events and JSON responses: keep-alive comments, errors as events, disconnects. Knows no engine.
+"""Server-sent events and JSON responses: keep-alive comments, errors as events, disconnects.
 
 The status is sent with the first event or the first keep-alive comment. A failure before that has its own status; after
 it, the failure is an event and the stream closes without `[DONE]`.
@@ -21,7 +21,7 @@ from quire.server.http.errors import error_body
 from quire.server.http.request_context import context_of, has_context
 
 _SHORT_BYTES = 1 << 16  # decoding this much is faster than handing it to a thread
-_LEAST_LOGPROB = -9999.0  # JSON has no infinity
+_MIN_LOGPROB = -9999.0  # JSON has no infinity
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ async def run_inline_if_short(request: Request, work: Callable[P, T], *args: P.a
 
 def finite(value: float) -> float:
     """A log-probability as JSON can hold it."""
-    return max(value, _LEAST_LOGPROB)
+    return max(value, _MIN_LOGPROB)
 
 
 def json_response(body: Mapping[str, object], status: int = 200) -> Response:

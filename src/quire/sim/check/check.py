@@ -135,9 +135,9 @@ def run_trial(
     journal: BinaryIO | None = None,
 ) -> None:
     """Run one scenario by its seed and add its result to the report. The journal is closed at the end."""
-    dice = random.Random(trial_seed)
-    scenario = draw_scenario(dice, min_tokens=min_tokens)
-    trial = CheckRun(scenario, dice, make_runner, journal)
+    rng = random.Random(trial_seed)
+    scenario = draw_scenario(rng, min_tokens=min_tokens)
+    trial = CheckRun(scenario, rng, make_runner, journal)
     try:
         trial.run()
     except Exception as broken:  # whatever escapes from a legal workload is a violation

@@ -89,105 +89,105 @@ class Scenario:
     chances: EventRates
 
 
-def draw_scenario(dice: random.Random, *, min_tokens: bool = True) -> Scenario:
+def draw_scenario(rng: random.Random, *, min_tokens: bool = True) -> Scenario:
     """Tiny pools, odd block sizes and all depths are as likely as ample ones; most faults are off in most scenarios."""
-    scenario = _draw_scenario(dice, min_tokens=min_tokens)
-    pools = int(scenario.shared_prefix.sum()) % 4 == 0  # without the dice: old seeds keep their scenarios
+    scenario = _draw_scenario(rng, min_tokens=min_tokens)
+    pools = int(scenario.shared_prefix.sum()) % 4 == 0  # without random numbers: old seeds keep their scenarios
     scenario = replace(scenario, embeddings=pools)
-    return crowd(scenario, dice) if dice.random() < 0.4 else scenario
+    return with_contention(scenario, rng) if rng.random() < 0.4 else scenario
 
 
-def _draw_scenario(dice: random.Random, *, min_tokens: bool) -> Scenario:
-    block_size = dice.choice((1, 2, 3, 4, 5, 8, 16, 32))
-    max_prompt = dice.choice((1, 5, 20, 80))
-    max_output = dice.choice((1, 4, 16, 48))
-    max_rows = dice.choice((1, 2, 3, 5, 8, 16))
+def _draw_scenario(rng: random.Random, *, min_tokens: bool) -> Scenario:
+    block_size = rng.choice((1, 2, 3, 4, 5, 8, 16, 32))
+    max_prompt = rng.choice((1, 5, 20, 80))
+    max_output = rng.choice((1, 4, 16, 48))
+    max_rows = rng.choice((1, 2, 3, 5, 8, 16))
     largest = count_blocks(max_prompt + max_output, block_size)
-    regime = REGIMES[dice.choice(("prefix",) * 9 + tuple(REGIMES))]
+    regime = REGIMES[rng.choice(("prefix",) * 9 + tuple(REGIMES))]
     return Scenario(
         block_size=block_size,
-        num_blocks=largest + dice.choice((0, 0, 1, 2, largest, 4 * largest, max_rows * largest)),
-        num_host_blocks=dice.choice((0, 0, 1, 4, largest)) if regime.prefix else 0,
+        num_blocks=largest + rng.choice((0, 0, 1, 2, largest, 4 * largest, max_rows * largest)),
+        num_host_blocks=rng.choice((0, 0, 1, 4, largest)) if regime.prefix else 0,
         max_rows=max_rows,
-        max_step_tokens=max_rows + dice.choice((0, 1, 3, 7, 31, 255)),
-        depth=dice.choice((0, 1, 2)),
-        policy=_draw_policy(dice).with_regime(regime),
-        num_requests=dice.randint(1, 30),
+        max_step_tokens=max_rows + rng.choice((0, 1, 3, 7, 31, 255)),
+        depth=rng.choice((0, 1, 2)),
+        policy=_draw_policy(rng).with_regime(regime),
+        num_requests=rng.randint(1, 30),
         max_prompt=max_prompt,
         max_output=max_output,
-        arrival_chance=dice.choice((0.05, 0.3, 1.0)),
-        shared_prefix=np.array([dice.randrange(VOCAB_SIZE) for _ in range(max_prompt)], dtype=np.int32),
-        partitions=dice.choice((("",), ("",), ("", "salt"), ("a", "b", "c"))),
-        priorities=dice.choice(((0,), (0,), (0, 1), (-1, 0, 5))),
-        tenants=dice.choice((("",), ("",), ("x", "y"))),
-        deadlines=dice.random() < 0.2,
-        groups=dice.random() < 0.4,
-        beams=dice.random() < 0.3,
+        arrival_chance=rng.choice((0.05, 0.3, 1.0)),
+        shared_prefix=np.array([rng.randrange(VOCAB_SIZE) for _ in range(max_prompt)], dtype=np.int32),
+        partitions=rng.choice((("",), ("",), ("", "salt"), ("a", "b", "c"))),
+        priorities=rng.choice(((0,), (0,), (0, 1), (-1, 0, 5))),
+        tenants=rng.choice((("",), ("",), ("x", "y"))),
+        deadlines=rng.random() < 0.2,
+        groups=rng.random() < 0.4,
+        beams=rng.random() < 0.3,
         embeddings=False,
-        end_ids=dice.choice(((), (), (3,), tuple(range(0, VOCAB_SIZE, 7)))),
+        end_ids=rng.choice(((), (), (3,), tuple(range(0, VOCAB_SIZE, 7)))),
         min_tokens=min_tokens,
-        drains=dice.random() < 0.1,
-        chances=EventRates(**{field.name: dice.choice((0.0, 0.0, 0.0, 0.01, 0.1)) for field in fields(EventRates)}),
+        drains=rng.random() < 0.1,
+        chances=EventRates(**{field.name: rng.choice((0.0, 0.0, 0.0, 0.01, 0.1)) for field in fields(EventRates)}),
     )
 
 
-def crowd(scenario: Scenario, dice: random.Random) -> Scenario:
+def with_contention(scenario: Scenario, rng: random.Random) -> Scenario:
     """The same scenario with small blocks, more rows than fit the cache, and optimistic overcommit.
 
     Most bugs are where rows compete for blocks.
     """
     block_size, max_prompt = min(scenario.block_size, 5), min(scenario.max_prompt, 20)
-    max_output, max_rows = max(scenario.max_output, 16), dice.choice((3, 5, 8))
+    max_output, max_rows = max(scenario.max_output, 16), rng.choice((3, 5, 8))
     return replace(
         scenario,
         block_size=block_size,
         max_prompt=max_prompt,
         max_output=max_output,
         max_rows=max_rows,
-        max_step_tokens=max_rows + dice.choice((1, 7, 31)),
-        num_blocks=count_blocks(max_prompt + max_output, block_size) + dice.choice((0, 1, 4)),
+        max_step_tokens=max_rows + rng.choice((1, 7, 31)),
+        num_blocks=count_blocks(max_prompt + max_output, block_size) + rng.choice((0, 1, 4)),
         num_requests=max(scenario.num_requests, 12),
         arrival_chance=1.0,
         shared_prefix=scenario.shared_prefix[:max_prompt],
         policy=replace(
-            scenario.policy, overcommit=Overcommit.OPTIMISTIC, max_preemptions=dice.choice((1, 3)), max_waiting=None
+            scenario.policy, overcommit=Overcommit.OPTIMISTIC, max_preemptions=rng.choice((1, 3)), max_waiting=None
         ),
     )
 
 
-def _draw_policy(dice: random.Random) -> Policy:
+def _draw_policy(rng: random.Random) -> Policy:
     return Policy(
         order=OrderPolicy(
-            fair=dice.random() < 0.7,
-            weights=dice.choice(({}, {"x": 3.0})),
-            ageing_s=dice.choice((0.0, 1.0, 30.0)),
-            long_prompt=dice.choice((4, 30, 8192)),
-            lane_patience_s=dice.choice((0.0, 2.0, 100.0)),
+            fair=rng.random() < 0.7,
+            weights=rng.choice(({}, {"x": 3.0})),
+            ageing_s=rng.choice((0.0, 1.0, 30.0)),
+            long_prompt=rng.choice((4, 30, 8192)),
+            lane_patience_s=rng.choice((0.0, 2.0, 100.0)),
         ),
-        overcommit=dice.choice(tuple(Overcommit)),
-        itl_target_s=dice.choice((None, None, 0.015, 1.0)),
-        max_preemptions=dice.choice((0, 1, 3)),
-        max_waiting=dice.choice((None, None, None, 1, 5)),
+        overcommit=rng.choice(tuple(Overcommit)),
+        itl_target_s=rng.choice((None, None, 0.015, 1.0)),
+        max_preemptions=rng.choice((0, 1, 3)),
+        max_waiting=rng.choice((None, None, None, 1, 5)),
     )
 
 
-def draw_request(dice: random.Random, scenario: Scenario, number: int, now_s: float, past: IntArray | None) -> Request:
+def draw_request(rng: random.Random, scenario: Scenario, number: int, now_s: float, past: IntArray | None) -> Request:
     """One request that this scenario can serve. `past` is a conversation that its prompt may continue."""
-    prompt = _draw_prompt(dice, scenario, past)
-    max_tokens = dice.randint(1, scenario.max_output)
-    kind = dice.random()
+    prompt = _draw_prompt(rng, scenario, past)
+    max_tokens = rng.randint(1, scenario.max_output)
+    kind = rng.random()
     num_sequences, beam = 1, None
     if scenario.groups and kind < 0.4:
-        num_sequences = dice.randint(2, 4)
+        num_sequences = rng.randint(2, 4)
     elif scenario.beams and kind > 0.6:
-        num_sequences = dice.randint(1, 3)
-        returned = dice.randint(1, num_sequences)
-        beam = BeamParams(num_sequences, dice.choice((0.0, 1.0, 2.0)), dice.choice(tuple(EarlyStopping)), returned)
-    end_ids = scenario.end_ids if dice.random() < 0.7 else ()
+        num_sequences = rng.randint(1, 3)
+        returned = rng.randint(1, num_sequences)
+        beam = BeamParams(num_sequences, rng.choice((0.0, 1.0, 2.0)), rng.choice(tuple(EarlyStopping)), returned)
+    end_ids = scenario.end_ids if rng.random() < 0.7 else ()
     min_tokens = 0
     if scenario.min_tokens and beam is None:
-        min_tokens = dice.choice((0, 0, max_tokens))
-    elif scenario.min_tokens and number % 3 == 0:  # without the dice: old seeds keep their scenarios
+        min_tokens = rng.choice((0, 0, max_tokens))
+    elif scenario.min_tokens and number % 3 == 0:  # without random numbers: old seeds keep their scenarios
         min_tokens = max_tokens // 2
     request = Request(
         id=RequestId(number),
@@ -200,10 +200,10 @@ def draw_request(dice: random.Random, scenario: Scenario, number: int, now_s: fl
         ),
         num_sequences=num_sequences,
         beam=beam,
-        partition=dice.choice(scenario.partitions),
-        tenant=dice.choice(scenario.tenants),
-        priority=dice.choice(scenario.priorities),
-        deadline_s=now_s + dice.choice((0.0, 1.0, 20.0)) if scenario.deadlines and dice.random() < 0.5 else None,
+        partition=rng.choice(scenario.partitions),
+        tenant=rng.choice(scenario.tenants),
+        priority=rng.choice(scenario.priorities),
+        deadline_s=now_s + rng.choice((0.0, 1.0, 20.0)) if scenario.deadlines and rng.random() < 0.5 else None,
     )
     if scenario.embeddings and number % 3 == 1:
         return replace(_alone(request), max_tokens=1, sampling=RowSampling(pooled=True))
@@ -225,9 +225,9 @@ def _alone(request: Request) -> Request:
     )
 
 
-def _draw_prompt(dice: random.Random, scenario: Scenario, past: IntArray | None) -> IntArray:
-    length = dice.randint(1, scenario.max_prompt)
+def _draw_prompt(rng: random.Random, scenario: Scenario, past: IntArray | None) -> IntArray:
+    length = rng.randint(1, scenario.max_prompt)
     known = past if past is not None else scenario.shared_prefix
-    num_shared = dice.choice((0, dice.randint(0, length), length))
-    fresh = [dice.randrange(VOCAB_SIZE) for _ in range(length - min(num_shared, len(known)))]
+    num_shared = rng.choice((0, rng.randint(0, length), length))
+    fresh = [rng.randrange(VOCAB_SIZE) for _ in range(length - min(num_shared, len(known)))]
     return np.concatenate([known[: min(num_shared, length)], np.array(fresh, dtype=np.int32)])

@@ -23,7 +23,7 @@ from quire.sim.check.invariants import CounterCheck, audit_contents
 from quire.sim.check.scenario import VOCAB_SIZE, Scenario, ScenarioEvent, draw_request
 
 RunnerFactory = Callable[[Scenario], Runner]
-_MOST_BROKEN = 20  # lost steps of one scenario: with more, a long prompt would never be computed
+_MAX_BROKEN = 20  # lost steps of one scenario: with more, a long prompt would never be computed
 _CONTENTS_EVERY = 16  # steps between two checks of every cached token
 
 
@@ -31,14 +31,14 @@ class CheckRun:
     """Draws random events, runs the loop, and checks every invariant after every step."""
 
     def __init__(
-        self, scenario: Scenario, dice: random.Random, make_runner: RunnerFactory, journal: BinaryIO | None = None
+        self, scenario: Scenario, rng: random.Random, make_runner: RunnerFactory, journal: BinaryIO | None = None
     ) -> None:
         self.scenario = scenario
         self.events: list[ScenarioEvent] = []  # in order
         self.steps = 0
-        self._dice = dice
+        self._rng = rng
         self._now_s = 0.0
-        self.scheduler = _build(scenario, lambda start, stop: dice.random() < 0.8, journal)
+        self.scheduler = _build(scenario, lambda start, stop: rng.random() < 0.8, journal)
         self._recounted = CounterCheck(self.scheduler)
         self._faulty = FaultyRunner(lambda: make_runner(scenario), self.scheduler, scenario.block_size, self._recounted)
         self._loop = Loop(self.scheduler, self._faulty, scenario.depth, lambda: self._now_s)
@@ -125,44 +125,44 @@ class CheckRun:
     # Events.
 
     def _trigger_events(self) -> None:
-        dice, chances = self._dice, self.scenario.chances
-        arrives = self.scheduler.idle or dice.random() < self.scenario.arrival_chance
+        rng, chances = self._rng, self.scenario.chances
+        arrives = self.scheduler.idle or rng.random() < self.scenario.arrival_chance
         if arrives and self._num_arrived < self.scenario.num_requests:
             self._arrive()
-        if self._live and dice.random() < chances.abort:
-            self._abort(dice.choice(list(self._live)))
-        if self._live and dice.random() < chances.stop:
-            self._stop(dice.choice(list(self._live)))
-        if self._live and dice.random() < chances.duplicate:
-            self._duplicate(dice.choice(list(self._live)))
-        if dice.random() < chances.delay:
-            self._now_s += dice.choice((0.05, 0.5, 3.0))
+        if self._live and rng.random() < chances.abort:
+            self._abort(rng.choice(list(self._live)))
+        if self._live and rng.random() < chances.stop:
+            self._stop(rng.choice(list(self._live)))
+        if self._live and rng.random() < chances.duplicate:
+            self._duplicate(rng.choice(list(self._live)))
+        if rng.random() < chances.delay:
+            self._now_s += rng.choice((0.05, 0.5, 3.0))
             self.events.append(ScenarioEvent.DELAY)
-        if dice.random() < chances.jump:
-            self._now_s += dice.choice((1e6, -5.0, 60.0))
+        if rng.random() < chances.jump:
+            self._now_s += rng.choice((1e6, -5.0, 60.0))
             self.events.append(ScenarioEvent.JUMP)
-        if dice.random() < chances.reset:
+        if rng.random() < chances.reset:
             self.scheduler.reset_cache()
             self.events.append(ScenarioEvent.RESET)
-        if dice.random() < chances.shrink and self.scheduler.shrink(dice.randint(1, 4)):
+        if rng.random() < chances.shrink and self.scheduler.shrink(rng.randint(1, 4)):
             self.events.append(ScenarioEvent.SHRINK)
         self._trigger_faults()
 
     def _trigger_faults(self) -> None:
-        dice, chances, faulty = self._dice, self.scenario.chances, self._faulty
-        if dice.random() < chances.poison:
+        rng, chances, faulty = self._rng, self.scenario.chances, self._faulty
+        if rng.random() < chances.poison:
             faulty.poisons = True
         for event, chance in self._losses:
-            if self._live and self._num_broken < _MOST_BROKEN and dice.random() < chance:
+            if self._live and self._num_broken < _MAX_BROKEN and rng.random() < chance:
                 self._num_broken += 1
                 faulty.loses = _loss(event)
-                faulty.loses_early = dice.random() < 0.5
+                faulty.loses_early = rng.random() < 0.5
                 self.events.append(event)
 
     def _arrive(self) -> None:
-        scenario, dice = self.scenario, self._dice
-        past = dice.choice(self._past) if self._past and dice.random() < 0.3 else None
-        request = draw_request(dice, scenario, self._num_arrived, self._now_s, past)
+        scenario, rng = self.scenario, self._rng
+        past = rng.choice(self._past) if self._past and rng.random() < 0.3 else None
+        request = draw_request(rng, scenario, self._num_arrived, self._now_s, past)
         self._num_arrived += 1
         if scenario.drains and self._num_arrived == scenario.num_requests:
             self.scheduler.drain()
@@ -208,7 +208,7 @@ class CheckRun:
         going_on = [s for s in self._live[request_id] if not s.finished and s.request.beam is None]
         if going_on:
             self.events.append(ScenarioEvent.STOP)
-            sequence = self._dice.choice(going_on)
+            sequence = self._rng.choice(going_on)
             assert self.scheduler.finish(sequence, FinishReason.STOP), sequence
             self._end((sequence,), FinishReason.STOP)
 

@@ -69,8 +69,8 @@ class GpuAttention:
         return self._backend_decodes is not None or self._backend_chunks is not None
 
     def split_decodes(self, kv_layer: Tensor, windows: Iterable[int]) -> None:
-        """List the splits of the decodes (split-KV) for layers with these windows, once per step. Another window gets its
-        list at its first layer, which waits for that launch."""
+        """List the splits of the decodes (split-KV) for layers with these windows, once per step. Another window gets
+        its list at its first layer, which waits for that launch."""
         if self._num_decodes and self._backend_decodes is None:
             for window in windows:
                 self._split_for(window, kv_layer)
