@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from gguf import GGUFReader
 
+from quire.formats.open_checkpoint import open_checkpoint
 from quire.grammar.compiler import GrammarCompiler
 from quire.grammar.vocabulary import GrammarVocabulary
 from quire.text.tokenizer import Tokenizer
@@ -14,10 +14,7 @@ WIDER = 100  # logits beyond the tokenizer's ids, as models pad them
 
 @pytest.fixture(scope="session")
 def byte_level(default_model_path: Path) -> Tokenizer:
-    fields = GGUFReader(default_model_path).fields
-    return Tokenizer.from_gguf(
-        {name: field.contents() for name, field in fields.items() if name.startswith("tokenizer.")}
-    )
+    return Tokenizer.from_gguf(open_checkpoint(default_model_path).metadata)
 
 
 @pytest.fixture(scope="session")

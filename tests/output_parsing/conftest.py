@@ -4,8 +4,8 @@ from pathlib import Path
 
 import llguidance
 import pytest
-from gguf import GGUFReader
 
+from quire.formats.open_checkpoint import open_checkpoint
 from quire.text.gguf_tokenizer import vocabulary_from_gguf
 from quire.text.hf_tokenizer import TokenizerFiles
 from quire.text.tokenizer import Tokenizer
@@ -13,10 +13,7 @@ from quire.text.tokenizer import Tokenizer
 
 @pytest.fixture(scope="session")
 def default_vocabulary(default_model_path: Path) -> TokenizerFiles:
-    fields = GGUFReader(default_model_path).fields
-    return vocabulary_from_gguf(
-        {name: field.contents() for name, field in fields.items() if name.startswith("tokenizer.")}
-    )
+    return vocabulary_from_gguf(open_checkpoint(default_model_path).metadata)
 
 
 @pytest.fixture(scope="session")

@@ -3,17 +3,14 @@
 from pathlib import Path
 
 import pytest
-from gguf import GGUFReader
 
+from quire.formats.open_checkpoint import open_checkpoint
 from quire.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="session")
 def default_tokenizer(default_model_path: Path) -> Tokenizer:
-    fields = GGUFReader(default_model_path).fields
-    return Tokenizer.from_gguf(
-        {name: field.contents() for name, field in fields.items() if name.startswith("tokenizer.")}
-    )
+    return Tokenizer.from_gguf(open_checkpoint(default_model_path).metadata)
 
 
 def piece_metadata(**changes: object) -> dict[str, object]:
