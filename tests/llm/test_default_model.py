@@ -23,18 +23,26 @@ from quire.models.parameters import DecoderWeights
 from quire.text.tokenizer import Tokenizer
 from tests.llm.prose import PROSE
 from tests.models.running import in_chunks, run
+from tests.tiers import choices, examples
 
-NUM_NEW = 16
+NUM_NEW = examples(8, 16)
 # Measured: quire's bf16 gives up at most 0.03, transformers' 0.24; what lies further apart than this is no tie.
 NEAR_TIE = 0.35
 NEAR_TIE_EXACT = 0.05
 
 TEXTS = [
     "Hello",
+    "def fibonacci(n: int) -> int:\n    ",
+    "你好，世界。今天的天气",
+    "🙂🙃🎉 emoji: 👩‍👩‍👧‍👦 🇫🇷",
+    "   leading spaces,\ttabs\r\n\r\nand line ends   ",
+    "<|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\n",
+    "The quick brown fox jumps over the lazy dog. " * 30,
+]
+MORE_TEXTS = [
     "The capital of France is",
     "Once upon a time, in a village by the sea, there lived",
     "Explain in one sentence why the sky is blue:",
-    "def fibonacci(n: int) -> int:\n    ",
     "#include <stdio.h>\n\nint main(void) {\n\tprintf(",
     "SELECT name, COUNT(*) FROM orders WHERE",
     '{"name": "quire", "version": "0.1.0", "dependencies": [',
@@ -42,15 +50,10 @@ TEXTS = [
     "3.14159265358979323846",
     "2026-11-15T03:36:53Z 127.0.0.1 GET /index.html 200",
     "12345 + 67890 =",
-    "你好，世界。今天的天气",
     "東京は日本の首都であり、",
     "Привет, меня зовут",
-    "🙂🙃🎉 emoji: 👩‍👩‍👧‍👦 🇫🇷",
     "naïve café, Ærøskøbing, Straße —",
-    "   leading spaces,\ttabs\r\n\r\nand line ends   ",
-    "<|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\n",
     "A",
-    "The quick brown fox jumps over the lazy dog. " * 30,
 ]
 
 
@@ -93,6 +96,7 @@ def prose(default_model_path: Path, rounded: DecoderWeights, half: LlamaForCausa
     checkpoint = open_checkpoint(default_model_path)
     ids = Tokenizer.from_gguf(checkpoint.metadata).encode(PROSE)
     assert len(ids) > 900
+    ids = ids[: examples(256, len(ids))]
     whole = torch.tensor([ids])
     exact = as_llama(checkpoint.spec, rounded, torch.float32)
     return Prose(ids, exact(whole).logits[0], half(whole).logits[0].float())
@@ -110,7 +114,7 @@ def _continuations(llm: LLM) -> list[Continuation]:
     """All prompts in one batch; the last one is a chat."""
     chat = llm.chat_prompt([{"role": "user", "content": "Name three colours."}])
     params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True)
-    outputs = llm.generate([*TEXTS, chat], params)
+    outputs = llm.generate([*choices(TEXTS, TEXTS + MORE_TEXTS), chat], params)
     return [Continuation(output.prompt_token_ids, output.outputs[0].token_ids) for output in outputs]
 
 
@@ -124,16 +128,16 @@ def _logits(peer: LlamaForCausalLM, said: Continuation) -> torch.Tensor:
 def test_float32_gives_the_same_greedy_ids(default_model_path, twin):
     """Token by token, after the very tokens that quire chose: as long as all agree, that is what the twin generates.
 
-    Its own loop is asked for the shortest and the longest prompt.
+    Its own loop is asked for the shortest prompt, and in the long tier for the longest, too.
     """
     continuations = _continuations(LLM(str(default_model_path), dtype="float32"))
-    assert len(continuations) >= 20
+    assert len(continuations) >= examples(8, 20)
     by_length = sorted(continuations, key=lambda said: len(said.prompt))
     assert len(by_length[-1].prompt) >= 300
     for said in continuations:
         assert len(said.tokens) == NUM_NEW
         assert said.tokens == _logits(twin, said).argmax(dim=-1).tolist(), said.prompt
-    for said in (by_length[0], by_length[-1]):
+    for said in choices(by_length[:1], [by_length[0], by_length[-1]]):
         assert said.tokens == _generate(twin, said.prompt), said.prompt
 
 

@@ -1,6 +1,6 @@
 """Every family from a folder, through the whole engine, against transformers: greedy ids and log-probabilities."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from quire import LLM, SamplingParams
+from quire.formats.open_checkpoint import open_checkpoint
 from quire.sched.audit import audit_rest
 from tests.llm.tiny import write_model
 from tests.models.families import FAMILIES, MAX_POSITIONS, VOCAB, WINDOW, build
@@ -37,12 +38,20 @@ class Saved:
         return LLM(str(self.folder), dtype="float32", **settings)
 
 
-@pytest.fixture(scope="module", params=NAMES)
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    family = next(family for family in FAMILIES if family.name == request.param)
-    peer = build(family).peer
-    folder = write_model(tmp_path_factory.mktemp(request.param), peer, num_tokens=VOCAB)
-    return Saved(peer, folder, [_continuation(peer, prompt) for prompt in PROMPTS])
+@pytest.fixture(scope="module")
+def shelf() -> dict[str, Saved]:
+    """Each family is built once, when its first test comes."""
+    return {}
+
+
+@pytest.fixture
+def saved(request: pytest.FixtureRequest, shelf: dict[str, Saved], tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    if request.param not in shelf:
+        family = next(family for family in FAMILIES if family.name == request.param)
+        peer = build(family).peer
+        folder = write_model(tmp_path_factory.mktemp(request.param), peer, num_tokens=VOCAB)
+        shelf[request.param] = Saved(peer, folder, [_continuation(peer, prompt) for prompt in PROMPTS])
+    return shelf[request.param]
 
 
 @torch.inference_mode()
@@ -63,15 +72,32 @@ def _log_probabilities(peer: PreTrainedModel, tokens: Sequence[int]) -> torch.Te
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True)
 
 
-@pytest.mark.parametrize(
+each_family = pytest.mark.parametrize("saved", NAMES, indirect=True)
+
+
+def each_family_with(name: str, values: Mapping[str, object]) -> pytest.MarkDecorator:
+    """The short tier tries the first value with every family, and all values with the family that has most features."""
+    first = next(iter(values))
+    grid = [
+        pytest.param(family, value, id=f"{family}-{label}", marks=marks_of(label == first or family == "gemma3"))
+        for family in NAMES
+        for label, value in values.items()
+    ]
+    return pytest.mark.parametrize(("saved", name), grid, indirect=["saved"])
+
+
+def marks_of(is_short: bool) -> list[pytest.MarkDecorator]:
+    return [] if is_short else [pytest.mark.long]
+
+
+@each_family_with(
     "settings",
-    [
-        {},
-        {"block_size": 1, "max_num_batched_tokens": 7, "max_num_seqs": 4},
-        {"block_size": 4, "max_num_batched_tokens": 6, "max_num_seqs": 6, "run_ahead": 1},
-        {"block_size": 16, "max_num_batched_tokens": 3, "max_num_seqs": 2, "run_ahead": 2},
-    ],
-    ids=["as it comes", "blocks of 1", "blocks of 4", "chunks of 3"],
+    {
+        "blocks of 4": {"block_size": 4, "max_num_batched_tokens": 6, "max_num_seqs": 6, "run_ahead": 1},
+        "as it comes": {},
+        "blocks of 1": {"block_size": 1, "max_num_batched_tokens": 7, "max_num_seqs": 4},
+        "chunks of 3": {"block_size": 16, "max_num_batched_tokens": 3, "max_num_seqs": 2, "run_ahead": 2},
+    },
 )
 def test_greedy_ids_are_those_of_transformers(saved, settings):
     llm = saved.open(**settings)
@@ -80,10 +106,10 @@ def test_greedy_ids_are_those_of_transformers(saved, settings):
     audit_rest(llm.built.engine.scheduler)
 
 
-@pytest.mark.parametrize("block_size", [1, 4, 16])
+@each_family_with("block_size", {"4": 4, "1": 1, "16": 16})
 def test_preemption_changes_no_token(saved, block_size):
     """The cache holds the longest request and little more: the others are preempted and resumed."""
-    bytes_per_token = saved.open().built.checkpoint.spec.kv_bytes_per_token(4)
+    bytes_per_token = open_checkpoint(saved.folder).spec.kv_bytes_per_token(4)
     llm = saved.open(block_size=block_size, kv_cache_memory=64 * bytes_per_token, run_ahead=1)
     repeated = [*PROMPTS, *PROMPTS]
     outputs = llm.generate(repeated, GREEDY)
@@ -92,6 +118,7 @@ def test_preemption_changes_no_token(saved, block_size):
     audit_rest(llm.built.engine.scheduler)
 
 
+@each_family
 def test_log_probabilities_are_those_of_transformers(saved):
     params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True, logprobs=5, prompt_logprobs=3)
     llm = saved.open(max_num_batched_tokens=11, max_num_seqs=4, block_size=4)
@@ -110,6 +137,7 @@ def test_log_probabilities_are_those_of_transformers(saved):
                 assert score.rank == 1 + int((truth[place] > truth[place, candidate]).sum())
 
 
+@each_family
 def test_a_whole_context_is_usable(saved):
     llm = saved.open()
     assert llm.built.resolved.max_model_len == MAX_POSITIONS
