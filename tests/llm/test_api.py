@@ -159,7 +159,8 @@ def test_chat_renders_the_models_template(llm):
     assert open_ended.prompt_token_ids == byte_ids("u:hi|")
 
 
-def test_by_default_chat_may_use_the_rest_of_the_context(llm):
+def test_by_default_chat_may_use_the_rest_of_the_context(tiny_folder):
+    llm = LLM(str(tiny_folder), dtype="float32", max_model_len=64)
     messages = [{"role": "user", "content": "hi"}]
     stream = llm.stream_chat(messages)
     assert stream._request_state.params.max_tokens is None
@@ -197,7 +198,7 @@ def test_a_template_that_fails_is_the_users_error(llm):
 
 def test_short_requests_return_after_their_own_steps(llm):
     """64 at once: each returns when it is finished, without waiting for longer ones."""
-    lengths = [10 if index % 4 else 200 for index in range(64)]
+    lengths = [10 if index % 4 else 50 for index in range(64)]
     params = [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True) for length in lengths]
     outputs = llm.generate([[3 + index] * 5 for index in range(64)], params)
     assert llm.built.resolved.max_num_seqs >= 64
@@ -209,11 +210,11 @@ def test_short_requests_return_after_their_own_steps(llm):
 def test_rows_are_reused_while_a_long_request_runs(tiny_folder):
     """Four rows, one long request: the short ones pass through the other three while it runs."""
     few = LLM(str(tiny_folder), dtype="float32", max_num_seqs=4)
-    lengths = [200] + [10] * 15
+    lengths = [80] + [10] * 15
     params = [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True) for length in lengths]
     outputs = few.generate([[3 + index] * 5 for index in range(16)], params)
     finished = [output.metrics.finished_step - output.metrics.arrival_step for output in outputs]
-    assert finished[0] == 199
+    assert finished[0] == 79
     assert max(finished[1:]) < 60
 
 

@@ -8,6 +8,7 @@ import torch
 from quire import LLM, SamplingParams
 from quire.sched.audit import audit_rest
 from tests.llm.tiny import END, VOCAB, byte_ids, tiny_llama, write_model
+from tests.tiers import long_only
 
 PROMPTS = ["beams", "a somewhat longer prompt to search from", "z"]
 NUM_NEW = 12
@@ -50,9 +51,11 @@ def search(
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("width", "penalty", "stopping"), [*product([2, 4], [0.0, 1.0, -1.0], [False, True, "never"]), (7, 2.0, False)]
-)
+GRID = [*product([2, 4], [0.0, 1.0, -1.0], [False, True, "never"]), (7, 2.0, False)]
+FEW = [(2, 1.0, False), (4, 0.0, True), (4, 1.0, "never"), (4, -1.0, "never"), (7, 2.0, False)]
+
+
+@pytest.mark.parametrize(("width", "penalty", "stopping"), [*FEW, *long_only(each for each in GRID if each not in FEW)])
 def test_beams_are_those_of_transformers(searcher, peer, width, penalty, stopping):
     num_returned = width // 2 + 1
     outputs = searcher.generate(PROMPTS, search(width, num_returned, penalty, stopping))
@@ -87,7 +90,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("width", [2, 3, 5])
+@pytest.mark.parametrize("width", [3, *long_only([2, 5])])
 @pytest.mark.parametrize("mask", MASKS)
 def test_beams_under_masks_are_those_of_transformers(searcher, peer, mask, width):
     """Masked probability is not redistributed: those of the other tokens do not change."""

@@ -11,6 +11,7 @@ from quire import LLM, EmbeddingOutput, SamplingParams
 from quire.core.errors import ContextLengthExceeded, InvalidPrompt, NumericalError
 from quire.sched.audit import audit, audit_rest
 from tests.llm.tiny import byte_ids, tiny_llama
+from tests.tiers import long_only
 
 TEXTS = ["Hello", "a", "The quick brown fox jumps over the lazy dog. " * 3, "语言 🙂 é"]
 
@@ -38,7 +39,7 @@ def test_embeddings_are_transformers_mean_of_the_last_hidden_states(llm: LLM, pe
     assert len({output.request_id for output in outputs}) == len(TEXTS)
 
 
-@pytest.mark.parametrize("budget", [4, 7, 32])
+@pytest.mark.parametrize("budget", [4, *long_only([7, 32])])
 @pytest.mark.parametrize("run_ahead", [0, 1, 2])
 def test_chunked_prefill_gives_the_same_embedding(tiny_folder: Path, llm: LLM, budget: int, run_ahead: int) -> None:
     small = LLM(str(tiny_folder), dtype="float32", max_num_seqs=3, max_num_batched_tokens=budget, run_ahead=run_ahead)

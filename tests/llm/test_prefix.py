@@ -1,6 +1,7 @@
 """Prefix caching: more cache hits, never a different token."""
 
 from random import Random
+from typing import NamedTuple
 
 import pytest
 
@@ -9,6 +10,12 @@ from quire.sched.audit import audit_rest
 from tests.llm.tiny import VOCAB
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+
+
+class Work(NamedTuple):
+    prompts: list[list[int]]
+    params: list[SamplingParams]
+    expected: list[list[list[int]]]  # without the cache
 
 
 def mixed_work(seed: int) -> tuple[list[list[int]], list[SamplingParams]]:
@@ -55,6 +62,21 @@ def test_without_the_cache_nothing_is_found(plain):
         assert plain.generate("the same prompt again", GREEDY)[0].metrics.num_cached_tokens == 0
 
 
+@pytest.fixture(scope="module")
+def long_work(plain) -> Work:
+    """Mixed, and eight long answers beside it."""
+    prompts, params = mixed_work(3)
+    prompts += [[9 + place] * 7 for place in range(8)]
+    params += [SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)] * 8
+    return Work(prompts, params, tokens(plain.generate(prompts, params)))
+
+
+@pytest.fixture(scope="module")
+def short_work(plain) -> Work:
+    prompts, params = mixed_work(4)
+    return Work(prompts, params, tokens(plain.generate(prompts, params)))
+
+
 @pytest.mark.parametrize("seed", [1, 2])
 def test_the_cache_changes_no_token(tiny_folder, plain, seed):
     prompts, params = mixed_work(seed)
@@ -68,21 +90,17 @@ def test_the_cache_changes_no_token(tiny_folder, plain, seed):
 
 
 @pytest.mark.parametrize("overcommit", ["never", "hedge", "optimistic"])
-def test_a_small_cache_and_a_host_tier_change_no_token(tiny_folder, plain, overcommit):
+def test_a_small_cache_and_a_host_tier_change_no_token(tiny_folder, plain, long_work, overcommit):
     per_token = plain.built.checkpoint.spec.kv_bytes_per_token(4)
     small = LLM(
         str(tiny_folder), dtype="float32", block_size=4, kv_cache_memory=200 * per_token, max_num_seqs=8,
         max_num_batched_tokens=32, host_kv_memory=400 * per_token, overcommit=overcommit, run_ahead=1,
     )  # fmt: skip
     small.built.engine.scheduler.cost.set_transfer(1e-9)  # always worth it, whatever this machine measured
-    prompts, params = mixed_work(3)
-    prompts += [[9 + place] * 7 for place in range(8)]
-    params += [SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)] * 8
-    expected = tokens(plain.generate(prompts, params))
     num_preemptions = 0
     for _ in range(2):
-        outputs = small.generate(prompts, params)
-        assert tokens(outputs) == expected
+        outputs = small.generate(long_work.prompts, long_work.params)
+        assert tokens(outputs) == long_work.expected
         num_preemptions += sum(output.metrics.num_preemptions for output in outputs)
     assert (num_preemptions > 0) == (overcommit != "never")
     assert small.built.engine.scheduler.counters.moved_blocks > 0
@@ -105,8 +123,7 @@ def test_other_salts_and_tenants_never_share(llm):
 
 
 @pytest.mark.parametrize("regime", ["static", "dynamic", "continuous", "paged", "chunked"])
-def test_every_regime_gives_the_same_tokens(tiny_folder, plain, regime):
-    prompts, params = mixed_work(4)
+def test_every_regime_gives_the_same_tokens(tiny_folder, short_work, regime):
     older = LLM(str(tiny_folder), dtype="float32", regime=regime, max_num_seqs=6)
-    assert tokens(older.generate(prompts, params)) == tokens(plain.generate(prompts, params))
+    assert tokens(older.generate(short_work.prompts, short_work.params)) == short_work.expected
     audit_rest(older.built.engine.scheduler)

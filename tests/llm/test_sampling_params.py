@@ -169,7 +169,8 @@ def test_logprobs_of_a_random_choice_name_the_choice(llm):
     assert any(entry[token].rank > 1 for token, entry in zip(completion.token_ids, completion.logprobs, strict=True))
 
 
-def test_by_default_max_tokens_fill_the_context(llm):
+def test_by_default_max_tokens_fill_the_context(tiny_folder):
+    llm = LLM(str(tiny_folder), dtype="float32", max_model_len=64)
     completion = complete(llm, max_tokens=None)
     assert len(completion.token_ids) == llm.built.resolved.max_model_len - len(byte_ids("one"))
     assert completion.finish_reason == "length"

@@ -12,7 +12,7 @@ from quire.runner.model_runner import ModelRunner
 from quire.sched.audit import audit, audit_rest
 from tests.llm.tiny import byte_ids
 
-LONG = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+LONG = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 ACCENTS = SamplingParams(seed=3, max_tokens=60, ignore_eos=True, allowed_token_ids=[*byte_ids("é語"), *byte_ids("x")])
 
 
