@@ -2,6 +2,7 @@
 
 import ast
 import subprocess
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -39,11 +40,20 @@ def test_there_are_enough_mutants_with_unique_names() -> None:
     assert {mutant.file for mutant in MUTANTS} <= PAPER_FILES
 
 
+@cache
+def source_of(file: str) -> str:
+    return (ROOT / "src" / "quire" / file).read_text(encoding="utf-8")
+
+
+@cache
+def dump_of(source: str) -> str:
+    return ast.dump(ast.parse(source))
+
+
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mutant_still_applies(mutant: Mutant) -> None:
-    source = (ROOT / "src" / "quire" / mutant.file).read_text(encoding="utf-8")
-    planted = mutant.apply(source)
-    assert ast.dump(ast.parse(planted)) != ast.dump(ast.parse(source))
+    source = source_of(mutant.file)
+    assert ast.dump(ast.parse(mutant.apply(source))) != dump_of(source)
     assert mutant.killer == DOSE or (ROOT / mutant.killer).exists()
 
 
