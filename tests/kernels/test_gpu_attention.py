@@ -103,7 +103,7 @@ class Step:
         torch.testing.assert_close(output.cpu(), self.truth, atol=TOLERANCE[self.truth.dtype], rtol=0.0)
 
 
-@settings(max_examples=examples(8, 15, gpu=True))
+@settings(max_examples=examples(6, 15, gpu=True))
 @given(
     decodes=st.lists(lengths_before, max_size=2),
     chunks=chunks,
@@ -131,7 +131,7 @@ def test_every_mixture_agrees_with_the_reference(decodes, chunks, block_size, kv
         step.check(step.attend())
 
 
-@pytest.mark.parametrize("dim", [80, 128, *long_only([96, 256], gpu=True)])
+@pytest.mark.parametrize("dim", [80, *long_only([96, 128, 256], gpu=True)])
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 def test_heads_of_real_models_agree(dim, dtype):
     step = Step([Part(60, 1), Part(3, 20)], kv_heads=1, group=4, dim=dim, dtype=dtype)
@@ -141,10 +141,10 @@ def test_heads_of_real_models_agree(dim, dtype):
 @pytest.mark.parametrize(
     "group, dim, dtype",
     [
-        (33, 64, torch.float32),
         (71, 64, torch.float16),
         *long_only(
             [
+                (33, 64, torch.float32),
                 (64, 128, torch.float32),
                 (128, 128, torch.float16),
                 (100, 256, torch.float16),
@@ -175,7 +175,7 @@ def test_sequences_of_chunks_without_a_token_do_nothing():
     step.check(GpuAttention(padded, 1).attend(step.query, step.kv_layer, step.rule))
 
 
-@pytest.mark.parametrize("slots, window", [(1, 0), (8, 0), (40, 0), (8, 100), (40, 33)])
+@pytest.mark.parametrize("slots, window", [(1, 0), (40, 33), *long_only([(8, 0), (40, 0), (8, 100)], gpu=True)])
 def test_short_and_long_rows_agree_however_they_are_split(slots, window):
     """Lengths around the edges of tiles and splits: one key, a full tile, one more, and many splits' worth."""
     parts = [Part(length - 1, 1) for length in (1, 17, 32, 280)]
@@ -227,7 +227,7 @@ def test_a_window_that_begins_inside_a_tile_of_keys_agrees(window, num_before):
     step.check(output)
 
 
-@pytest.mark.parametrize("splits, min_tiles", [(2, 1), (5, 3), *long_only([(7, 1)], gpu=True)])
+@pytest.mark.parametrize("splits, min_tiles", [(5, 3), *long_only([(2, 1), (7, 1)], gpu=True)])
 def test_chunks_agree_with_any_split_kv(splits, min_tiles):
     """One scratch for all: its counters are zero again. Chunks that share and chunks too short for it lie together."""
     tiles = PrefillTiles(32, 16, 4, 2, splits, min_tiles)
@@ -326,7 +326,7 @@ def test_rows_are_sorted_by_length_and_equal_ones_stay_in_order(lengths):
     assert order == sorted(range(len(lengths)), key=lambda row: -lengths[row])
 
 
-@pytest.mark.parametrize("slots", [1, 12])
+@pytest.mark.parametrize("slots", [12, *long_only([1], gpu=True)])
 def test_rows_agree_in_any_order(slots):
     step = Step([Part(num_before, 1) for num_before in (3, 70, 0, 150, 33)], kv_heads=1)
     for order in ([3, 1, 4, 0, 2], [0, 1, 2, 3, 4]):
