@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.core.errors import ContextLengthExceeded, InvalidParameter, InvalidPrompt, NeverFits, QuireError
@@ -15,6 +15,7 @@ from quire.engine.request_options import RequestOptions
 from quire.engine.request_validator import RequestValidator
 from quire.sched.reservation import most_blocks
 from tests.engine.junk import junk
+from tests.tiers import examples
 
 VOCAB = 100
 VALIDATOR = RequestValidator(vocab_size=VOCAB, end_ids=(2,), max_length=64, max_rows=8, num_blocks=10, block_size=4)
@@ -214,6 +215,7 @@ def test_a_bad_word_of_too_many_tokens():
         VALIDATOR.admit(AddRequest(0, [5], SamplingParams(max_tokens=2), (tuple(range(33)),)), fresh_seed=0)
 
 
+@settings(max_examples=examples(20, 60))
 @given(prompt=st.lists(junk, max_size=70))
 def test_any_prompt_is_admitted_or_refused(prompt):
     try:
@@ -225,6 +227,7 @@ def test_any_prompt_is_admitted_or_refused(prompt):
         assert request.prompt.tolist() == prompt
 
 
+@settings(max_examples=examples(20, 60))
 @given(values=st.dictionaries(st.sampled_from(sorted(SamplingParams.__dataclass_fields__)), junk, max_size=3))
 def test_any_parameters_are_admitted_or_refused(values):
     try:

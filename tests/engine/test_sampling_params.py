@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.config import EngineConfig
@@ -24,6 +24,7 @@ from quire.core.sampling import (
 )
 from quire.engine.request_options import RequestOptions
 from tests.engine.junk import junk
+from tests.tiers import examples
 
 NAN, INF = float("nan"), float("inf")
 NO_NUMBERS = ["1", "", [1], (), {}, {1: 2}, b"1", True, False, object()]
@@ -194,6 +195,7 @@ def test_the_edges_are_inside():
 
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(SamplingParams)])
+@settings(max_examples=examples(15, 60))
 @given(value=junk)
 def test_any_value_is_accepted_or_refused(name, value):
     try:

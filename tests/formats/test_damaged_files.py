@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from quire.core.errors import BrokenModelFile, QuireError
 from quire.formats.open_checkpoint import open_checkpoint
 from tests.formats.tiny import save_folder, tiny_gguf, tiny_model
+from tests.tiers import examples
 from tests.weights.loading import load
 
 HEADER_BYTES = 3000  # of the tiny files: metadata, names, the first tensors' descriptions
@@ -67,7 +68,7 @@ def test_a_safetensors_cut_anywhere_is_refused_with_its_size(folder: Path) -> No
         assert str(cut) in error.message and "model.safetensors" in error.message
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(60, 300))
 @given(place=st.integers(0, HEADER_BYTES - 1), value=st.integers(0, 255), width=st.integers(1, 8))
 def test_overwritten_gguf_headers(
     tmp_path_factory: pytest.TempPathFactory, gguf_bytes: bytes, place: int, value: int, width: int
@@ -76,7 +77,7 @@ def test_overwritten_gguf_headers(
     damage_gguf(tmp_path_factory.getbasetemp() / "damaged.gguf", damaged)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(60, 300))
 @given(place=st.integers(0, HEADER_BYTES - 1), value=st.integers(0, 255), width=st.integers(1, 8))
 def test_overwritten_safetensors_headers(folder: Path, place: int, value: int, width: int) -> None:
     damage_safetensors(folder, lambda all_: all_[:place] + bytes([value]) * width + all_[place + width :])

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.output_parsing.events import OutputEvent
@@ -20,6 +20,7 @@ from quire.output_parsing.tool_formats import (
     ToolFormat,
 )
 from tests.output_parsing.parsing import calls, has_call, parse, reasoning_of, split_at, text_of
+from tests.tiers import examples
 
 FRAGMENTS = [
     *(marker for each in FORMATS.values() for marker in each.markers),
@@ -30,6 +31,7 @@ FRAGMENTS = [
     *("<think>", "</think>", "[THINK]", "[/THINK]", " ", "\n", "\t", "word", "é", "😀", "\x00", "\u2028"),
 ]
 MODEL_LIKE = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=4), max_size=14).map("".join)
+LAW = settings(max_examples=examples(20, 60))
 CUTS = st.lists(st.integers(0, 500), max_size=8)
 TAGS = st.sampled_from([None, THINK, MISTRAL_THINK])
 
@@ -71,6 +73,7 @@ def all_formats(test: Callable[..., None]) -> Callable[..., None]:
 
 
 @all_formats
+@LAW
 @given(text=MODEL_LIKE, cuts=CUTS, tags=TAGS, starts_in_reasoning=st.booleans())
 def test_splitting_the_text_changes_no_event(
     tool_format: ToolFormat, text: str, cuts: list[int], tags: ReasoningTags | None, starts_in_reasoning: bool
@@ -81,6 +84,7 @@ def test_splitting_the_text_changes_no_event(
 
 
 @all_formats
+@LAW
 @given(text=MODEL_LIKE)
 def test_text_without_a_call_is_unchanged(tool_format: ToolFormat, text: str) -> None:
     events = parse(tool_format, [text])
@@ -100,6 +104,7 @@ def test_reasoning_and_answer_make_up_the_whole_text(text: str, tags: ReasoningT
 @pytest.mark.parametrize(
     ("tool_format", "before", "write", "between", "after"), WRITERS, ids=lambda each: getattr(each, "name", "")
 )
+@LAW
 @given(written=CALLS, cuts=CUTS)
 def test_written_calls_are_parsed(
     tool_format: ToolFormat,

@@ -12,6 +12,7 @@ from tests.output_parsing.parsing import calls, parse, text_of
 from tests.tiers import examples
 
 CALL = '<tool_call>{"name": "f", "arguments": '
+NUM_CHARACTERS = examples(1000, 4000)
 FLOODS = {
     "text": (LLAMA, "", "word "),
     "space": (LLAMA, "", " \n"),
@@ -57,14 +58,14 @@ def flood(name: str, num_characters: int) -> str:
 @pytest.mark.parametrize("name", FLOODS)
 @pytest.mark.parametrize("tool_format", FORMATS.values(), ids=lambda each: each.name)
 def test_work_is_linear_in_the_length(tool_format: ToolFormat, name: str) -> None:
-    whole, half = flood(name, 4000), flood(name, 2000)
+    whole, half = flood(name, NUM_CHARACTERS), flood(name, NUM_CHARACTERS // 2)
     assert count_work(tool_format, [whole]) <= 2.2 * count_work(tool_format, [half]) + 200
     assert count_work(tool_format, list(whole)) <= 2.2 * count_work(tool_format, list(half)) + 200
 
 
 @pytest.mark.parametrize("name", FLOODS)
 def test_a_long_text_is_parsed(name: str) -> None:
-    size = examples(1 << 17, 1 << 20)
+    size = examples(1 << 15, 1 << 20)
     text = flood(name, size)
     tool_format = FLOODS[name][0]
     assert parse(tool_format, [text]) == parse(tool_format, [text[: size // 3], text[size // 3 :]])
@@ -93,7 +94,7 @@ def test_text_already_read_is_not_copied_again(name: str, monkeypatch: pytest.Mo
         return readers[-1]
 
     monkeypatch.setattr("quire.output_parsing.parser.StreamReader", new_reader)
-    text = flood(name, 4000)
+    text = flood(name, NUM_CHARACTERS)
     longest_marker = 20
     for tool_format in FORMATS.values():
         parse(tool_format, list(text))

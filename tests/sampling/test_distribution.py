@@ -20,9 +20,10 @@ from quire.core.sampling import RowSampling
 from quire.sampling.filters import ONE
 from tests.sampling.reference import Case, batch_of, probabilities, sampler_of
 from tests.sampling.strategies import VOCAB, cases, logits_of
+from tests.tiers import examples
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(50, 150))
 @given(st.data())
 def test_every_mixture_of_parameters_gives_the_reference_distribution(data: st.DataObject) -> None:
     assigned = data.draw(st.lists(cases(), min_size=1, max_size=5))

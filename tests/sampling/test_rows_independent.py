@@ -12,8 +12,10 @@ from quire.core.sampling import RowSampling
 from quire.sampling.sampler import Sampler
 from tests.sampling.reference import CPU, Case, batch_of, row_start, sampler_of
 from tests.sampling.strategies import VOCAB, cases, logits_of
+from tests.tiers import examples
 
 
+@settings(max_examples=examples(20, 60))
 @given(st.data())
 def test_a_token_depends_neither_on_the_batch_nor_on_the_row(data: st.DataObject) -> None:
     assigned = data.draw(st.lists(cases(), min_size=2, max_size=6))
@@ -48,6 +50,7 @@ def test_at_the_size_of_a_real_vocabulary_too() -> None:
         assert sampler.sample(logits[row : row + 1], alone).tokens[0] == tokens[row]
 
 
+@settings(max_examples=examples(20, 60))
 @given(st.data())
 def test_a_broken_row_fails_alone(data: st.DataObject) -> None:
     assigned = data.draw(st.lists(cases(), min_size=2, max_size=6))
@@ -74,7 +77,7 @@ def test_a_row_with_nothing_left_to_choose_is_not_finite() -> None:
     assert sampler.sample(torch.zeros(2, 8), batch).finite.tolist() == [False, True]
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(10, 30))
 @given(st.data())
 def test_rows_come_and_go_and_carry_on_where_they_were(data: st.DataObject) -> None:
     """Counts and tails that followed the tokens, in slots that others held before, equal a fresh recount."""

@@ -17,13 +17,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from quire.core.request import BeamParams, EarlyStopping
 from quire.core.step import Candidates, FinishReason
 from quire.sched.beam_search import BeamSearch, BeamStep
+from tests.tiers import examples
 
 HF_STOPPING: dict[EarlyStopping, bool | str] = {
     EarlyStopping.WHEN_FULL: True,
     EarlyStopping.WHEN_UNLIKELY: False,
     EarlyStopping.NEVER: "never",
 }
-NUM_SETTINGS = 60
+NUM_SETTINGS = examples(20, 60)
 
 # Of whole sequences of one length: for each the log-probability of every next token.
 NextLogprobs = Callable[[list[tuple[int, ...]]], np.ndarray]
@@ -186,7 +187,7 @@ def every_continuation(setting: Setting, logprobs: NextLogprobs, vocab_size: int
                 yield Found(tokens, total / length**setting.params.length_penalty)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20, 60), deadline=None)
 @given(
     seed=st.integers(0, 2**16),
     vocab_size=st.integers(2, 3),

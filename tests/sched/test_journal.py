@@ -30,8 +30,9 @@ from quire.sim.check.check import numpy_oracle
 from quire.sim.check.scenario import Scenario, ScenarioEvent, draw_scenario
 from quire.sim.check.trial import CheckRun
 from quire.sim.runners import ToyRunner
+from tests.tiers import examples
 
-NUM_WORLDS = 80
+NUM_WORLDS = examples(30, 80)
 
 
 def record(path: Path, seed: int, scenario: Scenario | None = None) -> CheckRun:
@@ -159,7 +160,7 @@ def _header_length(whole: bytes) -> int:
 def test_a_changed_byte_is_noticed(tmp_path: Path) -> None:
     whole = _journal(tmp_path)
     dice = random.Random(0)
-    for position in dice.sample(range(len(whole)), 60):
+    for position in dice.sample(range(len(whole)), examples(20, 60)):
         changed = bytearray(whole)
         changed[position] ^= 1 << dice.randrange(8)
         (tmp_path / "changed").write_bytes(changed)
@@ -173,7 +174,7 @@ def test_a_changed_byte_is_noticed(tmp_path: Path) -> None:
 
 def test_a_journal_that_was_cut_off_is_good_up_to_there(tmp_path: Path) -> None:
     whole = _journal(tmp_path)
-    for length in random.Random(1).sample(range(_header_length(whole), len(whole)), 40):
+    for length in random.Random(1).sample(range(_header_length(whole), len(whole)), examples(15, 40)):
         (tmp_path / "cut").write_bytes(whole[:length])
         report = replay(tmp_path / "cut")
         assert report.difference is None, length

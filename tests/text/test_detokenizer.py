@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from quire.text.detokenizer import Detokenizer, decode_whole
 from quire.text.tokenizer import Tokenizer
+from tests.tiers import examples
 
-LAW = settings(max_examples=200)
+LAW = settings(max_examples=examples(50, 200))
 
 
 def joined(detokenizer: Detokenizer, ids: Sequence[int], cuts: Sequence[int]) -> str:
