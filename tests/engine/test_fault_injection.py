@@ -25,6 +25,7 @@ from quire.engine.wire import FrameDecoder, pack, read_for_front
 from quire.kv.manager import KVManager
 from quire.sched.audit import audit_rest
 from quire.sched.scheduler import Scheduler
+from tests.llm.tiny import tiny_llama, write_model
 
 NUM_REQUESTS, POISONED = 6, 5  # the last: its sequence has the same number as its request
 NUM_BLOCKS, BLOCK_SIZE, ROWS, LENGTH = 64, 4, 4, 96
@@ -32,8 +33,9 @@ LETTERS = Grammar(GrammarKind.REGEX, "[a-z ]{400}")
 
 
 @pytest.fixture(scope="module")
-def opened(default_model_path):
-    return open_model(EngineConfig())
+def opened(tmp_path_factory):
+    """Of a few hundred tokens: with a real vocabulary, each world takes half a second to build and run."""
+    return open_model(EngineConfig(model=str(write_model(tmp_path_factory.mktemp("tiny"), tiny_llama()))))
 
 
 @pytest.fixture(scope="module")
