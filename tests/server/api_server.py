@@ -1,14 +1,12 @@
 """A scripted server for the tests of Responses and Messages, and a reader of its streams."""
 
 import json
-import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests import children
-from tests.server.server_process import QUIRE
+from tests.server.local_server import local_server
 
 MODEL = "smollm2-135m-instruct"
 PLAIN = "Bonjour! 🙂 你好, naïve friend."
@@ -25,26 +23,8 @@ LINES: tuple[dict[str, Any], ...] = (
 @contextmanager
 def scripted_server(folder: Path, lines: Sequence[dict[str, Any]] = LINES, *arguments: str) -> Iterator[str]:
     """The address of a running scripted server."""
-    script = folder / "script.jsonl"
-    script.write_text("\n".join(json.dumps(line) for line in lines))
-    command = [QUIRE, "serve", "--port", "0", "--script", str(script), "--max-model-len", "1k", *arguments]
-    process = children.start(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    try:
-        output = []
-        for line in process.stderr:
-            output.append(line)
-            if line.startswith("Ready"):
-                break
-        else:
-            raise AssertionError("the server ended before it was ready:\n" + "".join(output))
-        yield line.split()[5]
-    finally:
-        process.terminate()
-        try:
-            process.communicate(timeout=30)
-        finally:
-            children.end(process)
+    with local_server(folder, lines, "--max-model-len", "1k", *arguments) as server:
+        yield server.url
 
 
 def named_events(stream: str) -> list[dict[str, Any]]:

@@ -19,10 +19,9 @@ from quire.text.detokenizer import SequenceText
 from quire.text.hf_tokenizer import TokenizerFiles
 from quire.text.stop_strings import StopStrings
 from quire.text.tokenizer import Tokenizer
-from tests import children
+from tests.cli.commands import Shell
 from tests.server.chat_server import MODEL, speaking
 from tests.server.chat_templates import LLAMA_3_1, MISTRAL_V3, QWEN_3
-from tests.server.server_process import QUIRE
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"]}
 WEATHER = {"type": "function", "function": {"name": "get_weather", "description": "Tells.", "parameters": CITY}}
@@ -272,11 +271,12 @@ def test_options_override_the_detected_parsers(tmp_path_factory: pytest.TempPath
 
 
 @pytest.mark.parametrize(("option", "known"), [("--tool-call-parser", "hermes"), ("--reasoning-parser", "think")])
-def test_an_unknown_parser_is_refused_with_the_known_ones(option: str, known: str) -> None:
-    command = [QUIRE, "serve", "--port", "0", option, "herms"]
-    result = children.run(command, capture_output=True, text=True, check=False, timeout=60)
-    assert result.returncode == 2
-    assert "'herms'" in result.stderr and known in result.stderr and "Traceback" not in result.stderr
+def test_an_unknown_parser_is_refused_with_the_known_ones(
+    option: str, known: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = Shell(monkeypatch, capsys)("serve", "--port", "0", option, "herms")
+    assert result.status == 2
+    assert "'herms'" in result.err and known in result.err and "Traceback" not in result.err
 
 
 def test_markers_that_are_special_tokens_reach_the_parser(model: ServedModel) -> None:
