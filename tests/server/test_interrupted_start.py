@@ -19,6 +19,7 @@ from quire.engine.stats import EngineInfo
 from quire.engine.wire import ToFront, pack
 from tests import children
 from tests.server.server_process import PATIENCE_S, QUIRE, wait_until
+from tests.tiers import long_only
 
 LINE = '{"say": "Hello there."}'
 
@@ -45,11 +46,11 @@ def test_an_engine_whose_parent_exits_during_its_start_prints_nothing(script: Pa
     assert (engine.returncode, out, err.decode()) == (0, b"", "")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_for_the_parent_does_not_end_a_starting_engine(script: Path, number: int) -> None:
+def test_signals_for_the_parent_do_not_end_a_starting_engine(script: Path) -> None:
     messages: queue.SimpleQueue[ToFront | None] = queue.SimpleQueue()
     child = EngineProcess(messages.put, lambda: messages.put(None))
-    os.kill(child.pid, number)  # long before it could have installed a handler
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(child.pid, number)  # long before it could have installed a handler
     child.start()
     child.send(StartEngine(EngineConfig(), str(script)))
     try:
@@ -60,7 +61,7 @@ def test_a_signal_for_the_parent_does_not_end_a_starting_engine(script: Path, nu
         child.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGTERM, *long_only([signal.SIGINT])])
 def test_stopping_a_starting_server_is_no_failure(default_model_path: Path, tmp_path: Path, number: int) -> None:
     never = tmp_path / "never.jsonl"
     os.mkfifo(never)  # without a writer: the engine waits for its script forever
@@ -81,7 +82,7 @@ def test_stopping_a_starting_server_is_no_failure(default_model_path: Path, tmp_
     assert server.returncode == 0 and len(output) == 2 and output[-1] == "Stopped.", output
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, *long_only([signal.SIGTERM])])
 def test_stopping_a_server_before_it_listens_is_no_failure(tmp_path: Path, number: int) -> None:
     never = tmp_path / "never.jinja"
     os.mkfifo(never)

@@ -12,6 +12,7 @@ import pytest
 from tests.server.many_clients import RawClient, RawResponse, fetch, fetch_all, request
 from tests.server.scripted_servers import CONTROL, check_control, completion_body, scripted
 from tests.server.server_process import Running, counted, is_alive, load, wait_until, wait_until_at_rest
+from tests.tiers import examples
 
 NUM_STREAMS = 64
 
@@ -73,14 +74,6 @@ def test_a_stopped_engine_is_not_ready_until_it_continues(server: Running) -> No
         assert server.engine_pid == engine
 
 
-def test_a_killed_front_leaves_no_engine_process(default_model_path: Path, tmp_path: Path) -> None:
-    with scripted(tmp_path) as server:
-        engine = server.engine_pid
-        server.process.kill()
-        server.process.wait()
-        wait_until(lambda: not is_alive(engine), 30)
-
-
 def test_a_broken_row_fails_its_own_request_alone(server: Running) -> None:
     async def crowd() -> list[RawResponse]:
         kinds = [
@@ -129,8 +122,8 @@ def test_a_thousand_idle_connections_do_not_matter(server: Running) -> None:
 
 
 def test_clients_that_do_not_read_affect_no_other_request(server: Running) -> None:
-    """Fifty of them: their unread output is bounded, the engine finishes them, and other requests are served."""
-    slow = [socket.socket() for _ in range(50)]
+    """Many of them: their unread output is bounded, the engine finishes them, and other requests are served."""
+    slow = [socket.socket() for _ in range(examples(16, 50))]
     sent = request(completion_body("endless", max_tokens=1000, stream=True, logprobs=5))
     with server.client() as client:
         wait_until_at_rest(client)
@@ -147,3 +140,11 @@ def test_clients_that_do_not_read_affect_no_other_request(server: Running) -> No
         for each in slow:
             each.close()
         wait_until_at_rest(client)
+
+
+def test_a_killed_front_leaves_no_engine_process(server: Running) -> None:
+    """The last test of this server."""
+    engine = server.engine_pid
+    server.process.kill()
+    server.process.wait()
+    wait_until(lambda: not is_alive(engine), 30)

@@ -12,21 +12,20 @@ import pytest
 from tests import children
 from tests.server.server_process import QUIRE
 
-TINY = ("smollm2-135m", "--load-format", "dummy", "--threads", "1", "--max-model-len", "64",
-        "--kv-cache-memory", "64MiB")  # fmt: skip
 CERTIFY = ("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost",
            "-addext", "subjectAltName=IP:127.0.0.1")  # fmt: skip
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl to make a certificate with")
-def test_a_server_with_keys_and_a_certificate(tmp_path: Path) -> None:
+def test_a_server_with_keys_and_a_certificate(tmp_path: Path, default_model_path: Path) -> None:
     keys, admin, certificate, private = (tmp_path / name for name in ("keys", "admin", "cert.pem", "key.pem"))
     keys.write_text("sk-served name=somebody\n")
     admin.write_text("sk-admin\n")
     children.run([*CERTIFY, "-keyout", private, "-out", certificate], check=True, capture_output=True)
     access = ("--api-key-file", str(keys), "--admin-key-file", str(admin), "--log-format", "json", "--ssl-certfile",
             str(certificate), "--ssl-keyfile", str(private), "--max-body", "1KiB")  # fmt: skip
-    command = [QUIRE, "serve", *TINY, "--host", "0.0.0.0", "--port", "0", *access]
+    (tmp_path / "script.jsonl").write_text('{"say": "Hello there."}')
+    command = [QUIRE, "serve", "--script", str(tmp_path / "script.jsonl"), "--host", "0.0.0.0", "--port", "0", *access]
     with children.started(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         ready = next(line for line in process.stderr if line.startswith("Ready"))

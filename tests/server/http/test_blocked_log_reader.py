@@ -13,6 +13,7 @@ import pytest
 
 from tests import children
 from tests.server.server_process import PATIENCE_S, QUIRE, START_PATIENCE_S, counted, wait_until
+from tests.tiers import long_only
 
 
 @contextlib.contextmanager
@@ -58,21 +59,31 @@ def full_pipe() -> tuple[int, int]:
     return reading, writing
 
 
+def closed_pipe() -> int:
+    reading, writing = os.pipe()
+    os.close(reading)
+    return writing
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_drops_log_lines_only(tmp_path: Path, default_model_path: Path) -> None:
+@pytest.mark.parametrize("report", ["closed", *long_only(["full"])])
+def test_a_full_disk_drops_log_lines_only(tmp_path: Path, default_model_path: Path, report: str) -> None:
+    """The log on a full disk; the report of the start there too, or in a pipe that nobody reads any more."""
     full = os.open("/dev/full", os.O_WRONLY)
-    with serving_into(tmp_path / "script.jsonl", full, full) as (server, client):
+    err = full if report == "full" else closed_pipe()
+    with serving_into(tmp_path / "script.jsonl", full, err) as (server, client):
         check_responses(client)
         wait_until(lambda: counted(client, "log_lines_lost_total") > 0)
         check_responses(client)
         server.send_signal(signal.SIGTERM)
         assert server.wait(PATIENCE_S) == 0
-    os.close(full)
+    for each in {full, err}:
+        os.close(each)
 
 
+@pytest.mark.long  # a closed pipe and a full disk are in one test above
 def test_a_closed_log_pipe_drops_log_lines_only(tmp_path: Path, default_model_path: Path) -> None:
-    reading, writing = os.pipe()
-    os.close(reading)
+    writing = closed_pipe()
     with serving_into(tmp_path / "script.jsonl", writing, writing) as (server, client):
         check_responses(client)
         server.send_signal(signal.SIGTERM)
@@ -90,7 +101,7 @@ def test_a_blocked_log_reader_delays_no_request(tmp_path: Path, default_model_pa
         os.close(each)
 
 
-@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-"])
+@pytest.mark.parametrize("closed", [">&- 2>&-", *long_only([">&-"])])
 def test_a_server_without_stdout_serves(tmp_path: Path, default_model_path: Path, closed: str) -> None:
     """Otherwise a socket would get its file descriptor, and log lines would be written to it."""
     nowhere = subprocess.DEVNULL
