@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 
+from tests.server.local_server import LocalServer, local_server
 from tests.server.server_process import Running, serving
 
 CONTROL = "Hello there."  # what every script says when nothing else is asked for
@@ -19,6 +20,8 @@ LINES: tuple[dict[str, Any], ...] = (
     {"say": CONTROL},
 )
 
+SIZES = ("--max-model-len", "8k", "--kv-cache-memory", "3GiB")
+
 Serve = Callable[..., AbstractContextManager[Running]]
 
 
@@ -27,8 +30,15 @@ def scripted(folder: Path, *arguments: str, step_ms: float = 2) -> Iterator[Runn
     """A server of the lines above with this time per step."""
     file = folder / f"script-{step_ms}.jsonl"
     file.write_text("\n".join(json.dumps(line) for line in ({"step_ms": step_ms}, *LINES)))
-    with serving("--script", str(file), "--max-model-len", "8k", "--kv-cache-memory", "3GiB", *arguments) as running:
+    with serving("--script", str(file), *SIZES, *arguments) as running:
         yield running
+
+
+@contextmanager
+def scripted_here(folder: Path, *arguments: str) -> Iterator[LocalServer]:
+    """The same in this process: for tests that need options of their own, or stop it, and do without a process."""
+    with local_server(folder, ({"step_ms": 2}, *LINES), *SIZES, *arguments) as server:
+        yield server
 
 
 def completion_body(text: str, **fields: object) -> dict[str, Any]:

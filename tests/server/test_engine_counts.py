@@ -8,8 +8,9 @@ from quire.engine.stats import EngineStats
 from quire.server.async_engine import AsyncEngine
 from quire.server.metrics import EngineGauges, Metrics
 from quire.server.server import StatusLine
+from tests.server.local_server import LocalServer
 from tests.server.scripted_servers import completion_body
-from tests.server.server_process import Running, counted, wait_until, wait_until_at_rest
+from tests.server.server_process import counted, wait_until, wait_until_at_rest
 
 NOTHING = EngineStats(**{field.name: 0 for field in fields(EngineStats)} | {"waiting_for": None})  # type: ignore[arg-type]
 
@@ -57,7 +58,7 @@ def test_an_uncomputed_prompt_does_not_lower_the_sampled_count() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"n": 3}, {"n": 2, "use_beam_search": True}, {"max_tokens": 1}])
-def test_sampled_tokens_equal_delivered_tokens(scripted_server: Running, options: dict[str, object]) -> None:
+def test_sampled_tokens_equal_delivered_tokens(scripted_server: LocalServer, options: dict[str, object]) -> None:
     with scripted_server.client() as client:
         wait_until_at_rest(client)
         before = counted(client, "sampled_tokens_total")
@@ -66,7 +67,7 @@ def test_sampled_tokens_equal_delivered_tokens(scripted_server: Running, options
 
 
 @pytest.mark.parametrize("options", [{}, {"n": 2, "use_beam_search": True}])
-def test_cached_tokens_are_reported_for_beams_too(scripted_server: Running, options: dict[str, object]) -> None:
+def test_cached_tokens_are_reported_for_beams_too(scripted_server: LocalServer, options: dict[str, object]) -> None:
     body = completion_body(f"the same words again and again {sorted(options)} " * 8, **options)
     with scripted_server.client() as client:
         waited = counted(client, "request_queue_time_seconds_count")

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from schemathesis import Case, GenerationMode
 
 from quire.server.app import ENDPOINTS, ERRORS, error_of, openapi
+from tests.server.local_server import LocalServer
 from tests.server.scripted_servers import check_control
-from tests.server.server_process import Running, wait_until_at_rest
+from tests.server.server_process import wait_until_at_rest
 from tests.tiers import examples
 
 DESCRIBED = openapi(ENDPOINTS)
-NUM_CASES = examples(150, 1000)
+NUM_CASES = examples(60, 1000)
 BODIED = [endpoint for endpoint in ENDPOINTS if endpoint.body is not None]
 KINDS = [  # only with a body: the tests of access and protocol cover the others
     *((f"{endpoint.method} {endpoint.path}", mode) for endpoint in BODIED for mode in GenerationMode),
@@ -27,10 +28,14 @@ KINDS = [  # only with a body: the tests of access and protocol cover the others
 
 
 @cache
+def schema() -> Any:
+    return schemathesis.openapi.from_dict(DESCRIBED)
+
+
+@cache
 def cases_of(name: str, mode: GenerationMode) -> st.SearchStrategy[Case]:
     method, path = name.split()
-    schema = schemathesis.openapi.from_dict(DESCRIBED)
-    return schema[path][method].as_strategy(generation_mode=mode)
+    return schema()[path][method].as_strategy(generation_mode=mode)  # type: ignore[no-any-return]
 
 
 def check_response(response: httpx.Response, error: str) -> None:
@@ -55,7 +60,7 @@ def send(client: httpx.Client, case: Case) -> httpx.Response:
 
 
 @pytest.mark.parametrize(("name", "mode"), KINDS, ids=lambda value: getattr(value, "value", value))
-def test_no_request_causes_a_500(scripted_server: Running, name: str, mode: GenerationMode) -> None:
+def test_no_request_causes_a_500(scripted_server: LocalServer, name: str, mode: GenerationMode) -> None:
     (error,) = {
         error_of(endpoint)
         for endpoint in ENDPOINTS

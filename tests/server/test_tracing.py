@@ -1,6 +1,7 @@
 """Tracing: spans below the client's own, the phases of each prompt, and a collector that hangs."""
 
 import asyncio
+import contextlib
 import http.server
 import json
 import socket
@@ -30,7 +31,8 @@ from quire.server.batch.runner import post
 from quire.server.http.auth import KeyRing
 from quire.server.http.middleware import secure
 from quire.server.server import Server, ServerConfig, ServerObservers
-from quire.server.tracing import Tracing
+from quire.server.tracing import Tracing, open_tracing
+from tests.server.local_server import local_engines, local_server
 
 QUIRE = str(Path(sys.executable).with_name("quire"))
 SCRIPT = '{"say": "Bang", "break": true, "when": "boom"}\n{"say": "Hello there."}\n'
@@ -69,7 +71,8 @@ def traced(opened: OpenedModel, folder: Path, talk: Callable[[Send], Awaitable[N
             await server.supervisor.stop()
             keeping.cancel()
 
-    asyncio.run(life())
+    with local_engines():
+        asyncio.run(life())
     return list(exporter.get_finished_spans())
 
 
@@ -182,4 +185,10 @@ def test_a_collector_gets_the_spans(default_model_path: Path, tmp_path: Path, co
 
 def test_no_request_waits_for_a_hanging_collector(default_model_path: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and never answers
-        serve_once(f"http://127.0.0.1:{silent.getsockname()[1]}", tmp_path)
+        tracing = open_tracing(f"http://127.0.0.1:{silent.getsockname()[1]}")
+        with (
+            contextlib.closing(tracing),
+            local_server(tmp_path, [{"say": "Hello there."}], tracer=tracing) as server,
+            server.client() as client,
+        ):
+            assert client.post("/v1/completions", json={"prompt": "hi"}).status_code == 200

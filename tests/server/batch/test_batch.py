@@ -2,7 +2,7 @@
 
 import json
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from quire.server.batch.lines import (
     response_line,
 )
 from tests import children
-from tests.cli.commands import QUIRE, Shell
+from tests.cli.commands import QUIRE, CommandResult, Shell
+from tests.server.local_server import local_engines
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 SCRIPT = """
@@ -48,8 +49,22 @@ def script(tmp_path_factory: pytest.TempPathFactory, default_model_path: Path) -
 
 
 def run(script: Path, *arguments: str, lines: bytes = b"") -> "subprocess.CompletedProcess[bytes]":
+    """In a process of its own."""
     command = [QUIRE, "batch", *arguments, "--script", str(script), "--max-model-len", "1k"]
     return children.run(command, input=lines, capture_output=True, timeout=120, check=False)
+
+
+@pytest.fixture
+def run_here(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., CommandResult]:
+    """In this process, with its engine in a thread."""
+
+    def batch(*arguments: str) -> CommandResult:
+        with local_engines():
+            return Shell(monkeypatch, capsys)("batch", *arguments, "--script", str(script), "--max-model-len", "1k")
+
+    return batch
 
 
 def written(lines: Iterable[object]) -> bytes:
@@ -60,7 +75,7 @@ def entries(output: bytes) -> list[dict[str, Any]]:
     return [json.loads(line) for line in output.splitlines()]
 
 
-def test_every_endpoint_and_every_error_in_one_file(script: Path, tmp_path: Path) -> None:
+def test_every_endpoint_and_every_error_in_one_file(run_here: Callable[..., CommandResult], tmp_path: Path) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_bytes(
         written(
@@ -79,9 +94,9 @@ def test_every_endpoint_and_every_error_in_one_file(script: Path, tmp_path: Path
             ]
         )
     )
-    done = run(script, str(source), "-o", str(target))
-    assert done.returncode == 1, done.stderr.decode()
-    assert b"4 answered, 2 refused, 4 unreadable." in done.stderr
+    done = run_here(str(source), "-o", str(target))
+    assert done.status == 1, done.err
+    assert "4 answered, 2 refused, 4 unreadable." in done.err
     received = entries(target.read_bytes())
     good = {entry["custom_id"]: entry["response"] for entry in received if entry["response"] is not None}
     assert set(good) == set("abcfgh") and len({entry["id"] for entry in received}) == len(received) == 10
@@ -98,8 +113,8 @@ def test_every_endpoint_and_every_error_in_one_file(script: Path, tmp_path: Path
         f"Line {line}" in entry["error"]["message"] and entry["response"] is None for line, entry in invalid.items()
     )
 
-    again = run(script, str(source), "-o", str(target))
-    assert again.returncode == 1 and b"0 answered, 2 refused, 4 unreadable, 4 answered before." in again.stderr
+    again = run_here(str(source), "-o", str(target))
+    assert again.status == 1 and "0 answered, 2 refused, 4 unreadable, 4 answered before." in again.err
     later = entries(target.read_bytes())
     answered = {name for name in good if statuses[name] == 200}
     assert later[:4] == [entry for entry in received if entry["custom_id"] in answered and entry["error"] is None]
@@ -111,7 +126,7 @@ def _outcome(entry: dict[str, Any]) -> str:
     return json.dumps([entry["custom_id"], response.get("status_code"), entry["error"]])
 
 
-def test_a_second_run_retries_errors_only(script: Path, tmp_path: Path) -> None:
+def test_a_second_run_retries_errors_only(run_here: Callable[..., CommandResult], tmp_path: Path) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_bytes(written(chat(name, "hi") for name in "abcd"))  # the fourth was mended
 
@@ -122,8 +137,8 @@ def test_a_second_run_retries_errors_only(script: Path, tmp_path: Path) -> None:
         entry("a", 200) + entry("b", 503) + entry("c", 404) + error_line(4, InvalidLine("Line 4 …", "d"))
     )
     target.chmod(0o640)
-    done = run(script, str(source), "-o", str(target))
-    assert done.returncode == 0 and b"3 answered, 1 answered before." in done.stderr, done.stderr.decode()
+    done = run_here(str(source), "-o", str(target))
+    assert done.status == 0 and "3 answered, 1 answered before." in done.err, done.err
     received = {entry["custom_id"]: entry["response"] for entry in entries(target.read_bytes())}
     assert set(received) == set("abcd") and len(target.read_bytes().splitlines()) == 4
     assert received["a"]["body"] == {"old": True}
@@ -131,14 +146,14 @@ def test_a_second_run_retries_errors_only(script: Path, tmp_path: Path) -> None:
     assert target.stat().st_mode & 0o777 == 0o640 and sorted(tmp_path.iterdir()) == [source, target]
 
 
-def test_an_interrupted_run_is_resumed(script: Path, tmp_path: Path) -> None:
+def test_an_interrupted_run_is_resumed(run_here: Callable[..., CommandResult], tmp_path: Path) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_bytes(written(chat(str(number), "hi") for number in range(12)))
-    assert run(script, str(source), "-o", str(target), "--concurrency", "3").returncode == 0
+    assert run_here(str(source), "-o", str(target), "--concurrency", "3").status == 0
     whole = target.read_bytes().splitlines(keepends=True)
     target.write_bytes(b"".join(whole[:5]) + whole[5][:40])  # the sixth line was cut off
-    done = run(script, str(source), "-o", str(target))
-    assert done.returncode == 0 and b"7 answered, 5 answered before." in done.stderr
+    done = run_here(str(source), "-o", str(target))
+    assert done.status == 0 and "7 answered, 5 answered before." in done.err
     assert sorted(int(entry["custom_id"]) for entry in entries(target.read_bytes())) == list(range(12))
 
 
@@ -178,7 +193,7 @@ def test_invalid_files_are_refused(
 
 
 def test_a_batch_configures_the_engine_for_throughput(
-    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run_here: Callable[..., CommandResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU a batch has more rows and longer steps than a server."""
     started: list[StartEngine] = []
@@ -190,7 +205,7 @@ def test_a_batch_configures_the_engine_for_throughput(
     monkeypatch.setattr(EngineProcess, "send", send)
     path = tmp_path / "in.jsonl"
     path.write_bytes(written([chat("1", "hi")]))
-    shown = Shell(monkeypatch, capsys)("batch", str(path), "-o", "-", "--script", str(script), "--max-model-len", "1k")
+    shown = run_here(str(path), "-o", "-")
     assert "Seen enough." in shown.err and [start.serving for start in started] == [False]
 
 
@@ -260,10 +275,10 @@ def test_an_invalid_line_keeps_its_custom_id(text: bytes) -> None:
     assert (entry["custom_id"], entry["error"]["code"], entry["error"]["line"]) == ("a", "invalid_line", 7)
 
 
-def test_a_full_output_disk_is_one_line_of_error(script: Path, tmp_path: Path) -> None:
+def test_a_full_output_disk_is_one_line_of_error(run_here: Callable[..., CommandResult], tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     source.write_bytes(written(chat(str(number), "hi") for number in range(8)))
-    done = run(script, str(source), "-o", "/dev/full")
-    last = done.stderr.decode().splitlines()[-1]
-    assert done.returncode == 2 and last.startswith("quire: Cannot write /dev/full: No space left on device."), last
-    assert b"Traceback" not in done.stderr
+    done = run_here(str(source), "-o", "/dev/full")
+    last = done.err.splitlines()[-1]
+    assert done.status == 2 and last.startswith("quire: Cannot write /dev/full: No space left on device."), last
+    assert "Traceback" not in done.err

@@ -6,7 +6,7 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -18,8 +18,9 @@ from starlette.types import Receive, Scope, Send
 from quire.server import server as lifecycle
 from quire.server.async_engine import AsyncEngine
 from tests.server.http_app import received_until_closed
+from tests.server.local_server import LocalServer
 from tests.server.many_clients import RawClient, RawResponse, request
-from tests.server.scripted_servers import check_control, completion_body, scripted
+from tests.server.scripted_servers import check_control, completion_body, scripted, scripted_here
 from tests.server.server_process import PATIENCE_S, Running, is_alive, load, wait_until, wait_until_at_rest
 
 ENDLESS = completion_body("endless", stream=True)
@@ -30,7 +31,7 @@ def wait_until_running(client: httpx.Client, num_requests: int) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_disconnect_aborts_the_request(scripted_server: Running, stream: bool) -> None:
+def test_a_disconnect_aborts_the_request(scripted_server: LocalServer, stream: bool) -> None:
     with scripted_server.client() as client:
         wait_until_at_rest(client)
         if stream:
@@ -46,10 +47,20 @@ def test_a_disconnect_aborts_the_request(scripted_server: Running, stream: bool)
         check_control(client)
 
 
+DRAINING = ("--shutdown-timeout", "90", "--max-num-seqs", "4")
+
+
 @pytest.fixture
 def server(default_model_path: Path, tmp_path: Path) -> Iterator[Running]:
-    """A server that a test may stop."""
-    with scripted(tmp_path, "--shutdown-timeout", "90", "--max-num-seqs", "4") as running:
+    """A server process that a test may stop."""
+    with scripted(tmp_path, *DRAINING) as running:
+        yield running
+
+
+@pytest.fixture
+def local(default_model_path: Path, tmp_path: Path) -> Iterator[LocalServer]:
+    """A server of this process that a test may stop."""
+    with scripted_here(tmp_path, *DRAINING) as running:
         yield running
 
 
@@ -78,53 +89,60 @@ def test_sigterm_drains_open_streams_and_refuses_new_requests(server: Running) -
     assert server.output[-1] == "Stopped.\n"
 
 
-@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_stops_at_once_and_sends_an_error(server: Running, second: int) -> None:
+def stopped_by_second_signal(server: Running | LocalServer, send_signal: Callable[[int], None], second: int) -> None:
     with server.client() as client, client.stream("POST", "/v1/completions", json=ENDLESS) as response:
         lines = response.iter_lines()
         next(lines)
-        server.process.send_signal(signal.SIGTERM)
+        send_signal(signal.SIGTERM)
         with server.client() as other:
             wait_until(lambda: other.get("/ready").status_code == 503)
-        server.process.send_signal(second)
+        send_signal(second)
         rest = [line for line in lines if line]
     assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "server_stopping"
     assert not any("[DONE]" in line or '"finish_reason":"' in line for line in rest)
+
+
+def test_a_second_signal_stops_at_once_and_sends_an_error(server: Running) -> None:
+    stopped_by_second_signal(server, server.process.send_signal, signal.SIGINT)
     assert server.process.wait(60) == 0
 
 
-def test_ctrl_c_stops_at_once_and_sends_an_error(server: Running) -> None:
-    with server.client() as client, client.stream("POST", "/v1/completions", json=ENDLESS) as response:
+def test_a_second_sigterm_stops_like_ctrl_c(local: LocalServer) -> None:
+    stopped_by_second_signal(local, local.send_signal, signal.SIGTERM)
+    local.wait()
+
+
+def test_ctrl_c_stops_at_once_and_sends_an_error(local: LocalServer) -> None:
+    with local.client() as client, client.stream("POST", "/v1/completions", json=ENDLESS) as response:
         lines = response.iter_lines()
         next(lines)
-        server.process.send_signal(signal.SIGINT)
+        local.send_signal(signal.SIGINT)
         rest = [line for line in lines if line]
     assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "server_stopping"
-    assert server.process.wait(60) == 0
+    local.wait()
 
 
-def test_a_client_that_is_still_sending_its_body_gets_an_error(server: Running) -> None:
-    with socket.create_connection(("127.0.0.1", server.port), PATIENCE_S) as connection, server.client() as client:
+def test_a_client_that_is_still_sending_its_body_gets_an_error(local: LocalServer) -> None:
+    with socket.create_connection(("127.0.0.1", local.port), PATIENCE_S) as connection, local.client() as client:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
         wait_until(lambda: load(client)["server_load"] == 1)
-        server.process.send_signal(signal.SIGTERM)
+        local.send_signal(signal.SIGTERM)
         response = received_until_closed(connection)
     head, _, body = response.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 503 ") and b"\r\nretry-after: 5\r\n" in head, response
     assert json.loads(body)["error"]["code"] == "server_stopping"
-    assert server.process.wait(60) == 0
-    assert server.output[-1] == "Stopped.\n"
+    local.wait()
 
 
 def test_a_drain_times_out(default_model_path: Path, tmp_path: Path) -> None:
-    with scripted(tmp_path, "--shutdown-timeout", "0.2") as server, server.client() as client:
+    with scripted_here(tmp_path, "--shutdown-timeout", "0.2") as server, server.client() as client:
         with client.stream("POST", "/v1/completions", json=ENDLESS) as response:
             lines = response.iter_lines()
             next(lines)
-            server.process.send_signal(signal.SIGTERM)
+            server.send_signal(signal.SIGTERM)
             rest = [line for line in lines if line]
         assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "server_stopping"
-        assert server.process.wait(60) == 0
+        server.wait()
 
 
 def test_a_blocked_client_is_disconnected_at_the_end_without_a_stack(
@@ -156,16 +174,16 @@ def test_a_blocked_client_is_disconnected_at_the_end_without_a_stack(
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
-def test_a_drain_serves_queued_requests_too(server: Running) -> None:
+def test_a_drain_serves_queued_requests_too(local: LocalServer) -> None:
     """Four requests run and two are queued when the signal comes."""
 
     async def crowd() -> list[RawResponse]:
         lines = request(completion_body("endless", max_tokens=900, stream=True))
-        raw_clients = [await RawClient.connect(server.port, lines) for _ in range(6)]
-        with server.client() as client:
+        raw_clients = [await RawClient.connect(local.port, lines) for _ in range(6)]
+        with local.client() as client:
             wait_until(lambda: load(client).get("num_requests_waiting") == 2)
-        server.process.send_signal(signal.SIGTERM)
+        local.send_signal(signal.SIGTERM)
         return [await raw_client.receive_all() for raw_client in raw_clients]
 
     assert all(events.complete and not events.failed for events in asyncio.run(crowd()))
-    assert server.process.wait(60) == 0
+    local.wait()

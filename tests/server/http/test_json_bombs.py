@@ -2,11 +2,13 @@
 
 import json
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.server.scripted_servers import check_control
+from tests.server.scripted_servers import check_control, scripted
 from tests.server.server_process import Running
 
 MAX_BYTES = 16 << 20
@@ -47,15 +49,22 @@ BOMBS = {
 PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize")
 
 
+@pytest.fixture(scope="module")
+def server(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A process, whose memory can be measured."""
+    with scripted(tmp_path_factory.mktemp("bombs")) as running:
+        yield running
+
+
 @pytest.mark.parametrize("name", BOMBS)
-def test_a_bomb_is_refused_in_bounded_memory(scripted_server: Running, name: str) -> None:
-    with scripted_server.client() as client:
-        before_bytes = scripted_server.resident_bytes
+def test_a_bomb_is_refused_in_bounded_memory(server: Running, name: str) -> None:
+    with server.client() as client:
+        before_bytes = server.resident_bytes
         most_bytes, over = [before_bytes], threading.Event()
 
         def watch() -> None:
             while not over.wait(0.005):
-                most_bytes[0] = max(most_bytes[0], scripted_server.resident_bytes)
+                most_bytes[0] = max(most_bytes[0], server.resident_bytes)
 
         watching = threading.Thread(target=watch)
         watching.start()
@@ -67,7 +76,7 @@ def test_a_bomb_is_refused_in_bounded_memory(scripted_server: Running, name: str
         assert all(response.status_code in (400, 413) for response in responses[:2]), [a.text for a in responses]
         assert responses[2].status_code in (200, 400, 413), "a text may be long where nothing is generated"
         assert all(len(response.content) < 4096 for response in responses[:2])
-        assert scripted_server.resident_bytes - before_bytes < 64 << 20
+        assert server.resident_bytes - before_bytes < 64 << 20
         assert most_bytes[0] - before_bytes < 256 << 20, "while it was read"
         check_control(client)
 
@@ -76,8 +85,8 @@ def _post(client: httpx.Client, path: str, body: bytes) -> httpx.Response:
     return client.post(path, content=body, headers={"content-type": "application/json"})
 
 
-def test_of_duplicate_fields_the_last_counts(scripted_server: Running) -> None:
+def test_of_duplicate_fields_the_last_counts(server: Running) -> None:
     """As everywhere; the first has no effect."""
-    with scripted_server.client() as client:
+    with server.client() as client:
         response = _post(client, "/v1/completions", b'{"prompt":"endless","n":1000,"n":1,"prompt":"hi"}')
         assert (response.status_code, response.json()["choices"][0]["text"]) == (200, "Hello there.")

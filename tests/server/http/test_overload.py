@@ -7,9 +7,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.server.local_server import LocalServer
 from tests.server.many_clients import RawClient, RawResponse, fetch, fetch_all, request
-from tests.server.scripted_servers import CONTROL, check_control, completion_body, scripted
-from tests.server.server_process import Running, counted, load, wait_until, wait_until_at_rest
+from tests.server.scripted_servers import CONTROL, check_control, completion_body, scripted_here
+from tests.server.server_process import counted, load, wait_until, wait_until_at_rest
+from tests.tiers import examples
 
 NUM_ROWS, NUM_WAITING = 4, 4
 ENDLESS = request(completion_body("endless", max_tokens=6000, stream=True), headers={"Authorization": "Bearer sk-ops"})
@@ -18,16 +20,16 @@ OPS = {"Authorization": "Bearer sk-ops"}
 
 
 @pytest.fixture(scope="module")
-def server(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def server(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
     """A small server: four requests run, four may wait, and one of its keys may have two open."""
     folder = tmp_path_factory.mktemp("crowds")
     (folder / "keys").write_text("sk-ops name=ops trusted\nsk-limited name=limited max_open=2\n")
     starts = ("--max-num-seqs", str(NUM_ROWS), "--max-waiting", str(NUM_WAITING))
-    with scripted(folder, *starts, "--api-key-file", str(folder / "keys")) as running:
+    with scripted_here(folder, *starts, "--api-key-file", str(folder / "keys")) as running:
         yield running
 
 
-async def fill(server: Running, num_visitors: int) -> list[RawClient]:
+async def fill(server: LocalServer, num_visitors: int) -> list[RawClient]:
     """So many open requests; those that run have received output."""
     raw_clients = [await RawClient.connect(server.port, ENDLESS) for _ in range(NUM_ROWS)]
     for raw_client in raw_clients:
@@ -43,7 +45,7 @@ def disconnect(raw_clients: list[RawClient]) -> None:
         raw_client.disconnect()
 
 
-def test_a_full_queue_refuses_before_the_body_is_read(server: Running) -> None:
+def test_a_full_queue_refuses_before_the_body_is_read(server: LocalServer) -> None:
     async def crowd() -> list[RawResponse]:
         inside = await fill(server, NUM_ROWS + NUM_WAITING)
         head, _, _ = request(completion_body("hi"), headers=OPS).partition(
@@ -61,7 +63,7 @@ def test_a_full_queue_refuses_before_the_body_is_read(server: Running) -> None:
         check_control(client)
 
 
-def test_a_key_has_a_concurrency_limit(server: Running) -> None:
+def test_a_key_has_a_concurrency_limit(server: LocalServer) -> None:
     async def crowd() -> tuple[RawResponse, RawResponse]:
         mine = [
             await RawClient.connect(server.port, request(completion_body("endless", stream=True), headers=LIMITED))
@@ -82,7 +84,7 @@ def test_a_key_has_a_concurrency_limit(server: Running) -> None:
         check_control(client)
 
 
-def test_a_deadline_that_expires_in_the_queue_computes_nothing(server: Running) -> None:
+def test_a_deadline_that_expires_in_the_queue_computes_nothing(server: LocalServer) -> None:
     async def crowd() -> RawResponse:
         inside = await fill(server, NUM_ROWS)
         impatient = request(completion_body("hi " * 500), headers={**OPS, "X-Quire-Timeout-S": "0.2"})
@@ -111,14 +113,14 @@ def test_a_deadline_that_expires_in_the_queue_computes_nothing(server: Running) 
         ("x-quire-priority", "urgent"),
     ],
 )
-def test_a_header_that_is_not_a_number_is_refused(server: Running, header: str, value: str) -> None:
+def test_a_header_that_is_not_a_number_is_refused(server: LocalServer, header: str, value: str) -> None:
     responses = asyncio.run(fetch(server.port, request(completion_body("hi"), headers={**OPS, header: value})))
     assert responses.status == 400 and header.encode() in responses.body
 
 
 @pytest.mark.parametrize("state", ["queued", "prefill", "streaming", "plain", "half a body"])
-def test_nothing_leaks_when_clients_disconnect(server: Running, state: str) -> None:
-    """Forty disconnects in each state: 200 in all."""
+def test_nothing_leaks_when_clients_disconnect(server: LocalServer, state: str) -> None:
+    """Twelve disconnects in each state, or forty: 60 or 200 in all."""
     plain, long = (
         request(completion_body("endless"), headers=OPS),
         request(completion_body("endless " * 1500), headers=OPS),
@@ -126,7 +128,7 @@ def test_nothing_leaks_when_clients_disconnect(server: Running, state: str) -> N
 
     async def crowd(client: httpx.Client) -> None:
         inside = await fill(server, NUM_ROWS) if state == "queued" else []
-        for _ in range(10):
+        for _ in range(examples(3, 10)):
             sent = {"prefill": long, "plain": plain, "half a body": plain[:-20]}.get(state, ENDLESS)
             raw_clients = [await RawClient.connect(server.port, sent) for _ in range(NUM_WAITING)]
             for raw_client in raw_clients if state == "streaming" else ():
@@ -144,7 +146,7 @@ def test_nothing_leaks_when_clients_disconnect(server: Running, state: str) -> N
         check_control(client)
 
 
-def test_refused_clients_retry_and_are_served(server: Running) -> None:
+def test_refused_clients_retry_and_are_served(server: LocalServer) -> None:
     async def crowd() -> list[RawResponse]:
         return await fetch_all(server.port, [request(completion_body("secret"), headers=OPS)] * 100)
 

@@ -23,6 +23,7 @@ from tests.server.http_app import (
     running_server,
     status_of,
 )
+from tests.tiers import examples
 
 HOST = b"Host: x\r\n"
 AUTH = b"Authorization: Bearer " + KEY.encode() + b"\r\n"
@@ -424,7 +425,7 @@ PIECES = st.sampled_from(
 
 
 @given(st.lists(PIECES | st.binary(max_size=40), max_size=30), st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(40, 150), deadline=None)
 def test_any_bytes_leave_the_server_working(server: RunningServer, pieces: list[bytes], together: bool) -> None:
     with server.connect() as connection:
         with suppress(OSError):

@@ -8,15 +8,16 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.server.local_server import LocalServer
 from tests.server.many_clients import RawClient, fetch, request
-from tests.server.scripted_servers import completion_body, scripted
-from tests.server.server_process import Running, load, wait_until, wait_until_at_rest
+from tests.server.scripted_servers import completion_body, scripted_here
+from tests.server.server_process import load, wait_until, wait_until_at_rest
 
 
 @pytest.fixture(scope="module")
-def narrow(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def narrow(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
     """A server where one request runs, one waits, and the next is refused."""
-    with scripted(tmp_path_factory.mktemp("narrow"), "--max-num-seqs", "1", "--max-waiting", "1") as running:
+    with scripted_here(tmp_path_factory.mktemp("narrow"), "--max-num-seqs", "1", "--max-waiting", "1") as running:
         yield running
 
 
@@ -29,7 +30,7 @@ def gained(client: httpx.Client, before: dict[str, float]) -> dict[str, float]:
     return {code: count - before.get(code, 0) for code, count in by_code(client).items() if count != before.get(code)}
 
 
-def test_refusals_of_a_full_queue_are_counted(narrow: Running) -> None:
+def test_refusals_of_a_full_queue_are_counted(narrow: LocalServer) -> None:
     async def crowd(client: httpx.Client) -> list[int]:
         inside = [
             await RawClient.connect(narrow.port, request(completion_body("endless", stream=True))) for _ in range(2)
@@ -57,14 +58,14 @@ def test_refusals_of_a_full_queue_are_counted(narrow: Running) -> None:
         (completion_body("boom", stream=True), "numerical_error"),
     ],
 )
-def test_a_failure_is_counted_once_wherever_it_happens(narrow: Running, body: dict[str, object], code: str) -> None:
+def test_a_failure_is_counted_once_wherever_it_happens(narrow: LocalServer, body: dict[str, object], code: str) -> None:
     with narrow.client() as client:
         before = by_code(client)
         client.post("/v1/completions", json=body)
         assert gained(client, before) == {code: 1}
 
 
-def test_malformed_http_is_counted_as_it_is_logged(narrow: Running) -> None:
+def test_malformed_http_is_counted_as_it_is_logged(narrow: LocalServer) -> None:
     with narrow.client() as client:
         before = by_code(client)
         assert asyncio.run(fetch(narrow.port, b"BREW / HTTP/1.1\r\nHost: x\r\n\r\n")).status == 400

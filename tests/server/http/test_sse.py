@@ -13,9 +13,9 @@ from quire.server.async_engine import RequestStream
 from quire.server.context import ServedModel
 from quire.server.http.request_context import RequestContext, set_context
 from quire.server.http.sse import DONE, KEEP_ALIVE, EventStream, error_event
+from tests.server.local_server import LocalServer
 from tests.server.scripted_app import Script, app_over, post
 from tests.server.scripted_servers import completion_body
-from tests.server.server_process import Running
 
 CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
@@ -154,7 +154,7 @@ def test_an_error_before_the_first_byte_keeps_its_status(model: ServedModel, fai
     assert script.num_left > 0
 
 
-def test_an_error_in_the_middle_ends_without_done(scripted_server: Running) -> None:
+def test_an_error_in_the_middle_ends_without_done(scripted_server: LocalServer) -> None:
     with scripted_server.client() as client:
         response = client.post("/v1/completions", json=completion_body("boom", stream=True))
     assert response.status_code == 200

@@ -24,8 +24,9 @@ from quire.text.detokenizer import decode_whole
 from quire.text.stop_strings import StopStrings
 from quire.text.tokenizer import Tokenizer
 from tests.server.api_server import named_events
+from tests.server.local_server import LocalServer
 from tests.server.scripted_app import bodies
-from tests.server.server_process import Running
+from tests.tiers import examples
 
 STOPPING = "aé"  # what stop strings are made of
 LETTERS = STOPPING * 4 + "你🙂\ufffd"
@@ -100,7 +101,7 @@ def tokens_of(drawn: list[int | bytes], tokenizer: Tokenizer) -> list[int]:
     return shown
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(60, 300))
 @given(
     prompt=pieces,
     choices=st.lists(pieces, min_size=1, max_size=3),
@@ -156,7 +157,7 @@ def test_text_stream_offsets_and_bytes_agree(
 
 
 @pytest.mark.parametrize("num_tokens", range(4, 12))
-def test_a_character_cut_by_length_is_omitted_in_every_api(scripted_server: Running, num_tokens: int) -> None:
+def test_a_character_cut_by_length_is_omitted_in_every_api(scripted_server: LocalServer, num_tokens: int) -> None:
     ask = [{"role": "user", "content": "secret"}]
     with scripted_server.client() as client:
 
