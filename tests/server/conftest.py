@@ -1,4 +1,8 @@
-"""One real server with the default model for all tests of this folder, and the facts of the model."""
+"""One real server for all tests of this folder, and the facts of the default model.
+
+Its model has two of the default model's layers: what it says is nonsense, but always the same, and comes quickly. What
+the default model itself says is tested in openai/test_default_model.py.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,22 +15,28 @@ from quire.core.sampling import SamplingParams
 from quire.formats.open_checkpoint import open_checkpoint
 from quire.server.context import ServedModel
 from quire.text.tokenizer import Tokenizer
-from tests.server.scripted_servers import scripted
-from tests.server.server_process import Running, serving
+from tests.server.local_server import LocalServer
+from tests.server.scripted_servers import scripted_here
+from tests.server.server_process import Running
 
 SMALL = ("--threads", "1", "--max-model-len", "1k", "--kv-cache-memory", "256MiB")
 
 
 @pytest.fixture(scope="session")
-def server(default_model_path: Path) -> Iterator[Running]:
-    with serving(*SMALL) as running:
+def server(shallow_model_path: Path) -> Iterator[Running]:
+    with pytest.MonkeyPatch.context() as environment:  # the model where none is named, under its name
+        environment.setenv("XDG_CACHE_HOME", str(shallow_model_path.parents[2]))
+        running = Running(*SMALL)
+    try:
         yield running
+    finally:
+        running.stop()
 
 
 @pytest.fixture(scope="session")
-def scripted_server(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def scripted_server(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
     """A scripted server for all tests that do not change it."""
-    with scripted(tmp_path_factory.mktemp("script")) as running:
+    with scripted_here(tmp_path_factory.mktemp("script")) as running:
         yield running
 
 

@@ -1,13 +1,17 @@
 """POST /v1/completions against the real server: prompts of all kinds, echo, logprobs, several prompts in one stream."""
 
 import math
+from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from tests.server.local_server import local_server
 from tests.server.scripted_app import bodies
+from tests.tiers import long_only
 
 MODEL = "smollm2-135m-instruct"
 FRANCE = "The capital of France is"
@@ -30,7 +34,7 @@ def streamed(http: httpx.Client, **body: object) -> list[dict[str, Any]]:
 def test_the_four_kinds_of_prompt_agree(http: httpx.Client) -> None:
     kinds = (FRANCE, [FRANCE], FRANCE_IDS, [FRANCE_IDS])
     texts = {complete(http, prompt=kind, **GREEDY)["choices"][0]["text"] for kind in kinds}
-    assert texts == {" Paris.\n\n"}
+    assert len(texts) == 1 and texts != {""}
 
 
 def test_choices_are_numbered_across_prompts(client: openai.OpenAI) -> None:
@@ -69,9 +73,10 @@ def test_one_invalid_prompt_fails_the_request(http: httpx.Client) -> None:
 
 
 def test_echo_repeats_the_prompt(http: httpx.Client) -> None:
+    alone = complete(http, prompt=FRANCE, **GREEDY)["choices"][0]["text"]
     for prompt in (FRANCE, FRANCE_IDS):
         whole = complete(http, prompt=prompt, echo=True, **GREEDY)["choices"][0]["text"]
-        assert whole == FRANCE + " Paris.\n\n"
+        assert whole == FRANCE + alone
         chunks = streamed(http, prompt=prompt, echo=True, **GREEDY)
         assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole
 
@@ -79,14 +84,26 @@ def test_echo_repeats_the_prompt(http: httpx.Client) -> None:
 def test_logprobs_of_a_completion(http: httpx.Client) -> None:
     [choice] = complete(http, prompt=FRANCE, logprobs=2, **GREEDY)["choices"]
     scores = choice["logprobs"]
-    assert scores["tokens"] == [" Paris", ".", "\n", "\n"]
+    assert len(scores["tokens"]) == 4
     assert "".join(scores["tokens"]) == choice["text"]
-    assert scores["text_offset"] == [0, 6, 7, 8]
+    assert scores["text_offset"] == [0, *accumulate(map(len, scores["tokens"][:-1]))]
     for token, value, top in zip(scores["tokens"], scores["token_logprobs"], scores["top_logprobs"], strict=True):
         assert value < 0 and len(top) == 2
         assert top[token] == value == max(top.values()), "greedy, and one number in both places"
     chunks = [chunk["choices"][0]["logprobs"] for chunk in streamed(http, prompt=FRANCE, logprobs=2, **GREEDY)]
     assert {name: [item for chunk in chunks for item in chunk[name]] for name in scores} == scores
+
+
+def nearly(value: Any) -> Any:
+    """Equal to values whose numbers differ in the last digits: two prompts may be in one step or in two."""
+    match value:
+        case float():
+            return pytest.approx(value, abs=1e-3)
+        case list():
+            return [nearly(each) for each in value]
+        case dict():
+            return {name: nearly(each) for name, each in value.items()}
+    return value
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
@@ -103,10 +120,11 @@ def test_prompt_logprobs_as_lm_eval_requests_them(http: httpx.Client, max_tokens
         assert choice["finish_reason"] == "length"
         assert "".join(scores["tokens"]) == choice["text"]
     assert answer["usage"]["completion_tokens"] == 2 * max_tokens
+    expected = nearly(answer["choices"])
     again = complete(http, **fields)
-    assert [choice["logprobs"] for choice in again["choices"]] == [choice["logprobs"] for choice in answer["choices"]]
+    assert [choice["logprobs"] for choice in again["choices"]] == [choice["logprobs"] for choice in expected]
     chunks = streamed(http, **fields)
-    assert [chunk["choices"][0] for chunk in chunks] == answer["choices"]
+    assert [chunk["choices"][0] for chunk in chunks] == expected
 
 
 def test_prompt_logprobs_equal_those_of_generating_it(http: httpx.Client) -> None:
@@ -118,7 +136,19 @@ def test_prompt_logprobs_equal_those_of_generating_it(http: httpx.Client) -> Non
         assert math.isclose(one, other, abs_tol=0.05)
 
 
-def test_a_prompt_without_generation_may_fill_the_context(http: httpx.Client) -> None:
+@pytest.fixture(scope="module", params=["script", *long_only(["shallow model"])])
+def any_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """Where numbers do not matter, a script's are enough: the scores of a long prompt take a model seconds."""
+    if request.param == "script":
+        folder = tmp_path_factory.mktemp("script")
+        with local_server(folder, [{"say": "Hi."}], "--max-model-len", "1k") as server, server.client() as client:
+            yield client
+    else:
+        yield request.getfixturevalue("http")
+
+
+def test_a_prompt_without_generation_may_fill_the_context(any_model: httpx.Client) -> None:
+    http = any_model
     ids = [5 + place % 1000 for place in range(1025)]
     fields = {"logprobs": 0, "echo": True, "max_tokens": 0}
     scored = complete(http, prompt=ids[:1024], **fields)
@@ -187,14 +217,17 @@ def test_a_prompt_may_be_truncated_at_the_front(http: httpx.Client, cut: int | N
 
 
 def test_stop_reason_is_the_matched_stop(http: httpx.Client) -> None:
-    [choice] = complete(http, prompt=FRANCE, stop=["ris"], temperature=0)["choices"]
-    assert (choice["finish_reason"], choice["stop_reason"], choice["text"]) == ("stop", "ris", " Pa")
-    chunks = streamed(http, prompt=FRANCE, stop=["ris"], include_stop_str_in_output=True, temperature=0)
-    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == " Paris"
-    assert chunks[-1]["choices"][0]["stop_reason"] == "ris"
+    [said] = complete(http, prompt=FRANCE, return_token_ids=True, **GREEDY)["choices"]
+    stop, token = said["text"][2:5], said["token_ids"][1]
+    text = said["text"].partition(stop)[0]
+    [choice] = complete(http, prompt=FRANCE, stop=[stop], temperature=0)["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"], choice["text"]) == ("stop", stop, text)
+    chunks = streamed(http, prompt=FRANCE, stop=[stop], include_stop_str_in_output=True, temperature=0)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text + stop
+    assert chunks[-1]["choices"][0]["stop_reason"] == stop
     assert not any("stop_reason" in chunk["choices"][0] for chunk in chunks[:-1])
-    [ended] = complete(http, prompt=FRANCE, stop_token_ids=[30], temperature=0)["choices"]
-    assert (ended["finish_reason"], ended["stop_reason"]) == ("stop", 30)
+    [ended] = complete(http, prompt=FRANCE, stop_token_ids=[token], temperature=0)["choices"]
+    assert (ended["finish_reason"], ended["stop_reason"]) == ("stop", token)
 
 
 def test_the_finish_reason_comes_with_the_last_text(http: httpx.Client) -> None:

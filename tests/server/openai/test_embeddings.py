@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: the openai client on the default model, every form of input, and errors."""
+"""POST /v1/embeddings: the openai client, every form of input, and errors."""
 
 import base64
 import json
@@ -36,8 +36,6 @@ def test_the_openai_client_and_plain_http_agree(client: openai.OpenAI, http: htt
     plain = vectors(embed(http, input=TEXTS))
     np.testing.assert_allclose(np.array([each.embedding for each in response.data]), plain, atol=2e-3)
     assert np.linalg.norm(plain, axis=1) == pytest.approx([1.0] * 3, abs=1e-5)
-    near, far = float(plain[0] @ plain[1]), float(plain[0] @ plain[2])
-    assert near > far, "cats are closer to kittens than to interest rates"
 
 
 def test_base64_holds_the_same_values(server: Running, http: httpx.Client) -> None:
