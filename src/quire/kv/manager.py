@@ -235,15 +235,17 @@ class KVManager:
         num_blocks, state = len(tokens) // self.block_size, self._rows[row]
         if self.tree is None or state.frozen or num_blocks <= state.num_committed:
             return
-        inserted = self._insert(self.tree, row, owner, tokens[: num_blocks * self.block_size], leaving=False)
+        tokens = tokens[: num_blocks * self.block_size]
+        inserted = self._insert(self.tree, state, self.tables.of(row), owner, tokens, leaving=False)
         if inserted.conflict:  # its own copies stay its own, and what comes after them
             state.frozen = True
         else:
             state.node, state.num_committed = inserted.node, num_blocks
 
-    def _insert(self, tree: RadixTree, row: Row, owner: BlockOwner, tokens: IntArray, *, leaving: bool) -> Inserted:
-        """Cache a row's path below the part of it that is cached already."""
-        blocks, state = self.tables.of(row), self._rows[row]
+    def _insert(
+        self, tree: RadixTree, state: RowBlocks, blocks: IntArray, owner: BlockOwner, tokens: IntArray, *, leaving: bool
+    ) -> Inserted:
+        """Cache a row's path, in these blocks, below the part of it that is cached already."""
         start = state.num_committed
         if state.node is not None and start:
             node = tree.end_at(state.node, Tier.DEVICE, blocks.item(start - 1))  # a sibling may have extended it
@@ -262,7 +264,7 @@ class KVManager:
             num_held = count_blocks(len(tokens), self.block_size)
             shared = state.forked and self.pool.any_shared(blocks[state.num_committed : num_held])
             # Blocks that siblings hold must not be inserted below evictable copies.
-            last = self._insert(self.tree, row, owner, tokens, leaving=not shared).node
+            last = self._insert(self.tree, state, blocks, owner, tokens, leaving=not shared).node
         self.pool.release(blocks)
         for each in (last,) if state.node is last else (last, state.node):
             if self.tree is not None and each is not None:

@@ -145,6 +145,8 @@ class RadixTree:
     def touch(self, match: PrefixMatch) -> PrefixMatch:
         """Mark a match as used just now. Its nodes are split where its parts end; the same match with these nodes."""
         node, host_node = match.node, match.host_node
+        if not match.num_tokens and host_node is None:  # mostly
+            return match
         if len(match.blocks):
             node = self.end_at(node, Tier.DEVICE, match.blocks.item(-1))
         if host_node is not None:
@@ -161,7 +163,8 @@ class RadixTree:
             assert node.parent is not None, f"a stale match: {tier.value} block {block} is no longer on this path"
             node = node.parent
             where = _find(node, tier, block)
-        node = self._trie.end_at(node, min((where + 1) * self._trie.block_bytes, len(node.tokens)))
+        if where + 1 < len(node.blocks):
+            node = self._trie.end_at(node, (where + 1) * self._trie.block_bytes)
         self._touch(node)
         return node
 
@@ -230,13 +233,15 @@ class RadixTree:
     def _insert_rest(self, node: Node, rest: bytes, blocks: IntArray, num_adopted: int, owner: BlockOwner) -> Inserted:
         """The end of an insertion: what is left of the path goes below the node where the cached part ends."""
         assert len(blocks) == -(-len(rest) // self._trie.block_bytes), (len(rest), len(blocks))
-        if rest:
-            inserted = self._grow(node, rest, blocks, owner)
-            node, num_adopted = inserted.node, num_adopted + inserted.num_adopted
+        inserted = self._grow(node, rest, blocks, owner) if rest else Inserted(node, 0)
+        if num_adopted:
+            inserted = Inserted(inserted.node, num_adopted + inserted.num_adopted)
+        node = inserted.node
         self._touch(node)
-        node.priority = min(node.priority, owner.priority)
-        self.generation += num_adopted > 0
-        return Inserted(node, num_adopted)
+        if owner.priority < node.priority:
+            node.priority = owner.priority
+        self.generation += inserted.num_adopted > 0
+        return inserted
 
     def _grow(self, node: Node, rest: bytes, blocks: IntArray, owner: BlockOwner) -> Inserted:
         """Append the rest to a leaf of the same owner, else add a leaf: so a prompt computed in many chunks, and its

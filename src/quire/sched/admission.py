@@ -6,7 +6,7 @@ prefix is being computed by another waits for it. A group of a higher priority c
 
 import logging
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from quire.core.events import EventKind, RequestEvent, WaitCause
 from quire.core.fault_injection import FaultSite, trip
@@ -24,8 +24,9 @@ _log = logging.getLogger(__name__)
 MAX_PARKED = 128  # groups per step: a few milliseconds; the next ones are tried in the next step
 
 
-class Claim(NamedTuple):
-    """What a request group needs to be admitted."""
+@dataclass(slots=True)
+class Claim:
+    """What a request group needs to be admitted, and what stands in its way."""
 
     leader: Sequence
     match: PrefixMatch | None
@@ -34,14 +35,8 @@ class Claim(NamedTuple):
     num_rows: int = 1
     siblings: tuple[Sequence, ...] = ()
     sibling_blocks: tuple[int, ...] = ()
-
-
-class _Attempt(NamedTuple):
-    """What a group needs, and what it lacks: a prefix in flight worth waiting for, else rows or blocks."""
-
-    claim: Claim
-    prefix_wait: PrefixWait | None
-    missing: WaitCause | None
+    prefix_wait: PrefixWait | None = None  # a prefix in flight is worth waiting for
+    missing: WaitCause | None = None  # rows or blocks
 
 
 class Admission:
@@ -81,11 +76,11 @@ class Admission:
         if not waiting or self._state.admissible is not None or not self._preemption.outranks(waiting.best_class):
             return
         group = waiting.best_class_head(now_s)
-        attempt = self._try(group)
-        if attempt is None or attempt.missing is None:
+        claim = self._try(group)
+        if claim is None or claim.missing is None:
             return
-        shortage = self._state.kv.shortage(attempt.claim.match, attempt.claim.num_blocks)
-        if self._preemption.preempt_for_class(group, attempt.claim.num_rows, shortage):
+        shortage = self._state.kv.shortage(claim.match, claim.num_blocks)
+        if self._preemption.preempt_for_class(group, claim.num_rows, shortage):
             self._reserved_for = group
 
     def admit(self, builder: PlanBuilder) -> None:
@@ -117,17 +112,17 @@ class Admission:
             if state.admissible is not None and not state.may_admit(group):
                 state.exclude(group)
                 return None
-            attempt = self._try(group)
-            if attempt is None:
+            claim = self._try(group)
+            if claim is None:
                 return None
-            if attempt.prefix_wait is not None:
-                self._park(group, attempt.prefix_wait, builder.step)
+            if claim.prefix_wait is not None:
+                self._park(group, claim.prefix_wait, builder.step)
                 return None
-            if attempt.missing is None:
-                self._admit_group(group, attempt.claim, builder)
+            if claim.missing is None:
+                self._admit_group(group, claim, builder)
                 return None
-            group.note(RequestEvent(builder.step, EventKind.WAITED, cause=attempt.missing))
-            kept_out = kept_out or attempt.missing
+            group.note(RequestEvent(builder.step, EventKind.WAITED, cause=claim.missing))
+            kept_out = kept_out or claim.missing
         return kept_out
 
     def _park(self, group: RequestGroup, wait: PrefixWait, step: int) -> None:
@@ -157,7 +152,7 @@ class Admission:
         self._window_since_s = None
         return False
 
-    def _try(self, group: RequestGroup) -> _Attempt | None:
+    def _try(self, group: RequestGroup) -> Claim | None:
         """What the group needs and lacks. Assigns nothing. None: its look-up raised, and the group has failed."""
         try:
             trip(FaultSite.PREFIX_LOOKUP, group.request.id)
@@ -167,24 +162,26 @@ class Admission:
             _log.exception("admission of request %s failed", group.request.id)
             self._state.fail(group)
             return None
-        kv, leader = self._state.kv, claim.leader
-        if kv.tree is not None and not leader.request.sampling.prompt_wide:
-            wait = self._state.inflight_prefixes.find(group, leader.tokens, kv.num_found(claim.match))
-            if wait is not None:
-                return _Attempt(claim, wait, None)
-        if claim.num_rows > self._state.rows.num_free:
-            return _Attempt(claim, None, WaitCause.ROWS)
-        short = kv.shortage(claim.match, claim.num_blocks) > 0
-        return _Attempt(claim, None, WaitCause.BLOCKS if short else None)
+        state, kv, match = self._state, self._state.kv, claim.match
+        if match is not None:
+            claim.prefix_wait = state.inflight_prefixes.find(group, claim.leader.tokens, kv.num_found(match))
+        if claim.prefix_wait is None:
+            if claim.num_rows > state.rows.num_free:
+                claim.missing = WaitCause.ROWS
+            elif kv.shortage(match, claim.num_blocks) > 0:
+                claim.missing = WaitCause.BLOCKS
+            else:
+                return claim
+        kv.touch(match)  # it waits; an admitted group's match is touched when its table opens
+        return claim
 
     def _claim(self, group: RequestGroup) -> Claim:
         state, kv = self._state, self._state.kv
         request = group.request
         unfinished = group.unfinished
         leader = unfinished[0] if request.beam is None else state.beams.live(group)[0]
-        limit = 0 if request.sampling.prompt_wide else leader.num_tokens - 1
+        limit = 0 if request.sampling.prompt_wide else len(leader.tokens) - 1
         match = kv.match(group.owner, leader.tokens, limit)
-        kv.touch(match)
         num_matched = 0 if match is None else len(match.blocks)
         leader_blocks = blocks_beyond(self._positions(leader), num_matched, kv.block_size)
         if len(unfinished) == 1:
@@ -216,7 +213,7 @@ class Admission:
         if self._reserved_for is group:
             self._reserved_for = None
         self._schedule_chunk(leader, builder)
-        if leader.num_planned < leader.num_tokens:
+        if leader.num_planned < len(leader.tokens):
             state.add_prefill(leader)
 
     def _assign_siblings(self, leader: Sequence, claim: Claim, step: int) -> None:
@@ -233,18 +230,19 @@ class Admission:
 
     def _note_admitted(self, group: RequestGroup, leader: Sequence, num_cached: int, step: int) -> None:
         counters, request = self._state.counters, group.request
+        num_prompt = len(request.prompt)
         group.note(RequestEvent(step, EventKind.ADMITTED, num_cached))
         self._state.wait_history.note_admitted(step, group.order, request.id)
         if group.was_assigned:
             return
         group.was_assigned = True
         group.admitted_s = self._state.now_s
-        group.num_cached = min(num_cached, len(request.prompt))
-        counters.prompt_tokens += len(request.prompt)
+        group.num_cached = min(num_cached, num_prompt)
+        counters.prompt_tokens += num_prompt
         counters.cached_tokens += group.num_cached
         tree = self._state.kv.tree
-        if tree is not None and num_cached < len(request.prompt) - 1:
+        if tree is not None and num_cached < num_prompt - 1:
             num_whole = num_cached // self._state.kv.block_size * self._state.kv.block_size
             miss = tree.miss_reason(request.partition, leader.tokens, num_whole)
             evictor, reason = (None, "less than a block") if miss is None else (miss.by, miss.text)
-            group.note(RequestEvent(step, EventKind.MISSED, len(request.prompt) - num_cached, evictor, None, reason))
+            group.note(RequestEvent(step, EventKind.MISSED, num_prompt - num_cached, evictor, None, reason))

@@ -413,7 +413,7 @@ class Scheduler:
         state.counters.lost_steps += state.last_planned - state.last_absorbed
         state.rows.forget_steps(state.last_planned)
         state.last_absorbed = state.last_planned
-        self._withdraw_all()
+        Scheduler.withdraw_all(self)  # a journal records the lost steps, not this
         state.release_up_to(state.last_absorbed)
         state.rows.forget_runner()
         state.forked, state.appends = [], []
@@ -423,9 +423,6 @@ class Scheduler:
 
     def withdraw_all(self) -> None:
         """Release all rows; their groups are admitted again. Absorbed tokens stay in the cache."""
-        self._withdraw_all()
-
-    def _withdraw_all(self) -> None:
         for sequence in tuple(self._state.rows.assigned.values()):
             if sequence.state is SequenceState.RUNNING:
                 self._state.withdraw(sequence.group, by=None)
