@@ -20,7 +20,7 @@ from quire.core.sampling import SamplingParams
 from quire.engine.engine_process import EngineProcess
 from quire.engine.messages import LoadProgress, StartEngine
 from quire.engine.open_model import OpenedModel, open_model
-from quire.engine.outputs import Delta, RequestOutput, unit
+from quire.engine.outputs import EMBEDDING, Delta, RequestOutput, unit
 from quire.engine.startup import StartupPhase
 from quire.engine.stats import EngineInfo
 from quire.engine.wire import ToFront
@@ -321,14 +321,14 @@ def test_an_embedding_crosses_the_wire(in_harness):
 
     async def body(w: EngineHarness) -> None:
         ids = w.tokenizer.encode("a secret")
-        call = w.engine.embed(ids)
+        call = w.engine.submit(ids, EMBEDDING, pooled=True)
         counts = counted(np.array(ids))
         found = (await output(call)).embedding
         assert found is not None and found.tolist() == unit(counts).tolist()
         assert call.state.metrics.first_token_s is not None
         with pytest.raises(NumericalError):
-            await output(w.engine.embed(w.tokenizer.encode("boom")))
-        left = w.engine.embed(ids)
+            await output(w.engine.submit(w.tokenizer.encode("boom"), EMBEDDING, pooled=True))
+        left = w.engine.submit(ids, EMBEDDING, pooled=True)
         left.close()
         assert (await w.response("hi")).outputs[0].text == "Hello there."
 

@@ -147,15 +147,7 @@ _HEADERS = {
 }
 
 
-async def chat_page(state: ServerState, request: Request) -> Response:
-    return _page("chat.html")
-
-
-async def docs_page(state: ServerState, request: Request) -> Response:
-    return _page("docs.html")
-
-
-def _page(name: str) -> Response:
+async def page(name: str, state: ServerState, request: Request) -> Response:
     return Response((_PAGES_FOLDER / name).read_bytes(), media_type="text/html; charset=utf-8", headers=_HEADERS)
 
 
@@ -201,8 +193,8 @@ ADMIN = (
     Endpoint("POST", "/resume", admin.resume, "Accept requests again."),
 )
 HTML = (
-    Endpoint("GET", "/", chat_page, "Chat page.", in_schema=False),
-    Endpoint("GET", "/docs", docs_page, "API documentation page.", in_schema=False),
+    Endpoint("GET", "/", partial(page, "chat.html"), "Chat page.", in_schema=False),
+    Endpoint("GET", "/docs", partial(page, "docs.html"), "API documentation page.", in_schema=False),
 )
 ENDPOINTS = (*OPENAI, *ANTHROPIC, *TGI, *TOKENIZER, *MONITORING, *ADMIN, *HTML)
 ADMIN_ROUTES = tuple(endpoint.path for endpoint in ADMIN)
@@ -234,11 +226,9 @@ def make_app(state: ServerState) -> Application:
     async def schema(request: Request) -> Response:
         return Response(document, media_type="application/json")
 
-    return Application(state, [*(_route(endpoint, state) for endpoint in ENDPOINTS), Route("/openapi.json", schema)])
-
-
-def _route(endpoint: Endpoint, state: ServerState) -> Route:
-    handler = partial(endpoint.handler, state)
-    if endpoint.generates:
-        return Route(endpoint.path, AdmittedEndpoint(handler, state.admission), methods=[endpoint.method])
-    return Route(endpoint.path, handler, methods=[endpoint.method])
+    routes = []
+    for endpoint in ENDPOINTS:
+        handler = partial(endpoint.handler, state)
+        served = AdmittedEndpoint(handler, state.admission) if endpoint.generates else handler
+        routes.append(Route(endpoint.path, served, methods=[endpoint.method]))
+    return Application(state, [*routes, Route("/openapi.json", schema)])

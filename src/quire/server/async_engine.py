@@ -21,7 +21,7 @@ from quire.core.step_output import StepOutput
 from quire.engine.engine_process import EngineProcess
 from quire.engine.messages import AbortRequest, Accepted, Query, QueryReply, Refused, StopSequence
 from quire.engine.output_processor import OutputProcessor
-from quire.engine.outputs import EMBEDDING, Delta, RequestOutput, failure_of
+from quire.engine.outputs import Delta, RequestOutput, failure_of
 from quire.engine.request_options import DEFAULT_OPTIONS, RequestOptions
 from quire.engine.request_state import RequestState
 from quire.engine.stats import EngineInfo, EngineStats
@@ -197,27 +197,12 @@ class AsyncEngine:
         params: SamplingParams,
         *,
         options: RequestOptions = DEFAULT_OPTIONS,
-        streaming: bool,
-        without_tokens: bool = False,
-    ) -> RequestStream:
-        """Submit a request. The caller must `close` the stream, however it ends. `without_tokens`: only the scores of
-        the prompt are wanted."""
-        return self._open(prompt, params, options, streaming=streaming, without_tokens=without_tokens)
-
-    def embed(self, prompt: Sequence[int], *, options: RequestOptions = DEFAULT_OPTIONS) -> RequestStream:
-        """Submit a request whose output is the prompt's embedding; else as `submit`."""
-        return self._open(prompt, EMBEDDING, options, pooled=True)
-
-    def _open(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        options: RequestOptions,
-        *,
         streaming: bool = False,
         pooled: bool = False,
         without_tokens: bool = False,
     ) -> RequestStream:
+        """Submit a request. The caller must `close` the stream, however it ends. `pooled`: its output is the prompt's
+        embedding. `without_tokens`: only the scores of the prompt are wanted."""
         if self.draining:
             raise Draining()
         if self._process is None:
@@ -231,7 +216,9 @@ class AsyncEngine:
         stream = RequestStream(state, None if state.request.prompt_alone else context, self._close)
         self._streams[state.number] = stream
         if context is not None:
-            self._note_request(context.request_id, state.number)
+            self._latest.setdefault(context.request_id, []).append(state.number)
+            if len(self._latest) > _REMEMBERED_REQUESTS:
+                del self._latest[next(iter(self._latest))]
             context.note_prompt(len(prompt))
         try:
             self._process.send(state.request)
@@ -276,11 +263,6 @@ class AsyncEngine:
             return await reply
         finally:
             self._queries.pop(token, None)
-
-    def _note_request(self, request_id: str, number: int) -> None:
-        self._latest.setdefault(request_id, []).append(number)
-        if len(self._latest) > _REMEMBERED_REQUESTS:
-            del self._latest[next(iter(self._latest))]
 
     @property
     def num_requests(self) -> int:
@@ -390,7 +372,10 @@ class AsyncEngine:
         del self._streams[state.number]
         with self._lock:
             self._processor.drop(state)
-        _note_completion(stream, output)
+        processed = state.sequences if output is None else output.outputs
+        num_tokens = sum(len(each.token_ids) for each in processed)  # a stream that was left, or failed, had some, too
+        if stream.context is not None and (num_tokens or output is not None):
+            stream.context.note_completion(num_tokens)
         if output is not None:
             stream.finish(output)
             self._ends.append(self._clock())
@@ -398,14 +383,6 @@ class AsyncEngine:
             stream.fail(failure)
         stream.wake()
         self.finished(FinishedRequest(state, output, failure))
-
-
-def _note_completion(stream: RequestStream, output: RequestOutput | None) -> None:
-    """Streams that were closed early or failed are counted too."""
-    processed = stream.state.sequences if output is None else output.outputs
-    num_tokens = sum(len(each.token_ids) for each in processed)
-    if stream.context is not None and (num_tokens or output is not None):
-        stream.context.note_completion(num_tokens)
 
 
 def _failure(reason: str, state: RequestState) -> QuireError | None:

@@ -103,7 +103,8 @@ class Supervisor:
         num_failed = 0
         await self._watch_one()
         while not self._stopping:
-            num_failed = 0 if self._was_stable() else num_failed + 1
+            stable = self._ready_s is not None and self._clock() - self._ready_s >= STABLE_S
+            num_failed = 0 if stable else num_failed + 1
             if num_failed >= MAX_FAILED:
                 raise self._refusal or EngineFailed(
                     f"The engine ended {num_failed} times in a row while it was starting or within {STABLE_S:.0f} s "
@@ -126,9 +127,6 @@ class Supervisor:
         if status == -signal.SIGKILL:
             return "it was killed, as the kernel does where memory runs out: give it less with --kv-cache-memory"
         return f"status {status}; see above"
-
-    def _was_stable(self) -> bool:
-        return self._ready_s is not None and self._clock() - self._ready_s >= STABLE_S
 
     async def stop(self) -> None:
         self._stopping = True

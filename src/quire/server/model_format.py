@@ -136,14 +136,13 @@ def find_model_format(
     """The format detected in the template, unless set by options."""
     detected = detect(template)
     detected = DetectedFormat(tool_format or detected.tools, reasoning_tags or detected.reasoning)
+    if tokenizer is None:
+        return ModelFormat(detected)
     tags = detected.reasoning
-    markers = ((detected.tools or GENERIC).markers, () if tags is None else (tags.start, tags.end))
-    return ModelFormat(detected, {} if tokenizer is None else _special_ids([*markers[0], *markers[1]], tokenizer))
-
-
-def _special_ids(markers: Sequence[str], tokenizer: Tokenizer) -> dict[str, int]:
+    markers = (*(detected.tools or GENERIC).markers, *(() if tags is None else (tags.start, tags.end)))
     ids = {marker: tokenizer.token_to_id(marker) for marker in markers}
-    return {marker: number for marker, number in ids.items() if number is not None and number in tokenizer.special_ids}
+    special = {each: number for each, number in ids.items() if number is not None and number in tokenizer.special_ids}
+    return ModelFormat(detected, special)
 
 
 def _without_later_calls(events: list[OutputEvent]) -> list[OutputEvent]:

@@ -12,6 +12,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, Protocol
@@ -138,17 +139,14 @@ class DrainingServer(uvicorn.Server):
         self._engine = engine
         self._drain_s = drain_s
         self._loop = asyncio.get_running_loop()
-        self._draining: asyncio.Task[None] | None = None
+        self._draining: Future[None] | None = None  # kept: a task without a reference may be collected
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if sig == signal.SIGTERM and not self._engine.draining:
             self._engine.draining = True
-            self._loop.call_soon_threadsafe(self._begin_draining)
+            self._draining = asyncio.run_coroutine_threadsafe(self._drain(), self._loop)
             return
         self._loop.call_soon_threadsafe(self._end)
-
-    def _begin_draining(self) -> None:
-        self._draining = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
         _log.info("draining: %d requests are open", self._engine.num_requests)

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from quire.core.errors import InvalidParameter, InvalidPrompt, shown
 from quire.server.anthropic.messages_output import MessagesResponse
-from quire.server.chat.messages import MessageBuilder
+from quire.server.chat.messages import MessageBuilder, refused_part, text_field
 from quire.server.chat.prompt import chat_prompt, check_function
 from quire.server.chat.session import ChatDelta, ChatStream, start_chat
 from quire.server.context import ServedModel, ServerState
@@ -89,6 +89,7 @@ class CountTokensBody(SharedBody, kw_only=True):
     }
 
     messages: list[AnthropicMessage]
+    chat_template_kwargs: dict[str, Json] | None = None
     system: str | list[Block] | None = None
     tools: list[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice | None = None
@@ -204,12 +205,12 @@ def _system(system: str | Sequence[Block] | None) -> str:
 def _add_message(message: AnthropicMessage, where: str, builder: MessageBuilder) -> None:
     role, content = message.role, message.content
     if role not in ("user", "assistant", "system"):
-        raise _refused(f"{where}.role is {shown(role)}; it may be 'user' or 'assistant'", where)
+        raise refused_part(f"{where}.role is {shown(role)}; it may be 'user' or 'assistant'", where)
     if isinstance(content, str):
         builder.add_text(role, content)
         return
     if not content:
-        raise _refused(f"{where}.content is empty", where)
+        raise refused_part(f"{where}.content is empty", where)
     texts: list[str] = []
     for place, block in enumerate(content):
         param = f"{where}.content[{place}]"
@@ -217,13 +218,13 @@ def _add_message(message: AnthropicMessage, where: str, builder: MessageBuilder)
         if kind == "tool_result" and role == "user":
             _flush(role, texts, builder)
             text = _result(block.get("content"), f"{param}.content")
-            builder.add_result(_string(block, "tool_use_id", param), text)
+            builder.add_result(text_field(block, "tool_use_id", param), text)
         elif kind == "tool_use" and role == "assistant":
             arguments = msgspec.json.encode(block.get("input") or {}).decode()
             _flush(role, texts, builder)
-            builder.add_call(_string(block, "id", param), _string(block, "name", param), arguments)
+            builder.add_call(text_field(block, "id", param), text_field(block, "name", param), arguments)
         elif kind == "thinking" and role == "assistant":
-            builder.add_reasoning(_string(block, "thinking", param))
+            builder.add_reasoning(text_field(block, "thinking", param))
         elif kind != "redacted_thinking":
             texts.append(_text(block, param))
     _flush(role, texts, builder)
@@ -240,26 +241,15 @@ def _result(content: Json, where: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        raise _refused(f"{where} must be a text or a list of blocks, not {shown(content)}", where)
+        raise refused_part(f"{where} must be a text or a list of blocks, not {shown(content)}", where)
     return "\n".join(_text(block, f"{where}[{place}]") for place, block in enumerate(content))
 
 
 def _text(block: Json, where: str) -> str:
     text = block.get("text") if isinstance(block, dict) and block.get("type") == "text" else None
     if not isinstance(text, str):
-        raise _refused(f"{where} must be a block of text, not {shown(block)}: this model reads text only", where)
+        raise refused_part(f"{where} must be a block of text, not {shown(block)}: this model reads text only", where)
     return text
-
-
-def _string(block: Block, name: str, where: str) -> str:
-    value = block.get(name)
-    if not isinstance(value, str):
-        raise _refused(f"{where}.{name} must be a text, not {shown(value)}", where)
-    return value
-
-
-def _refused(why: str, where: str) -> InvalidPrompt:
-    return InvalidPrompt(f"{why}.", param=where)
 
 
 async def messages(state: ServerState, request: Request) -> Response:

@@ -149,7 +149,9 @@ class BatchRunner:
                 try:
                     request = self._read(number, text)
                 except InvalidLine as invalid:
-                    self._refuse(number, invalid)
+                    self.counts.num_unreadable += 1
+                    self._write(error_line(number, invalid))
+                    self._report(self.counts)
                     continue
                 if request not in self._finished:
                     return request
@@ -165,11 +167,6 @@ class BatchRunner:
                 f"Line {number} has the custom_id of line {first}; each needs its own.", request.custom_id
             )
         return request
-
-    def _refuse(self, line: int, invalid: InvalidLine) -> None:
-        self.counts.num_unreadable += 1
-        self._write(error_line(line, invalid))
-        self._report(self.counts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,25 @@
 Consecutive text, reasoning and calls of the assistant form one message; so do leading system instructions.
 """
 
+from collections.abc import Mapping
+
+from quire.core.errors import InvalidPrompt, shown
+
 _INSTRUCTION_ROLES = ("system", "developer")
 _SEPARATORS = {"assistant": "\n", "system": "\n\n", "developer": "\n\n"}  # between the joined texts of a role
+
+
+def refused_part(why: str, where: str) -> InvalidPrompt:
+    """The refusal of an item or content block."""
+    return InvalidPrompt(f"{why}.", param=where)
+
+
+def text_field(part: Mapping[str, object], name: str, where: str) -> str:
+    """A field of an item or content block that must be a text."""
+    value = part.get(name)
+    if not isinstance(value, str):
+        raise refused_part(f"{where}.{name} must be a text, not {shown(value)}", where)
+    return value
 
 
 class MessageBuilder:

@@ -65,12 +65,6 @@ _STATUSES = {400: 422, 500: 424}
 _TGI_TYPES = {422: "validation", 424: "generation", 429: "overloaded", 503: "unhealthy"}
 
 
-def tgi_error(error: QuireError, message: str) -> tuple[int, dict[str, object]]:
-    """The status, and the body."""
-    status = _STATUSES.get(error.status, error.status)
-    return status, {"error": message, "error_type": _TGI_TYPES.get(status, error.code)}
-
-
 Headers = list[tuple[bytes, bytes]]
 
 CLIENT_LEFT = 499  # never sent; the status in logs for a client that disconnected
@@ -156,7 +150,8 @@ def reply_to(error: QuireError, *, path: str = "", request_id: str = "") -> Erro
         }
     status = error.status
     if path in TGI_PATHS:
-        status, body = tgi_error(error, parts["message"])
+        status = _STATUSES.get(error.status, error.status)
+        body = {"error": parts["message"], "error_type": _TGI_TYPES.get(status, error.code)}
     content = json.dumps(body, ensure_ascii=False).encode("utf-8", "replace")
     return ErrorReply(status, _headers(error, len(content)), content)
 

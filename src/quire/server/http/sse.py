@@ -174,7 +174,8 @@ class EventStream(Response):
                 if gone.done():
                     return
         except Exception as error:
-            _note_failure(scope, error)
+            if has_context(scope):  # the status was sent before; the access log gets the error code
+                context_of(scope).error_code = error.code if isinstance(error, QuireError) else EngineFailed.code
             await self._write(send, self._failed(error))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -189,9 +190,3 @@ class EventStream(Response):
     async def _write(self, send: Send, chunk: bytes) -> None:
         self._sent_s = time.monotonic()
         await send({"type": "http.response.body", "body": chunk, "more_body": True})
-
-
-def _note_failure(scope: Scope, error: Exception) -> None:
-    """The status was sent before; the access log gets the error code."""
-    if has_context(scope):
-        context_of(scope).error_code = error.code if isinstance(error, QuireError) else EngineFailed.code

@@ -59,7 +59,7 @@ async def completions(state: ServerState, request: Request) -> Response:
         all_ids = [prompt.ids for prompt in prompts]
         group = PromptGroup(state.engine, all_ids, generation, streaming=generation.stream and not at_once)
         if generation.stream:
-            events = (_events_at_once if at_once else _events)(group, response, generation, len(prompts))
+            events = _events(group, response, generation, len(prompts), at_once)
             return await stream(request, events, group.close, state.keep_alive_s)
         outputs = await until_disconnect(request, group.outputs(), group.close)
     return json_response(response.whole(outputs))
@@ -77,20 +77,21 @@ def _prompts(body: CompletionBody, generation: GenerationRequest, model: ServedM
         ids = truncate_prompt(whole, body.truncate_prompt_tokens, generation, model)
         echo = None
         if body.echo:
-            echo = prompt if isinstance(prompt, str) and len(ids) == len(whole) else _decode(ids, model)
+            if isinstance(prompt, str) and len(ids) == len(whole):
+                echo = prompt
+            else:  # a character that the prompt starts and does not finish belongs to the output
+                echo = "" if model.tokenizer is None else decode_whole(model.tokenizer, ids)
         prompts.append(CompletionPrompt(ids, echo))
     return prompts
 
 
-def _decode(ids: list[int], model: ServedModel) -> str:
-    """The text of a prompt. A character that it starts and does not finish belongs to the output."""
-    return "" if model.tokenizer is None else decode_whole(model.tokenizer, ids)
-
-
 async def _events(
-    group: PromptGroup, response: "CompletionResponse", generation: GenerationRequest, num_prompts: int
+    group: PromptGroup, response: "CompletionResponse", generation: GenerationRequest, num_prompts: int, at_once: bool
 ) -> Events:
     outputs: dict[int, RequestOutput] = {}
+    if at_once:
+        outputs = dict(enumerate(await group.outputs()))
+        yield response.whole_as_chunks([*outputs.values()])
     while len(outputs) < num_prompts:
         place, update = await group.receive()
         if isinstance(update, RequestOutput):
@@ -99,16 +100,6 @@ async def _events(
             yield chunk
     if generation.include_usage:
         yield response.usage_chunk(list(outputs.values()))
-    yield DONE
-
-
-async def _events_at_once(
-    group: PromptGroup, response: "CompletionResponse", generation: GenerationRequest, num_prompts: int
-) -> Events:
-    outputs = await group.outputs()
-    yield response.whole_as_chunks(outputs)
-    if generation.include_usage:
-        yield response.usage_chunk(outputs)
     yield DONE
 
 

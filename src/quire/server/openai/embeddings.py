@@ -86,19 +86,15 @@ async def _embed(
     try:
         while waiting or calls:
             while waiting and len(calls) < _AT_ONCE:
-                calls.append(engine.embed(waiting.popleft(), options=options))
-            vectors.append(_truncate(await _vector(calls[0]), dimensions))
+                calls.append(engine.submit(waiting.popleft(), EMBEDDING, options=options, pooled=True))
+            output = await calls[0].output()
+            assert output.embedding is not None, output.request_id
+            vectors.append(_truncate(output.embedding, dimensions))
             calls.popleft()
     finally:
         for call in calls:
             call.close()
     return vectors
-
-
-async def _vector(call: RequestStream) -> FloatArray:
-    output = await call.output()
-    assert output.embedding is not None, output.request_id
-    return output.embedding
 
 
 def _truncate(vector: FloatArray, dimensions: int | None) -> FloatArray:
@@ -113,10 +109,10 @@ def _truncate(vector: FloatArray, dimensions: int | None) -> FloatArray:
 
 
 def _data(vectors: Sequence[FloatArray], encoding: str) -> list[dict[str, object]]:
-    encoded = [_as_base64(vector) if encoding == "base64" else vector.tolist() for vector in vectors]
-    return [{"object": "embedding", "index": place, "embedding": each} for place, each in enumerate(encoded)]
-
-
-def _as_base64(vector: FloatArray) -> str:
-    """Little-endian float32, the format of OpenAI's clients."""
-    return base64.b64encode(vector.astype("<f4", copy=False).tobytes()).decode()
+    """base64: of little-endian float32, the format of OpenAI's clients."""
+    data: list[dict[str, object]] = []
+    for place, vector in enumerate(vectors):
+        binary = encoding == "base64"
+        embedding = base64.b64encode(vector.astype("<f4", copy=False).tobytes()).decode() if binary else vector.tolist()
+        data.append({"object": "embedding", "index": place, "embedding": embedding})
+    return data

@@ -10,7 +10,7 @@ from quire.server.chat.prompt import ChatPrompt, check_tools
 from quire.server.context import ServedModel, ServerState
 from quire.server.http.sse import json_response
 from quire.server.request.decode import read
-from quire.server.request.schema import ApplyTemplateBody, DetokenizeBody, TokenizeBody
+from quire.server.request.schema import ApplyTemplateBody, DetokenizeBody, TemplateBody, TokenizeBody
 from quire.version import __version__
 
 MAX_DETOKENIZED = 1 << 20  # tokens, or the context length if longer: decoding holds the GIL
@@ -105,7 +105,7 @@ def _ids(body: TokenizeBody, model: ServedModel) -> list[int]:
     raise InvalidParameter("Give prompt or messages, and not both.", param="prompt")
 
 
-def _chat_prompt(body: TokenizeBody | ApplyTemplateBody, messages: list[dict[str, object]]) -> ChatPrompt:
+def _chat_prompt(body: TemplateBody, messages: list[dict[str, object]]) -> ChatPrompt:
     return ChatPrompt(
         messages=messages,
         tools=body.tools or [],

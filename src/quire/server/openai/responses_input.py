@@ -9,7 +9,7 @@ from typing import ClassVar
 from msgspec import UNSET, Struct
 
 from quire.core.errors import InvalidParameter, InvalidPrompt, shown
-from quire.server.chat.messages import MessageBuilder
+from quire.server.chat.messages import MessageBuilder, refused_part, text_field
 from quire.server.chat.prompt import check_function
 from quire.server.request.schema import (
     ChatBody,
@@ -61,6 +61,7 @@ class ResponsesBody(SharedBody, kw_only=True):
 
     input: str | list[dict[str, Json]]
     instructions: str | None = None
+    chat_template_kwargs: dict[str, Json] | None = None
     tools: list[dict[str, Json]] | None = None
     tool_choice: str | dict[str, Json] | None = None
     parallel_tool_calls: bool | None = None
@@ -114,6 +115,7 @@ def as_chat(body: ResponsesBody) -> ChatBody:
     _check_logprobs(body)
     return ChatBody(
         **shared_fields(body),
+        chat_template_kwargs=body.chat_template_kwargs,
         messages=_messages(body),
         tools=[{"type": "function", "function": _function(tool)} for tool in kept_tools(body)] or None,
         tool_choice=_tool_choice(body),
@@ -215,20 +217,20 @@ def _add_item(item: Mapping[str, Json], where: str, builder: MessageBuilder) -> 
         case "message":
             role = item.get("role")
             if role not in _ROLES:
-                raise _refused(f"{where}.role is {shown(role)}; it may be one of {', '.join(_ROLES)}", where)
+                raise refused_part(f"{where}.role is {shown(role)}; it may be one of {', '.join(_ROLES)}", where)
             builder.add_text(role, _text(item.get("content"), f"{where}.content"))
         case "function_call":
-            name, arguments = _string(item, "name", where), _string(item, "arguments", where)
-            builder.add_call(_string(item, "call_id", where), name, arguments)
+            name, arguments = text_field(item, "name", where), text_field(item, "arguments", where)
+            builder.add_call(text_field(item, "call_id", where), name, arguments)
         case "function_call_output":
-            builder.add_result(_string(item, "call_id", where), _text(item.get("output"), f"{where}.output"))
+            builder.add_result(text_field(item, "call_id", where), _text(item.get("output"), f"{where}.output"))
         case "reasoning":
             if reasoning := _text(item.get("content") or item.get("summary") or "", f"{where}.content"):
                 builder.add_reasoning(reasoning)
         case "item_reference":
-            raise _refused(f"{where} refers to a stored item, but this server stores nothing", where)
+            raise refused_part(f"{where} refers to a stored item, but this server stores nothing", where)
         case _:
-            raise _refused(
+            raise refused_part(
                 f"{where}.type is {shown(kind)}; served here are message, function_call, function_call_output "
                 f"and reasoning",
                 where,
@@ -239,7 +241,7 @@ def _text(content: Json, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise _refused(f"{where} must be a text or a list of parts, not {shown(content)}", where)
+        raise refused_part(f"{where} must be a text or a list of parts, not {shown(content)}", where)
     return "\n".join(_part(part, f"{where}[{place}]") for place, part in enumerate(content))
 
 
@@ -247,16 +249,5 @@ def _part(part: Json, where: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     text = part.get(_TEXTS[kind]) if isinstance(kind, str) and kind in _TEXTS else None
     if not isinstance(text, str):
-        raise _refused(f"{where} must hold text, not {shown(part)}: this model reads text only", where)
+        raise refused_part(f"{where} must hold text, not {shown(part)}: this model reads text only", where)
     return text
-
-
-def _string(item: Mapping[str, Json], name: str, where: str) -> str:
-    value = item.get(name)
-    if not isinstance(value, str):
-        raise _refused(f"{where}.{name} must be a text, not {shown(value)}", where)
-    return value
-
-
-def _refused(why: str, where: str) -> InvalidPrompt:
-    return InvalidPrompt(f"{why}.", param=where)

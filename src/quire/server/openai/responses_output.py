@@ -49,7 +49,10 @@ class ResponsesResponse:
 
     def events(self, chat_delta: ChatDelta) -> bytes:
         """The events of one delta; the first ones open the response."""
-        events = [] if self._num_events else self._opening()
+        events = []
+        if not self._num_events:
+            response = self._response("in_progress", [])
+            events = [self._event(kind, response=response) for kind in ("response.created", "response.in_progress")]
         item_events = self._items.add(chat_delta.events)
         if chat_delta.delta.finish_reason is not None:
             item_events += self._finish(chat_delta.delta.finish_reason)
@@ -89,10 +92,6 @@ class ResponsesResponse:
     def _response(self, status: str, items: list[Body], **fields: object) -> Body:
         outcome = {"error": None, "incomplete_details": None, "usage": None, "completed_at": None, **fields}
         return {**self._head, "status": status, "output": items, **outcome, **self._echo}
-
-    def _opening(self) -> list[bytes]:
-        response = self._response("in_progress", [])
-        return [self._event(kind, response=response) for kind in ("response.created", "response.in_progress")]
 
     def _item_events(self, item_event: ItemEvent) -> list[bytes]:
         item = item_event.item

@@ -135,12 +135,11 @@ class StructuredOutputs(Struct, kw_only=True, forbid_unknown_fields=True):
     disable_fallback: bool | None = None
 
 
-class SamplingBody(Legacy, kw_only=True):
-    """Sampling parameters, request options and response options of chats and completions."""
+class SharedBody(Legacy, kw_only=True):
+    """The fields that all text APIs take under the names of chat completions."""
 
     model: str | None = None
-    n: AtLeastOne | None = None
-    best_of: AtLeastOne | None = None
+    stream: bool | None = None
     temperature: Temperature | None = None
     top_p: Share | None = None
     top_k: int | None = None
@@ -148,33 +147,47 @@ class SamplingBody(Legacy, kw_only=True):
     repetition_penalty: float | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    max_tokens: Count | UnsetType | None = UNSET
     min_tokens: Count | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     seed: int | None = None
     logit_bias: dict[int, float] | None = None
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    timeout_s: float | None = None
+
+
+_SHARED_FIELDS = tuple(name for name in SharedBody.__struct_fields__ if name not in Legacy.__struct_fields__)
+
+
+def shared_fields(body: SharedBody) -> dict[str, Json]:
+    """The fields of `SharedBody`, for a `ChatBody`."""
+    return {name: getattr(body, name) for name in _SHARED_FIELDS}
+
+
+class SamplingBody(SharedBody, kw_only=True):
+    """Sampling parameters, request options and response options of chats and completions."""
+
+    n: AtLeastOne | None = None
+    best_of: AtLeastOne | None = None
+    max_tokens: Count | UnsetType | None = UNSET
     skip_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
     prompt_logprobs: NumLogprobs | None = None
     use_beam_search: bool | None = None
     beam_width: AtLeastOne | None = None
     length_penalty: float | None = None
     early_stopping: bool | str | None = None
     truncate_prompt_tokens: int | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    timeout_s: float | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     echo: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
 
 
 class FunctionName(Struct, kw_only=True):
@@ -232,27 +245,27 @@ class CompletionBody(SamplingBody, kw_only=True):
     add_special_tokens: bool | None = None
 
 
-class ApplyTemplateBody(Struct, kw_only=True):
+class TemplateBody(Struct, kw_only=True):
+    """How a conversation is rendered."""
+
+    model: str | None = None
+    tools: list[dict[str, Json]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Json] | None = None
+
+
+class ApplyTemplateBody(TemplateBody, kw_only=True):
     """The body of POST /apply-template: a conversation to render."""
 
     messages: list[dict[str, Json]]
-    model: str | None = None
-    tools: list[dict[str, Json]] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Json] | None = None
 
 
-class TokenizeBody(Struct, kw_only=True):
+class TokenizeBody(TemplateBody, kw_only=True):
     """The body of POST /tokenize: a text or a conversation."""
 
-    model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Json]] | None = None
-    tools: list[dict[str, Json]] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Json] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
@@ -262,39 +275,3 @@ class DetokenizeBody(Struct, kw_only=True):
 
     tokens: list[int]
     model: str | None = None
-
-
-class SharedBody(Legacy, kw_only=True):
-    """The fields that the Responses and Messages APIs take under the names of chat completions."""
-
-    model: str | None = None
-    stream: bool | None = None
-    temperature: Temperature | None = None
-    top_p: Share | None = None
-    top_k: int | None = None
-    min_p: Share | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    min_tokens: Count | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    seed: int | None = None
-    logit_bias: dict[int, float] | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
-    structured_outputs: StructuredOutputs | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    timeout_s: float | None = None
-    chat_template_kwargs: dict[str, Json] | None = None
-
-
-_SHARED_FIELDS = tuple(name for name in SharedBody.__struct_fields__ if name not in Legacy.__struct_fields__)
-
-
-def shared_fields(body: Struct) -> dict[str, Json]:
-    """The fields of `SharedBody`, for a `ChatBody`."""
-    return {name: getattr(body, name) for name in _SHARED_FIELDS}
