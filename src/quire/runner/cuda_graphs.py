@@ -195,7 +195,10 @@ class GraphedSteps:
     def _work(self, shape: StepSize) -> Replay:
         """The model on a shape that holds padding only."""
         self._place_chunks(shape, None)
-        return partial(self._forward, self._rows[: shape.rows], self._views(shape) if shape.chunks else None)
+        chunks = None
+        if shape.chunks:
+            chunks = ChunkInputs(*torch.split(self._inputs[: _num_inputs(shape)], list(_sizes(shape))))
+        return partial(self._forward, self._rows[: shape.rows], chunks)
 
     @property
     def lacks_sampling(self) -> bool:
@@ -299,9 +302,6 @@ class GraphedSteps:
         parts = zip(arrays, _sizes(shape), fills, strict=True)
         filled = np.concatenate([_filled(array, size, fill) for array, size, fill in parts])
         self._inputs[: len(filled)].copy_(upload(filled, self._device), non_blocking=True)
-
-    def _views(self, shape: StepSize) -> ChunkInputs:
-        return ChunkInputs(*torch.split(self._inputs[: _num_inputs(shape)], list(_sizes(shape))))
 
 
 _NONE: NDArray[np.int64] = np.empty(0, dtype=np.int64)

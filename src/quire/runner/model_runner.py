@@ -157,9 +157,12 @@ class ModelRunner:
         hidden = self._model.forward(batch.tokens, batch.layout, self._stores.device, batch.needed)
         if self._graphs is not None:
             self._graphs.note_eager(StepSize(len(decoding), len(plan.chunks), len(batch.tokens) - len(decoding)))
+        sampling, sampled = batch.sampling, None
+        if len(sampling.at):
+            sampled = self._sample(self._model.logits(hidden[sampling.at]), sampling.batch, masks)
         return PendingStep(
             plan.step,
-            self._sample(batch.sampling, hidden, masks) if len(batch.sampling.at) else None,
+            sampled,
             self._find_candidates(batch.host_driven, hidden) if batch.host_driven is not None else None,
             tuple((part, self._score(part, hidden)) for part in batch.scoring),
             self._pools.add(batch.pooling, hidden),
@@ -210,7 +213,7 @@ class ModelRunner:
         places[num_decoding:] += shape.rows - num_decoding
         at, device_rows = upload_integers(self.device, places[emits], rows[emits])
         batch = SamplingBatch(device_rows, rows[emits], self._logits.positions[at])
-        return self._sample_logits(self._logits.logits[at], batch, masks)
+        return self._sample(self._logits.logits[at], batch, masks)
 
     def _forward(self, rows: Tensor, chunks: ChunkInputs | None) -> Tensor:
         """The captured model part: logits after these rows and chunks, into the buffer."""
@@ -249,14 +252,6 @@ class ModelRunner:
             self._sampler.append_tokens(append.row, append.tokens)
 
     def _sample(
-        self,
-        needed: LogitsNeeded,
-        hidden: Tensor,  # [tokens, hidden]
-        masks: Masks | None,
-    ) -> "SampledTokens":
-        return self._sample_logits(self._model.logits(hidden[needed.at]), needed.batch, masks)
-
-    def _sample_logits(
         self,
         logits: Tensor,  # [n, vocab] float32
         batch: SamplingBatch,
@@ -362,8 +357,11 @@ class PendingStep:
             likeliest = {row: best for row, best in found.items() if best is not None}
             result = replace(result, ended=result.ended + failed, candidates=likeliest)
         if self.prompt_scores:
-            scores = tuple(_collect(part, pieces) for part, pieces in self.prompt_scores)
-            result = replace(result, prompt_logprobs=scores)
+            prompt_logprobs = []
+            for part, pieces in self.prompt_scores:
+                scores = [score for piece in pieces for score in piece.wait([piece.num_top] * len(piece.packed))]
+                prompt_logprobs.append(PromptLogprobs(part.chunk.row, part.chunk.start + 1, tuple(scores)))
+            result = replace(result, prompt_logprobs=tuple(prompt_logprobs))
         if self.pooled is not None:
             sums = self.pooled.wait()
             over = tuple(FinishedRow(row, _reason(total is not None, stop=True)) for row, total in sums.items())
@@ -376,11 +374,6 @@ def _reason(finite: int, stop: int) -> FinishReason:
     if not finite:
         return FinishReason.ERROR
     return FinishReason.STOP if stop else FinishReason.LENGTH
-
-
-def _collect(part: PromptScoring, pieces: list[Scores]) -> PromptLogprobs:
-    scores = [score for piece in pieces for score in piece.wait([piece.num_top] * len(piece.packed))]
-    return PromptLogprobs(part.chunk.row, part.chunk.start + 1, tuple(scores))
 
 
 @torch.inference_mode()

@@ -33,10 +33,6 @@ class Penalties:
         self.in_prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
         self.generated = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
 
-    @property
-    def num_bytes(self) -> int:
-        return self.in_prompt.nbytes + self.generated.nbytes
-
     def assign(self, row_start: RowStart) -> None:
         slot = self.slots.take(row_start.row)
         sizes = (self.slots.capacity, self._vocab_size)
@@ -86,10 +82,6 @@ class LogitBias:
         self._vocab_size = vocab_size
         self.slots = SlotPool(max_rows, device)
         self.table = torch.zeros(0, vocab_size, dtype=torch.float32, device=device)  # [slots, vocab]
-
-    @property
-    def num_bytes(self) -> int:
-        return self.table.nbytes
 
     def assign(self, row_start: RowStart) -> None:
         slot = self.slots.take(row_start.row)
@@ -171,10 +163,6 @@ class BadWords:
         self._lasts = torch.empty(0, 0, dtype=torch.int64, device=device)  # [slots, words]
         self._tails = torch.empty(0, 0, dtype=torch.int32, device=device)  # [slots, length], latest first
 
-    @property
-    def num_bytes(self) -> int:
-        return self._beginnings.nbytes + self._lasts.nbytes + self._tails.nbytes
-
     def assign(self, row_start: RowStart) -> None:
         words = [word for word in row_start.sampling.bad_words if len(word) > 1]
         slot = self._slots.take(row_start.row)
@@ -217,11 +205,7 @@ class BadWords:
         self._beginnings = grown(self._beginnings, (capacity, num_words, length), fill=_NEVER)
         self._lasts = grown(self._lasts, (capacity, num_words))
         self._tails = grown(self._tails, (capacity, length), fill=_MISSING)
-        self._pad_older_words(old_length)
-
-    def _pad_older_words(self, old_length: int) -> None:
-        """Pad the words of older rows, after the tables got longer."""
-        if 0 < old_length < self._beginnings.shape[2]:
+        if 0 < old_length < self._beginnings.shape[2]:  # pad the words of older rows
             self._beginnings[:, :, old_length:] = _ANY
 
 

@@ -99,12 +99,16 @@ class SamplingParamsTable:
             self.host_top_k[row_start.row] = sampling.top_k or self.vocab_size
             self.host_num_logprobs[row_start.row] = sampling.num_logprobs or 0
             self.host_num_candidates[row_start.row] = min(sampling.num_candidates, self.vocab_size)
-        self._widen_ends(max(len(row_start.sampling.end_ids) for row_start in starts))
-        width, num_integers = self.end_ids.shape[1], self.table.integers.shape[1]
+        most_ends = max(len(row_start.sampling.end_ids) for row_start in starts)
+        num_rows, width = self.end_ids.shape
+        if most_ends > width:
+            width = max(most_ends, 2 * width)
+            self.end_ids = grown(self.end_ids, (num_rows, width), fill=-1)
+        num_integers = self.table.integers.shape[1]
         integers = np.array(
             [
-                (row_start.row, *self._integers(row_start), *_padded(row_start.sampling.end_ids, width))
-                for row_start in starts
+                (row.row, *self._integers(row), *row.sampling.end_ids, *(-1,) * (width - len(row.sampling.end_ids)))
+                for row in starts
             ],
             dtype=np.int64,
         )
@@ -129,11 +133,8 @@ class SamplingParamsTable:
     def release(self, row: Row) -> None:
         self.features[row] = 0
 
-    def union(self, batch: SamplingBatch) -> SamplingFeature:
-        """The features that any row of the batch needs."""
-        return self.union_of(batch.host_rows)
-
-    def union_of(self, rows: IntArray) -> SamplingFeature:
+    def union(self, rows: IntArray) -> SamplingFeature:
+        """The features that any of these rows needs."""
         return SamplingFeature(int(np.bitwise_or.reduce(self.features[rows], initial=0)))
 
     @property
@@ -152,11 +153,6 @@ class SamplingParamsTable:
         positions = batch.positions.index_select(0, places)
         return BatchSubset(places, SamplingBatch(rows, batch.host_rows[at], positions), whole=False)
 
-    def _widen_ends(self, needed: int) -> None:
-        num_rows, width = self.end_ids.shape
-        if needed > width:
-            self.end_ids = grown(self.end_ids, (num_rows, max(needed, 2 * width)), fill=-1)
-
 
 def _floats(sampling: RowSampling) -> tuple[float, ...]:
     return (
@@ -167,10 +163,6 @@ def _floats(sampling: RowSampling) -> tuple[float, ...]:
         sampling.presence_penalty,
         sampling.frequency_penalty,
     )
-
-
-def _padded(end_ids: tuple[int, ...], width: int) -> tuple[int, ...]:
-    return end_ids + (-1,) * (width - len(end_ids))
 
 
 def _features(sampling: RowSampling) -> SamplingFeature:

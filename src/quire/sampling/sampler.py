@@ -66,11 +66,6 @@ class Sampler:
         count_tokens = count_tokens_reference if row_kernels is None else row_kernels.count_tokens
         self._penalties = Penalties(max_rows, vocab_size, device, count_tokens)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of vocabulary-wide state (bias, bad words, penalties). It never shrinks."""
-        return self._logit_bias.num_bytes + self._bad_words.num_bytes + self._penalties.num_bytes
-
     def assign(self, starts: Many[RowStart]) -> None:
         """Assign rows, each with every token its sequence has."""
         self._rows.assign(starts)
@@ -111,7 +106,7 @@ class Sampler:
     ) -> Sampled:
         """Sample a token for every row of the batch. `commit` adds the tokens to the rows' state."""
         if self._row_kernels is not None:
-            if masks is not None or self._rows.union(batch) & LOGIT_PROCESSORS:
+            if masks is not None or self._rows.union(batch.host_rows) & LOGIT_PROCESSORS:
                 logits = self._process_logits_fused(logits, batch, masks)
             return self.sample_with_kernels(logits, batch.rows, batch.positions, self.stages(batch.host_rows))
         processed, tokens, highest, finite = self._best(logits, batch, masks)
@@ -123,11 +118,11 @@ class Sampler:
 
     def needs_more(self, rows: IntArray) -> bool:
         """Whether any of these rows needs logit processors or logprobs, which captured sampling does not do."""
-        return bool(self._rows.union_of(rows) & (LOGIT_PROCESSORS | SamplingFeature.LOGPROBS))
+        return bool(self._rows.union(rows) & (LOGIT_PROCESSORS | SamplingFeature.LOGPROBS))
 
     def stages(self, rows: IntArray) -> SamplingStage:
         """The sampling stages that these rows need."""
-        return SamplingStage.DRAWN if self._rows.union_of(rows) & SamplingFeature.RANDOM else SamplingStage.GREEDY
+        return SamplingStage.DRAWN if self._rows.union(rows) & SamplingFeature.RANDOM else SamplingStage.GREEDY
 
     def sample_with_kernels(
         self,
@@ -164,7 +159,7 @@ class Sampler:
 
     def commit(self, batch: SamplingBatch, tokens: Tensor) -> None:
         """Add sampled tokens to the penalties' counts and the bad words' tails."""
-        if self._rows.union(batch) & SamplingFeature.PENALTIES:
+        if self._rows.union(batch.host_rows) & SamplingFeature.PENALTIES:
             self._penalties.commit(batch, tokens)
         with_bad_words = self._rows.subset(batch, SamplingFeature.BAD_WORDS)
         if with_bad_words is not None:
@@ -231,7 +226,7 @@ class Sampler:
 
     def _process_logits(self, logits: Tensor, batch: SamplingBatch, masks: Masks | None = None) -> Tensor:
         """Apply masks, bias, bad words, min_tokens and penalties; a copy if any applies."""
-        if masks is None and not self._rows.union(batch) & LOGIT_PROCESSORS:
+        if masks is None and not self._rows.union(batch.host_rows) & LOGIT_PROCESSORS:
             return logits
         processed = logits.clone()
         if masks is not None:
@@ -271,7 +266,7 @@ class Sampler:
         """Temperature, min-p, top-k, top-p."""
         rows = self._rows
         weights = token_weights(logits, highest, rows.temperature.index_select(0, batch.rows))
-        if rows.union(batch) & SamplingFeature.MIN_P:
+        if rows.union(batch.host_rows) & SamplingFeature.MIN_P:
             weights = drop_unlikely(weights, rows.min_p.index_select(0, batch.rows))
         with_cutoff = rows.subset(batch, SamplingFeature.TOP_K | SamplingFeature.TOP_P)
         if with_cutoff is not None:

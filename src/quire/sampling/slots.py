@@ -26,7 +26,10 @@ class SlotPool:
     def take(self, row: Row) -> int:
         assert self._slot_of[row] < 0, f"row {row} already holds slot {self._slot_of[row]}"
         if not self._free:
-            self._grow()
+            capacity = min(max(1, 2 * self.capacity), len(self._slot_of))
+            assert capacity > self.capacity, "more slots taken than there are rows"
+            self._free.extend(reversed(range(self.capacity, capacity)))
+            self.capacity = capacity
         slot = self._free.pop()
         self._slot_of[row] = slot
         return slot
@@ -45,12 +48,6 @@ class SlotPool:
         slots = self.places(rows)
         assert (slots >= 0).all(), f"rows without a slot among {rows}"
         return upload(slots, self._device)
-
-    def _grow(self) -> None:
-        capacity = min(max(1, 2 * self.capacity), len(self._slot_of))
-        assert capacity > self.capacity, "more slots taken than there are rows"
-        self._free.extend(reversed(range(self.capacity, capacity)))
-        self.capacity = capacity
 
 
 def grown(table: Tensor, sizes: tuple[int, ...], fill: float = 0) -> Tensor:
