@@ -57,7 +57,7 @@ def test_replay_reproduces_every_plan_of_random_scenarios(tmp_path: Path) -> Non
     for seed in range(NUM_WORLDS):
         trial = record(tmp_path / "journal", seed)
         assert_same(replay(tmp_path / "journal"), trial)
-        happened += trial.event_counts
+        happened += Counter(trial.events)
     assert set(happened) == set(ScenarioEvent), "not everything happened"
 
 

@@ -113,7 +113,8 @@ def compare_overcommits(
     say: Callable[[str], None] = lambda text: None,
 ) -> list[RegimeResult]:
     """Every overcommit policy, where all requests arrive at once and the running ones need twice the KV cache."""
-    needed = [num_blocks_needed(arrival.request, machine.block_size) for arrival in work]
+    lengths = [len(arrival.request.prompt) + arrival.request.sampling.min_tokens for arrival in work]
+    needed = [-(-(length - 1) // machine.block_size) for length in lengths]
     demand = sum(needed) * min(len(work), machine.max_rows) // len(work)
     scarce = replace(machine, num_blocks=max(demand // 2, machine.max_model_len // machine.block_size))
     work = [arrival._replace(at_s=0.0) for arrival in work]
@@ -122,8 +123,3 @@ def compare_overcommits(
         say(overcommit.value)
         results.append(run(overcommit.value, Policy(regime=regime, overcommit=overcommit), work, scarce))
     return results
-
-
-def num_blocks_needed(request: Request, block_size: int) -> int:
-    """The blocks of its prompt and its output."""
-    return -(-(len(request.prompt) + request.sampling.min_tokens - 1) // block_size)

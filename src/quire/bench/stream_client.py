@@ -22,7 +22,8 @@ def handle(request: Any) -> dict[str, object]:
     started_s = time.perf_counter()
     responses = asyncio.run(_send_all(request["host"], request["port"], requests))
     seconds = time.perf_counter() - started_s
-    return {"seconds": seconds, "tokens": sum(map(_num_tokens, responses)), "chunks": sum(map(_num_chunks, responses))}
+    num_chunks = sum(response.count(b"data: ") - 1 for response in responses)
+    return {"seconds": seconds, "tokens": sum(map(_num_tokens, responses)), "chunks": num_chunks}
 
 
 def _request(prompt: str, num_output: int) -> bytes:
@@ -62,10 +63,6 @@ def _num_tokens(response: bytes) -> int:
     if found is None or b"data: [DONE]" not in response:
         raise EngineFailed(f"The server did not complete a stream; it sent {response[:600]!r}.")
     return int(found[1])
-
-
-def _num_chunks(response: bytes) -> int:
-    return response.count(b"data: ") - 1
 
 
 if __name__ == "__main__":

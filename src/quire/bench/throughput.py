@@ -218,14 +218,10 @@ def _repeat(run: ThroughputRun) -> Report:
         "num_steps": len(run.steps),
         "preemptions": sum(request.num_preemptions for request in run.requests),
         "cached_tokens": sum(request.num_cached_tokens for request in run.requests),
-        "gpu_busy": _busy(run.gpu_busy),
-        "gpu_busy_in_decode": _busy(run.gpu_busy_in_decode),
+        "gpu_busy": run.gpu_busy and run.gpu_busy._asdict(),
+        "gpu_busy_in_decode": run.gpu_busy_in_decode and run.gpu_busy_in_decode._asdict(),
         "gpu_busy_note": NO_GPU if run.gpu_busy is None else None,
     }
-
-
-def _busy(found: GpuBusy | None) -> Report | None:
-    return None if found is None else found._asdict()
 
 
 def _step(step: StepEvent, first: StepEvent) -> Report:

@@ -66,7 +66,11 @@ def _read_spec(file: GgufFile, family: ModelFamily, keys: JsonFields) -> ModelSp
     if keys.integer("attention.value_length", head_dim) != head_dim:
         raise UnsupportedModel(f"{keys.source} has keys and values of different widths, which quire does not read.")
     embedding = _tensor(file, "token_embd.weight")
-    windows = _windows(keys, family, num_layers)
+    gemma2 = family.name == "gemma2"
+    attention_scale = None
+    if family.gemma:
+        wide = GEMMA_27B_LAYERS[family.name] == num_layers
+        attention_scale = 1.0 / math.sqrt(hidden_size / num_heads if wide else head_dim)
     spec = ModelSpec(
         family=family.name,
         num_layers=num_layers,
@@ -87,10 +91,10 @@ def _read_spec(file: GgufFile, family: ModelFamily, keys: JsonFields) -> ModelSp
         qk_norm=family.qk_norm,
         sandwich_norms=family.gemma,
         embedding_scale=hidden_size**0.5 if family.gemma else 1.0,
-        attention_scale=_gemma_scale(family, num_layers, hidden_size / num_heads, head_dim),
-        attention_softcap=keys.number("attn_logit_softcapping", 50.0) if family.name == "gemma2" else 0.0,
-        final_softcap=_final_softcap(keys, family),
-        windows=windows,
+        attention_scale=attention_scale,
+        attention_softcap=keys.number("attn_logit_softcapping", 50.0) if gemma2 else 0.0,
+        final_softcap=keys.number("final_logit_softcapping", 30.0 if gemma2 else 0.0) if family.gemma else 0.0,
+        windows=_windows(keys, family, num_layers),
         local_rope=_local_rope(keys, head_dim) if family.local_rope else None,
     )
     return check_geometry(spec, keys.source)
@@ -115,19 +119,6 @@ def _per_layer(keys: JsonFields, key: str, default: int | None) -> int:
     if len(set(value)) != 1:
         raise UnsupportedModel(f"{keys.source} has a {key} that differs by layer, which quire does not read.")
     return JsonFields({key: value[0]}, keys.source).integer(key)
-
-
-def _gemma_scale(family: ModelFamily, num_layers: int, heads_share: float, head_dim: int) -> float | None:
-    if not family.gemma:
-        return None
-    wide = GEMMA_27B_LAYERS[family.name] == num_layers
-    return 1.0 / math.sqrt(heads_share if wide else head_dim)
-
-
-def _final_softcap(keys: JsonFields, family: ModelFamily) -> float:
-    if not family.gemma:
-        return 0.0
-    return keys.number("final_logit_softcapping", 30.0 if family.name == "gemma2" else 0.0)
 
 
 def _windows(keys: JsonFields, family: ModelFamily, num_layers: int) -> tuple[int, ...]:

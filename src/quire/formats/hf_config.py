@@ -136,6 +136,7 @@ def read_spec(config: JsonFields) -> ModelSpec:
     head_dim = config.integer("head_dim", family.default_head_dim or hidden_size // num_heads)
     config_bias = family.bias is BiasRule.FROM_CONFIG and config.flag("attention_bias", False)
     ropes = read_ropes(config, family, head_dim)
+    gemma2 = family.name == "gemma2"
     spec = ModelSpec(
         family=family.name,
         num_layers=num_layers,
@@ -157,8 +158,8 @@ def read_spec(config: JsonFields) -> ModelSpec:
         sandwich_norms=family.gemma,
         embedding_scale=hidden_size**0.5 if family.gemma else 1.0,
         attention_scale=config.number("query_pre_attn_scalar", 256.0, positive=True) ** -0.5 if family.gemma else None,
-        attention_softcap=_softcap(config, "attn_logit_softcapping", 50.0) if family.name == "gemma2" else 0.0,
-        final_softcap=_final_softcap(config, family),
+        attention_softcap=_softcap(config, "attn_logit_softcapping", 50.0) if gemma2 else 0.0,
+        final_softcap=_softcap(config, "final_logit_softcapping", 30.0 if gemma2 else 0.0) if family.gemma else 0.0,
         windows=_windows(config, family, num_layers),
         local_rope=ropes.local,
     )
@@ -189,12 +190,6 @@ def _activation(config: JsonFields, family: ModelFamily) -> str:
             f"{config.source} asks for the activation {name!r}; quire has {', '.join(sorted(ACTIVATIONS))}."
         )
     return ACTIVATIONS[name]
-
-
-def _final_softcap(config: JsonFields, family: ModelFamily) -> float:
-    if not family.gemma:
-        return 0.0
-    return _softcap(config, "final_logit_softcapping", 30.0 if family.name == "gemma2" else 0.0)
 
 
 def _softcap(config: JsonFields, key: str, default: float) -> float:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TypeGuard
 
-from quire.core.errors import BrokenModelFile
+from quire.core.errors import BrokenModelFile, shown
 
 MAX_INTEGER = 2**31 - 1
 
@@ -108,9 +108,7 @@ class JsonFields:
         return value
 
     def _wrong(self, key: str, value: object, expected: str) -> BrokenModelFile:
-        shown = repr(value)
-        shown = shown if len(shown) <= 80 else shown[:77] + "..."
-        return BrokenModelFile(f"{self._prefix}{key} in {self.source} must be {expected}, not {shown}.")
+        return BrokenModelFile(f"{self._prefix}{key} in {self.source} must be {expected}, not {shown(value)}.")
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:

@@ -54,7 +54,11 @@ class OutputParser(Protocol):
 def merge_events(events: Iterable[OutputEvent]) -> list[OutputEvent]:
     """The same output in the fewest events: neighbours of one kind and call are joined."""
     merged: list[OutputEvent] = []
-    for (kind, index), group in groupby(events, key=_merge_key):
+
+    def kind_and_call(event: OutputEvent) -> tuple[type, int]:
+        return type(event), event.index if isinstance(event, ToolStart | ToolArguments) else -1
+
+    for (kind, index), group in groupby(events, key=kind_and_call):
         if kind is ToolStart:
             merged += group
             continue
@@ -64,7 +68,3 @@ def merge_events(events: Iterable[OutputEvent]) -> list[OutputEvent]:
         elif text:
             merged.append(PlainText(text) if kind is PlainText else ReasoningText(text))
     return merged
-
-
-def _merge_key(event: OutputEvent) -> tuple[type, int]:
-    return type(event), event.index if isinstance(event, ToolStart | ToolArguments) else -1

@@ -299,3 +299,8 @@ def is_json_object(text: str) -> bool:
 
 def _ignore(_: str) -> None:
     pass
+
+
+def reject_constant(constant: str) -> None:
+    """For `json.loads`: NaN and Infinity are Python's, not JSON's."""
+    raise ValueError(constant)

@@ -50,7 +50,8 @@ class DetectedFormat:
 def detect(template: str | None) -> DetectedFormat:
     if not template:
         return DetectedFormat()
-    return DetectedFormat(_tool_format(template), _reasoning_tags(template))
+    tags = next((tags for tags in (MISTRAL_THINK, THINK) if tags.end in template), None)
+    return DetectedFormat(_tool_format(template), tags)
 
 
 def _tool_format(template: str) -> ToolFormat | None:
@@ -59,13 +60,6 @@ def _tool_format(template: str) -> ToolFormat | None:
     for strings, tool_format in _TEMPLATE_STRINGS:
         if all(string in template for string in strings):
             return tool_format
-    return None
-
-
-def _reasoning_tags(template: str) -> ReasoningTags | None:
-    for tags in (MISTRAL_THINK, THINK):
-        if tags.end in template:
-            return tags
     return None
 
 

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 
 from quire.output_parsing.emitter import EventEmitter, emit_text_until, skip_call_end
-from quire.output_parsing.json_calls import read_call, read_name
+from quire.output_parsing.json_calls import read_call, read_name, reject_constant
 from quire.output_parsing.json_dialects import CLOSE, OPEN
 from quire.output_parsing.reader import Markers, Reading, StreamReader
 
@@ -107,11 +107,7 @@ def _as_json(text: str, types: frozenset[str]) -> str:
     """The value as JSON. A string if it is not valid JSON, or if the schema allows a string and no type that it has."""
     bare = _KEYWORDS.get(text.strip(), text.strip())
     try:
-        value_types = _SCHEMA_TYPES[type(json.loads(bare, parse_constant=_reject))]
+        value_types = _SCHEMA_TYPES[type(json.loads(bare, parse_constant=reject_constant))]
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
     return json.dumps(text, ensure_ascii=False) if "string" in types and not types & value_types else bare
-
-
-def _reject(constant: str) -> None:
-    raise ValueError(constant)  # NaN and Infinity are Python's, not JSON's

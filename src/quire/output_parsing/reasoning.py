@@ -16,7 +16,6 @@ class ReasoningTags:
     name: str
     start: str
     end: str
-    needs_special_tokens: bool = False  # the tags are special tokens: detokenization must keep them
 
     def is_open_after(self, prompt: str) -> bool:
         """Whether a rendered prompt ends inside reasoning: the output then has the end tag only."""
@@ -28,7 +27,7 @@ class ReasoningTags:
 
 
 THINK = ReasoningTags("think", "<think>", "</think>")
-MISTRAL_THINK = ReasoningTags("mistral", "[THINK]", "[/THINK]", needs_special_tokens=True)
+MISTRAL_THINK = ReasoningTags("mistral", "[THINK]", "[/THINK]")
 REASONING_TAGS = {tags.name: tags for tags in (THINK, MISTRAL_THINK)}
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
+from quire.output_parsing.json_calls import reject_constant
 from quire.output_parsing.json_dialects import CLOSE, OPEN
 
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
@@ -91,14 +92,10 @@ def _parse_arguments(call: object) -> object:
 
 def _as_object(text: str) -> object:
     try:
-        value = json.loads(text, parse_constant=_reject) if text.strip() else {}
+        value = json.loads(text, parse_constant=reject_constant) if text.strip() else {}
     except (ValueError, RecursionError):
         return text
     return value if isinstance(value, dict) else text
-
-
-def _reject(constant: str) -> None:
-    raise ValueError(constant)  # NaN and Infinity are Python's, not JSON's
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,6 @@ class ToolFormat:
     name: str
     read: Callable[[StreamReader, EventEmitter], Reading[None]]
     markers: tuple[str, ...]  # strings that must reach the parser as text
-    needs_special_tokens: bool = False  # some markers are special tokens: detokenization must keep them
     needs_instructions: bool = False  # the template does not render tools: the system message has `tool_instructions`
     has_short_ids: bool = False  # the template rejects call ids that are not nine letters and digits
     delimiters: CallDelimiters = _OBJECT  # of forced calls; a format without JSON uses the tags of Hermes
@@ -57,14 +56,12 @@ LLAMA = ToolFormat(
     "llama3_json",
     read_llama,
     (PYTHON_TAG, FUNCTION),
-    needs_special_tokens=True,
     delimiters=CallDelimiters("", '{"name": "', '", "parameters": ', "}", "; ", ""),
 )
 MISTRAL = ToolFormat(
     "mistral",
     read_mistral,
     (TOOL_CALLS,),
-    needs_special_tokens=True,
     has_short_ids=True,
     delimiters=CallDelimiters(f"{TOOL_CALLS} [", '{"name": "', '", "arguments": ', "}", ", ", "]"),
 )
@@ -72,11 +69,10 @@ MISTRAL_ARGS = ToolFormat(
     "mistral_args",
     read_mistral,
     (TOOL_CALLS, CALL_ID, ARGS),
-    needs_special_tokens=True,
     has_short_ids=True,
     delimiters=CallDelimiters(TOOL_CALLS, "", ARGS, "", TOOL_CALLS, ""),
 )
-PYTHONIC = ToolFormat("pythonic", read_pythonic, (PYTHON_START, PYTHON_END, FUNCTION_CALLS), needs_special_tokens=True)
+PYTHONIC = ToolFormat("pythonic", read_pythonic, (PYTHON_START, PYTHON_END, FUNCTION_CALLS))
 
 FORMATS = {each.name: each for each in (HERMES, QWEN_CODER, LLAMA, MISTRAL, MISTRAL_ARGS, PYTHONIC, GENERIC)}
 

@@ -48,16 +48,13 @@ class SimRow:
     pooled: int = 0  # the sum of the hidden states so far, of a pooled prompt
 
 
-class FinishedStep:
+class FinishedStep(NamedTuple):
     """A step that was computed when it was launched."""
 
-    __slots__ = ("_result",)
-
-    def __init__(self, result: StepResult) -> None:
-        self._result = result
+    result: StepResult
 
     def wait(self) -> StepResult:
-        return self._result
+        return self.result
 
 
 def check_masks(plan: StepPlan, masks: Masks | None) -> dict[Row, IntArray]:

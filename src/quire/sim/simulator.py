@@ -6,7 +6,7 @@ takes no time. Memory is counted in token slots after each plan: *held* are the 
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -40,7 +40,6 @@ class SimulationAccount:
     """Sums over all steps."""
 
     steps: int = 0
-    seconds: float = 0.0  # computing
     finished_s: float = 0.0  # when the last request finished
     rows: int = 0  # computing rows
     tokens: int = 0  # without padding
@@ -109,10 +108,7 @@ class Simulation:
         seconds = self._times.predict_s(self._body.shape)
         self._done_s = max(self._done_s, self.now_s) + seconds
         self._write(plan, seconds)
-        return _TimedStep(pending, self._done_s, self._wake)
-
-    def _wake(self, at_s: float) -> None:
-        self.now_s = max(self.now_s, at_s)
+        return _TimedStep(pending, self._done_s, self)
 
     def _sleep(self) -> None:
         """Advance to the next arrival; at most by `_IDLE_POLL_S` while a queued request waits for a window to pass."""
@@ -128,7 +124,6 @@ class Simulation:
         held = (kv.pool.num_in_service - kv.pool.num_free - kv.pool.num_evictable) * kv.block_size
         slack = int((lengths[in_use] * kv.block_size - self._body.num_computed[in_use]).sum())
         account.steps += 1
-        account.seconds += seconds
         account.rows += plan.num_decoding + len(plan.chunks)
         account.tokens += plan.num_tokens
         account.padding += plan.num_padding
@@ -139,16 +134,13 @@ class Simulation:
             account.longest_step_s = max(account.longest_step_s, seconds)
 
 
-class _TimedStep:
+class _TimedStep(NamedTuple):
     """A step in flight: waiting for it advances the clock to its end."""
 
-    __slots__ = ("_done_s", "_pending", "_wake")
-
-    def __init__(self, pending: Pending, done_s: float, wake: Callable[[float], None]) -> None:
-        self._pending = pending
-        self._done_s = done_s
-        self._wake = wake
+    pending: Pending
+    done_s: float
+    simulation: Simulation
 
     def wait(self) -> StepResult:
-        self._wake(self._done_s)
-        return self._pending.wait()
+        self.simulation.now_s = max(self.simulation.now_s, self.done_s)
+        return self.pending.wait()

@@ -3,7 +3,7 @@
 Dummy weights are deterministic and are made at the speed of a memory copy.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields
 from math import prod
 from typing import NamedTuple
@@ -85,25 +85,14 @@ def dummy_weights(
         if not spec.tied_embeddings:
             start = _fill(weights.head, drawn, start)
         for layer in weights.layers:
-            for name, tensor in _tensors(layer):
-                if is_norm(name):
+            for name in LAYER_FIELDS:
+                tensor = getattr(layer, name)
+                if tensor is not None and is_norm(name):
                     tensor.fill_(1.0)
-                else:
+                elif tensor is not None:
                     start = _fill(tensor, drawn, start)
 
     return UnfilledWeights(weights, fill)
-
-
-class _NamedTensor(NamedTuple):
-    name: str
-    tensor: Tensor
-
-
-def _tensors(layer: LayerWeights) -> Iterator[_NamedTensor]:
-    for name in LAYER_FIELDS:
-        tensor = getattr(layer, name)
-        if tensor is not None:
-            yield _NamedTensor(name, tensor)
 
 
 def _fill(tensor: Tensor, drawn: Tensor, start: int) -> int:

@@ -5,13 +5,12 @@ Queries, keys and values become one matrix, gate and up another; norms become fl
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from quire.core.errors import BrokenModelFile
-from quire.formats.checkpoint import Checkpoint, CheckpointSource
+from quire.formats.checkpoint import Checkpoint, CheckpointSource, StoredTensor
 from quire.formats.families import BY_NAME
 from quire.models.parameters import DecoderWeights
 from quire.weights.allocate import UnfilledWeights, empty_weights, is_norm
@@ -41,12 +40,8 @@ def unfilled_weights(
                     for name, target in targets.items()}  # fmt: skip
 
     def fill() -> None:
-        in_order = sorted(targets, key=lambda name: _place_in_files(checkpoint, name))
-        slices = [
-            tensor_slice
-            for name in in_order
-            for tensor_slice in slices_of(checkpoint.tensors[name], destinations[name])
-        ]
+        stored = sorted(((checkpoint.tensors[name], name) for name in targets), key=lambda each: _place(each[0]))
+        slices = [part for tensor, name in stored for part in slices_of(tensor, destinations[name])]
         load_slices(
             slices,
             dequantizer,
@@ -84,16 +79,9 @@ def _field(weights: DecoderWeights, target: WeightTarget) -> Tensor:
     return tensor
 
 
-class _TensorPlace(NamedTuple):
+def _place(stored: StoredTensor) -> tuple[Path, int]:
     """Sort key for sequential disk reads."""
-
-    path: Path
-    offset: int
-
-
-def _place_in_files(checkpoint: Checkpoint, name: str) -> _TensorPlace:
-    stored = checkpoint.tensors[name]
-    return _TensorPlace(stored.path, stored.offset)
+    return stored.path, stored.offset
 
 
 def _convert(values: Tensor, target: WeightTarget, checkpoint: Checkpoint) -> None:

@@ -40,7 +40,9 @@ def parse_trace(content: bytes, name: str) -> list[TraceRow]:
     try:
         text = (gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content).decode()
         first, lines = text.lstrip()[:1], io.StringIO(text)
-        fields: Iterable[_Record] = map(json.loads, filter(str.strip, lines)) if first == "{" else _table(lines)
+        fields: Iterable[_Record] = csv.DictReader(lines)
+        if first == "{":
+            fields = map(json.loads, filter(str.strip, lines))
         rows = _rows(list(fields), name)
     except (ValueError, KeyError, TypeError, EOFError, OSError) as error:
         raise ConfigError(f"The trace {name} is damaged: {shown(error)}.") from None
@@ -52,23 +54,14 @@ def parse_trace(content: bytes, name: str) -> list[TraceRow]:
     return rows
 
 
-def _table(lines: io.StringIO) -> Iterable[_Record]:
-    yield from csv.DictReader(lines)
-
-
 def _rows(records: list[_Record], name: str) -> list[TraceRow]:
     columns = set(records[0]) if records else set()
     for column, parse in _FORMATS.items():
         if column in columns:
-            rows = [parse(record) for record in records]
-            begin_s = min(row.arrived_s for row in rows)
-            return sorted((row._replace(arrived_s=row.arrived_s - begin_s) for row in rows), key=_arrival)
+            rows = sorted((parse(record) for record in records), key=lambda row: row.arrived_s)
+            return [row._replace(arrived_s=row.arrived_s - rows[0].arrived_s) for row in rows]
     known = ", ".join(_FORMATS)
     raise ConfigError(f"The trace {name} has no known format: its columns have none of {known}.")
-
-
-def _arrival(row: TraceRow) -> float:
-    return row.arrived_s
 
 
 def _sharegpt(record: _Record) -> TraceRow:

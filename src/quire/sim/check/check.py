@@ -147,5 +147,5 @@ def run_trial(
     report.trials += 1
     report.steps += max(trial.steps, 1)
     report.preemptions += trial.scheduler.counters.preemptions
-    report.events += trial.event_counts
+    report.events += Counter(trial.events)
     report.pairs |= set(pairwise(trial.events))

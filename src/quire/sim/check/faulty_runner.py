@@ -5,6 +5,7 @@ It also checks every plan: budgets, invariants (a) and (c), I6 and I17.
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -124,14 +125,11 @@ class FaultyRunner:
         )
 
 
-class _FaultyStep:
+class _FaultyStep(NamedTuple):
     """A step in flight that may fail."""
 
-    __slots__ = ("_pending", "_runner")
-
-    def __init__(self, pending: Pending, runner: FaultyRunner) -> None:
-        self._pending = pending
-        self._runner = runner
+    pending: Pending
+    runner: FaultyRunner
 
     def wait(self) -> StepResult:
-        return self._runner.settle(self._pending)
+        return self.runner.settle(self.pending)

@@ -1,7 +1,6 @@
 """One random scenario, run to its end: the shipped loop, scheduler and cache against the closed form."""
 
 import random
-from collections import Counter
 from collections.abc import Callable
 from typing import BinaryIO
 
@@ -155,7 +154,11 @@ class CheckRun:
         for event, chance in self._losses:
             if self._live and self._num_broken < _MAX_BROKEN and rng.random() < chance:
                 self._num_broken += 1
-                faulty.loses = _loss(event)
+                faulty.loses = StepLost(
+                    event.value,
+                    cache_intact=event is not ScenarioEvent.DIE,
+                    too_large=event is ScenarioEvent.STARVE,
+                )
                 faulty.loses_early = rng.random() < 0.5
                 self.events.append(event)
 
@@ -318,10 +321,6 @@ class CheckRun:
             if all(sequence.finished for sequence in sequences):
                 del self._live[request_id]
 
-    @property
-    def event_counts(self) -> Counter[ScenarioEvent]:
-        return Counter(self.events)
-
 
 def _build(scenario: Scenario, worth_keeping: Callable[[int, int], bool], journal: BinaryIO | None) -> Scheduler:
     """The scheduler of a scenario; with a file, one that records its inputs."""
@@ -341,11 +340,6 @@ def _build(scenario: Scenario, worth_keeping: Callable[[int, int], bool], journa
         max_step_tokens=scenario.max_step_tokens,
         policy=scenario.policy,
     )
-
-
-def _loss(event: ScenarioEvent) -> StepLost:
-    """The lost step that an event causes."""
-    return StepLost(event.value, cache_intact=event is not ScenarioEvent.DIE, too_large=event is ScenarioEvent.STARVE)
 
 
 def _admitted_or_followed(group: RequestGroup) -> bool:
