@@ -51,8 +51,8 @@ def test_a_request_that_waited_for_a_prefix_keeps_its_age() -> None:
     state.inflight_prefixes.end(leader)
     state.requeue_ready()
     bench.now_s = 11.0
-    urgency = state_of(bench.scheduler).waiting.urgency(11.0)
-    assert urgency is not None and (urgency.aged_class, urgency.base_class) == (0, 1)
+    head = state.waiting._head(11.0)
+    assert head is not None and (head.key.aged_class, state.waiting.best_class) == (0, 1)
     bench.run()
     assert leader.finish_reason is FinishReason.LENGTH
 

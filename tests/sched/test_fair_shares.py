@@ -1,7 +1,6 @@
 """The clock of service against plain arithmetic."""
 
 import numpy as np
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -88,15 +87,15 @@ def test_after_an_idle_time_all_tenants_start_level() -> None:
     assert shares.service("quiet") == shares.service("busy")
 
 
-def test_jain_sees_totals_and_weights_not_the_lifted_clock() -> None:
+def test_a_total_is_what_was_charged_not_the_lifted_clock() -> None:
     shares = WeightedFairShares({"b": 3.0})
     shares.arrive("a")
     shares.charge("a", 10.0)
     shares.arrive("b")
-    assert shares.jain(["a", "b"]) == pytest.approx(0.5)
+    assert shares.service("b") == 10.0 and shares.total("b") == 0.0
     shares.charge("b", 30.0)
-    assert shares.jain(["a", "b"]) == pytest.approx(1.0)
-    assert shares.jain([]) == shares.jain(["unknown"]) == 1.0
+    assert shares.service("b") == 20.0 and shares.total("b") == 30.0
+    assert shares.total("unknown") == 0.0
 
 
 def test_idle_tenants_are_forgotten_and_active_ones_keep_their_index() -> None:

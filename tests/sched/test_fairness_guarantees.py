@@ -174,7 +174,6 @@ def test_a_flood_of_one_tenant_leaves_the_other_its_half(depth: int) -> None:
     service = shares_of(run, ("flood", "quiet"), least_waiting=20)
     assert run.account.steps > 200
     assert service["quiet"] / sum(service.values()) == pytest.approx(0.5, rel=0.1)
-    assert state_of(run.scheduler).shares.jain(service) > 0.99
 
 
 @DEPTHS
@@ -185,7 +184,6 @@ def test_weights_are_kept_within_five_per_cent(depth: int) -> None:
     service = shares_of(run, ("gold", "iron"), least_waiting=20)
     assert run.account.steps > 200
     assert service["gold"] / sum(service.values()) == pytest.approx(0.75, rel=0.05)
-    assert state_of(run.scheduler).shares.jain(service) > 0.99
 
 
 # Lanes.

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from quire.core.ids import RequestId
 from quire.core.request import Request, RequestGroup
 from quire.sched.fairness import WeightedFairShares
-from quire.sched.queue import Key, OrderPolicy, Urgency, WaitingQueue
+from quire.sched.queue import Key, OrderPolicy, WaitingQueue
 from tests.sched.waiting_groups import LONG, SAMPLING, group, queue_of
 
 
@@ -104,12 +104,13 @@ class RoomAgainstList(RuleBasedStateMachine):
         assert not any(each in self.queue for each in self.away)
         candidates = list(self.queue.candidates(self.now_s))
         if not self.waiting:
-            assert candidates == [] and self.queue.urgency(self.now_s) is None
+            assert candidates == [] and self.queue._head(self.now_s) is None
             return
         classes = {each.request.priority for each, _ in self.waiting.values()}
         key, expected = min(map(self.head_of_class, classes), key=lambda head: head[0])
         assert candidates == expected
-        assert self.queue.urgency(self.now_s) == Urgency(key.aged_class, expected[0].request.priority)
+        head = self.queue._head(self.now_s)
+        assert head is not None and head.key.aged_class == key.aged_class
 
 
 TestRoomAgainstList = RoomAgainstList.TestCase
@@ -179,7 +180,7 @@ def _work(num_waiting: int) -> tuple[int, int]:
         queue.pop(head)
         shares.charge(head.request.tenant, 3.0)
         queue.discard(groups[num_waiting - 1 - turn])
-        queue.urgency(now_s)
+        queue._head(now_s)
         queue.push(groups[num_waiting + turn], now_s)
     sys.setprofile(before)
     return calls, _CountedOrder.comparisons

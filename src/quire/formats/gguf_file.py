@@ -6,7 +6,7 @@ and follows damaged counts without end. This one checks every length against the
 
 import mmap
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -201,7 +201,5 @@ def _place_tensors(
             )
         if tensor.name in placed:
             raise cursor.broken(f"duplicate tensor {tensor.name}")
-        placed[tensor.name] = StoredTensor(
-            tensor.name, tensor.shape, tensor.encoding, tensor.path, offset, tensor.num_bytes
-        )
+        placed[tensor.name] = replace(tensor, offset=offset)
     return placed

@@ -4,6 +4,7 @@ Reads rotary embeddings from config.json, in the old spelling (rope_theta, rope_
 (rope_parameters, for some families one per layer type). Meanings and precedence are those of transformers.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from quire.core.errors import BrokenModelFile, UnsupportedModel
@@ -61,40 +62,27 @@ def _scaled(scaling: JsonFields, config: JsonFields, family: ModelFamily, theta:
         return RopeSpec(theta, rotary_dim, kind, factor=scaling.number("factor", positive=True))
 
     max_positions = config.integer("max_position_embeddings")
-    original = _original_positions(scaling, config, family, max_positions)
+    original = PHI3_ORIGINAL_POSITIONS if family.name == "phi3" else max_positions
+    for fields in (scaling, config):  # Phi-3 writes it outside, and that wins
+        original = fields.integer("original_max_position_embeddings", original)
+    scaled = RopeSpec(theta, rotary_dim, kind, original_max_positions=original)
     if kind is RopeKind.LLAMA3:
-        return RopeSpec(
-            theta,
-            rotary_dim,
-            kind,
+        return replace(
+            scaled,
             factor=scaling.number("factor", positive=True),
-            original_max_positions=original,
             low_freq_factor=scaling.number("low_freq_factor", positive=True),
             high_freq_factor=scaling.number("high_freq_factor", positive=True),
         )
     factor = scaling.number("factor", max_positions / original, positive=True)
-    attention_factor = scaling.optional_number("attention_factor")
+    scaled = replace(scaled, factor=factor, attention_factor=scaling.optional_number("attention_factor"))
     if kind is RopeKind.LONGROPE:
-        return RopeSpec(
-            theta,
-            rotary_dim,
-            kind,
-            factor=factor,
-            original_max_positions=original,
-            attention_factor=attention_factor,
-            short_factors=scaling.numbers("short_factor"),
-            long_factors=scaling.numbers("long_factor"),
-        )
-    return RopeSpec(
-        theta,
-        rotary_dim,
-        kind,
-        factor=factor,
-        original_max_positions=original,
+        factors = scaling.numbers("short_factor"), scaling.numbers("long_factor")
+        return replace(scaled, short_factors=factors[0], long_factors=factors[1])
+    return replace(
+        scaled,
         beta_fast=scaling.number("beta_fast", 0.0) or 32.0,
         beta_slow=scaling.number("beta_slow", 0.0) or 1.0,
         truncate=scaling.flag("truncate", True),
-        attention_factor=attention_factor,
         mscale=scaling.number("mscale", 0.0),
         mscale_all_dim=scaling.number("mscale_all_dim", 0.0),
     )
@@ -111,12 +99,6 @@ def _kind(scaling: JsonFields, family: ModelFamily) -> RopeKind:
             f"It reads {', '.join(sorted(KINDS))}."
         )
     return kind
-
-
-def _original_positions(scaling: JsonFields, config: JsonFields, family: ModelFamily, max_positions: int) -> int:
-    default = PHI3_ORIGINAL_POSITIONS if family.name == "phi3" else max_positions
-    inner = scaling.integer("original_max_position_embeddings", default)
-    return config.integer("original_max_position_embeddings", inner)  # Phi-3 writes it outside, and that wins
 
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}

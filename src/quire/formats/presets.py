@@ -9,15 +9,7 @@ from quire.formats.checkpoint import Checkpoint, CheckpointSource
 
 
 def _llama3(factor: float, *, layers: int, hidden: int, heads: int, dim: int, ffn: int, tied: bool) -> ModelSpec:
-    rope = RopeSpec(
-        500_000.0,
-        dim,
-        RopeKind.LLAMA3,
-        factor=factor,
-        original_max_positions=8192,
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-    )
+    rope = RopeSpec(500_000.0, dim, RopeKind.LLAMA3, factor=factor, original_max_positions=8192)
     return ModelSpec(
         family="llama",
         num_layers=layers,

@@ -28,7 +28,8 @@ class FoundBackend(NamedTuple):
 
 
 def find_backends() -> dict[str, FoundBackend]:
-    return {"torch": _torch(), "fa3": _fa3(), "flashinfer": _flashinfer()}
+    torch_varlen = FoundBackend(f"torch {torch.__version__}")  # every supported torch has varlen attention
+    return {"torch": torch_varlen, "fa3": _fa3(), "flashinfer": _flashinfer()}
 
 
 def has_module(name: str) -> bool:
@@ -47,10 +48,6 @@ def vllm_fa3_library() -> Path | None:
         if libraries:
             return libraries[0]
     return None
-
-
-def _torch() -> FoundBackend:
-    return FoundBackend(f"torch {torch.__version__}")  # every supported torch has varlen attention
 
 
 def _fa3() -> FoundBackend:
@@ -177,7 +174,7 @@ def choose_attention(requested: str, needs: AttentionNeeds, here: AttentionPlatf
     fit = [name for name, refusal in refusals.items() if not refusal]
     best = {part: _fastest(part, fit) for part in PARTS}
     reasons = _by_figures(best, fit, here)
-    reasons += [f"{name} not: {refusal or _why_unused(name, best)}" for name, refusal in refusals.items()
+    reasons += [f"{name} not: {refusal or _why_unused(name)}" for name, refusal in refusals.items()
                 if name not in best.values()]  # fmt: skip
     return AttentionChoice(**best, reasons=tuple(reasons))
 
@@ -210,8 +207,9 @@ def _refusal(name: str, needs: AttentionNeeds, here: AttentionPlatform) -> str:
         return f"its self-test failed ({found.fault})"
     too_new = limits.newest is not None and here.capability >= limits.newest
     if too_new or here.capability < limits.oldest:
-        major, minor = here.capability
-        return f"it is not for GPUs of compute capability {major}.{minor}, but for {_span(limits)}"
+        (major, minor), (oldest, oldest_minor) = here.capability, limits.oldest
+        span = f"{oldest}.{oldest_minor} and later" if limits.newest is None else f"{oldest}.x"
+        return f"it is not for GPUs of compute capability {major}.{minor}, but for {span}"
     if needs.dtype not in _DTYPES:
         return f"it computes in bfloat16 and float16, not in {str(needs.dtype).removeprefix('torch.')}"
     if needs.dim > _LARGEST_DIM or needs.dim % _DIM_STEP:
@@ -219,11 +217,6 @@ def _refusal(name: str, needs: AttentionNeeds, here: AttentionPlatform) -> str:
     if not limits.softcap and any(rule.softcap for rule in needs.rules):
         return "it has no soft cap, and the model has one"
     return ""
-
-
-def _span(limits: _BackendLimits) -> str:
-    major, minor = limits.oldest
-    return f"{major}.{minor} and later" if limits.newest is None else f"{major}.x"
 
 
 def _fastest(part: str, fit: list[str]) -> str:
@@ -259,6 +252,6 @@ def _by_figures(best: Mapping[str, str], fit: list[str], here: AttentionPlatform
     return reasons
 
 
-def _why_unused(name: str, best: Mapping[str, str]) -> str:
+def _why_unused(name: str) -> str:
     measured = [part for part in PARTS if name in _MEASURED[part].microseconds]
     return "slower where it was measured" if measured else "not measured; request it by name"

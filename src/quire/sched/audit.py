@@ -1,7 +1,7 @@
 """Audits the invariants of a scheduler between two calls. Scans every sequence: for tests and `quire check`."""
 
 from quire.core.ids import SequenceId
-from quire.core.request import RequestGroup, Sequence, SequenceState
+from quire.core.request import RequestGroup, SequenceState
 from quire.core.step import StepPlan
 from quire.kv.manager import count_blocks
 from quire.sched.scheduler import Scheduler
@@ -24,7 +24,8 @@ def audit(scheduler: Scheduler, *, tree: bool = True) -> None:
         row = sequence.row
         assert row is not None, sequence
         held = lengths[row]
-        planned = 0 if sequence.id in awaiting else _blocks_planned(scheduler, sequence)
+        num_positions = 0 if sequence.id in awaiting else state.num_computed(sequence)
+        planned = count_blocks(num_positions, scheduler.kv.block_size)
         assert held == planned, f"{sequence} holds {held} blocks, not {planned}"
         kept = held + reserved[row]
         most = count_blocks(sequence.last_position + 1, scheduler.kv.block_size)
@@ -118,9 +119,3 @@ def _awaiting(scheduler: Scheduler) -> set[int]:
         if group.request.beam is not None:
             awaiting |= {m.id for m in group.sequences} - {m.id for m in state.beams.live(group)}
     return awaiting
-
-
-def _blocks_planned(scheduler: Scheduler, sequence: Sequence) -> int:
-    """A block table covers exactly the positions computed or planned."""
-    positions = scheduler._state.num_computed(sequence)
-    return count_blocks(positions, scheduler.kv.block_size)

@@ -9,7 +9,7 @@ retroactively, when it is granted a block or released: for every token since its
 of those steps. So no row is scanned in between.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace
 from typing import NamedTuple
@@ -130,12 +130,6 @@ class WeightedFairShares:
         """All it was charged since it became known."""
         index = self._index_of.get(tenant)
         return 0.0 if index is None else float(self._total[index])
-
-    def jain(self, tenants: Iterable[str]) -> float:
-        """Jain's index of the totals by weight: 1 if all had their share, 1/n if one had everything."""
-        shares = np.array([self.total(tenant) / self._weights.get(tenant, 1.0) for tenant in tenants])
-        squares = len(shares) * float(np.sum(shares**2))
-        return float(np.sum(shares)) ** 2 / squares if squares else 1.0
 
     @property
     def num_active(self) -> int:

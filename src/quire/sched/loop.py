@@ -85,11 +85,6 @@ Span = Callable[[str], AbstractContextManager[object]]
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
 
-
-def _no_span(name: str) -> AbstractContextManager[object]:
-    return _NOTHING
-
-
 _MAX_BLAMED = 3  # requests that failed alone without a successful step between them: then the engine is at fault
 _MAX_UNEXPLAINED = 5  # failed steps in a row that no request could be blamed for: then the engine is at fault
 
@@ -122,7 +117,7 @@ class Loop:
         self._runner = runner
         self._clock = clock
         self._masks = masks
-        self._span: Span = span or _no_span
+        self._span: Span = span or (lambda name: _NOTHING)
         self._in_flight: deque[Pending] = deque()
         self._bisection: FaultBisection | None = None
         self._num_unexplained = 0  # bisections since the last that blamed a request

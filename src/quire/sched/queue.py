@@ -78,20 +78,7 @@ def yields(lane: Lane, waited_s: float, patience_s: float) -> bool:
     return lane is Lane.LONG and waited_s < patience_s
 
 
-def deadline_key(deadline_s: float | None) -> float:
-    """A deadline as a sort key; no deadline sorts last."""
-    return inf if deadline_s is None else deadline_s
-
-
 _SLACK = 32  # a heap is rebuilt when it has this many more than twice its live entries
-
-
-class Urgency(NamedTuple):
-    """The classes of the head. Preemption compares base classes alone: two ageing classes would preempt each other
-    forever."""
-
-    aged_class: int
-    base_class: int
 
 
 class _QueuedGroup(NamedTuple):
@@ -117,7 +104,6 @@ class _QueueEntry(NamedTuple):
 
 class _Head(NamedTuple):
     key: Key
-    base_class: int
     overtaker: int | None  # its order
 
 
@@ -244,9 +230,9 @@ class _ClassQueue:
             long_yields = yields(Lane.LONG, long_waited_s, self._policy.lane_patience_s)
             long_key = Key(aged, long.service, long_yields, *long.place)
             if short_key is None or long_key < short_key:
-                return _Head(long_key, self.base_class, short_key.order if short_key and long_yields else None)
+                return _Head(long_key, short_key.order if short_key and long_yields else None)
         assert short_key is not None, f"class {self.base_class} is empty"
-        return _Head(short_key, self.base_class, None)
+        return _Head(short_key, None)
 
 
 class WaitingQueue:
@@ -282,7 +268,8 @@ class WaitingQueue:
         is_long = lane(len(request.prompt), self._policy.long_prompt) is Lane.LONG
         queued_group = _QueuedGroup(group, since_s, queue.long if is_long else queue.short)
         self._queued[group.order] = queued_group
-        queued_group.lane.push(self._tenant_of(group), _QueuePlace(deadline_key(request.deadline_s), group.order))
+        deadline_s = inf if request.deadline_s is None else request.deadline_s
+        queued_group.lane.push(self._tenant_of(group), _QueuePlace(deadline_s, group.order))
 
     def pop(self, group: RequestGroup) -> float:
         """Remove a group that is admitted or waits elsewhere; since when it waited."""
@@ -325,10 +312,6 @@ class WaitingQueue:
     def best_class_head(self, now_s: float) -> RequestGroup:
         """The head of the most important class, ageing aside; the queue must not be empty."""
         return self._queued[self._classes[self.best_class].head(now_s).key.order].group
-
-    def urgency(self, now_s: float) -> Urgency | None:
-        head = self._head(now_s)
-        return None if head is None else Urgency(head.key.aged_class, head.base_class)
 
     def _head(self, now_s: float) -> _Head | None:
         return min([queue.head(now_s) for queue in self._classes.values()], default=None)

@@ -48,6 +48,19 @@ def _with_bias(stored: str, field: str, part: FusedPart) -> Names:
     return {f"{stored}.weight": (field, part), f"{stored}.bias": (f"{field}_bias", part)}
 
 
+def _fused_names(qkv: str, gate_up: str) -> Names:
+    return _with_bias(qkv, "qkv", FusedPart.WHOLE) | _with_bias(gate_up, "gate_up", FusedPart.WHOLE)
+
+
+def _split_names(qkv: str, gate_up: str) -> Names:
+    names: Names = {}
+    for letter, part in QKV_PARTS.items():
+        names |= _with_bias(qkv.format(letter), "qkv", part)
+    for word, part in GATE_UP_PARTS.items():
+        names |= _with_bias(gate_up.format(word), "gate_up", part)
+    return names
+
+
 def _folder_names(family: ModelFamily) -> Names:
     names: Names = {
         "input_layernorm.weight": ("attention_norm", FusedPart.WHOLE),
@@ -63,14 +76,8 @@ def _folder_names(family: ModelFamily) -> Names:
     else:
         names["post_attention_layernorm.weight"] = ("mlp_norm", FusedPart.WHOLE)
     if family.fused_projections:
-        names |= _with_bias("self_attn.qkv_proj", "qkv", FusedPart.WHOLE)
-        names |= _with_bias("mlp.gate_up_proj", "gate_up", FusedPart.WHOLE)
-        return names
-    for letter, part in QKV_PARTS.items():
-        names |= _with_bias(f"self_attn.{letter}_proj", "qkv", part)
-    for word, part in GATE_UP_PARTS.items():
-        names |= _with_bias(f"mlp.{word}_proj", "gate_up", part)
-    return names
+        return names | _fused_names("self_attn.qkv_proj", "mlp.gate_up_proj")
+    return names | _split_names("self_attn.{}_proj", "mlp.{}_proj")
 
 
 def _gguf_names(family: ModelFamily) -> Names:
@@ -85,14 +92,8 @@ def _gguf_names(family: ModelFamily) -> Names:
         **_with_bias("ffn_down", "down", FusedPart.WHOLE),
     }
     if family.fused_projections:
-        names |= _with_bias("attn_qkv", "qkv", FusedPart.WHOLE)
-        names |= _with_bias("ffn_up", "gate_up", FusedPart.WHOLE)
-        return names
-    for letter, part in QKV_PARTS.items():
-        names |= _with_bias(f"attn_{letter}", "qkv", part)
-    for word, part in GATE_UP_PARTS.items():
-        names |= _with_bias(f"ffn_{word}", "gate_up", part)
-    return names
+        return names | _fused_names("attn_qkv", "ffn_up")
+    return names | _split_names("attn_{}", "ffn_{}")
 
 
 class _Scheme(NamedTuple):

@@ -70,7 +70,8 @@ class CpuKernels:
 
     def pack(self, weight: Tensor) -> Tensor:
         if self._amx is not None and weight.dtype is torch.bfloat16 and self._amx.fits(*weight.shape):
-            return _as_tiles(weight)
+            out, width = weight.shape  # blocks of 32 inputs in pairs, and of 16 outputs
+            return weight.view(out // 16, 16, width // 32, 16, 2).permute(0, 2, 3, 1, 4).contiguous()
         # bfloat16 in oneDNN's own layout: mostly 1.2 to 1.6 times as fast (docs/log.md). float32: not measured.
         if weight.dtype is torch.bfloat16 and torch._C._has_mkldnn:
             packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None)
@@ -209,7 +210,8 @@ class CpuAttention:
         kv_heads = kv_layer.shape[3]
         rotated, heads = qkv[:, :-kv_heads], qkv.shape[1] - 2 * kv_heads
         if head_norm is not None:
-            _norm_heads(rotated, head_norm)
+            normed = F.rms_norm(rotated.float(), rotated.shape[-1:], None, head_norm.epsilon)
+            rotated.copy_(normed * head_norm.weight)
         _rotate(rotated, rotation)
         self.write(qkv[:, heads:].view(-1, 2, kv_heads, qkv.shape[2]), kv_layer)
 
@@ -281,11 +283,6 @@ class CpuAttention:
         return self._masks[index, window]
 
 
-def _norm_heads(x: Tensor, norm: HeadNorm) -> None:
-    """In place. x: [tokens, heads, dim], strided."""
-    x.copy_(F.rms_norm(x.float(), x.shape[-1:], None, norm.epsilon) * norm.weight)
-
-
 def _rotate(x: Tensor, rotation: Rotation) -> None:
     """RoPE on the first rotary_dim of each head, in place. x: [tokens, heads, dim], strided."""
     width = rotation.cos.shape[-1]
@@ -338,12 +335,6 @@ def _compiled() -> _CompiledCpuKernels | None:
         return _CompiledCpuKernels(attention, norm, import_module("quire.kernels.cpu.amx_matmul") if has_amx else None)
     except (ImportError, RuntimeError):
         return None
-
-
-def _as_tiles(weight: Tensor) -> Tensor:
-    """[out, in] as [out / 16, in / 32, 16, 16, 2]: blocks of 32 inputs in pairs, and of 16 outputs."""
-    out, width = weight.shape
-    return weight.view(out // 16, 16, width // 32, 16, 2).permute(0, 2, 3, 1, 4).contiguous()
 
 
 def _is_tiles(packed: Tensor) -> bool:

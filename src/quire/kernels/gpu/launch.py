@@ -90,7 +90,7 @@ def launch(kernel: KernelInterface[object], grid: tuple[int, ...], *args: object
     # Each kernel has one call site: an argument has one type, and constants come in one order.
     key = (
         id(kernel),
-        _current_device(),
+        torch.cuda.current_device() if torch.cuda.is_initialized() else -1,  # a compiled kernel is loaded on one device
         *[arg if type(arg) is int else _signature(arg) for arg in args],
         *constants.values(),
     )
@@ -108,11 +108,6 @@ def launch(kernel: KernelInterface[object], grid: tuple[int, ...], *args: object
         if len(_cache) >= _MAX_CACHED:
             _cache.clear()
         _cache[key] = _CachedKernel(compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :]))
-
-
-def _current_device() -> int:
-    """The device Triton launches on; a compiled kernel is loaded on one device. -1 without a GPU."""
-    return torch.cuda.current_device() if torch.cuda.is_initialized() else -1
 
 
 def _signature(arg: object) -> Hashable:

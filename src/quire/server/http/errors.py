@@ -52,9 +52,8 @@ class Stopping(QuireError):
         super().__init__("The server is stopping; try again when it is back.")
 
 
-def error_body(error: QuireError, status: int | None = None) -> dict[str, object]:
-    status = error.status if status is None else status
-    kind = "server_error" if status >= 500 else _TYPES.get(status, "invalid_request_error")
+def error_body(error: QuireError) -> dict[str, object]:
+    kind = "server_error" if error.status >= 500 else _TYPES.get(error.status, "invalid_request_error")
     message = error.message[:MAX_ERROR_CHARACTERS].encode("utf-8", "replace").decode()  # no lone surrogates
     return {"error": {"message": message, "type": kind, "param": error.param, "code": error.code}}
 

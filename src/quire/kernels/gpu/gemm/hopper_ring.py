@@ -30,11 +30,6 @@ _WARPS = 4
 _LOADER_REGISTERS = gl.constexpr(40)
 
 
-def _registers(box_rows: int) -> int:
-    """Per thread: only what the accumulators need, so that programs of two kernels fit on an SM (PDL)."""
-    return 128 if box_rows == MAX_ROWS else 80
-
-
 @gluon.jit
 def _unit_range(program, total, num_programs):
     """First unit of a program, and the one behind its last."""
@@ -198,11 +193,13 @@ def ring_gemm(
     num_rows, out_width = len(x), weight.shape[0]
     shape = (how.splits, num_rows, out_width) if how.splits > 1 else (num_rows, out_width)
     output = torch.empty(shape, dtype=torch.float32 if how.splits > 1 else x.dtype, device=x.device)
+    # Per thread: only what the accumulators need, so that programs of two kernels fit on an SM (PDL).
+    num_registers = 128 if how.box_rows == MAX_ROWS else 80
     launch_with_pdl(
         _ring_kernel, (how.num_programs,),
         weight, tensor_descriptor(x, how.box_rows, COLUMNS), bias, output, partials, arrivals,
         how.num_tiles * how.num_slices, how.num_slices, how.num_programs, num_rows, out_width,
         ROWS=how.box_rows, SPLITS=how.splits, STAGES=how.stages,
-        num_warps=_WARPS, maxnreg=_registers(how.box_rows),
+        num_warps=_WARPS, maxnreg=num_registers,
     )  # fmt: skip
     return output

@@ -159,10 +159,6 @@ def _cublas_is_slower(weight: Tensor) -> bool:
     return weight.nbytes < _WIDE_BYTES or (out_width <= in_width and weight.nbytes < _NARROW_BYTES)
 
 
-def _ahead(in_width: int) -> int:
-    return min(_MAX_AHEAD, 1 << in_width.bit_length() - 1)
-
-
 def skinny_gemm(x: Tensor, weight: Tensor, bias: Tensor | None, tiles: SkinnyTiles | None = None) -> Tensor:
     """x: [rows, in]; weight: [out, in]; bias: [out]; all contiguous. Returns [rows, out], as x."""
     (num_rows, in_width), out_width = x.shape, weight.shape[0]
@@ -183,7 +179,8 @@ def skinny_gemm(x: Tensor, weight: Tensor, bias: Tensor | None, tiles: SkinnyTil
         launch_with_pdl(
             _sum_kernel, (groups, num_rows),
             x, weight, bias, output, out_width,
-            IN=in_width, OUTS=tiles.outs, AHEAD=_ahead(in_width), COLUMNS=tiles.warps * tiles.columns,
+            IN=in_width, OUTS=tiles.outs, AHEAD=min(_MAX_AHEAD, 1 << in_width.bit_length() - 1),
+            COLUMNS=tiles.warps * tiles.columns,
             HAS_BIAS=bias is not None, num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
     return output
