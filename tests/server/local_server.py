@@ -30,7 +30,7 @@ from quire.cli.served_model_options import read_served_model
 from quire.config import EngineConfig
 from quire.core.errors import QuireError
 from quire.engine import engine_main, grammar_masks, scripted_engine
-from quire.engine.build_scheduler import wake
+from quire.engine.build_scheduler import load_vocabulary
 from quire.engine.engine_process import EngineProcess
 from quire.engine.engine_server import EngineServer
 from quire.engine.messages import LoadProgress, Refused
@@ -71,7 +71,7 @@ class _EngineThread(threading.Thread):
                 connection.sendall(pack(Refused(None, error)))
                 return
             if engine.grammars is not None:
-                wake(engine.grammars)
+                load_vocabulary(engine.grammars)
             connection.sendall(pack(facts))
             EngineServer(engine, connection, time.monotonic).run()
 
