@@ -33,9 +33,9 @@ def server(shallow_model_path: Path) -> Iterator[Running]:
         running.stop()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def scripted_server(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
-    """A scripted server for all tests that do not change it."""
+    """A scripted server for all tests of a module that do not change it; no thread of it runs beside other modules."""
     with scripted_here(tmp_path_factory.mktemp("script")) as running:
         yield running
 
