@@ -24,6 +24,9 @@ def _language_patched_once() -> Iterator[None]:
         return
     interpreter = importlib.import_module("triton.runtime.interpreter")
     language = importlib.import_module("triton.language")
+    if not hasattr(interpreter, "_patch_lang") or not hasattr(interpreter, "_LangPatchScope"):
+        yield  # another Triton: its interpreter as it is
+        return
     patch_language = interpreter._patch_lang
 
     def patch_once(function: Any) -> object:
