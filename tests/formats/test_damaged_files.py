@@ -101,7 +101,7 @@ def test_an_array_longer_than_the_file_is_not_followed(tmp_path: Path, gguf_byte
 def test_other_bytes_are_no_gguf(tmp_path: Path, gguf_bytes: bytes) -> None:
     for content in (b"", b"GGU", b"GGML" + gguf_bytes[4:], b"<html>not found</html>"):
         error = damage_gguf(tmp_path / "m.gguf", content)
-        assert error is not None and "no GGUF" in error.message
+        assert error is not None and "not a GGUF" in error.message
     big_endian = gguf_bytes[:4] + struct.pack(">I", 3) + gguf_bytes[8:]
     error = damage_gguf(tmp_path / "m.gguf", big_endian)
     assert error is not None and "big-endian" in error.message

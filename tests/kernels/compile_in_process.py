@@ -302,7 +302,7 @@ def choose(runner: ModelRunner) -> None:
         places = torch.tensor(rows, device=META)
         asking = SamplingBatch(places, np.array(rows, dtype=np.int32), places)
         masks = Masks(np.array([3], dtype=np.int32), np.zeros((1, 32), dtype=np.int32)) if 3 in rows else None
-        runner._sample_logits(torch.empty(len(rows), SPEC.vocab_size, device=META), asking, masks)
+        runner._sample(torch.empty(len(rows), SPEC.vocab_size, device=META), asking, masks)
 
 
 if __name__ == "__main__":

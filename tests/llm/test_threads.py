@@ -58,7 +58,7 @@ def test_a_closed_llm_raises_a_clear_error(tiny_folder: Path) -> None:
     with LLM(tiny_folder, dtype="float32", kv_cache_memory=1 << 20) as llm:
         assert llm.generate("a", PARAMS[0])[0].finished
     for use in (lambda: llm.generate("a"), lambda: llm.stream("a"), llm.get_tokenizer, llm.reset_prefix_cache):
-        with pytest.raises(EngineFailed, match="was closed"):
+        with pytest.raises(EngineFailed, match="is closed"):
             use()
     llm.close()
 
