@@ -56,6 +56,7 @@ def test_shared_prompts_are_computed_once() -> None:
     assert outcomes["prefix"].account.tokens < 0.7 * outcomes["chunked"].account.tokens
 
 
+@pytest.mark.long  # 7 CPU seconds; tests/sched has the overcommit policies one by one
 def test_overcommit_trades_preemptions_for_a_fuller_batch() -> None:
     work = arrivals(sample("sharegpt")[:96], replace(MACHINE, max_rows=32))
     never, hedge, optimistic = compare_overcommits(work, replace(MACHINE, max_rows=32), PREFIX)

@@ -10,6 +10,7 @@ import pytest
 from quire.bench.serving import ServingLoad, ServingRepeat, median_ratio
 from tests import children
 from tests.llm.tiny import tiny_llama, write_model
+from tests.tiers import long_only
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -37,7 +38,7 @@ def test_both_runs_generate_the_same_tokens_and_report_cpu_times(tmp_path: Path)
         (("--streams", "0"), "--streams"),
         (("--output-tokens", "many"), "--output-tokens"),
         (("--repeats", "-1"), "--repeats"),
-        (("--model", "nowhere/at-all.gguf"), "nowhere/at-all.gguf"),
+        *long_only([(("--model", "nowhere/at-all.gguf"), "nowhere/at-all.gguf")]),  # starts two engines
     ],
 )
 def test_invalid_options_are_named(arguments: tuple[str, ...], words: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests import children
-from tests.cli.commands import QUIRE, SMALL
+from tests.cli.commands import QUIRE, SMALL, Shell
 
 on_shallow_model = pytest.mark.usefixtures("shallow_default")  # two layers of the default model
 
@@ -20,11 +20,10 @@ def start(*arguments: str) -> AbstractContextManager["subprocess.Popen[str]"]:
 
 
 @on_shallow_model
-def test_stdout_is_the_completion_alone() -> None:
-    command = [QUIRE, "run", "The capital of France is", "--temperature", "0", "--max-tokens", "3", *SMALL]
-    result = children.run(command, capture_output=True, text=True, check=True)
-    assert result.stdout.strip("\n") and result.stdout.endswith("\n")
-    assert result.stderr == ""
+def test_stdout_is_the_completion_alone(quire: Shell) -> None:
+    result = quire("run", "The capital of France is", "--temperature", "0", "--max-tokens", "3", *SMALL)
+    assert result.out.strip("\n") and result.out.endswith("\n")
+    assert (result.status, result.err) == (0, "")
 
 
 def test_a_model_a_prompt_from_stdin_and_the_report(default_model_path: Path) -> None:

@@ -162,9 +162,8 @@ def test_bfloat16_is_float32_up_to_near_ties_and_no_worse_than_transformers(defa
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize(
-    "use_amx", [pytest.param(True, marks=pytest.mark.long, id="tiles"), pytest.param(False, id="oneDNN")]
-)
+@pytest.mark.long  # 13 CPU seconds
+@pytest.mark.parametrize("use_amx", [pytest.param(True, id="tiles"), pytest.param(False, id="oneDNN")])
 def test_bfloat16_logits_are_as_close_to_float32_as_documented_and_as_transformers(
     default_model_path, rounded, prose, use_amx
 ):

@@ -19,6 +19,7 @@ from quire.sim.check.scenario import draw_scenario
 from quire.sim.check.trial import CheckRun
 from tests.sched.inspection import state_of
 from tests.sched.stepping import NEVER, Bench, counting
+from tests.tiers import examples
 
 
 def events(bench: Bench, sequence: Sequence) -> Explanation:
@@ -199,7 +200,7 @@ def test_a_preempted_request_waits_for_steps_in_flight() -> None:
 def test_explanations_of_random_scenarios_add_up() -> None:
     """Every step of a wait has one cause, and a preemption names its cause."""
     seen: set[WaitCause | None] = set()
-    for seed in range(40):
+    for seed in range(examples(15, 40)):
         dice = random.Random(seed)
         trial = CheckRun(draw_scenario(dice), dice, numpy_oracle)
         accepted = _AcceptedGroups(trial.scheduler)

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from quire.sched.fairness import MAX_IDLE_TENANTS, WeightedFairShares
+from tests.tiers import examples
 
 WEIGHTS = {"b": 2.0, "c": 0.5}
 
@@ -57,7 +58,7 @@ class SharesAgainstDicts(RuleBasedStateMachine):
 
 
 TestSharesAgainstDicts = SharesAgainstDicts.TestCase
-TestSharesAgainstDicts.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestSharesAgainstDicts.settings = settings(max_examples=examples(25, 60), stateful_step_count=40, deadline=None)
 
 
 def test_an_idle_tenant_returns_without_a_claim_on_the_past() -> None:

@@ -17,6 +17,7 @@ from quire.sim.check.expected import expect
 from quire.sim.runners import FinishedStep, OracleRunner
 from tests.sched.inspection import state_of
 from tests.sched.stepping import VOCAB, counting
+from tests.tiers import examples
 
 
 def request_of(number: int, num_prompt: int, max_tokens: int, n: int, beam: BeamParams | None) -> Request:
@@ -78,7 +79,7 @@ def ends_of(depth: int, num_blocks: int, asked: list[Request], runner: Allergic)
     return {sequence.id: sequence.finish_reason for sequence in sequences}
 
 
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=examples(40, 120))
 @given(st.integers(0, 2), st.integers(60, 90), st.lists(SIZES, min_size=1, max_size=8), st.data())
 def test_requests_that_break_steps_are_ended_and_others_are_unaffected(depth, num_blocks, sizes, data):
     asked, first_ids, name = [], [], 0

@@ -19,6 +19,7 @@ from quire.sched.policy import Policy
 from quire.sched.scheduler import Scheduler
 from quire.sim.runners import OracleRunner, first_allowed
 from tests.sched.inspection import state_of
+from tests.tiers import examples
 
 VOCAB = 40
 WORDS = 2
@@ -95,7 +96,7 @@ requests = st.tuples(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(50, 150))
 @given(st.integers(0, 2), st.integers(28, 60), st.lists(requests, min_size=1, max_size=6), st.data())
 def test_every_token_follows_its_mask_and_the_oracle(depth, num_blocks, requested, data):
     bench = GrammarBench(depth, num_blocks)

@@ -21,6 +21,7 @@ from quire.engine.output_processor import Prompt
 from quire.engine.outputs import failure_of
 from quire.formats.checkpoint import GenerationDefaults
 from quire.llm import LLM
+from quire.text.tokenizer import check_text
 
 
 class PrintedReply(NamedTuple):
@@ -190,8 +191,9 @@ _INTERRUPTED = 130  # the status that shells expect after Ctrl-C
 
 def run(model: str | None, prompt: str, given: Mapping[str, object]) -> int:
     """The exit status."""
-    sampling_params(given, GenerationDefaults())  # refuses an invalid parameter before a model is loaded
+    sampling_params(given, GenerationDefaults())  # an invalid parameter or prompt is refused before a model is loaded
     text = _from_stdin() if prompt == "-" else prompt
+    check_text(text)
     llm = LLM.over(start(model, given, report=bool(given["verbose"])))
     params = sampling_params(given, llm.built.checkpoint.defaults)
     reply = print_reply(llm, llm.chat_prompt([{"role": "user", "content": text}]) if given["chat"] else text, params)

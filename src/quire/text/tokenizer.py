@@ -58,12 +58,12 @@ class Tokenizer:
 
         Text from a chat template already has its special tokens: encode it with `add_special_tokens=False`.
         """
-        _check_text(text)
+        check_text(text)
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         for text in texts:
-            _check_text(text)
+            check_text(text)
         encodings = self._backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
@@ -109,7 +109,8 @@ class Tokenizer:
         return bytes.fromhex(piece[3:5]) if not self.byte_level and _FALLBACK_BYTE.fullmatch(piece) else b""
 
 
-def _check_text(text: str) -> None:
+def check_text(text: str) -> None:
+    """Raise if a text is not valid Unicode."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
