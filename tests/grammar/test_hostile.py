@@ -157,23 +157,22 @@ def test_it_compiles_and_can_be_followed(compiler: GrammarCompiler, kind: Gramma
 
 
 @pytest.mark.parametrize("text", TOO_LARGE_AT_ONCE, ids=lambda text: text[:40])
-def test_what_is_too_large_is_told_from_what_is_empty(compiler: GrammarCompiler, text: str) -> None:
+def test_too_large_and_empty_grammars_get_different_errors(compiler: GrammarCompiler, text: str) -> None:
     with pytest.raises(InvalidGrammar, match=r"too large: .*Too many items.*Use fewer optional"):
         compiler.compile(Grammar(GrammarKind.LARK, text))
 
 
-def test_what_allows_no_text_is_told_so(compiler: GrammarCompiler, byte_level: Tokenizer) -> None:
+def test_a_grammar_that_allows_no_text_is_refused(compiler: GrammarCompiler, byte_level: Tokenizer) -> None:
     """A token that the model does not have."""
     with pytest.raises(InvalidGrammar, match="allows no text that"):
         compiler.compile(Grammar(GrammarKind.LARK, f"start: <[{byte_level.vocab_size + 3}]>"))
 
 
-@pytest.mark.parametrize("allowed", [True, False])
-def test_a_first_mask_that_takes_too_long_is_refused_by_the_work_of_its_thread(
-    compiler: GrammarCompiler, allowed: bool
+@pytest.mark.parametrize(("tries", "allowed"), [([1], True), ([2, 3, 1], True), ([3, 3, 2], False)])
+def test_a_first_mask_that_takes_too_long_every_time_is_refused_by_the_work_of_its_thread(
+    compiler: GrammarCompiler, tries: list[int], allowed: bool
 ) -> None:
-    taken_s = limits.FIRST_MASK_CPU_S * (1 if allowed else 2)
-    times = iter([0.0, taken_s])
+    times = iter([time_s for limit in tries for time_s in (0.0, limits.FIRST_MASK_CPU_S * limit)])
     timed = GrammarCompiler(compiler.vocabulary, cpu_time=lambda: next(times))
     grammar = Grammar(GrammarKind.REGEX, "a+")
     if allowed:
@@ -182,6 +181,7 @@ def test_a_first_mask_that_takes_too_long_is_refused_by_the_work_of_its_thread(
         with pytest.raises(InvalidGrammar, match="first token took 200 ms to prepare; the limit is 100 ms"):
             timed.compile(grammar)
     assert timed.knows(grammar) == allowed
+    assert next(times, None) is None, "each try is timed"
 
 
 @pytest.mark.parametrize("regex", TOO_LARGE_TO_FOLLOW)

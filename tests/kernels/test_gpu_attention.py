@@ -195,7 +195,7 @@ def test_one_scratch_serves_layer_after_layer():
     assert scratch.sums.isfinite().any(), "no row was cut"
 
 
-@pytest.mark.parametrize("slots", [1, 12])
+@pytest.mark.parametrize("slots", [12, *long_only([1], gpu=True)])
 def test_padding_rows_become_zeros_and_read_nothing(slots):
     step = Step([Part(20, 1), Part(40, 1), Part(80, 1)], kv_heads=1)
     step.layout.context_lengths[1] = 0
@@ -217,7 +217,9 @@ def test_chunks_agree_and_other_tokens_are_untouched():
     assert (output[-4:] == 7.0).all()
 
 
-@pytest.mark.parametrize("window, num_before", [(1, 0), (5, 50), (16, 15), (33, 50), (64, 50), (64, 0)])
+@pytest.mark.parametrize(
+    "window, num_before", [(5, 50), (16, 15), *long_only([(1, 0), (33, 50), (64, 50), (64, 0)], gpu=True)]
+)
 def test_a_window_that_begins_inside_a_tile_of_keys_agrees(window, num_before):
     step = Step([Part(num_before, 45)], group=1, kv_heads=1, rule=AttentionRule(0.3, window))
     output = torch.empty_like(step.truth, device=DEVICE)
@@ -267,7 +269,9 @@ def test_what_freed_blocks_hold_changes_nothing():
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
-@pytest.mark.parametrize("num_before, num_new, softcap", [(0, 20, 0.0), (40, 24, 5.0), (70, 20, 0.0)])
+@pytest.mark.parametrize(
+    "num_before, num_new, softcap", [(40, 24, 5.0), *long_only([(0, 20, 0.0), (70, 20, 0.0)], gpu=True)]
+)
 def test_gathered_keys_give_the_same_as_pages(num_before, num_new, softcap, dtype):
     rule = AttentionRule(0.2, 0, softcap)
     step = Step([Part(num_before, num_new)], group=3, kv_heads=2, dtype=dtype, rule=rule)
@@ -348,7 +352,7 @@ def test_many_rows_go_longest_first_and_are_split_once_per_window(monkeypatch):
     assert len(orders) == 2 and orders[0] is None and orders[1].tolist() == [2, 1, 0]
 
 
-@pytest.mark.parametrize("announced", [(), (0, 20)])
+@pytest.mark.parametrize("announced", [(0, 20), *long_only([((),)], gpu=True)])
 def test_layers_with_a_window_and_without_agree_in_one_step(announced, monkeypatch):
     """Attention uses PDL only where the list of splits is older than the launch before it."""
     pdl = []

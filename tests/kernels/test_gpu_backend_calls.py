@@ -198,6 +198,7 @@ def test_auto_skips_a_failing_library_and_a_requested_one_is_refused(monkeypatch
         select.select_attention("fa3", NEEDS, HERE, HERE_DEVICE)
 
 
+@pytest.mark.long(gpu=True)  # the self-test in the interpreter once more
 def test_the_next_best_library_is_self_tested_too(monkeypatch):
     """fa3 is the best at one long chunk, and the second at decodes: there flashinfer is the best, and fails."""
     figures = {
@@ -229,6 +230,7 @@ def test_a_library_that_does_not_load_is_not_used(monkeypatch):
 
 
 @pytest.mark.usefixtures("fa3_is_faster")
+@pytest.mark.long(gpu=True)  # the self-test in the interpreter once more
 def test_a_library_that_passes_gets_its_parts(monkeypatch):
     backend = fa3()
     monkeypatch.setattr(select, "_load", lambda name, device: backend)

@@ -40,6 +40,7 @@ GRAMMAR_SYMBOLS = 20_000  # a schema of 2,000 properties needs 15,000
 # For grammars that pass the limits above and are slow nevertheless. CPU seconds of the thread, so that a busy machine
 # does not reject requests.
 FIRST_MASK_CPU_S = 0.1  # when a grammar is compiled
+FIRST_MASK_TRIES = 3  # the fastest counts: a virtual machine charges a thread for time it did not get
 FOLLOWING_CPU_S = 0.25  # for a mask or a token, on the engine's loop, where it delays all other requests
 FAILING_CPU_S = 0.05  # for one that then failed: requests like it would fail one after another
 
