@@ -1,5 +1,7 @@
 """Every family on the GPU against transformers there: whole prompts, token by token, in chunks, and half precision."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -17,8 +19,11 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 @pytest.fixture(autouse=True)
-def _whole_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+def _whole_float32() -> Iterator[None]:
+    before = torch.backends.cuda.matmul.allow_tf32  # no attribute that monkeypatch could delete and restore
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
