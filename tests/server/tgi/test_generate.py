@@ -1,15 +1,23 @@
 """The text-generation-inference API: huggingface_hub's client, and plain HTTP."""
 
+import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from huggingface_hub import InferenceClient
 from huggingface_hub.errors import ValidationError
 
+from quire.core.sampling import SamplingParams
+from quire.core.step import FinishReason, TopLogprobs
+from quire.engine.request_state import SequenceOutput
+from quire.server.context import ServedModel
+from quire.server.tgi.generate import TgiParameters, TgiResponse
+from quire.text.stop_strings import StopStrings
 from tests.server.api_server import MODEL, PLAIN, scripted_server
 
 
@@ -142,3 +150,49 @@ def test_other_errors(http: httpx.Client, url: str) -> None:
 def test_info(http: httpx.Client) -> None:
     response = http.get("/info").json()
     assert (response["model_id"], response["max_total_tokens"], response["router"]) == (MODEL, 1024, "quire")
+
+
+def streamed_texts(model: ServedModel, text: str, stop: tuple[str, ...], at_once: int) -> tuple[list[str], list[int]]:
+    """The texts of the token events, and the tokens, where a reader gets `at_once` tokens in a delta."""
+    tokenizer = model.text()
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    output = SequenceOutput("1", 0, SamplingParams(logprobs=0), tokenizer, prompt_ids=[1],
+                            stop_strings=StopStrings(stop), streaming=True)  # fmt: skip
+    empty = np.zeros(0, dtype=np.int64)
+    deltas = []
+    for token in tokens:
+        deltas.append(output.push(token, TopLogprobs(token, -1.0, 1, empty, empty.astype(np.float32)), None))
+        if output.stopped:
+            break
+    deltas[-1] = deltas[-1].then(output.close(FinishReason.STOP if output.stopped else FinishReason.LENGTH))
+    response = TgiResponse("x", [1], TgiParameters(), tokenizer)
+    events = []
+    for start in range(0, len(deltas), at_once):
+        merged = functools.reduce(lambda before, later: before.then(later), deltas[start : start + at_once])
+        if written := response.events(merged):
+            events += events_of(written.decode())
+    assert [event["token"]["id"] for event in events] == tokens[: len(events)] and len(events) == len(deltas)
+    texts = [event["token"]["text"] for event in events]
+    assert "".join(texts) == events[-1]["generated_text"]
+    return texts, tokens
+
+
+@pytest.mark.parametrize("stop", [(), ("o", "never"), (" friend.!",), ("naïve friend. 🙂 you",)])
+@pytest.mark.parametrize("at_once", [1, 2, 3, 100])
+def test_each_token_has_its_own_text(model: ServedModel, stop: tuple[str, ...], at_once: int) -> None:
+    """However late the reader is, and while a stop string may be beginning: no text moves to a later token."""
+    texts, tokens = streamed_texts(model, PLAIN + " 🙂 yes.", stop, at_once)
+    spelled = list(map(model.text().spell, tokens))
+    if "o" in stop:
+        assert "".join(texts) == "B"
+        return
+    assert len(texts) == len(tokens)
+    for text, alone in zip(texts, spelled, strict=True):
+        assert text == alone or "\ufffd" in alone
+    assert sum("\ufffd" in alone for alone in spelled) >= 4, "characters of several tokens were among them"
+
+
+def test_a_stream_whose_stop_string_begins_often(http: httpx.Client) -> None:
+    body = {"inputs": "endless", "parameters": {"max_new_tokens": 9, "stop": ["on and on and on but"]}}
+    texts = [event["token"]["text"] for event in events_of(http.post("/generate_stream", json=body).text)]
+    assert len(texts) == 9 and all(texts), "no token without its text"

@@ -1,10 +1,11 @@
 """text-generation-inference API: POST /, /generate, /generate_stream and GET /info.
 
 A body is converted to a completion body; fields that are not supported are refused by name. A stream has one event per
-token.
+token, with that token's own text.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -23,6 +24,7 @@ from quire.server.prompt_group import submit
 from quire.server.request.decode import read
 from quire.server.request.params import GenerationRequest, apply_grammar, completion_generation, truncate_prompt
 from quire.server.request.schema import CompletionBody, Count, Json, Penalty, Share, StructuredOutputs, Temperature
+from quire.text.detokenizer import Detokenizer
 from quire.text.tokenizer import Tokenizer
 from quire.version import __version__
 
@@ -141,15 +143,26 @@ def _structured(grammar: TgiGrammar) -> StructuredOutputs:
     )
 
 
+class _PlacedToken(NamedTuple):
+    """A token of a stream, its log-probabilities, and where its text ends."""
+
+    token: int
+    entry: Entry
+    end: int
+
+
 class TgiResponse:
     """The JSON of one response."""
 
-    def __init__(self, prompt: str, num_prompt: int, parameters: TgiParameters, tokenizer: Tokenizer) -> None:
+    def __init__(self, prompt: str, prompt_ids: Sequence[int], parameters: TgiParameters, tokenizer: Tokenizer) -> None:
         self._prefix = prompt if parameters.return_full_text else ""
-        self._num_prompt = num_prompt
+        self._num_prompt = len(prompt_ids)
         self._parameters = parameters
         self._tokenizer = tokenizer
-        self._text: list[str] = []
+        self._detokenizer = Detokenizer(tokenizer, prompt_ids=prompt_ids)  # follows the stream: where each token ends
+        self._pending: list[_PlacedToken] = []  # tokens whose text has not come
+        self._text = ""
+        self._num_sent = 0  # characters
         self._num_tokens = 0
 
     def whole(self, output: RequestOutput) -> Body:
@@ -166,27 +179,39 @@ class TgiResponse:
         return body
 
     def events(self, delta: Delta) -> bytes:
-        """One event per token. Text that several tokens share comes with the last of them."""
-        events = []
-        self._text.append(delta.text)
-        tokens = list(zip(delta.token_ids, delta.logprobs, strict=True))
-        for place, (token, entry) in enumerate(tokens):
-            self._num_tokens += 1
-            last = place == len(tokens) - 1
-            event: Body = {
-                "index": self._num_tokens,
-                "token": self._token(token, entry, delta.text if last else ""),
-                "generated_text": None,
-                "details": None,
-            }
-            if self._parameters.top_n_tokens:
-                event["top_tokens"] = self._top(entry)
-            if last and delta.finish_reason is not None:
-                details = self._details(delta, self._num_tokens)
-                event["generated_text"] = self._prefix + "".join(self._text)
-                event["details"] = {**details, "input_length": self._num_prompt}
-            events.append(b"data:" + msgspec.json.encode(event) + b"\n\n")
-        return b"".join(events)
+        """One event per token, when its own text has come: a delta may hold several tokens, and their text may wait for
+        the rest of a stop string. The text of a character that several tokens form comes with the last of them."""
+        self._text += delta.text
+        for token, entry in zip(delta.token_ids, delta.logprobs, strict=True):
+            self._detokenizer.push([token])
+            self._pending.append(_PlacedToken(token, entry, self._detokenizer.place))
+        ended = delta.finish_reason is not None
+        ready = len(self._pending)
+        if not ended:
+            ready = next((at for at, each in enumerate(self._pending) if each.end > len(self._text)), ready)
+        taken, self._pending = self._pending[:ready], self._pending[ready:]
+        return b"".join(
+            self._event(placed, delta if ended and number == ready else None)
+            for number, placed in enumerate(taken, start=1)
+        )
+
+    def _event(self, placed: _PlacedToken, last: Delta | None) -> bytes:
+        """The event of a token; `last` is the delta that ends the stream with it."""
+        self._num_tokens += 1
+        end = max(self._num_sent, min(placed.end, len(self._text))) if last is None else len(self._text)
+        text, self._num_sent = self._text[self._num_sent : end], end
+        event: Body = {
+            "index": self._num_tokens,
+            "token": self._token(placed.token, placed.entry, text),
+            "generated_text": None,
+            "details": None,
+        }
+        if self._parameters.top_n_tokens:
+            event["top_tokens"] = self._top(placed.entry)
+        if last is not None:
+            event["generated_text"] = self._prefix + self._text
+            event["details"] = {**self._details(last, self._num_tokens), "input_length": self._num_prompt}
+        return b"data:" + msgspec.json.encode(event) + b"\n\n"
 
     def failed(self, error: Exception) -> bytes:
         return b"data:" + reply_to(client_error(error), path=PATH).body + b"\n\n"
@@ -271,7 +296,7 @@ async def _begin(state: ServerState, body: GenerateBody, *, streaming: bool) -> 
     generation = completion_generation(completion, model)
     generation = await apply_grammar(generation, generation.grammar, model)
     ids = await run_in_threadpool(_ids, body, completion.truncate_prompt_tokens, generation, model)
-    response = TgiResponse(body.inputs, len(ids), body.parameters or TgiParameters(), model.text())
+    response = TgiResponse(body.inputs, ids, body.parameters or TgiParameters(), model.text())
     return submit(state.engine, ids, generation, streaming=streaming), response
 
 
