@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.exposition import generate_latest
 
-from quire.engine.stats import MemoryUsage
+from quire.engine.stats import EngineInfo, MemoryUsage
 from quire.server.metrics import Distribution, Metrics
 
 BUCKETS = (0.001, 0.5, 1.0, 60.0)
@@ -26,7 +26,8 @@ def test_the_histogram_is_written_as_the_librarys_own(values: list[float]) -> No
 def test_device_memory_is_reported_by_holder() -> None:
     metrics = Metrics(lambda: None, lambda: 0.0)
     assert b'quire_memory_bytes{holder="kv"} 0.0' in metrics.page(), "before there is an engine"
-    metrics.engine.memory = lambda: MemoryUsage(weights=5, kv=7, recorded=1, workspace=2, other=3, free=4)
+    memory = MemoryUsage(weights=5, kv=7, recorded=1, workspace=2, other=3, free=4)
+    metrics.engine.info = lambda: EngineInfo("m", 8, 8, 8, 8, 16, "cpu", "float32", memory, 0, 1)
     values = {line.rpartition(b" ")[0]: line.rpartition(b" ")[2] for line in metrics.page().splitlines()}
     held = [values[b'quire_memory_bytes{holder="%b"}' % holder] for holder in (b"weights", b"kv", b"other", b"free")]
     assert held == [b"5.0", b"7.0", b"3.0", b"4.0"]

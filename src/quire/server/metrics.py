@@ -1,7 +1,7 @@
 """Prometheus metrics: counters and histograms of finished requests, gauges from the engine's last heartbeat.
 
-Labels come from closed sets. A restarted engine counts from zero; the totals of earlier engines are added, so that
-counters never decrease.
+Metrics that vLLM has are also written under vLLM's names. Labels come from closed sets. A restarted engine counts from
+zero; the totals of earlier engines are added, so that counters never decrease.
 """
 
 from bisect import bisect_left
@@ -18,9 +18,10 @@ from prometheus_client.utils import floatToGoString
 from quire.core.step import FinishReason
 from quire.engine.outputs import Delta, RequestOutput
 from quire.engine.request_state import RequestState
-from quire.engine.stats import EngineStats, MemoryUsage
+from quire.engine.stats import EngineInfo, EngineStats, MemoryUsage
 from quire.server.async_engine import FinishedRequest
 from quire.server.http.request_context import RequestRecord
+from quire.server.vllm_metrics import VllmMetrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -45,12 +46,15 @@ disable_created_metrics()  # type: ignore[no-untyped-call]  # start times of ser
 class Metrics:
     """The metrics of one server."""
 
-    def __init__(self, stats: Callable[[], EngineStats | None], clock: Callable[[], float]) -> None:
+    def __init__(
+        self, stats: Callable[[], EngineStats | None], clock: Callable[[], float], model_name: str = ""
+    ) -> None:
         self.registry = CollectorRegistry()
         self._clock = clock
         self._last_delta_s: dict[int, float] = {}  # by continuation: (request number << 8) + index
         self.engine = EngineGauges(stats)
         self.registry.register(self.engine)
+        self._vllm = VllmMetrics(model_name, lambda: self.engine.info())
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"quire_{name}", text, labels, registry=self.registry)
@@ -77,7 +81,12 @@ class Metrics:
             self.successes.labels(reason.value)
 
     def page(self) -> bytes:
-        return generate_latest(self.registry)
+        return generate_latest(self)
+
+    def collect(self) -> Iterator[Metric]:
+        families = list(self.registry.collect())
+        yield from families
+        yield from self._vllm.aliases(families)
 
     def progressed(self, delta: Delta, state: RequestState) -> None:
         """A continuation gained tokens."""
@@ -162,7 +171,7 @@ class EngineGauges(Collector):
         self._earlier = dict.fromkeys(_COUNTED, 0)  # totals of earlier engines
         self.num_restarts: Callable[[], int] = lambda: 0
         self.num_lines_lost: Callable[[], int] = lambda: 0
-        self.memory: Callable[[], MemoryUsage | None] = lambda: None
+        self.info: Callable[[], EngineInfo | None] = lambda: None
 
     def note_loss(self) -> None:
         """The engine is gone: add the counts of its last heartbeat to the totals, scraped or not."""
@@ -199,10 +208,10 @@ class EngineGauges(Collector):
         yield self._memory_gauge()
 
     def _memory_gauge(self) -> Metric:
-        usage = self.memory()
+        info = self.info()
         memory = GaugeMetricFamily("quire_memory_bytes", "Device memory by use.", labels=["holder"])
         for holder in fields(MemoryUsage):
-            memory.add_metric([holder.name], 0 if usage is None else getattr(usage, holder.name))
+            memory.add_metric([holder.name], 0 if info is None else getattr(info.memory, holder.name))
         return memory
 
     def _gauges(self, stats: EngineStats | None) -> Iterator[Metric]:

@@ -192,9 +192,10 @@ class Server:
             max_waiting=config.max_waiting,
             max_waiting_tokens=config.max_waiting_tokens,
         )
-        self.metrics = Metrics(lambda: self.engine.stats, clock)
+        name = config.aliases[0] if config.aliases else config.opened.name
+        self.metrics = Metrics(lambda: self.engine.stats, clock, name)
         self.metrics.engine.num_restarts = lambda: self.supervisor.num_restarts
-        self.metrics.engine.memory = lambda: None if self.engine.info is None else self.engine.info.memory
+        self.metrics.engine.info = lambda: self.engine.info
         self.engine.finished = self._note_end
         self.engine.progressed = self.metrics.progressed
         self.engine.lost = self.metrics.engine.note_loss
