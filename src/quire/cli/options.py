@@ -128,7 +128,8 @@ _SERVING = (
                  help="One admin key per line."),
     click.option("--insecure-no-key", is_flag=True, help="Listen on a non-local address without an API key."),
     click.option("--allowed-origins", multiple=True, metavar="ORIGIN",
-                 help="CORS: an origin whose web pages may use this server, or *; may be given several times."),
+                 help="CORS: an origin whose web pages may use this server, or *; may be given several times. Without "
+                 "keys also a public name that the server answers to."),
     click.option("--max-body", "max_body_bytes", type=Size(), default="16MiB", show_default=True,
                  help="Largest request body."),
     click.option("--ssl-keyfile", type=click.Path(dir_okay=False, path_type=Path), help="TLS: the private key."),

@@ -209,6 +209,17 @@ def test_a_compressed_body_is_refused(holder: httpx.Client, coding: str, status:
         assert "Content-Encoding" in error_of(response)["message"]
 
 
+@pytest.mark.parametrize("headers", [{"content-type": "multipart/form-data; boundary=x"}, {"content-encoding": "gzip"}])
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("POST", "/v1/files", 404), ("PUT", "/v1/echo", 405), ("POST", "/metrics", 405), ("POST", "/v1/echo", 415)],
+)
+def test_what_is_not_served_is_not_found_whatever_its_body(
+    holder: httpx.Client, method: str, path: str, status: int, headers: dict[str, str]
+) -> None:
+    assert holder.request(method, path, content=b"--x--", headers=headers).status_code == status
+
+
 def test_a_content_length_above_the_limit_reads_no_body(server: RunningServer, holder: httpx.Client) -> None:
     server.application.num_read = 0
     response = holder.post("/v1/echo", content=b" " * (LIMIT + 1))

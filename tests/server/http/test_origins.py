@@ -69,6 +69,17 @@ def test_a_foreign_origin_is_refused_without_keys() -> None:
         ("192.168.1.7:8000", True),
         ("[::1]:8000", True),
         ("[fe80::1]", True),
+        ("quire:8000", True),  # compose, Kubernetes, WINS: a single label is no public name
+        ("quire.default.svc.cluster.local:8000", True),
+        ("quire.default.svc", True),
+        ("host.docker.internal:8000", True),
+        ("box.home.arpa", True),
+        ("localhost.:8000", True),
+        ("evil.example.", False),
+        ("4.3.2.1.in-addr.arpa", False),  # the owner of an address block may let it resolve to anything
+        ("internal.evil.example", False),
+        ("notlocal", True),
+        ("evil-local.example", False),
     ],
 )
 def test_dns_rebinding_is_refused_without_keys(host: str, known: bool) -> None:
@@ -80,9 +91,33 @@ def test_dns_rebinding_is_refused_without_keys(host: str, known: bool) -> None:
     if not known:
         error = json.loads(response.body)["error"]
         assert error["code"] == "origin_not_allowed" and f"--allowed-origins http://{host} or" in error["message"]
-    assert posted(app, {b"host": host.encode()}).status == 200  # no web page: any name will do
+    assert posted(app, {b"host": host.encode()}).status == response.status  # one rule, with and without an origin
     keyed = secure(Application().starlette, keys=KEYED, options=options)
     assert posted(keyed, {**page, b"x-api-key": KEY.encode()}).status == 200
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/v1/models/any", "/"])
+@pytest.mark.parametrize("method", [b"GET", b"HEAD", b"POST", b"OPTIONS", b"DELETE"])
+def test_no_method_answers_a_foreign_host_without_keys(path: str, method: bytes) -> None:
+    """A GET of a rebound page has no origin: only its Host tells."""
+    sent = method + b" %b HTTP/1.1\r\nHost: %b\r\nConnection: close\r\n\r\n"
+    with running_server(keys=KeyRing()) as server:
+        foreign = server.send(sent % (path.encode(), b"evil.example:8000"))
+        assert foreign.startswith(b"HTTP/1.1 403 ")
+        assert method == b"HEAD" or b"--allowed-origins http://evil.example:8000" in foreign
+        assert not server.send(sent % (path.encode(), b"127.0.0.1:8000")).startswith(b"HTTP/1.1 403 ")
+        for probe in (b"/health", b"/ready"):
+            assert server.send(b"GET " + (sent % (probe, b"evil.example"))[len(method) + 1 :]).startswith(
+                b"HTTP/1.1 200 "
+            )
+    with running_server() as server:
+        assert not server.send(sent % (path.encode(), b"evil.example")).startswith(b"HTTP/1.1 403 ")
+
+
+def test_any_host_may_be_used_where_every_origin_is_allowed() -> None:
+    options = AccessOptions(allowed_origins=("*",))
+    app = secure(Application().starlette, keys=KeyRing(), options=options)
+    assert posted(app, {b"host": b"evil.example", b"origin": b"http://evil.example"}).status == 200
 
 
 def posted(app: ASGIApp, headers: dict[bytes, bytes]) -> BatchReply:

@@ -6,11 +6,13 @@ application.
 
 import ipaddress
 import re
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from starlette.routing import compile_path
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.applications import Starlette
+from starlette.routing import Match, Router, compile_path
+from starlette.types import Message, Receive, Scope, Send
 
 from quire.core.errors import ConfigError
 from quire.server.http.auth import ANONYMOUS, Identity, KeyRing
@@ -25,6 +27,11 @@ _ORIGIN = re.compile(r"\*|https?://[A-Za-z0-9.\[\]:-]+")
 _PORT = re.compile(r":\d*\Z")
 _JSON = re.compile(rb"\s*application/(?:[\w.-]+\+)?json\s*(?:;.*)?", re.IGNORECASE)
 _KEY_HEADERS = {b"authorization", b"x-api-key"}
+
+# Endings that no registry of public names delegates: no stranger can let such a name resolve to this server.
+# RFC 6761, 6762 (with appendix G), 8375; svc is Kubernetes' own.
+_PRIVATE = (".corp", ".home", ".home.arpa", ".internal", ".intranet", ".lan", ".local", ".localdomain", ".localhost",
+            ".private", ".svc", ".test")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +55,15 @@ class AccessOptions:
 class AccessCheck:
     """ASGI: authentication first, then origin, content type, body limit and admission control."""
 
-    def __init__(self, app: ASGIApp, keys: KeyRing, options: AccessOptions, admit: Admit | None) -> None:
+    def __init__(self, app: Starlette | Router, keys: KeyRing, options: AccessOptions, admit: Admit | None) -> None:
         self._app = app
         self._keys = keys
         self._admit = admit
         self._limit = options.max_body_bytes
         self._origins = frozenset(options.allowed_origins)
         self._own_names = frozenset(
-            ["localhost", options.own_host.lower(), *(_name(_host(origin)) for origin in self._origins)]
+            name.lower()
+            for name in (options.own_host, socket.gethostname(), *(_name(_host(origin)) for origin in self._origins))
         )
         self._admin = tuple(compile_path(pattern)[0] for pattern in options.admin_routes)
 
@@ -70,9 +78,9 @@ class AccessCheck:
         headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))  # of several, the first counts
         context.identity = self._authenticate(scope, headers, context)
         scope["headers"] = [pair for pair in scope["headers"] if pair[0] not in _KEY_HEADERS]
-        if scope["method"] not in ("GET", "HEAD"):
-            self._check_origin_and_host(headers)
-        self._check_body(scope["method"], headers)
+        if self._keys.open and "*" not in self._origins:
+            self._check_origin_and_host(scope, headers)
+        self._check_body(scope, headers)
         if self._admit is not None:
             self._admit(scope)
         context.passed = True
@@ -99,39 +107,42 @@ class AccessCheck:
             raise AdminOnly("This route needs the admin key, and another key was given.")
         return identity
 
-    def _check_origin_and_host(self, headers: dict[bytes, bytes]) -> None:
+    def _check_origin_and_host(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         """CSRF and DNS rebinding protection of a server without keys: only its own pages may use the model.
 
-        CSRF: the origin must be the Host. DNS rebinding: a foreign name can resolve to this server's address, and then
-        origin and Host agree; so the Host must be an IP address or a name that is known to be this server's.
+        CSRF: the origin must be the Host, or allowed. DNS rebinding: a foreign name can resolve to this server's
+        address; then origin and Host agree, and a GET has no origin at all. So the Host must be a name that no stranger
+        can own, whatever the method; only probes may use any.
         """
-        origin = headers.get(b"origin", b"").decode("latin-1")
-        if not self._keys.open or not origin or "*" in self._origins or origin in self._origins:
-            return
+        reads = scope["method"] in ("GET", "HEAD")
+        origin = "" if reads else headers.get(b"origin", b"").decode("latin-1")
         host = headers.get(b"host", b"").decode("latin-1")
-        if _host(origin) != host:
+        if origin in self._origins or (reads and route_path(scope) in PUBLIC):
+            return
+        if origin and _host(origin) != host:
             raise ForeignOrigin(
                 "A web page of another origin may not use this server; allow it with --allowed-origins."
             )
-        if not self._is_own(_name(host)):
+        if host and not self._is_own(_name(host)):
             raise ForeignOrigin(
                 f"This server has no keys, and {host:.100} is not known to be its own name (DNS rebinding). Use its IP "
-                f"address, or start it with --allowed-origins {origin:.100} or with keys."
+                f"address, or start it with --allowed-origins {origin or 'http://' + host:.100} or with keys."
             )
 
     def _is_own(self, name: str) -> bool:
+        """An IP address, a name given at the start, or one that cannot be a public name."""
         try:
             ipaddress.ip_address(name)
         except ValueError:
-            return name in self._own_names
+            return "." not in name or name in self._own_names or name.endswith(_PRIVATE)
         return True
 
-    def _check_body(self, method: str, headers: dict[bytes, bytes]) -> None:
+    def _check_body(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         kind = headers.get(b"content-type")
-        if kind is not None and method in ("POST", "PUT", "PATCH") and not _JSON.fullmatch(kind):
-            raise UnsupportedMediaType("The body must be JSON: send the header 'Content-Type: application/json'.")
         coding = headers.get(b"content-encoding", b"").strip().lower()
-        if coding not in (b"", b"identity"):
+        if kind is not None and not _JSON.fullmatch(kind) and self._reads_body(scope):
+            raise UnsupportedMediaType("The body must be JSON: send the header 'Content-Type: application/json'.")
+        if coding not in (b"", b"identity") and self._reads_body(scope):
             raise UnsupportedMediaType(
                 f"The body is compressed ({coding[:40].decode('latin-1')}), and compressed bodies are not read: send "
                 f"it without the header 'Content-Encoding'."
@@ -139,6 +150,12 @@ class AccessCheck:
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length[:20]) > self._limit:
             raise BodyTooLarge(self._limit)
+
+    def _reads_body(self, scope: Scope) -> bool:
+        """Whether a route is served with a method that has a body: what is not served is 404 or 405, whatever it
+        holds."""
+        served = (route.matches(scope)[0] is Match.FULL for route in self._app.routes)
+        return scope["method"] in ("POST", "PUT", "PATCH") and any(served)
 
     def _limited(self, receive: Receive) -> Receive:
         """The body limit for bodies without a length."""
@@ -162,8 +179,8 @@ def _host(origin: str) -> str:
 
 
 def _name(host: str) -> str:
-    """The host without its port, an IPv6 address without its brackets."""
-    return _PORT.sub("", host).removeprefix("[").removesuffix("]").lower()
+    """The host without its port and the dot of the root, an IPv6 address without its brackets."""
+    return _PORT.sub("", host).removeprefix("[").removesuffix("]").removesuffix(".").lower()
 
 
 def _given_keys(headers: dict[bytes, bytes]) -> list[bytes]:
