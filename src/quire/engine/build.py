@@ -98,6 +98,7 @@ class BuiltEngine:
             memory=self.memory,
             run_ahead=resolved.run_ahead,
             pid=os.getpid(),
+            caches_prefixes=resolved.regime == "prefix",
         )
 
 

@@ -70,6 +70,7 @@ def build_scripted(config: EngineConfig, path: Path, watch: StartupReporter) -> 
         memory=MemoryUsage(),
         run_ahead=resolved.run_ahead,
         pid=os.getpid(),
+        caches_prefixes=resolved.regime == "prefix",
     )
     return engine, info
 

@@ -45,6 +45,7 @@ class EngineInfo:
     memory: MemoryUsage
     run_ahead: int
     pid: int
+    caches_prefixes: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
-from tests.server.api_server import MODEL, PLAIN, named_events, scripted_server
+from tests.server.api_server import LINES, MODEL, PLAIN, named_events, scripted_server
 
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 ASK: list[Any] = [{"role": "user", "content": "hi"}]
@@ -36,6 +36,12 @@ def http(url: str) -> Iterator[httpx.Client]:
 
 def message_body(text: str, **fields: object) -> dict[str, Any]:
     return {"max_tokens": 50, "messages": [{"role": "user", "content": text}], **fields}
+
+
+def num_input(usage: dict[str, Any]) -> int:
+    """Tokens of the prompt, as clients add them up."""
+    names = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+    return sum(usage[name] for name in names)
 
 
 def streamed(http: httpx.Client, **body: object) -> list[dict[str, Any]]:
@@ -76,7 +82,8 @@ def test_the_events_of_a_text_in_order(http: httpx.Client) -> None:
     assert events[-2]["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
     whole = http.post("/v1/messages", json=message_body("hi")).json()
     first, last = events[0]["message"]["usage"], events[-2]["usage"]
-    assert first["input_tokens"] == last["input_tokens"] == whole["usage"]["input_tokens"]
+    assert first == {**last, "output_tokens": 0}
+    assert num_input(first) == num_input(whole["usage"])
     assert last["output_tokens"] == whole["usage"]["output_tokens"]
 
 
@@ -105,7 +112,7 @@ def test_stop_reasons(client: anthropic.Anthropic) -> None:
 def test_max_tokens_beyond_the_context_is_clamped(http: httpx.Client) -> None:
     answer = http.post("/v1/messages", json=message_body("endless", max_tokens=32000)).json()
     assert answer["stop_reason"] == "max_tokens"
-    assert answer["usage"]["input_tokens"] + answer["usage"]["output_tokens"] == 1024
+    assert num_input(answer["usage"]) + answer["usage"]["output_tokens"] == 1024
     long = http.post("/v1/messages", json=message_body("word " * 2000, max_tokens=32000))
     assert long.status_code == 400 and "maximum context length" in long.json()["error"]["message"]
 
@@ -124,8 +131,63 @@ def test_count_tokens_equals_the_usage(client: anthropic.Anthropic) -> None:
     counted = client.messages.count_tokens(model=MODEL, **conversation)
     for _ in range(2):
         usage = client.messages.create(model=MODEL, max_tokens=5, **conversation).usage
-        assert usage.input_tokens == counted.input_tokens
+        assert num_input(usage.model_dump()) == counted.input_tokens
     assert usage.cache_read_input_tokens is not None and usage.cache_read_input_tokens > 0
+
+
+MARK = {"type": "ephemeral"}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_each_token_of_a_prompt_is_counted_under_one_name(client: anthropic.Anthropic, streaming: bool) -> None:
+    """Clients add the three counts. The scripted engine caches all of a prompt but its last token."""
+
+    def usage(text: str, **fields: Any) -> tuple[int, int | None, int | None]:
+        body: Any = {"model": MODEL, "max_tokens": 5, "messages": [{"role": "user", "content": text}], **fields}
+        if not streaming:
+            found = client.messages.create(**body).usage
+        else:
+            with client.messages.stream(**body) as stream:
+                events = list(stream)
+            found = stream.get_final_message().usage
+            [start] = [event.message.usage for event in events if event.type == "message_start"]
+            assert start.cache_read_input_tokens == found.cache_read_input_tokens
+            assert start.cache_creation_input_tokens == found.cache_creation_input_tokens
+            assert start.input_tokens == found.input_tokens
+        return found.input_tokens, found.cache_read_input_tokens, found.cache_creation_input_tokens
+
+    def counted(text: str) -> int:
+        return client.messages.count_tokens(model=MODEL, messages=[{"role": "user", "content": text}]).input_tokens
+
+    text = f"Once upon a {'second' if streaming else 'first'} time there was a cache."
+    shared, first, _ = usage(text)[1], usage(text), usage(text)
+    assert shared is not None and shared < counted(text) - 1
+    assert first == (1, counted(text) - 1, 0), "a prompt that was sent before"
+    plain, marked = text + " It had a lid.", text + " One day it was full."
+    num_input, num_read, num_created = usage(plain)
+    assert num_read and num_input == counted(plain) - num_read and num_created == 0
+    num_input, num_read, num_created = usage(marked, system=[{"type": "text", "text": "", "cache_control": MARK}])
+    assert num_read and num_input == 1 and num_created == counted(marked) - num_read - 1
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"cache_control": MARK},
+        {"system": [{"type": "text", "text": "x", "cache_control": MARK}]},
+        {"tools": [{"name": "f", "input_schema": {"type": "object"}, "cache_control": MARK}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "marked", "cache_control": MARK}]}]},
+    ],
+)
+def test_a_mark_anywhere_makes_tokens_created(http: httpx.Client, fields: dict[str, Any]) -> None:
+    usage = http.post("/v1/messages", json={**message_body(f"mark {sorted(fields)}"), **fields}).json()["usage"]
+    assert usage["input_tokens"] == 1 and usage["cache_creation_input_tokens"] > 0
+
+
+def test_without_a_prefix_cache_nothing_is_created(default_model_path: Path, tmp_path: Path) -> None:
+    with scripted_server(tmp_path, LINES, "--no-enable-prefix-caching") as url, httpx.Client(base_url=url) as http:
+        usage = http.post("/v1/messages", json=message_body("hi", cache_control=MARK)).json()["usage"]
+    assert usage["input_tokens"] > 1 and num_input(usage) == usage["input_tokens"]
 
 
 def test_the_billing_block_is_dropped(http: httpx.Client) -> None:
@@ -161,7 +223,7 @@ def test_a_final_assistant_message_is_continued(client: anthropic.Anthropic, htt
     message = client.messages.create(model=MODEL, max_tokens=50, messages=begun)
     assert message.content[0].text == "and so on."  # type: ignore[union-attr]
     open_ended = {"messages": begun, "continue_final_message": True, "chat_template_kwargs": {"enable_thinking": False}}
-    assert message.usage.input_tokens == http.post("/tokenize", json=open_ended).json()["count"]
+    assert num_input(message.usage.model_dump()) == http.post("/tokenize", json=open_ended).json()["count"]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.core.errors import InvalidParameter, InvalidPrompt, shown
-from quire.server.anthropic.messages_output import MessagesResponse
+from quire.server.anthropic.messages_output import MessagesResponse, PromptUsage
 from quire.server.chat.messages import MessageBuilder, refused_part, text_field
 from quire.server.chat.prompt import chat_prompt, check_function
 from quire.server.chat.session import ChatDelta, ChatStream, start_chat
@@ -50,6 +50,8 @@ class AnthropicTool(Struct, kw_only=True):
     description: str | None = None
     input_schema: Json = None
     type: str | None = None
+    strict: bool | None = None
+    cache_control: Json = None
 
 
 class AnthropicToolChoice(Struct, kw_only=True):
@@ -95,6 +97,7 @@ class CountTokensBody(SharedBody, kw_only=True):
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    cache_control: Json = None
     response_format: Refused = None
     output_format: Refused = None
 
@@ -159,6 +162,8 @@ def _tool(tool: AnthropicTool, place: int) -> dict[str, Json]:
     function: dict[str, Json] = {"name": name, "parameters": tool.input_schema}
     if tool.description is not None:
         function["description"] = tool.description
+    if tool.strict:
+        function["strict"] = True
     return {"type": "function", "function": function}
 
 
@@ -261,12 +266,23 @@ async def messages(state: ServerState, request: Request) -> Response:
         chat_body = await run_inline_if_short(request, as_chat, body)
         generation, prompt = chat_generation(chat_body, model), chat_prompt(chat_body)
         chat = await start_chat(state.engine, model, prompt, generation, clamp=True)
-        response = MessagesResponse(model.name, len(chat.prompt_ids), context_of(request.scope).request_id)
+        info = state.engine.info
+        usage = PromptUsage(chat, caches=_marks_cache(body) and info is not None and info.caches_prefixes)
+        response = MessagesResponse(model.name, usage, context_of(request.scope).request_id)
         if generation.stream:
             events = _events(chat, response)
             return await stream(request, events, chat.close, state.keep_alive_s, response.failed)
         result = await until_disconnect(request, chat.result(), chat.close)
     return json_response(response.whole(result))
+
+
+def _marks_cache(body: MessagesBody) -> bool:
+    """Whether any part of the request is marked to be cached. The cache needs no marks: they only change usage."""
+    if body.cache_control is not None or any(tool.cache_control is not None for tool in body.tools or ()):
+        return True
+    contents = [body.system, *(message.content for message in body.messages)]
+    blocks = (block for content in contents if isinstance(content, list) for block in content)
+    return any(block.get("cache_control") is not None for block in blocks)
 
 
 async def count_tokens(state: ServerState, request: Request) -> Response:

@@ -14,7 +14,7 @@ from quire.server.chat.items import (
     OutputItemKind,
     OutputItems,
 )
-from quire.server.chat.session import ChatDelta, ChatResult
+from quire.server.chat.session import ChatDelta, ChatResult, ChatStream
 from quire.server.http.errors import reply_to
 from quire.server.http.sse import client_error, named_event
 
@@ -29,13 +29,37 @@ _DELTAS = {
 }
 
 
+class PromptUsage:
+    """Input tokens as Anthropic counts them: each token of the prompt under one name, so that the sum is its length.
+
+    `caches`: the request marks parts to be cached (`cache_control`), and the engine caches. The tokens that were not
+    found are then reported as written to the cache, except the last of the prompt, which is computed every time.
+    """
+
+    def __init__(self, chat: ChatStream, *, caches: bool) -> None:
+        self._chat = chat
+        self._caches = caches
+
+    def counts(self, output: RequestOutput | None = None) -> Body:
+        """The usage so far; the output is given at the end."""
+        num_cached = self._chat.num_cached_tokens
+        num_computed = len(self._chat.prompt_ids) - num_cached
+        num_created = max(num_computed - 1, 0) if self._caches else 0
+        return {
+            "input_tokens": num_computed - num_created,
+            "output_tokens": 0 if output is None else len(output.outputs[0].token_ids),
+            "cache_read_input_tokens": num_cached,
+            "cache_creation_input_tokens": num_created,
+        }
+
+
 class MessagesResponse:
     """The JSON of one message."""
 
-    def __init__(self, model: str, num_prompt: int, request_id: str) -> None:
+    def __init__(self, model: str, usage: "PromptUsage", request_id: str) -> None:
         self._items = OutputItems()
         self._head: Body = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model}
-        self._num_prompt = num_prompt
+        self._usage = usage
         self._request_id = request_id
         self._started = False
         self._stop: Body = {"stop_reason": None, "stop_sequence": None}
@@ -44,14 +68,14 @@ class MessagesResponse:
         self._items.add(result.choices[0].events)
         self._finish(result.output.outputs[0])
         content = [_block(item) for item in self._items.items]
-        return {**self._head, "content": content, **self._stop, "usage": _usage(result.output)}
+        return {**self._head, "content": content, **self._stop, "usage": self._usage.counts(result.output)}
 
     def events(self, chat_delta: ChatDelta) -> bytes:
         """The events of one delta; the first one is `message_start`."""
         events = []
         if not self._started:
             self._started = True
-            usage = _counts(self._num_prompt, num_output=0, num_cached=0)
+            usage = self._usage.counts()
             events.append(_event("message_start", message={**self._head, "content": [], **self._stop, "usage": usage}))
         item_events = self._items.add(chat_delta.events)
         if chat_delta.delta.finish_reason is not None:
@@ -60,7 +84,7 @@ class MessagesResponse:
         return b"".join(events)
 
     def last_events(self, output: RequestOutput) -> bytes:
-        return _event("message_delta", delta=self._stop, usage=_usage(output)) + _event("message_stop")
+        return _event("message_delta", delta=self._stop, usage=self._usage.counts(output)) + _event("message_stop")
 
     def failed(self, error: Exception) -> bytes:
         reply = reply_to(client_error(error), path=PATH, request_id=self._request_id)
@@ -126,18 +150,3 @@ def _arguments(text: str) -> Body:
         return msgspec.json.decode(text or "{}", type=dict[str, object])
     except (ValueError, RecursionError):
         return {"invalid_json": text}
-
-
-def _usage(output: RequestOutput) -> Body:
-    num_output = len(output.outputs[0].token_ids)
-    return _counts(len(output.prompt_token_ids), num_output, output.metrics.num_cached_tokens)
-
-
-def _counts(num_prompt: int, num_output: int, num_cached: int) -> Body:
-    """Input tokens are the whole prompt, as in count_tokens; cached tokens are part of them."""
-    return {
-        "input_tokens": num_prompt,
-        "output_tokens": num_output,
-        "cache_read_input_tokens": num_cached,
-        "cache_creation_input_tokens": 0,
-    }

@@ -148,6 +148,11 @@ class ChatStream:
         calls = self.choices[choice.index].calls and self._prompt.tool_choice.mode != "named"
         return "tool_calls" if calls and choice.finish_reason == "stop" else choice.finish_reason
 
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens found in the cache; known with the first delta."""
+        return self._stream.state.metrics.num_cached_tokens
+
     async def num_reasoning_tokens(self) -> int:
         """Reasoning tokens of all choices, counted by encoding the text again."""
         texts = [text for choice in self.choices if (text := choice.reasoning)]
