@@ -65,7 +65,8 @@ class RequestValidator:
         if len(prompt) == 0:
             raise InvalidPrompt("The prompt is empty; it needs at least one token.", param="prompt")
         if len(prompt) + num_after > self.max_length:
-            raise ContextLengthExceeded(self.max_length, len(prompt), num_after)
+            param = "max_tokens" if len(prompt) < self.max_length else "messages"  # what a client has to reduce
+            raise ContextLengthExceeded(self.max_length, len(prompt), num_after, param=param)
         plain = set(map(type, prompt)) == {int}  # the common case: no check of each token
         if not plain or min(prompt) < 0 or max(prompt) >= self.vocab_size:
             self._check_ids(prompt)

@@ -204,6 +204,17 @@ def test_logprobs_may_name_tokens_by_id(http: httpx.Client) -> None:
     assert scores["tokens"] == [f"token_id:{token}" for token in FRANCE_IDS]
 
 
+def test_a_prompt_may_be_truncated_at_its_end(http: httpx.Client) -> None:
+    cut = {"truncate_prompt_tokens": 3, "return_token_ids": True, "max_tokens": 1}
+    for side, kept in ((None, FRANCE_IDS[-3:]), ("left", FRANCE_IDS[-3:]), ("right", FRANCE_IDS[:3])):
+        [choice] = complete(http, prompt=FRANCE, truncation_side=side, **cut)["choices"]
+        assert choice["prompt_token_ids"] == kept
+    messages = [{"role": "user", "content": FRANCE}]
+    whole = http.post("/tokenize", json={"messages": messages}).json()["tokens"]
+    chat = http.post("/v1/chat/completions", json={"messages": messages, "truncation_side": "right", **cut}).json()
+    assert chat["prompt_token_ids"] == whole[:3]
+
+
 @pytest.mark.parametrize(("cut", "kept"), [(2, 2), (-1, 1020), (None, 1100)])
 def test_a_prompt_may_be_truncated_at_the_front(http: httpx.Client, cut: int | None, kept: int) -> None:
     ids = [260] * 1099 + [314]
@@ -235,6 +246,9 @@ def test_the_finish_reason_comes_with_the_last_text(http: httpx.Client) -> None:
     assert last["choices"][0]["text"] != "" and last["choices"][0]["finish_reason"] == "length"
 
 
+CONTINUOUS = {"include_usage": True, "continuous_usage_stats": True}
+
+
 def test_usage_is_streamed_on_request(http: httpx.Client) -> None:
     fields = {"prompt": [FRANCE, "hi"], "ignore_eos": True, **GREEDY}
     assert not any("usage" in chunk for chunk in streamed(http, **fields))
@@ -245,11 +259,12 @@ def test_usage_is_streamed_on_request(http: httpx.Client) -> None:
         k: v for k, v in whole.items() if k != "prompt_tokens_details"
     }
     assert "cached_tokens" in last["usage"]["prompt_tokens_details"]
-    running = streamed(http, **fields, stream_options={"continuous_usage_stats": True})
+    *running, total = streamed(http, **fields, stream_options=CONTINUOUS)
+    assert total["choices"] == [] and total["usage"]["total_tokens"] == whole["total_tokens"]
     counts = [chunk["usage"]["completion_tokens"] for chunk in running]
     assert counts == sorted(counts) and counts[-1] == 8 and counts[0] >= 1
     assert {chunk["usage"]["prompt_tokens"] for chunk in running} == {whole["prompt_tokens"]}
-    at_once = streamed(http, **fields, echo=True, logprobs=0, stream_options={"continuous_usage_stats": True})
+    *at_once, _ = streamed(http, **fields, echo=True, logprobs=0, stream_options=CONTINUOUS)
     assert [chunk["usage"]["completion_tokens"] for chunk in at_once] == [4, 8]
     assert {chunk["usage"]["prompt_tokens"] for chunk in at_once} == {whole["prompt_tokens"]}
 

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from typing import Any
 
 import httpx
 import pytest
@@ -56,8 +57,37 @@ def test_variables_and_tools_reach_the_template(model: ServedModel) -> None:
 
 
 @pytest.mark.parametrize(
+    ("fields", "rendered"),
+    [
+        ({}, "- - 1"),
+        ({"reasoning_effort": "none"}, "none False 1"),
+        ({"reasoning_effort": "high"}, "high True 1"),
+        ({"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": 7}}, "high 7 1"),
+        ({"tool_choice": "none"}, "- - 0"),
+    ],
+)
+def test_what_changes_a_chats_prompt_changes_its_tokens(
+    model: ServedModel, fields: dict[str, Any], rendered: str
+) -> None:
+    template = (
+        "{{ reasoning_effort | default('-') }} {{ enable_thinking | default('-') }} "
+        "{{ tools | default([], true) | length }}"
+        "{# <tool_call> #}"
+    )
+    model_format = find_model_format(template, model.tokenizer)
+    script = Script(["hi"])
+    app = app_over(script, replace(model, chat_template=template, model_format=model_format))
+    body = {"messages": ASK, "tools": [{"type": "function", "function": {"name": "f"}}], **fields}
+    assert post(app, "/apply-template", body).json() == {"prompt": rendered}
+    assert post(app, "/v1/chat/completions", {**body, "max_tokens": 5}).status_code == 200
+    assert post(app, "/tokenize", body).json()["tokens"] == script.submitted[0][0]
+
+
+@pytest.mark.parametrize(
     ("path", "body", "words"),
     [
+        ("/tokenize", {"messages": ASK, "chat_template": "x"}, "chat_template is not taken"),
+        ("/tokenize", {"messages": ASK, "tool_choice": "required"}, "no tools"),
         ("/detokenize", {"tokens": [49152]}, "ids run from 0 to 49151"),
         ("/detokenize", {"tokens": [-1]}, "no token -1"),
         ("/detokenize", {"tokens": [10**40]}, "no token"),

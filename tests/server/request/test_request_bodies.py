@@ -34,8 +34,10 @@ def refused(body: bytes, kind: type[msgspec.Struct] = CompletionBody) -> QuireEr
         ({"n": "x"}, "n", "Expected `int | null`, got `str`"),
         ({"stop": ["a", 7]}, "stop[1]", "got `int`"),
         ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage", "bool"),
-        ({"logit_bias": {"no": 1}}, "logit_bias", "int"),
-        ({"logit_bias": {"5": "x"}}, "logit_bias[...]", "float"),
+        ({"logit_bias": {"3": 1, "no": 1}}, "logit_bias", "has 'no': 1; it maps token ids to numbers"),
+        ({"logit_bias": {"3": 1, "1.5": 1}}, "logit_bias", "has '1.5': 1;"),
+        ({"logit_bias": {"3": 1, "5": "x"}}, "logit_bias", "has '5': 'x';"),
+        ({"logit_bias": [5]}, "logit_bias", "array"),
         ({"temperature": True}, "temperature", "bool"),
         ({"n": 1.5}, "n", "float"),
         ({"response_format": {}}, "response_format.type", "missing"),
@@ -65,6 +67,11 @@ def test_an_invalid_body_is_refused(body: bytes) -> None:
         assert decode(body, CompletionBody).prompt == "hi", "an unknown field is ignored"
 
 
+@pytest.mark.parametrize("rest", [b"NaN}", b'"\\ud800"}', b"[" * 1000])
+def test_a_wrong_bias_before_invalid_json_is_refused(rest: bytes) -> None:
+    assert refused(b'{"logit_bias": {"no": 1}, "prompt": ' + rest).status == 400
+
+
 @pytest.mark.parametrize("number", [b"1" * 5000, b"1e999", b"-1e999", b"1" * 400 + b".5"])
 def test_a_number_beyond_all_bounds_is_refused(number: bytes) -> None:
     assert refused(b'{"prompt": "hi", "temperature": ' + number + b"}").param == "temperature"
@@ -85,8 +92,11 @@ def test_a_legacy_field_is_refused_with_its_replacement(name: str) -> None:
     decode(json.dumps({**CHAT, name: None}).encode(), ChatBody)
 
 
-def test_function_call_none_is_accepted() -> None:
-    assert decode(json.dumps({**CHAT, "functions": [], "function_call": "none"}).encode(), ChatBody).messages
+def test_values_that_ask_for_nothing_are_accepted() -> None:
+    nothing = {"functions": [], "function_call": "none", "modalities": ["text"], "typical_p": 1.0, "mirostat": 0}
+    assert decode(json.dumps({**CHAT, **nothing}).encode(), ChatBody).messages
+    assert refused(json.dumps({**CHAT, "modalities": ["text", "audio"]}).encode(), ChatBody).param == "modalities"
+    assert refused(json.dumps({**CHAT, "typical_p": 0.5}).encode(), ChatBody).param == "typical_p"
 
 
 def test_every_legacy_field_has_a_replacement() -> None:

@@ -17,7 +17,7 @@ from quire.server.context import ServedModel, ServerState
 from quire.server.http.errors import rename_error_params
 from quire.server.http.sse import json_response, until_disconnect
 from quire.server.request.decode import read
-from quire.server.request.params import GenerationRequest, prompt_list, truncate_prompt
+from quire.server.request.params import GenerationRequest, keeps_start, prompt_list, truncate_prompt
 from quire.server.request.schema import EmbeddingBody
 
 MAX_INPUTS = 2048  # OpenAI's limit
@@ -60,7 +60,14 @@ def _options(body: EmbeddingBody) -> RequestOptions:
 
 def _inputs(body: EmbeddingBody, options: RequestOptions, model: ServedModel) -> list[list[int]]:
     """The inputs as token ids. Encoding long texts is slow: call it on a thread."""
-    generation = GenerationRequest(params=EMBEDDING, options=options, grammar=None, stream=False, without_tokens=True)
+    generation = GenerationRequest(
+        params=EMBEDDING,
+        options=options,
+        grammar=None,
+        stream=False,
+        without_tokens=True,
+        keeps_start=keeps_start(body.truncation_side),
+    )
     inputs = []
     for place, text in enumerate(prompt_list(body.input, param="input", most=MAX_INPUTS)):
         special = body.add_special_tokens is not False

@@ -6,11 +6,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.core.errors import InvalidParameter, InvalidPrompt
-from quire.server.chat.prompt import ChatPrompt, check_tools
+from quire.server.chat.prompt import ChatPrompt, chat_prompt
 from quire.server.context import ServedModel, ServerState
 from quire.server.http.sse import json_response
 from quire.server.request.decode import read
-from quire.server.request.schema import ApplyTemplateBody, DetokenizeBody, TemplateBody, TokenizeBody
+from quire.server.request.schema import ApplyTemplateBody, ChatBody, DetokenizeBody, TemplateBody, TokenizeBody
 from quire.version import __version__
 
 MAX_DETOKENIZED = 1 << 20  # tokens, or the context length if longer: decoding holds the GIL
@@ -106,11 +106,6 @@ def _ids(body: TokenizeBody, model: ServedModel) -> list[int]:
 
 
 def _chat_prompt(body: TemplateBody, messages: list[dict[str, object]]) -> ChatPrompt:
-    return ChatPrompt(
-        messages=messages,
-        tools=body.tools or [],
-        tool_choice=check_tools(body.tools),
-        template_variables=body.chat_template_kwargs or {},
-        add_generation_prompt=body.add_generation_prompt is not False,
-        continue_final_message=bool(body.continue_final_message),
-    )
+    """The prompt of a chat with these fields."""
+    fields = {name: getattr(body, name) for name in TemplateBody.__struct_fields__ if name != "model"}
+    return chat_prompt(ChatBody(messages=messages, **fields))

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from starlette.requests import Request
 
-from quire.core.errors import InvalidParameter, InvalidPrompt, QuireError
+from quire.core.errors import InvalidParameter, InvalidPrompt, QuireError, shown
 from quire.server.http.sse import run_inline_if_short
 from quire.server.request.schema import Legacy, StructuredOutputs, refuse_legacy
 
@@ -42,6 +42,7 @@ _EXAMPLES = {"messages": '[{"role": "user", "content": "hi"}]'}  # of what is se
 _PLACE = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
 _MISSING = re.compile(r"missing required field `(?P<name>[^`]*)`")
 _UNKNOWN = re.compile(r"unknown field `(?P<name>[^`]*)`")
+_INTEGER = re.compile(r"-?[0-9]+")
 _MAX_WORDS = 300  # characters of msgspec's words, which may hold a name that a client chose
 
 Kind = TypeVar("Kind", bound=msgspec.Struct)
@@ -54,7 +55,7 @@ def decode(body: bytes, kind: type[Kind]) -> Kind:
     try:
         decoded = msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        raise _misfit(str(error)) from error
+        raise _misfit(str(error), body) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidPrompt(f"The body is not JSON: {str(error)[:_MAX_WORDS]}.") from error
     if isinstance(decoded, Legacy):
@@ -67,8 +68,8 @@ async def read(request: Request, kind: type[Kind]) -> Kind:
     return await run_inline_if_short(request, decode, await request.body(), kind)  # the middleware bounds its length
 
 
-def _misfit(words: str) -> QuireError:
-    """msgspec says what it expected, and where: `$.stop[0]`."""
+def _misfit(words: str, body: bytes) -> QuireError:
+    """msgspec says what it expected, and where: `$.stop[0]`. It does not say which key of a mapping."""
     found = _PLACE.match(words)
     assert found is not None, words
     what, path = found["what"][:_MAX_WORDS], (found["path"] or "")[:_MAX_WORDS]
@@ -82,7 +83,21 @@ def _misfit(words: str) -> QuireError:
         what = f"there is no such field; it may have {', '.join(StructuredOutputs.__struct_fields__)}"
     if not path:
         return InvalidPrompt(f"The body must be a JSON object: {what}.")
+    if path.startswith("logit_bias") and (entry := _wrong_bias(body)):
+        return InvalidParameter(f"logit_bias has {entry}; it maps token ids to numbers.", param="logit_bias")
     if path in _EXAMPLES:
         what = f"{what}; send for example {_EXAMPLES[path]}"
     error = InvalidPrompt if re.split(r"[.\[]", path)[0] in _PROMPTS else InvalidParameter
     return error(f"{path} cannot be read: {what}.", param=path)
+
+
+def _wrong_bias(body: bytes) -> str | None:
+    """The first entry of `logit_bias` that is not a token id and a number. What follows it may not be JSON."""
+    try:
+        biases = msgspec.json.decode(body)["logit_bias"]
+    except (ValueError, RecursionError):
+        return None
+    for key, value in biases.items() if isinstance(biases, dict) else ():
+        if not _INTEGER.fullmatch(key) or isinstance(value, bool) or not isinstance(value, int | float):
+            return f"{shown(key)}: {shown(value)}"
+    return None

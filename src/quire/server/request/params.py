@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 from msgspec import UNSET
 
-from quire.core.errors import InvalidParameter, InvalidPrompt
+from quire.core.errors import InvalidParameter, InvalidPrompt, shown
 from quire.core.sampling import MAX_LOGPROBS, Grammar, SamplingParams, checked_token_ids
 from quire.core.validation import check_count, check_int
 from quire.engine.request_options import RequestOptions
@@ -41,6 +41,7 @@ class GenerationRequest:
     continuous_usage: bool = False
     return_token_ids: bool = False
     tokens_as_ids: bool = False  # logprobs name tokens by id
+    keeps_start: bool = False  # a truncated prompt loses its end instead of its start
     without_tokens: bool = False  # only the prompt is evaluated: a generated token is dropped
 
 
@@ -91,17 +92,24 @@ def _generation(
     check_count("allowed_token_ids", body.allowed_token_ids or (), model.vocab_size)
     for name in _TOKEN_IDS:  # the engine checks them too, but ids beyond 64 bits cannot be sent to it
         checked_token_ids(name, getattr(body, name) or (), model.vocab_size)
+    include_usage = options is not None and bool(options.include_usage)
     continuous = options is not None and bool(options.continuous_usage_stats)
+    if continuous and not include_usage:
+        raise InvalidParameter(
+            "stream_options.continuous_usage_stats requires include_usage: true beside it.",
+            param="stream_options.continuous_usage_stats",
+        )
     return GenerationRequest(
         params=SamplingParams(**params),
         options=RequestOptions(**request_options),
         grammar=grammar_of(body),
         stream=stream,
         grammar_field="response_format" if body.structured_outputs is None else "structured_outputs",
-        include_usage=options is not None and bool(options.include_usage),
+        include_usage=include_usage,
         continuous_usage=continuous,
         return_token_ids=bool(body.return_token_ids),
         tokens_as_ids=bool(body.return_tokens_as_token_ids),
+        keeps_start=keeps_start(body.truncation_side),
     )
 
 
@@ -122,10 +130,19 @@ async def apply_grammar(
         return replace(generation, grammar=grammar, params=replace(generation.params, grammar=grammar))
 
 
+def keeps_start(side: str | None) -> bool:
+    """Whether truncation drops the end of a prompt, by the side that a body names."""
+    if side not in (None, "left", "right"):
+        raise InvalidParameter(
+            f"truncation_side is {shown(side)}; it may be 'left' or 'right'.", param="truncation_side"
+        )
+    return side == "right"
+
+
 def truncate_prompt(
     ids: list[int], truncate: int | None, generation: GenerationRequest, model: ServedModel
 ) -> list[int]:
-    """The last `truncate` tokens of a prompt; with -1, as many as the context holds."""
+    """The last `truncate` tokens of a prompt, or its first ones; with -1, as many as the context holds."""
     if truncate is None:
         return ids
     if truncate == -1:
@@ -135,7 +152,7 @@ def truncate_prompt(
         raise InvalidParameter(
             f"truncate_prompt_tokens must be -1, or from 1 to {model.max_model_len}.", param="truncate_prompt_tokens"
         )
-    return ids[-truncate:]
+    return ids[:truncate] if generation.keeps_start else ids[-truncate:]
 
 
 def clamp_max_tokens(generation: GenerationRequest, num_prompt: int, model: ServedModel) -> GenerationRequest:

@@ -17,6 +17,7 @@ from quire.core.errors import InvalidParameter
 Json = Any  # any JSON value
 
 Dimensions = Annotated[int, Meta(extra_json_schema={"minimum": 1, "maximum": 65536})]
+TruncationSide = Annotated[str, Meta(extra_json_schema={"enum": ["left", "right"]})]
 EncodingFormat = Annotated[str, Meta(extra_json_schema={"enum": ["float", "base64"]})]
 
 
@@ -29,6 +30,7 @@ class EmbeddingBody(Struct, kw_only=True):
     dimensions: Dimensions | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: TruncationSide | None = None
     priority: int | None = None
     cache_salt: str | None = None
     timeout_s: float | None = None
@@ -54,7 +56,29 @@ REPLACEMENTS: Mapping[str, str] = {
     "function_call": "use tool_choice",
     "suffix": "send the text that comes after as part of the prompt",
     "logits_processors": "use logit_bias, bad_words or allowed_token_ids",
+    "custom_logit_processor": "use logit_bias, bad_words or allowed_token_ids",
+    "format": "use response_format",
+    "options": "send its fields in the body itself, under the names of this API",
+    "modalities": "the output is text",
+    "audio": "the output is text",
+    "web_search_options": "pass a tool that searches",
+    "prompt_embeds": "send text or token ids",
+    "lora_path": "the server has one model",
+    "n_predict": "use max_tokens",
+    "max_new_tokens": "use max_tokens",
+    "repeat_penalty": "use repetition_penalty",
+    "stop_regex": "use stop",
+    "no_stop_trim": "use include_stop_str_in_output",
+    "typical_p": "use top_p or min_p",
+    "mirostat": "use top_p or min_p",
+    "xtc_probability": "use temperature",
+    "dry_multiplier": "use repetition_penalty or frequency_penalty",
+    "dynatemp_range": "use temperature",
 }
+_NO_EFFECT: Mapping[str, tuple[object, ...]] = {  # values that ask for nothing
+    "function_call": ("none",), "modalities": (["text"],), "repeat_penalty": (1,), "typical_p": (1,),
+    "mirostat": (0,), "xtc_probability": (0,), "dry_multiplier": (0,), "dynatemp_range": (0,),
+}  # fmt: skip
 
 
 class Legacy(Struct, kw_only=True):
@@ -78,14 +102,30 @@ class Legacy(Struct, kw_only=True):
     function_call: Refused = None
     suffix: Refused = None
     logits_processors: Refused = None
+    custom_logit_processor: Refused = None
+    format: Refused = None
+    options: Refused = None
+    modalities: Refused = None
+    audio: Refused = None
+    web_search_options: Refused = None
+    prompt_embeds: Refused = None
+    lora_path: Refused = None
+    n_predict: Refused = None
+    max_new_tokens: Refused = None
+    repeat_penalty: Refused = None
+    stop_regex: Refused = None
+    no_stop_trim: Refused = None
+    typical_p: Refused = None
+    mirostat: Refused = None
+    xtc_probability: Refused = None
+    dry_multiplier: Refused = None
+    dynatemp_range: Refused = None
 
 
 def refuse_legacy(body: Legacy) -> None:
     for name, instead in (*REPLACEMENTS.items(), *body.elsewhere.items()):
         value = getattr(body, name)
-        if name == "function_call" and value == "none":
-            continue  # no call is requested
-        if value is not None and value is not False and value not in _EMPTY:
+        if value is not None and value is not False and value not in (*_EMPTY, *_NO_EFFECT.get(name, ())):
             raise InvalidParameter(f"{name} is not served here; {instead}.", param=name)
 
 
@@ -183,6 +223,7 @@ class SamplingBody(SharedBody, kw_only=True):
     length_penalty: float | None = None
     early_stopping: bool | str | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: TruncationSide | None = None
     stream_options: StreamOptions | None = None
     echo: bool | None = None
     return_token_ids: bool | None = None
@@ -246,13 +287,17 @@ class CompletionBody(SamplingBody, kw_only=True):
 
 
 class TemplateBody(Struct, kw_only=True):
-    """How a conversation is rendered."""
+    """How a conversation is rendered: the fields of `ChatBody` that change it."""
 
     model: str | None = None
     tools: list[dict[str, Json]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Json] | None = None
+    chat_template: str | None = None
+    documents: list[Json] | None = None
+    tool_choice: str | ChosenTools | None = None
+    reasoning_effort: str | None = None
 
 
 class ApplyTemplateBody(TemplateBody, kw_only=True):
